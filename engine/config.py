@@ -189,10 +189,13 @@ def options() -> dict[str, Field[Any]]:
 
 
 def require_options(given: Iterable[str], caller: str, also: Iterable[str] = ()) -> None:
-    """Check the names of options that ``caller`` was given; ``also``: those of its own.
+    """Check that ``caller`` knows every option named in ``given``.
+
+    Args:
+        also: options that only ``caller`` takes.
 
     Raises:
-        InputError: for the first that there is not, with the nearest that there is.
+        InputError: for the first unknown name; the message suggests the nearest known one.
     """
     known = [*options(), *also]
     for name in given:

@@ -94,7 +94,7 @@ def load_session(engine: Runtime, path: Path) -> tuple[CachedSequence, dict[str,
     """
     from mmkv.engine.strict import Damage, parse
 
-    if path.exists() and not is_file(path):  # reading a pipe may never end
+    if os.path.exists(path) and not is_file(path):  # reading a pipe may never end
         raise SessionError(f"{path} is no file; name a session file")
     try:
         with path.open("rb"):  # safe_open says that a file is not there, whatever is wrong

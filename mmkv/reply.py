@@ -1,4 +1,4 @@
-"""Write replies token by token, as text, and keep their numbers.
+"""Write one reply, or several together: sample, make text of token ids, keep the numbers.
 
 A stream of token ids becomes text of whole characters only, without stop strings
 (:class:`Detokenizer`). Several replies decode together by one step, or by several where a graph

@@ -1,4 +1,4 @@
-"""A user's turn: its messages, pictures and videos made into what a session appends."""
+"""Turn a user's messages, pictures and videos into the tensors that a session appends."""
 
 from __future__ import annotations
 

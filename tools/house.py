@@ -2,8 +2,8 @@
 
 Files and lines, how much of a file is docstring and imports, files that only one other file of
 their folder imports, circles of imports (those for a type checker count), the files whose code runs
-for one short reply of the server, and words of the documents. ``--json`` prints them for a program;
-``--roads`` names the files of the reply.
+for one short reply of the server, and words of the documents. ``--names`` lists the files behind
+the figures, ``--json`` prints all for a program.
 """
 
 from __future__ import annotations
@@ -13,12 +13,10 @@ import ast
 import json
 import subprocess
 import sys
-import threading
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from pathlib import Path
 from statistics import mean
-from types import FrameType
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -107,36 +105,9 @@ def files_of_a_reply() -> list[str]:
     from mmkv import Engine
     from mmkv.resources import bundled_model
     from tests.support.servers import serving
+    from tools.roads import http_road
 
-    seen: set[str] = set()
-    on = threading.Event()
-
-    def note(frame: FrameType, event: str, _: Any) -> None:
-        if event == "call" and on.is_set():
-            seen.add(frame.f_code.co_filename)
-
-    threading.setprofile(note)
-    sys.setprofile(note)
-    body = {"model": "small", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 4}
-    try:
-        with serving(lambda: Engine.from_pretrained(bundled_model())) as server:
-            url = "/v1/chat/completions"
-            server.client.post(url, json=body)  # what is imported or made once
-            on.set()
-            answer = server.client.post(url, json=body)
-            on.clear()
-    finally:
-        threading.setprofile(None)  # type: ignore[arg-type]
-        sys.setprofile(None)
-    assert answer.status_code == 200, answer.text
-    return sorted(_inside(seen))
-
-
-def _inside(names: Iterable[str]) -> Iterator[str]:
-    for name in names:
-        path = Path(name).resolve()
-        if path.is_relative_to(ROOT) and path.relative_to(ROOT).parts[0] in TOPS:
-            yield path.relative_to(ROOT).as_posix()
+    return sorted(http_road(lambda: serving(lambda: Engine.from_pretrained(bundled_model()))))
 
 
 def figures() -> dict[str, Any]:

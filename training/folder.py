@@ -1,4 +1,4 @@
-"""The output folder of a run, which ``--resume`` continues, also after a Ctrl-C.
+"""A run's output folder and checkpoints, which ``--resume`` continues, also after a Ctrl-C.
 
 It holds the settings and the progress; at a Ctrl-C the step is finished and kept as a checkpoint.
 """

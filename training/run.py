@@ -565,7 +565,8 @@ def _idle(settings: Settings) -> Idle:
         return Idle("raise --lr, or give more steps")
     return Idle(
         f"a bias of {settings.bias:g} begins with gates that forget nothing, and a short run does "
-        "not come away from there: take --bias 10 --lr 3e-3 --lambda-cap 16, or thousands of steps"
+        "not come away from there: take --bias 10 --lr 3e-3 --lambda-cap 16 --d-gate 96, or "
+        "thousands of steps"
     )
 
 

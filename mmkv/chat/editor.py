@@ -20,7 +20,7 @@ from prompt_toolkit.shortcuts import CompleteStyle
 from mmkv.chat.lines import BLOCK, Words, is_yes
 from mmkv.resources import state_folder
 
-KEPT = 1000  # messages in the history
+HISTORY_SIZE = 1000  # messages
 
 
 class Editor:
@@ -169,12 +169,12 @@ class _PrivateHistory(FileHistory):
     def shorten(self) -> None:
         """Leave the KEPT latest messages once there are twice as many."""
         found = self.load_history_strings()
-        if len(found) < 2 * KEPT:
+        if len(found) < 2 * HISTORY_SIZE:
             return
         with suppress(OSError):
             new = self._file.with_suffix(f".{os.getpid()}")
             new.unlink(missing_ok=True)
             short = _PrivateHistory(new)
-            for string in reversed(found[:KEPT]):
+            for string in reversed(found[:HISTORY_SIZE]):
                 short.store_string(string)
             new.replace(self._file)

@@ -31,7 +31,7 @@ from mmkv.chat.saved import (
 from mmkv.chat.trouble import require_utf8
 from mmkv.engine.budget import Budget
 from mmkv.engine.errors import STOPS, InputError, as_exception
-from mmkv.engine.paths import user_path
+from mmkv.engine.paths import is_folder, user_path
 from mmkv.prompt.held import Rewrites
 from mmkv.prompt.media import load_image
 from mmkv.prompt.video import check_sampling
@@ -229,7 +229,7 @@ def _explain(repl: Repl, name: str, force: bool = False) -> None:
     if recorder is None:
         repl.display.say("recording begins now: ask something, then give /explain again")
         return
-    if name.endswith("/") or user_path(name).is_dir():
+    if name.endswith("/") or is_folder(user_path(name)):
         repl.display.say(write_figures(trace, figures_folder(name)))
         return
     path = report_target(

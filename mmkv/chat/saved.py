@@ -20,7 +20,7 @@ from weakref import WeakKeyDictionary
 from mmkv.chat.trouble import one_line
 from mmkv.engine.budget import format_bytes
 from mmkv.engine.errors import STOPS, InputError, PolicyError, SessionError, as_exception, shown
-from mmkv.engine.paths import user_path
+from mmkv.engine.paths import is_folder, user_path
 from mmkv.resources import state_folder
 
 if TYPE_CHECKING:
@@ -363,9 +363,10 @@ def figures_folder(name: str) -> Path:
 
     require_matplotlib()
     path = user_path(name)
-    if path.exists() and not path.is_dir():
+    there = os.path.exists(path)  # False, too, where the name is too long to be one
+    if there and not path.is_dir():
         raise InputError(f"{name} is no folder; figures are several files, name a folder")
-    if not path.exists() and not path.absolute().parent.is_dir():
+    if not there and not is_folder(path.absolute().parent):
         raise InputError(f"there is no folder {path.parent}; make it, or choose another name")
     return path
 

@@ -1,4 +1,4 @@
-"""Say in one line what went wrong in a turn and what to do."""
+"""Word an error in a chat's turn: one line with its cause and what to do."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The ``mmkv`` command as a program of its own: it starts and ends without needless work.
+"""The entry point of the ``mmkv`` command: a fast start, and a fast end.
 
 Only here, never where the command line is called from other code: the process ends at once when
 everything is written, and the garbage collector stays off while modules are imported.

@@ -1,4 +1,4 @@
-"""What a session remembered and forgot: recorded, shown as a page, drawn as figures."""
+"""Record which entries a session kept and evicted; show them as a page or as figures."""
 
 from mmkv.explain.snapshot import Snapshot
 from mmkv.explain.trace import Trace

@@ -14,7 +14,7 @@ from transformers.cache_utils import Cache
 from mmkv.engine.contents import Memory
 from mmkv.engine.errors import InputError, SessionError
 from mmkv.engine.interrupts import CtrlC, whole
-from mmkv.hf.loop import Row
+from mmkv.hf.loop import BatchRow
 
 
 class RetainedCache(Cache):
@@ -28,7 +28,7 @@ class RetainedCache(Cache):
 
     def __init__(self) -> None:
         super().__init__(layers=[])
-        self.rows: list[Row] = []
+        self.rows: list[BatchRow] = []
         self._use = threading.Lock()
         self.owner: weakref.WeakSet[RetainedCache] | None = None  # closes it, with the others
 
@@ -92,7 +92,7 @@ class RetainedCache(Cache):
                 self._use.release()
 
     @whole
-    def replace(self, rows: Sequence[Row]) -> None:
+    def replace(self, rows: Sequence[BatchRow]) -> None:
         """Take over other rows and close those held so far."""
         before = list(self.rows)
         self.rows[:] = rows
@@ -115,7 +115,7 @@ class RetainedCache(Cache):
 
 
 @whole
-def close_rows(rows: list[Row]) -> None:
+def close_rows(rows: list[BatchRow]) -> None:
     """Return the pages of all rows and empty the list."""
     while rows:
         rows.pop().session.close()

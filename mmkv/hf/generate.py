@@ -29,12 +29,12 @@ from mmkv.engine.prefill import extend_together
 from mmkv.engine.runtime import Runtime
 from mmkv.hf.cache import RetainedCache, close_rows
 from mmkv.hf.loop import (
+    BatchRow,
     Generated,
     Loop,
     LoopSettings,
-    Row,
     masked_before,
-    new_tokens,
+    tokens_to_read,
     without_padding,
 )
 
@@ -168,7 +168,7 @@ class Call:
         self._given: dict[str, Any] = {**bound, **bound.get("kwargs", {})}
         self._given.pop("kwargs", None)
         self._streamer = self._given.get("streamer")
-        self._opened: list[Row] = []  # what an error closes
+        self._opened: list[BatchRow] = []  # what an error closes
         self.cache: RetainedCache | None = None
         self.memory: tuple[Memory, ...] = ()
 
@@ -258,16 +258,16 @@ class Call:
 
     def _prefill(
         self, input_ids: Tensor, mask: Tensor | None, copies: int
-    ) -> tuple[list[Row], Tensor]:
+    ) -> tuple[list[BatchRow], Tensor]:
         """Read the prompts; the rows and float32 logits ``[B copies, vocab]``."""
         engine, held = self._engine, [] if self.cache is None else self.cache.rows
         given = without_padding(input_ids, mask)
         begun = [(0, ids) for ids in given]
-        begun = new_tokens(held, given, masked_before(input_ids, mask)) if held else begun
+        begun = tokens_to_read(held, given, masked_before(input_ids, mask)) if held else begun
         new = [ids for _, ids in begun]
         for i, (kept, _) in enumerate(begun):
             # What is held stays as it is until the call has ended well.
-            self._opened.append(held[i].fork() if held else Row(engine.session()))
+            self._opened.append(held[i].fork() if held else BatchRow(engine.session()))
             self._opened[-1].go_back(kept)
         prompted = list(self._opened)
         with engine.lock:
@@ -289,7 +289,7 @@ class Call:
                 self._opened.append(rows[-1])
         return rows, logits.repeat_interleave(copies, 0)
 
-    def _result(self, rows: list[Row], made: Generated, as_output: bool) -> Any:
+    def _result(self, rows: list[BatchRow], made: Generated, as_output: bool) -> Any:
         self.memory = tuple(row.session.memory() for row in rows)
         if self.cache is None and as_output:
             self.cache = RetainedCache()

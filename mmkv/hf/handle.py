@@ -1,4 +1,4 @@
-"""A transformers model whose ``generate`` runs on a bounded KV cache, for as long as one likes."""
+"""``retain(model)``: transformers' ``generate`` on a bounded KV cache, until it is closed."""
 
 from __future__ import annotations
 

@@ -91,7 +91,7 @@ class _Pass:
 
 
 class HostedDecoder(Decoder):
-    """Runs tokens through a transformers model; its "states" are the logits of the last ones."""
+    """Runs tokens through a transformers model; returns logits where Decoder returns states."""
 
     def __init__(
         self, spec: DecoderSpec, weights: DecoderWeights, gates: Gates | None, model: Any
@@ -115,11 +115,12 @@ class HostedDecoder(Decoder):
         """Run the model; logits ``[T, vocab]``, or ``[B, vocab]`` of prompts' ends; and log_beta.
 
         Args:
-            rope: the positions ``[T]``, twice; the rest as :meth:`Decoder.forward` has it.
+            rope: the positions ``[T]``, twice, for the model rotates by itself. ``deepstack`` and
+                ``tapped`` are not used; HostedRuntime refuses policies with taps.
         """
         ends = None if chunks is None else chunks.ends()
         keep = hidden.shape[0] if ends is None else 1 if ends.numel() == 1 else ends
-        _current.engine_pass = now = _Pass(self, step)
+        _current.engine_pass = engine_pass = _Pass(self, step)
         try:
             out = self._model(
                 inputs_embeds=hidden[None],
@@ -130,9 +131,9 @@ class HostedDecoder(Decoder):
             )
         finally:
             _current.engine_pass = None
-        if sorted(now.layers) != list(range(self.spec.num_layers)):
+        if sorted(engine_pass.layers) != list(range(self.spec.num_layers)):
             raise ModelError(
-                f"{len(now.layers)} of {self.spec.num_layers} layers of a "
+                f"{len(engine_pass.layers)} of {self.spec.num_layers} layers of a "
                 f"{type(self._model).__name__} attend through transformers' interface; mmkv keeps "
                 "a cache for every layer"
             )
@@ -141,12 +142,12 @@ class HostedDecoder(Decoder):
             logits = logits[ends]
         if self.gates is None:
             return logits, None
-        if len(now.gate_logits) != self.spec.num_layers:
+        if len(engine_pass.gate_logits) != self.spec.num_layers:
             raise ModelError(
                 f"the attention of a {type(self._model).__name__} does not show what gates read; "
                 "choose a policy without gates, such as 'snapkv' or 'streamingllm'"
             )
-        gates = [now.gate_logits[layer] for layer in range(self.spec.num_layers)]
+        gates = [engine_pass.gate_logits[layer] for layer in range(self.spec.num_layers)]
         return logits, torch.nn.functional.logsigmoid(torch.stack(gates, 1))
 
     def logits(self, hidden: Tensor) -> Tensor:

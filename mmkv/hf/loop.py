@@ -32,7 +32,7 @@ from mmkv.engine.steps import BURST
 
 
 @dataclass
-class Row:
+class BatchRow:
     """One conversation.
 
     Attributes:
@@ -47,9 +47,9 @@ class Row:
     prompt: int = 0
     pending: int | None = None
 
-    def fork(self) -> Row:
+    def fork(self) -> BatchRow:
         """Return an independent copy."""
-        return Row(self.session.fork(), list(self.ids), self.prompt, self.pending)
+        return BatchRow(self.session.fork(), list(self.ids), self.prompt, self.pending)
 
     def can_go_back(self, count: int) -> bool:
         """Whether it can stand behind its first ``count`` tokens again as if it had read no more.
@@ -105,61 +105,63 @@ def masked_before(input_ids: Tensor, mask: Tensor | None) -> list[int] | None:
     return mask[:, : mask.shape[1] - input_ids.shape[1]].bool().sum(1).tolist()
 
 
-def new_tokens(
-    rows: Sequence[Row], given: Sequence[Tensor], before: Sequence[int] | None
+def tokens_to_read(
+    rows: Sequence[BatchRow], input_ids: Sequence[Tensor], before: Sequence[int] | None
 ) -> list[tuple[int, Tensor]]:
-    """Return how many of its tokens each conversation keeps, and what it has to read then.
+    """Return, per conversation, how many cached tokens stay and which ids are to be read then.
 
-    Where the tokens of a whole conversation leave those that are held, as templates do that drop
-    the thoughts of earlier replies, it goes back if nothing is lost by that.
+    Where the ids differ from the cached ones, because a template dropped the thoughts of earlier
+    replies, the conversation goes back to what both share, if nothing is lost by that. As soon as
+    one row holds a whole conversation, all have to.
 
     Args:
         rows: the conversations so far.
-        given: per row the tokens of the whole conversation, or those after the latest reply.
-        before: per row how many tokens stand before ``given``, where the mask says so.
+        input_ids: per row the ids of the whole conversation, or those after the latest reply.
+        before: per row how many tokens stand before ``input_ids``, where the mask says so.
 
     Raises:
         InputError: the tokens neither continue nor repeat the conversation.
     """
-    if len(rows) != len(given):
+    if len(rows) != len(input_ids):
         raise InputError(
-            f"the cache holds {len(rows)} conversations and the batch has {len(given)} rows; "
+            f"the cache holds {len(rows)} conversations and the batch has {len(input_ids)} rows; "
             "pass as many rows as the generate call that filled it returned"
         )
     if before is not None:
-        joined = [_after(*parts) for parts in zip(rows, given, before, strict=True)]
+        joined = [_after(*parts) for parts in zip(rows, input_ids, before, strict=True)]
         return [(len(row.ids), ids) for row, ids in zip(rows, joined, strict=True)]
-    common = [_common(row.ids, ids) for row, ids in zip(rows, given, strict=True)]
-    whole = [
+    shared = [_common(row.ids, ids) for row, ids in zip(rows, input_ids, strict=True)]
+    extends = [
         count == len(row.ids) < ids.numel()
-        for count, row, ids in zip(common, rows, given, strict=True)
+        for count, row, ids in zip(shared, rows, input_ids, strict=True)
     ]
-    # Ids that repeat the first prompt and go on are those of the whole conversation.
-    leaves = [
+    # Other ids that begin with the first prompt are the whole conversation, rendered anew.
+    differs = [
         row.prompt <= count < ids.numel()
-        for count, row, ids in zip(common, rows, given, strict=True)
+        for count, row, ids in zip(shared, rows, input_ids, strict=True)
     ]
-    if any(leaves) or any(whole):
-        made = []
-        for count, row, ids, complete, left in zip(common, rows, given, whole, leaves, strict=True):
-            session = row.session
-            needs = session.engine.policy.scoring.needs if session.engine.policy.evicts else None
-            # A policy that scores with the latest queries reads as many again.
-            window = 0 if needs is None else needs.queries
-            kept = count if complete else max(min(count, ids.numel() - max(window, 1)), 0)
-            if not (complete or (left and row.can_go_back(kept))):
-                raise InputError(
-                    f"input_ids repeat the conversation up to token {count}, and the cache holds "
-                    f"{len(row.ids)} tokens that go on differently; pass the tokens that generate "
-                    "returned, followed by the new ones, or a new RetainedCache()"
-                )
-            made.append((kept, ids[kept:]))
-        return made
-    joined = [_joined(row, ids) for row, ids in zip(rows, given, strict=True)]
-    return [(len(row.ids), ids) for row, ids in zip(rows, joined, strict=True)]
+    if not any(extends) and not any(differs):
+        joined = [_joined(row, ids) for row, ids in zip(rows, input_ids, strict=True)]
+        return [(len(row.ids), ids) for row, ids in zip(rows, joined, strict=True)]
+    made = []
+    for count, row, ids, longer, other in zip(
+        shared, rows, input_ids, extends, differs, strict=True
+    ):
+        policy = row.session.engine.policy
+        # A policy that scores with the newest queries needs as many tokens to be read again.
+        window = policy.scoring.needs.queries if policy.evicts else 0
+        kept = count if longer else max(min(count, ids.numel() - max(window, 1)), 0)
+        if not (longer or (other and row.can_go_back(kept))):
+            raise InputError(
+                f"input_ids repeat the conversation up to token {count}, and the cache holds "
+                f"{len(row.ids)} tokens that go on differently; pass the tokens that generate "
+                "returned, followed by the new ones, or a new RetainedCache()"
+            )
+        made.append((kept, ids[kept:]))
+    return made
 
 
-def _after(row: Row, ids: Tensor, before: int) -> Tensor:
+def _after(row: BatchRow, ids: Tensor, before: int) -> Tensor:
     """Return the new tokens of a row whose mask names ``before`` tokens ahead of ``ids``."""
     if before == len(row.ids):
         return ids
@@ -172,7 +174,7 @@ def _after(row: Row, ids: Tensor, before: int) -> Tensor:
     )
 
 
-def _joined(row: Row, ids: Tensor) -> Tensor:
+def _joined(row: BatchRow, ids: Tensor) -> Tensor:
     """Put the latest reply's last token before the new ones: the session has not seen it."""
     return ids if row.pending is None else torch.cat([torch.tensor([row.pending]), ids])
 
@@ -225,7 +227,7 @@ class Loop:
     def __init__(
         self,
         engine: Runtime,
-        rows: Sequence[Row],
+        rows: Sequence[BatchRow],
         logits: Tensor,
         input_ids: Tensor,
         how: LoopSettings,
@@ -399,6 +401,6 @@ def in_bursts(engine: Runtime) -> bool:
     return engine.many_path == "graph"
 
 
-def _pending(row: Row) -> int:
+def _pending(row: BatchRow) -> int:
     assert row.pending is not None
     return row.pending

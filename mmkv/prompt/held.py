@@ -1,4 +1,4 @@
-"""What a session has read, as text, and where its conversation rendered afresh goes another way.
+"""The text that a session has read, and where a fresh rendering of its conversation differs.
 
 A session appends. A chat template may still show earlier messages in another way once there are
 later ones (without the thoughts of earlier replies, with the system's message further down), and a

@@ -46,6 +46,7 @@ MAX_PIXELS = 120_000_000
 SIZED, NOTE = "mmkv.sized", "mmkv.note"
 _URL_SAFE = bytes.maketrans(b"-_", b"+/")  # of the other alphabet that base64 has
 _PIECE = 64 * 2**10
+_BAND = 2**18  # pixels that are scaled at a time
 _LONGEST_NAME = 150
 _pixel_limit = MAX_PIXELS
 
@@ -408,17 +409,26 @@ def _shallow(picture: Image, sixteen: bool) -> Image:
     from PIL import Image as pil
 
     sixteen = sixteen or picture.mode.startswith("I;16")
-    levels = np.asarray(picture.convert("I") if sixteen else picture, dtype=np.float64)
+    levels = np.asarray(picture.convert("I") if sixteen else picture)
+    # Rows at a time: as float64 a picture at the limit takes gigabytes.
+    rows = max(1, _BAND // max(picture.width, 1))
+    bands = [levels[top : top + rows] for top in range(0, len(levels), rows)]
     clear = picture.info.get("transparency")
-    finite = levels[np.isfinite(levels)]
-    least, most = (float(finite.min()), float(finite.max())) if finite.size else (0.0, 0.0)
-    if sixteen:
-        least, most = 0.0, 65535.0
-    elif least >= 0 and most <= 65535:
+    least, most = 0.0, 65535.0
+    if not sixteen:
+        finite = (band[np.isfinite(band)] for band in bands)
+        ends = [(float(some.min()), float(some.max())) for some in finite if some.size]
+        least = min((low for low, _ in ends), default=0.0)
+        most = max((high for _, high in ends), default=0.0)
+    if not sixteen and least >= 0 and most <= 65535:
         whites = (1.0, 255.0, 65535.0) if picture.mode == "F" else (255.0, 65535.0)
         least, most = 0.0, next(white for white in whites if most <= white)
-    scaled = np.nan_to_num((levels - least) * (255 / (most - least)), nan=0, posinf=255, neginf=0)
-    made = pil.fromarray(np.clip(scaled.round(), 0, 255).astype(np.uint8))
+    shown = np.empty(levels.shape, np.uint8)
+    for top, band in zip(range(0, len(levels), rows), bands, strict=True):
+        scaled = (band.astype(np.float64) - least) * (255 / (most - least))
+        scaled = np.nan_to_num(scaled, copy=False, nan=0, posinf=255, neginf=0)
+        shown[top : top + rows] = np.clip(scaled.round(), 0, 255)
+    made = pil.fromarray(shown)
     if isinstance(clear, int):
         made.putalpha(pil.fromarray(np.where(levels == clear, 0, 255).astype(np.uint8)))
     return made

@@ -1,4 +1,4 @@
-"""What a part of a message says of its picture or video besides where it is.
+"""Settings of one picture or video (fps, min_pixels and so on) in a part of a message.
 
 The keys are those of qwen-vl-utils (``fetch_image``, ``fetch_video``), ``num_frames`` is
 transformers'. The numbers are those of qwen-vl-utils 0.0.14: its own functions where it is

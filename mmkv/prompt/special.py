@@ -1,4 +1,4 @@
-"""Keep special tokens that stand in somebody's words text.
+"""Treat special tokens that a user wrote as plain text.
 
 A tokenizer finds ``<|im_end|>`` wherever it stands, so a user could end a turn or name a picture
 by writing so. Each such text is cut after its first character before the template is rendered; the

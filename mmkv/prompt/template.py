@@ -90,28 +90,30 @@ class ChatTemplate:
         return made
 
     def addition(self, history: list[Message], turn: list[Message]) -> Addition:
-        """Return the text to append for ``turn`` (its last message is the user's) after
-        ``history``.
+        """Return the text to append for ``turn`` (its last message is the user's) to ``history``.
+
+        A marker is rendered in place of the latest reply; what follows it is the new text.
         """
         if self.source is None:
             note = None if self.raw else NO_TEMPLATE
             return Addition(self.render(turn, opening=True), bool(history), note)
         if not any(message["role"] == "assistant" for message in history):
             return Addition(self.render(history + turn, opening=True), False)
-        latest = max(i for i, message in enumerate(history) if message["role"] == "assistant")
+        reply = max(i for i, message in enumerate(history) if message["role"] == "assistant")
         marker = new_marker()
-        marked = [*history[:latest], {"role": "assistant", "content": marker}]
-        whole = self.render(marked + history[latest + 1 :] + turn, opening=True)
+        marked = [*history[:reply], {"role": "assistant", "content": marker}]
+        whole = self.render(marked + history[reply + 1 :] + turn, opening=True)
         before, found, after = whole.rpartition(marker)
         if not found:
             raise InputError(
                 "this model's chat template drops earlier replies, so a turn cannot be appended; "
                 "start a new conversation"
             )
-        said = "".join(part.get("text", "") for part in as_parts(history[latest]["content"]))
-        real = self.render(history + turn, opening=True)  # what it makes of the reply's own words
-        stable = before == self.render(history[:latest], opening=True)
-        stable &= real.replace(CUT, "") == (before + said + after).replace(CUT, "")
+        said = "".join(part.get("text", "") for part in as_parts(history[reply]["content"]))
+        rendered = self.render(history + turn, opening=True)
+        # Stable: the template shows the past as it did before, and the reply's own words.
+        stable = before == self.render(history[:reply], opening=True)
+        stable &= rendered.replace(CUT, "") == (before + said + after).replace(CUT, "")
         return Addition(after, True, differs=None if stable else REWRITES)
 
     def render(self, messages: list[Message], opening: bool) -> str:

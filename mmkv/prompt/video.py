@@ -17,7 +17,7 @@ from typing import Any, Literal, Protocol
 
 import numpy as np
 
-from mmkv.engine.errors import STOPS, InputError, first_line
+from mmkv.engine.errors import STOPS, InputError, first_line, require_real, require_whole
 from mmkv.prompt.media import describe, load_image, local_file
 from mmkv.prompt.part_settings import (
     LOOSE_FPS,
@@ -225,7 +225,11 @@ def load_video(
 
 
 def check_sampling(fps: float | None, num_frames: int | None) -> None:
-    """Raise InputError for options that cannot be followed."""
+    """Raise InputError for options that cannot be followed, TypeError for those of other types."""
+    if fps is not None:
+        require_real("fps", fps)
+    if num_frames is not None:
+        require_whole("num_frames", num_frames)
     if fps is not None and num_frames is not None:
         raise InputError("fps and num_frames exclude each other; give one of them")
     if fps is not None and not 0 < fps <= 1000:

@@ -620,19 +620,9 @@ class ChatJob:
         for at in range(self.work.choices):
             seed = None if sampling.seed is None else (sampling.seed + at) % 2**63
             own = replace(sampling, seed=seed)
-            grammar = (
-                None
-                if logit_settings.grammar is None
-                else self.grammars.begin(logit_settings.grammar)
-            )
-            writer = ScoredWriter(
-                tokenizer,
-                own,
-                engine.eos_token_ids,
-                logit_settings,
-                grammar,
-                engine.media_token_ids,
-            )
+            grammar = None if changes.grammar is None else self.grammars.begin(changes.grammar)
+            never = engine.media_token_ids
+            writer = ScoredWriter(tokenizer, own, engine.eos_token_ids, changes, grammar, never)
             token = writer.begin(logits, session.read_ids)
             fork = session if at == 0 else session.fork()
             self.decoding.append(DecodingReply(fork, writer, -1 if token is None else token))

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from mmkv.engine.errors import BudgetError, ContextError, InputError
+from mmkv.engine.errors import BudgetError, ContextError, InputError, SessionError
 from mmkv.engine.runtime import Runtime
 from tests.support.policies import EVICTING_KINDS
 from tests.support.sessions import PICTURES, assert_same_rows, load, run, state, text_ids, turn
@@ -47,6 +47,12 @@ def test_empty_and_malformed_prompts_change_nothing(engine: Runtime) -> None:
         with pytest.raises(InputError):
             session.prefill(bad)
         assert state(session) == before
+
+
+@pytest.mark.parametrize("name", ["a" * 300, "a" * 5000])
+def test_a_name_that_no_file_can_have_opens_no_session(engine: Runtime, name: str) -> None:
+    with pytest.raises(SessionError, match="too long"):
+        engine.load_session(name)
 
 
 def test_a_pool_limit_refuses_before_anything_changes(folders: dict[str, Path]) -> None:

@@ -30,7 +30,7 @@ def test_gates_are_computed_for_policies_that_read_them_only(
 
     monkeypatch.setattr(LayerGate, "logits", counted)
     cpu = engine.backends.cpu
-    session = engine.session(30)
+    session = engine.session(None if policy == "full" else 30)
     session.prefill(PICTURES)
     run(session, text_ids(3, 1))
     native, cpu.decoder = cpu.decoder, None

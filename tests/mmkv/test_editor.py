@@ -16,7 +16,7 @@ from prompt_toolkit.application import create_app_session
 from prompt_toolkit.input.base import PipeInput
 from prompt_toolkit.input.defaults import create_pipe_input
 
-from mmkv.chat.editor import KEPT, Editor, continuation, open_history
+from mmkv.chat.editor import HISTORY_SIZE, Editor, continuation, open_history
 from mmkv.chat.lines import Words
 from mmkv.chat.repl import COMMANDS, HIDDEN, SETTINGS
 from mmkv.resources import state_folder
@@ -106,11 +106,13 @@ def test_the_history_outlives_the_editor_and_is_private(
 def test_the_history_stays_short(tmp_path: Path) -> None:
     file = tmp_path / "history"
     history = open_history(file)
-    for number in range(2 * KEPT):
+    for number in range(2 * HISTORY_SIZE):
         history.store_string(f"message {number}")
     history.store_string("\udcff is no UTF-8")
     kept = list(open_history(file).load_history_strings())
-    assert kept == [f"message {number}" for number in reversed(range(KEPT, 2 * KEPT))]
+    assert kept == [
+        f"message {number}" for number in reversed(range(HISTORY_SIZE, 2 * HISTORY_SIZE))
+    ]
     assert [path.name for path in tmp_path.iterdir() if path.is_file()] == ["history"]
     assert stat.S_IMODE(file.stat().st_mode) == 0o600
 

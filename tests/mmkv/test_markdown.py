@@ -187,7 +187,7 @@ def said(
     error: BaseException | None = None,
     **options: bool,
 ) -> str:
-    """Return what a reply leaves on ``session``."""
+    """Return what a reply leaves on ``stream``."""
     monkeypatch.setattr(sys, "stdout", stream)
     made = ChatOptions(**options)
     session: Any = Session(error)

@@ -17,6 +17,8 @@ from transformers import (
     LlamaForCausalLM,
     LlavaConfig,
     LlavaForConditionalGeneration,
+    LlavaNextConfig,
+    LlavaNextForConditionalGeneration,
     LlavaOnevisionConfig,
     LlavaOnevisionForConditionalGeneration,
     PreTrainedTokenizerFast,
@@ -200,6 +202,49 @@ def save_llava(folder: Path, seed: int = 0) -> Path:
         size={"shortest_edge": 32}, crop_size={"height": 32, "width": 32}
     )
     LlavaProcessor(
+        image_processor=images,
+        tokenizer=tokenizer,
+        patch_size=8,
+        vision_feature_select_strategy="default",
+        chat_template=LLAVA_TEMPLATE,
+        num_additional_image_tokens=1,
+    ).save_pretrained(folder)
+    return folder
+
+
+def save_llava_next(folder: Path, seed: int = 0) -> Path:
+    """Return a LLaVA-NeXT checkpoint with its transformers processor: tiles of 16 tokens."""
+    from transformers import LlavaNextProcessor
+    from transformers.models.llava_next.image_processing_pil_llava_next import (
+        LlavaNextImageProcessorPil,
+    )
+
+    tokenizer = byte_tokenizer(LLAVA_TEMPLATE)
+    tiles = [[32, 64], [64, 32], [64, 64]]
+    torch.manual_seed(seed)
+    vision = {
+        "model_type": "clip_vision_model",
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 2,
+        "image_size": 32,
+        "patch_size": 8,
+        "projection_dim": 32,
+    }
+    config = LlavaNextConfig(
+        text_config=_text_sizes(len(tokenizer)) | {"model_type": "llama"},
+        vision_config=vision,
+        image_token_index=tokenizer.convert_tokens_to_ids("<image>"),
+        image_grid_pinpoints=tiles,
+    )
+    LlavaNextForConditionalGeneration(config).save_pretrained(folder)
+    images = LlavaNextImageProcessorPil(
+        size={"shortest_edge": 32},
+        crop_size={"height": 32, "width": 32},
+        image_grid_pinpoints=tiles,
+    )
+    LlavaNextProcessor(
         image_processor=images,
         tokenizer=tokenizer,
         patch_size=8,

@@ -29,7 +29,7 @@ def test_gradients_next_to_nothing_are_said_once(
     callback.on_train_end(given, state, given)
     err = capsys.readouterr().err
     assert err.count("learn next to nothing") == said
-    assert ("--bias 10 --lr 3e-3" in err) == bool(said)
+    assert ("--bias 10 --lr 3e-3 --lambda-cap 16 --d-gate 96" in err) == bool(said)
 
 
 def test_a_run_shorter_than_its_log_lines_says_so_too(

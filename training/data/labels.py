@@ -7,13 +7,15 @@ up to the end of the reply, are the assistant's. No template's markers need to b
 
 from __future__ import annotations
 
+from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from operator import itemgetter
 from typing import Any
 
 from torch import Tensor
 
-from mmkv.prompt.special import CUT, tokenize
+from mmkv.prompt.special import CUT, reading, tokenize
 from mmkv.prompt.template import Message
 from mmkv.training.data.conversations import DataError
 
@@ -68,43 +70,79 @@ class TurnFinder:
         """
         messages = list(messages)
         text = render(messages, False)
-        whole, ends = self._with_ends(text)
+        whole, spans = self._with_spans(text)
+        marks = self._marks(text, whole, spans)
         found = []
         for index, message in enumerate(messages):
             if message["role"] != "assistant":
                 continue
-            opened = render(messages[:index], True)
-            if not text.startswith(opened):
+            opening = render(messages[:index], True)
+            if not text.startswith(opening):
                 raise _does_not_nest(index, "the opening of the reply is not in the whole chat")
             # The end of the opening may be other tokens when the reply follows: merged with its
             # first word ("ASSISTANT: " and "red" make " red"), which is then the reply's, or
             # split ("\n\n" into two), which still says nothing of the reply.
-            start = _shared(self.tokenize(opened), whole)
-            while ends and start < len(whole) and ends[start] <= len(opened):
+            same, opened = self._beginning(opening, text, marks)
+            start = same + _shared(opened, whole[same : same + len(opened)])
+            while spans and start < len(whole) and spans[start][1] <= len(opening):
                 start += 1
             if index + 1 == len(messages):
                 close = len(whole)
             else:
-                closed = self.tokenize(render(messages[: index + 1], False))
-                close = _shared(closed, whole)
+                shown = render(messages[: index + 1], False)
+                same, closed = self._beginning(shown, text, marks)
+                close = same + _shared(closed, whole[same : same + len(closed)])
                 # A template may write an end of text after the last message of all.
-                if not all(map(self._closing, closed[close:])):
+                if not all(map(self._closing, closed[close - same :])):
                     raise _does_not_nest(index, "the reply changes when more messages follow")
             if close <= start:
                 raise _does_not_nest(index, "the reply is not in the whole chat")
             found.append(AssistantTurn(index, start, self._stop(whole, start, close), close))
         return whole, found
 
-    def _with_ends(self, text: str) -> tuple[list[int], list[int]]:
-        """Return ids, and where in the text each ends (none from a tokenizer that does not keep
-        track).
+    def _with_spans(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:
+        """Return ids, and where in the text each begins and ends (none from a tokenizer that does
+        not keep track).
         """
         if not self._tokenizer.is_fast or CUT in text:
             return self.tokenize(text), []
-        made = self._tokenizer(
-            text, add_special_tokens=False, verbose=False, return_offsets_mapping=True
-        )
-        return made["input_ids"], [end for _, end in made["offset_mapping"]]
+        with reading(text):
+            made = self._tokenizer(
+                text, add_special_tokens=False, verbose=False, return_offsets_mapping=True
+            )
+        return made["input_ids"], made["offset_mapping"]
+
+    def _marks(
+        self, text: str, ids: list[int], spans: list[tuple[int, int]]
+    ) -> list[tuple[int, int, int]]:
+        """Return the end, the beginning and the index of each special token that is written out.
+
+        The token for what is unknown is special, too, and stands for text that is not its own.
+        """
+        names = {i: self._tokenizer.convert_ids_to_tokens(i) for i in self._special & set(ids)}
+        return [
+            (end, begin, at)
+            for at, (token, (begin, end)) in enumerate(zip(ids, spans, strict=False))
+            if token in names and text[begin:end].strip() == names[token]
+        ]
+
+    def _beginning(
+        self, text: str, whole: str, marks: list[tuple[int, int, int]]
+    ) -> tuple[int, list[int]]:
+        """Tokenize what a dialogue begins with; the time for all of them grows with its length.
+
+        Special tokens part a text: the ids before one are those of the whole, whatever follows it.
+        So only the text from the last one on that both have is tokenized.
+
+        Returns:
+            how many ids it shares with the whole at least, and those after them.
+        """
+        same = bisect_left(range(len(text)), True, key=lambda at: text[: at + 1] != whole[: at + 1])
+        known = bisect_right(marks, same, key=itemgetter(0))
+        if known:
+            _, begin, index = marks[known - 1]
+            return index, self.tokenize(text[begin:])
+        return 0, self.tokenize(text)
 
     def _stop(self, ids: list[int], start: int, close: int) -> int:
         """Find the index after the first special token that ends the turn.

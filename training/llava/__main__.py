@@ -1,4 +1,4 @@
-"""``python -m mmkv.training.llava``: give SmolLM2-135M eyes.
+"""``python -m training.llava``: train a vision adapter for SmolLM2-135M.
 
 ``train --language-model FOLDER --output FOLDER`` trains tower and projector beside the frozen
 language model; ``join --language-model FOLDER --output FOLDER`` writes a LLaVA checkpoint of the

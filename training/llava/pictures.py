@@ -1,4 +1,4 @@
-"""What the adapter learns to read: one thing, four of them in a 2 x 2 grid, easy-VQA's shapes.
+"""Training pictures and questions of the adapter: one thing, four of them, easy-VQA's shapes.
 
 A talk is a function of its split and seed. Held-out talks ask about combinations that no training
 picture shows: of a thing and its coloured background, or of a thing and its cell of a grid; and

@@ -1,4 +1,4 @@
-"""What is trained, in two phases.
+"""Train the adapter in two phases: vectors of visual words, then the SigLIP tower.
 
 1. ``words``: what the frozen language model should read of a picture. A table of vectors, learned
    through it: words, places, and the phrases around them. They start as its own embeddings.

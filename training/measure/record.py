@@ -1,4 +1,4 @@
-"""What a run leaves: result files that say where they come from, and a journal of finished rows.
+"""Write result files that say where they come from, and a journal that a killed run resumes.
 
 A result file names its machine, versions, commit and command. A journal has one JSON object a line,
 and a killed run continues from it. :func:`require_output` checks a folder before a long run starts.

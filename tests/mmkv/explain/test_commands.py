@@ -107,6 +107,8 @@ def test_a_conversation_is_shown_from_its_beginning(
         f"/explain {mine}",
         f"/explain! {mine}",
         "/explain",
+        f"/explain {'a' * 300}",
+        f"/explain {'a' * 300}/",
         "/watch",
         f"/explain {page}",
     )
@@ -115,6 +117,8 @@ def test_a_conversation_is_shown_from_its_beginning(
     said = ran.err.replace("\n", " ")
     assert f"wrote {page}" in said and f"wrote {mine}" in said
     assert "mine.html is not a page of mmkv explain" in said and "needs a file name" in said
+    assert "not a usable file name" in said
+    assert "cannot make the folder" in said or "matplotlib" in said
     assert "/watch draws on a terminal" in said
     assert "page.html exists and stays as it is" in said
     # Taken back before it was written, the second turn is not on the page.

@@ -2,9 +2,9 @@
 
 Several pictures and videos, odd counts and sizes, bounds and rates of the checkpoint and of the
 message, pictures over turns: token ids and grids are equal, pixels within one level of 255, logits
-within 1e-4. Videos are decoded by one reader for both; what a message's keys give is written down
-here from qwen-vl-utils 0.0.14, whose own functions ``test_frames.py`` compares where it is
-installed.
+within 1e-4. A key of a message that a family does not follow is refused by name. Videos are decoded
+by one reader for both; what a message's keys give is written down here from qwen-vl-utils 0.0.14,
+whose own functions ``test_frames.py`` compares where it is installed.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import tempfile
 from functools import cache
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -26,10 +27,12 @@ from torch import Tensor
 from transformers import AutoModelForImageTextToText
 
 from mmkv import Engine
+from mmkv.engine.errors import InputError
 from mmkv.prompt.loading import load_processor
 from tests.support.chat_models import (
     save_internvl,
     save_llava,
+    save_llava_next,
     save_llava_onevision,
     save_qwen2_5_vl,
     save_qwen3_vl,
@@ -45,19 +48,30 @@ SAVES = {
     "qwen2_5_vl": save_qwen2_5_vl,
     "internvl": save_internvl,
     "llava": save_llava,
+    "llava_next": save_llava_next,
     "llava_onevision": save_llava_onevision,
 }
 QWEN = ("qwen3_vl", "qwen3_vl_moe", "qwen2_5_vl")
 WATCHING = (*QWEN, "internvl")
 FACTOR = 16  # pixels of a token's edge
-# What the checkpoint says of videos, and the bounds of its pictures.
+# What the checkpoint says of videos.
 VIDEOS: list[dict[str, Any]] = [
     {},
     {"fps": 1.0},
     {"fps": None, "num_frames": 5},
     {"fps": 3.0, "min_frames": 2, "max_frames": 7},
 ]
-BOUNDS = [(256, 4096), (1024, 2048)]
+# And of pictures: bounds on their pixels, edges, or tiles.
+_PIXELS = [{"size": {"shortest_edge": 256, "longest_edge": 4096}}]
+_PIXELS += [{"size": {"shortest_edge": 1024, "longest_edge": 2048}}]
+_TILES = [{}, {"image_grid_pinpoints": [[32, 32], [32, 96], [96, 32], [64, 64]]}]
+PICTURES: dict[str, list[dict[str, Any]]] = {
+    **dict.fromkeys(QWEN, _PIXELS),
+    "internvl": [{}, {"crop_to_patches": False, "min_patches": 2, "max_patches": 6}],
+    "llava": [{}, {"size": {"shortest_edge": 40}}],
+    "llava_next": _TILES,
+    "llava_onevision": _TILES,
+}
 CLIPS = [(2, 8), (5, 8), (24, 8), (31, 10), (40, 25)]  # frames and rate
 SIZES = [(64, 48), (50, 34)]
 # A message's keys: those of a picture and of a video.
@@ -77,6 +91,17 @@ VIDEO_KEYS: list[dict[str, Any]] = [
     {"min_pixels": 500, "max_pixels": 1100},
     {"nframes": 2, "min_pixels": 300, "total_pixels": 1500},
 ]
+
+
+# Of InternVL, whose own rule takes the frames.
+INTERNVL_KEYS: list[dict[str, Any]] = [{}, {}, {"fps": 1.5}, {"nframes": 4}, {"num_frames": 3}]
+# Keys that are not followed: of a family with a size of its own for pictures, and of any.
+SCALING: list[dict[str, Any]] = [
+    {"max_pixels": 1300},
+    {"min_pixels": 3000, "max_pixels": 5000},
+    {"resized_height": 70, "resized_width": 33},
+]
+UNKNOWN: list[dict[str, Any]] = [{"fps": 2.0}, {"total_pixels": 1500}, {"longest_edge": 64}]
 
 
 @cache
@@ -100,20 +125,17 @@ def clip(count: int, rate: int, size: tuple[int, int]) -> tuple[Path, np.ndarray
 
 
 @cache
-def folder_of(family: str, videos: int, bounds: int) -> Path:
+def folder_of(family: str, videos: int, pictures: int) -> Path:
     folder = SAVES[family](Path(tempfile.mkdtemp(prefix="mmkv-matrix-")))
+    set_pictures(folder, PICTURES[family][pictures])
     said = dict(VIDEOS[videos])
     if family in QWEN:
-        sizes = {"patch_size": 8, "temporal_patch_size": 2, "merge_size": 2}
-        least, most = BOUNDS[bounds]
-        file = folder / "preprocessor_config.json"
-        pictures = json.loads(file.read_text())
-        pictures["size"] = {"shortest_edge": least, "longest_edge": most}
-        file.write_text(json.dumps(pictures))
         # Of a frame in Qwen2.5-VL, of all of them in Qwen3-VL.
         volume = 1 if family == "qwen2_5_vl" else 4
-        said |= sizes | {
-            "size": {"shortest_edge": least * volume, "longest_edge": most * volume},
+        bounds = PICTURES[family][pictures]["size"]
+        said |= {"patch_size": 8, "temporal_patch_size": 2, "merge_size": 2}
+        said |= {
+            "size": {key: value * volume for key, value in bounds.items()},
             "image_mean": [0.5] * 3,
             "image_std": [0.5] * 3,
         }
@@ -125,10 +147,27 @@ def folder_of(family: str, videos: int, bounds: int) -> Path:
     return folder
 
 
+def set_pictures(folder: Path, said: dict[str, Any]) -> None:
+    """Write what a checkpoint says of pictures to where it says it."""
+    file = folder / "preprocessor_config.json"
+    file = file if file.exists() else folder / "processor_config.json"
+    stored = json.loads(file.read_text())
+    stored.get("image_processor", stored).update(said)
+    file.write_text(json.dumps(stored))
+    if "image_grid_pinpoints" in said:  # the model puts the tiles together again
+        file = folder / "config.json"
+        file.write_text(json.dumps(json.loads(file.read_text()) | said))
+
+
+def weights_of(family: str, pictures: int) -> Path:
+    """Return the folder whose model reads pictures of these settings."""
+    return folder_of(family, 0, pictures if PICTURES[family] is _TILES else 0)
+
+
 @cache
-def engine_of(family: str) -> Engine:
+def engine_of(folder: Path) -> Engine:
     return Engine.from_pretrained(
-        folder_of(family, 0, 0), policy="full", dtype="float32", device="cpu", prefill_chunk=64
+        folder, policy="full", dtype="float32", device="cpu", prefill_chunk=64
     )
 
 
@@ -143,10 +182,8 @@ def theirs(folder: Path) -> Any:
 
 
 @cache
-def model_of(family: str) -> Any:
-    model = AutoModelForImageTextToText.from_pretrained(
-        folder_of(family, 0, 0), dtype=torch.float32
-    )
+def model_of(folder: Path) -> Any:
+    model = AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32)
     return with_positions_of_the_paper(model.eval())
 
 
@@ -176,9 +213,19 @@ def their_picture(shown: Image.Image, said: dict[str, Any]) -> Image.Image:
 def their_frames(
     frames: np.ndarray, rate: float, said: dict[str, Any], processor: Any
 ) -> tuple[np.ndarray, list[int], bool]:
-    """Return the frames that ``fetch_video`` chooses, their numbers, and whether it scaled them."""
+    """Return the frames that ``fetch_video`` chooses, their numbers, and whether it scaled them.
+
+    Of InternVL those that its own video processor chooses, asked for the message's rate or number.
+    """
     total, video = len(frames), processor.video_processor
-    if "nframes" in said:
+    internvl = type(video).__name__.startswith("InternVL")
+    if internvl and said:
+        count = 0
+        asked = {"num_frames" if key == "nframes" else key: value for key, value in said.items()}
+        metadata = type("M", (), {"total_num_frames": total, "fps": rate})()
+        with patch.object(video, "num_frames", None):
+            numbers = [int(index) for index in video.sample_frames(metadata, **asked)]
+    elif "nframes" in said:
         count = round(said["nframes"] / 2) * 2
     elif "fps" in said:
         most = math.floor(min(said.get("max_frames", video.max_frames), total) / 2) * 2
@@ -220,7 +267,7 @@ def cases(draw: st.DrawFn, family: str) -> dict[str, Any]:
                 # transformers gives no frame of InternVL's short ones.
                 known = CLIPS if family in QWEN else CLIPS[2:]
                 count, rate = draw(st.sampled_from(known))
-                said = draw(st.sampled_from(VIDEO_KEYS)) if family in QWEN else {}
+                said = draw(st.sampled_from(VIDEO_KEYS if family in QWEN else INTERNVL_KEYS))
                 part: tuple[Any, ...] = ("video", count, rate, draw(st.sampled_from(SIZES)), said)
                 # transformers takes one size and number of frames for all of InternVL's videos.
                 part = alone.setdefault("video", part) if family == "internvl" else part
@@ -232,8 +279,9 @@ def cases(draw: st.DrawFn, family: str) -> dict[str, Any]:
         parts.append(("text", "ab" * draw(st.integers(1, 3)) + str(number)))
         turns.append(parts)
     videos = draw(st.integers(0, len(VIDEOS) - 1)) if family in WATCHING else 0
-    bounds = draw(st.integers(0, len(BOUNDS) - 1)) if family in QWEN else 0
-    return {"turns": turns, "videos": videos, "bounds": bounds}
+    pictures = draw(st.integers(0, len(PICTURES[family]) - 1))
+    refused = draw(st.none() | st.sampled_from(UNKNOWN if family in QWEN else [*UNKNOWN, *SCALING]))
+    return {"turns": turns, "videos": videos, "pictures": pictures, "refused": refused}
 
 
 def conversation(case: dict[str, Any]) -> list[dict[str, Any]]:
@@ -270,7 +318,9 @@ def of_transformers(family: str, case: dict[str, Any], text: str, folder: Path) 
         options: dict[str, Any] = {"images": [pictures]} if pictures else {}
         films = [part for part in parts if part[0] == "video"]
         if films:
-            read = [their_frames(clip(*part[1:4])[1], part[2], {}, processor)[0] for part in films]
+            read = [
+                their_frames(clip(*part[1:4])[1], part[2], part[4], processor)[0] for part in films
+            ]
             options |= {"videos": read, "do_sample_frames": False}
         return dict(processor(text=[text], return_tensors="pt", **options))
     inputs: dict[str, list[Tensor]] = {}
@@ -309,10 +359,12 @@ def of_transformers(family: str, case: dict[str, Any], text: str, folder: Path) 
 
 
 def check(family: str, case: dict[str, Any]) -> None:
-    folder = folder_of(family, case["videos"], case["bounds"])
-    engine = engine_of(family)
+    folder = folder_of(family, case["videos"], case["pictures"])
+    weights = weights_of(family, case["pictures"])
+    engine = engine_of(weights)
     engine.processor = ours(folder)
     talk = conversation(case)
+    check_refusals(engine, family, talk, case["refused"])
     made = engine.inputs(talk)
     bare = [
         {
@@ -338,7 +390,7 @@ def check(family: str, case: dict[str, Any]) -> None:
             torch.testing.assert_close(made[key], value.to(made[key].dtype))
         elif key != "video_metadata":
             assert torch.equal(made[key], torch.as_tensor(value)), key
-    model = model_of(family)
+    model = model_of(weights)
     arguments = {key: value for key, value in made.items() if key != "token_type_ids"}
     with torch.inference_mode():
         if family == "qwen2_5_vl":
@@ -351,6 +403,28 @@ def check(family: str, case: dict[str, Any]) -> None:
     with engine.session() as session:
         found = session.prefill(made)
     assert float((found - logits).abs().max() / logits.abs().max()) <= 1e-4
+
+
+def check_refusals(
+    engine: Engine, family: str, talk: list[dict[str, Any]], said: dict[str, Any] | None
+) -> None:
+    """A key, or a video, that the family cannot follow is named, wherever it stands."""
+    *before, last = talk
+    refused: list[tuple[dict[str, Any], str]] = []
+    if said is not None:
+        keys = "|".join(said)
+        why = (
+            rf"'({keys})' of the image is not understood" if said in UNKNOWN else rf"drop ({keys})"
+        )
+        refused.append(({"type": "image", "image": noise(40, 30, 0), **said}, why))
+    if said in SCALING and family == "internvl":
+        refused.append(({"type": "video", "video": str(clip(24, 8, SIZES[0])[0]), **said}, why))
+    if family not in WATCHING:
+        film = {"type": "video", "video": str(clip(24, 8, SIZES[0])[0])}
+        refused.append((film, "takes no videos here"))
+    for part, why in refused:
+        with pytest.raises(InputError, match=why):
+            engine.inputs([*before, {**last, "content": [part, *last["content"]]}])
 
 
 @pytest.mark.parametrize("family", SAVES)

@@ -9,6 +9,7 @@ import socket
 import struct
 import sys
 import threading
+import tracemalloc
 import zlib
 from collections.abc import Iterator
 from contextlib import suppress
@@ -23,7 +24,7 @@ from PIL import Image, ImageFile
 
 from mmkv.engine.errors import InputError
 from mmkv.prompt import media
-from mmkv.prompt.media import load_image
+from mmkv.prompt.media import _shallow, load_image
 from tests.support.media import encoded, png_bomb, two_colours
 
 
@@ -256,6 +257,26 @@ def test_deep_grey_is_scaled_and_transparency_kept(content: bytes, wanted: list[
     assert np.asarray(made).tolist() == [[[level] * 3 for level in wanted]]
     with Image.open(io.BytesIO(content)) as opened:
         assert np.array_equal(np.asarray(load_image(opened)), np.asarray(made))
+
+
+def test_a_large_picture_of_floats_takes_little_memory() -> None:
+    """Nine bytes a pixel at a time: of the file's four, twice, and of the grey; not five doubles.
+
+    The least and the greatest level, from which white follows, are far apart.
+    """
+    levels = np.zeros((1500, 1000), np.float32)
+    levels[0, 0], levels[700, 3], levels[1499, 999], levels[1, 1] = -10, 41, 92, np.nan
+    picture = Image.fromarray(levels)
+    tracemalloc.start()
+    try:
+        made = _shallow(picture, False)
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert peak < 9 * levels.size + 5 * 8 * 2**18
+    shown = np.asarray(made)
+    assert (shown[0, 0], shown[700, 3], shown[1499, 999], shown[1, 1]) == (0, 128, 255, 0)
+    assert shown[2, 2] == shown[1400, 5] == 25  # 10 of 102
 
 
 def test_every_mode_of_pillow_becomes_rgb() -> None:

@@ -93,6 +93,13 @@ def test_sampling_that_cannot_be_followed(clip_file: Path, options: dict[str, An
         load_video(clip_file, **options)
 
 
+@pytest.mark.parametrize("name", ["fps", "num_frames"])
+@pytest.mark.parametrize("value", [{}, "2", [2], 2j, True])
+def test_sampling_options_of_another_type_are_named(clip_file: Path, name: str, value: Any) -> None:
+    with pytest.raises(TypeError, match=f"{name} must be a (whole )?number, not"):
+        load_video(clip_file, **{name: value})
+
+
 @pytest.mark.parametrize("failure", [ImportError, RuntimeError, OSError])
 def test_absent_and_broken_readers(
     clip_file: Path, monkeypatch: pytest.MonkeyPatch, failure: type[Exception]

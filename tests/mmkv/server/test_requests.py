@@ -247,7 +247,7 @@ def test_a_body_that_is_no_json_names_no_field(server: Server) -> None:
 def test_options_of_a_stream_need_a_stream(
     server: Server, stream: bool | None, options: dict[str, Any]
 ) -> None:
-    """OpenAI: only set this when you set ``session: true``."""
+    """OpenAI: only set this when you set ``stream: true``."""
     name = server.client.post("/v1/sessions", json={}).json()["id"]
 
     def turn(**fields: Any) -> httpx.Response:

@@ -20,6 +20,7 @@ from mmkv.prompt.video import Clip
 from mmkv.resources import bundled_model
 from mmkv.training.data.conversations import Conversation, ConversationDocument, DataError
 from mmkv.training.data.examples import Encoder, Example, Examples, Mixture
+from mmkv.training.data.labels import TurnFinder
 from tests.support.chat_models import (
     CHATML,
     save_internvl,
@@ -120,6 +121,28 @@ def test_labels_are_the_tokens_of_the_assistant(
     ]
     assert made.input_ids.tolist() == coded["input_ids"] and made.labels.tolist() == wanted
     assert made.input_ids.dtype == made.labels.dtype == torch.int64
+
+
+@pytest.mark.parametrize("name", SAYS)
+def test_a_long_chat_is_not_tokenized_again_for_each_turn(
+    merging: PreTrainedTokenizerFast, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is tokenized grows with the chat's length, not with its square: labels as above."""
+    lengths: list[int] = []
+    tokenize = TurnFinder.tokenize
+
+    def counted(self: TurnFinder, text: str) -> list[int]:
+        lengths.append(len(text))
+        return tokenize(self, text)
+
+    monkeypatch.setattr(TurnFinder, "tokenize", counted)
+    template, says = SAYS[name]
+    talk = [message for number in range(30) for message in turns(f"what is {number}?", "red: blue")]
+    made = encode(text_processor(merging, template), talk)
+    text = merging.apply_chat_template(talk, chat_template=template, tokenize=False)
+    assert sum(lengths) <= 3 * len(text)
+    said = merging.decode(made.labels[made.labels != -100])
+    assert said == "".join(re.findall(says, text, re.DOTALL))
 
 
 def test_a_token_merged_over_the_opening_belongs_to_the_reply(
