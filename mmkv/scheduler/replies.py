@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import logging
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol, cast
+from typing import TYPE_CHECKING, Any, cast
 
 from mmkv.engine.budgets import Extent, page_bound
 from mmkv.engine.errors import (
@@ -79,25 +80,42 @@ class DecodingReply:
     token: int
 
 
-class EngineJob(Protocol):
-    """A job that :class:`EngineExecutor` reads and decodes."""
+class EngineJob(ABC):
+    """A job that :class:`EngineExecutor` reads and decodes.
+
+    See :class:`mmkv.scheduler.contract.Job` for what the scheduler asks of it.
+
+    Args:
+        budget: of the session that it reads into; chunk: tokens in a chunk.
+
+    Attributes:
+        live: that session, once it is open.
+        decoding: its replies; those whose writers have finished are left alone.
+    """
+
+    def __init__(self, engine: Engine, budget: Budget, chunk: int) -> None:
+        self.engine, self.budget, self.chunk = engine, budget, chunk
+        self.live: Session | None = None
+        self.decoding: list[DecodingReply] = []
+        self._prefill: Prefill | None = None  # of what is being read
 
     @property
-    def decoding(self) -> Sequence[DecodingReply]:
-        """Its replies; those whose writers have finished are left alone."""
-        ...
+    def next_chunk(self) -> int:
+        """Count the tokens of the next chunk."""
+        return self.chunk if self._prefill is None else self._prefill.next_chunk
 
     @property
     def prefill(self) -> Prefill:
         """What :meth:`~mmkv.scheduler.contract.Job.begin` has made ready."""
-        ...
+        assert self._prefill is not None
+        return self._prefill
 
+    @abstractmethod
     def finish_chunk(self, tokens: int) -> bool:
-        """Note that a chunk of so many tokens has been read; whether the prompt is complete."""
-        ...
+        """Count a chunk that has been read; return whether the prompt is complete."""
 
 
-class ReplyJob:
+class ReplyJob(EngineJob):
     """A prompt and the reply to it, in a session that is kept or one of its own.
 
     Args:
@@ -127,41 +145,33 @@ class ReplyJob:
         chunk: int | None = None,
         undo: bool = False,
     ) -> None:
-        self.engine, self._kept = engine, session
+        own = engine.budgets.checked(budget) if session is None else session.budget
+        super().__init__(engine, own, chunk or engine.prefill_chunk)
+        self._kept = session
         self.sampling = checked(sampling, engine.default_sampling)
         if isinstance(prompt, Prompt) and prompt_tokens is None:
             prompt_tokens = prompt.tokens
         self._given, self.prompt_tokens = prompt, prompt_tokens
-        self.budget = engine.budgets.checked(budget) if session is None else session.budget
-        self.chunk = chunk or engine.prefill_chunk
         self.undo = undo and session is not None
         self.reply: Reply | None = None
         self.writer: ReplyWriter | None = None
-        self.live: Session | None = None
-        self.decoding: list[DecodingReply] = []
         self._before: Session | None = None  # for undo
         self._start: TurnStart | None = None
         self._prompt: Prompt | None = None
-        self._prefill: Prefill | None = None
 
     @property
     def session(self) -> CachedConversation | None:
-        """See :class:`mmkv.scheduler.contract.Job`."""
+        """Return the session that is kept; None where the job opens one of its own."""
         return self._kept
 
     @property
-    def next_chunk(self) -> int:
-        """See :class:`mmkv.scheduler.contract.Job`."""
-        return self.chunk if self._prefill is None else self._prefill.next_chunk
-
-    @property
     def finished(self) -> bool:
-        """See :class:`mmkv.scheduler.contract.Job`."""
+        """Whether the reply is complete."""
         return self.writer is not None and self.writer.finish_reason is not None
 
     @property
     def ready(self) -> bool:
-        """See :class:`mmkv.scheduler.contract.Job`."""
+        """Return True: there is nothing to wait for."""
         return True
 
     fetches = False
@@ -171,7 +181,7 @@ class ReplyJob:
 
     @property
     def failure(self) -> Exception | None:
-        """See :class:`mmkv.scheduler.contract.Job`."""
+        """Why the reply has failed; None where it has not."""
         return None if self.writer is None else self.writer.failure
 
     def reservation(self) -> Reservation:
@@ -206,10 +216,7 @@ class ReplyJob:
 
     @property
     def slow_to_begin(self) -> bool:
-        """See :class:`mmkv.scheduler.contract.Job`: a prompt that is a function may hold pictures.
-
-        One that is given may, too.
-        """
+        """Whether the first chunk encodes pictures; a prompt yet to be made may have some."""
         if self._prefill is not None:
             return False
         given = self._given
@@ -220,14 +227,8 @@ class ReplyJob:
         if self._prefill is None:
             self._begin()
 
-    @property
-    def prefill(self) -> Prefill:
-        """See :class:`EngineJob`."""
-        assert self._prefill is not None
-        return self._prefill
-
     def finish_chunk(self, tokens: int) -> bool:
-        """See :class:`EngineJob`."""
+        """Begin the reply if the prompt is complete; return whether it is."""
         assert self._prefill is not None
         if self._prefill.logits is None:
             return False
@@ -326,20 +327,20 @@ class EngineExecutor:
 
     @property
     def pass_tokens(self) -> int:
-        """See :class:`mmkv.scheduler.contract.Executor`."""
+        """Bound the tokens of chunks that share a pass; 0: chunks are read alone."""
         return 0 if self.engine.shared is not None else self._pass_tokens
 
     def held(self) -> int:
-        """See :class:`mmkv.scheduler.contract.Executor`."""
+        """Count the pages that the scheduler's sessions hold now."""
         pool = self.engine.cache.pool
         return pool.num_pages - pool.free_pages - self._others
 
     def pages_for(self, job: Job) -> int:
-        """See :class:`mmkv.scheduler.contract.Executor`."""
+        """Count the new pages that the next chunk of a job takes."""
         return needed_pages(cast(EngineJob, job).prefill)
 
     def read(self, jobs: Sequence[Job]) -> list[bool | Exception]:
-        """See :class:`mmkv.scheduler.contract.Executor`.
+        """Read the next chunk of each job, in one pass.
 
         Where a pass fails before it has changed a job's prompt, that job reads alone.
         """
@@ -374,7 +375,7 @@ class EngineExecutor:
         return None if limit is None else max(limit - others, 0)
 
     def step(self, jobs: Sequence[Job]) -> None:
-        """See :class:`mmkv.scheduler.contract.Executor`."""
+        """Decode one step for the replies of all jobs. Raises MmkvError: nothing has changed."""
         decoding = [one for job in cast(Sequence[EngineJob], jobs) for one in job.decoding]
         for one in decoding:
             # A reply without a position left ends, so that it does not stop the others.
@@ -401,7 +402,7 @@ def _read_alone(job: EngineJob) -> bool | Exception:
 
 
 def _taken(job: EngineJob, before: int, broken: NotFiniteError | None = None) -> bool | Exception:
-    """Let a job note its chunk; ``broken``: the error of a pass in which it may be that one."""
+    """Finish a job's chunk; ``broken``: the error of a pass, if this job may be its cause."""
     prefill = job.prefill
     if broken is not None and prefill.logits is None and prefill.done in (before, prefill.tokens):
         return broken

@@ -23,7 +23,7 @@ from mmkv.prompt.media import notes
 from mmkv.prompt.template import REWRITES
 from mmkv.sampling import Settled
 from mmkv.scheduler.contract import Reservation
-from mmkv.scheduler.replies import DecodingReply
+from mmkv.scheduler.replies import DecodingReply, EngineJob
 from mmkv.server.conversations import ConversationInfo
 from mmkv.server.errors import ApiError
 from mmkv.server.prompts import Outline, Segment, chain, link, outline, pictures_in, reply_message
@@ -36,7 +36,6 @@ if TYPE_CHECKING:
     from mmkv.api import Engine
     from mmkv.engine.budget import Budget
     from mmkv.engine.contents import Memory
-    from mmkv.engine.prefill import Prefill
     from mmkv.prompt.held import Rewrites
     from mmkv.server.conversations import ConversationState, ConversationStore, PrefixCache
     from mmkv.server.grammar import Grammars
@@ -319,7 +318,7 @@ class ConversationLookup:
         return self.work.asked or not self.engine.policy.scoring.needs.queries
 
 
-class ChatJob:
+class ChatJob(EngineJob):
     """Reads a conversation, from the longest cached one on, and decodes the replies.
 
     The KV cache is cut to its budget at the end of each message, so that what the prefix cache
@@ -347,30 +346,22 @@ class ChatJob:
         chunk: int,
         admitted: Callable[[], None],
     ) -> None:
-        self.engine, self.work, self.chunk = engine, work, chunk
+        super().__init__(engine, engine.budgets.checked(work.budget), chunk)
+        self.work = work
         self.conversations, self.grammars, self.counts = conversations, grammars, Counts(engine)
-        self.budget = engine.budgets.checked(work.budget)
         self._admitted = admitted
         parts = (part for message in work.messages for part in message.media)
         self.fetches = any(part.url[:4].lower() == "http" for part in parts)
-        self.live: Session | None = None
         self._media: list[Any] | None = None
         self._outline: Outline | None = None
-        self._prefill: Prefill | None = None
         self._read: Read | None = None
-        self.decoding: list[DecodingReply] = []
         self.writers: list[ScoredWriter] = []
         self.choices: list[Choice] = []
         self._dropped = False
 
     @property
-    def next_chunk(self) -> int:
-        """See :class:`mmkv.scheduler.contract.Job`."""
-        return self.chunk if self._prefill is None else self._prefill.next_chunk
-
-    @property
     def ready(self) -> bool:
-        """See :class:`mmkv.scheduler.contract.Job`."""
+        """Whether the media are here, where the request has some."""
         return self._media is not None
 
     @property
@@ -381,7 +372,7 @@ class ChatJob:
 
     @property
     def failure(self) -> Exception | None:
-        """See :class:`mmkv.scheduler.contract.Job`."""
+        """Why a reply has failed; None where none has."""
         return next((one.failure for one in self.writers if one.failure is not None), None)
 
     def reservation(self) -> Reservation:
@@ -548,7 +539,7 @@ class ChatJob:
 
     @property
     def slow_to_begin(self) -> bool:
-        """See :class:`mmkv.scheduler.contract.Job`."""
+        """Whether the next chunk encodes pictures."""
         return self._prefill is None and bool(self._media)
 
     def begin(self) -> None:
@@ -564,14 +555,8 @@ class ChatJob:
             self._prefill = session.begin_prefill(inputs, self.chunk, undoable=False)
             session.set_unfed(None)
 
-    @property
-    def prefill(self) -> Prefill:
-        """See :class:`mmkv.scheduler.replies.EngineJob`."""
-        assert self._prefill is not None
-        return self._prefill
-
     def finish_chunk(self, tokens: int) -> bool:
-        """Note a chunk; True when all messages are read and each reply has its first token."""
+        """Count a chunk; return whether all is read and each reply has its first token."""
         session = self.live
         assert session is not None and self._prefill is not None and self._outline is not None
         self.counts.prefilled += tokens
