@@ -165,7 +165,9 @@ class ChatCall:
         _require_same(request, facts)
         self.state, self.request, self.caller = state, request, caller
         messages = conversation(request.messages, facts.sees, facts.watches)
-        state.media.check([source(part) for message in messages for part in message.media])
+        sources = [source(part) for message in messages for part in message.media]
+        if sources:
+            state.media.check(sources)
         own = budget_of(request.mmkv)
         refuse_budget(facts, own is not None, "mmkv.budget")
         refuse_if_shared(facts, (request.n or 1) > 1, "n")

@@ -309,7 +309,7 @@ class EngineThread(threading.Thread):
             core.scheduler.admit()  # those that came since the latest turn
             request.ticket = core.scheduler.submit(job, user)
             self._requests.append(request)
-            self._look()
+            self._count_places()
 
         try:
             await self.call(run)
@@ -333,7 +333,7 @@ class EngineThread(threading.Thread):
             self._refuse(error)
             return
         try:
-            self._look()
+            self._count_places()
             while not self._ending:
                 self._take_commands(self._idle())
                 self._turn()
@@ -377,10 +377,10 @@ class EngineThread(threading.Thread):
         core = self.core
         assert core is not None
         core.scheduler.turn()
-        self._look()
+        self._count_places()
         self._publish()
 
-    def _look(self) -> None:
+    def _count_places(self) -> None:
         """Update how many more requests there is a place for."""
         assert self.core is not None
         scheduler = self.core.scheduler
