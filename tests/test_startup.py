@@ -7,6 +7,8 @@ import sys
 from pathlib import Path
 
 import pytest
+import transformers
+from packaging.version import Version
 
 from mmkv.eval.bench.startup import write_text_model
 from tests.support.chat_models import save_llama
@@ -24,6 +26,11 @@ MODELLING = (
     "transformers.modeling_utils,transformers.core_model_loading,transformers.integrations.hub_kernels,"
     "torch._dynamo,torch._inductor,torch.distributed.tensor,torch.distributed.fsdp,sympy,triton,"
     "kernels,accelerate,scipy,sklearn,pandas,datasets,matplotlib"
+)
+
+# transformers 5.17 imports its modelling code for the docstring of a configuration, 5.23 not.
+needs_light_settings = pytest.mark.skipif(
+    Version(transformers.__version__) < Version("5.23"), reason="needs transformers 5.23"
 )
 
 
@@ -56,6 +63,7 @@ def test_help_and_mistakes_import_nothing_heavy() -> None:
     assert found == [f"{code} []" for code in (0, 0, 0, 2, 2, 1, 1, 0, 1)]
 
 
+@needs_light_settings
 @pytest.mark.slow(reason="a process that starts torch")
 def test_a_text_model_needs_no_modelling_code(tmp_path: Path) -> None:
     qwen, llama = write_text_model(tmp_path / "qwen"), save_llama(tmp_path / "llama")
@@ -64,6 +72,7 @@ def test_a_text_model_needs_no_modelling_code(tmp_path: Path) -> None:
     assert imported(MODELLING, *answers) == ["0 []", "0 []"]
 
 
+@needs_light_settings
 @pytest.mark.slow(reason="a process that starts torch")
 def test_a_picture_model_needs_none_before_its_first_picture() -> None:
     answer = ("chat", "-p", "hi", "--max-new-tokens", "2")
