@@ -257,6 +257,12 @@ class EngineThread(threading.Thread):
         self._commands.put((command, future))
         return future
 
+    @property
+    def conversations(self) -> ConversationStore:
+        """Return the conversations of the core, for commands of a thread that runs."""
+        assert self.core is not None
+        return self.core.conversations
+
     def facts(self) -> Facts:
         """Return what is known of the engine once it is loaded. Raises what loading it raises."""
 

@@ -121,28 +121,25 @@ class TurnMemory:
     async def __aexit__(self, *_: object) -> None:
         # The request was cancelled before this is called, and the commands of a thread keep their
         # order: its reply is complete by then, or never will be.
-        core, work, claimed = self._state.engine_thread.core, self._work, self._claimed
-        assert core is not None
+        thread, work, claimed = self._state.engine_thread, self._work, self._claimed
 
         def end() -> None:
             for conversation in (work.start, None if claimed else work.result):
                 if conversation is not None:
-                    core.conversations.release(conversation)
+                    thread.conversations.release(conversation)
             if work.start is not None and work.result is not None:
-                core.conversations.join_shared_budget(work.start, work)
+                thread.conversations.join_shared_budget(work.start, work)
 
-        self._state.engine_thread.post(end)
+        thread.post(end)
 
 
 def hold(state: ServerState, conversation: ConversationState) -> None:
     """Add a reference to a conversation, on the engine thread."""
-    core = state.engine_thread.core
-    assert core is not None
-    state.engine_thread.post(lambda: core.conversations.hold(conversation))
+    thread = state.engine_thread
+    thread.post(lambda: thread.conversations.hold(conversation))
 
 
 def release(state: ServerState, conversation: ConversationState) -> None:
     """Take a reference away, on the engine thread; the last one frees the conversation."""
-    core = state.engine_thread.core
-    assert core is not None
-    state.engine_thread.post(lambda: core.conversations.release(conversation))
+    thread = state.engine_thread
+    thread.post(lambda: thread.conversations.release(conversation))
