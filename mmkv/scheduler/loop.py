@@ -393,7 +393,7 @@ class Scheduler:
         return [*self.queues, *self.preparing, *self.decoding]
 
     def _take_up_ready(self) -> None:
-        """Let prompts that have become ready be read next among their users' requests."""
+        """Move prompts that have become ready to the front of their users' queues."""
         for ticket in self._taking_up():
             self.preparing.remove(ticket)
             self.queues.push_first(ticket)
@@ -403,16 +403,16 @@ class Scheduler:
         return [one for one in self.preparing if one.job.fetches]
 
     def _taking_up(self) -> list[Ticket[Any]]:
-        """Return the prompts that have become ready, as far as there are places."""
+        """Return the prepared prompts that are ready, as many as there are places for."""
         ready = [one for one in self.preparing if one.job.ready]
         fetched = [one for one in ready if one.job.fetches][: max(self.places, 0)]
         return [one for one in ready if not one.job.fetches or one in fetched]
 
     def admit(self, beside: Collection[Ticket[Any]] = ()) -> None:
-        """Admit what has room, as each turn does, so that it does not stand in the queue.
+        """Admit the requests that have room, as each turn does.
 
         Args:
-            beside: requests that are being read, and do not hold up their users' others.
+            beside: requests that are being read; the next of the same users are admitted, too.
         """
         refused: list[Ticket[Any]] = []
         for ticket in self.queues.heads(beside):
@@ -445,7 +445,7 @@ class Scheduler:
             self._impatient = min(overdue, key=lambda one: one.number, default=None)
 
     def _admit(self, ticket: Ticket[Any]) -> bool:
-        """Commit what a request may take, if it fits. Raises CapacityError if it never can."""
+        """Reserve the pages of a request, if they fit. Raises CapacityError if they never can."""
         job, wait = ticket.job, self.running > 0
         if not self.capacity.commit(ticket.owner, job.reservation(), job.session, wait):
             return False
@@ -457,7 +457,7 @@ class Scheduler:
         return True
 
     def _prepare(self, ticket: Ticket[Any]) -> None:
-        """Let the job prepare; what takes longer does not hold up its user's other requests."""
+        """Let the job prepare; one that is not ready at once does not hold up its user's others."""
         ticket.state = "prefill"
         ticket.job.prepare()
         if not ticket.job.ready:
@@ -492,7 +492,7 @@ class Scheduler:
         return True
 
     def _begin(self, ticket: Ticket[Any]) -> bool:
-        """Have a job's next chunk ready; whether that worked."""
+        """Let a job begin its next chunk; return whether that worked."""
         try:
             ticket.job.begin()
         except STOPS:
@@ -542,7 +542,7 @@ class Scheduler:
             self._end(ticket, "done" if error is None else "failed", error)
 
     def _decode_alone(self, tickets: list[Ticket[Any]], error: MmkvError) -> None:
-        """Find out which of the requests cannot be decoded, and end those."""
+        """Decode one by one, and end the requests that fail."""
         for ticket in tickets:
             try:
                 if len(tickets) == 1:
@@ -554,7 +554,7 @@ class Scheduler:
                 self._end(ticket, "failed", as_exception(cause))
 
     def _end(self, ticket: Ticket[Any], state: State, error: Exception | None = None) -> None:
-        """Return what a request holds, and set its session to rest."""
+        """Release the reservation of a request; its session, if kept, becomes idle."""
         job = ticket.job
         self._moved = True
         if ticket.state == "decode":

@@ -1,4 +1,4 @@
-"""Replies of an engine as the scheduler's jobs, and a batch of them for a caller who waits."""
+"""Jobs that read a prompt and decode a reply, their executor, and a batch of them in one call."""
 
 from __future__ import annotations
 
@@ -45,9 +45,8 @@ class Prompt:
     """What a request appends to a session.
 
     Attributes:
-        inputs: model inputs of the new tokens alone, and of what the session still lacks of its
-            latest reply.
-        messages: what the session's history gets when the prompt stands in it.
+        inputs: model inputs of the new tokens, with what the cache lacks of the latest reply.
+        messages: what is added to the session's history once the prompt is read.
         reading: how far the session goes back for it, and what is read; None: it only appends.
     """
 
@@ -62,7 +61,7 @@ class Prompt:
 
 
 def message(text: str | Sequence[dict[str, Any]], **more: Any) -> Callable[[Session], Prompt]:
-    """Return what makes the prompt of a user's message, with :meth:`Session.send`'s arguments."""
+    """Return a function that makes the prompt of a message; arguments as in Session.send."""
 
     def prepare(session: Session) -> Prompt:
         turn = compose(session, text, **more)
@@ -73,7 +72,7 @@ def message(text: str | Sequence[dict[str, Any]], **more: Any) -> Callable[[Sess
 
 @dataclass
 class DecodingReply:
-    """A reply that is being decoded; ``token`` is what its session does not hold yet."""
+    """A reply that is being decoded; ``token`` is the latest one, which the cache still lacks."""
 
     session: Session
     writer: ReplyWriter
@@ -119,19 +118,19 @@ class ReplyJob(EngineJob):
     """A prompt and the reply to it, in a session that is kept or one of its own.
 
     Args:
-        prompt: it, or what makes it for the open session. That is called when the pages are
-            committed, so pictures of a request that waits need not have been decoded.
+        prompt: it, or a function that makes it for the open session. That is called on admission,
+            so pictures of a waiting request need not be decoded yet.
         budget: of a session of its own; None: the engine's.
-        session: one that is kept, whose budget counts.
-        prompt_tokens: how many tokens the prompt has at most; one that has more is refused. None:
-            as the prompt says, if it is given; otherwise the budget has to bound the pages.
+        session: one that is kept; its budget counts.
+        prompt_tokens: the most tokens of the prompt; a longer one is refused. None: those of the
+            prompt, if it is given; otherwise the budget has to bound the pages.
         chunk: tokens in a chunk; None: the engine's.
         undo: whether a reply that is cancelled or fails takes its whole turn back, as a cancelled
             prompt does. A copy of the kept session's pages is held until the reply ends.
 
     Attributes:
-        reply: when the job has ended.
-        writer: when its prompt is being read; ``writer.take()`` streams the text.
+        reply: set when the job has ended.
+        writer: set while its prompt is being read; ``writer.take()`` streams the text.
     """
 
     def __init__(
@@ -223,7 +222,7 @@ class ReplyJob(EngineJob):
         return not isinstance(given, Prompt) or any("pixel" in name for name in given.inputs)
 
     def begin(self) -> None:
-        """Wake or open the session and prepare the prompt, the first time."""
+        """Open or wake the session and prepare the prompt, on the first call."""
         if self._prefill is None:
             self._begin()
 
@@ -241,7 +240,7 @@ class ReplyJob(EngineJob):
         return True
 
     def roll_back(self) -> None:
-        """Take the prompt back; one that stands already gets an empty reply."""
+        """Take the prompt back; one that is complete gets an empty reply instead."""
         if self._before is not None:
             self._return()
         elif self._prefill is not None and self._prefill.logits is not None:
@@ -267,7 +266,7 @@ class ReplyJob(EngineJob):
             self.writer.finish("interrupted")
 
     def end(self) -> None:
-        """Put the reply together, and into the session's history if that is kept."""
+        """Make the reply, and add it to the session's history if that is kept."""
         session, writer, prefill = self.live, self.writer, self._prefill
         assert session is not None and writer is not None and prefill is not None
         self.reply = session.end_reply(writer, prefill.tokens)
@@ -316,8 +315,8 @@ class ReplyJob(EngineJob):
 class EngineExecutor:
     """Reads the prompts of jobs on one engine and decodes their replies.
 
-    Sessions that are open already are others', and may keep what they hold: they are taken to hold
-    that for as long as this lives.
+    Pages that are in use when this is made belong to other sessions: they count as taken for as
+    long as this lives.
     """
 
     def __init__(self, engine: Engine) -> None:
@@ -424,8 +423,8 @@ def batch_scheduler(engine: Engine, most: int) -> Scheduler:
 def answer_all(engine: Engine, jobs: Sequence[ReplyJob]) -> list[Reply]:
     """Answer all, in one batch as far as there is room.
 
-    No session of a job's own stays open. Raises the error of the first job that fails. Ctrl-C is
-    delivered between two turns.
+    Sessions that jobs have opened are closed. Raises the error of the first job that fails.
+    Ctrl-C is delivered between two turns.
     """
     scheduler = batch_scheduler(engine, max(len(jobs), 1))
     try:

@@ -46,8 +46,8 @@ class ConnectionLimits:
 
     Attributes:
         most: connections; head_bytes: of a request's line and headers, and of its trailers.
-        head_seconds: from a connection, or a head's first byte, to the head's end.
-        stall_seconds: without a byte of an answer taken, after which a client is dropped.
+        head_seconds: for a head, from the connection or its first byte on.
+        stall_seconds: after which a client that reads nothing of its answer is dropped.
     """
 
     most: int = MOST

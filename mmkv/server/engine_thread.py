@@ -50,7 +50,7 @@ T = TypeVar("T")
 
 @dataclass
 class Admitted:
-    """The pages of a request are committed, and its media are wanted."""
+    """The pages of a request are reserved, and its media are needed now."""
 
 
 @dataclass
@@ -81,11 +81,12 @@ Event = Admitted | Delta | Done | Failed
 
 
 class Events:
-    """What has happened to a request and was not sent yet; in the event loop.
+    """The events of a request that were not sent yet; in the event loop.
 
-    A client that reads slower than the reply grows gets several tokens at a time. One whose unsent
-    part passes a bound all the same, by log probabilities, is dropped: the next event is Failed.
-    All requests have a bound together, too, and the one with the largest part is dropped then.
+    A client that reads slower than the reply grows gets several tokens at a time. If the unsent
+    part passes a bound all the same, as log probabilities can, the client is dropped: the next
+    event is Failed. There is a bound for all requests together, too: past it, the one with the
+    largest unsent part is dropped.
 
     Args:
         others: those of all requests under way.
@@ -100,7 +101,7 @@ class Events:
         self.unsent, self.over = 0, False
 
     def put(self, event: Event) -> None:
-        """Add what has happened."""
+        """Add an event."""
         if self.over:
             return
         if isinstance(event, Delta):
@@ -134,7 +135,7 @@ class Events:
         self._some.set()
 
     async def get(self) -> Event:
-        """Wait for the next one."""
+        """Wait for the next event."""
         while not self._waiting:
             self._some.clear()
             await self._some.wait()
@@ -162,7 +163,7 @@ class Request:
     Attributes:
         events: what happens to it, in order; the last one is Done or Failed; none
             follows a cancellation.
-        counted: tokens that the metrics have; longest: of one reply.
+        counted: tokens that the metrics have counted; longest: of one reply.
     """
 
     def __init__(self, thread: EngineThread) -> None:
@@ -187,7 +188,7 @@ class Request:
         return await self._thread.call(run)
 
     def cancel(self) -> None:
-        """End it, wherever it stands; its pages are back within two turns."""
+        """Cancel it in any state; its pages are free within two turns."""
         if self.ticket is not None:
             self.ticket.cancel()
             self._thread.wake()
@@ -215,7 +216,7 @@ class Request:
 
 @dataclass
 class RequestTimes:
-    """When what happened to a request, in seconds of :func:`time.perf_counter`."""
+    """The times of a request's steps, in seconds of :func:`time.perf_counter`."""
 
     submitted: float = field(default_factory=time.perf_counter)
     admitted: float | None = None
@@ -252,14 +253,14 @@ class EngineThread(threading.Thread):
         return await asyncio.wrap_future(self.post(command))
 
     def post(self, command: Callable[[], T]) -> Future[T]:
-        """Do as :meth:`call`, from any thread."""
+        """Queue ``command`` for the thread; may be called from any thread."""
         future: Future[T] = Future()
         self._commands.put((command, future))
         return future
 
     @property
     def conversations(self) -> ConversationStore:
-        """Return the conversations of the core, for commands of a thread that runs."""
+        """Return the conversations of the core; for commands that run in the thread."""
         assert self.core is not None
         return self.core.conversations
 
@@ -291,7 +292,7 @@ class EngineThread(threading.Thread):
         return bool(self._requests)
 
     def has_place(self) -> bool:
-        """Whether one more request may be taken on, as far as is known; in the event loop."""
+        """Whether there seems to be a place for one more request; in the event loop."""
         return self.failed or self._sent - self._taken < self._places
 
     async def submit(self, work: ChatWork, user: str) -> Request:
@@ -395,7 +396,7 @@ class EngineThread(threading.Thread):
         self._places = 0 if waiting >= limits.waiting else limits.waiting - waiting + free
 
     def _publish(self) -> None:
-        """Tell each request what has happened to it; let those that are over leave."""
+        """Send each request its news, and remove those that are over."""
         news: list[tuple[Request, list[Event]]] = []
         assert self.core is not None
         for request in list(self._requests):
@@ -415,7 +416,7 @@ class EngineThread(threading.Thread):
             self._tell(news)
 
     def _published(self, request: Request) -> list[Event]:
-        """Return what has happened to a request; one that is over leaves."""
+        """Return the news of a request, which is removed if it is over."""
         ticket = request.ticket
         assert ticket is not None and self.core is not None
         try:
@@ -579,8 +580,8 @@ class EngineCore:
 def _hibernation_folder(settings: ServerSettings) -> HibernationFolder:
     """Make the folder of idle conversations. Raises SessionError: the one that was named cannot be.
 
-    Nobody has named the usual one: a user without a home, or with one that is read-only, as in many
-    containers, can be served without it.
+    The default one may be missing: users in containers often have no home, or a read-only one.
+    Idle conversations then lie among the temporary files.
     """
     usual = settings.idle_folder
     if settings.session_folder is None and usual is not None:
@@ -592,9 +593,9 @@ def _hibernation_folder(settings: ServerSettings) -> HibernationFolder:
 
 
 def _set_aside(engine: Engine) -> None:
-    """Make the pool as large as it may become, so that it is never copied to grow.
+    """Allocate the whole pool now, so that it is never copied to grow. Raises BudgetError.
 
-    On a CPU it takes the memory as pages come into use. Raises BudgetError.
+    On a CPU the system provides the memory as pages come into use.
     """
     pool = engine.cache.pool
     if pool.limit is None:
@@ -611,7 +612,7 @@ def _set_aside(engine: Engine) -> None:
 def _show_a_picture(engine: Engine) -> None:
     """Read a picture, so that the first request with one does not wait for imports.
 
-    They take seconds, in the thread that decodes for everybody.
+    Imports take seconds, and the thread decodes for everybody.
     """
     from PIL import Image
 

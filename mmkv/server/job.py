@@ -54,7 +54,7 @@ class ChatWork:
         base_key: a hash of what the memory depends on beside the messages; see
             :func:`mmkv.server.prompts.chain`.
         budget: of each reply's session; None: the engine's.
-        asked: whether the request itself says how to resume.
+        asked: whether the request itself sets ``resume``.
         weight: of its sessions in a shared budget.
         start: the conversation that the request continues; ``messages`` begin with its own.
         rewrites: see :class:`mmkv.Session`.
@@ -88,19 +88,17 @@ class Choice:
 
 @dataclass
 class Usage:
-    """The numbers of a request; those of memory are sums over its replies.
+    """The usage of a request; numbers of memory are sums over its replies.
 
     Attributes:
-        prompt_tokens: of the whole conversation; resumed: those of them that were not read again.
-        kept, evicted: entries (layer, KV head, token).
-        by_modality: entries that are kept.
-        kv_bytes: of the keys and values held at the end; bound_bytes: the most that there can be
-            between two chunks.
-        pictures: those of the conversation, frames of videos included; faded_pictures: those that
-            have lost most of their entries, in the reply where that is worst.
+        prompt_tokens: of the whole conversation; resumed: how many of them were not read again.
+        kept, evicted: entries (layer, KV head, token); by_modality: those kept.
+        kv_bytes: of keys and values at the end; bound_bytes: the most between two chunks.
+        pictures: of the conversation, frames of videos included; faded_pictures: how many of them
+            have lost most of their entries, in the reply with most of those.
         shared_pool: whether all sessions compete for one budget: what is kept depends on others.
         differs: how what was read differs from the conversation rendered afresh; None: it does not.
-        notes: on the pictures and videos that were read, such as one of which the end is missing.
+        notes: remarks on the media that were read, such as a video whose end is missing.
     """
 
     prompt_tokens: int
@@ -136,7 +134,7 @@ class Counts:
         self._gone_before = dict.fromkeys(MODALITIES, 0)
 
     def resume(self, session: Session, seen: Sequence[int]) -> None:
-        """Begin with a session that goes on from a memory, which has seen so many tokens."""
+        """Begin with a session that continues a conversation of ``seen`` tokens by modality."""
         self.seen, self.resumed = tuple(seen), session.seen
         self._gone_before = self._gone(self.seen, session.memory().by_modality)
 
@@ -158,10 +156,10 @@ class Counts:
         }
 
     def usage(self, replies: Sequence[tuple[Session, Choice]], bound: int) -> Usage:
-        """Return the request's numbers.
+        """Return the request's usage.
 
         Args:
-            replies: all, with the sessions that they stand in.
+            replies: all, with their sessions.
             bound: the most pages that these may hold between two chunks.
         """
         choices = [choice for _, choice in replies]
@@ -192,7 +190,7 @@ class Counts:
         return gone
 
     def _gone(self, seen: Sequence[int], kept: Mapping[str, int]) -> dict[str, int]:
-        """Count the entries that are gone of those that a session has seen, by modality."""
+        """Count the entries evicted of the ``seen`` tokens, by modality."""
         rows = self.engine.spec.rows
         return {
             name: count * rows - kept[name] for name, count in zip(MODALITIES, seen, strict=True)
@@ -534,7 +532,7 @@ class ChatJob(EngineJob):
         return held.plan(whole, self._rule).appends
 
     def supply_media(self, media: list[Any]) -> None:
-        """Give the pictures and videos of the messages that were not resumed, in order."""
+        """Take the decoded media of the messages that were not resumed, in order."""
         self._media = media
 
     @property
@@ -543,7 +541,7 @@ class ChatJob(EngineJob):
         return self._prefill is None and bool(self._media)
 
     def begin(self) -> None:
-        """Make the next message ready, once the one before it is read."""
+        """Prepare the next message, once the one before it is read."""
         session = self.live
         assert session is not None and self._media is not None
         if self._outline is None:
@@ -578,7 +576,7 @@ class ChatJob(EngineJob):
         return True
 
     def _inputs(self, segment: Segment) -> dict[str, torch.Tensor]:
-        """Make the tensors of a segment, after what the session still lacks of its reply."""
+        """Return the model inputs of a segment, and of what the cache lacks of the last reply."""
         session = self.live
         assert session is not None and self._media is not None
         kinds = [
@@ -662,11 +660,11 @@ class ChatJob(EngineJob):
         return self.counts.evicted_here(self._replies())
 
     def usage(self) -> Usage:
-        """Return the request's numbers; after :meth:`end`."""
+        """Return the request's usage; after :meth:`end`."""
         bound = self.reservation().steady + self.engine.budgets.fixed_pages
         return self.counts.usage(self._replies(), bound)
 
     def _replies(self) -> list[tuple[Session, Choice]]:
-        """Return all, with the sessions that they stand in."""
+        """Return all replies with their sessions."""
         sessions = [one.session for one in self.decoding]
         return list(zip(sessions, self.choices, strict=True))

@@ -250,7 +250,7 @@ class Message:
         return [part.text for part in self.parts if part.kind == "text"]
 
     def without_urls(self) -> Message:
-        """Return it as a memory needs it: URLs can be megabytes, and the media were read."""
+        """Return it without URLs, which can be megabytes: its media were read."""
         if not any(part.url for part in self.parts):
             return self  # memories of one conversation share its first messages
         return Message(self.role, tuple(replace(part, url="") for part in self.parts))
@@ -323,7 +323,7 @@ class ContextBounds:
     """Bounds on the texts of a request by the model's context.
 
     Args:
-        tokenizer: the model's, which is used here beside the engine thread, to read alone.
+        tokenizer: the model's; it is used beside the engine thread, without changing it.
 
     Attributes:
         longest: characters of the longest token, added ones too; None where a token may stand for
@@ -352,7 +352,7 @@ class ContextBounds:
     async def count(self, texts: Sequence[str]) -> None:
         """Count the tokens of long texts, in a thread. Raises ContextError, InputError.
 
-        What a template adds is not counted, so that the engine thread has the last word.
+        What a template adds is not counted: the engine thread counts again.
         """
         for text in texts:
             require_no_long_run(text)

@@ -1,4 +1,4 @@
-"""The server as a Ray Serve deployment: replicas of one application, with sessions that stick."""
+"""Replicas of the server on Ray Serve; requests of a session go to the same replica."""
 
 from __future__ import annotations
 
@@ -114,7 +114,7 @@ def serve_replicas(
 
 
 class _Replica:
-    """What Ray asks of a replica beside the application."""
+    """The health check that Ray calls beside the application."""
 
     app: Any  # Ray's, made by ``build``
 
@@ -126,7 +126,7 @@ class _Replica:
 
 
 class _Named:
-    """Says in a header which replica answered."""
+    """Adds a header that names the replica."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app, self._name = app, f"{socket.gethostname()}:{os.getpid()}".encode()

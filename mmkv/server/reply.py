@@ -1,4 +1,4 @@
-"""Replies in the shape of OpenAI's chat completions; answers end when the client goes away."""
+"""Answers in the shape of OpenAI's chat completions, whole or as a stream of events."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ FINISH = {"eos": "stop", "stop": "stop", "length": "length", "context": "length"
 
 @dataclasses.dataclass
 class ReplyHead:
-    """What every object of one answer begins with.
+    """The fields that every object of one answer begins with.
 
     Attributes:
         with_usage: whether each piece of a stream has the field ``usage``: null but in the last.
@@ -47,9 +47,9 @@ class ReplyHead:
 
 
 class LogprobRows:
-    """The log probabilities of a reply as it grows, as JSON text: objects take ten times that.
+    """The log probabilities of a reply as JSON text; as objects they would take ten times that.
 
-    It stands for a list in what :func:`rendered` writes.
+    :func:`rendered` writes it as a list.
     """
 
     def __init__(self) -> None:
@@ -66,7 +66,7 @@ class LogprobRows:
 
 
 def rendered(data: Any, ascii: bool = False) -> bytes:
-    """Return JSON in UTF-8 of what may hold :class:`LogprobRows`."""
+    """Return JSON in UTF-8 of data that may hold :class:`LogprobRows`."""
     found: list[LogprobRows] = []
     mark = secrets.token_hex(16)  # that no text of a request holds
 
@@ -164,10 +164,10 @@ _STREAM = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
 
 
 class ReplyResponse(Response):
-    """Runs a request's work beside a task that waits for the client's end.
+    """Answers a request, and cancels its work when the client disconnects.
 
     Args:
-        work: its JSON, or an iterator of a stream's events; cancelled when the client goes.
+        work: returns the JSON, or an iterator over a stream's events.
         keep_alive: seconds without an event after which a stream sends a comment.
     """
 
@@ -235,7 +235,7 @@ class ReplyResponse(Response):
 
 
 class _GoneError(Exception):
-    """The client went while the answer was written."""
+    """The client disconnected while the answer was written."""
 
 
 class _Lines:
@@ -293,9 +293,9 @@ def error_response(error: BaseException) -> JSONResponse:
 
 
 def event_line(data: dict[str, Any] | str | bytes) -> bytes:
-    """Return a server-sent event; one that has a type names it before the data, too.
+    """Return a server-sent event; bytes are one already.
 
-    Bytes are one already.
+    An object with a ``type`` gets an ``event`` line with it, too.
     """
     if isinstance(data, bytes):
         return data
