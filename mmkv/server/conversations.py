@@ -58,6 +58,7 @@ class ConversationState(CachedConversation):
 
     Args:
         session: taken over; folder: where it hibernates; None: it is dropped instead.
+        pages: that the session holds, where that is known.
 
     Attributes:
         info: what is known of it; bytes: of its pages.
@@ -74,6 +75,7 @@ class ConversationState(CachedConversation):
         folder: HibernationFolder | None = None,
         keys: tuple[str, ...] = (),
         replied: bool = True,
+        pages: int | None = None,
     ) -> None:
         path = None if folder is None else folder.path
         super().__init__(session.engine, None, path, session)
@@ -81,7 +83,7 @@ class ConversationState(CachedConversation):
         self.references = 1  # who asked for it
         self.expendable = False
         self._folder = folder
-        self._pages = self.pages
+        self._pages = super().pages if pages is None else pages
         self.bytes = self._pages * session.engine.cache.pool.page_bytes
         shared = session.engine.shared
         self._weight = 1.0 if shared is None else shared.weight(session)
@@ -92,6 +94,11 @@ class ConversationState(CachedConversation):
     def held(self) -> Held | None:
         """Return what it has read, as text; None while it lies in its file."""
         return None if self.live is None else self.live.held
+
+    @property
+    def pages(self) -> int:
+        """Count the pages that it holds; only under a shared budget do they change."""
+        return self._pages if self.engine.shared is None else super().pages
 
     def resting(self) -> int:
         """Return the pages that it holds; under a shared budget, those that are its own."""
@@ -334,7 +341,7 @@ class PrefixCache:
             return False
 
         def make() -> ConversationState:
-            return ConversationState(session(), info, None, fresh, replied)
+            return ConversationState(session(), info, None, fresh, replied, pages)
 
         made = self._scheduler.keep_copy(pages, make, self._dropped, self._most)
         if made is not None:

@@ -6,7 +6,8 @@ moves it, ``evict_triton.py`` moves it in ``fill_kernel``, and ``store_kernel`` 
 ``store_triton.py`` takes it. That carries it through growth, eviction, fork and session files.
 Whoever fills or reads it comes on top: for a value of every token ``torch/step.py``,
 ``append_entry`` of ``pages.c`` and ``store.py``; for a value that policies see ``CacheView``,
-``CachedSequence.view`` and ``evict_reference``.
+``CachedSequence.view`` and ``evict_reference``. ``test_memory_equals_a_count_of_pages`` counts the
+bytes of columns that it names.
 """
 
 from __future__ import annotations
