@@ -31,7 +31,6 @@ NAMES = (
     "forms",
     "pages",
     "evict",
-    "fast_select",
     "window",
     "levels",
 )
@@ -76,7 +75,7 @@ setup(
             [f"{FOLDER}/{name}.c" for name in NAMES],
             depends=[
                 "setup.py",
-                *(f"{FOLDER}/{name}.h" for name in ("native", "evict", "int8", "vectors", "vmath")),
+                *(f"{FOLDER}/{name}.h" for name in ("native", "int8", "vectors", "vmath")),
             ],
             extra_compile_args=FLAGS + flags + (OPENMP or ["-fopenmp-simd"]),
             extra_link_args=OPENMP,

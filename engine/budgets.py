@@ -15,6 +15,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
+from mmkv.engine.backends.base import Backend, Batch, Counts, Scored
 from mmkv.engine.cache import Entries
 from mmkv.engine.errors import BudgetError, PolicyError, SessionError, require_real
 from mmkv.engine.policies import Budget, Policy
@@ -22,9 +23,10 @@ from mmkv.engine.policies.allocation import GlobalAllocation
 from mmkv.engine.policies.base import CacheView
 from mmkv.engine.policies.scoring import Retention
 from mmkv.engine.policies.selection import MOST_ENTRIES, Shares, lowest
+from mmkv.engine.scorer_state import score_entries
+from mmkv.engine.trace import REFUSED
 
 if TYPE_CHECKING:
-    from mmkv.engine.backends.base import Backend
     from mmkv.engine.runtime import Runtime
     from mmkv.engine.sequence import CachedSequence
 
@@ -168,13 +170,13 @@ class Budgets(Protocol):
         self,
         sessions: Sequence[CachedSequence],
         slack: int = 0,
-        refused_by: Backend | None = None,
+        tried: Backend | None = None,
     ) -> None:
         """Evict from sequences that stand above their budget and ``slack`` entries beside it.
 
         Args:
             sessions: different open sequences of the engine.
-            refused_by: a backend that has refused these sequences, and is not asked again.
+            tried: a backend that has refused to cut these sequences, and is not asked again.
         """
         ...
 
@@ -187,6 +189,94 @@ def why_unbound(policy: Policy) -> str | None:
         f"policy {policy.name!r} evicts nothing, so that a budget would bind nothing; load the "
         "model with a budget, or with a policy that evicts"
     )
+
+
+def batch_of(
+    sessions: Sequence[CachedSequence], tokens: Sequence[int] = (), slack: int = 0
+) -> Batch:
+    """Put what backends read of different sequences of one engine in columns.
+
+    Args:
+        tokens: what a step appends, one each; empty for an eviction.
+        slack: entries above a budget that are let be.
+    """
+    ahead = 1 if tokens else 0
+    rows, recorded = [], []
+    for index, one in enumerate(sessions):  # in one go: every decode step does so
+        allowed = one.allowed_at(one.seen + ahead)
+        long, position = bool(one.long_rope), one.next_position
+        rows.append((one.seq, one.seen, position, long, one.entries, allowed, one.prompt_tokens))
+        if one.recorder is not None:
+            recorded.append(index)
+    seqs, seen, positions, longs, entries, most, prompts = zip(*rows, strict=True)
+    return Batch(
+        seqs, seen, positions, longs, entries, most, prompts, tokens, slack, recorded=recorded
+    )
+
+
+def give_room(batch: Batch, sessions: Sequence[CachedSequence], backend: Backend) -> None:
+    """Tell a backend that writes down by itself who dies where it may do so."""
+    most = backend.writes_deaths
+    if batch.recorded and most:
+        recorders = (session.recorder for session in sessions)
+        batch.deaths = [0 if each is None else each.room(most) for each in recorders]
+
+
+def count(sessions: Sequence[CachedSequence], counts: Counts) -> None:
+    """Count what a backend has made of sequences, and note it where it is recorded."""
+    if counts.appended:
+        for session in sessions:
+            session.count_appended(counts.appended)
+    if counts.dropped:
+        columns = zip(sessions, counts.dropped, counts.nan, strict=True)
+        for index, (session, dropped, nan) in enumerate(columns):
+            if dropped:
+                session.count_evicted(dropped, nan)
+            if session.recorder is not None:
+                _note(session, dropped, counts.scored.get(index) if counts.scored else None)
+
+
+def _note(session: CachedSequence, dropped: int, scored: Scored | None) -> None:
+    """Record an eviction from a sequence of which the backend gave ``scored``."""
+    recorder, policy = session.recorder, session.engine.policy
+    assert recorder is not None
+    if scored is not None:
+        recorder.sample(scored.view, scored.scores)
+        if scored.victims is not None:
+            recorder.died(scored.view, scored.victims, scored.scores)
+            return
+    if dropped:
+        recorder.filled(dropped)
+        if scored is None and recorder.samples_next:
+            view = session.view()
+            recorder.sample(view, policy.scores(view, session.allowed_entries).value)
+
+
+def _cut_on(backend: Backend, sessions: Sequence[CachedSequence]) -> list[CachedSequence]:
+    """Have a backend cut sequences to their budgets; those that it leaves to others."""
+    batch, counts = batch_of(sessions), Counts()
+    batch.attention = sessions[0].engine.backends.window_attention
+    give_room(batch, sessions, backend)
+    try:
+        backend.evict(batch, counts)
+    finally:  # an interrupt, or a scorer's error: what stands is counted
+        count(sessions, counts)
+    return [sessions[index] for index in counts.uncut]
+
+
+def _drop_unadmitted(session: CachedSequence) -> None:
+    """Drop what write gates have not admitted and the window has left."""
+    admission, cache = session.engine.policy.admission, session.engine.cache
+    if admission is None or session.seen < admission.window:
+        return
+    entries = cache.entries(session.seq)
+    view = session.view(entries)
+    log_g = view.state()[:, 0]
+    victims = admission.refused(view.position, log_g, view.seen).nonzero().flatten()
+    cache.drop(session.seq, victims, entries)
+    session.count_evicted(victims.numel(), int(log_g[victims].isnan().sum()))
+    if session.recorder is not None:
+        session.recorder.died(view, victims, log_g, REFUSED)
 
 
 class OwnBudgets:
@@ -254,21 +344,21 @@ class OwnBudgets:
         self,
         sessions: Sequence[CachedSequence],
         slack: int = 0,
-        refused_by: Backend | None = None,
+        tried: Backend | None = None,
     ) -> None:
         """See :class:`Budgets`: where a group of rows stands above its share and its slack.
 
-        Before that goes what write gates have not admitted. C is asked first, for all of them
-        together; torch cuts what C refuses.
+        Before that goes what write gates have not admitted. The backends are asked in their order,
+        each for all that the ones before it have left.
         """
         engine = self._engine
         if engine.policy.admission is not None:
             for session in sessions:
-                engine.backends.torch.drop_refused(session)
+                _drop_unadmitted(session)
         due = [session for session in sessions if session.is_due(slack)]
-        for backend in (engine.backends.cpu, engine.backends.torch):
-            if due and backend is not refused_by:
-                due = list(backend.evict(due))
+        for backend in engine.backends.stepping:
+            if due and backend is not tried:
+                due = _cut_on(backend, due)
 
 
 class SharedBudget:
@@ -407,7 +497,7 @@ class SharedBudget:
         self,
         sessions: Sequence[CachedSequence],
         slack: int = 0,
-        refused_by: Backend | None = None,
+        tried: Backend | None = None,
     ) -> None:
         """See :class:`mmkv.engine.budgets.Budgets`: from all that share, when together
         they hold more.
@@ -428,7 +518,7 @@ class SharedBudget:
         ]
         views = [one.view(entries) for one, entries in zip(members, held, strict=True)]
         scores = [
-            engine.backends.torch.scores(one, entries, view) + math.log(self._weights[one])
+            self._scores(one, entries, view) + math.log(self._weights[one])
             for one, entries, view in zip(members, held, views, strict=True)
         ]
         owner = torch.arange(len(members), device=live.row.device).repeat_interleave(
@@ -448,6 +538,13 @@ class SharedBudget:
                 own = victims[owner[victims] == index] - start
                 session.recorder.died(views[index], own, scores[index])
             start += counts[index]
+
+    def _scores(self, session: CachedSequence, entries: Entries, view: CacheView) -> Tensor:
+        engine = self._engine
+        scores = score_entries(engine.cache, engine.policy, entries, view, self.entries)
+        if session.recorder is not None:
+            session.recorder.sample(view, scores)
+        return scores
 
     def _victims(self, live: Entries, scores: Tensor, owner: Tensor, counts: list[int]) -> Tensor:
         """Indices ``[K]`` into ``live``, whose entries have ``scores [N]`` and ``owner [N]``.

@@ -15,10 +15,11 @@ from typing import TYPE_CHECKING, Any
 
 from mmkv.engine.budget import Budget
 from mmkv.engine.errors import (
+    DEFAULT_LOOKAHEAD,
     InputError,
     ModelError,
     PolicyError,
-    require_real,
+    check_lookahead,
     require_type,
     require_whole,
 )
@@ -100,7 +101,7 @@ class EngineConfig:
         default=None, metadata=_about(str, "Entries per row (256), a share (25%) or bytes (64MiB).")
     )
     lookahead: float = field(
-        default=2, metadata=_about(float, "Steps that scores look ahead, or inf.")
+        default=DEFAULT_LOOKAHEAD, metadata=_about(float, "Steps that scores look ahead, or inf.")
     )
     evict_every: int = field(
         default=1, metadata=_about(int, "Decode steps between evictions.", 1, sys.maxsize)
@@ -203,14 +204,3 @@ def require_options(given: Iterable[str], caller: str, also: Iterable[str] = ())
             near = difflib.get_close_matches(name, known, 1)
             remedy = f"did you mean {near[0]!r}?" if near else f"it takes {', '.join(known)}"
             raise InputError(f"{caller} has no option {name!r}; {remedy}")
-
-
-def check_lookahead(steps: float) -> None:
-    """Check that ``steps`` is a whole number of at least 1, or inf.
-
-    Raises:
-        PolicyError: it is not. TypeError: it is no number.
-    """
-    require_real("lookahead", steps)
-    if not (steps == float("inf") or (steps >= 1 and steps % 1 == 0)):
-        raise PolicyError(f"lookahead {steps} is not a whole number >= 1 or inf")

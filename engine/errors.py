@@ -15,6 +15,8 @@ _CODES = re.compile("[\x00-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u
 # What ends the program or a generator. All else that foreign code raises is the failure of what was
 # asked for, also what is no Exception: the PanicException of libraries in Rust.
 STOPS = (KeyboardInterrupt, SystemExit, GeneratorExit)
+# Steps that scores look ahead, where nobody says how many: of an engine, and of a policy by itself.
+DEFAULT_LOOKAHEAD = 2
 
 
 class MmkvError(Exception):
@@ -162,3 +164,14 @@ def shown(value: Any, most: int = 80) -> str:
 
 def _a(value: Any) -> str:
     return "None" if value is None else f"a {type(value).__name__}"
+
+
+def check_lookahead(steps: float) -> None:
+    """Check that ``steps`` is a whole number of at least 1, or inf.
+
+    Raises:
+        PolicyError: it is not. TypeError: it is no number.
+    """
+    require_real("lookahead", steps)
+    if not (steps == float("inf") or (steps >= 1 and steps % 1 == 0)):
+        raise PolicyError(f"lookahead {steps} is not a whole number >= 1 or inf")

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from mmkv.engine.backends.cpu import native_product
+from mmkv.engine.backends import kernels_for
 from mmkv.engine.backends.torch.step import PackedChunks, PrefillChunk
 from mmkv.engine.cache.ragged import Owner
 from mmkv.engine.contents import with_pictures
@@ -251,12 +251,13 @@ def pass_tokens(engine: Runtime) -> int:
     """
     weights = engine.decoder.weights
     held = all(isinstance(each, Panels) for each in weights.matrices())
-    exact = weights.product is native_product(weights.form) and weights.dtype == torch.float32
+    native = weights.product is kernels_for(weights.form).product
+    exact = native and weights.dtype == torch.float32
     # More threads of torch cut an elementwise operation inside a vector of the CPU, the rest takes
     # another path: the last bits of a row then depend on the rows beside it.
     exact = exact and torch.get_num_threads() <= 2
     experts = any(layer.router is not None for layer in weights.layers)
-    if not (held and exact and weights.layers) or experts or engine.shared is not None:
+    if not (held and exact) or engine.decoder.hosted or experts or engine.shared is not None:
         return 0
     # A quarter more than a chunk: the short ends of prompts are read beside whole chunks.
     return min(engine.prefill_chunk * 5 // 4, _MOST_ON_CPU)
@@ -323,7 +324,7 @@ def _run_pass(engine: Runtime, prefills: Sequence[Prefill]) -> Tensor:
         ends, log_beta = engine.decoder.forward(
             torch.cat(hidden), (cos, sin), step, _joined(deepstacks, counts), tapped, step
         )
-        if engine.has_born:
+        if engine.model.has_born:
             taps = list(zip(*(tap.split(counts) for tap in tapped), strict=True))
             for chunk, own in zip(chunks, taps or [()] * len(chunks), strict=True):
                 chunk.write_state(engine.policy.scoring, own)
@@ -347,12 +348,12 @@ def _chunk(session: CachedSequence, turn: Turn, rope: tuple[Tensor, Tensor]) -> 
         session.seq,
         torch.arange(session.seen, seen, device=engine.device),
         turn.modality,
-        engine.needs,
+        engine.model.needs,
         seen,
         session.entries > 0,
         engine.policy.pruner,
-        engine.write_step(rope),
-        engine.backends.cpu.chunk_attention,
+        engine.model.write_step(rope),
+        engine.backends.chunk_attention,
     )
 
 

@@ -11,19 +11,11 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
-from mmkv.engine.backends.base import Backend, Backends
-from mmkv.engine.backends.cpu import (
-    CpuBackend,
-    native_elementwise,
-    native_product,
-    packed,
-    rounded,
-)
-from mmkv.engine.backends.cuda import CudaBackend
+from mmkv.engine.backends import Backends, kernels_for
+from mmkv.engine.backends.base import LoadedModel
 from mmkv.engine.backends.cuda.kernels.sample import Draw
-from mmkv.engine.backends.torch.backend import TorchBackend
-from mmkv.engine.backends.torch.write_step import WriteStep, admitting
-from mmkv.engine.budgets import Budgets, OwnBudgets, SharedBudget
+from mmkv.engine.backends.torch.write_step import admitting
+from mmkv.engine.budgets import Budgets, OwnBudgets, SharedBudget, batch_of
 from mmkv.engine.cache import PagePool, RaggedCache
 from mmkv.engine.cache.choice import choose_form
 from mmkv.engine.cache.layout import Layout
@@ -98,26 +90,29 @@ class Runtime:
         self.device, self.dtype = weights.embed.device, weights.dtype
         self.budget = Budget.of(DEFAULT_BUDGET if budget is None else budget)
         self.evict_every, self.prefill_chunk = config.evict_every, config.prefill_chunk
-        self.write_gates: WriteGates | None = None
+        write_gates: WriteGates | None = None
         if policy.admission is not None:
             policy, write_gates = admitting(policy, gates, spec)
-            self.write_gates = write_gates.to(self.device, self.dtype)
+            write_gates = write_gates.to(self.device, self.dtype)
             self.policy = policy
         self._gates = gates if isinstance(gates, Gates) else None
         reads_gates = policy.scoring.needs.gates and policy.evicts
-        self.decoder = Decoder(
-            spec,
-            weights,
-            self._placed_gates if reads_gates else None,
-            tap_layers(policy, spec.num_layers),
-            native_elementwise(),
+        # No text says what a picture's placeholder stands for: replies must not hold one.
+        media = [token for token in family.placeholder.values() if token < weights.head.shape[0]]
+        self.model = LoadedModel(
+            device=self.device,
+            spec=spec,
+            decoder=self._make_decoder(weights, self._placed_gates if reads_gates else None),
+            rope=self._make_rope(),
+            policy=policy,
+            needs=policy.scoring.needs if policy.evicts else Needs(),
+            write_gates=write_gates,
+            evict_every=self.evict_every,
+            never_chosen=torch.tensor(media, dtype=torch.int64, device=self.device),
+            has_born=policy.evicts and has_born(policy.scoring),
+            has_revise=policy.evicts and has_revise(policy.scoring),
         )
-        # What steps have to leave behind for the scorer.
-        self.needs = policy.scoring.needs if policy.evicts else Needs()
-        self.has_born = policy.evicts and has_born(policy.scoring)
-        self.has_revise = policy.evicts and has_revise(policy.scoring)
-        self.rope = Rope(spec.rope, self.device, self.dtype)
-        state = self.needs.state if policy.admission is None else 1  # log g
+        state = self.model.needs.state if policy.admission is None else 1  # log g
         size = config.page_size
         # A budget that binds nothing chooses nothing.
         binding = self.budget if policy.evicts else Budget.of(DEFAULT_BUDGET)
@@ -133,11 +128,7 @@ class Runtime:
         self.lock.taken = self.cache.free_lost
         self.policy_note: str | None = None
         self.budgets: Budgets = OwnBudgets(self)
-        # No text says what a picture's placeholder stands for: replies must not hold one.
-        media = [token for token in family.placeholder.values() if token < weights.head.shape[0]]
-        self.never_chosen = torch.tensor(media, dtype=torch.int64, device=self.device)
-        reference = TorchBackend(self)
-        self.backends = Backends(reference, CpuBackend(self), CudaBackend(self, reference))
+        self.backends = Backends(self.model, self.cache)
         # A budget that can never hold is the user's mistake now, not at the first eviction.
         self.budgets.allowed(self.budget, 0)
 
@@ -186,14 +177,12 @@ class Runtime:
         _use_threads(config)
         family, spec, weights = load(
             name,
-            config.dtype,
-            resolve_device(config.device),
-            progress,
-            pictures,
-            native_product(config.weights),
-            config.weights,
-            rounded,
-            packed,
+            dtype=config.dtype,
+            device=resolve_device(config.device),
+            progress=progress,
+            pictures=pictures,
+            form=config.weights,
+            kernels=kernels_for(config.weights),
         )
         engine = cls.from_parts(config, family, spec, weights)
         if engine.device.type == "cpu":
@@ -236,11 +225,32 @@ class Runtime:
         engine.policy_note = note
         return engine
 
-    def write_step(self, rope: tuple[Tensor, Tensor]) -> WriteStep | None:
-        """The write gates of a pass whose tokens have these rope angles; None without."""
-        if self.write_gates is None or self.policy.admission is None:
-            return None
-        return WriteStep(self.write_gates, self.policy.admission, rope, self.spec.rope.scale)
+    def _make_decoder(self, weights: DecoderWeights, gates: Gates | None) -> Decoder:
+        taps = tap_layers(self.policy, self.spec.num_layers)
+        return Decoder(self.spec, weights, gates, taps, kernels_for(weights.form).elementwise)
+
+    def _make_rope(self) -> Rope:
+        return Rope(self.spec.rope, self.device, self.dtype)
+
+    @property
+    def decoder(self) -> Decoder:
+        """Runs tokens through the layers."""
+        return self.model.decoder
+
+    @property
+    def rope(self) -> Rope:
+        """The angles of positions."""
+        return self.model.rope
+
+    @property
+    def write_gates(self) -> WriteGates | None:
+        """The write gates of a policy with an admission, on this device."""
+        return self.model.write_gates
+
+    @property
+    def never_chosen(self) -> Tensor:
+        """Ids int64 of tokens that no reply may hold."""
+        return self.model.never_chosen
 
     def gates(self, layer: int, hidden: Tensor) -> Tensor:
         """log_beta float32 ``[tokens, kv_heads]`` of ``hidden [tokens, d]`` (input_layernorm's).
@@ -371,18 +381,18 @@ class Runtime:
         with self.lock:
             given_back = self.cache.trim()
             if given_back:
-                self.backends.cuda.reset()
+                self.backends.reset()
             return given_back
 
     @property
     def many_path(self) -> str:
         """``graph``, or ``step by step: `` and why: what :meth:`decode_many` runs on."""
-        why = self.backends.cuda.unsupported_reason() or self.budgets.graph_obstacle
+        why = self.backends.for_bursts().burst_reason() or self.budgets.graph_obstacle
         return f"step by step: {why}" if why else "graph"
 
     @property
     def decode_path(self) -> str:
-        """What replies are decoded on: ``native``, ``CUDA graph``, or ``torch: `` and why.
+        """What :meth:`decode` runs on: ``native``, or ``torch: `` and why.
 
         ``CUDA graph`` is of the bursts that replies ask for (:meth:`decode_many`); a single
         :meth:`decode` on a GPU is a torch step. A batch runs on torch when one of its sessions
@@ -392,8 +402,15 @@ class Runtime:
         return self.path_of(())
 
     @property
+    def reply_path(self) -> str:
+        """What replies are decoded on: as :attr:`decode_path`; on a GPU ``CUDA graph``, or
+        ``torch: `` and why it is no graph.
+        """
+        return self.reply_path_of(())
+
+    @property
     def evict_path(self) -> str:
-        """What scores and evicts while decoding: as :attr:`decode_path`, or ``never``.
+        """What scores and evicts while a reply is decoded: as :attr:`reply_path`, or ``never``.
 
         A step may run in C or on Triton kernels with its scores in torch: the kernels know some
         scorers, others are computed by their own torch code.
@@ -401,29 +418,33 @@ class Runtime:
         if not self.policy.evicts and self.policy.admission is None:
             return "never"
         if self.device.type == "cuda":
-            return self.decode_path
-        why = self.backends.cpu.no_eviction_reason()
+            return self.reply_path
+        backend, why = self.backends.first(lambda each: each.no_eviction_reason())
         if why:
-            return f"torch: {why}"
+            return f"{backend.path}: {why}"
         in_torch = ["write gates"] if self.policy.admission is not None else []
-        if not self.backends.cpu.scores_in_torch:
-            return f"native, {in_torch[0]} in torch" if in_torch else "native"
+        if not backend.scores_in_torch:
+            return f"{backend.path}, {in_torch[0]} in torch" if in_torch else backend.path
         what = " and ".join([*in_torch, "scores"])
-        return f"native, {what} in torch: policy {self.policy.name!r}"
+        return f"{backend.path}, {what} in torch: policy {self.policy.name!r}"
 
     def path_of(self, sessions: Sequence[CachedSequence]) -> str:
         """Name what these sessions are decoded on, as :attr:`decode_path` does."""
-        on_gpu = self.device.type == "cuda"
-        backend: Backend = self.backends.cuda if on_gpu else self.backends.cpu
-        why = backend.unsupported_reason(sessions)
-        if why:
-            return f"torch: {why}"
-        return "CUDA graph" if on_gpu else "native"
+        batch = batch_of(sessions) if sessions else None
+        backend, why = self.backends.first(lambda each: each.unsupported_reason(batch))
+        return f"{backend.path}: {why}" if why else backend.path
+
+    def reply_path_of(self, sessions: Sequence[CachedSequence]) -> str:
+        """Name what replies of these sessions are decoded on, as :attr:`reply_path` does."""
+        if self.device.type != "cuda":
+            return self.path_of(sessions)
+        why = self.backends.for_bursts().burst_reason()
+        return f"torch: {why}" if why else "CUDA graph"
 
     @property
     def slack(self) -> int:
         """Entries that a session may hold above its budget between two evictions."""
-        return (self.evict_every - 1) * self.spec.rows
+        return self.model.slack
 
     def _open(self, budget: Budget) -> CachedSequence:
         return CachedSequence(self, budget)

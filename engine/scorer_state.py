@@ -7,14 +7,12 @@ slot and moves nothing. Where the form of the cache is rotated, they lie there r
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from mmkv.engine.backends.cuda.kernels.available import on_triton
-from mmkv.engine.backends.cuda.kernels.window_scores import window_scores
 from mmkv.engine.cache import Entries, RaggedCache
 from mmkv.engine.errors import PolicyError
 from mmkv.engine.policies.base import (
@@ -32,12 +30,11 @@ from mmkv.engine.policies.base import (
 
 if TYPE_CHECKING:
     from mmkv.engine.model.spec import DecoderSpec
-    from mmkv.engine.sequence import CachedSequence
 
+# What :func:`window_attention` computes; a backend may have a faster function.
+WindowAttention = Callable[[RaggedCache, int, Entries, CacheView, WindowReduction], Tensor]
 
 QUERIES = "queries"
-# The reductions that the kernel computes.
-_ON_PAGES = (WindowReduction("mean"), WindowReduction("sum"))
 
 
 def window_positions(seen: int, size: int, device: torch.device) -> Tensor:
@@ -69,7 +66,6 @@ def window_attention(
     entries: Entries,
     view: CacheView,
     reduction: WindowReduction,
-    native: bool = False,
 ) -> Tensor:
     """Compute attention probabilities of the window over the retained entries.
 
@@ -78,21 +74,13 @@ def window_attention(
 
     Args:
         reduction: how both are joined.
-        native: whether C computes it; for float32 on a CPU.
 
     Returns:
         float32 ``[N]``, row-major as the view.
     """
     queries = cache.memory[QUERIES]
-    if native:
-        from mmkv.engine.backends.cpu.kernels import native_window_attention
-
-        return native_window_attention(cache, seq, queries[seq], view.seen, reduction)
     at = window_positions(view.seen, queries.shape[3], queries.device)
     group = reduction.group
-    if on_triton(cache.pool.keys) and cache.pool.form.plain and reduction in _ON_PAGES:
-        mean = _attention_on_pages(cache, seq, at)[entries.row, entries.offset]
-        return mean if group == "mean" else mean * (queries.shape[2] // view.kv_heads)
     join_first = group if reduction.of == "logits" else None
     shares = []
     for probability in _probabilities(cache, seq, entries, view, at >= 0, join_first):
@@ -157,23 +145,6 @@ def join(shares: Tensor, group: Group, dim: int) -> Tensor:
     return shares.mean(dim) if group == "mean" else shares.sum(dim)
 
 
-def _attention_on_pages(cache: RaggedCache, seq: int, at: Tensor) -> Tensor:
-    """Compute :func:`window_attention` where the keys lie, by the kernel: ``[R, W P]``."""
-    pool, queries = cache.pool, cache.memory[QUERIES]
-    batch_slot = torch.zeros(1, dtype=torch.int64, device=pool.keys.device)
-    shares = window_scores(
-        queries[seq][None],
-        at[None],
-        pool.keys,
-        pool.position,
-        cache.length[seq][None],
-        cache.table[seq][None],
-        batch_slot,
-        queries.shape[-1] ** -0.5,
-    )
-    return shares[0].flatten(0, 1)
-
-
 class CacheEntries:
     """Reads the entries of one sequence where they lie.
 
@@ -184,10 +155,15 @@ class CacheEntries:
     """
 
     def __init__(
-        self, cache: RaggedCache, seq: int, entries: Entries, needs: Needs, native: bool = False
+        self,
+        cache: RaggedCache,
+        seq: int,
+        entries: Entries,
+        needs: Needs,
+        attention: WindowAttention = window_attention,
     ) -> None:
         self._cache, self._seq, self._entries, self._needs = cache, seq, entries, needs
-        self._native = native
+        self._attention = attention
 
     def keys(self) -> Tensor:
         """``[N, D]`` after RoPE."""
@@ -208,9 +184,7 @@ class CacheEntries:
     def attention(self, view: CacheView, reduction: WindowReduction) -> Tensor:
         """``[N]``; see :meth:`mmkv.engine.policies.base.CacheView.attention`."""
         self._check_queries("attention")
-        return window_attention(
-            self._cache, self._seq, self._entries, view, reduction, self._native
-        )
+        return self._attention(self._cache, self._seq, self._entries, view, reduction)
 
     def entropy(self, view: CacheView) -> Tensor:
         """Without dimensions; see :meth:`mmkv.engine.policies.base.CacheView.entropy`."""
@@ -224,6 +198,49 @@ class CacheEntries:
 
 def _undeclared(what: str, needs: str) -> str:
     return f"the scorer reads {what} and does not say so; give it needs = Needs({needs})"
+
+
+def view_of(
+    cache: RaggedCache,
+    seq: int,
+    entries: Entries,
+    seen: int,
+    prompt_tokens: int,
+    needs: Needs,
+    attention: WindowAttention = window_attention,
+) -> CacheView:
+    """Show policies the ``entries`` of one sequence.
+
+    Args:
+        seen: tokens of the sequence so far; prompt_tokens: those that came in prompts.
+        needs: what the scorer says it reads; attention: computes what it asks for of the window.
+    """
+    pool = cache.pool
+    return CacheView(
+        seen=seen,
+        layers=cache.layers,
+        kv_heads=cache.kv_heads,
+        row=entries.row,
+        length=cache.length[seq].flatten(),
+        position=pool.position.view(-1)[entries.slot].long(),
+        log_beta=pool.log_beta.view(-1)[entries.slot],
+        modality=pool.modality.view(-1)[entries.slot],
+        source=CacheEntries(cache, seq, entries, needs, attention),
+        prompt_tokens=prompt_tokens,
+    )
+
+
+def score_entries(
+    cache: RaggedCache, policy: Policy, entries: Entries, view: CacheView, budget: int
+) -> Tensor:
+    """Score the entries of one sequence, ``[N]``; the state that the scorer hands back is stored.
+
+    Once for each eviction: a scorer may hand back a state that counts how often it was asked.
+    """
+    scores = policy.scores(view, budget)
+    if scores.state is not None:
+        cache.pool.state.flatten(0, 1)[entries.slot] = scores.state
+    return scores.value
 
 
 def sequence_memory(
@@ -266,12 +283,12 @@ def has_revise(scorer: Scorer) -> bool:
     return callable(getattr(scorer, "revise", None))
 
 
-def revise_state(session: CachedSequence) -> None:
-    """Let the scorer change the state of a sequence's entries after a step."""
-    cache, scorer = session.engine.cache, session.engine.policy.scoring
-    entries, seq = cache.entries(session.seq), session.seq
+def revise_state(
+    cache: RaggedCache, scorer: Scorer, seq: int, entries: Entries, view: CacheView
+) -> None:
+    """Let the scorer change the state of a sequence's ``entries`` after a step."""
     memory = {name: kept[seq] for name, kept in cache.memory.items() if name != QUERIES}
-    state = scorer.revise(session.view(entries), memory)  # type: ignore[attr-defined]
+    state = scorer.revise(view, memory)  # type: ignore[attr-defined]
     call = f"{type(scorer).__name__}.revise"
     if state is not None:
         shape = (entries.row.numel(), cache.pool.state_size)

@@ -21,7 +21,7 @@ from mmkv.engine.paths import user_path
 from mmkv.engine.policies import Budget, CacheView
 from mmkv.engine.prefill import Prefill, run_whole
 from mmkv.engine.read_ids import with_ids
-from mmkv.engine.scorer_state import QUERIES, CacheEntries
+from mmkv.engine.scorer_state import QUERIES, view_of
 from mmkv.engine.trace import Recorder
 
 if TYPE_CHECKING:
@@ -208,6 +208,11 @@ class CachedSequence:
     def decode_path(self) -> str:
         """What :meth:`decode` runs on now; as :attr:`mmkv.engine.runtime.Runtime.decode_path`."""
         return self.engine.path_of([self])
+
+    @property
+    def reply_path(self) -> str:
+        """What replies are decoded on; as :attr:`mmkv.engine.runtime.Runtime.reply_path`."""
+        return self.engine.reply_path_of([self])
 
     @property
     def has_room(self) -> bool:
@@ -414,25 +419,14 @@ class CachedSequence:
     def view(self, entries: Entries | None = None) -> CacheView:
         """The entries as policies see them."""
         engine = self.engine
-        live = engine.cache.entries(self.seq) if entries is None else entries
-        pool = engine.cache.pool
-        return CacheView(
-            seen=self.seen,
-            layers=engine.spec.num_layers,
-            kv_heads=engine.spec.num_kv_heads,
-            row=live.row,
-            length=engine.cache.length[self.seq].flatten(),
-            position=pool.position.view(-1)[live.slot].long(),
-            log_beta=pool.log_beta.view(-1)[live.slot],
-            modality=pool.modality.view(-1)[live.slot],
-            source=CacheEntries(
-                engine.cache,
-                self.seq,
-                live,
-                engine.policy.scoring.needs,
-                engine.backends.cpu.decoder is not None,
-            ),
-            prompt_tokens=self.prompt_tokens,
+        return view_of(
+            engine.cache,
+            self.seq,
+            engine.cache.entries(self.seq) if entries is None else entries,
+            self.seen,
+            self.prompt_tokens,
+            engine.policy.scoring.needs,
+            engine.backends.window_attention,
         )
 
     def roll_back(self) -> None:

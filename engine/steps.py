@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
+from mmkv.engine.backends.base import Burst, Counts
 from mmkv.engine.backends.cuda.kernels.sample import (
     Draw,
     Said,
@@ -19,13 +20,13 @@ from mmkv.engine.backends.cuda.kernels.sample import (
     sample,
     uniform,
 )
+from mmkv.engine.budgets import batch_of, count, give_room
 from mmkv.engine.device import exact_products
 from mmkv.engine.errors import BROKEN, InputError, NotFiniteError, SessionError, require_list
 from mmkv.engine.interrupts import CtrlC
 from mmkv.engine.scorer_state import revise_state
 
 if TYPE_CHECKING:
-    from mmkv.engine.backends.base import Backend
     from mmkv.engine.runtime import Runtime
     from mmkv.engine.sequence import CachedSequence
 
@@ -46,23 +47,29 @@ def decode_step(
                 session.long_rope = False
             if session.recorder is not None:
                 session.recorder.expect(token)
-        backends = engine.backends
-        backend: Backend = backends.torch
-        if not backends.cpu.unsupported_reason(sessions):
-            backend = backends.cpu
+        slack = engine.model.slack
+        batch, counts = batch_of(sessions, token_ids, slack), Counts()
+        backend = engine.backends.for_step(batch)
+        give_room(batch, sessions, backend)
         try:
-            logits, uncut, refused = backend.decode(sessions, token_ids)
+            try:
+                logits = backend.decode(batch, counts)
+            finally:  # also where an interrupt came when the step was made
+                count(sessions, counts)
         except BaseException:
             for session in sessions:
                 session.roll_back()
-            engine.budgets.cut(sessions, engine.slack)  # where the step stands
+            engine.budgets.cut(sessions, slack)  # where the step stands
             raise
         for session, token in zip(sessions, token_ids, strict=True):
             session.note_ids([token])
-        if engine.has_revise:
+        if engine.model.has_revise:
             for session in sessions:
-                revise_state(session)
-        engine.budgets.cut(uncut, engine.slack, backend if refused else None)
+                entries = engine.cache.entries(session.seq)
+                view = session.view(entries)
+                revise_state(engine.cache, engine.policy.scoring, session.seq, entries, view)
+        uncut = [sessions[index] for index in counts.uncut]
+        engine.budgets.cut(uncut, slack, backend if counts.tried else None)
         return logits
 
 
@@ -83,8 +90,40 @@ def decode_steps(
                 session._require_context(steps, session.next_position + steps)
             recorded = any(session.recorder is not None for session in sessions)
             if engine.many_path == "graph" and not recorded:
-                return engine.backends.cuda.decode_many(sessions, token_ids, steps, stop, draws)
+                decode = engine.backends.for_bursts().decode_many
+                return decode_burst(engine, decode, sessions, token_ids, steps, stop, draws)
         return _step_by_step(engine, sessions, token_ids, steps, stop, draws)
+
+
+def decode_burst(
+    engine: Runtime,
+    decode: Callable[..., None],
+    sessions: Sequence[CachedSequence],
+    token_ids: Sequence[int],
+    steps: int,
+    stop: Sequence[int] = (),
+    draws: Sequence[Draw] | None = None,
+) -> list[list[int]]:
+    """Run a burst on ``decode``, a backend's ``decode_many``, and count what it came to.
+
+    See :meth:`mmkv.engine.runtime.Runtime.decode_many`.
+    """
+    batch = batch_of(sessions, token_ids, engine.slack)
+    budgets = (session.budget for session in sessions)
+    batch.share = [each.value if each.kind == "fraction" else 0 for each in budgets]
+    burst = Burst.of(batch)
+    try:
+        decode(batch, burst, steps, stop, draws)
+    finally:
+        for index, session in enumerate(sessions):
+            if burst.appended[index]:
+                counted = burst.appended[index], burst.entries[index], burst.nan[index]
+                session.count_burst(*counted)
+            if burst.generated[index]:  # what came last has not been appended
+                session.note_ids([token_ids[index], *burst.generated[index][:-1]])
+    if any(row[-1:] == [BROKEN] for row in burst.generated):
+        raise NotFiniteError(burst.generated)
+    return burst.generated
 
 
 def _step_by_step(

@@ -29,7 +29,7 @@ from typing import Any
 from mmkv.engine.errors import MmkvError
 from mmkv.eval.bench.harness import BenchError, Child
 from mmkv.eval.bench.output import failure, plain_parser, save
-from mmkv.eval.bench.peers_cpu import Job
+from mmkv.eval.bench.peers_cpu import CpuPeerJob
 from mmkv.eval.measure.timing import ratios, spread, take_turns
 from mmkv.training.measure.record import ROOT, require_output
 from mmkv.training.measure.tables import Table
@@ -241,7 +241,7 @@ class Bench:
     def start(self, name: str) -> None:
         """Start the process of one method, or note why it cannot."""
         side, args = SIDES[name], self.args
-        job = Job(
+        job = CpuPeerJob(
             method="mmkv full" if side.environment == "before" else side.method,
             weights=side.weights,
             model=str(args.model),
@@ -277,7 +277,7 @@ class Bench:
             "loaded": child.ready["memory"],
         }
 
-    def with_gguf(self, job: Job, python: str) -> Job:
+    def with_gguf(self, job: CpuPeerJob, python: str) -> CpuPeerJob:
         """Return the job with a GGUF file of the model, written in llama.cpp's environment."""
         target = self.files / f"{job.weights}.gguf"
         words = ["-m", "mmkv.eval.bench.llama_gguf", job.model, f"{target}={job.weights}"]
@@ -295,7 +295,7 @@ class Bench:
             if done.returncode:
                 reason = (done.stderr.strip().splitlines() or ["no reason given"])[-1]
                 raise BenchError(f"{reason} ({remedy})")
-        return Job(**(asdict(job) | {"gguf": str(target)}))
+        return CpuPeerJob(**(asdict(job) | {"gguf": str(target)}))
 
     def drop(self, name: str, error: BaseException) -> None:
         """Go on without a method."""

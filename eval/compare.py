@@ -23,8 +23,8 @@ from mmkv.engine.errors import InputError
 from mmkv.engine.policies import make_policy, names
 from mmkv.engine.policies.preset import PolicyText
 from mmkv.engine.runtime import Runtime
-from mmkv.eval.bench.decode_cpu import Mmkv
-from mmkv.eval.quality.methods import Cell, Comparison, Method
+from mmkv.eval.bench.decode_cpu import MmkvInProcess
+from mmkv.eval.quality.methods import Cell, ComparedMethod, Comparison
 from mmkv.eval.quality.report import Runs, difference, interval, row_of
 from mmkv.eval.quality.run import ComparisonRuns, add_options, finish, running
 from mmkv.training.measure.record import Journal
@@ -76,7 +76,7 @@ class Speeds:
             engine.budget = cell.budget_for(self.context)
         below = min([base.spec.vocab_size, *base.family.placeholder.values()])
         prompt = torch.randint(3, below, (1, self.context), generator=torch.manual_seed(0))
-        method = Mmkv(engine, prompt)
+        method = MmkvInProcess(engine, prompt)
         try:
             method.run(4)  # warms up
             seconds = [method.run(STEPS)[0] for _ in range(ROUNDS)]
@@ -87,7 +87,7 @@ class Speeds:
         return {
             "tokens_per_second": STEPS / statistics.median(seconds),
             "eviction_share": share,
-            "path": engine.decode_path,
+            "path": engine.reply_path,
         }
 
 
@@ -153,7 +153,7 @@ def gates_of(texts: Sequence[str], model: str) -> dict[str, tuple[str, ...]]:
     return found
 
 
-def chosen(policies: str, gates: Mapping[str, tuple[str, ...]]) -> Iterator[Method]:
+def chosen(policies: str, gates: Mapping[str, tuple[str, ...]]) -> Iterator[ComparedMethod]:
     """Yield a method for each policy; of ``all``, those that lack gates are named on stderr.
 
     Raises:
@@ -184,7 +184,7 @@ def chosen(policies: str, gates: Mapping[str, tuple[str, ...]]) -> Iterator[Meth
                     raise InputError(remedy)
                 print(f"mmkv.eval.compare: left out, {remedy}", file=sys.stderr)
                 continue
-        yield Method(policy.name, text, None, folders)
+        yield ComparedMethod(policy.name, text, None, folders)
 
 
 def _with_parameter(text: str, pair: str) -> str:

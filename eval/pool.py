@@ -44,7 +44,7 @@ SETTINGS: dict[str, float | None] = {"equal": None, "pool": 0.0, "pool, floor 1/
 
 
 @dataclass
-class Dialogue:
+class PoolDialogue:
     """A dialogue that a session reads, up to the end of an answer at a time."""
 
     session: CachedSequence
@@ -87,7 +87,7 @@ def read_group(
     if share is not None:
         engine.share(budget, share * part)
     own = part if share is None else None
-    opened = [Dialogue(engine.session(own), *dialogue) for dialogue in dialogues]
+    opened = [PoolDialogue(engine.session(own), *dialogue) for dialogue in dialogues]
     try:
         while (next_one := min(opened, key=lambda one: one.progress)).progress < 1:
             next_one.advance()

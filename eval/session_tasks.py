@@ -60,7 +60,7 @@ class Asked:
 
 
 @dataclass(frozen=True)
-class Sessions:
+class SessionTask:
     """A kind of dialogue."""
 
     domain: str
@@ -74,7 +74,7 @@ class Sessions:
         return f"sessions:{self.domain}:{self.sessions}:{self.things}:{self.distractors}"
 
     @classmethod
-    def parse(cls, name: str) -> Sessions:
+    def parse(cls, name: str) -> SessionTask:
         """Parse the kind of dialogue from ``name``.
 
         Raises:
@@ -116,15 +116,15 @@ class _Fact:
 
 
 def maker(name: str, model: str, processor: Processor) -> Callable[[int], Document]:
-    """Return the function that makes dialogue n of :attr:`Sessions.name` (``eval.domains``)."""
-    kind = Sessions.parse(name)
+    """Return the function that makes dialogue n of :attr:`SessionTask.name` (``eval.domains``)."""
+    kind = SessionTask.parse(name)
     if kind.domain == "text":
         return lambda index: _text(kind, index, processor.tokenizer)
     require_scene_tokens(processor, model)
     return lambda index: _scenes(kind, index, processor.tokenizer)
 
 
-def _text(kind: Sessions, index: int, tokenizer: Any) -> Document:
+def _text(kind: SessionTask, index: int, tokenizer: Any) -> Document:
     rng = random.Random(f"{kind.name}-{index}")
     text = TextBuilder(tokenizer)
     names = rng.sample(NAMES, kind.things + len(NAMES) // 2)
@@ -182,7 +182,7 @@ def _number(rng: random.Random, other: str | None) -> str:
             return made
 
 
-def _scenes(kind: Sessions, index: int, tokenizer: Any) -> Document:
+def _scenes(kind: SessionTask, index: int, tokenizer: Any) -> Document:
     rng = random.Random(f"{kind.name}-{index}")
     known: dict[int, _Fact] = {}
     turns: list[SceneTurn] = []

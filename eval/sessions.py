@@ -32,7 +32,7 @@ from mmkv.eval.quality.run import (
     finish,
     running,
 )
-from mmkv.eval.session_tasks import KINDS, SIZES, Asked, Sessions
+from mmkv.eval.session_tasks import KINDS, SIZES, Asked, SessionTask
 from mmkv.training.measure.tables import pipe_table
 
 
@@ -64,7 +64,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         else:
             given = (args.sessions, args.things, args.distractors)
             sizes = [u if g is None else g for g, u in zip(given, SIZES[args.domain], strict=True)]
-            kind = Sessions.parse(f"sessions:{args.domain}:{':'.join(map(str, sizes))}")
+            kind = SessionTask.parse(f"sessions:{args.domain}:{':'.join(map(str, sizes))}")
             make = maker(args.model, kind.name)
             assert make is not None
             with ComparisonRuns(compared, journal, args.workers) as runs:
@@ -80,7 +80,7 @@ Notes = Sequence[Sequence[Asked]]
 
 
 def summarise(
-    kind: Sessions,
+    kind: SessionTask,
     raw: Mapping[str, Runs],
     notes: Notes,
     methods: Sequence[str],

@@ -16,7 +16,8 @@ APART = {
     "engine": {
         f"engine/{name}"
         for name in (
-            "backends/base budget checks config device errors hub memory paths registry"
+            "backends/base budget checks config device errors hub memory paths read_ids registry "
+            "scorer_state"
         ).split()
     },
 }

@@ -38,3 +38,22 @@ def test_a_package_imports_only_those_before_it(package: str) -> None:
         if package_of(name) in later
     ]
     assert not wrong, "\n".join(wrong)
+
+
+# What holds sequences and runs them: backends get values instead.
+CORE = ("budgets", "prefill", "runtime", "sequence", "session_file", "steps", "trace")
+
+
+def test_no_backend_imports_the_core_not_even_for_types() -> None:
+    core = {f"mmkv.engine.{name}" for name in CORE}
+    assert all((ROOT / "engine" / f"{name}.py").is_file() for name in CORE)
+    wrong, files = [], sorted((ROOT / "engine" / "backends").rglob("*.py"))
+    for path in files:
+        for node in ast.walk(ast.parse(path.read_text())):
+            names = []
+            if isinstance(node, ast.Import):
+                names = [alias.name for alias in node.names]
+            elif isinstance(node, ast.ImportFrom):
+                names = [str(node.module), *(f"{node.module}.{one.name}" for one in node.names)]
+            wrong += [f"{path.relative_to(ROOT)}: {name}" for name in names if name in core]
+    assert not wrong and len(files) > 30, wrong

@@ -148,7 +148,7 @@ def distill(
     from mmkv.training.folder import first_process, processes
     from mmkv.training.run import distill as run
     from mmkv.training.run import load_backbone
-    from mmkv.training.settings import Settings
+    from mmkv.training.settings import TrainingSettings
 
     for name, value in (("--threads", threads), ("--eval-samples", eval_samples)):
         if value < 0:
@@ -159,12 +159,12 @@ def distill(
     if threads:
         torch.set_num_threads(threads)
     given = {}
-    for name in Settings.__dataclass_fields__.keys() - {"recipe"}:
+    for name in TrainingSettings.__dataclass_fields__.keys() - {"recipe"}:
         if not _is_default(context, name):
             given[name] = values[name]
     if method == "wgkv" and _is_default(context, "recipe"):
         recipe = "wgkv"
-    settings = Settings.of(recipe, **given)
+    settings = TrainingSettings.of(recipe, **given)
     engine = load_backbone(settings)
     console = Console(stderr=True, markup=False)  # file names may hold brackets
     count = settings.steps * settings.batch * settings.accumulate * processes()

@@ -34,15 +34,15 @@ from mmkv.training.folder import HISTORY, Stopping, begin, first_process, histor
 from mmkv.training.measure.record import provenance, require_output
 from mmkv.training.measure.tables import pipe_table
 from mmkv.training.measure.teacher_forced import (
-    Answer,
     DialogueRun,
+    ReadAnswer,
     compare_states,
     full_attention_states,
     lay_out,
     read,
 )
 from mmkv.training.model import DistillModel, WriteGateModel, backbone_digest
-from mmkv.training.settings import Settings
+from mmkv.training.settings import TrainingSettings
 from mmkv.training.student import TrainableGates, TrainableWriteGates, binary, write_gated_states
 
 
@@ -384,7 +384,7 @@ def summary(runs: Sequence[DialogueRun]) -> dict[str, float]:
     }
 
 
-def _means(answers: Sequence[Answer]) -> dict[str, float]:
+def _means(answers: Sequence[ReadAnswer]) -> dict[str, float]:
     tokens = sum(answer.tokens for answer in answers)
     return {
         "kl": sum(a.kl for a in answers) / tokens,
@@ -431,7 +431,7 @@ class HeldOutData:
             entries with ``g >= threshold``, and ``kept``, the share of all entries held at the
             dialogues' ends (admitted or in the window).
         """
-        engine, answers = self.engine, list[Answer]()
+        engine, answers = self.engine, list[ReadAnswer]()
         total, chosen, held, visual = 0, 0, 0, 0
         gates = gates.to(engine.device, engine.dtype)
         for inputs, labels in self.rows:
@@ -457,7 +457,7 @@ class HeldOutData:
 _DAY = 24 * 3600  # seconds
 
 
-def load_backbone(settings: Settings) -> Runtime:
+def load_backbone(settings: TrainingSettings) -> Runtime:
     """Return the frozen model, without gates and without a budget.
 
     Raises:
@@ -483,7 +483,7 @@ def own_device(device: str) -> str:
 
 
 def distill(
-    settings: Settings,
+    settings: TrainingSettings,
     engine: Runtime,
     train: Dataset[Any],
     held_out: Sequence[Mapping[str, Any]],
@@ -560,7 +560,7 @@ def distill(
     return described
 
 
-def _idle(settings: Settings) -> Idle:
+def _idle(settings: TrainingSettings) -> Idle:
     if settings.method == "wgkv":
         return Idle("raise --lr, or give more steps")
     return Idle(
@@ -574,7 +574,7 @@ _Evaluate = Callable[[], dict[str, float]]
 
 
 def _retention_gates(
-    settings: Settings, engine: Runtime, watched: HeldOutData
+    settings: TrainingSettings, engine: Runtime, watched: HeldOutData
 ) -> tuple[DistillModel, _Evaluate]:
     """Return what trains retention gates, and the figures of a run with real eviction."""
     gates = TrainableGates(
@@ -597,7 +597,7 @@ def _retention_gates(
 
 
 def _write_gates(
-    settings: Settings, engine: Runtime, watched: HeldOutData
+    settings: TrainingSettings, engine: Runtime, watched: HeldOutData
 ) -> tuple[WriteGateModel, _Evaluate]:
     """Return what trains write gates, and the figures of a run with real admission."""
     gates = TrainableWriteGates(engine.spec, settings.d_gate, settings.seed)
@@ -611,7 +611,7 @@ def _write_gates(
     return WriteGateModel(engine, gates, goal, settings.checkpointing), evaluate
 
 
-def _arguments(settings: Settings, folder: Path) -> TrainingArguments:
+def _arguments(settings: TrainingSettings, folder: Path) -> TrainingArguments:
     made = TrainingArguments(
         output_dir=str(folder),
         max_steps=settings.steps,

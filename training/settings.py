@@ -162,7 +162,7 @@ _OF_METHOD = {
 
 
 @dataclass(frozen=True)
-class Settings:
+class TrainingSettings:
     """The options of a run; :meth:`of` starts from a recipe.
 
     The defaults are this project's own, the recipe ``mmkv``: method and numbers of DBTrimKV
@@ -231,7 +231,7 @@ class Settings:
     resume: bool = False
 
     @classmethod
-    def of(cls, name: str, **given: Any) -> Settings:
+    def of(cls, name: str, **given: Any) -> TrainingSettings:
         """Return the settings of a recipe, with the ``given`` ones in place of its own.
 
         Raises:

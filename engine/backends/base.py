@@ -1,71 +1,300 @@
-"""The contract of a backend: what a decode step and an eviction run on."""
+"""The contract of a backend: a batch of plain values in, logits and counts out.
+
+The core (steps, budgets, prefill) turns its sequences into a :class:`Batch` and applies the
+:class:`Counts` to them; a backend knows neither sequences nor the runtime, only the model and the
+cache that it was made with.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import TYPE_CHECKING, ClassVar, NamedTuple
 
+import torch
 from torch import Tensor
 
+from mmkv.engine.backends.torch.write_step import WriteStep
+from mmkv.engine.scorer_state import WindowAttention, view_of, window_attention
+
 if TYPE_CHECKING:
-    from mmkv.engine.backends.cpu import CpuBackend
-    from mmkv.engine.backends.cuda import CudaBackend
-    from mmkv.engine.backends.torch.backend import TorchBackend
-    from mmkv.engine.sequence import CachedSequence
+    from mmkv.engine.backends.cuda.kernels.sample import Draw
+    from mmkv.engine.cache import Entries, RaggedCache
+    from mmkv.engine.model.decoder import Decoder
+    from mmkv.engine.model.gates import WriteGates
+    from mmkv.engine.model.rope import Rope
+    from mmkv.engine.model.spec import DecoderSpec
+    from mmkv.engine.policies.base import CacheView, Needs, Policy
 
-
-class Decoded(NamedTuple):
-    """What a decode step leaves behind.
-
-    Attributes:
-        logits: float32 ``[B, vocab]``.
-        uncut: sequences that the step has not cut to their budgets.
-        refused: whether this backend will not cut them either, so that only others are asked.
-    """
-
-    logits: Tensor
-    uncut: Sequence[CachedSequence]
-    refused: bool
-
-
-class Backend(Protocol):
-    """Runs steps and evictions of the sequences of one engine.
-
-    :mod:`mmkv.engine.steps` chooses which one runs a step, :mod:`mmkv.engine.budgets` which one
-    evicts outside of a step. All of them read and change the same cache and keep the same entries,
-    so they may take turns on one sequence.
-    """
-
-    def unsupported_reason(self, sessions: Sequence[CachedSequence] = ()) -> str:
-        """Say in a few words why these sequences cannot be decoded here; empty when they can.
-
-        Without sequences: why none can, as far as model, policy and machine tell.
-        """
-        ...
-
-    def decode(self, sessions: Sequence[CachedSequence], token_ids: Sequence[int]) -> Decoded:
-        """Append one token to each of B different sequences, count it, and compute logits.
-
-        Raises:
-            BudgetError: the pool would pass its limit. Whatever is raised, entries that are not
-                counted are the caller's to drop (:meth:`CachedSequence.roll_back`).
-        """
-        ...
-
-    def evict(self, sessions: Sequence[CachedSequence]) -> Sequence[CachedSequence]:
-        """Cut different sequences to their budgets and count what went.
-
-        Returns:
-            those that are refused, unchanged: another backend has to cut them.
-        """
-        ...
+# Why only torch runs a decoder that is ``hosted``.
+HOSTED = "the forward pass is transformers'"
+# Attends from the last T tokens of a chunk: (cache, seq, layer, query) -> [T, Hq D].
+ChunkFunction = Callable[["RaggedCache", int, int, Tensor], Tensor]
 
 
 @dataclass
-class Backends:
-    """The three backends of one engine."""
+class LoadedModel:
+    """What a backend runs: the decoder, and what the policy asks of each pass.
 
-    torch: TorchBackend
-    cpu: CpuBackend
-    cuda: CudaBackend
+    Attributes:
+        needs: what steps have to leave behind for the scorer.
+        write_gates: of a policy with an admission, else None.
+        evict_every: steps between two evictions; slack: entries that a sequence may hold above its
+            budget between them.
+        never_chosen: int64 ids of tokens that no reply may hold.
+        has_born, has_revise: whether the scorer gives new entries their state, and changes that of
+            all entries after a step.
+    """
+
+    device: torch.device
+    spec: DecoderSpec
+    decoder: Decoder
+    rope: Rope
+    policy: Policy
+    needs: Needs
+    write_gates: WriteGates | None
+    evict_every: int
+    never_chosen: Tensor
+    has_born: bool = False
+    has_revise: bool = False
+
+    def __post_init__(self) -> None:
+        self.slack = (self.evict_every - 1) * self.spec.rows
+
+    def write_step(self, rope: tuple[Tensor, Tensor]) -> WriteStep | None:
+        """Return the write gates of a pass whose tokens have these rope angles; None without."""
+        if self.write_gates is None or self.policy.admission is None:
+            return None
+        return WriteStep(self.write_gates, self.policy.admission, rope, self.spec.rope.scale)
+
+    def angles(self, batch: Batch) -> tuple[Tensor, Tensor]:
+        """Compute cos and signed sin ``[B, rot]`` of the next token of each sequence."""
+        device, long = self.device, list(batch.long_rope)
+        where = torch.tensor(list(batch.next_position), device=device)
+        if len(set(long)) == 1:
+            return self.rope.text(where, long[0])
+        chosen = torch.tensor(long, device=device)[:, None]
+        short_cos, short_sin = self.rope.text(where, False)
+        long_cos, long_sin = self.rope.text(where, True)
+        return (
+            torch.where(chosen, long_cos, short_cos),
+            torch.where(chosen, long_sin, short_sin),
+        )
+
+
+@dataclass(slots=True)
+class Batch:
+    """B different sequences of one cache in columns: a value for each, on the host.
+
+    Attributes:
+        seqs: their slots in the cache.
+        seen: tokens whose entries have been appended, kept or not: the token index of the next.
+        next_position: rope position of the next text token; long_rope: whether by the long factors.
+        entries: that stand now, all rows together.
+        allowed: entries that may stay, of a step once its token is appended.
+        prompt_tokens: tokens that came in prompts.
+        tokens: the ids that a step appends; empty for an eviction.
+        slack: entries above ``allowed`` that are let be.
+        share: for budgets that are a part of the tokens seen this part, else 0; bursts alone read
+            it: their budgets grow while they run.
+        deaths: for each the address at which :attr:`Backend.writes_deaths` records of
+            :data:`mmkv.engine.trace.DEATH` have room, 0 where nobody asks who dies; empty: nobody
+            does.
+        recorded: indices of sequences whose scores and victims :attr:`Counts.scored` shall have.
+        attention: computes what scorers ask for of the newest queries.
+    """
+
+    seqs: Sequence[int]
+    seen: Sequence[int]
+    next_position: Sequence[int]
+    long_rope: Sequence[bool]
+    entries: Sequence[int]
+    allowed: Sequence[int]
+    prompt_tokens: Sequence[int]
+    tokens: Sequence[int] = ()
+    slack: int = 0
+    share: Sequence[float] = ()
+    deaths: Sequence[int] = ()
+    recorded: Sequence[int] = ()
+    attention: WindowAttention = window_attention
+
+    def only(self, index: int) -> Batch:
+        """Return the batch of one of the sequences, to be evicted from."""
+        one = slice(index, index + 1)
+        return Batch(
+            self.seqs[one],
+            self.seen[one],
+            self.next_position[one],
+            self.long_rope[one],
+            self.entries[one],
+            self.allowed[one],
+            self.prompt_tokens[one],
+            slack=self.slack,
+            deaths=self.deaths[one],
+            attention=self.attention,
+        )
+
+    def view(self, index: int, entries: Entries, cache: RaggedCache, needs: Needs) -> CacheView:
+        """Show policies the entries of the sequence with this index."""
+        seen, prompt = self.seen[index], self.prompt_tokens[index]
+        return view_of(cache, self.seqs[index], entries, seen, prompt, needs, self.attention)
+
+
+class Scored(NamedTuple):
+    """The entries of a sequence before an eviction, their scores, and who went.
+
+    Attributes:
+        scores: float32 ``[N]``; victims: ``[K]`` indices into them; None: the backend has written
+            the victims at the address in :attr:`Batch.deaths`.
+    """
+
+    view: CacheView
+    scores: Tensor
+    victims: Tensor | None
+
+
+@dataclass(slots=True)
+class Counts:
+    """What has become of a batch; a backend fills it in as soon as it stands.
+
+    So an interrupt that comes when the work is done loses nothing.
+
+    Attributes:
+        appended: tokens that each sequence has now beside those seen.
+        dropped: entries that each lost; nan: those of them with a score that is NaN. Empty: none.
+        uncut: indices of sequences that have not been cut to what is allowed.
+        tried: whether the backend has tried to cut those, so that only others are asked.
+        scored: of recorded sequences (:attr:`Batch.recorded`), where scores were made in torch.
+    """
+
+    appended: int = 0
+    dropped: Sequence[int] = ()
+    nan: Sequence[int] = ()
+    uncut: Sequence[int] = ()
+    tried: bool = False
+    scored: dict[int, Scored] | None = None
+
+    def note(self, index: int, scored: Scored) -> None:
+        """Add to :attr:`scored`."""
+        self.scored = {**(self.scored or {}), index: scored}
+
+
+@dataclass(slots=True)
+class Burst:
+    """What has become of a batch in a burst of steps; filled in as far as the burst came.
+
+    Attributes:
+        generated: per sequence the tokens chosen so far.
+        appended: tokens that each sequence has now beside those seen.
+        entries: that stand of each; nan: evicted of each with a score that is NaN.
+    """
+
+    generated: list[list[int]]
+    appended: list[int]
+    entries: list[int]
+    nan: list[int]
+
+    @classmethod
+    def of(cls, batch: Batch) -> Burst:
+        """Return that of a batch before its first step."""
+        count = len(batch.seqs)
+        return cls([[] for _ in range(count)], [0] * count, list(batch.entries), [0] * count)
+
+
+class Backend:
+    """Runs steps and evictions over one cache, bursts of steps, or both.
+
+    :mod:`mmkv.engine.steps` asks for a step or a burst, :mod:`mmkv.engine.budgets` for an eviction
+    outside of one. All of them read and change the same cache and keep the same entries, so they
+    may take turns on one sequence. :data:`mmkv.engine.backends.BACKENDS` says who is asked first.
+
+    Attributes:
+        name: its folder; path: what ``decode_path`` says of what it runs.
+        steps, bursts: what it does at all.
+    """
+
+    name: ClassVar[str]
+    path: ClassVar[str]
+    steps: ClassVar[bool] = False
+    bursts: ClassVar[bool] = False
+
+    def __init__(self, model: LoadedModel, cache: RaggedCache) -> None:
+        self.model, self.cache = model, cache
+
+    def unsupported_reason(self, batch: Batch | None = None) -> str:
+        """Say in a few words why it cannot decode a step of this batch; empty when it can.
+
+        Without a batch: why of none, as far as model, policy and machine tell.
+        """
+        raise NotImplementedError
+
+    def no_eviction_reason(self) -> str:
+        """Say why it evicts for no sequence; empty when it does."""
+        raise NotImplementedError
+
+    @property
+    def scores_in_torch(self) -> bool:
+        """Whether it evicts by scores that the policy's own code computes."""
+        return True
+
+    @property
+    def writes_deaths(self) -> int:
+        """The most victims of a sequence that it writes down by itself.
+
+        0: it hands them back in :attr:`Counts.scored`.
+        """
+        return 0
+
+    def decode(self, batch: Batch, counts: Counts) -> Tensor:
+        """Append one token to each sequence and compute float32 logits ``[B, vocab]``.
+
+        Raises:
+            BudgetError: the pool would pass its limit. Whatever is raised, entries beyond
+                ``counts.appended`` tokens are the caller's to drop.
+        """
+        raise NotImplementedError
+
+    def evict(self, batch: Batch, counts: Counts) -> None:
+        """Cut the sequences to what is allowed.
+
+        ``counts.uncut`` names those that are left, unchanged: another backend has to cut them.
+        """
+        raise NotImplementedError
+
+    def burst_reason(self) -> str:
+        """Say in a few words why it cannot decode bursts; empty when it can."""
+        raise NotImplementedError
+
+    def decode_many(
+        self,
+        batch: Batch,
+        burst: Burst,
+        steps: int,
+        stop: Sequence[int] = (),
+        draws: Sequence[Draw] | None = None,
+    ) -> None:
+        """Append a token to each, then each token that it says, ``steps`` times in all.
+
+        Evictions are part of it.
+
+        Args:
+            stop: tokens that end a sequence's part; they are generated, not appended.
+            draws: per sequence how its tokens are drawn, None for the likeliest.
+
+        Raises:
+            BudgetError: the pool would pass its limit; the steps before that stand.
+        """
+        raise NotImplementedError
+
+    @property
+    def chunk_attention(self) -> ChunkFunction | None:
+        """Its attention of a prompt's chunk; None where it has none for this cache."""
+        return None
+
+    @property
+    def window_attention(self) -> WindowAttention | None:
+        """Its form of :func:`mmkv.engine.scorer_state.window_attention`, or None."""
+        return None
+
+    def reset(self) -> None:
+        """Let go of what keeps tensors of the cache alive that have been replaced."""

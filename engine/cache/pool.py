@@ -90,6 +90,10 @@ class PagePool(Columns):
         self._stack[self._free : self._free + count] = pages
         self._free += count
 
+    def set_free(self, count: int) -> None:
+        """Note how many pages are free once a kernel has taken from the stack or given back."""
+        self._free = count
+
     def reserve(self, count: int) -> None:
         """Make sure ``count`` pages are free, so that a later :meth:`take` cannot fail.
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from typing import ClassVar, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -63,7 +63,10 @@ class Decoder:
             tensor that retention gates read. For tools, tests and training data.
         taps: layers after which :meth:`forward` gives out the residual stream.
         elementwise: computes what is between the products.
+        hosted: whether a transformers model runs the layers: the weights then have none.
     """
+
+    hosted: ClassVar[bool] = False
 
     def __init__(
         self,

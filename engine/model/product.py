@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import torch
@@ -12,6 +12,7 @@ from torch import Tensor
 
 from mmkv.engine.errors import ModelError
 from mmkv.engine.model.bf16 import Bf16Matrix
+from mmkv.engine.model.elementwise import Elementwise, TorchElementwise
 from mmkv.engine.model.int8 import Int8Matrix
 from mmkv.engine.model.panels import Panels
 
@@ -83,53 +84,63 @@ def narrowed(weight: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True)
+class Kernels:
+    """The functions that a decoder computes with; torch's own, unless a backend has others.
+
+    Attributes:
+        product: multiplies float32 states by matrices in any form; None: none but the reference
+            does, so that ``auto`` leaves matrices in the dtype.
+        rounded: rounds a matrix to 8 bits.
+        packed: lays out a bfloat16 matrix as ``product`` reads it fastest; None: it stays.
+        elementwise: computes what is between the products.
+    """
+
+    product: Product | None = None
+    rounded: Callable[[Tensor], Int8Matrix] = Int8Matrix.of
+    packed: Callable[[Tensor], Matrix] | None = None
+    elementwise: Elementwise = field(default_factory=TorchElementwise)
+
+
+@dataclass(frozen=True)
 class Holding:
     """How float32 matrices are held on a CPU.
 
     Attributes:
         name: ``auto``, ``bf16`` or ``int8``, as ``--weights`` takes it.
-        product: multiplies float32 states by matrices in that form.
-        rounded: rounds a matrix to 8 bits.
-        packed: lays out a bfloat16 matrix as ``product`` reads it fastest; None: it stays.
+        kernels: what lays them out, and multiplies by them.
     """
 
     name: str
-    product: Product
-    rounded: Callable[[Tensor], Int8Matrix] = Int8Matrix.of
-    packed: Callable[[Tensor], Matrix] | None = None
+    kernels: Kernels = field(default_factory=Kernels)
+
+    @property
+    def product(self) -> Product:
+        """Multiplies float32 states by matrices in that form."""
+        return self.kernels.product or multiply
 
     def hold(self, weight: Tensor) -> Matrix:
         """Return a matrix as it is held; ``auto`` changes no number."""
         if self.name == "int8":
-            return self.rounded(weight)
+            return self.kernels.rounded(weight)
         held = weight.bfloat16() if self.name == "bf16" else narrowed(weight)
-        return held if self.packed is None or held.dtype != torch.bfloat16 else self.packed(held)
+        packed = self.kernels.packed if self.kernels.product is not None else None
+        return held if packed is None or held.dtype != torch.bfloat16 else packed(held)
 
     @classmethod
     def of(
-        cls,
-        name: str,
-        product: Product | None,
-        rounded: Callable[[Tensor], Int8Matrix],
-        dtype: torch.dtype,
-        device: torch.device,
-        experts: bool,
-        packed: Callable[[Tensor], Matrix] | None = None,
+        cls, name: str, kernels: Kernels, dtype: torch.dtype, device: torch.device, experts: bool
     ) -> Holding | None:
         """Return the holding of that name; None: matrices stay in the dtype of states.
 
         Args:
-            product: multiplies by matrices in any form in C; None: there is none.
-            rounded: rounds a matrix to 8 bits.
-            dtype: of states.
-            packed: lays out a bfloat16 matrix for ``product``; None: it stays as it is.
+            dtype: of states; experts: whether the model is a mixture of them.
 
         Raises:
             ModelError: this form is not for such a model, dtype or device.
         """
         here = dtype == torch.float32 and device.type == "cpu"
         if name == "auto" or (name == "bf16" and dtype == torch.bfloat16):
-            return cls(name, product, packed=packed) if here and product is not None else None
+            return cls(name, kernels) if here and kernels.product is not None else None
         reason = remedy = ""
         if device.type != "cpu":
             reason, remedy = f"not on {device.type}", "leave --weights at auto, or take device cpu"
@@ -140,4 +151,4 @@ class Holding:
             reason, remedy = "not for a mixture of experts", "leave --weights at auto"
         if reason:
             raise ModelError(f"weights {name!r} are {reason}; {remedy}")
-        return cls(name, product or multiply, rounded, None if product is None else packed)
+        return cls(name, kernels)

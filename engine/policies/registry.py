@@ -8,8 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import is_dataclass, replace
 
-from mmkv.engine.config import EngineConfig, check_lookahead
-from mmkv.engine.errors import STOPS, PolicyError
+from mmkv.engine.errors import DEFAULT_LOOKAHEAD, STOPS, PolicyError, check_lookahead
 from mmkv.engine.policies.allocation import HeadAllocation
 from mmkv.engine.policies.attention import ATTENTION_PRESETS
 from mmkv.engine.policies.base import Needs, Policy
@@ -87,7 +86,7 @@ def find_preset(name: str) -> Preset | None:
     return found if isinstance(found, Preset) else None
 
 
-def make_policy(text: str, lookahead: float = EngineConfig.lookahead, age: Age = "paper") -> Policy:
+def make_policy(text: str, lookahead: float = DEFAULT_LOOKAHEAD, age: Age = "paper") -> Policy:
     """Make a policy from its name and parameters: a preset or one that was registered.
 
     ``snapkv:window=32,kernel=7`` and ``snapkv[window=32,kernel=7]`` set parameters; ``;`` may

@@ -13,8 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from mmkv.engine.config import EngineConfig, check_lookahead
-from mmkv.engine.errors import PolicyError
+from mmkv.engine.errors import DEFAULT_LOOKAHEAD, PolicyError, check_lookahead
 from mmkv.engine.policies.allocation import FlooredAllocation, GlobalAllocation, HeadAllocation
 from mmkv.engine.policies.base import CacheView, Group, Needs, Policy, compiled
 from mmkv.engine.policies.preset import RECENT, Parameter, Preset
@@ -73,7 +72,7 @@ class Retention:
             1; the authors' released code counts more (``engine.policies.scoring``).
     """
 
-    lookahead: float = EngineConfig.lookahead
+    lookahead: float = DEFAULT_LOOKAHEAD
     newest_age: int = 1
     needs: ClassVar[Needs] = Needs(gates="retention")
 
@@ -202,7 +201,7 @@ def _released_age(lookahead: float) -> int:
 
 SCORE = {
     "lookahead": Parameter(
-        float(EngineConfig.lookahead),
+        float(DEFAULT_LOOKAHEAD),
         "steps n = T - t over which retention is summed, or inf",
         "equation 9",
         least=1,

@@ -27,7 +27,7 @@ from rich.table import Table
 from mmkv.engine.errors import InputError, MmkvError, one_line
 from mmkv.engine.runtime import Runtime
 from mmkv.eval.measure.stats import mean, paired
-from mmkv.eval.quality.methods import Cell, Method
+from mmkv.eval.quality.methods import Cell, ComparedMethod
 from mmkv.prompt.loading import load_processor
 from mmkv.training.data.labels import IGNORED
 from mmkv.training.llava.pictures import PIXELS, EasyVQA, PictureTurn, easy_vqa_folder, talk
@@ -76,7 +76,7 @@ def run(args: argparse.Namespace) -> Scores:
         f"{method.name} {gate}" if len(method.gates) > 1 else method.name: [
             Cell(method.policy, method.lookahead, gate, budget, method.kv) for budget in budgets
         ]
-        for method in map(Method.parse, args.method)
+        for method in map(ComparedMethod.parse, args.method)
         for gate in method.gates or (None,)
     }
     engines = {name: cells[0].engine(engine, args.model) for name, cells in methods.items()}

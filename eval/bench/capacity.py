@@ -23,7 +23,7 @@ from mmkv.engine.errors import BudgetError, MmkvError
 from mmkv.engine.runtime import Runtime
 from mmkv.eval.bench.methods import (
     WORKSPACE,
-    Plan,
+    DecodePlan,
     concerns_one_method,
     dense_count,
     plan,
@@ -35,7 +35,7 @@ from mmkv.eval.bench.shapes import SHAPES, Shape, build_engine
 
 @torch.inference_mode()
 def open_sessions(
-    made: Plan, base: Runtime, shape: Shape, args: argparse.Namespace
+    made: DecodePlan, base: Runtime, shape: Shape, args: argparse.Namespace
 ) -> dict[str, Any]:
     """Open the planned sessions under the planned page limit and decode with all of them.
 

@@ -47,13 +47,13 @@ from mmkv.eval.bench.output import (
     save,
     table,
 )
-from mmkv.eval.bench.peer import BOUNDED, DYNAMIC, EAGER, FULL, OWN, PEERS, Job
+from mmkv.eval.bench.peer import BOUNDED, DYNAMIC, EAGER, FULL, OWN, PEERS, PeerJob
 from mmkv.eval.bench.shapes import SHAPES, build_engine
 from mmkv.eval.measure.timing import copy_bandwidth, ratios, spread, take_turns
 
 
 @dataclass(frozen=True)
-class Case:
+class DecodeCase:
     """``batch`` sequences that have seen ``context`` tokens and may keep ``budget`` per row."""
 
     batch: int
@@ -62,7 +62,7 @@ class Case:
     kind: str = "given"
 
     @classmethod
-    def parse(cls, text: str) -> Case:
+    def parse(cls, text: str) -> DecodeCase:
         """Parse ``B:CONTEXT:M``. Raises BenchError."""
         try:
             batch, context, budget = (int(part) for part in text.split(":"))
@@ -76,9 +76,9 @@ class Case:
         return cls(batch, context, budget)
 
 
-SETS: dict[str, list[Case]] = {
+SETS: dict[str, list[DecodeCase]] = {
     "targets": [
-        Case(batch, context, budget, "targets")
+        DecodeCase(batch, context, budget, "targets")
         for batch, context, budget in (
             (1, 16384, 256),
             (4, 32768, 1024),
@@ -88,12 +88,12 @@ SETS: dict[str, list[Case]] = {
         )
     ],
     "grid": [
-        Case(batch, context, budget, "grid")
+        DecodeCase(batch, context, budget, "grid")
         for batch in (1, 4, 8, 16, 64)
         for context, budget in ((4096, 64), (16384, 128), (32768, 512), (131072, 1024))
     ],
-    "largest": [Case(0, 16384, 256, "largest")],
-    "tiny": [Case(1, 40, 12, "tiny"), Case(3, 60, 12, "tiny")],
+    "largest": [DecodeCase(0, 16384, 256, "largest")],
+    "tiny": [DecodeCase(1, 40, 12, "tiny"), DecodeCase(3, 60, 12, "tiny")],
 }
 
 
@@ -209,7 +209,7 @@ def show_targets(targets: Sequence[dict[str, Any]]) -> None:
     table("Targets", ("target", "value", "wanted", "met"), rows)
 
 
-class Bench:
+class DecodeBench:
     """One shape on one device: its weights, the measured bandwidth, the options."""
 
     def __init__(self, args: argparse.Namespace) -> None:
@@ -225,14 +225,14 @@ class Bench:
             total = 0.92 * torch.cuda.get_device_properties(self.device).total_memory
         self.memory = args.memory * 1e9 if args.memory else total
 
-    def engine(self, case: Case, full: bool) -> Runtime:
+    def engine(self, case: DecodeCase, full: bool) -> Runtime:
         """Build an engine for one method, on the shared weights."""
         policy = "full" if full else "dbtrimkv"
         engine = build_engine(self.shape, policy, case.budget, **self.settings)
         engine.backends.cpu.switch_off()  # on a CPU the methods run in torch
         return engine
 
-    def need(self, case: Case, full: bool) -> int:
+    def need(self, case: DecodeCase, full: bool) -> int:
         """Estimate the bytes of one of our methods, weights included."""
         budget = None if full else case.budget
         return own_bytes(
@@ -245,12 +245,12 @@ class Bench:
             skew=self.args.skew,
         )
 
-    def _peer_need(self, case: Case) -> int:
+    def _peer_need(self, case: DecodeCase) -> int:
         """Estimate the bytes of a peer that keeps everything."""
         tokens = case.context + self.args.peer_tokens
         return peer_bytes(self.shape, case.batch, tokens, self.dtype)
 
-    def measure(self, case: Case) -> dict[str, Any]:
+    def measure(self, case: DecodeCase) -> dict[str, Any]:
         """Time all methods of one case."""
         found: dict[str, Any] = {**asdict(case), "methods": {}}
         owns: dict[str, Own] = {}
@@ -278,11 +278,11 @@ class Bench:
         self._release()
         return found
 
-    def _open(self, case: Case, full: bool) -> Own:
+    def _open(self, case: DecodeCase, full: bool) -> Own:
         engine = self.engine(case, full)
         return Own(engine, case.batch, case.context, self.args.skew, self.args.steps)
 
-    def _measure_own(self, case: Case, owns: dict[str, Own], found: dict[str, Any]) -> None:
+    def _measure_own(self, case: DecodeCase, owns: dict[str, Own], found: dict[str, Any]) -> None:
         methods: dict[str, Callable[[], float]] = {}
         called: dict[str, list[float]] = {}
         for name, own in owns.items():
@@ -312,7 +312,7 @@ class Bench:
             return {"failed": failure(error)}
 
     def _graph_method(self, own: Own) -> tuple[Callable[[], float], list[float]]:
-        runner, called = GraphRunner(own.engine), list[float]()
+        runner, called = GraphRunner(own.engine.model, own.engine.cache), list[float]()
 
         def timed() -> float:
             step, with_call = own.graph_step(runner)
@@ -335,13 +335,13 @@ class Bench:
             "memory": own.memory(),
         }
 
-    def _wants_peers(self, case: Case) -> bool:
+    def _wants_peers(self, case: DecodeCase) -> bool:
         return case.kind in ("given", "tiny") or (case.batch, case.context) in (
             (4, 32768),
             (16, 16384),
         )
 
-    def _measure_peer(self, case: Case, peer: str, own: Own, found: dict[str, Any]) -> None:
+    def _measure_peer(self, case: DecodeCase, peer: str, own: Own, found: dict[str, Any]) -> None:
         """Time a peer in turns with our graph path, which is measured again."""
         tokens, job = self.args.peer_tokens, self._job(peer, case)
         need = self._peer_need(case) + self.need(case, False)
@@ -369,8 +369,8 @@ class Bench:
             "ours_over_peers_tokens_per_second": ratios(times["peer"], called),
         }
 
-    def _job(self, peer: str, case: Case) -> Job:
-        return Job(
+    def _job(self, peer: str, case: DecodeCase) -> PeerJob:
+        return PeerJob(
             peer,
             self.args.shape,
             case.batch,
@@ -381,12 +381,12 @@ class Bench:
             self.args.dtype,
         )
 
-    def _start(self, job: Job) -> Child:
+    def _start(self, job: PeerJob) -> Child:
         python = self.args.python.get(job.peer, sys.executable)
         log = self.logs / f"{job.peer.replace(' ', '-')}-{job.batch}x{job.context}.log"
         return start_peer(job, python, self.args.patience, log)
 
-    def largest(self, case: Case) -> dict[str, Any]:
+    def largest(self, case: DecodeCase) -> dict[str, Any]:
         """Time each method alone at the largest batch that fits the stated memory."""
         memory = self.args.largest_memory * 1e9
         found: dict[str, Any] = {**asdict(case), "memory_bytes": memory, "methods": {}}
@@ -410,14 +410,14 @@ class Bench:
             found["methods"][DYNAMIC] = self._largest_peer(case, memory)
         return found
 
-    def _alone(self, case: Case, full: bool) -> dict[str, Any]:
+    def _alone(self, case: DecodeCase, full: bool) -> dict[str, Any]:
         own = self._open(case, full)
         timed, called = self._graph_method(own)
         timed()
         called.clear()
         return self._method(own, [timed() for _ in range(self.args.rounds)], called)
 
-    def _largest_peer(self, case: Case, memory: float) -> dict[str, Any]:
+    def _largest_peer(self, case: DecodeCase, memory: float) -> dict[str, Any]:
         batch = self._most(memory, lambda size: self._peer_need(_sized(case, size)))
         if not batch:
             return {"failed": f"not one sequence fits {memory / 1e9:g} GB"}
@@ -449,11 +449,11 @@ class Bench:
             torch.cuda.empty_cache()
 
 
-def _sized(case: Case, batch: int) -> Case:
-    return Case(batch, case.context, case.budget, case.kind)
+def _sized(case: DecodeCase, batch: int) -> DecodeCase:
+    return DecodeCase(batch, case.context, case.budget, case.kind)
 
 
-def start_peer(job: Job, python: str, patience: float, log: Path) -> Child:
+def start_peer(job: PeerJob, python: str, patience: float, log: Path) -> Child:
     """Start a peer with the interpreter of its environment; see :class:`Child`."""
     command = [python, "-m", "mmkv.eval.bench.peer", json.dumps(asdict(job))]
     return Child(command, patience, log)
@@ -514,8 +514,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     args = options.parse_args(arguments)
     try:
         args.python = _assignments(args.python)
-        cases = [case for name in args.cases for case in SETS.get(name) or [Case.parse(name)]]
-        bench = Bench(args)
+        cases = [case for name in args.cases for case in SETS.get(name) or [DecodeCase.parse(name)]]
+        bench = DecodeBench(args)
     except MmkvError as error:
         options.error(str(error))
     machine = {"copy_bandwidth": bench.bandwidth, "note": device_note(bench.device)}

@@ -47,7 +47,7 @@ def random_prompts(model: Any, batch: int, length: int) -> Tensor:
     return torch.randint(3, below, (batch, length), generator=torch.Generator().manual_seed(0))
 
 
-class Transformers:
+class TransformersInProcess:
     """Runs ``generate`` as users call it, from a cache that already holds the prompts."""
 
     def __init__(self, model: Any, prompts: Tensor) -> None:
@@ -68,7 +68,7 @@ class Transformers:
         return times[-1] - times[0], made[:, self.prompts.shape[1] :].tolist()
 
 
-class Mmkv:
+class MmkvInProcess:
     """Runs sessions that hold the prompts, forked for every run; one batched step per token."""
 
     def __init__(self, engine: Runtime, prompts: Tensor) -> None:
@@ -143,8 +143,11 @@ def bench(folder: Path, args: argparse.Namespace) -> dict[str, Any]:
     # Both decode the full count: the end token stops neither.
     model.generation_config.eos_token_id = None
     prompts = random_prompts(model, args.batch, args.prompt)
-    mine = Mmkv(engine, prompts)
-    methods: dict[str, Mmkv | Transformers] = {OURS: mine, THEIRS: Transformers(model, prompts)}
+    mine = MmkvInProcess(engine, prompts)
+    methods: dict[str, MmkvInProcess | TransformersInProcess] = {
+        OURS: mine,
+        THEIRS: TransformersInProcess(model, prompts),
+    }
     chosen = {name: method.run(args.tokens)[1] for name, method in methods.items()}  # warms both up
 
     def speed(name: str) -> float:

@@ -38,7 +38,7 @@ SHARED_LIMITS = {
 
 
 @dataclass(frozen=True)
-class Case:
+class CompiledCase:
     """A kernel in one size.
 
     Attributes:
@@ -67,7 +67,7 @@ class Code:
     ptx: str
 
 
-def compile_kernel(case: Case, arch: int, folder: Path) -> Code:
+def compile_kernel(case: CompiledCase, arch: int, folder: Path) -> Code:
     """Compile for an architecture, as the launcher would; files of it go to ``folder``."""
     import triton
     from triton.backends.compiler import GPUTarget
@@ -121,7 +121,7 @@ def decode(
     head_dim: int = 128,
     bits: tuple[int, int] = (0, 0),
     dtype: torch.dtype = torch.bfloat16,
-) -> Case:
+) -> CompiledCase:
     """One query for each of ``group`` heads a KV head."""
     from mmkv.engine.backends.cuda.kernels import decode_attention_triton as ours
 
@@ -134,12 +134,14 @@ def decode(
     constants |= {"PADDED": padded, "D": head_dim, "BLOCK_D": head_dim, "P": 16, "TILE": tile}
     constants |= {"KEY_BITS": bits[0], "VALUE_BITS": bits[1], "WRITE_LSE": True}
     name = f"decode, {group} heads of {head_dim}{_form(bits)}, {_short(dtype)}"
-    return Case(name, ours.__name__, "decode_kernel", types, constants, ours.WARPS, ours.STAGES)
+    return CompiledCase(
+        name, ours.__name__, "decode_kernel", types, constants, ours.WARPS, ours.STAGES
+    )
 
 
 def prefill(
     queries: int, bits: tuple[int, int] = (0, 0), dtype: torch.dtype = torch.bfloat16
-) -> Case:
+) -> CompiledCase:
     """A chunk's ``queries`` of a KV head (tokens x heads), head_dim 128."""
     from mmkv.engine.backends.cuda.kernels import prefill_attention_triton as ours
 
@@ -153,10 +155,10 @@ def prefill(
     constants |= {"KEY_BITS": bits[0], "VALUE_BITS": bits[1]}
     name = f"prefill, {queries} queries{_form(bits)}, {_short(dtype)}"
     stages = ours.stages(dtype)
-    return Case(name, ours.__name__, "prefill_kernel", types, constants, warps, stages)
+    return CompiledCase(name, ours.__name__, "prefill_kernel", types, constants, warps, stages)
 
 
-def store(group: int) -> Case:
+def store(group: int) -> CompiledCase:
     """A new entry of heads of 128 with q/k norm and a gate of 512."""
     from mmkv.engine.backends.cuda.kernels import store_triton as ours
 
@@ -171,10 +173,12 @@ def store(group: int) -> Case:
     warps = constants.pop("num_warps")
     constants |= {"HEADS": 32 // group, "GROUP": group, "DIM": 128, "ROT": 128, "NORM": True}
     constants |= {"TRUNK": 512, "STATE": 0, "BESIDE": False}
-    return Case(f"store, {group} heads", ours.__name__, "store_kernel", types, constants, warps)
+    return CompiledCase(
+        f"store, {group} heads", ours.__name__, "store_kernel", types, constants, warps
+    )
 
 
-def window(kernel: str, queries: int, dtype: torch.dtype, head_dim: int = 128) -> Case:
+def window(kernel: str, queries: int, dtype: torch.dtype, head_dim: int = 128) -> CompiledCase:
     """Scores by the last 64 queries of each head (or 16), G heads a KV head: ``queries`` rows."""
     from mmkv.engine.backends.cuda.kernels import window_scores_triton as ours
 
@@ -186,7 +190,7 @@ def window(kernel: str, queries: int, dtype: torch.dtype, head_dim: int = 128) -
     constants |= {"ROWS": 288, "QUERIES": queries, "WINDOW": 16 if queries <= 128 else 64}
     constants |= {"DIM": head_dim, "PAGE": 16, "PAGES": 64, "SPLITS": 4}
     name = f"window {kernel}, {queries} queries, {_short(dtype)}"
-    return Case(name, ours.__name__, f"{kernel}_kernel", types, constants, warps)
+    return CompiledCase(name, ours.__name__, f"{kernel}_kernel", types, constants, warps)
 
 
 def _form(bits: tuple[int, int]) -> str:
@@ -197,7 +201,7 @@ def _short(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def cases() -> list[Case]:
+def cases() -> list[CompiledCase]:
     """Return what the table holds: the kernels that need most, in the sizes of 8B models."""
     whole = torch.float32
     return [

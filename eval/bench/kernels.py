@@ -22,11 +22,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mmkv.engine.backends.cuda.kernels.append import Room, Rows, empty_room, make_room
+from mmkv.engine.backends.cuda.kernels.append import empty_room, make_room
+from mmkv.engine.backends.cuda.kernels.buffers import Eviction, Readout, Room, Rows
 from mmkv.engine.backends.cuda.kernels.decode_attention import decode_attention, empty_partials
-from mmkv.engine.backends.cuda.kernels.evict import Eviction, empty_eviction, evict
+from mmkv.engine.backends.cuda.kernels.evict import empty_eviction, evict
 from mmkv.engine.backends.cuda.kernels.prefill_attention import prefill_attention
-from mmkv.engine.backends.cuda.kernels.store import Readout, store_layer
+from mmkv.engine.backends.cuda.kernels.store import store_layer
 from mmkv.engine.backends.cuda.kernels.window_scores import window_scores
 from mmkv.engine.backends.cuda.kernels.worklist import (
     build_worklist,
@@ -44,7 +45,7 @@ from mmkv.eval.measure.timing import copy_bandwidth, matmul_rate, spread, time_c
 
 
 @dataclass(frozen=True)
-class Case:
+class KernelCase:
     """One state of the cache: ``batch`` sequences of ``mean`` entries per row."""
 
     kernel: str
@@ -62,29 +63,32 @@ class Case:
 
 
 CASES = [
-    Case("attention", 16, 16384, layers=4),
-    Case("attention", 1, 32768),
-    *(Case("attention", 16, 256, skew) for skew in (1, 10)),
-    *(Case("attention", batch, 256, 10) for batch in (1, 4, 64)),
-    *(Case("attention", 64, mean, 10) for mean in (64, 1024)),
-    *(Case("work list", batch, 256, 10) for batch in (1, 16, 64)),
-    *(Case("append", batch, 256, 10) for batch in (1, 16, 64)),
-    *(Case("eviction", batch, 256, skew) for batch in (1, 16, 64) for skew in (1, 10)),
-    Case("eviction", 16, 1024, 10),
-    *(Case("prefill", 1, mean, skew, 36, 2048) for mean, skew in ((256, 10), (1024, 10))),
-    Case("prefill", 1, 16384, 1, 4, 2048),
-    *(Case("window scores", 16, mean, skew) for mean, skew in ((256, 1), (256, 10), (1024, 10))),
+    KernelCase("attention", 16, 16384, layers=4),
+    KernelCase("attention", 1, 32768),
+    *(KernelCase("attention", 16, 256, skew) for skew in (1, 10)),
+    *(KernelCase("attention", batch, 256, 10) for batch in (1, 4, 64)),
+    *(KernelCase("attention", 64, mean, 10) for mean in (64, 1024)),
+    *(KernelCase("work list", batch, 256, 10) for batch in (1, 16, 64)),
+    *(KernelCase("append", batch, 256, 10) for batch in (1, 16, 64)),
+    *(KernelCase("eviction", batch, 256, skew) for batch in (1, 16, 64) for skew in (1, 10)),
+    KernelCase("eviction", 16, 1024, 10),
+    *(KernelCase("prefill", 1, mean, skew, 36, 2048) for mean, skew in ((256, 10), (1024, 10))),
+    KernelCase("prefill", 1, 16384, 1, 4, 2048),
+    *(
+        KernelCase("window scores", 16, mean, skew)
+        for mean, skew in ((256, 1), (256, 10), (1024, 10))
+    ),
 ]
 QUICK = [
     CASES[0],
     CASES[2],
     CASES[3],
-    Case("append", 16, 256, 10),
-    Case("eviction", 16, 256, 10),
-    Case("prefill", 1, 1024, 10, 36, 2048),
+    KernelCase("append", 16, 256, 10),
+    KernelCase("eviction", 16, 256, 10),
+    KernelCase("prefill", 1, 1024, 10, 36, 2048),
 ]
 TINY = [
-    Case(kernel, 3, 12, skew, 2, chunk=6 if kernel == "prefill" else 0)
+    KernelCase(kernel, 3, 12, skew, 2, chunk=6 if kernel == "prefill" else 0)
     for kernel in ("attention", "work list", "append", "eviction", "prefill", "window scores")
     for skew in (1, 4)
 ]
@@ -94,11 +98,11 @@ SPARE_STEPS = 4  # pages for that many more entries per row
 PAST_THE_CACHE = 2**28  # bytes: several times the 60 MB of an H200's L2
 
 
-class State:
+class KernelState:
     """A synthetic cache and the buffers of the kernels, for one case."""
 
     def __init__(
-        self, case: Case, shape: Shape, device: torch.device, dtype: torch.dtype, page: int
+        self, case: KernelCase, shape: Shape, device: torch.device, dtype: torch.dtype, page: int
     ) -> None:
         self.case, self.shape, self.device, self.dtype = case, shape, device, dtype
         self.layers = case.layers or shape.layers
@@ -142,7 +146,7 @@ class State:
 Work = tuple[Callable[[], object], int, float, float]
 
 
-def attention(state: State) -> Work:
+def attention(state: KernelState) -> Work:
     """Decode attention of one step, all layers."""
     shape, pool, layers = state.shape, state.cache.pool, state.layers
     heads = shape.kv_heads
@@ -172,7 +176,7 @@ def attention(state: State) -> Work:
     return call, layers, state.entries * 2 * shape.head_dim * state.dtype.itemsize, 0
 
 
-def work_list(state: State) -> Work:
+def work_list(state: KernelState) -> Work:
     """Build the work list of one step, for all layers."""
     shape = state.shape
     tile = tile_entries(shape.head_dim, state.dtype)
@@ -192,13 +196,13 @@ def work_list(state: State) -> Work:
     return call, 1, state.cache.length[state.seqs].nbytes + written, 0
 
 
-class Step:
+class KernelStep:
     """Append and eviction of one step on a synthetic cache, each time from the same state.
 
     Without restoring, the cache would drift: rows with high scores grow, others empty.
     """
 
-    def __init__(self, state: State, evicting: Eviction | None) -> None:
+    def __init__(self, state: KernelState, evicting: Eviction | None) -> None:
         self.state, self.evicting = state, evicting
         rows, pool = state.rows, state.cache.pool
         self.room: Room = empty_room(state.case.batch, rows)
@@ -238,11 +242,11 @@ class Step:
         self.take_back()
 
 
-def append(state: State) -> Work:
+def append(state: KernelState) -> Work:
     """Make room in every row; per layer: q/k norm, rope, gate readout, store."""
     shape, heads = state.shape, state.shape.kv_heads
     batch, dim = state.case.batch, state.shape.head_dim
-    step = Step(state, None)
+    step = KernelStep(state, None)
     wide = state.normal(state.layers, batch, (shape.heads + 2 * heads) * dim)
     norm = state.normal(shape.heads + heads, dim) if shape.kind == "qwen3" else None
     rope = state.normal(batch, dim), state.normal(batch, dim)
@@ -271,11 +275,11 @@ def append(state: State) -> Work:
     return call, 1, moved, 0
 
 
-def eviction(state: State, device: torch.device, rounds: int) -> list[float]:
+def eviction(state: KernelState, device: torch.device, rounds: int) -> list[float]:
     """Time one step's eviction: append and eviction, less append and undoing."""
-    undone = Step(state, None)
+    undone = KernelStep(state, None)
     floor = statistics.median(time_calls(undone.once, device, rounds))
-    step = Step(state, empty_eviction(state.case.batch, state.rows))
+    step = KernelStep(state, empty_eviction(state.case.batch, state.rows))
     found = [seconds - floor for seconds in time_calls(step.once, device, rounds)]
     dropped = step.evicting.dropped.tolist() if step.evicting else []
     expected = state.layers * state.shape.kv_heads
@@ -284,7 +288,7 @@ def eviction(state: State, device: torch.device, rounds: int) -> list[float]:
     return found
 
 
-def prefill(state: State) -> Work:
+def prefill(state: KernelState) -> Work:
     """Attend from a chunk to the entries retained before it, layer by layer."""
     shape, count = state.shape, state.case.chunk
     query = state.normal(count, shape.heads, shape.head_dim).transpose(0, 1)
@@ -307,7 +311,7 @@ def prefill(state: State) -> Work:
     return call, state.layers, moved, 4.0 * state.entries * group * count * shape.head_dim
 
 
-def scores(state: State, window: int = 16) -> Work:
+def scores(state: KernelState, window: int = 16) -> Work:
     """Score the attention of the last ``window`` queries to every entry, all layers."""
     shape, cache = state.shape, state.cache
     query = state.normal(state.case.batch, state.layers, shape.heads, window, shape.head_dim)
@@ -332,7 +336,7 @@ def scores(state: State, window: int = 16) -> Work:
     return call, 1, moved, 0
 
 
-PREPARE: dict[str, Callable[[State], Work]] = {
+PREPARE: dict[str, Callable[[KernelState], Work]] = {
     "attention": attention,
     "work list": work_list,
     "append": append,
@@ -343,7 +347,7 @@ PREPARE: dict[str, Callable[[State], Work]] = {
 
 @torch.inference_mode()
 def measure(
-    case: Case,
+    case: KernelCase,
     shape: Shape,
     device: torch.device,
     dtype: torch.dtype,
@@ -358,7 +362,7 @@ def measure(
         seconds of a step's share (all layers of the case), microseconds of one launch, bytes and
         the fraction of ``bandwidth`` they mean; for prefill also the fraction of ``matmul``.
     """
-    state = State(case, shape, device, dtype, page)
+    state = KernelState(case, shape, device, dtype, page)
     found: dict[str, Any] = {"case": str(case), **asdict(case), "layers": state.layers}
     if case.kernel == "eviction":
         times, calls, flops = eviction(state, device, rounds), 1, 0.0
@@ -380,7 +384,7 @@ def measure(
 
 
 def run(
-    cases: Sequence[Case], shape: Shape, device: torch.device, dtype: torch.dtype, rounds: int
+    cases: Sequence[KernelCase], shape: Shape, device: torch.device, dtype: torch.dtype, rounds: int
 ) -> Iterator[dict[str, Any]]:
     """Measure the machine, then each case; a case that fails is named with its reason."""
     bandwidth = copy_bandwidth(device)

@@ -100,7 +100,7 @@ def bench(base: Runtime, kept: int, args: argparse.Namespace) -> list[dict[str, 
                 "times_as_fast": spread([a / b for a, b in zip(first, times[kv], strict=True)]),
                 "decode_path": engine.many_path
                 if engine.device.type == "cuda"
-                else engine.decode_path,
+                else engine.reply_path,
             }
         )
         for session in held:

@@ -37,6 +37,7 @@ from mmkv.engine.errors import MmkvError
 from mmkv.engine.model.product import plain
 from mmkv.engine.runtime import Runtime
 from mmkv.engine.sequence import CachedSequence
+from mmkv.engine.steps import decode_burst
 from mmkv.eval.bench.shapes import Shape
 from mmkv.eval.measure.timing import (
     StepBytes,
@@ -215,7 +216,9 @@ class Own:
     def graph(self, runner: GraphRunner, steps: int | None = None) -> float:
         """Time ``steps`` steps of the static path (a CUDA graph where CUDA is)."""
         count = steps or self.steps
-        return self.timed(lambda: runner.decode(self.sessions, self.tokens, count))
+        return self.timed(
+            lambda: decode_burst(self.engine, runner.decode, self.sessions, self.tokens, count)
+        )
 
     def graph_step(self, runner: GraphRunner) -> tuple[float, float]:
         """Time a step, in seconds: without what a call of ``decode`` costs once, and with it.
@@ -311,7 +314,7 @@ def peer_bytes(shape: Shape, batch: int, tokens: int, dtype: torch.dtype) -> int
 
 
 @dataclass(frozen=True)
-class Plan:
+class DecodePlan:
     """The bytes that ``count`` sequences need.
 
     Attributes:
@@ -335,7 +338,7 @@ def plan(
     chunk: int = EngineConfig.prefill_chunk,
     page: int = 16,
     workspace: int = WORKSPACE,
-) -> Plan:
+) -> DecodePlan:
     """Compute how many sequences of ``context`` tokens fit ``memory`` bytes with the weights."""
     rows = shape.rows
     kept = context if budget is None else min(budget, context)
@@ -347,7 +350,7 @@ def plan(
     each = pages * page_bytes + rows * (width + 1) * 8
     growing = 0 if budget is None else min(chunk, context) * rows // page * page_bytes
     left = int(memory) - shape.weight_bytes(dtype.itemsize) - workspace - growing
-    return Plan(budget, max(0, left // each), each, pages, growing, max(left, 0))
+    return DecodePlan(budget, max(0, left // each), each, pages, growing, max(left, 0))
 
 
 def dense_count(
@@ -462,7 +465,7 @@ def split(method: Own, bandwidth: float, rounds: int, steps: int) -> dict[str, A
     evicts, gated = engine.policy.evicts, engine.decoder.gates is not None
     parts = ["", "attention"] + ["gates"] * gated + ["eviction"] * evicts + ["append"]
     undo = Undo(engine)
-    runners = {part: GraphRunner(engine) for part in parts}
+    runners = {part: GraphRunner(engine.model, engine.cache) for part in parts}
 
     def timed(part: str) -> float:
         with without(engine, part, undo):

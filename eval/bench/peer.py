@@ -41,7 +41,7 @@ BOUNDED = (KVPRESS, TRIMKV)  # evict as we do: their memory does not grow with t
 
 
 @dataclass(frozen=True)
-class Job:
+class PeerJob:
     """The task of a peer; ``context`` tokens are in the cache before it decodes.
 
     Attributes:
@@ -73,7 +73,7 @@ class Generate(Method):
 
     packages = ("torch", "transformers", "kvpress", "trimkv", "flash-attn")
 
-    def __init__(self, job: Job) -> None:
+    def __init__(self, job: PeerJob) -> None:
         self.job = job
         self.device, self.dtype = job.where
         self.held = job.context - 1  # generate reads the last token of the prompt itself
@@ -164,13 +164,13 @@ class Static(Generate):
                 layer.cumulative_length.fill_(self.held)
 
 
-class Kvpress(Generate):
+class PeerKvpress(Generate):
     """NVIDIA's kvpress: a decoding press (KnormPress, its cheapest) over generate.
 
     Its cache starts at the budget, and is cut back to it every 16 steps.
     """
 
-    def __init__(self, job: Job) -> None:
+    def __init__(self, job: PeerJob) -> None:
         self.presses = importlib.import_module("kvpress")
         super().__init__(job)
 
@@ -193,7 +193,7 @@ class Kvpress(Generate):
 class Trimkv(Generate):
     """The TRIM-KV authors' package (0.1.5): its model, its cache, and a real prefill each run."""
 
-    def __init__(self, job: Job) -> None:
+    def __init__(self, job: PeerJob) -> None:
         self.models = importlib.import_module("trimkv.models.qwen3")
         self.caches = importlib.import_module("trimkv.cache_utils")
         super().__init__(job)
@@ -268,16 +268,16 @@ class Paged(Generate):
         return (end - start) / inside * tokens
 
 
-PEERS: dict[str, Callable[[Job], Generate]] = {
+PEERS: dict[str, Callable[[PeerJob], Generate]] = {
     DYNAMIC: Generate,
     STATIC: Static,
     BATCHING: Paged,
-    KVPRESS: Kvpress,
+    KVPRESS: PeerKvpress,
     TRIMKV: Trimkv,
 }
 
 
-def made(job: Job) -> Generate:
+def made(job: PeerJob) -> Generate:
     """Prepare a peer, and show that it runs."""
     peer = PEERS[job.peer](job)
     peer.run(min(4, job.tokens))  # compiles
@@ -286,7 +286,7 @@ def made(job: Job) -> Generate:
 
 def main(arguments: list[str]) -> int:
     """Run one job; an error is reported on stdout as well, in one line."""
-    return serve(lambda: made(Job(**json.loads(arguments[0]))))
+    return serve(lambda: made(PeerJob(**json.loads(arguments[0]))))
 
 
 if __name__ == "__main__":

@@ -27,7 +27,7 @@ Prompts = Sequence[Sequence[int]]
 
 
 @dataclass(frozen=True)
-class Job:
+class CpuPeerJob:
     """What a process is started with.
 
     Attributes:
@@ -55,7 +55,7 @@ class Job:
 class CachedModel(Method):
     """A model with some sequences in its cache."""
 
-    def __init__(self, job: Job) -> None:
+    def __init__(self, job: CpuPeerJob) -> None:
         self.job = job
         self.held: list[list[int]] = []
 
@@ -136,7 +136,7 @@ class Transformers(CachedModel):
     packages: tuple[str, ...] = ("torch", "transformers")
     chunk = 512
 
-    def __init__(self, job: Job) -> None:
+    def __init__(self, job: CpuPeerJob) -> None:
         super().__init__(job)
         import torch
         import transformers
@@ -200,7 +200,7 @@ class Kvpress(Transformers):
     extends = False
     chunk = 2**31 - 1  # a press wants a prompt whole
 
-    def __init__(self, job: Job) -> None:
+    def __init__(self, job: CpuPeerJob) -> None:
         self.presses = importlib.import_module("kvpress")
         super().__init__(job)
 
@@ -226,7 +226,7 @@ class Kvpress(Transformers):
 class LlamaCpp(CachedModel):
     """llama.cpp through llama-cpp-python's C interface, with its default settings."""
 
-    def __init__(self, job: Job) -> None:
+    def __init__(self, job: CpuPeerJob) -> None:
         super().__init__(job)
         import numpy
 
@@ -353,7 +353,7 @@ class Mmkv(CachedModel):
     packages = ("torch",)
     policy = "full"
 
-    def __init__(self, job: Job) -> None:
+    def __init__(self, job: CpuPeerJob) -> None:
         super().__init__(job)
         import torch
 
@@ -434,7 +434,7 @@ METHODS: dict[str, type[CachedModel]] = {
 
 def main(arguments: list[str]) -> int:
     """Run one job."""
-    job = Job(**json.loads(arguments[0]))
+    job = CpuPeerJob(**json.loads(arguments[0]))
     return serve(lambda: METHODS[job.method](job))
 
 

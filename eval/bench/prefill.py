@@ -31,7 +31,7 @@ LENGTHS = (4096, 16384, 65536, 131072, 200_000, 524_288)
 EVICTING, FULL, PEER = "mmkv, evicting", "mmkv, full cache", "transformers, one pass"
 
 
-class Method(ABC):
+class PrefillMethod(ABC):
     """One way to read a prompt; ``run`` returns seconds and notes memory."""
 
     def __init__(self, device: torch.device) -> None:
@@ -68,7 +68,7 @@ class Method(ABC):
         return seconds
 
 
-class Own(Method):
+class OwnPrefill(PrefillMethod):
     """A session of our engine, with a pool that starts empty each time."""
 
     def __init__(self, make: Callable[[], Runtime], device: torch.device) -> None:
@@ -92,7 +92,7 @@ class Own(Method):
             self.kv = session.memory().kv_bytes
 
 
-class Peer(Method):
+class Peer(PrefillMethod):
     """transformers: the whole prompt in one forward pass."""
 
     def __init__(self, shape: Shape, device: torch.device, dtype: torch.dtype) -> None:
@@ -110,7 +110,7 @@ class Peer(Method):
         self.kv = prompt.numel() * self.token_bytes
 
 
-def methods_of(args: argparse.Namespace) -> dict[str, Method]:
+def methods_of(args: argparse.Namespace) -> dict[str, PrefillMethod]:
     """Return the methods that were asked for."""
     device, dtype = on_gpu(args)
     shape = SHAPES[args.shape]
@@ -125,15 +125,17 @@ def methods_of(args: argparse.Namespace) -> dict[str, Method]:
     def engine(policy: str) -> Callable[[], Runtime]:
         return lambda: build_engine(shape, policy, args.budget, **options)
 
-    made: dict[str, Method] = {EVICTING: Own(engine("dbtrimkv"), device)}
+    made: dict[str, PrefillMethod] = {EVICTING: OwnPrefill(engine("dbtrimkv"), device)}
     if args.full_longest:
-        made[FULL] = Own(engine("full"), device)
+        made[FULL] = OwnPrefill(engine("full"), device)
     if args.peer_longest:
         made[PEER] = Peer(shape, device, dtype)
     return made
 
 
-def measure(args: argparse.Namespace, methods: dict[str, Method], length: int) -> dict[str, Any]:
+def measure(
+    args: argparse.Namespace, methods: dict[str, PrefillMethod], length: int
+) -> dict[str, Any]:
     """Time all methods on one prompt.
 
     Long prompts get fewer rounds (``--seconds``), 1 at least.

@@ -46,7 +46,7 @@ class Command:
 
 
 @dataclass
-class Times:
+class StartupTimes:
     """Processor seconds of every run, and what a run printed to stderr when it went wrong."""
 
     processor: list[float] = field(default_factory=list)
@@ -95,7 +95,7 @@ def write_text_model(folder: Path) -> Path:
     return folder
 
 
-def seconds(command: Command, checkout: Path, times: Times) -> float:
+def seconds(command: Command, checkout: Path, times: StartupTimes) -> float:
     """Run a command and return its wall seconds.
 
     Raises:
@@ -133,12 +133,12 @@ def measure(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
     checkouts = {NOW: ROOT} | ({BEFORE: args.before.resolve()} if args.before else {})
     named = commands(text_model, str(asset("scene.png")))
     methods: dict[tuple[str, str], Callable[[], float]] = {}
-    times: dict[tuple[str, str], Times] = {(TORCH, NOW): Times()}
+    times: dict[tuple[str, str], StartupTimes] = {(TORCH, NOW): StartupTimes()}
     torch = Command(("-c", "import torch"))
     methods[TORCH, NOW] = partial(seconds, torch, ROOT, times[TORCH, NOW])
     for name, command in named.items():
         for checkout, path in checkouts.items():
-            times[name, checkout] = Times()
+            times[name, checkout] = StartupTimes()
             methods[name, checkout] = partial(seconds, command, path, times[name, checkout])
     keyed = {" | ".join(key): method for key, method in methods.items()}
     wall = take_turns(keyed, args.rounds + 1)

@@ -161,7 +161,7 @@ def measure(
         rounding=engine.decoder.weights.rounding(),
         policy=engine.policy.name,
         kv=engine.cache.pool.form.name,
-        path=engine.decode_path,
+        path=engine.reply_path,
         batch=batch,
         context=context,
         copy_bandwidth=bandwidth,

@@ -93,7 +93,7 @@ _KEPT = 2  # cases of the same failure that are written
 _TEMPLATE_SECONDS = 0.2  # in place of 5, so that a run gets further
 
 
-class Worker:
+class FuzzWorker:
     """Tries inputs, class after class in turn.
 
     Args:
@@ -239,7 +239,7 @@ def main() -> None:
     logging.disable_progress_bar()
     sandbox.SECONDS = _TEMPLATE_SECONDS
     limit_memory(plan["memory"])
-    worker = Worker(plan, answer)
+    worker = FuzzWorker(plan, answer)
     write_only_below((worker.kept.absolute(), worker.current.absolute().parent))
     try:
         worker.prepare()

@@ -32,7 +32,7 @@ import mmkv.prompt.torchvision_guard  # noqa: F401 (before anything that imports
 from mmkv.engine.errors import InputError, MmkvError
 from mmkv.eval.lmms.messages import Frames, Key, conversation, keys, visual_part
 from mmkv.eval.lmms.reports import FinishedReplies, reported_to_parent
-from mmkv.eval.lmms.settings import CHAT_IMAGES, SIMPLE_IMAGES, Settings, sampling_of
+from mmkv.eval.lmms.settings import CHAT_IMAGES, SIMPLE_IMAGES, LmmsSettings, sampling_of
 from mmkv.prompt.template import Message, take_media
 from mmkv.reply import Reply
 from mmkv.scheduler.conversation import CachedConversation
@@ -74,7 +74,7 @@ class Rounds(list[str]):
         return "".join(self).strip()
 
 
-class Scored(tuple[float, bool]):
+class LmmsScored(tuple[float, bool]):
     """Loss of a continuation, and whether greedy decoding would have written it."""
 
     def strip(self) -> str:
@@ -101,7 +101,7 @@ def _ends(replies: Sequence[Reply]) -> dict[str, Any]:
     return {"finish_reason": reasons[0] if len(reasons) == 1 else reasons}
 
 
-class Dialogue:
+class LmmsDialogue:
     """A session and the messages it holds.
 
     lmms-eval's rounds carry no state: a task with a history sends all of it in every round. When
@@ -168,7 +168,7 @@ Script = Generator[Ask, "Reply", None]
 class _Member:
     """A script that runs."""
 
-    def __init__(self, name: str, script: Script, dialogue: Dialogue) -> None:
+    def __init__(self, name: str, script: Script, dialogue: LmmsDialogue) -> None:
         self.name, self.script, self.dialogue = name, script, dialogue
         self.ticket: Ticket[ReplyJob] | None = None
 
@@ -218,7 +218,7 @@ def run(
         while waiting or running:
             while waiting and len(running) < batch_size:
                 name, script = waiting.popleft()
-                running.append(_Member(name, script, Dialogue(engine, frames)))
+                running.append(_Member(name, script, LmmsDialogue(engine, frames)))
             for member in list(running):
                 if not member.proceed(scheduler):
                     running.remove(member)
@@ -232,7 +232,7 @@ def run(
 
 
 @dataclass
-class Record:
+class LmmsRecord:
     """The replies to one document, and their texts as the task stores them."""
 
     replies: list[Reply] = field(default_factory=list)
@@ -260,7 +260,7 @@ class Adapter(lmms):
         atexit.register(_leave_process_group)
         if batch_size == "auto":
             raise InputError("mmkv has no automatic batch size; give --batch_size a number")
-        self.settings = Settings.of({**given, "batch_size": batch_size or 1})
+        self.settings = LmmsSettings.of({**given, "batch_size": batch_size or 1})
         self.engine = self.settings.load(self.images)
         self._device = self.engine.device
         self.opening = self.settings.opening()
@@ -298,21 +298,21 @@ class Adapter(lmms):
         return self._answer(requests, self._rounds, lambda record: Rounds(record.texts))
 
     @abstractmethod
-    def _single(self, request: Instance, sampling: Any, record: Record) -> Script:
+    def _single(self, request: Instance, sampling: Any, record: LmmsRecord) -> Script:
         """Ask what one document asks once; the reply goes into ``record``."""
 
     @abstractmethod
-    def _rounds(self, request: Instance, sampling: Any, record: Record) -> Script:
+    def _rounds(self, request: Instance, sampling: Any, record: LmmsRecord) -> Script:
         """Ask all rounds of one document."""
 
     @reported_to_parent()
     def _answer(
         self,
         requests: list[Instance],
-        script: Callable[[Instance, Any, Record], Script],
-        text: Callable[[Record], Any],
+        script: Callable[[Instance, Any, LmmsRecord], Script],
+        text: Callable[[LmmsRecord], Any],
     ) -> list[GenerationResult]:
-        records = [Record() for _ in requests]
+        records = [LmmsRecord() for _ in requests]
         scripts = (
             (self._name(request), self._kept(request, record, script(request, sampling, record)))
             for request, sampling, record in zip(
@@ -330,7 +330,7 @@ class Adapter(lmms):
         _log_throughput(made, time.perf_counter() - started, self.rank)
         return made
 
-    def _kept(self, request: Instance, record: Record, script: Script) -> Script:
+    def _kept(self, request: Instance, record: LmmsRecord, script: Script) -> Script:
         """Return the script; its texts are written down when it ends."""
         yield from script
         row = {"task": request.task_name, "doc_id": request.doc_id, "replies": record.texts}
@@ -370,7 +370,7 @@ def gen_kwargs_of(request: Instance) -> dict[str, Any]:
     return next((value for value in request.args if isinstance(value, dict)), {})
 
 
-def ask_once(ask: Ask, record: Record) -> Script:
+def ask_once(ask: Ask, record: LmmsRecord) -> Script:
     """Return the script of a single question."""
     reply = yield ask
     record.replies.append(reply)
@@ -381,7 +381,7 @@ def ask_in_rounds(
     opening: Any,
     following: Callable[..., Any],
     to_ask: Callable[[Any], Ask],
-    record: Record,
+    record: LmmsRecord,
 ) -> Script:
     """Return the script of a multi-round task, by the protocol of lmms-eval 0.7.3.
 
@@ -432,7 +432,7 @@ def _log_throughput(made: list[GenerationResult], seconds: float, rank: int) -> 
     log_metrics(seconds, tokens, tokens / seconds if seconds else 0.0, extra)
 
 
-class Scorer:
+class LikelihoodScorer:
     """Scores continuations; those of one question share its prefill, each on a copy of the cache.
 
     The prompt is read under the budget first, as for a reply; then the continuation is fed token
@@ -462,7 +462,7 @@ class Scorer:
                     logits = session.decode(tokens[place - 1])
                 losses.append(-float(logits.float().log_softmax(-1)[token]))
                 greedy &= int(logits.argmax()) == token
-        return answer(Scored((sum(losses) / len(losses), greedy)), [], {})
+        return answer(LmmsScored((sum(losses) / len(losses), greedy)), [], {})
 
     def close(self) -> None:
         """Return the pages of the question held."""
@@ -511,13 +511,13 @@ class MmkvSimple(Adapter):
         lmms-eval's own models return losses, and its tasks take the smallest, whatever the
         method's name says.
         """
-        scorer = Scorer(self.engine, self.settings.frames())
+        scorer = LikelihoodScorer(self.engine, self.settings.frames())
         try:
             return [self._scored(request, scorer) for request in requests]
         finally:
             scorer.close()
 
-    def _scored(self, request: Instance, scorer: Scorer) -> Any:
+    def _scored(self, request: Instance, scorer: LikelihoodScorer) -> Any:
         context, continuation, *rest = request.args
         visuals: Any = None
         if rest:  # absent where a task wants the choice without its question
@@ -527,12 +527,12 @@ class MmkvSimple(Adapter):
             continuation = continuation(doc) if callable(continuation) else continuation
         return scorer.score(self._messages(context, visuals), str(continuation))
 
-    def _single(self, request: Instance, sampling: Any, record: Record) -> Script:
+    def _single(self, request: Instance, sampling: Any, record: LmmsRecord) -> Script:
         context, _, doc_to_visual, doc_id, task, split = request.args
         visuals = doc_to_visual(self._document(task, split, doc_id))
         yield from ask_once(Ask(self._messages(context, visuals), sampling), record)
 
-    def _rounds(self, request: Instance, sampling: Any, record: Record) -> Script:
+    def _rounds(self, request: Instance, sampling: Any, record: LmmsRecord) -> Script:
         context, _, doc_to_visual, doc_to_text, doc_id, task, split = request.args
         doc = self._document(task, split, doc_id)
         yield from ask_in_rounds(
@@ -564,12 +564,12 @@ class MmkvChat(Adapter):
             "lmms-eval scores choices by likelihood in its simple form alone; add --force_simple"
         )
 
-    def _single(self, request: Instance, sampling: Any, record: Record) -> Script:
+    def _single(self, request: Instance, sampling: Any, record: LmmsRecord) -> Script:
         _, doc_to_messages, _, doc_id, task, split = request.args
         given = doc_to_messages(self._document(task, split, doc_id))
         yield from ask_once(Ask(conversation(given, self.opening), sampling), record)
 
-    def _rounds(self, request: Instance, sampling: Any, record: Record) -> Script:
+    def _rounds(self, request: Instance, sampling: Any, record: LmmsRecord) -> Script:
         _, doc_to_messages, _, doc_id, task, split = request.args
         doc = self._document(task, split, doc_id)
         yield from ask_in_rounds(

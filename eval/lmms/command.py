@@ -119,12 +119,12 @@ def evaluate(
     if force_simple:
         options.append("--force_simple")
     wanted = [name.strip() for group in tasks for name in group.split(",") if name.strip()]
-    job = Job(wanted, _model_args(named, model_args), [*options, *(more or [])], output, data)
+    job = EvalJob(wanted, _model_args(named, model_args), [*options, *(more or [])], output, data)
     raise typer.Exit(job.run())
 
 
 @dataclass(frozen=True)
-class Job:
+class EvalJob:
     """One run of lmms-eval."""
 
     tasks: list[str]
@@ -246,7 +246,7 @@ def _model_args(named: dict[str, str | None], more: str | None) -> str:
 
     Raises InputError, also for a value that this form cannot carry.
     """
-    from mmkv.eval.lmms.settings import Settings
+    from mmkv.eval.lmms.settings import LmmsSettings
 
     given = {name: value for name, value in named.items() if value is not None}
     if "policy" in given:  # whose parameters may be split by ; as well
@@ -260,7 +260,7 @@ def _model_args(named: dict[str, str | None], more: str | None) -> str:
     given |= {name.strip(): value for name, _, value in pairs}
     if "batch_size" in given:
         raise InputError("batch_size is not a model argument; write --batch-size")
-    Settings.of(given)
+    LmmsSettings.of(given)
     return ",".join(f"{name}={value}" for name, value in given.items())
 
 

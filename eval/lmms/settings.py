@@ -45,7 +45,7 @@ _ELSEWHERE = {
 
 
 @dataclass(frozen=True)
-class Settings:
+class LmmsSettings:
     """The model arguments, by the names used in ``--model_args``.
 
     Attributes:
@@ -157,7 +157,7 @@ def _kinds() -> dict[str, tuple[type, bool]]:
     for name, option in options().items():
         if name not in ("model", "kv_limit"):
             kinds[name] = (option.metadata["kind"], option.default is None)
-    for own in fields(Settings):
+    for own in fields(LmmsSettings):
         if own.name != "engine":
             kind, *empty = str(own.type).split(" | ")
             kinds[own.name] = ({"int": int, "float": float, "str": str}[kind], bool(empty))
@@ -212,7 +212,7 @@ class FrameRules(VideoRules):
         return VideoRules.size(pair, 2, height, width)
 
 
-def apply_frame_rule(processor: Any, settings: Settings) -> None:
+def apply_frame_rule(processor: Any, settings: LmmsSettings) -> None:
     """Give the Qwen3-VL ``processor`` the frame bounds that ``settings`` ask for."""
     own = {field.name: getattr(processor.rules, field.name) for field in fields(VideoRules)}
     processor.rules = FrameRules(

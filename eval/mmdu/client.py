@@ -21,7 +21,7 @@ LARGEST_REPLY = 8 * 2**20
 
 
 @dataclass(frozen=True)
-class Answer:
+class JudgeAnswer:
     """What came back.
 
     Attributes:
@@ -63,7 +63,7 @@ def post(
     headers: dict[str, str],
     timeout: float,
     now: Callable[[], float] = time.monotonic,
-) -> Answer:
+) -> JudgeAnswer:
     """POST ``content`` as JSON; never raises for what the server or network does.
 
     ``timeout``: seconds for the whole exchange, also when the reply trickles in byte by byte.
@@ -77,10 +77,10 @@ def post(
     deadline = now() + timeout
     try:
         with _OPENER.open(request, timeout=timeout) as reply:
-            return Answer(reply.status, _parse(_read(reply, deadline, now)))
+            return JudgeAnswer(reply.status, _parse(_read(reply, deadline, now)))
     except urllib.error.HTTPError as error:
         with error:
-            return Answer(
+            return JudgeAnswer(
                 error.code,
                 _parse(_read_quietly(error, deadline, now)),
                 retry_after=retry_after(error.headers.get("Retry-After")),
@@ -88,15 +88,15 @@ def post(
     except urllib.error.URLError as error:
         # urllib wraps the errors of connecting and sending.
         if isinstance(error.reason, TimeoutError):
-            return Answer(0, problem=f"no answer within {timeout:g} s")
+            return JudgeAnswer(0, problem=f"no answer within {timeout:g} s")
         if isinstance(error.reason, ConnectionResetError | BrokenPipeError):
-            return Answer(0, problem=f"the connection broke ({error.reason})")
-        return Answer(0, problem=f"cannot connect ({error.reason})", unreachable=True)
+            return JudgeAnswer(0, problem=f"the connection broke ({error.reason})")
+        return JudgeAnswer(0, problem=f"cannot connect ({error.reason})", unreachable=True)
     except TimeoutError:
-        return Answer(0, problem=f"no answer within {timeout:g} s")
+        return JudgeAnswer(0, problem=f"no answer within {timeout:g} s")
     except (OSError, http.client.HTTPException) as error:
         what = str(error) or type(error).__name__
-        return Answer(0, problem=f"the connection broke ({what})")
+        return JudgeAnswer(0, problem=f"the connection broke ({what})")
 
 
 def _read(reply: Any, deadline: float, now: Callable[[], float]) -> bytes:
@@ -157,7 +157,7 @@ class NoVerdictError(Exception):
 
 
 @dataclass(frozen=True)
-class Reply:
+class JudgeReply:
     """A judge's reply. ``refusal``: why it wrote none (a content filter), else empty."""
 
     text: str
@@ -221,7 +221,7 @@ class JudgeClient:
         """Stop all requests; waiting threads end with NoVerdictError."""
         self._stopped.set()
 
-    def ask(self, text: str, images: Sequence[str]) -> Reply:
+    def ask(self, text: str, images: Sequence[str]) -> JudgeReply:
         """Ask the judge about ``text`` with ``images`` (data: URIs).
 
         Rate limits, server faults and timeouts are tried again after growing waits with jitter,
@@ -251,12 +251,12 @@ class JudgeClient:
             raise JudgeError(f"the judge is down: {self._described(answer)}; check --base-url")
         raise NoVerdictError(f"{self._described(answer)}, {attempt + 1} times")
 
-    def _reply(self, answer: Answer) -> Reply | None:
+    def _reply(self, answer: JudgeAnswer) -> JudgeReply | None:
         """Return a reply, None to try again. Raises NoVerdictError, JudgeError."""
         if answer.status == 200:
             return _read_reply(answer.body)
         if answer.status == 400 and _is_filtered(answer.body):
-            return Reply("", refusal=self._described(answer))
+            return JudgeReply("", refusal=self._described(answer))
         if answer.status in _WRONG_SETUP or 300 <= answer.status < 400:
             raise JudgeError(
                 f"the judge refuses: {self._described(answer)}; check the key, --base-url and "
@@ -268,7 +268,7 @@ class JudgeClient:
             return None
         raise NoVerdictError(f"the judge does not take the request: {self._described(answer)}")
 
-    def _back_off(self, answer: Answer, attempt: int) -> None:
+    def _back_off(self, answer: JudgeAnswer, attempt: int) -> None:
         asked = answer.retry_after
         if asked is not None and asked > LONGEST_RETRY_AFTER_S:
             raise JudgeError(
@@ -295,7 +295,7 @@ class JudgeClient:
             self._wait(left)
         raise NoVerdictError("stopped")
 
-    def _described(self, answer: Answer) -> str:
+    def _described(self, answer: JudgeAnswer) -> str:
         """Return the error message without the key, which the server may repeat."""
         text = answer.message()
         if answer.status == 200:
@@ -303,7 +303,7 @@ class JudgeClient:
         return text.replace(self.endpoint.key, "***") if self.endpoint.key else text
 
 
-def _read_reply(body: Any) -> Reply | None:
+def _read_reply(body: Any) -> JudgeReply | None:
     """Read the reply in a chat completion.
 
     Return None when the text holds no completion (a proxy's page).
@@ -321,8 +321,8 @@ def _read_reply(body: Any) -> Reply | None:
     usage = body.get("usage")
     usage = usage if isinstance(usage, dict) else {}
     if not text and (refusal or reason == "content_filter"):
-        return Reply("", str(refusal or "content filter"), reason, usage)
-    return Reply(text, "", reason, usage)
+        return JudgeReply("", str(refusal or "content filter"), reason, usage)
+    return JudgeReply(text, "", reason, usage)
 
 
 def _is_filtered(body: Any) -> bool:

@@ -13,7 +13,7 @@ import argparse
 from collections.abc import Sequence
 
 from mmkv.eval.quality import report
-from mmkv.eval.quality.methods import Comparison, Method
+from mmkv.eval.quality.methods import ComparedMethod, Comparison
 from mmkv.eval.quality.run import ComparisonRuns, add_options, finish, running
 
 FRACTIONS = ("1/2", "1/3", "1/4", "1/5", "1/8", "1/16", "1/32")
@@ -65,7 +65,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if args.skip < 0 or args.dialogues < 1:
         parser.error("--skip takes 0 or more, --dialogues 1 or more")
     with running(args, "mmkv.eval.quality") as (path, journal):
-        methods = tuple(Method.parse(text) for text in args.method)
+        methods = tuple(ComparedMethod.parse(text) for text in args.method)
         comparison = Comparison(
             args.model,
             args.dtype,

@@ -59,7 +59,7 @@ _BRACKETS = re.compile(r"\[[^\[\]]*\]")
 
 
 @dataclass(frozen=True)
-class Method:
+class ComparedMethod:
     """One of the compared methods: a policy with its gates.
 
     Attributes:
@@ -75,7 +75,7 @@ class Method:
     kv: str = "auto"
 
     @classmethod
-    def parse(cls, text: str) -> Method:
+    def parse(cls, text: str) -> ComparedMethod:
         """Parse ``[NAME=]POLICY[@LOOKAHEAD][/KV][:GATES[,GATES]]``.
 
         Parameters of the policy stand in square brackets, since gates follow the colon:
@@ -213,7 +213,7 @@ class Comparison:
 
     model: str
     dtype: str
-    methods: tuple[Method, ...]
+    methods: tuple[ComparedMethod, ...]
     budgets: tuple[str, ...]
     max_length: int = 8192
     device: str = "cpu"

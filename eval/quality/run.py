@@ -29,7 +29,7 @@ from mmkv.engine.errors import InputError, MmkvError
 from mmkv.engine.model.families.loading import resolve_device
 from mmkv.engine.runtime import Runtime
 from mmkv.eval.domains import held_out
-from mmkv.eval.quality.methods import Cell, Comparison, Method
+from mmkv.eval.quality.methods import Cell, ComparedMethod, Comparison
 from mmkv.resources import bundled_model_name
 from mmkv.training.measure.record import RESULTS, Journal, write_results
 from mmkv.training.measure.teacher_forced import DialogueRun, FullCache, Reading, read_together
@@ -282,7 +282,7 @@ def comparison(args: argparse.Namespace) -> Comparison:
         gates = Path(args.model) / "gates"
         texts = [f"dbtrimkv:{gates}"] if (gates / "gates.json").is_file() else []
         texts += ["snapkv", "streamingllm"]
-    methods = tuple(Method.parse(text) for text in texts)
+    methods = tuple(ComparedMethod.parse(text) for text in texts)
     return Comparison(args.model, args.dtype, methods, tuple(args.budgets), device=args.device)
 
 

@@ -158,7 +158,7 @@ def statistics(engine: Engine, session: Session) -> RenderableType:
         ("keys and values", f"{format_bytes(memory.kv_bytes)} in {memory.pages:,} pages"),
         ("metadata", format_bytes(memory.metadata_bytes)),
         ("held for /undo", format_bytes(session.snapshot_bytes)),
-        ("decode step", session.decode_path),
+        ("decode step", session.reply_path),
         ("eviction", engine.evict_path),
         ("policy, budget", f"{engine.policy.name}, {session.budget.describe()}{in_form(engine)}"),
     ]
@@ -190,7 +190,7 @@ def record(engine: Engine, session: Session, model: str) -> dict[str, Any]:
         "model": model,
         "device": str(engine.device),
         "dtype": str(engine.dtype).removeprefix("torch."),
-        "decode_path": session.decode_path,
+        "decode_path": session.reply_path,
         "policy": engine.policy.name,
         "policy_note": engine.policy_note,
         "kv": pool.form.name,

@@ -135,7 +135,7 @@ class Retained:
     def _begin(self) -> None:
         """Make the engine of the model as it is now."""
         engine = self._engine = self._build()
-        engine.never_chosen = engine.never_chosen[:0]  # transformers chooses from all tokens
+        engine.model.never_chosen = engine.never_chosen[:0]  # transformers chooses from all tokens
         engine.policy_note = engine.policy_note or self._shipped
         self.note = "; ".join(filter(None, (engine.policy_note, engine.form_note))) or None
         self._seen = _Seen(self.model)

@@ -25,6 +25,7 @@ from mmkv.engine.model.spec import DecoderSpec, RopeSpec, attention_windows
 from mmkv.engine.model.weights import DecoderWeights
 from mmkv.engine.policies import make_policy
 from mmkv.engine.runtime import Runtime
+from mmkv.engine.scorer_state import tap_layers
 
 ATTENTION = "mmkv"
 _GROWS_WITH_LENGTH = {"dynamic", "longrope"}
@@ -93,10 +94,17 @@ class _Pass:
 class HostedDecoder(Decoder):
     """Runs tokens through a transformers model; returns logits where Decoder returns states."""
 
+    hosted = True
+
     def __init__(
-        self, spec: DecoderSpec, weights: DecoderWeights, gates: Gates | None, model: Any
+        self,
+        spec: DecoderSpec,
+        weights: DecoderWeights,
+        gates: Gates | None,
+        taps: tuple[int, ...],
+        model: Any,
     ) -> None:
-        super().__init__(spec, weights, gates)
+        super().__init__(spec, weights, gates, taps)
         self._model = model
 
     def embed(self, token_ids: Tensor) -> Tensor:
@@ -178,9 +186,14 @@ class HostedRuntime(Runtime):
                 f"policy {policy.name!r} reads more of a model than its attention; for a "
                 f"{family.config.model_type!r} model use one such as 'dbtrimkv' or 'snapkv'"
             )
-        decoder = self.decoder
-        self.decoder = HostedDecoder(self.spec, decoder.weights, decoder.gates, family.model)
-        self.rope: Any = Positions()
+
+    def _make_decoder(self, weights: DecoderWeights, gates: Gates | None) -> HostedDecoder:
+        taps = tap_layers(self.policy, self.spec.num_layers)
+        family: Any = self.family
+        return HostedDecoder(self.spec, weights, gates, taps, family.model)
+
+    def _make_rope(self) -> Any:
+        return Positions()
 
 
 class Host:

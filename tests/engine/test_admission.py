@@ -113,7 +113,7 @@ def test_a_budget_beside_write_gates_has_both_sets_of_gates(tmp_path: Path) -> N
     assert two.policy.name == "wgkv+dbtrimkv" and two.policy.protect_recent == 32
     assert two.evict_path == "native, write gates in torch"
     one = engine("wgkv+snapkv", gates=write)
-    assert one.needs.queries == 32 == one.policy.protect_recent
+    assert one.model.needs.queries == 32 == one.policy.protect_recent
     assert one.evict_path.startswith("native, write gates and scores in torch")
     with two.session() as session:
         session.prefill({"input_ids": text_ids(90, 1)[None]})

@@ -19,7 +19,7 @@ from mmkv.engine.config import EngineConfig, options
 from mmkv.engine.errors import BudgetError, InputError, MmkvError, ModelError, PolicyError
 from mmkv.engine.policies import make_policy
 from mmkv.engine.runtime import Runtime
-from mmkv.eval.lmms.settings import Settings
+from mmkv.eval.lmms.settings import LmmsSettings
 from tests.support.sessions import load
 
 # Budgets have an option for each unit; the limit of the pool is for programs.
@@ -161,7 +161,7 @@ def test_lmms_eval_takes_every_option_as_text() -> None:
         "threads": "1",
     }
     assert set(texts) == set(options()) - {"model", "kv_limit"}
-    made = Settings.of({"pretrained": "here", **texts}).engine
+    made = LmmsSettings.of({"pretrained": "here", **texts}).engine
     assert made == EngineConfig(
         model="here",
         policy="trimkv",
@@ -177,7 +177,7 @@ def test_lmms_eval_takes_every_option_as_text() -> None:
         dtype="float32",
         threads=1,
     )
-    assert Settings.of({"pretrained": "here"}).engine == EngineConfig(model="here")
+    assert LmmsSettings.of({"pretrained": "here"}).engine == EngineConfig(model="here")
 
 
 def test_help_and_usage_errors_do_without_torch() -> None:

@@ -17,6 +17,7 @@ import torch
 
 from mmkv.engine.backends.cuda import GraphRunner, kernels
 from mmkv.engine.device import exact_products, on_device
+from tests.support.bursts import Bursts
 from tests.support.native import engine_for
 from tests.support.sessions import text_ids
 
@@ -146,8 +147,8 @@ def test_graphs_are_captured_and_replayed_on_their_gpu_and_share_their_memory(
     module = "mmkv.engine.backends.cuda.graph_runner"
     monkeypatch.setattr(f"{module}.on_device", lambda device: torch.cuda.device(SECOND))
     engine = engine_for("odd", "full")
-    runner = GraphRunner(engine)
-    monkeypatch.setattr(runner, "_captured", lambda step: cuda.captured(runner, step))
+    runner = Bursts(engine)
+    monkeypatch.setattr(runner.runner, "_captured", lambda step: cuda.captured(runner.runner, step))
     sessions = [engine.session() for _ in range(3)]
     for session in sessions:
         session.prefill({"input_ids": text_ids(5, 1)[None]})
@@ -247,7 +248,7 @@ def test_every_step_computes_whole_products(monkeypatch: pytest.MonkeyPatch) -> 
     session.prefill({"input_ids": text_ids(40, 1)[None]})
     for _ in range(4):
         session.decode(3)
-    GraphRunner(engine).decode([session], [3], 4)
+    Bursts(engine).decode([session], [3], 4)
     session.set_budget(4)
     assert seen == {name: {"ieee"} for name in ("embed", "forward", "score")}
     assert PRODUCTS["cpu"].fp32_precision == "bf16"

@@ -8,7 +8,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from mmkv.engine import scorer_state
+from mmkv.engine.backends.cuda import backend as cuda
 from mmkv.engine.backends.torch import step
 from mmkv.engine.policies import make_policy
 from tests.support.native import engine_for
@@ -27,7 +27,7 @@ def test_chunks_and_window_scores_read_pages(
     gathers, reads = (engine_for(model, policy).session() for _ in range(2))
     reads.engine.backends.cpu.switch_off()  # C would compute window attention
     called = []
-    for module, name in ((step, "prefill_attention"), (scorer_state, "window_scores")):
+    for module, name in ((step, "prefill_attention"), (cuda, "window_scores")):
         whole = getattr(module, name)
         monkeypatch.setattr(module, name, lambda *a, _f=whole, _n=name: called.append(_n) or _f(*a))
     for turn in range(2):  # the second meets what the first left, in its first chunk too
@@ -35,7 +35,7 @@ def test_chunks_and_window_scores_read_pages(
         expected = gathers.prefill(prompt)
         with monkeypatch.context() as patch:
             patch.setattr(step, "on_triton", lambda tensor: True)
-            patch.setattr(scorer_state, "on_triton", lambda tensor: True)
+            patch.setattr(cuda, "on_triton", lambda tensor: True)
             got = reads.prefill(prompt)
         torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-4)
         assert_same_rows(reads, gathers)

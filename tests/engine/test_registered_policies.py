@@ -463,7 +463,8 @@ def test_paths_say_why_a_scorer_runs_in_torch(
     assert paths["snapkv"] == ("native", "native, scores in torch: policy 'snapkv'")
     # A burst as a GPU would run it.
     engine = load(folders["vl"], policy=KEY_SIZE)
-    monkeypatch.setattr(engine, "device", torch.device("cuda"))
+    for each in (engine, engine.model):
+        monkeypatch.setattr(each, "device", torch.device("cuda"))
     monkeypatch.setattr("mmkv.engine.backends.cuda.backend.triton_installed", lambda: True)
     assert engine.many_path == "step by step: policy 'key-size'"
     assert engine.evict_path == "torch: policy 'key-size'"

@@ -19,7 +19,7 @@ from torch import Tensor
 from mmkv.engine.errors import ModelError
 from mmkv.engine.model.families import Family, TextFamily, family_for, loading
 from mmkv.engine.model.families.deferred import DeferredModel
-from mmkv.engine.model.product import Holding, multiply
+from mmkv.engine.model.product import Holding, Kernels, multiply
 from mmkv.engine.model.spec import DecoderSpec, RopeSpec
 from mmkv.engine.model.weights import DecoderWeights
 from tests.support.factories import CHECKPOINTS, FAMILIES, checkpoint
@@ -275,7 +275,7 @@ def test_matrices_that_bfloat16_holds_are_read_in_it(tmp_path: Path, stored: tor
     if stored == torch.float32:
         tensors[odd][0, 0] += 2.0**-20
     save_file(tensors, file, {"format": "pt"})
-    weights = loading.load(folder, "float32", "cpu", product=multiply)[2]
+    weights = loading.load(folder, "float32", "cpu", kernels=Kernels(multiply))[2]
     plain = loading.load(folder, "float32", "cpu")[2]
     assert weights.product is multiply
     assert weights.fingerprint() == plain.fingerprint()
@@ -292,7 +292,7 @@ def test_a_model_of_transformers_is_narrowed_too() -> None:
     for matrix in weights.matrices():
         matrix.copy_(matrix.bfloat16())
     before = dict(weights.named())
-    weights.hold(Holding("auto", multiply))
+    weights.hold(Holding("auto"))
     assert all(matrix.dtype == torch.bfloat16 for matrix in weights.matrices())
     for name, tensor in weights.named():
         assert torch.equal(tensor.float(), before[name])

@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from mmkv.engine.backends.cuda import GraphRunner
+from mmkv.engine.steps import decode_burst
+from tests.support.bursts import Bursts
 from tests.support.policies import STATIC
 from tests.support.sessions import PICTURES, assert_same_rows, load, run, text_ids, turn
 from tests.support.tiers import slow_but
@@ -38,7 +39,7 @@ def test_a_trimmed_pool_changes_no_bit(path: str, policy: str, folders: dict[str
             session.prefill(turn(70 + index, seed=index))
         sessions.pop(0).close()
         both.append(sessions)
-    runner, other = GraphRunner(engine), GraphRunner(plain)
+    runner, other = Bursts(engine), Bursts(plain)
     pool = engine.cache.pool
     for number in range(3):
         unused, before = pool.free_pages, pool.num_pages
@@ -81,7 +82,7 @@ def test_a_trim_drops_the_graphs(folders: dict[str, Path]) -> None:
     engine = load(folders["vl"])
     session = engine.session()
     session.prefill(turn(70))
-    engine.backends.cuda.decode_many([session], [3], 2)
+    decode_burst(engine, engine.backends.cuda.decode_many, [session], [3], 2)
     assert engine.backends.cuda.runner is not None
     engine.trim()
     assert engine.backends.cuda.runner is None

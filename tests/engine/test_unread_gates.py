@@ -30,7 +30,7 @@ def test_gates_are_computed_for_policies_that_read_them_only(
 
     monkeypatch.setattr(LayerGate, "logits", counted)
     cpu = engine.backends.cpu
-    session = engine.session(None if policy == "full" else 30)
+    session = engine.session(30 if engine.policy.evicts else None)
     session.prefill(PICTURES)
     run(session, text_ids(3, 1))
     native, cpu.decoder = cpu.decoder, None
@@ -38,7 +38,7 @@ def test_gates_are_computed_for_policies_that_read_them_only(
     assert bool(asked) == reads
     assert bool(session.view().log_beta.any()) == reads
     assert native is None or (native._model.trunk > 0) == reads
-    step = StaticStep(engine, 1, 4, (), False, 1)
+    step = StaticStep(engine.model, engine.cache, 1, 4, (), False, 1)
     assert (step._readout(0, torch.zeros(1, engine.spec.hidden_size)) is not None) == reads
     assert (gate_bytes(engine) > 0) == reads
 

@@ -13,7 +13,7 @@ import pytest
 from mmkv.eval import session_stream as dialogue_stream
 from mmkv.eval import session_tasks as dialogue_tasks
 from mmkv.eval.domains import maker
-from mmkv.eval.quality.methods import Comparison, Method
+from mmkv.eval.quality.methods import ComparedMethod, Comparison
 from mmkv.eval.quality.run import ComparisonRuns
 from mmkv.eval.session_tasks import Asked
 from mmkv.eval.sessions import main
@@ -123,7 +123,7 @@ METHODS = ["--method", "streamingllm", "--method", "snapkv", "--name", "d", "--o
 def test_killed_sessions_give_the_same_files(tmp_path: Path, capfd: Any) -> None:
     options = [MODEL, "--domain", "scenes", "--budgets", "24", "1/3", *METHODS]
     main([*options, str(tmp_path / "whole"), "--limit", "3"])
-    methods = (Method.parse("streamingllm"), Method.parse("snapkv"))
+    methods = (ComparedMethod.parse("streamingllm"), ComparedMethod.parse("snapkv"))
     journal = tmp_path / "parts" / "d.runs.jsonl"
     journal.parent.mkdir()
     compared = Comparison(MODEL, "float32", methods, ("24", "1/3"))

@@ -15,7 +15,7 @@ from mmkv.engine.backends.torch.step import DecodeStep
 from mmkv.engine.runtime import Runtime
 from mmkv.eval.dilution import Prober, _correlation, dilution_bound, main, measure, probed_decode
 from mmkv.eval.needle_tasks import Needle
-from mmkv.eval.quality.methods import Comparison, Method
+from mmkv.eval.quality.methods import ComparedMethod, Comparison
 from mmkv.eval.quality.run import ComparisonRuns
 from mmkv.resources import bundled_model
 from mmkv.training.measure.record import Journal
@@ -130,7 +130,7 @@ def test_a_killed_run_gives_the_same_files(tmp_path: Path, capfd: Any) -> None:
         *"--lengths 128 --budgets 16 48 --method streamingllm --name d --output".split(),
     ]
     main([*options, str(tmp_path / "whole"), "--limit", "3"])
-    compared = Comparison(MODEL, "float32", (Method.parse("streamingllm"),), ("16", "48"))
+    compared = Comparison(MODEL, "float32", (ComparedMethod.parse("streamingllm"),), ("16", "48"))
     journal = tmp_path / "parts" / "d.runs.jsonl"
     journal.parent.mkdir()
     runs = ComparisonRuns(compared, Journal(journal), reader=Prober)

@@ -64,7 +64,7 @@ def made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Any,
         "current": str(tmp_path / "current.json"),
         "classes": ["scripted"],
     }
-    runner = worker.Worker(plan, answer)
+    runner = worker.FuzzWorker(plan, answer)
     try:
         runner.prepare()
         yield runner, answer

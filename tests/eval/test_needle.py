@@ -19,7 +19,7 @@ from mmkv.eval import needle_tasks
 from mmkv.eval.domains import maker
 from mmkv.eval.needle import found, main
 from mmkv.eval.needle_tasks import Haystack, Needle, place_needles
-from mmkv.eval.quality.methods import Comparison, Method
+from mmkv.eval.quality.methods import ComparedMethod, Comparison
 from mmkv.eval.quality.run import ComparisonRuns
 from mmkv.prompt.loading import load_processor
 from mmkv.resources import bundled_model
@@ -193,7 +193,10 @@ OPTIONS = [
 def test_a_killed_run_gives_the_same_files(tmp_path: Path, capfd: Any) -> None:
     """Stopped in the middle of the first length, in the middle of a line."""
     main([*OPTIONS, str(tmp_path / "whole"), "--limit", "3"])
-    methods = (Method.parse("streamingllm"), Method.parse(f"dbtrimkv:{MODEL}/gates"))
+    methods = (
+        ComparedMethod.parse("streamingllm"),
+        ComparedMethod.parse(f"dbtrimkv:{MODEL}/gates"),
+    )
     compared = Comparison(MODEL, "float32", methods, ("16", "1/2"))
     journal = tmp_path / "parts" / "n.runs.jsonl"
     journal.parent.mkdir()

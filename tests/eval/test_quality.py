@@ -25,7 +25,7 @@ from mmkv.eval.quality import report as quality_report
 from mmkv.eval.quality.__main__ import main
 from mmkv.eval.quality.kept import draw as draw_kept
 from mmkv.eval.quality.kept import main as kept
-from mmkv.eval.quality.methods import Comparison, Method
+from mmkv.eval.quality.methods import ComparedMethod, Comparison
 from mmkv.eval.quality.run import ComparisonRuns, Reader
 from mmkv.resources import bundled_model
 from mmkv.training.data.examples import examples
@@ -133,7 +133,7 @@ def test_logits_of_the_full_cache_are_computed_in_blocks(dialogues, monkeypatch:
 
 @pytest.mark.slow(reason="runs whole dialogues with the bundled model")
 def test_the_full_cache_runs_once_for_all_methods(monkeypatch: Any) -> None:
-    methods = tuple(map(Method.parse, ("streamingllm", "snapkv", "dbtrimkv:random")))
+    methods = tuple(map(ComparedMethod.parse, ("streamingllm", "snapkv", "dbtrimkv:random")))
     reader, passes = Reader(Comparison(MODEL, "float32", methods, ("1/4", "1/8"))), []
     plain = teacher_forced.full_attention_states
     monkeypatch.setattr(
@@ -198,38 +198,46 @@ def test_intervals_have_their_stated_coverage() -> None:
 
 
 def test_a_method_option_is_parsed() -> None:
-    assert Method.parse("dbtrimkv@5:a,b") == Method("dbtrimkv@5", "dbtrimkv", 5.0, ("a", "b"))
-    assert Method.parse("far=dbtrimkv@inf:a").lookahead == float("inf")
-    assert Method.parse("snapkv") == Method("snapkv", "snapkv", None, ())
-    assert Method.parse("x=snapkv@2/int8:a") == Method("x", "snapkv", 2.0, ("a",), "int8")
+    assert ComparedMethod.parse("dbtrimkv@5:a,b") == ComparedMethod(
+        "dbtrimkv@5", "dbtrimkv", 5.0, ("a", "b")
+    )
+    assert ComparedMethod.parse("far=dbtrimkv@inf:a").lookahead == float("inf")
+    assert ComparedMethod.parse("snapkv") == ComparedMethod("snapkv", "snapkv", None, ())
+    assert ComparedMethod.parse("x=snapkv@2/int8:a") == ComparedMethod(
+        "x", "snapkv", 2.0, ("a",), "int8"
+    )
     with pytest.raises(InputError, match="'int3' is none of auto, bf16, int8, k8v4, int4"):
-        Method.parse("snapkv/int3")
+        ComparedMethod.parse("snapkv/int3")
     with pytest.raises(InputError, match="not a number"):
-        Method.parse("dbtrimkv@two:a")
+        ComparedMethod.parse("dbtrimkv@two:a")
 
 
 def test_a_method_holds_its_parameters_in_brackets() -> None:
     """So that the colon before gates and the = behind a name keep their meaning."""
     pool = "snapkv[window=32,kernel=7]"
-    assert Method.parse(pool) == Method(pool, pool, None, ())
-    assert Method.parse(f"wide={pool}") == Method("wide", pool, None, ())
-    found = Method.parse("kept=dbtrimkv+4[age=paper;recent=3]@5:a,b")
-    assert found == Method("kept", "dbtrimkv+4[age=paper;recent=3]", 5.0, ("a", "b"))
-    assert Method.parse("dbtrimkv[lookahead=4]@5:a").name == "dbtrimkv[lookahead=4]@5"
+    assert ComparedMethod.parse(pool) == ComparedMethod(pool, pool, None, ())
+    assert ComparedMethod.parse(f"wide={pool}") == ComparedMethod("wide", pool, None, ())
+    found = ComparedMethod.parse("kept=dbtrimkv+4[age=paper;recent=3]@5:a,b")
+    assert found == ComparedMethod("kept", "dbtrimkv+4[age=paper;recent=3]", 5.0, ("a", "b"))
+    assert ComparedMethod.parse("dbtrimkv[lookahead=4]@5:a").name == "dbtrimkv[lookahead=4]@5"
     for wrong in ("snapkv[window=32", "snapkv[a=1][b=2]", "[a=1]snapkv", "dbtrimkv@5[a=1]:g"):
         with pytest.raises(InputError, match="brackets hold the policy's parameters"):
-            Method.parse(wrong)
+            ComparedMethod.parse(wrong)
 
 
 @pytest.mark.slow(reason="runs whole dialogues with the bundled model")
 def test_gates_of_another_checkpoint_are_named_before_any_run(tmp_path: Path, capsys: Any) -> None:
     gates = tmp_path / "gates"
     shutil.copytree(bundled_model() / "gates", gates)
-    Reader(Comparison(MODEL, "float32", (Method.parse(f"dbtrimkv:{gates}"),), ("1/3", "1/8")))
+    Reader(
+        Comparison(MODEL, "float32", (ComparedMethod.parse(f"dbtrimkv:{gates}"),), ("1/3", "1/8"))
+    )
     assert "these gates" not in capsys.readouterr().err
     info = json.loads((gates / "gates.json").read_text())
     (gates / "gates.json").write_text(json.dumps(info | {"base_fingerprint": "0" * 64}))
-    compared = Comparison(MODEL, "float32", (Method.parse(f"dbtrimkv:{gates}"),), ("1/3", "1/8"))
+    compared = Comparison(
+        MODEL, "float32", (ComparedMethod.parse(f"dbtrimkv:{gates}"),), ("1/3", "1/8")
+    )
     base = Reader(compared).base
     for (cell,) in compared.cells().values():
         cell.engine(base, MODEL)
@@ -322,7 +330,7 @@ def test_a_killed_run_continues_with_the_same_result(tmp_path: Path, capfd: Any)
         *"--data scenes:dense --method streamingllm --fractions 1/4 --name q --output".split(),
     ]
     main([*options, str(tmp_path / "whole"), "--dialogues", "4"])
-    compared = Comparison(MODEL, "float32", (Method.parse("streamingllm"),), ("1/4",))
+    compared = Comparison(MODEL, "float32", (ComparedMethod.parse("streamingllm"),), ("1/4",))
     journal = tmp_path / "parts" / "q.runs.jsonl"
     journal.parent.mkdir()
     ComparisonRuns(compared, Journal(journal)).of("scenes:dense", 2)
@@ -339,9 +347,9 @@ def test_a_killed_run_continues_with_the_same_result(tmp_path: Path, capfd: Any)
 
 @pytest.mark.slow(reason="runs whole dialogues with the bundled model")
 def test_a_larger_comparison_runs_only_what_is_new(tmp_path: Path, monkeypatch: Any) -> None:
-    small = Comparison(MODEL, "float32", (Method.parse("streamingllm"),), ("1/4",))
+    small = Comparison(MODEL, "float32", (ComparedMethod.parse("streamingllm"),), ("1/4",))
     gates = str(bundled_model() / "gates")
-    methods = (*small.methods, Method.parse(f"dbtrimkv:{gates},random"))
+    methods = (*small.methods, ComparedMethod.parse(f"dbtrimkv:{gates},random"))
     large = dataclasses.replace(small, methods=methods, budgets=("1/4", "1/8"))
     journal, asked = tmp_path / "journal", []
     first = ComparisonRuns(small, Journal(journal)).of("scenes:dense", 2)
@@ -370,7 +378,7 @@ def test_a_larger_comparison_runs_only_what_is_new(tmp_path: Path, monkeypatch: 
 @pytest.mark.slow(reason="runs whole dialogues with the bundled model")
 def test_skip_leaves_out_the_first_dialogues(tmp_path: Path) -> None:
     """``--skip 2``: the third dialogue, as a run over all three reads it."""
-    compared = Comparison(MODEL, "float32", (Method.parse("streamingllm"),), ("1/4",))
+    compared = Comparison(MODEL, "float32", (ComparedMethod.parse("streamingllm"),), ("1/4",))
     whole = ComparisonRuns(compared, Journal(tmp_path / "whole")).of("scenes:dense", 3)
     options = ["--data", "scenes:dense", "--method", "streamingllm", "--fractions", "1/4"]
     options += ["--dialogues", "1", "--skip", "2", "--output", str(tmp_path), "--name", "q"]
@@ -391,7 +399,7 @@ def test_skip_leaves_out_the_first_dialogues(tmp_path: Path) -> None:
 def test_the_model_is_loaded_once_and_only_if_runs_are_left(
     tmp_path: Path, monkeypatch: Any
 ) -> None:
-    compared = Comparison(MODEL, "float32", (Method.parse("streamingllm"),), ("1/4",))
+    compared = Comparison(MODEL, "float32", (ComparedMethod.parse("streamingllm"),), ("1/4",))
     sources, path, loaded = ("scenes:dense", "scenes:clip"), tmp_path / "journal", []
     plain = Reader.__init__
     monkeypatch.setattr(Reader, "__init__", lambda self, c: loaded.append(c) or plain(self, c))
@@ -426,7 +434,7 @@ def test_a_method_without_its_gates_is_one_line(tmp_path: Path) -> None:
 def test_at_equal_bytes_fewer_bits_keep_more_entries() -> None:
     """At head_dim 32 an entry takes 137 bytes in bfloat16, 77 and 49 in codes."""
     kinds = ("bf16", "int8", "int4")
-    methods = tuple(Method.parse(f"streamingllm/{kv}") for kv in kinds)
+    methods = tuple(ComparedMethod.parse(f"streamingllm/{kv}") for kv in kinds)
     compared = Comparison(MODEL, "float32", methods, ("1/8",), in_bytes=True)
     cells = [compared.cells()[f"streamingllm/{kv} at 1/8"][0] for kv in kinds]
     assert len({cell.key() for cell in cells}) == 3

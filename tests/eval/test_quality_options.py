@@ -16,7 +16,7 @@ from mmkv.eval import sessions as dialogue
 from mmkv.eval.domains import held_out
 from mmkv.eval.quality import __main__ as quality
 from mmkv.eval.quality import run as quality_command
-from mmkv.eval.quality.methods import Comparison, Method, digest
+from mmkv.eval.quality.methods import ComparedMethod, Comparison, digest
 from mmkv.eval.quality.run import ComparisonRuns, Reader
 from mmkv.prompt.loading import load_processor
 from mmkv.resources import bundled_model
@@ -27,7 +27,9 @@ SCENES = [MODEL, "--data", "scenes:dense", "--dialogues", "1", "--name", "q", "-
 
 
 def compared(*methods: str, budgets: tuple[str, ...] = ("1/4",), device: str = "cpu") -> Comparison:
-    return Comparison(MODEL, "float32", tuple(map(Method.parse, methods)), budgets, device=device)
+    return Comparison(
+        MODEL, "float32", tuple(map(ComparedMethod.parse, methods)), budgets, device=device
+    )
 
 
 @pytest.mark.parametrize(

@@ -19,6 +19,7 @@ from mmkv.sampling import Sampler
 from mmkv.scheduler import Limits, Scheduler
 from mmkv.scheduler.conversation import CachedConversation
 from mmkv.scheduler.replies import EngineExecutor, ReplyJob, message
+from tests.support.bursts import Bursts
 from tests.support.chat_models import picture, save_qwen3_vl
 from tests.support.sessions import state
 
@@ -58,7 +59,7 @@ def poison(
     else:
         engine.backends.cpu.switch_off()
     if path == "graph":  # the static step, which a GPU captures; here it runs as it is
-        runner = GraphRunner(engine)
+        runner = GraphRunner(engine.model, engine.cache)
         monkeypatch.setattr(type(engine), "many_path", "graph")
         monkeypatch.setattr(engine.backends.cuda, "decode_many", runner.decode)
         weights = engine.decoder.weights
@@ -122,7 +123,7 @@ def test_a_burst_tells_which_session_is_broken(
 
     engine.cache.pool.grow(400)
     engine.backends.cpu.switch_off()
-    decode = GraphRunner(engine).decode if run == "graph" else engine.decode_many
+    decode = Bursts(engine).decode if run == "graph" else engine.decode_many
     alone = decode(opened(), [3, 4, 5], 9, (), draws)
     sessions = opened()
     # Keys that are no numbers, in one session.
@@ -217,7 +218,7 @@ def test_no_placeholder_is_chosen(
             return
         decode: Callable[..., Any] = engine.decode_many
         if run.startswith("graph"):
-            decode = GraphRunner(engine).decode
+            decode = Bursts(engine).decode
         (tokens,) = decode([session], [9], 12, (), draws)
         assert not {*tokens} & {*media} and (draws or tokens[0] == second)
 

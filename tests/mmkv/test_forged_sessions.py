@@ -23,7 +23,7 @@ from mmkv.engine.errors import MmkvError, SessionError
 from mmkv.engine.strict import Damage
 from mmkv.eval.fuzz import mutate
 from mmkv.eval.fuzz.target import failure_of
-from mmkv.eval.fuzz.targets.model_files import POLICIES, SessionFiles
+from mmkv.eval.fuzz.targets.model_files import POLICIES, SessionFileInputs
 
 if TYPE_CHECKING:
     from tests.support.cli_fixtures import Ran
@@ -57,14 +57,14 @@ def pages_held(engine: Engine) -> int:
 
 
 @pytest.fixture(scope="module")
-def target(tmp_path_factory: pytest.TempPathFactory) -> SessionFiles:
-    made = SessionFiles()
+def target(tmp_path_factory: pytest.TempPathFactory) -> SessionFileInputs:
+    made = SessionFileInputs()
     made.prepare(tmp_path_factory.mktemp("sessions"))
     return made
 
 
 @pytest.fixture
-def engine(target: SessionFiles) -> Engine:
+def engine(target: SessionFileInputs) -> Engine:
     return target.by_policy["segments-hs"]
 
 
@@ -76,7 +76,7 @@ def saved(engine: Engine, tmp_path: Path) -> Path:
     return tmp_path / "s.mmkv"
 
 
-def test_forged_files_are_refused_in_one_line_and_hold_nothing(target: SessionFiles) -> None:
+def test_forged_files_are_refused_in_one_line_and_hold_nothing(target: SessionFileInputs) -> None:
     rng = Random(21)
     refused: dict[str, int] = dict.fromkeys(POLICIES, 0)
     for _ in range(240):

@@ -15,7 +15,7 @@ from mmkv import Budget, BudgetError, Engine, GateError
 from mmkv.engine.model.fingerprint import fingerprint
 from mmkv.engine.model.gates import make_random_gates, make_random_write_gates, save_gates
 from mmkv.engine.runtime import Runtime
-from mmkv.eval.quality.methods import Method
+from mmkv.eval.quality.methods import ComparedMethod
 from mmkv.hf import retain
 from mmkv.resources import gates_made_for
 from tests.support.chat_models import save_qwen3_vl
@@ -129,7 +129,7 @@ def test_names_that_are_listed_are_names_everywhere(
     hosted = AutoModelForImageTextToText.from_pretrained(model)
     with retain(hosted, gates="e-write") as handle:
         assert handle.engine.identity()["gates"] == wanted["gates"]
-    assert Method.parse("wgkv:e-write").gates == (str(shipped / "e-write"),)
+    assert ComparedMethod.parse("wgkv:e-write").gates == (str(shipped / "e-write"),)
     ran = mmkv("chat", model, "-p", "hi", "--max-new-tokens", "2", "--gates", "e-write", "--json")
     assert ran.code == 0 and json.loads(ran.out)["policy"].startswith("wgkv"), ran.err
     with pytest.raises(GateError, match="a name that `mmkv models` lists"):

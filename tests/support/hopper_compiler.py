@@ -12,14 +12,14 @@ import sys
 import traceback
 from pathlib import Path
 
-from mmkv.eval.bench.kernel_code import Case, compile_kernel
+from mmkv.eval.bench.kernel_code import CompiledCase, compile_kernel
 
 if __name__ == "__main__":
     for line in sys.stdin:
         request = json.loads(line)
         try:
             arch, folder = request.pop("arch"), Path(request.pop("folder"))
-            reply = dataclasses.asdict(compile_kernel(Case(**request), arch, folder))
+            reply = dataclasses.asdict(compile_kernel(CompiledCase(**request), arch, folder))
         except Exception:
             reply = {"error": traceback.format_exc()}
         print(json.dumps(reply), flush=True)

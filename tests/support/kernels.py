@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 import torch
 
-from mmkv.eval.bench.kernel_code import Case, Code
+from mmkv.eval.bench.kernel_code import Code, CompiledCase
 
 HAS_TRITON = importlib.util.find_spec("triton") is not None
 HAS_CUDA = torch.cuda.is_available()
@@ -87,12 +87,12 @@ def compile_for_hopper(
     folder: Path,
     aligned: bool = True,
 ) -> Code:
-    """Compile a kernel for sm_90a, as the launcher would; see :class:`Case`."""
-    case = Case(kernel, module, kernel, types, constants, num_warps, aligned=aligned)
+    """Compile a kernel for sm_90a, as the launcher would; see :class:`CompiledCase`."""
+    case = CompiledCase(kernel, module, kernel, types, constants, num_warps, aligned=aligned)
     return compile_case(case, folder)
 
 
-def compile_case(case: Case, folder: Path, arch: int = 90) -> Code:
+def compile_case(case: CompiledCase, folder: Path, arch: int = 90) -> Code:
     """Compile a kernel for an architecture, in a process where it is no interpreter's."""
     process = _compiler()
     assert process.stdin is not None and process.stdout is not None

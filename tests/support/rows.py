@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from mmkv.engine.backends.cuda.kernels.append import Rows
+from mmkv.engine.backends.cuda.kernels.buffers import Rows
 from mmkv.engine.cache import COLUMNS, Columns, Form, PagePool, RaggedCache
 from mmkv.engine.cache.forms import AUTO
 from tests.support.kernels import DEVICE

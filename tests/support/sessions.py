@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mmkv.engine.backends.cpu import native_product
+from mmkv.engine.backends import kernels_for
 from mmkv.engine.config import EngineConfig
 from mmkv.engine.model.families import loading
 from mmkv.engine.model.families.base import Family
@@ -73,7 +73,7 @@ def _parts(
     folder: Path, files: tuple[Any, ...], form: str
 ) -> tuple[Family, DecoderSpec, DecoderWeights]:
     """Read a checkpoint as ``Runtime.from_pretrained`` does, again where its files have changed."""
-    return loading.load(folder, "float32", "cpu", product=native_product(form), form=form)
+    return loading.load(folder, "float32", "cpu", form=form, kernels=kernels_for(form))
 
 
 def run(session: CachedSequence, tokens: Tensor) -> Tensor:

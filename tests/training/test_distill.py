@@ -37,12 +37,12 @@ from mmkv.training.run import (
     summary,
     write_card,
 )
-from mmkv.training.settings import Settings
+from mmkv.training.settings import TrainingSettings
 
 MODEL = str(bundled_model())
 
 
-def settings(folder: Path, **changes: Any) -> Settings:
+def settings(folder: Path, **changes: Any) -> TrainingSettings:
     """Return a short run on the CPU in float32."""
     usual = dict(
         model=MODEL,
@@ -59,11 +59,11 @@ def settings(folder: Path, **changes: Any) -> Settings:
         save_every=100,
         eval_every=0,
     )
-    return Settings(**(usual | changes))
+    return TrainingSettings(**(usual | changes))
 
 
 def train(
-    chosen: Settings, held: int = 0, source: str = "scenes:dense"
+    chosen: TrainingSettings, held: int = 0, source: str = "scenes:dense"
 ) -> tuple[Runtime, dict[str, Any]]:
     """Distil; dense dialogues are the shortest."""
     engine = load_backbone(chosen)
@@ -240,7 +240,7 @@ def test_two_processes_give_the_loss_curve_of_one(
 def test_trim_kvs_recipe_trains_gates_that_the_engine_reads(tmp_path: Path) -> None:
     given = asdict(settings(tmp_path))
     chosen = {name: given[name] for name in ("model", "output", "device", "dtype", "log_every")}
-    made = Settings.of("trimkv", **chosen, d_gate=16, budget=24.0, steps=2, accumulate=1)
+    made = TrainingSettings.of("trimkv", **chosen, d_gate=16, budget=24.0, steps=2, accumulate=1)
     engine, described = train(made, held=1)
     assert described["settings"]["recipe"] == "trimkv"
     assert described["settings"]["normaliser"] == "tt" and described["results"]
@@ -252,7 +252,7 @@ def test_trim_kvs_recipe_trains_gates_that_the_engine_reads(tmp_path: Path) -> N
 
 
 def recipe_numbers(name: str) -> dict[str, Any]:
-    return asdict(Settings.of(name, model="m", output="o"))
+    return asdict(TrainingSettings.of(name, model="m", output="o"))
 
 
 def test_recipes_are_the_papers_numbers() -> None:
@@ -294,11 +294,11 @@ def test_recipes_are_the_papers_numbers() -> None:
     assert {name: ours[name] for name in own} == own
 
 
-def run_settings(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> Settings:
+def run_settings(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> TrainingSettings:
     """Return what the command line makes of its arguments, without a run."""
-    seen: list[Settings] = []
+    seen: list[TrainingSettings] = []
 
-    def stop(chosen: Settings) -> Runtime:
+    def stop(chosen: TrainingSettings) -> Runtime:
         seen.append(chosen)
         raise InputError("far enough")
 

@@ -9,7 +9,7 @@ import pytest
 from transformers import TrainerState
 
 from mmkv.training.run import _idle
-from mmkv.training.settings import Settings
+from mmkv.training.settings import TrainingSettings
 from tests.training.test_distill import settings, train
 
 
@@ -23,7 +23,7 @@ def test_gradients_next_to_nothing_are_said_once(
 ) -> None:
     given: Any = None
     state = TrainerState(is_world_process_zero=True)
-    callback = _idle(Settings(model="m", output="o"))
+    callback = _idle(TrainingSettings(model="m", output="o"))
     for norm in norms:
         callback.on_log(given, state, given, {"grad_norm": norm})
     callback.on_train_end(given, state, given)

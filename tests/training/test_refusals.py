@@ -18,17 +18,17 @@ from mmkv.resources import bundled_model
 from mmkv.training.distill import main
 from mmkv.training.folder import Stopping, begin, history, resume
 from mmkv.training.run import History
-from mmkv.training.settings import Settings
+from mmkv.training.settings import TrainingSettings
 
 MODEL = str(bundled_model())
-NUMBERS = sorted(f.name for f in fields(Settings) if isinstance(f.default, float))
+NUMBERS = sorted(f.name for f in fields(TrainingSettings) if isinstance(f.default, float))
 
 
 @settings(max_examples=60, deadline=None)
 @given(st.sampled_from(NUMBERS), st.sampled_from(["nan", "inf", "-inf"]))
 def test_numbers_that_are_not_finite_are_refused(name: str, value: str) -> None:
     with pytest.raises(InputError, match=f"--{name.replace('_', '-')} is {value}; give"):
-        Settings(MODEL, "out", **{name: float(value)})
+        TrainingSettings(MODEL, "out", **{name: float(value)})
 
 
 @pytest.mark.parametrize(("option", "value"), [("--lr", "inf"), ("--bias", "nan")])

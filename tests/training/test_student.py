@@ -23,7 +23,7 @@ from mmkv.training.model import (
     quality_losses,
     weights_at_end,
 )
-from mmkv.training.settings import Settings
+from mmkv.training.settings import TrainingSettings
 from mmkv.training.student import TrainableGates, student_states
 from tests.support.factories import CHECKPOINTS, checkpoint, make_turn
 
@@ -237,13 +237,13 @@ def test_losses_train_what_their_names_say() -> None:
     assert abs(sums["teacher first"] - sums["student first"]) > 0.01 * count
     for name, (kl, ntp, which) in LOSSES.items():
         common = {"model": "m", "output": "o", "loss": name, "budget": 1e6, "lambda_cap": 5.0}
-        found = DistillModel(engine, made, Settings(**common).objective())(batch)
+        found = DistillModel(engine, made, TrainingSettings(**common).objective())(batch)
         assert float(found["capacity"]) == 0.0  # nothing is over that budget
         for part, wanted in (("kl", sums[which]), ("ntp", sums["ntp"])):
             assert float(found[part]) == pytest.approx(wanted / count, rel=1e-4), (name, part)
         wanted = (kl * sums[which] + ntp * sums["ntp"]) / count
         assert float(found["loss"]) == pytest.approx(wanted, rel=1e-4), name
-        over = Settings(**{**common, "budget": 1.0}).objective()
+        over = TrainingSettings(**{**common, "budget": 1.0}).objective()
         found = DistillModel(engine, made, over)(batch)
         assert float(found["capacity"]) > 0.01
         wanted += 5.0 * float(found["capacity"])

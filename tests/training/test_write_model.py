@@ -27,7 +27,7 @@ from mmkv.training.folder import history
 from mmkv.training.measure.teacher_forced import full_attention_states, lay_out
 from mmkv.training.model import WriteGateModel, WriteObjective, backbone_digest, sparsity_loss
 from mmkv.training.run import HeldOutData
-from mmkv.training.settings import Settings
+from mmkv.training.settings import TrainingSettings
 from mmkv.training.student import TrainableWriteGates, binary, write_gated_states
 from tests.support.factories import CHECKPOINTS, checkpoint, make_turn
 from tests.support.tiers import slow_but
@@ -292,7 +292,7 @@ def test_gates_start_in_the_middle() -> None:
 
 def test_the_recipe_is_the_papers_numbers() -> None:
     """Appendix C and sections 3.3 and 5.2; window, lambda and width from the released code."""
-    found = asdict(Settings.of("wgkv", model="m", output="o"))
+    found = asdict(TrainingSettings.of("wgkv", model="m", output="o"))
     wanted = {
         "recipe": "wgkv",
         "method": "wgkv",
@@ -309,7 +309,7 @@ def test_the_recipe_is_the_papers_numbers() -> None:
         "accumulate": 1,
     }
     assert {name: found[name] for name in wanted} == wanted
-    ours = asdict(Settings.of("mmkv", model="m", output="o"))
+    ours = asdict(TrainingSettings.of("mmkv", model="m", output="o"))
     assert {name for name in ours if found[name] != ours[name]} <= wanted.keys()
 
 
@@ -328,7 +328,7 @@ def test_options_of_another_method_are_refused(
         lines = capsys.readouterr().err.splitlines()
         assert len(lines) == 1 and words in lines[0], lines
     with pytest.raises(InputError, match="--budget is an option of --method retention"):
-        Settings.of("wgkv", model="m", output="o", budget=32.0)
+        TrainingSettings.of("wgkv", model="m", output="o", budget=32.0)
 
 
 @pytest.mark.slow(reason="a whole run of the command line: three steps and a held-out run")

@@ -139,7 +139,7 @@ BLOCK = 256  # answer tokens whose logits are held at once: a vocabulary of 152k
 
 
 @dataclass(frozen=True)
-class Answer:
+class ReadAnswer:
     """One answer, T tokens.
 
     Attributes:
@@ -171,7 +171,7 @@ class DialogueRun:
             what an engine has held before).
     """
 
-    answers: list[Answer]
+    answers: list[ReadAnswer]
     tokens_seen: int
     entries: int
     evicted: int
@@ -306,7 +306,9 @@ def read_together(engine: Runtime, readings: Sequence[Reading]) -> list[list[Dia
 
 
 @torch.inference_mode()
-def compare_states(decoder: Decoder, states: Tensor, full: Tensor, labels: Tensor) -> list[Answer]:
+def compare_states(
+    decoder: Decoder, states: Tensor, full: Tensor, labels: Tensor
+) -> list[ReadAnswer]:
     """Compare the answers of a dialogue that two passes have read whole, without a cache.
 
     Args:
@@ -336,7 +338,7 @@ def _walk(
     turn, labels = reading.turn, reading.labels
     where = spans(labels.tolist())
     parts = sorted({*reading.cuts, *(start for start, _ in where)} - {0})
-    reference, answers = reading.full.logits(), [list[Answer]() for _ in reading.budgets]
+    reference, answers = reading.full.logits(), [list[ReadAnswer]() for _ in reading.budgets]
     with ExitStack() as stack:
         sessions = []
         # Nothing is evicted inside a chunk, so budgets make no difference in the first one.
@@ -352,7 +354,7 @@ def _walk(
             for part in [part for part in parts if done < part <= start]:
                 logits = yield sessions, turn.part(done, part)
                 done = part
-            blocks = [list[Answer]() for _ in reading.budgets]
+            blocks = [list[ReadAnswer]() for _ in reading.budgets]
             for target in labels[start:stop].split(BLOCK):
                 given = []
                 for token in target.tolist():
@@ -368,11 +370,11 @@ def _walk(
         return [_dialogue_run(*pair) for pair in zip(sessions, answers, strict=True)]
 
 
-def _answer(ours: Tensor, theirs: Tensor, target: Tensor) -> Answer:
+def _answer(ours: Tensor, theirs: Tensor, target: Tensor) -> ReadAnswer:
     """Record one answer ``[T]`` from its log-probabilities ``[T, vocab]``."""
     best, target = ours.argmax(-1), target.to(ours.device)
     miss = (best != target).nonzero().flatten().tolist()
-    return Answer(
+    return ReadAnswer(
         tokens=target.numel(),
         right=not miss,
         kl=float((theirs.exp() * (theirs - ours)).sum()),
@@ -382,9 +384,9 @@ def _answer(ours: Tensor, theirs: Tensor, target: Tensor) -> Answer:
     )
 
 
-def _joined(blocks: Sequence[Answer]) -> Answer:
+def _joined(blocks: Sequence[ReadAnswer]) -> ReadAnswer:
     """Join the blocks of one answer, each of :data:`BLOCK` tokens, the last maybe smaller."""
-    return Answer(
+    return ReadAnswer(
         tokens=sum(block.tokens for block in blocks),
         right=all(block.right for block in blocks),
         kl=sum(block.kl for block in blocks),
@@ -398,7 +400,7 @@ def _joined(blocks: Sequence[Answer]) -> Answer:
     )
 
 
-def _dialogue_run(session: CachedSequence, answers: list[Answer]) -> DialogueRun:
+def _dialogue_run(session: CachedSequence, answers: list[ReadAnswer]) -> DialogueRun:
     memory = session.memory()
     per_row = session.engine.cache.length[session.seq].tolist()
     return DialogueRun(

@@ -6,7 +6,7 @@ from mmkv.engine.backends.cpu.backend import CpuBackend
 from mmkv.engine.backends.cpu.binding import levels, library
 from mmkv.engine.backends.cpu.decoder import NativeDecoder
 from mmkv.engine.backends.cpu.evictor import NativeEvictor
-from mmkv.engine.backends.cpu.kernels import native_elementwise, native_product, packed, rounded
+from mmkv.engine.backends.cpu.kernels import native_kernels, native_product, packed, rounded
 
 __all__ = [
     "CpuBackend",
@@ -16,7 +16,7 @@ __all__ = [
     "int8_form",
     "level",
     "levels",
-    "native_elementwise",
+    "native_kernels",
     "native_product",
     "packed",
     "reason",

@@ -26,7 +26,7 @@ class CacheViews:
         self._views = (Cache * 0)()
         self._each: list[Cache] = []
         self._of: tuple[weakref.ref[Tensor], ...] = ()
-        self._seqs: list[int] = []
+        self._seqs: tuple[int, ...] = ()
 
     def of(self, cache: RaggedCache, seqs: Sequence[int]) -> BorrowedViews:
         """Return the views of the sequences ``seqs``, to be used in a with statement."""
@@ -35,20 +35,20 @@ class CacheViews:
         now = self._tensors(cache)
         known = [tensor() for tensor in self._of]
         if not known or len(self._views) != len(seqs) or any(map(operator.is_not, known, now)):
-            self._of, self._seqs = (), []
+            self._of, self._seqs = (), ()
             self._views = (Cache * len(seqs))(*([self._whole(cache)] * len(seqs)))
             self._each = list(self._views)  # to take one out of the array anew is slow
             # Weak: what a pool has outgrown shall not live on here.
             self._of = tuple(map(weakref.ref, now))
-        if self._seqs != seqs:
-            self._seqs = []  # until all are written: Ctrl-C may come in between
+        if self._seqs != (seqs := tuple(seqs)):
+            self._seqs = ()  # until all are written: Ctrl-C may come in between
             rows, tables = cache.length.data_ptr(), cache.table.data_ptr()
             width = 8 * self._each[0].width
             for view, seq in zip(self._each, seqs, strict=True):
                 first = seq * cache.rows
                 view.length, view.table = rows + 8 * first, tables + width * first
-            self._seqs = list(seqs)
-        self._each[0].free = pool._free
+            self._seqs = seqs
+        self._each[0].free = pool.free_pages
         return BorrowedViews(pool, self._views)
 
     @staticmethod
@@ -59,7 +59,7 @@ class CacheViews:
         pool = cache.pool
         return Cache(
             *(tensor.data_ptr() for tensor in self._tensors(cache)),
-            free=pool._free,
+            free=pool.free_pages,
             rows=cache.rows,
             width=cache.table.shape[-1],
             page_size=pool.page_size,
@@ -84,7 +84,7 @@ class BorrowedViews:
         return self._views
 
     def __exit__(self, *_: object) -> None:
-        self._pool._free = self._views[0].free
+        self._pool.set_free(self._views[0].free)
 
 
 def _bits(codec: Codec, dtype: torch.dtype) -> int:

@@ -9,6 +9,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from mmkv.engine.backends.base import HOSTED, Batch
 from mmkv.engine.backends.cpu.binding import (
     JOINS,
     MAX_TRUNK,
@@ -92,13 +93,19 @@ class NativeDecoder:
         self._model_ref, self._step_ref = byref(self._model), byref(self._step)
 
     @staticmethod
-    def unsupported_reason(weights: DecoderWeights, gates: Gates | None) -> str:
-        """Say in a few words why these weights cannot run in C; empty when they can."""
+    def unsupported_reason(
+        weights: DecoderWeights, gates: Gates | None, hosted: bool = False
+    ) -> str:
+        """Say in a few words why these weights cannot run in C; empty when they can.
+
+        Args:
+            hosted: whether they lack layers: a transformers model has them, and runs them.
+        """
         loaded = library()
         if isinstance(loaded, str):
             return loaded
-        if not weights.layers:
-            return "the forward pass is transformers'"
+        if hosted:
+            return HOSTED
         if any(layer.router is not None for layer in weights.layers):
             return "a mixture of experts"
         if weights.embed.device.type != "cpu":
@@ -135,23 +142,15 @@ class NativeDecoder:
         return self._step.evicting / 1e9
 
     def step(
-        self,
-        cache: RaggedCache,
-        seqs: Sequence[int],
-        tokens: Sequence[int],
-        positions: Sequence[int],
-        rope_positions: Sequence[int],
-        long: Sequence[bool],
-        requests: ctypes.Array[Eviction] | None = None,
+        self, cache: RaggedCache, batch: Batch, requests: ctypes.Array[Eviction] | None = None
     ) -> Tensor:
-        """Append one text token to each of B different sequences ``seqs``, and evict.
+        """Append one text token to each of B different sequences, and evict.
 
         Every weight is read once for all of them, and each is computed as if it were alone: the
         logits of a sequence do not depend, not in one bit, on its company.
 
         Args:
-            positions: token indices; long: whether to take the long rope frequencies.
-            requests: from ``NativeEvictor.request``; its ``commit`` counts what went.
+            requests: from ``NativeEvictor.request``; its ``commit`` says what went.
 
         Returns:
             float32 logits ``[B, vocab]``.
@@ -159,13 +158,19 @@ class NativeDecoder:
         Raises:
             BudgetError: the pool would pass its limit; nothing has changed then.
         """
-        batch_slots, step = len(seqs), self._step
+        seqs, step = batch.seqs, self._step
+        batch_slots = len(seqs)
         if batch_slots > len(self._batch_slot):
             self._batch_slots = (BatchSlot * batch_slots)()
             self._batch_slot = list(self._batch_slots)
             step.batch_slot = self._batch_slots
         for batch_slot, token, position, rope_position, far in zip(
-            self._batch_slot, tokens, positions, rope_positions, long, strict=False
+            self._batch_slot,
+            batch.tokens,
+            batch.seen,
+            batch.next_position,
+            batch.long_rope,
+            strict=False,
         ):
             batch_slot.token, batch_slot.position, batch_slot.rope_position = (
                 token,

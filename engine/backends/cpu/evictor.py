@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import ctypes
 import math
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from itertools import repeat
 
 import torch
 from torch import Tensor
 
+from mmkv.engine.backends.base import Batch, Counts
 from mmkv.engine.backends.cpu.binding import Eviction, library
 from mmkv.engine.backends.cpu.cache_views import CacheViews
 from mmkv.engine.cache import RaggedCache
@@ -17,16 +17,13 @@ from mmkv.engine.policies.allocation import GlobalAllocation, HeadAllocation
 from mmkv.engine.policies.base import Policy, kernel_of
 from mmkv.engine.policies.scoring import Retention
 
-if TYPE_CHECKING:
-    from mmkv.engine.sequence import CachedSequence
-
 _SCORERS = {"retention": 0, "recency": 1, "state": 2, "torch": 3}
 _ALLOCATIONS: dict[type, int] = {GlobalAllocation: 0, HeadAllocation: 1}
 _GROUPS = 2  # any other allocation, whose shares are handed over as numbers
 
 # The C code keeps the victims in a heap: right for the few of a decode step, while torch's
 # selection is as fast for the many of a prefill chunk.
-_MOST_VICTIMS = 1024
+MOST_VICTIMS = 1024
 # What C can count with; no cache holds as many entries.
 _MOST_ENTRIES = 2**61
 _MOST_SHARES = 64  # budgets whose shares are remembered
@@ -57,7 +54,7 @@ class NativeEvictor:
             lookahead=scoring.lookahead if isinstance(scoring, Retention) else 1,
             guess=math.inf,
             margin=0.01,
-            most=_MOST_VICTIMS,
+            most=MOST_VICTIMS,
         )
         self._rows = layers * kv_heads
         self._shape, self._method = (layers, kv_heads), policy
@@ -68,80 +65,73 @@ class NativeEvictor:
         self._each: list[Eviction] = []  # to take one out of the array anew is slow
         self._scratch = torch.empty(0, dtype=torch.uint8)
 
-    def request(
-        self, sessions: Sequence[CachedSequence], tokens: int, rows: int, slack: int
-    ) -> ctypes.Array[Eviction]:
-        """What C shall do after ``tokens`` more tokens in ``rows`` rows each.
-
-        Args:
-            slack: entries above a session's budget that are let be.
-        """
-        if len(sessions) > len(self._each):
-            self._make_requests(len(sessions))
-        kept = []
-        for request, session in zip(self._each, sessions, strict=False):
-            request.seen = seen = session.seen + tokens
-            request.entries, request.slack = (
-                session.entries + tokens * rows,
-                min(slack, _MOST_ENTRIES),
-            )
-            request.budget = min(session.allowed_at(seen), _MOST_ENTRIES)
-            if self._policy.allocation == _GROUPS:
-                kept.append(self._set_shares(request))
-            if self._method.recent_share is not None:
-                request.protect_recent = self._method.recent(session.budget_at(seen) // self._rows)
-            recorder = session.recorder
-            if recorder is not None or request.trace:
-                request.trace = None if recorder is None else recorder.room(_MOST_VICTIMS)
+    def request(self, batch: Batch) -> ctypes.Array[Eviction]:
+        """What C shall do to each sequence, once the batch's tokens are appended."""
+        count = len(batch.seqs)
+        if count > len(self._each):
+            self._make_requests(count)
+        tokens = 1 if batch.tokens else 0
+        new, slack, kept = tokens * self._rows, min(batch.slack, _MOST_ENTRIES), []
+        deaths = batch.deaths or repeat(0)
+        for request, seen, entries, allowed, room in zip(
+            self._each, batch.seen, batch.entries, batch.allowed, deaths, strict=False
+        ):
+            request.seen, request.entries, request.slack = seen + tokens, entries + new, slack
+            request.budget = min(allowed, _MOST_ENTRIES)
+            if room or request.trace:
+                request.trace = room or None
+        if self._policy.allocation == _GROUPS:
+            kept = [self._set_shares(request) for request in self._each[:count]]
+        if self._method.recent_share is not None:
+            self._set_recent(batch)
         self._kept = kept  # C reads them where they lie
         return self._requests
 
-    def commit(self, sessions: Sequence[CachedSequence]) -> list[CachedSequence]:
-        """Count what C dropped; the sessions where it refused: more victims than it is meant for.
+    def commit(self, batch: Batch, counts: Counts) -> None:
+        """Say what C dropped, and which sequences it refused.
 
-        Of those nothing has changed.
+        Those have more victims than it is meant for, and nothing of them has changed.
         """
-        left = []
-        for request, session in zip(self._each, sessions, strict=False):
+        dropped, nan, uncut = list[int](), list[int](), list[int]()
+        for index, request in enumerate(self._each[: len(batch.seqs)]):
             found = request.found
             if found < 0:
-                left.append(session)
-            elif found:
-                session.count_evicted(found, request.nan)
-                if session.recorder is not None:
-                    session.recorder.filled(found)
-                    if not self.given and session.recorder.samples_next:
-                        view = session.view()
-                        budget = session.allowed_entries
-                        session.recorder.sample(view, self._method.scores(view, budget).value)
-        return left
+                uncut.append(index)
+            dropped.append(found if found > 0 else 0)
+            nan.append(request.nan if found > 0 else 0)
+        counts.dropped, counts.nan, counts.uncut = dropped, nan, uncut
 
     def evict(
-        self,
-        cache: RaggedCache,
-        sessions: Sequence[CachedSequence],
-        scores: Sequence[Tensor] | None = None,
-    ) -> list[CachedSequence]:
-        """Cut different sessions back to their budgets; those are left that C refuses.
+        self, cache: RaggedCache, batch: Batch, counts: Counts, scores: Tensor | None = None
+    ) -> None:
+        """Cut sequences back to what is allowed; ``counts.uncut`` names those that C refuses.
 
         Args:
-            scores: float32 ``[N]`` of each session's entries, row after row, where :attr:`given`.
+            scores: float32 ``[N]`` of the one sequence's entries, row after row, where
+                :attr:`given`.
         """
-        requests = self.request(sessions, tokens=0, rows=0, slack=0)
+        requests = self.request(batch)
         for request in self._each:
             request.found = 0
-        for request, given in zip(self._each, scores or (), strict=False):
-            request.given = given.data_ptr()
+        if scores is not None:
+            self._each[0].given = scores.data_ptr()
         try:
-            with self._views.of(cache, [session.seq for session in sessions]) as views:
-                self._library.mmkv_evict(views, requests, len(sessions), torch.get_num_threads())
+            with self._views.of(cache, batch.seqs) as views:
+                self._library.mmkv_evict(views, requests, len(batch.seqs), torch.get_num_threads())
         finally:  # Ctrl-C may land the moment C returns
-            left = self.commit(sessions)
-        return left
+            self.commit(batch, counts)
 
-    def takes(self, session: CachedSequence) -> bool:
-        """Whether C may cut this session: it does not when there are too many victims."""
-        return session.entries - session.allowed_entries <= _MOST_VICTIMS
+    @staticmethod
+    def takes(entries: int, allowed: int) -> bool:
+        """Whether C may cut such a sequence: it does not when there are too many victims."""
+        return entries - allowed <= MOST_VICTIMS
+
+    def _set_recent(self, batch: Batch) -> None:
+        """Protect as many of the newest tokens as the budget's share of them says."""
+        policy, prompts = self._method, batch.prompt_tokens
+        for request, allowed, prompt in zip(self._each, batch.allowed, prompts, strict=False):
+            per_row = allowed // self._rows - prompt * policy.keeps_prompt
+            request.protect_recent = policy.recent(per_row)
 
     def _set_shares(self, request: Eviction) -> tuple[Tensor, Tensor, Tensor | None]:
         budget = request.budget
@@ -161,7 +151,7 @@ class NativeEvictor:
         return known
 
     def _make_requests(self, batch_slots: int) -> None:
-        each = self._library.mmkv_evict_scratch(_MOST_VICTIMS, self._rows)
+        each = self._library.mmkv_evict_scratch(MOST_VICTIMS, self._rows)
         scratch = torch.empty(batch_slots, each, dtype=torch.uint8)
         requests = (Eviction * batch_slots)(*([self._policy] * batch_slots))
         made = list(requests)

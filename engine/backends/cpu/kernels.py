@@ -19,7 +19,7 @@ from mmkv.engine.model import product as reference
 from mmkv.engine.model.bf16 import Bf16Matrix
 from mmkv.engine.model.elementwise import Elementwise, TorchElementwise
 from mmkv.engine.model.int8 import Int8Matrix
-from mmkv.engine.model.product import Matrix, Product, narrowed
+from mmkv.engine.model.product import Kernels, Matrix, Product, narrowed
 from mmkv.engine.policies.base import WindowReduction
 
 # Multiplications that a further thread is worth: some 10 microseconds of one.
@@ -88,6 +88,11 @@ def linear(weight: Matrix, bias: Tensor | None = None, bf16: Bf16Copies | None =
     if short is not None:
         return Linear(None, of_bias, short.panels.data_ptr(), None, None, *weight.shape)
     return Linear(weight.data_ptr(), of_bias, None, None, None, *weight.shape)
+
+
+def native_kernels(form: str = "auto") -> Kernels:
+    """Return the functions in C for weights in a form; those of torch where C is not there."""
+    return Kernels(native_product(form), rounded, packed, native_elementwise())
 
 
 def native_product(form: str = "auto") -> Product | None:

@@ -1,23 +1,31 @@
-"""CudaBackend: steps on Triton kernels, and bursts of steps as one CUDA graph."""
+"""CudaBackend: bursts of steps as one CUDA graph, and kernels for what others compute."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
-from mmkv.engine.backends.base import Backend, Decoded
+from torch import Tensor
+
+from mmkv.engine.backends.base import HOSTED, Backend, Batch, Burst, LoadedModel
 from mmkv.engine.backends.cuda.graph_runner import GraphRunner
 from mmkv.engine.backends.cuda.kernels import evict
-from mmkv.engine.backends.cuda.kernels.available import triton_installed
+from mmkv.engine.backends.cuda.kernels.available import on_triton, triton_installed
 from mmkv.engine.backends.cuda.kernels.sample import Draw
+from mmkv.engine.backends.cuda.kernels.window_scores import window_scores
+from mmkv.engine.cache import Entries, RaggedCache
+from mmkv.engine.policies.base import CacheView, Policy, WindowReduction
+from mmkv.engine.scorer_state import (
+    QUERIES,
+    WindowAttention,
+    window_attention,
+    window_positions,
+)
 
-if TYPE_CHECKING:
-    from mmkv.engine.policies import Policy
-    from mmkv.engine.runtime import Runtime
-    from mmkv.engine.sequence import CachedSequence
+# The reductions that the kernel of window scores computes.
+_ON_PAGES = (WindowReduction("mean"), WindowReduction("sum"))
 
 
-class CudaBackend:
+class CudaBackend(Backend):
     """Decodes bursts of steps as replays of a CUDA graph, with nothing read back in between.
 
     A single step whose logits are wanted is the torch step, which takes Triton's kernels by
@@ -27,31 +35,32 @@ class CudaBackend:
         runner: the graphs, made when the first burst needs one.
     """
 
-    def __init__(self, engine: Runtime, single: Backend) -> None:
-        self.engine, self._single = engine, single
+    name, path = "cuda", "graph"
+    bursts = True
+
+    def __init__(self, model: LoadedModel, cache: RaggedCache) -> None:
+        super().__init__(model, cache)
         self.runner: GraphRunner | None = None
 
-    def unsupported_reason(self, sessions: Sequence[CachedSequence] = ()) -> str:
-        """See :class:`mmkv.engine.backends.base.Backend`; of bursts."""
-        engine = self.engine
-        policy, gates = engine.policy, engine.decoder.gates
-        if engine.device.type != "cuda":
+    def burst_reason(self) -> str:
+        """See :class:`mmkv.engine.backends.base.Backend`."""
+        model, policy = self.model, self.model.policy
+        if model.device.type != "cuda":
             return "no GPU"
         if not triton_installed():
             return "Triton is not installed"
-        if any(engine.spec.sliding_window):
+        if any(model.spec.sliding_window):
             return "sliding-window layers"
         if self.policy_reason(policy):
             return self.policy_reason(policy)
+        gates = model.decoder.gates
         if gates is not None and any(not gate.trunk for gate in gates.layers):
             return "gates without a trunk"
-        if engine.decoder.on_gate_input is not None:
+        if model.decoder.on_gate_input is not None:
             return "on_gate_input is set"
-        if engine.spec.rope.switch_at is not None:
+        if model.spec.rope.switch_at is not None:
             return "longrope"
-        if not engine.decoder.weights.layers:
-            return "the forward pass is transformers'"
-        return ""
+        return HOSTED if model.decoder.hosted else ""
 
     @staticmethod
     def policy_reason(policy: Policy) -> str:
@@ -60,27 +69,47 @@ class CudaBackend:
             return f"policy {policy.name!r} has write gates"
         return evict.unsupported_reason(policy) if policy.evicts else ""
 
-    def decode(self, sessions: Sequence[CachedSequence], token_ids: Sequence[int]) -> Decoded:
-        """See :class:`mmkv.engine.backends.base.Backend`."""
-        return self._single.decode(sessions, token_ids)
+    def decode_many(
+        self,
+        batch: Batch,
+        burst: Burst,
+        steps: int,
+        stop: Sequence[int] = (),
+        draws: Sequence[Draw] | None = None,
+    ) -> None:
+        """See :class:`mmkv.engine.backends.base.Backend`; evictions are part of the graph."""
+        if self.runner is None:
+            self.runner = GraphRunner(self.model, self.cache)
+        self.runner.decode(batch, burst, steps, stop, draws)
 
-    def evict(self, sessions: Sequence[CachedSequence]) -> Sequence[CachedSequence]:
-        """See :class:`mmkv.engine.backends.base.Backend`."""
-        return self._single.evict(sessions)
+    @property
+    def window_attention(self) -> WindowAttention | None:
+        """See :class:`mmkv.engine.backends.base.Backend`: where keys lie whole on a GPU."""
+        pool = self.cache.pool
+        return _window_attention if on_triton(pool.keys) and pool.form.plain else None
 
     def reset(self) -> None:
         """Drop the graphs: they keep the tensors alive that they were made for."""
         self.runner = None
 
-    def decode_many(
-        self,
-        sessions: Sequence[CachedSequence],
-        token_ids: Sequence[int],
-        steps: int,
-        stop: Sequence[int] = (),
-        draws: Sequence[Draw] | None = None,
-    ) -> list[list[int]]:
-        """See :meth:`mmkv.engine.runtime.Runtime.decode_many`; evictions are part of the graph."""
-        if self.runner is None:
-            self.runner = GraphRunner(self.engine)
-        return self.runner.decode(sessions, token_ids, steps, stop, draws)
+
+def _window_attention(
+    cache: RaggedCache, seq: int, entries: Entries, view: CacheView, reduction: WindowReduction
+) -> Tensor:
+    """Compute :func:`mmkv.engine.scorer_state.window_attention` where the keys lie."""
+    if reduction not in _ON_PAGES:
+        return window_attention(cache, seq, entries, view, reduction)
+    pool, queries = cache.pool, cache.memory[QUERIES]
+    at = window_positions(view.seen, queries.shape[3], queries.device)
+    shares = window_scores(
+        queries[seq][None],
+        at[None],
+        pool.keys,
+        pool.position,
+        cache.length[seq][None],
+        cache.table[seq][None],
+        at.new_zeros(1),
+        queries.shape[-1] ** -0.5,
+    )
+    mean = shares[0].flatten(0, 1)[entries.row, entries.offset]
+    return mean if reduction.group == "mean" else mean * (queries.shape[2] // view.kv_heads)

@@ -1,20 +1,19 @@
-"""GraphRunner: sessions handed to the static step, replayed as a CUDA graph, and taken back."""
+"""GraphRunner: sequences handed to the static step, replayed as a CUDA graph, and taken back."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
+from mmkv.engine.backends.base import Batch, Burst, LoadedModel
 from mmkv.engine.backends.cuda.kernels.sample import Draw, columns_of
 from mmkv.engine.backends.cuda.static_step import StaticStep
+from mmkv.engine.budget import Budget
+from mmkv.engine.cache import RaggedCache
 from mmkv.engine.device import exact_products, on_device
-from mmkv.engine.errors import BROKEN, BudgetError, NotFiniteError
-
-if TYPE_CHECKING:
-    from mmkv.engine.runtime import Runtime
-    from mmkv.engine.sequence import CachedSequence
+from mmkv.engine.errors import BROKEN, BudgetError
 
 MOST_STEPS = 256  # per replay: pages for all of them are set aside beforehand
 _LEAST_ROOM = 256  # entries per row that tables and pages have room for at least
@@ -22,7 +21,7 @@ _WARM_UP = 2  # steps on idle batch slots, so that libraries allocate before the
 
 
 class GraphRunner:
-    """Decodes steps of an engine's sessions with no host work in between.
+    """Decodes steps of several sequences with no host work in between.
 
     One step object, and on CUDA one graph, per batch size (powers of two) and kind of draw. They
     are made anew when the pool or the block tables have grown, which therefore grow together and
@@ -35,8 +34,8 @@ class GraphRunner:
         captures: steps made so far; graph_bytes: device memory that the graphs hold.
     """
 
-    def __init__(self, engine: Runtime) -> None:
-        self.engine = engine
+    def __init__(self, model: LoadedModel, cache: RaggedCache) -> None:
+        self.model, self.cache = model, cache
         self.captures, self.graph_bytes = 0, 0
         self._memory: Any = None  # of all graphs, while there are any
         self._steps: dict[tuple[object, ...], tuple[StaticStep, torch.cuda.CUDAGraph | None]] = {}
@@ -44,74 +43,53 @@ class GraphRunner:
     @torch.inference_mode()
     def decode(
         self,
-        sessions: Sequence[CachedSequence],
-        token_ids: Sequence[int],
+        batch: Batch,
+        burst: Burst,
         steps: int,
         stop: Sequence[int] = (),
         draws: Sequence[Draw] | None = None,
-    ) -> list[list[int]]:
-        """Append a token to each session, then each token it says, ``steps`` times in all.
+    ) -> None:
+        """Append a token to each, then each token it says, ``steps`` times in all.
 
-        Args:
-            stop: tokens that end a session's part; they are generated, not appended.
-            draws: per session how its tokens are drawn, None for the likeliest.
-
-        Returns:
-            per session the generated tokens: ``steps`` of them, or up to a stop token.
+        See :meth:`mmkv.engine.backends.base.Backend.decode_many`.
 
         Raises:
-            BudgetError: the pool would pass its limit; the steps before that are kept.
-            NotFiniteError: logits were not finite; holds what was generated.
+            BudgetError: the pool would pass its limit; the steps before that stand.
         """
-        with on_device(self.engine.device), exact_products(self.engine.device):
-            return self._decode(sessions, token_ids, steps, tuple(stop), draws)
-
-    def _decode(
-        self,
-        sessions: Sequence[CachedSequence],
-        token_ids: Sequence[int],
-        steps: int,
-        stop: tuple[int, ...],
-        draws: Sequence[Draw] | None,
-    ) -> list[list[int]]:
-        generated: list[list[int]] = [[] for _ in sessions]
-        going = list(range(len(sessions)))
-        token = list(token_ids)
+        going, token = list(range(len(batch.seqs))), list(batch.tokens)
         drawn = None if draws is None else list(draws)
-        for start in range(0, steps, MOST_STEPS):
-            part = self._replay(
-                [sessions[i] for i in going],
-                [token[i] for i in going],
-                min(MOST_STEPS, steps - start),
-                stop,
-                None if drawn is None else [drawn[i] for i in going],
-            )
-            for index, tokens in zip(going, part, strict=True):
-                generated[index] += tokens
-                token[index] = tokens[-1]
-                if drawn is not None:
-                    drawn[index] = drawn[index].after([one for one in tokens if one >= 0])
-            going = [index for index in going if generated[index][-1] not in (*stop, BROKEN)]
-            if not going:
-                break
-        if any(row[-1:] == [BROKEN] for row in generated):
-            raise NotFiniteError(generated)
-        return generated
+        device = self.cache.length.device
+        with on_device(device), exact_products(device):
+            for start in range(0, steps, MOST_STEPS):
+                count = min(MOST_STEPS, steps - start)
+                part = self._replay(batch, burst, going, token, count, tuple(stop), drawn)
+                for index, tokens in zip(going, part, strict=True):
+                    burst.generated[index] += tokens
+                    token[index] = tokens[-1]
+                    if drawn is not None:
+                        drawn[index] = drawn[index].after([one for one in tokens if one >= 0])
+                going = [i for i in going if burst.generated[i][-1] not in (*stop, BROKEN)]
+                if not going:
+                    break
 
     def _replay(
         self,
-        sessions: Sequence[CachedSequence],
-        token_ids: Sequence[int],
+        batch: Batch,
+        burst: Burst,
+        going: Sequence[int],
+        token: Sequence[int],
         steps: int,
         stop: tuple[int, ...],
         draws: Sequence[Draw] | None,
     ) -> list[list[int]]:
-        cache = self.engine.cache
-        most = self._make_room(sessions, steps)
-        batch = _power_of_two(len(sessions))
-        penalised = draws is not None and any(draw.penalises for draw in draws)
-        step, graph = self._step(batch, stop, draws is not None, most, penalised)
-        self._fill(step, sessions, token_ids, draws)
+        """Append up to ``steps`` tokens to the sequences that are ``going``; those they say."""
+        cache = self.cache
+        most = self._make_room(batch, burst, going, steps)
+        count = _power_of_two(len(going))
+        own = None if draws is None else [draws[index] for index in going]
+        penalised = own is not None and any(draw.penalises for draw in own)
+        step, graph = self._step(count, stop, own is not None, most, penalised)
+        self._fill(step, batch, burst, going, token, own)
         try:
             for _ in range(steps):
                 if graph is None:
@@ -120,12 +98,13 @@ class GraphRunner:
                     graph.replay()
         finally:
             # The first read from the device since the replay began.
-            cache.pool._free = int(step.top)
+            cache.pool.set_free(int(step.top))
             seen, entries = step.seen.tolist(), cache.length.flatten(1).sum(1).tolist()
             nan = step.evicted_nan.tolist()
-            for batch_slot, session in enumerate(sessions):
-                tokens = seen[batch_slot] - session.seen
-                session.count_burst(tokens, entries[session.seq], nan[batch_slot])
+            for batch_slot, index in enumerate(going):
+                burst.appended[index] = seen[batch_slot] - batch.seen[index]
+                burst.entries[index] = entries[batch.seqs[index]]
+                burst.nan[index] += nan[batch_slot]
         if int(step.room.error):
             raise BudgetError("the page pool was too small for a step; this is a bug in mmkv")
         if int(step.least_dropped.min()) < 0:
@@ -133,24 +112,23 @@ class GraphRunner:
                 "a session has more entries than the eviction on the GPU was made for and stands "
                 "above its budget; this is a bug in mmkv, decode it step by step"
             )
-        rows = step.generated[: len(sessions), :steps].tolist()
-        made = [[token for token in row if token != -1] for row in rows]
-        for session, token, row in zip(sessions, token_ids, made, strict=True):
-            session.note_ids([token, *row[:-1]])  # what came last has not been appended
-        return made
+        rows = step.generated[: len(going), :steps].tolist()
+        return [[token for token in row if token != -1] for row in rows]
 
-    def _make_room(self, sessions: Sequence[CachedSequence], steps: int) -> int:
+    def _make_room(self, batch: Batch, burst: Burst, going: Sequence[int], steps: int) -> int:
         """Pages and table columns for all steps, so that nothing has to grow in between.
 
         Returns:
-            the most entries that eviction will meet in one session, 1 where nothing is evicted.
+            the most entries that eviction will meet in one sequence, 1 where nothing is evicted.
         """
-        cache, pool = self.engine.cache, self.engine.cache.pool
-        longest = int(cache.length[[session.seq for session in sessions]].max())
+        cache, pool = self.cache, self.cache.pool
+        longest = int(cache.length[[batch.seqs[index] for index in going]].max())
         room = max(_power_of_two(longest + steps), _LEAST_ROOM)
         # No row becomes longer than the context, which a caller has seen to for these steps.
-        ahead = max(min(room, self.engine.spec.max_position) - longest, steps)
-        (pages, _), (wanted, largest) = (self._bound(sessions, n) for n in (steps, ahead))
+        ahead = max(min(room, self.model.spec.max_position) - longest, steps)
+        (pages, _), (wanted, largest) = (
+            self._bound(batch, burst, going, count) for count in (steps, ahead)
+        )
         columns = -(-(longest + steps) // pool.page_size)
         # Together, and before the first capture: each of them alone would cost another one.
         if not self._steps or pages > pool.free_pages or columns > cache.table.shape[-1]:
@@ -158,21 +136,26 @@ class GraphRunner:
             pool.prepare(wanted)
             pool.reserve(pages)
             cache._widen(-(-(longest + ahead) // pool.page_size))
-        return largest if self.engine.policy.evicts else 1
+        return largest if self.model.policy.evicts else 1
 
-    def _bound(self, sessions: Sequence[CachedSequence], steps: int) -> tuple[int, int]:
-        """Bound what so many steps take: pages beside those held, entries of one session."""
-        engine, cache = self.engine, self.engine.cache
-        size, rows = cache.pool.page_size, engine.spec.rows
+    def _bound(
+        self, batch: Batch, burst: Burst, going: Sequence[int], steps: int
+    ) -> tuple[int, int]:
+        """Bound what so many steps take: pages beside those held, entries of one sequence."""
+        cache, rows = self.cache, self.model.spec.rows
+        size = cache.pool.page_size
         pages, largest = 0, 0
-        for session in sessions:
-            most = session.entries + steps * rows
-            if engine.policy.evicts:
-                budget = engine.budgets.allowed(session.budget, session.seen + steps)
-                kept = max(budget + engine.slack, session.entries) + rows
-                most = min(most, kept)
+        for index in going:
+            entries = burst.entries[index]
+            most = entries + steps * rows
+            if self.model.policy.evicts:
+                allowed, share = batch.allowed[index], batch.share[index]
+                if share:
+                    seen = batch.seen[index] + burst.appended[index] + steps
+                    allowed = Budget.fraction(share).entries(rows, seen, 0, 0)
+                most = min(most, max(allowed + self.model.slack, entries) + rows)
             largest = max(largest, most)
-            pages += (most + rows * (size - 1)) // size - cache.held_pages(session.seq)
+            pages += (most + rows * (size - 1)) // size - cache.held_pages(batch.seqs[index])
         return max(pages, 0), largest
 
     def _step(
@@ -190,7 +173,9 @@ class GraphRunner:
             self._steps = {k: v for k, v in self._steps.items() if k != key and v[0].fits()}
             del known
             most = _power_of_two(entries)  # captures are slow: room to grow
-            step = StaticStep(self.engine, batch, MOST_STEPS, stop, drawn, most, penalised)
+            step = StaticStep(
+                self.model, self.cache, batch, MOST_STEPS, stop, drawn, most, penalised
+            )
             known = self._steps[key] = (step, self._captured(step))
             self.captures += 1
         return known
@@ -219,22 +204,24 @@ class GraphRunner:
     def _fill(
         self,
         step: StaticStep,
-        sessions: Sequence[CachedSequence],
-        token_ids: Sequence[int],
+        batch: Batch,
+        burst: Burst,
+        going: Sequence[int],
+        token: Sequence[int],
         draws: Sequence[Draw] | None,
     ) -> None:
-        idle = [0] * (step.batch - len(sessions))
+        idle = [0] * (step.batch - len(going))
         columns = {
-            "seqs": [session.seq for session in sessions] + [-1] * len(idle),
-            "token": [*token_ids, *idle],
-            "seen": [session.seen for session in sessions] + idle,
-            "rope_position": [session.next_position for session in sessions] + idle,
+            "seqs": [batch.seqs[i] for i in going] + [-1] * len(idle),
+            "token": [token[i] for i in going] + idle,
+            "seen": [batch.seen[i] + burst.appended[i] for i in going] + idle,
+            "rope_position": [batch.next_position[i] + burst.appended[i] for i in going] + idle,
+            "allowed": [batch.allowed[i] for i in going] + idle,
+            "share": [batch.share[i] for i in going] + idle,
         }
         for name, values in columns.items():
             getattr(step, name).copy_(torch.tensor(values))
-        for batch_slot, session in enumerate(sessions):
-            step.set_budget(batch_slot, session.budget)
-        step.top.fill_(self.engine.cache.pool.free_pages)
+        step.top.fill_(self.cache.pool.free_pages)
         step.index.zero_()
         step.evicted_nan.zero_()
         step.generated.fill_(-1)

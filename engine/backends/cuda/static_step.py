@@ -10,13 +10,14 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from mmkv.engine.backends.cuda.kernels.append import Rows, empty_room, make_room
+from mmkv.engine.backends.base import LoadedModel
+from mmkv.engine.backends.cuda.kernels.append import empty_room, make_room
+from mmkv.engine.backends.cuda.kernels.buffers import Readout, Rows
 from mmkv.engine.backends.cuda.kernels.decode_attention import decode_attention, empty_partials
 from mmkv.engine.backends.cuda.kernels.evict import empty_eviction, evict
 from mmkv.engine.backends.cuda.kernels.norm import rms_norm
@@ -28,7 +29,7 @@ from mmkv.engine.backends.cuda.kernels.sample import (
     sample,
     uniform,
 )
-from mmkv.engine.backends.cuda.kernels.store import Readout, store_layer
+from mmkv.engine.backends.cuda.kernels.store import store_layer
 from mmkv.engine.backends.cuda.kernels.swiglu import swiglu
 from mmkv.engine.backends.cuda.kernels.worklist import (
     build_worklist,
@@ -36,13 +37,10 @@ from mmkv.engine.backends.cuda.kernels.worklist import (
     empty_worklist,
     tile_entries,
 )
+from mmkv.engine.cache import RaggedCache
 from mmkv.engine.errors import BROKEN
 from mmkv.engine.model.mixture import mixture
 from mmkv.engine.model.product import plain
-from mmkv.engine.policies import Budget
-
-if TYPE_CHECKING:
-    from mmkv.engine.runtime import Runtime
 
 
 class StaticStep:
@@ -67,7 +65,8 @@ class StaticStep:
 
     def __init__(
         self,
-        engine: Runtime,
+        model: LoadedModel,
+        cache: RaggedCache,
         batch: int,
         most_steps: int,
         stop: Sequence[int],
@@ -75,28 +74,29 @@ class StaticStep:
         most_entries: int,
         penalised: bool = False,
     ) -> None:
-        self.engine, self.batch, self.most_entries = engine, batch, most_entries
-        spec, cache, device = engine.spec, engine.cache, engine.device
+        self.model, self.cache = model, cache
+        self.batch, self.most_entries = batch, most_entries
+        spec, device = model.spec, cache.length.device
         self.top = torch.zeros(1, dtype=torch.int64, device=device)
         pool = cache.pool
         self.rows = Rows(cache.length, cache.table, pool._stack, self.top, pool.page_size)
         # Weak: what a pool has outgrown shall not live on here.
         self._columns = [weakref.ref(column) for column in pool.columns()]
         self.room = empty_room(batch, self.rows)
-        tile = tile_entries(spec.head_dim, engine.dtype)
+        tile = tile_entries(spec.head_dim, pool.dtype)
         self._work = empty_worklist(
             batch, spec.num_layers, spec.num_kv_heads, tile, default_runs(device), device
         )
         self._partials = empty_partials(self._work, spec.group, spec.head_dim)
         self._eviction = None
-        if engine.policy.evicts:
+        if model.policy.evicts:
             self._eviction = empty_eviction(batch, self.rows, most_entries)
         # Victims of eviction whose score is NaN, per batch slot, since it was zeroed.
         self.evicted_nan = self.top.new_zeros(batch)
         if self._eviction is not None:
             self.evicted_nan = self._eviction.nan
         shape = (batch, spec.num_heads, spec.head_dim)
-        self._mixed = torch.zeros(shape, dtype=engine.dtype, device=device)
+        self._mixed = torch.zeros(shape, dtype=pool.dtype, device=device)
 
         def integers(*shape: int) -> Tensor:
             return torch.zeros(shape, dtype=torch.int64, device=device)
@@ -114,11 +114,11 @@ class StaticStep:
             self.columns = SamplingColumns.idle(batch, device)
         self.said: Said | None = None
         if penalised:
-            self.said = Said.empty(batch, engine.decoder.weights.head.shape[0], device)
+            self.said = Said.empty(batch, model.decoder.weights.head.shape[0], device)
 
     def fits(self, entries: int = 0) -> bool:
         """Whether a slot may hold so many entries, and pool and tables are still the same ones."""
-        cache, rows = self.engine.cache, self.rows
+        cache, rows = self.cache, self.rows
         return (
             entries <= self.most_entries
             # Columns are replaced one by one when they grow: Ctrl-C may come between any two.
@@ -131,23 +131,17 @@ class StaticStep:
             and rows.table is cache.table
         )
 
-    def set_budget(self, batch_slot: int, budget: Budget) -> None:
-        """Bound a batch slot by ``budget``."""
-        self.share[batch_slot] = budget.value if budget.kind == "fraction" else 0
-        if budget.kind != "fraction":
-            self.allowed[batch_slot] = self.engine.budgets.allowed(budget, 0)
-
     def run(self) -> None:
         """Append every batch slot's token, choose the next, evict."""
-        engine, pool, spec = self.engine, self.engine.cache.pool, self.engine.spec
-        weights, eps = engine.decoder.weights, spec.rms_eps
+        model, pool, spec = self.model, self.cache.pool, self.model.spec
+        weights, eps = model.decoder.weights, spec.rms_eps
         product = weights.product
         slots = make_room(self.room, self.rows, self.seqs)
         live = slots[:, 0, 0] >= 0  # not those that are idle, none when the pool was too small
         by_layer = slots.transpose(0, 1).contiguous()
         build_worklist(self._work, self.seqs, self.rows.length)
-        rope = engine.rope.text(self.rope_position)
-        x, residual = engine.decoder.embed(self.token), None
+        rope = model.rope.text(self.rope_position)
+        x, residual = model.decoder.embed(self.token), None
         for index, layer in enumerate(weights.layers):
             normed, residual = rms_norm(x, residual, layer.input_norm, eps)
             query = store_layer(
@@ -185,9 +179,9 @@ class StaticStep:
         self._evict()
 
     def _readout(self, index: int, normed: Tensor) -> Readout | None:
-        if self.engine.decoder.gates is None:
+        if self.model.decoder.gates is None:
             return None
-        gate = self.engine.decoder.gates.layers[index]
+        gate = self.model.decoder.gates.layers[index]
         *first, (weight, bias) = gate.trunk
         for stage in first:
             normed = F.silu(F.linear(normed, *stage))
@@ -196,7 +190,7 @@ class StaticStep:
     def _choose(self, logits: Tensor, live: Tensor) -> None:
         self.seen += live
         self.rope_position += live
-        torch.logical_and(guard(logits, self.engine.never_chosen), live, out=self.broken)
+        torch.logical_and(guard(logits, self.model.never_chosen), live, out=self.broken)
         if self.columns is None:
             token = logits.argmax(-1)
         else:
@@ -211,20 +205,20 @@ class StaticStep:
         self.token.copy_(token.where(live, self.token))
 
     def _evict(self) -> None:
-        engine = self.engine
+        model = self.model
         if self._eviction is not None:
-            rows = engine.spec.rows
+            rows = model.spec.rows
             growing = (self.share * self.seen * rows).floor().long().clamp(min=rows)
             allowed = growing.where(self.share > 0, self.allowed)
             dropped = evict(
                 self._eviction,
-                engine.policy,
+                model.policy,
                 self.rows,
-                engine.cache.pool,
+                self.cache.pool,
                 self.seqs,
                 self.seen,
                 allowed,
-                (engine.evict_every - 1) * rows,
+                model.slack,
             )
             torch.minimum(self.least_dropped, dropped, out=self.least_dropped)
         stopped = (self.token[:, None] == self.stop).any(-1) | self.broken

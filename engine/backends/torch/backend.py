@@ -2,117 +2,77 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from mmkv.engine.backends.base import Decoded
+from mmkv.engine.backends.base import Backend, Batch, Counts, LoadedModel, Scored
 from mmkv.engine.backends.torch.step import DecodeStep
-from mmkv.engine.cache import Entries
-from mmkv.engine.policies import CacheView
-from mmkv.engine.scorer_state import write_state
-from mmkv.engine.trace import REFUSED
+from mmkv.engine.scorer_state import score_entries, write_state
 
 if TYPE_CHECKING:
-    from mmkv.engine.runtime import Runtime
-    from mmkv.engine.sequence import CachedSequence
+    from mmkv.engine.cache import RaggedCache
 
 
-class TorchBackend:
+class TorchBackend(Backend):
     """Decodes with :class:`mmkv.engine.model.decoder.Decoder`, evicts with the policy's own code.
 
     Attributes:
         make_step: builds the cache side of a step; tools may put another one in its place.
     """
 
-    def __init__(self, engine: Runtime) -> None:
-        self.engine = engine
+    name, path = "torch", "torch"
+    steps = True
+
+    def __init__(self, model: LoadedModel, cache: RaggedCache) -> None:
+        super().__init__(model, cache)
         self.make_step: Callable[..., DecodeStep] = DecodeStep
 
-    def unsupported_reason(self, sessions: Sequence[CachedSequence] = ()) -> str:
-        """See :class:`mmkv.engine.backends.base.Backend`."""
+    def unsupported_reason(self, batch: Batch | None = None) -> str:
+        """See :class:`mmkv.engine.backends.base.Backend`: nothing."""
         return ""
 
-    def decode(self, sessions: Sequence[CachedSequence], token_ids: Sequence[int]) -> Decoded:
-        """See :class:`mmkv.engine.backends.base.Backend`."""
-        engine = self.engine
-        device, decoder = engine.device, engine.decoder
-        seqs = torch.tensor([session.seq for session in sessions], device=device)
-        position = torch.tensor([session.seen for session in sessions], device=device)
-        rope = self.rope(sessions)
-        ids = torch.tensor(list(token_ids), device=device)
-        seen = max(session.seen for session in sessions) + 1
-        step = self.make_step(engine.cache, engine.spec, seqs, position, seen, engine.needs)
+    def no_eviction_reason(self) -> str:
+        """See :class:`mmkv.engine.backends.base.Backend`: nothing."""
+        return ""
+
+    def decode(self, batch: Batch, counts: Counts) -> Tensor:
+        """See :class:`mmkv.engine.backends.base.Backend`; nothing is evicted."""
+        model, cache, decoder = self.model, self.cache, self.model.decoder
+        device = cache.length.device
+        seqs = torch.tensor(batch.seqs, device=device)
+        position = torch.tensor(batch.seen, device=device)
+        rope = model.angles(batch)
+        ids = torch.tensor(batch.tokens, device=device)
+        seen = max(batch.seen) + 1
+        step = self.make_step(cache, model.spec, seqs, position, seen, model.needs)
         tapped: list[Tensor] = []
         hidden, log_beta = decoder.forward(decoder.embed(ids), rope, step, tapped=tapped)
         step.finish(log_beta)
-        writes = engine.write_step(rope)
+        writes = model.write_step(rope)
         if writes is not None:
-            writes.store(engine.cache.pool, step.slots)
-        if engine.has_born:
+            writes.store(cache.pool, step.slots)
+        if model.has_born:
             taps = [tap[:, None] for tap in tapped]
-            slots, scorer = step.slots[..., None], engine.policy.scoring
-            write_state(engine.cache, scorer, seqs, slots, position[:, None], False, taps)
+            slots, scorer = step.slots[..., None], model.policy.scoring
+            write_state(cache, scorer, seqs, slots, position[:, None], False, taps)
         logits = decoder.logits(hidden)
-        for session in sessions:
-            session.count_appended(1)
-        return Decoded(logits, sessions, refused=False)
+        counts.appended, counts.uncut = 1, range(len(batch.seqs))
+        return logits
 
-    def evict(self, sessions: Sequence[CachedSequence]) -> Sequence[CachedSequence]:
-        """See :class:`mmkv.engine.backends.base.Backend`."""
-        for session in sessions:
-            entries = self.engine.cache.entries(session.seq)
-            view = session.view(entries)
-            self.drop_lowest(session, entries, view, self.scores(session, entries, view))
-        return []
-
-    def drop_refused(self, session: CachedSequence) -> None:
-        """Drop what write gates have not admitted and the window has left."""
-        admission, cache = self.engine.policy.admission, self.engine.cache
-        if admission is None or session.seen < admission.window:
-            return
-        entries = cache.entries(session.seq)
-        view = session.view(entries)
-        log_g = view.state()[:, 0]
-        refused = admission.refused(view.position, log_g, view.seen).nonzero().flatten()
-        cache.drop(session.seq, refused, entries)
-        session.count_evicted(refused.numel(), int(log_g[refused].isnan().sum()))
-        if session.recorder is not None:
-            session.recorder.died(view, refused, log_g, REFUSED)
-
-    def scores(self, session: CachedSequence, entries: Entries, view: CacheView) -> Tensor:
-        """Score the entries ``[N]`` of one sequence; keep the state that the scorer hands back."""
-        engine = self.engine
-        scores = engine.policy.scores(view, engine.budgets.competing(session))
-        if scores.state is not None:
-            engine.cache.pool.state.flatten(0, 1)[entries.slot] = scores.state
-        if session.recorder is not None:
-            session.recorder.sample(view, scores.value)
-        return scores.value
-
-    def drop_lowest(
-        self, session: CachedSequence, entries: Entries, view: CacheView, scores: Tensor
-    ) -> None:
-        """Cut one sequence to its budget by ``scores [N]``."""
-        engine = self.engine
-        victims = engine.policy.lowest(scores, view, session.allowed_entries)
-        engine.cache.drop(session.seq, victims, entries)
-        session.count_evicted(victims.numel(), int(scores[victims].isnan().sum()))
-        if session.recorder is not None:
-            session.recorder.died(view, victims, scores)
-
-    def rope(self, sessions: Sequence[CachedSequence]) -> tuple[Tensor, Tensor]:
-        rope, device = self.engine.rope, self.engine.device
-        where = torch.tensor([session.next_position for session in sessions], device=device)
-        long = [bool(session.long_rope) for session in sessions]
-        if len(set(long)) == 1:
-            return rope.text(where, long[0])
-        chosen = torch.tensor(long, device=device)[:, None]
-        short_cos, short_sin = rope.text(where, False)
-        long_cos, long_sin = rope.text(where, True)
-        return (
-            torch.where(chosen, long_cos, short_cos),
-            torch.where(chosen, long_sin, short_sin),
-        )
+    def evict(self, batch: Batch, counts: Counts) -> None:
+        """See :class:`mmkv.engine.backends.base.Backend`: of all of them."""
+        dropped, nan = [0] * len(batch.seqs), [0] * len(batch.seqs)
+        counts.dropped, counts.nan = dropped, nan
+        policy, cache = self.model.policy, self.cache
+        for index, (seq, allowed) in enumerate(zip(batch.seqs, batch.allowed, strict=True)):
+            entries = cache.entries(seq)
+            view = batch.view(index, entries, cache, self.model.needs)
+            scores = score_entries(cache, policy, entries, view, allowed)
+            victims = policy.lowest(scores, view, allowed)
+            cache.drop(seq, victims, entries)
+            dropped[index], nan[index] = victims.numel(), int(scores[victims].isnan().sum())
+            if index in batch.recorded:
+                counts.note(index, Scored(view, scores, victims))

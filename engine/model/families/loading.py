@@ -14,7 +14,6 @@ from typing import Any
 import torch
 import transformers
 from safetensors import SafetensorError
-from torch import Tensor
 from transformers.utils import logging as transformers_logging
 
 from mmkv.engine import hub
@@ -25,8 +24,7 @@ from mmkv.engine.model.families.config import read_config, whole_config
 from mmkv.engine.model.families.deferred import DeferredModel
 from mmkv.engine.model.families.vision import build_vision, import_beside
 from mmkv.engine.model.finite import require_finite
-from mmkv.engine.model.int8 import Int8Matrix
-from mmkv.engine.model.product import Holding, Matrix, Product
+from mmkv.engine.model.product import Holding, Kernels
 from mmkv.engine.model.settings import require_sizes
 from mmkv.engine.model.source import checkpoint_file, files_of, locate
 from mmkv.engine.model.spec import DecoderSpec, RopeSpec, sparse_layers
@@ -46,10 +44,8 @@ def load(
     device: str | torch.device = "auto",
     progress: Callable[[str], None] | None = None,
     pictures: bool = False,
-    product: Product | None = None,
     form: str = "auto",
-    rounded: Callable[[Tensor], Int8Matrix] = Int8Matrix.of,
-    packed: Callable[[Tensor], Matrix] | None = None,
+    kernels: Kernels | None = None,
 ) -> tuple[Family, DecoderSpec, DecoderWeights]:
     """Read a checkpoint: each shard once, into the dtype used.
 
@@ -62,11 +58,10 @@ def load(
         dtype: see :func:`resolve_dtype`. device: see :func:`resolve_device`.
         progress: called with a few words on what is being done.
         pictures: some will come: what reads them is imported beside the weights.
-        product: multiplies float32 states by matrices in any form. With it, matrices that
-            bfloat16 holds exactly are held in it where the dtype is float32 and the device a CPU.
-        form: how matrices are held there: ``auto``, ``bf16`` or ``int8``.
-        rounded: rounds a matrix to 8 bits.
-        packed: lays out a bfloat16 matrix as ``product`` reads it fastest; None: it stays.
+        form: how matrices are held where the dtype is float32 and the device a CPU: ``auto``,
+            ``bf16`` or ``int8``.
+        kernels: what multiplies by them; None: torch. With a product of their own, matrices that
+            bfloat16 holds exactly are held in it under ``auto``.
 
     Returns:
         The family (which keeps the vision side), the sizes, and the text weights, of which there
@@ -81,7 +76,7 @@ def load(
     # A file with wrong values can make libraries raise nearly anything.
     with _explaining(name, source):
         say = progress or (lambda _: None)
-        holding = functools.partial(Holding.of, form, product, rounded, packed=packed)
+        holding = functools.partial(Holding.of, form, kernels or Kernels())
         return _load(name, source, dtype, where, say, pictures, holding)
 
 

@@ -5,14 +5,14 @@ from mmkv.eval.fuzz.targets.api import ChangedWeights, ForeignErrors, PythonApi
 from mmkv.eval.fuzz.targets.command_line import CommandLine, Interrupts
 from mmkv.eval.fuzz.targets.contents import Benchmark, Pictures, Templates, TrainingRows
 from mmkv.eval.fuzz.targets.http import Heads, HttpBodies, StoreFaults
-from mmkv.eval.fuzz.targets.model_files import Checkpoints, GateFiles, SessionFiles
+from mmkv.eval.fuzz.targets.model_files import Checkpoints, GateFiles, SessionFileInputs
 
 TARGETS: dict[str, type[Target]] = {
     target.name: target
     for target in (
         CommandLine,
         Pictures,
-        SessionFiles,
+        SessionFileInputs,
         GateFiles,
         Checkpoints,
         Templates,

@@ -65,7 +65,7 @@ class _Saved:
             return cls(path.read_bytes(), file.metadata(), tensors)
 
 
-class SessionFiles(Target):
+class SessionFileInputs(Target):
     """Files of a talk with a picture; what loads is talked to and closed."""
 
     name = "session files"

@@ -15,7 +15,6 @@ import torch
 
 import mmkv
 import mmkv.engine.backends.cuda.kernels
-from mmkv.engine.backends.cuda import GraphRunner
 from mmkv.engine.backends.cuda.kernels.append import make_room
 from mmkv.engine.backends.cuda.kernels.sample import Draw
 from mmkv.engine.backends.cuda.static_step import StaticStep
@@ -25,6 +24,7 @@ from mmkv.engine.policies import Budget
 from mmkv.engine.runtime import Runtime
 from mmkv.engine.sequence import CachedSequence
 from mmkv.resources import bundled_model
+from tests.support.bursts import Bursts
 from tests.support.interrupted_growth import grow_one_column
 from tests.support.kernels import HAS_TRITON, INTERPRETED
 from tests.support.native import POLICIES, content, engine_for
@@ -75,7 +75,7 @@ def same(left: list[CachedSequence], right: list[CachedSequence]) -> None:
 def test_the_static_step_is_the_eager_step_in_fewer_bits(model: str, kv: str) -> None:
     ours, reference = (engine_for(model, kv=kv) for _ in range(2))
     one, two = opened(ours, 2), opened(reference, 2)
-    generated = GraphRunner(ours).decode(one, [5, 6], 12)
+    generated = Bursts(ours).decode(one, [5, 6], 12)
     assert generated == eager(reference, two, [5, 6], 12)
     same(one, two)
 
@@ -91,7 +91,7 @@ QUICK = [case for case in MATRIX if case[0] == "odd" or case[1:] == ("dbtrimkv",
 )
 def test_the_static_step_is_the_eager_step(model: str, policy: str, lookahead: float) -> None:
     ours, reference = (engine_for(model, policy, lookahead) for _ in range(2))
-    runner = GraphRunner(ours)
+    runner = Bursts(ours)
     one, two = opened(ours, 3), opened(reference, 3)
     generated = runner.decode(one, [3, 4, 5], 14)
     assert generated == eager(reference, two, [3, 4, 5], 14)
@@ -114,7 +114,7 @@ def test_the_static_step_is_the_eager_step(model: str, policy: str, lookahead: f
 def test_every_kind_of_budget_holds_at_every_step(budget: Budget) -> None:
     ours, reference = (engine_for("qwen3", budget=budget, evict_every=3) for _ in range(2))
     one, two = opened(ours, 2), opened(reference, 2)
-    runner = GraphRunner(ours)
+    runner = Bursts(ours)
     for steps in (1, 2, 7):
         assert runner.decode(one, [3, 4], steps) == eager(reference, two, [3, 4], steps)
         same(one, two)
@@ -123,7 +123,7 @@ def test_every_kind_of_budget_holds_at_every_step(budget: Budget) -> None:
 def test_a_larger_budget_makes_a_larger_step() -> None:
     ours, reference = (engine_for("qwen3", budget=4) for _ in range(2))
     one, two = opened(ours, 1), opened(reference, 1)
-    runner = GraphRunner(ours)
+    runner = Bursts(ours)
     for budget, steps in ((4, 3), (40, 60), (4, 3)):
         one[0].set_budget(budget)
         two[0].set_budget(budget)
@@ -139,7 +139,7 @@ def test_a_batch_slot_stops_at_its_stop_token_and_the_others_go_on() -> None:
     free = eager(reference, two, [3, 4], 12)
     stop = free[0][5]
     first = [row[: row.index(stop) + 1] if stop in row else row for row in free]
-    generated = GraphRunner(ours).decode(one, [3, 4], 12, stop=[stop])
+    generated = Bursts(ours).decode(one, [3, 4], 12, stop=[stop])
     assert generated == first and len(generated[0]) <= 6
     # What was generated last has not been appended, as when the eager loop stops there.
     assert [s.seen for s in one] == [
@@ -155,8 +155,8 @@ def test_draws_follow_their_seed_whatever_the_company() -> None:
     alone = []
     for session, draw in zip(sessions, draws, strict=True):
         with session.fork() as fork:
-            alone += GraphRunner(engine).decode([fork], [3], 12, draws=[draw])
-    together = GraphRunner(engine).decode(sessions, [3, 3, 3], 12, draws=draws)
+            alone += Bursts(engine).decode([fork], [3], 12, draws=[draw])
+    together = Bursts(engine).decode(sessions, [3, 3, 3], 12, draws=draws)
     assert together == alone
     again = engine_for("qwen3_vl")
     assert again.decode_many(opened(again, 3), [3, 3, 3], 12, draws=draws) == together
@@ -167,7 +167,7 @@ def test_draws_follow_their_seed_whatever_the_company() -> None:
 def test_a_pool_that_grew_is_found_again() -> None:
     ours, reference = (engine_for("odd", "full") for _ in range(2))
     one, two = opened(ours, 1), opened(reference, 1)
-    runner = GraphRunner(ours)
+    runner = Bursts(ours)
     for _ in range(3):
         assert runner.decode(one, [3], 8) == eager(reference, two, [3], 8)
         ours.cache.pool.grow(ours.cache.pool.num_pages + 50)
@@ -181,7 +181,7 @@ def append_alone(step: StaticStep) -> None:
     """A step without the model: room, position and eviction."""
     slots = make_room(step.room, step.rows, step.seqs)
     live = step.seqs >= 0
-    pool = step.engine.cache.pool
+    pool = step.cache.pool
     pool.position.view(-1)[slots[live]] = step.seen[live].int()[:, None, None]
     step.seen += live
     step.rope_position += live
@@ -194,7 +194,7 @@ def long_context(policy: str, budget: Any, monkeypatch: pytest.MonkeyPatch) -> R
     """An engine on which a reply of 2,000 tokens takes no arithmetic, with a pool as on a GPU."""
     monkeypatch.setattr(StaticStep, "run", append_alone)
     engine = engine_for("odd", policy, budget=budget)
-    engine.spec = dataclasses.replace(engine.spec, max_position=4096)
+    engine.spec = engine.model.spec = dataclasses.replace(engine.spec, max_position=4096)
     engine.cache.pool.doubles = True
     return engine
 
@@ -206,7 +206,7 @@ def begun(engine: Runtime, count: int) -> list[CachedSequence]:
     return sessions
 
 
-def reply(runner: GraphRunner, sessions: list[CachedSequence], tokens: int) -> None:
+def reply(runner: Bursts, sessions: list[CachedSequence], tokens: int) -> None:
     """Decode so many tokens as chat and server do: 16 at a time."""
     seen = [session.seen for session in sessions]
     for _ in range(tokens // 16):
@@ -230,7 +230,7 @@ def test_a_growing_reply_is_captured_once_for_each_doubling(
 ) -> None:
     """Room for 256 entries per row first, then 512, 1,024, 2,048: at most so many captures."""
     engine = long_context(policy, budget, monkeypatch)
-    runner = GraphRunner(engine)
+    runner = Bursts(engine)
     reply(runner, begun(engine, count), tokens)
     assert 2 <= runner.captures <= (tokens + 16).bit_length() - 7
     engine.cache.check()
@@ -238,7 +238,7 @@ def test_a_growing_reply_is_captured_once_for_each_doubling(
 
 def test_sessions_that_come_and_go_are_not_captured_anew(monkeypatch: pytest.MonkeyPatch) -> None:
     engine = long_context("dbtrimkv", 12, monkeypatch)
-    runner = GraphRunner(engine)
+    runner = Bursts(engine)
     captures = []
     for turn in range(6):
         sessions = begun(engine, 3 - turn % 3)
@@ -260,7 +260,7 @@ def test_sessions_that_come_and_go_are_not_captured_anew(monkeypatch: pytest.Mon
 
 def test_a_pool_that_doubles_stays_within_its_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     engine = long_context("full", 8, monkeypatch)
-    pool, runner = engine.cache.pool, GraphRunner(engine)
+    pool, runner = engine.cache.pool, Bursts(engine)
     (session,) = begun(engine, 1)
     pool.limit = pool.num_pages + 50 * engine.spec.rows
     reply(runner, [session], 384)
@@ -292,7 +292,7 @@ def test_pages_that_nobody_asked_for_leave_most_memory_free(
 
 def test_a_pool_whose_growth_was_interrupted_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     runtime = engine_for("odd", "full", kv="int8")
-    session, runner, pool = runtime.session(), GraphRunner(runtime), runtime.cache.pool
+    session, runner, pool = runtime.session(), Bursts(runtime), runtime.cache.pool
     for _ in range(len(COLUMNS) - 1):
         runner.decode([session], [3], 1)
         (step,) = (step for step, _ in runner._steps.values())
@@ -305,7 +305,7 @@ def test_long_runs_are_lent_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     ours, reference = (engine_for("odd", "full") for _ in range(2))
     one, two = opened(ours, 1), opened(reference, 1)
     monkeypatch.setattr("mmkv.engine.backends.cuda.graph_runner.MOST_STEPS", 8)
-    assert GraphRunner(ours).decode(one, [3], 30) == eager(reference, two, [3], 30)
+    assert Bursts(ours).decode(one, [3], 30) == eager(reference, two, [3], 30)
     same(one, two)
 
 
@@ -313,9 +313,9 @@ def test_an_eviction_that_cannot_be_is_an_error(monkeypatch: pytest.MonkeyPatch)
     """Buffers made for fewer entries than a session holds: the step says so, and is counted."""
     ours = engine_for("odd")
     session = opened(ours, 3)[2]
-    runner = GraphRunner(ours)
+    runner = Bursts(ours)
     make_room = runner._make_room
-    monkeypatch.setattr(runner, "_make_room", lambda *args: min(make_room(*args), 1))
+    monkeypatch.setattr(runner.runner, "_make_room", lambda *args: min(make_room(*args), 1))
     seen = session.seen
     with pytest.raises(BudgetError, match="above its budget"):
         runner.decode([session], [3], 4)
@@ -333,7 +333,7 @@ def test_a_pool_without_room_refuses_before_the_first_step() -> None:
     engine.cache.pool.limit = engine.cache.pool.num_pages
     before, pages = state(sessions[0]), content(engine.cache)
     with pytest.raises(BudgetError, match="the limit is"):
-        GraphRunner(engine).decode(sessions, [3], 200)
+        Bursts(engine).decode(sessions, [3], 200)
     assert state(sessions[0]) == before and content(engine.cache) == pages
 
 
@@ -344,11 +344,9 @@ def test_without_a_gpu_many_steps_are_single_ones() -> None:
     generated = ours.decode_many(one, [3, 4, 5], 12)
     stop = generated[1][4]
     assert ours.many_path == "step by step: no GPU"
-    assert generated == GraphRunner(reference).decode(two, [3, 4, 5], 12)
+    assert generated == Bursts(reference).decode(two, [3, 4, 5], 12)
     again = ours.decode_many(one, [row[-1] for row in generated], 6, stop=[stop])
-    assert again == GraphRunner(reference).decode(
-        two, [row[-1] for row in generated], 6, stop=[stop]
-    )
+    assert again == Bursts(reference).decode(two, [row[-1] for row in generated], 6, stop=[stop])
     same(one, two)
     with pytest.raises(ContextError):
         ours.decode_many(one, [3, 4, 5], 10**6)
@@ -357,7 +355,8 @@ def test_without_a_gpu_many_steps_are_single_ones() -> None:
 
 def on_cuda(engine: Runtime, monkeypatch: pytest.MonkeyPatch, triton: bool = True) -> Runtime:
     """An engine that takes itself for one on a GPU, with or without Triton."""
-    monkeypatch.setattr(engine, "device", torch.device("cuda"))
+    for each in (engine, engine.model):
+        monkeypatch.setattr(each, "device", torch.device("cuda"))
     monkeypatch.setattr("mmkv.engine.backends.cuda.backend.triton_installed", lambda: triton)
     return engine
 
@@ -371,15 +370,15 @@ def test_what_cannot_run_without_the_host_says_why(monkeypatch: pytest.MonkeyPat
         ("odd", "dbtrimkv", ""),
     ]:
         ours = on_cuda(engine_for(model, policy), monkeypatch)
-        assert ours.backends.cuda.unsupported_reason() == why
+        assert ours.backends.cuda.burst_reason() == why
         assert ours.many_path == (f"step by step: {why}" if why else "graph")
-        assert ours.decode_path == (f"torch: {why}" if why else "CUDA graph")
+        assert ours.reply_path == (f"torch: {why}" if why else "CUDA graph")
 
 
 def test_a_gpu_without_triton_has_no_graph(monkeypatch: pytest.MonkeyPatch) -> None:
     ours = on_cuda(engine_for("odd"), monkeypatch, triton=False)
     assert ours.many_path == "step by step: Triton is not installed"
-    assert ours.decode_path == "torch: Triton is not installed"
+    assert ours.reply_path == "torch: Triton is not installed"
 
 
 @pytest.mark.slow(reason="512 tokens on three paths")
@@ -395,7 +394,7 @@ def test_the_bundled_model_says_the_same_for_512_tokens() -> None:
         session = engine.session()
         first = int(session.prefill(engine.inputs([message])).argmax())
         if path == "static":
-            generated.append(GraphRunner(engine).decode([session], [first], 512)[0])
+            generated.append(Bursts(engine).decode([session], [first], 512)[0])
         elif path == "torch":
             generated.append(eager(engine, [session], [first], 512)[0])
         else:
@@ -429,7 +428,7 @@ def test_the_kernels_together_are_the_eager_step(
     monkeypatch.setattr("mmkv.engine.backends.torch.step.on_triton", lambda tensor: True)
     ours = engine_for(model, policy)
     one = opened(ours, 2)
-    generated = GraphRunner(ours).decode(one, [3, 4], 3)
+    generated = Bursts(ours).decode(one, [3, 4], 3)
     assert generated == eager(reference, two, [3, 4], 3)
     same(one, two)
 
@@ -439,5 +438,5 @@ def test_a_captured_graph_says_what_eager_steps_say() -> None:
     options: dict[str, Any] = {"gates": "random", "dtype": "float32", "device": "cuda"}
     one, two = (Runtime.from_pretrained(bundled_model(), budget=24, **options) for _ in range(2))
     left, right = opened(one, 3), opened(two, 3)
-    assert GraphRunner(one).decode(left, [3, 4, 5], 300) == eager(two, right, [3, 4, 5], 300)
+    assert Bursts(one).decode(left, [3, 4, 5], 300) == eager(two, right, [3, 4, 5], 300)
     same(left, right)

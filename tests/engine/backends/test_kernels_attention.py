@@ -8,12 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from mmkv.engine.backends.cuda.kernels.decode_attention import Partials, empty_partials
-from mmkv.engine.backends.cuda.kernels.worklist import (
-    WorkList,
-    build_worklist_reference,
-    empty_worklist,
-)
+from mmkv.engine.backends.cuda.kernels.buffers import Partials, WorkList
+from mmkv.engine.backends.cuda.kernels.decode_attention import empty_partials
+from mmkv.engine.backends.cuda.kernels.worklist import build_worklist_reference, empty_worklist
 from mmkv.eval.bench.kernel_code import decode
 from tests.support.kernels import (
     DEVICE,

@@ -9,13 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from mmkv.engine.backends.cuda.kernels.append import Rows
-from mmkv.engine.backends.cuda.kernels.evict import (
-    BLOCK,
-    MOST_TIES,
-    Eviction,
-    empty_eviction,
-)
+from mmkv.engine.backends.cuda.kernels.buffers import BLOCK, MOST_TIES, Eviction, Rows
+from mmkv.engine.backends.cuda.kernels.evict import empty_eviction
 from mmkv.engine.cache import RaggedCache
 from mmkv.engine.policies import Policy, make_policy
 from tests.support.eviction_machine import LEVELS, ROWS, Machine, eager_evict, on_device

@@ -9,11 +9,8 @@ import pytest
 import torch
 
 from mmkv.engine.backends.cuda.kernels.append import empty_room, make_room
-from mmkv.engine.backends.cuda.kernels.evict import (
-    BLOCK,
-    TURNS,
-    empty_eviction,
-)
+from mmkv.engine.backends.cuda.kernels.buffers import BLOCK, TURNS
+from mmkv.engine.backends.cuda.kernels.evict import empty_eviction
 from mmkv.engine.policies import make_policy
 from tests.support.eviction_machine import eager_evict, on_device
 from tests.support.kernels import DEVICE, ONE_SPILL, compile_for_hopper, needs_compiler

@@ -15,7 +15,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from mmkv.engine.backends.cuda.kernels.store import Readout, store_layer
+from mmkv.engine.backends.cuda.kernels.buffers import Readout
+from mmkv.engine.backends.cuda.kernels.store import store_layer
 from mmkv.engine.backends.torch.step import DecodeStep
 from mmkv.engine.cache import COLUMNS, Form, PagePool, RaggedCache
 from mmkv.engine.model.decoder import Decoder

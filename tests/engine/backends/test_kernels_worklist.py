@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from mmkv.engine.backends.cuda.kernels.buffers import WorkList
 from mmkv.engine.backends.cuda.kernels.worklist import (
-    WorkList,
     build_worklist_reference,
     empty_worklist,
     tile_entries,

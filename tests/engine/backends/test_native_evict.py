@@ -14,6 +14,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from mmkv.engine.backends.base import Batch, Counts
 from mmkv.engine.backends.cpu import NativeEvictor, levels
 from mmkv.engine.cache import PagePool, RaggedCache
 from mmkv.engine.policies import CacheView, Policy, make_policy
@@ -95,7 +96,7 @@ def is_due(cache: RaggedCache, policy: Policy, budget: int, slack: int = 0) -> b
 
 @dataclass
 class Held:
-    """What eviction wants to know of a session, and changes."""
+    """What eviction wants to know of a sequence, and changes."""
 
     seen: int
     entries: int
@@ -103,15 +104,16 @@ class Held:
     seq: int = 1
     evicted: int = 0
     evicted_nan: int = 0
-    recorder: None = None
 
-    def allowed_at(self, seen: int) -> int:
-        return self.budget
-
-    def count_evicted(self, entries: int, nan: int) -> None:
-        self.entries -= entries
-        self.evicted += entries
-        self.evicted_nan += nan
+    def cut_by(self, evictor: NativeEvictor, cache: RaggedCache) -> bool:
+        """Whether C has not refused."""
+        columns = [self.seq], [self.seen], [0], [False], [self.entries], [self.budget], [0]
+        counts = Counts()
+        evictor.evict(cache, Batch(*columns), counts)
+        self.entries -= sum(counts.dropped)
+        self.evicted += sum(counts.dropped)
+        self.evicted_nan += sum(counts.nan)
+        return not counts.uncut
 
 
 def evictor_at(level: str, policy: Policy) -> NativeEvictor:
@@ -145,7 +147,7 @@ def assert_evicts_as_torch(
     for now in (SEEN, SEEN + 1, SEEN + 2, SEEN + 900):  # what one call learns guides the next
         held.seen = now
         due = is_due(reference, policy, held.budget)
-        assert evictor.evict(ours, [held]) == []
+        assert held.cut_by(evictor, ours)
         if due:
             dropped, without = evict_in_torch(reference, policy, held.budget, now)
             gone, nan = gone + dropped, nan + without
@@ -189,7 +191,7 @@ def assert_close_scores_evict_alike(
     ours, reference = (cache_of(lengths, betas[::apart], seed) for _ in range(2))
     evictor, held = evictor_at(level, policy), Held(SEEN, 160, 150)
     for _ in range(12):
-        assert evictor.evict(ours, [held]) == []
+        assert held.cut_by(evictor, ours)
         evict_in_torch(reference, policy, held.budget, held.seen)
         assert content(ours, ALL) == content(reference, ALL)
         held.seen, held.budget = held.seen + 1, held.budget - 4
@@ -212,7 +214,7 @@ def assert_close_scores_evict_alike(
 def test_eviction_is_whole_or_none(policy: str, entries: int, budget: int, done: bool) -> None:
     ours, reference = (cache_of([700, 700, 0, 0], [-0.1, -0.2], 3, seen=700) for _ in range(2))
     evictor, held = NativeEvictor(make_policy(policy), 2, 2), Held(700, entries, budget)
-    assert evictor.evict(ours, [held]) == ([] if done else [held])
+    assert held.cut_by(evictor, ours) == done
     dropped = evict_in_torch(reference, make_policy(policy), budget, 700)[0] if done else 0
     assert held.evicted == dropped == (1024 if done else 0)
     assert content(ours, ALL) == content(reference, ALL)

@@ -15,7 +15,7 @@ from mmkv.engine.errors import SessionError
 from mmkv.engine.model import product as reference
 from mmkv.engine.model.bf16 import Bf16Matrix
 from mmkv.engine.model.finite import find_not_finite
-from mmkv.engine.model.product import Matrix
+from mmkv.engine.model.product import Kernels, Matrix
 from mmkv.engine.model.weights import DecoderWeights
 from mmkv.engine.runtime import Runtime
 from mmkv.resources import bundled_model
@@ -151,7 +151,7 @@ def test_files_of_weights_that_bfloat16_holds_exactly_fit_both_forms(tmp_path: P
 def test_the_bundled_model_is_held_once_in_bfloat16(monkeypatch: pytest.MonkeyPatch) -> None:
     """And a prompt's logits are those of its weights in float32."""
     narrow = Runtime.from_pretrained(bundled_model(), device="cpu", policy="full")
-    monkeypatch.setattr("mmkv.engine.runtime.native_product", lambda _: None)
+    monkeypatch.setattr("mmkv.engine.runtime.kernels_for", lambda _: Kernels())
     plain = Runtime.from_pretrained(bundled_model(), device="cpu", policy="full")
     ours, theirs = (engine.decoder.weights for engine in (narrow, plain))
     assert all(isinstance(matrix, Bf16Matrix) for matrix in ours.matrices())

@@ -23,7 +23,7 @@ from mmkv.eval.bench.decode import checks
 from mmkv.eval.bench.harness import BenchError
 from mmkv.eval.bench.kernels import TINY as TINY_CASES
 from mmkv.eval.bench.methods import dense_count, plan, synthetic_sessions
-from mmkv.eval.bench.peer import DYNAMIC, EAGER, FULL, OWN, PEERS, STATIC, TRIMKV, Job
+from mmkv.eval.bench.peer import DYNAMIC, EAGER, FULL, OWN, PEERS, STATIC, TRIMKV, PeerJob
 from mmkv.eval.bench.shapes import SHAPES, build_engine
 from tests.support.chat_models import save_llama
 from tests.support.kernels import DEVICE
@@ -126,7 +126,7 @@ def test_what_does_not_fit_is_named(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("peer", [DYNAMIC, STATIC])
 def test_peers_decode_and_restore_their_caches(peer: str) -> None:
-    made = PEERS[peer](Job(peer, "tiny", 2, 20, 8, 6, "cpu", "float32"))
+    made = PEERS[peer](PeerJob(peer, "tiny", 2, 20, 8, 6, "cpu", "float32"))
     keys = made.cache.layers[1].keys[:, :, :19].clone()
     for tokens in (2, 6):
         assert made.run(tokens) > 0
@@ -136,7 +136,7 @@ def test_peers_decode_and_restore_their_caches(peer: str) -> None:
 
 @pytest.mark.slow(reason="a process that loads torch")
 def test_a_peer_without_its_package_says_so(tmp_path: Path) -> None:
-    job = Job("kvpress", "tiny", 1, 20, 8, 4, "cpu", "float32")
+    job = PeerJob("kvpress", "tiny", 1, 20, 8, 4, "cpu", "float32")
     log = tmp_path / "log"
     with pytest.raises(BenchError, match="No module named 'kvpress'"):
         bench_decode.start_peer(job, sys.executable, 120, log)
@@ -147,7 +147,7 @@ def test_a_peer_that_hangs_is_given_up(tmp_path: Path) -> None:
     script = tmp_path / "python"
     script.write_text("#!/bin/sh\nexec sleep 60\n")
     script.chmod(0o755)
-    job = Job("transformers", "tiny", 1, 20, 8, 4, "cpu", "float32")
+    job = PeerJob("transformers", "tiny", 1, 20, 8, 4, "cpu", "float32")
     with pytest.raises(BenchError, match=r"no answer within 0\.2 s"):
         bench_decode.start_peer(job, str(script), 0.2, tmp_path / "log")
 

@@ -8,8 +8,10 @@ from unittest import mock
 import pytest
 import torch
 
+from mmkv.engine.backends.base import Burst
 from mmkv.engine.backends.cuda import GraphRunner
 from mmkv.engine.backends.cuda import static_step as static_step
+from mmkv.engine.budgets import batch_of
 from mmkv.engine.model.families.config import read_config
 from mmkv.engine.runtime import Runtime
 from mmkv.eval.bench.methods import (
@@ -143,11 +145,14 @@ def test_the_estimate_of_memory_is_an_upper_bound() -> None:
     for policy, budget in (("dbtrimkv", 12), ("full", None)):
         engine = tiny(policy, budget or 1)
         method = Own(engine, 8, 600, 3.0, 8)
-        runner = GraphRunner(engine)
+        runner = GraphRunner(engine.model, engine.cache)
         method.graph(runner)
         pool = engine.cache.pool
         # What is held and what the steps may take; a pool takes more where memory is free.
-        pages = pool.num_pages - pool.free_pages + runner._bound(method.sessions, 8)[0]
+        batch = batch_of(method.sessions, method.tokens)
+        batch.share = [0] * len(batch.seqs)
+        more, _ = runner._bound(batch, Burst.of(batch), range(8), 8)
+        pages = pool.num_pages - pool.free_pages + more
         assert pages <= pool.num_pages
         used = pages * pool.page_bytes + engine.cache.table.nbytes
         (step, _), *_ = runner._steps.values()
@@ -197,7 +202,7 @@ def test_a_part_left_out_is_not_called(part: str, missing: list[str]) -> None:
         undo._make_room = spies["make_room"]
         before = engine.cache.length.clone()
         with without(engine, part, undo):
-            method.graph(GraphRunner(engine))
+            method.graph(GraphRunner(engine.model, engine.cache))
         assert [name for name in names if not spies[name].call_count] == sorted(missing)
     if part in ("eviction", "append"):
         assert torch.equal(engine.cache.length, before)

@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 from mmkv.eval import bench_peers_cpu
 from mmkv.eval.bench.harness import memory
 from mmkv.eval.bench.llama_gguf import interleaved, renamed, tensors
-from mmkv.eval.bench.peers_cpu import METHODS, CachedModel, Job
+from mmkv.eval.bench.peers_cpu import METHODS, CachedModel, CpuPeerJob
 from mmkv.eval.bench_peers_cpu import allowed_bytes, case_rows, checks, target_rows
 from mmkv.eval.measure.timing import spread
 from mmkv.training.measure.record import ROOT
@@ -85,7 +85,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def method(name: str, model: Path) -> CachedModel:
-    job = Job(name, "bf16", str(model), "", 1, 1, 64, 32, 4, "dbtrimkv", "random", "auto")
+    job = CpuPeerJob(name, "bf16", str(model), "", 1, 1, 64, 32, 4, "dbtrimkv", "random", "auto")
     return METHODS[name](job)
 
 

@@ -10,7 +10,7 @@ import pytest
 
 from mmkv.engine.errors import InputError
 from mmkv.eval.lmms.messages import Frames, conversation, keys, visual_part
-from mmkv.eval.lmms.settings import FrameRules, Settings, sampling_of, stop_strings
+from mmkv.eval.lmms.settings import FrameRules, LmmsSettings, sampling_of, stop_strings
 from mmkv.generation_config import Generation, generation_of
 from mmkv.prompt.media import load_image
 from mmkv.prompt.processing import Processor
@@ -34,12 +34,12 @@ from tests.support.lmms import assistant, picture, user
 )
 def test_wrong_model_arguments_are_named(given: dict[str, Any], message: str) -> None:
     with pytest.raises(InputError, match=message) as caught:
-        Settings.of(given)
+        LmmsSettings.of(given)
     assert "\n" not in str(caught.value)
 
 
 def test_model_arguments_have_their_types() -> None:
-    made = Settings.of({"pretrained": "m", "budget": 64, "fps": 2, "seed": 0, "policy": "None"})
+    made = LmmsSettings.of({"pretrained": "m", "budget": 64, "fps": 2, "seed": 0, "policy": "None"})
     assert (made.engine.budget, made.fps, made.seed, made.engine.policy) == ("64", 2.0, 0, None)
 
 

@@ -267,11 +267,11 @@ def test_choices_are_scored_by_a_task(simple: Any, tmp_path: Path) -> None:
 
 @needs_lmms_eval
 def test_texts_that_lmms_evals_response_cache_looks_into() -> None:
-    from mmkv.eval.lmms.adapter import Rounds, Scored
+    from mmkv.eval.lmms.adapter import LmmsScored, Rounds
 
     assert Rounds(["", " a "]).strip() == "a" and not Rounds([""]).strip()
     with pytest.raises(InputError, match="without --use_cache"):
-        Scored((1.0, True)).strip()
+        LmmsScored((1.0, True)).strip()
 
 
 @needs_lmms_eval

@@ -66,9 +66,9 @@ def test_no_place_at_all_is_said_once(tmp_path: Path, temporary: Path) -> None:
 
 def test_the_adapter_keeps_a_reply_when_its_document_is_done(tmp_path: Path) -> None:
     pytest.importorskip("lmms_eval")
-    from mmkv.eval.lmms.adapter import Adapter, Record
+    from mmkv.eval.lmms.adapter import Adapter, LmmsRecord
 
-    record = Record()
+    record = LmmsRecord()
 
     def script() -> Any:
         reply = yield "ask"

@@ -16,9 +16,9 @@ from mmkv.engine.errors import InputError
 from mmkv.engine.policies import make_policy
 from mmkv.eval.lmms import answers, tasks
 from mmkv.eval.lmms import command as eval_command
-from mmkv.eval.lmms.command import EvaluationError, Job, problems
+from mmkv.eval.lmms.command import EvalJob, EvaluationError, problems
 from mmkv.eval.lmms.reports import CAUSE_VARIABLE, reported_to_parent
-from mmkv.eval.lmms.settings import Settings
+from mmkv.eval.lmms.settings import LmmsSettings
 from mmkv.eval.lmms.tasks import FOLDER
 from mmkv.resources import bundled_dialogues
 from tests.support.lmms_runs import needs_lmms_eval
@@ -296,7 +296,7 @@ def test_the_exit_code_of_lmms_eval_alone_does_not_decide(
         return subprocess.CompletedProcess(command, code)
 
     monkeypatch.setattr(eval_command.subprocess, "run", run)
-    job = Job(["mme"], "pretrained=m", [], output, None)
+    job = EvalJob(["mme"], "pretrained=m", [], output, None)
     if fails:
         with pytest.raises(EvaluationError):
             job.run()
@@ -318,7 +318,7 @@ def test_an_error_in_the_model_fails_the_command(
     monkeypatch.setenv("RANK", "1")
     monkeypatch.setattr(eval_command.subprocess, "run", run)
     with pytest.raises(EvaluationError, match="document 3: file not found"):
-        Job(["mme"], "pretrained=m", [], tmp_path / "out", None).run()
+        EvalJob(["mme"], "pretrained=m", [], tmp_path / "out", None).run()
 
 
 def test_a_missing_package_is_named_before_the_run(
@@ -335,7 +335,7 @@ def test_a_folder_of_a_tasks_name_is_refused(
     (tmp_path / "mme").mkdir()
     monkeypatch.chdir(tmp_path)
     with pytest.raises(InputError, match=r"would take the folder \./mme for the tasks"):
-        Job(["mme"], "pretrained=m", [], tmp_path, None).run()
+        EvalJob(["mme"], "pretrained=m", [], tmp_path, None).run()
 
 
 @pytest.mark.parametrize(
@@ -372,7 +372,7 @@ def test_a_policy_keeps_its_parameters_on_the_way_through_lmms_eval() -> None:
         (None, "policy=snapkv[window=32;kernel=7]"),
     ):
         arguments = parse(eval_command._model_args({"pretrained": "m", "policy": policy}, more))
-        assert make_policy(Settings.of(arguments).engine.policy) == wanted
+        assert make_policy(LmmsSettings.of(arguments).engine.policy) == wanted
 
 
 def test_without_lmms_eval_it_says_what_to_install(

@@ -11,7 +11,14 @@ import pytest
 from PIL import Image
 
 from mmkv.engine.errors import InputError
-from mmkv.eval.mmdu.client import Answer, Endpoint, JudgeClient, NoVerdictError, post, retry_after
+from mmkv.eval.mmdu.client import (
+    Endpoint,
+    JudgeAnswer,
+    JudgeClient,
+    NoVerdictError,
+    post,
+    retry_after,
+)
 from mmkv.eval.mmdu.judge import data_uri, estimate, picture_tokens
 from mmkv.eval.mmdu.rubric import SCORES, UnreadableScoresError, read_scores
 from tests.support.clock import Clock
@@ -123,7 +130,7 @@ def test_a_slow_reply_is_abandoned_at_its_timeout() -> None:
     with FakeJudge(lambda *_: "trickle") as fake:
         url = Endpoint(fake.url, "m").url
         answer = post(url, prompt_of("p"), {}, 60.0, now=lambda: next(ticks))
-    assert answer == Answer(0, problem="no answer within 60 s")
+    assert answer == JudgeAnswer(0, problem="no answer within 60 s")
     assert next(ticks) == 100.0  # begun at 0, read at 25, 50 and, too late, 75
 
 

@@ -28,7 +28,7 @@ def fail(monkeypatch: pytest.MonkeyPatch, writer: ReplyWriter, what: str, error:
 
 def in_bursts(monkeypatch: pytest.MonkeyPatch, engine: Engine) -> None:
     """Decode by the static step that a GPU captures; here it runs as it is."""
-    runner = GraphRunner(engine)
+    runner = GraphRunner(engine.model, engine.cache)
     monkeypatch.setattr(type(engine), "many_path", "graph")
     monkeypatch.setattr(engine.backends.cuda, "decode_many", runner.decode)
 

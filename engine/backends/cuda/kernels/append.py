@@ -6,51 +6,12 @@ same pages in the same order, so that the eager path and a CUDA graph may take t
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor
 
 from mmkv.engine.backends.cuda.kernels.available import on_triton
+from mmkv.engine.backends.cuda.kernels.buffers import Room, Rows
 from mmkv.engine.device import on_device
-
-
-@dataclass(frozen=True)
-class Rows:
-    """The ragged rows and the free pages of a cache, all int64 and contiguous on one device.
-
-    Attributes:
-        length: ``[S, L, H]`` entries per row.
-        table: ``[S, L, H, W]`` page ids; columns past ``ceil(length / page_size)`` mean nothing.
-        stack: ``[pages]``; its first ``top`` ids are the free pages, handed out from the end.
-        top: ``[1]``.
-        page_size: entries per page.
-    """
-
-    length: Tensor
-    table: Tensor
-    stack: Tensor
-    top: Tensor
-    page_size: int
-
-
-@dataclass(frozen=True)
-class Room:
-    """Static buffers of one batch bucket.
-
-    Attributes:
-        slots: ``[B, L, H]`` int64, the result: flat slots ``page * P + offset``, or -1.
-        error: ``[1]`` int32; 1 once a step did not fit. It stays until the host clears it, and
-            until then nothing is appended: the host, which reads it a step late, finds the cache
-            as the last step that fitted left it.
-        wanted: ``[B]`` int64 scratch, pages each batch slot takes; top_before: ``[1]`` int64
-            scratch.
-    """
-
-    slots: Tensor
-    error: Tensor
-    wanted: Tensor
-    top_before: Tensor
 
 
 def empty_room(batch: int, rows: Rows) -> Room:

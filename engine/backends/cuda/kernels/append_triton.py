@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from mmkv.engine.backends.cuda.kernels.append import Room, Rows
+from mmkv.engine.backends.cuda.kernels.buffers import Room, Rows
 
 WARPS = 4
 # A batch slot that cannot be served asks for more pages than there can be; sums of it do not

@@ -2,34 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor
 
 from mmkv.engine.backends.cuda.kernels.available import on_triton
-from mmkv.engine.backends.cuda.kernels.worklist import WorkList
+from mmkv.engine.backends.cuda.kernels.buffers import Partials, WorkList
 from mmkv.engine.cache import Stored
 from mmkv.engine.device import on_device
-
-
-@dataclass(frozen=True)
-class Partials:
-    """Static scratch of :func:`decode_attention`, shared by all layers of a step.
-
-    Attributes:
-        out: ``[2 N, G, D]`` float32, values summed over a piece with the weights
-            ``exp(scale (q.k - peak))``. Of run p, the piece that begins a row is at ``2 p + 1``,
-            one that continues a row at ``2 p``.
-        peak, total: ``[2 N, G]`` float32, the piece's highest ``q.k`` and the sum of its weights.
-            (Apart they lose nothing; a log-sum-exp of 1e4 would be rounded to 1e-3.)
-        arrived: ``[R]`` int32, pieces of a row that are done; zero between layers.
-    """
-
-    out: Tensor
-    peak: Tensor
-    total: Tensor
-    arrived: Tensor
 
 
 def empty_partials(work: WorkList, group: int, head_dim: int) -> Partials:

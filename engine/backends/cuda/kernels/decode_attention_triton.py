@@ -19,9 +19,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from mmkv.engine.backends.cuda.kernels.decode_attention import Partials
+from mmkv.engine.backends.cuda.kernels.buffers import Partials, WorkList
 from mmkv.engine.backends.cuda.kernels.forms_triton import load_codes, load_scale, load_zero, parts
-from mmkv.engine.backends.cuda.kernels.worklist import WorkList
 from mmkv.engine.cache import Stored
 
 # 3 stages: a tile in use and two on their way, 48 KiB of shared memory in half precision. With at

@@ -6,64 +6,26 @@ victims, the same storage order afterwards and the same pages in the same places
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor
 
-from mmkv.engine.backends.cuda.kernels.append import Rows
 from mmkv.engine.backends.cuda.kernels.available import on_triton
+from mmkv.engine.backends.cuda.kernels.buffers import (
+    BINS,
+    BLOCK,
+    MOST_TIES,
+    TURNS,
+    Eviction,
+    Rows,
+)
 from mmkv.engine.cache import Columns
 from mmkv.engine.device import on_device
 from mmkv.engine.policies.allocation import GlobalAllocation, HeadAllocation
 from mmkv.engine.policies.base import CacheView, Policy
 from mmkv.engine.policies.scoring import Recency, Retention
 
-# The radix selection looks at 8 bytes of a rank, one launch each: 4 of the score, 4 of the tie.
-TURNS = 8
-BINS = 256
-# Entries are read in blocks of this many; scratch is padded to whole blocks.
-BLOCK = 2048
 # Selecting programs that an H200 holds at once, or nearly: the sequences share them.
 PROGRAMS = 384
-# Ties are ordered by position * rows + row, in 32 bits.
-MOST_TIES = 2**32
-
-
-@dataclass(frozen=True)
-class Eviction:
-    """Static buffers of one batch bucket; R = layers x KV heads.
-
-    Attributes:
-        dropped: ``[B]`` int64, the result: entries evicted from each batch slot; -1 where a batch
-            slot had to evict and could not, being larger than these buffers (nothing has changed
-            there).
-        nan: ``[B]`` int64, entries evicted with a score that is NaN, added up over calls.
-        most_entries: entries of one sequence that fit.
-        keys, ties: ``[B, N]`` int32 holding uint32: per entry, row after row, its score mapped so
-            that unsigned numbers order as floats do, and ``position * R + row``.
-        plan: ``[B, 4]`` int64: entries (0 if nothing is to be evicted), how many of all have to
-            go, the budget, how many victims have a score that is NaN (at most).
-        starts: ``[B, R]`` int32, entries of the sequence before each row.
-        state: ``[TURNS + 1, B, 4]`` int64 of the selection before each turn: threshold of keys,
-            of ties, victims still sought, whether it is settled.
-        counts: ``[TURNS, B, BINS]`` int32, each turn's histogram.
-        chunks: programs that share the selection of one sequence.
-        freed: ``[B, R]`` int32, pages each row gives back; top_before: ``[1]`` int64.
-    """
-
-    dropped: Tensor
-    nan: Tensor
-    most_entries: int
-    keys: Tensor
-    ties: Tensor
-    plan: Tensor
-    starts: Tensor
-    state: Tensor
-    counts: Tensor
-    chunks: int
-    freed: Tensor
-    top_before: Tensor
 
 
 def empty_eviction(batch: int, rows: Rows, most_entries: int | None = None) -> Eviction:

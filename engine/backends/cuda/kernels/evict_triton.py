@@ -14,8 +14,14 @@ import triton.language as tl
 from torch import Tensor
 
 from mmkv.engine.backends.cuda.kernels import score_triton, select_triton
-from mmkv.engine.backends.cuda.kernels.append import Rows
-from mmkv.engine.backends.cuda.kernels.evict import BINS, BLOCK, MOST_TIES, TURNS, Eviction
+from mmkv.engine.backends.cuda.kernels.buffers import (
+    BINS,
+    BLOCK,
+    MOST_TIES,
+    TURNS,
+    Eviction,
+    Rows,
+)
 from mmkv.engine.backends.cuda.kernels.score_triton import share_of
 from mmkv.engine.backends.cuda.kernels.select_triton import is_victim, lowest_of_row
 from mmkv.engine.cache import Columns

@@ -6,30 +6,14 @@ instead of some fifteen.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch.nn.functional as F
 from torch import Tensor
 
 from mmkv.engine.backends.cuda.kernels.available import on_triton
+from mmkv.engine.backends.cuda.kernels.buffers import Readout
 from mmkv.engine.cache import Columns
 from mmkv.engine.device import on_device
 from mmkv.engine.model.rope import rotate
-
-
-@dataclass(frozen=True)
-class Readout:
-    """The last part of one layer's gate: ``log_beta = logsigmoid(weight . silu(trunk) + bias)``.
-
-    Attributes:
-        trunk: ``[B, d_last]`` in the model's dtype: the trunk's last matrix product with its
-            bias, *before* SiLU. Rows contiguous; a slice of a wider product will do.
-        weight: ``[H, d_last]`` float32; bias: ``[H]`` float32, both contiguous.
-    """
-
-    trunk: Tensor
-    weight: Tensor
-    bias: Tensor
 
 
 def store_layer(

@@ -17,8 +17,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from mmkv.engine.backends.cuda.kernels.buffers import Readout
 from mmkv.engine.backends.cuda.kernels.forms_triton import encode
-from mmkv.engine.backends.cuda.kernels.store import Readout
 from mmkv.engine.cache import Columns
 
 # log2(e) with 12 significant bits, and what is missing: see `_exp_of_minus`.

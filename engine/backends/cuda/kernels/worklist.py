@@ -15,12 +15,11 @@ The list is made on the device, once per step, and depends on lengths only, not 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor
 
 from mmkv.engine.backends.cuda.kernels.available import on_triton
+from mmkv.engine.backends.cuda.kernels.buffers import WorkList
 from mmkv.engine.device import on_device
 
 # A tile holds about this many bytes of keys and values. A program of the attention kernel has two
@@ -28,27 +27,6 @@ from mmkv.engine.device import on_device
 # times what Little's law asks of 4.3 TB/s at 0.8 us on 132 multiprocessors.
 TILE_BYTES = 16384
 PROGRAMS_PER_SM = 4
-
-
-@dataclass(frozen=True)
-class WorkList:
-    """Static buffers of one batch bucket. R = batch x KV heads rows, in that order; N runs.
-
-    Attributes:
-        rows: ``[L, R, 4]`` int32 per row: entries; the row's index in ``table.view(-1, W)``; the
-            first run with a piece of it; its pieces (at least 1: a row without entries still has
-            one tile, in which its output is zeroed).
-        runs: ``[L, N, 8]`` int32 per run: tiles (0: nothing to do); row of the first tile; entry
-            of that row where it starts; that row's entries and table index again, so that a
-            program learns them in one read; the rest unused.
-        tile: entries in a tile, a power of two.
-        heads: KV heads.
-    """
-
-    rows: Tensor
-    runs: Tensor
-    tile: int
-    heads: int
 
 
 def tile_entries(head_dim: int, dtype: torch.dtype) -> int:

@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from mmkv.engine.backends.cuda.kernels.worklist import WorkList
+from mmkv.engine.backends.cuda.kernels.buffers import WorkList
 
 BLOCK_ROWS = 128
 BLOCK_RUNS = 32
