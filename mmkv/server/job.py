@@ -116,7 +116,7 @@ class Usage:
     notes: list[str] = field(default_factory=list)
 
 
-class Counts:
+class RequestCounts:
     """Counts the tokens and entries of one request.
 
     Attributes:
@@ -346,7 +346,8 @@ class ChatJob(EngineJob):
     ) -> None:
         super().__init__(engine, engine.budgets.checked(work.budget), chunk)
         self.work = work
-        self.conversations, self.grammars, self.counts = conversations, grammars, Counts(engine)
+        self.conversations, self.grammars = conversations, grammars
+        self.counts = RequestCounts(engine)
         self._admitted = admitted
         parts = (part for message in work.messages for part in message.media)
         self.fetches = any(part.url[:4].lower() == "http" for part in parts)
