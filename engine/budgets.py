@@ -45,7 +45,7 @@ class PageBound:
 
 
 @dataclass(frozen=True)
-class Extent:
+class SequenceSize:
     """How far a sequence has come: tokens seen, entries held, tokens that came in prompts."""
 
     seen: int = 0
@@ -58,7 +58,7 @@ def page_bound(
     budget: Budget,
     prompt: int,
     generated: int = 0,
-    start: Extent | None = None,
+    start: SequenceSize | None = None,
     chunk: int | None = None,
 ) -> PageBound:
     """Bound the pages of a sequence that reads ``prompt`` tokens and then decodes ``generated``.
@@ -72,7 +72,7 @@ def page_bound(
         start: where the sequence stands; None: an empty one.
         chunk: tokens in a chunk; None: the engine's.
     """
-    start = start or Extent()
+    start = start or SequenceSize()
     rows, pool, policy = engine.spec.rows, engine.cache.pool, engine.policy
     every = start.entries + (prompt + generated) * rows
     if not policy.evicts:
@@ -216,22 +216,21 @@ def batch_of(
 
 def give_room(batch: Batch, sessions: Sequence[CachedSequence], backend: Backend) -> None:
     """Tell a backend that writes down by itself who dies where it may do so."""
-    most = backend.writes_deaths
-    if batch.recorded and most:
+    if batch.recorded and (most := backend.writes_deaths):
         recorders = (session.recorder for session in sessions)
         batch.deaths = [0 if each is None else each.room(most) for each in recorders]
 
 
 def count(sessions: Sequence[CachedSequence], counts: Counts) -> None:
     """Count what a backend has made of sequences, and note it where it is recorded."""
-    if counts.appended:
-        for session in sessions:
-            session.count_appended(counts.appended)
-    if counts.dropped:
-        columns = zip(sessions, counts.dropped, counts.nan, strict=True)
-        for index, (session, dropped, nan) in enumerate(columns):
+    appended, all_dropped = counts.appended, counts.dropped
+    for index, session in enumerate(sessions):
+        if appended:
+            session.count_appended(appended)
+        if all_dropped:
+            dropped = all_dropped[index]
             if dropped:
-                session.count_evicted(dropped, nan)
+                session.count_evicted(dropped, counts.nan[index])
             if session.recorder is not None:
                 _note(session, dropped, counts.scored.get(index) if counts.scored else None)
 
@@ -351,11 +350,13 @@ class OwnBudgets:
         Before that goes what write gates have not admitted. The backends are asked in their order,
         each for all that the ones before it have left.
         """
+        if not sessions:
+            return
         engine = self._engine
         if engine.policy.admission is not None:
             for session in sessions:
                 _drop_unadmitted(session)
-        due = [session for session in sessions if session.is_due(slack)]
+        due = [session for session in sessions if session.needs_eviction(slack)]
         for backend in engine.backends.stepping:
             if due and backend is not tried:
                 due = _cut_on(backend, due)

@@ -11,7 +11,7 @@ from urllib.parse import urlsplit
 import huggingface_hub.constants as hub
 
 
-def in_reach() -> bool:
+def hub_reachable() -> bool:
     """Return whether the hub resolves; its client would retry for half a minute offline."""
     if hub.is_offline_mode():
         return False
@@ -33,6 +33,6 @@ def config_digest(model: str) -> str:
     """
     from transformers.utils import cached_file
 
-    local = Path(model).is_dir() or not in_reach()
+    local = Path(model).is_dir() or not hub_reachable()
     found = cached_file(model, "config.json", local_files_only=local)
     return hashlib.sha256(Path(found).read_bytes()).hexdigest()

@@ -324,7 +324,7 @@ def _run_pass(engine: Runtime, prefills: Sequence[Prefill]) -> Tensor:
         ends, log_beta = engine.decoder.forward(
             torch.cat(hidden), (cos, sin), step, _joined(deepstacks, counts), tapped, step
         )
-        if engine.model.has_born:
+        if engine.model.has_on_append:
             taps = list(zip(*(tap.split(counts) for tap in tapped), strict=True))
             for chunk, own in zip(chunks, taps or [()] * len(chunks), strict=True):
                 chunk.write_state(engine.policy.scoring, own)

@@ -14,7 +14,7 @@ from torch import Tensor
 from mmkv.engine.backends import Backends, kernels_for
 from mmkv.engine.backends.base import LoadedModel
 from mmkv.engine.backends.cuda.kernels.sample import Draw
-from mmkv.engine.backends.torch.write_step import admitting
+from mmkv.engine.backends.torch.write_step import attach_write_gates
 from mmkv.engine.budgets import Budgets, OwnBudgets, SharedBudget, batch_of
 from mmkv.engine.cache import PagePool, RaggedCache
 from mmkv.engine.cache.choice import choose_form
@@ -38,7 +38,7 @@ from mmkv.engine.policies import Budget, Needs, Policy
 from mmkv.engine.policies.pruning import check_pruner
 from mmkv.engine.policies.registry import check_policy
 from mmkv.engine.policy_choice import choose, require_named_gates
-from mmkv.engine.scorer_state import has_born, has_revise, sequence_memory, tap_layers
+from mmkv.engine.scorer_state import has_on_append, has_on_step, sequence_memory, tap_layers
 from mmkv.engine.sequence import CachedSequence
 from mmkv.engine.session_file import load_session
 from mmkv.engine.steps import decode_step, decode_steps
@@ -92,7 +92,7 @@ class Runtime:
         self.evict_every, self.prefill_chunk = config.evict_every, config.prefill_chunk
         write_gates: WriteGates | None = None
         if policy.admission is not None:
-            policy, write_gates = admitting(policy, gates, spec)
+            policy, write_gates = attach_write_gates(policy, gates, spec)
             write_gates = write_gates.to(self.device, self.dtype)
             self.policy = policy
         self._gates = gates if isinstance(gates, Gates) else None
@@ -109,8 +109,8 @@ class Runtime:
             write_gates=write_gates,
             evict_every=self.evict_every,
             never_chosen=torch.tensor(media, dtype=torch.int64, device=self.device),
-            has_born=policy.evicts and has_born(policy.scoring),
-            has_revise=policy.evicts and has_revise(policy.scoring),
+            has_on_append=policy.evicts and has_on_append(policy.scoring),
+            has_on_step=policy.evicts and has_on_step(policy.scoring),
         )
         state = self.model.needs.state if policy.admission is None else 1  # log g
         size = config.page_size

@@ -273,14 +273,14 @@ def tap_layers(policy: Policy, layers: int) -> tuple[int, ...]:
     return tuple(layer for tap in taps for layer in tapped_layers(tap, layers))
 
 
-def has_born(scorer: Scorer) -> bool:
+def has_on_append(scorer: Scorer) -> bool:
     """Whether the scorer gives new entries their state."""
-    return callable(getattr(scorer, "born", None))
+    return callable(getattr(scorer, "on_append", None))
 
 
-def has_revise(scorer: Scorer) -> bool:
+def has_on_step(scorer: Scorer) -> bool:
     """Whether the scorer changes the state of entries after each step."""
-    return callable(getattr(scorer, "revise", None))
+    return callable(getattr(scorer, "on_step", None))
 
 
 def revise_state(
@@ -288,8 +288,8 @@ def revise_state(
 ) -> None:
     """Let the scorer change the state of a sequence's ``entries`` after a step."""
     memory = {name: kept[seq] for name, kept in cache.memory.items() if name != QUERIES}
-    state = scorer.revise(view, memory)  # type: ignore[attr-defined]
-    call = f"{type(scorer).__name__}.revise"
+    state = scorer.on_step(view, memory)  # type: ignore[attr-defined]
+    call = f"{type(scorer).__name__}.on_step"
     if state is not None:
         shape = (entries.row.numel(), cache.pool.state_size)
         state = shaped(state, shape, call, "a new state [N, K], or None")
@@ -328,10 +328,10 @@ def write_state(
         keys=lambda: pool.keys_at(slots).float(),
         values=lambda: pool.values_at(slots).float(),
     )
-    call = f"{type(scorer).__name__}.born"
+    call = f"{type(scorer).__name__}.on_append"
     first = int(bool(scorer.needs.mass))
     wanted = f"the state of new entries, a tensor [B, T, L or 1, H or 1, {pool.state_size - first}]"
-    state = returned(scorer.born(new), Tensor, call, wanted)  # type: ignore[attr-defined]
+    state = returned(scorer.on_append(new), Tensor, call, wanted)  # type: ignore[attr-defined]
     try:
         spread = state.expand(batch, count, layers, heads, pool.state_size - first)
     except RuntimeError as error:

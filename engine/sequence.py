@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from mmkv.engine.budgets import Extent
+from mmkv.engine.budgets import SequenceSize
 from mmkv.engine.cache import Entries
 from mmkv.engine.contents import Memory, Span, memory_of, retained_tokens
 from mmkv.engine.device import exact_products
@@ -402,7 +402,7 @@ class CachedSequence:
             elif recorder is not None:
                 recorder.rewind(seen)
 
-    def is_due(self, slack: int) -> bool:
+    def needs_eviction(self, slack: int) -> bool:
         """Whether a group of rows stands above its share by more than its part of ``slack``."""
         policy, spec = self.engine.policy, self.engine.spec
         if not policy.evicts:
@@ -437,9 +437,9 @@ class CachedSequence:
         cache.drop(self.seq, (position >= self.seen).nonzero().flatten(), entries)
 
     @property
-    def extent(self) -> Extent:
+    def extent(self) -> SequenceSize:
         """What :func:`mmkv.engine.budgets.page_bound` wants to know of this sequence."""
-        return Extent(self.seen, self.entries, self.prompt_tokens)
+        return SequenceSize(self.seen, self.entries, self.prompt_tokens)
 
     def _require_open(self) -> None:
         if self.closed:

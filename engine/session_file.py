@@ -24,7 +24,7 @@ from mmkv.engine.contents import MODALITIES
 from mmkv.engine.errors import STOPS, BudgetError, SessionError, require_type, shown
 from mmkv.engine.paths import is_file
 from mmkv.engine.policies import Budget
-from mmkv.engine.strict import Damage, Strict
+from mmkv.engine.strict import InvalidFile, Strict
 
 if TYPE_CHECKING:
     from mmkv.engine.runtime import Runtime
@@ -92,7 +92,7 @@ def load_session(engine: Runtime, path: Path) -> tuple[CachedSequence, dict[str,
     Raises:
         SessionError: unreadable or foreign file. BudgetError: no room for it. Nothing is held then.
     """
-    from mmkv.engine.strict import Damage, parse
+    from mmkv.engine.strict import InvalidFile, parse
 
     if os.path.exists(path) and not is_file(path):  # reading a pipe may never end
         raise SessionError(f"{path} is no file; name a session file")
@@ -111,7 +111,7 @@ def load_session(engine: Runtime, path: Path) -> tuple[CachedSequence, dict[str,
             tensors = read_tensors(file, header.state, engine)
         del metadata["digest"]
         if header.digest != _digest(tensors, metadata):
-            raise Damage("its checksum does not match its content")
+            raise InvalidFile("its checksum does not match its content")
     except FileNotFoundError as error:
         raise SessionError(f"no session file at {path}; check the path") from error
     except (SafetensorError, OSError, ValueError) as error:
@@ -237,7 +237,7 @@ class Header(Strict):
 
 
 def check_state(state: State, engine: Runtime) -> None:
-    """Check the numbers of a header against each other and the engine. Raises Damage."""
+    """Check the numbers of a header against each other and the engine. Raises InvalidFile."""
     every = state.seen * engine.spec.rows
     edges = [0, *(edge for span in state.pictures for edge in span), state.seen]
     can_be_long = engine.spec.rope.switch_at is not None
@@ -256,7 +256,7 @@ def check_state(state: State, engine: Runtime) -> None:
     }
     for what, wrong in broken.items():
         if wrong:
-            raise Damage(what)
+            raise InvalidFile(what)
 
 
 def read_tensors(file: Any, state: State, engine: Runtime) -> dict[str, Tensor]:
@@ -266,8 +266,8 @@ def read_tensors(file: Any, state: State, engine: Runtime) -> dict[str, Tensor]:
         file: an open ``safetensors.safe_open``.
 
     Raises:
-        Damage: others than the header promises; BudgetError: no room for so many pages. No tensor
-            but the lengths has been read then.
+        InvalidFile: others than the header promises; BudgetError: no room for so many pages. No
+            tensor but the lengths has been read then.
     """
     cache, names = engine.cache, set(file.keys())
     wanted = {
@@ -276,19 +276,21 @@ def read_tensors(file: Any, state: State, engine: Runtime) -> dict[str, Tensor]:
         if name in names or 0 not in shape[1:]  # older files lack some columns without numbers
     }
     for name in sorted(names ^ wanted.keys()):
-        raise Damage(f"it {'has no' if name in wanted else 'has an unknown'} tensor {shown(name)}")
+        raise InvalidFile(
+            f"it {'has no' if name in wanted else 'has an unknown'} tensor {shown(name)}"
+        )
     for name, (shape, dtype) in wanted.items():
         part = file.get_slice(name)
         found = part.get_dtype(), tuple(part.get_shape())
         if found != (NAMES[dtype], shape):
-            raise Damage(
+            raise InvalidFile(
                 f"tensor {name} is {found[0]} {list(found[1])}, not {NAMES[dtype]} {list(shape)}"
             )
     length = file.get_tensor("length")
     if int(length.min()) < 0 or int(length.max()) > state.seen:
-        raise Damage("a row's length is not in 0 .. tokens seen")
+        raise InvalidFile("a row's length is not in 0 .. tokens seen")
     if int(length.sum()) != state.entries:
-        raise Damage("the rows' lengths do not add up to the entries")
+        raise InvalidFile("the rows' lengths do not add up to the entries")
     cache.pool.require(cache.needed_pages(length))
     tensors = {name: file.get_tensor(name) for name in wanted}
     _check_values(tensors, state)
@@ -296,19 +298,19 @@ def read_tensors(file: Any, state: State, engine: Runtime) -> dict[str, Tensor]:
 
 
 def _check_values(tensors: dict[str, Tensor], state: State) -> None:
-    """Check that all numbers can be what a session held. Raises Damage."""
+    """Check that all numbers can be what a session held. Raises InvalidFile."""
     position, log_beta = tensors["position"].long(), tensors["log_beta"]
     row = torch.repeat_interleave(tensors["length"].flatten())
     if position.numel():
         if int(position.min()) < 0 or int(position.max()) >= state.seen:
-            raise Damage("an entry's position is not one of the tokens seen")
+            raise InvalidFile("an entry's position is not one of the tokens seen")
         if (row * state.seen + position).unique().numel() < position.numel():
-            raise Damage("a row holds a token twice")
+            raise InvalidFile("a row holds a token twice")
         if int(tensors["modality"].max()) >= len(MODALITIES):
-            raise Damage("an entry's modality is unknown")
+            raise InvalidFile("an entry's modality is unknown")
         if not bool((log_beta <= 0).all()):
-            raise Damage("an entry's log_beta is above 0 or no number")
+            raise InvalidFile("an entry's log_beta is above 0 or no number")
     # What scorers keep may be infinite or NaN: they score it, and no answer is made of it.
     for name in {"keys", "values", "key_scale", "value_scale", "log_beta"} & tensors.keys():
         if not bool(tensors[name].isfinite().all()):
-            raise Damage(f"tensor {name} holds numbers that are not finite")
+            raise InvalidFile(f"tensor {name} holds numbers that are not finite")

@@ -13,7 +13,7 @@ from torch import Tensor
 from mmkv.engine.backends.base import Burst, Counts
 from mmkv.engine.backends.cuda.kernels.sample import (
     Draw,
-    Said,
+    PenaltyState,
     columns_of,
     guard,
     penalise,
@@ -50,7 +50,8 @@ def decode_step(
         slack = engine.model.slack
         batch, counts = batch_of(sessions, token_ids, slack), Counts()
         backend = engine.backends.for_step(batch)
-        give_room(batch, sessions, backend)
+        if batch.recorded:
+            give_room(batch, sessions, backend)
         try:
             try:
                 logits = backend.decode(batch, counts)
@@ -63,12 +64,12 @@ def decode_step(
             raise
         for session, token in zip(sessions, token_ids, strict=True):
             session.note_ids([token])
-        if engine.model.has_revise:
+        if engine.model.has_on_step:
             for session in sessions:
                 entries = engine.cache.entries(session.seq)
                 view = session.view(entries)
                 revise_state(engine.cache, engine.policy.scoring, session.seq, entries, view)
-        uncut = [sessions[index] for index in counts.uncut]
+        uncut = [sessions[index] for index in counts.uncut] if counts.uncut else ()
         engine.budgets.cut(uncut, slack, backend if counts.tried else None)
         return logits
 
@@ -137,9 +138,9 @@ def _step_by_step(
     """:func:`decode_steps` without a graph."""
     generated: list[list[int]] = [[] for _ in sessions]
     token, going = list(token_ids), list(range(len(sessions)))
-    said: Said | None = None
+    said: PenaltyState | None = None
     if draws is not None and any(draw.penalises for draw in draws):
-        said = Said.empty(len(draws), engine.decoder.weights.head.shape[0], engine.device)
+        said = PenaltyState.empty(len(draws), engine.decoder.weights.head.shape[0], engine.device)
         said.fill(draws)
     ends = {*stop, BROKEN}
     for done in range(steps):
@@ -154,7 +155,7 @@ def _step_by_step(
             seen = torch.tensor([sessions[i].seen for i in going], device=engine.device)
             if said is not None:
                 at = torch.tensor(going, device=engine.device)
-                own = Said(said.read[at], said.count[at])
+                own = PenaltyState(said.read[at], said.count[at])
                 logits = penalise(logits, columns, own)
             chosen_ids = sample(logits, columns, uniform(seed, seen))
             if said is not None:

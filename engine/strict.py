@@ -12,7 +12,7 @@ from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError
 from mmkv.engine.errors import shown
 
 
-class Damage(ValueError):
+class InvalidFile(ValueError):
     """What is wrong with a file, in a few words."""
 
 
@@ -29,7 +29,7 @@ def parse(kind: Any, value: Any, is_json: bool = False) -> Any:
         is_json: whether ``value`` is JSON text.
 
     Raises:
-        Damage: it is not of this kind; names the first place that is not.
+        InvalidFile: it is not of this kind; names the first place that is not.
     """
     adapter: TypeAdapter[Any] = TypeAdapter(kind, config=_config(kind))
     try:
@@ -37,7 +37,9 @@ def parse(kind: Any, value: Any, is_json: bool = False) -> Any:
     except ValidationError as error:
         first = error.errors(include_url=False, include_input=False)[0]
         place = ".".join(str(part) for part in first["loc"])
-        raise Damage(shown(f"{place}: {first['msg']}" if place else first["msg"], 200)) from None
+        raise InvalidFile(
+            shown(f"{place}: {first['msg']}" if place else first["msg"], 200)
+        ) from None
 
 
 def _config(kind: Any) -> ConfigDict | None:

@@ -167,7 +167,7 @@ class Engine(Runtime):
         return self._open(self.budgets.checked(budget))
 
     @cached_property
-    def knows_scenes_alone(self) -> bool:
+    def is_bundled_model(self) -> bool:
         """Return whether this is the bundled model, which was trained on drawn scenes."""
         return is_bundled(self._source)
 

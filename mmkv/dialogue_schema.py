@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 from pydantic import NonNegativeInt
 
-from mmkv.engine.strict import Damage, Strict, parse
+from mmkv.engine.strict import InvalidFile, Strict, parse
 from mmkv.prompt.held import Held, Piece, Place
 
 
@@ -58,28 +58,31 @@ class _Options(Strict):
 
 
 def parse_options(extra: str, key: str) -> dict[str, Any]:
-    """Return the options under ``key`` of a header's ``extra``, JSON inside JSON. Raises Damage."""
+    """Return the options under ``key`` of a header's ``extra``, JSON inside JSON.
+
+    Raises InvalidFile.
+    """
     held: dict[str, str] = parse(dict[str, str], extra, is_json=True)
     options: _Options = parse(_Options, held.get(key, "{}"), is_json=True)
     return options.model_dump(exclude_none=True)
 
 
 def parse_history(text: str) -> list[dict[str, Any]]:
-    """Return the messages in JSON ``text``. Raises Damage."""
+    """Return the messages in JSON ``text``. Raises InvalidFile."""
     messages: list[_Message] = parse(list[_Message], text, is_json=True)
     return [message.model_dump() for message in messages]
 
 
 def parse_unfed(text: str, vocabulary: int, placeholders: set[int]) -> list[int]:
-    """Return the token ids in JSON ``text``; none may stand for a picture. Raises Damage."""
+    """Return the token ids in JSON ``text``; none may stand for a picture. Raises InvalidFile."""
     ids: list[int] = parse(list[int], text, is_json=True)
     if any(not 0 <= token < vocabulary or token in placeholders for token in ids):
-        raise Damage("a token of the latest reply cannot have been generated")
+        raise InvalidFile("a token of the latest reply cannot have been generated")
     return ids
 
 
 def parse_held(text: str, seen: int, vocabulary: int, placeholders: set[int]) -> Held:
-    """Return what a session of ``seen`` tokens has read, from JSON ``text``. Raises Damage.
+    """Return what a session of ``seen`` tokens has read, from JSON ``text``. Raises InvalidFile.
 
     Files from before it was kept have ``null``.
     """
@@ -92,11 +95,11 @@ def parse_held(text: str, seen: int, vocabulary: int, placeholders: set[int]) ->
         grown = end.seen - at.seen, end.position - at.position, end.prompt - at.prompt
         counted = ids is None or grown[0] == grown[1] == len(ids)
         if min(grown) < 0 or not counted or (one.text is None and ids is None):
-            raise Damage("the numbers of what was read do not add up")
+            raise InvalidFile("the numbers of what was read do not add up")
         if any(not 0 <= token < vocabulary or token in placeholders for token in ids or ()):
-            raise Damage("a token of what was read is none of a text")
+            raise InvalidFile("a token of what was read is none of a text")
         if any(not 0 <= token < vocabulary for token in one.known):
-            raise Damage("a token of what was read is none of the model's")
+            raise InvalidFile("a token of what was read is none of the model's")
         held = None if ids is None else tuple(ids)
         pieces.append(
             Piece(
@@ -111,5 +114,5 @@ def parse_held(text: str, seen: int, vocabulary: int, placeholders: set[int]) ->
         )
         at = end
     if pieces and at.seen != seen:
-        raise Damage("what was read is not as long as the session")
+        raise InvalidFile("what was read is not as long as the session")
     return Held(tuple(pieces), made.differs, None if made.unread else ((), ()))

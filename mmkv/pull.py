@@ -58,7 +58,7 @@ def pull(name: str, say: Callable[[str], None]) -> Path:
             "HF_HUB_OFFLINE is set, so nothing is fetched; unset it, or see `mmkv models` for what "
             "is here"
         )
-    if not hub.in_reach():
+    if not hub.hub_reachable():
         raise ModelError(
             f"{name} was not fetched: {constants.ENDPOINT} cannot be reached; {_AGAIN}"
         )

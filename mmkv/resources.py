@@ -10,7 +10,7 @@ from typing import Any
 
 from mmkv.engine.errors import GateError, InputError, ModelError
 from mmkv.engine.model.fingerprint import fingerprint, language_fingerprint
-from mmkv.engine.model.source import refuse_eyes
+from mmkv.engine.model.source import refuse_bare_adapter
 
 BUNDLED_MODEL = "tiny-vlm"
 BUNDLED_ADAPTER = "smollm2-llava"  # tower and projector without their language model
@@ -48,7 +48,7 @@ def refuse_adapter(name: str | Path | None) -> None:
     ``mmkv models`` lists them beside models.
     """
     if str(name) == BUNDLED_ADAPTER and not Path(BUNDLED_ADAPTER).is_dir():
-        refuse_eyes(BUNDLED_ADAPTER)
+        refuse_bare_adapter(BUNDLED_ADAPTER)
 
 
 def is_bundled(source: str | Path | None) -> bool:

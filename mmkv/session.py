@@ -220,7 +220,7 @@ class Session(CachedSequence):
 
     def restore_dialogue(self, extra: dict[str, str]) -> None:
         """Take over the conversation from a session file's strings. Raises SessionError."""
-        from mmkv.dialogue_schema import Damage, parse_held, parse_history, parse_unfed
+        from mmkv.dialogue_schema import InvalidFile, parse_held, parse_history, parse_unfed
 
         family = self.engine.family
         known = family.vocab_size, {*family.placeholder.values()}
@@ -228,7 +228,7 @@ class Session(CachedSequence):
             history = parse_history(extra.get("mmkv.history", "[]"))
             unfed = parse_unfed(extra.get("mmkv.unfed", "[]"), *known)
             held = parse_held(extra.get("mmkv.held", "null"), self.seen, *known)
-        except Damage as error:
+        except InvalidFile as error:
             raise SessionError(
                 f"the conversation in the session file is damaged ({error}); use a copy, or begin "
                 "a new session"

@@ -118,7 +118,7 @@ def compose(
         seen = [processor.load_picture(picture) for picture in pictures]
         clips = [processor.load_clip(film, fps, num_frames) for film in films]
         said.extend(notes(seen, clips))
-        if seen and session.engine.knows_scenes_alone and not all(map(_is_drawn, seen)):
+        if seen and session.engine.is_bundled_model and not all(map(_is_drawn, seen)):
             said.append(_SCENES_ALONE)
         if (seen or clips) and processor.sees:
             _ = session.engine.family.hf  # Ctrl-C ends it here, and not while it is appended

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
-from mmkv.engine.backends.torch.write_step import WriteStep
+from mmkv.engine.backends.torch.write_step import WriteGatePass
 from mmkv.engine.scorer_state import WindowAttention, view_of, window_attention
 
 if TYPE_CHECKING:
@@ -42,8 +42,8 @@ class LoadedModel:
         evict_every: steps between two evictions; slack: entries that a sequence may hold above its
             budget between them.
         never_chosen: int64 ids of tokens that no reply may hold.
-        has_born, has_revise: whether the scorer gives new entries their state, and changes that of
-            all entries after a step.
+        has_on_append, has_on_step: whether the scorer gives new entries their state, and changes
+            that of all entries after a step.
     """
 
     device: torch.device
@@ -55,17 +55,17 @@ class LoadedModel:
     write_gates: WriteGates | None
     evict_every: int
     never_chosen: Tensor
-    has_born: bool = False
-    has_revise: bool = False
+    has_on_append: bool = False
+    has_on_step: bool = False
 
     def __post_init__(self) -> None:
         self.slack = (self.evict_every - 1) * self.spec.rows
 
-    def write_step(self, rope: tuple[Tensor, Tensor]) -> WriteStep | None:
+    def write_step(self, rope: tuple[Tensor, Tensor]) -> WriteGatePass | None:
         """Return the write gates of a pass whose tokens have these rope angles; None without."""
         if self.write_gates is None or self.policy.admission is None:
             return None
-        return WriteStep(self.write_gates, self.policy.admission, rope, self.spec.rope.scale)
+        return WriteGatePass(self.write_gates, self.policy.admission, rope, self.spec.rope.scale)
 
     def angles(self, batch: Batch) -> tuple[Tensor, Tensor]:
         """Compute cos and signed sin ``[B, rot]`` of the next token of each sequence."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from mmkv.engine.budget import Budget, format_bytes
-from mmkv.engine.cache.forms import FORMS, Form
+from mmkv.engine.cache.forms import FORMS, KVForm
 from mmkv.engine.cache.layout import Layout
 from mmkv.engine.errors import BudgetError
 
@@ -26,7 +26,7 @@ def best_at(entries: float) -> str:
 
 def choose_form(
     kv: str | None, budget: Budget, rows: int, longest: int, layout: Layout, slack: int = 0
-) -> tuple[Form, str | None]:
+) -> tuple[KVForm, str | None]:
     """Return the form of an engine's cache, and a line on why where nobody named it.
 
     Only a budget in bytes chooses. A form in which the bytes hold every position of the model comes
@@ -42,8 +42,8 @@ def choose_form(
     """
     size, head_dim = layout.page_size, layout.head_dim
 
-    def form(name: str) -> Form:
-        return Form.of(name, layout.dtype, head_dim)
+    def form(name: str) -> KVForm:
+        return KVForm.of(name, layout.dtype, head_dim)
 
     def entry_bytes(name: str) -> int:
         # Codes of 4 bits come in pairs: an odd head_dim is counted as if it were even.

@@ -94,7 +94,7 @@ def _steps(x: Tensor, scale: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True)
-class Form:
+class KVForm:
     """How the cache holds keys and values.
 
     Attributes:
@@ -112,7 +112,7 @@ class Form:
         return not (self.key.bits or self.value.bits)
 
     @classmethod
-    def of(cls, name: str, dtype: torch.dtype, head_dim: int) -> Form:
+    def of(cls, name: str, dtype: torch.dtype, head_dim: int) -> KVForm:
         """Return the form of that name for a model of ``dtype`` and ``head_dim``.
 
         Raises:
@@ -155,7 +155,7 @@ def _matrix(size: int, device: torch.device) -> Tensor:
     return hadamard(torch.eye(size, device="cpu")).to(device)
 
 
-class Stored:
+class EncodedKV:
     """Keys or values where they lie; indexed like their tensor, it gives them in ``dtype``.
 
     In a rotated form they come rotated, as attention wants them.
@@ -172,21 +172,21 @@ class Stored:
     def __getitem__(self, index: Tensor) -> Tensor:
         return self.codec.decode(self.codes[index], self.scales[index], self.dtype)
 
-    def flatten(self, start: int, end: int) -> Stored:
+    def flatten(self, start: int, end: int) -> EncodedKV:
         """Flatten leading dimensions, as of ``[pages, P, D]`` to ``[slots, D]``."""
         codes, scales = (x.flatten(start, end) for x in (self.codes, self.scales))
-        return Stored(codes, scales, self.codec, self.dtype)
+        return EncodedKV(codes, scales, self.codec, self.dtype)
 
 
-AUTO = Form("auto", Codec(0), Codec(0))
-FORMS: dict[str, Form] = {
+AUTO = KVForm("auto", Codec(0), Codec(0))
+FORMS: dict[str, KVForm] = {
     form.name: form
     for form in (
         AUTO,
-        Form("bf16", Codec(16), Codec(16)),
-        Form("int8", Codec(8), Codec(8)),
-        Form("k8v4", Codec(8), Codec(4), rotated=True),
-        Form("int4", Codec(4), Codec(4), rotated=True),
+        KVForm("bf16", Codec(16), Codec(16)),
+        KVForm("int8", Codec(8), Codec(8)),
+        KVForm("k8v4", Codec(8), Codec(4), rotated=True),
+        KVForm("int4", Codec(4), Codec(4), rotated=True),
     )
 }
 assert tuple(FORMS) == KV_FORMS

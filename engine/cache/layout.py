@@ -15,7 +15,7 @@ from typing import Annotated, Literal, get_type_hints
 import torch
 from torch import Tensor
 
-from mmkv.engine.cache.forms import AUTO, Codec, Form
+from mmkv.engine.cache.forms import AUTO, Codec, KVForm
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ class Layout:
     page_size: int
     head_dim: int
     dtype: torch.dtype = torch.float32
-    form: Form = AUTO
+    form: KVForm = AUTO
     state: int = 0
 
     def dtype_of(self, column: Column) -> torch.dtype:

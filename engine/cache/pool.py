@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from mmkv.engine.cache.forms import AUTO, Form, Stored
+from mmkv.engine.cache.forms import AUTO, EncodedKV, KVForm
 from mmkv.engine.cache.layout import COLUMNS, Columns, Layout
 from mmkv.engine.errors import BudgetError
 from mmkv.engine.memory import free_bytes
@@ -40,7 +40,7 @@ class PagePool(Columns):
         device: torch.device | str = "cpu",
         limit: int | None = None,
         state_size: int = 0,
-        form: Form = AUTO,
+        form: KVForm = AUTO,
     ) -> None:
         self.page_size, self.head_dim, self.limit = page_size, head_dim, limit
         self.state_size, self.dtype, self.form = state_size, dtype, form
@@ -162,18 +162,18 @@ class PagePool(Columns):
         return self._stack[: self._free]
 
     @property
-    def stored_keys(self) -> Tensor | Stored:
+    def stored_keys(self) -> Tensor | EncodedKV:
         """Keys ``[pages, P, D]`` as attention reads them: by pages, or flattened, by slots."""
         if self.form.plain:
             return self.keys
-        return Stored(self.keys, self.key_scale, self.form.key, self.dtype)
+        return EncodedKV(self.keys, self.key_scale, self.form.key, self.dtype)
 
     @property
-    def stored_values(self) -> Tensor | Stored:
+    def stored_values(self) -> Tensor | EncodedKV:
         """Values, as :attr:`stored_keys`."""
         if self.form.plain:
             return self.values
-        return Stored(self.values, self.value_scale, self.form.value, self.dtype)
+        return EncodedKV(self.values, self.value_scale, self.form.value, self.dtype)
 
     def keys_at(self, slots: Tensor) -> Tensor:
         """Return the model's keys ``[..., D]`` at flat ``slots [...]``, as far as they are kept."""

@@ -102,7 +102,7 @@ class Kernels:
 
 
 @dataclass(frozen=True)
-class Holding:
+class WeightForm:
     """How float32 matrices are held on a CPU.
 
     Attributes:
@@ -129,7 +129,7 @@ class Holding:
     @classmethod
     def of(
         cls, name: str, kernels: Kernels, dtype: torch.dtype, device: torch.device, experts: bool
-    ) -> Holding | None:
+    ) -> WeightForm | None:
         """Return the holding of that name; None: matrices stay in the dtype of states.
 
         Args:

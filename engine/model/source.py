@@ -41,7 +41,7 @@ _EYES_ALONE = (
 )
 
 
-def refuse_eyes(name: str) -> None:
+def refuse_bare_adapter(name: str) -> None:
     """Raise ModelError: ``name`` is that of an adapter which is listed, and no model is there."""
     raise ModelError(_EYES_ALONE.format(name=name))
 

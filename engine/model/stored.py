@@ -17,7 +17,7 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from mmkv.engine.model.product import Holding, Matrix, equal, multiply
+from mmkv.engine.model.product import Matrix, WeightForm, equal, multiply
 from mmkv.engine.model.spec import DecoderSpec, Routing, sparse_layers
 from mmkv.engine.model.weights import DecoderWeights, LayerWeights
 
@@ -118,7 +118,7 @@ class StoredTensors:
         names: Sequence[str],
         dtype: torch.dtype,
         device: torch.device,
-        holding: Holding | None,
+        holding: WeightForm | None,
     ) -> Matrix:
         """Do as :meth:`read`, and hold the float32 matrix as ``holding`` says, if there is one."""
         if holding is None:
@@ -161,7 +161,7 @@ def read_text_weights(
     tied: bool,
     dtype: torch.dtype,
     device: torch.device,
-    holding: Holding | None = None,
+    holding: WeightForm | None = None,
 ) -> DecoderWeights | None:
     """Read the text weights in ``dtype`` onto ``device``; fused matrices are written in place.
 
@@ -192,7 +192,7 @@ def _read(
     tied: bool,
     dtype: torch.dtype,
     device: torch.device,
-    holding: Holding | None,
+    holding: WeightForm | None,
 ) -> DecoderWeights | None:
     # transformers saves the matrices of each expert; older checkpoints stack them.
     stacked = any(name.endswith(_STACK) for name in stored.names)

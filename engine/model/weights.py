@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from mmkv.engine.errors import ModelError
 from mmkv.engine.model.int8 import Int8Matrix
 from mmkv.engine.model.panels import Panels, sampled
-from mmkv.engine.model.product import Holding, Matrix, Product, multiply
+from mmkv.engine.model.product import Matrix, Product, WeightForm, multiply
 from mmkv.engine.model.spec import DecoderSpec
 
 _EXPECTED = {
@@ -88,7 +88,7 @@ class DecoderWeights:
             yield from (getattr(layer, name) for name in layer.matrix_names())
 
     @torch.no_grad()
-    def hold(self, holding: Holding) -> None:
+    def hold(self, holding: WeightForm) -> None:
         """Hold float32 matrices in another form from now on, made one after the other.
 
         Those of experts stay as they are.

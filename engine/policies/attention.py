@@ -127,7 +127,7 @@ class GlobalAttention:
         """The last ``window`` queries, one state, and keys where redundancy counts."""
         return Needs(queries=self.window, keys=self.redundancy, state=1)
 
-    def born(self, new: NewTokens) -> Tensor:
+    def on_append(self, new: NewTokens) -> Tensor:
         """No score yet."""
         return torch.full((*new.position.shape, 1, 1, 1), -1.0, device=new.position.device)
 

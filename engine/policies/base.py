@@ -28,11 +28,11 @@ class Needs:
         queries: recent queries to keep per layer, for :meth:`CacheView.attention`.
         keys, values: whether :meth:`CacheView.keys` and :meth:`CacheView.values` are read.
         state: float32 numbers kept with each entry, 0 at first: :meth:`CacheView.state`. What
-            ``born`` returns is written there, and what a score hands back (:class:`Scores`).
+            ``on_append`` returns is written there, and what a score hands back (:class:`Scores`).
         mass: how a KV group's query heads are joined (``mean``, ``max`` or ``sum``) where state 0
             shall add up the attention that every query pays to the entry, its own included.
-        taps: depths in [0, 1], as shares of the layers, after which ``born`` reads the residual
-            stream; two numbers stand for all layers from the one's to the other's.
+        taps: depths in [0, 1], as shares of the layers, after which ``on_append`` reads the
+            residual stream; two numbers stand for all layers from the one's to the other's.
     """
 
     gates: Literal["", "retention"] = ""
@@ -225,14 +225,14 @@ class Scores:
 
 @dataclass(frozen=True)
 class NewTokens:
-    """What one pass appends: T tokens of each of B sequences; read by a scorer's ``born``.
+    """What one pass appends: T tokens of each of B sequences; read by a scorer's ``on_append``.
 
     Attributes:
         position: ``[B, T]`` int64 token indices.
         prompt: whether the tokens belong to a prompt, or have been generated.
         taps: float32 ``[n, B, T, d]``, the residual stream after the layers of ``needs.taps``.
         memory: by name float32 ``[B, ...]``: what ``memory`` of the scorer asked for, as the last
-            pass left it and zero at first. ``born`` puts what is to be kept in its place.
+            pass left it and zero at first. ``on_append`` puts what is to be kept in its place.
         keys, values: float32 ``[B, L, H, T, D]``, gathered when called.
     """
 
@@ -247,10 +247,10 @@ class NewTokens:
 class Scorer(Protocol):
     """A score per entry at the present step; the lowest are evicted.
 
-    A scorer may have three methods more. ``born(new: NewTokens) -> Tensor`` is called after each
-    pass and returns the state of the new entries, float32 ``[B, T, L or 1, H or 1, K]`` (without
-    state 0 where that adds up attention: K - 1);
-    ``revise(view: CacheView, memory: dict[str, Tensor]) -> Tensor | None`` is called for each
+    A scorer may have three methods more. ``on_append(new: NewTokens) -> Tensor`` is called after
+    each pass and returns the state of the new entries, float32 ``[B, T, L or 1, H or 1, K]``
+    (without state 0 where that adds up attention: K - 1);
+    ``on_step(view: CacheView, memory: dict[str, Tensor]) -> Tensor | None`` is called for each
     sequence after each decode step, before eviction, and returns a new state ``[N, K]`` of all
     entries, or None; it replaces in ``memory`` what is to be kept;
     ``memory(layers, kv_heads, head_dim, hidden_size)`` returns the shapes, by name, of what it

@@ -65,7 +65,7 @@ class StreamChange:
             **change_memory("b", self.b, layers, hidden_size, self.window),
         }
 
-    def born(self, new: NewTokens) -> Tensor:
+    def on_append(self, new: NewTokens) -> Tensor:
         """The score, ``[B, T, 1, 1, 1]``."""
         taps, count = new.taps.transpose(0, 1), new.memory["a.state"].shape[1]
         parts = {"a": taps[:, :count], "b": taps[:, count:]}
@@ -101,7 +101,7 @@ class AttentionAndChange:
         """The newest token's states, and the changes of the window."""
         return change_memory("a", self.a, layers, hidden_size, self.window)
 
-    def born(self, new: NewTokens) -> Tensor:
+    def on_append(self, new: NewTokens) -> Tensor:
         """The frozen part, ``[B, T, 1, 1, 1]``."""
         changes = change_windows("a", new.taps.transpose(0, 1), new)
         return frozen(standardised(changes, new.position, self.eps).mean(1), new)
@@ -128,7 +128,7 @@ class EntryVariance:
         """The variances of the window."""
         return {"variances": (1, self.window - 1)}
 
-    def born(self, new: NewTokens) -> Tensor:
+    def on_append(self, new: NewTokens) -> Tensor:
         """The score, ``[B, T, 1, 1, 1]``."""
         entries = new.keys() if self.of == "keys" else new.values()
         variance = entries.var(-1, correction=0).mean((1, 2))
@@ -224,9 +224,9 @@ class SegmentedChange(StreamChange):
         kept = super().memory(layers, kv_heads, head_dim, hidden_size)
         return {**kept, **running, **counts}
 
-    def born(self, new: NewTokens) -> Tensor:
+    def on_append(self, new: NewTokens) -> Tensor:
         """Both states, ``[B, T, 1, 1, 2]``; tokens of the running segment are kept."""
-        score = super().born(new)
+        score = super().on_append(new)
         if not new.prompt:
             batch = torch.arange(len(score), device=score.device)
             place = (new.memory["segment.tokens"] % self.segment).long()
@@ -238,7 +238,7 @@ class SegmentedChange(StreamChange):
             new.memory["segment.tokens"] = new.memory["segment.tokens"] + 1
         return torch.cat([score + _KEPT, score], -1)
 
-    def revise(self, view: CacheView, memory: dict[str, Tensor]) -> Tensor | None:
+    def on_step(self, view: CacheView, memory: dict[str, Tensor]) -> Tensor | None:
         """Add up the step's entropy; when a segment is complete, lower what it does not keep."""
         total = memory["segment.entropy"] + view.entropy()
         if (view.seen - view.prompt_tokens) % self.segment:
@@ -277,7 +277,7 @@ class PreviousChunk:
         """Least and greatest key and value of the chunk before and of the present one."""
         return {"ranges": (2, 2, 2, layers, kv_heads, head_dim)}
 
-    def born(self, new: NewTokens) -> Tensor:
+    def on_append(self, new: NewTokens) -> Tensor:
         """The score, ``[B, T, 1, 1, 1]``."""
         entries = torch.stack([new.keys(), new.values()], 1)  # [B, 2, L, H, T, D]
         position, first = new.position, new.position[:, :1] // self.lag

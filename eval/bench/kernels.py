@@ -23,7 +23,12 @@ import torch
 from torch import Tensor
 
 from mmkv.engine.backends.cuda.kernels.append import empty_room, make_room
-from mmkv.engine.backends.cuda.kernels.buffers import Eviction, Readout, Room, Rows
+from mmkv.engine.backends.cuda.kernels.buffers import (
+    AppendBuffers,
+    EvictionBuffers,
+    GateHead,
+    PageTables,
+)
 from mmkv.engine.backends.cuda.kernels.decode_attention import decode_attention, empty_partials
 from mmkv.engine.backends.cuda.kernels.evict import empty_eviction, evict
 from mmkv.engine.backends.cuda.kernels.prefill_attention import prefill_attention
@@ -123,7 +128,7 @@ class KernelState:
         self.seqs = torch.arange(case.batch, device=device)
         self.seen = torch.full((case.batch,), seen, device=device)
         top = torch.tensor([pool.free_pages], device=device)
-        self.rows = Rows(self.cache.length, self.cache.table, pool._stack, top, page)
+        self.rows = PageTables(self.cache.length, self.cache.table, pool._stack, top, page)
         self.entries = int(self.cache.length.sum())
 
     def normal(self, *size: int) -> Tensor:
@@ -202,10 +207,10 @@ class KernelStep:
     Without restoring, the cache would drift: rows with high scores grow, others empty.
     """
 
-    def __init__(self, state: KernelState, evicting: Eviction | None) -> None:
+    def __init__(self, state: KernelState, evicting: EvictionBuffers | None) -> None:
         self.state, self.evicting = state, evicting
         rows, pool = state.rows, state.cache.pool
-        self.room: Room = empty_room(state.case.batch, rows)
+        self.room: AppendBuffers = empty_room(state.case.batch, rows)
         self.now = [rows.length, rows.top, rows.stack, pool.position, pool.log_beta]
         self.saved = [tensor.clone() for tensor in self.now]
         self.allowed = torch.full_like(state.seqs, state.total)
@@ -252,7 +257,7 @@ def append(state: KernelState) -> Work:
     rope = state.normal(batch, dim), state.normal(batch, dim)
     trunk = state.normal(batch, shape.gate)
     weight = state.normal(heads, shape.gate).float()
-    readout = Readout(trunk, weight, torch.zeros(heads, device=state.device))
+    readout = GateHead(trunk, weight, torch.zeros(heads, device=state.device))
 
     def call() -> None:
         slots = make_room(step.room, state.rows, state.seqs).transpose(0, 1).contiguous()

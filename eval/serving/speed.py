@@ -52,7 +52,7 @@ _QUESTION = 24  # words
 
 
 @dataclass
-class TimedBurst:
+class RequestBurst:
     """What came of some dialogues, one after the other or side by side."""
 
     seconds: float
@@ -158,7 +158,7 @@ async def dialogue(
 
 async def burst(
     server: ServerProcess, name: str, seeds: Sequence[int], turns: int, new: int, pictures: bool
-) -> TimedBurst:
+) -> RequestBurst:
     """Have a dialogue per seed, all at a time."""
     limits = httpx.Limits(max_connections=None)
     options: dict[str, Any] = {"timeout": 600, "trust_env": False, "limits": limits}
@@ -174,10 +174,10 @@ async def burst(
         if counted != new or reply.finish_reason not in ("length", None):
             ended = f"{counted} tokens, {reply.finish_reason}: {reply.text[:80]!r}"
             raise BenchError(f"a reply of {name} is not {new} tokens long ({ended})")
-    return TimedBurst(seconds, cpu, new * len(replies), replies)
+    return RequestBurst(seconds, cpu, new * len(replies), replies)
 
 
-def summary(bursts: Sequence[TimedBurst]) -> dict[str, Any]:
+def summary(bursts: Sequence[RequestBurst]) -> dict[str, Any]:
     """Return the figures of one server with so many dialogues at a time."""
     replies = [reply for one in bursts for reply in one.replies]
     rounds = [one.tokens / one.seconds for one in bursts]
@@ -226,7 +226,7 @@ def _rounds(
     for name, server in servers.items():  # nothing is timed before its first reply
         asyncio.run(burst(server, names[name], [10**6], 1, args.tokens, pictures))
     for count in args.dialogues:
-        bursts: dict[str, list[TimedBurst]] = {name: [] for name in servers}
+        bursts: dict[str, list[RequestBurst]] = {name: [] for name in servers}
         for _ in range(args.rounds):
             seeds, seed = range(seed, seed + count), seed + count
             for name, server in servers.items():

@@ -325,7 +325,7 @@ def _end_notes(reply: Reply, options: ChatOptions, display: Display) -> None:
 
 def _prepare_to_see(engine: Engine, options: ChatOptions, display: Display) -> None:
     """Read what the first picture needs, with a moving bar."""
-    if engine.processor.sees and not engine.family.sees_at_once:
+    if engine.processor.sees and not engine.family.vision_loaded:
         with display.loading(options.model) as progress:
             progress("what reads pictures")
             _ = engine.family.hf

@@ -70,11 +70,11 @@ def chat_options(path: Path) -> dict[str, Any]:
     if not is_session(path):
         _metadata(path)
         raise SessionError(f"{path} is not a session file of mmkv; name another file")
-    from mmkv.dialogue_schema import Damage, parse_options
+    from mmkv.dialogue_schema import InvalidFile, parse_options
 
     try:
         return {"kv": _form(path), **parse_options(_metadata(path).get("extra", ""), _KEY)}
-    except Damage as error:
+    except InvalidFile as error:
         raise SessionError(
             f"the options in the session file {path} are damaged ({error}); use a copy, or begin a "
             "new session"

@@ -8,7 +8,7 @@ import uuid
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from mmkv.engine.budgets import Extent
+from mmkv.engine.budgets import SequenceSize
 from mmkv.engine.errors import SessionError
 from mmkv.engine.interrupts import whole
 
@@ -44,7 +44,7 @@ class CachedConversation:
         self.engine, self.live = engine, session
         self.budget = engine.budgets.checked(budget) if session is None else session.budget
         self.path = None if folder is None else folder / f"{uuid.uuid4().hex}.mmkv"
-        self._extent, self._pages = Extent(), 0
+        self._extent, self._pages = SequenceSize(), 0
         self._in_file = False
         self._last: tuple[object, ...] = ()
 
@@ -60,7 +60,7 @@ class CachedConversation:
         return self.live is None and not in_file
 
     @property
-    def extent(self) -> Extent:
+    def extent(self) -> SequenceSize:
         """How far the session has come, wherever it lies."""
         return self._extent if self.live is None else self.live.extent
 
@@ -131,7 +131,7 @@ class CachedConversation:
         if self.live is not None:
             self.live.close()
         self.live, self._in_file = None, False
-        self._extent, self._pages = Extent(), 0
+        self._extent, self._pages = SequenceSize(), 0
         if self.path is not None:
             with contextlib.suppress(OSError):  # the folder may be gone, and the file with it
                 self.path.unlink(missing_ok=True)

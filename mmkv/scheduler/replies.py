@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, cast
 
-from mmkv.engine.budgets import Extent, page_bound
+from mmkv.engine.budgets import SequenceSize, page_bound
 from mmkv.engine.errors import (
     STOPS,
     InputError,
@@ -190,7 +190,7 @@ class ReplyJob(EngineJob):
             InputError: neither bounds them; BudgetError: the budget cannot be.
         """
         engine, kept = self.engine, self._kept
-        extent = Extent() if kept is None else kept.extent
+        extent = SequenceSize() if kept is None else kept.extent
         tokens = self.prompt_tokens
         several = tokens is None or tokens > self.chunk
         snapshot = kept.pages if kept is not None and several and not self.undo else 0

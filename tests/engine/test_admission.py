@@ -13,8 +13,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from mmkv.engine.backends.torch.attention import (
     SortedRows,
-    admitted_attention,
-    admitted_attention_reference,
+    write_gated_attention,
+    write_gated_attention_reference,
 )
 from mmkv.engine.errors import GateError, PolicyError, SessionError
 from mmkv.engine.policies import Policy
@@ -63,7 +63,7 @@ def test_blocks_against_the_whole_mask(
     position = torch.arange(past, seen)
     args = query, position, entries, window, threshold, dim**-0.5
     torch.testing.assert_close(
-        admitted_attention(*args), admitted_attention_reference(*args), rtol=1e-4, atol=1e-5
+        write_gated_attention(*args), write_gated_attention_reference(*args), rtol=1e-4, atol=1e-5
     )
 
 
@@ -82,7 +82,7 @@ def test_blocks_read_no_number_each_from_the_device() -> None:
     at = torch.arange(300)
     rows = SortedRows(*torch.randn(2, 2, 300, 8), at.expand(2, -1), torch.rand(2, 300).log())
     with Reads() as reads:
-        admitted_attention(torch.randn(2, 1, 300, 8), at, rows, 20, 0.5, 1.0)
+        write_gated_attention(torch.randn(2, 1, 300, 8), at, rows, 20, 0.5, 1.0)
     assert reads.count == 0
 
 

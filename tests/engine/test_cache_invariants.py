@@ -24,7 +24,7 @@ from hypothesis.stateful import (
 )
 from torch import Tensor
 
-from mmkv.engine.cache import Form, PagePool, RaggedCache
+from mmkv.engine.cache import KVForm, PagePool, RaggedCache
 from mmkv.engine.cache.forms import FORMS
 from mmkv.engine.errors import BudgetError
 from mmkv.engine.policies import Budget
@@ -69,7 +69,7 @@ class CacheMachine(RuleBasedStateMachine):
         form=st.sampled_from(list(FORMS.values())),
     )
     def start(
-        self, page_size: int, layers: int, heads: int, head_dim: int, pages: int, form: Form
+        self, page_size: int, layers: int, heads: int, head_dim: int, pages: int, form: KVForm
     ) -> None:
         if 4 in (form.key.bits, form.value.bits):
             head_dim *= 2  # codes of 4 bits come in pairs

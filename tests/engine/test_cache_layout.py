@@ -21,7 +21,7 @@ import torch
 
 from mmkv.engine import backends
 from mmkv.engine.backends.cpu.binding import Cache
-from mmkv.engine.cache import COLUMNS, Form, PagePool, RaggedCache
+from mmkv.engine.cache import COLUMNS, KVForm, PagePool, RaggedCache
 from mmkv.engine.cache.forms import FORMS
 
 BACKENDS = Path(backends.__path__[0])
@@ -117,7 +117,7 @@ def test_the_drop_kernel_moves_every_column() -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("name", FORMS)
 def test_bytes_and_shapes_are_those_of_the_tensors(name: str, dtype: torch.dtype) -> None:
-    form = Form.of(name, dtype, 6)
+    form = KVForm.of(name, dtype, 6)
     pool = PagePool(8, 6, 5, dtype, state_size=3, form=form)
     assert pool.page_bytes == sum(column[0].nbytes for column in pool.columns())
     kept = (pool.keys, pool.values, pool.key_scale, pool.value_scale)

@@ -50,7 +50,7 @@ def frozen_by(scorer: Any, tokens: Tokens, passes: list[int], prompt: bool = Fal
     memory = {name: torch.zeros(BATCH, *shape) for name, shape in shapes.items()}
     layers = [layer for tap in scorer.needs.taps for layer in tapped_layers(tap, LAYERS)]
 
-    def born(where: Tensor, kept: dict[str, Tensor], rows: slice) -> Tensor:
+    def on_append(where: Tensor, kept: dict[str, Tensor], rows: slice) -> Tensor:
         stream = torch.stack([tokens.stream[layer, rows] for layer in layers] or [torch.empty(0)])
         taps = stream if not layers else torch.stack([tokens.part(x, where) for x in stream])
         keys, values = tokens.keys[rows], tokens.values[rows]
@@ -62,19 +62,19 @@ def frozen_by(scorer: Any, tokens: Tokens, passes: list[int], prompt: bool = Fal
             lambda: tokens.part(keys, where),
             lambda: tokens.part(values, where),
         )
-        found = scorer.born(new)
+        found = scorer.on_append(new)
         assert found.shape == (*where.shape, 1, 1, 1)
         return found[..., 0, 0, 0]
 
     scores: list[list[Tensor]] = [[] for _ in range(BATCH)]
     if tokens.ahead:
         second = {name: kept[1:] for name, kept in memory.items()}
-        scores[1].append(born(torch.arange(tokens.ahead)[None], second, slice(1, 2))[0])
+        scores[1].append(on_append(torch.arange(tokens.ahead)[None], second, slice(1, 2))[0])
         for name, kept in second.items():
             memory[name] = torch.cat([memory[name][:1], kept])
     start = torch.tensor([0, tokens.ahead])
     for count in passes:
-        found = born(start[:, None] + torch.arange(count), memory, slice(None))
+        found = on_append(start[:, None] + torch.arange(count), memory, slice(None))
         for row in range(BATCH):
             scores[row].append(found[row])
         start = start + count

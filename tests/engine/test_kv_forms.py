@@ -14,7 +14,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 
 from mmkv.engine.budget import Budget
-from mmkv.engine.cache import COLUMNS, Form
+from mmkv.engine.cache import COLUMNS, KVForm
 from mmkv.engine.cache.choice import choose_form
 from mmkv.engine.cache.forms import FORMS, Codec, _matrix, hadamard
 from mmkv.engine.cache.layout import Layout
@@ -107,13 +107,13 @@ def test_the_rotation_is_orthonormal_and_its_own_inverse(size: int) -> None:
 def test_codes_in_pairs_need_an_even_head_dim() -> None:
     for name in ("k8v4", "int4"):
         with pytest.raises(PolicyError, match=f"kv '{name}' .* head_dim is 5; choose int8"):
-            Form.of(name, torch.float32, 5)
-    assert Form.of("int8", torch.float32, 5).name == "int8"
+            KVForm.of(name, torch.float32, 5)
+    assert KVForm.of("int8", torch.float32, 5).name == "int8"
 
 
 def test_bf16_is_the_plain_form_of_a_bfloat16_model() -> None:
-    assert Form.of("bf16", torch.bfloat16, 32).plain
-    assert not Form.of("bf16", torch.float32, 32).plain
+    assert KVForm.of("bf16", torch.bfloat16, 32).plain
+    assert not KVForm.of("bf16", torch.float32, 32).plain
 
 
 # Bytes of one entry with D = 32: codes and scales of both, log_beta, position, modality.

@@ -294,16 +294,16 @@ class Returns:
         }
         return (wrong | state)[self.what] if self.method == "score" else scores
 
-    def born(self, new: NewTokens) -> Any:
+    def on_append(self, new: NewTokens) -> Any:
         fine = torch.zeros(*new.position.shape, 1, 1, 2)
         wrong = {"none": None, "list": [0.0], "one number": torch.zeros(3)}
-        if self.method == "born memory":
+        if self.method == "on_append memory":
             new.memory["kept"] = torch.zeros(7)
-        return wrong[self.what] if self.method == "born" else fine
+        return wrong[self.what] if self.method == "on_append" else fine
 
-    def revise(self, view: CacheView, memory: dict[str, Tensor]) -> Any:
+    def on_step(self, view: CacheView, memory: dict[str, Tensor]) -> Any:
         wrong = {"list": [0.0], "short": torch.zeros(1, 2)}
-        return wrong[self.what] if self.method == "revise" else None
+        return wrong[self.what] if self.method == "on_step" else None
 
     def memory(self, *_: int) -> Any:
         wrong = {"none": None, "number": {"kept": 3}}
@@ -357,12 +357,12 @@ def test_a_wrong_allocation_is_one_line(what: str, says: str, folders: dict[str,
         ("score", "list", "returned a list; return one number"),
         ("score", "no tensor", "returned a list; return one number"),
         ("score", "one state", r"Scores.state returned shape \[3\], not \[\d+, 2\]"),
-        ("born", "none", "Returns.born returned None; return the state of new entries"),
-        ("born", "list", "Returns.born returned a list"),
-        ("born", "one number", r"Returns.born returned shape \[3\]; return"),
-        ("born memory", "", r"memory\['kept'\] returned shape \[7\], not \[1, 2\]"),
-        ("revise", "list", "Returns.revise returned a list; return a new state"),
-        ("revise", "short", r"Returns.revise returned shape \[1, 2\], not \[\d+, 2\]"),
+        ("on_append", "none", "Returns.on_append returned None; return the state of new entries"),
+        ("on_append", "list", "Returns.on_append returned a list"),
+        ("on_append", "one number", r"Returns.on_append returned shape \[3\]; return"),
+        ("on_append memory", "", r"memory\['kept'\] returned shape \[7\], not \[1, 2\]"),
+        ("on_step", "list", "Returns.on_step returned a list; return a new state"),
+        ("on_step", "short", r"Returns.on_step returned shape \[1, 2\], not \[\d+, 2\]"),
         ("memory", "none", "Returns.memory returned None; return a dict"),
         ("memory", "number", "Returns.memory returned 3 as a shape"),
     ],

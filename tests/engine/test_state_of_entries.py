@@ -20,7 +20,7 @@ class Both:
 
     needs: ClassVar[Needs] = Needs(state=3, mass="mean")
 
-    def born(self, new: NewTokens) -> Tensor:
+    def on_append(self, new: NewTokens) -> Tensor:
         prompt = torch.full_like(new.position, int(new.prompt))
         return torch.stack([new.position, prompt], -1)[:, :, None, None].float()
 
@@ -57,7 +57,7 @@ class Taps:
 
     needs: ClassVar[Needs] = Needs(state=5, taps=(0.9, (0.0, 0.9), 0.0, 1.0))
 
-    def born(self, new: NewTokens) -> Tensor:
+    def on_append(self, new: NewTokens) -> Tensor:
         return new.taps.norm(dim=-1).permute(1, 2, 0)[:, :, None, None]
 
     def score(self, view: CacheView) -> Tensor:

@@ -19,7 +19,7 @@ from torch import Tensor
 from mmkv.engine.errors import ModelError
 from mmkv.engine.model.families import Family, TextFamily, family_for, loading
 from mmkv.engine.model.families.deferred import DeferredModel
-from mmkv.engine.model.product import Holding, Kernels, multiply
+from mmkv.engine.model.product import Kernels, WeightForm, multiply
 from mmkv.engine.model.spec import DecoderSpec, RopeSpec
 from mmkv.engine.model.weights import DecoderWeights
 from tests.support.factories import CHECKPOINTS, FAMILIES, checkpoint
@@ -292,7 +292,7 @@ def test_a_model_of_transformers_is_narrowed_too() -> None:
     for matrix in weights.matrices():
         matrix.copy_(matrix.bfloat16())
     before = dict(weights.named())
-    weights.hold(Holding("auto"))
+    weights.hold(WeightForm("auto"))
     assert all(matrix.dtype == torch.bfloat16 for matrix in weights.matrices())
     for name, tensor in weights.named():
         assert torch.equal(tensor.float(), before[name])

@@ -20,7 +20,7 @@ from mmkv.dialogue_schema import parse_held
 from mmkv.engine import session_file
 from mmkv.engine.config import EngineConfig
 from mmkv.engine.errors import MmkvError, SessionError
-from mmkv.engine.strict import Damage
+from mmkv.engine.strict import InvalidFile
 from mmkv.eval.fuzz import mutate
 from mmkv.eval.fuzz.target import failure_of
 from mmkv.eval.fuzz.targets.model_files import POLICIES, SessionFileInputs
@@ -177,7 +177,7 @@ def test_what_a_file_says_was_read_has_to_add_up(change: dict[str, Any], cause: 
     del given["unread"]  # there are none
     assert parse_held(json.dumps(given), 3, 100, {7}).unread == ((), ())
     given["pieces"] = [piece | {"reply": False} | change]
-    with pytest.raises(Damage, match=cause):
+    with pytest.raises(InvalidFile, match=cause):
         parse_held(json.dumps(given), 3, 100, {7})
     assert parse_held("null", 3, 100, {7}).pieces is None  # of older files
 

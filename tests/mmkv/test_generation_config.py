@@ -22,7 +22,13 @@ from transformers.generation import (
 
 import mmkv
 from mmkv import Engine, Sampling
-from mmkv.engine.backends.cuda.kernels.sample import Draw, Said, columns_of, penalise, sample
+from mmkv.engine.backends.cuda.kernels.sample import (
+    Draw,
+    PenaltyState,
+    columns_of,
+    penalise,
+    sample,
+)
 from mmkv.engine.errors import InputError, ModelError
 from mmkv.engine.read_ids import mask_of, with_ids
 from mmkv.generation_config import _FOLLOWED, _HARMLESS, Generation, generation_of
@@ -166,7 +172,7 @@ def test_penalties_and_filters_are_transformers_processors(seed: int) -> None:
     draw = Draw(**settings, **penalties, read=with_ids(0, prompt)).after(reply)
     count = 4000
     columns, _ = columns_of([draw] * count, DEVICE)
-    said = Said.empty(count, 200, DEVICE)
+    said = PenaltyState.empty(count, 200, DEVICE)
     said.fill([draw])
     said.read[:], said.count[:] = said.read[0].clone(), said.count[0].clone()
     rows = penalise(logits.expand(count, -1), columns, said)

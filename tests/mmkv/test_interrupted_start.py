@@ -74,13 +74,13 @@ def test_ctrl_c_while_the_vision_side_is_built(
     with engine.session() as session, engine.session() as other:
         with pytest.raises(KeyboardInterrupt):
             session.send("what is it?", images=[picture()], sampling=FEW)
-        assert not went_on and session.history == [] and not engine.family.sees_at_once
+        assert not went_on and session.history == [] and not engine.family.vision_loaded
         monkeypatch.setattr(loading, "build_vision", build)
         replies = [
             "".join(s.send("what is it?", images=[picture()], sampling=FEW))
             for s in (session, other)
         ]
-        assert replies[0] == replies[1] and engine.family.sees_at_once
+        assert replies[0] == replies[1] and engine.family.vision_loaded
 
 
 def test_reading_the_vision_side_is_shown(

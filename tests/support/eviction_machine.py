@@ -35,7 +35,7 @@ def on_device(values: list[int]) -> Tensor:
     return torch.tensor(values, device=DEVICE)
 
 
-def is_due(cache: RaggedCache, policy: Policy, seq: int, budget: int, slack: int) -> bool:
+def needs_eviction(cache: RaggedCache, policy: Policy, seq: int, budget: int, slack: int) -> bool:
     """Whether all rows together, or one that has a budget of its own, stand above it."""
     length = cache.length[seq].flatten().tolist()
     if isinstance(policy.allocation, GlobalAllocation):
@@ -131,7 +131,7 @@ class Machine:
         expected = []
         for slot, (seq, budget) in enumerate(zip(seqs, budgets, strict=True)):
             gone = nan = 0
-            if seq >= 0 and is_due(self.cache, self.policy, seq, budget, slack):
+            if seq >= 0 and needs_eviction(self.cache, self.policy, seq, budget, slack):
                 gone, nan = eager_counts(self.cache, self.policy, seq, self.seen[seq], budget)
             expected.append(gone)
             self.nan[slot] += nan

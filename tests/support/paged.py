@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from mmkv.engine.cache import Stored
+from mmkv.engine.cache import EncodedKV
 from mmkv.engine.cache.forms import Codec
 from tests.support.kernels import DEVICE
 
@@ -16,8 +16,8 @@ from tests.support.kernels import DEVICE
 class Paged:
     """Pools ``[pages, P, D]``, ``length [S, L, H]``, ``table [S, L, H, W]`` on one device."""
 
-    keys: Tensor | Stored
-    values: Tensor | Stored
+    keys: Tensor | EncodedKV
+    values: Tensor | EncodedKV
     length: Tensor
     table: Tensor
 
@@ -61,9 +61,9 @@ def paged(
 def rounded(cache: Paged, key_bits: int, value_bits: int) -> Paged:
     """The same rows with their keys and values in codes; NaN stays NaN, or -inf."""
 
-    def stored(pool: Tensor, bits: int) -> Stored:
+    def stored(pool: Tensor, bits: int) -> EncodedKV:
         codec = Codec(bits)
-        return Stored(*codec.encode(pool), codec, pool.dtype)
+        return EncodedKV(*codec.encode(pool), codec, pool.dtype)
 
     keys, values = stored(cache.keys, key_bits), stored(cache.values, value_bits)
     return replace(cache, keys=keys, values=values)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from mmkv.engine.backends.cuda.kernels.evict import unsupported_reason
 from mmkv.engine.policies import PRESETS, Policy, make_policy
-from mmkv.engine.scorer_state import has_born
+from mmkv.engine.scorer_state import has_on_append
 
 _ALL = {name: make_policy(name) for name in PRESETS}
 # Pruners need pictures and layers enough, and write gates are other gates: test_matrix.py has them.
@@ -23,7 +23,7 @@ def _kind(policy: Policy) -> tuple[object, ...]:
         policy.scoring.needs.queries > 0,
         bool(policy.scoring.needs.mass),
         bool(policy.scoring.needs.taps),
-        has_born(policy.scoring),
+        has_on_append(policy.scoring),
     )
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from mmkv.engine.backends.cuda.kernels.buffers import Rows
-from mmkv.engine.cache import COLUMNS, Columns, Form, PagePool, RaggedCache
+from mmkv.engine.backends.cuda.kernels.buffers import PageTables
+from mmkv.engine.cache import COLUMNS, Columns, KVForm, PagePool, RaggedCache
 from mmkv.engine.cache.forms import AUTO
 from tests.support.kernels import DEVICE
 
@@ -18,7 +18,7 @@ def eager_cache(
     width: int,
     dim: int = 4,
     seed: int = 0,
-    form: Form = AUTO,
+    form: KVForm = AUTO,
 ) -> RaggedCache:
     """Sequences with rows of ``lengths [S, L, H]``; free pages in random order, random content.
 
@@ -57,14 +57,14 @@ class Copies(Columns):
             setattr(self, name, getattr(pool, name).clone().to(DEVICE))
 
 
-def to_device(cache: RaggedCache) -> tuple[Rows, Columns]:
+def to_device(cache: RaggedCache) -> tuple[PageTables, Columns]:
     """The same state as tensors that share nothing with ``cache``."""
     top = torch.tensor([cache.pool.free_pages], device=DEVICE)
     tensors = (x.clone().to(DEVICE) for x in (cache.length, cache.table, cache.pool._stack))
-    return Rows(*tensors, top, cache.pool.page_size), Copies(cache.pool)
+    return PageTables(*tensors, top, cache.pool.page_size), Copies(cache.pool)
 
 
-def assert_same(cache: RaggedCache, rows: Rows, columns: Columns) -> None:
+def assert_same(cache: RaggedCache, rows: PageTables, columns: Columns) -> None:
     """Lengths, tables, free pages in their order, and every slot of every column."""
     assert torch.equal(rows.length.cpu(), cache.length)
     used = cache._page_mask(slice(None))
@@ -78,14 +78,14 @@ def assert_same(cache: RaggedCache, rows: Rows, columns: Columns) -> None:
         assert torch.equal(ours.view(torch.uint8), theirs.view(torch.uint8)), f"{name} differ"
 
 
-def snapshot(rows: Rows, columns: Columns | None = None) -> list[Tensor]:
+def snapshot(rows: PageTables, columns: Columns | None = None) -> list[Tensor]:
     """Copies of all tensors that may change."""
     tensors = [rows.length, rows.table, rows.stack, rows.top]
     tensors += [getattr(columns, name) for name in COLUMNS] if columns else []
     return [tensor.clone() for tensor in tensors]
 
 
-def unchanged(before: list[Tensor], rows: Rows, columns: Columns | None = None) -> bool:
+def unchanged(before: list[Tensor], rows: PageTables, columns: Columns | None = None) -> bool:
     """Whether nothing has changed since :func:`snapshot`."""
     now = snapshot(rows, columns)
     return all(torch.equal(a, b) for a, b in zip(before, now, strict=True))

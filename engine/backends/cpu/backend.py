@@ -100,11 +100,13 @@ class CpuBackend(Backend):
         assert decoder is not None, "ask unsupported_reason first"
         # In the same call, where all that the scores are computed from is in the cache by then.
         gated = model.policy.admission is not None  # what they refuse goes first, in torch
-        later = gated or model.has_born or model.has_revise
-        evictor = None if self.scores_in_torch or later else self.evictor
+        later = gated or model.has_on_append or model.has_on_step
+        evictor = self.evictor
+        if evictor is not None and (evictor.given or later):
+            evictor = None
         requests = None if evictor is None else evictor.request(batch)
-        decoder.reset()
         writes = model.write_step(model.angles(batch)) if gated else None
+        decoder.reset()
         try:
             return decoder.step(self.cache, batch, requests)
         finally:
@@ -115,7 +117,7 @@ class CpuBackend(Backend):
                 else:
                     evictor.commit(batch, counts)
                     counts.tried = True
-                if model.has_born:
+                if model.has_on_append:
                     self._write_state(decoder, batch)
                 if writes is not None:
                     writes.store(self.cache.pool, self._newest_slots(batch.seqs))

@@ -17,12 +17,12 @@ from torch import Tensor
 
 from mmkv.engine.backends.base import LoadedModel
 from mmkv.engine.backends.cuda.kernels.append import empty_room, make_room
-from mmkv.engine.backends.cuda.kernels.buffers import Readout, Rows
+from mmkv.engine.backends.cuda.kernels.buffers import GateHead, PageTables
 from mmkv.engine.backends.cuda.kernels.decode_attention import decode_attention, empty_partials
 from mmkv.engine.backends.cuda.kernels.evict import empty_eviction, evict
 from mmkv.engine.backends.cuda.kernels.norm import rms_norm
 from mmkv.engine.backends.cuda.kernels.sample import (
-    Said,
+    PenaltyState,
     SamplingColumns,
     guard,
     penalise,
@@ -79,7 +79,7 @@ class StaticStep:
         spec, device = model.spec, cache.length.device
         self.top = torch.zeros(1, dtype=torch.int64, device=device)
         pool = cache.pool
-        self.rows = Rows(cache.length, cache.table, pool._stack, self.top, pool.page_size)
+        self.rows = PageTables(cache.length, cache.table, pool._stack, self.top, pool.page_size)
         # Weak: what a pool has outgrown shall not live on here.
         self._columns = [weakref.ref(column) for column in pool.columns()]
         self.room = empty_room(batch, self.rows)
@@ -112,9 +112,9 @@ class StaticStep:
         self.columns: SamplingColumns | None = None
         if drawn:
             self.columns = SamplingColumns.idle(batch, device)
-        self.said: Said | None = None
+        self.said: PenaltyState | None = None
         if penalised:
-            self.said = Said.empty(batch, model.decoder.weights.head.shape[0], device)
+            self.said = PenaltyState.empty(batch, model.decoder.weights.head.shape[0], device)
 
     def fits(self, entries: int = 0) -> bool:
         """Whether a slot may hold so many entries, and pool and tables are still the same ones."""
@@ -178,14 +178,14 @@ class StaticStep:
         self._choose(product(normed, weights.head).float(), live)
         self._evict()
 
-    def _readout(self, index: int, normed: Tensor) -> Readout | None:
+    def _readout(self, index: int, normed: Tensor) -> GateHead | None:
         if self.model.decoder.gates is None:
             return None
         gate = self.model.decoder.gates.layers[index]
         *first, (weight, bias) = gate.trunk
         for stage in first:
             normed = F.silu(F.linear(normed, *stage))
-        return Readout(F.linear(normed, weight, bias), gate.readout, gate.bias)
+        return GateHead(F.linear(normed, weight, bias), gate.readout, gate.bias)
 
     def _choose(self, logits: Tensor, live: Tensor) -> None:
         self.seen += live

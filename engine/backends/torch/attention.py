@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from mmkv.engine.cache import Stored
+from mmkv.engine.cache import EncodedKV
 from mmkv.engine.policies.base import Group, admitted
 from mmkv.engine.policies.write_gate import visible
 from mmkv.engine.scorer_state import join
@@ -91,7 +91,11 @@ _QUERY_ELEMENTS = 2**19
 
 
 def ragged_attention_reference(
-    query: Tensor, keys: Tensor | Stored, values: Tensor | Stored, work: LayerWork, scale: float
+    query: Tensor,
+    keys: Tensor | EncodedKV,
+    values: Tensor | EncodedKV,
+    work: LayerWork,
+    scale: float,
 ) -> tuple[Tensor, Tensor]:
     """Compute :func:`ragged_attention` the slow way: one row after the other, in float32."""
     out = torch.zeros(query.shape, dtype=torch.float32, device=query.device)
@@ -110,7 +114,11 @@ def ragged_attention_reference(
 
 
 def ragged_attention(
-    query: Tensor, keys: Tensor | Stored, values: Tensor | Stored, work: LayerWork, scale: float
+    query: Tensor,
+    keys: Tensor | EncodedKV,
+    values: Tensor | EncodedKV,
+    work: LayerWork,
+    scale: float,
 ) -> tuple[Tensor, Tensor]:
     """Attend from ``query`` to every live entry of each row, without causality.
 
@@ -221,10 +229,10 @@ class SortedRows:
         )
 
 
-def admitted_attention_reference(
+def write_gated_attention_reference(
     query: Tensor, position: Tensor, rows: SortedRows, window: int, threshold: float, scale: float
 ) -> Tensor:
-    """Compute :func:`admitted_attention` with the whole mask and the whole score matrix."""
+    """Compute :func:`write_gated_attention` with the whole mask and the whole score matrix."""
     scores = query.float() @ rows.key.float()[:, None].transpose(-1, -2) * scale
     seen = torch.stack(
         [
@@ -236,7 +244,7 @@ def admitted_attention_reference(
     return (shares @ rows.value.float()[:, None]).to(query.dtype)
 
 
-def admitted_attention(
+def write_gated_attention(
     query: Tensor, position: Tensor, rows: SortedRows, window: int, threshold: float, scale: float
 ) -> Tensor:
     """Attend from the chunk's queries to what each of them may see.
@@ -321,7 +329,7 @@ class Rows:
 def attention_mass(
     query: Tensor,
     query_position: Tensor,
-    keys: Tensor | Stored,
+    keys: Tensor | EncodedKV,
     position: Tensor,
     rows: Rows,
     scale: float,
@@ -398,8 +406,8 @@ def chunk_attention(
 def windowed_attention(
     query: Tensor,
     query_position: Tensor,
-    keys: Tensor | Stored,
-    values: Tensor | Stored,
+    keys: Tensor | EncodedKV,
+    values: Tensor | EncodedKV,
     position: Tensor,
     work: LayerWork,
     scale: float,

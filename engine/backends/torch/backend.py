@@ -54,7 +54,7 @@ class TorchBackend(Backend):
         writes = model.write_step(rope)
         if writes is not None:
             writes.store(cache.pool, step.slots)
-        if model.has_born:
+        if model.has_on_append:
             taps = [tap[:, None] for tap in tapped]
             slots, scorer = step.slots[..., None], model.policy.scoring
             write_state(cache, scorer, seqs, slots, position[:, None], False, taps)

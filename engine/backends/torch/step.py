@@ -20,7 +20,7 @@ from mmkv.engine.backends.torch.attention import (
     ragged_attention,
     windowed_attention,
 )
-from mmkv.engine.backends.torch.write_step import WriteStep
+from mmkv.engine.backends.torch.write_step import WriteGatePass
 from mmkv.engine.cache import RaggedCache
 from mmkv.engine.model.spec import DecoderSpec
 from mmkv.engine.policies.base import Group, Needs, Pruner, Scorer, shaped
@@ -52,7 +52,7 @@ class PrefillChunk:
         seen: int,
         retained: bool,
         pruner: Pruner | None = None,
-        writes: WriteStep | None = None,
+        writes: WriteGatePass | None = None,
         native: Callable[[RaggedCache, int, int, Tensor], Tensor] | None = None,
     ) -> None:
         self.cache, self.spec, self.seq, self.needs = cache, spec, seq, needs or Needs()

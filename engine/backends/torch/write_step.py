@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from mmkv.engine.backends.torch.attention import Rows, SortedRows, admitted_attention
+from mmkv.engine.backends.torch.attention import Rows, SortedRows, write_gated_attention
 from mmkv.engine.cache import PagePool
 from mmkv.engine.errors import GateError, PolicyError
 from mmkv.engine.model.gates import Gates, WriteGates, load_write_gates
@@ -15,7 +15,7 @@ from mmkv.engine.policies.base import Admission, Policy
 from mmkv.engine.policies.write_gate import PAPER_WINDOW, with_window
 
 
-class WriteStep:
+class WriteGatePass:
     """The gates of one pass, whose tokens have the rope angles ``rope``.
 
     Keys lie in the cache after RoPE; what they were before is the same rotation back.
@@ -78,7 +78,7 @@ class WriteStep:
         )
         window, threshold = self.admission.window, self.admission.threshold
         scale = query.shape[-1] ** -0.5
-        return admitted_attention(query, position, entries, window, threshold, scale)
+        return write_gated_attention(query, position, entries, window, threshold, scale)
 
     def store(self, pool: PagePool, slots: Tensor) -> None:
         """Store log g of one new entry a row of B sequences: ``slots [B, L, H]``."""
@@ -88,7 +88,9 @@ class WriteStep:
             state[where, 0] = self.log_g(layer, pool.keys_at(where))
 
 
-def admitting(policy: Policy, gates: object, spec: DecoderSpec) -> tuple[Policy, WriteGates]:
+def attach_write_gates(
+    policy: Policy, gates: object, spec: DecoderSpec
+) -> tuple[Policy, WriteGates]:
     """Give a policy with write gates its window, and the gates; checks that a model can run so.
 
     Args:

@@ -120,7 +120,7 @@ class Family:
         return self._hf.get() if isinstance(self._hf, DeferredModel) else self._hf
 
     @property
-    def sees_at_once(self) -> bool:
+    def vision_loaded(self) -> bool:
         """Return whether nothing has to be read from the checkpoint before the next picture."""
         return not (self.has_vision and isinstance(self._hf, DeferredModel) and not self._hf.built)
 

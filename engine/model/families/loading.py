@@ -24,7 +24,7 @@ from mmkv.engine.model.families.config import read_config, whole_config
 from mmkv.engine.model.families.deferred import DeferredModel
 from mmkv.engine.model.families.vision import build_vision, import_beside
 from mmkv.engine.model.finite import require_finite
-from mmkv.engine.model.product import Holding, Kernels
+from mmkv.engine.model.product import Kernels, WeightForm
 from mmkv.engine.model.settings import require_sizes
 from mmkv.engine.model.source import checkpoint_file, files_of, locate
 from mmkv.engine.model.spec import DecoderSpec, RopeSpec, sparse_layers
@@ -76,7 +76,7 @@ def load(
     # A file with wrong values can make libraries raise nearly anything.
     with _explaining(name, source):
         say = progress or (lambda _: None)
-        holding = functools.partial(Holding.of, form, kernels or Kernels())
+        holding = functools.partial(WeightForm.of, form, kernels or Kernels())
         return _load(name, source, dtype, where, say, pictures, holding)
 
 
@@ -87,9 +87,9 @@ def _load(
     where: torch.device,
     say: Callable[[str], None],
     pictures: bool,
-    holding_of: Callable[[torch.dtype, torch.device, bool], Holding | None],
+    holding_of: Callable[[torch.dtype, torch.device, bool], WeightForm | None],
 ) -> tuple[Family, DecoderSpec, DecoderWeights]:
-    local = Path(source).is_dir() or not hub.in_reach()
+    local = Path(source).is_dir() or not hub.hub_reachable()
     say("reading the config")
     config = read_config(source, local)
     family_type = family_for(config)
@@ -211,7 +211,7 @@ def _stored_weights(
     spec: DecoderSpec,
     dtype: torch.dtype,
     device: torch.device,
-    holding: Holding | None,
+    holding: WeightForm | None,
 ) -> DecoderWeights | None:
     files = files_of(functools.partial(checkpoint_file, source))
     if files is None:

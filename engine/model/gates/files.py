@@ -304,7 +304,7 @@ def _locate(source: str | Path) -> Path:
                 snapshot_download(
                     str(source),
                     allow_patterns=["gates.*", _PUBLISHED, "*.json"],
-                    local_files_only=not hub.in_reach(),
+                    local_files_only=not hub.hub_reachable(),
                 )
             )
         except STOPS:

@@ -21,7 +21,7 @@ from mmkv.engine.backends.cpu.binding import INT8_FORMS, Library, library
 from mmkv.engine.errors import ModelError, SessionError
 from mmkv.engine.model import product as reference
 from mmkv.engine.model.int8 import BLOCK, Int8Matrix
-from mmkv.engine.model.product import Holding, Kernels, plain
+from mmkv.engine.model.product import Kernels, WeightForm, plain
 from mmkv.engine.runtime import Runtime
 from mmkv.resources import bundled_model
 from tests.support.factories import checkpoint
@@ -307,9 +307,9 @@ def test_where_it_cannot_run_it_is_refused(model: str, options: Any, says: str) 
 def test_other_devices_and_dtypes_keep_their_own_form() -> None:
     cuda = torch.device("cuda")
     with pytest.raises(ModelError, match="not on cuda; leave --weights at auto, or take device"):
-        Holding.of("int8", Kernels(), torch.float32, cuda, experts=False)
+        WeightForm.of("int8", Kernels(), torch.float32, cuda, experts=False)
     for form, dtype in (("auto", torch.float32), ("auto", torch.float16), ("bf16", torch.bfloat16)):
-        made = Holding.of(form, kernels_for(form), dtype, cuda, experts=True)
+        made = WeightForm.of(form, kernels_for(form), dtype, cuda, experts=True)
         assert made is None
 
 

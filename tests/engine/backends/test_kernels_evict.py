@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from mmkv.engine.backends.cuda.kernels.buffers import BLOCK, MOST_TIES, Eviction, Rows
+from mmkv.engine.backends.cuda.kernels.buffers import BLOCK, MOST_TIES, EvictionBuffers, PageTables
 from mmkv.engine.backends.cuda.kernels.evict import empty_eviction
 from mmkv.engine.cache import RaggedCache
 from mmkv.engine.policies import Policy, make_policy
@@ -108,7 +108,9 @@ def test_an_idle_batch_changes_nothing(form: Any) -> None:
     assert unchanged(before, machine.rows, machine.columns)
 
 
-def long_machine(policy: Policy, page: int = 16) -> tuple[RaggedCache, Rows, Any, Eviction]:
+def long_machine(
+    policy: Policy, page: int = 16
+) -> tuple[RaggedCache, PageTables, Any, EvictionBuffers]:
     """One sequence of two long rows: several blocks and chunks, pages of a real size."""
     lengths = torch.tensor([[[1500, 900]], [[3, 2]]])
     cache = eager_cache(lengths, page, pages=170, width=100, dim=6, seed=2)

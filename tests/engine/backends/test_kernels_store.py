@@ -15,10 +15,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from mmkv.engine.backends.cuda.kernels.buffers import Readout
+from mmkv.engine.backends.cuda.kernels.buffers import GateHead
 from mmkv.engine.backends.cuda.kernels.store import store_layer
 from mmkv.engine.backends.torch.step import DecodeStep
-from mmkv.engine.cache import COLUMNS, Form, PagePool, RaggedCache
+from mmkv.engine.cache import COLUMNS, KVForm, PagePool, RaggedCache
 from mmkv.engine.model.decoder import Decoder
 from mmkv.engine.model.gates import Gates
 from mmkv.engine.model.gates.module import LayerGate
@@ -125,11 +125,11 @@ class Case:
     def qkv(self) -> Tensor:
         return F.linear(self.hidden, self.layer.qkv, self.layer.qkv_bias)
 
-    def readout(self) -> Readout:
+    def readout(self) -> GateHead:
         x = self.hidden
         for index, (weight, bias) in enumerate(self.gate.trunk):
             x = F.linear(F.silu(x) if index else x, weight, bias)
-        return Readout(x, self.gate.readout, self.gate.bias)
+        return GateHead(x, self.gate.readout, self.gate.bias)
 
     def eager(self) -> tuple[Tensor, PagePool]:
         """Return queries and pool after the engine's own step."""
@@ -273,7 +273,7 @@ def test_idle_batch_slots_do_nothing(form: Callable[..., Tensor], dtype: torch.d
         cache.pool,
         torch.cat([slots[:1], nothing, slots[1:], nothing]),
         pad(case.position, 5),
-        readout=Readout(pad(readout.trunk, nan), readout.weight, readout.bias),
+        readout=GateHead(pad(readout.trunk, nan), readout.weight, readout.bias),
     )
     assert torch.equal(query[[0, 2, 3]], want_query)
     for name in COLUMNS:
@@ -330,7 +330,7 @@ def test_slices_of_one_wide_product(form: Callable[..., Tensor]) -> None:
         cache.pool,
         slots,
         case.position,
-        readout=Readout(wide[:, end:], case.gate.readout, case.gate.bias),
+        readout=GateHead(wide[:, end:], case.gate.readout, case.gate.bias),
     )
     assert torch.equal(query, want_query)
     for name in ("keys", "values", "log_beta"):
@@ -350,7 +350,7 @@ def test_log_beta_of_saturated_gates(form: Callable[..., Tensor], width: int) ->
     trunk[:, 0] = trunk[:, -1] = 1.0 if width > 1 else 0.0
     weight = torch.zeros(heads, width, device=DEVICE)
     weight[:, 0], weight[:, -1] = 2.0, -2.0
-    _, pool, slots = case.ours(form, readout=Readout(trunk, weight, bias))
+    _, pool, slots = case.ours(form, readout=GateHead(trunk, weight, bias))
     for head, z in enumerate(bias.tolist()):
         with mpmath.workdps(60):
             exact = -mpmath.log1p(mpmath.exp(-mpmath.mpf(z)))
@@ -386,7 +386,7 @@ def test_fewer_bits_are_those_of_torch(form: Callable[..., Tensor], kv: str, dim
     if kv == "bf16" and is_triton(form) and DEVICE.type == "cpu":
         pytest.skip("the interpreter cuts bfloat16 off")
     case = Case.make(dim, 2, 2, dim, torch.float32, True)
-    pool = PagePool(8, dim, 60, device=DEVICE, form=Form.of(kv, torch.float32, dim))
+    pool = PagePool(8, dim, 60, device=DEVICE, form=KVForm.of(kv, torch.float32, dim))
     slots = torch.tensor([[3, 70], [-1, -1], [11, 200]], device=DEVICE)
     qkv, rope, position = case.qkv()[:3], tuple(x[:3] for x in case.rope), case.position[:3]
     assert len(qkv) == 3

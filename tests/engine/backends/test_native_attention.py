@@ -12,7 +12,7 @@ from torch import Tensor
 from mmkv.engine.backends.cpu import binding, levels
 from mmkv.engine.backends.cpu.cache_views import CacheViews
 from mmkv.engine.cache import PagePool, RaggedCache
-from mmkv.engine.cache.forms import Form
+from mmkv.engine.cache.forms import KVForm
 from tests.support.native import needs_native
 
 FORMS = ["auto", "bf16", "int8", "k8v4", "int4"]
@@ -21,7 +21,7 @@ FORMS = ["auto", "bf16", "int8", "k8v4", "int4"]
 def filled(form: str, dim: int, page_size: int, length: int) -> tuple[RaggedCache, Tensor, Tensor]:
     """A row of random entries, and its keys and values ``[length, D]`` as they are stored."""
     # C reads queries that are rotated already; here nothing is.
-    plain = replace(Form.of(form, torch.float32, dim), rotated=False)
+    plain = replace(KVForm.of(form, torch.float32, dim), rotated=False)
     cache = RaggedCache(PagePool(page_size, dim, 0, form=plain), 1, 1)
     slots = cache.append(torch.tensor([cache.open()]), length).flatten()
     noise = torch.Generator().manual_seed(length + dim)

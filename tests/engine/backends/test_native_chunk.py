@@ -13,7 +13,7 @@ from torch import Tensor
 from mmkv.engine.backends.cpu import binding, levels
 from mmkv.engine.backends.cpu.kernels import NativeChunkAttention
 from mmkv.engine.cache import PagePool, RaggedCache
-from mmkv.engine.cache.forms import Form
+from mmkv.engine.cache.forms import KVForm
 from tests.engine.backends.test_native import needs_native
 
 FORMS = ["auto", "bf16", "int8", "k8v4", "int4"]
@@ -25,7 +25,7 @@ def filled(form: str, dim: int, page_size: int, held: list[int], tokens: int) ->
     a chunk after them.
     """
     # C reads queries that are rotated already; here nothing is.
-    plain = replace(Form.of(form, torch.float32, dim), rotated=False)
+    plain = replace(KVForm.of(form, torch.float32, dim), rotated=False)
     cache = RaggedCache(PagePool(page_size, dim, 0, form=plain), 2, KV_HEADS)
     noise = torch.Generator().manual_seed(sum(held) + tokens + dim)
     for _ in range(2):

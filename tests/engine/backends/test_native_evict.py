@@ -86,7 +86,7 @@ def aged(policy: Policy, newest: int) -> Policy:
     return replace(policy, scoring=replace(policy.scoring, newest_age=newest))
 
 
-def is_due(cache: RaggedCache, policy: Policy, budget: int, slack: int = 0) -> bool:
+def needs_eviction(cache: RaggedCache, policy: Policy, budget: int, slack: int = 0) -> bool:
     """Whether all rows together, or one that has a budget of its own, stand above it."""
     length = cache.length[1].flatten().tolist()
     if isinstance(policy.allocation, GlobalAllocation):
@@ -146,7 +146,7 @@ def assert_evicts_as_torch(
     gone = nan = 0
     for now in (SEEN, SEEN + 1, SEEN + 2, SEEN + 900):  # what one call learns guides the next
         held.seen = now
-        due = is_due(reference, policy, held.budget)
+        due = needs_eviction(reference, policy, held.budget)
         assert held.cut_by(evictor, ours)
         if due:
             dropped, without = evict_in_torch(reference, policy, held.budget, now)

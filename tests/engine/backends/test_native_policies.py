@@ -71,7 +71,7 @@ class Change:
     ) -> dict[str, tuple[int, ...]]:
         return {"last": (hidden_size,)}
 
-    def born(self, new: NewTokens) -> Tensor:
+    def on_append(self, new: NewTokens) -> Tensor:
         before = torch.cat([new.memory["last"][:, None], new.taps[0][:, :-1]], 1)
         new.memory["last"] = new.taps[0][:, -1]
         moved = (new.taps[0] - before).norm(dim=-1) - new.taps[1].norm(dim=-1)

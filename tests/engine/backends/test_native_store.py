@@ -10,7 +10,7 @@ import torch
 
 from mmkv.engine.backends.cpu import binding, levels
 from mmkv.engine.backends.cpu.cache_views import CacheViews
-from mmkv.engine.cache import COLUMNS, Form, PagePool, RaggedCache
+from mmkv.engine.cache import COLUMNS, KVForm, PagePool, RaggedCache
 from mmkv.engine.cache.forms import FORMS
 from tests.support.native import needs_native
 
@@ -25,7 +25,7 @@ def test_c_rounds_as_torch_does_bit_by_bit(
     loaded: Any = binding.library()
     noise = torch.Generator().manual_seed(3)
     for dim in (2, 22, 32, 96, 128):
-        pools = [PagePool(8, dim, 20, form=Form.of(kv, torch.float32, dim)) for _ in range(2)]
+        pools = [PagePool(8, dim, 20, form=KVForm.of(kv, torch.float32, dim)) for _ in range(2)]
         size = 10.0 ** torch.randint(-9, 4, (2, 160, 1), generator=noise)
         vectors = size * torch.randn(2, 160, dim, generator=noise)
         vectors[:, :8] = vectors[:, :8, :1]  # no range at all

@@ -10,17 +10,17 @@ import torch
 from torch import Tensor
 
 from mmkv.engine.backends.cuda.kernels.available import on_triton
-from mmkv.engine.backends.cuda.kernels.buffers import Room, Rows
+from mmkv.engine.backends.cuda.kernels.buffers import AppendBuffers, PageTables
 from mmkv.engine.device import on_device
 
 
-def empty_room(batch: int, rows: Rows) -> Room:
+def empty_room(batch: int, rows: PageTables) -> AppendBuffers:
     """Return the buffers for :func:`make_room` with B = ``batch``.
 
     Allocate once, outside a CUDA graph.
     """
     length = rows.length
-    return Room(
+    return AppendBuffers(
         length.new_full((batch, *length.shape[1:]), -1),
         length.new_zeros(1, dtype=torch.int32),
         length.new_zeros(batch),
@@ -28,7 +28,7 @@ def empty_room(batch: int, rows: Rows) -> Room:
     )
 
 
-def make_room(room: Room, rows: Rows, seqs: Tensor) -> Tensor:
+def make_room(room: AppendBuffers, rows: PageTables, seqs: Tensor) -> Tensor:
     """Lengthen every row of the sequences ``seqs`` by one entry, which the caller fills.
 
     Rows at the end of a page take a new one, in the order batch slot, layer, head. When the free
@@ -52,7 +52,7 @@ def make_room(room: Room, rows: Rows, seqs: Tensor) -> Tensor:
     return make_room_reference(room, rows, seqs)
 
 
-def make_room_reference(room: Room, rows: Rows, seqs: Tensor) -> Tensor:
+def make_room_reference(room: AppendBuffers, rows: PageTables, seqs: Tensor) -> Tensor:
     """Compute :func:`make_room` in torch, as the reference."""
     size, width = rows.page_size, rows.table.shape[-1]
     live = seqs >= 0

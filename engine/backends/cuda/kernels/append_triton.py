@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from mmkv.engine.backends.cuda.kernels.buffers import Room, Rows
+from mmkv.engine.backends.cuda.kernels.buffers import AppendBuffers, PageTables
 
 WARPS = 4
 # A batch slot that cannot be served asks for more pages than there can be; sums of it do not
@@ -21,7 +21,7 @@ WARPS = 4
 TOO_MANY = tl.constexpr(1 << 40)
 
 
-def make_room(room: Room, rows: Rows, seqs: Tensor) -> Tensor:
+def make_room(room: AppendBuffers, rows: PageTables, seqs: Tensor) -> Tensor:
     """See :func:`mmkv.engine.backends.cuda.kernels.append.make_room`."""
     batch_slots, count = seqs.shape[0], rows.length[0].numel()
     width = rows.table.shape[-1]

@@ -19,7 +19,7 @@ MOST_TIES = 2**32
 
 
 @dataclass(frozen=True)
-class Rows:
+class PageTables:
     """The ragged rows and the free pages of a cache, all int64 and contiguous on one device.
 
     Attributes:
@@ -38,7 +38,7 @@ class Rows:
 
 
 @dataclass(frozen=True)
-class Room:
+class AppendBuffers:
     """Static buffers of one batch bucket.
 
     Attributes:
@@ -97,7 +97,7 @@ class Partials:
 
 
 @dataclass(frozen=True)
-class Readout:
+class GateHead:
     """The last part of one layer's gate: ``log_beta = logsigmoid(weight . silu(trunk) + bias)``.
 
     Attributes:
@@ -112,7 +112,7 @@ class Readout:
 
 
 @dataclass(frozen=True)
-class Eviction:
+class EvictionBuffers:
     """Static buffers of one batch bucket; R = layers x KV heads.
 
     Attributes:

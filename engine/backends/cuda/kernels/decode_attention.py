@@ -7,7 +7,7 @@ from torch import Tensor
 
 from mmkv.engine.backends.cuda.kernels.available import on_triton
 from mmkv.engine.backends.cuda.kernels.buffers import Partials, WorkList
-from mmkv.engine.cache import Stored
+from mmkv.engine.cache import EncodedKV
 from mmkv.engine.device import on_device
 
 
@@ -27,8 +27,8 @@ def empty_partials(work: WorkList, group: int, head_dim: int) -> Partials:
 
 def decode_attention_reference(
     query: Tensor,
-    keys: Tensor | Stored,
-    values: Tensor | Stored,
+    keys: Tensor | EncodedKV,
+    values: Tensor | EncodedKV,
     table: Tensor,
     work: WorkList,
     layer: int,
@@ -54,8 +54,8 @@ def decode_attention_reference(
 
 def decode_attention(
     query: Tensor,
-    keys: Tensor | Stored,
-    values: Tensor | Stored,
+    keys: Tensor | EncodedKV,
+    values: Tensor | EncodedKV,
     table: Tensor,
     work: WorkList,
     layer: int,

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from mmkv.engine.backends.cuda.kernels.buffers import Partials, WorkList
 from mmkv.engine.backends.cuda.kernels.forms_triton import load_codes, load_scale, load_zero, parts
-from mmkv.engine.cache import Stored
+from mmkv.engine.cache import EncodedKV
 
 # 3 stages: a tile in use and two on their way, 48 KiB of shared memory in half precision. With at
 # most 128 registers per thread (the compile test says so) four programs share a multiprocessor,
@@ -36,8 +36,8 @@ MERGE_ELEMENTS = tl.constexpr(4096)  # partial outputs a program has in flight w
 
 def decode_attention(
     query: Tensor,
-    keys: Tensor | Stored,
-    values: Tensor | Stored,
+    keys: Tensor | EncodedKV,
+    values: Tensor | EncodedKV,
     table: Tensor,
     work: WorkList,
     layer: int,

@@ -15,8 +15,8 @@ from mmkv.engine.backends.cuda.kernels.buffers import (
     BLOCK,
     MOST_TIES,
     TURNS,
-    Eviction,
-    Rows,
+    EvictionBuffers,
+    PageTables,
 )
 from mmkv.engine.cache import Columns
 from mmkv.engine.device import on_device
@@ -28,7 +28,9 @@ from mmkv.engine.policies.scoring import Recency, Retention
 PROGRAMS = 384
 
 
-def empty_eviction(batch: int, rows: Rows, most_entries: int | None = None) -> Eviction:
+def empty_eviction(
+    batch: int, rows: PageTables, most_entries: int | None = None
+) -> EvictionBuffers:
     """Buffers for :func:`evict` with B = ``batch``; allocate once, outside a CUDA graph.
 
     Args:
@@ -40,7 +42,7 @@ def empty_eviction(batch: int, rows: Rows, most_entries: int | None = None) -> E
         most_entries = rows.table[0].numel() * rows.page_size
     padded = (most_entries // BLOCK + 2) * BLOCK
     wide, narrow = rows.length, torch.int32
-    return Eviction(
+    return EvictionBuffers(
         dropped=wide.new_zeros(batch),
         nan=wide.new_zeros(batch),
         most_entries=most_entries,
@@ -65,9 +67,9 @@ def unsupported_reason(policy: Policy) -> str:
 
 
 def evict(
-    work: Eviction,
+    work: EvictionBuffers,
     policy: Policy,
-    rows: Rows,
+    rows: PageTables,
     pool: Columns,
     seqs: Tensor,
     seen: Tensor,
@@ -100,9 +102,9 @@ def evict(
 
 
 def evict_reference(
-    work: Eviction,
+    work: EvictionBuffers,
     policy: Policy,
-    rows: Rows,
+    rows: PageTables,
     pool: Columns,
     seqs: Tensor,
     seen: Tensor,
@@ -135,7 +137,7 @@ def evict_reference(
     return work.dropped
 
 
-def _due(policy: Policy, rows: Rows, length: Tensor, budget: int, slack: int) -> bool:
+def _due(policy: Policy, rows: PageTables, length: Tensor, budget: int, slack: int) -> bool:
     shares = policy.shares(budget, *rows.length.shape[1:])
     if shares.share.numel() == 1:
         return int(length.sum()) > budget + slack
@@ -143,7 +145,13 @@ def _due(policy: Policy, rows: Rows, length: Tensor, budget: int, slack: int) ->
 
 
 def _drop(
-    rows: Rows, pool: Columns, seq: int, row: Tensor, offset: Tensor, slot: Tensor, victims: Tensor
+    rows: PageTables,
+    pool: Columns,
+    seq: int,
+    row: Tensor,
+    offset: Tensor,
+    slot: Tensor,
+    victims: Tensor,
 ) -> None:
     """:meth:`mmkv.engine.cache.RaggedCache.drop`, with the free stack on the device."""
     size, before = rows.page_size, rows.length[seq].flatten()

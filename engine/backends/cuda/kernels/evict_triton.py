@@ -19,8 +19,8 @@ from mmkv.engine.backends.cuda.kernels.buffers import (
     BLOCK,
     MOST_TIES,
     TURNS,
-    Eviction,
-    Rows,
+    EvictionBuffers,
+    PageTables,
 )
 from mmkv.engine.backends.cuda.kernels.score_triton import share_of
 from mmkv.engine.backends.cuda.kernels.select_triton import is_victim, lowest_of_row
@@ -39,9 +39,9 @@ PAGES_WARPS = 8
 
 
 def evict(
-    work: Eviction,
+    work: EvictionBuffers,
     policy: Policy,
-    rows: Rows,
+    rows: PageTables,
     pool: Columns,
     seqs: Tensor,
     seen: Tensor,

@@ -13,13 +13,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from mmkv.engine.cache import Stored
+from mmkv.engine.cache import EncodedKV
 from mmkv.engine.cache.forms import Codec
 
 
-def parts(stored: Tensor | Stored) -> tuple[Tensor, Tensor, int]:
+def parts(stored: Tensor | EncodedKV) -> tuple[Tensor, Tensor, int]:
     """Return codes, scales and bits of what attention reads; 0 bits: the numbers themselves."""
-    if isinstance(stored, Stored):
+    if isinstance(stored, EncodedKV):
         return stored.codes, stored.scales, stored.codec.bits
     return stored, stored, 0
 

@@ -6,14 +6,14 @@ import torch
 from torch import Tensor
 
 from mmkv.engine.backends.cuda.kernels.available import on_triton
-from mmkv.engine.cache import Stored
+from mmkv.engine.cache import EncodedKV
 from mmkv.engine.device import on_device
 
 
 def prefill_attention_reference(
     query: Tensor,
-    keys: Tensor | Stored,
-    values: Tensor | Stored,
+    keys: Tensor | EncodedKV,
+    values: Tensor | EncodedKV,
     length: Tensor,
     table: Tensor,
     scale: float,
@@ -35,8 +35,8 @@ def prefill_attention_reference(
 
 def prefill_attention(
     query: Tensor,
-    keys: Tensor | Stored,
-    values: Tensor | Stored,
+    keys: Tensor | EncodedKV,
+    values: Tensor | EncodedKV,
     length: Tensor,
     table: Tensor,
     scale: float,

@@ -14,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from mmkv.engine.backends.cuda.kernels.forms_triton import load_codes, load_scale, load_zero, parts
-from mmkv.engine.cache import Stored
+from mmkv.engine.cache import EncodedKV
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 LN_2 = tl.constexpr(0.6931471805599453)
@@ -40,8 +40,8 @@ def stages(dtype: torch.dtype) -> int:
 
 def prefill_attention(
     query: Tensor,
-    keys: Tensor | Stored,
-    values: Tensor | Stored,
+    keys: Tensor | EncodedKV,
+    values: Tensor | EncodedKV,
     length: Tensor,
     table: Tensor,
     scale: float,

@@ -107,7 +107,7 @@ _DTYPES = {
 
 
 @dataclass(frozen=True)
-class Said:
+class PenaltyState:
     """What penalties look at, on the device.
 
     Attributes:
@@ -119,7 +119,7 @@ class Said:
     count: Tensor
 
     @classmethod
-    def empty(cls, batch: int, vocab: int, device: torch.device) -> Said:
+    def empty(cls, batch: int, vocab: int, device: torch.device) -> PenaltyState:
         """Return that of sequences without a token."""
         read = torch.zeros(batch, vocab, dtype=torch.bool, device=device)
         return cls(read, torch.zeros(batch, vocab, device=device))
@@ -144,7 +144,7 @@ class Said:
         self.count.scatter_add_(1, at, live.float())
 
 
-def penalise(logits: Tensor, columns: SamplingColumns, said: Said) -> Tensor:
+def penalise(logits: Tensor, columns: SamplingColumns, said: PenaltyState) -> Tensor:
     """Return logits ``[B, vocab]`` float32 after repetition, then presence and frequency penalties.
 
     The first is that of CTRL (Keskar et al., arXiv 1909.05858) as transformers computes it, over

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from mmkv.engine.backends.cuda.kernels.available import on_triton
-from mmkv.engine.backends.cuda.kernels.buffers import Readout
+from mmkv.engine.backends.cuda.kernels.buffers import GateHead
 from mmkv.engine.cache import Columns
 from mmkv.engine.device import on_device
 from mmkv.engine.model.rope import rotate
@@ -24,7 +24,7 @@ def store_layer(
     pool: Columns,
     slots: Tensor,
     position: Tensor,
-    readout: Readout | None = None,
+    readout: GateHead | None = None,
 ) -> Tensor:
     """Normalise, rotate and store one layer's new entries; one token of each of B sequences.
 
@@ -66,7 +66,7 @@ def store_layer_reference(
     pool: Columns,
     slots: Tensor,
     position: Tensor,
-    readout: Readout | None = None,
+    readout: GateHead | None = None,
 ) -> Tensor:
     """Compute :func:`store_layer` by the eager decoder's own operations: the reference."""
     batch_slots, heads = slots.shape

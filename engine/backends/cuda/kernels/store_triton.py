@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from mmkv.engine.backends.cuda.kernels.buffers import Readout
+from mmkv.engine.backends.cuda.kernels.buffers import GateHead
 from mmkv.engine.backends.cuda.kernels.forms_triton import encode
 from mmkv.engine.cache import Columns
 
@@ -35,7 +35,7 @@ def store_layer(
     pool: Columns,
     slots: Tensor,
     position: Tensor,
-    readout: Readout | None = None,
+    readout: GateHead | None = None,
 ) -> Tensor:
     """See :func:`mmkv.engine.backends.cuda.kernels.store.store_layer`."""
     batch_slots, heads = slots.shape
