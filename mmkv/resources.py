@@ -1,4 +1,4 @@
-"""Find the files that mmkv ships: the bundled model, pictures and data."""
+"""Find files: those that mmkv ships (the bundled model, pictures, data), and the user's folders."""
 
 from __future__ import annotations
 
@@ -167,3 +167,28 @@ def bundled_dialogues() -> Path:
             "XDG_CACHE_HOME to a folder that can be written"
         ) from error
     return folder
+
+
+def state_folder() -> Path:
+    """Return the folder of history, autosaved chats and idle sessions; it need not exist."""
+    return _base("XDG_STATE_HOME", ".local/state") / "mmkv"
+
+
+def config_file() -> Path:
+    """Return the file with the user's defaults; it need not exist."""
+    return _base("XDG_CONFIG_HOME", ".config") / "mmkv.toml"
+
+
+def _base(variable: str, otherwise: str) -> Path:
+    """Return a folder of the XDG base directory specification."""
+    named = os.environ.get(variable, "")
+    # The specification ignores relative paths.
+    return Path(named) if Path(named).is_absolute() else _home() / otherwise
+
+
+def _home() -> Path:
+    """Return the user's home, the root for one who has none, as containers name it."""
+    try:
+        return Path.home()
+    except RuntimeError:  # a service without HOME, of a user that the system does not know
+        return Path(os.sep)

@@ -35,8 +35,8 @@ from mmkv.eval.lmms.reports import FinishedReplies, reported_to_parent
 from mmkv.eval.lmms.settings import CHAT_IMAGES, SIMPLE_IMAGES, LmmsSettings, sampling_of
 from mmkv.prompt.template import Message, take_media
 from mmkv.reply import Reply
+from mmkv.scheduler.conversation import CachedConversation
 from mmkv.scheduler.replies import Prompt, ReplyJob, batch_scheduler
-from mmkv.scheduler.stored import StoredSession
 from mmkv.turn import compose_messages
 
 if TYPE_CHECKING:
@@ -111,7 +111,7 @@ class LmmsDialogue:
 
     def __init__(self, engine: Engine, frames: Frames) -> None:
         self.engine, self.frames = engine, frames
-        self._session = StoredSession(engine)
+        self._session = CachedConversation(engine)
         self._held: list[Key] = []
 
     def turn(
@@ -122,7 +122,7 @@ class LmmsDialogue:
         known = len(self._held)
         if wanted[:known] != self._held or known == len(wanted):
             self.close(scheduler)
-            self._session, known = StoredSession(self.engine), 0
+            self._session, known = CachedConversation(self.engine), 0
         self._held = wanted
         return ReplyJob(
             self.engine,

@@ -9,9 +9,10 @@ from typing import Annotated, Any
 
 import typer
 
-from mmkv.chat.options import ChatOptions, UsageError
+from mmkv.chat.options import ChatOptions
 from mmkv.cli import arguments
 from mmkv.engine.config import EngineConfig
+from mmkv.loading import UsageError
 
 app = typer.Typer(add_completion=False, rich_markup_mode="rich", no_args_is_help=False)
 

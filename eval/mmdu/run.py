@@ -119,9 +119,15 @@ def _show(engine: Engine, options: ChatOptions, summary: dict[str, Any]) -> None
 
 
 def _engine(options: ChatOptions, display: Display, pictures: bool) -> Engine:
-    from mmkv.chat.run import load_engine
+    from mmkv.loading import load_engine
 
-    engine = load_engine(options, display)
+    engine = load_engine(
+        options.engine,
+        display,
+        min_pixels=options.min_pixels,
+        max_pixels=options.max_pixels,
+        generation_config=options.generation_config,
+    )
     if pictures and not engine.processor.sees:
         raise InputError(f"{options.model} reads text only; name a model that takes pictures")
     return engine

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -16,14 +16,15 @@ from rich.bar import Bar
 from rich.console import Console, Group
 from rich.live import Live
 from rich.panel import Panel
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from rich.table import Table
 from rich.text import Text
 
 from mmkv.chat.trouble import one_line
 from mmkv.engine.budget import format_bytes
-from mmkv.engine.errors import STOPS, plain, without_codes
+from mmkv.engine.errors import STOPS, without_codes
 from mmkv.environment import versions
+from mmkv.loading import Terminal
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -38,19 +39,12 @@ if TYPE_CHECKING:
     from mmkv.sampling import Sampling
 
 
-class Display:
-    """Writes to stderr; ``animated``: whether it is a terminal that shows bars."""
+class Display(Terminal):
+    """Shows what a chat says beside its replies."""
 
     def __init__(self, options: ChatOptions) -> None:
-        self.quiet = options.quiet
+        super().__init__(options.quiet)
         self.faded_said = False  # in this conversation
-        self.console = Console(stderr=True, highlight=False)
-        self.animated = self.console.is_terminal and not self.quiet
-
-    def note(self, text: str) -> None:
-        """Print a remark; silenced by --quiet."""
-        if not self.quiet:
-            self.say(f"mmkv: {text}")
 
     def note_faded(self, memory: Memory) -> None:
         """Say, once in a conversation, that pictures have lost most of their entries."""
@@ -59,10 +53,6 @@ class Display:
             self.faded_said = True
             self.note(line)
 
-    def say(self, text: str) -> None:
-        """Print a line that was asked for, such as a command's answer, as plain text."""
-        self.console.print(Text(plain(text)), soft_wrap=not self.console.is_terminal)
-
     def error(self, error: Exception) -> None:
         """Print an error that does not end the conversation, in one line."""
         self.say(f"mmkv: error: {one_line(error)}")
@@ -70,17 +60,6 @@ class Display:
     def show(self, content: RenderableType) -> None:
         """Print a table or chart."""
         self.console.print(content)
-
-    @contextmanager
-    def loading(self, name: str) -> Iterator[Callable[[str], None]]:
-        """Show a moving bar while a model loads; give a function that shows the present task."""
-        if not self.animated:
-            yield lambda _: None
-            return
-        columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(bar_width=24))
-        with Progress(*columns, console=self.console, transient=True) as bar:
-            task = bar.add_task(f"loading {name}", total=None)
-            yield lambda what: bar.update(task, description=f"loading {name}: {what}")
 
     @contextmanager
     def prefilling(self) -> Iterator[PrefillBar]:

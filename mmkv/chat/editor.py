@@ -18,7 +18,7 @@ from prompt_toolkit.output import create_output
 from prompt_toolkit.shortcuts import CompleteStyle
 
 from mmkv.chat.lines import BLOCK, Words, is_yes
-from mmkv.chat.saved import state_folder
+from mmkv.resources import state_folder
 
 HISTORY_SIZE = 1000  # messages
 

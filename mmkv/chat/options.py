@@ -7,13 +7,10 @@ from typing import TYPE_CHECKING
 
 from mmkv.engine.config import EngineConfig
 from mmkv.engine.errors import InputError
+from mmkv.loading import UsageError, model_name
 
 if TYPE_CHECKING:
     from mmkv.sampling import Sampling
-
-
-class UsageError(Exception):
-    """The command line itself is wrong (exit code 2)."""
 
 
 @dataclass
@@ -65,11 +62,7 @@ class ChatOptions:
     @property
     def model(self) -> str:
         """Return the model's folder or hub id; the bundled model's folder where none is named."""
-        if self.engine.model is not None:
-            return str(self.engine.model)
-        from mmkv.resources import bundled_model
-
-        return str(bundled_model())
+        return model_name(self.engine)
 
     def check(self) -> None:
         """Raise UsageError for options that contradict each other or are out of range."""

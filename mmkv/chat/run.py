@@ -1,25 +1,20 @@
-"""Load the engine that the options describe; give one answer or start a conversation."""
+"""Check the options of a chat, load its engine; give one answer or start a conversation."""
 
 from __future__ import annotations
 
-import gc
-import os
 import sys
-import warnings
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mmkv.chat.display import Display
-from mmkv.chat.options import ChatOptions, UsageError
+from mmkv.chat.options import ChatOptions
 from mmkv.chat.saved import checked_target, figures_folder, is_session, report_target
 from mmkv.chat.trouble import require_utf8
 from mmkv.engine.errors import InputError
-from mmkv.engine.model.source import locate
-from mmkv.engine.paths import is_folder, user_path
+from mmkv.engine.paths import user_path
+from mmkv.loading import UsageError, load_engine
 from mmkv.prompt.media import check_source, load_image
 from mmkv.prompt.video import check_sampling
-from mmkv.resources import refuse_adapter
 
 if TYPE_CHECKING:
     from mmkv.api import Engine
@@ -44,7 +39,14 @@ def run_chat(options: ChatOptions) -> int:
         options.report = str(report_target(options.report))
     if options.figures is not None:
         options.figures = str(figures_folder(options.figures))
-    engine = load_engine(options, display)
+    engine = load_engine(
+        options.engine,
+        display,
+        min_pixels=options.min_pixels,
+        max_pixels=options.max_pixels,
+        generation_config=options.generation_config,
+        pictures=bool(options.image or options.video),
+    )
     _choose_template(engine, options)
     read = engine.processor.load_clip
     videos = [read(video, options.fps, options.num_frames) for video in options.video]
@@ -55,39 +57,6 @@ def run_chat(options: ChatOptions) -> int:
     from mmkv.chat.repl import Repl
 
     return Repl(engine, options, display, images, videos).run(prompt)
-
-
-def load_engine(options: ChatOptions, display: Display) -> Engine:
-    """Load the model that the options name; notes go to stderr. Raises MmkvError."""
-    name = options.model
-    refuse_adapter(name)
-    locate(name)  # before torch is imported
-    with display.loading(name) as progress:
-        from mmkv.api import Engine
-        from mmkv.engine.backends import cpu
-
-        _hush_libraries(keep_downloads=display.animated and not is_folder(user_path(name)))
-        engine = Engine.from_config(
-            replace(options.engine, model=name),
-            progress,
-            min_pixels=options.min_pixels,
-            max_pixels=options.max_pixels,
-            generation_config=options.generation_config,
-            pictures=bool(options.image or options.video),
-        )
-        progress("tokenizer and processor")
-        _ = engine.processor
-    if not gc.isenabled():
-        gc.freeze()  # what is imported by now stays
-        gc.enable()
-    if options.engine.model is None:
-        display.note("the bundled model answers, which knows drawn scenes alone; see mmkv models")
-    if engine.device.type == "cpu" and "MMKV_NATIVE" not in os.environ and (why := cpu.reason()):
-        display.note(f"replies run in torch, several times slower than in C, which is {why}")
-    for note in (engine.policy_note, engine.form_note, *engine.generation.notes):
-        if note:
-            display.note(note)
-    return engine
 
 
 def _choose_template(engine: Engine, options: ChatOptions) -> None:
@@ -126,17 +95,3 @@ def _prompt(options: ChatOptions) -> str | None:
     if prompt is not None:
         require_utf8(prompt)
     return prompt
-
-
-def _hush_libraries(keep_downloads: bool) -> None:
-    """Keep transformers' warnings and bars off the screen; our own display says what matters."""
-    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
-    warnings.filterwarnings("ignore")
-    from transformers.utils import logging
-
-    logging.set_verbosity_error()
-    logging.disable_progress_bar()
-    if not keep_downloads:
-        from huggingface_hub.utils import disable_progress_bars
-
-        disable_progress_bars()

@@ -21,6 +21,7 @@ from mmkv.chat.trouble import one_line
 from mmkv.engine.budget import format_bytes
 from mmkv.engine.errors import STOPS, InputError, PolicyError, SessionError, as_exception, shown
 from mmkv.engine.paths import is_folder, user_path
+from mmkv.resources import state_folder
 
 if TYPE_CHECKING:
     from mmkv.api import Engine, Session
@@ -155,30 +156,6 @@ def _metadata(path: Path) -> dict[str, str]:
             return file.metadata() or {}
     except (SafetensorError, OSError, ValueError) as error:
         raise SessionError(f"{path} is not a session file of mmkv; name another file") from error
-
-
-def state_folder() -> Path:
-    """Return the folder of history and autosaved chats; it need not exist."""
-    return _base("XDG_STATE_HOME", ".local/state") / "mmkv"
-
-
-def config_file() -> Path:
-    """Return the file with the user's defaults; it need not exist."""
-    return _base("XDG_CONFIG_HOME", ".config") / "mmkv.toml"
-
-
-def _base(variable: str, otherwise: str) -> Path:
-    named = os.environ.get(variable, "")
-    # The specification ignores relative paths.
-    return Path(named) if Path(named).is_absolute() else _home() / otherwise
-
-
-def _home() -> Path:
-    """Return the user's home, the root for one who has none, as containers name it."""
-    try:
-        return Path.home()
-    except RuntimeError:  # a service without HOME, of a user that the system does not know
-        return Path(os.sep)
 
 
 KEPT = 5  # files, of all chats together

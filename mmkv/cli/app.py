@@ -16,13 +16,14 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 
 from mmkv import __version__
-from mmkv.chat.options import ChatOptions, UsageError
+from mmkv.chat.options import ChatOptions
 from mmkv.cli import arguments
 from mmkv.cli.arguments import Quiet
 from mmkv.cli.config import ChatCommand, described
 from mmkv.cli.serve import serve
 from mmkv.engine.config import EngineConfig
 from mmkv.engine.errors import STOPS, MmkvError, one_line
+from mmkv.loading import UsageError
 
 
 @arguments.engine_options()

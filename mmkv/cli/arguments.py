@@ -10,14 +10,15 @@ from typing import Annotated, Any
 
 import typer
 
-from mmkv.chat.options import UsageError
 from mmkv.engine.budget import Budget, parse_bytes
 from mmkv.engine.config import DEFAULT_BUDGET, EngineConfig, options
-from mmkv.engine.errors import BudgetError, SessionError
+from mmkv.engine.errors import BudgetError, MmkvError, SessionError
 from mmkv.engine.paths import user_path
+from mmkv.loading import UsageError
 from mmkv.resources import BUNDLED_MODEL, bundled_model, gates_source
+from mmkv.server.settings import ServerSettings, serve_options
 
-MEDIA, CACHE = "Pictures and videos", "Model and cache"
+MEDIA, CACHE, SERVER = "Pictures and videos", "Model and cache", "Server"
 
 System = Annotated[str | None, typer.Option(help="System message.")]
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="No notes or progress.")]
@@ -128,11 +129,52 @@ def _set_defaults(context: typer.Context, values: dict[str, Any]) -> None:
     context.default_map = {**(context.default_map or {}), **values}
 
 
-def engine_options(model: str = "argument") -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+Decorator = Callable[[Callable[..., Any]], Callable[..., Any]]
+
+
+def engine_options(model: str = "argument") -> Decorator:
     """Give a command an option for each field of EngineConfig; it gets them as ``engine``.
 
     Args:
         model: ``argument`` (the command's first) or ``option`` (``--model``).
+    """
+    added = _parameters(model)
+    first = [added["model"]] if model == "argument" else []
+    rest = [one for one in added.values() if one not in first]
+    return _options_as("engine", added, _config, lambda own: [*first, *own, *rest])
+
+
+def server_options(command: Callable[..., Any]) -> Callable[..., Any]:
+    """Give a command the options of ServerSettings; it gets them as ``settings``."""
+    added = {}
+    for name, (_, found) in serve_options().items():
+        made = typer.Option(
+            *found.flags,
+            help=found.help,
+            min=found.least,
+            max=found.most,
+            envvar=found.variable,
+            rich_help_panel=SERVER,
+        )
+        added[name] = _parameter(name, Annotated[found.kind, made], found.default)
+
+    def placed(own: list[inspect.Parameter]) -> list[inspect.Parameter]:
+        return [*own[:2], *added.values(), *own[2:]]  # behind the context and the engine
+
+    return _options_as("settings", added, _settings, placed)(command)
+
+
+def _options_as(
+    name: str,
+    added: dict[str, inspect.Parameter],
+    build: Callable[[dict[str, Any]], Any],
+    placed: Callable[[list[inspect.Parameter]], list[inspect.Parameter]],
+) -> Decorator:
+    """Return what gives a command options in place of its parameter ``name``.
+
+    Args:
+        build: makes of their values what the command gets for that parameter.
+        placed: puts them among the command's other parameters.
     """
 
     def decorate(command: Callable[..., Any]) -> Callable[..., Any]:
@@ -141,18 +183,15 @@ def engine_options(model: str = "argument") -> Callable[[Callable[..., Any]], Ca
         own = [
             parameter.replace(kind=parameter.KEYWORD_ONLY)
             for parameter in signature.parameters.values()
-            if parameter.name != "engine"
+            if parameter.name != name
         ]
-        added = _parameters(model)
+        parameters = placed(own)
 
         @wraps(command)
         def wrapper(**given: Any) -> Any:
-            engine = {name: given.pop(name) for name in added}
-            return command(engine=_config(engine), **given)
+            built = build({name: given.pop(name) for name in added})
+            return command(**{name: built}, **given)
 
-        first = [added["model"]] if model == "argument" else []
-        rest = [p for p in added.values() if p not in first]
-        parameters = [*first, *own, *rest]
         wrapper.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
         wrapper.__annotations__ = {p.name: p.annotation for p in parameters}
         del wrapper.__wrapped__
@@ -213,3 +252,16 @@ def _config(given: dict[str, Any]) -> EngineConfig:
     if given.get("model") == BUNDLED_MODEL and not os.path.exists(BUNDLED_MODEL):
         given["model"] = str(bundled_model())
     return EngineConfig(**given, budget=budget)
+
+
+def _settings(given: dict[str, Any]) -> ServerSettings:
+    """Return the settings of what was given. Raises UsageError."""
+    read = {}
+    for name, (setting, found) in serve_options().items():
+        try:
+            read[setting] = found.read(given[name])
+        except MmkvError as error:
+            flag = f"--{name.replace('_', '-')}"
+            said = str(error)
+            raise UsageError(said if said.startswith(flag) else f"{flag}: {said}") from error
+    return ServerSettings(**read)

@@ -11,9 +11,9 @@ from typing import Annotated, Any, get_args, get_origin
 
 from typer.core import TyperCommand
 
-from mmkv.chat.saved import config_file
 from mmkv.cli.arguments import on_command_line
 from mmkv.engine.errors import InputError, one_line
+from mmkv.resources import config_file
 
 # What belongs to one call alone.
 _CALL = {

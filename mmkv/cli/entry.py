@@ -19,7 +19,7 @@ def entry() -> None:
     """Run the command line and end the process with its exit code."""
     let_idle_threads_sleep()
     if sys.argv[1:2] == ["chat"]:
-        # Importing makes objects by the hundred thousand, and no garbage; mmkv.chat.run switches
+        # Importing makes objects by the hundred thousand, and no garbage; mmkv.loading switches
         # the collector on again when the model is loaded.
         gc.disable()
     with quiet_imports():

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from mmkv.scheduler.contract import Executor, Job, KeptSession, Price
+from mmkv.scheduler.contract import Executor, Job, PersistentSession, Reservation
 from mmkv.scheduler.loop import Limits, Scheduler, Ticket
 
-__all__ = ["Executor", "Job", "KeptSession", "Limits", "Price", "Scheduler", "Ticket"]
+__all__ = ["Executor", "Job", "Limits", "PersistentSession", "Reservation", "Scheduler", "Ticket"]

@@ -1,7 +1,7 @@
-"""What fits into the executor's pages, and what makes way for it.
+"""Admission: which requests fit into the executor's pages, and what is freed for them.
 
-:class:`Ledger` adds up the pages that jobs and idle sessions may take. Idle sessions make way for
-who waits, and spare copies for anything.
+:class:`Ledger` adds up the pages that jobs and idle sessions may take. Idle sessions move to files
+for a request that waits; cached copies are dropped for anything that needs their pages.
 """
 
 from __future__ import annotations
@@ -11,14 +11,14 @@ from collections.abc import Callable, Hashable
 from typing import TypeVar
 
 from mmkv.engine.errors import CapacityError, SessionError
-from mmkv.scheduler.contract import Executor, KeptSession, Price, Spare
+from mmkv.scheduler.contract import CachedCopy, Executor, PersistentSession, Reservation
 
 
 class Ledger:
-    """Commitments by owner: a job, or a session that is kept."""
+    """The reservations of all owners: jobs, idle sessions, cached copies."""
 
     def __init__(self) -> None:
-        self._prices: dict[Hashable, Price] = {}
+        self._reservations: dict[Hashable, Reservation] = {}
         self._chunks: dict[Hashable, int] = {}
         self._sum = 0
 
@@ -29,32 +29,32 @@ class Ledger:
 
     @property
     def chunk(self) -> int:
-        """Return the pages for chunks: what is read in one turn takes no more than the largest."""
+        """Return the pages for chunks: those of one pass, which the largest chunk bounds."""
         return max(self._chunks.values(), default=0)
 
-    def commit(self, owner: Hashable, price: Price) -> None:
-        """Set what ``owner`` may take; a price that was set before is replaced."""
+    def commit(self, owner: Hashable, reservation: Reservation) -> None:
+        """Set what ``owner`` may take; an earlier reservation is replaced."""
         self.release(owner)
-        self._prices[owner] = price
-        self._sum += price.steady + price.snapshot
-        if price.chunk:
-            self._chunks[owner] = price.chunk
+        self._reservations[owner] = reservation
+        self._sum += reservation.steady + reservation.snapshot
+        if reservation.chunk:
+            self._chunks[owner] = reservation.chunk
 
     def release(self, owner: Hashable) -> None:
-        """Forget what ``owner`` may take."""
-        price = self._prices.pop(owner, None)
-        if price is not None:
-            self._sum -= price.steady + price.snapshot
+        """Drop the reservation of ``owner``."""
+        reservation = self._reservations.pop(owner, None)
+        if reservation is not None:
+            self._sum -= reservation.steady + reservation.snapshot
             self._chunks.pop(owner, None)
 
-    def of(self, owner: Hashable) -> Price:
+    def of(self, owner: Hashable) -> Reservation:
         """Return what ``owner`` may take."""
-        return self._prices.get(owner, Price(0))
+        return self._reservations.get(owner, Reservation(0))
 
-    def committed_with(self, owner: Hashable, price: Price) -> int:
-        """Return :attr:`committed` as it would be with another price of ``owner``."""
-        before = self._prices.get(owner)
-        self.commit(owner, price)
+    def committed_with(self, owner: Hashable, reservation: Reservation) -> int:
+        """Return :attr:`committed` as it would be with another reservation of ``owner``."""
+        before = self._reservations.get(owner)
+        self.commit(owner, reservation)
         total = self.committed
         self.release(owner)
         if before is not None:
@@ -63,59 +63,59 @@ class Ledger:
 
 
 class Residents:
-    """Idle sessions that hold pages, the one used longest ago first; and spares.
+    """Idle sessions that hold pages, least recently used first; and cached copies.
 
     Args:
         to_files: whether sessions can hibernate.
 
     Attributes:
-        spares: the one used longest ago first; spare_pages: what they hold.
+        copies: least recently used first; copy_pages: how many they hold.
     """
 
     def __init__(self, ledger: Ledger, to_files: bool) -> None:
         self.ledger, self.to_files = ledger, to_files
-        self._idle: OrderedDict[KeptSession, int] = OrderedDict()  # with the pages of each
+        self._idle: OrderedDict[PersistentSession, int] = OrderedDict()  # with the pages of each
         self._idle_pages = 0
-        self.spares: OrderedDict[Spare, Callable[[], None]] = OrderedDict()
-        self.spare_pages = 0
+        self.copies: OrderedDict[CachedCopy, Callable[[], None]] = OrderedDict()
+        self.copy_pages = 0
 
-    def take(self, session: KeptSession) -> None:
-        """Note that a job has begun to use a session; what it commits is the job's to say."""
+    def take(self, session: PersistentSession) -> None:
+        """Take a session off the idle ones: a job uses it, and makes a reservation of its own."""
         self._idle_pages -= self._idle.pop(session, 0)
 
-    def rest(self, session: KeptSession) -> None:
-        """Note that a session is idle, and used last."""
+    def rest(self, session: PersistentSession) -> None:
+        """Put a session among the idle ones, as the most recently used."""
         self.take(session)
         if session.resident:
             pages = session.resting()
             self._idle[session] = pages
             self._idle_pages += pages
-            self.ledger.commit(session, Price(pages))
+            self.ledger.commit(session, Reservation(pages))
         else:
             self.ledger.release(session)
 
-    def drop(self, session: KeptSession) -> None:
-        """Forget a session that is being closed."""
+    def drop(self, session: PersistentSession) -> None:
+        """Take out a session that is being closed."""
         self.take(session)
         self.ledger.release(session)
 
-    def hibernate(self, session: KeptSession) -> None:
+    def hibernate(self, session: PersistentSession) -> None:
         """Move an idle session to its file. Raises SessionError; it stays as it was then."""
         session.hibernate()
         self.drop(session)
 
-    def movable(self, besides: KeptSession | None) -> int:
-        """Return the pages that would come free without spares and idle sessions but one."""
-        return self.spare_pages + (self._resting(besides) if self.to_files else 0)
+    def movable(self, besides: PersistentSession | None) -> int:
+        """Count the pages that can be freed: copies, and idle sessions other than ``besides``."""
+        return self.copy_pages + (self._resting(besides) if self.to_files else 0)
 
-    def pinned(self, besides: KeptSession | None) -> int:
-        """Return the pages of idle sessions but one that cannot hibernate."""
+    def pinned(self, besides: PersistentSession | None) -> int:
+        """Count the pages of idle sessions other than ``besides`` that cannot hibernate."""
         return 0 if self.to_files else self._resting(besides)
 
-    def make_room(self, pages: int, besides: KeptSession | None) -> bool:
-        """Give up spares, then let idle sessions hibernate; whether ``pages`` came free."""
-        while pages > 0 and self.spares:
-            pages -= self.drop_oldest_spare()
+    def make_room(self, pages: int, besides: PersistentSession | None) -> bool:
+        """Drop copies, then move idle sessions to files; whether ``pages`` were freed."""
+        while pages > 0 and self.copies:
+            pages -= self.drop_oldest_copy()
         if not self.to_files:
             return pages <= 0
         for session in [one for one in self._idle if one is not besides]:
@@ -129,42 +129,42 @@ class Residents:
             pages -= freed
         return pages <= 0
 
-    def keep_spare(self, spare: Spare, dropped: Callable[[], None]) -> None:
-        """Count a spare; ``dropped`` is called when it has been closed to make room."""
-        self.spares[spare] = dropped
-        self.spare_pages += spare.pages
-        self.ledger.commit(spare, Price(spare.pages))
+    def keep_copy(self, cached: CachedCopy, dropped: Callable[[], None]) -> None:
+        """Add a copy; ``dropped`` is called when it has been closed to make room."""
+        self.copies[cached] = dropped
+        self.copy_pages += cached.pages
+        self.ledger.commit(cached, Reservation(cached.pages))
 
-    def used_spare(self, spare: Spare) -> None:
-        """Note that a spare was used last."""
-        self.spares.move_to_end(spare)
+    def touch_copy(self, cached: CachedCopy) -> None:
+        """Make a copy the most recently used one."""
+        self.copies.move_to_end(cached)
 
-    def drop_spare(self, spare: Spare) -> None:
-        """Close a spare."""
-        dropped = self.spares.pop(spare)
-        self.spare_pages -= self.ledger.of(spare).steady
-        spare.close()
-        self.ledger.release(spare)
+    def drop_copy(self, cached: CachedCopy) -> None:
+        """Close a copy."""
+        dropped = self.copies.pop(cached)
+        self.copy_pages -= self.ledger.of(cached).steady
+        cached.close()
+        self.ledger.release(cached)
         dropped()
 
-    def drop_oldest_spare(self) -> int:
-        """Close the spare used longest ago; its pages."""
-        spare = next(iter(self.spares))
-        pages = self.ledger.of(spare).steady
-        self.drop_spare(spare)
+    def drop_oldest_copy(self) -> int:
+        """Close the least recently used copy and return how many pages it had."""
+        cached = next(iter(self.copies))
+        pages = self.ledger.of(cached).steady
+        self.drop_copy(cached)
         return pages
 
-    def _resting(self, besides: KeptSession | None) -> int:
+    def _resting(self, besides: PersistentSession | None) -> int:
         return self._idle_pages - (0 if besides is None else self._idle.get(besides, 0))
 
 
-S = TypeVar("S", bound=Spare)
+S = TypeVar("S", bound=CachedCopy)
 
 
 class Capacity:
-    """Keeps all that is committed within the executor's limit.
+    """Keeps the sum of all reservations within the executor's limit.
 
-    Spares make way for whatever needs their pages, and then idle sessions that can hibernate.
+    Where pages are short, copies are dropped first; then idle sessions that can hibernate do.
 
     Args:
         to_files: whether sessions can hibernate.
@@ -174,79 +174,85 @@ class Capacity:
         self.executor, self.ledger = executor, Ledger()
         self.residents = Residents(self.ledger, to_files)
 
-    def require_possible(self, price: Price, session: KeptSession | None) -> None:
-        """Refuse what would not fit if everything that ends had ended. Raises CapacityError."""
+    def require_possible(self, reservation: Reservation, session: PersistentSession | None) -> None:
+        """Refuse a request that would not fit even alone. Raises CapacityError."""
         limit = self.executor.limit()
-        if limit is not None and price.total + self.residents.pinned(session) > limit:
-            raise self._refusal(price, limit)
+        if limit is not None and reservation.total + self.residents.pinned(session) > limit:
+            raise self._refusal(reservation, limit)
 
     def commit(
-        self, owner: Hashable, price: Price, session: KeptSession | None, wait: bool
+        self,
+        owner: Hashable,
+        reservation: Reservation,
+        session: PersistentSession | None,
+        wait: bool,
     ) -> bool:
-        """Commit what a request may take, if it fits now.
+        """Reserve the pages of a request, if they fit now.
 
         Args:
-            session: its own, if that is kept: it does not make way.
-            wait: whether there are others whose end it may wait for.
+            session: its own, if that is kept: it does not hibernate for it.
+            wait: whether other requests are under way whose end it can wait for.
 
         Raises:
-            CapacityError: it does not fit, and never will or has nothing to wait for.
+            CapacityError: it does not fit, and there is nothing to wait for.
         """
         limit = self.executor.limit()
         if limit is not None:
-            short = self.ledger.committed_with(owner, price) - limit
+            short = self.ledger.committed_with(owner, reservation) - limit
             possible = short <= self.residents.movable(session)
             if not possible:
-                self.require_possible(price, session)
+                self.require_possible(reservation, session)
             if not possible or not self.residents.make_room(short, session):
                 if wait:
                     return False
-                raise self._refusal(price, limit)
+                raise self._refusal(reservation, limit)
         if session is not None:
             self.residents.take(session)
-        self.ledger.commit(owner, price)
+        self.ledger.commit(owner, reservation)
         return True
 
     def free_up(self, pages: int) -> None:
-        """Let spares and idle sessions go until there is room. Raises CapacityError."""
+        """Drop copies and move idle sessions to files until there is room. Raises CapacityError."""
         limit = self.executor.limit()
         if limit is None:
             return
         short = self.ledger.committed + pages - limit
         if short > self.residents.movable(None) or not self.residents.make_room(short, None):
-            raise self._refusal(Price(pages), limit)
+            raise self._refusal(Reservation(pages), limit)
 
-    def spare_fits(self, pages: int, most: int | None) -> bool:
-        """Whether there is room for a spare where others make way; see :meth:`keep_spare`."""
-        limit, held = self.executor.limit(), self.residents.spare_pages
+    def copy_fits(self, pages: int, most: int | None) -> bool:
+        """Whether a copy would fit in place of others; see :meth:`keep_copy`."""
+        limit, held = self.executor.limit(), self.residents.copy_pages
         free = None if limit is None else limit - self.ledger.committed + held
         return pages <= min((one for one in (free, most) if one is not None), default=pages)
 
-    def keep_spare(
+    def keep_copy(
         self, pages: int, make: Callable[[], S], dropped: Callable[[S], None], most: int | None
     ) -> S:
-        """Make a spare that fits, in place of those used longest ago.
+        """Make a copy, in place of the least recently used ones where that is needed.
 
         Args:
             pages: what it will hold; dropped: called with it once it has been closed to make room.
-            most: pages that all spares may hold together; None: no limit but the executor's.
+            most: pages that all copies may hold together; None: no limit but the executor's.
         """
         limit, residents = self.executor.limit(), self.residents
-        while most is not None and residents.spare_pages + pages > most:
-            residents.drop_oldest_spare()
+        while most is not None and residents.copy_pages + pages > most:
+            residents.drop_oldest_copy()
         while limit is not None and self.ledger.committed + pages > limit:
-            residents.drop_oldest_spare()
-        spare = make()
-        residents.keep_spare(spare, lambda: dropped(spare))
-        return spare
+            residents.drop_oldest_copy()
+        cached = make()
+        residents.keep_copy(cached, lambda: dropped(cached))
+        return cached
 
-    def _refusal(self, price: Price, limit: int) -> CapacityError:
+    def _refusal(self, reservation: Reservation, limit: int) -> CapacityError:
         committed = self.ledger.committed
-        remedy = "lower its budget or its length" if price.total > limit else "close a session"
+        remedy = (
+            "lower its budget or its length" if reservation.total > limit else "close a session"
+        )
         return CapacityError(
-            f"the request may take {price.total:,} pages, {committed:,} of {limit:,} are "
+            f"the request may take {reservation.total:,} pages, {committed:,} of {limit:,} are "
             f"committed; {remedy}, or raise the memory limit",
-            price.total,
+            reservation.total,
             committed,
             limit,
         )

@@ -1,4 +1,4 @@
-"""What the scheduler knows of an engine: jobs, sessions that are kept, and a step."""
+"""The interfaces of the scheduler: jobs, sessions, and the executor that runs them."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from typing import Protocol
 
 
 @dataclass(frozen=True)
-class Price:
+class Reservation:
     """The most pages that a job takes.
 
     Attributes:
-        steady: of its session, from the first chunk until the session is closed or idle again.
-        chunk: beside them while a chunk is stored; it bounds what is stored in one pass, too.
-        snapshot: beside them while the prompt is read, of the copy that a cancelled one returns to.
+        steady: of its session, from the first chunk until it is closed or idle again.
+        chunk: more while a chunk is stored; also the bound of a pass that several jobs share.
+        snapshot: more while the prompt is read, for the copy that a cancelled one returns to.
     """
 
     steady: int
@@ -23,22 +23,22 @@ class Price:
 
     @property
     def total(self) -> int:
-        """Return what the job needs when it is alone."""
+        """Return the pages that the job needs when it runs alone."""
         return self.steady + self.chunk + self.snapshot
 
 
-class KeptSession(Protocol):
+class PersistentSession(Protocol):
     """A session that stays open between its requests."""
 
     def __hash__(self) -> int: ...
 
     @property
     def resident(self) -> bool:
-        """Whether it may hold pages; a new one, and one that lies in a file, does not."""
+        """Whether it may hold pages; a new session, or one in a file, holds none."""
         ...
 
     def resting(self) -> int:
-        """Return the most pages it holds until its next request begins."""
+        """Bound the pages that it holds while it is idle."""
         ...
 
     def hibernate(self) -> None:
@@ -50,7 +50,7 @@ class KeptSession(Protocol):
         ...
 
 
-class Spare(Protocol):
+class CachedCopy(Protocol):
     """A copy of a session that is kept while nobody needs its pages."""
 
     def __hash__(self) -> int: ...
@@ -69,7 +69,7 @@ class Job(Protocol):
     """One request: a prompt for a session, and the reply to it."""
 
     @property
-    def session(self) -> KeptSession | None:
+    def session(self) -> PersistentSession | None:
         """The session that is kept; None where one is opened for this job alone."""
         ...
 
@@ -80,7 +80,7 @@ class Job(Protocol):
 
     @property
     def slow_to_begin(self) -> bool:
-        """Whether the next :meth:`begin` encodes pictures: a turn begins one such job at most."""
+        """Whether the next :meth:`begin` encodes pictures; a turn begins at most one such job."""
         ...
 
     @property
@@ -90,7 +90,7 @@ class Job(Protocol):
 
     @property
     def failure(self) -> Exception | None:
-        """Why a finished reply is none; None where it is one."""
+        """Why the reply has failed; None where it has not."""
         ...
 
     @property
@@ -100,26 +100,26 @@ class Job(Protocol):
 
     @property
     def fetches(self) -> bool:
-        """Whether :meth:`prepare` waits for other servers: the job takes no place meanwhile."""
+        """Whether :meth:`prepare` waits for other servers; such a job does not count as running."""
         ...
 
-    def price(self) -> Price:
+    def reservation(self) -> Reservation:
         """Return what the job may take, before anything is read. Raises MmkvError."""
         ...
 
     def prepare(self) -> None:
-        """Begin what goes before the first chunk; called once, when the pages are committed."""
+        """Start what has to be done before the first chunk; called once, on admission."""
         ...
 
     def begin(self) -> None:
-        """Have the next chunk ready to be read; called before each.
+        """Make the next chunk ready to be read; called before each chunk.
 
         The first call may also open or wake the session and make the prompt.
         """
         ...
 
     def roll_back(self) -> None:
-        """Leave the session as it was before the prompt, however far that has come.
+        """Return the session to where it was before the prompt.
 
         A session that was opened for this job alone is closed.
         """
@@ -145,7 +145,7 @@ class Executor(Protocol):
     def pass_tokens(self) -> int: ...
 
     def limit(self) -> int | None:
-        """Return the pages that the scheduler's sessions may hold; None: as many as they like."""
+        """Return the most pages that the scheduler's sessions may hold; None: no limit."""
         ...
 
     def held(self) -> int:
@@ -153,7 +153,7 @@ class Executor(Protocol):
         ...
 
     def pages_for(self, job: Job) -> int:
-        """Return the new pages that the next chunk of a job takes, which has begun it."""
+        """Count the new pages that the next chunk of a job takes; it has begun it."""
         ...
 
     def read(self, jobs: Sequence[Job]) -> list[bool | Exception]:

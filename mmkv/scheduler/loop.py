@@ -13,7 +13,7 @@ from typing import Any, Generic, Literal, TypeVar
 from mmkv.engine.errors import STOPS, CapacityError, MmkvError, SessionError, as_exception
 from mmkv.engine.interrupts import whole
 from mmkv.scheduler.capacity import Capacity, Ledger, S
-from mmkv.scheduler.contract import Executor, Job, KeptSession, Price
+from mmkv.scheduler.contract import Executor, Job, PersistentSession, Reservation
 
 State = Literal["waiting", "preparing", "prefill", "decode", "done", "cancelled", "failed"]
 J = TypeVar("J", bound=Job)
@@ -40,7 +40,7 @@ class Ticket(Generic[J]):
 
     @property
     def owner(self) -> Hashable:
-        """Return who commits what the request takes: its session, if that is kept."""
+        """Return who owns the reservation: the session if it is kept, else the ticket."""
         return self if self.job.session is None else self.job.session
 
     @property
@@ -60,7 +60,7 @@ class UserQueues:
     """Requests that wait or are being read: first in, first out for each user.
 
     The first of each user, its head, is served; later ones only beside it, in the same pass. Users
-    stand in a row: a new one at the end, and one whose head was admitted goes to the end.
+    take turns: a new user comes last, and so does one whose head was just admitted.
     """
 
     def __init__(self) -> None:
@@ -104,8 +104,8 @@ class DeficitRoundRobin:
     """Chooses whose chunk is next, so that users get equal numbers of tokens.
 
     At each visit a user is granted ``quantum`` tokens, and is served while what it was granted
-    lasts; the rest, or what it owes, is kept for the next visit as long as it has something to be
-    served. (Shreedhar and Varghese, "Efficient fair queueing using deficit round robin", 1995.)
+    lasts; what is left, or owed, carries over to the next visit while it has requests.
+    (Shreedhar and Varghese, "Efficient fair queueing using deficit round robin", 1995.)
     """
 
     def __init__(self, quantum: int) -> None:
@@ -114,10 +114,10 @@ class DeficitRoundRobin:
         self._visited: str | None = None
 
     def next(self, costs: Mapping[str, int]) -> str:
-        """Return the user to serve; :meth:`charge` it for what it has got then.
+        """Return the user to serve; the caller then calls :meth:`charge`.
 
         Args:
-            costs: by user the tokens of what it wants next; at least one user.
+            costs: by user, the tokens of its next chunk; at least one user.
         """
         for user in [user for user in self._deficit if user not in costs]:
             del self._deficit[user]
@@ -134,7 +134,7 @@ class DeficitRoundRobin:
             self._visited = None
 
     def charge(self, user: str, tokens: int) -> None:
-        """Count tokens of a user that :meth:`next` knows, chosen by it or read beside."""
+        """Charge a user for tokens that were read, in its turn or in another's pass."""
         if user in self._deficit:
             self._deficit[user] -= tokens
 
@@ -142,8 +142,8 @@ class DeficitRoundRobin:
 class SharedPass:
     """Prompts whose next chunks are read together.
 
-    All of them take no more tokens than a pass has, and no more pages than are committed: what
-    other requests may take and do not hold yet is free for the length of a pass.
+    Together they take at most the tokens of a pass, and at most the pages that are reserved: what
+    other requests have reserved and do not hold yet is free for the length of a pass.
 
     Args:
         first: the prompt whose turn it is; its chunk has begun.
@@ -151,7 +151,7 @@ class SharedPass:
 
     Attributes:
         tickets: ``first``, and those beside it.
-        tokens: how many more the pass has.
+        tokens: how many more fit into the pass.
     """
 
     def __init__(self, executor: Executor, ledger: Ledger, first: Ticket[Any], slow: bool) -> None:
@@ -178,7 +178,7 @@ class SharedPass:
         return ticket
 
     def may_begin(self, ticket: Ticket[Any]) -> bool:
-        """Whether a candidate's chunk may begin in this turn; it counts as begun then."""
+        """Whether a candidate's chunk may begin in this turn; if so, the caller begins it."""
         slow = ticket.job.slow_to_begin
         if slow and self._slow:
             return False
@@ -186,7 +186,7 @@ class SharedPass:
         return True
 
     def add(self, ticket: Ticket[Any]) -> None:
-        """Take in a prompt whose chunk has begun, if it fits."""
+        """Add a prompt whose chunk has begun, if it fits."""
         chunk, pages = ticket.job.next_chunk, self.executor.pages_for(ticket.job)
         if chunk <= self.tokens and self._fit([*self._pages, pages]):
             self.tokens -= chunk
@@ -196,14 +196,14 @@ class SharedPass:
     def shrink(self) -> None:
         """Leave out the last ones until the others fit.
 
-        One that failed to begin has taken its pages out of what is committed.
+        They may not: a job that failed to begin has given its reservation back.
         """
         while len(self.tickets) > 1 and not self._fit(self._pages):
             self.tickets.pop()
             self._pages.pop()
 
     def _fit(self, pages: Sequence[int]) -> bool:
-        """Whether new pages of the chunks keep to what is committed, where there is a limit."""
+        """Whether the new pages of these chunks are reserved; always, where there is no limit."""
         if self.executor.limit() is None:
             return True
         return self.executor.held() + sum(pages) <= self.ledger.committed
@@ -215,13 +215,13 @@ class Limits:
 
     Attributes:
         waiting: most requests that wait; one more is refused.
-        running: most requests that are read or decoded at a time, or prepare for it here.
-        fetching: most requests beside those that wait for other servers, or for a place after that.
+        running: most requests that are prepared, read or decoded at a time.
+        fetching: most requests, beside those, that wait for media from other servers.
         quantum: tokens of prompts that each user is granted in turn; a chunk's length at least.
         patience: later requests that may be admitted before one for which there is no room; then
             nothing is admitted until there is.
-        interleave: whether every turn decodes. If not, replies wait while a prompt can be read:
-            for a batch that nobody watches.
+        interleave: whether every turn decodes. If not, replies wait while a prompt can be read,
+            which suits a batch that nobody watches.
     """
 
     waiting: int = 64
@@ -235,8 +235,8 @@ class Limits:
 class Scheduler:
     """Runs requests together so that their sessions never hold more pages than there are.
 
-    A request is admitted when the pages that it and all other open sessions may come to hold are
-    within the executor's limit: it then runs to its end, whatever the others do. One thread calls
+    A request is admitted when its reservation and those of all other sessions are within the
+    executor's limit: it then runs to its end, whatever the others do. One thread calls
     all methods; :meth:`Ticket.cancel` may be called from any. Ctrl-C waits for their end.
 
     Attributes:
@@ -253,8 +253,8 @@ class Scheduler:
         self.preparing: list[Ticket[Any]] = []
         self.decoding: list[Ticket[Any]] = []
         self._round_robin = DeficitRoundRobin(self.limits.quantum)
-        self._busy: dict[KeptSession, Ticket[Any]] = {}
-        self._sessions: set[KeptSession] = set()
+        self._busy: dict[PersistentSession, Ticket[Any]] = {}
+        self._sessions: set[PersistentSession] = set()
         self._impatient: Ticket[Any] | None = None
         self._submitted = 0
         self.turns, self.waiting = 0, 0
@@ -285,14 +285,14 @@ class Scheduler:
         Raises:
             CapacityError: the queue is full, or there cannot be room for the request.
             SessionError: its session has a request under way.
-            MmkvError: what :meth:`Job.price` raises.
+            MmkvError: what :meth:`Job.reservation` raises.
         """
         session = job.session
         if session is not None and session in self._busy:
             raise SessionError("the session is busy with another request; wait for it or cancel it")
         if self.waiting >= self.limits.waiting:
             raise queue_is_full(self.waiting, self.limits.waiting)
-        self.capacity.require_possible(job.price(), session)
+        self.capacity.require_possible(job.reservation(), session)
         self._submitted += 1
         self._moved = True
         ticket = Ticket(job, user, self._submitted, self.turns)
@@ -318,46 +318,46 @@ class Scheduler:
         return bool(len(self.queues) or self.preparing or self.decoding)
 
     @whole
-    def keep_spare(
+    def keep_copy(
         self, pages: int, make: Callable[[], S], dropped: Callable[[S], None], most: int | None
     ) -> S | None:
         """Keep a copy of a session for as long as nobody needs its pages.
 
-        Spares that were used longest ago give way to it.
+        The least recently used copies are dropped for it.
 
         Args:
             pages: what it will hold; make: makes it, when there is room.
             dropped: called with it once it has been closed to make room.
-            most: pages that all spares may hold together; None: no limit but the executor's.
+            most: pages that all copies may hold together; None: no limit but the executor's.
 
         Returns:
-            the spare, None where there is no room for it.
+            the copy, None where there is no room for it.
         """
-        if not self.capacity.spare_fits(pages, most):
+        if not self.capacity.copy_fits(pages, most):
             return None
         self._moved = True
-        return self.capacity.keep_spare(pages, make, dropped, most)
+        return self.capacity.keep_copy(pages, make, dropped, most)
 
     @property
-    def sessions(self) -> frozenset[KeptSession]:
+    def sessions(self) -> frozenset[PersistentSession]:
         """Return the sessions that are kept, wherever they lie."""
         return frozenset(self._sessions)
 
     @whole
-    def adopt(self, session: KeptSession) -> None:
-        """Count an idle session that was made elsewhere, or another time, as used last."""
+    def adopt(self, session: PersistentSession) -> None:
+        """Take in an idle session that was made elsewhere, or make it the most recently used."""
         self._moved = True
         self._sessions.add(session)
         self.residents.rest(session)
 
     @whole
     def free_up(self, pages: int) -> None:
-        """Let spares and idle sessions go until there is room. Raises CapacityError."""
+        """Drop copies and move idle sessions to files until there is room. Raises CapacityError."""
         self._moved = True
         self.capacity.free_up(pages)
 
     @whole
-    def hibernate(self, session: KeptSession) -> None:
+    def hibernate(self, session: PersistentSession) -> None:
         """Move an idle session to its file now. Raises SessionError."""
         self._require_idle(session)
         if session.resident:
@@ -365,7 +365,7 @@ class Scheduler:
             self.residents.hibernate(session)
 
     @whole
-    def close_session(self, session: KeptSession) -> None:
+    def close_session(self, session: PersistentSession) -> None:
         """Close an idle session. Raises SessionError."""
         self._require_idle(session)
         self._moved = True
@@ -381,8 +381,8 @@ class Scheduler:
         self._end_cancelled()
         for session in list(self._sessions):
             self.close_session(session)
-        while self.residents.spares:
-            self.residents.drop_oldest_spare()
+        while self.residents.copies:
+            self.residents.drop_oldest_copy()
 
     def _end_cancelled(self) -> None:
         for ticket in self._open():
@@ -393,7 +393,7 @@ class Scheduler:
         return [*self.queues, *self.preparing, *self.decoding]
 
     def _take_up_ready(self) -> None:
-        """Let prompts that have become ready be read next among their users' requests."""
+        """Move prompts that have become ready to the front of their users' queues."""
         for ticket in self._taking_up():
             self.preparing.remove(ticket)
             self.queues.push_first(ticket)
@@ -403,16 +403,16 @@ class Scheduler:
         return [one for one in self.preparing if one.job.fetches]
 
     def _taking_up(self) -> list[Ticket[Any]]:
-        """Return the prompts that have become ready, as far as there are places."""
+        """Return the prepared prompts that are ready, as many as there are places for."""
         ready = [one for one in self.preparing if one.job.ready]
         fetched = [one for one in ready if one.job.fetches][: max(self.places, 0)]
         return [one for one in ready if not one.job.fetches or one in fetched]
 
     def admit(self, beside: Collection[Ticket[Any]] = ()) -> None:
-        """Admit what has room, as each turn does, so that it does not stand in the queue.
+        """Admit the requests that have room, as each turn does.
 
         Args:
-            beside: requests that are being read, and do not hold up their users' others.
+            beside: requests that are being read; the next of the same users are admitted, too.
         """
         refused: list[Ticket[Any]] = []
         for ticket in self.queues.heads(beside):
@@ -445,9 +445,9 @@ class Scheduler:
             self._impatient = min(overdue, key=lambda one: one.number, default=None)
 
     def _admit(self, ticket: Ticket[Any]) -> bool:
-        """Commit what a request may take, if it fits. Raises CapacityError if it never can."""
+        """Reserve the pages of a request, if they fit. Raises CapacityError if they never can."""
         job, wait = ticket.job, self.running > 0
-        if not self.capacity.commit(ticket.owner, job.price(), job.session, wait):
+        if not self.capacity.commit(ticket.owner, job.reservation(), job.session, wait):
             return False
         self.waiting -= 1
         self._moved = True
@@ -457,7 +457,7 @@ class Scheduler:
         return True
 
     def _prepare(self, ticket: Ticket[Any]) -> None:
-        """Let the job prepare; what takes longer does not hold up its user's other requests."""
+        """Let the job prepare; one that is not ready at once does not hold up its user's others."""
         ticket.state = "prefill"
         ticket.job.prepare()
         if not ticket.job.ready:
@@ -487,12 +487,12 @@ class Scheduler:
                 self.queues.remove(ticket)
                 self.decoding.append(ticket)
                 ticket.state = "decode"
-                self.ledger.commit(ticket.owner, Price(self.ledger.of(ticket.owner).steady))
+                self.ledger.commit(ticket.owner, Reservation(self.ledger.of(ticket.owner).steady))
                 self._end_finished(ticket)
         return True
 
     def _begin(self, ticket: Ticket[Any]) -> bool:
-        """Have a job's next chunk ready; whether that worked."""
+        """Let a job begin its next chunk; return whether that worked."""
         try:
             ticket.job.begin()
         except STOPS:
@@ -542,7 +542,7 @@ class Scheduler:
             self._end(ticket, "done" if error is None else "failed", error)
 
     def _decode_alone(self, tickets: list[Ticket[Any]], error: MmkvError) -> None:
-        """Find out which of the requests cannot be decoded, and end those."""
+        """Decode one by one, and end the requests that fail."""
         for ticket in tickets:
             try:
                 if len(tickets) == 1:
@@ -554,7 +554,7 @@ class Scheduler:
                 self._end(ticket, "failed", as_exception(cause))
 
     def _end(self, ticket: Ticket[Any], state: State, error: Exception | None = None) -> None:
-        """Return what a request holds, and set its session to rest."""
+        """Release the reservation of a request; its session, if kept, becomes idle."""
         job = ticket.job
         self._moved = True
         if ticket.state == "decode":
@@ -579,7 +579,7 @@ class Scheduler:
         if admitted:
             self.residents.rest(session)
 
-    def _require_idle(self, session: KeptSession) -> None:
+    def _require_idle(self, session: PersistentSession) -> None:
         if session in self._busy:
             raise SessionError("the session is busy with a request; wait for it or cancel it")
 

@@ -1,12 +1,13 @@
-"""Replies of an engine as the scheduler's jobs, and a batch of them for a caller who waits."""
+"""Jobs that read a prompt and decode a reply, their executor, and a batch of them in one call."""
 
 from __future__ import annotations
 
 import logging
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol, cast
+from typing import TYPE_CHECKING, Any, cast
 
 from mmkv.engine.budgets import SequenceSize, page_bound
 from mmkv.engine.errors import (
@@ -21,7 +22,7 @@ from mmkv.engine.interrupts import CtrlC, whole
 from mmkv.engine.prefill import advance_together, needed_pages, pass_tokens, reserve_together
 from mmkv.reply import Reply, ReplyWriter, step
 from mmkv.sampling import Sampling, checked
-from mmkv.scheduler.contract import Job, Price
+from mmkv.scheduler.contract import Job, Reservation
 from mmkv.scheduler.loop import Limits, Scheduler
 from mmkv.turn import TurnReading, compose
 
@@ -32,7 +33,7 @@ if TYPE_CHECKING:
     from mmkv.engine.budget import Budget
     from mmkv.engine.prefill import Prefill
     from mmkv.prompt.template import Message
-    from mmkv.scheduler.stored import StoredSession
+    from mmkv.scheduler.conversation import CachedConversation
     from mmkv.session import Session, TurnStart
 
 
@@ -44,9 +45,8 @@ class Prompt:
     """What a request appends to a session.
 
     Attributes:
-        inputs: model inputs of the new tokens alone, and of what the session still lacks of its
-            latest reply.
-        messages: what the session's history gets when the prompt stands in it.
+        inputs: model inputs of the new tokens, with what the cache lacks of the latest reply.
+        messages: what is added to the session's history once the prompt is read.
         reading: how far the session goes back for it, and what is read; None: it only appends.
     """
 
@@ -61,7 +61,7 @@ class Prompt:
 
 
 def message(text: str | Sequence[dict[str, Any]], **more: Any) -> Callable[[Session], Prompt]:
-    """Return what makes the prompt of a user's message, with :meth:`Session.send`'s arguments."""
+    """Return a function that makes the prompt of a message; arguments as in Session.send."""
 
     def prepare(session: Session) -> Prompt:
         turn = compose(session, text, **more)
@@ -71,49 +71,66 @@ def message(text: str | Sequence[dict[str, Any]], **more: Any) -> Callable[[Sess
 
 
 @dataclass
-class Growing:
-    """A reply that is being decoded; ``token`` is what its session does not hold yet."""
+class DecodingReply:
+    """A reply that is being decoded; ``token`` is the latest one, which the cache still lacks."""
 
     session: Session
     writer: ReplyWriter
     token: int
 
 
-class Replying(Protocol):
-    """A job that :class:`EngineExecutor` reads and decodes."""
+class EngineJob(ABC):
+    """A job that :class:`EngineExecutor` reads and decodes.
+
+    See :class:`mmkv.scheduler.contract.Job` for what the scheduler asks of it.
+
+    Args:
+        budget: of the session that it reads into; chunk: tokens in a chunk.
+
+    Attributes:
+        live: that session, once it is open.
+        decoding: its replies; those whose writers have finished are left alone.
+    """
+
+    def __init__(self, engine: Engine, budget: Budget, chunk: int) -> None:
+        self.engine, self.budget, self.chunk = engine, budget, chunk
+        self.live: Session | None = None
+        self.decoding: list[DecodingReply] = []
+        self._prefill: Prefill | None = None  # of what is being read
 
     @property
-    def growing(self) -> Sequence[Growing]:
-        """Its replies; those whose writers have finished are left alone."""
-        ...
+    def next_chunk(self) -> int:
+        """Count the tokens of the next chunk."""
+        return self.chunk if self._prefill is None else self._prefill.next_chunk
 
     @property
     def prefill(self) -> Prefill:
         """What :meth:`~mmkv.scheduler.contract.Job.begin` has made ready."""
-        ...
+        assert self._prefill is not None
+        return self._prefill
 
-    def took(self, tokens: int) -> bool:
-        """Note that a chunk of so many tokens has been read; whether the prompt is complete."""
-        ...
+    @abstractmethod
+    def finish_chunk(self, tokens: int) -> bool:
+        """Count a chunk that has been read; return whether the prompt is complete."""
 
 
-class ReplyJob:
+class ReplyJob(EngineJob):
     """A prompt and the reply to it, in a session that is kept or one of its own.
 
     Args:
-        prompt: it, or what makes it for the open session. That is called when the pages are
-            committed, so pictures of a request that waits need not have been decoded.
+        prompt: it, or a function that makes it for the open session. That is called on admission,
+            so pictures of a waiting request need not be decoded yet.
         budget: of a session of its own; None: the engine's.
-        session: one that is kept, whose budget counts.
-        prompt_tokens: how many tokens the prompt has at most; one that has more is refused. None:
-            as the prompt says, if it is given; otherwise the budget has to bound the pages.
+        session: one that is kept; its budget counts.
+        prompt_tokens: the most tokens of the prompt; a longer one is refused. None: those of the
+            prompt, if it is given; otherwise the budget has to bound the pages.
         chunk: tokens in a chunk; None: the engine's.
         undo: whether a reply that is cancelled or fails takes its whole turn back, as a cancelled
             prompt does. A copy of the kept session's pages is held until the reply ends.
 
     Attributes:
-        reply: when the job has ended.
-        writer: when its prompt is being read; ``writer.take()`` streams the text.
+        reply: set when the job has ended.
+        writer: set while its prompt is being read; ``writer.take()`` streams the text.
     """
 
     def __init__(
@@ -122,46 +139,38 @@ class ReplyJob:
         prompt: Prompt | Callable[[Session], Prompt],
         sampling: Sampling | None = None,
         budget: Budget | float | None = None,
-        session: StoredSession | None = None,
+        session: CachedConversation | None = None,
         prompt_tokens: int | None = None,
         chunk: int | None = None,
         undo: bool = False,
     ) -> None:
-        self.engine, self._kept = engine, session
+        own = engine.budgets.checked(budget) if session is None else session.budget
+        super().__init__(engine, own, chunk or engine.prefill_chunk)
+        self._kept = session
         self.sampling = checked(sampling, engine.default_sampling)
         if isinstance(prompt, Prompt) and prompt_tokens is None:
             prompt_tokens = prompt.tokens
         self._given, self.prompt_tokens = prompt, prompt_tokens
-        self.budget = engine.budgets.checked(budget) if session is None else session.budget
-        self.chunk = chunk or engine.prefill_chunk
         self.undo = undo and session is not None
         self.reply: Reply | None = None
         self.writer: ReplyWriter | None = None
-        self.live: Session | None = None
-        self.growing: list[Growing] = []
         self._before: Session | None = None  # for undo
         self._start: TurnStart | None = None
         self._prompt: Prompt | None = None
-        self._prefill: Prefill | None = None
 
     @property
-    def session(self) -> StoredSession | None:
-        """See :class:`mmkv.scheduler.contract.Job`."""
+    def session(self) -> CachedConversation | None:
+        """Return the session that is kept; None where the job opens one of its own."""
         return self._kept
 
     @property
-    def next_chunk(self) -> int:
-        """See :class:`mmkv.scheduler.contract.Job`."""
-        return self.chunk if self._prefill is None else self._prefill.next_chunk
-
-    @property
     def finished(self) -> bool:
-        """See :class:`mmkv.scheduler.contract.Job`."""
+        """Whether the reply is complete."""
         return self.writer is not None and self.writer.finish_reason is not None
 
     @property
     def ready(self) -> bool:
-        """See :class:`mmkv.scheduler.contract.Job`."""
+        """Return True: there is nothing to wait for."""
         return True
 
     fetches = False
@@ -171,10 +180,10 @@ class ReplyJob:
 
     @property
     def failure(self) -> Exception | None:
-        """See :class:`mmkv.scheduler.contract.Job`."""
+        """Why the reply has failed; None where it has not."""
         return None if self.writer is None else self.writer.failure
 
-    def price(self) -> Price:
+    def reservation(self) -> Reservation:
         """Bound the pages by the budget, and those of a session of its own by its tokens, too.
 
         Raises:
@@ -191,13 +200,13 @@ class ReplyJob:
             snapshot = kept.pages  # woken, it holds what it held until all are cut
         if lasting is not None and (kept is not None or tokens is None or engine.shared):
             rows, size = engine.spec.rows, engine.cache.pool.page_size
-            return Price(lasting + copy, math.ceil(self.chunk * rows / size), snapshot)
+            return Reservation(lasting + copy, math.ceil(self.chunk * rows / size), snapshot)
         if tokens is not None:
             new = self.sampling.max_new_tokens
             bound = page_bound(engine, self.budget, tokens, new, extent, self.chunk)
-            return Price(bound.steady + copy, bound.chunk, snapshot)
+            return Reservation(bound.steady + copy, bound.chunk, snapshot)
         if engine.cache.pool.limit is None:
-            return Price(0)
+            return Reservation(0)
         raise InputError(
             f"with policy {engine.policy.name!r} and a budget of {self.budget.describe()} the "
             "length decides how much memory a request takes; give prompt_tokens, or a budget in "
@@ -206,28 +215,19 @@ class ReplyJob:
 
     @property
     def slow_to_begin(self) -> bool:
-        """See :class:`mmkv.scheduler.contract.Job`: a prompt that is a function may hold pictures.
-
-        One that is given may, too.
-        """
+        """Whether the first chunk encodes pictures; a prompt yet to be made may have some."""
         if self._prefill is not None:
             return False
         given = self._given
         return not isinstance(given, Prompt) or any("pixel" in name for name in given.inputs)
 
     def begin(self) -> None:
-        """Wake or open the session and prepare the prompt, the first time."""
+        """Open or wake the session and prepare the prompt, on the first call."""
         if self._prefill is None:
             self._begin()
 
-    @property
-    def prefill(self) -> Prefill:
-        """See :class:`Replying`."""
-        assert self._prefill is not None
-        return self._prefill
-
-    def took(self, tokens: int) -> bool:
-        """See :class:`Replying`."""
+    def finish_chunk(self, tokens: int) -> bool:
+        """Begin the reply if the prompt is complete; return whether it is."""
         assert self._prefill is not None
         if self._prefill.logits is None:
             return False
@@ -236,11 +236,11 @@ class ReplyJob:
         session.begin_reply(prompt.messages, prompt.reading)
         assert self._prefill.logits is not None
         token = writer.begin(self._prefill.logits, session.read_ids)
-        self.growing = [] if token is None else [Growing(session, writer, token)]
+        self.decoding = [] if token is None else [DecodingReply(session, writer, token)]
         return True
 
     def roll_back(self) -> None:
-        """Take the prompt back; one that stands already gets an empty reply."""
+        """Take the prompt back; one that is complete gets an empty reply instead."""
         if self._before is not None:
             self._return()
         elif self._prefill is not None and self._prefill.logits is not None:
@@ -266,7 +266,7 @@ class ReplyJob:
             self.writer.finish("interrupted")
 
     def end(self) -> None:
-        """Put the reply together, and into the session's history if that is kept."""
+        """Make the reply, and add it to the session's history if that is kept."""
         session, writer, prefill = self.live, self.writer, self._prefill
         assert session is not None and writer is not None and prefill is not None
         self.reply = session.end_reply(writer, prefill.tokens)
@@ -315,8 +315,8 @@ class ReplyJob:
 class EngineExecutor:
     """Reads the prompts of jobs on one engine and decodes their replies.
 
-    Sessions that are open already are others', and may keep what they hold: they are taken to hold
-    that for as long as this lives.
+    Pages that are in use when this is made belong to other sessions: they count as taken for as
+    long as this lives.
     """
 
     def __init__(self, engine: Engine) -> None:
@@ -326,24 +326,24 @@ class EngineExecutor:
 
     @property
     def pass_tokens(self) -> int:
-        """See :class:`mmkv.scheduler.contract.Executor`."""
+        """Bound the tokens of chunks that share a pass; 0: chunks are read alone."""
         return 0 if self.engine.shared is not None else self._pass_tokens
 
     def held(self) -> int:
-        """See :class:`mmkv.scheduler.contract.Executor`."""
+        """Count the pages that the scheduler's sessions hold now."""
         pool = self.engine.cache.pool
         return pool.num_pages - pool.free_pages - self._others
 
     def pages_for(self, job: Job) -> int:
-        """See :class:`mmkv.scheduler.contract.Executor`."""
-        return needed_pages(cast(Replying, job).prefill)
+        """Count the new pages that the next chunk of a job takes."""
+        return needed_pages(cast(EngineJob, job).prefill)
 
     def read(self, jobs: Sequence[Job]) -> list[bool | Exception]:
-        """See :class:`mmkv.scheduler.contract.Executor`.
+        """Read the next chunk of each job, in one pass.
 
         Where a pass fails before it has changed a job's prompt, that job reads alone.
         """
-        taken = cast(Sequence[Replying], jobs)
+        taken = cast(Sequence[EngineJob], jobs)
         if len(taken) > 1:
             before = [job.prefill.done for job in taken]
             try:
@@ -374,22 +374,22 @@ class EngineExecutor:
         return None if limit is None else max(limit - others, 0)
 
     def step(self, jobs: Sequence[Job]) -> None:
-        """See :class:`mmkv.scheduler.contract.Executor`."""
-        growing = [one for job in cast(Sequence[Replying], jobs) for one in job.growing]
-        for one in growing:
+        """Decode one step for the replies of all jobs. Raises MmkvError: nothing has changed."""
+        decoding = [one for job in cast(Sequence[EngineJob], jobs) for one in job.decoding]
+        for one in decoding:
             # A reply without a position left ends, so that it does not stop the others.
             if one.session.next_position >= self.engine.spec.max_position:
                 one.writer.attempt(one.writer.finish, "context")
-        growing = [one for one in growing if one.writer.finish_reason is None]
-        if not growing:
+        decoding = [one for one in decoding if one.writer.finish_reason is None]
+        if not decoding:
             return
-        fed = [(one.session, one.writer, one.token) for one in growing]
-        for one, token in zip(growing, step(self.engine, fed), strict=True):
+        fed = [(one.session, one.writer, one.token) for one in decoding]
+        for one, token in zip(decoding, step(self.engine, fed), strict=True):
             if token is not None:
                 one.token = token
 
 
-def _read_alone(job: Replying) -> bool | Exception:
+def _read_alone(job: EngineJob) -> bool | Exception:
     before = job.prefill.done
     try:
         job.prefill.advance()
@@ -400,13 +400,13 @@ def _read_alone(job: Replying) -> bool | Exception:
     return _taken(job, before)
 
 
-def _taken(job: Replying, before: int, broken: NotFiniteError | None = None) -> bool | Exception:
-    """Let a job note its chunk; ``broken``: the error of a pass in which it may be that one."""
+def _taken(job: EngineJob, before: int, broken: NotFiniteError | None = None) -> bool | Exception:
+    """Finish a job's chunk; ``broken``: the error of a pass, if this job may be its cause."""
     prefill = job.prefill
     if broken is not None and prefill.logits is None and prefill.done in (before, prefill.tokens):
         return broken
     try:
-        return job.took(prefill.done - before)
+        return job.finish_chunk(prefill.done - before)
     except STOPS:
         raise
     except BaseException as error:
@@ -423,8 +423,8 @@ def batch_scheduler(engine: Engine, most: int) -> Scheduler:
 def answer_all(engine: Engine, jobs: Sequence[ReplyJob]) -> list[Reply]:
     """Answer all, in one batch as far as there is room.
 
-    No session of a job's own stays open. Raises the error of the first job that fails. Ctrl-C is
-    delivered between two turns.
+    Sessions that jobs have opened are closed. Raises the error of the first job that fails.
+    Ctrl-C is delivered between two turns.
     """
     scheduler = batch_scheduler(engine, max(len(jobs), 1))
     try:

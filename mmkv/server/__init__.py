@@ -1,6 +1,6 @@
 """An OpenAI-compatible server (docs/how-to/serve.md); needs the extra ``serve``.
 
-``app`` and the routes (``chat``, ``responses``, ``session_routes``) speak HTTP and never touch
-torch. ``engine_thread`` owns the engine; ``job``, ``prompts``, ``kept`` and ``writer`` are what it
-runs. ``media``: pictures and videos.
+``app`` and the routes (``chat``, ``responses``, ``sessions``) speak HTTP and never touch torch.
+``engine_thread`` owns the engine; it runs a ``job`` for each request. ``conversations`` are kept in
+memory, ``store`` writes them to disk. ``media``: pictures and videos.
 """

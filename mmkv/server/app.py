@@ -26,11 +26,11 @@ from mmkv.server.footprint import return_memory
 from mmkv.server.guard import BodyRoute, CheckHost, CheckKey, LimitBody, RefuseWhenFull
 from mmkv.server.metrics import CONTENT_TYPE
 from mmkv.server.page import HEADERS, page_router
-from mmkv.server.reply import Answer, error_response
+from mmkv.server.reply import ReplyResponse, error_response
 from mmkv.server.responses import responses_router
 from mmkv.server.schema import ChatRequest, load_router
-from mmkv.server.session_routes import saved_router, sessions_router
-from mmkv.server.state import Room
+from mmkv.server.sessions import saved_router, sessions_router
+from mmkv.server.state import ServerState
 
 _PAGE = """<!doctype html>
 <html lang="en">
@@ -64,8 +64,8 @@ def _page(schema: dict[str, Any]) -> str:
     return _PAGE.format(rows="\n".join(rows))
 
 
-def make_app(room: Room, hosts: frozenset[str] | None = None) -> FastAPI:
-    """Return the application; the worker has to run.
+def make_app(state: ServerState, hosts: frozenset[str] | None = None) -> FastAPI:
+    """Return the application; the engine thread has to run.
 
     Args:
         hosts: the names that it answers to, by the Host header; None: all.
@@ -73,13 +73,13 @@ def make_app(room: Room, hosts: frozenset[str] | None = None) -> FastAPI:
 
     @contextlib.asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
-        if room.settings.warm and room.facts.sees:
-            await room.media.warm()
-        returning = asyncio.ensure_future(return_memory(room))
+        if state.settings.warm and state.facts.sees:
+            await state.media.warm()
+        returning = asyncio.ensure_future(return_memory(state))
         yield
         returning.cancel()
-        await room.media.aclose()
-        await asyncio.to_thread(room.worker.stop)
+        await state.media.aclose()
+        await asyncio.to_thread(state.engine_thread.stop)
 
     app = FastAPI(
         title="mmkv",
@@ -89,21 +89,21 @@ def make_app(room: Room, hosts: frozenset[str] | None = None) -> FastAPI:
         docs_url=None,  # FastAPI's pages load scripts from elsewhere
         redoc_url=None,
     )
-    app.state.room = room
-    app.add_middleware(LimitBody, most=room.settings.body, seconds=room.settings.body_seconds)
-    app.add_middleware(RefuseWhenFull, room=room)
-    keys, open_metrics = room.settings.api_keys, room.settings.open_metrics
+    app.state.server = state
+    app.add_middleware(LimitBody, most=state.settings.body, seconds=state.settings.body_seconds)
+    app.add_middleware(RefuseWhenFull, state=state)
+    keys, open_metrics = state.settings.api_keys, state.settings.open_metrics
     app.add_middleware(CheckKey, keys=keys, open_metrics=open_metrics)  # before the body is counted
-    if room.settings.cors:  # before the key: a browser asks without one whether it may
+    if state.settings.cors:  # before the key: a browser asks without one whether it may
         app.add_middleware(
             CORSMiddleware,
-            allow_origins=room.settings.cors,
+            allow_origins=state.settings.cors,
             allow_methods=["DELETE", "GET", "HEAD", "POST"],
             allow_headers=["*"],
             expose_headers=["Retry-After", "X-Mmkv-Replica"],
         )
     app.add_middleware(CheckHost, hosts=hosts)
-    app.add_middleware(AnswerHead)
+    app.add_middleware(HeadAsGet)
     app.add_exception_handler(ApiError, _on_error)
     app.add_exception_handler(MmkvError, _on_error)
     app.add_exception_handler(RequestValidationError, _on_invalid)
@@ -112,59 +112,59 @@ def make_app(room: Room, hosts: frozenset[str] | None = None) -> FastAPI:
     # The scheme stands here for the OpenAPI page; CheckKey looks at the key.
     scheme = [Depends(HTTPBearer(auto_error=False))]
     keyed = APIRouter(prefix="/v1", dependencies=scheme, route_class=BodyRoute)
-    _add_keyed(keyed, room)
-    keyed.include_router(sessions_router(room))
-    keyed.include_router(saved_router(room))
-    keyed.include_router(responses_router(room))
+    _add_keyed(keyed, state)
+    keyed.include_router(sessions_router(state))
+    keyed.include_router(saved_router(state))
+    keyed.include_router(responses_router(state))
     app.include_router(keyed)
-    app.include_router(load_router(room.settings.name))
-    _add_open(app, room)
+    app.include_router(load_router(state.settings.name))
+    _add_open(app, state)
     add_routes_page(app)
-    if room.settings.page:
+    if state.settings.page:
         app.include_router(page_router())
     return app
 
 
-def _add_keyed(router: APIRouter, room: Room) -> None:
-    settings = room.settings
+def _add_keyed(router: APIRouter, state: ServerState) -> None:
+    settings = state.settings
 
     @router.post("/chat/completions", summary="Reply to a conversation")
     async def chat(request: Request, body: ChatRequest) -> Response:
         take_resume(request, body)
-        call = ChatCall(room, body, request.state.caller)
+        call = ChatCall(state, body, request.state.caller)
         work: Any = call.stream if body.stream else call.whole
-        return Answer(work, bool(body.stream), settings.keep_alive)
+        return ReplyResponse(work, bool(body.stream), settings.keep_alive)
 
     @router.get("/models", summary="The model that is served")
     async def models() -> dict[str, Any]:
-        return {"object": "list", "data": [_model(room)]}
+        return {"object": "list", "data": [_model(state)]}
 
     @router.get("/models/{name:path}", summary="One model")
     async def model(name: str) -> dict[str, Any]:
         if name != settings.name:
             raise ApiError(404, f"the model {name[:100]!r} is not served here", "model_not_found")
-        return _model(room)
+        return _model(state)
 
 
-def _add_open(app: FastAPI, room: Room) -> None:
+def _add_open(app: FastAPI, state: ServerState) -> None:
     @app.get("/health", summary="Whether the engine runs")
     async def health() -> Response:
-        alive = room.worker.is_alive() and not room.worker.failed
-        state: dict[str, Any] = {"status": "ok" if alive else "the engine has stopped"}
-        machine = room.worker.machine
-        if machine is not None and machine.folder.trouble is not None:
-            state["warnings"] = [machine.folder.trouble]
-        return JSONResponse(state, 200 if alive else 503)
+        alive = state.engine_thread.is_alive() and not state.engine_thread.failed
+        shown: dict[str, Any] = {"status": "ok" if alive else "the engine has stopped"}
+        core = state.engine_thread.core
+        if core is not None and core.folder.trouble is not None:
+            shown["warnings"] = [core.folder.trouble]
+        return JSONResponse(shown, 200 if alive else 503)
 
     @app.get("/metrics", summary="Numbers in Prometheus' format")
     async def metrics() -> Response:
-        if not room.worker.failed:
-            await room.worker.report()
-        return Response(room.metrics.text(), media_type=CONTENT_TYPE)
+        if not state.engine_thread.failed:
+            await state.engine_thread.report()
+        return Response(state.metrics.text(), media_type=CONTENT_TYPE)
 
 
-def _model(room: Room) -> dict[str, Any]:
-    facts = room.facts
+def _model(state: ServerState) -> dict[str, Any]:
+    facts = state.facts
     own = {
         "policy": facts.policy,
         "budget": facts.bound,
@@ -174,17 +174,17 @@ def _model(room: Room) -> dict[str, Any]:
         "videos": facts.watches,
     }
     return {
-        "id": room.settings.name,
+        "id": state.settings.name,
         "object": "model",
-        "created": room.started,
+        "created": state.started,
         "owned_by": "mmkv",
         "max_model_len": facts.context,
         "mmkv": own,
     }
 
 
-class AnswerHead:
-    """Lets HEAD be GET: the server that sends the answer leaves its body out."""
+class HeadAsGet:
+    """Handles HEAD as GET; uvicorn leaves the body out."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
@@ -237,7 +237,7 @@ async def _on_http(request: Request, error: Exception) -> Response:
 
 
 def _methods(request: Request) -> list[str]:
-    """Return the methods that a path has; each stands in a route of its own."""
+    """Return the methods of a path, each of which is a route of its own."""
     return [
         method
         for method in ("DELETE", "GET", "PATCH", "POST", "PUT")

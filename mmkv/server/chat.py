@@ -26,7 +26,7 @@ from mmkv.server.job import ChatWork
 from mmkv.server.media.limits import BAD_FORM, Allowance, MediaError
 from mmkv.server.media.resolver import MediaResolver, Medium, Source
 from mmkv.server.prompts import Message, Part, digest_of
-from mmkv.server.reply import Head, Rows
+from mmkv.server.reply import LogprobRows, ReplyHead
 from mmkv.server.schema import (
     ChatRequest,
     MmkvOptions,
@@ -36,25 +36,24 @@ from mmkv.server.schema import (
     take_generation_config,
     unsupported,
 )
-from mmkv.server.writer import Extras
+from mmkv.server.writer import LogitSettings
 
 if TYPE_CHECKING:
     from starlette.requests import HTTPConnection
 
     from mmkv.engine.budget import Budget
+    from mmkv.server.conversations import ConversationState
     from mmkv.server.job import ChatJob
-    from mmkv.server.kept import Kept
     from mmkv.server.responses_schema import ResponseRequest
-    from mmkv.server.settings import Facts, Settings
-    from mmkv.server.state import Caller, Room
+    from mmkv.server.settings import Facts, ServerSettings
+    from mmkv.server.state import Caller, ServerState
 
 
 class RequestMedia:
-    """Finds the media of one request.
+    """Finds the pictures and videos of one request.
 
-    The digest of a data: URL is that of its content, so that a picture that need not be read again
-    is not decoded. Others are fetched and decoded to know them, once. What all of them take counts
-    against one allowance.
+    The digest of a data: URL is taken from its content, so a picture that need not be read again is
+    not decoded. Others have to be fetched and decoded, once. All share one allowance of memory.
     """
 
     def __init__(self, resolver: MediaResolver) -> None:
@@ -65,8 +64,8 @@ class RequestMedia:
     async def named(self, messages: Sequence[Message]) -> list[Message]:
         """Return the messages with the digests of their media. Raises MediaError.
 
-        Media of messages that a kept memory holds have theirs already. Waits until other requests'
-        media leave room.
+        Media of messages that a conversation already holds have theirs. Waits while the media of
+        other requests take all the room.
         """
         await self._resolver.room.enter()
         parts = [part for one in messages for part in one.media if part.digest is None]
@@ -99,7 +98,7 @@ class RequestMedia:
         return [self._contents[part] for part in parts]
 
     def let_go(self) -> None:
-        """Leave the room to others: the engine has read them, or nobody will."""
+        """Give the memory back: the engine has read them, or the request is over."""
         self._contents.clear()
         self._allowance.let_go()
 
@@ -130,30 +129,30 @@ class ChatCall:
     """One request to the chat endpoint.
 
     Args:
-        caller: whose memory it may resume, and whose turn it takes; a request that names a
-            ``user`` takes that user's turn.
-        start: the memory that it goes on from; the request's messages come after those.
-        keep: whether the memory after the reply stays.
+        caller: whose memory it may resume, and in whose queue it waits; a request that names a
+            ``user`` waits in that user's.
+        start: the conversation that it continues; the request's messages come after its own.
+        keep: whether the conversation after the reply is kept.
         budget: of the reply's session; None: the request's, or else the server's.
 
     Attributes:
         work: what the engine is asked for; done: whether it has been answered.
-        keeps_body: whether others have what the request named until its end.
+        keeps_body: whether the body is needed to the end, and not freed early.
 
     Raises:
-        ApiError: what can be said before the engine is asked.
+        ApiError: what can be checked without the engine.
     """
 
     def __init__(
         self,
-        room: Room,
+        state: ServerState,
         request: ChatRequest,
         caller: Caller,
-        start: Kept | None = None,
+        start: ConversationState | None = None,
         keep: bool = False,
         budget: Budget | None = None,
     ) -> None:
-        facts, settings = room.facts, room.settings
+        facts, settings = state.facts, state.settings
         refuse_unsupported(request)
         take_generation_config(request, facts.sampling)
         if request.model != settings.name:
@@ -164,15 +163,17 @@ class ChatCall:
                 "model",
             )
         _require_same(request, facts)
-        self.room, self.request, self.caller = room, request, caller
+        self.state, self.request, self.caller = state, request, caller
         messages = conversation(request.messages, facts.sees, facts.watches)
-        room.media.check([source(part) for message in messages for part in message.media])
+        sources = [source(part) for message in messages for part in message.media]
+        if sources:
+            state.media.check(sources)
         own = budget_of(request.mmkv)
         refuse_budget(facts, own is not None, "mmkv.budget")
-        refuse_own(facts, (request.n or 1) > 1, "n")
+        refuse_if_shared(facts, (request.n or 1) > 1, "n")
         budget = own or budget
         resume = None if request.mmkv is None else request.mmkv.resume
-        root = None
+        base_key = None
         if start is not None:
             if budget not in (None, start.budget) or resume == "never":
                 raise ApiError(
@@ -182,9 +183,11 @@ class ChatCall:
                     "invalid_value",
                     "mmkv",
                 )
-            messages, root = [*start.facets.messages, *messages], start.facets.root
+            messages, base_key = [*start.info.messages, *messages], start.info.base_key
             budget = start.budget
-        facts.lengths.require_possible(sum(len(text) for one in messages for text in one.texts))
+        facts.context_bounds.require_possible(
+            sum(len(text) for one in messages for text in one.texts)
+        )
         chosen = (budget or facts.budget).describe()
         self.choices = request.n or 1
         if self.choices > settings.max_choices:
@@ -192,25 +195,25 @@ class ChatCall:
         self.done = self.keeps_body = False
         self.work = ChatWork(
             messages,
-            root or digest_of([facts.root, chosen, caller.tenant, request.cache_salt]),
+            base_key or digest_of([facts.base_key, chosen, caller.tenant, request.cache_salt]),
             _sampling(request, settings, facts),
-            _extras(request, facts),
+            _logit_settings(request, facts),
             self.choices,
             budget,
             resume or "auto",
             asked=resume is not None,
-            weight=room.weights.get(caller.tenant, 1.0),
+            weight=state.weights.get(caller.tenant, 1.0),
             start=start,
             keep=keep,
             rewrites=(request.mmkv and request.mmkv.rewrites) or "reread",
         )
         if not request.stream:
             self.require_few_scored()
-        self.head = Head(f"chatcmpl-{secrets.token_hex(12)}", int(time.time()), settings.name)
+        self.head = ReplyHead(f"chatcmpl-{secrets.token_hex(12)}", int(time.time()), settings.name)
 
     def require_few_scored(self) -> None:
         """Refuse more log probabilities than an answer may hold. Raises ApiError."""
-        top = self.work.extras.top_logprobs
+        top = self.work.logit_settings.top_logprobs
         if top is None:
             return
         scored = self.choices * self.work.sampling.max_new_tokens * (1 + top)
@@ -228,7 +231,7 @@ class ChatCall:
         """Return the answer."""
         texts = [""] * self.choices
         reasons = [""] * self.choices
-        rows = [Rows() for _ in texts] if self.request.logprobs else None
+        rows = [LogprobRows() for _ in texts] if self.request.logprobs else None
         async for event in self.events():
             if isinstance(event, Done):
                 return reply.completion(self.head, texts, reasons, rows, event.usage)
@@ -262,15 +265,15 @@ class ChatCall:
                     yield reply.chunk(self.head, event.index, {}, event.finish_reason)
 
     async def events(self) -> AsyncGenerator[Delta | Done]:
-        """Run the request; whoever stops listening cancels it."""
+        """Run the request; closing the iterator cancels it."""
         asked = self.request
         if not self.keeps_body:  # the work has what it named; its objects may be very many
             asked.messages = []
         user = f"{self.caller.name} {asked.user or asked.safety_identifier or ''}"
-        with self.room.entered(self.caller):
+        with self.state.count_request(self.caller):
             texts = [text for one in self.work.messages for text in one.texts]
-            await self.room.facts.lengths.count(texts)
-            request = await self.room.worker.submit(self.work, user)
+            await self.state.facts.context_bounds.count(texts)
+            request = await self.state.engine_thread.submit(self.work, user)
             media: RequestMedia | None = None
             try:
                 while True:
@@ -278,8 +281,8 @@ class ChatCall:
                     if isinstance(event, Failed):
                         raise event.error
                     if isinstance(event, Admitted):
-                        media = RequestMedia(self.room.media)
-                        await self._supply(request, media)
+                        media = RequestMedia(self.state.media)
+                        await self._supply_media(request, media)
                         continue
                     if media is not None:  # they were read before the first token
                         media.let_go()
@@ -292,14 +295,14 @@ class ChatCall:
                 if media is not None:
                     media.let_go()
 
-    async def _supply(self, request: Request, media: RequestMedia) -> None:
+    async def _supply_media(self, request: Request, media: RequestMedia) -> None:
         """Fetch and decode the media that the engine wants, now that their pages are committed."""
         named = await media.named(self.work.messages)
         held = await request.on_engine(lambda job: job.resume_from(named))
         contents = await media.contents(named[held:])
 
         def supply(job: ChatJob) -> None:
-            job.supply(contents)
+            job.supply_media(contents)
             job.work.messages = [one.without_urls() for one in job.work.messages]
 
         await request.on_engine(supply)
@@ -307,8 +310,8 @@ class ChatCall:
             release_body()
 
 
-def refuse_own(facts: Facts, given: bool, field: str) -> None:
-    """Refuse what a session cannot have where all share one budget. Raises ApiError."""
+def refuse_if_shared(facts: Facts, given: bool, field: str) -> None:
+    """Refuse a setting per request where all sessions share one budget. Raises ApiError."""
     if facts.shared and given:
         raise ApiError(
             400, "all sessions of this server share one budget; leave this out", "shared", field
@@ -316,8 +319,8 @@ def refuse_own(facts: Facts, given: bool, field: str) -> None:
 
 
 def refuse_budget(facts: Facts, given: bool, field: str) -> None:
-    """Refuse a budget that all sessions share, or that would bind nothing. Raises ApiError."""
-    refuse_own(facts, given, field)
+    """Refuse a budget where all sessions share one, or where none is used. Raises ApiError."""
+    refuse_if_shared(facts, given, field)
     if facts.unbound and given:
         what = f"policy {facts.policy!r} evicts nothing, so that {field} would bind nothing"
         raise unsupported(field, f"{what}; leave it out, or ask another server")
@@ -334,7 +337,7 @@ def _require_same(request: ChatRequest, facts: Facts) -> None:
             )
 
 
-def _sampling(request: ChatRequest, settings: Settings, facts: Facts) -> Settled:
+def _sampling(request: ChatRequest, settings: ServerSettings, facts: Facts) -> Settled:
     most = request.max_completion_tokens or request.max_tokens or settings.max_tokens
     if most is None:
         most = min(facts.sampling.max_new_tokens, facts.context)
@@ -365,7 +368,7 @@ def _sampling(request: ChatRequest, settings: Settings, facts: Facts) -> Settled
         raise ApiError(400, str(error), "invalid_value") from error
 
 
-def _extras(request: ChatRequest, facts: Facts) -> Extras:
+def _logit_settings(request: ChatRequest, facts: Facts) -> LogitSettings:
     bias = {}
     for text, value in (request.logit_bias or {}).items():
         # Python refuses to read numbers of very many digits.
@@ -385,11 +388,11 @@ def _extras(request: ChatRequest, facts: Facts) -> Extras:
         grammar = grammar_of(request.response_format)
     except MmkvError as error:
         raise ApiError(400, str(error), "invalid_value", "response_format") from error
-    return Extras(top, bias, grammar)
+    return LogitSettings(top, bias, grammar)
 
 
 def take_resume(request: HTTPConnection, body: ChatRequest | ResponseRequest) -> None:
-    """Let X-Mmkv-Resume say what ``mmkv.resume`` does not. Raises ApiError."""
+    """Take ``mmkv.resume`` from the header X-Mmkv-Resume if it is not set. Raises ApiError."""
     given = request.headers.get("x-mmkv-resume")
     if given is None:
         return

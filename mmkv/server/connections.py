@@ -23,7 +23,7 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from mmkv.server.errors import RETRY_AFTER, ApiError
 
 if TYPE_CHECKING:
-    from mmkv.server.state import Room
+    from mmkv.server.state import ServerState
 
 log = logging.getLogger("mmkv.server")
 RESERVE = 48  # descriptors for session files, locks, decoding processes and fetched pictures
@@ -46,8 +46,8 @@ class ConnectionLimits:
 
     Attributes:
         most: connections; head_bytes: of a request's line and headers, and of its trailers.
-        head_seconds: from a connection, or a head's first byte, to the head's end.
-        stall_seconds: without a byte of an answer taken, after which a client is dropped.
+        head_seconds: for a head, from the connection or its first byte on.
+        stall_seconds: after which a client that reads nothing of its answer is dropped.
     """
 
     most: int = MOST
@@ -79,7 +79,7 @@ class Guard:
         self._sweeping = False
 
     def opened(self, one: Connection) -> bool:
-        """Note a connection; whether it may stay. The one idle for longest makes way for it."""
+        """Register a connection; whether it may stay. The longest idle one is closed for it."""
         self.open.add(one)
         if not self._sweeping:
             self._sweeping = True
@@ -162,7 +162,7 @@ class Connection(HttpToolsProtocol):
         return (self.cycle is None or self.cycle.response_complete) and not self.pipeline
 
     def data_received(self, data: bytes) -> None:
-        """Read on, but no head, and nothing else beside a body, of more than its bytes."""
+        """Read on, within the bound on heads and on all that is no body."""
         most = self.guard.limits.head_bytes
         if self.idle and not self._head and not self._in_body:
             self.since = self.loop.time()
@@ -247,7 +247,7 @@ class Connection(HttpToolsProtocol):
         self.loop.call_later(_PROBE, self._probe, count + 1)
 
     def look(self, now: float) -> None:
-        """Drop a client that is late with a head, or that does not read."""
+        """Drop a client that is late with a head, or does not read its answer."""
         limits, waiting = (
             self.guard.limits,
             self.idle and (not self.served or self._head or self._in_body),
@@ -288,8 +288,8 @@ _PHRASES = {408: "Request Timeout", 431: "Request Header Fields Too Large"}
 _PHRASES[503] = "Service Unavailable"
 
 
-class Seldom(logging.Filter):
-    """Lets a warning without a traceback pass once a minute; clients can cause any number."""
+class OncePerMinute(logging.Filter):
+    """Lets a warning without a traceback pass once a minute: clients can cause any number."""
 
     def __init__(self, seconds: float = 60.0) -> None:
         super().__init__()
@@ -314,8 +314,8 @@ class WebServer(uvicorn.Server):
         app: the application; options: uvicorn's.
     """
 
-    def __init__(self, room: Room, app: Any, host: str, port: int, **options: Any) -> None:
-        settings = room.settings
+    def __init__(self, state: ServerState, app: Any, host: str, port: int, **options: Any) -> None:
+        settings = state.settings
         limits = ConnectionLimits(
             settings.connections or most_connections(),
             head_seconds=settings.head_seconds,
@@ -338,8 +338,8 @@ class WebServer(uvicorn.Server):
         super().__init__(config)
         for name in ("uvicorn.error", "mmkv.server"):
             logger = logging.getLogger(name)
-            if not any(isinstance(one, Seldom) for one in logger.filters):
-                logger.addFilter(Seldom())
+            if not any(isinstance(one, OncePerMinute) for one in logger.filters):
+                logger.addFilter(OncePerMinute())
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Listen; more connections may wait than are accepted in one go."""

@@ -1,4 +1,4 @@
-"""The engine's thread: the only one that touches torch, and what belongs to it."""
+"""The engine thread, the only one that uses torch, and what it owns."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from mmkv.engine.memory import keep_freed, resident_bytes
 from mmkv.sampling import Sampling
 from mmkv.scheduler import Limits, Scheduler
 from mmkv.scheduler.replies import EngineExecutor
+from mmkv.server.conversations import ConversationStore, PrefixCache
 from mmkv.server.errors import ApiError
 from mmkv.server.grammar import Grammars
-from mmkv.server.job import ChatJob, ChatWork, Memories
-from mmkv.server.kept import Shelf, Snapshots
-from mmkv.server.prompts import Lengths, digest_of
+from mmkv.server.job import ChatJob, ChatWork, ConversationLookup
+from mmkv.server.prompts import ContextBounds, digest_of
 from mmkv.server.reply import FINISH
 from mmkv.server.settings import Facts
 from mmkv.server.store import HibernationFolder
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from mmkv.scheduler import Ticket
     from mmkv.server.job import Usage
     from mmkv.server.metrics import Metrics
-    from mmkv.server.settings import Settings
+    from mmkv.server.settings import ServerSettings
 
 
 log = logging.getLogger("mmkv.server")
@@ -50,7 +50,7 @@ T = TypeVar("T")
 
 @dataclass
 class Admitted:
-    """The pages of a request are committed, and its media are wanted."""
+    """The pages of a request are reserved, and its media are needed now."""
 
 
 @dataclass
@@ -81,11 +81,12 @@ Event = Admitted | Delta | Done | Failed
 
 
 class Events:
-    """What has happened to a request and was not sent yet; in the event loop.
+    """The events of a request that were not sent yet; in the event loop.
 
-    A client that reads slower than the reply grows gets several tokens at a time. One whose unsent
-    part passes a bound all the same, by log probabilities, is dropped: the next event is Failed.
-    All requests have a bound together, too, and the one with the largest part is dropped then.
+    A client that reads slower than the reply grows gets several tokens at a time. If the unsent
+    part passes a bound all the same, as log probabilities can, the client is dropped: the next
+    event is Failed. There is a bound for all requests together, too: past it, the one with the
+    largest unsent part is dropped.
 
     Args:
         others: those of all requests under way.
@@ -100,7 +101,7 @@ class Events:
         self.unsent, self.over = 0, False
 
     def put(self, event: Event) -> None:
-        """Add what has happened."""
+        """Add an event."""
         if self.over:
             return
         if isinstance(event, Delta):
@@ -126,7 +127,7 @@ class Events:
                 behind.pop().drop()
 
     def drop(self) -> None:
-        """Let all go that was not sent; the client is told that it was too slow."""
+        """Drop what was not sent; the client is told that it was too slow."""
         self._waiting.clear()
         self._open.clear()
         self._waiting.append(Failed(_too_slow()))
@@ -134,7 +135,7 @@ class Events:
         self._some.set()
 
     async def get(self) -> Event:
-        """Wait for the next one."""
+        """Wait for the next event."""
         while not self._waiting:
             self._some.clear()
             await self._some.wait()
@@ -157,25 +158,25 @@ def _too_slow() -> ApiError:
 
 
 class Request:
-    """A chat request that the engine's thread has taken on; made by :meth:`Worker.submit`.
+    """A chat request that the engine thread has taken on; made by :meth:`EngineThread.submit`.
 
     Attributes:
         events: what happens to it, in order; the last one is Done or Failed; none
             follows a cancellation.
-        counted: tokens that the metrics have; longest: of one reply.
+        counted: tokens that the metrics have counted; longest: of one reply.
     """
 
-    def __init__(self, worker: Worker) -> None:
-        self._worker = worker
-        self.events = Events(worker.events)
+    def __init__(self, thread: EngineThread) -> None:
+        self._thread = thread
+        self.events = Events(thread.events)
         self.loop = asyncio.get_running_loop()
         self.ticket: Ticket[ChatJob] | None = None
-        self.times, self.counted, self.longest = Times(), 0, 0
+        self.times, self.counted, self.longest = RequestTimes(), 0, 0
         self.broken = False  # told that it failed, though its ticket is not over
-        self._told: set[int] = set()  # replies whose end was sent
+        self._ended: set[int] = set()  # replies whose end was sent
 
     async def on_engine(self, call: Callable[[ChatJob], T]) -> T:
-        """Call something with the request's job on the engine's thread."""
+        """Call something with the request's job on the engine thread."""
         ticket = self.ticket
         assert ticket is not None
 
@@ -184,16 +185,16 @@ class Request:
                 raise ApiError(409, "the request is over", "conflict")
             return call(ticket.job)
 
-        return await self._worker.call(run)
+        return await self._thread.call(run)
 
     def cancel(self) -> None:
-        """End it, wherever it stands; its pages are back within two turns."""
+        """Cancel it in any state; its pages are free within two turns."""
         if self.ticket is not None:
             self.ticket.cancel()
-            self._worker.wake()
+            self._thread.wake()
 
     def news(self) -> list[Event]:
-        """Return what has happened since the last call; on the engine's thread."""
+        """Return what has happened since the last call; on the engine thread."""
         ticket = self.ticket
         assert ticket is not None
         if ticket.state == "failed":
@@ -202,9 +203,9 @@ class Request:
         found: list[Event] = []
         for index, writer in enumerate(ticket.job.writers):
             piece, scored = writer.take(), writer.take_scored()
-            ended = writer.finish_reason if index not in self._told else None
+            ended = writer.finish_reason if index not in self._ended else None
             if ended is not None:
-                self._told.add(index)
+                self._ended.add(index)
             if piece or scored or ended:
                 tokenizer = ticket.job.engine.processor.tokenizer
                 found.append(Delta(index, piece, spell(tokenizer, scored), ended))
@@ -214,8 +215,8 @@ class Request:
 
 
 @dataclass
-class Times:
-    """When what happened to a request, in seconds of :func:`time.perf_counter`."""
+class RequestTimes:
+    """The times of a request's steps, in seconds of :func:`time.perf_counter`."""
 
     submitted: float = field(default_factory=time.perf_counter)
     admitted: float | None = None
@@ -223,17 +224,17 @@ class Times:
     latest: float | None = None
 
 
-class Worker(threading.Thread):
-    """Runs a :class:`Machine`: commands from a queue, then a turn of its scheduler, and so on.
+class EngineThread(threading.Thread):
+    """Runs an :class:`EngineCore`: commands from a queue and turns of its scheduler, in turn.
 
     Args:
-        start: makes the machine, in the thread.
+        start: makes the core, in the thread.
 
     Attributes:
-        failed: whether the thread met an error that no request explains; nothing works any more.
+        failed: whether the thread has ended by an error; every request is refused then.
     """
 
-    def __init__(self, start: Callable[[], Machine]) -> None:
+    def __init__(self, start: Callable[[], EngineCore]) -> None:
         super().__init__(name="mmkv-engine", daemon=True)
         self._start = start
         self._commands: queue.SimpleQueue[tuple[Callable[[], Any], Future[Any]] | None]
@@ -244,7 +245,7 @@ class Worker(threading.Thread):
         # by it, and how many more it could take when it looked last.
         self._sent = self._taken = 0
         self._places = 1
-        self.machine: Machine | None = None
+        self.core: EngineCore | None = None
         self.events: WeakSet[Events] = WeakSet()  # of all requests; the event loop's
 
     async def call(self, command: Callable[[], T]) -> T:
@@ -252,31 +253,37 @@ class Worker(threading.Thread):
         return await asyncio.wrap_future(self.post(command))
 
     def post(self, command: Callable[[], T]) -> Future[T]:
-        """Do as :meth:`call`, from any thread."""
+        """Queue ``command`` for the thread; may be called from any thread."""
         future: Future[T] = Future()
         self._commands.put((command, future))
         return future
+
+    @property
+    def conversations(self) -> ConversationStore:
+        """Return the conversations of the core; for commands that run in the thread."""
+        assert self.core is not None
+        return self.core.conversations
 
     def facts(self) -> Facts:
         """Return what is known of the engine once it is loaded. Raises what loading it raises."""
 
         def read() -> Facts:
-            assert self.machine is not None
-            return self.machine.facts
+            assert self.core is not None
+            return self.core.facts
 
         return self.post(read).result()
 
     async def report(self) -> None:
-        """Have the metrics that show a state set. Raises what the thread failed with."""
+        """Update the gauges. Raises what the thread failed with."""
 
         def run() -> None:
-            assert self.machine is not None
-            self.machine.report()
+            assert self.core is not None
+            self.core.report()
 
         await self.call(run)
 
     def wake(self) -> None:
-        """Have the thread look whether there is something to do."""
+        """Wake the thread if it waits for a command."""
         self._commands.put(None)
 
     @property
@@ -285,7 +292,7 @@ class Worker(threading.Thread):
         return bool(self._requests)
 
     def has_place(self) -> bool:
-        """Whether one more request may be taken on, as far as is known; in the event loop."""
+        """Whether there seems to be a place for one more request; in the event loop."""
         return self.failed or self._sent - self._taken < self._places
 
     async def submit(self, work: ChatWork, user: str) -> Request:
@@ -301,15 +308,15 @@ class Worker(threading.Thread):
 
         def run() -> None:
             arrive()
-            machine = self.machine
-            assert machine is not None
+            core = self.core
+            assert core is not None
             if self._ending:
                 raise ApiError(503, "the server is shutting down; try another one", "shutdown")
-            job = machine.job(work, lambda: self._tell([(request, [Admitted()])]))
-            machine.scheduler.admit()  # those that came since the latest turn
-            request.ticket = machine.scheduler.submit(job, user)
+            job = core.job(work, lambda: self._tell([(request, [Admitted()])]))
+            core.scheduler.admit()  # those that came since the latest turn
+            request.ticket = core.scheduler.submit(job, user)
             self._requests.append(request)
-            self._look()
+            self._count_places()
 
         try:
             await self.call(run)
@@ -328,16 +335,16 @@ class Worker(threading.Thread):
     def run(self) -> None:
         """Work until :meth:`stop` is called."""
         try:
-            self.machine = self._start()
+            self.core = self._start()
         except BaseException as error:
             self._refuse(error)
             return
         try:
-            self._look()
+            self._count_places()
             while not self._ending:
                 self._take_commands(self._idle())
                 self._turn()
-            self.machine.close()
+            self.core.close()
             self._publish()
         except BaseException as error:
             log.critical("the engine's thread has failed", exc_info=error)
@@ -352,8 +359,8 @@ class Worker(threading.Thread):
             self._refuse(stopped)
 
     def _idle(self) -> bool:
-        assert self.machine is not None
-        return not self._requests or self.machine.scheduler.blocked
+        assert self.core is not None
+        return not self._requests or self.core.scheduler.blocked
 
     def _take_commands(self, wait: bool) -> None:
         while True:
@@ -374,24 +381,24 @@ class Worker(threading.Thread):
                 future.set_exception(error if isinstance(error, STOPS) else as_exception(error))
 
     def _turn(self) -> None:
-        machine = self.machine
-        assert machine is not None
-        machine.scheduler.turn()
-        self._look()
+        core = self.core
+        assert core is not None
+        core.scheduler.turn()
+        self._count_places()
         self._publish()
 
-    def _look(self) -> None:
-        """Note how many more requests there is a place for."""
-        assert self.machine is not None
-        scheduler = self.machine.scheduler
+    def _count_places(self) -> None:
+        """Update how many more requests there is a place for."""
+        assert self.core is not None
+        scheduler = self.core.scheduler
         limits, waiting = scheduler.limits, scheduler.waiting
         free = max(scheduler.places, 0)  # one for each, if there is memory
         self._places = 0 if waiting >= limits.waiting else limits.waiting - waiting + free
 
     def _publish(self) -> None:
-        """Tell each request what has happened to it; let those that are over leave."""
+        """Send each request its news, and remove those that are over."""
         news: list[tuple[Request, list[Event]]] = []
-        assert self.machine is not None
+        assert self.core is not None
         for request in list(self._requests):
             try:
                 events = self._published(request)
@@ -409,12 +416,12 @@ class Worker(threading.Thread):
             self._tell(news)
 
     def _published(self, request: Request) -> list[Event]:
-        """Return what has happened to a request; one that is over leaves."""
+        """Return the news of a request, which is removed if it is over."""
         ticket = request.ticket
-        assert ticket is not None and self.machine is not None
+        assert ticket is not None and self.core is not None
         try:
             events = [] if ticket.state == "cancelled" or request.broken else request.news()
-            self.machine.observe(request, events)
+            self.core.observe(request, events)
         finally:
             if ticket.over:
                 self._requests.remove(request)
@@ -439,7 +446,7 @@ class Worker(threading.Thread):
             log.debug("nobody waits for an answer")
 
     def _refuse(self, error: BaseException) -> None:
-        """Fail what is asked for: the machine could not be made, or does not work."""
+        """Fail all commands: the core could not be made, or has failed."""
         while not self._ending:
             given = self._commands.get()
             if given is not None and given[1].set_running_or_notify_cancel():
@@ -452,31 +459,31 @@ def _expected(error: Exception) -> bool:
     return isinstance(error, (MmkvError, ApiError))
 
 
-class Machine:
-    """What the engine's thread works with.
+class EngineCore:
+    """What the engine thread owns: engine, scheduler, and the conversations.
 
     Args:
         lookahead: what the engine's policy was made with.
 
     Attributes:
-        facts: what the HTTP routes know of the engine; folder: where idle memories hibernate.
+        facts: what the HTTP routes know of the engine; folder: where idle conversations lie.
     """
 
     def __init__(
-        self, engine: Engine, settings: Settings, metrics: Metrics, lookahead: float
+        self, engine: Engine, settings: ServerSettings, metrics: Metrics, lookahead: float
     ) -> None:
         self.engine, self.metrics = engine, metrics
         running = settings.max_running
         limits = Limits(settings.max_queue, running, 2 * running, engine.prefill_chunk)
         self.scheduler = Scheduler(EngineExecutor(engine), limits, to_files=True)
         most, pool = settings.snapshot_bytes, engine.cache.pool
-        self.snapshots = Snapshots(
+        self.prefix_cache = PrefixCache(
             self.scheduler, None if most is None else most // pool.page_bytes
         )
         tokenizer = engine.processor.tokenizer
         self.grammars = Grammars(tokenizer, engine.spec.vocab_size, engine.eos_token_ids)
         self.folder = _hibernation_folder(settings)
-        self.shelf = Shelf(engine, self.scheduler, self.folder)
+        self.conversations = ConversationStore(engine, self.scheduler, self.folder)
         self.facts = _facts(engine, lookahead)
         self._require_room()
         _set_aside(engine)
@@ -488,7 +495,7 @@ class Machine:
     def job(self, work: ChatWork, admitted: Callable[[], None]) -> ChatJob:
         """Return the job of a request. Raises MmkvError."""
         chunk = self.engine.prefill_chunk
-        memories = Memories(self.engine, work, self.snapshots, self.shelf)
+        memories = ConversationLookup(self.engine, work, self.prefix_cache, self.conversations)
         return ChatJob(self.engine, work, memories, self.grammars, chunk, admitted)
 
     def close(self) -> None:
@@ -500,15 +507,16 @@ class Machine:
         """Refuse to start where not even one request has room. Raises BudgetError."""
         limit = self.scheduler.executor.limit()
         job = self.job(ChatWork([], "", Sampling.greedy()), lambda: None)
-        if limit is not None and job.price().total > limit:
+        if limit is not None and job.reservation().total > limit:
             size = self.engine.cache.pool.page_bytes
+            needed = job.reservation().total * size
             raise BudgetError(
-                f"a request may take {job.price().total * size:,} bytes, the memory limit holds "
+                f"a request may take {needed:,} bytes, the memory limit holds "
                 f"{limit * size:,} in whole pages; raise --memory, or lower the budget"
             )
 
     def report(self) -> None:
-        """Set the metrics that show a state."""
+        """Update the gauges."""
         pool, scheduler, metrics = self.engine.cache.pool, self.scheduler, self.metrics
         together = self.engine.budgets.fixed_pages  # of all sessions, beside their own
         held = pool.num_pages - pool.free_pages
@@ -520,9 +528,9 @@ class Machine:
         if pool.limit is not None:
             metrics.kv_pages.labels("free").set(pool.limit - max(committed, held))
         metrics.kv_bytes_committed.set(committed * pool.page_bytes)
-        metrics.snapshot_bytes.set(self.snapshots.pages * pool.page_bytes)
+        metrics.snapshot_bytes.set(self.prefix_cache.pages * pool.page_bytes)
         metrics.sessions.labels("running").set(scheduler.running)
-        metrics.sessions.labels("snapshot").set(len(scheduler.residents.spares))
+        metrics.sessions.labels("snapshot").set(len(scheduler.residents.copies))
         kept = scheduler.sessions
         idle = sum(one.resident for one in kept)
         metrics.sessions.labels("idle").set(idle)
@@ -569,11 +577,11 @@ class Machine:
                 metrics.evicted.labels(name).inc(count)
 
 
-def _hibernation_folder(settings: Settings) -> HibernationFolder:
-    """Make the folder where idle memories lie. Raises SessionError: the one that was named cannot.
+def _hibernation_folder(settings: ServerSettings) -> HibernationFolder:
+    """Make the folder of idle conversations. Raises SessionError: the one that was named cannot be.
 
-    Nobody has named the usual one: a user without a home, or with one that is read-only, as in many
-    containers, can be served without it.
+    The default one may be missing: users in containers often have no home, or a read-only one.
+    Idle conversations then lie among the temporary files.
     """
     usual = settings.idle_folder
     if settings.session_folder is None and usual is not None:
@@ -585,9 +593,9 @@ def _hibernation_folder(settings: Settings) -> HibernationFolder:
 
 
 def _set_aside(engine: Engine) -> None:
-    """Make the pool as large as it may become, so that it is never copied to grow.
+    """Allocate the whole pool now, so that it is never copied to grow. Raises BudgetError.
 
-    On a CPU it takes the memory as pages come into use. Raises BudgetError.
+    On a CPU the system provides the memory as pages come into use.
     """
     pool = engine.cache.pool
     if pool.limit is None:
@@ -604,7 +612,7 @@ def _set_aside(engine: Engine) -> None:
 def _show_a_picture(engine: Engine) -> None:
     """Read a picture, so that the first request with one does not wait for imports.
 
-    They take seconds, in the thread that decodes for everybody.
+    Imports take seconds, and the thread decodes for everybody.
     """
     from PIL import Image
 
@@ -626,7 +634,7 @@ def _facts(engine: Engine, lookahead: float) -> Facts:
         "template": engine.processor.template.source,
     }
     return Facts(
-        root=digest_of(identity),
+        base_key=digest_of(identity),
         policy=engine.policy.name,
         budget=engine.budget,
         unbound=why_unbound(engine.policy) is not None,
@@ -640,7 +648,7 @@ def _facts(engine: Engine, lookahead: float) -> Facts:
         rules=getattr(engine.processor, "rules", None),
         frame_rule=engine.processor.frame_rule,
         picture_rules=_picture_rules(engine),
-        lengths=Lengths(engine.processor.tokenizer, engine.spec.max_position),
+        context_bounds=ContextBounds(engine.processor.tokenizer, engine.spec.max_position),
     )
 
 

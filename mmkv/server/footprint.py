@@ -8,21 +8,21 @@ with the sum.
 from __future__ import annotations
 
 import asyncio
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from mmkv.engine.memory import give_back, resident_bytes
 from mmkv.server import connections, engine_thread
 from mmkv.server.chat import MOST_SCORED
-from mmkv.server.guard import TOGETHER, VALUES, smallest
+from mmkv.server.guard import TOGETHER, VALUES, always_accepted
 from mmkv.server.media.limits import DECODED, MediaLimits
 from mmkv.server.media.resolver import TEXTS
+from mmkv.server.settings import Footprint
 
 if TYPE_CHECKING:
     from mmkv.api import Engine
-    from mmkv.server.engine_thread import Machine
-    from mmkv.server.settings import Settings
-    from mmkv.server.state import Room
+    from mmkv.server.engine_thread import EngineCore
+    from mmkv.server.settings import ServerSettings
+    from mmkv.server.state import ServerState
 
 # Measured on CPython 3.11 with pydantic 2 (python -m mmkv.eval.serving.floods), rounded up.
 _BODY = 1.5  # bytes held for a byte of a body that arrives
@@ -38,31 +38,9 @@ _EVERY = 5.0  # seconds between two looks at what is resident
 _SLACK = 64 * 2**20  # bytes by which the process may grow before memory is given back
 
 
-@dataclass(frozen=True)
-class Footprint:
-    """The most bytes that the process may take, by part; of the host, not of a GPU."""
-
-    parts: dict[str, int]
-
-    @property
-    def total(self) -> int:
-        """Return the sum."""
-        return sum(self.parts.values())
-
-    def describe(self) -> str:
-        """Return a line for the log."""
-        parts = dict(self.parts)
-        cache, weights = parts.pop("cache"), parts.pop("weights and libraries")
-        return (
-            f"memory: the cache takes at most {_mib(cache)}; the process at most "
-            f"{_mib(self.total)} ({_mib(weights)} weights and libraries, {_mib(cache)} cache, "
-            f"{_mib(sum(parts.values()))} for requests and conversations)"
-        )
-
-
-def footprint(machine: Machine, settings: Settings) -> Footprint:
+def footprint(core: EngineCore, settings: ServerSettings) -> Footprint:
     """Add up what the process may take; called when the engine is ready, in its thread."""
-    engine, limits, body = machine.engine, MediaLimits(), settings.body
+    engine, limits, body = core.engine, MediaLimits(), settings.body
     most = settings.connections or connections.most_connections()
     running, pool = settings.max_running, engine.cache.pool
     taken = settings.max_queue + 3 * running  # those that fetch pictures among them
@@ -71,10 +49,10 @@ def footprint(machine: Machine, settings: Settings) -> Footprint:
     parts = {
         "weights and libraries": max(resident_bytes() or 0, weights) + _HEAP,
         "cache": (pool.limit or pool.num_pages) * pool.page_bytes if on_host else 0,
-        "connections": most * (_CONNECTION + int(_BODY * smallest(body))),
+        "connections": most * (_CONNECTION + int(_BODY * always_accepted(body))),
         "bodies": int(_BODY * TOGETHER * body) + (1 + TEXTS) * _HANDLED * body,
         "values": taken * VALUES * _VALUE,
-        "media": limits.together + limits.pixels * DECODED if machine.facts.sees else 0,
+        "media": limits.together + limits.pixels * DECODED if core.facts.sees else 0,
         "reading": _reading(engine, limits, running, on_host),
         "scored": MOST_SCORED * (running * _SCORED_TEXT + _SCORED),
         "unsent": engine_thread.UNSENT_TOGETHER * engine_thread.MOST_UNSENT
@@ -116,7 +94,7 @@ def _patch(vision: Any) -> int:
     return int(size) if isinstance(size, int) else int(min(size))
 
 
-async def return_memory(room: Room) -> None:
+async def return_memory(state: ServerState) -> None:
     """Give back to the system what clients that left had taken, while no request is under way.
 
     The heap keeps it otherwise: what was freed in its middle, whatever its own limit says.
@@ -125,11 +103,7 @@ async def return_memory(room: Room) -> None:
     while after is not None:
         await asyncio.sleep(_EVERY)
         now = resident_bytes() or 0
-        if now > after + _SLACK and not room.worker.busy:
+        if now > after + _SLACK and not state.engine_thread.busy:
             await asyncio.to_thread(give_back)
             now = after = resident_bytes() or 0
         after = min(after, now)
-
-
-def _mib(count: int) -> str:
-    return f"{count / 2**20:,.0f} MiB"

@@ -1,4 +1,4 @@
-"""What is refused before the body of a request is read: by key, host, length, and a full queue."""
+"""Checks before the body of a request is read: key, host, length, and room in the queue."""
 
 from __future__ import annotations
 
@@ -6,8 +6,7 @@ import asyncio
 import codecs
 import hmac
 import ipaddress
-import re
-from collections.abc import Callable, Coroutine, Iterable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any
 
@@ -15,7 +14,6 @@ from fastapi import Request, Response
 from fastapi.routing import APIRoute
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from mmkv.engine.errors import InputError
 from mmkv.scheduler.loop import queue_is_full
 from mmkv.server.errors import ApiError
 from mmkv.server.page import FILES
@@ -23,7 +21,7 @@ from mmkv.server.reply import error_response
 from mmkv.server.state import Caller, digest_of_key
 
 if TYPE_CHECKING:
-    from mmkv.server.state import Room
+    from mmkv.server.state import ServerState
 
 
 # What tells nothing about anybody's requests. All else wants a key.
@@ -34,7 +32,7 @@ class CheckKey:
     """Notes a :class:`Caller` in the request's state, and answers 401 to a stranger.
 
     Args:
-        keys: those that are known; with none, everybody may ask and is told by the address.
+        keys: the valid ones; with none, everybody may ask, and the address tells callers apart.
         open_metrics: whether /metrics needs none: its counters tell how much others have asked.
     """
 
@@ -79,8 +77,8 @@ VALUES = 2**15
 _SMALL = 512  # part of the most bytes: a body that is taken however many there are
 
 
-def smallest(most: int) -> int:
-    """Return the bytes of a body that is taken however many there are."""
+def always_accepted(most: int) -> int:
+    """Return the bytes of a body that is accepted however many others arrive."""
     return most // _SMALL
 
 
@@ -88,16 +86,16 @@ _release: ContextVar[Callable[[], None]] = ContextVar("release")
 
 
 def release_body() -> None:
-    """Count the body of the request that runs here no more: what it named has been read."""
+    """Stop counting the body of the present request: the engine has read what it names."""
     release = _release.get(None)
     if release is not None:
         release()
 
 
 class BodyRoute(APIRoute):
-    """A route whose requests keep no copy of a body that has been read.
+    """A route that frees a body once it is parsed.
 
-    A request has its bytes and its JSON to the end otherwise, beside the values made of them.
+    FastAPI would keep its bytes and its JSON to the request's end, beside the model made of them.
     """
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
@@ -116,8 +114,8 @@ class BodyRoute(APIRoute):
 class LimitBody:
     """Answers 413 to a body of more than ``most`` bytes, 408 to one that takes over ``seconds``.
 
-    Bodies have a bound together, too, from their first byte until :func:`release_body` or the end
-    of their request: one that passes it is answered with 503, unless it is small. What cannot be
+    All bodies together have a bound, too, from the first byte until :func:`release_body` or the end
+    of the request: one that passes it is answered with 503, unless it is small. What cannot be
     JSON in UTF-8 is answered with 415 or 400.
     """
 
@@ -161,7 +159,7 @@ class LimitBody:
             self._held += len(piece)
             if come > self._most:
                 raise _Refused(self._too_large())
-            if self._held > TOGETHER * self._most and come > smallest(self._most):
+            if self._held > TOGETHER * self._most and come > always_accepted(self._most):
                 raise _Refused(self._too_many())
             text.add(piece)
             whole = not message.get("more_body", False)
@@ -264,7 +262,7 @@ def _not_utf8(why: str) -> ApiError:
 
 
 class _Refused(BaseException):
-    """Passes the framework's handlers of exceptions."""
+    """Is a BaseException so that the framework's exception handlers let it pass."""
 
     def __init__(self, error: ApiError) -> None:
         super().__init__(str(error))
@@ -275,22 +273,22 @@ _REPLIES = ("/chat/completions", "/responses")
 
 
 class RefuseWhenFull:
-    """Answers 503 to a request for a reply while as many wait as may.
+    """Answers 503 to a request for a reply while the queue is full.
 
-    A server with more requests than it can answer has to spend its time on those that it took on:
-    the body of another one is not read, and the engine's thread is not asked. What comes while that
-    has not said yet how many wait passes here, and the scheduler refuses it in the same words.
+    An overloaded server has to spend its time on the requests that it has taken on: the body of
+    another one is not read, and the engine thread is not asked. The count may be late by a few
+    requests; the scheduler then refuses those, in the same words.
     """
 
-    def __init__(self, app: ASGIApp, room: Room) -> None:
-        self._app, self._room = app, room
+    def __init__(self, app: ASGIApp, state: ServerState) -> None:
+        self._app, self._state = app, state
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass a request on for which there may be a place."""
+        """Pass a request on if the queue may have a place."""
         if scope["type"] == "http" and scope["method"] == "POST":
-            room, limit = self._room, self._room.settings.max_queue
-            if scope["path"].endswith(_REPLIES) and not room.worker.has_place():
-                room.metrics.rejected.labels("queue").inc()
+            state, limit = self._state, self._state.settings.max_queue
+            if scope["path"].endswith(_REPLIES) and not state.engine_thread.has_place():
+                state.metrics.rejected.labels("queue").inc()
                 await error_response(queue_is_full(limit, limit))(scope, receive, send)
                 return
         await self._app(scope, receive, send)
@@ -304,11 +302,11 @@ def allowed_hosts(
 ) -> frozenset[str] | None:
     """Return the names that a server on ``host`` answers to; None: all.
 
-    Those of this machine, where it alone can reach the server and no key is asked for.
+    By default those of this machine, where nobody else can reach the server and no key is needed.
 
     Args:
         keyed: whether requests have to show a key.
-        named: further names, as :func:`host_names` returns them; no others are answered then.
+        named: further names; no others are answered then.
     """
     try:
         local = ipaddress.ip_address(host).is_loopback
@@ -318,24 +316,6 @@ def allowed_hosts(
     if named:
         return frozenset({*_LOCAL, own, *named})
     return frozenset({*_LOCAL, own}) if local and not keyed else None
-
-
-def host_names(given: Iterable[str]) -> tuple[str, ...]:
-    """Return names as Host headers have them. Raises InputError: one is no name."""
-    return tuple(map(_checked, given))
-
-
-def _checked(name: str) -> str:
-    bare = name.strip().lower().removesuffix(".")
-    try:
-        address = ipaddress.ip_address(bare.removeprefix("[").removesuffix("]"))
-    except ValueError:
-        if not re.fullmatch(r"[a-z0-9_]([a-z0-9_.-]*[a-z0-9_])?", bare):
-            raise InputError(
-                f"{name!r} is no name of a host; give one without scheme, port or *"
-            ) from None
-        return bare
-    return f"[{address}]" if address.version == 6 else str(address)
 
 
 class CheckHost:

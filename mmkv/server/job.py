@@ -1,7 +1,7 @@
 """A chat request as the scheduler's job: a conversation, and one or more replies to it.
 
-What goes to the engine's thread and comes back; the memories that a request goes on from and leaves
-behind; how many tokens it has read, and how many entries evicted, by modality.
+What goes to the engine thread and comes back; the conversations that a request continues and leaves
+behind; how many tokens it has read and entries evicted, by modality.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from mmkv.prompt.held import Read, read_of
 from mmkv.prompt.media import notes
 from mmkv.prompt.template import REWRITES
 from mmkv.sampling import Settled
-from mmkv.scheduler.contract import Price
-from mmkv.scheduler.replies import Growing
+from mmkv.scheduler.contract import Reservation
+from mmkv.scheduler.replies import DecodingReply, EngineJob
+from mmkv.server.conversations import ConversationInfo
 from mmkv.server.errors import ApiError
-from mmkv.server.kept import Facets, Kept, Shelf
 from mmkv.server.prompts import Outline, Segment, chain, link, outline, pictures_in, reply_message
-from mmkv.server.writer import Extras, ScoredWriter
+from mmkv.server.writer import LogitSettings, ScoredWriter
 from mmkv.turn import agreed, kept_tokens, text_before_media, without_first
 
 if TYPE_CHECKING:
@@ -36,10 +36,9 @@ if TYPE_CHECKING:
     from mmkv.api import Engine
     from mmkv.engine.budget import Budget
     from mmkv.engine.contents import Memory
-    from mmkv.engine.prefill import Prefill
     from mmkv.prompt.held import Rewrites
+    from mmkv.server.conversations import ConversationState, ConversationStore, PrefixCache
     from mmkv.server.grammar import Grammars
-    from mmkv.server.kept import Snapshot, Snapshots
     from mmkv.server.prompts import Message
     from mmkv.session import Session
 
@@ -52,29 +51,29 @@ class ChatWork:
     """What a chat request asks for.
 
     Attributes:
-        root: what the memory depends on beside the messages; see
+        base_key: a hash of what the memory depends on beside the messages; see
             :func:`mmkv.server.prompts.chain`.
         budget: of each reply's session; None: the engine's.
-        asked: whether the request itself says how to resume.
+        asked: whether the request itself sets ``resume``.
         weight: of its sessions in a shared budget.
-        start: the memory that the request goes on from; ``messages`` begin with its own.
+        start: the conversation that the request continues; ``messages`` begin with its own.
         rewrites: see :class:`mmkv.Session`.
-        keep: whether the memory after the reply stays, in ``kept`` when the request is done.
+        keep: whether the conversation after the reply is kept, in ``result`` when that is done.
     """
 
     messages: list[Message]
-    root: str
+    base_key: str
     sampling: Settled
-    extras: Extras = field(default_factory=Extras)
+    logit_settings: LogitSettings = field(default_factory=LogitSettings)
     choices: int = 1
     budget: Budget | None = None
     resume: Resume = "auto"
     asked: bool = False
     weight: float = 1.0
-    start: Kept | None = None
+    start: ConversationState | None = None
     keep: bool = False
     rewrites: Rewrites = "reread"
-    kept: Kept | None = None
+    result: ConversationState | None = None
 
 
 @dataclass
@@ -89,19 +88,17 @@ class Choice:
 
 @dataclass
 class Usage:
-    """The numbers of a request; those of memory are sums over its replies.
+    """The usage of a request; numbers of memory are sums over its replies.
 
     Attributes:
-        prompt_tokens: of the whole conversation; resumed: those of them that were not read again.
-        kept, evicted: entries (layer, KV head, token).
-        by_modality: entries that are kept.
-        kv_bytes: of the keys and values held at the end; bound_bytes: the most that there can be
-            between two chunks.
-        pictures: those of the conversation, frames of videos included; faded_pictures: those that
-            have lost most of their entries, in the reply where that is worst.
+        prompt_tokens: of the whole conversation; resumed: how many of them were not read again.
+        kept, evicted: entries (layer, KV head, token); by_modality: those kept.
+        kv_bytes: of keys and values at the end; bound_bytes: the most between two chunks.
+        pictures: of the conversation, frames of videos included; faded_pictures: how many of them
+            have lost most of their entries, in the reply with most of those.
         shared_pool: whether all sessions compete for one budget: what is kept depends on others.
         differs: how what was read differs from the conversation rendered afresh; None: it does not.
-        notes: on the pictures and videos that were read, such as one of which the end is missing.
+        notes: remarks on the media that were read, such as a video whose end is missing.
     """
 
     prompt_tokens: int
@@ -119,7 +116,7 @@ class Usage:
     notes: list[str] = field(default_factory=list)
 
 
-class Counts:
+class RequestCounts:
     """Counts the tokens and entries of one request.
 
     Attributes:
@@ -137,7 +134,7 @@ class Counts:
         self._gone_before = dict.fromkeys(MODALITIES, 0)
 
     def resume(self, session: Session, seen: Sequence[int]) -> None:
-        """Begin with a session that goes on from a memory, which has seen so many tokens."""
+        """Begin with a session that continues a conversation of ``seen`` tokens by modality."""
         self.seen, self.resumed = tuple(seen), session.seen
         self._gone_before = self._gone(self.seen, session.memory().by_modality)
 
@@ -159,10 +156,10 @@ class Counts:
         }
 
     def usage(self, replies: Sequence[tuple[Session, Choice]], bound: int) -> Usage:
-        """Return the request's numbers.
+        """Return the request's usage.
 
         Args:
-            replies: all, with the sessions that they stand in.
+            replies: all, with their sessions.
             bound: the most pages that these may hold between two chunks.
         """
         choices = [choice for _, choice in replies]
@@ -193,56 +190,60 @@ class Counts:
         return gone
 
     def _gone(self, seen: Sequence[int], kept: Mapping[str, int]) -> dict[str, int]:
-        """Count the entries that are gone of those that a session has seen, by modality."""
+        """Count the entries evicted of the ``seen`` tokens, by modality."""
         rows = self.engine.spec.rows
         return {
             name: count * rows - kept[name] for name, count in zip(MODALITIES, seen, strict=True)
         }
 
 
-class Memories:
-    """Finds the memory that a request goes on from, and keeps those after its messages.
+class ConversationLookup:
+    """Finds the conversation that a request continues, and keeps those that it leaves behind.
 
-    Snapshots are for whoever sends the same messages again; the shelf has what sessions and
-    responses name.
+    The prefix cache has those for requests that send the same messages again; the conversation
+    store has those of sessions and responses.
     """
 
-    def __init__(self, engine: Engine, work: ChatWork, snapshots: Snapshots, shelf: Shelf) -> None:
+    def __init__(
+        self,
+        engine: Engine,
+        work: ChatWork,
+        snapshots: PrefixCache,
+        conversations: ConversationStore,
+    ) -> None:
         self.engine, self.work = engine, work
-        self._snapshots, self._shelf = snapshots, shelf
+        self._prefix_cache, self._conversations = snapshots, conversations
 
-    def find(self) -> Iterator[tuple[int, Snapshot | Kept]]:
-        """Yield how many messages are held by a memory, and it, those with most of them first.
+    def find(self) -> Iterator[tuple[int, ConversationState]]:
+        """Yield conversations to continue, and how many messages each holds; the longest first.
 
         Called once the digests of all media are known.
         """
         start = self.work.start
         if start is not None:
-            yield len(start.facets.messages), start
+            yield len(start.info.messages), start
         elif self._shares:
-            yield from self._snapshots.find(self._keys)
+            yield from self._prefix_cache.find(self._keys)
 
-    def used(self, memory: Snapshot | Kept) -> None:
-        """Note that a memory was used last."""
-        if isinstance(memory, Kept):
-            self._shelf.used(memory)
-        else:
-            self._snapshots.used(memory)
+    def touch(self, memory: ConversationState) -> None:
+        """Note that a conversation is the most recently used."""
+        table = self._prefix_cache if memory.keys else self._conversations
+        table.touch(memory)
 
-    def set_apart(self) -> None:
-        """Let what the request goes on from compete with no one: its own session stands for it."""
+    def leave_shared_budget(self) -> None:
+        """Keep others from evicting from what the request continues: its copy competes instead."""
         if self.work.start is not None:
-            self._shelf.set_apart(self.work.start, self.work)
+            self._conversations.leave_shared_budget(self.work.start, self.work)
 
-    def let_compete(self) -> None:
-        """Let what the request went on from compete again: its own session is gone."""
+    def join_shared_budget(self) -> None:
+        """Let what the request continued compete again: its copy is closed."""
         if self.work.start is not None:
-            self._shelf.let_compete(self.work.start, self.work)
+            self._conversations.join_shared_budget(self.work.start, self.work)
 
     def keep_at(
         self, session: Session, count: int, seen: tuple[int, ...], outline: Outline
     ) -> None:
-        """Keep a snapshot after ``count`` messages, where other requests are likely to go on.
+        """Put the state after ``count`` messages into the prefix cache, if that may be useful.
 
         Args:
             seen: tokens that the session has seen, by modality.
@@ -255,7 +256,8 @@ class Memories:
             and count in {leading, len(messages) - 1, len(messages)} - {0}
         ):
             key, pages = self._keys[count - 1], self.engine.cache.held_pages(session.seq)
-            self._snapshots.keep((key,), pages, session.fork, False, seen, outline.rendered())
+            info = ConversationInfo(seen, outline.rendered())
+            self._prefix_cache.keep((key,), pages, session.fork, info, replied=False)
 
     def keep_after(
         self, session: Session, choice: Choice, seen: tuple[int, ...], outline: Outline
@@ -279,8 +281,10 @@ class Memories:
         assert choice.memory is not None
         read = [message.without_urls() for message in self.work.messages]
         messages = (*read, reply_message(choice.text))
-        facets = Facets(messages, self.work.root, seen, choice.memory, outline.rendered())
-        self.work.kept = self._shelf.keep(session, facets)
+        info = ConversationInfo(
+            seen, outline.rendered(), messages, self.work.base_key, choice.memory
+        )
+        self.work.result = self._conversations.keep(session, info)
 
     def _keep_reply(
         self, session: Session, text: str, seen: tuple[int, ...], outline: Outline
@@ -291,40 +295,41 @@ class Memories:
         texts = dict.fromkeys((text, text.strip()))
         keys = tuple(link(self._keys[-1], reply_message(one)) for one in texts)
         pages = self.engine.cache.held_pages(session.seq)
-        return self._snapshots.keep(keys, pages, lambda: session, True, seen, outline.rendered())
+        info = ConversationInfo(seen, outline.rendered())
+        return self._prefix_cache.keep(keys, pages, lambda: session, info, replied=True)
 
     @cached_property
     def _keys(self) -> list[str]:
-        """The key of each message; most who name what they go on from need none."""
+        """The key of each message, made on first use: turns of sessions need none."""
         rule = self.engine.processor.rule(pictures_in(self.work.messages))
-        return chain(self.work.root, self.work.messages, rule)
+        return chain(self.work.base_key, self.work.messages, rule)
 
     @property
     def _shares(self) -> bool:
-        """Whether snapshots are used and made.
+        """Whether the request uses the prefix cache.
 
         A policy that scores by the prompt's last queries compresses before the next question is
-        known, so it shares snapshots only when asked to.
+        known, so it does so only when the request asks for it.
         """
         if self.work.resume == "never" or self.engine.shared is not None:
             return False
         return self.work.asked or not self.engine.policy.scoring.needs.queries
 
 
-class ChatJob:
-    """Reads a conversation, from a snapshot on where there is one, and replies.
+class ChatJob(EngineJob):
+    """Reads a conversation, from the longest cached one on, and decodes the replies.
 
-    The cache is cut back at the end of each message, so that a snapshot holds what a fresh run
-    would hold there.
+    The KV cache is cut to its budget at the end of each message, so that what the prefix cache
+    keeps is what a fresh run would hold there.
 
     Args:
         chunk: tokens in a chunk.
         admitted: called when the pages are committed and media are wanted: :meth:`resume_from`,
-            then :meth:`supply` have to be called.
+            then :meth:`supply_media` have to be called.
 
     Attributes:
         fetches: see :class:`mmkv.scheduler.contract.Job`.
-        counts: its tokens and entries; memories: what it goes on from and leaves behind.
+        counts: its tokens and entries; conversations: finds and keeps what it continues.
         choices: when the job has ended.
     """
 
@@ -334,35 +339,28 @@ class ChatJob:
         self,
         engine: Engine,
         work: ChatWork,
-        memories: Memories,
+        conversations: ConversationLookup,
         grammars: Grammars,
         chunk: int,
         admitted: Callable[[], None],
     ) -> None:
-        self.engine, self.work, self.chunk = engine, work, chunk
-        self.memories, self.grammars, self.counts = memories, grammars, Counts(engine)
-        self.budget = engine.budgets.checked(work.budget)
+        super().__init__(engine, engine.budgets.checked(work.budget), chunk)
+        self.work = work
+        self.conversations, self.grammars = conversations, grammars
+        self.counts = RequestCounts(engine)
         self._admitted = admitted
         parts = (part for message in work.messages for part in message.media)
         self.fetches = any(part.url[:4].lower() == "http" for part in parts)
-        self.live: Session | None = None
         self._media: list[Any] | None = None
         self._outline: Outline | None = None
-        self._prefill: Prefill | None = None
         self._read: Read | None = None
-        self.growing: list[Growing] = []
         self.writers: list[ScoredWriter] = []
         self.choices: list[Choice] = []
         self._dropped = False
 
     @property
-    def next_chunk(self) -> int:
-        """See :class:`mmkv.scheduler.contract.Job`."""
-        return self.chunk if self._prefill is None else self._prefill.next_chunk
-
-    @property
     def ready(self) -> bool:
-        """See :class:`mmkv.scheduler.contract.Job`."""
+        """Whether the media are here, where the request has some."""
         return self._media is not None
 
     @property
@@ -373,10 +371,10 @@ class ChatJob:
 
     @property
     def failure(self) -> Exception | None:
-        """See :class:`mmkv.scheduler.contract.Job`."""
+        """Why a reply has failed; None where none has."""
         return next((one.failure for one in self.writers if one.failure is not None), None)
 
-    def price(self) -> Price:
+    def reservation(self) -> Reservation:
         """Bound the pages of all replies by the budget, or else by the model's context."""
         engine, count = self.engine, self.work.choices
         lasting = engine.budgets.lasting_pages(self.budget)
@@ -385,44 +383,44 @@ class ChatJob:
             # What it goes on from stays as it is, beside the shared budget, until the turn is over.
             start = self.work.start if engine.shared is not None else None
             apart = 0 if start is None else start.pages
-            return Price(lasting * count + apart, math.ceil(self.chunk * rows / size))
+            return Reservation(lasting * count + apart, math.ceil(self.chunk * rows / size))
         new = min(self.work.sampling.max_new_tokens, engine.spec.max_position - 1)
         most = engine.spec.max_position - new
         bound = page_bound(engine, self.budget, most, new, None, self.chunk)
-        return Price(bound.steady * count, bound.chunk)
+        return Reservation(bound.steady * count, bound.chunk)
 
     def prepare(self) -> None:
-        """Find out where to go on; media are fetched elsewhere."""
+        """Find the conversation to continue; where there are media, once they are known."""
         if any(message.media for message in self.work.messages):
             self._admitted()
         else:
             self.resume_from(self.work.messages)
-            self.supply([])
+            self.supply_media([])
 
     def resume_from(self, messages: list[Message]) -> int:
-        """Open the session, as a copy of the deepest snapshot.
+        """Open the session, as a copy of the longest cached conversation that fits.
 
         Args:
             messages: the request's, with the digests of all media.
 
         Returns:
-            how many messages it holds; media of the others are to be supplied.
+            how many messages it holds; the media of the others have to be supplied.
 
         Raises:
-            ApiError: 409 if the request has to be resumed and cannot be.
+            ApiError: 409, the request requires a cached conversation and there is none.
         """
         work, engine, held = self.work, self.engine, 0
         work.messages = messages
         shown = [message.for_template() for message in messages]
-        for count, memory in self.memories.find():
-            found = self._gone_on(shown, count, memory)
+        for count, memory in self.conversations.find():
+            found = self._continued(shown, count, memory)
             if found is None:
                 continue
             held, (self.live, self._outline) = count, found
-            self.memories.used(memory)
-            self.memories.set_apart()
-            text, *others = memory.seen
-            again = sum(memory.seen) - self.live.seen  # text that is read in another way
+            self.conversations.touch(memory)
+            self.conversations.leave_shared_budget()
+            text, *others = memory.info.seen
+            again = sum(memory.info.seen) - self.live.seen  # text that is read in another way
             self.counts.resume(self.live, (text - again, *others))
             break
         if self.live is None:
@@ -444,14 +442,14 @@ class ChatJob:
                 engine.shared.join(self.live, work.weight)
         return held
 
-    def _gone_on(
-        self, shown: list[dict[str, Any]], count: int, memory: Snapshot | Kept
+    def _continued(
+        self, shown: list[dict[str, Any]], count: int, memory: ConversationState
     ) -> tuple[Session, Outline] | None:
-        """Open a session on a memory of ``count`` messages; what it has to read.
+        """Open a copy of a conversation of ``count`` messages; return it and what it has to read.
 
-        Where the template shows those in another way now, it goes back to where that begins. A
-        memory that was not named is left alone then, if something has been evicted from it: what
-        is read afresh is better.
+        Where the template now renders those messages differently, the copy goes back to the first
+        difference. A conversation that the request did not name is not used then if something has
+        been evicted from it: reading everything again is better.
         """
         template, work = self.engine.processor.template, self.work
         named = work.start is not None or work.rewrites == "keep"
@@ -465,16 +463,16 @@ class ChatJob:
 
             made = outline(template, shown, count, unread=unread)
             if made is not None:  # mostly; all is rendered once then
-                return (memory.open(), made) if made.segments else None
-        fits = outline(template, shown, count, memory.replied, memory.rendered)
+                return (memory.fork(), made) if made.segments else None
+        fits = outline(template, shown, count, memory.replied, memory.info.rendered)
         if fits is not None and not fits.segments:
             return None
         if fits is None and not named and not memory.replied:
             return None
-        session = memory.open()
+        session = memory.fork()
         session.rewrites = work.rewrites
         try:
-            made = self._agreed(session, shown, count, fits, named)
+            made = self._left_to_read(session, shown, count, fits, named)
         except BaseException:
             session.close()
             raise
@@ -482,7 +480,7 @@ class ChatJob:
             session.close()
         return None if made is None else (session, made)
 
-    def _agreed(
+    def _left_to_read(
         self,
         session: Session,
         shown: list[dict[str, Any]],
@@ -490,7 +488,7 @@ class ChatJob:
         fits: Outline | None,
         named: bool,
     ) -> Outline | None:
-        """Return what a session reads to hold the conversation; it goes back if it has to."""
+        """Return what a session still has to read; it goes back first if it has to."""
         processor, held = self.engine.processor, session.held
         template, last = processor.template, len(shown)
         whole = template.render(shown, opening=True)
@@ -522,7 +520,7 @@ class ChatJob:
     def _only_spaces(self, session: Session, shown: list[dict[str, Any]], count: int) -> bool:
         """Whether the client sent the latest reply back without the spaces around it.
 
-        That alone is no reason to let a memory go from which entries have been evicted.
+        That alone is no reason to give up a conversation from which entries have been evicted.
         """
         held, sent = session.held, shown[count - 1]
         if not held.pieces or not held.ends_with_reply:
@@ -534,17 +532,17 @@ class ChatJob:
         whole = self.engine.processor.template.render(as_said, opening=True)
         return held.plan(whole, self._rule).appends
 
-    def supply(self, media: list[Any]) -> None:
-        """Give the pictures and videos of the messages that were not resumed, in order."""
+    def supply_media(self, media: list[Any]) -> None:
+        """Take the decoded media of the messages that were not resumed, in order."""
         self._media = media
 
     @property
     def slow_to_begin(self) -> bool:
-        """See :class:`mmkv.scheduler.contract.Job`."""
+        """Whether the next chunk encodes pictures."""
         return self._prefill is None and bool(self._media)
 
     def begin(self) -> None:
-        """Make the next message ready, once the one before it is read."""
+        """Prepare the next message, once the one before it is read."""
         session = self.live
         assert session is not None and self._media is not None
         if self._outline is None:
@@ -556,14 +554,8 @@ class ChatJob:
             self._prefill = session.begin_prefill(inputs, self.chunk, undoable=False)
             session.set_unfed(None)
 
-    @property
-    def prefill(self) -> Prefill:
-        """See :class:`mmkv.scheduler.replies.Replying`."""
-        assert self._prefill is not None
-        return self._prefill
-
-    def took(self, tokens: int) -> bool:
-        """Note a chunk; True when all messages are read and each reply has its first token."""
+    def finish_chunk(self, tokens: int) -> bool:
+        """Count a chunk; return whether all is read and each reply has its first token."""
         session = self.live
         assert session is not None and self._prefill is not None and self._outline is not None
         self.counts.prefilled += tokens
@@ -577,7 +569,7 @@ class ChatJob:
             self._read = None  # and its pictures
         self._outline.segments.pop(0)
         if self._outline.segments:
-            self.memories.keep_at(session, segment.last, self.counts.seen, self._outline)
+            self.conversations.keep_at(session, segment.last, self.counts.seen, self._outline)
             return False
         assert logits is not None
         self.counts.prompt_tokens = session.seen
@@ -585,7 +577,7 @@ class ChatJob:
         return True
 
     def _inputs(self, segment: Segment) -> dict[str, torch.Tensor]:
-        """Make the tensors of a segment, after what the session still lacks of its reply."""
+        """Return the model inputs of a segment, and of what the cache lacks of the last reply."""
         session = self.live
         assert session is not None and self._media is not None
         kinds = [
@@ -608,38 +600,37 @@ class ChatJob:
     def _begin_replies(self, logits: torch.Tensor) -> None:
         engine, sampling, session = self.engine, self.work.sampling, self.live
         assert session is not None
-        extras, tokenizer = self.work.extras, engine.processor.tokenizer
+        changes, tokenizer = self.work.logit_settings, engine.processor.tokenizer
         for at in range(self.work.choices):
             seed = None if sampling.seed is None else (sampling.seed + at) % 2**63
             own = replace(sampling, seed=seed)
-            grammar = None if extras.grammar is None else self.grammars.begin(extras.grammar)
-            writer = ScoredWriter(
-                tokenizer, own, engine.eos_token_ids, extras, grammar, engine.media_token_ids
-            )
+            grammar = None if changes.grammar is None else self.grammars.begin(changes.grammar)
+            never = engine.media_token_ids
+            writer = ScoredWriter(tokenizer, own, engine.eos_token_ids, changes, grammar, never)
             token = writer.begin(logits, session.read_ids)
             fork = session if at == 0 else session.fork()
-            self.growing.append(Growing(fork, writer, -1 if token is None else token))
+            self.decoding.append(DecodingReply(fork, writer, -1 if token is None else token))
             self.writers.append(writer)
 
     def roll_back(self) -> None:
         """Return all pages."""
-        for session in [self.live, *(one.session for one in self.growing)]:
+        for session in [self.live, *(one.session for one in self.decoding)]:
             if session is not None:
                 session.close()
-        self.memories.let_compete()
+        self.conversations.join_shared_budget()
 
     def interrupt(self) -> None:
-        """End the replies where they stand; they leave nothing behind."""
+        """End the replies where they stand; their sessions are closed."""
         self._dropped = True
         for writer in self.writers:
             writer.finish("interrupted")
 
     def end(self) -> None:
-        """Note what the replies have come to; :meth:`leave` gives the sessions away.
+        """Record the replies; :meth:`leave` then keeps or closes their sessions.
 
-        Replies that were interrupted close theirs at once.
+        Sessions of interrupted replies are closed at once.
         """
-        for one in self.growing:
+        for one in self.decoding:
             writer, session = one.writer, one.session
             reply = writer.reply(self.counts.prompt_tokens, session.memory())
             session.note_reply(writer, reply.text)
@@ -648,11 +639,11 @@ class ChatJob:
             )
             if self._dropped:
                 session.close()
-                self.memories.let_compete()
+                self.conversations.join_shared_budget()
 
     def leave(self) -> None:
         """Keep each session after its reply, or close it; after :meth:`end`."""
-        if len(self.choices) < len(self.growing):  # what failed before has returned its pages
+        if len(self.choices) < len(self.decoding):  # what failed before has returned its pages
             return
         for session, choice in self._replies():
             if session.closed:
@@ -660,7 +651,7 @@ class ChatJob:
             assert self._outline is not None
             try:
                 seen = self.counts.seen_by(session)
-                self.memories.keep_after(session, choice, seen, self._outline)
+                self.conversations.keep_after(session, choice, seen, self._outline)
             except BaseException:
                 session.close()
                 raise
@@ -670,11 +661,11 @@ class ChatJob:
         return self.counts.evicted_here(self._replies())
 
     def usage(self) -> Usage:
-        """Return the request's numbers; after :meth:`end`."""
-        bound = self.price().steady + self.engine.budgets.fixed_pages
+        """Return the request's usage; after :meth:`end`."""
+        bound = self.reservation().steady + self.engine.budgets.fixed_pages
         return self.counts.usage(self._replies(), bound)
 
     def _replies(self) -> list[tuple[Session, Choice]]:
-        """Return all, with the sessions that they stand in."""
-        sessions = [one.session for one in self.growing]
+        """Return all replies with their sessions."""
+        sessions = [one.session for one in self.decoding]
         return list(zip(sessions, self.choices, strict=True))

@@ -1,8 +1,7 @@
-"""Conversations as requests name them, cut at the ends of their messages, and the keys of their
-memories.
+"""Conversations as requests send them: cut at the ends of messages, and hashed message by message.
 
 Texts that cannot fit into the model's context are refused before they are rendered: rendering and
-tokenizing run on the engine's thread and hold Python's lock, so that everybody's next token waits.
+tokenizing run on the engine thread and hold Python's lock, so that everybody's next token waits.
 """
 
 from __future__ import annotations
@@ -251,7 +250,7 @@ class Message:
         return [part.text for part in self.parts if part.kind == "text"]
 
     def without_urls(self) -> Message:
-        """Return it as a memory needs it: URLs can be megabytes, and the media were read."""
+        """Return it without URLs, which can be megabytes: its media were read."""
         if not any(part.url for part in self.parts):
             return self  # memories of one conversation share its first messages
         return Message(self.role, tuple(replace(part, url="") for part in self.parts))
@@ -271,18 +270,18 @@ def reply_message(text: str) -> Message:
     return Message("assistant", (Part("text", text),) if text else ())
 
 
-def chain(root: str, messages: Sequence[Message], rule: object = None) -> list[str]:
-    """Return a key per message: a hash of it, all before it, and ``root``.
+def chain(base_key: str, messages: Sequence[Message], rule: object = None) -> list[str]:
+    """Return a key per message: a hash of it, all before it, and ``base_key``.
 
     Args:
-        root: what else the memory of a conversation depends on.
+        base_key: a hash of what else the memory depends on.
         messages: with the digests of their media.
         rule: by which pictures are read in a conversation with so many; None: by the same always.
     """
-    keys = []
+    key, keys = base_key, []
     for message in messages:
-        root = link(root, message, rule)
-        keys.append(root)
+        key = link(key, message, rule)
+        keys.append(key)
     return keys
 
 
@@ -320,11 +319,11 @@ _PROBES = ("\ue000", " ", "\n")  # a character that no vocabulary has, and some 
 _PROBED = 2**12
 
 
-class Lengths:
+class ContextBounds:
     """Bounds on the texts of a request by the model's context.
 
     Args:
-        tokenizer: the model's, which is used here beside the engine's thread, to read alone.
+        tokenizer: the model's; it is used beside the engine thread, without changing it.
 
     Attributes:
         longest: characters of the longest token, added ones too; None where a token may stand for
@@ -353,7 +352,7 @@ class Lengths:
     async def count(self, texts: Sequence[str]) -> None:
         """Count the tokens of long texts, in a thread. Raises ContextError, InputError.
 
-        What a template adds is not counted, so that the engine's thread has the last word.
+        What a template adds is not counted: the engine thread counts again.
         """
         for text in texts:
             require_no_long_run(text)

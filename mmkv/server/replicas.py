@@ -1,4 +1,4 @@
-"""The server as a Ray Serve deployment: replicas of one application, with sessions that stick."""
+"""Replicas of the server on Ray Serve; requests of a session go to the same replica."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ if TYPE_CHECKING:
     from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
     from mmkv.api import Engine
-    from mmkv.server.settings import Settings
+    from mmkv.server.settings import ServerSettings
 
 REPLICA = b"x-mmkv-replica"  # of an answer: host and process that it came from
 _ROUTER = "ray.serve.experimental.consistent_hash_router.ConsistentHashRouter"
 
 
 def deployment(
-    load: Callable[[], Engine], settings: Settings, lookahead: float, replicas: int, gpus: float = 0
+    load: Callable[[], Engine], settings: ServerSettings, lookahead: float, gpus: float = 0
 ) -> Any:
     """Return what ``ray.serve.run`` takes: the application, in as many processes.
 
     Requests with one ``X-Session-Id`` go to one replica, as long as it lives. A session that has to
-    go on at another one is read from the session folder, so ``settings.lasting`` should be set.
+    go on at another one is read from the session folder, so ``settings`` should keep sessions.
 
     Args:
         load: makes a replica's engine; it is pickled. gpus: of each replica.
@@ -50,7 +50,7 @@ def deployment(
         opening = opened(load, settings, lookahead)
         hosts = allowed_hosts("localhost", keyed=True, named=settings.hosts)
         app = make_app(opening.__enter__(), hosts)
-        app.state.opening = opening  # the engine's thread ends with it
+        app.state.opening = opening  # the engine thread ends with it
         app.add_middleware(_Named)
         return app
 
@@ -60,7 +60,7 @@ def deployment(
     return serve.deployment(
         serve.ingress(build)(_Replica),
         name="mmkv",
-        num_replicas=replicas,
+        num_replicas=settings.replicas,
         request_router_config=router,
         # The scheduler's own queue refuses what is too much.
         max_ongoing_requests=settings.max_queue + settings.max_running + 64,
@@ -71,12 +71,9 @@ def deployment(
 
 def serve_replicas(
     load: Callable[[], Engine],
-    settings: Settings,
+    settings: ServerSettings,
     lookahead: float,
-    host: str,
-    port: int,
     say: Callable[[str], None],
-    replicas: int,
     gpus: float = 0,
 ) -> None:
     """Run replicas until SIGINT or SIGTERM, on the cluster that RAY_ADDRESS names or on one here.
@@ -87,14 +84,14 @@ def serve_replicas(
     require_packages()
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # it would report to its makers
     os.environ.setdefault("RAY_raylet_start_wait_time_s", "180")  # 30 s, on a busy machine too few
-    app = deployment(load, settings, lookahead, replicas, gpus)
+    app = deployment(load, settings, lookahead, gpus)
     import ray
     from ray import serve
 
     try:
         try:
             ray.init(include_dashboard=False, log_to_driver=False, logging_level="warning")
-            serve.start(http_options={"host": host, "port": port})
+            serve.start(http_options={"host": settings.host, "port": settings.port})
             serve.run(app, name="mmkv", route_prefix="/")
         except STOPS:
             raise
@@ -107,7 +104,8 @@ def serve_replicas(
         ended = threading.Event()
         for name in (signal.SIGINT, signal.SIGTERM):  # after Ray has set its own
             signal.signal(name, lambda *_: ended.set())
-        say(f"serving {settings.name} from {replicas} replicas at http://{host}:{port}/v1")
+        where = f"http://{settings.host}:{settings.port}/v1"
+        say(f"serving {settings.name} from {settings.replicas} replicas at {where}")
         ended.wait()
     finally:
         with suppress(Exception):  # whatever Ray makes of its own end
@@ -116,19 +114,19 @@ def serve_replicas(
 
 
 class _Replica:
-    """What Ray asks of a replica beside the application."""
+    """The health check that Ray calls beside the application."""
 
     app: Any  # Ray's, made by ``build``
 
     def check_health(self) -> None:
         """Raise where the engine has stopped, so that Ray replaces the replica."""
-        worker = self.app.state.room.worker
+        worker = self.app.state.server.engine_thread
         if worker.failed or not worker.is_alive():
             raise RuntimeError("the engine has stopped")
 
 
 class _Named:
-    """Says in a header which replica answered."""
+    """Adds a header that names the replica."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app, self._name = app, f"{socket.gethostname()}:{os.getpid()}".encode()

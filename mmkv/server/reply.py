@@ -1,4 +1,4 @@
-"""Replies in the shape of OpenAI's chat completions; answers end when the client goes away."""
+"""Answers in the shape of OpenAI's chat completions, whole or as a stream of events."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ FINISH = {"eos": "stop", "stop": "stop", "length": "length", "context": "length"
 
 
 @dataclasses.dataclass
-class Head:
-    """What every object of one answer begins with.
+class ReplyHead:
+    """The fields that every object of one answer begins with.
 
     Attributes:
         with_usage: whether each piece of a stream has the field ``usage``: null but in the last.
@@ -46,10 +46,10 @@ class Head:
         return {"id": self.id, "object": kind, "created": self.created, "model": self.model}
 
 
-class Rows:
-    """The log probabilities of a reply as it grows, as JSON text: objects take ten times that.
+class LogprobRows:
+    """The log probabilities of a reply as JSON text; as objects they would take ten times that.
 
-    It stands for a list in what :func:`rendered` writes.
+    :func:`rendered` writes it as a list.
     """
 
     def __init__(self) -> None:
@@ -66,12 +66,12 @@ class Rows:
 
 
 def rendered(data: Any, ascii: bool = False) -> bytes:
-    """Return JSON in UTF-8 of what may hold :class:`Rows`."""
-    found: list[Rows] = []
+    """Return JSON in UTF-8 of data that may hold :class:`LogprobRows`."""
+    found: list[LogprobRows] = []
     mark = secrets.token_hex(16)  # that no text of a request holds
 
     def placed(one: Any) -> str:
-        if not isinstance(one, Rows):
+        if not isinstance(one, LogprobRows):
             raise TypeError(f"{type(one).__name__} is no JSON")
         found.append(one)
         return mark
@@ -87,10 +87,10 @@ def rendered(data: Any, ascii: bool = False) -> bytes:
 
 
 def completion(
-    head: Head,
+    head: ReplyHead,
     texts: Sequence[str],
     reasons: Sequence[str],
-    rows: Sequence[Rows] | None,
+    rows: Sequence[LogprobRows] | None,
     usage: Usage,
 ) -> dict[str, Any]:
     """Return a whole answer."""
@@ -112,7 +112,7 @@ def completion(
 
 
 def chunk(
-    head: Head,
+    head: ReplyHead,
     index: int,
     delta: dict[str, Any],
     reason: str | None = None,
@@ -129,7 +129,7 @@ def chunk(
     return head.fields("chat.completion.chunk") | {"choices": [choice]} | usage
 
 
-def usage_chunk(head: Head, usage: Usage) -> dict[str, Any]:
+def usage_chunk(head: ReplyHead, usage: Usage) -> dict[str, Any]:
     """Return the last piece of a streamed answer."""
     return head.fields("chat.completion.chunk") | {"choices": [], "usage": usage_json(usage)}
 
@@ -163,11 +163,11 @@ log = logging.getLogger("mmkv.server")
 _STREAM = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
 
 
-class Answer(Response):
-    """Runs a request's work beside a task that waits for the client's end.
+class ReplyResponse(Response):
+    """Answers a request, and cancels its work when the client disconnects.
 
     Args:
-        work: its JSON, or an iterator of a stream's events; cancelled when the client goes.
+        work: returns the JSON, or an iterator over a stream's events.
         keep_alive: seconds without an event after which a stream sends a comment.
     """
 
@@ -221,7 +221,7 @@ class Answer(Response):
         events: AsyncIterator[Any] = self._work()  # type: ignore[assignment]
         lines = _Lines(send)
         try:
-            async with lines.commented(self._keep_alive), contextlib.aclosing(events):  # type: ignore[type-var]
+            async with lines.with_comments(self._keep_alive), contextlib.aclosing(events):  # type: ignore[type-var]
                 async for event in events:
                     await lines.write(event_line(event))
         except (asyncio.CancelledError, _GoneError, *STOPS):
@@ -235,7 +235,7 @@ class Answer(Response):
 
 
 class _GoneError(Exception):
-    """The client went while the answer was written."""
+    """The client disconnected while the answer was written."""
 
 
 class _Lines:
@@ -261,7 +261,7 @@ class _Lines:
             await self._send({"type": "http.response.body", "body": line, "more_body": True})
 
     @contextlib.asynccontextmanager
-    async def commented(self, every: float) -> AsyncIterator[None]:
+    async def with_comments(self, every: float) -> AsyncIterator[None]:
         """Send a comment whenever nothing was written for ``every`` seconds.
 
         One task for the whole stream: one for each event took a tenth of the server's time.
@@ -293,9 +293,9 @@ def error_response(error: BaseException) -> JSONResponse:
 
 
 def event_line(data: dict[str, Any] | str | bytes) -> bytes:
-    """Return a server-sent event; one that has a type names it before the data, too.
+    """Return a server-sent event; bytes are one already.
 
-    Bytes are one already.
+    An object with a ``type`` gets an ``event`` line with it, too.
     """
     if isinstance(data, bytes):
         return data

@@ -1,4 +1,4 @@
-"""/v1/responses: replies that a later request goes on from by their id, and their events."""
+"""/v1/responses: stored replies that a later request continues by their id."""
 
 from __future__ import annotations
 
@@ -20,27 +20,27 @@ from mmkv.server.chat import ChatCall, take_resume
 from mmkv.server.engine_thread import Delta, Done
 from mmkv.server.errors import ApiError, api_error
 from mmkv.server.guard import BodyRoute
-from mmkv.server.reply import Answer, Rows, event_line, rendered
+from mmkv.server.reply import LogprobRows, ReplyResponse, event_line, rendered
 from mmkv.server.responses_schema import (
     ResponseRequest,
     chat_request,
     input_items,
-    named_as_asked,
+    with_own_field_names,
 )
-from mmkv.server.state import Asking, Caller, Room, Turn, release
+from mmkv.server.state import Caller, CurrentCaller, ServerState, TurnMemory, release
 
 if TYPE_CHECKING:
     from mmkv.sampling import Settled
+    from mmkv.server.conversations import ConversationState
     from mmkv.server.job import Usage
-    from mmkv.server.kept import Kept
     from mmkv.server.writer import Spelled
 
 
-class Shape:
-    """One response as it grows.
+class ResponseBuilder:
+    """Builds a response and its events while the reply grows.
 
     Args:
-        name: its id; stored: whether it can be gone on from.
+        name: its id; stored: whether later requests can continue it.
         instructions: those that stand in the conversation.
         logprobs: whether the tokens' log probabilities are shown.
         sampling: how its tokens are drawn.
@@ -60,7 +60,7 @@ class Shape:
     ) -> None:
         self.name, self.item = name, "msg_" + name.removeprefix("resp_")
         self.text = ""
-        self.rows = Rows() if logprobs else None
+        self.rows = LogprobRows() if logprobs else None
         self._asked, self._stored, self._instructions = asked, stored, instructions
         self._sampling = sampling
         self._created, self._number = int(time.time()), 0
@@ -97,7 +97,7 @@ class Shape:
     def closing(self, reason: str, usage: Usage) -> Iterator[dict[str, Any]]:
         """Yield the events after the last piece.
 
-        Each is made when it is wanted: log probabilities take much memory, and a client time.
+        Each is made when the client is ready for it: log probabilities take much memory.
         """
         yield self._at("response.output_text.done", text=self.text, logprobs=self.rows or [])
         yield self._at("response.content_part.done", part=self._part())
@@ -111,10 +111,10 @@ class Shape:
     def failed(self, error: ApiError) -> dict[str, Any]:
         """Return the last event of a response that broke off."""
         code = "invalid_prompt" if error.status < 500 else "server_error"  # of OpenAI's list
-        told = {"code": code, "message": str(error)}
+        reported = {"code": code, "message": str(error)}
         output = [self._message("incomplete")]
         return self._event(
-            "response.failed", response=self._response("failed", output) | {"error": told}
+            "response.failed", response=self._response("failed", output) | {"error": reported}
         )
 
     def _event(self, kind: str, **fields: Any) -> dict[str, Any]:
@@ -222,8 +222,8 @@ def page_of(items: list[dict[str, Any]], limit: int, after: str | None) -> dict[
 
 
 @dataclass
-class Stored:
-    """A response that can be gone on from.
+class StoredResponse:
+    """A response that later requests can continue.
 
     Attributes:
         shown: as the API shows it; items: its input; both as JSON, whose length is what they take.
@@ -232,28 +232,28 @@ class Stored:
     """
 
     tenant: str
-    kept: Kept
+    conversation: ConversationState
     shown: bytes
     items: bytes
     instructions: str | None
     size: int = 0
 
 
-class Responses:
+class ResponseTable:
     """The stored responses of a server, within a limit of bytes; in the event loop.
 
-    Those used longest ago go first.
+    The least recently used are deleted first.
     """
 
-    def __init__(self, room: Room) -> None:
-        self._room = room
-        self._stored: OrderedDict[str, Stored] = OrderedDict()
+    def __init__(self, state: ServerState) -> None:
+        self._state = state
+        self._stored: OrderedDict[str, StoredResponse] = OrderedDict()
         self._bytes = 0
 
-    def find(self, name: str, caller: Caller) -> Stored:
-        """Return a response, which counts as used. Raises ApiError (404), also for another's."""
+    def find(self, name: str, caller: Caller) -> StoredResponse:
+        """Return a response and count it as used. Raises ApiError (404): none of the caller's."""
         stored = self._stored.get(name)
-        if stored is not None and stored.kept.lost:
+        if stored is not None and stored.conversation.lost:
             self.delete(name)
             stored = None
         if stored is None or stored.tenant != caller.tenant:
@@ -266,29 +266,29 @@ class Responses:
         self._stored.move_to_end(name)
         return stored
 
-    def keep(self, name: str, stored: Stored) -> None:
-        """Store a response; others make way for it."""
-        stored.kept.expendable = True
-        stored.size = stored.kept.bytes + len(stored.shown) + len(stored.items)
+    def keep(self, name: str, stored: StoredResponse) -> None:
+        """Store a response; the least recently used ones are deleted for it."""
+        stored.conversation.expendable = True
+        stored.size = stored.conversation.bytes + len(stored.shown) + len(stored.items)
         self._stored[name] = stored
         self._bytes += stored.size
-        while self._bytes > self._room.settings.store_bytes and self._stored:
+        while self._bytes > self._state.settings.store_bytes and self._stored:
             self.delete(next(iter(self._stored)))
 
     def delete(self, name: str) -> None:
-        """Let a response go."""
+        """Delete a response."""
         stored = self._stored.pop(name)
         self._bytes -= stored.size
-        release(self._room, stored.kept)
+        release(self._state, stored.conversation)
 
 
 class ResponseCall:
     """One request for a response. Raises ApiError: what can be said before the engine is asked."""
 
     def __init__(
-        self, room: Room, responses: Responses, asked: ResponseRequest, caller: Caller
+        self, state: ServerState, responses: ResponseTable, asked: ResponseRequest, caller: Caller
     ) -> None:
-        self._room, self._responses, self._asked, self._caller = room, responses, asked, caller
+        self._state, self._responses, self._asked, self._caller = state, responses, asked, caller
         self._store = asked.store is not False
         name, before = f"resp_{secrets.token_hex(16)}", None
         if asked.previous_response_id is not None:
@@ -302,14 +302,14 @@ class ResponseCall:
         if before is not None:
             asked = asked.model_copy(update={"instructions": None})
         request = chat_request(asked)
-        kept = None if before is None else before.kept
+        conversation = None if before is None else before.conversation
         self._instructed = bool(asked.instructions)
         with self._own_names():
-            self._call = ChatCall(room, request, caller, kept, self._store)
+            self._call = ChatCall(state, request, caller, conversation, self._store)
             self._call.require_few_scored()
         self._call.keeps_body = True  # what was sent is stored, too
         self._name = name
-        self._shape = Shape(
+        self._builder = ResponseBuilder(
             name,
             self._asked,
             self._store,
@@ -320,11 +320,11 @@ class ResponseCall:
 
     @contextlib.contextmanager
     def _own_names(self) -> Iterator[None]:
-        """Have errors name the fields of this API, and not those of the chat request."""
+        """Make errors name the fields of this API in place of the chat request's."""
         try:
             yield
         except (ApiError, MmkvError) as error:
-            raise named_as_asked(api_error(error), self._instructed) from error
+            raise with_own_field_names(api_error(error), self._instructed) from error
 
     async def _events(self) -> AsyncGenerator[Delta | Done]:
         with self._own_names():
@@ -334,63 +334,63 @@ class ResponseCall:
 
     async def whole(self) -> dict[str, Any]:
         """Return the response."""
-        shape, reason = self._shape, ""
-        async with Turn(self._room, self._call) as turn:
+        builder, reason = self._builder, ""
+        async with TurnMemory(self._state, self._call.work) as turn:
             async for event in self._events():
                 if isinstance(event, Delta):
-                    shape.add(event.text, event.spelled)
+                    builder.add(event.text, event.spelled)
                     reason = event.finish_reason or reason
                     continue
-                made = shape.whole(reason, event.usage)
+                made = builder.whole(reason, event.usage)
                 self._keep(turn, made)
                 return made
         raise AssertionError("a request ends with Done or an error")
 
     async def stream(self) -> AsyncGenerator[dict[str, Any] | str | bytes]:
         """Yield the events of a stream."""
-        shape, reason, begun = self._shape, "", False
+        builder, reason, begun = self._builder, "", False
         async with (
-            Turn(self._room, self._call) as turn,
+            TurnMemory(self._state, self._call.work) as turn,
             contextlib.aclosing(self._events()) as events,
         ):
             try:
                 async for event in events:
                     if not begun:
                         begun = True
-                        for opening in shape.opening():
+                        for opening in builder.opening():
                             yield opening
                     if isinstance(event, Delta):
-                        shape.add(event.text, event.spelled)
+                        builder.add(event.text, event.spelled)
                         reason = event.finish_reason or reason
                         if event.text or event.spelled:
-                            yield shape.piece(event.text, event.spelled)
+                            yield builder.piece(event.text, event.spelled)
                         continue
                     if self._store:
-                        self._keep(turn, shape.whole(reason, event.usage))
-                    for line in map(event_line, shape.closing(reason, event.usage)):
+                        self._keep(turn, builder.whole(reason, event.usage))
+                    for line in map(event_line, builder.closing(reason, event.usage)):
                         yield line
             except (asyncio.CancelledError, *STOPS):
                 raise
             except BaseException as error:
                 if not begun:
                     raise
-                yield shape.failed(api_error(error))
+                yield builder.failed(api_error(error))
             yield "[DONE]"
 
-    def _keep(self, turn: Turn, made: dict[str, Any]) -> None:
+    def _keep(self, turn: TurnMemory, made: dict[str, Any]) -> None:
         if not self._store:
             return
         items = rendered(input_items(self._asked, self._name))
-        stored = Stored(
+        stored = StoredResponse(
             self._caller.tenant, turn.claim(), rendered(made), items, self._instructions
         )
         self._responses.keep(self._name, stored)
 
 
-def _instructions(asked: ResponseRequest, before: Stored | None) -> str | None:
+def _instructions(asked: ResponseRequest, before: StoredResponse | None) -> str | None:
     """Return the instructions that the conversation has.
 
-    They stand at its beginning, and what a memory holds cannot be exchanged.
+    They are its first message, which a memory has read and cannot exchange.
     """
     if before is None:
         return asked.instructions
@@ -405,17 +405,17 @@ def _instructions(asked: ResponseRequest, before: Stored | None) -> str | None:
     return before.instructions
 
 
-def responses_router(room: Room) -> APIRouter:
-    """Return the routes; who asks has to be known by then."""
-    responses = Responses(room)
+def responses_router(state: ServerState) -> APIRouter:
+    """Return the routes; a :class:`~mmkv.server.guard.CheckKey` has to stand before them."""
+    responses = ResponseTable(state)
     router = APIRouter(prefix="/responses", tags=["responses"], route_class=BodyRoute)
 
     @router.post("", summary="Reply to a conversation, or go on with an earlier response")
-    async def create(body: ResponseRequest, who: Asking, request: Request) -> Response:
+    async def create(body: ResponseRequest, who: CurrentCaller, request: Request) -> Response:
         take_resume(request, body)
-        call = ResponseCall(room, responses, body, who)
+        call = ResponseCall(state, responses, body, who)
         work: Any = call.stream if body.stream else call.whole
-        return Answer(work, bool(body.stream), room.settings.keep_alive)
+        return ReplyResponse(work, bool(body.stream), state.settings.keep_alive)
 
     @router.post("/compact", include_in_schema=False)
     async def compact() -> Response:
@@ -427,13 +427,13 @@ def responses_router(room: Room) -> APIRouter:
         )
 
     @router.get("/{name}", summary="A stored response")
-    async def one(name: str, who: Asking) -> Response:
+    async def one(name: str, who: CurrentCaller) -> Response:
         return Response(responses.find(name, who).shown, media_type="application/json")
 
     @router.get("/{name}/input_items", summary="What a stored response replied to")
     async def items(
         name: str,
-        who: Asking,
+        who: CurrentCaller,
         limit: Annotated[int, Query(ge=1, le=100)] = 20,
         order: Literal["asc", "desc"] = "desc",
         after: str | None = None,
@@ -443,7 +443,7 @@ def responses_router(room: Room) -> APIRouter:
         return page_of(data if order == "asc" else data[::-1], limit, after)
 
     @router.delete("/{name}", summary="Let a stored response go")
-    async def delete(name: str, who: Asking) -> dict[str, Any]:
+    async def delete(name: str, who: CurrentCaller) -> dict[str, Any]:
         responses.find(name, who)
         responses.delete(name)
         return {"id": name, "object": "response", "deleted": True}

@@ -11,11 +11,11 @@ from mmkv.server.errors import ApiError
 from mmkv.server.schema import (
     MOST_MESSAGES,
     Body,
+    CacheHint,
     ChatMessage,
     ChatRequest,
     Count,
     Effort,
-    Hinted,
     ImagePart,
     ImageUrl,
     Metadata,
@@ -24,11 +24,11 @@ from mmkv.server.schema import (
     OtherPart,
     RefusalPart,
     Short,
-    Strict,
+    StrictModel,
     TextPart,
     TopK,
     VideoPart,
-    improper,
+    field_error,
     refuse_stream_options,
     unsupported,
 )
@@ -39,7 +39,7 @@ LOGPROBS = "message.output_text.logprobs"
 ENCRYPTED = "reasoning.encrypted_content"  # of which there is none
 
 
-class InputText(Hinted):
+class InputText(CacheHint):
     """A text of the user, or of an earlier reply."""
 
     type: Literal["input_text", "output_text", "text"]
@@ -48,7 +48,7 @@ class InputText(Hinted):
     logprobs: Any = None
 
 
-class InputImage(Hinted):
+class InputImage(CacheHint):
     """A picture. ``detail`` makes no difference: pictures are read at the model's size."""
 
     type: Literal["input_image"]
@@ -57,7 +57,7 @@ class InputImage(Hinted):
     file_id: str | None = None
 
 
-class InputVideo(Hinted):
+class InputVideo(CacheHint):
     """A video, as Open Responses has it."""
 
     type: Literal["input_video"]
@@ -67,7 +67,7 @@ class InputVideo(Hinted):
 InputPart = InputText | RefusalPart | InputImage | InputVideo | OtherPart
 
 
-class InputMessage(Strict):
+class InputMessage(StrictModel):
     """One message of the input."""
 
     type: Literal["message"] = "message"
@@ -89,7 +89,7 @@ class OtherItem(BaseModel):
 Summary = Literal["auto", "concise", "detailed"]
 
 
-class Reasoning(Strict):
+class Reasoning(StrictModel):
     """How a model reasons; of no consequence here, where none does apart from its reply."""
 
     effort: Effort | None = None
@@ -97,7 +97,7 @@ class Reasoning(Strict):
     generate_summary: Summary | None = None
 
 
-class TextOptions(Strict):
+class TextOptions(StrictModel):
     """How the text looks."""
 
     format: dict[str, Any] | None = None
@@ -200,7 +200,7 @@ def chat_request(asked: ResponseRequest) -> ChatRequest:
     )
 
 
-def named_as_asked(error: ApiError, instructions: bool) -> ApiError:
+def with_own_field_names(error: ApiError, instructions: bool) -> ApiError:
     """Return the error with the names of this API's fields, in place of a chat request's.
 
     Args:
@@ -236,7 +236,7 @@ def _format(text: TextOptions | None) -> dict[str, Any] | None:
 def _message(item: InputMessage | OtherItem, where: str) -> ChatMessage:
     if isinstance(item, OtherItem):
         if item.type == "message":
-            raise improper(InputMessage, item, where)
+            raise field_error(InputMessage, item, where)
         raise unsupported(where, f"items of type {item.type[:40]!r} are not supported")
     if isinstance(item.content, str):
         return ChatMessage(role=item.role, content=item.content)
@@ -266,7 +266,7 @@ def _part(part: InputPart, where: str) -> TextPart | RefusalPart | ImagePart | V
     if isinstance(part, RefusalPart):
         return part
     if part.type in _PARTS:
-        raise improper(_PARTS[part.type], part, where)
+        raise field_error(_PARTS[part.type], part, where)
     raise unsupported(
         where, f"a part of type {part.type[:40]!r} is not supported; use input_text or input_image"
     )

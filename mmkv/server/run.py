@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING
 
 from mmkv.engine.config import EngineConfig
 from mmkv.engine.errors import ModelError, plain
-from mmkv.server.settings import Settings
+from mmkv.server.settings import ServerSettings
 
 if TYPE_CHECKING:
     from mmkv.api import Engine
-    from mmkv.server.state import Room
+    from mmkv.server.state import ServerState
 
 PACKAGES = (
     "fastapi",
@@ -49,51 +49,49 @@ def require_packages() -> None:
 
 @contextlib.contextmanager
 def opened(
-    load: Callable[[], Engine], settings: Settings, lookahead: float = EngineConfig.lookahead
-) -> Iterator[Room]:
-    """Yield what the application works with; the engine's thread ends with it.
+    load: Callable[[], Engine], settings: ServerSettings, lookahead: float = EngineConfig.lookahead
+) -> Iterator[ServerState]:
+    """Yield the state of a server with a running engine thread, which ends with it.
 
     Args:
-        load: makes the engine, in the engine's thread.
+        load: makes the engine, in the engine thread.
         lookahead: what its policy is made with.
 
     Raises:
         MmkvError: it cannot be loaded, or has no room for a request.
     """
     import mmkv.server.app  # noqa: F401 (what it imports counts to what is resident)
-    from mmkv.server.engine_thread import Machine, Worker
+    from mmkv.server.engine_thread import EngineCore, EngineThread
     from mmkv.server.footprint import footprint
     from mmkv.server.media.resolver import MediaResolver
     from mmkv.server.metrics import Metrics
-    from mmkv.server.state import Room
+    from mmkv.server.state import ServerState
 
     metrics = Metrics()
-    worker = Worker(lambda: Machine(load(), settings, metrics, lookahead))
-    worker.start()
+    thread = EngineThread(lambda: EngineCore(load(), settings, metrics, lookahead))
+    thread.start()
     try:
-        facts = worker.facts()
+        facts = thread.facts()
         media = MediaResolver(
             folder=settings.media_folder,
             rules=facts.rules,
             picture_rules=facts.picture_rules,
             frame_rule=facts.frame_rule,
         )
-        machine = worker.machine
-        assert machine is not None
-        bound = worker.post(lambda: footprint(machine, settings)).result()
+        core = thread.core
+        assert core is not None
+        bound = thread.post(lambda: footprint(core, settings)).result()
         for part, count in bound.parts.items():
             metrics.process_limit.labels(part.replace(" ", "_")).set(count)
-        yield Room(settings, facts, worker, metrics, media, bound)
+        yield ServerState(settings, facts, thread, metrics, media, bound)
     finally:
-        worker.stop()
+        thread.stop()
 
 
 def serve(
     load: Callable[[], Engine],
-    settings: Settings,
+    settings: ServerSettings,
     lookahead: float,
-    host: str,
-    port: int,
     say: Callable[[str], None],
 ) -> None:
     """Serve until SIGINT or SIGTERM; replies under way are then brought to their end."""
@@ -105,23 +103,24 @@ def serve(
     log = logging.StreamHandler()
     log.setFormatter(PlainFormatter())
     logging.getLogger("mmkv").addHandler(log)
-    with opened(load, settings, lookahead) as room:
+    host, port = settings.host, settings.port
+    with opened(load, settings, lookahead) as state:
         gc.freeze()  # what is imported stays: looking through it again would stop all replies
         web = WebServer(
-            room,
-            make_app(room, allowed_hosts(host, bool(settings.api_keys), settings.hosts)),
+            state,
+            make_app(state, allowed_hosts(host, bool(settings.api_keys), settings.hosts)),
             host,
             port,
             log_level="warning",
             timeout_graceful_shutdown=round(settings.drain),
         )
-        facts = room.facts
+        facts = state.facts
         say(
             f"serving {settings.name} (policy {facts.policy}, budget {facts.bound}) "
             f"at http://{host}:{port}/v1"
         )
-        if room.footprint is not None:
-            say(room.footprint.describe())
+        if state.footprint is not None:
+            say(state.footprint.describe())
         # uvicorn passes the signal on when it is done; the program then ends by itself.
         signal.signal(signal.SIGTERM, lambda *_: None)
         web.run()

@@ -44,33 +44,33 @@ Short = Annotated[str, Field(max_length=512)]
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 
 
-class Strict(BaseModel):
+class StrictModel(BaseModel):
     """An object without fields beyond those that are named."""
 
     model_config = ConfigDict(extra="forbid")
 
 
-class Hinted(Strict):
-    """A part that may say what is to be cached; of no consequence here."""
+class CacheHint(StrictModel):
+    """A part that may carry a cache hint, which has no effect here."""
 
     cache_control: Any = None
 
 
-class TextPart(Hinted):
+class TextPart(CacheHint):
     """A text."""
 
     type: Literal["text"]
     text: str
 
 
-class RefusalPart(Hinted):
+class RefusalPart(CacheHint):
     """A refusal of an earlier reply; read as text."""
 
     type: Literal["refusal"]
     refusal: str
 
 
-class ImageUrl(Strict):
+class ImageUrl(StrictModel):
     """Where a picture is: data:, http(s):, or file: where the server allows it.
 
     Its other fields are :class:`mmkv.prompt.part_settings.MediaSettings`'.
@@ -84,14 +84,14 @@ class ImageUrl(Strict):
     detail: Literal["auto", "low", "high", "original"] | None = None
 
 
-class ImagePart(Hinted):
+class ImagePart(CacheHint):
     """A picture. ``detail`` makes no difference: pictures are read at the model's size."""
 
     type: Literal["image_url"]
     image_url: ImageUrl | str
 
 
-class VideoUrl(Strict):
+class VideoUrl(StrictModel):
     """Where a video is, which of its frames are taken, and their size; see ImageUrl."""
 
     url: str
@@ -109,7 +109,7 @@ class VideoUrl(Strict):
     resized_width: Count | None = None
 
 
-class VideoPart(Hinted):
+class VideoPart(CacheHint):
     """A video."""
 
     type: Literal["video_url"]
@@ -132,7 +132,7 @@ ContentPart = Annotated[
 Content = str | Annotated[list[ContentPart], Field(fail_fast=True)]
 
 
-class ChatMessage(Strict):
+class ChatMessage(StrictModel):
     """One message."""
 
     role: Literal["system", "developer", "user", "assistant", "tool", "function"]
@@ -147,14 +147,14 @@ class ChatMessage(Strict):
     reasoning_content: Any = None
 
 
-class StreamOptions(Strict):
+class StreamOptions(StrictModel):
     """Options of a stream."""
 
     include_usage: StrictBool | None = None
     include_obfuscation: StrictBool | None = None
 
 
-class MmkvOptions(Strict):
+class MmkvOptions(StrictModel):
     """What mmkv adds to OpenAI's requests.
 
     Attributes:
@@ -173,7 +173,7 @@ class MmkvOptions(Strict):
     lookahead: float | None = None
 
 
-class Body(Strict):
+class Body(StrictModel):
     """A whole request."""
 
     @model_validator(mode="before")
@@ -183,7 +183,7 @@ class Body(Strict):
         return given
 
 
-# With some chat templates, finding where each ends renders all before it, on the engine's thread.
+# With some chat templates, finding where each ends renders all before it, on the engine thread.
 MOST_MESSAGES = 512
 
 
@@ -364,7 +364,7 @@ _PARTS: dict[str, type[BaseModel]] = {
 }
 
 
-def improper(model: type[BaseModel], given: BaseModel, where: str) -> ApiError:
+def field_error(model: type[BaseModel], given: BaseModel, where: str) -> ApiError:
     """Return the error of a part that ``model`` does not take: it names the field."""
     try:
         model.model_validate(given.model_dump())
@@ -390,7 +390,7 @@ def _part(given: Any, where: str) -> Part:
     if isinstance(given, VideoPart):
         return _medium("video", given.video_url, ("url",))
     if given.type in _PARTS:
-        raise improper(_PARTS[given.type], given, where)
+        raise field_error(_PARTS[given.type], given, where)
     raise unsupported(
         where, f"a part of type {given.type[:40]!r} is not supported; use text or image_url"
     )
@@ -428,7 +428,7 @@ def parse_budget(given: float | str | None, param: str) -> Budget | None:
         raise ApiError(400, str(error), "invalid_value", param) from error
 
 
-class GenerationFields(Strict):
+class GenerationFields(StrictModel):
     """The fields of a generation config that a request can set here."""
 
     max_new_tokens: Count | None = None
@@ -473,7 +473,7 @@ def take_generation_config(request: ChatRequest, default: Settled) -> None:
             setattr(request, name, getattr(given, name))
 
 
-class LoadRequest(Strict):
+class LoadRequest(StrictModel):
     """A model that has to be there before a chat begins."""
 
     model: str

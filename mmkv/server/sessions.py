@@ -1,4 +1,7 @@
-"""A server's sessions: conversations whose memory stays until they are deleted; their files."""
+"""Sessions: conversations that stay until they are deleted, and their routes.
+
+/v1/sessions and /v1/saved_sessions.
+"""
 
 from __future__ import annotations
 
@@ -6,227 +9,91 @@ import asyncio
 import contextlib
 import dataclasses
 import itertools
-import os
 import re
 import secrets
-import stat
 import time
-from collections.abc import Iterator
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
-from filelock import FileLock
+from fastapi import APIRouter, Request, Response
+from pydantic import Field
 
 from mmkv.engine.budget import Budget
 from mmkv.engine.contents import MODALITIES
-from mmkv.engine.errors import SessionError
-from mmkv.server.chat import refuse_budget
+from mmkv.server.chat import ChatCall, refuse_budget, take_resume
 from mmkv.server.errors import ApiError
+from mmkv.server.guard import BodyRoute
 from mmkv.server.prompts import digest_of
-from mmkv.server.schema import parse_budget
-from mmkv.server.state import Caller, Room, hold, release
-from mmkv.server.store import Lasting, Note, NotWrittenError, told
+from mmkv.server.reply import ReplyResponse
+from mmkv.server.schema import Body, ChatRequest, Metadata, Number, parse_budget
+from mmkv.server.state import Caller, CurrentCaller, ServerState, TurnMemory, hold, release
+from mmkv.server.store import (
+    NAME,
+    NAMED,
+    SavedSessions,
+    SessionRecord,
+    SessionStore,
+    disk_errors,
+    no_such_file,
+    saved_already,
+    write_session,
+)
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from mmkv.server.kept import Kept
-    from mmkv.server.session_routes import NewSession, SavedName
-
-
-NAME = r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}"
-NAMED = "named by letters, digits, dots, dashes and underscores"
-_SUFFIX = ".mmkv"
-_SAVING = ".saving"  # of a folder in which a new name is taken
-
-
-@dataclass(frozen=True)
-class Saved:
-    """A session file: its name, size, and when it was written, in seconds since 1970."""
-
-    name: str
-    bytes: int
-    saved_at: int
-
-    def shown(self) -> dict[str, Any]:
-        """Return it as requests see it."""
-        return {
-            "id": self.name,
-            "object": "saved_session",
-            "bytes": self.bytes,
-            "saved_at": self.saved_at,
-        }
-
-
-class SessionFiles:
-    """Writes and reads memories, on the engine's thread; whoever asks waits in the event loop."""
-
-    def __init__(self, room: Room) -> None:
-        self._room = room
-
-    def path(self, name: str, caller: Caller) -> Path:
-        """Return where a saved session lies; callers with different keys have different folders.
-
-        Raises:
-            ApiError: 400, the name cannot be one, or this server has no folder.
-        """
-        folder = self._room.settings.session_folder
-        if folder is None:
-            raise ApiError(
-                400,
-                "this server saves no sessions; start it with --session-folder",
-                "no_session_folder",
-            )
-        if not re.fullmatch(NAME, name):
-            raise ApiError(
-                400,
-                f"a file is {NAMED}",
-                "invalid_value",
-                "name",
-            )
-        return folder / (caller.tenant[:32] or "public") / f"{name}{_SUFFIX}"
-
-    async def of(self, caller: Caller) -> list[Saved]:
-        """Return a caller's files, by name. Raises ApiError (400): this server has no folder."""
-        folder = self.path("any", caller).parent
-
-        def read() -> list[Saved]:
-            found = []
-            for path in sorted(folder.glob(f"*{_SUFFIX}")):
-                with contextlib.suppress(OSError):  # deleted meanwhile, a broken link
-                    about = path.stat()
-                    name = path.name.removesuffix(_SUFFIX)
-                    if stat.S_ISREG(about.st_mode) and re.fullmatch(NAME, name):
-                        found.append(Saved(name, about.st_size, int(about.st_mtime)))
-            return found
-
-        return await asyncio.to_thread(read)
-
-    async def delete(self, name: str, caller: Caller) -> None:
-        """Remove a file. Raises ApiError: there is none (404), the disk refuses it (507)."""
-        path = self.path(name, caller)
-
-        def remove() -> None:
-            try:
-                path.unlink()
-            except FileNotFoundError:
-                raise no_such_file(name, "name") from None
-            except OSError as error:
-                raise ApiError(
-                    507,
-                    f"the file cannot be removed: {error.strerror}; see to the disk of "
-                    "--session-folder",
-                    "cannot_remove",
-                ) from error
-
-        await asyncio.to_thread(remove)
-
-    async def write(self, kept: Kept, path: Path, over: bool = True) -> None:
-        """Write a session file.
-
-        Args:
-            over: whether one that is there may be replaced.
-
-        Raises:
-            NotWrittenError: the disk refuses it; ApiError: 409, there is one.
-        """
-
-        def write() -> None:
-            with told():
-                if over:
-                    kept.save(path)
-                else:
-                    _save_new(kept, path)
-
-        try:
-            await self._room.worker.call(write)
-        except SessionError as error:
-            # Where the files lie is no affair of who asks.
-            shown = str(error).replace(f"{path.parent}{os.sep}", "")
-            raise NotWrittenError(shown) from error
-
-    async def load(self, path: Path, name: str, tenant: str) -> Kept:
-        """Read a session file of a tenant.
-
-        Args:
-            name: of the file, for messages.
-
-        Raises:
-            SessionError: it cannot be read; CapacityError: there is no room now.
-        """
-        machine = self._room.worker.machine
-        assert machine is not None
-        shelf = machine.shelf
-        # What other settings or cuts it was made with is not known: it resumes nothing else.
-        root = digest_of([self._room.facts.root, secrets.token_hex(16)])
-        weight = self._room.weights.get(tenant, 1.0)
-        return await self._room.worker.call(lambda: shelf.load(path, name, root, weight))
-
-
-def _save_new(kept: Kept, path: Path) -> None:
-    """Write a session file where there is none; of two at once the second is refused."""
-    with FileLock(path.with_name(_SAVING)):  # among all servers with this folder
-        if path.exists():
-            raise saved_already(path.stem)
-        kept.save(path)
-
-
-def no_such_file(name: str, param: str) -> ApiError:
-    """Return the error of a request that names a file which is not there."""
-    message = f"there is no saved session {name}; save one first"
-    return ApiError(404, message, "file_not_found", param)
-
-
-def saved_already(name: str) -> ApiError:
-    """Return the error of a name that is taken, where the caller does not want it replaced."""
-    return ApiError(409, f"there is a file {name} already; set overwrite", "file_exists", "name")
+    from mmkv.server.conversations import ConversationState
 
 
 @dataclass
-class Record:
+class ServerSession:
     """One session.
 
     Attributes:
-        kept: its memory after the latest turn; None before the first, or while it lies in the
-            folder that servers share.
-        note: what that folder says of it; None without.
-        busy: whether a turn is under way; made_way: whether it was closed here for another one;
-            used: grows with each use; unbound: whether its budget binds nothing.
+        conversation: its state after the latest turn; None before the first, or while it lies in
+            the shared folder alone.
+        record: what the shared folder holds on it; None without such a folder.
+        busy: whether a turn is under way; closed_for_room: whether it was closed here so that
+            another could be opened; used: grows with each use; unbound: whether its budget binds
+            nothing.
     """
 
     id: str
     tenant: str
     budget: Budget
     metadata: dict[str, str]
-    kept: Kept | None = None
+    conversation: ConversationState | None = None
     busy: bool = False
     created: int = field(default_factory=lambda: int(time.time()))
     turns: int = 0
-    note: Note | None = None
-    made_way: bool = False
+    record: SessionRecord | None = None
+    closed_for_room: bool = False
     used: int = 0
     unbound: bool = False
 
     @property
-    def lies_in_the_folder(self) -> bool:
-        """Whether another server could go on from where it stands."""
-        note = self.note
-        return note is not None and bool(note.version and (self.kept is None or note.memory))
+    def on_disk(self) -> bool:
+        """Whether its latest state is in the shared folder."""
+        record = self.record
+        return record is not None and bool(
+            record.version and (self.conversation is None or record.memory)
+        )
 
     @property
     def messages(self) -> int:
         """Count the messages that it holds."""
-        if self.kept is not None:
-            return len(self.kept.facets.messages)
-        return 0 if self.note is None else self.note.messages
+        if self.conversation is not None:
+            return len(self.conversation.info.messages)
+        return 0 if self.record is None else self.record.messages
 
     @property
     def state(self) -> Literal["empty", "memory", "file"]:
         """Where its memory lies."""
-        if self.kept is None:
-            return "empty" if self.note is None or self.note.memory is None else "file"
-        return "memory" if self.kept.resident else "file"
+        if self.conversation is None:
+            return "empty" if self.record is None or self.record.memory is None else "file"
+        return "memory" if self.conversation.resident else "file"
 
     def shown(self) -> dict[str, Any]:
         """Return it as the API shows it."""
@@ -243,102 +110,112 @@ class Record:
         }
 
 
-class Sessions:
+class SessionTable:
     """The sessions of a server; all methods run in the event loop.
 
-    Where they last, a session's note decides: one that another server has changed is read anew.
+    With ``--keep-sessions`` the record in the shared folder decides: a session that another server
+    has changed is read again.
     """
 
-    def __init__(self, room: Room) -> None:
-        self._room, self._files = room, SessionFiles(room)
-        self._records: dict[tuple[str, str], Record] = {}
+    def __init__(self, state: ServerState) -> None:
+        self._state, self._saved = state, SavedSessions(state.settings.session_folder)
+        self._sessions: dict[tuple[str, str], ServerSession] = {}
         self._uses = itertools.count(1)
-        self._coming: list[Record | _Coming] = []  # what is read from files, by identity
-        folder = room.settings.session_folder
-        lasts = room.settings.lasting and folder is not None
-        self._lasting = Lasting(folder) if lasts and folder is not None else None
-        if self._lasting is not None:
-            self._lasting.sweep()
+        self._opening: list[ServerSession | _Opening] = []  # what is read from files, by identity
+        folder = state.settings.session_folder
+        lasts = state.settings.keep_sessions and folder is not None
+        self._store = SessionStore(folder) if lasts and folder is not None else None
+        if self._store is not None:
+            self._store.sweep()
 
-    async def of(self, caller: Caller) -> list[Record]:
+    async def of(self, caller: Caller) -> list[ServerSession]:
         """Return the sessions of a caller, oldest first."""
         tenant = caller.tenant
-        if self._lasting is not None:
-            lasting = self._lasting
-            notes = await asyncio.to_thread(lambda: list(lasting.notes(tenant)))
-            return [self._shown(tenant, note) for note in notes]
-        return [one for one in self._records.values() if one.tenant == tenant]
+        if self._store is not None:
+            store = self._store
+            records = await asyncio.to_thread(lambda: list(store.records(tenant)))
+            return [self._shown(tenant, record) for record in records]
+        return [one for one in self._sessions.values() if one.tenant == tenant]
 
-    async def find(self, name: str, caller: Caller, idle: bool = False) -> Record:
+    async def find(self, name: str, caller: Caller, idle: bool = False) -> ServerSession:
         """Return a session. Raises ApiError: 404, also for another's; 409 if it has to be idle."""
-        if self._lasting is not None and re.fullmatch(NAME, name):
-            note = await asyncio.to_thread(self._lasting.note, caller.tenant, name)
-            self._take_note(caller.tenant, name, note)
-        record = self._records.get((caller.tenant, name))
-        if record is None:
+        if self._store is not None and re.fullmatch(NAME, name):
+            record = await asyncio.to_thread(self._store.record, caller.tenant, name)
+            self._apply_record(caller.tenant, name, record)
+        session = self._sessions.get((caller.tenant, name))
+        if session is None:
             raise _gone(name)
-        record.used = next(self._uses)
+        session.used = next(self._uses)
         if idle:
-            self.require_idle(record)
-        return record
+            self.require_idle(session)
+        return session
 
-    def require_idle(self, record: Record) -> None:
+    def require_idle(self, session: ServerSession) -> None:
         """Raise ApiError: a turn is under way, or the session is gone."""
-        if self._records.get((record.tenant, record.id)) is not record:
-            if record.made_way:
+        if self._sessions.get((session.tenant, session.id)) is not session:
+            if session.closed_for_room:
                 raise ApiError(409, "the session made way for others; send it again", "conflict")
-            raise _gone(record.id)
-        if record.busy:
+            raise _gone(session.id)
+        if session.busy:
             raise ApiError(
                 409, "a turn of the session is under way; wait for it or end it", "session_busy"
             )
 
-    async def memory_of(self, record: Record) -> Kept | None:
-        """Return a session's memory, from the shared folder if it lies there alone."""
-        note, lasting = record.note, self._lasting
-        gone = record.kept is not None and record.kept.lost and record.lies_in_the_folder
-        if gone and not record.busy:  # the idle memory was removed, its session file was not
-            assert record.kept is not None
-            release(self._room, record.kept)
-            record.kept = None
-        if record.kept is not None or lasting is None or note is None or not note.version:
-            return record.kept
-        self._require_room(record.tenant, record)
-        if note.memory:
-            path = lasting.memory(record.tenant, note)
-            with self._coming_in(record):
-                kept = await self._files.load(path, record.id, record.tenant)
-            if self._records.get((record.tenant, record.id)) is not record:
-                release(self._room, kept)
-                raise _gone(record.id)
-            if record.kept is None and record.note is note:
-                record.kept = kept
+    async def load_memory(self, session: ServerSession) -> ConversationState | None:
+        """Return a session's conversation; it is read from the shared folder if need be."""
+        record, store = session.record, self._store
+        gone = session.conversation is not None and session.conversation.lost and session.on_disk
+        if gone and not session.busy:  # the idle memory was removed, its session file was not
+            assert session.conversation is not None
+            release(self._state, session.conversation)
+            session.conversation = None
+        if (
+            session.conversation is not None
+            or store is None
+            or record is None
+            or not record.version
+        ):
+            return session.conversation
+        self._require_place(session.tenant, session)
+        if record.memory:
+            path = store.memory(session.tenant, record)
+            with self._being_opened(session):
+                conversation = await self._load(path, session.id, session.tenant)
+            if self._sessions.get((session.tenant, session.id)) is not session:
+                release(self._state, conversation)
+                raise _gone(session.id)
+            if session.conversation is None and session.record is record:
+                session.conversation = conversation
             else:  # another request was faster
-                release(self._room, kept)
-        return record.kept
+                release(self._state, conversation)
+        return session.conversation
 
-    async def stands(self, record: Record, kept: Kept, turns: int) -> None:
-        """Write down that a session stands at another memory, where sessions last.
+    async def commit_turn(
+        self, session: ServerSession, conversation: ConversationState, turns: int
+    ) -> None:
+        """Write a session's new state to the shared folder, where there is one.
 
         Raises:
             SessionError: another server was faster; NotWrittenError: it cannot be written. The
-                session stands where it stood.
+                session stays as it was.
         """
-        lasting = self._lasting
-        if lasting is None or record.note is None:
+        store = self._store
+        if store is None or session.record is None:
             return
-        path = lasting.new_memory(record.tenant, record.id)
-        note = dataclasses.replace(
-            record.note, memory=path.name, messages=len(kept.facets.messages), turns=turns
+        path = store.new_memory(session.tenant, session.id)
+        record = dataclasses.replace(
+            session.record, memory=path.name, messages=len(conversation.info.messages), turns=turns
         )
-        await self._files.write(kept, path)
+        await self._write(conversation, path)
         try:
-            record.note = await asyncio.to_thread(lasting.commit, record.tenant, note)
-        except Exception:  # no cancellation: the thread may still put the note in its place
+            session.record = await asyncio.to_thread(store.commit, session.tenant, record)
+        except Exception:  # no cancellation: the thread may still write the record
             path.unlink(missing_ok=True)
             raise
 
-    async def create(self, asked: NewSession, caller: Caller, name: str | None = None) -> Record:
+    async def create(
+        self, asked: NewSession, caller: Caller, name: str | None = None
+    ) -> ServerSession:
         """Open a session, empty or from a saved one.
 
         Args:
@@ -346,68 +223,79 @@ class Sessions:
         """
         if name is not None:
             await self._require_new(name, caller)
-        budget = parse_budget(asked.budget, "budget") or self._room.facts.budget
-        refuse_budget(self._room.facts, asked.budget is not None, "budget")
+        budget = parse_budget(asked.budget, "budget") or self._state.facts.budget
+        refuse_budget(self._state.facts, asked.budget is not None, "budget")
         if asked.file is None:
-            self._require_room(caller.tenant)
+            self._require_place(caller.tenant)
             return await self._add(caller.tenant, budget, asked.metadata, name)
         if asked.budget is not None:
             raise ApiError(400, "a saved session has its own budget", "invalid_value", "budget")
-        path = self._files.path(asked.file, caller)
+        path = self._saved.path(asked.file, caller.tenant)
         if not await asyncio.to_thread(path.is_file):  # nobody makes way for it
             raise no_such_file(asked.file, "file")
-        self._require_room(caller.tenant)
-        with self._coming_in(_Coming(caller.tenant)):
-            kept = await self._files.load(path, asked.file, caller.tenant)
-        return await self._add(caller.tenant, kept.budget, asked.metadata, name, kept)
-
-    async def fork(self, record: Record) -> Record:
-        """Open another session that goes on from where this one stands."""
-        kept = await self.memory_of(record)
-        if kept is not None:
-            hold(self._room, kept)  # whatever makes way for the fork
-        try:
-            self._require_room(record.tenant)
-        except ApiError:
-            if kept is not None:
-                release(self._room, kept)
-            raise
+        self._require_place(caller.tenant)
+        with self._being_opened(_Opening(caller.tenant)):
+            conversation = await self._load(path, asked.file, caller.tenant)
         return await self._add(
-            record.tenant, record.budget, dict(record.metadata), None, kept, record.turns
+            caller.tenant, conversation.budget, asked.metadata, name, conversation
         )
 
-    async def save(self, record: Record, asked: SavedName, caller: Caller) -> None:
+    async def fork(self, session: ServerSession) -> ServerSession:
+        """Open another session that goes on from the same state."""
+        conversation = await self.load_memory(session)
+        if conversation is not None:
+            hold(self._state, conversation)  # whatever makes way for the fork
+        try:
+            self._require_place(session.tenant)
+        except ApiError:
+            if conversation is not None:
+                release(self._state, conversation)
+            raise
+        return await self._add(
+            session.tenant,
+            session.budget,
+            dict(session.metadata),
+            None,
+            conversation,
+            session.turns,
+        )
+
+    async def save(self, session: ServerSession, asked: SavedName, caller: Caller) -> None:
         """Write a session to a file of the server's folder."""
-        kept, path = await self.memory_of(record), self._files.path(asked.name, caller)
-        if kept is None:
+        conversation, path = (
+            await self.load_memory(session),
+            self._saved.path(asked.name, caller.tenant),
+        )
+        if conversation is None:
             raise ApiError(400, "the session is empty; save it after a turn", "invalid_value")
         if path.exists() and not asked.overwrite:
             raise saved_already(asked.name)
-        with told():
+        with disk_errors():
             path.parent.mkdir(parents=True, exist_ok=True)
-        await self._files.write(kept, path, asked.overwrite)
+        await self._write(conversation, path, asked.overwrite)
 
-    async def delete(self, record: Record) -> None:
+    async def delete(self, session: ServerSession) -> None:
         """Close a session; its saved files stay."""
-        self._forget(record)
-        if self._lasting is not None:
-            await asyncio.to_thread(self._lasting.delete, record.tenant, record.id)
+        self._close(session)
+        if self._store is not None:
+            await asyncio.to_thread(self._store.delete, session.tenant, session.id)
 
-    async def memory(self, record: Record) -> dict[str, Any]:
+    async def memory(self, session: ServerSession) -> dict[str, Any]:
         """Return what a session remembers, and what that takes."""
-        kept = await self.memory_of(record)
-        shown = {"id": record.id, "object": "session.memory", "state": record.state}
-        if kept is None:
+        conversation = await self.load_memory(session)
+        shown = {"id": session.id, "object": "session.memory", "state": session.state}
+        if conversation is None:
             return shown
-        if self._room.facts.shared:
-            await self._room.worker.call(kept.look)
-        facets = kept.facets
+        if self._state.facts.shared:
+            await self._state.engine_thread.call(conversation.refresh)
+        info = conversation.info
+        assert info.memory is not None
         return (
             shown
-            | dataclasses.asdict(facets.memory)
+            | dataclasses.asdict(info.memory)
             | {
-                "seen_by_modality": dict(zip(MODALITIES, facets.seen, strict=True)),
-                "bytes": kept.bytes,
+                "seen_by_modality": dict(zip(MODALITIES, info.seen, strict=True)),
+                "bytes": conversation.bytes,
             }
         )
 
@@ -417,63 +305,82 @@ class Sessions:
         budget: Budget,
         metadata: dict[str, str],
         name: str | None = None,
-        kept: Kept | None = None,
+        conversation: ConversationState | None = None,
         turns: int = 0,
-    ) -> Record:
-        """Register a session, which takes over ``kept``."""
+    ) -> ServerSession:
+        """Register a session, which takes over ``conversation``."""
         name = name or f"sess_{secrets.token_hex(12)}"
-        if (tenant, name) in self._records:  # since it was looked for
-            if kept is not None:
-                release(self._room, kept)
+        if (tenant, name) in self._sessions:  # since it was looked for
+            if conversation is not None:
+                release(self._state, conversation)
             raise _exists(name)
-        made = Record(name, tenant, budget, metadata, kept, turns=turns)
-        made.unbound = self._room.facts.unbound
-        self._records[tenant, name] = made
-        if self._lasting is None:
+        made = ServerSession(name, tenant, budget, metadata, conversation, turns=turns)
+        made.unbound = self._state.facts.unbound
+        self._sessions[tenant, name] = made
+        if self._store is None:
             return made
-        made.note = Note(name, made.created, (budget.kind, budget.value), metadata)
+        made.record = SessionRecord(name, made.created, (budget.kind, budget.value), metadata)
         try:
-            if kept is None:
-                made.note = await asyncio.to_thread(self._lasting.commit, tenant, made.note)
+            if conversation is None:
+                made.record = await asyncio.to_thread(self._store.commit, tenant, made.record)
             else:
-                await self.stands(made, kept, turns)
+                await self.commit_turn(made, conversation, turns)
         except BaseException:
-            self._forget(made)
+            self._close(made)
             raise
         return made
 
-    def _forget(self, record: Record) -> None:
-        """Close a session here, unless that was done."""
-        if self._records.get((record.tenant, record.id)) is not record:
-            return
-        del self._records[record.tenant, record.id]
-        if record.kept is not None:
-            kept, record.kept = record.kept, None
-            release(self._room, kept)
+    async def _write(self, conversation: ConversationState, path: Path, over: bool = True) -> None:
+        """Have the engine thread write a session file; see :func:`write_session`."""
+        await self._state.engine_thread.call(lambda: write_session(conversation.save, path, over))
 
-    def _take_note(self, tenant: str, name: str, note: Note | None) -> None:
-        """Follow what the shared folder says of a session; one that is busy decides at its end."""
-        record = self._records.get((tenant, name))
-        if record is not None and (record.busy or record.note == note):
+    async def _load(self, path: Path, name: str, tenant: str) -> ConversationState:
+        """Have the engine thread read a session file of a tenant.
+
+        Args:
+            name: of the file, for messages.
+
+        Raises:
+            SessionError: it cannot be read; CapacityError: there is no room now.
+        """
+        thread = self._state.engine_thread
+        # What other settings or cuts it was made with is not known: it resumes nothing else.
+        base_key = digest_of([self._state.facts.base_key, secrets.token_hex(16)])
+        weight = self._state.weights.get(tenant, 1.0)
+        return await thread.call(lambda: thread.conversations.load(path, name, base_key, weight))
+
+    def _close(self, session: ServerSession) -> None:
+        """Close a session on this server, if it is open."""
+        if self._sessions.get((session.tenant, session.id)) is not session:
             return
-        if record is not None and (record.note is None or record.note.version):
-            self._forget(record)
-        elif record is not None:
+        del self._sessions[session.tenant, session.id]
+        if session.conversation is not None:
+            conversation, session.conversation = session.conversation, None
+            release(self._state, conversation)
+
+    def _apply_record(self, tenant: str, name: str, record: SessionRecord | None) -> None:
+        """Follow the record in the shared folder; a busy session compares it when its turn ends."""
+        session = self._sessions.get((tenant, name))
+        if session is not None and (session.busy or session.record == record):
+            return
+        if session is not None and (session.record is None or session.record.version):
+            self._close(session)
+        elif session is not None:
             return  # it is being written for the first time
-        if note is not None:
-            self._records[tenant, name] = self._of_note(tenant, note)
+        if record is not None:
+            self._sessions[tenant, name] = self._from_record(tenant, record)
 
-    def _shown(self, tenant: str, note: Note) -> Record:
-        """Return a session as it stands, here or in the folder; one that is not open stays so."""
-        record = self._records.get((tenant, note.id))
-        current = record is not None and (record.busy or record.note == note)
-        return record if record is not None and current else self._of_note(tenant, note)
+    def _shown(self, tenant: str, record: SessionRecord) -> ServerSession:
+        """Return a session for a list, open or from its record; it is not opened."""
+        session = self._sessions.get((tenant, record.id))
+        current = session is not None and (session.busy or session.record == record)
+        return session if session is not None and current else self._from_record(tenant, record)
 
-    def _of_note(self, tenant: str, note: Note) -> Record:
-        facts = self._room.facts
-        budget = facts.budget if facts.shared else Budget(*note.budget)  # type: ignore[arg-type]
-        made = Record(note.id, tenant, budget, note.metadata, created=note.created)
-        made.note, made.turns, made.unbound = note, note.turns, facts.unbound
+    def _from_record(self, tenant: str, record: SessionRecord) -> ServerSession:
+        facts = self._state.facts
+        budget = facts.budget if facts.shared else Budget(*record.budget)  # type: ignore[arg-type]
+        made = ServerSession(record.id, tenant, budget, record.metadata, created=record.created)
+        made.record, made.turns, made.unbound = record, record.turns, facts.unbound
         return made
 
     async def _require_new(self, name: str, caller: Caller) -> None:
@@ -486,39 +393,37 @@ class Sessions:
             return
         raise _exists(name)
 
-    def _require_room(self, tenant: str, besides: Record | None = None) -> None:
-        """Make sure that a key may have one more session open, beside all but one.
-
-        Each key has an equal share.
+    def _require_place(self, tenant: str, besides: ServerSession | None = None) -> None:
+        """Make room for one more open session of a key; each key has an equal share.
 
         Raises:
-            ApiError: 503, it has its share, or as many are open as may.
+            ApiError: 503, the key has its share open, or the server its limit.
         """
-        most, keys = self._room.settings.max_sessions, len(set(self._room.settings.api_keys))
+        most, keys = self._state.settings.max_sessions, len(set(self._state.settings.api_keys))
         if keys > 1:
             share = max(most // keys, min(most, 1))
-            self._make_way(share, f"{share} sessions of your key are", besides, tenant)
-        self._make_way(most, f"{most} sessions are", besides)
+            self._close_idle(share, f"{share} sessions of your key are", besides, tenant)
+        self._close_idle(most, f"{most} sessions are", besides)
 
-    def _make_way(
-        self, most: int, open_are: str, besides: Record | None, tenant: str | None = None
+    def _close_idle(
+        self, most: int, open_are: str, besides: ServerSession | None, tenant: str | None = None
     ) -> None:
-        """Let one more session be open, of one key's or of all. Raises ApiError.
+        """Close idle sessions until one more may be open, of one tenant or of all. Raises ApiError.
 
-        Where they last, one that is idle need not be: it lies in the folder. That used longest ago
-        goes first. What lies there alone is not open here, however many know of it.
+        Only those that are in the shared folder can be closed, the least recently used first.
+        Those that lie in the folder alone do not count as open.
         """
         opened = [
             one
-            for one in self._records.values()
+            for one in self._sessions.values()
             if one is not besides
             and tenant in (None, one.tenant)
-            and (one.kept is not None or one.turns == 0)
+            and (one.conversation is not None or one.turns == 0)
         ]
-        movable = [one for one in opened if one.lies_in_the_folder and not one.busy]
+        movable = [one for one in opened if one.on_disk and not one.busy]
         movable.sort(key=lambda one: one.used)
         coming = {
-            id(one) for one in self._coming if one is not besides and tenant in (None, one.tenant)
+            id(one) for one in self._opening if one is not besides and tenant in (None, one.tenant)
         }
         short = len(coming.union(map(id, opened))) + 1 - most
         if short > len(movable):
@@ -526,22 +431,22 @@ class Sessions:
                 503, f"{open_are} open, as many as this server keeps", "too_many_sessions"
             )
         for one in movable[: max(short, 0)]:
-            one.made_way = True
-            self._forget(one)
+            one.closed_for_room = True
+            self._close(one)
 
     @contextmanager
-    def _coming_in(self, one: Record | _Coming) -> Iterator[None]:
-        """Count a session that is read from its file among those that are open."""
-        self._coming.append(one)
+    def _being_opened(self, one: ServerSession | _Opening) -> Iterator[None]:
+        """Count a session as open while it is being read from its file."""
+        self._opening.append(one)
         try:
             yield
         finally:
-            self._coming = [other for other in self._coming if other is not one]
+            self._opening = [other for other in self._opening if other is not one]
 
 
 @dataclasses.dataclass(eq=False)
-class _Coming:
-    """A saved session that is read for a key."""
+class _Opening:
+    """A saved session that is being read for a tenant."""
 
     tenant: str
 
@@ -552,3 +457,180 @@ def _gone(name: str) -> ApiError:
 
 def _exists(name: str) -> ApiError:
     return ApiError(409, f"there is a session {name!r} already", "session_exists")
+
+
+class SessionTurn:
+    """One turn of a session: a chat completion that sends only the new messages."""
+
+    def __init__(
+        self,
+        state: ServerState,
+        sessions: SessionTable,
+        session: ServerSession,
+        request: ChatRequest,
+        caller: Caller,
+    ) -> None:
+        own = request.mmkv
+        if own is not None and (own.budget is not None or own.resume is not None):
+            raise ApiError(
+                400,
+                "a session has its budget and goes on from itself; leave out mmkv.budget, "
+                "mmkv.resume and X-Mmkv-Resume",
+                "invalid_value",
+                "mmkv",
+            )
+        if (request.n or 1) != 1:
+            raise ApiError(400, "a turn of a session has one reply", "invalid_value", "n")
+        self._state, self._sessions, self._session = state, sessions, session
+        self._call = ChatCall(state, request, caller, session.conversation, True, session.budget)
+
+    async def whole(self) -> dict[str, Any]:
+        """Return the answer."""
+        async with self._begun() as turn:
+            answer = await self._call.whole()
+            await self._commit_turn(turn)
+            # Who reads this may send the next turn.
+            return answer | {"session": self._session.shown() | {"busy": False}}
+
+    async def stream(self) -> AsyncGenerator[dict[str, Any] | str]:
+        """Yield the events of a stream."""
+        async with self._begun() as turn, contextlib.aclosing(self._call.stream()) as events:
+            committed = False
+            async for event in events:
+                if self._call.done and not committed:
+                    await self._commit_turn(turn)
+                    committed = True
+                yield event
+
+    @contextlib.asynccontextmanager
+    async def _begun(self) -> AsyncIterator[TurnMemory]:
+        session = self._session
+        self._sessions.require_idle(session)  # others may have come first
+        if session.conversation is not self._call.work.start:
+            raise ApiError(409, "the session went on meanwhile; send the turn again", "conflict")
+        session.busy = True
+        try:
+            async with TurnMemory(self._state, self._call.work) as turn:
+                yield turn
+        finally:
+            session.busy = False
+
+    async def _commit_turn(self, turn: TurnMemory) -> None:
+        """Move the session to its state after this turn, even if the client leaves now."""
+        standing = asyncio.ensure_future(self._replace_memory(turn))
+        try:
+            await asyncio.shield(standing)
+        except asyncio.CancelledError:
+            while not standing.done():
+                with contextlib.suppress(asyncio.CancelledError):
+                    await asyncio.wait({standing})
+            if not standing.cancelled():
+                standing.exception()  # nobody is left to be told
+            raise
+
+    async def _replace_memory(self, turn: TurnMemory) -> None:
+        session, before, conversation = (
+            self._session,
+            self._session.conversation,
+            self._call.work.result,
+        )
+        assert conversation is not None
+        await self._sessions.commit_turn(session, conversation, session.turns + 1)
+        session.conversation = turn.claim()
+        session.turns += 1
+        if before is not None:
+            release(self._state, before)
+
+
+class NewSession(Body):
+    """What a session is made with.
+
+    Attributes:
+        budget: entries per row (256), or text such as ``"64MiB"``; the server's by default.
+        file: name of a saved session to go on from.
+    """
+
+    budget: Number | str | None = None
+    file: str | None = None
+    metadata: Metadata = Field(default_factory=dict)
+
+
+class SavedName(Body):
+    """Where a session is saved, by a name in the server's own folder."""
+
+    name: str
+    overwrite: bool = False
+
+
+def sessions_router(state: ServerState) -> APIRouter:
+    """Return the routes; a :class:`~mmkv.server.guard.CheckKey` has to stand before them."""
+    sessions = SessionTable(state)
+    router = APIRouter(prefix="/sessions", tags=["sessions"], route_class=BodyRoute)
+
+    @router.post("", summary="Open a session, empty or from a saved one")
+    async def create(asked: NewSession, who: CurrentCaller, request: Request) -> dict[str, Any]:
+        """Open a session; ``X-Session-Id`` names it."""
+        name = request.headers.get("x-session-id")
+        return (await sessions.create(asked, who, name)).shown()
+
+    @router.get("", summary="The caller's sessions")
+    async def listed(who: CurrentCaller) -> dict[str, Any]:
+        return {"object": "list", "data": [one.shown() for one in await sessions.of(who)]}
+
+    @router.get("/{name}", summary="One session")
+    async def one(name: str, who: CurrentCaller) -> dict[str, Any]:
+        return (await sessions.find(name, who)).shown()
+
+    @router.get("/{name}/memory", summary="What a session remembers, and what that takes")
+    async def memory(name: str, who: CurrentCaller) -> dict[str, Any]:
+        return await sessions.memory(await sessions.find(name, who))
+
+    @router.get("/{name}/messages", summary="What was said; pictures and videos as marks")
+    async def messages(name: str, who: CurrentCaller) -> dict[str, Any]:
+        conversation = await sessions.load_memory(await sessions.find(name, who))
+        said = () if conversation is None else conversation.info.messages
+        return {"object": "list", "data": [one.for_template() for one in said]}
+
+    @router.post("/{name}/chat/completions", summary="A turn: messages that are new, and a reply")
+    async def turn(name: str, body: ChatRequest, who: CurrentCaller, request: Request) -> Response:
+        take_resume(request, body)
+        session = await sessions.find(name, who, idle=True)
+        await sessions.load_memory(session)
+        made = SessionTurn(state, sessions, session, body, who)
+        work: Any = made.stream if body.stream else made.whole
+        return ReplyResponse(work, bool(body.stream), state.settings.keep_alive)
+
+    @router.post("/{name}/fork", summary="Another session that goes on from the same memory")
+    async def fork(name: str, who: CurrentCaller) -> dict[str, Any]:
+        return (await sessions.fork(await sessions.find(name, who, idle=True))).shown()
+
+    @router.post("/{name}/save", summary="Write a session to a file of the server")
+    async def save(name: str, asked: SavedName, who: CurrentCaller) -> dict[str, Any]:
+        session = await sessions.find(name, who, idle=True)
+        await sessions.save(session, asked, who)
+        return session.shown() | {"file": asked.name}
+
+    @router.delete("/{name}", summary="Close a session; its saved files stay")
+    async def delete(name: str, who: CurrentCaller) -> dict[str, Any]:
+        await sessions.delete(await sessions.find(name, who, idle=True))
+        return {"id": name, "object": "session", "deleted": True}
+
+    return router
+
+
+def saved_router(state: ServerState) -> APIRouter:
+    """Return the routes; a :class:`~mmkv.server.guard.CheckKey` has to stand before them."""
+    saved = SavedSessions(state.settings.session_folder)
+    router = APIRouter(prefix="/saved_sessions", tags=["sessions"])
+
+    @router.get("", summary="The caller's saved sessions")
+    async def listed(who: CurrentCaller) -> dict[str, Any]:
+        files = await asyncio.to_thread(saved.of, who.tenant)
+        return {"object": "list", "data": [one.shown() for one in files]}
+
+    @router.delete("/{name}", summary="Remove a saved session; sessions opened from it stay")
+    async def delete(name: str, who: CurrentCaller) -> dict[str, Any]:
+        await asyncio.to_thread(saved.delete, name, who.tenant)
+        return {"id": name, "object": "saved_session", "deleted": True}
+
+    return router

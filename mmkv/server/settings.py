@@ -1,77 +1,266 @@
-"""What a server is started with."""
+"""The settings of a server; each is declared once, with its option of ``mmkv serve``.
+
+Nothing here imports torch: ``mmkv serve --help`` is made of it.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+import dataclasses
+import ipaddress
+import re
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
+
+from mmkv.engine.budget import parse_bytes
+from mmkv.engine.errors import InputError
 
 if TYPE_CHECKING:
     from mmkv.engine.budget import Budget
     from mmkv.prompt.qwen_vision import VideoRules
     from mmkv.prompt.video import FrameRule
     from mmkv.sampling import Settled
-    from mmkv.server.prompts import Lengths
+    from mmkv.server.prompts import ContextBounds
+
+KEY_VARIABLE = "MMKV_API_KEY"
 
 
 @dataclass(frozen=True)
-class Settings:
-    """Bounds and names of one server; nothing here is about the model.
+class ServeOption:
+    """The option of ``mmkv serve`` that a setting has.
 
     Attributes:
-        name: the model as requests name it.
+        kind: the type of its text, as typer takes it; default: where it is not given.
+        name: of the option; None: the setting's. flags: how it is written, where that differs.
+        least, most: bounds of a number; variable: of the environment, which gives it, too.
+        read: makes the setting of it. Raises MmkvError.
+    """
+
+    help: str
+    kind: Any
+    default: Any = None
+    name: str | None = None
+    flags: tuple[str, ...] = ()
+    least: float | None = None
+    most: float | None = None
+    variable: str | None = None
+    read: Callable[[Any], Any] = lambda value: value
+
+
+def _setting(help: str, kind: Any, default: Any = None, **more: Any) -> Any:
+    """Return a field with an option; its default is made of the option's by ``read``."""
+    option = ServeOption(help, kind, default, **more)
+    return dataclasses.field(default=option.read(default), metadata={"option": option})
+
+
+def _bytes(text: str | None) -> int | None:
+    return None if text is None else parse_bytes(text)
+
+
+def _all(given: list[Any] | None) -> tuple[Any, ...]:
+    return tuple(given or ())
+
+
+def host_names(given: Iterable[str] | None) -> tuple[str, ...]:
+    """Return names as Host headers have them. Raises InputError: one is no name."""
+    return tuple(map(_host, given or ()))
+
+
+def _host(name: str) -> str:
+    bare = name.strip().lower().removesuffix(".")
+    try:
+        address = ipaddress.ip_address(bare.removeprefix("[").removesuffix("]"))
+    except ValueError:
+        if not re.fullmatch(r"[a-z0-9_]([a-z0-9_.-]*[a-z0-9_])?", bare):
+            raise InputError(
+                f"{name!r} is no name of a host; give one without scheme, port or *"
+            ) from None
+        return bare
+    return f"[{address}]" if address.version == 6 else str(address)
+
+
+def _origins(given: list[str] | None) -> tuple[str, ...]:
+    """Return origins as browsers name them. Raises InputError."""
+    for one in given or ():
+        if one != "*" and not re.fullmatch(r"https?://[^/?#@\s]+", one):
+            raise InputError(
+                f"--cors-origin {one!r} is no origin; give scheme, host and port alone, such as "
+                "https://chat.example"
+            )
+    return tuple(given or ())
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServerSettings:
+    """Addresses, bounds and names of one server.
+
+    A field made by ``_setting`` is an option, too; the order of the fields is that of
+    ``mmkv serve --help``.
+
+    Attributes:
+        memory: most bytes of the cache, all sessions together.
+        snapshot_bytes: most bytes of the copies by which chats resume; None: what is free.
+        shared_budget: entries per row of all sessions together; None: each has a budget of its own.
         api_keys: keys that requests may show; none: everyone may ask.
-        open_metrics: whether /metrics needs no key.
         key_weights: of those keys' sessions in a shared budget, in the same order; none: 1 each.
-        cors: origins whose web pages may ask, as browsers name them; ``*``: all.
         hosts: names that the Host header may have; none: see :mod:`mmkv.server.guard`.
+        cors: origins whose web pages may ask, as browsers name them; ``*``: all.
+        open_metrics: whether /metrics needs no key.
         max_queue: requests that wait for room; max_running: those that are served at a time.
         max_per_key: requests of one key (or one address, without keys) at a time; None: no limit.
-        max_choices: replies to one request (``n``).
+        connections: most that are open; None: what the file descriptors are enough for.
         max_tokens: of a reply whose request does not say; None: as the checkpoint says.
         body: most bytes of a request, which has to arrive in body_seconds.
-        snapshot_bytes: most bytes of the copies by which chats resume; None: what is free.
-        session_folder: where sessions are saved, and idle ones hibernate; None: none are saved.
-        idle_folder: where idle ones hibernate without it, if it can be made; None: a temporary one.
-        lasting: whether sessions outlast the server, in that folder, for all servers that share it.
-        max_sessions: most sessions that are open; store_bytes: most bytes of stored responses.
         media_folder: where file: URLs may point; None: nowhere.
-        connections: most that are open; None: what the file descriptors are enough for.
-        head_seconds, stall_seconds: see :class:`mmkv.server.connections.ConnectionLimits`.
-        keep_alive: seconds after which a stream without news sends a comment.
+        session_folder: where sessions are saved, and idle ones hibernate; None: none are saved.
+        keep_sessions: whether sessions outlast the server, in that folder, for all servers that
+            share it.
+        max_sessions: most sessions that are open; store_bytes: most bytes of stored responses.
+        name: the model as requests name it.
+        replicas: how many run on Ray Serve; None: one server, without Ray.
         page: whether ``/`` is a page to chat with.
         drain: seconds that replies under way have when the server is told to stop.
+        idle_folder: where idle sessions hibernate without a session folder, if it can be made;
+            None: a temporary one.
+        max_choices: replies to one request (``n``).
+        head_seconds, stall_seconds: see :class:`mmkv.server.connections.ConnectionLimits`.
+        keep_alive: seconds after which a stream without news sends a comment.
         warm: whether the server starts a decoding process and reads a picture before it serves, so
             that the first one is as fast as others.
     """
 
-    name: str
-    api_keys: tuple[str, ...] = field(default=(), repr=False)
-    open_metrics: bool = False
-    key_weights: tuple[float, ...] = ()
-    cors: tuple[str, ...] = ()
-    hosts: tuple[str, ...] = ()
-    max_queue: int = 64
-    max_running: int = 8
-    max_per_key: int | None = None
-    max_choices: int = 8
-    max_tokens: int | None = None
-    body: int = 32 * 2**20
-    body_seconds: float = 120.0
-    snapshot_bytes: int | None = None
-    session_folder: Path | None = None
+    host: str = _setting("Address to listen on.", str, "127.0.0.1")
+    port: int = _setting("Port; 0 takes a free one.", int, 8000, least=0, most=65535)
+    memory: int = _setting(
+        "Most memory of the cache, all sessions together, for example 8GiB.",
+        str,
+        "1GiB",
+        read=_bytes,
+    )
+    snapshot_bytes: int | None = _setting(
+        "Most of it for copies by which chats resume (default: what is free).",
+        str | None,
+        name="snapshots",
+        read=_bytes,
+    )
+    shared_budget: float | None = _setting(
+        "Entries per row of all sessions together, which compete for them (dbtrimkv); instead of "
+        "--budget for each.",
+        float | None,
+    )
+    shared_floor: float = _setting(
+        "Entries per row that each session is sure of.", float, 0.0, least=0
+    )
+    api_keys: tuple[str, ...] = dataclasses.field(
+        default=(),
+        repr=False,
+        metadata={
+            "option": ServeOption(
+                "Key that requests have to show. Repeatable.",
+                list[str] | None,
+                name="api_key",
+                variable=KEY_VARIABLE,
+                read=_all,
+            )
+        },
+    )
+    key_weights: tuple[float, ...] = _setting(
+        "What the sessions of each --api-key weigh in --shared-budget, in the same order "
+        "(default: 1).",
+        list[float] | None,
+        name="key_weight",
+        read=_all,
+    )
+    hosts: tuple[str, ...] = _setting(
+        "Name that requests may call this server, beside localhost. Repeatable. Default: all, but "
+        "on a loopback address without keys localhost alone.",
+        list[str] | None,
+        name="allowed_host",
+        read=host_names,
+    )
+    cors: tuple[str, ...] = _setting(
+        "Origin of web pages that may ask this server, such as https://chat.example; * is all. "
+        "Repeatable. Default: none but its own page.",
+        list[str] | None,
+        name="cors_origin",
+        read=_origins,
+    )
+    open_metrics: bool = _setting(
+        "/metrics needs no key, though others do: it tells how much is asked.",
+        bool,
+        False,
+        flags=("--open-metrics",),
+    )
+    max_queue: int = _setting("Requests that may wait.", int, 64, least=1)
+    max_running: int = _setting("Requests served at a time.", int, 8, least=1)
+    max_per_key: int | None = _setting(
+        "Requests of one key or address at a time.", int | None, least=1
+    )
+    connections: int | None = _setting(
+        "Open connections (default: as many as file descriptors allow, 1024 at most).",
+        int | None,
+        name="max_connections",
+        least=1,
+    )
+    max_tokens: int | None = _setting(
+        "Longest reply where a request names none (default: as generation_config.json says, or "
+        "512).",
+        int | None,
+        least=1,
+    )
+    body: int = _setting("Longest request.", str, "32MiB", name="max_body", read=_bytes)
+    media_folder: Path | None = _setting(  # noqa: RUF009 (a field)
+        "Folder that file: URLs may name.", Path | None, name="allowed_local_media_path"
+    )
+    session_folder: Path | None = _setting(  # noqa: RUF009
+        "Folder where sessions are saved, and hibernate (default: none are saved; they hibernate "
+        "in ~/.local/state/mmkv).",
+        Path | None,
+    )
+    keep_sessions: bool = _setting(
+        "Write each session to --session-folder after its turns: sessions outlast the server, and "
+        "servers with one folder share them.",
+        bool,
+        False,
+        flags=("--keep-sessions",),
+    )
+    max_sessions: int = _setting("Sessions that may be open.", int, 1000, least=0)
+    store_bytes: int = _setting(
+        "Most memory of stored responses, in files too.", str, "1GiB", name="store", read=_bytes
+    )
+    name: str = _setting(
+        "The model's name in requests.",
+        str | None,
+        flags=("--served-model-name",),
+        read=lambda name: name or "",
+    )
+    replicas: int | None = _setting(
+        "Run as many replicas on Ray Serve (extra ray), each with --memory; sessions stick to "
+        "theirs by X-Session-Id, and go on at another one when it is lost.",
+        int | None,
+        least=1,
+    )
+    page: bool = _setting("A page to chat with, at /.", bool, True, flags=("--page/--no-page",))
+    drain: float = _setting("Seconds that replies have to end after SIGTERM.", float, 30.0, least=0)
+    # Those that no option has.
     idle_folder: Path | None = None
-    lasting: bool = False
-    max_sessions: int = 1000
-    store_bytes: int = 2**30
-    media_folder: Path | None = None
-    page: bool = True
-    connections: int | None = None
+    max_choices: int = 8
+    body_seconds: float = 120.0
     head_seconds: float = 20.0
     stall_seconds: float = 30.0
     keep_alive: float = 15.0
-    drain: float = 30.0
     warm: bool = False
+
+
+def serve_options() -> dict[str, tuple[str, ServeOption]]:
+    """Return the option of each setting that has one, under the option's name, and the setting."""
+    found = {}
+    for setting in dataclasses.fields(ServerSettings):
+        option = setting.metadata.get("option")
+        if option is not None:
+            found[option.name or setting.name] = (setting.name, option)
+    return found
 
 
 @dataclass(frozen=True)
@@ -79,22 +268,22 @@ class Facts:
     """What the HTTP routes know of the engine.
 
     Attributes:
-        root: a hash of what the memory of a conversation depends on: weights, gates, policy,
+        base_key: a hash of what the memory of a conversation depends on: weights, gates, policy,
             cuts, template.
-        context: most positions; vocabulary: number of tokens; lengths: bounds texts by them.
+        context: most positions; vocabulary: number of tokens; context_bounds: of texts.
         sampling: of replies whose request does not say.
         shared: whether all sessions compete for the budget; unbound: whether it binds nothing.
         sees, watches: whether the model takes pictures, videos; picture_rules, rules: how it scales
             them; frame_rule: which frames of a video it is shown.
     """
 
-    root: str
+    base_key: str
     policy: str
     budget: Budget
     lookahead: float
     context: int
     vocabulary: int
-    lengths: Lengths
+    context_bounds: ContextBounds
     sees: bool
     watches: bool
     sampling: Settled
@@ -108,3 +297,29 @@ class Facts:
     def bound(self) -> str:
         """The budget as it is shown."""
         return "none" if self.unbound else self.budget.describe()
+
+
+@dataclass(frozen=True)
+class Footprint:
+    """The most bytes that the process may take, by part; of the host, not of a GPU."""
+
+    parts: dict[str, int]
+
+    @property
+    def total(self) -> int:
+        """Return the sum."""
+        return sum(self.parts.values())
+
+    def describe(self) -> str:
+        """Return a line for the log."""
+        parts = dict(self.parts)
+        cache, weights = parts.pop("cache"), parts.pop("weights and libraries")
+        return (
+            f"memory: the cache takes at most {_mib(cache)}; the process at most "
+            f"{_mib(self.total)} ({_mib(weights)} weights and libraries, {_mib(cache)} cache, "
+            f"{_mib(sum(parts.values()))} for requests and conversations)"
+        )
+
+
+def _mib(count: int) -> str:
+    return f"{count / 2**20:,.0f} MiB"

@@ -1,4 +1,4 @@
-"""What the routes share, who asks, and a turn that goes on from one kept memory to the next."""
+"""What the routes share: settings and engine thread, who asks, and the memory of a turn."""
 
 from __future__ import annotations
 
@@ -17,35 +17,34 @@ from mmkv.engine.errors import CapacityError
 from mmkv.server.errors import ApiError
 
 if TYPE_CHECKING:
-    from mmkv.server.chat import ChatCall
-    from mmkv.server.engine_thread import Worker
-    from mmkv.server.footprint import Footprint
-    from mmkv.server.kept import Kept
+    from mmkv.server.conversations import ConversationState
+    from mmkv.server.engine_thread import EngineThread
+    from mmkv.server.job import ChatWork
     from mmkv.server.media.resolver import MediaResolver
     from mmkv.server.metrics import Metrics
-    from mmkv.server.settings import Facts, Settings
+    from mmkv.server.settings import Facts, Footprint, ServerSettings
 
 
 @dataclass(frozen=True)
 class Caller:
-    """Who asks: ``tenant`` has a memory of its own, ``name`` (a key or an address) has turns."""
+    """Who asks: ``tenant`` owns sessions and snapshots, ``name`` (key or address) takes turns."""
 
     tenant: str
     name: str
 
 
 @dataclass
-class Room:
-    """What the routes share.
+class ServerState:
+    """The state of one server, which all routes share.
 
     Attributes:
-        media: fetches and decodes what requests name; footprint: what the process may take.
+        media: fetches and decodes pictures and videos; footprint: memory the process may take.
         busy: requests under way, by caller.
     """
 
-    settings: Settings
+    settings: ServerSettings
     facts: Facts
-    worker: Worker
+    engine_thread: EngineThread
     metrics: Metrics
     media: MediaResolver
     footprint: Footprint | None = None
@@ -54,12 +53,12 @@ class Room:
 
     @cached_property
     def weights(self) -> dict[str, float]:
-        """By tenant, what its sessions weigh in a shared budget; 1 for those that are not there."""
+        """The weight of a tenant's sessions in a shared budget; 1 for tenants that are not here."""
         tenants = [digest_of_key(key).hex() for key in self.settings.api_keys]
         return dict(zip(tenants, self.settings.key_weights, strict=False))
 
     @contextmanager
-    def entered(self, caller: Caller) -> Iterator[None]:
+    def count_request(self, caller: Caller) -> Iterator[None]:
         """Count a request of ``caller`` while it is under way. Raises ApiError (429)."""
         most = self.settings.max_per_key
         if most is not None and self.busy[caller.name] >= most:
@@ -93,57 +92,54 @@ async def _caller(request: Request) -> Caller:
     return request.state.caller
 
 
-Asking = Annotated[Caller, Depends(_caller)]
+CurrentCaller = Annotated[Caller, Depends(_caller)]
 
 
-class Turn:
-    """Holds what a turn goes on from while it runs, and drops what nobody claims.
+class TurnMemory:
+    """Keeps the conversation that a turn goes on from, and drops a result that nobody claims.
 
-    A turn that is cut off leaves nothing: its memory is never made, or goes with its end.
+    A turn that is cut off leaves nothing behind.
     """
 
-    def __init__(self, room: Room, call: ChatCall) -> None:
-        self._room, self._work = room, call.work
+    def __init__(self, state: ServerState, work: ChatWork) -> None:
+        self._state, self._work = state, work
         self._claimed = False
 
-    def claim(self) -> Kept:
-        """Return the memory after the reply, once that is complete; it is the caller's then."""
-        kept = self._work.kept
-        assert kept is not None
+    def claim(self) -> ConversationState:
+        """Return the conversation after the complete reply; the caller has to release it."""
+        conversation = self._work.result
+        assert conversation is not None
         self._claimed = True
-        return kept
+        return conversation
 
     async def __aenter__(self) -> Self:
         start = self._work.start
         if start is not None:
-            hold(self._room, start)
+            hold(self._state, start)
         return self
 
     async def __aexit__(self, *_: object) -> None:
         # The request was cancelled before this is called, and the commands of a thread keep their
         # order: its reply is complete by then, or never will be.
-        machine, work, claimed = self._room.worker.machine, self._work, self._claimed
-        assert machine is not None
+        thread, work, claimed = self._state.engine_thread, self._work, self._claimed
 
         def end() -> None:
-            for kept in (work.start, None if claimed else work.kept):
-                if kept is not None:
-                    machine.shelf.release(kept)
-            if work.start is not None and work.kept is not None:
-                machine.shelf.let_compete(work.start, work)  # the turn's end: it is over by itself
+            for conversation in (work.start, None if claimed else work.result):
+                if conversation is not None:
+                    thread.conversations.release(conversation)
+            if work.start is not None and work.result is not None:
+                thread.conversations.join_shared_budget(work.start, work)
 
-        self._room.worker.post(end)
-
-
-def hold(room: Room, kept: Kept) -> None:
-    """Count one more that goes on from a memory."""
-    machine = room.worker.machine
-    assert machine is not None
-    room.worker.post(lambda: machine.shelf.hold(kept))
+        thread.post(end)
 
 
-def release(room: Room, kept: Kept) -> None:
-    """Count one less; the last one frees it."""
-    machine = room.worker.machine
-    assert machine is not None
-    room.worker.post(lambda: machine.shelf.release(kept))
+def hold(state: ServerState, conversation: ConversationState) -> None:
+    """Add a reference to a conversation, on the engine thread."""
+    thread = state.engine_thread
+    thread.post(lambda: thread.conversations.hold(conversation))
+
+
+def release(state: ServerState, conversation: ConversationState) -> None:
+    """Take a reference away, on the engine thread; the last one frees the conversation."""
+    thread = state.engine_thread
+    thread.post(lambda: thread.conversations.release(conversation))

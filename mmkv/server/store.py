@@ -1,4 +1,7 @@
-"""Memories that outlast a process: the folder of idle ones, and one that servers may share."""
+"""What the server writes to disk: saved sessions, a folder that servers share, idle sessions.
+
+Every file appears whole or not at all.
+"""
 
 from __future__ import annotations
 
@@ -6,11 +9,13 @@ import contextlib
 import json
 import logging
 import os
+import re
 import shutil
+import stat
 import tempfile
 import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Self
@@ -18,22 +23,167 @@ from typing import Any, Self
 from filelock import FileLock, Timeout
 
 from mmkv.engine.errors import SessionError
+from mmkv.server.errors import ApiError
 
 _FOLDER = ".sessions"  # beside the files that users name, which begin with no dot
-_NOTE, _MEMORY, _DRAFT = ".json", ".mmkv", ".part"
+_RECORD, _MEMORY, _DRAFT = ".json", ".mmkv", ".part"
 _POLL = 0.005  # seconds between two looks at a lock that another one holds
-_ABANDONED = 3600  # seconds after which a file that no note names is nobody's
+_ABANDONED = 3600  # seconds after which a file that no record names is removed
 
 
 class NotWrittenError(SessionError):
-    """The disk has refused a session, which stands where it stood."""
+    """A session could not be written; it is as it was before."""
 
     status, code = 507, "not_written"
 
 
+@contextlib.contextmanager
+def disk_errors() -> Iterator[None]:
+    """Turn an OSError into a NotWrittenError with cause and remedy."""
+    try:
+        yield
+    except OSError as error:
+        raise NotWrittenError(
+            f"the session cannot be written: {error.strerror}; see to the disk of "
+            "--session-folder, then send the request again"
+        ) from error
+
+
+NAME = r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}"
+NAMED = "named by letters, digits, dots, dashes and underscores"
+_SUFFIX = ".mmkv"
+_SAVING = ".saving"  # of a folder in which a new name is taken
+
+
 @dataclass(frozen=True)
-class Note:
-    """What the folder says of a session.
+class SavedSession:
+    """A session file: its name, size, and when it was written, in seconds since 1970."""
+
+    name: str
+    bytes: int
+    saved_at: int
+
+    def shown(self) -> dict[str, Any]:
+        """Return it as requests see it."""
+        return {
+            "id": self.name,
+            "object": "saved_session",
+            "bytes": self.bytes,
+            "saved_at": self.saved_at,
+        }
+
+
+class SavedSessions:
+    """The files of the sessions that callers have saved, by name.
+
+    Args:
+        folder: the server's ``--session-folder``; None: it has none, and saves nothing.
+    """
+
+    def __init__(self, folder: Path | None) -> None:
+        self._folder = folder
+
+    def path(self, name: str, tenant: str) -> Path:
+        """Return where a saved session lies; callers with different keys have different folders.
+
+        Raises:
+            ApiError: 400, the name cannot be one, or this server has no folder.
+        """
+        if self._folder is None:
+            raise ApiError(
+                400,
+                "this server saves no sessions; start it with --session-folder",
+                "no_session_folder",
+            )
+        if not re.fullmatch(NAME, name):
+            raise ApiError(400, f"a file is {NAMED}", "invalid_value", "name")
+        return self._folder / (tenant[:32] or "public") / f"{name}{_SUFFIX}"
+
+    def of(self, tenant: str) -> list[SavedSession]:
+        """Return a tenant's files, by name. Raises ApiError (400): this server has no folder."""
+        found = []
+        for path in sorted(self.path("any", tenant).parent.glob(f"*{_SUFFIX}")):
+            with contextlib.suppress(OSError):  # deleted meanwhile, a broken link
+                about = path.stat()
+                name = path.name.removesuffix(_SUFFIX)
+                if stat.S_ISREG(about.st_mode) and re.fullmatch(NAME, name):
+                    found.append(SavedSession(name, about.st_size, int(about.st_mtime)))
+        return found
+
+    def delete(self, name: str, tenant: str) -> None:
+        """Remove a file. Raises ApiError: there is none (404), the disk refuses it (507)."""
+        try:
+            self.path(name, tenant).unlink()
+        except FileNotFoundError:
+            raise no_such_file(name, "name") from None
+        except OSError as error:
+            raise ApiError(
+                507,
+                f"the file cannot be removed: {error.strerror}; see to the disk of "
+                "--session-folder",
+                "cannot_remove",
+            ) from error
+
+
+def write_session(save: Callable[[Path], None], path: Path, over: bool = True) -> None:
+    """Write a session file.
+
+    Args:
+        save: writes it, whole or not at all; over: whether one that is there may be replaced.
+
+    Raises:
+        NotWrittenError: the disk refuses it; ApiError: 409, there is one.
+    """
+    try:
+        with disk_errors():
+            if over:
+                save(path)
+            else:
+                _write_new(save, path)
+    except SessionError as error:
+        # Where the files lie is no affair of who asks.
+        shown = str(error).replace(f"{path.parent}{os.sep}", "")
+        raise NotWrittenError(shown) from error
+
+
+def _write_new(save: Callable[[Path], None], path: Path) -> None:
+    """Write a session file where there is none; of two at once the second is refused."""
+    with FileLock(path.with_name(_SAVING)):  # among all servers with this folder
+        if path.exists():
+            raise saved_already(path.stem)
+        save(path)
+
+
+def copy_whole(path: Path, to: Path) -> None:
+    """Copy a file, whole or not at all. Raises SessionError."""
+    try:
+        with tempfile.NamedTemporaryFile(dir=to.parent, suffix=_DRAFT, delete=False) as made:
+            draft = Path(made.name)
+        try:
+            shutil.copyfile(path, draft)
+            draft.replace(to)
+        finally:
+            draft.unlink(missing_ok=True)
+    except OSError as error:
+        raise SessionError(
+            f"cannot write {to.name}: {error.strerror}; the old file is untouched"
+        ) from error
+
+
+def no_such_file(name: str, param: str) -> ApiError:
+    """Return the error of a request that names a file which is not there."""
+    message = f"there is no saved session {name}; save one first"
+    return ApiError(404, message, "file_not_found", param)
+
+
+def saved_already(name: str) -> ApiError:
+    """Return the error of a name that is taken, where the caller does not want it replaced."""
+    return ApiError(409, f"there is a file {name} already; set overwrite", "file_exists", "name")
+
+
+@dataclass(frozen=True)
+class SessionRecord:
+    """What the shared folder holds on a session, as JSON.
 
     Attributes:
         version: a new one with each change; memory: name of its session file, None before the
@@ -64,13 +214,13 @@ class Note:
             ) from error
 
 
-class Lasting:
-    """The notes and memories of the sessions of one tenant at a time, in a shared folder.
+class SessionStore:
+    """Sessions that outlast the server (``--keep-sessions``): a record and a session file each.
 
-    A session changes when its note is replaced; the memory that a note names is written before,
-    under a name of its own. So a server that dies leaves the session as it was before or after a
-    turn, and another one that reads the note sees which. Whoever changes a note holds a lock on the
-    tenant's folder, in which the files lie; one that waits for it blocks its thread.
+    A session changes when its record is replaced; the file that a record names is written before,
+    under a new name. So a server that dies leaves the session as it was before or after a turn, and
+    another server reads in the record which. Changes are made under a lock on the tenant's folder;
+    waiting for it blocks the thread.
 
     Args:
         folder: the server's ``--session-folder``.
@@ -79,70 +229,70 @@ class Lasting:
     def __init__(self, folder: Path) -> None:
         self._folder = folder / _FOLDER
 
-    def note(self, tenant: str, name: str) -> Note | None:
+    def record(self, tenant: str, name: str) -> SessionRecord | None:
         """Return what is known of a session; None where there is none. Raises SessionError."""
-        return Note.read(self._path(tenant, name + _NOTE))
+        return SessionRecord.read(self._path(tenant, name + _RECORD))
 
-    def notes(self, tenant: str) -> Iterator[Note]:
+    def records(self, tenant: str) -> Iterator[SessionRecord]:
         """Yield those of a tenant's sessions that can be read, oldest first."""
         found = []
-        for path in self._path(tenant, "").glob("*" + _NOTE):
+        for path in self._path(tenant, "").glob("*" + _RECORD):
             with contextlib.suppress(SessionError):
-                note = Note.read(path)
-                if note is not None:
-                    found.append(note)
+                record = SessionRecord.read(path)
+                if record is not None:
+                    found.append(record)
         yield from sorted(found, key=lambda one: (one.created, one.id))
 
-    def memory(self, tenant: str, note: Note) -> Path:
+    def memory(self, tenant: str, record: SessionRecord) -> Path:
         """Return where the memory of a session lies."""
-        assert note.memory is not None
-        return self._path(tenant, note.memory)
+        assert record.memory is not None
+        return self._path(tenant, record.memory)
 
     def new_memory(self, tenant: str, name: str) -> Path:
         """Return where the next memory of a session may be written."""
         path = self._path(tenant, f"{name}.{uuid.uuid4().hex}{_MEMORY}")
-        with told():
+        with disk_errors():
             path.parent.mkdir(parents=True, exist_ok=True)
         return path
 
-    def commit(self, tenant: str, note: Note) -> Note:
-        """Put a note in place of the one before it; return it with its version.
+    def commit(self, tenant: str, record: SessionRecord) -> SessionRecord:
+        """Replace the record of a session; return it with its new version.
 
         Raises:
             SessionError: another server changed the session meanwhile; NotWrittenError: it cannot
-                be written. The one before stands.
+                be written. The earlier record stays.
         """
-        path = self._path(tenant, note.id + _NOTE)
-        made = Note(**{**vars(note), "version": uuid.uuid4().hex})
+        path = self._path(tenant, record.id + _RECORD)
+        made = SessionRecord(**{**vars(record), "version": uuid.uuid4().hex})
         with self._locked(tenant):
-            before = Note.read(path)
-            if (before.version if before else "") != note.version:
+            before = SessionRecord.read(path)
+            if (before.version if before else "") != record.version:
                 raise SessionError(
                     "the session went on at another server meanwhile; send its requests to one "
                     "place (X-Session-Id), and this one again"
                 )
-            with told():
-                if note.memory is not None:  # it has to last before a note names it
-                    _sync(self.memory(tenant, note))
+            with disk_errors():
+                if record.memory is not None:  # it has to be on the disk before a record names it
+                    _sync(self.memory(tenant, record))
                     _sync(path.parent)
                 _replace(path, json.dumps(vars(made)))
-            if before is not None and before.memory not in (None, note.memory):
+            if before is not None and before.memory not in (None, record.memory):
                 with contextlib.suppress(OSError):  # the session stands; sweep() comes again
                     self.memory(tenant, before).unlink()
         return made
 
     def delete(self, tenant: str, name: str) -> None:
         """Remove a session's files. Raises NotWrittenError."""
-        with self._locked(tenant), told():
-            note = None
+        with self._locked(tenant), disk_errors():
+            record = None
             with contextlib.suppress(SessionError):
-                note = self.note(tenant, name)
-            self._path(tenant, name + _NOTE).unlink(missing_ok=True)
-            if note is not None and note.memory is not None:
-                self.memory(tenant, note).unlink(missing_ok=True)
+                record = self.record(tenant, name)
+            self._path(tenant, name + _RECORD).unlink(missing_ok=True)
+            if record is not None and record.memory is not None:
+                self.memory(tenant, record).unlink(missing_ok=True)
 
     def sweep(self) -> None:
-        """Remove what servers that were killed have left: files that no note names."""
+        """Remove what servers that were killed have left: files that no record names."""
         with contextlib.suppress(OSError):
             for folder in self._folder.iterdir():
                 if folder.is_dir():
@@ -151,10 +301,10 @@ class Lasting:
     def _sweep(self, tenant: str) -> None:
         with self._locked(tenant):
             named, unread = set(), set()
-            for path in self._path(tenant, "").glob("*" + _NOTE):
+            for path in self._path(tenant, "").glob("*" + _RECORD):
                 try:
-                    note = Note.read(path)
-                    named.add(None if note is None else note.memory)
+                    record = SessionRecord.read(path)
+                    named.add(None if record is None else record.memory)
                 except SessionError:
                     unread.add(path.stem)  # somebody may mend it
             for path in self._path(tenant, "").iterdir():
@@ -167,10 +317,10 @@ class Lasting:
 
     @contextlib.contextmanager
     def _locked(self, tenant: str) -> Iterator[None]:
-        """Have a tenant's folder alone, among all threads and servers."""
+        """Lock a tenant's folder against all other threads and servers."""
         path = self._path(tenant, ".lock")
         with contextlib.ExitStack() as stack:
-            with told():
+            with disk_errors():
                 path.parent.mkdir(parents=True, exist_ok=True)
                 stack.enter_context(FileLock(path).acquire(poll_interval=_POLL))
             yield
@@ -179,20 +329,8 @@ class Lasting:
         return self._folder / (tenant[:32] or "public") / name
 
 
-@contextlib.contextmanager
-def told() -> Iterator[None]:
-    """Say in one line what the disk refuses."""
-    try:
-        yield
-    except OSError as error:
-        raise NotWrittenError(
-            f"the session cannot be written: {error.strerror}; see to the disk of "
-            "--session-folder, then send the request again"
-        ) from error
-
-
 def _replace(path: Path, text: str) -> None:
-    """Write a file whole or not at all, so that it lasts."""
+    """Write a file, whole or not at all, and flush it to the disk."""
     handle, draft = tempfile.mkstemp(dir=path.parent, suffix=_DRAFT)
     try:
         with os.fdopen(handle, "w") as file:
@@ -205,7 +343,7 @@ def _replace(path: Path, text: str) -> None:
 
 
 def _sync(path: Path) -> None:
-    """Have a file, or a folder's names, on the disk; Windows opens no folders."""
+    """Flush a file, or the names in a folder, to the disk; Windows cannot open folders."""
     if os.name == "nt" and path.is_dir():
         return
     handle = os.open(path, os.O_RDONLY)
@@ -222,14 +360,14 @@ _PATIENCE = 60  # seconds for other servers that begin in the same folder
 
 
 class HibernationFolder:
-    """A folder of its own that goes with its server.
+    """The folder where a server's idle conversations lie; it is removed when the server ends.
 
-    A server holds a lock in its folder as long as it lives. One that is killed leaves the folder
-    and no lock: the next server in the same place removes it.
+    A server holds a lock in its folder as long as it runs. If it is killed, the folder stays
+    without a lock, and the next server in the same place removes it.
 
     Args:
-        within: the server's ``--session-folder``, or one that no cleaner empties; None: the
-            system's folder for temporary files, where nothing is looked for.
+        within: the server's ``--session-folder``, or the user's state folder; None: the system's
+            folder for temporary files, where no abandoned ones are looked for.
 
     Attributes:
         path: where it is.
@@ -263,7 +401,7 @@ class HibernationFolder:
 
     @contextlib.contextmanager
     def writing(self) -> Iterator[None]:
-        """Have a memory written to it, anew where somebody has removed it.
+        """Write to the folder within this; it is made again if somebody has removed it.
 
         The log and :attr:`trouble` say when that fails, and when it works again.
 
@@ -307,7 +445,7 @@ class HibernationFolder:
 
 
 def _without_paths(error: BaseException) -> str:
-    """Return why something could not be written: for everybody, so it names no place."""
+    """Return why something could not be written, without paths: ``/health`` shows it to all."""
     cause = error.__cause__
     why = cause.strerror if isinstance(cause, OSError) else None
     return f"idle memories cannot be moved to files ({why or type(cause or error).__name__})"

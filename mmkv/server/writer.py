@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Extras:
+class LogitSettings:
     """What is done with the logits of each token.
 
     Attributes:
@@ -37,7 +37,7 @@ class Extras:
 
 
 @dataclass(frozen=True)
-class Scored:
+class TokenLogprob:
     """A token with its natural log probability; ``top``: the likeliest ones at its place."""
 
     token: int
@@ -46,7 +46,7 @@ class Scored:
 
 
 class ScoredWriter(ReplyWriter):
-    """Writes a reply and applies :class:`Extras`.
+    """Writes a reply and applies :class:`LogitSettings`.
 
     Attributes:
         scored: a row per token of the reply that was not taken yet, when log probabilities were
@@ -59,18 +59,18 @@ class ScoredWriter(ReplyWriter):
         tokenizer: Any,
         sampling: Sampling,
         eos: Collection[int],
-        extras: Extras,
+        logit_settings: LogitSettings,
         grammar: GrammarState | None = None,
         never: Collection[int] = (),
     ) -> None:
         super().__init__(tokenizer, sampling, eos, never)
-        self._extras, self._grammar = extras, grammar
-        self._looks |= extras.changes or extras.top_logprobs is not None
-        self.scored: list[Scored] = []
+        self._logit_settings, self._grammar = logit_settings, grammar
+        self._looks |= logit_settings.changes or logit_settings.top_logprobs is not None
+        self.scored: list[TokenLogprob] = []
         self._scored_taken = 0
         self._added: torch.Tensor | None = None  # to the logits [vocab]
 
-    def take_scored(self) -> list[Scored]:
+    def take_scored(self) -> list[TokenLogprob]:
         """Return the rows that are new since the last call."""
         count = len(self.token_ids) - self._scored_taken
         taken, self.scored = self.scored[:count], self.scored[count:]
@@ -86,28 +86,28 @@ class ScoredWriter(ReplyWriter):
             self.failure = self._grammar.failure
         if token == BROKEN or self.failure is not None:
             return BROKEN
-        if self._extras.top_logprobs is not None:
+        if self._logit_settings.top_logprobs is not None:
             logprobs = logits.float().log_softmax(-1)
-            best = logprobs.topk(min(self._extras.top_logprobs, logprobs.numel()))
+            best = logprobs.topk(min(self._logit_settings.top_logprobs, logprobs.numel()))
             # All in one read: float64 holds token ids and float32 as they are.
             own, *rest = torch.cat(
                 [logprobs[token, None].double(), best.values.double(), best.indices.double()]
             ).tolist()
             values, tokens = rest[: len(rest) // 2], map(int, rest[len(rest) // 2 :])
-            self.scored.append(Scored(token, own, tuple(zip(tokens, values, strict=True))))
+            self.scored.append(TokenLogprob(token, own, tuple(zip(tokens, values, strict=True))))
         if self._grammar is not None:
             self._grammar.take(token)
         return token
 
     def changed(self, logits: torch.Tensor) -> torch.Tensor:
-        """Return logits ``[vocab]`` with :class:`Extras` applied."""
+        """Return logits ``[vocab]`` with :class:`LogitSettings` applied."""
         import torch
 
-        if not self._extras.changes:
+        if not self._logit_settings.changes:
             return logits
         if self._added is None:
             self._added = torch.zeros_like(logits, dtype=torch.float32)
-            for token, bias in self._extras.bias.items():
+            for token, bias in self._logit_settings.bias.items():
                 self._added[token] += bias
         changed = logits + self._added
         return changed if self._grammar is None else self._grammar.allowed(changed)
@@ -130,7 +130,7 @@ class Spelled:
     top: tuple[Spelled, ...] = ()
 
 
-def spell(tokenizer: Any, scored: Sequence[Scored]) -> list[Spelled]:
+def spell(tokenizer: Any, scored: Sequence[TokenLogprob]) -> list[Spelled]:
     """Return tokens as text."""
     return [
         _spelled(

@@ -14,7 +14,7 @@ from mmkv.eval.serving.long_dialogue import CHAT, RESPONSES, dialogue
 from mmkv.eval.serving.overload import Arrived, arrive, summary
 from mmkv.eval.serving.servers import mmkv_serve, stream_chat
 from mmkv.eval.serving.soak import MODEL, kill_while_saving, slope, soak
-from mmkv.server.engine_thread import Machine
+from mmkv.server.engine_thread import EngineCore
 from tests.support.chat_models import save_qwen3_vl
 from tests.support.servers import Server, serving
 
@@ -44,11 +44,11 @@ def test_nothing_is_lost_when_clients_misbehave(server: Server) -> None:
     assert [stop["pages_lost"] for stop in found["stops"]] == [0, 0]
     assert all(stop["pages_held"] > 0 for stop in found["stops"])
 
-    def held_by_something(machine: Machine) -> bool:
-        machine.engine.cache.check()
-        pool, residents = machine.engine.cache.pool, machine.scheduler.residents
-        kept = sum(one.resting() for one in machine.scheduler.sessions if one.resident)
-        return pool.num_pages - pool.free_pages == residents.spare_pages + kept
+    def held_by_something(core: EngineCore) -> bool:
+        core.engine.cache.check()
+        pool, residents = core.engine.cache.pool, core.scheduler.residents
+        kept = sum(one.resting() for one in core.scheduler.sessions if one.resident)
+        return pool.num_pages - pool.free_pages == residents.copy_pages + kept
 
     assert server.inside(held_by_something)
 

@@ -17,8 +17,8 @@ from mmkv.engine.backends.cuda.kernels.sample import Draw
 from mmkv.engine.errors import BROKEN, ModelError, NotFiniteError
 from mmkv.sampling import Sampler
 from mmkv.scheduler import Limits, Scheduler
+from mmkv.scheduler.conversation import CachedConversation
 from mmkv.scheduler.replies import EngineExecutor, ReplyJob, message
-from mmkv.scheduler.stored import StoredSession
 from tests.support.bursts import Bursts
 from tests.support.chat_models import picture, save_qwen3_vl
 from tests.support.sessions import state
@@ -141,7 +141,7 @@ def test_a_scheduler_fails_the_broken_request_alone(
     engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     scheduler = Scheduler(EngineExecutor(engine), Limits())
-    kept = [StoredSession(engine) for _ in range(2)]
+    kept = [CachedConversation(engine) for _ in range(2)]
     for session in kept:
         scheduler.submit(ReplyJob(engine, message("hi"), GREEDY, session=session, prompt_tokens=40))
     while scheduler.turn():

@@ -15,12 +15,11 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from mmkv import Engine, Sampling
+from mmkv import Engine, Sampling, resources
 from mmkv.chat import saved, trouble
 from mmkv.chat.display import memory_line
 from mmkv.chat.repl import COMMANDS
-from mmkv.chat.saved import config_file, state_folder
-from mmkv.resources import bundled_model
+from mmkv.resources import bundled_model, config_file, state_folder
 
 
 def test_folders_are_those_of_the_xdg_specification(
@@ -94,9 +93,9 @@ def test_an_error_is_placed_in_the_innermost_line_of_ours(monkeypatch: pytest.Mo
     monkeypatch.delenv("XDG_STATE_HOME")
     with pytest.raises(ValueError, match="no home") as raised:
         state_folder()
-    lines, first = inspect.getsourcelines(saved._home)
+    lines, first = inspect.getsourcelines(resources._home)
     at = first + next(i for i, line in enumerate(lines) if "Path.home()" in line)
-    assert trouble._place(raised.value) == f"mmkv/chat/saved.py:{at}"
+    assert trouble._place(raised.value) == f"mmkv/resources.py:{at}"
     with pytest.raises(ValueError, match="Expecting") as foreign:
         json.loads("{")
     assert trouble._place(foreign.value).startswith("decoder.py:")

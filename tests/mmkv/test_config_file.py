@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from mmkv.chat.saved import config_file, state_folder
 from mmkv.cli.app import chat
 from mmkv.cli.config import described
+from mmkv.resources import config_file, state_folder
 
 if TYPE_CHECKING:
     from tests.support.cli_fixtures import Ran

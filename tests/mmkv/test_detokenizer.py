@@ -13,7 +13,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from mmkv.reply import Detokenizer, StopStrings, token_bytes
-from mmkv.server.writer import Scored, spell
+from mmkv.server.writer import TokenLogprob, spell
 
 SMILE = "🙂".encode()
 
@@ -105,7 +105,7 @@ def test_a_stop_string_inside_a_token_of_two_characters() -> None:
 def test_log_probabilities_show_the_bytes_of_each_token() -> None:
     tokenizer = byte_level()
     end, added = tokenizer.convert_tokens_to_ids(["<|end|>", "<tool call>"])
-    rows = [Scored(token, -1.0) for token in [*SMILE, 257, 256, end, added]]
+    rows = [TokenLogprob(token, -1.0) for token in [*SMILE, 257, 256, end, added]]
     made = spell(tokenizer, rows)
     wanted = [*([byte] for byte in SMILE), [*b" world"], [0xAC, 0xF0], [*b"<|end|>"]]
     assert [one.bytes for one in made] == [*wanted, [*b"<tool call>"]]

@@ -19,7 +19,7 @@ from prompt_toolkit.input.defaults import create_pipe_input
 from mmkv.chat.editor import HISTORY_SIZE, Editor, continuation, open_history
 from mmkv.chat.lines import Words
 from mmkv.chat.repl import COMMANDS, HIDDEN, SETTINGS
-from mmkv.chat.saved import state_folder
+from mmkv.resources import state_folder
 
 ENTER, NEW_LINE, UP, TAB = "\r", "\x1b\r", "\x1b[A", "\t"
 

@@ -18,10 +18,10 @@ from PIL.Image import Image
 from mmkv import Engine
 from mmkv.server.app import make_app
 from mmkv.server.connections import WebServer
-from mmkv.server.engine_thread import Machine
+from mmkv.server.engine_thread import EngineCore
 from mmkv.server.run import opened
-from mmkv.server.settings import Settings
-from mmkv.server.state import Room
+from mmkv.server.settings import ServerSettings
+from mmkv.server.state import ServerState
 
 T = TypeVar("T")
 MODEL = "small"
@@ -30,18 +30,18 @@ MODEL = "small"
 class Server:
     """A server that runs; ``client`` speaks to it."""
 
-    def __init__(self, room: Room, url: str, web: uvicorn.Server) -> None:
-        self.room, self.url, self.web = room, url, web
+    def __init__(self, state: ServerState, url: str, web: uvicorn.Server) -> None:
+        self.state, self.url, self.web = state, url, web
         self.client = httpx.Client(base_url=url, timeout=60, trust_env=False)
 
-    def inside(self, call: Callable[[Machine], T]) -> T:
+    def inside(self, call: Callable[[EngineCore], T]) -> T:
         """Call something on the engine's thread, between two turns."""
 
         def run() -> T:
-            assert self.room.worker.machine is not None
-            return call(self.room.worker.machine)
+            assert self.state.engine_thread.core is not None
+            return call(self.state.engine_thread.core)
 
-        return self.room.worker.post(run).result(timeout=60)
+        return self.state.engine_thread.post(run).result(timeout=60)
 
     def chat(self, *messages: Any, **fields: Any) -> httpx.Response:
         """Ask for a reply; texts are the user's and the assistant's in turn."""
@@ -49,7 +49,7 @@ class Server:
         kind = {"Content-Type": "application/json"}
         return self.client.post("/v1/chat/completions", content=body, headers=kind)
 
-    def wait_for(self, what: Callable[[Machine], bool]) -> None:
+    def wait_for(self, what: Callable[[EngineCore], bool]) -> None:
         """Wait until something holds on the engine's thread; a minute at most."""
         until = time.monotonic() + 60
         while not self.inside(what):
@@ -62,10 +62,10 @@ class Server:
         return self.inside(held_pages)
 
 
-def held_pages(machine: Machine) -> int:
+def held_pages(core: EngineCore) -> int:
     """Count the pages that requests hold; snapshots are not counted."""
-    pool = machine.engine.cache.pool
-    return pool.num_pages - pool.free_pages - machine.scheduler.residents.spare_pages
+    pool = core.engine.cache.pool
+    return pool.num_pages - pool.free_pages - core.scheduler.residents.copy_pages
 
 
 def asked(*messages: Any, **fields: Any) -> dict[str, Any]:
@@ -88,8 +88,8 @@ def picture_part(picture: Image) -> dict[str, Any]:
 @contextmanager
 def serving(load: Callable[[], Engine], **settings: Any) -> Iterator[Server]:
     """Serve on a free port of the loopback; in the end nothing may be held."""
-    with opened(load, Settings(**{"name": MODEL} | settings)) as room:
-        server = WebServer(room, make_app(room), "127.0.0.1", 0, log_level="error")
+    with opened(load, ServerSettings(**{"name": MODEL} | settings)) as state:
+        server = WebServer(state, make_app(state), "127.0.0.1", 0, log_level="error")
         thread = threading.Thread(target=server.run)
         thread.start()
         try:
@@ -97,17 +97,17 @@ def serving(load: Callable[[], Engine], **settings: Any) -> Iterator[Server]:
                 assert thread.is_alive(), "the server did not start"
                 time.sleep(0.005)
             host, port = server.servers[0].sockets[0].getsockname()
-            made = Server(room, f"http://{host}:{port}", server)
+            made = Server(state, f"http://{host}:{port}", server)
             yield made
             made.client.close()
         finally:
             server.should_exit = True
             thread.join()
-    machine = room.worker.machine
-    assert machine is not None
-    pool = machine.engine.cache.pool
+    core = state.engine_thread.core
+    assert core is not None
+    pool = core.engine.cache.pool
     assert pool.free_pages == pool.num_pages, "pages are held by nobody"
-    assert machine.scheduler.ledger.committed == 0
+    assert core.scheduler.ledger.committed == 0
 
 
 @contextmanager
@@ -118,19 +118,19 @@ def paused_in_a_reply(server: Server) -> Iterator[threading.Event]:
     """
     reached, over = threading.Event(), threading.Event()
 
-    def hold(machine: Machine) -> None:
-        turn = machine.scheduler.turn
+    def hold(core: EngineCore) -> None:
+        turn = core.scheduler.turn
 
         def held() -> None:
-            if machine.scheduler.decoding:
+            if core.scheduler.decoding:
                 reached.set()
                 over.wait(60)
             turn()
 
-        machine.scheduler.turn = held  # type: ignore[method-assign]
+        core.scheduler.turn = held  # type: ignore[method-assign]
 
-    def release(machine: Machine) -> None:
-        del machine.scheduler.turn
+    def release(core: EngineCore) -> None:
+        del core.scheduler.turn
 
     server.inside(hold)
     try:
@@ -149,7 +149,7 @@ def stopped(server: Server) -> Iterator[None]:
         stands.set()
         assert over.wait(60)
 
-    waiting = server.room.worker.post(wait)
+    waiting = server.state.engine_thread.post(wait)
     assert stands.wait(60)
     try:
         yield

@@ -36,8 +36,8 @@ from mmkv.hf import RetainedCache, retain
 from mmkv.resources import asset
 from mmkv.sampling import Sampling
 from mmkv.scheduler import Limits, Scheduler
+from mmkv.scheduler.conversation import CachedConversation
 from mmkv.scheduler.replies import EngineExecutor, Prompt, ReplyJob, message
-from mmkv.scheduler.stored import StoredSession
 from mmkv.session import Session
 
 _ENGINE = (
@@ -478,9 +478,9 @@ def _trim(world: Interrupts) -> Callable[[], Any]:
     return world.engine.trim
 
 
-def _jobs(world: Interrupts) -> tuple[Scheduler, StoredSession]:
+def _jobs(world: Interrupts) -> tuple[Scheduler, CachedConversation]:
     scheduler = Scheduler(EngineExecutor(world.engine), Limits(quantum=_CHUNK), to_files=True)
-    kept = StoredSession(world.engine, folder=world.folder)
+    kept = CachedConversation(world.engine, folder=world.folder)
     scheduler.submit(ReplyJob(world.engine, message("Hi"), _SHORT, session=kept))
     scheduler.submit(ReplyJob(world.engine, Prompt(_ids(19)), _SHORT))
     world.alive.append(scheduler)

@@ -44,24 +44,28 @@ class HttpBodies(Target):
     def prepare(self, folder: Path) -> None:
         super().prepare(folder)
         from mmkv.server.app import make_app
-        from mmkv.server.engine_thread import Machine, Worker
+        from mmkv.server.engine_thread import EngineCore, EngineThread
         from mmkv.server.media.resolver import MediaResolver
         from mmkv.server.metrics import Metrics
-        from mmkv.server.settings import Settings
-        from mmkv.server.state import Room
+        from mmkv.server.settings import ServerSettings
+        from mmkv.server.state import ServerState
 
         model = save_vision_model(folder / "model")
-        settings = Settings(_MODEL, max_tokens=2, session_folder=folder / "saved", body=2**17)
+        settings = ServerSettings(
+            name=_MODEL, max_tokens=2, session_folder=folder / "saved", body=2**17
+        )
         metrics = Metrics()
 
-        def start() -> Machine:
-            return Machine(small_engine(model, kv_limit=self.memory), settings, metrics, 2.0)
+        def start() -> EngineCore:
+            return EngineCore(small_engine(model, kv_limit=self.memory), settings, metrics, 2.0)
 
-        self._worker = Worker(start)
-        self._worker.start()
-        facts = self._worker.facts()
-        self._room = Room(settings, facts, self._worker, metrics, MediaResolver(rules=facts.rules))
-        self._app = make_app(self._room)
+        self._thread = EngineThread(start)
+        self._thread.start()
+        facts = self._thread.facts()
+        self._state = ServerState(
+            settings, facts, self._thread, metrics, MediaResolver(rules=facts.rules)
+        )
+        self._app = make_app(self._state)
         self._runner = asyncio.Runner()
         self._logged = _Errors()
         log = logging.getLogger("mmkv.server")
@@ -138,26 +142,26 @@ class HttpBodies(Target):
 
     def leaked(self) -> str | None:
         def look() -> str | None:
-            machine = self._worker.machine
-            assert machine is not None
-            scheduler = machine.scheduler
+            core = self._thread.core
+            assert core is not None
+            scheduler = core.scheduler
             scheduler.turn()  # what was cancelled ends
-            while scheduler.residents.spares:
-                scheduler.residents.drop_oldest_spare()
+            while scheduler.residents.copies:
+                scheduler.residents.drop_oldest_copy()
             # Stored responses that were asked for, and not deleted, are nobody's leak.
             for session in [one for one in scheduler.sessions if one.resident]:
                 scheduler.hibernate(session)
-            pool = machine.engine.cache.pool
+            pool = core.engine.cache.pool
             held = pool.num_pages - pool.free_pages
             if held or scheduler.ledger.committed:
                 return f"{held} pages are held, {scheduler.ledger.committed} committed"
             try:
-                machine.engine.cache.check()
+                core.engine.cache.check()
             except AssertionError as error:
                 return f"the cache is not consistent: {error}"
             return None
 
-        return self._worker.post(look).result(60)
+        return self._thread.post(look).result(60)
 
 
 class _Errors(logging.Handler):

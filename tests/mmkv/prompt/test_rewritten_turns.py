@@ -20,8 +20,8 @@ from mmkv import Engine, Session
 from mmkv.engine.errors import ContextError, InputError
 from mmkv.engine.read_ids import with_ids
 from mmkv.prompt.template import REWRITES, ChatTemplate
+from mmkv.scheduler.conversation import CachedConversation
 from mmkv.scheduler.replies import ReplyJob, message
-from mmkv.scheduler.stored import StoredSession
 from tests.mmkv.prompt.test_processing import of_transformers
 from tests.support.chat_models import (
     CHATML,
@@ -401,7 +401,7 @@ def test_a_cancelled_turn_that_went_back_is_read_by_the_next(
 ) -> None:
     with_template(engine, THOUGHTS)
     script(monkeypatch, engine, ["<think>t</think>y", "z"])
-    stored = StoredSession(engine)
+    stored = CachedConversation(engine)
     session = stored.wake()
     list(session.send("a"))
     job = ReplyJob(engine, message("b" * 30), session=stored, chunk=8)
@@ -426,7 +426,7 @@ def test_what_a_cancelled_turn_lost_by_going_back_is_said(
     engine = Engine.from_pretrained(llama, policy="streamingllm", dtype="float32", budget=24)
     with_template(engine, THOUGHTS)
     script(monkeypatch, engine, ["<think>well</think>y", "z"])
-    stored = StoredSession(engine)
+    stored = CachedConversation(engine)
     session = stored.wake()
     list(session.send("a" * 30))
     job = ReplyJob(engine, message("b" * 3000), session=stored, chunk=8)
@@ -491,7 +491,7 @@ def test_a_setting_outlives_undo_and_hibernation(
 ) -> None:
     with_template(engine, THOUGHTS)
     script(monkeypatch, engine, ["x", "y"])
-    stored = StoredSession(engine, folder=tmp_path)
+    stored = CachedConversation(engine, folder=tmp_path)
     session = stored.wake()
     session.undo_depth = 1
     list(session.send("a"))
@@ -516,7 +516,7 @@ def test_pictures_of_a_cancelled_turn_that_went_back_are_read_by_the_next(
     said = ["<think>t</think>y", "<think>u</think>z", "w"]
     script(monkeypatch, engine, said)
     images = [picture("red", (50, 70)), picture("blue", (90, 40))]
-    stored = StoredSession(engine)
+    stored = CachedConversation(engine)
     session = stored.wake()
     list(session.send("a", images=images[:1]))
     if thoughts:  # so that the next turn goes back behind the second picture

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Sequence
 
 from mmkv.engine.errors import BudgetError, SessionError
-from mmkv.scheduler import Job, Price
+from mmkv.scheduler import Job, Reservation
 
 CHUNK = 4
 PAGE = 2  # tokens in a page; a session holds its newest tokens, up to its bound
@@ -133,15 +133,15 @@ class FakeJob:
         assert not self.prepared
         self.prepared = True
 
-    def price(self) -> Price:
+    def reservation(self) -> Reservation:
         snapshot = 0
         if self.kept is not None and len(self.prompt) > CHUNK:
             snapshot = _pages(len(self.kept.state()[0]))
         if self.kept is None:
             every = _pages(len(self.prompt) + self.reply)
             steady = min(every, self.own.bound + 1)
-            return Price(steady, min(every, steady + CHUNK // PAGE) - steady)
-        return Price(self.kept.bound + 1, CHUNK // PAGE, snapshot)
+            return Reservation(steady, min(every, steady + CHUNK // PAGE) - steady)
+        return Reservation(self.kept.bound + 1, CHUNK // PAGE, snapshot)
 
     slow_to_begin = False
 
@@ -156,14 +156,14 @@ class FakeJob:
             raise BudgetError("this chunk cannot be begun")
 
     def store(self) -> None:
-        """Hold all entries of the next chunk; :meth:`took` cuts them back."""
+        """Hold all entries of the next chunk; :meth:`finish_chunk` cuts them back."""
         if self.fails_at == self.read // CHUNK and self.fails_reading:
             raise BudgetError("this chunk cannot be read")
         count = self.next_chunk
         self.own.store(self.prompt[self.read : self.read + count])
         self.read += count
 
-    def took(self) -> bool:
+    def finish_chunk(self) -> bool:
         self.own.cut()
         if self.read < len(self.prompt):
             return False
@@ -191,7 +191,7 @@ class FakeJob:
             self.own.close()
 
 
-class FakeSpare:
+class FakeCopy:
     """A copy of so many pages."""
 
     def __init__(self, pool: FakePool, pages: int) -> None:
@@ -230,7 +230,7 @@ class FakeExecutor:
                 job.store()
             except BudgetError as error:
                 found[job] = error
-        return [found[job] if job in found else job.took() for job in taken]
+        return [found[job] if job in found else job.finish_chunk() for job in taken]
 
     def step(self, jobs: Sequence[Job]) -> None:
         self.steps += 1

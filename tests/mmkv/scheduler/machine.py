@@ -14,7 +14,7 @@ from collections import Counter
 
 from mmkv.engine.errors import BudgetError, CapacityError, SessionError
 from mmkv.scheduler import Limits, Scheduler, Ticket
-from tests.mmkv.scheduler.fake import CHUNK, FakeExecutor, FakeJob, FakePool, FakeSession, FakeSpare
+from tests.mmkv.scheduler.fake import CHUNK, FakeCopy, FakeExecutor, FakeJob, FakePool, FakeSession
 
 USERS = ("ann", "bob", "eve", "joe")
 LONGEST_PROMPT, LONGEST_REPLY = 5 * CHUNK, 9
@@ -58,7 +58,7 @@ class Machine:
         self.tickets: list[Ticket[FakeJob]] = []
         self.cancelled: dict[Ticket[FakeJob], int] = {}
         self.before: dict[Ticket[FakeJob], tuple[list[int], int]] = {}
-        self.spares: list[FakeSpare] = []
+        self.copies: list[FakeCopy] = []
         self.same_disks = True  # since the latest turn
         self.seen: Counter[str] = Counter()
         self.longest_wait = self.most_passed = self.most_uneven = 0
@@ -78,8 +78,8 @@ class Machine:
             (self.close, 1),
             (self.open, 2),
             (self.prepare, 6),
-            (self.spare, 3),
-            (self.use_spare, 1),
+            (self.cached, 3),
+            (self.use_copy, 1),
         ]
         kinds, weights = zip(*doing, strict=True)
         for _ in range(operations):
@@ -92,7 +92,7 @@ class Machine:
             self.check()
         assert all(ticket.over for ticket in self.tickets), "a request is left"
         self.scheduler.close()
-        assert self.pool.held == {} and not self.spares and self.scheduler.ledger.committed == 0
+        assert self.pool.held == {} and not self.copies and self.scheduler.ledger.committed == 0
 
     def submit_new(self) -> None:
         bound = self.random.randint(1, 20)
@@ -159,36 +159,36 @@ class Machine:
                 ticket.job.missing -= 1
                 self.seen["became ready"] += ticket.job.ready
 
-    def spare(self) -> None:
+    def cached(self) -> None:
         pages = self.random.randint(1, 6)
 
-        def make() -> FakeSpare:
-            spare = FakeSpare(self.pool, pages)
-            self.spares.append(spare)
-            return spare
+        def make() -> FakeCopy:
+            cached = FakeCopy(self.pool, pages)
+            self.copies.append(cached)
+            return cached
 
-        def dropped(spare: FakeSpare) -> None:
-            assert spare not in self.pool.held
-            self.spares.remove(spare)
+        def dropped(cached: FakeCopy) -> None:
+            assert cached not in self.pool.held
+            self.copies.remove(cached)
 
-        oldest, most = list(self.spares), self.random.choice((None, 8))
-        made = self.scheduler.keep_spare(pages, make, dropped, most)
+        oldest, most = list(self.copies), self.random.choice((None, 8))
+        made = self.scheduler.keep_copy(pages, make, dropped, most)
         if made is None:
-            self.seen["no room for a spare"] += 1
-            assert self.spares == oldest
+            self.seen["no room for a copy"] += 1
+            assert self.copies == oldest
         else:
             self.pool.set(made, pages)
-            self.seen["spares kept"] += 1
-            assert most is None or sum(one.pages for one in self.spares) <= most
-            left = len(self.spares) - 1
-            assert self.spares[:left] == oldest[len(oldest) - left :], "others than the oldest went"
+            self.seen["copies kept"] += 1
+            assert most is None or sum(one.pages for one in self.copies) <= most
+            left = len(self.copies) - 1
+            assert self.copies[:left] == oldest[len(oldest) - left :], "others than the oldest went"
 
-    def use_spare(self) -> None:
-        if self.spares:
-            spare = self.random.choice(self.spares)
-            self.scheduler.residents.used_spare(spare)
-            self.spares.remove(spare)
-            self.spares.append(spare)
+    def use_copy(self) -> None:
+        if self.copies:
+            cached = self.random.choice(self.copies)
+            self.scheduler.residents.touch_copy(cached)
+            self.copies.remove(cached)
+            self.copies.append(cached)
 
     def turn(self) -> None:
         blocked = self.scheduler.blocked and self.same_disks
@@ -246,7 +246,7 @@ class Machine:
         assert self.pool.limit is not None and committed <= self.pool.limit
         for owner, pages in self.pool.held.items():
             busy = [one for one in self.tickets if not one.over and owner in (one.job, one.job.own)]
-            if owner in self.spares:
+            if owner in self.copies:
                 assert self.scheduler.ledger.of(owner).steady == pages
                 continue
             assert busy or owner in self.sessions, "pages of nobody"
@@ -270,13 +270,13 @@ class Machine:
         self.check_released(going)
 
     def check_released(self, going: list[Ticket[FakeJob]]) -> None:
-        """Nothing is committed for anybody but who runs, rests in memory, or is a spare."""
+        """Nothing is committed for anybody but who runs, rests in memory, or is a copy."""
         ledger, used = self.scheduler.ledger, {one.owner for one in going}
         resting = [one for one in self.sessions if one not in used and one.resident]
         owned = [ledger.of(owner) for owner in used]
-        wanted = sum(price.steady + price.snapshot for price in owned)
-        wanted += max((price.chunk for price in owned), default=0)
-        wanted += sum(one.resting() for one in resting) + sum(one.pages for one in self.spares)
+        wanted = sum(reservation.steady + reservation.snapshot for reservation in owned)
+        wanted += max((reservation.chunk for reservation in owned), default=0)
+        wanted += sum(one.resting() for one in resting) + sum(one.pages for one in self.copies)
         assert ledger.committed == wanted, f"{ledger.committed} pages committed for {wanted}"
 
     def check_ticket(self, ticket: Ticket[FakeJob]) -> None:
@@ -351,12 +351,12 @@ class Before:
             return False
         # Its own pages are in both sums, and chunks are counted one after the other: no less.
         taken = machine.scheduler.ledger.committed - self._gives_way(job.kept)
-        return taken + job.price().total <= (machine.pool.limit or 0)
+        return taken + job.reservation().total <= (machine.pool.limit or 0)
 
     def _gives_way(self, besides: FakeSession | None) -> int:
-        """Count the pages of spares, and of idle sessions that can be written to files."""
+        """Count the pages of copies, and of idle sessions that can be written to files."""
         machine = self.machine
-        pages = sum(spare.pages for spare in machine.spares)
+        pages = sum(cached.pages for cached in machine.copies)
         if machine.to_files:
             used = {besides, *(one.job.kept for one in machine.tickets)}
             idle = [one for one in machine.sessions if one.resident and one not in used]

@@ -12,8 +12,8 @@ from mmkv.engine.backends.cuda import GraphRunner
 from mmkv.engine.errors import InputError
 from mmkv.reply import ReplyWriter
 from mmkv.scheduler import Limits, Scheduler
+from mmkv.scheduler.conversation import CachedConversation
 from mmkv.scheduler.replies import EngineExecutor, ReplyJob, message
-from mmkv.scheduler.stored import StoredSession
 from tests.support.replies import CHUNK, REPLY
 
 TEXTS = ("one", "two", "three")
@@ -48,7 +48,7 @@ def test_the_others_go_on(
             wanted.append(session.last.token_ids)
     limits = Limits(quantum=CHUNK, interleave=False)  # until all are in the same step
     with closing(Scheduler(EngineExecutor(engine), limits)) as scheduler:
-        stored = [StoredSession(engine) for _ in TEXTS]
+        stored = [CachedConversation(engine) for _ in TEXTS]
         tickets = [
             scheduler.submit(ReplyJob(engine, message(text), REPLY, session=each), text)
             for text, each in zip(TEXTS, stored, strict=True)

@@ -10,9 +10,9 @@ import pytest
 from mmkv import Budget, Engine
 from mmkv.engine.errors import BudgetError, CapacityError, InputError, SessionError
 from mmkv.scheduler import Limits, Scheduler
-from mmkv.scheduler.contract import Price
+from mmkv.scheduler.contract import Reservation
+from mmkv.scheduler.conversation import CachedConversation
 from mmkv.scheduler.replies import EngineExecutor, Prompt, ReplyJob, message
-from mmkv.scheduler.stored import StoredSession
 from mmkv.session import Session
 from tests.support.chat_models import picture
 from tests.support.replies import CHUNK, LONG, REPLY, ask, load, watch
@@ -33,10 +33,10 @@ def test_sessions_that_share_an_engine_and_a_disk_reply_as_alone(
             list(session.send(**ask(session, turn), sampling=REPLY))
             assert session.last is not None
             wanted[-1].append((session.last.token_ids, session.last.text))
-    bounds = ReplyJob(engine, message("?"), session=StoredSession(engine)).price()
+    bounds = ReplyJob(engine, message("?"), session=CachedConversation(engine)).reservation()
     keeping = engine.policy.keeps_prompt
     scheduler = Scheduler(EngineExecutor(engine), Limits(quantum=CHUNK), to_files=True)
-    stored = [StoredSession(engine, folder=tmp_path) for _ in alone]
+    stored = [CachedConversation(engine, folder=tmp_path) for _ in alone]
     if not keeping:
         engine.trim()
         engine.cache.pool.limit = engine.cache.pool.num_pages + 3 * bounds.steady + bounds.chunk
@@ -75,9 +75,11 @@ def test_sessions_that_share_an_engine_and_a_disk_reply_as_alone(
 def test_no_more_pages_are_held_than_are_committed(
     engine: Engine, scheduler: Scheduler, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    stored = [StoredSession(engine, budget, tmp_path) for budget in (24, 9, Budget.bytes(30_000))]
-    prices = [ReplyJob(engine, message("?"), session=each).price() for each in stored]
-    steady = sorted(price.steady for price in prices)
+    stored = [
+        CachedConversation(engine, budget, tmp_path) for budget in (24, 9, Budget.bytes(30_000))
+    ]
+    prices = [ReplyJob(engine, message("?"), session=each).reservation() for each in stored]
+    steady = sorted(reservation.steady for reservation in prices)
     limit = steady[0] + 2 * steady[-1] + prices[0].chunk  # and a copy to return to
     engine.cache.pool.limit = limit
     held = watch(monkeypatch, engine, scheduler)
@@ -101,20 +103,20 @@ def test_a_turn_that_may_be_undone_pays_for_the_copy_it_goes_back_to(
     """And none of them less than what its pages are in the end, counted in the cache."""
     options: dict[str, Any] = {"policy": policy, "budget": 30, "dtype": "float32"}
     engine = Engine.from_pretrained(qwen, page_size=8, prefill_chunk=CHUNK, **options)
-    stored = StoredSession(engine, folder=tmp_path)
+    stored = CachedConversation(engine, folder=tmp_path)
     session = stored.wake()
     list(session.send(LONG, sampling=REPLY))
     tokens = engine.inputs([{"role": "user", "content": "why?"}])["input_ids"].shape[-1] + 8
 
-    def price(undo: bool) -> Price:
+    def reservation(undo: bool) -> Reservation:
         job = ReplyJob(
             engine, message("why?"), REPLY, session=stored, prompt_tokens=tokens, undo=undo
         )
-        return job.price()
+        return job.reservation()
 
     held = stored.pages
     assert held == engine.cache.pool.num_pages - engine.cache.pool.free_pages > 0
-    plain, undone = price(False), price(True)
+    plain, undone = reservation(False), reservation(True)
     assert undone.steady == plain.steady + held and undone.chunk == plain.chunk
     scheduler = Scheduler(EngineExecutor(engine), Limits(quantum=CHUNK))
     job = ReplyJob(engine, message("why?"), REPLY, session=stored, prompt_tokens=tokens, undo=True)
@@ -128,7 +130,7 @@ def test_a_turn_that_may_be_undone_pays_for_the_copy_it_goes_back_to(
 def test_a_batch_waits_for_room_and_says_the_same(engine: Engine) -> None:
     talks = [[{"role": "user", "content": f"{number} {LONG}"}] for number in range(5)]
     wanted = [reply.token_ids for reply in engine.generate(talks, REPLY)]
-    bound = ReplyJob(engine, Prompt(engine.inputs(talks[0])), REPLY).price()
+    bound = ReplyJob(engine, Prompt(engine.inputs(talks[0])), REPLY).reservation()
     engine.trim()
     engine.cache.pool.limit = 2 * bound.total
     assert [reply.token_ids for reply in engine.generate(talks, REPLY)] == wanted
@@ -141,8 +143,8 @@ def test_a_batch_waits_for_room_and_says_the_same(engine: Engine) -> None:
 
 
 def test_pictures_are_not_read_before_there_is_room(engine: Engine, scheduler: Scheduler) -> None:
-    price = ReplyJob(engine, message("?"), session=StoredSession(engine)).price()
-    engine.cache.pool.limit = price.total
+    reservation = ReplyJob(engine, message("?"), session=CachedConversation(engine)).reservation()
+    engine.cache.pool.limit = reservation.total
     prepared: list[int] = []
 
     def job(number: int) -> ReplyJob:
@@ -174,7 +176,7 @@ def test_what_has_no_bound_is_refused(qwen: Path) -> None:
     for budget in (25, Budget.fraction(0.5)):
         for make in (
             lambda budget: ReplyJob(engine, message("?"), budget=budget),
-            lambda budget: StoredSession(engine, budget),
+            lambda budget: CachedConversation(engine, budget),
         ):
             with pytest.raises(BudgetError, match="'full' evicts nothing"):
                 make(budget)
@@ -190,7 +192,7 @@ def test_what_has_no_bound_is_refused(qwen: Path) -> None:
 def test_a_file_that_is_gone_fails_its_request_alone(
     engine: Engine, scheduler: Scheduler, tmp_path: Path
 ) -> None:
-    stored = StoredSession(engine, folder=tmp_path)
+    stored = CachedConversation(engine, folder=tmp_path)
     scheduler.submit(ReplyJob(engine, message("first"), REPLY, session=stored))
     while scheduler.turn():
         pass
@@ -217,11 +219,11 @@ def test_sessions_that_share_a_budget_stay_within_its_bound(
     with pytest.raises(BudgetError, match="share a budget of 24"):
         engine.session(8)
     scheduler = Scheduler(EngineExecutor(engine), Limits(quantum=CHUNK), to_files=True)
-    stored = [StoredSession(engine, folder=tmp_path) for _ in range(7)]
-    price = ReplyJob(engine, message("?"), session=stored[0]).price()
-    assert price.steady == rows
+    stored = [CachedConversation(engine, folder=tmp_path) for _ in range(7)]
+    reservation = ReplyJob(engine, message("?"), session=stored[0]).reservation()
+    assert reservation.steady == rows
     # Room for three, a chunk, and the copy that one of them may go back to.
-    pool.limit = shared.fixed_pages + 3 * rows + price.chunk + shared.fixed_pages + rows
+    pool.limit = shared.fixed_pages + 3 * rows + reservation.chunk + shared.fixed_pages + rows
     held = watch(monkeypatch, engine, scheduler, shared.fixed_pages)
     moved = 0
     for turn in range(2):

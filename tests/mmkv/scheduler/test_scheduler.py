@@ -8,7 +8,7 @@ import sys
 import pytest
 
 from mmkv.engine.errors import BudgetError, CapacityError, SessionError
-from mmkv.scheduler import Limits, Price, Scheduler, Ticket
+from mmkv.scheduler import Limits, Reservation, Scheduler, Ticket
 from mmkv.scheduler.capacity import Ledger
 from mmkv.scheduler.loop import DeficitRoundRobin
 from tests.mmkv.scheduler.fake import CHUNK, FakeExecutor, FakeJob, FakePool, FakeSession
@@ -181,7 +181,7 @@ def test_a_pass_takes_pages_that_are_committed_and_not_held(
     executor = FakeExecutor(pool, pass_tokens=CHUNK + 2)
     scheduler = Scheduler(executor, Limits(quantum=CHUNK))
     jobs = [FakeJob(pool, prompt(CHUNK), 9), FakeJob(pool, prompt(2), 9)]
-    assert [(one.steady, one.chunk) for one in map(FakeJob.price, jobs)] == [(4, 2), (4, 2)]
+    assert [(one.steady, one.chunk) for one in map(FakeJob.reservation, jobs)] == [(4, 2), (4, 2)]
     pool.set("of what both may take", spent)
     for job, user in zip(jobs, "ab", strict=True):
         scheduler.submit(job, user)
@@ -198,7 +198,7 @@ def test_a_prompt_that_cannot_begin_leaves_a_pass_no_pages() -> None:
     large.fails_at = 0
     for job, user in zip([*jobs, large], "abc", strict=True):
         scheduler.submit(job, user)
-    assert [(one.steady, one.chunk) for one in map(FakeJob.price, (*jobs, large))] == [
+    assert [(one.steady, one.chunk) for one in map(FakeJob.reservation, (*jobs, large))] == [
         (4, 1),
         (4, 1),
         (5, 2),
@@ -434,9 +434,9 @@ def test_replies_wait_for_prompts_where_nobody_watches() -> None:
 
 def test_only_the_largest_chunk_counts() -> None:
     ledger = Ledger()
-    ledger.commit("a", Price(5, 3, 2))
-    ledger.commit("b", Price(4, 7))
+    ledger.commit("a", Reservation(5, 3, 2))
+    ledger.commit("b", Reservation(4, 7))
     assert ledger.committed == 5 + 2 + 4 + 7
-    assert ledger.committed_with("b", Price(4)) == 5 + 2 + 4 + 3
+    assert ledger.committed_with("b", Reservation(4)) == 5 + 2 + 4 + 3
     ledger.release("b")
     assert ledger.committed == 10

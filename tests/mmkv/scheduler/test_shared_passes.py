@@ -11,8 +11,8 @@ import torch
 from mmkv import Engine
 from mmkv.engine.errors import BudgetError, NotFiniteError
 from mmkv.scheduler import Limits, Scheduler
+from mmkv.scheduler.conversation import CachedConversation
 from mmkv.scheduler.replies import EngineExecutor, Prompt, ReplyJob, message
-from mmkv.scheduler.stored import StoredSession
 from tests.support.replies import CHUNK, REPLY, ids, load, watch
 
 
@@ -30,7 +30,7 @@ def read_by(engine: Engine, pass_tokens: int | None) -> tuple[list[Any], list[in
     executor.read = lambda jobs: passes.append(len(jobs)) or read(jobs)  # type: ignore[method-assign, func-returns-value]
     scheduler = Scheduler(executor, Limits(quantum=CHUNK))
     found: list[Any] = []
-    kept = [StoredSession(engine) for _ in range(8)]
+    kept = [CachedConversation(engine) for _ in range(8)]
     for turn in range(2):
         jobs = [
             ReplyJob(
@@ -74,9 +74,9 @@ def test_a_pass_holds_no_more_than_is_committed(
     A check that fails in a pass is in the log: each prompt reads alone then.
     """
     engine, chunk = load(qwen, weights="bf16", budget=6), CHUNK // 2
-    kept = [StoredSession(engine) for _ in range(8)]
-    price = ReplyJob(engine, message("?"), session=kept[0], chunk=chunk).price()
-    engine.cache.pool.limit = 8 * price.steady + price.chunk
+    kept = [CachedConversation(engine) for _ in range(8)]
+    reservation = ReplyJob(engine, message("?"), session=kept[0], chunk=chunk).reservation()
+    engine.cache.pool.limit = 8 * reservation.steady + reservation.chunk
     executor, passes = EngineExecutor(engine), []
     read, scheduler = executor.read, Scheduler(executor, Limits(quantum=CHUNK))
 

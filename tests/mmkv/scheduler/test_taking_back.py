@@ -9,8 +9,8 @@ import pytest
 from mmkv import Engine
 from mmkv.engine.errors import SessionError
 from mmkv.scheduler import Scheduler
+from mmkv.scheduler.conversation import CachedConversation
 from mmkv.scheduler.replies import ReplyJob, message
-from mmkv.scheduler.stored import StoredSession
 from tests.support.replies import LONG, REPLY
 from tests.support.sessions import assert_same_rows
 
@@ -19,7 +19,7 @@ from tests.support.sessions import assert_same_rows
 def test_a_cancelled_prompt_leaves_no_trace(
     chunks: int, engine: Engine, scheduler: Scheduler
 ) -> None:
-    reference, stored = engine.session(), StoredSession(engine)
+    reference, stored = engine.session(), CachedConversation(engine)
     scheduler.submit(ReplyJob(engine, message("first"), REPLY, session=stored))
     while scheduler.turn():
         pass
@@ -44,7 +44,7 @@ def test_a_cancelled_prompt_leaves_no_trace(
 
 
 def test_a_cancelled_reply_ends_where_it_stands(engine: Engine, scheduler: Scheduler) -> None:
-    stored = StoredSession(engine)
+    stored = CachedConversation(engine)
     ticket = scheduler.submit(ReplyJob(engine, message("first"), REPLY, session=stored))
     while len(ticket.job.writer.token_ids if ticket.job.writer else ()) < 3:
         scheduler.turn()
@@ -60,7 +60,7 @@ def test_a_cancelled_reply_ends_where_it_stands(engine: Engine, scheduler: Sched
 def test_a_turn_is_taken_back_whole_where_that_was_asked(
     turns: int, engine: Engine, scheduler: Scheduler
 ) -> None:
-    stored = StoredSession(engine)
+    stored = CachedConversation(engine)
 
     def job(text: str) -> ReplyJob:
         return ReplyJob(engine, message(text), REPLY, session=stored, undo=True)
@@ -93,7 +93,7 @@ def test_a_turn_is_taken_back_whole_where_that_was_asked(
 def test_a_session_that_is_closed_takes_its_file_with_it(
     engine: Engine, scheduler: Scheduler, tmp_path: Path
 ) -> None:
-    stored = StoredSession(engine, folder=tmp_path)
+    stored = CachedConversation(engine, folder=tmp_path)
 
     def ask(text: str) -> None:
         ticket = scheduler.submit(ReplyJob(engine, message(text), REPLY, session=stored))
@@ -116,7 +116,7 @@ def test_a_session_that_is_closed_takes_its_file_with_it(
     assert stored.live is not None and len(stored.live.history) == 2
     stored.close()
     with pytest.raises(SessionError, match="no folder"):
-        alone = StoredSession(engine)
+        alone = CachedConversation(engine)
         alone.wake()
         try:
             alone.hibernate()

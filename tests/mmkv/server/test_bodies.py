@@ -17,10 +17,10 @@ from mmkv.server.guard import (
     CheckHost,
     LimitBody,
     allowed_hosts,
-    host_names,
     release_body,
 )
 from mmkv.server.schema import ChatRequest
+from mmkv.server.settings import host_names
 
 MOST = 100
 

@@ -122,7 +122,7 @@ def test_sampling_follows_the_request(server: Server) -> None:
     at = text.index(text[3:5])
     assert (text_of(stopped), stopped["choices"][0]["finish_reason"]) == (text[:at], "stop")
     assert replied(server, "go on", max_completion_tokens=3)["usage"]["completion_tokens"] == 3
-    first = server.inside(lambda machine: machine.engine.processor.tokenizer.encode(text[0])[0])
+    first = server.inside(lambda core: core.engine.processor.tokenizer.encode(text[0])[0])
     banned = replied(server, "go on", logit_bias={str(first): -100})
     assert text_of(banned)[:1] != text[0]
     once = replied(server, "go on", max_tokens=20, presence_penalty=2, frequency_penalty=2)
@@ -338,7 +338,7 @@ def test_a_picture_that_is_none_gives_422(server: Server, stream: bool) -> None:
     part = {"type": "image_url", "image_url": {"url": "data:image/png;base64,aGVsbG8="}}
     answer = server.chat({"role": "user", "content": [part]}, stream=stream)
     assert answer.status_code == 422 and "picture" in answer.json()["error"]["message"]
-    server.wait_for(lambda machine: machine.scheduler.running == 0)
+    server.wait_for(lambda core: core.scheduler.running == 0)
     assert server.held == 0
 
 

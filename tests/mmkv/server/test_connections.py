@@ -18,8 +18,8 @@ import uvicorn
 from starlette.types import Receive, Scope, Send
 
 from mmkv.server import connections
-from mmkv.server.connections import Seldom, WebServer, most_connections
-from mmkv.server.settings import Settings
+from mmkv.server.connections import OncePerMinute, WebServer, most_connections
+from mmkv.server.settings import ServerSettings
 
 MOST = 4
 GET = b"GET /%s HTTP/1.1\r\nHost: x\r\n\r\n"
@@ -112,9 +112,9 @@ def rest_of(made: socket.socket, size: int) -> bytes:
 @contextlib.contextmanager
 def running(**settings: Any) -> Iterator[Running]:
     given = {"connections": MOST, "head_seconds": 60, "stall_seconds": 60} | settings
-    room: Any = SimpleNamespace(settings=Settings("m", **given))
+    state: Any = SimpleNamespace(settings=ServerSettings(name="m", **given))
     app = App()
-    web = WebServer(room, app, "127.0.0.1", 0, lifespan="off", log_level="error")
+    web = WebServer(state, app, "127.0.0.1", 0, lifespan="off", log_level="error")
     thread = threading.Thread(target=web.run)
     thread.start()
     try:
@@ -341,7 +341,7 @@ def test_descriptors_bound_connections(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_warnings_that_clients_cause_are_written_seldom() -> None:
-    seldom, name = Seldom(), "x"
+    seldom, name = OncePerMinute(), "x"
 
     def passes(level: int, message: str, error: Any = None) -> bool:
         record = logging.LogRecord(name, level, "", 0, message, (), error)

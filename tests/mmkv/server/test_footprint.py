@@ -14,12 +14,11 @@ import pytest
 from mmkv import Engine
 from mmkv.engine.memory import resident_bytes
 from mmkv.server import footprint
-from mmkv.server.engine_thread import Machine
-from mmkv.server.footprint import Footprint
+from mmkv.server.engine_thread import EngineCore
 from mmkv.server.media.limits import MediaLimits
 from mmkv.server.metrics import Metrics
-from mmkv.server.reply import Rows, rendered
-from mmkv.server.settings import Settings
+from mmkv.server.reply import LogprobRows, rendered
+from mmkv.server.settings import Footprint, ServerSettings
 from tests.support.chat_models import (
     picture,
     save_internvl,
@@ -56,8 +55,8 @@ def server(folder: Path) -> Iterator[Server]:
 
 
 def parts(server: Server) -> dict[str, int]:
-    assert server.room.footprint is not None
-    return server.room.footprint.parts
+    assert server.state.footprint is not None
+    return server.state.footprint.parts
 
 
 def test_the_process_stays_below_what_metrics_say(server: Server) -> None:
@@ -73,7 +72,7 @@ def test_the_process_stays_below_what_metrics_say(server: Server) -> None:
 
 def test_each_setting_bounds_its_part(server: Server, folder: Path) -> None:
     """Bounds twice as high are twice the bytes, and those of others stay."""
-    body = server.room.settings.body
+    body = server.state.settings.body
     more = {"connections": 20, "body": 2 * body, "max_sessions": 2000, "store_bytes": 2**31}
     with started(folder, **more) as other:
         before, after = parts(server), parts(other)
@@ -81,9 +80,9 @@ def test_each_setting_bounds_its_part(server: Server, folder: Path) -> None:
         assert after[name] == 2 * before[name]
     assert before["stored"] == 2**30 and before["bodies"] >= 8 * body
     assert 2 * before["connections"] < after["connections"] < 4 * before["connections"]
-    context = server.room.facts.context
+    context = server.state.facts.context
     assert after["texts"] - before["texts"] >= 1000 * context
-    pool = server.inside(lambda machine: machine.engine.cache.pool)
+    pool = server.inside(lambda core: core.engine.cache.pool)
     assert before["cache"] == after["cache"] == pool.limit * pool.page_bytes <= MEMORY
     for name in ("media", "reading", "scored", "unsent", "values"):
         assert before[name] == after[name]
@@ -112,8 +111,8 @@ def test_memory_goes_back_when_nobody_asks(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(footprint, "give_back", give_back)
 
     async def run() -> None:
-        room: Any = SimpleNamespace(worker=worker)
-        task = asyncio.ensure_future(footprint.return_memory(room))
+        state: Any = SimpleNamespace(engine_thread=worker)
+        task = asyncio.ensure_future(footprint.return_memory(state))
 
         async def look() -> list[int]:
             for _ in range(20):
@@ -140,7 +139,7 @@ def test_log_probabilities_are_written_as_they_would_be_as_objects() -> None:
         [{"token": 'é"\\', "logprob": -0.25, "bytes": [195, 169], "top_logprobs": []}] * 2,
         [{"token": "\ud800", "logprob": -1e-7, "bytes": None, "top_logprobs": [{"token": "b"}]}],
     ]
-    held = [Rows() for _ in shown]
+    held = [LogprobRows() for _ in shown]
     for rows, one in zip(held, shown, strict=True):
         for row in one:
             rows.add([row])
@@ -149,7 +148,7 @@ def test_log_probabilities_are_written_as_they_would_be_as_objects() -> None:
         return {"text": "ü\n", "choices": [{"logprobs": one} for one in rows]}
 
     for ascii in (False, True):
-        made = rendered(answer(*held, Rows()), ascii)
+        made = rendered(answer(*held, LogprobRows()), ascii)
         assert json.loads(made) == answer(*shown, [])
         assert made.isascii() == ascii
     with pytest.raises(TypeError, match="set is no JSON"):
@@ -174,7 +173,7 @@ def test_pictures_that_fill_the_context_are_counted(
     engine = Engine.from_pretrained(
         save(tmp_path), policy="streamingllm", budget=24, dtype="float32", kv_limit=2**26
     )
-    machine = Machine(engine, Settings("m"), Metrics(), 2.0)
+    core = EngineCore(engine, ServerSettings(name="m"), Metrics(), 2.0)
     asked = [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "?"}]}]
     processor = engine.processor
     text = processor.template.render(asked, opening=True)
@@ -184,14 +183,14 @@ def test_pictures_that_fill_the_context_are_counted(
     assert tokens
     on_a_gpu, here = (footprint._reading(engine, MediaLimits(), 8, cpu) for cpu in (False, True))
     assert 2 * pixels <= on_a_gpu < here  # there the tower's own memory is not the host's
-    machine.close()
+    core.close()
 
 
 def test_a_model_of_texts_reads_no_pictures(tmp_path: Path) -> None:
     engine = Engine.from_pretrained(
         save_llama(tmp_path), policy="streamingllm", budget=24, dtype="float32", kv_limit=2**26
     )
-    machine = Machine(engine, Settings("m"), Metrics(), 2.0)
-    found = footprint.footprint(machine, Settings("m"))
+    core = EngineCore(engine, ServerSettings(name="m"), Metrics(), 2.0)
+    found = footprint.footprint(core, ServerSettings(name="m"))
     assert found.parts["media"] == 0 < found.parts["reading"] < 2**26
-    machine.close()
+    core.close()

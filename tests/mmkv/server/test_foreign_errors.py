@@ -160,18 +160,18 @@ def test_a_panic_anywhere_ends_one_request(
                 once(ChatTemplate, "render", lambda self, messages, *_: "stop me" in str(messages))
                 once(ChatTemplate, "layout", lambda self, messages, *_: "stop me" in str(messages))
             elif place == "draw":
-                once(ScoredWriter, "choose", lambda self, *_: bool(self._extras.bias))
+                once(ScoredWriter, "choose", lambda self, *_: bool(self._logit_settings.bias))
             elif place == "decode":
                 once(
                     ScoredWriter,
                     "put",
-                    lambda self, *_: bool(self._extras.bias) and len(self.token_ids) > 1,
+                    lambda self, *_: bool(self._logit_settings.bias) and len(self.token_ids) > 1,
                 )
             else:
                 once(
                     workers.Request,
                     "news",
-                    lambda self: bool(self.ticket.job.work.extras.bias),
+                    lambda self: bool(self.ticket.job.work.logit_settings.bias),
                 )
             answer = server.chat("stop me", **marked)
             assert answer.status_code in (400, 500), answer.text

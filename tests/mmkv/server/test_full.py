@@ -38,7 +38,7 @@ def begun(server: Server, path: str) -> socket.socket:
 
 
 def on_the_way(server: Server) -> int:
-    worker = server.room.worker
+    worker = server.state.engine_thread
     return worker._sent - worker._taken
 
 
@@ -51,7 +51,7 @@ def rejected(metrics: Metrics) -> float:
 )
 def test_what_there_is_no_place_for_is_refused_by_its_head(server: Server, path: str) -> None:
     """Three requests are on their way to a thread that does not look: one to run, two to wait."""
-    before = rejected(server.room.metrics)
+    before = rejected(server.state.metrics)
     with ThreadPoolExecutor(3) as clients:
         with stopped(server):
             sent = [clients.submit(server.chat, f"{path} {at}") for at in range(3)]
@@ -69,7 +69,7 @@ def test_what_there_is_no_place_for_is_refused_by_its_head(server: Server, path:
     error = json.loads(said[: said.rindex(b"}") + 1])["error"]
     assert (error["type"], error["code"]) == ("overloaded_error", "no_room")
     assert (error["unit"], error["limit"], error["committed"]) == ("requests", 2, 2)
-    assert rejected(server.room.metrics) == before + 1
+    assert rejected(server.state.metrics) == before + 1
     assert server.chat("there is a place again").status_code == 200
 
 
@@ -83,6 +83,6 @@ def test_who_leaves_on_the_way_leaves_a_place(server: Server) -> None:
         until(lambda: on_the_way(server) == 3)
         for one in clients:
             one.close()
-        until(lambda: not server.room.busy)  # the handlers have ended
+        until(lambda: not server.state.busy)  # the handlers have ended
     server.wait_for(lambda _: on_the_way(server) == 0)
     assert server.chat("there is a place again").status_code == 200

@@ -94,9 +94,9 @@ def small(tmp_path: Path) -> Any:
 
     with serving(load) as measured:
         pages = measured.inside(
-            lambda machine: machine.job(ChatWork([], "", Sampling()), lambda: None).price().total
+            lambda core: core.job(ChatWork([], "", Sampling()), lambda: None).reservation().total
         )
-        size = measured.inside(lambda machine: machine.engine.cache.pool.page_bytes)
+        size = measured.inside(lambda core: core.engine.cache.pool.page_bytes)
     return lambda: load(kv_limit=3 * pages * size)
 
 

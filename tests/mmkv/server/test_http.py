@@ -12,7 +12,7 @@ import httpx
 import pytest
 
 from mmkv import Engine
-from mmkv.server.engine_thread import Request, Worker
+from mmkv.server.engine_thread import EngineThread, Request
 from mmkv.server.job import ChatWork
 from tests.support.chat_models import picture, save_qwen3_vl
 from tests.support.servers import Server, asked, picture_part, serving
@@ -102,13 +102,13 @@ def test_a_user_of_another_key_is_another_user(
     open_server: Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Turns are taken by key and ``user``: one name under two keys has two."""
-    users, submit = [], Worker.submit
+    users, submit = [], EngineThread.submit
 
-    async def noted(self: Worker, work: ChatWork, user: str) -> Request:
+    async def noted(self: EngineThread, work: ChatWork, user: str) -> Request:
         users.append(user)
         return await submit(self, work, user)
 
-    monkeypatch.setattr(Worker, "submit", noted)
+    monkeypatch.setattr(EngineThread, "submit", noted)
     for key, user in (("one", "ann"), ("two", "ann"), ("one", "bob"), ("one", "ann")):
         headers = {"Authorization": f"Bearer {key}"}
         body = asked("what?", user=user, max_tokens=1)

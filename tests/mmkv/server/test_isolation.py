@@ -34,7 +34,7 @@ def server(
     folder: Path, tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest
 ) -> Iterator[Server]:
     saved = tmp_path_factory.mktemp("saved")
-    options: dict[str, Any] = {"session_folder": saved, "lasting": request.param}
+    options: dict[str, Any] = {"session_folder": saved, "keep_sessions": request.param}
     with serving(lambda: load(folder), api_keys=KEYS, **options) as made:
         yield made
 

@@ -23,10 +23,10 @@ from torch import Tensor
 from mmkv import Engine
 from mmkv.engine.errors import SessionError
 from mmkv.server import reply as answers
-from mmkv.server.engine_thread import Machine
-from mmkv.server.kept import Kept
-from mmkv.server.sessions import SessionFiles
-from mmkv.server.store import Lasting, Note
+from mmkv.server.conversations import ConversationState
+from mmkv.server.engine_thread import EngineCore
+from mmkv.server.sessions import SessionTable
+from mmkv.server.store import SessionRecord, SessionStore
 from tests.support.chat_models import picture, save_qwen3_vl
 from tests.support.servers import Server, asked, picture_part, serving
 
@@ -54,7 +54,7 @@ def servers(folder: Path, shared: Path) -> Iterator[tuple[Server, Server]]:
 
     with ExitStack() as stack:
         one, two = (
-            stack.enter_context(serving(load, session_folder=shared, lasting=True))
+            stack.enter_context(serving(load, session_folder=shared, keep_sessions=True))
             for _ in range(2)
         )
         yield one, two
@@ -78,11 +78,11 @@ def cache(server: Server, name: str) -> dict[str, Tensor]:
     """Return what a session's memory holds, the one that was used last."""
     assert server.client.get(f"/v1/sessions/{name}/memory").json()["entries"]
 
-    def read(machine: Machine) -> dict[str, Tensor]:
-        kept = list(machine.scheduler.residents._idle)[-1]
-        assert isinstance(kept, Kept)
-        with kept.open() as session:
-            return machine.engine.cache.export(session.seq)
+    def read(core: EngineCore) -> dict[str, Tensor]:
+        kept = list(core.scheduler.residents._idle)[-1]
+        assert isinstance(kept, ConversationState)
+        with kept.fork() as session:
+            return core.engine.cache.export(session.seq)
 
     return server.inside(read)
 
@@ -156,9 +156,9 @@ def test_a_client_that_leaves_while_its_turn_is_written_loses_nothing(
     name = created(one)
     said(one, name, "one")
     writing, left, over = (threading.Event() for _ in range(3))
-    commit, gone = Lasting.commit, answers._gone
+    commit, gone = SessionStore.commit, answers._gone
 
-    def slow(self: Lasting, tenant: str, note: Note) -> Note:
+    def slow(self: SessionStore, tenant: str, note: SessionRecord) -> SessionRecord:
         writing.set()
         assert over.wait(60)
         return commit(self, tenant, note)
@@ -167,7 +167,7 @@ def test_a_client_that_leaves_while_its_turn_is_written_loses_nothing(
         await gone(receive)
         left.set()
 
-    monkeypatch.setattr(Lasting, "commit", slow)
+    monkeypatch.setattr(SessionStore, "commit", slow)
     monkeypatch.setattr(answers, "_gone", watched)
     client = HTTPConnection(one.url.removeprefix("http://"))
     body, kind = json.dumps(asked("two")), {"Content-Type": "application/json"}
@@ -191,24 +191,24 @@ def test_one_deleted_while_its_memory_is_read_holds_nothing(
     one, two = servers
     name = created(one)
     said(one, name, "one")
-    before = two.inside(lambda machine: len(machine.scheduler.sessions))
-    load = SessionFiles.load
+    before = two.inside(lambda core: len(core.scheduler.sessions))
+    load = SessionTable._load
 
-    async def slow(self: SessionFiles, path: Path, of: str, tenant: str) -> Kept:
+    async def slow(self: SessionTable, path: Path, of: str, tenant: str) -> ConversationState:
         kept = await load(self, path, of, tenant)
         gone = await asyncio.to_thread(two.client.delete, f"/v1/sessions/{of}")
         assert gone.status_code == 200
         return kept
 
-    monkeypatch.setattr(SessionFiles, "load", slow)
+    monkeypatch.setattr(SessionTable, "_load", slow)
     assert two.client.get(f"/v1/sessions/{name}/memory").status_code == 404
-    assert two.inside(lambda machine: len(machine.scheduler.sessions)) == before
+    assert two.inside(lambda core: len(core.scheduler.sessions)) == before
 
 
 def limit(monkeypatch: pytest.MonkeyPatch, server: Server, most: int) -> None:
     """Let no more sessions be open on a server."""
-    settings = dataclasses.replace(server.room.settings, max_sessions=most)
-    monkeypatch.setattr(server.room, "settings", settings)
+    settings = dataclasses.replace(server.state.settings, max_sessions=most)
+    monkeypatch.setattr(server.state, "settings", settings)
 
 
 def delete_all(server: Server) -> None:
@@ -239,8 +239,8 @@ def test_sessions_that_come_back_count(
         if name not in names:
             assert two.client.delete(f"/v1/sessions/{name}").status_code == 200
 
-    def opened(machine: Machine) -> int:
-        return len(machine.scheduler.sessions)
+    def opened(core: EngineCore) -> int:
+        return len(core.scheduler.sessions)
 
     others = two.inside(opened)  # of tests before this one
 
@@ -270,12 +270,12 @@ def test_a_fork_takes_no_place_from_its_origin(
     assert fork.status_code == 200, fork.text
     assert said(one, fork.json()["id"], "two") == said(one, name, "two")
     # What is refused for another reason moves nobody out.
-    before = one.inside(lambda machine: len(machine.scheduler.sessions))
+    before = one.inside(lambda core: len(core.scheduler.sessions))
     again = one.client.post("/v1/sessions", json={}, headers={"X-Session-Id": name})
     missing = one.client.post("/v1/sessions", json={"file": "never-saved"})
     assert (again.status_code, missing.status_code) == (409, 404)
     assert "no saved session never-saved" in missing.json()["error"]["message"]
-    assert one.inside(lambda machine: len(machine.scheduler.sessions)) == before
+    assert one.inside(lambda core: len(core.scheduler.sessions)) == before
 
 
 def test_sessions_without_a_turn_count_when_one_begins(
@@ -283,27 +283,27 @@ def test_sessions_without_a_turn_count_when_one_begins(
 ) -> None:
     one, _ = servers
     delete_all(one)
-    others = one.inside(lambda machine: len(machine.scheduler.sessions))
+    others = one.inside(lambda core: len(core.scheduler.sessions))
     limit(monkeypatch, one, 2)
     for name in [created(one) for _ in range(4)]:
         said(one, name, "one")
-    assert one.inside(lambda machine: len(machine.scheduler.sessions)) - others == 2
+    assert one.inside(lambda core: len(core.scheduler.sessions)) - others == 2
 
 
 def test_one_of_two_that_go_on_at_once_is_told(
     shared: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    one, two = Lasting(shared), Lasting(shared)
-    first = one.commit("t", Note("x", 0, ("entries", 24.0)))
-    seen = two.note("t", "x")
+    one, two = SessionStore(shared), SessionStore(shared)
+    first = one.commit("t", SessionRecord("x", 0, ("entries", 24.0)))
+    seen = two.record("t", "x")
     assert seen == first
     one.commit("t", first)
     with pytest.raises(SessionError, match="another server"):
         two.commit("t", first)
-    stands = one.note("t", "x")
+    stands = one.record("t", "x")
     with pytest.raises(SessionError, match="another server"):  # a creation, of a name that is there
-        two.commit("t", Note("x", 1, ("entries", 8.0)))
-    assert two.note("t", "x") == stands
+        two.commit("t", SessionRecord("x", 1, ("entries", 8.0)))
+    assert two.record("t", "x") == stands
     path = shared / ".sessions" / "t" / "x.json"
     path.unlink()
 
@@ -313,22 +313,22 @@ def test_one_of_two_that_go_on_at_once_is_told(
 
     with monkeypatch.context() as patched:
         patched.setattr(os, "fsync", meanwhile)  # between what is checked and what is replaced
-        one.commit("t", Note("x", 0, ("entries", 24.0)))
+        one.commit("t", SessionRecord("x", 0, ("entries", 24.0)))
     path.write_text("{")
     with pytest.raises(SessionError, match="begin a new one"):
-        one.note("t", "x")
-    assert list(one.notes("t")) == []
+        one.record("t", "x")
+    assert list(one.records("t")) == []
 
 
 def test_files_that_no_note_names_go(tmp_path: Path) -> None:
-    lasting, folder = Lasting(tmp_path), tmp_path / ".sessions" / "t"
+    lasting, folder = SessionStore(tmp_path), tmp_path / ".sessions" / "t"
     kept = lasting.new_memory("t", "x")
     lost = [folder / f"x.{'0' * 32}.mmkv", folder / "x.mmkv-1.part"]
     young, unread = lasting.new_memory("t", "x"), lasting.new_memory("t", "y.z")
     for path in (kept, *lost, young, unread):
         path.write_text("")
     (folder / "y.z.json").write_text("{")
-    lasting.commit("t", Note("x", 0, ("entries", 24.0), memory=kept.name))
+    lasting.commit("t", SessionRecord("x", 0, ("entries", 24.0), memory=kept.name))
     for path in folder.iterdir():
         if path != young:
             os.utime(path, (0, 0))
@@ -347,14 +347,16 @@ def test_sessions_outlast_the_server(folder: Path, servers: tuple[Server, Server
         options = {"gates": "random", "policy": "dbtrimkv", "budget": 24, "dtype": "float32"}
         return Engine.from_pretrained(folder, kv_limit=8 * 2**20, prefill_chunk=64, **options)
 
-    with serving(load, session_folder=one.room.settings.session_folder, lasting=True) as later:
+    with serving(
+        load, session_folder=one.state.settings.session_folder, keep_sessions=True
+    ) as later:
         found = cache(later, name)
         assert all(torch.equal(wanted[key], found[key]) for key in wanted)
         assert later.client.get(f"/v1/sessions/{name}").json()["budget"] == "16 entries per row"
 
 
 def _files(server: Server) -> list[Path]:
-    folder = server.room.settings.session_folder
+    folder = server.state.settings.session_folder
     assert folder is not None
     return list((folder / ".sessions" / "public").iterdir())
 
@@ -378,7 +380,7 @@ def test_a_session_outlives_a_time_without_descriptors(
     assert refused.status_code == 503 and refused.headers["Retry-After"] == "1"
     error = refused.json()["error"]
     assert error["code"] == "no_descriptors"
-    assert str(one.room.settings.session_folder) not in error["message"]
+    assert str(one.state.settings.session_folder) not in error["message"]
     found, there = (server.client.get(f"{path}/memory").json() for server in (two, one))
     assert found["entries"] == there["entries"] > 0
     for server in (one, two):
@@ -395,10 +397,10 @@ def test_a_session_comes_back_from_its_file_when_its_idle_memory_is_removed(
     other = one.client.post(f"/v1/sessions/{name}/fork").json()["id"]
     wanted = said(one, other, "and what is left of it?")
 
-    def hibernate(machine: Machine) -> None:
-        for kept in list(machine.scheduler.sessions):
-            machine.scheduler.hibernate(kept)
-        for file in machine.folder.path.glob("*.mmkv"):
+    def hibernate(core: EngineCore) -> None:
+        for kept in list(core.scheduler.sessions):
+            core.scheduler.hibernate(kept)
+        for file in core.folder.path.glob("*.mmkv"):
             file.unlink()
 
     one.inside(hibernate)

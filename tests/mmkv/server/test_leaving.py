@@ -17,8 +17,15 @@ import pytest
 from mmkv import Engine
 from mmkv.scheduler import Ticket
 from mmkv.server import engine_thread
-from mmkv.server.engine_thread import MOST_UNSENT, UNSENT_TOGETHER, Delta, Events, Failed, Machine
-from mmkv.server.job import ChatJob, Memories
+from mmkv.server.engine_thread import (
+    MOST_UNSENT,
+    UNSENT_TOGETHER,
+    Delta,
+    EngineCore,
+    Events,
+    Failed,
+)
+from mmkv.server.job import ChatJob, ConversationLookup
 from mmkv.server.writer import ScoredWriter, Spelled
 from tests.support.chat_models import picture, save_qwen3_vl
 from tests.support.servers import Server, asked, held_pages, picture_part, serving
@@ -75,17 +82,17 @@ class Client:
         self.socket.close()
 
 
-def open_ones(machine: Machine) -> list[Ticket[Any]]:
-    scheduler = machine.scheduler
+def open_ones(core: EngineCore) -> list[Ticket[Any]]:
+    scheduler = core.scheduler
     return [*scheduler.queues, *scheduler.preparing, *scheduler.decoding]
 
 
-def states(machine: Machine) -> list[str]:
-    return [one.state for one in open_ones(machine)]
+def states(core: EngineCore) -> list[str]:
+    return [one.state for one in open_ones(core)]
 
 
-def nothing_held(machine: Machine) -> bool:
-    return held_pages(machine) == 0 and machine.scheduler.running == 0
+def nothing_held(core: EngineCore) -> bool:
+    return held_pages(core) == 0 and core.scheduler.running == 0
 
 
 def returned(server: Server, leave: Callable[[], None], left: int = 0) -> None:
@@ -93,24 +100,24 @@ def returned(server: Server, leave: Callable[[], None], left: int = 0) -> None:
     late: list[str] = []
     ended: list[int] = []
 
-    def watch(machine: Machine) -> None:
-        scheduler = machine.scheduler
+    def watch(core: EngineCore) -> None:
+        scheduler = core.scheduler
 
         def turn() -> bool:
-            before = open_ones(machine)
+            before = open_ones(core)
             asked = [one for one in before if one.cancel_asked]
             more = type(scheduler).turn(scheduler)
             late.extend(one.state for one in asked if not one.over)
             if any(one.state == "cancelled" for one in before):
-                ended.append(held_pages(machine))
+                ended.append(held_pages(core))
             return more
 
         scheduler.turn = turn  # type: ignore[method-assign]
 
     server.inside(watch)
     leave()
-    server.wait_for(lambda machine: len(open_ones(machine)) == left and bool(ended))
-    server.inside(lambda machine: delattr(machine.scheduler, "turn"))
+    server.wait_for(lambda core: len(open_ones(core)) == left and bool(ended))
+    server.inside(lambda core: delattr(core.scheduler, "turn"))
     assert late == [] and (left or ended[-1] == 0)
 
 
@@ -119,23 +126,23 @@ def test_in_a_reply(server: Server, stream: bool) -> None:
     client = Client(server, asked(f"talk {stream}", max_tokens=FOREVER, stream=stream))
     if stream:
         client.read_until(b"delta")
-    server.wait_for(lambda machine: states(machine) == ["decode"])
+    server.wait_for(lambda core: states(core) == ["decode"])
     returned(server, client.leave)
 
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_in_a_prompt(server: Server, stream: bool) -> None:
     client = Client(server, asked(f"{stream} {LONG}", max_tokens=FOREVER, stream=stream))
-    server.wait_for(lambda machine: states(machine) == ["prefill"] and held_pages(machine) > 0)
+    server.wait_for(lambda core: states(core) == ["prefill"] and held_pages(core) > 0)
     returned(server, client.leave)
 
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_in_the_queue(server: Server, stream: bool) -> None:
     first = Client(server, asked("first", max_tokens=FOREVER))
-    server.wait_for(lambda machine: states(machine) == ["decode"])
+    server.wait_for(lambda core: states(core) == ["decode"])
     second = Client(server, asked("second", max_tokens=FOREVER, stream=stream))
-    server.wait_for(lambda machine: sorted(states(machine)) == ["decode", "waiting"])
+    server.wait_for(lambda core: sorted(states(core)) == ["decode", "waiting"])
     returned(server, second.leave, left=1)
     returned(server, first.leave)
 
@@ -154,10 +161,10 @@ def test_while_its_picture_comes(
             stopped.set()
             raise
 
-    monkeypatch.setattr(server.room.media, "resolve", never)
+    monkeypatch.setattr(server.state.media, "resolve", never)
     message = {"role": "user", "content": [picture_part(picture("red", (24, 24)))]}
     client = Client(server, asked(message, stream=stream))
-    server.wait_for(lambda machine: states(machine) == ["preparing"])
+    server.wait_for(lambda core: states(core) == ["preparing"])
     assert started.wait(10)
     returned(server, client.leave)
     assert stopped.wait(10), "the picture is still being fetched"
@@ -169,11 +176,11 @@ def test_a_slow_address_holds_up_nobody(server: Server, monkeypatch: pytest.Monk
     async def never(*_: Any) -> Any:
         await asyncio.sleep(3600)
 
-    monkeypatch.setattr(server.room.media, "resolve", never)
+    monkeypatch.setattr(server.state.media, "resolve", never)
     part = {"type": "image_url", "image_url": {"url": "HTTP://example.org/a.png"}}
     message = {"role": "user", "content": [part]}
     slow = [Client(server, asked(message)) for _ in range(2)]
-    server.wait_for(lambda machine: states(machine) == ["preparing"] * 2)
+    server.wait_for(lambda core: states(core) == ["preparing"] * 2)
     assert server.chat("hello").status_code == 200
     for client in slow:
         client.leave()
@@ -187,8 +194,8 @@ def test_a_full_queue_is_said_before_pictures_are_decoded(
         raise AssertionError("decoded although there is no room")
 
     clients = [Client(server, asked(f"fill {at}", max_tokens=FOREVER)) for at in range(3)]
-    server.wait_for(lambda machine: sorted(states(machine)) == ["decode", "waiting", "waiting"])
-    monkeypatch.setattr(server.room.media, "resolve", refuse)
+    server.wait_for(lambda core: sorted(states(core)) == ["decode", "waiting", "waiting"])
+    monkeypatch.setattr(server.state.media, "resolve", refuse)
     message = {"role": "user", "content": [picture_part(picture("red", (24, 24)))]}
     for stream in (False, True):
         answer = server.chat(message, stream=stream)
@@ -203,7 +210,7 @@ def test_a_full_queue_is_said_before_pictures_are_decoded(
 
 def test_a_stream_that_waits_is_kept_alive(server: Server) -> None:
     first = Client(server, asked("first", max_tokens=FOREVER))
-    server.wait_for(lambda machine: states(machine) == ["decode"])
+    server.wait_for(lambda core: states(core) == ["decode"])
     second = Client(server, asked("second", stream=True))
     second.read_until(b": keep-alive")
     first.leave()
@@ -227,21 +234,25 @@ def test_an_error_of_the_thread_ends_all_requests(
         raise ZeroDivisionError("a defect")
 
     with serving(lambda: load(folder)) as server:
-        machine = server.room.worker.machine
-        assert machine is not None
-        monkeypatch.setattr(machine.scheduler, "turn", fails)
+        core = server.state.engine_thread.core
+        assert core is not None
+        monkeypatch.setattr(core.scheduler, "turn", fails)
         for _ in range(2):
             answer = server.chat("hello")
             assert answer.status_code == 503 and "defect" not in answer.text
             assert answer.json()["error"]["code"] == "engine_stopped"
         assert server.client.get("/health").status_code == 503
         monkeypatch.undo()
-        machine.scheduler.close()
+        core.scheduler.close()
 
 
 @pytest.mark.parametrize(
     ("where", "what", "keep"),
-    [(ChatJob, "usage", False), (Memories, "_keep_reply", False), (Memories, "_keep_whole", True)],
+    [
+        (ChatJob, "usage", False),
+        (ConversationLookup, "_keep_reply", False),
+        (ConversationLookup, "_keep_whole", True),
+    ],
 )
 def test_an_error_at_the_end_of_one_request_is_its_own(
     server: Server, where: type, what: str, keep: bool, monkeypatch: pytest.MonkeyPatch
@@ -293,7 +304,7 @@ def test_a_reply_that_cannot_be_written_fails_alone(
     monkeypatch.setattr(ScoredWriter, "put", fails)
     with serving(lambda: load(folder)) as server:
         other = Client(server, asked("first", max_tokens=FOREVER))
-        server.wait_for(lambda machine: states(machine) == ["decode"])
+        server.wait_for(lambda core: states(core) == ["decode"])
         answer = server.chat("hello", n=2, max_tokens=7)
         assert answer.status_code == 500 and "defect" not in answer.text
         assert server.inside(states) == ["decode"]
@@ -307,7 +318,7 @@ def test_an_error_of_a_file_is_no_client_that_left(
     async def fails(*_: Any) -> None:
         raise PermissionError("a file of the server's")
 
-    monkeypatch.setattr(server.room.worker, "submit", fails)
+    monkeypatch.setattr(server.state.engine_thread, "submit", fails)
     for stream in (False, True):
         answer = server.chat("hello", stream=stream)
         assert (answer.status_code, answer.json()["error"]["code"]) == (500, "internal")
@@ -316,7 +327,7 @@ def test_an_error_of_a_file_is_no_client_that_left(
 def test_one_key_has_so_many_requests_under_way(folder: Path) -> None:
     with serving(lambda: load(folder), max_per_key=1) as server:
         first = Client(server, asked("first", max_tokens=FOREVER))
-        server.wait_for(lambda machine: states(machine) == ["decode"])
+        server.wait_for(lambda core: states(core) == ["decode"])
         answer = server.chat("second")
         assert (answer.status_code, answer.headers["retry-after"]) == (429, "1")
         assert answer.json()["error"]["code"] == "rate_limit_exceeded"

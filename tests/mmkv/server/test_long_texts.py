@@ -10,7 +10,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from mmkv.engine.errors import ContextError
-from mmkv.server.prompts import Lengths
+from mmkv.server.prompts import ContextBounds
 from tests.support.chat_models import byte_tokenizer
 from tests.support.servers import Server
 
@@ -43,7 +43,7 @@ def test_the_engine_never_sees_them(
     def job(*_: Any) -> None:
         raise AssertionError("the engine's thread was asked")
 
-    monkeypatch.setattr(server.room.worker.machine, "job", job)
+    monkeypatch.setattr(server.state.engine_thread.core, "job", job)
     asked = {"model": "small", "input": "a" * length}
     for answer in (
         server.chat("a" * length),
@@ -68,17 +68,17 @@ def test_what_goes_on_from_a_memory_counts_with_it(server: Server) -> None:
 
 
 def test_tokens_are_counted_where_characters_do_not_tell() -> None:
-    lengths = Lengths(pairs(), 1000)
-    assert lengths.longest == 2
-    lengths.require_possible(2000)
+    bounds = ContextBounds(pairs(), 1000)
+    assert bounds.longest == 2
+    bounds.require_possible(2000)
     with pytest.raises(ContextError):
-        lengths.require_possible(2001)
+        bounds.require_possible(2001)
     # Cut into pieces as it is, the whole counts as if it were not.
-    long = Lengths(pairs(), 100_000)
+    long = ContextBounds(pairs(), 100_000)
     asyncio.run(long.count(["a" * 200_000]))
     with pytest.raises(ContextError):
         asyncio.run(long.count(["a" * 200_000, "a" * 300_000]))
-    few = Lengths(byte_tokenizer(), 100)
+    few = ContextBounds(byte_tokenizer(), 100)
     asyncio.run(few.count(["<|vision_start|>" * 100]))  # a token each, if it were one
     with pytest.raises(ContextError):
         asyncio.run(few.count(["b" * 500]))
@@ -86,9 +86,9 @@ def test_tokens_are_counted_where_characters_do_not_tell() -> None:
 
 def test_tokens_without_a_longest_bound_nothing() -> None:
     """A tokenizer that drops characters, or reads any number of them as one token."""
-    lengths = Lengths(words(), 10)
-    assert lengths.longest is None
-    lengths.require_possible(10**9)
-    asyncio.run(lengths.count(["b" * 1000]))
+    bounds = ContextBounds(words(), 10)
+    assert bounds.longest is None
+    bounds.require_possible(10**9)
+    asyncio.run(bounds.count(["b" * 1000]))
     with pytest.raises(ContextError):
-        asyncio.run(lengths.count(["b " * 1000]))
+        asyncio.run(bounds.count(["b " * 1000]))

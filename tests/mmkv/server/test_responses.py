@@ -197,7 +197,7 @@ def test_items_and_deletion(server: Server) -> None:
 
 
 def kept(server: Server) -> int:
-    return server.inside(lambda machine: len(machine.scheduler.sessions))
+    return server.inside(lambda core: len(core.scheduler.sessions))
 
 
 def test_what_is_not_stored(server: Server) -> None:
@@ -310,8 +310,8 @@ def test_a_response_that_is_cut_off_leaves_nothing(server: Server) -> None:
         server.client.stream("POST", "/v1/responses", json=given),
     ):
         assert reached.wait(60)
-    server.wait_for(lambda machine: machine.scheduler.running == 0)
-    server.wait_for(lambda machine: len(machine.scheduler.sessions) == before)
+    server.wait_for(lambda core: core.scheduler.running == 0)
+    server.wait_for(lambda core: len(core.scheduler.sessions) == before)
     assert server.held == held
 
 
@@ -340,10 +340,10 @@ def test_pictures_that_were_sent_count_in_the_limit(folder: Path) -> None:
         responded(made, SCENE)
         (pages,) = kept_bytes(made)
         urls = made.inside(
-            lambda machine: [
+            lambda core: [
                 part.url
-                for kept in machine.scheduler.sessions
-                for message in kept.facets.messages  # type: ignore[attr-defined]
+                for kept in core.scheduler.sessions
+                for message in kept.info.messages  # type: ignore[attr-defined]
                 for part in message.media
             ]
         )
@@ -357,5 +357,5 @@ def test_pictures_that_were_sent_count_in_the_limit(folder: Path) -> None:
 
 def kept_bytes(server: Server) -> list[int]:
     return server.inside(
-        lambda machine: [one.bytes for one in machine.scheduler.sessions]  # type: ignore[attr-defined]
+        lambda core: [one.bytes for one in core.scheduler.sessions]  # type: ignore[attr-defined]
     )

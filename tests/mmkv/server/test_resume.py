@@ -17,7 +17,7 @@ from mmkv import Engine
 from mmkv.engine.policies import make_policy
 from mmkv.prompt.template import ChatTemplate
 from mmkv.server import prompts
-from mmkv.server.engine_thread import Machine
+from mmkv.server.engine_thread import EngineCore
 from mmkv.server.job import ChatJob
 from mmkv.server.prompts import Rendered, outline
 from tests.support.chat_models import CHATML, byte_tokenizer, picture, save_qwen3_vl
@@ -182,8 +182,8 @@ def test_resume_can_be_required_and_be_said_in_a_header(server: Server) -> None:
 def test_what_a_stop_text_cut_off_is_not_resumed(server: Server) -> None:
     """The memory after it holds words that the client never saw."""
 
-    def replies(machine: Machine) -> int:
-        return sum(one.replied for one in machine.snapshots._found.values())
+    def replies(core: EngineCore) -> int:
+        return sum(one.replied for one in core.prefix_cache._found.values())
 
     said = server.chat(QUESTION, max_tokens=12, cache_salt="whole").json()["choices"][0]
     stop = said["message"]["content"][3:5]
@@ -207,8 +207,8 @@ def test_policies_that_score_by_the_question_share_only_when_asked(folder: Path)
 
 
 def test_snapshots_stay_within_their_limit_and_give_way(folder: Path) -> None:
-    def pages(machine: Machine) -> int:
-        return machine.snapshots.pages
+    def pages(core: EngineCore) -> int:
+        return core.prefix_cache.pages
 
     engine = load(folder)
     with serving(lambda: engine, snapshot_bytes=150 * engine.cache.pool.page_bytes) as server:
@@ -223,22 +223,22 @@ def test_snapshots_stay_within_their_limit_and_give_way(folder: Path) -> None:
 def test_a_request_takes_the_room_of_snapshots(folder: Path) -> None:
     engine = load(folder)
     with serving(lambda: engine) as server:
-        price = server.inside(lambda machine: _price(machine))
-        engine.cache.pool.limit = price + 20
+        reservation = server.inside(lambda core: _price(core))
+        engine.cache.pool.limit = reservation + 20
         for turn in range(6):
             assert usage(server.chat(f"{turn} {LONG}", max_tokens=20))["prompt_tokens"] > 60
-        assert server.inside(lambda machine: machine.snapshots.pages) <= price + 20
+        assert server.inside(lambda core: core.prefix_cache.pages) <= reservation + 20
 
 
-def _price(machine: Machine) -> int:
+def _price(core: EngineCore) -> int:
     from mmkv.sampling import Sampling
     from mmkv.server.job import ChatWork
 
-    return machine.job(ChatWork([], "", Sampling()), lambda: None).price().total
+    return core.job(ChatWork([], "", Sampling()), lambda: None).reservation().total
 
 
 def test_segments_end_with_messages_and_add_up(server: Server) -> None:
-    template = server.inside(lambda machine: machine.engine.processor.template)
+    template = server.inside(lambda core: core.engine.processor.template)
     messages = [
         {"role": role, "content": [{"type": "text", "text": f"<{role} {at}>".ljust(300, ".")}]}
         for at, role in enumerate(["system", "user", "assistant", "user", "assistant", "user"])
@@ -484,9 +484,7 @@ def test_numbers_of_a_resumed_request_with_two_replies(folder: Path) -> None:
     """By hand: what two copies hold and have dropped counts twice, the prompt once."""
     new = 6
     with serving(lambda: load(folder)) as made:
-        rows, ends = made.inside(
-            lambda machine: (machine.engine.spec.rows, machine.engine.eos_token_ids)
-        )
+        rows, ends = made.inside(lambda core: (core.engine.spec.rows, core.engine.eos_token_ids))
         fields = {"max_tokens": new, "logit_bias": {str(one): -100 for one in ends}}
 
         def evicted_so_far() -> float:
@@ -496,9 +494,9 @@ def test_numbers_of_a_resumed_request_with_two_replies(folder: Path) -> None:
 
         prompt = usage(made.chat(SYSTEM, QUESTION, max_tokens=1))["prompt_tokens"]
         held = made.inside(
-            lambda machine: {
-                one.session.seen: one.session.memory().entries
-                for one in machine.snapshots._found.values()
+            lambda core: {
+                one.live.seen: one.live.memory().entries
+                for one in core.prefix_cache._found.values()
             }
         )
         for count in (1, 2):

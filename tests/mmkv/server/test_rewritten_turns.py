@@ -135,7 +135,7 @@ def test_a_later_turn_holds_what_a_fresh_rendering_holds(
     assert [one.get("prompt_tokens", one.get("input_tokens")) for one in used] == counts
     assert all(one["mmkv"]["resumed"] > len(first) for one in used[1:])  # it was not read again
     resumed = [one["mmkv"]["resumed"] for one in used[1:]]
-    engine = roomy.inside(lambda machine: machine.engine)
+    engine = roomy.inside(lambda core: core.engine)
 
     def exact(ids: list[int]) -> torch.Tensor:
         with engine.session() as fresh:

@@ -16,7 +16,7 @@ from openai.types.chat import ChatCompletion, ChatCompletionChunk
 from safetensors import safe_open
 
 from mmkv import Engine, Sampling
-from mmkv.server.engine_thread import Machine
+from mmkv.server.engine_thread import EngineCore
 from mmkv.server.job import ChatWork
 from tests.support.chat_models import picture, save_qwen3_vl
 from tests.support.servers import (
@@ -93,12 +93,12 @@ def shown(server: Server, name: str, what: str = "") -> dict[str, Any]:
     return server.client.get(f"/v1/sessions/{name}{what}").json()
 
 
-def caches(machine: Machine) -> list[dict[str, torch.Tensor]]:
+def caches(core: EngineCore) -> list[dict[str, torch.Tensor]]:
     """Return what each kept memory holds, those in files too, the one used last at the end."""
     found = []
-    for kept in [one for one in machine.scheduler.sessions]:  # type: ignore[attr-defined]
-        session = kept.open()  # type: ignore[attr-defined]
-        found.append(machine.engine.cache.export(session.seq))
+    for kept in [one for one in core.scheduler.sessions]:  # type: ignore[attr-defined]
+        session = kept.fork()  # type: ignore[attr-defined]
+        found.append(core.engine.cache.export(session.seq))
         session.close()
     return found
 
@@ -192,7 +192,7 @@ def test_a_saved_session_goes_on_from_its_file(server: Server, saved: Path) -> N
     one, two = server.inside(caches)
     assert all(torch.equal(one[key], two[key]) for key in one)
     # The library reads the file, too.
-    engine = load(server.inside(lambda machine: machine.engine._source))
+    engine = load(server.inside(lambda core: core.engine._source))
     session, _ = engine.load_session(saved / "public" / "scene.1.mmkv")
     assert "".join(session.send(TURNS[1], sampling=Sampling(max_new_tokens=12)))
     assert len(session.history) == 4
@@ -240,7 +240,7 @@ def test_of_two_saves_under_one_name_one_stands(server: Server, saved: Path) -> 
             clients.submit(server.client.post, f"/v1/sessions/{name}/save", json={"name": "twice"})
             for name in names
         ]
-        until(lambda: server.room.worker._commands.qsize() == 2)
+        until(lambda: server.state.engine_thread._commands.qsize() == 2)
     answers = [one.result() for one in sent]
     assert sorted(one.status_code for one in answers) == [200, 409]
     refused = next(one for one in answers if one.status_code == 409)
@@ -264,13 +264,13 @@ def test_a_session_file_is_read_whole_or_not_at_all(server: Server, saved: Path)
     said(server, name, TURNS[0])
     server.client.post(f"/v1/sessions/{name}/save", json={"name": "good"})
     content = (saved / "public" / "good.mmkv").read_bytes()
-    held = server.inside(lambda machine: machine.scheduler.ledger.committed)
+    held = server.inside(lambda core: core.scheduler.ledger.committed)
     at = len(content) // 2
     for wrong in (content[:at], content[:at] + b"x" + content[at + 1 :], b"", b"{}"):
         (saved / "public" / "bad.mmkv").write_bytes(wrong)
         answer = server.client.post("/v1/sessions", json={"file": "bad"})
         assert answer.status_code == 409 and str(saved) not in answer.text, answer.text
-    assert server.inside(lambda machine: machine.scheduler.ledger.committed) == held
+    assert server.inside(lambda core: core.scheduler.ledger.committed) == held
     assert len(server.client.get("/v1/sessions").json()["data"]) == 1
 
 
@@ -311,13 +311,13 @@ def test_a_turn_that_is_cut_off_is_taken_back(server: Server) -> None:
     for one in (name, control):
         said(server, one, TURNS[0])
     path, held = f"/v1/sessions/{name}/chat/completions", server.held
-    never = {str(one): -100 for one in server.inside(lambda machine: machine.engine.eos_token_ids)}
+    never = {str(one): -100 for one in server.inside(lambda core: core.engine.eos_token_ids)}
     body = asked("tell me everything", max_tokens=200, stream=True, logit_bias=never)
     with paused_in_a_reply(server) as reached, server.client.stream("POST", path, json=body):
         assert reached.wait(60) and shown(server, name)["busy"]
         assert post(server, name, "me too").status_code == 409
         assert server.client.delete(f"/v1/sessions/{name}").status_code == 409
-    server.wait_for(lambda machine: machine.scheduler.running == 0)
+    server.wait_for(lambda core: core.scheduler.running == 0)
     server.wait_for(lambda _: not shown(server, name)["busy"])
     assert server.held == held and shown(server, name)["turns"] == 1
     assert said(server, name, TURNS[1]) == said(server, control, TURNS[1])
@@ -378,8 +378,8 @@ def test_idle_sessions_hibernate_and_come_back_bit_for_bit(
     """A server with room for about one session leaves what one with room for all of them does."""
     wanted = conversations(server, 3)
     work = ChatWork([], "", Sampling())
-    need = server.inside(lambda machine: machine.job(work, lambda: None).price().total)
-    size = server.inside(lambda machine: machine.engine.cache.pool.page_bytes)
+    need = server.inside(lambda core: core.job(work, lambda: None).reservation().total)
+    size = server.inside(lambda core: core.engine.cache.pool.page_bytes)
     with serving(lambda: load(folder, (need + 2) * size), session_folder=tmp_path) as small:
         assert conversations(small, 3) == wanted
         states = [one["state"] for one in small.client.get("/v1/sessions").json()["data"]]
@@ -413,7 +413,7 @@ def test_a_key_has_its_share_of_the_sessions(folder: Path) -> None:
 
 def test_a_key_s_own_idle_session_makes_way(folder: Path, tmp_path: Path) -> None:
     keys = {"api_keys": ("one", "two"), "max_sessions": 4}
-    with serving(lambda: load(folder), session_folder=tmp_path, lasting=True, **keys) as made:
+    with serving(lambda: load(folder), session_folder=tmp_path, keep_sessions=True, **keys) as made:
         opened = {"one": [], "two": []}  # type: dict[str, list[str]]
         for key, count in (("one", 1), ("two", 4)):
             made.client.headers["Authorization"] = f"Bearer {key}"

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from mmkv import Engine
 from mmkv.cli.app import run
-from mmkv.server.engine_thread import Machine
-from mmkv.server.kept import Kept
+from mmkv.server.conversations import ConversationState
+from mmkv.server.engine_thread import EngineCore
 from tests.support.chat_models import picture, save_qwen3_vl
 from tests.support.servers import Server, asked, paused_in_a_reply, picture_part, serving
 
@@ -70,28 +70,28 @@ def entries(server: Server, name: str) -> int:
     return server.client.get(f"/v1/sessions/{name}/memory").json()["entries"]
 
 
-def held(machine: Machine) -> int:
-    assert machine.engine.shared is not None
-    return machine.engine.shared.held
+def held(core: EngineCore) -> int:
+    assert core.engine.shared is not None
+    return core.engine.shared.held
 
 
 def cache(server: Server, begins: str) -> dict[str, Tensor]:
     """Return what the session in memory holds whose first message is ``begins``."""
 
-    def read(machine: Machine) -> dict[str, Tensor]:
+    def read(core: EngineCore) -> dict[str, Tensor]:
         (found,) = (
-            one._live
-            for one in machine.scheduler.sessions
-            if isinstance(one, Kept) and one.facets.messages[0].parts[0].text == begins
+            one.live
+            for one in core.scheduler.sessions
+            if isinstance(one, ConversationState) and one.info.messages[0].parts[0].text == begins
         )
         assert found is not None
-        return machine.engine.cache.export(found.seq)
+        return core.engine.cache.export(found.seq)
 
     return server.inside(read)
 
 
 def test_sessions_take_room_from_each_other_and_never_more_than_there_is(server: Server) -> None:
-    rows = server.inside(lambda machine: machine.engine.spec.rows)
+    rows = server.inside(lambda core: core.engine.spec.rows)
     first, second = created(server), created(server)
     used = turn(server, first, LONG)["usage"]["mmkv"]
     assert used["shared_pool"] and used["evicted"] > 0
@@ -120,7 +120,7 @@ def test_a_turn_that_is_cut_off_leaves_its_session_as_it_was(server: Server) -> 
         with server.client.stream("POST", path, json=body) as answer:
             assert reached.wait(60)
             answer.close()
-    server.wait_for(lambda machine: not machine.scheduler.running)
+    server.wait_for(lambda core: not core.scheduler.running)
     # What was gone on from competed with nobody, and the others can only have lost.
     after = cache(server, texts[0])
     assert all(torch.equal(before[key], after[key]) for key in before)
@@ -137,11 +137,11 @@ def test_keys_have_weights(folder: Path, tmp_path: Path) -> None:
         engine.share(BUDGET)
         return engine
 
-    def weights(machine: Machine) -> list[float]:
-        shared = machine.engine.shared
+    def weights(core: EngineCore) -> list[float]:
+        shared = core.engine.shared
         assert shared is not None
-        kept = [one for one in machine.scheduler.sessions if isinstance(one, Kept)]
-        return [shared.weight(one._live) for one in kept if one._live is not None]
+        kept = [one for one in core.scheduler.sessions if isinstance(one, ConversationState)]
+        return [shared.weight(one.live) for one in kept if one.live is not None]
 
     held: dict[tuple[float, ...], list[int]] = {}
     for given in ((), (1.0, 1e6)):

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import importlib.util
+import re
 import tempfile
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+import mmkv
 from mmkv import Engine
 from mmkv.cli.app import run
 from mmkv.engine.errors import BudgetError, ModelError
-from mmkv.server.engine_thread import Machine
+from mmkv.server.engine_thread import EngineCore
 from mmkv.server.run import opened
-from mmkv.server.settings import Settings
+from mmkv.server.settings import ServerSettings, serve_options
 from tests.support.chat_models import save_qwen3_vl
 from tests.support.servers import MODEL, asked, serving
 
@@ -70,7 +72,7 @@ def test_idle_memories_lie_where_no_cleaner_looks(
 ) -> None:
     """The base directory specification has a folder for what outlasts a restart."""
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
-    given: list[Settings] = []
+    given: list[ServerSettings] = []
     monkeypatch.setattr("mmkv.server.run.serve", lambda load, settings, *_: given.append(settings))
     options = ["--cors-origin", "https://chat.example:8443", "--max-connections", "9"]
     assert run(["serve", str(folder), "--quiet", *options]) == 0
@@ -89,7 +91,7 @@ def test_a_home_that_cannot_be_written_keeps_no_server_from_starting(
 
     with serving(load, idle_folder=tmp_path / "home" / "hibernated") as server:
         assert server.chat("hello").status_code == 200
-        lies = server.inside(lambda machine: machine.folder.path)
+        lies = server.inside(lambda core: core.folder.path)
         assert lies.is_dir() and lies.is_relative_to(tempfile.gettempdir())
         assert server.client.get("/health").json() == {"status": "ok"}
     assert "among the temporary files" in caplog.text and not lies.exists()
@@ -138,7 +140,7 @@ def test_an_engine_that_cannot_be_loaded_ends_the_start() -> None:
     def load() -> Engine:
         raise ModelError("no such model; name another")
 
-    with pytest.raises(ModelError, match="no such model"), opened(load, Settings(MODEL)):
+    with pytest.raises(ModelError, match="no such model"), opened(load, ServerSettings(name=MODEL)):
         pass
 
 
@@ -149,14 +151,14 @@ def test_a_server_reads_a_picture_before_it_serves(warm: bool, folder: Path) -> 
     def load() -> Engine:
         return Engine.from_pretrained(folder, policy="streamingllm", budget=24, dtype="float32")
 
-    def pages(machine: Machine) -> tuple[int, int]:
-        pool = machine.engine.cache.pool
+    def pages(core: EngineCore) -> tuple[int, int]:
+        pool = core.engine.cache.pool
         return pool.num_pages, pool.num_pages - pool.free_pages
 
     with serving(load, warm=warm) as server:
         made, held = server.inside(pages)
         assert ((made > 0), held) == (warm, 0)
-        assert len(server.room.media.pool.processes) == warm
+        assert len(server.state.media.pool.processes) == warm
 
 
 @pytest.mark.parametrize("options", [{"policy": "full"}, {"budget": "25%"}], ids=str)
@@ -180,11 +182,11 @@ def test_the_memory_is_set_aside_at_the_start(folder: Path) -> None:
             folder, policy="streamingllm", budget=24, dtype="float32", kv_limit=limit
         )
 
-    def columns(machine: Machine) -> list[int]:
-        return [column.data_ptr() for column in machine.engine.cache.pool.columns()]
+    def columns(core: EngineCore) -> list[int]:
+        return [column.data_ptr() for column in core.engine.cache.pool.columns()]
 
     with serving(lambda: load(2**22)) as server:
-        pool = server.inside(lambda machine: machine.engine.cache.pool)
+        pool = server.inside(lambda core: core.engine.cache.pool)
         assert pool.num_pages == pool.limit
         before = server.inside(columns)
         for at in range(3):
@@ -206,3 +208,40 @@ def test_replicas_need_ray_and_a_folder(
     assert run(["serve", "--replicas", "2", "--session-folder", str(tmp_path)]) == 1
     said = capsys.readouterr().err
     assert "pip install 'mmkv[ray]'" in said and said.count("\n") == 1
+
+
+def test_a_setting_is_what_its_option_says_where_none_is_given() -> None:
+    options = serve_options()
+    read = {setting: option.read(option.default) for setting, option in options.values()}
+    assert len(read) == len(options) > 20
+    assert ServerSettings(**read) == ServerSettings()
+
+
+def test_options_are_read_into_settings(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given: list[ServerSettings] = []
+    monkeypatch.setattr("mmkv.server.run.serve", lambda load, settings, *_: given.append(settings))
+    line = (
+        f"--host 0.0.0.0 --port 9 --memory 2MiB --snapshots 1KiB --max-body 3MiB --store 4KiB "
+        f"--api-key a --api-key b --allowed-host Example.com. "
+        f"--allowed-local-media-path {tmp_path} --session-folder {tmp_path} --keep-sessions "
+        "--no-page --served-model-name m --drain 0.5"
+    )
+    assert run(["serve", str(folder), "--quiet", *line.split()]) == 0
+    found = given[0]
+    assert (found.host, found.port, found.memory) == ("0.0.0.0", 9, 2 * 2**20)
+    assert (found.snapshot_bytes, found.body, found.store_bytes) == (2**10, 3 * 2**20, 4 * 2**10)
+    assert found.api_keys == ("a", "b") and found.hosts == ("example.com",)
+    assert found.media_folder == found.session_folder == tmp_path
+    assert found.keep_sessions and not found.page and found.name == "m" and found.drain == 0.5
+
+
+def test_the_server_imports_nothing_of_the_chat() -> None:
+    root = Path(mmkv.__file__).parent
+    files = [*root.glob("server/**/*.py"), *root.glob("scheduler/*.py"), root / "cli" / "serve.py"]
+    assert len(files) > 30
+    for file in (*files, root / "loading.py"):
+        assert not re.search(r"^\s*(from|import) mmkv\.chat\b", file.read_text(), re.MULTILINE), (
+            file
+        )

@@ -11,9 +11,9 @@ import pytest
 from openai import OpenAI
 
 from mmkv import Engine
-from mmkv.server.kept import Kept
-from mmkv.server.responses import Responses, Stored
-from mmkv.server.state import Caller, Room
+from mmkv.server.conversations import ConversationState
+from mmkv.server.responses import ResponseTable, StoredResponse
+from mmkv.server.state import Caller, ServerState
 from tests.support.chat_models import save_qwen3_vl
 from tests.support.servers import MODEL, Server, serving
 
@@ -58,7 +58,7 @@ def test_what_is_shown_counts_in_the_limit(folder: Path, fields: dict[str, Any])
     with serving(lambda: load(folder), snapshot_bytes=0) as made:
         assert stands(made, respond(made, **fields))
         (pages,) = made.inside(
-            lambda machine: [one.bytes for one in machine.scheduler.sessions]  # type: ignore[attr-defined]
+            lambda core: [one.bytes for one in core.scheduler.sessions]  # type: ignore[attr-defined]
         )
     with serving(lambda: load(folder), snapshot_bytes=0, store_bytes=pages + 4000) as made:
         assert stands(made, respond(made))
@@ -67,12 +67,12 @@ def test_what_is_shown_counts_in_the_limit(folder: Path, fields: dict[str, Any])
 
 def test_what_a_response_took_is_what_its_end_gives_back() -> None:
     """A memory that shares a budget shrinks while it is stored."""
-    worker = SimpleNamespace(machine=SimpleNamespace(), post=lambda command: None)
-    room = SimpleNamespace(settings=SimpleNamespace(store_bytes=1000), worker=worker)
-    responses = Responses(cast(Room, room))
+    worker = SimpleNamespace(core=SimpleNamespace(), post=lambda command: None)
+    state = SimpleNamespace(settings=SimpleNamespace(store_bytes=1000), engine_thread=worker)
+    responses = ResponseTable(cast(ServerState, state))
     for at in range(30):
         kept = SimpleNamespace(bytes=600, lost=False)
-        stored = Stored("me", cast(Kept, kept), b"{}", b"[]", None)
+        stored = StoredResponse("me", cast(ConversationState, kept), b"{}", b"[]", None)
         responses.keep(f"{at}", stored)
         kept.bytes = 100  # others have taken the rest
         assert responses.find(f"{at}", Caller("me", "me")) is stored

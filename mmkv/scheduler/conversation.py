@@ -1,7 +1,9 @@
-"""Sessions that the scheduler keeps, in memory or in files."""
+"""Conversations whose memory stays between requests, in pages or in files."""
 
 from __future__ import annotations
 
+import contextlib
+import os
 import uuid
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -16,16 +18,20 @@ if TYPE_CHECKING:
     from mmkv.session import Session
 
 
-class StoredSession:
-    """A chat session that may lie in a file between two requests.
+class CachedConversation:
+    """A conversation that may lie in a file between two requests.
 
-    It holds nothing until its first request is read.
+    A request goes on with its session (:meth:`wake`), or with a copy that leaves it as it is
+    (:meth:`fork`). All methods belong to the thread of the scheduler.
 
     Args:
+        budget: of its session; None: the engine's.
         folder: where it hibernates; None: it cannot.
+        session: taken over; None: it holds nothing until its first request is read.
 
     Attributes:
         live: the session while it is in memory. Another object after it has hibernated.
+        path: its file, where it may hibernate.
     """
 
     def __init__(
@@ -33,18 +39,25 @@ class StoredSession:
         engine: Engine,
         budget: Budget | float | None = None,
         folder: Path | None = None,
+        session: Session | None = None,
     ) -> None:
-        self.engine, self.budget = engine, engine.budgets.checked(budget)
-        self.folder, self.path = folder, None if folder is None else _path(folder)
-        self.live: Session | None = None
+        self.engine, self.live = engine, session
+        self.budget = engine.budgets.checked(budget) if session is None else session.budget
+        self.path = None if folder is None else folder / f"{uuid.uuid4().hex}.mmkv"
         self._extent, self._pages = SequenceSize(), 0
         self._in_file = False
         self._last: tuple[object, ...] = ()
 
     @property
     def resident(self) -> bool:
-        """See :class:`mmkv.scheduler.contract.KeptSession`."""
+        """Whether its session is in memory."""
         return self.live is not None
+
+    @property
+    def lost(self) -> bool:
+        """Whether it lies nowhere: it was dropped, or somebody has removed its file."""
+        in_file = self._in_file and self.path is not None and os.path.exists(self.path)
+        return self.live is None and not in_file
 
     @property
     def extent(self) -> SequenceSize:
@@ -65,7 +78,7 @@ class StoredSession:
 
     @whole
     def wake(self) -> Session:
-        """Return the session, from its file if it lies there. Raises SessionError."""
+        """Return the session itself, from its file if it lies there. Raises SessionError."""
         if self.live is None and self._in_file:
             assert self.path is not None
             session, _ = self.engine.load_session(self.path)
@@ -76,31 +89,49 @@ class StoredSession:
             self.live = self.engine.session(self.budget)
         return self.live
 
+    def fork(self) -> Session:
+        """Return a copy of the session, from its file if it lies there. Raises SessionError."""
+        if self.live is not None:
+            return self.live.fork()
+        if self.lost:
+            raise SessionError("the memory of this conversation is gone; begin a new one")
+        assert self.path is not None
+        try:
+            return self.engine.load_session(self.path)[0]
+        except SessionError as error:  # the file is nobody's affair but its owner's
+            raise SessionError(str(error).replace(str(self.path), "its file")) from error
+
     @whole
     def hibernate(self) -> None:
-        """Write the session to its file and return its pages. Raises SessionError."""
+        """Write the session to its file and return its pages.
+
+        Raises:
+            SessionError: it cannot be written; it stays in memory then.
+        """
         session = self.live
         if session is None:
             return
-        if self.path is None:
-            raise SessionError("there is no folder for sessions; name one to let them hibernate")
         pages = self.pages
-        session.save(self.path)
-        self._extent, self._pages, self._in_file = session.extent, pages, True
+        self._in_file = self._write(session)
+        self._extent, self._pages = session.extent, pages
         self._last = session.last, session.note, session.undo_depth, session.rewrites
         self.live = None
         session.close()
+
+    def _write(self, session: Session) -> bool:
+        """Write the session to its file; whether it lies there then. Raises SessionError."""
+        if self.path is None:
+            raise SessionError("there is no folder for sessions; name one to let them hibernate")
+        session.save(self.path)
+        return True
 
     @whole
     def close(self) -> None:
         """Return its pages and remove its file."""
         if self.live is not None:
             self.live.close()
-        elif self._in_file and self.path is not None:
-            self.path.unlink(missing_ok=True)
         self.live, self._in_file = None, False
         self._extent, self._pages = SequenceSize(), 0
-
-
-def _path(folder: Path) -> Path:
-    return folder / f"{uuid.uuid4().hex}.mmkv"
+        if self.path is not None:
+            with contextlib.suppress(OSError):  # the folder may be gone, and the file with it
+                self.path.unlink(missing_ok=True)

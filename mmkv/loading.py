@@ -1,0 +1,132 @@
+"""Load the engine of a command, with notes and a moving bar on stderr."""
+
+from __future__ import annotations
+
+import gc
+import os
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from mmkv.engine.config import EngineConfig
+from mmkv.engine.errors import plain
+from mmkv.engine.model.source import locate
+from mmkv.engine.paths import is_folder, user_path
+from mmkv.resources import bundled_model, refuse_adapter
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from mmkv.api import Engine
+
+
+class UsageError(Exception):
+    """The command line itself is wrong (exit code 2)."""
+
+
+class Terminal:
+    """Writes to stderr; ``animated``: whether it is a terminal that shows bars.
+
+    Args:
+        quiet: whether remarks and bars are left out.
+    """
+
+    def __init__(self, quiet: bool = False) -> None:
+        from rich.console import Console
+
+        self.quiet = quiet
+        self.console: Console = Console(stderr=True, highlight=False)
+        self.animated = self.console.is_terminal and not quiet
+
+    def note(self, text: str) -> None:
+        """Print a remark; silenced by --quiet."""
+        if not self.quiet:
+            self.say(f"mmkv: {text}")
+
+    def say(self, text: str) -> None:
+        """Print a line that was asked for, such as a command's answer, as plain text."""
+        from rich.text import Text
+
+        self.console.print(Text(plain(text)), soft_wrap=not self.console.is_terminal)
+
+    @contextmanager
+    def loading(self, name: str) -> Iterator[Callable[[str], None]]:
+        """Show a moving bar while a model loads; give a function that shows the present task."""
+        if not self.animated:
+            yield lambda _: None
+            return
+        from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn
+
+        columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(bar_width=24))
+        with Progress(*columns, console=self.console, transient=True) as bar:
+            task = bar.add_task(f"loading {name}", total=None)
+            yield lambda what: bar.update(task, description=f"loading {name}: {what}")
+
+
+def model_name(config: EngineConfig) -> str:
+    """Return the model's folder or hub id; the bundled model's folder where none is named."""
+    return str(bundled_model() if config.model is None else config.model)
+
+
+def load_engine(
+    config: EngineConfig,
+    terminal: Terminal,
+    *,
+    min_pixels: int | None = None,
+    max_pixels: int | None = None,
+    generation_config: bool = True,
+    pictures: bool = False,
+) -> Engine:
+    """Load the model that ``config`` names, or the bundled one. Raises MmkvError.
+
+    Args:
+        terminal: shows the progress, and gets notes on choices that were made.
+        pictures: whether the first message has some.
+
+    The other arguments are those of :meth:`mmkv.Engine.from_config`.
+    """
+    name = model_name(config)
+    refuse_adapter(name)
+    locate(name)  # before torch is imported
+    with terminal.loading(name) as progress:
+        from mmkv.api import Engine
+        from mmkv.engine.backends import cpu
+
+        _hush_libraries(keep_downloads=terminal.animated and not is_folder(user_path(name)))
+        engine = Engine.from_config(
+            replace(config, model=name),
+            progress,
+            min_pixels=min_pixels,
+            max_pixels=max_pixels,
+            generation_config=generation_config,
+            pictures=pictures,
+        )
+        progress("tokenizer and processor")
+        _ = engine.processor
+    if not gc.isenabled():
+        gc.freeze()  # what is imported by now stays
+        gc.enable()
+    if config.model is None:
+        terminal.note("the bundled model answers, which knows drawn scenes alone; see mmkv models")
+    if engine.device.type == "cpu" and "MMKV_NATIVE" not in os.environ and (why := cpu.reason()):
+        terminal.note(f"replies run in torch, several times slower than in C, which is {why}")
+    for note in (engine.policy_note, engine.form_note, *engine.generation.notes):
+        if note:
+            terminal.note(note)
+    return engine
+
+
+def _hush_libraries(keep_downloads: bool) -> None:
+    """Keep transformers' warnings and bars off the screen; our own display says what matters."""
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    warnings.filterwarnings("ignore")
+    from transformers.utils import logging
+
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    if not keep_downloads:
+        from huggingface_hub.utils import disable_progress_bars
+
+        disable_progress_bars()

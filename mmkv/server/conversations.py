@@ -1,0 +1,353 @@
+"""The conversations that the server keeps, and how a request finds the one it continues."""
+
+from __future__ import annotations
+
+import json
+import uuid
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from mmkv.engine.contents import MODALITIES
+from mmkv.engine.errors import SessionError
+from mmkv.scheduler.conversation import CachedConversation
+from mmkv.server.prompts import Message, Part
+from mmkv.server.store import copy_whole
+
+if TYPE_CHECKING:
+    from mmkv.api import Engine
+    from mmkv.engine.contents import Memory
+    from mmkv.prompt.held import Held
+    from mmkv.scheduler import Scheduler
+    from mmkv.server.prompts import Rendered
+    from mmkv.server.store import HibernationFolder
+    from mmkv.session import Session
+
+
+_OWN = "mmkv.server"  # what a file holds beside what every session file does
+
+
+@dataclass
+class ConversationInfo:
+    """What is known of a conversation, wherever its memory lies.
+
+    Attributes:
+        seen: tokens that it has seen, by modality.
+        rendered: the text that was read, but for a reply at its end; None where it is not known.
+        messages: with the digests of their media; none for one that is found by their keys.
+        base_key: what else the memory depends on, see :func:`mmkv.server.prompts.chain`.
+        memory: its numbers, where somebody may ask for them.
+    """
+
+    seen: tuple[int, ...]
+    rendered: Rendered | None = None
+    messages: tuple[Message, ...] = ()
+    base_key: str = ""
+    memory: Memory | None = None
+
+
+class ConversationState(CachedConversation):
+    """A conversation as it stood after one of its messages. It never changes.
+
+    (Where sessions share a budget, others may evict from it, but for the time of its own turns.)
+    A turn goes on from a copy, so a turn that is cut off changes nothing. All methods belong to the
+    engine thread; the attributes may be read by any.
+
+    Args:
+        session: taken over; folder: where it hibernates; None: it is dropped instead.
+        pages: that the session holds, where that is known.
+
+    Attributes:
+        info: what is known of it; bytes: of its pages.
+        keys: the hashes by which the prefix cache finds it; none for one of a session or response.
+        replied: whether it ends with a reply that was sampled.
+        references: how many sessions and responses go on from it.
+        expendable: whether it may be dropped if it cannot hibernate, as a stored response may.
+    """
+
+    def __init__(
+        self,
+        session: Session,
+        info: ConversationInfo,
+        folder: HibernationFolder | None = None,
+        keys: tuple[str, ...] = (),
+        replied: bool = True,
+        pages: int | None = None,
+    ) -> None:
+        path = None if folder is None else folder.path
+        super().__init__(session.engine, None, path, session)
+        self.info, self.keys, self.replied = info, keys, replied
+        self.references = 1  # who asked for it
+        self.expendable = False
+        self._folder = folder
+        self._pages = super().pages if pages is None else pages
+        self.bytes = self._pages * session.engine.cache.pool.page_bytes
+        shared = session.engine.shared
+        self._weight = 1.0 if shared is None else shared.weight(session)
+        self._turns: set[int] = set()  # that go on from it, where it shares a budget
+        session.history = []  # stands in the info: a fork need not copy it
+
+    @property
+    def held(self) -> Held | None:
+        """Return what it has read, as text; None while it lies in its file."""
+        return None if self.live is None else self.live.held
+
+    @property
+    def pages(self) -> int:
+        """Count the pages that it holds; only under a shared budget do they change."""
+        return self._pages if self.engine.shared is None else super().pages
+
+    def resting(self) -> int:
+        """Return the pages that it holds; under a shared budget, those that are its own."""
+        shared = self.engine.shared
+        if shared is None or self.live is None:
+            return self._pages
+        return self.pages if self._turns else shared.pages_each
+
+    def refresh(self) -> None:
+        """Update its numbers: under a shared budget other sessions change them."""
+        if self.live is not None:
+            self.info.memory, self._pages = self.live.memory(), self.pages
+            self.bytes = self._pages * self.engine.cache.pool.page_bytes
+
+    def leave_shared_budget(self, turn: object) -> None:
+        """Keep others from evicting from it while a turn goes on from its copy."""
+        if self.engine.shared is not None and self.live is not None:
+            self.engine.shared.leave(self.live)
+            self._turns.add(id(turn))
+
+    def join_shared_budget(self, turn: object) -> None:
+        """Let it compete again once no turn needs it; all are then cut to the shared budget."""
+        shared = self.engine.shared
+        self._turns.discard(id(turn))
+        if shared is None or self.live is None or self._turns:
+            return
+        with self.engine.lock, torch.inference_mode():
+            shared.join(self.live, self._weight)
+            shared.cut([], self.engine.slack)
+
+    def save(self, path: Path) -> None:
+        """Write it to another file, whole or not at all. Raises SessionError."""
+        if self.live is not None:
+            self._save(self.live, path)
+        else:
+            assert self.path is not None
+            copy_whole(self.path, path)
+
+    def _write(self, session: Session) -> bool:
+        """Write it to its file; an expendable one is dropped if that fails."""
+        assert self._folder is not None and self.path is not None
+        self.refresh()
+        try:
+            with self._folder.writing():
+                self._save(session, self.path)
+        except SessionError:
+            if not self.expendable or self.references > 1:  # a turn goes on from it
+                raise
+            return False
+        return True
+
+    def _save(self, session: Session, path: Path) -> None:
+        session.history = [_plain(message) for message in self.info.messages]
+        own = {"seen": self.info.seen, "root": self.info.base_key}
+        try:
+            session.save(path, {_OWN: json.dumps(own)})
+        finally:
+            session.history = []
+
+
+class ConversationStore:
+    """The conversations that sessions and responses go on from, on the engine thread.
+
+    Idle ones hibernate when room is short.
+
+    Args:
+        folder: where they hibernate.
+    """
+
+    def __init__(self, engine: Engine, scheduler: Scheduler, folder: HibernationFolder) -> None:
+        self._engine, self._scheduler, self._folder = engine, scheduler, folder
+
+    def keep(self, session: Session, info: ConversationInfo) -> ConversationState:
+        """Take over a session that no request uses any more."""
+        made = ConversationState(session, info, self._folder)
+        self._scheduler.adopt(made)
+        return made
+
+    def touch(self, conversation: ConversationState) -> None:
+        """Note that a conversation is the most recently used."""
+        self._scheduler.adopt(conversation)
+
+    def leave_shared_budget(self, conversation: ConversationState, turn: object) -> None:
+        """Keep others from evicting from a conversation while a turn goes on from its copy."""
+        if self._engine.shared is not None:
+            conversation.leave_shared_budget(turn)
+            self._scheduler.adopt(conversation)
+
+    def join_shared_budget(self, conversation: ConversationState, turn: object) -> None:
+        """Let a conversation compete again, unless nobody refers to it any more."""
+        if self._engine.shared is not None and conversation.references:
+            conversation.join_shared_budget(turn)
+            self._scheduler.adopt(conversation)
+
+    def hold(self, conversation: ConversationState) -> None:
+        """Add a reference."""
+        conversation.references += 1
+
+    def release(self, conversation: ConversationState) -> None:
+        """Take a reference away; the last one closes the conversation."""
+        conversation.references -= 1
+        if not conversation.references:
+            self._scheduler.close_session(conversation)
+
+    def load(self, path: Path, name: str, base_key: str, weight: float = 1.0) -> ConversationState:
+        """Read a session file, whole or not at all.
+
+        Args:
+            name: of the file, for messages; weight: of the session in a shared budget.
+
+        Raises:
+            SessionError: it is not there, damaged, or of another model; CapacityError: there is no
+                room now.
+        """
+        self._scheduler.free_up(self._most_pages(path, name))
+        try:
+            session, extra = self._engine.load_session(path)
+        except SessionError as error:
+            raise SessionError(str(error).replace(str(path), name)) from error
+        try:
+            if self._engine.shared is not None:
+                with self._engine.lock:
+                    self._engine.shared.join(session, weight)
+            return self.keep(session, _read_info(session, extra, base_key))
+        except BaseException:
+            session.close()
+            raise
+
+    def _most_pages(self, path: Path, name: str) -> int:
+        """Bound the pages of a file by its size: a page may be nearly empty once in each row."""
+        try:
+            size = path.stat().st_size
+        except OSError as error:
+            raise SessionError(f"there is no session file {name}; check the name") from error
+        engine = self._engine
+        return size // engine.cache.pool.kv_page_bytes + engine.spec.rows + 1
+
+
+def _read_info(session: Session, extra: dict[str, str], base_key: str) -> ConversationInfo:
+    """Return what a session file says of its session.
+
+    Files that ``mmkv chat`` wrote lack the number of tokens by modality: for them it is estimated
+    from the entries that are left.
+    """
+    memory = session.memory()
+    messages = tuple(_message(one) for one in session.history)
+    if not messages or messages[-1].role != "assistant":
+        raise SessionError("the session file holds no finished turn; save it after a reply")
+    try:
+        seen = [int(count) for count in json.loads(extra.get(_OWN, "{}")).get("seen", ())]
+    except (ValueError, TypeError, AttributeError) as error:
+        raise SessionError("the session file is damaged; use another one") from error
+    if len(seen) != len(MODALITIES) or sum(seen) != session.seen:
+        rows = session.engine.spec.rows
+        seen = [-(-memory.by_modality[name] // rows) for name in MODALITIES]
+        seen[0] = session.seen - sum(seen[1:])
+    return ConversationInfo(tuple(seen), None, messages, base_key, memory)
+
+
+def _message(stored: Mapping[str, Any]) -> Message:
+    """Return a message of a session's history; its media get a digest that no other has."""
+    content = stored["content"]
+    texts = [{"type": "text", "text": content}] if isinstance(content, str) else content
+    parts = [
+        Part("text", one["text"])
+        if one["type"] == "text"
+        else Part("image" if one["type"] == "image" else "video", digest=uuid.uuid4().hex)
+        for one in texts
+    ]
+    return Message(
+        stored["role"], tuple(part for part in parts if part.kind != "text" or part.text)
+    )
+
+
+def _plain(message: Message) -> dict[str, Any]:
+    """Return a message as a session's history has it."""
+    if message.media:
+        return message.for_template()
+    return {"role": message.role, "content": "".join(part.text for part in message.parts)}
+
+
+class PrefixCache:
+    """Conversations that are found by their first messages, for requests that name no session.
+
+    They stay within a limit. The least recently used go first, and all go when a request needs
+    their pages.
+
+    Args:
+        most: pages that all may hold together; None: as the scheduler has room.
+    """
+
+    def __init__(self, scheduler: Scheduler, most: int | None) -> None:
+        self._scheduler, self._most = scheduler, most
+        self._found: dict[str, ConversationState] = {}
+
+    @property
+    def pages(self) -> int:
+        """Count the pages that they hold."""
+        return self._scheduler.residents.copy_pages
+
+    def find(self, keys: Sequence[str]) -> Iterator[tuple[int, ConversationState]]:
+        """Yield states of a conversation after its first messages, the longest first.
+
+        The caller calls :meth:`touch` for the one that it uses.
+
+        Args:
+            keys: of its messages, in order.
+
+        Yields:
+            how many messages it holds, and the state.
+        """
+        for count in range(len(keys), 0, -1):
+            if (found := self._found.get(keys[count - 1])) is not None:
+                yield count, found
+
+    def touch(self, conversation: ConversationState) -> None:
+        """Note that a conversation is the most recently used."""
+        self._scheduler.residents.touch_copy(conversation)
+
+    def keep(
+        self,
+        keys: tuple[str, ...],
+        pages: int,
+        session: Callable[[], Session],
+        info: ConversationInfo,
+        replied: bool,
+    ) -> bool:
+        """Keep the session that ``session`` returns, if there is room for its ``pages``.
+
+        What is found under a key already stays.
+
+        Args:
+            replied: whether it ends with a reply that was sampled.
+
+        Returns:
+            whether it is kept; if not, ``session`` was not called.
+        """
+        fresh = tuple(dict.fromkeys(key for key in keys if key not in self._found))
+        if not fresh:
+            return False
+
+        def make() -> ConversationState:
+            return ConversationState(session(), info, None, fresh, replied, pages)
+
+        made = self._scheduler.keep_copy(pages, make, self._dropped, self._most)
+        if made is not None:
+            self._found |= dict.fromkeys(fresh, made)
+        return made is not None
+
+    def _dropped(self, conversation: ConversationState) -> None:
+        for key in conversation.keys:
+            del self._found[key]
