@@ -1,4 +1,4 @@
-"""What bounds the sequences of an engine: the one door to eviction outside a decode step.
+"""Budgets of open sequences, own or shared; all eviction outside a step goes through here.
 
 A sequence has a budget of its own, or all of an engine share one and their entries compete on their
 scores. The most pages that a sequence can hold are known before it begins (:class:`PageBound`).
@@ -288,7 +288,6 @@ class OwnBudgets:
         self._engine = engine
 
     def checked(self, budget: Budget | float | None) -> Budget:
-        """See :class:`Budgets`."""
         made = self._engine.budget if budget is None else Budget.of(budget)
         self.allowed(made, 0)
         why = why_unbound(self._engine.policy)
@@ -297,14 +296,12 @@ class OwnBudgets:
         return made
 
     def saved(self, budget: Budget) -> Budget:
-        """See :class:`Budgets`."""
         if why_unbound(self._engine.policy) is None:
             return self.checked(budget)
         self.allowed(budget, 0)  # one that cannot be says that the file is damaged
         return self._engine.budget
 
     def changed(self, budget: Budget | float) -> Budget:
-        """See :class:`Budgets`."""
         why = why_unbound(self._engine.policy)
         if why is not None:
             raise BudgetError(why)
@@ -317,24 +314,19 @@ class OwnBudgets:
         """See :class:`Budgets`."""
 
     def weight(self, session: CachedSequence) -> float:
-        """See :class:`Budgets`."""
         return 1.0
 
     def allowed(self, budget: Budget, seen: int) -> int:
-        """See :class:`Budgets`."""
         engine, pool = self._engine, self._engine.cache.pool
         return budget.entries(engine.spec.rows, seen, pool.page_size, pool.page_bytes, engine.slack)
 
     def competing(self, session: CachedSequence) -> int:
-        """See :class:`Budgets`."""
         return session.allowed_entries
 
     def lasting_pages(self, budget: Budget) -> int | None:
-        """See :class:`Budgets`."""
         return lasting_pages(self._engine, budget)
 
     def reserve(self, session: CachedSequence, tokens: int, chunk: int) -> None:
-        """See :class:`Budgets`."""
         cache = self._engine.cache
         bound = page_bound(self._engine, session.budget, tokens, 0, session.extent, chunk)
         cache.pool.reserve(bound.steady + bound.chunk - cache.held_pages(session.seq))

@@ -1,4 +1,4 @@
-"""What the cache holds of one sequence: how much of it, of what kind, and which tokens."""
+"""Report what one sequence holds in the cache: entries, bytes, modalities, token indices."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the engine's arithmetic runs on, whatever the program around it has set."""
+"""Pin the current GPU and full float32 products around the engine's calls."""
 
 from __future__ import annotations
 

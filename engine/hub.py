@@ -1,4 +1,4 @@
-"""Check whether the model hub can be reached; digest the config of a checkpoint."""
+"""The model hub: whether it is in reach, and SHA-256 of a checkpoint's config."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How much memory is free, so that what cannot fit is refused and not killed."""
+"""Measure free memory, so that what cannot fit is refused and not killed; give freed heap back."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Paths: what a name that a user typed stands for, and files that are written whole."""
+"""Expand the paths that users type; write files whole."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The policy and the gates that an engine's options come to."""
+"""Choose the policy and load the gates that an engine's options name."""
 
 from __future__ import annotations
 

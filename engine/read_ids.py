@@ -1,4 +1,4 @@
-"""Which token ids a sequence has read, as one whole number with a bit for each id.
+"""The set of token ids that a sequence has read, as a whole number with a bit for each id.
 
 A number does not change, so forks and earlier states share it; a vocabulary of 150,000 takes 19 KB.
 """

@@ -1,4 +1,4 @@
-"""Read JSON from files of others: every type as asked for, or a few words on what is wrong.
+"""Check JSON from files of others with pydantic; say in a few words what is wrong.
 
 Imports pydantic, so it is imported only when such a file is read; torch is not needed.
 """

@@ -41,7 +41,6 @@ class GatedAttention(FullAttention):
         self.gating, self._log_beta = gating, log_beta.split(documents.lengths)
 
     def attend_document(self, index: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """See :meth:`FullAttention.attend_document`."""
         gate = self._log_beta[index].T[None]
         return gated_attention(query, key, value, gate, scale=self.scale, gating=self.gating)
 
@@ -97,7 +96,6 @@ class WriteGatedAttention(FullAttention):
         self.window = window
 
     def attend_document(self, index: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """See :meth:`FullAttention.attend_document`."""
         bias = self.bias.split(self.documents.lengths)[index].T[None]
         return gated_attention(
             query, key, value, bias, scale=self.scale, gating="write", window=self.window

@@ -1,4 +1,6 @@
-"""Physical KV memory: a pool of pages, and ragged rows of pages."""
+"""Physical KV memory: a pool of pages, ragged rows of pages, and the forms that keys take in
+them.
+"""
 
 from mmkv.engine.cache.forms import EncodedKV, KVForm
 from mmkv.engine.cache.layout import COLUMNS, Columns

@@ -1,4 +1,4 @@
-"""Weights in bfloat16, in panels."""
+"""Weight matrices in bfloat16, packed into panels."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a decoder does between its products: RMSNorm, RoPE and the gate of SwiGLU."""
+"""RMSNorm, RoPE and SiLU times up: what a decoder does between its products."""
 
 from __future__ import annotations
 
@@ -38,17 +38,14 @@ class TorchElementwise:
     """Computes in torch: the reference."""
 
     def norm(self, x: Tensor, gain: Tensor, eps: float) -> Tensor:
-        """See :class:`Elementwise`."""
         return F.rms_norm(x, gain.shape, gain, eps)
 
     def turned(
         self, heads: Tensor, gain: Tensor | None, eps: float, rope: tuple[Tensor, Tensor]
     ) -> Tensor:
-        """See :class:`Elementwise`."""
         return rotate(normed_heads(heads, gain, eps), *rope)
 
     def gated(self, gate_up: Tensor) -> Tensor:
-        """See :class:`Elementwise`."""
         gate, up = gate_up.chunk(2, -1)
         return F.silu(gate) * up
 

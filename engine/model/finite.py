@@ -1,4 +1,4 @@
-"""Tell numbers from NaN and infinities, in one pass over the bytes of a model or of gates."""
+"""Find NaN and infinity in weights, in one pass over their bytes."""
 
 from __future__ import annotations
 

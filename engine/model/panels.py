@@ -1,4 +1,4 @@
-"""A matrix whose rows lie in panels, as the C products read them."""
+"""Weight matrices packed into panels, as the products in C read them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The product of states with a matrix of weights, and the form in which the matrix is held."""
+"""Products of states with a matrix of weights in float, bfloat16 or 8 bits."""
 
 from __future__ import annotations
 

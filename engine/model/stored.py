@@ -1,4 +1,4 @@
-"""Read the text weights of a checkpoint from its safetensors files, without a model in between.
+"""Read the text weights of a checkpoint from its safetensors files, without transformers' model.
 
 Only what is stored exactly as transformers' own modules would name it is read: any other set of
 names or shapes gives None, and the caller goes the long way, which knows every older form.

@@ -1,4 +1,4 @@
-"""Policies: what stays in the cache. One file per stage, one registry row per method."""
+"""Policies: which entries stay in the cache. Scorers by kind, allocation, selection, presets."""
 
 from mmkv.engine.budget import Budget
 from mmkv.engine.policies.allocation import GlobalAllocation, HeadAllocation

@@ -41,10 +41,7 @@ from mmkv.turn import compose_messages
 
 if TYPE_CHECKING:
     from mmkv import Engine, Sampling, Session
-    from mmkv.prompt.template import Message
-    from mmkv.reply import Reply
     from mmkv.scheduler import Scheduler, Ticket
-    from mmkv.scheduler.replies import ReplyJob
 
 
 @dataclass

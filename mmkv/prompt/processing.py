@@ -269,7 +269,6 @@ class QwenProcessor(Processor):
         return VideoRules(made.patch_size, 1, made.merge_size, least, most, frames_apart=False)
 
     def video_texts(self, clips: Sequence[Clip], inputs: dict[str, torch.Tensor]) -> list[str]:
-        """See :meth:`Processor.video_texts`."""
         grids = inputs["video_grid_thw"].tolist() if clips else []
         return [
             self.rules.expand(clip, (grid[0], grid[1], grid[2]))
@@ -336,7 +335,6 @@ class OneVisionProcessor(HubProcessor):
     """LLaVA-OneVision, which cuts the picture of a prompt into tiles if it is the only one."""
 
     def rule(self, pictures: int) -> bool:
-        """See :meth:`Processor.rule`."""
         return pictures == 1
 
     def _inputs(
@@ -403,7 +401,6 @@ class InternVLProcessor(HubProcessor):
         return scale
 
     def video_texts(self, clips: Sequence[Clip], inputs: dict[str, torch.Tensor]) -> list[str]:
-        """See :meth:`Processor.video_texts`."""
         return [self._frames(len(clip.frames)) for clip in clips]
 
     def _frames(self, count: int) -> str:

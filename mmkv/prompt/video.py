@@ -461,7 +461,6 @@ class PyAVReader:
             raise ValueError("the video has no frames")
 
     def read(self, indices: Sequence[int], keep: FrameMap) -> list[np.ndarray]:
-        """See :class:`FrameReader`."""
         wanted, kept, decoded = set(indices), {}, 0
         with self._open() as opened:
             for number, frame in enumerate(self._frames(opened)):

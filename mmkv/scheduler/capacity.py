@@ -1,4 +1,4 @@
-"""Admission: which requests fit into the executor's pages, and what is freed for them.
+"""Count pages: what can be admitted, and what is dropped or hibernated to admit it.
 
 :class:`Ledger` adds up the pages that jobs and idle sessions may take. Idle sessions move to files
 for a request that waits; cached copies are dropped for anything that needs their pages.

@@ -1,4 +1,4 @@
-"""The interfaces of the scheduler: jobs, sessions, and the executor that runs them."""
+"""Protocols between the scheduler and an engine: jobs, conversations, the executor."""
 
 from __future__ import annotations
 

@@ -104,7 +104,6 @@ class FullAttention:
         self.scale = engine.spec.head_dim**-0.5
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """See :class:`mmkv.engine.model.decoder.StepAttention`."""
         lengths = self.documents.lengths
         parts = []
         for index, (q, k, v) in enumerate(

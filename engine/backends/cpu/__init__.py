@@ -1,4 +1,4 @@
-"""The decode step of one float32 sequence on the CPU, in C."""
+"""Decode steps and evictions in C, for batches of sequences on a CPU."""
 
 from __future__ import annotations
 

@@ -56,7 +56,6 @@ class CpuBackend(Backend):
         self.decoder = self.evictor = self._chunk_attention = None
 
     def unsupported_reason(self, batch: Batch | None = None) -> str:
-        """See :class:`mmkv.engine.backends.base.Backend`."""
         if self.decoder is None:
             return self._reason or "switched off"
         if self.model.decoder.on_gate_input is not None:
@@ -66,14 +65,12 @@ class CpuBackend(Backend):
         return ""
 
     def no_eviction_reason(self) -> str:
-        """See :class:`mmkv.engine.backends.base.Backend`."""
         if self.decoder is None:
             return self.unsupported_reason()
         return "" if self.evictor is not None else "write gates"
 
     @property
     def writes_deaths(self) -> int:
-        """See :class:`mmkv.engine.backends.base.Backend`."""
         return 0 if self.evictor is None else MOST_VICTIMS
 
     @property
@@ -83,12 +80,10 @@ class CpuBackend(Backend):
 
     @property
     def chunk_attention(self) -> ChunkFunction | None:
-        """See :class:`mmkv.engine.backends.base.Backend`."""
         return self._chunk_attention
 
     @property
     def window_attention(self) -> WindowAttention | None:
-        """See :class:`mmkv.engine.backends.base.Backend`."""
         return None if self.decoder is None else _window_attention
 
     def decode(self, batch: Batch, counts: Counts) -> Tensor:
@@ -123,7 +118,6 @@ class CpuBackend(Backend):
                     writes.store(self.cache.pool, self._newest_slots(batch.seqs))
 
     def evict(self, batch: Batch, counts: Counts) -> None:
-        """See :class:`mmkv.engine.backends.base.Backend`."""
         if self.evictor is None:
             counts.uncut = range(len(batch.seqs))
         elif not self.evictor.given:

@@ -1,4 +1,4 @@
-"""The compiled library: the best that this CPU can run, checked against its structures, by ctypes.
+"""Load the library that was built for this CPU's instructions, by ctypes, and check its structures.
 
 ``setup.py`` compiles the same sources once per level of the instruction set (``LEVELS``). The
 environment variable ``MMKV_NATIVE`` names the level to load, or refuses all of them with ``0``.

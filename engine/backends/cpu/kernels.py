@@ -1,4 +1,4 @@
-"""The C functions that stand for single functions of torch: products, elementwise work, attention.
+"""C in the place of single torch functions: products, elementwise work, attention.
 
 Each wrapper has the name and arguments of what it stands for.
 """
@@ -170,7 +170,6 @@ class NativeElementwise(TorchElementwise):
         self._library = found
 
     def norm(self, x: Tensor, gain: Tensor, eps: float) -> Tensor:
-        """See :class:`Elementwise`."""
         if not _plain(x, gain):
             return super().norm(x, gain, eps)
         x, gain = x.contiguous(), gain.contiguous()
@@ -207,7 +206,6 @@ class NativeElementwise(TorchElementwise):
         return heads
 
     def gated(self, gate_up: Tensor) -> Tensor:
-        """See :class:`Elementwise`."""
         if not _plain(gate_up):
             return super().gated(gate_up)
         gate_up, inner = gate_up.contiguous(), gate_up.shape[-1] // 2

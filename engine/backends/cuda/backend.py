@@ -43,7 +43,6 @@ class CudaBackend(Backend):
         self.runner: GraphRunner | None = None
 
     def burst_reason(self) -> str:
-        """See :class:`mmkv.engine.backends.base.Backend`."""
         model, policy = self.model, self.model.policy
         if model.device.type != "cuda":
             return "no GPU"

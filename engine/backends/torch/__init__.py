@@ -1,1 +1,1 @@
-"""Attention over ragged paged rows, and over the chunk being prefilled."""
+"""The torch backend: the reference for attention, steps, eviction and write gates."""

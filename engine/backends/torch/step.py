@@ -318,7 +318,6 @@ class DecodeStep:
         self._mass: list[tuple[Tensor, Tensor]] = []
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """See :class:`mmkv.engine.model.decoder.StepAttention`."""
         spec, pool = self.spec, self.cache.pool
         slot = self._layer_slots[layer]
         pool.store(slot, key.flatten(0, 1), value.flatten(0, 1))

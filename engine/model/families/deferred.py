@@ -1,4 +1,4 @@
-"""A transformers model that is read when its vision side is first needed."""
+"""Load a checkpoint's vision tower when it is first needed."""
 
 from __future__ import annotations
 

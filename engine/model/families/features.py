@@ -1,4 +1,4 @@
-"""What the vision side gives, and which turn and token each of its rows belongs to."""
+"""Vision features, and which turn and placeholder token each row of them belongs to."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Load the vision side of a checkpoint: a transformers model whose decoder has no layers."""
+"""Load the vision tower and projector: a transformers model whose decoder has no layers."""
 
 from __future__ import annotations
 

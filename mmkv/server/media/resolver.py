@@ -1,4 +1,4 @@
-"""The door: media of one request in, pixels out."""
+"""Media of one request in, pixels out: check, fetch and decode within its limits."""
 
 from __future__ import annotations
 

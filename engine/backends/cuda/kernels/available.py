@@ -1,4 +1,4 @@
-"""Whether a call takes the Triton form of a kernel."""
+"""Decide whether a call runs in Triton or in the torch reference."""
 
 from __future__ import annotations
 
