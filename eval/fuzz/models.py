@@ -84,10 +84,11 @@ class SharedModels:
         mmkv.engine.runtime.load, mmkv.api.load_processor = self._load, self._processor
 
     def _once(self, make: Callable[..., Any]) -> Callable[..., Any]:
-        def made(*arguments: Any) -> Any:
-            key = (make.__name__, *(str(each) for each in arguments if not callable(each)))
+        def made(*arguments: Any, **named: Any) -> Any:
+            given = (*arguments, *(value for name, value in named.items() if name != "kernels"))
+            key = (make.__name__, *(str(each) for each in given if not callable(each)))
             if key not in self._made:
-                self._made[key] = make(*arguments)
+                self._made[key] = make(*arguments, **named)
             return self._made[key]
 
         return made

@@ -22,6 +22,7 @@ from mmkv.chat.display import Display, OutputClosed
 from mmkv.chat.options import ChatOptions
 from mmkv.chat.repl import Leave, Repl
 from mmkv.engine.cache import RaggedCache
+from mmkv.engine.errors import InputError
 from mmkv.engine.model.decoder import Decoder
 from mmkv.prompt.media import load_image
 from mmkv.prompt.processing import QwenProcessor
@@ -121,9 +122,12 @@ def test_any_exception_anywhere_in_a_turn_is_one_line_and_changes_nothing(
             repl.handle("what is it?")
         finally:
             raised.undo()
+        shown = capsys.readouterr().err
         if raised.count:
             hit.add(name)
-            shown = capsys.readouterr().err
+        # A template may refuse to show the past anew: the turn goes on without the comparison.
+        refused = isinstance(error, InputError) and after > 0 and not shown
+        if raised.count and not refused:
             assert shown.startswith("mmkv: error: ") and shown.count("\n") == 1, (name, shown)
         else:
             repl.command("/undo")
