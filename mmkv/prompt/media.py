@@ -51,6 +51,10 @@ _LONGEST_NAME = 150
 _pixel_limit = MAX_PIXELS
 
 
+class Note(str):
+    """What the user is to be told of a picture; a text in the picture's file is none."""
+
+
 class TooManyPixelsError(InputError):
     """A picture or video that is too large to be decoded."""
 
@@ -81,7 +85,7 @@ def load_image(source: ImageSource) -> Image:
     from PIL import Image as pil
 
     if isinstance(source, pil.Image):
-        if SIZED in source.info and source.mode == "RGB":
+        if source.info.get(SIZED) is True and source.mode == "RGB":
             return source
         return _converted(source, "the picture")
     if not isinstance(source, (str, os.PathLike)):
@@ -360,7 +364,9 @@ def _upright_rgb(picture: Image, name: str) -> Image:
 
     if not picture.width or not picture.height:
         raise InputError(f"{name} has no pixels; give another one")
-    noted = picture.info.get(NOTE) or _of_several(picture, name)
+    noted = picture.info.get(NOTE)
+    if not isinstance(noted, Note):  # a file may have a text of that name
+        noted = _of_several(picture, name)
     try:
         upright = ImageOps.exif_transpose(picture)
     except STOPS:
@@ -387,14 +393,16 @@ def _upright_rgb(picture: Image, name: str) -> Image:
     return made
 
 
-def _of_several(picture: Image, name: str) -> str | None:
+def _of_several(picture: Image, name: str) -> Note | None:
     """Return a note where a file holds more pictures than the one that is read."""
     count = getattr(picture, "n_frames", 1) if picture.format != "MPO" else 1
     if count < 2:
         return None
     if picture.format == "TIFF":
-        return f"{name} has {count} pages; the first one is read"
-    return f"{name} is animated; the first of its {count} frames is read (as a video, all are)"
+        return Note(f"{name} has {count} pages; the first one is read")
+    return Note(
+        f"{name} is animated; the first of its {count} frames is read (as a video, all are)"
+    )
 
 
 def _shallow(picture: Image, sixteen: bool) -> Image:

@@ -56,8 +56,10 @@ class CachedConversation:
     @property
     def lost(self) -> bool:
         """Whether it lies nowhere: it was dropped, or somebody has removed its file."""
-        in_file = self._in_file and self.path is not None and os.path.exists(self.path)
-        return self.live is None and not in_file
+        # In this order: the engine thread notes a file before it lets the session go.
+        if self.live is not None:
+            return False
+        return not (self._in_file and self.path is not None and os.path.exists(self.path))
 
     @property
     def extent(self) -> SequenceSize:

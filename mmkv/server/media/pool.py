@@ -14,6 +14,7 @@ from mmkv.server.media.limits import LATE, UNREADABLE, MediaError
 from mmkv.server.media.worker import HEADER, pack
 
 _PIECE = 2**20
+MOST_HEADER = 2**20  # of what a decoder says beside pixels: times of some hundred frames
 
 
 class DecodePool:
@@ -149,6 +150,8 @@ async def _exchange(
         await tasks.drain()
     await tasks.drain()
     length, size = HEADER.unpack(await results.readexactly(HEADER.size))
+    if length > MOST_HEADER:
+        raise ConnectionError("what a decoder says of its result is too long")
     result = json.loads(await results.readexactly(length))
     hold(size)
     pixels = bytearray(size)

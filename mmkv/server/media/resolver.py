@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from mmkv.engine.errors import InputError
-from mmkv.prompt.media import NOTE, SIZED, data_uri_content, describe
+from mmkv.prompt.media import NOTE, SIZED, Note, data_uri_content, describe
 from mmkv.prompt.part_settings import MediaSettings
 from mmkv.prompt.video import Clip, FrameRule
 from mmkv.server.media.fetch import (
@@ -202,7 +202,7 @@ class MediaResolver:
             if settings.scales:
                 picture.info[SIZED] = True
             if result["note"] is not None:
-                picture.info[NOTE] = result["note"]
+                picture.info[NOTE] = Note(result["note"])
             return Medium("image", picture, result["digest"])
         import numpy as np
 
