@@ -47,8 +47,12 @@ ROOMS = {
     ),
     "scheduler": (["mmkv/scheduler/*.py"], "tests/mmkv/scheduler"),
     "resume": (
-        [f"mmkv/server/{name}.py" for name in "conversations store state sessions".split()],
+        [
+            f"mmkv/server/{name}.py"
+            for name in "conversations store state sessions job prompts guard".split()
+        ],
         "tests/mmkv/server/test_resume.py tests/mmkv/server/test_lasting.py "
+        "tests/mmkv/server/test_http.py "
         "tests/mmkv/server/test_sessions.py tests/mmkv/server/test_stored.py",
     ),
     "statistics": (["eval/measure/stats.py"], "tests/eval/measure tests/eval/test_quality.py"),

@@ -10,6 +10,7 @@ from mmkv.engine.policies.base import (
     Policy,
     Scorer,
     Scores,
+    compiled,
 )
 from mmkv.engine.policies.preset import Parameter, Preset
 from mmkv.engine.policies.registry import (
@@ -37,6 +38,7 @@ __all__ = [
     "Scorer",
     "Scores",
     "Shares",
+    "compiled",
     "describe_added",
     "find_preset",
     "make_policy",

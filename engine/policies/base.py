@@ -343,10 +343,18 @@ def compiled(kernel: Literal["retention", "recency", "state"]) -> Callable[[type
 
     Args:
         kernel: ``state``: the score is state 0. ``retention`` and ``recency``: the formulas of
-            :class:`mmkv.engine.policies.scoring.Retention` and ``Recency``.
+            :class:`mmkv.engine.policies.scoring.Retention` and ``Recency``, of mmkv's classes only.
+
+    Raises:
+        PolicyError: for another kernel, or for one of mmkv's formulas on somebody else's class.
     """
 
     def register(scorer: type[S]) -> type[S]:
+        if kernel != "state" and not scorer.__module__.startswith("mmkv.engine."):
+            raise PolicyError(
+                f"the scorer {scorer.__name__} is compiled as {kernel!r}; of other classes than "
+                'mmkv\'s C computes "state" alone'
+            )
         _COMPILED[scorer] = kernel
         return scorer
 

@@ -454,8 +454,6 @@ class EngineThread(threading.Thread):
 
 
 def _expected(error: Exception) -> bool:
-    from mmkv.engine.errors import MmkvError
-
     return isinstance(error, (MmkvError, ApiError))
 
 

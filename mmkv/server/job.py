@@ -31,8 +31,6 @@ from mmkv.server.writer import LogitSettings, ScoredWriter
 from mmkv.turn import agreed, kept_tokens, text_before_media, without_first
 
 if TYPE_CHECKING:
-    import torch
-
     from mmkv.api import Engine
     from mmkv.engine.budget import Budget
     from mmkv.engine.contents import Memory

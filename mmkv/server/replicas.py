@@ -120,8 +120,8 @@ class _Replica:
 
     def check_health(self) -> None:
         """Raise where the engine has stopped, so that Ray replaces the replica."""
-        worker = self.app.state.server.engine_thread
-        if worker.failed or not worker.is_alive():
+        thread = self.app.state.server.engine_thread
+        if thread.failed or not thread.is_alive():
             raise RuntimeError("the engine has stopped")
 
 

@@ -220,7 +220,8 @@ class GraphRunner:
             "share": [batch.share[i] for i in going] + idle,
         }
         for name, values in columns.items():
-            getattr(step, name).copy_(torch.tensor(values))
+            column = getattr(step, name)
+            column.copy_(torch.tensor(values, dtype=column.dtype))
         step.top.fill_(self.cache.pool.free_pages)
         step.index.zero_()
         step.evicted_nan.zero_()

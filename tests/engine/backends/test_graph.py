@@ -110,7 +110,9 @@ def test_the_static_step_is_the_eager_step(model: str, policy: str, lookahead: f
     assert len(held[0]) == 3
 
 
-@pytest.mark.parametrize("budget", [Budget.fraction(0.4), Budget.bytes(40_000), Budget.of(9)])
+@pytest.mark.parametrize(
+    "budget", [Budget.fraction(0.7), Budget.fraction(0.9), Budget.bytes(40_000), Budget.of(9)]
+)
 def test_every_kind_of_budget_holds_at_every_step(budget: Budget) -> None:
     ours, reference = (engine_for("qwen3", budget=budget, evict_every=3) for _ in range(2))
     one, two = opened(ours, 2), opened(reference, 2)

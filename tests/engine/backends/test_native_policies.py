@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from mmkv.engine.backends.cpu.kernels import native_window_attention
+from mmkv.engine.errors import PolicyError
 from mmkv.engine.policies import (
     CacheView,
     GlobalAllocation,
@@ -22,6 +23,7 @@ from mmkv.engine.policies import (
     Policy,
     Scores,
     Shares,
+    compiled,
 )
 from mmkv.engine.policies.base import GROUPS, WindowReduction
 from mmkv.engine.policies.scoring import WindowAttention
@@ -33,12 +35,12 @@ from tests.support.sessions import LATER, PICTURES, load, text_ids
 from tests.support.tiers import slow_but
 
 
+@compiled("state")
 @dataclass(frozen=True)
 class Mass:
     """Attention added up by the engine; C reads it by itself."""
 
     group: Literal["mean", "max", "sum"]
-    kernel: ClassVar[str] = "state"
 
     @property
     def needs(self) -> Needs:
@@ -59,12 +61,12 @@ class Decayed:
         return Scores(value + view.keys()[:, 0] / 100, value[:, None])
 
 
+@compiled("state")
 @dataclass(frozen=True)
 class Change:
     """How far the residual stream moves from token to token, minus its size elsewhere."""
 
     needs: ClassVar[Needs] = Needs(state=2, taps=(0.0, 0.99))
-    kernel: ClassVar[str] = "state"
 
     def memory(
         self, layers: int, kv_heads: int, head_dim: int, hidden_size: int
@@ -115,6 +117,20 @@ def pair(folder: Path, policy: Policy, **options: Any) -> list[Runtime]:
     engines[1].backends.cpu.switch_off()
     assert engines[0].decode_path == "native" and engines[0].evict_path.startswith("native")
     return engines
+
+
+@pytest.mark.parametrize(
+    "name", ["mass", "greatest mass", "mass and floors", "change, prompts kept"]
+)
+def test_c_scores_what_is_compiled_as_state(name: str, folders: dict[str, Path]) -> None:
+    assert pair(folders["vl"], POLICIES[name])[0].evict_path == "native"
+
+
+def test_only_state_can_be_compiled_by_others() -> None:
+    with pytest.raises(PolicyError, match='C computes "state" alone'):
+        compiled("retention")(Decayed)
+    with pytest.raises(PolicyError, match="is compiled as 'State'"):
+        compiled("State")(Decayed)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("evict_every", slow_but([1], [1, 3], "the same, evicting less often"))

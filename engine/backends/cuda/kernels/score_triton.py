@@ -62,7 +62,7 @@ def score_kernel(
     PAGE: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Keys and ties of one row, see ``kernels.evict.Eviction``; grid (B, R).
+    """Keys and ties of one row, see ``buffers.EvictionBuffers``; grid (B, R).
 
     Counts in the plan how many entries with a NaN score may have to go.
     """

@@ -1,6 +1,6 @@
 """Radix selection in Triton: the threshold below which the wanted number of entries lies.
 
-Entries are ordered by two unsigned numbers, key and then tie (``kernels.evict.Eviction``);
+Entries are ordered by two unsigned numbers, key and then tie (``buffers.EvictionBuffers``);
 no two entries share both. A *turn* looks at one byte, from the highest of the keys to the lowest of
 the ties: it counts the 256 values of that byte among the entries that agree with the threshold in
 all bytes before it, and the sum of the counts says which value the threshold has. As soon as all

@@ -20,7 +20,7 @@ def window_scores(
     scale: float,
     out: Tensor | None = None,
 ) -> Tensor:
-    """Window attention as :meth:`mmkv.engine.scorer_state.QueryWindow.attention` defines it.
+    """Window attention as :func:`mmkv.engine.scorer_state.window_attention` defines it.
 
     For every row: softmax over its entries in float32 (causal by position), averaged over the
     window's known queries and the group's heads. A query that may see no entry counts as zeros.
