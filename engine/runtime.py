@@ -349,14 +349,15 @@ class Runtime:
         stop: Sequence[int] = (),
         draws: Sequence[Draw] | None = None,
     ) -> list[list[int]]:
-        """Append a token to each of B sessions, then each token it says, ``steps`` times in all.
+        """Generate ``steps`` tokens for each of B sessions, the first after ``token_ids``.
 
         On a GPU all steps are replays of one CUDA graph, and nothing is read back in between; where
         that cannot be (:attr:`many_path` says why) it is a loop over :meth:`decode`.
 
         Args:
-            stop: token ids that end a session's part; they are generated, not appended.
-            draws: per session how its tokens are drawn; None for the likeliest.
+            token_ids: a token for each, which is appended first.
+            stop: token ids that end a session's reply; returned, but not appended to its cache.
+            draws: per session how its tokens are drawn; None: the likeliest.
 
         Returns:
             per session the generated tokens: ``steps`` of them, or up to a stop token.

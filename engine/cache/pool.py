@@ -13,9 +13,9 @@ from mmkv.engine.cache.layout import COLUMNS, Columns, Layout
 from mmkv.engine.errors import BudgetError
 from mmkv.engine.memory import free_bytes
 
-_SMALL = 64 * 2**20  # growing by less is not worth asking the kernel
+_SMALL = 64 * 2**20  # growing by less is not worth asking the system for free memory
 _ALIGNED = 64  # bytes, as torch aligns its own
-_SPARE_SHARE = 4  # of the free memory, one part of so many may go to pages nobody asked for
+_SPARE_SHARE = 4  # pages beyond those needed take one part of so many of the free memory
 
 
 class PagePool(Columns):
@@ -184,10 +184,10 @@ class PagePool(Columns):
         return self.form.rotate(self.stored_values.flatten(0, 1)[slots])
 
     def _enlarge(self, short: int, spare: int) -> None:
-        """Grow by ``short`` pages, or by ``spare`` where there is room for that.
+        """Grow by at least ``short`` pages and up to ``spare``, so that the next calls need not.
 
-        Pages beyond the shortage are taken within the limit, and from a quarter of the memory that
-        would be free without them. Raises BudgetError: there is no room for ``short``.
+        Pages beyond ``short`` are taken within the limit, and from a quarter of the memory that is
+        still free after ``short``. Raises BudgetError: there is no room for ``short``.
         """
         least = self.num_pages + short
         most = min(self.num_pages + max(short, spare), self._cap(short))

@@ -152,9 +152,10 @@ def change_memory(name: str, tap: Tap, layers: int, hidden_size: int, window: in
 
 
 def change_windows(name: str, taps: Tensor, new: NewTokens) -> Tensor:
-    """Trailing windows ``[B, n, T, w]`` of the norm of the change from the token before.
+    """Return trailing windows ``[B, n, T, w]`` of the norm of the change from the token before.
 
-    Equation 1, for states ``taps [B, n, T, d]``; the first token of a sequence changes by 0.
+    EpiKV's equation 1, for the states ``taps [B, n, T, d]`` of n tapped layers; the first token of
+    a sequence changes by 0. What the next chunk needs is put into ``new.memory`` under ``name``.
     """
     before = torch.cat([new.memory[f"{name}.state"][:, :, None], taps[:, :, :-1]], 2)
     new.memory[f"{name}.state"] = taps[:, :, -1]

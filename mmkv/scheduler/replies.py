@@ -184,29 +184,34 @@ class ReplyJob(EngineJob):
         return None if self.writer is None else self.writer.failure
 
     def reservation(self) -> Reservation:
-        """Bound the pages by the budget, and those of a session of its own by its tokens, too.
+        """Return the most pages that the request can need.
+
+        Where the budget alone is a bound and the conversation may go on, or its length is not
+        known, that; otherwise what prompt and longest reply can come to.
 
         Raises:
-            InputError: neither bounds them; BudgetError: the budget cannot be.
+            InputError: neither the budget nor a known length bounds the pages; BudgetError: the
+                budget is impossible.
         """
         engine, kept = self.engine, self._kept
         extent = SequenceSize() if kept is None else kept.extent
         tokens = self.prompt_tokens
-        several = tokens is None or tokens > self.chunk
-        snapshot = kept.pages if kept is not None and several and not self.undo else 0
-        copy = kept.pages if kept is not None and self.undo else 0
-        lasting = engine.budgets.lasting_pages(self.budget)
+        many_chunks = tokens is None or tokens > self.chunk
+        snapshot = kept.pages if kept is not None and many_chunks and not self.undo else 0
+        undo_copy = kept.pages if kept is not None and self.undo else 0
+        of_budget = engine.budgets.lasting_pages(self.budget)
         if engine.shared is not None and kept is not None and not kept.resident:
             snapshot = kept.pages  # woken, it holds what it held until all are cut
-        if lasting is not None and (kept is not None or tokens is None or engine.shared):
+        if of_budget is not None and (kept is not None or tokens is None or engine.shared):
             rows, size = engine.spec.rows, engine.cache.pool.page_size
-            return Reservation(lasting + copy, math.ceil(self.chunk * rows / size), snapshot)
+            chunk = math.ceil(self.chunk * rows / size)
+            return Reservation(of_budget + undo_copy, chunk, snapshot)
         if tokens is not None:
             new = self.sampling.max_new_tokens
             bound = page_bound(engine, self.budget, tokens, new, extent, self.chunk)
-            return Reservation(bound.steady + copy, bound.chunk, snapshot)
+            return Reservation(bound.steady + undo_copy, bound.chunk, snapshot)
         if engine.cache.pool.limit is None:
-            return Reservation(0)
+            return Reservation(0)  # the pool grows: there is nothing to reserve
         raise InputError(
             f"with policy {engine.policy.name!r} and a budget of {self.budget.describe()} the "
             "length decides how much memory a request takes; give prompt_tokens, or a budget in "

@@ -408,10 +408,17 @@ class SessionTable:
     def _close_idle(
         self, most: int, open_are: str, besides: ServerSession | None, tenant: str | None = None
     ) -> None:
-        """Close idle sessions until one more may be open, of one tenant or of all. Raises ApiError.
+        """Close idle sessions until one more may be open, of one tenant or of all.
 
         Only those that are in the shared folder can be closed, the least recently used first.
         Those that lie in the folder alone do not count as open.
+
+        Args:
+            most: sessions that may be open; open_are: the limit in words, for the error.
+            besides: a session that does not count.
+
+        Raises:
+            ApiError: too few can be closed.
         """
         opened = [
             one

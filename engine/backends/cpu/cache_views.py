@@ -37,18 +37,18 @@ class CacheViews:
         if not known or len(self._views) != len(seqs) or any(map(operator.is_not, known, now)):
             self._of, self._seqs = (), ()
             self._views = (Cache * len(seqs))(*([self._whole(cache)] * len(seqs)))
-            self._each = list(self._views)  # to take one out of the array anew is slow
+            self._each = list(self._views)  # an item of a ctypes array is wrapped anew at each look
             # Weak: what a pool has outgrown shall not live on here.
             self._of = tuple(map(weakref.ref, now))
         if self._seqs != (seqs := tuple(seqs)):
             self._seqs = ()  # until all are written: Ctrl-C may come in between
             rows, tables = cache.length.data_ptr(), cache.table.data_ptr()
-            width = 8 * self._each[0].width
+            width = 8 * self._each[0].width  # bytes: both are int64
             for view, seq in zip(self._each, seqs, strict=True):
                 first = seq * cache.rows
                 view.length, view.table = rows + 8 * first, tables + width * first
             self._seqs = seqs
-        self._each[0].free = pool.free_pages
+        self._each[0].free = pool.free_pages  # of the first view alone, to and from C
         return BorrowedViews(pool, self._views)
 
     @staticmethod
