@@ -273,13 +273,13 @@ class Backend:
         stop: Sequence[int] = (),
         draws: Sequence[Draw] | None = None,
     ) -> None:
-        """Append a token to each, then each token that it says, ``steps`` times in all.
+        """Generate ``steps`` tokens for each sequence, the first after its token of the batch.
 
         Evictions are part of it.
 
         Args:
-            stop: tokens that end a sequence's part; they are generated, not appended.
-            draws: per sequence how its tokens are drawn, None for the likeliest.
+            stop: ids that end a sequence's reply; returned, but not appended to its cache.
+            draws: per sequence how its tokens are drawn; None: the likeliest.
 
         Raises:
             BudgetError: the pool would pass its limit; the steps before that stand.

@@ -52,6 +52,16 @@ CHATML = (
 )
 
 
+_TOWER = {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 2,
+    "image_size": 32,
+    "patch_size": 8,
+}
+
+
 def byte_tokenizer(template: str | None = CHATML) -> PreTrainedTokenizerFast:
     """Return a tokenizer whose tokens are single bytes: any text has one tokenization."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
@@ -181,16 +191,7 @@ def save_llava(folder: Path, seed: int = 0) -> Path:
     tokenizer = byte_tokenizer(LLAVA_TEMPLATE)
     torch.manual_seed(seed)
     text = _text_sizes(len(tokenizer)) | {"model_type": "llama"}
-    vision = {
-        "model_type": "clip_vision_model",
-        "hidden_size": 32,
-        "intermediate_size": 48,
-        "num_hidden_layers": 3,
-        "num_attention_heads": 2,
-        "image_size": 32,
-        "patch_size": 8,
-        "projection_dim": 32,
-    }
+    vision = _TOWER | {"model_type": "clip_vision_model", "projection_dim": 32}
     config = LlavaConfig(
         text_config=text,
         vision_config=vision,
@@ -222,16 +223,7 @@ def save_llava_next(folder: Path, seed: int = 0) -> Path:
     tokenizer = byte_tokenizer(LLAVA_TEMPLATE)
     tiles = [[32, 64], [64, 32], [64, 64]]
     torch.manual_seed(seed)
-    vision = {
-        "model_type": "clip_vision_model",
-        "hidden_size": 32,
-        "intermediate_size": 48,
-        "num_hidden_layers": 3,
-        "num_attention_heads": 2,
-        "image_size": 32,
-        "patch_size": 8,
-        "projection_dim": 32,
-    }
+    vision = _TOWER | {"model_type": "clip_vision_model", "projection_dim": 32}
     config = LlavaNextConfig(
         text_config=_text_sizes(len(tokenizer)) | {"model_type": "llama"},
         vision_config=vision,
@@ -263,15 +255,7 @@ def save_llava_onevision(folder: Path, seed: int = 0) -> Path:
     tokenizer.add_special_tokens({"additional_special_tokens": ["<video>"]})
     tiles = [[32, 32], [32, 64], [64, 32], [64, 64]]
     torch.manual_seed(seed)
-    vision = {
-        "model_type": "siglip_vision_model",
-        "hidden_size": 32,
-        "intermediate_size": 48,
-        "num_hidden_layers": 3,
-        "num_attention_heads": 2,
-        "image_size": 32,
-        "patch_size": 8,
-    }
+    vision = _TOWER | {"model_type": "siglip_vision_model"}
     config = LlavaOnevisionConfig(
         text_config=_text_sizes(len(tokenizer)) | {"model_type": "qwen2"},
         vision_config=vision,

@@ -49,13 +49,7 @@ class GraphRunner:
         stop: Sequence[int] = (),
         draws: Sequence[Draw] | None = None,
     ) -> None:
-        """Append a token to each, then each token it says, ``steps`` times in all.
-
-        See :meth:`mmkv.engine.backends.base.Backend.decode_many`.
-
-        Raises:
-            BudgetError: the pool would pass its limit; the steps before that stand.
-        """
+        """Do what :meth:`mmkv.engine.backends.base.Backend.decode_many` says, by replays."""
         going, token = list(range(len(batch.seqs))), list(batch.tokens)
         drawn = None if draws is None else list(draws)
         device = self.cache.length.device
