@@ -336,7 +336,7 @@ class ReplyWriter:
             self.finish("eos")
             return None
         self.token_ids.append(token)
-        self._sampler.took(token)
+        self._sampler.note_token(token)
         self.unfed = token
         self._ready += self._stops.push(self._detokenizer.push(token))
         if self._stops.hit:

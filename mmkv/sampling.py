@@ -196,7 +196,7 @@ class Sampler:
         """Note which ids stand before the reply (:mod:`mmkv.engine.read_ids`)."""
         self._before, self._read = read, None
 
-    def took(self, token: int) -> None:
+    def note_token(self, token: int) -> None:
         """Note that the reply has gone on with a token."""
         if self.sampling.penalises:
             self._counts[token] += 1

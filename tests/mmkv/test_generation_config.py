@@ -163,7 +163,7 @@ def test_penalties_and_filters_are_transformers_processors(seed: int) -> None:
     )
     sampler.begin(with_ids(0, prompt))
     for token in reply:
-        sampler.took(token)
+        sampler.note_token(token)
     made = np.zeros(200)
     kept, weight = _likely(sampler._allowed(logits[0].numpy()), sampler.sampling)
     made[kept] = weight / weight.sum()
@@ -191,7 +191,7 @@ def test_bad_words_are_transformers() -> None:
     sampler = Sampler(Settled(bad_words=tuple(map(tuple, words))))
     said = [5]  # transformers 5.17 lets a word end where nothing is said before it
     for token in [7, 8, 1, 7, 8, 3]:
-        sampler.took(token)
+        sampler.note_token(token)
         said.append(token)
         wanted = processor(torch.tensor([said]), torch.zeros(1, 12))[0]
         assert sampler._allowed(np.zeros(12, np.float32)).tolist() == wanted.tolist()
