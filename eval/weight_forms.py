@@ -118,16 +118,15 @@ def compare(
         _, target = predicted(labels)
         tokens += target.numel()
         exact = _logs(base, turn, labels)
-        for form, engine in engines.items():
-            ours = _logs(engine, turn, labels)
-            nll[form] += float(F.nll_loss(ours, target, reduction="sum"))
-            kl[form] += float((exact.exp() * (exact - ours)).sum())
         first = spans(labels.tolist())[0][0]
         prompt = turn.part(0, first if first > 1 else labels.numel() // 2)
         chosen, _ = _greedy(base, prompt)
         for form, engine in engines.items():
-            pairs = zip(_greedy(engine, prompt, chosen)[1], chosen, strict=True)
-            wrong = [mine != one for mine, one in pairs]
+            ours = exact if form == EXACT else _logs(engine, turn, labels)
+            nll[form] += float(F.nll_loss(ours, target, reduction="sum"))
+            kl[form] += float((exact.exp() * (exact - ours)).sum())
+            mine = chosen if form == EXACT else _greedy(engine, prompt, chosen)[1]
+            wrong = [one != other for one, other in zip(mine, chosen, strict=True)]
             same[form] += 1 - sum(wrong) / GREEDY
             before[form] += wrong.index(True) if any(wrong) else GREEDY
     return {
