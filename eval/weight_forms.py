@@ -195,7 +195,7 @@ def markdown(found: dict[str, Any]) -> str:
     head += [f"{name}: {what}" for name in sources for what in ("perplexity", "KL", "same of 64")]
     lines = []
     for form, row in found["forms"].items():
-        off = [f"{100 * value:.2f} %" for value in row["errors"].values()]
+        off = [f"{100 * value:.2f} %" for value in row.get("errors", {}).values()] or ["", "", ""]
         cells = [form, f"{row['bytes']:,}", *off]
         for name in sources:
             read = found["sources"][name][form]
@@ -234,7 +234,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         exact = engines[EXACT].decoder.weights
         forms = {
             form: {"bytes": engine.decoder.weights.nbytes()}
-            | {"errors": errors(engine.decoder.weights, exact)}
+            | ({} if args.shape else {"errors": errors(engine.decoder.weights, exact)})
             for form, engine in engines.items()
         }
         sources = {
