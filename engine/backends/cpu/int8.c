@@ -43,20 +43,26 @@ static struct codes codes_of(struct codes x, struct tile tile)
     return (struct codes){x.at + at * CODE_BLOCK, x.scale + at, x.shift + at, x.blocks};
 }
 
+/* The bits of the greatest size in a block: ordered like the numbers, and above them what is none. */
+INLINE int32_t most_of(const float *restrict x)
+{
+    int32_t bits[CODE_BLOCK], most = 0;
+    memcpy(bits, x, sizeof bits);
+#pragma omp simd reduction(max : most)
+    for (int i = 0; i < CODE_BLOCK; i++) {
+        int32_t size = bits[i] & 0x7fffffff;
+        most = size > most ? size : most;
+    }
+    return most;
+}
+
 /* Round a block of one vector: its codes go to `codes`, four by four, `stride` bytes apart. */
 static void code_block(const float *restrict x, int8_t *restrict codes, int64_t stride, float *scale,
                        int32_t *shift)
 {
-    int32_t bits[CODE_BLOCK], most = 0, sum = 0;
+    int32_t most = most_of(x), sum = 0;
     int8_t made[CODE_BLOCK];
-    memcpy(bits, x, sizeof bits);
-#pragma omp simd reduction(max : most)
-    for (int i = 0; i < CODE_BLOCK; i++) {
-        int32_t size = bits[i] & 0x7fffffff; /* ordered like the numbers, and above them NaN */
-        most = size > most ? size : most;
-    }
-    float greatest;
-    memcpy(&greatest, &most, sizeof greatest);
+    float greatest = with_bits((uint32_t)most);
     float inverse = greatest >= LEAST_CODED && most < 0x7f800000 ? 127.0f / greatest : 0.0f;
 #pragma omp simd reduction(+ : sum)
     for (int i = 0; i < CODE_BLOCK; i++) {
@@ -224,18 +230,11 @@ static void round_4(const float *restrict x, struct rounded *made)
 static void round_block(const float *restrict x, int64_t bits, int8_t *restrict codes, uint16_t *scale,
                         double *sums)
 {
-    int32_t of[CODE_BLOCK], most = 0;
-    float size, squared = 0;
-    struct rounded made = {.scale = 0x7fc0, .wrong = NAN};
-    memcpy(of, x, sizeof of);
-#pragma omp simd reduction(max : most)
-    for (int i = 0; i < CODE_BLOCK; i++) {
-        int32_t bits_of = of[i] & 0x7fffffff;
-        most = bits_of > most ? bits_of : most;
-    }
-    memcpy(&size, &most, sizeof size);
+    int32_t most = most_of(x);
+    float squared = 0;
+    struct rounded made = {.scale = 0x7fc0 /* not a number */, .wrong = NAN};
     if (most < 0x7f800000 && bits == 8)
-        round_8(x, size, &made);
+        round_8(x, with_bits((uint32_t)most), &made);
     else if (most < 0x7f800000)
         round_4(x, &made);
     for (int group = 0; group < GROUPS; group++) {
