@@ -301,6 +301,7 @@ _LLAVA_RUNS = ("pictures", "blank pictures", "other pictures", "most frequent an
 _WEIGHTS = {
     "smollm2": "SmolLM2-135M",
     "tiny-vlm": "bundled model",
+    "qwen3-vl-2b": "Qwen3-VL-2B's decoder, random",
 }
 _SPEEDS = {
     "tiny-vlm": "bundled model, batch 1, `full`",
