@@ -68,7 +68,7 @@ ROOMS = {
     ),
     "losses": (
         ["training/model.py", "training/capacity.py"],
-        "tests/training/test_capacity.py tests/training/test_student.py",
+        "tests/training/test_capacity.py tests/training/test_model.py",
     ),
 }
 OWN = {"engine", "mmkv", "training", "eval", "tests", "tools", "conftest", "__main__"}

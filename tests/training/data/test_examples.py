@@ -28,7 +28,7 @@ from tests.support.chat_models import (
     save_qwen2_5_vl,
     save_qwen3_vl,
 )
-from tests.training.data.test_training_data import image, turns
+from tests.training.data.test_conversations import image, turns
 
 LLAMA3 = (
     "{{ '<s>' }}{% for m in messages %}<|start|>{{ m.role }}<|end|>\n\n{{ m.content | trim }}"
