@@ -1,4 +1,4 @@
-"""MMDU's data and answering loop: formats, one session a dialogue, resuming, bad input."""
+"""MMDU's data and answering loop: formats, one session a dialogue, resuming, damage, bad input."""
 
 from __future__ import annotations
 
@@ -14,11 +14,17 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from PIL import Image
 
+import mmkv
+import mmkv.eval.mmdu.run
 from mmkv import Engine, Sampling
 from mmkv.cli.app import run
 from mmkv.engine.errors import InputError
+from mmkv.eval.fuzz.models import small_engine
+from mmkv.eval.mmdu import small as mmdu_small
 from mmkv.eval.mmdu.data import AnswerFolder, find_pictures, interleave, read_benchmark, read_row
 from mmkv.eval.mmdu.make import pack, write
 from mmkv.eval.mmdu.run import answer
@@ -29,6 +35,7 @@ if TYPE_CHECKING:
     from tests.support.cli_fixtures import Ran
 
 pytest_plugins = ("tests.support.cli_fixtures",)
+
 
 FOLDER = bundled_dialogues()
 BENCHMARK = FOLDER / "benchmark.json"
@@ -180,11 +187,11 @@ def test_answers_are_those_of_the_whole_history_asked_anew(full: Engine) -> None
         answers, turns = answer(full, dialogue, pictures, Sampling(max_new_tokens=32))
         messages: list[dict[str, Any]] = []
         waiting = iter(pictures)
-        for question, given in zip(dialogue.questions, answers, strict=True):
+        for question, reply in zip(dialogue.questions, answers, strict=True):
             messages.append({"role": "user", "content": interleave(question, waiting)})
             anew = full.generate([messages], Sampling(max_new_tokens=32))[0]
-            assert anew.text == given
-            messages.append({"role": "assistant", "content": given})
+            assert anew.text == reply
+            messages.append({"role": "assistant", "content": reply})
         whole = full.inputs([*messages[:-1]])["input_ids"].shape[-1]
         assert turns[-1]["finish_reason"] == "eos"
         # Every token once: the dialogue as the template renders it, and the last answer.
@@ -340,3 +347,190 @@ def test_torch_is_not_needed_to_judge() -> None:
     code = "import sys, mmkv.cli.app, mmkv.eval.mmdu.judge as _"
     code += "; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+# MMDU runs on data with broken rows, folders that cannot be written, and full disks.
+
+
+SURROGATES = st.characters(categories=["Cs"])
+
+
+def damage_a_row(name: str = "one") -> dict[str, Any]:
+    turns = [("user", "what?"), ("assistant", "red"), ("user", "and?"), ("assistant", "")]
+    conversations = [{"from": who, "value": text} for who, text in turns]
+    return {"id": name, "image": [], "conversations": conversations, "exact": ["a", "b"]}
+
+
+@pytest.fixture(scope="module")
+def engine(tmp_path_factory: pytest.TempPathFactory) -> Engine:
+    return small_engine(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture
+def start(engine: Engine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Return a function that runs ``mmkv mmdu`` over rows."""
+    monkeypatch.setattr(mmkv.eval.mmdu.run, "_engine", lambda *_: engine)
+    (tmp_path / "temporary").mkdir()
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "temporary"))
+
+    def started(rows: list[dict[str, Any]], output: Path) -> int:
+        data = tmp_path / "benchmark.json"
+        data.write_text(json.dumps(rows))
+        return run(["mmdu", "--data", str(data), "--output", str(output), "--max-new-tokens", "2"])
+
+    return started
+
+
+PLACES = {
+    "id": lambda row, text: row.update(id=text),
+    "question": lambda row, text: row["conversations"][2].update(value=text),
+    "reference": lambda row, text: row["conversations"][1].update(value=text),
+    "picture": lambda row, text: row.update(image=[text]),
+    "kind": lambda row, text: row.update(exact=[text, "b"]),
+    "field": lambda row, text: row.update({text: 1}),
+}
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.sampled_from(sorted(PLACES)), st.text(max_size=5), SURROGATES, st.text(max_size=5))
+def test_a_row_with_half_a_character_is_refused(
+    place: str, before: str, odd: str, after: str
+) -> None:
+    row = json.loads(json.dumps(damage_a_row()))
+    PLACES[place](row, before + odd + after)
+    with pytest.raises(InputError, match="half of a character") as error:
+        read_row(row)
+    str(error.value).encode()
+
+
+def test_such_a_row_is_skipped_counted_and_named(
+    start: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    odd = damage_a_row("odd")
+    odd["conversations"][0]["value"] = "a\ud83d"
+    assert start([odd, damage_a_row("good")], tmp_path / "answers") == 1
+    shown = " ".join(capsys.readouterr().err.split())
+    assert "failed: dialogue odd: the row holds '\\ud83d'" in shown
+    assert "1 of 2 dialogues failed" in shown and "Traceback" not in shown
+    assert (tmp_path / "answers" / "good.json").is_file()
+
+
+def test_a_row_nested_too_deeply_is_refused() -> None:
+    row = damage_a_row()
+    for _ in range(5000):
+        row["more"] = [row.get("more")]
+    with pytest.raises(InputError, match="nested"):
+        read_row(row)
+
+
+@pytest.mark.parametrize("name", ["a" * 5000, "x/" * 3000 + "y", "a\0b"])
+def test_names_that_no_file_has_are_not_found(tmp_path: Path, name: str) -> None:
+    row = damage_a_row() | {"image": [name]}
+    row["conversations"][0]["value"] = "<ImageHere>"
+    with pytest.raises(InputError, match="is not under"):
+        find_pictures(read_row(row), tmp_path)
+    with pytest.raises(InputError):
+        read_benchmark(Path(name))
+
+
+def test_the_output_is_checked_before_any_work(
+    start: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    worked: list[str] = []
+    monkeypatch.setattr(mmkv.eval.mmdu.run, "_engine", lambda *_: worked.append("loaded"))
+    file = tmp_path / "file"
+    file.write_text("keep me")
+    usage = type("usage", (), {"free": 1000})
+    for output, says in ((file, "is a file"), (file / "below", "cannot write")):
+        assert start([damage_a_row()], output) == 1
+        assert says in capsys.readouterr().err
+    monkeypatch.setattr("mmkv.training.measure.record.shutil.disk_usage", lambda _: usage)
+    assert start([damage_a_row()], tmp_path / "answers") == 1
+    assert "0.0 MiB left" in capsys.readouterr().err
+    assert not worked and file.read_text() == "keep me"
+
+
+def fill_disk(monkeypatch: pytest.MonkeyPatch, below: Path, names: tuple[str, ...]) -> None:
+    """Make writing files of these names below a folder fail, as a full disk does."""
+    opened = Path.open
+
+    def open_or_fail(self: Path, mode: str = "r", *more: Any, **options: Any) -> Any:
+        if "w" in mode and self.is_relative_to(below) and self.name.startswith(names):
+            raise OSError(28, "No space left on device")
+        return opened(self, mode, *more, **options)
+
+    monkeypatch.setattr(Path, "open", open_or_fail)
+
+
+def test_a_finished_dialogue_outlives_a_full_disk(
+    start: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    output = tmp_path / "answers"
+    with monkeypatch.context() as context:
+        fill_disk(context, output, ("two",))
+        assert start([damage_a_row("one"), damage_a_row("two"), damage_a_row("three")], output) == 1
+    said = capsys.readouterr().err
+    assert "No space left" in said and "copy them" in said
+    (kept,) = (tmp_path / "temporary").rglob("two.json")
+    row = json.loads(kept.read_text())
+    assert row["mmkv"]["turns"] and len(row["conversations"]) == 4
+    assert (output / "one.json").is_file() and not (output / "three.json").exists()
+    # What it advises works: the dialogue is not answered again.
+    (output / "two.json").write_bytes(kept.read_bytes())
+    assert start([damage_a_row("one"), damage_a_row("two"), damage_a_row("three")], output) == 0
+    assert (output / "two.json").read_bytes() == kept.read_bytes()
+
+
+def test_without_any_room_it_stands_on_stdout(
+    start: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    fill_disk(monkeypatch, tmp_path, ("one",))
+    assert start([damage_a_row("one")], tmp_path / "answers") == 1
+    captured = capsys.readouterr()
+    assert json.loads(captured.out.splitlines()[0])["id"] == "one" and "stdout" in captured.err
+
+
+def test_a_summary_that_cannot_be_written_is_shown(
+    start: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    fill_disk(monkeypatch, tmp_path / "answers", ("mmkv-summary",))
+    assert start([damage_a_row("one")], tmp_path / "answers") == 1
+    captured = capsys.readouterr()
+    assert "Exact answers" in captured.out and "No space left" in captured.err
+
+
+# The program behind the table of eval/notes/mmdu.md, on the first dialogue of the set.
+
+
+@pytest.mark.slow(reason="runs whole dialogues with the bundled model")
+def test_rows_are_counted_as_a_session_answers(tmp_path: Path, monkeypatch: Any) -> None:
+    folder = bundled_dialogues()
+    [dialogue, *_] = json.loads((folder / "benchmark.json").read_text())
+    spoken = [turn["value"] for turn in dialogue["conversations"]]
+    pictures = iter(dialogue["image"])
+    engine = mmkv.Engine.from_pretrained(str(bundled_model()), policy="streamingllm", budget=16)
+    session, right = engine.session(), 0
+    for question, reference in zip(spoken[::2], spoken[1::2], strict=True):
+        before, *after = question.split("<ImageHere>")
+        parts = [{"type": "text", "text": before}]
+        for text in after:
+            parts.append({"type": "image", "image": str(folder / next(pictures))})
+            parts.append({"type": "text", "text": text})
+        answer = "".join(session.send(parts))
+        right += answer.split() == reference.split()
+
+    monkeypatch.setattr(mmdu_small, "ROWS", (("full", None), ("streamingllm", 16)))
+    mmdu_small.main(["--limit", "1", "--output", str(tmp_path)])
+    written = json.loads((tmp_path / "mmdu-small.json").read_text())
+    full, evicting = written["results"]
+    assert (full["policy"], full["budget"]) == ("full", None)
+    assert full["of"] == evicting["of"] == len(spoken) // 2
+    assert evicting["right"] == right < full["right"]
+    rows = engine.spec.num_layers * engine.spec.num_kv_heads
+    assert evicting["entries_kept_mean"] <= 16 * rows < full["entries_kept_mean"]
+
+
+def test_a_failed_command_ends_the_program(capsys: Any) -> None:
+    with pytest.raises(SystemExit) as ended:
+        mmdu_small.answered("streamingllm", 0, 1)
+    assert ended.value.code and "budget" in capsys.readouterr().err
