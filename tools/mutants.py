@@ -53,7 +53,7 @@ ROOMS = {
         ],
         "tests/mmkv/server/test_resume.py tests/mmkv/server/test_lasting.py "
         "tests/mmkv/server/test_http.py "
-        "tests/mmkv/server/test_sessions.py tests/mmkv/server/test_stored.py",
+        "tests/mmkv/server/test_sessions.py tests/mmkv/server/test_responses.py",
     ),
     "statistics": (["eval/measure/stats.py"], "tests/eval/measure tests/eval/test_quality.py"),
     "mmdu": (

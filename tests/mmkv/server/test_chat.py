@@ -1,4 +1,4 @@
-"""Chat completions over HTTP: replies, streams, errors in OpenAI's shape."""
+"""Chat completions over HTTP: replies, streams, errors in OpenAI's shape, JSON by a schema."""
 
 from __future__ import annotations
 
@@ -12,9 +12,13 @@ import openai
 import pytest
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
 from openai.types.model import Model
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
 
 from mmkv import Engine, Sampling
-from tests.support.chat_models import picture, save_qwen3_vl
+from mmkv.engine.errors import ContextError
+from mmkv.server.prompts import ContextBounds
+from tests.support.chat_models import byte_tokenizer, picture, save_qwen3_vl
 from tests.support.servers import MODEL, Server, asked, picture_part, serving
 
 
@@ -29,7 +33,7 @@ def load(folder: Path, **options: Any) -> Engine:
 
 
 @pytest.fixture(scope="module")
-def server(folder: Path) -> Iterator[Server]:
+def chat_server(folder: Path) -> Iterator[Server]:
     with serving(lambda: load(folder)) as made:
         yield made
 
@@ -62,10 +66,10 @@ def text_of(answer: dict[str, Any], choice: int = 0) -> str:
     return answer["choices"][choice]["message"]["content"]
 
 
-def test_a_reply_is_the_engines_own(server: Server, folder: Path) -> None:
+def test_a_reply_is_the_engines_own(chat_server: Server, folder: Path) -> None:
     question = [picture_part(picture("red", (48, 40))), {"type": "text", "text": "what is it?"}]
     said = {"role": "user", "content": question}
-    answer = replied(server, {"role": "system", "content": "be short"}, said, max_tokens=9)
+    answer = replied(chat_server, {"role": "system", "content": "be short"}, said, max_tokens=9)
     alone = load(folder)
     shown = [
         {"type": "image", "image": picture("red", (48, 40))},
@@ -86,11 +90,11 @@ def test_a_reply_is_the_engines_own(server: Server, folder: Path) -> None:
     assert usage["mmkv"]["kv_bytes"] <= usage["mmkv"]["bound_bytes"]
 
 
-def test_a_stream_is_the_whole_reply_in_pieces(server: Server) -> None:
+def test_a_stream_is_the_whole_reply_in_pieces(chat_server: Server) -> None:
     fields: dict[str, Any] = {"max_tokens": 30, "n": 2, "temperature": 1.5, "seed": 4}
-    whole = replied(server, "tell me more", logprobs=True, top_logprobs=2, **fields)
+    whole = replied(chat_server, "tell me more", logprobs=True, top_logprobs=2, **fields)
     pieces = events(
-        server,
+        chat_server,
         "tell me more",
         logprobs=True,
         top_logprobs=2,
@@ -110,23 +114,23 @@ def test_a_stream_is_the_whole_reply_in_pieces(server: Server) -> None:
         assert rows == choice["logprobs"]["content"]
 
 
-def test_sampling_follows_the_request(server: Server) -> None:
-    plain = replied(server, "go on", max_tokens=8, logprobs=True, top_logprobs=3)
+def test_sampling_follows_the_request(chat_server: Server) -> None:
+    plain = replied(chat_server, "go on", max_tokens=8, logprobs=True, top_logprobs=3)
     rows = plain["choices"][0]["logprobs"]["content"]
     assert len(rows) == plain["usage"]["completion_tokens"] == 8
     for row in rows:
         assert row["logprob"] == max(one["logprob"] for one in row["top_logprobs"])
     assert plain["choices"][0]["finish_reason"] == "length"
     text = text_of(plain)
-    stopped = replied(server, "go on", max_tokens=8, stop=text[3:5])
+    stopped = replied(chat_server, "go on", max_tokens=8, stop=text[3:5])
     at = text.index(text[3:5])
     assert (text_of(stopped), stopped["choices"][0]["finish_reason"]) == (text[:at], "stop")
-    assert replied(server, "go on", max_completion_tokens=3)["usage"]["completion_tokens"] == 3
-    first = server.inside(lambda core: core.engine.processor.tokenizer.encode(text[0])[0])
-    banned = replied(server, "go on", logit_bias={str(first): -100})
+    assert replied(chat_server, "go on", max_completion_tokens=3)["usage"]["completion_tokens"] == 3
+    first = chat_server.inside(lambda core: core.engine.processor.tokenizer.encode(text[0])[0])
+    banned = replied(chat_server, "go on", logit_bias={str(first): -100})
     assert text_of(banned)[:1] != text[0]
-    once = replied(server, "go on", max_tokens=20, presence_penalty=2, frequency_penalty=2)
-    assert text_of(once) != text_of(replied(server, "go on", max_tokens=20))
+    once = replied(chat_server, "go on", max_tokens=20, presence_penalty=2, frequency_penalty=2)
+    assert text_of(once) != text_of(replied(chat_server, "go on", max_tokens=20))
 
 
 def test_the_checkpoints_generation_config_is_the_default(tmp_path: Path) -> None:
@@ -179,9 +183,9 @@ def test_the_checkpoints_generation_config_is_the_default(tmp_path: Path) -> Non
         assert drawn[0] == drawn[1] != drawn[2]
 
 
-def test_log_probabilities_show_half_characters_as_bytes(server: Server) -> None:
+def test_log_probabilities_show_half_characters_as_bytes(chat_server: Server) -> None:
     """The vocabulary is bytes: each token has one, whatever it is part of."""
-    answer = replied(server, "go on", max_tokens=20, logprobs=True, top_logprobs=2)
+    answer = replied(chat_server, "go on", max_tokens=20, logprobs=True, top_logprobs=2)
     rows = answer["choices"][0]["logprobs"]["content"]
     assert all(len(row["bytes"]) == 1 for row in rows if not row["token"].startswith("<|"))
     joined = bytes(byte for row in rows for byte in row["bytes"])
@@ -190,7 +194,7 @@ def test_log_probabilities_show_half_characters_as_bytes(server: Server) -> None
     assert any(byte > 127 for byte in joined)
 
 
-def test_replies_follow_a_schema(server: Server) -> None:
+def test_replies_follow_a_schema(chat_server: Server) -> None:
     """The model is random; what it says is JSON of the schema all the same."""
     schema = {
         "type": "object",
@@ -204,7 +208,7 @@ def test_replies_follow_a_schema(server: Server) -> None:
     form = {"type": "json_schema", "json_schema": {"name": "thing", "schema": schema}}
     for seed in range(4):
         answer = replied(
-            server, "what?", response_format=form, max_tokens=80, temperature=2, seed=seed, n=2
+            chat_server, "what?", response_format=form, max_tokens=80, temperature=2, seed=seed, n=2
         )
         for choice in (0, 1):
             said = json.loads(text_of(answer, choice))
@@ -212,7 +216,7 @@ def test_replies_follow_a_schema(server: Server) -> None:
             assert said["colour"] in ("red", "green", "blue")
             assert answer["choices"][choice]["finish_reason"] == "stop"
     plain = {"type": "json_object"}
-    assert text_of(replied(server, "what?", response_format=plain, max_tokens=9))[0] == "{"
+    assert text_of(replied(chat_server, "what?", response_format=plain, max_tokens=9))[0] == "{"
 
 
 FILE = {"type": "image_url", "image_url": {"url": "file:///etc/passwd"}}
@@ -251,41 +255,46 @@ BAD: list[tuple[dict[str, Any], int, str, str | None]] = [
 @pytest.mark.parametrize(("fields", "status", "code", "param"), BAD, ids=lambda one: str(one)[:40])
 @pytest.mark.parametrize("stream", [False, True])
 def test_errors_have_openais_shape(
-    server: Server, fields: dict[str, Any], status: int, code: str, param: str | None, stream: bool
+    chat_server: Server,
+    fields: dict[str, Any],
+    status: int,
+    code: str,
+    param: str | None,
+    stream: bool,
 ) -> None:
-    answer = server.chat("something new", stream=stream, **fields)
+    answer = chat_server.chat("something new", stream=stream, **fields)
     error = answer.json()["error"]
     assert (answer.status_code, error["code"], error["param"]) == (status, code, param)
     assert error.keys() >= {"message", "type"} and "Traceback" not in error["message"]
     if code == "too_large_for_memory":
         assert error["needed"] > error["limit"] > 0
-    assert server.held == 0
+    assert chat_server.held == 0
 
 
-def test_bodies_that_are_no_requests(server: Server) -> None:
+def test_bodies_that_are_no_requests(chat_server: Server) -> None:
     for body in (b"[" * 100_000, b'{"a":' * 50_000, b"\xff\xfe", b"null", b"", b"3", b"[]"):
-        answer = server.client.post(
+        answer = chat_server.client.post(
             "/v1/chat/completions", content=body, headers={"content-type": "application/json"}
         )
         assert answer.status_code == 400 and answer.json()["error"]["message"], body[:9]
 
 
-def test_a_field_of_odd_characters_is_named_in_one_line(server: Server) -> None:
-    error = server.chat("hello", **{"a\nb\u202e": 1}).json()["error"]
+def test_a_field_of_odd_characters_is_named_in_one_line(chat_server: Server) -> None:
+    error = chat_server.chat("hello", **{"a\nb\u202e": 1}).json()["error"]
     assert error["message"] == "a\\nb\\u202e is not a known field; leave it out"
 
 
-def test_what_transformers_chat_asks_for(server: Server) -> None:
+def test_what_transformers_chat_asks_for(chat_server: Server) -> None:
     """The model is loaded, and a generation config says how to sample."""
     asked = {"model": MODEL}
-    said = server.client.post("/load_model", json=asked).text
+    said = chat_server.client.post("/load_model", json=asked).text
     assert json.loads(said.removeprefix("data: ")) == asked | {"status": "ready", "cached": True}
-    other = server.client.post("/load_model", json={"model": "other"}).text
+    other = chat_server.client.post("/load_model", json={"model": "other"}).text
     assert json.loads(other.removeprefix("data: "))["status"] == "error"
 
     def reply(**fields: Any) -> Any:
         body = {"model": MODEL, "messages": [{"role": "user", "content": "hello"}]} | fields
-        return server.client.post("/v1/chat/completions", json=body).json()
+        return chat_server.client.post("/v1/chat/completions", json=body).json()
 
     config = json.dumps({"max_new_tokens": 3, "do_sample": False, "transformers_version": "5"})
     own = reply(generation_config=config)
@@ -300,9 +309,9 @@ def test_what_transformers_chat_asks_for(server: Server) -> None:
         assert reply(generation_config=wrong)["error"]["param"] == param
 
 
-def test_openais_clients_talk_with_it(server: Server) -> None:
+def test_openais_clients_talk_with_it(chat_server: Server) -> None:
     """Two turns with a picture: at once, as a stream, and from asyncio."""
-    url = f"{server.url}/v1"
+    url = f"{chat_server.url}/v1"
     asked: dict[str, Any] = {"model": MODEL, "temperature": 0, "max_tokens": 6}
     shown = [picture_part(picture("green", (32, 32))), {"type": "text", "text": "what?"}]
     messages: list[Any] = [{"role": "user", "content": shown}]
@@ -327,44 +336,44 @@ def test_openais_clients_talk_with_it(server: Server) -> None:
     assert asyncio.run(later()) == text
 
 
-def test_audio_is_refused_by_name(server: Server) -> None:
+def test_audio_is_refused_by_name(chat_server: Server) -> None:
     part = {"type": "input_audio", "input_audio": {"data": "", "format": "wav"}}
-    error = server.chat({"role": "user", "content": [part]}).json()["error"]
+    error = chat_server.chat({"role": "user", "content": [part]}).json()["error"]
     assert error["param"] == "messages[0].content[0]" and "input_audio" in error["message"]
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_picture_that_is_none_gives_422(server: Server, stream: bool) -> None:
+def test_a_picture_that_is_none_gives_422(chat_server: Server, stream: bool) -> None:
     part = {"type": "image_url", "image_url": {"url": "data:image/png;base64,aGVsbG8="}}
-    answer = server.chat({"role": "user", "content": [part]}, stream=stream)
+    answer = chat_server.chat({"role": "user", "content": [part]}, stream=stream)
     assert answer.status_code == 422 and "picture" in answer.json()["error"]["message"]
-    server.wait_for(lambda core: core.scheduler.running == 0)
-    assert server.held == 0
+    chat_server.wait_for(lambda core: core.scheduler.running == 0)
+    assert chat_server.held == 0
 
 
-def test_other_routes(server: Server) -> None:
-    listed = server.client.get("/v1/models").json()
+def test_other_routes(chat_server: Server) -> None:
+    listed = chat_server.client.get("/v1/models").json()
     assert [Model.model_validate(one).id for one in listed["data"]] == [MODEL]
-    assert server.client.get(f"/v1/models/{MODEL}").json() == listed["data"][0]
-    assert server.client.get("/v1/models/other").status_code == 404
-    assert server.client.get("/health").json() == {"status": "ok"}
-    paths = server.client.get("/openapi.json").json()["paths"]
+    assert chat_server.client.get(f"/v1/models/{MODEL}").json() == listed["data"][0]
+    assert chat_server.client.get("/v1/models/other").status_code == 404
+    assert chat_server.client.get("/health").json() == {"status": "ok"}
+    paths = chat_server.client.get("/openapi.json").json()["paths"]
     assert {"/v1/chat/completions", "/v1/models", "/health", "/metrics"} <= paths.keys()
-    for bad in (server.client.get("/v1/nothing"), server.client.put("/v1/models")):
+    for bad in (chat_server.client.get("/v1/nothing"), chat_server.client.put("/v1/models")):
         assert bad.status_code in (404, 405) and bad.json()["error"]["message"]
-    garbage = server.client.post(
+    garbage = chat_server.client.post(
         "/v1/chat/completions", content=b"{", headers={"content-type": "application/json"}
     )
     assert garbage.status_code == 400 and garbage.json()["error"]["code"] == "invalid_request"
 
 
-def test_metrics_count_what_was_done(server: Server) -> None:
+def test_metrics_count_what_was_done(chat_server: Server) -> None:
     def numbers() -> dict[str, float]:
-        lines = server.client.get("/metrics").text.splitlines()
+        lines = chat_server.client.get("/metrics").text.splitlines()
         return {key: float(value) for key, value in (x.split() for x in lines if x[0] != "#")}
 
     before = numbers()
-    usage = replied(server, "count this", max_tokens=4)["usage"]
+    usage = replied(chat_server, "count this", max_tokens=4)["usage"]
     after = numbers()
     for name, value in (
         ("mmkv_prompt_tokens_total", usage["prompt_tokens"]),
@@ -384,16 +393,16 @@ def test_no_header_fits_an_empty_key(folder: Path) -> None:
             assert server.client.get("/v1/models", headers=shown).status_code == 401
 
 
-def test_log_probabilities_of_a_whole_answer_have_a_bound(server: Server) -> None:
+def test_log_probabilities_of_a_whole_answer_have_a_bound(chat_server: Server) -> None:
     """They are put together before the first byte is sent."""
     fields = {"max_tokens": 1500, "logprobs": True, "top_logprobs": 20}
-    answer = server.chat("what?", n=8, **fields)
+    answer = chat_server.chat("what?", n=8, **fields)
     error = answer.json()["error"]
     assert (answer.status_code, error["code"]) == (400, "too_many_logprobs")
     assert "252,000" in error["message"]  # 8 * 1500 * 21
     own = {"model": MODEL, "input": "what?", "max_output_tokens": 10**4, "stream": True}
     include = {"include": ["message.output_text.logprobs"], "top_logprobs": 20}
-    refused = server.client.post("/v1/responses", json=own | include)
+    refused = chat_server.client.post("/v1/responses", json=own | include)
     assert refused.status_code == 400
 
 
@@ -419,3 +428,160 @@ def test_keys_and_long_bodies(folder: Path) -> None:
         answer = server.client.post("/v1/chat/completions", content=pieces(), headers=kind)
         assert answer.status_code == 413
         assert answer.json()["error"]["code"] == "request_too_large"
+
+
+# Texts that cannot fit into the context are refused before they are rendered.
+
+
+CONTEXT = 2048  # of the model; its longest token has 16 characters
+COUNTED = 5 * CONTEXT
+TOO_LONG = 16 * CONTEXT + 1
+
+
+def pairs() -> PreTrainedTokenizerFast:
+    """Return a tokenizer that reads two letters a as one token."""
+    alphabet = [*sorted(pre_tokenizers.ByteLevel.alphabet()), "aa"]
+    vocabulary = {symbol: index for index, symbol in enumerate(alphabet)}
+    inner = Tokenizer(models.BPE(vocab=vocabulary, merges=[("a", "a")]))
+    inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    inner.decoder = decoders.ByteLevel()
+    return PreTrainedTokenizerFast(tokenizer_object=inner)
+
+
+def words() -> PreTrainedTokenizerFast:
+    """Return a tokenizer that reads any unknown word as one token."""
+    inner = Tokenizer(models.WordLevel({"a": 0, "?": 1}, unk_token="?"))
+    inner.pre_tokenizer = pre_tokenizers.Whitespace()
+    return PreTrainedTokenizerFast(tokenizer_object=inner, unk_token="?")
+
+
+@pytest.mark.parametrize("length", [COUNTED, TOO_LONG])
+def test_the_engine_never_sees_them(
+    server: Server, length: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def job(*_: Any) -> None:
+        raise AssertionError("the engine's thread was asked")
+
+    monkeypatch.setattr(server.state.engine_thread.core, "job", job)
+    asked = {"model": "small", "input": "a" * length}
+    for answer in (
+        server.chat("a" * length),
+        server.chat("a" * length, stream=True),
+        server.chat("a" * (length // 2), "b", "c" * (length // 2 + 1)),
+        server.client.post("/v1/responses", json=asked),
+    ):
+        error = answer.json()["error"]
+        assert (answer.status_code, error["code"]) == (400, "context_length_exceeded"), error
+        assert "2,048" in error["message"] and "shorten" in error["message"]
+
+
+def test_what_goes_on_from_a_memory_counts_with_it(server: Server) -> None:
+    name = server.client.post("/v1/sessions", json={}).json()["id"]
+    path = f"/v1/sessions/{name}/chat/completions"
+    body = {"model": "small", "max_tokens": 2, "messages": [{"role": "user", "content": "a" * 900}]}
+    assert server.client.post(path, json=body).status_code == 200
+    body["messages"] = [{"role": "user", "content": "a" * (TOO_LONG - 900)}]
+    answer = server.client.post(path, json=body)
+    assert (answer.status_code, answer.json()["error"]["code"]) == (400, "context_length_exceeded")
+    assert server.client.delete(f"/v1/sessions/{name}").status_code == 200
+
+
+def test_tokens_are_counted_where_characters_do_not_tell() -> None:
+    bounds = ContextBounds(pairs(), 1000)
+    assert bounds.longest == 2
+    bounds.require_possible(2000)
+    with pytest.raises(ContextError):
+        bounds.require_possible(2001)
+    # Cut into pieces as it is, the whole counts as if it were not.
+    long = ContextBounds(pairs(), 100_000)
+    asyncio.run(long.count(["a" * 200_000]))
+    with pytest.raises(ContextError):
+        asyncio.run(long.count(["a" * 200_000, "a" * 300_000]))
+    few = ContextBounds(byte_tokenizer(), 100)
+    asyncio.run(few.count(["<|vision_start|>" * 100]))  # a token each, if it were one
+    with pytest.raises(ContextError):
+        asyncio.run(few.count(["b" * 500]))
+
+
+def test_tokens_without_a_longest_bound_nothing() -> None:
+    """A tokenizer that drops characters, or reads any number of them as one token."""
+    bounds = ContextBounds(words(), 10)
+    assert bounds.longest is None
+    bounds.require_possible(10**9)
+    asyncio.run(bounds.count(["b" * 1000]))
+    with pytest.raises(ContextError):
+        asyncio.run(bounds.count(["b " * 1000]))
+
+
+# Replies in JSON whose schema cannot be followed, or is none.
+
+
+# What llguidance takes, and gives up in the middle of a reply.
+LOOP: dict[str, Any] = {
+    "type": "object",
+    "properties": {"red": {"$ref": "#/$defs/a"}},
+    "required": ["red"],
+    "$defs": {"a": {"$ref": "#/$defs/b"}, "b": {"$ref": "#/$defs/a"}},
+}
+ITSELF = {"$ref": "#/$defs/a", "$defs": LOOP["$defs"]}
+WIDE = {
+    "anyOf": [
+        {
+            "type": "object",
+            "properties": {
+                f"{at}-{name}": {"type": "string", "pattern": "^a.*b.*c$"} for name in range(8)
+            },
+        }
+        for at in range(60)
+    ]
+}
+
+
+def form(schema: Any, **fields: Any) -> dict[str, Any]:
+    named = {"name": "answer", "schema": schema} | fields
+    return {"type": "json_schema", "json_schema": named}
+
+
+@pytest.mark.parametrize("n", [1, 2])
+@pytest.mark.parametrize("schema", [LOOP, WIDE, ITSELF], ids=["loop", "wide", "itself"])
+def test_a_schema_that_breaks_in_mid_reply_is_refused(server: Server, schema: Any, n: int) -> None:
+    answer = server.chat("what?", response_format=form(schema), max_tokens=80, n=n)
+    error = answer.json()["error"]
+    assert (answer.status_code, error["code"]) == (400, "invalid_value")
+    assert error["message"].startswith("the schema cannot be followed: ")
+    assert "\n" not in error["message"] and error["message"].endswith("simplify it")
+    assert server.held == 0
+    assert server.chat("what?").status_code == 200
+
+
+def test_a_stream_whose_schema_breaks_ends_with_the_error(server: Server) -> None:
+    """Also while other replies to the same request could go on."""
+    lengths = {"enum": ["a", "bcdefghijklmnop"]}
+    late = LOOP | {
+        "properties": {"colour": lengths} | LOOP["properties"],
+        "required": ["colour", "red"],
+    }
+    given = {"response_format": form(late), "max_tokens": 80, "n": 8, "temperature": 1, "seed": 1}
+    lines = [line for line in server.chat("what?", stream=True, **given).text.split("\n") if line]
+    assert lines[-1].startswith('data: {"error"') and "cannot be followed" in lines[-1]
+
+
+def test_a_response_whose_schema_breaks(server: Server) -> None:
+    text = {"format": {"type": "json_schema", "name": "answer", "schema": LOOP}}
+    body = {"model": "small", "input": "what?", "text": text}
+    answer = server.client.post("/v1/responses", json=body)
+    assert answer.status_code == 400
+    assert "the schema cannot be followed" in answer.json()["error"]["message"]
+
+
+def test_a_streamed_response_whose_schema_breaks_blames_the_request(server: Server) -> None:
+    late = LOOP | {
+        "properties": {"colour": {"enum": ["a"]}} | LOOP["properties"],
+        "required": ["colour", "red"],
+    }
+    text = {"format": {"type": "json_schema", "name": "answer", "schema": late}}
+    body = {"model": "small", "input": "what?", "text": text, "stream": True}
+    lines = server.client.post("/v1/responses", json=body).text.split("\n")
+    events = [json.loads(line[6:]) for line in lines if line.startswith("data: {")]
+    assert events[0]["type"] == "response.created" and events[-1]["type"] == "response.failed"
+    assert events[-1]["response"]["error"]["code"] == "invalid_prompt"

@@ -1,8 +1,4 @@
-"""A session's prompt after several turns beside a fresh rendering of them all.
-
-Right values are those of transformers: the tokens that ``apply_chat_template`` and its processors
-make of the whole conversation, and the logits of its model for them.
-"""
+"""A session's prompt after several turns beside a fresh rendering of them all."""
 
 from __future__ import annotations
 
