@@ -12,9 +12,10 @@ import pytest
 
 from mmkv.engine.interrupts import quiet_imports
 
-pytestmark = pytest.mark.skipif(os.name != "posix", reason="signals of POSIX")
+posix = pytest.mark.skipif(os.name != "posix", reason="signals of POSIX")
 
 
+@posix
 @pytest.mark.parametrize("module", ["mmkv", "mmkv.training.distill"])
 @pytest.mark.parametrize("during", ["typer", "mmkv.engine.errors"])
 def test_ctrl_c_in_the_first_imports_ends_with_130(
@@ -41,6 +42,7 @@ def test_ctrl_c_in_the_first_imports_ends_with_130(
     assert ran.stderr.count("\n") <= 1
 
 
+@posix
 def test_a_handler_of_somebody_else_stays() -> None:
     pressed: list[int] = []
     before = signal.signal(signal.SIGINT, lambda number, _: pressed.append(number))
@@ -52,6 +54,7 @@ def test_a_handler_of_somebody_else_stays() -> None:
         signal.signal(signal.SIGINT, before)
 
 
+@posix
 def test_afterwards_ctrl_c_is_an_exception_again() -> None:
     with quiet_imports():
         assert signal.getsignal(signal.SIGINT) is not signal.default_int_handler
