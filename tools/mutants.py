@@ -63,8 +63,7 @@ ROOMS = {
     "hf": (["mmkv/hf/*.py"], "tests/mmkv/hf"),
     "chat": (
         ["mmkv/chat/*.py"],
-        "tests/mmkv/test_repl.py tests/mmkv/test_chat_turns.py tests/mmkv/test_chat_files.py "
-        "tests/mmkv/test_chat_cost.py tests/mmkv/test_editor.py tests/mmkv/test_markdown.py",
+        "tests/mmkv/chat",
     ),
     "losses": (
         ["training/model.py", "training/capacity.py"],

@@ -1,8 +1,9 @@
-"""One-shot answers: stdout and stderr, the JSON record, the options."""
+"""One-shot answers: stdout, stderr, the JSON record, options; bad input in one line each."""
 
 from __future__ import annotations
 
 import functools
+import io
 import json
 import os
 import re
@@ -11,6 +12,7 @@ import shutil
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -18,15 +20,23 @@ import pytest
 from PIL import Image
 
 import mmkv as mmkv_package
+from mmkv.cli.app import run
 from mmkv.engine.backends.cpu import binding
 from mmkv.engine.budget import Budget, parse_bytes
-from mmkv.engine.errors import BudgetError
+from mmkv.engine.errors import BudgetError, MmkvError
+from mmkv.engine.model.gates import make_random_gates, save_gates
+from mmkv.engine.model.source import locate
 from mmkv.resources import asset
+from mmkv.training.data.conversations import DataSource
+from tests.conftest import make_spec
+from tests.support.chat_models import save_llama, save_qwen3_vl
+from tests.support.media import png_bomb
 
 if TYPE_CHECKING:
     from tests.support.cli_fixtures import Ran
 
 pytest_plugins = ("tests.support.cli_fixtures",)
+
 
 FEW = ("--max-new-tokens", "6")
 SCENE = asset("scene.png")
@@ -313,3 +323,246 @@ def test_idle_threads_sleep_unless_the_environment_says_otherwise(
                 own.setenv(name, value)
             run()
             assert os.environ.get("GOMP_SPINCOUNT") == wanted
+
+
+# Bad input on the command line: one clear line, the right exit code, a clean stdout.
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (("--image", "no.png", "-p", "x"), "file not found: no.png"),
+        (("--image", "corrupt.png", "-p", "x"), "damaged"),
+        (("--image", "empty.png", "-p", "x"), "empty"),
+        (("--image", "bomb.png", "-p", "x"), "pixels"),
+        (("--video", "corrupt.png", "-p", "x"), "cannot read the video"),
+        (("-p", ""), "the prompt is empty"),
+        (("-p", " \n"), "the prompt is empty"),
+        ((), "the prompt is empty"),  # an empty pipe
+        (("-p", "x", "--budget", "0.5"), "at least 1 entry per row"),
+        (("-p", "x", "--budget", "0"), "positive"),
+        (("-p", "x", "--budget-bytes", "10"), "at least 1 entry per row"),
+        (("-p", "x", "--budget-fraction", "1.5"), "fraction"),
+        (("-p", "x", "--policy", "nope"), "unknown policy 'nope'; choose one of"),
+        (("-p", "x", "--policy", "dbtrimkv"), "mmkv.training.distill"),
+        (("-p", "x", "--gates", "gates"), "hidden"),
+        (("-p", "x", "--gates", "no-such-gates"), "no-such-gates"),
+        (("-p", "x" * 3000), "2,048"),
+        (("-p", "x", "--min-pixels", "9999", "--max-pixels", "10"), "min <= max"),
+        (("-p", "x", "--prefill-chunk", "0"), "prefill_chunk"),
+        (("-p", "x", "--page-size", "0"), "page_size"),
+        (("-p", "x", "--lookahead", "0"), "lookahead"),
+    ],
+)
+def test_bad_input_gives_one_line_and_code_1(
+    mmkv: Callable[..., Ran],
+    model: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    arguments: tuple[str, ...],
+    says: str,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    good = io.BytesIO()
+    Image.effect_noise((64, 64), 50).save(good, "PNG")
+    Path("corrupt.png").write_bytes(good.getvalue()[:700])
+    Path("empty.png").touch()
+    Path("bomb.png").write_bytes(png_bomb())
+    if "gates" in arguments:
+        _save_gates_of_another_model(Path("gates"))
+    ran = mmkv("chat", model, *arguments)
+    assert says in ran.error_line() and ran.code == 1
+
+
+def _save_gates_of_another_model(folder: Path) -> None:
+    other = make_spec(hidden=24)
+    save_gates(make_random_gates(other), folder, other)
+
+
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [("no/such-model", "no/such-model"), ("./nowhere", "nowhere"), (".", "config.json")],
+)
+def test_models_that_cannot_be_loaded(
+    mmkv: Callable[..., Ran], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, says: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    ran = mmkv("chat", name, "-p", "x")
+    assert says in ran.error_line() and ran.code == 1
+
+
+def test_a_checkpoint_with_a_broken_tokenizer(mmkv: Callable[..., Ran], tmp_path: Path) -> None:
+    save_llama(tmp_path)
+    (tmp_path / "tokenizer.json").write_text("{")
+    ran = mmkv("chat", str(tmp_path), "-p", "x")
+    assert "tokenizer" in ran.error_line() and ran.code == 1
+
+
+def test_pictures_for_a_text_model(mmkv: Callable[..., Ran], tmp_path: Path, picture: str) -> None:
+    ran = mmkv("chat", str(save_llama(tmp_path)), "--image", picture, "-p", "x")
+    assert "text only" in ran.error_line() and ran.code == 1
+
+
+def test_a_model_that_sees_without_its_picture_settings(
+    mmkv: Callable[..., Ran], tmp_path: Path, picture: str
+) -> None:
+    folder = save_qwen3_vl(tmp_path)
+    (folder / "preprocessor_config.json").unlink()
+    ran = mmkv("chat", str(folder), "--image", picture, "-p", "x")
+    assert "has no preprocessor_config.json" in ran.error_line() and ran.code == 1
+
+
+def test_eyes_without_their_language_model(
+    mmkv: Callable[..., Ran], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`mmkv models` lists them; the remedy is one command."""
+    monkeypatch.chdir(tmp_path)
+    for name in ("smollm2-llava", str(tmp_path / "eyes")):
+        ran = mmkv("chat", name, "-p", "x")
+        assert "mmkv.training.llava join" in ran.error_line() and ran.code == 1
+        (tmp_path / "eyes").mkdir(exist_ok=True)
+        (tmp_path / "eyes" / "adapter.json").write_text("{}")
+
+
+def test_the_bundled_model_is_missing(
+    mmkv: Callable[..., Ran], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("mmkv.resources.BUNDLED_MODEL", "gone")
+    ran = mmkv("chat", "-p", "x")
+    assert "name a model" in ran.error_line() and ran.code == 1
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("chat", "--budget", "x"),
+        ("chat", "--budget", "1", "--budget-bytes", "5"),
+        ("chat", "--budget-bytes", "many"),
+        ("chat", "--fps", "1", "--num-frames", "2"),
+        ("chat", "--temperature", "-1"),
+        ("chat", "--top-p", "2"),
+        ("chat", "--max-new-tokens", "0"),
+        ("chat", "--no-such-option"),
+        ("no-such-command",),
+    ],
+)
+def test_wrong_usage_gives_one_line_and_code_2(
+    mmkv: Callable[..., Ran], arguments: tuple[str, ...]
+) -> None:
+    ran = mmkv(*arguments)
+    assert ran.error_line() and ran.code == 2
+
+
+# Names that are none, streams that are closed, models without a chat: one line each.
+
+
+NAMES = ["~nobody/x", "a" * 5000, "/" + "a" * 300, "x\0y", "https://[::1", "\ud800", "../" * 2000]
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("chat", "NAME", "-p", "x"),
+        ("chat", "-p", "x", "--gates", "NAME"),
+        ("chat", "-p", "x", "--image", "NAME"),
+        ("chat", "-p", "x", "--video", "NAME"),
+        ("chat", "-p", "x", "--load", "NAME"),
+        ("chat", "-p", "x", "--save", "NAME"),
+        ("mmdu", "--data", "NAME"),
+        ("bench", "NAME"),
+        ("eval", "--tasks", "mme", "--model", "NAME", "--output", "NAME"),
+        ("eval", "--tasks", "NAME", "--output", "out"),
+        ("eval", "--tasks", "NAME,mme_local", "--data", "NAME", "--output", "out"),
+        ("distill", "--model", "NAME", "--data", "text:x", "--output", "out"),
+        ("distill", "--model", "MODEL", "--data", "text:NAME", "--output", "out"),
+    ],
+)
+def test_names_that_are_no_path_are_refused_in_one_line(
+    mmkv: Callable[..., Ran],
+    model: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    arguments: tuple[str, ...],
+    name: str,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    ended = SimpleNamespace(run=lambda *_, **__: SimpleNamespace(returncode=1))
+    monkeypatch.setattr("mmkv.eval.lmms.command.subprocess", ended)
+    given = [each.replace("NAME", name).replace("MODEL", model) for each in arguments]
+    if given[:2] == ["eval", "--tasks"] and given[2] == name and name != "a" * 5000:
+        pytest.skip("lmms-eval's own folder is searched for each, which takes a second")
+    if name == "../" * 2000 and given[0] in ("eval", "distill"):
+        pytest.skip("a folder that is there")
+    ran = mmkv(*given)
+    lines = [line for line in ran.err.splitlines() if "error: " in line]
+    assert ran.code in (1, 2) and len(lines) == 1 and len(lines[0]) < 700
+    assert "Traceback" not in ran.err and ran.out == ""
+
+
+def test_a_model_name_that_is_too_long_is_cut_in_the_message() -> None:
+    for name in ("a" * 5000, "./" + "a" * 5000):
+        with pytest.raises(MmkvError) as error:
+            locate(name)
+        assert len(str(error.value)) < 400
+
+
+def test_a_data_file_of_nobody_is_named() -> None:
+    with pytest.raises(MmkvError, match="no such user"):
+        DataSource.parse("text:~nobody-at-all/x.txt")
+
+
+@pytest.mark.parametrize("streams", [("stdin",), ("stdout",), ("stdin", "stdout", "stderr")])
+@pytest.mark.parametrize("arguments", [("-p", "x"), ("-p", "x", "--json"), ("-i",), ()])
+def test_closed_streams_are_empty_or_lead_nowhere(
+    model: str, monkeypatch: pytest.MonkeyPatch, streams: tuple[str, ...], arguments: Any
+) -> None:
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"hello\n")))
+    for stream in streams:
+        monkeypatch.setattr(sys, stream, None)
+    code = run(["chat", model, "--max-new-tokens", "2", "--no-autosave", *arguments])
+    assert code == (1 if arguments == () and "stdin" in streams else 0)
+
+
+class Gone(io.RawIOBase):
+    """A pipe whose reader has gone."""
+
+    def writable(self) -> bool:
+        return True
+
+    def write(self, content: Any) -> int:
+        raise BrokenPipeError(32, "Broken pipe")
+
+
+@pytest.mark.parametrize("arguments", [("--help",), ("policies",), ("env",), ("chat", "--help")])
+def test_a_reader_that_has_gone_ends_the_command(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], arguments: tuple[str, ...]
+) -> None:
+    gone = io.TextIOWrapper(Gone(), encoding="utf-8", write_through=True)
+    monkeypatch.setattr(gone, "fileno", lambda: 1, raising=False)
+    monkeypatch.setattr("os.dup2", lambda *_: None)
+    monkeypatch.setattr(sys, "stdout", gone)
+    assert run(list(arguments)) == 1
+    assert "Traceback" not in capfd.readouterr().err
+
+
+@pytest.mark.parametrize("option", ["--batch", "--rounds", "--steps"])
+def test_a_bench_without_end_is_refused(mmkv: Callable[..., Ran], model: str, option: str) -> None:
+    ran = mmkv("bench", model, option, "9" * 20)
+    assert ran.code == 2 and option in ran.error_line()
+
+
+def test_a_base_model_is_offered_raw(mmkv: Callable[..., Ran], tmp_path: Path) -> None:
+    base = str(save_llama(tmp_path, template=None))
+    refused = mmkv("chat", base, "-p", "once upon a")
+    assert refused.code == 1 and "no chat template" in refused.error_line()
+    assert "--raw" in refused.err
+    ran = mmkv("chat", base, "-p", "once upon a", "--raw", "--max-new-tokens", "2", "--json")
+    assert ran.code == 0 and '"prompt": 11' in ran.out and "template" not in ran.err
+    both = mmkv("chat", base, "-p", "x", "--raw", "--system", "be short")
+    assert both.code == 2 and "--raw" in both.error_line()
+
+
+def test_raw_leaves_a_template_out(mmkv: Callable[..., Ran], model: str) -> None:
+    ran = mmkv("chat", model, "-p", "abc", "--raw", "--max-new-tokens", "1", "--json")
+    assert ran.code == 0 and '"prompt": 3' in ran.out
