@@ -38,12 +38,14 @@ ROOT = Path(__file__).resolve().parent.parent
 ROOMS = {
     "policies": (
         ["engine/policies/*.py"],
-        "test_frozen_scorers test_policies test_presets test_pruning test_scorers test_scores",
+        " ".join(
+            f"tests/engine/policies/test_{name}.py"
+            for name in "policies presets pruning scoring".split()
+        ),
     ),
     "cache": (
         ["engine/cache/*.py"],
-        "test_cache_invariants test_cache_layout test_kv_forms test_paged_reading test_trim "
-        "test_session_copies test_sessions",
+        "tests/engine/cache tests/engine/backends/test_attention.py tests/engine/test_sessions.py",
     ),
     "scheduler": (["mmkv/scheduler/*.py"], "tests/mmkv/scheduler"),
     "resume": (
@@ -61,10 +63,7 @@ ROOMS = {
         "tests/eval/mmdu",
     ),
     "hf": (["mmkv/hf/*.py"], "tests/mmkv/hf"),
-    "chat": (
-        ["mmkv/chat/*.py"],
-        "tests/mmkv/chat",
-    ),
+    "chat": (["mmkv/chat/*.py"], "tests/mmkv/chat"),
     "losses": (
         ["training/model.py", "training/capacity.py"],
         "tests/training/test_capacity.py tests/training/test_model.py",
@@ -223,8 +222,7 @@ def tests_of(room: str, instead: Sequence[str] | None) -> list[str]:
     """Return the test files and folders of a room, those that are there."""
     if instead:
         return list(instead)
-    names = [n if "/" in n else f"tests/engine/{n}.py" for n in ROOMS[room][1].split()]
-    return [name for name in names if (ROOT / name).exists()]
+    return [name for name in ROOMS[room][1].split() if (ROOT / name).exists()]
 
 
 def copy_tree(target: Path) -> None:

@@ -31,7 +31,7 @@ from mmkv.resources import (
     gates_made_for,
     gates_source,
 )
-from tests.engine.test_gates import published
+from tests.engine.model.test_gates import published
 from tests.support import fake_hub
 from tests.support.chat_models import save_qwen3_vl
 from tests.support.factories import checkpoint

@@ -30,7 +30,7 @@ from mmkv.engine.policies.scoring import WindowAttention
 from mmkv.engine.policies.selection import lowest
 from mmkv.engine.runtime import Runtime
 from mmkv.engine.scorer_state import QUERIES, window_attention
-from tests.engine.test_policies import make_view
+from tests.engine.policies.test_policies import make_view
 from tests.support.sessions import LATER, PICTURES, load, text_ids
 from tests.support.tiers import slow_but
 

@@ -24,7 +24,7 @@ FAMILIES = {
     "qwen3_vl": Checkpoint("qwen3_vl", 4, 2, 32, layers=3),
     "llava": Checkpoint("llava", 4, 2, 32, layers=3, text_type="llama"),
 }
-# Parameters that test_matrix does not have.
+# Parameters that the matrix of test_oracle.py does not have.
 METHODS: dict[str, dict[str, Any]] = {
     "fastv": {},
     "fastv:layer=1,attention=last": {"layer": 1, "attention": "last"},

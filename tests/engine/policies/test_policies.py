@@ -1,4 +1,4 @@
-"""Scorers and allocations in isolation, against brute force."""
+"""Policies and allocations in isolation, against brute force; state of scorers, unread gates."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import ClassVar
 
 import pytest
 import torch
@@ -13,16 +14,20 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from mmkv.engine.backends.cuda.static_step import StaticStep
 from mmkv.engine.errors import BudgetError, PolicyError, SessionError
-from mmkv.engine.policies import PRESETS, Budget, CacheView, Needs, make_policy
+from mmkv.engine.model.gates import Gates, LayerGate
+from mmkv.engine.policies import PRESETS, Budget, CacheView, Needs, NewTokens, make_policy
 from mmkv.engine.policies.allocation import GlobalAllocation, HeadAllocation
 from mmkv.engine.policies.base import Allocation, Policy, WindowReduction
 from mmkv.engine.policies.scoring import Recency, Retention, WindowAttention
 from mmkv.engine.policies.selection import Shares
 from mmkv.engine.policies.selection import lowest as select_lowest
 from mmkv.engine.runtime import Runtime
+from mmkv.eval.measure.timing import gate_bytes
 from mmkv.resources import bundled_model
 from tests.support.oracle import log_score
+from tests.support.sessions import PICTURES, advance, load, run, text_ids
 
 
 @dataclass(frozen=True)
@@ -382,3 +387,109 @@ def test_budget_units() -> None:
             Budget.of(value)
     with pytest.raises(BudgetError):
         Budget.of(Budget.fraction(1.5))
+
+
+# State that scorers give new entries, beside the attention that passes add up.
+
+
+@dataclass(frozen=True)
+class Both:
+    """Adds up attention, and notes the position and whether a token was in a prompt."""
+
+    needs: ClassVar[Needs] = Needs(state=3, mass="mean")
+
+    def on_append(self, new: NewTokens) -> Tensor:
+        prompt = torch.full_like(new.position, int(new.prompt))
+        return torch.stack([new.position, prompt], -1)[:, :, None, None].float()
+
+    def score(self, view: CacheView) -> Tensor:
+        return view.state()[:, 0]
+
+
+@pytest.mark.parametrize("native", [True, False])
+def test_mass_and_state_at_creation_do_not_meet(native: bool, folders: dict[str, Path]) -> None:
+    """In prompts, steps and batches: no entry is dropped, so each query gives every row 1."""
+    engine = load(folders["vl"], policy=Policy("both", Both(), HeadAllocation()), budget=200)
+    if not native:
+        engine.backends.cpu.switch_off()
+    one, two = engine.session(), engine.session()
+    advance(one, PICTURES)
+    advance(one, text_ids(5, 1))
+    prompt = one.seen - 5
+    advance(two, text_ids(3, 2))
+    engine.decode([one, two], [7, 8])
+    for session in (one, two):
+        view = session.view()
+        mass, position, said = view.state().unbind(-1)
+        total = torch.zeros(view.rows).index_add(0, view.row, mass)
+        torch.testing.assert_close(total, torch.full_like(total, session.seen), rtol=1e-5, atol=0)
+        assert (mass[view.position == session.seen - 1] > 0).all()
+        assert torch.equal(position, view.position.float())
+        start = prompt if session is one else 0
+        assert torch.equal(said.bool(), view.position < start)
+
+
+@dataclass(frozen=True)
+class Taps:
+    """Notes the size of the residual stream at depths that are not in order."""
+
+    needs: ClassVar[Needs] = Needs(state=5, taps=(0.9, (0.0, 0.9), 0.0, 1.0))
+
+    def on_append(self, new: NewTokens) -> Tensor:
+        return new.taps.norm(dim=-1).permute(1, 2, 0)[:, :, None, None]
+
+    def score(self, view: CacheView) -> Tensor:
+        return view.state()[:, 0]
+
+
+def test_taps_come_in_the_order_they_were_asked_for(folders: dict[str, Path]) -> None:
+    engine = load(folders["vl"], policy=Policy("taps", Taps(), HeadAllocation()), budget=200)
+    session = engine.session()
+    advance(session, PICTURES)
+    advance(session, text_ids(2, 1))
+    assert engine.decoder.taps == (1, 0, 1, 0, 1)
+    upper, *more = session.view().state().unbind(-1)
+    assert torch.equal(more[1], upper) and torch.equal(more[3], upper)
+    assert torch.equal(more[0], more[2]) and not torch.equal(more[0], upper)
+
+
+# Gates that a policy does not read are not computed; whoever asks for them still gets them.
+
+
+@pytest.mark.parametrize("policy", ["full", "streamingllm", "snapkv", "dbtrimkv", "trimkv"])
+def test_gates_are_computed_for_policies_that_read_them_only(
+    policy: str, folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On torch, in C and in the static step; ``log_beta`` of the entries is 0 without them."""
+    reads = policy in ("dbtrimkv", "trimkv")
+    engine = load(folders["vl"], policy=policy)
+    asked = []
+    logits = LayerGate.logits
+
+    def counted(gate: LayerGate, hidden: Tensor) -> Tensor:
+        asked.append(hidden.shape)
+        return logits(gate, hidden)
+
+    monkeypatch.setattr(LayerGate, "logits", counted)
+    cpu = engine.backends.cpu
+    session = engine.session(30 if engine.policy.evicts else None)
+    session.prefill(PICTURES)
+    run(session, text_ids(3, 1))
+    native, cpu.decoder = cpu.decoder, None
+    run(session, text_ids(3, 2))
+    assert bool(asked) == reads
+    assert bool(session.view().log_beta.any()) == reads
+    assert native is None or (native._model.trunk > 0) == reads
+    step = StaticStep(engine.model, engine.cache, 1, 4, (), False, 1)
+    assert (step._readout(0, torch.zeros(1, engine.spec.hidden_size)) is not None) == reads
+    assert (gate_bytes(engine) > 0) == reads
+
+
+def test_gates_that_are_not_read_can_be_asked_for(folders: dict[str, Path]) -> None:
+    """The same numbers as those of an engine that reads them."""
+    ours, other = (load(folders["vl"], policy=policy) for policy in ("full", "dbtrimkv"))
+    hidden = torch.randn(5, ours.spec.hidden_size)
+    log_beta = ours.gates(1, hidden)
+    assert log_beta.shape == (5, ours.spec.num_kv_heads) and bool((log_beta < 0).all())
+    assert torch.equal(log_beta, other.gates(1, hidden))
+    assert isinstance(ours._gates, Gates) and ours.decoder.gates is None

@@ -1,25 +1,38 @@
-"""Gate files and gate arithmetic, against plain ``nn.Sequential`` evaluations."""
+"""Gate files and gate arithmetic, against plain ``nn.Sequential``; refusals; those in assets/."""
 
 from __future__ import annotations
 
+import copy
 import json
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 import mpmath
 import pytest
 import torch
 import torch.nn.functional as F
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from mmkv.engine.errors import GateError
-from mmkv.engine.model.gates import load_gates, make_random_gates, save_gates
+from mmkv.engine.errors import GateError, ModelError
+from mmkv.engine.model.fingerprint import fingerprint
+from mmkv.engine.model.gates import (
+    load_gates,
+    load_write_gates,
+    make_random_gates,
+    make_random_write_gates,
+    save_gates,
+)
 from mmkv.engine.model.spec import DecoderSpec
 from mmkv.engine.runtime import Runtime
 from mmkv.resources import bundled_model
+from mmkv.training.settings import recipe_options
 from mmkv.training.student import TrainableGates
 from tests.conftest import make_spec
+from tests.support.chat_models import save_llama
 
 INNER = 512
 
@@ -374,3 +387,263 @@ def test_log_beta_is_precise_for_saturated_gates() -> None:
         with mpmath.workdps(50):
             exact = -mpmath.log1p(mpmath.exp(-mpmath.mpf(z)))
             assert abs(got - exact) <= 3 * 2.0**-24 * abs(exact), z
+
+
+# Gates and weights that are no finite numbers are refused: when they are loaded and when saved.
+
+
+ODD_VALUES = [float("nan"), float("inf"), float("-inf")]
+ODD_DTYPES = [torch.bool, torch.int8, torch.uint8, torch.int64, torch.complex64]
+LAYOUTS = ["tied", "rg", "rg10", "write"]
+quick = settings(
+    max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+
+
+@pytest.fixture(scope="module")
+def gate_folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    root, spec = tmp_path_factory.mktemp("gates"), make_spec()
+    save_gates(make_random_gates(spec), root / "tied", spec)
+    save_gates(make_random_write_gates(spec, width=4), root / "write", spec)
+    for layout in ("rg", "rg10"):
+        write(published(spec, layout), root / layout)
+    return {layout: root / layout for layout in LAYOUTS}
+
+
+def changed(folder: Path, change: Callable[[dict[str, Tensor]], None], into: Path) -> Path:
+    """Return a copy of a gate folder whose tensors went through ``change``."""
+    into.mkdir(exist_ok=True)
+    (source,) = [f for f in folder.iterdir() if f.suffix in (".pth", ".safetensors")]
+    if source.suffix == ".pth":
+        tensors = torch.load(source, weights_only=True)
+        change(tensors)
+        torch.save(tensors, into / source.name)
+    else:
+        tensors = load_file(source)
+        change(tensors)
+        save_file(tensors, into / source.name)
+        (into / "gates.json").write_text((folder / "gates.json").read_text())
+    return into
+
+
+def load(layout: str, folder: Path, spec: DecoderSpec) -> object:
+    return (load_write_gates if layout == "write" else load_gates)(folder, spec)
+
+
+@quick
+@given(st.sampled_from(LAYOUTS), st.data())
+def test_odd_numbers_are_refused(
+    gate_folders: dict[str, Path], tmp_path: Path, layout: str, data: st.DataObject
+) -> None:
+    def change(tensors: dict[str, Tensor]) -> None:
+        name = data.draw(st.sampled_from(sorted(tensors)))
+        if data.draw(st.booleans()):
+            flat = tensors[name].view(-1)
+            flat[data.draw(st.integers(0, flat.numel() - 1))] = data.draw(
+                st.sampled_from(ODD_VALUES)
+            )
+        else:
+            tensors[name] = tensors[name].to(data.draw(st.sampled_from(ODD_DTYPES)))
+
+    folder = changed(gate_folders[layout], change, tmp_path / f"{layout}-changed")
+    with pytest.raises(GateError, match=r"NaN or infinity|is of (bool|u?int|complex)") as error:
+        load(layout, folder, make_spec())
+    assert "\n" not in str(error.value)
+
+
+SHAPES: dict[str, Callable[[Tensor], object]] = {
+    "0-d": lambda tensor: tensor.flatten()[0].clone(),
+    "1-d": lambda tensor: tensor.flatten()[:7].clone(),
+    "empty": lambda tensor: tensor.flatten()[:0],
+    "4-d": lambda tensor: tensor[None, None, None],
+    "sparse": lambda tensor: tensor.to_sparse(),
+    "meta": lambda tensor: tensor.to("meta"),
+    "list": lambda tensor: tensor.tolist(),
+    "text": lambda tensor: "x",
+}
+
+
+@quick
+@given(st.sampled_from(["rg", "rg10"]), st.sampled_from(sorted(SHAPES)), st.data())
+def test_published_gates_of_odd_tensors_are_refused(
+    gate_folders: dict[str, Path], tmp_path: Path, layout: str, shape: str, data: st.DataObject
+) -> None:
+    shapes: list[object] = []
+
+    def change(tensors: dict[str, Tensor]) -> None:
+        name = data.draw(st.sampled_from(sorted(tensors)))
+        made = SHAPES[shape](tensors[name])
+        same = isinstance(made, Tensor) and made.shape == tensors[name].shape
+        shapes.append(same and made.layout == torch.strided and not made.is_meta)
+        tensors[name] = made  # type: ignore[assignment]
+
+    folder = changed(gate_folders[layout], change, tmp_path / f"{layout}-changed")
+    if shapes[0]:
+        return
+    with pytest.raises(GateError) as error:
+        load_gates(folder, make_spec())
+    assert "\n" not in str(error.value)
+
+
+@quick
+@given(st.sampled_from(["tied", "write"]), st.sampled_from(["0-d", "1-d", "empty"]), st.data())
+def test_own_gates_of_odd_shapes_are_refused(
+    gate_folders: dict[str, Path], tmp_path: Path, layout: str, shape: str, data: st.DataObject
+) -> None:
+    shapes: list[object] = []
+
+    def change(tensors: dict[str, Tensor]) -> None:
+        name = data.draw(st.sampled_from(sorted(tensors)))
+        shapes.append(tensors[name].shape)
+        tensors[name] = SHAPES[shape](tensors[name])  # type: ignore[assignment]
+        shapes.append(tensors[name].shape)
+
+    folder = changed(gate_folders[layout], change, tmp_path / f"{layout}-changed")
+    if shapes[0] == shapes[1]:
+        return
+    with pytest.raises(GateError):
+        load(layout, folder, make_spec())
+
+
+@pytest.mark.parametrize("value", ODD_VALUES)
+@pytest.mark.parametrize("kind", ["tied", "write"])
+def test_gates_that_are_no_numbers_are_not_saved(tmp_path: Path, kind: str, value: float) -> None:
+    spec = make_spec()
+    gates = make_random_gates(spec) if kind == "tied" else make_random_write_gates(spec)
+    for name in gates.tensors:
+        odd = copy.deepcopy(gates)
+        odd.tensors[name].view(-1)[-1] = value
+        with pytest.raises(GateError, match=name):
+            save_gates(odd, tmp_path / "gates", spec)
+    assert not (tmp_path / "gates").exists()
+
+
+def test_trunks_that_pass_half_precision_are_not_saved_in_it(tmp_path: Path) -> None:
+    spec = make_spec()
+    gates = make_random_gates(spec)
+    gates.tensors["layers.0.linear1.weight"][0, 0] = 1e6  # float16 ends at 65,504
+    with pytest.raises(GateError, match="infinity"):
+        save_gates(gates, tmp_path, spec, torch.float16)
+    save_gates(gates, tmp_path, spec)
+
+
+def test_gates_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("mmkv.engine.model.gates.files.save_file", full)
+    with pytest.raises(GateError, match="No space left"):
+        save_gates(make_random_gates(make_spec()), tmp_path, make_spec())
+
+
+def test_a_refused_pickle_is_not_called_a_bad_download(tmp_path: Path) -> None:
+    class Payload:
+        def __reduce__(self) -> tuple[object, tuple[str]]:
+            return (print, ("executed",))
+
+    torch.save({"x": Payload()}, tmp_path / "trimkv_weights.pth")
+    with pytest.raises(GateError) as error:
+        load_gates(tmp_path, make_spec())
+    message = str(error.value)
+    assert "could run code" in message and "print" in message
+    for wrong in ("can still be loaded", "weights_only", "fetch the file again"):
+        assert wrong not in message
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_llama(tmp_path_factory.mktemp("llama"))
+
+
+@pytest.mark.parametrize("value", ODD_VALUES)
+def test_weights_that_are_no_numbers_are_refused(checkpoint: Path, value: float) -> None:
+    from mmkv.engine.model.families.loading import load as load_checkpoint
+
+    file = checkpoint / "model.safetensors"
+    whole = load_file(file)
+    load_checkpoint(checkpoint)
+    names = sorted(whole)
+    for name in (names[0], names[len(names) // 2], names[-1]):
+        odd = {key: tensor.clone() for key, tensor in whole.items()}
+        odd[name].view(-1)[-1] = value
+        save_file(odd, file, metadata={"format": "pt"})
+        try:
+            with pytest.raises(ModelError, match="NaN or infinity"):
+                load_checkpoint(checkpoint)
+        finally:
+            save_file(whole, file, metadata={"format": "pt"})
+
+
+# The gates in assets/ fit their models, and differ in what their names say.
+
+
+@pytest.mark.parametrize("name", ["", "-trimkv-0"])
+def test_the_gates_of_smollm2_fit_it_and_the_repository(name: str) -> None:
+    """30 layers, 3 KV heads, 576 features: what SmolLM2-135M's config says."""
+    folder = bundled_model().parent / "gates" / f"smollm2-135m{name}"
+    assert (folder / "gates.safetensors").stat().st_size <= 4 * 2**20
+    spec = make_spec(layers=30, kv_heads=3, hidden=576)
+    gates = load_gates(folder, spec).to(torch.device("cpu"), torch.float32)
+    scope, tying = ("head", "none") if "trimkv" in name.split("-") else ("global", "paper")
+    assert gates.info["tying"] == tying and gates.info["settings"]["scope"] == scope
+    assert gates.info["trained"] is True and gates.info["settings"]["seed"] == int(name[-1:] or 0)
+    # Trained gates tell tokens apart: some are forgotten within tens of steps, some never.
+    hidden = torch.randn(400, 576, generator=torch.Generator().manual_seed(0))
+    log_beta = torch.stack([gates.log_beta(layer, hidden) for layer in range(30)])
+    assert bool((log_beta <= 0).all()) and bool(log_beta.isfinite().all())
+    assert log_beta.quantile(0.05) < -0.03 and log_beta.quantile(0.95) > -0.003
+
+
+@pytest.mark.parametrize("name", ["dbtrimkv-1", "trimkv-0", "trimkv-1"])
+def test_the_gates_that_results_compare_with_differ_in_what_their_names_say(name: str) -> None:
+    """The methods and seeds of the README's table: one recipe, other seed or other method."""
+    folder = bundled_model().parent / "gates" / f"tiny-vlm-{name}"
+    engine = Runtime.from_pretrained(str(bundled_model()), gates=str(folder))
+    assert engine.policy_note is None, "trained for other weights of the bundled model"
+    ours = json.loads((bundled_model() / "gates" / "gates.json").read_text())
+    theirs = json.loads((folder / "gates.json").read_text())
+    assert theirs["base_sha256"] == ours["base_sha256"] and theirs["data"] == ours["data"]
+    changed = {k: v for k, v in theirs["settings"].items() if ours["settings"][k] != v}
+    del changed["output"]
+    method, seed = name.split("-")
+    wanted: dict[str, object] = {"scope": "head", "tying": "none"} if method == "trimkv" else {}
+    assert changed == (wanted | {"seed": 1} if seed == "1" else wanted)
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+def test_the_gates_of_trim_kvs_recipe_saw_what_the_others_did(seed: int) -> None:
+    folder = bundled_model().parent / "gates" / f"tiny-vlm-trimkv-recipe-{seed}"
+    engine = Runtime.from_pretrained(str(bundled_model()), gates=str(folder))
+    assert engine.policy_note is None, "trained for other weights of the bundled model"
+    assert load_gates(folder, engine.spec).kind == "rg"
+    theirs = json.loads((folder / "gates.json").read_text())
+    ours = json.loads((bundled_model() / "gates" / "gates.json").read_text())
+    assert theirs["base_sha256"] == ours["base_sha256"] and theirs["data"] == ours["data"]
+    numbers = dict(recipe_options("trimkv")) | {"seed": seed}
+    for name in ("budget", "steps", "batch", "accumulate", "lr", "d_gate"):
+        numbers[name] = ours["settings"][name]
+    assert {name: theirs["settings"][name] for name in numbers} == numbers
+
+
+def test_committed_gates_are_small_and_keep_what_decides_in_float32() -> None:
+    """A trunk bears rounding, the readout and its bias near 10 do not."""
+    assets = bundled_model().parent
+    files = sorted([*assets.glob("gates/*/*.safetensors"), *assets.glob("tiny-vlm/gates/*.saf*")])
+    assert len(files) == 10
+    for file in files:
+        for name, tensor in load_file(file).items():
+            trunk = name.startswith("layers.") or ".linear1." in name
+            assert tensor.dtype == (torch.float16 if trunk else torch.float32), (file, name)
+
+
+def test_all_name_the_weights_that_they_were_trained_for() -> None:
+    """The bundled model's fingerprint; SmolLM2's weights are not in the repository."""
+    ours = fingerprint(str(bundled_model()))
+    found: dict[str, set[str]] = {"tiny": set(), "smollm2": set()}
+    for file in [
+        *bundled_model().parent.glob("gates/*/gates.json"),
+        bundled_model() / "gates" / "gates.json",
+    ]:
+        info = json.loads(file.read_text())
+        found["smollm2" if "smollm2" in file.parent.name else "tiny"].add(info["base_fingerprint"])
+    assert found["tiny"] == {ours} and len(found["smollm2"]) == 1 and ours not in found["smollm2"]
