@@ -236,8 +236,9 @@ def _error(message: str, code: str = "trouble") -> dict[str, Any]:
 
 @pytest.fixture(autouse=True)
 def direct(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No proxy between this process and its own server."""
+    """No proxy between this process and its own server, and no key of somebody's."""
     monkeypatch.setenv("no_proxy", "127.0.0.1")
+    monkeypatch.delenv("OPENAI_API_KEY", raising=False)
 
 
 GOOD = dict.fromkeys(SCORES, 4)
@@ -408,16 +409,14 @@ FIVE = ("--limit", "5")
 HANGS = 600  # seconds after which nothing can be waited for any more, however busy a machine is
 
 
-@pytest.fixture(autouse=True)
+@pytest.fixture
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No long waits, and no proxy between this process and its own server."""
+    """No long waits by the clock of this machine."""
     monkeypatch.setattr(client, "FIRST_WAIT_S", 0.02)
-    monkeypatch.setenv("no_proxy", "127.0.0.1")
-    monkeypatch.delenv("OPENAI_API_KEY", raising=False)
 
 
 @pytest.fixture
-def answers(tmp_path: Path) -> Path:
+def answers(tmp_path: Path, quick: None) -> Path:
     """Return the answers that some model could have given."""
     folder = tmp_path / "answers"
     for dialogue in DIALOGUES:
