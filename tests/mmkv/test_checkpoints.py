@@ -32,7 +32,7 @@ from mmkv.resources import (
     gates_source,
 )
 from tests.engine.model.test_gates import published
-from tests.support import fake_hub
+from tests.support.fake_hub import Repositories, serve
 from tests.support.chat_models import save_qwen3_vl
 from tests.support.factories import checkpoint
 
@@ -54,11 +54,11 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 @pytest.fixture
 def hub(
     model: str, cache: Path, monkeypatch: pytest.MonkeyPatch
-) -> Iterator[tuple[fake_hub.Repositories, list[str]]]:
+) -> Iterator[tuple[Repositories, list[str]]]:
     """Yield a hub's repositories, to be filled, and the files that were fetched from it."""
-    repositories: fake_hub.Repositories = {}
+    repositories: Repositories = {}
     constants = huggingface_hub.constants
-    with fake_hub.serve(repositories) as (address, fetched):
+    with serve(repositories) as (address, fetched):
         monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
         monkeypatch.setattr(constants, "ENDPOINT", address)
         template = address + "/{repo_id}/resolve/{revision}/{filename}"
@@ -90,7 +90,7 @@ def test_the_families_are_those_of_the_engine(mmkv: Callable[..., Ran]) -> None:
 def test_published_gates_are_named_for_their_models(
     mmkv: Callable[..., Ran],
     model: str,
-    hub: tuple[fake_hub.Repositories, list[str]],
+    hub: tuple[Repositories, list[str]],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     name, base = "ngocbh/DBTrimKV-Qwen3-VL-4B-Instruct", "Qwen/Qwen3-VL-4B-Instruct"
@@ -163,7 +163,7 @@ def test_folders_are_found_with_family_size_and_gates(mmkv: Callable[..., Ran], 
 def test_what_was_pulled_is_listed_and_answers_without_the_network(
     mmkv: Callable[..., Ran],
     model: str,
-    hub: tuple[fake_hub.Repositories, list[str]],
+    hub: tuple[Repositories, list[str]],
     cache: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -189,7 +189,7 @@ def test_what_was_pulled_is_listed_and_answers_without_the_network(
 
 
 def test_gates_are_pulled_and_found_by_the_model(
-    mmkv: Callable[..., Ran], model: str, hub: tuple[fake_hub.Repositories, list[str]]
+    mmkv: Callable[..., Ran], model: str, hub: tuple[Repositories, list[str]]
 ) -> None:
     repositories, _ = hub
     spec = Runtime.from_pretrained(model, policy="full").spec
@@ -216,7 +216,7 @@ def test_gates_are_pulled_and_found_by_the_model(
 )
 def test_refusals_are_one_line(
     mmkv: Callable[..., Ran],
-    hub: tuple[fake_hub.Repositories, list[str]],
+    hub: tuple[Repositories, list[str]],
     name: str,
     says: str,
 ) -> None:
@@ -230,7 +230,7 @@ def test_refusals_are_one_line(
 def test_a_full_disk_is_named_before_anything_is_fetched(
     mmkv: Callable[..., Ran],
     model: str,
-    hub: tuple[fake_hub.Repositories, list[str]],
+    hub: tuple[Repositories, list[str]],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     repositories, fetched = hub

@@ -5,46 +5,44 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from tests.support.oracle.methods import (
-    admission,
-    attention,
-    frozen,
-    keys,
-    redundancy,
-    retention,
-)
+from tests.support.oracle.methods.retention import Full, GlobalRetention, Retention, FlooredRetention, Streaming
+from tests.support.oracle.methods.attention import SnapKV, H2O, Tova, PyramidKV, AdaKV, AdaPyramidKV, MorphKV
+from tests.support.oracle.methods.redundancy import RKV, GKV
+from tests.support.oracle.methods.keys import KeyDiff, KNorm, LagKV
+from tests.support.oracle.methods.frozen import EpiKV, HiddenVariance, BandAdaptive, StateVariance, ValueVariance, CausalLag, AttentionHidden, SegmentHidden
+from tests.support.oracle.methods.admission import WriteGated, WriteGatedRetention, WriteGatedSnapKV
 from tests.support.oracle.methods.base import Method
 from tests.support.oracle.methods.retention import log_score
 
 METHODS: dict[str, Callable[..., Method]] = {
-    "full": retention.Full,
-    "dbtrimkv": retention.GlobalRetention,
-    "trimkv": retention.Retention,
-    "balanced": retention.FlooredRetention,
-    "streamingllm": retention.Streaming,
-    "snapkv": attention.SnapKV,
-    "h2o": attention.H2O,
-    "tova": attention.Tova,
-    "pyramidkv": attention.PyramidKV,
-    "adakv": attention.AdaKV,
-    "ada-pyramidkv": attention.AdaPyramidKV,
-    "morphkv": attention.MorphKV,
-    "rkv": redundancy.RKV,
-    "gkv": redundancy.GKV,
-    "keydiff": keys.KeyDiff,
-    "knorm": keys.KNorm,
-    "lagkv": keys.LagKV,
-    "epikv": frozen.EpiKV,
-    "hs-variance": frozen.HiddenVariance,
-    "band-adaptive": frozen.BandAdaptive,
-    "kv-key": frozen.StateVariance,
-    "kv-val": frozen.ValueVariance,
-    "lag-kv": frozen.CausalLag,
-    "attention-hs": frozen.AttentionHidden,
-    "segments-hs": frozen.SegmentHidden,
-    "wgkv": admission.WriteGated,
-    "wgkv+dbtrimkv": admission.WriteGatedRetention,
-    "wgkv+snapkv": admission.WriteGatedSnapKV,
+    "full": Full,
+    "dbtrimkv": GlobalRetention,
+    "trimkv": Retention,
+    "balanced": FlooredRetention,
+    "streamingllm": Streaming,
+    "snapkv": SnapKV,
+    "h2o": H2O,
+    "tova": Tova,
+    "pyramidkv": PyramidKV,
+    "adakv": AdaKV,
+    "ada-pyramidkv": AdaPyramidKV,
+    "morphkv": MorphKV,
+    "rkv": RKV,
+    "gkv": GKV,
+    "keydiff": KeyDiff,
+    "knorm": KNorm,
+    "lagkv": LagKV,
+    "epikv": EpiKV,
+    "hs-variance": HiddenVariance,
+    "band-adaptive": BandAdaptive,
+    "kv-key": StateVariance,
+    "kv-val": ValueVariance,
+    "lag-kv": CausalLag,
+    "attention-hs": AttentionHidden,
+    "segments-hs": SegmentHidden,
+    "wgkv": WriteGated,
+    "wgkv+dbtrimkv": WriteGatedRetention,
+    "wgkv+snapkv": WriteGatedSnapKV,
 }
 
 
