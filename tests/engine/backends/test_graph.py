@@ -24,8 +24,7 @@ from mmkv.engine.policies import Budget
 from mmkv.engine.runtime import Runtime
 from mmkv.engine.sequence import CachedSequence
 from mmkv.resources import bundled_model
-from tests.support.bursts import Bursts
-from tests.support.interrupted_growth import grow_one_column
+from tests.support.bursts import Bursts, grow_one_column
 from tests.support.kernels import HAS_TRITON, INTERPRETED
 from tests.support.native import POLICIES, content, engine_for
 from tests.support.policies import STATIC

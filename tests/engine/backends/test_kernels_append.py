@@ -15,12 +15,16 @@ from mmkv.engine.errors import BudgetError
 from tests.support.kernels import (
     DEVICE,
     ONE_SPILL,
+    assert_same,
     compile_for_hopper,
+    eager_cache,
     forms,
     is_triton,
     needs_compiler,
+    snapshot,
+    to_device,
+    unchanged,
 )
-from tests.support.rows import assert_same, eager_cache, snapshot, to_device, unchanged
 
 FORMS = forms("append", "make_room")
 LENGTHS = torch.tensor([[[0, 7, 8], [15, 16, 1]], [[8, 8, 8], [8, 8, 8]], [[9, 3, 0], [0, 6, 24]]])

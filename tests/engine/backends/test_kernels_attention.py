@@ -15,12 +15,16 @@ from mmkv.eval.bench.kernel_code import decode
 from tests.support.kernels import (
     DEVICE,
     ONE_SPILL,
+    Paged,
+    attention,
+    beside_a_sink,
     compile_case,
     forms,
     is_triton,
     needs_compiler,
+    paged,
+    rounded,
 )
-from tests.support.paged import Paged, attention, beside_a_sink, paged, rounded
 
 FORMS = forms("decode_attention", "decode_attention")
 SCALE = 0.2

@@ -13,9 +13,20 @@ from mmkv.engine.backends.cuda.kernels.buffers import BLOCK, MOST_TIES, Eviction
 from mmkv.engine.backends.cuda.kernels.evict import empty_eviction
 from mmkv.engine.cache import RaggedCache
 from mmkv.engine.policies import Policy, make_policy
-from tests.support.eviction_machine import LEVELS, ROWS, Machine, eager_evict, on_device
-from tests.support.kernels import forms, is_triton
-from tests.support.rows import assert_same, eager_cache, snapshot, to_device, unchanged
+from tests.support.kernels import (
+    LEVELS,
+    ROWS,
+    Machine,
+    assert_same,
+    eager_cache,
+    eager_evict,
+    forms,
+    is_triton,
+    on_device,
+    snapshot,
+    to_device,
+    unchanged,
+)
 
 FORMS = forms("evict", "evict")
 METHODS = [

@@ -12,9 +12,19 @@ from mmkv.engine.backends.cuda.kernels.append import empty_room, make_room
 from mmkv.engine.backends.cuda.kernels.buffers import BLOCK, TURNS
 from mmkv.engine.backends.cuda.kernels.evict import empty_eviction
 from mmkv.engine.policies import make_policy
-from tests.support.eviction_machine import eager_evict, on_device
-from tests.support.kernels import DEVICE, ONE_SPILL, compile_for_hopper, needs_compiler
-from tests.support.rows import COLUMNS, assert_same, eager_cache, snapshot, to_device
+from tests.support.kernels import (
+    COLUMNS,
+    DEVICE,
+    ONE_SPILL,
+    assert_same,
+    compile_for_hopper,
+    eager_cache,
+    eager_evict,
+    needs_compiler,
+    on_device,
+    snapshot,
+    to_device,
+)
 
 
 @pytest.mark.skipif(DEVICE.type != "cuda", reason="needs a GPU")

@@ -14,9 +14,15 @@ from mmkv.engine.backends.cuda.kernels.evict import empty_eviction, unsupported_
 from mmkv.engine.policies import make_policy
 from mmkv.engine.policies.scoring import lookahead_log_score
 from tests.engine.backends.test_kernels_evict import FORMS, METHODS
-from tests.support.eviction_machine import eager_counts, on_device
-from tests.support.kernels import DEVICE, is_triton
-from tests.support.rows import assert_same, eager_cache, to_device
+from tests.support.kernels import (
+    DEVICE,
+    assert_same,
+    eager_cache,
+    eager_counts,
+    is_triton,
+    on_device,
+    to_device,
+)
 
 
 def test_which_policies_are_supported() -> None:

@@ -11,8 +11,17 @@ from torch import Tensor
 
 from mmkv.engine.backends.torch.attention import chunk_attention, merge
 from mmkv.eval.bench.kernel_code import SHARED_LIMITS, prefill, window
-from tests.support.kernels import DEVICE, compile_case, forms, needs_compiler
-from tests.support.paged import Paged, attention, beside_a_sink, paged, rounded
+from tests.support.kernels import (
+    DEVICE,
+    Paged,
+    attention,
+    beside_a_sink,
+    compile_case,
+    forms,
+    needs_compiler,
+    paged,
+    rounded,
+)
 
 FORMS = forms("prefill_attention", "prefill_attention")
 SCALE = 0.2

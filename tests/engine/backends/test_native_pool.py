@@ -10,7 +10,7 @@ import pytest
 
 from mmkv.engine.cache import COLUMNS
 from mmkv.engine.errors import BudgetError
-from tests.support.interrupted_growth import grow_one_column
+from tests.support.bursts import grow_one_column
 from tests.support.native import assert_close, content, needs_native, open_both
 from tests.support.policies import EVICTING_STATIC
 from tests.support.sessions import state, text_ids

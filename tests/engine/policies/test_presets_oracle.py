@@ -20,12 +20,11 @@ from hypothesis import strategies as st
 from mmkv.engine.policies import PRESETS, make_policy
 from mmkv.engine.runtime import Runtime
 from mmkv.engine.sequence import CachedSequence
-from tests.support.dialogues import engine_of, folder_of, oracle_of, prefill_both, prompt
+from tests.support.dialogues import Notes, engine_of, folder_of, oracle_of, prefill_both, prompt
 from tests.support.oracle import METHODS, Oracle, Quantiser
-from tests.support.oracle.quantiser import FORMS
+from tests.support.oracle.simulation import FORMS
 from tests.support.policies import KINDS
 from tests.support.sessions import text_ids
-from tests.support.stored import Notes
 from tests.support.tiers import slow_but
 
 TOLERANCE = 1e-4

@@ -18,13 +18,10 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from mmkv.training.measure.record import ROOT
 from tests.support.factories import Checkpoint
-from tests.support.oracle import METHODS
+from tests.support.oracle import METHODS, methods
 from tests.support.oracle.eviction import Oracle
-from tests.support.oracle.methods import attention, frozen, keys, make_method, redundancy
-from tests.support.oracle.methods.base import Method
-from tests.support.oracle.methods.frozen import PromptKept
-from tests.support.oracle.shares import Group, equal, equal_in_layers, pyramid
-from tests.support.oracle.simulation import Simulation
+from tests.support.oracle.methods import Method, PromptKept, make_method
+from tests.support.oracle.simulation import Group, Simulation, equal, equal_in_layers, pyramid
 from tests.support.policies import EVICTING_KINDS
 from tests.support.sessions import save_checkpoint, text_ids
 from tests.support.tiers import slow_but
@@ -154,7 +151,7 @@ def test_window_attention_by_hand() -> None:
 
 
 def test_h2o_adds_up_what_each_pass_pays() -> None:
-    method = attention.H2O()
+    method = methods.H2O()
     # Two query heads for one KV head: their mean counts.
     first = Given(TWO["keys"], queries=[[[[1.0]] * 2] * 2], weights=[[[[1, 0], [0.25, 0.75]]] * 2])
     method.passed(first)
@@ -166,7 +163,7 @@ def test_h2o_adds_up_what_each_pass_pays() -> None:
     )
     method.passed(second)
     close(method.score(second)[0, 0], 1.25 + 0.3, 0.75 + 0.1, 0.6)
-    highest = attention.H2O(group="max")
+    highest = methods.H2O(group="max")
     highest.passed(second)
     close(highest.score(second)[0, 0], 0.5, 0.2, 0.7)
     assert method.protected(second, total=4).tolist() == [False, True, True]
@@ -175,14 +172,14 @@ def test_h2o_adds_up_what_each_pass_pays() -> None:
 
 def test_tova_takes_the_mean_over_the_heads_of_a_layer() -> None:
     sim = Given([[[[0.0], [L3]], [[0.0], [0.0]]]], queries=[[[[9.0], [1.0]]] * 2])
-    close(attention.Tova().score(sim)[0].flatten(), 0.375, 0.625, 0.375, 0.625)
+    close(methods.Tova().score(sim)[0].flatten(), 0.375, 0.625, 0.375, 0.625)
 
 
 def test_pooling_by_hand() -> None:
     values = torch.tensor([1.0, 2.0, 3.0], dtype=torch.float64)
-    close(attention.pooled(values, 3, "avg"), 1.0, 2.0, 5 / 3)
-    close(attention.pooled(values, 3, "max"), 2.0, 3.0, 3.0)
-    assert attention.pooled(values[:0], 3, "avg").numel() == 0
+    close(methods.pooled(values, 3, "avg"), 1.0, 2.0, 5 / 3)
+    close(methods.pooled(values, 3, "max"), 2.0, 3.0, 3.0)
+    assert methods.pooled(values[:0], 3, "avg").numel() == 0
 
 
 # Three tokens, the last of which observes; logits 0, log 3 and 0: 1/5, 3/5, 1/5.
@@ -191,32 +188,32 @@ THREE: dict[str, Any] = {"keys": [[[[0.0], [L3], [0.0]]]], "queries": [[[[1.0]] 
 
 def test_snapkv_pools_the_prefix_alone() -> None:
     sim = Given(**THREE)
-    method = attention.SnapKV(window=1, kernel=3)
+    method = methods.SnapKV(window=1, kernel=3)
     close(method.score(sim)[0, 0, :2], 4 / 15, 4 / 15)
     assert method.protected(sim, 2).tolist() == [False, False, True]
-    close(attention.SnapKV(window=1, kernel=1).score(sim)[0, 0, :2], 0.2, 0.6)
+    close(methods.SnapKV(window=1, kernel=1).score(sim)[0, 0, :2], 0.2, 0.6)
 
 
 def test_groups_of_query_heads_are_reduced_as_asked() -> None:
     # A second query head with the query 0 pays 1/3 everywhere.
     sim = Given(THREE["keys"], queries=[[[[1.0]] * 3, [[0.0]] * 3]])
     for how, wanted in (("mean", 7 / 15), ("max", 3 / 5), ("sum", 14 / 15)):
-        got = attention.SnapKV(window=1, kernel=1, group=how).score(sim)
+        got = methods.SnapKV(window=1, kernel=1, group=how).score(sim)
         close(got[0, 0, 1:2], wanted)
 
 
 def test_morphkv_fuses_by_sum_or_maximum() -> None:
     # The second query pays 1/4 and 3/4, the third 1/5, 3/5, 1/5.
     sim = Given(**THREE)
-    close(attention.MorphKV(window=2).score(sim)[0, 0, :1], 0.45)
-    close(attention.MorphKV(window=2, fusion="max").score(sim)[0, 0, :1], 0.25)
+    close(methods.MorphKV(window=2).score(sim)[0, 0, :1], 0.45)
+    close(methods.MorphKV(window=2, fusion="max").score(sim)[0, 0, :1], 0.25)
 
 
 def test_adakv_competes_in_layers_with_floors() -> None:
     sim = Given([[[[0.0]] * 9] * 2] * 2)
-    groups = attention.AdaKV(floor=0.5).groups(sim, 25)
+    groups = methods.AdaKV(floor=0.5).groups(sim, 25)
     assert groups == [Group([(0, 0), (0, 1)], 13, 3), Group([(1, 0), (1, 1)], 12, 3)]
-    both = attention.AdaPyramidKV(window=2, beta=2, floor=0.5).groups(sim, 24)
+    both = methods.AdaPyramidKV(window=2, beta=2, floor=0.5).groups(sim, 24)
     # Mean 6, windows leave 4: 6 at the bottom and 2 at the top, and the window for each.
     assert [(g.share, g.floor) for g in both] == [(16, 4), (8, 2)]
 
@@ -227,7 +224,7 @@ def test_adakv_competes_in_layers_with_floors() -> None:
 def test_redundancy_spares_the_last_similar_key() -> None:
     """Keys 0, 1 and 3 are equal: 0 and 1 spare 3, and 3 spares 1. Column means 2/4, 1/4, 0, 0."""
     same, other = [1.0, 0.0], [0.0, 2.0]
-    got = redundancy.redundancy(torch.tensor([same, same, other, same]), 0.5, cut=False)
+    got = methods.redundancy(torch.tensor([same, same, other, same]), 0.5, cut=False)
     torch.testing.assert_close(got, torch.tensor([0.5, 0.25, 0.0, 0.0]).double().softmax(0))
 
 
@@ -237,14 +234,14 @@ def test_redundancy_cut_at_the_threshold() -> None:
     # Row 0 spares 1, row 1 spares 2, row 2 spares 1; what is left: C[1, 0] = 0.6.
     wanted = torch.tensor([0.2, 0.0, 0.0]).double().softmax(0)
     for cut in (False, True):
-        torch.testing.assert_close(redundancy.redundancy(given, 0.5, cut=cut), wanted)
+        torch.testing.assert_close(methods.redundancy(given, 0.5, cut=cut), wanted)
     # Above 0.7 only 1 and 2 are similar, and spare each other; 0.6 counts unless it is cut.
     torch.testing.assert_close(
-        redundancy.redundancy(given, 0.7, cut=False),
+        methods.redundancy(given, 0.7, cut=False),
         torch.tensor([0.2, 0.2, 0.0]).double().softmax(0),
     )
     torch.testing.assert_close(
-        redundancy.redundancy(given, 0.7, cut=True), torch.full((3,), 1 / 3).double()
+        methods.redundancy(given, 0.7, cut=True), torch.full((3,), 1 / 3).double()
     )
 
 
@@ -254,11 +251,11 @@ def test_rkv_by_hand() -> None:
         [[[[0.0, 1.0], [L3 * 2**0.5, 0.0], [0.0, -1.0]]]],
         queries=[[[[1.0, 0.0]] * 3, [[0.0, 0.0]] * 3]],
     )
-    repeats = redundancy.redundancy(sim.key[0][0], 0.5, cut=False)
+    repeats = methods.redundancy(sim.key[0][0], 0.5, cut=False)
     got = make_method("rkv", 2, {"window": 1, "kernel": 1, "lambda": 0.25}).score(sim)[0, 0, :2]
     wanted = 0.25 * torch.tensor([0.2, 0.6]).double() - 0.75 * repeats[:2]
     torch.testing.assert_close(got, wanted)
-    pooled = redundancy.RKV(window=1, kernel=3, lambda_=1.0).score(sim)[0, 0, :2]
+    pooled = methods.RKV(window=1, kernel=3, lambda_=1.0).score(sim)[0, 0, :2]
     close(pooled, 0.6, 0.6)
 
 
@@ -267,7 +264,7 @@ def test_rkv_by_hand() -> None:
 )
 def test_gkv_remembers_by_each_form(form: str, wanted: tuple[float, float]) -> None:
     """Attention is now 1/3 and 1 of the greatest; what was remembered halves."""
-    method = redundancy.GKV(window=1, form=form, alpha=0.5, redundancy=False)
+    method = methods.GKV(window=1, form=form, alpha=0.5, redundancy=False)
     sim = Given(**THREE)
     method.passed(sim)
     close(method.score(sim)[0, 0, :2], 1 / 3, 1.0)  # the first compression: S alone
@@ -283,7 +280,7 @@ def test_gkv_remembers_by_each_form(form: str, wanted: tuple[float, float]) -> N
 
 def test_gkv_takes_redundancy_off_after_remembering() -> None:
     sim = Given([[[[0.0, 1.0], [L3 * 2**0.5, 1.0], [0.0, 1.0]]]], queries=[[[[1.0, 0.0]] * 3]])
-    repeats = redundancy.redundancy(sim.key[0][0], 0.5, cut=True)[:2]
+    repeats = methods.redundancy(sim.key[0][0], 0.5, cut=True)[:2]
     method = make_method("gkv", 2, {"window": 1, "lambda": 0.7})
     method.passed(sim)
     got = method.score(sim)[0, 0, :2]
@@ -297,17 +294,17 @@ def test_gkv_takes_redundancy_off_after_remembering() -> None:
 
 def test_keydiff_and_knorm_by_hand() -> None:
     sim = Given([[[[5.0, 0.0], [0.0, 1.0], [0.0, 2.0]]]])
-    close(keys.KeyDiff().score(sim)[0, 0], -(5**-0.5), -2 * 5**-0.5, -2 * 5**-0.5)
-    close(keys.KNorm().score(sim)[0, 0], -5.0, -1.0, -2.0)
+    close(methods.KeyDiff().score(sim)[0, 0], -(5**-0.5), -2 * 5**-0.5, -2 * 5**-0.5)
+    close(methods.KNorm().score(sim)[0, 0], -5.0, -1.0, -2.0)
     sim.keep[0, 0, 2] = False  # the mean is that of what the row holds
-    close(keys.KeyDiff().score(sim)[0, 0, :2], -(2**-0.5), -(2**-0.5))
+    close(methods.KeyDiff().score(sim)[0, 0, :2], -(2**-0.5), -(2**-0.5))
 
 
 def test_lagkv_by_hand() -> None:
     """After one sink, chunks {1, 2} and {3, 4}; ranges of the second: 0 to 2 and 0 to 1."""
     given = [[9.0, 9.0], [2.0, 0.0], [1.0, 0.5], [0.0, 0.0], [2.0, 1.0], [7.0, 7.0]]
     sim = Given([[given]])
-    method = keys.LagKV(sinks=1, lag=2)
+    method = methods.LagKV(sinks=1, lag=2)
     # Scaled: (1, 0) with deviation 0.5 sqrt 2, and (0.5, 0.5) with 0.
     deviation = torch.tensor([0.5**0.5, 0.0]).double()
     own, following = torch.tensor(given[1:3]), torch.tensor(given[3:5])
@@ -330,20 +327,20 @@ def hidden(prompt: int = 0) -> Given:
 
 def test_changes_means_and_z_scores_by_hand() -> None:
     sim = hidden()
-    close(frozen.change(sim, 0), 0.0, 3.0, 1.0)
-    close(frozen.rolling_mean(frozen.change(sim, 0), 2), 0.0, 1.5, 2.0)
+    close(methods.change(sim, 0), 0.0, 3.0, 1.0)
+    close(methods.rolling_mean(methods.change(sim, 0), 2), 0.0, 1.5, 2.0)
     # Windows {0}, {0, 3}, {3, 1}: means 0, 1.5, 2; deviations 0, 1.5, 1.
-    close(frozen.z_score(frozen.change(sim, 0), 2, 0.0)[1:], 1.0, -1.0)
-    close(frozen.z_score(frozen.change(sim, 0), 2, 0.5), 0.0, 0.75, -1 / 1.5)
+    close(methods.z_score(methods.change(sim, 0), 2, 0.0)[1:], 1.0, -1.0)
+    close(methods.z_score(methods.change(sim, 0), 2, 0.5), 0.0, 0.75, -1 / 1.5)
 
 
 def test_epikv_and_hs_variance_by_hand() -> None:
     sim = hidden()
-    close(frozen.HiddenVariance(a=0.0, b=0.5, window=2).score(sim)[0, 0], 0.0, 1.0, 1.0)
+    close(methods.HiddenVariance(a=0.0, b=0.5, window=2).score(sim)[0, 0], 0.0, 1.0, 1.0)
     # The other layer's windows {0, 1} and {1, 1}: z 1 and 0.
-    epikv = frozen.EpiKV(a=0.0, b=0.5, window=2, eps=1e-12)
+    epikv = methods.EpiKV(a=0.0, b=0.5, window=2, eps=1e-12)
     close(epikv.score(sim)[1, 0], 0.0, 0.0, -1.0)
-    assert frozen.EpiKV().a * 32 == 10 and frozen.EpiKV().b * 32 == 21
+    assert methods.EpiKV().a * 32 == 10 and methods.EpiKV().b * 32 == 21
 
 
 def test_bands_of_32_layers_are_those_of_the_paper(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -353,15 +350,15 @@ def test_bands_of_32_layers_are_those_of_the_paper(monkeypatch: pytest.MonkeyPat
         seen.append(layer)
         return torch.ones(1)
 
-    monkeypatch.setattr(frozen, "change", change)
+    monkeypatch.setattr(methods, "change", change)
     sim = Given([[[[0.0]]]] * 32)
-    frozen.BandAdaptive().token_score(sim)
+    methods.BandAdaptive().token_score(sim)
     assert seen == [*range(7, 14), *range(18, 26)]
 
 
 def test_prompts_stay_and_the_budget_is_for_the_rest() -> None:
     sim = Given([[[[0.0]] * 12] * 2] * 2, prompt=3)
-    method = frozen.EpiKV()
+    method = methods.EpiKV()
     assert [g.share for g in method.groups(sim, 33)] == [12, 11, 11, 11]
     kept = [True] * 3 + [False] * 7 + [True] * 2  # K = 8: the newest 2
     assert method.protected(sim, 33).tolist() == kept
@@ -372,10 +369,10 @@ def test_variances_of_keys_and_values_by_hand() -> None:
     states = [[[[1.0, 3.0], [5.0, 5.0]], [[0.0, 4.0], [0.0, 6.0]]]]
     zeros = torch.zeros(1, 2, 2, 2).tolist()
     sim = Given(states, values=zeros)
-    close(frozen.StateVariance(window=64).token_score(sim), 2.5, 3.5)
-    close(frozen.StateVariance(window=1).token_score(sim), 2.5, 4.5)
-    close(frozen.ValueVariance().token_score(sim), 0.0, 0.0)
-    close(frozen.ValueVariance(window=1).token_score(Given(zeros, values=states)), 2.5, 4.5)
+    close(methods.StateVariance(window=64).token_score(sim), 2.5, 3.5)
+    close(methods.StateVariance(window=1).token_score(sim), 2.5, 4.5)
+    close(methods.ValueVariance().token_score(sim), 0.0, 0.0)
+    close(methods.ValueVariance(window=1).token_score(Given(zeros, values=states)), 2.5, 4.5)
 
 
 def test_lag_kv_normalises_by_the_chunk_before() -> None:
@@ -384,11 +381,11 @@ def test_lag_kv_normalises_by_the_chunk_before() -> None:
         [[[[0.0, 0.0], [2.0, 1.0], [2.0, 0.0]]]], values=[[[[0.0, 0.0], [0.0, 2.0], [0.0, 4.0]]]]
     )
     # Values: ranges 0 to 0, taken as 1e-6, and 0 to 2: (0, 2), of variance 1.
-    close(frozen.CausalLag(lag=2).token_score(sim), 0.0, 0.25 + 1.0, 0.25 + 1.0)
+    close(methods.CausalLag(lag=2).token_score(sim), 0.0, 0.25 + 1.0, 0.25 + 1.0)
 
 
 def test_attention_hs_adds_mass_and_z() -> None:
-    method = frozen.AttentionHidden(a=0.0, window=2, eps=1e-12)
+    method = methods.AttentionHidden(a=0.0, window=2, eps=1e-12)
     sim = Given(
         [[[[0.0]] * 3]] * 2,
         residual=HIDDEN,
@@ -403,16 +400,16 @@ def test_attention_hs_adds_mass_and_z() -> None:
 def test_entropy_of_the_newest_query() -> None:
     sim = Given(**TWO)
     wanted = -(0.25 * math.log(0.25) + 0.75 * math.log(0.75)) / math.log(2)
-    assert frozen.newest_entropy(sim) == pytest.approx(wanted)
+    assert methods.newest_entropy(sim) == pytest.approx(wanted)
     sim.keep[0, 0, 0] = False
-    assert frozen.newest_entropy(sim) == 0.0
+    assert methods.newest_entropy(sim) == 0.0
 
 
 def test_segments_keep_the_best_of_their_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
     """Segments of two; entropies 0.5, then lower, then higher: kinds r, t, r."""
     entropies = iter([0.5, 0.5, 0.1, 0.1, 0.9, 0.9])
-    monkeypatch.setattr(frozen, "newest_entropy", lambda sim: next(entropies))
-    method = frozen.SegmentHidden(a=0.0, b=0.5, window=2, segment=2, r=1, e=2, t=0)
+    monkeypatch.setattr(methods, "newest_entropy", lambda sim: next(entropies))
+    method = methods.SegmentHidden(a=0.0, b=0.5, window=2, segment=2, r=1, e=2, t=0)
     for generated in range(1, 7):
         count = generated + 1  # one prompt token
         sim = Given([[[[0.0]] * count]] * 2, residual=[[[0.0]] * count, [[0.0]] * count], prompt=1)
@@ -512,7 +509,7 @@ def test_rows_of_a_layer_hold_the_same_under_tova() -> None:
 
 def test_the_mass_of_a_pass_is_one_for_each_query() -> None:
     for oracle in talk("h2o"):
-        got = attention.mass(oracle, "mean").sum(-1)
+        got = methods.mass(oracle, "mean").sum(-1)
         torch.testing.assert_close(got, torch.full_like(got, oracle.new))
 
 

@@ -38,7 +38,7 @@ from tests.support.chat_models import (
     save_qwen3_vl,
     save_qwen3_vl_moe,
 )
-from tests.support.mrope import with_positions_of_the_paper
+from tests.support.hf_models import with_positions_of_the_paper
 from tests.support.theirs import processor_of
 
 av = pytest.importorskip("av")

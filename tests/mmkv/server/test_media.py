@@ -6,7 +6,7 @@ import asyncio
 import os
 import signal
 import tracemalloc
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -39,7 +39,33 @@ from tests.support.media import (
     write_clip,
 )
 
-pytest_plugins = ("tests.support.media_fixtures",)
+
+@pytest.fixture(scope="module")
+def runner() -> Iterator[asyncio.Runner]:
+    with asyncio.Runner() as made:
+        yield made
+
+
+@pytest.fixture(scope="module")
+def shared(runner: asyncio.Runner) -> Iterator[MediaResolver]:
+    """Yield a resolver whose decoding process the tests share."""
+    made = MediaResolver()
+    yield made
+    runner.run(made.aclose())
+
+
+@pytest.fixture
+def resolver(shared: MediaResolver) -> Callable[..., MediaResolver]:
+    """Return what makes resolvers with the shared decoding process."""
+
+    def make(folder: Path | None = None, rules: Any = None, **limits: Any) -> MediaResolver:
+        names, allowed = limits.pop("names", None), limits.pop("allowed", is_public)
+        pictures = limits.pop("picture_rules", None)
+        made = MediaResolver(MediaLimits(**limits), folder, rules, names, allowed, pictures)
+        made.pool = shared.pool
+        return made
+
+    return make
 
 
 def test_files_of_the_allowed_folder_alone(
