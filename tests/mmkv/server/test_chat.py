@@ -22,11 +22,6 @@ from tests.support.chat_models import byte_tokenizer, picture, save_qwen3_vl
 from tests.support.servers import MODEL, Server, asked, picture_part, serving
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_qwen3_vl(tmp_path_factory.mktemp("qwen"))
-
-
 def load(folder: Path, **options: Any) -> Engine:
     given = {"gates": "random", "policy": "dbtrimkv", "budget": 512, "dtype": "float32"} | options
     return Engine.from_pretrained(folder, kv_limit=8 * 2**20, prefill_chunk=64, **given)

@@ -36,8 +36,7 @@ from mmkv.server.metrics import Metrics
 from mmkv.server.schema import ChatRequest
 from mmkv.server.settings import ServerSettings, host_names
 from tests.support.chat_models import save_qwen3_vl
-from tests.support.servers import Server, serving, stopped
-from tests.support.servers import until as full_until
+from tests.support.servers import Server, serving, stopped, until
 
 MOST = 4
 GET = b"GET /%s HTTP/1.1\r\nHost: x\r\n\r\n"
@@ -100,13 +99,6 @@ class Running:
     def ask(self, sent: bytes = GET % b"") -> bytes:
         with self.connect(sent) as made:
             return made.recv(4096)
-
-
-def until(what: Any) -> None:
-    end = time.monotonic() + 20
-    while not what():
-        assert time.monotonic() < end, "not within 20 s"
-        time.sleep(0.005)
 
 
 def rest(made: socket.socket) -> bytes:
@@ -652,7 +644,7 @@ def test_what_there_is_no_place_for_is_refused_by_its_head(full_server: Server, 
     with ThreadPoolExecutor(3) as clients:
         with stopped(full_server):
             sent = [clients.submit(full_server.chat, f"{path} {at}") for at in range(3)]
-            full_until(lambda: on_the_way(full_server) == 3)
+            until(lambda: on_the_way(full_server) == 3)
             with closing(begun(full_server, path)) as made:
                 found = b""
                 while b'"limit"' not in found:
@@ -677,9 +669,9 @@ def test_who_leaves_on_the_way_leaves_a_place(full_server: Server) -> None:
         clients = [begun(full_server, "/v1/chat/completions") for _ in range(3)]
         for one in clients:
             one.sendall(body.encode().ljust(100000))
-        full_until(lambda: on_the_way(full_server) == 3)
+        until(lambda: on_the_way(full_server) == 3)
         for one in clients:
             one.close()
-        full_until(lambda: not full_server.state.busy)  # the handlers have ended
+        until(lambda: not full_server.state.busy)  # the handlers have ended
     full_server.wait_for(lambda _: on_the_way(full_server) == 0)
     assert full_server.chat("there is a place again").status_code == 200

@@ -31,16 +31,11 @@ from mmkv.server.engine_thread import (
 )
 from mmkv.server.job import ChatJob, ConversationLookup
 from mmkv.server.writer import ScoredWriter, Spelled
-from tests.support.chat_models import picture, save_llama, save_qwen3_vl
+from tests.support.chat_models import picture, save_llama
 from tests.support.servers import Server, asked, held_pages, picture_part, serving
 
 FOREVER = 1500  # tokens; the client leaves long before
 LONG = "a question that is read in very many chunks of two tokens " * 12
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_qwen3_vl(tmp_path_factory.mktemp("qwen"))
 
 
 def load(folder: Path) -> Engine:

@@ -38,11 +38,6 @@ from tests.support.servers import Server, serving
 MEMORY = 2**22
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_qwen3_vl(tmp_path_factory.mktemp("qwen"))
-
-
 def started(folder: Path, **settings: Any) -> Any:
     def load() -> Engine:
         return Engine.from_pretrained(

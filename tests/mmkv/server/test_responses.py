@@ -20,7 +20,7 @@ from mmkv import Engine
 from mmkv.server.conversations import ConversationState
 from mmkv.server.responses import ResponseTable, StoredResponse
 from mmkv.server.state import Caller, ServerState
-from tests.support.chat_models import picture, save_qwen3_vl
+from tests.support.chat_models import picture
 from tests.support.servers import MODEL, Server, asked, paused_in_a_reply, picture_part, serving
 
 EVENT: TypeAdapter[Any] = TypeAdapter(ResponseStreamEvent)
@@ -30,11 +30,6 @@ SCENE = [
     {"type": "input_text", "text": "what is red here?"},
 ]
 TURNS = ("and what is left of it, and right of it?", "so how many are there?")
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_qwen3_vl(tmp_path_factory.mktemp("qwen"))
 
 
 def load(folder: Path) -> Engine:

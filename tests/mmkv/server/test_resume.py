@@ -28,7 +28,6 @@ from tests.support.chat_models import (
     picture,
     save_llama,
     save_llava_onevision,
-    save_qwen3_vl,
 )
 from tests.support.media import write_clip
 from tests.support.policies import EVICTING
@@ -42,11 +41,6 @@ SYSTEM = {"role": "system", "content": f"you answer questions. {LONG}"}
 CAUSAL = ["dbtrimkv", "trimkv", "streamingllm", "gkv", "h2o", "lagkv", "morphkv", "snapkv:window=4"]
 # Each of the other presets has the same score or needs as one of those.
 REST = [name for name in EVICTING if name not in [*CAUSAL, "snapkv"]]
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_qwen3_vl(tmp_path_factory.mktemp("qwen"))
 
 
 def load(folder: Path, **options: Any) -> Engine:
