@@ -10,9 +10,8 @@ from pathlib import Path
 
 import pytest
 
-pytest.importorskip("resource", reason="limits of POSIX")
 
-
+@pytest.mark.skipif(os.name != "posix", reason="limits of POSIX")
 def test_a_slice_of_every_class_leads_to_no_failure(tmp_path: Path) -> None:
     counts = tmp_path / "fuzz.json"
     options = ["--inputs", "400", "--seed", "1", "--memory", "6", "--cases", str(tmp_path)]
