@@ -89,7 +89,7 @@ class ServerSettings:
         keep_sessions: whether sessions outlast the server, in that folder, for all servers that
             share it.
         max_sessions: most sessions that are open; store_bytes: most bytes of stored responses.
-        name: the model as requests name it.
+        name: the model as requests name it; strict: whether fields that are not known are refused.
         replicas: how many run on Ray Serve; None: one server, without Ray.
         page: whether ``/`` is a page to chat with.
         drain: seconds that replies under way have when the server is told to stop.
@@ -199,6 +199,11 @@ class ServerSettings:
         str | None,
         flags=("--served-model-name",),
         read=lambda name: name or "",
+    )
+    strict: bool = option(
+        "Refuse fields of requests that are not known, instead of naming them in X-Mmkv-Ignored.",
+        bool,
+        False,
     )
     replicas: int | None = option(
         "Run as many replicas on Ray Serve (extra ray), each with --memory; sessions stick to "
