@@ -363,16 +363,6 @@ def kept_bytes(server: Server) -> list[int]:
 # What stored responses take, and how their input is listed.
 
 
-def stored_load(folder: Path) -> Engine:
-    return Engine.from_pretrained(folder, policy="streamingllm", budget=64, dtype="float32")
-
-
-@pytest.fixture(scope="module")
-def stored_server(folder: Path) -> Iterator[Server]:
-    with serving(lambda: stored_load(folder)) as made:
-        yield made
-
-
 def respond(server: Server, said: Any = "hello", **fields: Any) -> dict[str, Any]:
     body = {"model": MODEL, "input": said, "max_output_tokens": 3, "temperature": 0} | fields
     answer = server.client.post("/v1/responses", json=body)
@@ -395,12 +385,10 @@ def test_what_is_shown_counts_in_the_limit(folder: Path, fields: dict[str, Any])
     def stands(server: Server, response: dict[str, Any]) -> bool:
         return server.client.get(f"/v1/responses/{response['id']}").status_code == 200
 
-    with serving(lambda: stored_load(folder), snapshot_bytes=0) as made:
+    with serving(lambda: load(folder), snapshot_bytes=0) as made:
         assert stands(made, respond(made, **fields))
-        (pages,) = made.inside(
-            lambda core: [one.bytes for one in core.scheduler.sessions]  # type: ignore[attr-defined]
-        )
-    with serving(lambda: stored_load(folder), snapshot_bytes=0, store_bytes=pages + 4000) as made:
+        (pages,) = kept_bytes(made)
+    with serving(lambda: load(folder), snapshot_bytes=0, store_bytes=pages + 4000) as made:
         assert stands(made, respond(made))
         assert not stands(made, respond(made, **fields))
 
@@ -419,20 +407,20 @@ def test_what_a_response_took_is_what_its_end_gives_back() -> None:
         responses.delete(f"{at}")
 
 
-def test_instructions_that_say_nothing_are_none(stored_server: Server) -> None:
+def test_instructions_that_say_nothing_are_none(server: Server) -> None:
     for first, after in ((None, ""), ("", None), ("", ""), ("be kind", "")):
-        before = respond(stored_server, instructions=first)
-        later = respond(stored_server, previous_response_id=before["id"], instructions=after)
+        before = respond(server, instructions=first)
+        later = respond(server, previous_response_id=before["id"], instructions=after)
         assert (later["instructions"] or None) == (first or None)
 
 
-def test_the_input_is_listed_page_by_page(stored_server: Server) -> None:
+def test_the_input_is_listed_page_by_page(server: Server) -> None:
     said = [{"role": "user", "content": f"number {at}"} for at in range(25)]
-    name = respond(stored_server, said)["id"]
+    name = respond(server, said)["id"]
     path = f"/v1/responses/{name}/input_items"
 
     def listed(**given: Any) -> dict[str, Any]:
-        answer = stored_server.client.get(path, params=given)
+        answer = server.client.get(path, params=given)
         assert answer.status_code == 200, answer.text
         return answer.json()
 
@@ -455,8 +443,8 @@ def test_the_input_is_listed_page_by_page(stored_server: Server) -> None:
         ({"order": "up"}, "order"),
         ({"after": "msg_of_another"}, "after"),
     ):
-        answer = stored_server.client.get(path, params=wrong)
+        answer = server.client.get(path, params=wrong)
         assert answer.status_code == 400 and answer.json()["error"]["param"] == param
-    client = OpenAI(base_url=f"{stored_server.url}/v1", api_key="none", max_retries=0)
+    client = OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0)
     found = client.responses.input_items.list(name, limit=10, order="asc")
     assert [one.content[0].text for one in found] == [one["content"] for one in said]  # type: ignore[union-attr]
