@@ -193,9 +193,12 @@ class ChatCall:
         if self.choices > settings.max_choices:
             raise ApiError(400, f"n is at most {settings.max_choices} here", "invalid_value", "n")
         self.done = self.keeps_body = False
+        given = request.template_values()
+        values = {name: given[name] for name in sorted(facts.template_variables & given.keys())}
+        memory = [facts.base_key, chosen, caller.tenant, request.cache_salt]
         self.work = ChatWork(
             messages,
-            base_key or digest_of([facts.base_key, chosen, caller.tenant, request.cache_salt]),
+            base_key or digest_of([*memory, *([values] if values else [])]),
             _sampling(request, settings, facts),
             _logit_settings(request, facts),
             self.choices,
@@ -206,6 +209,7 @@ class ChatCall:
             start=start,
             keep=keep,
             rewrites=(request.mmkv and request.mmkv.rewrites) or "reread",
+            template_values=values,
         )
         if not request.stream:
             self.require_few_scored()
