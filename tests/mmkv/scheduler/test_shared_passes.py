@@ -27,7 +27,7 @@ def read_by(engine: Engine, pass_tokens: int | None) -> tuple[list[Any], list[in
     if pass_tokens is not None:
         executor._pass_tokens = pass_tokens
     read = executor.read
-    executor.read = lambda jobs: passes.append(len(jobs)) or read(jobs)  # type: ignore[method-assign, func-returns-value]
+    executor.read = lambda jobs, _: passes.append(len(jobs)) or read(jobs)  # type: ignore[method-assign, func-returns-value, assignment, misc]
     scheduler = Scheduler(executor, Limits(quantum=CHUNK))
     found: list[Any] = []
     kept = [CachedConversation(engine) for _ in range(8)]
@@ -80,8 +80,10 @@ def test_a_pass_holds_no_more_than_is_committed(
     executor, passes = EngineExecutor(engine), []
     read, scheduler = executor.read, Scheduler(executor, Limits(quantum=CHUNK))
 
-    def counted(jobs: Any) -> Any:
-        new = executor.held() + sum(map(executor.pages_for, jobs))
+    def counted(jobs: Any, _: float | None) -> Any:
+        held = engine.cache.pool.num_pages - engine.cache.pool.free_pages
+        own = sum(job.held_pages for job in jobs)
+        new = held - own + sum(map(executor.pages_for, jobs))
         passes.append((len(jobs), new <= scheduler.ledger.committed))
         return read(jobs)
 
