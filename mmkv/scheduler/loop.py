@@ -203,8 +203,8 @@ class SharedPass:
         return pages <= own + max(one.chunk for one in reserved)
 
 
-# What a pass over prompts gets of a step's time in every turn, however long that is: they go on.
-_LEAST_SHARE = 0.5
+# The least time of a pass in every turn, in that of the latest step: prompts get on as replies do.
+_LEAST_SHARE = 1.0
 
 
 @dataclass(frozen=True)

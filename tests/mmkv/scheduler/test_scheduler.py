@@ -242,7 +242,7 @@ def test_the_time_between_tokens_holds_while_prompts_wait() -> None:
 
 
 def test_prompts_get_a_share_of_the_time_however_long_steps_are() -> None:
-    """A target that a step alone misses: half of a step's time goes to prompts."""
+    """A target that a step alone misses: prompts get as much as replies."""
     executor = FakeExecutor(FakePool(None), CHUNK, layers=64, token=1.0, step=0.5)
     scheduler = Scheduler(executor, Limits(quantum=CHUNK, gap=0.1), clock=lambda: executor.now)
     first = scheduler.submit(FakeJob(executor.pool, prompt(1), 10**6), "a")
@@ -253,7 +253,7 @@ def test_prompts_get_a_share_of_the_time_however_long_steps_are() -> None:
     began, turns = executor.now, scheduler.turns
     while not second.job.said:
         scheduler.turn()
-    assert scheduler.turns - turns == 64 / 4  # layers of 1/16 s
+    assert scheduler.turns - turns == 64 / 8  # layers of 1/16 s
     assert executor.now - began == 4.0 + 0.5 * (scheduler.turns - turns)
     first.cancel()
 
