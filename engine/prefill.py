@@ -258,8 +258,9 @@ class ChunkPass:
                 except BaseException:
                     self._take_back()
                     raise
-        except SessionError:  # one was closed since the pass was left
-            self.abort()
+        except SessionError:
+            if self._appended:  # one was closed since the pass was left
+                self.abort()
             raise
 
     @torch.inference_mode()
