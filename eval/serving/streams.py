@@ -4,9 +4,10 @@
 next question follows each reply at once, so that prompts wait all the while. A server of its own
 answers for each line: under a budget, with the time between tokens that it aims at (``--gap``) and
 with passes over prompts that are read whole, as before; and with the full cache. Each gets the
-memory that so many streams need with the full cache, so that all are admitted. Counted are the time
-to the first piece of text, the time between two, tokens per second of the server's processor time,
-and the most memory that its process took.
+memory that so many streams need with the full cache, so that all are admitted: those count with the
+whole context, which is cut to ``--context`` for that. Counted are the time to the first piece of
+text, the time between two, tokens per second of the server's processor time, and the most memory
+that its process took.
 
 ``python -m eval.smollm2 FOLDER`` gets a model for it, ``assets/gates/smollm2-135m`` has its gates.
 """
@@ -15,6 +16,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import json
 import shutil
 import sys
 import threading
@@ -43,14 +45,28 @@ BUDGET, WHOLE, FULL = "budget", "budget, passes whole", "full cache"
 _EVERY = 0.02  # seconds between two looks at the memory
 
 
+def with_context(model: Path, context: int, folder: Path) -> Path:
+    """Make a folder of the same checkpoint with so many positions, under the same name."""
+    made = folder / model.name
+    made.mkdir()
+    for path in model.iterdir():
+        (made / path.name).symlink_to(path.resolve())
+    config = json.loads((model / "config.json").read_text())
+    (made / "config.json").unlink()
+    config.get("text_config", config)["max_position_embeddings"] = context
+    (made / "config.json").write_text(json.dumps(config))
+    return made
+
+
 async def dialogues(server: ServerProcess, args: argparse.Namespace, seeds: range) -> list[Any]:
     """Have a dialogue per seed, all at a time; the replies of all."""
+    name = Path(args.model).resolve().name
 
     async def one(client: httpx.AsyncClient, seed: int) -> list[Streamed]:
         rng, messages, replies = Random(seed), [], []
         for _ in range(args.turns):
             messages.append(question(words(rng, args.words)))
-            body = {"model": Path(args.model).name, "messages": messages, "temperature": 0}
+            body: dict[str, Any] = {"model": name, "messages": messages, "temperature": 0}
             more = {"max_tokens": args.tokens, "stream_options": {"include_usage": True}}
             reply = await stream_chat(client, body | more)
             if reply.status != 200 or reply.error is not None or reply.usage is None:
@@ -110,12 +126,13 @@ def measure(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
         FULL: ["--policy", "full", "--gap", str(args.gap)],
     }
     found: dict[str, Any] = {}
+    model = str(with_context(Path(args.model).resolve(), args.context, folder))
     for streams in args.streams:
         memory = ["--memory", f"{streams * args.memory_each}MiB"]
         places = ["--max-running", str(streams), *memory]
         for kind in args.kinds:
             log = folder / f"{streams}-{list(kinds).index(kind)}.log"
-            with mmkv_serve(str(Path(args.model).resolve()), log, *kinds[kind], *places) as server:
+            with mmkv_serve(model, log, *kinds[kind], *places) as server:
                 found.setdefault(str(streams), {})[kind] = load(server, args, streams)
             save(args, RESULT, found)
             print(f"{streams} streams, {kind}: done", flush=True)
@@ -154,7 +171,8 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--tokens", type=int, default=32, help="of each reply, at most")
     parser.add_argument("--budget", type=int, default=256, help="entries per row")
     parser.add_argument("--gap", type=float, default=0.2, help="seconds between tokens aimed at")
-    parser.add_argument("--memory-each", type=int, default=448, help="MiB of cache for a stream")
+    parser.add_argument("--memory-each", type=int, default=64, help="MiB of cache for a stream")
+    parser.add_argument("--context", type=int, default=1024, help="positions of the model")
     args = parser.parse_args(arguments)
     folder, found = run_in_folder(measure, args)
     if found is None:
