@@ -191,8 +191,12 @@ def test_a_pass_that_was_left_can_be_taken_back(folders: dict[str, Path]) -> Non
     engine.cache.check()
     assert not made.run(0.0)
     sessions[1].close()
+    other = engine.session()  # has its place in the cache
+    other.prefill(turn(20))
+    kept = engine.cache.export(other.seq)["position"]
     with pytest.raises(SessionError, match="closed"):
         made.run()
+    assert torch.equal(engine.cache.export(other.seq)["position"], kept)
     assert engine.cache.held_pages(sessions[0].seq) == held[0]
     assert sessions[2].state() == before[2]
     engine.cache.check()
