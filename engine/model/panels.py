@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -11,11 +12,21 @@ from torch import Tensor
 class Panels(ABC):
     """A matrix ``[out, in]`` that is held in another form than one row after the other.
 
+    Subclasses are dataclasses of tensors, ``shape``, and plain numbers: so a file can keep them.
+
     Attributes:
         shape: ``(out, in)``.
+        layout: version of how numbers lie and are rounded; raise it with every change of that, for
+            files on users' disks hold the older one.
+        kinds: all classes by name.
     """
 
     shape: tuple[int, int]
+    layout: ClassVar[int] = 1
+    kinds: ClassVar[dict[str, Any]] = {}
+
+    def __init_subclass__(cls) -> None:
+        Panels.kinds[cls.__name__] = cls
 
     @abstractmethod
     def held(self) -> tuple[Tensor, ...]:
