@@ -14,41 +14,41 @@ in a checkpoint. Panels lie alike on all CPUs, so a file serves every one that r
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import hashlib
 import json
 import math
 import mmap
 import os
 import re
-import shutil
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, fields
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import fields
 from io import FileIO
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, BinaryIO, TypeVar
 
 import torch
 from torch import Tensor
 
-from mmkv.engine.budget import format_bytes, parse_bytes
-from mmkv.engine.errors import BudgetError, ModelError
+from mmkv.engine.budget import format_bytes
 from mmkv.engine.memory import count_mapped, free_bytes, give_back
 from mmkv.engine.model.fingerprint import identity
+from mmkv.engine.model.kept_files import (
+    FOREIGN,
+    FORMAT,
+    SWITCH,
+    folder,
+    limit,
+    make_room,
+    read_header,
+    turn,
+)
 from mmkv.engine.model.panels import Panels
-from mmkv.engine.paths import cache_folder, whole_file
+from mmkv.engine.paths import whole_file
 
-SWITCH = "MMKV_PANELS"  # 0: keep none; an amount of memory: what all files may take
 # To pack less takes less than a tenth of a second.
 LEAST_BYTES = 2**26
-MOST_BYTES = 20 * 10**9
-_FORMAT = "mmkv panels 1"
-_SPARE = 2**30  # that a disk keeps free
 _ALIGNED = 64  # a cache line: tensors in C begin with one
 _SAMPLE = 1024  # bytes of both ends of a tensor that are checked
-_PATIENCE = 60.0  # seconds that another process may take for its next matrix, or to sync
 _AT_ONCE = 2**26  # bytes of a write, and of what is read ahead
 _MADV_POPULATE_READ = 22  # of Linux 5.14
 _DTYPES = {
@@ -60,8 +60,6 @@ _DTYPES = {
     torch.int16: "I16",
     torch.int32: "I32",
 }
-# What a file of other content raises while it is read.
-_FOREIGN = (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError)
 
 _T = TypeVar("_T")
 _M = TypeVar("_M", bound=Tensor | Panels)
@@ -119,66 +117,6 @@ class MappedFile:
         count_mapped(self._map, len(self._map))
 
 
-@dataclass(frozen=True)
-class KeptFile:
-    """A file of packed weights.
-
-    Attributes:
-        model: the checkpoint as it was named; form: of the weights; bytes: of the file.
-        used: when it was last used, in seconds since 1970.
-    """
-
-    path: Path
-    model: str
-    form: str
-    bytes: int
-    used: float
-
-
-def folder() -> Path:
-    """Return the folder of all files; it need not exist."""
-    return cache_folder() / "panels"
-
-
-def kept() -> list[KeptFile]:
-    """List the files, the last used one first. What is no such file is left out."""
-    found = []
-    for path in folder().glob("*.safetensors"):
-        try:
-            about, state = _header(path)[1]["__metadata__"], path.stat()
-            model, form = str(about["model"]), str(about["form"])
-        except _FOREIGN:
-            continue
-        found.append(KeptFile(path, model, form, state.st_size, state.st_mtime))
-    return sorted(found, key=lambda file: -file.used)
-
-
-def clear(model: str | None = None) -> list[KeptFile]:
-    """Delete the files of a checkpoint, or all. Processes that have one mapped keep it.
-
-    Args:
-        model: the checkpoint as :func:`kept` names it, or the last part of that name.
-
-    Returns:
-        What was deleted.
-
-    Raises:
-        ModelError: there is none, or one cannot be deleted.
-    """
-    wanted = [
-        file for file in kept() if model is None or model in (file.model, Path(file.model).name)
-    ]
-    if model is not None and not wanted:
-        raise ModelError(f"no packed weights of {model} are kept; `mmkv cache` lists what is")
-    _drop_left_drafts(folder())
-    for file in wanted:
-        try:
-            file.path.unlink(missing_ok=True)
-        except OSError as error:
-            raise ModelError(f"cannot delete {file.path} ({error.strerror})") from error
-    return wanted
-
-
 def with_panels(
     read: Callable[[PanelStore], _T | None],
     files: Sequence[Path],
@@ -204,8 +142,8 @@ def with_panels(
     Raises:
         ModelError: the environment variable MMKV_PANELS is no amount of memory.
     """
-    limit = _limit()
-    if limit == 0 or 2 * numbers < LEAST_BYTES:
+    most = limit()
+    if most == 0 or 2 * numbers < LEAST_BYTES:
         return read(PanelStore()), None
     path = folder() / _name(files, model, form, part)
     try:
@@ -213,13 +151,13 @@ def with_panels(
         if (store := _opened(path, key)) is not None:
             return read(store), None
         path.parent.mkdir(parents=True, exist_ok=True)
-        with _turn(path):
+        with turn(path):
             # Another process may have been first.
             if (store := _opened(path, key)) is not None:
                 return read(store), None
-            about = {"format": _FORMAT, "key": key, "model": model, "form": form}
+            about = {"format": FORMAT, "key": key, "model": model, "form": form}
             with whole_file(path, sync=True) as draft, FileIO(draft, "rb+") as file:
-                writing = _Draft(file, draft.parent, about, numbers, limit)
+                writing = _Draft(file, draft.parent, about, numbers, most)
                 found = read(writing)
                 if found is None or not writing.made or _key(files, form, part) != key:
                     raise _Discarded(found)
@@ -243,17 +181,6 @@ class _Discarded(Exception):
         self.found = found
 
 
-def _limit() -> int | None:
-    """Return what all files together may take: 0: there are to be none; None: nobody said."""
-    text = os.environ.get(SWITCH, "").strip()
-    try:
-        return parse_bytes(text) if text else None
-    except BudgetError as error:
-        raise ModelError(
-            f"{SWITCH}: {error}; it bounds the packed weights on disk, 0 keeps none"
-        ) from error
-
-
 def _name(files: Sequence[Path], model: str, form: str, part: str) -> str:
     # A checkpoint that changes takes the place of what it was.
     places = json.dumps([str(path.resolve()) for path in files] + [form, part])
@@ -265,26 +192,15 @@ def _key(files: Sequence[Path], form: str, part: str) -> str:
     return hashlib.sha256(json.dumps([form, part, identity(files)]).encode()).hexdigest()
 
 
-def _header(path: Path) -> tuple[int, dict[str, Any]]:
-    """Return where the tensors begin, and the header. Raises what _FOREIGN lists."""
-    with path.open("rb") as file:
-        size = int.from_bytes(file.read(8), "little")
-        if size > os.fstat(file.fileno()).st_size:
-            raise ValueError("not a safetensors file")
-        header = json.loads(file.read(size))
-    if header["__metadata__"]["format"] != _FORMAT:
-        raise ValueError("not a file of packed weights")
-    return 8 + size, header
-
-
 def _opened(path: Path, key: str) -> _Kept | None:
     """Return the store of a file that answers for this checkpoint, None where none does."""
     try:
-        begin, header = _header(path)
-        if header["__metadata__"]["key"] != key:
-            return None
-        store = _Kept(path, begin, header)
-    except _FOREIGN:
+        with path.open("rb") as file:
+            begin, header = read_header(file)
+            if header["__metadata__"]["key"] != key:
+                return None
+            store = _Kept(file, begin, header)
+    except FOREIGN:
         return None
     with contextlib.suppress(OSError):  # not ours, or read-only: then others are deleted first
         os.utime(path)
@@ -294,13 +210,12 @@ def _opened(path: Path, key: str) -> _Kept | None:
 class _Kept(PanelStore):
     """Gives the matrices of a file."""
 
-    def __init__(self, path: Path, begin: int, header: Mapping[str, Any]) -> None:
+    def __init__(self, file: BinaryIO, begin: int, header: Mapping[str, Any]) -> None:
         about = header["__metadata__"]
-        with path.open("rb") as file:
-            ends = [entry["data_offsets"][1] for name, entry in header.items() if name[:2] != "__"]
-            if os.fstat(file.fileno()).st_size != begin + max(ends):
-                raise ValueError("the file has another length than its header says")
-            mapped = MappedFile(file.fileno())
+        ends = [entry["data_offsets"][1] for name, entry in header.items() if name[:2] != "__"]
+        if os.fstat(file.fileno()).st_size != begin + max(ends):
+            raise ValueError("the file has another length than its header says")
+        mapped = MappedFile(file.fileno())
         self._facts: dict[str, bool] = json.loads(about["facts"])
         self._made: dict[str, Panels] = {}
         sample = hashlib.sha256()
@@ -340,13 +255,13 @@ class _Draft(PanelStore):
     def __init__(
         self,
         file: FileIO,
-        folder: Path,
+        place: Path,
         about: Mapping[str, str],
         numbers: int,
-        limit: int | None,
+        most: int | None,
     ) -> None:
-        self._file, self._folder, self._about = file, folder, dict(about)
-        self._numbers, self._limit = numbers, limit
+        self._file, self._about = file, dict(about)
+        self._place, self._numbers, self._most = place, numbers, most
         self._tensors: dict[str, Any] = {}
         self._matrices: dict[str, Any] = {}
         self._facts: dict[str, bool] = {}
@@ -361,8 +276,8 @@ class _Draft(PanelStore):
         if not isinstance(made, Panels):
             return made
         if not self.made:
-            need = round(self._numbers * made.nbytes / max(1, made.numel()))
-            _make_room(self._folder, need, self._limit)
+            need = self._begin + round(self._numbers * made.nbytes / max(1, made.numel()))
+            make_room(self._place, need, self._most)
         self._pad_to(mmap.ALLOCATIONGRANULARITY)
         start, parts, others = self._at, {}, {}
         for field in fields(made):  # type: ignore[arg-type]  # every class of panels is a dataclass
@@ -387,7 +302,8 @@ class _Draft(PanelStore):
             field: mapped.tensor(at - start, dtype, shape)
             for field, (at, dtype, shape) in parts.items()
         }
-        self.made[name] = type(made)(shape=made.shape, **others, **views)
+        kind: Any = type(made)
+        self.made[name] = kind(shape=made.shape, **others, **views)
         del made, value
         # Small tensors that stay would keep the heap around them from being used again.
         give_back()
@@ -419,7 +335,8 @@ class _Draft(PanelStore):
     def _write(self, name: str, tensor: Tensor) -> None:
         self._file.seek(self._at)
         self._note(name, tensor.dtype, tuple(tensor.shape), tensor.nbytes)
-        _write_all(self._file, memoryview(tensor.contiguous().view(torch.uint8).numpy()).cast("B"))
+        flat = tensor.contiguous().reshape(-1).view(torch.uint8)
+        _write_all(self._file, flat.numpy().data)
 
     def _note(self, name: str, dtype: torch.dtype, shape: tuple[int, ...], size: int) -> None:
         start = self._at - self._begin
@@ -439,73 +356,3 @@ def _add_sample(digest: hashlib._Hash, tensor: Tensor) -> None:
     some = max(1, _SAMPLE // flat.element_size())
     for end in (flat[:some], flat[-some:]):
         digest.update(end.contiguous().view(torch.uint8).numpy().tobytes())
-
-
-@contextmanager
-def _turn(path: Path) -> Iterator[None]:
-    """Hold the lock on the draft of ``path``: one process writes, and others wait for it.
-
-    Raises:
-        OSError: that process makes no headway, or nothing can be written there.
-    """
-    draft = path.with_name(f"{path.name}.part")
-    size, since = -1, time.monotonic()
-    while True:
-        lock = os.open(draft, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            # The one before may have renamed or deleted it meanwhile.
-            if _same_file(lock, draft):
-                break
-        except BlockingIOError:
-            if (now := os.fstat(lock).st_size) != size:
-                size, since = now, time.monotonic()
-            elif time.monotonic() - since > _PATIENCE:
-                os.close(lock)
-                raise OSError("another process has been writing them for too long") from None
-        except BaseException:
-            os.close(lock)
-            raise
-        os.close(lock)
-        time.sleep(0.1)
-    try:
-        yield
-    finally:
-        # What is left of it is nothing that anyone may use.
-        if _same_file(lock, draft):
-            draft.unlink(missing_ok=True)
-        os.close(lock)
-
-
-def _same_file(descriptor: int, path: Path) -> bool:
-    try:
-        return os.path.samestat(os.fstat(descriptor), path.stat())
-    except OSError:
-        return False
-
-
-def _make_room(folder: Path, need: int, limit: int | None) -> None:
-    """Delete the files that were used longest ago until ``need`` bytes fit.
-
-    Raises:
-        OSError: they never will; nothing has been deleted then.
-    """
-    _drop_left_drafts(folder)
-    files = kept()
-    held, free = sum(file.bytes for file in files), shutil.disk_usage(folder).free
-    most = min(MOST_BYTES, (held + free) // 2) if limit is None else limit
-    most = min(most, held + free - _SPARE)
-    if need > most:
-        raise OSError(f"they take {format_bytes(need)}, and may take {format_bytes(max(most, 0))}")
-    while files and held + need > most:
-        oldest = files.pop()
-        oldest.path.unlink(missing_ok=True)
-        held -= oldest.bytes
-
-
-def _drop_left_drafts(folder: Path) -> None:
-    """Delete drafts of processes that were killed."""
-    for draft in folder.glob("*.part"):
-        with contextlib.suppress(OSError), draft.open("rb") as file:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            draft.unlink(missing_ok=True)

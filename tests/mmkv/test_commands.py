@@ -31,7 +31,7 @@ def listed(capsys: pytest.CaptureFixture[str]) -> list[str]:
 
 
 def test_the_help_lists_all_in_order(capsys: pytest.CaptureFixture[str]) -> None:
-    product = ["chat", "models", "pull", "explain", "serve", "policies", "env"]
+    product = ["chat", "models", "pull", "cache", "explain", "serve", "policies", "env"]
     assert listed(capsys) == [*product, *OURS]
 
 
