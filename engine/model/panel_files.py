@@ -42,7 +42,7 @@ from mmkv.engine.model.kept_files import (
     read_header,
     turn,
 )
-from mmkv.engine.model.panels import Panels
+from mmkv.engine.model.panels import Panels, reused_memory
 from mmkv.engine.paths import whole_file
 
 # To pack less takes less than a tenth of a second.
@@ -156,8 +156,12 @@ def with_panels(
             if (store := _opened(path, key)) is not None:
                 return read(store), None
             about = {"format": FORMAT, "key": key, "model": model, "form": form}
-            with whole_file(path, sync=True) as draft, FileIO(draft, "rb+") as file:
-                writing = _Draft(file, draft.parent, about, numbers, most)
+            with (
+                whole_file(path, sync=True) as draft,
+                FileIO(draft, "rb+") as file,
+                reused_memory() as again,
+            ):
+                writing = _Draft(file, draft.parent, about, numbers, most, again)
                 found = read(writing)
                 if found is None or not writing.made or _key(files, form, part) != key:
                     raise _Discarded(found)
@@ -259,8 +263,9 @@ class _Draft(PanelStore):
         about: Mapping[str, str],
         numbers: int,
         most: int | None,
+        again: Callable[[], None],
     ) -> None:
-        self._file, self._about = file, dict(about)
+        self._file, self._about, self._again = file, dict(about), again
         self._place, self._numbers, self._most = place, numbers, most
         self._tensors: dict[str, Any] = {}
         self._matrices: dict[str, Any] = {}
@@ -272,6 +277,7 @@ class _Draft(PanelStore):
         file.truncate(0)
 
     def matrix(self, name: str, make: Callable[[], Any]) -> Any:
+        self._again()
         made: Any = make()
         if not isinstance(made, Panels):
             return made

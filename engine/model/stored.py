@@ -18,6 +18,7 @@ from safetensors import safe_open
 from torch import Tensor
 
 from mmkv.engine.model.panel_files import MappedFile, PanelStore
+from mmkv.engine.model.panels import room
 from mmkv.engine.model.product import Matrix, WeightForm, equal, multiply
 from mmkv.engine.model.spec import DecoderSpec, Routing, sparse_layers
 from mmkv.engine.model.weights import DecoderWeights, LayerWeights
@@ -138,7 +139,11 @@ class StoredTensors:
         if not holding.packs:
             return holding.hold(self.read(names, torch.bfloat16, device))
         parts = [self._mapped_at(name).tensor(*self._place(name)) for name in names]
-        held = holding.hold(parts[0] if len(parts) == 1 else torch.cat(parts))
+        weight = parts[0]
+        if len(parts) > 1:
+            rows = sum(len(part) for part in parts)
+            weight = torch.cat(parts, out=room(rows, weight.shape[1], dtype=torch.bfloat16))
+        held = holding.hold(weight)
         for name, part in zip(names, parts, strict=True):
             self._mapped_at(name).forget(self._place(name)[0], part.nbytes)
         return held
