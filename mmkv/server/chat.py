@@ -388,7 +388,15 @@ def _logit_settings(request: ChatRequest, facts: Facts) -> LogitSettings:
         grammar = grammar_of(request.response_format)
     except MmkvError as error:
         raise ApiError(400, str(error), "invalid_value", "response_format") from error
-    return LogitSettings(top, bias, grammar)
+    stop_tokens = frozenset(request.stop_token_ids or ())
+    if any(token >= facts.vocabulary for token in stop_tokens):
+        raise ApiError(
+            400,
+            f"stop_token_ids names {max(stop_tokens)}; token ids are below {facts.vocabulary}",
+            "invalid_value",
+            "stop_token_ids",
+        )
+    return LogitSettings(top, bias, grammar, stop_tokens)
 
 
 def take_resume(request: HTTPConnection, body: ChatRequest | ResponseRequest) -> None:
