@@ -20,6 +20,7 @@ import math
 import mmap
 import os
 import re
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields
 from io import FileIO
@@ -50,7 +51,8 @@ LEAST_BYTES = 2**26
 _ALIGNED = 64  # a cache line: tensors in C begin with one
 _SAMPLE = 1024  # bytes of both ends of a tensor that are checked
 _AT_ONCE = 2**26  # bytes of a write, and of what is read ahead
-_MADV_POPULATE_READ = 22  # of Linux 5.14
+# Of Linux 5.14; elsewhere the same hint once more.
+_MADV_POPULATE_READ = 22 if sys.platform == "linux" else mmap.MADV_WILLNEED
 _DTYPES = {
     torch.bfloat16: "BF16",
     torch.float16: "F16",
@@ -109,10 +111,10 @@ class MappedFile:
         """Have it read now, if it fits into memory, and count it among what is in use."""
         free = free_bytes(torch.device("cpu"))
         if free is None or len(self._map) < free:
-            with contextlib.suppress(OSError):  # an older kernel reads what is asked for, then
-                for begin in range(0, len(self._map), _AT_ONCE):  # Ctrl-C comes in between
-                    size = min(_AT_ONCE, len(self._map) - begin)
-                    self._map.madvise(mmap.MADV_WILLNEED, begin, size)
+            for begin in range(0, len(self._map), _AT_ONCE):  # Ctrl-C comes in between
+                size = min(_AT_ONCE, len(self._map) - begin)
+                self._map.madvise(mmap.MADV_WILLNEED, begin, size)
+                with contextlib.suppress(OSError):  # an older kernel: pages come when asked for
                     self._map.madvise(_MADV_POPULATE_READ, begin, size)
         count_mapped(self._map, len(self._map))
 
@@ -166,6 +168,9 @@ def with_panels(
                 if found is None or not writing.made or _key(files, form, part) != key:
                     raise _Discarded(found)
                 writing.finish()
+        # As every later start reads it: one mapping and one descriptor, not one for each matrix.
+        if (store := _opened(path, key)) is not None:
+            found = read(store)
         size = format_bytes(path.stat().st_size)
         return found, f"packed weights are kept in {path.parent} ({size}); see mmkv cache --help"
     except _Discarded as discarded:
