@@ -169,10 +169,11 @@ def with_panels(
                     raise _Discarded(found)
                 writing.finish()
         # As every later start reads it: one mapping and one descriptor, not one for each matrix.
-        if (store := _opened(path, key)) is not None:
-            found = read(store)
+        # Those go first, or their pages would count twice.
+        del found, writing
         size = format_bytes(path.stat().st_size)
-        return found, f"packed weights are kept in {path.parent} ({size}); see mmkv cache --help"
+        written: PanelStore = _opened(path, key) or PanelStore()
+        return read(written), f"packed weights are kept in {path.parent} ({size}); see mmkv cache --help"
     except _Discarded as discarded:
         return discarded.found, None
     except OSError as error:
