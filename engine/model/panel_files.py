@@ -173,7 +173,8 @@ def with_panels(
         del found, writing
         size = format_bytes(path.stat().st_size)
         written: PanelStore = _opened(path, key) or PanelStore()
-        return read(written), f"packed weights are kept in {path.parent} ({size}); see mmkv cache --help"
+        note = f"packed weights are kept in {path.parent} ({size}); see mmkv cache --help"
+        return read(written), note
     except _Discarded as discarded:
         return discarded.found, None
     except OSError as error:
