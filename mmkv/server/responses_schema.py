@@ -194,6 +194,7 @@ def chat_request(asked: ResponseRequest) -> ChatRequest:
         user=asked.user,
         safety_identifier=asked.safety_identifier,
         mmkv=asked.mmkv,
+        chat_template_kwargs=asked.template_values() or None,
     )
 
 

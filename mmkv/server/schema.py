@@ -18,6 +18,7 @@ from pydantic import (
     ConfigDict,
     Field,
     StrictBool,
+    StrictInt,
     ValidationError,
     model_validator,
 )
@@ -47,6 +48,14 @@ Short = Annotated[str, Field(max_length=512)]
 RepetitionPenalty = Annotated[
     Annotated[Number, Field(gt=0, le=100)] | None,
     Field(validation_alias=AliasChoices("repetition_penalty", "repeat_penalty")),
+]
+# Texts that a template may write as they are: none can stand for a special token.
+TemplateValues = Annotated[
+    dict[
+        Annotated[str, Field(max_length=64)],
+        StrictBool | StrictInt | Number | Annotated[str, Field(pattern=r"^[\w .-]{0,64}$")] | None,
+    ],
+    Field(max_length=16),
 ]
 TokenIds = Annotated[list[Annotated[int, Field(ge=0, lt=2**31)]], Field(max_length=64)]
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
@@ -212,8 +221,8 @@ UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "modalities": (["text"],),
     **dict.fromkeys(("audio", "web_search_options", "moderation"), ()),
     # Templates.
-    **dict.fromkeys(("chat_template", "documents", "chat_template_kwargs"), ({}, [])),
-    **dict.fromkeys(("enable_thinking", "thinking", "think", "thinking_budget"), ()),
+    **dict.fromkeys(("chat_template", "documents"), ({}, [])),
+    **dict.fromkeys(("thinking", "think", "thinking_budget"), ()),
     "add_generation_prompt": (True,),
     **dict.fromkeys(("continue_final_message", "echo", "raw"), (False,)),
     # Lengths.
@@ -257,6 +266,16 @@ class ReplyRequest(Body):
     model_config = ConfigDict(extra="allow")
 
     refused: ClassVar[dict[str, tuple[Any, ...]]] = UNSUPPORTED
+
+    chat_template_kwargs: TemplateValues | None = None
+    enable_thinking: StrictBool | None = None
+
+    def template_values(self) -> dict[str, Any]:
+        """Return what the chat template is told beside the conversation."""
+        values = dict(self.chat_template_kwargs or {})
+        if self.enable_thinking is not None:
+            values.setdefault("enable_thinking", self.enable_thinking)
+        return values
 
 
 class ChatRequest(ReplyRequest):

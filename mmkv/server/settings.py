@@ -235,6 +235,7 @@ class Facts:
         shared: whether all sessions compete for the budget; unbound: whether it binds nothing.
         sees, watches: whether the model takes pictures, videos; picture_rules, rules: how it scales
             them; frame_rule: which frames of a video it is shown.
+        template_variables: what its chat template reads beside the conversation.
     """
 
     base_key: str
@@ -251,6 +252,7 @@ class Facts:
     unbound: bool = False
     rules: VideoRules | None = None
     frame_rule: FrameRule | None = None
+    template_variables: frozenset[str] = frozenset()
     picture_rules: VideoRules | None = None
 
     @property

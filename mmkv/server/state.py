@@ -66,7 +66,17 @@ class ServerState:
         Raises:
             ApiError: one is not known, and the server is strict.
         """
-        names = unread_fields(request, self.settings.strict)
+        strict, given = self.settings.strict, request.template_values()
+        names = unread_fields(request, strict)
+        unknown = sorted(given.keys() - self.facts.template_variables)
+        if strict and unknown:
+            raise ApiError(
+                400,
+                f"the model's chat template does not read {unknown[0]!r}; leave it out",
+                "invalid_value",
+                "chat_template_kwargs",
+            )
+        names += [f"chat_template_kwargs.{ascii(name)[1:-1]}" for name in unknown]
         new = [name for name in names if name not in self.unread]
         if new and len(self.unread) < _MOST_LOGGED:
             self.unread.update(new)

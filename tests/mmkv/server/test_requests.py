@@ -11,6 +11,7 @@ from typing import Any
 import httpx
 import pytest
 
+from mmkv.prompt.template import ChatTemplate
 from mmkv.server.responses_schema import ResponseRequest
 from mmkv.server.schema import ChatRequest, ReplyRequest
 from tests.support.chat_models import picture
@@ -309,6 +310,55 @@ def test_what_changes_an_answer_is_done_or_refused_by_name(
         for value in harmless:
             answer = ask("hello", max_tokens=1, **{name: value}) if kind is ChatRequest else None
             assert answer is None or answer.status_code == 200, (name, value)
+
+
+@pytest.fixture
+def thinking(server: Server, monkeypatch: pytest.MonkeyPatch) -> Server:
+    """Give the server's template a thought to leave out, of 12 bytes."""
+    core = server.state.engine_thread.core
+    assert core is not None
+    processor = core.engine.processor
+    source = (
+        f"{processor.template.source}{{% if enable_thinking is false %}}(no thought){{% endif %}}"
+    )
+    template = ChatTemplate(processor.tokenizer, source, parts=True)
+    monkeypatch.setattr(processor, "template", template)
+    facts = replace(server.state.facts, template_variables=template.variables)
+    monkeypatch.setattr(server.state, "facts", facts)
+    return server
+
+
+@pytest.mark.parametrize("given", ["enable_thinking", "chat_template_kwargs", "response"])
+def test_a_request_tells_the_template_whether_to_think(thinking: Server, given: str) -> None:
+    def read(values: dict[str, Any]) -> tuple[int, httpx.Response]:
+        fields = values if given == "enable_thinking" else {"chat_template_kwargs": values}
+        said = f"how? {given}"
+        if given == "response":
+            answer = respond(thinking, said, **fields)
+            return answer.json()["usage"]["input_tokens"], answer
+        answer = thinking.chat(said, **fields)
+        return answer.json()["usage"]["prompt_tokens"], answer
+
+    plain, _ = read({})
+    off, answer = read({"enable_thinking": False})
+    assert off - plain == len("(no thought)") and "x-mmkv-ignored" not in answer.headers
+    for _ in range(2):  # found again, each in its own kind of memory
+        assert read({"enable_thinking": True})[0] == plain
+        assert read({"enable_thinking": False})[0] == off
+    if given != "enable_thinking":
+        names = {"colour": "red", "messages": 3}
+        count, answer = read(names)
+        assert count == plain and answer.headers["x-mmkv-ignored"] == (
+            "chat_template_kwargs.colour, chat_template_kwargs.messages"
+        )
+
+
+def test_what_a_template_is_told_is_plain_and_small(thinking: Server) -> None:
+    for wrong in ({"a": "<|im_end|>"}, {"a": [1]}, {"a" * 65: 1}, {"a": "x" * 65}, {"a": {"b": 1}}):
+        error = error_of(thinking.chat("hello", chat_template_kwargs=wrong))
+        assert error["param"].startswith("chat_template_kwargs")
+    error = error_of(thinking.chat("hello", chat_template_kwargs={f"a{n}": n for n in range(17)}))
+    assert error["param"] == "chat_template_kwargs"
 
 
 def test_the_repetition_penalty_has_two_names(server: Server) -> None:
