@@ -131,8 +131,8 @@ def with_panels(
 
     Args:
         read: takes its matrices from the store that it is given, and raises where one is not
-            finite. It is called again, with a store that keeps nothing, where one fails. None:
-            nothing was read, and nothing is kept.
+            finite. It is called again when a file has been written, or could not be. None: nothing
+            was read, and nothing is kept.
         files: of the checkpoint. model: its name, for people.
         form: of the weights, as ``--weights`` takes it.
         numbers: about how many numbers the matrices hold.
