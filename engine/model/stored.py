@@ -196,9 +196,7 @@ def read_text_weights(
     return _read(stored, layout, config, spec, *place, tied, dtype, device, holding)
 
 
-def text_place(
-    stored: StoredTensors, places: Sequence[tuple[str, str]]
-) -> tuple[str, str] | None:
+def text_place(stored: StoredTensors, places: Sequence[tuple[str, str]]) -> tuple[str, str] | None:
     """Return at which of ``places`` the files hold the text model, None where at none."""
     there = (place for place in places if f"{place[0]}embed_tokens.weight" in stored.names)
     return next(there, None)

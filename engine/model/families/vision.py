@@ -77,21 +77,20 @@ def build_vision(
     model.get_output_embeddings().weight = embed if tied else _parameter(weights.head)
     require_finite_rest(model, weights, name)
     if first != dtype:
-        _widen(model, dtype)
+        _widen(model, weights, dtype)
     return model.to(device)
 
 
 def require_finite_rest(model: Any, text: DecoderWeights, name: str) -> None:
     """Check the weights that are not the decoder's: the vision tower's. Raises ModelError."""
+    require_finite(_rest(model, text), name)
+
+
+def _rest(model: Any, text: DecoderWeights) -> Iterator[tuple[str, Tensor]]:
     known = {tensor.data_ptr() for _, tensor in text.named()}
-    require_finite(
-        (
-            (part, tensor)
-            for part, tensor in model.named_parameters()
-            if not tensor.is_meta and tensor.data_ptr() not in known
-        ),
-        name,
-    )
+    for part, tensor in model.named_parameters():
+        if not tensor.is_meta and tensor.data_ptr() not in known:
+            yield part, tensor
 
 
 def _names_beside_text(family: type[Family], stored: StoredTensors) -> list[str]:
@@ -130,10 +129,10 @@ def _placeholders(
 
 
 @torch.no_grad()
-def _widen(model: Any, dtype: torch.dtype) -> None:
-    """Convert what a model holds in other floats, one tensor after the other."""
-    for tensor in (*model.parameters(), *model.buffers()):
-        if tensor.is_floating_point() and not tensor.is_meta and tensor.dtype != dtype:
+def _widen(model: Any, text: DecoderWeights, dtype: torch.dtype) -> None:
+    """Convert what is not the decoder's from other floats, one tensor after the other."""
+    for tensor in (*(tensor for _, tensor in _rest(model, text)), *model.buffers()):
+        if tensor.is_floating_point() and tensor.dtype != dtype:
             tensor.data = tensor.data.to(dtype)
     for module in model.modules():
         if isinstance(module, transformers.PreTrainedModel):
