@@ -244,15 +244,15 @@ def _model(
     tensors: dict[str, Any] | None = None,
 ) -> Any:
     """Load a model by transformers; with ``tensors``, from these and not from its files."""
-    loader, path = getattr(transformers, family_type.auto_class), source
+    loader = getattr(transformers, family_type.auto_class)
     if tensors is not None:
-        loader, path = loader._model_mapping[type(config)], None
+        loader = loader._model_mapping[type(config)]
     # With accelerate at hand the shards go straight to the GPU, else by way of the CPU.
     direct = device.type != "cpu" and importlib.util.find_spec("accelerate") is not None
     # A download of gigabytes keeps its progress bar.
     with _quiet(bars=not local):
         model, report = loader.from_pretrained(
-            path,
+            source if tensors is None else None,
             config=config,
             dtype=dtype,
             attn_implementation="sdpa",

@@ -14,6 +14,7 @@ import transformers
 from torch import Tensor, nn
 
 from mmkv.engine.errors import STOPS
+from mmkv.engine.memory import give_back
 from mmkv.engine.model.families.base import Family
 from mmkv.engine.model.finite import require_finite
 from mmkv.engine.model.panels import Panels
@@ -22,6 +23,7 @@ from mmkv.engine.model.stored import StoredTensors, text_place
 from mmkv.engine.model.weights import DecoderWeights
 
 _CPU = torch.device("cpu")
+_MANY_BYTES = 2**26
 
 
 def build_vision(
@@ -78,7 +80,10 @@ def build_vision(
     require_finite_rest(model, weights, name)
     if first != dtype:
         _widen(model, weights, dtype)
-    return model.to(device)
+    if device != _CPU:
+        return model.to(device)
+    give_back()
+    return model
 
 
 def require_finite_rest(model: Any, text: DecoderWeights, name: str) -> None:
@@ -131,9 +136,14 @@ def _placeholders(
 @torch.no_grad()
 def _widen(model: Any, text: DecoderWeights, dtype: torch.dtype) -> None:
     """Convert what is not the decoder's from other floats, one tensor after the other."""
+    freed = 0
     for tensor in (*(tensor for _, tensor in _rest(model, text)), *model.buffers()):
         if tensor.is_floating_point() and tensor.dtype != dtype:
+            freed += tensor.nbytes
             tensor.data = tensor.data.to(dtype)
+        if freed >= _MANY_BYTES:  # which lie between others: the heap keeps them by itself
+            give_back()
+            freed = 0
     for module in model.modules():
         if isinstance(module, transformers.PreTrainedModel):
             module.config.dtype = dtype
