@@ -30,7 +30,8 @@ class Memory:
             it does not, or nobody compared them.
         pictures: of each picture (each frame of a video) the share of its entries that is held.
         vision_bytes: features of pictures that are kept for when the same come again: of this
-            session and of all others with its salt, which share them.
+            session and of all others with its salt, which share them. It says nothing of the
+            session alone, so two that are equal may differ in it.
     """
 
     tokens_seen: int
@@ -43,7 +44,7 @@ class Memory:
     evicted_nan: int = 0
     differs: str | None = None
     pictures: tuple[float, ...] = ()
-    vision_bytes: int = 0
+    vision_bytes: int = field(default=0, compare=False)
 
     @property
     def faded(self) -> tuple[int, ...]:
