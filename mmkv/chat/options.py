@@ -26,6 +26,12 @@ def _all(given: list[str] | None) -> list[str]:
     return given or []
 
 
+def _on_or_off(given: str | None) -> str | None:
+    if given not in ("on", "off", None):
+        raise InputError(f"--thinking {given!r} cannot be; give on or off")
+    return given
+
+
 @dataclass
 class ChatOptions:
     """What a chat was started with; ``engine`` holds the options of the engine.
@@ -118,6 +124,11 @@ class ChatOptions:
     autosave: bool = option("Keep nothing for --resume.", bool, True, panel=CONVERSATIONS)
     rebudget: bool = False
     raw: bool = option("Send the text as it is, without a chat template.", bool, False)
+    thinking: str | None = option(
+        "on or off: whether the model thinks first, if its chat template lets one choose.",
+        str | None,
+        read=_on_or_off,
+    )
     no_stream: bool = option("Print replies whole.", bool, False, panel=OUTPUT)
     plain: bool = option("Show replies as they are, no Markdown.", bool, False, panel=OUTPUT)
     json: bool = option("Print replies as JSON.", bool, False, panel=OUTPUT)
@@ -148,6 +159,8 @@ class ChatOptions:
             raise UsageError("--fps and --num-frames exclude each other; give one")
         if self.cost and (self.load is not None or self.interactive):
             raise UsageError("--cost is of one answer to one prompt; drop --load, --resume and -i")
+        if self.raw and self.thinking is not None:
+            raise UsageError("--raw uses no chat template, which --thinking is told to; drop one")
         if self.raw and self.system is not None:
             raise UsageError("--raw sends the text alone; put what --system says into the prompt")
         try:

@@ -89,7 +89,7 @@ class ServerSettings:
         keep_sessions: whether sessions outlast the server, in that folder, for all servers that
             share it.
         max_sessions: most sessions that are open; store_bytes: most bytes of stored responses.
-        name: the model as requests name it.
+        name: the model as requests name it; strict: whether fields that are not known are refused.
         replicas: how many run on Ray Serve; None: one server, without Ray.
         page: whether ``/`` is a page to chat with.
         drain: seconds that replies under way have when the server is told to stop.
@@ -200,6 +200,11 @@ class ServerSettings:
         flags=("--served-model-name",),
         read=lambda name: name or "",
     )
+    strict: bool = option(
+        "Refuse fields of requests that are not known, instead of naming them in X-Mmkv-Ignored.",
+        bool,
+        False,
+    )
     replicas: int | None = option(
         "Run as many replicas on Ray Serve (extra ray), each with --memory; sessions stick to "
         "theirs by X-Session-Id, and go on at another one when it is lost.",
@@ -230,6 +235,7 @@ class Facts:
         shared: whether all sessions compete for the budget; unbound: whether it binds nothing.
         sees, watches: whether the model takes pictures, videos; picture_rules, rules: how it scales
             them; frame_rule: which frames of a video it is shown.
+        template_variables: what its chat template reads beside the conversation.
     """
 
     base_key: str
@@ -246,6 +252,7 @@ class Facts:
     unbound: bool = False
     rules: VideoRules | None = None
     frame_rule: FrameRule | None = None
+    template_variables: frozenset[str] = frozenset()
     picture_rules: VideoRules | None = None
 
     @property
