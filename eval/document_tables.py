@@ -608,6 +608,7 @@ TABLES: dict[str, Callable[[Path], Rows]] = {
     "startup": _startup,
     "mutants": _mutants,
     "serving-speed": serving.speed,
+    "serving-streams": serving.streams,
     "serving-overload": serving.overload,
     "serving-soak": serving.soak,
     "serving-floods": serving.floods,
