@@ -13,7 +13,7 @@ from dataclasses import Field, dataclass, field, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mmkv.engine.budget import Budget
+from mmkv.engine.budget import Budget, parse_bytes
 from mmkv.engine.errors import (
     DEFAULT_LOOKAHEAD,
     InputError,
@@ -76,7 +76,11 @@ class EngineConfig:
             entry by entry: ``int8``; ``k8v4``, keys in 8 bits and values in 4; ``int4``. None:
             ``auto``, or under a budget in bytes the form that answered best at so many bytes
             (:mod:`mmkv.engine.cache.choice`).
-        kv_limit: most bytes that the page pool may take; None: no limit but the memory.
+        kv_limit: most bytes that the page pool may take, together with the features of pictures;
+            None: no limit but the memory.
+        vision_cache: bytes, or text such as ``"256MiB"``, that features of pictures and videos may
+            take, so that the same ones are encoded once; at most an eighth of ``kv_limit``; 0:
+            none. In 256 MiB are 8 pictures of 1024 x 1024 pixels for a Qwen3-VL of 2B.
         threads: of the whole process on a CPU (``torch.set_num_threads``); None: as torch has it,
             one for each core unless OMP_NUM_THREADS says otherwise.
 
@@ -135,6 +139,12 @@ class EngineConfig:
     kv_limit: int | None = field(
         default=None, metadata=_about(int, "Most bytes that the cache may take.", 0, 2**62)
     )
+    vision_cache: int | str = field(
+        default="256MiB",
+        metadata=_about(
+            str, "Memory for features of pictures: the same ones are encoded once; 0: none."
+        ),
+    )
     threads: int | None = field(
         default=None,
         metadata=_about(
@@ -172,6 +182,17 @@ class EngineConfig:
             if not least <= value <= most:
                 bound = f"at least {least}" if value < least else f"at most {most:,}"
                 raise PolicyError(f"{name} is {value}; give a whole number of {bound}")
+
+        if not isinstance(self.vision_cache, str):
+            require_whole("vision_cache", self.vision_cache)
+        if self.vision_cache_bytes < 0:
+            raise PolicyError(f"vision_cache is {self.vision_cache}; give 0 or more bytes")
+
+    @property
+    def vision_cache_bytes(self) -> int:
+        """Return the most bytes of the features of pictures. Raises BudgetError."""
+        given = self.vision_cache
+        return parse_bytes(given) if isinstance(given, str) else given
 
     def checkpoint(self) -> str:
         """Return the model's name as text.

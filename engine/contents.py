@@ -29,6 +29,9 @@ class Memory:
         differs: how what was read differs from the conversation rendered afresh, in a line; None:
             it does not, or nobody compared them.
         pictures: of each picture (each frame of a video) the share of its entries that is held.
+        vision_bytes: features of pictures that are kept for when the same come again: of this
+            session and of all others with its salt, which share them. It says nothing of the
+            session alone, so two that are equal may differ in it.
     """
 
     tokens_seen: int
@@ -41,6 +44,7 @@ class Memory:
     evicted_nan: int = 0
     differs: str | None = None
     pictures: tuple[float, ...] = ()
+    vision_bytes: int = field(default=0, compare=False)
 
     @property
     def faded(self) -> tuple[int, ...]:
@@ -95,6 +99,7 @@ def memory_of(
     evicted: int,
     evicted_nan: int,
     pictures: Sequence[Span] = (),
+    vision_bytes: int = 0,
 ) -> Memory:
     """Measure sequence ``seq``; the counts and spans are those that the cache does not know."""
     pages = cache.held_pages(seq)
@@ -112,6 +117,7 @@ def memory_of(
         by_modality=dict(zip(MODALITIES, counts, strict=True)),
         evicted_nan=evicted_nan,
         pictures=_held(pictures, cache.pool.position.view(-1)[entries.slot], cache.rows),
+        vision_bytes=vision_bytes,
     )
 
 

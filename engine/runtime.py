@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self
 
@@ -24,8 +24,9 @@ from mmkv.engine.errors import GateError, InputError
 from mmkv.engine.interrupts import FairLock, whole
 from mmkv.engine.memory import give_back
 from mmkv.engine.model.decoder import Decoder
-from mmkv.engine.model.families.base import Family
+from mmkv.engine.model.families.base import Family, Turn
 from mmkv.engine.model.families.loading import load, resolve_device
+from mmkv.engine.model.families.vision_cache import VisionCache
 from mmkv.engine.model.gates import (
     Gates,
     WriteGates,
@@ -43,6 +44,8 @@ from mmkv.engine.sequence import CachedSequence
 from mmkv.engine.session_file import load_session
 from mmkv.engine.steps import decode_step, decode_steps
 
+_FEATURES = 8  # the share of a limit that features of pictures may take: one of so many
+
 
 class Runtime:
     """Decodes with a bounded KV cache.
@@ -52,10 +55,11 @@ class Runtime:
 
     Args:
         policy: a :class:`Policy`; budget: the default of new sessions.
-        options: evict_every, prefill_chunk, page_size, kv and kv_limit of
+        options: evict_every, prefill_chunk, page_size, kv, kv_limit and vision_cache of
             :class:`mmkv.engine.config.EngineConfig`.
 
     Attributes:
+        vision_cache: features of pictures that sessions have read.
         form_note: why the cache has the form it has, where a budget in bytes chose it.
 
     Raises:
@@ -121,8 +125,11 @@ class Runtime:
             config.kv, binding, spec.rows, spec.max_position, layout, self.slack
         )
         pool = PagePool(size, spec.head_dim, 0, self.dtype, self.device, None, state, form)
+        features = config.vision_cache_bytes if family.has_vision else 0
         if config.kv_limit is not None:
-            pool.limit = config.kv_limit // pool.page_bytes
+            features = min(features, config.kv_limit // _FEATURES)
+            pool.limit = (config.kv_limit - features) // pool.page_bytes
+        self.vision_cache = VisionCache(features)
         memory = sequence_memory(policy, spec, self.dtype)
         self.cache = RaggedCache(pool, spec.num_layers, spec.num_kv_heads, memory)
         self.lock.taken = self.cache.free_lost
@@ -147,7 +154,7 @@ class Runtime:
             progress: called with a few words on what is being loaded.
             options: those of :class:`mmkv.engine.config.EngineConfig`: policy (a name or a
                 :class:`Policy`), budget, lookahead, evict_every, prefill_chunk, page_size, gates,
-                device, dtype, weights, kv, kv_limit, threads.
+                device, dtype, weights, kv, kv_limit, vision_cache, threads.
 
         Raises:
             ModelError, GateError, PolicyError, BudgetError.
@@ -221,6 +228,7 @@ class Runtime:
             page_size=config.page_size,
             kv=config.kv,
             kv_limit=config.kv_limit,
+            vision_cache=config.vision_cache,
         )
         engine.policy_note = note
         return engine
@@ -309,6 +317,13 @@ class Runtime:
             BudgetError: the pool has no room for it.
         """
         return load_session(self, user_path(path))
+
+    def turn(self, inputs: Mapping[str, Any], offset: int, salt: str = "") -> Turn:
+        """Build the turn that follows ``offset`` rope positions; see :meth:`Family.turn`.
+
+        Pictures that were read before under the same ``salt`` are not encoded again.
+        """
+        return self.family.turn(inputs, offset, self.device, self.vision_cache, salt)
 
     def identity(self) -> dict[str, Any]:
         """What a session file must agree with to continue on this engine."""

@@ -56,6 +56,7 @@ class CachedSequence:
             tokens of each begin and end.
         read_ids: a bit for each token id that it has read, evicted or not
             (:mod:`mmkv.engine.read_ids`).
+        cache_salt: only sessions with the same one find each other's features of pictures.
 
     Threads may share an engine, not a session: a call on a session that another thread is using
     raises :class:`SessionError`. Reading it (:meth:`memory`, :meth:`retained`) and closing it
@@ -69,6 +70,7 @@ class CachedSequence:
         self.evicted, self.evicted_nan, self.prompt_tokens, self.read_ids = 0, 0, 0, 0
         self.pictures: tuple[Span, ...] = ()
         self.long_rope: bool | None = None
+        self.cache_salt = ""
         self._claim = threading.RLock()
         self.closed = False
         self.recorder: Recorder | None = None
@@ -159,7 +161,7 @@ class CachedSequence:
         engine = self.engine
         with self.claimed():
             with engine.lock:
-                turn = engine.family.turn(inputs, self.next_position, engine.device)
+                turn = engine.turn(inputs, self.next_position, self.cache_salt)
             return self.extend(turn, progress)
 
     @torch.inference_mode()
@@ -186,7 +188,7 @@ class CachedSequence:
         """
         engine = self.engine
         with self.claimed(), engine.lock:
-            turn = engine.family.turn(inputs, self.next_position, engine.device)
+            turn = engine.turn(inputs, self.next_position, self.cache_salt)
             return Prefill(self, turn, chunk, undoable)
 
     def record(self, limit: int = Recorder.LIMIT) -> Recorder:
@@ -243,7 +245,9 @@ class CachedSequence:
         with self.engine.lock:
             self._require_open()
             counts = self.evicted, self.evicted_nan
-            return memory_of(self.engine.cache, self.seq, self.seen, *counts, self.pictures)
+            vision = self.engine.vision_cache.bytes_of(self.cache_salt)
+            told = self.seen, *counts, self.pictures, vision
+            return memory_of(self.engine.cache, self.seq, *told)
 
     def entries_per_layer(self) -> list[int]:
         """Live entries of each layer, all heads together."""
@@ -271,6 +275,7 @@ class CachedSequence:
             seq = self.engine.cache.fork(self.seq)
             other = self._sibling()
             other.adopt(seq, self.state())
+            other.cache_salt = self.cache_salt
             self.engine.budgets.join(other, self.engine.budgets.weight(self))
             other.recorder = None if self.recorder is None else self.recorder.fork()
             return other

@@ -1,7 +1,8 @@
-"""Read the text weights of a checkpoint from its safetensors files, without transformers' model.
+"""Read a checkpoint's safetensors files: its text weights without transformers' model, or others.
 
-Only what is stored exactly as transformers' own modules would name it is read: any other set of
-names or shapes gives None, and the caller goes the long way, which knows every older form.
+Of text weights, only what is stored exactly as transformers' own modules would name it is read: any
+other set of names or shapes gives None, and the caller goes the long way, which knows every older
+form.
 """
 
 from __future__ import annotations
@@ -71,6 +72,7 @@ class StoredTensors:
     """
 
     def __init__(self, files: Sequence[Path]) -> None:
+        self.files = tuple(files)
         self._home: dict[str, Any] = {}
         self._file: dict[str, Path] = {}
         for path in files:
@@ -101,6 +103,21 @@ class StoredTensors:
     def is_float(self, name: str) -> bool:
         """Whether it holds plain floating-point numbers."""
         return self._home[name].get_slice(name).get_dtype() in _FLOATS
+
+    def one_dtype(self, names: Iterable[str]) -> torch.dtype | None:
+        """Return the dtype that all of these are stored in, None where they differ."""
+        kinds = self.kinds(names)
+        return next((dtype for dtype, kind in _STORED_AS.items() if kinds == {kind}), None)
+
+    def read_as_stored(self, name: str) -> Tensor:
+        """Return a tensor of any shape in the file's dtype, on the CPU, in memory of its own."""
+        dtype, shape = self.one_dtype([name]), self.shape(name)
+        if dtype is None or not math.prod(shape):
+            stored: Tensor = self._home[name].get_tensor(name)
+            return stored.clone()
+        made = torch.empty(math.prod(shape), dtype=dtype)
+        self._read_into(name, made)
+        return made.view(shape)
 
     def read(
         self,
@@ -215,13 +232,17 @@ def read_text_weights(
     Returns:
         None when a tensor is missing, has another shape or is none of this model's.
     """
-    layout = StoredShapes.of(config)
-    for prefix, head in places:
-        if layout is None or f"{prefix}embed_tokens.weight" not in stored.names:
-            continue
-        kept = panels or PanelStore()
-        return _read(stored, layout, config, spec, prefix, head, tied, dtype, device, holding, kept)
-    return None
+    layout, place = StoredShapes.of(config), text_place(stored, places)
+    if layout is None or place is None:
+        return None
+    kept = panels or PanelStore()
+    return _read(stored, layout, config, spec, *place, tied, dtype, device, holding, kept)
+
+
+def text_place(stored: StoredTensors, places: Sequence[tuple[str, str]]) -> tuple[str, str] | None:
+    """Return at which of ``places`` the files hold the text model, None where at none."""
+    there = (place for place in places if f"{place[0]}embed_tokens.weight" in stored.names)
+    return next(there, None)
 
 
 def _read(

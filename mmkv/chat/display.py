@@ -157,6 +157,7 @@ def statistics(engine: Engine, session: Session) -> RenderableType:
         ("pictures mostly gone", f"{len(memory.faded)} of {len(memory.pictures)}"),
         ("keys and values", f"{format_bytes(memory.kv_bytes)} in {memory.pages:,} pages"),
         ("metadata", format_bytes(memory.metadata_bytes)),
+        ("features of pictures", format_bytes(memory.vision_bytes)),
         ("held for /undo", format_bytes(session.snapshot_bytes)),
         ("decode step", session.reply_path),
         ("eviction", engine.evict_path),

@@ -108,11 +108,16 @@ class Retained:
             )
         if clash := options.keys() & _OWN:
             raise InputError(f"retain takes no {min(clash)}: the model has its own")
+        if "vision_cache" in options:
+            raise InputError("retain takes no vision_cache: the model's weights may change")
         require_options(options, "retain")
         loaded = gates if isinstance(gates, Gates | WriteGates) else None
         name = getattr(model, "name_or_path", "") or type(model).__name__
         config = EngineConfig(
-            model=name, gates=gates if isinstance(gates, str | Path) else None, **options
+            model=name,
+            gates=gates if isinstance(gates, str | Path) else None,
+            vision_cache=0,
+            **options,
         )
         self._config, self._shipped = (
             with_shipped_gates(config) if loaded is None else (config, None)

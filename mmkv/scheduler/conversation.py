@@ -17,6 +17,9 @@ if TYPE_CHECKING:
     from mmkv.engine.budget import Budget
     from mmkv.session import Session
 
+# What a session file does not hold.
+_LOST = ("last", "note", "undo_depth", "rewrites", "cache_salt")
+
 
 class CachedConversation:
     """A conversation that may lie in a file between two requests.
@@ -46,7 +49,7 @@ class CachedConversation:
         self.path = None if folder is None else folder / f"{uuid.uuid4().hex}.mmkv"
         self._extent, self._pages = SequenceSize(), 0
         self._in_file = False
-        self._last: tuple[object, ...] = ()
+        self._last: dict[str, object] = {}
 
     @property
     def resident(self) -> bool:
@@ -84,7 +87,8 @@ class CachedConversation:
         if self.live is None and self._in_file:
             assert self.path is not None
             session, _ = self.engine.load_session(self.path)
-            session.last, session.note, session.undo_depth, session.rewrites = self._last  # type: ignore[assignment]
+            for name, value in self._last.items():
+                setattr(session, name, value)
             self.live, self._in_file = session, False
             self.path.unlink(missing_ok=True)
         elif self.live is None:
@@ -116,7 +120,7 @@ class CachedConversation:
         pages = self.pages
         self._in_file = self._write(session)
         self._extent, self._pages = session.extent, pages
-        self._last = session.last, session.note, session.undo_depth, session.rewrites
+        self._last = {name: getattr(session, name) for name in _LOST}
         self.live = None
         session.close()
 

@@ -49,6 +49,7 @@ def footprint(core: EngineCore, settings: ServerSettings) -> Footprint:
     parts = {
         "weights and libraries": max(resident_bytes() or 0, weights) + _HEAP,
         "cache": (pool.limit or pool.num_pages) * pool.page_bytes if on_host else 0,
+        "features": engine.vision_cache.limit if on_host else 0,
         "connections": most * (_CONNECTION + int(_BODY * always_accepted(body))),
         "bodies": int(_BODY * TOGETHER * body) + (1 + TEXTS) * _HANDLED * body,
         "values": taken * VALUES * _VALUE,

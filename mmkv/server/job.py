@@ -568,6 +568,7 @@ class ChatJob(EngineJob):
             assert self._outline is not None
         if self._prefill is None:
             inputs = self._inputs(self._outline.segments[0])
+            session.cache_salt = self.work.base_key
             self._prefill = session.begin_prefill(inputs, self.chunk, undoable=False)
             session.set_unfed(None)
 

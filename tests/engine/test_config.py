@@ -98,7 +98,7 @@ def test_lookaheads_that_can_be(lookahead: float) -> None:
 def test_an_engine_takes_its_options_from_the_config(folders: dict[str, Path]) -> None:
     """Keywords and a config give the same engine; none of the options is lost."""
     given: dict[str, Any] = {"budget": "25%", "evict_every": 3, "prefill_chunk": 5, "page_size": 8}
-    given["kv"] = "k8v4"
+    given |= {"kv": "k8v4", "vision_cache": "100KiB"}
     made = load(folders["vl"], policy="dbtrimkv", lookahead=5, kv_limit=10**6, **given)
     config = EngineConfig(
         model=folders["vl"],
@@ -115,7 +115,9 @@ def test_an_engine_takes_its_options_from_the_config(folders: dict[str, Path]) -
         assert (engine.evict_every, engine.prefill_chunk) == (3, 5)
         assert engine.cache.pool.page_size == 8
         assert engine.cache.pool.form.name == "k8v4"
-        assert engine.cache.pool.limit == 10**6 // engine.cache.pool.page_bytes
+        pool = engine.cache.pool
+        assert pool.limit == (10**6 - 100 * 2**10) // pool.page_bytes
+        assert engine.vision_cache.limit == 100 * 2**10
         assert engine.policy == make_policy("dbtrimkv", 5)
 
 
@@ -158,6 +160,7 @@ def test_lmms_eval_takes_every_option_as_text() -> None:
         "gates": "random",
         "device": "cpu",
         "dtype": "float32",
+        "vision_cache": "1GiB",
         "threads": "1",
     }
     assert set(texts) == set(options()) - {"model", "kv_limit"}
@@ -175,6 +178,7 @@ def test_lmms_eval_takes_every_option_as_text() -> None:
         gates="random",
         device="cpu",
         dtype="float32",
+        vision_cache="1GiB",
         threads=1,
     )
     assert LmmsSettings.of({"pretrained": "here"}).engine == EngineConfig(model="here")

@@ -16,13 +16,16 @@ import transformers
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from mmkv.engine.backends import kernels_for
 from mmkv.engine.errors import ModelError
 from mmkv.engine.model.families import Family, TextFamily, family_for, loading
 from mmkv.engine.model.families.deferred import DeferredModel
 from mmkv.engine.model.product import Kernels, WeightForm, multiply
 from mmkv.engine.model.spec import DecoderSpec, RopeSpec
+from mmkv.engine.model.stored import StoredTensors
 from mmkv.engine.model.weights import DecoderWeights
 from tests.support.factories import CHECKPOINTS, FAMILIES, checkpoint
+from tests.support.model_configs import config_of
 from tests.support.tiers import slow_but
 
 
@@ -296,3 +299,101 @@ def test_a_model_of_transformers_is_narrowed_too() -> None:
     assert all(matrix.dtype == torch.bfloat16 for matrix in weights.matrices())
     for name, tensor in weights.named():
         assert torch.equal(tensor.float(), before[name])
+
+
+SEEING = [name for name in FAMILIES if hasattr(config_of(CHECKPOINTS[name]), "vision_config")]
+
+
+def peak_growth(make: Callable[[], Any]) -> int:
+    """Count the bytes by which this process' resident memory grew at its peak."""
+    about = Path("/proc/self")
+    try:
+        (about / "clear_refs").write_text("5")  # the peak is what is resident now
+    except OSError as error:
+        pytest.skip(f"this system does not measure a peak anew: {error.strerror}")
+
+    def kib(field: str) -> int:
+        lines = (about / "status").read_text().splitlines()
+        return next(int(line.split()[1]) for line in lines if line.startswith(field))
+
+    before = kib("VmRSS:")
+    make()
+    return (kib("VmHWM:") - before) * 1024
+
+
+def test_a_tower_takes_no_memory_for_the_embedding(tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(checkpoint("qwen3_vl"), tmp_path / "model"))
+    tensors = {name: t.bfloat16() for name, t in load_file(folder / "model.safetensors").items()}
+    width = tensors["model.language_model.norm.weight"].numel()
+    rows, first = 400_000, tensors["model.language_model.embed_tokens.weight"]
+    tensors["model.language_model.embed_tokens.weight"] = first[:1].expand(rows, width).contiguous()
+    rewrite(folder, tensors)
+    config = json.loads((folder / "config.json").read_text())
+    config["text_config"]["vocab_size"] = rows
+    (folder / "config.json").write_text(json.dumps(config))
+    _ = loading.load(checkpoint("qwen3_vl"), "float32", "cpu")[0].hf  # its modules are imported
+    family = loading.load(folder, "float32", "cpu", kernels=Kernels(multiply))[0]
+    embedding = rows * width * 2
+    assert embedding > 150e6
+    assert peak_growth(lambda: family.hf) < 0.2 * embedding
+
+
+@pytest.mark.parametrize("name", SEEING)
+def test_a_tower_reads_its_own_tensors_once(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    read: list[str] = []
+    plain = StoredTensors.read_as_stored
+
+    def noted(self: StoredTensors, tensor: str) -> Tensor:
+        read.append(tensor)
+        return plain(self, tensor)
+
+    monkeypatch.setattr(StoredTensors, "read_as_stored", noted)
+    family = loading.load(checkpoint(name), "float32", "cpu")[0]
+    assert read == []
+    _ = family.hf
+    text = ("model.language_model.", "language_model.", "model.layers.", "model.norm.")
+    text += ("model.embed_tokens.", "lm_head.")
+    stored = load_file(checkpoint(name) / "model.safetensors")
+    assert sorted(read) == sorted(part for part in stored if not part.startswith(text))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("name", SEEING)
+def test_a_tower_stored_in_another_dtype(name: str, dtype: torch.dtype, tmp_path: Path) -> None:
+    """Beside a decoder whose matrices stay narrow the tower is widened tensor by tensor."""
+    folder = Path(shutil.copytree(checkpoint(name), tmp_path / "model"))
+    tensors = load_file(folder / "model.safetensors")
+    odd = next(part for part in sorted(tensors) if "norm" in part and "language" not in part)
+    changed = {part: tensor.to(dtype) for part, tensor in tensors.items()}
+    for kept, kernels in (({}, kernels_for("auto")), ({odd: tensors[odd]}, Kernels(multiply))):
+        rewrite(folder, changed | kept)  # of one dtype, then of several
+        family = loading.load(folder, "float32", "cpu", kernels=kernels)[0]
+        theirs = through_transformers(folder, torch.float32)[0].hf
+        ours = {k: t for k, t in family.hf.named_parameters() if not is_text(k)}
+        assert_same(ours, {k: t for k, t in theirs.named_parameters() if not is_text(k)})
+        assert_same(dict(family.hf.named_buffers()), dict(theirs.named_buffers()))
+        assert family.hf.dtype == family.hf.config.vision_config.dtype == torch.float32
+
+
+def is_text(name: str) -> bool:
+    return name.startswith(("model.language_model.", "lm_head."))
+
+
+@pytest.mark.parametrize("number", [float("nan"), float("inf")])
+def test_a_tower_of_broken_numbers_is_refused(number: float, tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(checkpoint("qwen3_vl"), tmp_path / "model"))
+    tensors = {name: t.bfloat16() for name, t in load_file(folder / "model.safetensors").items()}
+    tensors["model.visual.merger.norm.weight"][1] = number
+    rewrite(folder, tensors)
+    for kernels in (None, Kernels(multiply)):
+        family = loading.load(folder, "float32", "cpu", kernels=kernels)[0]
+        with pytest.raises(ModelError, match=r"NaN or infinity \(in model.visual.merger.norm"):
+            _ = family.hf
+
+
+def test_a_tower_whose_files_are_gone_is_refused(tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(checkpoint("qwen3_vl"), tmp_path / "model"))
+    family = loading.load(folder, "float32", "cpu")[0]
+    (folder / "model.safetensors").unlink()
+    with pytest.raises(ModelError, match=r"the weights of .* are gone; get the checkpoint again"):
+        _ = family.hf

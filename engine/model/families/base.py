@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -19,6 +19,9 @@ from mmkv.engine.model.families.features import (
     in_token_order,
     shared_out,
 )
+
+if TYPE_CHECKING:
+    from mmkv.engine.model.families.vision_cache import VisionCache
 
 _NOUNS = {IMAGE: "image", VIDEO: "video"}
 
@@ -136,7 +139,12 @@ class Family:
 
     @torch.inference_mode()
     def turn(
-        self, inputs: Mapping[str, Any], offset: int, device: torch.device | str = "cpu"
+        self,
+        inputs: Mapping[str, Any],
+        offset: int,
+        device: torch.device | str = "cpu",
+        cache: VisionCache | None = None,
+        salt: str = "",
     ) -> Turn:
         """Build the turn that follows ``offset`` rope positions.
 
@@ -145,11 +153,13 @@ class Family:
                 optionally ``attention_mask`` (its zeros are dropped) and pixels.
             offset: rope position of the first token.
             device: where the tensors of the turn are put.
+            cache: has the features of pictures that were read before under the same ``salt``.
 
         Raises:
             InputError: malformed inputs, or placeholders and features that do not match.
         """
-        return self.turns([self._token_ids(inputs)], inputs, [offset], device)[0]
+        rows = [self._token_ids(inputs)]
+        return self.turns(rows, inputs, [offset], device, cache=cache, salt=salt)[0]
 
     @torch.inference_mode()
     def turns(
@@ -159,6 +169,8 @@ class Family:
         offsets: Sequence[int],
         device: torch.device | str = "cpu",
         seen: Sequence[Tensor] = (),
+        cache: VisionCache | None = None,
+        salt: str = "",
     ) -> list[Turn]:
         """Build a turn for each of several sequences; all their pictures are encoded together.
 
@@ -169,6 +181,7 @@ class Family:
             device: where the tensors of the turns are put.
             seen: the tokens before each turn. The pixels may cover their pictures, too: all of a
                 sequence's, its older ones first. Only those of the turns are used.
+            cache, salt: as of :meth:`turn`.
 
         Raises:
             InputError: malformed inputs, or placeholders and features that do not match.
@@ -176,7 +189,15 @@ class Family:
         rows = [self._checked_ids(row) for row in rows]
         new = [self._modality(row) for row in rows]
         held = [self._modality(row) for row in seen]
-        features = self._features(inputs, torch.cat(new), torch.cat(held) if held else None, device)
+        older = torch.cat(held) if held else None
+
+        def read(kind: int, encode: Callable[..., Features]) -> Features:
+            if cache is None:
+                return encode(inputs, device)
+            others = {key for other, key in self.pixel_keys.items() if other != kind}
+            return cache.features(kind, inputs, others, salt, lambda: encode(inputs, device))
+
+        features = self._features(inputs, torch.cat(new), older, read)
         whole = covers_seen(features, new, held)
         spans = [part for pair in zip(held, new, strict=True) for part in pair] if whole else new
         step = slice(1, None, 2) if whole else slice(None)
@@ -274,7 +295,7 @@ class Family:
         inputs: Mapping[str, Any],
         modality: Tensor,
         held: Tensor | None,
-        device: torch.device | str,
+        read: Callable[[int, Callable[..., Features]], Features],
     ) -> dict[int, Features]:
         """Return the features per modality: as many as its placeholders, or ``held``'s as well."""
         for key in ("pixel_values", "pixel_values_videos"):
@@ -310,7 +331,7 @@ class Family:
                     f"{self.pixel_keys[kind]} came without {noun} tokens in the prompt; name the "
                     f"{noun} in the message and let the processor expand it"
                 )
-            features = readers[kind](inputs, device)
+            features = read(kind, readers[kind])
             if features.rows.shape[0] not in (wanted, wanted + older):
                 raise InputError(
                     f"the prompt has {wanted} {noun} tokens and its {noun}s give "

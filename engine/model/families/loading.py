@@ -22,7 +22,7 @@ from mmkv.engine.model.families import FAMILIES, Family, family_for
 from mmkv.engine.model.families.base import end_tokens
 from mmkv.engine.model.families.config import read_config, whole_config
 from mmkv.engine.model.families.deferred import DeferredModel
-from mmkv.engine.model.families.vision import build_vision, import_beside
+from mmkv.engine.model.families.vision import build_vision, import_beside, require_finite_rest
 from mmkv.engine.model.finite import require_finite
 from mmkv.engine.model.panel_files import PanelStore, with_panels
 from mmkv.engine.model.product import Kernels, WeightForm
@@ -118,10 +118,12 @@ def _load(
 
             @_explaining(name, source)
             def build(shared: DecoderWeights) -> Any:
+                stored = _stored(source)
+                if stored is None:
+                    raise ModelError(f"the weights of {name} are gone; get the checkpoint again")
                 whole = whole_config(config, source, local)
-                model = build_vision(family_type, whole, shared, precision, where, load_whole)
-                _require_finite_rest(model, shared, name)
-                return model
+                how = precision, where, load_whole, stored, holding, name
+                return build_vision(family_type, whole, shared, *how)
 
             model = DeferredModel(config, ends, spec.vocab_size, functools.partial(build, weights))
             return family_type(model), spec, weights
@@ -140,21 +142,8 @@ def _load(
     if holding is not None:
         weights.hold(holding)
     require_finite(weights.named(), name)
-    _require_finite_rest(hf_model, weights, name)
+    require_finite_rest(hf_model, weights, name)
     return family, spec, weights
-
-
-def _require_finite_rest(model: Any, text: DecoderWeights, name: str) -> None:
-    """Check the weights that are not the decoder's: the vision tower's. Raises ModelError."""
-    known = {tensor.data_ptr() for _, tensor in text.named()}
-    require_finite(
-        (
-            (part, tensor)
-            for part, tensor in model.named_parameters()
-            if not tensor.is_meta and tensor.data_ptr() not in known
-        ),
-        name,
-    )
 
 
 def resolve_device(device: str | torch.device = "auto") -> torch.device:
@@ -216,12 +205,11 @@ def _stored_weights(
     device: torch.device,
     holding: WeightForm | None,
 ) -> DecoderWeights | None:
-    files = files_of(functools.partial(checkpoint_file, source))
-    if files is None:
+    stored = _stored(source)
+    if stored is None:
         return None
     tied = bool(getattr(config, "tie_word_embeddings", False))
     text_config, places = config.get_text_config(), family_type.text_places
-    stored = StoredTensors(files)
 
     def read(panels: PanelStore) -> DecoderWeights | None:
         made = read_text_weights(
@@ -240,7 +228,7 @@ def _stored_weights(
         # What is stored in bfloat16 needs no rounding: both forms are one.
         exact = holding.name == "auto" and stored.kinds(text) <= {"BF16"}
         form = "bf16" if exact else holding.name
-        found, note = with_panels(read, files, name, form, stored.numbers_of(text))
+        found, note = with_panels(read, stored.files, name, form, stored.numbers_of(text))
         if found is not None:
             found.note = note
     if found is None and spec.matrix_numbers(text_config) > 2 * stored.numbers:
@@ -250,6 +238,12 @@ def _stored_weights(
             f"the weight files in {source}; get the complete checkpoint"
         )
     return found
+
+
+def _stored(source: str) -> StoredTensors | None:
+    """Return a checkpoint's safetensors files, None where it has none."""
+    files = files_of(functools.partial(checkpoint_file, source))
+    return None if files is None else StoredTensors(files)
 
 
 def _generation_config(source: str) -> dict[str, Any]:
@@ -270,14 +264,18 @@ def _model(
     config: Any,
     dtype: torch.dtype,
     device: torch.device,
+    tensors: dict[str, Any] | None = None,
 ) -> Any:
-    auto_class = getattr(transformers, family_type.auto_class)
+    """Load a model by transformers; with ``tensors``, from these and not from its files."""
+    loader = getattr(transformers, family_type.auto_class)
+    if tensors is not None:
+        loader = loader._model_mapping[type(config)]
     # With accelerate at hand the shards go straight to the GPU, else by way of the CPU.
     direct = device.type != "cpu" and importlib.util.find_spec("accelerate") is not None
     # A download of gigabytes keeps its progress bar.
     with _quiet(bars=not local):
-        model, report = auto_class.from_pretrained(
-            source,
+        model, report = loader.from_pretrained(
+            source if tensors is None else None,
             config=config,
             dtype=dtype,
             attn_implementation="sdpa",
@@ -286,6 +284,7 @@ def _model(
             use_safetensors=True,
             trust_remote_code=False,
             local_files_only=local,
+            state_dict=tensors,
             device_map={"": device} if direct else None,
         )
     # transformers fills what is missing with random numbers and only warns.

@@ -11,13 +11,19 @@ from typing import Any
 
 import torch
 import transformers
-from torch import nn
+from torch import Tensor, nn
 
 from mmkv.engine.errors import STOPS
+from mmkv.engine.memory import give_back
 from mmkv.engine.model.families.base import Family
+from mmkv.engine.model.finite import require_finite
 from mmkv.engine.model.panels import Panels
-from mmkv.engine.model.product import Matrix
+from mmkv.engine.model.product import Matrix, WeightForm
+from mmkv.engine.model.stored import StoredTensors, text_place
 from mmkv.engine.model.weights import DecoderWeights
+
+_CPU = torch.device("cpu")
+_MANY_BYTES = 2**26
 
 
 def build_vision(
@@ -26,15 +32,25 @@ def build_vision(
     weights: DecoderWeights,
     dtype: torch.dtype,
     device: torch.device,
-    load: Callable[[Any, torch.dtype, torch.device], Any],
+    load: Callable[[Any, torch.dtype, torch.device, dict[str, Any]], Any],
+    stored: StoredTensors,
+    form: WeightForm | None,
+    name: str,
 ) -> Any:
     """Load the transformers model without decoder layers; it shares all else with ``weights``.
 
+    Of the files, the tensors of the vision tower and the projector alone are read. With a form they
+    are held as stored first, and widened one by one at the end, so that no matrix which takes
+    another form in between is ever held wide.
+
     Args:
-        load: loads a checkpoint by this config; what the config does not have is not read.
+        config: of the whole model. dtype: of the tensors.
+        load: loads the model of a config in a dtype onto a device, from tensors by their names.
+        stored: the checkpoint's files, whose text weights are ``weights``.
+        form: how the decoder's matrices are held. name: the checkpoint's, for messages.
 
     Raises:
-        ModelError: files that cannot be read, or tensors that are missing.
+        ModelError: files that cannot be read, tensors that are missing or hold NaN or infinity.
     """
     if family.has_vision:
         _imports.start(family, config)
@@ -49,7 +65,10 @@ def build_vision(
     vars(shorter.get_text_config()).update(
         {name: 0 if name == "num_hidden_layers" else [] for name in whole}
     )
-    model = load(shorter, dtype, device)
+    names = _names_beside_text(family, stored)
+    first = dtype if form is None else stored.one_dtype(names) or dtype
+    tensors = {name: _Unread(stored, name) for name in names}
+    model = load(shorter, first, _CPU, tensors | _placeholders(family, weights, first))
     text_model: Any = family.text_model(model)
     for part in (model.config.get_text_config(), text_model.config):
         vars(part).update(whole)
@@ -58,7 +77,76 @@ def build_vision(
     text_model.norm.weight = nn.Parameter(weights.norm, requires_grad=False)
     tied = weights.head.data_ptr() == weights.embed.data_ptr()
     model.get_output_embeddings().weight = embed if tied else _parameter(weights.head)
+    require_finite_rest(model, weights, name)
+    if first != dtype:
+        _widen(model, weights, dtype)
+    if device != _CPU:
+        return model.to(device)
+    give_back()
     return model
+
+
+def require_finite_rest(model: Any, text: DecoderWeights, name: str) -> None:
+    """Check the weights that are not the decoder's: the vision tower's. Raises ModelError."""
+    require_finite(_rest(model, text), name)
+
+
+def _rest(model: Any, text: DecoderWeights) -> Iterator[tuple[str, Tensor]]:
+    known = {tensor.data_ptr() for _, tensor in text.named()}
+    for part, tensor in model.named_parameters():
+        if not tensor.is_meta and tensor.data_ptr() not in known:
+            yield part, tensor
+
+
+def _names_beside_text(family: type[Family], stored: StoredTensors) -> list[str]:
+    """Return the names of all tensors that are not the text model's."""
+    place = text_place(stored, family.text_places)
+    assert place is not None  # its weights were read from there
+    prefix, head = place
+    return sorted(n for n in stored.names if not n.startswith(prefix) and n != head)
+
+
+class _Unread:
+    """A tensor of the files that is read when transformers slices it, as those of safetensors."""
+
+    def __init__(self, stored: StoredTensors, name: str) -> None:
+        self._stored, self._name = stored, name
+
+    def __getitem__(self, index: Any) -> Tensor:
+        return self._stored.read_as_stored(self._name)[index]
+
+
+def _placeholders(
+    family: type[Family], weights: DecoderWeights, dtype: torch.dtype
+) -> dict[str, Tensor]:
+    """Return what stands for embedding, norm and head while a model is loaded: one number each.
+
+    transformers would allocate what is missing, and fill it with random numbers.
+    """
+    prefix, head = family.text_places[0]  # as transformers' own modules are named
+    shapes = {
+        f"{prefix}embed_tokens.weight": weights.embed.shape,
+        f"{prefix}norm.weight": weights.norm.shape,
+        head: weights.head.shape,
+    }
+    zero = torch.zeros((), dtype=dtype)
+    return {name: zero.expand(tuple(shape)) for name, shape in shapes.items()}
+
+
+@torch.no_grad()
+def _widen(model: Any, text: DecoderWeights, dtype: torch.dtype) -> None:
+    """Convert what is not the decoder's from other floats, one tensor after the other."""
+    freed = 0
+    for tensor in (*(tensor for _, tensor in _rest(model, text)), *model.buffers()):
+        if tensor.is_floating_point() and tensor.dtype != dtype:
+            freed += tensor.nbytes
+            tensor.data = tensor.data.to(dtype)
+        if freed >= _MANY_BYTES:  # which lie between others: the heap keeps them by itself
+            give_back()
+            freed = 0
+    for module in model.modules():
+        if isinstance(module, transformers.PreTrainedModel):
+            module.config.dtype = dtype
 
 
 def _parameter(matrix: Matrix) -> nn.Parameter:

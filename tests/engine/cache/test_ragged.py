@@ -527,7 +527,7 @@ def test_a_session_after_another_is_one_on_a_fresh_engine(
 
 def test_a_pool_never_grows_beyond_its_limit(folders: dict[str, Path]) -> None:
     """Also where an eighth more would: many sessions, until one has no room."""
-    engine = load(folders["vl"], policy="full", kv_limit=1_000_000, page_size=4)
+    engine = load(folders["vl"], policy="full", kv_limit=1_000_000, vision_cache=0, page_size=4)
     pool = engine.cache.pool
     assert pool.limit == 1_000_000 // pool.page_bytes
     sessions = []

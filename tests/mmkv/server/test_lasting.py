@@ -6,6 +6,7 @@ import asyncio
 import dataclasses
 import errno
 import fcntl
+import itertools
 import json
 import os
 import shutil
@@ -679,3 +680,26 @@ def test_what_is_nearly_a_key_is_none(server: Server, given: str) -> None:
         assert answer.status_code == 401, wrong
     for right in ("Bearer first-key", "bearer  second-key"):
         assert server.client.get("/v1/models", headers={"Authorization": right}).status_code == 200
+
+
+def test_no_key_learns_that_another_sent_the_same_picture(server: Server) -> None:
+    """Its features are computed anew for each key and cache_salt, as its prompt is."""
+    shown = picture_part(picture("blue", (56, 40)))
+    passes: list[None] = []
+    tower = server.inside(lambda core: core.engine.family.hf.model.visual)
+    hook = tower.register_forward_hook(lambda *_: passes.append(None))
+    told = []
+    try:
+        for key, salt in itertools.product(KEYS, (None, "salt")):
+            with asking(server, key) as client:
+                for number in range(2):
+                    parts = [shown, {"type": "text", "text": f"{number}?"}]
+                    fields = {} if salt is None else {"cache_salt": salt}
+                    asked_for = asked({"role": "user", "content": parts}, **fields)
+                    told.append(ok(client.post("/v1/chat/completions", json=asked_for)))
+                    assert told[-1]["usage"]["mmkv"]["resumed"] == 0
+            assert len(passes) == len(told) // 2
+    finally:
+        hook.remove()
+    texts = [one["choices"][0]["message"]["content"] for one in told]
+    assert texts[:2] * 4 == texts

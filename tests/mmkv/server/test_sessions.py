@@ -40,6 +40,7 @@ TURNS: list[Any] = [
 
 def load(folder: Path, memory: int = 8 * 2**20) -> Engine:
     options = {"gates": "random", "policy": "dbtrimkv", "budget": 24, "dtype": "float32"}
+    options["vision_cache"] = 0  # pages have all of the memory
     return Engine.from_pretrained(folder, kv_limit=memory, prefill_chunk=64, **options)
 
 

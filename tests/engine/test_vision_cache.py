@@ -1,0 +1,313 @@
+"""The same picture is encoded once; nothing else is taken for it, and memory stays bounded."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+import mmkv.hf
+from mmkv.engine.config import EngineConfig
+from mmkv.engine.errors import BudgetError, InputError, PolicyError
+from mmkv.engine.model.families import IMAGE, VIDEO, Features
+from mmkv.engine.model.families.vision_cache import VisionCache
+from mmkv.engine.runtime import Runtime
+from tests.support.factories import CHECKPOINTS, FAMILIES, QWEN_VL, checkpoint, make_turn
+from tests.support.model_configs import config_of
+from tests.support.sessions import load
+
+SEEING = [name for name in FAMILIES if hasattr(config_of(CHECKPOINTS[name]), "vision_config")]
+SHOWN = [3, ("image", 16, 16), 4]
+
+
+def open_engine(name: str, **options: Any) -> Runtime:
+    return load(checkpoint(name), policy="full", gates=None, **options)
+
+
+@contextmanager
+def counted(engine: Runtime) -> Iterator[list[None]]:
+    """Note each pass of the vision tower."""
+    passes: list[None] = []
+    model = engine.family.hf.model
+    tower = model.visual if hasattr(model, "visual") else model.vision_tower
+    hook = tower.register_forward_hook(lambda *_: passes.append(None))
+    try:
+        yield passes
+    finally:
+        hook.remove()
+
+
+def read(engine: Runtime, turn: dict[str, Tensor], salt: str = "") -> Tensor:
+    with engine.session() as session:
+        session.cache_salt = salt
+        return session.prefill(turn)
+
+
+@pytest.mark.parametrize("name", SEEING)
+def test_a_picture_that_comes_again_is_encoded_once(name: str) -> None:
+    engine, without = open_engine(name), open_engine(name, vision_cache=0)
+    turn, other = make_turn(name, SHOWN), make_turn(name, SHOWN, seed=1)
+    with counted(without) as passes:
+        wanted = [read(without, one) for one in (turn, other, turn)]
+    alone = len(passes) // 3
+    assert alone >= 1
+    with counted(engine) as passes:
+        found = [read(engine, one) for one in (turn, other, turn)]
+    assert len(passes) == 2 * alone
+    assert all(map(torch.equal, found, wanted))
+    assert not torch.equal(found[0], found[1])
+
+
+@pytest.mark.parametrize("name", ["qwen3_vl", "qwen2_5_vl", "llava_onevision"])
+def test_videos_too(name: str) -> None:
+    engine, without = open_engine(name), open_engine(name, vision_cache=0)
+    turn = make_turn(name, [3, ("video", 4, 16, 16), 4])
+    with counted(engine) as passes:
+        assert torch.equal(read(engine, turn), read(engine, turn))
+        assert len(passes) == 1
+    assert torch.equal(read(without, turn), read(engine, turn))
+
+
+def test_the_question_does_not_matter() -> None:
+    engine = open_engine("qwen3_vl")
+    turn = make_turn("qwen3_vl", SHOWN)
+    longer = {
+        key: torch.cat([value, value[:, :3]], 1)
+        if key in ("input_ids", "attention_mask")
+        else value
+        for key, value in turn.items()
+        if key != "mm_token_type_ids"
+    }
+    with counted(engine) as passes:
+        read(engine, turn)
+        read(engine, longer)
+    assert len(passes) == 1
+
+
+def test_other_settings_of_the_same_pixels_are_others() -> None:
+    """Other grids, other numbers, other kinds."""
+    engine = open_engine("qwen3_vl")
+    wide = make_turn("qwen3_vl", [3, ("image", 16, 32), 4])
+    high = {**wide, "image_grid_thw": wide["image_grid_thw"][:, [0, 2, 1]]}
+    brighter = {**wide, "pixel_values": wide["pixel_values"] * 1.01}
+    one_off = {**wide, "pixel_values": wide["pixel_values"].clone()}
+    one_off["pixel_values"][-1, -1] += 1e-3
+    seen = []
+    with counted(engine) as passes:
+        for turn in (wide, high, brighter, one_off):
+            seen.append(engine.turn(turn, 0).visual)
+        assert len(passes) == 4
+    assert not any(torch.equal(a, b) for i, a in enumerate(seen) for b in seen[:i])
+    cache, made = VisionCache(2**20), Features(torch.ones(2, 2))
+    rows = {"pixel_values": torch.ones(4)}
+    for kind, inputs in (
+        (IMAGE, rows),
+        (VIDEO, rows),
+        (IMAGE, {"pixel_values": torch.ones(2, 2)}),
+        (IMAGE, {"pixel_values": torch.ones(4).int()}),
+        (IMAGE, {"pixel_values": torch.ones(4).view(torch.int32)}),
+        (IMAGE, rows | {"image_sizes": torch.ones(1, 2)}),
+        (IMAGE, {"pixel_value": torch.ones(4)}),
+    ):
+        calls = call_twice(cache, kind, inputs, made)
+        assert calls == 1, (kind, inputs)
+
+
+def call_twice(cache: VisionCache, kind: int, inputs: dict[str, Tensor], made: Features) -> int:
+    calls: list[None] = []
+
+    def encode() -> Features:
+        calls.append(None)
+        return made
+
+    for _ in range(2):
+        cache.features(kind, inputs, set(), "", encode)
+    return len(calls)
+
+
+def test_the_same_tiles_of_a_picture_of_another_size_are_others() -> None:
+    """LLaVA-NeXT cuts the borders off by it."""
+    engine = open_engine("llava_next")
+    turn = make_turn("llava_next", [3, ("image", 16, 32), 4])
+    sizes = turn["image_sizes"] - torch.tensor([1, 0])
+    engine.turn(turn, 0)
+    with counted(engine) as passes:
+        engine.turn({**turn, "image_sizes": sizes}, 0)
+    assert len(passes) == 1
+
+
+def test_salts_share_nothing() -> None:
+    engine = open_engine("qwen3_vl")
+    turn = make_turn("qwen3_vl", SHOWN)
+    with counted(engine) as passes:
+        for salt in ("one", "two", "one", "two"):
+            read(engine, turn, salt)
+    assert len(passes) == 2
+    with engine.session() as session:
+        assert session.memory().vision_bytes == 0
+        session.cache_salt = "one"
+        assert session.memory().vision_bytes == engine.vision_cache.nbytes // 2 > 0
+
+
+def test_memory_counts_what_is_kept() -> None:
+    engine = open_engine("qwen3_vl")
+    turn = make_turn("qwen3_vl", SHOWN)
+    with engine.session() as session:
+        session.prefill(turn)
+        made = engine.family.turn(turn, 0)
+        assert made.visual is not None and made.deepstack
+        wanted = made.visual.nbytes + sum(level.nbytes for level in made.deepstack)
+        assert session.memory().vision_bytes == engine.vision_cache.nbytes == wanted
+
+
+def test_forks_share() -> None:
+    engine = open_engine("qwen3_vl")
+    turn = make_turn("qwen3_vl", SHOWN)
+    with counted(engine) as passes, engine.session() as session:
+        session.cache_salt = "mine"
+        session.prefill(make_turn("qwen3_vl", [3]))
+        with session.fork() as one, session.fork() as two:
+            assert torch.equal(one.prefill(turn), two.prefill(turn))
+            assert one.memory().vision_bytes == session.memory().vision_bytes > 0
+    assert len(passes) == 1
+
+
+@pytest.mark.parametrize("off", [0, "0", "0MiB"])
+def test_zero_keeps_nothing(off: int | str) -> None:
+    engine = open_engine("qwen3_vl", vision_cache=off)
+    turn = make_turn("qwen3_vl", SHOWN)
+    with counted(engine) as passes:
+        read(engine, turn)
+        read(engine, turn)
+    assert len(passes) == 2 and engine.vision_cache.nbytes == 0
+
+
+def test_a_limit_of_the_cache_holds_features_too() -> None:
+    for limit, asked, taken in ((2**24, "256MiB", 2**21), (2**24, "1MiB", 2**20), (2**24, 0, 0)):
+        engine = open_engine("qwen3_vl", kv_limit=limit, vision_cache=asked)
+        pool = engine.cache.pool
+        assert pool.limit is not None and engine.vision_cache.limit == taken
+        free = limit - taken - pool.limit * pool.page_bytes
+        assert 0 <= free < pool.page_bytes
+    assert open_engine("qwen3_vl").vision_cache.limit == 256 * 2**20
+    text = open_engine("qwen2", kv_limit=limit)
+    assert text.vision_cache.limit == 0
+    assert text.cache.pool.limit == limit // text.cache.pool.page_bytes
+
+
+@pytest.mark.parametrize(
+    ("given", "error", "said"),
+    [
+        (-1, PolicyError, "vision_cache is -1; give 0 or more bytes"),
+        ("much", BudgetError, "'much' is not an amount of memory"),
+        (True, TypeError, "vision_cache"),
+        (1.5, TypeError, "vision_cache"),
+    ],
+)
+def test_amounts_that_are_none(given: Any, error: type[Exception], said: str) -> None:
+    with pytest.raises(error, match=said):
+        EngineConfig(vision_cache=given)
+
+
+def test_a_retained_model_takes_none() -> None:
+    """Its weights may be trained between two calls."""
+    from tests.support.factories import make_model
+
+    model = make_model(CHECKPOINTS["qwen3_vl"])
+    with pytest.raises(InputError, match="retain takes no vision_cache"):
+        mmkv.hf.retain(model, policy="full", vision_cache="1MiB")
+    with mmkv.hf.retain(model, policy="full", kv_limit=2**20) as handle:
+        assert handle._engine is not None and handle._engine.vision_cache.limit == 0
+
+
+LIMIT = 4096
+
+
+@given(st.lists(st.tuples(st.integers(0, 9), st.sampled_from(["a", "b"])), max_size=60))
+def test_the_latest_used_stay_within_the_bound(asked: list[tuple[int, str]]) -> None:
+    cache, wanted = VisionCache(LIMIT), []  # wanted: names and sizes, the latest used last
+    for number, salt in asked:
+        rows, calls = 64 * (number + 1) ** 2, []
+
+        def encode(rows: int = rows, calls: list[None] = calls) -> Features:
+            calls.append(None)
+            return Features(torch.zeros(rows // 8), (torch.zeros(rows // 8),))
+
+        inputs = {"pixel_values": torch.tensor([number])}
+        cache.features(IMAGE, inputs, set(), salt, encode)
+        assert len(calls) == ((number, salt, rows) not in wanted)
+        wanted = [one for one in wanted if one != (number, salt, rows)]
+        if rows <= LIMIT:
+            wanted.append((number, salt, rows))
+        while sum(size for *_, size in wanted) > LIMIT:
+            wanted.pop(0)
+        assert cache.nbytes == sum(size for *_, size in wanted) <= LIMIT
+        for name in ("a", "b"):
+            own = sum(size for _, owner, size in wanted if owner == name)
+            assert cache.bytes_of(name) == own
+
+
+def test_views_of_larger_tensors_are_copied() -> None:
+    cache, whole = VisionCache(LIMIT), torch.zeros(2**20)
+    cache.features(
+        IMAGE, {"pixel_values": torch.ones(1)}, set(), "", lambda: Features(whole[:64].view(8, 8))
+    )
+    found = cache.features(IMAGE, {"pixel_values": torch.ones(1)}, set(), "", _never)
+    assert found.rows.shape == (8, 8) and found.rows.untyped_storage().nbytes() == 256
+
+
+def _never() -> Features:
+    raise AssertionError("it was encoded again")
+
+
+def test_what_fails_is_not_kept() -> None:
+    cache, inputs = VisionCache(LIMIT), {"pixel_values": torch.ones(1)}
+
+    def failing() -> Features:
+        raise InputError("no")
+
+    for _ in range(2):
+        with pytest.raises(InputError):
+            cache.features(IMAGE, inputs, set(), "", failing)
+    odd: dict[str, Any] = {"pixel_values": object()}
+    assert call_twice(cache, IMAGE, odd, Features(torch.ones(2, 2))) == 2
+    assert cache.nbytes == 0
+
+
+def test_threads_share_it() -> None:
+    cache, failed = VisionCache(LIMIT), []
+
+    def work(seed: int) -> None:
+        numbers = torch.Generator().manual_seed(seed)
+        for number in torch.randint(0, 20, (200,), generator=numbers).tolist():
+            inputs = {"pixel_values": torch.tensor([number])}
+            found = cache.features(IMAGE, inputs, set(), "", _rows_of(number))
+            if float(found.rows[0, 0]) != number or cache.nbytes > LIMIT:
+                failed.append(number)
+
+    threads = [threading.Thread(target=work, args=(seed,)) for seed in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not failed and cache.bytes_of("") == cache.nbytes
+
+
+def _rows_of(number: int) -> Callable[[], Features]:
+    return lambda: Features(torch.full((8, 16), float(number)))
+
+
+def test_pixels_in_a_narrow_dtype() -> None:
+    engine = open_engine(QWEN_VL[0])
+    turn = make_turn(QWEN_VL[0], SHOWN)
+    narrow = {**turn, "pixel_values": turn["pixel_values"].bfloat16()}
+    with counted(engine) as passes:
+        assert torch.equal(read(engine, narrow), read(engine, narrow))
+    assert len(passes) == 1
