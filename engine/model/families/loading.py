@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import importlib.util
+import itertools
 import json
 import re
 from collections.abc import Callable, Iterable, Iterator
@@ -22,6 +23,7 @@ from mmkv.engine.model.families import FAMILIES, Family, family_for
 from mmkv.engine.model.families.base import end_tokens
 from mmkv.engine.model.families.config import read_config, whole_config
 from mmkv.engine.model.families.deferred import DeferredModel
+from mmkv.engine.model.families.tower import held_matrices, hold_tower
 from mmkv.engine.model.families.vision import build_vision, import_beside
 from mmkv.engine.model.finite import require_finite
 from mmkv.engine.model.product import Kernels, WeightForm
@@ -117,7 +119,8 @@ def _load(
             @_explaining(name, source)
             def build(shared: DecoderWeights) -> Any:
                 whole = whole_config(config, source, local)
-                model = build_vision(family_type, whole, shared, precision, where, load_whole)
+                read = family_type, whole, shared, precision, where, load_whole
+                model = build_vision(*read, holding)
                 _require_finite_rest(model, shared, name)
                 return model
 
@@ -137,6 +140,8 @@ def _load(
     weights = DecoderWeights.take(text_model, family_type.output_head(hf_model), spec)
     if holding is not None:
         weights.hold(holding)
+        if family_type in FAMILIES:
+            hold_tower(hf_model, family_type, holding)
     require_finite(weights.named(), name)
     _require_finite_rest(hf_model, weights, name)
     return family, spec, weights
@@ -145,14 +150,12 @@ def _load(
 def _require_finite_rest(model: Any, text: DecoderWeights, name: str) -> None:
     """Check the weights that are not the decoder's: the vision tower's. Raises ModelError."""
     known = {tensor.data_ptr() for _, tensor in text.named()}
-    require_finite(
-        (
-            (part, tensor)
-            for part, tensor in model.named_parameters()
-            if not tensor.is_meta and tensor.data_ptr() not in known
-        ),
-        name,
+    rest = (
+        (part, tensor)
+        for part, tensor in model.named_parameters()
+        if not tensor.is_meta and tensor.data_ptr() not in known
     )
+    require_finite(itertools.chain(rest, held_matrices(model)), name)
 
 
 def resolve_device(device: str | torch.device = "auto") -> torch.device:

@@ -15,8 +15,9 @@ from torch import nn
 
 from mmkv.engine.errors import STOPS
 from mmkv.engine.model.families.base import Family
+from mmkv.engine.model.families.tower import hold_tower
 from mmkv.engine.model.panels import Panels
-from mmkv.engine.model.product import Matrix
+from mmkv.engine.model.product import Matrix, WeightForm
 from mmkv.engine.model.weights import DecoderWeights
 
 
@@ -27,11 +28,13 @@ def build_vision(
     dtype: torch.dtype,
     device: torch.device,
     load: Callable[[Any, torch.dtype, torch.device], Any],
+    form: WeightForm | None = None,
 ) -> Any:
     """Load the transformers model without decoder layers; it shares all else with ``weights``.
 
     Args:
         load: loads a checkpoint by this config; what the config does not have is not read.
+        form: how its matrices are held; None: as they are loaded.
 
     Raises:
         ModelError: files that cannot be read, or tensors that are missing.
@@ -58,6 +61,8 @@ def build_vision(
     text_model.norm.weight = nn.Parameter(weights.norm, requires_grad=False)
     tied = weights.head.data_ptr() == weights.embed.data_ptr()
     model.get_output_embeddings().weight = embed if tied else _parameter(weights.head)
+    if form is not None:
+        hold_tower(model, family, form)
     return model
 
 

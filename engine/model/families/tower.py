@@ -1,0 +1,107 @@
+"""The vision tower and projector on a CPU: their matrices in the forms of the decoder's."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from mmkv.engine.model.families.base import Family
+from mmkv.engine.model.product import Matrix, Product, WeightForm
+
+
+class HeldLinear(nn.Module):
+    """A linear layer of float32 states whose matrix is held in a form.
+
+    Attributes:
+        matrix: ``[out, in]``. It is no parameter: nothing but ``product`` reads it.
+        bias: float32 ``[out]``, or None.
+    """
+
+    def __init__(self, matrix: Matrix, bias: Tensor | None, product: Product) -> None:
+        super().__init__()
+        self.matrix, self._product = matrix, product
+        self.bias = None if bias is None else nn.Parameter(bias.float(), requires_grad=False)
+
+    @property
+    def weight(self) -> Tensor:
+        """Return what transformers asks layers for: the shape, and the dtype of states."""
+        return torch.empty(self.matrix.shape, dtype=torch.float32, device="meta")
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Compute ``weight x + bias``, float32 ``[..., out]`` of ``x [..., in]``."""
+        return self._product(x, self.matrix, self.bias)
+
+
+class HeldPatches(HeldLinear):
+    """A convolution whose patches lie side by side: one product for all of them."""
+
+    def __init__(
+        self, matrix: Matrix, bias: Tensor | None, product: Product, patch: tuple[int, ...]
+    ) -> None:
+        super().__init__(matrix, bias, product)
+        self.patch = patch
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Compute float32 ``[n, out, *patches]`` of pixels ``[n, channels, *pixels]``.
+
+        Pixels at the end of an axis that fill no patch are not read, as in the convolution.
+        """
+        axes = len(self.patch)
+        for axis, size in enumerate(self.patch):
+            x = x.unfold(2 + axis, size, size)
+        patches = x.movedim(1, 1 + axes).flatten(-1 - axes)
+        return super().forward(patches).movedim(-1, 1)
+
+
+def hold_tower(model: Any, family: type[Family], form: WeightForm) -> None:
+    """Hold the matrices of a model's vision tower and projector in a form, in place.
+
+    Linear layers and patch embeddings become modules that multiply by :attr:`WeightForm.product`;
+    the text model and the output head stay. A matrix that the form leaves in float32 stays as it
+    is, and so does all that is no matrix.
+
+    Args:
+        model: a transformers model of ``family``, in a floating dtype. What stays is not converted.
+    """
+    text: Any = family.text_model(model)
+    apart = {*text.modules(), model.get_output_embeddings()}
+    for parent in [module for module in model.modules() if module not in apart]:
+        for name, child in list(parent.named_children()):
+            held = None if child in apart else _held(child, form)
+            if held is not None:
+                setattr(parent, name, held)
+
+
+def held_matrices(model: nn.Module) -> Iterator[tuple[str, Matrix]]:
+    """Yield the matrices that :func:`hold_tower` holds, by the names of the weights they were."""
+    for name, module in model.named_modules():
+        if isinstance(module, HeldLinear):
+            yield f"{name}.weight", module.matrix
+
+
+def _held(layer: nn.Module, form: WeightForm) -> HeldLinear | None:
+    """Return what takes a layer's place; None: it stays."""
+    # Of these types alone: a subclass may compute something else.
+    patches = type(layer) in (nn.Conv2d, nn.Conv3d) and _side_by_side(layer)
+    if not patches and type(layer) is not nn.Linear:
+        return None
+    weight, bias = layer.weight, layer.bias
+    assert isinstance(weight, Tensor)
+    matrix = form.hold(weight.detach().flatten(1))
+    if isinstance(matrix, Tensor) and matrix.dtype == weight.dtype == torch.float32:
+        return None
+    assert bias is None or isinstance(bias, Tensor)
+    if isinstance(layer, (nn.Conv2d, nn.Conv3d)):
+        return HeldPatches(matrix, bias, form.product, layer.kernel_size)
+    return HeldLinear(matrix, bias, form.product)
+
+
+def _side_by_side(layer: Any) -> bool:
+    """Whether a convolution reads every pixel once."""
+    padded = layer.padding not in ("valid", (0,) * len(layer.kernel_size))
+    dilated = any(step != 1 for step in layer.dilation)
+    whole = layer.stride == layer.kernel_size and not padded and not dilated
+    return whole and layer.groups == 1

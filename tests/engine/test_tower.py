@@ -1,0 +1,241 @@
+"""The vision tower on a CPU: matrices in forms, and transformers' features all the same."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+from mmkv.engine.backends import kernels_for
+from mmkv.engine.errors import ModelError
+from mmkv.engine.model.families import IMAGE, VIDEO, Family, Features, family_for
+from mmkv.engine.model.families.loading import load
+from mmkv.engine.model.families.tower import HeldLinear, HeldPatches, held_matrices, hold_tower
+from mmkv.engine.model.int8 import Int8Matrix
+from mmkv.engine.model.panels import Panels
+from mmkv.engine.model.product import Kernels, WeightForm, multiply
+from mmkv.hf import retain
+from tests.support.factories import checkpoint, make_turn
+from tests.support.hf_models import model_of, prompts_of
+from tests.support.native import needs_native
+
+# One of each tower, and two levels of CLIP's at once.
+NAMES = ["qwen3_vl", "qwen2_5_vl", "internvl", "llava", "llava_next", "llava_onevision"]
+NAMES += ["llava_mistral"]
+PIECES: list[Any] = [3, ("image", 32, 32), 4, ("image", 16, 48), 2]
+ON_VIDEO = {"qwen3_vl", "qwen2_5_vl", "llava_onevision"}
+
+
+@pytest.fixture(scope="module", params=NAMES)
+def stored(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkpoint whose tensors lie in bfloat16, as those on the hub."""
+    folder = tmp_path_factory.mktemp(request.param)
+    for file in checkpoint(request.param).iterdir():
+        (folder / file.name).write_bytes(file.read_bytes())
+    tensors = load_file(folder / "model.safetensors")
+    save_file(
+        {name: tensor.bfloat16() for name, tensor in tensors.items()},
+        folder / "model.safetensors",
+        metadata={"format": "pt"},
+    )
+    (folder / "name").write_text(request.param)
+    return folder
+
+
+def turn_for(folder: Path) -> dict[str, Tensor]:
+    name = (folder / "name").read_text()
+    return make_turn(name, [*PIECES, *([("video", 4, 16, 32), 3] if name in ON_VIDEO else [])])
+
+
+def read(family: Family, inputs: dict[str, Tensor]) -> list[Tensor]:
+    """Return all features of a turn: of pictures, of videos, and their deepstack levels."""
+    readers = {IMAGE: family.image_features, VIDEO: family.video_features}
+    made: list[Features] = []
+    with torch.inference_mode():
+        for kind, key in family.pixel_keys.items():
+            if key in inputs:
+                made.append(readers[kind](inputs, torch.device("cpu")))
+    return [tensor for features in made for tensor in (features.rows, *features.deepstack)]
+
+
+def transformers_features(folder: Path, inputs: dict[str, Tensor]) -> list[Tensor]:
+    kind = family_for(transformers.AutoConfig.from_pretrained(folder))
+    model = transformers.AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32)
+    return read(kind(model.eval()), inputs)
+
+
+def furthest(ours: list[Tensor], theirs: list[Tensor]) -> float:
+    """Return the greatest error, in root mean squares of the features."""
+    assert [a.shape for a in ours] == [b.shape for b in theirs]
+    return max(
+        float((a.double() - b.double()).abs().max() / b.double().square().mean().sqrt())
+        for a, b in zip(ours, theirs, strict=True)
+    )
+
+
+def held_in(folder: Path, form: str, kernels: Kernels | None = None) -> Family:
+    return load(folder, "auto", "cpu", form=form, kernels=kernels or kernels_for(form))[0]
+
+
+def layers_left(family: Family) -> list[str]:
+    """Return the linear layers and convolutions that nobody holds, but for the output head."""
+    text: Any = family.text_model(family.hf)
+    apart = {*text.modules(), family.hf.get_output_embeddings()}
+    kinds = (nn.Linear, nn.Conv2d, nn.Conv3d)
+    return [n for n, m in family.hf.named_modules() if isinstance(m, kinds) and m not in apart]
+
+
+@needs_native
+@pytest.mark.parametrize("form", ["auto", "bf16"])
+def test_in_panels_features_are_those_of_transformers(form: str, stored: Path) -> None:
+    inputs, family = turn_for(stored), held_in(stored, form)
+    theirs = transformers_features(stored, inputs)
+    # Both round in float32; what they round differs, as the order of sums does.
+    assert furthest(read(family, inputs), theirs) < 1e-4
+    assert not layers_left(family)
+    assert all(isinstance(matrix, Panels) for _, matrix in held_matrices(family.hf))
+
+
+# Root mean square of the error of features over that of the features: 0.021 is the most here.
+WORST_INT8 = 0.03
+
+
+@needs_native
+def test_in_8_bits_c_and_torch_agree_and_the_error_is_small(stored: Path) -> None:
+    inputs = turn_for(stored)
+    theirs = transformers_features(stored, inputs)
+    native, torch_alone = held_in(stored, "int8"), held_in(stored, "int8", Kernels())
+    pairs = [dict(held_matrices(family.hf)) for family in (native, torch_alone)]
+    assert pairs[0].keys() == pairs[1].keys() and len(pairs[0]) > 6
+    for name, matrix in pairs[0].items():
+        other = pairs[1][name]
+        assert isinstance(matrix, Int8Matrix) and isinstance(other, Int8Matrix)
+        assert torch.equal(matrix.codes, other.codes) and torch.equal(matrix.scales, other.scales)
+    ours, reference = read(native, inputs), read(torch_alone, inputs)
+    for a, b, wanted in zip(ours, reference, theirs, strict=True):
+        size = wanted.square().mean().sqrt()
+        errors = [float((x - wanted).square().mean().sqrt() / size) for x in (a, b)]
+        assert 0 < max(errors) < WORST_INT8
+        # A state that lies between two codes may get either.
+        assert float((a - b).square().mean().sqrt() / size) < WORST_INT8 / 3
+    assert not layers_left(native)
+
+
+def test_what_bfloat16_does_not_hold_stays() -> None:
+    """These weights are of float32, so that ``auto`` would change numbers."""
+    family = held_in(checkpoint("internvl"), "auto")
+    assert not list(held_matrices(family.hf)) and layers_left(family)
+
+
+def test_without_c_torch_computes_with_the_same_numbers(stored: Path) -> None:
+    inputs, family = turn_for(stored), held_in(stored, "bf16", Kernels())
+    theirs = transformers_features(stored, inputs)
+    assert furthest(read(family, inputs), theirs) < 1e-4 and not layers_left(family)
+
+
+@pytest.mark.parametrize("value", [torch.nan, torch.inf])
+@pytest.mark.parametrize("form", ["auto", "int8"])
+def test_a_held_matrix_that_is_no_number_is_refused(
+    form: str, value: float, tmp_path: Path
+) -> None:
+    for file in checkpoint("qwen3_vl").iterdir():
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    tensors = load_file(tmp_path / "model.safetensors")
+    tensors = {name: tensor.bfloat16() for name, tensor in tensors.items()}
+    name = "model.visual.blocks.1.mlp.linear_fc2.weight"
+    tensors[name][-1, -1] = value
+    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    family = held_in(tmp_path, form)
+    with pytest.raises(ModelError, match=f"NaN or infinity .in {name}"):
+        _ = family.hf
+
+
+PATCHES: list[tuple[Callable[..., nn.Module], tuple[int, ...], tuple[int, ...]]] = [
+    (nn.Conv2d, (3, 4), (7, 9)),  # a row and a column of pixels are left over
+    (nn.Conv2d, (4, 4), (8, 12)),
+    (nn.Conv3d, (2, 4, 4), (2, 4, 4)),
+    (nn.Conv3d, (2, 3, 4), (5, 7, 8)),
+]
+
+
+@pytest.mark.parametrize("biased", [False, True])
+@pytest.mark.parametrize(("kind", "patch", "size"), PATCHES, ids=str)
+def test_patches_are_the_convolution(
+    kind: Callable[..., Any], patch: tuple[int, ...], size: tuple[int, ...], biased: bool
+) -> None:
+    torch.manual_seed(0)
+    layer = kind(3, 10, patch, stride=patch, bias=biased)
+    made = HeldPatches(layer.weight.detach().flatten(1), layer.bias, multiply, patch)
+    for count in (1, 5):
+        x = torch.randn(count, 3, *size)
+        with torch.no_grad():
+            torch.testing.assert_close(made(x), layer(x), rtol=0, atol=1e-5)
+
+
+class Doubled(nn.Linear):
+    """A layer that is none of torch's own."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return 2 * super().forward(x)
+
+
+class Eyes(nn.Module):
+    """Layers of all kinds, of which ``parts`` and ``patches`` can be held."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.overlapping = nn.Conv2d(3, 4, 3, stride=2)
+        self.padded = nn.Conv2d(3, 4, 2, stride=2, padding=1)
+        self.grouped = nn.Conv2d(4, 4, 2, stride=2, groups=2)
+        self.dilated = nn.Conv2d(3, 4, 2, stride=2, dilation=2)
+        self.doubled = Doubled(4, 4)
+        self.heads = nn.MultiheadAttention(4, 2)
+        self.patches = nn.Conv2d(3, 4, 2, stride=2, padding="valid")
+        self.parts = nn.Sequential(nn.Linear(4, 4), nn.GELU(), nn.Linear(4, 2, bias=False))
+        self.language_model = nn.Sequential(nn.Linear(4, 4))
+        self.lm_head = nn.Linear(4, 4)
+
+    def get_output_embeddings(self) -> nn.Module:
+        return self.lm_head
+
+
+class Seeing(Family):
+    """A family of a model without an outer layer."""
+
+    @staticmethod
+    def text_model(hf_model: Any) -> nn.Module:
+        module: nn.Module = hf_model.language_model
+        return module
+
+
+def test_other_layers_stay() -> None:
+    model = Eyes()
+    before = dict(model.named_modules())
+    hold_tower(model, Seeing, WeightForm("bf16"))
+    after = dict(model.named_modules())
+    changed = {name for name in before if after[name] is not before[name]}
+    assert changed == {"patches", "parts.0", "parts.2"}
+    assert {name for name, _ in held_matrices(model)} == {f"{name}.weight" for name in changed}
+    first = after["parts.0"]
+    assert isinstance(first, HeldLinear) and first.bias is not None
+    assert first.weight.shape == (4, 4) and first.weight.dtype == torch.float32
+
+
+def test_a_model_of_the_user_keeps_its_modules() -> None:
+    model = copy.deepcopy(model_of("qwen3_vl"))
+    with torch.no_grad():
+        for weight in model.parameters():
+            weight.copy_(weight.bfloat16().float())  # the engine could hold all of it in bfloat16
+    before = dict(model.named_modules())
+    with retain(model, gates="random", budget=64):
+        model.generate(**prompts_of("qwen3_vl")[0], max_new_tokens=2, do_sample=False)
+    after = dict(model.named_modules())
+    assert before.keys() == after.keys() and all(after[name] is before[name] for name in before)
+    assert model.config.vision_config._attn_implementation == "sdpa"
