@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -27,6 +27,25 @@ class Product(Protocol):
 
     def __call__(self, x: Tensor, weight: Matrix, bias: Tensor | None = None) -> Tensor:
         """Compute ``weight x + bias``."""
+        ...
+
+
+class PatchAttention(Protocol):
+    """Attention between the patches of pictures, without a mask."""
+
+    def __call__(
+        self, query: Tensor, key: Tensor, value: Tensor, scale: float, starts: Sequence[int]
+    ) -> Tensor:
+        """Attend from the patches of each part to all of that part.
+
+        Args:
+            query: float32 ``[n, H, T, D]``; key and value likewise.
+            scale: on the products of queries and keys.
+            starts: where each part of the T patches begins, 0 first, and T.
+
+        Returns:
+            float32 ``[n, T, H, D]``.
+        """
         ...
 
 
@@ -93,12 +112,14 @@ class Kernels:
         rounded: rounds a matrix to 8 bits.
         packed: lays out a bfloat16 matrix as ``product`` reads it fastest; None: it stays.
         elementwise: computes what is between the products.
+        attention: computes the attention of vision towers; None: transformers' way does.
     """
 
     product: Product | None = None
     rounded: Callable[[Tensor], Int8Matrix] = Int8Matrix.of
     packed: Callable[[Tensor], Matrix] | None = None
     elementwise: Elementwise = field(default_factory=TorchElementwise)
+    attention: PatchAttention | None = None
 
 
 @dataclass(frozen=True)

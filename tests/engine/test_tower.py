@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
+import functools
 from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +15,14 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from mmkv.engine.backends import kernels_for
+from mmkv.engine.backends.cpu import kernels as native
+from mmkv.engine.backends.cpu import levels
+from mmkv.engine.backends.cpu.kernels import attend_patches
 from mmkv.engine.errors import ModelError
-from mmkv.engine.model.families import IMAGE, VIDEO, Family, Features, family_for
+from mmkv.engine.model.families import IMAGE, VIDEO, Family, Features, family_for, tower
 from mmkv.engine.model.families.loading import load
 from mmkv.engine.model.families.tower import HeldLinear, HeldPatches, held_matrices, hold_tower
 from mmkv.engine.model.int8 import Int8Matrix
@@ -239,3 +246,111 @@ def test_a_model_of_the_user_keeps_its_modules() -> None:
     after = dict(model.named_modules())
     assert before.keys() == after.keys() and all(after[name] is before[name] for name in before)
     assert model.config.vision_config._attn_implementation == "sdpa"
+
+
+def three(tokens: int, heads: int, dim: int, count: int = 1, sharp: float = 1.0) -> list[Tensor]:
+    """Return queries, keys and values ``[count, heads, tokens, dim]`` as one product makes them."""
+    source = torch.Generator().manual_seed(tokens + dim)
+    made = torch.randn(count, tokens, 3, heads, dim, generator=source)
+    made[:, :, 0] *= sharp
+    return [made[:, :, i].transpose(1, 2) for i in range(3)]
+
+
+def exact(query: Tensor, key: Tensor, value: Tensor, scale: float, starts: list[int]) -> Tensor:
+    """Return attention in float64, ``[count, tokens, heads, dim]``."""
+    q, k, v = (x.double() for x in (query, key, value))
+    made = torch.zeros_like(q)
+    for first, after in pairwise(starts):
+        own = slice(first, after)
+        scores = q[:, :, own] @ k[:, :, own].mT * scale
+        made[:, :, own] = scores.softmax(-1) @ v[:, :, own]
+    return made.transpose(1, 2)
+
+
+# Sizes of heads in towers (CLIP, SigLIP, Qwen2.5-VL) and some that no vector divides; one block of
+# keys and more, one of queries and more, and what is left over of both.
+DIMS, TOKENS = [64, 72, 80, 5, 1], [1, 2, 7, 64, 255, 257, 530]
+
+
+@needs_native
+@pytest.mark.parametrize("level", levels())
+@pytest.mark.parametrize("dim", DIMS)
+def test_attention_is_that_in_float64(
+    dim: int, level: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MMKV_NATIVE", level)
+    for tokens in TOKENS:
+        for sharp in (1.0, 30.0):  # scores of hundreds, of which only one counts
+            asked = three(tokens, 2, dim, count=2, sharp=sharp)
+            made = attend_patches(*asked, dim**-0.5, [0, tokens])
+            wanted = exact(*asked, dim**-0.5, [0, tokens])
+            assert made.shape == wanted.shape and made.dtype == torch.float32
+            # A score of s is off by s times 2^-24 and a few more of them, and its share likewise.
+            assert (made - wanted).abs().max() < 2e-5 * sharp
+
+
+@needs_native
+@pytest.mark.parametrize("level", levels())
+def test_parts_see_themselves_alone(level: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MMKV_NATIVE", level)
+    monkeypatch.setattr(native, "PER_THREAD", 1)
+    starts = [0, 64, 64, 65, 129, 700]  # one of them is empty
+    asked = three(700, 3, 40, count=2)
+    torchs = torch.get_num_threads()
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
+    together = attend_patches(*asked, 0.2, starts)
+    assert (together - exact(*asked, 0.2, starts)).abs().max() < 2e-5
+    monkeypatch.setattr(torch, "get_num_threads", lambda: torchs)
+    for first, after in pairwise(starts):
+        alone = attend_patches(*(x[:, :, first:after] for x in asked), 0.2, [0, after - first])
+        assert torch.equal(alone, together[:, first:after])
+
+
+@needs_native
+@pytest.mark.parametrize("why", ["mask", "causal", "dropout", "bfloat16", "gradient", "widths"])
+def test_what_c_does_not_do_is_torchs(why: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: Any) -> Tensor:
+        raise AssertionError("C was called")
+
+    attend = functools.partial(tower._attend, refuse)
+    query, key, value = three(9, 2, 8)
+    options: dict[str, Any] = {"attention_mask": None, "scaling": 0.3, "is_causal": False}
+    if why == "mask":
+        options["attention_mask"] = torch.randn(1, 1, 9, 9)
+    elif why == "causal":
+        options["is_causal"] = True
+    elif why == "dropout":
+        options["dropout"] = 0.5
+    elif why == "bfloat16":
+        query, key, value = (x.bfloat16() for x in (query, key, value))
+    elif why == "gradient":
+        query.requires_grad_()
+    else:
+        value = value[..., :3]
+    sdpa = ALL_ATTENTION_FUNCTIONS["sdpa"]
+    torch.manual_seed(0)
+    wanted = sdpa(Doubled(2, 2), query, key, value, **options)[0]
+    torch.manual_seed(0)
+    made, weights = attend(Doubled(2, 2), query, key, value, **options)
+    assert weights is None and torch.equal(made, wanted)
+
+
+@needs_native
+def test_each_tower_attends_in_c(stored: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Once a layer, windows or not: the text model keeps transformers' attention."""
+    calls: list[tuple[int, ...]] = []
+
+    def counted(*arguments: Any) -> Tensor:
+        calls.append(tuple(arguments[-1]))
+        return attend_patches(*arguments)
+
+    kernels = dataclasses.replace(kernels_for("auto"), attention=counted)
+    inputs, family = turn_for(stored), held_in(stored, "auto", kernels)
+    vision = family.hf.config.vision_config
+    depth = getattr(vision, "depth", None) or vision.num_hidden_layers
+    read(family, inputs)
+    videos = "pixel_values_videos" in inputs and "pixel_values_videos" in family.pixel_keys.values()
+    assert len(calls) == depth * (1 + videos)
+    if family.config.model_type == "qwen2_5_vl":  # windows of 4 x 4 patches in one of the layers
+        assert calls[0] == (0, 16, 32, 48, 64, 80, 96, 112) and calls[1] == (0, 64, 112)
+    assert family.hf.config.get_text_config()._attn_implementation == "sdpa"

@@ -1,5 +1,6 @@
-/* Attention of a prompt's chunk to the rows of one layer: to what was retained before it, and causally to
- * itself. The chunk's entries are the last ones of each row.
+/* Attention of many queries. Those of a prompt's chunk see the rows of one layer: what was retained before
+ * it, and causally the chunk, whose entries are the last ones of each row. Those of a picture's patches see
+ * all patches of the picture, or of their window.
  *
  * A stretch of entries is laid out once for all queries of a row, keys with a feature's numbers side by
  * side, so that both products are sums of vectors times one number. The softmax goes on from stretch to
@@ -29,7 +30,7 @@
 struct workspace {
     float *keys;   /* [head_dim, WIDE] */
     float *values; /* [STRETCH, filled] */
-    float *wide;   /* where entries are decoded */
+    float *wide;   /* where entries are decoded; of patches, [queries, dim]: the queries */
     float *scores; /* [ROWS, STRETCH] */
     float *sums;   /* [queries, filled]: of values times shares */
     float *highest, *shares; /* [queries]: the greatest score so far, and the sum of shares */
@@ -168,6 +169,7 @@ static void lay_out(const struct call *call, int64_t row, int64_t from, int64_t 
 struct queries {
     const float *at;
     int64_t stride, group, dim, count, seen;
+    float scale; /* on scores */
 };
 
 static const float *query_at(const struct queries *these, int64_t number)
@@ -191,7 +193,7 @@ static void attend_tile(const struct queries *these, int64_t number, int64_t fro
     if (!end)
         return;
     const float *asked[ROWS], *shares[ROWS];
-    float *sums[ROWS], none[filled], scale = 1.0f / sqrtf((float)these->dim);
+    float *sums[ROWS], none[filled];
     memset(none, 0, sizeof none);
     for (int r = 0; r < ROWS; r++) /* beyond the last query it is taken again, for nothing */
         asked[r] = query_at(these, number + (r < last ? r : last));
@@ -206,13 +208,22 @@ static void attend_tile(const struct queries *these, int64_t number, int64_t fro
         }
         int64_t mine = number + r;
         sums[r] = work->sums + mine * filled;
-        float less = soften(scores, seen_by(these, mine, from, end), end, scale, work->highest + mine,
-                            work->shares + mine);
+        float less = soften(scores, seen_by(these, mine, from, end), end, these->scale,
+                            work->highest + mine, work->shares + mine);
         if (less != 1)
             for (int64_t d = 0; d < filled; d++)
                 sums[r][d] *= less;
     }
     mix(shares, work->values, filled, end, sums);
+}
+
+/* Forget what was summed up before. */
+static void start_sums(int64_t queries, int64_t filled, const struct workspace *work)
+{
+    memset(work->sums, 0, sizeof *work->sums * (size_t)(queries * filled));
+    memset(work->shares, 0, sizeof *work->shares * (size_t)queries);
+    for (int64_t q = 0; q < queries; q++)
+        work->highest[q] = -INFINITY;
 }
 
 /* Queries of tokens `first` .. `after` - 1 and one KV head. */
@@ -222,11 +233,9 @@ static void attend(const struct call *call, int64_t head, int64_t first, int64_t
     struct queries these = {.at = call->query + first * call->stride + head * group * dim,
                             .stride = call->stride, .group = group, .dim = dim,
                             .count = (after - first) * group,
-                            .seen = call->cache->length[row] - call->asked + first + 1};
-    memset(work.sums, 0, sizeof *work.sums * (size_t)(these.count * filled));
-    memset(work.shares, 0, sizeof *work.shares * (size_t)these.count);
-    for (int64_t q = 0; q < these.count; q++)
-        work.highest[q] = -INFINITY;
+                            .seen = call->cache->length[row] - call->asked + first + 1,
+                            .scale = 1.0f / sqrtf((float)dim)};
+    start_sums(these.count, filled, &work);
     int64_t entries = these.seen + after - first - 1;
     for (int64_t from = 0; from < entries; from += STRETCH) {
         lay_out(call, row, from, entries - from < STRETCH ? entries - from : STRETCH, &work);
@@ -241,10 +250,10 @@ static void attend(const struct call *call, int64_t head, int64_t first, int64_t
 }
 
 /* Cut a thread's workspace from `base`, for `queries` of one KV head; returns its size in floats. */
-static int64_t carve(const struct cache *cache, int64_t queries, float *base, struct workspace *work)
+static int64_t carve(int64_t dim, int64_t wide, int64_t queries, float *base, struct workspace *work)
 {
-    int64_t dim = cache->head_dim, filled = filled_up(dim, LANES), size = 0;
-    int64_t sizes[] = {dim * WIDE, STRETCH * filled, decoded_room(cache), ROWS * STRETCH,
+    int64_t filled = filled_up(dim, LANES), size = 0;
+    int64_t sizes[] = {dim * WIDE, STRETCH * filled, wide, ROWS * STRETCH,
                        queries * filled, queries, queries};
     float **parts[] = {&work->keys, &work->values, &work->wide, &work->scores,
                        &work->sums, &work->highest, &work->shares};
@@ -282,7 +291,7 @@ EXPORT int64_t mmkv_attend_chunk_plan(const struct cache *cache, int64_t row, in
         return filled_up(group * longest, 16);
     int64_t parts = parts_of(kv_heads, group, asked, *threads);
     struct workspace none;
-    return carve(cache, (asked + parts - 1) / parts * group, NULL, &none);
+    return carve(cache->head_dim, decoded_room(cache), (asked + parts - 1) / parts * group, NULL, &none);
 }
 
 /* out [asked, heads, D]: what the queries [asked, heads, D], `stride` floats from token to token, of the
@@ -310,7 +319,93 @@ EXPORT void mmkv_attend_chunk(const struct cache *cache, int64_t row, int64_t kv
         }
         struct workspace work = {0};
         int64_t first = asked * part / parts, after = asked * (part + 1) / parts;
-        carve(cache, (after - first) * group, own, &work);
+        carve(cache->head_dim, decoded_room(cache), (after - first) * group, own, &work);
         attend(&call, head, first, after, work);
+    }
+}
+
+#define BLOCK (80 * ROWS) /* queries of patches that stay in the second cache with a stretch of keys */
+
+static const float *patch_at(const struct patches *all, int which, int64_t batch, int64_t head, int64_t token)
+{
+    const float *from[] = {all->query, all->key, all->value};
+    const int64_t *stride = all->stride[which];
+    return from[which] + batch * stride[0] + head * stride[1] + token * stride[2];
+}
+
+/* Lay out the keys and values of `count` patches from `first` on. */
+static void lay_out_patches(const struct patches *all, int64_t batch, int64_t head, int64_t first,
+                            int64_t count, const struct workspace *work)
+{
+    int64_t dim = all->dim, filled = filled_up(dim, LANES), end = filled_up(count, VECTORS * LANES);
+    for (int64_t e = 0; e < count; e++) {
+        const float *key = patch_at(all, 1, batch, head, first + e);
+        for (int64_t d = 0; d < dim; d++)
+            work->keys[d * WIDE + e] = key[d];
+        float *to = work->values + e * filled;
+        memcpy(to, patch_at(all, 2, batch, head, first + e), sizeof *to * (size_t)dim);
+        memset(to + dim, 0, sizeof *to * (size_t)(filled - dim));
+    }
+    for (int64_t d = 0; d < dim; d++)
+        memset(work->keys + d * WIDE + count, 0, sizeof *work->keys * (size_t)(end - count));
+}
+
+/* Queries of patches `first` .. `after` - 1, which see the patches `from` .. `to` - 1. */
+static void attend_patches(const struct patches *all, int64_t batch, int64_t head, int64_t first,
+                           int64_t after, int64_t from, int64_t to, const struct workspace *work)
+{
+    int64_t dim = all->dim, filled = filled_up(dim, LANES), count = after - first;
+    for (int64_t q = 0; q < count; q++)
+        memcpy(work->wide + q * dim, patch_at(all, 0, batch, head, first + q), sizeof(float) * (size_t)dim);
+    /* one group of queries, which see the same */
+    struct queries these = {.at = work->wide, .group = count, .dim = dim, .count = count,
+                            .scale = (float)all->scale};
+    start_sums(count, filled, work);
+    for (int64_t at = from; at < to; at += STRETCH) {
+        these.seen = to - at < STRETCH ? to - at : STRETCH;
+        lay_out_patches(all, batch, head, at, these.seen, work);
+        for (int64_t q = 0; q < count; q += ROWS)
+            attend_tile(&these, q, 0, filled, work);
+    }
+    for (int64_t q = 0; q < count; q++) {
+        float *out = all->out + ((batch * all->tokens + first + q) * all->heads + head) * dim;
+        for (int64_t d = 0; d < dim; d++)
+            out[d] = work->sums[q * filled + d] / work->shares[q];
+    }
+}
+
+static int64_t blocks_of(const struct patches *all, int64_t part)
+{
+    return (all->start[part + 1] - all->start[part] + BLOCK - 1) / BLOCK;
+}
+
+/* Floats that each thread of mmkv_attend_patches works in. */
+EXPORT int64_t mmkv_attend_patches_scratch(const struct patches *all)
+{
+    struct workspace none;
+    return carve(all->dim, BLOCK * all->dim, BLOCK, NULL, &none);
+}
+
+/* Attend from all patches to those of their part; scratch: as said above, for each of the threads. */
+EXPORT void mmkv_attend_patches(const struct patches *all, int64_t threads, float *scratch)
+{
+    int64_t blocks = 0, size = mmkv_attend_patches_scratch(all);
+    for (int64_t part = 0; part < all->parts; part++)
+        blocks += blocks_of(all, part);
+#pragma omp parallel for num_threads((int)threads) schedule(dynamic) if (threads > 1)
+    for (int64_t item = 0; item < all->batch * all->heads * blocks; item++) {
+        /* heads of a token lie side by side */
+        int64_t head = item % all->heads, batch = item / all->heads / blocks;
+        int64_t block = item / all->heads % blocks, part = 0, thread = 0;
+#ifdef _OPENMP
+        thread = omp_get_thread_num();
+#endif
+        for (; block >= blocks_of(all, part); part++)
+            block -= blocks_of(all, part);
+        struct workspace work = {0};
+        carve(all->dim, BLOCK * all->dim, BLOCK, scratch + thread * size, &work);
+        int64_t from = all->start[part], to = all->start[part + 1], own = blocks_of(all, part);
+        int64_t first = from + (to - from) * block / own, after = from + (to - from) * (block + 1) / own;
+        attend_patches(all, batch, head, first, after, from, to, &work);
     }
 }

@@ -6,13 +6,23 @@ Each wrapper has the name and arguments of what it stands for.
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from ctypes import c_int64
+from itertools import pairwise
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from mmkv.engine.backends.cpu.binding import JOINS, Library, Linear, Window, byref, library
+from mmkv.engine.backends.cpu.binding import (
+    JOINS,
+    Library,
+    Linear,
+    Patches,
+    Window,
+    byref,
+    library,
+)
 from mmkv.engine.backends.cpu.cache_views import CacheViews
 from mmkv.engine.cache import RaggedCache
 from mmkv.engine.model import product as reference
@@ -92,7 +102,8 @@ def linear(weight: Matrix, bias: Tensor | None = None, bf16: Bf16Copies | None =
 
 def native_kernels(form: str = "auto") -> Kernels:
     """Return the functions in C for weights in a form; those of torch where C is not there."""
-    return Kernels(native_product(form), rounded, packed, native_elementwise())
+    attention = None if isinstance(library(), str) else attend_patches
+    return Kernels(native_product(form), rounded, packed, native_elementwise(), attention)
 
 
 def native_product(form: str = "auto") -> Product | None:
@@ -308,3 +319,37 @@ class NativeChunkAttention:
             asked = query.data_ptr(), query.stride(0), tokens
             self._library.mmkv_attend_chunk(views, *rows, *asked, threads.value, size, *places)
         return out
+
+
+def attend_patches(
+    query: Tensor, key: Tensor, value: Tensor, scale: float, starts: Sequence[int]
+) -> Tensor:
+    """Attend from pictures' patches to each other, as :class:`PatchAttention` says, in C.
+
+    Keys are taken block by block, so that there is never a score for each pair of patches (arXiv
+    1805.02867). Sums are float32.
+    """
+    loaded = library()
+    assert not isinstance(loaded, str), loaded
+    three = [x if x.stride(-1) == 1 else x.contiguous() for x in (query, key, value)]
+    batch, heads, tokens, dim = query.shape
+    out, places = query.new_empty(batch, tokens, heads, dim), torch.tensor(starts)
+    what = Patches(
+        *(x.data_ptr() for x in three),
+        out=out.data_ptr(),
+        batch=batch,
+        heads=heads,
+        tokens=tokens,
+        dim=dim,
+        parts=len(starts) - 1,
+        start=places.data_ptr(),
+        scale=scale,
+    )
+    for own, x in zip(what.stride, three, strict=True):
+        own[:] = x.stride()[:3]
+    pairs = sum((after - first) ** 2 for first, after in pairwise(starts))
+    most = 1 + batch * heads * dim * pairs // PER_THREAD
+    threads = min(torch.get_num_threads(), most)
+    scratch = torch.empty(threads * loaded.mmkv_attend_patches_scratch(byref(what)))
+    loaded.mmkv_attend_patches(byref(what), threads, scratch.data_ptr())
+    return out

@@ -1,15 +1,21 @@
-"""The vision tower and projector on a CPU: their matrices in the forms of the decoder's."""
+"""The vision tower and projector on a CPU: their matrices in the forms of the decoder's.
+
+Attention runs in C where it can: towers ask transformers' ``AttentionInterface`` for it by name.
+"""
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
+from itertools import pairwise
 from typing import Any
 
 import torch
+import transformers
 from torch import Tensor, nn
 
 from mmkv.engine.model.families.base import Family
-from mmkv.engine.model.product import Matrix, Product, WeightForm
+from mmkv.engine.model.product import Matrix, PatchAttention, Product, WeightForm
 
 
 class HeldLinear(nn.Module):
@@ -56,6 +62,17 @@ class HeldPatches(HeldLinear):
         return super().forward(patches).movedim(-1, 1)
 
 
+# Towers without masks: patches see all of a picture, or of the parts that flash attention gets.
+_UNMASKED = {
+    "clip_vision_model",
+    "internvl_vision",
+    "qwen2_5_vl_vision",
+    "qwen3_vl_moe_vision",
+    "qwen3_vl_vision",
+    "siglip_vision_model",
+}
+
+
 def hold_tower(model: Any, family: type[Family], form: WeightForm) -> None:
     """Hold the matrices of a model's vision tower and projector in a form, in place.
 
@@ -73,6 +90,70 @@ def hold_tower(model: Any, family: type[Family], form: WeightForm) -> None:
             held = None if child in apart else _held(child, form)
             if held is not None:
                 setattr(parent, name, held)
+    _set_attention(model, form)
+
+
+def _set_attention(model: Any, form: WeightForm) -> None:
+    """Have a tower's layers attend by the form's kernels, if they have one for such a tower."""
+    kernel = form.kernels.attention
+    if kernel is None:
+        return
+    vision: Any = getattr(model.config, "vision_config", None)
+    if getattr(vision, "model_type", None) not in _UNMASKED:
+        return
+    # With "flash" in the name, Qwen's towers call it once, and not once for each window.
+    name = f"mmkv_flash_{form.name}"
+    transformers.AttentionInterface.register(name, functools.partial(_attend, kernel))
+    for module in model.modules():
+        config: Any = getattr(module, "config", None)
+        if type(config) is type(vision):
+            config._attn_implementation = name
+
+
+def _attend(
+    kernel: PatchAttention,
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    cu_seq_lens_q: Tensor | None = None,
+    **options: Any,
+) -> tuple[Tensor, None]:
+    """Attend as transformers' interface asks for it; what ``kernel`` does not do is torch's.
+
+    Args:
+        query: ``[n, H, T, D]``; key and value likewise.
+        cu_seq_lens_q: where each part of the tokens begins, and T; without it all see all.
+
+    Returns:
+        ``[n, T, H, D]``, and no weights.
+    """
+    tokens = query.shape[2]
+    starts = [0, tokens] if cu_seq_lens_q is None else cu_seq_lens_q.tolist()
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    causal = options.get("is_causal")
+    masked = attention_mask is not None or (module.is_causal if causal is None else causal)
+    three = (query, key, value)
+    here = all(x.dtype == torch.float32 and x.device.type == "cpu" for x in three)
+    asked = torch.is_grad_enabled() and any(x.requires_grad for x in three)
+    if here and query.shape == key.shape == value.shape and not (masked or dropout or asked):
+        return kernel(query, key, value, scale, starts), None
+    torchs = transformers.AttentionInterface()["sdpa"]
+    made = [
+        torchs(
+            module,
+            *(x[:, :, first:after] for x in three),
+            attention_mask,
+            dropout=dropout,
+            scaling=scale,
+            **options,
+        )[0]
+        for first, after in pairwise(starts)
+    ]
+    return torch.cat(made, 1), None
 
 
 def held_matrices(model: nn.Module) -> Iterator[tuple[str, Matrix]]:
