@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Protocol
 
 import torch
@@ -67,6 +68,16 @@ def multiply(x: Tensor, weight: Matrix, bias: Tensor | None = None) -> Tensor:
     return F.linear(x, rows.to(x.dtype), bias)
 
 
+def attend_rounded(
+    query: Tensor, key: Tensor, value: Tensor, scale: float, starts: Sequence[int]
+) -> Tensor:
+    """Compute :class:`PatchAttention` of numbers in bfloat16, with float32 sums: the reference."""
+    three = [x.bfloat16().to(x.dtype) for x in (query, key, value)]
+    parts = [[x[:, :, first:after] for x in three] for first, after in pairwise(starts)]
+    made = [F.scaled_dot_product_attention(*part, scale=scale) for part in parts]
+    return torch.cat(made, 2).transpose(1, 2).contiguous()
+
+
 def embedded(token_ids: Tensor, weight: Matrix) -> Tensor:
     """Return the rows ``token_ids [T]`` of an embedding, ``[T, in]``."""
     if isinstance(weight, Panels):
@@ -112,7 +123,7 @@ class Kernels:
         rounded: rounds a matrix to 8 bits.
         packed: lays out a bfloat16 matrix as ``product`` reads it fastest; None: it stays.
         elementwise: computes what is between the products.
-        attention: computes the attention of vision towers; None: transformers' way does.
+        attention: computes the attention of vision towers; None: torch does.
     """
 
     product: Product | None = None
@@ -138,6 +149,14 @@ class WeightForm:
     def product(self) -> Product:
         """Multiplies float32 states by matrices in that form."""
         return self.kernels.product or multiply
+
+    @property
+    def attention(self) -> PatchAttention | None:
+        """Attends in vision towers; None: transformers does, in float32 as C under ``auto``.
+
+        The other forms round states to bfloat16 there, as their products round them.
+        """
+        return self.kernels.attention or (None if self.name == "auto" else attend_rounded)
 
     def hold(self, weight: Tensor) -> Matrix:
         """Return a matrix as it is held; ``auto`` changes no number."""

@@ -149,6 +149,7 @@ class Patches(Structure):
         *((name, c_int64) for name in ("batch", "heads", "tokens", "dim", "parts")),
         ("start", c_void_p),
         ("scale", c_double),
+        ("rounds", c_int64),
     ]
 
 

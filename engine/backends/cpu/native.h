@@ -108,6 +108,7 @@ struct patches {
     int64_t batch, heads, tokens, dim, parts;
     const int64_t *start; /* [parts + 1]: tokens start[p] .. start[p + 1] - 1 see each other */
     double scale;         /* on products of queries and keys */
+    int64_t rounds;       /* whether all that is multiplied is rounded to bfloat16 */
 };
 
 enum { SCORE_RETENTION, SCORE_RECENCY, SCORE_STATE, SCORE_GIVEN };

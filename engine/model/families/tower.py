@@ -95,11 +95,9 @@ def hold_tower(model: Any, family: type[Family], form: WeightForm) -> None:
 
 def _set_attention(model: Any, form: WeightForm) -> None:
     """Have a tower's layers attend by the form's kernels, if they have one for such a tower."""
-    kernel = form.kernels.attention
-    if kernel is None:
-        return
-    vision: Any = getattr(model.config, "vision_config", None)
-    if getattr(vision, "model_type", None) not in _UNMASKED:
+    kernel = form.attention
+    vision: Any = getattr(getattr(model, "config", None), "vision_config", None)
+    if kernel is None or getattr(vision, "model_type", None) not in _UNMASKED:
         return
     # With "flash" in the name, Qwen's towers call it once, and not once for each window.
     name = f"mmkv_flash_{form.name}"
