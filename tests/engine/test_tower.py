@@ -22,7 +22,16 @@ from mmkv.engine.backends.cpu import kernels as native
 from mmkv.engine.backends.cpu import levels
 from mmkv.engine.backends.cpu.kernels import attend_patches
 from mmkv.engine.errors import ModelError
-from mmkv.engine.model.families import IMAGE, VIDEO, Family, Features, family_for, tower
+from mmkv.engine.model.families import (
+    IMAGE,
+    VIDEO,
+    Family,
+    Features,
+    family_for,
+    features,
+    qwen_vl,
+    tower,
+)
 from mmkv.engine.model.families.loading import load
 from mmkv.engine.model.families.tower import HeldLinear, HeldPatches, held_matrices, hold_tower
 from mmkv.engine.model.int8 import Int8Matrix
@@ -69,7 +78,7 @@ def read(family: Family, inputs: dict[str, Tensor]) -> list[Tensor]:
         for kind, key in family.pixel_keys.items():
             if key in inputs:
                 made.append(readers[kind](inputs, torch.device("cpu")))
-    return [tensor for features in made for tensor in (features.rows, *features.deepstack)]
+    return [tensor for each in made for tensor in (each.rows, *each.deepstack)]
 
 
 def transformers_features(folder: Path, inputs: dict[str, Tensor]) -> list[Tensor]:
@@ -383,3 +392,56 @@ def test_each_tower_attends_in_c(stored: Path, monkeypatch: pytest.MonkeyPatch) 
     if family.config.model_type == "qwen2_5_vl":  # windows of 4 x 4 patches in one of the layers
         assert calls[0] == (0, 16, 32, 48, 64, 80, 96, 112) and calls[1] == (0, 64, 112)
     assert family.hf.config.get_text_config()._attn_implementation == "sdpa"
+
+
+@needs_native
+@pytest.mark.parametrize("form", ["bf16", "int8"])
+def test_many_states_are_multiplied_in_parts(form: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    weight, bias = WeightForm(form, kernels_for(form)).hold(torch.randn(40, 36)), torch.randn(40)
+    x = torch.randn(3, 67, 36)
+    whole = native.multiply(x, weight, bias)
+    monkeypatch.setattr(native, "_TOGETHER", 17)  # 201 states: no part is a whole number of tiles
+    assert torch.equal(native.multiply(x, weight, bias), whole)
+
+
+BOUNDED = ["qwen3_vl", "qwen2_5_vl", "internvl", "llava"]
+
+
+@pytest.mark.parametrize("name", BOUNDED)
+def test_a_pass_takes_so_many_patches_at_most(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    pieces = [1, ("image", 32, 32), 1, ("image", 16, 16), 1, ("image", 16, 48), 1]
+    inputs = make_turn(name, pieces + ([("video", 6, 16, 32)] if name in ON_VIDEO else []))
+    family = held_in(checkpoint(name), "auto")
+    together = read(family, inputs)
+    seen: list[int] = []
+    vision = family.hf.model.visual if name in ON_VIDEO else family.hf.model.vision_tower
+    vision.register_forward_pre_hook(
+        lambda _, arguments, named: seen.append(
+            len(arguments[0] if arguments else named["pixel_values"])
+        ),
+        with_kwargs=True,
+    )
+    for module in (features, qwen_vl):
+        monkeypatch.setattr(module, "MOST_PATCHES", 80)
+    apart = read(family, inputs)
+    if name in ON_VIDEO:  # 64, 16 and 48 patches; frames of 32
+        assert seen == [80, 48, 64, 32]
+    else:  # tiles of 16
+        assert (
+            set(seen[:-1]) <= {5} and 0 < seen[-1] <= 5 and sum(seen) == len(inputs["pixel_values"])
+        )
+    assert furthest(apart, together) < 1e-5
+
+
+def test_passes_end_before_they_are_too_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(features, "MOST_PATCHES", 10)
+    found = [[9], [11], [5, 5], [5, 6], [20, 1, 9, 1, 30, 30], []]
+    runs = [[(one.start, one.stop) for one in features.passes(sizes)] for sizes in found]
+    assert runs == [
+        [(0, 1)],
+        [(0, 1)],
+        [(0, 2)],
+        [(0, 1), (1, 2)],
+        [(0, 1), (1, 3), (3, 4), (4, 5), (5, 6)],
+        [],
+    ]

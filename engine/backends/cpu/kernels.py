@@ -35,6 +35,9 @@ from mmkv.engine.policies.base import WindowReduction
 
 # Multiplications that a further thread is worth: some 10 microseconds of one.
 PER_THREAD = 2**20
+# States that are multiplied together, which stay in the caches: 4,096 at once, as a picture has,
+# took up to 1.6 times as long in 8 bits.
+_TOGETHER = 768
 # Copies in bfloat16 come on top of weights that a transformers model holds in float32.
 _MOST_BF16_BYTES = 2**31
 
@@ -166,8 +169,12 @@ def _multiply(
     tokens = x.numel() // width
     map_, threads = byref(linear(weight, bias)), torch.get_num_threads()
     threads = min(threads, 1 + tokens * weight.numel() // PER_THREAD)
-    scratch = torch.empty(found.mmkv_product_scratch(map_, tokens))
-    found.mmkv_product(map_, x.data_ptr(), made.data_ptr(), tokens, threads, scratch.data_ptr())
+    parts = max(1, round(tokens / _TOGETHER))
+    ends = [tokens * part // parts for part in range(parts + 1)]
+    scratch = torch.empty(found.mmkv_product_scratch(map_, -(-tokens // parts)))
+    for first, after in pairwise(ends):
+        places = (4 * first * width + x.data_ptr(), 4 * first * rows + made.data_ptr())
+        found.mmkv_product(map_, *places, after - first, threads, scratch.data_ptr())
     return made
 
 
