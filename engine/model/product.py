@@ -72,9 +72,12 @@ def attend_rounded(
     query: Tensor, key: Tensor, value: Tensor, scale: float, starts: Sequence[int]
 ) -> Tensor:
     """Compute :class:`PatchAttention` of numbers in bfloat16, with float32 sums: the reference."""
-    three = [x.bfloat16().to(x.dtype) for x in (query, key, value)]
-    parts = [[x[:, :, first:after] for x in three] for first, after in pairwise(starts)]
-    made = [F.scaled_dot_product_attention(*part, scale=scale) for part in parts]
+    q, k, v = (x.bfloat16().to(x.dtype) for x in (query, key, value))
+    parts = (slice(first, after) for first, after in pairwise(starts))
+    made = [
+        F.scaled_dot_product_attention(q[:, :, own], k[:, :, own], v[:, :, own], scale=scale)
+        for own in parts
+    ]
     return torch.cat(made, 2).transpose(1, 2).contiguous()
 
 
