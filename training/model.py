@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from mmkv.engine.model.decoder import Decoder
+from mmkv.engine.model.families.tower import held_matrices
 from mmkv.engine.model.product import plain
 from mmkv.engine.policies.base import admitted
 from mmkv.engine.runtime import Runtime
@@ -230,6 +231,7 @@ def backbone_digest(engine: Runtime) -> str:
     tensors += [plain(t) for x in weights.layers for t in vars(x).values() if t is not None]
     # What the decoder has not taken out.
     tensors += [t for t in engine.family.hf.parameters() if not t.is_meta]
+    tensors += [plain(matrix) for _, matrix in held_matrices(engine.family.hf)]
     for tensor in tensors:
         digest.update(tensor.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes())
     return digest.hexdigest()

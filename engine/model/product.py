@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Protocol
 
 import torch
@@ -33,6 +34,25 @@ class Product(Protocol):
         ...
 
 
+class PatchAttention(Protocol):
+    """Attention between the patches of pictures, without a mask."""
+
+    def __call__(
+        self, query: Tensor, key: Tensor, value: Tensor, scale: float, starts: Sequence[int]
+    ) -> Tensor:
+        """Attend from the patches of each part to all of that part.
+
+        Args:
+            query: float32 ``[n, H, T, D]``; key and value likewise.
+            scale: on the products of queries and keys.
+            starts: where each part of the T patches begins, 0 first, and T.
+
+        Returns:
+            float32 ``[n, T, H, D]``.
+        """
+        ...
+
+
 def multiply(x: Tensor, weight: Matrix, bias: Tensor | None = None) -> Tensor:
     """Compute ``weight x + bias``: the reference.
 
@@ -49,6 +69,19 @@ def multiply(x: Tensor, weight: Matrix, bias: Tensor | None = None) -> Tensor:
         return weight.multiply(x, bias).to(x.dtype)
     rows = weight.in_rows() if isinstance(weight, Bf16Matrix) else weight
     return F.linear(x, rows.to(x.dtype), bias)
+
+
+def attend_rounded(
+    query: Tensor, key: Tensor, value: Tensor, scale: float, starts: Sequence[int]
+) -> Tensor:
+    """Compute :class:`PatchAttention` of numbers in bfloat16, with float32 sums: the reference."""
+    q, k, v = (x.bfloat16().to(x.dtype) for x in (query, key, value))
+    parts = (slice(first, after) for first, after in pairwise(starts))
+    made = [
+        F.scaled_dot_product_attention(q[:, :, own], k[:, :, own], v[:, :, own], scale=scale)
+        for own in parts
+    ]
+    return torch.cat(made, 2).transpose(1, 2).contiguous()
 
 
 def embedded(token_ids: Tensor, weight: Matrix) -> Tensor:
@@ -98,12 +131,14 @@ class Kernels:
         rounded: rounds a matrix to so many bits, 8 or 4.
         packed: lays out a bfloat16 matrix as ``product`` reads it fastest; None: it stays.
         elementwise: computes what is between the products.
+        attention: computes the attention of vision towers; None: torch does.
     """
 
     product: Product | None = None
     rounded: Callable[[Tensor, int], IntegerMatrix] = lambda weight, bits: INTEGERS[bits].of(weight)
     packed: Callable[[Tensor], Matrix] | None = None
     elementwise: Elementwise = field(default_factory=TorchElementwise)
+    attention: PatchAttention | None = None
 
 
 @dataclass(frozen=True)
@@ -129,6 +164,14 @@ class WeightForm:
         kernels = self.kernels
         packed = kernels.packed is not None and kernels.product is not None
         return packed or self.name not in ("auto", "bf16")
+
+    @property
+    def attention(self) -> PatchAttention | None:
+        """Attends in vision towers; None: transformers does, in float32 as C under ``auto``.
+
+        The other forms round states to bfloat16 there, as their products round them.
+        """
+        return self.kernels.attention or (None if self.name == "auto" else attend_rounded)
 
     def bits(self, part: str = "") -> int | None:
         """Return the bits of a matrix that is rounded to whole numbers; None: none is.

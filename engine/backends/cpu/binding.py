@@ -139,6 +139,20 @@ class Window(Structure):
     ]
 
 
+class Patches(Structure):
+    """``struct patches``."""
+
+    _fields_ = [
+        *((name, c_void_p) for name in ("query", "key", "value")),
+        ("stride", c_int64 * 3 * 3),
+        ("out", c_void_p),
+        *((name, c_int64) for name in ("batch", "heads", "tokens", "dim", "parts")),
+        ("start", c_void_p),
+        ("scale", c_double),
+        ("rounds", c_int64),
+    ]
+
+
 class Step(Structure):
     """``struct step``."""
 
@@ -165,6 +179,8 @@ _FUNCTIONS = {
         None,
         [POINTER(Cache), *[c_int64] * 3, c_void_p, *[c_int64] * 4, *[c_void_p] * 2],
     ),
+    "mmkv_attend_patches_scratch": (c_int64, [POINTER(Patches)]),
+    "mmkv_attend_patches": (None, [POINTER(Patches), c_int64, c_void_p]),
     "mmkv_product": (None, [POINTER(Linear), c_void_p, c_void_p, c_int64, c_int64, c_void_p]),
     "mmkv_product_scratch": (c_int64, [POINTER(Linear), c_int64]),
     "mmkv_norm": (None, [*[c_void_p] * 2, *[c_int64] * 2, c_double, c_int64, c_void_p]),
@@ -256,7 +272,7 @@ def _load(level: str) -> Library | str:
         return f"{name} does not load ({error}); install mmkv again"
     ours = [
         ctypes.sizeof(kind)
-        for kind in (Linear, Layer, Model, Cache, BatchSlot, Step, Eviction, Window)
+        for kind in (Linear, Layer, Model, Cache, BatchSlot, Step, Eviction, Window, Patches)
     ]
     theirs = (c_int64 * 16)()
     if ours != theirs[: loaded.mmkv_layout(theirs)]:
@@ -276,6 +292,7 @@ __all__ = [
     "Layer",
     "Linear",
     "Model",
+    "Patches",
     "Step",
     "Window",
     "byref",

@@ -1,5 +1,6 @@
-/* Attention of a prompt's chunk to the rows of one layer: to what was retained before it, and causally to
- * itself. The chunk's entries are the last ones of each row.
+/* Attention of many queries. Those of a prompt's chunk see the rows of one layer: what was retained before
+ * it, and causally the chunk, whose entries are the last ones of each row. Those of a picture's patches see
+ * all patches of the picture, or of their window.
  *
  * A stretch of entries is laid out once for all queries of a row, keys with a feature's numbers side by
  * side, so that both products are sums of vectors times one number. The softmax goes on from stretch to
@@ -9,6 +10,10 @@
 #include <string.h>
 #ifdef _OPENMP
 #include <omp.h>
+#endif
+
+#ifdef __AVX512BW__
+#include <cpuid.h>
 #endif
 
 #include "native.h"
@@ -29,7 +34,7 @@
 struct workspace {
     float *keys;   /* [head_dim, WIDE] */
     float *values; /* [STRETCH, filled] */
-    float *wide;   /* where entries are decoded */
+    float *wide;   /* where entries are decoded; of patches, [queries, dim]: the queries */
     float *scores; /* [ROWS, STRETCH] */
     float *sums;   /* [queries, filled]: of values times shares */
     float *highest, *shares; /* [queries]: the greatest score so far, and the sum of shares */
@@ -164,10 +169,23 @@ static void lay_out(const struct call *call, int64_t row, int64_t from, int64_t 
         memset(work->keys + d * WIDE + count, 0, sizeof *work->keys * (size_t)(end - count));
 }
 
+/* The number in bfloat16 that is nearest to x. */
+INLINE float in_bf16(float x)
+{
+    uint32_t bits;
+    memcpy(&bits, &x, sizeof bits);
+    bits = (bits + 0x7fffu + (bits >> 16 & 1)) & 0xffff0000u;
+    float made;
+    memcpy(&made, &bits, sizeof made);
+    return x == x ? made : x;
+}
+
 /* Queries of some tokens and one KV head, token by token; the first one sees `seen` entries. */
 struct queries {
     const float *at;
     int64_t stride, group, dim, count, seen;
+    float scale;    /* on scores */
+    int64_t rounds; /* whether shares are rounded to bfloat16 */
 };
 
 static const float *query_at(const struct queries *these, int64_t number)
@@ -191,7 +209,7 @@ static void attend_tile(const struct queries *these, int64_t number, int64_t fro
     if (!end)
         return;
     const float *asked[ROWS], *shares[ROWS];
-    float *sums[ROWS], none[filled], scale = 1.0f / sqrtf((float)these->dim);
+    float *sums[ROWS], none[filled];
     memset(none, 0, sizeof none);
     for (int r = 0; r < ROWS; r++) /* beyond the last query it is taken again, for nothing */
         asked[r] = query_at(these, number + (r < last ? r : last));
@@ -206,13 +224,24 @@ static void attend_tile(const struct queries *these, int64_t number, int64_t fro
         }
         int64_t mine = number + r;
         sums[r] = work->sums + mine * filled;
-        float less = soften(scores, seen_by(these, mine, from, end), end, scale, work->highest + mine,
-                            work->shares + mine);
+        float less = soften(scores, seen_by(these, mine, from, end), end, these->scale,
+                            work->highest + mine, work->shares + mine);
         if (less != 1)
             for (int64_t d = 0; d < filled; d++)
                 sums[r][d] *= less;
+        for (int64_t i = 0; these->rounds && i < end; i++)
+            scores[i] = in_bf16(scores[i]);
     }
     mix(shares, work->values, filled, end, sums);
+}
+
+/* Forget what was summed up before. */
+static void start_sums(int64_t queries, int64_t filled, const struct workspace *work)
+{
+    memset(work->sums, 0, sizeof *work->sums * (size_t)(queries * filled));
+    memset(work->shares, 0, sizeof *work->shares * (size_t)queries);
+    for (int64_t q = 0; q < queries; q++)
+        work->highest[q] = -INFINITY;
 }
 
 /* Queries of tokens `first` .. `after` - 1 and one KV head. */
@@ -222,11 +251,9 @@ static void attend(const struct call *call, int64_t head, int64_t first, int64_t
     struct queries these = {.at = call->query + first * call->stride + head * group * dim,
                             .stride = call->stride, .group = group, .dim = dim,
                             .count = (after - first) * group,
-                            .seen = call->cache->length[row] - call->asked + first + 1};
-    memset(work.sums, 0, sizeof *work.sums * (size_t)(these.count * filled));
-    memset(work.shares, 0, sizeof *work.shares * (size_t)these.count);
-    for (int64_t q = 0; q < these.count; q++)
-        work.highest[q] = -INFINITY;
+                            .seen = call->cache->length[row] - call->asked + first + 1,
+                            .scale = 1.0f / sqrtf((float)dim)};
+    start_sums(these.count, filled, &work);
     int64_t entries = these.seen + after - first - 1;
     for (int64_t from = 0; from < entries; from += STRETCH) {
         lay_out(call, row, from, entries - from < STRETCH ? entries - from : STRETCH, &work);
@@ -241,10 +268,10 @@ static void attend(const struct call *call, int64_t head, int64_t first, int64_t
 }
 
 /* Cut a thread's workspace from `base`, for `queries` of one KV head; returns its size in floats. */
-static int64_t carve(const struct cache *cache, int64_t queries, float *base, struct workspace *work)
+static int64_t carve(int64_t dim, int64_t wide, int64_t queries, float *base, struct workspace *work)
 {
-    int64_t dim = cache->head_dim, filled = filled_up(dim, LANES), size = 0;
-    int64_t sizes[] = {dim * WIDE, STRETCH * filled, decoded_room(cache), ROWS * STRETCH,
+    int64_t filled = filled_up(dim, LANES), size = 0;
+    int64_t sizes[] = {dim * WIDE, STRETCH * filled, wide, ROWS * STRETCH,
                        queries * filled, queries, queries};
     float **parts[] = {&work->keys, &work->values, &work->wide, &work->scores,
                        &work->sums, &work->highest, &work->shares};
@@ -282,7 +309,7 @@ EXPORT int64_t mmkv_attend_chunk_plan(const struct cache *cache, int64_t row, in
         return filled_up(group * longest, 16);
     int64_t parts = parts_of(kv_heads, group, asked, *threads);
     struct workspace none;
-    return carve(cache, (asked + parts - 1) / parts * group, NULL, &none);
+    return carve(cache->head_dim, decoded_room(cache), (asked + parts - 1) / parts * group, NULL, &none);
 }
 
 /* out [asked, heads, D]: what the queries [asked, heads, D], `stride` floats from token to token, of the
@@ -310,7 +337,302 @@ EXPORT void mmkv_attend_chunk(const struct cache *cache, int64_t row, int64_t kv
         }
         struct workspace work = {0};
         int64_t first = asked * part / parts, after = asked * (part + 1) / parts;
-        carve(cache, (after - first) * group, own, &work);
+        carve(cache->head_dim, decoded_room(cache), (after - first) * group, own, &work);
         attend(&call, head, first, after, work);
+    }
+}
+
+#define BLOCK (80 * ROWS) /* queries of patches that stay in the second cache with a stretch of keys */
+
+static const float *patch_at(const struct patches *all, int which, int64_t batch, int64_t head, int64_t token)
+{
+    const float *from[] = {all->query, all->key, all->value};
+    const int64_t *stride = all->stride[which];
+    return from[which] + batch * stride[0] + head * stride[1] + token * stride[2];
+}
+
+/* to [count] = from, in bfloat16 if `rounds`. */
+static void take(const float *from, int64_t count, int64_t rounds, float *to)
+{
+    for (int64_t i = 0; i < count; i++)
+        to[i] = rounds ? in_bf16(from[i]) : from[i];
+}
+
+/* Lay out the keys and values of `count` patches from `first` on. */
+static void lay_out_patches(const struct patches *all, int64_t batch, int64_t head, int64_t first,
+                            int64_t count, const struct workspace *work)
+{
+    int64_t dim = all->dim, filled = filled_up(dim, LANES), end = filled_up(count, VECTORS * LANES);
+    for (int64_t e = 0; e < count; e++) {
+        float *row = work->values + e * filled;
+        take(patch_at(all, 1, batch, head, first + e), dim, all->rounds, row);
+        for (int64_t d = 0; d < dim; d++)
+            work->keys[d * WIDE + e] = row[d];
+        take(patch_at(all, 2, batch, head, first + e), dim, all->rounds, row);
+        memset(row + dim, 0, sizeof *row * (size_t)(filled - dim));
+    }
+    for (int64_t d = 0; d < dim; d++)
+        memset(work->keys + d * WIDE + count, 0, sizeof *work->keys * (size_t)(end - count));
+}
+
+#ifdef __AVX512BW__
+#define DOTS
+#define TARGET_DOTS __attribute__((target("avx512f,avx512bw,avx512vl,avx512bf16")))
+#define PARTS 4 /* vectors of keys or features that are taken together */
+
+/* What is in bfloat16 lies in pairs, each a word: two features of a query or key, two keys' shares or values
+ * of a feature. A product of two words, and its sum with a float, is one instruction. */
+
+static int runs_dots(void)
+{
+    unsigned a, b, c, d; /* asked of the CPU, as not all compilers have a name for it */
+    return __get_cpuid_count(7, 1, &a, &b, &c, &d) && a >> 5 & 1;
+}
+
+/* Word pairs of `dim` numbers; what is missing to whole pairs, and up to 16 words, is zeros. */
+INLINE TARGET_DOTS __m512i words_at(const float *from, int64_t dim)
+{
+    int64_t low = dim < 16 ? dim : 16, high = dim < 16 ? 0 : dim < 32 ? dim - 16 : 16;
+    __m512 first = _mm512_maskz_loadu_ps((__mmask16)((1u << low) - 1), from);
+    __m512 second = _mm512_maskz_loadu_ps((__mmask16)((1u << high) - 1), from + low);
+    return (__m512i)_mm512_cvtne2ps_pbh(second, first);
+}
+
+static TARGET_DOTS void lay_out_queries(const struct patches *all, int64_t batch, int64_t head, int64_t first,
+                                        int64_t count, uint32_t *to)
+{
+    int64_t pairs = (all->dim + 1) / 2;
+    for (int64_t q = 0; q < count; q++, to += pairs) {
+        const float *from = patch_at(all, 0, batch, head, first + q);
+        for (int64_t at = 0; at < pairs; at += 16) {
+            int64_t some = pairs - at < 16 ? pairs - at : 16;
+            __m512i words = words_at(from + 2 * at, all->dim - 2 * at);
+            _mm512_mask_storeu_epi32(to + at, (__mmask16)((1u << some) - 1), words);
+        }
+    }
+}
+
+/* Keys [pairs of features, WIDE] and values [pairs of keys, filled]. */
+static TARGET_DOTS void lay_out_pairs(const struct patches *all, int64_t batch, int64_t head, int64_t first,
+                                      int64_t count, uint32_t *keys, uint32_t *values)
+{
+    int64_t dim = all->dim, filled = filled_up(dim, 16), end = filled_up(count, PARTS * 16);
+    for (int64_t e = 0; e < count; e++) {
+        const float *key = patch_at(all, 1, batch, head, first + e);
+        for (int64_t at = 0; at < dim; at += 32) {
+            uint32_t words[16];
+            _mm512_storeu_si512(words, words_at(key + at, dim - at));
+            for (int64_t p = 0; p < 16 && at + 2 * p < dim; p++)
+                keys[(at / 2 + p) * WIDE + e] = words[p];
+        }
+    }
+    for (int64_t p = 0; 2 * p < dim; p++)
+        memset(keys + p * WIDE + count, 0, sizeof *keys * (size_t)(end - count));
+    for (int64_t e = 0; e < count; e += 2) {
+        const float *one = patch_at(all, 2, batch, head, first + e);
+        const float *other = e + 1 < count ? patch_at(all, 2, batch, head, first + e + 1) : 0;
+        for (int64_t at = 0; at < dim; at += 16) {
+            __mmask16 some = (__mmask16)((1u << (dim - at < 16 ? dim - at : 16)) - 1);
+            __m512i low = _mm512_cvtepu16_epi32((__m256i)_mm512_cvtneps_pbh(_mm512_maskz_loadu_ps(some, one + at)));
+            __m512i high = _mm512_setzero_si512();
+            if (other)
+                high = _mm512_cvtepu16_epi32((__m256i)_mm512_cvtneps_pbh(_mm512_maskz_loadu_ps(some, other + at)));
+            _mm512_storeu_si512(values + e / 2 * filled + at, _mm512_or_si512(low, _mm512_slli_epi32(high, 16)));
+        }
+    }
+}
+
+/* sums[r][v] += a[r][i] b[i][v] over `depth` rows of words b, `stride` of them apart. */
+INLINE TARGET_DOTS void add_dots(const uint32_t *const *a, const uint32_t *b, int64_t stride, int64_t depth,
+                                 int parts, __m512 (*sums)[PARTS])
+{
+    for (int64_t i = 0; i < depth; i++, b += stride)
+        for (int v = 0; v < parts; v++) {
+            __m512bh x = (__m512bh)_mm512_loadu_si512(b + 16 * v);
+            for (int r = 0; r < ROWS; r++)
+                sums[r][v] = _mm512_dpbf16_ps(sums[r][v], x, (__m512bh)_mm512_set1_epi32((int)a[r][i]));
+        }
+}
+
+static TARGET_DOTS void score_dots(const uint32_t *const *a, const uint32_t *keys, int64_t pairs, int64_t count,
+                                   float *scores)
+{
+    for (int64_t at = 0; at < count; at += PARTS * 16) {
+        __m512 sums[ROWS][PARTS];
+        for (int r = 0; r < ROWS; r++)
+            for (int v = 0; v < PARTS; v++)
+                sums[r][v] = _mm512_setzero_ps();
+        add_dots(a, keys + at, WIDE, pairs, PARTS, sums);
+        for (int r = 0; r < ROWS; r++)
+            for (int v = 0; v < PARTS; v++)
+                _mm512_storeu_ps(scores + r * STRETCH + at + 16 * v, sums[r][v]);
+    }
+}
+
+/* As `soften`; shares take the place of scores in pairs of bfloat16, an odd one with 0. */
+static TARGET_DOTS float soften_dots(float *scores, int64_t count, float scale, float *highest, float *shares)
+{
+    __m512 most = _mm512_set1_ps(*highest), sum = _mm512_setzero_ps();
+    int64_t left = count % 16;
+    __mmask16 some = (__mmask16)((1u << left) - 1);
+    for (int64_t i = 0; i + 16 <= count; i += 16)
+        most = _mm512_max_ps(most, _mm512_loadu_ps(scores + i));
+    if (left)
+        most = _mm512_mask_max_ps(most, some, most, _mm512_loadu_ps(scores + count - left));
+    float top = _mm512_reduce_max_ps(most), binary = scale * 1.44269504f;
+    __m512 by = _mm512_set1_ps(binary), from = _mm512_set1_ps(top * binary);
+    for (int64_t i = 0; i < count; i += 16) {
+        __m512 x = _mm512_fmsub_ps(_mm512_loadu_ps(scores + i), by, from);
+        x = _mm512_max_ps(x, _mm512_set1_ps(-126.0f));
+        __m512 n = _mm512_roundscale_ps(x, 8), r = _mm512_sub_ps(x, n);
+        __m512 p = _mm512_set1_ps(0.00133335581f); /* (ln 2)^i / i! */
+        p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(0.00961812911f));
+        p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(0.0555041087f));
+        p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(0.240226507f));
+        p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(0.693147181f));
+        p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(1.0f));
+        p = _mm512_maskz_scalef_ps(i + 16 <= count ? 0xffff : some, p, n);
+        sum = _mm512_add_ps(sum, p);
+        __m256bh half = _mm512_cvtneps_pbh(p);
+        memcpy((char *)scores + 2 * i, &half, sizeof half); /* behind what is read */
+    }
+    float less = *highest == -INFINITY ? 0 : exp_float((*highest - top) * scale);
+    *highest = top, *shares = *shares * less + _mm512_reduce_add_ps(sum);
+    return less;
+}
+
+INLINE TARGET_DOTS void mix_parts(const uint32_t *const *shares, const uint32_t *values, int64_t filled,
+                                  int64_t pairs, int parts, float *const *to)
+{
+    __m512 sums[ROWS][PARTS];
+    for (int r = 0; r < ROWS; r++)
+        for (int v = 0; v < parts; v++)
+            sums[r][v] = _mm512_loadu_ps(to[r] + 16 * v);
+    add_dots(shares, values, filled, pairs, parts, sums);
+    for (int r = 0; r < ROWS; r++)
+        for (int v = 0; v < parts; v++)
+            _mm512_storeu_ps(to[r] + 16 * v, sums[r][v]);
+}
+
+static TARGET_DOTS void mix_dots(const uint32_t *const *shares, const uint32_t *values, int64_t filled,
+                                 int64_t pairs, float *const *to)
+{
+    float *at[ROWS];
+    memcpy(at, to, sizeof at);
+    for (int64_t left = filled / 16; left > 0;) {
+        int64_t parts = left == 5 ? 3 : left >= PARTS ? PARTS : left;
+        const uint32_t *from = values + filled - left * 16;
+        switch (parts) {
+        case 1: mix_parts(shares, from, filled, pairs, 1, at); break;
+        case 2: mix_parts(shares, from, filled, pairs, 2, at); break;
+        case 3: mix_parts(shares, from, filled, pairs, 3, at); break;
+        case 4: mix_parts(shares, from, filled, pairs, 4, at); break;
+        }
+        for (int r = 0; r < ROWS; r++)
+            at[r] += parts * 16;
+        left -= parts;
+    }
+}
+
+/* As `attend_tile`, of queries that see all that is laid out. */
+static void dot_tile(const struct queries *these, int64_t number, int64_t filled, const struct workspace *work)
+{
+    int64_t left = these->count - number, last = left < ROWS ? left - 1 : ROWS - 1;
+    int64_t pairs = (these->dim + 1) / 2;
+    const uint32_t *asked[ROWS], *shares[ROWS];
+    float *sums[ROWS], none[filled];
+    memset(none, 0, sizeof none);
+    for (int r = 0; r < ROWS; r++)
+        asked[r] = (const uint32_t *)these->at + (number + (r < last ? r : last)) * pairs;
+    score_dots(asked, (const uint32_t *)work->keys, pairs, these->seen, work->scores);
+    for (int r = 0; r < ROWS; r++) {
+        float *scores = work->scores + r * STRETCH;
+        shares[r] = (const uint32_t *)scores;
+        sums[r] = none;
+        if (r > last)
+            continue;
+        int64_t mine = number + r;
+        sums[r] = work->sums + mine * filled;
+        float less = soften_dots(scores, these->seen, these->scale, work->highest + mine, work->shares + mine);
+        for (int64_t d = 0; less != 1 && d < filled; d++)
+            sums[r][d] *= less;
+    }
+    mix_dots(shares, (const uint32_t *)work->values, filled, (these->seen + 1) / 2, sums);
+}
+#endif
+
+/* Queries of patches `first` .. `after` - 1, which see the patches `from` .. `to` - 1. */
+static void attend_patches(const struct patches *all, int64_t batch, int64_t head, int64_t first,
+                           int64_t after, int64_t from, int64_t to, int dots, const struct workspace *work)
+{
+    int64_t dim = all->dim, filled = filled_up(dim, LANES), count = after - first;
+    /* one group of queries, which see the same */
+    struct queries these = {.at = work->wide, .group = count, .dim = dim, .count = count,
+                            .scale = (float)all->scale, .rounds = all->rounds};
+    for (int64_t q = 0; !dots && q < count; q++)
+        take(patch_at(all, 0, batch, head, first + q), dim, all->rounds, work->wide + q * dim);
+#ifdef DOTS
+    if (dots)
+        lay_out_queries(all, batch, head, first, count, (uint32_t *)work->wide);
+#endif
+    start_sums(count, filled, work);
+    for (int64_t at = from; at < to; at += STRETCH) {
+        these.seen = to - at < STRETCH ? to - at : STRETCH;
+#ifdef DOTS
+        if (dots) {
+            lay_out_pairs(all, batch, head, at, these.seen, (uint32_t *)work->keys, (uint32_t *)work->values);
+            for (int64_t q = 0; q < count; q += ROWS)
+                dot_tile(&these, q, filled, work);
+            continue;
+        }
+#endif
+        lay_out_patches(all, batch, head, at, these.seen, work);
+        for (int64_t q = 0; q < count; q += ROWS)
+            attend_tile(&these, q, 0, filled, work);
+    }
+    for (int64_t q = 0; q < count; q++) {
+        float *out = all->out + ((batch * all->tokens + first + q) * all->heads + head) * dim;
+        for (int64_t d = 0; d < dim; d++)
+            out[d] = work->sums[q * filled + d] / work->shares[q];
+    }
+}
+
+static int64_t blocks_of(const struct patches *all, int64_t part)
+{
+    return (all->start[part + 1] - all->start[part] + BLOCK - 1) / BLOCK;
+}
+
+/* Floats that each thread of mmkv_attend_patches works in. */
+EXPORT int64_t mmkv_attend_patches_scratch(const struct patches *all)
+{
+    struct workspace none;
+    return carve(all->dim, BLOCK * all->dim, BLOCK, NULL, &none);
+}
+
+/* Attend from all patches to those of their part; scratch: as said above, for each of the threads. */
+EXPORT void mmkv_attend_patches(const struct patches *all, int64_t threads, float *scratch)
+{
+    int64_t blocks = 0, size = mmkv_attend_patches_scratch(all);
+    int dots = 0;
+#ifdef DOTS
+    dots = all->rounds && runs_dots();
+#endif
+    for (int64_t part = 0; part < all->parts; part++)
+        blocks += blocks_of(all, part);
+#pragma omp parallel for num_threads((int)threads) schedule(dynamic) if (threads > 1)
+    for (int64_t item = 0; item < all->batch * all->heads * blocks; item++) {
+        /* heads of a token lie side by side */
+        int64_t head = item % all->heads, batch = item / all->heads / blocks;
+        int64_t block = item / all->heads % blocks, part = 0, thread = 0;
+#ifdef _OPENMP
+        thread = omp_get_thread_num();
+#endif
+        for (; block >= blocks_of(all, part); part++)
+            block -= blocks_of(all, part);
+        struct workspace work = {0};
+        carve(all->dim, BLOCK * all->dim, BLOCK, scratch + thread * size, &work);
+        int64_t from = all->start[part], to = all->start[part + 1], own = blocks_of(all, part);
+        int64_t first = from + (to - from) * block / own, after = from + (to - from) * (block + 1) / own;
+        attend_patches(all, batch, head, first, after, from, to, dots, &work);
     }
 }

@@ -5,14 +5,25 @@ Each wrapper has the name and arguments of what it stands for.
 
 from __future__ import annotations
 
+import functools
 import sys
+from collections.abc import Sequence
 from ctypes import c_int64
+from itertools import pairwise
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from mmkv.engine.backends.cpu.binding import JOINS, Library, Linear, Window, byref, library
+from mmkv.engine.backends.cpu.binding import (
+    JOINS,
+    Library,
+    Linear,
+    Patches,
+    Window,
+    byref,
+    library,
+)
 from mmkv.engine.backends.cpu.cache_views import CacheViews
 from mmkv.engine.cache import RaggedCache
 from mmkv.engine.model import product as reference
@@ -24,6 +35,9 @@ from mmkv.engine.policies.base import WindowReduction
 
 # Multiplications that a further thread is worth: some 10 microseconds of one.
 PER_THREAD = 2**20
+# States that are multiplied together, which stay in the caches: 4,096 at once, as a picture has,
+# took up to 1.6 times as long in 8 bits.
+_TOGETHER = 768
 # Copies in bfloat16 come on top of weights that a transformers model holds in float32.
 _MOST_BF16_BYTES = 2**31
 
@@ -92,7 +106,14 @@ def linear(weight: Matrix, bias: Tensor | None = None, bf16: Bf16Copies | None =
 
 def native_kernels(form: str = "auto") -> Kernels:
     """Return the functions in C for weights in a form; those of torch where C is not there."""
-    return Kernels(native_product(form), rounded, packed, native_elementwise())
+    attention = functools.partial(attend_patches, rounds=form != "auto")
+    return Kernels(
+        native_product(form),
+        rounded,
+        packed,
+        native_elementwise(),
+        None if isinstance(library(), str) else attention,
+    )
 
 
 def native_product(form: str = "auto") -> Product | None:
@@ -148,8 +169,12 @@ def _multiply(
     tokens = x.numel() // width
     map_, threads = byref(linear(weight, bias)), torch.get_num_threads()
     threads = min(threads, 1 + tokens * weight.numel() // PER_THREAD)
-    scratch = torch.empty(found.mmkv_product_scratch(map_, tokens))
-    found.mmkv_product(map_, x.data_ptr(), made.data_ptr(), tokens, threads, scratch.data_ptr())
+    parts = max(1, round(tokens / _TOGETHER))
+    ends = [tokens * part // parts for part in range(parts + 1)]
+    scratch = torch.empty(found.mmkv_product_scratch(map_, -(-tokens // parts)))
+    for first, after in pairwise(ends):
+        places = (4 * first * width + x.data_ptr(), 4 * first * rows + made.data_ptr())
+        found.mmkv_product(map_, *places, after - first, threads, scratch.data_ptr())
     return made
 
 
@@ -308,3 +333,47 @@ class NativeChunkAttention:
             asked = query.data_ptr(), query.stride(0), tokens
             self._library.mmkv_attend_chunk(views, *rows, *asked, threads.value, size, *places)
         return out
+
+
+def attend_patches(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    scale: float,
+    starts: Sequence[int],
+    rounds: bool = False,
+) -> Tensor:
+    """Attend from pictures' patches to each other, as :class:`PatchAttention` says, in C.
+
+    Keys are taken block by block, so that there is never a score for each pair of patches (arXiv
+    1805.02867). Sums are float32.
+
+    Args:
+        rounds: whether queries, keys, values and what they are weighted by are rounded to bfloat16:
+            a CPU with AVX512-BF16 then multiplies them at twice the rate.
+    """
+    loaded = library()
+    assert not isinstance(loaded, str), loaded
+    three = [x if x.stride(-1) == 1 else x.contiguous() for x in (query, key, value)]
+    batch, heads, tokens, dim = query.shape
+    out, places = query.new_empty(batch, tokens, heads, dim), torch.tensor(starts)
+    what = Patches(
+        *(x.data_ptr() for x in three),
+        out=out.data_ptr(),
+        batch=batch,
+        heads=heads,
+        tokens=tokens,
+        dim=dim,
+        parts=len(starts) - 1,
+        start=places.data_ptr(),
+        scale=scale,
+        rounds=rounds,
+    )
+    for own, x in zip(what.stride, three, strict=True):
+        own[:] = x.stride()[:3]
+    pairs = sum((after - first) ** 2 for first, after in pairwise(starts))
+    most = 1 + batch * heads * dim * pairs // PER_THREAD
+    threads = min(torch.get_num_threads(), most)
+    scratch = torch.empty(threads * loaded.mmkv_attend_patches_scratch(byref(what)))
+    loaded.mmkv_attend_patches(byref(what), threads, scratch.data_ptr())
+    return out

@@ -113,6 +113,18 @@ struct window {
     float *scratch, *out; /* out [entries] */
 };
 
+/* Queries, keys and values of pictures' patches, [batch, heads, tokens, dim], a patch's features side by
+ * side; what they get goes to out [batch, tokens, heads, dim]. */
+struct patches {
+    const float *query, *key, *value;
+    int64_t stride[3][3]; /* of queries, keys and values, floats from batch, head and token to the next */
+    float *out;
+    int64_t batch, heads, tokens, dim, parts;
+    const int64_t *start; /* [parts + 1]: tokens start[p] .. start[p + 1] - 1 see each other */
+    double scale;         /* on products of queries and keys */
+    int64_t rounds;       /* whether all that is multiplied is rounded to bfloat16 */
+};
+
 enum { SCORE_RETENTION, SCORE_RECENCY, SCORE_STATE, SCORE_GIVEN };
 enum { COMPETE_GLOBAL, COMPETE_HEAD, COMPETE_GROUPS };
 

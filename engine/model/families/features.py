@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,6 +12,9 @@ from torch import Tensor
 from mmkv.engine.errors import InputError
 
 TEXT, IMAGE, VIDEO = 0, 1, 2
+# Patches that a tower takes in one pass, or one picture: two of 1,024 x 1,024 pixels in Qwen3-VL.
+# A layer's states in float32 take some 130 MB in its 2B model then.
+MOST_PATCHES = 8192
 
 
 @dataclass(frozen=True)
@@ -27,6 +30,30 @@ def rows_of(features: Any) -> Tensor:
     if isinstance(features, (list, tuple)):
         return torch.cat([rows_of(part) for part in features])
     return features.reshape(-1, features.shape[-1])
+
+
+def passes(patches: Sequence[int]) -> Iterator[slice]:
+    """Yield the pictures of each pass: neighbours of ``MOST_PATCHES`` together, or one.
+
+    Args:
+        patches: of each picture.
+    """
+    first = taken = 0
+    for number, count in enumerate(patches):
+        if number > first and taken + count > MOST_PATCHES:
+            yield slice(first, number)
+            first, taken = number, 0
+        taken += count
+    if len(patches) > first:
+        yield slice(first, len(patches))
+
+
+def joined(parts: Sequence[Features]) -> Features:
+    """Return the features of several passes as those of one."""
+    if len(parts) == 1:
+        return parts[0]
+    levels = zip(*(part.deepstack for part in parts), strict=True)
+    return Features(torch.cat([part.rows for part in parts]), tuple(map(torch.cat, levels)))
 
 
 def in_token_order(

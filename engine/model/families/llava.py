@@ -15,7 +15,14 @@ import torch
 
 from mmkv.engine.errors import InputError
 from mmkv.engine.model.families.base import Family, floats, picture_counts, picture_sizes
-from mmkv.engine.model.families.features import IMAGE, VIDEO, Features, rows_of
+from mmkv.engine.model.families.features import (
+    IMAGE,
+    VIDEO,
+    Features,
+    joined,
+    passes,
+    rows_of,
+)
 
 
 class LlavaFamily(Family):
@@ -30,16 +37,20 @@ class LlavaFamily(Family):
 
     def image_features(self, inputs: Mapping[str, Any], device: torch.device | str) -> Features:
         """Return the features of all pictures of a turn, in order."""
-        arguments = self.selection()
+        arguments, vision = self.selection(), self.config.vision_config
         pixels = self.pixels(inputs, "pixel_values", self.pixel_dims, device)
-        if self.config.vision_config.model_type == "pixtral":
-            # The one tower that keeps each picture's own size.
-            arguments["image_sizes"] = picture_sizes(inputs, len(pixels))
-        output = self.hf.model.get_image_features(
-            pixel_values=pixels,
-            **arguments,
-        )
-        return Features(rows_of(output.pooler_output))
+        # The one tower that keeps each picture's own size.
+        own_sizes = vision.model_type == "pixtral"
+        sizes = picture_sizes(inputs, len(pixels)) if own_sizes else None
+        side = vision.patch_size
+        patch = side**2 if isinstance(side, int) else math.prod(side)
+        made = []
+        for these in passes([math.prod(pixels.shape[-2:]) // patch] * len(pixels)):
+            if sizes is not None:
+                arguments["image_sizes"] = sizes[these]
+            output = self.hf.model.get_image_features(pixel_values=pixels[these], **arguments)
+            made.append(Features(rows_of(output.pooler_output)))
+        return joined(made)
 
     def selection(self) -> dict[str, Any]:
         """Return the tower layers that feed the projector, and whether the class token is cut off.

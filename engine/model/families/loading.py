@@ -22,6 +22,7 @@ from mmkv.engine.model.families import FAMILIES, Family, family_for
 from mmkv.engine.model.families.base import end_tokens
 from mmkv.engine.model.families.config import read_config, whole_config
 from mmkv.engine.model.families.deferred import DeferredModel
+from mmkv.engine.model.families.tower import hold_tower
 from mmkv.engine.model.families.vision import build_vision, import_beside, require_finite_rest
 from mmkv.engine.model.finite import require_finite
 from mmkv.engine.model.panel_files import PanelStore, with_panels
@@ -143,6 +144,8 @@ def _load(
         weights.hold(holding)
     require_finite(weights.named(), name)
     require_finite_rest(hf_model, weights, name)
+    if holding is not None and family_type in FAMILIES:
+        hold_tower(hf_model, family_type, holding)
     return family, spec, weights
 
 

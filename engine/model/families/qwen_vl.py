@@ -15,7 +15,15 @@ from torch import Tensor
 
 from mmkv.engine.errors import InputError
 from mmkv.engine.model.families.base import Family, floats, required
-from mmkv.engine.model.families.features import IMAGE, VIDEO, Features, rows_of
+from mmkv.engine.model.families.features import (
+    IMAGE,
+    MOST_PATCHES,
+    VIDEO,
+    Features,
+    joined,
+    passes,
+    rows_of,
+)
 
 _GRID_KEY = {IMAGE: "image_grid_thw", VIDEO: "video_grid_thw"}
 
@@ -103,8 +111,19 @@ class Qwen3VLFamily(Family):
                 f"{key} has shape {list(pixels.shape)} and {_GRID_KEY[kind]} asks for {patches} "
                 "patches; pass the processor's output unchanged"
             )
+        if patches > MOST_PATCHES:
+            # No frame sees another, so that those of a video are as good as pictures.
+            grid = grid.new_tensor([(1, *row[1:]) for row in grid.tolist() for _ in range(row[0])])
+        sizes, made, first = grid.prod(-1).tolist(), [], 0
+        for own in passes(sizes):
+            after = first + sum(sizes[own])
+            made.append(self._pass(kind, pixels[first:after].to(device), grid[own].to(device)))
+            first = after
+        return joined(made)
+
+    def _pass(self, kind: int, pixels: Tensor, grid: Tensor) -> Features:
         reader = "get_image_features" if kind == IMAGE else "get_video_features"
-        arguments = {key: pixels.to(device), _GRID_KEY[kind]: grid.to(device)}
+        arguments = {self.pixel_keys[kind]: pixels, _GRID_KEY[kind]: grid}
         output = getattr(self.hf.model, reader)(**arguments, return_dict=True)
         return Features(
             rows_of(output.pooler_output),

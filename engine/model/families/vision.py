@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from mmkv.engine.errors import STOPS
 from mmkv.engine.memory import give_back
 from mmkv.engine.model.families.base import Family
+from mmkv.engine.model.families.tower import MANY_BYTES, hold_tower
 from mmkv.engine.model.finite import require_finite
 from mmkv.engine.model.panels import Panels
 from mmkv.engine.model.product import Matrix, WeightForm
@@ -23,7 +24,6 @@ from mmkv.engine.model.stored import StoredTensors, text_place
 from mmkv.engine.model.weights import DecoderWeights
 
 _CPU = torch.device("cpu")
-_MANY_BYTES = 2**26
 
 
 def build_vision(
@@ -78,6 +78,8 @@ def build_vision(
     tied = weights.head.data_ptr() == weights.embed.data_ptr()
     model.get_output_embeddings().weight = embed if tied else _parameter(weights.head)
     require_finite_rest(model, weights, name)
+    if form is not None:
+        hold_tower(model, family, form)
     if first != dtype:
         _widen(model, weights, dtype)
     if device != _CPU:
@@ -141,7 +143,7 @@ def _widen(model: Any, text: DecoderWeights, dtype: torch.dtype) -> None:
         if tensor.is_floating_point() and tensor.dtype != dtype:
             freed += tensor.nbytes
             tensor.data = tensor.data.to(dtype)
-        if freed >= _MANY_BYTES:  # which lie between others: the heap keeps them by itself
+        if freed >= MANY_BYTES:  # which lie between others: the heap keeps them by itself
             give_back()
             freed = 0
     for module in model.modules():
