@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -46,6 +46,31 @@ def multiply(x: Tensor, weight: Matrix, bias: Tensor | None = None) -> Tensor:
         return weight.multiply(x, bias).to(x.dtype)
     rows = weight.in_rows() if isinstance(weight, Bf16Matrix) else weight
     return F.linear(x, rows.to(x.dtype), bias)
+
+
+def multiply_rounded(x: Tensor, weight: Matrix, bias: Tensor | None = None) -> Tensor:
+    """Compute :func:`multiply` of float32 states that are rounded to bfloat16 first: the reference.
+
+    Sums stay float32, and gradients pass the rounding as they are. What is held in 8 bits is
+    multiplied as there.
+    """
+    if isinstance(weight, Int8Matrix):
+        return multiply(x, weight, bias)
+    if torch.is_grad_enabled() and x.requires_grad:
+        return multiply(_Rounded.apply(x), weight, bias)
+    return multiply(x.bfloat16().to(x.dtype), weight, bias)
+
+
+class _Rounded(torch.autograd.Function):
+    """States in bfloat16, held in their own dtype; gradients pass."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.bfloat16().to(x.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Tensor:
+        return grads[0]
 
 
 def embedded(token_ids: Tensor, weight: Matrix) -> Tensor:
@@ -116,7 +141,8 @@ class WeightForm:
     @property
     def product(self) -> Product:
         """Multiplies float32 states by matrices in that form."""
-        return self.kernels.product or multiply
+        reference = multiply_rounded if self.name == "bf16" else multiply
+        return self.kernels.product or reference
 
     def hold(self, weight: Tensor) -> Matrix:
         """Return a matrix as it is held; ``auto`` changes no number."""
