@@ -40,11 +40,11 @@ _NUMBERS_PER_THREAD = 2**22
 class NativeDecoder:
     """Runs a decode step of one or more sequences in C: embedding rows to logits, cache included.
 
-    It reads the tensors where they lie and keeps them alive; a gate's values may change in place,
-    but a tensor put in another's place later is not seen. Float32 projections that bfloat16 holds
-    exactly (of a model that transformers loaded, say) are copied in that form, which changes no
-    result; those that are held in it are read as they are. For weights of the form ``bf16`` states
-    are rounded, too, as :func:`mmkv.engine.model.product.multiply_rounded` does.
+    It reads the tensors where they lie and keeps them alive; a gate's float32 values may change in
+    place, but a tensor put in another's place later is not seen. Float32 projections that bfloat16
+    holds exactly (of a model that transformers loaded, say) are copied in that form, which changes
+    no result; those that are held in it are read as they are. For weights of the form ``bf16``
+    states are rounded, too, as :func:`mmkv.engine.model.product.multiply_rounded` does.
     """
 
     def __init__(
@@ -256,5 +256,7 @@ def _vectors(weights: DecoderWeights, gates: Gates | None) -> list[Tensor]:
     named = [part for _, part in weights.named() if id(part) not in matrices]
     found = [part for part in named if isinstance(part, Tensor)]
     for gate in [] if gates is None else gates.layers:
-        found += [*(tensor for pair in gate.trunk for tensor in pair), gate.readout, gate.bias]
+        trunk = (part for pair in gate.trunk for part in pair)
+        found += [part for part in trunk if isinstance(part, Tensor)]
+        found += [gate.readout, gate.bias]
     return found
