@@ -21,6 +21,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from mmkv import __version__
 from mmkv.engine.errors import MmkvError
 from mmkv.server.chat import ChatCall, take_resume
+from mmkv.server.completions import add_completions
 from mmkv.server.errors import ApiError
 from mmkv.server.footprint import return_memory
 from mmkv.server.guard import BodyRoute, CheckHost, CheckKey, LimitBody, RefuseWhenFull
@@ -100,7 +101,7 @@ def make_app(state: ServerState, hosts: frozenset[str] | None = None) -> FastAPI
             allow_origins=state.settings.cors,
             allow_methods=["DELETE", "GET", "HEAD", "POST"],
             allow_headers=["*"],
-            expose_headers=["Retry-After", "X-Mmkv-Replica"],
+            expose_headers=["Retry-After", "X-Mmkv-Ignored", "X-Mmkv-Replica"],
         )
     app.add_middleware(CheckHost, hosts=hosts)
     app.add_middleware(HeadAsGet)
@@ -113,6 +114,7 @@ def make_app(state: ServerState, hosts: frozenset[str] | None = None) -> FastAPI
     scheme = [Depends(HTTPBearer(auto_error=False))]
     keyed = APIRouter(prefix="/v1", dependencies=scheme, route_class=BodyRoute)
     _add_keyed(keyed, state)
+    add_completions(keyed, state)
     keyed.include_router(sessions_router(state))
     keyed.include_router(saved_router(state))
     keyed.include_router(responses_router(state))
@@ -130,10 +132,11 @@ def _add_keyed(router: APIRouter, state: ServerState) -> None:
 
     @router.post("/chat/completions", summary="Reply to a conversation")
     async def chat(request: Request, body: ChatRequest) -> Response:
+        headers = state.headers_for(body)
         take_resume(request, body)
         call = ChatCall(state, body, request.state.caller)
         work: Any = call.stream if body.stream else call.whole
-        return ReplyResponse(work, bool(body.stream), settings.keep_alive)
+        return ReplyResponse(work, bool(body.stream), settings.keep_alive, headers)
 
     @router.get("/models", summary="The model that is served")
     async def models() -> dict[str, Any]:

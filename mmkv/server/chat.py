@@ -134,6 +134,7 @@ class ChatCall:
         start: the conversation that it continues; the request's messages come after its own.
         keep: whether the conversation after the reply is kept.
         budget: of the reply's session; None: the request's, or else the server's.
+        raw: whether the texts are read without a chat template, and from the beginning.
 
     Attributes:
         work: what the engine is asked for; done: whether it has been answered.
@@ -151,6 +152,7 @@ class ChatCall:
         start: ConversationState | None = None,
         keep: bool = False,
         budget: Budget | None = None,
+        raw: bool = False,
     ) -> None:
         facts, settings = state.facts, state.settings
         refuse_unsupported(request)
@@ -193,19 +195,24 @@ class ChatCall:
         if self.choices > settings.max_choices:
             raise ApiError(400, f"n is at most {settings.max_choices} here", "invalid_value", "n")
         self.done = self.keeps_body = False
+        given = request.template_values()
+        values = {name: given[name] for name in sorted(facts.template_variables & given.keys())}
+        memory = [facts.base_key, chosen, caller.tenant, request.cache_salt]
         self.work = ChatWork(
             messages,
-            base_key or digest_of([facts.base_key, chosen, caller.tenant, request.cache_salt]),
+            base_key or digest_of([*memory, *([values] if values else [])]),
             _sampling(request, settings, facts),
             _logit_settings(request, facts),
             self.choices,
             budget,
-            resume or "auto",
+            "never" if raw else resume or "auto",
             asked=resume is not None,
             weight=state.weights.get(caller.tenant, 1.0),
             start=start,
             keep=keep,
             rewrites=(request.mmkv and request.mmkv.rewrites) or "reread",
+            template_values=values,
+            raw=raw,
         )
         if not request.stream:
             self.require_few_scored()
@@ -388,7 +395,15 @@ def _logit_settings(request: ChatRequest, facts: Facts) -> LogitSettings:
         grammar = grammar_of(request.response_format)
     except MmkvError as error:
         raise ApiError(400, str(error), "invalid_value", "response_format") from error
-    return LogitSettings(top, bias, grammar)
+    stop_tokens = frozenset(request.stop_token_ids or ())
+    if any(token >= facts.vocabulary for token in stop_tokens):
+        raise ApiError(
+            400,
+            f"stop_token_ids names {max(stop_tokens)}; token ids are below {facts.vocabulary}",
+            "invalid_value",
+            "stop_token_ids",
+        )
+    return LogitSettings(top, bias, grammar, stop_tokens)
 
 
 def take_resume(request: HTTPConnection, body: ChatRequest | ResponseRequest) -> None:
