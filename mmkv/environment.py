@@ -80,7 +80,8 @@ def _products(form: str) -> str:
     from mmkv.engine.backends import cpu as native
 
     found = native.product_form(form)
-    return f"{found} (--weights {form})" if found else "torch (slow)"
+    taken_by = "int8, int4" if form == "int8" else form
+    return f"{found} (--weights {taken_by})" if found else "torch (slow)"
 
 
 def _video_readers() -> list[str]:

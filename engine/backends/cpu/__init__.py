@@ -45,7 +45,7 @@ def level() -> str:
 
 
 def product_form(weights: str) -> str:
-    """Return the form of its products with weights ``int8`` or ``bf16``.
+    """Return the form of its products with weights ``int8`` (and ``int4``) or ``bf16``.
 
     Empty when it cannot be used.
     """
