@@ -100,6 +100,7 @@ class Runtime:
             write_gates = write_gates.to(self.device, self.dtype)
             self.policy = policy
         self._gates = gates if isinstance(gates, Gates) else None
+        self._exact_gates = weights.form == "auto"
         reads_gates = policy.scoring.needs.gates and policy.evicts
         # No text says what a picture's placeholder stands for: replies must not hold one.
         media = [token for token in family.placeholder.values() if token < weights.head.shape[0]]
@@ -272,8 +273,14 @@ class Runtime:
 
     @functools.cached_property
     def _placed_gates(self) -> Gates | None:
-        """The gates on this device; a policy that does not read them takes no memory for them."""
-        return None if self._gates is None else self._gates.to(self.device, self.dtype)
+        """The gates on this device; a policy that does not read them takes no memory for them.
+
+        Beside weights in fewer bits, their trunks are rounded to bfloat16.
+        """
+        placed = None if self._gates is None else self._gates.to(self.device, self.dtype)
+        if placed is None or self._exact_gates:
+            return placed
+        return placed.in_bf16(kernels_for("int8"))  # whose product rounds no states for bfloat16
 
     def share(self, budget: Budget | float | str, floor: float = 0.0) -> None:
         """Have all sessions of this engine compete for one budget from now on.

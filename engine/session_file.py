@@ -146,13 +146,10 @@ def _check_identity(engine: Runtime, identity: dict[str, str | int], path: Path)
     # Older files hold what the model computes, with its own weights.
     identity = {"weights": "auto", "kv": "auto", **identity}
     engines = engine.identity()
-    same_numbers = {
-        "weights": identity.get("model") == engines["model"],  # so bfloat16 holds them exactly
-        "kv": engine.dtype == torch.bfloat16,
-    }
     for name, ours in engines.items():
         theirs = identity.get(name)
-        if {theirs, ours} == {"auto", "bf16"} and same_numbers.get(name):
+        same_numbers = name == "kv" and engine.dtype == torch.bfloat16
+        if {theirs, ours} == {"auto", "bf16"} and same_numbers:
             continue
         if theirs != ours:
             remedy = "load it with the model and settings it was made with"

@@ -30,7 +30,9 @@ def describe() -> str:
     lines += [f"{name}: {_version(name) or 'missing'}" for name in _CORE]
     lines += _devices()
     lines.append(f"decode step on the CPU: {_native()}")
-    lines.append(f"weights in 8 or 4 bits on the CPU: {_int8()}")
+    lines += [
+        f"products with weights {each} on the CPU: {_products(each)}" for each in ("bf16", "int8")
+    ]
     lines += _video_readers()
     lines += [
         f"{name}: {'present' if find_spec(name) else f'absent (extra: {extra})'}"
@@ -74,11 +76,12 @@ def _native() -> str:
     return f"torch ({why})" if why else f"native (level {native.level()})"
 
 
-def _int8() -> str:
+def _products(form: str) -> str:
     from mmkv.engine.backends import cpu as native
 
-    form = native.int8_form()
-    return f"{form} (--weights int8, int4)" if form else "torch (slow)"
+    found = native.product_form(form)
+    taken_by = "int8, int4" if form == "int8" else form
+    return f"{found} (--weights {taken_by})" if found else "torch (slow)"
 
 
 def _video_readers() -> list[str]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -84,6 +84,31 @@ def attend_rounded(
     return torch.cat(made, 2).transpose(1, 2).contiguous()
 
 
+def multiply_rounded(x: Tensor, weight: Matrix, bias: Tensor | None = None) -> Tensor:
+    """Compute :func:`multiply` of float32 states that are rounded to bfloat16 first: the reference.
+
+    Sums stay float32, and gradients pass the rounding as they are. Whole numbers are
+    multiplied as there.
+    """
+    if isinstance(weight, IntegerMatrix):
+        return multiply(x, weight, bias)
+    if torch.is_grad_enabled() and x.requires_grad:
+        return multiply(_Rounded.apply(x), weight, bias)
+    return multiply(x.bfloat16().to(x.dtype), weight, bias)
+
+
+class _Rounded(torch.autograd.Function):
+    """States in bfloat16, held in their own dtype; gradients pass."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.bfloat16().to(x.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Tensor:
+        return grads[0]
+
+
 def embedded(token_ids: Tensor, weight: Matrix) -> Tensor:
     """Return the rows ``token_ids [T]`` of an embedding, ``[T, in]``."""
     if isinstance(weight, Panels):
@@ -156,7 +181,8 @@ class WeightForm:
     @property
     def product(self) -> Product:
         """Multiplies float32 states by matrices in that form."""
-        return self.kernels.product or multiply
+        reference = multiply_rounded if self.name == "bf16" else multiply
+        return self.kernels.product or reference
 
     @property
     def packs(self) -> bool:

@@ -13,12 +13,12 @@ __all__ = [
     "NativeDecoder",
     "NativeEvictor",
     "available",
-    "int8_form",
     "level",
     "levels",
     "native_kernels",
     "native_product",
     "packed",
+    "product_form",
     "reason",
     "rounded",
 ]
@@ -44,7 +44,10 @@ def level() -> str:
     return "" if isinstance(found, str) else found.level
 
 
-def int8_form() -> str:
-    """Return the form of its products with weights in 8 or 4 bits; empty when it cannot be used."""
+def product_form(weights: str) -> str:
+    """Return the form of its products with weights ``int8`` (and ``int4``) or ``bf16``.
+
+    Empty when it cannot be used.
+    """
     found = library()
-    return "" if isinstance(found, str) else found.int8
+    return "" if isinstance(found, str) else {"int8": found.int8, "bf16": found.bf16}[weights]

@@ -2,9 +2,12 @@
  * in a panel two columns of every row lie together: one load gives the weights of both columns, each
  * in the half of a lane that makes it a float, and the CPU reads memory in one stream.
  *
- * Every lane is a row. Even and odd columns are summed apart, in order, in any tile, and what a stretch
+ * Every lane is a row. Columns are summed in an order that is the same in any tile, and what a stretch
  * of columns sums up to is added to those before: a product does not depend, not in one bit, on the
- * tile, on threads or on other vectors. */
+ * tile, on threads or on other vectors.
+ *
+ * States are floats, or (`rounds` of the matrix) rounded to bfloat16 first. Pairs of those meet pairs of
+ * weights in one instruction where the CPU has it, at twice the rate. */
 #include <string.h>
 
 #include "native.h"
@@ -28,6 +31,10 @@
 #define PARTS 2
 #define PARTS_OF_ONE 4
 #define MOST_VECTORS 3
+#endif
+
+#if defined(__AVX512BW__)
+#include <cpuid.h>
 #endif
 
 #define STRETCH 256 /* columns that a sum runs over: of thousands, each would round a larger sum */
@@ -121,22 +128,177 @@ static int64_t numbers_of_panel(int64_t width)
     return (width + 1) / 2 * 2 * BF16_PANEL;
 }
 
+#ifdef __AVX512BW__
+#define DOTS
+#define TARGET_DOTS __attribute__((target("avx512f,avx512bw,avx512vl,avx512bf16")))
+#define DOT_VECTORS 8
+
+/* A panel times a stretch of columns of `count` rounded vectors, as `stretch` does it. Numbers below
+ * 2^-126 count as 0. */
+INLINE TARGET_DOTS void dot_stretch(const uint16_t *panel, int64_t from, int64_t to, struct vectors x,
+                                    int count, int64_t ahead, float *made)
+{
+    __m512 low[DOT_VECTORS], high[DOT_VECTORS];
+    const uint32_t *states = x.rounded;
+    for (int v = 0; v < count; v++)
+        low[v] = high[v] = _mm512_setzero_ps();
+    panel += from * BF16_PANEL;
+    for (int64_t pair = from / 2; 2 * pair < to; pair++, panel += 2 * BF16_PANEL) {
+        __m512i one = _mm512_loadu_si512(panel), other = _mm512_loadu_si512(panel + 32);
+        __builtin_prefetch(panel + ahead);
+        __builtin_prefetch(panel + ahead + 32);
+        for (int v = 0; v < count; v++) {
+            __m512i both = _mm512_set1_epi32((int)states[v * x.stride + pair]);
+            low[v] = _mm512_dpbf16_ps(low[v], (__m512bh)one, (__m512bh)both);
+            high[v] = _mm512_dpbf16_ps(high[v], (__m512bh)other, (__m512bh)both);
+        }
+    }
+    for (int v = 0; v < count; v++) {
+        float *out = made + v * BF16_PANEL;
+        if (from > 0) {
+            low[v] = _mm512_add_ps(low[v], _mm512_loadu_ps(out));
+            high[v] = _mm512_add_ps(high[v], _mm512_loadu_ps(out + LANES));
+        }
+        _mm512_storeu_ps(out, low[v]);
+        _mm512_storeu_ps(out + LANES, high[v]);
+    }
+}
+
+INLINE TARGET_DOTS void dot_panel(const uint16_t *panel, int64_t width, struct vectors x, int count,
+                                  int64_t ahead, float *made)
+{
+    int64_t from = 0;
+    do {
+        int64_t to = width - from > STRETCH ? from + STRETCH : width;
+        dot_stretch(panel, from, to, x, count, ahead, made);
+        from = to;
+    } while (from < width);
+}
+
+static TARGET_DOTS void dot_product(const uint16_t *panel, int64_t width, struct vectors x,
+                                    int64_t count, int64_t ahead, float *made)
+{
+    switch (count) {
+    case 1: dot_panel(panel, width, x, 1, ahead, made); break;
+    case 2: dot_panel(panel, width, x, 2, ahead, made); break;
+    case 3: dot_panel(panel, width, x, 3, ahead, made); break;
+    case 4: dot_panel(panel, width, x, 4, ahead, made); break;
+    case 5: dot_panel(panel, width, x, 5, ahead, made); break;
+    case 6: dot_panel(panel, width, x, 6, ahead, made); break;
+    case 7: dot_panel(panel, width, x, 7, ahead, made); break;
+    case 8: dot_panel(panel, width, x, 8, ahead, made); break;
+    }
+}
+
+/* Asked of the CPU, as not all compilers have a name for it. */
+static int runs_dots(void)
+{
+    unsigned a, b, c, d;
+    return __get_cpuid_count(7, 1, &a, &b, &c, &d) && a >> 5 & 1;
+}
+#else
+#define DOT_VECTORS MOST_VECTORS
+#endif
+
+/* How rounded states are multiplied: in pairs, or widened to floats. */
+struct bf16_form {
+    const char *name;
+    int (*runs)(void);
+    void (*product)(const uint16_t *panel, int64_t width, struct vectors x, int64_t count, int64_t ahead,
+                    float *made); /* NULL: states are floats that bfloat16 holds */
+};
+
+static int always(void)
+{
+    return 1;
+}
+
+static const struct bf16_form FORMS[] = { /* best first */
+#ifdef DOTS
+    {"avx512bf16", runs_dots, dot_product},
+#endif
+    {"widened", always, 0},
+};
+
+static const struct bf16_form *chosen = FORMS + sizeof FORMS / sizeof *FORMS - 1;
+
+/* Take the form of that name from now on, "" for the best that the CPU can run; returns the name of
+ * what was taken, or NULL where this library or CPU has none of that name. */
+EXPORT const char *mmkv_bf16_form(const char *name)
+{
+    for (size_t i = 0; i < sizeof FORMS / sizeof *FORMS; i++)
+        if ((!*name || !strcmp(name, FORMS[i].name)) && FORMS[i].runs()) {
+            chosen = FORMS + i;
+            return chosen->name;
+        }
+    return 0;
+}
+
+/* Numbers or pairs from one rounded vector to the next: whole cache lines, and of pairs one line more,
+ * or those of all vectors would fall to the same few places of a cache. */
+static int64_t rounded_stride(int64_t width)
+{
+    return chosen->product ? ((width + 1) / 2 + 15) / 16 * 16 + 16 : (width + 15) / 16 * 16;
+}
+
+/* Lay out `count` rounded vectors at `base` (NULL: to measure); returns the floats they take. */
+int64_t carve_rounded(int64_t width, int64_t count, float *base, struct vectors *x)
+{
+    if (base)
+        x->rounded = (uint32_t *)base;
+    return count * rounded_stride(width);
+}
+
+/* The nearest number in bfloat16, even where two are as near, as the upper half. */
+INLINE uint32_t round_bits(uint32_t bits)
+{
+    uint32_t near = bits + 0x7fff + (bits >> 16 & 1);
+    return ((bits & 0x7fffffff) > 0x7f800000 ? 0x7fc00000 : near) & 0xffff0000;
+}
+
+/* Round one of `parts` parts of `count` vectors, to pairs of numbers or to floats. */
+void round_part(struct vectors x, int64_t width, int64_t count, int64_t part, int64_t parts)
+{
+    for (int64_t v = count * part / parts; v < count * (part + 1) / parts; v++) {
+        const float *from = x.at + v * x.stride;
+        uint32_t *to = x.rounded + v * rounded_stride(width);
+        for (int64_t i = 0; i < width && !chosen->product; i++) {
+            uint32_t bits;
+            memcpy(&bits, from + i, sizeof bits);
+            bits = round_bits(bits);
+            memcpy((float *)to + i, &bits, sizeof bits);
+        }
+        for (int64_t i = 0; i < width && chosen->product; i += 2) {
+            uint32_t bits[2] = {0};
+            memcpy(bits, from + i, i + 2 <= width ? 8 : 4);
+            to[i / 2] = round_bits(bits[0]) >> 16 | round_bits(bits[1]);
+        }
+    }
+}
+
 /* y or y += weight x + bias for rows from .. to-1: the vectors a few at a time, which stay in the
  * nearest cache with the panels. */
 void bf16_rows(const struct linear *map, struct vectors x, struct vectors y, int64_t count,
                int64_t from, int64_t to, int add)
 {
-    int64_t groups = (count + MOST_VECTORS - 1) / MOST_VECTORS, size = numbers_of_panel(map->in);
+    int dots = map->rounds && chosen->product, most = dots ? DOT_VECTORS : MOST_VECTORS;
+    int64_t groups = (count + most - 1) / most, size = numbers_of_panel(map->in);
+    if (map->rounds)
+        x.at = (float *)x.rounded, x.stride = rounded_stride(map->in);
     for (int64_t group = 0; group < groups; group++) {
         int64_t first = count * group / groups, after = count * (group + 1) / groups;
         struct vectors in = {.at = x.at + first * x.stride, .stride = x.stride};
+        in.rounded = (uint32_t *)in.at;
         /* one group alone waits for memory; of several the first computes, and panels come meanwhile */
         int64_t ahead = groups == 1 ? AHEAD : group == 0 ? size : 0;
         for (int64_t panel = from / BF16_PANEL; panel * BF16_PANEL < to; panel++) {
-            float made[MOST_VECTORS * BF16_PANEL];
+            float made[DOT_VECTORS * BF16_PANEL];
             int64_t start = panel * BF16_PANEL, end = start + BF16_PANEL;
             int64_t low = from > start ? from : start, high = to < end ? to : end;
-            product(map->bf16 + panel * size, map->in, in, after - first, ahead, made);
+            if (dots)
+                chosen->product(map->bf16 + panel * size, map->in, in, after - first, ahead, made);
+            else
+                product(map->bf16 + panel * size, map->in, in, after - first, ahead, made);
             for (int64_t v = first; v < after; v++)
                 put_rows(map, made + (v - first) * BF16_PANEL + (low - start), low, high, add,
                          y.at + v * y.stride);

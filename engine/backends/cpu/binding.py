@@ -21,6 +21,7 @@ LEVELS = ("v4", "v3", "sve", "baseline")  # best first; v3 and v4: of x86-64
 
 # Best first; "portable" runs everywhere.
 INT8_FORMS = ("avx512vnni", "avxvnni", "avx2", "neon", "portable")
+BF16_FORMS = ("avx512bf16", "widened")
 
 
 class Linear(Structure):
@@ -28,7 +29,7 @@ class Linear(Structure):
 
     _fields_ = [
         *((name, c_void_p) for name in ("weight", "bias", "bf16", "codes", "scales")),
-        *((name, c_int64) for name in ("rows", "width", "bits")),
+        *((name, c_int64) for name in ("rows", "width", "bits", "rounds")),
     ]
 
 
@@ -195,6 +196,7 @@ _FUNCTIONS = {
     ),
     "mmkv_pack": (None, [c_void_p, c_int64, c_int64, c_void_p, c_int64]),
     "mmkv_int8_form": (c_char_p, [c_char_p]),
+    "mmkv_bf16_form": (c_char_p, [c_char_p]),
     "mmkv_evict_scratch": (c_int64, [c_int64, c_int64]),
     "mmkv_window": (None, [POINTER(Cache), POINTER(Window), c_int64]),
     "mmkv_window_scratch": (c_int64, [POINTER(Window), c_int64, c_int64, c_int64]),
@@ -209,16 +211,25 @@ class Library(ctypes.CDLL):
 
     Attributes:
         int8: the form of products with weights in 8 or 4 bits that it takes: ``INT8_FORMS``.
+        bf16: of products with weights and states in bfloat16: ``BF16_FORMS``.
     """
 
     level: str
     int8: str
+    bf16: str
 
     def take_int8(self, name: str = "") -> bool:
         """Take the form of that name from now on, without one the best; False: it is not there."""
         found = self.mmkv_int8_form(name.encode())
         if found is not None:
             self.int8 = found.decode()
+        return found is not None
+
+    def take_bf16(self, name: str = "") -> bool:
+        """Take the form of that name, as :meth:`take_int8` does."""
+        found = self.mmkv_bf16_form(name.encode())
+        if found is not None:
+            self.bf16 = found.decode()
         return found is not None
 
 
@@ -279,10 +290,12 @@ def _load(level: str) -> Library | str:
         return f"{name} was compiled from other sources; install mmkv again"
     loaded.level = level
     loaded.take_int8()
+    loaded.take_bf16()
     return loaded
 
 
 __all__ = [
+    "BF16_FORMS",
     "INT8_FORMS",
     "JOINS",
     "MAX_TRUNK",

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
 from typing import Literal
 
 import torch
@@ -16,6 +17,7 @@ from mmkv.engine.backends.cpu.binding import (
     BatchSlot,
     Eviction,
     Layer,
+    Linear,
     Model,
     Step,
     byref,
@@ -38,10 +40,11 @@ _NUMBERS_PER_THREAD = 2**22
 class NativeDecoder:
     """Runs a decode step of one or more sequences in C: embedding rows to logits, cache included.
 
-    It reads the tensors where they lie and keeps them alive; a gate's values may change in place,
-    but a tensor put in another's place later is not seen. Float32 projections that bfloat16 holds
-    exactly (of a model that transformers loaded, say) are copied in that form, which changes no
-    result; those that are held in it are read as they are.
+    It reads the tensors where they lie and keeps them alive; a gate's float32 values may change in
+    place, but a tensor put in another's place later is not seen. Float32 projections that bfloat16
+    holds exactly (of a model that transformers loaded, say) are copied in that form, which changes
+    no result; those that are held in it are read as they are. For weights of the form ``bf16``
+    states are rounded, too, as :func:`mmkv.engine.model.product.multiply_rounded` does.
     """
 
     def __init__(
@@ -58,10 +61,11 @@ class NativeDecoder:
             raise RuntimeError(refused)
         self._library, self._kept = loaded, (weights, gates)
         self._layers = (Layer * spec.num_layers)()
-        bf16 = self._bf16 = Bf16Copies()
+        self._bf16 = Bf16Copies()
+        matrix = functools.partial(linear, bf16=self._bf16, rounds=weights.form == "bf16")
         for index, layer in enumerate(weights.layers):
             gate = None if gates is None else gates.layers[index]
-            self._layers[index] = _layer(layer, gate, bf16)
+            self._layers[index] = _layer(layer, gate, matrix)
         self._model = Model(
             layers=spec.num_layers,
             hidden=spec.hidden_size,
@@ -73,7 +77,7 @@ class NativeDecoder:
             eps=spec.rms_eps,
             embed=linear(weights.embed),
             norm=weights.norm.data_ptr(),
-            head=linear(weights.head, None, bf16),
+            head=matrix(weights.head),
             layer=self._layers,
         )
         long = spec.rope.inv_freq if spec.rope.long_inv_freq is None else spec.rope.long_inv_freq
@@ -229,15 +233,15 @@ class NativeDecoder:
             del old
 
 
-def _layer(layer: LayerWeights, gate: LayerGate | None, bf16: Bf16Copies) -> Layer:
+def _layer(layer: LayerWeights, gate: LayerGate | None, matrix: Callable[..., Linear]) -> Layer:
     made = Layer(
         input_norm=layer.input_norm.data_ptr(),
         post_norm=layer.post_norm.data_ptr(),
         qk_norm=None if layer.qk_norm is None else layer.qk_norm.data_ptr(),
-        qkv=linear(layer.qkv, layer.qkv_bias, bf16),
-        out=linear(layer.out, layer.out_bias, bf16),
-        gate_up=linear(layer.gate_up, layer.gate_up_bias, bf16),
-        down=linear(layer.down, layer.down_bias, bf16),
+        qkv=matrix(layer.qkv, layer.qkv_bias),
+        out=matrix(layer.out, layer.out_bias),
+        gate_up=matrix(layer.gate_up, layer.gate_up_bias),
+        down=matrix(layer.down, layer.down_bias),
     )
     if gate is not None:
         for index, (weight, bias) in enumerate(gate.trunk):
@@ -252,5 +256,7 @@ def _vectors(weights: DecoderWeights, gates: Gates | None) -> list[Tensor]:
     named = [part for _, part in weights.named() if id(part) not in matrices]
     found = [part for part in named if isinstance(part, Tensor)]
     for gate in [] if gates is None else gates.layers:
-        found += [*(tensor for pair in gate.trunk for tensor in pair), gate.readout, gate.bias]
+        trunk = (part for pair in gate.trunk for part in pair)
+        found += [part for part in trunk if isinstance(part, Tensor)]
+        found += [gate.readout, gate.bias]
     return found

@@ -98,11 +98,6 @@ void code_part(struct vectors x, int64_t width, int64_t count, int64_t part, int
     }
 }
 
-void code_vectors(struct vectors x, int64_t width, int64_t count, struct codes to)
-{
-    code_part(x, width, count, 0, 1, to);
-}
-
 /* Lay out the codes of `count` vectors of `width` numbers at `base`; returns the floats they take. */
 int64_t carve_codes(int64_t width, int64_t count, float *base, struct codes *to)
 {

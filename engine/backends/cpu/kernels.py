@@ -92,16 +92,26 @@ class Bf16Copies:
         return copied
 
 
-def linear(weight: Matrix, bias: Tensor | None = None, bf16: Bf16Copies | None = None) -> Linear:
-    """Describe a matrix and its bias to C, which reads them where they lie."""
+def linear(
+    weight: Matrix,
+    bias: Tensor | None = None,
+    bf16: Bf16Copies | None = None,
+    rounds: bool = False,
+) -> Linear:
+    """Describe a matrix and its bias to C, which reads them where they lie.
+
+    Args:
+        bf16: takes copies of what bfloat16 holds exactly.
+        rounds: whether panels in bfloat16 are multiplied by rounded states.
+    """
     of_bias = None if bias is None else bias.data_ptr()
     if isinstance(weight, IntegerMatrix):
         pointers = weight.codes.data_ptr(), weight.scales.data_ptr()
-        return Linear(None, of_bias, None, *pointers, *weight.shape, weight.bits)
+        return Linear(None, of_bias, None, *pointers, *weight.shape, weight.bits, 0)
     short = weight if isinstance(weight, Bf16Matrix) else None if bf16 is None else bf16.of(weight)
     if short is not None:
-        return Linear(None, of_bias, short.panels.data_ptr(), None, None, *weight.shape)
-    return Linear(weight.data_ptr(), of_bias, None, None, None, *weight.shape)
+        return Linear(None, of_bias, short.panels.data_ptr(), None, None, *weight.shape, 0, rounds)
+    return Linear(weight.data_ptr(), of_bias, None, None, None, *weight.shape, 0, 0)
 
 
 def native_kernels(form: str = "auto") -> Kernels:
@@ -124,24 +134,32 @@ def native_product(form: str = "auto") -> Product | None:
     """
     if isinstance(library(), str) or (sys.platform == "darwin" and form == "auto"):
         return None
-    return multiply
+    return multiply_rounded if form == "bf16" else multiply
 
 
-def multiply(x: Tensor, weight: Matrix, bias: Tensor | None = None) -> Tensor:
+def multiply_rounded(x: Tensor, weight: Matrix, bias: Tensor | None = None) -> Tensor:
+    """Compute :func:`mmkv.engine.model.product.multiply_rounded`, in C where :func:`multiply` does.
+
+    With AVX512-BF16, numbers below 2^-126 count as 0.
+    """
+    return multiply(x, weight, bias, rounds=True)
+
+
+def multiply(x: Tensor, weight: Matrix, bias: Tensor | None = None, rounds: bool = False) -> Tensor:
     """Compute ``weight x + bias`` like :func:`mmkv.engine.model.product.multiply`.
 
     It runs in C for float32 ``x`` and weights in panels, of bfloat16, 8 or 4 bits, summed in
     float32 in vectors of the CPU's width; a row of the result does not depend on the others of
     ``x``.
-    Gradients reach ``x`` alone; the rounding of states to 8 bits passes them as they are.
+    Gradients reach ``x`` alone; the rounding of states passes them as they are.
     """
     found = library()
     if isinstance(weight, Tensor) or isinstance(found, str) or x.dtype != torch.float32:
-        return reference.multiply(x, weight, bias)
+        return (reference.multiply_rounded if rounds else reference.multiply)(x, weight, bias)
     if torch.is_grad_enabled() and x.requires_grad:
-        made: Tensor = _Frozen.apply(x, weight, bias)
+        made: Tensor = _Frozen.apply(x, weight, bias, rounds)
         return made
-    return _multiply(found, x, weight, bias)
+    return _multiply(found, x, weight, bias, rounds)
 
 
 class _Frozen(torch.autograd.Function):
@@ -149,25 +167,29 @@ class _Frozen(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Bf16Matrix | IntegerMatrix, bias: Tensor | None
+        ctx: Any, x: Tensor, weight: Bf16Matrix | IntegerMatrix, bias: Tensor | None, rounds: bool
     ) -> Tensor:
         ctx.weight, found = weight, library()
         assert not isinstance(found, str)
-        return _multiply(found, x, weight, bias)
+        return _multiply(found, x, weight, bias, rounds)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
-        return grads[0] @ ctx.weight.wide(), None, None
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
+        return grads[0] @ ctx.weight.wide(), None, None, None
 
 
 def _multiply(
-    found: Library, x: Tensor, weight: Bf16Matrix | IntegerMatrix, bias: Tensor | None
+    found: Library,
+    x: Tensor,
+    weight: Bf16Matrix | IntegerMatrix,
+    bias: Tensor | None,
+    rounds: bool,
 ) -> Tensor:
     rows, width = weight.shape
     x = x.contiguous()
     made = x.new_empty(*x.shape[:-1], rows)
     tokens = x.numel() // width
-    map_, threads = byref(linear(weight, bias)), torch.get_num_threads()
+    map_, threads = byref(linear(weight, bias, rounds=rounds)), torch.get_num_threads()
     threads = min(threads, 1 + tokens * weight.numel() // PER_THREAD)
     parts = max(1, round(tokens / _TOGETHER))
     ends = [tokens * part // parts for part in range(parts + 1)]

@@ -172,10 +172,28 @@ void linear_add_rows(const struct linear *map, struct vectors x, struct vectors 
     map_rows(map, x, y, batch_slots, from, to, 1);
 }
 
+/* Lay out at `base` (NULL: to measure) what `map` reads of `count` vectors, where it does not read them
+ * as they are; returns the floats that this takes. */
+int64_t carve_states(const struct linear *map, int64_t count, float *base, struct vectors *x)
+{
+    if (map->codes)
+        return carve_codes(map->in, count, base, base ? &x->codes : 0);
+    return map->rounds ? carve_rounded(map->in, count, base, x) : 0;
+}
+
+/* Make one of `parts` parts of it. */
+void states_part(const struct linear *map, struct vectors x, int64_t count, int64_t part, int64_t parts)
+{
+    if (map->codes)
+        code_part(x, map->in, count, part, parts, x.codes);
+    else if (map->rounds)
+        round_part(x, map->in, count, part, parts);
+}
+
 /* Floats of scratch that mmkv_product needs. */
 EXPORT int64_t mmkv_product_scratch(const struct linear *map, int64_t tokens)
 {
-    return map->codes ? carve_codes(map->in, tokens, 0, 0) : 0;
+    return carve_states(map, tokens, 0, 0);
 }
 
 /* y [tokens, out] = weight x [tokens, in] + bias. */
@@ -185,13 +203,12 @@ EXPORT void mmkv_product(const struct linear *map, float *x, float *y, int64_t t
     int64_t tile = rows_together(map);
     int64_t rows = PRODUCT_WEIGHTS / map->in / tile * tile;
     rows = rows > tile ? rows : tile;
-    int64_t chunks = (map->out + rows - 1) / rows, parts = map->codes ? threads : 0;
+    int64_t chunks = (map->out + rows - 1) / rows;
     struct vectors in = {.at = x, .stride = map->in}, out = {.at = y, .stride = map->out};
-    if (map->codes)
-        carve_codes(map->in, tokens, scratch, &in.codes);
+    int64_t parts = carve_states(map, tokens, scratch, &in) > 0 ? threads : 0;
 #pragma omp parallel for num_threads((int)threads) schedule(static, 1) if (threads > 1)
     for (int64_t part = 0; part < parts; part++)
-        code_part(in, map->in, tokens, part, parts, in.codes);
+        states_part(map, in, tokens, part, parts);
 #pragma omp parallel for num_threads((int)threads) schedule(dynamic) if (threads > 1)
     for (int64_t chunk = 0; chunk < chunks; chunk++) {
         int64_t to = (chunk + 1) * rows;

@@ -14,7 +14,8 @@
 #define MAX_TRUNK 2 /* stages of a gate's trunk: 1 (rg) or 2 (tied, rg10) */
 
 /* y = weight x + bias; weight [out, in] row-major, bias [out] or NULL. `bf16` holds weights in
- * bfloat16, panel by panel, [panels, pairs of columns, BF16_PANEL, 2], else NULL.
+ * bfloat16, panel by panel, [panels, pairs of columns, BF16_PANEL, 2], else NULL; where `rounds` is
+ * not 0, they are multiplied by states that are rounded to bfloat16, too.
  * `codes` holds weights as whole numbers of `bits`, 8 or 4, panel by panel, [panels, blocks, bits,
  * INT8_PANEL, 4] bytes, and `scales` their steps in bfloat16, [panels, blocks, INT8_PANEL]; else NULL.
  * With one of them, `weight` is not read. */
@@ -23,7 +24,7 @@ struct linear {
     const uint16_t *bf16;
     const int8_t *codes;
     const uint16_t *scales;
-    int64_t out, in, bits;
+    int64_t out, in, bits, rounds;
 };
 
 #define CODE_BLOCK 32 /* numbers of a row, or of a vector of states, that share a scale */
@@ -181,11 +182,13 @@ struct codes {
     int64_t blocks;
 };
 
-/* One vector per batch slot, `stride` floats apart; their codes where weights as whole numbers read them. */
+/* One vector per batch slot, `stride` floats apart; their codes where weights as whole numbers read them,
+ * or what rounding to bfloat16 leaves of them (bf16.c). */
 struct vectors {
     float *at;
     int64_t stride;
     struct codes codes;
+    uint32_t *rounded;
 };
 
 #define DECODED 16 /* entries that are decoded at a time: they stay in the nearest cache */
@@ -217,6 +220,8 @@ void turn_features(const struct cache *cache, float *x);
 void mmkv_store(const struct cache *cache, int64_t slot, float *key, float *value);
 
 /* linear.c */
+int64_t carve_states(const struct linear *map, int64_t count, float *base, struct vectors *x);
+void states_part(const struct linear *map, struct vectors x, int64_t count, int64_t part, int64_t parts);
 void linear_rows(const struct linear *map, struct vectors x, struct vectors y, int64_t batch_slots,
                  int64_t from, int64_t to);
 void linear_add_rows(const struct linear *map, struct vectors x, struct vectors y, int64_t batch_slots,
@@ -234,9 +239,10 @@ void silu(float *x, int64_t from, int64_t to);
 void bf16_rows(const struct linear *map, struct vectors x, struct vectors y, int64_t count,
                int64_t from, int64_t to, int add);
 void bf16_row(const struct linear *map, int64_t row, float *to);
+int64_t carve_rounded(int64_t width, int64_t count, float *base, struct vectors *x);
+void round_part(struct vectors x, int64_t width, int64_t count, int64_t part, int64_t parts);
 
 /* int8.c */
-void code_vectors(struct vectors x, int64_t width, int64_t count, struct codes to);
 void code_part(struct vectors x, int64_t width, int64_t count, int64_t part, int64_t parts,
                struct codes to);
 int64_t carve_codes(int64_t width, int64_t count, float *base, struct codes *to);

@@ -32,7 +32,7 @@ struct worker {
     struct phase *phase; /* the current one */
     int64_t chunks, chunks_before;
     struct vectors normed;
-    float *coded; /* room for the codes of a phase's vectors */
+    float *coded; /* room for what a phase reads of its vectors: codes, or rounded ones */
     float *scores;
 };
 
@@ -66,12 +66,13 @@ static int64_t carve(const struct model *model, int64_t longest, int64_t threads
         at += batch_slots * stride;
     }
     int64_t stride = whole_lines(model->hidden), normed = batch_slots * stride;
-    int64_t scores = whole_lines(model->heads / model->kv_heads * longest), widest = 0;
+    int64_t scores = whole_lines(model->heads / model->kv_heads * longest), coded = 0;
     const struct linear *maps[] = {&layer->qkv, &layer->out, &layer->down, &model->head};
-    for (int i = 0; i < 4; i++)
-        if (maps[i]->codes && maps[i]->in > widest)
-            widest = maps[i]->in;
-    int64_t own = normed + scores + carve_codes(widest, batch_slots, 0, 0);
+    for (int i = 0; i < 4; i++) {
+        int64_t room = carve_states(maps[i], batch_slots, 0, 0);
+        coded = room > coded ? room : coded;
+    }
+    int64_t own = normed + scores + coded;
     to->normed = (struct vectors){.at = base ? base + at + thread * own : 0, .stride = stride};
     to->scores = base ? to->normed.at + normed : 0;
     to->coded = base ? to->scores + scores : 0;
@@ -218,14 +219,11 @@ static void store_gates(const struct model *model, const struct layer *layer, st
     }
 }
 
-/* Input of a phase with its codes, if `map` reads them; they are made with a thread's first chunk. */
+/* Input of a phase as `map` reads it: in codes, or rounded; made with a thread's first chunk. */
 static struct vectors coded(const struct linear *map, struct vectors x, struct worker *me, int *taken)
 {
-    if (!map->codes)
-        return x;
-    carve_codes(map->in, me->batch_slots, me->coded, &x.codes);
-    if (!*taken)
-        code_vectors(x, map->in, me->batch_slots, x.codes);
+    if (carve_states(map, me->batch_slots, me->coded, &x) > 0 && !*taken)
+        states_part(map, x, me->batch_slots, 0, 1);
     *taken = 1;
     return x;
 }

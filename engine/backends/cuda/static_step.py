@@ -184,8 +184,8 @@ class StaticStep:
         gate = self.model.decoder.gates.layers[index]
         *first, (weight, bias) = gate.trunk
         for stage in first:
-            normed = F.silu(F.linear(normed, *stage))
-        return GateHead(F.linear(normed, weight, bias), gate.readout, gate.bias)
+            normed = F.silu(gate.product(normed, *stage))
+        return GateHead(gate.product(normed, weight, bias), gate.readout, gate.bias)
 
     def _choose(self, logits: Tensor, live: Tensor) -> None:
         self.seen += live

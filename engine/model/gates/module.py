@@ -9,13 +9,15 @@ from __future__ import annotations
 
 import hashlib
 import math
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from mmkv.engine.errors import GateError
+from mmkv.engine.model.product import Kernels, Matrix, Product, WeightForm, multiply, plain
 from mmkv.engine.model.spec import DecoderSpec
 
 
@@ -26,17 +28,19 @@ class LayerGate:
     Attributes:
         trunk: ``(weight [out, in], bias [out])`` pairs, each followed by SiLU.
         readout: ``[H, d_last]`` float32; bias: ``[H]`` float32.
+        product: multiplies by the trunk's weights.
     """
 
-    trunk: list[tuple[Tensor, Tensor]]
+    trunk: Sequence[tuple[Matrix, Tensor]]
     readout: Tensor
     bias: Tensor
+    product: Product = multiply
 
     def logits(self, hidden: Tensor) -> Tensor:
         """z for ``hidden [T, d]``: float32 ``[T, H]``. The trunk runs in its own dtype."""
         x = hidden
         for weight, bias in self.trunk:
-            x = F.silu(F.linear(x, weight, bias))
+            x = F.silu(self.product(x, weight, bias))
         return F.linear(x.float(), self.readout, self.bias)
 
 
@@ -48,12 +52,14 @@ class Gates:
         kind: ``tied`` (ours, DBTrimKV's tying), ``rg`` or ``rg10`` (published layouts).
         tensors: the parameters as stored in a gate file, name -> float tensor.
         info: what ``gates.json`` says beside the sizes (base model, settings, results).
+        exact: the same before :meth:`in_bf16`; None: these are.
     """
 
     kind: str
     layers: list[LayerGate]
     tensors: dict[str, Tensor]
     info: dict[str, object] = field(default_factory=dict)
+    exact: Gates | None = None
 
     def logits(self, layer: int, hidden: Tensor) -> Tensor:
         """z of one layer: ``hidden [T, d]`` -> float32 ``[T, H]``."""
@@ -64,10 +70,12 @@ class Gates:
         return F.logsigmoid(self.logits(layer, hidden))
 
     def fingerprint(self) -> str:
-        """Hash every weight and bias, in a few hex digits."""
+        """Hash every weight and bias as stored, in a few hex digits."""
+        if self.exact is not None:
+            return self.exact.fingerprint()
         digest = hashlib.sha256()
         for gate in self.layers:
-            stages = [tensor for pair in gate.trunk for tensor in pair]
+            stages = [part for pair in gate.trunk for part in pair if isinstance(part, Tensor)]
             for tensor in (*stages, gate.readout, gate.bias):
                 digest.update(tensor.float().cpu().numpy().tobytes())
         return digest.hexdigest()[:16]
@@ -78,15 +86,30 @@ class Gates:
         A bias near 18 leaves ``1 - beta = 1.5e-8``: bfloat16, with steps of 0.125 there, would
         blur exactly the entries worth keeping.
         """
+        if self.exact is not None:
+            return self.exact.to(device, dtype)
         layers = [
             LayerGate(
-                [(w.to(device, dtype), b.to(device, dtype)) for w, b in gate.trunk],
+                [(plain(w).to(device, dtype), b.to(device, dtype)) for w, b in gate.trunk],
                 gate.readout.to(device, torch.float32),
                 gate.bias.to(device, torch.float32),
             )
             for gate in self.layers
         ]
         return Gates(self.kind, layers, self.tensors, self.info)
+
+    def in_bf16(self, kernels: Kernels) -> Gates:
+        """Return a copy with trunks rounded to bfloat16, and read as ``kernels`` do it.
+
+        States stay float32: rounding them, too, would make ten times as much of the last bits that
+        two backends differ in. A later change of the stored values is not seen.
+        """
+        holding = WeightForm("bf16", kernels)
+        layers = []
+        for gate in self.layers:
+            trunk = [(holding.hold(plain(weight)), bias) for weight, bias in gate.trunk]
+            layers.append(replace(gate, trunk=trunk, product=kernels.product or multiply))
+        return Gates(self.kind, layers, self.tensors, self.info, self)
 
 
 def tied_gates(

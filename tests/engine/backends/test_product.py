@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -11,6 +12,7 @@ from torch import Tensor
 
 from mmkv.engine.backends.cpu import kernels, levels, packed
 from mmkv.engine.backends.cpu import kernels as native
+from mmkv.engine.backends.cpu.binding import BF16_FORMS, Library, library
 from mmkv.engine.errors import SessionError
 from mmkv.engine.model import product as reference
 from mmkv.engine.model.bf16 import Bf16Matrix
@@ -20,9 +22,25 @@ from mmkv.engine.model.weights import DecoderWeights
 from mmkv.engine.runtime import Runtime
 from mmkv.resources import bundled_model
 from tests.support.factories import checkpoint
-from tests.support.native import assert_close, needs_native
+from tests.support.native import assert_close, content, needs_native
+from tests.support.sessions import load, text_ids
 
 FORMS = ["torch", *levels()]
+
+
+def rounded_forms() -> list[str]:
+    """Every form of products with rounded states, of every level that this CPU runs."""
+    found = ["torch"]
+    for level in levels():
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv("MMKV_NATIVE", level)
+            loaded = library()
+            assert isinstance(loaded, Library)
+            found += [f"{level}-{form}" for form in BF16_FORMS if loaded.take_bf16(form)]
+            loaded.take_bf16()
+    return found
+
+
 # (out, in): whole panels, neither rows nor columns that fill one, and two stretches of columns.
 SHAPES = [(96, 64), (33, 51), (3, 7), (9, 16), (33, 257)]
 
@@ -33,8 +51,29 @@ def multiply(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) ->
     return reference.multiply if request.param == "torch" else native.multiply
 
 
+@pytest.fixture(params=rounded_forms())
+def multiply_rounded(
+    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[native.Product]:
+    if request.param == "torch":
+        yield reference.multiply_rounded
+        return
+    level, form = request.param.split("-")
+    monkeypatch.setenv("MMKV_NATIVE", level)
+    loaded = library()
+    assert isinstance(loaded, Library) and loaded.take_bf16(form) and loaded.bf16 == form
+    yield native.multiply_rounded
+    loaded.take_bf16()
+
+
 def random(*shape: int) -> Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(sum(shape)))
+
+
+def nearest_bf16(x: Tensor) -> np.ndarray:
+    """Round to 8 bits of a number's own power of 2, even where two are as near; float64."""
+    mantissa, exponent = np.frexp(x.numpy().astype(np.float64))
+    return np.ldexp(np.round(mantissa * 256), exponent - 8)
 
 
 @pytest.mark.parametrize("biased", [False, True])
@@ -60,6 +99,76 @@ def test_sums_of_thousands_of_columns_are_no_worse_than_torchs(multiply: native.
     assert (multiply(x, packed(weight)) - wanted).abs().max() <= 1.5 * theirs
 
 
+@pytest.mark.parametrize("biased", [False, True])
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_a_product_of_rounded_states_is_what_numpy_makes_of_them(
+    multiply_rounded: native.Product, shape: tuple[int, int], biased: bool
+) -> None:
+    """And no further from that of the states themselves than 2^-8 of all products' sizes."""
+    weight, bias = random(*shape).bfloat16(), random(shape[0]) if biased else None
+    matrix, add = weight.double().numpy(), 0 if bias is None else bias.double().numpy()
+    for tokens in (0, 1, 2, 5, 8, 9, 13, 40):
+        x = random(tokens, shape[1])
+        x[1:2, :2] = torch.tensor([1 + 2.0**-8, 1 + 3 * 2.0**-8])  # halfway: to even
+        made = multiply_rounded(x, Bf16Matrix.of(weight), bias)
+        assert made.dtype == torch.float32
+        wanted = nearest_bf16(x) @ matrix.T + add
+        np.testing.assert_allclose(made.numpy(), wanted, rtol=0, atol=1e-5 * shape[1] ** 0.5)
+        exact, sizes = x.double().numpy() @ matrix.T + add, x.abs().numpy() @ abs(matrix).T
+        assert (abs(made.numpy() - exact) <= 2.0**-8 * sizes + 1e-6).all()
+        assert not tokens or abs(made.numpy() - exact).max() > 2.0**-14 * sizes.max()
+
+
+@pytest.mark.parametrize("columns", [64, 257, 4864])
+def test_sums_of_rounded_states_are_no_worse_than_torchs(
+    multiply_rounded: native.Product, columns: int
+) -> None:
+    weight, x = random(96, columns).bfloat16(), random(24, columns)
+    states = x.bfloat16()
+    wanted = states.double() @ weight.double().T
+    theirs = (states.float() @ weight.float().T - wanted).abs().max()
+    assert (multiply_rounded(x, packed(weight)) - wanted).abs().max() <= 1.5 * theirs
+
+
+def test_what_is_not_finite_stays_so_in_its_row(multiply_rounded: native.Product) -> None:
+    """A number that bfloat16 has no room for is infinite, too."""
+    weight, x = random(33, 51).bfloat16(), random(10, 51)
+    x[2, 50], x[3, 7], x[4, 0], x[5, 1] = torch.nan, torch.inf, -torch.inf, 3.4e38
+    x[6, :2] = torch.tensor([torch.inf, -torch.inf])
+    x[7, 3] = torch.tensor(0x7F800001).int().view(torch.float32)  # whose upper half is infinite
+    weight[:, 1] = weight[:, 0] = 1.0
+    made = multiply_rounded(x, Bf16Matrix.of(weight))
+    wanted = reference.multiply_rounded(x, weight)
+    assert torch.equal(made.isnan(), wanted.isnan()) and torch.equal(made.isinf(), wanted.isinf())
+    assert made[[0, 1, 8, 9]].isfinite().all() and not made[2:8].isfinite().any()
+    assert made[[2, 6, 7]].isnan().all() and torch.equal(made[3:6] > 0, wanted[3:6] > 0)
+
+
+def test_the_smallest_numbers_count_or_are_nothing(multiply_rounded: native.Product) -> None:
+    """Instructions for bfloat16 take what lies below 2^-126 for 0."""
+    weight, x = random(40, 70).bfloat16(), random(9, 70)
+    normal = multiply_rounded(x * 2.0**-100, Bf16Matrix.of(weight)) * 2.0**100
+    torch.testing.assert_close(normal, reference.multiply_rounded(x, weight), rtol=0, atol=1e-4)
+    for states, matrix in ((x * 2.0**-130, weight), (x, weight * 2.0**-130)):
+        made = multiply_rounded(states, Bf16Matrix.of(matrix))
+        wanted = reference.multiply_rounded(states, matrix)
+        assert (made - wanted).abs().max() <= 70 * 2.0**-126 * 4  # no number of x is above 4
+
+
+@needs_native
+@pytest.mark.skipif(not Path("/proc/cpuinfo").exists(), reason="asks Linux what the CPU has")
+def test_a_form_runs_where_the_cpu_has_its_instructions(monkeypatch: pytest.MonkeyPatch) -> None:
+    flags = Path("/proc/cpuinfo").read_text().split()
+    for level in levels():
+        monkeypatch.setenv("MMKV_NATIVE", level)
+        loaded = library()
+        assert isinstance(loaded, Library)
+        best = "avx512bf16" if level == "v4" and "avx512_bf16" in flags else "widened"
+        assert loaded.bf16 == best and loaded.take_bf16("avx512bf16") == (best != "widened")
+        assert not loaded.take_bf16("unheard of")
+        loaded.take_bf16()
+
+
 @needs_native
 @pytest.mark.parametrize("level", levels())
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
@@ -67,13 +176,28 @@ def test_a_row_does_not_depend_on_its_company_or_on_threads(
     shape: tuple[int, int], level: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("MMKV_NATIVE", level)
+    rows_are_alike_in_any_company(native.multiply, shape, monkeypatch)
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_a_row_of_rounded_states_does_not_depend_on_them_either(
+    multiply_rounded: native.Product, shape: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if multiply_rounded is reference.multiply_rounded:
+        pytest.skip("torch's products do")
+    rows_are_alike_in_any_company(multiply_rounded, shape, monkeypatch)
+
+
+def rows_are_alike_in_any_company(
+    multiply: native.Product, shape: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(native, "PER_THREAD", 1)
     weight, x = Bf16Matrix.of(random(*shape).bfloat16()), random(23, shape[1])
     monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
-    together = native.multiply(x, weight)
+    together = multiply(x, weight)
     monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
-    for tokens in (1, 2, 3, 4, 5, 6, 9):
-        assert torch.equal(native.multiply(x[-tokens:], weight), together[-tokens:])
+    for tokens in (1, 2, 3, 4, 5, 6, 9, 17):
+        assert torch.equal(multiply(x[-tokens:], weight), together[-tokens:])
 
 
 def test_gradients_reach_the_states(multiply: native.Product) -> None:
@@ -83,6 +207,93 @@ def test_gradients_reach_the_states(multiply: native.Product) -> None:
     ours, x.grad = x.grad, None
     (x @ weight.float().T + bias).square().sum().backward()
     torch.testing.assert_close(ours, x.grad, rtol=1e-5, atol=1e-4)
+
+
+def test_gradients_pass_the_rounding(multiply_rounded: native.Product) -> None:
+    weight, x = random(24, 40).bfloat16(), random(3, 5, 40).requires_grad_()
+    multiply_rounded(x, Bf16Matrix.of(weight), random(24)).sum().backward()
+    torch.testing.assert_close(x.grad, weight.float().sum(0).expand_as(x))
+
+
+@needs_native
+@torch.inference_mode()
+@pytest.mark.parametrize("form", BF16_FORMS)
+@pytest.mark.parametrize("model", ["qwen3_vl", "llama_biased"])
+def test_c_and_torch_keep_the_same_entries(model: str, form: str) -> None:
+    """A state may be rounded to the other neighbour: logits are near, not equal.
+
+    Each step begins with the same cache.
+    """
+    engines = [load(checkpoint(model), weights="bf16", fresh=True) for _ in range(2)]
+    ours, theirs = engines
+    loaded = library()
+    assert isinstance(loaded, Library)
+    if not loaded.take_bf16(form):
+        pytest.skip(f"{form} is not for this CPU or level")
+    theirs.backends.cpu.switch_off()
+    theirs.decoder.weights.product = reference.multiply_rounded
+    try:
+        with ours.session() as one, theirs.session() as two:
+            prompt = {"input_ids": text_ids(21, 0)[None]}
+            assert_close(one.prefill(prompt), two.prefill(prompt), 2e-2)
+            for token in text_ids(18, 1).tolist():
+                for mine, other in zip(*(e.cache.pool.columns() for e in engines), strict=True):
+                    mine.copy_(other)
+                assert_close(one.decode(token), two.decode(token), 2e-2)
+                assert content(ours.cache) == content(theirs.cache)
+            assert (ours.decode_path, theirs.decode_path) == ("native", "torch: switched off")
+            assert one.evicted > 0
+    finally:
+        loaded.take_bf16()
+
+
+@needs_native
+@torch.inference_mode()
+@pytest.mark.parametrize("form", BF16_FORMS)
+def test_a_step_in_c_rounds_states_and_no_logits_depend_on_company(form: str) -> None:
+    engine = load(checkpoint("qwen3_vl"), weights="bf16", policy="full", fresh=True)
+    loaded = library()
+    assert isinstance(loaded, Library)
+    if not loaded.take_bf16(form):
+        pytest.skip(f"{form} is not for this CPU or level")
+    try:
+        sessions = [engine.session() for _ in range(4)]
+        for at, session in enumerate(sessions):
+            session.prefill({"input_ids": text_ids(9 + at, 0)[None]})
+        forks = [session.fork() for session in sessions]
+        together = engine.decode(sessions, [5, 6, 7, 8])
+        again = [forks[0].fork() for _ in range(2)]
+        for token, fork, logits in zip((5, 6, 7, 8), forks, together, strict=True):
+            assert torch.equal(fork.decode(token), logits)
+        assert engine.decode_path == "native"
+        engine.backends.cpu.switch_off()
+        off = []
+        for product, fork in zip(
+            (reference.multiply_rounded, reference.multiply), again, strict=True
+        ):
+            engine.decoder.weights.product = product
+            off.append(float((fork.decode(5) - together[0]).abs().max()))
+        assert off[0] < off[1] / 4
+    finally:
+        loaded.take_bf16()
+
+
+@needs_native
+def test_rounded_states_change_little_of_the_bundled_model() -> None:
+    """Its weights are bfloat16 as they are: only states are rounded. 64 greedy tokens."""
+    engines = [
+        Runtime.from_pretrained(bundled_model(), device="cpu", policy="full", weights=weights)
+        for weights in ("bf16", "auto")
+    ]
+    prompt, same, most = {"input_ids": torch.arange(20, 60)[None]}, 0, 0.0
+    with engines[0].session() as one, engines[1].session() as two:
+        ours, theirs = one.prefill(prompt), two.prefill(prompt)
+        for _ in range(64):
+            token = int(theirs.argmax())
+            same += int(ours.argmax()) == token
+            most = max(most, float((ours.softmax(-1) - theirs.softmax(-1)).abs().max()))
+            ours, theirs = one.decode(token), two.decode(token)
+    assert same >= 63 and 0 < most < 0.05
 
 
 @needs_native
@@ -127,24 +338,21 @@ def test_what_bfloat16_does_not_hold_stays_float32() -> None:
 
 
 @needs_native
-def test_files_of_weights_that_bfloat16_holds_exactly_fit_both_forms(tmp_path: Path) -> None:
-    """The bundled model's are such; of others the weights differ, and so do answers."""
+def test_a_session_goes_on_where_states_are_rounded_alike(tmp_path: Path) -> None:
+    """Even where bfloat16 holds the weights exactly, as it does the bundled model's."""
     path = tmp_path / "session"
-    for model, fits in ((bundled_model(), True), (checkpoint("qwen3"), False)):
-        engines = [
-            Runtime.from_pretrained(model, device="cpu", policy="full", weights=weights)
-            for weights in ("auto", "bf16")
-        ]
-        for one, other in (engines, engines[::-1]):
-            session = one.session()
-            session.prefill({"input_ids": torch.arange(20, 60)[None]})
-            session.save(path)
-            if fits:
-                read, _ = other.load_session(path)
-                assert torch.equal(session.decode(7), read.decode(7))
-                continue
-            with pytest.raises(SessionError, match="load it with weights="):
-                other.load_session(path)
+    engines = [
+        Runtime.from_pretrained(bundled_model(), device="cpu", policy="full", weights=weights)
+        for weights in ("auto", "bf16")
+    ]
+    for one, other in (engines, engines[::-1]):
+        session = one.session()
+        session.prefill({"input_ids": torch.arange(20, 60)[None]})
+        session.save(path)
+        with pytest.raises(SessionError, match="load it with weights="):
+            other.load_session(path)
+        read, _ = one.load_session(path)
+        assert torch.equal(session.decode(7), read.decode(7))
 
 
 @needs_native

@@ -493,3 +493,32 @@ def test_gates_that_are_not_read_can_be_asked_for(folders: dict[str, Path]) -> N
     assert log_beta.shape == (5, ours.spec.num_kv_heads) and bool((log_beta < 0).all())
     assert torch.equal(log_beta, other.gates(1, hidden))
     assert isinstance(ours._gates, Gates) and ours.decoder.gates is None
+
+
+@pytest.mark.parametrize("weights", ["auto", "bf16", "int8"])
+def test_trunks_are_rounded_beside_rounded_weights(weights: str, folders: dict[str, Path]) -> None:
+    """To bfloat16, read by float32 states; files of sessions know the gates as they are stored."""
+    engine = load(folders["vl"], policy="dbtrimkv", weights=weights, fresh=True)
+    placed, stored = engine.decoder.gates, engine._gates
+    assert placed is not None and stored is not None
+    assert placed.fingerprint() == stored.fingerprint()
+    (ours, _), (theirs, bias) = placed.layers[1].trunk[0], stored.layers[1].trunk[0]
+    assert isinstance(theirs, Tensor)
+    hidden = torch.randn(5, engine.spec.hidden_size)
+    x, wanted = hidden.double(), stored.layers[1]
+    for matrix, bias in wanted.trunk:
+        assert isinstance(matrix, Tensor)
+        held = matrix if weights == "auto" else matrix.bfloat16()
+        x = torch.nn.functional.silu(x @ held.double().T + bias)
+    z = x @ wanted.readout.double().T + wanted.bias
+    torch.testing.assert_close(placed.logits(1, hidden).double(), z, rtol=1e-5, atol=1e-4)
+    if weights == "auto":
+        assert ours is theirs  # a change in place is seen
+    else:
+        assert (
+            ours.dtype == torch.bfloat16
+            if isinstance(ours, Tensor)
+            else ours.nbytes < theirs.nbytes
+        )
+        again = placed.to(engine.device, engine.dtype)
+        assert torch.equal(again.layers[1].trunk[0][0], theirs)
