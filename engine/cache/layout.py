@@ -1,8 +1,7 @@
 """The columns of the cache: what an entry holds, its types and its bytes, named here once.
 
-A column to be added is a line of :class:`Columns`. ``struct cache`` of native.h, the C code that
-moves an entry (pages.c) and the Triton kernels name their columns again, in the same order;
-tests/engine/test_cache_layout.py compares them with this list.
+A column to be added is a line of :class:`Columns`. ``COLUMNS`` of native.h and two Triton kernels
+name them again, in the same order; tests/engine/test_cache_layout.py compares them with this list.
 """
 
 from __future__ import annotations

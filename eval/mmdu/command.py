@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -43,9 +44,11 @@ Answers = Annotated[Path, typer.Option(help="Folder of answers.")]
 
 @app.callback(invoke_without_command=True)
 @arguments.engine_options(model="option")
+@arguments.chat_options("system", "min_pixels", "max_pixels", "pixel_limit", "quiet")
 def answer(
     context: typer.Context,
     engine: EngineConfig,
+    options: ChatOptions,
     data: Data = None,
     images: Images = None,
     limit: Limit = None,
@@ -56,26 +59,12 @@ def answer(
     max_new_tokens: Annotated[
         int, typer.Option(help="Longest answer, in tokens.", rich_help_panel=arguments.CACHE)
     ] = 2048,
-    system: arguments.System = None,
-    min_pixels: arguments.MinPixels = None,
-    max_pixels: arguments.MaxPixels = None,
-    pixel_limit: arguments.PixelLimit = None,
-    quiet: arguments.Quiet = False,
 ) -> None:
     """Answer MMDU's dialogues under a budget; judge, score and table rate the answers."""
     if context.invoked_subcommand is not None:
         _require_nothing_before(context)
         return
-    options = ChatOptions(
-        engine=engine,
-        system=system,
-        min_pixels=min_pixels,
-        max_pixels=max_pixels,
-        pixel_limit=pixel_limit,
-        max_new_tokens=max_new_tokens,
-        no_stream=True,
-        quiet=quiet,
-    )
+    options = replace(options, engine=engine, max_new_tokens=max_new_tokens, no_stream=True)
     options.check()
     from mmkv.eval.mmdu.run import DataOptions, run
 

@@ -8,14 +8,35 @@ from typing import TYPE_CHECKING
 from mmkv.engine.config import EngineConfig
 from mmkv.engine.errors import InputError
 from mmkv.loading import UsageError, model_name
+from mmkv.options import option
 
 if TYPE_CHECKING:
     from mmkv.sampling import Sampling
 
+# Headings of the help.
+MEDIA, SAMPLING, CONVERSATIONS, OUTPUT = (
+    "Pictures and videos",
+    "Sampling",
+    "Conversations",
+    "Output",
+)
+
+
+def _all(given: list[str] | None) -> list[str]:
+    return given or []
+
+
+def _on_or_off(given: str | None) -> str | None:
+    if given not in ("on", "off", None):
+        raise InputError(f"--thinking {given!r} cannot be; give on or off")
+    return given
+
 
 @dataclass
 class ChatOptions:
-    """The options of the command line, a field each; ``engine`` holds those of the engine.
+    """What a chat was started with; ``engine`` holds the options of the engine.
+
+    A field made by ``option`` is one of ``mmkv chat``, and of other commands that name it.
 
     ``load``, ``save``: session files to begin with and to write at the end; ``rebudget``: the
     budget was given beside a session file, which has one of its own. ``raw``: texts go to the model
@@ -24,38 +45,106 @@ class ChatOptions:
     """
 
     engine: EngineConfig = field(default_factory=EngineConfig)
-    prompt: str | None = None
-    interactive: bool = False
-    system: str | None = None
-    image: list[str] = field(default_factory=list)
-    video: list[str] = field(default_factory=list)
-    fps: float | None = None
-    num_frames: int | None = None
-    min_pixels: int | None = None
-    max_pixels: int | None = None
-    pixel_limit: int | None = None
-    max_new_tokens: int | None = None
-    temperature: float | None = None
-    top_p: float | None = None
-    top_k: int | None = None
-    min_p: float | None = None
-    repeat_penalty: float | None = None
-    presence_penalty: float | None = None
-    frequency_penalty: float | None = None
-    generation_config: bool = True
-    seed: int | None = None
-    stop: list[str] | None = None
+    prompt: str | None = option(
+        "Ask this and exit; - reads it from stdin.", str | None, flags=("--prompt", "-p")
+    )
+    interactive: bool = option(
+        "Converse, also after -p or with piped input.",
+        bool,
+        False,
+        flags=("--interactive", "-i"),
+    )
+    system: str | None = option("System message.", str | None)
+    image: list[str] = option(
+        "Picture: path, URL or data: URI. Repeatable.", list[str] | None, panel=MEDIA, read=_all
+    )
+    video: list[str] = option(
+        "Video: path or URL. Repeatable.", list[str] | None, panel=MEDIA, read=_all
+    )
+    fps: float | None = option("Frames per second to take (default 2).", float | None, panel=MEDIA)
+    num_frames: int | None = option(
+        "Number of frames to take, instead of --fps.", int | None, panel=MEDIA
+    )
+    min_pixels: int | None = option("Enlarge pictures below this.", int | None, panel=MEDIA)
+    max_pixels: int | None = option("Shrink pictures above this.", int | None, panel=MEDIA)
+    pixel_limit: int | None = option(
+        "Refuse picture files of more pixels (default 120 million).", int | None, panel=MEDIA
+    )
+    max_new_tokens: int | None = option(
+        "Longest reply, in tokens (default 512).", int | None, panel=SAMPLING
+    )
+    temperature: float | None = option(
+        "Sampling temperature; 0 takes the likeliest token (default: as the model's "
+        "generation_config.json says, or 0; likewise what follows).",
+        float | None,
+        panel=SAMPLING,
+    )
+    top_p: float | None = option(
+        "Sample from the likeliest tokens of this total probability; 1: all.",
+        float | None,
+        panel=SAMPLING,
+    )
+    top_k: int | None = option(
+        "Sample from this many likeliest tokens; 0: all.", int | None, panel=SAMPLING
+    )
+    min_p: float | None = option(
+        "Drop tokens below this share of the likeliest one's probability; 0: none.",
+        float | None,
+        panel=SAMPLING,
+    )
+    repeat_penalty: float | None = option(
+        "Make tokens that the conversation has less likely, for example 1.1; 1: off.",
+        float | None,
+        panel=SAMPLING,
+    )
+    presence_penalty: float | None = option(
+        "Taken from the logit of a token that the reply has; 0: off.",
+        float | None,
+        panel=SAMPLING,
+    )
+    frequency_penalty: float | None = option(
+        "Taken from it for each time that the reply has it; 0: off.",
+        float | None,
+        panel=SAMPLING,
+    )
+    generation_config: bool = option(
+        "Do not draw replies as the model's generation_config.json says.",
+        bool,
+        True,
+        panel=SAMPLING,
+    )
+    seed: int | None = option("Seed of sampling.", int | None, panel=SAMPLING)
+    stop: list[str] | None = option(
+        "End the reply before this text. Repeatable.", list[str] | None, panel=SAMPLING
+    )
     load: str | None = None
-    save: str | None = None
-    autosave: bool = True
+    save: str | None = option(
+        "Save the conversation there at the end.", str | None, panel=CONVERSATIONS
+    )
+    autosave: bool = option("Keep nothing for --resume.", bool, True, panel=CONVERSATIONS)
     rebudget: bool = False
-    raw: bool = False
-    no_stream: bool = False
-    plain: bool = False
-    json: bool = False
-    cost: bool = False
-    stats: bool = False
-    quiet: bool = False
+    raw: bool = option("Send the text as it is, without a chat template.", bool, False)
+    thinking: str | None = option(
+        "on or off: whether the model thinks first, if its chat template lets one choose.",
+        str | None,
+        read=_on_or_off,
+    )
+    no_stream: bool = option("Print replies whole.", bool, False, panel=OUTPUT)
+    plain: bool = option("Show replies as they are, no Markdown.", bool, False, panel=OUTPUT)
+    json: bool = option("Print replies as JSON.", bool, False, panel=OUTPUT)
+    cost: bool = option(
+        "After one answer, say what eviction cost it (reads it again with a full cache).",
+        bool,
+        False,
+        panel=OUTPUT,
+    )
+    stats: bool = option(
+        "After each reply, say its tokens, its speed and what was read.",
+        bool,
+        False,
+        panel=OUTPUT,
+    )
+    quiet: bool = option("No notes or progress.", bool, False, flags=("--quiet", "-q"))
     report: str | None = None
     figures: str | None = None
 
@@ -70,6 +159,8 @@ class ChatOptions:
             raise UsageError("--fps and --num-frames exclude each other; give one")
         if self.cost and (self.load is not None or self.interactive):
             raise UsageError("--cost is of one answer to one prompt; drop --load, --resume and -i")
+        if self.raw and self.thinking is not None:
+            raise UsageError("--raw uses no chat template, which --thinking is told to; drop one")
         if self.raw and self.system is not None:
             raise UsageError("--raw sends the text alone; put what --system says into the prompt")
         try:

@@ -60,7 +60,11 @@ def run_chat(options: ChatOptions) -> int:
 
 
 def _choose_template(engine: Engine, options: ChatOptions) -> None:
-    """Leave the template out for --raw. Raises InputError where there is none."""
+    """Leave the template out for --raw, or tell it whether to think.
+
+    Raises:
+        InputError: there is none, or it knows no thinking.
+    """
     processor = engine.processor
     if options.raw:
         processor.template = processor.template.as_raw()
@@ -69,6 +73,9 @@ def _choose_template(engine: Engine, options: ChatOptions) -> None:
             f"{options.model} has no chat template, so it is a base model that continues a text; "
             "send it one as it is with --raw, or name a model that was trained to chat"
         )
+    elif options.thinking is not None:
+        values = {"enable_thinking": options.thinking == "on"}
+        processor.template = processor.template.with_values(values)
 
 
 def _save_target(options: ChatOptions) -> Path:

@@ -10,13 +10,14 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Annotated, Any
 
 import typer
 from typer.core import TyperCommand, TyperGroup
 
 from mmkv import __version__
-from mmkv.chat.options import ChatOptions
+from mmkv.chat.options import CONVERSATIONS, ChatOptions
 from mmkv.cli import arguments
 from mmkv.cli.arguments import Quiet
 from mmkv.cli.config import ChatCommand, described
@@ -27,55 +28,33 @@ from mmkv.loading import UsageError
 
 
 @arguments.engine_options()
+@arguments.chat_options(
+    "prompt",
+    "image",
+    "video",
+    "fps",
+    "num_frames",
+    "min_pixels",
+    "max_pixels",
+    "pixel_limit",
+    "system",
+    "max_new_tokens",
+    "temperature",
+    "generation_config",
+    "quiet",
+)
 def explain(
     engine: EngineConfig,
-    prompt: Annotated[
-        str | None, typer.Option("--prompt", "-p", help="The question; - reads it from stdin.")
-    ] = None,
+    options: ChatOptions,
     output: Annotated[
         str, typer.Option("--output", "-o", help="The page: one HTML file.")
     ] = "report.html",
     figures: Annotated[
         str | None, typer.Option(help="Also draw each view as a PNG file in this folder.")
     ] = None,
-    image: Annotated[
-        list[str] | None,
-        typer.Option(
-            help="Picture: path, URL or data: URI. Repeatable.", rich_help_panel=arguments.MEDIA
-        ),
-    ] = None,
-    video: Annotated[
-        list[str] | None,
-        typer.Option(help="Video: path or URL. Repeatable.", rich_help_panel=arguments.MEDIA),
-    ] = None,
-    fps: Annotated[
-        float | None,
-        typer.Option(
-            help="Frames per second to take (default 2).", rich_help_panel=arguments.MEDIA
-        ),
-    ] = None,
-    num_frames: Annotated[
-        int | None,
-        typer.Option(
-            help="Number of frames to take, instead of --fps.", rich_help_panel=arguments.MEDIA
-        ),
-    ] = None,
-    min_pixels: arguments.MinPixels = None,
-    max_pixels: arguments.MaxPixels = None,
-    pixel_limit: arguments.PixelLimit = None,
-    system: arguments.System = None,
-    max_new_tokens: Annotated[
-        int | None, typer.Option(help="Longest reply, in tokens (default 512).")
-    ] = None,
-    temperature: Annotated[
-        float | None, typer.Option(help="Sampling temperature; 0 takes the likeliest token.")
-    ] = None,
-    generation_config: arguments.FollowsCheckpoint = True,
-    quiet: arguments.Quiet = False,
 ) -> None:
     """Answer once and write a page of what was kept, when, and why (docs/how-to/explain.md)."""
-    given: dict[str, Any] = {**locals(), "image": image or [], "video": video or []}
-    options = ChatOptions(report=given.pop("output"), **given)
+    options = replace(options, engine=engine, report=output, figures=figures)
     options.check()
     from mmkv.chat.run import run_chat
 
@@ -198,13 +177,6 @@ app.command()(serve)
 # that both derive usage mistakes from is the base of typer's own public one.
 _CLICK_USAGE_ERROR: Any = typer.BadParameter.__mro__[1]
 
-_MEDIA, _SAMPLING, _FILES, _OUTPUT = (
-    arguments.MEDIA,
-    "Sampling",
-    "Conversations",
-    "Output",
-)
-
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the command line; always ends with SystemExit."""
@@ -296,105 +268,18 @@ def policies(
 
 @app.command(cls=ChatCommand)
 @arguments.engine_options()
+@arguments.chat_options()
 def chat(
     context: typer.Context,
     engine: EngineConfig,
-    prompt: Annotated[
-        str | None,
-        typer.Option("--prompt", "-p", help="Ask this and exit; - reads it from stdin."),
-    ] = None,
-    interactive: Annotated[
-        bool,
-        typer.Option("--interactive", "-i", help="Converse, also after -p or with piped input."),
-    ] = False,
-    system: arguments.System = None,
-    image: Annotated[
-        list[str] | None,
-        typer.Option(help="Picture: path, URL or data: URI. Repeatable.", rich_help_panel=_MEDIA),
-    ] = None,
-    video: Annotated[
-        list[str] | None,
-        typer.Option(help="Video: path or URL. Repeatable.", rich_help_panel=_MEDIA),
-    ] = None,
-    fps: Annotated[
-        float | None,
-        typer.Option(help="Frames per second to take (default 2).", rich_help_panel=_MEDIA),
-    ] = None,
-    num_frames: Annotated[
-        int | None,
-        typer.Option(help="Number of frames to take, instead of --fps.", rich_help_panel=_MEDIA),
-    ] = None,
-    min_pixels: arguments.MinPixels = None,
-    max_pixels: arguments.MaxPixels = None,
-    pixel_limit: arguments.PixelLimit = None,
-    max_new_tokens: Annotated[
-        int | None,
-        typer.Option(help="Longest reply, in tokens (default 512).", rich_help_panel=_SAMPLING),
-    ] = None,
-    temperature: Annotated[
-        float | None,
-        typer.Option(
-            help="Sampling temperature; 0 takes the likeliest token (default: as the model's "
-            "generation_config.json says, or 0; likewise what follows).",
-            rich_help_panel=_SAMPLING,
-        ),
-    ] = None,
-    top_p: Annotated[
-        float | None,
-        typer.Option(
-            help="Sample from the likeliest tokens of this total probability; 1: all.",
-            rich_help_panel=_SAMPLING,
-        ),
-    ] = None,
-    top_k: Annotated[
-        int | None,
-        typer.Option(
-            help="Sample from this many likeliest tokens; 0: all.", rich_help_panel=_SAMPLING
-        ),
-    ] = None,
-    min_p: Annotated[
-        float | None,
-        typer.Option(
-            help="Drop tokens below this share of the likeliest one's probability; 0: none.",
-            rich_help_panel=_SAMPLING,
-        ),
-    ] = None,
-    repeat_penalty: Annotated[
-        float | None,
-        typer.Option(
-            help="Make tokens that the conversation has less likely, for example 1.1; 1: off.",
-            rich_help_panel=_SAMPLING,
-        ),
-    ] = None,
-    presence_penalty: Annotated[
-        float | None,
-        typer.Option(
-            help="Taken from the logit of a token that the reply has; 0: off.",
-            rich_help_panel=_SAMPLING,
-        ),
-    ] = None,
-    frequency_penalty: Annotated[
-        float | None,
-        typer.Option(
-            help="Taken from it for each time that the reply has it; 0: off.",
-            rich_help_panel=_SAMPLING,
-        ),
-    ] = None,
-    generation_config: arguments.FollowsCheckpoint = True,
-    seed: Annotated[
-        int | None, typer.Option(help="Seed of sampling.", rich_help_panel=_SAMPLING)
-    ] = None,
-    stop: Annotated[
-        list[str] | None,
-        typer.Option(help="End the reply before this text. Repeatable.", rich_help_panel=_SAMPLING),
-    ] = None,
+    options: ChatOptions,
     load: Annotated[
         str | None,
         typer.Option(
             help="Go on with a saved conversation.",
             callback=arguments.take_saved_options,
             is_eager=True,
-            rich_help_panel=_FILES,
+            rich_help_panel=CONVERSATIONS,
         ),
     ] = None,
     resume: Annotated[
@@ -404,59 +289,16 @@ def chat(
             help="Go on with the latest conversation.",
             callback=arguments.take_latest_options,
             is_eager=True,
-            rich_help_panel=_FILES,
+            rich_help_panel=CONVERSATIONS,
         ),
     ] = False,
-    save: Annotated[
-        str | None,
-        typer.Option(help="Save the conversation there at the end.", rich_help_panel=_FILES),
-    ] = None,
-    autosave: Annotated[
-        bool,
-        typer.Option(" /--no-autosave", help="Keep nothing for --resume.", rich_help_panel=_FILES),
-    ] = True,
-    raw: Annotated[
-        bool,
-        typer.Option("--raw", help="Send the text as it is, without a chat template."),
-    ] = False,
-    no_stream: Annotated[
-        bool, typer.Option("--no-stream", help="Print replies whole.", rich_help_panel=_OUTPUT)
-    ] = False,
-    plain: Annotated[
-        bool,
-        typer.Option(
-            "--plain", help="Show replies as they are, no Markdown.", rich_help_panel=_OUTPUT
-        ),
-    ] = False,
-    json: Annotated[
-        bool, typer.Option("--json", help="Print replies as JSON.", rich_help_panel=_OUTPUT)
-    ] = False,
-    cost: Annotated[
-        bool,
-        typer.Option(
-            "--cost",
-            help="After one answer, say what eviction cost it (reads it again with a full cache).",
-            rich_help_panel=_OUTPUT,
-        ),
-    ] = False,
-    stats: Annotated[
-        bool,
-        typer.Option(
-            "--stats",
-            help="After each reply, say its tokens, its speed and what was read.",
-            rich_help_panel=_OUTPUT,
-        ),
-    ] = False,
-    quiet: arguments.Quiet = False,
 ) -> None:
     """Talk with a model about pictures; one answer with -p or piped input."""
-    given = {**locals(), "image": image or [], "video": video or []}
-    del given["context"], given["resume"]
     if resume:
-        given["load"] = arguments.latest_chat(context)
+        load = arguments.latest_chat(context)
     elif load is not None:
         arguments.require_named(context, load)
-    options = ChatOptions(**given, rebudget=arguments.budget_given(context))
+    options = replace(options, engine=engine, load=load, rebudget=arguments.budget_given(context))
     options.check()
     from mmkv.chat.run import run_chat
 

@@ -5,43 +5,24 @@ from __future__ import annotations
 import inspect
 import os
 from collections.abc import Callable
-from functools import wraps
+from functools import partial, wraps
 from typing import Annotated, Any
 
 import typer
 
+from mmkv.chat.options import ChatOptions
 from mmkv.engine.budget import Budget, parse_bytes
 from mmkv.engine.config import DEFAULT_BUDGET, EngineConfig, options
 from mmkv.engine.errors import BudgetError, MmkvError, SessionError
 from mmkv.engine.paths import user_path
 from mmkv.loading import UsageError
+from mmkv.options import declared
 from mmkv.resources import BUNDLED_MODEL, bundled_model, gates_source
-from mmkv.server.settings import ServerSettings, serve_options
+from mmkv.server.settings import ServerSettings
 
-MEDIA, CACHE, SERVER = "Pictures and videos", "Model and cache", "Server"
+CACHE, SERVER = "Model and cache", "Server"
 
-System = Annotated[str | None, typer.Option(help="System message.")]
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="No notes or progress.")]
-MinPixels = Annotated[
-    int | None, typer.Option(help="Enlarge pictures below this.", rich_help_panel=MEDIA)
-]
-MaxPixels = Annotated[
-    int | None, typer.Option(help="Shrink pictures above this.", rich_help_panel=MEDIA)
-]
-FollowsCheckpoint = Annotated[
-    bool,
-    typer.Option(
-        " /--no-generation-config",
-        help="Do not draw replies as the model's generation_config.json says.",
-        rich_help_panel="Sampling",
-    ),
-]
-PixelLimit = Annotated[
-    int | None,
-    typer.Option(
-        help="Refuse picture files of more pixels (default 120 million).", rich_help_panel=MEDIA
-    ),
-]
 
 # The budget has an option for each unit; kv_limit is for programs.
 _BUDGETS = {
@@ -130,6 +111,7 @@ def _set_defaults(context: typer.Context, values: dict[str, Any]) -> None:
 
 
 Decorator = Callable[[Callable[..., Any]], Callable[..., Any]]
+Placed = Callable[[list[inspect.Parameter]], list[inspect.Parameter]]
 
 
 def engine_options(model: str = "argument") -> Decorator:
@@ -144,31 +126,55 @@ def engine_options(model: str = "argument") -> Decorator:
     return _options_as("engine", added, _config, lambda own: [*first, *own, *rest])
 
 
+def chat_options(*names: str) -> Decorator:
+    """Give a command options of ChatOptions, these or all; it gets them as ``options``."""
+    known = _declared(ChatOptions)
+    added = {name: known[name] for name in names or known}
+    return _options_as("options", added, partial(_held, ChatOptions), _behind_engine(added))
+
+
 def server_options(command: Callable[..., Any]) -> Callable[..., Any]:
     """Give a command the options of ServerSettings; it gets them as ``settings``."""
-    added = {}
-    for name, (_, found) in serve_options().items():
+    added = _declared(ServerSettings, SERVER)
+    build = partial(_held, ServerSettings)
+    return _options_as("settings", added, build, _behind_engine(added))(command)
+
+
+def _behind_engine(added: dict[str, inspect.Parameter]) -> Placed:
+    """Return what puts options behind the context and the engine of a command."""
+
+    def placed(own: list[inspect.Parameter]) -> list[inspect.Parameter]:
+        first = [one for one in own if one.name in ("context", "engine")]
+        return [*first, *added.values(), *(one for one in own if one not in first)]
+
+    return placed
+
+
+def _declared(holder: type[Any], panel: str | None = None) -> dict[str, inspect.Parameter]:
+    """Return typer's parameter of each option that a dataclass declares."""
+    parameters = {}
+    for name, (_, found) in declared(holder).items():
+        flags = found.flags
+        if found.kind is bool and not flags:
+            dashed = name.replace("_", "-")
+            flags = (f" /--no-{dashed}",) if found.default else (f"--{dashed}",)
         made = typer.Option(
-            *found.flags,
+            *flags,
             help=found.help,
             min=found.least,
             max=found.most,
             envvar=found.variable,
-            rich_help_panel=SERVER,
+            rich_help_panel=found.panel or panel,
         )
-        added[name] = _parameter(name, Annotated[found.kind, made], found.default)
-
-    def placed(own: list[inspect.Parameter]) -> list[inspect.Parameter]:
-        return [*own[:2], *added.values(), *own[2:]]  # behind the context and the engine
-
-    return _options_as("settings", added, _settings, placed)(command)
+        parameters[name] = _parameter(name, Annotated[found.kind, made], found.default)
+    return parameters
 
 
 def _options_as(
     name: str,
     added: dict[str, inspect.Parameter],
     build: Callable[[dict[str, Any]], Any],
-    placed: Callable[[list[inspect.Parameter]], list[inspect.Parameter]],
+    placed: Placed,
 ) -> Decorator:
     """Return what gives a command options in place of its parameter ``name``.
 
@@ -254,14 +260,15 @@ def _config(given: dict[str, Any]) -> EngineConfig:
     return EngineConfig(**given, budget=budget)
 
 
-def _settings(given: dict[str, Any]) -> ServerSettings:
-    """Return the settings of what was given. Raises UsageError."""
-    read = {}
-    for name, (setting, found) in serve_options().items():
+def _held(holder: type[Any], given: dict[str, Any]) -> Any:
+    """Return the dataclass of what was given. Raises UsageError."""
+    read, known = {}, declared(holder)
+    for name, value in given.items():
+        field, found = known[name]
         try:
-            read[setting] = found.read(given[name])
+            read[field] = found.read(value)
         except MmkvError as error:
             flag = f"--{name.replace('_', '-')}"
             said = str(error)
             raise UsageError(said if said.startswith(flag) else f"{flag}: {said}") from error
-    return ServerSettings(**read)
+    return holder(**read)

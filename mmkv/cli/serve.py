@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 import typer
 
+from mmkv.chat.options import ChatOptions
 from mmkv.cli import arguments
 from mmkv.engine.config import EngineConfig
 from mmkv.loading import Terminal, UsageError, load_engine, model_name
@@ -25,14 +26,12 @@ CHUNK_ON_CPU = 256
 
 @arguments.engine_options()
 @arguments.server_options
+@arguments.chat_options("generation_config", "min_pixels", "max_pixels", "quiet")
 def serve(
     context: typer.Context,
     engine: EngineConfig,
     settings: ServerSettings,
-    generation_config: arguments.FollowsCheckpoint = True,
-    min_pixels: arguments.MinPixels = None,
-    max_pixels: arguments.MaxPixels = None,
-    quiet: arguments.Quiet = False,
+    options: ChatOptions,
 ) -> None:
     """Serve a model over HTTP, as OpenAI's API does."""
     from mmkv.server.run import require_packages
@@ -40,7 +39,7 @@ def serve(
 
     require_packages()
     _require_agreement(context, settings)
-    model, terminal = model_name(engine), Terminal(quiet)
+    model, terminal = model_name(engine), Terminal(options.quiet)
     config = replace(engine, model=model, kv_limit=settings.memory)
     settings = replace(
         settings,
@@ -54,10 +53,10 @@ def serve(
     def load() -> Engine:
         engine = load_engine(
             config,
-            Terminal(quiet),
-            min_pixels=min_pixels,
-            max_pixels=max_pixels,
-            generation_config=generation_config,
+            Terminal(options.quiet),
+            min_pixels=options.min_pixels,
+            max_pixels=options.max_pixels,
+            generation_config=options.generation_config,
         )
         if engine.device.type == "cpu" and not chosen:
             engine.prefill_chunk = CHUNK_ON_CPU

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from functools import lru_cache, wraps
 from typing import Any
 
-from jinja2 import Environment, Template, nodes, pass_eval_context
+from jinja2 import Environment, Template, meta, nodes, pass_eval_context
 from jinja2.runtime import markup_join, str_join
 from jinja2.sandbox import ImmutableSandboxedEnvironment, SandboxedFormatter
 
@@ -133,6 +133,20 @@ def _compiled(source: str) -> Template:
         mark_end(tree)
         guard(tree)
         return Template.from_code(environment, environment.compile(tree), environment.globals)
+
+
+def variables(source: str) -> set[str]:
+    """Return the names that a template reads and nothing of it sets, functions left out.
+
+    Raises:
+        InputError: a limit was passed. Otherwise whatever reading the template leads to.
+    """
+    if len(source) > _SOURCE:
+        raise _stopped(f"it has more than {_SOURCE:,} characters")
+    environment = _Limited()
+    with environment.meter.started(0):
+        read = meta.find_undeclared_variables(environment.parse(source))
+    return read - environment.globals.keys()
 
 
 class _Meter(threading.local):

@@ -8,8 +8,10 @@ does not depend on what the reply was, and the tokens the model sampled stay as 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import copy
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import groupby
 from typing import Any
 
@@ -57,6 +59,10 @@ class RenderedConversation:
     end: int | None
 
 
+# What every template is rendered with.
+_GIVEN = frozenset({"messages", "tools", "documents", "add_generation_prompt"})
+
+
 class ChatTemplate:
     """The template of one tokenizer; messages are in the transformers chat format.
 
@@ -81,12 +87,44 @@ class ChatTemplate:
         self._tokenizer, self.source, self._parts = tokenizer, source, parts
         self._placeholders = placeholders or {}
         self._cutter, self._tokens = Cutter(tokenizer, tokens), tokens
+        self._values: dict[str, Any] = {}
         self.raw = False
 
     def as_raw(self) -> ChatTemplate:
         """Return one that passes texts on as they are, on purpose: for models without a chat."""
         made = ChatTemplate(self._tokenizer, None, self._parts, self._placeholders, self._tokens)
         made.raw = True
+        return made
+
+    @cached_property
+    def variables(self) -> frozenset[str]:
+        """The names of what the template reads beside messages and special tokens."""
+        if self.source is None:
+            return frozenset()
+        from mmkv.prompt import sandbox
+
+        try:
+            read = sandbox.variables(self.source)
+        except STOPS:
+            raise
+        except BaseException:  # rendering will say what is wrong
+            return frozenset()
+        return frozenset(name for name in read - _GIVEN if not name.endswith("_token"))
+
+    def with_values(self, values: Mapping[str, Any]) -> ChatTemplate:
+        """Return one that is told more, such as ``enable_thinking=False``.
+
+        Raises:
+            InputError: the template reads no variable of that name.
+        """
+        for name in values:
+            if name not in self.variables:
+                known = ", ".join(sorted(self.variables)) or "no variables"
+                raise InputError(
+                    f"the model's chat template does not read {name!r}; it has {known}"
+                )
+        made = copy.copy(self)
+        made._values = {**self._values, **values}
         return made
 
     def addition(self, history: list[Message], turn: list[Message]) -> Addition:
@@ -134,6 +172,7 @@ class ChatTemplate:
         shaped = [self._shape(message) for message in messages]
         marks = sandbox.Marks(dict.fromkeys(map(id, shaped), -1))
         values = {
+            **self._values,
             **self._tokenizer.special_tokens_map,
             "messages": shaped,
             "tools": None,

@@ -100,7 +100,7 @@ def make_app(state: ServerState, hosts: frozenset[str] | None = None) -> FastAPI
             allow_origins=state.settings.cors,
             allow_methods=["DELETE", "GET", "HEAD", "POST"],
             allow_headers=["*"],
-            expose_headers=["Retry-After", "X-Mmkv-Replica"],
+            expose_headers=["Retry-After", "X-Mmkv-Ignored", "X-Mmkv-Replica"],
         )
     app.add_middleware(CheckHost, hosts=hosts)
     app.add_middleware(HeadAsGet)
@@ -130,10 +130,11 @@ def _add_keyed(router: APIRouter, state: ServerState) -> None:
 
     @router.post("/chat/completions", summary="Reply to a conversation")
     async def chat(request: Request, body: ChatRequest) -> Response:
+        headers = state.headers_for(body)
         take_resume(request, body)
         call = ChatCall(state, body, request.state.caller)
         work: Any = call.stream if body.stream else call.whole
-        return ReplyResponse(work, bool(body.stream), settings.keep_alive)
+        return ReplyResponse(work, bool(body.stream), settings.keep_alive, headers)
 
     @router.get("/models", summary="The model that is served")
     async def models() -> dict[str, Any]:

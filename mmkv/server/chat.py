@@ -193,9 +193,12 @@ class ChatCall:
         if self.choices > settings.max_choices:
             raise ApiError(400, f"n is at most {settings.max_choices} here", "invalid_value", "n")
         self.done = self.keeps_body = False
+        given = request.template_values()
+        values = {name: given[name] for name in sorted(facts.template_variables & given.keys())}
+        memory = [facts.base_key, chosen, caller.tenant, request.cache_salt]
         self.work = ChatWork(
             messages,
-            base_key or digest_of([facts.base_key, chosen, caller.tenant, request.cache_salt]),
+            base_key or digest_of([*memory, *([values] if values else [])]),
             _sampling(request, settings, facts),
             _logit_settings(request, facts),
             self.choices,
@@ -206,6 +209,7 @@ class ChatCall:
             start=start,
             keep=keep,
             rewrites=(request.mmkv and request.mmkv.rewrites) or "reread",
+            template_values=values,
         )
         if not request.stream:
             self.require_few_scored()
@@ -388,7 +392,15 @@ def _logit_settings(request: ChatRequest, facts: Facts) -> LogitSettings:
         grammar = grammar_of(request.response_format)
     except MmkvError as error:
         raise ApiError(400, str(error), "invalid_value", "response_format") from error
-    return LogitSettings(top, bias, grammar)
+    stop_tokens = frozenset(request.stop_token_ids or ())
+    if any(token >= facts.vocabulary for token in stop_tokens):
+        raise ApiError(
+            400,
+            f"stop_token_ids names {max(stop_tokens)}; token ids are below {facts.vocabulary}",
+            "invalid_value",
+            "stop_token_ids",
+        )
+    return LogitSettings(top, bias, grammar, stop_tokens)
 
 
 def take_resume(request: HTTPConnection, body: ChatRequest | ResponseRequest) -> None:

@@ -646,6 +646,7 @@ def _facts(engine: Engine, lookahead: float) -> Facts:
         rules=getattr(engine.processor, "rules", None),
         frame_rule=engine.processor.frame_rule,
         picture_rules=_picture_rules(engine),
+        template_variables=engine.processor.template.variables,
         context_bounds=ContextBounds(engine.processor.tokenizer, engine.spec.max_position),
     )
 

@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from mmkv.engine.budget import Budget
     from mmkv.engine.contents import Memory
     from mmkv.prompt.held import Rewrites
+    from mmkv.prompt.template import ChatTemplate
     from mmkv.server.conversations import ConversationState, ConversationStore, PrefixCache
     from mmkv.server.grammar import Grammars
     from mmkv.server.prompts import Message
@@ -56,6 +57,7 @@ class ChatWork:
         weight: of its sessions in a shared budget.
         start: the conversation that the request continues; ``messages`` begin with its own.
         rewrites: see :class:`mmkv.Session`.
+        template_values: what the chat template is told beside the messages.
         keep: whether the conversation after the reply is kept, in ``result`` when that is done.
     """
 
@@ -71,6 +73,7 @@ class ChatWork:
     start: ConversationState | None = None
     keep: bool = False
     rewrites: Rewrites = "reread"
+    template_values: dict[str, Any] = field(default_factory=dict)
     result: ConversationState | None = None
 
 
@@ -449,7 +452,7 @@ class ChatJob(EngineJob):
         difference. A conversation that the request did not name is not used then if something has
         been evicted from it: reading everything again is better.
         """
-        template, work = self.engine.processor.template, self.work
+        template, work = self._template, self.work
         named = work.start is not None or work.rewrites == "keep"
         held = memory.held
         if held is not None and held.pieces is not None and template.source is not None:
@@ -488,7 +491,7 @@ class ChatJob(EngineJob):
     ) -> Outline | None:
         """Return what a session still has to read; it goes back first if it has to."""
         processor, held = self.engine.processor, session.held
-        template, last = processor.template, len(shown)
+        template, last = self._template, len(shown)
         whole = template.render(shown, opening=True)
         if held.pieces is None or template.source is None:
             why = None if fits is not None else REWRITES
@@ -512,6 +515,10 @@ class ChatJob(EngineJob):
         return fits or Outline(whole, [Segment(text, count, last)])
 
     @property
+    def _template(self) -> ChatTemplate:
+        return self.engine.processor.template.with_values(self.work.template_values)
+
+    @property
     def _rule(self) -> bool | None:
         return self.engine.processor.rule(pictures_in(self.work.messages))
 
@@ -527,7 +534,7 @@ class ChatJob(EngineJob):
         if said == text or said.strip() != text.strip():
             return False
         as_said = [*shown[: count - 1], {**sent, "content": said}, *shown[count:]]
-        whole = self.engine.processor.template.render(as_said, opening=True)
+        whole = self._template.render(as_said, opening=True)
         return held.plan(whole, self._rule).appends
 
     def supply_media(self, media: list[Any]) -> None:
@@ -545,7 +552,7 @@ class ChatJob(EngineJob):
         assert session is not None and self._media is not None
         if self._outline is None:
             shown = [message.for_template() for message in self.work.messages]
-            self._outline = outline(self.engine.processor.template, shown)
+            self._outline = outline(self._template, shown)
             assert self._outline is not None
         if self._prefill is None:
             inputs = self._inputs(self._outline.segments[0])

@@ -8,7 +8,7 @@ import dataclasses
 import json
 import logging
 import secrets
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from fastapi import Response
@@ -169,6 +169,7 @@ class ReplyResponse(Response):
     Args:
         work: returns the JSON, or an iterator over a stream's events.
         keep_alive: seconds without an event after which a stream sends a comment.
+        headers: of an answer that is no error.
     """
 
     def __init__(
@@ -176,8 +177,10 @@ class ReplyResponse(Response):
         work: Callable[[], Awaitable[dict[str, Any]]] | Callable[[], AsyncIterator[Any]],
         stream: bool,
         keep_alive: float,
+        headers: Mapping[str, str] | None = None,
     ) -> None:
         self._work, self._stream, self._keep_alive = work, stream, keep_alive
+        self._more_headers = dict(headers or {})
         self.background = None
         self.status_code = 200
 
@@ -209,7 +212,7 @@ class ReplyResponse(Response):
             return
         try:
             made = rendered(await self._work())  # type: ignore[misc]
-            response = Response(made, media_type="application/json")
+            response = Response(made, headers=self._more_headers, media_type="application/json")
         except (asyncio.CancelledError, *STOPS):
             raise
         except BaseException as error:
@@ -219,7 +222,7 @@ class ReplyResponse(Response):
     async def _send_stream(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send events; an error before the first one is an HTTP status, later an event."""
         events: AsyncIterator[Any] = self._work()  # type: ignore[assignment]
-        lines = _Lines(send)
+        lines = _Lines(send, self._more_headers)
         try:
             async with lines.with_comments(self._keep_alive), contextlib.aclosing(events):  # type: ignore[type-var]
                 async for event in events:
@@ -245,8 +248,8 @@ class _Lines:
         started: whether the status and the headers are sent.
     """
 
-    def __init__(self, send: Send) -> None:
-        self._send, self._turn = send, asyncio.Lock()
+    def __init__(self, send: Send, headers: Mapping[str, str]) -> None:
+        self._send, self._turn, self._headers = send, asyncio.Lock(), headers
         self._clock = asyncio.get_running_loop().time
         self._latest = self._clock()
         self.started = False
@@ -256,7 +259,7 @@ class _Lines:
         async with self._turn:
             self._latest = self._clock()
             if not self.started:
-                await self._send(_start())
+                await self._send(_start(self._headers))
                 self.started = True
             await self._send({"type": "http.response.body", "body": line, "more_body": True})
 
@@ -305,8 +308,8 @@ def event_line(data: dict[str, Any] | str | bytes) -> bytes:
     return kind.encode() + b"data: " + rendered(data, ascii=True) + b"\n\n"
 
 
-def _start() -> dict[str, Any]:
-    headers = {"Content-Type": "text/event-stream; charset=utf-8"} | _STREAM
+def _start(more: Mapping[str, str]) -> dict[str, Any]:
+    headers = {"Content-Type": "text/event-stream; charset=utf-8", **_STREAM, **more}
     pairs = [(name.lower().encode(), value.encode()) for name, value in headers.items()]
     return {"type": "http.response.start", "status": 200, "headers": pairs}
 

@@ -412,10 +412,11 @@ def responses_router(state: ServerState) -> APIRouter:
 
     @router.post("", summary="Reply to a conversation, or go on with an earlier response")
     async def create(body: ResponseRequest, who: CurrentCaller, request: Request) -> Response:
+        headers = state.headers_for(body)
         take_resume(request, body)
         call = ResponseCall(state, responses, body, who)
         work: Any = call.stream if body.stream else call.whole
-        return ReplyResponse(work, bool(body.stream), state.settings.keep_alive)
+        return ReplyResponse(work, bool(body.stream), state.settings.keep_alive, headers)
 
     @router.post("/compact", include_in_schema=False)
     async def compact() -> Response:

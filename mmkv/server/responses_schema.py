@@ -10,7 +10,7 @@ from pydantic import BaseModel, ConfigDict, Field, StrictBool
 from mmkv.server.errors import ApiError
 from mmkv.server.schema import (
     MOST_MESSAGES,
-    Body,
+    UNSUPPORTED,
     CacheHint,
     ChatMessage,
     ChatRequest,
@@ -21,14 +21,17 @@ from mmkv.server.schema import (
     Metadata,
     MmkvOptions,
     Number,
+    OpenModel,
     OtherPart,
     RefusalPart,
+    RepetitionPenalty,
+    ReplyRequest,
     Short,
-    StrictModel,
     TextPart,
     TopK,
     VideoPart,
     field_error,
+    refuse_fields,
     refuse_stream_options,
     unsupported,
 )
@@ -67,7 +70,7 @@ class InputVideo(CacheHint):
 InputPart = InputText | RefusalPart | InputImage | InputVideo | OtherPart
 
 
-class InputMessage(StrictModel):
+class InputMessage(OpenModel):
     """One message of the input."""
 
     type: Literal["message"] = "message"
@@ -89,7 +92,7 @@ class OtherItem(BaseModel):
 Summary = Literal["auto", "concise", "detailed"]
 
 
-class Reasoning(StrictModel):
+class Reasoning(OpenModel):
     """How a model reasons; of no consequence here, where none does apart from its reply."""
 
     effort: Effort | None = None
@@ -97,15 +100,27 @@ class Reasoning(StrictModel):
     generate_summary: Summary | None = None
 
 
-class TextOptions(StrictModel):
+class TextOptions(OpenModel):
     """How the text looks."""
 
     format: dict[str, Any] | None = None
     verbosity: Short | None = None
 
 
-class ResponseRequest(Body):
+class ResponseRequest(ReplyRequest):
     """A request for a response."""
+
+    refused = UNSUPPORTED | {
+        "background": (False,),
+        **dict.fromkeys(("conversation", "prompt"), ()),
+        # What a chat takes, and this API does not have.
+        **dict.fromkeys(
+            "messages max_tokens max_completion_tokens response_format logprobs stop "
+            "stop_token_ids logit_bias cache_salt generation_config".split(),
+            (),
+        ),
+        "n": (1,),
+    }
 
     model: str
     input: (
@@ -121,7 +136,7 @@ class ResponseRequest(Body):
     top_p: Annotated[Number, Field(gt=0, le=1)] | None = None
     top_k: TopK | None = None
     min_p: Annotated[Number, Field(ge=0, le=1)] | None = None
-    repetition_penalty: Annotated[Number, Field(gt=0, le=100)] | None = None
+    repetition_penalty: RepetitionPenalty = None
     seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     presence_penalty: Annotated[Number, Field(ge=-2, le=2)] | None = None
@@ -136,28 +151,13 @@ class ResponseRequest(Body):
     safety_identifier: Short | None = None
     prompt_cache_key: Short | None = None
     prompt_cache_retention: Short | None = None
-    prompt_cache_options: Any = None
     service_tier: Short | None = None
     reasoning: Reasoning | None = None
     stream_options: Any = None
     max_tool_calls: int | None = None
     # Refused unless they ask for what happens anyway.
-    background: Any = None
-    conversation: Any = None
-    prompt: Any = None
-    tools: Any = None
     tool_choice: Any = None
     parallel_tool_calls: Any = None
-
-
-_HARMLESS: dict[str, tuple[Any, ...]] = {
-    "background": (False,),
-    "conversation": (),
-    "prompt": (),
-    "tools": ([],),
-    "tool_choice": ("none", "auto"),
-    "parallel_tool_calls": (True, False),
-}
 
 
 def chat_request(asked: ResponseRequest) -> ChatRequest:
@@ -167,10 +167,7 @@ def chat_request(asked: ResponseRequest) -> ChatRequest:
         ApiError: it asks for what this server cannot do.
     """
     refuse_stream_options(asked)
-    for name, harmless in _HARMLESS.items():
-        value = getattr(asked, name)
-        if value is not None and not any(value == one for one in harmless):
-            raise unsupported(name, f"{name} is not supported by this server; leave it out")
+    refuse_fields(asked)
     for name in asked.include or ():
         if name not in (LOGPROBS, ENCRYPTED):
             raise unsupported("include", f"include: {name[:60]!r} is not supported")
@@ -197,6 +194,7 @@ def chat_request(asked: ResponseRequest) -> ChatRequest:
         user=asked.user,
         safety_identifier=asked.safety_identifier,
         mmkv=asked.mmkv,
+        chat_template_kwargs=asked.template_values() or None,
     )
 
 

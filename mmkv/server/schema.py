@@ -7,15 +7,18 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+import re
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from fastapi import APIRouter, Response
 from pydantic import (
+    AliasChoices,
     BaseModel,
     ConfigDict,
     Field,
     StrictBool,
+    StrictInt,
     ValidationError,
     model_validator,
 )
@@ -41,6 +44,20 @@ Metadata = Annotated[
     Field(max_length=16),
 ]
 Short = Annotated[str, Field(max_length=512)]
+# llama.cpp and Ollama have another name for it.
+RepetitionPenalty = Annotated[
+    Annotated[Number, Field(gt=0, le=100)] | None,
+    Field(validation_alias=AliasChoices("repetition_penalty", "repeat_penalty")),
+]
+# Texts that a template may write as they are: none can stand for a special token.
+TemplateValues = Annotated[
+    dict[
+        Annotated[str, Field(max_length=64)],
+        StrictBool | StrictInt | Number | Annotated[str, Field(pattern=r"^[\w .-]{0,64}$")] | None,
+    ],
+    Field(max_length=16),
+]
+TokenIds = Annotated[list[Annotated[int, Field(ge=0, lt=2**31)]], Field(max_length=64)]
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 
 
@@ -48,6 +65,12 @@ class StrictModel(BaseModel):
     """An object without fields beyond those that are named."""
 
     model_config = ConfigDict(extra="forbid")
+
+
+class OpenModel(BaseModel):
+    """An object that clients give fields of their own; :func:`unread_fields` lists them."""
+
+    model_config = ConfigDict(extra="allow")
 
 
 class CacheHint(StrictModel):
@@ -132,7 +155,7 @@ ContentPart = Annotated[
 Content = str | Annotated[list[ContentPart], Field(fail_fast=True)]
 
 
-class ChatMessage(StrictModel):
+class ChatMessage(OpenModel):
     """One message."""
 
     role: Literal["system", "developer", "user", "assistant", "tool", "function"]
@@ -147,7 +170,7 @@ class ChatMessage(StrictModel):
     reasoning_content: Any = None
 
 
-class StreamOptions(StrictModel):
+class StreamOptions(OpenModel):
     """Options of a stream."""
 
     include_usage: StrictBool | None = None
@@ -187,8 +210,80 @@ class Body(StrictModel):
 MOST_MESSAGES = 512
 
 
-class ChatRequest(Body):
+# What would change the answer and is not done here: by field, the values that ask for what happens
+# anyway.
+UNSUPPORTED: dict[str, tuple[Any, ...]] = {
+    "tools": ([],),
+    "tool_choice": ("none", "auto"),
+    "parallel_tool_calls": (True, False),
+    "functions": ([],),
+    "function_call": ("none", "auto"),
+    "modalities": (["text"],),
+    **dict.fromkeys(("audio", "web_search_options", "moderation"), ()),
+    # Templates.
+    **dict.fromkeys(("chat_template", "documents"), ({}, [])),
+    **dict.fromkeys(("thinking", "think", "thinking_budget"), ()),
+    "add_generation_prompt": (True,),
+    **dict.fromkeys(("continue_final_message", "echo", "raw"), (False,)),
+    # Lengths.
+    **dict.fromkeys(("max_new_tokens", "n_predict", "num_predict", "max_length"), ()),
+    **dict.fromkeys(("min_tokens", "min_new_tokens", "min_length"), (0,)),
+    "ignore_eos": (False,),
+    "truncate_prompt_tokens": (),
+    # Samplers and searches.
+    "best_of": (1,),
+    "use_beam_search": (False,),
+    "num_beams": (1,),
+    "length_penalty": (0, 1),
+    "early_stopping": (False,),
+    **dict.fromkeys(("typical_p", "typical", "tfs_z", "epsilon_cutoff", "eta_cutoff"), (0, 1)),
+    **dict.fromkeys(("top_a", "dry_multiplier", "xtc_probability", "dynatemp_range"), (0,)),
+    **dict.fromkeys(
+        ("mirostat", "mirostat_mode", "no_repeat_ngram_size", "smoothing_factor"), (0,)
+    ),
+    **dict.fromkeys(("bad_words", "logits_processors", "allowed_token_ids"), ([],)),
+    # Forms of the answer.
+    **dict.fromkeys(
+        "guided_json guided_regex guided_choice guided_grammar structured_outputs grammar "
+        "json_schema format prompt_logprobs suffix".split(),
+        (),
+    ),
+    "include_stop_str_in_output": (False,),
+    "skip_special_tokens": (True,),
+    # Others.
+    **dict.fromkeys(("mm_processor_kwargs", "lora_request", "adapter"), ({},)),
+}
+
+
+class ReplyRequest(Body):
+    """A request for a reply, with fields of its own that clients add.
+
+    Attributes:
+        refused: fields that would change the answer and are not read, with the values that ask for
+            what happens anyway.
+    """
+
+    model_config = ConfigDict(extra="allow")
+
+    refused: ClassVar[dict[str, tuple[Any, ...]]] = UNSUPPORTED
+
+    chat_template_kwargs: TemplateValues | None = None
+    enable_thinking: StrictBool | None = None
+
+    def template_values(self) -> dict[str, Any]:
+        """Return what the chat template is told beside the conversation."""
+        values = dict(self.chat_template_kwargs or {})
+        if self.enable_thinking is not None:
+            values.setdefault("enable_thinking", self.enable_thinking)
+        return values
+
+
+class ChatRequest(ReplyRequest):
     """A request for replies to a conversation."""
+
+    refused = UNSUPPORTED | dict.fromkeys(
+        "input instructions previous_response_id max_output_tokens".split(), ()
+    )
 
     model: str
     messages: Annotated[list[ChatMessage], Field(min_length=1, max_length=MOST_MESSAGES)]
@@ -198,10 +293,11 @@ class ChatRequest(Body):
     top_p: Annotated[Number, Field(gt=0, le=1)] | None = None
     top_k: TopK | None = None
     min_p: Annotated[Number, Field(ge=0, le=1)] | None = None
-    repetition_penalty: Annotated[Number, Field(gt=0, le=100)] | None = None
+    repetition_penalty: RepetitionPenalty = None
     seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
     n: Count | None = None
     stop: str | Annotated[list[str], Field(fail_fast=True)] | None = None
+    stop_token_ids: TokenIds | None = None
     stream: StrictBool | None = None
     stream_options: StreamOptions | None = None
     logprobs: StrictBool | None = None
@@ -212,29 +308,25 @@ class ChatRequest(Body):
     mmkv: MmkvOptions | None = None
     cache_salt: str | None = None
     generation_config: str | None = None  # of transformers chat
-    # Of no consequence here, or hints that are free to be followed.
+    # In whose turn a request waits.
     user: Short | None = None
     safety_identifier: Short | None = None
+    response_format: Any = None
+    # Of no consequence here, but with limits of OpenAI's.
     metadata: Metadata | None = None
     prompt_cache_key: Short | None = None
     prompt_cache_retention: Short | None = None
-    prompt_cache_options: Any = None
     service_tier: Short | None = None
     verbosity: Short | None = None
     reasoning_effort: Effort | None = None
-    response_format: Any = None
-    # Refused unless they ask for what happens anyway; see ``refuse_unsupported``.
-    tools: Any = None
-    tool_choice: Any = None
-    parallel_tool_calls: Any = None
-    functions: Any = None
-    function_call: Any = None
-    modalities: Any = None
-    audio: Any = None
-    prediction: Any = None
-    web_search_options: Any = None
-    store: Any = None
-    moderation: Any = None
+
+
+# Known here, and without effect on an answer.
+HINTS = frozenset(
+    "metadata prompt_cache_key prompt_cache_retention service_tier verbosity "
+    "reasoning_effort truncation reasoning max_tool_calls name annotations reasoning_content "
+    "include_obfuscation".split()
+)
 
 
 # Far from where Python's recursion ends: values that are passed on are compared and written again.
@@ -273,36 +365,69 @@ def _whole(text: str) -> bool:
     return True
 
 
-# By field, the values that change nothing.
-_HARMLESS: dict[str, tuple[Any, ...]] = {
-    "tools": ([],),
-    "tool_choice": ("none", "auto"),
-    "parallel_tool_calls": (True, False),
-    "functions": ([],),
-    "function_call": ("none", "auto"),
-    "modalities": (["text"],),
-    "audio": (),
-    "prediction": (),
-    "web_search_options": (),
-    "store": (False,),
-    "moderation": (),
-}
 _OF_TOOLS = ("tool_calls", "function_call", "audio")
+# What a header and a log can bear of names that a client has chosen.
+_MOST_NAMES, _LONGEST_NAME = 32, 64
+
+
+def unread_fields(request: ReplyRequest, strict: bool) -> list[str]:
+    """List the fields of a request that change nothing in its answer, each name once.
+
+    Args:
+        strict: whether a field that is not known is refused.
+
+    Raises:
+        ApiError: it is.
+    """
+    found: set[str] = set()
+    for place, part in _open_parts("", request):
+        for name, value in (part.model_extra or {}).items():
+            if value is None or (not place and name in request.refused):
+                continue
+            if strict:
+                shown = ascii(f"{place}{name}"[:200])[1:-1]
+                what = f"{shown} is not a known field; leave it out"
+                raise ApiError(400, what, "invalid_value", shown)
+            shown = re.sub(r"\[\d+\]", "", place) + name
+            found.add(ascii(shown[:_LONGEST_NAME])[1:-1].replace(",", ""))
+        hints = [n for n in HINTS & part.model_fields_set if getattr(part, n) is not None]
+        found |= {re.sub(r"\[\d+\]", "", place) + name for name in hints}
+    return sorted(found)[:_MOST_NAMES]
+
+
+def _open_parts(place: str, part: BaseModel) -> Iterator[tuple[str, BaseModel]]:
+    """Yield an object and those below it that take other fields, with where they stand."""
+    yield place, part
+    for name in type(part).model_fields:
+        value = getattr(part, name)
+        if isinstance(value, OpenModel):
+            yield from _open_parts(f"{place}{name}.", value)
+        elif isinstance(value, list):
+            for index, one in enumerate(value):
+                if isinstance(one, OpenModel):
+                    yield from _open_parts(f"{place}{name}[{index}].", one)
+
+
+def refuse_fields(request: ReplyRequest) -> None:
+    """Refuse what would change the answer and is not done here. Raises ApiError (400)."""
+    for name, harmless in request.refused.items():
+        value = getattr(request, name, None)
+        if value is not None and not any(
+            value == one and isinstance(value, bool) == isinstance(one, bool) for one in harmless
+        ):
+            raise unsupported(name, f"{name} is not supported by this server; leave it out")
 
 
 def refuse_unsupported(request: ChatRequest) -> None:
     """Refuse what this server cannot do. Raises ApiError (400)."""
     refuse_stream_options(request)
-    for name, harmless in _HARMLESS.items():
-        value = getattr(request, name)
-        if value is not None and not any(value == one for one in harmless):
-            raise unsupported(name, f"{name} is not supported by this server; leave it out")
+    refuse_fields(request)
     for index, message in enumerate(request.messages):
         where = f"messages[{index}]"
         if message.role in ("tool", "function"):
             raise unsupported(f"{where}.role", f"messages of role {message.role} are not supported")
         for name in _OF_TOOLS:
-            if getattr(message, name):
+            if getattr(message, name, None):
                 raise unsupported(f"{where}.{name}", f"{name} in messages is not supported")
 
 

@@ -600,12 +600,13 @@ def sessions_router(state: ServerState) -> APIRouter:
 
     @router.post("/{name}/chat/completions", summary="A turn: messages that are new, and a reply")
     async def turn(name: str, body: ChatRequest, who: CurrentCaller, request: Request) -> Response:
+        headers = state.headers_for(body)
         take_resume(request, body)
         session = await sessions.find(name, who, idle=True)
         await sessions.load_memory(session)
         made = SessionTurn(state, sessions, session, body, who)
         work: Any = made.stream if body.stream else made.whole
-        return ReplyResponse(work, bool(body.stream), state.settings.keep_alive)
+        return ReplyResponse(work, bool(body.stream), state.settings.keep_alive, headers)
 
     @router.post("/{name}/fork", summary="Another session that goes on from the same memory")
     async def fork(name: str, who: CurrentCaller) -> dict[str, Any]:

@@ -5,16 +5,16 @@ Nothing here imports torch: ``mmkv serve --help`` is made of it.
 
 from __future__ import annotations
 
-import dataclasses
 import ipaddress
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mmkv.engine.budget import parse_bytes
 from mmkv.engine.errors import InputError
+from mmkv.options import option
 
 if TYPE_CHECKING:
     from mmkv.engine.budget import Budget
@@ -24,34 +24,6 @@ if TYPE_CHECKING:
     from mmkv.server.prompts import ContextBounds
 
 KEY_VARIABLE = "MMKV_API_KEY"
-
-
-@dataclass(frozen=True)
-class ServeOption:
-    """The option of ``mmkv serve`` that a setting has.
-
-    Attributes:
-        kind: the type of its text, as typer takes it; default: where it is not given.
-        name: of the option; None: the setting's. flags: how it is written, where that differs.
-        least, most: bounds of a number; variable: of the environment, which gives it, too.
-        read: makes the setting of it. Raises MmkvError.
-    """
-
-    help: str
-    kind: Any
-    default: Any = None
-    name: str | None = None
-    flags: tuple[str, ...] = ()
-    least: float | None = None
-    most: float | None = None
-    variable: str | None = None
-    read: Callable[[Any], Any] = lambda value: value
-
-
-def _setting(help: str, kind: Any, default: Any = None, **more: Any) -> Any:
-    """Return a field with an option; its default is made of the option's by ``read``."""
-    option = ServeOption(help, kind, default, **more)
-    return dataclasses.field(default=option.read(default), metadata={"option": option})
 
 
 def _bytes(text: str | None) -> int | None:
@@ -95,7 +67,7 @@ def _origins(given: list[str] | None) -> tuple[str, ...]:
 class ServerSettings:
     """Addresses, bounds and names of one server.
 
-    A field made by ``_setting`` is an option, too; the order of the fields is that of
+    A field made by ``option`` is an option, too; the order of the fields is that of
     ``mmkv serve --help``.
 
     Attributes:
@@ -117,7 +89,7 @@ class ServerSettings:
         keep_sessions: whether sessions outlast the server, in that folder, for all servers that
             share it.
         max_sessions: most sessions that are open; store_bytes: most bytes of stored responses.
-        name: the model as requests name it.
+        name: the model as requests name it; strict: whether fields that are not known are refused.
         replicas: how many run on Ray Serve; None: one server, without Ray.
         page: whether ``/`` is a page to chat with.
         drain: seconds that replies under way have when the server is told to stop.
@@ -130,119 +102,117 @@ class ServerSettings:
             that the first one is as fast as others.
     """
 
-    host: str = _setting("Address to listen on.", str, "127.0.0.1")
-    port: int = _setting("Port; 0 takes a free one.", int, 8000, least=0, most=65535)
-    memory: int = _setting(
+    host: str = option("Address to listen on.", str, "127.0.0.1")
+    port: int = option("Port; 0 takes a free one.", int, 8000, least=0, most=65535)
+    memory: int = option(
         "Most memory of the cache, all sessions together, for example 8GiB.",
         str,
         "1GiB",
         read=_bytes,
     )
-    snapshot_bytes: int | None = _setting(
+    snapshot_bytes: int | None = option(
         "Most of it for copies by which chats resume (default: what is free).",
         str | None,
         name="snapshots",
         read=_bytes,
     )
-    shared_budget: float | None = _setting(
+    shared_budget: float | None = option(
         "Entries per row of all sessions together, which compete for them (dbtrimkv); instead of "
         "--budget for each.",
         float | None,
     )
-    shared_floor: float = _setting(
+    shared_floor: float = option(
         "Entries per row that each session is sure of.", float, 0.0, least=0
     )
-    api_keys: tuple[str, ...] = dataclasses.field(
-        default=(),
-        repr=False,
-        metadata={
-            "option": ServeOption(
-                "Key that requests have to show. Repeatable.",
-                list[str] | None,
-                name="api_key",
-                variable=KEY_VARIABLE,
-                read=_all,
-            )
-        },
+    api_keys: tuple[str, ...] = option(
+        "Key that requests have to show. Repeatable.",
+        list[str] | None,
+        shown=False,
+        name="api_key",
+        variable=KEY_VARIABLE,
+        read=_all,
     )
-    key_weights: tuple[float, ...] = _setting(
+    key_weights: tuple[float, ...] = option(
         "What the sessions of each --api-key weigh in --shared-budget, in the same order "
         "(default: 1).",
         list[float] | None,
         name="key_weight",
         read=_all,
     )
-    hosts: tuple[str, ...] = _setting(
+    hosts: tuple[str, ...] = option(
         "Name that requests may call this server, beside localhost. Repeatable. Default: all, but "
         "on a loopback address without keys localhost alone.",
         list[str] | None,
         name="allowed_host",
         read=host_names,
     )
-    cors: tuple[str, ...] = _setting(
+    cors: tuple[str, ...] = option(
         "Origin of web pages that may ask this server, such as https://chat.example; * is all. "
         "Repeatable. Default: none but its own page.",
         list[str] | None,
         name="cors_origin",
         read=_origins,
     )
-    open_metrics: bool = _setting(
+    open_metrics: bool = option(
         "/metrics needs no key, though others do: it tells how much is asked.",
         bool,
         False,
-        flags=("--open-metrics",),
     )
-    max_queue: int = _setting("Requests that may wait.", int, 64, least=1)
-    max_running: int = _setting("Requests served at a time.", int, 8, least=1)
-    max_per_key: int | None = _setting(
+    max_queue: int = option("Requests that may wait.", int, 64, least=1)
+    max_running: int = option("Requests served at a time.", int, 8, least=1)
+    max_per_key: int | None = option(
         "Requests of one key or address at a time.", int | None, least=1
     )
-    connections: int | None = _setting(
+    connections: int | None = option(
         "Open connections (default: as many as file descriptors allow, 1024 at most).",
         int | None,
         name="max_connections",
         least=1,
     )
-    max_tokens: int | None = _setting(
+    max_tokens: int | None = option(
         "Longest reply where a request names none (default: as generation_config.json says, or "
         "512).",
         int | None,
         least=1,
     )
-    body: int = _setting("Longest request.", str, "32MiB", name="max_body", read=_bytes)
-    media_folder: Path | None = _setting(  # noqa: RUF009 (a field)
+    body: int = option("Longest request.", str, "32MiB", name="max_body", read=_bytes)
+    media_folder: Path | None = option(
         "Folder that file: URLs may name.", Path | None, name="allowed_local_media_path"
     )
-    session_folder: Path | None = _setting(  # noqa: RUF009
+    session_folder: Path | None = option(
         "Folder where sessions are saved, and hibernate (default: none are saved; they hibernate "
         "in ~/.local/state/mmkv).",
         Path | None,
     )
-    keep_sessions: bool = _setting(
+    keep_sessions: bool = option(
         "Write each session to --session-folder after its turns: sessions outlast the server, and "
         "servers with one folder share them.",
         bool,
         False,
-        flags=("--keep-sessions",),
     )
-    max_sessions: int = _setting("Sessions that may be open.", int, 1000, least=0)
-    store_bytes: int = _setting(
+    max_sessions: int = option("Sessions that may be open.", int, 1000, least=0)
+    store_bytes: int = option(
         "Most memory of stored responses, in files too.", str, "1GiB", name="store", read=_bytes
     )
-    name: str = _setting(
+    name: str = option(
         "The model's name in requests.",
         str | None,
         flags=("--served-model-name",),
         read=lambda name: name or "",
     )
-    replicas: int | None = _setting(
+    strict: bool = option(
+        "Refuse fields of requests that are not known, instead of naming them in X-Mmkv-Ignored.",
+        bool,
+        False,
+    )
+    replicas: int | None = option(
         "Run as many replicas on Ray Serve (extra ray), each with --memory; sessions stick to "
         "theirs by X-Session-Id, and go on at another one when it is lost.",
         int | None,
         least=1,
     )
-    page: bool = _setting("A page to chat with, at /.", bool, True, flags=("--page/--no-page",))
-    drain: float = _setting("Seconds that replies have to end after SIGTERM.", float, 30.0, least=0)
+    page: bool = option("A page to chat with, at /.", bool, True, flags=("--page/--no-page",))
+    drain: float = option("Seconds that replies have to end after SIGTERM.", float, 30.0, least=0)
     # Those that no option has.
     idle_folder: Path | None = None
     max_choices: int = 8
@@ -251,16 +221,6 @@ class ServerSettings:
     stall_seconds: float = 30.0
     keep_alive: float = 15.0
     warm: bool = False
-
-
-def serve_options() -> dict[str, tuple[str, ServeOption]]:
-    """Return the option of each setting that has one, under the option's name, and the setting."""
-    found = {}
-    for setting in dataclasses.fields(ServerSettings):
-        option = setting.metadata.get("option")
-        if option is not None:
-            found[option.name or setting.name] = (setting.name, option)
-    return found
 
 
 @dataclass(frozen=True)
@@ -275,6 +235,7 @@ class Facts:
         shared: whether all sessions compete for the budget; unbound: whether it binds nothing.
         sees, watches: whether the model takes pictures, videos; picture_rules, rules: how it scales
             them; frame_rule: which frames of a video it is shown.
+        template_variables: what its chat template reads beside the conversation.
     """
 
     base_key: str
@@ -291,6 +252,7 @@ class Facts:
     unbound: bool = False
     rules: VideoRules | None = None
     frame_rule: FrameRule | None = None
+    template_variables: frozenset[str] = frozenset()
     picture_rules: VideoRules | None = None
 
     @property

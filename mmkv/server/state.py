@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import logging
 import time
 from collections import Counter
 from collections.abc import Iterator
@@ -15,6 +16,7 @@ from fastapi import Depends, Request
 
 from mmkv.engine.errors import CapacityError
 from mmkv.server.errors import ApiError
+from mmkv.server.schema import ReplyRequest, unread_fields
 
 if TYPE_CHECKING:
     from mmkv.server.conversations import ConversationState
@@ -23,6 +25,10 @@ if TYPE_CHECKING:
     from mmkv.server.media.resolver import MediaResolver
     from mmkv.server.metrics import Metrics
     from mmkv.server.settings import Facts, Footprint, ServerSettings
+
+
+log = logging.getLogger("mmkv.server")
+_MOST_LOGGED = 256  # names that clients have chosen
 
 
 @dataclass(frozen=True)
@@ -39,7 +45,7 @@ class ServerState:
 
     Attributes:
         media: fetches and decodes pictures and videos; footprint: memory the process may take.
-        busy: requests under way, by caller.
+        busy: requests under way, by caller; unread: names of fields that were logged.
     """
 
     settings: ServerSettings
@@ -50,6 +56,32 @@ class ServerState:
     footprint: Footprint | None = None
     started: int = field(default_factory=lambda: int(time.time()))
     busy: Counter[str] = field(default_factory=Counter)
+    unread: set[str] = field(default_factory=set)
+
+    def headers_for(self, request: ReplyRequest) -> dict[str, str]:
+        """Return the header that names a request's fields without effect, if it has any.
+
+        Each is logged once, too.
+
+        Raises:
+            ApiError: one is not known, and the server is strict.
+        """
+        strict, given = self.settings.strict, request.template_values()
+        names = unread_fields(request, strict)
+        unknown = sorted(given.keys() - self.facts.template_variables)
+        if strict and unknown:
+            raise ApiError(
+                400,
+                f"the model's chat template does not read {unknown[0]!r}; leave it out",
+                "invalid_value",
+                "chat_template_kwargs",
+            )
+        names += [f"chat_template_kwargs.{ascii(name)[1:-1]}" for name in unknown]
+        new = [name for name in names if name not in self.unread]
+        if new and len(self.unread) < _MOST_LOGGED:
+            self.unread.update(new)
+            log.warning(f"fields of a request have no effect here: {', '.join(new)}")
+        return {"X-Mmkv-Ignored": ", ".join(names)} if names else {}
 
     @cached_property
     def weights(self) -> dict[str, float]:

@@ -24,11 +24,13 @@ class LogitSettings:
         top_logprobs: how many of the likeliest tokens are reported; None: no log probabilities.
         bias: added to logits, by token id.
         grammar: what the reply has to follow; see :func:`mmkv.server.grammar.grammar_of`.
+        stop_tokens: ids that end a reply, beside the model's own.
     """
 
     top_logprobs: int | None = None
     bias: dict[int, float] = field(default_factory=dict)
     grammar: str | None = None
+    stop_tokens: frozenset[int] = frozenset()
 
     @property
     def changes(self) -> bool:
@@ -63,9 +65,10 @@ class ScoredWriter(ReplyWriter):
         grammar: GrammarState | None = None,
         never: Collection[int] = (),
     ) -> None:
-        super().__init__(tokenizer, sampling, eos, never)
+        super().__init__(tokenizer, sampling, {*eos, *logit_settings.stop_tokens}, never)
         self._logit_settings, self._grammar = logit_settings, grammar
         self._looks |= logit_settings.changes or logit_settings.top_logprobs is not None
+        self._looks |= bool(logit_settings.stop_tokens)
         self.scored: list[TokenLogprob] = []
         self._scored_taken = 0
         self._added: torch.Tensor | None = None  # to the logits [vocab]

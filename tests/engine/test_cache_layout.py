@@ -1,8 +1,7 @@
 """The columns of the cache are named once; C and Triton, which name them again, agree.
 
-To add a column, five files are touched (ten on commit 22d3ce1, each with a list of its own):
-``engine/cache/layout.py`` names it, ``native.h`` has its member in ``struct cache``, ``pages.c``
-moves it, ``evict_triton.py`` moves it in ``fill_kernel``, and ``store_kernel`` of
+To add a column, four files are touched: ``engine/cache/layout.py`` names it, ``COLUMNS`` of
+``native.h`` does so for C, ``fill_kernel`` of ``evict_triton.py`` moves it, and ``store_kernel`` of
 ``store_triton.py`` takes it. That carries it through growth, eviction, fork and session files.
 Whoever fills or reads it comes on top: for a value of every token ``torch/step.py``,
 ``append_entry`` of ``pages.c`` and ``store.py``; for a value that policies see ``CacheView``,
@@ -13,6 +12,7 @@ bytes of columns that it names.
 from __future__ import annotations
 
 import ast
+import ctypes
 import re
 from pathlib import Path
 
@@ -20,9 +20,10 @@ import pytest
 import torch
 
 from mmkv.engine import backends
-from mmkv.engine.backends.cpu.binding import Cache
+from mmkv.engine.backends.cpu.binding import Cache, library
 from mmkv.engine.cache import COLUMNS, KVForm, PagePool, RaggedCache
 from mmkv.engine.cache.forms import FORMS
+from tests.support.native import needs_native
 
 BACKENDS = Path(backends.__path__[0])
 C_TYPES = {
@@ -34,30 +35,6 @@ C_TYPES = {
 }
 
 
-def code(name: str) -> str:
-    """Return a C source without its comments."""
-    return re.sub(r"/\*.*?\*/", "", (BACKENDS / "cpu" / name).read_text(), flags=re.DOTALL)
-
-
-def body(source: str, head: str) -> str:
-    """Return the text between the braces after ``head``."""
-    found = re.search(re.escape(head) + r"[^{;]*\{(.*?)\n\}", source, re.DOTALL)
-    assert found, head
-    return found[1]
-
-
-def members() -> dict[str, str]:
-    """Return the type of each member of ``struct cache`` by name, in order.
-
-    Pointers end with a star.
-    """
-    found = {}
-    for kind, names in re.findall(r"(\w+) ([^;]+);", body(code("native.h"), "struct cache")):
-        for name in names.split(","):
-            found[name.strip(" *")] = kind + "*" * ("*" in name)
-    return found
-
-
 def kernel(file: str, name: str) -> ast.FunctionDef:
     """Return the definition of a Triton kernel; Triton itself need not be installed."""
     tree = ast.parse((BACKENDS / "cuda" / "kernels" / file).read_text())
@@ -65,24 +42,14 @@ def kernel(file: str, name: str) -> ast.FunctionDef:
     return found
 
 
-def test_the_c_structure_has_the_columns_first_and_binding_mirrors_it() -> None:
-    found = members()
-    assert list(found)[: len(COLUMNS)] == list(COLUMNS)
-    for name, column in COLUMNS.items():
-        assert found[name] == C_TYPES[column.dtype] + "*"
-    assert list(found) == [field[0] for field in Cache._fields_]
-
-
-def test_c_moves_every_column() -> None:
-    lines = body(code("pages.c"), "static void move(")
-    for name, column in COLUMNS.items():
-        copied = (
-            rf"cache->{name}\[to\] = cache->{name}\[from\];"
-            if column.holds == "one"
-            else rf"copy\(cache->{name}, to, from, "
-        )
-        assert len(re.findall(copied, lines)) == 1, name
-    assert lines.count("copy(") + lines.count("[to] =") == len(COLUMNS)
+@needs_native
+def test_c_has_the_columns_in_their_order() -> None:
+    """Its structure, and what moves an entry, are made of one list."""
+    loaded = library()
+    assert not isinstance(loaded, str), loaded
+    told = ctypes.CFUNCTYPE(ctypes.c_char_p)(("mmkv_columns", loaded))().decode()
+    assert told == "".join(f"{C_TYPES[column.dtype]} *{name};" for name, column in COLUMNS.items())
+    assert [field[0] for field in Cache._fields_[: len(COLUMNS)]] == list(COLUMNS)
 
 
 @pytest.mark.parametrize(

@@ -136,6 +136,30 @@ def test_policies_budgets_and_seeds(mmkv: Callable[..., Ran], model: str) -> Non
     assert drawn[0] == drawn[1] and len(set(drawn)) > 1
 
 
+def test_a_template_is_told_whether_to_think(
+    mmkv: Callable[..., Ran], model: str, tmp_path: Path
+) -> None:
+    ask = ("-p", "hello there", "--json", *FEW)
+    ran = mmkv("chat", model, *ask, "--thinking", "off")
+    assert ran.code == 1 and "does not read 'enable_thinking'" in ran.err
+    thinks = tmp_path / "thinks"
+    shutil.copytree(model, thinks)
+    source = thinks / "chat_template.jinja"
+    source.write_text(
+        source.read_text() + "{% if enable_thinking is false %}(no thought){% endif %}"
+    )
+    read = {
+        given: json.loads(mmkv("chat", str(thinks), *ask, *given).out)["tokens"]["prompt"]
+        for given in ((), ("--thinking", "on"), ("--thinking", "off"))
+    }
+    plain, on, off = read.values()
+    assert on == plain and off == plain + len("(no thought)")  # a token is a byte
+    wrong = mmkv("chat", model, *ask, "--thinking", "maybe")
+    assert wrong.code == 2 and "give on or off" in wrong.err
+    wrong = mmkv("chat", model, *ask, "--thinking", "on", "--raw")
+    assert wrong.code == 2 and "drop one" in wrong.err
+
+
 def test_a_budget_in_bytes_picks_the_form_unless_the_user_does(
     mmkv: Callable[..., Ran], model: str, tmp_path: Path
 ) -> None:

@@ -47,14 +47,27 @@ struct model {
     const struct layer *layer;
 };
 
+/* The columns of the pool, as engine/cache/layout.py has them, in its order: the type of a pointer to
+ * one, its name, and the bytes of an entry in it, of a cache `c`. Whatever moves an entry goes through
+ * this list. */
+#define COLUMNS(column)                                                                          \
+    /* codes [pages, P, D]; two of 4 bits share a byte */                                        \
+    column(void, keys, c->head_dim * c->key_bits / 8)                                            \
+    column(void, values, c->head_dim * c->value_bits / 8)                                        \
+    /* float16 [pages, P, scales_of(bits)] */                                                    \
+    column(uint16_t, key_scale, 2 * scales_of(c->key_bits))                                      \
+    column(uint16_t, value_scale, 2 * scales_of(c->value_bits))                                  \
+    /* [pages, P] */                                                                             \
+    column(float, log_beta, 4)                                                                   \
+    column(int32_t, position, 4)                                                                 \
+    column(uint8_t, modality, 1)                                                                 \
+    column(float, state, 4 * c->state_size) /* [pages, P, state_size] */
+
+#define COLUMN_MEMBER(type, name, bytes) type *name;
+
 /* The pool, and the rows of one sequence (row = layer * kv_heads + head). */
 struct cache {
-    void *keys, *values;               /* codes [pages, P, D]; two of 4 bits share a byte */
-    uint16_t *key_scale, *value_scale; /* float16 [pages, P, scales_of(bits)] */
-    float *log_beta;                   /* [pages, P] */
-    int32_t *position;               /* [pages, P] */
-    uint8_t *modality;               /* [pages, P] */
-    float *state;                    /* [pages, P, state_size] */
+    COLUMNS(COLUMN_MEMBER)
     int64_t *length, *table;         /* [rows], [rows, width] */
     int64_t *stack;                  /* free page ids; the last `free` pushed are on top */
     int64_t free, rows, width, page_size, head_dim, state_size;

@@ -35,24 +35,18 @@ void append_entry(struct cache *cache, int64_t position)
 }
 
 /* Copy the `bytes` of one entry in a column; a column without any may be NULL. */
-static void copy(void *column, int64_t to, int64_t from, size_t bytes)
+static void copy(void *column, int64_t to, int64_t from, int64_t bytes)
 {
     if (bytes)
-        memcpy((char *)column + (size_t)to * bytes, (char *)column + (size_t)from * bytes, bytes);
+        memcpy((char *)column + to * bytes, (char *)column + from * bytes, (size_t)bytes);
 }
 
-static void move(struct cache *cache, int64_t to, int64_t from)
-{
-    size_t dim = (size_t)cache->head_dim;
-    copy(cache->keys, to, from, dim * (size_t)cache->key_bits / 8);
-    copy(cache->values, to, from, dim * (size_t)cache->value_bits / 8);
-    copy(cache->key_scale, to, from, sizeof(uint16_t) * (size_t)scales_of(cache->key_bits));
-    copy(cache->value_scale, to, from, sizeof(uint16_t) * (size_t)scales_of(cache->value_bits));
-    cache->log_beta[to] = cache->log_beta[from];
-    cache->position[to] = cache->position[from];
-    cache->modality[to] = cache->modality[from];
-    copy(cache->state, to, from, sizeof(float) * (size_t)cache->state_size);
-}
+#define COPY_COLUMN(type, name, bytes) copy(c->name, to, from, bytes);
+static void move(struct cache *c, int64_t to, int64_t from) { COLUMNS(COPY_COLUMN) }
+
+/* The columns that this library was built with, for a test to compare with Python's. */
+#define COLUMN_TEXT(type, name, bytes) #type " *" #name ";"
+EXPORT const char *mmkv_columns(void) { return COLUMNS(COLUMN_TEXT); }
 
 /* Drop victims from one row, given as ascending storage indices: holes are filled from the tail,
  * first hole with first survivor, and emptied pages go back to the stack. */

@@ -54,6 +54,30 @@ def test_a_template_that_rewrites_or_drops_turns_is_noticed() -> None:
         ChatTemplate(tokenizer, strict, parts=False).addition([], talk[:1])
 
 
+THINKS = (
+    "{{ bos_token }}{% set depth = 1 %}{% for m in messages %}<{{ m.content }}>{% endfor %}"
+    "{% if add_generation_prompt %}it:{% if enable_thinking is defined and not enable_thinking %}"
+    "(no thought){% endif %}{{ style }}{% endif %}"
+)
+
+
+def test_a_template_is_told_what_it_reads_beside_the_messages() -> None:
+    template = ChatTemplate(byte_tokenizer(), THINKS, parts=False)
+    assert template.variables == {"enable_thinking", "style"}
+    talk = [{"role": "user", "content": "a"}]
+    plain = template.render(talk, opening=True)
+    assert plain.endswith("<a>it:")
+    told = template.with_values({"enable_thinking": False}).with_values({"style": 7})
+    assert told.render(talk, opening=True) == plain + "(no thought)7"
+    assert template.with_values({"enable_thinking": True}).render(talk, opening=True) == plain
+    assert template.render(talk, opening=True) == plain
+    for name in ("messages", "depth", "bos_token", "m", "other"):
+        with pytest.raises(InputError, match=f"does not read '{name}'; it has enable_thinking, st"):
+            template.with_values({name: "x"})
+    for broken in ("{% if %}", "{{ x" + "[0]" * 5000 + " }}"):
+        assert ChatTemplate(byte_tokenizer(), broken, parts=False).variables == frozenset()
+
+
 def of_transformers(folder: Path) -> Any:
     """Load transformers' own processor, without its video part, which needs torchvision."""
     from transformers.models.auto.image_processing_auto import AutoImageProcessor

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import json
+import re
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import httpx
 import pytest
 
+from mmkv.prompt.template import ChatTemplate
+from mmkv.server.responses_schema import ResponseRequest
+from mmkv.server.schema import ChatRequest, ReplyRequest
 from tests.support.chat_models import picture
 from tests.support.servers import MODEL, Server, asked, picture_part
 
@@ -176,8 +181,6 @@ def test_hints_to_a_response_change_nothing(server: Server) -> None:
     assert answer.json()["output"][0]["content"] == plain["output"][0]["content"]
     items = server.client.get(f"/v1/responses/{answer.json()['id']}/input_items").json()["data"]
     assert items[0]["content"] == [{"type": "input_text", "text": "hello"}]
-    error = error_of(respond(server, reasoning={"effort": "high", "colour": 1}))
-    assert error["message"] == "reasoning.colour is not a known field; leave it out"
 
 
 def test_a_part_may_say_what_is_to_be_cached(server: Server) -> None:
@@ -215,9 +218,167 @@ def test_the_field_at_fault_is_named_in_the_input_of_a_response(server: Server) 
     assert error_of(server.chat("hello", stop=5))["param"] == "stop"
 
 
-def test_storing_a_chat_is_refused(server: Server) -> None:
-    """It promises that the completion can be read later."""
-    assert error_of(server.chat("hello", store=True))["param"] == "store"
+CLIENTS: list[tuple[dict[str, Any], list[str]]] = [
+    ({"store": True, "service_tier": "auto"}, ["service_tier", "store"]),
+    ({"num_ctx": 4096, "keep_alive": "5m", "prediction": None}, ["keep_alive", "num_ctx"]),
+    ({"prediction": {"type": "content", "content": "x"}}, ["prediction"]),
+    ({"verbosity": "low", "metadata": {"a": "b"}, "user": "me"}, ["metadata", "verbosity"]),
+    ({"a\nb\u202e,": {"c": [1]}}, ["a\\nb\\u202e"]),
+    ({"skip_special_tokens": True, "n": 1, "best_of": 1, "tools": []}, []),
+]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(("fields", "named"), CLIENTS, ids=lambda one: str(one)[:30])
+def test_fields_without_effect_are_named(
+    server: Server, fields: dict[str, Any], named: list[str], stream: bool
+) -> None:
+    plain, answer = (
+        server.chat("hello", stream=stream),
+        server.chat("hello", stream=stream, **fields),
+    )
+    assert answer.status_code == 200, answer.text
+    assert answer.headers.get("x-mmkv-ignored", "") == ", ".join(named)
+    assert "x-mmkv-ignored" not in plain.headers
+
+    def said(text: str) -> list[str]:
+        return re.findall(r'"(?:content|delta)": ?[^,}]*', text)
+
+    assert said(answer.text) == said(plain.text) != []
+
+
+def test_fields_of_messages_are_named_once(
+    server: Server, caplog: pytest.LogCaptureFixture
+) -> None:
+    said = {"role": "assistant", "content": "b", "reasoning_content": "hm", "own": 1}
+    messages = [{"role": "user", "content": "a", "own": 0}, said, {"role": "user", "content": "c"}]
+    body = asked("") | {"messages": messages, "files": []}
+    server.state.unread.clear()
+    with caplog.at_level("WARNING", "mmkv.server"):
+        for _ in range(2):
+            answer = post(server, "/v1/chat/completions", json.dumps(body))
+            found = answer.headers["x-mmkv-ignored"]
+            assert found == "files, messages.own, messages.reasoning_content"
+    logged = [one.getMessage() for one in caplog.records if "no effect" in one.msg]
+    assert logged == [f"fields of a request have no effect here: {found}"]
+    asks = {"model": MODEL, "input": [{"role": "user", "content": "a", "mark": 1}], "colour": 2}
+    asks |= {"reasoning": {"effort": "low", "shade": 3}, "text": {"verbosity": "low"}}
+    answer = post(server, "/v1/responses", json.dumps(asks))
+    assert answer.headers["x-mmkv-ignored"] == (
+        "colour, input.mark, reasoning, reasoning.shade, text.verbosity"
+    )
+    session = server.client.post("/v1/sessions", json={}).json()["id"]
+    answer = post(
+        server, f"/v1/sessions/{session}/chat/completions", json.dumps(asked("a") | {"b": 1})
+    )
+    assert answer.headers["x-mmkv-ignored"] == "b"
+
+
+def test_the_names_of_a_header_are_few_and_short(server: Server) -> None:
+    fields = {"x" * 5000: 1, **{f"y{number:03}": 1 for number in range(200)}}
+    found = server.chat("hello", **fields).headers["x-mmkv-ignored"].split(", ")
+    assert len(found) == 32 and found[0] == "x" * 64 and found[-1] == "y030"
+
+
+def test_a_strict_server_refuses_what_it_does_not_know(
+    server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(server.state, "settings", replace(server.state.settings, strict=True))
+    for fields, place in (
+        ({"a\nb\u202e": 1}, "a\\nb\\u202e"),
+        ({"messages": [{"role": "user", "content": "a", "id": 1}]}, "messages[0].id"),
+        ({"stream": True, "stream_options": {"colour": 1}}, "stream_options.colour"),
+    ):
+        error = error_of(server.chat("hello", **fields))
+        assert error["message"] == f"{place} is not a known field; leave it out"
+        assert error["param"] == place
+    error = error_of(respond(server, reasoning={"effort": "high", "colour": 1}))
+    assert error["message"] == "reasoning.colour is not a known field; leave it out"
+    answer = server.chat("hello", metadata={"a": "b"}, tools=[], best_of=1)
+    assert answer.status_code == 200 and answer.headers["x-mmkv-ignored"] == "metadata"
+
+
+@pytest.mark.parametrize("kind", [ChatRequest, ResponseRequest])
+def test_what_changes_an_answer_is_done_or_refused_by_name(
+    server: Server, kind: type[ReplyRequest]
+) -> None:
+    ask = server.chat if kind is ChatRequest else partial(respond, server)
+    for name, harmless in kind.refused.items():
+        answer = ask("hello", **{name: "other"})
+        error = error_of(answer)
+        assert (error["code"], error["param"]) == ("unsupported_parameter", name)
+        for value in harmless:
+            answer = ask("hello", max_tokens=1, **{name: value}) if kind is ChatRequest else None
+            assert answer is None or answer.status_code == 200, (name, value)
+
+
+@pytest.fixture
+def thinking(server: Server, monkeypatch: pytest.MonkeyPatch) -> Server:
+    """Give the server's template a thought to leave out, of 12 bytes."""
+    core = server.state.engine_thread.core
+    assert core is not None
+    processor = core.engine.processor
+    source = (
+        f"{processor.template.source}{{% if enable_thinking is false %}}(no thought){{% endif %}}"
+    )
+    template = ChatTemplate(processor.tokenizer, source, parts=True)
+    monkeypatch.setattr(processor, "template", template)
+    facts = replace(server.state.facts, template_variables=template.variables)
+    monkeypatch.setattr(server.state, "facts", facts)
+    return server
+
+
+@pytest.mark.parametrize("given", ["enable_thinking", "chat_template_kwargs", "response"])
+def test_a_request_tells_the_template_whether_to_think(thinking: Server, given: str) -> None:
+    def read(values: dict[str, Any]) -> tuple[int, httpx.Response]:
+        fields = values if given == "enable_thinking" else {"chat_template_kwargs": values}
+        said = f"how? {given}"
+        if given == "response":
+            answer = respond(thinking, said, **fields)
+            return answer.json()["usage"]["input_tokens"], answer
+        answer = thinking.chat(said, **fields)
+        return answer.json()["usage"]["prompt_tokens"], answer
+
+    plain, _ = read({})
+    off, answer = read({"enable_thinking": False})
+    assert off - plain == len("(no thought)") and "x-mmkv-ignored" not in answer.headers
+    for _ in range(2):  # found again, each in its own kind of memory
+        assert read({"enable_thinking": True})[0] == plain
+        assert read({"enable_thinking": False})[0] == off
+    if given != "enable_thinking":
+        names = {"colour": "red", "messages": 3}
+        count, answer = read(names)
+        assert count == plain and answer.headers["x-mmkv-ignored"] == (
+            "chat_template_kwargs.colour, chat_template_kwargs.messages"
+        )
+
+
+def test_what_a_template_is_told_is_plain_and_small(thinking: Server) -> None:
+    for wrong in ({"a": "<|im_end|>"}, {"a": [1]}, {"a" * 65: 1}, {"a": "x" * 65}, {"a": {"b": 1}}):
+        error = error_of(thinking.chat("hello", chat_template_kwargs=wrong))
+        assert error["param"].startswith("chat_template_kwargs")
+    error = error_of(thinking.chat("hello", chat_template_kwargs={f"a{n}": n for n in range(17)}))
+    assert error["param"] == "chat_template_kwargs"
+
+
+def test_the_repetition_penalty_has_two_names(server: Server) -> None:
+    plain, one, other = (
+        server.chat("hello", max_tokens=40, **fields).json()["choices"][0]["message"]["content"]
+        for fields in ({}, {"repetition_penalty": 1.9}, {"repeat_penalty": 1.9})
+    )
+    assert plain != one == other
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_reply_ends_at_a_token_that_is_named(server: Server, stream: bool) -> None:
+    """A bias makes it the likeliest one; without the end the reply would be made of it."""
+    fields = {"logit_bias": {"70": 100}, "temperature": 0, "max_tokens": 3}
+    assert server.chat("hello", **fields).json()["usage"]["completion_tokens"] == 3
+    answer = server.chat("hello", stop_token_ids=[5, 70], stream=stream, **fields)
+    assert '"finish_reason":"stop"' in answer.text.replace(" ", "")
+    assert not re.search(r'"content": ?"[^"]', answer.text)
+    error = error_of(server.chat("hello", stop_token_ids=[10**6]))
+    assert error["param"] == "stop_token_ids"
 
 
 def test_a_method_that_is_not_allowed_names_those_that_are(server: Server) -> None:

@@ -254,7 +254,7 @@ def test_instructions_stand_at_the_beginning(server: Server) -> None:
         {"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "/etc/x"}]}]},
         {"input": []},
         {"input": [{"role": "assistant", "content": "hello"}]},
-        {"colour": 1},
+        {"stop": ["x"]},
         {"max_output_tokens": 0},
         {"previous_response_id": "resp_none"},
     ],
