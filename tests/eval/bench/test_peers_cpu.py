@@ -19,7 +19,13 @@ from mmkv.eval.bench.harness import memory
 from mmkv.eval.bench.llama_gguf import interleaved, renamed, tensors
 from mmkv.eval.bench.peers_cpu import METHODS, CachedModel, CpuPeerJob
 from mmkv.eval.bench.shape_files import write_checkpoint, write_gates
-from mmkv.eval.bench_peers_cpu import allowed_bytes, case_rows, checks, target_rows
+from mmkv.eval.bench_peers_cpu import (
+    allowed_bytes,
+    case_rows,
+    checks,
+    loss_rows,
+    target_rows,
+)
 from mmkv.eval.measure.timing import spread
 from mmkv.training.measure.record import ROOT
 from tests.support.chat_models import save_llama
@@ -550,6 +556,11 @@ def test_pictures_are_held_to_the_best_peer_and_peaks_to_transformers() -> None:
     }
     values = [(round(row["value"]["median"], 3), row["met"]) for row in checks(found)]
     assert values == [(0.75, True), *[(1.125, False), (0.75, True)] * 2]
+    assert [row[:2] + row[3:] for row in list(loss_rows(found))[1:]] == [
+        ["cold start", "mmkv bf16", "1.12 times as long"],
+        ["a picture of 448 x 448 to its first token", "mmkv bf16", "1.12 times as long"],
+        ["a video of 16 frames to its first token", "mmkv bf16", "1.12 times as long"],
+    ]
     found["methods"] = {"mmkv bf16": {"memory": {}}}
     columns, row = case_rows(found)
     assert columns[1:] == [
