@@ -7,10 +7,12 @@ cache and within a budget, llama.cpp, OpenVINO with and without its eviction, tr
 All have as many threads and, where they take any, the same token ids.
 
 One process lives at a time: in a round each method in turn is started, does every row, and ends, so
-the memory that is needed is that of the largest. Each answer goes to a journal at once, and the
-same command goes on from there after an interruption. ``python -m eval.bench.peer_environments
-DIR`` makes the peers' environments for ``--peers DIR``. A method or row that is not available is a
-line in the report.
+the memory that is needed is that of the largest. Each answer goes to a journal beside the result
+file at once. A command goes on from there after an interruption, or adds rows, methods and rounds
+to what an earlier one has measured with the same settings and commit.
+
+``python -m eval.bench.peer_environments DIR`` makes the peers' environments for ``--peers DIR``. A
+method or row that is not available is a line in the report.
 
 Figures are CPU time of one thread, or times on the clock with more of them; both are in the file.
 """
@@ -39,7 +41,7 @@ from mmkv.eval.bench.peer_environments import ENVIRONMENTS, interpreter
 from mmkv.eval.bench.peers_cpu import CpuPeerJob
 from mmkv.eval.bench.shape_files import CHECKPOINTS, write_checkpoint, write_gates
 from mmkv.eval.measure.timing import ratios, spread
-from mmkv.training.measure.record import ROOT, Journal, commit, require_output
+from mmkv.training.measure.record import ROOT, Journal, command, commit, require_output
 from mmkv.training.measure.tables import Table
 
 MIB = 2**20
@@ -353,6 +355,11 @@ class Bench:
         for row in self.journal:
             if "answer" in row:
                 self.keep(row)
+        if self.answers:
+            print(
+                f"going on from {self.journal.path}; remove it to measure all anew", file=sys.stderr
+            )
+        self.journal.add([{"command": command()}])
 
     def opened_journal(self) -> Journal:
         """Return the journal of this run. Raises BenchError if another's lies in its place."""
@@ -429,11 +436,11 @@ class Bench:
         target = self.files / (
             f"{side.weights}.gguf" if side.environment == "llama.cpp" else side.weights
         )
+        if target.exists():
+            return str(target)
         module = {"llama.cpp": "llama_cpp", "openvino": "openvino_genai"}[side.environment]
         remedy = "name an environment with --peers or --python"
         self.run_in(python, ["-c", f"import {module}"], remedy)
-        if target.exists():
-            return str(target)
         self.files.mkdir(parents=True, exist_ok=True)
         print(f"writing {target}", file=sys.stderr)
         forms = [side.weights]
@@ -564,13 +571,13 @@ class Bench:
     def cases(self) -> dict[str, Any]:
         """Return every row's times by method, each a spread over rounds."""
         made: dict[str, Any] = {}
-        for row in self.rows:
+        for row in self.every_row():
             kind = row.split()[0]
             steps = {"context": self.args.steps, "batch": self.args.batch_steps}.get(kind, 1)
             methods = {}
             for name in SIDES:
                 rounds = self.answers.get((name, row))
-                if not rounds or name not in self.args.methods:
+                if not rounds:
                     continue
                 at = sorted(rounds)
                 methods[name] = {
@@ -587,11 +594,16 @@ class Bench:
                 made[row] = {"steps": steps, "methods": methods}
         return made
 
+    def every_row(self) -> list[str]:
+        """Return the rows that are measured now or were before, in their order."""
+        wanted = {*self.rows, *(row for _, row in self.answers)}
+        return [row for row in rows_of(self.args, "vision_config" in self.config) if row in wanted]
+
     def described(self) -> dict[str, Any]:
         """Return what is known of every method, and the size of its process after a context."""
         made = {}
-        contexts = [row for row in self.rows if row.startswith("context")]
-        for name in self.args.methods:
+        contexts = [row for row in self.every_row() if row.startswith("context")]
+        for name in SIDES:
             if name not in self.methods:
                 continue
             made[name] = dict(self.methods[name])
@@ -607,7 +619,7 @@ class Bench:
     def first_logits(self, row: str) -> dict[str, list[float]]:
         """Return the logits that each method had in its first round of a row."""
         found = {}
-        for name in self.args.methods:
+        for name in SIDES:
             rounds = self.answers.get((name, row))
             found[name] = rounds[min(rounds)].get("logits", []) if rounds else []
         return found
@@ -616,6 +628,7 @@ class Bench:
         """Return all that has been measured."""
         made = {
             "model": self.args.model.name,
+            "commands": [row["command"] for row in self.journal if "command" in row],
             "sizes": self.sizes,
             "pictures": "vision_config" in self.config,
             "clock": "cpu" if self.args.threads == 1 else "wall",
@@ -815,7 +828,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
             parser.error(str(error))
         found = bench.run()
         path = bench.save()
-        bench.journal.path.unlink()
     for title, rows in (
         ("Beside other engines", case_rows(found)),
         ("Targets", target_rows(found)),

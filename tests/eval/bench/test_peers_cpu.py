@@ -264,7 +264,7 @@ def test_the_program_with_a_fake_llama_cpp(
     assert found["methods"]["llama.cpp Q8_0"]["versions"]["build"] == "fake"
     assert found["methods"]["mmkv bf16"]["memory"]["context"] == 16
     assert found["methods"]["mmkv bf16"]["logits_apart"]["relative"] > 0.5, "they are two models"
-    assert not list(tmp_path.glob("*.runs.jsonl")), "nothing is left to be continued"
+    assert len(found["commands"]) == 1
 
 
 @pytest.mark.usefixtures("fake_llama")
@@ -275,7 +275,7 @@ def test_an_interrupted_run_goes_on_where_it_was(
     measure = bench_peers_cpu.Bench.measure
 
     def counted(bench: Any, child: Any, row: str, round_: int) -> dict[str, Any]:
-        if len(done) == 4:
+        if done == [(0, one) for one in ROWS[:4]]:
             done.append((-1, "stopped"))
             raise KeyboardInterrupt
         done.append((round_, row))
@@ -295,8 +295,12 @@ def test_an_interrupted_run_goes_on_where_it_was(
         *((0, row) for row in ROWS[4:]),
         *((1, row) for row in ROWS),
     ]
+    done.clear()
+    assert bench_peers_cpu.main([*run, "--rows", "load", "--rounds", "3"]) == 0
+    assert done == [(2, "load")], "a later command adds to what is there"
     found = json.loads((tmp_path / "peers-cpu.json").read_text())["results"]
-    assert all(len(case["methods"][LLAMA[0]]["at"]) == 2 for case in found["cases"].values())
+    rounds = {row: len(case["methods"][LLAMA[0]]["at"]) for row, case in found["cases"].items()}
+    assert rounds == dict.fromkeys(ROWS, 2) | {"load": 3} and len(found["commands"]) == 3
 
 
 @pytest.mark.usefixtures("fake_llama")
