@@ -41,6 +41,7 @@ def export(model: Path, target: Path) -> None:
         task="image-text-to-text" if sees else "text-generation-with-past",
         ov_config=intel.OVConfig(dtype="fp16"),
         library_name="transformers",
+        convert_tokenizer=True,  # text with pictures is read by it
         local_files_only=True,
     )
     for name in _COPIED:
