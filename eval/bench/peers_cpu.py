@@ -59,6 +59,8 @@ class CpuPeerJob:
 LONG = 2.0
 # What is asked of a picture; the tags are those of the family of Qwen-VL.
 QUESTION = "what is this?"
+# Frames of a video per second.
+FPS = 2.0
 
 
 def pictures(seed: int, side: int, frames: int) -> Any:
@@ -75,7 +77,7 @@ def model_inputs(processor: Any, frames: Any, moving: bool) -> dict[str, Any]:
     if moving:
         from mmkv.prompt.video import Clip
 
-        clip = Clip(frames, tuple(range(len(frames))), 2.0)
+        clip = Clip(frames, tuple(range(len(frames))), FPS)
         text = f"<|vision_start|><|video_pad|><|vision_end|>{QUESTION}"
         return dict(processor.encode(text, [], [clip]))
     text = f"<|vision_start|><|image_pad|><|vision_end|>{QUESTION}"
@@ -482,10 +484,10 @@ class OpenVino(CachedModel):
             self.pipeline.step()
         self.handles = []
 
-    def ask(self, *content: Any) -> None:
+    def ask(self, *content: Any, **about: Any) -> None:
         """Add a request: token ids, or text with pictures and videos."""
         self.asked += 1
-        self.handles.append(self.pipeline.add_request(self.asked, *content, self.asking))
+        self.handles.append(self.pipeline.add_request(self.asked, *content, self.asking, **about))
 
     def append(self, prompts: Prompts) -> None:
         for prompt in prompts:
@@ -524,7 +526,12 @@ class OpenVino(CachedModel):
 
     def see(self, frames: Any, moving: bool) -> None:
         tensor = self.openvino.Tensor(frames)
-        self.ask(QUESTION, *(([], [tensor]) if moving else ([tensor], [])))
+        if moving:  # every frame, two a second; by itself the pipeline samples some of them
+            about = self.genai.VideoMetadata()
+            about.fps, about.frames_indices = FPS, list(range(len(frames)))
+            self.ask(QUESTION, [], [tensor], videos_metadata=[about])
+        else:
+            self.ask(QUESTION, [tensor], [])
         self.first()
 
     def before(self) -> None:

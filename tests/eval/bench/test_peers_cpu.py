@@ -102,8 +102,10 @@ class ContinuousBatchingPipeline:
         assert device == "CPU" and properties == {"INFERENCE_NUM_THREADS": 1}
         self.folder, self.scheduling, self.requests = folder, scheduling, []
     def get_tokenizer(self): return Tokenizer()
-    def add_request(self, number, content, *rest):
+    def add_request(self, number, content, *rest, videos_metadata=()):
         *media, settings = rest
+        frames = [list(range(len(video.data))) for video in (media or [0, []])[1]]
+        assert [one.frames_indices for one in videos_metadata] == frames
         assert settings.ignore_eos and not settings.apply_chat_template
         last = len(content) if isinstance(content, str) else int(content.data[0, -1])
         self.requests.append(Handle(last + 100 * sum(t.data.shape[0] for m in media for t in m)))
@@ -117,6 +119,7 @@ class ContinuousBatchingPipeline:
             one.new.append(one.last)
 class SchedulerConfig: use_cache_eviction = False
 class GenerationConfig: pass
+class VideoMetadata: pass
 class AggregationMode: NORM_SUM = "norm_sum"
 class CacheEvictionConfig:
     def __init__(self, *sizes): self.sizes = sizes
