@@ -574,7 +574,7 @@ class Bench:
         for row in self.every_row():
             kind = row.split()[0]
             steps = {"context": self.args.steps, "batch": self.args.batch_steps}.get(kind, 1)
-            methods = {}
+            methods: dict[str, Any] = {}
             for name in SIDES:
                 rounds = self.answers.get((name, row))
                 if not rounds:
