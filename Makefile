@@ -124,7 +124,7 @@ DECODE_PEERS = transformers "transformers static+compile" kvpress trimkv
 
 test-gpu:
 	HF_HUB_OFFLINE=1 $(GPU_PYTHON) -c 'import sys, torch; sys.exit(None if torch.cuda.is_available() else "no GPU here; make test runs the same tests on the CPU")'
-	HF_HUB_OFFLINE=1 $(GPU_PYTHON) -m pytest tests/engine/backends/test_kernels_*.py tests/engine/backends/test_graph.py tests/eval/bench tests/training/test_capacity.py tests/training/test_gated_attention.py tests/eval/test_quality_options.py
+	HF_HUB_OFFLINE=1 $(GPU_PYTHON) -m pytest tests/engine/backends/test_kernels_*.py tests/engine/backends/test_graph.py tests/eval/bench tests/training/test_capacity.py tests/training/test_gated_attention.py tests/eval/test_quality.py
 
 bench-gpu:
 	$(MAKE) --keep-going $(BENCH_PARTS)

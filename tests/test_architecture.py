@@ -1,9 +1,10 @@
-"""The pictures of docs/how-it-works/overview.md show the imports; tensors name their device."""
+"""The pictures of docs/how-it-works/overview.md show the imports; packages import in one order."""
 
 from __future__ import annotations
 
 import ast
 import re
+from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -103,3 +104,87 @@ def test_tensors_of_cache_and_policies_are_made_where_they_are_used() -> None:
             named = {keyword.arg for keyword in node.keywords}
             assert "device" in named, f"{path.name}:{node.lineno}: {ast.unparse(node)}"
     assert checked > 20
+
+
+# The packages import in one order: engine <- mmkv <- training <- eval; nothing imports tests.
+
+
+# Folders at the top; mmkv/ has links to the others, and their names are mmkv.engine and so on.
+ORDER = ("engine", "mmkv", "training", "eval")
+
+
+def imported(path: Path) -> Iterator[list[str]]:
+    """Yield the dotted names that a file imports, in parts; inside functions, too."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            yield from (alias.name.split(".") for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path} line {node.lineno}: a relative import"
+            yield (node.module or "").split(".")
+
+
+def package_of(parts: list[str]) -> str:
+    """Return the folder at the top of the repository that a dotted name lies in."""
+    return parts[1] if parts[0] == "mmkv" and parts[1:2] and parts[1] in ORDER else parts[0]
+
+
+@pytest.mark.parametrize("package", ORDER)
+def test_a_package_imports_only_those_before_it(package: str) -> None:
+    later = {"tests", *ORDER[ORDER.index(package) + 1 :]}
+    wrong = [
+        f"{path.relative_to(ROOT)} imports {'.'.join(name)}"
+        for path in sorted((ROOT / package).rglob("*.py"))
+        for name in imported(path)
+        if package_of(name) in later
+    ]
+    assert not wrong, "\n".join(wrong)
+
+
+# What holds sequences and runs them: backends get values instead.
+CORE = ("budgets", "prefill", "runtime", "sequence", "session_file", "steps", "trace")
+
+
+def test_no_backend_imports_the_core_not_even_for_types() -> None:
+    core = {f"mmkv.engine.{name}" for name in CORE}
+    assert all((ROOT / "engine" / f"{name}.py").is_file() for name in CORE)
+    wrong, files = [], sorted((ROOT / "engine" / "backends").rglob("*.py"))
+    for path in files:
+        for node in ast.walk(ast.parse(path.read_text())):
+            names = []
+            if isinstance(node, ast.Import):
+                names = [alias.name for alias in node.names]
+            elif isinstance(node, ast.ImportFrom):
+                names = [str(node.module), *(f"{node.module}.{one.name}" for one in node.names)]
+            wrong += [f"{path.relative_to(ROOT)}: {name}" for name in names if name in core]
+    assert not wrong and len(files) > 30, wrong
+
+
+# A class name means one thing in the whole repository.
+
+
+# Backends that do the same thing have names alike: rows of a cache, for torch's attention and for
+# CUDA's stores; and what C and CUDA are given to evict.
+ALIKE = {"Eviction", "Rows"}
+
+
+def defined(folder: str) -> dict[str, set[str]]:
+    """Return the files that define each public class at their top, by its name."""
+    found = defaultdict(set)
+    for path in sorted((ROOT / folder).glob("**/*.py")):
+        if path.resolve() != path:
+            continue  # by a link in mmkv/
+        for node in ast.parse(path.read_text()).body:
+            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+                found[node.name].add(path.relative_to(ROOT).as_posix())
+    return found
+
+
+def test_no_class_name_is_defined_twice() -> None:
+    files = defaultdict(set)
+    for folder in ("engine", "mmkv", "training", "eval"):
+        found = defined(folder)
+        assert len(found) > 30, folder
+        for name, places in found.items():
+            files[name] |= places
+    twice = {name: places for name, places in files.items() if len(places) > 1}
+    assert twice.keys() <= ALIKE, twice

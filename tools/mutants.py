@@ -38,12 +38,14 @@ ROOT = Path(__file__).resolve().parent.parent
 ROOMS = {
     "policies": (
         ["engine/policies/*.py"],
-        "test_frozen_scorers test_policies test_presets test_pruning test_scorers test_scores",
+        " ".join(
+            f"tests/engine/policies/test_{name}.py"
+            for name in "policies presets pruning scoring".split()
+        ),
     ),
     "cache": (
         ["engine/cache/*.py"],
-        "test_cache_invariants test_cache_layout test_kv_forms test_paged_reading test_trim "
-        "test_session_copies test_sessions",
+        "tests/engine/cache tests/engine/backends/test_attention.py tests/engine/test_sessions.py",
     ),
     "scheduler": (["mmkv/scheduler/*.py"], "tests/mmkv/scheduler"),
     "resume": (
@@ -53,7 +55,7 @@ ROOMS = {
         ],
         "tests/mmkv/server/test_resume.py tests/mmkv/server/test_lasting.py "
         "tests/mmkv/server/test_http.py "
-        "tests/mmkv/server/test_sessions.py tests/mmkv/server/test_stored.py",
+        "tests/mmkv/server/test_sessions.py tests/mmkv/server/test_responses.py",
     ),
     "statistics": (["eval/measure/stats.py"], "tests/eval/measure tests/eval/test_quality.py"),
     "mmdu": (
@@ -61,14 +63,10 @@ ROOMS = {
         "tests/eval/mmdu",
     ),
     "hf": (["mmkv/hf/*.py"], "tests/mmkv/hf"),
-    "chat": (
-        ["mmkv/chat/*.py"],
-        "tests/mmkv/test_repl.py tests/mmkv/test_chat_turns.py tests/mmkv/test_chat_files.py "
-        "tests/mmkv/test_chat_cost.py tests/mmkv/test_editor.py tests/mmkv/test_markdown.py",
-    ),
+    "chat": (["mmkv/chat/*.py"], "tests/mmkv/chat"),
     "losses": (
         ["training/model.py", "training/capacity.py"],
-        "tests/training/test_capacity.py tests/training/test_student.py",
+        "tests/training/test_capacity.py tests/training/test_model.py",
     ),
 }
 OWN = {"engine", "mmkv", "training", "eval", "tests", "tools", "conftest", "__main__"}
@@ -224,8 +222,7 @@ def tests_of(room: str, instead: Sequence[str] | None) -> list[str]:
     """Return the test files and folders of a room, those that are there."""
     if instead:
         return list(instead)
-    names = [n if "/" in n else f"tests/engine/{n}.py" for n in ROOMS[room][1].split()]
-    return [name for name in names if (ROOT / name).exists()]
+    return [name for name in ROOMS[room][1].split() if (ROOT / name).exists()]
 
 
 def copy_tree(target: Path) -> None:

@@ -1,7 +1,7 @@
 """The columns of the cache: what an entry holds, its types and its bytes, named here once.
 
 A column to be added is a line of :class:`Columns`. ``COLUMNS`` of native.h and two Triton kernels
-name them again, in the same order; tests/engine/test_cache_layout.py compares them with this list.
+name them again, in the same order; tests/engine/cache/test_layout.py compares them with this list.
 """
 
 from __future__ import annotations

@@ -136,6 +136,15 @@ class Processor:
             return inputs
         return self._without_anchor(inputs, text)
 
+    def encode_raw(self, text: str) -> dict[str, torch.Tensor]:
+        """Make model inputs of one row for a text that no template has rendered.
+
+        The tokenizer adds what marks a beginning. Raises InputError: no text, or placeholders.
+        """
+        self._check(text, (), ())
+        with self._lock, reading(text):
+            return self._tokenized(text, special=True)
+
     def video_texts(self, clips: Sequence[Clip], inputs: dict[str, torch.Tensor]) -> list[str]:
         """Return the text that :meth:`encode` put in place of each video."""
         return []

@@ -21,6 +21,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from mmkv import __version__
 from mmkv.engine.errors import MmkvError
 from mmkv.server.chat import ChatCall, take_resume
+from mmkv.server.completions import add_completions
 from mmkv.server.errors import ApiError
 from mmkv.server.footprint import return_memory
 from mmkv.server.guard import BodyRoute, CheckHost, CheckKey, LimitBody, RefuseWhenFull
@@ -113,6 +114,7 @@ def make_app(state: ServerState, hosts: frozenset[str] | None = None) -> FastAPI
     scheme = [Depends(HTTPBearer(auto_error=False))]
     keyed = APIRouter(prefix="/v1", dependencies=scheme, route_class=BodyRoute)
     _add_keyed(keyed, state)
+    add_completions(keyed, state)
     keyed.include_router(sessions_router(state))
     keyed.include_router(saved_router(state))
     keyed.include_router(responses_router(state))

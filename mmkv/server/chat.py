@@ -134,6 +134,7 @@ class ChatCall:
         start: the conversation that it continues; the request's messages come after its own.
         keep: whether the conversation after the reply is kept.
         budget: of the reply's session; None: the request's, or else the server's.
+        raw: whether the texts are read without a chat template, and from the beginning.
 
     Attributes:
         work: what the engine is asked for; done: whether it has been answered.
@@ -151,6 +152,7 @@ class ChatCall:
         start: ConversationState | None = None,
         keep: bool = False,
         budget: Budget | None = None,
+        raw: bool = False,
     ) -> None:
         facts, settings = state.facts, state.settings
         refuse_unsupported(request)
@@ -203,13 +205,14 @@ class ChatCall:
             _logit_settings(request, facts),
             self.choices,
             budget,
-            resume or "auto",
+            "never" if raw else resume or "auto",
             asked=resume is not None,
             weight=state.weights.get(caller.tenant, 1.0),
             start=start,
             keep=keep,
             rewrites=(request.mmkv and request.mmkv.rewrites) or "reread",
             template_values=values,
+            raw=raw,
         )
         if not request.stream:
             self.require_few_scored()

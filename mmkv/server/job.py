@@ -57,7 +57,8 @@ class ChatWork:
         weight: of its sessions in a shared budget.
         start: the conversation that the request continues; ``messages`` begin with its own.
         rewrites: see :class:`mmkv.Session`.
-        template_values: what the chat template is told beside the messages.
+        template_values: what the chat template is told beside the messages; raw: whether there is
+            none, and the messages' texts are read as they stand.
         keep: whether the conversation after the reply is kept, in ``result`` when that is done.
     """
 
@@ -74,6 +75,7 @@ class ChatWork:
     keep: bool = False
     rewrites: Rewrites = "reread"
     template_values: dict[str, Any] = field(default_factory=dict)
+    raw: bool = False
     result: ConversationState | None = None
 
 
@@ -516,7 +518,10 @@ class ChatJob(EngineJob):
 
     @property
     def _template(self) -> ChatTemplate:
-        return self.engine.processor.template.with_values(self.work.template_values)
+        template = self.engine.processor.template
+        return (
+            template.as_raw() if self.work.raw else template.with_values(self.work.template_values)
+        )
 
     @property
     def _rule(self) -> bool | None:
@@ -596,7 +601,10 @@ class ChatJob(EngineJob):
         videos = [one for kind, one in pairs if kind == "video"]
         self.counts.notes += notes(images, videos)
         processor, total = self.engine.processor, pictures_in(self.work.messages)
-        inputs = processor.encode(segment.text, images, videos, session.seen > 0, total)
+        if self.work.raw:
+            inputs = processor.encode_raw(segment.text)
+        else:
+            inputs = processor.encode(segment.text, images, videos, session.seen > 0, total)
         ids = inputs["input_ids"][0].tolist()
         more = {"rule": self._rule, "unfed": session.unfed, "stays": sys.maxsize}
         self._read = read_of(processor, segment.text, ids, images, videos, **more)

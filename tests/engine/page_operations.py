@@ -16,7 +16,7 @@ import torch
 from hypothesis import HealthCheck, Phase, seed, settings
 from hypothesis.stateful import invariant, run_state_machine_as_test
 
-from tests.engine.test_cache_invariants import STEPS, CacheMachine
+from tests.engine.cache.test_ragged import STEPS, CacheMachine
 
 EXAMPLES = 500  # per batch: what hypothesis remembers of a batch is dropped with it
 

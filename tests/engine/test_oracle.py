@@ -1,9 +1,4 @@
-"""Runtime against oracle: retained sets and logits after every call.
-
-Both run float32 model arithmetic and the oracle float64 scores. Retained sets must be equal,
-except for swaps of entries whose scores differ by less than 1e-6 relative; those are counted
-and the count is shown in the test summary (see ``conftest.py``).
-"""
+"""Runtime against oracle: retained sets and logits after every call, for every preset."""
 
 from __future__ import annotations
 
@@ -16,12 +11,13 @@ import pytest
 import torch
 
 from mmkv.engine.model.gates import make_random_gates, save_gates
-from mmkv.engine.policies import Budget, make_policy
+from mmkv.engine.policies import PRESETS, Budget, make_policy
 from mmkv.engine.runtime import Runtime
+from mmkv.engine.sequence import CachedSequence
 from tests.support.dialogues import engine_of, folder_of, oracle_of, prefill_both, prompt
 from tests.support.model_configs import IMAGE_ID
 from tests.support.oracle import Oracle
-from tests.support.policies import GATED
+from tests.support.policies import GATED, KINDS, OTHERS
 from tests.support.sessions import text_ids
 from tests.support.tiers import slow_but
 
@@ -83,8 +79,8 @@ class Case:
 SCRIPTS = {"late": LATE, "video": VIDEO, "long": LONG, "shift": SHIFT}
 
 # Learned retention in every family, with both evict_every, chunks below and above the prompt, all
-# scripts and all group sizes; dbtrimkv also with every lookahead in every script. test_matrix has
-# every preset, and test_presets_oracle draws its parameters.
+# scripts and all group sizes; dbtrimkv also with every lookahead in every script. The matrix below
+# has every preset, and test_presets_oracle draws its parameters.
 CASES = [
     Case("vl3", "dbtrimkv", 1, 1, 2048, "late"),
     Case("vl4", "dbtrimkv", 1, 8, 7, "shift"),
@@ -306,3 +302,104 @@ def test_rows_are_uneven_and_pictures_are_evicted() -> None:
     assert sum(held.values()) == sum(lengths)
     pictures = int((inputs["input_ids"] == IMAGE_ID).sum()) * engine.spec.rows
     assert 0 < held["image"] < pictures and held["video"] == 0
+
+
+# Every preset of the registry, on three families, with prompts read whole and in chunks.
+#
+# Two turns with pictures, in a batch with another session, over a session file and a fork; the
+# retained sets and logits are those of the preset's reference after every chunk and step.
+
+
+MATRIX_FAMILIES = {"qwen3_vl": "vl3", "llava": "llava3", "text": "text3"}
+CHUNKS = {"whole": 512, "chunked": 7}
+# Small dialogues need small windows; parameters that a preset does not have are left out.
+SMALL = {
+    "window": 5,
+    "free": 3,
+    "lag": 3,
+    "sinks": 2,
+    "segment": 4,
+    "r": 2,
+    "e": 1,
+    "t": 0,
+    "layer": 1,
+}
+SMALL |= {"observed": 3, "write_gates": "random"}
+
+CELLS = [
+    (name, family, chunk) for name in PRESETS for family in MATRIX_FAMILIES for chunk in CHUNKS
+]
+MATRIX_QUICK = [(name, "qwen3_vl", "chunked") for name in KINDS + OTHERS]
+
+
+def text_of(name: str) -> str:
+    """The preset with windows for a small dialogue."""
+    known = PRESETS[name].parameters
+    return f"{name}[{','.join(f'{key}={SMALL[key]}' for key in SMALL if key in known)}]"
+
+
+@pytest.mark.parametrize(
+    ("name", "family", "chunk"), slow_but(MATRIX_QUICK, CELLS, "the rest of the matrix")
+)
+def test_preset_keeps_what_its_reference_keeps(
+    name: str,
+    family: str,
+    chunk: str,
+    tmp_path: Path,
+    record_property: Callable[[str, object], None],
+) -> None:
+    text, model = text_of(name), MATRIX_FAMILIES[family]
+    folder, size = folder_of(model), CHUNKS[chunk]
+    budget = 3.5 if make_policy(text).keeps_prompt else 9.4
+    engine = engine_of(folder, text, budget, prefill_chunk=size, page_size=8)
+    oracle = oracle_of(engine, folder, text, budget, prefill_chunk=size)
+    session, company = engine.session(), engine.session()
+    company.prefill(prompt(model, 11, seed=7))
+    worst, calls = 0.0, 0
+
+    def compare(ours: torch.Tensor, theirs: torch.Tensor) -> None:
+        nonlocal worst, calls
+        error = float((ours - theirs).abs().max() / theirs.abs().max())
+        assert error <= TOLERANCE, f"logits differ by {error:.2e} at token {oracle.seen}"
+        oracle.follow(session.retained())
+        assert session.memory().entries == int(oracle.keep.sum())
+        worst, calls = max(worst, error), calls + 1
+
+    turns = [(5, ("image", 24, 32), 4), (2, ("image", 16, 24), 3)]
+    for number, turn in enumerate(turns):
+        compare(*prefill_both(session, oracle, prompt(model, *turn, seed=number)))
+        for token in text_ids(6, number).tolist():
+            both = engine.decode([company, session], [token, token])
+            compare(both[1], oracle.decode(token))
+        if number == 0:
+            session = saved_and_forked(engine, session, tmp_path)
+            oracle.follow(session.retained())
+            engine.backends.cpu.switch_off()  # the second turn decodes and evicts in torch
+    assert_evicted(name, family, session, oracle)
+    engine.cache.check()
+    oracle.close()
+    found = {"evictions": oracle.evictions, "swaps": oracle.swaps, "worst": worst}
+    case = f"{name}, {family}, {chunk}"
+    record_property("oracle", {"case": case, "calls": calls, **found})
+
+
+def saved_and_forked(engine: Runtime, session: CachedSequence, folder: Path) -> CachedSequence:
+    """A fork of the session as a file brings it back; both before it are closed."""
+    session.save(folder / "session")
+    session.close()
+    loaded, _ = engine.load_session(folder / "session")
+    fork = loaded.fork()
+    loaded.close()
+    return fork
+
+
+def assert_evicted(name: str, family: str, session: CachedSequence, oracle: Oracle) -> None:
+    """A cell in which nothing goes would prove little."""
+    policy, memory = session.engine.policy, session.memory()
+    rows = session.engine.spec.rows
+    assert memory.evicted == session.seen * rows - memory.entries
+    if name == "full" or (policy.pruner is not None and family == "text"):
+        assert memory.evicted == 0
+        return
+    assert memory.evicted > 0
+    assert oracle.evictions > 0 or not policy.evicts

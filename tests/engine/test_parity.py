@@ -27,7 +27,7 @@ from tests.support.factories import (
     make_turn,
     pad_left,
 )
-from tests.support.mrope import with_positions_of_the_paper
+from tests.support.hf_models import with_positions_of_the_paper
 from tests.support.tiers import slow_but
 
 STEPS = 64

@@ -16,7 +16,7 @@ from mmkv.engine.policies import make_policy
 from mmkv.engine.prefill import Prefill, advance_together, extend_together
 from mmkv.engine.runtime import Runtime
 from mmkv.engine.sequence import CachedSequence
-from tests.engine.test_matrix import text_of
+from tests.engine.test_oracle import text_of
 from tests.support.dialogues import engine_of, folder_of, prompt
 from tests.support.policies import KINDS, OTHERS
 from tests.support.sessions import assert_same_rows, load, run, text_ids, turn

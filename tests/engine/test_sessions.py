@@ -1,17 +1,32 @@
-"""Sessions: independence, budgets, and the memory they report."""
+"""Sessions: independence, budgets, memory; saving, loading and forking; failures inside a call."""
 
 from __future__ import annotations
 
 import gc
+import json
 import math
+import os
+import stat
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
-from mmkv.engine.errors import BudgetError, InputError, SessionError
-from mmkv.engine.policies import Budget
+import mmkv.engine.session_file as session_file
+from mmkv import Engine, bundled_model
+from mmkv.engine.contents import with_pictures
+from mmkv.engine.errors import BudgetError, ContextError, InputError, SessionError
+from mmkv.engine.model.gates import Gates
+from mmkv.engine.paths import whole_file
+from mmkv.engine.policies import Budget, GlobalAllocation, HeadAllocation, Policy
+from mmkv.engine.policies.scoring import Retention
 from mmkv.engine.runtime import Runtime
+from mmkv.engine.sequence import CachedSequence
+from mmkv.resources import asset
+from tests.support.factories import checkpoint, make_turn
 from tests.support.policies import ALL, EVICTING, EVICTING_KINDS
 from tests.support.sessions import (
     LATER,
@@ -20,6 +35,7 @@ from tests.support.sessions import (
     assert_same_rows,
     load,
     run,
+    state,
     text_ids,
     turn,
 )
@@ -245,3 +261,537 @@ def test_a_long_prompt_leaves_no_reference_cycles(policy: str, folders: dict[str
         gc.enable()
         gc.garbage.clear()
     assert not caught
+
+
+# Saving, loading and forking a session; files that must be refused.
+
+
+def later_life(session: CachedSequence) -> list[Tensor]:
+    """What a session does next, turns and budgets included."""
+    out = [run(session, text_ids(4, 11)), session.prefill(LATER)]
+    if session.engine.policy.evicts:  # else there is none
+        session.set_budget(17)
+    return [*out, run(session, text_ids(6, 12)), session.prefill(turn(5, seed=4))]
+
+
+@pytest.mark.parametrize("policy", slow_but(("dbtrimkv",), ALL, "the other policies"))
+@pytest.mark.parametrize("how", ["save", "fork"])
+def test_a_copy_continues_bit_identically(
+    how: str, policy: str, folders: dict[str, Path], tmp_path: Path
+) -> None:
+    engine = load(folders["vl"], policy=policy, budget=18)
+    session = engine.session(19 if engine.policy.evicts else None)
+    session.prefill(PICTURES)
+    run(session, text_ids(9, 10))
+    if how == "fork":
+        copy = session.fork()
+    else:
+        session.save(tmp_path / "s.mmkv", extra={"history": "[é]"})
+        # A new engine, whose pool is laid out differently and busy with another session.
+        engine = load(folders["vl"], policy=policy, budget=18)
+        engine.session().prefill(turn(33))
+        copy, extra = engine.load_session(tmp_path / "s.mmkv")
+        assert extra == {"history": "[é]"}
+    assert (copy.seen, copy.next_position) == (session.seen, session.next_position)
+    assert copy.budget == session.budget
+    a, b = session.memory(), copy.memory()
+    assert (a.entries, a.evicted, a.pages, a.kv_bytes) == (
+        b.entries,
+        b.evicted,
+        b.pages,
+        b.kv_bytes,
+    )
+    assert_same_rows(session, copy)
+    ours = later_life(session)
+    for x, y in zip(ours, later_life(copy), strict=True):
+        assert torch.equal(x, y)
+    assert_same_rows(session, copy)
+
+
+def test_where_nothing_is_evicted_a_file_s_own_budget_is_the_engine_s(
+    folders: dict[str, Path], tmp_path: Path
+) -> None:
+    """Older versions took any."""
+    session = load(folders["vl"], policy="full", budget=18).session()
+    session.prefill(PICTURES)
+    session.save(tmp_path / "s.mmkv")
+    engine = load(folders["vl"], policy="full", budget=30)
+    copy, _ = engine.load_session(tmp_path / "s.mmkv")
+    assert copy.budget == engine.budget
+    assert torch.equal(run(session, text_ids(9, 10)), run(copy, text_ids(9, 10)))
+
+
+@pytest.mark.parametrize("name", ["qwen2_5_vl", "qwen3_vl_moe", "internvl"])
+def test_each_family_goes_on_from_its_file(name: str, tmp_path: Path) -> None:
+    """With a late picture; its positions follow those of the file's dialogue."""
+    first = make_turn(name, [6, ("image", 16, 32), 4], seed=1)
+    late = make_turn(name, [3, ("image", 32, 16), 2], seed=2)
+    session = load(checkpoint(name), budget=9).session()
+    session.prefill(first)
+    run(session, text_ids(5, 10))
+    session.save(tmp_path / "s.mmkv")
+    copy, _ = load(checkpoint(name), budget=9).load_session(tmp_path / "s.mmkv")
+    assert copy.evicted > 0 and copy.next_position == session.next_position
+    for one, two in zip(*(later(each, late) for each in (session, copy)), strict=True):
+        assert torch.equal(one, two)
+    assert_same_rows(session, copy)
+
+
+def later(session: CachedSequence, late: dict[str, Tensor]) -> list[Tensor]:
+    return [session.prefill(late), run(session, text_ids(6, 12))]
+
+
+def test_a_fork_is_independent(engine: Runtime) -> None:
+    session = engine.session()
+    session.prefill(PICTURES)
+    reference = session.fork()
+    run(reference, text_ids(20, 1))
+    before = session.memory()
+    reference.set_budget(2)
+    reference.close()
+    assert session.memory() == before
+    again = session.fork()
+    assert torch.equal(run(session, text_ids(5, 2)), run(again, text_ids(5, 2)))
+
+
+def test_an_empty_session_can_be_saved_and_forked(engine: Runtime, tmp_path: Path) -> None:
+    session = engine.session()
+    session.save(tmp_path / "empty")
+    copies = [session.fork(), engine.load_session(tmp_path / "empty")[0]]
+    expected = session.prefill(PICTURES)
+    assert all(torch.equal(copy.prefill(PICTURES), expected) for copy in copies)
+
+
+@pytest.mark.slow(reason="makes several checkpoints")
+def test_a_session_of_another_model_is_refused(
+    engine: Runtime, folders: dict[str, Path], tmp_path: Path
+) -> None:
+    session = engine.session()
+    session.prefill(PICTURES)
+    session.save(tmp_path / "s")
+    others = [
+        load(folders["other weights"]),
+        load(folders["other config"]),
+        load(folders["text"]),
+        load(folders["vl"], policy="snapkv"),
+        load(folders["vl"], lookahead=5),
+    ]
+    for other in others:
+        free = other.cache.pool.free_pages
+        with pytest.raises(SessionError) as error:
+            other.load_session(tmp_path / "s")
+        assert "\n" not in str(error.value)
+        assert other.cache.pool.free_pages == free
+        other.cache.check()
+
+
+@pytest.mark.parametrize("part", ["allocation", "protection", "bias", "scorer's setting"])
+def test_a_session_of_another_policy_or_other_gates_is_refused(
+    part: str, folders: dict[str, Path], tmp_path: Path
+) -> None:
+    """Under the same policy name: only the part that is named differs."""
+    engine = load(folders["vl"])
+    policy, gates = engine.policy, engine.decoder.gates
+    assert gates is not None and policy.allocation == GlobalAllocation()
+    session = engine.session()
+    session.prefill(PICTURES)
+    session.save(tmp_path / "s")
+    weights = engine.decoder.weights
+
+    def other(policy: Policy, gates: Gates) -> Runtime:
+        return Runtime(engine.family, engine.spec, weights, gates, policy, engine.budget)
+
+    same, _ = other(policy, gates).load_session(tmp_path / "s")
+    assert same.state() == session.state()
+    if part == "allocation":
+        policy = replace(policy, allocation=HeadAllocation())
+    elif part == "protection":
+        policy = replace(policy, protect_recent=4)
+    elif part == "bias":
+        layers = [replace(gate, bias=gate.bias + 0.5) for gate in gates.layers]
+        gates = replace(gates, layers=layers)
+    else:
+        policy = replace(policy, scoring=Retention(3))
+    with pytest.raises(SessionError, match=r"was saved with (gates|policy)") as error:
+        other(policy, gates).load_session(tmp_path / "s")
+    assert "\n" not in str(error.value)
+
+
+def test_damaged_session_files_are_refused(engine: Runtime, tmp_path: Path) -> None:
+    session = engine.session()
+    session.prefill(PICTURES)
+    path = tmp_path / "s"
+    session.save(path)
+    good = path.read_bytes()
+    flipped = bytearray(good)
+    flipped[-40] ^= 0xFF
+    damages = {
+        "empty": b"",
+        "truncated": good[: len(good) * 2 // 3],
+        "short header": good[:5],
+        "noise": b"\x00\xff" * 500,
+        "text": b"hello",
+        "flipped bit": bytes(flipped),
+        "appended": good + b"xx",
+    }
+    free = engine.cache.pool.free_pages
+    for name, data in damages.items():
+        path.write_bytes(data)
+        with pytest.raises(SessionError) as error:
+            engine.load_session(path)
+        assert "\n" not in str(error.value), name
+        assert str(path) in str(error.value), name
+        assert engine.cache.pool.free_pages == free, name
+        engine.cache.check()
+    for missing in (tmp_path / "nowhere", tmp_path):
+        with pytest.raises(SessionError):
+            engine.load_session(missing)
+
+
+def test_one_bit_of_any_tensor_of_a_session_file_is_noticed(
+    folders: dict[str, Path], tmp_path: Path
+) -> None:
+    """By its digest alone for what may hold any number, such as keys: no value is odd there."""
+    engine = load(folders["vl"], policy="h2o", budget=20)
+    session = engine.session()
+    session.prefill(PICTURES)
+    path = tmp_path / "s"
+    session.save(path)
+    good = path.read_bytes()
+    begin = 8 + int.from_bytes(good[:8], "little")
+    header = json.loads(good[8:begin])
+    del header["__metadata__"]
+    tried = []
+    for name, tensor in header.items():
+        first, end = tensor["data_offsets"]
+        if end == first:
+            continue
+        for at in {first, (first + end) // 2, end - 1}:
+            changed = bytearray(good)
+            changed[begin + at] ^= 1
+            path.write_bytes(changed)
+            with pytest.raises(SessionError, match="damaged"):
+                engine.load_session(path)
+        tried.append(name)
+    assert {"keys", "values", "position", "modality", "length", "state"} <= set(tried)
+    path.write_bytes(good)
+    engine.load_session(path)[0].close()
+
+
+def test_a_file_without_a_needed_tensor_is_refused(
+    folders: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A valid safetensors file whose content is not what its metadata promises."""
+    engine = load(folders["vl"], policy="snapkv", budget=20)
+    session = engine.session()
+    session.prefill(PICTURES)
+    real = session_file.save_file
+    for name in ("keys", "length", "memory.queries"):
+
+        def without(tensors: dict[str, Tensor], *args: Any, missing: str = name, **kw: Any) -> None:
+            real({k: v for k, v in tensors.items() if k != missing}, *args, **kw)
+
+        monkeypatch.setattr(session_file, "save_file", without)
+        session.save(tmp_path / "s")
+        free = engine.cache.pool.free_pages
+        with pytest.raises(SessionError):
+            engine.load_session(tmp_path / "s")
+        assert engine.cache.pool.free_pages == free, name
+        engine.cache.check()
+
+
+def test_saving_is_atomic(engine: Runtime, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A failure in the middle of writing leaves the old file, and nothing beside it."""
+    session = engine.session()
+    session.prefill(PICTURES)
+    path = tmp_path / "s"
+    session.save(path)
+    old = path.read_bytes()
+    run(session, text_ids(3, 0))
+
+    def disk_full(_: object, target: str, *args: object, **kw: object) -> None:
+        Path(target).write_bytes(b"half a file")
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(session_file, "save_file", disk_full)
+    with pytest.raises(SessionError, match="untouched"):
+        session.save(path)
+    monkeypatch.setattr(
+        session_file, "save_file", lambda *a, **k: (_ for _ in ()).throw(KeyboardInterrupt)
+    )
+    with pytest.raises(KeyboardInterrupt):
+        session.save(path)
+    assert path.read_bytes() == old
+    assert [p.name for p in tmp_path.iterdir()] == ["s"]
+    monkeypatch.undo()
+    session.save(path)
+    loaded, _ = engine.load_session(path)
+    assert torch.equal(run(loaded, text_ids(2, 1)), run(session, text_ids(2, 1)))
+    with pytest.raises(SessionError):
+        session.save(tmp_path / "no" / "such" / "folder")
+
+
+# Failures in the middle of a call: nothing changes and no page is lost.
+
+
+def test_a_prompt_over_the_context_changes_nothing(folders: dict[str, Path]) -> None:
+    engine = load(folders["text"])
+    session = engine.session()
+    with pytest.raises(ContextError, match="64"):
+        session.prefill(turn(65))
+    session.prefill(turn(60))
+    before, free = state(session), engine.cache.pool.free_pages
+    with pytest.raises(ContextError):
+        session.prefill(turn(5))
+    assert state(session) == before and engine.cache.pool.free_pages == free
+    run(session, text_ids(4, 0))
+    with pytest.raises(ContextError):
+        session.decode(5)
+    engine.cache.check()
+    session.close()
+    assert engine.cache.pool.free_pages == engine.cache.pool.num_pages
+
+
+def test_empty_and_malformed_prompts_change_nothing(engine: Runtime) -> None:
+    session = engine.session()
+    session.prefill(PICTURES)
+    before = state(session)
+    for bad in (
+        {"input_ids": torch.empty(1, 0, dtype=torch.int64)},
+        {"input_ids": torch.tensor([[5, 10_000]])},
+        {"input_ids": torch.tensor([[5, -2]])},
+        {"input_ids": torch.tensor([[5, 6], [7, 8]])},
+        {},
+    ):
+        with pytest.raises(InputError):
+            session.prefill(bad)
+        assert state(session) == before
+
+
+@pytest.mark.parametrize("name", ["a" * 300, "a" * 5000])
+def test_a_name_that_no_file_can_have_opens_no_session(engine: Runtime, name: str) -> None:
+    with pytest.raises(SessionError, match="too long"):
+        engine.load_session(name)
+
+
+def test_a_pool_limit_refuses_before_anything_changes(folders: dict[str, Path]) -> None:
+    engine = load(folders["vl"], policy="full", kv_limit=60_000)
+    session = engine.session()
+    session.prefill(turn(10))
+    before = state(session)
+    with pytest.raises(BudgetError) as error:
+        session.prefill(turn(500))
+    assert any(char.isdigit() for char in str(error.value))
+    assert state(session) == before
+    engine.cache.check()
+
+
+@pytest.mark.slow(reason="interrupts each of five ways to run, layer by layer")
+@pytest.mark.parametrize("policy", EVICTING_KINDS)
+@pytest.mark.parametrize("where", ["prefill", "decode", "native", "batch", "native batch"])
+def test_an_interrupted_pass_is_undone(
+    where: str, policy: str, folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ctrl-C inside a layer: as if the call (or the chunk) had never been made.
+
+    In the native step it is seen when C returns: then the step is whole, and so is its eviction.
+    """
+    engine = load(folders["vl"], policy=policy, budget=28)
+    if where.startswith("native") and engine.decode_path != "native":
+        pytest.skip(f"runs on {engine.decode_path}")
+    session, reference, other = engine.session(), engine.session(), engine.session()
+    for each in (session, reference, other):
+        each.prefill(PICTURES)
+        each.prefill(turn(40, seed=9))
+    other.prefill(turn(10))  # tables do not grow below, which memory() would show
+    before, kept = state(session), session.retained()
+    forward = engine.decoder.forward
+
+    def interrupted(hidden: Tensor, rope: Any, step: Any, *more: Any, **named: Any) -> Any:
+        def stop(layer: int, *args: Any) -> Tensor:
+            if layer == 1:
+                raise KeyboardInterrupt
+            return attend(layer, *args)
+
+        attend = step.attend
+        step.attend = step.attend_last = stop  # a prompt ends with the second
+        return forward(hidden, rope, step, *more, **named)
+
+    def interrupted_step(*args: Any) -> Tensor:
+        native_step(*args)
+        raise KeyboardInterrupt
+
+    if where.startswith("native"):
+        native_step = engine.backends.cpu.decoder.step
+        monkeypatch.setattr(engine.backends.cpu.decoder, "step", interrupted_step)
+    elif where in ("decode", "batch"):
+        monkeypatch.setattr(engine.backends.cpu, "decoder", None)
+    monkeypatch.setattr(engine.decoder, "forward", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        if where == "prefill":
+            session.prefill(turn(10))
+        elif where in ("decode", "native"):
+            session.decode(5)
+        else:
+            engine.decode([session, other], [5, 6])
+    monkeypatch.undo()
+    engine.cache.check()
+    if where.startswith("native"):
+        reference.decode(5)
+        before, kept = state(reference), reference.retained()
+    assert state(session) == before
+    for left, right in zip(session.retained(), kept, strict=True):
+        assert all(torch.equal(x, y) for x, y in zip(left, right, strict=True))
+    for token in text_ids(20, 3).tolist():
+        assert torch.equal(session.decode(token), reference.decode(token))
+        assert_same_rows(session, reference)
+
+
+def test_an_interrupt_between_chunks_keeps_whole_chunks(engine: Runtime) -> None:
+    """The progress callback raises after the second chunk: the session holds 2 x 12 tokens."""
+    session = engine.session()
+
+    def stop(done: int, total: int) -> None:
+        assert total == 40
+        if done >= 24:
+            raise KeyboardInterrupt
+
+    prompt = turn(40)
+    with pytest.raises(KeyboardInterrupt):
+        session.prefill(prompt, stop)
+    assert session.seen == session.next_position == session.memory().tokens_seen == 24
+    rest = {"input_ids": prompt["input_ids"][:, 24:]}
+    assert torch.equal(session.prefill(rest), engine.session().prefill(prompt))
+
+
+def test_ctrl_c_while_a_chunk_is_stored_leaves_no_uncounted_entry(
+    engine: Runtime, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def press(*_: object) -> int:
+        raise KeyboardInterrupt
+
+    session = engine.session()
+    with monkeypatch.context() as patch:
+        patch.setattr("mmkv.engine.backends.torch.step.PrefillChunk.finish", press)
+        with pytest.raises(KeyboardInterrupt):
+            session.prefill(PICTURES)
+    held = int(engine.cache.length[session.seq].sum())
+    assert (session.seen, session.entries, held) == (0, 0, 0)
+
+
+# What a session knows of its pictures: how much of each is still held.
+
+
+NAME = "qwen3_vl"
+TOUCHING = "llava_onevision"  # the others have text around each
+STAY = 16
+
+
+def test_pictures_are_runs_of_visual_tokens_over_chunks() -> None:
+    kinds = torch.tensor([0, 1, 1, 1, 0, 2, 2, 0, 2, 1], dtype=torch.uint8)
+    whole = ((1, 4), (5, 7), (8, 9), (9, 10))
+    assert with_pictures((), kinds, 0) == whole
+    for cut in range(1, 10):  # 9 stands between a video and a picture that touch
+        first = with_pictures((), kinds[:cut], 0)
+        assert with_pictures(first, kinds[cut:], cut, int(kinds[cut - 1])) == whole
+        assert cut == 9 or with_pictures(first, kinds[cut:], cut) == whole
+    assert with_pictures(((3, 5),), kinds[:2], 7) == ((3, 5), (8, 9))
+
+
+@pytest.mark.parametrize("chunk", [1, 2, 3, 5, 100])
+def test_a_picture_that_a_video_follows_is_another_in_chunks_of_any_size(chunk: int) -> None:
+    engine = Engine.from_pretrained(
+        checkpoint(TOUCHING), dtype="float32", device="cpu", policy="full", prefill_chunk=chunk
+    )
+    turn = make_turn(TOUCHING, [3, ("image", 32, 32), ("video", 1, 32, 32), 4], seed=3)
+    with engine.session() as session:
+        session.prefill(turn)
+        kinds = turn["input_ids"][0].unique_consecutive(return_counts=True)[1].tolist()
+        image, video = kinds[3:5]
+        assert session.pictures == ((3, 3 + image), (3 + image, 3 + image + video))
+
+
+def test_the_share_of_each_picture_is_counted_from_what_is_retained(tmp_path: Path) -> None:
+    """Right values by hand: the retained tokens inside of each picture's run."""
+    engine = Engine.from_pretrained(
+        checkpoint(NAME), dtype="float32", device="cpu", policy="streamingllm", prefill_chunk=7
+    )
+    turn = make_turn(NAME, [3, ("image", 32, 32), 4, ("image", 16, 32), 5], seed=3)
+    with engine.session() as session:
+        session.prefill(turn)
+        assert session.memory().pictures == (1.0, 1.0) and session.memory().faded == ()
+        session.set_budget(STAY)
+        memory = session.memory()
+        visual = engine.family.turn(turn, 0, engine.device).modality > 0
+        edges = torch.diff(visual.int(), prepend=torch.zeros(1, dtype=torch.int32))
+        starts, stops = ((edges == sign).nonzero().flatten().tolist() for sign in (1, -1))
+        rows = [row for layer in session.retained() for row in layer]
+        wanted = tuple(
+            sum(int(((row >= a) & (row < b)).sum()) for row in rows) / ((b - a) * len(rows))
+            for a, b in zip(starts, stops, strict=True)
+        )
+        assert memory.pictures == wanted and memory.faded == (0,) and wanted[0] < 0.5 <= wanted[1]
+        with session.fork() as copy:
+            assert copy.memory().pictures == wanted
+        session.save(tmp_path / "s")
+        opened, _ = engine.load_session(tmp_path / "s")
+        assert opened.memory().pictures == wanted
+        opened.pictures = ((4, 2),)
+        opened.save(tmp_path / "t")
+        with pytest.raises(SessionError, match="pictures do not follow"):
+            engine.load_session(tmp_path / "t")
+        opened.close()
+
+
+def test_a_turn_that_is_taken_back_takes_its_pictures_along() -> None:
+    engine = Engine.from_pretrained(bundled_model(), budget=64)
+    with engine.session() as session:
+        session.undo_depth = 1
+        for _ in session.send("what is at row 1, column 1?", images=[asset("scene.png")]):
+            pass
+        assert len(session.memory().pictures) == 1
+        assert session.undo() and session.memory().pictures == ()
+
+
+# Files that are written whole: what others see while, after and instead of it.
+
+
+@pytest.mark.parametrize("private", [False, True])
+def test_the_old_file_is_there_until_the_new_one_is_whole(tmp_path: Path, private: bool) -> None:
+    path = tmp_path / "kept.json"
+    path.write_text("old")
+    with whole_file(path, private=private, sync=True) as draft:
+        assert draft.parent == tmp_path and draft.name.endswith(".part")
+        draft.write_text("new")
+        assert path.read_text() == "old"
+    assert path.read_text() == "new" and os.listdir(tmp_path) == ["kept.json"]
+    allowed = stat.S_IMODE(path.stat().st_mode)
+    umask = os.umask(0)
+    os.umask(umask)
+    assert allowed == (0o600 if private else 0o666 & ~umask)
+
+
+@pytest.mark.parametrize("private", [False, True])
+def test_an_error_leaves_the_old_file_alone(tmp_path: Path, private: bool) -> None:
+    path = tmp_path / "kept.json"
+    path.write_text("old")
+    with pytest.raises(KeyboardInterrupt), whole_file(path, private) as draft:
+        draft.write_text("ne")
+        raise KeyboardInterrupt
+    assert path.read_text() == "old" and os.listdir(tmp_path) == ["kept.json"]
+
+
+def test_what_cannot_be_written_is_said(tmp_path: Path) -> None:
+    for path in (tmp_path / "missing" / "a", tmp_path):
+        for private in (False, True):
+            with pytest.raises(OSError), whole_file(path, private) as draft:
+                draft.write_text("x")
+    assert os.listdir(tmp_path) == []
+
+
+def test_two_write_the_same_file(tmp_path: Path) -> None:
+    path = tmp_path / "kept.json"
+    with whole_file(path, private=True) as one, whole_file(path, private=True) as two:
+        one.write_text("one")
+        two.write_text("two")
+    assert path.read_text() == "one" and os.listdir(tmp_path) == ["kept.json"]

@@ -63,7 +63,7 @@ def test_a_turn_reads_its_own_tokens(server: Server, way: str) -> None:
 def test_what_cannot_be_taken_on_is_refused(server: Server) -> None:
     """Forty requests at once: some are answered, the others refused, none fails.
 
-    How many depends on how fast they come; tests/mmkv/server/test_leaving.py counts refusals.
+    How many depends on how fast they come; tests/mmkv/server/test_engine_thread.py counts refusals.
     """
     arrived = Arrived()
     asyncio.run(arrive(server.url, 1e6, 40, 2, 0, arrived, lambda: 0.0))

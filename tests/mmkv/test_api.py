@@ -1,21 +1,39 @@
-"""Chat sessions: turns, batches, stopping, undo, saving."""
+"""Chat sessions: turns, batches, stopping, undo, saving; wrong arguments; threads."""
 
 from __future__ import annotations
 
+import gc
+import math
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from random import Random
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from PIL import Image
 
+import mmkv
 from mmkv import Budget, Engine, Sampling
-from mmkv.engine.errors import InputError, MmkvError, SessionError
+from mmkv.engine.cache import PagePool
+from mmkv.engine.errors import BudgetError, InputError, MmkvError, PolicyError, SessionError
+from mmkv.engine.interrupts import FairLock
+from mmkv.engine.memory import free_bytes
+from mmkv.eval.fuzz.target import failure_of
+from mmkv.eval.fuzz.targets.api import PythonApi
+from mmkv.prompt.template import take_media
+from mmkv.sampling import distribution
 from mmkv.session import Session
 from tests.support.chat_models import picture, save_qwen3_vl, script, watch
+from tests.support.tiers import slow_but
 
 
 @pytest.fixture(scope="module")
@@ -296,3 +314,461 @@ def test_importing_mmkv_does_not_import_torch() -> None:
     code = "import sys, mmkv, mmkv.cli; print('torch' in sys.modules, mmkv.__version__)"
     made = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert made.stdout.split()[0] == "False"
+
+
+# Arguments of other types and beyond their limits: one sentence, whatever they are.
+
+
+ODD = st.one_of(
+    st.none(),
+    st.booleans(),
+    st.integers(-(2**70), 2**70),
+    st.floats(),
+    st.text(max_size=5),
+    st.binary(max_size=3),
+    st.lists(st.integers(), max_size=2),
+    st.dictionaries(st.text(max_size=2), st.integers(), max_size=2),
+    st.sampled_from(
+        [
+            object(),
+            int,
+            print,
+            1j,
+            (1, 2),
+            {1},
+            Path("x"),
+            torch.zeros(3),
+            torch.tensor(2),
+            torch.zeros(0),
+            np.float32(0.5),
+            np.int64(3),
+            Image.new("RGB", (2, 2)),
+            mmkv.Budget("entries", 20),
+        ]
+    ),
+)
+CALLS: dict[str, Any] = {
+    **{
+        f"Sampling {name}": lambda value, name=name: mmkv.Sampling(**{name: value})
+        for name in ("max_new_tokens", "temperature", "top_p", "top_k", "seed", "stop")
+    },
+    **{
+        f"EngineConfig {name}": lambda value, name=name: mmkv.EngineConfig(**{name: value})
+        for name in (
+            "model budget lookahead evict_every prefill_chunk page_size gates device dtype kv "
+            "kv_limit"
+        ).split()
+    },
+    "Budget.of": mmkv.Budget.of,
+    "Budget value": lambda value: mmkv.Budget.of(mmkv.Budget("entries", value)),
+    "Budget kind": lambda value: mmkv.Budget.of(mmkv.Budget(value, 20)),
+    "messages": lambda value: take_media(value),
+    "message": lambda value: take_media([value]),
+    "role": lambda value: take_media([{"role": value, "content": "x"}]),
+    "content": lambda value: take_media([{"role": "user", "content": value}]),
+    "part": lambda value: take_media([{"role": "user", "content": [value]}]),
+}
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.sampled_from(sorted(CALLS)), ODD)
+def test_odd_arguments_get_one_sentence(call: str, value: Any) -> None:
+    try:
+        CALLS[call](value)
+    except (MmkvError, TypeError) as error:
+        text = str(error)
+        assert text and "\n" not in text
+        if isinstance(error, TypeError):  # in our words, not by an operator that failed
+            assert "must be" in text or "is a list of messages" in text, text
+
+
+@pytest.mark.parametrize("name", [name for name in mmkv.__all__ if name.endswith("Error")])
+def test_errors_are_exported(name: str) -> None:
+    assert issubclass(getattr(mmkv, name), mmkv.MmkvError)
+    assert name in dir(mmkv)
+
+
+def test_every_error_of_the_engine_is_exported() -> None:
+    from mmkv.engine import errors
+
+    kinds = {name: kind for name, kind in vars(errors).items() if isinstance(kind, type)}
+    ours = {name for name, kind in kinds.items() if issubclass(kind, errors.MmkvError)}
+    assert ours == {name for name in mmkv.__all__ if name.endswith("Error")}
+
+
+@pytest.mark.parametrize("value", [1e308, 1e300, 2.0**62, 1e18])
+@pytest.mark.parametrize("kind", ["entries", "bytes"])
+def test_huge_budgets_keep_everything(kind: Any, value: float) -> None:
+    made = mmkv.Budget.of(mmkv.Budget(kind, value))
+    assert 2**31 < made.entries(48, 100, 16, 4096) < 2**62
+    assert made.describe()
+    with pytest.raises(BudgetError):
+        mmkv.Budget.of(f"{'9' * 400}GiB")
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.floats(min_value=5e-324, max_value=1e-6, allow_subnormal=True),
+    st.lists(st.floats(-1e4, 1e4, width=32), min_size=2, max_size=20),
+    st.integers(0, 5),
+)
+def test_small_temperatures_take_the_likeliest(
+    temperature: float, logits: list[float], top_k: int
+) -> None:
+    made = torch.tensor(logits)
+    sampling = mmkv.Sampling(temperature=temperature, top_k=top_k, top_p=0.9)
+    probabilities = distribution(made, sampling)
+    assert torch.isfinite(probabilities).all()
+    assert math.isclose(float(probabilities.sum()), 1.0, rel_tol=1e-5)
+    assert made[probabilities > 0].min() >= made.max() - 1e-3
+
+
+@pytest.mark.parametrize("page_size", [1025, 10_000_000, 2**62])
+def test_page_sizes_are_bounded(page_size: int) -> None:
+    with pytest.raises(PolicyError, match=r"page_size is .* at most 1,024"):
+        mmkv.EngineConfig(page_size=page_size)
+
+
+def test_a_pool_that_cannot_fit_is_refused_before_it_is_made() -> None:
+    pool = PagePool(16, 64, 4)
+    before = pool.num_pages, pool.free_pages
+    free = free_bytes(torch.device("cpu"))
+    assert free is not None and free > 2**20
+    for pages in (2 * free // pool.page_bytes, 2**60):
+        with pytest.raises(BudgetError, match=r"GiB are free; lower"):
+            pool.reserve(pages)
+        with pytest.raises(BudgetError, match=r"GiB are free; lower"):
+            pool.take(pages)
+    assert (pool.num_pages, pool.free_pages) == before
+    assert pool.take(3).tolist() == [0, 1, 2]
+
+
+def test_a_small_limit_of_memory_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("mmkv.engine.cache.pool.free_bytes", lambda _: 100 * 2**20)
+    pool = PagePool(16, 64, 4)
+    pool.reserve(60 * 2**20 // pool.page_bytes)
+    with pytest.raises(BudgetError, match=r"0\.1 GiB are free"):
+        pool.reserve(200 * 2**20 // pool.page_bytes)
+
+
+def test_a_conversation_is_no_text() -> None:
+    for odd in ("hello", b"x", 5, {"role": "user"}):
+        with pytest.raises(TypeError, match="list of messages"):
+            take_media(odd)  # type: ignore[arg-type]
+    with pytest.raises(InputError, match="empty"):
+        take_media([])
+
+
+def test_odd_arguments_of_any_call_lead_to_one_sentence(tmp_path: Path) -> None:
+    target, rng = PythonApi(), Random(21)
+    target.prepare(tmp_path)
+    refused = 0
+    for _ in range(150):
+        case = target.make(rng)
+        try:
+            target.run(case)
+        except Exception as error:
+            assert failure_of(error) is None, f"{case}: {type(error).__name__}: {error}"
+            refused += 1
+        assert target.leaked() is None
+    assert refused > 60
+
+
+# One engine shared by threads: as if each had come alone; sessions in use are refused.
+
+
+THREADS = 8
+
+
+def opened(folder: Path, backend: str = "native", **settings: Any) -> Engine:
+    made = Engine.from_pretrained(
+        folder,
+        **{
+            "policy": "dbtrimkv",
+            "gates": "random",
+            "budget": 24,
+            "dtype": "float32",
+            "prefill_chunk": 16,
+            "page_size": 8,
+            **settings,
+        },
+    )
+    if backend == "torch":
+        made.backends.cpu.switch_off()
+    elif made.decode_path != "native":
+        pytest.skip(f"runs on {made.decode_path}")
+    return made
+
+
+@pytest.fixture
+def quick_switches() -> Iterator[None]:
+    """Let threads take turns between nearly all bytecodes."""
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-5)
+    yield
+    sys.setswitchinterval(before)
+
+
+def life(engine: Engine, number: int, folder: Path) -> list[Any]:
+    """Lead a few conversations; returns all that they said and kept."""
+    few = Sampling(max_new_tokens=4 + number % 3)
+    warm = Sampling(max_new_tokens=4, temperature=1.5, top_k=40, seed=number)
+    seen: list[Any] = []
+
+    def note(session: Any) -> None:
+        seen.append(session.last.token_ids)
+        seen.append(session.history[-1]["content"])
+        seen.append([[row.tolist() for row in rows] for rows in session.retained()])
+        seen.append(session.memory().entries)
+
+    with engine.session(12 + number) as session:
+        session.undo_depth = 1
+        image = picture(("red", "green", "blue")[number % 3])
+        list(session.send(f"what is this, number {number}?", images=[image], sampling=few))
+        note(session)
+        stream = session.send("and what else, in a few more words?", sampling=few)
+        next(stream, None)
+        if number % 2:
+            stream.close()
+        else:
+            list(stream)
+        note(session)
+        path = folder / f"{number}.mmkv"
+        session.save(path)
+        with session.fork() as fork:
+            list(fork.send("go on <|im_end|>", sampling=warm))
+            note(fork)
+        assert session.undo()
+        session.set_budget(10)
+        list(session.send("or rather?", sampling=few))
+        note(session)
+    loaded, _ = engine.load_session(path)
+    with loaded:
+        list(loaded.send("go on", sampling=few))
+        note(loaded)
+    talk = [{"role": "user", "content": f"a short question, number {number}"}]
+    replies = engine.generate([talk, talk], few)
+    seen += [reply.token_ids for reply in replies]
+    return seen
+
+
+@pytest.mark.parametrize("backend", slow_but(["native"], ["native", "torch"], "the other path"))
+def test_eight_threads_say_what_they_say_one_after_the_other(
+    backend: str, qwen: Path, tmp_path: Path, quick_switches: None
+) -> None:
+    alone = opened(qwen, backend)
+    expected = [life(alone, number, tmp_path) for number in range(THREADS)]
+    shared = opened(qwen, backend)  # whose processor is loaded by whoever needs it first
+    start = threading.Barrier(THREADS)
+
+    def run(number: int) -> list[Any]:
+        torch.set_num_threads(1)
+        start.wait()
+        return life(shared, number, tmp_path)
+
+    with ThreadPoolExecutor(THREADS) as pool:
+        together = list(pool.map(run, range(THREADS)))
+    assert together == expected
+    shared.cache.check()
+    assert shared.cache.pool.free_pages == shared.cache.pool.num_pages
+
+
+def test_a_lock_goes_to_who_waits_before_it_is_taken_again() -> None:
+    lock, order = FairLock(), []
+
+    def other() -> None:
+        with lock:
+            order.append("other")
+
+    thread = threading.Thread(target=other)
+    with lock, lock:
+        thread.start()
+        while lock._queue.acquire(blocking=False):  # until the other stands in it
+            lock._queue.release()
+    with lock:
+        order.append("again")
+    thread.join()
+    assert order == ["other", "again"]
+
+
+# --- sessions in use ---
+
+LONG = "a prompt of more than two chunks of 16 tokens"
+FEW = Sampling(max_new_tokens=4)
+
+
+@pytest.fixture(scope="module")
+def threads_engine(qwen: Path) -> Engine:
+    return opened(qwen)
+
+
+@pytest.fixture
+def threads_session(threads_engine: Engine) -> Iterator[Session]:
+    """Yield a session; afterwards every page must be back."""
+    with threads_engine.session() as made:
+        yield made
+    threads_engine.cache.check()
+    assert threads_engine.cache.pool.free_pages == threads_engine.cache.pool.num_pages
+
+
+def elsewhere(call: Callable[[], Any]) -> Any:
+    """Return what ``call`` returns in another thread; raises what it raises."""
+    with ThreadPoolExecutor(1) as pool:
+        return pool.submit(call).result(timeout=60)
+
+
+CHANGES: dict[str, Callable[[Session, Path], Any]] = {
+    "send": lambda session, path: session.send("hi"),
+    "prefill": lambda session, path: session.prefill({"input_ids": torch.tensor([[5]])}),
+    "begin_prefill": lambda session, path: session.begin_prefill(
+        {"input_ids": torch.tensor([[5]])}
+    ),
+    "decode": lambda session, path: session.decode(5),
+    "decode_many": lambda session, path: session.engine.decode_many([session], [5], 2),
+    "fork": lambda session, path: session.fork(),
+    "undo": lambda session, path: session.undo(),
+    "save": lambda session, path: session.save(path),
+    "set_budget": lambda session, path: session.set_budget(9),
+}
+
+
+def test_an_unfinished_stream_has_its_session_for_itself(
+    threads_session: Session, tmp_path: Path
+) -> None:
+    with threads_session.fork() as undisturbed:
+        expected = "".join(undisturbed.send("tell me", sampling=FEW))
+        kept = undisturbed.memory().entries
+    stream = threads_session.send("tell me", sampling=FEW)
+    text = next(stream)
+    for name, change in CHANGES.items():
+        for where in (lambda call: call(), elsewhere):
+            with pytest.raises(SessionError, match="unfinished stream"):
+                where(lambda change=change: change(threads_session, tmp_path / "s"))
+            assert not (tmp_path / "s").exists(), name
+    assert elsewhere(threads_session.memory).entries == threads_session.memory().entries
+    text += "".join(stream)
+    assert text == expected and threads_session.memory().entries == kept
+    assert list(threads_session.send("go on", sampling=FEW)) and next(stream, None) is None
+
+
+def test_the_session_of_a_call_in_another_thread_is_refused(
+    threads_session: Session, tmp_path: Path
+) -> None:
+    """Between two chunks of its prompt, where the engine is free for others."""
+    refused: list[str] = []
+
+    def meanwhile(done: int, total: int) -> None:
+        for name, change in CHANGES.items():
+            with pytest.raises(SessionError, match="another thread"):
+                elsewhere(lambda change=change: change(threads_session, tmp_path / "s"))
+            refused.append(name)
+        with pytest.raises(SessionError, match="another thread"):
+            elsewhere(lambda: next(stream))
+
+    with threads_session.fork() as undisturbed:
+        expected = "".join(undisturbed.send(LONG, sampling=FEW))
+    stream = threads_session.send(LONG, sampling=FEW, progress=meanwhile)
+    assert "".join(stream) == expected
+    assert len(refused) >= 2 * len(CHANGES)
+
+
+def test_others_run_between_chunks_and_between_pieces(
+    threads_engine: Engine, threads_session: Session
+) -> None:
+    def turn() -> str:
+        with threads_engine.session() as own:
+            return "".join(own.send("hello", sampling=FEW))
+
+    expected, between = turn(), []
+    stream = threads_session.send(
+        LONG, sampling=FEW, progress=lambda *_: between.append(elsewhere(turn))
+    )
+    for _ in stream:
+        between.append(elsewhere(turn))
+    assert len(between) > 4 and set(between) == {expected}
+
+
+def test_of_two_messages_for_one_state_the_second_is_refused(threads_session: Session) -> None:
+    first, second = (
+        threads_session.send("one", sampling=FEW),
+        threads_session.send("two", sampling=FEW),
+    )
+    next(first)
+    with pytest.raises(SessionError, match="send it again"):
+        next(second)
+    list(first)
+    assert [message["role"] for message in threads_session.history] == ["user", "assistant"]
+    list(threads_session.send("three", sampling=FEW))
+    late = threads_session.send("four", sampling=FEW)
+    threads_session.decode(5)
+    with pytest.raises(SessionError, match="send it again"):
+        next(late)
+
+
+@pytest.mark.parametrize("how", ["closed", "closed elsewhere", "dropped", "in a cycle"])
+def test_an_abandoned_stream_ends_its_reply(
+    how: str, threads_engine: Engine, threads_session: Session, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    script(monkeypatch, threads_engine, ["abcdef"])
+    stream = threads_session.send("?")
+    assert [next(stream), next(stream)] == ["a", "b"]
+    if how == "closed":
+        stream.close()
+    elif how == "closed elsewhere":
+        elsewhere(stream.close)
+    elif how == "in a cycle":
+        ring: list[Any] = [stream]
+        ring.append(ring)
+        del ring
+    del stream
+    gc.collect()
+    assert threads_session.last is not None and threads_session.last.finish_reason == "interrupted"
+    assert threads_session.last.memory == threads_session.memory()
+    assert threads_session.history[-1]["content"] == "ab"
+    script(monkeypatch, threads_engine, ["ok"])
+    assert "".join(threads_session.send("go on")) == "ok"
+
+
+def test_a_session_closed_under_its_stream_stays_closed(threads_engine: Engine) -> None:
+    """By another thread, also where a failed prompt would have been taken back."""
+    for when in ("piece", "chunk"):
+        session = threads_engine.session()
+        session.undo_depth = 1
+        list(session.send("hello", sampling=FEW))
+
+        def close(*_: int, session: Session = session) -> None:
+            elsewhere(session.close)
+
+        stream = session.send(LONG, sampling=FEW, progress=close if when == "chunk" else None)
+        with pytest.raises(SessionError, match="closed"):
+            for _ in stream:
+                close()
+        assert (
+            session.closed
+            and threads_engine.cache.pool.free_pages == threads_engine.cache.pool.num_pages
+        )
+        threads_engine.cache.check()
+
+
+def test_what_is_gone_back_to_competes_with_nobody_from_the_start(
+    qwen: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = opened(qwen)
+    engine.share(12)
+    shared = engine.shared
+    assert shared is not None
+    lock, leave, before = engine.lock._lock, shared.leave, []
+
+    def watched(session: Any) -> None:
+        before.append(lock._is_owned())  # type: ignore[attr-defined]
+        leave(session)
+
+    with engine.session() as session:
+        session.undo_depth = 1
+        monkeypatch.setattr(shared, "leave", watched)
+        list(session.send("hi", sampling=FEW))
+        assert before == [True]
+        taken = session.fork()
+        assert session.undo()
+        session.put_back(taken)
+        assert list(shared._weights) == [session]

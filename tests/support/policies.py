@@ -7,7 +7,7 @@ from mmkv.engine.policies import PRESETS, Policy, make_policy
 from mmkv.engine.scorer_state import has_on_append
 
 _ALL = {name: make_policy(name) for name in PRESETS}
-# Pruners need pictures and layers enough, and write gates are other gates: test_matrix.py has them.
+# Pruners need pictures and layers enough, and write gates are other gates: test_oracle.py has them.
 _MADE = {
     name: policy
     for name, policy in _ALL.items()

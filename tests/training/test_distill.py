@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import hashlib
 import json
+import signal
 import subprocess
 import sys
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from inspect import signature
 from pathlib import Path
 from typing import Any
@@ -14,10 +15,14 @@ from typing import Any
 import pytest
 import torch
 from huggingface_hub import ModelCard
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
-from transformers import TrainingArguments
+from transformers import TrainerState, TrainingArguments
 
+from mmkv.cli.app import run
 from mmkv.engine.errors import InputError
 from mmkv.engine.model.fingerprint import fingerprint
 from mmkv.engine.model.gates import load_gates, make_random_gates
@@ -26,11 +31,13 @@ from mmkv.resources import bundled_model
 from mmkv.training import distill as command_line
 from mmkv.training.data.examples import examples
 from mmkv.training.distill import main
-from mmkv.training.folder import ASKED, HISTORY, history
+from mmkv.training.folder import ASKED, HISTORY, Stopping, begin, history, resume
 from mmkv.training.model import PARTS
 from mmkv.training.run import (
     HeldOutData,
+    History,
     _arguments,
+    _idle,
     distill,
     load_backbone,
     own_device,
@@ -42,7 +49,7 @@ from mmkv.training.settings import TrainingSettings
 MODEL = str(bundled_model())
 
 
-def settings(folder: Path, **changes: Any) -> TrainingSettings:
+def short_run(folder: Path, **changes: Any) -> TrainingSettings:
     """Return a short run on the CPU in float32."""
     usual = dict(
         model=MODEL,
@@ -82,7 +89,7 @@ def test_a_short_distillation_beats_random_gates_and_recency(tmp_path: Path) -> 
 
     Seen with seeds 0 to 2: 0.18 to 0.32 trained; 4.4 and 2.1 random, 2.7 recency.
     """
-    chosen = settings(tmp_path, steps=40, batch=1, lr=6e-3)
+    chosen = short_run(tmp_path, steps=40, batch=1, lr=6e-3)
     engine, described = train(chosen, source="scenes:sparse")
     data = HeldOutData(engine, held_out(4))
     trained = load_gates(tmp_path, engine.spec)
@@ -104,7 +111,7 @@ def test_a_short_distillation_beats_random_gates_and_recency(tmp_path: Path) -> 
 @pytest.mark.slow(reason="trains the gates for several steps")
 def test_the_capacity_term_meets_its_budget(tmp_path: Path) -> None:
     """With only that term, soft entries per head fall to M and stay near it."""
-    train(settings(tmp_path, steps=30, batch=1, loss="kl", lambda_cap=1000.0, lr=2e-2, warmup=0.0))
+    train(short_run(tmp_path, steps=30, batch=1, loss="kl", lambda_cap=1000.0, lr=2e-2, warmup=0.0))
     history = [json.loads(line) for line in (tmp_path / HISTORY).read_text().splitlines()]
     kept = [line["kept"] for line in history if "kept" in line]
     assert kept[0] > 48 and 8 < kept[-1] < 30, kept
@@ -113,14 +120,14 @@ def test_the_capacity_term_meets_its_budget(tmp_path: Path) -> None:
 @pytest.mark.slow(reason="trains the gates for several steps")
 def test_a_resumed_run_ends_where_an_uninterrupted_one_does(tmp_path: Path) -> None:
     whole, cut = tmp_path / "whole", tmp_path / "cut"
-    train(settings(whole, steps=6, save_every=3))
-    train(settings(cut, steps=6, save_every=3))
+    train(short_run(whole, steps=6, save_every=3))
+    train(short_run(cut, steps=6, save_every=3))
     # As after a kill past the third step: later checkpoints and the result are not there.
     for made in cut.glob("checkpoint-6/*"):
         made.unlink()
     (cut / "checkpoint-6").rmdir()
     (cut / "gates.safetensors").unlink()
-    train(settings(cut, steps=6, save_every=3, resume=True))
+    train(short_run(cut, steps=6, save_every=3, resume=True))
     first, second = (load_file(folder / "gates.safetensors") for folder in (whole, cut))
     assert first.keys() == second.keys()
     for name in first:
@@ -132,37 +139,37 @@ def test_a_resumed_run_ends_where_an_uninterrupted_one_does(tmp_path: Path) -> N
 @pytest.mark.slow(reason="trains the gates for several steps")
 def test_resuming_a_finished_run_keeps_its_figures(tmp_path: Path) -> None:
     short: dict[str, Any] = dict(steps=2, batch=1, save_every=1, held_out_budget=16.0)
-    _, first = train(settings(tmp_path, **short), held=1)
-    _, again = train(settings(tmp_path, **short, resume=True), held=1)
+    _, first = train(short_run(tmp_path, **short), held=1)
+    _, again = train(short_run(tmp_path, **short, resume=True), held=1)
     assert first["results"]["held_out_kl"] > 0 and again["results"] == first["results"]
     assert "No held-out data" not in (tmp_path / "README.md").read_text()
 
 
 @pytest.mark.slow(reason="trains the gates for several steps")
 def test_a_checkpoint_that_was_cut_off_is_passed_over(tmp_path: Path) -> None:
-    train(settings(tmp_path, steps=4, batch=1, save_every=2))
+    train(short_run(tmp_path, steps=4, batch=1, save_every=2))
     (tmp_path / "checkpoint-4" / "trainer_state.json").unlink()
-    train(settings(tmp_path, steps=4, batch=1, save_every=2, resume=True))
+    train(short_run(tmp_path, steps=4, batch=1, save_every=2, resume=True))
     assert [line["step"] for line in history(tmp_path) if "loss" in line] == [1, 2, 3, 4]
 
 
 @pytest.mark.slow(reason="trains the gates for several steps")
 def test_runs_do_not_mix(tmp_path: Path) -> None:
     short: dict[str, Any] = dict(steps=2, batch=1, save_every=1)
-    train(settings(tmp_path, **short))
+    train(short_run(tmp_path, **short))
     written = (tmp_path / "gates.json").read_bytes()
     with pytest.raises(InputError, match=r"checkpoint-2 of an earlier run; .*--resume"):
-        train(settings(tmp_path, steps=2, batch=1))
+        train(short_run(tmp_path, steps=2, batch=1))
     for change in ({"bias": 3.0}, {"d_gate": 96}, {"seed": 9}, {"steps": 4}):
         (name,) = change
         option = name.replace("_", "-")
         with pytest.raises(InputError, match=f"--{option} is .*the run in .* has"):
-            train(settings(tmp_path, **(short | change), resume=True))
+            train(short_run(tmp_path, **(short | change), resume=True))
     assert (tmp_path / "gates.json").read_bytes() == written
-    train(settings(tmp_path, steps=2, batch=1, log_every=2, store="float16", resume=True))
+    train(short_run(tmp_path, steps=2, batch=1, log_every=2, store="float16", resume=True))
     (tmp_path / ASKED).unlink()
     with pytest.raises(InputError, match="does not say what its run was asked"):
-        train(settings(tmp_path, steps=2, batch=1, resume=True))
+        train(short_run(tmp_path, steps=2, batch=1, resume=True))
 
 
 def test_each_process_takes_its_own_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -180,7 +187,7 @@ def test_several_gpus_do_not_split_documents(
     """The Trainer wraps a model in nn.DataParallel when its arguments count several GPUs."""
     monkeypatch.setattr(TrainingArguments, "_setup_devices", torch.device("cpu"))
     monkeypatch.setattr(TrainingArguments, "_n_gpu", 4, raising=False)
-    assert _arguments(settings(tmp_path), tmp_path).n_gpu == 1
+    assert _arguments(short_run(tmp_path), tmp_path).n_gpu == 1
 
 
 @pytest.mark.slow(reason="six processes, launchers with them, load torch and transformers")
@@ -238,7 +245,7 @@ def test_two_processes_give_the_loss_curve_of_one(
 
 
 def test_trim_kvs_recipe_trains_gates_that_the_engine_reads(tmp_path: Path) -> None:
-    given = asdict(settings(tmp_path))
+    given = asdict(short_run(tmp_path))
     chosen = {name: given[name] for name in ("model", "output", "device", "dtype", "log_every")}
     made = TrainingSettings.of("trimkv", **chosen, d_gate=16, budget=24.0, steps=2, accumulate=1)
     engine, described = train(made, held=1)
@@ -324,7 +331,7 @@ def test_options_override_the_recipe(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_the_card_says_what_decides_the_gates(tmp_path: Path) -> None:
-    chosen = settings(tmp_path, model="owner/name", held_out_budget=12.0)
+    chosen = short_run(tmp_path, model="owner/name", held_out_budget=12.0)
     described = {
         "base_model": "owner/name",
         "base_sha256": "f00",
@@ -406,3 +413,169 @@ def test_mistakes_get_one_line(
         x for x in capfd.readouterr().err.splitlines() if x.startswith("mmkv.training.distill:")
     ]
     assert len(lines) == 1 and words in lines[0]
+
+
+# A run that teaches its gates nothing says so, once.
+
+
+@pytest.mark.parametrize(
+    ("norms", "said"),
+    [([1e-6] * 5, 1), ([1e-6, 1e-6], 1), ([1e-6, 0.2, 1e-6], 0), ([], 0)],
+    ids=["idle", "idle and short", "moves", "nothing logged"],
+)
+def test_gradients_next_to_nothing_are_said_once(
+    norms: list[float], said: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    given: Any = None
+    state = TrainerState(is_world_process_zero=True)
+    callback = _idle(TrainingSettings(model="m", output="o"))
+    for norm in norms:
+        callback.on_log(given, state, given, {"grad_norm": norm})
+    callback.on_train_end(given, state, given)
+    err = capsys.readouterr().err
+    assert err.count("learn next to nothing") == said
+    assert ("--bias 10 --lr 3e-3 --lambda-cap 16 --d-gate 96" in err) == bool(said)
+
+
+def test_a_run_shorter_than_its_log_lines_says_so_too(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A bias of 20 is a gate of 1 - 2e-9: whatever the data, next to nothing moves it."""
+    run: dict[str, Any] = {"bias": 20.0, "lambda_cap": 0.0, "loss": "ntp", "log_every": 10}
+    train(short_run(tmp_path, steps=1, **run))
+    assert "mmkv: these gates learn next to nothing: up to step 1" in capsys.readouterr().err
+
+
+# Runs that cannot end well are refused before they start, and stopped ones can go on.
+
+
+NUMBERS = sorted(f.name for f in fields(TrainingSettings) if isinstance(f.default, float))
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.sampled_from(NUMBERS), st.sampled_from(["nan", "inf", "-inf"]))
+def test_numbers_that_are_not_finite_are_refused(name: str, value: str) -> None:
+    with pytest.raises(InputError, match=f"--{name.replace('_', '-')} is {value}; give"):
+        TrainingSettings(MODEL, "out", **{name: float(value)})
+
+
+@pytest.mark.parametrize(("option", "value"), [("--lr", "inf"), ("--bias", "nan")])
+def test_such_a_run_ends_with_an_error_and_saves_nothing(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], option: str, value: str
+) -> None:
+    out = tmp_path / "gates"
+    given = ["--model", MODEL, "--data", "scenes:dense", "--output", str(out), option, value]
+    assert main(given) == 1
+    assert f"{option} is {value}" in capsys.readouterr().err and not out.exists()
+
+
+def run_of(folder: Path, *more: str) -> list[str]:
+    """Return the arguments of a run of three short steps."""
+    sizes = "--d-gate 24 --steps 3 --budget 24 --log-every 1 --save-every 100 --device cpu".split()
+    data = ["--data", "scenes:dense", "--output", str(folder)]
+    return ["--model", MODEL, *data, *sizes, "--max-length", "512", *more]
+
+
+def press_at(monkeypatch: pytest.MonkeyPatch, step: int) -> None:
+    """Press Ctrl-C while the line of this step is logged."""
+    log = History.on_log
+
+    def pressing(self: History, args: Any, state: Any, control: Any, **more: Any) -> None:
+        log(self, args, state, control, **more)
+        if state.global_step == step:
+            signal.raise_signal(signal.SIGINT)
+
+    monkeypatch.setattr(History, "on_log", pressing)
+
+
+def test_ctrl_c_keeps_a_checkpoint_and_ends_with_130(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """``mmkv distill && mmkv chat`` must not go on to chat."""
+    with monkeypatch.context() as context:
+        press_at(context, 1)
+        assert run(["distill", *run_of(tmp_path)]) == 130
+    shown = capsys.readouterr().err
+    assert "--resume" in shown and "Traceback" not in shown
+    (kept,) = tmp_path.glob("checkpoint-*")
+    assert (kept / "trainer_state.json").is_file() and int(kept.name[11:]) <= 2
+    assert not (tmp_path / "gates.safetensors").exists()
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    assert run(["distill", *run_of(tmp_path), "--resume"]) == 0
+    assert [line["step"] for line in history(tmp_path) if "loss" in line] == [1, 2, 3]
+    assert (tmp_path / "gates.safetensors").is_file()
+
+
+def test_a_second_ctrl_c_interrupts_at_once() -> None:
+    with pytest.raises(KeyboardInterrupt), Stopping() as stopping:
+        signal.raise_signal(signal.SIGINT)
+        assert stopping.pressed
+        signal.raise_signal(signal.SIGINT)
+        raise AssertionError("the second press was held back")
+    with pytest.raises(KeyboardInterrupt), Stopping():
+        signal.raise_signal(signal.SIGINT)
+    with Stopping():
+        pass
+
+
+def test_ctrl_c_before_the_first_step_ends_with_130(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(
+        "mmkv.training.run.load_backbone", lambda _: signal.raise_signal(signal.SIGINT)
+    )
+    assert main(run_of(tmp_path)) == 130 and run(["distill", *run_of(tmp_path)]) == 130
+    assert "Traceback" not in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("left", [[], ["config.json"], ["model.safetensors", "optimizer.pt"]])
+def test_a_kill_inside_the_first_checkpoint_is_no_dead_end(tmp_path: Path, left: list[str]) -> None:
+    """What --resume advises works: a run without it begins anew over what is left."""
+    asked = {"model": "m"}
+    begin(tmp_path, asked)
+    cut = tmp_path / "checkpoint-100"
+    cut.mkdir()
+    for name in left:
+        (cut / name).write_bytes(b"cut")
+    with pytest.raises(InputError, match="leave --resume out"):
+        resume(tmp_path, asked)
+    begin(tmp_path, asked)
+    (cut / "trainer_state.json").write_text("{}")
+    assert resume(tmp_path, asked) == cut
+    with pytest.raises(InputError, match="continue it with --resume"):
+        begin(tmp_path, asked)
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        OSError(28, "No space left on device"),
+        SafetensorError("Error while serializing: I/O error: No space left on device"),
+        RuntimeError("[enforce fail at inline_container.cc:672] . unexpected pos 64 vs 0"),
+        RuntimeError("PytorchStreamWriter failed writing file data/0: file write failed"),
+    ],
+)
+def test_a_full_disk_gets_one_line(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    error: Exception,
+) -> None:
+    def full(*_: object) -> None:
+        raise error
+
+    monkeypatch.setattr("mmkv.training.run.load_backbone", full)
+    assert main(run_of(tmp_path)) == 1
+    shown = capsys.readouterr().err
+    assert "free space" in shown and "--resume" in shown and shown.count("\n") == 1
+
+
+def test_other_errors_are_not_taken_for_a_full_disk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(_: object) -> None:
+        raise RuntimeError("a bug")
+
+    monkeypatch.setattr("mmkv.training.run.load_backbone", broken)
+    with pytest.raises(RuntimeError, match="a bug"):
+        main(run_of(tmp_path))

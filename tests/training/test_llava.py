@@ -1,28 +1,58 @@
-"""``python -m training.llava train``: an adapter learns, and the language model stays as it was."""
+"""``python -m training.llava``: pictures, an adapter that learns, and a joined LLaVA."""
 
 from __future__ import annotations
 
 import json
+from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
 import transformers
+from PIL import Image
 from safetensors.torch import load_file
 from tokenizers import Tokenizer, models
 
+from mmkv import Engine, Sampling
 from mmkv.engine.errors import ModelError
+from mmkv.engine.model.fingerprint import fingerprint
+from mmkv.engine.model.gates import foreign_note, load_gates, make_random_gates, save_gates
+from mmkv.engine.runtime import Runtime
 from mmkv.resources import BUNDLED_ADAPTER, asset
+from mmkv.training.data.scenes import EMPTY, Question
 from mmkv.training.llava.__main__ import arguments, main
-from mmkv.training.llava.adapter import CHAT_TEMPLATE, LlavaAdapter, vision_config, with_image_token
-from mmkv.training.llava.pictures import EasyVQA, talk
-from mmkv.training.llava.teach import Language, encode, opening
+from mmkv.training.llava.adapter import (
+    CHAT_TEMPLATE,
+    LlavaAdapter,
+    load,
+    save,
+    vision_config,
+    with_image_token,
+)
+from mmkv.training.llava.pictures import PLACES, EasyVQA, PictureTurn, Shown, all_names, talk
+from mmkv.training.llava.teach import (
+    Eyes,
+    Language,
+    WordTable,
+    caption,
+    encode,
+    entries,
+    install,
+    opening,
+)
 from mmkv.training.measure.record import ROOT
 from tests.support.chat_models import save_llama
 from tests.support.llava import HIDDEN, SYSTEM, options
 
-pytest_plugins = ("tests.support.llava_fixtures",)
+if TYPE_CHECKING:
+    from tests.support.cli_fixtures import Ran
+
+pytest_plugins = (
+    "tests.support.cli_fixtures",
+    "tests.support.llava_fixtures",
+)
 
 
 def test_training_changes_the_adapter_and_not_the_language_model(
@@ -132,3 +162,234 @@ def test_the_bundled_adapter_is_what_the_command_makes() -> None:
     page = (ROOT / "eval" / "notes" / "smollm2-llava.md").read_text()
     assert join in page and train in page
     assert "eval/notes/smollm2-llava.md" in (ROOT / "README.md").read_text()
+
+
+# An adapter joined with a language model: read as any LLaVA is, or refused.
+
+
+def test_transformers_and_mmkv_give_the_same_tokens(joined: Path) -> None:
+    shown = [Image.effect_noise((50 + n, 40), 90).convert("RGB") for n in range(2)]
+    model = transformers.AutoModelForImageTextToText.from_pretrained(joined, dtype=torch.float32)
+    processor = transformers.AutoProcessor.from_pretrained(joined, backend="pil")
+    content = [{"type": "image"}, {"type": "image"}, {"type": "text", "text": "what are these?"}]
+    text = processor.apply_chat_template(
+        [{"role": "user", "content": content}], add_generation_prompt=True
+    )
+    inputs = processor(text=text, images=shown, return_tensors="pt")
+    made = model.generate(**inputs, max_new_tokens=8, do_sample=False)
+    engine = Engine.from_pretrained(joined, policy="full", dtype="float32")
+    sampling = Sampling(max_new_tokens=8, temperature=0)
+    with engine.session() as session:
+        list(session.send("what are these?", images=shown, sampling=sampling))
+        assert session.last is not None
+        assert session.last.token_ids == made[0, inputs["input_ids"].shape[1] :].tolist()
+        assert session.memory().by_modality["image"] == 2 * 16 * 2 * 2  # tokens, layers, KV heads
+
+
+def test_the_trained_features_are_transformers_own(
+    joined: Path, trained: tuple[Path, dict[str, Any]], tmp_path: Path
+) -> None:
+    model = transformers.AutoModelForImageTextToText.from_pretrained(joined, dtype=torch.float32)
+    made = load(trained[0], model.config.text_config)
+    picture = tmp_path / "half.png"
+    Image.effect_noise((64, 64), 90).convert("RGB").save(picture)
+    shown = [Shown(("frog",)), Shown(("apple", "bus", EMPTY, "key"))]
+    shown += [Shown(("red circle",), file=picture, mirrored=mirrored) for mirrored in (True, False)]
+    processor = transformers.AutoProcessor.from_pretrained(joined, backend="pil")
+    pixels = processor.image_processor([one.picture() for one in shown], return_tensors="pt")
+    with torch.no_grad():
+        theirs = model.model.get_image_features(**pixels).pooler_output
+        torch.testing.assert_close(made(shown), torch.stack(list(theirs)))
+
+
+def test_text_alone_is_the_language_models(joined: Path, language: Path) -> None:
+    chats = [
+        [{"role": "user", "content": "hello"}],
+        [{"role": "system", "content": "be brief"}, {"role": "user", "content": "hello"}],
+    ]
+    tokenizer = transformers.AutoTokenizer.from_pretrained(joined)
+    rendered = [
+        tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
+        for chat in chats
+    ]
+    ending = "<|im_start|>user\nhello<|im_end|>\n<|im_start|>assistant\n"
+    assert rendered == [SYSTEM + ending, "<|im_start|>system\nbe brief<|im_end|>\n" + ending]
+    ids = torch.arange(20)[None]
+    alone = transformers.AutoModelForCausalLM.from_pretrained(language, dtype=torch.float32)
+    whole = transformers.AutoModelForImageTextToText.from_pretrained(joined, dtype=torch.float32)
+    assert torch.equal(alone(ids).logits, whole(ids).logits)
+
+
+def test_a_chat_answers_about_a_picture(mmkv: Callable[..., Ran], joined: Path, easy: Path) -> None:
+    picture = easy / "train" / "images" / "0.png"
+    ran = mmkv(
+        "chat",
+        str(joined),
+        "--image",
+        str(picture),
+        "-p",
+        "what is this?",
+        "--json",
+        "--policy",
+        "streamingllm",
+        "--budget",
+        "64",
+        "--max-new-tokens",
+        "4",
+    )
+    assert ran.code == 0, ran.err
+    answer = json.loads(ran.out)
+    assert answer["tokens"]["generated"] > 0 and answer["entries"]["by_modality"]["image"] > 0
+
+
+def test_gates_of_the_language_model_are_no_strangers(
+    joined: Path, language: Path, tmp_path: Path
+) -> None:
+    spec = Runtime.from_pretrained(str(joined), policy="full", device="cpu").spec
+    for model, known in ((str(language), True), ("another", False)):
+        base = fingerprint(model) or "0" * 64
+        save_gates(make_random_gates(spec), tmp_path, spec, None, base_fingerprint=base)
+        assert (foreign_note(load_gates(tmp_path, spec), str(joined)) is None) == known
+
+
+def random_adapter(folder: Path, hidden: int = HIDDEN) -> LlavaAdapter:
+    torch.manual_seed(1)
+    text = transformers.LlamaConfig(hidden_size=hidden, head_dim=8)
+    made = LlavaAdapter(vision_config(16, 1), text)
+    save(made, folder, {})
+    return made
+
+
+def test_join_refuses_what_does_not_fit(
+    language: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def refusal(adapter: Path, model: Path, output: Path) -> str:
+        folders = {"adapter": adapter, "language-model": model, "output": output}
+        assert main(["join", *(f"--{k}={v}" for k, v in folders.items())]) == 1
+        return capsys.readouterr().err
+
+    random_adapter(tmp_path / "fits")
+    random_adapter(tmp_path / "wide", 64)
+    (tmp_path / "empty").mkdir()
+    output = tmp_path / "output"
+    assert "no LLaVA adapter" in refusal(tmp_path / "empty", language, output)
+    assert "hidden size 64" in refusal(tmp_path / "wide", language, output)
+    assert "mmkv.eval.smollm2" in refusal(tmp_path / "fits", tmp_path / "empty", output)
+    assert "holds a checkpoint" in refusal(tmp_path / "fits", language, language)
+    assert not output.exists()
+
+
+def test_another_language_model_is_noted(
+    language: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    random_adapter(tmp_path / "adapter")
+    given = [f"--language-model={language}", f"--output={tmp_path / 'made'}"]
+    assert main(["join", *given, f"--adapter={tmp_path / 'adapter'}"]) == 0
+    assert "trained for other weights" in capsys.readouterr().err
+
+
+def test_an_installation_without_the_adapter_says_where_it_is(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("mmkv.training.llava.__main__.BUNDLED_ADAPTER", "not-installed")
+    asked = ["join", "--language-model", str(tmp_path), "--output", str(tmp_path / "made")]
+    assert main(asked) == 1
+    assert "holds no adapter; name one with --adapter" in capsys.readouterr().err
+
+
+# The pictures and talks that an adapter is trained on, and what it says it sees.
+
+
+def test_easy_vqa_tells_colour_and_shape_through_negations(easy: Path) -> None:
+    read = EasyVQA.of(easy, "train")
+    names = [one.names[0] for one in read.pictures]
+    assert names == ["teal circle", "gray triangle", "brown circle"]
+
+
+def test_held_out_talks_ask_what_training_never_shows(easy: Path) -> None:
+    data = {split: EasyVQA.of(easy, split) for split in ("train", "heldout")}
+    seen = {split: [talk(n, split, data[split]) for n in range(400)] for split in data}  # type: ignore[arg-type]
+    trained = {part for turns in seen["train"] for turn in turns for part in parts(turn)}
+    known = {name for name, _ in trained}
+    asked: Counter[str] = Counter()
+    for turns in seen["heldout"]:
+        shown = Shown(())
+        for turn in turns:
+            shown = turn.shown or shown
+            if shown.file is not None:
+                continue
+            about = (shown.names[0], shown.background)
+            if turn.question.kind == "grid":
+                where = next(place for place in PLACES if place in turn.question.text)
+                about = (turn.question.answer, where)
+                assert shown.names[PLACES.index(where)] == turn.question.answer
+            assert about not in trained and about[0] in {*known, EMPTY}
+            asked[turn.question.kind] += 1
+    assert min(asked[kind] for kind in ("one thing", "colour", "shape", "grid")) > 30
+    assert known <= set(all_names())
+
+
+def parts(turn: PictureTurn) -> set[tuple[str, str]]:
+    """Return name and background, and in a grid name and place, of what a drawn picture shows."""
+    if turn.shown is None or turn.shown.file is not None:
+        return set()
+    names = turn.shown.names
+    shown = {(name, turn.shown.background) for name in names}
+    if len(names) > 1:
+        shown |= set(zip(names, PLACES, strict=True))
+    return {each for each in shown if each[0] != EMPTY}
+
+
+def test_a_caption_says_what_stands_where() -> None:
+    shown = Shown(("apple", EMPTY, "red circle", "frog"))
+    told = caption(shown)
+    assert len(told) == 16
+    at = told.index("third")
+    assert told[at : at + 6] == ["third", "red", "circle", "fourth", "frog", ","]
+    alone = caption(Shown(("teal circle",)))
+    assert len(alone) == 16 and [e for e in alone if " " not in e] == ["teal", "circle"]
+    colours = shown.picture().resize((2, 2), Image.Resampling.BOX)
+    assert colours.getpixel((1, 0)) == (255, 255, 255)
+    red, _, blue = colours.getpixel((0, 1))  # type: ignore[misc]
+    assert red > blue + 50
+
+
+def test_a_projector_gives_the_vector_of_the_entry_that_is_seen(language: Path, easy: Path) -> None:
+    model = transformers.AutoModelForCausalLM.from_pretrained(language, dtype=torch.float32)
+    tokenizer = with_image_token(transformers.AutoTokenizer.from_pretrained(language))
+    table = WordTable(Language(model, tokenizer))
+    adapter = LlavaAdapter(vision_config(16, 1), model.config)
+    eyes = Eyes(adapter, table)
+    shown = [Shown(("frog",)), Shown(("apple", "bus", EMPTY, "key"))]
+    lines = table.lines(shown)
+    for sure in (4.0, 20.0):
+        # A classifier that says these entries whatever it sees: their logit is high.
+        said = torch.full((len(table.vectors),), -sure)
+        said[lines[0, 8]] = sure
+        with torch.no_grad():
+            eyes.classify.weight.zero_()
+            eyes.classify.bias.copy_(said)
+        install(eyes, table)
+        made = adapter(shown)
+        torch.testing.assert_close(
+            made, table.vectors[lines[0, 8]].expand_as(made), atol=2e-3, rtol=2e-3
+        )
+
+
+def test_the_bundled_eyes_read_held_out_pictures() -> None:
+    text = transformers.LlamaConfig(hidden_size=576, num_attention_heads=9)
+    adapter = load(asset(BUNDLED_ADAPTER), text)
+    # The projector's second matrix holds the vectors, in the table's order.
+    vectors = adapter.multi_modal_projector.linear_2.weight[:, : len(entries())].T
+    names = list(entries())
+    none = EasyVQA((Shown((EMPTY,)),), ((Question("easy-VQA", "?", "?"),),))
+    turns = [talk(number, "heldout", none, turns=1)[0] for number in range(80)]
+    shown = [turn.shown for turn in turns if turn.shown]
+    with torch.no_grad():
+        nearest = torch.cdist(adapter(shown).flatten(0, 1), vectors).argmin(-1).view(len(turns), -1)
+    read: Counter[str] = Counter()
+    asked = Counter(turn.question.kind for turn in turns)
+    for turn, one, lines in zip(turns, shown, nearest.tolist(), strict=True):
+        read[turn.question.kind] += [names[at] for at in lines] == caption(one)
+    for kind in ("one thing", "grid"):
+        assert asked[kind] > 10 and read[kind] >= 0.8 * asked[kind], (kind, read, asked)

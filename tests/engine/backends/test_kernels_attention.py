@@ -1,26 +1,39 @@
-"""Decode attention over paged ragged rows, torch and Triton, against dense float64 attention."""
+"""Attention of steps and prefill chunks over paged ragged rows, against dense float64."""
 
 from __future__ import annotations
 
+import mmap
 from pathlib import Path
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import Tensor
 
 from mmkv.engine.backends.cuda.kernels.buffers import Partials, WorkList
 from mmkv.engine.backends.cuda.kernels.decode_attention import empty_partials
-from mmkv.engine.backends.cuda.kernels.worklist import build_worklist_reference, empty_worklist
-from mmkv.eval.bench.kernel_code import decode
+from mmkv.engine.backends.cuda.kernels.worklist import (
+    build_worklist_reference,
+    empty_worklist,
+    tile_entries,
+)
+from mmkv.engine.backends.torch.attention import chunk_attention, merge
+from mmkv.eval.bench.kernel_code import SHARED_LIMITS, decode, prefill, window
 from tests.support.kernels import (
     DEVICE,
     ONE_SPILL,
+    Paged,
+    attention,
+    beside_a_sink,
     compile_case,
+    compile_for_hopper,
     forms,
     is_triton,
     needs_compiler,
+    paged,
+    rounded,
 )
-from tests.support.paged import Paged, attention, beside_a_sink, paged, rounded
 
 FORMS = forms("decode_attention", "decode_attention")
 SCALE = 0.2
@@ -254,3 +267,279 @@ def test_decode_kernel_fits_a_hopper_sm(group, tile, dim, tmp_path: Path) -> Non
     assert code.spills <= ONE_SPILL and code.registers <= 128 and code.shared <= 56 * 1024
     assert "cp.async.cg.shared.global" in code.ptx
     assert "cp.async.wait_group \t3" in code.ptx
+
+
+# Attention of a prefill chunk to retained rows, torch and Triton, against dense float64.
+
+
+PREFILL_FORMS = forms("prefill_attention", "prefill_attention")
+
+
+def prefill_queries(heads: int, count: int, dim: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    """Return ``[Hq, C, D]`` as the decoder gives it: a transposed view of a part of a wider
+    product.
+    """
+    generator = torch.Generator().manual_seed(1)
+    wide = torch.randn(count, heads + 1, dim, generator=generator).to(DEVICE, dtype)
+    return wide[:, 1:].transpose(0, 1)
+
+
+def check(
+    form, cache: Paged, query: Tensor, seq: int = 0, layer: int = 0, wider: float = 1
+) -> None:
+    row = cache.length[seq, layer], cache.table[seq, layer]
+    out, lse = form(query, cache.keys, cache.values, *row, SCALE)
+    assert out.shape == query.shape and out.dtype == query.dtype
+    group = query.shape[0] // len(row[0])
+    tolerance = {torch.float32: 4e-6, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}[query.dtype]
+    tolerance *= wider
+    for head, mine in enumerate(query.split(group)):
+        key, value = cache.row(seq, layer, head)
+        want, logs = attention(mine, key, value, SCALE)
+        here = slice(head * group, (head + 1) * group)
+        assert (out[here].double() - want).abs().max() <= tolerance * max(1.0, want.abs().max())
+        torch.testing.assert_close(lse[here].double(), logs, rtol=0, atol=max(tolerance / 4, 5e-6))
+
+
+@pytest.mark.parametrize("form", PREFILL_FORMS)
+@pytest.mark.parametrize("count", [1, 16, 45])
+@pytest.mark.parametrize("lengths", [[33, 30], [190, 1], [0, 17], [32, 64], [0, 0]], ids=str)
+def test_prefill_equals_dense_attention(form, count, lengths) -> None:
+    cache = paged(torch.tensor([[lengths]]), 16, 32, torch.float32, DEVICE)
+    check(form, cache, prefill_queries(8, count, 32))
+
+
+@pytest.mark.parametrize("form", PREFILL_FORMS)
+@pytest.mark.parametrize(
+    ("dim", "group", "page"), [(32, 8, 8), (64, 1, 64), (96, 3, 16), (128, 7, 32), (128, 4, 16)]
+)
+def test_prefill_shapes(form, dim, group, page) -> None:
+    """The second sequence's second layer; heads, layers and sequences must not be mixed up."""
+    length = torch.tensor([[[3, 20], [9, 4]], [[17, 2], [77, 40]]])
+    cache = paged(length, page, dim, torch.float32, DEVICE)
+    check(form, cache, prefill_queries(2 * group, 11, dim), seq=1, layer=1)
+
+
+@pytest.mark.parametrize("form", PREFILL_FORMS)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("count", [9, 40])
+def test_prefill_half_precision(form, dtype, count) -> None:
+    """Both block sizes of half precision: up to 64 queries per KV head, and more."""
+    cache = paged(torch.tensor([[[150, 9]]]), 16, 64, dtype, DEVICE)
+    check(form, cache, prefill_queries(8, count, 64, dtype))
+
+
+@pytest.mark.parametrize("form", PREFILL_FORMS)
+@pytest.mark.parametrize(("key_bits", "value_bits"), [(8, 8), (8, 4), (4, 4), (16, 16), (4, 8)])
+@pytest.mark.parametrize(
+    ("dim", "dtype"), [(32, torch.float32), (96, torch.float32), (64, DTYPES[-1])], ids=str
+)
+def test_prefill_fewer_bits(form, key_bits, value_bits, dim, dtype) -> None:
+    cache = paged(torch.tensor([[[70, 0]]]), 16, dim, dtype, DEVICE)
+    check(form, rounded(cache, key_bits, value_bits), prefill_queries(6, 11, dim, dtype), wider=4)
+
+
+@pytest.mark.parametrize("form", PREFILL_FORMS)
+@pytest.mark.parametrize("bits", [8, 4])
+def test_prefill_small_values_beside_a_sink_keep_their_digits_in_float16(form, bits) -> None:
+    cache, query = beside_a_sink(bits)
+    out, _ = form(query, cache.keys, cache.values, cache.length[0, 0], cache.table[0, 0], SCALE)
+    want, _ = attention(query[0], *cache.row(0, 0, 0), SCALE)
+    assert (out[0].double() - want).norm() <= 2e-3 * want.norm()
+
+
+@pytest.mark.parametrize("form", PREFILL_FORMS)
+def test_large_logits(form) -> None:
+    cache = paged(torch.tensor([[[70]]]), 16, 32, torch.float32, DEVICE)
+    query = prefill_queries(2, 5, 32) * 100
+    out, lse = form(query, cache.keys, cache.values, cache.length[0, 0], cache.table[0, 0], SCALE)
+    want, logs = attention(query, *cache.row(0, 0, 0), SCALE)
+    assert (out.double() - want).abs().max() <= 2e-4  # logits of 500, rounded to 3e-5
+    torch.testing.assert_close(lse.double(), logs, rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("form", PREFILL_FORMS)
+def test_merges_with_the_chunk_itself(form) -> None:
+    """Retained rows and the causal chunk together, one KV head empty."""
+    cache = paged(torch.tensor([[[40, 0]]]), 16, 32, torch.float32, DEVICE)
+    query = prefill_queries(4, 13, 32)
+    generator = torch.Generator().manual_seed(2)
+    key, value = (torch.randn(2, 13, 32, generator=generator).to(DEVICE) for _ in range(2))
+    past = form(query, cache.keys, cache.values, cache.length[0, 0], cache.table[0, 0], SCALE)
+    out, _ = merge(past, chunk_attention(query, key, value, SCALE))
+    for head in range(4):
+        old_key, old_value = cache.row(0, 0, head // 2)
+        for at in (0, 7, 12):
+            keys = torch.cat([old_key, key[head // 2, : at + 1].double()])
+            values = torch.cat([old_value, value[head // 2, : at + 1].double()])
+            want, _ = attention(query[head, at : at + 1], keys, values, SCALE)
+            torch.testing.assert_close(out[head, at].double(), want[0], rtol=0, atol=4e-6)
+
+
+@pytest.mark.parametrize("form", PREFILL_FORMS)
+def test_queries_that_lie_further_apart_than_32_bits_count(form) -> None:
+    """The third token of a chunk starts 2**31 numbers behind the first, as in long chunks."""
+    step = 2**30
+    if DEVICE.type == "cpu":  # the kernel gives pages for what is touched alone
+        raw = mmap.mmap(-1, (2 * step + 64) * 2, flags=mmap.MAP_PRIVATE | 0x4000)  # NORESERVE
+        numbers = torch.frombuffer(raw, dtype=torch.float16)
+    else:
+        numbers = torch.empty(2 * step + 64, dtype=torch.float16, device=DEVICE)
+    query = numbers.as_strided((1, 3, 32), (32, step, 1))
+    query.copy_(torch.randn(1, 3, 32, generator=torch.Generator().manual_seed(3)))
+    check(form, paged(torch.tensor([[[40]]]), 16, 32, torch.float16, DEVICE), query)
+
+
+@needs_compiler
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("bits", [(8, 8), (8, 4), (4, 4)])
+@pytest.mark.parametrize("queries", [64, 2048])
+def test_kernel_of_fewer_bits_fits_a_hopper_sm(queries, bits, dtype, tmp_path: Path) -> None:
+    """No spills (Triton 3.8: 68 bytes), and as many programs as fit with plain pages."""
+    case = prefill(queries, bits, dtype)
+    code = compile_case(case, tmp_path)
+    assert code.spills <= 68 and code.registers <= 255
+    assert code.shared <= (113 if case.num_warps == 4 else 227) * 1024
+
+
+@needs_compiler
+@pytest.mark.parametrize("queries", [64, 2048])
+def test_kernel_fits_a_hopper_sm(queries, tmp_path: Path) -> None:
+    """Two programs per SM for short chunks, one of 8 warps else; Hopper's own matrix products."""
+    case = prefill(queries)
+    code = compile_case(case, tmp_path)
+    assert code.spills == 0 and code.registers <= (256 if case.num_warps == 4 else 192)
+    assert code.shared <= (113 if case.num_warps == 4 else 227) * 1024
+    assert "wgmma.mma_async" in code.ptx and "cp.async.wait_group \t2" in code.ptx
+
+
+# What takes most: Hopper's and Blackwell's matrix units have paths of their own, the rest shares
+# one, and of those sm_89 has the least memory, with sm_86 and sm_120.
+@needs_compiler
+@pytest.mark.parametrize("arch", [89, 90, 100])
+@pytest.mark.parametrize(
+    ("make", "arguments"),
+    [
+        (window, ("lse", 448, torch.bfloat16)),
+        (window, ("probability", 448, torch.bfloat16)),
+        (prefill, (2048, (0, 0), torch.float32)),
+    ],
+    ids=["lse", "probability", "prefill"],
+)
+def test_the_largest_programs_fit_every_card(make, arguments, arch, tmp_path: Path) -> None:
+    """SnapKV's window of 64 on Qwen2.5-VL-7B: 448 queries a KV head; and float32.
+
+    ``python -m mmkv.eval.bench.kernel_code`` does the same for all kernels and cards.
+    """
+    assert compile_case(make(*arguments), tmp_path, arch).shared <= SHARED_LIMITS[arch]
+
+
+# The work list: every tile of every row is assigned once, in order, in equal runs.
+
+
+WORKLIST_FORMS = forms("worklist", "build_worklist")
+
+
+def expected(entries: list[int], sources: list[int], tile: int, runs: int):
+    """Deal tiles one by one; returns the rows' and the runs' columns."""
+    tiles = [
+        (row, start)
+        for row, count in enumerate(entries)
+        for start in (range(0, count, tile) or [0])
+    ]
+    busy = min(runs, len(tiles))
+    dealt = [
+        tiles[p * len(tiles) // busy : (p + 1) * len(tiles) // busy] if p < busy else []
+        for p in range(runs)
+    ]
+    rows = []
+    for row, count in enumerate(entries):
+        owners = [p for p, mine in enumerate(dealt) if any(r == row for r, _ in mine)]
+        rows.append([count, sources[row], owners[0], len(owners)])
+    heads = []
+    for mine in dealt:
+        row, start = mine[0] if mine else (0, 0)
+        heads.append([len(mine), row, start, entries[row], sources[row]] if mine else [0] * 5)
+    return rows, heads
+
+
+def worklist_check(form, length: Tensor, seqs: list[int], tile: int, runs: int) -> WorkList:
+    layers, heads = length.shape[1:]
+    work = empty_worklist(len(seqs), layers, heads, tile, runs, DEVICE)
+    work.rows.fill_(-7)
+    work.runs.fill_(-7)
+    form(work, torch.tensor(seqs, device=DEVICE), length.to(DEVICE))
+    for layer in range(layers):
+        where = [(max(s, 0), h, s >= 0) for s in seqs for h in range(heads)]
+        entries = [int(length[s, layer, h]) if live else 0 for s, h, live in where]
+        sources = [(s * layers + layer) * heads + h for s, h, _ in where]
+        rows, columns = expected(entries, sources, tile, runs)
+        assert work.rows[layer].tolist() == rows
+        assert work.runs[layer, :, :5].tolist() == columns
+    return work
+
+
+@pytest.mark.parametrize("form", WORKLIST_FORMS)
+@pytest.mark.parametrize("runs", [1, 5, 70])
+def test_tiles_are_assigned_once_and_evenly(form, runs) -> None:
+    length = torch.tensor([[[1, 16], [0, 0]], [[33, 400], [15, 17]], [[64, 3], [90, 0]]])
+    worklist_check(form, length, [2, 0, 1], 16, runs)
+
+
+@pytest.mark.parametrize("form", WORKLIST_FORMS)
+def test_idle_batch_slots_count_as_empty(form) -> None:
+    length = torch.tensor([[[40, 16]], [[33, 40]]])
+    work = worklist_check(form, length, [-1, 1, -1], 16, 4)
+    assert work.rows[0, :, 0].tolist() == [0, 0, 33, 40, 0, 0]
+    worklist_check(form, length, [-1, -1], 16, 9)
+
+
+@pytest.mark.parametrize("form", WORKLIST_FORMS)
+def test_more_rows_than_one_block(form) -> None:
+    """300 rows, and runs in four blocks: sums carry over from block to block."""
+    generator = torch.Generator().manual_seed(0)
+    length = torch.randint(0, 70, (60, 1, 5), generator=generator)
+    worklist_check(form, length, torch.randperm(60, generator=generator).tolist(), 16, 100)
+
+
+def test_long_rows_do_not_overflow() -> None:
+    """Tiles times runs pass 2**31."""
+    work = worklist_check(
+        build_worklist_reference, torch.full((1, 1, 2), 10_000_000), [0], 16, 2000
+    )
+    assert int(work.runs[0, :, 0].sum()) == 2 * 625_000
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.lists(st.lists(st.integers(0, 130), min_size=2, max_size=2), min_size=1, max_size=6),
+    st.sampled_from([16, 32, 64]),
+    st.integers(1, 20),
+    st.randoms(use_true_random=False),
+)
+def test_any_lengths(lengths, tile, runs, random) -> None:
+    seqs = [random.choice([-1, random.randrange(len(lengths))]) for _ in range(4)]
+    worklist_check(build_worklist_reference, torch.tensor(lengths)[:, None], seqs, tile, runs)
+
+
+def test_a_tile_is_a_fixed_number_of_bytes() -> None:
+    half = {d: tile_entries(d, torch.bfloat16) for d in (32, 64, 96, 128)}
+    assert half == {32: 128, 64: 64, 96: 32, 128: 32}
+    assert tile_entries(128, torch.float32) == 16
+
+
+@needs_compiler
+def test_worklist_kernel_fits_a_hopper_sm(tmp_path: Path) -> None:
+    types = dict.fromkeys(("seqs", "length"), "*i64")
+    types |= dict.fromkeys(("rows_out", "runs_out"), "*i32")
+    types |= dict.fromkeys(("rows", "runs", "layers"), "i32")
+    constants = {"HEADS": 8, "TILE": 32, "BLOCK_ROWS": 128, "BLOCK_RUNS": 32}
+    report = compile_for_hopper(
+        "mmkv.engine.backends.cuda.kernels.worklist_triton",
+        "worklist_kernel",
+        types,
+        constants,
+        4,
+        tmp_path,
+    )
+    assert report.spills == 0 and report.registers <= 168 and report.shared <= 4096

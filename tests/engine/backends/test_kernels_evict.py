@@ -1,21 +1,48 @@
-"""Eviction on the device against the eager cache, its policies and its order of pages."""
+"""Eviction on the device against the eager cache: policies, scores bit by bit, pages in order."""
 
 from __future__ import annotations
 
 import math
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
-from mmkv.engine.backends.cuda.kernels.buffers import BLOCK, MOST_TIES, EvictionBuffers, PageTables
-from mmkv.engine.backends.cuda.kernels.evict import empty_eviction
+from mmkv.engine.backends.cuda.kernels.append import empty_room, make_room
+from mmkv.engine.backends.cuda.kernels.buffers import (
+    BLOCK,
+    MOST_TIES,
+    TURNS,
+    EvictionBuffers,
+    PageTables,
+)
+from mmkv.engine.backends.cuda.kernels.evict import empty_eviction, unsupported_reason
 from mmkv.engine.cache import RaggedCache
 from mmkv.engine.policies import Policy, make_policy
-from tests.support.eviction_machine import LEVELS, ROWS, Machine, eager_evict, on_device
-from tests.support.kernels import forms, is_triton
-from tests.support.rows import assert_same, eager_cache, snapshot, to_device, unchanged
+from mmkv.engine.policies.scoring import lookahead_log_score
+from tests.support.kernels import (
+    COLUMNS,
+    DEVICE,
+    LEVELS,
+    ONE_SPILL,
+    ROWS,
+    Machine,
+    assert_same,
+    compile_for_hopper,
+    eager_cache,
+    eager_counts,
+    eager_evict,
+    forms,
+    is_triton,
+    needs_compiler,
+    on_device,
+    snapshot,
+    to_device,
+    unchanged,
+)
 
 FORMS = forms("evict", "evict")
 METHODS = [
@@ -166,3 +193,229 @@ def test_a_sequence_too_large_for_the_buffers_is_skipped_and_reported(form: Any,
     for seq, budget in ((0, 20), (1, 5)):
         eager_evict(machine.cache, machine.policy, seq, seen[seq], budget)
     assert_same(machine.cache, machine.rows, machine.columns)
+
+
+# Scores of the eviction kernels, bit by bit, and the policies that they know.
+
+
+def test_which_policies_are_supported() -> None:
+    assert not any(unsupported_reason(make_policy(*method)) for method in METHODS)
+    assert unsupported_reason(make_policy("full")) == "policy 'full'"  # never evicts
+    assert unsupported_reason(make_policy("snapkv")) == "policy 'snapkv'"  # reads attention
+
+
+def rounded_scores(rate: np.ndarray, age: np.ndarray, ahead: float) -> np.ndarray:
+    """The definition of ``lookahead_log_score`` in long double: three roundings to float32."""
+    x = rate.astype(np.longdouble)
+    decayed = age.astype(np.float32) * rate
+    if ahead == 1:
+        return decayed
+    if math.isinf(ahead):
+        near, far = np.log(-np.expm1(x)), np.log1p(-np.exp(x))
+        return decayed - np.where(x > -math.log(2), near, far).astype(np.float32)
+    ratio = np.expm1(ahead * x) / np.expm1(x)
+    return decayed + np.log(np.where(x == 0, ahead, ratio)).astype(np.float32)
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("ahead", [1, 2, 5, 64, math.inf])
+@np.errstate(all="ignore")
+def test_scores_are_the_formula_correctly_rounded(form: Any, ahead: float) -> None:
+    """So they, and the order of entries, do not depend on the machine."""
+    count, now = 1024, 70_000
+    cache = eager_cache(torch.tensor([[[count]]]), 16, pages=64, width=64, seed=4)
+    powers = torch.rand(count, generator=torch.Generator().manual_seed(6)) * 10.7 - 9
+    special = torch.tensor([0.0, -0.0, -1e-9, -1.5e-8, -0.6931472, -0.6931471, -0.03125, -50.0])
+    cache.pool.log_beta.copy_(torch.cat([-(10**powers)[:-8], special]).view(-1, 16))
+    slot = cache.entries(0).slot
+    rate, position = (getattr(cache.pool, n).view(-1)[slot] for n in ("log_beta", "position"))
+    want = rounded_scores(rate.numpy(), (now - position).numpy(), ahead)
+    if is_triton(form):
+        rows, columns = to_device(cache)
+        work = empty_eviction(1, rows)
+        form(
+            work,
+            make_policy("dbtrimkv", ahead),
+            rows,
+            columns,
+            on_device([0]),
+            on_device([now]),
+            on_device([count - 1]),
+            0,
+        )
+        key = work.keys[0, :count].cpu().numpy().view(np.uint32)
+        got = np.where(key >> 31, key ^ np.uint32(1 << 31), ~key).view(np.float32)
+        assert work.ties[0, :count].tolist() == position.tolist()
+    else:
+        got = lookahead_log_score(rate.to(DEVICE), (now - position).to(DEVICE), ahead).cpu().numpy()
+    assert np.array_equal(got, want), np.flatnonzero(got != want)
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("ahead", [1, 2, 5, math.inf])
+def test_an_entry_of_age_0_has_the_score_of_torch(form: Any, ahead: float) -> None:
+    """Six rows of two entries; log_beta of the newest is -inf, 0, no number, and others."""
+    lengths, now = torch.tensor([[[2, 2], [2, 2], [2, 2]]]), 2
+    cache = eager_cache(lengths, 8, pages=12, width=2, seed=4)
+    pool, entries = cache.pool, cache.entries(0)
+    newest = torch.tensor([-math.inf, 0.0, math.nan, -0.5, -50.0, -1e-9])
+    older = torch.tensor([-0.1, -math.inf, -0.5, 0.0, -1e-9, -2.0])
+    pool.log_beta.view(-1)[entries.slot] = torch.stack([newest, older], 1).flatten()
+    pool.position.view(-1)[entries.slot] = torch.tensor([1, 0] * 6).int()
+    policy = make_policy("dbtrimkv", ahead)
+    policy = replace(policy, scoring=replace(policy.scoring, newest_age=0))
+    rows, columns = to_device(cache)
+    work, nans = empty_eviction(1, rows), 0
+    for budget in range(11, 0, -1):  # one at a time: the order of all
+        gone, nan = eager_counts(cache, policy, 0, now, budget)
+        form(work, policy, rows, columns, on_device([0]), on_device([now]), on_device([budget]), 0)
+        nans += nan
+        assert (work.dropped.tolist(), work.nan.tolist()) == ([gone], [nans])
+        assert_same(cache, rows, columns)
+
+
+# The eviction kernels on a GPU: in a CUDA graph, and what a Hopper SM has room for.
+
+
+@pytest.mark.skipif(DEVICE.type != "cuda", reason="needs a GPU")
+@pytest.mark.parametrize("name", ["dbtrimkv", "trimkv"])
+def test_append_and_evict_in_one_cuda_graph(name: str) -> None:
+    """Captured once, replayed for steps that take pages, drop entries, and do neither."""
+    from mmkv.engine.backends.cuda.kernels.evict import evict
+
+    policy = make_policy(name)
+    lengths = torch.full((2, 2, 2), 20)
+    cache = eager_cache(lengths, 8, pages=120, width=8)
+    rows, columns = to_device(cache)
+    seqs, seen, allowed = on_device([1, 0, -1]), on_device([20, 20, 0]), on_device([90, 70, 0])
+    room, work = empty_room(3, rows), empty_eviction(3, rows)
+    graph, state = torch.cuda.CUDAGraph(), snapshot(rows, columns)
+
+    def step() -> None:
+        slots = make_room(room, rows, seqs)
+        seat = slots.clamp(min=0).flatten()
+        columns.position.view(-1)[seat] = seen[:, None].expand(3, 4).flatten().int()
+        seen.add_(1)
+        evict(work, policy, rows, columns, seqs, seen, allowed)
+
+    step()  # compiles; a capture may not
+    torch.cuda.synchronize()
+    with torch.cuda.graph(graph):
+        step()
+    now = [rows.length, rows.table, rows.stack, rows.top]
+    now += [getattr(columns, column) for column in COLUMNS]
+    for tensor, old in zip(now, state, strict=True):
+        tensor.copy_(old)
+    seen.copy_(on_device([20, 20, 0]))
+    for number in range(40):
+        graph.replay()
+        place = cache.append(torch.tensor([1, 0]), 1)[..., 0]
+        cache.pool.position.view(-1)[place] = 20 + number
+        for seq, budget in ((1, 90), (0, 70)):
+            if int(cache.length[seq].sum()) > budget:
+                eager_evict(cache, policy, seq, 21 + number, budget)
+    assert int(room.error) == 0
+    assert_same(cache, rows, columns)
+
+
+LONG, INT = "*i64", "*i32"
+LONGS = [
+    "seqs",
+    "seen",
+    "allowed",
+    "length",
+    "table",
+    "top",
+    "top_before",
+    "stack",
+    "plan",
+    "dropped",
+    "nan",
+    "state",
+    "threshold",
+]
+INTS = ["starts", "keys", "ties", "counts", "freed", "position", "pool_position"]
+SCALARS = [
+    "rows",
+    "width",
+    "capacity",
+    "batch_slots",
+    "chunks",
+    "slack",
+    "most_entries",
+    "most_seen",
+    "protect_first",
+    "protect_recent",
+]
+TYPES = (
+    dict.fromkeys(LONGS, LONG)
+    | dict.fromkeys(INTS, INT)
+    | dict.fromkeys(SCALARS, "i32")
+    | dict.fromkeys(["log_beta", "pool_log_beta"], "*fp32")
+    | {"pool_modality": "*u8", "pool_state": "*fp32"}
+    | dict.fromkeys(["pool_keys", "pool_values"], "*bf16")
+    | dict.fromkeys(["pool_key_scale", "pool_value_scale"], "*fp16")
+    | {"lookahead": "fp32"}
+)
+SIZES = {
+    "PAGE": 16,
+    "KEY": 128,
+    "KEY_BLOCK": 128,
+    "VALUE": 128,
+    "VALUE_BLOCK": 128,
+    "KEY_SCALE": 0,
+    "KEY_SCALE_BLOCK": 1,
+    "VALUE_SCALE": 0,
+    "VALUE_SCALE_BLOCK": 1,
+    "STATE": 0,
+    "STATE_BLOCK": 1,
+    "MOVES": 4,
+    "ROWS": 512,
+    "TURNS": TURNS,
+    "BINS": 256,
+    "SHIFT": 0,
+}
+# Module, kernel, what varies, warps; then the most registers and bytes of shared memory.
+BUDGETS = [
+    ("evict", "plan_kernel", {"BLOCK": 512, "PER_ROW": False}, 4, 40, 64),
+    ("evict", "plan_kernel", {"BLOCK": 512, "PER_ROW": True}, 4, 40, 64),
+    ("score", "score_kernel", {"BLOCK": 256, "HORIZON": 1, "PER_ROW": True}, 2, 64, 64),
+    ("score", "score_kernel", {"BLOCK": 256, "HORIZON": 2, "PER_ROW": False}, 2, 64, 64),
+    ("score", "score_kernel", {"BLOCK": 256, "HORIZON": 3, "PER_ROW": False}, 2, 96, 64),
+    ("score", "score_kernel", {"BLOCK": 256, "HORIZON": 4, "PER_ROW": False}, 2, 72, 64),
+    ("select", "count_kernel", {"BLOCK": BLOCK, "TURN": 0}, 8, 80, 16384),
+    ("select", "count_kernel", {"BLOCK": BLOCK, "TURN": 3}, 8, 80, 16384),
+    ("select", "count_kernel", {"BLOCK": BLOCK, "TURN": 7}, 8, 80, 16384),
+    ("select", "count_kernel", {"BLOCK": BLOCK, "TURN": TURNS}, 8, 64, 4096),
+    ("evict", "fill_kernel", {"BLOCK": 256, "PER_ROW": False}, 2, 64, 1024),
+    ("evict", "fill_kernel", {"BLOCK": 256, "PER_ROW": True}, 2, 80, 1024),
+    ("evict", "pages_kernel", {"BLOCK": 4096}, 8, 40, 4096),
+]
+
+
+@needs_compiler
+@pytest.mark.parametrize(
+    ("module", "kernel", "sizes", "warps", "registers", "shared"), BUDGETS, ids=str
+)
+def test_kernels_fit_a_hopper_sm(
+    module: str,
+    kernel: str,
+    sizes: dict[str, Any],
+    warps: int,
+    registers: int,
+    shared: int,
+    tmp_path: Path,
+) -> None:
+    """36 layers of 8 heads of 128 in bfloat16."""
+    report = compile_for_hopper(
+        f"mmkv.engine.backends.cuda.kernels.{module}_triton",
+        kernel,
+        TYPES,
+        SIZES | sizes,
+        warps,
+        tmp_path,
+    )
+    assert report.registers <= registers and report.spills <= ONE_SPILL
+    assert report.shared <= shared
+    if kernel == "score_kernel":
+        assert "fma.rn.f32" not in report.ptx, "a rounding that torch makes is left out"

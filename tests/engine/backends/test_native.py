@@ -1,28 +1,47 @@
-"""The decode step in C against its torch reference."""
+"""The decode step in C against torch: alone, in batches, where a pool ends, at every level."""
 
 from __future__ import annotations
 
+import gc
 import itertools
+import platform
+import re
+import shutil
+import sys
+import weakref
 from dataclasses import replace
+from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
 import mmkv
-from mmkv.engine.backends.cpu import NativeDecoder
+from mmkv.engine.backends.cpu import NativeDecoder, binding, level, levels, reason
+from mmkv.engine.backends.cpu.binding import LEVELS
+from mmkv.engine.cache import COLUMNS
+from mmkv.engine.errors import BudgetError
+from mmkv.engine.runtime import Runtime
+from mmkv.engine.sequence import CachedSequence
+from mmkv.environment import describe
 from mmkv.resources import bundled_model
+from tests.support.bursts import grow_one_column
+from tests.support.factories import checkpoint
 from tests.support.native import (
     MODELS,
     POLICIES,
     assert_close,
     compare,
+    content,
     engine_for,
     loaded,
     needs_native,
+    open_both,
     prompt,
 )
-from tests.support.sessions import text_ids
+from tests.support.policies import EVICTING_STATIC
+from tests.support.sessions import state, text_ids
 from tests.support.tiers import slow_but
 
 # Every model, and with one of them every policy at every interval.
@@ -167,3 +186,268 @@ def test_the_number_of_threads_does_not_change_the_logits(monkeypatch: pytest.Mo
     one.decode(5)
     scratch_for = engine.backends.cpu.decoder._scratch_for
     assert scratch_for[0] > 470 and scratch_for[1] == 2
+
+
+# A batch in one decode step in C: what torch makes of it, and each as if alone.
+
+
+def several(engine: Runtime) -> list[CachedSequence]:
+    """Sessions of different lengths and budgets; a closed one left a gap between their slots."""
+    made = [engine.session(budget) for budget in (12, 9, 1, 40, 12)]
+    for index, session in enumerate(made):
+        session.prefill({"input_ids": text_ids(5 + 9 * index, index)[None]})
+    made.pop(1).close()
+    return made
+
+
+@needs_native
+@pytest.mark.parametrize("model", [model for model in MODELS if model != "phi3_long"])
+def test_a_batch_is_what_torch_makes_of_it_and_each_is_as_if_alone(model: str) -> None:
+    """Logits and memory against torch in one batched step; every bit against sessions alone."""
+    ours, reference, single = (engine_for(model) for _ in range(3))
+    reference.backends.cpu.switch_off()
+    batch, plain, alone = several(ours), several(reference), several(single)
+    for index in range(14):
+        tokens = text_ids(len(batch), index).tolist()
+        logits = ours.decode(batch, tokens)
+        assert_close(logits, reference.decode(plain, tokens))
+        assert content(ours.cache) == content(reference.cache)
+        for row, session, token in zip(logits, alone, tokens, strict=True):
+            assert torch.equal(row, session.decode(token))
+        if index == 6:  # another order, and fewer
+            batch, plain, alone = ([x[i] for i in (2, 0, 3)] for x in (batch, plain, alone))
+    assert min(session.evicted for session in batch) > 0
+    assert [state(x) for x in batch] == [state(x) for x in plain] == [state(x) for x in alone]
+    ours.cache.check()
+
+
+@needs_native
+def test_a_batch_of_short_and_long_rope() -> None:
+    ours, reference = (engine_for("phi3_long", "full") for _ in range(2))
+    reference.backends.cpu.decoder = None
+    both = []
+    for engine in (ours, reference):
+        both.append([engine.session(), engine.session()])
+        for session, length in zip(both[-1], (6, 30), strict=True):  # trained for 16, then more
+            session.prefill({"input_ids": text_ids(length, 1)[None]})
+        assert [session.long_rope for session in both[-1]] == [False, True]
+    for token in range(3, 8):
+        logits = [
+            engine.decode(sessions, [token, token + 1])
+            for engine, sessions in zip((ours, reference), both, strict=True)
+        ]
+        assert_close(*logits)
+
+
+@needs_native
+def test_a_batch_that_does_not_fit_changes_nothing() -> None:
+    engine = engine_for("odd", "full")
+    batch = [engine.session() for _ in range(3)]
+    for session in batch:  # two rows of 3 full pages of 8: each needs two pages more
+        session.prefill({"input_ids": text_ids(24, 1)[None]})
+    pool = engine.cache.pool
+    pool.limit = pool.num_pages
+    assert 2 <= pool.free_pages < 6
+    before, pages = [state(s) for s in batch], content(engine.cache)
+    with pytest.raises(BudgetError, match="the limit is"):
+        engine.decode(batch, [5, 6, 7])
+    assert [state(s) for s in batch] == before and content(engine.cache) == pages
+    engine.decode(batch[:1], [5])
+    engine.cache.check()
+
+
+# Pages and evictions of a decode step in C where the pool or a budget has an end.
+
+
+@needs_native
+def test_a_pool_that_has_been_outgrown_is_let_go() -> None:
+    session, _ = open_both("qwen3_vl")
+    pool = session.engine.cache.pool
+    session.decode(5)
+    outgrown = weakref.ref(pool.keys)
+    pool.reserve(pool.num_pages + 100)
+    session.decode(6)
+    gc.collect()
+    assert outgrown() is None
+
+
+@needs_native
+def test_c_reads_the_columns_that_stand_after_interrupted_growths(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    session, plain = open_both("odd", "full", kv="int8", page_size=64)  # its pages have room
+    cache = session.engine.cache
+    session.decode(5), plain.decode(5)
+    for token in range(6, 5 + len(COLUMNS)):
+        grow_one_column(cache.pool, monkeypatch)
+        assert_close(session.decode(token), plain.decode(token))
+        (view,) = session.engine.backends.cpu.decoder._views._each
+        shown = [getattr(view, name) or 0 for name in COLUMNS]
+        assert shown == [column.data_ptr() for column in cache.pool.columns()]
+
+
+@needs_native
+def test_a_full_pool_refuses_the_step_and_loses_nothing() -> None:
+    session, plain = open_both("odd", "full")  # 21 tokens: three pages of 8 in each of two rows
+    pool = session.engine.cache.pool
+    for token in text_ids(3, 1).tolist():
+        assert_close(session.decode(token), plain.decode(token))
+    pool.limit = 7
+    before, pages = state(session), content(session.engine.cache)
+    with pytest.raises(BudgetError, match="limit is 7"):
+        session.decode(6)
+    assert state(session) == before and content(session.engine.cache) == pages
+    session.engine.cache.check()
+    pool.limit = 8
+    assert_close(session.decode(6), plain.decode(6))
+
+
+@needs_native
+@pytest.mark.parametrize("policy", EVICTING_STATIC)
+def test_budgets_beyond_what_c_counts_with(policy: str) -> None:
+    """``sys.maxsize`` for no limit, as a budget and as steps between evictions."""
+    for options in ({"budget": sys.maxsize}, {"budget": 1e40}, {"evict_every": sys.maxsize}):
+        native, plain = open_both("qwen3_vl", policy, **options)
+        for token in text_ids(5, 1).tolist():
+            native.decode(token), plain.decode(token)
+        assert state(native) == state(plain)
+        assert content(native.engine.cache) == content(plain.engine.cache)
+
+
+@needs_native
+def test_a_refused_eviction_is_not_asked_for_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the step in C refuses goes to torch at once; elsewhere C is asked one time."""
+    session, plain = open_both("qwen3_vl")
+    evictor, asked = session.engine.backends.cpu.evictor, []
+    evict = evictor.evict
+    monkeypatch.setattr(evictor, "evict", lambda *args: asked.append(args) or evict(*args))
+    evictor._policy.most = 0  # room for no victim
+    evictor._each = []  # requests are made anew
+    for token in text_ids(5, 1).tolist():
+        assert_close(session.decode(token), plain.decode(token))
+    assert state(session) == state(plain) and session.evicted > 0
+    assert content(session.engine.cache) == content(plain.engine.cache)
+    assert not asked
+    session.set_budget(9), plain.set_budget(9)
+    assert state(session) == state(plain)
+    assert len(asked) == 1
+
+
+# When a decode step runs in C, and sessions that change between C and torch.
+
+
+@needs_native
+def test_paths_take_turns_on_one_session() -> None:
+    """Each step and each eviction on either side; pages end up as with torch alone."""
+    session, plain = open_both("qwen3_vl")
+    mixed, cpu = session.engine, session.engine.backends.cpu
+    turns = [*itertools.product((cpu.decoder, None), (cpu.evictor, None))]
+    for number in range(3):
+        for token, turn in zip(text_ids(25, number).tolist(), itertools.cycle(turns)):
+            cpu.decoder, cpu.evictor = turn
+            assert_close(session.decode(token), plain.decode(token))
+            assert content(mixed.cache) == content(plain.engine.cache)
+        for each in (session, plain):
+            each.prefill(prompt("qwen3_vl", seed=number))
+    assert state(session) == state(plain)
+
+
+@needs_native
+def test_what_runs_on_torch_and_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = engine_for("odd")
+    assert engine.decode_path == engine.session().decode_path == "native"
+    assert f"decode step on the CPU: native (level {levels()[0]})" in describe().splitlines()
+    assert engine_for("odd", "full").backends.cpu.evictor is None
+    engine.decoder.on_gate_input = lambda layer, hidden: None
+    assert engine.decode_path == "torch: on_gate_input is set"
+    assert engine_for("odd", "snapkv").decode_path == "native"
+    half = Runtime.from_pretrained(checkpoint("qwen2"), device="cpu", dtype="bfloat16")
+    assert half.decode_path == "torch: bfloat16 weights" and half.backends.cpu.evictor is None
+    native, plain = open_both("mistral")
+    paths = []
+    for token in text_ids(6, 1).tolist():  # 21 tokens before, a window of 24
+        paths.append(native.decode_path)
+        assert_close(native.decode(token), plain.decode(token))
+    assert paths == ["native"] * 3 + ["torch: a sliding window is in effect"] * 3
+    monkeypatch.setenv("MMKV_NATIVE", "0")
+    assert engine_for("odd").decode_path == "torch: switched off by MMKV_NATIVE=0"
+    assert "torch (switched off by MMKV_NATIVE=0)" in describe()
+
+
+@pytest.mark.skipif(shutil.which("cc") is None, reason="no C compiler on PATH")
+def test_a_machine_with_a_compiler_has_the_library() -> None:
+    assert not isinstance(binding._load("baseline"), str), binding._load("baseline")
+
+
+# The library of every level of the instruction set that this CPU runs, and which one is loaded.
+
+
+@needs_native
+@pytest.mark.parametrize("level", levels())
+@pytest.mark.parametrize(
+    "model", slow_but({"qwen3_vl", "odd"}, MODELS, "the other models, at each level")
+)
+def test_every_level_agrees_with_torch(
+    model: str, level: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MMKV_NATIVE", level)
+    assert compare(model).backends.cpu.decoder._library.level == level
+
+
+@needs_native
+@pytest.mark.parametrize("level", levels())
+@pytest.mark.parametrize(("policy", "lookahead"), POLICIES)
+def test_every_level_evicts_what_torch_evicts(
+    policy: str, lookahead: float, level: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MMKV_NATIVE", level)
+    engine = compare("odd", policy, lookahead)
+    evictor = engine.backends.cpu.evictor
+    assert evictor is None or evictor._library.level == level
+
+
+@needs_native
+def test_the_environment_names_the_level(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert levels()[-1] == "baseline" and level() == levels()[0]
+    monkeypatch.setenv("MMKV_NATIVE", "baseline")
+    assert "decode step on the CPU: native (level baseline)" in describe().splitlines()
+    monkeypatch.setenv("MMKV_NATIVE", "fastest")
+    assert level() == "" and "MMKV_NATIVE=fastest is none of v4, v3" in reason()
+
+
+@needs_native
+def test_a_level_beyond_the_cpu_is_not_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a CPU that runs the baseline alone; loading would end in an illegal instruction."""
+    load = binding._load.__wrapped__
+    baseline, asked = load("baseline"), []
+    assert baseline.mmkv_runs(b"baseline") and not baseline.mmkv_runs(b"v5")
+
+    def runs(level: bytes) -> int:
+        asked.append(level.decode())
+        return 0
+
+    monkeypatch.setattr(baseline, "mmkv_runs", runs)
+    monkeypatch.setattr(
+        binding, "_load", lambda name: baseline if name == "baseline" else load(name)
+    )
+    assert levels() == ["baseline"] and binding._best.__wrapped__() is baseline
+    assert set(asked) == {name for name in LEVELS if compiled(name)} - {"baseline"}
+    for name in list(asked):
+        monkeypatch.setenv("MMKV_NATIVE", name)
+        assert level() == "" and reason() == f"this CPU cannot run level {name}"
+
+
+def compiled(name: str) -> bool:
+    return find_spec(f"{binding.__package__}._step_{name}") is not None
+
+
+@needs_native
+@pytest.mark.skipif(not Path("/proc/cpuinfo").exists(), reason="reads what Linux says of the CPU")
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="instruction sets of x86-64")
+def test_levels_are_those_that_linux_reports() -> None:
+    flags = set(re.search(r"^flags\s*:(.*)", Path("/proc/cpuinfo").read_text(), re.M)[1].split())
+    needs = {"v3": {"avx2", "fma", "bmi1", "bmi2"}}
+    needs["v4"] = needs["v3"] | {f"avx512{part}" for part in ("f", "bw", "cd", "dq", "vl")}
+    baseline = binding._load("baseline")
+    for name, wanted in needs.items():
+        assert bool(baseline.mmkv_runs(name.encode())) == (wanted <= flags)

@@ -4,7 +4,7 @@ Several pictures and videos, odd counts and sizes, bounds and rates of the check
 message, pictures over turns: token ids and grids are equal, pixels within one level of 255, logits
 within 1e-4. A key of a message that a family does not follow is refused by name. Videos are decoded
 by one reader for both; what a message's keys give is written down here from qwen-vl-utils 0.0.14,
-whose own functions ``test_frames.py`` compares where it is installed.
+whose own functions ``test_video.py`` compares where it is installed.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from tests.support.chat_models import (
     save_qwen3_vl,
     save_qwen3_vl_moe,
 )
-from tests.support.mrope import with_positions_of_the_paper
+from tests.support.hf_models import with_positions_of_the_paper
 from tests.support.theirs import processor_of
 
 av = pytest.importorskip("av")

@@ -1,4 +1,4 @@
-"""Video frames: which are read, and that the tensors are what transformers makes of them."""
+"""Video frames: which are read, how they are scaled, and tensors beside those of transformers."""
 
 from __future__ import annotations
 
@@ -22,13 +22,24 @@ from hypothesis import strategies as st
 from PIL import Image
 
 import mmkv.environment
+from mmkv import Engine
 from mmkv.engine.errors import InputError, ModelError
-from mmkv.prompt import video
+from mmkv.prompt import part_settings, video
 from mmkv.prompt.loading import load_processor
-from mmkv.prompt.qwen_vision import RUN, VideoRules
+from mmkv.prompt.part_settings import MediaSettings, Sourced, evenly
+from mmkv.prompt.qwen_vision import RUN, VideoRules, frame_rule
+from mmkv.prompt.template import take_media
 from mmkv.prompt.video import Clip, FrameRule, load_video
-from tests.support.chat_models import save_internvl
+from mmkv.training.data.conversations import read_row
+from tests.support.chat_models import (
+    picture,
+    save_internvl,
+    save_llava,
+    save_qwen2_5_vl,
+    save_qwen3_vl,
+)
 from tests.support.media import RATE, write_clip
+from tests.support.theirs import video_processor_class
 
 pytest.importorskip("av")
 
@@ -411,3 +422,387 @@ def test_packets_that_cannot_be_decoded_are_no_copies(tmp_path: Path) -> None:
     path.write_bytes(content)
     clip = load_video(path, num_frames=24)
     assert levels(clip) == list(clip.indices) and len(clip.indices) in (22, 23, 24)
+
+
+# Which frames are read and how they are scaled: by transformers' rules and by a message's keys.
+
+
+pytest.importorskip("av")
+RULES = {
+    "qwen3_vl": lambda config: frame_rule(config, apart=True),
+    "qwen2_5_vl": lambda config: frame_rule(config, apart=False),
+    "internvl": lambda config: FrameRule(
+        "centred",
+        config.get("fps"),
+        config.get("num_frames"),
+        shift=config.get("initial_shift", True),
+    ),
+}
+RATES = st.sampled_from([8.0, 10.0, 23.976, 25.0, 30000 / 1001, 60.0])
+
+
+@pytest.mark.parametrize("family", RULES)
+@settings(max_examples=150, deadline=None)
+@given(
+    st.integers(1, 5000),
+    RATES,
+    st.fixed_dictionaries(
+        {},
+        optional={
+            "fps": st.sampled_from([0.1, 0.5, 1, 2, 3.7, 24]),
+            "min_frames": st.integers(1, 6),
+            "max_frames": st.integers(6, 900),
+            "initial_shift": st.sampled_from([True, False, 0, 1, 2.5]),
+        },
+    ),
+    st.none() | st.integers(1, 200),
+)
+def test_frames_are_those_of_each_family(
+    family: str, total: int, rate: float, config: dict[str, Any], count: int | None
+) -> None:
+    """Whatever the checkpoint says of them; and ``num_frames`` that a call asks for."""
+    theirs = video_processor_class(family)(do_sample_frames=True, **config)
+    if count is None:
+        asked = {"fps": config.get("fps", 2.0)}
+        config = {"fps": 2.0} | config
+    else:
+        asked = {"num_frames": count}
+        theirs.fps = None
+    metadata = SimpleNamespace(total_num_frames=total, fps=rate)
+    own = RULES[family](config).chosen(total, rate, num_frames=count)
+    try:
+        wanted = theirs.sample_frames(metadata, **asked).tolist()
+    except (ValueError, ZeroDivisionError, RuntimeError):  # more frames than there are, or none
+        assert 1 <= len(own) <= total
+    else:
+        if count is not None and count > total:  # each as often as it fits
+            wanted = sorted(set(wanted))
+        if family == "internvl" and len(wanted) > 768:  # its have no bound there
+            assert len(own) == 768
+            return
+        # In float32 its steps may end behind the last frame, which then cannot be read.
+        # A shift behind the end leaves none; one frame is read then.
+        assert own == ([index for index in wanted if index < total] or [total - 1])
+
+
+@pytest.mark.parametrize(
+    ("family", "total", "rate", "wanted"),
+    [
+        ("qwen3_vl", 24, 8.0, [0, 5, 9, 14, 18, 23]),
+        ("qwen2_5_vl", 20, 8.0, [0, 5, 10, 15]),
+        ("internvl", 24, 8.0, [2, 6, 10, 14, 18, 22]),
+        ("qwen2_5_vl", 1, 8.0, [0]),
+        ("internvl", 1, 8.0, [0]),
+    ],
+)
+def test_two_frames_a_second_by_hand(
+    family: str, total: int, rate: float, wanted: list[int]
+) -> None:
+    config = {} if family != "internvl" else {"fps": 2.0}
+    assert RULES[family](config).chosen(total, rate) == wanted
+
+
+SAVES = {"qwen3_vl": save_qwen3_vl, "qwen2_5_vl": save_qwen2_5_vl, "internvl": save_internvl}
+
+
+@pytest.mark.parametrize("family", SAVES)
+@pytest.mark.parametrize("place", ["video_preprocessor_config.json", "processor_config.json"])
+def test_the_checkpoint_says_which_frames(
+    family: str, place: str, tmp_path: Path, clip_file: Path
+) -> None:
+    """24 frames in 3 s; each value by hand. The part of processor_config.json goes first."""
+    folder = SAVES[family](tmp_path)
+    bounds = {} if family == "internvl" else {"patch_size": 8, "temporal_patch_size": 2}
+
+    def frames(**said: Any) -> tuple[int, ...]:
+        file = folder / place
+        stored = json.loads(file.read_text()) if file.exists() and place[0] == "p" else {}
+        own = bounds | said
+        file.write_text(json.dumps(stored | ({"video_processor": own} if stored else own)))
+        if place[0] == "p":  # overridden
+            (folder / "video_preprocessor_config.json").write_text(json.dumps(bounds | {"fps": 8}))
+        return load_processor(folder).load_clip(clip_file).indices
+
+    if family != "internvl" and place[0] == "p":
+        (folder / place).write_text(json.dumps({"processor_class": "x"}))
+    by_hand = {
+        "qwen3_vl": ((0, 8, 15, 23), (0, 12, 23), (0, 23)),
+        "qwen2_5_vl": ((0, 6, 12, 18), (0, 6, 12, 18), (0, 12)),
+        "internvl": ((4, 12, 20), (4, 12, 20), (6, 18)),
+    }[family]
+    assert frames(fps=1) == by_hand[0]
+    assert frames(fps=None, num_frames=3) == by_hand[1]
+    if family == "internvl":
+        assert frames(num_frames=2) == by_hand[2]
+        assert frames(num_frames=2, initial_shift=False) == (0, 12)
+    else:
+        assert frames(fps=1, min_frames=2, max_frames=2) == by_hand[2]
+    for wrong in ({"fps": 0}, {"num_frames": 0}, {"fps": "2"}, {"resample": 9}):
+        with pytest.raises(ModelError, match=f"{next(iter(wrong))} is "):
+            frames(**wrong)
+    if family != "internvl":
+        with pytest.raises(ModelError, match="exclude each other"):
+            frames(fps=1, num_frames=2)
+        with pytest.raises(ModelError, match="min_frames is 3"):
+            frames(min_frames=3, max_frames=2)
+
+
+def test_frames_that_are_not_to_be_sampled_are_all_read() -> None:
+    """transformers writes ``do_sample_frames: false`` into every file of Qwen2.5-VL."""
+    said = {"do_sample_frames": False}
+    assert frame_rule(said, apart=True).chosen(24, 8.0) == list(range(24))
+    assert frame_rule(said, apart=False).chosen(20, 8.0) == [0, 5, 10, 15]
+
+
+def test_a_message_says_which_frames_and_sizes(tmp_path: Path, clip_file: Path) -> None:
+    """24 frames in 3 s of 64 x 48 pixels; values of qwen-vl-utils 0.0.14 (patches of 8 pixels)."""
+    for save in (save_qwen3_vl, save_qwen2_5_vl):
+        processor = load_processor(save(tmp_path / save.__name__))
+        for said, indices, size in (
+            ({"fps": 0.5}, (0, 8, 15, 23), None),
+            ({"fps": 1.7}, (0, 8, 15, 23), None),
+            ({"nframes": 7}, (0, 3, 7, 10, 13, 16, 20, 23), None),
+            ({"fps": 8.0, "max_frames": 5}, (0, 8, 15, 23), None),
+            ({"fps": 0.1, "min_frames": 5}, (0, 5, 9, 14, 18, 23), None),
+            ({"video_start": 1.0, "video_end": 2.0}, (8, 11, 13, 16), None),
+            ({"fps": 2, "min_pixels": 2048, "max_pixels": 2048}, (0, 5, 9, 14, 18, 23), (32, 48)),
+            ({"nframes": 2, "min_pixels": 256, "total_pixels": 999}, (0, 23), (16, 32)),
+            ({"nframes": 2, "resized_height": 30, "resized_width": 50}, (0, 23), (32, 48)),
+        ):
+            clip = processor.load_clip(Sourced(str(clip_file), MediaSettings.of("video", said)))
+            assert clip.indices == indices, said
+            if size is not None:
+                assert clip.frames.shape[1:3] == size and clip.sized, said
+            made = processor.encode("<|video_pad|>", [], [clip])
+            rows, columns = (edge * 8 for edge in made["video_grid_thw"][0, 1:].tolist())
+            assert (rows, columns) == (clip.frames.shape[1:3]), said
+        for said, size in (
+            ({"max_pixels": 1024}, (32, 32)),
+            ({"min_pixels": 5000}, (80, 80)),
+            ({"resized_height": 70, "resized_width": 20}, (64, 16)),
+        ):
+            shown = processor.load_picture(Sourced(picture("red", (64, 64)), MediaSettings(**said)))
+            assert shown.size == size[::-1], said
+            grid = processor.encode("<|image_pad|>" * 2, [shown, picture()])["image_grid_thw"]
+            assert [edge * 8 for edge in grid[0, 1:].tolist()] == list(size), said
+
+
+BAD = [
+    ("video", {"fpz": 1}, "'fpz' of the video is not understood"),
+    ("image", {"fps": 1}, "'fps' of the image is not understood"),
+    ("video", {"fps": 1, "nframes": 4}, "fps and nframes exclude each other"),
+    ("video", {"fps": -1}, "fps is -1; it must be above 0"),
+    ("video", {"nframes": 2.5}, "nframes is 2.5, not a whole number"),
+    ("video", {"video_start": "1"}, "video_start is '1', not a number"),
+    ("video", {"video_start": 3, "video_end": 1}, "video_start 3.0 is above video_end 1.0"),
+    ("image", {"resized_height": 32}, "go together"),
+    ("image", {"min_pixels": 9, "max_pixels": 3}, "min_pixels 9 is above max_pixels 3"),
+    ("image", {"max_pixels": True}, "max_pixels is True, not a whole number"),
+    ("video", {"nframes": 999}, "at most 768"),
+]
+
+
+@pytest.mark.parametrize(("kind", "said", "message"), BAD)
+def test_settings_of_a_part_that_cannot_be_followed(
+    kind: str, said: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    part = {"type": kind, kind: "a.mp4", "text": None, **said}
+    with pytest.raises(InputError, match=message) as caught:
+        take_media([{"role": "user", "content": [part]}])
+    assert "\n" not in str(caught.value)
+
+
+def test_settings_that_a_model_or_video_does_not_take(tmp_path: Path, clip_file: Path) -> None:
+    qwen = load_processor(save_qwen3_vl(tmp_path / "qwen"))
+    others = [
+        load_processor(save(tmp_path / save.__name__)) for save in (save_llava, save_internvl)
+    ]
+    for processor in others:
+        with pytest.raises(InputError, match=r"size of its own.*drop max_pixels"):
+            processor.load_picture(Sourced(picture(), MediaSettings(max_pixels=1024)))
+    asked = Sourced(str(clip_file), MediaSettings(num_frames=2))
+    assert others[1].load_clip(asked).indices == (6, 18)
+    section = MediaSettings(video_start=1.0, num_frames=2)
+    assert others[1].load_clip(Sourced(str(clip_file), section)).indices == (12, 20)
+    for said, message in (
+        ({"max_pixels": 100}, "at most 100 pixels are below at least 1024"),
+        ({"nframes": 60}, "60 frames of 24"),
+        ({"video_start": 2.9}, "no section of a video"),
+        ({"sample_fps": 2}, "sample_fps is for frames that are given one by one"),
+    ):
+        kind = "video" if "max_pixels" not in said else "image"
+        made = Sourced(clip_file if kind == "video" else picture(), MediaSettings(**said))
+        with pytest.raises(InputError, match=message):
+            (qwen.load_clip if kind == "video" else qwen.load_picture)(made)
+    read = Clip(np.zeros((1, 32, 32, 3), np.uint8), (0,), 8.0)
+    with pytest.raises(InputError, match="chosen already; drop fps"):
+        qwen.load_clip(Sourced(read, MediaSettings(fps=1)))
+
+
+def test_all_doors_follow_a_part(tmp_path: Path, clip_file: Path) -> None:
+    """``Engine.inputs``, a session, a chat file: the same number of tokens."""
+    engine = Engine.from_pretrained(save_qwen3_vl(tmp_path), dtype="float32", policy="full")
+    file = tmp_path / "p.png"
+    picture("red", (64, 64)).save(file)
+    parts: list[dict[str, Any]] = [
+        {"type": "image", "image": str(file), "max_pixels": 1024},
+        {"type": "video", "video": str(clip_file), "nframes": 2, "resized_height": 48}
+        | {"resized_width": 32},
+        {"type": "text", "text": "what?"},
+    ]
+    talk = [{"role": "user", "content": parts}]
+    ids = engine.inputs(talk)
+    assert ids["image_grid_thw"].tolist() == [[1, 4, 4]]
+    assert ids["video_grid_thw"].tolist() == [[1, 6, 4]]
+    nested = [
+        {"type": "image_url", "image_url": {"url": str(file), "max_pixels": 1024, "detail": "low"}},
+        {"type": "video_url", "video_url": {"url": str(clip_file), **parts[1], "video": None}},
+        parts[2],
+    ]
+    del nested[1]["video_url"]["type"]
+    assert torch.equal(
+        engine.inputs([{"role": "user", "content": nested}])["input_ids"], ids["input_ids"]
+    )
+    with engine.session() as session:
+        list(session.send(parts, sampling=None))
+        assert session.last is not None
+        assert session.last.prompt_tokens == ids["input_ids"].shape[1]
+    row = {"messages": [*talk, {"role": "assistant", "content": "a"}]}
+    made = read_row(row, "chat", tmp_path, "a.jsonl", 1).messages  # type: ignore[union-attr]
+    kept = take_media(made)
+    assert kept[1][0].settings.given() == {"max_pixels": 1024}
+    sized = {"nframes": 2, "resized_height": 48, "resized_width": 32}
+    assert kept[2][0].settings.given() == sized
+
+
+def test_a_video_of_frames(tmp_path: Path) -> None:
+    rng = np.random.default_rng(0)
+    array = rng.integers(0, 256, (5, 32, 48, 3), dtype=np.uint8)
+    pictures = [Image.fromarray(frame) for frame in array]
+    files = [tmp_path / f"{number}.png" for number in range(5)]
+    for file, frame in zip(files, pictures, strict=True):
+        frame.save(file)
+    forms: list[Any] = [
+        pictures,
+        tuple(pictures),
+        [str(file) for file in files],
+        files,
+        list(array),
+        array,
+        array.astype(np.int64),
+        array.astype(np.float32) / 255,
+        array.astype(np.float64),
+        array.transpose(0, 3, 1, 2),
+        torch.from_numpy(array),
+    ]
+    for form in forms:
+        clip = load_video(form)
+        assert np.array_equal(clip.frames, array) and clip.timestamps == [0, 0.5, 1, 1.5, 2]
+    clip = load_video(array, settings=MediaSettings(fps=4.0))
+    assert (clip.fps, clip.sampled_fps) == (4.0, 4.0)
+    clip = load_video(array, settings=MediaSettings(sample_fps=2.0, raw_fps=10.0))
+    assert (clip.fps, clip.sampled_fps) == (10.0, 2.0)
+    grey = load_video(array[..., :1])
+    assert np.array_equal(grey.frames, np.repeat(array[..., :1], 3, axis=-1))
+    clear = np.concatenate([array, np.zeros_like(array[..., :1])], axis=-1)
+    assert (load_video(clear).frames == 255).all()
+    for wrong, message in (
+        ([], "no frames"),
+        ([pictures[0], picture("red", (9, 9))], "differ in size"),
+        (array[0, 0], "shape"),
+        (array[..., :2], "colours"),
+        (array.astype(np.float32) * 2, "levels of 0 to 510"),
+        (array.astype(np.float32) * np.nan, "not levels"),
+        ([picture()] * 769, "at most 768"),
+    ):
+        with pytest.raises(InputError, match=message):
+            load_video(wrong)
+    for said in ({"nframes": 2}, {"max_frames": 3}, {"video_start": 1.0}):
+        with pytest.raises(InputError, match=f"{next(iter(said))} cannot be followed"):
+            load_video(array, settings=MediaSettings(**said))
+    with pytest.raises(InputError, match="num_frames cannot be followed"):
+        load_video(array, num_frames=3)
+    with pytest.raises(TypeError, match="a video is a path"):
+        load_video(3)
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.integers(0, 300), st.integers(1, 3000), st.integers(1, 384))
+def test_even_numbers_are_those_of_torch(first: int, span: int, half: int) -> None:
+    count = min(2 * half, span + 1)
+    wanted = torch.linspace(first, first + span, count).round().long().tolist()
+    assert evenly(first, first + span, count) == wanted
+
+
+ELEMENTS = st.fixed_dictionaries(
+    {},
+    optional={
+        "fps": st.sampled_from([0.25, 0.5, 1.0, 1.7, 4.0]),
+        "min_frames": st.integers(1, 8),
+        "max_frames": st.integers(8, 60),
+        "video_start": st.floats(0, 2, width=16),
+        "video_end": st.floats(2, 9, width=16),
+        "min_pixels": st.integers(1, 60_000),
+        "max_pixels": st.integers(60_000, 900_000),
+        "total_pixels": st.integers(10_000, 9_000_000),
+    },
+)
+
+
+@given(ELEMENTS, st.integers(2, 400), RATES, st.integers(20, 900), st.integers(20, 900))
+@settings(max_examples=200, deadline=None)
+def test_numbers_are_those_of_qwen_vl_utils(
+    said: dict[str, Any], total: int, rate: float, height: int, width: int
+) -> None:
+    library = pytest.importorskip(
+        "qwen_vl_utils.vision_process", reason="qwen-vl-utils wants torchvision", exc_type=Exception
+    )
+    own = MediaSettings(**said)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(part_settings, "_library", lambda: None)
+        try:
+            first, last, count = library.calculate_video_frame_range(said, total, rate)
+            frames = library.smart_nframes(said, count, rate)
+        except (ValueError, AssertionError):
+            with pytest.raises(InputError):
+                first, last = own.frame_span(total, rate)
+                own.frame_count(last - first + 1, rate, 2.0, 4, 768)
+            return
+        assert own.frame_span(total, rate) == (first, last)
+        assert own.frame_count(count, rate, 2.0, 4, 768) == frames
+        clip = torch.zeros(frames, 3, height, width, dtype=torch.uint8)
+        with pytest.MonkeyPatch.context() as reading:
+            reading.setitem(
+                library.VIDEO_READER_BACKENDS, "torchvision", lambda ele: (clip, {}, 1.0)
+            )
+            reading.setattr(library, "get_video_reader_backend", lambda: "torchvision")
+            try:
+                made = library.fetch_video({"video": "x", **said}, image_patch_size=14)
+            except (ValueError, AssertionError, RuntimeError):  # the last of an edge of 0
+                with pytest.raises(InputError):
+                    own.frame_size(frames, height, width, 28)
+            else:
+                assert own.frame_size(frames, height, width, 28) == tuple(made.shape[-2:])
+        bounds = {k: v for k, v in said.items() if k in ("min_pixels", "max_pixels")}
+        try:
+            shown = library.fetch_image({"image": Image.new("RGB", (width, height)), **bounds})
+        except (ValueError, AssertionError):
+            with pytest.raises(InputError):
+                MediaSettings(**bounds).picture_size(height, width, 28)
+        else:
+            assert MediaSettings(**bounds).picture_size(height, width, 28) == shown.size[::-1]
+
+
+def test_qwen_vl_utils_is_asked_where_it_is_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+
+    def smart_nframes(element: dict[str, Any], total: int, rate: float) -> int:
+        asked.append(element)
+        return 6
+
+    library = SimpleNamespace(smart_nframes=smart_nframes)
+    monkeypatch.setattr(part_settings, "_library", lambda: library)
+    assert MediaSettings(fps=1.0).frame_count(24, 8.0, 2.0, 4, 768) == 6
+    assert asked == [{"fps": 1.0, "min_frames": 4, "max_frames": 24}]
+    monkeypatch.delitem(sys.modules, "torch")  # as in a process that decodes
+    assert MediaSettings(fps=1.0).frame_count(24, 8.0, 2.0, 4, 768) == 4

@@ -1,14 +1,17 @@
-"""The scheduler on a real engine: replies as without it, within its bound, from files and back."""
+"""The scheduler on a real engine: replies as without it, cancelled, failing, or from files."""
 
 from __future__ import annotations
 
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from mmkv import Budget, Engine
+from mmkv.engine.backends.cuda import GraphRunner
 from mmkv.engine.errors import BudgetError, CapacityError, InputError, SessionError
+from mmkv.reply import ReplyWriter
 from mmkv.scheduler import Limits, Scheduler
 from mmkv.scheduler.contract import Reservation
 from mmkv.scheduler.conversation import CachedConversation
@@ -239,3 +242,220 @@ def test_sessions_that_share_a_budget_stay_within_its_bound(
     assert moved and max(held) <= pool.limit
     scheduler.close()
     assert pool.free_pages == pool.num_pages and shared.held == 0
+
+
+# A reply whose writer raises among others in one step: it fails, and they go on as if alone.
+
+
+TEXTS = ("one", "two", "three")
+
+
+def fail(monkeypatch: pytest.MonkeyPatch, writer: ReplyWriter, what: str, error: Exception) -> None:
+    def fails(*_: Any) -> None:
+        raise error
+
+    monkeypatch.setattr(writer, what, fails)
+
+
+def in_bursts(monkeypatch: pytest.MonkeyPatch, engine: Engine) -> None:
+    """Decode by the static step that a GPU captures; here it runs as it is."""
+    runner = GraphRunner(engine.model, engine.cache)
+    monkeypatch.setattr(type(engine), "many_path", "graph")
+    monkeypatch.setattr(engine.backends.cuda, "decode_many", runner.decode)
+
+
+@pytest.mark.parametrize("error", [ZeroDivisionError("a defect"), InputError("a refusal")])
+@pytest.mark.parametrize("what", ["choose", "put", "take_burst"])
+def test_the_others_go_on(
+    what: str, error: Exception, engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if what == "take_burst":
+        in_bursts(monkeypatch, engine)
+    wanted = []
+    for text in TEXTS:
+        with engine.session() as session:
+            list(session.send(text, sampling=REPLY))
+            assert session.last is not None
+            wanted.append(session.last.token_ids)
+    limits = Limits(quantum=CHUNK, interleave=False)  # until all are in the same step
+    with closing(Scheduler(EngineExecutor(engine), limits)) as scheduler:
+        stored = [CachedConversation(engine) for _ in TEXTS]
+        tickets = [
+            scheduler.submit(ReplyJob(engine, message(text), REPLY, session=each), text)
+            for text, each in zip(TEXTS, stored, strict=True)
+        ]
+        while any(ticket.state in ("waiting", "prefill") for ticket in tickets):
+            scheduler.turn()
+        broken = tickets[1].job.writer
+        assert broken is not None
+        fail(monkeypatch, broken, what, error)
+        while scheduler.turn():
+            pass
+        assert [ticket.state for ticket in tickets] == ["done", "failed", "done"]
+        assert tickets[1].error is error
+        for at in (0, 2):
+            reply = tickets[at].job.reply
+            assert reply is not None and reply.token_ids == wanted[at]
+        assert stored[1].live is not None and stored[1].live.history == []
+    engine.cache.check()
+
+
+# Prompts and replies that are cancelled: what their sessions hold then.
+
+
+@pytest.mark.parametrize("chunks", [1, 3])
+def test_a_cancelled_prompt_leaves_no_trace(
+    chunks: int, engine: Engine, scheduler: Scheduler
+) -> None:
+    reference, stored = engine.session(), CachedConversation(engine)
+    scheduler.submit(ReplyJob(engine, message("first"), REPLY, session=stored))
+    while scheduler.turn():
+        pass
+    list(reference.send("first", sampling=REPLY))
+    ticket = scheduler.submit(ReplyJob(engine, message(LONG * 2), REPLY, session=stored))
+    for _ in range(chunks):
+        scheduler.turn()
+    assert ticket.state == "prefill"
+    ticket.cancel()
+    scheduler.turn()
+    assert ticket.state == "cancelled" and stored.live is not None
+    assert stored.live.history == reference.history
+    assert_same_rows(stored.live, reference)
+    again = scheduler.submit(ReplyJob(engine, message("second"), REPLY, session=stored))
+    while scheduler.turn():
+        pass
+    list(reference.send("second", sampling=REPLY))
+    assert again.job.reply is not None and reference.last is not None
+    assert again.job.reply.token_ids == reference.last.token_ids
+    assert_same_rows(stored.live, reference)
+    reference.close()
+
+
+def test_a_cancelled_reply_ends_where_it_stands(engine: Engine, scheduler: Scheduler) -> None:
+    stored = CachedConversation(engine)
+    ticket = scheduler.submit(ReplyJob(engine, message("first"), REPLY, session=stored))
+    while len(ticket.job.writer.token_ids if ticket.job.writer else ()) < 3:
+        scheduler.turn()
+    ticket.cancel()
+    scheduler.turn()
+    reply = ticket.job.reply
+    assert reply is not None and reply.finish_reason == "interrupted" and len(reply.token_ids) == 3
+    assert stored.live is not None and stored.live.history[-1]["role"] == "assistant"
+    assert stored.live._unfed == reply.token_ids[-1:]
+
+
+@pytest.mark.parametrize("turns", [1, 4, 9])
+def test_a_turn_is_taken_back_whole_where_that_was_asked(
+    turns: int, engine: Engine, scheduler: Scheduler
+) -> None:
+    stored = CachedConversation(engine)
+
+    def job(text: str) -> ReplyJob:
+        return ReplyJob(engine, message(text), REPLY, session=stored, undo=True)
+
+    scheduler.submit(job("first"))
+    while scheduler.turn():
+        pass
+    assert stored.live is not None
+    before, held, live = stored.live.fork(), stored.pages, stored.live
+    ticket = scheduler.submit(job(LONG))
+    for _ in range(turns):
+        scheduler.turn()
+        # The test holds one copy more.
+        pages = engine.cache.pool.num_pages - engine.cache.pool.free_pages
+        assert pages - held <= scheduler.ledger.committed
+    assert ticket.state == ("decode" if turns == 9 else "prefill")
+    ticket.cancel()
+    scheduler.turn()
+    assert ticket.state == "cancelled" and stored.live is live and stored.pages == held
+    assert live.history == before.history and live._unfed == before._unfed
+    assert_same_rows(live, before)
+    before.close()
+    again = scheduler.submit(job("second"))
+    while scheduler.turn():
+        pass
+    assert again.state == "done" and len(live.history) == 4
+    assert engine.cache.pool.num_pages - engine.cache.pool.free_pages == stored.pages
+
+
+def test_a_session_that_is_closed_takes_its_file_with_it(
+    engine: Engine, scheduler: Scheduler, tmp_path: Path
+) -> None:
+    stored = CachedConversation(engine, folder=tmp_path)
+
+    def ask(text: str) -> None:
+        ticket = scheduler.submit(ReplyJob(engine, message(text), REPLY, session=stored))
+        while scheduler.turn():
+            pass
+        assert ticket.error is None
+
+    ask("first")
+    held, seen = stored.pages, stored.extent
+    stored.hibernate()
+    assert len(list(tmp_path.iterdir())) == 1 and not stored.resident
+    assert (stored.pages, stored.extent) == (held, seen) and held > 0
+    assert engine.cache.pool.free_pages == engine.cache.pool.num_pages
+    stored.wake()
+    assert not list(tmp_path.iterdir()) and stored.pages == held
+    stored.hibernate()
+    stored.close()
+    assert not list(tmp_path.iterdir()) and stored.pages == 0
+    ask("begins anew")
+    assert stored.live is not None and len(stored.live.history) == 2
+    stored.close()
+    with pytest.raises(SessionError, match="no folder"):
+        alone = CachedConversation(engine)
+        alone.wake()
+        try:
+            alone.hibernate()
+        finally:
+            alone.close()
+
+
+# A conversation in memory and in its file: the session itself, copies, and what is lost.
+
+
+def test_copies_are_what_the_session_was_wherever_it_lies(engine: Engine, tmp_path: Path) -> None:
+    held = CachedConversation(engine, folder=tmp_path)
+    assert not held.resident and held.pages == 0
+    list(held.wake().send("first", sampling=REPLY))
+    with engine.session() as reference:
+        list(reference.send("first", sampling=REPLY))
+        pages = held.pages
+        for resident in (True, False, False):  # a copy leaves the file where it is
+            assert held.resident == resident
+            with held.fork() as copy:
+                list(copy.send("second", sampling=REPLY))
+            with held.fork() as copy:
+                assert_same_rows(copy, reference)
+            held.hibernate()
+            assert held.pages == pages
+        assert [path.name for path in tmp_path.iterdir()] == [held.path and held.path.name]
+        assert_same_rows(held.wake(), reference)
+    assert held.resident and not list(tmp_path.iterdir())
+    held.close()
+
+
+def test_a_conversation_whose_file_is_removed_is_lost(engine: Engine, tmp_path: Path) -> None:
+    held = CachedConversation(engine, folder=tmp_path)
+    list(held.wake().send("first", sampling=REPLY))
+    held.hibernate()
+    assert held.path is not None and not held.lost
+    held.path.write_bytes(b"no session")
+    with pytest.raises(SessionError) as damaged:
+        held.fork()
+    assert str(tmp_path) not in str(damaged.value)
+    held.path.unlink()
+    assert held.lost
+    with pytest.raises(SessionError, match="begin a new one"):
+        held.fork()
+    held.close()
+
+
+def test_without_a_folder_it_stays_in_memory(engine: Engine) -> None:
+    held = CachedConversation(engine)
+    held.wake()
+    with pytest.raises(SessionError, match="name one"):
+        held.hibernate()
+    assert held.resident
+    held.close()

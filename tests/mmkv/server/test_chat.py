@@ -1,4 +1,4 @@
-"""Chat completions over HTTP: replies, streams, errors in OpenAI's shape."""
+"""Chat completions over HTTP: replies, streams, errors in OpenAI's shape, JSON by a schema."""
 
 from __future__ import annotations
 
@@ -12,15 +12,14 @@ import openai
 import pytest
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
 from openai.types.model import Model
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
 
 from mmkv import Engine, Sampling
-from tests.support.chat_models import picture, save_qwen3_vl
+from mmkv.engine.errors import ContextError
+from mmkv.server.prompts import ContextBounds
+from tests.support.chat_models import byte_tokenizer, picture, save_qwen3_vl
 from tests.support.servers import MODEL, Server, asked, picture_part, serving
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_qwen3_vl(tmp_path_factory.mktemp("qwen"))
 
 
 def load(folder: Path, **options: Any) -> Engine:
@@ -251,7 +250,12 @@ BAD: list[tuple[dict[str, Any], int, str, str | None]] = [
 @pytest.mark.parametrize(("fields", "status", "code", "param"), BAD, ids=lambda one: str(one)[:40])
 @pytest.mark.parametrize("stream", [False, True])
 def test_errors_have_openais_shape(
-    server: Server, fields: dict[str, Any], status: int, code: str, param: str | None, stream: bool
+    server: Server,
+    fields: dict[str, Any],
+    status: int,
+    code: str,
+    param: str | None,
+    stream: bool,
 ) -> None:
     answer = server.chat("something new", stream=stream, **fields)
     error = answer.json()["error"]
@@ -414,3 +418,160 @@ def test_keys_and_long_bodies(folder: Path) -> None:
         answer = server.client.post("/v1/chat/completions", content=pieces(), headers=kind)
         assert answer.status_code == 413
         assert answer.json()["error"]["code"] == "request_too_large"
+
+
+# Texts that cannot fit into the context are refused before they are rendered.
+
+
+CONTEXT = 2048  # of the model; its longest token has 16 characters
+COUNTED = 5 * CONTEXT
+TOO_LONG = 16 * CONTEXT + 1
+
+
+def pairs() -> PreTrainedTokenizerFast:
+    """Return a tokenizer that reads two letters a as one token."""
+    alphabet = [*sorted(pre_tokenizers.ByteLevel.alphabet()), "aa"]
+    vocabulary = {symbol: index for index, symbol in enumerate(alphabet)}
+    inner = Tokenizer(models.BPE(vocab=vocabulary, merges=[("a", "a")]))
+    inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    inner.decoder = decoders.ByteLevel()
+    return PreTrainedTokenizerFast(tokenizer_object=inner)
+
+
+def words() -> PreTrainedTokenizerFast:
+    """Return a tokenizer that reads any unknown word as one token."""
+    inner = Tokenizer(models.WordLevel({"a": 0, "?": 1}, unk_token="?"))
+    inner.pre_tokenizer = pre_tokenizers.Whitespace()
+    return PreTrainedTokenizerFast(tokenizer_object=inner, unk_token="?")
+
+
+@pytest.mark.parametrize("length", [COUNTED, TOO_LONG])
+def test_the_engine_never_sees_them(
+    server: Server, length: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def job(*_: Any) -> None:
+        raise AssertionError("the engine's thread was asked")
+
+    monkeypatch.setattr(server.state.engine_thread.core, "job", job)
+    asked = {"model": "small", "input": "a" * length}
+    for answer in (
+        server.chat("a" * length),
+        server.chat("a" * length, stream=True),
+        server.chat("a" * (length // 2), "b", "c" * (length // 2 + 1)),
+        server.client.post("/v1/responses", json=asked),
+    ):
+        error = answer.json()["error"]
+        assert (answer.status_code, error["code"]) == (400, "context_length_exceeded"), error
+        assert "2,048" in error["message"] and "shorten" in error["message"]
+
+
+def test_what_goes_on_from_a_memory_counts_with_it(server: Server) -> None:
+    name = server.client.post("/v1/sessions", json={}).json()["id"]
+    path = f"/v1/sessions/{name}/chat/completions"
+    body = {"model": "small", "max_tokens": 2, "messages": [{"role": "user", "content": "a" * 900}]}
+    assert server.client.post(path, json=body).status_code == 200
+    body["messages"] = [{"role": "user", "content": "a" * (TOO_LONG - 900)}]
+    answer = server.client.post(path, json=body)
+    assert (answer.status_code, answer.json()["error"]["code"]) == (400, "context_length_exceeded")
+    assert server.client.delete(f"/v1/sessions/{name}").status_code == 200
+
+
+def test_tokens_are_counted_where_characters_do_not_tell() -> None:
+    bounds = ContextBounds(pairs(), 1000)
+    assert bounds.longest == 2
+    bounds.require_possible(2000)
+    with pytest.raises(ContextError):
+        bounds.require_possible(2001)
+    # Cut into pieces as it is, the whole counts as if it were not.
+    long = ContextBounds(pairs(), 100_000)
+    asyncio.run(long.count(["a" * 200_000]))
+    with pytest.raises(ContextError):
+        asyncio.run(long.count(["a" * 200_000, "a" * 300_000]))
+    few = ContextBounds(byte_tokenizer(), 100)
+    asyncio.run(few.count(["<|vision_start|>" * 100]))  # a token each, if it were one
+    with pytest.raises(ContextError):
+        asyncio.run(few.count(["b" * 500]))
+
+
+def test_tokens_without_a_longest_bound_nothing() -> None:
+    """A tokenizer that drops characters, or reads any number of them as one token."""
+    bounds = ContextBounds(words(), 10)
+    assert bounds.longest is None
+    bounds.require_possible(10**9)
+    asyncio.run(bounds.count(["b" * 1000]))
+    with pytest.raises(ContextError):
+        asyncio.run(bounds.count(["b " * 1000]))
+
+
+# Replies in JSON whose schema cannot be followed, or is none.
+
+
+# What llguidance takes, and gives up in the middle of a reply.
+LOOP: dict[str, Any] = {
+    "type": "object",
+    "properties": {"red": {"$ref": "#/$defs/a"}},
+    "required": ["red"],
+    "$defs": {"a": {"$ref": "#/$defs/b"}, "b": {"$ref": "#/$defs/a"}},
+}
+ITSELF = {"$ref": "#/$defs/a", "$defs": LOOP["$defs"]}
+WIDE = {
+    "anyOf": [
+        {
+            "type": "object",
+            "properties": {
+                f"{at}-{name}": {"type": "string", "pattern": "^a.*b.*c$"} for name in range(8)
+            },
+        }
+        for at in range(60)
+    ]
+}
+
+
+def form(schema: Any, **fields: Any) -> dict[str, Any]:
+    named = {"name": "answer", "schema": schema} | fields
+    return {"type": "json_schema", "json_schema": named}
+
+
+@pytest.mark.parametrize("n", [1, 2])
+@pytest.mark.parametrize("schema", [LOOP, WIDE, ITSELF], ids=["loop", "wide", "itself"])
+def test_a_schema_that_breaks_in_mid_reply_is_refused(server: Server, schema: Any, n: int) -> None:
+    answer = server.chat("what?", response_format=form(schema), max_tokens=80, n=n)
+    error = answer.json()["error"]
+    assert (answer.status_code, error["code"]) == (400, "invalid_value")
+    assert error["message"].startswith("the schema cannot be followed: ")
+    assert "\n" not in error["message"] and error["message"].endswith("simplify it")
+    assert server.held == 0
+    assert server.chat("what?").status_code == 200
+
+
+def test_a_stream_whose_schema_breaks_ends_with_the_error(server: Server) -> None:
+    """Also while other replies to the same request could go on."""
+    lengths = {"enum": ["a", "bcdefghijklmnop"]}
+    late = LOOP | {
+        "properties": {"colour": lengths} | LOOP["properties"],
+        "required": ["colour", "red"],
+    }
+    given = {"response_format": form(late), "max_tokens": 80, "n": 8, "temperature": 1, "seed": 1}
+    lines = [line for line in server.chat("what?", stream=True, **given).text.split("\n") if line]
+    assert lines[-1].startswith('data: {"error"') and "cannot be followed" in lines[-1]
+
+
+def test_a_response_whose_schema_breaks(server: Server) -> None:
+    text = {"format": {"type": "json_schema", "name": "answer", "schema": LOOP}}
+    body = {"model": "small", "input": "what?", "text": text}
+    answer = server.client.post("/v1/responses", json=body)
+    assert answer.status_code == 400
+    assert "the schema cannot be followed" in answer.json()["error"]["message"]
+
+
+def test_a_streamed_response_whose_schema_breaks_blames_the_request(server: Server) -> None:
+    late = LOOP | {
+        "properties": {"colour": {"enum": ["a"]}} | LOOP["properties"],
+        "required": ["colour", "red"],
+    }
+    text = {"format": {"type": "json_schema", "name": "answer", "schema": late}}
+    body = {"model": "small", "input": "what?", "text": text, "stream": True}
+    lines = server.client.post("/v1/responses", json=body).text.split("\n")
+    events = [json.loads(line[6:]) for line in lines if line.startswith("data: {")]
+    assert events[0]["type"] == "response.created" and events[-1]["type"] == "response.failed"
+    assert events[-1]["response"]["error"]["code"] == "invalid_prompt"

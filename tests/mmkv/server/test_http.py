@@ -14,18 +14,13 @@ import pytest
 from mmkv import Engine
 from mmkv.server.engine_thread import EngineThread, Request
 from mmkv.server.job import ChatWork
-from tests.support.chat_models import picture, save_qwen3_vl
+from tests.support.chat_models import picture
 from tests.support.servers import Server, asked, picture_part, serving
 
 ORIGIN = "https://chat.example"
 PART = picture_part(picture("red", (48, 40)))
 URL: str = PART["image_url"]["url"]
 PLAIN = URL.partition(",")[2]
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_qwen3_vl(tmp_path_factory.mktemp("qwen"))
 
 
 def load(folder: Path) -> Engine:

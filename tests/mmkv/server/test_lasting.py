@@ -1,4 +1,4 @@
-"""Sessions that outlast a server, and go on at another one with the same folder."""
+"""Sessions that outlast a server and go on at another one; what belongs to one key alone."""
 
 from __future__ import annotations
 
@@ -8,37 +8,39 @@ import errno
 import fcntl
 import json
 import os
+import shutil
+import signal
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from http.client import HTTPConnection
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 import torch
 from torch import Tensor
 
 from mmkv import Engine
 from mmkv.engine.errors import SessionError
+from mmkv.sampling import Sampling
 from mmkv.server import reply as answers
 from mmkv.server.conversations import ConversationState
 from mmkv.server.engine_thread import EngineCore
+from mmkv.server.job import ChatWork
 from mmkv.server.sessions import SessionTable
-from mmkv.server.store import SessionRecord, SessionStore
+from mmkv.server.store import HibernationFolder, SessionRecord, SessionStore
 from tests.support.chat_models import picture, save_qwen3_vl
-from tests.support.servers import Server, asked, picture_part, serving
+from tests.support.servers import MODEL, Server, asked, picture_part, serving
 
 FIRST = {
     "role": "user",
     "content": [picture_part(picture("red", (48, 40))), {"type": "text", "text": "what is red?"}],
 }
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_qwen3_vl(tmp_path_factory.mktemp("qwen"))
 
 
 @pytest.fixture(scope="module")
@@ -409,3 +411,271 @@ def test_a_session_comes_back_from_its_file_when_its_idle_memory_is_removed(
     assert len(messages) == 4
     for each in (name, other):
         assert one.client.delete(f"/v1/sessions/{each}").status_code == 200
+
+
+# What a killed server left in its folder goes with the next start, and nothing else does.
+
+
+CHILD = """
+import pathlib, sys
+from mmkv.server.store import HibernationFolder
+made = HibernationFolder(pathlib.Path(sys.argv[1]))
+(made.path / "memory.mmkv").write_text("idle")
+print(made.path, flush=True)
+sys.stdin.read()
+"""
+
+
+def test_what_a_killed_server_left_goes_with_the_next_start(tmp_path: Path) -> None:
+    here = HibernationFolder(tmp_path)
+    saved = tmp_path / "public"
+    saved.mkdir()
+    (tmp_path / ".hibernated-link").symlink_to(saved)
+    child = subprocess.Popen(
+        [sys.executable, "-c", CHILD, str(tmp_path)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    with child:
+        assert child.stdout is not None
+        other = Path(child.stdout.readline().strip())
+        assert other.is_dir() and other != here.path and here.path.is_dir()
+        HibernationFolder(tmp_path).close()
+        assert (other / "memory.mmkv").exists(), "of a server that lives"
+        child.send_signal(signal.SIGKILL)
+    third = HibernationFolder(tmp_path)
+    assert not other.exists() and here.path.is_dir() and saved.is_dir()
+    for one in (third, here):
+        one.close()
+        assert not one.path.exists()
+
+
+def test_a_folder_that_cannot_be_written_is_said(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(SessionError, match="name another --session-folder"):
+        HibernationFolder(tmp_path / "file")
+
+
+def test_a_folder_that_is_gone_is_made_anew_and_stays_ours(tmp_path: Path) -> None:
+    here = HibernationFolder(tmp_path / "within")
+    for _ in range(2):
+        shutil.rmtree(tmp_path / "within")
+        with here.writing():
+            (here.path / "memory.mmkv").write_text("idle")
+    found = subprocess.run(
+        [sys.executable, "-c", CHILD, str(tmp_path / "within")],
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert found.stdout and (here.path / "memory.mmkv").exists(), "another one took it for nobody's"
+    here.close()
+    assert not here.path.exists()
+
+
+@pytest.fixture
+def small(tmp_path: Path) -> Any:
+    """Return what loads an engine with room for a request and a few idle memories."""
+    folder = save_qwen3_vl(tmp_path / "model")
+
+    def load(**fields: Any) -> Engine:
+        options = {
+            "policy": "streamingllm",
+            "budget": 24,
+            "dtype": "float32",
+            "prefill_chunk": 16,
+        } | fields
+        return Engine.from_pretrained(folder, **options)
+
+    with serving(load) as measured:
+        pages = measured.inside(
+            lambda core: core.job(ChatWork([], "", Sampling()), lambda: None).reservation().total
+        )
+        size = measured.inside(lambda core: core.engine.cache.pool.page_bytes)
+    return lambda: load(kv_limit=3 * pages * size)
+
+
+def respond(server: Server, **fields: Any) -> Any:
+    body = {"model": MODEL, "input": "what is red?", "max_output_tokens": 2, "temperature": 0}
+    return server.client.post("/v1/responses", json=body | fields)
+
+
+def stands(server: Server, name: str) -> bool:
+    return server.client.get(f"/v1/responses/{name}").status_code == 200
+
+
+def test_stored_responses_make_way_where_they_cannot_be_written(
+    small: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The folder is gone and something else stands there: nobody is locked out."""
+    place = tmp_path / "sessions"
+    with serving(small, session_folder=place, snapshot_bytes=0) as server:
+        session = server.client.post("/v1/sessions", json={}).json()["id"]
+        turn = f"/v1/sessions/{session}/chat/completions"
+        assert server.client.post(turn, json=asked("hello")).status_code == 200
+        shutil.rmtree(place)
+        place.write_text("in the way")
+        names = [respond(server).json()["id"] for _ in range(14)]
+        standing = [name for name in names if stands(server, name)]
+        assert standing and standing == names[-len(standing) :] and len(standing) < len(names)
+        again = respond(server, previous_response_id=names[0])
+        assert again.status_code == 400
+        assert again.json()["error"]["code"] == "previous_response_not_found"
+        after = respond(server, previous_response_id=names[-1])
+        assert after.status_code == 200, after.text
+        for _ in range(3):
+            assert server.chat("what?").status_code == 200
+        (said,) = server.client.get("/health").json()["warnings"]
+        assert "moved to files" in said and str(tmp_path) not in said
+        assert [one.levelname for one in caplog.records if one.name == "mmkv.server"] == ["ERROR"]
+        assert server.client.post(turn, json=asked("again")).status_code == 200, "a session stays"
+        place.unlink()
+        names = [respond(server).json()["id"] for _ in range(14)]
+        assert all(stands(server, name) for name in names)
+        assert server.client.get("/health").json() == {"status": "ok"}
+        shutil.rmtree(place)  # what lay there is gone, and is not claimed to stand
+        assert 0 < sum(stands(server, name) for name in names) < len(names)
+        assert server.chat("what?").status_code == 200
+
+
+# What one key made is nothing to another: every route that takes a name, and every list.
+
+
+KEYS = ("first-key", "second-key")
+SECRET = "the word is periwinkle"
+SCENE = picture_part(picture("red", (48, 40)))
+
+
+def load(folder: Path) -> Engine:
+    return Engine.from_pretrained(folder, policy="streamingllm", budget=64, dtype="float32")
+
+
+@pytest.fixture(scope="module", params=[False, True], ids=["in memory", "lasting"])
+def server(
+    folder: Path, tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest
+) -> Iterator[Server]:
+    saved = tmp_path_factory.mktemp("saved")
+    options: dict[str, Any] = {"session_folder": saved, "keep_sessions": request.param}
+    with serving(lambda: load(folder), api_keys=KEYS, **options) as made:
+        yield made
+
+
+@contextmanager
+def asking(server: Server, key: str) -> Iterator[httpx.Client]:
+    before, server.client.headers = server.client.headers, {"Authorization": f"Bearer {key}"}
+    try:
+        yield server.client
+    finally:
+        server.client.headers = before
+
+
+def ok(answer: httpx.Response) -> Any:
+    assert answer.status_code == 200, answer.text
+    return answer.json()
+
+
+def make_all(client: httpx.Client) -> dict[str, str]:
+    """Make one of each thing that stays; the names by the path that lists or holds them."""
+    session = ok(client.post("/v1/sessions", json={}))["id"]
+    ok(client.post(f"/v1/sessions/{session}/chat/completions", json=asked(SECRET)))
+    ok(client.post(f"/v1/sessions/{session}/save", json={"name": "notes"}))
+    question = [SCENE, {"type": "text", "text": SECRET}]
+    shown = {"role": "user", "content": [{"type": "input_text", "text": SECRET}]}
+    stored = ok(client.post("/v1/responses", json={"model": MODEL, "input": [shown]}))["id"]
+    ok(client.post("/v1/chat/completions", json=asked({"role": "user", "content": question})))
+    return {"sessions": session, "saved_sessions": "notes", "responses": stored}
+
+
+def state(client: httpx.Client, names: dict[str, str]) -> list[Any]:
+    """Return all that a key sees of its own."""
+    session, response = names["sessions"], names["responses"]
+    paths = ["sessions", "saved_sessions", f"sessions/{session}", f"sessions/{session}/messages"]
+    paths += [f"sessions/{session}/memory", f"responses/{response}"]
+    return [ok(client.get(f"/v1/{p}")) for p in [*paths, f"responses/{response}/input_items"]]
+
+
+def test_no_route_reaches_what_another_key_made(server: Server) -> None:
+    with asking(server, KEYS[0]) as client:
+        names = make_all(client)
+        before = state(client, names)
+        assert SECRET in json.dumps(before)
+    with asking(server, KEYS[1]) as client:
+        for kind in ("sessions", "saved_sessions"):
+            assert ok(client.get(f"/v1/{kind}"))["data"] == []
+        routes = ok(client.get("/openapi.json"))["paths"]
+        tried = []
+        for path, operations in routes.items():
+            kind = path.removeprefix("/v1/").partition("/")[0]
+            if "{" not in path or kind == "models":
+                continue
+            there = path[: path.index("{")] + names[kind] + path[path.index("}") + 1 :]
+            for method in operations:
+                body = asked("tell me") if path.endswith("completions") else {"name": "notes"}
+                given = {"json": body} if method == "post" else {}
+                answer = client.request(method, there, **given)
+                assert answer.status_code == 404, (method, path, answer.text)
+                assert "periwinkle" not in answer.text
+                # As if it had never been.
+                never = there.replace(names[kind], names[kind][:-2] + "zz")
+                other = client.request(method, never, **given)
+                assert other.status_code == 404
+                names_it = names[kind][:-2] + "zz"
+                assert other.text.replace(names_it, names[kind]) == answer.text
+                tried.append((method, path))
+        assert len(tried) >= 11, tried  # sessions have eight, responses three, saved ones one
+        assert client.post("/v1/sessions", json={"file": "notes"}).status_code == 404
+        going_on = {"model": MODEL, "input": "go on", "previous_response_id": names["responses"]}
+        answer = client.post("/v1/responses", json=going_on)
+        assert answer.json()["error"]["code"] == "previous_response_not_found", answer.text
+        question = {"role": "user", "content": [SCENE, {"type": "text", "text": SECRET}]}
+        for message in (question, SECRET):
+            used = ok(client.post("/v1/chat/completions", json=asked(message)))["usage"]
+            assert used["mmkv"]["resumed"] == 0
+    with asking(server, KEYS[0]) as client:
+        assert state(client, names) == before
+        ok(client.delete(f"/v1/sessions/{names['sessions']}"))
+
+
+def test_the_same_names_of_two_keys_are_two_things(server: Server) -> None:
+    """A saved session of each under one name; that of one goes, the other's stays."""
+    texts = ("alpha alpha", "beta")
+    sizes = []
+    for key, text in zip(KEYS, texts, strict=True):
+        with asking(server, key) as client:
+            session = ok(client.post("/v1/sessions", json={}))["id"]
+            ok(client.post(f"/v1/sessions/{session}/chat/completions", json=asked(text)))
+            ok(client.post(f"/v1/sessions/{session}/save", json={"name": "same"}))
+            ok(client.delete(f"/v1/sessions/{session}"))
+            sizes.append(len(ok(client.get("/v1/saved_sessions"))["data"]))
+    for key, text in zip(KEYS, texts, strict=True):
+        with asking(server, key) as client:
+            session = ok(client.post("/v1/sessions", json={"file": "same"}))["id"]
+            said = json.dumps(ok(client.get(f"/v1/sessions/{session}/messages")))
+            assert text in said and not any(t in said for t in texts if t != text)
+            ok(client.delete(f"/v1/sessions/{session}"))
+    with asking(server, KEYS[1]) as client:
+        ok(client.delete("/v1/saved_sessions/same"))
+    with asking(server, KEYS[0]) as client:
+        data = ok(client.get("/v1/saved_sessions"))["data"]
+        assert "same" in [one["id"] for one in data] and len(data) == sizes[0]
+
+
+@pytest.mark.parametrize(
+    "given",
+    ["first-ke", "first-key2", "FIRST-KEY", "first-key second-key", "irst-key", "first\u00adkey"],
+)
+def test_what_is_nearly_a_key_is_none(server: Server, given: str) -> None:
+    head = {"Authorization": f"Bearer {given}".encode()}
+    for path in ("/v1/models", "/v1/sessions", "/v1/saved_sessions", "/v1/responses/x"):
+        answer = server.client.get(path, headers=head)  # type: ignore[arg-type]
+        assert answer.status_code == 401 and "key" not in answer.json().get("data", "")
+    body = asked("hello")
+    answer = server.client.post("/v1/chat/completions", json=body, headers=head)  # type: ignore[arg-type]
+    assert answer.status_code == 401
+    for wrong in ("Basic first-key", "Bearer: first-key", "Bearer", "first-key"):
+        answer = server.client.get("/v1/models", headers={"Authorization": wrong})
+        assert answer.status_code == 401, wrong
+    for right in ("Bearer first-key", "bearer  second-key"):
+        assert server.client.get("/v1/models", headers={"Authorization": right}).status_code == 200

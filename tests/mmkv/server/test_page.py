@@ -14,15 +14,10 @@ import pytest
 from mmkv import Engine
 from mmkv.server.page import FILES, POLICY
 from tests.support.browser import browsing
-from tests.support.chat_models import picture, save_qwen3_vl
+from tests.support.chat_models import picture
 from tests.support.servers import Server, paused_in_a_reply, serving
 
 KEY = "a-key-of-the-test"
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_qwen3_vl(tmp_path_factory.mktemp("qwen"))
 
 
 def load(folder: Path) -> Engine:

@@ -18,7 +18,7 @@ from safetensors import safe_open
 from mmkv import Engine, Sampling
 from mmkv.server.engine_thread import EngineCore
 from mmkv.server.job import ChatWork
-from tests.support.chat_models import picture, save_qwen3_vl
+from tests.support.chat_models import picture
 from tests.support.servers import (
     MODEL,
     Server,
@@ -36,11 +36,6 @@ TURNS: list[Any] = [
     "and what is left of it, and right of it?",
     "so how many are there?",
 ]
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_qwen3_vl(tmp_path_factory.mktemp("qwen"))
 
 
 def load(folder: Path, memory: int = 8 * 2**20) -> Engine:

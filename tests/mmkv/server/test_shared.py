@@ -14,7 +14,7 @@ from mmkv import Engine
 from mmkv.cli.app import run
 from mmkv.server.conversations import ConversationState
 from mmkv.server.engine_thread import EngineCore
-from tests.support.chat_models import picture, save_qwen3_vl
+from tests.support.chat_models import picture
 from tests.support.servers import Server, asked, paused_in_a_reply, picture_part, serving
 
 BUDGET = 24
@@ -22,11 +22,6 @@ LONG = {
     "role": "user",
     "content": [picture_part(picture("red", (64, 56))), {"type": "text", "text": "what is it?"}],
 }
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_qwen3_vl(tmp_path_factory.mktemp("qwen"))
 
 
 @pytest.fixture(scope="module")

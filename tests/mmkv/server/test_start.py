@@ -17,13 +17,7 @@ from mmkv.engine.errors import BudgetError, ModelError
 from mmkv.server.engine_thread import EngineCore
 from mmkv.server.run import opened
 from mmkv.server.settings import ServerSettings
-from tests.support.chat_models import save_qwen3_vl
 from tests.support.servers import MODEL, asked, serving
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_qwen3_vl(tmp_path_factory.mktemp("qwen"))
 
 
 def test_a_missing_package_names_the_extra(

@@ -4,11 +4,9 @@
 :mod:`tests.support.oracle.simulation`. Scores are float64, and eviction is one full sort.
 """
 
-from tests.support.oracle.admission import Admitted
-from tests.support.oracle.eviction import Eviction, Oracle, Retained
+from tests.support.oracle.eviction import Admitted, Eviction, Oracle, Pruned, Retained
 from tests.support.oracle.methods import METHODS, log_score
-from tests.support.oracle.pruning import Pruned
-from tests.support.oracle.quantiser import Quantiser
+from tests.support.oracle.simulation import Quantiser
 
 __all__ = [
     "METHODS",

@@ -1,18 +1,17 @@
-"""One conversation under a simulated cache budget, and the comparison with what an engine kept."""
+"""Eviction by one full sort, under write gates too, and pruning of visual tokens at prefill."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from tests.support.oracle.methods import make_method
-from tests.support.oracle.shares import Group, Row
-from tests.support.oracle.simulation import GateFunction, Simulation
+from tests.support.oracle.methods import PAPER_WINDOW, make_method
+from tests.support.oracle.simulation import GateFunction, Group, Row, Simulation
 
 Retained = list[list[Tensor]]
 RELATIVE_TIE = 1e-6
@@ -197,3 +196,145 @@ class Oracle(Simulation):
             assert close, f"retained sets differ: {counts}; scores {scores.tolist()[:8]}; {shown}"
         self.keep = theirs
         self.swaps += int(differing.sum()) // 2
+
+
+# Write gates (WG-KV, arXiv 2512.17452, section 4.2), alone or beside a method with a budget.
+
+
+# (layer, keys before RoPE [T, H, D], after RoPE) -> log g [T, H].
+WriteGateFunction = Callable[[int, Tensor, Tensor], Tensor]
+
+
+class Admitted(Oracle):
+    """Every token sees the newest ``window`` tokens and those with g of at least the threshold.
+
+    Keys before RoPE are taken from transformers' own modules by hooks, which :meth:`close` removes.
+    """
+
+    def __init__(
+        self,
+        hf: nn.Module,
+        gate: GateFunction | None,
+        write_gate: WriteGateFunction,
+        policy: str,
+        budget: float = 1e9,
+        **settings: Any,
+    ) -> None:
+        super().__init__(hf, gate, policy, budget, **settings)
+        self.write_gate, self.threshold = write_gate, self.method.threshold
+        self.local = self.method.window or PAPER_WINDOW
+        self.log_g = torch.zeros(self.layers, self.heads, 0)
+        self.evicted = torch.zeros(self.layers, self.heads, 0, dtype=torch.bool)
+        self.before: dict[int, Tensor] = {}
+        self.hooks = []
+        for index, layer in enumerate(self.text.layers):
+            attention = layer.self_attn
+            source = getattr(attention, "k_norm", attention.k_proj)
+            self.hooks.append(source.register_forward_hook(self._keep_key(index)))
+
+    def close(self) -> None:
+        """Take the hooks off the model."""
+        for hook in self.hooks:
+            hook.remove()
+
+    def _keep_key(self, index: int) -> Any:
+        def hook(module: nn.Module, args: Any, out: Tensor) -> None:
+            self.before[index] = out.reshape(-1, self.heads, self.dim)
+
+        return hook
+
+    def _attention(
+        self, layer: int, query: Tensor, at: Tensor, window: int | None = None
+    ) -> Tensor:
+        if self.log_g.shape[-1] < self.seen:
+            grown = torch.zeros(self.layers, self.heads, self.new)
+            self.log_g = torch.cat([self.log_g, grown], -1)
+            self.evicted = torch.cat([self.evicted, grown.bool()], -1)
+        after = self.key[layer][:, -self.new :].transpose(0, 1)
+        self.log_g[layer, :, -self.new :] = self.write_gate(layer, self.before[layer], after).T
+        back = at[:, None] - torch.arange(self.seen)
+        sees = (back >= 0) & ((back < self.local) | self._passes()[layer][:, None])
+        sees = sees & ~self.evicted[layer][:, None]
+        key = self.key[layer].repeat_interleave(self.group, 0)
+        scores = query @ key.transpose(1, 2) * self.dim**-0.5
+        sees = sees.repeat_interleave(self.group, 0)
+        return scores.masked_fill(~sees, -torch.inf).softmax(-1).nan_to_num(0.0)
+
+    def _passes(self) -> Tensor:
+        return self.log_g.exp() >= self.threshold
+
+    def _evict(self, slack: int) -> None:
+        """What the next token may not see goes; the method then chooses among what is left."""
+        back = self.seen - torch.arange(self.seen)
+        self.keep = self.keep & ((back < self.local) | self._passes())
+        before = self.keep
+        super()._evict(slack)
+        self.evicted |= before & ~self.keep
+
+    def _protected(self) -> Tensor:
+        newest = torch.arange(self.seen) >= self.seen - self.local
+        return super()._protected() | newest
+
+    def follow(self, retained: list[list[Tensor]]) -> None:
+        ours = self.keep
+        super().follow(retained)
+        # A swap of near-ties: go on with the engine's choice.
+        self.evicted = (self.evicted | (ours & ~self.keep)) & ~self.keep
+
+
+# Pruning of visual tokens at prefill (FastV, arXiv 2403.06764; DivPrune, arXiv 2503.02175).
+
+
+class Pruned(Oracle):
+    """Keeps what a pruner drops out of sight from its layer on.
+
+    All tokens run through all layers; a token that nobody sees changes nothing.
+    """
+
+    def __init__(
+        self, hf: nn.Module, policy: str, *, prefill_chunk: int = 2048, **parameters: Any
+    ) -> None:
+        super().__init__(hf, None, "full", prefill_chunk=prefill_chunk)
+        self.diverse = policy == "divprune"
+        self.after = 0 if self.diverse else parameters.get("layer", 2)
+        self.share = parameters.get("keep", 0.098 if self.diverse else 0.5)
+        self.by = parameters.get("attention", "all")
+
+    def _forward(
+        self, hidden: Tensor, positions: Tensor, deepstack: list[Tensor], prompt: bool
+    ) -> Tensor:
+        self.embedded = hidden
+        return super()._forward(hidden, positions, deepstack, prompt)
+
+    def _attention(
+        self, layer: int, query: Tensor, at: Tensor, window: int | None = None
+    ) -> Tensor:
+        picture = getattr(self.hf.config, "image_token_id", None)
+        if layer == self.after and self.prompt[-1] and picture is not None:
+            ids = torch.cat(self.past["input_ids"], 1)[0, : self.seen]
+            visual = (ids[-self.new :] == picture).nonzero().flatten()
+            for index in self._dropped(visual.tolist()):
+                if index != self.new - 1:
+                    self.keep[layer:, :, self.seen - self.new + index] = False
+        return super()._attention(layer, query, at, window)
+
+    def _dropped(self, visual: list[int]) -> set[int]:
+        count = min(max(round(self.share * len(visual)), 1), len(visual))
+        if self.diverse:
+            return set(visual) - set(self._diverse(visual, count))
+        weights = self.weights[self.after - 1][..., -self.new :].mean(0)
+        received = weights[-1] if self.by == "last" else weights.sum(0)
+        order = sorted(visual, key=lambda index: (-float(received[index]), index))
+        return set(order[count:])
+
+    def _diverse(self, visual: list[int], count: int) -> list[int]:
+        def distance(a: int, b: int) -> float:
+            return 1 - float(torch.cosine_similarity(self.embedded[a], self.embedded[b], dim=0))
+
+        chosen: list[int] = []
+        while len(chosen) < count:
+            rest = [index for index in visual if index not in chosen]
+            among = chosen or visual
+            near = [min([distance(a, b) for b in among if b != a] or [0.0]) for a in rest]
+            chosen.append(rest[near.index(max(near))])
+        return chosen
