@@ -405,7 +405,7 @@ class Bench:
                 files=self.files_of(side, python),
                 threads=args.threads,
                 preparing=args.preparing_threads,
-                longest=max(*args.contexts, *args.prompts) + args.steps + 8,
+                longest=self.longest() + args.steps + 8,
                 short=args.batch_context + args.steps + 8,
                 budget=args.budget,
                 policy=args.policy,
@@ -419,6 +419,11 @@ class Bench:
         if side.environment == "before":
             program, path = ["-c", BEFORE, str(ROOT)], args.before
         self.commands[name] = ([python, *program, json.dumps(asdict(job))], path)
+
+    def longest(self) -> int:
+        """Return the tokens of the longest prompt or context among the rows to be measured."""
+        parted = [row.split() for row in self.rows if row.startswith(("prompt", "context"))]
+        return max([SHORT, *(int(count) for _, count in parted)])
 
     def require_memory(self, side: Side) -> None:
         """Raise BenchError for weights that the memory at hand cannot hold."""
