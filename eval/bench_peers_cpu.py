@@ -50,8 +50,8 @@ PROGRAM_BYTES = 350 * MIB
 # Bits of a weight with its share of a scale: a block of 32 has one of 16 bits.
 BITS = {"float32": 32, "bf16": 16, "f16": 16, "fp16": 16, "int8": 8.5, "q8_0": 8.5}
 BITS |= {"int4": 4.5, "q4_0": 4.5}
-# Of the memory that a method's weights take, what its process needs while it loads them.
-LOADING = 1.3
+# How often a process may hold its weights while it loads them, as OpenVINO does in fp16.
+LOADING = 2.0
 SHAPES = ("qwen3-vl-2b", "qwen3-vl-tiny", "smollm2")
 COLD, LOAD = "cold start", "load"
 # Edges of the pictures, and frames of the video of the smaller ones.
