@@ -492,11 +492,11 @@ class SharedBudget:
         slack: int = 0,
         tried: Backend | None = None,
     ) -> None:
-        """See :class:`mmkv.engine.budgets.Budgets`: from all that share, when together
-        they hold more.
+        """Cut all that share back to the budget, when together they hold more.
 
-        All sequences' victims are found and dropped at once, so the host waits for a GPU as often
-        for many as for two.
+        Whichever ``sessions`` have grown, the entries of all compete, and torch finds the victims:
+        neither ``sessions`` nor ``tried`` is read. All victims are found and dropped at once, so
+        the host waits for a GPU as often for many as for two.
         """
         if self.held <= self.entries + slack:
             return
@@ -505,14 +505,16 @@ class SharedBudget:
         live = engine.cache.entries([one.seq for one in members])
         counts, rows = [one.entries for one in members], engine.spec.rows
         columns = (column.split(counts) for column in (live.row, live.offset, live.slot))
-        held = [
+        # Rows counted as if each sequence were alone.
+        parts = [
             Entries(row - index * rows, offset, slot)
             for index, (row, offset, slot) in enumerate(zip(*columns, strict=True))
         ]
-        views = [one.view(entries) for one, entries in zip(members, held, strict=True)]
+        views = [one.view(entries) for one, entries in zip(members, parts, strict=True)]
+        # Scores are logs of retention (__init__ asks for that): a weight's log multiplies it.
         scores = [
             self._scores(one, entries, view) + math.log(self._weights[one])
-            for one, entries, view in zip(members, held, views, strict=True)
+            for one, entries, view in zip(members, parts, views, strict=True)
         ]
         owner = torch.arange(len(members), device=live.row.device).repeat_interleave(
             torch.tensor(counts, device=live.row.device), output_size=sum(counts)

@@ -42,7 +42,7 @@ def _about(
 _MOST_POSITIONS, _MOST_PAGE = 2**31 - 1, 1024
 DEFAULT_BUDGET = 256  # entries per layer and KV head, where a policy evicts and nobody named one
 # How matrices lie on a CPU; engine/model/product.py says what each means.
-WEIGHT_FORMS = ("auto", "bf16", "int8")
+WEIGHT_FORMS = ("auto", "bf16", "int8", "int4")
 # How keys and values lie in the cache; engine/cache/forms.py says what each means.
 KV_FORMS = ("auto", "bf16", "int8", "k8v4", "int4")
 
@@ -70,8 +70,8 @@ class EngineConfig:
         device: ``auto`` (a GPU where there is one), ``cpu``, ``cuda``, ``cuda:1`` ...
         dtype: of weights and cache: ``auto``, ``float32``, ``bfloat16`` or ``float16``.
         weights: how the matrices of the decoder are held on a CPU: ``auto`` (in bfloat16 where that
-            changes no number, else in the dtype), ``bf16`` (rounded to bfloat16), or ``int8``:
-            rounded in blocks of 32, and so are the states that they are multiplied by.
+            changes no number, else in the dtype), ``bf16`` (rounded to bfloat16), ``int8`` or
+            ``int4``: rounded in blocks of 32, and so are the states that they are multiplied by.
         kv: how keys and values lie in the cache: ``auto`` (in the dtype), ``bf16``, or rounded
             entry by entry: ``int8``; ``k8v4``, keys in 8 bits and values in 4; ``int4``. None:
             ``auto``, or under a budget in bytes the form that answered best at so many bytes
@@ -122,7 +122,7 @@ class EngineConfig:
     )
     weights: str = field(
         default="auto",
-        metadata=_about(str, "Weights on a CPU: auto (exact), bf16 or int8 (rounded, faster)."),
+        metadata=_about(str, "Weights on a CPU: auto (exact), bf16, int8, int4 (rounded, faster)."),
     )
     kv: str | None = field(
         default=None,

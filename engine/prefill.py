@@ -7,9 +7,10 @@ eviction go sequence by sequence, so each keeps what it would keep alone.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Generator, Sequence
 from contextlib import ExitStack
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -200,7 +201,6 @@ def extend_together(sessions: Sequence[CachedSequence], turns: Sequence[Turn]) -
     return torch.stack([prefill.logits for prefill in prefills if prefill.logits is not None])
 
 
-@torch.inference_mode()
 def advance_together(prefills: Sequence[Prefill]) -> None:
     """Append the next chunk of each of B unfinished prompts in one pass, and cut to the budgets.
 
@@ -212,28 +212,140 @@ def advance_together(prefills: Sequence[Prefill]) -> None:
         NotFiniteError: the last logits of one are no numbers; that one's chunk is taken back where
             it can be, the others go on.
     """
-    sessions = [prefill._session for prefill in prefills]
-    engine = sessions[0].engine
-    with ExitStack() as claims:
-        for session in sessions:
-            claims.enter_context(session.claimed())
-        claims.enter_context(engine.lock)
-        claims.enter_context(exact_products(engine.device))
-        if any(prefill._moved for prefill in prefills):
+    ChunkPass(prefills).run()
+
+
+class ChunkPass:
+    """A pass over the next chunk of each of B unfinished prompts, which may be left between layers.
+
+    Other sequences of the engine may run meanwhile. Those of the pass may not, nor may the pool be
+    trimmed. What it computes does not depend on where it was left.
+
+    Args:
+        prefills: of different sequences of one engine.
+        by_layer: whether it may be left.
+    """
+
+    def __init__(self, prefills: Sequence[Prefill], by_layer: bool = False) -> None:
+        self._prefills, self._by_layer = prefills, by_layer
+        self._sessions = [prefill._session for prefill in prefills]
+        self._engine = self._sessions[0].engine
+        self._chunks: list[PrefillChunk] = []
+        self._tapped: list[Tensor] = []
+        self._layers: Generator[None, None, tuple[Tensor, Tensor | None]] | None = None
+        self._appended = False  # entries that are not counted yet
+
+    @torch.inference_mode()
+    def run(self, seconds: float | None = None) -> bool:
+        """Begin the pass, or go on with it; return whether it is over.
+
+        Args:
+            seconds: how long, but for one layer at least; None, or not ``by_layer``: to its end.
+
+        Raises:
+            as :func:`advance_together`. But for NotFiniteError, all chunks are taken back.
+        """
+        until = None if seconds is None else time.perf_counter() + seconds
+        engine = self._engine
+        try:
+            with ExitStack() as claims:
+                for session in self._sessions:
+                    claims.enter_context(session.claimed())
+                claims.enter_context(engine.lock)
+                claims.enter_context(exact_products(engine.device))
+                try:
+                    return self._run(until)
+                except BaseException:
+                    self._take_back()
+                    raise
+        except SessionError:
+            if self._appended:  # one was closed since the pass was left
+                self.abort()
+            raise
+
+    @torch.inference_mode()
+    def abort(self) -> None:
+        """Take back what a pass that was left has appended; its chunks can be read again."""
+        with self._engine.lock:
+            self._take_back()
+
+    def _run(self, until: float | None) -> bool:
+        if any(prefill._moved for prefill in self._prefills):
             raise SessionError("the session changed while a prompt was read; take the prompt back")
-        before = [session.state() for session in sessions]
-        tokens = sum(prefill.next_chunk for prefill in prefills)
-        ends = _run_pass(engine, prefills)
+        made = self._run_layers(until)
+        if made is None:
+            return False
+        ends, log_beta = made
+        pruned = self._store(log_beta)
+        self._appended = False
+        for prefill, turn, gone in zip(self._prefills, self._turns, pruned, strict=True):
+            prefill._count(turn, gone)
+        self._finish(ends)
+        return True
+
+    def _begin(self) -> tuple[Any, ...]:
+        """Make room for the tokens of all chunks; return what the decoder is called with."""
+        engine, sessions = self._engine, self._sessions
+        self._before = [session.state() for session in sessions]
+        self._turns = [
+            one._turn.part(one.done, one.done + one.next_chunk) for one in self._prefills
+        ]
+        self._counts = [turn.token_ids.numel() for turn in self._turns]
+        self._appended = True
+        hidden, deepstacks = zip(
+            *(engine.decoder.embed_turn(turn) for turn in self._turns), strict=True
+        )
+        ropes = [
+            engine.rope.at(turn.positions, bool(session.long_rope))
+            for session, turn in zip(sessions, self._turns, strict=True)
+        ]
+        cos, sin = (torch.cat(part) for part in zip(*ropes, strict=True))
+        self._chunks = [_chunk(*parts) for parts in zip(sessions, self._turns, ropes, strict=True)]
+        self._tapped, step = [], PackedChunks(self._chunks)
+        stacks = _joined(deepstacks, self._counts)
+        return torch.cat(hidden), (cos, sin), step, stacks, self._tapped, step
+
+    def _run_layers(self, until: float | None) -> tuple[Tensor, Tensor | None] | None:
+        """Return what the decoder does: states of the last tokens and log_beta; None: left."""
+        decoder = self._engine.decoder
+        if not self._by_layer:
+            return decoder.forward(*self._begin())
+        if self._layers is None:
+            self._layers = decoder.forward_by_layer(*self._begin())
+        while True:
+            started = time.perf_counter()
+            try:
+                next(self._layers)
+            except StopIteration as end:
+                made: tuple[Tensor, Tensor | None] = end.value
+                return made
+            now = time.perf_counter()
+            if until is not None and now + (now - started) > until:
+                return None
+
+    def _store(self, log_beta: Tensor | None) -> list[int]:
+        """Store what the layers found beside keys and values; return how many were pruned."""
+        engine, chunks = self._engine, self._chunks
+        if engine.model.has_on_append:
+            taps = list(zip(*(tap.split(self._counts) for tap in self._tapped), strict=True))
+            for chunk, own in zip(chunks, taps or [()] * len(chunks), strict=True):
+                chunk.write_state(engine.policy.scoring, own)
+        betas = [None] * len(chunks) if log_beta is None else log_beta.split(self._counts)
+        return [chunk.finish(beta) for chunk, beta in zip(chunks, betas, strict=True)]
+
+    def _finish(self, ends: Tensor) -> None:
+        """Compute the logits of prompts that are complete, and cut to the budgets."""
+        engine, prefills, sessions = self._engine, self._prefills, self._sessions
         last = [i for i, prefill in enumerate(prefills) if prefill.done == prefill.tokens]
         logits = engine.decoder.logits(ends[last]) if last else ends[:0]
         broken = []
         for i, fine in zip(last, logits.sum(-1).isfinite().tolist(), strict=True):
             if not fine:
                 broken.append(i)
-                if sessions[i].rewind(before[i]):  # nothing has been evicted yet
-                    prefills[i].done = before[i]["seen"] - prefills[i]._start
+                if sessions[i].rewind(self._before[i]):  # nothing has been evicted yet
+                    prefills[i].done = self._before[i]["seen"] - prefills[i]._start
         engine.budgets.cut([one for i, one in enumerate(sessions) if i not in broken])
-        if tokens >= MANY_TOKENS and engine.device.type == "cpu":
+        if sum(self._counts) >= MANY_TOKENS and engine.device.type == "cpu":
             give_back()
         for i, found in zip(last, logits, strict=True):
             if i not in broken:
@@ -241,6 +353,17 @@ def advance_together(prefills: Sequence[Prefill]) -> None:
                 prefills[i]._forget_snapshot()
         if broken:
             raise NotFiniteError
+
+    def _take_back(self) -> None:
+        """Drop the new entries of all.
+
+        What a scorer has added to older entries, once all layers have run, stays.
+        """
+        if self._appended:
+            for session in self._sessions:
+                if not session.closed:
+                    session.roll_back()
+        self._appended, self._layers = False, None
 
 
 def pass_tokens(engine: Runtime) -> int:
@@ -300,43 +423,6 @@ def _pack(waiting: Sequence[Prefill]) -> list[Prefill]:
             tokens, pages = tokens + count, pages + needed
     pool.reserve(pages)  # exactly: a pool that runs short takes an eighth more
     return chosen
-
-
-def _run_pass(engine: Runtime, prefills: Sequence[Prefill]) -> Tensor:
-    """Append the next chunk of each; the states ``[B, d]`` of their last tokens.
-
-    An error takes the new entries of all back. What a scorer has added to older entries, once all
-    layers have run, stays.
-    """
-    sessions = [prefill._session for prefill in prefills]
-    turns = [one._turn.part(one.done, one.done + one.next_chunk) for one in prefills]
-    counts = [turn.token_ids.numel() for turn in turns]
-    try:
-        hidden, deepstacks = zip(*(engine.decoder.embed_turn(turn) for turn in turns), strict=True)
-        ropes = [
-            engine.rope.at(turn.positions, bool(session.long_rope))
-            for session, turn in zip(sessions, turns, strict=True)
-        ]
-        cos, sin = (torch.cat(part) for part in zip(*ropes, strict=True))
-        chunks = [_chunk(*parts) for parts in zip(sessions, turns, ropes, strict=True)]
-        step = PackedChunks(chunks)
-        tapped: list[Tensor] = []
-        ends, log_beta = engine.decoder.forward(
-            torch.cat(hidden), (cos, sin), step, _joined(deepstacks, counts), tapped, step
-        )
-        if engine.model.has_on_append:
-            taps = list(zip(*(tap.split(counts) for tap in tapped), strict=True))
-            for chunk, own in zip(chunks, taps or [()] * len(chunks), strict=True):
-                chunk.write_state(engine.policy.scoring, own)
-        betas = [None] * len(chunks) if log_beta is None else log_beta.split(counts)
-        pruned = [chunk.finish(beta) for chunk, beta in zip(chunks, betas, strict=True)]
-    except BaseException:
-        for session in sessions:
-            session.roll_back()
-        raise
-    for prefill, turn, gone in zip(prefills, turns, pruned, strict=True):
-        prefill._count(turn, gone)
-    return ends
 
 
 def _chunk(session: CachedSequence, turn: Turn, rope: tuple[Tensor, Tensor]) -> PrefillChunk:

@@ -260,12 +260,17 @@ def markdown(pages: Mapping[str, Page]) -> str:
 
 
 def _line(row: Mapping[str, Any]) -> list[str]:
-    away, speed = row.get("from_first"), row["speed"]
+    """Return the cells of a row, in the order of the columns above.
+
+    ``from_first`` is the paired difference from the first method at this budget; the full cache
+    has none.
+    """
+    gap, speed = row.get("from_first"), row["speed"]
     return [
         row["method"],
         interval(row["accuracy"]),
-        "" if away is None else interval(away, sign=True),
-        "" if away is None else f"{away['p']:.4f}",
+        "" if gap is None else interval(gap, sign=True),
+        "" if gap is None else f"{gap['p']:.4f}",
         f"{row['kl_per_token']['value']:.3f}",
         f"{row['agreement']['value']:.3f}",
         f"{row['bytes'] / 1e3:,.0f}",

@@ -175,15 +175,16 @@ def probe(
 def measure(
     probes: list[list[Tensor]], full: list[list[Tensor]], notes: Sequence[Needle]
 ) -> Record:
-    """Average over the steps of one document, of all heads and by head ``[L][H G]``.
+    """Average shares of attention over a document's steps: of all heads, and by head ``[L][H G]``.
 
     Args:
-        probes: logits under a budget; full: of the same steps with the full cache.
+        probes: by answer and step the logits under a budget; full: the same with the full cache.
+        notes: by answer the needle that it is about.
 
     Returns:
-        ``useful``, ``distractors``, ``dialogue``, ``first``: shares of attention, 1 in all;
-        ``predicted``: useful share by Corollary 3.2; ``bound``: what Proposition 3.1 says is lost
-        at least; ``kept_useful``, ``kept_others``: rho_U and rho_D of the corollary, which counts
+        ``useful``, ``distractors``, ``dialogue``, ``first`` (the first ``SINKS`` tokens): shares of
+        attention, 1 in all; ``predicted``: useful share by Corollary 3.2 of DBTrimKV (arXiv
+        2605.09649); ``bound``: what Proposition 3.1 says is lost at least; ``kept_useful``, ``kept_others``: rho_U and rho_D of the corollary, which counts
         all that is not useful; ``kept_distractors``: the same of distractors alone; ``heads``,
         ``heads_predicted``: useful share.
     """

@@ -298,6 +298,11 @@ _LLAVA = {
     "all": "**all**",
 }
 _LLAVA_RUNS = ("pictures", "blank pictures", "other pictures", "most frequent answer")
+_WEIGHTS = {
+    "smollm2": "SmolLM2-135M",
+    "tiny-vlm": "bundled model",
+    "qwen3-vl-2b": "Qwen3-VL-2B's decoder, random",
+}
 _SPEEDS = {
     "tiny-vlm": "bundled model, batch 1, `full`",
     "tiny-vlm-evicting": "bundled model, batch 1, 512 tokens, `dbtrimkv` M = 64",
@@ -458,6 +463,60 @@ def _kv_speed(results: Path) -> Rows:
         yield [f"{row['kept']:,}", f"`{row['kv']}`", str(row["entry_bytes"]), *timed]
 
 
+def _weights(results: Path) -> Rows:
+    """Yield what each form of weights costs and gains with SmolLM2 on code."""
+    found = results_of(results, "weights-smollm2")
+    first = next(name for name in found["sources"] if "code" in name)
+    yield ["form", "weights", "layers off", "perplexity", "same of 64 tokens", "ms per token"]
+    for form in ("auto", "int8", "int4"):
+        row, read = found["forms"][form], found["sources"][first][form]
+        yield [
+            f"`{form}`",
+            f"{row['bytes'] / 2**20:.0f} MiB",
+            f"{100 * row['errors']['median']:.2f} %",
+            f"{read['perplexity']:.2f}",
+            f"{64 * read['greedy_same']:.1f}",
+            f"{row['ms_per_token']['median']:.1f}",
+        ]
+
+
+def _all_weights(results: Path) -> Rows:
+    """Yield the same of every model, form and kind of text."""
+    yield [
+        *("model", "form", "bytes", "layers off", "embedding off", "held out", "perplexity"),
+        *("KL", "same", "before", "ms per token", "times int8's"),
+    ]
+    for name, model in _WEIGHTS.items():
+        found = results_of(results, f"weights-{name}")
+        for form, row in found["forms"].items():
+            off = row.get("errors")
+            cells = [model, form, f"{row['bytes'] / 2**20:,.1f} MiB"]
+            cells += (
+                ["-", "-"]
+                if off is None
+                else [
+                    f"{100 * off['median']:.2f} % ({100 * off['most']:.2f} %)",
+                    f"{100 * off['embedding']:.2f} %",
+                ]
+            )
+            timed = []
+            for value in (row["ms_per_token"], row["over_int8"]):
+                low, high = value["quartiles"]
+                timed.append(f"{value['median']:.2f} ({low:.2f} .. {high:.2f})")
+            for source, read in (found["sources"] or {"-": None}).items():
+                kind = source.rpartition("/")[2].removesuffix(".heldout.jsonl")
+                measured = ["-"] * 4
+                if read is not None:
+                    values = read[form]
+                    measured = [
+                        f"{values['perplexity']:.3f}",
+                        f"{values['kl_per_token']:.4f}",
+                        f"{64 * values['greedy_same']:.1f}",
+                        f"{values['greedy_before']:.1f}",
+                    ]
+                yield [*cells, kind, *measured, *timed]
+
+
 def _peers(
     rows: Callable[[Mapping[str, Any]], Rows], name: str = "peers-cpu"
 ) -> Callable[[Path], Rows]:
@@ -542,6 +601,8 @@ TABLES: dict[str, Callable[[Path], Rows]] = {
     "mmdu": _mmdu,
     "memory": _memory,
     "speed": _speed,
+    "weights": _weights,
+    "weights-all": _all_weights,
     "kv-speed": _kv_speed,
     "generate": _generate,
     "peers": _peers(case_rows),
@@ -554,6 +615,7 @@ TABLES: dict[str, Callable[[Path], Rows]] = {
     "startup": _startup,
     "mutants": _mutants,
     "serving-speed": serving.speed,
+    "serving-streams": serving.streams,
     "serving-overload": serving.overload,
     "serving-soak": serving.soak,
     "serving-floods": serving.floods,

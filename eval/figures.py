@@ -158,7 +158,7 @@ def draw_kept(path: Path, share: Fraction = Fraction(1, 16), seed: int = 4) -> N
     kinds = _token_kinds(model, inputs)
     shown = np.stack([kinds] * runtime.spec.rows)
     for index, kept in enumerate(row for layer in sequence.retained() for row in layer):
-        shown[index, kept.numpy()] += 3
+        shown[index, kept.numpy()] += 3  # from evicted to kept, in the order of _KINDS
 
     figure = Figure(figsize=(10, 3.4), layout="constrained")
     panel = figure.subplots()

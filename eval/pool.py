@@ -142,7 +142,10 @@ def _counted(groups: list[list[dict[str, Any]]], part: slice) -> tuple[list[floa
 
 
 def table_rows(summary: Sequence[dict[str, Any]]) -> Iterator[Sequence[str]]:
-    """Yield the head and the lines of a table of a :func:`summarise`."""
+    """Yield the head and the lines of the table of what :func:`summarise` returns.
+
+    ``NAME less equal`` is the gap: NAME's share of right answers minus that of equal parts.
+    """
 
     def cell(line: dict[str, Any], name: str) -> str:
         one, gap = line[name], line.get(f"{name} less equal")

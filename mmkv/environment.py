@@ -30,7 +30,7 @@ def describe() -> str:
     lines += [f"{name}: {_version(name) or 'missing'}" for name in _CORE]
     lines += _devices()
     lines.append(f"decode step on the CPU: {_native()}")
-    lines.append(f"weights in 8 bits on the CPU: {_int8()}")
+    lines.append(f"weights in 8 or 4 bits on the CPU: {_int8()}")
     lines += _video_readers()
     lines += [
         f"{name}: {'present' if find_spec(name) else f'absent (extra: {extra})'}"
@@ -78,7 +78,7 @@ def _int8() -> str:
     from mmkv.engine.backends import cpu as native
 
     form = native.int8_form()
-    return f"{form} (--weights int8)" if form else "torch (slow)"
+    return f"{form} (--weights int8, int4)" if form else "torch (slow)"
 
 
 def _video_readers() -> list[str]:

@@ -84,7 +84,11 @@ class LoadedModel:
 
 @dataclass(slots=True)
 class Batch:
-    """B different sequences of one cache in columns: a value for each, on the host.
+    """B different sequences of one cache in columns: what a backend may know of each, on the host.
+
+    Sessions stay out, so that a backend can be tested with a batch made by hand. ``slack``,
+    ``recorded`` and ``attention`` are of the whole batch; who asks for a burst, an eviction or a
+    recording sets ``share``, ``attention`` and ``deaths`` after it is made.
 
     Attributes:
         seqs: their slots in the cache.
@@ -97,9 +101,9 @@ class Batch:
         slack: entries above ``allowed`` that are let be.
         share: for budgets that are a part of the tokens seen this part, else 0; bursts alone read
             it: their budgets grow while they run.
-        deaths: for each the address at which :attr:`Backend.writes_deaths` records of
-            :data:`mmkv.engine.trace.DEATH` have room, 0 where nobody asks who dies; empty: nobody
-            does.
+        deaths: addresses, one a sequence, where C writes its victims as
+            :data:`mmkv.engine.trace.DEATH`, at most :attr:`Backend.writes_deaths`; 0: nobody asks.
+            Empty: nobody asks for any.
         recorded: indices of sequences whose scores and victims :attr:`Counts.scored` shall have.
         attention: computes what scorers ask for of the newest queries.
     """

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
 from typing import ClassVar, Protocol
 
 import torch
@@ -122,6 +122,27 @@ class Decoder:
             states before the final norm, ``[T, d]`` or with ``chunks`` ``[B, d]`` of their last
             tokens, and log_beta ``[T, L, H]`` float32 (None without gates).
         """
+        layers = self.forward_by_layer(hidden, rope, step, deepstack, tapped, chunks)
+        while True:
+            try:
+                next(layers)
+            except StopIteration as end:
+                made: tuple[Tensor, Tensor | None] = end.value
+                return made
+
+    def forward_by_layer(
+        self,
+        hidden: Tensor,
+        rope: tuple[Tensor, Tensor],
+        step: StepAttention,
+        deepstack: tuple[tuple[Tensor, Tensor], ...] = (),
+        tapped: list[Tensor] | None = None,
+        chunks: ChunkAttention | None = None,
+    ) -> Generator[None, None, tuple[Tensor, Tensor | None]]:
+        """Do as :meth:`forward`, layer by layer: yield after each, and return what it returns.
+
+        Other sequences may be read and decoded between two layers.
+        """
         gate_logits: list[Tensor] = []
         kept: dict[int, Tensor] = {}
         final = len(self.weights.layers) - 1
@@ -151,6 +172,7 @@ class Decoder:
                 hidden = self.layer(index, hidden, x, rope, step, deepstack)
             if index in self.taps:
                 kept[index] = hidden
+            yield
         if chunks is not None and ending is None:
             hidden = hidden[chunks.ends()]
         if tapped is not None:

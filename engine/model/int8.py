@@ -1,14 +1,16 @@
-"""Weights in 8 bits: whole numbers in blocks of 32 along a row, a step for each block.
+"""Weights as whole numbers in blocks of 32 along a row, a step for each block; those of 8 bits.
 
-States are rounded likewise before they are multiplied, so that a block's product is a sum of whole
-numbers. That is what llama.cpp's Q8_0 does; steps are bfloat16 here, so that no weight is too small
-or too large for them.
+States are rounded to 8 bits before they are multiplied, so that a block's product is a sum of whole
+numbers. That is what llama.cpp's Q8_0 and Q4_0 do; steps are bfloat16 here, so that no weight is
+too small or too large for them.
 """
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import ClassVar, Self
 
 import torch
 import torch.nn.functional as F
@@ -23,32 +25,50 @@ _ROWS_AT_ONCE = 256  # so that what rounding makes stays in the cache
 
 
 @dataclass(frozen=True, eq=False)
-class Int8Matrix(Panels):
-    """A matrix ``[out, in]`` whose weights are codes, -127 to 127, times the step of their block.
+class IntegerMatrix(Panels):
+    """A matrix ``[out, in]`` whose weights are codes, whole numbers, times the step of their block.
 
     Panels of 16 rows lie together, and in them four columns of each row: a vector instruction then
     multiplies 16 rows by the same states. What is missing to whole panels and blocks is zeros.
 
     Attributes:
-        codes: int8 ``[panels, blocks, 8, 16, 4]``: row in the panel before column in the group.
+        codes: ``[panels, blocks, n, 16, 4]`` of n bytes for each four columns of a row's block: row
+            in the panel before column in the group.
         scales: bfloat16 ``[panels, blocks, 16]``, the steps.
         shape: ``(out, in)``.
         error: root mean square of what rounding changed, over that of the weights.
     """
+
+    bits: ClassVar[int]
+    _stored_as: ClassVar[torch.dtype]
 
     codes: Tensor
     scales: Tensor
     shape: tuple[int, int]
     error: float
 
+    @staticmethod
+    @abstractmethod
+    def rounded(weight: Tensor) -> tuple[Tensor, Tensor]:
+        """Round float32 blocks ``[..., 32]``: float32 codes alike, bfloat16 steps ``[...]``.
+
+        The step of a block with a number that is not finite is not a number.
+        """
+
+    @staticmethod
+    @abstractmethod
+    def stored(codes: Tensor) -> Tensor:
+        """Return codes of blocks ``[..., 32]`` as they are held, ``[..., n, 4]``."""
+
+    @staticmethod
+    @abstractmethod
+    def whole(stored: Tensor) -> Tensor:
+        """Return float32 codes ``[..., 32]`` of what is held, ``[..., n, 4]``."""
+
     @classmethod
     @torch.no_grad()
-    def of(cls, weight: Tensor) -> Int8Matrix:
-        """Round ``weight [out, in]``, no number by more than half a step of its block.
-
-        A step is the smallest bfloat16 that is not below the block's greatest number over 127. It
-        is not a number where a weight is not one.
-        """
+    def of(cls, weight: Tensor) -> Self:
+        """Round ``weight [out, in]``, floats, block by block."""
         rows, width = weight.shape
         codes, scales = cls.empty(rows, width)
         panels, blocks = codes.shape[:2]
@@ -58,21 +78,20 @@ class Int8Matrix(Panels):
             part = weight[first * PANEL : after * PANEL].float()
             missing = (after - first) * PANEL - part.shape[0]
             part = F.pad(part, (0, blocks * BLOCK - width, 0, missing)).unflatten(-1, (-1, BLOCK))
-            scale = _at_least(part.abs().amax(-1) / _LARGEST)
-            steps = scale.float().unsqueeze(-1)
-            code = (part / torch.where(steps == 0, 1.0, steps)).round_()
+            code, scale = cls.rounded(part)
             whole += float(part.square().sum(-1).double().sum())
-            wrong += float(part.addcmul_(code, steps, value=-1).square_().sum(-1).double().sum())
-            grouped = code.to(torch.int8).unflatten(-1, (-1, 4)).unflatten(0, (-1, PANEL))
-            codes[first:after] = grouped.permute(0, 2, 3, 1, 4)
+            off = part - code * scale.float().unsqueeze(-1)
+            wrong += float(off.square_().sum(-1).double().sum())
+            codes[first:after] = cls.stored(code).unflatten(0, (-1, PANEL)).permute(0, 2, 3, 1, 4)
             scales[first:after] = scale.unflatten(0, (-1, PANEL)).transpose(1, 2)
         return cls(codes, scales, (rows, width), (wrong / whole) ** 0.5 if whole else 0.0)
 
-    @staticmethod
-    def empty(rows: int, width: int) -> tuple[Tensor, Tensor]:
+    @classmethod
+    def empty(cls, rows: int, width: int) -> tuple[Tensor, Tensor]:
         """Return room for the codes and steps of a matrix ``[rows, width]``."""
         panels, blocks = -(-rows // PANEL), -(-width // BLOCK)
-        codes = torch.empty(panels, blocks, BLOCK // 4, PANEL, 4, dtype=torch.int8)
+        groups = BLOCK // 4 * cls.bits // 8
+        codes = torch.empty(panels, blocks, groups, PANEL, 4, dtype=cls._stored_as)
         return codes, torch.empty(panels, blocks, PANEL, dtype=torch.bfloat16)
 
     def held(self) -> tuple[Tensor, ...]:
@@ -80,21 +99,21 @@ class Int8Matrix(Panels):
         return self.codes, self.scales
 
     def sample(self, count: int) -> Tensor:
-        """Return some codes."""
+        """Return some codes as they are held."""
         return sampled(self.codes.reshape(-1), count)
 
     def blocks(self) -> Iterator[tuple[Tensor, Tensor]]:
         """Yield float32 codes ``[out, 32]`` and steps ``[out]`` of each block of columns."""
         for block in range(self.codes.shape[1]):
-            codes = self.codes[:, block].transpose(1, 2).flatten(2).flatten(0, 1)
+            codes = self.whole(self.codes[:, block].transpose(1, 2)).flatten(0, 1)
             scales = self.scales[:, block].flatten()
-            yield codes[: self.shape[0]].float(), scales[: self.shape[0]].float()
+            yield codes[: self.shape[0]], scales[: self.shape[0]].float()
 
     def rows(self, ids: Tensor) -> Tensor:
         """Return the rows ``ids [...]`` as float32 ``[..., in]``."""
         panel, row = ids // PANEL, ids % PANEL
         steps = self.scales[panel, :, row].float()
-        made = self.codes[panel, :, :, row].flatten(-2).float() * steps.unsqueeze(-1)
+        made = self.whole(self.codes[panel, :, :, row]) * steps.unsqueeze(-1)
         return made.flatten(-2)[..., : self.shape[1]]
 
     def multiply(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -105,6 +124,32 @@ class Int8Matrix(Panels):
             # Sums of 32 products of two codes are whole numbers below 2^24: exact in float32.
             made += (codes[..., block, :] @ weight.T) * (scale * steps[..., block, None])
         return made if bias is None else made + bias
+
+
+class Int8Matrix(IntegerMatrix):
+    """Weights in 8 bits: codes -127 to 127, int8 as they are."""
+
+    bits, _stored_as = 8, torch.int8
+
+    @staticmethod
+    def rounded(weight: Tensor) -> tuple[Tensor, Tensor]:
+        """Round no number by more than half a step of its block.
+
+        A step is the smallest bfloat16 that is not below the block's greatest number over 127.
+        """
+        scale = _at_least(weight.abs().amax(-1) / _LARGEST)
+        steps = scale.float().unsqueeze(-1)
+        return (weight / torch.where(steps == 0, 1.0, steps)).round_(), scale
+
+    @staticmethod
+    def stored(codes: Tensor) -> Tensor:
+        """See :class:`IntegerMatrix`: n is 8."""
+        return codes.to(torch.int8).unflatten(-1, (-1, 4))
+
+    @staticmethod
+    def whole(stored: Tensor) -> Tensor:
+        """See :class:`IntegerMatrix`."""
+        return stored.flatten(-2).float()
 
 
 def code_states(x: Tensor) -> tuple[Tensor, Tensor]:

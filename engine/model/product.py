@@ -1,4 +1,4 @@
-"""Products of states with a matrix of weights in float, bfloat16 or 8 bits."""
+"""Products of states with a matrix of weights in float, bfloat16, 8 or 4 bits."""
 
 from __future__ import annotations
 
@@ -13,13 +13,16 @@ from torch import Tensor
 from mmkv.engine.errors import ModelError
 from mmkv.engine.model.bf16 import Bf16Matrix
 from mmkv.engine.model.elementwise import Elementwise, TorchElementwise
-from mmkv.engine.model.int8 import Int8Matrix
+from mmkv.engine.model.int4 import Int4Matrix
+from mmkv.engine.model.int8 import Int8Matrix, IntegerMatrix
 from mmkv.engine.model.panels import Panels
 
 # Numbers that are looked at first: those of most float32 checkpoints show at once.
 _FIRST = 2**16
 
-Matrix = Tensor | Bf16Matrix | Int8Matrix
+Matrix = Tensor | Bf16Matrix | IntegerMatrix
+# What holds weights in so many bits.
+INTEGERS: dict[int, type[IntegerMatrix]] = {8: Int8Matrix, 4: Int4Matrix}
 
 
 class Product(Protocol):
@@ -36,13 +39,13 @@ def multiply(x: Tensor, weight: Matrix, bias: Tensor | None = None) -> Tensor:
     Args:
         x: ``[..., in]``.
         weight: ``[out, in]`` in the dtype of ``x``, or in bfloat16, which is then widened, or in 8
-            bits: then states are rounded, too (:meth:`Int8Matrix.multiply`).
+            or 4 bits: then states are rounded, too (:meth:`IntegerMatrix.multiply`).
         bias: ``[out]`` in the dtype of ``x``.
 
     Returns:
         ``[..., out]`` in the dtype of ``x``.
     """
-    if isinstance(weight, Int8Matrix):
+    if isinstance(weight, IntegerMatrix):
         return weight.multiply(x, bias).to(x.dtype)
     rows = weight.in_rows() if isinstance(weight, Bf16Matrix) else weight
     return F.linear(x, rows.to(x.dtype), bias)
@@ -59,10 +62,12 @@ def plain(weight: Matrix) -> Tensor:
     """Return a matrix that is held as numbers, one row after the other; of panels, a copy.
 
     Raises:
-        ModelError: it is held in 8 bits.
+        ModelError: it is held in 8 or 4 bits.
     """
-    if isinstance(weight, Int8Matrix):
-        raise ModelError("this cannot read weights in 8 bits; load the model with weights='auto'")
+    if isinstance(weight, IntegerMatrix):
+        raise ModelError(
+            f"this cannot read weights in {weight.bits} bits; load the model with weights='auto'"
+        )
     return weight.in_rows() if isinstance(weight, Bf16Matrix) else weight
 
 
@@ -90,13 +95,13 @@ class Kernels:
     Attributes:
         product: multiplies float32 states by matrices in any form; None: none but the reference
             does, so that ``auto`` leaves matrices in the dtype.
-        rounded: rounds a matrix to 8 bits.
+        rounded: rounds a matrix to so many bits, 8 or 4.
         packed: lays out a bfloat16 matrix as ``product`` reads it fastest; None: it stays.
         elementwise: computes what is between the products.
     """
 
     product: Product | None = None
-    rounded: Callable[[Tensor], Int8Matrix] = Int8Matrix.of
+    rounded: Callable[[Tensor, int], IntegerMatrix] = lambda weight, bits: INTEGERS[bits].of(weight)
     packed: Callable[[Tensor], Matrix] | None = None
     elementwise: Elementwise = field(default_factory=TorchElementwise)
 
@@ -106,7 +111,7 @@ class WeightForm:
     """How float32 matrices are held on a CPU.
 
     Attributes:
-        name: ``auto``, ``bf16`` or ``int8``, as ``--weights`` takes it.
+        name: ``auto``, ``bf16``, ``int8`` or ``int4``, as ``--weights`` takes it.
         kernels: what lays them out, and multiplies by them.
     """
 
@@ -118,10 +123,27 @@ class WeightForm:
         """Multiplies float32 states by matrices in that form."""
         return self.kernels.product or multiply
 
-    def hold(self, weight: Tensor) -> Matrix:
-        """Return a matrix as it is held; ``auto`` changes no number."""
-        if self.name == "int8":
-            return self.kernels.rounded(weight)
+    def bits(self, part: str = "") -> int | None:
+        """Return the bits of a matrix that is rounded to whole numbers; None: none is.
+
+        Under ``int4`` those of the decoder's layers alone take 4 bits: embedding, head and what
+        sees, which are few, take 8.
+
+        Args:
+            part: its name; in the decoder's layers it begins with ``layers.``.
+        """
+        if self.name == "int4" and part.startswith("layers."):
+            return 4
+        return 8 if self.name in ("int8", "int4") else None
+
+    def hold(self, weight: Tensor, part: str = "") -> Matrix:
+        """Return a matrix as it is held; ``auto`` changes no number.
+
+        Args:
+            part: as :meth:`bits` takes it.
+        """
+        if (bits := self.bits(part)) is not None:
+            return self.kernels.rounded(weight, bits)
         held = weight.bfloat16() if self.name == "bf16" else narrowed(weight)
         packed = self.kernels.packed if self.kernels.product is not None else None
         return held if packed is None or held.dtype != torch.bfloat16 else packed(held)

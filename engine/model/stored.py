@@ -119,13 +119,18 @@ class StoredTensors:
         dtype: torch.dtype,
         device: torch.device,
         holding: WeightForm | None,
+        part: str,
     ) -> Matrix:
-        """Do as :meth:`read`, and hold the float32 matrix as ``holding`` says, if there is one."""
+        """Do as :meth:`read`, and hold the float32 matrix as ``holding`` says, if there is one.
+
+        Args:
+            part: its name, as :meth:`WeightForm.bits` takes it.
+        """
         if holding is None:
             return self.read(names, dtype, device)
         if self._kinds(names) == {"BF16"}:
             dtype = torch.bfloat16
-        return holding.hold(self.read(names, dtype, device))
+        return holding.hold(self.read(names, dtype, device), part)
 
     def _kinds(self, names: Sequence[str]) -> set[str]:
         return {self._home[name].get_slice(name).get_dtype() for name in names}
@@ -219,10 +224,13 @@ def _read(
         return stored.read_stack(f"{prefix}{name}", shapes[f"{prefix}{name}"], dtype, device)
 
     def matrix(*names: str) -> Matrix:
-        return stored.read_matrix([f"{prefix}{name}" for name in names], dtype, device, holding)
+        stored_as = [f"{prefix}{name}" for name in names]
+        return stored.read_matrix(stored_as, dtype, device, holding, names[0])
 
     embed = matrix("embed_tokens.weight")
-    output = stored.read_matrix([head], dtype, device, holding) if head in shapes else embed
+    output = embed
+    if head in shapes:
+        output = stored.read_matrix([head], dtype, device, holding, "lm_head")
     if tied and equal(output, embed):
         output = embed
     layers = []

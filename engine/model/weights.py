@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from mmkv.engine.errors import ModelError
-from mmkv.engine.model.int8 import Int8Matrix
+from mmkv.engine.model.int8 import IntegerMatrix
 from mmkv.engine.model.panels import Panels, sampled
 from mmkv.engine.model.product import Matrix, Product, WeightForm, multiply
 from mmkv.engine.model.spec import DecoderSpec
@@ -66,7 +66,7 @@ class DecoderWeights:
     Attributes:
         product: multiplies states by a matrix, which may be held in another form than they.
         form: how matrices are held: ``auto`` (in the dtype of states, or in bfloat16 where that
-            changes no number), ``bf16`` or ``int8``.
+            changes no number), ``bf16``, ``int8`` or ``int4``.
     """
 
     embed: Matrix
@@ -96,11 +96,12 @@ class DecoderWeights:
         tied = self.head.data_ptr() == self.embed.data_ptr()
         self.product, self.form = holding.product, holding.name
         assert isinstance(self.embed, Tensor) and isinstance(self.head, Tensor)
-        self.embed, head = holding.hold(self.embed), self.head
-        self.head = self.embed if tied else holding.hold(head)
-        for layer in self.layers:
+        self.embed, head = holding.hold(self.embed, "embed_tokens"), self.head
+        self.head = self.embed if tied else holding.hold(head, "lm_head")
+        for index, layer in enumerate(self.layers):
             for name in layer.matrix_names():
-                setattr(layer, name, holding.hold(getattr(layer, name)))
+                held = holding.hold(getattr(layer, name), f"layers.{index}.{name}")
+                setattr(layer, name, held)
 
     @classmethod
     @torch.no_grad()
@@ -166,22 +167,22 @@ class DecoderWeights:
         return cls(embed, layers, text_model.norm.weight.data, head.data), views
 
     def errors(self) -> dict[str, float]:
-        """Return the relative error of each matrix in 8 bits by its name; a tied head is left out.
+        """Return the relative error of each rounded matrix by its name; a tied head is left out.
 
         Root mean square of what rounding changed, over that of the weights.
         """
-        return {name: part.error for name, part in self._parts() if isinstance(part, Int8Matrix)}
+        return {name: part.error for name, part in self._parts() if isinstance(part, IntegerMatrix)}
 
     def rounding(self) -> str:
-        """Say in a few words how far matrices in 8 bits are off; empty where none is."""
+        """Say in a few words how far rounded matrices are off; empty where none is."""
         errors = self.errors()
         if not errors:
             return ""
         worst = max(errors, key=errors.__getitem__)
         middle = sorted(errors.values())[len(errors) // 2]
         return (
-            f"weights in 8 bits: {100 * middle:.2f} % off (median of {len(errors)} matrices; at "
-            f"most {100 * errors[worst]:.2f} %, {worst})"
+            f"weights in {self.form}: {100 * middle:.2f} % off (median of {len(errors)} matrices; "
+            f"at most {100 * errors[worst]:.2f} %, {worst})"
         )
 
     def named(self) -> Iterator[tuple[str, Matrix]]:

@@ -342,7 +342,10 @@ class DecodeBench:
         )
 
     def _measure_peer(self, case: DecodeCase, peer: str, own: Own, found: dict[str, Any]) -> None:
-        """Time a peer in turns with our graph path, which is measured again."""
+        """Time a peer in turns with our graph path, which is measured again beside it.
+
+        A peer that evicts too (``BOUNDED``) always fits; others are refused where both do not.
+        """
         tokens, job = self.args.peer_tokens, self._job(peer, case)
         need = self._peer_need(case) + self.need(case, False)
         if peer not in BOUNDED and need > self.memory:
@@ -352,7 +355,7 @@ class DecodeBench:
         mine, called = self._graph_method(own)
         try:
             with self._start(job) as process:
-                mine()
+                mine()  # captures the graph; not a figure
                 called.clear()
                 times = take_turns(
                     {"mine": mine, "peer": lambda: _seconds(process, tokens) / tokens},
@@ -366,6 +369,7 @@ class DecodeBench:
         ours = self._method(own, times["mine"], called)
         found.setdefault("beside", {})[peer] = {
             "ours_ms_per_step": ours["ms_per_step"],
+            # Seconds per step, the peer's over ours.
             "ours_over_peers_tokens_per_second": ratios(times["peer"], called),
         }
 

@@ -72,6 +72,7 @@ class Shape:
 
 # kind, layers, hidden, heads, KV heads, head_dim, MLP, vocabulary, tied, theta, eps
 SHAPES = {
+    "qwen3-vl-2b": Shape("qwen3", 28, 2048, 16, 8, 128, 6144, 151936, True, 5e6, 1e-6),
     "qwen3-4b": Shape("qwen3", 36, 2560, 32, 8, 128, 9728, 151936, True, 1e6, 1e-6),
     "qwen3-vl-4b": Shape("qwen3", 36, 2560, 32, 8, 128, 9728, 151936, True, 5e6, 1e-6),
     "qwen3-vl-8b": Shape("qwen3", 36, 4096, 32, 8, 128, 12288, 151936, False, 5e6, 1e-6),

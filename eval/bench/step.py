@@ -54,7 +54,7 @@ class BenchResult:
 
     Attributes:
         step: spread of the seconds per step: median, quartiles, rounds.
-        weights: how they are held, as ``--weights`` takes it; rounding: how far those in 8 bits are
+        weights: how they are held, as ``--weights`` takes it; rounding: how far rounded ones are
             off, in words.
         kv: the form of the cache.
         kv_bytes: physical bytes of keys and values; logical_bytes: those of the live entries.

@@ -152,13 +152,14 @@ def model_type(pretrained: str) -> str:
 
 
 def _kinds() -> dict[str, tuple[type, bool]]:
-    """Return each argument's type, and whether ``None`` may be written for it."""
+    """Return each argument's type, and whether ``None`` may be written: the engine's, then ours."""
     kinds: dict[str, tuple[type, bool]] = {"pretrained": (str, False)}
     for name, option in options().items():
         if name not in ("model", "kv_limit"):
             kinds[name] = (option.metadata["kind"], option.default is None)
     for own in fields(LmmsSettings):
         if own.name != "engine":
+            # Annotations are texts here, such as "int | None" (the __future__ import).
             kind, *empty = str(own.type).split(" | ")
             kinds[own.name] = ({"int": int, "float": float, "str": str}[kind], bool(empty))
     return kinds

@@ -329,9 +329,9 @@ def unread(start: Start, args: argparse.Namespace) -> dict[str, Any]:
         watched = Watched(server)
 
         def ask() -> socket.socket:
-            made = _connect(server.url)
-            made.close()
             made = socket.socket()
+            made.settimeout(10)
+            # Before it connects, so that little of the answer is taken in.
             made.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
             parts = urlsplit(server.url)
             made.connect((parts.hostname or "", parts.port or 0))

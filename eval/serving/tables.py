@@ -44,6 +44,29 @@ def speed(results: Path) -> Iterator[Sequence[str]]:
                 ]
 
 
+def streams(results: Path) -> Iterator[Sequence[str]]:
+    """Yield the times between tokens, by number of streams and kind of server."""
+    yield [
+        "streams, each with a prompt that waits",
+        "next token, ms: p50, p99",
+        "first token, s: p50, p99",
+        "whole reply, s: p50",
+        "tokens per CPU second",
+        "memory at most, MiB",
+    ]
+    for count, kinds in _results(results, "serving-streams-cpu").items():
+        for kind, one in kinds.items():
+            gap, first = one["inter_token_s"], one["first_token_s"]
+            yield [
+                f"{count}, {kind}",
+                f"{1e3 * gap['p50']:,.0f}, {1e3 * gap['p99']:,.0f}",
+                f"{first['p50']:.1f}, {first['p99']:.1f}",
+                f"{one['whole_reply_s']['p50']:.1f}",
+                f"{one['tokens_per_cpu_second']:.1f}",
+                f"{one['peak_rss_mib']:,.0f}",
+            ]
+
+
 def overload(results: Path) -> Iterator[Sequence[str]]:
     """Yield what became of requests that came at shares of the capacity."""
     yield [

@@ -184,6 +184,7 @@ def _options_as(
     """
 
     def decorate(command: Callable[..., Any]) -> Callable[..., Any]:
+        """Return it with the options ``added`` in place of its parameter ``name``, for typer."""
         # Evaluated here: typer would look the names up in the module of the wrapper.
         signature = inspect.signature(command, eval_str=True)
         own = [
@@ -200,7 +201,7 @@ def _options_as(
 
         wrapper.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
         wrapper.__annotations__ = {p.name: p.annotation for p in parameters}
-        del wrapper.__wrapped__
+        del wrapper.__wrapped__  # or inspect would show the signature of what is wrapped
         return wrapper
 
     return decorate

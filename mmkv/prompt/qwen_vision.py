@@ -79,8 +79,10 @@ class VideoRules:
         return replace(self, **named)
 
     def size(self, frames: int, height: int, width: int) -> tuple[int, int]:
-        """Compute the height and width to scale to: multiples of a merged patch, within the pixel
-        bounds.
+        """Compute the height and width to scale frames to, as transformers' video processors do.
+
+        Multiples of a merged patch. The bounds are on frames x height x width, or on each frame
+        alone where ``frames_apart`` is False.
         """
         factor = self.factor
         if not self.do_resize:
@@ -93,12 +95,13 @@ class VideoRules:
         if self.cap_pixels_per_frame:
             return self._capped(frames).size(frames, height, width)
         if not self.frames_apart:
-            return self._bounded(height, width, 1, 1)
+            return self._bounded(height, width, 1, 1)  # a frame by itself
         if height < factor or width < factor:
             grow = max(factor / height, factor / width)
             height, width = int(height * grow), int(width * grow)
         step = self.temporal_patch_size
         frames = max(frames, step)  # a single frame is repeated to fill its patch
+        # Compared with the bounds are whole temporal patches; scaled by are the frames there are.
         return self._bounded(height, width, frames, round(frames / step) * step)
 
     def _capped(self, frames: int) -> VideoRules:

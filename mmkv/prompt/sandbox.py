@@ -23,7 +23,9 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment, SandboxedFormatter
 
 from mmkv.engine.errors import InputError
 
-# The filters that are put in; those of mmkv.prompt.sandbox.
+# The filters that are put in. EACH reads the clock at each item of a loop, JOIN computes the
+# length of ``~`` ahead, KEEP bounds a list. AT and END print nothing: they note where the text
+# stands at an item, and before the opening of a reply (:class:`Marks`).
 JOIN, EACH, KEEP = "mmkv_join", "mmkv_each", "mmkv_keep"
 AT, END = "mmkv_at", "mmkv_end"
 _OPENING = "add_generation_prompt"
@@ -50,18 +52,22 @@ def guard(tree: nodes.Template) -> None:
     def through(name: str, value: Any) -> nodes.Filter:
         return nodes.Filter(value, name, [], [], None, None, lineno=value.lineno)
 
-    def inner(node: nodes.Node) -> None:
+    def guard_fields(node: nodes.Node) -> None:
         for field, value in node.iter_fields():
             if isinstance(value, list):
-                setattr(node, field, [one(v) if isinstance(v, nodes.Node) else v for v in value])
+                setattr(
+                    node, field, [guarded(v) if isinstance(v, nodes.Node) else v for v in value]
+                )
             elif isinstance(value, nodes.Node):
-                setattr(node, field, one(value))
+                setattr(node, field, guarded(value))
 
-    def one(node: nodes.Node) -> nodes.Node:
-        inner(node)
+    def guarded(node: nodes.Node) -> nodes.Node:
+        """Return what stands in a node's place: itself, or led through a filter."""
+        guard_fields(node)
         if isinstance(node, nodes.For):
             node.iter = through(EACH, node.iter)
-            if isinstance(node.target, nodes.Name):  # prints nothing
+            if isinstance(node.target, nodes.Name):
+                # AT prints nothing; it notes where the text stands.
                 named = nodes.Name(node.target.name, "load", lineno=node.lineno)
                 node.body.insert(0, nodes.Output([through(AT, named)], lineno=node.lineno))
         elif isinstance(node, nodes.Concat):
@@ -73,7 +79,7 @@ def guard(tree: nodes.Template) -> None:
                 return through(KEEP, node)
         return node
 
-    inner(tree)
+    guard_fields(tree)
     tree.set_environment(tree.environment)  # type: ignore[arg-type]
 
 

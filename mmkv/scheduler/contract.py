@@ -148,20 +148,27 @@ class Executor(Protocol):
         """Return the most pages that the scheduler's sessions may hold; None: no limit."""
         ...
 
-    def held(self) -> int:
-        """Return the pages that the scheduler's sessions hold now."""
-        ...
-
     def pages_for(self, job: Job) -> int:
-        """Count the new pages that the next chunk of a job takes; it has begun it."""
+        """Count the pages that a job holds while its next chunk is stored; it has begun it."""
         ...
 
-    def read(self, jobs: Sequence[Job]) -> list[bool | Exception]:
+    def read(
+        self, jobs: Sequence[Job], seconds: float | None = None
+    ) -> list[bool | Exception] | None:
         """Read the next chunk of each, in one pass; the jobs have begun it.
 
+        Args:
+            seconds: after which the pass is left, where it can be, with some of it done; the next
+                call has the same jobs and goes on with it. None: it is read to its end.
+
         Returns:
-            for each whether its prompt is complete (and the first token drawn), or why it fails.
+            for each whether its prompt is complete (and the first token drawn), or why it fails;
+            None where the pass was left.
         """
+        ...
+
+    def abort(self) -> None:
+        """Take back the pass that was left."""
         ...
 
     def step(self, jobs: Sequence[Job]) -> None:

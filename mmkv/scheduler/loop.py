@@ -5,6 +5,7 @@ Requests wait in queues per user, served by deficit round robin; some prompts sh
 
 from __future__ import annotations
 
+import time
 from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -142,8 +143,8 @@ class DeficitRoundRobin:
 class SharedPass:
     """Prompts whose next chunks are read together.
 
-    Together they take at most the tokens of a pass, and at most the pages that are reserved: what
-    other requests have reserved and do not hold yet is free for the length of a pass.
+    Together they take at most the tokens of a pass, and at most the pages that they have reserved,
+    with those of one chunk: a pass may be left, and others then take all of theirs.
 
     Args:
         first: the prompt whose turn it is; its chunk has begun.
@@ -159,7 +160,7 @@ class SharedPass:
         self.tickets = [first]
         self.tokens = executor.pass_tokens - first.job.next_chunk
         # On a GPU, where nothing is shared, counting them would wait for the device.
-        self._pages = [executor.pages_for(first.job)] if self.tokens > 0 else []
+        self._pages = executor.pages_for(first.job) if self.tokens > 0 else 0
         self._tried, self._slow = {first}, slow
 
     def candidate(self, heads: Collection[Ticket[Any]]) -> Ticket[Any] | None:
@@ -187,26 +188,23 @@ class SharedPass:
 
     def add(self, ticket: Ticket[Any]) -> None:
         """Add a prompt whose chunk has begun, if it fits."""
-        chunk, pages = ticket.job.next_chunk, self.executor.pages_for(ticket.job)
-        if chunk <= self.tokens and self._fit([*self._pages, pages]):
+        chunk, pages = ticket.job.next_chunk, self._pages + self.executor.pages_for(ticket.job)
+        if chunk <= self.tokens and self._fit([*self.tickets, ticket], pages):
             self.tokens -= chunk
             self.tickets.append(ticket)
-            self._pages.append(pages)
+            self._pages = pages
 
-    def shrink(self) -> None:
-        """Leave out the last ones until the others fit.
-
-        They may not: a job that failed to begin has given its reservation back.
-        """
-        while len(self.tickets) > 1 and not self._fit(self._pages):
-            self.tickets.pop()
-            self._pages.pop()
-
-    def _fit(self, pages: Sequence[int]) -> bool:
-        """Whether the new pages of these chunks are reserved; always, where there is no limit."""
+    def _fit(self, tickets: Sequence[Ticket[Any]], pages: int) -> bool:
+        """Whether these have reserved so many pages; always, where there is no limit."""
         if self.executor.limit() is None:
             return True
-        return self.executor.held() + sum(pages) <= self.ledger.committed
+        reserved = [self.ledger.of(one.owner) for one in tickets]
+        own = sum(one.steady + one.snapshot for one in reserved)
+        return pages <= own + max(one.chunk for one in reserved)
+
+
+# The least time of a pass in every turn, in that of the latest step: prompts get on as replies do.
+_LEAST_SHARE = 1.0
 
 
 @dataclass(frozen=True)
@@ -222,6 +220,8 @@ class Limits:
             nothing is admitted until there is.
         interleave: whether every turn decodes. If not, replies wait while a prompt can be read,
             which suits a batch that nobody watches.
+        gap: seconds between two tokens of a reply, as far as they can be kept while prompts are
+            read: a pass is left then, and goes on in the next turn. None: passes are read whole.
     """
 
     waiting: int = 64
@@ -230,6 +230,7 @@ class Limits:
     quantum: int = 256
     patience: int = 8
     interleave: bool = True
+    gap: float | None = None
 
 
 class Scheduler:
@@ -239,12 +240,21 @@ class Scheduler:
     executor's limit: it then runs to its end, whatever the others do. One thread calls
     all methods; :meth:`Ticket.cancel` may be called from any. Ctrl-C waits for their end.
 
+    Args:
+        to_files: whether sessions can hibernate.
+        clock: tells the time in seconds.
+
     Attributes:
         waiting: requests that wait for room; turns: those made so far.
+        reading: those of a pass that was left, which goes on in the next turn.
     """
 
     def __init__(
-        self, executor: Executor, limits: Limits | None = None, to_files: bool = False
+        self,
+        executor: Executor,
+        limits: Limits | None = None,
+        to_files: bool = False,
+        clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self.executor, self.limits = executor, limits or Limits()
         self.capacity = Capacity(executor, to_files)
@@ -252,6 +262,10 @@ class Scheduler:
         self.queues = UserQueues()
         self.preparing: list[Ticket[Any]] = []
         self.decoding: list[Ticket[Any]] = []
+        self.reading: list[Ticket[Any]] = []
+        self._clock = clock
+        self._step_seconds = 0.0  # of the latest step
+        self._stepped: float | None = None  # when it ended; None: nothing was decoded since
         self._round_robin = DeficitRoundRobin(self.limits.quantum)
         self._busy: dict[PersistentSession, Ticket[Any]] = {}
         self._sessions: set[PersistentSession] = set()
@@ -305,7 +319,11 @@ class Scheduler:
 
     @whole
     def turn(self) -> bool:
-        """Read chunks in at most one pass, then decode once for all; whether work is left."""
+        """Read chunks in at most one pass, or a part of it, then decode once for all.
+
+        Returns:
+            whether work is left.
+        """
         self.turns += 1
         self._moved = False
         self._end_cancelled()
@@ -315,6 +333,8 @@ class Scheduler:
         self._end_cancelled()
         if self.decoding and (self.limits.interleave or not read):
             self._decode()
+        if not self.decoding:
+            self._stepped = None
         return bool(len(self.queues) or self.preparing or self.decoding)
 
     @whole
@@ -385,8 +405,12 @@ class Scheduler:
             self.residents.drop_oldest_copy()
 
     def _end_cancelled(self) -> None:
+        """End what was cancelled; a prompt in a pass that others share, when that is over."""
+        if self.reading and all(ticket.cancel_asked for ticket in self.reading):
+            self.executor.abort()
+            self.reading = []
         for ticket in self._open():
-            if ticket.cancel_asked:
+            if ticket.cancel_asked and ticket not in self.reading:
                 self._end(ticket, "cancelled")
 
     def _open(self) -> list[Ticket[Any]]:
@@ -466,21 +490,15 @@ class Scheduler:
             ticket.state = "preparing"
 
     def _read_chunks(self) -> bool:
-        """Read the next chunk of one prompt, and others beside it; whether there was one."""
-        reading = {one.user: one for one in self.queues.heads() if one.state == "prefill"}
-        if not reading:
+        """Read the next chunks of a pass, or go on with it; whether there was one."""
+        tickets = self.reading or self._next_pass()
+        if tickets is None:
             return False
-        costs = {user: one.job.next_chunk for user, one in reading.items()}
-        first = reading[self._round_robin.next(costs)]
-        slow = first.job.slow_to_begin
-        if not self._begin(first):
-            self._round_robin.charge(first.user, costs[first.user])
+        if not tickets:
             return True
-        tickets = self._sharing(first, slow)
-        for ticket in tickets:
-            self._round_robin.charge(ticket.user, ticket.job.next_chunk)
-        found = self.executor.read([ticket.job for ticket in tickets])
-        for ticket, complete in zip(tickets, found, strict=True):
+        found = self.executor.read([ticket.job for ticket in tickets], self._seconds_to_read())
+        self.reading = [] if found is not None else tickets
+        for ticket, complete in zip(tickets, found or (), strict=found is not None):
             if isinstance(complete, Exception):
                 self._end(ticket, "failed", complete)
             elif complete:
@@ -490,6 +508,35 @@ class Scheduler:
                 self.ledger.commit(ticket.owner, Reservation(self.ledger.of(ticket.owner).steady))
                 self._end_finished(ticket)
         return True
+
+    def _next_pass(self) -> list[Ticket[Any]] | None:
+        """Choose one prompt and others beside it, whose chunks have begun.
+
+        Returns:
+            none where the one that was chosen could not begin; None where there is none.
+        """
+        reading = {one.user: one for one in self.queues.heads() if one.state == "prefill"}
+        if not reading:
+            return None
+        costs = {user: one.job.next_chunk for user, one in reading.items()}
+        first = reading[self._round_robin.next(costs)]
+        slow = first.job.slow_to_begin
+        if not self._begin(first):
+            self._round_robin.charge(first.user, costs[first.user])
+            return []
+        tickets = self._sharing(first, slow)
+        for ticket in tickets:
+            self._round_robin.charge(ticket.user, ticket.job.next_chunk)
+        return tickets
+
+    def _seconds_to_read(self) -> float | None:
+        """Return how long the pass may go on before the next step, as the target has it."""
+        target = self.limits.gap
+        if target is None or not self.decoding or not self.limits.interleave:
+            return None
+        since = 0.0 if self._stepped is None else self._clock() - self._stepped
+        left = target - self._step_seconds - since
+        return max(left, _LEAST_SHARE * self._step_seconds)
 
     def _begin(self, ticket: Ticket[Any]) -> bool:
         """Let a job begin its next chunk; return whether that worked."""
@@ -518,11 +565,10 @@ class Scheduler:
                     break
             elif shared.may_begin(ticket) and self._begin(ticket):
                 shared.add(ticket)
-        shared.shrink()
         return shared.tickets
 
     def _decode(self) -> None:
-        tickets = list(self.decoding)
+        tickets, started = list(self.decoding), self._clock()
         try:
             self.executor.step([ticket.job for ticket in tickets])
         except MmkvError as error:
@@ -532,6 +578,8 @@ class Scheduler:
         except BaseException as error:
             for ticket in tickets:
                 self._end(ticket, "failed", as_exception(error))
+        self._stepped = self._clock()
+        self._step_seconds = self._stepped - started
         for ticket in tickets:
             if not ticket.over:
                 self._end_finished(ticket)

@@ -19,7 +19,7 @@ from mmkv.engine.errors import (
     as_exception,
 )
 from mmkv.engine.interrupts import CtrlC, whole
-from mmkv.engine.prefill import advance_together, needed_pages, pass_tokens, reserve_together
+from mmkv.engine.prefill import ChunkPass, needed_pages, pass_tokens, reserve_together
 from mmkv.reply import Reply, ReplyWriter, step
 from mmkv.sampling import Sampling, checked
 from mmkv.scheduler.contract import Job, Reservation
@@ -108,6 +108,12 @@ class EngineJob(ABC):
         """What :meth:`~mmkv.scheduler.contract.Job.begin` has made ready."""
         assert self._prefill is not None
         return self._prefill
+
+    @property
+    def held_pages(self) -> int:
+        """Count the pages that it holds while its prompt is read, copies to return to included."""
+        assert self.live is not None
+        return self.engine.cache.held_pages(self.live.seq) + self.prefill.snapshot_pages
 
     @abstractmethod
     def finish_chunk(self, tokens: int) -> bool:
@@ -219,6 +225,12 @@ class ReplyJob(EngineJob):
         )
 
     @property
+    def held_pages(self) -> int:
+        """Count the pages that it holds while its prompt is read, copies to return to included."""
+        undo = self._before
+        return super().held_pages + (0 if undo is None else self.engine.cache.held_pages(undo.seq))
+
+    @property
     def slow_to_begin(self) -> bool:
         """Whether the first chunk encodes pictures; a prompt yet to be made may have some."""
         if self._prefill is not None:
@@ -328,46 +340,69 @@ class EngineExecutor:
         self.engine, pool = engine, engine.cache.pool
         self._others = pool.num_pages - pool.free_pages
         self._pass_tokens = pass_tokens(engine)
+        self._left: ChunkPass | None = None
 
     @property
     def pass_tokens(self) -> int:
         """Bound the tokens of chunks that share a pass; 0: chunks are read alone."""
         return 0 if self.engine.shared is not None else self._pass_tokens
 
-    def held(self) -> int:
-        """Count the pages that the scheduler's sessions hold now."""
-        pool = self.engine.cache.pool
-        return pool.num_pages - pool.free_pages - self._others
+    @property
+    def _by_layer(self) -> bool:
+        """Whether a pass may be left.
+
+        A GPU is not waited for layer by layer. Who shares a budget evicts from all others.
+        """
+        engine = self.engine
+        on_cpu = engine.device.type == "cpu" and not engine.decoder.hosted
+        return on_cpu and engine.shared is None
 
     def pages_for(self, job: Job) -> int:
-        """Count the new pages that the next chunk of a job takes."""
-        return needed_pages(cast(EngineJob, job).prefill)
+        """Count the pages that a job holds while its next chunk is stored."""
+        reading = cast(EngineJob, job)
+        return reading.held_pages + needed_pages(reading.prefill)
 
-    def read(self, jobs: Sequence[Job]) -> list[bool | Exception]:
-        """Read the next chunk of each job, in one pass.
+    def read(
+        self, jobs: Sequence[Job], seconds: float | None = None
+    ) -> list[bool | Exception] | None:
+        """Read the next chunk of each job, in one pass, or go on with the one that was left.
 
         Where a pass fails before it has changed a job's prompt, that job reads alone.
         """
         taken = cast(Sequence[EngineJob], jobs)
-        if len(taken) > 1:
-            before = [job.prefill.done for job in taken]
-            try:
-                reserve_together([job.prefill for job in taken])
-                advance_together([job.prefill for job in taken])
-            except NotFiniteError as error:
+        before = [job.prefill.done for job in taken]
+        try:
+            if self._left is None:
+                prefills = [job.prefill for job in taken]
+                if len(taken) > 1:
+                    reserve_together(prefills)
+                self._left = ChunkPass(prefills, self._by_layer and seconds is not None)
+            if not self._left.run(seconds):
+                return None
+        except STOPS:
+            self._left = None
+            raise
+        except BaseException as error:
+            self._left = None
+            if isinstance(error, NotFiniteError) and len(taken) > 1:
                 return [_taken(*each, error) for each in zip(taken, before, strict=True)]
-            except STOPS:
-                raise
-            except BaseException as error:
-                expected = isinstance(error, (MmkvError, MemoryError))
-                level = logging.DEBUG if expected else logging.WARNING
-                log.log(level, "a pass of several prompts failed", exc_info=True)
-                return [
-                    _read_alone(job) if job.prefill.done == done else as_exception(error)
-                    for job, done in zip(taken, before, strict=True)
-                ]
-            return [_taken(*each) for each in zip(taken, before, strict=True)]
-        return [_read_alone(job) for job in taken]
+            if len(taken) == 1:
+                return [as_exception(error)]
+            expected = isinstance(error, (MmkvError, MemoryError))
+            level = logging.DEBUG if expected else logging.WARNING
+            log.log(level, "a pass of several prompts failed", exc_info=True)
+            return [
+                _read_alone(job) if job.prefill.done == done else as_exception(error)
+                for job, done in zip(taken, before, strict=True)
+            ]
+        self._left = None
+        return [_taken(*each) for each in zip(taken, before, strict=True)]
+
+    def abort(self) -> None:
+        """Take back the pass that was left."""
+        if self._left is not None:
+            self._left.abort()
+        self._left = None
 
     def limit(self) -> int | None:
         """Return the pool's limit (``kv_limit``) without the pages of other sessions.

@@ -64,7 +64,7 @@ class ConversationState(CachedConversation):
         info: what is known of it; bytes: of its pages.
         keys: the hashes by which the prefix cache finds it; none for one of a session or response.
         replied: whether it ends with a reply that was sampled.
-        references: how many sessions and responses go on from it.
+        references: how many sessions and responses go on from it; uses: how many requests did.
         expendable: whether it may be dropped if it cannot hibernate, as a stored response may.
     """
 
@@ -81,6 +81,7 @@ class ConversationState(CachedConversation):
         super().__init__(session.engine, None, path, session)
         self.info, self.keys, self.replied = info, keys, replied
         self.references = 1  # who asked for it
+        self.uses = 0
         self.expendable = False
         self._folder = folder
         self._pages = super().pages if pages is None else pages
@@ -284,7 +285,7 @@ class PrefixCache:
     """Conversations that are found by their first messages, for requests that name no session.
 
     They stay within a limit. The least recently used go first, and all go when a request needs
-    their pages.
+    their pages. Those that a conversation has left behind, and nobody else has used, go at once.
 
     Args:
         most: pages that all may hold together; None: as the scheduler has room.
@@ -316,7 +317,20 @@ class PrefixCache:
 
     def touch(self, conversation: ConversationState) -> None:
         """Note that a conversation is the most recently used."""
+        conversation.uses += 1
         self._scheduler.residents.touch_copy(conversation)
+
+    def leave_behind(self, keys: Sequence[str]) -> None:
+        """Drop the states of a conversation that only itself has gone on from.
+
+        Args:
+            keys: of its messages up to the turn before the latest: those of the latest are asked
+                for again where somebody edits a message, or wants another reply.
+        """
+        for key in keys:
+            found = self._found.get(key)
+            if found is not None and found.uses <= 1:
+                self._scheduler.residents.drop_copy(found)
 
     def keep(
         self,

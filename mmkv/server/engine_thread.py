@@ -472,7 +472,8 @@ class EngineCore:
     ) -> None:
         self.engine, self.metrics = engine, metrics
         running = settings.max_running
-        limits = Limits(settings.max_queue, running, 2 * running, engine.prefill_chunk)
+        chunk, gap = engine.prefill_chunk, settings.gap
+        limits = Limits(settings.max_queue, running, 2 * running, chunk, gap=gap)
         self.scheduler = Scheduler(EngineExecutor(engine), limits, to_files=True)
         most, pool = settings.snapshot_bytes, engine.cache.pool
         self.prefix_cache = PrefixCache(

@@ -53,7 +53,7 @@ def footprint(core: EngineCore, settings: ServerSettings) -> Footprint:
         "bodies": int(_BODY * TOGETHER * body) + (1 + TEXTS) * _HANDLED * body,
         "values": taken * VALUES * _VALUE,
         "media": limits.together + limits.pixels * DECODED if core.facts.sees else 0,
-        "reading": _reading(engine, limits, running, on_host),
+        "reading": _reading(engine, limits, running, on_host, settings.max_choices),
         "scored": MOST_SCORED * (running * _SCORED_TEXT + _SCORED),
         "unsent": engine_thread.UNSENT_TOGETHER * engine_thread.MOST_UNSENT
         + connections.MOST_UNSENT,
@@ -63,13 +63,13 @@ def footprint(core: EngineCore, settings: ServerSettings) -> Footprint:
     return Footprint(parts)
 
 
-def _reading(engine: Engine, limits: MediaLimits, running: int, on_host: bool) -> int:
+def _reading(engine: Engine, limits: MediaLimits, running: int, on_host: bool, choices: int) -> int:
     """Return what prompts take that are read, and steps of replies: pixels, towers, states."""
     spec = engine.spec
     width, config = spec.hidden_size, engine.family.config
     inner = getattr(config.get_text_config(), "intermediate_size", None) or 4 * width
     states = 4 * engine.prefill_chunk * (_STATES * width + _INNER * inner)
-    logits = 4 * 8 * (running + 1) * spec.vocab_size
+    logits = 4 * choices * (running + 1) * spec.vocab_size  # of each reply, in float32
     vision = getattr(config, "vision_config", None)
     if not engine.processor.sees or vision is None:
         return states + logits if on_host else 0

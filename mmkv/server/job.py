@@ -251,12 +251,11 @@ class ConversationLookup:
         Args:
             seen: tokens that the session has seen, by modality.
         """
-        messages = self.work.messages
-        leading = next((i for i, one in enumerate(messages) if one.role != "system"), 0)
+        whole = len(self.work.messages)
         if (
             self._shares
             and self.work.start is None
-            and count in {leading, len(messages) - 1, len(messages)} - {0}
+            and count in {self._leading, whole - 1, whole} - {0}
         ):
             key, pages = self._keys[count - 1], self.engine.cache.held_pages(session.seq)
             info = ConversationInfo(seen, outline.rendered())
@@ -299,7 +298,15 @@ class ConversationLookup:
         keys = tuple(link(self._keys[-1], reply_message(one)) for one in texts)
         pages = self.engine.cache.held_pages(session.seq)
         info = ConversationInfo(seen, outline.rendered())
+        if self.work.start is None:
+            self._prefix_cache.leave_behind(self._keys[self._leading : -2])
         return self._prefix_cache.keep(keys, pages, lambda: session, info, replied=True)
+
+    @property
+    def _leading(self) -> int:
+        """Count the system messages at the start, which other conversations may share."""
+        messages = self.work.messages
+        return next((i for i, one in enumerate(messages) if one.role != "system"), 0)
 
     @cached_property
     def _keys(self) -> list[str]:

@@ -80,6 +80,7 @@ class ServerSettings:
         cors: origins whose web pages may ask, as browsers name them; ``*``: all.
         open_metrics: whether /metrics needs no key.
         max_queue: requests that wait for room; max_running: those that are served at a time.
+        gap: see :class:`mmkv.scheduler.Limits`.
         max_per_key: requests of one key (or one address, without keys) at a time; None: no limit.
         connections: most that are open; None: what the file descriptors are enough for.
         max_tokens: of a reply whose request does not say; None: as the checkpoint says.
@@ -160,6 +161,13 @@ class ServerSettings:
     )
     max_queue: int = option("Requests that may wait.", int, 64, least=1)
     max_running: int = option("Requests served at a time.", int, 8, least=1)
+    gap: float = option(
+        "Seconds between two tokens of a reply, as far as a CPU can keep them while it reads "
+        "prompts.",
+        float,
+        0.2,
+        least=0,
+    )
     max_per_key: int | None = option(
         "Requests of one key or address at a time.", int | None, least=1
     )

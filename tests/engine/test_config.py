@@ -38,7 +38,7 @@ ON_THE_COMMAND_LINE = [name for name in options() if name not in ("budget", "kv_
         ({"lookahead": 1.5}, PolicyError, "lookahead 1.5 is not"),
         ({"lookahead": float("nan")}, PolicyError, "lookahead nan is not"),
         ({"kv": "int2"}, PolicyError, "kv is 'int2'; give auto, bf16, int8, k8v4 or int4"),
-        ({"weights": "int4"}, ModelError, "weights is 'int4'; give auto, bf16 or int8"),
+        ({"weights": "int3"}, ModelError, "weights is 'int3'; give auto, bf16, int8 or int4"),
         ({"budget": 0}, BudgetError, "positive"),
         ({"budget": "lots"}, BudgetError, "'lots' is not a budget"),
         ({"budget": "150%"}, BudgetError, "above 1"),

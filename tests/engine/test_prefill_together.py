@@ -13,7 +13,7 @@ from torch import Tensor
 from mmkv.engine.budgets import page_bound
 from mmkv.engine.errors import BudgetError, NotFiniteError, SessionError
 from mmkv.engine.policies import make_policy
-from mmkv.engine.prefill import Prefill, advance_together, extend_together
+from mmkv.engine.prefill import ChunkPass, Prefill, advance_together, extend_together
 from mmkv.engine.runtime import Runtime
 from mmkv.engine.sequence import CachedSequence
 from tests.engine.test_oracle import text_of
@@ -133,6 +133,75 @@ def test_a_pass_that_fails_changes_no_sequence(
     with pytest.raises(SessionError, match="take the prompt back"):
         advance_together(others)
     assert sessions[0].seen == 13
+
+
+def begun(sessions: list[CachedSequence], *prompts: dict[str, Tensor]) -> list[Prefill]:
+    engine = sessions[0].engine
+    turns = [
+        engine.family.turn(inputs, session.next_position, engine.device)
+        for session, inputs in zip(sessions, prompts, strict=True)
+    ]
+    return [Prefill(*parts) for parts in zip(sessions, turns, strict=True)]
+
+
+@pytest.mark.parametrize("name", KINDS + OTHERS)
+def test_a_pass_that_is_left_after_each_layer_computes_the_same_bits(name: str) -> None:
+    """Others are opened, read and decoded meanwhile, for which pool and tables grow."""
+    text = text_of(name)
+    budget = 3.5 if make_policy(text).keeps_prompt else 9.4
+    engine = engine_of(folder_of("vl3"), text, budget, prefill_chunk=CHUNK, page_size=8)
+    left, whole = ([engine.session() for _ in range(2)] for _ in range(2))
+    other = engine.session()
+    other.prefill(turn(11))
+    for number, row in enumerate(TURNS):
+        prompts = [prompt("vl3", *pieces, seed=10 * number + i) for i, pieces in enumerate(row[:2])]
+        passes, others = begun(left, *prompts), begun(whole, *prompts)
+        for prefills, seconds in ((passes, 0.0), (others, None)):
+            while going := [one for one in prefills if one.logits is None]:
+                made, times = ChunkPass(going, by_layer=seconds is not None), 1
+                while not made.run(seconds):
+                    times += 1
+                    run(other, text_ids(2, times))
+                    engine.session().prefill(turn(CHUNK + times, seed=times))
+                assert times == (engine.spec.num_layers + 1 if seconds is not None else 1)
+        for one, wanted, (first, second) in zip(
+            passes, others, zip(left, whole, strict=True), strict=True
+        ):
+            assert torch.equal(one.logits, wanted.logits)  # type: ignore[arg-type]
+            assert first.state() == second.state()
+            memories = [engine.cache.export(session.seq) for session in (first, second)]
+            assert all(torch.equal(part, memories[1][key]) for key, part in memories[0].items())
+    engine.cache.check()
+
+
+def test_a_pass_that_was_left_can_be_taken_back(folders: dict[str, Path]) -> None:
+    """Also where one of its sequences was closed meanwhile; the others are as they were."""
+    engine = load(folders["vl"])
+    sessions = [engine.session() for _ in range(3)]
+    for session in sessions:
+        session.prefill(turn(9))
+    before = [session.state() for session in sessions]
+    held = [engine.cache.held_pages(session.seq) for session in sessions]
+    prefills = begun(sessions, *(turn(4, seed=i) for i in range(3)))
+    made = ChunkPass(prefills, by_layer=True)
+    assert not made.run(0.0)
+    made.abort()
+    assert [session.state() for session in sessions] == before
+    assert [engine.cache.held_pages(session.seq) for session in sessions] == held
+    engine.cache.check()
+    assert not made.run(0.0)
+    sessions[1].close()
+    other = engine.session()  # has its place in the cache
+    other.prefill(turn(20))
+    kept = engine.cache.export(other.seq)["position"]
+    with pytest.raises(SessionError, match="closed"):
+        made.run()
+    assert torch.equal(engine.cache.export(other.seq)["position"], kept)
+    assert engine.cache.held_pages(sessions[0].seq) == held[0]
+    assert sessions[2].state() == before[2]
+    engine.cache.check()
+    advance_together([prefills[0], prefills[2]])
+    assert prefills[0].logits is not None and prefills[2].logits is not None
 
 
 def test_one_prompt_without_numbers_leaves_the_others(

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import time
+from argparse import Namespace
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,6 +16,7 @@ from mmkv.eval.serving.long_dialogue import CHAT, RESPONSES, dialogue
 from mmkv.eval.serving.overload import Arrived, arrive, summary
 from mmkv.eval.serving.servers import mmkv_serve, stream_chat
 from mmkv.eval.serving.soak import MODEL, kill_while_saving, slope, soak
+from mmkv.eval.serving.streams import load, with_context
 from mmkv.server.engine_thread import EngineCore
 from tests.support.chat_models import save_qwen3_vl
 from tests.support.servers import Server, serving
@@ -58,6 +61,20 @@ def test_a_turn_reads_its_own_tokens(server: Server, way: str) -> None:
     rows = dialogue(server, way, 7, 4, 3)  # type: ignore[arg-type]
     assert all(row["read"] == row["own"] > 0 for row in rows[1:])
     assert [row["prompt"] for row in rows] == sorted({row["prompt"] for row in rows})
+
+
+def test_streams_are_counted_side_by_side(
+    server: Server, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(server, "cpu_seconds", time.process_time)
+    args = Namespace(model=f"somewhere/{MODEL}", turns=2, words=4, tokens=5)
+    found = load(server, args, 3)  # type: ignore[arg-type]
+    assert found["replies"] == 6 and 6 <= found["tokens"] <= 30
+    assert found["prompt_tokens"] > 6 * 4 and found["tokens_per_cpu_second"] > 0
+    assert 0 < found["first_token_s"]["p50"] <= found["whole_reply_s"]["p99"]
+    short = with_context(folder, 96, tmp_path)
+    assert short.name == folder.name
+    assert Engine.from_pretrained(short, gates="random").spec.max_position == 96
 
 
 def test_what_cannot_be_taken_on_is_refused(server: Server) -> None:

@@ -249,7 +249,7 @@ def test_the_policy_of_the_guide_chats(guide: Path, mmkv: Callable[..., Ran]) ->
 
 
 def test_the_oracle_of_the_guide_is_the_tests_own() -> None:
-    (shown,) = ast.parse(blocks("add-a-policy.md")["keys.py"]).body
+    (shown,) = ast.parse(blocks("add-a-policy.md")["methods.py"]).body
     source = ast.parse((ROOT / "tests" / "support" / "oracle" / "methods.py").read_text())
     assert ast.unparse(shown) in [ast.unparse(node) for node in source.body]
 

@@ -45,6 +45,6 @@ def level() -> str:
 
 
 def int8_form() -> str:
-    """Return the form of its products with weights in 8 bits; empty when it cannot be used."""
+    """Return the form of its products with weights in 8 or 4 bits; empty when it cannot be used."""
     found = library()
     return "" if isinstance(found, str) else found.int8

@@ -28,7 +28,7 @@ class Linear(Structure):
 
     _fields_ = [
         *((name, c_void_p) for name in ("weight", "bias", "bf16", "codes", "scales")),
-        *((name, c_int64) for name in ("rows", "width")),
+        *((name, c_int64) for name in ("rows", "width", "bits")),
     ]
 
 
@@ -175,7 +175,7 @@ _FUNCTIONS = {
     "mmkv_gated": (None, [c_void_p, *[c_int64] * 3, c_void_p]),
     "mmkv_round": (
         None,
-        [c_void_p, c_int64, c_int64, c_int64, c_void_p, c_void_p, c_void_p, c_int64],
+        [c_void_p, *[c_int64] * 4, *[c_void_p] * 3, c_int64],
     ),
     "mmkv_pack": (None, [c_void_p, c_int64, c_int64, c_void_p, c_int64]),
     "mmkv_int8_form": (c_char_p, [c_char_p]),
@@ -192,7 +192,7 @@ class Library(ctypes.CDLL):
     """The functions of one level's library.
 
     Attributes:
-        int8: the form of products with weights in 8 bits that it takes: ``INT8_FORMS``.
+        int8: the form of products with weights in 8 or 4 bits that it takes: ``INT8_FORMS``.
     """
 
     level: str

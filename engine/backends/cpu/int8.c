@@ -1,5 +1,6 @@
-/* Products with weights in 8 bits, as engine/model/int8.py defines them: the states are rounded to 8
- * bits in blocks, too, and whole numbers are multiplied and summed; each block's sum is then scaled.
+/* Products with weights in 8 or 4 bits, as engine/model/int8.py and int4.py define them: the states are
+ * rounded to 8 bits in blocks, and whole numbers are multiplied and summed; each block's sum is then
+ * scaled.
  *
  * Every lane of a vector is a row of the matrix, so nothing is summed across lanes: a product does not
  * depend, not in one bit, on the tile that it is computed in, on threads or on other vectors. */
@@ -42,20 +43,26 @@ static struct codes codes_of(struct codes x, struct tile tile)
     return (struct codes){x.at + at * CODE_BLOCK, x.scale + at, x.shift + at, x.blocks};
 }
 
+/* The bits of the greatest size in a block: ordered like the numbers, and above them what is none. */
+INLINE int32_t most_of(const float *restrict x)
+{
+    int32_t bits[CODE_BLOCK], most = 0;
+    memcpy(bits, x, sizeof bits);
+#pragma omp simd reduction(max : most)
+    for (int i = 0; i < CODE_BLOCK; i++) {
+        int32_t size = bits[i] & 0x7fffffff;
+        most = size > most ? size : most;
+    }
+    return most;
+}
+
 /* Round a block of one vector: its codes go to `codes`, four by four, `stride` bytes apart. */
 static void code_block(const float *restrict x, int8_t *restrict codes, int64_t stride, float *scale,
                        int32_t *shift)
 {
-    int32_t bits[CODE_BLOCK], most = 0, sum = 0;
+    int32_t most = most_of(x), sum = 0;
     int8_t made[CODE_BLOCK];
-    memcpy(bits, x, sizeof bits);
-#pragma omp simd reduction(max : most)
-    for (int i = 0; i < CODE_BLOCK; i++) {
-        int32_t size = bits[i] & 0x7fffffff; /* ordered like the numbers, and above them NaN */
-        most = size > most ? size : most;
-    }
-    float greatest;
-    memcpy(&greatest, &most, sizeof greatest);
+    float greatest = with_bits((uint32_t)most);
     float inverse = greatest >= LEAST_CODED && most < 0x7f800000 ? 127.0f / greatest : 0.0f;
 #pragma omp simd reduction(+ : sum)
     for (int i = 0; i < CODE_BLOCK; i++) {
@@ -130,7 +137,8 @@ void int8_rows(const struct linear *map, struct codes x, struct vectors y, int64
             float made[MOST_VECTORS * INT8_PANEL];
             int64_t start = panel * INT8_PANEL, at = panel * x.blocks * INT8_PANEL;
             int64_t low = from > start ? from : start, high = to < start + INT8_PANEL ? to : start + INT8_PANEL;
-            chosen->product(map->codes + at * CODE_BLOCK, map->scales + at, in, tile.count, made);
+            chosen->product(map->codes + panel * x.blocks * block_bytes(map->bits), map->scales + at,
+                            map->bits, in, tile.count, made);
             for (int64_t v = 0; v < tile.count; v++)
                 put_rows(map, made + v * INT8_PANEL + (low - start), low, high, add,
                          y.at + (tile.first + v) * y.stride);
@@ -140,51 +148,117 @@ void int8_rows(const struct linear *map, struct codes x, struct vectors y, int64
 
 void int8_row(const struct linear *map, int64_t row, float *to)
 {
-    int64_t blocks = (map->in + CODE_BLOCK - 1) / CODE_BLOCK, panel = row / INT8_PANEL * blocks * INT8_PANEL;
+    int64_t blocks = (map->in + CODE_BLOCK - 1) / CODE_BLOCK, line = row % INT8_PANEL;
     for (int64_t i = 0; i < map->in; i++) {
-        int64_t at = panel + i / CODE_BLOCK * INT8_PANEL;
-        int8_t code = map->codes[at * CODE_BLOCK + (i % CODE_BLOCK / 4 * INT8_PANEL + row % INT8_PANEL) * 4 + i % 4];
-        to[i] = (float)code * from_bf16(map->scales[at + row % INT8_PANEL]);
+        int64_t block = row / INT8_PANEL * blocks + i / CODE_BLOCK, group = i % CODE_BLOCK / 4;
+        const int8_t *at = map->codes + block * block_bytes(map->bits) + 4 * line + i % 4;
+        int32_t code = map->bits == 8 ? at[group * 4 * INT8_PANEL]
+                                      : ((uint8_t)at[group / 2 * 4 * INT8_PANEL] >> 4 * (group % 2) & 15) - 8;
+        to[i] = (float)code * from_bf16(map->scales[block * INT8_PANEL + line]);
     }
 }
 
-/* Round a block of weights, and add what that changes and their squares to `sums`. Codes go to the
- * block's groups, four by four. */
-static void round_block(const float *restrict x, int8_t *restrict codes, uint16_t *scale, double *sums)
+/* A block of weights, rounded. */
+struct rounded {
+    int8_t codes[CODE_BLOCK];
+    uint16_t scale; /* bfloat16 */
+    float wrong;    /* squares of what changed */
+};
+
+/* To 8 bits, by the smallest step that is not below what the greatest number, of this size, asks for. */
+static void round_8(const float *restrict x, float size, struct rounded *made)
 {
-    int32_t bits[CODE_BLOCK], most = 0;
-    int8_t made[CODE_BLOCK];
-    memcpy(bits, x, sizeof bits);
-#pragma omp simd reduction(max : most)
-    for (int i = 0; i < CODE_BLOCK; i++) {
-        int32_t size = bits[i] & 0x7fffffff;
-        most = size > most ? size : most;
-    }
-    float greatest, step, wrong = 0, whole_block = 0;
-    uint32_t least;
-    memcpy(&greatest, &most, sizeof greatest);
-    greatest /= 127.0f;
-    memcpy(&least, &greatest, sizeof least);
-    *scale = most < 0x7f800000 ? (uint16_t)((least + 0xffff) >> 16) : 0x7fc0; /* or not a number */
-    step = from_bf16(*scale);
-    float divisor = step > 0 ? step : 1.0f;
-#pragma omp simd reduction(+ : wrong, whole_block)
+    made->scale = (uint16_t)((bits_of(size / 127.0f) + 0xffff) >> 16);
+    float step = from_bf16(made->scale), divisor = step > 0 ? step : 1.0f, wrong = 0;
+#pragma omp simd reduction(+ : wrong)
     for (int i = 0; i < CODE_BLOCK; i++) {
         float code = whole(x[i] / divisor), off = x[i] - code * step;
-        made[i] = (int8_t)(int32_t)(most < 0x7f800000 ? code : 0.0f);
+        made->codes[i] = (int8_t)(int32_t)code;
         wrong += off * off;
-        whole_block += x[i] * x[i];
     }
-    for (int group = 0; group < GROUPS; group++)
-        memcpy(codes + group * 4 * INT8_PANEL, made + 4 * group, 4);
-    sums[0] += wrong;
-    sums[1] += whole_block;
+    made->wrong = wrong;
 }
 
-/* Round weights [out, in], float32 or (`half`) bfloat16, as Int8Matrix.of does. `sums` [panels, 2]
- * gets, panel by panel, the squares of what changed and of the weights. */
-EXPORT void mmkv_round(const void *weights, int64_t half, int64_t out, int64_t in, int8_t *codes,
-                       uint16_t *scales, double *sums, int64_t threads)
+#define TRIED 16 /* steps that a block in 4 bits is rounded by, as DIVISORS of int4.py has it */
+
+INLINE int32_t code_4(float x)
+{
+    int32_t code = (int32_t)whole(x);
+    code = code > -8 ? code : -8;
+    return code < 7 ? code : 7;
+}
+
+/* To 4 bits, as Int4Matrix.rounded does. */
+static void round_4(const float *restrict x, struct rounded *made)
+{
+    float low = x[0], high = x[0], wrong[TRIED] = {0}, step[TRIED], inverse[TRIED], all = 0;
+#pragma omp simd reduction(min : low) reduction(max : high)
+    for (int i = 0; i < CODE_BLOCK; i++) {
+        low = x[i] < low ? x[i] : low;
+        high = x[i] > high ? x[i] : high;
+    }
+    float greatest = high >= -low ? high : low;
+#pragma omp simd
+    for (int k = 0; k < TRIED; k++) {
+        uint32_t bits = bits_of(greatest / -(6.5f + 0.1875f * (float)k));
+        step[k] = with_bits((bits + 0x7fff + (bits >> 16 & 1)) & 0xffff0000); /* a bfloat16 */
+        inverse[k] = fabsf(step[k]) >= LEAST_CODED ? 1.0f / step[k] : 0.0f;
+    }
+#pragma omp simd
+    for (int k = 0; k < TRIED; k++)
+        for (int i = 0; i < CODE_BLOCK; i++) {
+            float off = x[i] - (float)code_4(x[i] * inverse[k]) * step[k];
+            off = with_bits(bits_of(off) & 0xfffff000); /* its square is exact, fused or not */
+            wrong[k] += off * off;
+        }
+    int best = 0;
+    for (int k = 1; k < TRIED; k++)
+        best = wrong[k] < wrong[best] ? k : best;
+#pragma omp simd reduction(+ : all)
+    for (int i = 0; i < CODE_BLOCK; i++) {
+        int32_t code = code_4(x[i] * inverse[best]);
+        float off = x[i] - (float)code * step[best];
+        made->codes[i] = (int8_t)code;
+        all += off * off;
+    }
+    made->scale = (uint16_t)(bits_of(step[best]) >> 16);
+    made->wrong = all;
+}
+
+/* Round a block of weights to `bits`, and add what that changes and their squares to `sums`. Codes go to
+ * the block's groups, four by four. */
+static void round_block(const float *restrict x, int64_t bits, int8_t *restrict codes, uint16_t *scale,
+                        double *sums)
+{
+    int32_t most = most_of(x);
+    float squared = 0;
+    struct rounded made = {.scale = 0x7fc0 /* not a number */, .wrong = NAN};
+    if (most < 0x7f800000 && bits == 8)
+        round_8(x, with_bits((uint32_t)most), &made);
+    else if (most < 0x7f800000)
+        round_4(x, &made);
+    for (int group = 0; group < GROUPS; group++) {
+        int8_t *to = codes + group * bits / 8 * 4 * INT8_PANEL;
+        for (int i = 0; i < 4; i++) {
+            int8_t code = made.codes[4 * group + i];
+            if (bits == 8)
+                to[i] = code;
+            else
+                to[i] = (int8_t)(group % 2 ? to[i] | (code + 8) << 4 : code + 8);
+        }
+    }
+#pragma omp simd reduction(+ : squared)
+    for (int i = 0; i < CODE_BLOCK; i++)
+        squared += x[i] * x[i];
+    *scale = made.scale;
+    sums[0] += made.wrong;
+    sums[1] += squared;
+}
+
+/* Round weights [out, in], float32 or (`half`) bfloat16, to `bits`, 8 or 4, as IntegerMatrix.of does.
+ * `sums` [panels, 2] gets, panel by panel, the squares of what changed and of the weights. */
+EXPORT void mmkv_round(const void *weights, int64_t half, int64_t out, int64_t in, int64_t bits,
+                       int8_t *codes, uint16_t *scales, double *sums, int64_t threads)
 {
     int64_t panels = (out + INT8_PANEL - 1) / INT8_PANEL, blocks = (in + CODE_BLOCK - 1) / CODE_BLOCK;
 #pragma omp parallel for num_threads((int)threads) if (threads > 1)
@@ -193,12 +267,12 @@ EXPORT void mmkv_round(const void *weights, int64_t half, int64_t out, int64_t i
         for (int64_t i = 0; i < INT8_PANEL * blocks; i++) {
             int64_t row = panel * INT8_PANEL + i / blocks, block = i % blocks;
             int64_t from = row * in + block * CODE_BLOCK, left = in - block * CODE_BLOCK;
-            int64_t at = (panel * blocks + block) * INT8_PANEL + i / blocks, lane = 4 * (i / blocks);
+            int64_t at = panel * blocks + block, lane = i / blocks;
             float x[CODE_BLOCK] = {0};
             for (int64_t n = 0; row < out && n < (left < CODE_BLOCK ? left : CODE_BLOCK); n++)
                 x[n] = half ? from_bf16(((const uint16_t *)weights)[from + n])
                             : ((const float *)weights)[from + n];
-            round_block(x, codes + (panel * blocks + block) * CODE_BLOCK * INT8_PANEL + lane, scales + at,
+            round_block(x, bits, codes + at * block_bytes(bits) + 4 * lane, scales + at * INT8_PANEL + lane,
                         sums + 2 * panel);
         }
     }

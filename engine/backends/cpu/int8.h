@@ -1,4 +1,4 @@
-/* What products with weights in 8 bits (int8.c) and their forms (int8_forms.c) share. */
+/* What products with weights as whole numbers (int8.c) and their forms (int8_forms.c) share. */
 #ifndef MMKV_INT8_H
 #define MMKV_INT8_H
 
@@ -11,8 +11,15 @@
 #define GROUPS 8       /* of a block: four columns of each row of a panel lie together */
 #define MOST_VECTORS 8 /* in a tile, of any form */
 
-/* One panel times `count` vectors. The sums of INT8_PANEL rows go to `made`, vector by vector. */
-typedef void panel_product(const int8_t *codes, const uint16_t *scales, struct codes x,
+/* Bytes of the codes of a panel's block. */
+INLINE int64_t block_bytes(int64_t bits)
+{
+    return CODE_BLOCK * INT8_PANEL * bits / 8;
+}
+
+/* One panel, in codes of `bits`, times `count` vectors. The sums of INT8_PANEL rows go to `made`, vector
+ * by vector. */
+typedef void panel_product(const int8_t *codes, const uint16_t *scales, int64_t bits, struct codes x,
                            int64_t count, float *made);
 
 /* How a panel is multiplied: with an extension of the instruction set, or in plain C. */
@@ -26,12 +33,23 @@ struct int8_form {
 /* The form of that name, or for "" the best that the CPU can run; NULL where there is none. */
 const struct int8_form *int8_form_of(const char *name);
 
-INLINE float from_bf16(uint16_t half)
+INLINE uint32_t bits_of(float x)
 {
-    uint32_t bits = (uint32_t)half << 16;
+    uint32_t bits;
+    memcpy(&bits, &x, sizeof bits);
+    return bits;
+}
+
+INLINE float with_bits(uint32_t bits)
+{
     float made;
     memcpy(&made, &bits, sizeof made);
     return made;
+}
+
+INLINE float from_bf16(uint16_t half)
+{
+    return with_bits((uint32_t)half << 16);
 }
 
 #endif

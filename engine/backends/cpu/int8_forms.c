@@ -1,7 +1,11 @@
-/* The product of a panel of weights in 8 bits, in a form for each extension that a CPU may have.
+/* The product of a panel of weights in 8 or 4 bits, in a form for each extension that a CPU may have.
  *
  * Whole numbers are multiplied and summed within a block, exactly; each block's sum is then scaled. Every
- * lane of a vector is a row of the matrix, so nothing is summed across lanes. */
+ * lane of a vector is a row of the matrix, so nothing is summed across lanes.
+ *
+ * A byte holds one code of 8 bits, or two of 4 bits, of neighbouring groups and 8 too large: the sum of
+ * products of the codes as they lie begins with what that is too much, which `shift` says. `bits` is a
+ * constant in all that is INLINE. */
 #include "int8.h"
 
 #if defined(__AVX2__)
@@ -12,6 +16,11 @@
 
 #define TARGET(name) __attribute__((target(name)))
 
+/* What the sums of vector v's block begin with where codes of 8 bits are signed. */
+#define FIRST_SUM(v) (bits == 8 ? 0 : x.shift[block * count + (v)] >> 4)
+/* Where they are taken 128 too large. */
+#define FIRST_SUM_UNSIGNED(v) (x.shift[block * count + (v)] >> (bits == 8 ? 0 : 4))
+
 INLINE int32_t four_codes(const int8_t *from)
 {
     int32_t made;
@@ -19,23 +28,41 @@ INLINE int32_t four_codes(const int8_t *from)
     return made;
 }
 
-static void portable(const int8_t *codes, const uint16_t *scales, struct codes x, int64_t count,
-                     float *made)
+/* A byte of group `part` (0 or 1) of those that share bytes, as it is multiplied. */
+INLINE int32_t code_of(int8_t byte, int part, int bits)
+{
+    return bits == 8 ? byte : (uint8_t)byte >> 4 * part & 15;
+}
+
+INLINE void panel_portable(const int8_t *codes, const uint16_t *scales, int bits, struct codes x,
+                           int64_t count, float *made)
 {
     memset(made, 0, sizeof *made * INT8_PANEL * (size_t)count);
     for (int64_t v = 0; v < count; v++, made += INT8_PANEL)
         for (int64_t block = 0; block < x.blocks; block++) {
-            const int8_t *weight = codes + block * CODE_BLOCK * INT8_PANEL;
+            const int8_t *weight = codes + block * block_bytes(bits);
             const int8_t *input = x.at + (block * CODE_BLOCK * count) + 4 * v;
-            int32_t dot[INT8_PANEL] = {0};
-            for (int group = 0; group < GROUPS; group++, weight += 4 * INT8_PANEL, input += 4 * count)
-                for (int row = 0; row < INT8_PANEL; row++)
-                    dot[row] += weight[4 * row] * input[0] + weight[4 * row + 1] * input[1] +
-                                weight[4 * row + 2] * input[2] + weight[4 * row + 3] * input[3];
+            int32_t dot[INT8_PANEL];
+            for (int row = 0; row < INT8_PANEL; row++)
+                dot[row] = FIRST_SUM(v);
+            for (int group = 0; group < GROUPS; group += 8 / bits, weight += 4 * INT8_PANEL)
+                for (int part = 0; part < 8 / bits; part++, input += 4 * count)
+                    for (int row = 0; row < INT8_PANEL; row++)
+                        for (int i = 0; i < 4; i++)
+                            dot[row] += code_of(weight[4 * row + i], part, bits) * input[i];
             float step = x.scale[block * count + v];
             for (int row = 0; row < INT8_PANEL; row++)
                 made[row] += (float)dot[row] * (from_bf16(scales[block * INT8_PANEL + row]) * step);
         }
+}
+
+static void portable(const int8_t *codes, const uint16_t *scales, int64_t bits, struct codes x,
+                     int64_t count, float *made)
+{
+    if (bits == 8)
+        panel_portable(codes, scales, 8, x, count, made);
+    else
+        panel_portable(codes, scales, 4, x, count, made);
 }
 
 static int always(void)
@@ -43,9 +70,14 @@ static int always(void)
     return 1;
 }
 
-/* Unrolls a tile for each number of vectors that it may have. */
-#define TILE_CASE(tile, n) \
-    case n: tile(codes, scales, x, n, made); break;
+/* Unrolls a tile for each number of vectors that it may have, in either number of bits. */
+#define TILE_CASE(tile, n)                                                                         \
+    case n:                                                                                        \
+        if (bits == 8)                                                                             \
+            tile(codes, scales, 8, x, n, made);                                                    \
+        else                                                                                       \
+            tile(codes, scales, 4, x, n, made);                                                    \
+        break;
 
 #ifdef __AVX2__
 
@@ -58,54 +90,65 @@ INLINE __m256 scales_256(const uint16_t *from)
     return _mm256_castsi256_ps(_mm256_slli_epi32(wide, 16));
 }
 
-/* A tile in vectors of 256 bits. START: what sums begin with; DOT(sum, weight, input): the sum with
- * the products of four neighbours added in each lane. */
-#define TILE_OF_256(START, WEIGHT, DOT)                                                             \
-    for (int half = 0; half < INT8_PANEL; half += HALF) {                                               \
+/* Codes of group `part` (0 or 1) of those that share bytes. */
+INLINE __m256i part_256(__m256i bytes, int part, int bits)
+{
+    if (bits == 8)
+        return bytes;
+    return _mm256_and_si256(part ? _mm256_srli_epi16(bytes, 4) : bytes, _mm256_set1_epi8(15));
+}
+
+/* A tile in vectors of 256 bits. FIRST(v): what sums begin with; WEIGHT: a change to weights; DOT(sum,
+ * weight, input): the sum with the products of four neighbours added in each lane. */
+#define TILE_OF_256(FIRST, WEIGHT, DOT)                                                            \
+    for (int half = 0; half < INT8_PANEL; half += HALF) {                                          \
         __m256 sum[TILE_256];                                                                      \
         for (int v = 0; v < count; v++)                                                            \
             sum[v] = _mm256_setzero_ps();                                                          \
         for (int64_t block = 0; block < x.blocks; block++) {                                       \
-            const int8_t *at = codes + block * CODE_BLOCK * INT8_PANEL + 4 * half;                           \
+            const int8_t *at = codes + block * block_bytes(bits) + 4 * half;                       \
             const int8_t *input = x.at + block * CODE_BLOCK * count;                               \
             __m256i dot[TILE_256];                                                                 \
             for (int v = 0; v < count; v++)                                                        \
-                dot[v] = START(v);                                                                 \
-            for (int group = 0; group < GROUPS; group++) {                                         \
-                __m256i weight = _mm256_loadu_si256((const void *)(at + group * 4 * INT8_PANEL));       \
-                WEIGHT;                                                                            \
-                for (int v = 0; v < count; v++) {                                                  \
-                    const int8_t *from = input + 4 * (group * count + v);                 \
-                    __m256i four = _mm256_set1_epi32(four_codes(from));                            \
-                    dot[v] = DOT(dot[v], weight, four);                                            \
+                dot[v] = _mm256_set1_epi32(FIRST(v));                                              \
+            for (int group = 0; group < GROUPS; group += 8 / bits, at += 4 * INT8_PANEL) {         \
+                __m256i bytes = _mm256_loadu_si256((const void *)at);                              \
+                for (int part = 0; part < 8 / bits; part++) {                                      \
+                    __m256i weight = part_256(bytes, part, bits);                                  \
+                    WEIGHT;                                                                        \
+                    for (int v = 0; v < count; v++) {                                              \
+                        const int8_t *from = input + 4 * ((group + part) * count + v);             \
+                        __m256i four = _mm256_set1_epi32(four_codes(from));                        \
+                        dot[v] = DOT(dot[v], weight, four);                                        \
+                    }                                                                              \
                 }                                                                                  \
             }                                                                                      \
-            __m256 scale = scales_256(scales + block * INT8_PANEL + half);                              \
+            __m256 scale = scales_256(scales + block * INT8_PANEL + half);                         \
             for (int v = 0; v < count; v++) {                                                      \
-                __m256 both = _mm256_mul_ps(scale, _mm256_set1_ps(x.scale[block * count + v])); \
+                __m256 both = _mm256_mul_ps(scale, _mm256_set1_ps(x.scale[block * count + v]));    \
                 sum[v] = _mm256_fmadd_ps(_mm256_cvtepi32_ps(dot[v]), both, sum[v]);                \
             }                                                                                      \
         }                                                                                          \
         for (int v = 0; v < count; v++)                                                            \
-            _mm256_storeu_ps(made + v * INT8_PANEL + half, sum[v]);                                     \
+            _mm256_storeu_ps(made + v * INT8_PANEL + half, sum[v]);                                \
     }
 
-#define ZERO(v) _mm256_setzero_si256()
-#define SHIFT(v) _mm256_set1_epi32(x.shift[block * count + v])
-/* Codes lie between -127 and 127, so pairs of products fit 16 bits. */
+/* Codes lie between -127 and 127, so pairs of products fit 16 bits. The sign of a weight goes over to
+ * the input; codes of 4 bits, as they lie, have none. */
 #define DOT_SIGNED(sum, weight, four)                                                              \
-    _mm256_add_epi32(sum, _mm256_madd_epi16(_mm256_maddubs_epi16(                                  \
-                                                size, _mm256_sign_epi8(four, weight)),             \
-                                            _mm256_set1_epi16(1)))
+    _mm256_add_epi32(                                                                              \
+        sum, _mm256_madd_epi16(                                                                    \
+                 _mm256_maddubs_epi16(size, bits == 8 ? _mm256_sign_epi8(four, weight) : four),    \
+                 _mm256_set1_epi16(1)))
 
-INLINE void tile_avx2(const int8_t *codes, const uint16_t *scales, struct codes x, int count,
+INLINE void tile_avx2(const int8_t *codes, const uint16_t *scales, int bits, struct codes x, int count,
                       float *made)
 {
-    TILE_OF_256(ZERO, __m256i size = _mm256_abs_epi8(weight), DOT_SIGNED)
+    TILE_OF_256(FIRST_SUM, __m256i size = bits == 8 ? _mm256_abs_epi8(weight) : weight, DOT_SIGNED)
 }
 
-static void product_avx2(const int8_t *codes, const uint16_t *scales, struct codes x, int64_t count,
-                         float *made)
+static void product_avx2(const int8_t *codes, const uint16_t *scales, int64_t bits, struct codes x,
+                         int64_t count, float *made)
 {
     switch (count) {
         TILE_CASE(tile_avx2, 1)
@@ -117,21 +160,21 @@ static void product_avx2(const int8_t *codes, const uint16_t *scales, struct cod
     }
 }
 
-/* VNNI multiplies unsigned by signed numbers: weights are taken 128 too large, which `shift` takes
- * back. Compilers that do not know an extension leave its form out. */
+/* VNNI multiplies unsigned by signed numbers: codes of 8 bits are taken 128 too large. Compilers that
+ * do not know an extension leave its form out. */
 #if (defined(__GNUC__) && !defined(__clang__) && __GNUC__ >= 11) || \
     (defined(__clang__) && __clang_major__ >= 14)
 #define HAS_AVX_VNNI
 #define TARGET_AVX_VNNI TARGET("avx2,fma,avxvnni")
 
-INLINE TARGET_AVX_VNNI void tile_avxvnni(const int8_t *codes, const uint16_t *scales, struct codes x,
-                                         int count, float *made)
+INLINE TARGET_AVX_VNNI void tile_avxvnni(const int8_t *codes, const uint16_t *scales, int bits,
+                                         struct codes x, int count, float *made)
 {
-    const __m256i sign = _mm256_set1_epi8(-128);
-    TILE_OF_256(SHIFT, weight = _mm256_xor_si256(weight, sign), _mm256_dpbusd_avx_epi32)
+    const __m256i sign = _mm256_set1_epi8(bits == 8 ? -128 : 0);
+    TILE_OF_256(FIRST_SUM_UNSIGNED, weight = _mm256_xor_si256(weight, sign), _mm256_dpbusd_avx_epi32)
 }
 
-static TARGET_AVX_VNNI void product_avxvnni(const int8_t *codes, const uint16_t *scales,
+static TARGET_AVX_VNNI void product_avxvnni(const int8_t *codes, const uint16_t *scales, int64_t bits,
                                             struct codes x, int64_t count, float *made)
 {
     switch (count) {
@@ -157,24 +200,32 @@ static int runs_avxvnni(void)
 #define TARGET_512 TARGET("avx512f,avx512bw,avx512vl,avx512vnni")
 #define TILE_512 8 /* of 12, too, sums fit the registers, and it is a quarter slower */
 
-INLINE TARGET_512 void tile_avx512vnni(const int8_t *codes, const uint16_t *scales, struct codes x,
-                                       int count, float *made)
+INLINE TARGET_512 __m512i part_512(__m512i bytes, int part, int bits)
 {
-    const __m512i sign = _mm512_set1_epi8(-128);
+    if (bits == 8)
+        return _mm512_xor_si512(bytes, _mm512_set1_epi8(-128));
+    return _mm512_and_si512(part ? _mm512_srli_epi16(bytes, 4) : bytes, _mm512_set1_epi8(15));
+}
+
+INLINE TARGET_512 void tile_avx512vnni(const int8_t *codes, const uint16_t *scales, int bits,
+                                       struct codes x, int count, float *made)
+{
     __m512 sum[TILE_512];
     for (int v = 0; v < count; v++)
         sum[v] = _mm512_setzero_ps();
     for (int64_t block = 0; block < x.blocks; block++) {
-        const int8_t *at = codes + block * CODE_BLOCK * INT8_PANEL, *input = x.at + block * CODE_BLOCK * count;
+        const int8_t *at = codes + block * block_bytes(bits), *input = x.at + block * CODE_BLOCK * count;
         __m512i dot[TILE_512];
         for (int v = 0; v < count; v++)
-            dot[v] = _mm512_set1_epi32(x.shift[block * count + v]);
-        for (int group = 0; group < GROUPS; group++) {
-            __m512i weight = _mm512_loadu_si512((const void *)(at + group * 4 * INT8_PANEL));
-            weight = _mm512_xor_si512(weight, sign);
-            for (int v = 0; v < count; v++) {
-                const int8_t *from = input + 4 * (group * count + v);
-                dot[v] = _mm512_dpbusd_epi32(dot[v], weight, _mm512_set1_epi32(four_codes(from)));
+            dot[v] = _mm512_set1_epi32(FIRST_SUM_UNSIGNED(v));
+        for (int group = 0; group < GROUPS; group += 8 / bits, at += 4 * INT8_PANEL) {
+            __m512i bytes = _mm512_loadu_si512((const void *)at);
+            for (int part = 0; part < 8 / bits; part++) {
+                __m512i weight = part_512(bytes, part, bits);
+                for (int v = 0; v < count; v++) {
+                    const int8_t *from = input + 4 * ((group + part) * count + v);
+                    dot[v] = _mm512_dpbusd_epi32(dot[v], weight, _mm512_set1_epi32(four_codes(from)));
+                }
             }
         }
         __m256i half = _mm256_loadu_si256((const void *)(scales + block * INT8_PANEL));
@@ -188,7 +239,7 @@ INLINE TARGET_512 void tile_avx512vnni(const int8_t *codes, const uint16_t *scal
         _mm512_storeu_ps(made + v * INT8_PANEL, sum[v]);
 }
 
-static TARGET_512 void product_avx512vnni(const int8_t *codes, const uint16_t *scales,
+static TARGET_512 void product_avx512vnni(const int8_t *codes, const uint16_t *scales, int64_t bits,
                                           struct codes x, int64_t count, float *made)
 {
     switch (count) {
@@ -228,25 +279,36 @@ INLINE int32x4_t dot_neon(int32x4_t sum, int8x16_t weight, int8x16_t four)
     return sum;
 }
 
-INLINE void tile_neon(const int8_t *codes, const uint16_t *scales, struct codes x,
-                                  int count, float *made)
+INLINE int8x16_t part_neon(int8x16_t bytes, int part, int bits)
+{
+    if (bits == 8)
+        return bytes;
+    uint8x16_t both = vreinterpretq_u8_s8(bytes);
+    return vreinterpretq_s8_u8(part ? vshrq_n_u8(both, 4) : vandq_u8(both, vdupq_n_u8(15)));
+}
+
+INLINE void tile_neon(const int8_t *codes, const uint16_t *scales, int bits, struct codes x, int count,
+                      float *made)
 {
     for (int quarter = 0; quarter < INT8_PANEL; quarter += 4) {
         float32x4_t sum[TILE_NEON];
         for (int v = 0; v < count; v++)
             sum[v] = vdupq_n_f32(0);
         for (int64_t block = 0; block < x.blocks; block++) {
-            const int8_t *at = codes + block * CODE_BLOCK * INT8_PANEL + 4 * quarter;
+            const int8_t *at = codes + block * block_bytes(bits) + 4 * quarter;
             const int8_t *input = x.at + block * CODE_BLOCK * count;
             int32x4_t dot[TILE_NEON];
             for (int v = 0; v < count; v++)
-                dot[v] = vdupq_n_s32(0);
-            for (int group = 0; group < GROUPS; group++) {
-                int8x16_t weight = vld1q_s8(at + group * 4 * INT8_PANEL);
-                for (int v = 0; v < count; v++) {
-                    const int8_t *from = input + 4 * (group * count + v);
-                    int8x16_t four = vreinterpretq_s8_s32(vdupq_n_s32(four_codes(from)));
-                    dot[v] = dot_neon(dot[v], weight, four);
+                dot[v] = vdupq_n_s32(FIRST_SUM(v));
+            for (int group = 0; group < GROUPS; group += 8 / bits, at += 4 * INT8_PANEL) {
+                int8x16_t bytes = vld1q_s8(at);
+                for (int part = 0; part < 8 / bits; part++) {
+                    int8x16_t weight = part_neon(bytes, part, bits);
+                    for (int v = 0; v < count; v++) {
+                        const int8_t *from = input + 4 * ((group + part) * count + v);
+                        int8x16_t four = vreinterpretq_s8_s32(vdupq_n_s32(four_codes(from)));
+                        dot[v] = dot_neon(dot[v], weight, four);
+                    }
                 }
             }
             uint32x4_t wide = vmovl_u16(vld1_u16(scales + block * INT8_PANEL + quarter));
@@ -261,8 +323,8 @@ INLINE void tile_neon(const int8_t *codes, const uint16_t *scales, struct codes 
     }
 }
 
-static void product_neon(const int8_t *codes, const uint16_t *scales, struct codes x,
-                                     int64_t count, float *made)
+static void product_neon(const int8_t *codes, const uint16_t *scales, int64_t bits, struct codes x,
+                         int64_t count, float *made)
 {
     switch (count) {
         TILE_CASE(tile_neon, 1)

@@ -18,8 +18,8 @@ from mmkv.engine.cache import RaggedCache
 from mmkv.engine.model import product as reference
 from mmkv.engine.model.bf16 import Bf16Matrix
 from mmkv.engine.model.elementwise import Elementwise, TorchElementwise
-from mmkv.engine.model.int8 import Int8Matrix
-from mmkv.engine.model.product import Kernels, Matrix, Product, narrowed
+from mmkv.engine.model.int8 import IntegerMatrix
+from mmkv.engine.model.product import INTEGERS, Kernels, Matrix, Product, narrowed
 from mmkv.engine.policies.base import WindowReduction
 
 # Multiplications that a further thread is worth: some 10 microseconds of one.
@@ -28,22 +28,22 @@ PER_THREAD = 2**20
 _MOST_BF16_BYTES = 2**31
 
 
-def rounded(weight: Tensor) -> Int8Matrix:
-    """Round a matrix to 8 bits like :meth:`Int8Matrix.of`, to the same codes, in C.
+def rounded(weight: Tensor, bits: int = 8) -> IntegerMatrix:
+    """Round a matrix to 8 or 4 bits like :meth:`IntegerMatrix.of`, to the same codes, in C.
 
     It runs there for float32 and bfloat16 weights on the CPU.
     """
-    found, half = library(), weight.dtype == torch.bfloat16
+    found, half, kind = library(), weight.dtype == torch.bfloat16, INTEGERS[bits]
     if isinstance(found, str) or not (half or weight.dtype == torch.float32):
-        return Int8Matrix.of(weight)
+        return kind.of(weight)
     weight, (rows, width) = weight.contiguous(), weight.shape
-    codes, scales = Int8Matrix.empty(rows, width)
+    codes, scales = kind.empty(rows, width)
     sums, threads = torch.empty(len(codes), 2, dtype=torch.float64), torch.get_num_threads()
     places = (each.data_ptr() for each in (codes, scales, sums))
     threads = min(threads, 1 + weight.numel() // PER_THREAD)
-    found.mmkv_round(weight.data_ptr(), half, rows, width, *places, threads)
+    found.mmkv_round(weight.data_ptr(), half, rows, width, bits, *places, threads)
     wrong, whole = sums.sum(0).tolist()
-    return Int8Matrix(codes, scales, (rows, width), (wrong / whole) ** 0.5 if whole else 0.0)
+    return kind(codes, scales, (rows, width), (wrong / whole) ** 0.5 if whole else 0.0)
 
 
 def packed(weight: Tensor) -> Bf16Matrix:
@@ -81,9 +81,9 @@ class Bf16Copies:
 def linear(weight: Matrix, bias: Tensor | None = None, bf16: Bf16Copies | None = None) -> Linear:
     """Describe a matrix and its bias to C, which reads them where they lie."""
     of_bias = None if bias is None else bias.data_ptr()
-    if isinstance(weight, Int8Matrix):
+    if isinstance(weight, IntegerMatrix):
         pointers = weight.codes.data_ptr(), weight.scales.data_ptr()
-        return Linear(None, of_bias, None, *pointers, *weight.shape)
+        return Linear(None, of_bias, None, *pointers, *weight.shape, weight.bits)
     short = weight if isinstance(weight, Bf16Matrix) else None if bf16 is None else bf16.of(weight)
     if short is not None:
         return Linear(None, of_bias, short.panels.data_ptr(), None, None, *weight.shape)
@@ -109,7 +109,7 @@ def native_product(form: str = "auto") -> Product | None:
 def multiply(x: Tensor, weight: Matrix, bias: Tensor | None = None) -> Tensor:
     """Compute ``weight x + bias`` like :func:`mmkv.engine.model.product.multiply`.
 
-    It runs in C for float32 ``x`` and weights in panels, of bfloat16 or of 8 bits, summed in
+    It runs in C for float32 ``x`` and weights in panels, of bfloat16, 8 or 4 bits, summed in
     float32 in vectors of the CPU's width; a row of the result does not depend on the others of
     ``x``.
     Gradients reach ``x`` alone; the rounding of states to 8 bits passes them as they are.
@@ -128,7 +128,7 @@ class _Frozen(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Bf16Matrix | Int8Matrix, bias: Tensor | None
+        ctx: Any, x: Tensor, weight: Bf16Matrix | IntegerMatrix, bias: Tensor | None
     ) -> Tensor:
         ctx.weight, found = weight, library()
         assert not isinstance(found, str)
@@ -140,7 +140,7 @@ class _Frozen(torch.autograd.Function):
 
 
 def _multiply(
-    found: Library, x: Tensor, weight: Bf16Matrix | Int8Matrix, bias: Tensor | None
+    found: Library, x: Tensor, weight: Bf16Matrix | IntegerMatrix, bias: Tensor | None
 ) -> Tensor:
     rows, width = weight.shape
     x = x.contiguous()

@@ -15,14 +15,15 @@
 
 /* y = weight x + bias; weight [out, in] row-major, bias [out] or NULL. `bf16` holds weights in
  * bfloat16, panel by panel, [panels, pairs of columns, BF16_PANEL, 2], else NULL.
- * `codes` holds weights in 8 bits, panel by panel, [panels, blocks, 8, INT8_PANEL, 4], and `scales` their
- * steps in bfloat16, [panels, blocks, INT8_PANEL]; else NULL. With one of them, `weight` is not read. */
+ * `codes` holds weights as whole numbers of `bits`, 8 or 4, panel by panel, [panels, blocks, bits,
+ * INT8_PANEL, 4] bytes, and `scales` their steps in bfloat16, [panels, blocks, INT8_PANEL]; else NULL.
+ * With one of them, `weight` is not read. */
 struct linear {
     const float *weight, *bias;
     const uint16_t *bf16;
     const int8_t *codes;
     const uint16_t *scales;
-    int64_t out, in;
+    int64_t out, in, bits;
 };
 
 #define CODE_BLOCK 32 /* numbers of a row, or of a vector of states, that share a scale */
@@ -168,7 +169,7 @@ struct codes {
     int64_t blocks;
 };
 
-/* One vector per batch slot, `stride` floats apart; their codes where weights in 8 bits read them. */
+/* One vector per batch slot, `stride` floats apart; their codes where weights as whole numbers read them. */
 struct vectors {
     float *at;
     int64_t stride;

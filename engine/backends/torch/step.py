@@ -88,7 +88,9 @@ class PrefillChunk:
     def attend(
         self, layer: int, query: Tensor, key: Tensor, value: Tensor, last: bool = False
     ) -> Tensor:
-        """See :class:`mmkv.engine.model.decoder.StepAttention`; ``last``: for the last token."""
+        """Store the chunk's keys and values, then attend; see
+        :class:`mmkv.engine.model.decoder.StepAttention`. ``last``: for the last token alone.
+        """
         spec, pool = self.spec, self.cache.pool
         scale = spec.head_dim**-0.5
         query, key, value = (x.transpose(0, 1) for x in (query, key, value))

@@ -209,7 +209,10 @@ class Family:
         return [inputs] * len(spans)
 
     def positions(self, token_ids: Tensor, modality: Tensor, inputs: Mapping[str, Any]) -> Tensor:
-        """Return the rope positions int64 ``[A, T]`` of this turn alone, counted from 0."""
+        """Return the rope positions int64 ``[A, T]`` of this turn alone, counted from 0.
+
+        One per token, of pictures too; families with M-RoPE have others.
+        """
         return torch.arange(token_ids.numel())[None]
 
     def image_features(self, inputs: Mapping[str, Any], device: torch.device | str) -> Features:

@@ -110,7 +110,7 @@ class HttpBodies(Target):
         transport = httpx.ASGITransport(self._app)
         # A name that stands nowhere: nothing is looked up.
         async with httpx.AsyncClient(transport=transport, base_url="http://server") as client:
-            name = await self._made_before(client, case["path"] + case["body"])
+            name = await self._connection_class_before(client, case["path"] + case["body"])
             path = case["path"].replace(_ID, name)
             url = httpx.URL("http://server").copy_with(raw_path=_raw(path))
             body = as_bytes(case["body"].replace(_ID, name))
@@ -369,6 +369,7 @@ class Heads(Target):
     name = "HTTP heads"
 
     def prepare(self, folder: Path) -> None:
+        """Prepare connections as the server makes them, with a guard for heads of ``_HEAD`` bytes."""
         super().prepare(folder)
         from uvicorn.config import Config
         from uvicorn.server import ServerState
@@ -376,10 +377,11 @@ class Heads(Target):
         from mmkv.server.connections import Connection, ConnectionLimits, Guard
 
         self._guard = Guard(ConnectionLimits(head_bytes=_HEAD))
+        # uvicorn takes a class, so the guard is an attribute of one (mmkv.server.connections).
         made = type("GuardedConnection", (Connection,), {"guard": self._guard})
         self._config = Config(_app, http=made, log_config=None, lifespan="off")
         self._config.load()
-        self._made, self._state = made, ServerState()
+        self._connection_class, self._state = made, ServerState()
         self._runner = asyncio.Runner()
 
     def make(self, rng: Random) -> Case:
@@ -410,7 +412,7 @@ class Heads(Target):
         loop, failed = asyncio.get_running_loop(), list[Any]()
         loop.set_exception_handler(lambda _, context: failed.append(context))
         transport = _Transport()
-        made: Any = self._made(self._config, self._state, {}, loop)
+        made: Any = self._connection_class(self._config, self._state, {}, loop)
         made.connection_made(transport)
         for text in case["pieces"]:
             content = as_bytes(text)

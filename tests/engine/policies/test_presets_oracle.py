@@ -100,7 +100,7 @@ def parameters_of(name: str) -> list[str]:
 @pytest.mark.parametrize("name", NAMES)
 def test_a_preset_has_a_reference_with_its_parameters(name: str) -> None:
     """One without would be compared with nothing (docs/how-to/add-a-policy.md)."""
-    assert name in METHODS, f"tests/support/oracle/methods/ has no reference of {name!r}"
+    assert name in METHODS, f"tests/support/oracle/methods.py has no reference of {name!r}"
     assert set(parameters_of(name)) == set(PRESETS[name].parameters)
 
 

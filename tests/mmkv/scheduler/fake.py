@@ -103,6 +103,7 @@ class FakeJob:
         self.pool, self.prompt, self.reply = pool, list(prompt), reply
         self.kept, self.own = session, session or FakeSession(pool, bound)
         self.read, self.said = 0, 0
+        self.stored: tuple[list[int], int, int] = ([], 0, 0)  # before the chunk that is being read
         self.before: tuple[list[int], int] | None = None
         self.stopped = self.ended = False
         self.fails_at: int | None = None
@@ -160,8 +161,14 @@ class FakeJob:
         if self.fails_at == self.read // CHUNK and self.fails_reading:
             raise BudgetError("this chunk cannot be read")
         count = self.next_chunk
+        self.stored = (list(self.own.tokens), self.own.seen, self.read)
         self.own.store(self.prompt[self.read : self.read + count])
         self.read += count
+
+    def unstore(self) -> None:
+        """Be as before :meth:`store`."""
+        self.own.tokens, self.own.seen, self.read = self.stored
+        self.own.hold()
 
     def finish_chunk(self) -> bool:
         self.own.cut()
@@ -203,37 +210,82 @@ class FakeCopy:
 
 
 class FakeExecutor:
-    def __init__(self, pool: FakePool, pass_tokens: int = 0) -> None:
+    """Reads and decodes in simulated time; a pass may be left after each of its layers.
+
+    Args:
+        layers: of a pass; token: seconds that reading one takes, all layers together.
+        step: seconds of a decode step, beside ``stream`` for each reply in it.
+
+    Attributes:
+        now: the time; left: the jobs of the pass that was left, and what has come of them so far;
+            layers_read: of all passes.
+    """
+
+    def __init__(
+        self,
+        pool: FakePool,
+        pass_tokens: int = 0,
+        layers: int = 1,
+        token: float = 0.0,
+        step: float = 0.0,
+        stream: float = 0.0,
+    ) -> None:
         self.pool, self.pass_tokens = pool, pass_tokens
-        self.steps = 0
+        self.layers, self.token, self.step_time, self.stream = layers, token, step, stream
+        self.now, self.steps, self.aborted = 0.0, 0, 0
         self.passes: list[list[FakeJob]] = []
+        self.left: tuple[list[FakeJob], dict[FakeJob, bool | Exception]] | None = None
+        self._layer, self._tokens, self.layers_read = 0, 0, 0
 
     def limit(self) -> int | None:
         return self.pool.limit
 
-    def held(self) -> int:
-        return self.pool.total
-
     def pages_for(self, job: Job) -> int:
         assert isinstance(job, FakeJob)
-        held = len(job.own.tokens)
-        return _pages(held + job.next_chunk) - _pages(held)
+        copy = self.pool.held.get(job, 0)
+        return copy + _pages(len(job.own.tokens) + job.next_chunk)
 
-    def read(self, jobs: Sequence[Job]) -> list[bool | Exception]:
+    def read(
+        self, jobs: Sequence[Job], seconds: float | None = None
+    ) -> list[bool | Exception] | None:
         """Store the chunks of all before any is cut back."""
         taken = [job for job in jobs if isinstance(job, FakeJob)]
-        assert len({job.own for job in taken}) == len(jobs)
+        until = None if seconds is None else self.now + seconds
+        if self.left is None:
+            self._begin(taken)
+        assert self.left is not None and self.left[0] == taken, "not the pass that was left"
+        found, layer = self.left[1], self.token * self._tokens / self.layers
+        for _ in range(self._layer, self.layers):
+            self.now += layer
+            self._layer += 1
+            self.layers_read += 1
+            if until is not None and self._layer < self.layers and self.now + layer > until:
+                return None
+        self.left = None
+        return [found[job] if job in found else job.finish_chunk() for job in taken]
+
+    def abort(self) -> None:
+        assert self.left is not None
+        for job in self.left[0]:
+            job.unstore()
+        self.left = None
+        self.aborted += 1
+
+    def _begin(self, taken: list[FakeJob]) -> None:
+        assert len({job.own for job in taken}) == len(taken)
         self.passes.append(taken)
+        self._layer, self._tokens = 0, sum(job.next_chunk for job in taken)
         found: dict[FakeJob, bool | Exception] = {}
+        self.left = taken, found
         for job in taken:
             try:
                 job.store()
             except BudgetError as error:
                 found[job] = error
-        return [found[job] if job in found else job.finish_chunk() for job in taken]
 
     def step(self, jobs: Sequence[Job]) -> None:
         self.steps += 1
+        self.now += self.step_time + self.stream * len(jobs)
         for job in jobs:
             assert isinstance(job, FakeJob) and not job.finished
             job.step()

@@ -22,6 +22,7 @@ WAITING, RUNNING, FETCHING = 12, 5, 3
 # Everything that may be in front of a request: what waits and runs, overtakes it before it is
 # its turn, and what all of that takes if every chunk and every token were a turn of its own.
 LONGEST_WAIT = (WAITING + RUNNING + FETCHING + 2 * 8) * (LONGEST_PROMPT // CHUNK + LONGEST_REPLY)
+LAYERS = 3  # of a pass that is left after each of them
 
 # A request that is its user's next may be passed by a later one of each other user while it is not
 # its turn in the row, by ``patience`` of those for which there was room, and by all that come with
@@ -49,11 +50,15 @@ class Machine:
             fetching=FETCHING,
             quantum=CHUNK,
             interleave=self.random.random() < 0.8,
+            gap=0.0,
         )
+        self.layers = self.random.choice((1, 1, LAYERS))
         self.to_files = self.random.random() < 0.7
         # Passes of more tokens than a chunk, too: then pages alone decide what is read together.
-        self.executor = FakeExecutor(self.pool, self.random.choice((0, CHUNK, 3 * CHUNK)))
-        self.scheduler = Scheduler(self.executor, limits, self.to_files)
+        together = self.random.choice((0, CHUNK, 3 * CHUNK))
+        self.executor = FakeExecutor(self.pool, together, self.layers, token=1.0)
+        clock = lambda: self.executor.now  # noqa: E731
+        self.scheduler = Scheduler(self.executor, limits, self.to_files, clock)
         self.sessions: list[FakeSession] = []
         self.tickets: list[Ticket[FakeJob]] = []
         self.cancelled: dict[Ticket[FakeJob], int] = {}
@@ -85,7 +90,7 @@ class Machine:
         for _ in range(operations):
             self.random.choices(kinds, weights)[0]()
             self.check()
-        for _ in range(LONGEST_WAIT):
+        for _ in range(self.layers * LONGEST_WAIT):
             self.prepare()
             if not self.scheduler.turn():
                 break
@@ -199,6 +204,9 @@ class Machine:
         steps = self.executor.steps
         rest = self.scheduler.turn()
         assert self.executor.steps <= steps + 1 and len(self.executor.passes) <= 1
+        self.seen["passes taken back"] += self.executor.aborted
+        self.executor.aborted = 0
+        self.seen["passes left"] += self.executor.left is not None
         self.seen["read beside others"] += sum(len(jobs) - 1 for jobs in self.executor.passes)
         self.executor.passes.clear()
         most = max(CHUNK, self.executor.pass_tokens)
@@ -286,10 +294,11 @@ class Machine:
             if ticket.state == "decode":
                 assert not owned.chunk and not owned.snapshot, "kept for a prompt that is read"
             waited = self.scheduler.turns - ticket.turn if ticket.state == "waiting" else 0
-            assert waited <= LONGEST_WAIT, f"{ticket.user} waits for {waited} turns"
+            assert waited <= self.layers * LONGEST_WAIT, f"{ticket.user} waits for {waited} turns"
             self.longest_wait = max(self.longest_wait, waited)
             asked = self.cancelled.get(ticket, 0)
-            assert asked <= 2, f"cancelled {asked} turns ago, still in {ticket.state}"
+            # A pass that others share is read to its end.
+            assert asked <= 1 + self.layers, f"cancelled {asked} turns ago, still in {ticket.state}"
             return
         self.tickets.remove(ticket)
         self.cancelled.pop(ticket, None)
@@ -324,7 +333,9 @@ class Before:
 
     def __init__(self, machine: Machine) -> None:
         self.machine, scheduler = machine, machine.scheduler
-        going = [one for one in machine.tickets if not one.cancel_asked]
+        reading = scheduler.reading  # to the end, but where all of them are cancelled
+        shared = set() if all(one.cancel_asked for one in reading) else set(reading)
+        going = [one for one in machine.tickets if not one.cancel_asked or one in shared]
         self.state = {one: one.state for one in machine.tickets}
         self.read = {one: one.job.read for one in machine.tickets}
         self.said = {one: one.job.said for one in machine.tickets}
@@ -336,6 +347,7 @@ class Before:
                 firsts.setdefault(one.user, one)
         self.next = [one for one in firsts.values() if one.state == "waiting"]
         self.reading = {one.user for one in machine.tickets if one.state == "prefill"}
+        self.layers = machine.executor.layers_read
         self.free_places = scheduler.places - sum(
             one.job.fetches and one.job.ready for one in going if one.state == "preparing"
         )
@@ -375,7 +387,7 @@ class Before:
                 assert one.state != "preparing", "ready, and left where it was"
         if self.reading:
             moved = [one for one, read in self.read.items() if one.over or one.job.read > read]
-            assert moved, "nothing is read"
+            assert moved or self.machine.executor.layers_read > self.layers, "nothing is read"
         moved = [one for one, s in self.state.items() if s == "waiting" and one.state != s]
         if self.fits and self.free_places > 0 and not self.held_up:
             assert moved, "there is room and a place, and nobody is admitted"

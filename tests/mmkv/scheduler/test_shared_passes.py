@@ -16,19 +16,22 @@ from mmkv.scheduler.replies import EngineExecutor, Prompt, ReplyJob, message
 from tests.support.replies import CHUNK, REPLY, ids, load, watch
 
 
-def read_by(engine: Engine, pass_tokens: int | None) -> tuple[list[Any], list[int]]:
+def read_by(
+    engine: Engine, pass_tokens: int | None, gap: float | None = None
+) -> tuple[list[Any], list[int]]:
     """Read six prompts of one user and two of others, twice; replies, memories, jobs of passes.
 
     Args:
         pass_tokens: of the executor; None: its own.
+        gap: see Limits; a pass that goes on counts once more.
     """
     executor, passes = EngineExecutor(engine), []
     assert executor.pass_tokens == CHUNK * 5 // 4
     if pass_tokens is not None:
         executor._pass_tokens = pass_tokens
     read = executor.read
-    executor.read = lambda jobs: passes.append(len(jobs)) or read(jobs)  # type: ignore[method-assign, func-returns-value]
-    scheduler = Scheduler(executor, Limits(quantum=CHUNK))
+    executor.read = lambda jobs, *more: passes.append(len(jobs)) or read(jobs, *more)  # type: ignore[method-assign, func-returns-value, assignment, misc]
+    scheduler = Scheduler(executor, Limits(quantum=CHUNK, gap=gap), clock=lambda: 0.0)
     found: list[Any] = []
     kept = [CachedConversation(engine) for _ in range(8)]
     for turn in range(2):
@@ -55,14 +58,17 @@ def read_by(engine: Engine, pass_tokens: int | None) -> tuple[list[Any], list[in
     [("dbtrimkv", "bf16"), ("dbtrimkv", "int8"), ("snapkv:window=4", "bf16"), ("h2o", "bf16")],
 )
 def test_prompts_that_share_a_pass_are_read_as_alone(policy: str, weights: str, qwen: Path) -> None:
-    """The same replies and the same memories, bit for bit, in fewer passes."""
+    """The same replies and memories, bit for bit, in fewer passes, also where these are left."""
     engine = load(qwen, policy=policy, weights=weights, budget=6)
     shared, passes = read_by(engine, None)
+    left, parts = read_by(engine, None, gap=0.0)
     alone, each = read_by(engine, 0)
     assert max(passes) >= 3 and max(each) == 1 and len(passes) <= len(each) - 8
-    for (tokens, memory), (others, other) in zip(shared, alone, strict=True):
-        assert tokens == others and memory.keys() == other.keys()
-        assert all(torch.equal(part, other[name]) for name, part in memory.items())
+    assert len(parts) > 2 * len(passes)
+    for (tokens, memory), *copies in zip(alone, shared, left, strict=True):
+        for others, other in copies:
+            assert tokens == others and memory.keys() == other.keys()
+            assert all(torch.equal(part, other[name]) for name, part in memory.items())
     assert engine.cache.pool.free_pages == engine.cache.pool.num_pages
 
 
@@ -80,8 +86,10 @@ def test_a_pass_holds_no_more_than_is_committed(
     executor, passes = EngineExecutor(engine), []
     read, scheduler = executor.read, Scheduler(executor, Limits(quantum=CHUNK))
 
-    def counted(jobs: Any) -> Any:
-        new = executor.held() + sum(map(executor.pages_for, jobs))
+    def counted(jobs: Any, _: float | None) -> Any:
+        held = engine.cache.pool.num_pages - engine.cache.pool.free_pages
+        own = sum(job.held_pages for job in jobs)
+        new = held - own + sum(map(executor.pages_for, jobs))
         passes.append((len(jobs), new <= scheduler.ledger.committed))
         return read(jobs)
 

@@ -180,7 +180,7 @@ def test_pictures_that_fill_the_context_are_counted(
     tokens = int((inputs["input_ids"] == engine.family.placeholder[1]).sum())
     pixels = inputs["pixel_values"].numel() * 4 * engine.spec.max_position // tokens
     assert tokens
-    on_a_gpu, here = (footprint._reading(engine, MediaLimits(), 8, cpu) for cpu in (False, True))
+    on_a_gpu, here = (footprint._reading(engine, MediaLimits(), 8, cpu, 8) for cpu in (False, True))
     assert 2 * pixels <= on_a_gpu < here  # there the tower's own memory is not the host's
     core.close()
 

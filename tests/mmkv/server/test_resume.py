@@ -223,6 +223,44 @@ def test_snapshots_stay_within_their_limit_and_give_way(folder: Path) -> None:
         assert usage(server.chat(f"0 {QUESTION}"))["mmkv"]["resumed"] == 0
 
 
+def test_a_dialogue_leaves_what_it_no_longer_needs_behind(folder: Path) -> None:
+    """Of each of its turns but the latest, and not what another conversation went on from, too."""
+
+    def copies(core: EngineCore) -> int:
+        return len(core.scheduler.residents.copies)
+
+    with serving(lambda: load(folder)) as server:
+
+        def ask(messages: list[Any]) -> int:
+            answer = server.chat(*messages, max_tokens=4)
+            text = answer.json()["choices"][0]["message"]["content"]
+            messages.append({"role": "assistant", "content": text})
+            resumed: int = usage(answer)["mmkv"]["resumed"]
+            return resumed
+
+        messages: list[Any] = [SYSTEM]
+        kept: list[int] = []
+        shared: list[Any] = []
+        for turn in range(5):
+            messages.append({"role": "user", "content": f"{turn} {QUESTION}"})
+            assert ask(messages) > 0 or not turn
+            kept.append(server.inside(copies))
+            if turn == 1:  # two others go on from here
+                for name in "ab":
+                    shared = [*messages, {"role": "user", "content": name}]
+                    assert ask([*shared]) > 0
+        # The system's, those of a question and its reply, and the reply before; then three more,
+        # of the others' two replies and of what they went on from.
+        assert kept == [3, 4, 3 + 3, 4 + 3, 4 + 3]
+        # Another reply, and another last message, take what is there.
+        assert ask(messages[:-1]) > 0
+        assert ask([*messages[:-2], {"role": "user", "content": "another"}]) > 0
+        assert ask([*shared[:-1], {"role": "user", "content": "c"}]) > 0
+        first = ask([*messages[:3], {"role": "user", "content": "d"}])
+        system = ask([SYSTEM, {"role": "user", "content": "e"}])
+        assert first == system > 0  # the first reply's is gone
+
+
 def test_a_request_takes_the_room_of_snapshots(folder: Path) -> None:
     engine = load(folder)
     with serving(lambda: engine) as server:
