@@ -6,6 +6,7 @@ import ctypes
 import functools
 import resource
 import sys
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 
@@ -62,6 +63,8 @@ def resident_bytes() -> int | None:
 def free_bytes(device: torch.device) -> int | None:
     """Return the bytes that can still be allocated on ``device``, None where nothing tells.
 
+    Files that are mapped for good are no free memory, though the system would take their pages.
+
     On a GPU, what torch holds for its next tensors is free, too. On a CPU: what the kernel would
     give without swapping, within the limits of this process and its control group.
     """
@@ -69,8 +72,19 @@ def free_bytes(device: torch.device) -> int | None:
         free, _ = torch.cuda.mem_get_info(device)
         held = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
         return free + held
-    known = [found for found in (_available(), _below_limit(), _in_group()) if found is not None]
-    return min(known, default=None)
+    whole = [found for found in (_available(), _in_group()) if found is not None]
+    known = [max(0, found - sum(_mapped.values())) for found in whole]
+    below = _below_limit()
+    return min(known if below is None else [*known, below], default=None)
+
+
+_mapped: dict[int, int] = {}
+
+
+def count_mapped(owner: object, size: int) -> None:
+    """Count a file that every step reads as memory in use, as long as ``owner`` maps it."""
+    _mapped[id(owner)] = size
+    weakref.finalize(owner, _mapped.pop, id(owner), None)
 
 
 def _available() -> int | None:

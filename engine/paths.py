@@ -39,6 +39,19 @@ def user_path(name: str | os.PathLike[str]) -> Path:
         raise InputError(f"{shown}: no such user's home folder; write the whole path") from error
 
 
+def cache_folder() -> Path:
+    """Return the folder of what can be made anew at any time; it need not exist."""
+    named = os.environ.get("XDG_CACHE_HOME", "")
+    # The specification of these variables ignores relative paths.
+    if Path(named).is_absolute():
+        return Path(named) / "mmkv"
+    try:
+        home = Path.home()
+    except RuntimeError:  # a service without HOME, of a user that the system does not know
+        home = Path(os.sep)
+    return home / ".cache" / "mmkv"
+
+
 def is_file(path: Path) -> bool:
     """Return whether a file is there; False also where the name is too long to be one."""
     try:

@@ -184,9 +184,10 @@ def measure(
     Returns:
         ``useful``, ``distractors``, ``dialogue``, ``first`` (the first ``SINKS`` tokens): shares of
         attention, 1 in all; ``predicted``: useful share by Corollary 3.2 of DBTrimKV (arXiv
-        2605.09649); ``bound``: what Proposition 3.1 says is lost at least; ``kept_useful``, ``kept_others``: rho_U and rho_D of the corollary, which counts
-        all that is not useful; ``kept_distractors``: the same of distractors alone; ``heads``,
-        ``heads_predicted``: useful share.
+        2605.09649); ``bound``: what Proposition 3.1 says is lost at least; ``kept_useful``,
+        ``kept_others``: rho_U and rho_D of the corollary, which counts all that is not useful;
+        ``kept_distractors``: the same of distractors alone; ``heads``, ``heads_predicted``: useful
+        share.
     """
     sums: dict[str, Tensor] = {}
     steps = 0

@@ -112,7 +112,8 @@ def load_engine(
         terminal.note("the bundled model answers, which knows drawn scenes alone; see mmkv models")
     if engine.device.type == "cpu" and "MMKV_NATIVE" not in os.environ and (why := cpu.reason()):
         terminal.note(f"replies run in torch, several times slower than in C, which is {why}")
-    for note in (engine.policy_note, engine.form_note, *engine.generation.notes):
+    packed = engine.decoder.weights.note
+    for note in (engine.policy_note, engine.form_note, packed, *engine.generation.notes):
         if note:
             terminal.note(note)
     return engine

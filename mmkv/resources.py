@@ -11,6 +11,7 @@ from typing import Any
 from mmkv.engine.errors import GateError, InputError, ModelError
 from mmkv.engine.model.fingerprint import fingerprint, language_fingerprint
 from mmkv.engine.model.source import refuse_bare_adapter
+from mmkv.engine.paths import cache_folder
 
 BUNDLED_MODEL = "tiny-vlm"
 BUNDLED_ADAPTER = "smollm2-llava"  # tower and projector without their language model
@@ -145,8 +146,7 @@ def bundled_dialogues() -> Path:
     archive = asset("mmdu/pictures.zip")
     packed = archive.parent
     digest = hashlib.sha256((packed / "benchmark.json").read_bytes() + archive.read_bytes())
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "mmkv"
-    folder = cache / digest.hexdigest()[:16] / "mmdu"
+    folder = cache_folder() / digest.hexdigest()[:16] / "mmdu"
     if folder.is_dir():
         return folder
     try:

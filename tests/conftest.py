@@ -17,6 +17,8 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 # Processes that tests start compute on one thread, as the tests do.
 os.environ["OMP_NUM_THREADS"] = "1"
+# Packed weights are kept by the tests of that alone.
+os.environ["MMKV_PANELS"] = "0"
 
 import pytest
 

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from mmkv.engine.model.panels import Panels
+from mmkv.engine.model.panels import Panels, room
 
 PANEL = 32  # BF16_PANEL of native.h
 
@@ -41,7 +41,7 @@ class Bf16Matrix(Panels):
     @staticmethod
     def empty(rows: int, width: int) -> Tensor:
         """Return room for the panels of a matrix ``[rows, width]``."""
-        return torch.empty(-(-rows // PANEL), -(-width // 2), PANEL, 2, dtype=torch.bfloat16)
+        return room(-(-rows // PANEL), -(-width // 2), PANEL, 2, dtype=torch.bfloat16)
 
     def held(self) -> tuple[Tensor, ...]:
         """Return the panels."""

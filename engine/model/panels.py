@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import math
+import threading
 from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -11,11 +16,21 @@ from torch import Tensor
 class Panels(ABC):
     """A matrix ``[out, in]`` that is held in another form than one row after the other.
 
+    Subclasses are dataclasses of tensors, ``shape``, and plain numbers: so a file can keep them.
+
     Attributes:
         shape: ``(out, in)``.
+        layout: version of how numbers lie and are rounded; raise it with every change of that, for
+            files on users' disks hold the older one.
+        kinds: all classes by name.
     """
 
     shape: tuple[int, int]
+    layout: ClassVar[int] = 1
+    kinds: ClassVar[dict[str, Any]] = {}
+
+    def __init_subclass__(cls) -> None:
+        Panels.kinds[cls.__name__] = cls
 
     @abstractmethod
     def held(self) -> tuple[Tensor, ...]:
@@ -59,3 +74,44 @@ class Panels(ABC):
 def sampled(flat: Tensor, count: int) -> Tensor:
     """Return ``flat`` at places of equal distance, at least ``count`` of them if it has so many."""
     return flat[:: max(1, flat.numel() // count)]
+
+
+class _Workspace(threading.local):
+    """Memory of a thread that is used for one matrix after the other."""
+
+    memory: Tensor | None = None
+    taken = 0
+
+
+_workspace = _Workspace()
+_WORKSPACE_BYTES = 2**27
+
+
+@contextmanager
+def reused_memory() -> Iterator[Callable[[], None]]:
+    """Have :func:`room` give this thread the same memory again and again, where it suffices.
+
+    The system clears fresh memory first, which takes as long as packing into it.
+
+    Yields:
+        a function that begins again: what was made in that memory is gone then.
+    """
+
+    def again() -> None:
+        _workspace.taken = 0
+
+    _workspace.memory = torch.empty(_WORKSPACE_BYTES, dtype=torch.uint8)
+    again()
+    try:
+        yield again
+    finally:
+        _workspace.memory = None
+
+
+def room(*shape: int, dtype: torch.dtype) -> Tensor:
+    """Return a tensor of any numbers: room for panels, or for what they are packed of."""
+    size, begin = math.prod(shape) * dtype.itemsize, -(-_workspace.taken // 64) * 64
+    if _workspace.memory is None or begin + size > _WORKSPACE_BYTES:
+        return torch.empty(*shape, dtype=dtype)
+    _workspace.taken = begin + size
+    return _workspace.memory[begin : begin + size].view(dtype).view(*shape)

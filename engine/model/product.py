@@ -123,6 +123,13 @@ class WeightForm:
         """Multiplies float32 states by matrices in that form."""
         return self.kernels.product or multiply
 
+    @property
+    def packs(self) -> bool:
+        """Whether every matrix that is stored in bfloat16 is held in panels."""
+        kernels = self.kernels
+        packed = kernels.packed is not None and kernels.product is not None
+        return packed or self.name not in ("auto", "bf16")
+
     def bits(self, part: str = "") -> int | None:
         """Return the bits of a matrix that is rounded to whole numbers; None: none is.
 
@@ -145,7 +152,7 @@ class WeightForm:
         if (bits := self.bits(part)) is not None:
             return self.kernels.rounded(weight, bits)
         held = weight.bfloat16() if self.name == "bf16" else narrowed(weight)
-        packed = self.kernels.packed if self.kernels.product is not None else None
+        packed = self.kernels.packed if self.packs else None
         return held if packed is None or held.dtype != torch.bfloat16 else packed(held)
 
     @classmethod

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,8 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
+from mmkv.engine.model.panel_files import MappedFile, PanelStore
+from mmkv.engine.model.panels import room
 from mmkv.engine.model.product import Matrix, WeightForm, equal, multiply
 from mmkv.engine.model.spec import DecoderSpec, Routing, sparse_layers
 from mmkv.engine.model.weights import DecoderWeights, LayerWeights
@@ -76,6 +78,7 @@ class StoredTensors:
             for name in opened.keys():  # noqa: SIM118
                 self._home[name], self._file[name] = opened, path
         self._begin: dict[Path, tuple[int, dict[str, Any]]] = {}
+        self._mapped: dict[Path, MappedFile] = {}
 
     @property
     def names(self) -> set[str]:
@@ -85,7 +88,11 @@ class StoredTensors:
     @property
     def numbers(self) -> int:
         """Count the numbers of all tensors."""
-        return sum(math.prod(self.shape(name)) for name in self._home)
+        return self.numbers_of(self._home)
+
+    def numbers_of(self, names: Iterable[str]) -> int:
+        """Count the numbers of some tensors."""
+        return sum(math.prod(self.shape(name)) for name in names)
 
     def shape(self, name: str) -> tuple[int, ...]:
         """Return a tensor's shape."""
@@ -103,7 +110,7 @@ class StoredTensors:
     ) -> Tensor:
         """Return tensors, one below the other along the first axis, in memory of their own."""
         shapes = [self.shape(name) for name in names]
-        kinds = self._kinds(names)
+        kinds = self.kinds(names)
         rows = [shape[0] for shape in shapes]
         made = torch.empty((sum(rows), *shapes[0][1:]), dtype=dtype, device=device)
         for name, part in zip(names, made.split(rows), strict=True):
@@ -123,27 +130,54 @@ class StoredTensors:
     ) -> Matrix:
         """Do as :meth:`read`, and hold the float32 matrix as ``holding`` says, if there is one.
 
+        Panels are packed from the mapped file, which is let go of at once: the process would seem
+        to hold both.
+
         Args:
             part: its name, as :meth:`WeightForm.bits` takes it.
         """
         if holding is None:
             return self.read(names, dtype, device)
-        if self._kinds(names) == {"BF16"}:
-            dtype = torch.bfloat16
-        return holding.hold(self.read(names, dtype, device), part)
+        if self.kinds(names) != {"BF16"}:
+            return holding.hold(self.read(names, dtype, device), part)
+        if not holding.packs:
+            return holding.hold(self.read(names, torch.bfloat16, device), part)
+        parts = [self._mapped_at(name).tensor(*self._place(name)) for name in names]
+        weight = parts[0]
+        if len(parts) > 1:
+            rows = sum(len(part) for part in parts)
+            weight = torch.cat(parts, out=room(rows, weight.shape[1], dtype=torch.bfloat16))
+        held = holding.hold(weight, part)
+        for name, mapped in zip(names, parts, strict=True):
+            self._mapped_at(name).forget(self._place(name)[0], mapped.nbytes)
+        return held
 
-    def _kinds(self, names: Sequence[str]) -> set[str]:
+    def kinds(self, names: Iterable[str]) -> set[str]:
+        """Return the dtypes that tensors are stored in, as safetensors names them."""
         return {self._home[name].get_slice(name).get_dtype() for name in names}
+
+    def _mapped_at(self, name: str) -> MappedFile:
+        path = self._file[name]
+        if path not in self._mapped:
+            with path.open("rb") as file:
+                self._mapped[path] = MappedFile(file.fileno())
+        return self._mapped[path]
+
+    def _place(self, name: str) -> tuple[int, torch.dtype, tuple[int, ...]]:
+        """Return where a tensor of bfloat16 begins in its file, its dtype and shape."""
+        path = self._file[name]
+        if path not in self._begin:
+            with path.open("rb") as file:
+                size = int.from_bytes(file.read(8), "little")
+                self._begin[path] = 8 + size, json.loads(file.read(size))
+        begin, header = self._begin[path]
+        return begin + header[name]["data_offsets"][0], torch.bfloat16, self.shape(name)
 
     def _read_into(self, name: str, part: Tensor) -> None:
         """Fill ``part`` from the file. Through a mapping, the process would seem to hold both."""
         path = self._file[name]
         with path.open("rb") as file:
-            if path not in self._begin:
-                size = int.from_bytes(file.read(8), "little")
-                self._begin[path] = 8 + size, json.loads(file.read(size))
-            begin, header = self._begin[path]
-            file.seek(begin + header[name]["data_offsets"][0])
+            file.seek(self._place(name)[0])
             read = file.readinto(part.view(torch.uint8).numpy().data)
         if read != part.nbytes:
             raise EOFError(f"{path.name} ends in {name}")
@@ -167,6 +201,7 @@ def read_text_weights(
     dtype: torch.dtype,
     device: torch.device,
     holding: WeightForm | None = None,
+    panels: PanelStore | None = None,
 ) -> DecoderWeights | None:
     """Read the text weights in ``dtype`` onto ``device``; fused matrices are written in place.
 
@@ -175,6 +210,7 @@ def read_text_weights(
         places: where text weights may stand: (prefix of the text model, name of the head).
         tied: the head is the embedding, unless another one is stored.
         holding: how float32 matrices are held; None: in ``dtype``.
+        panels: where they are, if they were packed before; None: nowhere.
 
     Returns:
         None when a tensor is missing, has another shape or is none of this model's.
@@ -183,7 +219,8 @@ def read_text_weights(
     for prefix, head in places:
         if layout is None or f"{prefix}embed_tokens.weight" not in stored.names:
             continue
-        return _read(stored, layout, config, spec, prefix, head, tied, dtype, device, holding)
+        kept = panels or PanelStore()
+        return _read(stored, layout, config, spec, prefix, head, tied, dtype, device, holding, kept)
     return None
 
 
@@ -198,6 +235,7 @@ def _read(
     dtype: torch.dtype,
     device: torch.device,
     holding: WeightForm | None,
+    panels: PanelStore,
 ) -> DecoderWeights | None:
     # transformers saves the matrices of each expert; older checkpoints stack them.
     stacked = any(name.endswith(_STACK) for name in stored.names)
@@ -223,15 +261,18 @@ def _read(
     def read_stack(name: str) -> Tensor:
         return stored.read_stack(f"{prefix}{name}", shapes[f"{prefix}{name}"], dtype, device)
 
+    def held(part: str, *names: str) -> Matrix:
+        def make() -> Matrix:
+            return stored.read_matrix(names, dtype, device, holding, part)
+
+        return panels.matrix("+".join(names), make)
+
     def matrix(*names: str) -> Matrix:
-        stored_as = [f"{prefix}{name}" for name in names]
-        return stored.read_matrix(stored_as, dtype, device, holding, names[0])
+        return held(names[0], *(f"{prefix}{name}" for name in names))
 
     embed = matrix("embed_tokens.weight")
-    output = embed
-    if head in shapes:
-        output = stored.read_matrix([head], dtype, device, holding, "lm_head")
-    if tied and equal(output, embed):
+    output = held("lm_head", head) if head in shapes else embed
+    if tied and output is not embed and panels.fact("tied", lambda: equal(output, embed)):
         output = embed
     layers = []
     for index, sparse in enumerate(sparse_layers(config)):

@@ -67,6 +67,7 @@ class DecoderWeights:
         product: multiplies states by a matrix, which may be held in another form than they.
         form: how matrices are held: ``auto`` (in the dtype of states, or in bfloat16 where that
             changes no number), ``bf16``, ``int8`` or ``int4``.
+        note: a line on the file of packed weights that was written, or could not be.
     """
 
     embed: Matrix
@@ -75,6 +76,7 @@ class DecoderWeights:
     head: Matrix
     product: Product = multiply
     form: str = "auto"
+    note: str | None = None
 
     @property
     def dtype(self) -> torch.dtype:

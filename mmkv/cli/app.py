@@ -1,5 +1,6 @@
-"""The ``mmkv`` command: ``chat``, ``models``, ``pull``, ``explain``, ``serve``, ``policies`` and
-``env``, and registered ones: ``distill`` of training, ``bench``, ``eval`` and ``mmdu`` of eval.
+"""The ``mmkv`` command: ``chat``, ``models``, ``pull``, ``cache``, ``explain``, ``serve``,
+``policies`` and ``env``, and registered ones: ``distill`` of training, ``bench``, ``eval`` and
+``mmdu`` of eval.
 
 Exit codes: 0 done, 1 failed (one line on stderr says why and what to do), 2 wrong usage,
 130 stopped with Ctrl-C. Nothing here imports torch: help and usage errors come at once.
@@ -92,6 +93,36 @@ def pull(
     print(fetch(name, lambda line: None if quiet else print(f"mmkv: {line}", file=sys.stderr)))
 
 
+def cache(
+    name: Annotated[
+        str | None,
+        typer.Argument(metavar="[NAME]", help="Only those of this checkpoint."),
+    ] = None,
+    delete: Annotated[
+        bool, typer.Option("--clear", help="Delete them; who has them mapped keeps them.")
+    ] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """List packed weights on disk, which make later starts fast (docs/reference/weights.md)."""
+    from mmkv.engine.budget import format_bytes
+    from mmkv.engine.model import kept_files
+
+    files = kept_files.clear(name) if delete else kept_files.kept(name)
+    size = format_bytes(sum(file.bytes for file in files))
+    if as_json:
+        import json
+
+        print(json.dumps([file.as_json() for file in files], indent=2))
+    else:
+        import time
+
+        for file in files:
+            used = time.strftime("%Y-%m-%d %H:%M", time.localtime(file.used))
+            print(f"{format_bytes(file.bytes):>10}  {file.form:5}  last used {used}  {file.model}")
+        did = "deleted" if delete else "held"
+        print(f"{size} {did} in {kept_files.folder()} ({len(files)} files)")
+
+
 # What training and eval register in mmkv's own pyproject.toml, in the group mmkv.commands.
 _REGISTERED = ("distill", "bench", "eval", "mmdu")
 
@@ -108,7 +139,7 @@ class _Commands(TyperGroup):
     def list_commands(self, ctx: Any) -> list[str]:
         """List the commands in the order in which one comes to need them."""
         self._add_registered()
-        order = "chat models pull explain serve policies env".split() + list(_REGISTERED)
+        order = "chat models pull cache explain serve policies env".split() + list(_REGISTERED)
         names = super().list_commands(ctx)
         return sorted(names, key=lambda name: order.index(name) if name in order else len(order))
 
@@ -171,6 +202,7 @@ app = typer.Typer(
 app.command()(explain)
 app.command()(models)
 app.command()(pull)
+app.command()(cache)
 app.command()(serve)
 
 # typer carries its own copy of click in some versions and uses the package in others; the class

@@ -153,6 +153,15 @@ void bf16_row(const struct linear *map, int64_t row, float *to)
     }
 }
 
+#define PACKED 16 /* pairs of columns in a cache line */
+
+/* `count` pairs of columns of one row to their places in a panel. */
+INLINE void pack_pairs(const uint16_t *from, int64_t count, uint16_t *to)
+{
+    for (int64_t pair = 0; pair < count; pair++)
+        memcpy(to + pair * 2 * BF16_PANEL, from + 2 * pair, 2 * sizeof *to);
+}
+
 /* Lay out weights [out, in] in panels, as Bf16Matrix.of does. */
 EXPORT void mmkv_pack(const uint16_t *weights, int64_t out, int64_t in, uint16_t *panels,
                       int64_t threads)
@@ -164,9 +173,16 @@ EXPORT void mmkv_pack(const uint16_t *weights, int64_t out, int64_t in, uint16_t
         int64_t first = panel * BF16_PANEL, rows = out - first < BF16_PANEL ? out - first : BF16_PANEL;
         if (rows < BF16_PANEL || in % 2)
             memset(to, 0, sizeof *to * (size_t)size);
-        for (int64_t at = 0; at < in; at += 2)
+        /* a cache line of each row at a time */
+        int64_t whole = in - in % (2 * PACKED);
+        for (int64_t at = 0; at < whole; at += 2 * PACKED)
             for (int64_t row = 0; row < rows; row++)
-                memcpy(to + (at / 2 * BF16_PANEL + row) * 2, weights + (first + row) * in + at,
-                       sizeof *to * (at + 2 <= in ? 2 : 1));
+                pack_pairs(weights + (first + row) * in + at, PACKED, to + (at / 2 * BF16_PANEL + row) * 2);
+        for (int64_t row = 0; row < rows; row++) {
+            const uint16_t *from = weights + (first + row) * in;
+            pack_pairs(from + whole, (in - whole) / 2, to + (whole / 2 * BF16_PANEL + row) * 2);
+            if (in % 2)
+                to[(in / 2 * BF16_PANEL + row) * 2] = from[in - 1];
+        }
     }
 }

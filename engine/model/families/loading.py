@@ -24,6 +24,7 @@ from mmkv.engine.model.families.config import read_config, whole_config
 from mmkv.engine.model.families.deferred import DeferredModel
 from mmkv.engine.model.families.vision import build_vision, import_beside
 from mmkv.engine.model.finite import require_finite
+from mmkv.engine.model.panel_files import PanelStore, with_panels
 from mmkv.engine.model.product import Kernels, WeightForm
 from mmkv.engine.model.settings import require_sizes
 from mmkv.engine.model.source import checkpoint_file, files_of, locate
@@ -108,10 +109,11 @@ def _load(
             ),
         )
         with import_beside(family_type, config, pictures):
-            weights = _stored_weights(source, family_type, config, spec, precision, where, holding)
+            weights = _stored_weights(
+                name, source, family_type, config, spec, precision, where, holding
+            )
         if weights is not None:
             say("preparing the decoder")
-            require_finite(weights.named(), name)
             ends = end_tokens(_generation_config(source).get("eos_token_id"), config)
 
             @_explaining(name, source)
@@ -205,6 +207,7 @@ def resolve_dtype(dtype: str | torch.dtype, config: Any, device: torch.device) -
 
 
 def _stored_weights(
+    name: str,
     source: str,
     family_type: type[Family],
     config: Any,
@@ -219,7 +222,27 @@ def _stored_weights(
     tied = bool(getattr(config, "tie_word_embeddings", False))
     text_config, places = config.get_text_config(), family_type.text_places
     stored = StoredTensors(files)
-    found = read_text_weights(stored, text_config, spec, places, tied, dtype, device, holding)
+
+    def read(panels: PanelStore) -> DecoderWeights | None:
+        made = read_text_weights(
+            stored, text_config, spec, places, tied, dtype, device, holding, panels
+        )
+        if made is not None:
+            unknown = ((part, held) for part, held in made.named() if not panels.knows(held))
+            require_finite(unknown, name)
+        return made
+
+    if holding is None or not holding.packs:
+        found = read(PanelStore())
+    else:
+        below = tuple(prefix for prefix, _ in places) + tuple(head for _, head in places)
+        text = [part for part in stored.names if part.startswith(below) and ".experts." not in part]
+        # What is stored in bfloat16 needs no rounding: both forms are one.
+        exact = holding.name == "auto" and stored.kinds(text) <= {"BF16"}
+        form = "bf16" if exact else holding.name
+        found, note = with_panels(read, files, name, form, stored.numbers_of(text))
+        if found is not None:
+            found.note = note
     if found is None and spec.matrix_numbers(text_config) > 2 * stored.numbers:
         # transformers would fill what is not there with random numbers, whatever its size.
         raise ModelError(

@@ -110,7 +110,7 @@ class HttpBodies(Target):
         transport = httpx.ASGITransport(self._app)
         # A name that stands nowhere: nothing is looked up.
         async with httpx.AsyncClient(transport=transport, base_url="http://server") as client:
-            name = await self._connection_class_before(client, case["path"] + case["body"])
+            name = await self._made_before(client, case["path"] + case["body"])
             path = case["path"].replace(_ID, name)
             url = httpx.URL("http://server").copy_with(raw_path=_raw(path))
             body = as_bytes(case["body"].replace(_ID, name))
@@ -369,7 +369,7 @@ class Heads(Target):
     name = "HTTP heads"
 
     def prepare(self, folder: Path) -> None:
-        """Prepare connections as the server makes them, with a guard for heads of ``_HEAD`` bytes."""
+        """Prepare connections as the server makes them, guarded for heads of ``_HEAD`` bytes."""
         super().prepare(folder)
         from uvicorn.config import Config
         from uvicorn.server import ServerState

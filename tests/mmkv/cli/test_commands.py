@@ -1,4 +1,4 @@
-"""Registered commands, defaults from the user's file, ``mmkv env`` and ``mmkv policies``."""
+"""Registered commands, the user's defaults, ``mmkv env``, ``mmkv policies``, ``mmkv cache``."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def listed(capsys: pytest.CaptureFixture[str]) -> list[str]:
 
 
 def test_the_help_lists_all_in_order(capsys: pytest.CaptureFixture[str]) -> None:
-    product = ["chat", "models", "pull", "explain", "serve", "policies", "env"]
+    product = ["chat", "models", "pull", "cache", "explain", "serve", "policies", "env"]
     assert listed(capsys) == [*product, *OURS]
 
 
@@ -250,3 +250,24 @@ class Reads:
 
     def score(self, view: CacheView) -> Tensor:
         return view.position.float()
+
+
+def test_the_cache_command_lists_and_clears(
+    model: str, tmp_path: Path, mmkv: Callable[..., Ran], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setenv("MMKV_PANELS", "1GiB")
+    monkeypatch.setattr("mmkv.engine.model.panel_files.LEAST_BYTES", 0)
+    folder = tmp_path / "cache" / "mmkv" / "panels"
+    assert mmkv("cache").out == f"0 B held in {folder} (0 files)\n"
+    for form in ("int8", "bf16"):
+        ran = mmkv("chat", model, "--raw", "--max-new-tokens", "1", "-p", "a", "--weights", form)
+        assert ran.code == 0 and f"packed weights are kept in {folder}" in ran.err.replace("\n", "")
+    rows = json.loads(mmkv("cache", "--json").out)
+    assert [(row["model"], row["form"]) for row in rows] == [(model, "bf16"), (model, "int8")]
+    first = mmkv("cache", Path(model).name).out.splitlines()[0]
+    assert re.fullmatch(rf" *[\d.]+ MiB  bf16   last used [-\d]+ [\d:]+  {model}", first)
+    assert mmkv("cache", "other", "--clear").error_line().endswith("lists what is")
+    assert len(list(folder.iterdir())) == 2
+    assert mmkv("cache", "--clear", model).out.endswith(f"deleted in {folder} (2 files)\n")
+    assert list(folder.iterdir()) == []
