@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from mmkv.eval.bench_peers_cpu import case_rows, target_rows
+from mmkv.eval.bench_peers_cpu import case_rows, loss_rows, target_rows
 from mmkv.eval.quality.report import interval
 from mmkv.eval.serving import tables as serving
 from mmkv.training.measure.record import RESULTS, ROOT
@@ -517,9 +517,11 @@ def _all_weights(results: Path) -> Rows:
                 yield [*cells, kind, *measured, *timed]
 
 
-def _peers(rows: Callable[[Mapping[str, Any]], Rows]) -> Callable[[Path], Rows]:
-    """Return a table of the comparison with other engines on a CPU."""
-    return lambda results: rows(results_of(results, "peers-cpu"))
+def _peers(
+    rows: Callable[[Mapping[str, Any]], Rows], name: str = "peers-cpu"
+) -> Callable[[Path], Rows]:
+    """Return a table of a comparison with other engines on a CPU."""
+    return lambda results: rows(results_of(results, name))
 
 
 def _startup(results: Path) -> Rows:
@@ -605,6 +607,11 @@ TABLES: dict[str, Callable[[Path], Rows]] = {
     "generate": _generate,
     "peers": _peers(case_rows),
     "peers-targets": _peers(target_rows),
+    **{
+        f"peers-{shape}{part}": _peers(rows, f"peers-cpu-{shape}")
+        for shape in ("smollm2", "qwen3-vl-2b")
+        for part, rows in (("", case_rows), ("-targets", target_rows), ("-losses", loss_rows))
+    },
     "startup": _startup,
     "mutants": _mutants,
     "serving-speed": serving.speed,

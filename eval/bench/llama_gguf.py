@@ -1,8 +1,9 @@
-"""Write a Llama checkpoint as GGUF files: ``python -m eval.bench.llama_gguf MODEL FILE=FORM ...``.
+"""Write a Llama or Qwen3 checkpoint as GGUF: ``python -m eval.bench.llama_gguf MODEL FILE=FORM``.
 
 ``python -m eval.bench_peers_cpu`` runs it in llama.cpp's environment, which needs ``numpy`` and
-``gguf`` for it and no torch. FORM is f16 or q8_0, of every matrix; vectors are float32. No
-tokenizer is written: the comparison gives every method the same token ids.
+``gguf`` for it and no torch. FORM is f16, q8_0 or q4_0, of every matrix; vectors are float32. No
+tokenizer is written: the comparison gives every method the same token ids. Of Qwen3-VL the text
+half is written, which is a Qwen3 for tokens of text.
 """
 
 from __future__ import annotations
@@ -24,11 +25,15 @@ _LAYER = {
     "self_attn.k_proj": "attn_k",
     "self_attn.v_proj": "attn_v",
     "self_attn.o_proj": "attn_output",
+    "self_attn.q_norm": "attn_q_norm",
+    "self_attn.k_norm": "attn_k_norm",
     "post_attention_layernorm": "ffn_norm",
     "mlp.gate_proj": "ffn_gate",
     "mlp.up_proj": "ffn_up",
     "mlp.down_proj": "ffn_down",
 }
+# Models whose rope turns neighbours in llama.cpp, and those whose rope turns halves in both.
+_KINDS = {"llama": "llama", "qwen3": "qwen3", "qwen3_vl_text": "qwen3"}
 _OTHERS = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}
 
 
@@ -83,14 +88,19 @@ def write(folder: Path, target: Path, form: str) -> None:
     gguf: Any = importlib.import_module("gguf")
 
     config: dict[str, Any] = json.loads((folder / "config.json").read_text())
-    if config.get("model_type") != "llama":
-        raise ValueError(f"{folder} is a {config.get('model_type')}; only Llama is written as GGUF")
-    kinds = {"f16": gguf.GGMLQuantizationType.F16, "q8_0": gguf.GGMLQuantizationType.Q8_0}
+    config = config.get("text_config", config)
+    kind = _KINDS.get(config["model_type"])
+    if kind is None:
+        known = ", ".join(_KINDS)
+        raise ValueError(f"{folder} is a {config['model_type']}; written as GGUF are {known}")
+    types = gguf.GGMLQuantizationType
+    kinds = {"f16": types.F16, "q8_0": types.Q8_0, "q4_0": types.Q4_0}
     if form not in kinds:
         raise ValueError(f"form {form!r} is none of {', '.join(kinds)}")
     heads, kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
     rope = config.get("rope_parameters") or config
-    writer = gguf.GGUFWriter(str(target), "llama")
+    draft = target.with_name(f"{target.name}.part")
+    writer = gguf.GGUFWriter(str(draft), kind)
     writer.add_context_length(config["max_position_embeddings"])
     writer.add_embedding_length(config["hidden_size"])
     writer.add_block_count(config["num_hidden_layers"])
@@ -99,18 +109,25 @@ def write(folder: Path, target: Path, form: str) -> None:
     writer.add_head_count_kv(kv_heads)
     writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
     writer.add_rope_freq_base(rope["rope_theta"])
-    writer.add_rope_dimension_count(config.get("head_dim") or config["hidden_size"] // heads)
+    head_dim = config.get("head_dim") or config["hidden_size"] // heads
+    writer.add_rope_dimension_count(head_dim)
+    writer.add_key_length(head_dim)
+    writer.add_value_length(head_dim)
     writer.add_vocab_size(config["vocab_size"])
     writer.add_tokenizer_model("no_vocab")
     for name, values in tensors(folder):
-        if name.endswith(("q_proj.weight", "k_proj.weight")):
+        name = name.replace("model.language_model.", "model.")
+        if name.startswith("model.visual."):
+            continue
+        if kind == "llama" and name.endswith(("q_proj.weight", "k_proj.weight")):
             values = interleaved(values, heads if "q_proj" in name else kv_heads)
-        kind = kinds[form] if values.ndim > 1 else gguf.GGMLQuantizationType.F32
-        writer.add_tensor(renamed(name), gguf.quants.quantize(values, kind), raw_dtype=kind)
+        form_of = kinds[form] if values.ndim > 1 else types.F32
+        writer.add_tensor(renamed(name), gguf.quants.quantize(values, form_of), raw_dtype=form_of)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
+    draft.replace(target)
 
 
 def main(arguments: list[str]) -> int:

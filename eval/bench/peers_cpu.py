@@ -12,7 +12,9 @@ import importlib
 import importlib.metadata
 import json
 import os
+import statistics
 import sys
+import time
 from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -31,8 +33,9 @@ class CpuPeerJob:
     """What a process is started with.
 
     Attributes:
-        method: a name of :data:`METHODS`; weights: their form: bf16, int8, f16 or q8_0.
-        model: checkpoint folder; gguf: the same weights as a GGUF file, for llama.cpp.
+        method: a name of :data:`METHODS`; weights: their form, as the method calls it.
+        model: checkpoint folder; files: the same weights as a GGUF file, for llama.cpp, or as a
+            folder of OpenVINO's.
         threads: of what is timed; preparing: threads of what is not.
         longest: most tokens that one sequence will hold; short: that each of several will.
         budget: entries per layer and KV head of methods that evict; policy, gates, kv: of mmkv.
@@ -41,7 +44,7 @@ class CpuPeerJob:
     method: str
     weights: str
     model: str
-    gguf: str
+    files: str
     threads: int
     preparing: int
     longest: int
@@ -52,12 +55,42 @@ class CpuPeerJob:
     kv: str
 
 
+# CPU seconds after which a run counts though it is the first of its kind.
+LONG = 2.0
+# What is asked of a picture; the tags are those of the family of Qwen-VL.
+QUESTION = "what is this?"
+# Frames of a video per second.
+FPS = 2.0
+
+
+def pictures(seed: int, side: int, frames: int) -> Any:
+    """Draw a picture, or ``frames`` of a video: uint8 ``[n, side, side, 3]``."""
+    numpy: Any = importlib.import_module("numpy")
+    shape = (max(1, frames), side, side, 3)
+    return numpy.random.default_rng(seed).integers(0, 256, shape, dtype=numpy.uint8)
+
+
+def model_inputs(processor: Any, frames: Any, moving: bool) -> dict[str, Any]:
+    """Return what mmkv's processor makes of frames and the question, for either engine."""
+    from PIL import Image
+
+    if moving:
+        from mmkv.prompt.video import Clip
+
+        clip = Clip(frames, tuple(range(len(frames))), FPS)
+        text = f"<|vision_start|><|video_pad|><|vision_end|>{QUESTION}"
+        return dict(processor.encode(text, [], [clip]))
+    text = f"<|vision_start|><|image_pad|><|vision_end|>{QUESTION}"
+    return dict(processor.encode(text, [Image.fromarray(frame) for frame in frames], []))
+
+
 class CachedModel(Method):
     """A model with some sequences in its cache."""
 
     def __init__(self, job: CpuPeerJob) -> None:
         self.job = job
         self.held: list[list[int]] = []
+        self.loading: dict[str, float] = {}
 
     def hold(self, prompts: Prompts) -> None:
         """Have ``prompts`` in the cache; one that continues what is held reads the rest alone."""
@@ -77,6 +110,8 @@ class CachedModel(Method):
         self.held = [list(prompt)]
 
     extends = True
+    # Imported before the weights are loaded, so that loading is timed without them.
+    imported: tuple[str, ...] = ()
 
     @abstractmethod
     def use(self, threads: int) -> None:
@@ -110,19 +145,54 @@ class CachedModel(Method):
     def logits(self) -> list[float]:
         """Return every 64th logit behind the last prompt that was read."""
 
+    def see(self, frames: Any, moving: bool) -> None:
+        """Read a picture, or a video's frames, and a few words into an empty cache.
+
+        Args:
+            frames: uint8 ``[1 or n, height, width, 3]``; moving: they are a video.
+        """
+        raise NotImplementedError
+
     def obey(self, order: dict[str, Any]) -> dict[str, Any]:
         """Do what an order asks for.
 
-        ``{"hold": prompts}`` and then ``{"decode": steps}``, or ``{"read": prompt}``.
+        ``{"hold": prompts}`` and then ``{"decode": steps}``; ``{"read": prompt}``; ``{"see": seed,
+        "side": pixels, "frames": n}``, 0 frames for a picture; ``{"loaded": true}``, how long
+        loading took. With ``"repeats"``, the same so often, of which the median is given; once if
+        it takes longer than :data:`LONG`, else once more beforehand. With ``"cold"`` the CPU time
+        is that of the process since its start.
         """
+        if "loaded" in order:
+            return dict(self.loading)
         if "hold" in order:
             self.use(self.job.preparing)
             self.hold(order["hold"])
             self.use(self.job.threads)
             return {"logits": self.logits()}
+        if order.get("frames") is not None and type(self).see is CachedModel.see:
+            return {"unavailable": "no pictures in this form"}
+        if "cold" in order:
+            found = self.once(order)
+            return found | {"cpu": time.process_time()}
+        found = self.once(order)
+        if "repeats" not in order or found["cpu"] > LONG:
+            return found
+        runs = [self.once(order, again) for again in range(1, order["repeats"] + 1)]
+        middle = {clock: statistics.median(run[clock] for run in runs) for clock in ("cpu", "wall")}
+        return found | middle
+
+    def once(self, order: dict[str, Any], again: int = 0) -> dict[str, Any]:
+        """Do once what is timed; ``again``: how often it has been done, for another picture."""
         if "read" in order:
             self.forget(1)
             took, _ = timed(lambda: self.read(order["read"]))
+            return {**took, "logits": self.logits()}
+        if "see" in order:
+            frames = pictures(order["see"] + again, order["side"], order["frames"])
+            self.forget(1)
+            self.held = []
+            took, _ = timed(lambda: self.see(frames, order["frames"] > 0))
+            self.held = [[-1]]  # what no prompt continues
             return {**took, "logits": self.logits()}
         self.before()
         took, chosen = timed(lambda: self.decode(order["decode"]))
@@ -131,9 +201,10 @@ class CachedModel(Method):
 
 
 class Transformers(CachedModel):
-    """transformers' model in bfloat16, stepped without ``generate``, which would cost more."""
+    """transformers' model, stepped without ``generate``, which would cost more."""
 
     packages: tuple[str, ...] = ("torch", "transformers")
+    imported: tuple[str, ...] = ("torch", "transformers")
     chunk = 512
 
     def __init__(self, job: CpuPeerJob) -> None:
@@ -144,8 +215,11 @@ class Transformers(CachedModel):
         transformers.utils.logging.disable_progress_bar()
         self.torch = torch
         torch.set_num_threads(job.threads)
-        kind = transformers.AutoModelForCausalLM
-        self.model = kind.from_pretrained(job.model, dtype=torch.bfloat16).eval()
+        sees = has_vision(job.model)
+        name = "AutoModelForImageTextToText" if sees else "AutoModelForCausalLM"
+        dtype = {"bf16": torch.bfloat16, "float32": torch.float32}[job.weights]
+        self.model = getattr(transformers, name).from_pretrained(job.model, dtype=dtype).eval()
+        self.processor: Any = None
         self.empty = transformers.DynamicCache
         self.cache: Any = None
         self.last = torch.empty(0)
@@ -173,6 +247,18 @@ class Transformers(CachedModel):
             ).logits[:, -1]
         self.seen += ids.shape[1]
 
+    def see(self, frames: Any, moving: bool) -> None:
+        if self.processor is None:
+            from mmkv.prompt.loading import load_processor
+
+            self.processor = load_processor(self.job.model)
+        inputs = model_inputs(self.processor, frames, moving)
+        with self.torch.inference_mode():
+            self.last = self.model(
+                **inputs, past_key_values=self.cache, use_cache=True, logits_to_keep=1
+            ).logits[:, -1]
+        self.seen += inputs["input_ids"].shape[1]
+
     def before(self) -> None:
         self.kept = (self.seen, self.last)
 
@@ -197,6 +283,7 @@ class Kvpress(Transformers):
     """kvpress with its cheapest press: a prompt is cut to the budget, and again every 16 steps."""
 
     packages = ("torch", "transformers", "kvpress")
+    imported = ("kvpress", "torch", "transformers")
     extends = False
     chunk = 2**31 - 1  # a press wants a prompt whole
 
@@ -226,6 +313,8 @@ class Kvpress(Transformers):
 class LlamaCpp(CachedModel):
     """llama.cpp through llama-cpp-python's C interface, with its default settings."""
 
+    imported = ("numpy", "llama_cpp")
+
     def __init__(self, job: CpuPeerJob) -> None:
         super().__init__(job)
         import numpy
@@ -235,9 +324,9 @@ class LlamaCpp(CachedModel):
         self.api.llama_backend_init()
         settings = self.api.llama_model_default_params()
         settings.n_gpu_layers = 0
-        self.model = self.api.llama_model_load_from_file(job.gguf.encode(), settings)
+        self.model = self.api.llama_model_load_from_file(job.files.encode(), settings)
         if not self.model:
-            raise RuntimeError(f"llama.cpp cannot load {job.gguf}")
+            raise RuntimeError(f"llama.cpp cannot load {job.files}")
         self.vocab = self.api.llama_vocab_n_tokens(self.api.llama_model_get_vocab(self.model))
         self.context: Any = None
         self.batch: Any = None
@@ -347,10 +436,142 @@ def _ggml(api: Any) -> dict[str, str]:
     return found
 
 
+class OpenVino(CachedModel):
+    """openvino-genai's continuous batching, which the pipelines of a single user run on a CPU, too.
+
+    Its state cannot be taken back: each run of steps continues the last one, so that a context
+    grows by the steps of a visit. Prompts of a vision-language model are text here, a word so
+    often repeated: the pipeline takes no token ids of one.
+    """
+
+    packages = ("openvino", "openvino-genai", "openvino-tokenizers")
+    imported: tuple[str, ...] = ("openvino", "openvino_genai")
+    extends = False
+
+    def __init__(self, job: CpuPeerJob) -> None:
+        super().__init__(job)
+        self.numpy: Any = importlib.import_module("numpy")
+        self.openvino: Any = importlib.import_module("openvino")
+        self.genai: Any = importlib.import_module("openvino_genai")
+        self.sees = has_vision(job.model)
+        properties = {"INFERENCE_NUM_THREADS": job.threads}
+        pipeline = self.genai.ContinuousBatchingPipeline
+        self.pipeline = pipeline(job.files, self.scheduling(), "CPU", properties)
+        self.asking = self.genai.GenerationConfig()
+        self.asking.max_new_tokens = 2**30
+        self.asking.ignore_eos = True
+        self.asking.apply_chat_template = False
+        self.handles: list[Any] = []
+        self.asked = 0
+        self.last: list[list[int]] = []
+        self.words: dict[int, str] = {}
+
+    def scheduling(self) -> Any:
+        """Return how requests share steps and cache."""
+        made = self.genai.SchedulerConfig()
+        made.max_num_seqs = 256
+        made.max_num_batched_tokens = 4096
+        made.enable_prefix_caching = False
+        return made
+
+    def use(self, threads: int) -> None:
+        """Threads are fixed when the model is loaded."""
+
+    def forget(self, count: int) -> None:
+        for handle in self.handles:
+            handle.stop()
+        while self.pipeline.has_non_finished_requests():
+            self.pipeline.step()
+        self.handles = []
+
+    def ask(self, *content: Any, **about: Any) -> None:
+        """Add a request: token ids, or text with pictures and videos."""
+        self.asked += 1
+        self.handles.append(self.pipeline.add_request(self.asked, *content, self.asking, **about))
+
+    def append(self, prompts: Prompts) -> None:
+        for prompt in prompts:
+            if self.sees:
+                self.ask(self.text_of(len(prompt)), [], [])
+            else:
+                self.ask(self.openvino.Tensor(self.numpy.array([prompt], dtype=self.numpy.int64)))
+        self.first()
+
+    def first(self) -> None:
+        """Step until every request has its first token."""
+        self.last = [[] for _ in self.handles]
+        while not all(self.last):
+            self.pipeline.step()
+            for index, handle in enumerate(self.handles):
+                if handle.can_read():
+                    self.last[index] = self.chosen(handle)
+
+    def chosen(self, handle: Any) -> list[int]:
+        """Return the token ids that a request has just got."""
+        (found,) = handle.read().values()
+        return [int(token) for token in found.generated_ids]
+
+    def text_of(self, count: int) -> str:
+        """Return text of ``count`` tokens."""
+        if count not in self.words:
+            encode = self.pipeline.get_tokenizer().encode
+            for word in ("a", " a", "1", " 1", "a ", "\n"):
+                text = word * count
+                if encode(text, add_special_tokens=False).input_ids.shape[1] == count:
+                    self.words[count] = text
+                    break
+            else:
+                raise RuntimeError("no word of this tokenizer stays one token when repeated")
+        return self.words[count]
+
+    def see(self, frames: Any, moving: bool) -> None:
+        tensor = self.openvino.Tensor(frames)
+        if moving:  # every frame, two a second; by itself the pipeline samples some of them
+            about = self.genai.VideoMetadata()
+            about.fps, about.frames_indices = FPS, list(range(len(frames)))
+            self.ask(QUESTION, [], [tensor], videos_metadata=[about])
+        else:
+            self.ask(QUESTION, [tensor], [])
+        self.first()
+
+    def before(self) -> None:
+        """Nothing: see the class."""
+
+    def decode(self, steps: int) -> list[list[int]]:
+        rows = [[row[-1] for row in self.last]]
+        for _ in range(steps):
+            self.pipeline.step()
+            self.last = [self.chosen(handle) for handle in self.handles]
+            rows.append([row[-1] for row in self.last])
+        return rows
+
+    def after(self) -> None:
+        """Nothing: see the class."""
+
+    def logits(self) -> list[float]:
+        return []
+
+
+class OpenVinoBudget(OpenVino):
+    """The same with its eviction: of the budget an eighth for first tokens, half for last ones."""
+
+    def scheduling(self) -> Any:
+        made = super().scheduling()
+        block = 32
+        first = max(block, self.job.budget // 8 // block * block)
+        recent = max(block, self.job.budget // 2 // block * block)
+        most = max(first + recent + block, self.job.budget // block * block)
+        mode = self.genai.AggregationMode.NORM_SUM
+        made.use_cache_eviction = True
+        made.cache_eviction_config = self.genai.CacheEvictionConfig(first, recent, most, mode)
+        return made
+
+
 class Mmkv(CachedModel):
     """mmkv; ``full`` keeps every entry."""
 
     packages = ("torch",)
+    imported = ("torch", "mmkv.engine.runtime")
     policy = "full"
 
     def __init__(self, job: CpuPeerJob) -> None:
@@ -373,6 +594,7 @@ class Mmkv(CachedModel):
         self.sessions: list[Any] = []
         self.forks: list[Any] = []
         self.last = torch.empty(0)
+        self.processor: Any = None
 
     def use(self, threads: int) -> None:
         self.torch.set_num_threads(threads)
@@ -388,6 +610,14 @@ class Mmkv(CachedModel):
             for session, prompt in zip(self.sessions, prompts, strict=True)
         ]
         self.last = self.torch.stack(rows)
+
+    def see(self, frames: Any, moving: bool) -> None:
+        if self.processor is None:
+            from mmkv.prompt.loading import load_processor
+
+            self.processor = load_processor(self.job.model)
+        inputs = model_inputs(self.processor, frames, moving)
+        self.last = self.sessions[0].prefill(inputs)[None]
 
     def before(self) -> None:
         self.forks = [session.fork() for session in self.sessions]
@@ -420,6 +650,11 @@ class MmkvBudget(Mmkv):
         return super().about() | {"policy": self.engine.policy.name}
 
 
+def has_vision(model: str) -> bool:
+    """Return whether a checkpoint's config has a vision tower."""
+    return "vision_config" in json.loads((Path(model) / "config.json").read_text())
+
+
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 
@@ -429,13 +664,24 @@ METHODS: dict[str, type[CachedModel]] = {
     "transformers": Transformers,
     "kvpress": Kvpress,
     "llama.cpp": LlamaCpp,
+    "openvino": OpenVino,
+    "openvino budget": OpenVinoBudget,
 }
 
 
 def main(arguments: list[str]) -> int:
     """Run one job."""
     job = CpuPeerJob(**json.loads(arguments[0]))
-    return serve(lambda: METHODS[job.method](job))
+
+    def load() -> CachedModel:
+        kind = METHODS[job.method]
+        for name in kind.imported:
+            importlib.import_module(name)
+        took, made = timed(lambda: kind(job))
+        made.loading = took
+        return made
+
+    return serve(load)
 
 
 if __name__ == "__main__":
