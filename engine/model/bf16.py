@@ -41,7 +41,12 @@ class Bf16Matrix(Panels):
     @staticmethod
     def empty(rows: int, width: int) -> Tensor:
         """Return room for the panels of a matrix ``[rows, width]``."""
-        return room(-(-rows // PANEL), -(-width // 2), PANEL, 2, dtype=torch.bfloat16)
+        return room(*_held_shape(rows, width), dtype=torch.bfloat16)
+
+    def fills_its_shape(self) -> bool:
+        """See :class:`Panels`."""
+        fits = self.panels.shape == _held_shape(*self.shape)
+        return fits and self.panels.dtype == torch.bfloat16
 
     def held(self) -> tuple[Tensor, ...]:
         """Return the panels."""
@@ -68,3 +73,7 @@ class Bf16Matrix(Panels):
     def wide(self) -> Tensor:
         """Return the matrix in float32."""
         return self.in_rows().float()
+
+
+def _held_shape(rows: int, width: int) -> tuple[int, ...]:
+    return -(-rows // PANEL), -(-width // 2), PANEL, 2

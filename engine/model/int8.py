@@ -89,10 +89,20 @@ class IntegerMatrix(Panels):
     @classmethod
     def empty(cls, rows: int, width: int) -> tuple[Tensor, Tensor]:
         """Return room for the codes and steps of a matrix ``[rows, width]``."""
+        codes, scales = cls._held_shapes(rows, width)
+        return torch.empty(codes, dtype=cls._stored_as), torch.empty(scales, dtype=torch.bfloat16)
+
+    @classmethod
+    def _held_shapes(cls, rows: int, width: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
         panels, blocks = -(-rows // PANEL), -(-width // BLOCK)
         groups = BLOCK // 4 * cls.bits // 8
-        codes = torch.empty(panels, blocks, groups, PANEL, 4, dtype=cls._stored_as)
-        return codes, torch.empty(panels, blocks, PANEL, dtype=torch.bfloat16)
+        return (panels, blocks, groups, PANEL, 4), (panels, blocks, PANEL)
+
+    def fills_its_shape(self) -> bool:
+        """See :class:`Panels`."""
+        fits = (self.codes.shape, self.scales.shape) == self._held_shapes(*self.shape)
+        kinds = self.codes.dtype, self.scales.dtype
+        return fits and kinds == (self._stored_as, torch.bfloat16)
 
     def held(self) -> tuple[Tensor, ...]:
         """Return codes and steps."""

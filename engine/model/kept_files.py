@@ -130,7 +130,9 @@ def turn(path: Path) -> Iterator[None]:
     draft = path.with_name(f"{path.name}.part")
     size, since = -1, time.monotonic()
     while True:
-        lock = os.open(draft, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        # Not where a link leads: who may write to this folder could have any file overwritten.
+        flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
+        lock = os.open(draft, flags, 0o600)
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             # The one before may have renamed or deleted it meanwhile.
@@ -190,4 +192,6 @@ def _drop_left_drafts(place: Path) -> None:
     for draft in place.glob("*.part"):
         with contextlib.suppress(OSError), draft.open("rb") as file:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            draft.unlink(missing_ok=True)
+            # It may have been finished, and the next one begun, since it was opened.
+            if _same_file(file.fileno(), draft):
+                draft.unlink(missing_ok=True)

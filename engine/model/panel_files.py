@@ -62,6 +62,7 @@ _DTYPES = {
     torch.int16: "I16",
     torch.int32: "I32",
 }
+_BY_NAME = {short: dtype for dtype, short in _DTYPES.items()}
 
 _T = TypeVar("_T")
 _M = TypeVar("_M", bound=Tensor | Panels)
@@ -150,12 +151,12 @@ def with_panels(
     path = folder() / _name(files, model, form, part)
     try:
         key = _key(files, form, part)
-        if (store := _opened(path, key)) is not None:
+        if (store := _opened(path, key, files)) is not None:
             return read(store), None
         path.parent.mkdir(parents=True, exist_ok=True)
         with turn(path):
             # Another process may have been first.
-            if (store := _opened(path, key)) is not None:
+            if (store := _opened(path, key, files)) is not None:
                 return read(store), None
             about = {"format": FORMAT, "key": key, "model": model, "form": form}
             with (
@@ -172,7 +173,7 @@ def with_panels(
         # Those go first, or their pages would count twice.
         del found, writing
         size = format_bytes(path.stat().st_size)
-        written: PanelStore = _opened(path, key) or PanelStore()
+        written: PanelStore = _opened(path, key, files) or PanelStore()
         note = f"packed weights are kept in {path.parent} ({size}); see mmkv cache --help"
         return read(written), note
     except _Discarded as discarded:
@@ -203,10 +204,16 @@ def _key(files: Sequence[Path], form: str, part: str) -> str:
     return hashlib.sha256(json.dumps([form, part, identity(files)]).encode()).hexdigest()
 
 
-def _opened(path: Path, key: str) -> _Kept | None:
-    """Return the store of a file that answers for this checkpoint, None where none does."""
+def _opened(path: Path, key: str, files: Sequence[Path]) -> _Kept | None:
+    """Return the store of a file that answers for this checkpoint, None where none does.
+
+    Whoever wrote it decides what the model says: this user, the system's, or the checkpoint's.
+    """
     try:
         with path.open("rb") as file:
+            writers = {os.geteuid(), 0, *(each.stat().st_uid for each in files)}
+            if os.fstat(file.fileno()).st_uid not in writers:
+                return None
             begin, header = read_header(file)
             if header["__metadata__"]["key"] != key:
                 return None
@@ -234,14 +241,17 @@ class _Kept(PanelStore):
             parts = {}
             for field in saved["parts"]:
                 entry = header[f"{name}:{field}"]
-                dtype = next(one for one, short in _DTYPES.items() if short == entry["dtype"])
+                dtype = _BY_NAME[entry["dtype"]]
                 start = begin + entry["data_offsets"][0]
                 parts[field] = mapped.tensor(start, dtype, entry["shape"])
                 _add_sample(sample, parts[field])
             kind = Panels.kinds[saved["class"]]
             if kind.layout != saved["layout"]:
                 raise ValueError("panels of an older layout")
-            self._made[name] = kind(shape=tuple(saved["shape"]), **saved["others"], **parts)
+            made = kind(shape=tuple(saved["shape"]), **saved["others"], **parts)
+            if not made.fills_its_shape():
+                raise ValueError("panels of another size than their shape says")
+            self._made[name] = made
         if sample.hexdigest() != about["sample"]:
             raise ValueError("the file has been damaged")
         mapped.stay()

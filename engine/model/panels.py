@@ -44,6 +44,10 @@ class Panels(ABC):
     def sample(self, count: int) -> Tensor:
         """Return some of what is held, at least ``count`` numbers, at places of equal distance."""
 
+    @abstractmethod
+    def fills_its_shape(self) -> bool:
+        """Whether all of the matrix is held: C reads so much without asking."""
+
     @property
     def device(self) -> torch.device:
         """Where the numbers lie."""

@@ -286,7 +286,9 @@ def _read(
         def make() -> Matrix:
             return stored.read_matrix(names, dtype, device, holding, part)
 
-        return panels.matrix("+".join(names), make)
+        made = panels.matrix("+".join(names), make)
+        rows = sum(shapes[name][0] for name in names)
+        return made if tuple(made.shape) == (rows, *shapes[names[0]][1:]) else make()
 
     def matrix(*names: str) -> Matrix:
         return held(names[0], *(f"{prefix}{name}" for name in names))

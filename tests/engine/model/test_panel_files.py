@@ -242,9 +242,23 @@ def damages() -> dict[str, Callable[[bytes], bytes]]:
         "only a header": lambda content: content[: 2**20],
         "a hole at the end": lambda content: content[:-512] + bytes(512),
         "another class": lambda content: in_header(content, b"Int8Matrix", b"Int9Matrix"),
+        "another dtype": lambda content: in_header(content, b'"dtype": "I8"', b'"dtype": "X8"'),
+        "other shapes": other_shapes,
         "an older layout": lambda content: in_header(content, b'"layout\\": 1', b'"layout\\": 0'),
         "an older format": lambda content: in_header(content, b"mmkv panels 1", b"mmkv panels 0"),
     }
+
+
+def other_shapes(content: bytes) -> bytes:
+    """Return a file that says its matrices were narrower, or wider, than what it holds."""
+    begin = 8 + int.from_bytes(content[:8], "little")
+    header = json.loads(content[8:begin])
+    matrices = json.loads(header["__metadata__"]["matrices"])
+    for number, saved in enumerate(matrices.values()):
+        rows, width = saved["shape"]
+        saved["shape"] = [rows, 2 * width if number % 2 else width // 2]
+    header["__metadata__"]["matrices"] = json.dumps(matrices)
+    return content[:8] + json.dumps(header).encode().ljust(begin - 8) + content[begin:]
 
 
 @pytest.mark.parametrize("damage", damages())
@@ -258,6 +272,54 @@ def test_a_damaged_or_foreign_file_is_made_anew(
     packing.clear()
     assert torch.equal(answers(load(model, "int8")), expected)
     assert packing and file.path.read_bytes() == good
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root gives files away")
+def test_a_file_of_another_user_is_made_anew(model: Path, packing: list[str]) -> None:
+    expected = answers(load(model))
+    (file,) = kept()
+    os.chown(file.path, 12345, -1)
+    packing.clear()
+    assert torch.equal(answers(load(model)), expected)
+    assert packing and file.path.stat().st_uid == 0
+    packing.clear()
+    for path in (file.path, *model.iterdir()):  # both are of whom the checkpoint is
+        os.chown(path, 12345, -1)
+    load(model)  # whose times have changed
+    os.chown(file.path, 12345, -1)
+    packing.clear()
+    load(model)
+    assert not packing
+
+
+def test_nothing_is_written_where_a_link_leads(model: Path, cache: Path, tmp_path: Path) -> None:
+    load(model)
+    (file,) = kept()
+    file.path.unlink()
+    (tmp_path / "other").write_text("mine")
+    file.path.with_name(f"{file.path.name}.part").symlink_to(tmp_path / "other")
+    engine = load(model)
+    assert torch.equal(answers(engine), anew(model))
+    assert "not kept" in str(engine.decoder.weights.note)
+    assert (tmp_path / "other").read_text() == "mine"
+
+
+def test_the_draft_of_the_next_one_stays(
+    model: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cache.mkdir(parents=True)
+    draft = cache / "one.safetensors.part"
+    draft.write_text("the one before")
+    lock = fcntl.flock
+
+    def late(file: Any, how: int) -> None:
+        draft.rename(cache / "one.safetensors")  # that one is whole
+        draft.write_text("the next one")
+        lock(file, how)
+
+    monkeypatch.setattr(kept_files.fcntl, "flock", late)
+    kept_files._drop_left_drafts(cache)
+    assert draft.read_text() == "the next one"
 
 
 def test_a_file_of_another_checkpoint_is_not_taken(model: Path, original: Path) -> None:
