@@ -139,9 +139,17 @@ def test_in_8_bits_c_and_torch_agree_and_the_error_is_small(stored: Path) -> Non
         size = wanted.square().mean().sqrt()
         errors = [float((x - wanted).square().mean().sqrt() / size) for x in (a, b)]
         assert 0 < max(errors) < WORST_INT8
-        # A state that lies between two codes may get either.
-        assert float((a - b).square().mean().sqrt() / size) < WORST_INT8 / 3
+        # A state that lies between two codes may get either, and C rounds attention's shares, too.
+        assert float((a - b).square().mean().sqrt() / size) < WORST_INT8 / 2
     assert not layers_left(native)
+
+
+@needs_native
+def test_models_with_other_kernels_leave_each_other_theirs(stored: Path) -> None:
+    inputs, native = turn_for(stored), held_in(stored, "int8")
+    wanted = read(native, inputs)
+    read(held_in(stored, "int8", Kernels()), inputs)
+    assert all(map(torch.equal, read(native, inputs), wanted))
 
 
 def test_what_bfloat16_does_not_hold_stays() -> None:

@@ -108,7 +108,8 @@ def _set_attention(model: Any, form: WeightForm) -> None:
     if kernel is None or getattr(vision, "model_type", None) not in _UNMASKED:
         return
     # With "flash" in the name, Qwen's towers call it once, and not once for each window.
-    name = f"mmkv_flash_{form.name}"
+    # All models of the process read that registry: another one's kernel stays as it is.
+    name = f"mmkv_flash_{form.name}_{'torch' if form.kernels.attention is None else 'c'}"
     transformers.AttentionInterface.register(name, functools.partial(_attend, kernel))
     for module in model.modules():
         config: Any = getattr(module, "config", None)
