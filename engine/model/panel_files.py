@@ -149,40 +149,55 @@ def with_panels(
     if most == 0 or 2 * numbers < LEAST_BYTES:
         return read(PanelStore()), None
     path = folder() / _name(files, model, form, part)
+    about = {"format": FORMAT, "model": model, "form": form}
     try:
-        key = _key(files, form, part)
-        if (store := _opened(path, key, files)) is not None:
-            return read(store), None
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with turn(path):
-            # Another process may have been first.
-            if (store := _opened(path, key, files)) is not None:
-                return read(store), None
-            about = {"format": FORMAT, "key": key, "model": model, "form": form}
-            with (
-                whole_file(path, sync=True) as draft,
-                FileIO(draft, "rb+") as file,
-                reused_memory() as again,
-            ):
-                writing = _Draft(file, draft.parent, about, numbers, most, again)
-                found = read(writing)
-                if found is None or not writing.made or _key(files, form, part) != key:
-                    raise _Discarded(found)
-                writing.finish()
-        # As every later start reads it: one mapping and one descriptor, not one for each matrix.
-        # Those go first, or their pages would count twice.
-        del found, writing
-        size = format_bytes(path.stat().st_size)
-        written: PanelStore = _opened(path, key, files) or PanelStore()
-        note = f"packed weights are kept in {path.parent} ({size}); see mmkv cache --help"
-        return read(written), note
+        return _read_kept(read, path, files, part, about, numbers, most)
     except _Discarded as discarded:
         return discarded.found, None
     except OSError as error:
         reason = error.strerror or str(error)
-        return read(PanelStore()), (
-            f"packed weights are not kept in {path.parent}: {reason}; {SWITCH}=0 keeps none"
-        )
+    # Here nothing holds what has been mapped any more.
+    return read(PanelStore()), (
+        f"packed weights are not kept in {path.parent}: {reason}; {SWITCH}=0 keeps none"
+    )
+
+
+def _read_kept(
+    read: Callable[[PanelStore], _T | None],
+    path: Path,
+    files: Sequence[Path],
+    part: str,
+    about: Mapping[str, str],
+    numbers: int,
+    most: int | None,
+) -> tuple[_T | None, str | None]:
+    """Do as :func:`with_panels`. Raises OSError where nothing can be kept."""
+    form = about["form"]
+    key = _key(files, form, part)
+    if (store := _opened(path, key, files)) is not None:
+        return read(store), None
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with turn(path):
+        # Another process may have been first.
+        if (store := _opened(path, key, files)) is not None:
+            return read(store), None
+        with (
+            whole_file(path, sync=True) as draft,
+            FileIO(draft, "rb+") as file,
+            reused_memory() as again,
+        ):
+            writing = _Draft(file, draft.parent, {**about, "key": key}, numbers, most, again)
+            found = read(writing)
+            if found is None or not writing.made or _key(files, form, part) != key:
+                raise _Discarded(found)
+            writing.finish()
+    # As every later start reads it: one mapping and one descriptor, not one for each matrix.
+    # Those go first, or their pages would count twice.
+    del found, writing
+    size = format_bytes(path.stat().st_size)
+    written: PanelStore = _opened(path, key, files) or PanelStore()
+    note = f"packed weights are kept in {path.parent} ({size}); see mmkv cache --help"
+    return read(written), note
 
 
 class _Discarded(Exception):

@@ -407,6 +407,24 @@ def test_a_full_disk_is_a_note(
     assert list(cache.iterdir()) == []
 
 
+def test_where_a_disk_is_full_nothing_is_held_twice(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gc.collect()
+    before, read, mapped = sum(memory._mapped.values()), loading.read_text_weights, []
+
+    def noted(*given: Any) -> Any:
+        mapped.append(sum(memory._mapped.values()))
+        made = read(*given)
+        mapped.append(sum(memory._mapped.values()))
+        return made
+
+    monkeypatch.setattr(loading, "read_text_weights", noted)
+    full_disk(monkeypatch, 300_000)
+    load(model)
+    assert mapped == [before, before, before]  # it was begun, and read anew
+
+
 def test_a_folder_that_cannot_be_made_is_a_note(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
