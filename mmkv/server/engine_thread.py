@@ -508,10 +508,12 @@ class EngineCore:
         job = self.job(ChatWork([], "", Sampling.greedy()), lambda: None)
         if limit is not None and job.reservation().total > limit:
             size = self.engine.cache.pool.page_bytes
-            needed = job.reservation().total * size
+            needed, features = job.reservation().total * size, self.engine.vision_cache.limit
+            beside = f" beside {features:,} for features of pictures" if features else ""
             raise BudgetError(
                 f"a request may take {needed:,} bytes, the memory limit holds "
-                f"{limit * size:,} in whole pages; raise --memory, or lower the budget"
+                f"{limit * size:,} in whole pages{beside}; raise --memory, or lower the budget"
+                + (" or --vision-cache" if features else "")
             )
 
     def report(self) -> None:
