@@ -126,6 +126,7 @@ def with_panels(
     model: str,
     form: str,
     numbers: int,
+    size: int,
     part: str = "text",
 ) -> tuple[_T | None, str | None]:
     """Run ``read`` with the packed matrices of a checkpoint, and keep those that it made.
@@ -136,7 +137,7 @@ def with_panels(
             was read, and nothing is kept.
         files: of the checkpoint. model: its name, for people.
         form: of the weights, as ``--weights`` takes it.
-        numbers: about how many numbers the matrices hold.
+        numbers: about how many numbers the matrices hold; size: about how many bytes in panels.
         part: which part of the checkpoint they are; each has a file.
 
     Returns:
@@ -151,7 +152,7 @@ def with_panels(
     path = folder() / _name(files, model, form, part)
     about = {"format": FORMAT, "model": model, "form": form}
     try:
-        return _read_kept(read, path, files, part, about, numbers, most)
+        return _read_kept(read, path, files, part, about, size, most)
     except _Discarded as discarded:
         return discarded.found, None
     except OSError as error:
@@ -168,7 +169,7 @@ def _read_kept(
     files: Sequence[Path],
     part: str,
     about: Mapping[str, str],
-    numbers: int,
+    size: int,
     most: int | None,
 ) -> tuple[_T | None, str | None]:
     """Do as :func:`with_panels`. Raises OSError where nothing can be kept."""
@@ -186,7 +187,7 @@ def _read_kept(
             FileIO(draft, "rb+") as file,
             reused_memory() as again,
         ):
-            writing = _Draft(file, draft.parent, {**about, "key": key}, numbers, most, again)
+            writing = _Draft(file, draft.parent, {**about, "key": key}, size, most, again)
             found = read(writing)
             if found is None or not writing.made or _key(files, form, part) != key:
                 raise _Discarded(found)
@@ -194,9 +195,9 @@ def _read_kept(
     # As every later start reads it: one mapping and one descriptor, not one for each matrix.
     # Those go first, or their pages would count twice.
     del found, writing
-    size = format_bytes(path.stat().st_size)
+    took = format_bytes(path.stat().st_size)
     written: PanelStore = _opened(path, key, files) or PanelStore()
-    note = f"packed weights are kept in {path.parent} ({size}); see mmkv cache --help"
+    note = f"packed weights are kept in {path.parent} ({took}); see mmkv cache --help"
     return read(written), note
 
 
@@ -293,12 +294,12 @@ class _Draft(PanelStore):
         file: FileIO,
         place: Path,
         about: Mapping[str, str],
-        numbers: int,
+        size: int,
         most: int | None,
         again: Callable[[], None],
     ) -> None:
         self._file, self._about, self._again = file, dict(about), again
-        self._place, self._numbers, self._most = place, numbers, most
+        self._place, self._size, self._most = place, size, most
         self._tensors: dict[str, Any] = {}
         self._matrices: dict[str, Any] = {}
         self._facts: dict[str, bool] = {}
@@ -314,8 +315,7 @@ class _Draft(PanelStore):
         if not isinstance(made, Panels):
             return made
         if not self.made:
-            need = self._begin + round(self._numbers * made.nbytes / max(1, made.numel()))
-            make_room(self._place, need, self._most)
+            make_room(self._place, self._begin + self._size, self._most)
         self._pad_to(mmap.ALLOCATIONGRANULARITY)
         start, parts, others = self._at, {}, {}
         for field in fields(made):  # type: ignore[arg-type]  # every class of panels is a dataclass

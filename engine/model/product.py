@@ -212,6 +212,15 @@ class WeightForm:
             return 4
         return 8 if self.name in ("int8", "int4") else None
 
+    def bytes_of(self, numbers: int, part: str = "") -> int:
+        """Return the bytes of so many numbers in panels, without what fills these up.
+
+        Args:
+            part: as :meth:`bits` takes it.
+        """
+        bits = self.bits(part)
+        return 2 * numbers if bits is None else numbers // 32 * (4 * bits + 2)
+
     def hold(self, weight: Tensor, part: str = "") -> Matrix:
         """Return a matrix as it is held; ``auto`` changes no number.
 

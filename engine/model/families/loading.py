@@ -231,7 +231,11 @@ def _stored_weights(
         # What is stored in bfloat16 needs no rounding: both forms are one.
         exact = holding.name == "auto" and stored.kinds(text) <= {"BF16"}
         form = "bf16" if exact else holding.name
-        found, note = with_panels(read, stored.files, name, form, stored.numbers_of(text))
+        numbers = stored.numbers_of(text)
+        layers = [part for part in text if ".layers." in part]
+        inside = stored.numbers_of(layers)
+        size = holding.bytes_of(inside, "layers.") + holding.bytes_of(numbers - inside)
+        found, note = with_panels(read, stored.files, name, form, numbers, size)
         if found is not None:
             found.note = note
     if found is None and spec.matrix_numbers(text_config) > 2 * stored.numbers:

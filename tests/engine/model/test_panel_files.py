@@ -445,6 +445,18 @@ def test_more_than_all_may_take_is_a_note_and_deletes_nothing(
     assert [file.form for file in kept()] == ["int8"]
 
 
+@pytest.mark.parametrize("form", ["auto", "int8", "int4"])
+def test_a_limit_just_above_a_file_holds_it(
+    form: str, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    load(model, form)
+    (file,) = kept()
+    clear()
+    monkeypatch.setenv("MMKV_PANELS", str(file.bytes + 2**12))
+    load(model, form)
+    assert [again.bytes for again in kept()] == [file.bytes]
+
+
 def test_what_was_used_longest_ago_goes_first(
     model: Path, original: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -510,9 +522,11 @@ def test_of_two_at_once_one_packs_and_the_other_waits(files: list[Path]) -> None
         return reader(store)
 
     found: list[Any] = []
-    first = threading.Thread(target=lambda: found.append(with_panels(slow, files, "m", "bf16", 1)))
+    first = threading.Thread(
+        target=lambda: found.append(with_panels(slow, files, "m", "bf16", 1, 2))
+    )
     second = threading.Thread(
-        target=lambda: found.append(with_panels(reader, files, "m", "bf16", 1))
+        target=lambda: found.append(with_panels(reader, files, "m", "bf16", 1, 2))
     )
     first.start()
     assert inside.wait(60)
@@ -528,15 +542,15 @@ def test_nobody_waits_for_ever(
     files: list[Path], cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     calls: list[int] = []
-    with_panels(pack(3, calls), files, "m", "bf16", 1)
+    with_panels(pack(3, calls), files, "m", "bf16", 1, 2)
     (file,) = kept()
     file.path.unlink()
     monkeypatch.setattr(kept_files, "_PATIENCE", 0.0)
     with open(f"{file.path}.part", "wb") as stuck:
         fcntl.flock(stuck, fcntl.LOCK_EX)
-        found, note = with_panels(pack(3, calls), files, "m", "bf16", 1)
+        found, note = with_panels(pack(3, calls), files, "m", "bf16", 1, 2)
     assert found is not None and "for too long" in str(note) and calls == [3, 3]
-    with_panels(pack(3, calls), files, "m", "bf16", 1)
+    with_panels(pack(3, calls), files, "m", "bf16", 1, 2)
     assert len(kept()) == 1, "a draft that nobody holds is in nobody's way"
 
 
