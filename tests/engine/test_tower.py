@@ -334,6 +334,23 @@ def test_rounded_attention_is_that_of_rounded_numbers(
 
 @needs_native
 @pytest.mark.parametrize("level", levels())
+@pytest.mark.parametrize("rounds", [False, True])
+@pytest.mark.parametrize("at", [3, 290])  # in the first stretch of keys, or in the second
+def test_what_is_no_number_shows(
+    at: int, rounds: bool, level: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MMKV_NATIVE", level)
+    query, key, value = three(300, 1, 20)
+    query[:, :, at] = torch.nan
+    made = attend_patches(query, key, value, 0.2, [0, 300], rounds)
+    assert made[:, at].isnan().all() and made.isnan().sum() == made[:, at].numel()
+    query, key, value = three(300, 1, 20)
+    key[:, :, at] = torch.nan
+    assert attend_patches(query, key, value, 0.2, [0, 300], rounds).isnan().all()
+
+
+@needs_native
+@pytest.mark.parametrize("level", levels())
 def test_parts_see_themselves_alone(level: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MMKV_NATIVE", level)
     monkeypatch.setattr(native, "PER_THREAD", 1)

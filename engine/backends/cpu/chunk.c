@@ -483,7 +483,7 @@ static TARGET_DOTS float soften_dots(float *scores, int64_t count, float scale, 
     __m512 by = _mm512_set1_ps(binary), from = _mm512_set1_ps(top * binary);
     for (int64_t i = 0; i < count; i += 16) {
         __m512 x = _mm512_fmsub_ps(_mm512_loadu_ps(scores + i), by, from);
-        x = _mm512_max_ps(x, _mm512_set1_ps(-126.0f));
+        x = _mm512_max_ps(_mm512_set1_ps(-126.0f), x); /* of what is no number, the second one */
         __m512 n = _mm512_roundscale_ps(x, 8), r = _mm512_sub_ps(x, n);
         __m512 p = _mm512_set1_ps(0.00133335581f); /* (ln 2)^i / i! */
         p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(0.00961812911f));
