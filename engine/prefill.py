@@ -111,12 +111,13 @@ class Prefill:
 
         Raises:
             SessionError: the turn is complete, was not begun with ``undoable``, or is a single
-                chunk after which the eviction failed.
+                chunk after which the eviction failed; or a pass over it was left.
         """
         lost = self.done and self._snapshot is None and self._start
         if not self._undoable or self.logits is not None or lost:
             raise SessionError("this prompt cannot be taken back; fork the session before it")
         session, cache = self._session, self._session.engine.cache
+        session.require_whole()
         with session.engine.lock:
             if self.done and not session.closed:
                 seq = cache.open() if self._snapshot is None else self._snapshot.seq
@@ -215,11 +216,15 @@ def advance_together(prefills: Sequence[Prefill]) -> None:
     ChunkPass(prefills).run()
 
 
+class PassMark:
+    """Stands for a pass that was left, in its sessions and in the engine."""
+
+
 class ChunkPass:
     """A pass over the next chunk of each of B unfinished prompts, which may be left between layers.
 
-    Other sequences of the engine may run meanwhile. Those of the pass may not, nor may the pool be
-    trimmed. What it computes does not depend on where it was left.
+    Other sequences of the engine may run meanwhile. Those of the pass refuse to, and the pool is
+    not trimmed. What it computes does not depend on where it was left.
 
     Args:
         prefills: of different sequences of one engine.
@@ -234,6 +239,7 @@ class ChunkPass:
         self._tapped: list[Tensor] = []
         self._layers: Generator[None, None, tuple[Tensor, Tensor | None]] | None = None
         self._appended = False  # entries that are not counted yet
+        self._mark = PassMark()
 
     @torch.inference_mode()
     def run(self, seconds: float | None = None) -> bool:
@@ -250,11 +256,13 @@ class ChunkPass:
         try:
             with ExitStack() as claims:
                 for session in self._sessions:
-                    claims.enter_context(session.claimed())
+                    claims.enter_context(session.claimed(self._mark))
                 claims.enter_context(engine.lock)
                 claims.enter_context(exact_products(engine.device))
                 try:
-                    return self._run(until)
+                    over = self._run(until)
+                    self._set_left(not over)
+                    return over
                 except BaseException:
                     self._take_back()
                     raise
@@ -364,6 +372,17 @@ class ChunkPass:
                 if not session.closed:
                     session.roll_back()
         self._appended, self._layers = False, None
+        self._set_left(False)
+
+    def _set_left(self, left: bool) -> None:
+        """Have the sessions and the engine know whether the pass was left."""
+        for session in self._sessions:
+            if left or session.left is self._mark:
+                session.left = self._mark if left else None
+        if left:
+            self._engine.left.add(self._mark)
+        else:
+            self._engine.left.discard(self._mark)
 
 
 def pass_tokens(engine: Runtime) -> int:

@@ -7,6 +7,7 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self
+from weakref import WeakSet
 
 import torch
 from torch import Tensor
@@ -134,6 +135,7 @@ class Runtime:
         memory = sequence_memory(policy, spec, self.dtype)
         self.cache = RaggedCache(pool, spec.num_layers, spec.num_kv_heads, memory)
         self.lock.taken = self.cache.free_lost
+        self.left: WeakSet[object] = WeakSet()  # passes over prompts
         self.policy_note: str | None = None
         self.budgets: Budgets = OwnBudgets(self)
         self.backends = Backends(self.model, self.cache)
@@ -396,13 +398,14 @@ class Runtime:
         """Give the cache's unused pages back to the allocator, as after a long prompt's prefill.
 
         What the sessions hold stays as it is. The pages in use are copied; the next step that
-        needs a page grows the pool again, by an eighth.
+        needs a page grows the pool again, by an eighth. Nothing is done while a pass over prompts
+        that was left knows its pages (:class:`mmkv.engine.prefill.ChunkPass`).
 
         Returns:
             bytes given back. On a GPU torch keeps them for its next tensors.
         """
         with self.lock:
-            given_back = self.cache.trim()
+            given_back = 0 if self.left else self.cache.trim()
             if given_back:
                 self.backends.reset()
             return given_back

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     import numpy as np
 
     from mmkv.engine.model.families.base import Turn
+    from mmkv.engine.prefill import PassMark
     from mmkv.engine.runtime import Runtime
 
 _STATE = (
@@ -50,6 +51,7 @@ class CachedSequence:
 
     Attributes:
         recorder: what :meth:`record` has begun, or None.
+        left: of a pass over its prompt that was left, or None.
         seen: tokens so far; next_position: rope position of the next text token. Their
             difference is this sequence's M-RoPE delta: it belongs to the session, never to
             the model. prompt_tokens: those of them that came in prompts. pictures: where the
@@ -73,14 +75,18 @@ class CachedSequence:
         self.cache_salt = ""
         self._claim = threading.RLock()
         self.closed = False
+        self.left: PassMark | None = None
         self.recorder: Recorder | None = None
         with engine.lock:
             self.seq = engine.cache.open()
             engine.budgets.join(self)
 
     @contextmanager
-    def claimed(self) -> Iterator[None]:
+    def claimed(self, by: PassMark | None = None) -> Iterator[None]:
         """Have the session for one call, which may take the engine's lock several times.
+
+        Args:
+            by: of the pass that goes on, where that is what it is claimed for.
 
         Raises:
             SessionError: closed, or in use.
@@ -88,7 +94,15 @@ class CachedSequence:
         with self._taken():
             self._require_open()
             self._require_idle()
+            self.require_whole(by)
             yield
+
+    def require_whole(self, by: PassMark | None = None) -> None:
+        """Raise SessionError if a pass was left, but ``by``: some layers then have more tokens."""
+        if self.left is not None and self.left is not by:
+            raise SessionError(
+                "a prompt is being read into the session; wait for it, or take it back"
+            )
 
     @contextmanager
     def _taken(self) -> Iterator[None]:

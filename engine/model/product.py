@@ -71,17 +71,26 @@ def multiply(x: Tensor, weight: Matrix, bias: Tensor | None = None) -> Tensor:
     return F.linear(x, rows.to(x.dtype), bias)
 
 
-def attend_rounded(
+def attend(
     query: Tensor, key: Tensor, value: Tensor, scale: float, starts: Sequence[int]
 ) -> Tensor:
-    """Compute :class:`PatchAttention` of numbers in bfloat16, with float32 sums: the reference."""
-    q, k, v = (x.bfloat16().to(x.dtype) for x in (query, key, value))
+    """Compute :class:`PatchAttention`: the reference."""
     parts = (slice(first, after) for first, after in pairwise(starts))
     made = [
-        F.scaled_dot_product_attention(q[:, :, own], k[:, :, own], v[:, :, own], scale=scale)
+        F.scaled_dot_product_attention(
+            query[:, :, own], key[:, :, own], value[:, :, own], scale=scale
+        )
         for own in parts
     ]
     return torch.cat(made, 2).transpose(1, 2).contiguous()
+
+
+def attend_rounded(
+    query: Tensor, key: Tensor, value: Tensor, scale: float, starts: Sequence[int]
+) -> Tensor:
+    """Compute :func:`attend` of numbers in bfloat16, with float32 sums: the reference."""
+    q, k, v = (x.bfloat16().to(x.dtype) for x in (query, key, value))
+    return attend(q, k, v, scale, starts)
 
 
 def multiply_rounded(x: Tensor, weight: Matrix, bias: Tensor | None = None) -> Tensor:

@@ -380,7 +380,7 @@ class EngineExecutor:
             if not self._left.run(seconds):
                 return None
         except STOPS:
-            self._left = None
+            self.abort()  # Ctrl-C comes when it has been left
             raise
         except BaseException as error:
             self._left = None

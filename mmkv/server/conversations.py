@@ -64,7 +64,8 @@ class ConversationState(CachedConversation):
         info: what is known of it; bytes: of its pages.
         keys: the hashes by which the prefix cache finds it; none for one of a session or response.
         replied: whether it ends with a reply that was sampled.
-        references: how many sessions and responses go on from it; uses: how many requests did.
+        references: how many sessions and responses go on from it; uses: how many requests did,
+            the one that left it on its way among them.
         expendable: whether it may be dropped if it cannot hibernate, as a stored response may.
     """
 
@@ -81,7 +82,7 @@ class ConversationState(CachedConversation):
         super().__init__(session.engine, None, path, session)
         self.info, self.keys, self.replied = info, keys, replied
         self.references = 1  # who asked for it
-        self.uses = 0
+        self.uses = 0 if replied else 1  # who read its last message goes on
         self.expendable = False
         self._folder = folder
         self._pages = super().pages if pages is None else pages

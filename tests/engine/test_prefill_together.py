@@ -204,6 +204,50 @@ def test_a_pass_that_was_left_can_be_taken_back(folders: dict[str, Path]) -> Non
     assert prefills[0].logits is not None and prefills[2].logits is not None
 
 
+def test_nothing_else_happens_to_what_a_pass_that_was_left_reads(
+    folders: dict[str, Path], tmp_path: Path
+) -> None:
+    """Its sessions refuse, and its pages stay where they are; afterwards all goes on."""
+    engine = load(folders["vl"])
+    small, whole, session = (engine.session() for _ in range(3))
+    small.prefill(turn(30))
+    for one in (whole, session):
+        one.prefill(turn(9))
+    (alone,), (prefill,) = (begun([one], turn(4, seed=1)) for one in (whole, session))
+    alone.advance()
+    prefill._undoable = True
+    made = ChunkPass([prefill], by_layer=True)
+    assert not made.run(0.0)
+    for what in (
+        session.fork,
+        prefill.advance,
+        prefill.roll_back,
+        lambda: session.decode(5),
+        lambda: session.prefill(turn(2)),
+        lambda: session.cut_back(5, 5, 5),
+        lambda: session.set_budget(8),
+        lambda: session.save(tmp_path / "file.mmkv"),
+    ):
+        with pytest.raises(SessionError, match="a prompt is being read"):
+            what()
+    small.close()
+    kept = engine.cache.export(whole.seq)
+    assert engine.trim() == 0
+    while not made.run(0.0):
+        pass
+    assert torch.equal(prefill.logits, alone.logits)  # type: ignore[arg-type]
+    assert all(torch.equal(part, kept[key]) for key, part in engine.cache.export(whole.seq).items())
+    assert_same_rows(session, whole)
+    assert engine.trim() > 0
+    assert torch.equal(session.decode(5), whole.decode(5))
+    (prefill,) = begun([session], turn(4, seed=2))
+    made = ChunkPass([prefill], by_layer=True)
+    assert not made.run(0.0)
+    made.abort()
+    assert session.fork().entries == session.entries
+    engine.cache.check()
+
+
 def test_one_prompt_without_numbers_leaves_the_others(
     folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:

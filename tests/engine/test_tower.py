@@ -470,3 +470,14 @@ def test_passes_end_before_they_are_too_long(monkeypatch: pytest.MonkeyPatch) ->
         [(0, 1), (1, 3), (3, 4), (4, 5), (5, 6)],
         [],
     ]
+
+
+@pytest.mark.parametrize("rounds", [False, True])
+def test_without_c_torch_attends(rounds: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """C may be switched off after a model was loaded."""
+    torch.manual_seed(0)
+    query, key, value = torch.randn(3, 1, 2, 7, 8)
+    in_c = attend_patches(query, key, value, 0.3, [0, 3, 7], rounds)
+    monkeypatch.setenv("MMKV_NATIVE", "0")
+    in_torch = attend_patches(query, key, value, 0.3, [0, 3, 7], rounds)
+    torch.testing.assert_close(in_c, in_torch, rtol=0, atol=2e-2 if rounds else 1e-5)

@@ -455,7 +455,7 @@ class StoreFaults(HttpBodies):
     """
 
     name = "store faults"
-    memory = 600 * 2**10
+    memory = 700 * 2**10  # an eighth is for pictures' features
 
     def make(self, rng: Random) -> Case:
         return {

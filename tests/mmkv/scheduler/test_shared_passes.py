@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -134,6 +135,24 @@ def test_a_prompt_without_numbers_leaves_its_pass_alone(
     assert [ticket.state for ticket in tickets] == ["done", "failed", "done"]
     assert isinstance(tickets[1].error, NotFiniteError)
     assert engine.cache.pool.free_pages == engine.cache.pool.num_pages
+
+
+def test_ctrl_c_takes_back_a_pass_that_is_left(qwen: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = load(qwen, weights="bf16")
+    executor, layer = EngineExecutor(engine), engine.decoder.layer
+    job = ReplyJob(engine, Prompt({"input_ids": ids(9, seed=1)}), REPLY)
+    job.begin()
+
+    def pressed(*given: Any) -> torch.Tensor:
+        signal.raise_signal(signal.SIGINT)
+        return layer(*given)
+
+    with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
+        patched.setattr(engine.decoder, "layer", pressed)
+        executor.read([job], 0.0)
+    assert job.live is not None and engine.cache.held_pages(job.live.seq) == 0
+    assert executor.read([job], 0.0) is None and executor.read([job]) == [True]
+    job.live.close()
 
 
 @pytest.mark.parametrize("error", [BudgetError("no room for all of them"), TypeError("a mistake")])

@@ -261,6 +261,25 @@ def test_a_dialogue_leaves_what_it_no_longer_needs_behind(folder: Path) -> None:
         assert first == system > 0  # the first reply's is gone
 
 
+def test_what_conversations_begin_with_stays(folder: Path) -> None:
+    """An example in messages before each question; one of the conversations has two turns."""
+    with serving(lambda: load(folder)) as server:
+
+        def ask(messages: list[Any], text: str) -> tuple[int, list[Any]]:
+            asked = [*messages, {"role": "user", "content": text}]
+            answer = server.chat(*asked, max_tokens=4)
+            said = answer.json()["choices"][0]["message"]
+            resumed: int = usage(answer)["mmkv"]["resumed"]
+            return resumed, [*asked, {"role": "assistant", "content": said["content"]}]
+
+        example = {"role": "user", "content": f"an example {QUESTION}"}
+        first = [SYSTEM, example, {"role": "assistant", "content": "an answer"}]
+        assert ask(first, "a")[0] == 0
+        begun, other = ask(first, "b")
+        assert ask(other, "more")[0] > begun
+        assert ask(first, "c")[0] == begun > ask([SYSTEM], "d")[0] > 0
+
+
 def test_a_request_takes_the_room_of_snapshots(folder: Path) -> None:
     engine = load(folder)
     with serving(lambda: engine) as server:
