@@ -591,6 +591,8 @@ class Mmkv(CachedModel):
         self.torch = torch
         torch.set_num_threads(job.threads)
         self.engine = Runtime.from_pretrained(job.model, device="cpu", **given)
+        if has_vision(job.model):
+            _ = self.engine.family.hf  # read with the first picture else; others' loads have it
         self.sessions: list[Any] = []
         self.forks: list[Any] = []
         self.last = torch.empty(0)
