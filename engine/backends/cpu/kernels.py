@@ -193,6 +193,7 @@ def _multiply(
     bias: Tensor | None,
     rounds: bool,
 ) -> Tensor:
+    """Multiply in C: float32 ``x [..., in]`` and ``[..., out]``. The caller has checked both."""
     rows, width = weight.shape
     x = x.contiguous()
     made = x.new_empty(*x.shape[:-1], rows)
