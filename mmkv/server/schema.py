@@ -367,7 +367,12 @@ def _whole(text: str) -> bool:
 
 _OF_TOOLS = ("tool_calls", "function_call", "audio")
 # What a header and a log can bear of names that a client has chosen.
-_MOST_NAMES, _LONGEST_NAME = 32, 64
+MOST_NAMES, _LONGEST_NAME = 32, 64
+
+
+def shown_name(name: str) -> str:
+    """Return the name of a field as a header takes it: short, ASCII, without a comma."""
+    return ascii(name[:_LONGEST_NAME])[1:-1].replace(",", "")
 
 
 def unread_fields(request: ReplyRequest, strict: bool) -> list[str]:
@@ -389,10 +394,10 @@ def unread_fields(request: ReplyRequest, strict: bool) -> list[str]:
                 what = f"{shown} is not a known field; leave it out"
                 raise ApiError(400, what, "invalid_value", shown)
             shown = re.sub(r"\[\d+\]", "", place) + name
-            found.add(ascii(shown[:_LONGEST_NAME])[1:-1].replace(",", ""))
+            found.add(shown_name(shown))
         hints = [n for n in HINTS & part.model_fields_set if getattr(part, n) is not None]
         found |= {re.sub(r"\[\d+\]", "", place) + name for name in hints}
-    return sorted(found)[:_MOST_NAMES]
+    return sorted(found)
 
 
 def _open_parts(place: str, part: BaseModel) -> Iterator[tuple[str, BaseModel]]:

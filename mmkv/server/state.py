@@ -16,7 +16,7 @@ from fastapi import Depends, Request
 
 from mmkv.engine.errors import CapacityError
 from mmkv.server.errors import ApiError
-from mmkv.server.schema import ReplyRequest, unread_fields
+from mmkv.server.schema import MOST_NAMES, ReplyRequest, shown_name, unread_fields
 
 if TYPE_CHECKING:
     from mmkv.server.conversations import ConversationState
@@ -76,7 +76,8 @@ class ServerState:
                 "invalid_value",
                 "chat_template_kwargs",
             )
-        names += [f"chat_template_kwargs.{ascii(name)[1:-1]}" for name in unknown]
+        names = sorted([*names, *(shown_name(f"chat_template_kwargs.{one}") for one in unknown)])
+        names = names[:MOST_NAMES]
         new = [name for name in names if name not in self.unread]
         if new and len(self.unread) < _MOST_LOGGED:
             self.unread.update(new)

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from mmkv.engine.backends.cpu import available, reason
 from mmkv.engine.cache import COLUMNS, RaggedCache
+from mmkv.engine.model.product import Product
 from mmkv.engine.policies import make_policy
 from mmkv.engine.runtime import Runtime
 from mmkv.engine.sequence import CachedSequence
@@ -128,3 +129,25 @@ def compare(model: str, *policy: Any, **options: Any) -> Runtime:
     assert (native.evicted > 0) == native.engine.policy.evicts
     torch.testing.assert_close(native.view().log_beta, plain.view().log_beta, rtol=1e-3, atol=0)
     return native.engine
+
+
+@torch.inference_mode()
+def assert_keeps_as_torch(model: str, weights: str, multiply: Product, close: float) -> None:
+    """Decode in C and in torch by the reference ``multiply``; the same entries are kept.
+
+    Each step begins with the same cache: a state may be rounded to the other neighbour, so logits
+    are within ``close``, not equal.
+    """
+    ours, theirs = (load(checkpoint(model), weights=weights, fresh=True) for _ in range(2))
+    theirs.backends.cpu.switch_off()
+    theirs.decoder.weights.product = multiply
+    with ours.session() as one, theirs.session() as two:
+        prompt = {"input_ids": text_ids(21, 0)[None]}
+        assert_close(one.prefill(prompt), two.prefill(prompt), close)
+        for token in text_ids(18, 1).tolist():
+            for mine, other in zip(*(e.cache.pool.columns() for e in (ours, theirs)), strict=True):
+                mine.copy_(other)
+            assert_close(one.decode(token), two.decode(token), close)
+            assert content(ours.cache) == content(theirs.cache)
+        assert (ours.decode_path, theirs.decode_path) == ("native", "torch: switched off")
+        assert one.evicted > 0

@@ -26,7 +26,10 @@ from mmkv.engine.model.product import INTEGERS, Kernels, WeightForm, plain
 from mmkv.engine.runtime import Runtime
 from mmkv.resources import bundled_model
 from tests.support.factories import checkpoint
-from tests.support.native import assert_close, content, needs_native
+from tests.support.native import (
+    assert_keeps_as_torch,
+    needs_native,
+)
 from tests.support.sessions import load, text_ids
 
 # (out, in): whole panels and blocks, and neither.
@@ -300,29 +303,12 @@ def test_gradients_reach_the_states(multiply: native.Product, bits: int) -> None
     ("model", "weights"), [("qwen3_vl", "int8"), ("llama_biased", "int8"), ("qwen3_vl", "int4")]
 )
 def test_c_and_torch_keep_the_same_entries(model: str, weights: str, form: str) -> None:
-    """A code of a state may lie on the other side of a half: logits are near, not equal.
-
-    Each step begins with the same cache.
-    """
-    engines = [load(checkpoint(model), weights=weights, fresh=True) for _ in range(2)]
-    ours, theirs = engines
     loaded = library()
     assert isinstance(loaded, Library)
     if not loaded.take_int8(form):
         pytest.skip(f"{form} is not for this CPU or level")
-    theirs.backends.cpu.switch_off()
-    theirs.decoder.weights.product = reference.multiply
     try:
-        with ours.session() as one, theirs.session() as two:
-            prompt = {"input_ids": text_ids(21, 0)[None]}
-            assert_close(one.prefill(prompt), two.prefill(prompt), 3e-2)
-            for token in text_ids(18, 1).tolist():
-                for mine, other in zip(*(e.cache.pool.columns() for e in engines), strict=True):
-                    mine.copy_(other)
-                assert_close(one.decode(token), two.decode(token), 3e-2)
-                assert content(ours.cache) == content(theirs.cache)
-            assert (ours.decode_path, theirs.decode_path) == ("native", "torch: switched off")
-            assert one.evicted > 0
+        assert_keeps_as_torch(model, weights, reference.multiply, 3e-2)
     finally:
         loaded.take_int8()
 

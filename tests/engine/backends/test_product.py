@@ -22,7 +22,11 @@ from mmkv.engine.model.weights import DecoderWeights
 from mmkv.engine.runtime import Runtime
 from mmkv.resources import bundled_model
 from tests.support.factories import checkpoint
-from tests.support.native import assert_close, content, needs_native
+from tests.support.native import (
+    assert_close,
+    assert_keeps_as_torch,
+    needs_native,
+)
 from tests.support.sessions import load, text_ids
 
 FORMS = ["torch", *levels()]
@@ -220,29 +224,12 @@ def test_gradients_pass_the_rounding(multiply_rounded: native.Product) -> None:
 @pytest.mark.parametrize("form", BF16_FORMS)
 @pytest.mark.parametrize("model", ["qwen3_vl", "llama_biased"])
 def test_c_and_torch_keep_the_same_entries(model: str, form: str) -> None:
-    """A state may be rounded to the other neighbour: logits are near, not equal.
-
-    Each step begins with the same cache.
-    """
-    engines = [load(checkpoint(model), weights="bf16", fresh=True) for _ in range(2)]
-    ours, theirs = engines
     loaded = library()
     assert isinstance(loaded, Library)
     if not loaded.take_bf16(form):
         pytest.skip(f"{form} is not for this CPU or level")
-    theirs.backends.cpu.switch_off()
-    theirs.decoder.weights.product = reference.multiply_rounded
     try:
-        with ours.session() as one, theirs.session() as two:
-            prompt = {"input_ids": text_ids(21, 0)[None]}
-            assert_close(one.prefill(prompt), two.prefill(prompt), 2e-2)
-            for token in text_ids(18, 1).tolist():
-                for mine, other in zip(*(e.cache.pool.columns() for e in engines), strict=True):
-                    mine.copy_(other)
-                assert_close(one.decode(token), two.decode(token), 2e-2)
-                assert content(ours.cache) == content(theirs.cache)
-            assert (ours.decode_path, theirs.decode_path) == ("native", "torch: switched off")
-            assert one.evicted > 0
+        assert_keeps_as_torch(model, "bf16", reference.multiply_rounded, 2e-2)
     finally:
         loaded.take_bf16()
 
