@@ -29,6 +29,7 @@ from mmkv.sampling import Sampling, Settled, checked
 from mmkv.scheduler.replies import Prompt, ReplyJob, answer_all
 from mmkv.session import Session
 from mmkv.shipped import with_shipped_gates
+from mmkv.thoughts import ThoughtMarks, thought_marks
 
 if TYPE_CHECKING:
     from mmkv.engine.model.families.base import Family
@@ -48,12 +49,14 @@ class Engine(Runtime):
 
     Attributes:
         generation: what the checkpoint's generation_config.json asks for.
+        forget_thoughts: whether new sessions drop the entries of thoughts that are over.
     """
 
     _source: str | Path | None = None
     _pixels: tuple[int | None, int | None] = (None, None)
     _processor: Processor | None = None
     generation: Generation = Generation()
+    forget_thoughts: bool = False
 
     @classmethod
     def from_pretrained(
@@ -64,24 +67,27 @@ class Engine(Runtime):
         min_pixels: int | None = None,
         max_pixels: int | None = None,
         generation_config: bool = True,
+        forget_thoughts: bool = False,
         **options: Any,
     ) -> Self:
         """Load a checkpoint; the options are those of :class:`mmkv.engine.config.EngineConfig`.
 
         ``min_pixels``, ``max_pixels`` bound a picture's size for models that take any size.
         ``generation_config``: whether the checkpoint's file of that name says how replies are
-        drawn where a call does not. The tokenizer and processor are loaded when they are first
-        needed.
+        drawn where a call does not. ``forget_thoughts``: see :class:`mmkv.Session`. The tokenizer
+        and processor are loaded when they are first needed.
         """
         require_options(options, "from_pretrained", ("progress", "min_pixels", "max_pixels"))
         config = EngineConfig(model=path_or_hub_id, **options)
-        return cls.from_config(
+        engine = cls.from_config(
             config,
             progress,
             min_pixels=min_pixels,
             max_pixels=max_pixels,
             generation_config=generation_config,
         )
+        engine.forget_thoughts = forget_thoughts
+        return engine
 
     @classmethod
     def from_config(
@@ -157,6 +163,11 @@ class Engine(Runtime):
         """Return the ids that end a reply: the checkpoint's, and the tokenizer's own."""
         own = self.processor.tokenizer.eos_token_id
         return frozenset(self.family.eos_token_ids) | ({own} if own is not None else set())
+
+    @property
+    def thought_marks(self) -> ThoughtMarks | None:
+        """Return what stands around a thought of this model; None where it has none."""
+        return thought_marks(self.processor.template.source)
 
     def session(self, budget: Budget | float | None = None) -> Session:
         """Open an empty session that talks.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -24,6 +25,7 @@ from mmkv.reply import Reply, ReplyWriter, step
 from mmkv.sampling import Sampling, checked
 from mmkv.scheduler.contract import Job, Reservation
 from mmkv.scheduler.loop import Limits, Scheduler
+from mmkv.thoughts import PROMPT_END
 from mmkv.turn import TurnReading, compose
 
 if TYPE_CHECKING:
@@ -303,17 +305,20 @@ class ReplyJob(EngineJob):
             self._before = None
 
     def _begin(self) -> None:
-        engine = self.engine
+        engine, started = self.engine, time.perf_counter()
         self.live = engine.session(self.budget) if self._kept is None else self._kept.wake()
         self._start = self.live.turn_start()
+        given = self._given
+        prompt = self._prompt = given if isinstance(given, Prompt) else given(self.live)
         self.writer = ReplyWriter(
             engine.processor.tokenizer,
             self.sampling,
             engine.eos_token_ids,
             engine.media_token_ids,
+            engine.thought_marks,
+            prompt.inputs["input_ids"][0, -PROMPT_END:].tolist(),
         )
-        given = self._given
-        prompt = self._prompt = given if isinstance(given, Prompt) else given(self.live)
+        self.writer.start_clock(started)
         if self.prompt_tokens is not None and prompt.tokens > self.prompt_tokens:
             raise InputError(
                 f"the prompt has {prompt.tokens:,} tokens and was announced with "
