@@ -169,6 +169,21 @@ class Engine(Runtime):
         """Return what stands around a thought of this model; None where it has none."""
         return thought_marks(self.processor.template.source)
 
+    def require_thoughts(self, what: str) -> None:
+        """Raise InputError if the model has no thoughts, which ``what`` is about."""
+        if self.thought_marks is None:
+            raise InputError(
+                f"{what} is about thoughts, and this model's chat template knows none (no </think> "
+                "in it); leave it out"
+            )
+
+    def settled(self, sampling: Sampling | None) -> Settled:
+        """Return how a reply is drawn. Raises InputError, TypeError: it cannot be drawn so."""
+        made = checked(sampling, self.default_sampling)
+        if made.thinking_budget is not None:
+            self.require_thoughts("thinking_budget")
+        return made
+
     def session(self, budget: Budget | float | None = None) -> Session:
         """Open an empty session that talks.
 
@@ -213,7 +228,7 @@ class Engine(Runtime):
         room wait for those before them. Raises MmkvError; no session stays open.
         """
         require_list("conversations", conversations, "conversations or messages")
-        sampling = checked(sampling, self.default_sampling)
+        sampling = self.settled(sampling)
         batch: list[Any] = list(conversations)
         if batch and isinstance(batch[0], dict):
             batch = [batch]

@@ -21,7 +21,7 @@ from mmkv.engine.session_file import checked_extra
 from mmkv.prompt.held import Held, Place, Rewrites
 from mmkv.prompt.special import tokenize
 from mmkv.reply import Reply, ReplyWriter, step
-from mmkv.sampling import Sampling, Settled, checked
+from mmkv.sampling import Sampling, Settled
 from mmkv.thoughts import PROMPT_END
 from mmkv.turn import TurnReading, UserTurn, compose
 
@@ -154,7 +154,7 @@ class Session(CachedSequence):
         where a token cannot be chosen (NotFiniteError) or written, that takes the turn back if
         :meth:`take_back` can.
         """
-        settings = checked(sampling, self.engine.default_sampling)
+        settings = self.engine.settled(sampling)
         with self.claimed(), OpenToCtrlC():  # pictures may take their time
             turn = compose(self, text, images, videos, system, fps, num_frames)
         return ReplyStream(self, lambda: self._stream(turn, settings, progress))

@@ -22,7 +22,7 @@ from mmkv.engine.errors import (
 from mmkv.engine.interrupts import CtrlC, whole
 from mmkv.engine.prefill import ChunkPass, needed_pages, pass_tokens, reserve_together
 from mmkv.reply import Reply, ReplyWriter, step
-from mmkv.sampling import Sampling, checked
+from mmkv.sampling import Sampling
 from mmkv.scheduler.contract import Job, Reservation
 from mmkv.scheduler.loop import Limits, Scheduler
 from mmkv.thoughts import PROMPT_END
@@ -155,7 +155,7 @@ class ReplyJob(EngineJob):
         own = engine.budgets.checked(budget) if session is None else session.budget
         super().__init__(engine, own, chunk or engine.prefill_chunk)
         self._kept = session
-        self.sampling = checked(sampling, engine.default_sampling)
+        self.sampling = engine.settled(sampling)
         if isinstance(prompt, Prompt) and prompt_tokens is None:
             prompt_tokens = prompt.tokens
         self._given, self.prompt_tokens = prompt, prompt_tokens

@@ -195,7 +195,9 @@ class ChatCall:
         if self.choices > settings.max_choices:
             raise ApiError(400, f"n is at most {settings.max_choices} here", "invalid_value", "n")
         self.done = self.keeps_body = False
-        given = request.template_values()
+        given, bound = request.template_values(), request.thought_tokens
+        if bound == 0:  # where a template can leave the thought out
+            given.setdefault("enable_thinking", False)
         values = {name: given[name] for name in sorted(facts.template_variables & given.keys())}
         memory = [facts.base_key, chosen, caller.tenant, request.cache_salt]
         self.work = ChatWork(
@@ -370,6 +372,7 @@ def _sampling(request: ChatRequest, settings: ServerSettings, facts: Facts) -> S
             frequency_penalty=request.frequency_penalty,
             seed=None if request.seed is None else request.seed % 2**63,
             stop=stop,
+            thinking_budget=request.thought_tokens if facts.thinks else None,
         ).settled(facts.sampling)
     except MmkvError as error:
         raise ApiError(400, str(error), "invalid_value") from error
@@ -395,6 +398,9 @@ def _logit_settings(request: ChatRequest, facts: Facts) -> LogitSettings:
         grammar = grammar_of(request.response_format)
     except MmkvError as error:
         raise ApiError(400, str(error), "invalid_value", "response_format") from error
+    if grammar is not None and request.thought_tokens and facts.thinks:
+        what = "thinking_budget does nothing beside response_format, which allows no thought"
+        raise unsupported("thinking_budget", f"{what}; leave it out")
     stop_tokens = frozenset(request.stop_token_ids or ())
     if any(token >= facts.vocabulary for token in stop_tokens):
         raise ApiError(

@@ -650,6 +650,7 @@ def _facts(engine: Engine, lookahead: float) -> Facts:
         frame_rule=engine.processor.frame_rule,
         picture_rules=_picture_rules(engine),
         template_variables=engine.processor.template.variables,
+        thinks=engine.thought_marks is not None,
         context_bounds=ContextBounds(engine.processor.tokenizer, engine.spec.max_position),
     )
 

@@ -28,6 +28,7 @@ from mmkv.server.conversations import ConversationInfo
 from mmkv.server.errors import ApiError
 from mmkv.server.prompts import Outline, Segment, chain, link, outline, pictures_in, reply_message
 from mmkv.server.writer import LogitSettings, ScoredWriter
+from mmkv.thoughts import PROMPT_END
 from mmkv.turn import agreed, kept_tokens, text_before_media, without_first
 
 if TYPE_CHECKING:
@@ -81,12 +82,15 @@ class ChatWork:
 
 @dataclass
 class Choice:
-    """One finished reply."""
+    """One finished reply; ``said``: what the conversation has of it, the answer alone where its
+    thought is forgotten.
+    """
 
     text: str
     tokens: int
     finish_reason: str
     memory: Memory | None
+    said: str
 
 
 @dataclass
@@ -272,9 +276,7 @@ class ConversationLookup:
         if self.work.keep:
             self._keep_whole(session, choice, seen, outline)
         # After a stop text the session holds words that the client never saw.
-        elif choice.finish_reason == "stop" or not self._keep_reply(
-            session, choice.text, seen, outline
-        ):
+        elif choice.finish_reason == "stop" or not self._keep_reply(session, choice, seen, outline):
             session.close()
 
     def _keep_whole(
@@ -282,19 +284,20 @@ class ConversationLookup:
     ) -> None:
         assert choice.memory is not None
         read = [message.without_urls() for message in self.work.messages]
-        messages = (*read, reply_message(choice.text))
+        messages = (*read, reply_message(choice.said))
         info = ConversationInfo(
             seen, outline.rendered(), messages, self.work.base_key, choice.memory
         )
         self.work.result = self._conversations.keep(session, info)
 
     def _keep_reply(
-        self, session: Session, text: str, seen: tuple[int, ...], outline: Outline
+        self, session: Session, choice: Choice, seen: tuple[int, ...], outline: Outline
     ) -> bool:
         if not self._shares:
             return False
-        # Clients may send the reply back without the spaces around it.
-        texts = dict.fromkeys((text, text.strip()))
+        # Clients may send the reply back without the spaces around it, or without its thought.
+        text, said = choice.text, choice.said
+        texts = dict.fromkeys((text, text.strip(), said, said.strip()))
         keys = tuple(link(self._keys[-1], reply_message(one)) for one in texts)
         pages = self.engine.cache.held_pages(session.seq)
         info = ConversationInfo(seen, outline.rendered())
@@ -364,6 +367,7 @@ class ChatJob(EngineJob):
         self._media: list[Any] | None = None
         self._outline: Outline | None = None
         self._read: Read | None = None
+        self._prompt_end: list[int] = []  # its latest tokens
         self.writers: list[ScoredWriter] = []
         self.choices: list[Choice] = []
         self._dropped = False
@@ -614,6 +618,7 @@ class ChatJob(EngineJob):
         else:
             inputs = processor.encode(segment.text, images, videos, session.seen > 0, total)
         ids = inputs["input_ids"][0].tolist()
+        self._prompt_end = ids[-PROMPT_END:]
         more = {"rule": self._rule, "unfed": session.unfed, "stays": sys.maxsize}
         self._read = read_of(processor, segment.text, ids, images, videos, **more)
         return session.with_unfed(without_first(inputs, segment.held))
@@ -626,8 +631,9 @@ class ChatJob(EngineJob):
             seed = None if sampling.seed is None else (sampling.seed + at) % 2**63
             own = replace(sampling, seed=seed)
             grammar = None if changes.grammar is None else self.grammars.begin(changes.grammar)
-            never = engine.media_token_ids
-            writer = ScoredWriter(tokenizer, own, engine.eos_token_ids, changes, grammar, never)
+            eos, never = engine.eos_token_ids, engine.media_token_ids
+            thought = None if self.work.raw else engine.thought_marks, self._prompt_end
+            writer = ScoredWriter(tokenizer, own, eos, changes, grammar, never, *thought)
             token = writer.begin(logits, session.read_ids)
             fork = session if at == 0 else session.fork()
             self.decoding.append(DecodingReply(fork, writer, -1 if token is None else token))
@@ -653,11 +659,10 @@ class ChatJob(EngineJob):
         """
         for one in self.decoding:
             writer, session = one.writer, one.session
-            reply = writer.reply(self.counts.prompt_tokens, session.memory())
-            session.note_reply(writer, reply.text)
-            self.choices.append(
-                Choice(reply.text, len(reply.token_ids), reply.finish_reason, reply.memory)
-            )
+            reply = writer.reply(self.counts.prompt_tokens, None)
+            said = session.note_reply(writer, reply.text)
+            counts = len(reply.token_ids), reply.finish_reason
+            self.choices.append(Choice(reply.text, *counts, session.memory(), said))
             if self._dropped:
                 session.close()
                 self.conversations.join_shared_budget()

@@ -80,6 +80,7 @@ class ServerSettings:
         cors: origins whose web pages may ask, as browsers name them; ``*``: all.
         open_metrics: whether /metrics needs no key.
         max_queue: requests that wait for room; max_running: those that are served at a time.
+        forget_thoughts: see :class:`mmkv.Session`.
         gap: see :class:`mmkv.scheduler.Limits`.
         max_per_key: requests of one key (or one address, without keys) at a time; None: no limit.
         connections: most that are open; None: what the file descriptors are enough for.
@@ -198,6 +199,9 @@ class ServerSettings:
         bool,
         False,
     )
+    forget_thoughts: bool = option(
+        "Drop the cached entries of a thought once its reply is over.", bool, False
+    )
     max_sessions: int = option("Sessions that may be open.", int, 1000, least=0)
     store_bytes: int = option(
         "Most memory of stored responses, in files too.", str, "1GiB", name="store", read=_bytes
@@ -243,7 +247,8 @@ class Facts:
         shared: whether all sessions compete for the budget; unbound: whether it binds nothing.
         sees, watches: whether the model takes pictures, videos; picture_rules, rules: how it scales
             them; frame_rule: which frames of a video it is shown.
-        template_variables: what its chat template reads beside the conversation.
+        template_variables: what its chat template reads beside the conversation; thinks: whether
+            it knows thoughts.
     """
 
     base_key: str
@@ -262,6 +267,7 @@ class Facts:
     frame_rule: FrameRule | None = None
     template_variables: frozenset[str] = frozenset()
     picture_rules: VideoRules | None = None
+    thinks: bool = False
 
     @property
     def bound(self) -> str:

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
 
     from mmkv.sampling import Sampling
     from mmkv.server.grammar import GrammarState
+    from mmkv.thoughts import ThoughtMarks
 
 
 @dataclass(frozen=True)
@@ -64,8 +65,13 @@ class ScoredWriter(ReplyWriter):
         logit_settings: LogitSettings,
         grammar: GrammarState | None = None,
         never: Collection[int] = (),
+        marks: ThoughtMarks | None = None,
+        prompt: Sequence[int] = (),
     ) -> None:
-        super().__init__(tokenizer, sampling, {*eos, *logit_settings.stop_tokens}, never)
+        if grammar is not None:  # it allows no thought
+            marks = None
+        ended = {*eos, *logit_settings.stop_tokens}
+        super().__init__(tokenizer, sampling, ended, never, marks, prompt)
         self._logit_settings, self._grammar = logit_settings, grammar
         self._looks |= logit_settings.changes or logit_settings.top_logprobs is not None
         self._looks |= bool(logit_settings.stop_tokens)

@@ -1,0 +1,247 @@
+"""Thoughts over HTTP: a budget of tokens, and conversations that forget them.
+
+Right values: counts by hand (one token a byte or marker), and a sequence that reads the same tokens
+and is told what to forget.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import torch
+
+from mmkv import Engine
+from mmkv.prompt.template import ChatTemplate
+from mmkv.reply import Sampler
+from mmkv.server.job import ChatJob
+from tests.mmkv.prompt.test_held import OPENED, THOUGHTS
+from tests.support.chat_models import CHATML, byte_tokenizer, save_llama
+from tests.support.servers import Server, serving
+
+TOKENIZER = byte_tokenizer()
+REPLY = "<think>thought, thought, thought</think>\n\ny"
+THOUGHT = REPLY.removesuffix("\n\ny")
+
+
+def ids_of(text: str) -> list[int]:
+    return TOKENIZER(text)["input_ids"]
+
+
+def load(folder: Path, forget: bool = False) -> Engine:
+    return Engine.from_pretrained(
+        folder,
+        policy="streamingllm",
+        budget=2000,
+        dtype="float32",
+        kv_limit=8 * 2**20,
+        forget_thoughts=forget,
+    )
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_llama(tmp_path_factory.mktemp("llama"), THOUGHTS)
+
+
+@pytest.fixture(scope="module")
+def server(folder: Path) -> Iterator[Server]:
+    with serving(lambda: load(folder)) as made:
+        yield made
+
+
+@pytest.fixture(scope="module")
+def forgetting(folder: Path) -> Iterator[Server]:
+    with serving(lambda: load(folder, forget=True)) as made:
+        yield made
+
+
+def tell(server: Server, monkeypatch: pytest.MonkeyPatch, source: str) -> None:
+    """Give the server another chat template."""
+    engine = server.inside(lambda core: core.engine)
+    template = ChatTemplate(engine.processor.tokenizer, source, parts=False)
+    monkeypatch.setattr(engine.processor, "template", template)
+    told = replace(
+        server.state.facts,
+        template_variables=template.variables,
+        thinks=engine.thought_marks is not None,
+    )
+    monkeypatch.setattr(server.state, "facts", told)
+
+
+@pytest.fixture
+def rambles(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Make the model say o, without an end."""
+    monkeypatch.setattr(Sampler, "draw", lambda *_: ids_of("o")[0])
+
+
+def text_of(answer: httpx.Response) -> str:
+    assert answer.status_code == 200, answer.text
+    if "output" in answer.json():
+        return answer.json()["output"][-1]["content"][-1]["text"]
+    message = answer.json()["choices"][0]["message"]
+    return (message.get("reasoning_content") or "") + message["content"]
+
+
+WAYS: dict[str, dict[str, Any]] = {
+    "field": {"thinking_budget": 3},
+    "template": {"chat_template_kwargs": {"thinking_budget": 3}},
+}
+
+
+@pytest.mark.parametrize("given", WAYS)
+@pytest.mark.parametrize("way", ["chat", "response"])
+def test_a_request_bounds_the_thought(
+    server: Server, monkeypatch: pytest.MonkeyPatch, rambles: None, way: str, given: str
+) -> None:
+    tell(server, monkeypatch, OPENED)
+    if way == "chat":
+        answer = server.chat("a", max_tokens=20, n=2, **WAYS[given])
+    else:
+        body = {"model": "small", "input": "a", "max_output_tokens": 20, **WAYS[given]}
+        answer = server.client.post("/v1/responses", json=body)
+    assert text_of(answer).replace("\n", "").startswith("ooo</think>" + "o" * 6)
+    assert "x-mmkv-ignored" not in answer.headers
+
+
+def test_no_thought_at_all_is_the_template_s_to_leave_out(
+    server: Server, monkeypatch: pytest.MonkeyPatch, rambles: None
+) -> None:
+    answer = server.chat("a", max_tokens=16, thinking_budget=0, seed=1)
+    assert text_of(answer) == "o" * 16  # it did not begin one
+    tell(server, monkeypatch, OPENED)
+    answer = server.chat("a", max_tokens=16, thinking_budget=0)
+    assert text_of(answer).replace("\n", "") == "</think>" + "o" * 6
+    chosen = "{% if enable_thinking is false %}</think>\n\n{% endif %}"
+    tell(
+        server,
+        monkeypatch,
+        OPENED.replace("<think>\n{% endif %}", f"<think>\n{chosen}{{% endif %}}"),
+    )
+    before = len(ids_of("<|im_start|>user\na<|im_end|>\n<|im_start|>assistant\n<think>\n"))
+    answer = server.chat("a", max_tokens=16, thinking_budget=0)
+    assert text_of(answer) == "o" * 16
+    assert answer.json()["usage"]["prompt_tokens"] == before + len(ids_of("</think>\n\n"))
+
+
+def test_where_a_thought_cannot_be_bounded_it_is_said(
+    server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def error(**fields: Any) -> tuple[int, str]:
+        answer = server.chat("a", max_tokens=1, **fields)
+        return answer.status_code, answer.json()["error"]["param"]
+
+    for wrong in (-1, 2**31, "3", 1.5, True):
+        assert error(thinking_budget=wrong) == (400, "thinking_budget")
+    where = "chat_template_kwargs.thinking_budget"
+    for wrong in (-1, 2**31, "3", True):
+        assert error(chat_template_kwargs={"thinking_budget": wrong}) == (400, where)
+    json_object = {"type": "json_object"}
+    assert error(thinking_budget=3, response_format=json_object) == (400, "thinking_budget")
+    body = {"model": "small", "prompt": "a", "thinking_budget": 3}
+    refused = server.client.post("/v1/completions", json=body)
+    assert refused.json()["error"]["param"] == "thinking_budget"
+    tell(server, monkeypatch, CHATML)  # knows no thoughts
+    answer = server.chat("a", max_tokens=1, thinking_budget=3)
+    assert answer.headers["x-mmkv-ignored"] == "thinking_budget"
+
+
+@pytest.fixture
+def says(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """What the model says next, a reply after the other."""
+    queue: list[str] = []
+    spelled: list[int] = []
+
+    def draw(*_: Any) -> int:
+        if not spelled:
+            spelled.extend([*ids_of(queue.pop(0)), TOKENIZER.eos_token_id])
+        return spelled.pop(0)
+
+    monkeypatch.setattr(Sampler, "draw", draw)
+    return queue
+
+
+@pytest.fixture
+def logits(monkeypatch: pytest.MonkeyPatch) -> list[torch.Tensor]:
+    """The logits behind each prompt."""
+    seen: list[torch.Tensor] = []
+    begin = ChatJob._begin_replies
+
+    def watched(job: ChatJob, logits: torch.Tensor) -> None:
+        seen.append(logits.clone())
+        begin(job, logits)
+
+    monkeypatch.setattr(ChatJob, "_begin_replies", watched)
+    return seen
+
+
+WHAT_CLIENTS_SEND_BACK = {"whole": REPLY, "without the thought": "y"}
+
+
+@pytest.mark.parametrize("way", [*WHAT_CLIENTS_SEND_BACK, "session", "response"])
+@pytest.mark.parametrize("template", ["THOUGHTS", "OPENED"])
+def test_a_kept_conversation_forgets_and_reads_only_what_is_new(
+    forgetting: Server,
+    monkeypatch: pytest.MonkeyPatch,
+    says: list[str],
+    logits: list[torch.Tensor],
+    way: str,
+    template: str,
+) -> None:
+    opened = template == "OPENED"
+    if opened:
+        tell(forgetting, monkeypatch, OPENED)
+    reply = REPLY.removeprefix("<think>") if opened else REPLY
+    first = f"{way}, {template}: a question of some length " * 12
+    asked = [first, "b?"]
+    says += [reply, "z"]
+    if way in WHAT_CLIENTS_SEND_BACK:
+        back = reply if way == "whole" else WHAT_CLIENTS_SEND_BACK[way]
+        made = [
+            forgetting.chat(first, max_tokens=90),
+            forgetting.chat(first, back, "b?", max_tokens=90),
+        ]
+    elif way == "session":
+        name = forgetting.client.post("/v1/sessions", json={}).json()["id"]
+        url = f"/v1/sessions/{name}/chat/completions"
+        made = []
+        for text in asked:
+            said = [{"role": "user", "content": text}]
+            body = {"model": "small", "messages": said, "max_tokens": 90}
+            made.append(forgetting.client.post(url, json=body))
+    else:
+        made = []
+        for text in asked:
+            before = made[-1].json()["id"] if made else None
+            body = {"model": "small", "input": text, "previous_response_id": before}
+            made.append(forgetting.client.post("/v1/responses", json=body))
+    used = [one.json()["usage"] for one in made]
+    opening = "<|im_start|>assistant\n" + ("<think>\n" if opened else "")
+    one = ids_of(f"<|im_start|>user\n{first}<|im_end|>\n{opening}")
+    two = ids_of(f"<|im_end|>\n<|im_start|>user\nb?<|im_end|>\n{opening}")
+    # The thought takes no entry any more, and nothing was read again.
+    assert used[1]["mmkv"]["resumed"] == len(one) + len(reply)
+    counts = [each.get("prompt_tokens", each.get("input_tokens")) for each in used]
+    assert counts == [len(one), len(one) + len(reply) + len(two)]
+    thought = len(THOUGHT) + opened  # the prompt's opening ends with a new line
+    engine = forgetting.inside(lambda core: core.engine)
+    assert used[0]["mmkv"]["evicted"] == thought * engine.spec.rows
+    for each in used:
+        assert "thoughts of a reply were forgotten" in each["mmkv"]["differs"]
+
+    def exact() -> torch.Tensor:
+        with engine.session() as plain:
+            plain.prefill({"input_ids": torch.tensor([one])})
+            for token in ids_of(reply):
+                plain.decode(token)
+            start = len(one) - len(ids_of("<think>\n")) * opened
+            assert plain.forget(start, start + thought) == thought * engine.spec.rows
+            return plain.prefill({"input_ids": torch.tensor([two])})
+
+    torch.testing.assert_close(
+        logits[-1], forgetting.inside(lambda _: exact()), atol=1e-5, rtol=1e-5
+    )
