@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 import torch
 
+from mmkv.calls.parser import ThoughtMarks, thought_marks
 from mmkv.engine.budget import Budget
 from mmkv.engine.config import EngineConfig, require_options
 from mmkv.engine.errors import InputError, require_list
@@ -29,7 +30,6 @@ from mmkv.sampling import Sampling, Settled, checked
 from mmkv.scheduler.replies import Prompt, ReplyJob, answer_all
 from mmkv.session import Session
 from mmkv.shipped import with_shipped_gates
-from mmkv.thoughts import ThoughtMarks, thought_marks
 
 if TYPE_CHECKING:
     from mmkv.engine.model.families.base import Family

@@ -17,10 +17,11 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeVar
 from weakref import WeakKeyDictionary
 
+from mmkv.calls.parser import ReplyParser, ThoughtMarks, parse
 from mmkv.engine.errors import BROKEN, STOPS, NotFiniteError, as_exception
 from mmkv.engine.steps import BURST
 from mmkv.sampling import Sampler, Sampling, likeliest_of
-from mmkv.thoughts import PROMPT_END, Thought, ThoughtMarks, closing
+from mmkv.thoughts import PROMPT_END, Thought, closing
 
 if TYPE_CHECKING:
     import torch
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
     from mmkv.engine.backends.cuda.kernels.sample import Draw
     from mmkv.engine.contents import Memory
     from mmkv.engine.sequence import CachedSequence
+    from mmkv.grammar import Constraint
 
 
 # What decoders put in place of bytes that do not (yet) form a character.
@@ -131,16 +133,23 @@ class Detokenizer:
     character and begin the next. Of other tokens a short window of ids that were shown already is
     decoded again with each new one, because some tokenizers (SentencePiece) decode a token
     differently at the start of a text.
+
+    Args:
+        shown: special tokens whose names are part of the text; others are not shown.
     """
 
-    def __init__(self, tokenizer: Any) -> None:
+    def __init__(self, tokenizer: Any, shown: Collection[int] = ()) -> None:
         self._tokenizer, self._bytes = tokenizer, token_bytes(tokenizer)
+        self._named = frozenset(shown)
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
         self._window: list[int] = []
         self._shown = 0  # number of ids of the window whose text was returned
 
     def push(self, token_id: int) -> str:
         """Add one id; return the text that became certain (possibly empty)."""
+        if token_id in self._named:
+            self._window, self._shown = [], 0
+            return self._broken_off() + (self._bytes.of(token_id) or b"").decode()
         raw = self._bytes.raw(token_id)
         if raw is not None:
             if not self._bytes.level:
@@ -245,7 +254,9 @@ class ReplyWriter:
 
     Args:
         eos: token ids that end it; never: those that are not to be drawn.
-        marks: of thoughts; None: the model has none.
+        constraint: what binds its tokens; None: nothing.
+        shown: special tokens whose names are part of the text.
+        marks: of thoughts; None: it has none.
         prompt: the tokens that it follows, or the latest of them: they may open a thought.
     """
 
@@ -255,14 +266,18 @@ class ReplyWriter:
         sampling: Sampling,
         eos: Collection[int],
         never: Collection[int] = (),
+        constraint: Constraint | None = None,
+        shown: Collection[int] = (),
         marks: ThoughtMarks | None = None,
         prompt: Sequence[int] = (),
     ) -> None:
         self._sampler, self._eos = Sampler(sampling, never), frozenset(eos)
-        self._detokenizer, self._stops = Detokenizer(tokenizer), StopStrings(sampling.stop)
+        self._shown_ids = frozenset(shown)
+        self._detokenizer = Detokenizer(tokenizer, self._shown_ids)
+        self._stops, self._constraint = StopStrings(sampling.stop), constraint
         self._tokenizer, self._limit = tokenizer, self._sampler.sampling.max_new_tokens
         # At every token: for stop strings, and for what the GPU's sampler cannot do.
-        self._looks = bool(sampling.stop) or self._sampler.looks
+        self._looks = bool(sampling.stop) or self._sampler.looks or constraint is not None
         self._marks, self._prompt = marks, tuple(prompt[-PROMPT_END:])
         # Followed token by token only where the thought has a budget.
         self._budget = None if marks is None else self._sampler.sampling.thinking_budget
@@ -300,21 +315,33 @@ class ReplyWriter:
         return chosen.temperature == 0 and not chosen.penalises
 
     def choose(self, logits: torch.Tensor, likeliest: tuple[float, float] | None = None) -> int:
-        """Sample a token from ``logits`` [vocab]; BROKEN where they are not finite.
+        """Sample a token from ``logits`` [vocab]; BROKEN where they are not finite, or none can be.
 
         ``likeliest``: as :meth:`mmkv.sampling.Sampler.draw` takes it. Where a thought's budget is
         spent, the next token of its end comes instead.
         """
+        bound = self._constraint
+        if bound is not None and bound.masks:
+            self._forced.clear()  # the answer begins as it has to
         if self._forced:
-            return self._forced.popleft()
-        try:
-            return self._sampler.draw(logits, self.changed(logits), likeliest)
-        except NotFiniteError:
+            token = self._forced.popleft()
+        else:
+            try:
+                token = self._sampler.draw(logits, self.changed(logits), likeliest)
+            except NotFiniteError:
+                token = BROKEN
+        if bound is None:
+            return token
+        self.failure = bound.failure
+        if token == BROKEN or self.failure is not None:
             return BROKEN
+        bound.take(token)
+        return token
 
     def changed(self, logits: torch.Tensor) -> torch.Tensor:
-        """Return what a token is drawn from: the model's logits [vocab], here as they are."""
-        return logits
+        """Return what a token is drawn from: the model's logits [vocab], but for what is bound."""
+        bound = self._constraint
+        return logits if bound is None or not bound.masks else bound.allowed(logits)
 
     @property
     def ahead(self) -> int:
@@ -429,6 +456,8 @@ class ReplyWriter:
         thought = self._thought
         if thought is None or thought.state != "open" or self._forced:
             return
+        if self._constraint is not None and self._constraint.masks:
+            return  # once what is bound is over
         assert self._budget is not None and self._marks is not None
         if thought.tokens >= self._budget:
             self._forced.extend(closing(self._tokenizer, self._marks, thought.at_line_start))
@@ -440,10 +469,8 @@ class ReplyWriter:
             return None, text
         if thought.state == "closed" and thought.stop <= 0:  # by the prompt
             return None, text
-        if thought.start >= 0:
-            text = text.partition(self._marks.open)[2]
-        before, found, after = text.partition(self._marks.close)
-        return before.strip(), after.lstrip() if found else ""
+        parsed = parse(ReplyParser(marks=self._marks, opened=thought.start < 0), text)
+        return parsed.thought, parsed.text
 
     def answers(self, text: str, opening: str) -> list[str]:
         """Return what a template may show of a reply whose thought is left out: the answer first.
@@ -468,6 +495,9 @@ class ReplyWriter:
         return self._decode(self.token_ids)
 
     def _decode(self, ids: list[int]) -> str:
+        if self._shown_ids:
+            whole = Detokenizer(self._tokenizer, self._shown_ids)
+            return "".join(map(whole.push, ids)) + whole.flush()
         return self._tokenizer.decode(
             ids, skip_special_tokens=True, clean_up_tokenization_spaces=False
         )

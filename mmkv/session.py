@@ -331,8 +331,8 @@ class Session(CachedSequence):
             sampling,
             engine.eos_token_ids,
             engine.media_token_ids,
-            engine.thought_marks,
-            turn.inputs["input_ids"][0, -PROMPT_END:].tolist(),
+            marks=engine.thought_marks,
+            prompt=turn.inputs["input_ids"][0, -PROMPT_END:].tolist(),
         )
         writer.start_clock(turn.started)
         # The stream holds Ctrl-C back: it is delivered where the session stands for what was shown.

@@ -7,29 +7,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 from mmkv.prompt.special import tokenize
 
 if TYPE_CHECKING:
+    from mmkv.calls.parser import ThoughtMarks
     from mmkv.reply import TokenBytes
-
-
-@dataclass(frozen=True)
-class ThoughtMarks:
-    """What stands around a thought at the beginning of a reply."""
-
-    open: str
-    close: str
-
-
-THOUGHT_MARKS = (ThoughtMarks("<think>", "</think>"),)
-
-
-def thought_marks(source: str | None) -> ThoughtMarks | None:
-    """Return the marks of thoughts that a chat template names, None where it names none."""
-    return next((one for one in THOUGHT_MARKS if one.close in (source or "")), None)
 
 
 # Tokens at the end of a prompt that may open a thought, or hold an empty one.

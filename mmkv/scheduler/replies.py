@@ -315,8 +315,8 @@ class ReplyJob(EngineJob):
             self.sampling,
             engine.eos_token_ids,
             engine.media_token_ids,
-            engine.thought_marks,
-            prompt.inputs["input_ids"][0, -PROMPT_END:].tolist(),
+            marks=engine.thought_marks,
+            prompt=prompt.inputs["input_ids"][0, -PROMPT_END:].tolist(),
         )
         self.writer.start_clock(started)
         if self.prompt_tokens is not None and prompt.tokens > self.prompt_tokens:

@@ -68,7 +68,8 @@ class ServerState:
         """
         strict, given = self.settings.strict, request.template_values()
         names = unread_fields(request, strict)
-        read = {*self.facts.template_variables, *(["thinking_budget"] if self.facts.thinks else ())}
+        bounded = ["thinking_budget"] if self.facts.thoughts else []
+        read = {*self.facts.template_variables, *bounded}
         unknown = sorted(given.keys() - read)
         if strict and unknown:
             raise ApiError(
