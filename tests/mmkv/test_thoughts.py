@@ -352,6 +352,38 @@ def test_a_batch_ends_each_thought_by_itself(
         assert reply.reasoning == "ooo"
 
 
+@pytest.mark.parametrize("kv", ["auto", "int8"])
+def test_bursts_of_a_gpu_come_to_the_same(
+    llama: Path, monkeypatch: pytest.MonkeyPatch, kv: str
+) -> None:
+    """On a CPU the graph's step runs in torch, with the same bookkeeping."""
+    made = []
+    for burst in (False, True):
+        engine = Engine.from_pretrained(
+            llama, policy="dbtrimkv", gates="random", budget=20, dtype="float32", kv=kv
+        )
+        with_template(engine, OPENED)
+        if burst:
+            monkeypatch.setattr(type(engine), "many_path", "graph")
+        else:
+            engine.backends.cpu.switch_off()
+        with engine.session() as session:
+            session.forget_thoughts = True
+            for budget in (7, 0, 30, 45):
+                sampling = Sampling.greedy(max_new_tokens=60, thinking_budget=budget)
+                list(session.send("a question", sampling=sampling))
+                assert session.last is not None
+                end = count("</think>\n\n" if not budget else "\n</think>\n\n")
+                thought = engine.processor.tokenizer.decode(session.last.token_ids[: budget + end])
+                assert thought.endswith("</think>\n\n")
+                memory = session.memory()
+                told = (memory.entries, memory.kv_bytes, memory.evicted, memory.differs)
+                made.append((session.last.token_ids, flat(session), *told))
+        assert (engine.backends.cuda.runner is not None) == burst
+        engine.cache.check()
+    assert made[:4] == made[4:]
+
+
 @pytest.mark.parametrize("budget", [-1, 1.5, "many", True])
 def test_a_budget_is_a_number_of_tokens(budget: Any) -> None:
     with pytest.raises((InputError, TypeError), match="thinking_budget"):
