@@ -461,6 +461,8 @@ class ChatJob(EngineJob):
             ApiError: 409, the request requires a cached conversation and there is none.
         """
         work, engine, held = self.work, self.engine, 0
+        if engine.forget_thoughts:  # as well those that come back
+            messages = [message.without_thought() for message in messages]
         work.messages = messages
         for count, memory in self.conversations.find():
             known = with_sampled(messages, memory.info.sampled)
@@ -708,7 +710,7 @@ class ChatJob(EngineJob):
                 len(self.choices), reply.text, reply.finish_reason == "length"
             )
             if said != reply.text:  # its thought is forgotten
-                message = replace(message, thought=None, sampled=said if message.calls else None)
+                message = message.without_thought(said)
             self.choices.append(
                 Choice(message, len(reply.token_ids), reply.finish_reason, session.memory())
             )

@@ -22,6 +22,7 @@ from mmkv.server.job import ChatJob
 from tests.mmkv.prompt.test_held import OPENED, THOUGHTS
 from tests.support.chat_models import CHATML, byte_tokenizer, save_llama
 from tests.support.servers import Server, serving
+from tests.support.tool_templates import HERMES
 
 TOKENIZER = byte_tokenizer()
 REPLY = "<think>thought, thought, thought</think>\n\ny"
@@ -259,3 +260,53 @@ def test_a_kept_conversation_forgets_and_reads_only_what_is_new(
     torch.testing.assert_close(
         logits[-1], forgetting.inside(lambda _: exact()), atol=1e-5, rtol=1e-5
     )
+
+
+LOOK = {"type": "function", "function": {"name": "look", "parameters": {"type": "object"}}}
+# An empty line before the call: not as the template writes it.
+CALL = 'I look.\n\n<tool_call>\n{"name": "look", "arguments": {"at": 1}}\n</tool_call>'
+
+
+@pytest.mark.parametrize("way", ["session", "chat", "chat with the thought", "chat read afresh"])
+def test_the_thought_before_a_call_is_forgotten(
+    forgetting: Server, monkeypatch: pytest.MonkeyPatch, says: list[str], way: str
+) -> None:
+    """The template shows thoughts since the latest question, and this one is before its result."""
+    tell(forgetting, monkeypatch, HERMES)
+    reply = f"<think>\nwhere, where\n</think>\n\n{CALL}"
+    says += [reply, "there"]
+    asked = {"role": "user", "content": f"{way}: where is it, in the third row or the fourth? " * 6}
+    url = "/v1/chat/completions"
+    if way == "session":
+        name = forgetting.client.post("/v1/sessions", json={}).json()["id"]
+        url = f"/v1/sessions/{name}/chat/completions"
+
+    def ask(*messages: Any, **more: Any) -> dict[str, Any]:
+        body = {"model": "small", "messages": messages, "max_tokens": 200, "tools": [LOOK]}
+        answer = forgetting.client.post(url, json=body | more)
+        assert answer.status_code == 200, answer.text
+        return answer.json()
+
+    first = ask(asked)
+    message = first["choices"][0]["message"]
+    assert message["reasoning_content"] == "where, where"
+    (call,) = message["tool_calls"]
+    result = {"role": "tool", "content": "here", "tool_call_id": call["id"]}
+    if way != "chat with the thought":
+        del message["reasoning_content"]
+    before = [] if way == "session" else [asked, message]
+    more = {"mmkv": {"resume": "never"}} if way == "chat read afresh" else {}
+    again = ask(*before, result, **more)
+    assert again["choices"][0]["message"]["content"] == "there"
+    used = again["usage"]
+    added = (
+        "<|im_end|>\n<|im_start|>user\n<tool_response>\nhere\n</tool_response><|im_end|>\n"
+        "<|im_start|>assistant\n"
+    )
+    held = first["usage"]["prompt_tokens"] + len(ids_of(reply))
+    if way == "chat read afresh":
+        assert used["mmkv"]["resumed"] == 0 and used["mmkv"]["differs"] is None
+        return
+    assert used["mmkv"]["resumed"] == held
+    assert used["prompt_tokens"] == held + len(ids_of(added))
+    assert "thoughts of a reply were forgotten" in used["mmkv"]["differs"]
