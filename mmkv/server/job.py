@@ -313,7 +313,12 @@ class ConversationLookup:
         read = [message.without_urls() for message in self.work.messages]
         messages = (*read, choice.message)
         info = ConversationInfo(
-            seen, outline.rendered(), messages, self.work.base_key, choice.memory
+            seen,
+            outline.rendered(),
+            messages,
+            self.work.base_key,
+            choice.memory,
+            tools=tuple(self.work.tools),
         )
         self.work.result = self._conversations.keep(session, info)
 
@@ -560,10 +565,10 @@ class ChatJob(EngineJob):
 
     @property
     def _template(self) -> ChatTemplate:
-        template = self.engine.processor.template
-        return (
-            template.as_raw() if self.work.raw else template.with_values(self.work.template_values)
-        )
+        template, work = self.engine.processor.template, self.work
+        if work.raw:
+            return template.as_raw()
+        return template.with_values(work.template_values).with_tools(work.tools)
 
     @property
     def _rule(self) -> bool | None:
