@@ -266,6 +266,9 @@ def test_a_session_goes_back_over_a_forgotten_thought(
             add_generation_prompt=True,
         )["input_ids"]
         assert session.seen == len(ids) + 1 and session.memory().differs is None
+        stays = "<|im_start|>user\na question<|im_end|>\n<|im_start|>assistant\n"
+        assert session.last is not None
+        assert session.last.prompt_tokens == len(ids) - count(stays)
         letter = tokenizer("z")["input_ids"][0]
         fresh.prefill({"input_ids": torch.tensor([ids])})
         fresh.decode(letter)
