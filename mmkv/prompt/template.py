@@ -70,7 +70,7 @@ class ChatTemplate:
     strings (text models). ``source``: the Jinja text, or None for plain continuation.
     ``placeholders``: per kind of part, what stands for it when there is no template. ``raw``: no
     template was wanted. ``tokens``: texts beside the tokenizer's special tokens that the model
-    reads as tokens.
+    reads as tokens. ``prefix``: the text that the reply begins with.
 
     Special tokens in messages are text: they are rendered with cuts, which
     :mod:`mmkv.prompt.special` knows how to tokenize.
@@ -88,7 +88,7 @@ class ChatTemplate:
         self._placeholders = placeholders or {}
         self._cutter, self._tokens = Cutter(tokenizer, tokens), tokens
         self._values: dict[str, Any] = {}
-        self.raw = False
+        self.raw, self.prefix = False, ""
 
     def as_raw(self) -> ChatTemplate:
         """Return one that passes texts on as they are, on purpose: for models without a chat."""
@@ -127,6 +127,21 @@ class ChatTemplate:
         made._values = {**self._values, **values}
         return made
 
+    def with_prefix(self, prefix: str) -> ChatTemplate:
+        """Return one whose opening of the reply goes on with the first words of that."""
+        made = copy.copy(self)
+        made.prefix = prefix
+        return made
+
+    def prefix_in(self, text: str) -> str:
+        """Return the prefix as it stands at the end of ``text``: a template may trim it there."""
+        whole = text.replace(CUT, "").endswith(self.prefix.lstrip())
+        return self.prefix if whole else self.prefix.rstrip()
+
+    def before_reply(self, messages: list[Message]) -> str:
+        """Render messages and the opening of a reply, of which nothing has been said."""
+        return self.with_prefix("").render(messages, opening=True)
+
     def addition(self, history: list[Message], turn: list[Message]) -> Addition:
         """Return the text to append for ``turn`` (its last message is the user's) to ``history``.
 
@@ -150,7 +165,7 @@ class ChatTemplate:
         said = "".join(part.get("text", "") for part in as_parts(history[reply]["content"]))
         rendered = self.render(history + turn, opening=True)
         # Stable: the template shows the past as it did before, and the reply's own words.
-        stable = before == self.render(history[:reply], opening=True)
+        stable = before == self.before_reply(history[:reply])
         stable &= rendered.replace(CUT, "") == (before + said + after).replace(CUT, "")
         return Addition(after, True, differs=None if stable else REWRITES)
 
@@ -160,6 +175,8 @@ class ChatTemplate:
 
     def layout(self, messages: list[Message], opening: bool) -> RenderedConversation:
         """Do as :meth:`render`; say where the messages stand in the text, too."""
+        if opening and self.prefix:
+            return self._with_prefix(messages)
         messages = self._cut(messages)
         if self.source is None:
             text = "".join(self._plain(message) for message in messages)
@@ -199,6 +216,28 @@ class ChatTemplate:
             ) from error
         end = marks.end if opening else len(text)
         return RenderedConversation(text, [marks.begins[id(message)] for message in shaped], end)
+
+    def _with_prefix(self, messages: list[Message]) -> RenderedConversation:
+        """Render messages and a reply up to the end of its prefix.
+
+        What stands before the end of the reply is that of transformers' continue_final_message: a
+        blank behind the marker shows whether the template trims what it writes.
+        """
+        marker = new_marker()
+        reply = {"role": "assistant", "content": f"{self.prefix}{marker} "}
+        layout = self.with_prefix("").layout([*messages, reply], opening=False)
+        text, found, after = layout.text.rpartition(marker)
+        text, prefix = (
+            (text, self.prefix.lstrip())
+            if after.startswith(" ")
+            else (text.rstrip(), self.prefix.strip())
+        )
+        if not found or not text.replace(CUT, "").endswith(prefix):
+            raise InputError(
+                "the model's chat template shows the beginning of the reply in another way than it "
+                "was given; begin the reply with other words, or let the model begin it"
+            )
+        return RenderedConversation(text, layout.begins[:-1], None)
 
     def _cut(self, messages: list[Message]) -> list[Message]:
         """Return the messages, their contents as parts, with special tokens in texts cut."""

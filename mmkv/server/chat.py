@@ -33,6 +33,7 @@ from mmkv.server.schema import (
     budget_of,
     conversation,
     refuse_unsupported,
+    reply_prefix,
     take_generation_config,
     unsupported,
 )
@@ -167,6 +168,7 @@ class ChatCall:
         _require_same(request, facts)
         self.state, self.request, self.caller = state, request, caller
         messages = conversation(request.messages, facts.sees, facts.watches)
+        messages, prefix = reply_prefix(request, messages)
         sources = [source(part) for message in messages for part in message.media]
         if sources:
             state.media.check(sources)
@@ -188,7 +190,7 @@ class ChatCall:
             messages, base_key = [*start.info.messages, *messages], start.info.base_key
             budget = start.budget
         facts.context_bounds.require_possible(
-            sum(len(text) for one in messages for text in one.texts)
+            sum(len(text) for one in messages for text in one.texts) + len(prefix)
         )
         chosen = (budget or facts.budget).describe()
         self.choices = request.n or 1
@@ -213,7 +215,14 @@ class ChatCall:
             rewrites=(request.mmkv and request.mmkv.rewrites) or "reread",
             template_values=values,
             raw=raw,
+            prefix=prefix,
         )
+        if prefix and self.work.logit_settings.grammar is not None:
+            raise unsupported(
+                "response_format",
+                "response_format is the form of a whole reply, and the assistant's last message "
+                "has begun this one; leave one of them out",
+            )
         if not request.stream:
             self.require_few_scored()
         self.head = ReplyHead(f"chatcmpl-{secrets.token_hex(12)}", int(time.time()), settings.name)
@@ -279,7 +288,7 @@ class ChatCall:
         user = f"{self.caller.name} {asked.user or asked.safety_identifier or ''}"
         with self.state.count_request(self.caller):
             texts = [text for one in self.work.messages for text in one.texts]
-            await self.state.facts.context_bounds.count(texts)
+            await self.state.facts.context_bounds.count([*texts, self.work.prefix])
             request = await self.state.engine_thread.submit(self.work, user)
             media: RequestMedia | None = None
             try:

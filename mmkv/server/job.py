@@ -60,6 +60,7 @@ class ChatWork:
         template_values: what the chat template is told beside the messages; raw: whether there is
             none, and the messages' texts are read as they stand.
         keep: whether the conversation after the reply is kept, in ``result`` when that is done.
+        prefix: the text that the reply begins with; it is read, and not part of the answer.
     """
 
     messages: list[Message]
@@ -76,6 +77,7 @@ class ChatWork:
     rewrites: Rewrites = "reread"
     template_values: dict[str, Any] = field(default_factory=dict)
     raw: bool = False
+    prefix: str = ""
     result: ConversationState | None = None
 
 
@@ -220,13 +222,16 @@ class ConversationLookup:
     def find(self) -> Iterator[tuple[int, ConversationState]]:
         """Yield conversations to continue, and how many messages each holds; the longest first.
 
+        One that ends with the reply's prefix as a reply of its own holds one more than there are.
         Called once the digests of all media are known.
         """
         start = self.work.start
         if start is not None:
             yield len(start.info.messages), start
         elif self._shares:
-            yield from self._prefix_cache.find(self._keys)
+            keys, begun = self._keys, self.work.prefix
+            more = [link(keys[-1], reply_message(begun))] if begun else []
+            yield from self._prefix_cache.find([*keys, *more])
 
     def touch(self, memory: ConversationState) -> None:
         """Note that a conversation is the most recently used."""
@@ -423,7 +428,10 @@ class ChatJob(EngineJob):
         work.messages = messages
         shown = [message.for_template() for message in messages]
         for count, memory in self.conversations.find():
-            found = self._continued(shown, count, memory)
+            if count > len(shown):
+                found = self._inside_reply(shown, memory)
+            else:
+                found = self._continued(shown, count, memory)
             if found is None:
                 continue
             held, (self.live, self._outline) = count, found
@@ -451,6 +459,31 @@ class ChatJob(EngineJob):
             with engine.lock:
                 engine.shared.join(self.live, work.weight)
         return held
+
+    def _inside_reply(
+        self, shown: list[dict[str, Any]], memory: ConversationState
+    ) -> tuple[Session, Outline] | None:
+        """Open a copy of a conversation whose latest reply is to go on, and let its last token go.
+
+        Nothing else may be read again, nor have been evicted by then: reading the reply once more
+        is better.
+        """
+        held, template, count = memory.held, self._template, len(shown)
+        if held is None or not held.ends_with_reply or template.source is None:
+            return None
+        whole = template.render(shown, opening=True)
+        plan = held.plan(whole, self._rule)
+        if not plan.appends or plan.text:
+            return None
+        session = memory.fork()
+        plan, why = agreed(session, held.plan(whole, self._rule, plan.kept - 1), whole, self._rule)
+        same = kept_tokens(session, plan, text_before_media(self.engine.processor, plan))
+        again = session.seen - plan.start.seen - same
+        if why is not None or not same or (again and session.evicted):
+            session.close()
+            return None
+        session.go_back(plan, same)
+        return session, Outline(whole, [Segment(plan.text, count, count, same)])
 
     def _continued(
         self, shown: list[dict[str, Any]], count: int, memory: ConversationState
@@ -526,9 +559,9 @@ class ChatJob(EngineJob):
     @property
     def _template(self) -> ChatTemplate:
         template = self.engine.processor.template
-        return (
-            template.as_raw() if self.work.raw else template.with_values(self.work.template_values)
-        )
+        work = self.work
+        template = template.as_raw() if work.raw else template.with_values(work.template_values)
+        return template.with_prefix(work.prefix)
 
     @property
     def _rule(self) -> bool | None:
@@ -543,9 +576,12 @@ class ChatJob(EngineJob):
         if not held.pieces or not held.ends_with_reply:
             return False
         said, text = held.pieces[-1].text or "", "".join(p.get("text", "") for p in sent["content"])
-        if said == text or said.strip() != text.strip():
+        prefix = text.rstrip().removesuffix(said.rstrip())  # that the client gave the reply
+        if said.strip() == text.strip():
+            prefix = ""
+        if said == text or (prefix and prefix == text.rstrip()):
             return False
-        as_said = [*shown[: count - 1], {**sent, "content": said}, *shown[count:]]
+        as_said = [*shown[: count - 1], {**sent, "content": prefix + said}, *shown[count:]]
         whole = self._template.render(as_said, opening=True)
         return held.plan(whole, self._rule).appends
 
@@ -628,6 +664,8 @@ class ChatJob(EngineJob):
             grammar = None if changes.grammar is None else self.grammars.begin(changes.grammar)
             never = engine.media_token_ids
             writer = ScoredWriter(tokenizer, own, engine.eos_token_ids, changes, grammar, never)
+            if self.work.prefix:
+                writer.follow_text()
             token = writer.begin(logits, session.read_ids)
             fork = session if at == 0 else session.fork()
             self.decoding.append(DecodingReply(fork, writer, -1 if token is None else token))
@@ -672,7 +710,9 @@ class ChatJob(EngineJob):
             assert self._outline is not None
             try:
                 seen = self.counts.seen_by(session)
-                self.conversations.keep_after(session, choice, seen, self._outline)
+                prefix = self._template.prefix_in(self._outline.text)
+                said = replace(choice, text=prefix + choice.text)
+                self.conversations.keep_after(session, said, seen, self._outline)
             except BaseException:
                 session.close()
                 raise

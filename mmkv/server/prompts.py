@@ -119,7 +119,7 @@ def outline(
     elif replied:
         before, found, after = whole.rpartition(marker)
         same = known is not None and known.length == len(before) and known.begins(before)
-        if not found or not (same or before == template.render(shown[: held - 1], opening=True)):
+        if not found or not (same or before == template.before_reply(shown[: held - 1])):
             return None
         done = len(before) + len(marker)
         said = "".join(part.get("text", "") for part in as_parts(messages[held - 1]["content"]))

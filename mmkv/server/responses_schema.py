@@ -173,6 +173,10 @@ def chat_request(asked: ResponseRequest) -> ChatRequest:
             raise unsupported("include", f"include: {name[:60]!r} is not supported")
     items = _items(asked)
     messages = [_message(item, f"input[{index}]") for index, item in enumerate(items)]
+    if messages[-1].role == "assistant":
+        raise ApiError(
+            400, "the last message has to be the user's", "invalid_value", "input[-1].role"
+        )
     if asked.instructions:
         messages.insert(0, ChatMessage(role="system", content=asked.instructions))
     logprobs = LOGPROBS in (asked.include or ()) or bool(asked.top_logprobs)

@@ -281,9 +281,11 @@ class ReplyRequest(Body):
 class ChatRequest(ReplyRequest):
     """A request for replies to a conversation."""
 
-    refused = UNSUPPORTED | dict.fromkeys(
-        "input instructions previous_response_id max_output_tokens".split(), ()
-    )
+    refused = {
+        name: harmless
+        for name, harmless in UNSUPPORTED.items()
+        if name not in ("add_generation_prompt", "continue_final_message")
+    } | dict.fromkeys("input instructions previous_response_id max_output_tokens".split(), ())
 
     model: str
     messages: Annotated[list[ChatMessage], Field(min_length=1, max_length=MOST_MESSAGES)]
@@ -312,6 +314,9 @@ class ChatRequest(ReplyRequest):
     user: Short | None = None
     safety_identifier: Short | None = None
     response_format: Any = None
+    # Of a last message of the assistant's, see reply_prefix.
+    continue_final_message: StrictBool | None = None
+    add_generation_prompt: StrictBool | None = None
     # Of no consequence here, but with limits of OpenAI's.
     metadata: Metadata | None = None
     prompt_cache_key: Short | None = None
@@ -479,11 +484,47 @@ def conversation(messages: list[ChatMessage], sees: bool, watches: bool) -> list
         if not parts and role != "assistant":
             raise ApiError(400, f"{where} is empty; say something", "invalid_value", where)
         found.append(Message(role, tuple(part for part in parts if part.url or part.text)))
-    if found[-1].role != "user":
+    blank = not any(text.strip() for text in found[-1].texts)
+    if found[-1].role != "user" and (found[-1].role != "assistant" or blank):
         raise ApiError(
-            400, "the last message has to be the user's", "invalid_value", "messages[-1].role"
+            400,
+            "the last message has to be the user's, or the assistant's with words that the reply "
+            "begins with",
+            "invalid_value",
+            "messages[-1].role",
         )
     return found
+
+
+def reply_prefix(request: ChatRequest, messages: list[Message]) -> tuple[list[Message], str]:
+    """Take the assistant's last message off, if there is one: the reply goes on with its text.
+
+    Raises:
+        ApiError: the request asks for something else, or no question stands before it.
+    """
+    begun = messages[-1].role == "assistant"
+    for name, value in (("continue_final_message", begun), ("add_generation_prompt", not begun)):
+        if getattr(request, name) is (not value):
+            what = "is" if begun else "is not"
+            raise ApiError(
+                400,
+                f"{name} has to be {str(value).lower()} here: the last message {what} the "
+                "assistant's, which the reply continues; set it so, or leave it out",
+                "invalid_value",
+                name,
+            )
+    if not begun:
+        return messages, ""
+    *before, last = messages
+    if not before or before[-1].role in ("system", "assistant"):
+        raise ApiError(
+            400,
+            "the assistant's last message is the beginning of a reply, so a message of the user's "
+            "has to stand before it",
+            "invalid_value",
+            "messages[-1].role",
+        )
+    return before, "".join(last.texts)
 
 
 _PARTS: dict[str, type[BaseModel]] = {
