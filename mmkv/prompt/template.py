@@ -70,7 +70,8 @@ class ChatTemplate:
     strings (text models). ``source``: the Jinja text, or None for plain continuation.
     ``placeholders``: per kind of part, what stands for it when there is no template. ``raw``: no
     template was wanted. ``tokens``: texts beside the tokenizer's special tokens that the model
-    reads as tokens. ``prefix``: the text that the reply begins with.
+    reads as tokens. ``prefix``: the text that the reply begins with; ``thought``: one that stands
+    before it.
 
     Special tokens in messages are text: they are rendered with cuts, which
     :mod:`mmkv.prompt.special` knows how to tokenize.
@@ -89,6 +90,7 @@ class ChatTemplate:
         self._cutter, self._tokens = Cutter(tokenizer, tokens), tokens
         self._values: dict[str, Any] = {}
         self.raw, self.prefix = False, ""
+        self.thought: str | None = None
 
     def as_raw(self) -> ChatTemplate:
         """Return one that passes texts on as they are, on purpose: for models without a chat."""
@@ -127,10 +129,10 @@ class ChatTemplate:
         made._values = {**self._values, **values}
         return made
 
-    def with_prefix(self, prefix: str) -> ChatTemplate:
+    def with_prefix(self, prefix: str, thought: str | None = None) -> ChatTemplate:
         """Return one whose opening of the reply goes on with the first words of that."""
         made = copy.copy(self)
-        made.prefix = prefix
+        made.prefix, made.thought = prefix, thought
         return made
 
     def prefix_in(self, text: str) -> str:
@@ -224,7 +226,9 @@ class ChatTemplate:
         blank behind the marker shows whether the template trims what it writes.
         """
         marker = new_marker()
-        reply = {"role": "assistant", "content": f"{self.prefix}{marker} "}
+        reply: Message = {"role": "assistant", "content": f"{self.prefix}{marker} "}
+        if self.thought:
+            reply["reasoning_content"] = self.thought
         layout = self.with_prefix("").layout([*messages, reply], opening=False)
         text, found, after = layout.text.rpartition(marker)
         text, prefix = (

@@ -40,6 +40,8 @@ class ConversationInfo:
         messages: with the digests of their media; none for one that is found by their keys.
         base_key: what else the memory depends on, see :func:`mmkv.server.prompts.chain`.
         memory: its numbers, where somebody may ask for them.
+        sampled: of replies with calls or thoughts, which messages they are, and how the model
+            wrote them; ``messages`` say so themselves.
     """
 
     seen: tuple[int, ...]
@@ -47,6 +49,7 @@ class ConversationInfo:
     messages: tuple[Message, ...] = ()
     base_key: str = ""
     memory: Memory | None = None
+    sampled: tuple[tuple[int, str], ...] = ()
 
 
 class ConversationState(CachedConversation):

@@ -23,10 +23,11 @@ from pydantic import (
     model_validator,
 )
 
+from mmkv.calls.tools import MOST_TOOLS, ToolCall
 from mmkv.engine.budget import Budget
 from mmkv.engine.errors import MmkvError
 from mmkv.server.errors import ApiError
-from mmkv.server.prompts import Message, Part
+from mmkv.server.prompts import Begun, Message, Part
 from mmkv.server.reply import event_line
 
 if TYPE_CHECKING:
@@ -155,6 +156,25 @@ ContentPart = Annotated[
 Content = str | Annotated[list[ContentPart], Field(fail_fast=True)]
 
 
+class CalledFunction(OpenModel):
+    """A function, and its arguments as JSON text."""
+
+    name: Annotated[str, Field(max_length=128)]
+    arguments: str | dict[str, Any] | None = None
+
+
+class CalledTool(OpenModel):
+    """A call in an earlier message of the assistant."""
+
+    id: Short | None = None
+    type: Literal["function"] | None = None
+    function: CalledFunction
+
+
+# In one message of a history.
+MOST_CALLS = 128
+
+
 class ChatMessage(OpenModel):
     """One message."""
 
@@ -162,12 +182,12 @@ class ChatMessage(OpenModel):
     content: Content | None = None
     name: str | None = None
     refusal: str | None = None
-    tool_calls: Any = None
-    tool_call_id: Any = None
+    tool_calls: Annotated[list[CalledTool], Field(max_length=MOST_CALLS)] | None = None
+    tool_call_id: Short | None = None
     function_call: Any = None
     audio: Any = None
     annotations: Any = None
-    reasoning_content: Any = None
+    reasoning_content: str | None = None
 
 
 class StreamOptions(OpenModel):
@@ -213,9 +233,6 @@ MOST_MESSAGES = 512
 # What would change the answer and is not done here: by field, the values that ask for what happens
 # anyway.
 UNSUPPORTED: dict[str, tuple[Any, ...]] = {
-    "tools": ([],),
-    "tool_choice": ("none", "auto"),
-    "parallel_tool_calls": (True, False),
     "functions": ([],),
     "function_call": ("none", "auto"),
     "modalities": (["text"],),
@@ -252,6 +269,14 @@ UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "skip_special_tokens": (True,),
     # Others.
     **dict.fromkeys(("mm_processor_kwargs", "lora_request", "adapter"), ({},)),
+}
+
+
+# Of those that call no functions.
+NO_TOOLS: dict[str, tuple[Any, ...]] = {
+    "tools": ([],),
+    "tool_choice": ("none", "auto"),
+    "parallel_tool_calls": (True, False),
 }
 
 
@@ -317,6 +342,9 @@ class ChatRequest(ReplyRequest):
     # Of a last message of the assistant's, see reply_prefix.
     continue_final_message: StrictBool | None = None
     add_generation_prompt: StrictBool | None = None
+    tools: Annotated[list[Any], Field(max_length=MOST_TOOLS)] | None = None
+    tool_choice: Any = None
+    parallel_tool_calls: StrictBool | None = None
     # Of no consequence here, but with limits of OpenAI's.
     metadata: Metadata | None = None
     prompt_cache_key: Short | None = None
@@ -370,7 +398,7 @@ def _whole(text: str) -> bool:
     return True
 
 
-_OF_TOOLS = ("tool_calls", "function_call", "audio")
+_NOT_READ = ("function_call", "audio")
 # What a header and a log can bear of names that a client has chosen.
 MOST_NAMES, _LONGEST_NAME = 32, 64
 
@@ -434,9 +462,9 @@ def refuse_unsupported(request: ChatRequest) -> None:
     refuse_fields(request)
     for index, message in enumerate(request.messages):
         where = f"messages[{index}]"
-        if message.role in ("tool", "function"):
-            raise unsupported(f"{where}.role", f"messages of role {message.role} are not supported")
-        for name in _OF_TOOLS:
+        if message.role == "function":
+            raise unsupported(f"{where}.role", "messages of role function are old; use role tool")
+        for name in _NOT_READ:
             if getattr(message, name, None):
                 raise unsupported(f"{where}.{name}", f"{name} in messages is not supported")
 
@@ -466,7 +494,7 @@ def conversation(messages: list[ChatMessage], sees: bool, watches: bool) -> list
     Raises:
         ApiError: a part that cannot be read, an empty message.
     """
-    found = []
+    found: list[Message] = []
     for index, message in enumerate(messages):
         where = f"messages[{index}].content"
         content = message.content if message.content is not None else message.refusal
@@ -481,11 +509,13 @@ def conversation(messages: list[ChatMessage], sees: bool, watches: bool) -> list
                 part = Part("text", parts.pop().text + part.text)
             parts.append(part)
         role = "system" if message.role == "developer" else message.role
-        if not parts and role != "assistant":
+        if not parts and role not in ("assistant", "tool"):
             raise ApiError(400, f"{where} is empty; say something", "invalid_value", where)
-        found.append(Message(role, tuple(part for part in parts if part.url or part.text)))
-    blank = not any(text.strip() for text in found[-1].texts)
-    if found[-1].role != "user" and (found[-1].role != "assistant" or blank):
+        own = tuple(part for part in parts if part.url or part.text)
+        found.append(Message(role, own, **_more_of(message, f"messages[{index}]", found)))
+    last = found[-1]
+    begins = last.role == "assistant" and not last.calls and any(map(str.strip, last.texts))
+    if last.role not in ("user", "tool") and not begins:
         raise ApiError(
             400,
             "the last message has to be the user's, or the assistant's with words that the reply "
@@ -496,7 +526,7 @@ def conversation(messages: list[ChatMessage], sees: bool, watches: bool) -> list
     return found
 
 
-def reply_prefix(request: ChatRequest, messages: list[Message]) -> tuple[list[Message], str]:
+def reply_prefix(request: ChatRequest, messages: list[Message]) -> tuple[list[Message], Begun]:
     """Take the assistant's last message off, if there is one: the reply goes on with its text.
 
     Raises:
@@ -514,7 +544,7 @@ def reply_prefix(request: ChatRequest, messages: list[Message]) -> tuple[list[Me
                 name,
             )
     if not begun:
-        return messages, ""
+        return messages, Begun()
     *before, last = messages
     if not before or before[-1].role in ("system", "assistant"):
         raise ApiError(
@@ -524,7 +554,29 @@ def reply_prefix(request: ChatRequest, messages: list[Message]) -> tuple[list[Me
             "invalid_value",
             "messages[-1].role",
         )
-    return before, "".join(last.texts)
+    return before, Begun("".join(last.texts), last.thought)
+
+
+def _more_of(message: ChatMessage, where: str, before: Sequence[Message]) -> dict[str, Any]:
+    """Return what a message has beside its parts: calls, a thought, which call it answers."""
+    if message.role == "assistant":
+        calls = []
+        for one in message.tool_calls or ():
+            given = one.function.arguments
+            text = json.dumps(given) if isinstance(given, dict) else given or ""
+            calls.append(ToolCall(one.function.name, text, *filter(None, [one.id])))
+        return {"calls": tuple(calls), "thought": message.reasoning_content or None}
+    if message.tool_calls:
+        what = f"calls stand in messages of the assistant, not {message.role}"
+        raise ApiError(400, what, "invalid_value", f"{where}.tool_calls")
+    if message.role != "tool":
+        return {}
+    made = [one for said in before for one in said.calls]
+    named = next((one.name for one in reversed(made) if one.id == message.tool_call_id), None)
+    if not made or (message.tool_call_id is not None and named is None):
+        what = f"{where}.tool_call_id names no call of a message before it"
+        raise ApiError(400, what, "invalid_value", f"{where}.tool_call_id")
+    return {"call_id": message.tool_call_id, "name": named or message.name}
 
 
 _PARTS: dict[str, type[BaseModel]] = {
@@ -580,8 +632,9 @@ def _require_taken(part: Part, role: str, sees: bool, watches: bool, where: str)
         raise ApiError(400, f"{where} has an empty url", "invalid_value", where)
     if not (sees if part.kind == "image" else watches):
         raise unsupported(where, f"this model takes no {part.kind}s")
-    if role != "user":
-        raise unsupported(where, f"pictures and videos stand in messages of the user, not {role}")
+    if role not in ("user", "tool"):
+        what = f"pictures and videos stand in messages of the user and of tools, not {role}"
+        raise unsupported(where, what)
 
 
 def budget_of(options: MmkvOptions | None) -> Budget | None:

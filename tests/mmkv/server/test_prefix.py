@@ -11,7 +11,7 @@ import httpx
 import pytest
 
 from mmkv import Engine, Sampling
-from tests.mmkv.prompt.test_held import TRIMMED, with_template
+from tests.mmkv.prompt.test_held import THOUGHTS, TRIMMED, with_template
 from tests.support.chat_models import picture, save_llama, script
 from tests.support.servers import MODEL, Server, asked, picture_part, serving
 
@@ -192,6 +192,90 @@ def test_a_template_that_trims_says_what_was_read(
         assert items[1]["content"][0]["text"] == "Sure, I can."
         second = server.client.post(path, json=asked("and?", max_tokens=40))
         assert read(second)[1] == read(first)[0] + len(" I can.")
+
+
+REASONING = THOUGHTS.replace(
+    "<|im_start|>{{ m.role }}\n",
+    "<|im_start|>{{ m.role }}\n{% if m.reasoning_content and loop.last %}<think>\n"
+    "{{ m.reasoning_content }}\n</think>\n\n{% endif %}",
+)
+
+
+@pytest.fixture(scope="module")
+def thinker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """Yield a server of a model that thinks before it answers."""
+    made = save_llama(tmp_path_factory.mktemp("thinker"))
+
+    def thinking() -> Engine:
+        engine = load(made)
+        with_template(engine, REASONING)
+        return engine
+
+    with serving(thinking) as server:
+        yield server
+
+
+def test_a_prefix_may_end_in_a_thought(thinker: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    cases = [
+        ("<think>\nwell,", " so\n</think>\n\nyes", " so", "yes"),
+        ("<think>\n", "hm\n</think>\n\nyes", "hm", "yes"),
+        ("<think>\nhm\n</think>\n\n", "yes", None, "yes"),
+        ("<think>\nhm\n</think>\n\nSo", " <think>yes", None, " <think>yes"),
+        ("Sure,", " <think>yes</think>", None, " <think>yes</think>"),
+    ]
+    said(thinker, monkeypatch, *(one for case in cases for one in [case[1]] * 2))
+    for at, (prefix, _, thought, text) in enumerate(cases):
+        answer = thinker.chat(f"{at}?", prefix, max_tokens=40)
+        assert text_of(answer) == text
+        assert answer.json()["choices"][0]["message"].get("reasoning_content") == thought
+        stream = thinker.chat(f"{at}?", prefix, max_tokens=40, stream=True).text
+        events = [json.loads(one[6:]) for one in stream.splitlines() if one.startswith("data: {")]
+        deltas = [one["choices"][0]["delta"] for one in events]
+        assert "".join(one.get("content", "") for one in deltas) == text
+        assert "".join(one.get("reasoning_content", "") for one in deltas) == (thought or "")
+
+
+@pytest.mark.parametrize("shown", ["text", "whole"])
+def test_a_reply_with_a_thought_goes_on(
+    thinker: Server, monkeypatch: pytest.MonkeyPatch, shown: str
+) -> None:
+    """Also from a client that sends back its text alone."""
+    whole = "<think>\nhm\n</think>\n\nwell,"
+    said(thinker, monkeypatch, whole, " yes", "no")
+    question = f"{shown}? {QUESTION}"
+    first = thinker.chat(question, max_tokens=40)
+    assert text_of(first) == "well,"
+    before = read(first)[0] + len(whole)
+    second = thinker.chat(question, whole if shown == "whole" else "well,", max_tokens=40)
+    assert text_of(second) == " yes" and read(second) == (before, before - 1)
+    third = thinker.chat(question, "well, yes", "and?", max_tokens=40)
+    assert text_of(third) == "no"
+
+
+def test_a_thought_before_the_prefix_is_shown(
+    thinker: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said(thinker, monkeypatch, " yes", " yes")
+    last = {"role": "assistant", "content": "So", "reasoning_content": "hm"}
+    asks = {"role": "user", "content": "how?"}
+    tokens = [
+        read(thinker.chat(asks, last | {"reasoning_content": thought}, max_tokens=9))[0]
+        for thought in (None, "hm")
+    ]
+    assert tokens[1] - tokens[0] == len("<think>\nhm\n</think>\n\n")
+
+
+CALL = {"id": "a", "type": "function", "function": {"name": "look", "arguments": "{}"}}
+TOOLS = [{"type": "function", "function": {"name": "look", "parameters": {"type": "object"}}}]
+
+
+def test_functions_and_a_prefix(server: Server) -> None:
+    assert server.chat("hello", "Sure,", tools=TOOLS).status_code == 200
+    answer = server.chat("hello", "Sure,", tools=TOOLS, tool_choice="required")
+    assert error_of(answer)[0] == "tool_choice"
+    called = {"role": "assistant", "content": "Sure,", "tool_calls": [CALL]}
+    asks = {"role": "user", "content": "hello"}
+    assert error_of(server.chat(asks, called, tools=TOOLS))[0] == "messages[-1].role"
 
 
 @pytest.mark.parametrize(
