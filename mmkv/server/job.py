@@ -528,7 +528,7 @@ class ChatJob(EngineJob):
         plan, why = agreed(session, held.plan(whole, self._rule, plan.kept - 1), whole, self._rule)
         same = kept_tokens(session, plan, text_before_media(self.engine.processor, plan))
         again = session.seen - plan.start.seen - same
-        if why is not None or not same or (again and session.evicted):
+        if why is not None or not same or again > (not session.evicted):
             session.close()
             return None
         session.go_back(plan, same)
@@ -608,9 +608,10 @@ class ChatJob(EngineJob):
 
     @property
     def _template(self) -> ChatTemplate:
-        template = self.engine.processor.template
-        work = self.work
-        template = template.as_raw() if work.raw else template.with_values(work.template_values)
+        template, work = self.engine.processor.template, self.work
+        if work.raw:
+            return template.as_raw()
+        template = template.with_values(work.template_values).with_tools(work.tools)
         return template.with_prefix(work.begun.text, work.begun.thought)
 
     @property
