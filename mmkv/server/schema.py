@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from fastapi import APIRouter, Response
@@ -534,6 +534,7 @@ def conversation(
         ApiError: a part that cannot be read, an empty message, a result of no call.
     """
     found: list[Message] = []
+    called = {one.id: one.name for said in before for one in said.calls}
     for index, message in enumerate(messages):
         where = f"messages[{index}].content"
         content = message.content if message.content is not None else message.refusal
@@ -555,10 +556,11 @@ def conversation(
         if not parts and role not in ("assistant", "tool"):
             raise ApiError(400, f"{where} is empty; say something", "invalid_value", where)
         own = tuple(part for part in parts if part.url or part.text)
-        more = _more_of(message, f"messages[{index}]", [*before, *found])
+        more = _more_of(message, f"messages[{index}]", called)
         if thoughts:
             more["thought"] = more["thought"] or "\n".join(thoughts)
         found.append(Message(role, own, **more))
+        called |= {one.id: one.name for one in found[-1].calls}
     last = found[-1]
     begins = last.role == "assistant" and not last.calls and any(map(str.strip, last.texts))
     if last.role not in ("user", "tool") and not begins:
@@ -603,8 +605,12 @@ def reply_prefix(request: ChatRequest, messages: list[Message]) -> tuple[list[Me
     return before, Begun("".join(last.texts), last.thought)
 
 
-def _more_of(message: ChatMessage, where: str, before: Sequence[Message]) -> dict[str, Any]:
-    """Return what a message has beside its parts: calls, a thought, which call it answers."""
+def _more_of(message: ChatMessage, where: str, called: Mapping[str, str]) -> dict[str, Any]:
+    """Return what a message has beside its parts: calls, a thought, which call it answers.
+
+    Args:
+        called: the functions of the calls before it, by the calls' ids.
+    """
     if message.role == "assistant":
         calls = []
         for one in message.tool_calls or ():
@@ -616,12 +622,11 @@ def _more_of(message: ChatMessage, where: str, before: Sequence[Message]) -> dic
         raise ApiError(400, what, "invalid_value", f"{where}.tool_calls")
     if message.role != "tool":
         return {}
-    made = [one for said in before for one in said.calls]
-    named = next((one.name for one in reversed(made) if one.id == message.tool_call_id), None)
-    if not made or (message.tool_call_id is not None and named is None):
+    name = message.tool_call_id
+    if not called or (name is not None and name not in called):
         what = f"{where}.tool_call_id names no call of a message before it"
         raise ApiError(400, what, "invalid_value", f"{where}.tool_call_id")
-    return {"call_id": message.tool_call_id, "name": named or message.name}
+    return {"call_id": name, "name": message.name if name is None else called[name]}
 
 
 _PARTS: dict[str, type[BaseModel]] = {
