@@ -642,12 +642,11 @@ class ChatJob(EngineJob):
         if not held.pieces or not held.ends_with_reply:
             return False
         said, text = held.pieces[-1].text or "", "".join(p.get("text", "") for p in sent["content"])
-        prefix = text.rstrip().removesuffix(said.rstrip())  # that the client gave the reply
-        if said.strip() == text.strip():
-            prefix = ""
-        if said == text or (prefix and prefix == text.rstrip()):
+        if said == text:
             return False
-        as_said = [*shown[: count - 1], {**sent, "content": prefix + said}, *shown[count:]]
+        # What the client gave the reply to begin with.
+        begun = "" if said.strip() == text.strip() else text.rstrip().removesuffix(said.rstrip())
+        as_said = [*shown[: count - 1], {**sent, "content": begun + said}, *shown[count:]]
         whole = self._template.render(as_said, opening=True)
         return held.plan(whole, self._rule).appends
 

@@ -5,13 +5,17 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import httpx
 import pytest
+import torch
 
 from mmkv import Engine, Sampling
-from tests.mmkv.prompt.test_held import THOUGHTS, TRIMMED, with_template
+from mmkv.server.job import ChatJob
+from tests.mmkv.prompt.test_held import THOUGHTS, TRIMMED, held_ids, with_template
+from tests.mmkv.prompt.test_prefix import TEMPLATES
 from tests.support.chat_models import picture, save_llama, script
 from tests.support.servers import MODEL, Server, asked, picture_part, serving
 
@@ -194,6 +198,51 @@ def test_a_template_that_trims_says_what_was_read(
         assert read(second)[1] == read(first)[0] + len(" I can.")
 
 
+@pytest.mark.parametrize("name", ["chatml", "thoughts", "trimmed", "empty thoughts", "headers"])
+def test_drawn_conversations_are_held_as_they_are_shown(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is read is the conversation as rendered, by its tokens and by the logits behind them."""
+    rng, wrong = Random(7), []
+    begin = ChatJob._begin_replies
+
+    def checked(job: ChatJob, logits: torch.Tensor) -> None:
+        assert job.live is not None and job._outline is not None
+        ids = held_ids(job.live)
+        wrong.append(job.engine.processor.tokenizer.decode(ids) != job._outline.text)
+        with job.engine.session() as fresh:
+            exact = fresh.prefill({"input_ids": torch.tensor([ids])})
+        wrong.append(not torch.allclose(exact, logits, atol=1e-4, rtol=1e-4))
+        begin(job, logits)
+
+    def shown() -> Engine:
+        engine = load(save_llama(tmp_path))
+        with_template(engine, TEMPLATES[name])
+        return engine
+
+    monkeypatch.setattr(ChatJob, "_begin_replies", checked)
+    letters = {str(token): -100.0 for token in range(264) if not 64 <= token < 90 and token != 0}
+    fields: dict[str, Any] = {"logit_bias": letters, "temperature": 1, "max_tokens": 6}
+    resumed = 0
+    with serving(shown) as server:
+        talk: list[str] = ["hello"]
+        for seed in range(24):
+            begun = rng.choice(["", "", "Sure,", "So, ", "\nYes"])
+            if rng.random() < 0.3 and len(talk) > 1:  # the latest reply goes on
+                asked_for, begun = talk[:-1], talk[-1]
+            elif rng.random() < 0.3:  # another reply to an earlier question
+                asked_for = talk[: rng.randrange(0, len(talk), 2) + 1]
+            else:
+                asked_for = [*talk, "and?"] if len(talk) % 2 == 0 else talk
+            answer = server.chat(*asked_for, *([begun] if begun else []), seed=seed, **fields)
+            resumed += read(answer)[1] > 0
+            said = begun + text_of(answer)
+            talk = [*asked_for, rng.choice([said, said, said.strip()])]
+            if len(talk) > 12:
+                talk = ["hello"]
+    assert not any(wrong) and len(wrong) == 48 and resumed > 8
+
+
 REASONING = THOUGHTS.replace(
     "<|im_start|>{{ m.role }}\n",
     "<|im_start|>{{ m.role }}\n{% if m.reasoning_content and loop.last %}<think>\n"
@@ -233,6 +282,16 @@ def test_a_prefix_may_end_in_a_thought(thinker: Server, monkeypatch: pytest.Monk
         deltas = [one["choices"][0]["delta"] for one in events]
         assert "".join(one.get("content", "") for one in deltas) == text
         assert "".join(one.get("reasoning_content", "") for one in deltas) == (thought or "")
+
+
+def test_calls_are_free_text_in_a_thought_that_was_begun(
+    thinker: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said(thinker, monkeypatch, " <tool_call> no\n</think>\n\nyes")
+    answer = thinker.chat("how?", "<think>\nwell,", tools=TOOLS, max_tokens=60)
+    assert text_of(answer) == "yes"
+    thought = answer.json()["choices"][0]["message"]["reasoning_content"]
+    assert thought == " <tool_call> no"
 
 
 @pytest.mark.parametrize("shown", ["text", "whole"])
