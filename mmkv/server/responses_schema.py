@@ -408,10 +408,10 @@ def _listed(item: InputItem, name: str) -> dict[str, Any]:
     """Return an item as the API lists it; ``name``: the end of its id."""
     if isinstance(item, InputMessage):
         own = "output_text" if item.role == "assistant" else "input_text"
-        made = {"id": item.id or f"msg_{name}", "type": "message", "role": item.role}
-        return made | {"status": "completed", "content": _listed_parts(item.content, own)}
+        head = {"id": item.id or f"msg_{name}", "type": "message", "role": item.role}
+        return head | {"status": "completed", "content": _listed_parts(item.content, own)}
     kinds = {"function_call": "fc", "function_call_output": "fco", "reasoning": "rs"}
-    made = {"id": f"{kinds[item.type]}_{name}", "status": "completed"}
+    made: dict[str, Any] = {"id": f"{kinds[item.type]}_{name}", "status": "completed"}
     made |= item.model_dump(exclude_none=True)
     if isinstance(item, ResultItem) and not isinstance(item.output, str):
         made["output"] = _listed_parts(item.output, "input_text")
