@@ -145,6 +145,10 @@ class Detokenizer:
         self._window: list[int] = []
         self._shown = 0  # number of ids of the window whose text was returned
 
+    def follow(self, ids: Sequence[int]) -> None:
+        """Decode what comes next as it stands behind the tokens ``ids``."""
+        self._window, self._shown = list(ids), len(ids)
+
     def push(self, token_id: int) -> str:
         """Add one id; return the text that became certain (possibly empty)."""
         if token_id in self._named:
@@ -284,6 +288,7 @@ class ReplyWriter:
         self._thought = None if self._budget is None else self._new_thought()
         self._forced: deque[int] = deque()
         self._ready = ""
+        self._before: list[int] = []  # tokens of a word, where the reply stands behind some
         self._text: list[str] = []
         self._started = self._mark = time.perf_counter()
         self._first: float | None = None
@@ -292,6 +297,14 @@ class ReplyWriter:
         self.unfed: int | None = None
         self.finish_reason: str | None = None
         self.failure: Exception | None = None
+
+    def follow_text(self) -> None:
+        """Write the reply as it stands behind words, which keeps a space that it begins with.
+
+        (SentencePiece drops it at the beginning of a text.)
+        """
+        self._before = self._tokenizer("a", add_special_tokens=False)["input_ids"]
+        self._detokenizer.follow(self._before)
 
     def start_clock(self, at: float) -> None:
         """Count the time to the first token from ``at`` (time.perf_counter())."""
@@ -501,11 +514,16 @@ class ReplyWriter:
 
     def _decode(self, ids: list[int]) -> str:
         if self._shown_ids:
-            whole = Detokenizer(self._tokenizer, self._shown_ids)
-            return "".join(map(whole.push, ids)) + whole.flush()
-        return self._tokenizer.decode(
-            ids, skip_special_tokens=True, clean_up_tokenization_spaces=False
+            written = Detokenizer(self._tokenizer, self._shown_ids)
+            written.follow(self._before)
+            return "".join(map(written.push, ids)) + written.flush()
+        before, whole = (
+            self._tokenizer.decode(
+                each, skip_special_tokens=True, clean_up_tokenization_spaces=False
+            )
+            for each in (self._before, [*self._before, *ids])
         )
+        return whole[len(before) :]
 
     def reply(self, prompt_tokens: int, memory: Memory | None) -> Reply:
         """Return the finished reply."""
