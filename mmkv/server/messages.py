@@ -332,7 +332,7 @@ class ChatForm:
                 before = [made["reasoning_content"]] if "reasoning_content" in made else []
                 made["reasoning_content"] = "\n\n".join([*before, block.thinking])
         if not blocks:
-            self._begin(message.role, where)
+            self._begin(message.role, where)["content"] = []
 
     def _begin(self, role: str, place: str) -> dict[str, Any]:
         made: dict[str, Any] = {"role": role, "content": ""}
@@ -364,9 +364,11 @@ class ChatForm:
             yield
         except (ApiError, MmkvError) as error:
             found = api_error(error)
-            raise ApiError(
-                found.status, self._own(str(found)), found.code, found.param, **found.extra
-            ) from error
+            text, param = self._own(str(found)), self._own(found.param or "")
+            if param.startswith("messages") and param not in text:  # it is not shown by itself
+                text = f"{param}: {text}"
+            made = ApiError(found.status, text, found.code, param or None, **found.extra)
+            raise made from error
 
     def _own(self, text: str) -> str:
         def place(found: re.Match[str]) -> str:
