@@ -621,8 +621,7 @@ class ChatJob(EngineJob):
             found = outline(self._template, shown, count, memory.replied, memory.info.rendered)
             if found is not None:
                 self.work.messages, self._outline = known, found
-                # Of a reply's last token its session knows only that it comes next.
-                self.counts.prompt_tokens = session.seen + (session.unfed is not None)
+                self.counts.prompt_tokens = session.seen + len(session.unfed)
                 return count
         self._outline = outline(self._template, [one.for_template() for one in messages])
         return 0
