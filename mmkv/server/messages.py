@@ -261,7 +261,7 @@ class MessagesRequest(PromptRequest):
 
 _SAME = frozenset(
     "model max_tokens temperature top_p top_k min_p repetition_penalty presence_penalty "
-    "frequency_penalty seed stream mmkv chat_template_kwargs".split()
+    "frequency_penalty seed stream mmkv chat_template_kwargs thinking_budget".split()
 )
 # A line that a client writes for its own server, another one in each request.
 _BILLING = "x-anthropic-billing-header:"
@@ -465,7 +465,7 @@ def chat_request(asked: PromptRequest, form: ChatForm) -> ChatRequest:
         same["enable_thinking"] = thinks
     if _bounded(thinking):
         assert thinking is not None
-        same["thinking_budget"] = thinking.budget_tokens
+        same.setdefault("thinking_budget", thinking.budget_tokens)
     if isinstance(asked, MessagesRequest):
         if asked.stop_sequences is not None:
             same["stop"] = asked.stop_sequences
