@@ -266,6 +266,8 @@ _SAME = frozenset(
 # A line that a client writes for its own server, another one in each request.
 _BILLING = "x-anthropic-billing-header:"
 _FAILED = "Error: "
+# Of a chat's fields.
+_NAMES = {"stop": "stop_sequences", "response_format": "output_config.format"}
 
 
 class ChatForm:
@@ -364,8 +366,11 @@ class ChatForm:
             yield
         except (ApiError, MmkvError) as error:
             found = api_error(error)
-            text, param = self._own(str(found)), self._own(found.param or "")
-            if param.startswith("messages") and param not in text:  # it is not shown by itself
+            text, param = (
+                self._own(str(found)),
+                self._own(_NAMES.get(found.param, found.param or "")),
+            )
+            if param != "messages" and param not in text:  # it is not shown by itself
                 text = f"{param}: {text}"
             made = ApiError(found.status, text, found.code, param or None, **found.extra)
             raise made from error

@@ -354,6 +354,7 @@ def test_an_answer_that_follows_a_schema(server: Server) -> None:
 SEARCH = {"type": "web_search_20250305", "name": "web_search"}
 USED = {"type": "tool_use", "id": "toolu_1", "name": "press", "input": {"key": "a"}}
 FAR = [[{"type": "image", "source": {"type": "url", "url": "http://127.0.0.1/a"}}]]
+BAD_SCHEMA = {"type": "json_schema", "schema": {"type": 3}}
 Fields = dict[str, Any]
 
 
@@ -363,7 +364,14 @@ Fields = dict[str, Any]
         (["q"], {"model": "claude"}, 404, "not_found_error", "'claude' is not served"),
         (["q"], {"max_tokens": None}, 400, "invalid_request_error", "max_tokens"),
         ([], {}, 400, "invalid_request_error", "messages"),
-        (["q", "a"], {}, 400, "invalid_request_error", "last message"),
+        (["q"], {"output_format": {"type": "x"}}, 400, "invalid_request_error", "output_config"),
+        (
+            ["q"],
+            {"output_format": BAD_SCHEMA},
+            400,
+            "invalid_request_error",
+            "output_config.format",
+        ),
         ([[]], {}, 400, "invalid_request_error", "messages[0].content is empty"),
         (["q", "a", []], {"system": "s"}, 400, "invalid_request_error", "messages[2].content"),
         ([[{"type": "document"}]], {}, 400, "invalid_request_error", "messages[0].content[0]"),
@@ -412,7 +420,7 @@ Fields = dict[str, Any]
         (["q"], {"mcp_servers": [{}]}, 400, "invalid_request_error", "mcp_servers"),
         (["q"], {"stop": "a"}, 400, "invalid_request_error", "stop"),
         (["q"], {"min_tokens": 4}, 400, "invalid_request_error", "min_tokens"),
-        (["q"], {"stop_sequences": ["a"] * 17}, 400, "invalid_request_error", "stop"),
+        (["q"], {"stop_sequences": ["a"] * 17}, 400, "invalid_request_error", "stop_sequences"),
         (["q " * 70000], {}, 400, "invalid_request_error", "prompt is too long: "),
         (FAR, {}, 403, "permission_error", "127.0.0.1"),
     ],
