@@ -366,10 +366,8 @@ class ChatForm:
             yield
         except (ApiError, MmkvError) as error:
             found = api_error(error)
-            text, param = (
-                self._own(str(found)),
-                self._own(_NAMES.get(found.param, found.param or "")),
-            )
+            name = found.param or ""
+            text, param = self._own(str(found)), self._own(_NAMES.get(name, name))
             if param != "messages" and param not in text:  # it is not shown by itself
                 text = f"{param}: {text}"
             made = ApiError(found.status, text, found.code, param or None, **found.extra)
