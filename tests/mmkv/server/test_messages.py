@@ -149,6 +149,16 @@ def test_a_message_is_the_reply_of_a_chat(server: Server) -> None:
     assert made["usage"]["mmkv"]["pictures"] == 1
 
 
+def test_the_last_message_of_the_assistant_is_continued(server: Server) -> None:
+    made = message(server, SCENE, "It is (")
+    shown = {"role": "user", "content": [picture_part(picture("red", (48, 40))), SCENE[1]]}
+    begun = {"role": "assistant", "content": "It is ("}
+    whole = server.chat(shown, begun, max_tokens=8, mmkv={"resume": "never"}).json()
+    assert made["content"] == [text(whole["choices"][0]["message"]["content"])]
+    assert prompt_of(made["usage"]) == whole["usage"]["prompt_tokens"]
+    assert counted(server, SCENE, "It is (") == prompt_of(made["usage"])
+
+
 def test_forced_calls_are_those_of_a_chat(server: Server) -> None:
     fields = {"tools": TOOL_PARAMS, "tool_choice": FORCED, "max_tokens": 120}
     made = message(server, "go", **fields)
