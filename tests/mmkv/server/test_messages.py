@@ -13,6 +13,7 @@ import pytest
 
 from mmkv import Engine
 from mmkv.resources import bundled_model
+from mmkv.server.messages import MessagesRequest
 from tests.support.chat_models import picture, script
 from tests.support.servers import MODEL, Server, picture_part, serving, stopped
 from tests.support.tool_templates import TOOLS as SOME_TOOLS
@@ -513,6 +514,13 @@ def test_keys_in_the_header_of_either_api(folder: Path) -> None:
                 assert answer.json()["error"]["type"] == "authentication_error"
                 assert "x-api-key" in answer.json()["error"]["message"]
             assert server.client.get("/v1/models", headers=headers).status_code == status
+
+
+def test_what_cannot_be_done_is_refused_by_name(server: Server) -> None:
+    for name in MessagesRequest.refused:
+        answer = post(server, "q", **{name: "other"})
+        assert answer.status_code == 400
+        assert answer.json()["error"]["message"].startswith(f"{name} is not supported")
 
 
 def test_fields_without_effect_are_listed(server: Server) -> None:
