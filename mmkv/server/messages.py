@@ -456,7 +456,6 @@ def _answer_format(asked: PromptRequest) -> dict[str, Any] | None:
 
 def chat_request(asked: PromptRequest, form: ChatForm) -> ChatRequest:
     """Return the chat request that asks for the same reply. Raises ApiError."""
-    refuse_fields(asked)
     same: dict[str, Any] = asked.model_dump(include=set(_SAME), exclude_unset=True)
     same |= _tools(asked) | {"messages": form.messages}
     if (answer := _answer_format(asked)) is not None:
@@ -604,6 +603,7 @@ class MessagesCall:
     """
 
     def __init__(self, state: ServerState, asked: PromptRequest, caller: Caller) -> None:
+        refuse_fields(asked)
         self._form = ChatForm(asked)
         with self._form.own_names():
             self._call = ChatCall(state, chat_request(asked, self._form), caller)
