@@ -1,9 +1,9 @@
 """One training step of retention gates or write gates, as a torch module that holds the gates only.
 
 The quality losses are computed in blocks, gradient and all, so that all logits never exist at
-once: KL(teacher || student) and next-token prediction over one mask of shifted labels (DBTrimKV, arXiv 2605.09649, eq.
-3; TRIM-KV, arXiv 2512.03324, eq. 4). Write gates have the loss of WG-KV (arXiv 2512.17452, section
-3.3).
+once: KL(teacher || student) and next-token prediction over one mask of shifted labels (DBTrimKV,
+arXiv 2605.09649, eq. 3; TRIM-KV, arXiv 2512.03324, eq. 4). Write gates have the loss of WG-KV
+(arXiv 2512.17452, section 3.3).
 """
 
 from __future__ import annotations
