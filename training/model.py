@@ -90,7 +90,7 @@ def quality_losses(
     gradient = student.requires_grad and torch.is_grad_enabled()
     chosen = student[where]
     total = torch.zeros(3, device=student.device)
-    grads = []
+    grads: list[Tensor] = []
     for part, target in zip(torch.arange(count).split(block), targets.split(block), strict=True):
         states = chosen[part].detach().requires_grad_(gradient)
         ours = decoder.logits(states)
