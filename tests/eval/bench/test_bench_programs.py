@@ -21,7 +21,6 @@ from mmkv.eval.bench import generate_cpu as bench_generate
 from mmkv.eval.bench import kernels as bench_kernels
 from mmkv.eval.bench import kv_forms as bench_forms
 from mmkv.eval.bench import prefill as bench_prefill
-from mmkv.eval.bench import training as bench_training
 from mmkv.eval.bench.decode import checks
 from mmkv.eval.bench.harness import BenchError
 from mmkv.eval.bench.kernels import TINY as TINY_CASES
@@ -30,7 +29,6 @@ from mmkv.eval.bench.peer import DYNAMIC, EAGER, FULL, OWN, PEERS, STATIC, TRIMK
 from mmkv.eval.bench.shapes import SHAPES, build_engine
 from mmkv.eval.domains import held_out
 from mmkv.resources import bundled_model
-from mmkv.training.measure.record import ROOT
 from tests.support.chat_models import save_llama
 from tests.support.kernels import DEVICE
 
@@ -347,21 +345,3 @@ def test_generate_with_and_without_a_bound(tmp_path: Path) -> None:
         for speeds in parts.values():
             ours, theirs = (speeds[name]["median"] for name in ("mmkv", "transformers"))
             assert speeds["ratio"]["median"] == pytest.approx(ours / theirs)
-
-
-def test_training_steps_of_two_checkouts(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """This one stands for the other: the same losses, and nearly those of rounded products."""
-    small = '{"d_gate": 12, "budget": 24}'
-    options = ["--data", "scenes:dense", "--steps", "2", "--rounds", "1", "--settings", small]
-    where = ["--output", str(tmp_path), "--base", str(ROOT)]
-    assert bench_training.main([*options, *where]) == 0
-    base, own, narrow = results(tmp_path, "training-cpu")["cases"]
-    assert base["losses"] == own["losses"] != narrow["losses"]
-    assert narrow["losses"] == pytest.approx(own["losses"], rel=2e-3)
-    assert all(case["tokens_per_cpu_second"]["median"] > 0 for case in (base, own, narrow))
-    (tmp_path / "mmkv").mkdir()
-    (tmp_path / "mmkv" / "__init__.py").touch()
-    assert bench_training.main([*options, "--base", str(tmp_path)]) == 1
-    assert "failed" in capsys.readouterr().err
