@@ -101,6 +101,10 @@ class JsonReader(CallReader):
     _HEAD = re.compile(
         r'\s*\{\s*"name"\s*:\s*"((?:[^"\\]|\\.)*)"\s*,\s*"(?:arguments|parameters)"\s*:\s*'
     )
+    # The beginning of an object, as far as it says that it is no call.
+    _BEGUN = re.compile(
+        r'\{\s*(?:"(name|type)"\s*:\s*(?:"((?:[^"\\]|\\.){0,999})"|[^\s"])|[^\s"}])'
+    )
 
     def __init__(
         self,
@@ -138,17 +142,28 @@ class JsonReader(CallReader):
             events.append(self.calls.start(name))
             self._held, self._stage = self._held[found.end() :], "value"
             self._span, self._quoted = JsonSpan(), self._held[0] == '"'
+            self._object, self._looked = JsonSpan(), 0
             return True
         bare = self._held.lstrip()
-        if bare and bare[0] != "{":
+        if bare and (bare[0] != "{" or self._is_other(bare)):
             self.wrong = True
-        elif found is None:  # in another order, or none of it
-            skipped = len(self._held) - len(bare)
-            end = JsonSpan().end(bare) if bare.endswith("}") or self._closed(bare) else -1
+        elif found is None and bare:  # in another order, or none of it
+            looked, self._looked = self._looked, len(bare)
+            end = self._object.end(bare[looked:])
             if end >= 0:
-                return self._take_whole(self._held[: skipped + end], skipped + end, events)
+                end += looked + len(self._held) - len(bare)
+                return self._take_whole(self._held[:end], end, events)
             self.wrong = self._closed(bare)
         return False
+
+    def _is_other(self, text: str) -> bool:
+        """Whether an object that has begun is no call: text is not to be held back for it."""
+        found = self._BEGUN.match(text)
+        if found is None:
+            return False
+        if found[1] == "type":
+            return found[2] != "function"
+        return found[1] is None or found[2] is None or _unquoted(found[2]) not in self.tools
 
     def _closed(self, text: str) -> bool:
         return self._close is not None and self._close in text
@@ -160,6 +175,7 @@ class JsonReader(CallReader):
             return False
         events += [self.calls.start(call[0]), self.calls.piece(call[1]), self.calls.end()]
         self._held, self._stage = "}" + self._held[end:], "tail"
+        self._object, self._looked = JsonSpan(), 0
         return True
 
     def _read_value(self, events: list[Event]) -> bool:
@@ -244,15 +260,27 @@ def whole_call(text: str) -> tuple[str, str] | None:
     if not isinstance(found, dict) or not isinstance(found.get("name"), str):
         return None
     given = found.get("arguments", found.get("parameters", {}))
-    return found["name"], given if isinstance(given, str) else json.dumps(given, ensure_ascii=False)
+    return found["name"], given if _is_whole(given) else _json_text(given)
 
 
 def _unquoted(text: str) -> str | None:
-    """Return what a JSON text stands for, without its quotes; None where it is no JSON."""
+    """Return what a JSON text stands for, without its quotes; None where that is no text."""
     try:
-        return str(json.loads(f'"{text}"'))
+        made = str(json.loads(f'"{text}"'))
     except ValueError:
         return None
+    return made if _is_whole(made) else None
+
+
+def _json_text(value: Any) -> str:
+    """Return JSON; what UTF-8 cannot hold stays escaped."""
+    made = json.dumps(value, ensure_ascii=False)
+    return made if _is_whole(made) else json.dumps(value)
+
+
+def _is_whole(text: Any) -> bool:
+    """Whether it is a text without half a pair of surrogates."""
+    return isinstance(text, str) and text == text.encode(errors="ignore").decode()
 
 
 def _json_rules(
@@ -447,8 +475,9 @@ class QwenXml(ToolFormat):
             own = schema if isinstance(schema, Mapping) else {}
             value = arguments_rule(tool, {**_definitions(tool), **own})
             return [f"p_{number}: {begin} v_{number} {end}", f"v_{number}: {value}"]
-        if "enum" in schema:
-            values = " | ".join(spell(str(one)) for one in schema["enum"])
+        listed = [schema["const"]] if "const" in schema else schema.get("enum")
+        if listed is not None:
+            values = " | ".join(spell(str(one)) for one in listed)
             return [f"p_{number}: {begin} ({values}) {end}"]
         return [f"p_{number}: {begin} rest"]
 
@@ -560,7 +589,7 @@ def _inside(text: str) -> str:
 def _value(text: str) -> str:
     """Return a value as JSON; what is none is a text."""
     try:
-        return json.dumps(json.loads(text), ensure_ascii=False)
+        return _json_text(json.loads(text))
     except (ValueError, RecursionError):
         return json.dumps(text, ensure_ascii=False)
 

@@ -14,6 +14,7 @@ from mmkv.engine.errors import InputError
 MOST_TOOLS = 128
 # Characters of JSON of one function's parameters.
 LONGEST_SCHEMA = 64 * 2**10
+LONGEST_SCHEMAS = 512 * 2**10  # of all functions of a request
 _NAME = re.compile(r"[A-Za-z0-9_.:/-]{1,128}")
 
 
@@ -103,6 +104,12 @@ class ToolUse:
         names = [one.name for one in self.tools]
         if len(names) > MOST_TOOLS:
             raise InputError(f"there are {len(names)} tools; the limit is {MOST_TOOLS}")
+        size = sum(len(json.dumps(one.parameters)) for one in self.tools)
+        if size > LONGEST_SCHEMAS:
+            raise InputError(
+                f"the schemas of the tools have {size:,} characters; the limit is "
+                f"{LONGEST_SCHEMAS:,}; shorten them, or send fewer tools"
+            )
         twice = next((name for name in names if names.count(name) > 1), None)
         if twice is not None:
             raise InputError(f"two tools are named {twice!r}; rename one")
@@ -207,9 +214,11 @@ class ToolCall:
 
 
 def parsed_arguments(arguments: str) -> dict[str, Any] | str:
-    """Return arguments as an object; the text itself where they are none."""
+    """Return arguments as an object; the text itself where they are none that can be read."""
     try:
-        found = json.loads(arguments or "{}")
+        found = json.loads(arguments if arguments.strip() else "{}")
+        if "\\u" in arguments:  # may be half a pair of surrogates, which no tokenizer reads
+            json.dumps(found, ensure_ascii=False).encode()
     except (ValueError, RecursionError):
         return arguments
     return found if isinstance(found, dict) else arguments

@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from itertools import groupby, product
 from typing import Any, Literal
 
+from mmkv.calls.tools import parsed_arguments
 from mmkv.engine.errors import InputError
 
 Message = dict[str, Any]
@@ -256,11 +257,7 @@ def _with_arguments(call: Message) -> Message:
     """Return a call whose arguments are a dict, where they are one."""
     arguments = call["function"]["arguments"]
     if isinstance(arguments, str):
-        try:
-            read = json.loads(arguments) if arguments.strip() else {}
-        except (ValueError, RecursionError):
-            read = arguments
-        arguments = read if isinstance(read, dict) else arguments
+        arguments = parsed_arguments(arguments)
     return {**call, "function": {**call["function"], "arguments": arguments}}
 
 

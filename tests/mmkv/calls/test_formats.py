@@ -11,6 +11,8 @@ import pytest
 from mmkv.calls.formats import FORMATS, ToolFormat, format_of
 from mmkv.calls.parser import CallPiece, ParsedReply, ReplyParser, ThoughtMarks, parse
 from mmkv.calls.tools import Tool, ToolUse
+from mmkv.grammar import Grammars
+from tests.support.tool_templates import QWEN_XML, tool_tokenizer
 
 TOOLS = (
     Tool("click", "Click.", {"properties": {"x": {"type": "integer"}, "y": {"type": "integer"}}}),
@@ -118,3 +120,51 @@ def test_what_may_not_be_called_is_text() -> None:
 def test_a_template_tells_the_format(source: str | None, name: str) -> None:
     made: ToolFormat = format_of(source)
     assert made.name == name
+
+
+@pytest.mark.parametrize(
+    ("name", "reply"),
+    [
+        ("llama3", '{"type": "circle", "radius": 3, "te'),
+        ("llama3", '{"name": "Ann", "age": 3, "te'),
+        ("llama3", '{"type": 3'),
+        ("hermes", '<tool_call>\n{"name": "other", "arguments": {"x": '),
+        ("mistral", "[TOOL_CALLS][{x"),
+    ],
+)
+def test_an_object_that_is_no_call_is_not_held_back(name: str, reply: str) -> None:
+    """It comes while it is written, and is not lost where the reply is cut off."""
+    parser, made = _parser(name), ParsedReply()
+    for mark in reply:
+        made.add(parser.push(mark))
+    assert made.text[:8] == reply[:8]
+    made.add(parser.finish(cut=True))
+    assert (made.text, made.calls) == (reply, [])
+
+
+@pytest.mark.parametrize(
+    ("name", "reply"),
+    [
+        ("hermes", '<tool_call>\n{"arguments": %s, "name": "write"}\n</tool_call>'),
+        ("qwen-xml", "<tool_call>\n<function=write>\n<parameter=n>\n%s\n</parameter>\n"),
+        ("hermes", '<tool_call>\n{"name": "write", "arguments": "%s"}\n</tool_call>'),
+    ],
+)
+@pytest.mark.parametrize("value", ['"a\\ud800"', '{"n": [1, "\\udc00é"]}'])
+def test_half_a_pair_of_surrogates_stays_escaped(name: str, reply: str, value: str) -> None:
+    if '"%s"' in reply:
+        value = value.replace('"', '\\"')
+    (call,) = parse(_parser(name), reply % value).calls
+    assert call.arguments.encode() and "\\ud" in call.arguments
+
+
+def test_a_constant_text_is_written_as_it_is() -> None:
+    tool = Tool("pick", "", {"properties": {"a": {"type": "string", "const": "b c"}}})
+    tokenizer = tool_tokenizer(QWEN_XML)
+    grammars = Grammars(tokenizer, len(tokenizer), [tokenizer.eos_token_id])
+    grammar = FORMS["qwen-xml"]().grammar([tool], grammars.spell, False)
+    for value, fits in (("b c", True), ("other", False)):
+        call = f"<function=pick>\n<parameter=a>\n{value}\n</parameter>\n</function>"
+        ids = tokenizer(f"<tool_call>\n{call}\n</tool_call>", add_special_tokens=False)["input_ids"]
+        # Each begins at the beginning, though they share what was made of the grammar.
+        assert (grammars.matcher(grammar).try_consume_tokens(ids) == len(ids)) == fits
