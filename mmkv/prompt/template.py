@@ -100,6 +100,7 @@ class ChatTemplate:
         self._tokenizer, self.source, self._parts = tokenizer, source, parts
         self._placeholders = placeholders or {}
         self._cutter, self._tokens = Cutter(tokenizer, tokens), tokens
+        self._cutter_of_results = Cutter(tokenizer, [*tokens, *_marks_in(source, tokenizer)])
         self._values: dict[str, Any] = {}
         self._tools: list[dict[str, Any]] = []
         self._probed: list[TemplateSupport] = []  # shared by copies
@@ -342,7 +343,11 @@ class ChatTemplate:
         """Return the messages, their contents as parts, with special tokens in texts cut."""
         made = [self._plain_message(message) for message in messages]
         texts = [part["text"] for one in made for part in one["content"] if part["type"] == "text"]
-        if not self._cutter.finds("".join(texts)):  # all at once: a conversation can be long
+        returned = [one["content"] for one in made if one["role"] == "tool"]
+        results = [part.get("text", "") for content in returned for part in content]
+        # All at once: a conversation can be long.
+        found = self._cutter.finds("".join(texts))
+        if not found and not self._cutter_of_results.finds("".join(results)):
             return made
         for message in made:
             message["content"] = [dict(part) for part in message["content"]]
@@ -350,13 +355,16 @@ class ChatTemplate:
             [(part, self.markers if given.get("sampled") else ()) for part in message["content"]]
             for given, message in zip(messages, made, strict=True)
         ]
+        cutters = [
+            self._cutter_of_results if one["role"] == "tool" else self._cutter for one in made
+        ]
         if self.source is None:  # nothing stands between them then
-            contents = [[part for content in contents for part in content]]
-        for content in contents:
+            contents, cutters = [[part for content in contents for part in content]], [self._cutter]
+        for content, cutter in zip(contents, cutters, strict=True):
             for is_text, group in groupby(content, lambda pair: pair[0]["type"] == "text"):
                 side_by_side = list(group) if is_text else []
                 texts = [part["text"] for part, _ in side_by_side]
-                cut = self._cutter.cut(texts, [kept for _, kept in side_by_side])
+                cut = cutter.cut(texts, [kept for _, kept in side_by_side])
                 for (part, _), text in zip(side_by_side, cut, strict=True):
                     part["text"] = text
         return made
@@ -392,6 +400,16 @@ class ChatTemplate:
             part["text"] if part["type"] == "text" else self._placeholders.get(part["type"], "")
             for part in as_parts(message["content"])
         )
+
+
+def _marks_in(source: str | None, tokenizer: Any) -> list[str]:
+    """Return the tokens that a template writes and that are not special, as </tool_response>.
+
+    A tool could end its result with one, and speak as the user.
+    """
+    added = map(str, getattr(tokenizer, "added_tokens_decoder", {}).values())
+    marks = [one for one in added if one.strip() and not (one[0].isalnum() or one[-1].isalnum())]
+    return [one for one in marks if one in (source or "")]
 
 
 def as_parts(content: str | list[dict[str, Any]] | None) -> list[dict[str, Any]]:
