@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
 
     from mmkv.calls.formats import ToolFormat
+    from mmkv.calls.parser import ThoughtMarks
     from mmkv.calls.tools import ToolUse
 
 _TYPES = {
@@ -129,28 +130,39 @@ def _json_grammar(schema: Mapping[str, Any]) -> str:
 
 def _require_followed(grammar: str) -> None:
     """Raise InputError for a grammar that llguidance cannot follow."""
+    if wrong := _wrong_in(grammar):
+        raise _cannot_follow(wrong)
+
+
+@functools.lru_cache(maxsize=16)  # an agent sends the same tools with each of its steps
+def _wrong_in(grammar: str) -> str:
+    """Return why llguidance cannot follow a grammar; nothing where it can."""
     from llguidance import LLMatcher
 
     try:
-        wrong = LLMatcher.validate_grammar(grammar)
+        return LLMatcher.validate_grammar(grammar)
     except ValueError as error:
-        wrong = str(error)
-    if wrong:
-        raise _cannot_follow(wrong)
+        return str(error)
 
 
 def require_tools(format: ToolFormat, use: ToolUse) -> None:
     """Raise InputError, which names it, for a function whose schema cannot be followed."""
-    for tool in use.tools:
+    wrong = _wrong_in(format.grammar(use.tools, json.dumps, False))
+    for tool in use.tools if wrong else ():
         try:
             _require_followed(format.grammar((tool,), json.dumps, False))
         except InputError as error:
             raise InputError(f"the tool {tool.name}: {error}") from error
+    if wrong:
+        raise _cannot_follow(wrong)
 
 
 def _cannot_follow(reason: str) -> InputError:
     first = next(iter(reason.strip().splitlines()), "llguidance gave up")[:300]
     return InputError(f"the schema cannot be followed: {first}; simplify it")
+
+
+MOST_GRAMMARS = 8
 
 
 class Grammars:
@@ -162,6 +174,8 @@ class Grammars:
 
     def __init__(self, tokenizer: Any, vocabulary: int, eos: Collection[int]) -> None:
         self.tokenizer, self._vocabulary, self._eos = tokenizer, vocabulary, sorted(eos)
+        # The latest, at their beginnings: those of 128 tools take 50 ms to make, for each call.
+        self._made: dict[str, LLMatcher] = {}
 
     @functools.cached_property
     def known(self) -> LLTokenizer:
@@ -183,31 +197,38 @@ class Grammars:
         apart = token is not None and self.known.is_special_token(token)
         return f"<[{token}]>" if apart else json.dumps(text)
 
-    def shown(self, format: ToolFormat | None) -> frozenset[int]:
-        """Return the special tokens that are marks of calls, and so have to be shown."""
+    def shown(self, format: ToolFormat | None, thoughts: ThoughtMarks | None) -> frozenset[int]:
+        """Return the special tokens that are marks of calls or thoughts: they have to be shown."""
         marks = () if format is None else format.special
+        marks += () if thoughts is None else (thoughts.open, thoughts.close)
         found = [self.added[one] for one in marks if one in self.added]
         return frozenset(token for token, hidden in found if hidden)
 
-    def begin(self, rules: ReplyRules, thought_end: str | None = None) -> Constraint | None:
+    def begin(
+        self, rules: ReplyRules, marks: ThoughtMarks | None = None, opened: bool = False
+    ) -> Constraint | None:
         """Return the state before a reply's first token; None where nothing binds it.
 
         Args:
-            thought_end: the text behind which the rules hold; None: they hold from the beginning.
+            marks: of a thought that the reply may begin with, in which no rules hold; None: none.
+            opened: whether that has begun.
 
         Raises:
             InputError: llguidance cannot follow them.
         """
-        return RuleState(self, rules, thought_end) if rules.bind else None
+        return RuleState(self, rules, marks, opened) if rules.bind else None
 
     def matcher(self, grammar: str) -> LLMatcher:
         """Return the state at the beginning of a grammar. Raises InputError."""
         from llguidance import LLMatcher
 
-        made = LLMatcher(self.known, grammar)
+        made = self._made.pop(grammar, None) or LLMatcher(self.known, grammar)
         if made.is_error():
             raise _cannot_follow(made.get_error())
-        return made
+        self._made[grammar] = made
+        if len(self._made) > MOST_GRAMMARS:
+            del self._made[next(iter(self._made))]
+        return made.deep_copy()
 
 
 class Constraint(ABC):
@@ -239,12 +260,16 @@ class RuleState(Constraint):
     Text is free where they let it be; behind the opening of a call they bind it to the end of that.
     """
 
-    def __init__(self, grammars: Grammars, rules: ReplyRules, thought_end: str | None) -> None:
+    def __init__(
+        self, grammars: Grammars, rules: ReplyRules, marks: ThoughtMarks | None, opened: bool
+    ) -> None:
         self._grammars, self._rules = grammars, rules
         self._bytes = token_bytes(grammars.tokenizer)
-        self._thought_end = None if thought_end is None else thought_end.encode()
         self._matcher: LLMatcher | None = None
         self._whole = rules.grammar(grammars.spell)
+        self._thought_end = marks.close.encode() if marks is not None and opened else None
+        # Those of a thought that the model may begin by itself.
+        self._marks = marks if not opened and self._whole is None else None
         self._written = b""  # since a mark was found, or the last bytes of it
         self._only_blank = True
         if self._thought_end is None:
@@ -274,6 +299,8 @@ class RuleState(Constraint):
                 self._close()
             return
         self._written += self._bytes.of(token) or b""
+        if self._marks is not None and not self._begin(self._marks):
+            return
         if self._thought_end is not None:
             found = self._written.find(self._thought_end)
             if found >= 0:
@@ -285,6 +312,16 @@ class RuleState(Constraint):
                 self._written = self._written[-len(self._thought_end) :]
         else:
             self._look_for_call()
+
+    def _begin(self, marks: ThoughtMarks) -> bool:
+        """Find whether a thought begins; return whether that is known."""
+        bare, mark = self._written.lstrip(), marks.open.encode()
+        if bare.startswith(mark):
+            self._thought_end, self._written = marks.close.encode(), bare[len(mark) :]
+        elif mark.startswith(bare):
+            return False
+        self._marks = None
+        return True
 
     def _bind(self) -> None:
         if self._whole is not None:

@@ -233,6 +233,8 @@ class ChatCall:
         values = {name: given[name] for name in sorted(facts.template_variables & given.keys())}
         tools = [] if use is None else use.for_template()
         told = [one for one in (values, tools) if one]
+        if start is not None and tools != list(start.info.tools):
+            base_key = digest_of([start.info.base_key, tools])
         memory = [facts.base_key, chosen, caller.tenant, request.cache_salt]
         self.work = ChatWork(
             messages,

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from mmkv.engine.contents import Memory
     from mmkv.prompt.held import Held
     from mmkv.scheduler import Scheduler
-    from mmkv.server.prompts import Kind, Rendered
+    from mmkv.server.prompts import Kind, Rendered, Sampled
     from mmkv.server.store import HibernationFolder
     from mmkv.session import Session
 
@@ -43,8 +43,7 @@ class ConversationInfo:
         messages: with the digests of their media; none for one that is found by their keys.
         base_key: what else the memory depends on, see :func:`mmkv.server.prompts.chain`.
         memory: its numbers, where somebody may ask for them.
-        sampled: of replies with calls or thoughts, which messages they are, and how the model
-            wrote them; ``messages`` say so themselves.
+        sampled: the replies with calls or thoughts, as the model wrote them.
         tools: the functions that the model was told of, in OpenAI's form.
     """
 
@@ -53,7 +52,7 @@ class ConversationInfo:
     messages: tuple[Message, ...] = ()
     base_key: str = ""
     memory: Memory | None = None
-    sampled: tuple[tuple[int, str], ...] = ()
+    sampled: tuple[Sampled, ...] = ()
     tools: tuple[dict[str, Any], ...] = ()
 
 

@@ -32,6 +32,7 @@ from mmkv.server.errors import ApiError
 from mmkv.server.prompts import (
     Begun,
     Outline,
+    Sampled,
     Segment,
     chain,
     link,
@@ -317,7 +318,7 @@ class ConversationLookup:
             and count in {self._leading, whole - 1, whole} - {0}
         ):
             key, pages = self._keys[count - 1], self.engine.cache.held_pages(session.seq)
-            held = tuple(one for one in self._sampled() if one[0] < count)
+            held = tuple(one for one in self._sampled() if one.at < count)
             info = ConversationInfo(seen, outline.rendered(), sampled=held)
             self._prefix_cache.keep((key,), pages, session.fork, info, replied=False)
 
@@ -347,6 +348,7 @@ class ConversationLookup:
             messages,
             self.work.base_key,
             choice.memory,
+            sampled=self._sampled(choice.message),
             tools=tuple(self.work.tools),
         )
         self.work.result = self._conversations.keep(session, info)
@@ -370,10 +372,12 @@ class ConversationLookup:
         same = dict.fromkeys((choice.message, choice.message.stripped()))
         return tuple(link(self._keys[-1], one) for one in same)
 
-    def _sampled(self, *more: Message) -> tuple[tuple[int, str], ...]:
+    def _sampled(self, *more: Message) -> tuple[Sampled, ...]:
         """Return which messages are replies that are known as the model wrote them, and those."""
         messages = enumerate([*self.work.messages, *more])
-        return tuple((at, one.sampled) for at, one in messages if one.sampled is not None)
+        return tuple(
+            Sampled(at, one.sampled, one.thought) for at, one in messages if one.sampled is not None
+        )
 
     @property
     def _leading(self) -> int:
@@ -438,6 +442,7 @@ class ChatJob(EngineJob):
         self._outline: Outline | None = None
         self._read: Read | None = None
         self._prompt_end: list[int] = []  # its latest tokens
+        self._shown: frozenset[int] = frozenset()  # special tokens that are part of replies' texts
         self.writers: list[ScoredWriter] = []
         self.choices: list[Choice] = []
         self._dropped = False
@@ -542,7 +547,7 @@ class ChatJob(EngineJob):
         is better.
         """
         held, template, count = memory.held, self._template, len(shown)
-        said = dict(memory.info.sampled).get(count, template.prefix)
+        said = next((one.text for one in memory.info.sampled if one.at == count), template.prefix)
         if held is None or not held.ends_with_reply or template.source is None:
             return None
         if not said.endswith(template.prefix):
@@ -782,14 +787,14 @@ class ChatJob(EngineJob):
             before = outline.text.removesuffix(prefix)
             self.work.thought_opened = before.rstrip().endswith(marks.open)
         thinks = marks is not None and self.work.parser(0).thinks
-        close = marks.close if marks is not None and thinks else None
-        shown = self.grammars.shown(changes.rules.format)
+        first = marks if thinks else marks_if_first(marks, prefix)
+        self._shown = self.grammars.shown(changes.rules.format, marks)
         for at in range(self.work.choices):
             seed = None if sampling.seed is None else (sampling.seed + at) % 2**63
             own = replace(sampling, seed=seed)
-            bound = self.grammars.begin(changes.rules, close)
+            bound = self.grammars.begin(changes.rules, first, thinks)
             never = engine.media_token_ids
-            given = (tokenizer, own, engine.eos_token_ids, changes, bound, never, shown)
+            given = (tokenizer, own, engine.eos_token_ids, changes, bound, never, self._shown)
             writer = ScoredWriter(*given, marks_if_first(marks, prefix), self._prompt_end)
             if self.work.begun.text:
                 writer.follow_text()
@@ -839,7 +844,7 @@ class ChatJob(EngineJob):
     def _thought_tokens(self, ids: Sequence[int]) -> int:
         """Count the tokens of a reply up to the end of its thought."""
         assert self.work.thoughts is not None
-        detokenizer, text = Detokenizer(self.engine.processor.tokenizer), ""
+        detokenizer, text = Detokenizer(self.engine.processor.tokenizer, self._shown), ""
         for count, token in enumerate(ids, 1):
             text += detokenizer.push(token)
             if self.work.thoughts.close in text:

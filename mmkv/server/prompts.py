@@ -334,15 +334,30 @@ def reply_message(parsed: ParsedReply, sampled: str) -> Message:
     )
 
 
-def with_sampled(messages: Sequence[Message], sampled: Sequence[tuple[int, str]]) -> list[Message]:
+@dataclass(frozen=True)
+class Sampled:
+    """A reply with calls or a thought as the model wrote it.
+
+    Attributes:
+        at: which message it is; text: all of it; thought: in it, None where it has none.
+    """
+
+    at: int
+    text: str
+    thought: str | None
+
+
+def with_sampled(messages: Sequence[Message], sampled: Sequence[Sampled]) -> list[Message]:
     """Return messages of which some are replies that are known as the model wrote them.
 
     One that was sent with another thought stays as it was sent. Those behind them are left out.
     """
     made = list(messages)
-    for at, text in sampled:
-        if at < len(made) and made[at].sampled is None and (made[at].thought or "") in text:
-            made[at] = replace(made[at], sampled=text)
+    for one in sampled:
+        if one.at < len(made) and made[one.at].sampled is None:
+            sent = (made[one.at].thought or "").strip()
+            if sent in ("", (one.thought or "").strip()):
+                made[one.at] = replace(made[one.at], sampled=one.text)
     return made
 
 

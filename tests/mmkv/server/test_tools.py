@@ -11,8 +11,9 @@ import pytest
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
 
 from mmkv import Engine
+from mmkv.grammar import RuleState
 from mmkv.sampling import Sampler
-from tests.support.chat_models import picture
+from tests.support.chat_models import byte_tokenizer, picture, save_llama
 from tests.support.servers import Server, picture_part, serving
 from tests.support.tool_templates import (
     HERMES,
@@ -248,6 +249,9 @@ def _function(**fields: Any) -> dict[str, Any]:
     return {"type": "function", "function": {"name": "f", **fields}}
 
 
+LARGE = [function(f"f{i}", x={"type": "string", "description": "x" * 50_000}) for i in range(11)]
+
+
 @pytest.mark.parametrize(
     ("fields", "words"),
     [
@@ -257,6 +261,7 @@ def _function(**fields: Any) -> dict[str, Any]:
         ({"tools": [], "tool_choice": "required"}, "no tools"),
         ({"tool_choice": {"type": "function", "function": {"name": "other"}}}, "other"),
         ({"tool_choice": "all"}, "tool_choice"),
+        ({"tools": LARGE}, "send fewer tools"),
         ({"tools": [_function(parameters={"type": "array"})]}, "object"),
         ({"tools": [_function(strict=True, parameters={"properties": {"x": {"not": {}}}})]}, "f:"),
     ],
@@ -289,3 +294,120 @@ def test_a_session_keeps_tools_and_calls(
     assert [one["role"] for one in told] == ["user", "assistant", "tool", "assistant"]
     assert told[1]["tool_calls"] == [call] and told[2]["tool_call_id"] == call["id"]
     server.client.delete(f"/v1/sessions/{name}")
+
+
+def test_a_mark_of_calls_in_a_thought_binds_nothing(
+    server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where the model itself begins the thought, too; behind it the mark counts."""
+    thought = "<think>\nA <tool_call> may help.\n</think>\n\n"
+    _script(monkeypatch, "hermes", thought + CALLS["hermes"])
+    message = _replied(server, "hm")["choices"][0]["message"]
+    assert message["reasoning_content"] == "A <tool_call> may help."
+    assert message["content"] == "I look." and len(message["tool_calls"]) == 1
+    bound: list[bool] = []
+    take = RuleState.take
+
+    def noted(self: RuleState, token: int) -> None:
+        take(self, token)
+        bound.append(self.masks)
+
+    monkeypatch.setattr(RuleState, "take", noted)
+    _script(monkeypatch, "hermes", thought + CALLS["hermes"], "plain")
+    _replied(server, "hm, hm")
+    first = bound.index(True)
+    text = thought + CALLS["hermes"].partition("<tool_call>")[0]
+    assert first == len(tool_tokenizer(HERMES)(text)["input_ids"])
+
+
+def test_half_a_pair_of_surrogates_in_arguments_is_read_as_it_stands(server: Server) -> None:
+    call = {"id": "a", "type": "function", "function": {"name": "press"}}
+    call["function"] = {"name": "press", "arguments": '{"key": "\\ud800"}'}
+    said = [
+        {"role": "user", "content": "go"},
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "a", "content": "no"},
+    ]
+    _replied(server, *said, max_tokens=2)
+
+
+def _thought_and_call(server: Server, monkeypatch: pytest.MonkeyPatch) -> tuple[Any, Any]:
+    """Have the model think and call, with a blank line that its template would not write."""
+    reply = "<think>\nWhere? Left.\n</think>\n\n" + CALLS["hermes"].replace("\n", "\n\n", 1)
+    _script(monkeypatch, "hermes", reply)
+    made = _replied(server, "think of it")
+    return made, made["choices"][0]["message"]
+
+
+def test_a_thought_that_was_changed_is_read_as_it_was_sent(
+    server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made, message = _thought_and_call(server, monkeypatch)
+    call = message["tool_calls"][0]
+    resumed = {}
+    for thought in (None, " Where? Left.", "Where?", "Left. Where?"):
+        _script(monkeypatch, "hermes", "done")
+        back = {"role": "assistant", "content": message["content"], "tool_calls": [call]}
+        back |= {} if thought is None else {"reasoning_content": thought}
+        tool = {"role": "tool", "tool_call_id": call["id"], "content": "fine"}
+        again = _replied(server, {"role": "user", "content": "think of it"}, back, tool)
+        resumed[thought] = again["usage"]["mmkv"]["resumed"]
+    whole = made["usage"]["total_tokens"]
+    assert resumed[None] == resumed[" Where? Left."] == whole
+    assert resumed["Where?"] < whole and resumed["Left. Where?"] < whole
+
+
+def _responded(server: Server, said: list[Any], **fields: Any) -> dict[str, Any]:
+    tools = [{"type": "function", **one["function"]} for one in TOOLS]
+    body = {"model": "small", "input": said, "tools": tools, "max_output_tokens": 200}
+    answer = server.client.post("/v1/responses", json=body | fields)
+    assert answer.status_code == 200, answer.text
+    made: dict[str, Any] = answer.json()
+    return made
+
+
+def test_a_stored_response_is_gone_on_from_as_the_model_wrote_it(
+    server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Found by its messages, which a template would write in another way."""
+    reply = "<think>\nA\n</think>\n\n" + CALLS["hermes"].replace("\n", "\n\n", 1)
+    _script(monkeypatch, "hermes", reply, "done")
+    said: list[Any] = [{"role": "user", "content": "store it"}]
+    first = _responded(server, said)
+    result = {"type": "function_call_output", "output": "fine"}
+    result["call_id"] = first["output"][-1]["call_id"]
+    again = _responded(server, [*said, *first["output"], result])
+    assert again["usage"]["mmkv"]["resumed"] == first["usage"]["total_tokens"]
+
+
+def test_a_turn_with_other_tools_leaves_nothing_to_those_with_the_first(
+    server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _script(monkeypatch, "hermes", "one", "two", "three")
+    said: list[Any] = [{"role": "user", "content": "with these"}]
+    first = _responded(server, said)
+    other = [{"type": "function", "name": "other", "parameters": {"type": "object"}}]
+    more = {"role": "user", "content": "and now"}
+    fields = {"previous_response_id": first["id"], "store": False}
+    _responded(server, [more], tools=other, **fields)
+    said += [{"role": "assistant", "content": "one"}, more]
+    said += [{"role": "assistant", "content": "two"}, {"role": "user", "content": "so?"}]
+    again = _responded(server, said)
+    assert again["usage"]["mmkv"]["resumed"] == first["usage"]["total_tokens"]
+
+
+def test_marks_of_thoughts_that_are_special_tokens_are_found(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tokenizer = byte_tokenizer(HERMES)
+    tokenizer.add_special_tokens(
+        {"extra_special_tokens": ["<think>", "</think>"]}, replace_extra_special_tokens=False
+    )
+    folder = save_llama(tmp_path, tokenizer=tokenizer)
+    reply = [*tokenizer("<think>hm</think>yes")["input_ids"], tokenizer.eos_token_id]
+    with serving(lambda: _load(folder)) as made:
+        monkeypatch.setattr(Sampler, "draw", lambda *_: reply.pop(0))
+        answer = _replied(made, "go", tools=None)
+    message = answer["choices"][0]["message"]
+    assert (message["reasoning_content"], message["content"]) == ("hm", "yes")
+    assert answer["usage"]["completion_tokens_details"]["reasoning_tokens"] == 4
