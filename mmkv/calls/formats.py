@@ -7,7 +7,7 @@ import re
 import string
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, TypeGuard
 
 from mmkv.calls.parser import CallCounter, CallReader, Event, JsonSpan, open_tail
 from mmkv.calls.tools import call_id
@@ -278,7 +278,7 @@ def _json_text(value: Any) -> str:
     return made if _is_whole(made) else json.dumps(value)
 
 
-def _is_whole(text: Any) -> bool:
+def _is_whole(text: Any) -> TypeGuard[str]:
     """Whether it is a text without half a pair of surrogates."""
     return isinstance(text, str) and text == text.encode(errors="ignore").decode()
 
