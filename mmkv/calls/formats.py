@@ -464,7 +464,13 @@ class QwenXml(ToolFormat):
             for k, (key, schema) in enumerate(_properties(tool).items()):
                 places.append(f"p_{i}_{k}" + ("" if key in required else "?"))
                 rules += self._parameter(f"{i}_{k}", tool, key, schema, spell)
+            if (
+                tool.schema.get("additionalProperties", "properties" not in tool.schema)
+                is not False
+            ):
+                places.append(f"other{{0,{MOST_CALLS}}}")  # of any name
             rules.append(" ".join([f"call_{i}:", begin, *places, end]))
+        rules.append(f"other: {spell('<parameter=')} /[^<>\\n]+/ {spell('>' + chr(10))} rest")
         rules.append('rest[suffix="\\n</parameter>\\n"]: /(?s:.*)/')
         return ["body: " + " | ".join(f"call_{i}" for i in range(len(tools))), *rules]
 

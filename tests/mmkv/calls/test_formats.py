@@ -158,13 +158,39 @@ def test_half_a_pair_of_surrogates_stays_escaped(name: str, reply: str, value: s
     assert call.arguments.encode() and "\\ud" in call.arguments
 
 
-def test_a_constant_text_is_written_as_it_is() -> None:
-    tool = Tool("pick", "", {"properties": {"a": {"type": "string", "const": "b c"}}})
+SCHEMAS: dict[str, dict[str, Any]] = {
+    "const": {"properties": {"a": {"type": "string", "const": "b c"}}},
+    "open": {"type": "object"},
+    "more": {"properties": {"a": {"type": "integer"}}, "additionalProperties": True},
+    "none": {"type": "object", "properties": {}},
+}
+
+
+@pytest.mark.parametrize(
+    ("schema", "given", "fits"),
+    [
+        ("const", {"a": "b c"}, True),
+        ("const", {"a": "other"}, False),
+        ("open", {"a": "b", "<": "c"}, False),
+        ("open", {"a": "b", "any name": "c"}, True),
+        ("more", {"a": "1", "b": "c"}, True),
+        ("more", {"a": "b c"}, False),
+        ("none", {}, True),
+        ("none", {"a": "b"}, False),
+    ],
+)
+def test_what_a_schema_lets_be_written_as_parameters(
+    schema: str, given: dict[str, str], fits: bool
+) -> None:
+    tool = Tool("pick", "", SCHEMAS[schema])
     tokenizer = tool_tokenizer(QWEN_XML)
     grammars = Grammars(tokenizer, len(tokenizer), [tokenizer.eos_token_id])
     grammar = FORMS["qwen-xml"]().grammar([tool], grammars.spell, False)
-    for value, fits in (("b c", True), ("other", False)):
-        call = f"<function=pick>\n<parameter=a>\n{value}\n</parameter>\n</function>"
-        ids = tokenizer(f"<tool_call>\n{call}\n</tool_call>", add_special_tokens=False)["input_ids"]
-        # Each begins at the beginning, though they share what was made of the grammar.
+    each = "".join(f"<parameter={key}>\n{value}\n</parameter>\n" for key, value in given.items())
+    call = f"<tool_call>\n<function=pick>\n{each}</function>\n</tool_call>"
+    ids = tokenizer(call, add_special_tokens=False)["input_ids"]
+    for _ in range(2):  # each at the beginning, though they share what was made of the grammar
         assert (grammars.matcher(grammar).try_consume_tokens(ids) == len(ids)) == fits
+    if fits:
+        (made,) = parse(ReplyParser(FORMS["qwen-xml"](), ToolUse((tool,))), call).calls
+        assert [*json.loads(made.arguments)] == [*given]
