@@ -207,7 +207,7 @@ class Body(StrictModel):
 
 
 # With some chat templates, finding where each ends renders all before it, on the engine thread.
-MOST_MESSAGES = 512
+MOST_MESSAGES = 1024
 
 
 # What would change the answer and is not done here: by field, the values that ask for what happens
