@@ -16,6 +16,7 @@ from mmkv.server.engine_thread import Done
 from mmkv.server.errors import ApiError
 from mmkv.server.reply import ReplyResponse, usage_json
 from mmkv.server.schema import (
+    NO_TOOLS,
     UNSUPPORTED,
     ChatRequest,
     Count,
@@ -40,12 +41,16 @@ if TYPE_CHECKING:
 class CompletionRequest(ReplyRequest):
     """A request to continue a text."""
 
-    refused: ClassVar[dict[str, tuple[Any, ...]]] = UNSUPPORTED | {
-        "messages": (),
-        "response_format": ({"type": "text"},),
-        "suffix": ("",),
-        **dict.fromkeys(("chat_template_kwargs", "enable_thinking"), ()),
-    }
+    refused: ClassVar[dict[str, tuple[Any, ...]]] = (
+        UNSUPPORTED
+        | NO_TOOLS
+        | {
+            "messages": (),
+            "response_format": ({"type": "text"},),
+            "suffix": ("",),
+            **dict.fromkeys(("chat_template_kwargs", "enable_thinking"), ()),
+        }
+    )
 
     model: str
     prompt: str | Annotated[list[Any], Field(max_length=1)]

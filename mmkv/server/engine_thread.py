@@ -15,15 +15,17 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeVar
 from weakref import WeakSet
 
+from mmkv.calls.formats import format_of
+from mmkv.calls.parser import thought_marks
 from mmkv.engine.budgets import why_unbound
 from mmkv.engine.errors import STOPS, BudgetError, MmkvError, SessionError, as_exception
 from mmkv.engine.memory import keep_freed, resident_bytes
+from mmkv.grammar import Grammars
 from mmkv.sampling import Sampling
 from mmkv.scheduler import Limits, Scheduler
 from mmkv.scheduler.replies import EngineExecutor
 from mmkv.server.conversations import ConversationStore, PrefixCache
 from mmkv.server.errors import ApiError
-from mmkv.server.grammar import Grammars
 from mmkv.server.job import ChatJob, ChatWork, ConversationLookup
 from mmkv.server.prompts import ContextBounds, digest_of
 from mmkv.server.reply import FINISH
@@ -650,6 +652,8 @@ def _facts(engine: Engine, lookahead: float) -> Facts:
         frame_rule=engine.processor.frame_rule,
         picture_rules=_picture_rules(engine),
         template_variables=engine.processor.template.variables,
+        call_format=format_of(engine.processor.template.source),
+        thoughts=thought_marks(engine.processor.template.source),
         context_bounds=ContextBounds(engine.processor.tokenizer, engine.spec.max_position),
     )
 

@@ -7,6 +7,7 @@ behind; how many tokens it has read and entries evicted, by modality.
 from __future__ import annotations
 
 import math
+import secrets
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -15,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
+from mmkv.calls.parser import ReplyParser, ThoughtMarks, parse
 from mmkv.engine.budgets import page_bound
 from mmkv.engine.contents import MODALITIES
 from mmkv.engine.errors import InputError
@@ -26,7 +28,16 @@ from mmkv.scheduler.contract import Reservation
 from mmkv.scheduler.replies import DecodingReply, EngineJob
 from mmkv.server.conversations import ConversationInfo
 from mmkv.server.errors import ApiError
-from mmkv.server.prompts import Outline, Segment, chain, link, outline, pictures_in, reply_message
+from mmkv.server.prompts import (
+    Outline,
+    Segment,
+    chain,
+    link,
+    outline,
+    pictures_in,
+    reply_message,
+    with_sampled,
+)
 from mmkv.server.writer import LogitSettings, ScoredWriter
 from mmkv.turn import agreed, kept_tokens, text_before_media, without_first
 
@@ -34,10 +45,10 @@ if TYPE_CHECKING:
     from mmkv.api import Engine
     from mmkv.engine.budget import Budget
     from mmkv.engine.contents import Memory
+    from mmkv.grammar import Grammars
     from mmkv.prompt.held import Rewrites
     from mmkv.prompt.template import ChatTemplate
     from mmkv.server.conversations import ConversationState, ConversationStore, PrefixCache
-    from mmkv.server.grammar import Grammars
     from mmkv.server.prompts import Message
     from mmkv.session import Session
 
@@ -57,8 +68,10 @@ class ChatWork:
         weight: of its sessions in a shared budget.
         start: the conversation that the request continues; ``messages`` begin with its own.
         rewrites: see :class:`mmkv.Session`.
-        template_values: what the chat template is told beside the messages; raw: whether there is
-            none, and the messages' texts are read as they stand.
+        template_values, tools: what the chat template is told beside the messages.
+        raw: whether there is no template, and the messages' texts are read as they stand.
+        thoughts: the marks of thoughts, where the model has some; thought_opened: whether the
+            prompt ended with one's opening, once that is known.
         keep: whether the conversation after the reply is kept, in ``result`` when that is done.
     """
 
@@ -75,15 +88,32 @@ class ChatWork:
     keep: bool = False
     rewrites: Rewrites = "reread"
     template_values: dict[str, Any] = field(default_factory=dict)
+    tools: list[dict[str, Any]] = field(default_factory=list)
     raw: bool = False
+    thoughts: ThoughtMarks | None = None
+    thought_opened: bool = False
     result: ConversationState | None = None
+    _seed: str = field(default_factory=lambda: secrets.token_hex(16))
+
+    def parser(self, index: int) -> ReplyParser:
+        """Return what takes the reply of an index apart; the ids of its calls are always the same.
+
+        To be called once ``thought_opened`` is known: when a reply has begun.
+        """
+        rules = self.logit_settings.rules
+        seed = f"{self._seed}:{index}"
+        return ReplyParser(rules.format, rules.use, self.thoughts, self.thought_opened, seed)
+
+    def reply_message(self, index: int, text: str, cut: bool) -> Message:
+        """Return a reply as the message that a client sends back; ``cut``: it was cut off."""
+        return reply_message(parse(self.parser(index), text, cut), text)
 
 
 @dataclass
 class Choice:
-    """One finished reply."""
+    """One finished reply; ``message``: what a client sends back of it."""
 
-    text: str
+    message: Message
     tokens: int
     finish_reason: str
     memory: Memory | None
@@ -258,7 +288,8 @@ class ConversationLookup:
             and count in {self._leading, whole - 1, whole} - {0}
         ):
             key, pages = self._keys[count - 1], self.engine.cache.held_pages(session.seq)
-            info = ConversationInfo(seen, outline.rendered())
+            held = tuple(one for one in self._sampled() if one[0] < count)
+            info = ConversationInfo(seen, outline.rendered(), sampled=held)
             self._prefix_cache.keep((key,), pages, session.fork, info, replied=False)
 
     def keep_after(
@@ -272,9 +303,7 @@ class ConversationLookup:
         if self.work.keep:
             self._keep_whole(session, choice, seen, outline)
         # After a stop text the session holds words that the client never saw.
-        elif choice.finish_reason == "stop" or not self._keep_reply(
-            session, choice.text, seen, outline
-        ):
+        elif choice.finish_reason == "stop" or not self._keep_reply(session, choice, seen, outline):
             session.close()
 
     def _keep_whole(
@@ -282,25 +311,35 @@ class ConversationLookup:
     ) -> None:
         assert choice.memory is not None
         read = [message.without_urls() for message in self.work.messages]
-        messages = (*read, reply_message(choice.text))
+        messages = (*read, choice.message)
         info = ConversationInfo(
-            seen, outline.rendered(), messages, self.work.base_key, choice.memory
+            seen,
+            outline.rendered(),
+            messages,
+            self.work.base_key,
+            choice.memory,
+            tools=tuple(self.work.tools),
         )
         self.work.result = self._conversations.keep(session, info)
 
     def _keep_reply(
-        self, session: Session, text: str, seen: tuple[int, ...], outline: Outline
+        self, session: Session, choice: Choice, seen: tuple[int, ...], outline: Outline
     ) -> bool:
         if not self._shares:
             return False
         # Clients may send the reply back without the spaces around it.
-        texts = dict.fromkeys((text, text.strip()))
-        keys = tuple(link(self._keys[-1], reply_message(one)) for one in texts)
+        same = dict.fromkeys((choice.message, choice.message.stripped()))
+        keys = tuple(link(self._keys[-1], one) for one in same)
         pages = self.engine.cache.held_pages(session.seq)
-        info = ConversationInfo(seen, outline.rendered())
+        info = ConversationInfo(seen, outline.rendered(), sampled=self._sampled(choice.message))
         if self.work.start is None:
             self._prefix_cache.leave_behind(self._keys[self._leading : -2])
         return self._prefix_cache.keep(keys, pages, lambda: session, info, replied=True)
+
+    def _sampled(self, *more: Message) -> tuple[tuple[int, str], ...]:
+        """Return which messages are replies that are known as the model wrote them, and those."""
+        messages = enumerate([*self.work.messages, *more])
+        return tuple((at, one.sampled) for at, one in messages if one.sampled is not None)
 
     @property
     def _leading(self) -> int:
@@ -421,11 +460,12 @@ class ChatJob(EngineJob):
         """
         work, engine, held = self.work, self.engine, 0
         work.messages = messages
-        shown = [message.for_template() for message in messages]
         for count, memory in self.conversations.find():
-            found = self._continued(shown, count, memory)
+            known = with_sampled(messages, memory.info.sampled)
+            found = self._continued([one.for_template() for one in known], count, memory)
             if found is None:
                 continue
+            work.messages = known
             held, (self.live, self._outline) = count, found
             self.conversations.touch(memory)
             self.conversations.leave_shared_budget()
@@ -525,10 +565,10 @@ class ChatJob(EngineJob):
 
     @property
     def _template(self) -> ChatTemplate:
-        template = self.engine.processor.template
-        return (
-            template.as_raw() if self.work.raw else template.with_values(self.work.template_values)
-        )
+        template, work = self.engine.processor.template, self.work
+        if work.raw:
+            return template.as_raw()
+        return template.with_values(work.template_values).with_tools(work.tools)
 
     @property
     def _rule(self) -> bool | None:
@@ -622,12 +662,18 @@ class ChatJob(EngineJob):
         engine, sampling, session = self.engine, self.work.sampling, self.live
         assert session is not None
         changes, tokenizer = self.work.logit_settings, engine.processor.tokenizer
+        marks, outline = self.work.thoughts, self._outline
+        if marks is not None and outline is not None:
+            self.work.thought_opened = outline.text.rstrip().endswith(marks.open)
+        close = marks.close if marks is not None and self.work.thought_opened else None
+        shown = self.grammars.shown(changes.rules.format)
         for at in range(self.work.choices):
             seed = None if sampling.seed is None else (sampling.seed + at) % 2**63
             own = replace(sampling, seed=seed)
-            grammar = None if changes.grammar is None else self.grammars.begin(changes.grammar)
+            bound = self.grammars.begin(changes.rules, close)
             never = engine.media_token_ids
-            writer = ScoredWriter(tokenizer, own, engine.eos_token_ids, changes, grammar, never)
+            given = (tokenizer, own, engine.eos_token_ids, changes, bound, never, shown)
+            writer = ScoredWriter(*given)
             token = writer.begin(logits, session.read_ids)
             fork = session if at == 0 else session.fork()
             self.decoding.append(DecodingReply(fork, writer, -1 if token is None else token))
@@ -655,8 +701,11 @@ class ChatJob(EngineJob):
             writer, session = one.writer, one.session
             reply = writer.reply(self.counts.prompt_tokens, session.memory())
             session.note_reply(writer, reply.text)
+            message = self.work.reply_message(
+                len(self.choices), reply.text, reply.finish_reason == "length"
+            )
             self.choices.append(
-                Choice(reply.text, len(reply.token_ids), reply.finish_reason, reply.memory)
+                Choice(message, len(reply.token_ids), reply.finish_reason, reply.memory)
             )
             if self._dropped:
                 session.close()

@@ -15,17 +15,20 @@ from fastapi import Response
 from fastapi.responses import JSONResponse
 from starlette.types import Message, Receive, Scope, Send
 
+from mmkv.calls.parser import CallPiece, CallStart, TextPiece, ThoughtPiece
 from mmkv.engine.errors import STOPS
 from mmkv.server.errors import api_error
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from mmkv.calls.parser import Event, ParsedReply
     from mmkv.server.job import Usage
     from mmkv.server.writer import Spelled
 
 
 FINISH = {"eos": "stop", "stop": "stop", "length": "length", "context": "length"}
+FINISH["calls"] = "tool_calls"  # a reply that stops, with calls
 
 
 @dataclasses.dataclass
@@ -88,7 +91,7 @@ def rendered(data: Any, ascii: bool = False) -> bytes:
 
 def completion(
     head: ReplyHead,
-    texts: Sequence[str],
+    replies: Sequence[ParsedReply],
     reasons: Sequence[str],
     rows: Sequence[LogprobRows] | None,
     usage: Usage,
@@ -97,18 +100,44 @@ def completion(
     choices: list[dict[str, Any]] = [
         {
             "index": index,
-            "message": {
-                "role": "assistant",
-                "content": text,
-                "refusal": None,
-                "annotations": [],
-            },
+            "message": message_json(parsed),
             "logprobs": None if rows is None else {"content": rows[index], "refusal": None},
             "finish_reason": FINISH[reason],
         }
-        for index, (text, reason) in enumerate(zip(texts, reasons, strict=True))
+        for index, (parsed, reason) in enumerate(zip(replies, reasons, strict=True))
     ]
     return head.fields("chat.completion") | {"choices": choices, "usage": usage_json(usage)}
+
+
+def message_json(parsed: ParsedReply) -> dict[str, Any]:
+    """Return a whole reply as OpenAI's message."""
+    text = None if parsed.calls and not parsed.text else parsed.text
+    made: dict[str, Any] = {
+        "role": "assistant",
+        "content": text,
+        "refusal": None,
+        "annotations": [],
+    }
+    if parsed.thought is not None:
+        made["reasoning_content"] = parsed.thought
+    if parsed.calls:
+        made["tool_calls"] = [one.as_json() for one in parsed.calls]
+    return made
+
+
+def delta(event: Event) -> dict[str, Any]:
+    """Return a piece of a reply as OpenAI's delta; empty for one that says nothing."""
+    if isinstance(event, TextPiece):
+        return {"content": event.text}
+    if isinstance(event, ThoughtPiece):
+        return {"reasoning_content": event.text}
+    if isinstance(event, CallStart):
+        own = {"name": event.name, "arguments": ""}
+        call = {"index": event.index, "id": event.id, "type": "function", "function": own}
+        return {"tool_calls": [call]}
+    if isinstance(event, CallPiece):
+        return {"tool_calls": [{"index": event.index, "function": {"arguments": event.text}}]}
+    return {}
 
 
 def chunk(

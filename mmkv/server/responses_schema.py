@@ -10,6 +10,7 @@ from pydantic import BaseModel, ConfigDict, Field, StrictBool
 from mmkv.server.errors import ApiError
 from mmkv.server.schema import (
     MOST_MESSAGES,
+    NO_TOOLS,
     UNSUPPORTED,
     CacheHint,
     ChatMessage,
@@ -110,17 +111,21 @@ class TextOptions(OpenModel):
 class ResponseRequest(ReplyRequest):
     """A request for a response."""
 
-    refused = UNSUPPORTED | {
-        "background": (False,),
-        **dict.fromkeys(("conversation", "prompt"), ()),
-        # What a chat takes, and this API does not have.
-        **dict.fromkeys(
-            "messages max_tokens max_completion_tokens response_format logprobs stop "
-            "stop_token_ids logit_bias cache_salt generation_config".split(),
-            (),
-        ),
-        "n": (1,),
-    }
+    refused = (
+        UNSUPPORTED
+        | NO_TOOLS
+        | {
+            "background": (False,),
+            **dict.fromkeys(("conversation", "prompt"), ()),
+            # What a chat takes, and this API does not have.
+            **dict.fromkeys(
+                "messages max_tokens max_completion_tokens response_format logprobs stop "
+                "stop_token_ids logit_bias cache_salt generation_config".split(),
+                (),
+            ),
+            "n": (1,),
+        }
+    )
 
     model: str
     input: (

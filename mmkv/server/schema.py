@@ -23,6 +23,7 @@ from pydantic import (
     model_validator,
 )
 
+from mmkv.calls.tools import MOST_TOOLS, ToolCall, arguments_text
 from mmkv.engine.budget import Budget
 from mmkv.engine.errors import MmkvError
 from mmkv.server.errors import ApiError
@@ -68,7 +69,13 @@ class StrictModel(BaseModel):
 
 
 class OpenModel(BaseModel):
-    """An object that clients give fields of their own; :func:`unread_fields` lists them."""
+    """An object that clients give fields of their own; :func:`unread_fields` lists them.
+
+    Attributes:
+        read: fields that have an effect, and the names of which other objects have without one.
+    """
+
+    read: ClassVar[frozenset[str]] = frozenset()
 
     model_config = ConfigDict(extra="allow")
 
@@ -155,6 +162,27 @@ ContentPart = Annotated[
 Content = str | Annotated[list[ContentPart], Field(fail_fast=True)]
 
 
+class CalledFunction(OpenModel):
+    """A function, and its arguments as JSON text."""
+
+    read = frozenset({"name"})
+
+    name: Annotated[str, Field(max_length=128)]
+    arguments: str | dict[str, Any] | None = None
+
+
+class CalledTool(OpenModel):
+    """A call in an earlier message of the assistant."""
+
+    id: Short | None = None
+    type: Literal["function"] | None = None
+    function: CalledFunction
+
+
+# In one message of a history.
+MOST_CALLS = 128
+
+
 class ChatMessage(OpenModel):
     """One message."""
 
@@ -162,12 +190,12 @@ class ChatMessage(OpenModel):
     content: Content | None = None
     name: str | None = None
     refusal: str | None = None
-    tool_calls: Any = None
-    tool_call_id: Any = None
+    tool_calls: Annotated[list[CalledTool], Field(max_length=MOST_CALLS)] | None = None
+    tool_call_id: Short | None = None
     function_call: Any = None
     audio: Any = None
     annotations: Any = None
-    reasoning_content: Any = None
+    reasoning_content: str | None = None
 
 
 class StreamOptions(OpenModel):
@@ -213,9 +241,6 @@ MOST_MESSAGES = 1024
 # What would change the answer and is not done here: by field, the values that ask for what happens
 # anyway.
 UNSUPPORTED: dict[str, tuple[Any, ...]] = {
-    "tools": ([],),
-    "tool_choice": ("none", "auto"),
-    "parallel_tool_calls": (True, False),
     "functions": ([],),
     "function_call": ("none", "auto"),
     "modalities": (["text"],),
@@ -252,6 +277,14 @@ UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "skip_special_tokens": (True,),
     # Others.
     **dict.fromkeys(("mm_processor_kwargs", "lora_request", "adapter"), ({},)),
+}
+
+
+# Of those that call no functions.
+NO_TOOLS: dict[str, tuple[Any, ...]] = {
+    "tools": ([],),
+    "tool_choice": ("none", "auto"),
+    "parallel_tool_calls": (True, False),
 }
 
 
@@ -312,6 +345,9 @@ class ChatRequest(ReplyRequest):
     user: Short | None = None
     safety_identifier: Short | None = None
     response_format: Any = None
+    tools: Annotated[list[Any], Field(max_length=MOST_TOOLS)] | None = None
+    tool_choice: Any = None
+    parallel_tool_calls: StrictBool | None = None
     # Of no consequence here, but with limits of OpenAI's.
     metadata: Metadata | None = None
     prompt_cache_key: Short | None = None
@@ -323,9 +359,8 @@ class ChatRequest(ReplyRequest):
 
 # Known here, and without effect on an answer.
 HINTS = frozenset(
-    "metadata prompt_cache_key prompt_cache_retention service_tier verbosity "
-    "reasoning_effort truncation reasoning max_tool_calls name annotations reasoning_content "
-    "include_obfuscation".split()
+    "metadata prompt_cache_key prompt_cache_retention service_tier verbosity reasoning_effort "
+    "truncation reasoning max_tool_calls name annotations include_obfuscation".split()
 )
 
 
@@ -365,7 +400,7 @@ def _whole(text: str) -> bool:
     return True
 
 
-_OF_TOOLS = ("tool_calls", "function_call", "audio")
+_NOT_READ = ("function_call", "audio")
 # What a header and a log can bear of names that a client has chosen.
 MOST_NAMES, _LONGEST_NAME = 32, 64
 
@@ -395,7 +430,8 @@ def unread_fields(request: ReplyRequest, strict: bool) -> list[str]:
                 raise ApiError(400, what, "invalid_value", shown)
             shown = re.sub(r"\[\d+\]", "", place) + name
             found.add(shown_name(shown))
-        hints = [n for n in HINTS & part.model_fields_set if getattr(part, n) is not None]
+        read = part.read if isinstance(part, OpenModel) else frozenset()
+        hints = [n for n in (HINTS & part.model_fields_set) - read if getattr(part, n) is not None]
         found |= {re.sub(r"\[\d+\]", "", place) + name for name in hints}
     return sorted(found)
 
@@ -429,9 +465,9 @@ def refuse_unsupported(request: ChatRequest) -> None:
     refuse_fields(request)
     for index, message in enumerate(request.messages):
         where = f"messages[{index}]"
-        if message.role in ("tool", "function"):
-            raise unsupported(f"{where}.role", f"messages of role {message.role} are not supported")
-        for name in _OF_TOOLS:
+        if message.role == "function":
+            raise unsupported(f"{where}.role", "messages of role function are old; use role tool")
+        for name in _NOT_READ:
             if getattr(message, name, None):
                 raise unsupported(f"{where}.{name}", f"{name} in messages is not supported")
 
@@ -452,16 +488,19 @@ def unsupported(param: str, message: str) -> ApiError:
     return ApiError(400, message, "unsupported_parameter", param)
 
 
-def conversation(messages: list[ChatMessage], sees: bool, watches: bool) -> list[Message]:
+def conversation(
+    messages: list[ChatMessage], sees: bool, watches: bool, before: Sequence[Message] = ()
+) -> list[Message]:
     """Return the messages, neighbouring texts put together; ``developer`` is ``system`` here.
 
     Args:
         sees, watches: whether the model takes pictures, videos.
+        before: the messages of the conversation that is gone on from.
 
     Raises:
-        ApiError: a part that cannot be read, an empty message.
+        ApiError: a part that cannot be read, an empty message, a result of no call.
     """
-    found = []
+    found: list[Message] = []
     for index, message in enumerate(messages):
         where = f"messages[{index}].content"
         content = message.content if message.content is not None else message.refusal
@@ -476,14 +515,38 @@ def conversation(messages: list[ChatMessage], sees: bool, watches: bool) -> list
                 part = Part("text", parts.pop().text + part.text)
             parts.append(part)
         role = "system" if message.role == "developer" else message.role
-        if not parts and role != "assistant":
+        if not parts and role not in ("assistant", "tool"):
             raise ApiError(400, f"{where} is empty; say something", "invalid_value", where)
-        found.append(Message(role, tuple(part for part in parts if part.url or part.text)))
-    if found[-1].role != "user":
+        own = tuple(part for part in parts if part.url or part.text)
+        found.append(
+            Message(role, own, **_more_of(message, f"messages[{index}]", [*before, *found]))
+        )
+    if found[-1].role not in ("user", "tool"):
         raise ApiError(
             400, "the last message has to be the user's", "invalid_value", "messages[-1].role"
         )
     return found
+
+
+def _more_of(message: ChatMessage, where: str, before: Sequence[Message]) -> dict[str, Any]:
+    """Return what a message has beside its parts: calls, a thought, which call it answers."""
+    if message.role == "assistant":
+        calls = []
+        for one in message.tool_calls or ():
+            text = arguments_text(one.function.arguments or "")
+            calls.append(ToolCall(one.function.name, text, *filter(None, [one.id])))
+        return {"calls": tuple(calls), "thought": message.reasoning_content or None}
+    if message.tool_calls:
+        what = f"calls stand in messages of the assistant, not {message.role}"
+        raise ApiError(400, what, "invalid_value", f"{where}.tool_calls")
+    if message.role != "tool":
+        return {}
+    made = [one for said in before for one in said.calls]
+    named = next((one.name for one in reversed(made) if one.id == message.tool_call_id), None)
+    if not made or (message.tool_call_id is not None and named is None):
+        what = f"{where}.tool_call_id names no call of a message before it"
+        raise ApiError(400, what, "invalid_value", f"{where}.tool_call_id")
+    return {"call_id": message.tool_call_id, "name": named or message.name}
 
 
 _PARTS: dict[str, type[BaseModel]] = {
@@ -539,8 +602,9 @@ def _require_taken(part: Part, role: str, sees: bool, watches: bool, where: str)
         raise ApiError(400, f"{where} has an empty url", "invalid_value", where)
     if not (sees if part.kind == "image" else watches):
         raise unsupported(where, f"this model takes no {part.kind}s")
-    if role != "user":
-        raise unsupported(where, f"pictures and videos stand in messages of the user, not {role}")
+    if role not in ("user", "tool"):
+        what = f"pictures and videos stand in messages of the user and of tools, not {role}"
+        raise unsupported(where, what)
 
 
 def budget_of(options: MmkvOptions | None) -> Budget | None:
