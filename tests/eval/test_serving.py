@@ -3,23 +3,29 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import re
 import time
 from argparse import Namespace
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from mmkv import Engine
+from mmkv.eval.serving import agent
 from mmkv.eval.serving.long_dialogue import CHAT, RESPONSES, dialogue
 from mmkv.eval.serving.overload import Arrived, arrive, summary
 from mmkv.eval.serving.servers import mmkv_serve, stream_chat
 from mmkv.eval.serving.soak import MODEL, kill_while_saving, slope, soak
 from mmkv.eval.serving.streams import load, with_context
 from mmkv.server.engine_thread import EngineCore
+from mmkv.training.data.scenes import render
 from tests.support.chat_models import save_qwen3_vl
 from tests.support.servers import Server, serving
+from tests.training.data.test_scenes import read_cells
 
 
 @pytest.fixture(scope="module")
@@ -61,6 +67,77 @@ def test_a_turn_reads_its_own_tokens(server: Server, way: str) -> None:
     rows = dialogue(server, way, 7, 4, 3)  # type: ignore[arg-type]
     assert all(row["read"] == row["own"] > 0 for row in rows[1:])
     assert [row["prompt"] for row in rows] == sorted({row["prompt"] for row in rows})
+
+
+@pytest.mark.parametrize("way", [agent.CHAT, agent.RESPONSES])
+def test_an_agent_reads_nothing_twice(
+    server: Server, way: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own_process = SimpleNamespace(pid=os.getpid())
+    monkeypatch.setattr(server, "process", own_process, raising=False)
+    rows = agent.play(server, MODEL, 3, [1, 2, 3, 5], way, 4)  # type: ignore[arg-type]
+    assert [row["step"] for row in rows] == [1, 2, 3, 5]
+    read = [row["read"] for row in rows]
+    # What the system says may be held from another conversation.
+    assert rows[0]["again"] <= 0 and [row["again"] for row in rows[1:]] == [0] * 3
+    # A step is 20 tokens of words at least, and 16 of its picture.
+    assert 36 < read[1] == read[2] < read[3]
+    assert all(0 < row["cpu"] <= row["whole_cpu"] and row["kv_bytes"] > 0 for row in rows)
+    found = agent.page(rows, [2, 4])
+    assert found["tokens_read_again"] == 0 and found["tokens_read"] == sum(read)
+    assert sum(read) <= rows[-1]["prompt"]
+    assert found["at"]["2"]["prompt"] == (rows[1]["prompt"] + rows[2]["prompt"]) / 2
+    assert not found["at"]["4"] and found["stopped"] is None
+
+
+def test_an_agent_notes_where_a_server_stops(
+    server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own_process = SimpleNamespace(pid=os.getpid())
+    monkeypatch.setattr(server, "process", own_process, raising=False)
+    rows = agent.play(server, "another", 3, [1, 2])  # type: ignore[arg-type]
+    assert [row["step"] for row in rows] == [1] and "404" in rows[0]["stopped"]
+    assert agent.page(rows, [1])["stopped"] == rows[0]
+
+
+def test_screens_hold_the_answers_of_their_questions() -> None:
+    for index in range(2):
+        turns, ages = agent.screens(index)
+        shown: list[Any] = []
+        asked: set[tuple[int, int, int]] = set()
+        numbered: list[int] = []
+        for turn, age in zip(turns, ages, strict=True):
+            shown += turn.pictures
+            numbered += [len(shown)] * len(turn.captions)
+            row, column, *number = map(int, re.findall(r"\d+", turn.question.text))
+            at = numbered[number[0] - 1] if number else len(shown)
+            assert at == len(shown) - age
+            assert read_cells(render(shown[at - 1]))[row - 1][column - 1] == turn.question.answer
+            assert (at, row, column) not in asked
+            asked.add((at, row, column))
+        assert len(shown) == agent.STEPS and [ages.count(age) for age in (0, 5, 10, 20, 50)] == [
+            agent.STEPS,
+            4,
+            4,
+            4,
+            4,
+        ]
+
+
+def test_answers_are_counted_by_the_age_of_their_screen() -> None:
+    def run(*right: list[int]) -> list[dict[str, Any]]:
+        return [{"right": each, "bytes": 10, "seen": 7} for each in right]
+
+    raw = {
+        "full": [run([1, 1, 1], [1, 1, 1])],
+        "a at 8": [run([1, 1, 0], [0, 1, 0]), run([1, 1, 1], [1, 1, 0])],
+        "b at 8": [run([0, 0, 0], [0, 0, 0])],
+    }
+    found = agent.by_distance(raw, [[0, 5, 5], [0, 5, 5]], ["a", "b"], ["8"])["ages"]
+    assert found["0"]["right"]["a at 8"]["value"] == 3 / 4 and found["0"]["questions"] == 2
+    assert found["5"]["right"]["a at 8"]["value"] == 5 / 8
+    assert found["5"]["tests"]["a - b at 8"]["value"] == 5 / 8
+    assert found["5"]["tests"]["a - full at 8"]["value"] == -3 / 8
 
 
 def test_streams_are_counted_side_by_side(
