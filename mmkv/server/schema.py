@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from fastapi import APIRouter, Response
@@ -501,6 +501,7 @@ def conversation(
         ApiError: a part that cannot be read, an empty message, a result of no call.
     """
     found: list[Message] = []
+    called = {one.id: one.name for said in before for one in said.calls}
     for index, message in enumerate(messages):
         where = f"messages[{index}].content"
         content = message.content if message.content is not None else message.refusal
@@ -518,9 +519,8 @@ def conversation(
         if not parts and role not in ("assistant", "tool"):
             raise ApiError(400, f"{where} is empty; say something", "invalid_value", where)
         own = tuple(part for part in parts if part.url or part.text)
-        found.append(
-            Message(role, own, **_more_of(message, f"messages[{index}]", [*before, *found]))
-        )
+        found.append(Message(role, own, **_more_of(message, f"messages[{index}]", called)))
+        called |= {one.id: one.name for one in found[-1].calls}
     if found[-1].role not in ("user", "tool"):
         raise ApiError(
             400, "the last message has to be the user's", "invalid_value", "messages[-1].role"
@@ -528,8 +528,12 @@ def conversation(
     return found
 
 
-def _more_of(message: ChatMessage, where: str, before: Sequence[Message]) -> dict[str, Any]:
-    """Return what a message has beside its parts: calls, a thought, which call it answers."""
+def _more_of(message: ChatMessage, where: str, called: Mapping[str, str]) -> dict[str, Any]:
+    """Return what a message has beside its parts: calls, a thought, which call it answers.
+
+    Args:
+        called: the functions of the calls before it, by the calls' ids.
+    """
     if message.role == "assistant":
         calls = []
         for one in message.tool_calls or ():
@@ -541,12 +545,11 @@ def _more_of(message: ChatMessage, where: str, before: Sequence[Message]) -> dic
         raise ApiError(400, what, "invalid_value", f"{where}.tool_calls")
     if message.role != "tool":
         return {}
-    made = [one for said in before for one in said.calls]
-    named = next((one.name for one in reversed(made) if one.id == message.tool_call_id), None)
-    if not made or (message.tool_call_id is not None and named is None):
+    name = message.tool_call_id
+    if not called or (name is not None and name not in called):
         what = f"{where}.tool_call_id names no call of a message before it"
         raise ApiError(400, what, "invalid_value", f"{where}.tool_call_id")
-    return {"call_id": message.tool_call_id, "name": named or message.name}
+    return {"call_id": name, "name": message.name if name is None else called[name]}
 
 
 _PARTS: dict[str, type[BaseModel]] = {
