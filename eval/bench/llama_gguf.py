@@ -172,7 +172,8 @@ def _add_tokenizer(writer: Any, folder: Path, kinds: Any) -> None:
     writer.add_tokenizer_pre("llama-bpe")  # whole words are looked up before any merge
     writer.add_token_list(tokens)
     writer.add_token_types([kinds.CONTROL if t in special else kinds.NORMAL for t in tokens])
-    writer.add_token_merges([])
+    # There are none, but it wants one: what this makes is no token, and falls into bytes again.
+    writer.add_token_merges(["\u0120 \u0120"])
     end = json.loads((folder / "config.json").read_text())["eos_token_id"]
     writer.add_eos_token_id(end)
     writer.add_bos_token_id(end)

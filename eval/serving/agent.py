@@ -1,12 +1,13 @@
 """Run an agent of 300 steps with a drawn screen each, and ask about screens of 50 steps ago.
 
 ``python -m eval.serving.agent`` plays the same loop on several servers: the assistant calls a tool,
-and the tool's result is a picture of a screen. The calls are written beforehand, so that all read
-the same conversation; each server answers every step with a reply of a few tokens, which the
-history leaves out. Noted are the tokens that a step read, the time and processor seconds to the
-first token, and the bytes held. All serve one LLaVA of the bundled model's sizes with random
-weights, as :mod:`mmkv.eval.serving.speed` does, of 64 tokens a picture and a context that holds 300
-steps. ``transformers serve`` keeps nothing between requests, so it is asked at some steps alone.
+and the tool's result is a picture of a screen. All serve one LLaVA of the bundled model's sizes
+with random weights, as :mod:`mmkv.eval.serving.speed` does, with one token per cell of 32 pixels
+and a context that holds all steps. A call is forced by ``tool_choice``; where a server makes none,
+a written one goes into the history. Noted are the tokens that a step read, the time and processor
+seconds to the first piece of the call, and the bytes held. ``mmkv serve`` under a budget is asked
+at every step. With a full cache some steps are left out, and read with the next one;
+``transformers serve`` keeps nothing between requests and is asked at the steps that are shown.
 ``--llama DIR`` adds llama.cpp's server: the folder has ``llama-server`` and ``python``, an
 interpreter with gguf and numpy.
 
@@ -48,7 +49,6 @@ from mmkv.eval.serving.servers import (
     mmkv_serve,
     run_in_folder,
     transformers_serve,
-    words,
 )
 from mmkv.eval.serving.speed import write_llava
 from mmkv.prompt.loading import load_processor
@@ -80,25 +80,45 @@ METHODS = (
 )
 _SIDE = 4  # cells of a screen, each way
 TOOL = {
-    "type": "function",
-    "function": {
-        "name": "click",
-        "description": "click a cell of the screen",
-        "parameters": {
-            "type": "object",
-            "properties": {"row": {"type": "integer"}, "column": {"type": "integer"}},
-            "required": ["row", "column"],
-        },
+    "name": "click",
+    "description": "click a cell of the screen",
+    "parameters": {
+        "type": "object",
+        "properties": {"cell": {"enum": list(range(10, 10 + _SIDE**2))}},
+        "required": ["cell"],
     },
 }
+# Calls and results in the Hermes form.
 TEMPLATE = """{%- for message in messages -%}
-<|im_start|>{{ message.role }}
-{% if message.content is string -%}
+<|im_start|>{{ 'user' if message.role == 'tool' else message.role }}
+{% if message.role == 'tool' -%}
+{{ '<tool_response>\\n' }}
+{%- endif -%}
+{%- if message.content is string -%}
 {{ message.content }}
 {%- else -%}
-{%- for part in message.content -%}
+{%- for part in message.content or [] -%}
 {{ '<|image_pad|>' if part.type == 'image' else part.text }}
 {%- endfor -%}
+{%- endif -%}
+{%- if loop.first and tools -%}
+{{ '\\n<tools>' }}
+{%- for tool in tools -%}
+{{ '\\n' }}{{ tool | tojson }}
+{%- endfor -%}
+{{ '\\n</tools>' }}
+{%- endif -%}
+{%- for call in message.tool_calls or [] -%}
+{{ '<tool_call>\\n{"name": "' }}{{ call.function.name }}{{ '", "arguments": ' }}
+{%- if call.function.arguments is string -%}
+{{ call.function.arguments }}
+{%- else -%}
+{{ call.function.arguments | tojson }}
+{%- endif -%}
+{{ '}\\n</tool_call>' }}
+{%- endfor -%}
+{%- if message.role == 'tool' -%}
+{{ '\\n</tool_response>' }}
 {%- endif -%}
 <|im_end|>
 {% endfor -%}
@@ -106,15 +126,6 @@ TEMPLATE = """{%- for message in messages -%}
 <|im_start|>assistant
 {% endif -%}
 """
-# Of the text half: a quarter of the layers and widths of a model of 0.5B.
-SIZES = {
-    "hidden_size": 512,
-    "intermediate_size": 1536,
-    "num_hidden_layers": 8,
-    "num_attention_heads": 8,
-    "num_key_value_heads": 4,
-    "head_dim": 64,
-}
 
 
 def screen(seed: int, step: int) -> str:
@@ -130,25 +141,41 @@ def screen(seed: int, step: int) -> str:
 
 
 def opening(seed: int) -> list[dict[str, Any]]:
-    """Return the messages before the first step."""
+    """Return the messages of the first step."""
+    task = {"type": "text", "text": f"task {seed:04}: click the objects you see."}
     return [
-        {"role": "system", "content": f"you see a screen and click in it.\n{json.dumps(TOOL)}"},
-        {"role": "user", "content": f"task {seed:04}: click the objects you see."},
+        {"role": "system", "content": "you see a screen and click in it."},
+        {"role": "user", "content": [task, _picture(seed, 1)]},
     ]
 
 
-def result(seed: int, step: int) -> dict[str, Any]:
-    """Return what a step's call led to: a picture of the screen."""
-    picture = {"type": "image_url", "image_url": {"url": screen(seed, step)}}
-    before = {"type": "text", "text": f"<tool_response>\nscreen {step:03}: "}
-    after = {"type": "text", "text": "\n</tool_response>"}
-    return {"role": "user", "content": [before, picture, after]}
+def called(call: Mapping[str, str]) -> dict[str, Any]:
+    """Return the assistant's message that is a call of the tool."""
+    function = {"name": TOOL["name"], "arguments": call["arguments"]}
+    one = {"id": call["id"], "type": "function", "function": function}
+    return {"role": "assistant", "content": None, "tool_calls": [one]}
 
 
-def write_model(folder: Path, steps: int, sizes: Mapping[str, int]) -> Path:
-    """Write the LLaVA that all servers serve."""
-    sizes = {**sizes, "max_position_embeddings": 1024 + 192 * steps}
-    made = write_llava(folder, side=128, patch=16, sizes=sizes)
+def result(seed: int, step: int, call: Mapping[str, str]) -> dict[str, Any]:
+    """Return what a call led to: the screen of the next step."""
+    text = {"type": "text", "text": f"screen {step:03}: "}
+    return {"role": "tool", "tool_call_id": call["id"], "content": [text, _picture(seed, step)]}
+
+
+def _picture(seed: int, step: int) -> dict[str, Any]:
+    return {"type": "image_url", "image_url": {"url": screen(seed, step)}}
+
+
+def _written(seed: int, step: int) -> dict[str, str]:
+    """Return the call of a step for which no server was asked, or of one that made none."""
+    cell = random.Random(f"call-{seed}-{step}").choice(range(10, 10 + _SIDE**2))
+    return {"id": f"call_{step:03}", "arguments": json.dumps({"cell": cell})}
+
+
+def write_model(folder: Path, steps: int) -> Path:
+    """Write the LLaVA that all servers serve; its context holds the steps."""
+    sizes = {"max_position_embeddings": 1024 + 160 * steps}
+    made = write_llava(folder, side=_SIDE * CELL, patch=CELL, sizes=sizes)
     (made / "chat_template.jinja").write_text(TEMPLATE)
     return made
 
@@ -176,14 +203,15 @@ def ask(client: httpx.Client, clock: Clock, path: str, body: Mapping[str, Any]) 
     Raises:
         BenchError: the server refused, with what it said.
     """
-    found: dict[str, Any] = {"first": None, "cpu": None, "usage": None, "id": None, "text": ""}
+    found: dict[str, Any] = {"first": None, "cpu": None, "usage": None, "id": None, "call": None}
     content = json.dumps({**body, "stream": True}).encode()
+    made, said, cut = {"id": "", "arguments": ""}, False, False
     started, before = time.perf_counter(), clock.seconds()
     kind = {"Content-Type": "application/json"}
     with client.stream("POST", path, content=content, headers=kind) as answer:
         if answer.status_code != 200:
-            said = answer.read()[:300].decode("utf-8", "replace")
-            raise BenchError(f"{answer.status_code}: {said}")
+            refusal = answer.read()[:300].decode("utf-8", "replace")
+            raise BenchError(f"{answer.status_code}: {refusal}")
         for line in answer.iter_lines():
             if not line.startswith("data: {"):
                 continue
@@ -191,13 +219,18 @@ def ask(client: httpx.Client, clock: Clock, path: str, body: Mapping[str, Any]) 
             if event.get("error"):
                 raise BenchError(str(event["error"])[:300])
             whole = event.get("response") or {}
-            delta = event.get("delta")
+            said |= isinstance(event.get("delta"), str)
             for choice in event.get("choices") or ():
-                delta = delta or choice.get("delta", {}).get("content")
-            if not isinstance(delta, str):
-                delta = ""
-            found["text"] += delta
-            if delta and found["first"] is None:
+                delta = choice.get("delta") or {}
+                said |= bool(delta.get("content") or delta.get("tool_calls"))
+                cut |= choice.get("finish_reason") == "length"
+                for piece in delta.get("tool_calls") or ():
+                    made["id"] = piece.get("id") or made["id"]
+                    made["arguments"] += (piece.get("function") or {}).get("arguments") or ""
+            for item in whole.get("output") or ():
+                if item["type"] == "function_call":
+                    made = {"id": item["call_id"], "arguments": item["arguments"]}
+            if said and found["first"] is None:
                 found["first"] = time.perf_counter() - started
                 found["cpu"] = clock.seconds() - before
             found["usage"] = event.get("usage") or whole.get("usage") or found["usage"]
@@ -206,6 +239,8 @@ def ask(client: httpx.Client, clock: Clock, path: str, body: Mapping[str, Any]) 
     found["body"] = len(content)
     if found["first"] is None:
         raise BenchError("the reply had no text")
+    if made["id"] and not cut:
+        found["call"] = made
     return found
 
 
@@ -215,48 +250,60 @@ def play(
     seed: int,
     steps: Sequence[int],
     way: str = CHAT,
-    tokens: int = 16,
+    tokens: int = 64,
 ) -> list[dict[str, Any]]:
     """Play an agent; return a row per step that was asked for.
 
-    A refusal is the last row, with what the server said under ``stopped``.
+    A call that a server makes stays in the history; where it made none, a written one does. A
+    refusal is the last row, with what the server said under ``stopped``.
 
     Args:
-        steps: those for which a reply is asked, ascending; words stand for the other replies.
+        steps: those for which a reply is asked, ascending.
         way: ``chat`` sends the whole history each time, ``responses`` the result alone.
     """
     clock, rows, messages = Clock(server), [], opening(seed)
     body: dict[str, Any] = {"model": model, "temperature": 0}
-    if not Path(model).is_absolute() and way == CHAT:  # transformers refuses it
-        body["stream_options"] = {"include_usage": True}
+    if way == CHAT:
+        path, body["max_tokens"] = "/v1/chat/completions", tokens
+        body["tools"] = [{"type": "function", "function": TOOL}]
+        if not Path(model).is_absolute():  # transformers refuses it
+            body["stream_options"] = {"include_usage": True}
+            body["tool_choice"] = "required"
+    else:
+        path, body["max_output_tokens"] = "/v1/responses", tokens
+        body["tools"] = [{"type": "function", **TOOL}]
+        body["tool_choice"] = "required"
     held, before, asked = 0, None, set(steps)
-    with httpx.Client(base_url=server.url, timeout=3600, trust_env=False) as client:
+    # A connection of its own for each: a server may close an idle one just when it is used again.
+    limits = httpx.Limits(max_keepalive_connections=0)
+    options: dict[str, Any] = {"timeout": 3600, "trust_env": False, "limits": limits}
+    with httpx.Client(base_url=server.url, **options) as client:
         for step in range(1, max(asked) + 1):
-            messages.append(result(seed, step))
-            if step not in asked:
-                said = words(random.Random(f"reply-{seed}-{step}"), tokens)
-                messages.append({"role": "assistant", "content": said})
-                continue
-            own: dict[str, Any] = {"messages": messages, "max_tokens": tokens}
-            if way == RESPONSES:
-                own = {"input": [_item(one) for one in messages], "max_output_tokens": tokens}
-                own |= {"previous_response_id": before} if before else {}
-            path = "/v1/chat/completions" if way == CHAT else "/v1/responses"
-            try:
-                row = ask(client, clock, path, body | own)
-            except (BenchError, httpx.HTTPError) as error:
-                rows.append({"step": step, "stopped": str(error) or type(error).__name__})
-                break
-            usage, text, before = row.pop("usage"), row.pop("text"), row.pop("id")
-            prompt, new, cached = _counts(usage)
-            # The last token of a reply that was cut short is read with the next step.
-            row |= {"prompt": prompt, "read": prompt - cached, "again": held - cached}
-            held = prompt + new - 1
-            row["kv_bytes"] = usage.get("mmkv", {}).get("kv_bytes")
-            rows.append({"step": step, **row, "rss": server.rss()})
-            messages.append({"role": "assistant", "content": text})
-            if way == RESPONSES:
-                messages = []
+            call = _written(seed, step)
+            if step in asked:
+                own: dict[str, Any] = {"messages": messages}
+                if way == RESPONSES:
+                    own = {"input": [_item(one) for one in messages]}
+                    own |= {"previous_response_id": before} if before else {}
+                try:
+                    row = ask(client, clock, path, body | own)
+                    if way == RESPONSES and row["call"] is None:
+                        raise BenchError("the response made no call")
+                except (BenchError, httpx.HTTPError) as error:
+                    rows.append({"step": step, "stopped": str(error) or type(error).__name__})
+                    break
+                usage, before, made = row.pop("usage"), row.pop("id"), row.pop("call")
+                prompt, new, cached = _counts(usage)
+                row |= {"prompt": prompt, "read": prompt - cached, "again": held - cached}
+                row["kv_bytes"] = usage.get("mmkv", {}).get("kv_bytes")
+                row["called"] = made is not None
+                rows.append({"step": step, **row, "rss": server.rss()})
+                held, call = (prompt, call) if made is None else (prompt + new, made)
+                if way == RESPONSES:
+                    messages = []
+            if way == CHAT:
+                messages.append(called(call))
+            messages.append(result(seed, step + 1, call))
     return rows
 
 
@@ -272,14 +319,15 @@ def _counts(usage: Mapping[str, Any]) -> tuple[int, int, int]:
 def _item(message: Mapping[str, Any]) -> dict[str, Any]:
     """Return a message of a chat as an item of a response's input."""
     content = message["content"]
-    if isinstance(content, str):
-        return {"role": message["role"], "content": content}
     parts = [
         {"type": "input_text", "text": part["text"]}
         if part["type"] == "text"
         else {"type": "input_image", "image_url": part["image_url"]["url"]}
-        for part in content
+        for part in ([{"type": "text", "text": content}] if isinstance(content, str) else content)
     ]
+    if message["role"] == "tool":
+        name = message["tool_call_id"]
+        return {"type": "function_call_output", "call_id": name, "output": parts}
     return {"role": message["role"], "content": parts}
 
 
@@ -300,6 +348,7 @@ def page(rows: Sequence[Mapping[str, Any]], steps: Sequence[int]) -> dict[str, A
         "at": {str(step): numbers_at(rows, step) for step in steps},
         "tokens_read": sum(row["read"] for row in done),
         "tokens_read_again": sum(max(0, row["again"]) for row in done),
+        "calls": sum(row["called"] for row in done),
         "stopped": next((row for row in rows if "stopped" in row), None),
         "rows": {
             name: [round(row[name], 4) for row in done]
@@ -335,7 +384,7 @@ def llama_server(folder: Path, model: Path, log: Path, positions: int) -> Server
 def measure(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
     """Play the agent on one server after the other; each result is saved at once."""
     last = max(args.steps)
-    model = write_model(folder / "agent", last, SIZES)
+    model = write_model(folder / "agent", last)
     gates = write_gates(model, folder / "gates", width=64)
     positions = json.loads((model / "config.json").read_text())["text_config"][
         "max_position_embeddings"
@@ -343,6 +392,7 @@ def measure(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
     ours = ["--memory", args.memory, "--store", "64MiB"]
     ours_budget = [*ours, "--budget", str(args.budget), "--gates", str(gates)]
     every = range(1, last + 1)
+    some = [n for n in every if n % 20 == 0 or any(abs(n - one) <= 5 for one in args.steps)]
 
     def logged(name: str) -> Path:
         return folder / f"{name}.log"
@@ -364,7 +414,7 @@ def measure(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
             lambda: mmkv_serve(str(model), logged("full"), *ours, "--policy", "full"),
             model.name,
             CHAT,
-            every,
+            some,
         ),
         THEIRS: (
             lambda: transformers_serve(str(model), logged("transformers")),
@@ -378,7 +428,7 @@ def measure(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
             lambda: llama_server(args.llama, model, logged("llama"), positions),
             model.name,
             CHAT,
-            every,
+            some,
         )
     found: dict[str, Any] = {}
     for name in args.servers or servers:
@@ -543,10 +593,10 @@ def main(arguments: list[str] | None = None) -> int:
     """Measure, print the tables and write the result file; return the exit code."""
     parser = plain_parser("serving.agent", __doc__)
     parser.add_argument("--steps", nargs="+", type=int, default=[10, 100, 300], help="to show")
-    parser.add_argument("--tokens", type=int, default=16, help="of each reply")
+    parser.add_argument("--tokens", type=int, default=64, help="of a call, at most")
     parser.add_argument("--budget", type=int, default=256, help="entries per row, of mmkv's cache")
     parser.add_argument("--memory", default="2GiB", help="of mmkv's cache")
-    names = [BUDGET, BUDGET_RESPONSES, FULL, THEIRS, LLAMA]
+    names = [BUDGET_RESPONSES, BUDGET, FULL, THEIRS, LLAMA]
     parser.add_argument("--servers", nargs="+", choices=names, help="default: all")
     parser.add_argument("--llama", type=Path, metavar="DIR", help="llama-server and a python")
     parser.add_argument("--remember", action="store_true", help="ask about earlier screens instead")

@@ -75,8 +75,9 @@ def test_an_agent_reads_nothing_twice(
 ) -> None:
     own_process = SimpleNamespace(pid=os.getpid())
     monkeypatch.setattr(server, "process", own_process, raising=False)
-    rows = agent.play(server, MODEL, 3, [1, 2, 3, 5], way, 4)  # type: ignore[arg-type]
+    rows = agent.play(server, MODEL, 3, [1, 2, 3, 5], way, 256)  # type: ignore[arg-type]
     assert [row["step"] for row in rows] == [1, 2, 3, 5]
+    assert all(row["called"] for row in rows)
     read = [row["read"] for row in rows]
     # What the system says may be held from another conversation.
     assert rows[0]["again"] <= 0 and [row["again"] for row in rows[1:]] == [0] * 3
