@@ -262,7 +262,7 @@ def play(
         way: ``chat`` sends the whole history each time, ``responses`` the result alone.
     """
     clock, rows, messages = Clock(server), [], opening(seed)
-    body: dict[str, Any] = {"model": model, "temperature": 0}
+    body: dict[str, Any] = {"model": model, "temperature": 0, "parallel_tool_calls": False}
     if way == CHAT:
         path, body["max_tokens"] = "/v1/chat/completions", tokens
         body["tools"] = [{"type": "function", "function": TOOL}]

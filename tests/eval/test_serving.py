@@ -69,36 +69,55 @@ def test_a_turn_reads_its_own_tokens(server: Server, way: str) -> None:
     assert [row["prompt"] for row in rows] == sorted({row["prompt"] for row in rows})
 
 
+@pytest.fixture(scope="module")
+def agents(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    folder = agent.write_model(tmp_path_factory.mktemp("agent"), 8)
+
+    def load() -> Engine:
+        options = {"gates": "random", "policy": "dbtrimkv", "budget": 24, "dtype": "float32"}
+        return Engine.from_pretrained(folder, kv_limit=8 * 2**20, prefill_chunk=64, **options)
+
+    with serving(load, name=MODEL, store_bytes=2**20) as made:
+        made.process = SimpleNamespace(pid=os.getpid())  # type: ignore[attr-defined]
+        made.rss = lambda: 0  # type: ignore[attr-defined]
+        yield made
+
+
 @pytest.mark.parametrize("way", [agent.CHAT, agent.RESPONSES])
-def test_an_agent_reads_nothing_twice(
-    server: Server, way: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    own_process = SimpleNamespace(pid=os.getpid())
-    monkeypatch.setattr(server, "process", own_process, raising=False)
-    rows = agent.play(server, MODEL, 3, [1, 2, 3, 5], way, 256)  # type: ignore[arg-type]
-    assert [row["step"] for row in rows] == [1, 2, 3, 5]
-    assert all(row["called"] for row in rows)
-    read = [row["read"] for row in rows]
+def test_an_agent_reads_nothing_twice(agents: Server, way: str) -> None:
+    seed = len(way)
+    rows = agent.play(agents, MODEL, seed, range(1, 5), way)  # type: ignore[arg-type]
+    assert [(row["step"], row["called"]) for row in rows] == [(n, True) for n in range(1, 5)]
     # What the system says may be held from another conversation.
     assert rows[0]["again"] <= 0 and [row["again"] for row in rows[1:]] == [0] * 3
-    # A step is 20 tokens of words at least, and 16 of its picture.
-    assert 36 < read[1] == read[2] < read[3]
+    read = [row["read"] for row in rows]
+    # A screen is 16 tokens; all its results are as long.
+    assert 16 < read[1] == read[2] == read[3]
+    prompts = [row["prompt"] for row in rows]
+    assert sum(read) < prompts[-1] and prompts == sorted(prompts)
     assert all(0 < row["cpu"] <= row["whole_cpu"] and row["kv_bytes"] > 0 for row in rows)
-    found = agent.page(rows, [2, 4])
+    found = agent.page(rows, [2, 8])
     assert found["tokens_read_again"] == 0 and found["tokens_read"] == sum(read)
-    assert sum(read) <= rows[-1]["prompt"]
-    assert found["at"]["2"]["prompt"] == (rows[1]["prompt"] + rows[2]["prompt"]) / 2
-    assert not found["at"]["4"] and found["stopped"] is None
+    assert found["at"]["2"]["prompt"] == (prompts[1] + prompts[2]) / 2 and found["calls"] == 4
+    assert not found["at"]["8"] and found["stopped"] is None
 
 
-def test_an_agent_notes_where_a_server_stops(
-    server: Server, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    own_process = SimpleNamespace(pid=os.getpid())
-    monkeypatch.setattr(server, "process", own_process, raising=False)
-    rows = agent.play(server, "another", 3, [1, 2])  # type: ignore[arg-type]
+def test_steps_that_are_left_out_are_read_with_the_next(agents: Server) -> None:
+    rows = agent.play(agents, MODEL, 1, [1, 2, 4], agent.CHAT)  # type: ignore[arg-type]
+    assert rows[2]["again"] == 0
+    # The call between them is read, with its mark and the opening of a reply, and two screens.
+    assert rows[2]["read"] == rows[2]["prompt"] - rows[1]["prompt"] - (
+        rows[1]["prompt"] - rows[0]["prompt"] - rows[1]["read"]
+    )
+
+
+def test_an_agent_notes_where_a_server_stops(agents: Server) -> None:
+    rows = agent.play(agents, "another", 3, [1, 2])  # type: ignore[arg-type]
     assert [row["step"] for row in rows] == [1] and "404" in rows[0]["stopped"]
     assert agent.page(rows, [1])["stopped"] == rows[0]
+    # Its context holds 8 steps.
+    rows = agent.play(agents, MODEL, 4, [1, 30])  # type: ignore[arg-type]
+    assert "context" in rows[1]["stopped"]
 
 
 def test_screens_hold_the_answers_of_their_questions() -> None:
