@@ -215,7 +215,7 @@ def write_tower(folder: Path, target: Path) -> None:
             made = f"v.blk.{layer[1]}.{_TOWER_LAYER[layer[2]]}.{kind}"
         else:
             made = f"{_TOWER[stem]}.{kind}"
-        writer.add_tensor(made, values)
+        writer.add_tensor(made, values, raw_dtype=gguf.GGMLQuantizationType.F32)
     _finish(writer, draft, target)
 
 

@@ -309,21 +309,20 @@ def play(
 
 def _counts(usage: Mapping[str, Any]) -> tuple[int, int, int]:
     """Return the tokens of a prompt and of its reply, and those of the prompt that were held."""
-    names = ("prompt_tokens", "completion_tokens")
-    if "prompt_tokens" not in usage:
-        names = ("input_tokens", "output_tokens")
-    details = usage.get(f"{names[0]}_details") or {}
-    return usage[names[0]], usage[names[1]], details.get("cached_tokens") or 0
+    prompt, new = ("prompt", "completion") if "prompt_tokens" in usage else ("input", "output")
+    details = usage.get(f"{prompt}_tokens_details") or {}
+    return usage[f"{prompt}_tokens"], usage[f"{new}_tokens"], details.get("cached_tokens") or 0
 
 
 def _item(message: Mapping[str, Any]) -> dict[str, Any]:
     """Return a message of a chat as an item of a response's input."""
     content = message["content"]
+    given: list[Any] = [{"type": "text", "text": content}] if isinstance(content, str) else content
     parts = [
         {"type": "input_text", "text": part["text"]}
         if part["type"] == "text"
         else {"type": "input_image", "image_url": part["image_url"]["url"]}
-        for part in ([{"type": "text", "text": content}] if isinstance(content, str) else content)
+        for part in given
     ]
     if message["role"] == "tool":
         name = message["tool_call_id"]
@@ -365,9 +364,9 @@ def llama_server(folder: Path, model: Path, log: Path, positions: int) -> Server
     """
     text, tower = model.with_suffix(".gguf"), model.with_suffix(".mmproj.gguf")
     code = "mmkv.eval.bench.llama_gguf"
-    command = [folder / "python", "-m", code, model, f"{text}=f32+tokenizer", f"{tower}=mmproj"]
+    files = [f"{text}=f32+tokenizer", f"{tower}=mmproj"]
     done = subprocess.run(
-        [str(part) for part in command],
+        [str(folder / "python"), "-m", code, str(model), *files],
         env=os.environ | {"PYTHONPATH": str(ROOT)},
         capture_output=True,
         text=True,
@@ -390,51 +389,37 @@ def measure(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
         "max_position_embeddings"
     ]
     ours = ["--memory", args.memory, "--store", "64MiB"]
-    ours_budget = [*ours, "--budget", str(args.budget), "--gates", str(gates)]
+    under_budget = [*ours, "--budget", str(args.budget), "--gates", str(gates)]
     every = range(1, last + 1)
     some = [n for n in every if n % 20 == 0 or any(abs(n - one) <= 5 for one in args.steps)]
 
     def logged(name: str) -> Path:
         return folder / f"{name}.log"
 
-    servers: dict[str, tuple[Callable[[], ServerProcess], str, str, Sequence[int]]] = {
-        BUDGET: (
-            lambda: mmkv_serve(str(model), logged("budget"), *ours_budget),
-            model.name,
-            CHAT,
-            every,
-        ),
+    servers: dict[str, tuple[Callable[[], ServerProcess], Sequence[int]]] = {
+        BUDGET: (lambda: mmkv_serve(str(model), logged("budget"), *under_budget), every),
         BUDGET_RESPONSES: (
-            lambda: mmkv_serve(str(model), logged("responses"), *ours_budget),
-            model.name,
-            RESPONSES,
+            lambda: mmkv_serve(str(model), logged("responses"), *under_budget),
             every,
         ),
-        FULL: (
-            lambda: mmkv_serve(str(model), logged("full"), *ours, "--policy", "full"),
-            model.name,
-            CHAT,
-            some,
-        ),
+        FULL: (lambda: mmkv_serve(str(model), logged("full"), *ours, "--policy", "full"), some),
         THEIRS: (
             lambda: transformers_serve(str(model), logged("transformers")),
-            str(model),
-            CHAT,
             sorted({1, *args.steps}),
         ),
     }
     if args.llama is not None:
         servers[LLAMA] = (
             lambda: llama_server(args.llama, model, logged("llama"), positions),
-            model.name,
-            CHAT,
             some,
         )
     found: dict[str, Any] = {}
     for name in args.servers or servers:
-        start, called, way, steps = servers[name]
+        start, steps = servers[name]
+        way = RESPONSES if name == BUDGET_RESPONSES else CHAT
+        asked = str(model) if name == THEIRS else model.name
         with start() as server:
-            found[name] = page(play(server, called, 1, steps, way, args.tokens), args.steps)
+            found[name] = page(play(server, asked, 1, steps, way, args.tokens), args.steps)
         save(args, RESULT, found)
         show({name: found[name]})
     return found

@@ -190,9 +190,14 @@ def long_dialogue(results: Path) -> Iterator[Sequence[str]]:
 AGENT = "serving-agent"
 
 
+def _agents(results: Path) -> dict[str, Any]:
+    """Return what was found of each server: ours, then others."""
+    return _results(results, AGENT) | _results(results, f"{AGENT}-peers")
+
+
 def agent(results: Path) -> Iterator[Sequence[str]]:
     """Yield what steps of an agent took on each server."""
-    found = _results(results, AGENT)
+    found = _agents(results)
     steps = list(next(iter(found.values()))["at"])
     yield [
         "server",
@@ -238,7 +243,7 @@ def agent_values(results: Path) -> dict[str, Any]:
     """Return what the figure of the agent draws: steps, CPU seconds and MiB by server."""
     return {
         name: [one["rows"][key] for key in ("step", "cpu", "rss")]
-        for name, one in _results(results, AGENT).items()
+        for name, one in _agents(results).items()
     }
 
 
