@@ -191,8 +191,11 @@ AGENT = "serving-agent"
 
 
 def _agents(results: Path) -> dict[str, Any]:
-    """Return what was found of each server: ours, then others."""
-    return _results(results, AGENT) | _results(results, f"{AGENT}-peers")
+    """Return what was found of each server, the latest run of each: ours, then others."""
+    found: dict[str, Any] = {}
+    for end in ("-full", "", "-peers", "-llama"):
+        found |= _results(results, f"{AGENT}{end}")
+    return found
 
 
 def agent(results: Path) -> Iterator[Sequence[str]]:
@@ -211,9 +214,8 @@ def agent(results: Path) -> Iterator[Sequence[str]]:
     ]
     for name, one in found.items():
         for step in steps:
-            at = one["at"][step]
+            at = one["at"].get(step)
             if not at:
-                yield [name, step, "", "", "stopped", "", "", ""]
                 continue
             cache = "" if at["kv_bytes"] is None else f"{at['kv_bytes'] / 2**20:,.1f}"
             yield [
