@@ -242,11 +242,21 @@ def remembered(results: Path) -> Iterator[Sequence[str]]:
 
 
 def agent_values(results: Path) -> dict[str, Any]:
-    """Return what the figure of the agent draws: steps, CPU seconds and MiB by server."""
-    return {
-        name: [one["rows"][key] for key in ("step", "cpu", "rss")]
-        for name, one in _agents(results).items()
-    }
+    """Return what the figure of the agent draws: steps, CPU seconds and MiB by server.
+
+    A step that was read with others before it, for which no reply was asked, is left out.
+    """
+    drawn = {}
+    for name, one in _agents(results).items():
+        rows = one["rows"]
+        before = dict(zip(rows["step"], [0, *rows["step"]], strict=False))
+        whole = dict(zip(rows["step"], zip(rows["read"], rows["prompt"], strict=True), strict=True))
+        own = [n == before[n] + 1 or whole[n][0] == whole[n][1] for n in rows["step"]]
+        drawn[name] = [
+            [value for value, kept in zip(rows[key], own, strict=True) if kept]
+            for key in ("step", "cpu", "rss")
+        ]
+    return drawn
 
 
 def draw_agent(values: Mapping[str, Any]) -> Any:
@@ -257,9 +267,11 @@ def draw_agent(values: Mapping[str, Any]) -> Any:
     figure = Figure(figsize=(9, 3.2), layout="constrained")
     times, sizes = figure.subplots(1, 2)
     for (name, (steps, seconds, size)), colour in zip(values.items(), colours, strict=False):
-        mark = "o-" if len(steps) < 20 else "-"
-        times.plot(steps, seconds, mark, color=colour, label=name, markersize=4, linewidth=1)
-        sizes.plot(steps, [one / 2**20 for one in size], mark, color=colour, markersize=4)
+        mark = "o-" if len(steps) < 40 else "-"
+        times.plot(steps, seconds, mark, color=colour, label=name, markersize=3, linewidth=1)
+        sizes.plot(
+            steps, [one / 2**20 for one in size], mark, color=colour, markersize=3, linewidth=1
+        )
     times.set(title="CPU seconds to the first token", yscale="log")
     sizes.set(title="memory of the process, MiB", yscale="log")
     for panel in (times, sizes):

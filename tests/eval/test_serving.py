@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import re
 import time
@@ -21,6 +22,7 @@ from mmkv.eval.serving.overload import Arrived, arrive, summary
 from mmkv.eval.serving.servers import mmkv_serve, stream_chat
 from mmkv.eval.serving.soak import MODEL, kill_while_saving, slope, soak
 from mmkv.eval.serving.streams import load, with_context
+from mmkv.eval.serving.tables import agent_values
 from mmkv.server.engine_thread import EngineCore
 from mmkv.training.data.scenes import render
 from tests.support.chat_models import save_qwen3_vl
@@ -118,6 +120,23 @@ def test_an_agent_notes_where_a_server_stops(agents: Server) -> None:
     # Its context holds 8 steps.
     rows = agent.play(agents, MODEL, 4, [1, 30])  # type: ignore[arg-type]
     assert "context" in rows[1]["stopped"]
+
+
+def test_the_figure_leaves_out_steps_that_were_read_with_others(tmp_path: Path) -> None:
+    def rows(step: list[int], read: list[int]) -> dict[str, Any]:
+        prompt = [50 * n for n in step]
+        return {"step": step, "read": read, "prompt": prompt, "cpu": step, "rss": step}
+
+    for end, name, kept in (
+        ("", "ours", rows([1, 2, 5, 6], [50, 40, 140, 40])),
+        ("-peers", "reads all", rows([1, 10], [50, 500])),
+        ("-full", "ours", rows([9], [1])),
+        ("-llama", "another", rows([3, 4], [150, 40])),
+    ):
+        page = json.dumps({"results": {name: {"rows": kept}}})
+        (tmp_path / f"serving-agent{end}.json").write_text(page)
+    drawn = {name: steps for name, (steps, *_) in agent_values(tmp_path).items()}
+    assert drawn == {"ours": [1, 2, 6], "reads all": [1, 10], "another": [3, 4]}
 
 
 def test_screens_hold_the_answers_of_their_questions() -> None:
