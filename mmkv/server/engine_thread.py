@@ -625,6 +625,8 @@ def _show_a_picture(engine: Engine) -> None:
                 "?", images=[picture], sampling=Sampling.greedy(max_new_tokens=1)
             ):
                 pass
+        if note := engine.family.vision_note:
+            log.info("%s", note)
     finally:
         session.close()
 

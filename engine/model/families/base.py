@@ -127,6 +127,11 @@ class Family:
         """Return whether nothing has to be read from the checkpoint before the next picture."""
         return not (self.has_vision and isinstance(self._hf, DeferredModel) and not self._hf.built)
 
+    @property
+    def vision_note(self) -> str | None:
+        """Return a line on packed weights of the vision side; None: there is nothing to say."""
+        return self._hf.note if isinstance(self._hf, DeferredModel) else None
+
     @staticmethod
     def text_model(hf_model: Any) -> nn.Module:
         """Return the module with embed_tokens, layers, norm and rotary_emb."""
