@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from mmkv.engine.backends.cuda.kernels.sample import Draw
     from mmkv.engine.contents import Memory
     from mmkv.engine.sequence import CachedSequence
+    from mmkv.grammar import Constraint
 
 
 # What decoders put in place of bytes that do not (yet) form a character.
@@ -129,16 +130,27 @@ class Detokenizer:
     character and begin the next. Of other tokens a short window of ids that were shown already is
     decoded again with each new one, because some tokenizers (SentencePiece) decode a token
     differently at the start of a text.
+
+    Args:
+        shown: special tokens whose names are part of the text; others are not shown.
     """
 
-    def __init__(self, tokenizer: Any) -> None:
+    def __init__(self, tokenizer: Any, shown: Collection[int] = ()) -> None:
         self._tokenizer, self._bytes = tokenizer, token_bytes(tokenizer)
+        self._named = frozenset(shown)
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
         self._window: list[int] = []
         self._shown = 0  # number of ids of the window whose text was returned
 
+    def follow(self, ids: Sequence[int]) -> None:
+        """Decode what comes next as it stands behind the tokens ``ids``."""
+        self._window, self._shown = list(ids), len(ids)
+
     def push(self, token_id: int) -> str:
         """Add one id; return the text that became certain (possibly empty)."""
+        if token_id in self._named:
+            self._window, self._shown = [], 0
+            return self._broken_off() + (self._bytes.of(token_id) or b"").decode()
         raw = self._bytes.raw(token_id)
         if raw is not None:
             if not self._bytes.level:
@@ -173,22 +185,27 @@ class Detokenizer:
 
 
 class StopStrings:
-    """Cuts a text stream at the first stop string, also when it spans several pieces."""
+    """Cuts a text stream at the first stop string, also when it spans several pieces.
+
+    Attributes:
+        hit: the one that was found.
+    """
 
     def __init__(self, stops: Sequence[str]) -> None:
         self._stops = tuple(stops)
         self._held = ""
-        self.hit = False
+        self.hit: str | None = None
 
     def push(self, piece: str) -> str:
         """Return the part of the stream that can no longer belong to a stop string."""
         if self.hit:
             return ""
         text = self._held + piece
-        found = [at for stop in self._stops if (at := text.find(stop)) >= 0]
+        found = [(at, stop) for stop in self._stops if (at := text.find(stop)) >= 0]
         if found:
-            self.hit, self._held = True, ""
-            return text[: min(found)]
+            at, self.hit = min(found)
+            self._held = ""
+            return text[:at]
         keep = self._open_tail(text)
         self._held = text[len(text) - keep :]
         return text[: len(text) - keep]
@@ -239,6 +256,8 @@ class ReplyWriter:
 
     Args:
         eos: token ids that end it; never: those that are not to be drawn.
+        constraint: what binds its tokens; None: nothing.
+        shown: special tokens whose names are part of the text.
     """
 
     def __init__(
@@ -247,13 +266,18 @@ class ReplyWriter:
         sampling: Sampling,
         eos: Collection[int],
         never: Collection[int] = (),
+        constraint: Constraint | None = None,
+        shown: Collection[int] = (),
     ) -> None:
         self._sampler, self._eos = Sampler(sampling, never), frozenset(eos)
-        self._detokenizer, self._stops = Detokenizer(tokenizer), StopStrings(sampling.stop)
+        self._shown_ids = frozenset(shown)
+        self._detokenizer = Detokenizer(tokenizer, self._shown_ids)
+        self._stops, self._constraint = StopStrings(sampling.stop), constraint
         self._tokenizer, self._limit = tokenizer, self._sampler.sampling.max_new_tokens
         # At every token: for stop strings, and for what the GPU's sampler cannot do.
-        self._looks = bool(sampling.stop) or self._sampler.looks
+        self._looks = bool(sampling.stop) or self._sampler.looks or constraint is not None
         self._ready = ""
+        self._before: list[int] = []  # tokens of a word, where the reply stands behind some
         self._text: list[str] = []
         self._started = self._mark = time.perf_counter()
         self._first: float | None = None
@@ -262,6 +286,14 @@ class ReplyWriter:
         self.unfed: int | None = None
         self.finish_reason: str | None = None
         self.failure: Exception | None = None
+
+    def follow_text(self) -> None:
+        """Write the reply as it stands behind words, which keeps a space that it begins with.
+
+        (SentencePiece drops it at the beginning of a text.)
+        """
+        self._before = self._tokenizer("a", add_special_tokens=False)["input_ids"]
+        self._detokenizer.follow(self._before)
 
     def start_clock(self, at: float) -> None:
         """Count the time to the first token from ``at`` (time.perf_counter())."""
@@ -284,18 +316,27 @@ class ReplyWriter:
         return chosen.temperature == 0 and not chosen.penalises
 
     def choose(self, logits: torch.Tensor, likeliest: tuple[float, float] | None = None) -> int:
-        """Sample a token from ``logits`` [vocab]; BROKEN where they are not finite.
+        """Sample a token from ``logits`` [vocab]; BROKEN where they are not finite, or none can be.
 
         ``likeliest``: as :meth:`mmkv.sampling.Sampler.draw` takes it.
         """
         try:
-            return self._sampler.draw(logits, self.changed(logits), likeliest)
+            token = self._sampler.draw(logits, self.changed(logits), likeliest)
         except NotFiniteError:
+            token = BROKEN
+        bound = self._constraint
+        if bound is None:
+            return token
+        self.failure = bound.failure
+        if token == BROKEN or self.failure is not None:
             return BROKEN
+        bound.take(token)
+        return token
 
     def changed(self, logits: torch.Tensor) -> torch.Tensor:
-        """Return what a token is drawn from: the model's logits [vocab], here as they are."""
-        return logits
+        """Return what a token is drawn from: the model's logits [vocab], but for what is bound."""
+        bound = self._constraint
+        return logits if bound is None or not bound.masks else bound.allowed(logits)
 
     @property
     def ahead(self) -> int:
@@ -363,6 +404,11 @@ class ReplyWriter:
             rest = self._stops.push(self._detokenizer.flush())
             self._ready += rest + self._stops.flush()
 
+    @property
+    def stop_text(self) -> str | None:
+        """Return the stop string that ended the reply, if one did."""
+        return self._stops.hit
+
     def attempt(self, call: Callable[..., T], *given: Any) -> T | None:
         """Call one of its own methods; what that raises ends this reply, and no other one."""
         try:
@@ -384,9 +430,17 @@ class ReplyWriter:
 
     def held_text(self) -> str:
         """Return the text of all sampled tokens, stop strings included."""
-        return self._tokenizer.decode(
-            self.token_ids, skip_special_tokens=True, clean_up_tokenization_spaces=False
+        if self._shown_ids:
+            written = Detokenizer(self._tokenizer, self._shown_ids)
+            written.follow(self._before)
+            return "".join(map(written.push, self.token_ids)) + written.flush()
+        before, whole = (
+            self._tokenizer.decode(
+                ids, skip_special_tokens=True, clean_up_tokenization_spaces=False
+            )
+            for ids in (self._before, [*self._before, *self.token_ids])
         )
+        return whole[len(before) :]
 
     def reply(self, prompt_tokens: int, memory: Memory | None) -> Reply:
         """Return the finished reply."""

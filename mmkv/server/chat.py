@@ -14,18 +14,20 @@ import time
 from collections.abc import AsyncGenerator, Sequence
 from typing import TYPE_CHECKING, Any
 
+from mmkv.calls.parser import CallStart, ParsedReply
+from mmkv.calls.tools import tool_use
 from mmkv.engine.errors import InputError, MmkvError
+from mmkv.grammar import ReplyRules, answer_schema, require_tools
 from mmkv.prompt.media import data_uri_content
 from mmkv.sampling import Sampling, Settled
 from mmkv.server import reply
 from mmkv.server.engine_thread import Admitted, Delta, Done, Failed, Request
 from mmkv.server.errors import ApiError
-from mmkv.server.grammar import grammar_of
 from mmkv.server.guard import release_body
 from mmkv.server.job import ChatWork
 from mmkv.server.media.limits import BAD_FORM, Allowance, MediaError
 from mmkv.server.media.resolver import MediaResolver, Medium, Source
-from mmkv.server.prompts import Message, Part, digest_of
+from mmkv.server.prompts import Message, Part, digest_of, thought_apart
 from mmkv.server.reply import LogprobRows, ReplyHead
 from mmkv.server.schema import (
     ChatRequest,
@@ -33,6 +35,7 @@ from mmkv.server.schema import (
     budget_of,
     conversation,
     refuse_unsupported,
+    reply_prefix,
     take_generation_config,
     unsupported,
 )
@@ -41,12 +44,16 @@ from mmkv.server.writer import LogitSettings
 if TYPE_CHECKING:
     from starlette.requests import HTTPConnection
 
+    from mmkv.calls.parser import Event, ReplyParser
+    from mmkv.calls.tools import ToolUse
     from mmkv.engine.budget import Budget
     from mmkv.server.conversations import ConversationState
-    from mmkv.server.job import ChatJob
+    from mmkv.server.job import ChatJob, RequestCounts
+    from mmkv.server.messages import PromptRequest
     from mmkv.server.responses_schema import ResponseRequest
     from mmkv.server.settings import Facts, ServerSettings
     from mmkv.server.state import Caller, ServerState
+    from mmkv.server.writer import Spelled
 
 
 class RequestMedia:
@@ -80,7 +87,7 @@ class RequestMedia:
             return dataclasses.replace(part, digest=digests[part]) if part in digests else part
 
         return [
-            Message(one.role, tuple(map(named, one.parts))) if one.media else one
+            dataclasses.replace(one, parts=tuple(map(named, one.parts))) if one.media else one
             for one in messages
         ]
 
@@ -125,6 +132,23 @@ MOST_STOPS = 16
 MOST_SCORED = 2**17
 
 
+@dataclasses.dataclass
+class ReplyPart:
+    """What is new of one reply: thoughts, texts and calls, in order.
+
+    Attributes:
+        index: of the reply; spelled: its tokens that are new, where log probabilities are wanted.
+        finish_reason: why it has ended (``calls``: with calls); None: it goes on.
+        stop_text: the stop string that ended it, if one did.
+    """
+
+    index: int
+    events: list[Event]
+    spelled: list[Spelled]
+    finish_reason: str | None = None
+    stop_text: str | None = None
+
+
 class ChatCall:
     """One request to the chat endpoint.
 
@@ -139,6 +163,7 @@ class ChatCall:
     Attributes:
         work: what the engine is asked for; done: whether it has been answered.
         keeps_body: whether the body is needed to the end, and not freed early.
+        counts: of the prompt's tokens; right once a reply has begun.
 
     Raises:
         ApiError: what can be checked without the engine.
@@ -166,7 +191,11 @@ class ChatCall:
             )
         _require_same(request, facts)
         self.state, self.request, self.caller = state, request, caller
-        messages = conversation(request.messages, facts.sees, facts.watches)
+        earlier = () if start is None else start.info.messages
+        messages = conversation(request.messages, facts.sees, facts.watches, earlier)
+        messages, begun = reply_prefix(request, messages)
+        if (marks := facts.thoughts) is not None and not raw:
+            messages = [thought_apart(message, marks) for message in messages]
         sources = [source(part) for message in messages for part in message.media]
         if sources:
             state.media.check(sources)
@@ -185,24 +214,28 @@ class ChatCall:
                     "invalid_value",
                     "mmkv",
                 )
-            messages, base_key = [*start.info.messages, *messages], start.info.base_key
+            messages, base_key = [*earlier, *messages], start.info.base_key
             budget = start.budget
         facts.context_bounds.require_possible(
-            sum(len(text) for one in messages for text in one.texts)
+            sum(len(text) for one in messages for text in one.texts) + len(begun.text)
         )
         chosen = (budget or facts.budget).describe()
         self.choices = request.n or 1
         if self.choices > settings.max_choices:
             raise ApiError(400, f"n is at most {settings.max_choices} here", "invalid_value", "n")
         self.done = self.keeps_body = False
+        self.counts: RequestCounts | None = None
+        use = _tool_use(request, facts, () if start is None else start.info.tools)
         given = request.template_values()
         values = {name: given[name] for name in sorted(facts.template_variables & given.keys())}
+        tools = [] if use is None else use.for_template()
+        told = [one for one in (values, tools) if one]
         memory = [facts.base_key, chosen, caller.tenant, request.cache_salt]
         self.work = ChatWork(
             messages,
-            base_key or digest_of([*memory, *([values] if values else [])]),
+            base_key or digest_of([*memory, *told]),
             _sampling(request, settings, facts),
-            _logit_settings(request, facts),
+            _logit_settings(request, facts, use),
             self.choices,
             budget,
             "never" if raw else resume or "auto",
@@ -212,8 +245,20 @@ class ChatCall:
             keep=keep,
             rewrites=(request.mmkv and request.mmkv.rewrites) or "reread",
             template_values=values,
+            tools=tools,
+            thoughts=None if raw else facts.thoughts,
             raw=raw,
+            begun=begun,
         )
+        rules = self.work.logit_settings.rules
+        must = use is not None and use.choice == "required"
+        if begun.text and (rules.answer is not None or must):
+            name = "tool_choice" if must else "response_format"
+            raise unsupported(
+                name,
+                f"{name} is the form of a whole reply, and the assistant's last message has begun "
+                "this one; leave one of them out",
+            )
         if not request.stream:
             self.require_few_scored()
         self.head = ReplyHead(f"chatcmpl-{secrets.token_hex(12)}", int(time.time()), settings.name)
@@ -236,16 +281,16 @@ class ChatCall:
 
     async def whole(self) -> dict[str, Any]:
         """Return the answer."""
-        texts = [""] * self.choices
+        replies = [ParsedReply() for _ in range(self.choices)]
         reasons = [""] * self.choices
-        rows = [LogprobRows() for _ in texts] if self.request.logprobs else None
-        async for event in self.events():
-            if isinstance(event, Done):
-                return reply.completion(self.head, texts, reasons, rows, event.usage)
-            texts[event.index] += event.text
+        rows = [LogprobRows() for _ in replies] if self.request.logprobs else None
+        async for part in self.parts():
+            if isinstance(part, Done):
+                return reply.completion(self.head, replies, reasons, rows, part.usage)
+            replies[part.index].add(part.events)
             if rows is not None:
-                rows[event.index].add(reply.logprobs(event.spelled)["content"])
-            reasons[event.index] = event.finish_reason or ""
+                rows[part.index].add(reply.logprobs(part.spelled)["content"])
+            reasons[part.index] = part.finish_reason or ""
         raise AssertionError("a request ends with Done or an error")
 
     async def stream(self) -> AsyncGenerator[dict[str, Any] | str]:
@@ -253,23 +298,45 @@ class ChatCall:
         begun: set[int] = set()
         options = self.request.stream_options
         self.head.with_usage = options is not None and bool(options.include_usage)
+        async with contextlib.aclosing(self.parts()) as parts:
+            async for part in parts:
+                if isinstance(part, Done):
+                    if self.head.with_usage:
+                        yield reply.usage_chunk(self.head, part.usage)
+                    yield "[DONE]"
+                    return
+                if part.index not in begun:
+                    begun.add(part.index)
+                    opening = {"role": "assistant", "content": "", "refusal": None}
+                    yield reply.chunk(self.head, part.index, opening)
+                spelled = part.spelled if self.request.logprobs else None
+                deltas = [reply.delta(event) for event in part.events]
+                deltas = [one for one in deltas if one] or ([{"content": ""}] if spelled else [])
+                for delta in deltas:
+                    yield reply.chunk(self.head, part.index, delta, None, spelled)
+                    spelled = [] if spelled is not None else None
+                if part.finish_reason is not None:
+                    yield reply.chunk(self.head, part.index, {}, part.finish_reason)
+
+    async def parts(self) -> AsyncGenerator[ReplyPart | Done]:
+        """Run the request as :meth:`events` does; yield its replies' thoughts, texts and calls."""
+        parsers: dict[int, ReplyParser] = {}
+        called: set[int] = set()
         async with contextlib.aclosing(self.events()) as events:
             async for event in events:
                 if isinstance(event, Done):
-                    if self.head.with_usage:
-                        yield reply.usage_chunk(self.head, event.usage)
-                    yield "[DONE]"
+                    yield event
                     return
-                if event.index not in begun:
-                    begun.add(event.index)
-                    opening = {"role": "assistant", "content": "", "refusal": None}
-                    yield reply.chunk(self.head, event.index, opening)
-                spelled = event.spelled if self.request.logprobs else None
-                if event.text or event.spelled:
-                    delta = {"content": event.text}
-                    yield reply.chunk(self.head, event.index, delta, None, spelled)
-                if event.finish_reason is not None:
-                    yield reply.chunk(self.head, event.index, {}, event.finish_reason)
+                at, reason = event.index, event.finish_reason
+                if at not in parsers:
+                    parsers[at] = self.work.parser(at)
+                found = parsers[at].push(event.text)
+                if reason is not None:
+                    found += parsers[at].finish(cut=reply.FINISH[reason] == "length")
+                called |= {at for one in found if isinstance(one, CallStart)}
+                if reason is not None and at in called and reply.FINISH[reason] == "stop":
+                    reason = "calls"
+                yield ReplyPart(at, found, event.spelled, reason, event.stop_text)
 
     async def events(self) -> AsyncGenerator[Delta | Done]:
         """Run the request; closing the iterator cancels it."""
@@ -279,7 +346,7 @@ class ChatCall:
         user = f"{self.caller.name} {asked.user or asked.safety_identifier or ''}"
         with self.state.count_request(self.caller):
             texts = [text for one in self.work.messages for text in one.texts]
-            await self.state.facts.context_bounds.count(texts)
+            await self.state.facts.context_bounds.count([*texts, self.work.begun.text])
             request = await self.state.engine_thread.submit(self.work, user)
             media: RequestMedia | None = None
             try:
@@ -293,7 +360,7 @@ class ChatCall:
                         continue
                     if media is not None:  # they were read before the first token
                         media.let_go()
-                    self.done = isinstance(event, Done)
+                    self.done, self.counts = isinstance(event, Done), request.counts
                     yield event
                     if self.done:
                         return
@@ -315,6 +382,25 @@ class ChatCall:
         await request.on_engine(supply)
         if not self.keeps_body:  # a reply may take long, and pictures are most of a body
             release_body()
+
+    async def count_prompt(self) -> int:
+        """Count the tokens that the prompt would have, with those of its pictures; none is read."""
+        thread, work = self.state.engine_thread, self.work
+        media = RequestMedia(self.state.media)
+        with self.state.count_request(self.caller):
+            texts = [text for one in work.messages for text in one.texts]
+            await self.state.facts.context_bounds.count([*texts, work.begun.text])
+            try:
+                named = await media.named(work.messages)
+                job = await thread.call(lambda: thread.new_job(work))
+                held = await thread.call(lambda: job.begin_count(named))
+                contents = await media.contents(named[held:])
+                await thread.call(lambda: job.supply_media(contents))
+                while await thread.call(job.count_segment):  # others get a turn in between
+                    pass
+                return job.counts.prompt_tokens
+            finally:
+                media.let_go()
 
 
 def refuse_if_shared(facts: Facts, given: bool, field: str) -> None:
@@ -375,7 +461,26 @@ def _sampling(request: ChatRequest, settings: ServerSettings, facts: Facts) -> S
         raise ApiError(400, str(error), "invalid_value") from error
 
 
-def _logit_settings(request: ChatRequest, facts: Facts) -> LogitSettings:
+def _tool_use(
+    request: ChatRequest, facts: Facts, before: Sequence[dict[str, Any]]
+) -> ToolUse | None:
+    """Return what may be called.
+
+    Args:
+        before: the functions of the conversation that is gone on from, which hold where the request
+            names none.
+    """
+    try:
+        tools = before if request.tools is None else request.tools
+        use = tool_use(tools, request.tool_choice, request.parallel_tool_calls)
+        if use is not None:
+            require_tools(facts.call_format, use)
+    except MmkvError as error:
+        raise ApiError(400, str(error), "invalid_value", "tools") from error
+    return use
+
+
+def _logit_settings(request: ChatRequest, facts: Facts, use: ToolUse | None) -> LogitSettings:
     bias = {}
     for text, value in (request.logit_bias or {}).items():
         # Python refuses to read numbers of very many digits.
@@ -392,7 +497,8 @@ def _logit_settings(request: ChatRequest, facts: Facts) -> LogitSettings:
         raise ApiError(400, "top_logprobs needs logprobs", "invalid_value", "top_logprobs")
     top = (request.top_logprobs or 0) if request.logprobs else None
     try:
-        grammar = grammar_of(request.response_format)
+        form = None if use is None else facts.call_format
+        rules = ReplyRules(answer_schema(request.response_format), form, use)
     except MmkvError as error:
         raise ApiError(400, str(error), "invalid_value", "response_format") from error
     stop_tokens = frozenset(request.stop_token_ids or ())
@@ -403,10 +509,12 @@ def _logit_settings(request: ChatRequest, facts: Facts) -> LogitSettings:
             "invalid_value",
             "stop_token_ids",
         )
-    return LogitSettings(top, bias, grammar, stop_tokens)
+    return LogitSettings(top, bias, rules, stop_tokens)
 
 
-def take_resume(request: HTTPConnection, body: ChatRequest | ResponseRequest) -> None:
+def take_resume(
+    request: HTTPConnection, body: ChatRequest | ResponseRequest | PromptRequest
+) -> None:
     """Take ``mmkv.resume`` from the header X-Mmkv-Resume if it is not set. Raises ApiError."""
     given = request.headers.get("x-mmkv-resume")
     if given is None:

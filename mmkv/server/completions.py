@@ -16,9 +16,11 @@ from mmkv.server.engine_thread import Done
 from mmkv.server.errors import ApiError
 from mmkv.server.reply import ReplyResponse, usage_json
 from mmkv.server.schema import (
+    NO_TOOLS,
     UNSUPPORTED,
     ChatRequest,
     Count,
+    Limit,
     MmkvOptions,
     Number,
     RepetitionPenalty,
@@ -40,16 +42,20 @@ if TYPE_CHECKING:
 class CompletionRequest(ReplyRequest):
     """A request to continue a text."""
 
-    refused: ClassVar[dict[str, tuple[Any, ...]]] = UNSUPPORTED | {
-        "messages": (),
-        "response_format": ({"type": "text"},),
-        "suffix": ("",),
-        **dict.fromkeys(("chat_template_kwargs", "enable_thinking"), ()),
-    }
+    refused: ClassVar[dict[str, tuple[Any, ...]]] = (
+        UNSUPPORTED
+        | NO_TOOLS
+        | {
+            "messages": (),
+            "response_format": ({"type": "text"},),
+            "suffix": ("",),
+            **dict.fromkeys(("chat_template_kwargs", "enable_thinking"), ()),
+        }
+    )
 
     model: str
     prompt: str | Annotated[list[Any], Field(max_length=1)]
-    max_tokens: Count | None = None
+    max_tokens: Limit = None
     temperature: Annotated[Number, Field(ge=0, le=2)] | None = None
     top_p: Annotated[Number, Field(gt=0, le=1)] | None = None
     top_k: TopK | None = None

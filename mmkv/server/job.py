@@ -7,6 +7,7 @@ behind; how many tokens it has read and entries evicted, by modality.
 from __future__ import annotations
 
 import math
+import secrets
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -15,18 +16,30 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
+from mmkv.calls.parser import ReplyParser, ThoughtMarks, parse
 from mmkv.engine.budgets import page_bound
 from mmkv.engine.contents import MODALITIES
 from mmkv.engine.errors import InputError
 from mmkv.prompt.held import Read, read_of
 from mmkv.prompt.media import notes
 from mmkv.prompt.template import REWRITES
+from mmkv.reply import Detokenizer
 from mmkv.sampling import Settled
 from mmkv.scheduler.contract import Reservation
 from mmkv.scheduler.replies import DecodingReply, EngineJob
 from mmkv.server.conversations import ConversationInfo
 from mmkv.server.errors import ApiError
-from mmkv.server.prompts import Outline, Segment, chain, link, outline, pictures_in, reply_message
+from mmkv.server.prompts import (
+    Begun,
+    Outline,
+    Segment,
+    chain,
+    link,
+    outline,
+    pictures_in,
+    reply_message,
+    with_sampled,
+)
 from mmkv.server.writer import LogitSettings, ScoredWriter
 from mmkv.turn import agreed, kept_tokens, text_before_media, without_first
 
@@ -34,10 +47,10 @@ if TYPE_CHECKING:
     from mmkv.api import Engine
     from mmkv.engine.budget import Budget
     from mmkv.engine.contents import Memory
+    from mmkv.grammar import Grammars
     from mmkv.prompt.held import Rewrites
     from mmkv.prompt.template import ChatTemplate
     from mmkv.server.conversations import ConversationState, ConversationStore, PrefixCache
-    from mmkv.server.grammar import Grammars
     from mmkv.server.prompts import Message
     from mmkv.session import Session
 
@@ -57,8 +70,11 @@ class ChatWork:
         weight: of its sessions in a shared budget.
         start: the conversation that the request continues; ``messages`` begin with its own.
         rewrites: see :class:`mmkv.Session`.
-        template_values: what the chat template is told beside the messages; raw: whether there is
-            none, and the messages' texts are read as they stand.
+        template_values, tools: what the chat template is told beside the messages.
+        raw: whether there is no template, and the messages' texts are read as they stand.
+        begun: what the reply begins with; it is read, and not part of the answer.
+        thoughts: the marks of thoughts, where the model has some; thought_opened: whether the
+            prompt ended with one's opening, but for what the reply begins with, once that is known.
         keep: whether the conversation after the reply is kept, in ``result`` when that is done.
     """
 
@@ -75,18 +91,50 @@ class ChatWork:
     keep: bool = False
     rewrites: Rewrites = "reread"
     template_values: dict[str, Any] = field(default_factory=dict)
+    tools: list[dict[str, Any]] = field(default_factory=list)
     raw: bool = False
+    begun: Begun = field(default_factory=Begun)
+    thoughts: ThoughtMarks | None = None
+    thought_opened: bool = False
     result: ConversationState | None = None
+    _seed: str = field(default_factory=lambda: secrets.token_hex(16))
+
+    def parser(self, index: int) -> ReplyParser:
+        """Return what takes the reply of an index apart; the ids of its calls are always the same.
+
+        To be called once ``thought_opened`` is known: when a reply has begun.
+        """
+        rules = self.logit_settings.rules
+        seed = f"{self._seed}:{index}"
+        given = (rules.format, rules.use, self.thoughts, self.thought_opened, seed)
+        return ReplyParser(*given, self.begun.text)
+
+    def reply_message(self, index: int, prefix: str, text: str, cut: bool) -> Message:
+        """Return a reply as the message that a client sends back.
+
+        Args:
+            prefix: what it begins with; cut: whether it was cut off.
+        """
+        whole = replace(self, begun=Begun()).parser(index)
+        made = reply_message(parse(whole, prefix + text, cut), prefix + text)
+        thought = self.begun.thought
+        return made if thought is None else replace(made, thought=thought, sampled=None)
 
 
 @dataclass
 class Choice:
-    """One finished reply."""
+    """One finished reply.
 
-    text: str
+    Attributes:
+        message: what a client sends back of it.
+        tokens: all of it; thought_tokens: those of its thought.
+    """
+
+    message: Message
     tokens: int
     finish_reason: str
     memory: Memory | None
+    thought_tokens: int = 0
 
 
 @dataclass
@@ -102,6 +150,7 @@ class Usage:
         shared_pool: whether all sessions compete for one budget: what is kept depends on others.
         differs: how what was read differs from the conversation rendered afresh; None: it does not.
         notes: remarks on the media that were read, such as a video whose end is missing.
+        thought_tokens: of the replies' tokens, those of their thoughts.
     """
 
     prompt_tokens: int
@@ -117,6 +166,7 @@ class Usage:
     pictures: int = 0
     faded_pictures: int = 0
     notes: list[str] = field(default_factory=list)
+    thought_tokens: int = 0
 
 
 class RequestCounts:
@@ -182,6 +232,7 @@ class RequestCounts:
             max((len(one.pictures) for one in memories), default=0),
             max((len(one.faded) for one in memories), default=0),
             list(dict.fromkeys(self.notes)),
+            sum(one.thought_tokens for one in choices),
         )
 
     def _evicted(self, replies: Iterable[tuple[Session, Choice]]) -> dict[str, int]:
@@ -220,13 +271,20 @@ class ConversationLookup:
     def find(self) -> Iterator[tuple[int, ConversationState]]:
         """Yield conversations to continue, and how many messages each holds; the longest first.
 
+        One that ends with the reply's prefix as a reply of its own holds one more than there are.
         Called once the digests of all media are known.
         """
         start = self.work.start
         if start is not None:
             yield len(start.info.messages), start
         elif self._shares:
-            yield from self._prefix_cache.find(self._keys)
+            keys = list(self._keys)
+            if begun := self.work.begun.text:
+                keys.append(link(keys[-1], self.work.reply_message(0, begun, "", cut=True)))
+            for count in range(len(keys), 0, -1):
+                for table in (self._prefix_cache, self._conversations):
+                    if (found := table.at(keys[count - 1])) is not None:
+                        yield count, found
 
     def touch(self, memory: ConversationState) -> None:
         """Note that a conversation is the most recently used."""
@@ -258,7 +316,8 @@ class ConversationLookup:
             and count in {self._leading, whole - 1, whole} - {0}
         ):
             key, pages = self._keys[count - 1], self.engine.cache.held_pages(session.seq)
-            info = ConversationInfo(seen, outline.rendered())
+            held = tuple(one for one in self._sampled() if one[0] < count)
+            info = ConversationInfo(seen, outline.rendered(), sampled=held)
             self._prefix_cache.keep((key,), pages, session.fork, info, replied=False)
 
     def keep_after(
@@ -272,9 +331,7 @@ class ConversationLookup:
         if self.work.keep:
             self._keep_whole(session, choice, seen, outline)
         # After a stop text the session holds words that the client never saw.
-        elif choice.finish_reason == "stop" or not self._keep_reply(
-            session, choice.text, seen, outline
-        ):
+        elif choice.finish_reason == "stop" or not self._keep_reply(session, choice, seen, outline):
             session.close()
 
     def _keep_whole(
@@ -282,25 +339,40 @@ class ConversationLookup:
     ) -> None:
         assert choice.memory is not None
         read = [message.without_urls() for message in self.work.messages]
-        messages = (*read, reply_message(choice.text))
+        messages = (*read, choice.message)
         info = ConversationInfo(
-            seen, outline.rendered(), messages, self.work.base_key, choice.memory
+            seen,
+            outline.rendered(),
+            messages,
+            self.work.base_key,
+            choice.memory,
+            tools=tuple(self.work.tools),
         )
         self.work.result = self._conversations.keep(session, info)
+        if self.work.start is None and self._shares and choice.finish_reason != "stop":
+            self._conversations.name(self.work.result, self._keys_after(choice))
 
     def _keep_reply(
-        self, session: Session, text: str, seen: tuple[int, ...], outline: Outline
+        self, session: Session, choice: Choice, seen: tuple[int, ...], outline: Outline
     ) -> bool:
         if not self._shares:
             return False
-        # Clients may send the reply back without the spaces around it.
-        texts = dict.fromkeys((text, text.strip()))
-        keys = tuple(link(self._keys[-1], reply_message(one)) for one in texts)
+        keys = self._keys_after(choice)
         pages = self.engine.cache.held_pages(session.seq)
-        info = ConversationInfo(seen, outline.rendered())
+        info = ConversationInfo(seen, outline.rendered(), sampled=self._sampled(choice.message))
         if self.work.start is None:
             self._prefix_cache.leave_behind(self._keys[self._leading : -2])
         return self._prefix_cache.keep(keys, pages, lambda: session, info, replied=True)
+
+    def _keys_after(self, choice: Choice) -> tuple[str, ...]:
+        """Return the keys of a reply: clients may send it back without the spaces around it."""
+        same = dict.fromkeys((choice.message, choice.message.stripped()))
+        return tuple(link(self._keys[-1], one) for one in same)
+
+    def _sampled(self, *more: Message) -> tuple[tuple[int, str], ...]:
+        """Return which messages are replies that are known as the model wrote them, and those."""
+        messages = enumerate([*self.work.messages, *more])
+        return tuple((at, one.sampled) for at, one in messages if one.sampled is not None)
 
     @property
     def _leading(self) -> int:
@@ -421,11 +493,16 @@ class ChatJob(EngineJob):
         """
         work, engine, held = self.work, self.engine, 0
         work.messages = messages
-        shown = [message.for_template() for message in messages]
         for count, memory in self.conversations.find():
-            found = self._continued(shown, count, memory)
+            known = with_sampled(messages, memory.info.sampled)
+            shown = [one.for_template() for one in known]
+            if count > len(messages):
+                found = self._inside_reply(shown, memory)
+            else:
+                found = self._continued(shown, count, memory)
             if found is None:
                 continue
+            work.messages = known
             held, (self.live, self._outline) = count, found
             self.conversations.touch(memory)
             self.conversations.leave_shared_budget()
@@ -451,6 +528,35 @@ class ChatJob(EngineJob):
             with engine.lock:
                 engine.shared.join(self.live, work.weight)
         return held
+
+    def _inside_reply(
+        self, shown: list[dict[str, Any]], memory: ConversationState
+    ) -> tuple[Session, Outline] | None:
+        """Open a copy of a conversation whose latest reply is to go on, and let its last token go.
+
+        Nothing else may be read again, nor have been evicted by then: reading the reply once more
+        is better.
+        """
+        held, template, count = memory.held, self._template, len(shown)
+        said = dict(memory.info.sampled).get(count, template.prefix)
+        if held is None or not held.ends_with_reply or template.source is None:
+            return None
+        if not said.endswith(template.prefix):
+            return None
+        whole = template.with_prefix(said, template.thought).render(shown, opening=True)
+        plan = held.plan(whole, self._rule)
+        if not plan.appends or plan.text:
+            return None
+        session = memory.fork()
+        plan, why = agreed(session, held.plan(whole, self._rule, plan.kept - 1), whole, self._rule)
+        same = kept_tokens(session, plan, text_before_media(self.engine.processor, plan))
+        again = session.seen - plan.start.seen - same
+        if why is not None or not same or again > (not session.evicted):
+            session.close()
+            return None
+        session.go_back(plan, same)
+        self.work.begun = replace(self.work.begun, text=said)
+        return session, Outline(whole, [Segment(plan.text, count, count, same)])
 
     def _continued(
         self, shown: list[dict[str, Any]], count: int, memory: ConversationState
@@ -525,10 +631,11 @@ class ChatJob(EngineJob):
 
     @property
     def _template(self) -> ChatTemplate:
-        template = self.engine.processor.template
-        return (
-            template.as_raw() if self.work.raw else template.with_values(self.work.template_values)
-        )
+        template, work = self.engine.processor.template, self.work
+        if work.raw:
+            return template.as_raw()
+        template = template.with_values(work.template_values).with_tools(work.tools)
+        return template.with_prefix(work.begun.text, work.begun.thought)
 
     @property
     def _rule(self) -> bool | None:
@@ -543,15 +650,52 @@ class ChatJob(EngineJob):
         if not held.pieces or not held.ends_with_reply:
             return False
         said, text = held.pieces[-1].text or "", "".join(p.get("text", "") for p in sent["content"])
-        if said == text or said.strip() != text.strip():
+        if said == text:
             return False
-        as_said = [*shown[: count - 1], {**sent, "content": said}, *shown[count:]]
+        # What the client gave the reply to begin with.
+        begun = "" if said.strip() == text.strip() else text.rstrip().removesuffix(said.rstrip())
+        as_said = [*shown[: count - 1], {**sent, "content": begun + said}, *shown[count:]]
         whole = self._template.render(as_said, opening=True)
         return held.plan(whole, self._rule).appends
 
     def supply_media(self, media: list[Any]) -> None:
         """Take the decoded media of the messages that were not resumed, in order."""
         self._media = media
+
+    def begin_count(self, messages: list[Message]) -> int:
+        """Begin to count the prompt's tokens, with what is kept of the conversation; read nothing.
+
+        Args:
+            messages: the request's, with the digests of all media.
+
+        Returns:
+            how many messages are counted; the media of the others have to be supplied.
+        """
+        self.work.messages = messages
+        for count, memory in self.conversations.find():
+            known = with_sampled(messages, memory.info.sampled)
+            session, shown = memory.live, [one.for_template() for one in known]
+            if session is None or count > len(messages):
+                continue
+            found = outline(self._template, shown, count, memory.replied, memory.info.rendered)
+            if found is not None:
+                self.work.messages, self._outline = known, found
+                self.counts.prompt_tokens = session.seen + len(session.unfed)
+                return count
+        self._outline = outline(self._template, [one.for_template() for one in messages])
+        return 0
+
+    def count_segment(self) -> bool:
+        """Count the tokens of the next piece of the prompt; return whether there was one."""
+        assert self._outline is not None
+        if not self._outline.segments:
+            return False
+        segment = self._outline.segments.pop(0)
+        images, videos = self._media_of(segment)
+        continuing, total = self.counts.prompt_tokens > 0, pictures_in(self.work.messages)
+        inputs = self.engine.processor.encode(segment.text, images, videos, continuing, total)
+        self.counts.prompt_tokens += inputs["input_ids"].shape[1]
+        return True
 
     @property
     def slow_to_begin(self) -> bool:
@@ -597,16 +741,8 @@ class ChatJob(EngineJob):
     def _inputs(self, segment: Segment) -> dict[str, torch.Tensor]:
         """Return the model inputs of a segment, and of what the cache lacks of the last reply."""
         session = self.live
-        assert session is not None and self._media is not None
-        kinds = [
-            part.kind
-            for message in self.work.messages[segment.first : segment.last]
-            for part in message.media
-        ]
-        media, self._media = self._media[: len(kinds)], self._media[len(kinds) :]
-        pairs = list(zip(kinds, media, strict=True))
-        images = [one for kind, one in pairs if kind == "image"]
-        videos = [one for kind, one in pairs if kind == "video"]
+        assert session is not None
+        images, videos = self._media_of(segment)
         self.counts.notes += notes(images, videos)
         processor, total = self.engine.processor, pictures_in(self.work.messages)
         if self.work.raw:
@@ -618,16 +754,39 @@ class ChatJob(EngineJob):
         self._read = read_of(processor, segment.text, ids, images, videos, **more)
         return session.with_unfed(without_first(inputs, segment.held))
 
+    def _media_of(self, segment: Segment) -> tuple[list[Any], list[Any]]:
+        """Take the pictures and the videos of a segment."""
+        assert self._media is not None
+        kinds = [
+            part.kind
+            for message in self.work.messages[segment.first : segment.last]
+            for part in message.media
+        ]
+        media, self._media = self._media[: len(kinds)], self._media[len(kinds) :]
+        pairs = list(zip(kinds, media, strict=True))
+        images = [one for kind, one in pairs if kind == "image"]
+        return images, [one for kind, one in pairs if kind == "video"]
+
     def _begin_replies(self, logits: torch.Tensor) -> None:
         engine, sampling, session = self.engine, self.work.sampling, self.live
         assert session is not None
         changes, tokenizer = self.work.logit_settings, engine.processor.tokenizer
+        marks, outline = self.work.thoughts, self._outline
+        if marks is not None and outline is not None:
+            before = outline.text.removesuffix(self._template.prefix_in(outline.text))
+            self.work.thought_opened = before.rstrip().endswith(marks.open)
+        thinks = marks is not None and self.work.parser(0).thinks
+        close = marks.close if marks is not None and thinks else None
+        shown = self.grammars.shown(changes.rules.format)
         for at in range(self.work.choices):
             seed = None if sampling.seed is None else (sampling.seed + at) % 2**63
             own = replace(sampling, seed=seed)
-            grammar = None if changes.grammar is None else self.grammars.begin(changes.grammar)
+            bound = self.grammars.begin(changes.rules, close)
             never = engine.media_token_ids
-            writer = ScoredWriter(tokenizer, own, engine.eos_token_ids, changes, grammar, never)
+            given = (tokenizer, own, engine.eos_token_ids, changes, bound, never, shown)
+            writer = ScoredWriter(*given)
+            if self.work.begun.text:
+                writer.follow_text()
             token = writer.begin(logits, session.read_ids)
             fork = session if at == 0 else session.fork()
             self.decoding.append(DecodingReply(fork, writer, -1 if token is None else token))
@@ -651,16 +810,32 @@ class ChatJob(EngineJob):
 
         Sessions of interrupted replies are closed at once.
         """
+        outline = self._outline
+        prefix = "" if outline is None else self._template.prefix_in(outline.text)
         for one in self.decoding:
             writer, session = one.writer, one.session
             reply = writer.reply(self.counts.prompt_tokens, session.memory())
             session.note_reply(writer, reply.text)
-            self.choices.append(
-                Choice(reply.text, len(reply.token_ids), reply.finish_reason, reply.memory)
+            message = self.work.reply_message(
+                len(self.choices), prefix, reply.text, reply.finish_reason == "length"
             )
+            thought = self._thought_tokens(reply.token_ids) if message.thought else 0
+            tokens = len(reply.token_ids)
+            self.choices.append(Choice(message, tokens, reply.finish_reason, reply.memory, thought))
             if self._dropped:
                 session.close()
                 self.conversations.join_shared_budget()
+
+    def _thought_tokens(self, ids: Sequence[int]) -> int:
+        """Count the tokens of a reply up to the end of its thought."""
+        assert self.work.thoughts is not None
+        detokenizer, text = Detokenizer(self.engine.processor.tokenizer), ""
+        for count, token in enumerate(ids, 1):
+            text += detokenizer.push(token)
+            if self.work.thoughts.close in text:
+                return count
+            text = text[-len(self.work.thoughts.close) :]
+        return len(ids)
 
     def leave(self) -> None:
         """Keep each session after its reply, or close it; after :meth:`end`."""

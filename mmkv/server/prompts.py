@@ -13,11 +13,15 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal
 
+from mmkv.calls.parser import ReplyParser, parse
+from mmkv.calls.tools import parsed_arguments
 from mmkv.engine.errors import ContextError, InputError
 from mmkv.prompt.special import new_marker, reading, require_no_long_run
 from mmkv.prompt.template import as_parts
 
 if TYPE_CHECKING:
+    from mmkv.calls.parser import ParsedReply, ThoughtMarks
+    from mmkv.calls.tools import ToolCall
     from mmkv.prompt.template import ChatTemplate, RenderedConversation
 
 
@@ -119,7 +123,7 @@ def outline(
     elif replied:
         before, found, after = whole.rpartition(marker)
         same = known is not None and known.length == len(before) and known.begins(before)
-        if not found or not (same or before == template.render(shown[: held - 1], opening=True)):
+        if not found or not (same or before == template.before_reply(shown[: held - 1])):
             return None
         done = len(before) + len(marker)
         said = "".join(part.get("text", "") for part in as_parts(messages[held - 1]["content"]))
@@ -233,11 +237,31 @@ class Part:
 
 
 @dataclass(frozen=True)
+class Begun:
+    """What a reply begins with: a text, and a thought that stands before it."""
+
+    text: str = ""
+    thought: str | None = None
+
+
+@dataclass(frozen=True)
 class Message:
-    """One message; neighbouring texts are one part."""
+    """One message; neighbouring texts are one part.
+
+    Attributes:
+        calls: of functions, by the assistant; thought: before them and the text.
+        call_id: of the call that a tool answers; name: of the function.
+        sampled: a reply with calls or thoughts as the model wrote it, where that is known: the
+            template is shown that.
+    """
 
     role: str
     parts: tuple[Part, ...]
+    calls: tuple[ToolCall, ...] = ()
+    thought: str | None = None
+    call_id: str | None = None
+    name: str | None = None
+    sampled: str | None = None
 
     @property
     def media(self) -> list[Part]:
@@ -253,7 +277,12 @@ class Message:
         """Return it without URLs, which can be megabytes: its media were read."""
         if not any(part.url for part in self.parts):
             return self  # memories of one conversation share its first messages
-        return Message(self.role, tuple(replace(part, url="") for part in self.parts))
+        return replace(self, parts=tuple(replace(part, url="") for part in self.parts))
+
+    def stripped(self) -> Message:
+        """Return it without the spaces around its texts."""
+        texts = [replace(one, text=one.text.strip()) for one in self.parts]
+        return replace(self, parts=tuple(one for one in texts if one.text or one.kind != "text"))
 
     def for_template(self) -> dict[str, Any]:
         """Return it as chat templates take it, pictures and videos as bare placeholders."""
@@ -262,12 +291,62 @@ class Message:
             {**texts, "text": part.text} if part.kind == "text" else {"type": part.kind}
             for part in self.parts
         ]
-        return {"role": self.role, "content": parts}
+        made: dict[str, Any] = {"role": self.role, "content": parts}
+        if self.sampled is not None:
+            made = {"role": self.role, "content": [{**texts, "text": self.sampled}]}
+            made["sampled"] = True
+        elif self.thought:
+            made["reasoning_content"] = self.thought
+        if self.calls:
+            made["tool_calls"] = [one.for_template() for one in self.calls]
+        if self.call_id is not None:
+            made["tool_call_id"] = self.call_id
+        if self.name is not None:
+            made["name"] = self.name
+        return made
+
+    def shown(self) -> dict[str, Any]:
+        """Return it for a client, pictures and videos as bare marks."""
+        made = replace(self, sampled=None).for_template()
+        calls = {"tool_calls": [one.as_json() for one in self.calls]} if self.calls else {}
+        return made | calls
 
 
-def reply_message(text: str) -> Message:
-    """Return a reply as the message that a client sends back."""
-    return Message("assistant", (Part("text", text),) if text else ())
+def reply_message(parsed: ParsedReply, sampled: str) -> Message:
+    """Return a reply as the message that a client sends back.
+
+    Args:
+        sampled: all of it, as the model wrote it.
+    """
+    apart = bool(parsed.calls) or parsed.thought is not None
+    return Message(
+        "assistant",
+        (Part("text", parsed.text),) if parsed.text else (),
+        tuple(parsed.calls),
+        parsed.thought,
+        sampled=sampled if apart else None,
+    )
+
+
+def with_sampled(messages: Sequence[Message], sampled: Sequence[tuple[int, str]]) -> list[Message]:
+    """Return messages of which some are replies that are known as the model wrote them.
+
+    One that was sent with another thought stays as it was sent. Those behind them are left out.
+    """
+    made = list(messages)
+    for at, text in sampled:
+        if at < len(made) and made[at].sampled is None and (made[at].thought or "") in text:
+            made[at] = replace(made[at], sampled=text)
+    return made
+
+
+def thought_apart(message: Message, marks: ThoughtMarks) -> Message:
+    """Return a reply without the thought that some clients send back as part of its text."""
+    text = "".join(message.texts)
+    if message.role != "assistant" or message.calls or message.media or marks.close not in text:
+        return message
+    parsed = parse(ReplyParser(marks=marks), text)
+    return message if parsed.thought is None else reply_message(parsed, text)
 
 
 def chain(base_key: str, messages: Sequence[Message], rule: object = None) -> list[str]:
@@ -299,7 +378,9 @@ def link(before: str, message: Message, rule: object = None) -> str:
     if rule is not None:
         parts = [[*part, rule] if part[0] == "image" else part for part in parts]
     assert not any(kind != "text" and value is None for kind, value, *_ in parts)
-    return digest_of([before, message.role, parts])
+    # Ids of calls are left out, and thoughts, which some clients do not send back.
+    calls = [[one.name, parsed_arguments(one.arguments)] for one in message.calls]
+    return digest_of([before, message.role, parts, *([calls] if calls else [])])
 
 
 _json = json.JSONEncoder(sort_keys=True).encode  # json.dumps makes an encoder each time

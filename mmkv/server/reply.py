@@ -15,17 +15,21 @@ from fastapi import Response
 from fastapi.responses import JSONResponse
 from starlette.types import Message, Receive, Scope, Send
 
+from mmkv.calls.parser import CallPiece, CallStart, TextPiece, ThoughtPiece
 from mmkv.engine.errors import STOPS
 from mmkv.server.errors import api_error
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from mmkv.calls.parser import Event, ParsedReply
+    from mmkv.server.errors import ApiError
     from mmkv.server.job import Usage
     from mmkv.server.writer import Spelled
 
 
 FINISH = {"eos": "stop", "stop": "stop", "length": "length", "context": "length"}
+FINISH["calls"] = "tool_calls"  # a reply that stops, with calls
 
 
 @dataclasses.dataclass
@@ -88,7 +92,7 @@ def rendered(data: Any, ascii: bool = False) -> bytes:
 
 def completion(
     head: ReplyHead,
-    texts: Sequence[str],
+    replies: Sequence[ParsedReply],
     reasons: Sequence[str],
     rows: Sequence[LogprobRows] | None,
     usage: Usage,
@@ -97,18 +101,44 @@ def completion(
     choices: list[dict[str, Any]] = [
         {
             "index": index,
-            "message": {
-                "role": "assistant",
-                "content": text,
-                "refusal": None,
-                "annotations": [],
-            },
+            "message": message_json(parsed),
             "logprobs": None if rows is None else {"content": rows[index], "refusal": None},
             "finish_reason": FINISH[reason],
         }
-        for index, (text, reason) in enumerate(zip(texts, reasons, strict=True))
+        for index, (parsed, reason) in enumerate(zip(replies, reasons, strict=True))
     ]
     return head.fields("chat.completion") | {"choices": choices, "usage": usage_json(usage)}
+
+
+def message_json(parsed: ParsedReply) -> dict[str, Any]:
+    """Return a whole reply as OpenAI's message."""
+    text = None if parsed.calls and not parsed.text else parsed.text
+    made: dict[str, Any] = {
+        "role": "assistant",
+        "content": text,
+        "refusal": None,
+        "annotations": [],
+    }
+    if parsed.thought is not None:
+        made["reasoning_content"] = parsed.thought
+    if parsed.calls:
+        made["tool_calls"] = [one.as_json() for one in parsed.calls]
+    return made
+
+
+def delta(event: Event) -> dict[str, Any]:
+    """Return a piece of a reply as OpenAI's delta; empty for one that says nothing."""
+    if isinstance(event, TextPiece):
+        return {"content": event.text}
+    if isinstance(event, ThoughtPiece):
+        return {"reasoning_content": event.text}
+    if isinstance(event, CallStart):
+        own = {"name": event.name, "arguments": ""}
+        call = {"index": event.index, "id": event.id, "type": "function", "function": own}
+        return {"tool_calls": [call]}
+    if isinstance(event, CallPiece):
+        return {"tool_calls": [{"index": event.index, "function": {"arguments": event.text}}]}
+    return {}
 
 
 def chunk(
@@ -138,11 +168,13 @@ def usage_json(usage: Usage) -> dict[str, Any]:
     """Return OpenAI's usage, with what mmkv adds under ``mmkv``."""
     own = dataclasses.asdict(usage)
     prompt, reply = own.pop("prompt_tokens"), own.pop("completion_tokens")
+    thoughts = own.pop("thought_tokens")
     return {
         "prompt_tokens": prompt,
         "completion_tokens": reply,
         "total_tokens": prompt + reply,
         "prompt_tokens_details": {"cached_tokens": usage.resumed},
+        "completion_tokens_details": {"reasoning_tokens": thoughts},
         "mmkv": own,
     }
 
@@ -233,7 +265,7 @@ class ReplyResponse(Response):
             if not lines.started:
                 await error_response(error)(scope, receive, send)
                 return
-            await lines.write(event_line(api_error(error).body()))
+            await lines.write(event_line(api_error(error).on(scope["path"])[1]))
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
 
@@ -285,14 +317,29 @@ class _Lines:
                 await self.write(b": keep-alive\n\n")
 
 
-def error_response(error: BaseException) -> JSONResponse:
+class ErrorResponse(JSONResponse):
+    """The answer to a request that failed, in the form that its path's API has."""
+
+    def __init__(self, error: ApiError) -> None:
+        super().__init__(error.body(), error.status, error.headers)
+        self._error = error
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer over ASGI."""
+        self.status_code, shown = self._error.on(scope["path"])
+        self.body = self.render(shown)
+        self.headers["content-length"] = str(len(self.body))
+        await super().__call__(scope, receive, send)
+
+
+def error_response(error: BaseException) -> ErrorResponse:
     """Return the answer to a request that failed."""
     shown = api_error(error)
     if shown.code == "no_descriptors":
         log.warning("as many files are open as may be; raise the limit (ulimit -n)")
     elif isinstance(error, OSError):  # of this server's files: nobody else says so
         log.error("a request failed", exc_info=error)
-    return JSONResponse(shown.body(), shown.status, shown.headers)
+    return ErrorResponse(shown)
 
 
 def event_line(data: dict[str, Any] | str | bytes) -> bytes:

@@ -8,13 +8,14 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from fastapi import APIRouter, Response
 from pydantic import (
     AliasChoices,
     BaseModel,
+    BeforeValidator,
     ConfigDict,
     Field,
     StrictBool,
@@ -23,10 +24,11 @@ from pydantic import (
     model_validator,
 )
 
+from mmkv.calls.tools import MOST_TOOLS, ToolCall, arguments_text
 from mmkv.engine.budget import Budget
 from mmkv.engine.errors import MmkvError
 from mmkv.server.errors import ApiError
-from mmkv.server.prompts import Message, Part
+from mmkv.server.prompts import Begun, Message, Part
 from mmkv.server.reply import event_line
 
 if TYPE_CHECKING:
@@ -36,6 +38,8 @@ if TYPE_CHECKING:
 Number = Annotated[float, Field(allow_inf_nan=False)]
 # Bounded, so that no error repeats thousands of digits.
 Count = Annotated[int, Field(ge=1, lt=2**63)]
+# llama.cpp and LM Studio say -1 for no limit of the request's own.
+Limit = Annotated[Count | None, BeforeValidator(lambda given: None if given == -1 else given)]
 # 0 and -1 switch it off.
 TopK = Annotated[int, Field(ge=-1, lt=2**31)]
 # OpenAI's limits.
@@ -68,7 +72,13 @@ class StrictModel(BaseModel):
 
 
 class OpenModel(BaseModel):
-    """An object that clients give fields of their own; :func:`unread_fields` lists them."""
+    """An object that clients give fields of their own; :func:`unread_fields` lists them.
+
+    Attributes:
+        read: fields that have an effect, and the names of which other objects have without one.
+    """
+
+    read: ClassVar[frozenset[str]] = frozenset()
 
     model_config = ConfigDict(extra="allow")
 
@@ -79,14 +89,24 @@ class CacheHint(StrictModel):
     cache_control: Any = None
 
 
-class TextPart(CacheHint):
+class HintedPart(CacheHint):
+    """A part that may carry more of no effect: what clients keep of a stream, names, sources."""
+
+    id: Any = None
+    index: Any = None
+    uuid: Any = None
+    annotations: Any = None
+    citations: Any = None
+
+
+class TextPart(HintedPart):
     """A text."""
 
     type: Literal["text"]
     text: str
 
 
-class RefusalPart(CacheHint):
+class RefusalPart(HintedPart):
     """A refusal of an earlier reply; read as text."""
 
     type: Literal["refusal"]
@@ -96,10 +116,12 @@ class RefusalPart(CacheHint):
 class ImageUrl(StrictModel):
     """Where a picture is: data:, http(s):, or file: where the server allows it.
 
-    Its other fields are :class:`mmkv.prompt.part_settings.MediaSettings`'.
+    Its other fields are :class:`mmkv.prompt.part_settings.MediaSettings`'; the file says its own
+    ``format``.
     """
 
     url: str
+    format: str | None = None
     min_pixels: Count | None = None
     max_pixels: Count | None = None
     resized_height: Count | None = None
@@ -107,7 +129,7 @@ class ImageUrl(StrictModel):
     detail: Literal["auto", "low", "high", "original"] | None = None
 
 
-class ImagePart(CacheHint):
+class ImagePart(HintedPart):
     """A picture. ``detail`` makes no difference: pictures are read at the model's size."""
 
     type: Literal["image_url"]
@@ -132,7 +154,7 @@ class VideoUrl(StrictModel):
     resized_width: Count | None = None
 
 
-class VideoPart(CacheHint):
+class VideoPart(HintedPart):
     """A video."""
 
     type: Literal["video_url"]
@@ -140,11 +162,17 @@ class VideoPart(CacheHint):
 
 
 class OtherPart(BaseModel):
-    """Audio, files and what else there is; refused."""
+    """Audio, files and what else there is; refused, but for thoughts of the assistant."""
 
     model_config = ConfigDict(extra="allow")
 
     type: str
+
+    @property
+    def thought(self) -> str | None:
+        """Return the text of a thought, as LangChain's histories have it."""
+        text = getattr(self, self.type, None) if self.type in ("thinking", "reasoning") else None
+        return text if isinstance(text, str) else None
 
 
 # Left to right: the first that takes a part ends the search.
@@ -155,6 +183,27 @@ ContentPart = Annotated[
 Content = str | Annotated[list[ContentPart], Field(fail_fast=True)]
 
 
+class CalledFunction(OpenModel):
+    """A function, and its arguments as JSON text."""
+
+    read = frozenset({"name"})
+
+    name: Annotated[str, Field(max_length=128)]
+    arguments: str | dict[str, Any] | None = None
+
+
+class CalledTool(OpenModel):
+    """A call in an earlier message of the assistant."""
+
+    id: Short | None = None
+    type: Literal["function"] | None = None
+    function: CalledFunction
+
+
+# In one message of a history.
+MOST_CALLS = 128
+
+
 class ChatMessage(OpenModel):
     """One message."""
 
@@ -162,12 +211,15 @@ class ChatMessage(OpenModel):
     content: Content | None = None
     name: str | None = None
     refusal: str | None = None
-    tool_calls: Any = None
-    tool_call_id: Any = None
+    tool_calls: Annotated[list[CalledTool], Field(max_length=MOST_CALLS)] | None = None
+    tool_call_id: Short | None = None
     function_call: Any = None
     audio: Any = None
     annotations: Any = None
-    reasoning_content: Any = None
+    # vLLM and OpenRouter have the other name for it.
+    reasoning_content: Annotated[
+        str | None, Field(validation_alias=AliasChoices("reasoning_content", "reasoning"))
+    ] = None
 
 
 class StreamOptions(OpenModel):
@@ -213,24 +265,25 @@ MOST_MESSAGES = 512
 # What would change the answer and is not done here: by field, the values that ask for what happens
 # anyway.
 UNSUPPORTED: dict[str, tuple[Any, ...]] = {
-    "tools": ([],),
-    "tool_choice": ("none", "auto"),
-    "parallel_tool_calls": (True, False),
     "functions": ([],),
     "function_call": ("none", "auto"),
     "modalities": (["text"],),
     **dict.fromkeys(("audio", "web_search_options", "moderation"), ()),
     # Templates.
-    **dict.fromkeys(("chat_template", "documents"), ({}, [])),
+    **dict.fromkeys(("chat_template", "documents"), ({}, [], "")),
+    "add_special_tokens": (False,),
     **dict.fromkeys(("thinking", "think", "thinking_budget"), ()),
     "add_generation_prompt": (True,),
     **dict.fromkeys(("continue_final_message", "echo", "raw"), (False,)),
     # Lengths.
-    **dict.fromkeys(("max_new_tokens", "n_predict", "num_predict", "max_length"), ()),
+    **dict.fromkeys(("max_new_tokens", "n_predict", "num_predict", "max_length"), (-1,)),
     **dict.fromkeys(("min_tokens", "min_new_tokens", "min_length"), (0,)),
-    "ignore_eos": (False,),
+    **dict.fromkeys(("ignore_eos", "ban_eos_token"), (False,)),
     "truncate_prompt_tokens": (),
     # Samplers and searches.
+    "do_sample": (True,),
+    "guidance_scale": (1,),
+    "negative_prompt": ("",),
     "best_of": (1,),
     "use_beam_search": (False,),
     "num_beams": (1,),
@@ -246,12 +299,20 @@ UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     **dict.fromkeys(
         "guided_json guided_regex guided_choice guided_grammar structured_outputs grammar "
         "json_schema format prompt_logprobs suffix".split(),
-        (),
+        ("", {}),
     ),
     "include_stop_str_in_output": (False,),
     "skip_special_tokens": (True,),
     # Others.
     **dict.fromkeys(("mm_processor_kwargs", "lora_request", "adapter"), ({},)),
+}
+
+
+# Of those that call no functions.
+NO_TOOLS: dict[str, tuple[Any, ...]] = {
+    "tools": ([],),
+    "tool_choice": ("none", "auto"),
+    "parallel_tool_calls": (True, False),
 }
 
 
@@ -281,14 +342,16 @@ class ReplyRequest(Body):
 class ChatRequest(ReplyRequest):
     """A request for replies to a conversation."""
 
-    refused = UNSUPPORTED | dict.fromkeys(
-        "input instructions previous_response_id max_output_tokens".split(), ()
-    )
+    refused = {
+        name: harmless
+        for name, harmless in UNSUPPORTED.items()
+        if name not in ("add_generation_prompt", "continue_final_message")
+    } | dict.fromkeys("input instructions previous_response_id max_output_tokens".split(), ())
 
     model: str
     messages: Annotated[list[ChatMessage], Field(min_length=1, max_length=MOST_MESSAGES)]
-    max_tokens: Count | None = None
-    max_completion_tokens: Count | None = None
+    max_tokens: Limit = None
+    max_completion_tokens: Limit = None
     temperature: Annotated[Number, Field(ge=0, le=2)] | None = None
     top_p: Annotated[Number, Field(gt=0, le=1)] | None = None
     top_k: TopK | None = None
@@ -312,6 +375,12 @@ class ChatRequest(ReplyRequest):
     user: Short | None = None
     safety_identifier: Short | None = None
     response_format: Any = None
+    # Of a last message of the assistant's, see reply_prefix.
+    continue_final_message: StrictBool | None = None
+    add_generation_prompt: StrictBool | None = None
+    tools: Annotated[list[Any], Field(max_length=MOST_TOOLS)] | None = None
+    tool_choice: Any = None
+    parallel_tool_calls: StrictBool | None = None
     # Of no consequence here, but with limits of OpenAI's.
     metadata: Metadata | None = None
     prompt_cache_key: Short | None = None
@@ -323,9 +392,8 @@ class ChatRequest(ReplyRequest):
 
 # Known here, and without effect on an answer.
 HINTS = frozenset(
-    "metadata prompt_cache_key prompt_cache_retention service_tier verbosity "
-    "reasoning_effort truncation reasoning max_tool_calls name annotations reasoning_content "
-    "include_obfuscation".split()
+    "metadata prompt_cache_key prompt_cache_retention service_tier verbosity reasoning_effort "
+    "truncation reasoning max_tool_calls name annotations include_obfuscation".split()
 )
 
 
@@ -365,7 +433,7 @@ def _whole(text: str) -> bool:
     return True
 
 
-_OF_TOOLS = ("tool_calls", "function_call", "audio")
+_NOT_READ = ("function_call", "audio")
 # What a header and a log can bear of names that a client has chosen.
 MOST_NAMES, _LONGEST_NAME = 32, 64
 
@@ -395,7 +463,8 @@ def unread_fields(request: ReplyRequest, strict: bool) -> list[str]:
                 raise ApiError(400, what, "invalid_value", shown)
             shown = re.sub(r"\[\d+\]", "", place) + name
             found.add(shown_name(shown))
-        hints = [n for n in HINTS & part.model_fields_set if getattr(part, n) is not None]
+        read: frozenset[str] = getattr(type(part), "read", frozenset())
+        hints = [n for n in (HINTS & part.model_fields_set) - read if getattr(part, n) is not None]
         found |= {re.sub(r"\[\d+\]", "", place) + name for name in hints}
     return sorted(found)
 
@@ -429,9 +498,9 @@ def refuse_unsupported(request: ChatRequest) -> None:
     refuse_fields(request)
     for index, message in enumerate(request.messages):
         where = f"messages[{index}]"
-        if message.role in ("tool", "function"):
-            raise unsupported(f"{where}.role", f"messages of role {message.role} are not supported")
-        for name in _OF_TOOLS:
+        if message.role == "function":
+            raise unsupported(f"{where}.role", "messages of role function are old; use role tool")
+        for name in _NOT_READ:
             if getattr(message, name, None):
                 raise unsupported(f"{where}.{name}", f"{name} in messages is not supported")
 
@@ -452,23 +521,31 @@ def unsupported(param: str, message: str) -> ApiError:
     return ApiError(400, message, "unsupported_parameter", param)
 
 
-def conversation(messages: list[ChatMessage], sees: bool, watches: bool) -> list[Message]:
+def conversation(
+    messages: list[ChatMessage], sees: bool, watches: bool, before: Sequence[Message] = ()
+) -> list[Message]:
     """Return the messages, neighbouring texts put together; ``developer`` is ``system`` here.
 
     Args:
         sees, watches: whether the model takes pictures, videos.
+        before: the messages of the conversation that is gone on from.
 
     Raises:
-        ApiError: a part that cannot be read, an empty message.
+        ApiError: a part that cannot be read, an empty message, a result of no call.
     """
-    found = []
+    found: list[Message] = []
+    called = {one.id: one.name for said in before for one in said.calls}
     for index, message in enumerate(messages):
         where = f"messages[{index}].content"
         content = message.content if message.content is not None else message.refusal
         parts: list[Part] = []
         if isinstance(content, str):
             parts, content = [Part("text", content)], None
+        thoughts: list[str] = []
         for place, one in enumerate(content or []):
+            if message.role == "assistant" and isinstance(one, OtherPart) and one.thought:
+                thoughts.append(one.thought)
+                continue
             part = _part(one, f"{where}[{place}]")
             if part.kind != "text":
                 _require_taken(part, message.role, sees, watches, f"{where}[{place}]")
@@ -476,14 +553,80 @@ def conversation(messages: list[ChatMessage], sees: bool, watches: bool) -> list
                 part = Part("text", parts.pop().text + part.text)
             parts.append(part)
         role = "system" if message.role == "developer" else message.role
-        if not parts and role != "assistant":
+        if not parts and role not in ("assistant", "tool"):
             raise ApiError(400, f"{where} is empty; say something", "invalid_value", where)
-        found.append(Message(role, tuple(part for part in parts if part.url or part.text)))
-    if found[-1].role != "user":
+        own = tuple(part for part in parts if part.url or part.text)
+        more = _more_of(message, f"messages[{index}]", called)
+        if thoughts:
+            more["thought"] = more["thought"] or "\n".join(thoughts)
+        found.append(Message(role, own, **more))
+        called |= {one.id: one.name for one in found[-1].calls}
+    last = found[-1]
+    begins = last.role == "assistant" and not last.calls and any(map(str.strip, last.texts))
+    if last.role not in ("user", "tool") and not begins:
         raise ApiError(
-            400, "the last message has to be the user's", "invalid_value", "messages[-1].role"
+            400,
+            "the last message has to be the user's, or the assistant's with words that the reply "
+            "begins with",
+            "invalid_value",
+            "messages[-1].role",
         )
     return found
+
+
+def reply_prefix(request: ChatRequest, messages: list[Message]) -> tuple[list[Message], Begun]:
+    """Take the assistant's last message off, if there is one: the reply goes on with its text.
+
+    Raises:
+        ApiError: the request asks for something else, or no question stands before it.
+    """
+    begun = messages[-1].role == "assistant"
+    for name, value in (("continue_final_message", begun), ("add_generation_prompt", not begun)):
+        if getattr(request, name) is (not value):
+            what = "is" if begun else "is not"
+            raise ApiError(
+                400,
+                f"{name} has to be {str(value).lower()} here: the last message {what} the "
+                "assistant's, which the reply continues; set it so, or leave it out",
+                "invalid_value",
+                name,
+            )
+    if not begun:
+        return messages, Begun()
+    *before, last = messages
+    if not before or before[-1].role in ("system", "assistant"):
+        raise ApiError(
+            400,
+            "the assistant's last message is the beginning of a reply, so a message of the user's "
+            "has to stand before it",
+            "invalid_value",
+            "messages[-1].role",
+        )
+    return before, Begun("".join(last.texts), last.thought)
+
+
+def _more_of(message: ChatMessage, where: str, called: Mapping[str, str]) -> dict[str, Any]:
+    """Return what a message has beside its parts: calls, a thought, which call it answers.
+
+    Args:
+        called: the functions of the calls before it, by the calls' ids.
+    """
+    if message.role == "assistant":
+        calls = []
+        for one in message.tool_calls or ():
+            text = arguments_text(one.function.arguments or "")
+            calls.append(ToolCall(one.function.name, text, *filter(None, [one.id])))
+        return {"calls": tuple(calls), "thought": message.reasoning_content or None}
+    if message.tool_calls:
+        what = f"calls stand in messages of the assistant, not {message.role}"
+        raise ApiError(400, what, "invalid_value", f"{where}.tool_calls")
+    if message.role != "tool":
+        return {}
+    name = message.tool_call_id
+    if not called or (name is not None and name not in called):
+        what = f"{where}.tool_call_id names no call of a message before it"
+        raise ApiError(400, what, "invalid_value", f"{where}.tool_call_id")
+    return {"call_id": name, "name": message.name if name is None else called[name]}
 
 
 _PARTS: dict[str, type[BaseModel]] = {
@@ -516,7 +659,7 @@ def _part(given: Any, where: str) -> Part:
     if isinstance(given, RefusalPart):
         return Part("text", given.refusal)
     if isinstance(given, ImagePart):
-        return _medium("image", given.image_url, ("url", "detail"))
+        return _medium("image", given.image_url, ("url", "detail", "format"))
     if isinstance(given, VideoPart):
         return _medium("video", given.video_url, ("url",))
     if given.type in _PARTS:
@@ -539,8 +682,9 @@ def _require_taken(part: Part, role: str, sees: bool, watches: bool, where: str)
         raise ApiError(400, f"{where} has an empty url", "invalid_value", where)
     if not (sees if part.kind == "image" else watches):
         raise unsupported(where, f"this model takes no {part.kind}s")
-    if role != "user":
-        raise unsupported(where, f"pictures and videos stand in messages of the user, not {role}")
+    if role not in ("user", "tool"):
+        what = f"pictures and videos stand in messages of the user and of tools, not {role}"
+        raise unsupported(where, what)
 
 
 def budget_of(options: MmkvOptions | None) -> Budget | None:

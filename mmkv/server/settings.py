@@ -8,15 +8,18 @@ from __future__ import annotations
 import ipaddress
 import re
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from mmkv.calls.formats import Hermes
 from mmkv.engine.budget import parse_bytes
 from mmkv.engine.errors import InputError
 from mmkv.options import option
 
 if TYPE_CHECKING:
+    from mmkv.calls.formats import ToolFormat
+    from mmkv.calls.parser import ThoughtMarks
     from mmkv.engine.budget import Budget
     from mmkv.prompt.qwen_vision import VideoRules
     from mmkv.prompt.video import FrameRule
@@ -244,6 +247,7 @@ class Facts:
         sees, watches: whether the model takes pictures, videos; picture_rules, rules: how it scales
             them; frame_rule: which frames of a video it is shown.
         template_variables: what its chat template reads beside the conversation.
+        call_format: how the model writes calls; thoughts: the marks of its thoughts, if it has any.
     """
 
     base_key: str
@@ -261,6 +265,8 @@ class Facts:
     rules: VideoRules | None = None
     frame_rule: FrameRule | None = None
     template_variables: frozenset[str] = frozenset()
+    call_format: ToolFormat = field(default_factory=Hermes)
+    thoughts: ThoughtMarks | None = None
     picture_rules: VideoRules | None = None
 
     @property

@@ -7,13 +7,14 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from mmkv.engine.errors import BROKEN
+from mmkv.grammar import ReplyRules
 from mmkv.reply import ReplyWriter, token_bytes
 
 if TYPE_CHECKING:
     import torch
 
+    from mmkv.grammar import Constraint
     from mmkv.sampling import Sampling
-    from mmkv.server.grammar import GrammarState
 
 
 @dataclass(frozen=True)
@@ -23,19 +24,19 @@ class LogitSettings:
     Attributes:
         top_logprobs: how many of the likeliest tokens are reported; None: no log probabilities.
         bias: added to logits, by token id.
-        grammar: what the reply has to follow; see :func:`mmkv.server.grammar.grammar_of`.
+        rules: what the reply has to follow.
         stop_tokens: ids that end a reply, beside the model's own.
     """
 
     top_logprobs: int | None = None
     bias: dict[int, float] = field(default_factory=dict)
-    grammar: str | None = None
+    rules: ReplyRules = field(default_factory=ReplyRules)
     stop_tokens: frozenset[int] = frozenset()
 
     @property
     def changes(self) -> bool:
         """Whether another token may be drawn."""
-        return bool(self.bias or self.grammar)
+        return bool(self.bias) or self.rules.bind
 
 
 @dataclass(frozen=True)
@@ -62,11 +63,13 @@ class ScoredWriter(ReplyWriter):
         sampling: Sampling,
         eos: Collection[int],
         logit_settings: LogitSettings,
-        grammar: GrammarState | None = None,
+        constraint: Constraint | None = None,
         never: Collection[int] = (),
+        shown: Collection[int] = (),
     ) -> None:
-        super().__init__(tokenizer, sampling, {*eos, *logit_settings.stop_tokens}, never)
-        self._logit_settings, self._grammar = logit_settings, grammar
+        ends = {*eos, *logit_settings.stop_tokens}
+        super().__init__(tokenizer, sampling, ends, never, constraint, shown)
+        self._logit_settings = logit_settings
         self._looks |= logit_settings.changes or logit_settings.top_logprobs is not None
         self._looks |= bool(logit_settings.stop_tokens)
         self.scored: list[TokenLogprob] = []
@@ -81,13 +84,11 @@ class ScoredWriter(ReplyWriter):
         return taken
 
     def choose(self, logits: torch.Tensor, likeliest: tuple[float, float] | None = None) -> int:
-        """Sample a token from ``logits`` [vocab]; BROKEN, too, where the grammar has failed."""
+        """Sample a token from ``logits`` [vocab], and note its log probability."""
         import torch
 
         token = super().choose(logits, likeliest)
-        if self._grammar is not None:
-            self.failure = self._grammar.failure
-        if token == BROKEN or self.failure is not None:
+        if token == BROKEN:
             return BROKEN
         if self._logit_settings.top_logprobs is not None:
             logprobs = logits.float().log_softmax(-1)
@@ -98,22 +99,19 @@ class ScoredWriter(ReplyWriter):
             ).tolist()
             values, tokens = rest[: len(rest) // 2], map(int, rest[len(rest) // 2 :])
             self.scored.append(TokenLogprob(token, own, tuple(zip(tokens, values, strict=True))))
-        if self._grammar is not None:
-            self._grammar.take(token)
         return token
 
     def changed(self, logits: torch.Tensor) -> torch.Tensor:
         """Return logits ``[vocab]`` with :class:`LogitSettings` applied."""
         import torch
 
-        if not self._logit_settings.changes:
-            return logits
+        if not self._logit_settings.bias:
+            return super().changed(logits)
         if self._added is None:
             self._added = torch.zeros_like(logits, dtype=torch.float32)
             for token, bias in self._logit_settings.bias.items():
                 self._added[token] += bias
-        changed = logits + self._added
-        return changed if self._grammar is None else self._grammar.allowed(changed)
+        return super().changed(logits + self._added)
 
 
 _LOWEST = -9999.0  # JSON has no infinity

@@ -231,7 +231,7 @@ BAD: list[tuple[dict[str, Any], int, str, str | None]] = [
     ({"max_tokens": 10**6}, 400, "context_length_exceeded", "max_tokens"),
     ({"top_logprobs": 2}, 400, "invalid_value", "top_logprobs"),
     ({"logit_bias": {"x": 1}}, 400, "invalid_value", "logit_bias"),
-    ({"tools": [{"type": "function"}]}, 400, "unsupported_parameter", "tools"),
+    ({"tools": [{"type": "function"}]}, 400, "invalid_value", "tools"),
     ({"response_format": {"type": "xml"}}, 400, "invalid_value", "response_format"),
     (
         {"response_format": {"type": "json_schema", "json_schema": {"schema": {"type": "no"}}}},

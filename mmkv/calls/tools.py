@@ -1,0 +1,220 @@
+"""The functions that a reply may call."""
+
+from __future__ import annotations
+
+import json
+import re
+import secrets
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from mmkv.engine.errors import InputError
+
+MOST_TOOLS = 128
+# Characters of JSON of one function's parameters.
+LONGEST_SCHEMA = 64 * 2**10
+_NAME = re.compile(r"[A-Za-z0-9_.:/-]{1,128}")
+
+
+@dataclass(frozen=True)
+class Tool:
+    """A function that a model may call.
+
+    Attributes:
+        parameters: a JSON schema of its arguments, an object's; None: it takes none.
+        strict: whether a schema that cannot be followed to the letter is refused.
+    """
+
+    name: str
+    description: str = ""
+    parameters: Mapping[str, Any] | None = None
+    strict: bool = False
+
+    @classmethod
+    def of(cls, given: Any, where: str = "tools") -> Tool:
+        """Return the function that OpenAI's JSON names, in the form of chats or of responses.
+
+        Raises:
+            InputError: it is neither.
+        """
+        if not isinstance(given, Mapping) or given.get("type", "function") != "function":
+            kind = given.get("type") if isinstance(given, Mapping) else type(given).__name__
+            raise InputError(f"{where}: a tool of type {_shown(kind)} is not known; use function")
+        own = given.get("function", given)
+        name = own.get("name") if isinstance(own, Mapping) else None
+        if not isinstance(name, str) or not _NAME.fullmatch(name):
+            raise InputError(
+                f"{where}: a function's name is 1 to 128 letters, digits and _ . : / -, "
+                f"not {_shown(name)}"
+            )
+        description, schema = own.get("description"), own.get("parameters")
+        if not isinstance(description, (str, type(None))):
+            raise InputError(f"{where}: the description of {name} has to be a text")
+        if not isinstance(schema, (Mapping, type(None))):
+            raise InputError(f"{where}: the parameters of {name} have to be a JSON schema")
+        if schema and schema.get("type", "object") != "object":
+            raise InputError(f"{where}: the parameters of {name} have to be of type object")
+        strict = own.get("strict")
+        if not isinstance(strict, (bool, type(None))):
+            raise InputError(f"{where}: strict of {name} has to be true or false")
+        if len(json.dumps(schema)) > LONGEST_SCHEMA:
+            raise InputError(
+                f"{where}: the schema of {name} is longer than {LONGEST_SCHEMA:,} characters; "
+                "shorten it"
+            )
+        return cls(name, description or "", schema or None, bool(strict))
+
+    @property
+    def schema(self) -> dict[str, Any]:
+        """Return the schema of its arguments, an object's."""
+        if self.parameters is None:
+            return {"type": "object", "properties": {}, "additionalProperties": False}
+        return {"type": "object", **self.parameters}
+
+    def for_template(self) -> dict[str, Any]:
+        """Return it as chat templates take it."""
+        own = {"name": self.name, "description": self.description, "parameters": self.schema}
+        return {"type": "function", "function": own}
+
+
+def _shown(value: Any) -> str:
+    return ascii(value)[:60]
+
+
+@dataclass(frozen=True)
+class ToolUse:
+    """The functions that a reply may or has to call.
+
+    Attributes:
+        tools: those that the model is told of.
+        choice: whether it may call some (``auto``), has to (``required``), or may not (``none``).
+        only: the names of those that it may call; None: all.
+        parallel: whether it may call several.
+    """
+
+    tools: tuple[Tool, ...]
+    choice: Literal["auto", "required", "none"] = "auto"
+    only: frozenset[str] | None = None
+    parallel: bool = True
+
+    def __post_init__(self) -> None:
+        """Raise InputError for names that are not there, or there twice."""
+        names = [one.name for one in self.tools]
+        if len(names) > MOST_TOOLS:
+            raise InputError(f"there are {len(names)} tools; the limit is {MOST_TOOLS}")
+        twice = next((name for name in names if names.count(name) > 1), None)
+        if twice is not None:
+            raise InputError(f"two tools are named {twice!r}; rename one")
+        missing = sorted((self.only or frozenset()) - {*names})
+        if missing:
+            raise InputError(f"tool_choice names {_shown(missing[0])}, which is no tool")
+        if self.choice == "required" and not self.callable:
+            raise InputError("tool_choice requires a call, and there is no tool to call")
+
+    @property
+    def callable(self) -> tuple[Tool, ...]:
+        """Return the functions that may be called."""
+        if self.choice == "none":
+            return ()
+        return tuple(one for one in self.tools if self.only is None or one.name in self.only)
+
+    def for_template(self) -> list[dict[str, Any]]:
+        """Return the functions as chat templates take them."""
+        return [one.for_template() for one in self.tools]
+
+
+def tool_use(
+    tools: Sequence[Any] | None, choice: Any = None, parallel: bool | None = None
+) -> ToolUse | None:
+    """Return what OpenAI's fields ``tools``, ``tool_choice``, ``parallel_tool_calls`` ask for.
+
+    Returns:
+        None where there are no tools.
+
+    Raises:
+        InputError: they cannot be, or do not fit together.
+    """
+    made = tuple(Tool.of(one, f"tools[{index}]") for index, one in enumerate(tools or ()))
+    mode, only = _chosen(choice)
+    if not made:
+        if mode == "required":
+            raise InputError("tool_choice requires a call, and there are no tools; send some")
+        return None
+    # A function that is named is called once.
+    once = mode == "required" and only is not None and len(only) == 1
+    return ToolUse(made, mode, only, parallel is not False and not once)
+
+
+def _chosen(choice: Any) -> tuple[Literal["auto", "required", "none"], frozenset[str] | None]:
+    """Return the mode of a ``tool_choice``, and the names that it allows."""
+    if choice is None:
+        return "auto", None
+    if choice in ("auto", "required", "none"):
+        return choice, None
+    if isinstance(choice, Mapping):
+        if choice.get("type") == "function":
+            own = choice.get("function", choice)
+            name = own.get("name") if isinstance(own, Mapping) else None
+            if isinstance(name, str):
+                return "required", frozenset({name})
+        if choice.get("type") == "allowed_tools":
+            own = choice.get("allowed_tools", choice)
+            own = own if isinstance(own, Mapping) else {}
+            mode, listed = own.get("mode"), own.get("tools")
+            if mode in ("auto", "required") and isinstance(listed, list):
+                parts = [one.get("function", one) for one in listed if isinstance(one, Mapping)]
+                names = [str(one.get("name")) for one in parts if isinstance(one, Mapping)]
+                if len(names) == len(listed):
+                    return mode, frozenset(names)
+    raise InputError(
+        "tool_choice is auto, required, none, a function "
+        '({"type": "function", "function": {"name": ...}}) or allowed_tools'
+    )
+
+
+def call_id(digits: str) -> str:
+    """Return the id of a call, of at least 24 hexadecimal digits."""
+    return f"call_{digits[:24]}"
+
+
+def new_call_id() -> str:
+    """Return another id of a call."""
+    return call_id(secrets.token_hex(12))
+
+
+@dataclass(frozen=True)
+class ToolCall:
+    """A call of a function by a model.
+
+    Attributes:
+        arguments: JSON text as the model wrote it, which may be none: it can be cut off.
+    """
+
+    name: str
+    arguments: str
+    id: str = field(default_factory=new_call_id)
+
+    def for_template(self) -> dict[str, Any]:
+        """Return it as chat templates take it: arguments as an object where they are one."""
+        own = {"name": self.name, "arguments": parsed_arguments(self.arguments)}
+        return {"id": self.id, "type": "function", "function": own}
+
+    def as_json(self) -> dict[str, Any]:
+        """Return it as OpenAI's chats show it."""
+        own = {"name": self.name, "arguments": self.arguments}
+        return {"id": self.id, "type": "function", "function": own}
+
+
+def parsed_arguments(arguments: str) -> dict[str, Any] | str:
+    """Return arguments as an object; the text itself where they are none."""
+    try:
+        found = json.loads(arguments or "{}")
+    except (ValueError, RecursionError):
+        return arguments
+    return found if isinstance(found, dict) else arguments
+
+
+def arguments_text(given: Any) -> str:
+    """Return arguments, an object or JSON text, as JSON text."""
+    return given if isinstance(given, str) else json.dumps(given, ensure_ascii=False)

@@ -1,0 +1,346 @@
+"""Replies that follow a grammar, as a mask over the next tokens (llguidance).
+
+``response_format`` has a reply be JSON; functions that may be called have their calls be as their
+schemas say.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+from abc import ABC, abstractmethod
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from mmkv.calls.tools import LONGEST_SCHEMA
+from mmkv.engine.errors import InputError
+from mmkv.reply import token_bytes
+
+if TYPE_CHECKING:
+    import torch
+    from llguidance import LLMatcher, LLTokenizer
+
+    from mmkv.calls.formats import ToolFormat
+    from mmkv.calls.tools import ToolUse
+
+_TYPES = {
+    "name": (str, "a text"),
+    "description": (str, "a text"),
+    "strict": (bool, "true or false"),
+}
+
+
+@dataclass(frozen=True)
+class ReplyRules:
+    """What a reply has to follow.
+
+    Attributes:
+        answer: a JSON schema of its text; None: any text.
+        format: how it writes calls; use: what it may call, and whether it has to.
+    """
+
+    answer: Mapping[str, Any] | None = None
+    format: ToolFormat | None = None
+    use: ToolUse | None = None
+
+    @property
+    def bind(self) -> bool:
+        """Whether they forbid any reply."""
+        return self.answer is not None or (self.use is not None and bool(self.use.callable))
+
+    def grammar(self, spell: Any) -> str | None:
+        """Return the grammar of the whole reply; None where it may begin with any text."""
+        called = self.use is not None and self.use.callable
+        must = called and self.use is not None and self.use.choice == "required"
+        if self.answer is None and not must:
+            return None
+        if not called:
+            assert self.answer is not None
+            return _json_grammar(self.answer)
+        assert self.use is not None and self.format is not None
+        rules = self.format.grammar(self.use.callable, spell, self.use.parallel)
+        if self.answer is None or must:
+            return rules
+        answer = json.dumps({**self.answer, "x-guidance": _COMPACT})
+        first, _, others = rules.partition("\n")
+        return f"start: calls | answer\n{first.replace('start', 'calls', 1)}\n{others}\n" + (
+            f"answer: %json {answer}"
+        )
+
+
+def answer_schema(response_format: Any) -> dict[str, Any] | None:
+    """Return the schema that a request's ``response_format`` asks for, None for plain text.
+
+    Raises:
+        InputError: it is none of OpenAI's, or llguidance cannot follow the schema.
+    """
+    if response_format is None:
+        return None
+    kind = response_format.get("type") if isinstance(response_format, dict) else None
+    if kind not in ("text", "json_object", "json_schema"):
+        raise InputError("response_format has to be of type text, json_object or json_schema")
+    named = response_format.get("json_schema") if kind == "json_schema" else None
+    own = {"json_schema"} if kind == "json_schema" else set()
+    _require_known(response_format, {"type", *own}, "")
+    if kind == "text":
+        return None
+    schema: Any = {"type": "object"}
+    if kind == "json_schema":
+        schema = _schema_of(named)
+    if not isinstance(schema, dict):
+        raise InputError("response_format.json_schema.schema has to be an object")
+    if len(json.dumps(schema)) > LONGEST_SCHEMA:
+        raise InputError(f"the schema is longer than {LONGEST_SCHEMA:,} characters; shorten it")
+    _require_followed(_json_grammar(schema))
+    return schema
+
+
+def _schema_of(named: Any) -> Any:
+    if not isinstance(named, dict):
+        return None
+    _require_known(named, {"schema", *_TYPES}, ".json_schema")
+    for name, (kind, wanted) in _TYPES.items():
+        if not isinstance(named.get(name), (kind, type(None))):
+            raise InputError(f"response_format.json_schema.{name} has to be {wanted}")
+    return named.get("schema")
+
+
+def _require_known(given: dict[str, Any], known: Collection[str], where: str) -> None:
+    for name in given:
+        if name not in known and given[name] is not None:
+            shown = ascii(name[:60])[1:-1]
+            raise InputError(f"response_format{where}.{shown} is not a known field; leave it out")
+
+
+# Small models would go on with blank space; there is none between JSON's marks.
+_COMPACT = {"whitespace_flexible": False}
+
+
+def _json_grammar(schema: Mapping[str, Any]) -> str:
+    from llguidance import LLMatcher
+
+    own: Any = _COMPACT
+    try:
+        return LLMatcher.grammar_from_json_schema(dict(schema), overrides=own)
+    except ValueError as error:
+        raise _cannot_follow(str(error)) from error
+
+
+def _require_followed(grammar: str) -> None:
+    """Raise InputError for a grammar that llguidance cannot follow."""
+    from llguidance import LLMatcher
+
+    try:
+        wrong = LLMatcher.validate_grammar(grammar)
+    except ValueError as error:
+        wrong = str(error)
+    if wrong:
+        raise _cannot_follow(wrong)
+
+
+def require_tools(format: ToolFormat, use: ToolUse) -> None:
+    """Raise InputError, which names it, for a function whose schema cannot be followed."""
+    for tool in use.tools:
+        try:
+            _require_followed(format.grammar((tool,), json.dumps, False))
+        except InputError as error:
+            raise InputError(f"the tool {tool.name}: {error}") from error
+
+
+def _cannot_follow(reason: str) -> InputError:
+    first = next(iter(reason.strip().splitlines()), "llguidance gave up")[:300]
+    return InputError(f"the schema cannot be followed: {first}; simplify it")
+
+
+class Grammars:
+    """Makes the state of a grammar for each reply, on one tokenizer.
+
+    Args:
+        vocabulary: tokens that the model's logits stand for; eos: those that end a reply.
+    """
+
+    def __init__(self, tokenizer: Any, vocabulary: int, eos: Collection[int]) -> None:
+        self.tokenizer, self._vocabulary, self._eos = tokenizer, vocabulary, sorted(eos)
+
+    @functools.cached_property
+    def known(self) -> LLTokenizer:
+        """The tokenizer as llguidance knows it."""
+        from llguidance.hf import from_tokenizer
+
+        most = max(self._vocabulary, len(self.tokenizer))
+        return from_tokenizer(self.tokenizer, most, self._eos)
+
+    @functools.cached_property
+    def added(self) -> dict[str, tuple[int, bool]]:
+        """The added tokens by their texts; whether a decoder leaves them out."""
+        added = getattr(self.tokenizer, "added_tokens_decoder", {})
+        return {str(one): (token, bool(one.special)) for token, one in added.items()}
+
+    def spell(self, text: str) -> str:
+        """Write a text in a grammar: an added token that llguidance sets apart by its number."""
+        token, _ = self.added.get(text, (None, False))
+        apart = token is not None and self.known.is_special_token(token)
+        return f"<[{token}]>" if apart else json.dumps(text)
+
+    def shown(self, format: ToolFormat | None) -> frozenset[int]:
+        """Return the special tokens that are marks of calls, and so have to be shown."""
+        marks = () if format is None else format.special
+        found = [self.added[one] for one in marks if one in self.added]
+        return frozenset(token for token, hidden in found if hidden)
+
+    def begin(self, rules: ReplyRules, thought_end: str | None = None) -> Constraint | None:
+        """Return the state before a reply's first token; None where nothing binds it.
+
+        Args:
+            thought_end: the text behind which the rules hold; None: they hold from the beginning.
+
+        Raises:
+            InputError: llguidance cannot follow them.
+        """
+        return RuleState(self, rules, thought_end) if rules.bind else None
+
+    def matcher(self, grammar: str) -> LLMatcher:
+        """Return the state at the beginning of a grammar. Raises InputError."""
+        from llguidance import LLMatcher
+
+        made = LLMatcher(self.known, grammar)
+        if made.is_error():
+            raise _cannot_follow(made.get_error())
+        return made
+
+
+class Constraint(ABC):
+    """What binds the tokens of one reply.
+
+    Attributes:
+        masks: whether the next token is bound.
+    """
+
+    masks: bool
+
+    @abstractmethod
+    def allowed(self, logits: torch.Tensor) -> torch.Tensor:
+        """Return ``logits`` [vocab] with -inf for tokens that may not come next."""
+
+    @abstractmethod
+    def take(self, token: int) -> None:
+        """Go on by a token."""
+
+    @property
+    @abstractmethod
+    def failure(self) -> InputError | None:
+        """Why no token can come next."""
+
+
+class RuleState(Constraint):
+    """Where one reply stands in its rules.
+
+    Text is free where they let it be; behind the opening of a call they bind it to the end of that.
+    """
+
+    def __init__(self, grammars: Grammars, rules: ReplyRules, thought_end: str | None) -> None:
+        self._grammars, self._rules = grammars, rules
+        self._bytes = token_bytes(grammars.tokenizer)
+        self._thought_end = None if thought_end is None else thought_end.encode()
+        self._matcher: LLMatcher | None = None
+        self._whole = rules.grammar(grammars.spell)
+        self._written = b""  # since a mark was found, or the last bytes of it
+        self._only_blank = True
+        if self._thought_end is None:
+            self._bind()
+
+    @property
+    def masks(self) -> bool:  # type: ignore[override]
+        """Whether the next token is bound."""
+        return self._matcher is not None
+
+    def allowed(self, logits: torch.Tensor) -> torch.Tensor:
+        """Return ``logits`` [vocab] with -inf for tokens that may not come next."""
+        import torch
+
+        if self._matcher is None:
+            return logits
+        # A byte per token: 0 for one that may not come.
+        flags = torch.frombuffer(bytearray(self._matcher.compute_logit_bias()), dtype=torch.uint8)
+        flags = flags[: logits.numel()].to(logits.device)
+        return logits.float().masked_fill(flags == 0, -torch.inf)
+
+    def take(self, token: int) -> None:
+        """Go on by a token."""
+        if self._matcher is not None:
+            self._matcher.consume_token(token)
+            if self._matcher.is_stopped() and self._matcher.is_accepting():
+                self._close()
+            return
+        self._written += self._bytes.of(token) or b""
+        if self._thought_end is not None:
+            found = self._written.find(self._thought_end)
+            if found >= 0:
+                behind = self._written[found + len(self._thought_end) :]
+                self._thought_end, self._written = None, b""
+                self._bind()
+                self._go_on(behind)
+            else:
+                self._written = self._written[-len(self._thought_end) :]
+        else:
+            self._look_for_call()
+
+    def _bind(self) -> None:
+        if self._whole is not None:
+            self._matcher = self._grammars.matcher(self._whole)
+
+    def _go_on(self, text: bytes) -> None:
+        """Go on by text that a token brought beyond a mark."""
+        if self._matcher is None:
+            self._written += text
+            self._look_for_call()
+        elif text.strip() and not self._take_text(text):
+            self._matcher = None  # not what was expected: free text
+
+    def _take_text(self, text: bytes) -> bool:
+        assert self._matcher is not None
+        tokens = self._grammars.known.tokenize_bytes(text)
+        return self._matcher.try_consume_tokens(tokens) == len(tokens)
+
+    def _look_for_call(self) -> None:
+        """Bind what follows the opening of a call, if that has just been written."""
+        format, use = self._rules.format, self._rules.use
+        if format is None or use is None or not use.callable:
+            return
+        if format.only_first and not self._only_blank:
+            return
+        for opening in format.openings:
+            at = self._written.find(opening.encode())
+            if at < 0 or (format.only_first and self._written[:at].strip()):
+                continue
+            behind = self._written[at + len(opening.encode()) :]
+            spell = self._grammars.spell
+            grammar = format.grammar_behind(use.callable, opening, spell, use.parallel)
+            if grammar is None:
+                continue
+            self._matcher = self._grammars.matcher(grammar)
+            if behind and not self._take_text(behind):
+                self._matcher = None  # these marks stand in ordinary text
+                continue
+            self._written = b""
+            return
+        longest = max(map(len, format.openings))
+        if format.only_first:
+            bare = self._written.lstrip(format.between.encode())
+            self._only_blank = len(bare) < longest
+        else:
+            self._written = self._written[-4 * longest :]
+
+    def _close(self) -> None:
+        """Let text be free again behind a call, if more may come than the end of the reply."""
+        use = self._rules.use
+        if self._whole is None and use is not None and use.parallel:
+            self._matcher, self._written, self._only_blank = None, b"", True
+
+    @property
+    def failure(self) -> InputError | None:
+        """Why no token can come next: llguidance has given up, and allows only the end then."""
+        if self._matcher is not None and self._matcher.is_error():
+            return _cannot_follow(self._matcher.get_error())
+        return None

@@ -1,0 +1,120 @@
+"""Replies with calls, read in pieces that end anywhere."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mmkv.calls.formats import FORMATS, ToolFormat, format_of
+from mmkv.calls.parser import CallPiece, ParsedReply, ReplyParser, ThoughtMarks, parse
+from mmkv.calls.tools import Tool, ToolUse
+
+TOOLS = (
+    Tool("click", "Click.", {"properties": {"x": {"type": "integer"}, "y": {"type": "integer"}}}),
+    Tool("write", "Write.", {"properties": {"text": {"type": "string"}, "n": {"type": "number"}}}),
+    Tool("done"),
+)
+THINK = ThoughtMarks("<think>", "</think>")
+FORMS = {one.name: one for one in FORMATS}
+
+# Per format: replies as its models write them, their text, and their calls.
+RECORDED = [
+    (one["format"], one["reply"], one["text"], [(name, given) for name, given in one["calls"]])
+    for one in json.loads(Path(__file__).with_name("replies.json").read_text())
+]
+
+
+def _parser(name: str, opened: bool = False, use: ToolUse | None = None) -> ReplyParser:
+    return ReplyParser(FORMS[name](), use or ToolUse(TOOLS), THINK, opened)
+
+
+def _calls(made: ParsedReply) -> list[tuple[str, Any]]:
+    found = []
+    for one in made.calls:
+        try:
+            found.append((one.name, json.loads(one.arguments)))
+        except ValueError:
+            found.append((one.name, one.arguments))
+    return found
+
+
+@pytest.mark.parametrize(("name", "reply", "text", "calls"), RECORDED)
+def test_a_reply_is_read_alike_wherever_its_pieces_end(
+    name: str, reply: str, text: str, calls: list[tuple[str, Any]]
+) -> None:
+    made = parse(_parser(name), reply)
+    assert (made.text, made.thought, _calls(made), made.complete) == (text, None, calls, True)
+    thought = parse(_parser(name), f"<think>\nSo, <tool_call> it is.\n</think>\n\n{reply}")
+    assert thought.thought == "So, <tool_call> it is."
+    assert (thought.text, _calls(thought)) == (text, calls)
+    for size in (1, 2, 3, 5, 7):
+        parser, again = _parser(name), ParsedReply()
+        for start in range(0, len(reply), size):
+            again.add(parser.push(reply[start : start + size]))
+        again.add(parser.finish())
+        assert (again.text, _calls(again), again.complete) == (text, calls, True), size
+    for cut in range(len(reply)):
+        parser, again = _parser(name), ParsedReply()
+        for piece in (reply[:cut], reply[cut:]):
+            again.add(parser.push(piece))
+        again.add(parser.finish())
+        assert (again.text, _calls(again)) == (text, calls), cut
+
+
+@pytest.mark.parametrize(("name", "reply", "text", "calls"), RECORDED)
+def test_a_reply_that_is_cut_off_shows_no_marks(
+    name: str, reply: str, text: str, calls: list[tuple[str, Any]]
+) -> None:
+    """Names are whole, arguments are a beginning of the whole ones, text is no mark."""
+    whole = parse(_parser(name), reply)
+    for cut in range(len(reply)):
+        made = parse(_parser(name), reply[:cut], cut=True)
+        assert [one.name for one in made.calls] == [one.name for one in whole.calls][
+            : len(made.calls)
+        ]
+        for one, other in zip(made.calls, whole.calls, strict=False):
+            assert other.arguments.startswith(one.arguments.rstrip())
+        if calls and "<tool" not in text:
+            assert "<tool_call>" not in made.text and '"name"' not in made.text, made.text
+
+
+def test_arguments_come_as_they_are_written() -> None:
+    parser = _parser("hermes")
+    reply = '<tool_call>\n{"name": "write", "arguments": {"text": "one two three'
+    found = [one for mark in reply for one in parser.push(mark)]
+    written = "".join(one.text for one in found if isinstance(one, CallPiece))
+    assert written == '{"text": "one two three'
+
+
+def test_a_thought_that_the_prompt_opened() -> None:
+    made = parse(_parser("hermes", opened=True), "\nHm.\n</think>\n\nYes.")
+    assert (made.thought, made.text) == ("Hm.", "Yes.")
+    made = parse(_parser("hermes", opened=True), "Hm")
+    assert (made.thought, made.text) == ("Hm", "")
+    made = parse(_parser("hermes"), "<thin")
+    assert (made.thought, made.text) == (None, "<thin")
+
+
+def test_what_may_not_be_called_is_text() -> None:
+    reply = '<tool_call>\n{"name": "click", "arguments": {}}\n</tool_call>'
+    only = ToolUse(TOOLS, only=frozenset({"done"}))
+    assert parse(_parser("hermes", use=only), reply).text == reply
+
+
+@pytest.mark.parametrize(
+    ("source", "name"),
+    [
+        ("{{ '<tool_call>' }}", "hermes"),
+        ("<tool_call><function=", "qwen-xml"),
+        ("<|python_tag|>", "llama3"),
+        ("[TOOL_CALLS] [", "mistral"),
+        ("[TOOL_CALLS]x[ARGS]", "mistral-named"),
+        (None, "hermes"),
+    ],
+)
+def test_a_template_tells_the_format(source: str | None, name: str) -> None:
+    made: ToolFormat = format_of(source)
+    assert made.name == name
