@@ -330,6 +330,8 @@ def _prepare_to_see(engine: Engine, options: ChatOptions, display: Display) -> N
         with display.loading(options.model) as progress:
             progress("what reads pictures")
             _ = engine.family.hf
+        if note := engine.family.vision_note:
+            display.note(note)
 
 
 def _watch(engine: Engine, session: Session, display: Display) -> Watch:
