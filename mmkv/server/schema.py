@@ -258,7 +258,7 @@ class Body(StrictModel):
         return given
 
 
-# With some chat templates, finding where each ends renders all before it, on the engine thread.
+# Rendered on the engine thread, mostly once; see mmkv.server.prompts for templates that need more.
 MOST_MESSAGES = 1024
 
 
