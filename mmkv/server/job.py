@@ -40,6 +40,7 @@ from mmkv.server.prompts import (
     with_sampled,
 )
 from mmkv.server.writer import LogitSettings, ScoredWriter
+from mmkv.thoughts import PROMPT_END
 from mmkv.turn import agreed, kept_tokens, text_before_media, without_first
 
 if TYPE_CHECKING:
@@ -413,6 +414,7 @@ class ChatJob(EngineJob):
         self._media: list[Any] | None = None
         self._outline: Outline | None = None
         self._read: Read | None = None
+        self._prompt_end: list[int] = []  # its latest tokens
         self.writers: list[ScoredWriter] = []
         self.choices: list[Choice] = []
         self._dropped = False
@@ -469,6 +471,8 @@ class ChatJob(EngineJob):
             ApiError: 409, the request requires a cached conversation and there is none.
         """
         work, engine, held = self.work, self.engine, 0
+        if engine.forget_thoughts:  # as well those that come back
+            messages = [message.without_thought() for message in messages]
         work.messages = messages
         for count, memory in self.conversations.find():
             known = with_sampled(messages, memory.info.sampled)
@@ -664,6 +668,7 @@ class ChatJob(EngineJob):
         else:
             inputs = processor.encode(segment.text, images, videos, session.seen > 0, total)
         ids = inputs["input_ids"][0].tolist()
+        self._prompt_end = ids[-PROMPT_END:]
         more = {"rule": self._rule, "unfed": session.unfed, "stays": sys.maxsize}
         self._read = read_of(processor, segment.text, ids, images, videos, **more)
         return session.with_unfed(without_first(inputs, segment.held))
@@ -683,7 +688,7 @@ class ChatJob(EngineJob):
             bound = self.grammars.begin(changes.rules, close)
             never = engine.media_token_ids
             given = (tokenizer, own, engine.eos_token_ids, changes, bound, never, shown)
-            writer = ScoredWriter(*given)
+            writer = ScoredWriter(*given, marks, self._prompt_end)
             token = writer.begin(logits, session.read_ids)
             fork = session if at == 0 else session.fork()
             self.decoding.append(DecodingReply(fork, writer, -1 if token is None else token))
@@ -709,14 +714,18 @@ class ChatJob(EngineJob):
         """
         for one in self.decoding:
             writer, session = one.writer, one.session
-            reply = writer.reply(self.counts.prompt_tokens, session.memory())
-            session.note_reply(writer, reply.text)
+            reply = writer.reply(self.counts.prompt_tokens, None)
+            said = session.note_reply(writer, reply.text)
             message = self.work.reply_message(
                 len(self.choices), reply.text, reply.finish_reason == "length"
             )
             thought = self._thought_tokens(reply.token_ids) if message.thought else 0
+            if said != reply.text:  # its thought is forgotten
+                message = message.without_thought(said)
             tokens = len(reply.token_ids)
-            self.choices.append(Choice(message, tokens, reply.finish_reason, reply.memory, thought))
+            self.choices.append(
+                Choice(message, tokens, reply.finish_reason, session.memory(), thought)
+            )
             if self._dropped:
                 session.close()
                 self.conversations.join_shared_budget()
