@@ -230,8 +230,9 @@ class Reply:
     end-of-turn token. ``prompt_tokens``: tokens this turn appended before the reply.
     ``finish_reason``: ``eos``, ``length``, ``stop`` (a stop string), ``context`` (the model's
     positions are used up), ``interrupted`` or ``tool_calls`` (it ended with calls). ``memory``: the
-    session's afterwards, None when it was closed meanwhile. Times in seconds; ``tokens_per_second`` counts decoding alone.
-    ``reasoning``: the thought at the beginning of ``text``, None where the model has not thought;
+    session's afterwards, None when it was closed meanwhile. Times in seconds;
+    ``tokens_per_second`` counts decoding alone. ``reasoning``: the thought at the beginning of
+    ``text``, None where the model has not thought;
     ``content``: the answer behind it, without calls. ``tool_calls``: the functions that it calls,
     in order; one that was cut off is left out.
     """

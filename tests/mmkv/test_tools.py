@@ -17,6 +17,7 @@ from mmkv.engine.errors import SessionError
 from tests.support.chat_models import picture
 from tests.support.tool_templates import (
     FORMS,
+    call,
     function,
     save_seeing_tool_model,
     save_tool_model,
