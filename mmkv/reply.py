@@ -473,7 +473,12 @@ class ReplyWriter:
             return None, text
         if thought.state == "closed" and thought.stop <= 0:  # by the prompt
             return None, text
-        parsed = parse(ReplyParser(marks=self._marks, opened=thought.start < 0), text)
+        opened = thought.start < 0
+        begun = self._decode(self.token_ids[: thought.stop or None])
+        if not opened and self._marks.open not in begun and text.startswith(begun):
+            # Special tokens, which no text shows.
+            return begun.strip() or None, text[len(begun) :].lstrip()
+        parsed = parse(ReplyParser(marks=self._marks, opened=opened), text)
         return parsed.thought, parsed.text
 
     def answers(self, text: str, opening: str) -> list[str]:

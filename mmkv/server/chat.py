@@ -220,7 +220,7 @@ class ChatCall:
         self.done = self.keeps_body = False
         use = _tool_use(request, facts, () if start is None else start.info.tools)
         given = request.template_values()
-        if request.thought_tokens == 0:  # where a template can leave the thought out
+        if request.thought_limit == 0:  # where a template can leave the thought out
             given.setdefault("enable_thinking", False)
         values = {name: given[name] for name in sorted(facts.template_variables & given.keys())}
         tools = [] if use is None else use.for_template()
@@ -422,7 +422,7 @@ def _sampling(request: ChatRequest, settings: ServerSettings, facts: Facts) -> S
             frequency_penalty=request.frequency_penalty,
             seed=None if request.seed is None else request.seed % 2**63,
             stop=stop,
-            thinking_budget=request.thought_tokens if facts.thoughts else None,
+            thinking_budget=request.thought_limit if facts.thoughts else None,
         ).settled(facts.sampling)
     except MmkvError as error:
         raise ApiError(400, str(error), "invalid_value") from error

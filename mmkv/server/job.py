@@ -23,7 +23,6 @@ from mmkv.engine.errors import InputError
 from mmkv.prompt.held import Read, read_of
 from mmkv.prompt.media import notes
 from mmkv.prompt.template import REWRITES
-from mmkv.reply import Detokenizer
 from mmkv.sampling import Settled
 from mmkv.scheduler.contract import Reservation
 from mmkv.scheduler.replies import DecodingReply, EngineJob
@@ -719,27 +718,18 @@ class ChatJob(EngineJob):
             message = self.work.reply_message(
                 len(self.choices), reply.text, reply.finish_reason == "length"
             )
-            thought = self._thought_tokens(reply.token_ids) if message.thought else 0
+            tokens = len(reply.token_ids)
+            thought = 0
+            if message.thought and writer.thought is not None:
+                thought = writer.thought.stop or tokens  # it may have no end
             if said != reply.text:  # its thought is forgotten
                 message = message.without_thought(said)
-            tokens = len(reply.token_ids)
             self.choices.append(
                 Choice(message, tokens, reply.finish_reason, session.memory(), thought)
             )
             if self._dropped:
                 session.close()
                 self.conversations.join_shared_budget()
-
-    def _thought_tokens(self, ids: Sequence[int]) -> int:
-        """Count the tokens of a reply up to the end of its thought."""
-        assert self.work.thoughts is not None
-        detokenizer, text = Detokenizer(self.engine.processor.tokenizer), ""
-        for count, token in enumerate(ids, 1):
-            text += detokenizer.push(token)
-            if self.work.thoughts.close in text:
-                return count
-            text = text[-len(self.work.thoughts.close) :]
-        return len(ids)
 
     def leave(self) -> None:
         """Keep each session after its reply, or close it; after :meth:`end`."""

@@ -315,7 +315,7 @@ class ReplyRequest(Body):
         return values
 
     @property
-    def thought_tokens(self) -> int | None:
+    def thought_limit(self) -> int | None:
         """Return how many tokens a thought may have. Raises ApiError: it is no such number."""
         given = self.template_values().get("thinking_budget")
         if given is not None and (type(given) is not int or not 0 <= given < 2**31):

@@ -7,9 +7,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from mmkv.engine import trace
+from mmkv.engine.policies import PRESETS
 from mmkv.engine.runtime import Runtime
 from mmkv.engine.sequence import CachedSequence
-from mmkv.engine.trace import FORGOTTEN, KINDS
 from tests.support.dialogues import (
     Notes,
     engine_of,
@@ -19,19 +20,20 @@ from tests.support.dialogues import (
     prompt,
 )
 from tests.support.oracle import Oracle, Quantiser, Retained
+from tests.support.policies import ALL, KINDS
 from tests.support.sessions import text_ids
+from tests.support.tiers import slow_but
 
 TOLERANCE = 1e-4
-POLICIES = [
-    "dbtrimkv",
-    "trimkv",
-    "streamingllm",
-    "h2o",
-    "snapkv:window=3",
-    "pyramidkv:window=3",
-    "wgkv:window=4",
-    "full",
-]
+
+
+def with_a_small_window(name: str) -> str:
+    return name + (":window=3" if "window" in PRESETS[name].parameters else "")
+
+
+QUICK, POLICIES = (
+    [with_a_small_window(name) for name in (*names, "wgkv")] for names in (KINDS, ALL)
+)
 
 
 def agree(session: CachedSequence, oracle: Oracle) -> None:
@@ -112,7 +114,7 @@ def converse(
     assert engine.cache.pool.free_pages == engine.cache.pool.num_pages
 
 
-@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("policy", slow_but(QUICK, POLICIES, "the other presets"))
 @pytest.mark.parametrize("native", [True, False], ids=["C", "torch"])
 def test_what_is_kept_is_what_a_mask_keeps(policy: str, native: bool, tmp_path: Path) -> None:
     converse("text3", policy, tmp_path, native)
@@ -197,12 +199,12 @@ def test_a_record_says_what_was_forgotten() -> None:
     for token in range(3, 9):
         session.decode(token)
     record = recorder.read(session)
-    (step,) = [at for at, kind in enumerate(record.kind) if KINDS[kind] == "forget"]
+    (step,) = [at for at, kind in enumerate(record.kind) if trace.KINDS[kind] == "forget"]
     assert [row.tolist() for layer in record.retained(step - 1) for row in layer] == before
     wanted = [[at for at in row if not 20 <= at < 28] for row in before]
     assert [row.tolist() for layer in record.retained(step) for row in layer] == wanted
     gone = record.deaths[record.died_at == step]
-    assert len(gone) and set(gone["cause"]) == {FORGOTTEN}
+    assert len(gone) and set(gone["cause"]) == {trace.FORGOTTEN}
     assert flat(session.retained()) == [
         row.tolist() for layer in record.retained(-1) for row in layer
     ]

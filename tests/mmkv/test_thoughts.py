@@ -12,6 +12,8 @@ from typing import Any
 
 import pytest
 import torch
+from tokenizers import AddedToken
+from transformers import AutoTokenizer
 
 import mmkv.reply
 from mmkv import Engine, Sampling, Session
@@ -337,6 +339,42 @@ def test_a_thought_that_ends_by_itself_is_left_alone(
             list(session.send("a", sampling=sampling))
             assert session.last is not None and session.last.text == said
             assert (session.last.reasoning, session.last.content) == (reasoning, content)
+
+
+@pytest.mark.parametrize("special", [False, True])
+def test_marks_that_are_tokens(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, special: bool
+) -> None:
+    """As Qwen3's; special ones are shown in no text."""
+    folder = save_llama(tmp_path, THOUGHTS, vocab_size=300)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    added = [AddedToken(mark, special=special) for mark in (MARKS.open, MARKS.close)]
+    tokenizer.add_tokens(added, special_tokens=special)
+    tokenizer.save_pretrained(folder)
+    begins, ends = tokenizer.convert_tokens_to_ids([MARKS.open, MARKS.close])
+    engine = Engine.from_pretrained(folder, policy="full", dtype="float32", forget_thoughts=True)
+    letter, end = token_of("o"), tokenizer.eos_token_id
+    draws = [begins, letter, letter, letter, letter, end]
+    monkeypatch.setattr(mmkv.reply.Sampler, "draw", lambda *_: draws.pop(0))
+    with engine.session() as session:
+        list(session.send("a", sampling=Sampling(thinking_budget=3)))
+        last = session.last
+        assert last is not None
+        line = token_of("\n")
+        assert last.token_ids == [begins, *[letter] * 3, line, ends, line, line, letter]
+        shown = "ooo\n\n\no" if special else "<think>ooo\n</think>\n\no"
+        assert last.text == shown and (last.reasoning, last.content) == ("ooo", "o")
+        assert session.memory().evicted == 6 * engine.spec.rows  # both marks, ooo and a line
+        before = session.seen
+        draws[:] = [letter, end]
+        list(session.send("b"))
+        again = "<|im_end|>\n<|im_start|>user\nb<|im_end|>\n<|im_start|>assistant\no"
+        assert session.seen == before + count(again)
+
+
+def token_of(letter: str) -> int:
+    (token,) = byte_tokenizer()(letter)["input_ids"]
+    return token
 
 
 def test_a_batch_ends_each_thought_by_itself(

@@ -15,7 +15,9 @@ import httpx
 import pytest
 import torch
 
+import mmkv.server.run
 from mmkv import Engine
+from mmkv.cli.app import run
 from mmkv.prompt.template import ChatTemplate
 from mmkv.reply import Sampler
 from mmkv.server.job import ChatJob
@@ -310,3 +312,19 @@ def test_the_thought_before_a_call_is_forgotten(
     assert used["mmkv"]["resumed"] == held
     assert used["prompt_tokens"] == held + len(ids_of(added))
     assert "thoughts of a reply were forgotten" in used["mmkv"]["differs"]
+
+
+def test_an_option_has_a_server_forget(
+    folder: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    loaded: list[Engine] = []
+    monkeypatch.setattr(mmkv.server.run, "serve", lambda load, *_: loaded.append(load()))
+    for given in ([], ["--forget-thoughts"]):
+        assert run(["serve", str(folder), "--quiet", "--memory", "8MiB", *given]) == 0
+    assert [engine.forget_thoughts for engine in loaded] == [False, True]
+    plain = save_llama(tmp_path / "plain")
+    assert run(["serve", str(plain), "--memory", "8MiB", "--forget-thoughts"]) == 1
+    assert "--forget-thoughts is about thoughts" in capsys.readouterr().err
