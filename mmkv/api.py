@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any, Self
 
 import torch
 
-from mmkv.calls.formats import format_of
 from mmkv.calls.parser import ThoughtMarks, thought_marks
 from mmkv.engine.budget import Budget
 from mmkv.engine.config import EngineConfig, require_options
@@ -197,7 +196,7 @@ class Engine(Runtime):
             ) from error
         from mmkv.grammar import require_tools
 
-        require_tools(format_of(self.processor.template.source), use)
+        require_tools(self.processor.template.call_format, use)
 
     def settled(self, sampling: Sampling | None) -> Settled:
         """Return how a reply is drawn. Raises InputError, TypeError: it cannot be drawn so."""

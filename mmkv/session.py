@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any, Self, cast
 
 import torch
 
-from mmkv.calls.formats import format_of
 from mmkv.calls.parser import CallFilter, ParsedReply, ReplyParser
 from mmkv.calls.tools import Tool, ToolUse, tool_use
 from mmkv.engine.errors import ContextError, SessionError, require_list
@@ -211,10 +210,7 @@ class Session(CachedSequence):
     def template_with(self, tools: Sequence[Tool]) -> ChatTemplate:
         """Return the chat template that tells the model of ``tools``."""
         plain = self.engine.processor.template
-        if not tools and not any(message.get("sampled") for message in self.history):
-            return plain
-        marks = format_of(plain.source).special
-        return plain.with_tools(shown_tools(tools)).with_markers(marks)
+        return plain.with_tools(shown_tools(tools)) if tools else plain
 
     def trace(self) -> Trace:
         """Record from now on what is kept and what goes, to be shown; see :class:`Trace`.
@@ -397,7 +393,7 @@ class Session(CachedSequence):
         if use is not None:
             from mmkv.grammar import ReplyRules
 
-            form = format_of(engine.processor.template.source)
+            form = engine.processor.template.call_format
             opened = marks is not None and turn.reading.read.text.rstrip().endswith(marks.open)
             view = CallFilter(ReplyParser(form, use, marks, opened), marks, opened)
             close = marks.close if marks is not None and opened else None

@@ -5,6 +5,7 @@ Right values: the conversation rendered and tokenized whole, and read by a fresh
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -409,3 +410,29 @@ def test_pictures_in_results(tmp_path: Path, says: Callable[..., None]) -> None:
         assert session.last is not None and session.memory().differs is None
         inputs = whole(session, [picture(one) for one in ("red", "green", "blue")])
         assert session.last.token_ids == greedy(fresh, inputs, 6)
+
+
+def test_the_agent_of_the_documents(
+    hermes: Engine, says: Callable[..., None], capsys: pytest.CaptureFixture[str]
+) -> None:
+    page = (Path(__file__).parents[2] / "docs" / "how-to" / "chat.md").read_text()
+    (code,) = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    asked = '<tool_call>\n{"name": "weather", "arguments": {"place": "Ur"}}\n</tool_call>'
+    with hermes.session() as session:
+        says(hermes, asked, asked, "It rains.")
+        exec(code, {"session": session})
+        assert capsys.readouterr().out == "It rains.\n"
+        results = [one["content"] for one in session.history if one["role"] == "tool"]
+        assert results == 2 * [[{"type": "text", "text": "rain in Ur"}]]
+
+
+def test_the_page_of_a_conversation_with_calls(
+    hermes: Engine, says: Callable[..., None], tmp_path: Path
+) -> None:
+    with hermes.session() as session, session.trace() as trace:
+        says(hermes, CALL)
+        sent(session, tools=TOOLS)
+        says(hermes, "done")
+        answered(session, "hit")
+        texts = trace.snapshot().texts
+        assert "<tool_call>" in texts and "</tool_response>" in texts

@@ -69,12 +69,14 @@ def test_a_conversation_asks_for_results(chat: Callable[..., Ran], tmp_path: Pat
         "//etc",
         f"/save {file}",
         "/history",
+        f"/export {tmp_path / 'talk.md'}",
     ]
     ran = chat(BOTH, "I <b>see</b>.", options=("-i",), lines=lines)
     assert ran.out == "\nI <b>see</b>.\n"
     assert ran.err.count('point  {"x": 7}') == 2 and ran.err.count('press  {"key": "a"}') == 1
     assert "/nowhere.png" in ran.err
     assert "point: [picture] now\n" in ran.err and "press: /etc\n" in ran.err
+    assert "**Result**\n\n[picture] now\n" in (tmp_path / "talk.md").read_text()
     # The tools are the conversation's own, and what is called is asked for after it is loaded.
     ran = chat(
         CALL, options=("-i", "--load", str(file)), lines=["more", f"/save! {file}"], tools=False
