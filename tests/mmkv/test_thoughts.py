@@ -243,6 +243,41 @@ def test_a_session_goes_back_to_what_stands_before_a_forgotten_thought(
         assert flat(session) == flat(fresh) and session.memory().differs is None
 
 
+@pytest.mark.parametrize("template", [THOUGHTS, OPENED])
+def test_a_session_goes_back_over_a_forgotten_thought(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch, template: str
+) -> None:
+    """The template shows an earlier answer in other words, from its middle on."""
+    shown = "text.split('</think>')[-1].lstrip('\n')"
+    source = template.replace(shown, f"({shown} | replace('one', 'two'))")
+    assert source != template
+    with_template(engine, source)
+    begun = "" if template == OPENED else "<think>"
+    script(monkeypatch, engine, [f"{begun}a</think>the answer is one", "z"])
+    tokenizer = engine.processor.tokenizer
+    with engine.session() as session, engine.session() as fresh:
+        session.forget_thoughts = True
+        list(session.send("a question"))
+        list(session.send("b"))
+        talk = [("user", "a question"), ("assistant", "the answer is two"), ("user", "b")]
+        ids = tokenizer.apply_chat_template(
+            [{"role": role, "content": text} for role, text in talk],
+            chat_template=source,
+            add_generation_prompt=True,
+        )["input_ids"]
+        assert session.seen == len(ids) + 1 and session.memory().differs is None
+        stays = "<|im_start|>user\na question<|im_end|>\n<|im_start|>assistant\n"
+        assert session.last is not None
+        assert session.last.prompt_tokens == len(ids) - count(stays)
+        letter = tokenizer("z")["input_ids"][0]
+        fresh.prefill({"input_ids": torch.tensor([ids])})
+        fresh.decode(letter)
+        assert flat(session) == flat(fresh)
+        torch.testing.assert_close(
+            session.decode(letter), fresh.decode(letter), atol=1e-5, rtol=1e-5
+        )
+
+
 def test_a_scheduler_forgets_as_well(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     script(monkeypatch, engine, ["<think>a</think>x", "z"])
     kept = CachedConversation(engine)
