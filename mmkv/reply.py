@@ -146,6 +146,10 @@ class Detokenizer:
         self._window: list[int] = []
         self._shown = 0  # number of ids of the window whose text was returned
 
+    def follow(self, ids: Sequence[int]) -> None:
+        """Decode what comes next as it stands behind the tokens ``ids``."""
+        self._window, self._shown = list(ids), len(ids)
+
     def push(self, token_id: int) -> str:
         """Add one id; return the text that became certain (possibly empty)."""
         if token_id in self._named:
@@ -288,6 +292,7 @@ class ReplyWriter:
         self._thought = None if self._budget is None else self._new_thought()
         self._forced: deque[int] = deque()
         self._ready = ""
+        self._before: list[int] = []  # tokens of a word, where the reply stands behind some
         self._text: list[str] = []
         self._started = self._mark = time.perf_counter()
         self._first: float | None = None
@@ -296,6 +301,14 @@ class ReplyWriter:
         self.unfed: int | None = None
         self.finish_reason: str | None = None
         self.failure: Exception | None = None
+
+    def follow_text(self) -> None:
+        """Write the reply as it stands behind words, which keeps a space that it begins with.
+
+        (SentencePiece drops it at the beginning of a text.)
+        """
+        self._before = self._tokenizer("a", add_special_tokens=False)["input_ids"]
+        self._detokenizer.follow(self._before)
 
     def start_clock(self, at: float) -> None:
         """Count the time to the first token from ``at`` (time.perf_counter())."""
@@ -474,7 +487,7 @@ class ReplyWriter:
         if thought.state == "closed" and thought.stop <= 0:  # by the prompt
             return None, text
         opened = thought.start < 0
-        begun = self._decode(self.token_ids[: thought.stop or None])
+        begun = self._decode(self.token_ids[: thought.stop or None], self._before)
         if not opened and self._marks.open not in begun and text.startswith(begun):
             # Special tokens, which no text shows.
             return begun.strip() or None, text[len(begun) :].lstrip()
@@ -501,15 +514,20 @@ class ReplyWriter:
 
     def held_text(self) -> str:
         """Return the text of all sampled tokens, stop strings included."""
-        return self._decode(self.token_ids)
+        return self._decode(self.token_ids, self._before)
 
-    def _decode(self, ids: list[int]) -> str:
+    def _decode(self, ids: Sequence[int], before: Sequence[int] = ()) -> str:
         if self._shown_ids:
-            whole = Detokenizer(self._tokenizer, self._shown_ids)
-            return "".join(map(whole.push, ids)) + whole.flush()
-        return self._tokenizer.decode(
-            ids, skip_special_tokens=True, clean_up_tokenization_spaces=False
+            written = Detokenizer(self._tokenizer, self._shown_ids)
+            written.follow(before)
+            return "".join(map(written.push, ids)) + written.flush()
+        start, whole = (
+            self._tokenizer.decode(
+                some, skip_special_tokens=True, clean_up_tokenization_spaces=False
+            )
+            for some in (before, [*before, *ids])
         )
+        return whole[len(start) :]
 
     def reply(self, prompt_tokens: int, memory: Memory | None) -> Reply:
         """Return the finished reply."""

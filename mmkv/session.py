@@ -145,6 +145,7 @@ class Session(CachedSequence):
         fps: float | None = None,
         num_frames: int | None = None,
         progress: Progress | None = None,
+        prefix: str = "",
         tools: Sequence[Any] | None = None,
         tool_choice: Any = "auto",
         parallel_tool_calls: bool = True,
@@ -154,6 +155,8 @@ class Session(CachedSequence):
         ``text``: the question, or a list of parts in the chat format to place pictures inside it;
         ``images``, ``videos``: paths, URLs or objects, put before the text; ``system`` only with
         the first turn; ``progress(done, total)`` is called while the prompt is prefilled.
+        ``prefix``: what the reply begins with; the stream gives what follows, and the history has
+        both as one message.
 
         ``tools``: functions that the model may call, from now on: dicts in OpenAI's form,
         :class:`mmkv.Tool`, or functions of Python with type hints and a docstring; none: it may
@@ -172,7 +175,8 @@ class Session(CachedSequence):
         with self.claimed(), OpenToCtrlC():  # pictures may take their time
             use = self._tool_use(tools, tool_choice, parallel_tool_calls)
             named = () if use is None else use.tools
-            turn = compose(self, text, images, videos, system, fps, num_frames, named)
+            given = (text, images, videos, system, fps, num_frames, prefix)
+            turn = compose(self, *given, named)
         return ReplyStream(self, lambda: self._stream(turn, settings, progress, use))
 
     def send_results(
@@ -394,9 +398,12 @@ class Session(CachedSequence):
             from mmkv.grammar import ReplyRules
 
             form = engine.processor.template.call_format
-            opened = marks is not None and turn.reading.read.text.rstrip().endswith(marks.open)
-            view = CallFilter(ReplyParser(form, use, marks, opened), marks, opened)
-            close = marks.close if marks is not None and opened else None
+            begun = turn.reading.prefix
+            before = turn.reading.read.text.removesuffix(begun).rstrip()
+            opened = marks is not None and before.endswith(marks.open)
+            parser = ReplyParser(form, use, marks, opened, begun=begun)
+            view = CallFilter(parser, marks, parser.thinks)
+            close = marks.close if marks is not None and parser.thinks else None
             bound = engine.grammars.begin(ReplyRules(format=form, use=use), close)
             shown = engine.grammars.shown(form)
         writer = ReplyWriter(
@@ -410,6 +417,8 @@ class Session(CachedSequence):
             prompt=turn.inputs["input_ids"][0, -PROMPT_END:].tolist(),
         )
         writer.start_clock(turn.started)
+        if turn.reading.prefix:
+            writer.follow_text()
         # The stream holds Ctrl-C back: it is delivered where the session stands for what was shown.
         logits = self._append(turn, progress)
         self.tools = turn.tools
@@ -482,19 +491,21 @@ class Session(CachedSequence):
         self.read_ids = read
 
     def begin_reply(self, messages: Sequence[Message], reading: TurnReading | None) -> None:
-        """Note that a turn of ``messages`` is in the cache, and that an empty reply follows.
+        """Note that a turn of ``messages`` is in the cache, and that a reply follows, of which
+        nothing has been written.
 
         Args:
             reading: what was read for it; None: that is not known as text.
         """
-        self.history += [*messages, {"role": "assistant", "content": ""}]
+        said = "" if reading is None else reading.prefix
+        self.history += [*messages, {"role": "assistant", "content": said}]
         self._unfed, self.note, self.last = [], None, None
         if reading is None:
             self.held = Held(None)
         else:
             # Once, not again where only the number has grown.
-            said = _kind(reading.differs) == _kind(self.held.differs)
-            told = [reading.note, None if said else reading.differs]
+            again = _kind(reading.differs) == _kind(self.held.differs)
+            told = [reading.note, None if again else reading.differs]
             self.note = "; ".join(filter(None, told)) or None
             self.note_read(reading.read, reading.differs)
         self._turn_mark = object()  # a stream that was composed before this turn is out of date
@@ -536,8 +547,17 @@ class Session(CachedSequence):
         Args:
             parsed: it, taken apart, where functions may be called.
         """
-        message = self.history[-1]
-        message["content"] = self.note_reply(writer, writer.held_text())
+        message, text = self.history[-1], writer.held_text()
+        said = self.note_reply(writer, text)
+        thought, prefix = writer.thought, message["content"]
+        if (
+            said != text
+            and thought is not None
+            and thought.start < 0
+            and thought.marks.open in prefix
+        ):
+            prefix = ""  # the thought that it has begun is forgotten
+        message["content"] = prefix + said
         with self.engine.lock:
             memory = None if self.closed else self.memory()
         reply = writer.reply(prompt_tokens, memory)

@@ -46,6 +46,7 @@ class TurnReading:
             stays as it is.
         differs: how what is read will differ from a fresh rendering; None: by nothing new.
         note: on how the messages were rendered, for the user, or None.
+        prefix: the text that the reply begins with, at the end of what is read.
     """
 
     inputs: dict[str, Tensor]
@@ -54,6 +55,7 @@ class TurnReading:
     again: int = 0
     differs: str | None = None
     note: str | None = None
+    prefix: str = ""
 
 
 @dataclass
@@ -92,6 +94,7 @@ def compose(
     system: str | None = None,
     fps: float | None = None,
     num_frames: int | None = None,
+    prefix: str = "",
     tools: tuple[Tool, ...] | None = None,
 ) -> UserTurn:
     """Compose all of a turn that can be wrong, and leave the session as it is.
@@ -108,6 +111,10 @@ def compose(
         require_list("text", text, "parts, or a text")
     require_list("images", images, "pictures")
     require_list("videos", videos, "videos")
+    if not isinstance(prefix, str):
+        raise InputError(f"prefix is {type(prefix).__name__}; give a text")
+    if prefix and not prefix.strip():
+        raise InputError("prefix is blank; give words that the reply begins with, or leave it out")
     parts = [{"type": "text", "text": text}] if isinstance(text, str) else list(text)
     media = [{"type": "image", "image": image} for image in images]
     media += [{"type": "video", "video": video} for video in videos]
@@ -115,7 +122,7 @@ def compose(
     message = {"role": "user", "content": [*media, *parts]}
     if is_blank(take_media([message])[0][-1]):
         raise InputError("the prompt is empty; write a question")
-    return _composed(session, [*opening, message], fps, num_frames, tools, started)
+    return _turn(session, [*opening, message], fps, num_frames, prefix, tools, started)
 
 
 def compose_results(
@@ -128,7 +135,7 @@ def compose_results(
     """Do as :func:`compose` with :meth:`mmkv.Session.send_results`'s arguments."""
     started = time.perf_counter()
     messages = _tool_messages(session, results)
-    return _composed(session, messages, fps, num_frames, tools, started)
+    return _turn(session, messages, fps, num_frames, "", tools, started)
 
 
 def _tool_messages(session: Session, results: Sequence[Any]) -> list[Message]:
@@ -166,11 +173,12 @@ def _tool_messages(session: Session, results: Sequence[Any]) -> list[Message]:
     ]
 
 
-def _composed(
+def _turn(
     session: Session,
     given: Sequence[Message],
     fps: float | None,
     num_frames: int | None,
+    prefix: str,
     tools: tuple[Tool, ...] | None,
     started: float,
 ) -> UserTurn:
@@ -190,7 +198,7 @@ def _composed(
             _ = session.engine.family.hf  # Ctrl-C ends it here, and not while it is appended
         return seen, clips
 
-    reading = compose_messages(session, messages, load, tools)
+    reading = compose_messages(session, messages, load, prefix, tools)
     reading.note = "; ".join(filter(None, [reading.note, *said])) or None
     return UserTurn(messages, reading, started, session.basis, tools)
 
@@ -209,6 +217,7 @@ def compose_messages(
     session: Session,
     messages: Sequence[Message],
     load: Callable[[], tuple[Sequence[Any], Sequence[Any]]],
+    prefix: str = "",
     tools: tuple[Tool, ...] | None = None,
 ) -> TurnReading:
     """Return what makes a session hold its conversation and ``messages``, as rendered afresh.
@@ -220,22 +229,37 @@ def compose_messages(
 
     Args:
         messages: with bare placeholders for media; load: gives their pictures and videos.
+        prefix: the text that the reply begins with.
         tools: that the model is told of; None: those of the session.
 
     Raises:
         InputError: the messages or media cannot be, or the tools cannot change.
     """
-    processor, held = session.engine.processor, session.held
     tools = session.tools if tools is None else tools
     others = bool(session.history) and shown_tools(tools) != shown_tools(session.tools)
-    template, talk = session.template_with(tools), [*session.history, *messages]
+    template = session.template_with(tools).with_prefix(prefix)
+    made = _composed(session, template, messages, load, others)
+    made.prefix = template.prefix_in(made.read.text)
+    return made
+
+
+def _composed(
+    session: Session,
+    template: ChatTemplate,
+    messages: Sequence[Message],
+    load: Callable[[], tuple[Sequence[Any], Sequence[Any]]],
+    others: bool,
+) -> TurnReading:
+    """Do as :func:`compose_messages`; ``others``: whether the tools have changed."""
+    processor, held = session.engine.processor, session.held
+    talk = [*session.history, *messages]
     total = sum(part["type"] == "image" for one in talk for part in as_parts(one["content"]))
     rule = processor.rule(total)
     # Tokens may have come in that nobody noted as text: going back would lose them.
     if template.source is None or held.pieces is None or held.seen != session.seen:
         if others:
             raise _cannot_change("what it has read is not known as a template's text")
-        return _appended(session, messages, load, total, rule, template)
+        return _appended(session, template, messages, load, total, rule)
     whole = template.render(talk, opening=True)
     plan, why = held.plan(whole, rule), None
     if not plan.appends:
@@ -243,7 +267,7 @@ def compose_messages(
     if why is not None or plan.media is None:
         if others:
             raise _cannot_change(why or "its pictures are not at hand any more")
-        made = _appended(session, messages, load, total, rule, template)
+        made = _appended(session, template, messages, load, total, rule)
         made.differs = why
         return made
     pictures, clips = ([*old, *new] for old, new in zip(plan.media, load(), strict=True))
@@ -318,11 +342,11 @@ def without_first(inputs: dict[str, Tensor], tokens: int) -> dict[str, Tensor]:
 
 def _appended(
     session: Session,
+    template: ChatTemplate,
     messages: Sequence[Message],
     load: Callable[[], tuple[Sequence[Any], Sequence[Any]]],
     total: int,
     rule: Any,
-    template: ChatTemplate,
 ) -> TurnReading:
     """Return what follows the latest reply, whatever stands before it."""
     processor, held = session.engine.processor, session.held

@@ -6,6 +6,7 @@ Right values: the conversation rendered and tokenized whole, and read by a fresh
 from __future__ import annotations
 
 import re
+import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -436,3 +437,68 @@ def test_the_page_of_a_conversation_with_calls(
         answered(session, "hit")
         texts = trace.snapshot().texts
         assert "<tool_call>" in texts and "</tool_response>" in texts
+
+
+def test_calls_that_nobody_answers(hermes: Engine, says: Callable[..., None]) -> None:
+    with hermes.session() as session, hermes.session() as fresh:
+        says(hermes, CALL)
+        sent(session, tools=TOOLS)
+        sent(session, "never mind", sampling=Sampling(max_new_tokens=6))
+        assert session.last is not None
+        assert session.last.token_ids == greedy(fresh, whole(session), 6)
+        with pytest.raises(InputError, match="calls no function"):
+            session.send_results([])
+
+
+def test_a_forgotten_thought_before_a_call(hermes: Engine, says: Callable[..., None]) -> None:
+    """The history and the cache keep the call alone, and the step behind it reads what is new."""
+    thought = "<think>\nhm\n</think>\n\n"
+    with hermes.session() as session:
+        session.forget_thoughts = True
+        says(hermes, thought + CALL)
+        sent(session, tools=TOOLS)
+        assert session.last is not None and session.last.reasoning == "hm"
+        assert session.history[-1]["content"] == CALL and session.history[-1]["sampled"]
+        says(hermes, "done")
+        answered(session, "hit")
+        new = "<|im_end|>\n<|im_start|>user\n<tool_response>\nhit\n</tool_response><|im_end|>\n"
+        new += "<|im_start|>assistant\n"
+        tokens = hermes.processor.tokenizer(new)["input_ids"]
+        assert session.last.prompt_tokens == len(tokens)
+
+
+def test_a_budget_holds_over_steps(
+    says: Callable[..., None], tmp_path: Path, hermes: Engine
+) -> None:
+    engine = load(hermes._source or tmp_path, policy="streamingllm", budget=32)
+    with engine.session() as session:
+        says(engine, *[CALL] * 4)
+        sent(session, tools=TOOLS)
+        for _ in range(3):
+            before = session.seen
+            answered(session, "hit")
+            assert session.last is not None
+            inputs = whole(session)
+            assert session.last.prompt_tokens == inputs["input_ids"].shape[-1] - before
+            assert session.memory().entries <= 32 * engine.spec.rows
+            assert session.memory().differs is None
+
+
+def test_without_llguidance(hermes: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "llguidance", None)
+    with hermes.session() as session, pytest.raises(InputError, match=r"pip install 'mmkv\[serve"):
+        session.send("go", tools=TOOLS)
+
+
+def test_a_reply_that_is_begun(hermes: Engine, says: Callable[..., None]) -> None:
+    """The pieces and the content are what follows the prefix; the history has both."""
+    rest = CALL.removeprefix("I")
+    with hermes.session() as session:
+        says(hermes, rest)
+        assert sent(session, tools=TOOLS, prefix="I") == " look."
+        assert session.last is not None and called(session) == [("point", {"x": 7})]
+        assert session.last.content == " look." and session.history[-1]["content"] == CALL
+        before = session.seen
+        says(hermes, "done")
+        answered(session, "hit")
+        assert session.last.prompt_tokens == whole(session)["input_ids"].shape[-1] - before
