@@ -30,6 +30,7 @@ from mmkv.sampling import Sampling, Settled, checked
 from mmkv.scheduler.replies import Prompt, ReplyJob, answer_all
 from mmkv.session import Session
 from mmkv.shipped import with_shipped_gates
+from mmkv.thoughts import marks_if_first
 
 if TYPE_CHECKING:
     from mmkv.calls.tools import ToolUse
@@ -198,11 +199,19 @@ class Engine(Runtime):
 
         require_tools(self.processor.template.call_format, use)
 
-    def settled(self, sampling: Sampling | None) -> Settled:
-        """Return how a reply is drawn. Raises InputError, TypeError: it cannot be drawn so."""
+    def settled(self, sampling: Sampling | None, prefix: Any = "") -> Settled:
+        """Return how a reply that begins with ``prefix`` is drawn.
+
+        Raises InputError, TypeError: it cannot be drawn so.
+        """
         made = checked(sampling, self.default_sampling)
         if made.thinking_budget is not None:
             self.require_thoughts("thinking_budget")
+            if isinstance(prefix, str) and marks_if_first(self.thought_marks, prefix) is None:
+                raise InputError(
+                    "thinking_budget counts a thought from its beginning, which cannot stand "
+                    "behind this prefix; drop one of them"
+                )
         return made
 
     def session(self, budget: Budget | float | None = None) -> Session:

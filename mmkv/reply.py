@@ -487,7 +487,7 @@ class ReplyWriter:
         if thought.state == "closed" and thought.stop <= 0:  # by the prompt
             return None, text
         opened = thought.start < 0
-        begun = self._decode(self.token_ids[: thought.stop or None], self._before)
+        begun = self._decode(self.token_ids[: thought.stop or None])
         if not opened and self._marks.open not in begun and text.startswith(begun):
             # Special tokens, which no text shows.
             return begun.strip() or None, text[len(begun) :].lstrip()
@@ -514,20 +514,20 @@ class ReplyWriter:
 
     def held_text(self) -> str:
         """Return the text of all sampled tokens, stop strings included."""
-        return self._decode(self.token_ids, self._before)
+        return self._decode(self.token_ids)
 
-    def _decode(self, ids: Sequence[int], before: Sequence[int] = ()) -> str:
+    def _decode(self, ids: list[int]) -> str:
         if self._shown_ids:
             written = Detokenizer(self._tokenizer, self._shown_ids)
-            written.follow(before)
+            written.follow(self._before)
             return "".join(map(written.push, ids)) + written.flush()
-        start, whole = (
+        before, whole = (
             self._tokenizer.decode(
-                some, skip_special_tokens=True, clean_up_tokenization_spaces=False
+                each, skip_special_tokens=True, clean_up_tokenization_spaces=False
             )
-            for some in (before, [*before, *ids])
+            for each in (self._before, [*self._before, *ids])
         )
-        return whole[len(start) :]
+        return whole[len(before) :]
 
     def reply(self, prompt_tokens: int, memory: Memory | None) -> Reply:
         """Return the finished reply."""

@@ -24,7 +24,7 @@ from mmkv.prompt.held import Held, Place, Rewrites
 from mmkv.prompt.special import tokenize
 from mmkv.reply import Reply, ReplyWriter, step
 from mmkv.sampling import Sampling, Settled
-from mmkv.thoughts import PROMPT_END
+from mmkv.thoughts import PROMPT_END, marks_if_first
 from mmkv.turn import TurnReading, UserTurn, compose, compose_results, shown_tools
 
 if TYPE_CHECKING:
@@ -171,7 +171,7 @@ class Session(CachedSequence):
         where a token cannot be chosen (NotFiniteError) or written, that takes the turn back if
         :meth:`take_back` can.
         """
-        settings = self.engine.settled(sampling)
+        settings = self.engine.settled(sampling, prefix)
         with self.claimed(), OpenToCtrlC():  # pictures may take their time
             use = self._tool_use(tools, tool_choice, parallel_tool_calls)
             named = () if use is None else use.tools
@@ -413,7 +413,7 @@ class Session(CachedSequence):
             engine.media_token_ids,
             bound,
             shown,
-            marks=marks,
+            marks=marks_if_first(marks, turn.reading.prefix),
             prompt=turn.inputs["input_ids"][0, -PROMPT_END:].tolist(),
         )
         writer.start_clock(turn.started)
@@ -549,15 +549,8 @@ class Session(CachedSequence):
         """
         message, text = self.history[-1], writer.held_text()
         said = self.note_reply(writer, text)
-        thought, prefix = writer.thought, message["content"]
-        if (
-            said != text
-            and thought is not None
-            and thought.start < 0
-            and thought.marks.open in prefix
-        ):
-            prefix = ""  # the thought that it has begun is forgotten
-        message["content"] = prefix + said
+        # What begins a thought that is forgotten goes with it.
+        message["content"] = (message["content"] if said == text else "") + said
         with self.engine.lock:
             memory = None if self.closed else self.memory()
         reply = writer.reply(prompt_tokens, memory)

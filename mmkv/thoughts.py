@@ -20,6 +20,11 @@ if TYPE_CHECKING:
 PROMPT_END = 48
 
 
+def marks_if_first(marks: ThoughtMarks | None, prefix: str) -> ThoughtMarks | None:
+    """Return ``marks`` where a thought can still begin behind a reply's ``prefix``, or just has."""
+    return None if marks is None or prefix.strip() not in ("", marks.open) else marks
+
+
 class Thought:
     """Follows the tokens of one reply.
 

@@ -40,6 +40,7 @@ from mmkv.server.schema import (
     unsupported,
 )
 from mmkv.server.writer import LogitSettings
+from mmkv.thoughts import marks_if_first
 
 if TYPE_CHECKING:
     from starlette.requests import HTTPConnection
@@ -249,6 +250,15 @@ class ChatCall:
         )
         rules = self.work.logit_settings.rules
         must = use is not None and use.choice == "required"
+        limit = self.work.sampling.thinking_budget
+        if limit is not None and marks_if_first(facts.thoughts, begun.text) is None:
+            what = "counts a thought from its beginning, and the assistant's last message has begun"
+            raise ApiError(
+                400,
+                f"thinking_budget {what} the reply behind it; leave one of them out",
+                "invalid_value",
+                "thinking_budget",
+            )
         if begun.text and (rules.answer is not None or must):
             name = "tool_choice" if must else "response_format"
             raise unsupported(

@@ -23,6 +23,7 @@ from mmkv.engine.errors import InputError
 from mmkv.prompt.held import Read, read_of
 from mmkv.prompt.media import notes
 from mmkv.prompt.template import REWRITES
+from mmkv.reply import Detokenizer
 from mmkv.sampling import Settled
 from mmkv.scheduler.contract import Reservation
 from mmkv.scheduler.replies import DecodingReply, EngineJob
@@ -40,7 +41,7 @@ from mmkv.server.prompts import (
     with_sampled,
 )
 from mmkv.server.writer import LogitSettings, ScoredWriter
-from mmkv.thoughts import PROMPT_END
+from mmkv.thoughts import PROMPT_END, marks_if_first
 from mmkv.turn import agreed, kept_tokens, text_before_media, without_first
 
 if TYPE_CHECKING:
@@ -736,8 +737,9 @@ class ChatJob(EngineJob):
         assert session is not None
         changes, tokenizer = self.work.logit_settings, engine.processor.tokenizer
         marks, outline = self.work.thoughts, self._outline
+        prefix = "" if outline is None else self._template.prefix_in(outline.text)
         if marks is not None and outline is not None:
-            before = outline.text.removesuffix(self._template.prefix_in(outline.text))
+            before = outline.text.removesuffix(prefix)
             self.work.thought_opened = before.rstrip().endswith(marks.open)
         thinks = marks is not None and self.work.parser(0).thinks
         close = marks.close if marks is not None and thinks else None
@@ -748,7 +750,7 @@ class ChatJob(EngineJob):
             bound = self.grammars.begin(changes.rules, close)
             never = engine.media_token_ids
             given = (tokenizer, own, engine.eos_token_ids, changes, bound, never, shown)
-            writer = ScoredWriter(*given, marks, self._prompt_end)
+            writer = ScoredWriter(*given, marks_if_first(marks, prefix), self._prompt_end)
             if self.work.begun.text:
                 writer.follow_text()
             token = writer.begin(logits, session.read_ids)
@@ -784,19 +786,26 @@ class ChatJob(EngineJob):
                 len(self.choices), prefix, reply.text, reply.finish_reason == "length"
             )
             tokens = len(reply.token_ids)
-            thought = 0
-            if message.thought and writer.thought is not None:
-                thought = writer.thought.stop or tokens  # it may have no end
+            thought = self._thought_tokens(reply.token_ids) if message.thought else 0
             if said != reply.text:  # its thought is forgotten
-                assert self.work.thoughts is not None
-                begun = "" if self.work.thoughts.open in prefix else prefix
-                message = message.without_thought(begun + said)
+                message = message.without_thought(said)
             self.choices.append(
                 Choice(message, tokens, reply.finish_reason, session.memory(), thought)
             )
             if self._dropped:
                 session.close()
                 self.conversations.join_shared_budget()
+
+    def _thought_tokens(self, ids: Sequence[int]) -> int:
+        """Count the tokens of a reply up to the end of its thought."""
+        assert self.work.thoughts is not None
+        detokenizer, text = Detokenizer(self.engine.processor.tokenizer), ""
+        for count, token in enumerate(ids, 1):
+            text += detokenizer.push(token)
+            if self.work.thoughts.close in text:
+                return count
+            text = text[-len(self.work.thoughts.close) :]
+        return len(ids)
 
     def leave(self) -> None:
         """Keep each session after its reply, or close it; after :meth:`end`."""

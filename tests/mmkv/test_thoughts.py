@@ -412,6 +412,31 @@ def token_of(letter: str) -> int:
     return token
 
 
+def test_a_prefix_opens_a_thought_or_stands_where_none_can_begin(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    script(monkeypatch, engine, ["a\n</think>\n\nx", "z", "<think>b</think>y"])
+    rows = engine.spec.rows
+    with engine.session() as session:
+        session.forget_thoughts = True
+        list(session.send("one", prefix="<think>\n", sampling=Sampling(thinking_budget=20)))
+        assert session.last is not None
+        assert (session.last.reasoning, session.last.content) == ("a", "x")
+        assert session.history[-1]["content"] == "x"
+        assert session.memory().evicted == len("<think>\na\n</think>") * rows
+        list(session.send("two"))
+        assert session.last.prompt_tokens == count("<|im_end|>\n<|im_start|>user\ntwo") + count(
+            "<|im_end|>\n<|im_start|>assistant\n"
+        )
+    with engine.session() as session:
+        session.forget_thoughts = True
+        list(session.send("one", prefix="Well, "))
+        assert session.history[-1]["content"] == "Well, <think>b</think>y"
+        assert session.memory().evicted == 0 and session.memory().differs is None
+        with pytest.raises(InputError, match="thinking_budget counts a thought from its beginning"):
+            session.send("two", prefix="Well, ", sampling=Sampling(thinking_budget=3))
+
+
 def test_a_batch_ends_each_thought_by_itself(
     engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:

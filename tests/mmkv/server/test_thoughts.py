@@ -159,6 +159,9 @@ def test_where_a_thought_cannot_be_bounded_it_is_said(
     where = "chat_template_kwargs.thinking_budget"
     for wrong in (-1, 2**31, "3", True):
         assert error(chat_template_kwargs={"thinking_budget": wrong}) == (400, where)
+    begun = {"role": "assistant", "content": "Well"}
+    refused = server.chat("a", begun, max_tokens=1, thinking_budget=3, continue_final_message=True)
+    assert refused.status_code == 400 and "leave one of them out" in refused.text
     body = {"model": "small", "prompt": "a", "thinking_budget": 3}
     refused = server.client.post("/v1/completions", json=body)
     assert refused.json()["error"]["param"] == "thinking_budget"
