@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from mmkv.chat.lines import LineReader
 from mmkv.reply import Sampler
 from tests.mmkv.test_tools import BOTH, CALL, TOOLS
 from tests.support.chat_models import picture
@@ -121,3 +122,19 @@ def test_files_that_cannot_be(
 def test_options_that_exclude_each_other(mmkv: Callable[..., Ran], other: str) -> None:
     ran = mmkv("chat", "no-such-model", "-p", "go", "--tools", "x.json", other)
     assert ran.code == 2 and "--tools" in ran.error_line() and other in ran.error_line()
+
+
+def test_results_are_put_off(chat: Callable[..., Ran], monkeypatch: pytest.MonkeyPatch) -> None:
+    ask, asked = LineReader.ask, []
+
+    def interrupted(self: LineReader, question: str) -> str:
+        asked.append(question)
+        if len(asked) == 1:
+            raise KeyboardInterrupt
+        return ask(self, question)
+
+    monkeypatch.setattr(LineReader, "ask", interrupted)
+    ran = chat(CALL, "done", options=("-i",), lines=["go", "/results", "hit", "/results"])
+    assert ran.out == "I look.\ndone\n" and len(asked) == 2
+    assert "(put off; /results asks again)" in ran.err
+    assert "the latest reply calls no function" in ran.err
