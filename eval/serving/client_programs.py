@@ -13,6 +13,7 @@ object of the server's is validated as the type that the openai or the anthropic
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 import sys
 from collections.abc import Callable
@@ -35,6 +36,8 @@ FUNCTION = {"name": "look", "description": ABOUT, "parameters": SCHEMA, "strict"
 Place = Literal[1, 2, 3, 4]
 _SETTINGS: dict[str, Any] = {"model": MODEL, "temperature": 0}
 SHORT = _SETTINGS | {"max_tokens": 20}
+# For a reply that has to call, and so may hold many calls.
+_LONG = 1000
 # The package has no parameter for it.
 _GREEDY: dict[str, Any] = {"model": MODEL, "extra_body": {"temperature": 0}}
 
@@ -229,7 +232,7 @@ def openai_calls(url: str, picture: str) -> dict[str, Any]:
 
     def ask(messages: list[Any], choice: Any) -> Any:
         got = create(
-            messages=messages, tools=_TOOLS, tool_choice=choice, max_tokens=60, **_SETTINGS
+            messages=messages, tools=_TOOLS, tool_choice=choice, max_tokens=_LONG, **_SETTINGS
         )
         made = chat.model_validate_json(got.text)
         message = made.choices[0].message.model_dump(exclude_none=True)
@@ -246,7 +249,7 @@ def openai_stream_calls(url: str, picture: str) -> dict[str, Any]:
     def ask(messages: list[Any], choice: Any) -> Any:
         message: dict[str, Any] = {"content": ""}
         reason, pieces = None, 0
-        given = {"messages": messages, "tools": _TOOLS, "tool_choice": choice, "max_tokens": 60}
+        given = {"messages": messages, "tools": _TOOLS, "tool_choice": choice, "max_tokens": _LONG}
         for event in create(stream=True, **given, **_SETTINGS):
             made = chunk_class.model_validate(event.to_dict())
             for one in made.choices:
@@ -275,7 +278,7 @@ def openai_parsed_calls(url: str, picture: str) -> dict[str, Any]:
     calls = Calls()
     stream = _openai(url).chat.completions.stream
     messages: list[Any] = [_asked(ASKED[0], picture)]
-    given: dict[str, Any] = {"messages": messages, "tools": tools, "max_tokens": 60}
+    given: dict[str, Any] = {"messages": messages, "tools": tools, "max_tokens": _LONG}
     for _ in range(2):
         with stream(tool_choice="required", **given, **_SETTINGS) as events:
             message = events.get_final_completion().choices[0].message
@@ -320,7 +323,7 @@ def openai_responses_stream_calls(url: str, picture: str) -> dict[str, Any]:
 
 def _responses_loop(picture: str, ask: Callable[..., Any]) -> dict[str, Any]:
     calls = Calls()
-    given: dict[str, Any] = {"tools": [{"type": "function"} | FUNCTION], "max_output_tokens": 60}
+    given: dict[str, Any] = {"tools": [{"type": "function"} | FUNCTION], "max_output_tokens": _LONG}
     items: list[Any] = [_seen(picture, ASKED[0])]
     made: Any = None
     choices: list[Any] = ["required", {"type": "function", "name": "look"}]
@@ -376,7 +379,7 @@ def _blocks_loop(url: str, picture: str, ask: Callable[..., Any]) -> dict[str, A
     given: dict[str, Any] = {"model": MODEL, "tools": _BLOCK_TOOLS, "messages": messages}
     choices = [{"type": "any"}, {"type": "tool", "name": "look"}]
     for choice in choices:
-        made = ask(tool_choice=choice, max_tokens=60, **(given | _GREEDY))
+        made = ask(tool_choice=choice, max_tokens=_LONG, **(given | _GREEDY))
         _expect("stop_reason", made.stop_reason, "tool_use")
         messages.append({"role": "assistant", "content": [one.to_dict() for one in made.content]})
         results = []
@@ -396,7 +399,7 @@ def _blocks_loop(url: str, picture: str, ask: Callable[..., Any]) -> dict[str, A
 
 
 def _agents(url: str, picture: str, form: str, streamed: bool) -> dict[str, Any]:
-    """Run an agent of the OpenAI Agents SDK, which has to call until it has done so twice."""
+    """Run an agent of the OpenAI Agents SDK, which has to call in each of its two turns."""
     sdk = import_module("agents")
     sdk.set_tracing_disabled(True)
     client = import_module("openai").AsyncOpenAI(base_url=url, api_key="none", max_retries=0)
@@ -404,12 +407,15 @@ def _agents(url: str, picture: str, form: str, streamed: bool) -> dict[str, Any]
 
     def look(row: Place, column: Place) -> Any:
         said = calls.add("look", {"row": row, "column": column})
-        if len(calls.made) > 1:
+        if rounds:
             return said
         return [sdk.ToolOutputText(text=said), sdk.ToolOutputImage(image_url=picture)]
 
+    rounds = []
+
     def enough(_: Any, results: list[Any]) -> Any:
-        done = len(calls.made) >= 2
+        rounds.append(len(results))
+        done = len(rounds) == 2
         return sdk.ToolsToFinalOutputResult(
             is_final_output=done, final_output="done" if done else None
         )
@@ -418,7 +424,7 @@ def _agents(url: str, picture: str, form: str, streamed: bool) -> dict[str, Any]
         name="looker",
         instructions="Look at the picture.",
         model=getattr(sdk, form)(model=MODEL, openai_client=client),
-        model_settings=sdk.ModelSettings(tool_choice="required", max_tokens=60, temperature=0),
+        model_settings=sdk.ModelSettings(tool_choice="required", max_tokens=_LONG, temperature=0),
         tools=[sdk.function_tool(look, description_override=ABOUT)],
         reset_tool_choice=False,
         tool_use_behavior=enough,
@@ -438,48 +444,50 @@ def _agents(url: str, picture: str, form: str, streamed: bool) -> dict[str, Any]
 
 
 def _langchain_agent(model: Any, question: dict[str, Any], none: Any = "none") -> dict[str, Any]:
-    """Run LangChain's agent; a middleware forces the first two calls and forbids a third."""
+    """Run LangChain's agent; a middleware has the first two replies call, and the third not."""
     agents = import_module("langchain.agents")
     middleware = import_module("langchain.agents.middleware")
     tools = import_module("langchain_core.tools")
-    calls = Calls()
+    calls, asked = Calls(), []
 
     def look(row: Place, column: Place) -> str:
         return calls.add("look", {"row": row, "column": column})
 
     @middleware.wrap_model_call
     def force(request: Any, handler: Any) -> Any:
-        choice = "any" if len(calls.made) < 2 else none
+        choice = "any" if len(asked) < 2 else none
+        asked.append(choice)
         return handler(request.override(tool_choice=choice))
 
     tool = tools.StructuredTool.from_function(look, description=ABOUT)
     agent = agents.create_agent(model, [tool], middleware=[force])
     messages = agent.invoke({"messages": [question]})["messages"]
-    _expect("messages", [one.type for one in messages], ["human", "ai", "tool", "ai", "tool", "ai"])
+    kinds = [kind for kind, _ in itertools.groupby(one.type for one in messages)]
+    _expect("messages", kinds, ["human", "ai", "tool", "ai", "tool", "ai"])
     return {"calls": calls.made, "said": messages[-1].text}
 
 
 def langchain_calls(url: str, picture: str) -> dict[str, Any]:
     """LangChain's agent on chat completions."""
-    model = _chat_openai(url, max_completion_tokens=60)
+    model = _chat_openai(url, max_completion_tokens=_LONG)
     return _langchain_agent(model, _asked(ASKED[0], picture))
 
 
 def langchain_stream_calls(url: str, picture: str) -> dict[str, Any]:
     """LangChain's agent on streamed chat completions."""
-    model = _chat_openai(url, max_completion_tokens=60, streaming=True)
+    model = _chat_openai(url, max_completion_tokens=_LONG, streaming=True)
     return _langchain_agent(model, _asked(ASKED[0], picture))
 
 
 def langchain_responses_calls(url: str, picture: str) -> dict[str, Any]:
     """LangChain's agent on responses."""
-    model = _chat_openai(url, max_tokens=60, use_responses_api=True)
+    model = _chat_openai(url, max_tokens=_LONG, use_responses_api=True)
     return _langchain_agent(model, _asked(ASKED[0], picture))
 
 
 def langchain_anthropic_calls(url: str, picture: str) -> dict[str, Any]:
     """LangChain's agent on messages."""
-    settings: dict[str, Any] = {"model": MODEL, "temperature": 0, "max_tokens": 60}
+    settings: dict[str, Any] = {"model": MODEL, "temperature": 0, "max_tokens": _LONG}
     settings |= {"base_url": url.removesuffix("/v1"), "api_key": "none"}
     model = import_module("langchain_anthropic").ChatAnthropic(**settings)
     return _langchain_agent(model, _shown(picture, ASKED[0]), {"type": "none"})
@@ -499,7 +507,7 @@ def litellm_anthropic_calls(url: str, picture: str) -> dict[str, Any]:
 
 def _litellm_loop(picture: str, settings: dict[str, Any]) -> dict[str, Any]:
     package = import_module("litellm")
-    settings |= {"api_key": "none", "temperature": 0, "max_tokens": 60}
+    settings |= {"api_key": "none", "temperature": 0, "max_tokens": _LONG}
 
     def ask(messages: list[Any], choice: Any) -> Any:
         made = package.completion(messages=messages, tools=_TOOLS, tool_choice=choice, **settings)

@@ -5,8 +5,8 @@ the bundled model and runs what the interpreters and the folder of npm packages 
 there gets a row that says so.
 
 A **talk**: a client asks what is at a place of ``assets/scene.png`` and then, with the whole
-conversation, about another place. Both answers have to be right. A **loop**: it calls a tool twice,
-forced by the tool choice, with a picture in the request and in a result; every argument has to
+conversation, about another place. Both answers have to be right. A **loop**: it has to call a tool in
+two replies, forced by the tool choice, with a picture in the request and in a result; every argument has to
 satisfy the tool's schema, and every object the types of the client (:mod:`client_programs`). The
 **checks** are programs that look for what an API of this form has to do.
 
@@ -75,7 +75,7 @@ if (schema) for (const streamed of [false, true]) {
   });
   const settings = {
     model, tools: { look }, toolChoice: 'required', stopWhen: stepCountIs(2), temperature: 0,
-    maxOutputTokens: 60,
+    maxOutputTokens: 1000,
     messages: [{ role: 'user', content: [image, { type: 'text', text: asked[0] }] }],
   };
   const made = streamed ? streamText(settings) : await generateText(settings);
