@@ -116,7 +116,7 @@ def render(source: str, given: int, values: Mapping[str, Any], marks: Marks | No
     """Render the template ``source`` with ``values``.
 
     Args:
-        given: characters of the messages in ``values``.
+        given: characters and items of the messages and tools in ``values``.
         marks: filled in.
 
     Raises:
@@ -141,7 +141,8 @@ def _compiled(source: str) -> Template:
         return Template.from_code(environment, environment.compile(tree), environment.globals)
 
 
-def variables(source: str) -> set[str]:
+@lru_cache(maxsize=16)
+def variables(source: str) -> frozenset[str]:
     """Return the names that a template reads and nothing of it sets, functions left out.
 
     Raises:
@@ -152,19 +153,20 @@ def variables(source: str) -> set[str]:
     environment = _Limited()
     with environment.meter.started(0):
         read = meta.find_undeclared_variables(environment.parse(source))
-    return read - environment.globals.keys()
+    return frozenset(read - environment.globals.keys())
 
 
 class _Meter(threading.local):
     """What the rendering on this thread may still take."""
 
     end = float("inf")
-    largest = made = 0
+    largest = made = given = 0
     depth = written = 0  # texts that are being put together, one in another; of the outer one
     marks: Marks | None = None
 
     def started(self, given: int, marks: Marks | None = None) -> _Meter:
         self.largest, self.made = _OUTPUT + 8 * given, _MADE + 1024 * given
+        self.given = given
         self.marks, self.depth, self.written = marks, 0, 0
         return self
 
@@ -192,9 +194,9 @@ class _Meter(threading.local):
             if value.bit_length() > _BITS:
                 raise _stopped("it computes a number without end")
             return value
-        size = len(value) if isinstance(value, str) else _size(value, self.largest)
-        self.expect(size)
-        self.made -= size
+        length = len(value) if isinstance(value, str) else extent(value, self.largest)
+        self.expect(length)
+        self.made -= length
         if self.made < 0:
             raise _stopped("it makes texts without end")
         return value
@@ -247,7 +249,7 @@ class _Limited(ImmutableSandboxedEnvironment):
         if operator == "*":
             for one, other in ((left, right), (right, left)):
                 if isinstance(one, (str, bytes, list, tuple)) and isinstance(other, int):
-                    each = len(one) if isinstance(one, (str, bytes)) else _size(one, 2**62)
+                    each = len(one) if isinstance(one, (str, bytes)) else extent(one, 2**62)
                     self.meter.expect(each * max(0, other))
         elif operator == "**" and isinstance(left, int) and isinstance(right, int):
             if left.bit_length() * abs(right) > _BITS:
@@ -306,7 +308,7 @@ class _Limited(ImmutableSandboxedEnvironment):
 
     @pass_eval_context
     def _join(self, context: Any, values: list[Any]) -> str:
-        self.meter.expect(_size(values, self.meter.largest))
+        self.meter.expect(extent(values, self.meter.largest))
         return self.meter.keep((markup_join if context.autoescape else str_join)(values))
 
     def _listed(self, values: Any) -> Any:
@@ -344,12 +346,18 @@ class _Limited(ImmutableSandboxedEnvironment):
 
     def _expect_of_filter(self, name: str, value: Any, rest: list[Any]) -> None:
         if name in _SLOW or (name == "tojson" and rest):
-            if _size(value, _SLOW_INPUT) > _SLOW_INPUT:
-                raise _stopped(f"it gives {name} more than {_SLOW_INPUT:,} characters")
+            # What is given, such as tools, may be shown with indents.
+            most = max(_SLOW_INPUT, self.meter.given) if name == "tojson" else _SLOW_INPUT
+            if extent(value, most) > most:
+                raise _stopped(f"it gives {name} more than {most:,} characters")
             self._expect_width(*rest)
+            if name == "tojson":
+                width = max([len(each) for each in rest if isinstance(each, str)], default=0)
+                width = max([width, *(each for each in rest if isinstance(each, int))])
+                self.meter.expect(extent(value, most) + width * _indents(value, most))
         elif name == "join":
             between = max([len(each) for each in rest if isinstance(each, str)], default=0)
-            self.meter.expect(_size(value, self.meter.largest) + between * len(value))
+            self.meter.expect(extent(value, self.meter.largest) + between * len(value))
         elif name in ("batch", "center", "indent", "round", "slice"):
             self._expect_width(*rest)
             if name == "indent":
@@ -371,7 +379,7 @@ class _Limited(ImmutableSandboxedEnvironment):
             widths = [each for each in rest if isinstance(each, int)] or [8]
             self.meter.expect(size * max(1, *widths) if name == "expandtabs" else 0)
         elif name == "join" and args:
-            self.meter.expect(_size(args[0], self.meter.largest) + len(owner) * len(args[0]))
+            self.meter.expect(extent(args[0], self.meter.largest) + len(owner) * len(args[0]))
         elif name == "replace":
             self._expect_replaced(owner, *args[:2])
         elif name == "translate":
@@ -414,7 +422,7 @@ def _namespace(kind: Any) -> Any:
     return type("Namespace", (kind,), {"__repr__": lambda self: "<Namespace>"})
 
 
-def _size(value: Any, most: int) -> int:
+def extent(value: Any, most: int) -> int:
     """Count a value's characters and items, up to about ``most``."""
     total, waiting = 0, [value]
     while waiting and total <= most:
@@ -427,6 +435,18 @@ def _size(value: Any, most: int) -> int:
             waiting += value.values()
         elif isinstance(value, (list, tuple, set, frozenset)):
             waiting += value
+    return total
+
+
+def _indents(value: Any, most: int) -> int:
+    """Count how deep each item of a value stands, in all, up to about ``most`` items."""
+    total, seen, waiting = 0, 0, [(value, 1)]
+    while waiting and seen <= most:
+        value, depth = waiting.pop()
+        total, seen = total + depth, seen + 1
+        within = value.values() if isinstance(value, Mapping) else value
+        if isinstance(value, (Mapping, list, tuple)):
+            waiting += [(item, depth + 1) for item in within]
     return total
 
 

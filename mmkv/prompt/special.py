@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import re
 import secrets
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -84,19 +85,38 @@ class Cutter:
         names |= {*more}
         longest_first = sorted((name for name in names if len(name) > 1), key=len, reverse=True)
         # Looks ahead: the beginnings of tokens may overlap.
-        self._found = re.compile(f"(?={'|'.join(map(re.escape, longest_first))})")
+        self._found = re.compile(f"(?=({'|'.join(map(re.escape, longest_first))}))")
         self._any = bool(longest_first)
+        self._beginnings = {name[:n] for name in longest_first for n in range(2, len(name))}
+        self._longest = max(map(len, self._beginnings), default=0)
 
     def finds(self, text: str) -> bool:
         """Whether a special token stands in ``text``."""
         return self._any and self._found.search(text) is not None
 
-    def cut(self, texts: Sequence[str]) -> list[str]:
+    def count(self, text: str) -> Counter[str]:
+        """Return how often each special token stands in ``text``."""
+        return Counter(match[1] for match in self._found.finditer(text) if self._any)
+
+    def cut(self, texts: Sequence[str], kept: Sequence[Iterable[str]] = ()) -> list[str]:
         """Cut texts that may be rendered side by side, so that a token may begin in one of them
         and end in the next.
+
+        Args:
+            kept: per text, special tokens that stay tokens where they stand in it whole.
         """
         whole = "".join(texts)
-        places = [match.start() + 1 for match in self._found.finditer(whole)] if self._any else []
+        found = list(self._found.finditer(whole)) if self._any else []
+        start = 0
+        for text, names in zip(texts, kept, strict=bool(kept)):
+            stop = start + len(text)
+            found = [
+                match
+                for match in found
+                if not (start <= match.start(1) and match.end(1) <= stop and match[1] in names)
+            ]
+            start = stop
+        places = [match.start() + 1 for match in found]
         if not places:
             return list(texts)
         made, start = [], 0
@@ -106,6 +126,23 @@ class Cutter:
             made.append(CUT.join(_split(text, inside)))
             start = stop
         return made
+
+    def cut_all(self, value: Any) -> Any:
+        """Return a JSON value with the special tokens in its texts cut, names of fields too.
+
+        A template may write signs of its own right behind such a text, so the beginning of a token
+        at its end is cut as well.
+        """
+        if isinstance(value, str):
+            (cut,) = self.cut([value])
+            for length in range(min(self._longest, len(value)), 1, -1):
+                if value[-length:] in self._beginnings:
+                    whole = cut[-length:] == value[-length:]
+                    return f"{cut[: 1 - length]}{CUT}{cut[1 - length :]}" if whole else cut
+            return cut
+        if isinstance(value, dict):
+            return {self.cut_all(key): self.cut_all(item) for key, item in value.items()}
+        return [self.cut_all(item) for item in value] if isinstance(value, list) else value
 
 
 def tokenize(tokenizer: Any, text: str, add_special_tokens: bool = False) -> list[int]:

@@ -9,15 +9,19 @@ does not depend on what the reply was, and the tokens the model sampled stay as 
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import groupby
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from mmkv.engine.errors import STOPS, InputError, first_line
 from mmkv.prompt.part_settings import MediaSettings, Sourced
 from mmkv.prompt.special import CUT, Cutter, new_marker
+from mmkv.prompt.tool_messages import Fitted, Shown, fit, plain_calls, plain_tools, probe
+
+if TYPE_CHECKING:
+    from mmkv.prompt import sandbox
 
 Message = dict[str, Any]
 
@@ -49,7 +53,7 @@ class RenderedConversation:
 
     Attributes:
         begins: per message, how many characters stand before what the template's loop over
-            messages makes of it; -1 where no loop came to it.
+            messages makes of it; -1 where no loop came to it, or it was joined to the one before.
         end: the length of the text without the opening of a reply, where ``text`` is known to
             begin with that; else None.
     """
@@ -73,7 +77,12 @@ class ChatTemplate:
     reads as tokens.
 
     Special tokens in messages are text: they are rendered with cuts, which
-    :mod:`mmkv.prompt.special` knows how to tokenize.
+    :mod:`mmkv.prompt.special` knows how to tokenize. A message with ``"sampled": True`` holds a
+    reply as the model wrote it, its calls and thoughts in the text: :attr:`markers` are tokens
+    there. Beside that text it may have ``tool_calls``, which are shown if the template refuses it.
+
+    Attributes:
+        markers: special tokens that a reply may hold, such as ``[TOOL_CALLS]``.
     """
 
     def __init__(
@@ -88,28 +97,39 @@ class ChatTemplate:
         self._placeholders = placeholders or {}
         self._cutter, self._tokens = Cutter(tokenizer, tokens), tokens
         self._values: dict[str, Any] = {}
+        self._tools: list[dict[str, Any]] = []
+        self._probed: list[Shown] = []  # shared by copies
+        self.markers: frozenset[str] = frozenset()
         self.raw = False
 
     def as_raw(self) -> ChatTemplate:
         """Return one that passes texts on as they are, on purpose: for models without a chat."""
         made = ChatTemplate(self._tokenizer, None, self._parts, self._placeholders, self._tokens)
-        made.raw = True
+        made.raw, made.markers, made._tools = True, self.markers, self._tools
         return made
+
+    @cached_property
+    def reads_tools(self) -> bool:
+        """Whether the template lists tools; else they are put into words in a message."""
+        return "tools" in self._read
 
     @cached_property
     def variables(self) -> frozenset[str]:
         """The names of what the template reads beside messages and special tokens."""
+        return frozenset(name for name in self._read - _GIVEN if not name.endswith("_token"))
+
+    @cached_property
+    def _read(self) -> frozenset[str]:
         if self.source is None:
             return frozenset()
         from mmkv.prompt import sandbox
 
         try:
-            read = sandbox.variables(self.source)
+            return sandbox.variables(self.source)
         except STOPS:
             raise
         except BaseException:  # rendering will say what is wrong
             return frozenset()
-        return frozenset(name for name in read - _GIVEN if not name.endswith("_token"))
 
     def with_values(self, values: Mapping[str, Any]) -> ChatTemplate:
         """Return one that is told more, such as ``enable_thinking=False``.
@@ -127,14 +147,35 @@ class ChatTemplate:
         made._values = {**self._values, **values}
         return made
 
-    def addition(self, history: list[Message], turn: list[Message]) -> Addition:
-        """Return the text to append for ``turn`` (its last message is the user's) to ``history``.
+    def with_tools(self, tools: Sequence[dict[str, Any]]) -> ChatTemplate:
+        """Return one that shows functions the model may call.
 
+        Args:
+            tools: dicts {"type": "function", "function": {"name", "description", "parameters"}}.
+
+        Raises:
+            InputError: they are none.
+        """
+        made = copy.copy(self)
+        made._tools = self._cutter.cut_all(plain_tools(tools))
+        return made
+
+    def with_markers(self, markers: Iterable[str]) -> ChatTemplate:
+        """Return one with these :attr:`markers`."""
+        made = copy.copy(self)
+        made.markers = frozenset(markers)
+        return made
+
+    def addition(self, history: list[Message], turn: list[Message]) -> Addition:
+        """Return the text to append for ``turn`` to ``history``.
+
+        The last message of ``turn`` is the user's, or what a tool returned.
         A marker is rendered in place of the latest reply; what follows it is the new text.
         """
         if self.source is None:
             note = None if self.raw else NO_TEMPLATE
-            return Addition(self.render(turn, opening=True), bool(history), note)
+            shown = self.with_tools([]) if history else self  # the first turn has named them
+            return Addition(shown.render(turn, opening=True), bool(history), note)
         if not any(message["role"] == "assistant" for message in history):
             return Addition(self.render(history + turn, opening=True), False)
         reply = max(i for i, message in enumerate(history) if message["role"] == "assistant")
@@ -147,11 +188,15 @@ class ChatTemplate:
                 "this model's chat template drops earlier replies, so a turn cannot be appended; "
                 "start a new conversation"
             )
-        said = "".join(part.get("text", "") for part in as_parts(history[reply]["content"]))
-        rendered = self.render(history + turn, opening=True)
+        rendered = self.render(history + turn, opening=True).replace(CUT, "")
         # Stable: the template shows the past as it did before, and the reply's own words.
         stable = before == self.render(history[:reply], opening=True)
-        stable &= rendered.replace(CUT, "") == (before + said + after).replace(CUT, "")
+        before, end = before.replace(CUT, ""), after.replace(CUT, "")
+        if _is_written_out(history[reply]):
+            said = "".join(part.get("text", "") for part in as_parts(history[reply]["content"]))
+            stable &= rendered == before + said + end
+        else:  # only the template knows the words of its calls and thoughts
+            stable &= rendered.startswith(before) and rendered[len(before) :].endswith(end)
         return Addition(after, True, differs=None if stable else REWRITES)
 
     def render(self, messages: list[Message], opening: bool) -> str:
@@ -160,31 +205,23 @@ class ChatTemplate:
 
     def layout(self, messages: list[Message], opening: bool) -> RenderedConversation:
         """Do as :meth:`render`; say where the messages stand in the text, too."""
-        messages = self._cut(messages)
+        fitted = self._fit(self._cut(messages))
         if self.source is None:
-            text = "".join(self._plain(message) for message in messages)
+            text = "".join(self._plain(one.message) for one in fitted)
             return RenderedConversation(text, [-1] * len(messages), len(text))
         from jinja2 import TemplateError
 
         from mmkv.prompt import sandbox
 
-        parts = [part for message in messages for part in as_parts(message["content"])]
-        shaped = [self._shape(message) for message in messages]
+        shaped = [self._shape(one.message) for one in fitted]
         marks = sandbox.Marks(dict.fromkeys(map(id, shaped), -1))
-        values = {
-            **self._values,
-            **self._tokenizer.special_tokens_map,
-            "messages": shaped,
-            "tools": None,
-            "documents": None,
-            "add_generation_prompt": opening,
-        }
-        given = sum(len(part.get("text", "")) for part in parts)
         try:
-            text = sandbox.render(self.source, given, values, marks)
+            text = self._rendered(shaped, self._tools if self.reads_tools else [], opening, marks)
         except InputError:
             raise
         except TemplateError as error:
+            if any(map(_has_both, messages)):  # it may want results behind calls that it knows
+                return self.layout([_with_calls_alone(one) for one in messages], opening)
             raise InputError(
                 f"the model's chat template refuses these messages ({first_line(error)}); "
                 "drop the system message or reorder the turns"
@@ -198,29 +235,103 @@ class ChatTemplate:
                 f"{first_line(error)}); use another model, or --raw"
             ) from error
         end = marks.end if opening else len(text)
-        return RenderedConversation(text, [marks.begins[id(message)] for message in shaped], end)
+        begins = [-1] * len(messages)
+        for one, message in zip(fitted, shaped, strict=True):
+            if one.source is not None:
+                begins[one.source] = marks.begins[id(message)]
+        return RenderedConversation(text, begins, end)
+
+    def _rendered(
+        self,
+        shaped: list[Message],
+        tools: list[dict[str, Any]],
+        opening: bool,
+        marks: sandbox.Marks | None = None,
+    ) -> str:
+        from mmkv.prompt import sandbox
+
+        assert self.source is not None
+        values = {
+            **self._values,
+            **self._tokenizer.special_tokens_map,
+            "messages": shaped,
+            "tools": tools or None,
+            "documents": None,
+            "add_generation_prompt": opening,
+        }
+        given = sandbox.extent(tools, 2**62)
+        for message in shaped:
+            for key in ("content", "tool_calls", "reasoning_content"):
+                if message.get(key):
+                    given += sandbox.extent(message[key], 2**62)
+        return sandbox.render(self.source, given, values, marks)
+
+    def _fit(self, messages: list[Message]) -> list[Fitted]:
+        """Return the messages, changed where the template cannot show tools by itself."""
+        spoken = any(one["role"] == "tool" or one.get("tool_calls") for one in messages)
+        if not spoken and (not self._tools or self.reads_tools):
+            return [Fitted(message, at) for at, message in enumerate(messages)]
+        return fit(messages, self._tools, self._shown, apart=self.source is None)
+
+    @property
+    def _shown(self) -> Shown:
+        """What the template shows of tools by itself."""
+        if not self._probed:
+
+            def render(messages: list[Message], tools: list[Any]) -> str | None:
+                try:
+                    return self._rendered([self._shape(one) for one in messages], tools, False)
+                except (InputError, *STOPS):  # a limit was passed; it would be again
+                    raise
+                except BaseException:
+                    return None
+
+            kinds = ("image", "video") if self._parts else ()
+            known = self.source is not None
+            found = probe(render, self._cutter.count, self.reads_tools, kinds) if known else Shown()
+            self._probed.append(found)
+        return self._probed[0]
 
     def _cut(self, messages: list[Message]) -> list[Message]:
         """Return the messages, their contents as parts, with special tokens in texts cut."""
-        made = [{**message, "content": as_parts(message["content"])} for message in messages]
+        made = [self._plain_message(message) for message in messages]
         texts = [part["text"] for one in made for part in one["content"] if part["type"] == "text"]
         if not self._cutter.finds("".join(texts)):  # all at once: a conversation can be long
             return made
         for message in made:
             message["content"] = [dict(part) for part in message["content"]]
-        contents = [message["content"] for message in made]
+        contents = [
+            [(part, self.markers if given.get("sampled") else ()) for part in message["content"]]
+            for given, message in zip(messages, made, strict=True)
+        ]
         if self.source is None:  # nothing stands between them then
             contents = [[part for content in contents for part in content]]
         for content in contents:
-            for is_text, group in groupby(content, lambda part: part["type"] == "text"):
+            for is_text, group in groupby(content, lambda pair: pair[0]["type"] == "text"):
                 side_by_side = list(group) if is_text else []
-                texts = self._cutter.cut([part["text"] for part in side_by_side])
-                for part, text in zip(side_by_side, texts, strict=True):
+                texts = [part["text"] for part, _ in side_by_side]
+                cut = self._cutter.cut(texts, [kept for _, kept in side_by_side])
+                for (part, _), text in zip(side_by_side, cut, strict=True):
                     part["text"] = text
         return made
 
+    def _plain_message(self, message: Message) -> Message:
+        """Return a message with its content as parts, and all else that it says cut."""
+        parts = as_parts(message.get("content"))
+        if message.get("sampled"):  # what else it has is in its text
+            return {"role": message["role"], "content": parts}
+        rest = {key: value for key, value in message.items() if key not in ("content", "sampled")}
+        if rest.keys() != {"role"}:
+            rest = {key: self._cutter.cut_all(value) for key, value in rest.items()}
+        if rest.get("reasoning_content"):
+            rest["thinking"] = rest["reasoning_content"]  # as some templates call it
+        return {**rest, "content": parts}
+
     def _shape(self, message: Message) -> Message:
-        parts = as_parts(message["content"])
+        content = message["content"]
+        if content is None or isinstance(content, str):
+            return message  # as the template wants it
+        parts = as_parts(content)
         if self._parts:
             return {**message, "content": parts}
         for part in parts:
@@ -237,12 +348,27 @@ class ChatTemplate:
         )
 
 
-def as_parts(content: str | list[dict[str, Any]]) -> list[dict[str, Any]]:
+def as_parts(content: str | list[dict[str, Any]] | None) -> list[dict[str, Any]]:
     """Return a message's content as a list of parts."""
-    return [{"type": "text", "text": content}] if isinstance(content, str) else list(content)
+    return [{"type": "text", "text": content}] if isinstance(content, str) else list(content or ())
 
 
-_ROLES = ("system", "user", "assistant")
+def _is_written_out(message: Message) -> bool:
+    """Return whether all that a message says is in its content."""
+    said_apart = message.get("tool_calls") or message.get("reasoning_content")
+    return bool(message.get("sampled")) or not said_apart
+
+
+def _has_both(message: Message) -> bool:
+    return bool(message.get("sampled") and message.get("tool_calls"))
+
+
+def _with_calls_alone(message: Message) -> Message:
+    """Return a sampled reply without its text, where its calls are known."""
+    return {**message, "content": [], "sampled": False} if _has_both(message) else message
+
+
+_ROLES = ("system", "user", "assistant", "tool")
 # Keys under which common formats put the picture or video of a part.
 _SOURCE_KEYS = ("image", "video", "url", "path", "image_url", "video_url")
 
@@ -253,7 +379,9 @@ def take_media(messages: Sequence[Message]) -> tuple[list[Message], list[Any], l
     A part is {"type": "text", "text": ...}, or of type image / video (or image_url / video_url)
     with its source under "image", "video", "url", "path" or "image_url", and settings of it
     (:class:`~mmkv.prompt.part_settings.MediaSettings`): its source is then a
-    :class:`~mmkv.prompt.part_settings.Sourced`. Raises InputError for anything else.
+    :class:`~mmkv.prompt.part_settings.Sourced`. An assistant's message may have ``tool_calls``,
+    ``reasoning_content`` and ``sampled``, a tool's ``tool_call_id`` and ``name``. Raises InputError
+    for anything else.
     """
     plain: list[Message] = []
     images: list[Any] = []
@@ -272,7 +400,7 @@ def take_media(messages: Sequence[Message]) -> tuple[list[Message], list[Any], l
                 f"a message's content is {type(content).__name__}; give a text or a list of parts"
             )
         parts: list[dict[str, Any]] = []
-        for part in as_parts(list(content) if isinstance(content, tuple) else content or ""):
+        for part in as_parts(list(content) if isinstance(content, tuple) else content):
             if not isinstance(part, dict):
                 raise InputError(
                     f"a message part is {type(part).__name__}; give a dict with a type"
@@ -288,14 +416,33 @@ def take_media(messages: Sequence[Message]) -> tuple[list[Message], list[Any], l
                     f"a message part of type {part.get('type')!r} is not understood; "
                     "use text, image or video"
                 )
-        plain.append({"role": message["role"], "content": parts})
+        plain.append({"role": role, "content": parts, **_said_apart(message, role)})
     return plain, images, videos
+
+
+def _said_apart(message: Message, role: str) -> Message:
+    """Return what a message says beside its content; fields that are None are left out."""
+    calls = message.get("tool_calls")
+    if calls and role != "assistant":
+        raise InputError(f"a message of role {role} has tool_calls; only the assistant's may")
+    if role == "tool" and message.get("content") is None:
+        raise InputError("a message of role tool has no content; give what the tool returned")
+    texts = {"assistant": ("reasoning_content",), "tool": ("tool_call_id", "name")}.get(role, ())
+    made = {key: message[key] for key in texts if message.get(key) is not None}
+    for key, value in made.items():
+        if not isinstance(value, str):
+            raise InputError(f"{key} is {type(value).__name__}; give a text")
+    if calls is not None and role == "assistant":
+        made |= {"tool_calls": plain_calls(calls)} if calls != [] else {}
+    if role == "assistant" and message.get("sampled"):
+        made["sampled"] = True
+    return made
 
 
 def is_blank(message: Message) -> bool:
     """Return whether a message says nothing in words."""
     return not any(
-        part["type"] == "text" and part["text"].strip() for part in as_parts(message["content"])
+        part["type"] == "text" and part["text"].strip() for part in as_parts(message.get("content"))
     )
 
 

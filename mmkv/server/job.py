@@ -560,10 +560,10 @@ class ChatJob(EngineJob):
 
     @property
     def _template(self) -> ChatTemplate:
-        template = self.engine.processor.template
-        return (
-            template.as_raw() if self.work.raw else template.with_values(self.work.template_values)
-        )
+        template, work = self.engine.processor.template, self.work
+        if work.raw:
+            return template.as_raw()
+        return template.with_values(work.template_values).with_tools(work.tools)
 
     @property
     def _rule(self) -> bool | None:

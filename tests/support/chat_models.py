@@ -90,11 +90,17 @@ def _text_sizes(vocabulary: int) -> dict[str, object]:
     }
 
 
-def save_llama(folder: Path, template: str | None = CHATML, seed: int = 0, **sizes: int) -> Path:
+def save_llama(
+    folder: Path,
+    template: str | None = CHATML,
+    seed: int = 0,
+    tokenizer: PreTrainedTokenizerFast | None = None,
+    **sizes: int,
+) -> Path:
     """Return a text-only checkpoint; ``sizes`` replace those of its config."""
-    tokenizer = byte_tokenizer(template)
+    tokenizer = tokenizer or byte_tokenizer(template)
     torch.manual_seed(seed)
-    eos = tokenizer.convert_tokens_to_ids("<|im_end|>")
+    eos = tokenizer.eos_token_id
     shape = _text_sizes(len(tokenizer)) | sizes
     config = LlamaConfig(**shape, eos_token_id=eos, bos_token_id=None)
     LlamaForCausalLM(config).save_pretrained(folder)
@@ -103,7 +109,11 @@ def save_llama(folder: Path, template: str | None = CHATML, seed: int = 0, **siz
 
 
 def save_qwen3_vl(
-    folder: Path, seed: int = 0, positions: int = 2048, kind: str = "qwen3_vl"
+    folder: Path,
+    seed: int = 0,
+    positions: int = 2048,
+    kind: str = "qwen3_vl",
+    tokenizer: PreTrainedTokenizerFast | None = None,
 ) -> Path:
     """Return a Qwen-VL checkpoint: 8-pixel patches, 2 x 2 of them a token.
 
@@ -111,7 +121,7 @@ def save_qwen3_vl(
     """
     from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
-    tokenizer = byte_tokenizer()
+    tokenizer = tokenizer or byte_tokenizer()
     ids = {name: tokenizer.convert_tokens_to_ids(name) for name in SPECIAL}
     text = _text_sizes(len(tokenizer)) | {
         "rope_parameters": {

@@ -135,6 +135,8 @@ def _from_messages(value: Any) -> list[Message]:
     made = []
     for message in messages:
         content = message.get("content")
+        if message.get("role") == "tool" or message.get("tool_calls"):
+            raise RowError("it calls tools, which training does not read")
         if isinstance(content, list):
             content = [_with_source(part, waiting) for part in content]
         elif not isinstance(content, str):
