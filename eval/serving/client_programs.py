@@ -448,7 +448,8 @@ def _langchain_agent(model: Any, question: dict[str, Any], none: Any = "none") -
     agents = import_module("langchain.agents")
     middleware = import_module("langchain.agents.middleware")
     tools = import_module("langchain_core.tools")
-    calls, asked = Calls(), []
+    calls = Calls()
+    asked: list[Any] = []
 
     def look(row: Place, column: Place) -> str:
         return calls.add("look", {"row": row, "column": column})

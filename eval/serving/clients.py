@@ -5,10 +5,11 @@ the bundled model and runs what the interpreters and the folder of npm packages 
 there gets a row that says so.
 
 A **talk**: a client asks what is at a place of ``assets/scene.png`` and then, with the whole
-conversation, about another place. Both answers have to be right. A **loop**: it has to call a tool in
-two replies, forced by the tool choice, with a picture in the request and in a result; every argument has to
-satisfy the tool's schema, and every object the types of the client (:mod:`client_programs`). The
-**checks** are programs that look for what an API of this form has to do.
+conversation, about another place. Both answers have to be right. A **loop**: two of its replies
+have to call a tool, by the tool choice, with a picture in the request and in a result; arguments
+have to satisfy the tool's schema, and objects the client's types (:mod:`client_programs`). The
+**checks** are programs that look for what an API of this form has to do. Some need a model that
+ends a text by itself, and with --text-model they are run on that, too: what passes on one passes.
 
     pip install openai anthropic openai-agents litellm llm-comply
     pip install langchain langchain-openai langchain-anthropic
@@ -24,6 +25,7 @@ from __future__ import annotations
 import argparse
 import base64
 import http.server
+import itertools
 import json
 import os
 import shutil
@@ -32,7 +34,7 @@ import sys
 import tempfile
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -182,35 +184,48 @@ class Packages:
 # Programs that check an API.
 
 
-def llm_comply(packages: Packages, url: str, form: str) -> Found:
-    """Run llm-comply's tests of one API."""
-    command = [packages.script("llm-comply"), "-u", url, "-k", "none", "-m", MODEL, "--json"]
-    number = _run([command[0], "--version"]).split()[-1]
-    results = json.loads(_run([*command, "--format", form], codes=(0, 1)))["results"]
-    return {"version": number, "result": _counted(results, "errors")}
+def llm_comply(packages: Packages, urls: list[str], form: str) -> Found:
+    """Run llm-comply's tests of one API, on each server."""
+    command = packages.script("llm-comply")
+    number = _run([command, "--version"]).split()[-1]
+    results = []
+    for url in urls:
+        asked = ["-u", url, "-k", "none", "-m", MODEL, "--json", "--format", form]
+        results.append(json.loads(_run([command, *asked], codes=(0, 1)))["results"])
+    return {"version": number, "result": counted(results, "errors")}
 
 
-def compatcanary(packages: Packages, url: str) -> Found:
-    """Run compatcanary's probes."""
+def compatcanary(packages: Packages, urls: list[str]) -> Found:
+    """Run compatcanary's probes, on each server."""
     number, command = packages.node("compatcanary", "compatcanary")
-    asked = ["scan", "--base-url", url, "--model", MODEL, "--api-key", "none", "--format", "json"]
-    results = json.loads(_run([command, *asked], codes=(0, 1)))["results"]
-    return {"version": number, "result": _counted(results, "summary")}
+    results = []
+    for url in urls:
+        asked = ["scan", "--base-url", url, "--model", MODEL, "--api-key", "none"]
+        said = _run([command, *asked, "--format", "json", "--timeout", "120"], codes=(0, 1))
+        results.append(json.loads(said)["results"])
+    return {"version": number, "result": counted(results, "summary")}
 
 
 _STATES = {"pass": "passed", "fail": "failed", "warn": "warning"}
 
 
-def _counted(results: list[Found], why: str) -> Found:
-    """Count results by their state, and tell why those that did not pass did not."""
+def counted(runs: list[list[Found]], why: str) -> Found:
+    """Count tests by the best state that they had in a run; tell why those did not pass.
+
+    Args:
+        why: the field of a test that says it.
+    """
+    best: dict[str, tuple[str, Found]] = {}
+    for one in itertools.chain.from_iterable(runs):
+        state = _STATES.get(str(one["status"]), str(one["status"]))
+        if one["id"] not in best or state == "passed":
+            best[one["id"]] = (state, one)
     made: Found = {"passed": 0, "not passed": {}}
-    for one in results:
-        state = str(one["status"])
-        state = _STATES.get(state, state)
+    for name, (state, one) in best.items():
         made[state] = made.get(state, 0) + 1
         if state != "passed":
             reason = one.get("skip_reason") or one.get(why) or one.get("warnings") or ""
-            made["not passed"][one["id"]] = [state, str(reason)[:300]]
+            made["not passed"][name] = [state, str(reason)[:300]]
     return made
 
 
@@ -424,9 +439,14 @@ def run_all(options: argparse.Namespace) -> dict[str, dict[str, Found]]:
     with tempfile.TemporaryDirectory(prefix="mmkv-clients-") as name:
         folder = Path(name)
         settings = ["--budget", "64", "--memory", "64MiB"]
-        with mmkv_serve(None, folder / "mmkv.log", *settings) as server:
-            url = f"{server.url}/v1"
-            wanted = _programs(packages, url, picture, folder)
+        with ExitStack() as servers:
+            start = servers.enter_context
+            urls = [start(mmkv_serve(None, folder / "mmkv.log", *settings)).url]
+            if options.text_model is not None and "check" in options.kinds:
+                greedy = str(_greedy(options.text_model, folder / "text"))
+                settings = ["--budget", "512", "--memory", "256MiB", "--served-model-name", MODEL]
+                urls.append(start(mmkv_serve(greedy, folder / "text.log", *settings)).url)
+            wanted = _programs(packages, [f"{url}/v1" for url in urls], picture, folder)
             return {
                 kind: {name: _outcome(run) for name, run in programs.items()}
                 for kind, programs in wanted.items()
@@ -434,9 +454,23 @@ def run_all(options: argparse.Namespace) -> dict[str, dict[str, Found]]:
             }
 
 
+def _greedy(model: Path, folder: Path) -> Path:
+    """Return a folder with a model's files whose replies are greedy where nothing is asked for."""
+    folder.mkdir()
+    for file in model.resolve().iterdir():
+        (folder / file.name).symlink_to(file)
+    own = folder / "generation_config.json"
+    given = json.loads(own.read_text()) if own.exists() else {}
+    own.unlink(missing_ok=True)
+    own.write_text(json.dumps(given | {"do_sample": False}))
+    return folder
+
+
 def _programs(
-    packages: Packages, url: str, picture: str, folder: Path
+    packages: Packages, urls: list[str], picture: str, folder: Path
 ) -> dict[str, dict[str, Callable[[], Found]]]:
+    url = urls[0]
+
     def python(kind: str, name: str) -> Callable[[], Found]:
         return lambda: packages.python(kind, name, url, picture)
 
@@ -454,10 +488,10 @@ def _programs(
             "Claude Code": lambda: claude_code(packages, url, folder / "claude"),
         },
         "check": {
-            "llm-comply, chat": lambda: llm_comply(packages, url, "openai-chat"),
-            "llm-comply, responses": lambda: llm_comply(packages, url, "open-responses"),
-            "llm-comply, messages": lambda: llm_comply(packages, url, "anthropic"),
-            "compatcanary": lambda: compatcanary(packages, url),
+            "llm-comply, chat": lambda: llm_comply(packages, urls, "openai-chat"),
+            "llm-comply, responses": lambda: llm_comply(packages, urls, "open-responses"),
+            "llm-comply, messages": lambda: llm_comply(packages, urls, "anthropic"),
+            "compatcanary": lambda: compatcanary(packages, urls),
         },
     }
 
@@ -490,6 +524,7 @@ def main(arguments: list[str] | None = None) -> int:
     here, kinds = [sys.executable], ["talk", "loop", "check"]
     parser.add_argument("--python", nargs="+", default=here, help="interpreters with packages")
     parser.add_argument("--node", type=Path, default=None, help="folder with node_modules")
+    parser.add_argument("--text-model", type=Path, default=None, help="a second model for checks")
     parser.add_argument("--kinds", nargs="+", choices=kinds, default=kinds, help="what is run")
     parser.add_argument("--output", type=Path, default=None, help="folder of the result file")
     parser.add_argument("--name", default=None, help="name of the result file, without .json")

@@ -14,7 +14,7 @@ import pytest
 
 from mmkv import Engine
 from mmkv.eval.serving.client_programs import Calls
-from mmkv.eval.serving.clients import Relay
+from mmkv.eval.serving.clients import Relay, counted
 from mmkv.eval.serving.long_dialogue import CHAT, RESPONSES, dialogue
 from mmkv.eval.serving.overload import Arrived, arrive, summary
 from mmkv.eval.serving.servers import mmkv_serve, stream_chat
@@ -167,3 +167,15 @@ def test_a_call_that_the_schema_forbids_is_noticed(given: Any) -> None:
         calls.add("look", given)
     with pytest.raises(ValueError, match="does not allow"):
         calls.add("see", {"row": 2, "column": 3})
+
+
+def test_a_check_passes_that_passes_on_one_model() -> None:
+    first = [{"id": "a", "status": "pass"}, {"id": "b", "status": "fail", "summary": "no"}]
+    second = [{"id": "a", "status": "failed"}, {"id": "b", "status": "passed"}]
+    found = counted([first, second], "summary")
+    assert found == {"passed": 2, "not passed": {}}
+    assert counted([first], "summary") == {
+        "passed": 1,
+        "failed": 1,
+        "not passed": {"b": ["failed", "no"]},
+    }
