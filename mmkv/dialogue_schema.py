@@ -19,9 +19,27 @@ class _Media(Strict):
     type: Literal["image", "video"]
 
 
+class _Function(Strict):
+    name: str
+    arguments: str | dict[str, Any]
+
+
+class _Call(Strict):
+    id: str
+    type: Literal["function"]
+    function: _Function
+
+
 class _Message(Strict):
-    role: Literal["system", "user", "assistant"]
+    """See :class:`mmkv.prompt.template.ChatTemplate`; fields after ``content`` may be absent."""
+
+    role: Literal["system", "user", "assistant", "tool"]
     content: str | list[_Text | _Media]
+    tool_calls: list[_Call] | None = None
+    reasoning_content: str | None = None
+    tool_call_id: str | None = None
+    name: str | None = None
+    sampled: bool | None = None
 
 
 class _Piece(Strict):
@@ -70,7 +88,7 @@ def parse_options(extra: str, key: str) -> dict[str, Any]:
 def parse_history(text: str) -> list[dict[str, Any]]:
     """Return the messages in JSON ``text``. Raises InvalidFile."""
     messages: list[_Message] = parse(list[_Message], text, is_json=True)
-    return [message.model_dump() for message in messages]
+    return [message.model_dump(exclude_none=True) for message in messages]
 
 
 def parse_unfed(text: str, vocabulary: int, placeholders: set[int]) -> list[int]:

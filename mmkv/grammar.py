@@ -172,20 +172,22 @@ class Grammars:
         return from_tokenizer(self.tokenizer, most, self._eos)
 
     @functools.cached_property
-    def special(self) -> dict[str, int]:
-        """The special tokens, by their texts."""
+    def added(self) -> dict[str, tuple[int, bool]]:
+        """The added tokens by their texts; whether a decoder leaves them out."""
         added = getattr(self.tokenizer, "added_tokens_decoder", {})
-        return {str(one): token for token, one in added.items() if one.special}
+        return {str(one): (token, bool(one.special)) for token, one in added.items()}
 
     def spell(self, text: str) -> str:
-        """Write a text in a grammar: a special token by its number."""
-        token = self.special.get(text)
-        return json.dumps(text) if token is None else f"<[{token}]>"
+        """Write a text in a grammar: an added token that llguidance sets apart by its number."""
+        token, _ = self.added.get(text, (None, False))
+        apart = token is not None and self.known.is_special_token(token)
+        return f"<[{token}]>" if apart else json.dumps(text)
 
     def shown(self, format: ToolFormat | None) -> frozenset[int]:
         """Return the special tokens that are marks of calls, and so have to be shown."""
         marks = () if format is None else format.special
-        return frozenset(self.special[one] for one in marks if one in self.special)
+        found = [self.added[one] for one in marks if one in self.added]
+        return frozenset(token for token, hidden in found if hidden)
 
     def begin(self, rules: ReplyRules, thought_end: str | None = None) -> Constraint | None:
         """Return the state before a reply's first token; None where nothing binds it.

@@ -84,6 +84,8 @@ class ToolFormat(ABC):
 def arguments_rule(tool: Tool, schema: Mapping[str, Any] | None = None) -> str:
     """Return the JSON of a function's arguments, or of one with a schema, for a grammar."""
     own = dict(tool.schema if schema is None else schema)
+    if own.get("properties"):  # names that a model makes up would be an error of the function
+        own.setdefault("additionalProperties", False)
     settings = _JSON if tool.strict else {**_JSON, "lenient": True}
     return "%json " + json.dumps({**own, "x-guidance": settings})
 

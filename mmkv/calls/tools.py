@@ -213,3 +213,8 @@ def parsed_arguments(arguments: str) -> dict[str, Any] | str:
     except (ValueError, RecursionError):
         return arguments
     return found if isinstance(found, dict) else arguments
+
+
+def arguments_text(given: Any) -> str:
+    """Return arguments, an object or JSON text, as JSON text."""
+    return given if isinstance(given, str) else json.dumps(given, ensure_ascii=False)

@@ -186,7 +186,8 @@ class ChatCall:
             )
         _require_same(request, facts)
         self.state, self.request, self.caller = state, request, caller
-        messages = conversation(request.messages, facts.sees, facts.watches)
+        earlier = () if start is None else start.info.messages
+        messages = conversation(request.messages, facts.sees, facts.watches, earlier)
         if (marks := facts.thoughts) is not None and not raw:
             messages = [thought_apart(message, marks) for message in messages]
         sources = [source(part) for message in messages for part in message.media]
@@ -207,7 +208,7 @@ class ChatCall:
                     "invalid_value",
                     "mmkv",
                 )
-            messages, base_key = [*start.info.messages, *messages], start.info.base_key
+            messages, base_key = [*earlier, *messages], start.info.base_key
             budget = start.budget
         facts.context_bounds.require_possible(
             sum(len(text) for one in messages for text in one.texts)
@@ -217,7 +218,7 @@ class ChatCall:
         if self.choices > settings.max_choices:
             raise ApiError(400, f"n is at most {settings.max_choices} here", "invalid_value", "n")
         self.done = self.keeps_body = False
-        use = _tool_use(request, facts)
+        use = _tool_use(request, facts, () if start is None else start.info.tools)
         given = request.template_values()
         values = {name: given[name] for name in sorted(facts.template_variables & given.keys())}
         tools = [] if use is None else use.for_template()
@@ -424,9 +425,18 @@ def _sampling(request: ChatRequest, settings: ServerSettings, facts: Facts) -> S
         raise ApiError(400, str(error), "invalid_value") from error
 
 
-def _tool_use(request: ChatRequest, facts: Facts) -> ToolUse | None:
+def _tool_use(
+    request: ChatRequest, facts: Facts, before: Sequence[dict[str, Any]]
+) -> ToolUse | None:
+    """Return what may be called.
+
+    Args:
+        before: the functions of the conversation that is gone on from, which hold where the request
+            names none.
+    """
     try:
-        use = tool_use(request.tools, request.tool_choice, request.parallel_tool_calls)
+        tools = before if request.tools is None else request.tools
+        use = tool_use(tools, request.tool_choice, request.parallel_tool_calls)
         if use is not None:
             require_tools(facts.call_format, use)
     except MmkvError as error:

@@ -11,8 +11,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from mmkv.calls.tools import Tool, ToolCall, arguments_text
 from mmkv.engine.contents import MODALITIES
-from mmkv.engine.errors import SessionError
+from mmkv.engine.errors import InputError, SessionError
+from mmkv.prompt.template import as_parts
 from mmkv.scheduler.conversation import CachedConversation
 from mmkv.server.prompts import Message, Part
 from mmkv.server.store import copy_whole
@@ -22,7 +24,7 @@ if TYPE_CHECKING:
     from mmkv.engine.contents import Memory
     from mmkv.prompt.held import Held
     from mmkv.scheduler import Scheduler
-    from mmkv.server.prompts import Rendered
+    from mmkv.server.prompts import Kind, Rendered
     from mmkv.server.store import HibernationFolder
     from mmkv.session import Session
 
@@ -42,6 +44,7 @@ class ConversationInfo:
         memory: its numbers, where somebody may ask for them.
         sampled: of replies with calls or thoughts, which messages they are, and how the model
             wrote them; ``messages`` say so themselves.
+        tools: the functions that the model was told of, in OpenAI's form.
     """
 
     seen: tuple[int, ...]
@@ -50,6 +53,7 @@ class ConversationInfo:
     base_key: str = ""
     memory: Memory | None = None
     sampled: tuple[tuple[int, str], ...] = ()
+    tools: tuple[dict[str, Any], ...] = ()
 
 
 class ConversationState(CachedConversation):
@@ -157,7 +161,7 @@ class ConversationState(CachedConversation):
 
     def _save(self, session: Session, path: Path) -> None:
         session.history = [_plain(message) for message in self.info.messages]
-        own = {"seen": self.info.seen, "root": self.info.base_key}
+        own = {"seen": self.info.seen, "root": self.info.base_key, "tools": self.info.tools}
         try:
             session.save(path, {_OWN: json.dumps(own)})
         finally:
@@ -253,36 +257,48 @@ def _read_info(session: Session, extra: dict[str, str], base_key: str) -> Conver
     if not messages or messages[-1].role != "assistant":
         raise SessionError("the session file holds no finished turn; save it after a reply")
     try:
-        seen = [int(count) for count in json.loads(extra.get(_OWN, "{}")).get("seen", ())]
-    except (ValueError, TypeError, AttributeError) as error:
+        own = json.loads(extra.get(_OWN, "{}"))
+        seen = [int(count) for count in own.get("seen", ())]
+        tools = tuple(Tool.of(one).for_template() for one in own.get("tools", ()))
+    except (ValueError, TypeError, AttributeError, InputError) as error:
         raise SessionError("the session file is damaged; use another one") from error
     if len(seen) != len(MODALITIES) or sum(seen) != session.seen:
         rows = session.engine.spec.rows
         seen = [-(-memory.by_modality[name] // rows) for name in MODALITIES]
         seen[0] = session.seen - sum(seen[1:])
-    return ConversationInfo(tuple(seen), None, messages, base_key, memory)
+    return ConversationInfo(tuple(seen), None, messages, base_key, memory, tools=tools)
 
 
 def _message(stored: Mapping[str, Any]) -> Message:
     """Return a message of a session's history; its media get a digest that no other has."""
-    content = stored["content"]
-    texts = [{"type": "text", "text": content}] if isinstance(content, str) else content
-    parts = [
-        Part("text", one["text"])
-        if one["type"] == "text"
-        else Part("image" if one["type"] == "image" else "video", digest=uuid.uuid4().hex)
-        for one in texts
-    ]
+    parts = []
+    for one in as_parts(stored["content"]):
+        if one["type"] != "text":
+            kind: Kind = "image" if one["type"] == "image" else "video"
+            parts.append(Part(kind, digest=uuid.uuid4().hex))
+        elif one["text"]:
+            parts.append(Part("text", one["text"]))
+    called = [(one["id"], one["function"]) for one in stored.get("tool_calls") or ()]
+    calls = tuple(
+        ToolCall(own["name"], arguments_text(own["arguments"]), name) for name, own in called
+    )
     return Message(
-        stored["role"], tuple(part for part in parts if part.kind != "text" or part.text)
+        stored["role"],
+        tuple(parts),
+        calls,
+        stored.get("reasoning_content"),
+        stored.get("tool_call_id"),
+        stored.get("name"),
+        "".join(part.text for part in parts) if stored.get("sampled") else None,
     )
 
 
 def _plain(message: Message) -> dict[str, Any]:
     """Return a message as a session's history has it."""
-    if message.media:
-        return message.for_template()
-    return {"role": message.role, "content": "".join(part.text for part in message.parts)}
+    made = message.for_template()
+    if not message.media:
+        made["content"] = "".join(part["text"] for part in made["content"])
+    return made
 
 
 class PrefixCache:

@@ -313,7 +313,12 @@ class ConversationLookup:
         read = [message.without_urls() for message in self.work.messages]
         messages = (*read, choice.message)
         info = ConversationInfo(
-            seen, outline.rendered(), messages, self.work.base_key, choice.memory
+            seen,
+            outline.rendered(),
+            messages,
+            self.work.base_key,
+            choice.memory,
+            tools=tuple(self.work.tools),
         )
         self.work.result = self._conversations.keep(session, info)
 

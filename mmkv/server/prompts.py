@@ -283,11 +283,11 @@ class Message:
             {**texts, "text": part.text} if part.kind == "text" else {"type": part.kind}
             for part in self.parts
         ]
-        if self.sampled is not None:
-            whole = [{"type": "text", "text": self.sampled}]
-            return {"role": self.role, "content": whole, "sampled": True}
         made: dict[str, Any] = {"role": self.role, "content": parts}
-        if self.thought:
+        if self.sampled is not None:
+            made = {"role": self.role, "content": [{**texts, "text": self.sampled}]}
+            made["sampled"] = True
+        elif self.thought:
             made["reasoning_content"] = self.thought
         if self.calls:
             made["tool_calls"] = [one.for_template() for one in self.calls]
@@ -296,6 +296,12 @@ class Message:
         if self.name is not None:
             made["name"] = self.name
         return made
+
+    def shown(self) -> dict[str, Any]:
+        """Return it for a client, pictures and videos as bare marks."""
+        made = replace(self, sampled=None).for_template()
+        calls = {"tool_calls": [one.as_json() for one in self.calls]} if self.calls else {}
+        return made | calls
 
 
 def reply_message(parsed: ParsedReply, sampled: str) -> Message:

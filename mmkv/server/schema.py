@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from fastapi import APIRouter, Response
@@ -23,7 +23,7 @@ from pydantic import (
     model_validator,
 )
 
-from mmkv.calls.tools import MOST_TOOLS, ToolCall
+from mmkv.calls.tools import MOST_TOOLS, ToolCall, arguments_text
 from mmkv.engine.budget import Budget
 from mmkv.engine.errors import MmkvError
 from mmkv.server.errors import ApiError
@@ -69,7 +69,13 @@ class StrictModel(BaseModel):
 
 
 class OpenModel(BaseModel):
-    """An object that clients give fields of their own; :func:`unread_fields` lists them."""
+    """An object that clients give fields of their own; :func:`unread_fields` lists them.
+
+    Attributes:
+        read: fields that have an effect, and the names of which other objects have without one.
+    """
+
+    read: ClassVar[frozenset[str]] = frozenset()
 
     model_config = ConfigDict(extra="allow")
 
@@ -158,6 +164,8 @@ Content = str | Annotated[list[ContentPart], Field(fail_fast=True)]
 
 class CalledFunction(OpenModel):
     """A function, and its arguments as JSON text."""
+
+    read = frozenset({"name"})
 
     name: Annotated[str, Field(max_length=128)]
     arguments: str | dict[str, Any] | None = None
@@ -351,9 +359,8 @@ class ChatRequest(ReplyRequest):
 
 # Known here, and without effect on an answer.
 HINTS = frozenset(
-    "metadata prompt_cache_key prompt_cache_retention service_tier verbosity "
-    "reasoning_effort truncation reasoning max_tool_calls name annotations reasoning_content "
-    "include_obfuscation".split()
+    "metadata prompt_cache_key prompt_cache_retention service_tier verbosity reasoning_effort "
+    "truncation reasoning max_tool_calls name annotations include_obfuscation".split()
 )
 
 
@@ -423,7 +430,8 @@ def unread_fields(request: ReplyRequest, strict: bool) -> list[str]:
                 raise ApiError(400, what, "invalid_value", shown)
             shown = re.sub(r"\[\d+\]", "", place) + name
             found.add(shown_name(shown))
-        hints = [n for n in HINTS & part.model_fields_set if getattr(part, n) is not None]
+        read = part.read if isinstance(part, OpenModel) else frozenset()
+        hints = [n for n in (HINTS & part.model_fields_set) - read if getattr(part, n) is not None]
         found |= {re.sub(r"\[\d+\]", "", place) + name for name in hints}
     return sorted(found)
 
@@ -480,16 +488,20 @@ def unsupported(param: str, message: str) -> ApiError:
     return ApiError(400, message, "unsupported_parameter", param)
 
 
-def conversation(messages: list[ChatMessage], sees: bool, watches: bool) -> list[Message]:
+def conversation(
+    messages: list[ChatMessage], sees: bool, watches: bool, before: Sequence[Message] = ()
+) -> list[Message]:
     """Return the messages, neighbouring texts put together; ``developer`` is ``system`` here.
 
     Args:
         sees, watches: whether the model takes pictures, videos.
+        before: the messages of the conversation that is gone on from.
 
     Raises:
-        ApiError: a part that cannot be read, an empty message.
+        ApiError: a part that cannot be read, an empty message, a result of no call.
     """
     found: list[Message] = []
+    called = {one.id: one.name for said in before for one in said.calls}
     for index, message in enumerate(messages):
         where = f"messages[{index}].content"
         content = message.content if message.content is not None else message.refusal
@@ -507,7 +519,8 @@ def conversation(messages: list[ChatMessage], sees: bool, watches: bool) -> list
         if not parts and role not in ("assistant", "tool"):
             raise ApiError(400, f"{where} is empty; say something", "invalid_value", where)
         own = tuple(part for part in parts if part.url or part.text)
-        found.append(Message(role, own, **_more_of(message, f"messages[{index}]", found)))
+        found.append(Message(role, own, **_more_of(message, f"messages[{index}]", called)))
+        called |= {one.id: one.name for one in found[-1].calls}
     if found[-1].role not in ("user", "tool"):
         raise ApiError(
             400, "the last message has to be the user's", "invalid_value", "messages[-1].role"
@@ -515,13 +528,16 @@ def conversation(messages: list[ChatMessage], sees: bool, watches: bool) -> list
     return found
 
 
-def _more_of(message: ChatMessage, where: str, before: Sequence[Message]) -> dict[str, Any]:
-    """Return what a message has beside its parts: calls, a thought, which call it answers."""
+def _more_of(message: ChatMessage, where: str, called: Mapping[str, str]) -> dict[str, Any]:
+    """Return what a message has beside its parts: calls, a thought, which call it answers.
+
+    Args:
+        called: the functions of the calls before it, by the calls' ids.
+    """
     if message.role == "assistant":
         calls = []
         for one in message.tool_calls or ():
-            given = one.function.arguments
-            text = json.dumps(given) if isinstance(given, dict) else given or ""
+            text = arguments_text(one.function.arguments or "")
             calls.append(ToolCall(one.function.name, text, *filter(None, [one.id])))
         return {"calls": tuple(calls), "thought": message.reasoning_content or None}
     if message.tool_calls:
@@ -529,12 +545,11 @@ def _more_of(message: ChatMessage, where: str, before: Sequence[Message]) -> dic
         raise ApiError(400, what, "invalid_value", f"{where}.tool_calls")
     if message.role != "tool":
         return {}
-    made = [one for said in before for one in said.calls]
-    named = next((one.name for one in reversed(made) if one.id == message.tool_call_id), None)
-    if not made or (message.tool_call_id is not None and named is None):
+    name = message.tool_call_id
+    if not called or (name is not None and name not in called):
         what = f"{where}.tool_call_id names no call of a message before it"
         raise ApiError(400, what, "invalid_value", f"{where}.tool_call_id")
-    return {"call_id": message.tool_call_id, "name": named or message.name}
+    return {"call_id": name, "name": message.name if name is None else called[name]}
 
 
 _PARTS: dict[str, type[BaseModel]] = {

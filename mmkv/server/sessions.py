@@ -596,7 +596,7 @@ def sessions_router(state: ServerState) -> APIRouter:
     async def messages(name: str, who: CurrentCaller) -> dict[str, Any]:
         conversation = await sessions.load_memory(await sessions.find(name, who))
         said = () if conversation is None else conversation.info.messages
-        return {"object": "list", "data": [one.for_template() for one in said]}
+        return {"object": "list", "data": [one.shown() for one in said]}
 
     @router.post("/{name}/chat/completions", summary="A turn: messages that are new, and a reply")
     async def turn(name: str, body: ChatRequest, who: CurrentCaller, request: Request) -> Response:

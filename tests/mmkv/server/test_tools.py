@@ -1,0 +1,291 @@
+"""Chats whose replies call functions."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from openai.types.chat import ChatCompletion, ChatCompletionChunk
+
+from mmkv import Engine
+from mmkv.sampling import Sampler
+from tests.support.chat_models import picture
+from tests.support.servers import Server, picture_part, serving
+from tests.support.tool_templates import (
+    HERMES,
+    LLAMA3,
+    MISTRAL,
+    QWEN_XML,
+    function,
+    save_seeing_tool_model,
+    save_tool_model,
+    tool_tokenizer,
+)
+
+TOOLS = [
+    function("press", key={"type": "string", "enum": ["a", "Enter", "<é>"]}),
+    function("point", x={"type": "integer", "minimum": 0, "maximum": 99}, left={"type": "boolean"}),
+]
+POINT = {"type": "function", "function": {"name": "point"}}
+FORMS = {"hermes": HERMES, "qwen-xml": QWEN_XML, "llama3": LLAMA3, "mistral": MISTRAL}
+# A call of each form, and the same with text before it where that may be.
+CALLS = {
+    "hermes": 'I look.\n<tool_call>\n{"name": "point", "arguments": {"x": 7, "left": true}}\n</tool_call>',
+    "qwen-xml": "I look.\n<tool_call>\n<function=point>\n<parameter=x>\n7\n</parameter>\n"
+    "<parameter=left>\ntrue\n</parameter>\n</function>\n</tool_call>",
+    "llama3": '{"name": "point", "parameters": {"x": 7, "left": true}}',
+    "mistral": '[TOOL_CALLS][{"name": "point", "arguments": {"x": 7, "left": true}}]',
+}  # fmt: skip
+
+
+def _load(folder: Path) -> Engine:
+    return Engine.from_pretrained(folder, policy="streamingllm", budget=4096, dtype="float32")
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """Yield a server of a small Qwen3-VL whose template shows tools."""
+    folder = save_seeing_tool_model(tmp_path_factory.mktemp("tools"))
+    with serving(lambda: _load(folder)) as made:
+        yield made
+
+
+@pytest.fixture(scope="module", params=FORMS)
+def formed(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[tuple[str, Server]]:
+    """Yield the name of a form and a server of a model that has it."""
+    folder = save_tool_model(tmp_path_factory.mktemp("form"), FORMS[request.param])
+    with serving(lambda: _load(folder)) as made:
+        yield request.param, made
+
+
+@pytest.fixture
+def says(monkeypatch: pytest.MonkeyPatch) -> list[list[int]]:
+    """The tokens of what the model says next, a reply after the other."""
+    queue: list[list[int]] = []
+    monkeypatch.setattr(Sampler, "draw", lambda *_: queue[0].pop(0) if queue[0] else None)
+    return queue
+
+
+def _script(monkeypatch: pytest.MonkeyPatch, form: str, *texts: str) -> None:
+    """Have the model say some texts, each to its end."""
+    tokenizer = tool_tokenizer(FORMS[form])
+    spelled = [token for text in texts for token in (*tokenizer(text, add_special_tokens=False)["input_ids"], tokenizer.eos_token_id)]  # fmt: skip
+    monkeypatch.setattr(Sampler, "draw", lambda *_: spelled.pop(0))
+
+
+def _replied(server: Server, *messages: Any, **fields: Any) -> dict[str, Any]:
+    answer = server.chat(*messages, **{"max_tokens": 200, "tools": TOOLS} | fields)
+    assert answer.status_code == 200, answer.text
+    made: dict[str, Any] = answer.json()
+    ChatCompletion.model_validate(made, strict=True)
+    return made
+
+
+def _streamed(server: Server, *messages: Any, **fields: Any) -> list[dict[str, Any]]:
+    body = {"max_tokens": 200, "tools": TOOLS, "stream": True} | fields
+    answer = server.chat(*messages, **body)
+    assert answer.status_code == 200, answer.text
+    lines = [line[6:] for line in answer.text.splitlines() if line.startswith("data: ")]
+    assert lines.pop() == "[DONE]"
+    chunks = [json.loads(line) for line in lines]
+    for one in chunks:
+        ChatCompletionChunk.model_validate(one)
+    return chunks
+
+
+def _joined(chunks: list[dict[str, Any]]) -> dict[str, Any]:
+    """Return the message that a stream's pieces make, as clients put it together."""
+    made: dict[str, Any] = {"content": "", "reasoning_content": "", "calls": [], "reason": None}
+    for choice in (one["choices"][0] for one in chunks if one["choices"]):
+        delta = choice["delta"]
+        made["content"] += delta.get("content") or ""
+        made["reasoning_content"] += delta.get("reasoning_content") or ""
+        made["reason"] = choice["finish_reason"] or made["reason"]
+        for call in delta.get("tool_calls", ()):
+            if call["index"] == len(made["calls"]):
+                assert call["id"] and call["type"] == "function"
+                made["calls"].append(call["function"] | {"id": call["id"]})
+            else:
+                assert "id" not in call and "name" not in call["function"]
+                made["calls"][call["index"]]["arguments"] += call["function"]["arguments"]
+    return made
+
+
+def _arguments(answer: dict[str, Any], at: int = 0) -> Any:
+    return json.loads(answer["choices"][0]["message"]["tool_calls"][at]["function"]["arguments"])
+
+
+def _check(name: str, given: Any) -> None:
+    """What the schemas of TOOLS say, in Python."""
+    if name == "press":
+        assert set(given) == {"key"} and given["key"] in ("a", "Enter", "<é>")
+    else:
+        assert name == "point" and set(given) == {"x", "left"}
+        assert isinstance(given["left"], bool) and 0 <= given["x"] <= 99
+
+
+@pytest.mark.parametrize("choice", ["required", POINT])
+def test_a_random_model_that_has_to_call_does(formed: tuple[str, Server], choice: Any) -> None:
+    form, server = formed
+    fields = {"tool_choice": choice, "parallel_tool_calls": False, "temperature": 2}
+    for seed in range(3):
+        made = _replied(server, "go", seed=seed, **fields)
+        message = made["choices"][0]["message"]
+        (call,) = message["tool_calls"]
+        assert message["content"] is None and made["choices"][0]["finish_reason"] == "tool_calls"
+        _check(call["function"]["name"], _arguments(made))
+        assert choice == "required" or call["function"]["name"] == "point"
+        assert (len(call["id"]) == 9) == (form == "mistral")
+
+
+def test_a_random_model_may_have_to_call_one_of_some(formed: tuple[str, Server]) -> None:
+    _, server = formed
+    listed = [{"type": "function", "function": {"name": "press"}}]
+    some = {"type": "allowed_tools", "allowed_tools": {"mode": "required", "tools": listed}}
+    made = _replied(server, "go", tool_choice=some, temperature=2, seed=1)
+    for call in made["choices"][0]["message"]["tool_calls"]:
+        assert call["function"]["name"] == "press"
+
+
+def test_what_a_model_calls_by_itself(
+    formed: tuple[str, Server], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whole and as a stream; the arguments come in pieces, and no mark is shown."""
+    form, server = formed
+    text = "I look." if CALLS[form].startswith("I look.") else None
+    _script(monkeypatch, form, CALLS[form], CALLS[form])
+    made = _replied(server, "go", logprobs=True)
+    message = made["choices"][0]["message"]
+    assert message["content"] == text and _arguments(made) == {"x": 7, "left": True}
+    assert made["choices"][0]["finish_reason"] == "tool_calls"
+    chunks = _streamed(server, "go", mmkv={"resume": "never"})
+    joined = _joined(chunks)
+    assert joined["content"] == (text or "") and joined["reason"] == "tool_calls"
+    (call,) = joined["calls"]
+    assert call["name"] == "point" and json.loads(call["arguments"]) == {"x": 7, "left": True}
+    pieces = [c["delta"]["tool_calls"] for one in chunks for c in one["choices"] if c["delta"].get("tool_calls")]  # fmt: skip
+    assert len(pieces) > 3
+
+
+def test_none_may_be_called(formed: tuple[str, Server], monkeypatch: pytest.MonkeyPatch) -> None:
+    form, server = formed
+    _script(monkeypatch, form, CALLS[form])
+    made = _replied(server, "go", tool_choice="none")
+    message = made["choices"][0]["message"]
+    assert "tool_calls" not in message and made["choices"][0]["finish_reason"] == "stop"
+
+
+def test_a_step_reads_what_is_new(
+    formed: tuple[str, Server], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Clients send a reply back in parts; the memory holds it as the model wrote it."""
+    form, server = formed
+    _script(monkeypatch, form, CALLS[form], "done")
+    first = _replied(server, "walk on")
+    message = first["choices"][0]["message"]
+    for result in ("fine", "not so"):  # the second is another client's, from the same memory
+        _script(monkeypatch, form, "done")
+        call = message["tool_calls"][0]
+        back = {key: message[key] for key in ("role", "content", "tool_calls")}
+        tool = {"role": "tool", "tool_call_id": call["id"], "content": result}
+        again = _replied(server, {"role": "user", "content": "walk on"}, back, tool)
+        used = again["usage"]
+        assert used["mmkv"]["resumed"] == first["usage"]["total_tokens"], form
+        assert used["mmkv"]["differs"] is None
+        assert again["choices"][0]["message"]["content"] == "done"
+
+
+def test_a_result_may_be_a_picture(server: Server) -> None:
+    made = _replied(server, "go", tool_choice=POINT)
+    call = made["choices"][0]["message"]["tool_calls"][0]
+    told = [
+        {"role": "user", "content": "go"},
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {
+            "role": "tool",
+            "tool_call_id": call["id"],
+            "content": [picture_part(picture()), {"type": "text", "text": "the screen"}],
+        },
+    ]
+    again = _replied(server, *told, tool_choice=POINT)
+    assert again["usage"]["mmkv"]["pictures"] == 1
+    assert again["usage"]["mmkv"]["resumed"] >= made["usage"]["prompt_tokens"]
+
+
+def test_thoughts_are_shown_apart(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    reply = "<think>\nWhere? Left.\n</think>\n\n" + CALLS["hermes"]
+    _script(monkeypatch, "hermes", reply, reply)
+    message = _replied(server, "think")["choices"][0]["message"]
+    assert message["reasoning_content"] == "Where? Left." and message["content"] == "I look."
+    joined = _joined(_streamed(server, "think", mmkv={"resume": "never"}))
+    assert joined["reasoning_content"] == "Where? Left." and joined["content"] == "I look."
+    assert len(joined["calls"]) == 1
+
+
+def test_an_answer_in_json_or_a_call(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    schema = {"type": "object", "properties": {"n": {"const": 3}}, "required": ["n"]}
+    form = {"type": "json_schema", "json_schema": {"name": "n", "schema": schema | {"additionalProperties": False}}}  # fmt: skip
+    for seed in range(4):
+        made = _replied(server, "go", response_format=form, temperature=2, seed=seed)
+        message = made["choices"][0]["message"]
+        if message.get("tool_calls"):
+            for at, call in enumerate(message["tool_calls"]):
+                _check(call["function"]["name"], _arguments(made, at))
+        else:
+            assert json.loads(message["content"]) == {"n": 3}
+
+
+def test_a_call_that_is_cut_off_keeps_what_came(server: Server) -> None:
+    made = _replied(server, "go", tool_choice=POINT, max_tokens=45, temperature=0)
+    (choice,) = made["choices"]
+    assert choice["finish_reason"] in ("length", "tool_calls")
+    if choice["finish_reason"] == "length":
+        assert "tool_call>" not in (choice["message"]["content"] or "")
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"tools": [{"type": "web_search"}]}, "web_search"),
+        ({"tools": [function("a b")]}, "name"),
+        ({"tools": [function("a"), function("a")]}, "two tools"),
+        ({"tools": [], "tool_choice": "required"}, "no tools"),
+        ({"tool_choice": {"type": "function", "function": {"name": "other"}}}, "other"),
+        ({"tool_choice": "all"}, "tool_choice"),
+        ({"tools": [{"type": "function", "function": {"name": "f", "parameters": {"type": "array"}}}]}, "object"),
+        ({"tools": [{"type": "function", "function": {"name": "f", "strict": True, "parameters": {"properties": {"x": {"not": {}}}}}}]}, "f"),
+    ],
+)  # fmt: skip
+def test_tools_that_cannot_be(server: Server, fields: dict[str, Any], words: str) -> None:
+    answer = server.chat("go", **{"tools": TOOLS} | fields)
+    assert answer.status_code == 400 and words in answer.json()["error"]["message"], answer.text
+
+
+def test_results_answer_calls(server: Server) -> None:
+    tool = {"role": "tool", "tool_call_id": "call_none", "content": "x"}
+    answer = server.chat({"role": "user", "content": "go"}, tool, tools=TOOLS)
+    assert answer.status_code == 400 and "names no call" in answer.json()["error"]["message"]
+
+
+def test_a_session_keeps_tools_and_calls(
+    server: Server, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    name = server.client.post("/v1/sessions", json={}).json()["id"]
+    path = f"/v1/sessions/{name}/chat/completions"
+    _script(monkeypatch, "hermes", CALLS["hermes"], "done")
+    body = {"model": "small", "messages": [{"role": "user", "content": "go"}], "tools": TOOLS}
+    made = server.client.post(path, json=body | {"max_tokens": 200}).json()
+    call = made["choices"][0]["message"]["tool_calls"][0]
+    tool = {"role": "tool", "tool_call_id": call["id"], "content": "fine"}
+    made = server.client.post(path, json={"model": "small", "messages": [tool]}).json()
+    assert made["choices"][0]["message"]["content"] == "done"
+    assert made["usage"]["mmkv"]["differs"] is None
+    told = server.client.get(f"/v1/sessions/{name}/messages").json()["data"]
+    assert [one["role"] for one in told] == ["user", "assistant", "tool", "assistant"]
+    assert told[1]["tool_calls"] == [call] and told[2]["tool_call_id"] == call["id"]
+    server.client.delete(f"/v1/sessions/{name}")
