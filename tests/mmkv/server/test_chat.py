@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Iterator
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -345,6 +346,11 @@ def test_other_routes(server: Server) -> None:
     listed = server.client.get("/v1/models").json()
     assert [Model.model_validate(one).id for one in listed["data"]] == [MODEL]
     assert server.client.get(f"/v1/models/{MODEL}").json() == listed["data"][0]
+    # As Anthropic's API shows one, too.
+    assert not listed["has_more"] and listed["first_id"] == listed["last_id"] == MODEL
+    (shown,) = listed["data"]
+    assert (shown["type"], shown["display_name"], shown["lifecycle"]) == ("model", MODEL, "active")
+    assert datetime.fromisoformat(shown["created_at"]).timestamp() == shown["created"]
     assert server.client.get("/v1/models/other").status_code == 404
     assert server.client.get("/health").json() == {"status": "ok"}
     paths = server.client.get("/openapi.json").json()["paths"]
