@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 from mmkv.engine.errors import STOPS, InputError, first_line
 from mmkv.prompt.part_settings import MediaSettings, Sourced
 from mmkv.prompt.special import CUT, Cutter, new_marker
-from mmkv.prompt.tool_messages import Fitted, Shown, fit, plain_calls, plain_tools, probe
+from mmkv.prompt.tool_messages import Fitted, TemplateSupport, fit, plain_calls, plain_tools, probe
 
 if TYPE_CHECKING:
     from mmkv.prompt import sandbox
@@ -98,7 +98,7 @@ class ChatTemplate:
         self._cutter, self._tokens = Cutter(tokenizer, tokens), tokens
         self._values: dict[str, Any] = {}
         self._tools: list[dict[str, Any]] = []
-        self._probed: list[Shown] = []  # shared by copies
+        self._probed: list[TemplateSupport] = []  # shared by copies
         self.markers: frozenset[str] = frozenset()
         self.raw = False
 
@@ -274,7 +274,7 @@ class ChatTemplate:
         return fit(messages, self._tools, self._shown, apart=self.source is None)
 
     @property
-    def _shown(self) -> Shown:
+    def _shown(self) -> TemplateSupport:
         """What the template shows of tools by itself."""
         if not self._probed:
 
@@ -288,7 +288,11 @@ class ChatTemplate:
 
             kinds = ("image", "video") if self._parts else ()
             known = self.source is not None
-            found = probe(render, self._cutter.count, self.reads_tools, kinds) if known else Shown()
+            found = (
+                probe(render, self._cutter.count, self.reads_tools, kinds)
+                if known
+                else TemplateSupport()
+            )
             self._probed.append(found)
         return self._probed[0]
 

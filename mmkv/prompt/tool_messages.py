@@ -32,7 +32,7 @@ What a call returned comes in the next message, between <tool_response> and </to
 
 
 @dataclass(frozen=True)
-class Shown:
+class TemplateSupport:
     """What a template shows by itself.
 
     Attributes:
@@ -80,7 +80,7 @@ def probe(
     count: Callable[[str], Counter[str]],
     reads_tools: bool,
     kinds: Iterable[str],
-) -> Shown:
+) -> TemplateSupport:
     """Return what a template shows.
 
     Args:
@@ -100,7 +100,7 @@ def probe(
     system = shows(_SAID, [{"role": "system", "content": text(_SAID)}, asked])
     repeats = render([asked, asked], []) is not None
     if not reads_tools:
-        return Shown(system=system, repeats=repeats)
+        return TemplateSupport(system=system, repeats=repeats)
 
     def call(arguments: Any, content: Any, name: str) -> Message:
         function = {"name": "look", "arguments": arguments}
@@ -148,7 +148,7 @@ def probe(
         found -= count(render(result(words, results[1]), [_TOOL]) or "")
         if wanted and wanted == found:
             media.add(kind)
-    return Shown(
+    return TemplateSupport(
         tools=True,
         calls=calls is not None,
         broken_calls=broken,
@@ -178,7 +178,7 @@ class Fitted:
 
 
 def fit(
-    messages: Sequence[Message], tools: Sequence[Any], shown: Shown, apart: bool = False
+    messages: Sequence[Message], tools: Sequence[Any], shown: TemplateSupport, apart: bool = False
 ) -> list[Fitted]:
     """Return the messages in the form that a template can show.
 
@@ -208,7 +208,7 @@ def fit(
     return made if shown.repeats else _alternating(made)
 
 
-def _results(run: list[tuple[int, Message]], shown: Shown) -> list[Fitted]:
+def _results(run: list[tuple[int, Message]], shown: TemplateSupport) -> list[Fitted]:
     """Return a run of tool messages; a user's message with what they cannot hold follows them."""
     made, moved = [], []
     for at, message in run:
@@ -230,7 +230,7 @@ def _results(run: list[tuple[int, Message]], shown: Shown) -> list[Fitted]:
     return made
 
 
-def _called(message: Message, shown: Shown) -> Message:
+def _called(message: Message, shown: TemplateSupport) -> Message:
     """Return a message with its calls as the template needs them."""
     calls = message.get("tool_calls")
     if not calls:
@@ -277,7 +277,9 @@ def _block(function: Mapping[str, Any]) -> str:
     return f"<tool_call>\n{json.dumps(said, ensure_ascii=False)}\n</tool_call>"
 
 
-def _describe(made: list[Fitted], tools: Sequence[Any], shown: Shown, apart: bool) -> None:
+def _describe(
+    made: list[Fitted], tools: Sequence[Any], shown: TemplateSupport, apart: bool
+) -> None:
     """Put the tools into words, in the system's message or in the first of the user."""
     lines = "\n".join(json.dumps(tool, ensure_ascii=False) for tool in tools)
     words = (

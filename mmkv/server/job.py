@@ -23,6 +23,7 @@ from mmkv.engine.errors import InputError
 from mmkv.prompt.held import Read, read_of
 from mmkv.prompt.media import notes
 from mmkv.prompt.template import REWRITES
+from mmkv.reply import Detokenizer
 from mmkv.sampling import Settled
 from mmkv.scheduler.contract import Reservation
 from mmkv.scheduler.replies import DecodingReply, EngineJob
@@ -111,12 +112,18 @@ class ChatWork:
 
 @dataclass
 class Choice:
-    """One finished reply; ``message``: what a client sends back of it."""
+    """One finished reply.
+
+    Attributes:
+        message: what a client sends back of it.
+        tokens: all of it; thought_tokens: those of its thought.
+    """
 
     message: Message
     tokens: int
     finish_reason: str
     memory: Memory | None
+    thought_tokens: int = 0
 
 
 @dataclass
@@ -132,6 +139,7 @@ class Usage:
         shared_pool: whether all sessions compete for one budget: what is kept depends on others.
         differs: how what was read differs from the conversation rendered afresh; None: it does not.
         notes: remarks on the media that were read, such as a video whose end is missing.
+        thought_tokens: of the replies' tokens, those of their thoughts.
     """
 
     prompt_tokens: int
@@ -147,6 +155,7 @@ class Usage:
     pictures: int = 0
     faded_pictures: int = 0
     notes: list[str] = field(default_factory=list)
+    thought_tokens: int = 0
 
 
 class RequestCounts:
@@ -212,6 +221,7 @@ class RequestCounts:
             max((len(one.pictures) for one in memories), default=0),
             max((len(one.faded) for one in memories), default=0),
             list(dict.fromkeys(self.notes)),
+            sum(one.thought_tokens for one in choices),
         )
 
     def _evicted(self, replies: Iterable[tuple[Session, Choice]]) -> dict[str, int]:
@@ -704,12 +714,23 @@ class ChatJob(EngineJob):
             message = self.work.reply_message(
                 len(self.choices), reply.text, reply.finish_reason == "length"
             )
-            self.choices.append(
-                Choice(message, len(reply.token_ids), reply.finish_reason, reply.memory)
-            )
+            thought = self._thought_tokens(reply.token_ids) if message.thought else 0
+            tokens = len(reply.token_ids)
+            self.choices.append(Choice(message, tokens, reply.finish_reason, reply.memory, thought))
             if self._dropped:
                 session.close()
                 self.conversations.join_shared_budget()
+
+    def _thought_tokens(self, ids: Sequence[int]) -> int:
+        """Count the tokens of a reply up to the end of its thought."""
+        assert self.work.thoughts is not None
+        detokenizer, text = Detokenizer(self.engine.processor.tokenizer), ""
+        for count, token in enumerate(ids, 1):
+            text += detokenizer.push(token)
+            if self.work.thoughts.close in text:
+                return count
+            text = text[-len(self.work.thoughts.close) :]
+        return len(ids)
 
     def leave(self) -> None:
         """Keep each session after its reply, or close it; after :meth:`end`."""

@@ -167,11 +167,13 @@ def usage_json(usage: Usage) -> dict[str, Any]:
     """Return OpenAI's usage, with what mmkv adds under ``mmkv``."""
     own = dataclasses.asdict(usage)
     prompt, reply = own.pop("prompt_tokens"), own.pop("completion_tokens")
+    thoughts = own.pop("thought_tokens")
     return {
         "prompt_tokens": prompt,
         "completion_tokens": reply,
         "total_tokens": prompt + reply,
         "prompt_tokens_details": {"cached_tokens": usage.resumed},
+        "completion_tokens_details": {"reasoning_tokens": thoughts},
         "mmkv": own,
     }
 

@@ -14,10 +14,12 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from fastapi import APIRouter, Query, Request, Response
 
+from mmkv.calls.parser import CallEnd, CallPiece, CallStart, TextPiece, ThoughtPiece
+from mmkv.calls.tools import Tool
 from mmkv.engine.errors import STOPS, MmkvError
 from mmkv.server import reply
-from mmkv.server.chat import ChatCall, take_resume
-from mmkv.server.engine_thread import Delta, Done
+from mmkv.server.chat import ChatCall, ReplyPart, take_resume
+from mmkv.server.engine_thread import Done
 from mmkv.server.errors import ApiError, api_error
 from mmkv.server.guard import BodyRoute
 from mmkv.server.reply import LogprobRows, ReplyResponse, event_line, rendered
@@ -30,6 +32,7 @@ from mmkv.server.responses_schema import (
 from mmkv.server.state import Caller, CurrentCaller, ServerState, TurnMemory, release
 
 if TYPE_CHECKING:
+    from mmkv.calls.parser import Event
     from mmkv.sampling import Settled
     from mmkv.server.conversations import ConversationState
     from mmkv.server.job import Usage
@@ -37,16 +40,13 @@ if TYPE_CHECKING:
 
 
 class ResponseBuilder:
-    """Builds a response and its events while the reply grows.
+    """Builds a response and its events while the reply grows: a thought, a text, calls.
 
     Args:
         name: its id; stored: whether later requests can continue it.
         instructions: those that stand in the conversation.
-        logprobs: whether the tokens' log probabilities are shown.
+        logprobs: whether the log probabilities of a text's tokens are shown.
         sampling: how its tokens are drawn.
-
-    Attributes:
-        text: of the reply so far; rows: its tokens, if log probabilities are wanted.
     """
 
     def __init__(
@@ -58,25 +58,25 @@ class ResponseBuilder:
         logprobs: bool,
         sampling: Settled,
     ) -> None:
-        self.name, self.item = name, "msg_" + name.removeprefix("resp_")
-        self.text = ""
-        self.rows = LogprobRows() if logprobs else None
+        self.name, self._key = name, name.removeprefix("resp_")
+        self._items: list[dict[str, Any]] = []
+        self._open = False  # whether the latest item goes on
+        self._logprobs, self._rows = logprobs, LogprobRows()
         self._asked, self._stored, self._instructions = asked, stored, instructions
         self._sampling = sampling
         self._created, self._number = int(time.time()), 0
         self._completed: int | None = None
 
-    def add(self, text: str, spelled: list[Spelled]) -> None:
-        """Take a piece of the reply."""
-        self.text += text
-        if self.rows is not None:
-            self.rows.add(_with_bytes(reply.logprobs(spelled)["content"]))
-
     def whole(self, reason: str, usage: Usage) -> dict[str, Any]:
         """Return the finished response; ``reason``: why the reply ended."""
         self._completed = self._completed or int(time.time())
         status = self._status(reason)
-        made = self._response(status, [self._message(status)], usage)
+        if not self._items:
+            self._items.append(self._message("in_progress"))
+        for one in self._items:
+            one["status"] = "completed"
+        self._items[-1]["status"] = status
+        made = self._response(status, self._items, usage)
         if status == "completed":
             return made | {"completed_at": self._completed}
         return made | {"incomplete_details": {"reason": "max_output_tokens"}}
@@ -85,60 +85,117 @@ class ResponseBuilder:
         """Yield the events before the first piece."""
         for kind in ("created", "in_progress"):
             yield self._event(f"response.{kind}", response=self._response("in_progress", []))
-        message = self._message("in_progress") | {"content": []}
-        yield self._event("response.output_item.added", output_index=0, item=message)
-        yield self._at("response.content_part.added", part=self._part())
 
-    def piece(self, text: str, spelled: list[Spelled]) -> dict[str, Any]:
-        """Return the event of a piece."""
-        rows = reply.logprobs(spelled)["content"] if self.rows is not None else []
-        return self._at("response.output_text.delta", delta=text, logprobs=_with_bytes(rows))
+    def add(self, part: ReplyPart) -> Iterator[dict[str, Any]]:
+        """Take more of the reply; yield its events."""
+        spelled = part.spelled if self._logprobs else []
+        for event in part.events:
+            kind = _KINDS[type(event)]
+            if not self._open or self._items[-1]["type"] != kind or isinstance(event, CallStart):
+                yield from self._close("completed")
+                yield from self._begin(kind, event)
+            item = self._items[-1]
+            if isinstance(event, TextPiece):
+                item["content"][0]["text"] += event.text
+                yield self._text_piece(event.text, spelled)
+                spelled = []
+            elif isinstance(event, ThoughtPiece):
+                item["content"][0]["text"] += event.text
+                yield self._at("response.reasoning_text.delta", content_index=0, delta=event.text)
+            elif isinstance(event, CallPiece):
+                item["arguments"] += event.text
+                yield self._at("response.function_call_arguments.delta", delta=event.text)
+            elif isinstance(event, CallEnd):
+                yield from self._close("completed")
+        if spelled and self._open and self._items[-1]["type"] == "message":
+            yield self._text_piece("", spelled)
 
     def closing(self, reason: str, usage: Usage) -> Iterator[dict[str, Any]]:
         """Yield the events after the last piece.
 
         Each is made when the client is ready for it: log probabilities take much memory.
         """
-        yield self._at("response.output_text.done", text=self.text, logprobs=self.rows or [])
-        yield self._at("response.content_part.done", part=self._part())
-        yield self._event(
-            "response.output_item.done",
-            output_index=0,
-            item=self._message(self._status(reason)),
-        )
+        if not self._items:
+            yield from self._begin("message", None)
+        yield from self._close(self._status(reason))
         yield self._event(f"response.{self._status(reason)}", response=self.whole(reason, usage))
 
     def failed(self, error: ApiError) -> dict[str, Any]:
         """Return the last event of a response that broke off."""
         code = "invalid_prompt" if error.status < 500 else "server_error"  # of OpenAI's list
         reported = {"code": code, "message": str(error)}
-        output = [self._message("incomplete")]
+        for one in self._items[-1:] if self._open else ():
+            one["status"] = "incomplete"
+        output = self._items or [self._message("incomplete")]
         return self._event(
             "response.failed", response=self._response("failed", output) | {"error": reported}
         )
+
+    def _begin(self, kind: str, event: Event | None) -> Iterator[dict[str, Any]]:
+        """Begin another item, and yield its events."""
+        key = f"{self._key}{len(self._items) or ''}"
+        self._open = True
+        if isinstance(event, CallStart):
+            call = {"type": kind, "id": f"fc_{key}", "call_id": event.id, "name": event.name}
+            self._items.append(call | {"arguments": "", "status": "in_progress"})
+            yield self._item_event("added", dict(self._items[-1]))
+            return
+        if kind == "reasoning":
+            part: dict[str, Any] = {"type": "reasoning_text", "text": ""}
+            head = {"type": kind, "id": f"rs_{key}", "summary": []}
+            self._items.append(head | {"content": [part], "status": "in_progress"})
+        else:
+            self._items.append(self._message("in_progress"))
+            part = self._items[-1]["content"][0]
+        yield self._item_event("added", self._items[-1] | {"content": []})
+        yield self._at("response.content_part.added", content_index=0, part=dict(part))
+
+    def _close(self, status: str) -> Iterator[dict[str, Any]]:
+        """End the latest item, and yield its events."""
+        if not self._open:
+            return
+        self._open, item = False, self._items[-1]
+        item["status"] = status
+        if item["type"] == "function_call":
+            own = {"name": item["name"], "arguments": item["arguments"]}
+            yield self._at("response.function_call_arguments.done", **own)
+        else:
+            (part,) = item["content"]
+            if item["type"] == "message":
+                own = {"text": part["text"], "logprobs": part["logprobs"]}
+                yield self._at("response.output_text.done", content_index=0, **own)
+            else:
+                yield self._at("response.reasoning_text.done", content_index=0, text=part["text"])
+            yield self._at("response.content_part.done", content_index=0, part=part)
+        yield self._item_event("done", item)
+
+    def _text_piece(self, text: str, spelled: list[Spelled]) -> dict[str, Any]:
+        rows = _with_bytes(reply.logprobs(spelled)["content"])
+        self._rows.add(rows)
+        kind = "response.output_text.delta"
+        return self._at(kind, content_index=0, delta=text, logprobs=rows)
+
+    def _message(self, status: str) -> dict[str, Any]:
+        key = f"{self._key}{len(self._items) or ''}"
+        shown: Any = self._rows if self._logprobs else []
+        part = {"type": "output_text", "text": "", "annotations": [], "logprobs": shown}
+        head = {"id": f"msg_{key}", "type": "message", "role": "assistant"}
+        return head | {"status": status, "content": [part]}
 
     def _event(self, kind: str, **fields: Any) -> dict[str, Any]:
         number, self._number = self._number, self._number + 1
         return {"type": kind, "sequence_number": number} | fields
 
     def _at(self, kind: str, **fields: Any) -> dict[str, Any]:
-        where = {"item_id": self.item, "output_index": 0, "content_index": 0}
+        where = {"item_id": self._items[-1]["id"], "output_index": len(self._items) - 1}
         return self._event(kind, **where, **fields)
 
+    def _item_event(self, kind: str, item: dict[str, Any]) -> dict[str, Any]:
+        where = {"output_index": len(self._items) - 1, "item": item}
+        return self._event(f"response.output_item.{kind}", **where)
+
     def _status(self, reason: str) -> str:
-        return "completed" if reply.FINISH[reason] == "stop" else "incomplete"
-
-    def _message(self, status: str) -> dict[str, Any]:
-        head = {"id": self.item, "type": "message", "role": "assistant", "status": status}
-        return head | {"content": [self._part()]}
-
-    def _part(self) -> dict[str, Any]:
-        return {
-            "type": "output_text",
-            "text": self.text,
-            "annotations": [],
-            "logprobs": self.rows or [],
-        }
+        return "incomplete" if reply.FINISH[reason] == "length" else "completed"
 
     def _response(
         self, status: str, output: list[dict[str, Any]], usage: Usage | None = None
@@ -167,7 +224,7 @@ class ResponseBuilder:
             "top_logprobs": asked.top_logprobs or 0,
             "text": {"format": self._format()},
             "truncation": asked.truncation or "disabled",
-            "tools": [],
+            "tools": [_shown_tool(one) for one in asked.tools or ()],
             "tool_choice": asked.tool_choice or "auto",
             "parallel_tool_calls": asked.parallel_tool_calls is not False,
             "max_tool_calls": asked.max_tool_calls,
@@ -193,10 +250,25 @@ class ResponseBuilder:
                 "cache_write_tokens": new if self._stored else 0,
             },
             "output_tokens": usage.completion_tokens,
-            "output_tokens_details": {"reasoning_tokens": 0},
+            "output_tokens_details": {"reasoning_tokens": usage.thought_tokens},
             "total_tokens": chat["total_tokens"],
             "mmkv": chat["mmkv"],
         }
+
+
+# The items that events belong to.
+_KINDS: dict[type[Event], str] = {
+    TextPiece: "message",
+    ThoughtPiece: "reasoning",
+    **dict.fromkeys((CallStart, CallPiece, CallEnd), "function_call"),
+}
+
+
+def _shown_tool(given: Any) -> dict[str, Any]:
+    """Return a function as this API shows it."""
+    tool = Tool.of(given)
+    shown = {"type": "function", "name": tool.name, "description": tool.description or None}
+    return shown | {"parameters": tool.parameters, "strict": tool.strict}
 
 
 def _with_bytes(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -301,9 +373,8 @@ class ResponseCall:
         self._instructions = _instructions(asked, before)
         if before is not None:
             asked = asked.model_copy(update={"instructions": None})
-        request = chat_request(asked)
+        request, self._origins = chat_request(asked, before is not None)
         conversation = None if before is None else before.conversation
-        self._instructed = bool(asked.instructions)
         with self._own_names():
             self._call = ChatCall(state, request, caller, conversation, self._store)
             self._call.require_few_scored()
@@ -324,24 +395,25 @@ class ResponseCall:
         try:
             yield
         except (ApiError, MmkvError) as error:
-            raise with_own_field_names(api_error(error), self._instructed) from error
+            raise with_own_field_names(api_error(error), self._origins) from error
 
-    async def _events(self) -> AsyncGenerator[Delta | Done]:
+    async def _parts(self) -> AsyncGenerator[ReplyPart | Done]:
         with self._own_names():
-            async with contextlib.aclosing(self._call.events()) as events:
-                async for event in events:
-                    yield event
+            async with contextlib.aclosing(self._call.parts()) as parts:
+                async for part in parts:
+                    yield part
 
     async def whole(self) -> dict[str, Any]:
         """Return the response."""
         builder, reason = self._builder, ""
         async with TurnMemory(self._state, self._call.work) as turn:
-            async for event in self._events():
-                if isinstance(event, Delta):
-                    builder.add(event.text, event.spelled)
-                    reason = event.finish_reason or reason
+            async for part in self._parts():
+                if isinstance(part, ReplyPart):
+                    for _ in builder.add(part):
+                        pass
+                    reason = part.finish_reason or reason
                     continue
-                made = builder.whole(reason, event.usage)
+                made = builder.whole(reason, part.usage)
                 self._keep(turn, made)
                 return made
         raise AssertionError("a request ends with Done or an error")
@@ -351,23 +423,23 @@ class ResponseCall:
         builder, reason, begun = self._builder, "", False
         async with (
             TurnMemory(self._state, self._call.work) as turn,
-            contextlib.aclosing(self._events()) as events,
+            contextlib.aclosing(self._parts()) as parts,
         ):
             try:
-                async for event in events:
+                async for part in parts:
                     if not begun:
                         begun = True
                         for opening in builder.opening():
                             yield opening
-                    if isinstance(event, Delta):
-                        builder.add(event.text, event.spelled)
-                        reason = event.finish_reason or reason
-                        if event.text or event.spelled:
-                            yield builder.piece(event.text, event.spelled)
+                    if isinstance(part, ReplyPart):
+                        reason = part.finish_reason or reason
+                        for event in builder.add(part):
+                            yield event
                         continue
+                    closing = builder.closing(reason, part.usage)
                     if self._store:
-                        self._keep(turn, builder.whole(reason, event.usage))
-                    for line in map(event_line, builder.closing(reason, event.usage)):
+                        self._keep(turn, builder.whole(reason, part.usage))
+                    for line in map(event_line, closing):
                         yield line
             except (asyncio.CancelledError, *STOPS):
                 raise

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, StrictBool
 
+from mmkv.calls.tools import MOST_TOOLS
 from mmkv.server.errors import ApiError
 from mmkv.server.schema import (
     MOST_MESSAGES,
-    NO_TOOLS,
     UNSUPPORTED,
     CacheHint,
+    CalledFunction,
+    CalledTool,
     ChatMessage,
     ChatRequest,
     Count,
@@ -82,12 +85,60 @@ class InputMessage(OpenModel):
     phase: Short | None = None
 
 
+class CallItem(OpenModel):
+    """A call of a function, in an earlier reply."""
+
+    read = frozenset({"name"})
+
+    type: Literal["function_call"]
+    call_id: Short
+    name: Annotated[str, Field(max_length=128)]
+    arguments: str
+    id: Short | None = None
+    status: Short | None = None
+
+
+class ResultItem(OpenModel):
+    """What a function returned."""
+
+    type: Literal["function_call_output"]
+    call_id: Short
+    output: str | Annotated[list[InputPart], Field(fail_fast=True)]
+    id: Short | None = None
+    status: Short | None = None
+
+
+class ThoughtText(OpenModel):
+    """A thought's text."""
+
+    type: Literal["reasoning_text"]
+    text: str
+
+
+class ThoughtItem(OpenModel):
+    """A thought, in an earlier reply. What it has without text is not read."""
+
+    type: Literal["reasoning"]
+    content: Annotated[list[ThoughtText], Field(fail_fast=True)] | None = None
+    summary: Any = None
+    encrypted_content: str | None = None
+    id: Short | None = None
+    status: Short | None = None
+
+
 class OtherItem(BaseModel):
-    """Calls of tools, references and what else there is; refused."""
+    """References, calls of other tools, and what else there is; refused."""
 
     model_config = ConfigDict(extra="allow")
 
     type: str
+
+
+# Left to right: the first that takes an item ends the search.
+InputItem = Annotated[
+    InputMessage | CallItem | ResultItem | ThoughtItem | OtherItem,
+    Field(union_mode="left_to_right"),
+]
 
 
 Summary = Literal["auto", "concise", "detailed"]
@@ -111,27 +162,20 @@ class TextOptions(OpenModel):
 class ResponseRequest(ReplyRequest):
     """A request for a response."""
 
-    refused = (
-        UNSUPPORTED
-        | NO_TOOLS
-        | {
-            "background": (False,),
-            **dict.fromkeys(("conversation", "prompt"), ()),
-            # What a chat takes, and this API does not have.
-            **dict.fromkeys(
-                "messages max_tokens max_completion_tokens response_format logprobs stop "
-                "stop_token_ids logit_bias cache_salt generation_config".split(),
-                (),
-            ),
-            "n": (1,),
-        }
-    )
+    refused = UNSUPPORTED | {
+        "background": (False,),
+        **dict.fromkeys(("conversation", "prompt"), ()),
+        # What a chat takes, and this API does not have.
+        **dict.fromkeys(
+            "messages max_tokens max_completion_tokens response_format logprobs stop "
+            "stop_token_ids logit_bias cache_salt generation_config".split(),
+            (),
+        ),
+        "n": (1,),
+    }
 
     model: str
-    input: (
-        str
-        | Annotated[list[InputMessage | OtherItem], Field(min_length=1, max_length=MOST_MESSAGES)]
-    )
+    input: str | Annotated[list[InputItem], Field(min_length=1, max_length=MOST_MESSAGES)]
     instructions: str | None = None
     previous_response_id: str | None = None
     store: StrictBool | None = None
@@ -160,13 +204,20 @@ class ResponseRequest(ReplyRequest):
     reasoning: Reasoning | None = None
     stream_options: Any = None
     max_tool_calls: int | None = None
-    # Refused unless they ask for what happens anyway.
+    tools: Annotated[list[Any], Field(max_length=MOST_TOOLS)] | None = None
     tool_choice: Any = None
-    parallel_tool_calls: Any = None
+    parallel_tool_calls: StrictBool | None = None
 
 
-def chat_request(asked: ResponseRequest) -> ChatRequest:
+def chat_request(asked: ResponseRequest, goes_on: bool) -> tuple[ChatRequest, list[int | None]]:
     """Return the chat request that asks for the same reply; instructions open it.
+
+    Args:
+        goes_on: whether it goes on from an earlier response. Without tools of its own it may call
+            none then: those that its conversation names stay part of what was read.
+
+    Returns:
+        it, and for each message the item that begins it; None for the instructions.
 
     Raises:
         ApiError: it asks for what this server cannot do.
@@ -176,12 +227,12 @@ def chat_request(asked: ResponseRequest) -> ChatRequest:
     for name in asked.include or ():
         if name not in (LOGPROBS, ENCRYPTED):
             raise unsupported("include", f"include: {name[:60]!r} is not supported")
-    items = _items(asked)
-    messages = [_message(item, f"input[{index}]") for index, item in enumerate(items)]
+    messages, origins = _messages(_items(asked))
     if asked.instructions:
         messages.insert(0, ChatMessage(role="system", content=asked.instructions))
+        origins.insert(0, None)
     logprobs = LOGPROBS in (asked.include or ()) or bool(asked.top_logprobs)
-    return ChatRequest(
+    made = ChatRequest(
         model=asked.model,
         messages=messages,
         max_tokens=asked.max_output_tokens,
@@ -200,21 +251,26 @@ def chat_request(asked: ResponseRequest) -> ChatRequest:
         safety_identifier=asked.safety_identifier,
         mmkv=asked.mmkv,
         chat_template_kwargs=asked.template_values() or None,
+        tools=asked.tools,
+        tool_choice="none" if goes_on and asked.tools is None else asked.tool_choice,
+        parallel_tool_calls=asked.parallel_tool_calls,
     )
+    return made, origins
 
 
-def with_own_field_names(error: ApiError, instructions: bool) -> ApiError:
+def with_own_field_names(error: ApiError, origins: Sequence[int | None]) -> ApiError:
     """Return the error with the names of this API's fields, in place of a chat request's.
 
     Args:
-        instructions: whether they stand before the input as the first message.
+        origins: for each message the item that begins it; None for the instructions.
     """
 
     def own(found: re.Match[str]) -> str:
         index = int(found[1])
-        if index < 0:
+        if not 0 <= index < len(origins):
             return f"input[{index}]"
-        return f"input[{index - instructions}]" if index >= instructions else "instructions"
+        item = origins[index]
+        return "instructions" if item is None else f"input[{item}]"
 
     def renamed(text: str) -> str:
         text = re.sub(r"\bresponse_format(\.json_schema)?\b", "text.format", text)
@@ -236,17 +292,76 @@ def _format(text: TextOptions | None) -> dict[str, Any] | None:
     return {"type": "json_schema", "json_schema": inside}
 
 
-def _message(item: InputMessage | OtherItem, where: str) -> ChatMessage:
-    if isinstance(item, OtherItem):
-        if item.type == "message":
-            raise field_error(InputMessage, item, where)
-        raise unsupported(where, f"items of type {item.type[:40]!r} are not supported")
-    if isinstance(item.content, str):
-        return ChatMessage(role=item.role, content=item.content)
-    parts: list[Any] = [_part(one, f"{where}.content[{at}]") for at, one in enumerate(item.content)]
-    return ChatMessage(role=item.role, content=parts)
+def _messages(items: Sequence[InputItem]) -> tuple[list[ChatMessage], list[int | None]]:
+    """Return the messages of a chat: a thought, a text and calls in a row are one reply.
+
+    Returns:
+        they, and for each the item that begins it.
+    """
+    made: list[ChatMessage] = []
+    origins: list[int | None] = []
+    open_reply = False  # whether the latest message is a reply that calls may be added to
+    for index, item in enumerate(items):
+        where = f"input[{index}]"
+        if isinstance(item, (CallItem, ThoughtItem)) or _is_reply(item):
+            last = made[-1] if open_reply else None
+            if last is None or not _joins(item, last):
+                last = ChatMessage(role="assistant")
+                made.append(last)
+                origins.append(index)
+            _add_to_reply(last, item, where)
+            open_reply = True
+            continue
+        open_reply = False
+        origins.append(index)
+        if isinstance(item, ResultItem):
+            content = _content(item.output, f"{where}.output")
+            made.append(ChatMessage(role="tool", content=content, tool_call_id=item.call_id))
+        elif isinstance(item, InputMessage):
+            content = _content(item.content, f"{where}.content")
+            made.append(ChatMessage(role=item.role, content=content))
+        elif item.type in _ITEMS:
+            raise field_error(_ITEMS[item.type], item, where)
+        else:
+            raise unsupported(where, f"items of type {item.type[:40]!r} are not supported")
+    return made, origins
 
 
+def _is_reply(item: InputItem) -> bool:
+    return isinstance(item, InputMessage) and item.role == "assistant"
+
+
+def _joins(item: InputItem, reply: ChatMessage) -> bool:
+    """Whether an item goes on with a reply: calls follow its text, which follows its thought."""
+    if isinstance(item, CallItem):
+        return True
+    begun = reply.content is not None or bool(reply.tool_calls)
+    return not begun and not (isinstance(item, ThoughtItem) and reply.reasoning_content)
+
+
+def _add_to_reply(reply: ChatMessage, item: InputItem, where: str) -> None:
+    if isinstance(item, CallItem):
+        function = CalledFunction(name=item.name, arguments=item.arguments)
+        called = CalledTool(id=item.call_id, type="function", function=function)
+        reply.tool_calls = [*(reply.tool_calls or ()), called]
+    elif isinstance(item, ThoughtItem):
+        reply.reasoning_content = "".join(one.text for one in item.content or ()) or None
+    elif isinstance(item, InputMessage):
+        reply.content = _content(item.content, f"{where}.content")
+
+
+def _content(given: str | Sequence[InputPart], where: str) -> Any:
+    if isinstance(given, str):
+        return given
+    return [_part(one, f"{where}[{at}]") for at, one in enumerate(given)]
+
+
+_ITEMS: dict[str, type[BaseModel]] = {
+    "message": InputMessage,
+    "function_call": CallItem,
+    "function_call_output": ResultItem,
+    "reasoning": ThoughtItem,
+}
 _PARTS: dict[str, type[BaseModel]] = {
     "input_text": InputText,
     "output_text": InputText,
@@ -275,7 +390,7 @@ def _part(part: InputPart, where: str) -> TextPart | RefusalPart | ImagePart | V
     )
 
 
-def _items(asked: ResponseRequest) -> list[InputMessage | OtherItem]:
+def _items(asked: ResponseRequest) -> Sequence[InputItem]:
     given = asked.input
     return [InputMessage(role="user", content=given)] if isinstance(given, str) else given
 
@@ -286,31 +401,29 @@ def input_items(asked: ResponseRequest, name: str) -> list[dict[str, Any]]:
     Args:
         name: of the response; the items' ids are made from it.
     """
-    items = _items(asked)
-    found = []
-    for index, item in enumerate(items):
-        assert isinstance(item, InputMessage)
-        own = "output_text" if item.role == "assistant" else "input_text"
-        parts: list[Any] = (
-            [{"type": own, "text": item.content}]
-            if isinstance(item.content, str)
-            else [
-                part.model_dump(exclude_none=True, exclude={"cache_control"})
-                for part in item.content
-            ]
-        )
-        for part in parts:
-            if part["type"] == "output_text":
-                part.setdefault("annotations", [])
-            elif part["type"] == "input_image":
-                part.setdefault("detail", "auto")
-        found.append(
-            {
-                "id": item.id or f"msg_{name}_{index}",
-                "type": "message",
-                "role": item.role,
-                "status": "completed",
-                "content": parts,
-            }
-        )
-    return found
+    return [_listed(item, f"{name}_{index}") for index, item in enumerate(_items(asked))]
+
+
+def _listed(item: InputItem, name: str) -> dict[str, Any]:
+    """Return an item as the API lists it; ``name``: the end of its id."""
+    if not isinstance(item, InputMessage):
+        made = item.model_dump(exclude_none=True)
+        kinds = {"function_call": "fc", "function_call_output": "fco", "reasoning": "rs"}
+        made.setdefault("id", f"{kinds[item.type]}_{name}")
+        made.setdefault("status", "completed")
+        return {"summary": []} | made if item.type == "reasoning" else made
+    own = "output_text" if item.role == "assistant" else "input_text"
+    parts: list[Any] = (
+        [{"type": own, "text": item.content}]
+        if isinstance(item.content, str)
+        else [
+            part.model_dump(exclude_none=True, exclude={"cache_control"}) for part in item.content
+        ]
+    )
+    for part in parts:
+        if part["type"] == "output_text":
+            part.setdefault("annotations", [])
+        elif part["type"] == "input_image":
+            part.setdefault("detail", "auto")
+    head = {"id": item.id or f"msg_{name}", "type": "message", "role": item.role}
+    return head | {"status": "completed", "content": parts}

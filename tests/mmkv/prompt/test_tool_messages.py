@@ -132,6 +132,19 @@ def test_messages_begin_where_the_layout_says(form: str) -> None:
         assert template.render(talk[:at], opening=False) == layout.text[: layout.begins[at]]
 
 
+def test_arguments_are_text_where_a_template_joins_them_to_text() -> None:
+    source = (
+        "{{ tools | tojson }}{% for m in messages %}[{{ m.role }}]{{ m.content }}"
+        "{% for c in m.tool_calls or [] %}{{ c.function.name + '|' + c.function.arguments }}"
+        "{% endfor %}{% endfor %}"
+    )
+    made = ChatTemplate(byte_tokenizer(source), source, parts=False)
+    assert made.render(TALKS["called"], opening=True).endswith(
+        "[assistant]press|" + json.dumps(PRESSED["tool_calls"][0]["function"]["arguments"],
+                                         ensure_ascii=False)
+    )  # fmt: skip
+
+
 # Special tokens in anything of a tool are words.
 
 

@@ -380,6 +380,19 @@ def test_whole_rows_are_kept(tmp_path: Path, kind: str) -> None:
     assert RowFile(file, kind).broken == 0
 
 
+def test_a_row_that_calls_tools_is_no_row(tmp_path: Path) -> None:
+    made = {"function": {"name": "a", "arguments": {}}}
+    asked = {"role": "user", "content": "go"}
+    rows = [
+        [asked, {"role": "assistant", "content": "now", "tool_calls": [made]}],
+        [asked, {"role": "tool", "content": "1"}, {"role": "assistant", "content": "so"}],
+    ]
+    file = tmp_path / "rows.jsonl"
+    lines = [GOOD["chat"], *({"messages": row} for row in rows)]
+    file.write_text("\n".join(json.dumps(each) for each in lines))
+    assert RowFile(file, "chat").broken == 2
+
+
 @pytest.mark.parametrize("odd", [["image"], {"image": 1}])
 def test_a_part_whose_type_is_no_text_costs_one_row(tmp_path: Path, odd: Any) -> None:
     row = json.loads(json.dumps(GOOD["chat"]))
