@@ -35,6 +35,7 @@ import tempfile
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -239,13 +240,14 @@ class Relay(http.server.ThreadingHTTPServer):
 
     Attributes:
         forced: how many requests were made to call.
+        results: of calls that did not fail, in the latest request.
     """
 
     daemon_threads = True
 
     def __init__(self, url: str, tool: str, parameter: str, value: str) -> None:
         super().__init__(("127.0.0.1", 0), _Relayed)
-        self.to, self.forced = url, 0
+        self.to, self.forced, self.results = url, 0, 0
         self._tool, self._schema = (
             tool,
             {
@@ -265,18 +267,56 @@ class Relay(http.server.ThreadingHTTPServer):
         """Return the body that is sent on in place of one."""
         if not body.get("tools"):
             return body
-        anthropic = path.startswith("/v1/messages")
+        form = _FORMS[next(end for end in _FORMS if path.partition("?")[0].endswith(end))]
         for tool in body["tools"]:
-            function = tool if anthropic else tool["function"]
+            function = tool.get("function", tool)
             if function["name"] == self._tool:
-                function["input_schema" if anthropic else "parameters"] = self._schema
+                function[form.schema] = self._schema
+        self.results = sum(map(form.is_result, _parts(body)))
         force = self.forced < 2
         self.forced += force
-        if anthropic:
-            named: Any = {"type": "tool", "name": self._tool} if force else {"type": "none"}
-        else:
-            named = {"type": "function", "function": {"name": self._tool}} if force else "none"
-        return body | {"tool_choice": named}
+        return body | {"tool_choice": form.named(self._tool) if force else form.none}
+
+
+def _parts(body: Found) -> Iterator[Found]:
+    """Yield the messages or items of a conversation, and the parts of those."""
+    items = body.get("messages") or body.get("input") or ()
+    for item in items if isinstance(items, list) else ():
+        yield item
+        content = item.get("content")
+        yield from content if isinstance(content, list) else ()
+
+
+@dataclass(frozen=True)
+class _Form:
+    """How an API names a function's schema, a forced call, none, and a result."""
+
+    schema: str
+    named: Callable[[str], Found]
+    none: Any
+    is_result: Callable[[Found], bool]
+
+
+_FORMS = {
+    "/chat/completions": _Form(
+        "parameters",
+        lambda name: {"type": "function", "function": {"name": name}},
+        "none",
+        lambda part: part.get("role") == "tool",
+    ),
+    "/responses": _Form(
+        "parameters",
+        lambda name: {"type": "function", "name": name},
+        "none",
+        lambda part: part.get("type") == "function_call_output",
+    ),
+    "/messages": _Form(
+        "input_schema",
+        lambda name: {"type": "tool", "name": name},
+        {"type": "none"},
+        lambda part: part.get("type") == "tool_result" and not part.get("is_error"),
+    ),
+}
 
 
 class _Relayed(http.server.BaseHTTPRequestHandler):
@@ -348,11 +388,8 @@ def opencode(packages: Packages, url: str, folder: Path) -> Found:
             [command, *asked], folder=folder, environment={"OPENCODE_DISABLE_MODELS_FETCH": "1"}
         )
     events = [json.loads(line) for line in said.splitlines() if line.startswith("{")]
-    calls = [one["part"]["state"] for one in events if one["type"] == "tool_use"]
-    if not calls or any(one["status"] != "completed" for one in calls):
-        raise ValueError(said[-300:])
     texts = [one["part"]["text"] for one in events if one["type"] == "text"]
-    return _agent_result(number, between, [one["input"] for one in calls], texts)
+    return _agent_result(number, between, texts)
 
 
 def claude_code(packages: Packages, url: str, folder: Path) -> Found:
@@ -378,12 +415,42 @@ def claude_code(packages: Packages, url: str, folder: Path) -> Found:
         if one["type"] in ("assistant", "user") and isinstance(one["message"]["content"], list)
         for block in one["message"]["content"]
     ]
-    calls = [block["input"] for block in blocks if block["type"] == "tool_use"]
-    wrong = [block for block in blocks if block["type"] == "tool_result" and block.get("is_error")]
-    if not calls or wrong or events[-1].get("is_error"):
+    if events[-1].get("is_error"):
         raise ValueError(said[-300:])
     texts = [block["text"] for block in blocks if block["type"] == "text"]
-    return _agent_result(number, between, calls, texts)
+    return _agent_result(number, between, texts)
+
+
+def codex(packages: Packages, url: str, folder: Path) -> Found:
+    """Run Codex, which speaks responses; its tool shows it a picture."""
+    number, command = packages.node("@openai/codex", "codex")
+    file = _scene(folder)
+    with relay(url.removesuffix("/v1"), "view_image", "path", str(file)) as between:
+        (folder / "look.md").write_text("look")
+        lines = [
+            f'model = "{MODEL}"',
+            'model_provider = "mmkv"',
+            f'model_instructions_file = "{folder / "look.md"}"',
+            "model_context_window = 1000000",  # it would sum up the conversation soon
+            'web_search = "disabled"',
+            "[model_providers.mmkv]",
+            'name = "mmkv"',
+            f'base_url = "{between.url}/v1"',
+            'wire_api = "responses"',
+            "[features]",
+            "multi_agent = false",
+            "goals = false",
+        ]
+        (folder / "config.toml").write_text("\n".join(lines))
+        asked = ["exec", "--skip-git-repo-check", "--json", ASKED[0], "-i", str(file)]
+        home = {"CODEX_HOME": str(folder)}
+        said = _run([command, *asked], folder=folder, environment=home)
+    events = [json.loads(line) for line in said.splitlines() if line.startswith("{")]
+    if events[-1]["type"] != "turn.completed":
+        raise ValueError(said[-300:])
+    items = [one["item"] for one in events if one["type"] == "item.completed"]
+    texts = [one["text"] for one in items if one["type"] == "agent_message"]
+    return _agent_result(number, between, texts)
 
 
 def _scene(folder: Path) -> Path:
@@ -391,10 +458,10 @@ def _scene(folder: Path) -> Path:
     return Path(shutil.copy(asset("scene.png"), folder / "scene.png"))
 
 
-def _agent_result(number: str, between: Relay, calls: list[Found], texts: list[str]) -> Found:
-    if len(calls) != 2 or between.forced != 2:
-        raise ValueError(f"{between.forced} calls were forced, {len(calls)} made")
-    return {"version": number, "result": {"calls": calls, "said": texts[-1] if texts else ""}}
+def _agent_result(number: str, between: Relay, texts: list[str]) -> Found:
+    if between.forced != 2 or between.results != 2:
+        raise ValueError(f"{between.forced} calls were forced, {between.results} have a result")
+    return {"version": number, "result": {"calls": between.forced, "said": "".join(texts[-1:])}}
 
 
 def _run(
@@ -485,6 +552,7 @@ def _programs(
             **{name: python("loop", name) for name in client_programs.LOOPS},
             "AI SDK": lambda: packages.ai_sdk(url, picture, True),
             "opencode": lambda: opencode(packages, url, folder / "opencode"),
+            "Codex": lambda: codex(packages, url, folder / "codex"),
             "Claude Code": lambda: claude_code(packages, url, folder / "claude"),
         },
         "check": {
@@ -511,7 +579,8 @@ def _good(kind: str, one: Found) -> bool:
         return result == RIGHT
     if kind == "check":
         return not result.get("failed")
-    return len(result["calls"]) >= 2
+    calls = result["calls"]
+    return (calls if isinstance(calls, int) else len(calls)) >= 2
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -144,16 +144,24 @@ def test_a_relay_forces_two_calls_and_leaves_one_value() -> None:
     }
     messages: dict[str, Any] = {"tools": [{"name": "read", "input_schema": wide}]}
     named = {"type": "function", "function": {"name": "read"}}
-    asked = ((chat, "/v1/chat/completions"), (messages, "/v1/messages?beta=true"))
-    wanted = ((named, named, "none"), (*[{"type": "tool", "name": "read"}] * 2, {"type": "none"}))
-    for (body, path), choices in zip(asked, wanted, strict=True):
+    chat["messages"] = [{"role": "user", "content": "a"}, {"role": "tool", "content": "b"}]
+    block = {"type": "tool_result", "content": "b"}
+    messages["messages"] = [{"role": "user", "content": [block, block | {"is_error": True}]}]
+    flat: dict[str, Any] = {"tools": [{"type": "function", "name": "read", "parameters": wide}]}
+    flat["input"] = [{"role": "user", "content": "a"}, {"type": "function_call_output"}]
+    asked = (
+        (chat, "/v1/chat/completions", named, "none"),
+        (flat, "/v1/responses", {"type": "function", "name": "read"}, "none"),
+        (messages, "/v1/messages?beta=true", {"type": "tool", "name": "read"}, {"type": "none"}),
+    )
+    for body, path, call, none in asked:
         with Relay("http://127.0.0.1:1", "read", "path", "a.png") as relay:
             assert relay.changed(path, {"messages": []}) == {"messages": []}  # a title, say
             made = [relay.changed(path, copy.deepcopy(body)) for _ in range(3)]
-        assert [one["tool_choice"] for one in made] == list(choices)
+        assert [one["tool_choice"] for one in made] == [call, call, none]
+        assert (relay.forced, relay.results) == (2, 1)
         first = made[0]["tools"][0]
         assert first.get("function", first).get("parameters", first.get("input_schema")) == narrow
-    assert relay.forced == 2
 
 
 @pytest.mark.parametrize(
