@@ -9,12 +9,14 @@ does not depend on what the reply was, and the tokens the model sampled stay as 
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
+from mmkv.calls.formats import format_of
+from mmkv.calls.parser import thought_marks
 from mmkv.engine.errors import STOPS, InputError, first_line
 from mmkv.prompt.part_settings import MediaSettings, Sourced
 from mmkv.prompt.special import CUT, Cutter, new_marker
@@ -82,6 +84,7 @@ class ChatTemplate:
     there. Beside that text it may have ``tool_calls``, which are shown if the template refuses it.
 
     Attributes:
+        call_format: how the model writes calls; thoughts: the marks of its thoughts, if any.
         markers: special tokens that a reply may hold, such as ``[TOOL_CALLS]``.
     """
 
@@ -99,7 +102,9 @@ class ChatTemplate:
         self._values: dict[str, Any] = {}
         self._tools: list[dict[str, Any]] = []
         self._probed: list[TemplateSupport] = []  # shared by copies
-        self.markers: frozenset[str] = frozenset()
+        self.call_format, self.thoughts = format_of(source), thought_marks(source)
+        thoughts = () if self.thoughts is None else (self.thoughts.open, self.thoughts.close)
+        self.markers = frozenset((*self.call_format.special, *thoughts))
         self.raw = False
 
     def as_raw(self) -> ChatTemplate:
@@ -158,12 +163,6 @@ class ChatTemplate:
         """
         made = copy.copy(self)
         made._tools = self._cutter.cut_all(plain_tools(tools))
-        return made
-
-    def with_markers(self, markers: Iterable[str]) -> ChatTemplate:
-        """Return one with these :attr:`markers`."""
-        made = copy.copy(self)
-        made.markers = frozenset(markers)
         return made
 
     def addition(self, history: list[Message], turn: list[Message]) -> Addition:

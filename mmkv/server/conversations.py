@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import json
 import uuid
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from weakref import WeakValueDictionary
 
 import torch
 
@@ -179,6 +180,16 @@ class ConversationStore:
 
     def __init__(self, engine: Engine, scheduler: Scheduler, folder: HibernationFolder) -> None:
         self._engine, self._scheduler, self._folder = engine, scheduler, folder
+        self._found: WeakValueDictionary[str, ConversationState] = WeakValueDictionary()
+
+    def name(self, conversation: ConversationState, keys: Sequence[str]) -> None:
+        """Let a conversation be found by its messages, too, by who sends them all again."""
+        self._found.update(dict.fromkeys(keys, conversation))
+
+    def at(self, key: str) -> ConversationState | None:
+        """Return the conversation whose last message has a key, if somebody still holds it."""
+        found = self._found.get(key)
+        return found if found is not None and found.references and not found.lost else None
 
     def keep(self, session: Session, info: ConversationInfo) -> ConversationState:
         """Take over a session that no request uses any more."""
@@ -320,20 +331,12 @@ class PrefixCache:
         """Count the pages that they hold."""
         return self._scheduler.residents.copy_pages
 
-    def find(self, keys: Sequence[str]) -> Iterator[tuple[int, ConversationState]]:
-        """Yield states of a conversation after its first messages, the longest first.
+    def at(self, key: str) -> ConversationState | None:
+        """Return the state of a conversation after the message with a key.
 
-        The caller calls :meth:`touch` for the one that it uses.
-
-        Args:
-            keys: of its messages, in order.
-
-        Yields:
-            how many messages it holds, and the state.
+        The caller calls :meth:`touch` if it is used.
         """
-        for count in range(len(keys), 0, -1):
-            if (found := self._found.get(keys[count - 1])) is not None:
-                yield count, found
+        return self._found.get(key)
 
     def touch(self, conversation: ConversationState) -> None:
         """Note that a conversation is the most recently used."""

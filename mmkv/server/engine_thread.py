@@ -15,8 +15,6 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeVar
 from weakref import WeakSet
 
-from mmkv.calls.formats import format_of
-from mmkv.calls.parser import thought_marks
 from mmkv.engine.budgets import why_unbound
 from mmkv.engine.errors import STOPS, BudgetError, MmkvError, SessionError, as_exception
 from mmkv.engine.memory import keep_freed, resident_bytes
@@ -652,8 +650,8 @@ def _facts(engine: Engine, lookahead: float) -> Facts:
         frame_rule=engine.processor.frame_rule,
         picture_rules=_picture_rules(engine),
         template_variables=engine.processor.template.variables,
-        call_format=format_of(engine.processor.template.source),
-        thoughts=thought_marks(engine.processor.template.source),
+        call_format=engine.processor.template.call_format,
+        thoughts=engine.processor.template.thoughts,
         context_bounds=ContextBounds(engine.processor.tokenizer, engine.spec.max_position),
     )
 

@@ -266,7 +266,10 @@ class ConversationLookup:
         if start is not None:
             yield len(start.info.messages), start
         elif self._shares:
-            yield from self._prefix_cache.find(self._keys)
+            for count in range(len(self._keys), 0, -1):
+                for table in (self._prefix_cache, self._conversations):
+                    if (found := table.at(self._keys[count - 1])) is not None:
+                        yield count, found
 
     def touch(self, memory: ConversationState) -> None:
         """Note that a conversation is the most recently used."""
@@ -331,20 +334,25 @@ class ConversationLookup:
             tools=tuple(self.work.tools),
         )
         self.work.result = self._conversations.keep(session, info)
+        if self.work.start is None and self._shares and choice.finish_reason != "stop":
+            self._conversations.name(self.work.result, self._keys_after(choice))
 
     def _keep_reply(
         self, session: Session, choice: Choice, seen: tuple[int, ...], outline: Outline
     ) -> bool:
         if not self._shares:
             return False
-        # Clients may send the reply back without the spaces around it.
-        same = dict.fromkeys((choice.message, choice.message.stripped()))
-        keys = tuple(link(self._keys[-1], one) for one in same)
+        keys = self._keys_after(choice)
         pages = self.engine.cache.held_pages(session.seq)
         info = ConversationInfo(seen, outline.rendered(), sampled=self._sampled(choice.message))
         if self.work.start is None:
             self._prefix_cache.leave_behind(self._keys[self._leading : -2])
         return self._prefix_cache.keep(keys, pages, lambda: session, info, replied=True)
+
+    def _keys_after(self, choice: Choice) -> tuple[str, ...]:
+        """Return the keys of a reply: clients may send it back without the spaces around it."""
+        same = dict.fromkeys((choice.message, choice.message.stripped()))
+        return tuple(link(self._keys[-1], one) for one in same)
 
     def _sampled(self, *more: Message) -> tuple[tuple[int, str], ...]:
         """Return which messages are replies that are known as the model wrote them, and those."""

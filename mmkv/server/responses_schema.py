@@ -406,24 +406,27 @@ def input_items(asked: ResponseRequest, name: str) -> list[dict[str, Any]]:
 
 def _listed(item: InputItem, name: str) -> dict[str, Any]:
     """Return an item as the API lists it; ``name``: the end of its id."""
-    if not isinstance(item, InputMessage):
-        made = item.model_dump(exclude_none=True)
-        kinds = {"function_call": "fc", "function_call_output": "fco", "reasoning": "rs"}
-        made.setdefault("id", f"{kinds[item.type]}_{name}")
-        made.setdefault("status", "completed")
-        return {"summary": []} | made if item.type == "reasoning" else made
-    own = "output_text" if item.role == "assistant" else "input_text"
-    parts: list[Any] = (
-        [{"type": own, "text": item.content}]
-        if isinstance(item.content, str)
-        else [
-            part.model_dump(exclude_none=True, exclude={"cache_control"}) for part in item.content
-        ]
-    )
+    if isinstance(item, InputMessage):
+        own = "output_text" if item.role == "assistant" else "input_text"
+        head = {"id": item.id or f"msg_{name}", "type": "message", "role": item.role}
+        return head | {"status": "completed", "content": _listed_parts(item.content, own)}
+    kinds = {"function_call": "fc", "function_call_output": "fco", "reasoning": "rs"}
+    made: dict[str, Any] = {"id": f"{kinds[item.type]}_{name}", "status": "completed"}
+    made |= item.model_dump(exclude_none=True)
+    if isinstance(item, ResultItem) and not isinstance(item.output, str):
+        made["output"] = _listed_parts(item.output, "input_text")
+    return {"summary": []} | made if item.type == "reasoning" else made
+
+
+def _listed_parts(content: str | Sequence[InputPart], own: str) -> list[Any]:
+    """Return a content as the API lists it; ``own``: what a bare text is."""
+    if isinstance(content, str):
+        parts: list[Any] = [{"type": own, "text": content}]
+    else:
+        parts = [one.model_dump(exclude_none=True, exclude={"cache_control"}) for one in content]
     for part in parts:
         if part["type"] == "output_text":
             part.setdefault("annotations", [])
         elif part["type"] == "input_image":
             part.setdefault("detail", "auto")
-    head = {"id": item.id or f"msg_{name}", "type": "message", "role": item.role}
-    return head | {"status": "completed", "content": parts}
+    return parts

@@ -57,20 +57,20 @@ _TIMES = (
 
 
 @dataclass(frozen=True)
-class TextPiece:
+class TaskPiece:
     """A piece of text; ``answer``: whether it answers a question."""
 
     text: str
     answer: bool = False
 
 
-def recall(rng: random.Random, facts: int, questions: int) -> list[TextPiece]:
+def recall(rng: random.Random, facts: int, questions: int) -> list[TaskPiece]:
     """State ``facts`` numbers, one per name, then ``questions`` of them."""
     known = _numbers(rng, facts)
     return _facts_and_questions(rng, questions, known, lambda name: f"{opening(name)} ", ".\n")
 
 
-def records(rng: random.Random, facts: int, questions: int) -> list[TextPiece]:
+def records(rng: random.Random, facts: int, questions: int) -> list[TaskPiece]:
     """State ``facts`` lines of JSON, hexadecimal keys and values, then ``questions`` of them."""
     known: dict[str, str] = {}
     while len(known) < facts:
@@ -78,7 +78,7 @@ def records(rng: random.Random, facts: int, questions: int) -> list[TextPiece]:
     return _facts_and_questions(rng, questions, known, lambda key: f'"{key}": "', '",\n')
 
 
-def assigned(rng: random.Random, facts: int, questions: int) -> list[TextPiece]:
+def assigned(rng: random.Random, facts: int, questions: int) -> list[TaskPiece]:
     """State ``facts`` names of a program and their numbers, then ``questions`` of them."""
     names = [f"{place}_{thing}" for place in _PLACES for thing in _OBJECTS]
     known = {name: _number(rng) for name in rng.sample(names, facts)}
@@ -87,7 +87,7 @@ def assigned(rng: random.Random, facts: int, questions: int) -> list[TextPiece]:
 
 def needles(
     rng: random.Random, filler: int, keys: int, queries: int, values: int = 1
-) -> list[TextPiece]:
+) -> list[TaskPiece]:
     """Hide ``keys`` facts at random depths among ``filler`` sentences, then ``queries`` of them.
 
     Args:
@@ -97,13 +97,13 @@ def needles(
     lines = [small_talk(rng) for _ in range(filler)]
     for name, value in known.items():
         lines.insert(rng.randint(0, len(lines)), _stated(name, value))
-    pieces = [TextPiece("".join(lines))]
+    pieces = [TaskPiece("".join(lines))]
     for name in rng.sample(sorted(known), queries):
         pieces += _asked(name, known[name])
     return pieces
 
 
-def memory(rng: random.Random, sessions: int, people: int, talk: int) -> list[TextPiece]:
+def memory(rng: random.Random, sessions: int, people: int, talk: int) -> list[TaskPiece]:
     """Make ``sessions`` with ``talk`` sentences and two facts each, and a question after each.
 
     The names come from ``people``, so facts are replaced; what is asked is the latest.
@@ -116,7 +116,7 @@ def memory(rng: random.Random, sessions: int, people: int, talk: int) -> list[Te
         for name in rng.sample(names, 2):
             known[name] = _number(rng)
             lines.insert(rng.randint(0, len(lines)), _stated(name, known[name]))
-        pieces.append(TextPiece(f"\nSession {session}.\n" + "".join(lines)))
+        pieces.append(TaskPiece(f"\nSession {session}.\n" + "".join(lines)))
         name = rng.choice(sorted(known))
         pieces += _asked(name, known[name])
     for name in sorted(known):
@@ -124,7 +124,7 @@ def memory(rng: random.Random, sessions: int, people: int, talk: int) -> list[Te
     return pieces
 
 
-KINDS: dict[str, Callable[[random.Random], list[TextPiece]]] = {
+KINDS: dict[str, Callable[[random.Random], list[TaskPiece]]] = {
     "recall": lambda rng: recall(rng, rng.randint(16, 28), 16),
     "needles": lambda rng: needles(rng, rng.randint(24, 64), 10, 10),
     "memory": lambda rng: memory(rng, rng.randint(4, 8), 6, rng.randint(3, 6)),
@@ -138,7 +138,7 @@ KINDS: dict[str, Callable[[random.Random], list[TextPiece]]] = {
 }
 
 
-def text_task(kind: str, seed: int, split: Split) -> list[TextPiece]:
+def text_task(kind: str, seed: int, split: Split) -> list[TaskPiece]:
     """Make the task ``seed`` of a kind, a function of the arguments alone.
 
     Raises:
@@ -162,17 +162,17 @@ def _facts_and_questions(
     known: dict[str, str],
     begin: Callable[[str], str],
     end: str,
-) -> list[TextPiece]:
+) -> list[TaskPiece]:
     """Return all facts, each ``begin(name) + value + end``, then ``questions`` of them once more.
 
     A space before the value is part of the answer: tokenizers join the two.
     """
-    pieces = [TextPiece("".join(f"{begin(name)}{value}{end}" for name, value in known.items()))]
+    pieces = [TaskPiece("".join(f"{begin(name)}{value}{end}" for name, value in known.items()))]
     for name in rng.sample(sorted(known), questions):
         asked = begin(name)
         stem = asked.rstrip(" ")
         answer = asked[len(stem) :] + known[name]
-        pieces += [TextPiece(f"\n{stem}"), TextPiece(answer, True), TextPiece(end)]
+        pieces += [TaskPiece(f"\n{stem}"), TaskPiece(answer, True), TaskPiece(end)]
     return pieces
 
 
@@ -180,11 +180,11 @@ def _stated(name: str, value: str) -> str:
     return f"{_opening_of(name, value)} {value}.\n"
 
 
-def _asked(name: str, value: str) -> list[TextPiece]:
+def _asked(name: str, value: str) -> list[TaskPiece]:
     return [
-        TextPiece(f"\n{_opening_of(name, value)}"),
-        TextPiece(f" {value}", True),
-        TextPiece(".\n"),
+        TaskPiece(f"\n{_opening_of(name, value)}"),
+        TaskPiece(f" {value}", True),
+        TaskPiece(".\n"),
     ]
 
 

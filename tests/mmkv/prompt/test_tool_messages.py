@@ -181,7 +181,7 @@ def test_special_tokens_in_tools_and_calls_are_words(form: str) -> None:
 
 
 def test_a_sampled_reply_keeps_its_markers_alone() -> None:
-    template = template_of(LLAMA3).with_markers(["<|python_tag|>"])
+    template = template_of(LLAMA3)
     tokenizer = template._tokenizer
     ids = {name: tokenizer.convert_tokens_to_ids(name) for name in ("<|python_tag|>", "<|eot_id|>")}
     text = '<|python_tag|>{"name": "a<|eot_id|>"}'

@@ -237,7 +237,7 @@ def test_instructions_stand_at_the_beginning(server: Server) -> None:
 @pytest.mark.parametrize(
     "fields",
     [
-        {"tools": [{"type": "function", "name": "f", "parameters": {}}]},
+        {"tools": [{"type": "web_search"}]},
         {"tool_choice": "required"},
         {"background": True},
         {"conversation": "conv_1"},
@@ -278,6 +278,69 @@ def test_errors_name_the_fields_of_this_api(server: Server) -> None:
         error = post(server, "hello", **fields).json()["error"]
         assert error["param"] == param, error
         assert not re.search(r"\b(messages|max_tokens)\b", error["message"]), error
+
+
+FUNCTION = {
+    "type": "function",
+    "name": "point",
+    "parameters": {
+        "type": "object",
+        "properties": {"x": {"type": "integer", "minimum": 0, "maximum": 9}},
+        "required": ["x"],
+        "additionalProperties": False,
+    },
+    "strict": True,
+}
+CALLING = {"tools": [FUNCTION], "tool_choice": "required", "parallel_tool_calls": False}
+
+
+def test_a_response_calls_a_function_and_goes_on(server: Server) -> None:
+    """By its id, and with the items sent back: the same, and nothing is read twice."""
+    more: dict[str, Any] = CALLING | {"max_output_tokens": 200}
+    first = responded(server, "go", **more)
+    (call,) = first["output"]
+    assert call["type"] == "function_call" and first["status"] == "completed"
+    assert set(json.loads(call["arguments"])) == {"x"}
+    said = [{"role": "user", "content": "go"}]
+    url = picture_part(picture())["image_url"]["url"]
+    shown = [{"type": "input_text", "text": "a screen"}, {"type": "input_image", "image_url": url}]
+    result = {"type": "function_call_output", "call_id": call["call_id"], "output": shown}
+    again = responded(server, "", input=[*said, call, result], **more)
+    read_before = again["usage"]["input_tokens_details"]["cached_tokens"]
+    assert read_before == first["usage"]["total_tokens"]
+    went_on = responded(server, "", input=[result], previous_response_id=first["id"], **more)
+    assert went_on["usage"]["mmkv"]["resumed"] == first["usage"]["total_tokens"]
+    assert went_on["usage"]["mmkv"]["pictures"] == 1
+    assert [one["type"] for one in went_on["output"]] == ["function_call"]
+    listed = server.client.get(f"/v1/responses/{went_on['id']}/input_items").json()
+    ResponseItemList.model_validate(listed)
+    assert listed["data"][0]["type"] == "function_call_output"
+    # Without tools of its own it calls none, and goes on all the same.
+    plain = responded(server, "so?", previous_response_id=went_on["id"], max_output_tokens=5)
+    assert [one["type"] for one in plain["output"]] == ["message"]
+    assert plain["usage"]["mmkv"]["resumed"] >= went_on["usage"]["total_tokens"]
+
+
+def test_the_events_of_a_call(server: Server) -> None:
+    events = streamed(server, "go", max_output_tokens=200, **CALLING)
+    kinds = [one["type"] for one in events]
+    added = next(one for one in events if one["type"] == "response.output_item.added")
+    assert added["item"]["type"] == "function_call" and added["item"]["arguments"] == ""
+    written = "".join(
+        one["delta"] for one in events if one["type"] == "response.function_call_arguments.delta"
+    )
+    done = next(one for one in events if one["type"] == "response.function_call_arguments.done")
+    assert done["arguments"] == written and set(json.loads(written)) == {"x"}
+    assert kinds[-2:] == ["response.output_item.done", "response.completed"]
+    assert events[-1]["response"]["output"][0]["arguments"] == written
+
+
+def test_results_answer_calls(server: Server) -> None:
+    result = {"type": "function_call_output", "call_id": "call_none", "output": "x"}
+    said = [{"role": "user", "content": "go"}, result]
+    answer = post(server, "", input=said, tools=[FUNCTION])
+    assert answer.status_code == 400
+    assert answer.json()["error"]["param"] == "input[1].tool_call_id"
 
 
 def test_another_model(server: Server) -> None:

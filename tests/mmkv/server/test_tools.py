@@ -31,14 +31,15 @@ TOOLS = [
 ]
 POINT = {"type": "function", "function": {"name": "point"}}
 FORMS = {"hermes": HERMES, "qwen-xml": QWEN_XML, "llama3": LLAMA3, "mistral": MISTRAL}
-# A call of each form, and the same with text before it where that may be.
+# A call of each form, with text before it where that may be.
 CALLS = {
-    "hermes": 'I look.\n<tool_call>\n{"name": "point", "arguments": {"x": 7, "left": true}}\n</tool_call>',
+    "hermes": 'I look.\n<tool_call>\n{"name": "point", "arguments": {"x": 7, "left": true}}'
+    "\n</tool_call>",
     "qwen-xml": "I look.\n<tool_call>\n<function=point>\n<parameter=x>\n7\n</parameter>\n"
     "<parameter=left>\ntrue\n</parameter>\n</function>\n</tool_call>",
     "llama3": '{"name": "point", "parameters": {"x": 7, "left": true}}',
     "mistral": '[TOOL_CALLS][{"name": "point", "arguments": {"x": 7, "left": true}}]',
-}  # fmt: skip
+}
 
 
 def _load(folder: Path) -> Engine:
@@ -63,18 +64,13 @@ def formed(
         yield request.param, made
 
 
-@pytest.fixture
-def says(monkeypatch: pytest.MonkeyPatch) -> list[list[int]]:
-    """The tokens of what the model says next, a reply after the other."""
-    queue: list[list[int]] = []
-    monkeypatch.setattr(Sampler, "draw", lambda *_: queue[0].pop(0) if queue[0] else None)
-    return queue
-
-
 def _script(monkeypatch: pytest.MonkeyPatch, form: str, *texts: str) -> None:
     """Have the model say some texts, each to its end."""
     tokenizer = tool_tokenizer(FORMS[form])
-    spelled = [token for text in texts for token in (*tokenizer(text, add_special_tokens=False)["input_ids"], tokenizer.eos_token_id)]  # fmt: skip
+    spelled: list[int] = []
+    for text in texts:
+        spelled += tokenizer(text, add_special_tokens=False)["input_ids"]
+        spelled.append(tokenizer.eos_token_id)
     monkeypatch.setattr(Sampler, "draw", lambda *_: spelled.pop(0))
 
 
@@ -168,8 +164,7 @@ def test_what_a_model_calls_by_itself(
     assert joined["content"] == (text or "") and joined["reason"] == "tool_calls"
     (call,) = joined["calls"]
     assert call["name"] == "point" and json.loads(call["arguments"]) == {"x": 7, "left": True}
-    pieces = [c["delta"]["tool_calls"] for one in chunks for c in one["choices"] if c["delta"].get("tool_calls")]  # fmt: skip
-    assert len(pieces) > 3
+    assert sum("tool_calls" in c["delta"] for one in chunks for c in one["choices"]) > 3
 
 
 def test_none_may_be_called(formed: tuple[str, Server], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -229,7 +224,8 @@ def test_thoughts_are_shown_apart(server: Server, monkeypatch: pytest.MonkeyPatc
 
 def test_an_answer_in_json_or_a_call(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
     schema = {"type": "object", "properties": {"n": {"const": 3}}, "required": ["n"]}
-    form = {"type": "json_schema", "json_schema": {"name": "n", "schema": schema | {"additionalProperties": False}}}  # fmt: skip
+    schema["additionalProperties"] = False
+    form = {"type": "json_schema", "json_schema": {"name": "n", "schema": schema}}
     for seed in range(4):
         made = _replied(server, "go", response_format=form, temperature=2, seed=seed)
         message = made["choices"][0]["message"]
@@ -248,6 +244,10 @@ def test_a_call_that_is_cut_off_keeps_what_came(server: Server) -> None:
         assert "tool_call>" not in (choice["message"]["content"] or "")
 
 
+def _function(**fields: Any) -> dict[str, Any]:
+    return {"type": "function", "function": {"name": "f", **fields}}
+
+
 @pytest.mark.parametrize(
     ("fields", "words"),
     [
@@ -257,10 +257,10 @@ def test_a_call_that_is_cut_off_keeps_what_came(server: Server) -> None:
         ({"tools": [], "tool_choice": "required"}, "no tools"),
         ({"tool_choice": {"type": "function", "function": {"name": "other"}}}, "other"),
         ({"tool_choice": "all"}, "tool_choice"),
-        ({"tools": [{"type": "function", "function": {"name": "f", "parameters": {"type": "array"}}}]}, "object"),
-        ({"tools": [{"type": "function", "function": {"name": "f", "strict": True, "parameters": {"properties": {"x": {"not": {}}}}}}]}, "f"),
+        ({"tools": [_function(parameters={"type": "array"})]}, "object"),
+        ({"tools": [_function(strict=True, parameters={"properties": {"x": {"not": {}}}})]}, "f:"),
     ],
-)  # fmt: skip
+)
 def test_tools_that_cannot_be(server: Server, fields: dict[str, Any], words: str) -> None:
     answer = server.chat("go", **{"tools": TOOLS} | fields)
     assert answer.status_code == 400 and words in answer.json()["error"]["message"], answer.text

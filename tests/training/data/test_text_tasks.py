@@ -12,7 +12,7 @@ from mmkv.resources import bundled_model
 from mmkv.training.data.conversations import DataError
 from mmkv.training.data.examples import examples
 from mmkv.training.data.labels import IGNORED
-from mmkv.training.data.text_tasks import KINDS, TextPiece, text_task
+from mmkv.training.data.text_tasks import KINDS, TaskPiece, text_task
 from mmkv.training.data.texts import write
 
 FACT = re.compile(r"The special magic number for (\w+) is: (\d{4})\.")
@@ -25,7 +25,7 @@ FACTS = dict.fromkeys(["recall", "needles", "memory", "haystack", "far-memory"],
 }
 
 
-def answers_by_reading(kind: str, pieces: list[TextPiece]) -> list[str]:
+def answers_by_reading(kind: str, pieces: list[TaskPiece]) -> list[str]:
     """Return what the text last stated of the name before each question's own answer."""
     text, found = "", []
     for piece in pieces:
