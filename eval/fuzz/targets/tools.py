@@ -17,7 +17,7 @@ import httpx
 from mmkv.engine.errors import MmkvError
 from mmkv.eval.fuzz import mutate
 from mmkv.eval.fuzz.models import save_vision_model
-from mmkv.eval.fuzz.target import Case, Wrong, as_bytes
+from mmkv.eval.fuzz.target import Case, Wrong, as_bytes, as_text
 from mmkv.eval.fuzz.targets.http import (
     ANSWERED_ID,
     MODEL,
@@ -122,8 +122,24 @@ class ToolBodies(HttpBodies):
         return _CHAT_OPTIONS if path.endswith("completions") else _ANSWER_OPTIONS
 
     def make(self, rng: Random) -> Case:
-        made = super().make(rng)
-        made["checked"] = made["method"] == "POST"
+        path = rng.choice(sorted(self._wholes))
+        body = self._body(rng, path)
+        if rng.random() < 0.6:
+            body = mutate.edit(rng, body, 2)
+        content = json.dumps(body).encode()
+        if rng.random() < 0.05:
+            content = mutate.flip(rng, content, 2)
+        kind = "application/json"
+        return {"method": "POST", "path": path, "type": kind, "body": as_text(content)}
+
+    def _body(self, rng: Random, path: str) -> dict[str, Any]:
+        """Return a whole body with options; most name a tool choice and a length."""
+        body = copy.deepcopy(rng.choice(self._wholes[path]))
+        options = self._options(path)
+        chosen = set(rng.sample(sorted(options), rng.randrange(4)))
+        length = "max_output_tokens" if "responses" in path else "max_tokens"
+        chosen |= {name for name in ("tool_choice", length) if rng.random() < 0.8}
+        made: dict[str, Any] = body | {name: rng.choice(options[name]) for name in sorted(chosen)}
         return made
 
     def _check_reply(self, answer: httpx.Response) -> None:
@@ -329,13 +345,7 @@ class CutStreams(ToolBodies):
 
     def make(self, rng: Random) -> Case:
         path = rng.choice([one for one in sorted(self._wholes) if "count" not in one])
-        body = copy.deepcopy(rng.choice(self._wholes[path]))
-        options = self._options(path)
-        chosen = rng.sample(sorted(options), rng.randrange(3))
-        body |= {name: rng.choice(options[name]) for name in chosen}
-        body |= {"stream": rng.random() < 0.9, "tool_choice": rng.choice(options["tool_choice"])}
-        length = "max_output_tokens" if "responses" in path else "max_tokens"
-        body[length] = rng.choice((2, 40, 120))
+        body = self._body(rng, path) | {"stream": rng.random() < 0.9}
         if rng.random() < 0.1:
             body = mutate.edit(rng, body)
         return {
