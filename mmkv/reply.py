@@ -142,6 +142,10 @@ class Detokenizer:
         self._window: list[int] = []
         self._shown = 0  # number of ids of the window whose text was returned
 
+    def follow(self, ids: Sequence[int]) -> None:
+        """Decode what comes next as it stands behind the tokens ``ids``."""
+        self._window, self._shown = list(ids), len(ids)
+
     def push(self, token_id: int) -> str:
         """Add one id; return the text that became certain (possibly empty)."""
         if token_id in self._named:
@@ -268,6 +272,7 @@ class ReplyWriter:
         # At every token: for stop strings, and for what the GPU's sampler cannot do.
         self._looks = bool(sampling.stop) or self._sampler.looks or constraint is not None
         self._ready = ""
+        self._before: list[int] = []  # tokens of a word, where the reply stands behind some
         self._text: list[str] = []
         self._started = self._mark = time.perf_counter()
         self._first: float | None = None
@@ -276,6 +281,14 @@ class ReplyWriter:
         self.unfed: int | None = None
         self.finish_reason: str | None = None
         self.failure: Exception | None = None
+
+    def follow_text(self) -> None:
+        """Write the reply as it stands behind words, which keeps a space that it begins with.
+
+        (SentencePiece drops it at the beginning of a text.)
+        """
+        self._before = self._tokenizer("a", add_special_tokens=False)["input_ids"]
+        self._detokenizer.follow(self._before)
 
     def start_clock(self, at: float) -> None:
         """Count the time to the first token from ``at`` (time.perf_counter())."""
@@ -408,11 +421,16 @@ class ReplyWriter:
     def held_text(self) -> str:
         """Return the text of all sampled tokens, stop strings included."""
         if self._shown_ids:
-            whole = Detokenizer(self._tokenizer, self._shown_ids)
-            return "".join(map(whole.push, self.token_ids)) + whole.flush()
-        return self._tokenizer.decode(
-            self.token_ids, skip_special_tokens=True, clean_up_tokenization_spaces=False
+            written = Detokenizer(self._tokenizer, self._shown_ids)
+            written.follow(self._before)
+            return "".join(map(written.push, self.token_ids)) + written.flush()
+        before, whole = (
+            self._tokenizer.decode(
+                ids, skip_special_tokens=True, clean_up_tokenization_spaces=False
+            )
+            for ids in (self._before, [*self._before, *self.token_ids])
         )
+        return whole[len(before) :]
 
     def reply(self, prompt_tokens: int, memory: Memory | None) -> Reply:
         """Return the finished reply."""

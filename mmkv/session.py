@@ -136,12 +136,15 @@ class Session(CachedSequence):
         fps: float | None = None,
         num_frames: int | None = None,
         progress: Progress | None = None,
+        prefix: str = "",
     ) -> ReplyStream:
         """Append a user's turn and stream the reply as pieces of text.
 
         ``text``: the question, or a list of parts in the chat format to place pictures inside it;
         ``images``, ``videos``: paths, URLs or objects, put before the text; ``system`` only with
         the first turn; ``progress(done, total)`` is called while the prompt is prefilled.
+        ``prefix``: what the reply begins with; the stream gives what follows, and the history has
+        both as one message.
 
         Nothing changes until the first piece is asked for, and an error before that piece leaves
         the session as it was. Ctrl-C, or closing the iterator, ends the reply where it stands
@@ -152,7 +155,7 @@ class Session(CachedSequence):
         """
         settings = checked(sampling, self.engine.default_sampling)
         with self.claimed(), OpenToCtrlC():  # pictures may take their time
-            turn = compose(self, text, images, videos, system, fps, num_frames)
+            turn = compose(self, text, images, videos, system, fps, num_frames, prefix)
         return ReplyStream(self, lambda: self._stream(turn, settings, progress))
 
     def trace(self) -> Trace:
@@ -324,6 +327,8 @@ class Session(CachedSequence):
             engine.processor.tokenizer, sampling, engine.eos_token_ids, engine.media_token_ids
         )
         writer.start_clock(turn.started)
+        if turn.reading.prefix:
+            writer.follow_text()
         # The stream holds Ctrl-C back: it is delivered where the session stands for what was shown.
         logits = self._append(turn, progress)
         self.begin_reply(turn.messages, turn.reading)
@@ -391,19 +396,21 @@ class Session(CachedSequence):
         self.read_ids = read
 
     def begin_reply(self, messages: Sequence[Message], reading: TurnReading | None) -> None:
-        """Note that a turn of ``messages`` is in the cache, and that an empty reply follows.
+        """Note that a turn of ``messages`` is in the cache, and that a reply follows, of which
+        nothing has been written.
 
         Args:
             reading: what was read for it; None: that is not known as text.
         """
-        self.history += [*messages, {"role": "assistant", "content": ""}]
+        said = "" if reading is None else reading.prefix
+        self.history += [*messages, {"role": "assistant", "content": said}]
         self._unfed, self.note, self.last = [], None, None
         if reading is None:
             self.held = Held(None)
         else:
             # Once, not again where only the number has grown.
-            said = _kind(reading.differs) == _kind(self.held.differs)
-            told = [reading.note, None if said else reading.differs]
+            again = _kind(reading.differs) == _kind(self.held.differs)
+            told = [reading.note, None if again else reading.differs]
             self.note = "; ".join(filter(None, told)) or None
             self.note_read(reading.read, reading.differs)
         self._turn_mark = object()  # a stream that was composed before this turn is out of date
@@ -422,7 +429,8 @@ class Session(CachedSequence):
 
     def end_reply(self, writer: ReplyWriter, prompt_tokens: int) -> Reply:
         """Put the reply that ``writer`` has finished into the history."""
-        self.history[-1]["content"] = text = writer.held_text()
+        text = writer.held_text()
+        self.history[-1]["content"] += text
         self.note_reply(writer, text)
         with self.engine.lock:
             memory = None if self.closed else self.memory()

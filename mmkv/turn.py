@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from PIL.Image import Image
 
     from mmkv.prompt.processing import Processor
-    from mmkv.prompt.template import Message
+    from mmkv.prompt.template import ChatTemplate, Message
     from mmkv.session import Session
 
 
@@ -45,6 +45,7 @@ class TurnReading:
             stays as it is.
         differs: how what is read will differ from a fresh rendering; None: by nothing new.
         note: on how the messages were rendered, for the user, or None.
+        prefix: the text that the reply begins with, at the end of what is read.
     """
 
     inputs: dict[str, Tensor]
@@ -53,6 +54,7 @@ class TurnReading:
     again: int = 0
     differs: str | None = None
     note: str | None = None
+    prefix: str = ""
 
 
 @dataclass
@@ -89,6 +91,7 @@ def compose(
     system: str | None = None,
     fps: float | None = None,
     num_frames: int | None = None,
+    prefix: str = "",
 ) -> UserTurn:
     """Compose all of a turn that can be wrong, and leave the session as it is.
 
@@ -101,6 +104,10 @@ def compose(
         require_list("text", text, "parts, or a text")
     require_list("images", images, "pictures")
     require_list("videos", videos, "videos")
+    if not isinstance(prefix, str):
+        raise InputError(f"prefix is {type(prefix).__name__}; give a text")
+    if prefix and not prefix.strip():
+        raise InputError("prefix is blank; give words that the reply begins with, or leave it out")
     parts = [{"type": "text", "text": text}] if isinstance(text, str) else list(text)
     media = [{"type": "image", "image": image} for image in images]
     media += [{"type": "video", "video": video} for video in videos]
@@ -124,7 +131,7 @@ def compose(
             _ = session.engine.family.hf  # Ctrl-C ends it here, and not while it is appended
         return seen, clips
 
-    reading = compose_messages(session, messages, load)
+    reading = compose_messages(session, messages, load, prefix)
     reading.note = "; ".join(filter(None, [reading.note, *said])) or None
     return UserTurn(messages, reading, started, session.basis)
 
@@ -143,6 +150,7 @@ def compose_messages(
     session: Session,
     messages: Sequence[Message],
     load: Callable[[], tuple[Sequence[Any], Sequence[Any]]],
+    prefix: str = "",
 ) -> TurnReading:
     """Return what makes a session hold its conversation and ``messages``, as rendered afresh.
 
@@ -153,23 +161,36 @@ def compose_messages(
 
     Args:
         messages: with bare placeholders for media; load: gives their pictures and videos.
+        prefix: the text that the reply begins with.
 
     Raises:
         InputError: the messages or media cannot be.
     """
+    template = session.engine.processor.template.with_prefix(prefix)
+    made = _composed(session, template, messages, load)
+    made.prefix = template.prefix_in(made.read.text)
+    return made
+
+
+def _composed(
+    session: Session,
+    template: ChatTemplate,
+    messages: Sequence[Message],
+    load: Callable[[], tuple[Sequence[Any], Sequence[Any]]],
+) -> TurnReading:
     processor, held = session.engine.processor, session.held
-    template, talk = processor.template, [*session.history, *messages]
+    talk = [*session.history, *messages]
     total = sum(part["type"] == "image" for one in talk for part in as_parts(one["content"]))
     rule = processor.rule(total)
     # Tokens may have come in that nobody noted as text: going back would lose them.
     if template.source is None or held.pieces is None or held.seen != session.seen:
-        return _appended(session, messages, load, total, rule)
+        return _appended(session, template, messages, load, total, rule)
     whole = template.render(talk, opening=True)
     plan, why = held.plan(whole, rule), None
     if not plan.appends:
         plan, why = agreed(session, plan, whole, rule)
     if why is not None or plan.media is None:
-        made = _appended(session, messages, load, total, rule)
+        made = _appended(session, template, messages, load, total, rule)
         made.differs = why
         return made
     pictures, clips = ([*old, *new] for old, new in zip(plan.media, load(), strict=True))
@@ -244,6 +265,7 @@ def without_first(inputs: dict[str, Tensor], tokens: int) -> dict[str, Tensor]:
 
 def _appended(
     session: Session,
+    template: ChatTemplate,
     messages: Sequence[Message],
     load: Callable[[], tuple[Sequence[Any], Sequence[Any]]],
     total: int,
@@ -251,7 +273,7 @@ def _appended(
 ) -> TurnReading:
     """Return what follows the latest reply, whatever stands before it."""
     processor, held = session.engine.processor, session.held
-    addition = processor.template.addition(session.history, list(messages))
+    addition = template.addition(session.history, list(messages))
     lacks = not held.ends_with_reply or held.unread != ((), ())
     if addition.continuing and held.pieces is not None and lacks:
         raise InputError(

@@ -197,6 +197,7 @@ class ReplyParser:
         marks: of thoughts; None: the model has none.
         opened: whether the prompt ends with the opening of a thought.
         seed: text that the ids of its calls are made of; None: chance.
+        begun: text of the reply that stands in the prompt, before what is taken apart.
     """
 
     def __init__(
@@ -206,6 +207,7 @@ class ReplyParser:
         marks: ThoughtMarks | None = None,
         opened: bool = False,
         seed: str | None = None,
+        begun: str = "",
     ) -> None:
         tools = () if format is None or use is None else use.callable
         self._format, self._tools = format, {one.name: one for one in tools}
@@ -218,6 +220,17 @@ class ReplyParser:
         self._held = self._gap = ""
         self._skips = opened  # blank space that comes next
         self._said = False  # text that is not blank
+        if begun:
+            if marks is not None:
+                opened |= begun.lstrip().startswith(marks.open)
+                self._mode = "thought" if opened and marks.close not in begun else "text"
+                self._skips = begun.rstrip().endswith((marks.open, marks.close))
+            self._said = self._mode == "text"
+
+    @property
+    def thinks(self) -> bool:
+        """Whether it stands in a thought."""
+        return self._mode == "thought"
 
     def push(self, text: str) -> list[Event]:
         """Take more of the reply; return what is certain now."""

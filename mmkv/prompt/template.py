@@ -76,7 +76,8 @@ class ChatTemplate:
     strings (text models). ``source``: the Jinja text, or None for plain continuation.
     ``placeholders``: per kind of part, what stands for it when there is no template. ``raw``: no
     template was wanted. ``tokens``: texts beside the tokenizer's special tokens that the model
-    reads as tokens.
+    reads as tokens. ``prefix``: the text that the reply begins with; ``thought``: one that stands
+    before it.
 
     Special tokens in messages are text: they are rendered with cuts, which
     :mod:`mmkv.prompt.special` knows how to tokenize. A message with ``"sampled": True`` holds a
@@ -105,7 +106,8 @@ class ChatTemplate:
         self.call_format, self.thoughts = format_of(source), thought_marks(source)
         thoughts = () if self.thoughts is None else (self.thoughts.open, self.thoughts.close)
         self.markers = frozenset((*self.call_format.special, *thoughts))
-        self.raw = False
+        self.raw, self.prefix = False, ""
+        self.thought: str | None = None
 
     def as_raw(self) -> ChatTemplate:
         """Return one that passes texts on as they are, on purpose: for models without a chat."""
@@ -152,6 +154,21 @@ class ChatTemplate:
         made._values = {**self._values, **values}
         return made
 
+    def with_prefix(self, prefix: str, thought: str | None = None) -> ChatTemplate:
+        """Return one whose opening of the reply goes on with the first words of that."""
+        made = copy.copy(self)
+        made.prefix, made.thought = prefix, thought
+        return made
+
+    def prefix_in(self, text: str) -> str:
+        """Return the prefix as it stands at the end of ``text``: a template may trim it there."""
+        whole = text.replace(CUT, "").endswith(self.prefix.lstrip())
+        return self.prefix if whole else self.prefix.rstrip()
+
+    def before_reply(self, messages: list[Message]) -> str:
+        """Render messages and the opening of a reply, of which nothing has been said."""
+        return self.with_prefix("").render(messages, opening=True)
+
     def with_tools(self, tools: Sequence[dict[str, Any]]) -> ChatTemplate:
         """Return one that shows functions the model may call.
 
@@ -189,7 +206,7 @@ class ChatTemplate:
             )
         rendered = self.render(history + turn, opening=True).replace(CUT, "")
         # Stable: the template shows the past as it did before, and the reply's own words.
-        stable = before == self.render(history[:reply], opening=True)
+        stable = before == self.before_reply(history[:reply])
         before, end = before.replace(CUT, ""), after.replace(CUT, "")
         if _is_written_out(history[reply]):
             said = "".join(part.get("text", "") for part in as_parts(history[reply]["content"]))
@@ -204,6 +221,8 @@ class ChatTemplate:
 
     def layout(self, messages: list[Message], opening: bool) -> RenderedConversation:
         """Do as :meth:`render`; say where the messages stand in the text, too."""
+        if opening and self.prefix:
+            return self._with_prefix(messages)
         fitted = self._fit(self._cut(messages))
         if self.source is None:
             text = "".join(self._plain(one.message) for one in fitted)
@@ -294,6 +313,30 @@ class ChatTemplate:
             )
             self._probed.append(found)
         return self._probed[0]
+
+    def _with_prefix(self, messages: list[Message]) -> RenderedConversation:
+        """Render messages and a reply up to the end of its prefix.
+
+        What stands before the end of the reply is that of transformers' continue_final_message: a
+        blank behind the marker shows whether the template trims what it writes.
+        """
+        marker = new_marker()
+        reply: Message = {"role": "assistant", "content": f"{self.prefix}{marker} "}
+        if self.thought:
+            reply["reasoning_content"] = self.thought
+        layout = self.with_prefix("").layout([*messages, reply], opening=False)
+        text, found, after = layout.text.rpartition(marker)
+        text, prefix = (
+            (text, self.prefix.lstrip())
+            if after.startswith(" ")
+            else (text.rstrip(), self.prefix.strip())
+        )
+        if not found or not text.replace(CUT, "").endswith(prefix):
+            raise InputError(
+                "the model's chat template shows the beginning of the reply in another way than it "
+                "was given; begin the reply with other words, or let the model begin it"
+            )
+        return RenderedConversation(text, layout.begins[:-1], None)
 
     def _cut(self, messages: list[Message]) -> list[Message]:
         """Return the messages, their contents as parts, with special tokens in texts cut."""

@@ -251,6 +251,8 @@ class ReplyJob(EngineJob):
         session, prompt, writer = self.live, self._prompt, self.writer
         assert session is not None and prompt is not None and writer is not None
         session.begin_reply(prompt.messages, prompt.reading)
+        if prompt.reading is not None and prompt.reading.prefix:
+            writer.follow_text()
         assert self._prefill.logits is not None
         token = writer.begin(self._prefill.logits, session.read_ids)
         self.decoding = [] if token is None else [DecodingReply(session, writer, token)]

@@ -35,6 +35,7 @@ from mmkv.server.schema import (
     budget_of,
     conversation,
     refuse_unsupported,
+    reply_prefix,
     take_generation_config,
     unsupported,
 )
@@ -188,6 +189,7 @@ class ChatCall:
         self.state, self.request, self.caller = state, request, caller
         earlier = () if start is None else start.info.messages
         messages = conversation(request.messages, facts.sees, facts.watches, earlier)
+        messages, begun = reply_prefix(request, messages)
         if (marks := facts.thoughts) is not None and not raw:
             messages = [thought_apart(message, marks) for message in messages]
         sources = [source(part) for message in messages for part in message.media]
@@ -211,7 +213,7 @@ class ChatCall:
             messages, base_key = [*earlier, *messages], start.info.base_key
             budget = start.budget
         facts.context_bounds.require_possible(
-            sum(len(text) for one in messages for text in one.texts)
+            sum(len(text) for one in messages for text in one.texts) + len(begun.text)
         )
         chosen = (budget or facts.budget).describe()
         self.choices = request.n or 1
@@ -241,7 +243,17 @@ class ChatCall:
             tools=tools,
             thoughts=None if raw else facts.thoughts,
             raw=raw,
+            begun=begun,
         )
+        rules = self.work.logit_settings.rules
+        must = use is not None and use.choice == "required"
+        if begun.text and (rules.answer is not None or must):
+            name = "tool_choice" if must else "response_format"
+            raise unsupported(
+                name,
+                f"{name} is the form of a whole reply, and the assistant's last message has begun "
+                "this one; leave one of them out",
+            )
         if not request.stream:
             self.require_few_scored()
         self.head = ReplyHead(f"chatcmpl-{secrets.token_hex(12)}", int(time.time()), settings.name)
@@ -329,7 +341,7 @@ class ChatCall:
         user = f"{self.caller.name} {asked.user or asked.safety_identifier or ''}"
         with self.state.count_request(self.caller):
             texts = [text for one in self.work.messages for text in one.texts]
-            await self.state.facts.context_bounds.count(texts)
+            await self.state.facts.context_bounds.count([*texts, self.work.begun.text])
             request = await self.state.engine_thread.submit(self.work, user)
             media: RequestMedia | None = None
             try:

@@ -20,6 +20,7 @@ from mmkv.server.schema import (
     UNSUPPORTED,
     ChatRequest,
     Count,
+    Limit,
     MmkvOptions,
     Number,
     RepetitionPenalty,
@@ -54,7 +55,7 @@ class CompletionRequest(ReplyRequest):
 
     model: str
     prompt: str | Annotated[list[Any], Field(max_length=1)]
-    max_tokens: Count | None = None
+    max_tokens: Limit = None
     temperature: Annotated[Number, Field(ge=0, le=2)] | None = None
     top_p: Annotated[Number, Field(gt=0, le=1)] | None = None
     top_k: TopK | None = None

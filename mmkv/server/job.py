@@ -30,6 +30,7 @@ from mmkv.scheduler.replies import DecodingReply, EngineJob
 from mmkv.server.conversations import ConversationInfo
 from mmkv.server.errors import ApiError
 from mmkv.server.prompts import (
+    Begun,
     Outline,
     Segment,
     chain,
@@ -71,8 +72,9 @@ class ChatWork:
         rewrites: see :class:`mmkv.Session`.
         template_values, tools: what the chat template is told beside the messages.
         raw: whether there is no template, and the messages' texts are read as they stand.
+        begun: what the reply begins with; it is read, and not part of the answer.
         thoughts: the marks of thoughts, where the model has some; thought_opened: whether the
-            prompt ended with one's opening, once that is known.
+            prompt ended with one's opening, but for what the reply begins with, once that is known.
         keep: whether the conversation after the reply is kept, in ``result`` when that is done.
     """
 
@@ -91,6 +93,7 @@ class ChatWork:
     template_values: dict[str, Any] = field(default_factory=dict)
     tools: list[dict[str, Any]] = field(default_factory=list)
     raw: bool = False
+    begun: Begun = field(default_factory=Begun)
     thoughts: ThoughtMarks | None = None
     thought_opened: bool = False
     result: ConversationState | None = None
@@ -103,11 +106,19 @@ class ChatWork:
         """
         rules = self.logit_settings.rules
         seed = f"{self._seed}:{index}"
-        return ReplyParser(rules.format, rules.use, self.thoughts, self.thought_opened, seed)
+        given = (rules.format, rules.use, self.thoughts, self.thought_opened, seed)
+        return ReplyParser(*given, self.begun.text)
 
-    def reply_message(self, index: int, text: str, cut: bool) -> Message:
-        """Return a reply as the message that a client sends back; ``cut``: it was cut off."""
-        return reply_message(parse(self.parser(index), text, cut), text)
+    def reply_message(self, index: int, prefix: str, text: str, cut: bool) -> Message:
+        """Return a reply as the message that a client sends back.
+
+        Args:
+            prefix: what it begins with; cut: whether it was cut off.
+        """
+        whole = replace(self, begun=Begun()).parser(index)
+        made = reply_message(parse(whole, prefix + text, cut), prefix + text)
+        thought = self.begun.thought
+        return made if thought is None else replace(made, thought=thought, sampled=None)
 
 
 @dataclass
@@ -260,15 +271,19 @@ class ConversationLookup:
     def find(self) -> Iterator[tuple[int, ConversationState]]:
         """Yield conversations to continue, and how many messages each holds; the longest first.
 
+        One that ends with the reply's prefix as a reply of its own holds one more than there are.
         Called once the digests of all media are known.
         """
         start = self.work.start
         if start is not None:
             yield len(start.info.messages), start
         elif self._shares:
-            for count in range(len(self._keys), 0, -1):
+            keys = list(self._keys)
+            if begun := self.work.begun.text:
+                keys.append(link(keys[-1], self.work.reply_message(0, begun, "", cut=True)))
+            for count in range(len(keys), 0, -1):
                 for table in (self._prefix_cache, self._conversations):
-                    if (found := table.at(self._keys[count - 1])) is not None:
+                    if (found := table.at(keys[count - 1])) is not None:
                         yield count, found
 
     def touch(self, memory: ConversationState) -> None:
@@ -480,7 +495,11 @@ class ChatJob(EngineJob):
         work.messages = messages
         for count, memory in self.conversations.find():
             known = with_sampled(messages, memory.info.sampled)
-            found = self._continued([one.for_template() for one in known], count, memory)
+            shown = [one.for_template() for one in known]
+            if count > len(messages):
+                found = self._inside_reply(shown, memory)
+            else:
+                found = self._continued(shown, count, memory)
             if found is None:
                 continue
             work.messages = known
@@ -509,6 +528,35 @@ class ChatJob(EngineJob):
             with engine.lock:
                 engine.shared.join(self.live, work.weight)
         return held
+
+    def _inside_reply(
+        self, shown: list[dict[str, Any]], memory: ConversationState
+    ) -> tuple[Session, Outline] | None:
+        """Open a copy of a conversation whose latest reply is to go on, and let its last token go.
+
+        Nothing else may be read again, nor have been evicted by then: reading the reply once more
+        is better.
+        """
+        held, template, count = memory.held, self._template, len(shown)
+        said = dict(memory.info.sampled).get(count, template.prefix)
+        if held is None or not held.ends_with_reply or template.source is None:
+            return None
+        if not said.endswith(template.prefix):
+            return None
+        whole = template.with_prefix(said, template.thought).render(shown, opening=True)
+        plan = held.plan(whole, self._rule)
+        if not plan.appends or plan.text:
+            return None
+        session = memory.fork()
+        plan, why = agreed(session, held.plan(whole, self._rule, plan.kept - 1), whole, self._rule)
+        same = kept_tokens(session, plan, text_before_media(self.engine.processor, plan))
+        again = session.seen - plan.start.seen - same
+        if why is not None or not same or again > (not session.evicted):
+            session.close()
+            return None
+        session.go_back(plan, same)
+        self.work.begun = replace(self.work.begun, text=said)
+        return session, Outline(whole, [Segment(plan.text, count, count, same)])
 
     def _continued(
         self, shown: list[dict[str, Any]], count: int, memory: ConversationState
@@ -586,7 +634,8 @@ class ChatJob(EngineJob):
         template, work = self.engine.processor.template, self.work
         if work.raw:
             return template.as_raw()
-        return template.with_values(work.template_values).with_tools(work.tools)
+        template = template.with_values(work.template_values).with_tools(work.tools)
+        return template.with_prefix(work.begun.text, work.begun.thought)
 
     @property
     def _rule(self) -> bool | None:
@@ -601,9 +650,11 @@ class ChatJob(EngineJob):
         if not held.pieces or not held.ends_with_reply:
             return False
         said, text = held.pieces[-1].text or "", "".join(p.get("text", "") for p in sent["content"])
-        if said == text or said.strip() != text.strip():
+        if said == text:
             return False
-        as_said = [*shown[: count - 1], {**sent, "content": said}, *shown[count:]]
+        # What the client gave the reply to begin with.
+        begun = "" if said.strip() == text.strip() else text.rstrip().removesuffix(said.rstrip())
+        as_said = [*shown[: count - 1], {**sent, "content": begun + said}, *shown[count:]]
         whole = self._template.render(as_said, opening=True)
         return held.plan(whole, self._rule).appends
 
@@ -682,8 +733,10 @@ class ChatJob(EngineJob):
         changes, tokenizer = self.work.logit_settings, engine.processor.tokenizer
         marks, outline = self.work.thoughts, self._outline
         if marks is not None and outline is not None:
-            self.work.thought_opened = outline.text.rstrip().endswith(marks.open)
-        close = marks.close if marks is not None and self.work.thought_opened else None
+            before = outline.text.removesuffix(self._template.prefix_in(outline.text))
+            self.work.thought_opened = before.rstrip().endswith(marks.open)
+        thinks = marks is not None and self.work.parser(0).thinks
+        close = marks.close if marks is not None and thinks else None
         shown = self.grammars.shown(changes.rules.format)
         for at in range(self.work.choices):
             seed = None if sampling.seed is None else (sampling.seed + at) % 2**63
@@ -692,6 +745,8 @@ class ChatJob(EngineJob):
             never = engine.media_token_ids
             given = (tokenizer, own, engine.eos_token_ids, changes, bound, never, shown)
             writer = ScoredWriter(*given)
+            if self.work.begun.text:
+                writer.follow_text()
             token = writer.begin(logits, session.read_ids)
             fork = session if at == 0 else session.fork()
             self.decoding.append(DecodingReply(fork, writer, -1 if token is None else token))
@@ -715,12 +770,14 @@ class ChatJob(EngineJob):
 
         Sessions of interrupted replies are closed at once.
         """
+        outline = self._outline
+        prefix = "" if outline is None else self._template.prefix_in(outline.text)
         for one in self.decoding:
             writer, session = one.writer, one.session
             reply = writer.reply(self.counts.prompt_tokens, session.memory())
             session.note_reply(writer, reply.text)
             message = self.work.reply_message(
-                len(self.choices), reply.text, reply.finish_reason == "length"
+                len(self.choices), prefix, reply.text, reply.finish_reason == "length"
             )
             thought = self._thought_tokens(reply.token_ids) if message.thought else 0
             tokens = len(reply.token_ids)

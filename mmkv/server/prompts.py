@@ -123,7 +123,7 @@ def outline(
     elif replied:
         before, found, after = whole.rpartition(marker)
         same = known is not None and known.length == len(before) and known.begins(before)
-        if not found or not (same or before == template.render(shown[: held - 1], opening=True)):
+        if not found or not (same or before == template.before_reply(shown[: held - 1])):
             return None
         done = len(before) + len(marker)
         said = "".join(part.get("text", "") for part in as_parts(messages[held - 1]["content"]))
@@ -237,6 +237,14 @@ class Part:
 
 
 @dataclass(frozen=True)
+class Begun:
+    """What a reply begins with: a text, and a thought that stands before it."""
+
+    text: str = ""
+    thought: str | None = None
+
+
+@dataclass(frozen=True)
 class Message:
     """One message; neighbouring texts are one part.
 
@@ -323,11 +331,11 @@ def reply_message(parsed: ParsedReply, sampled: str) -> Message:
 def with_sampled(messages: Sequence[Message], sampled: Sequence[tuple[int, str]]) -> list[Message]:
     """Return messages of which some are replies that are known as the model wrote them.
 
-    One that was sent with another thought stays as it was sent.
+    One that was sent with another thought stays as it was sent. Those behind them are left out.
     """
     made = list(messages)
     for at, text in sampled:
-        if made[at].sampled is None and (made[at].thought or "") in text:
+        if at < len(made) and made[at].sampled is None and (made[at].thought or "") in text:
             made[at] = replace(made[at], sampled=text)
     return made
 

@@ -228,6 +228,10 @@ def chat_request(asked: ResponseRequest, goes_on: bool) -> tuple[ChatRequest, li
         if name not in (LOGPROBS, ENCRYPTED):
             raise unsupported("include", f"include: {name[:60]!r} is not supported")
     messages, origins = _messages(_items(asked))
+    if messages[-1].role == "assistant":
+        raise ApiError(
+            400, "the last message has to be the user's", "invalid_value", "input[-1].role"
+        )
     if asked.instructions:
         messages.insert(0, ChatMessage(role="system", content=asked.instructions))
         origins.insert(0, None)

@@ -15,6 +15,7 @@ from fastapi import APIRouter, Response
 from pydantic import (
     AliasChoices,
     BaseModel,
+    BeforeValidator,
     ConfigDict,
     Field,
     StrictBool,
@@ -27,7 +28,7 @@ from mmkv.calls.tools import MOST_TOOLS, ToolCall, arguments_text
 from mmkv.engine.budget import Budget
 from mmkv.engine.errors import MmkvError
 from mmkv.server.errors import ApiError
-from mmkv.server.prompts import Message, Part
+from mmkv.server.prompts import Begun, Message, Part
 from mmkv.server.reply import event_line
 
 if TYPE_CHECKING:
@@ -37,6 +38,8 @@ if TYPE_CHECKING:
 Number = Annotated[float, Field(allow_inf_nan=False)]
 # Bounded, so that no error repeats thousands of digits.
 Count = Annotated[int, Field(ge=1, lt=2**63)]
+# llama.cpp and LM Studio say -1 for no limit of the request's own.
+Limit = Annotated[Count | None, BeforeValidator(lambda given: None if given == -1 else given)]
 # 0 and -1 switch it off.
 TopK = Annotated[int, Field(ge=-1, lt=2**31)]
 # OpenAI's limits.
@@ -86,14 +89,24 @@ class CacheHint(StrictModel):
     cache_control: Any = None
 
 
-class TextPart(CacheHint):
+class HintedPart(CacheHint):
+    """A part that may carry more of no effect: what clients keep of a stream, names, sources."""
+
+    id: Any = None
+    index: Any = None
+    uuid: Any = None
+    annotations: Any = None
+    citations: Any = None
+
+
+class TextPart(HintedPart):
     """A text."""
 
     type: Literal["text"]
     text: str
 
 
-class RefusalPart(CacheHint):
+class RefusalPart(HintedPart):
     """A refusal of an earlier reply; read as text."""
 
     type: Literal["refusal"]
@@ -103,10 +116,12 @@ class RefusalPart(CacheHint):
 class ImageUrl(StrictModel):
     """Where a picture is: data:, http(s):, or file: where the server allows it.
 
-    Its other fields are :class:`mmkv.prompt.part_settings.MediaSettings`'.
+    Its other fields are :class:`mmkv.prompt.part_settings.MediaSettings`'; the file says its own
+    ``format``.
     """
 
     url: str
+    format: str | None = None
     min_pixels: Count | None = None
     max_pixels: Count | None = None
     resized_height: Count | None = None
@@ -114,7 +129,7 @@ class ImageUrl(StrictModel):
     detail: Literal["auto", "low", "high", "original"] | None = None
 
 
-class ImagePart(CacheHint):
+class ImagePart(HintedPart):
     """A picture. ``detail`` makes no difference: pictures are read at the model's size."""
 
     type: Literal["image_url"]
@@ -139,7 +154,7 @@ class VideoUrl(StrictModel):
     resized_width: Count | None = None
 
 
-class VideoPart(CacheHint):
+class VideoPart(HintedPart):
     """A video."""
 
     type: Literal["video_url"]
@@ -147,11 +162,17 @@ class VideoPart(CacheHint):
 
 
 class OtherPart(BaseModel):
-    """Audio, files and what else there is; refused."""
+    """Audio, files and what else there is; refused, but for thoughts of the assistant."""
 
     model_config = ConfigDict(extra="allow")
 
     type: str
+
+    @property
+    def thought(self) -> str | None:
+        """Return the text of a thought, as LangChain's histories have it."""
+        text = getattr(self, self.type, None) if self.type in ("thinking", "reasoning") else None
+        return text if isinstance(text, str) else None
 
 
 # Left to right: the first that takes a part ends the search.
@@ -195,7 +216,10 @@ class ChatMessage(OpenModel):
     function_call: Any = None
     audio: Any = None
     annotations: Any = None
-    reasoning_content: str | None = None
+    # vLLM and OpenRouter have the other name for it.
+    reasoning_content: Annotated[
+        str | None, Field(validation_alias=AliasChoices("reasoning_content", "reasoning"))
+    ] = None
 
 
 class StreamOptions(OpenModel):
@@ -246,16 +270,20 @@ UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "modalities": (["text"],),
     **dict.fromkeys(("audio", "web_search_options", "moderation"), ()),
     # Templates.
-    **dict.fromkeys(("chat_template", "documents"), ({}, [])),
+    **dict.fromkeys(("chat_template", "documents"), ({}, [], "")),
+    "add_special_tokens": (False,),
     **dict.fromkeys(("thinking", "think", "thinking_budget"), ()),
     "add_generation_prompt": (True,),
     **dict.fromkeys(("continue_final_message", "echo", "raw"), (False,)),
     # Lengths.
-    **dict.fromkeys(("max_new_tokens", "n_predict", "num_predict", "max_length"), ()),
+    **dict.fromkeys(("max_new_tokens", "n_predict", "num_predict", "max_length"), (-1,)),
     **dict.fromkeys(("min_tokens", "min_new_tokens", "min_length"), (0,)),
-    "ignore_eos": (False,),
+    **dict.fromkeys(("ignore_eos", "ban_eos_token"), (False,)),
     "truncate_prompt_tokens": (),
     # Samplers and searches.
+    "do_sample": (True,),
+    "guidance_scale": (1,),
+    "negative_prompt": ("",),
     "best_of": (1,),
     "use_beam_search": (False,),
     "num_beams": (1,),
@@ -271,7 +299,7 @@ UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     **dict.fromkeys(
         "guided_json guided_regex guided_choice guided_grammar structured_outputs grammar "
         "json_schema format prompt_logprobs suffix".split(),
-        (),
+        ("", {}),
     ),
     "include_stop_str_in_output": (False,),
     "skip_special_tokens": (True,),
@@ -314,14 +342,16 @@ class ReplyRequest(Body):
 class ChatRequest(ReplyRequest):
     """A request for replies to a conversation."""
 
-    refused = UNSUPPORTED | dict.fromkeys(
-        "input instructions previous_response_id max_output_tokens".split(), ()
-    )
+    refused = {
+        name: harmless
+        for name, harmless in UNSUPPORTED.items()
+        if name not in ("add_generation_prompt", "continue_final_message")
+    } | dict.fromkeys("input instructions previous_response_id max_output_tokens".split(), ())
 
     model: str
     messages: Annotated[list[ChatMessage], Field(min_length=1, max_length=MOST_MESSAGES)]
-    max_tokens: Count | None = None
-    max_completion_tokens: Count | None = None
+    max_tokens: Limit = None
+    max_completion_tokens: Limit = None
     temperature: Annotated[Number, Field(ge=0, le=2)] | None = None
     top_p: Annotated[Number, Field(gt=0, le=1)] | None = None
     top_k: TopK | None = None
@@ -345,6 +375,9 @@ class ChatRequest(ReplyRequest):
     user: Short | None = None
     safety_identifier: Short | None = None
     response_format: Any = None
+    # Of a last message of the assistant's, see reply_prefix.
+    continue_final_message: StrictBool | None = None
+    add_generation_prompt: StrictBool | None = None
     tools: Annotated[list[Any], Field(max_length=MOST_TOOLS)] | None = None
     tool_choice: Any = None
     parallel_tool_calls: StrictBool | None = None
@@ -508,7 +541,11 @@ def conversation(
         parts: list[Part] = []
         if isinstance(content, str):
             parts, content = [Part("text", content)], None
+        thoughts: list[str] = []
         for place, one in enumerate(content or []):
+            if message.role == "assistant" and isinstance(one, OtherPart) and one.thought:
+                thoughts.append(one.thought)
+                continue
             part = _part(one, f"{where}[{place}]")
             if part.kind != "text":
                 _require_taken(part, message.role, sees, watches, f"{where}[{place}]")
@@ -519,13 +556,53 @@ def conversation(
         if not parts and role not in ("assistant", "tool"):
             raise ApiError(400, f"{where} is empty; say something", "invalid_value", where)
         own = tuple(part for part in parts if part.url or part.text)
-        found.append(Message(role, own, **_more_of(message, f"messages[{index}]", called)))
+        more = _more_of(message, f"messages[{index}]", called)
+        if thoughts:
+            more["thought"] = more["thought"] or "\n".join(thoughts)
+        found.append(Message(role, own, **more))
         called |= {one.id: one.name for one in found[-1].calls}
-    if found[-1].role not in ("user", "tool"):
+    last = found[-1]
+    begins = last.role == "assistant" and not last.calls and any(map(str.strip, last.texts))
+    if last.role not in ("user", "tool") and not begins:
         raise ApiError(
-            400, "the last message has to be the user's", "invalid_value", "messages[-1].role"
+            400,
+            "the last message has to be the user's, or the assistant's with words that the reply "
+            "begins with",
+            "invalid_value",
+            "messages[-1].role",
         )
     return found
+
+
+def reply_prefix(request: ChatRequest, messages: list[Message]) -> tuple[list[Message], Begun]:
+    """Take the assistant's last message off, if there is one: the reply goes on with its text.
+
+    Raises:
+        ApiError: the request asks for something else, or no question stands before it.
+    """
+    begun = messages[-1].role == "assistant"
+    for name, value in (("continue_final_message", begun), ("add_generation_prompt", not begun)):
+        if getattr(request, name) is (not value):
+            what = "is" if begun else "is not"
+            raise ApiError(
+                400,
+                f"{name} has to be {str(value).lower()} here: the last message {what} the "
+                "assistant's, which the reply continues; set it so, or leave it out",
+                "invalid_value",
+                name,
+            )
+    if not begun:
+        return messages, Begun()
+    *before, last = messages
+    if not before or before[-1].role in ("system", "assistant"):
+        raise ApiError(
+            400,
+            "the assistant's last message is the beginning of a reply, so a message of the user's "
+            "has to stand before it",
+            "invalid_value",
+            "messages[-1].role",
+        )
+    return before, Begun("".join(last.texts), last.thought)
 
 
 def _more_of(message: ChatMessage, where: str, called: Mapping[str, str]) -> dict[str, Any]:
@@ -582,7 +659,7 @@ def _part(given: Any, where: str) -> Part:
     if isinstance(given, RefusalPart):
         return Part("text", given.refusal)
     if isinstance(given, ImagePart):
-        return _medium("image", given.image_url, ("url", "detail"))
+        return _medium("image", given.image_url, ("url", "detail", "format"))
     if isinstance(given, VideoPart):
         return _medium("video", given.video_url, ("url",))
     if given.type in _PARTS:

@@ -13,7 +13,7 @@ import pytest
 
 from mmkv.prompt.template import ChatTemplate
 from mmkv.server.responses_schema import ResponseRequest
-from mmkv.server.schema import ChatRequest, ReplyRequest
+from mmkv.server.schema import ChatMessage, ChatRequest, ReplyRequest, conversation
 from tests.support.chat_models import picture
 from tests.support.servers import MODEL, Server, asked, picture_part
 
@@ -258,7 +258,7 @@ def test_fields_of_messages_are_named_once(
         for _ in range(2):
             answer = post(server, "/v1/chat/completions", json.dumps(body))
             found = answer.headers["x-mmkv-ignored"]
-            assert found == "files, messages.own, messages.reasoning_content"
+            assert found == "files, messages.own"
     logged = [one.getMessage() for one in caplog.records if "no effect" in one.msg]
     assert logged == [f"fields of a request have no effect here: {found}"]
     asks = {"model": MODEL, "input": [{"role": "user", "content": "a", "mark": 1}], "colour": 2}
@@ -367,6 +367,42 @@ def test_the_repetition_penalty_has_two_names(server: Server) -> None:
         for fields in ({}, {"repetition_penalty": 1.9}, {"repeat_penalty": 1.9})
     )
     assert plain != one == other
+
+
+def test_a_limit_of_minus_one_is_none(server: Server) -> None:
+    """As llama.cpp and LM Studio have it; others are as they were."""
+    for fields in ({"max_tokens": -1, "max_completion_tokens": 3}, {"max_tokens": -1}):
+        long = "max_completion_tokens" not in fields
+        answer = server.chat("hello", logit_bias={"70": 100}, **fields)
+        assert answer.json()["usage"]["completion_tokens"] == (512 if long else 3)
+    assert error_of(server.chat("hello", max_tokens=-2))["param"] == "max_tokens"
+
+
+def test_thoughts_of_a_history_have_several_forms() -> None:
+    for content, more in (
+        ([{"type": "reasoning", "reasoning": "hm"}, {"type": "text", "text": "a"}], {}),
+        (
+            [
+                {"type": "thinking", "thinking": "hm", "signature": "x"},
+                {"type": "text", "text": "a"},
+            ],
+            {},
+        ),
+        ("a", {"reasoning": "hm"}),
+        ("a", {"reasoning_content": "hm"}),
+    ):
+        said = {"role": "assistant", "content": content, **more}
+        given = [said, {"role": "user", "content": "b"}]
+        first, _ = conversation([ChatMessage.model_validate(one) for one in given], True, True)
+        assert (first.thought, first.texts) == ("hm", ["a"])
+
+
+def test_a_thought_stands_in_messages_of_the_assistant(server: Server) -> None:
+    part = {"type": "thinking", "thinking": "hm"}
+    error = error_of(
+        server.chat({"role": "user", "content": [part, {"type": "text", "text": "a"}]})
+    )
+    assert error["param"] == "messages[0].content[0]"
 
 
 @pytest.mark.parametrize("stream", [False, True])
