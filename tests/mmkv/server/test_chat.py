@@ -562,6 +562,20 @@ def test_a_stream_whose_schema_breaks_ends_with_the_error(server: Server) -> Non
     assert lines[-1].startswith('data: {"error"') and "cannot be followed" in lines[-1]
 
 
+@pytest.mark.parametrize("number", [-(2**63), -(2**63) + 1, -(2**63) + 512])
+def test_a_number_that_would_end_the_process_is_refused(server: Server, number: int) -> None:
+    schema = {"type": "object", "properties": {"a": {"anyOf": [{"enum": [0, {"b": number}]}]}}}
+    function = {"name": "look", "parameters": schema}
+    for field in (
+        {"response_format": form(schema)},
+        {"tools": [{"type": "function", "function": function}]},
+    ):
+        error = server.chat("what?", **field).json()["error"]
+        assert f"cannot be followed: the number {number} is too" in error["message"]
+    near = {"type": "object", "properties": {"a": {"const": number + 513}}}
+    assert server.chat("what?", response_format=form(near)).status_code == 200
+
+
 def test_a_response_whose_schema_breaks(server: Server) -> None:
     text = {"format": {"type": "json_schema", "name": "answer", "schema": LOOP}}
     body = {"model": "small", "input": "what?", "text": text}
