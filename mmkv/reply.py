@@ -185,22 +185,27 @@ class Detokenizer:
 
 
 class StopStrings:
-    """Cuts a text stream at the first stop string, also when it spans several pieces."""
+    """Cuts a text stream at the first stop string, also when it spans several pieces.
+
+    Attributes:
+        hit: the one that was found.
+    """
 
     def __init__(self, stops: Sequence[str]) -> None:
         self._stops = tuple(stops)
         self._held = ""
-        self.hit = False
+        self.hit: str | None = None
 
     def push(self, piece: str) -> str:
         """Return the part of the stream that can no longer belong to a stop string."""
         if self.hit:
             return ""
         text = self._held + piece
-        found = [at for stop in self._stops if (at := text.find(stop)) >= 0]
+        found = [(at, stop) for stop in self._stops if (at := text.find(stop)) >= 0]
         if found:
-            self.hit, self._held = True, ""
-            return text[: min(found)]
+            at, self.hit = min(found)
+            self._held = ""
+            return text[:at]
         keep = self._open_tail(text)
         self._held = text[len(text) - keep :]
         return text[: len(text) - keep]
@@ -398,6 +403,11 @@ class ReplyWriter:
             self.finish_reason = reason
             rest = self._stops.push(self._detokenizer.flush())
             self._ready += rest + self._stops.flush()
+
+    @property
+    def stop_text(self) -> str | None:
+        """Return the stop string that ended the reply, if one did."""
+        return self._stops.hit
 
     def attempt(self, call: Callable[..., T], *given: Any) -> T | None:
         """Call one of its own methods; what that raises ends this reply, and no other one."""

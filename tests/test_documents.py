@@ -19,6 +19,7 @@ from mmkv.engine.cache.choice import best_at
 from mmkv.eval.document_tables import documents, fill, main
 from mmkv.eval.figures import FIGURES, accuracy_values, digest
 from mmkv.eval.serving.tables import speed_values
+from mmkv.server.messages import MessagesRequest
 from mmkv.server.responses_schema import ResponseRequest
 from mmkv.server.schema import ChatRequest
 from mmkv.training.measure.record import RESULTS, ROOT
@@ -224,7 +225,7 @@ def test_every_option_is_documented(command: str) -> None:
         assert not names or any(name in text for name in names), f"{command} {names}"
 
 
-@pytest.mark.parametrize("model", [ChatRequest, ResponseRequest])
+@pytest.mark.parametrize("model", [ChatRequest, ResponseRequest, MessagesRequest])
 def test_every_field_of_a_request_is_documented(model: Any) -> None:
     text = (ROOT / "docs" / "reference" / "http-api.md").read_text()
     missing = [name for name in model.model_fields if not re.search(rf"`{name}[`:.]", text)]

@@ -13,7 +13,7 @@ from typing import Any
 from fastapi import APIRouter, Depends, FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
-from fastapi.security import HTTPBearer
+from fastapi.security import APIKeyHeader, HTTPBearer
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.routing import Match
@@ -26,6 +26,7 @@ from mmkv.server.completions import add_completions
 from mmkv.server.errors import ApiError
 from mmkv.server.footprint import return_memory
 from mmkv.server.guard import BodyRoute, CheckHost, CheckKey, LimitBody, RefuseWhenFull
+from mmkv.server.messages import add_messages
 from mmkv.server.metrics import CONTENT_TYPE
 from mmkv.server.page import HEADERS, page_router
 from mmkv.server.reply import ReplyResponse, error_response
@@ -111,11 +112,13 @@ def make_app(state: ServerState, hosts: frozenset[str] | None = None) -> FastAPI
     app.add_exception_handler(RequestValidationError, _on_invalid)
     app.add_exception_handler(HTTPException, _on_http)
     app.add_exception_handler(Exception, _on_error)
-    # The scheme stands here for the OpenAPI page; CheckKey looks at the key.
-    scheme = [Depends(HTTPBearer(auto_error=False))]
-    keyed = APIRouter(prefix="/v1", dependencies=scheme, route_class=BodyRoute)
+    # The schemes stand here for the OpenAPI page; CheckKey looks at the key.
+    schemes = HTTPBearer(auto_error=False), APIKeyHeader(name="x-api-key", auto_error=False)
+    shown = [Depends(one) for one in schemes]
+    keyed = APIRouter(prefix="/v1", dependencies=shown, route_class=BodyRoute)
     _add_keyed(keyed, state)
     add_completions(keyed, state)
+    add_messages(keyed, state)
     keyed.include_router(sessions_router(state))
     keyed.include_router(saved_router(state))
     keyed.include_router(responses_router(state))

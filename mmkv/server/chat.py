@@ -48,7 +48,8 @@ if TYPE_CHECKING:
     from mmkv.calls.tools import ToolUse
     from mmkv.engine.budget import Budget
     from mmkv.server.conversations import ConversationState
-    from mmkv.server.job import ChatJob
+    from mmkv.server.job import ChatJob, RequestCounts
+    from mmkv.server.messages import PromptRequest
     from mmkv.server.responses_schema import ResponseRequest
     from mmkv.server.settings import Facts, ServerSettings
     from mmkv.server.state import Caller, ServerState
@@ -138,12 +139,14 @@ class ReplyPart:
     Attributes:
         index: of the reply; spelled: its tokens that are new, where log probabilities are wanted.
         finish_reason: why it has ended (``calls``: with calls); None: it goes on.
+        stop_text: the stop string that ended it, if one did.
     """
 
     index: int
     events: list[Event]
     spelled: list[Spelled]
     finish_reason: str | None = None
+    stop_text: str | None = None
 
 
 class ChatCall:
@@ -160,6 +163,7 @@ class ChatCall:
     Attributes:
         work: what the engine is asked for; done: whether it has been answered.
         keeps_body: whether the body is needed to the end, and not freed early.
+        counts: of the prompt's tokens; right once a reply has begun.
 
     Raises:
         ApiError: what can be checked without the engine.
@@ -220,6 +224,7 @@ class ChatCall:
         if self.choices > settings.max_choices:
             raise ApiError(400, f"n is at most {settings.max_choices} here", "invalid_value", "n")
         self.done = self.keeps_body = False
+        self.counts: RequestCounts | None = None
         use = _tool_use(request, facts, () if start is None else start.info.tools)
         given = request.template_values()
         values = {name: given[name] for name in sorted(facts.template_variables & given.keys())}
@@ -331,7 +336,7 @@ class ChatCall:
                 called |= {at for one in found if isinstance(one, CallStart)}
                 if reason is not None and at in called and reply.FINISH[reason] == "stop":
                     reason = "calls"
-                yield ReplyPart(at, found, event.spelled, reason)
+                yield ReplyPart(at, found, event.spelled, reason, event.stop_text)
 
     async def events(self) -> AsyncGenerator[Delta | Done]:
         """Run the request; closing the iterator cancels it."""
@@ -355,7 +360,7 @@ class ChatCall:
                         continue
                     if media is not None:  # they were read before the first token
                         media.let_go()
-                    self.done = isinstance(event, Done)
+                    self.done, self.counts = isinstance(event, Done), request.counts
                     yield event
                     if self.done:
                         return
@@ -377,6 +382,25 @@ class ChatCall:
         await request.on_engine(supply)
         if not self.keeps_body:  # a reply may take long, and pictures are most of a body
             release_body()
+
+    async def count_prompt(self) -> int:
+        """Count the tokens that the prompt would have, with those of its pictures; none is read."""
+        thread, work = self.state.engine_thread, self.work
+        media = RequestMedia(self.state.media)
+        with self.state.count_request(self.caller):
+            texts = [text for one in work.messages for text in one.texts]
+            await self.state.facts.context_bounds.count([*texts, work.begun.text])
+            try:
+                named = await media.named(work.messages)
+                job = await thread.call(lambda: thread.new_job(work))
+                held = await thread.call(lambda: job.begin_count(named))
+                contents = await media.contents(named[held:])
+                await thread.call(lambda: job.supply_media(contents))
+                while await thread.call(job.count_segment):  # others get a turn in between
+                    pass
+                return job.counts.prompt_tokens
+            finally:
+                media.let_go()
 
 
 def refuse_if_shared(facts: Facts, given: bool, field: str) -> None:
@@ -488,7 +512,9 @@ def _logit_settings(request: ChatRequest, facts: Facts, use: ToolUse | None) -> 
     return LogitSettings(top, bias, rules, stop_tokens)
 
 
-def take_resume(request: HTTPConnection, body: ChatRequest | ResponseRequest) -> None:
+def take_resume(
+    request: HTTPConnection, body: ChatRequest | ResponseRequest | PromptRequest
+) -> None:
     """Take ``mmkv.resume`` from the header X-Mmkv-Resume if it is not set. Raises ApiError."""
     given = request.headers.get("x-mmkv-resume")
     if given is None:

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from mmkv.api import Engine
     from mmkv.prompt.qwen_vision import VideoRules
     from mmkv.scheduler import Ticket
-    from mmkv.server.job import Usage
+    from mmkv.server.job import RequestCounts, Usage
     from mmkv.server.metrics import Metrics
     from mmkv.server.settings import ServerSettings
 
@@ -55,12 +55,13 @@ class Admitted:
 
 @dataclass
 class Delta:
-    """A piece of a reply."""
+    """A piece of a reply; ``stop_text``: the stop string that ended it, if one did."""
 
     index: int
     text: str
     spelled: list[Spelled] = field(default_factory=list)
     finish_reason: str | None = None
+    stop_text: str | None = None
 
 
 @dataclass
@@ -112,7 +113,7 @@ class Events:
             if len(self._waiting) >= _BEHIND and (last := self._open.get(event.index)):
                 last.text += event.text
                 last.spelled += event.spelled
-                last.finish_reason = event.finish_reason
+                last.finish_reason, last.stop_text = event.finish_reason, event.stop_text
                 return
             else:
                 self._open[event.index] = event
@@ -175,6 +176,12 @@ class Request:
         self.broken = False  # told that it failed, though its ticket is not over
         self._ended: set[int] = set()  # replies whose end was sent
 
+    @property
+    def counts(self) -> RequestCounts:
+        """Return the counts of its prompt's tokens, which are right once a reply has begun."""
+        assert self.ticket is not None
+        return self.ticket.job.counts
+
     async def on_engine(self, call: Callable[[ChatJob], T]) -> T:
         """Call something with the request's job on the engine thread."""
         ticket = self.ticket
@@ -208,7 +215,8 @@ class Request:
                 self._ended.add(index)
             if piece or scored or ended:
                 tokenizer = ticket.job.engine.processor.tokenizer
-                found.append(Delta(index, piece, spell(tokenizer, scored), ended))
+                spelled, stop = spell(tokenizer, scored), writer.stop_text
+                found.append(Delta(index, piece, spelled, ended, stop if ended else None))
         if ticket.state == "done":
             found.append(Done(ticket.job.usage()))
         return found
@@ -257,6 +265,11 @@ class EngineThread(threading.Thread):
         future: Future[T] = Future()
         self._commands.put((command, future))
         return future
+
+    def new_job(self, work: ChatWork) -> ChatJob:
+        """Return a job that is not scheduled; for commands that run in the thread."""
+        assert self.core is not None
+        return self.core.job(work, lambda: None)
 
     @property
     def conversations(self) -> ConversationStore:

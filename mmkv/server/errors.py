@@ -1,4 +1,4 @@
-"""Errors as OpenAI's API words them."""
+"""Errors as OpenAI's API words them; on the paths of Anthropic's, as that one does."""
 
 from __future__ import annotations
 
@@ -37,6 +37,16 @@ class ApiError(Exception):
             return {"x-should-retry": "false"}
         return {"Retry-After": str(RETRY_AFTER)} if self.status in (429, 503) else {}
 
+    def on(self, path: str) -> tuple[int, dict[str, Any]]:
+        """Return the status and the object that a request to a path is answered with."""
+        if path != MESSAGES and not path.startswith(f"{MESSAGES}/"):
+            return self.status, self.body()
+        status = 529 if self.status == 503 else self.status
+        usual = "invalid_request_error" if status < 500 else "api_error"
+        long = "prompt is too long: " if self.code == "context_length_exceeded" else ""
+        error = {"type": _ANTHROPIC_TYPES.get(status, usual), "message": f"{long}{self}"}
+        return status, {"type": "error", "error": error, "request_id": None}
+
     def body(self) -> dict[str, Any]:
         """Return the error object."""
         error = {
@@ -48,6 +58,15 @@ class ApiError(Exception):
         return {"error": error | self.extra}
 
 
+MESSAGES = "/v1/messages"
+_ANTHROPIC_TYPES = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    529: "overloaded_error",
+}
 _TYPES = {
     401: "authentication_error",
     404: "not_found_error",

@@ -15,7 +15,7 @@ from fastapi.routing import APIRoute
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from mmkv.scheduler.loop import queue_is_full
-from mmkv.server.errors import ApiError
+from mmkv.server.errors import MESSAGES, ApiError
 from mmkv.server.page import FILES
 from mmkv.server.reply import error_response
 from mmkv.server.state import Caller, digest_of_key
@@ -49,25 +49,33 @@ class CheckKey:
         if not self._known:
             address = request.client.host if request.client else ""
             request.state.caller = Caller("", address)
-        elif (name := self._fitting(request.headers.get("authorization", ""))) is not None:
+        elif (name := self._fitting(*_keys(request))) is not None:
             request.state.caller = Caller(name, name)
         else:
             error = ApiError(
-                401, "no valid API key; send Authorization: Bearer KEY", "invalid_api_key"
+                401,
+                "no valid API key; send Authorization: Bearer KEY, or x-api-key: KEY",
+                "invalid_api_key",
             )
             await error_response(error)(scope, receive, send)
             return
         await self._app(scope, receive, send)
 
-    def _fitting(self, shown: str) -> str | None:
+    def _fitting(self, *shown: str) -> str | None:
         """Return the key's digest when one of the known ones is shown."""
-        scheme, _, key = shown.partition(" ")
-        if scheme.lower() != "bearer" or not key.strip():
-            return None
-        given = digest_of_key(key.strip())
-        # All are compared, whichever fits, in a time that says nothing.
-        fits = [hmac.compare_digest(given, known) for known in self._known]
-        return given.hex() if any(fits) else None
+        found = None
+        for given in map(digest_of_key, filter(None, shown)):
+            # All are compared, whichever fits, in a time that says nothing.
+            if any([hmac.compare_digest(given, known) for known in self._known]):
+                found = given.hex()
+        return found
+
+
+def _keys(request: Request) -> tuple[str, str]:
+    """Return the keys that a request shows: as OpenAI's clients do, and as Anthropic's do."""
+    scheme, _, key = request.headers.get("authorization", "").partition(" ")
+    bearer = key.strip() if scheme.lower() == "bearer" else ""
+    return bearer, request.headers.get("x-api-key", "").strip()
 
 
 TOGETHER = 8  # times the most bytes of one body, for all whose requests are under way
@@ -269,7 +277,7 @@ class _Refused(BaseException):
         self.error = error
 
 
-_REPLIES = ("/chat/completions", "/responses")
+_REPLIES = ("/chat/completions", "/responses", MESSAGES, f"{MESSAGES}/count_tokens")
 
 
 class RefuseWhenFull:

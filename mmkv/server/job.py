@@ -662,6 +662,41 @@ class ChatJob(EngineJob):
         """Take the decoded media of the messages that were not resumed, in order."""
         self._media = media
 
+    def begin_count(self, messages: list[Message]) -> int:
+        """Begin to count the prompt's tokens, with what is kept of the conversation; read nothing.
+
+        Args:
+            messages: the request's, with the digests of all media.
+
+        Returns:
+            how many messages are counted; the media of the others have to be supplied.
+        """
+        self.work.messages = messages
+        for count, memory in self.conversations.find():
+            known = with_sampled(messages, memory.info.sampled)
+            session, shown = memory.live, [one.for_template() for one in known]
+            if session is None or count > len(messages):
+                continue
+            found = outline(self._template, shown, count, memory.replied, memory.info.rendered)
+            if found is not None:
+                self.work.messages, self._outline = known, found
+                self.counts.prompt_tokens = session.seen + len(session.unfed)
+                return count
+        self._outline = outline(self._template, [one.for_template() for one in messages])
+        return 0
+
+    def count_segment(self) -> bool:
+        """Count the tokens of the next piece of the prompt; return whether there was one."""
+        assert self._outline is not None
+        if not self._outline.segments:
+            return False
+        segment = self._outline.segments.pop(0)
+        images, videos = self._media_of(segment)
+        continuing, total = self.counts.prompt_tokens > 0, pictures_in(self.work.messages)
+        inputs = self.engine.processor.encode(segment.text, images, videos, continuing, total)
+        self.counts.prompt_tokens += inputs["input_ids"].shape[1]
+        return True
+
     @property
     def slow_to_begin(self) -> bool:
         """Whether the next chunk encodes pictures."""
@@ -706,16 +741,8 @@ class ChatJob(EngineJob):
     def _inputs(self, segment: Segment) -> dict[str, torch.Tensor]:
         """Return the model inputs of a segment, and of what the cache lacks of the last reply."""
         session = self.live
-        assert session is not None and self._media is not None
-        kinds = [
-            part.kind
-            for message in self.work.messages[segment.first : segment.last]
-            for part in message.media
-        ]
-        media, self._media = self._media[: len(kinds)], self._media[len(kinds) :]
-        pairs = list(zip(kinds, media, strict=True))
-        images = [one for kind, one in pairs if kind == "image"]
-        videos = [one for kind, one in pairs if kind == "video"]
+        assert session is not None
+        images, videos = self._media_of(segment)
         self.counts.notes += notes(images, videos)
         processor, total = self.engine.processor, pictures_in(self.work.messages)
         if self.work.raw:
@@ -726,6 +753,19 @@ class ChatJob(EngineJob):
         more = {"rule": self._rule, "unfed": session.unfed, "stays": sys.maxsize}
         self._read = read_of(processor, segment.text, ids, images, videos, **more)
         return session.with_unfed(without_first(inputs, segment.held))
+
+    def _media_of(self, segment: Segment) -> tuple[list[Any], list[Any]]:
+        """Take the pictures and the videos of a segment."""
+        assert self._media is not None
+        kinds = [
+            part.kind
+            for message in self.work.messages[segment.first : segment.last]
+            for part in message.media
+        ]
+        media, self._media = self._media[: len(kinds)], self._media[len(kinds) :]
+        pairs = list(zip(kinds, media, strict=True))
+        images = [one for kind, one in pairs if kind == "image"]
+        return images, [one for kind, one in pairs if kind == "video"]
 
     def _begin_replies(self, logits: torch.Tensor) -> None:
         engine, sampling, session = self.engine, self.work.sampling, self.live

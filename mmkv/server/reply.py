@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from mmkv.calls.parser import Event, ParsedReply
+    from mmkv.server.errors import ApiError
     from mmkv.server.job import Usage
     from mmkv.server.writer import Spelled
 
@@ -264,7 +265,7 @@ class ReplyResponse(Response):
             if not lines.started:
                 await error_response(error)(scope, receive, send)
                 return
-            await lines.write(event_line(api_error(error).body()))
+            await lines.write(event_line(api_error(error).on(scope["path"])[1]))
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
 
@@ -316,14 +317,29 @@ class _Lines:
                 await self.write(b": keep-alive\n\n")
 
 
-def error_response(error: BaseException) -> JSONResponse:
+class ErrorResponse(JSONResponse):
+    """The answer to a request that failed, in the form that its path's API has."""
+
+    def __init__(self, error: ApiError) -> None:
+        super().__init__(error.body(), error.status, error.headers)
+        self._error = error
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer over ASGI."""
+        self.status_code, shown = self._error.on(scope["path"])
+        self.body = self.render(shown)
+        self.headers["content-length"] = str(len(self.body))
+        await super().__call__(scope, receive, send)
+
+
+def error_response(error: BaseException) -> ErrorResponse:
     """Return the answer to a request that failed."""
     shown = api_error(error)
     if shown.code == "no_descriptors":
         log.warning("as many files are open as may be; raise the limit (ulimit -n)")
     elif isinstance(error, OSError):  # of this server's files: nobody else says so
         log.error("a request failed", exc_info=error)
-    return JSONResponse(shown.body(), shown.status, shown.headers)
+    return ErrorResponse(shown)
 
 
 def event_line(data: dict[str, Any] | str | bytes) -> bytes:

@@ -463,7 +463,7 @@ def unread_fields(request: ReplyRequest, strict: bool) -> list[str]:
                 raise ApiError(400, what, "invalid_value", shown)
             shown = re.sub(r"\[\d+\]", "", place) + name
             found.add(shown_name(shown))
-        read = part.read if isinstance(part, OpenModel) else frozenset()
+        read: frozenset[str] = getattr(type(part), "read", frozenset())
         hints = [n for n in (HINTS & part.model_fields_set) - read if getattr(part, n) is not None]
         found |= {re.sub(r"\[\d+\]", "", place) + name for name in hints}
     return sorted(found)

@@ -6,7 +6,7 @@ import hashlib
 import logging
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -58,16 +58,19 @@ class ServerState:
     busy: Counter[str] = field(default_factory=Counter)
     unread: set[str] = field(default_factory=set)
 
-    def headers_for(self, request: ReplyRequest) -> dict[str, str]:
+    def headers_for(self, request: ReplyRequest, more: Sequence[str] = ()) -> dict[str, str]:
         """Return the header that names a request's fields without effect, if it has any.
 
         Each is logged once, too.
+
+        Args:
+            more: fields that have none with this model.
 
         Raises:
             ApiError: one is not known, and the server is strict.
         """
         strict, given = self.settings.strict, request.template_values()
-        names = unread_fields(request, strict)
+        names = [*unread_fields(request, strict), *more]
         unknown = sorted(given.keys() - self.facts.template_variables)
         if strict and unknown:
             raise ApiError(

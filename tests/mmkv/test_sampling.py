@@ -88,7 +88,8 @@ def test_stop_strings_over_piece_borders() -> None:
         shown = "".join(matcher.push(text[a:b]) for a, b in pairwise(cuts))
         shown += matcher.flush()
         ends = [text.find(stop) for stop in stops if stop in text]
-        assert matcher.hit == bool(ends)
+        assert (matcher.hit in stops) == bool(ends)
+        assert text.startswith(shown + (matcher.hit or ""))
         if len(ends) < 2 or len(set(map(len, stops))) == 1:
             assert shown == (text[: min(ends)] if ends else text)
         else:  # two stops may overlap: whichever is complete first ends the text
