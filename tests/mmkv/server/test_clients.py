@@ -158,6 +158,56 @@ CODEX: dict[str, Any] = {
 }
 
 
+_IMAGE = {"type": "base64", "media_type": "image/png", "data": URL.partition(",")[2]}
+_CACHED = {"cache_control": {"type": "ephemeral"}}
+CLAUDE_CODE: dict[str, Any] = {
+    "model": MODEL,
+    "messages": [
+        {
+            "role": "user",
+            "content": [
+                {
+                    "type": "text",
+                    "text": "<system-reminder>\nToday is Thursday.\n</system-reminder>",
+                },
+                {"type": "text", "text": "what is it?"},
+            ],
+        },
+        {
+            "role": "assistant",
+            "content": [
+                {"type": "tool_use", "id": "toolu_1", "name": "read", "input": {"path": "/a.png"}}
+            ],
+        },
+        {
+            "role": "user",
+            "content": [
+                {
+                    "type": "tool_result",
+                    "tool_use_id": "toolu_1",
+                    "content": [{"type": "image", "source": _IMAGE}],
+                }
+                | _CACHED
+            ],
+        },
+    ],
+    "system": [
+        {
+            "type": "text",
+            "text": "x-anthropic-billing-header: cc_version=2; cc_entrypoint=sdk-cli;",
+        },
+        {"type": "text", "text": "look"} | _CACHED,
+    ],
+    "tools": [{"name": "read", "description": "Read a file.", "input_schema": PARAMETERS}],
+    "metadata": {"user_id": '{"device_id":"a6","session_id":"06"}'},
+    "max_tokens": 120,
+    "thinking": {"type": "adaptive"},
+    "context_management": {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]},
+    "output_config": {"effort": "high"},
+    "stream": True,
+}
+
+
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     """Yield a server of a small Qwen3-VL whose template shows tools."""
@@ -213,3 +263,18 @@ def test_responses_of_codex(server: Server, forced: bool) -> None:
     calls = [item for item in made.output if item.type == "function_call"]
     if forced:
         assert json.loads(calls[0].arguments)["path"] in PATH["enum"]
+
+
+@pytest.mark.parametrize("forced", [False, True])
+def test_messages_of_claude_code(server: Server, forced: bool) -> None:
+    assert server.client.head("/").status_code == 200
+    body = CLAUDE_CODE | ({"tool_choice": {"type": "tool", "name": "read"}} if forced else {})
+    headers = {"anthropic-version": "2023-06-01", "anthropic-beta": "a,b", "x-api-key": "none"}
+    answer = server.client.post("/v1/messages?beta=true", json=body, headers=headers)
+    assert answer.status_code == 200, answer.text
+    events = _events(answer.text)
+    assert events[0]["type"] == "message_start" and events[-1]["type"] == "message_stop"
+    written = "".join(one.get("delta", {}).get("partial_json", "") for one in events)
+    if forced:
+        assert json.loads(written)["path"] in PATH["enum"]
+        assert events[-2]["delta"]["stop_reason"] == "tool_use"
