@@ -20,7 +20,7 @@ class Memory:
     Attributes:
         tokens_seen: tokens of the sequence so far, evicted ones included.
         entries: live (layer, head, token) entries; evicted: entries dropped so far, those of
-            pruned tokens included.
+            pruned tokens and of forgotten thoughts included.
         evicted_nan: how many of those had a score that is not a number.
         pages: pages held; kv_bytes: bytes of their keys and values.
         metadata_bytes: log_beta, position, modality and state of those pages, block tables, and

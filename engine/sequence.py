@@ -22,7 +22,7 @@ from mmkv.engine.policies import Budget, CacheView
 from mmkv.engine.prefill import Prefill, run_whole
 from mmkv.engine.read_ids import with_ids
 from mmkv.engine.scorer_state import QUERIES, view_of
-from mmkv.engine.trace import Recorder
+from mmkv.engine.trace import FORGOTTEN, Recorder
 
 if TYPE_CHECKING:
     import numpy as np
@@ -420,6 +420,42 @@ class CachedSequence:
                 self.record(recorder.limit).media = [m for m in recorder.media if m[0] < seen]
             elif recorder is not None:
                 recorder.rewind(seen)
+
+    @torch.inference_mode()
+    def forget(self, start: int, stop: int) -> int:
+        """Drop every entry of the tokens ``start`` to ``stop - 1``, whatever the policy says.
+
+        All other tokens stay where they are: token indices and rope positions keep the gap. What a
+        policy has summed up for other entries stays, too. The entries count as evicted.
+
+        Args:
+            start, stop: token indices; what is not in the cache is passed over.
+
+        Returns:
+            the number of entries dropped.
+
+        Raises:
+            SessionError: the session is closed or in use.
+        """
+        with self.claimed():
+            return self._forget(start, stop)
+
+    @torch.inference_mode()
+    def _forget(self, start: int, stop: int) -> int:
+        cache = self.engine.cache
+        with self.engine.lock:
+            entries = cache.entries(self.seq)
+            position = cache.pool.position.view(-1)[entries.slot]
+            victims = ((position >= start) & (position < stop)).nonzero().flatten()
+            if self.recorder is not None:
+                view = self.view(entries)
+                self.recorder.step(self, "forget")
+                self.recorder.died(
+                    view, victims, torch.full_like(view.log_beta, torch.nan), FORGOTTEN
+                )
+            cache.drop(self.seq, victims, entries)
+            self.count_evicted(victims.numel(), 0)
+            return victims.numel()
 
     def needs_eviction(self, slack: int) -> bool:
         """Whether a group of rows stands above its share by more than its part of ``slack``."""

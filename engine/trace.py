@@ -27,8 +27,9 @@ if TYPE_CHECKING:
 DEATH = np.dtype(
     [("row", "<i4"), ("position", "<i4"), ("log_beta", "<f4"), ("score", "<f4"), ("cause", "<i4")]
 )
-EVICTED, REFUSED, PRUNED = range(3)  # why: its score, a write gate, a pruner
-KINDS = ("start", "prompt", "reply", "budget", "shared")
+# Why: its score, a write gate, a pruner, or as it was asked.
+EVICTED, REFUSED, PRUNED, FORGOTTEN = range(4)
+KINDS = ("start", "prompt", "reply", "budget", "shared", "forget")
 _BLOCK = 2**15  # deaths in a block of the list
 _MOST_WAITING = 2**14  # deaths that may stay on a device
 _MOST_STEPS = 2**20
@@ -39,9 +40,9 @@ _MOST_SAMPLES = 32
 class Record:
     """A recorded sequence up to now; S steps, T tokens.
 
-    A step is a chunk of a prompt, a token of a reply, a change of the budget, or an eviction by a
-    budget that sessions share; step 0 is where
-    the recording begins, or the last step before the oldest one that is still known.
+    A step is a chunk of a prompt, a token of a reply, a change of the budget, an eviction by a
+    budget that sessions share, or the end of a thought that is forgotten; step 0 is where the
+    recording begins, or the last step before the oldest one that is still known.
 
     Attributes:
         layers, kv_heads: a row is ``layer * kv_heads + head``.

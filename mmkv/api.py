@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 import torch
 
+from mmkv.calls.parser import ThoughtMarks, thought_marks
 from mmkv.engine.budget import Budget
 from mmkv.engine.config import EngineConfig, require_options
 from mmkv.engine.errors import InputError, require_list
@@ -29,6 +30,7 @@ from mmkv.sampling import Sampling, Settled, checked
 from mmkv.scheduler.replies import Prompt, ReplyJob, answer_all
 from mmkv.session import Session
 from mmkv.shipped import with_shipped_gates
+from mmkv.thoughts import marks_if_first
 
 if TYPE_CHECKING:
     from mmkv.engine.model.families.base import Family
@@ -48,12 +50,14 @@ class Engine(Runtime):
 
     Attributes:
         generation: what the checkpoint's generation_config.json asks for.
+        forget_thoughts: whether new sessions drop the entries of thoughts that are over.
     """
 
     _source: str | Path | None = None
     _pixels: tuple[int | None, int | None] = (None, None)
     _processor: Processor | None = None
     generation: Generation = Generation()
+    forget_thoughts: bool = False
 
     @classmethod
     def from_pretrained(
@@ -64,24 +68,27 @@ class Engine(Runtime):
         min_pixels: int | None = None,
         max_pixels: int | None = None,
         generation_config: bool = True,
+        forget_thoughts: bool = False,
         **options: Any,
     ) -> Self:
         """Load a checkpoint; the options are those of :class:`mmkv.engine.config.EngineConfig`.
 
         ``min_pixels``, ``max_pixels`` bound a picture's size for models that take any size.
         ``generation_config``: whether the checkpoint's file of that name says how replies are
-        drawn where a call does not. The tokenizer and processor are loaded when they are first
-        needed.
+        drawn where a call does not. ``forget_thoughts``: see :class:`mmkv.Session`. The tokenizer
+        and processor are loaded when they are first needed.
         """
         require_options(options, "from_pretrained", ("progress", "min_pixels", "max_pixels"))
         config = EngineConfig(model=path_or_hub_id, **options)
-        return cls.from_config(
+        engine = cls.from_config(
             config,
             progress,
             min_pixels=min_pixels,
             max_pixels=max_pixels,
             generation_config=generation_config,
         )
+        engine.forget_thoughts = forget_thoughts
+        return engine
 
     @classmethod
     def from_config(
@@ -158,6 +165,34 @@ class Engine(Runtime):
         own = self.processor.tokenizer.eos_token_id
         return frozenset(self.family.eos_token_ids) | ({own} if own is not None else set())
 
+    @property
+    def thought_marks(self) -> ThoughtMarks | None:
+        """Return what stands around a thought of this model; None where it has none."""
+        return thought_marks(self.processor.template.source)
+
+    def require_thoughts(self, what: str) -> None:
+        """Raise InputError if the model has no thoughts, which ``what`` is about."""
+        if self.thought_marks is None:
+            raise InputError(
+                f"{what} is about thoughts, and this model's chat template knows none (no </think> "
+                "in it); leave it out"
+            )
+
+    def settled(self, sampling: Sampling | None, prefix: Any = "") -> Settled:
+        """Return how a reply that begins with ``prefix`` is drawn.
+
+        Raises InputError, TypeError: it cannot be drawn so.
+        """
+        made = checked(sampling, self.default_sampling)
+        if made.thinking_budget is not None:
+            self.require_thoughts("thinking_budget")
+            if isinstance(prefix, str) and marks_if_first(self.thought_marks, prefix) is None:
+                raise InputError(
+                    "thinking_budget counts a thought from its beginning, which cannot stand "
+                    "behind this prefix; drop one of them"
+                )
+        return made
+
     def session(self, budget: Budget | float | None = None) -> Session:
         """Open an empty session that talks.
 
@@ -202,7 +237,7 @@ class Engine(Runtime):
         room wait for those before them. Raises MmkvError; no session stays open.
         """
         require_list("conversations", conversations, "conversations or messages")
-        sampling = checked(sampling, self.default_sampling)
+        sampling = self.settled(sampling)
         batch: list[Any] = list(conversations)
         if batch and isinstance(batch[0], dict):
             batch = [batch]

@@ -51,7 +51,9 @@ class _Piece(Strict):
     pictures: NonNegativeInt
     rule: bool | None
     reply: bool
-    known: list[int] = []  # older files have none
+    known: list[int] = []  # older files have none of what follows
+    forgot: bool = False
+    others: list[str] = []
 
 
 class _Held(Strict):
@@ -60,6 +62,7 @@ class _Held(Strict):
     pieces: list[_Piece] | None
     differs: str | None
     unread: bool = False
+    thoughts: NonNegativeInt = 0
 
 
 class _Options(Strict):
@@ -106,12 +109,16 @@ def parse_held(text: str, seen: int, vocabulary: int, placeholders: set[int]) ->
     """
     made: _Held | None = parse(_Held | None, text, is_json=True)
     if made is None or made.pieces is None:
-        return Held(None, None if made is None else made.differs)
+        if made is None:
+            return Held(None)
+        return Held(None, made.differs, thoughts=made.thoughts)
     pieces, at = [], Place()
     for one in made.pieces:
         end, ids = Place(*one.end), one.ids
         grown = end.seen - at.seen, end.position - at.position, end.prompt - at.prompt
-        counted = ids is None or grown[0] == grown[1] == len(ids)
+        left_out = grown[0] - len(ids or ())  # of a thought that is forgotten
+        counted = ids is None or (grown[0] == grown[1] and not (left_out and not one.forgot))
+        counted &= left_out >= 0
         if min(grown) < 0 or not counted or (one.text is None and ids is None):
             raise InvalidFile("the numbers of what was read do not add up")
         if any(not 0 <= token < vocabulary or token in placeholders for token in ids or ()):
@@ -128,9 +135,12 @@ def parse_held(text: str, seen: int, vocabulary: int, placeholders: set[int]) ->
                 one.rule,
                 reply=one.reply,
                 known=tuple(one.known),
+                forgot=one.forgot,
+                others=tuple(one.others),
             )
         )
         at = end
     if pieces and at.seen != seen:
         raise InvalidFile("what was read is not as long as the session")
-    return Held(tuple(pieces), made.differs, None if made.unread else ((), ()))
+    unread = None if made.unread else ((), ())
+    return Held(tuple(pieces), made.differs, unread, made.thoughts)

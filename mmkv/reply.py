@@ -11,14 +11,17 @@ import codecs
 import json
 import re
 import time
+from collections import deque
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeVar
 from weakref import WeakKeyDictionary
 
+from mmkv.calls.parser import ReplyParser, ThoughtMarks, parse
 from mmkv.engine.errors import BROKEN, STOPS, NotFiniteError, as_exception
 from mmkv.engine.steps import BURST
 from mmkv.sampling import Sampler, Sampling, likeliest_of
+from mmkv.thoughts import PROMPT_END, Thought, closing
 
 if TYPE_CHECKING:
     import torch
@@ -236,6 +239,8 @@ class Reply:
     ``finish_reason``: ``eos``, ``length``, ``stop`` (a stop string), ``context`` (the model's
     positions are used up) or ``interrupted``. ``memory``: the session's afterwards, None when
     it was closed meanwhile. Times in seconds; ``tokens_per_second`` counts decoding alone.
+    ``reasoning``: the thought at the beginning of ``text``, None where the model has not thought;
+    ``content``: the answer behind it.
     """
 
     text: str
@@ -245,6 +250,8 @@ class Reply:
     seconds_to_first_token: float
     tokens_per_second: float
     memory: Memory | None = None
+    reasoning: str | None = None
+    content: str = ""
 
 
 class ReplyWriter:
@@ -258,6 +265,8 @@ class ReplyWriter:
         eos: token ids that end it; never: those that are not to be drawn.
         constraint: what binds its tokens; None: nothing.
         shown: special tokens whose names are part of the text.
+        marks: of thoughts; None: it has none.
+        prompt: the tokens that it follows, or the latest of them: they may open a thought.
     """
 
     def __init__(
@@ -268,6 +277,8 @@ class ReplyWriter:
         never: Collection[int] = (),
         constraint: Constraint | None = None,
         shown: Collection[int] = (),
+        marks: ThoughtMarks | None = None,
+        prompt: Sequence[int] = (),
     ) -> None:
         self._sampler, self._eos = Sampler(sampling, never), frozenset(eos)
         self._shown_ids = frozenset(shown)
@@ -276,6 +287,11 @@ class ReplyWriter:
         self._tokenizer, self._limit = tokenizer, self._sampler.sampling.max_new_tokens
         # At every token: for stop strings, and for what the GPU's sampler cannot do.
         self._looks = bool(sampling.stop) or self._sampler.looks or constraint is not None
+        self._marks, self._prompt = marks, tuple(prompt[-PROMPT_END:])
+        # Followed token by token only where the thought has a budget.
+        self._budget = None if marks is None else self._sampler.sampling.thinking_budget
+        self._thought = None if self._budget is None else self._new_thought()
+        self._forced: deque[int] = deque()
         self._ready = ""
         self._before: list[int] = []  # tokens of a word, where the reply stands behind some
         self._text: list[str] = []
@@ -307,6 +323,7 @@ class ReplyWriter:
             read: a bit for each id before the reply, as the session has them (``read_ids``).
         """
         self._sampler.begin(read)
+        self._bound_thought()
         return self.put(self.choose(logits))
 
     @property
@@ -318,13 +335,19 @@ class ReplyWriter:
     def choose(self, logits: torch.Tensor, likeliest: tuple[float, float] | None = None) -> int:
         """Sample a token from ``logits`` [vocab]; BROKEN where they are not finite, or none can be.
 
-        ``likeliest``: as :meth:`mmkv.sampling.Sampler.draw` takes it.
+        ``likeliest``: as :meth:`mmkv.sampling.Sampler.draw` takes it. Where a thought's budget is
+        spent, the next token of its end comes instead.
         """
-        try:
-            token = self._sampler.draw(logits, self.changed(logits), likeliest)
-        except NotFiniteError:
-            token = BROKEN
         bound = self._constraint
+        if bound is not None and bound.masks:
+            self._forced.clear()  # the answer begins as it has to
+        if self._forced:
+            token = self._forced.popleft()
+        else:
+            try:
+                token = self._sampler.draw(logits, self.changed(logits), likeliest)
+            except NotFiniteError:
+                token = BROKEN
         if bound is None:
             return token
         self.failure = bound.failure
@@ -341,7 +364,13 @@ class ReplyWriter:
     @property
     def ahead(self) -> int:
         """Return how many more tokens may be decoded before this has to look at them."""
-        return 1 if self._looks else self._limit - len(self.token_ids)
+        if self._looks or self._forced:
+            return 1
+        left = self._limit - len(self.token_ids)
+        if self._thought is None or self._thought.state in ("none", "closed"):
+            return left
+        assert self._budget is not None
+        return min(left, max(self._budget - self._thought.tokens, 1))
 
     @property
     def draw(self) -> Draw:
@@ -378,6 +407,9 @@ class ReplyWriter:
             return None
         self.token_ids.append(token)
         self._sampler.note_token(token)
+        if self._thought is not None:
+            self._thought.push(token)
+            self._bound_thought()
         self.unfed = token
         self._ready += self._stops.push(self._detokenizer.push(token))
         if self._stops.hit:
@@ -428,31 +460,96 @@ class ReplyWriter:
             self._text.append(piece)
         return piece
 
+    @property
+    def thought(self) -> Thought | None:
+        """Return where the thought is among the tokens; None where the model has none."""
+        if self._thought is not None or self._marks is None:
+            return self._thought
+        made = self._new_thought()
+        for token in self.token_ids:
+            made.push(token)
+        return made
+
+    def _new_thought(self) -> Thought:
+        assert self._marks is not None
+        return Thought(token_bytes(self._tokenizer), self._marks, self._prompt)
+
+    def _bound_thought(self) -> None:
+        """End the thought if its budget is spent."""
+        thought = self._thought
+        if thought is None or thought.state != "open" or self._forced:
+            return
+        if self._constraint is not None and self._constraint.masks:
+            return  # once what is bound is over
+        assert self._budget is not None and self._marks is not None
+        if thought.tokens >= self._budget:
+            self._forced.extend(closing(self._tokenizer, self._marks, thought.at_line_start))
+
+    def split(self, text: str) -> tuple[str | None, str]:
+        """Return the thought in the reply's ``text``, None where it has none, and what follows."""
+        thought = self.thought
+        if thought is None or self._marks is None or thought.state in ("begin", "none"):
+            return None, text
+        if thought.state == "closed" and thought.stop <= 0:  # by the prompt
+            return None, text
+        opened = thought.start < 0
+        begun = self._decode(self.token_ids[: thought.stop or None])
+        if not opened and self._marks.open not in begun and text.startswith(begun):
+            # Special tokens, which no text shows.
+            return begun.strip() or None, text[len(begun) :].lstrip()
+        parsed = parse(ReplyParser(marks=self._marks, opened=opened), text)
+        return parsed.thought, parsed.text
+
+    def answers(self, text: str, opening: str) -> list[str]:
+        """Return what a template may show of a reply whose thought is left out: the answer first.
+
+        Args:
+            text: of the whole reply; opening: with which the prompt has begun the thought.
+        """
+        thought = self.thought
+        assert thought is not None and thought.state == "closed"
+        before, found, after = text.partition(thought.marks.close)
+        if not found:  # closed by the prompt, or no text shows the marks
+            ids = self.token_ids[max(thought.stop, 0) :]
+            before, after = "", text if thought.stop <= 0 else self._decode(ids)
+        inside = before.rpartition(thought.marks.open)[2].strip("\n")
+        whole = f"{thought.marks.open}\n{inside}\n{thought.marks.close}\n\n"  # as Qwen3's has it
+        answer = after.lstrip()
+        shown = [after, after.lstrip("\n"), after.strip(), text, opening + text]
+        return list(dict.fromkeys([answer, *shown, whole + after.lstrip("\n")]))
+
     def held_text(self) -> str:
         """Return the text of all sampled tokens, stop strings included."""
+        return self._decode(self.token_ids)
+
+    def _decode(self, ids: list[int]) -> str:
         if self._shown_ids:
             written = Detokenizer(self._tokenizer, self._shown_ids)
             written.follow(self._before)
-            return "".join(map(written.push, self.token_ids)) + written.flush()
+            return "".join(map(written.push, ids)) + written.flush()
         before, whole = (
             self._tokenizer.decode(
-                ids, skip_special_tokens=True, clean_up_tokenization_spaces=False
+                each, skip_special_tokens=True, clean_up_tokenization_spaces=False
             )
-            for ids in (self._before, [*self._before, *self.token_ids])
+            for each in (self._before, [*self._before, *ids])
         )
         return whole[len(before) :]
 
     def reply(self, prompt_tokens: int, memory: Memory | None) -> Reply:
         """Return the finished reply."""
         decoded = len(self.token_ids) - 1 + (self.finish_reason == "eos")
+        text = "".join(self._text) + self._ready
+        reasoning, content = self.split(text)
         return Reply(
-            text="".join(self._text) + self._ready,
+            text=text,
             token_ids=list(self.token_ids),
             prompt_tokens=prompt_tokens,
             finish_reason=self.finish_reason or "interrupted",
             seconds_to_first_token=self._first or 0.0,
             tokens_per_second=decoded / self._decoding if self._decoding > 0 else 0.0,
             memory=memory,
+            reasoning=reasoning,
+            content=content,
         )
 
 

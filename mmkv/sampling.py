@@ -30,6 +30,7 @@ _WHOLE = {
     "max_new_tokens": (lambda x: x >= 1, "1 or more"),
     "top_k": (lambda x: x >= 0, "0 (off) or more"),
     "seed": (lambda x: 0 <= x < 2**63, "0 or more, below 2^63"),
+    "thinking_budget": (lambda x: x >= 0, "0 or more"),
 }
 _REAL = {
     "temperature": (lambda x: 0.0 <= x <= 100.0, "0 to 100"),
@@ -58,6 +59,8 @@ class Sampling:
     from the logit of a token that this reply has, once and for each time. ``bad_words`` holds
     token ids in a row that no reply has. ``seed`` None draws a fresh seed for each reply; ``stop``
     holds strings that end the reply (they are not part of the shown text), beside the checkpoint's.
+    ``thinking_budget``: tokens that a thought may have before its end is written for the model;
+    None: as many as it likes.
 
     The order is that of transformers: penalties, bad words, temperature, top-k, top-p, min-p.
     Raises InputError when a value is out of its range, TypeError when it is of another type.
@@ -74,6 +77,7 @@ class Sampling:
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
     bad_words: tuple[tuple[int, ...], ...] | None = None
+    thinking_budget: int | None = None
 
     def __post_init__(self) -> None:
         # A single string would otherwise be read as its letters.
@@ -135,7 +139,7 @@ class Settled(Sampling):
 
     @property
     def _may_be_none(self) -> Collection[str]:
-        return {"seed"}
+        return {"seed", "thinking_budget"}
 
     def settled(self, defaults: Settled | None = None) -> Settled:
         """Return these settings: none is left open."""

@@ -21,7 +21,8 @@ from mmkv.engine.session_file import checked_extra
 from mmkv.prompt.held import Held, Place, Rewrites
 from mmkv.prompt.special import tokenize
 from mmkv.reply import Reply, ReplyWriter, step
-from mmkv.sampling import Sampling, Settled, checked
+from mmkv.sampling import Sampling, Settled
+from mmkv.thoughts import PROMPT_END, marks_if_first
 from mmkv.turn import TurnReading, UserTurn, compose
 
 if TYPE_CHECKING:
@@ -76,7 +77,7 @@ class ReplyStream(Iterator[str]):
 
 Progress = Callable[[int, int], None]
 # What belongs to the object and not to the state of its conversation.
-_OWN = ("_claim", "_streaming", "_in_stream", "undo_depth", "rewrites")
+_OWN = ("_claim", "_streaming", "_in_stream", "undo_depth", "rewrites", "forget_thoughts")
 
 
 @dataclass(frozen=True)
@@ -99,7 +100,9 @@ class Session(CachedSequence):
     placeholders). ``last``: the latest Reply. ``note``: a note for the user about how
     the turn was rendered, or None. ``rewrites``: what to do where the chat template, or the way in
     which pictures are read, changes what was said before a new message: ``reread`` goes back and
-    reads it so, ``keep`` leaves it as it was read. ``undo_depth``: how many turns :meth:`undo` can
+    reads it so, ``keep`` leaves it as it was read. ``forget_thoughts``: whether the entries of a
+    reply's thought are dropped once the reply is over; the engine's setting at first. The history
+    then has the answer alone. ``undo_depth``: how many turns :meth:`undo` can
     take back; each costs a copy of the cache, so it is 0 unless asked for.
 
     From the first piece of a stream to its end only the stream changes the session: another call
@@ -116,6 +119,7 @@ class Session(CachedSequence):
         self.note: str | None = None
         self.undo_depth = 0
         self.rewrites: Rewrites = "reread"
+        self.forget_thoughts = engine.forget_thoughts
         self.held = Held()
         self._cuts = 0  # how often the session went back
         # Sampled tokens that are part of the latest reply but not yet in the cache; the next turn
@@ -153,7 +157,7 @@ class Session(CachedSequence):
         where a token cannot be chosen (NotFiniteError) or written, that takes the turn back if
         :meth:`take_back` can.
         """
-        settings = checked(sampling, self.engine.default_sampling)
+        settings = self.engine.settled(sampling, prefix)
         with self.claimed(), OpenToCtrlC():  # pictures may take their time
             turn = compose(self, text, images, videos, system, fps, num_frames, prefix)
         return ReplyStream(self, lambda: self._stream(turn, settings, progress))
@@ -195,6 +199,7 @@ class Session(CachedSequence):
             other.history, other.last = deepcopy(self.history), self.last
             other._unfed, other.undo_depth = list(self._unfed), self.undo_depth
             other.held, other.rewrites, other._cuts = self.held.copy(), self.rewrites, self._cuts
+            other.forget_thoughts = self.forget_thoughts
             other._turn_mark = self._turn_mark
             return other
 
@@ -240,7 +245,8 @@ class Session(CachedSequence):
 
     def memory(self) -> Memory:
         """Return physical memory, entries, and how what was read differs from a fresh rendering."""
-        return replace(super().memory(), differs=self.held.differs)
+        told = [self.held.differs, self.held.forgotten]
+        return replace(super().memory(), differs="; ".join(filter(None, told)) or None)
 
     def close(self) -> None:
         """Return every page, also those held for undo; a stream raises at its next piece."""
@@ -324,7 +330,12 @@ class Session(CachedSequence):
     ) -> Generator[str, None, None]:
         engine, start = self.engine, self.turn_start()
         writer = ReplyWriter(
-            engine.processor.tokenizer, sampling, engine.eos_token_ids, engine.media_token_ids
+            engine.processor.tokenizer,
+            sampling,
+            engine.eos_token_ids,
+            engine.media_token_ids,
+            marks=marks_if_first(engine.thought_marks, turn.reading.prefix),
+            prompt=turn.inputs["input_ids"][0, -PROMPT_END:].tolist(),
         )
         writer.start_clock(turn.started)
         if turn.reading.prefix:
@@ -421,17 +432,36 @@ class Session(CachedSequence):
         self.held.let_go(read.stays)
         self.held.differs = differs or self.held.differs
 
-    def note_reply(self, writer: ReplyWriter, text: str) -> None:
-        """Note a reply that is over, shown as ``text``, and which token of it the cache lacks."""
+    def note_reply(self, writer: ReplyWriter, text: str) -> str:
+        """Note a reply that is over, shown as ``text``, and which token of it the cache lacks.
+
+        Returns:
+            what the history has of it: the answer alone where the thought is forgotten.
+        """
         self.set_unfed(writer.unfed)
         fed = writer.token_ids if writer.unfed is None else writer.token_ids[:-1]
-        self.held.add_reply(text, fed, self.place)
+        thought = writer.thought if self.forget_thoughts and writer.failure is None else None
+        # One that is not over stays, also where the next prompt brings its last token.
+        if thought is None or thought.state != "closed" or thought.stop > len(fed):
+            self.held.add_reply(text, fed, self.place)
+            return text
+        with self.engine.lock:
+            if not self.closed:
+                begin = self.seen - len(fed)
+                self._forget(begin + thought.start, begin + thought.stop)
+        opening = self.held.cut_end(-thought.start, thought.marks.open) if thought.start < 0 else ""
+        answer, *others = writer.answers(text, opening)
+        ids = [*fed[: max(thought.start, 0)], *fed[max(thought.stop, 0) :]]
+        self.held.add_reply(answer, ids, self.place, tuple(others))
+        return answer
 
     def end_reply(self, writer: ReplyWriter, prompt_tokens: int) -> Reply:
         """Put the reply that ``writer`` has finished into the history."""
         text = writer.held_text()
-        self.history[-1]["content"] += text
-        self.note_reply(writer, text)
+        said = self.note_reply(writer, text)
+        # What begins a thought that is forgotten goes with it.
+        before = self.history[-1]["content"] if said == text else ""
+        self.history[-1]["content"] = before + said
         with self.engine.lock:
             memory = None if self.closed else self.memory()
         self.last = reply = writer.reply(prompt_tokens, memory)

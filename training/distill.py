@@ -123,6 +123,9 @@ def distill(
         bool, _option("Recompute layers instead of keeping activations.", _RUN)
     ] = False,
     dtype: Annotated[str, _option("auto, float32 or bfloat16.", _RUN)] = "auto",
+    weights: Annotated[
+        str, _option("On a CPU: auto, or bf16: products of bfloat16, faster.", _RUN)
+    ] = "auto",
     device: Annotated[str, _option("auto, cpu or cuda.", _RUN)] = "auto",
     seed: Annotated[int, _option("Seed of gates and data order.", _RUN)] = 0,
     log_every: Annotated[int, _option("Steps between log lines.", _RUN)] = 10,

@@ -66,6 +66,7 @@ def resume(folder: Path, asked: Mapping[str, Any]) -> Path:
             f"{folder} does not say what its run was asked ({ASKED}); give another --output and "
             "start anew"
         ) from None
+    before.setdefault("weights", "auto")  # a run of before there was a choice
     for name in sorted(asked.keys() - _FREE):
         if asked[name] != before.get(name):
             raise InputError(

@@ -1,9 +1,9 @@
 """One training step of retention gates or write gates, as a torch module that holds the gates only.
 
-The quality losses are computed in blocks, so that all logits never exist at once: KL(teacher ||
-student) and next-token prediction over one mask of shifted labels (DBTrimKV, arXiv 2605.09649, eq.
-3; TRIM-KV, arXiv 2512.03324, eq. 4). Write gates have the loss of WG-KV (arXiv 2512.17452, section
-3.3).
+The quality losses are computed in blocks, gradient and all, so that all logits never exist at
+once: KL(teacher || student) and next-token prediction over one mask of shifted labels (DBTrimKV,
+arXiv 2605.09649, eq. 3; TRIM-KV, arXiv 2512.03324, eq. 4). Write gates have the loss of WG-KV
+(arXiv 2512.17452, section 3.3).
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 from mmkv.engine.model.decoder import Decoder
 from mmkv.engine.model.families.tower import held_matrices
@@ -35,6 +34,7 @@ from mmkv.training.student import (
     TrainableGates,
     TrainableWriteGates,
     student_states,
+    with_trunks_in_bf16,
     write_gated_states,
 )
 
@@ -46,12 +46,14 @@ class Quality:
     """Means over the N predicted tokens, scalars float32.
 
     Attributes:
+        loss: the weighted sum of the next two, and the only one with a gradient.
         kl: KL(teacher || student), or KL(student || teacher) where that was asked for.
         ntp: negative log-likelihood of the label.
-        agreement: share of tokens whose most likely continuation is the teacher's; no gradient.
+        agreement: share of tokens whose most likely continuation is the teacher's.
         tokens: N.
     """
 
+    loss: Tensor
     kl: Tensor
     ntp: Tensor
     agreement: Tensor
@@ -64,36 +66,81 @@ def quality_losses(
     teacher: Tensor,
     labels: Tensor,
     reverse: bool = False,
-    block: int = 512,
+    block: int = 128,
+    weights: tuple[float, float] = (1.0, 1.0),
 ) -> Quality:
     """Compare student and teacher where labels stand.
+
+    The gradient of the student's states is worked out beside the losses, so that no logits are
+    kept or computed again.
 
     Args:
         student, teacher: states ``[T, d]`` before the final norm.
         labels: int64 ``[T]``, -100 where nothing is predicted.
-        block: tokens whose logits stand at once; they are recomputed in the backward pass.
+        block: tokens whose logits stand at once.
+        weights: of the two losses in ``loss``.
 
     Raises:
         ValueError: without any label.
     """
     where, targets = predicted(labels)
-    if not where.numel():
+    count = where.numel()
+    if not count:
         raise ValueError("no token has a label")
-
-    def sums(states: Tensor, reference: Tensor, target: Tensor) -> Tensor:
-        ours = F.log_softmax(decoder.logits(states), -1)
-        theirs = F.log_softmax(decoder.logits(reference), -1)
-        high, low = (ours, theirs) if reverse else (theirs, ours)
-        kl = (high.exp() * (high - low)).sum()
-        ntp = F.nll_loss(ours, target, reduction="sum")
-        agree = (ours.argmax(-1) == theirs.argmax(-1)).sum().float()
-        return torch.stack([kl, ntp, agree])
-
+    gradient = student.requires_grad and torch.is_grad_enabled()
+    chosen = student[where]
     total = torch.zeros(3, device=student.device)
-    for part, target in zip(where.split(block), targets.split(block), strict=True):
-        total = total + checkpoint(sums, student[part], teacher[part], target, use_reentrant=False)
-    kl, ntp, agreement = total / where.numel()
-    return Quality(kl, ntp, agreement.detach(), where.numel())
+    grads: list[Tensor] = []
+    for part, target in zip(torch.arange(count).split(block), targets.split(block), strict=True):
+        states = chosen[part].detach().requires_grad_(gradient)
+        ours = decoder.logits(states)
+        with torch.no_grad():
+            theirs = decoder.logits(teacher[where[part]])
+            sums, d_logits = _compare(ours.detach(), theirs, target, reverse, weights)
+            total += sums
+        if gradient:
+            grads += torch.autograd.grad(ours, states, d_logits)
+    kl, ntp, agreement = total / count
+    loss = weights[0] * kl + weights[1] * ntp
+    if gradient:
+        made: Tensor = _WithGradient.apply(chosen, loss, torch.cat(grads) / count)
+        loss = made
+    return Quality(loss, kl, ntp, agreement, count)
+
+
+def _compare(
+    ours: Tensor, theirs: Tensor, target: Tensor, reverse: bool, weights: tuple[float, float]
+) -> tuple[Tensor, Tensor]:
+    """Return the sums of KL, next-token loss and agreement over logits ``[n, vocab]``, ``[3]``, and
+    the gradient of the weighted losses with respect to ``ours``. ``theirs`` is used up.
+    """
+    agree = (ours.argmax(-1) == theirs.argmax(-1)).sum()
+    student = F.log_softmax(ours, -1)
+    ntp = F.nll_loss(student, target, reduction="sum")
+    probability = F.softmax(ours, -1)
+    if reverse:
+        apart = student.sub_(F.log_softmax(theirs, -1))
+        kl = (probability * apart).sum(-1, keepdim=True)
+        grad = apart.sub_(kl).mul_(probability).mul_(weights[0]).add_(probability, alpha=weights[1])
+    else:
+        teacher = F.softmax(theirs, -1)
+        kl = F.log_softmax(theirs, -1).sub_(student).mul_(teacher)
+        grad = probability.mul_(sum(weights)).sub_(teacher, alpha=weights[0])
+    grad[torch.arange(len(target), device=grad.device), target] -= weights[1]
+    return torch.stack([kl.sum(), ntp, agree.float()]), grad
+
+
+class _WithGradient(torch.autograd.Function):
+    """A number and its gradient, which are both known."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, value: Tensor, gradient: Tensor) -> Tensor:
+        ctx.save_for_backward(gradient)
+        return value.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        return grads[0] * ctx.saved_tensors[0], None, None
 
 
 PARTS = (
@@ -170,15 +217,18 @@ class DistillModel(nn.Module):
         documents = lay_out(engine, [inputs_of(example) for example in examples])
         labels = torch.cat([_labels(example) for example in examples]).to(engine.device)
         gates = self.gates.gates().to(engine.device, engine.dtype)
+        if engine.decoder.weights.form == "bf16":
+            gates = with_trunks_in_bf16(gates)
         teacher = full_attention_states(engine, documents)
         student, log_beta = student_states(
             engine, documents, gates, goal.gating, self.checkpointing
         )
         decoder = Decoder(engine.spec, engine.decoder.weights, None)
-        quality = quality_losses(decoder, student, teacher, labels, goal.reverse)
+        weights = goal.kl, goal.ntp
+        quality = quality_losses(decoder, student, teacher, labels, goal.reverse, weights=weights)
         rows = log_beta.flatten(1).T.contiguous()
         capacity, kept = self._capacity(rows, documents.start)
-        loss = goal.kl * quality.kl + goal.ntp * quality.ntp + goal.capacity * capacity
+        loss = quality.loss + goal.capacity * capacity
         at_end = weights_at_end(rows, documents.start)
         by_head = at_end.sum(1) / len(documents.lengths)
         parts = {

@@ -465,7 +465,11 @@ def load_backbone(settings: TrainingSettings) -> Runtime:
             of training does not know.
     """
     engine = Runtime.from_pretrained(
-        settings.model, policy="full", device=own_device(settings.device), dtype=settings.dtype
+        settings.model,
+        policy="full",
+        device=own_device(settings.device),
+        dtype=settings.dtype,
+        weights=settings.weights,
     )
     if any(engine.spec.sliding_window):
         raise ModelError(

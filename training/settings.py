@@ -125,6 +125,7 @@ _CHOICES = {
     "tying": ("paper", "layer", "none"),
     "gate_input": ("x", "kv"),
     "store": ("float32", "float16"),
+    "weights": ("auto", "bf16"),
     "normaliser": ("relative", "tt"),
     "schedule": ("cosine", "linear"),
     "loss": tuple(_LOSSES),
@@ -188,6 +189,8 @@ class TrainingSettings:
         warmup: share of the steps.
         clip: largest gradient norm; 0 for none.
         capacity_rates: 0 counts exactly; K groups log_beta into K decay rates.
+        weights: ``bf16`` rounds states, gradients and the gates' trunks to bfloat16 for products on
+            a CPU; ``auto`` does not.
         store: dtype of the trunks in the gate file; training itself is in float32.
         held_out_budget: M of the held-out runs, ``budget`` when 0.
     """
@@ -222,6 +225,7 @@ class TrainingSettings:
     checkpointing: bool = False
     seed: int = 0
     dtype: str = "auto"
+    weights: str = "auto"
     device: str = "auto"
     log_every: int = 10
     save_every: int = 200

@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -18,7 +20,7 @@ from mmkv.engine.model.decoder import Decoder
 from mmkv.engine.model.gates import Gates, WriteGates, write_gates
 from mmkv.engine.model.gates.module import tied_gates
 from mmkv.engine.model.gates.published import layer_name, published_gates
-from mmkv.engine.model.product import plain
+from mmkv.engine.model.product import Matrix, plain
 from mmkv.engine.model.spec import DecoderSpec
 from mmkv.engine.model.weights import LayerWeights
 from mmkv.engine.policies.base import admitted
@@ -79,6 +81,17 @@ def student_states(
             hidden, gate = run(index, hidden)
         log_beta.append(gate)
     return hidden, torch.stack(log_beta, 1)
+
+
+def with_trunks_in_bf16(gates: Gates) -> Gates:
+    """Return the same gates, their trunks multiplied in bfloat16; the readout stays float32."""
+    layers = [replace(layer, product=_multiply_in_bf16) for layer in gates.layers]
+    return replace(gates, layers=layers)
+
+
+def _multiply_in_bf16(x: Tensor, weight: Matrix, bias: Tensor | None = None) -> Tensor:
+    narrow = None if bias is None else bias.bfloat16()
+    return F.linear(x.bfloat16(), plain(weight).bfloat16(), narrow).to(x.dtype)
 
 
 class WriteGatedAttention(FullAttention):

@@ -26,9 +26,10 @@ def _all(given: list[str] | None) -> list[str]:
     return given or []
 
 
-def _on_or_off(given: str | None) -> str | None:
-    if given not in ("on", "off", None):
-        raise InputError(f"--thinking {given!r} cannot be; give on or off")
+def _thinking(given: str | None) -> str | None:
+    number = given is not None and given.isascii() and given.isdecimal() and len(given) < 10
+    if given not in ("on", "off", None) and not number:
+        raise InputError(f"--thinking {given!r} cannot be; give on, off or a number of tokens")
     return given
 
 
@@ -125,9 +126,13 @@ class ChatOptions:
     rebudget: bool = False
     raw: bool = option("Send the text as it is, without a chat template.", bool, False)
     thinking: str | None = option(
-        "on or off: whether the model thinks first, if its chat template lets one choose.",
+        "on, off or a number: whether the model thinks first, if its chat template lets one "
+        "choose, or the most tokens of a thought.",
         str | None,
-        read=_on_or_off,
+        read=_thinking,
+    )
+    forget_thoughts: bool = option(
+        "Drop the cached entries of a thought once its reply is over.", bool, False
     )
     no_stream: bool = option("Print replies whole.", bool, False, panel=OUTPUT)
     plain: bool = option("Show replies as they are, no Markdown.", bool, False, panel=OUTPUT)
@@ -159,8 +164,10 @@ class ChatOptions:
             raise UsageError("--fps and --num-frames exclude each other; give one")
         if self.cost and (self.load is not None or self.interactive):
             raise UsageError("--cost is of one answer to one prompt; drop --load, --resume and -i")
-        if self.raw and self.thinking is not None:
-            raise UsageError("--raw uses no chat template, which --thinking is told to; drop one")
+        about = self.thinking is not None, self.forget_thoughts
+        if self.raw and any(about):
+            name = "--thinking" if about[0] else "--forget-thoughts"
+            raise UsageError(f"--raw uses no chat template, which {name} needs; drop one")
         if self.raw and self.system is not None:
             raise UsageError("--raw sends the text alone; put what --system says into the prompt")
         try:
@@ -187,4 +194,10 @@ class ChatOptions:
             frequency_penalty=self.frequency_penalty,
             seed=self.seed,
             stop=tuple(self.stop or ()),
+            thinking_budget=self.most_thought,
         )
+
+    @property
+    def most_thought(self) -> int | None:
+        """Return how many tokens a thought may have; None: any number."""
+        return None if self.thinking in ("on", "off", None) else int(self.thinking)

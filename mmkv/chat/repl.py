@@ -140,6 +140,9 @@ SETTINGS: dict[str, Callable[[Repl, str], None]] = {
     "presence_penalty": _sampling_setting("presence_penalty", float),
     "frequency_penalty": _sampling_setting("frequency_penalty", float),
     "seed": _sampling_setting("seed", lambda value: int(value) if value else None),
+    "thinking_budget": _sampling_setting(
+        "thinking_budget", lambda value: int(value) if value else None
+    ),
     "stop": _sampling_setting("stop", lambda value: (value,) if value else ()),
     "fps": _set_fps,
     "num_frames": _set_num_frames,

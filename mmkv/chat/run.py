@@ -60,7 +60,7 @@ def run_chat(options: ChatOptions) -> int:
 
 
 def _choose_template(engine: Engine, options: ChatOptions) -> None:
-    """Leave the template out for --raw, or tell it whether to think.
+    """Leave the template out for --raw, or tell it whether to think; note what is forgotten.
 
     Raises:
         InputError: there is none, or it knows no thinking.
@@ -73,9 +73,16 @@ def _choose_template(engine: Engine, options: ChatOptions) -> None:
             f"{options.model} has no chat template, so it is a base model that continues a text; "
             "send it one as it is with --raw, or name a model that was trained to chat"
         )
-    elif options.thinking is not None:
+    elif options.thinking in ("on", "off"):
         values = {"enable_thinking": options.thinking == "on"}
         processor.template = processor.template.with_values(values)
+    elif options.thinking is not None:
+        engine.require_thoughts(f"--thinking {options.thinking}")
+        if options.most_thought == 0 and "enable_thinking" in processor.template.variables:
+            processor.template = processor.template.with_values({"enable_thinking": False})
+    if options.forget_thoughts:
+        engine.require_thoughts("--forget-thoughts")
+        engine.forget_thoughts = True
 
 
 def _save_target(options: ChatOptions) -> Path:

@@ -60,6 +60,9 @@ def serve(
         )
         if engine.device.type == "cpu" and not chosen:
             engine.prefill_chunk = CHUNK_ON_CPU
+        if settings.forget_thoughts:
+            engine.require_thoughts("--forget-thoughts")
+            engine.forget_thoughts = True
         if settings.shared_budget is not None:
             engine.share(settings.shared_budget, settings.shared_floor)
         return engine

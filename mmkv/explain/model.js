@@ -8,7 +8,7 @@ const { rows, names, heads, seen, allowed, kinds, texts, first } = data;
 const steps = seen.length, tokens = texts.length;
 const NEVER = 65535;
 const COLOURS = ["#1d4ed8", "#c2410c", "#0f766e"], MODALITIES = ["text", "image", "video"];
-const NAMES = { start: "recording begins", prompt: "prompt", reply: "reply", budget: "budget changed", shared: "shared budget" };
+const NAMES = { start: "recording begins", prompt: "prompt", reply: "reply", budget: "budget changed", shared: "shared budget", forget: "thought forgotten" };
 
 const view = { at: steps - 1, row: -1, picked: null };
 let gone, logBeta, curves, cuts, born, perRow, perToken, sampled, causes, lastScores;
@@ -158,7 +158,7 @@ function why(r, p) {
   if (end === NEVER) return { text: `${names[r]} still holds ${named(p)} at the end.`, above: justAbove(r, steps - 1) };
   const what = `${names[r]} lost ${named(p)} at step ${end}`, group = data.rule.group[r];
   const cause = causes ? causes[r * tokens + p] : 0;
-  if (cause) return { text: `${what}: ${["", "its write gate did not admit it", "its picture was pruned"][cause]}.`, end, above: [] };
+  if (cause) return { text: `${what}: ${["", "its write gate did not admit it", "its picture was pruned", "its thought was over and is forgotten"][cause]}.`, end, above: [] };
   const rivals = data.rule.sizes[group], here = data.rule.group.filter((other) => other === group).length;
   const total = groupHeld(group, end);
   return {

@@ -58,6 +58,8 @@ class Piece:
             :meth:`mmkv.prompt.processing.Processor.rule`.
         media: its pictures and videos, while a later turn may want them again.
         reply: whether it is a reply.
+        forgot: whether a thought stood in it whose entries were dropped; others: the texts beside
+            ``text`` that a template may then show for it.
     """
 
     text: str | None
@@ -68,6 +70,15 @@ class Piece:
     media: tuple[tuple[Any, ...], tuple[Any, ...]] | None = None
     reply: bool = False
     known: tuple[int, ...] = ()
+    forgot: bool = False
+    others: tuple[str, ...] = ()
+
+    def length_in(self, whole: str, at: int) -> int | None:
+        """Return how many characters of ``whole`` at ``at`` show this; None: others stand there."""
+        if self.text is None:
+            return None
+        lengths = [len(one) for one in (self.text, *self.others) if whole.startswith(one, at)]
+        return max(lengths, default=None)
 
 
 @dataclass(frozen=True)
@@ -98,6 +109,7 @@ class Held:
     Attributes:
         pieces: in order; None: what it has read is not known as text.
         differs: how what was read differs from the conversation rendered afresh, for the user.
+        thoughts: how many replies have lost their thoughts, on purpose.
         unread: pictures and videos of text that was let go to be read again, and was not since the
             turn was not completed; None: they are not at hand.
     """
@@ -105,6 +117,15 @@ class Held:
     pieces: tuple[Piece, ...] | None = ()
     differs: str | None = None
     unread: tuple[tuple[Any, ...], tuple[Any, ...]] | None = ((), ())
+    thoughts: int = 0
+
+    @property
+    def forgotten(self) -> str | None:
+        """Say how what is held differs for want of thoughts, for the user; None: it does not."""
+        if not self.thoughts:
+            return None
+        whose = "a reply" if self.thoughts == 1 else f"{self.thoughts:,} replies"
+        return f"the thoughts of {whose} were forgotten after the answers were written with them"
 
     def copy(self) -> Held:
         """Return one that goes on for itself."""
@@ -121,11 +142,11 @@ class Held:
         begins, at = [0], 0
         first = len(pieces)
         for i, piece in enumerate(pieces):
-            stays = piece.text is not None and plain.startswith(piece.text, at)
-            if not stays or (piece.pictures and piece.rule != rule):
+            length = piece.length_in(plain, at)
+            if length is None or (piece.pictures and piece.rule != rule):
                 first = i
                 break
-            at += len(piece.text or "")
+            at += length
             begins.append(at)
         if first == len(pieces) and chosen is None:
             return Plan(first, self._end(first), _from(whole, at), media=self.unread)
@@ -136,10 +157,12 @@ class Held:
         kept = kept if chosen is None else min(kept, chosen)
         again = pieces[kept:]
         ids: list[int] = []
+        seen = self._end(kept).seen
         for piece in again:
-            if piece.ids is None:
-                break
+            if piece.ids is None or seen + len(piece.ids) != piece.end.seen:
+                break  # a picture, or what stood before a thought that is forgotten
             ids += piece.ids
+            seen = piece.end.seen
         media: Any = ((), ())
         for piece in again:
             if piece.ids is None:
@@ -164,6 +187,7 @@ class Held:
         if tokens:
             pieces += (Piece(None, plan.ids[:tokens], end),)
         self.pieces, self.unread = pieces, plan.media
+        self.thoughts = sum(piece.forgot for piece in pieces)
         return end
 
     def add_prompt(self, read: Read, end: Place) -> None:
@@ -194,10 +218,37 @@ class Held:
             pieces.append(Piece(read.tail_text, read.tail, end))
         self.pieces = tuple(pieces)
 
-    def add_reply(self, text: str, ids: Sequence[int], end: Place) -> None:
-        """Note a reply, of which the session holds the tokens ``ids``, up to ``end``."""
+    def add_reply(
+        self, text: str, ids: Sequence[int], end: Place, others: tuple[str, ...] | None = None
+    ) -> None:
+        """Note a reply, of which the session holds the tokens ``ids``, up to ``end``.
+
+        Args:
+            others: see :class:`Piece`, of a reply whose thought is forgotten; None: it is not.
+        """
+        forgot = others is not None
+        self.thoughts += forgot
         if self.pieces is not None:
-            self.pieces = (*self.pieces, Piece(text, tuple(ids), end, reply=True))
+            made = Piece(text, tuple(ids), end, reply=True, forgot=forgot, others=others or ())
+            self.pieces = (*self.pieces, made)
+
+    def cut_end(self, tokens: int, opening: str) -> str:
+        """Leave out the last tokens of the latest prompt, whose text begins with ``opening``.
+
+        Returns:
+            that text.
+        """
+        if not self.pieces or not tokens:
+            return ""
+        last = self.pieces[-1]
+        at = (last.text or "").rfind(opening)
+        if last.text is None or at < 0 or (last.ids is not None and len(last.ids) < tokens):
+            self.pieces = None  # never so: the prompt's own tokens were read
+            return ""
+        ids = None if last.ids is None else last.ids[: len(last.ids) - tokens]
+        made = replace(last, text=last.text[:at], ids=ids, end=last.end.after(-tokens, -tokens))
+        self.pieces = (*self.pieces[:-1], made)
+        return last.text[at:]
 
     def let_go(self, stays: int) -> None:
         """Let the pictures go that stand in the first ``stays`` characters, which stay so.
@@ -225,9 +276,11 @@ class Held:
                 {"text": one.text, "ids": one.ids, "end": astuple(one.end)}
                 | {"pictures": one.pictures, "rule": one.rule, "reply": one.reply}
                 | ({"known": one.known} if one.known else {})
+                | ({"forgot": True, "others": one.others} if one.forgot else {})
                 for one in self.pieces
             ]
-        return {"pieces": made, "differs": self.differs, "unread": self.unread != ((), ())}
+        told = {"pieces": made, "differs": self.differs, "unread": self.unread != ((), ())}
+        return told | ({"thoughts": self.thoughts} if self.thoughts else {})
 
     @property
     def seen(self) -> int:

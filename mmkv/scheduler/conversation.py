@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from mmkv.session import Session
 
 # What a session file does not hold.
-_LOST = ("last", "note", "undo_depth", "rewrites", "cache_salt")
+_LOST = ("last", "note", "undo_depth", "rewrites", "forget_thoughts", "cache_salt")
 
 
 class CachedConversation:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -21,9 +22,10 @@ from mmkv.engine.errors import (
 from mmkv.engine.interrupts import CtrlC, whole
 from mmkv.engine.prefill import ChunkPass, needed_pages, pass_tokens, reserve_together
 from mmkv.reply import Reply, ReplyWriter, step
-from mmkv.sampling import Sampling, checked
+from mmkv.sampling import Sampling
 from mmkv.scheduler.contract import Job, Reservation
 from mmkv.scheduler.loop import Limits, Scheduler
+from mmkv.thoughts import PROMPT_END
 from mmkv.turn import TurnReading, compose
 
 if TYPE_CHECKING:
@@ -153,7 +155,7 @@ class ReplyJob(EngineJob):
         own = engine.budgets.checked(budget) if session is None else session.budget
         super().__init__(engine, own, chunk or engine.prefill_chunk)
         self._kept = session
-        self.sampling = checked(sampling, engine.default_sampling)
+        self.sampling = engine.settled(sampling)
         if isinstance(prompt, Prompt) and prompt_tokens is None:
             prompt_tokens = prompt.tokens
         self._given, self.prompt_tokens = prompt, prompt_tokens
@@ -305,17 +307,20 @@ class ReplyJob(EngineJob):
             self._before = None
 
     def _begin(self) -> None:
-        engine = self.engine
+        engine, started = self.engine, time.perf_counter()
         self.live = engine.session(self.budget) if self._kept is None else self._kept.wake()
         self._start = self.live.turn_start()
+        given = self._given
+        prompt = self._prompt = given if isinstance(given, Prompt) else given(self.live)
         self.writer = ReplyWriter(
             engine.processor.tokenizer,
             self.sampling,
             engine.eos_token_ids,
             engine.media_token_ids,
+            marks=engine.thought_marks,
+            prompt=prompt.inputs["input_ids"][0, -PROMPT_END:].tolist(),
         )
-        given = self._given
-        prompt = self._prompt = given if isinstance(given, Prompt) else given(self.live)
+        self.writer.start_clock(started)
         if self.prompt_tokens is not None and prompt.tokens > self.prompt_tokens:
             raise InputError(
                 f"the prompt has {prompt.tokens:,} tokens and was announced with "

@@ -40,6 +40,7 @@ from mmkv.server.schema import (
     unsupported,
 )
 from mmkv.server.writer import LogitSettings
+from mmkv.thoughts import marks_if_first
 
 if TYPE_CHECKING:
     from starlette.requests import HTTPConnection
@@ -227,6 +228,8 @@ class ChatCall:
         self.counts: RequestCounts | None = None
         use = _tool_use(request, facts, () if start is None else start.info.tools)
         given = request.template_values()
+        if request.thought_limit == 0:  # where a template can leave the thought out
+            given.setdefault("enable_thinking", False)
         values = {name: given[name] for name in sorted(facts.template_variables & given.keys())}
         tools = [] if use is None else use.for_template()
         told = [one for one in (values, tools) if one]
@@ -252,6 +255,15 @@ class ChatCall:
         )
         rules = self.work.logit_settings.rules
         must = use is not None and use.choice == "required"
+        limit = self.work.sampling.thinking_budget
+        if limit is not None and marks_if_first(facts.thoughts, begun.text) is None:
+            what = "counts a thought from its beginning, and the assistant's last message has begun"
+            raise ApiError(
+                400,
+                f"thinking_budget {what} the reply behind it; leave one of them out",
+                "invalid_value",
+                "thinking_budget",
+            )
         if begun.text and (rules.answer is not None or must):
             name = "tool_choice" if must else "response_format"
             raise unsupported(
@@ -456,6 +468,7 @@ def _sampling(request: ChatRequest, settings: ServerSettings, facts: Facts) -> S
             frequency_penalty=request.frequency_penalty,
             seed=None if request.seed is None else request.seed % 2**63,
             stop=stop,
+            thinking_budget=request.thought_limit if facts.thoughts else None,
         ).settled(facts.sampling)
     except MmkvError as error:
         raise ApiError(400, str(error), "invalid_value") from error

@@ -49,7 +49,7 @@ class CompletionRequest(ReplyRequest):
             "messages": (),
             "response_format": ({"type": "text"},),
             "suffix": ("",),
-            **dict.fromkeys(("chat_template_kwargs", "enable_thinking"), ()),
+            **dict.fromkeys(("chat_template_kwargs", "enable_thinking", "thinking_budget"), ()),
         }
     )
 

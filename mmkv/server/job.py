@@ -41,6 +41,7 @@ from mmkv.server.prompts import (
     with_sampled,
 )
 from mmkv.server.writer import LogitSettings, ScoredWriter
+from mmkv.thoughts import PROMPT_END, marks_if_first
 from mmkv.turn import agreed, kept_tokens, text_before_media, without_first
 
 if TYPE_CHECKING:
@@ -436,6 +437,7 @@ class ChatJob(EngineJob):
         self._media: list[Any] | None = None
         self._outline: Outline | None = None
         self._read: Read | None = None
+        self._prompt_end: list[int] = []  # its latest tokens
         self.writers: list[ScoredWriter] = []
         self.choices: list[Choice] = []
         self._dropped = False
@@ -492,6 +494,8 @@ class ChatJob(EngineJob):
             ApiError: 409, the request requires a cached conversation and there is none.
         """
         work, engine, held = self.work, self.engine, 0
+        if engine.forget_thoughts:  # as well those that come back
+            messages = [message.without_thought() for message in messages]
         work.messages = messages
         for count, memory in self.conversations.find():
             known = with_sampled(messages, memory.info.sampled)
@@ -750,6 +754,7 @@ class ChatJob(EngineJob):
         else:
             inputs = processor.encode(segment.text, images, videos, session.seen > 0, total)
         ids = inputs["input_ids"][0].tolist()
+        self._prompt_end = ids[-PROMPT_END:]
         more = {"rule": self._rule, "unfed": session.unfed, "stays": sys.maxsize}
         self._read = read_of(processor, segment.text, ids, images, videos, **more)
         return session.with_unfed(without_first(inputs, segment.held))
@@ -772,8 +777,9 @@ class ChatJob(EngineJob):
         assert session is not None
         changes, tokenizer = self.work.logit_settings, engine.processor.tokenizer
         marks, outline = self.work.thoughts, self._outline
+        prefix = "" if outline is None else self._template.prefix_in(outline.text)
         if marks is not None and outline is not None:
-            before = outline.text.removesuffix(self._template.prefix_in(outline.text))
+            before = outline.text.removesuffix(prefix)
             self.work.thought_opened = before.rstrip().endswith(marks.open)
         thinks = marks is not None and self.work.parser(0).thinks
         close = marks.close if marks is not None and thinks else None
@@ -784,7 +790,7 @@ class ChatJob(EngineJob):
             bound = self.grammars.begin(changes.rules, close)
             never = engine.media_token_ids
             given = (tokenizer, own, engine.eos_token_ids, changes, bound, never, shown)
-            writer = ScoredWriter(*given)
+            writer = ScoredWriter(*given, marks_if_first(marks, prefix), self._prompt_end)
             if self.work.begun.text:
                 writer.follow_text()
             token = writer.begin(logits, session.read_ids)
@@ -814,14 +820,18 @@ class ChatJob(EngineJob):
         prefix = "" if outline is None else self._template.prefix_in(outline.text)
         for one in self.decoding:
             writer, session = one.writer, one.session
-            reply = writer.reply(self.counts.prompt_tokens, session.memory())
-            session.note_reply(writer, reply.text)
+            reply = writer.reply(self.counts.prompt_tokens, None)
+            said = session.note_reply(writer, reply.text)
             message = self.work.reply_message(
                 len(self.choices), prefix, reply.text, reply.finish_reason == "length"
             )
-            thought = self._thought_tokens(reply.token_ids) if message.thought else 0
             tokens = len(reply.token_ids)
-            self.choices.append(Choice(message, tokens, reply.finish_reason, reply.memory, thought))
+            thought = self._thought_tokens(reply.token_ids) if message.thought else 0
+            if said != reply.text:  # its thought is forgotten
+                message = message.without_thought(said)
+            self.choices.append(
+                Choice(message, tokens, reply.finish_reason, session.memory(), thought)
+            )
             if self._dropped:
                 session.close()
                 self.conversations.join_shared_budget()

@@ -465,8 +465,7 @@ def chat_request(asked: PromptRequest, form: ChatForm) -> ChatRequest:
         thinks = thinking.type == "enabled"
     if thinks is not None:
         same["enable_thinking"] = thinks
-    if _bounded(thinking):
-        assert thinking is not None
+    if thinking is not None and thinking.budget_tokens is not None:
         same.setdefault("thinking_budget", thinking.budget_tokens)
     if isinstance(asked, MessagesRequest):
         if asked.stop_sequences is not None:
@@ -482,12 +481,6 @@ def chat_request(asked: PromptRequest, form: ChatForm) -> ChatRequest:
         raise ApiError(400, f"{where}: {first['msg']}"[:500], "invalid_value", where) from error
 
 
-def _bounded(thinking: Thinking | None) -> bool:
-    """Whether a chat can bound the tokens of its thought, and this one asks for it."""
-    known = "thinking_budget" in ChatRequest.model_fields
-    return known and thinking is not None and thinking.budget_tokens is not None
-
-
 def unread_of(asked: PromptRequest, form: ChatForm, facts: Facts) -> list[str]:
     """Return what of a request has no effect with this model, beside fields that are not known."""
     found = list(form.unread)
@@ -500,7 +493,7 @@ def unread_of(asked: PromptRequest, form: ChatForm, facts: Facts) -> list[str]:
         never = thinking.type == "disabled" and facts.thoughts is None
         if "enable_thinking" not in facts.template_variables and not never:
             found.append("thinking.type")
-        if thinking.budget_tokens is not None and not (_bounded(thinking) and facts.thoughts):
+        if thinking.budget_tokens is not None and facts.thoughts is None:
             found.append("thinking.budget_tokens")
     return found
 

@@ -279,6 +279,12 @@ class Message:
             return self  # memories of one conversation share its first messages
         return replace(self, parts=tuple(replace(part, url="") for part in self.parts))
 
+    def without_thought(self, sampled: str | None = None) -> Message:
+        """Return it without its thought; ``sampled``: what is left of a reply with calls."""
+        if self.thought is None:
+            return self
+        return replace(self, thought=None, sampled=sampled if self.calls else None)
+
     def stripped(self) -> Message:
         """Return it without the spaces around its texts."""
         texts = [replace(one, text=one.text.strip()) for one in self.parts]

@@ -74,7 +74,7 @@ class InputVideo(CacheHint):
 InputPart = InputText | RefusalPart | InputImage | InputVideo | OtherPart
 
 
-class InputMessage(OpenModel):
+class MessageItem(OpenModel):
     """One message of the input."""
 
     type: Literal["message"] = "message"
@@ -136,7 +136,7 @@ class OtherItem(BaseModel):
 
 # Left to right: the first that takes an item ends the search.
 InputItem = Annotated[
-    InputMessage | CallItem | ResultItem | ThoughtItem | OtherItem,
+    MessageItem | CallItem | ResultItem | ThoughtItem | OtherItem,
     Field(union_mode="left_to_right"),
 ]
 
@@ -321,7 +321,7 @@ def _messages(items: Sequence[InputItem]) -> tuple[list[ChatMessage], list[int |
         if isinstance(item, ResultItem):
             content = _content(item.output, f"{where}.output")
             made.append(ChatMessage(role="tool", content=content, tool_call_id=item.call_id))
-        elif isinstance(item, InputMessage):
+        elif isinstance(item, MessageItem):
             content = _content(item.content, f"{where}.content")
             made.append(ChatMessage(role=item.role, content=content))
         elif item.type in _ITEMS:
@@ -332,7 +332,7 @@ def _messages(items: Sequence[InputItem]) -> tuple[list[ChatMessage], list[int |
 
 
 def _is_reply(item: InputItem) -> bool:
-    return isinstance(item, InputMessage) and item.role == "assistant"
+    return isinstance(item, MessageItem) and item.role == "assistant"
 
 
 def _joins(item: InputItem, reply: ChatMessage) -> bool:
@@ -350,7 +350,7 @@ def _add_to_reply(reply: ChatMessage, item: InputItem, where: str) -> None:
         reply.tool_calls = [*(reply.tool_calls or ()), called]
     elif isinstance(item, ThoughtItem):
         reply.reasoning_content = "".join(one.text for one in item.content or ()) or None
-    elif isinstance(item, InputMessage):
+    elif isinstance(item, MessageItem):
         reply.content = _content(item.content, f"{where}.content")
 
 
@@ -361,7 +361,7 @@ def _content(given: str | Sequence[InputPart], where: str) -> Any:
 
 
 _ITEMS: dict[str, type[BaseModel]] = {
-    "message": InputMessage,
+    "message": MessageItem,
     "function_call": CallItem,
     "function_call_output": ResultItem,
     "reasoning": ThoughtItem,
@@ -396,7 +396,7 @@ def _part(part: InputPart, where: str) -> TextPart | RefusalPart | ImagePart | V
 
 def _items(asked: ResponseRequest) -> Sequence[InputItem]:
     given = asked.input
-    return [InputMessage(role="user", content=given)] if isinstance(given, str) else given
+    return [MessageItem(role="user", content=given)] if isinstance(given, str) else given
 
 
 def input_items(asked: ResponseRequest, name: str) -> list[dict[str, Any]]:
@@ -410,7 +410,7 @@ def input_items(asked: ResponseRequest, name: str) -> list[dict[str, Any]]:
 
 def _listed(item: InputItem, name: str) -> dict[str, Any]:
     """Return an item as the API lists it; ``name``: the end of its id."""
-    if isinstance(item, InputMessage):
+    if isinstance(item, MessageItem):
         own = "output_text" if item.role == "assistant" else "input_text"
         head = {"id": item.id or f"msg_{name}", "type": "message", "role": item.role}
         return head | {"status": "completed", "content": _listed_parts(item.content, own)}

@@ -272,7 +272,7 @@ UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     # Templates.
     **dict.fromkeys(("chat_template", "documents"), ({}, [], "")),
     "add_special_tokens": (False,),
-    **dict.fromkeys(("thinking", "think", "thinking_budget"), ()),
+    **dict.fromkeys(("thinking", "think"), ()),
     "add_generation_prompt": (True,),
     **dict.fromkeys(("continue_final_message", "echo", "raw"), (False,)),
     # Lengths.
@@ -314,6 +314,8 @@ NO_TOOLS: dict[str, tuple[Any, ...]] = {
     "tool_choice": ("none", "auto"),
     "parallel_tool_calls": (True, False),
 }
+# Fields of a request that templates are told, as if they stood in chat_template_kwargs.
+TOLD_TEMPLATES = ("enable_thinking", "thinking_budget")
 
 
 class ReplyRequest(Body):
@@ -330,13 +332,26 @@ class ReplyRequest(Body):
 
     chat_template_kwargs: TemplateValues | None = None
     enable_thinking: StrictBool | None = None
+    thinking_budget: Annotated[StrictInt, Field(ge=0, lt=2**31)] | None = None
 
     def template_values(self) -> dict[str, Any]:
         """Return what the chat template is told beside the conversation."""
         values = dict(self.chat_template_kwargs or {})
-        if self.enable_thinking is not None:
-            values.setdefault("enable_thinking", self.enable_thinking)
+        for name in TOLD_TEMPLATES:
+            if (given := getattr(self, name)) is not None:
+                values.setdefault(name, given)
         return values
+
+    @property
+    def thought_limit(self) -> int | None:
+        """Return how many tokens a thought may have. Raises ApiError: it is no such number."""
+        given = self.template_values().get("thinking_budget")
+        if given is not None and (type(given) is not int or not 0 <= given < 2**31):
+            where = "chat_template_kwargs.thinking_budget"
+            raise ApiError(
+                400, f"{where} is {given!r}; give a number of tokens", "invalid_value", where
+            )
+        return given
 
 
 class ChatRequest(ReplyRequest):

@@ -83,6 +83,7 @@ class ServerSettings:
         cors: origins whose web pages may ask, as browsers name them; ``*``: all.
         open_metrics: whether /metrics needs no key.
         max_queue: requests that wait for room; max_running: those that are served at a time.
+        forget_thoughts: see :class:`mmkv.Session`.
         gap: see :class:`mmkv.scheduler.Limits`.
         max_per_key: requests of one key (or one address, without keys) at a time; None: no limit.
         connections: most that are open; None: what the file descriptors are enough for.
@@ -200,6 +201,9 @@ class ServerSettings:
         "servers with one folder share them.",
         bool,
         False,
+    )
+    forget_thoughts: bool = option(
+        "Drop the cached entries of a thought once its reply is over.", bool, False
     )
     max_sessions: int = option("Sessions that may be open.", int, 1000, least=0)
     store_bytes: int = option(

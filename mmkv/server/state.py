@@ -16,7 +16,7 @@ from fastapi import Depends, Request
 
 from mmkv.engine.errors import CapacityError
 from mmkv.server.errors import ApiError
-from mmkv.server.schema import MOST_NAMES, ReplyRequest, shown_name, unread_fields
+from mmkv.server.schema import MOST_NAMES, TOLD_TEMPLATES, ReplyRequest, shown_name, unread_fields
 
 if TYPE_CHECKING:
     from mmkv.server.conversations import ConversationState
@@ -71,7 +71,9 @@ class ServerState:
         """
         strict, given = self.settings.strict, request.template_values()
         names = [*unread_fields(request, strict), *more]
-        unknown = sorted(given.keys() - self.facts.template_variables)
+        bounded = ["thinking_budget"] if self.facts.thoughts else []
+        read = {*self.facts.template_variables, *bounded}
+        unknown = sorted(given.keys() - read)
         if strict and unknown:
             raise ApiError(
                 400,
@@ -79,7 +81,9 @@ class ServerState:
                 "invalid_value",
                 "chat_template_kwargs",
             )
-        names = sorted([*names, *(shown_name(f"chat_template_kwargs.{one}") for one in unknown)])
+        own = {one for one in TOLD_TEMPLATES if getattr(request, one) is not None}
+        where = [one if one in own else f"chat_template_kwargs.{one}" for one in unknown]
+        names = sorted([*names, *map(shown_name, where)])
         names = names[:MOST_NAMES]
         new = [name for name in names if name not in self.unread]
         if new and len(self.unread) < _MOST_LOGGED:

@@ -13,6 +13,7 @@ from mmkv.reply import ReplyWriter, token_bytes
 if TYPE_CHECKING:
     import torch
 
+    from mmkv.calls.parser import ThoughtMarks
     from mmkv.grammar import Constraint
     from mmkv.sampling import Sampling
 
@@ -66,9 +67,11 @@ class ScoredWriter(ReplyWriter):
         constraint: Constraint | None = None,
         never: Collection[int] = (),
         shown: Collection[int] = (),
+        marks: ThoughtMarks | None = None,
+        prompt: Sequence[int] = (),
     ) -> None:
         ends = {*eos, *logit_settings.stop_tokens}
-        super().__init__(tokenizer, sampling, ends, never, constraint, shown)
+        super().__init__(tokenizer, sampling, ends, never, constraint, shown, marks, prompt)
         self._logit_settings = logit_settings
         self._looks |= logit_settings.changes or logit_settings.top_logprobs is not None
         self._looks |= bool(logit_settings.stop_tokens)

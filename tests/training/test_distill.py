@@ -118,16 +118,17 @@ def test_the_capacity_term_meets_its_budget(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow(reason="trains the gates for several steps")
-def test_a_resumed_run_ends_where_an_uninterrupted_one_does(tmp_path: Path) -> None:
+@pytest.mark.parametrize("weights", ["auto", "bf16"])
+def test_a_resumed_run_ends_where_an_uninterrupted_one_does(tmp_path: Path, weights: str) -> None:
     whole, cut = tmp_path / "whole", tmp_path / "cut"
-    train(short_run(whole, steps=6, save_every=3))
-    train(short_run(cut, steps=6, save_every=3))
+    train(short_run(whole, steps=6, save_every=3, weights=weights))
+    train(short_run(cut, steps=6, save_every=3, weights=weights))
     # As after a kill past the third step: later checkpoints and the result are not there.
     for made in cut.glob("checkpoint-6/*"):
         made.unlink()
     (cut / "checkpoint-6").rmdir()
     (cut / "gates.safetensors").unlink()
-    train(short_run(cut, steps=6, save_every=3, resume=True))
+    train(short_run(cut, steps=6, save_every=3, weights=weights, resume=True))
     first, second = (load_file(folder / "gates.safetensors") for folder in (whole, cut))
     assert first.keys() == second.keys()
     for name in first:

@@ -27,7 +27,7 @@ from mmkv.engine.backends.cpu.binding import (
 from mmkv.engine.backends.cpu.cache_views import CacheViews
 from mmkv.engine.cache import RaggedCache
 from mmkv.engine.model import product as reference
-from mmkv.engine.model.bf16 import Bf16Matrix
+from mmkv.engine.model.bf16 import PANEL, Bf16Matrix
 from mmkv.engine.model.elementwise import Elementwise, TorchElementwise
 from mmkv.engine.model.int8 import IntegerMatrix
 from mmkv.engine.model.product import (
@@ -46,6 +46,8 @@ PER_THREAD = 2**20
 # States that are multiplied together, which stay in the caches: 4,096 at once, as a picture has,
 # took up to 1.6 times as long in 8 bits.
 _TOGETHER = 768
+# Rows of a matrix that are unpacked together for a gradient, a multiple of those of a panel.
+_ROWS_BACK = 4096
 # Copies in bfloat16 come on top of weights that a transformers model holds in float32.
 _MOST_BF16_BYTES = 2**31
 
@@ -159,7 +161,8 @@ def multiply(x: Tensor, weight: Matrix, bias: Tensor | None = None, rounds: bool
     It runs in C for float32 ``x`` and weights in panels, of bfloat16, 8 or 4 bits, summed in
     float32 in vectors of the CPU's width; a row of the result does not depend on the others of
     ``x``.
-    Gradients reach ``x`` alone; the rounding of states passes them as they are.
+    Gradients reach ``x`` alone. Where states are rounded, so are the gradients of what is made, and
+    their products with the weights.
     """
     found = library()
     if isinstance(weight, Tensor) or isinstance(found, str) or x.dtype != torch.float32:
@@ -177,13 +180,36 @@ class _Frozen(torch.autograd.Function):
     def forward(
         ctx: Any, x: Tensor, weight: Bf16Matrix | IntegerMatrix, bias: Tensor | None, rounds: bool
     ) -> Tensor:
-        ctx.weight, found = weight, library()
+        ctx.weight, ctx.rounds, found = weight, rounds, library()
         assert not isinstance(found, str)
         return _multiply(found, x, weight, bias, rounds)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
-        return grads[0] @ ctx.weight.wide(), None, None, None
+        made = _multiply_back(grads[0].flatten(0, -2), ctx.weight, ctx.rounds)
+        return made.unflatten(0, grads[0].shape[:-1]), None, None, None
+
+
+def _multiply_back(grad: Tensor, weight: Bf16Matrix | IntegerMatrix, rounds: bool) -> Tensor:
+    """Multiply float32 ``[n, out]`` by a matrix ``[out, in]``: ``[n, in]``.
+
+    Some rows after the others, so that what is unpacked stays in the caches.
+    """
+    if not isinstance(weight, Bf16Matrix):
+        return grad @ weight.wide()
+    made, whole = None, weight.shape[0]
+    for first in range(0, whole, _ROWS_BACK):
+        after = min(first + _ROWS_BACK, whole)
+        panels = weight.panels[first // PANEL : -(-after // PANEL)]
+        rows = Bf16Matrix(panels, (after - first, weight.shape[1])).in_rows()
+        part = grad[:, first:after]
+        if rounds:
+            product = (part.bfloat16() @ rows).float()
+            made = product if made is None else made.add_(product)
+        else:
+            made = part @ rows.float() if made is None else made.addmm_(part, rows.float())
+    assert made is not None
+    return made
 
 
 def _multiply(

@@ -213,10 +213,25 @@ def test_gradients_reach_the_states(multiply: native.Product) -> None:
     torch.testing.assert_close(ours, x.grad, rtol=1e-5, atol=1e-4)
 
 
-def test_gradients_pass_the_rounding(multiply_rounded: native.Product) -> None:
-    weight, x = random(24, 40).bfloat16(), random(3, 5, 40).requires_grad_()
-    multiply_rounded(x, Bf16Matrix.of(weight), random(24)).sum().backward()
-    torch.testing.assert_close(x.grad, weight.float().sum(0).expand_as(x))
+@pytest.mark.parametrize("rows", [24, 70])
+def test_gradients_pass_the_rounding(
+    multiply_rounded: native.Product, rows: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In C they are rounded themselves, to 2^-9 of each number and of each sum."""
+    monkeypatch.setattr(native, "_ROWS_BACK", 32)
+    weight, x = random(rows, 40).bfloat16(), random(3, 5, 40).requires_grad_()
+    grad = random(3, 5, rows)
+    multiply_rounded(x, Bf16Matrix.of(weight), random(rows)).backward(grad)
+    most = 3 * 2**-8 * (grad.abs() @ weight.float().abs())
+    assert ((x.grad - grad @ weight.float()).abs() <= most).all()
+
+
+def test_gradients_come_in_parts_of_the_matrix(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(native, "_ROWS_BACK", 32)
+    weight, x = random(70, 41).bfloat16(), random(3, 5, 41).requires_grad_()
+    grad = random(3, 5, 70)
+    native.multiply(x, Bf16Matrix.of(weight), random(70)).backward(grad)
+    torch.testing.assert_close(x.grad, grad @ weight.float(), rtol=1e-5, atol=1e-5)
 
 
 @needs_native

@@ -165,9 +165,31 @@ def test_a_template_is_told_whether_to_think(
     plain, on, off = read.values()
     assert on == plain and off == plain + len("(no thought)")  # a token is a byte
     wrong = mmkv("chat", model, *ask, "--thinking", "maybe")
-    assert wrong.code == 2 and "give on or off" in wrong.err
-    wrong = mmkv("chat", model, *ask, "--thinking", "on", "--raw")
-    assert wrong.code == 2 and "drop one" in wrong.err
+    assert wrong.code == 2 and "give on, off or a number" in wrong.err
+    for given in (("--thinking", "on"), ("--forget-thoughts",)):
+        wrong = mmkv("chat", model, *ask, *given, "--raw")
+        assert wrong.code == 2 and f"which {given[0]} needs; drop one" in wrong.err
+
+
+def test_a_thought_is_bounded_and_forgotten(
+    mmkv: Callable[..., Ran], model: str, tmp_path: Path
+) -> None:
+    """The template opens a thought that the model, which says anything, does not end."""
+    ask = ("-p", "hello there", "--json", "--max-new-tokens", "30")
+    for given in (("--thinking", "4"), ("--forget-thoughts",)):
+        ran = mmkv("chat", model, *ask, *given)
+        assert ran.code == 1 and "this model's chat template knows none" in ran.err
+    thinks = tmp_path / "thinks"
+    shutil.copytree(model, thinks)
+    source = thinks / "chat_template.jinja"
+    source.write_text(
+        source.read_text() + "{% if add_generation_prompt %}<think>{% endif %}{# </think> #}"
+    )
+    plain = json.loads(mmkv("chat", str(thinks), *ask).out)
+    bounded = json.loads(mmkv("chat", str(thinks), *ask, "--thinking", "4").out)
+    assert "</think>" not in plain["text"] and "\n</think>\n\n" in bounded["text"]
+    kept = json.loads(mmkv("chat", str(thinks), *ask, "--thinking", "4", "--forget-thoughts").out)
+    assert kept["text"] == bounded["text"] and kept["entries"]["kept"] < bounded["entries"]["kept"]
 
 
 def test_a_budget_in_bytes_picks_the_form_unless_the_user_does(

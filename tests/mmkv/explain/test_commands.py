@@ -123,7 +123,7 @@ def test_a_conversation_is_shown_from_its_beginning(
     assert "page.html exists and stays as it is" in said
     # Taken back before it was written, the second turn is not on the page.
     assert mine.read_bytes() == page.read_bytes()
-    assert "forget" not in page.read_text("utf-8")
+    assert "forget this" not in page.read_text("utf-8")
 
 
 def test_the_panel_shows_what_the_session_holds() -> None:

@@ -108,6 +108,11 @@ class Oracle(Simulation):
         self.budget = budget
         self._evict(slack=0)
 
+    def forget(self, start: int, stop: int) -> None:
+        """Mask the entries of tokens from now on, in every row."""
+        self.keep = self.keep.clone()
+        self.keep[..., start:stop] = False
+
     def retained(self) -> Retained:
         return [[row.nonzero().flatten() for row in layer] for layer in self.keep]
 
@@ -259,6 +264,10 @@ class Admitted(Oracle):
         scores = query @ key.transpose(1, 2) * self.dim**-0.5
         sees = sees.repeat_interleave(self.group, 0)
         return scores.masked_fill(~sees, -torch.inf).softmax(-1).nan_to_num(0.0)
+
+    def forget(self, start: int, stop: int) -> None:
+        super().forget(start, stop)
+        self.evicted[..., start:stop] = True
 
     def _passes(self) -> Tensor:
         return self.log_g.exp() >= self.threshold
