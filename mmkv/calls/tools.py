@@ -5,11 +5,11 @@ from __future__ import annotations
 import json
 import re
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from mmkv.engine.errors import InputError
+from mmkv.engine.errors import STOPS, InputError, first_line
 
 MOST_TOOLS = 128
 # Characters of JSON of one function's parameters.
@@ -35,9 +35,16 @@ class Tool:
     def of(cls, given: Any, where: str = "tools") -> Tool:
         """Return the function that OpenAI's JSON names, in the form of chats or of responses.
 
+        A function of Python has to have type hints, and a docstring that says what it does and
+        what its arguments are.
+
         Raises:
-            InputError: it is neither.
+            InputError: it is none of these.
         """
+        if isinstance(given, Tool):
+            return given
+        if callable(given):
+            return cls.of(_described(given, where), where)
         if not isinstance(given, Mapping) or given.get("type", "function") != "function":
             kind = given.get("type") if isinstance(given, Mapping) else type(given).__name__
             raise InputError(f"{where}: a tool of type {_shown(kind)} is not known; use function")
@@ -72,10 +79,31 @@ class Tool:
             return {"type": "object", "properties": {}, "additionalProperties": False}
         return {"type": "object", **self.parameters}
 
+    def as_json(self) -> dict[str, Any]:
+        """Return it in OpenAI's form."""
+        own = {"name": self.name, "description": self.description, "strict": self.strict}
+        return {"type": "function", "function": {**own, "parameters": self.schema}}
+
     def for_template(self) -> dict[str, Any]:
         """Return it as chat templates take it."""
         own = {"name": self.name, "description": self.description, "parameters": self.schema}
         return {"type": "function", "function": own}
+
+
+def _described(function: Callable[..., Any], where: str) -> Any:
+    """Return a function of Python in OpenAI's form. Raises InputError."""
+    from transformers.utils import get_json_schema
+
+    name = getattr(function, "__name__", type(function).__name__)
+    try:
+        return get_json_schema(function)
+    except STOPS:
+        raise
+    except BaseException as error:  # whatever its hints are made of
+        raise InputError(
+            f"{where}: the function {name} cannot be described ({first_line(error)}); give it type "
+            "hints and a docstring with a line for each argument, or give its JSON schema"
+        ) from error
 
 
 def _shown(value: Any) -> str:
@@ -194,6 +222,17 @@ class ToolCall:
     name: str
     arguments: str
     id: str = field(default_factory=new_call_id)
+
+    @property
+    def parsed(self) -> dict[str, Any]:
+        """The arguments, read. Raises InputError: they are no JSON object."""
+        found = parsed_arguments(self.arguments)
+        if isinstance(found, str):
+            raise InputError(
+                f"the arguments of the call of {self.name} are no JSON object: {_shown(found)}; "
+                "send that back as its result"
+            )
+        return found
 
     def for_template(self) -> dict[str, Any]:
         """Return it as chat templates take it: arguments as an object where they are one."""

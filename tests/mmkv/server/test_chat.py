@@ -363,14 +363,32 @@ def test_other_routes(server: Server) -> None:
     assert garbage.status_code == 400 and garbage.json()["error"]["code"] == "invalid_request"
 
 
-def test_metrics_count_what_was_done(server: Server) -> None:
-    def numbers() -> dict[str, float]:
-        lines = server.client.get("/metrics").text.splitlines()
-        return {key: float(value) for key, value in (x.split() for x in lines if x[0] != "#")}
+def numbers(server: Server) -> dict[str, float]:
+    lines = server.client.get("/metrics").text.splitlines()
+    return {key: float(value) for key, value in (x.split() for x in lines if x[0] != "#")}
 
-    before = numbers()
+
+def test_metrics_count_pictures_that_came_again(server: Server) -> None:
+    shown = [picture_part(picture(colour, (64, 48))) for colour in ("red", "blue", "gray")]
+
+    def after_asking(text: str, pictures: list[Any]) -> dict[str, float]:
+        parts = [{"type": "text", "text": text}, *pictures]  # no snapshot holds the pictures
+        replied(server, {"role": "user", "content": parts}, max_tokens=2)
+        return numbers(server)
+
+    before, first = numbers(server), after_asking("one", shown[:2])
+    second = after_asking("two", shown)
+    names = [f"mmkv_mm_cache_{name}" for name in ("queries_total", "hits_total", "bytes")]
+    grown = ([found[name] - before[name] for found in (first, second)] for name in names)
+    queries, hits, held = grown
+    assert queries == [2, 5] and hits == [0, 2]
+    assert held[0] > 0 and held[1] == held[0] * 3 / 2
+
+
+def test_metrics_count_what_was_done(server: Server) -> None:
+    before = numbers(server)
     usage = replied(server, "count this", max_tokens=4)["usage"]
-    after = numbers()
+    after = numbers(server)
     for name, value in (
         ("mmkv_prompt_tokens_total", usage["prompt_tokens"]),
         ("mmkv_generation_tokens_total", 4),
