@@ -519,7 +519,8 @@ class MessageBuilder:
         shows_thoughts: whether the words of thoughts are shown.
 
     Attributes:
-        content: its blocks that are complete. The input of a call that was cut off is empty.
+        content: its blocks that are complete. The input of a call that was cut off, or whose
+            arguments are no object, is empty.
     """
 
     def __init__(self, shows_thoughts: bool) -> None:
@@ -527,7 +528,7 @@ class MessageBuilder:
         self._shows_thoughts = shows_thoughts
         self._block: dict[str, Any] | None = None  # that grows
         self._pieces: list[str] = []
-        self._cut = False  # whether the latest call is incomplete
+        self._cut = False  # whether the latest call cannot be run
 
     def take(self, events: Iterable[Event]) -> Iterator[dict[str, Any]]:
         """Yield the events of a piece of the reply."""
@@ -563,8 +564,10 @@ class MessageBuilder:
             yield self._delta({"type": "signature_delta", "signature": signed})
         elif block["type"] == "text":
             block["text"] = text
-        elif not self._cut and isinstance(given := parsed_arguments(text), dict):
-            block["input"] = given
+        elif not self._cut:
+            given = parsed_arguments(text)
+            self._cut = not isinstance(given, dict)
+            block["input"] = {} if self._cut else given
         self._block, self._pieces = None, []
         yield {"type": "content_block_stop", "index": len(self.content)}
         self.content.append(block)

@@ -276,6 +276,17 @@ def test_a_call_that_is_cut_off_has_no_input(server: Server) -> None:
     assert "".join(pieces).startswith('{"wh')
 
 
+def test_a_call_with_a_number_that_json_cannot_hold_has_no_input(
+    server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said = '<tool_call>\n{"name": "press", "arguments": {"key": 1e999}}\n</tool_call>'
+    tools = [{"name": "press", "input_schema": {"type": "object", "properties": {"key": {}}}}]
+    script(monkeypatch, server.inside(lambda core: core.engine), [said])
+    made = message(server, "press it", tools=tools, max_tokens=400)
+    assert made["content"][0]["name"] == "press" and made["content"][0]["input"] == {}
+    assert made["stop_reason"] == "end_turn"  # not to be run
+
+
 def test_results_of_calls_are_messages_of_tools(server: Server) -> None:
     """As a chat with the same calls and results; text behind them is the user's."""
     used = {"type": "tool_use", "id": "toolu_1", "name": "press", "input": {"key": "a"}}
