@@ -2,6 +2,8 @@
 
 from . import hf as hf
 from .api import Engine as Engine
+from .calls.tools import Tool as Tool
+from .calls.tools import ToolCall as ToolCall
 from .engine.budget import Budget as Budget
 from .engine.config import EngineConfig as EngineConfig
 from .engine.errors import BudgetError as BudgetError

@@ -33,10 +33,12 @@ from mmkv.shipped import with_shipped_gates
 from mmkv.thoughts import marks_if_first
 
 if TYPE_CHECKING:
+    from mmkv.calls.tools import ToolUse
     from mmkv.engine.model.families.base import Family
     from mmkv.engine.model.gates import Gates, WriteGates
     from mmkv.engine.model.spec import DecoderSpec
     from mmkv.engine.model.weights import DecoderWeights
+    from mmkv.grammar import Grammars
     from mmkv.prompt.template import Message
 
 __all__ = ["Engine", "Session"]
@@ -177,6 +179,25 @@ class Engine(Runtime):
                 f"{what} is about thoughts, and this model's chat template knows none (no </think> "
                 "in it); leave it out"
             )
+
+    @cached_property
+    def grammars(self) -> Grammars:
+        """What binds replies to schemas, made on first use."""
+        from mmkv.grammar import Grammars
+
+        return Grammars(self.processor.tokenizer, self.spec.vocab_size, self.eos_token_ids)
+
+    def require_tools(self, use: ToolUse) -> None:
+        """Raise InputError where calls cannot be bound to the functions' schemas."""
+        try:
+            import llguidance  # noqa: F401
+        except ImportError as error:
+            raise InputError(
+                "functions need llguidance, which is not installed; pip install 'mmkv[serve]'"
+            ) from error
+        from mmkv.grammar import require_tools
+
+        require_tools(self.processor.template.call_format, use)
 
     def settled(self, sampling: Sampling | None, prefix: Any = "") -> Settled:
         """Return how a reply that begins with ``prefix`` is drawn.

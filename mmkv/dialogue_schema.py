@@ -6,6 +6,8 @@ from typing import Any, Literal
 
 from pydantic import NonNegativeInt
 
+from mmkv.calls.tools import Tool, ToolUse
+from mmkv.engine.errors import InputError
 from mmkv.engine.strict import InvalidFile, Strict, parse
 from mmkv.prompt.held import Held, Piece, Place
 
@@ -92,6 +94,15 @@ def parse_history(text: str) -> list[dict[str, Any]]:
     """Return the messages in JSON ``text``. Raises InvalidFile."""
     messages: list[_Message] = parse(list[_Message], text, is_json=True)
     return [message.model_dump(exclude_none=True) for message in messages]
+
+
+def parse_tools(text: str) -> tuple[Tool, ...]:
+    """Return the functions in JSON ``text``. Raises InvalidFile."""
+    given: list[dict[str, Any]] = parse(list[dict[str, Any]], text, is_json=True)
+    try:
+        return ToolUse(tuple(map(Tool.of, given))).tools
+    except InputError as error:
+        raise InvalidFile(str(error)) from error
 
 
 def parse_unfed(text: str, vocabulary: int, placeholders: set[int]) -> list[int]:

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     import torch
 
     from mmkv.api import Engine
+    from mmkv.calls.tools import ToolCall
     from mmkv.engine.backends.cuda.kernels.sample import Draw
     from mmkv.engine.contents import Memory
     from mmkv.engine.sequence import CachedSequence
@@ -237,10 +238,12 @@ class Reply:
     ``text``: without stop strings and special tokens. ``token_ids``: as sampled, without the
     end-of-turn token. ``prompt_tokens``: tokens this turn appended before the reply.
     ``finish_reason``: ``eos``, ``length``, ``stop`` (a stop string), ``context`` (the model's
-    positions are used up) or ``interrupted``. ``memory``: the session's afterwards, None when
-    it was closed meanwhile. Times in seconds; ``tokens_per_second`` counts decoding alone.
-    ``reasoning``: the thought at the beginning of ``text``, None where the model has not thought;
-    ``content``: the answer behind it.
+    positions are used up), ``interrupted`` or ``tool_calls`` (it ended with calls). ``memory``: the
+    session's afterwards, None when it was closed meanwhile. Times in seconds;
+    ``tokens_per_second`` counts decoding alone. ``reasoning``: the thought at the beginning of
+    ``text``, None where the model has not thought;
+    ``content``: the answer behind it, without calls. ``tool_calls``: the functions that it calls,
+    in order; one that was cut off is left out.
     """
 
     text: str
@@ -252,6 +255,7 @@ class Reply:
     memory: Memory | None = None
     reasoning: str | None = None
     content: str = ""
+    tool_calls: list[ToolCall] = field(default_factory=list)
 
 
 class ReplyWriter:

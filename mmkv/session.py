@@ -13,7 +13,9 @@ from typing import TYPE_CHECKING, Any, Self, cast
 
 import torch
 
-from mmkv.engine.errors import ContextError, SessionError
+from mmkv.calls.parser import CallFilter, ParsedReply, ReplyParser
+from mmkv.calls.tools import Tool, ToolUse, tool_use
+from mmkv.engine.errors import ContextError, SessionError, require_list
 from mmkv.engine.interrupts import CtrlC, OpenToCtrlC, whole
 from mmkv.engine.read_ids import with_ids
 from mmkv.engine.sequence import CachedSequence
@@ -23,7 +25,7 @@ from mmkv.prompt.special import tokenize
 from mmkv.reply import Reply, ReplyWriter, step
 from mmkv.sampling import Sampling, Settled
 from mmkv.thoughts import PROMPT_END, marks_if_first
-from mmkv.turn import TurnReading, UserTurn, compose
+from mmkv.turn import TurnReading, UserTurn, compose, compose_results, shown_tools
 
 if TYPE_CHECKING:
     from mmkv.api import Engine
@@ -32,7 +34,7 @@ if TYPE_CHECKING:
     from mmkv.explain import Trace
     from mmkv.explain.frames import Frame
     from mmkv.prompt.held import Plan, Read
-    from mmkv.prompt.template import Message
+    from mmkv.prompt.template import ChatTemplate, Message
 
 
 class ReplyStream(Iterator[str]):
@@ -91,19 +93,21 @@ class TurnStart:
     note: str | None
     held: Held
     cuts: int
+    tools: tuple[Tool, ...]
 
 
 class Session(CachedSequence):
     """One conversation.
 
     ``history``: its messages in the transformers chat format (pictures and videos as bare
-    placeholders). ``last``: the latest Reply. ``note``: a note for the user about how
-    the turn was rendered, or None. ``rewrites``: what to do where the chat template, or the way in
-    which pictures are read, changes what was said before a new message: ``reread`` goes back and
-    reads it so, ``keep`` leaves it as it was read. ``forget_thoughts``: whether the entries of a
-    reply's thought are dropped once the reply is over; the engine's setting at first. The history
-    then has the answer alone. ``undo_depth``: how many turns :meth:`undo` can
-    take back; each costs a copy of the cache, so it is 0 unless asked for.
+    placeholders). ``tools``: the functions that the model is told of. ``last``: the latest Reply.
+    ``note``: a note for the user about how the turn was rendered, or None. ``rewrites``: what to
+    do where the chat template, or the way in which pictures are read, changes what was said before
+    a new message: ``reread`` goes back and reads it so, ``keep`` leaves it as it was read.
+    ``forget_thoughts``: whether the entries of a reply's thought are dropped once the reply is
+    over; the engine's setting at first. The history then has the answer alone. ``undo_depth``: how
+    many turns :meth:`undo` can take back; each costs a copy of the cache, so it is 0 unless asked
+    for.
 
     From the first piece of a stream to its end only the stream changes the session: another call
     raises :class:`SessionError`, unless it reads or closes the session. Threads may share an
@@ -115,6 +119,7 @@ class Session(CachedSequence):
     def __init__(self, engine: Engine, budget: Budget) -> None:
         super().__init__(engine, budget)
         self.history: list[Message] = []
+        self.tools: tuple[Tool, ...] = ()
         self.last: Reply | None = None
         self.note: str | None = None
         self.undo_depth = 0
@@ -141,6 +146,9 @@ class Session(CachedSequence):
         num_frames: int | None = None,
         progress: Progress | None = None,
         prefix: str = "",
+        tools: Sequence[Any] | None = None,
+        tool_choice: Any = "auto",
+        parallel_tool_calls: bool = True,
     ) -> ReplyStream:
         """Append a user's turn and stream the reply as pieces of text.
 
@@ -149,6 +157,12 @@ class Session(CachedSequence):
         the first turn; ``progress(done, total)`` is called while the prompt is prefilled.
         ``prefix``: what the reply begins with; the stream gives what follows, and the history has
         both as one message.
+
+        ``tools``: functions that the model may call, from now on: dicts in OpenAI's form,
+        :class:`mmkv.Tool`, or functions of Python with type hints and a docstring; none: it may
+        call none any more; None: as before. ``tool_choice``: ``auto``, ``required``, ``none`` or
+        the function to call, as a dict in OpenAI's form. The pieces leave calls out then; ``last``
+        has them, and :meth:`send_results` goes on. A call fits its function's schema.
 
         Nothing changes until the first piece is asked for, and an error before that piece leaves
         the session as it was. Ctrl-C, or closing the iterator, ends the reply where it stands
@@ -159,8 +173,48 @@ class Session(CachedSequence):
         """
         settings = self.engine.settled(sampling, prefix)
         with self.claimed(), OpenToCtrlC():  # pictures may take their time
-            turn = compose(self, text, images, videos, system, fps, num_frames, prefix)
-        return ReplyStream(self, lambda: self._stream(turn, settings, progress))
+            use = self._tool_use(tools, tool_choice, parallel_tool_calls)
+            named = () if use is None else use.tools
+            given = (text, images, videos, system, fps, num_frames, prefix)
+            turn = compose(self, *given, named)
+        return ReplyStream(self, lambda: self._stream(turn, settings, progress, use))
+
+    def send_results(
+        self,
+        results: Sequence[Any],
+        sampling: Sampling | None = None,
+        fps: float | None = None,
+        num_frames: int | None = None,
+        progress: Progress | None = None,
+        tools: Sequence[Any] | None = None,
+        tool_choice: Any = "auto",
+        parallel_tool_calls: bool = True,
+    ) -> ReplyStream:
+        """Append what the latest reply's calls returned and stream the next reply.
+
+        ``results``: for each call a pair: the :class:`mmkv.ToolCall` or its id, and a text or a
+        list of parts in the chat format, which may be pictures. All else is as for :meth:`send`.
+        """
+        settings = self.engine.settled(sampling)
+        with self.claimed(), OpenToCtrlC():
+            use = self._tool_use(tools, tool_choice, parallel_tool_calls)
+            named = () if use is None else use.tools
+            turn = compose_results(self, results, fps, num_frames, named)
+        return ReplyStream(self, lambda: self._stream(turn, settings, progress, use))
+
+    def _tool_use(self, tools: Sequence[Any] | None, choice: Any, parallel: bool) -> ToolUse | None:
+        """Return what a reply may call; None where there are no tools. Raises InputError."""
+        if tools is not None:
+            require_list("tools", tools, "functions")
+        use = tool_use(self.tools if tools is None else tools, choice, parallel)
+        if use is not None:
+            self.engine.require_tools(use)
+        return use
+
+    def template_with(self, tools: Sequence[Tool]) -> ChatTemplate:
+        """Return the chat template that tells the model of ``tools``."""
+        plain = self.engine.processor.template
+        return plain.with_tools(shown_tools(tools)) if tools else plain
 
     def trace(self) -> Trace:
         """Record from now on what is kept and what goes, to be shown; see :class:`Trace`.
@@ -197,6 +251,7 @@ class Session(CachedSequence):
         with self.claimed():
             other = cast(Session, super().fork())
             other.history, other.last = deepcopy(self.history), self.last
+            other.tools = self.tools
             other._unfed, other.undo_depth = list(self._unfed), self.undo_depth
             other.held, other.rewrites, other._cuts = self.held.copy(), self.rewrites, self._cuts
             other.forget_thoughts = self.forget_thoughts
@@ -218,6 +273,7 @@ class Session(CachedSequence):
                 "mmkv.history": json.dumps(self.history),
                 "mmkv.unfed": json.dumps(self._unfed),
                 "mmkv.held": json.dumps(self.held.as_json()),
+                "mmkv.tools": json.dumps([one.as_json() for one in self.tools]),
             }
             super().save(path, kept | dialogue)
 
@@ -228,12 +284,19 @@ class Session(CachedSequence):
 
     def restore_dialogue(self, extra: dict[str, str]) -> None:
         """Take over the conversation from a session file's strings. Raises SessionError."""
-        from mmkv.dialogue_schema import InvalidFile, parse_held, parse_history, parse_unfed
+        from mmkv.dialogue_schema import (
+            InvalidFile,
+            parse_held,
+            parse_history,
+            parse_tools,
+            parse_unfed,
+        )
 
         family = self.engine.family
         known = family.vocab_size, {*family.placeholder.values()}
         try:
             history = parse_history(extra.get("mmkv.history", "[]"))
+            tools = parse_tools(extra.get("mmkv.tools", "[]"))
             unfed = parse_unfed(extra.get("mmkv.unfed", "[]"), *known)
             held = parse_held(extra.get("mmkv.held", "null"), self.seen, *known)
         except InvalidFile as error:
@@ -241,7 +304,7 @@ class Session(CachedSequence):
                 f"the conversation in the session file is damaged ({error}); use a copy, or begin "
                 "a new session"
             ) from error
-        self.history, self._unfed, self.held = history, unfed, held
+        self.history, self._unfed, self.held, self.tools = history, unfed, held, tools
 
     def memory(self) -> Memory:
         """Return physical memory, entries, and how what was read differs from a fresh rendering."""
@@ -311,7 +374,7 @@ class Session(CachedSequence):
         }
 
     def _stream(
-        self, turn: UserTurn, sampling: Settled, progress: Progress | None
+        self, turn: UserTurn, sampling: Settled, progress: Progress | None, use: ToolUse | None
     ) -> Generator[str, None, None]:
         self._require_open()
         if self._streaming or turn.basis != self.basis:
@@ -321,20 +384,36 @@ class Session(CachedSequence):
             )
         self._streaming = True
         try:
-            yield from self._reply(turn, sampling, progress)
+            yield from self._reply(turn, sampling, progress, use)
         finally:
             self._streaming = False
 
     def _reply(
-        self, turn: UserTurn, sampling: Settled, progress: Progress | None
+        self, turn: UserTurn, sampling: Settled, progress: Progress | None, use: ToolUse | None
     ) -> Generator[str, None, None]:
-        engine, start = self.engine, self.turn_start()
+        engine, start, marks = self.engine, self.turn_start(), self.engine.thought_marks
+        view: CallFilter | None = None
+        bound, shown = None, frozenset[int]()
+        if use is not None:
+            from mmkv.grammar import ReplyRules
+
+            form = engine.processor.template.call_format
+            begun = turn.reading.prefix
+            before = turn.reading.read.text.removesuffix(begun).rstrip()
+            opened = marks is not None and before.endswith(marks.open)
+            parser = ReplyParser(form, use, marks, opened, begun=begun)
+            view = CallFilter(parser, marks, parser.thinks)
+            close = marks.close if marks is not None and parser.thinks else None
+            bound = engine.grammars.begin(ReplyRules(format=form, use=use), close)
+            shown = engine.grammars.shown(form)
         writer = ReplyWriter(
             engine.processor.tokenizer,
             sampling,
             engine.eos_token_ids,
             engine.media_token_ids,
-            marks=marks_if_first(engine.thought_marks, turn.reading.prefix),
+            bound,
+            shown,
+            marks=marks_if_first(marks, turn.reading.prefix),
             prompt=turn.inputs["input_ids"][0, -PROMPT_END:].tolist(),
         )
         writer.start_clock(turn.started)
@@ -342,12 +421,14 @@ class Session(CachedSequence):
             writer.follow_text()
         # The stream holds Ctrl-C back: it is delivered where the session stands for what was shown.
         logits = self._append(turn, progress)
+        self.tools = turn.tools
         self.begin_reply(turn.messages, turn.reading)
         try:
             CtrlC.check()
             token = writer.begin(logits, self.read_ids)
             while token is not None:
-                if piece := writer.take():
+                piece = writer.take()
+                if piece := piece if view is None else view.push(piece):
                     yield piece
                 (token,) = step(engine, [(self, writer, token)])
                 CtrlC.check()
@@ -355,17 +436,20 @@ class Session(CachedSequence):
             writer.finish("context")
         finally:
             writer.finish("interrupted")
+            rest = writer.take()
+            if view is not None:
+                rest = view.push(rest) + view.finish(writer.finish_reason not in ("eos", "stop"))
             if writer.failure is None or not self.take_back(start):
-                self.end_reply(writer, turn.tokens)
+                self.end_reply(writer, turn.tokens, None if view is None else view.parsed)
         if writer.failure is not None:
             raise writer.failure
-        if piece := writer.take():
-            yield piece
+        if rest:
+            yield rest
 
     def turn_start(self) -> TurnStart:
         """Return where the session stands, for :meth:`take_back`."""
         before = self.state(), len(self.history), self.unfed, self.last, self.note
-        return TurnStart(*before, self.held.copy(), self._cuts)
+        return TurnStart(*before, self.held.copy(), self._cuts, self.tools)
 
     @property
     def place(self) -> Place:
@@ -455,16 +539,35 @@ class Session(CachedSequence):
         self.held.add_reply(answer, ids, self.place, tuple(others))
         return answer
 
-    def end_reply(self, writer: ReplyWriter, prompt_tokens: int) -> Reply:
-        """Put the reply that ``writer`` has finished into the history."""
-        text = writer.held_text()
+    def end_reply(
+        self, writer: ReplyWriter, prompt_tokens: int, parsed: ParsedReply | None = None
+    ) -> Reply:
+        """Put the reply that ``writer`` has finished into the history.
+
+        Args:
+            parsed: it, taken apart, where functions may be called.
+        """
+        message, text = self.history[-1], writer.held_text()
         said = self.note_reply(writer, text)
         # What begins a thought that is forgotten goes with it.
-        before = self.history[-1]["content"] if said == text else ""
-        self.history[-1]["content"] = before + said
+        message["content"] = (message["content"] if said == text else "") + said
         with self.engine.lock:
             memory = None if self.closed else self.memory()
-        self.last = reply = writer.reply(prompt_tokens, memory)
+        reply = writer.reply(prompt_tokens, memory)
+        if parsed is not None:
+            calls, reason = parsed.calls, reply.finish_reason
+            if calls:
+                message |= {"sampled": True, "tool_calls": [one.for_template() for one in calls]}
+            if calls and parsed.complete and reason in ("eos", "stop"):
+                reason = "tool_calls"
+            reply = replace(
+                reply,
+                content=parsed.text,
+                reasoning=parsed.thought,
+                tool_calls=calls,
+                finish_reason=reason,
+            )
+        self.last = reply
         return reply
 
     def take_back(self, start: TurnStart) -> bool:
@@ -481,7 +584,7 @@ class Session(CachedSequence):
                 return False
             del self.history[start.messages :]
             self._unfed, self.last, self.note = list(start.unfed), start.last, start.note
-            self.held = start.held
+            self.held, self.tools = start.held, start.tools
             self._turn_mark = object()
             return True
 

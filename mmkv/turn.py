@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
+from mmkv.calls.tools import Tool, ToolCall
 from mmkv.engine.errors import InputError, require_list
 from mmkv.prompt.held import Plan, Read, common_length, read_of
 from mmkv.prompt.media import notes
@@ -65,12 +66,14 @@ class UserTurn:
         messages: what the history gets; reading: what is appended.
         started: when composing began, on ``time.perf_counter``'s clock.
         basis: what it was composed for, :attr:`mmkv.Session.basis`.
+        tools: the functions that the model is told of.
     """
 
     messages: list[Message]
     reading: TurnReading
     started: float
     basis: tuple[object, int]
+    tools: tuple[Tool, ...] = ()
 
     @property
     def inputs(self) -> dict[str, Tensor]:
@@ -92,10 +95,14 @@ def compose(
     fps: float | None = None,
     num_frames: int | None = None,
     prefix: str = "",
+    tools: tuple[Tool, ...] | None = None,
 ) -> UserTurn:
     """Compose all of a turn that can be wrong, and leave the session as it is.
 
     The arguments are those of :meth:`mmkv.Session.send`. Raises MmkvError.
+
+    Args:
+        tools: None: those of the session.
     """
     started = time.perf_counter()
     if system is not None and session.history:
@@ -112,13 +119,73 @@ def compose(
     media = [{"type": "image", "image": image} for image in images]
     media += [{"type": "video", "video": video} for video in videos]
     opening = [] if system is None else [{"role": "system", "content": system}]
-    messages, pictures, films = take_media(
-        [*opening, {"role": "user", "content": [*media, *parts]}]
-    )
-    if is_blank(messages[-1]):
+    message = {"role": "user", "content": [*media, *parts]}
+    if is_blank(take_media([message])[0][-1]):
         raise InputError("the prompt is empty; write a question")
-    processor = session.engine.processor
+    return _turn(session, [*opening, message], fps, num_frames, prefix, tools, started)
 
+
+def compose_results(
+    session: Session,
+    results: Sequence[Any],
+    fps: float | None = None,
+    num_frames: int | None = None,
+    tools: tuple[Tool, ...] | None = None,
+) -> UserTurn:
+    """Do as :func:`compose` with :meth:`mmkv.Session.send_results`'s arguments."""
+    started = time.perf_counter()
+    messages = _tool_messages(session, results)
+    return _turn(session, messages, fps, num_frames, "", tools, started)
+
+
+def _tool_messages(session: Session, results: Sequence[Any]) -> list[Message]:
+    """Return the messages of what calls returned, in the order of the calls. Raises InputError."""
+    require_list("results", results, "pairs of a call and what it returned")
+    last = session.history[-1] if session.history else {}
+    names = {call["id"]: call["function"]["name"] for call in last.get("tool_calls", ())}
+    if not names:
+        raise InputError("the latest reply calls no function; send a message instead of results")
+    found: dict[str, Any] = {}
+    for pair in results:
+        if not isinstance(pair, (tuple, list)) or len(pair) != 2:
+            raise InputError("a result is a pair: a call, or its id, and what it returned")
+        given, content = pair
+        id = given.id if isinstance(given, ToolCall) else given
+        id = id.get("id") if isinstance(id, Mapping) else id
+        if not isinstance(id, str) or id not in names:
+            raise InputError(
+                f"the latest reply has no call {ascii(id)[:80]}; its calls are {', '.join(names)}"
+            )
+        if id in found:
+            raise InputError(f"there are two results of the call {id}; send one")
+        if not isinstance(content, (str, list, tuple)):
+            raise InputError(
+                f"{names[id]} returned a {type(content).__name__}; send a text, such as "
+                "json.dumps(...), or a list of parts"
+            )
+        found[id] = content
+    missing = [f"{name} ({id})" for id, name in names.items() if id not in found]
+    if missing:
+        raise InputError(f"no result of {', '.join(missing)}; send those of all calls together")
+    return [
+        {"role": "tool", "tool_call_id": id, "name": name, "content": found[id]}
+        for id, name in names.items()
+    ]
+
+
+def _turn(
+    session: Session,
+    given: Sequence[Message],
+    fps: float | None,
+    num_frames: int | None,
+    prefix: str,
+    tools: tuple[Tool, ...] | None,
+    started: float,
+) -> UserTurn:
+    """Return the turn of messages with their media in them."""
+    messages, pictures, films = take_media(given)
+    processor = session.engine.processor
+    tools = session.tools if tools is None else tools
     said: list[str] = []
 
     def load() -> tuple[list[Any], list[Any]]:
@@ -131,9 +198,9 @@ def compose(
             _ = session.engine.family.hf  # Ctrl-C ends it here, and not while it is appended
         return seen, clips
 
-    reading = compose_messages(session, messages, load, prefix)
+    reading = compose_messages(session, messages, load, prefix, tools)
     reading.note = "; ".join(filter(None, [reading.note, *said])) or None
-    return UserTurn(messages, reading, started, session.basis)
+    return UserTurn(messages, reading, started, session.basis, tools)
 
 
 def _is_drawn(picture: Image) -> bool:
@@ -151,6 +218,7 @@ def compose_messages(
     messages: Sequence[Message],
     load: Callable[[], tuple[Sequence[Any], Sequence[Any]]],
     prefix: str = "",
+    tools: tuple[Tool, ...] | None = None,
 ) -> TurnReading:
     """Return what makes a session hold its conversation and ``messages``, as rendered afresh.
 
@@ -162,12 +230,15 @@ def compose_messages(
     Args:
         messages: with bare placeholders for media; load: gives their pictures and videos.
         prefix: the text that the reply begins with.
+        tools: that the model is told of; None: those of the session.
 
     Raises:
-        InputError: the messages or media cannot be.
+        InputError: the messages or media cannot be, or the tools cannot change.
     """
-    template = session.engine.processor.template.with_prefix(prefix)
-    made = _composed(session, template, messages, load)
+    tools = session.tools if tools is None else tools
+    others = bool(session.history) and shown_tools(tools) != shown_tools(session.tools)
+    template = session.template_with(tools).with_prefix(prefix)
+    made = _composed(session, template, messages, load, others)
     made.prefix = template.prefix_in(made.read.text)
     return made
 
@@ -177,19 +248,25 @@ def _composed(
     template: ChatTemplate,
     messages: Sequence[Message],
     load: Callable[[], tuple[Sequence[Any], Sequence[Any]]],
+    others: bool,
 ) -> TurnReading:
+    """Do as :func:`compose_messages`; ``others``: whether the tools have changed."""
     processor, held = session.engine.processor, session.held
     talk = [*session.history, *messages]
     total = sum(part["type"] == "image" for one in talk for part in as_parts(one["content"]))
     rule = processor.rule(total)
     # Tokens may have come in that nobody noted as text: going back would lose them.
     if template.source is None or held.pieces is None or held.seen != session.seen:
+        if others:
+            raise _cannot_change("what it has read is not known as a template's text")
         return _appended(session, template, messages, load, total, rule)
     whole = template.render(talk, opening=True)
     plan, why = held.plan(whole, rule), None
     if not plan.appends:
         plan, why = agreed(session, plan, whole, rule)
     if why is not None or plan.media is None:
+        if others:
+            raise _cannot_change(why or "its pictures are not at hand any more")
         made = _appended(session, template, messages, load, total, rule)
         made.differs = why
         return made
@@ -199,7 +276,7 @@ def _composed(
     unfed = session.unfed if plan.appends else ()
     read = read_of(processor, plan.text, ids, pictures, clips, rule=rule, unfed=unfed)
     if pictures or clips or held.has_media:
-        read = replace(read, stays=_stays(processor, talk, whole, total))
+        read = replace(read, stays=_stays(processor, template, talk, whole, total))
     if plan.appends:
         return TurnReading(session.with_unfed(inputs), read)
     again = kept_tokens(session, plan, ids)
@@ -288,14 +365,27 @@ def _appended(
     return TurnReading(inputs, read, differs=addition.differs, note=addition.note)
 
 
-def _stays(processor: Processor, talk: Sequence[Message], whole: str, total: int) -> int:
+def shown_tools(tools: Sequence[Tool]) -> list[dict[str, Any]]:
+    """Return functions as chat templates take them."""
+    return [one.for_template() for one in tools]
+
+
+def _cannot_change(why: str) -> InputError:
+    return InputError(
+        f"the tools of this conversation cannot change: {why}; begin a new one with the others"
+    )
+
+
+def _stays(
+    processor: Processor, template: ChatTemplate, talk: Sequence[Message], whole: str, total: int
+) -> int:
     """Return how many characters of a rendered text another turn is likely to leave as they are."""
     if processor.rule(total + 1) != processor.rule(total):
         return 0
     mark = {"content": new_marker()}
     later = [*talk, {"role": "assistant", **mark}, {"role": "user", **mark}]
     try:
-        text = processor.template.render(later, opening=True)
+        text = template.render(later, opening=True)
     except InputError:
         return len(whole)
     return common_length(whole.replace(CUT, ""), text.replace(CUT, ""))

@@ -36,12 +36,14 @@ class KeptFile:
 
     Attributes:
         model: the checkpoint as it was named; form: of the weights; bytes: of the file.
+        part: of the checkpoint: ``text``, or ``vision`` for its tower and projector.
         used: when it was last used, in seconds since 1970.
     """
 
     path: Path
     model: str
     form: str
+    part: str
     bytes: int
     used: float
 
@@ -66,11 +68,11 @@ def kept(model: str | None = None) -> list[KeptFile]:
         try:
             with path.open("rb") as file:
                 about, state = read_header(file)[1]["__metadata__"], path.stat()
-            name, form = str(about["model"]), str(about["form"])
+            name, form, part = (str(about[key]) for key in ("model", "form", "part"))
         except FOREIGN:
             continue
         if model is None or model in (name, Path(name).name):
-            found.append(KeptFile(path, name, form, state.st_size, state.st_mtime))
+            found.append(KeptFile(path, name, form, part, state.st_size, state.st_mtime))
     return sorted(found, key=lambda file: -file.used)
 
 

@@ -150,9 +150,9 @@ def with_panels(
     if most == 0 or 2 * numbers < LEAST_BYTES:
         return read(PanelStore()), None
     path = folder() / _name(files, model, form, part)
-    about = {"format": FORMAT, "model": model, "form": form}
+    about = {"format": FORMAT, "model": model, "form": form, "part": part}
     try:
-        return _read_kept(read, path, files, part, about, size, most)
+        return _read_kept(read, path, files, about, size, most)
     except _Discarded as discarded:
         return discarded.found, None
     except OSError as error:
@@ -167,13 +167,12 @@ def _read_kept(
     read: Callable[[PanelStore], _T | None],
     path: Path,
     files: Sequence[Path],
-    part: str,
     about: Mapping[str, str],
     size: int,
     most: int | None,
 ) -> tuple[_T | None, str | None]:
     """Do as :func:`with_panels`. Raises OSError where nothing can be kept."""
-    form = about["form"]
+    form, part = about["form"], about["part"]
     key = _key(files, form, part)
     if (store := _opened(path, key, files)) is not None:
         return read(store), None

@@ -147,6 +147,8 @@ class StoredTensors:
     ) -> Matrix:
         """Do as :meth:`read`, and hold the float32 matrix as ``holding`` says, if there is one.
 
+        What has more than two axes is then a matrix of all but the first of them.
+
         Panels are packed from the mapped file, which is let go of at once: the process would seem
         to hold both.
 
@@ -156,17 +158,18 @@ class StoredTensors:
         if holding is None:
             return self.read(names, dtype, device)
         if self.kinds(names) != {"BF16"}:
-            return holding.hold(self.read(names, dtype, device), part)
+            return holding.hold(self.read(names, dtype, device).flatten(1), part)
         if not holding.packs:
-            return holding.hold(self.read(names, torch.bfloat16, device), part)
-        parts = [self._mapped_at(name).tensor(*self._place(name)) for name in names]
+            return holding.hold(self.read(names, torch.bfloat16, device).flatten(1), part)
+        mapped = (self._mapped_at(name).tensor(*self._place(name)) for name in names)
+        parts = [tensor.flatten(1) for tensor in mapped]
         weight = parts[0]
         if len(parts) > 1:
             rows = sum(len(part) for part in parts)
             weight = torch.cat(parts, out=room(rows, weight.shape[1], dtype=torch.bfloat16))
         held = holding.hold(weight, part)
-        for name, mapped in zip(names, parts, strict=True):
-            self._mapped_at(name).forget(self._place(name)[0], mapped.nbytes)
+        for name, tensor in zip(names, parts, strict=True):
+            self._mapped_at(name).forget(self._place(name)[0], tensor.nbytes)
         return held
 
     def kinds(self, names: Iterable[str]) -> set[str]:

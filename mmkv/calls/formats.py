@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, TypeGuard
 
 from mmkv.calls.parser import CallCounter, CallReader, Event, JsonSpan, open_tail
-from mmkv.calls.tools import call_id
+from mmkv.calls.tools import call_id, read_json
 
 if TYPE_CHECKING:
     from mmkv.calls.tools import Tool
@@ -254,7 +254,7 @@ class JsonReader(CallReader):
 def whole_call(text: str) -> tuple[str, str] | None:
     """Return the name and the arguments, as JSON text, of a call; None where it is none."""
     try:
-        found = json.loads(text)
+        found = read_json(text)
     except (ValueError, RecursionError):
         return None
     if not isinstance(found, dict) or not isinstance(found.get("name"), str):
@@ -595,7 +595,7 @@ def _inside(text: str) -> str:
 def _value(text: str) -> str:
     """Return a value as JSON; what is none is a text."""
     try:
-        return _json_text(json.loads(text))
+        return _json_text(read_json(text))
     except (ValueError, RecursionError):
         return json.dumps(text, ensure_ascii=False)
 

@@ -11,7 +11,7 @@ import hashlib
 import re
 import secrets
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal, cast
 
@@ -375,6 +375,48 @@ class ParsedReply:
                 self.calls[-1] = ToolCall(last.name, last.arguments + event.text, last.id)
             else:
                 self.complete = True
+
+
+class CallFilter:
+    """Shows a reply without its calls while it grows: the thought between its marks, and the text.
+
+    Args:
+        marks, opened: as :class:`ReplyParser` takes them.
+
+    Attributes:
+        parsed: what has come, taken apart.
+    """
+
+    def __init__(
+        self, parser: ReplyParser, marks: ThoughtMarks | None = None, opened: bool = False
+    ) -> None:
+        self._parser, self._marks = parser, marks
+        self._opened, self._thinks = opened, False
+        self.parsed = ParsedReply()
+
+    def push(self, text: str) -> str:
+        """Take more of the reply; return what of it can be shown now."""
+        return self._shown(self._parser.push(text))
+
+    def finish(self, cut: bool) -> str:
+        """End the reply; ``cut``: whether it was cut off. A call that is not whole is left out."""
+        rest = self._shown(self._parser.finish(cut))
+        if not self.parsed.complete:
+            self.parsed.calls.pop()
+        return rest
+
+    def _shown(self, events: Sequence[Event]) -> str:
+        self.parsed.add(events)
+        made = ""
+        for event in events:
+            thinks = isinstance(event, ThoughtPiece)
+            if self._marks is not None and thinks and not (self._thinks or self._opened):
+                made += f"{self._marks.open}\n"
+            elif self._marks is not None and self._thinks and not thinks:
+                made += f"\n{self._marks.close}\n\n"
+            self._thinks = thinks
+            made += event.text if isinstance(event, (ThoughtPiece, TextPiece)) else ""
+        return made
 
 
 def parse(parser: ReplyParser, text: str, cut: bool = False) -> ParsedReply:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from mmkv.engine.errors import InputError
+from mmkv.engine.errors import STOPS, InputError, first_line
 
 MOST_TOOLS = 128
 # Characters of JSON of one function's parameters.
@@ -36,9 +37,16 @@ class Tool:
     def of(cls, given: Any, where: str = "tools") -> Tool:
         """Return the function that OpenAI's JSON names, in the form of chats or of responses.
 
+        A function of Python has to have type hints, and a docstring that says what it does and
+        what its arguments are.
+
         Raises:
-            InputError: it is neither.
+            InputError: it is none of these.
         """
+        if isinstance(given, Tool):
+            return given
+        if callable(given):
+            return cls.of(_described(given, where), where)
         if not isinstance(given, Mapping) or given.get("type", "function") != "function":
             kind = given.get("type") if isinstance(given, Mapping) else type(given).__name__
             raise InputError(f"{where}: a tool of type {_shown(kind)} is not known; use function")
@@ -73,10 +81,31 @@ class Tool:
             return {"type": "object", "properties": {}, "additionalProperties": False}
         return {"type": "object", **self.parameters}
 
+    def as_json(self) -> dict[str, Any]:
+        """Return it in OpenAI's form."""
+        own = {"name": self.name, "description": self.description, "strict": self.strict}
+        return {"type": "function", "function": {**own, "parameters": self.schema}}
+
     def for_template(self) -> dict[str, Any]:
         """Return it as chat templates take it."""
         own = {"name": self.name, "description": self.description, "parameters": self.schema}
         return {"type": "function", "function": own}
+
+
+def _described(function: Callable[..., Any], where: str) -> Any:
+    """Return a function of Python in OpenAI's form. Raises InputError."""
+    from transformers.utils import get_json_schema
+
+    name = getattr(function, "__name__", type(function).__name__)
+    try:
+        return get_json_schema(function)
+    except STOPS:
+        raise
+    except BaseException as error:  # whatever its hints are made of
+        raise InputError(
+            f"{where}: the function {name} cannot be described ({first_line(error)}); give it type "
+            "hints and a docstring with a line for each argument, or give its JSON schema"
+        ) from error
 
 
 def _shown(value: Any) -> str:
@@ -202,6 +231,17 @@ class ToolCall:
     arguments: str
     id: str = field(default_factory=new_call_id)
 
+    @property
+    def parsed(self) -> dict[str, Any]:
+        """The arguments, read. Raises InputError: they are no JSON object."""
+        found = parsed_arguments(self.arguments)
+        if isinstance(found, str):
+            raise InputError(
+                f"the arguments of the call of {self.name} are no JSON object: {_shown(found)}; "
+                "send that back as its result"
+            )
+        return found
+
     def for_template(self) -> dict[str, Any]:
         """Return it as chat templates take it: arguments as an object where they are one."""
         own = {"name": self.name, "arguments": parsed_arguments(self.arguments)}
@@ -213,10 +253,27 @@ class ToolCall:
         return {"id": self.id, "type": "function", "function": own}
 
 
+def _finite(text: str) -> float:
+    number = float(text)
+    if not math.isfinite(number):
+        raise ValueError(f"no JSON can be written with {text[:20]}")
+    return number
+
+
+def read_json(text: str) -> Any:
+    """Return a value that can be written as JSON again.
+
+    Raises:
+        ValueError: it is no JSON, or holds NaN or a number beyond floats (1e999).
+        RecursionError: it is nested too deep.
+    """
+    return json.loads(text, parse_float=_finite, parse_constant=_finite)
+
+
 def parsed_arguments(arguments: str) -> dict[str, Any] | str:
     """Return arguments as an object; the text itself where they are none that can be read."""
     try:
-        found = json.loads(arguments if arguments.strip() else "{}")
+        found = read_json(arguments if arguments.strip() else "{}")
         if "\\u" in arguments:  # may be half a pair of surrogates, which no tokenizer reads
             json.dumps(found, ensure_ascii=False).encode()
     except (ValueError, RecursionError):

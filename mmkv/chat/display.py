@@ -187,6 +187,9 @@ def record(engine: Engine, session: Session, model: str) -> dict[str, Any]:
     pool = engine.cache.pool
     return {
         "text": reply.text,
+        "content": reply.content,
+        "reasoning": reply.reasoning,
+        "tool_calls": [one.as_json() for one in reply.tool_calls],
         "finish_reason": reply.finish_reason,
         "model": model,
         "device": str(engine.device),
@@ -240,6 +243,8 @@ def answer(
     sampling: Sampling,
     indent: int | None = None,
     watching: bool = False,
+    tools: Sequence[Any] | None = None,
+    results: Sequence[Any] | None = None,
 ) -> bool:
     """Send a turn and print the reply; False when Ctrl-C stopped it.
 
@@ -247,7 +252,8 @@ def answer(
     else; on a terminal the text's Markdown is rendered, unless ``options`` say plain.
 
     ``watching``: a panel on stderr shows the memory meanwhile; a reply to the same terminal is
-    printed when it is whole.
+    printed when it is whole. ``tools``: as :meth:`mmkv.Session.send` takes them; ``results``: of
+    calls, sent instead of ``text``.
 
     Raises OutputClosed, MmkvError, or whatever else fails; the session may hold the
     turn then.
@@ -261,15 +267,19 @@ def answer(
         try:
             if images or videos:
                 _prepare_to_see(engine, options, display)
-            pieces = session.send(
-                text, images=images, videos=videos, system=system, sampling=sampling, progress=bar
-            )
+            more: dict[str, Any] = {"sampling": sampling, "progress": bar, "tools": tools}
+            if results is not None:
+                pieces = session.send_results(results, **more)
+            else:
+                more |= {"images": images, "videos": videos, "system": system}
+                pieces = session.send(text, **more)
         except KeyboardInterrupt:
             return False
-        before = len(session.history)
+        before, said = len(session.history), ""
         try:
             for piece in pieces:
                 bar.close()
+                said += piece
                 if watch is not None:
                     watch.feed(piece)
                 if not whole and not late:
@@ -294,7 +304,7 @@ def answer(
     if options.json and session.last is not None:
         _write(json.dumps(record(engine, session, options.model), indent=indent) + "\n")
     elif (whole or late) and session.last is not None:
-        view.feed(session.last.text)
+        view.feed(said)
         view.close()
     elif finished or line_open:
         view.close()
@@ -305,6 +315,14 @@ def answer(
             display.note_faded(session.last.memory)
         _end_notes(session.last, options, display)
     return finished
+
+
+def calls_shown(calls: Sequence[tuple[str, str]]) -> RenderableType:
+    """Draw calls: the names of functions, and their arguments as JSON text."""
+    lines = Table.grid(padding=(0, 2))
+    for name, arguments in calls:
+        lines.add_row(Text(without_codes(name), "bold"), Text(without_codes(arguments)))
+    return lines
 
 
 def _end_notes(reply: Reply, options: ChatOptions, display: Display) -> None:
@@ -330,6 +348,8 @@ def _prepare_to_see(engine: Engine, options: ChatOptions, display: Display) -> N
         with display.loading(options.model) as progress:
             progress("what reads pictures")
             _ = engine.family.hf
+        if note := engine.family.vision_note:
+            display.note(note)
 
 
 def _watch(engine: Engine, session: Session, display: Display) -> Watch:

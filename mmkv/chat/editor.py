@@ -60,11 +60,15 @@ class Editor:
 
     def agrees(self, question: str) -> bool:
         """Ask for a yes; the answer stays out of the history."""
-        asked: PromptSession[str] = PromptSession(output=self._output)
         try:
-            return is_yes(asked.prompt(f"{question} [y/N] "))
+            return is_yes(self.ask(f"{question} [y/N] "))
         except EOFError:
             return False
+
+    def ask(self, question: str) -> str:
+        """Read a line, which stays out of the history. Raises EOFError, KeyboardInterrupt."""
+        asked: PromptSession[str] = PromptSession(output=self._output)
+        return asked.prompt(question)
 
 
 def continuation(width: int, line: int, wraps: int) -> str:

@@ -36,6 +36,10 @@ class MessageReader(Protocol):
         """Ask for a yes; False where nobody can answer."""
         ...
 
+    def ask(self, question: str) -> str:
+        """Read a line. Raises as :meth:`read`."""
+        ...
+
 
 class LineReader:
     """Reads messages from stdin.
@@ -65,6 +69,10 @@ class LineReader:
             return is_yes(self._line(f"{question} [y/N] "))
         except EOFError:
             return False
+
+    def ask(self, question: str) -> str:
+        """Read a line. Raises as :meth:`read`."""
+        return self._line(question)
 
     def _block(self, line: str) -> str:
         lines = []

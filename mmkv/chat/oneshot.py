@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from mmkv.api import Engine
-from mmkv.chat.display import answer, in_form, memory_line
+from mmkv.chat.display import answer, calls_shown, in_form, memory_line
 from mmkv.chat.saved import chat_extra, write_figures, write_report
 from mmkv.engine.budget import format_bytes
 from mmkv.engine.paths import user_path
@@ -47,7 +47,12 @@ def answer_once(
             options.system if not session.history else None,
             options.sampling(),
             indent=2,
+            tools=options.functions,
         )
+        calls = [] if session.last is None else session.last.tool_calls
+        if calls and not options.json:
+            display.show(calls_shown([(one.name, one.arguments) for one in calls]))
+            display.note("--json prints calls; mmkv chat -i asks for what they return")
         if finished:
             display.note(memory_line(engine, session))
         if trace is not None and options.report is not None and session.history:

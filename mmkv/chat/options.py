@@ -11,6 +11,7 @@ from mmkv.loading import UsageError, model_name
 from mmkv.options import option
 
 if TYPE_CHECKING:
+    from mmkv.calls.tools import Tool
     from mmkv.sampling import Sampling
 
 # Headings of the help.
@@ -39,6 +40,7 @@ class ChatOptions:
 
     A field made by ``option`` is one of ``mmkv chat``, and of other commands that name it.
 
+    ``functions``: what the file of ``tools`` lists, once it is read.
     ``load``, ``save``: session files to begin with and to write at the end; ``rebudget``: the
     budget was given beside a session file, which has one of its own. ``raw``: texts go to the model
     as they are, without the chat template. ``report``, ``figures``: the page and the folder that
@@ -118,6 +120,13 @@ class ChatOptions:
     stop: list[str] | None = option(
         "End the reply before this text. Repeatable.", list[str] | None, panel=SAMPLING
     )
+    tools: str | None = option(
+        "Let the model call the functions in this JSON file (OpenAI's list of tools); the chat "
+        "asks you for what they return.",
+        str | None,
+        panel=CONVERSATIONS,
+    )
+    functions: tuple[Tool, ...] | None = None
     load: str | None = None
     save: str | None = option(
         "Save the conversation there at the end.", str | None, panel=CONVERSATIONS
@@ -168,6 +177,9 @@ class ChatOptions:
         if self.raw and any(about):
             name = "--thinking" if about[0] else "--forget-thoughts"
             raise UsageError(f"--raw uses no chat template, which {name} needs; drop one")
+        if self.tools is not None and (self.raw or self.cost):
+            other = "--raw, which uses no chat template" if self.raw else "--cost"
+            raise UsageError(f"--tools cannot be with {other}; drop one")
         if self.raw and self.system is not None:
             raise UsageError("--raw sends the text alone; put what --system says into the prompt")
         try:

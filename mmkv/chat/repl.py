@@ -12,7 +12,15 @@ from weakref import WeakKeyDictionary
 
 from rich.table import Table
 
-from mmkv.chat.display import OutputClosed, answer, memory_line, panel, statistics
+from mmkv.calls.tools import arguments_text
+from mmkv.chat.display import (
+    OutputClosed,
+    answer,
+    calls_shown,
+    memory_line,
+    panel,
+    statistics,
+)
 from mmkv.chat.lines import LineReader, MessageReader, Words
 from mmkv.chat.saved import (
     Autosave,
@@ -181,9 +189,16 @@ def _retry(repl: Repl, _: str) -> None:
         repl.display.say("there is no turn to try again")
 
 
+def _results(repl: Repl, _: str) -> None:
+    repl.declined = None
+    if not repl.calls:
+        raise InputError("the latest reply calls no function")
+
+
 def _history(repl: Repl, _: str) -> None:
     for message in repl.session.history:
-        mark = {"user": ">>> ", "system": "system: "}.get(message["role"], "")
+        marks = {"user": ">>> ", "system": "system: ", "tool": f"{message.get('name')}: "}
+        mark = marks.get(message["role"], "")
         repl.display.say(f"{mark}{spoken(message)}")
     if not repl.session.history:
         repl.display.say("nothing has been said yet")
@@ -294,6 +309,7 @@ COMMANDS = {
     "budget": SlashCommand("[256|25%|64MiB]", "show or change the budget", _budget),
     "undo": SlashCommand("", "take back the latest turn; its pictures are queued again", _undo),
     "retry": SlashCommand("", "take back the latest reply and ask for another", _retry),
+    "results": SlashCommand("", "say what the latest calls return, if it was put off", _results),
     "history": SlashCommand("", "show the conversation", _history),
     "clear": SlashCommand("", "start a new conversation", _clear),
     "save": SlashCommand("PATH", "save the conversation with its cache (/save! overwrites)", _save),
@@ -331,11 +347,12 @@ def open_reader(words: Words) -> MessageReader:
 
 @dataclass
 class Sent:
-    """A message as it was sent, for /undo and /retry."""
+    """A message as it was sent, for /undo and /retry; ``results``: of calls, None: it has none."""
 
     text: str
     images: list[Any] = field(default_factory=list)
     videos: list[Any] = field(default_factory=list)
+    results: list[tuple[str, Any]] | None = None
 
 
 class Repl:
@@ -359,6 +376,8 @@ class Repl:
         self.watching = False
         self.rewrites: Rewrites = "reread"
         self.sent: WeakKeyDictionary[Session, list[Sent]] = WeakKeyDictionary()
+        self.declined: Any = None  # the reply whose calls were put off
+        self.retold: Session | None = None  # a loaded one, which may get other tools
         self.session = self.new_session()
         self.branches: dict[str, Session] = {"main": self.session}
         self.branch = "main"
@@ -369,6 +388,7 @@ class Repl:
         try:
             if self.options.load is not None:
                 self.load(user_path(self.options.load))
+                self.retold = self.session
             self.reader = open_reader(
                 Words(
                     {name: command.takes for name, command in COMMANDS.items()},
@@ -393,6 +413,9 @@ class Repl:
             if first is not None:
                 self.handle(first)
             while True:
+                if self.calls:
+                    self._safely(self.give_results)
+                    continue
                 try:
                     text = self.reader.read()
                 except KeyboardInterrupt:
@@ -405,12 +428,18 @@ class Repl:
 
     def handle(self, text: str) -> None:
         """Run a command or send a message; an error of any kind is shown and changes nothing."""
+        self._safely(lambda: self._take(text))
+
+    def _take(self, text: str) -> None:
+        require_utf8(text)
+        if text.startswith("/") and not text.startswith("//"):
+            self.command(text)
+        else:
+            self.send(text.removeprefix("/") if text.startswith("//") else text)
+
+    def _safely(self, act: Callable[[], None]) -> None:
         try:
-            require_utf8(text)
-            if text.startswith("/") and not text.startswith("//"):
-                self.command(text)
-            else:
-                self.send(text.removeprefix("/") if text.startswith("//") else text)
+            act()
         except KeyboardInterrupt:
             self.display.say("(stopped)")
         except (OutputClosed, Leave, SystemExit, GeneratorExit):
@@ -437,23 +466,78 @@ class Repl:
             return
         command.run(self, _unquoted(rest.strip()))
 
+    @property
+    def calls(self) -> list[dict[str, Any]]:
+        """The calls of the latest reply, as the history has them, unless they were put off."""
+        last = self.session.history[-1] if self.session.history else {}
+        return [] if last is self.declined else last.get("tool_calls", [])
+
+    def give_results(self) -> None:
+        """Ask for what the latest calls return and send it; Ctrl-C puts that off.
+
+        A command is run instead.
+        """
+        calls, self.declined = self.calls, self.session.history[-1]
+        results: list[tuple[str, Any]] = []
+        try:
+            for call in calls:
+                said = self._result(call["function"])
+                if isinstance(said, str):
+                    self.declined = None  # asked again, unless the command changes that
+                    self.command(said)
+                    return
+                results.append((call["id"], said))
+        except KeyboardInterrupt:
+            self.display.say("(put off; /results asks again)")
+            return
+        except EOFError as error:
+            raise Leave from error
+        self._send(Sent("", results=results))
+
+    def _result(self, function: dict[str, Any]) -> list[dict[str, Any]] | str:
+        """Ask for what one call returns: lines of pictures, and a line of text; or a command."""
+        assert self.reader is not None
+        self.display.show(calls_shown([(function["name"], arguments_text(function["arguments"]))]))
+        parts: list[dict[str, Any]] = []
+        while True:
+            line = self.reader.ask("result (@FILE adds a picture): ")
+            try:
+                require_utf8(line)
+                if line.startswith("@") and not line.startswith("@@"):
+                    if not self.engine.processor.sees:
+                        raise InputError(self.engine.processor.blind)
+                    parts.append({"type": "image", "image": load_image(line[1:].strip())})
+                    continue
+            except InputError as error:
+                self.display.error(error)
+                continue
+            if line.startswith("/") and not line.startswith("//"):
+                return line
+            text = line[1:] if line.startswith(("@", "/")) else line
+            return [*parts, {"type": "text", "text": text}] if text or not parts else parts
+
     def send(self, text: str) -> None:
         """Send a message with what is queued; the queue is emptied once it has been sent."""
-        system = self.system if not self.session.history else None
+        self._send(Sent(text, self.images, self.videos))
+
+    def _send(self, message: Sent) -> None:
+        new = not self.session.history
+        system = self.system if new else None
         before = len(self.session.history)
-        message = Sent(text, self.images, self.videos)
         try:
             finished = answer(
                 self.engine,
                 self.session,
                 self.options,
                 self.display,
-                text,
-                self.images,
-                self.videos,
+                message.text,
+                message.images,
+                message.videos,
                 system,
                 self.sampling,
                 watching=self.watching,
+                tools=self.options.functions if new or self.session is self.retold else None,
+                results=message.results,
             )
         except STOPS:
             raise
@@ -465,7 +549,8 @@ class Repl:
             raise
         finally:
             if len(self.session.history) > before:
-                self.images, self.videos = [], []
+                if message.results is None:
+                    self.images, self.videos = [], []
                 # As many as the session can take back.
                 self.sent[self.session] = [*self.sent.get(self.session, []), message][-UNDO_DEPTH:]
         if not finished:
@@ -496,7 +581,7 @@ class Repl:
                 return False
             before = len(session.history)
             try:
-                self.send(message.text)
+                self._send(message)
             finally:
                 answered = len(session.history) > before
                 if not answered:

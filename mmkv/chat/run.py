@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from mmkv.calls.tools import Tool, ToolUse
 from mmkv.chat.display import Display
 from mmkv.chat.options import ChatOptions
 from mmkv.chat.saved import checked_target, figures_folder, is_session, report_target
 from mmkv.chat.trouble import require_utf8
-from mmkv.engine.errors import InputError
+from mmkv.engine.budget import format_bytes
+from mmkv.engine.errors import InputError, first_line
 from mmkv.engine.paths import user_path
 from mmkv.loading import UsageError, load_engine
 from mmkv.prompt.media import check_source, load_image
@@ -18,6 +21,9 @@ from mmkv.prompt.video import check_sampling
 
 if TYPE_CHECKING:
     from mmkv.api import Engine
+
+
+_LONGEST_LIST = 2**24  # bytes of a file of functions
 
 
 def run_chat(options: ChatOptions) -> int:
@@ -33,6 +39,8 @@ def run_chat(options: ChatOptions) -> int:
     check_sampling(options.fps, options.num_frames)
     for source in options.video:
         check_source(source)
+    if options.tools is not None:
+        options.functions = read_tools(options.tools)
     if options.save is not None:
         options.save = str(_save_target(options))
     if options.report is not None:
@@ -83,6 +91,27 @@ def _choose_template(engine: Engine, options: ChatOptions) -> None:
     if options.forget_thoughts:
         engine.require_thoughts("--forget-thoughts")
         engine.forget_thoughts = True
+
+
+def read_tools(name: str) -> tuple[Tool, ...]:
+    """Return the functions that a JSON file lists. Raises InputError."""
+    try:
+        with user_path(name).open("rb") as file:
+            text = file.read(_LONGEST_LIST + 1)
+        given = json.loads(text) if len(text) <= _LONGEST_LIST else None
+    except OSError as error:
+        raise InputError(f"cannot read {name}: {error.strerror}; name a JSON file") from error
+    except (ValueError, RecursionError) as error:
+        raise InputError(f"{name} is no JSON ({first_line(error)}); mend it") from error
+    if not isinstance(given, list) or not given:
+        raise InputError(
+            f'{name} has to be a list of functions, [{{"type": "function", "function": {{"name": '
+            f"...}}}}], of at most {format_bytes(_LONGEST_LIST)}"
+        )
+    try:
+        return ToolUse(tuple(Tool.of(one, f"[{at}]") for at, one in enumerate(given))).tools
+    except InputError as error:
+        raise InputError(f"{name}: {error}") from error
 
 
 def _save_target(options: ChatOptions) -> Path:

@@ -384,7 +384,7 @@ def write_figures(trace: Trace, folder: Path) -> str:
 
 
 _TITLE = "# Conversation with "
-_SPEAKERS = {"system": "System", "user": "You", "assistant": "Reply"}
+_SPEAKERS = {"system": "System", "user": "You", "assistant": "Reply", "tool": "Result"}
 
 
 def spoken(message: Message) -> str:

@@ -118,7 +118,8 @@ def cache(
 
         for file in files:
             used = time.strftime("%Y-%m-%d %H:%M", time.localtime(file.used))
-            print(f"{format_bytes(file.bytes):>10}  {file.form:5}  last used {used}  {file.model}")
+            kind = f"{file.form:5} {file.part:6}"
+            print(f"{format_bytes(file.bytes):>10}  {kind}  last used {used}  {file.model}")
         did = "deleted" if delete else "held"
         print(f"{size} {did} in {kept_files.folder()} ({len(files)} files)")
 

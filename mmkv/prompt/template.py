@@ -179,6 +179,7 @@ class ChatTemplate:
         Raises:
             InputError: they are none.
         """
+        _ = self.reads_tools  # found once, and not by each copy
         made = copy.copy(self)
         made._tools = self._cutter.cut_all(plain_tools(tools))
         return made

@@ -497,6 +497,7 @@ class EngineCore:
         self.folder = _hibernation_folder(settings)
         self.conversations = ConversationStore(engine, self.scheduler, self.folder)
         self.facts = _facts(engine, lookahead)
+        self.pictures_counted = 0, 0  # in the metrics: asked for, found
         self._require_room()
         _set_aside(engine)
         if engine.device.type == "cpu":
@@ -543,6 +544,11 @@ class EngineCore:
             metrics.kv_pages.labels("free").set(pool.limit - max(committed, held))
         metrics.kv_bytes_committed.set(committed * pool.page_bytes)
         metrics.snapshot_bytes.set(self.prefix_cache.pages * pool.page_bytes)
+        seen, before = self.engine.vision_cache, self.pictures_counted
+        self.pictures_counted = seen.queries, seen.hits
+        metrics.picture_queries.inc(seen.queries - before[0])
+        metrics.picture_hits.inc(seen.hits - before[1])
+        metrics.picture_bytes.set(seen.nbytes)
         metrics.sessions.labels("running").set(scheduler.running)
         metrics.sessions.labels("snapshot").set(len(scheduler.residents.copies))
         kept = scheduler.sessions
@@ -638,6 +644,8 @@ def _show_a_picture(engine: Engine) -> None:
                 "?", images=[picture], sampling=Sampling.greedy(max_new_tokens=1)
             ):
                 pass
+        if note := engine.family.vision_note:
+            log.info("%s", note)
     finally:
         session.close()
 

@@ -50,6 +50,11 @@ class Metrics:
         )
         self.process_resident = gauge("process_resident_bytes", "What it takes now.")
         self.evicted = counter("entries_evicted", "Cache entries dropped.", "modality")
+        self.picture_queries = counter(
+            "mm_cache_queries", "Pictures, tiles and videos whose features were asked for."
+        )
+        self.picture_hits = counter("mm_cache_hits", "Those of them that were kept.")
+        self.picture_bytes = gauge("mm_cache_bytes", "Features of pictures that are kept.")
         self.sessions = gauge("sessions", "Sessions, stored responses among them.", "state")
         self.snapshot_bytes = gauge("snapshot_bytes", "Bytes of copies by which chats resume.")
         self.page_leaks = gauge(

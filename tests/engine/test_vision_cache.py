@@ -75,6 +75,100 @@ def test_videos_too(name: str) -> None:
     assert torch.equal(read(without, turn), read(engine, turn))
 
 
+APART = ["qwen3_vl", "qwen2_5_vl", "llava", "internvl"]
+
+
+def part_of(name: str, turn: dict[str, Tensor], first: int, after: int) -> dict[str, Tensor]:
+    """Return some of the pictures of a turn, each of 16 x 16 pixels, with other text."""
+    pieces: list[Any] = [2, *[("image", 16, 16)] * (after - first), 3]
+    part = make_turn(name, pieces, seed=7)
+    pictures = turn["pixel_values"].shape[0] // 6
+    rows = slice(first * pictures, after * pictures)
+    return part | {"pixel_values": turn["pixel_values"][rows]}
+
+
+@contextmanager
+def patches_read(engine: Runtime) -> Iterator[list[int]]:
+    """Note how many rows of pixels each pass of the tower reads."""
+    read: list[int] = []
+    model = engine.family.hf.model
+    tower = model.visual if hasattr(model, "visual") else model.vision_tower
+
+    def note(module: Any, given: tuple[Any, ...], named: dict[str, Any]) -> None:
+        read.append(len(given[0] if given else named["pixel_values"]))
+
+    hook = tower.register_forward_pre_hook(note, with_kwargs=True)
+    try:
+        yield read
+    finally:
+        hook.remove()
+
+
+@pytest.mark.parametrize("name", APART)
+def test_of_pictures_that_come_again_with_a_new_one_that_is_encoded(name: str) -> None:
+    engine, without = open_engine(name), open_engine(name, vision_cache=0)
+    whole = make_turn(name, [2, *[("image", 16, 16)] * 6, 3], seed=7)
+    rows = len(whole["pixel_values"])
+    with patches_read(engine) as read:
+        engine.turn(part_of(name, whole, 0, 5), 0)
+        found = engine.turn(whole, 0)
+        last_two = engine.turn(part_of(name, whole, 4, 6), 0)
+    assert read == [rows // 6 * 5, rows // 6]
+    wanted = without.turn(whole, 0)
+    assert found.visual is not None and wanted.visual is not None and last_two.visual is not None
+    for ours, theirs in zip(
+        (found.visual, *found.deepstack), (wanted.visual, *wanted.deepstack), strict=True
+    ):
+        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
+    assert torch.equal(last_two.visual, found.visual[-len(last_two.visual) :])
+    assert torch.equal(found.positions, wanted.positions)
+    tiles = 3 if name == "internvl" else 1  # of a picture; each is kept by itself
+    counted_as = (engine.vision_cache.queries, engine.vision_cache.hits)
+    assert counted_as == ((5 + 6 + 2) * tiles, (5 + 2) * tiles)
+
+
+def test_a_picture_that_is_shown_twice_at_once_is_encoded_once() -> None:
+    engine = open_engine("qwen3_vl")
+    turn = make_turn("qwen3_vl", [2, ("image", 16, 32), 1, ("image", 16, 32), 3])
+    half = len(turn["pixel_values"]) // 2
+    turn["pixel_values"][half:] = turn["pixel_values"][:half]
+    with patches_read(engine) as read:
+        made = engine.turn(turn, 0).visual
+    assert read == [half] and made is not None
+    assert torch.equal(*made.chunk(2))
+
+
+@pytest.mark.parametrize("name", ["qwen3_vl", "qwen2_5_vl", "llava_onevision"])
+def test_each_video_is_kept(name: str) -> None:
+    engine = open_engine(name)
+    video = ("video", 4, 16, 16)
+    two = make_turn(name, [3, video, 2, video, 4])
+    turns = [engine.turn(two, 0)]
+    assert engine.vision_cache.queries == 2
+    half = len(two["pixel_values_videos"]) // 2
+    one = make_turn(name, [3, video, 4])
+    with counted(engine) as passes:
+        turns.append(
+            engine.turn(one | {"pixel_values_videos": two["pixel_values_videos"][half:]}, 0)
+        )
+    assert passes == [] and engine.vision_cache.hits == 1
+    both, second = (turn.visual for turn in turns)
+    assert both is not None and second is not None
+    assert torch.equal(second, both[len(both) // 2 :])
+
+
+def test_who_changes_weights_in_place_clears() -> None:
+    engine = open_engine("qwen3_vl")
+    turn = make_turn("qwen3_vl", SHOWN)
+    before = engine.turn(turn, 0).visual
+    with torch.no_grad():
+        next(engine.family.hf.model.visual.merger.parameters()).mul_(2)
+    engine.vision_cache.clear()
+    assert engine.vision_cache.nbytes == engine.vision_cache.bytes_of("") == 0
+    after = engine.turn(turn, 0).visual
+    assert before is not None and after is not None and not torch.equal(before, after)
+
+
 def test_the_question_does_not_matter() -> None:
     engine = open_engine("qwen3_vl")
     turn = make_turn("qwen3_vl", SHOWN)
@@ -123,12 +217,12 @@ def test_other_settings_of_the_same_pixels_are_others() -> None:
 def call_twice(cache: VisionCache, kind: int, inputs: dict[str, Tensor], made: Features) -> int:
     calls: list[None] = []
 
-    def encode() -> Features:
+    def encode(new: list[Any]) -> list[Features]:
         calls.append(None)
-        return made
+        return [made]
 
     for _ in range(2):
-        cache.features(kind, inputs, set(), "", encode)
+        cache.features(kind, [inputs], "", encode)
     return len(calls)
 
 
@@ -236,12 +330,12 @@ def test_the_latest_used_stay_within_the_bound(asked: list[tuple[int, str]]) -> 
     for number, salt in asked:
         rows, calls = 64 * (number + 1) ** 2, []
 
-        def encode(rows: int = rows, calls: list[None] = calls) -> Features:
+        def encode(new: Any, rows: int = rows, calls: list[None] = calls) -> list[Features]:
             calls.append(None)
-            return Features(torch.zeros(rows // 8), (torch.zeros(rows // 8),))
+            return [Features(torch.zeros(rows // 8), (torch.zeros(rows // 8),))]
 
         inputs = {"pixel_values": torch.tensor([number])}
-        cache.features(IMAGE, inputs, set(), salt, encode)
+        cache.features(IMAGE, [inputs], salt, encode)
         assert len(calls) == ((number, salt, rows) not in wanted)
         wanted = [one for one in wanted if one != (number, salt, rows)]
         if rows <= LIMIT:
@@ -256,26 +350,25 @@ def test_the_latest_used_stay_within_the_bound(asked: list[tuple[int, str]]) -> 
 
 def test_views_of_larger_tensors_are_copied() -> None:
     cache, whole = VisionCache(LIMIT), torch.zeros(2**20)
-    cache.features(
-        IMAGE, {"pixel_values": torch.ones(1)}, set(), "", lambda: Features(whole[:64].view(8, 8))
-    )
-    found = cache.features(IMAGE, {"pixel_values": torch.ones(1)}, set(), "", _never)
+    one = [{"pixel_values": torch.ones(1)}]
+    cache.features(IMAGE, one, "", lambda new: [Features(whole[:64].view(8, 8))])
+    found = cache.features(IMAGE, one, "", _never)
     assert found.rows.shape == (8, 8) and found.rows.untyped_storage().nbytes() == 256
 
 
-def _never() -> Features:
+def _never(new: Any) -> list[Features]:
     raise AssertionError("it was encoded again")
 
 
 def test_what_fails_is_not_kept() -> None:
     cache, inputs = VisionCache(LIMIT), {"pixel_values": torch.ones(1)}
 
-    def failing() -> Features:
+    def failing(new: Any) -> list[Features]:
         raise InputError("no")
 
     for _ in range(2):
         with pytest.raises(InputError):
-            cache.features(IMAGE, inputs, set(), "", failing)
+            cache.features(IMAGE, [inputs], "", failing)
     odd: dict[str, Any] = {"pixel_values": object()}
     assert call_twice(cache, IMAGE, odd, Features(torch.ones(2, 2))) == 2
     assert cache.nbytes == 0
@@ -288,7 +381,7 @@ def test_threads_share_it() -> None:
         numbers = torch.Generator().manual_seed(seed)
         for number in torch.randint(0, 20, (200,), generator=numbers).tolist():
             inputs = {"pixel_values": torch.tensor([number])}
-            found = cache.features(IMAGE, inputs, set(), "", _rows_of(number))
+            found = cache.features(IMAGE, [inputs], "", _rows_of(number))
             if float(found.rows[0, 0]) != number or cache.nbytes > LIMIT:
                 failed.append(number)
 
@@ -300,8 +393,8 @@ def test_threads_share_it() -> None:
     assert not failed and cache.bytes_of("") == cache.nbytes
 
 
-def _rows_of(number: int) -> Callable[[], Features]:
-    return lambda: Features(torch.full((8, 16), float(number)))
+def _rows_of(number: int) -> Callable[[Any], list[Features]]:
+    return lambda new: [Features(torch.full((8, 16), float(number)))]
 
 
 def test_pixels_in_a_narrow_dtype() -> None:

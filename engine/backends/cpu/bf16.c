@@ -256,23 +256,26 @@ INLINE uint32_t round_bits(uint32_t bits)
     return ((bits & 0x7fffffff) > 0x7f800000 ? 0x7fc00000 : near) & 0xffff0000;
 }
 
+/* Numbers seen as their bits. */
+typedef uint32_t __attribute__((may_alias)) word;
+
 /* Round one of `parts` parts of `count` vectors, to pairs of numbers or to floats. */
 void round_part(struct vectors x, int64_t width, int64_t count, int64_t part, int64_t parts)
 {
     for (int64_t v = count * part / parts; v < count * (part + 1) / parts; v++) {
-        const float *from = x.at + v * x.stride;
-        uint32_t *to = x.rounded + v * rounded_stride(width);
-        for (int64_t i = 0; i < width && !chosen->product; i++) {
-            uint32_t bits;
-            memcpy(&bits, from + i, sizeof bits);
-            bits = round_bits(bits);
-            memcpy((float *)to + i, &bits, sizeof bits);
+        const word *restrict from = (const word *)(x.at + v * x.stride);
+        word *restrict to = (word *)(x.rounded + v * rounded_stride(width));
+        if (!chosen->product) {
+#pragma omp simd
+            for (int64_t i = 0; i < width; i++)
+                to[i] = round_bits(from[i]);
+            continue;
         }
-        for (int64_t i = 0; i < width && chosen->product; i += 2) {
-            uint32_t bits[2] = {0};
-            memcpy(bits, from + i, i + 2 <= width ? 8 : 4);
-            to[i / 2] = round_bits(bits[0]) >> 16 | round_bits(bits[1]);
-        }
+#pragma omp simd
+        for (int64_t i = 0; i < width / 2; i++)
+            to[i] = round_bits(from[2 * i]) >> 16 | round_bits(from[2 * i + 1]);
+        if (width % 2)
+            to[width / 2] = round_bits(from[width - 1]) >> 16;
     }
 }
 

@@ -127,6 +127,11 @@ class Family:
         """Return whether nothing has to be read from the checkpoint before the next picture."""
         return not (self.has_vision and isinstance(self._hf, DeferredModel) and not self._hf.built)
 
+    @property
+    def vision_note(self) -> str | None:
+        """Return a line on packed weights of the vision side; None: there is nothing to say."""
+        return self._hf.note if isinstance(self._hf, DeferredModel) else None
+
     @staticmethod
     def text_model(hf_model: Any) -> nn.Module:
         """Return the module with embed_tokens, layers, norm and rotary_emb."""
@@ -192,10 +197,13 @@ class Family:
         older = torch.cat(held) if held else None
 
         def read(kind: int, encode: Callable[..., Features]) -> Features:
-            if cache is None:
+            if cache is None or not cache.limit:
                 return encode(inputs, device)
             others = {key for other, key in self.pixel_keys.items() if other != kind}
-            return cache.features(kind, inputs, others, salt, lambda: encode(inputs, device))
+            own = {key: value for key, value in inputs.items() if key not in others}
+            return cache.features(
+                kind, self.pictures(kind, own), salt, lambda new: self.encode(kind, new, device)
+            )
 
         features = self._features(inputs, torch.cat(new), older, read)
         whole = covers_seen(features, new, held)
@@ -235,6 +243,42 @@ class Family:
         One per token, of pictures too; families with M-RoPE have others.
         """
         return torch.arange(token_ids.numel())[None]
+
+    def pictures(self, kind: int, inputs: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+        """Return the inputs of each picture or video of a turn, whose features are kept apart.
+
+        What is computed of one must not depend on the others. Here all of a turn are one.
+        """
+        return [inputs]
+
+    def encode(
+        self, kind: int, pictures: Sequence[Mapping[str, Any]], device: torch.device | str
+    ) -> list[Features]:
+        """Return the features of each of some that :meth:`pictures` returned."""
+        reader = self.image_features if kind == IMAGE else self.video_features
+        return [reader(picture, device) for picture in pictures]
+
+    def encode_together(
+        self,
+        kind: int,
+        pictures: Sequence[Mapping[str, Any]],
+        rows: Sequence[int],
+        device: torch.device | str,
+    ) -> list[Features]:
+        """Do as :meth:`encode` in one call, of inputs that are tensors with a row for each.
+
+        Args:
+            rows: how many features each has, or in what proportion.
+        """
+        reader = self.image_features if kind == IMAGE else self.video_features
+        made = reader(
+            {key: torch.cat([one[key] for one in pictures]) for key in pictures[0]}, device
+        )
+        each = len(made.rows) // sum(rows)
+        counts = [count * each for count in rows]
+        levels = zip(*(level.split(counts) for level in made.deepstack), strict=True)
+        stacks: list[tuple[Tensor, ...]] = [*levels] or [()] * len(counts)
+        return [Features(*both) for both in zip(made.rows.split(counts), stacks, strict=True)]
 
     def image_features(self, inputs: Mapping[str, Any], device: torch.device | str) -> Features:
         """Return the features of all pictures of a turn, in order."""

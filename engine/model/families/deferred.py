@@ -16,6 +16,7 @@ class DeferredModel:
         config: of the whole model.
         eos_token_ids: tokens that end a reply.
         vocab_size: rows of the embedding.
+        note: a line on packed weights that were written or could not be when it was built.
     """
 
     def __init__(
@@ -23,10 +24,11 @@ class DeferredModel:
         config: Any,
         eos_token_ids: tuple[int, ...],
         vocab_size: int,
-        build: Callable[[], Any],
+        build: Callable[[], tuple[Any, str | None]],
     ) -> None:
         self.config, self.eos_token_ids, self.vocab_size = config, eos_token_ids, vocab_size
         self._build, self._built = build, None
+        self.note: str | None = None
         self._lock = threading.Lock()
 
     @property
@@ -40,5 +42,5 @@ class DeferredModel:
             if self._built is None:
                 # Its weights are ordinary ones, also when the first picture comes while decoding.
                 with torch.inference_mode(False):
-                    self._built = self._build()
+                    self._built, self.note = self._build()
             return self._built

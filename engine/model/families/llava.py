@@ -8,7 +8,7 @@ single picture but one grid each for several, and video (OneVision).
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -34,6 +34,29 @@ class LlavaFamily(Family):
         ("language_model.model.", "language_model.lm_head.weight"),  # before transformers 4.52
     )
     pixel_dims: ClassVar[tuple[int, ...]] = (4,)
+
+    def pictures(self, kind: int, inputs: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+        """Return the pixels of each picture or tile; towers of pictures' own sizes have one."""
+        if self.config.vision_config.model_type == "pixtral":
+            return [inputs]
+        return self.apart(kind, inputs, 4)
+
+    def apart(self, kind: int, inputs: Mapping[str, Any], dims: int) -> list[Mapping[str, Any]]:
+        """Return each row of pixels of so many dimensions; what will be refused is one."""
+        key = self.pixel_keys[kind]
+        try:
+            pixels = floats(inputs, key)
+        except InputError:
+            return [inputs]
+        return [{key: row} for row in pixels.split(1)] if pixels.dim() == dims else [inputs]
+
+    def encode(
+        self, kind: int, pictures: Sequence[Mapping[str, Any]], device: torch.device | str
+    ) -> list[Features]:
+        """Return the features of each of some pictures or videos, which are read together."""
+        if len(pictures) == 1:
+            return super().encode(kind, pictures, device)
+        return self.encode_together(kind, pictures, [1] * len(pictures), device)
 
     def image_features(self, inputs: Mapping[str, Any], device: torch.device | str) -> Features:
         """Return the features of all pictures of a turn, in order."""
@@ -109,6 +132,10 @@ class LlavaNextFamily(LlavaFamily):
     model_types: ClassVar[tuple[str, ...]] = ("llava_next",)
     pixel_dims: ClassVar[tuple[int, ...]] = (4, 5)
 
+    def pictures(self, kind: int, inputs: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+        """Return all of a turn as one: each is padded to the tiles of the largest."""
+        return [inputs]
+
     def image_features(self, inputs: Mapping[str, Any], device: torch.device | str) -> Features:
         """Return the features of all pictures of a turn, unpadded, with the row-end feature of the
         model.
@@ -133,6 +160,10 @@ class LlavaOnevisionFamily(LlavaNextFamily):
 
     model_types: ClassVar[tuple[str, ...]] = ("llava_onevision",)
     pixel_keys: ClassVar[dict[int, str]] = {IMAGE: "pixel_values", VIDEO: "pixel_values_videos"}
+
+    def pictures(self, kind: int, inputs: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+        """Return each video; the pictures of a turn are one, for a lone one has more tiles."""
+        return self.apart(kind, inputs, 5) if kind == VIDEO else [inputs]
 
     def extra_arguments(self, inputs: Mapping[str, Any], pictures: int) -> dict[str, Any]:
         """Return how many pictures stand in the turn: only a lone one was cut into tiles."""

@@ -118,7 +118,7 @@ def _load(
             ends = end_tokens(_generation_config(source).get("eos_token_id"), config)
 
             @_explaining(name, source)
-            def build(shared: DecoderWeights) -> Any:
+            def build(shared: DecoderWeights) -> tuple[Any, str | None]:
                 stored = _stored(source)
                 if stored is None:
                     raise ModelError(f"the weights of {name} are gone; get the checkpoint again")

@@ -85,6 +85,32 @@ class Qwen3VLFamily(Family):
                     part[key] = grid[first:last]
         return [*own]
 
+    def pictures(self, kind: int, inputs: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+        """Return patches and grid of each picture or video; what will be refused is one."""
+        key = self.pixel_keys[kind]
+        try:
+            pixels, grid = floats(inputs, key), self._grid(inputs, kind)
+        except InputError:
+            return [inputs]
+        if grid is None or pixels.dim() != 2 or len(pixels) != int(grid.prod(-1).sum()):
+            return [inputs]
+        patches = pixels.split(grid.prod(-1).tolist())
+        return [
+            {key: own, _GRID_KEY[kind]: sizes[None]}
+            for own, sizes in zip(patches, grid, strict=True)
+        ]
+
+    def encode(
+        self, kind: int, pictures: Sequence[Mapping[str, Any]], device: torch.device | str
+    ) -> list[Features]:
+        """Return the features of each of some pictures or videos, which are read together."""
+        if len(pictures) == 1:
+            return super().encode(kind, pictures, device)
+        rows = [len(picture[self.pixel_keys[kind]]) for picture in pictures]
+        merged = self.config.vision_config.spatial_merge_size**2
+        rows = [count // merged for count in rows]
+        return self.encode_together(kind, pictures, rows, device)
+
     def image_features(self, inputs: Mapping[str, Any], device: torch.device | str) -> Features:
         """Return the features of all pictures of a turn, in order, with their deepstack levels."""
         return self._visual(inputs, IMAGE, device)

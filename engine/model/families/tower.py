@@ -6,7 +6,7 @@ Attention runs in C where it can: towers ask transformers' ``AttentionInterface`
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import pairwise
 from typing import Any
 
@@ -76,7 +76,12 @@ _UNMASKED = {
 }
 
 
-def hold_tower(model: Any, family: type[Family], form: WeightForm) -> None:
+def hold_tower(
+    model: Any,
+    family: type[Family],
+    form: WeightForm,
+    take: Callable[[Tensor], Matrix | None] = lambda weight: None,
+) -> None:
     """Hold the matrices of a model's vision tower and projector in a form, in place.
 
     Linear layers and patch embeddings become modules that multiply by :attr:`WeightForm.product`;
@@ -85,20 +90,34 @@ def hold_tower(model: Any, family: type[Family], form: WeightForm) -> None:
 
     Args:
         model: a transformers model of ``family``, in a floating dtype. What stays is not converted.
+        take: gives the matrix of a layer's weight; None: it is to be made of the weight.
     """
+    freed = 0
+    for parent, name in list(layers_to_hold(model, family)):
+        layer = getattr(parent, name)
+        if (matrix := take(layer.weight)) is None:
+            matrix = _matrix_of(layer.weight, form)
+        if isinstance(matrix, Tensor) and matrix.dtype == torch.float32:
+            continue
+        setattr(parent, name, _holding(layer, matrix, form))
+        del layer
+        freed += matrix.nbytes
+        if freed >= MANY_BYTES:  # of others: the heap keeps what lies between by itself
+            give_back()
+            freed = 0
+    _set_attention(model, form)
+
+
+def layers_to_hold(model: Any, family: type[Family]) -> Iterator[tuple[nn.Module, str]]:
+    """Yield where tower and projector have layers that multiply: parent, name in it."""
     text: Any = family.text_model(model)
     apart = {*text.modules(), model.get_output_embeddings()}
-    freed = 0
-    for parent in [module for module in model.modules() if module not in apart]:
-        for name, child in list(parent.named_children()):
-            held = None if child in apart else _held(child, form)
-            if held is not None:
-                setattr(parent, name, held)
-                freed += held.matrix.nbytes
-            if freed >= MANY_BYTES:  # of others: the heap keeps what lies between by itself
-                give_back()
-                freed = 0
-    _set_attention(model, form)
+    for parent in model.modules():
+        for name, child in parent.named_children():
+            # Of these types alone: a subclass may compute something else.
+            patches = type(child) in (nn.Conv2d, nn.Conv3d) and _side_by_side(child)
+            if not {parent, child} & apart and (patches or type(child) is nn.Linear):
+                yield parent, name
 
 
 def _set_attention(model: Any, form: WeightForm) -> None:
@@ -170,19 +189,15 @@ def held_matrices(model: nn.Module) -> Iterator[tuple[str, Matrix]]:
             yield f"{name}.weight", module.matrix
 
 
-def _held(layer: nn.Module, form: WeightForm) -> HeldLinear | None:
-    """Return what takes a layer's place; None: it stays."""
-    # Of these types alone: a subclass may compute something else.
-    patches = type(layer) in (nn.Conv2d, nn.Conv3d) and _side_by_side(layer)
-    if not patches and type(layer) is not nn.Linear:
-        return None
-    weight, bias = layer.weight, layer.bias
-    assert isinstance(weight, Tensor)
+def _matrix_of(weight: Tensor, form: WeightForm) -> Matrix:
     plain = weight.detach().flatten(1)
     # No form is made of float16.
-    matrix = form.hold(plain.float() if plain.dtype == torch.float16 else plain)
-    if isinstance(matrix, Tensor) and matrix.dtype == torch.float32:
-        return None
+    return form.hold(plain.float() if plain.dtype == torch.float16 else plain)
+
+
+def _holding(layer: nn.Module, matrix: Matrix, form: WeightForm) -> HeldLinear:
+    """Return what takes a layer's place."""
+    bias = layer.bias
     assert bias is None or isinstance(bias, Tensor)
     if isinstance(layer, (nn.Conv2d, nn.Conv3d)):
         return HeldPatches(matrix, bias, form.product, layer.kernel_size)

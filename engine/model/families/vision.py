@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import math
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -16,8 +17,9 @@ from torch import Tensor, nn
 from mmkv.engine.errors import STOPS
 from mmkv.engine.memory import give_back
 from mmkv.engine.model.families.base import Family
-from mmkv.engine.model.families.tower import MANY_BYTES, hold_tower
+from mmkv.engine.model.families.tower import MANY_BYTES, hold_tower, layers_to_hold
 from mmkv.engine.model.finite import require_finite
+from mmkv.engine.model.panel_files import PanelStore, with_panels
 from mmkv.engine.model.panels import Panels
 from mmkv.engine.model.product import Matrix, WeightForm
 from mmkv.engine.model.stored import StoredTensors, text_place
@@ -36,18 +38,21 @@ def build_vision(
     stored: StoredTensors,
     form: WeightForm | None,
     name: str,
-) -> Any:
+) -> tuple[Any, str | None]:
     """Load the transformers model without decoder layers; it shares all else with ``weights``.
 
-    Of the files, the tensors of the vision tower and the projector alone are read. With a form they
-    are held as stored first, and widened one by one at the end, so that no matrix which takes
-    another form in between is ever held wide.
+    Of the files, the tensors of the vision tower and the projector alone are read. With a form its
+    matrices go from the files, or from those of packed weights, straight into it. What is no matrix
+    is held as stored first, and widened one by one at the end.
 
     Args:
         config: of the whole model. dtype: of the tensors.
         load: loads the model of a config in a dtype onto a device, from tensors by their names.
         stored: the checkpoint's files, whose text weights are ``weights``.
         form: how the decoder's matrices are held. name: the checkpoint's, for messages.
+
+    Returns:
+        The model, and a line on packed weights that were written or could not be; None: neither.
 
     Raises:
         ModelError: files that cannot be read, tensors that are missing or hold NaN or infinity.
@@ -67,8 +72,13 @@ def build_vision(
     )
     names = _names_beside_text(family, stored)
     first = dtype if form is None else stored.one_dtype(names) or dtype
-    tensors = {name: _Unread(stored, name) for name in names}
-    model = load(shorter, first, _CPU, tensors | _placeholders(family, weights, first))
+    tensors: dict[str, Any] = {name: _Unread(stored, name) for name in names}
+    tensors |= _placeholders(family, weights, first)
+    packing = None if form is None else _Packing(stored, names, first, form)
+    model = load(shorter, first, _CPU, tensors | (packing.stand_ins if packing else {}))
+    if packing and not packing.all_are_in(model):
+        # This version of transformers makes others of them: it gets their numbers.
+        packing, model = None, load(shorter, first, _CPU, tensors)
     text_model: Any = family.text_model(model)
     for part in (model.config.get_text_config(), text_model.config):
         vars(part).update(whole)
@@ -77,15 +87,16 @@ def build_vision(
     text_model.norm.weight = nn.Parameter(weights.norm, requires_grad=False)
     tied = weights.head.data_ptr() == weights.embed.data_ptr()
     model.get_output_embeddings().weight = embed if tied else _parameter(weights.head)
+    note = None if packing is None else packing.pack(model, family, name)
     require_finite_rest(model, weights, name)
-    if form is not None:
+    if form is not None and packing is None:
         hold_tower(model, family, form)
     if first != dtype:
         _widen(model, weights, dtype)
     if device != _CPU:
-        return model.to(device)
+        return model.to(device), None
     give_back()
-    return model
+    return model, note
 
 
 def require_finite_rest(model: Any, text: DecoderWeights, name: str) -> None:
@@ -118,6 +129,106 @@ class _Unread:
         return self._stored.read_as_stored(self._name)[index]
 
 
+class _StandIn:
+    """A matrix that nobody reads: one number in all places, which tells where it went."""
+
+    def __init__(self, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+        self.tensor, self.given = torch.zeros((), dtype=dtype).expand(shape), False
+
+    def __getitem__(self, index: Any) -> Tensor:
+        self.given = True
+        return self.tensor[index]
+
+
+class _Packing:
+    """Puts matrices into a model in a form: from the file of packed ones, or from the checkpoint's.
+
+    Attributes:
+        stand_ins: what the model is loaded with in their place, by the names of stored tensors.
+    """
+
+    def __init__(
+        self, stored: StoredTensors, names: list[str], dtype: torch.dtype, form: WeightForm
+    ) -> None:
+        self._stored, self._dtype, self._form = stored, dtype, form
+        shapes = {name: stored.shape(name) for name in names}
+        self.stand_ins = {
+            name: _StandIn(shape, dtype)
+            for name, shape in shapes.items()
+            if len(shape) > 1 and 0 not in shape and stored.is_float(name)
+        }
+        self._by_address = {
+            stand_in.tensor.data_ptr(): name for name, stand_in in self.stand_ins.items()
+        }
+
+    def all_are_in(self, model: nn.Module) -> bool:
+        """Whether each that was asked for is a tensor of the model as it was given."""
+        found = {
+            name: tensor.shape
+            for tensor in _tensors(model)
+            if (name := self._name_of(tensor)) is not None
+        }
+        asked = {name: each.tensor.shape for name, each in self.stand_ins.items() if each.given}
+        return asked == found
+
+    def pack(self, model: Any, family: type[Family], checkpoint: str) -> str | None:
+        """Give the layers their matrices, and what is no layer's its numbers.
+
+        Returns:
+            A line on packed weights that were written or could not be; None: neither.
+
+        Raises:
+            ModelError: a matrix holds NaN or infinity.
+        """
+        form, stored, labels = self._form, self._stored, {}
+        places = {module: place for place, module in model.named_modules()}
+        for parent, own in layers_to_hold(model, family):
+            layer = getattr(parent, own)
+            if (name := self._name_of(layer.weight)) is not None:
+                labels[name] = f"{places[layer]}.weight"
+
+        def read(store: PanelStore) -> dict[str, Matrix]:
+            made = {name: self._matrix(store, name) for name in labels}
+            unknown = ((labels[name], held) for name, held in made.items() if not store.knows(held))
+            require_finite(unknown, checkpoint)
+            return made
+
+        if form.packs and labels:
+            # The same panels: what is stored in bfloat16 needs no rounding, and of four bits
+            # there are none in a tower.
+            exact = form.name == "auto" and stored.kinds(labels) <= {"BF16"}
+            named = "bf16" if exact else "int8" if form.bits() == 8 else form.name
+            numbers = stored.numbers_of(labels)
+            size = form.bytes_of(numbers)
+            made, note = with_panels(read, stored.files, checkpoint, named, numbers, size, "vision")
+            assert made is not None
+        else:
+            made, note = read(PanelStore()), None
+
+        # A weight of its own has no name.
+        hold_tower(model, family, form, lambda weight: made.get(self._name_of(weight) or ""))
+        for tensor in _tensors(model):
+            if (name := self._name_of(tensor)) is not None:
+                left = made.get(name)
+                whole = left if isinstance(left, Tensor) else stored.read_as_stored(name)
+                tensor.data = whole.to(self._dtype).view(tensor.shape)
+        return note
+
+    def _matrix(self, store: PanelStore, name: str) -> Matrix:
+        def make() -> Matrix:
+            return self._stored.read_matrix([name], torch.float32, _CPU, self._form, "")
+
+        made, shape = store.matrix(name, make), self._stored.shape(name)
+        return made if tuple(made.shape) == (shape[0], math.prod(shape[1:])) else make()
+
+    def _name_of(self, tensor: Tensor) -> str | None:
+        return self._by_address.get(tensor.data_ptr())
+
+
+def _tensors(model: nn.Module) -> list[Tensor]:
+    return [*model.parameters(), *model.buffers()]
+
+
 def _placeholders(
     family: type[Family], weights: DecoderWeights, dtype: torch.dtype
 ) -> dict[str, Tensor]:
@@ -132,7 +243,9 @@ def _placeholders(
         head: weights.head.shape,
     }
     zero = torch.zeros((), dtype=dtype)
-    return {name: zero.expand(tuple(shape)) for name, shape in shapes.items()}
+    made = {name: zero.expand(tuple(shape)) for name, shape in shapes.items()}
+    # Of other numbers than the embedding: transformers would compare the two to their ends.
+    return made | {head: (zero + 1).expand(tuple(weights.head.shape))}
 
 
 @torch.no_grad()

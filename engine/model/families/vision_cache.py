@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,7 +14,7 @@ from torch import Tensor
 
 from mmkv.engine.errors import InputError
 from mmkv.engine.model.families.base import as_tensor
-from mmkv.engine.model.families.features import Features
+from mmkv.engine.model.families.features import Features, joined
 
 # Inputs of the text side. All else may steer the vision side.
 _OF_TOKENS = {"input_ids", "attention_mask", "mm_token_type_ids", "token_type_ids"}
@@ -30,19 +30,26 @@ class _Kept:
 class VisionCache:
     """Features by a hash of all that the vision side reads for them, the latest used ones.
 
-    The pictures of a turn are one entry, for they are encoded in one pass: what is found is what
-    would be computed, bit for bit. How a picture was prepared is in the hash by its pixels. One
-    cache is for one model in one form. Threads may share it.
+    Each picture or video is an entry, where its family tells them apart: what is new in a turn is
+    encoded in one pass. So features that are found were computed beside other pictures, and may
+    round otherwise where a product depends on how many rows it has: those of torch do.
+
+    How a picture was prepared is in the hash by its pixels. One cache is for one model in one form:
+    who changes the weights of a tower in place calls :meth:`clear`. Threads may share it.
 
     Whoever reads under another salt never finds an entry, so that no client learns from the time
     of a reply that another one has sent the same picture.
 
     Args:
         limit: most bytes that it holds; 0: it keeps nothing.
+
+    Attributes:
+        queries: pictures and videos that were asked for; hits: those of them that were found.
     """
 
     def __init__(self, limit: int) -> None:
         self.limit = limit
+        self.queries = self.hits = 0
         self._kept: OrderedDict[bytes, _Kept] = OrderedDict()
         self._bytes = 0
         self._lock = threading.Lock()
@@ -50,30 +57,46 @@ class VisionCache:
     def features(
         self,
         kind: int,
-        inputs: Mapping[str, Any],
-        others: set[str],
+        pictures: Sequence[Mapping[str, Any]],
         salt: str,
-        encode: Callable[[], Features],
+        encode: Callable[[list[Mapping[str, Any]]], list[Features]],
     ) -> Features:
-        """Return the features of a turn's pictures or videos, which ``encode`` computes.
+        """Return the features of pictures or videos, in order.
 
         Args:
-            kind: which of both. inputs: of the processor. others: those that are not of this kind.
+            kind: which of both. pictures: the inputs of each.
             salt: whose entries may be found.
+            encode: computes the features of those that are not found, each once.
 
         Raises:
             whatever ``encode`` does; nothing is kept then.
         """
-        key = _key(kind, inputs, others, salt) if self.limit else None
-        if key is None:
-            return encode()
+        keys = [_key(kind, picture, salt) if self.limit else None for picture in pictures]
+        found: dict[Any, Features] = {}
         with self._lock:
-            if (found := self._kept.get(key)) is not None:
-                self._kept.move_to_end(key)
-                return found.features
-        made = encode()
-        self._keep(key, salt, Features(_own(made.rows), tuple(map(_own, made.deepstack))))
-        return made
+            for key in keys:
+                if key is not None and (one := self._kept.get(key)) is not None:
+                    self._kept.move_to_end(key)
+                    found[key] = one.features
+            self.queries += len(keys)
+            self.hits += sum(key in found for key in keys)
+        # Without a key each is its own; of equal ones the first is encoded.
+        names = [at if key is None else key for at, key in enumerate(keys)]
+        new = {name: picture for name, picture in zip(names, pictures, strict=True)}
+        new = {name: picture for name, picture in new.items() if name not in found}
+        if new:
+            for name, made in zip(new, encode(list(new.values())), strict=True):
+                if isinstance(name, bytes):
+                    made = Features(_own(made.rows), tuple(map(_own, made.deepstack)))
+                    self._keep(name, salt, made)
+                found[name] = made
+        return joined([found[name] for name in names])
+
+    def clear(self) -> None:
+        """Forget all features."""
+        with self._lock:
+            self._kept.clear()
+            self._bytes = 0
 
     def bytes_of(self, salt: str) -> int:
         """Count the bytes of what is kept under a salt."""
@@ -105,10 +128,10 @@ def _own(tensor: Tensor) -> Tensor:
     return tensor if whole else tensor.clone(memory_format=torch.contiguous_format)
 
 
-def _key(kind: int, inputs: Mapping[str, Any], others: set[str], salt: str) -> bytes | None:
+def _key(kind: int, inputs: Mapping[str, Any], salt: str) -> bytes | None:
     """Hash what the vision side reads; None where it is not tensors, or numbers of their like."""
     digest = hashlib.sha256(repr((salt, kind)).encode())
-    for name in sorted(inputs.keys() - _OF_TOKENS - others):
+    for name in sorted(inputs.keys() - _OF_TOKENS):
         if inputs[name] is None:
             continue
         try:

@@ -101,7 +101,7 @@ class SessionFileInputs(Target):
             edited = mutate.edit(rng, fields[name])
             if name == "extra" and rng.random() < 0.8:
                 inner = json.loads(fields[name]["mmkv.history"])
-                key = rng.choice(("mmkv.history", "mmkv.unfed"))
+                key = rng.choice(("mmkv.history", "mmkv.unfed", "mmkv.tools"))
                 inner = inner if key == "mmkv.history" else [1]
                 edited = fields[name] | {key: json.dumps(mutate.edit(rng, inner))}
             case["fields"][name] = edited

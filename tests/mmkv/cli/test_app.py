@@ -98,6 +98,9 @@ def test_json_numbers_are_consistent(mmkv: Callable[..., Ran], model: str, pictu
     report = json.loads(ran.out)
     assert set(report) == {
         "text",
+        "content",
+        "reasoning",
+        "tool_calls",
         "finish_reason",
         "model",
         "device",

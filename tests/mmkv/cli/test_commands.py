@@ -266,7 +266,7 @@ def test_the_cache_command_lists_and_clears(
     rows = json.loads(mmkv("cache", "--json").out)
     assert [(row["model"], row["form"]) for row in rows] == [(model, "bf16"), (model, "int8")]
     first = mmkv("cache", Path(model).name).out.splitlines()[0]
-    assert re.fullmatch(rf" *[\d.]+ MiB  bf16   last used [-\d]+ [\d:]+  {model}", first)
+    assert re.fullmatch(rf" *[\d.]+ MiB  bf16  text    last used [-\d]+ [\d:]+  {model}", first)
     assert mmkv("cache", "other", "--clear").error_line().endswith("lists what is")
     assert len(list(folder.iterdir())) == 2
     assert mmkv("cache", "--clear", model).out.endswith(f"deleted in {folder} (2 files)\n")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Iterator
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -345,6 +346,11 @@ def test_other_routes(server: Server) -> None:
     listed = server.client.get("/v1/models").json()
     assert [Model.model_validate(one).id for one in listed["data"]] == [MODEL]
     assert server.client.get(f"/v1/models/{MODEL}").json() == listed["data"][0]
+    # As Anthropic's API shows one, too.
+    assert not listed["has_more"] and listed["first_id"] == listed["last_id"] == MODEL
+    (shown,) = listed["data"]
+    assert (shown["type"], shown["display_name"], shown["lifecycle"]) == ("model", MODEL, "active")
+    assert datetime.fromisoformat(shown["created_at"]).timestamp() == shown["created"]
     assert server.client.get("/v1/models/other").status_code == 404
     assert server.client.get("/health").json() == {"status": "ok"}
     paths = server.client.get("/openapi.json").json()["paths"]
@@ -357,14 +363,32 @@ def test_other_routes(server: Server) -> None:
     assert garbage.status_code == 400 and garbage.json()["error"]["code"] == "invalid_request"
 
 
-def test_metrics_count_what_was_done(server: Server) -> None:
-    def numbers() -> dict[str, float]:
-        lines = server.client.get("/metrics").text.splitlines()
-        return {key: float(value) for key, value in (x.split() for x in lines if x[0] != "#")}
+def numbers(server: Server) -> dict[str, float]:
+    lines = server.client.get("/metrics").text.splitlines()
+    return {key: float(value) for key, value in (x.split() for x in lines if x[0] != "#")}
 
-    before = numbers()
+
+def test_metrics_count_pictures_that_came_again(server: Server) -> None:
+    shown = [picture_part(picture(colour, (64, 48))) for colour in ("red", "blue", "gray")]
+
+    def after_asking(text: str, pictures: list[Any]) -> dict[str, float]:
+        parts = [{"type": "text", "text": text}, *pictures]  # no snapshot holds the pictures
+        replied(server, {"role": "user", "content": parts}, max_tokens=2)
+        return numbers(server)
+
+    before, first = numbers(server), after_asking("one", shown[:2])
+    second = after_asking("two", shown)
+    names = [f"mmkv_mm_cache_{name}" for name in ("queries_total", "hits_total", "bytes")]
+    grown = ([found[name] - before[name] for found in (first, second)] for name in names)
+    queries, hits, held = grown
+    assert queries == [2, 5] and hits == [0, 2]
+    assert held[0] > 0 and held[1] == held[0] * 3 / 2
+
+
+def test_metrics_count_what_was_done(server: Server) -> None:
+    before = numbers(server)
     usage = replied(server, "count this", max_tokens=4)["usage"]
-    after = numbers()
+    after = numbers(server)
     for name, value in (
         ("mmkv_prompt_tokens_total", usage["prompt_tokens"]),
         ("mmkv_generation_tokens_total", 4),
@@ -554,6 +578,20 @@ def test_a_stream_whose_schema_breaks_ends_with_the_error(server: Server) -> Non
     given = {"response_format": form(late), "max_tokens": 80, "n": 8, "temperature": 1, "seed": 1}
     lines = [line for line in server.chat("what?", stream=True, **given).text.split("\n") if line]
     assert lines[-1].startswith('data: {"error"') and "cannot be followed" in lines[-1]
+
+
+@pytest.mark.parametrize("number", [-(2**63), -(2**63) + 1, -(2**63) + 512])
+def test_a_number_that_would_end_the_process_is_refused(server: Server, number: int) -> None:
+    schema = {"type": "object", "properties": {"a": {"anyOf": [{"enum": [0, {"b": number}]}]}}}
+    function = {"name": "look", "parameters": schema}
+    for field in (
+        {"response_format": form(schema)},
+        {"tools": [{"type": "function", "function": function}]},
+    ):
+        error = server.chat("what?", **field).json()["error"]
+        assert f"cannot be followed: the number {number} is too" in error["message"]
+    near = {"type": "object", "properties": {"a": {"const": number + 513}}}
+    assert server.chat("what?", response_format=form(near)).status_code == 200
 
 
 def test_a_response_whose_schema_breaks(server: Server) -> None:
