@@ -403,9 +403,9 @@ class Session(CachedSequence):
             opened = marks is not None and before.endswith(marks.open)
             parser = ReplyParser(form, use, marks, opened, begun=begun)
             view = CallFilter(parser, marks, parser.thinks)
-            close = marks.close if marks is not None and parser.thinks else None
-            bound = engine.grammars.begin(ReplyRules(format=form, use=use), close)
-            shown = engine.grammars.shown(form)
+            first = marks if parser.thinks else marks_if_first(marks, begun)
+            bound = engine.grammars.begin(ReplyRules(format=form, use=use), first, parser.thinks)
+            shown = engine.grammars.shown(form, marks)
         writer = ReplyWriter(
             engine.processor.tokenizer,
             sampling,
