@@ -9,7 +9,8 @@ from __future__ import annotations
 import functools
 import json
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
 
     from mmkv.calls.formats import ToolFormat
     from mmkv.calls.parser import ThoughtMarks
-    from mmkv.calls.tools import ToolUse
+    from mmkv.calls.tools import Tool, ToolUse
 
 _TYPES = {
     "name": (str, "a text"),
@@ -166,15 +167,23 @@ def _wrong_in(grammar: str) -> str:
 
 def require_tools(format: ToolFormat, use: ToolUse) -> None:
     """Raise InputError, which names it, for a function whose schema cannot be followed."""
+    for tool in use.tools:
+        with _naming(tool):
+            _require_bearable(tool.schema)
     wrong = _wrong_in(format.grammar(use.tools, json.dumps, False))
     for tool in use.tools if wrong else ():
-        try:
-            _require_bearable(tool.schema)
+        with _naming(tool):
             _require_followed(format.grammar((tool,), json.dumps, False))
-        except InputError as error:
-            raise InputError(f"the tool {tool.name}: {error}") from error
     if wrong:
         raise _cannot_follow(wrong)
+
+
+@contextmanager
+def _naming(tool: Tool) -> Iterator[None]:
+    try:
+        yield
+    except InputError as error:
+        raise InputError(f"the tool {tool.name}: {error}") from error
 
 
 def _cannot_follow(reason: str) -> InputError:
