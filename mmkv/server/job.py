@@ -494,9 +494,7 @@ class ChatJob(EngineJob):
             ApiError: 409, the request requires a cached conversation and there is none.
         """
         work, engine, held = self.work, self.engine, 0
-        if engine.forget_thoughts:  # as well those that come back
-            messages = [message.without_thought() for message in messages]
-        work.messages = messages
+        work.messages = messages = self._to_read(messages)
         for count, memory in self.conversations.find():
             known = with_sampled(messages, memory.info.sampled)
             shown = [one.for_template() for one in known]
@@ -532,6 +530,12 @@ class ChatJob(EngineJob):
             with engine.lock:
                 engine.shared.join(self.live, work.weight)
         return held
+
+    def _to_read(self, messages: list[Message]) -> list[Message]:
+        """Return messages without the thoughts that are to be forgotten: they may come back."""
+        if not self.engine.forget_thoughts:
+            return messages
+        return [message.without_thought() for message in messages]
 
     def _inside_reply(
         self, shown: list[dict[str, Any]], memory: ConversationState
@@ -675,7 +679,7 @@ class ChatJob(EngineJob):
         Returns:
             how many messages are counted; the media of the others have to be supplied.
         """
-        self.work.messages = messages
+        self.work.messages = messages = self._to_read(messages)
         for count, memory in self.conversations.find():
             known = with_sampled(messages, memory.info.sampled)
             session, shown = memory.live, [one.for_template() for one in known]

@@ -317,6 +317,27 @@ def test_the_thought_before_a_call_is_forgotten(
     assert "thoughts of a reply were forgotten" in used["mmkv"]["differs"]
 
 
+def test_what_is_forgotten_is_not_counted(
+    forgetting: Server, monkeypatch: pytest.MonkeyPatch, says: list[str]
+) -> None:
+    tell(forgetting, monkeypatch, HERMES)
+    says.append("there")
+    thought = {"type": "thinking", "thinking": "where, where", "signature": "s"}
+    call = {"type": "tool_use", "id": "c", "name": "look", "input": {"at": 1}}
+    said = [
+        {"role": "user", "content": "where is it?"},
+        {"role": "assistant", "content": [thought, call]},
+        {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "c", "content": "x"}]},
+    ]
+    tool = {"name": "look", "input_schema": {"type": "object"}}
+    body = {"model": "small", "messages": said, "tools": [tool], "mmkv": {"resume": "never"}}
+    answers = [
+        forgetting.client.post("/v1/messages/count_tokens", json=body),
+        forgetting.client.post("/v1/messages", json=body | {"max_tokens": 90}),
+    ]
+    assert answers[0].json()["input_tokens"] == answers[1].json()["usage"]["input_tokens"]
+
+
 def test_an_option_has_a_server_forget(
     folder: Path,
     tmp_path: Path,
