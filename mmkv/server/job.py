@@ -776,6 +776,11 @@ class ChatJob(EngineJob):
         images = [one for kind, one in pairs if kind == "image"]
         return images, [one for kind, one in pairs if kind == "video"]
 
+    @cached_property
+    def _shown(self) -> frozenset[int]:
+        """The special tokens that are part of a reply's text."""
+        return self.grammars.shown(self.work.logit_settings.rules.format, self.work.thoughts)
+
     def _begin_replies(self, logits: torch.Tensor) -> None:
         engine, sampling, session = self.engine, self.work.sampling, self.live
         assert session is not None
@@ -787,7 +792,7 @@ class ChatJob(EngineJob):
             self.work.thought_opened = before.rstrip().endswith(marks.open)
         thinks = marks is not None and self.work.parser(0).thinks
         close = marks.close if marks is not None and thinks else None
-        shown = self.grammars.shown(changes.rules.format)
+        shown = self._shown
         for at in range(self.work.choices):
             seed = None if sampling.seed is None else (sampling.seed + at) % 2**63
             own = replace(sampling, seed=seed)
@@ -843,7 +848,7 @@ class ChatJob(EngineJob):
     def _thought_tokens(self, ids: Sequence[int]) -> int:
         """Count the tokens of a reply up to the end of its thought."""
         assert self.work.thoughts is not None
-        detokenizer, text = Detokenizer(self.engine.processor.tokenizer), ""
+        detokenizer, text = Detokenizer(self.engine.processor.tokenizer, self._shown), ""
         for count, token in enumerate(ids, 1):
             text += detokenizer.push(token)
             if self.work.thoughts.close in text:
