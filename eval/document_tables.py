@@ -621,6 +621,8 @@ TABLES: dict[str, Callable[[Path], Rows]] = {
     "serving-floods": serving.floods,
     "serving-process": serving.process,
     "serving-long-dialogue": serving.long_dialogue,
+    "serving-agent": serving.agent,
+    "serving-agent-remember": serving.remembered,
     "compare-dense": _leaderboard("compare-tiny-vlm-dense"),
     "compare-sparse": _leaderboard("compare-tiny-vlm-sparse"),
     "compare-smollm2": _leaderboard("compare-smollm2-recall"),

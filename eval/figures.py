@@ -22,7 +22,7 @@ import torch
 from mmkv.engine.cache.layout import Layout
 from mmkv.engine.policies import Budget
 from mmkv.engine.runtime import Runtime
-from mmkv.eval.serving.tables import draw_speed, speed_values
+from mmkv.eval.serving.tables import agent_values, draw_agent, draw_speed, speed_values
 from mmkv.resources import bundled_model
 from mmkv.training.data.examples import examples
 from mmkv.training.measure.record import RESULTS, ROOT
@@ -211,6 +211,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     draw_kept(kept / "kept.svg")
     speeds = speed_values(RESULTS)
     _save(draw_speed(speeds), figures / "serving.svg", digest(speeds))
+    steps = agent_values(RESULTS)
+    _save(draw_agent(steps), figures / "agent.svg", digest(steps))
 
 
 if __name__ == "__main__":

@@ -18,7 +18,7 @@ from typer.main import get_command
 from mmkv.engine.cache.choice import best_at
 from mmkv.eval.document_tables import documents, fill, main
 from mmkv.eval.figures import FIGURES, accuracy_values, digest
-from mmkv.eval.serving.tables import speed_values
+from mmkv.eval.serving.tables import agent_values, speed_values
 from mmkv.server.messages import MessagesRequest
 from mmkv.server.responses_schema import ResponseRequest
 from mmkv.server.schema import ChatRequest
@@ -53,7 +53,8 @@ def test_every_result_is_cited() -> None:
 
 
 def test_figures_are_drawn_from_the_results_of_today() -> None:
-    for name, values in (("accuracy", accuracy_values), ("serving", speed_values)):
+    drawn_from = {"accuracy": accuracy_values, "serving": speed_values, "agent": agent_values}
+    for name, values in drawn_from.items():
         drawn = (FIGURES / f"{name}.svg").read_text()
         assert digest(values(RESULTS)) in drawn, "run `python -m mmkv.eval.figures`"
 

@@ -21,7 +21,7 @@ import shutil
 import statistics
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from random import Random
@@ -61,8 +61,13 @@ class RequestBurst:
     replies: list[Streamed] = field(repr=False)
 
 
-def write_llava(folder: Path) -> Path:
+def write_llava(
+    folder: Path, side: int = 224, patch: int = 14, sizes: Mapping[str, int] | None = None
+) -> Path:
     """Write a LLaVA of the bundled model's sizes with random weights: 256 tokens a picture.
+
+    Args:
+        side, patch: of a picture, pixels; sizes: of the text half, where it has others.
 
     Its file is float32, and bfloat16 holds its numbers, as it does those of published models.
     """
@@ -80,7 +85,7 @@ def write_llava(folder: Path) -> Path:
     text, vision = given["text_config"], given["vision_config"]
     names = "vocab_size hidden_size intermediate_size num_hidden_layers head_dim"
     names += " num_attention_heads num_key_value_heads max_position_embeddings"
-    sizes = {name: text[name] for name in names.split()}
+    sizes = {name: text[name] for name in names.split()} | dict(sizes or {})
     tokenizer = AutoTokenizer.from_pretrained(source)
     template = (source / "chat_template.jinja").read_text()
     torch.manual_seed(0)
@@ -92,23 +97,27 @@ def write_llava(folder: Path) -> Path:
             "intermediate_size": vision["intermediate_size"],
             "num_hidden_layers": vision["depth"],
             "num_attention_heads": vision["num_heads"],
-            "image_size": 224,
-            "patch_size": 14,
+            "image_size": side,
+            "patch_size": patch,
         },
         image_token_index=given["image_token_id"],
-        image_seq_length=256,
+        image_seq_length=(side // patch) ** 2,
         eos_token_id=NEVER,
     )
     model = LlavaForConditionalGeneration(config).bfloat16().float()
-    model.lm_head.weight.data[NEVER] = 0  # another token is always likelier
+    texts = tokenizer.batch_decode(
+        [[token] for token in range(config.text_config.vocab_size)], True
+    )
+    silent = [token for token, text in enumerate(texts) if not (text.isascii() and text.strip())]
+    model.lm_head.weight.data[[*silent, NEVER]] = 0  # another token is always likelier
     model.save_pretrained(folder)
     pictures = CLIPImageProcessorPil(
-        size={"shortest_edge": 224}, crop_size={"height": 224, "width": 224}
+        size={"shortest_edge": side}, crop_size={"height": side, "width": side}
     )
     LlavaProcessor(
         image_processor=pictures,
         tokenizer=tokenizer,
-        patch_size=14,
+        patch_size=patch,
         vision_feature_select_strategy="default",
         chat_template=template,
         image_token="<|image_pad|>",

@@ -187,6 +187,103 @@ def long_dialogue(results: Path) -> Iterator[Sequence[str]]:
         yield [words, *(f"{scale * one[key]:,.{digits}f}" for one in ways.values())]
 
 
+AGENT = "serving-agent"
+
+
+def _agents(results: Path) -> dict[str, Any]:
+    """Return what was found of each server, the latest run of each: ours, then others."""
+    found: dict[str, Any] = {}
+    for end in ("-full", "", "-peers", "-llama"):
+        found |= _results(results, f"{AGENT}{end}")
+    return found
+
+
+def agent(results: Path) -> Iterator[Sequence[str]]:
+    """Yield what steps of an agent took on each server."""
+    found = _agents(results)
+    steps = list(next(iter(found.values()))["at"])
+    yield [
+        "server",
+        "step",
+        "tokens so far",
+        "read",
+        "first token: CPU s",
+        "... s",
+        "cache, MiB",
+        "process, MiB",
+    ]
+    for name, one in found.items():
+        for step in steps:
+            at = one["at"].get(step)
+            if not at:
+                continue
+            cache = "" if at["kv_bytes"] is None else f"{at['kv_bytes'] / 2**20:,.1f}"
+            yield [
+                f"`{name}`" if "," not in name else name,
+                step,
+                f"{at['prompt']:,.0f}",
+                f"{at['read']:,.0f}",
+                f"{at['cpu']:,.2f}",
+                f"{at['first']:,.2f}",
+                cache,
+                f"{at['rss'] / 2**20:,.0f}",
+            ]
+
+
+def remembered(results: Path) -> Iterator[Sequence[str]]:
+    """Yield the answers about screens of some steps ago, by policy and budget."""
+    found = _results(results, f"{AGENT}-remember")
+    ages = found["ages"]
+    yield ["policy", "cache, KiB", *(f"{age} steps ago" if age != "0" else "now" for age in ages)]
+    for name, size in found["bytes"].items():
+        cells = (one["right"][name] for one in ages.values())
+        shown = (f"{c['value']:.3f} [{c['low']:.3f}, {c['high']:.3f}]" for c in cells)
+        yield [f"`{name.partition(' at ')[0]}`", f"{size / 1024:,.0f}", *shown]
+
+
+def agent_values(results: Path) -> dict[str, Any]:
+    """Return what the figure of the agent draws: steps, CPU seconds and MiB by server.
+
+    A step that was read with others before it, for which no reply was asked, is left out.
+    """
+    drawn = {}
+    for name, one in _agents(results).items():
+        rows = one["rows"]
+        before = dict(zip(rows["step"], [0, *rows["step"]], strict=False))
+        whole = dict(zip(rows["step"], zip(rows["read"], rows["prompt"], strict=True), strict=True))
+        own = [n == before[n] + 1 or whole[n][0] == whole[n][1] for n in rows["step"]]
+        drawn[name] = [
+            [value for value, kept in zip(rows[key], own, strict=True) if kept]
+            for key in ("step", "cpu", "rss")
+        ]
+    return drawn
+
+
+def draw_agent(values: Mapping[str, Any]) -> Any:
+    """Return a figure: CPU seconds to the first token and memory by step of an agent."""
+    from matplotlib.figure import Figure
+
+    colours = ("#0b6e4f", "#7fb69e", "#3d7ea6", "#d1495b", "#8d99ae")
+    figure = Figure(figsize=(9, 3.2), layout="constrained")
+    times, sizes = figure.subplots(1, 2)
+    for (name, (steps, seconds, size)), colour in zip(values.items(), colours, strict=False):
+        mark = "o-" if len(steps) < 40 else "-"
+        times.plot(steps, seconds, mark, color=colour, label=name, markersize=3, linewidth=1)
+        sizes.plot(
+            steps, [one / 2**20 for one in size], mark, color=colour, markersize=3, linewidth=1
+        )
+    times.set(title="CPU seconds to the first token", yscale="log")
+    sizes.set(title="memory of the process, MiB", yscale="log")
+    for panel in (times, sizes):
+        panel.set_xlabel("step, a picture each", fontsize=8)
+        panel.title.set_fontsize(9)
+        panel.grid(alpha=0.25)
+    figure.legend(
+        *times.get_legend_handles_labels(), loc="outside upper center", ncols=5, fontsize=7
+    )
+    return figure
+
+
 def speed_values(results: Path) -> dict[str, Any]:
     """Return what the figure draws: tokens/s by kind, server and dialogues at a time."""
     drawn: dict[str, Any] = {}

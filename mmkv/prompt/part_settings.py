@@ -12,7 +12,7 @@ import importlib
 import math
 import sys
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass, fields
 from functools import cache
 from types import SimpleNamespace
 from typing import Any
@@ -90,7 +90,7 @@ class MediaSettings:
 
     def given(self) -> dict[str, Any]:
         """Return what is set."""
-        return {name: value for name, value in asdict(self).items() if value is not None}
+        return {name: value for name, value in vars(self).items() if value is not None}
 
     @property
     def samples(self) -> bool:

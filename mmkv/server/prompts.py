@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
 
 _FEW = 3  # messages, up to which each is rendered to find its end
+_MOST_RENDERED = 512  # the same of a template whose loop does not tell: more would take seconds
 _SHORT = 256  # characters of a question that is cheaper to read again than to end a pass after
 
 
@@ -168,6 +169,11 @@ def _ends(
         found = _ends_by_loop(template, shown, layout)
         if found is not None:
             return [(last, end) for last, end in enumerate(found, 1) if last > held and end > 0]
+        if len(shown) - held > _MOST_RENDERED:
+            raise InputError(
+                "this model's chat template has to render a conversation once for each of its "
+                f"messages, so at most {_MOST_RENDERED} are read at once; send fewer"
+            )
     each = range(held + 1, len(shown) + 1)
     found = [_length(template, shown[:last], layout.text) for last in each[:-1]]
     found += [_whole_length(template, shown, layout)] if each else []

@@ -258,8 +258,8 @@ class Body(StrictModel):
         return given
 
 
-# With some chat templates, finding where each ends renders all before it, on the engine thread.
-MOST_MESSAGES = 512
+# Rendered on the engine thread, mostly once; see mmkv.server.prompts for templates that need more.
+MOST_MESSAGES = 1024
 
 
 # What would change the answer and is not done here: by field, the values that ask for what happens

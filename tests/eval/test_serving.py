@@ -3,23 +3,31 @@
 from __future__ import annotations
 
 import asyncio
+import json
+import os
+import re
 import time
 from argparse import Namespace
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from mmkv import Engine
+from mmkv.eval.serving import agent
 from mmkv.eval.serving.long_dialogue import CHAT, RESPONSES, dialogue
 from mmkv.eval.serving.overload import Arrived, arrive, summary
 from mmkv.eval.serving.servers import mmkv_serve, stream_chat
 from mmkv.eval.serving.soak import MODEL, kill_while_saving, slope, soak
 from mmkv.eval.serving.streams import load, with_context
+from mmkv.eval.serving.tables import agent_values
 from mmkv.server.engine_thread import EngineCore
+from mmkv.training.data.scenes import render
 from tests.support.chat_models import save_qwen3_vl
 from tests.support.servers import Server, serving
+from tests.training.data.test_scenes import read_cells
 
 
 @pytest.fixture(scope="module")
@@ -61,6 +69,114 @@ def test_a_turn_reads_its_own_tokens(server: Server, way: str) -> None:
     rows = dialogue(server, way, 7, 4, 3)  # type: ignore[arg-type]
     assert all(row["read"] == row["own"] > 0 for row in rows[1:])
     assert [row["prompt"] for row in rows] == sorted({row["prompt"] for row in rows})
+
+
+@pytest.fixture(scope="module")
+def agents(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    folder = agent.write_model(tmp_path_factory.mktemp("agent"), 8)
+
+    def load() -> Engine:
+        options = {"gates": "random", "policy": "dbtrimkv", "budget": 24, "dtype": "float32"}
+        return Engine.from_pretrained(folder, kv_limit=8 * 2**20, prefill_chunk=64, **options)
+
+    with serving(load, name=MODEL, store_bytes=2**20) as made:
+        made.process = SimpleNamespace(pid=os.getpid())  # type: ignore[attr-defined]
+        made.rss = lambda: 0  # type: ignore[attr-defined]
+        yield made
+
+
+@pytest.mark.parametrize("way", [agent.CHAT, agent.RESPONSES])
+def test_an_agent_reads_nothing_twice(agents: Server, way: str) -> None:
+    seed = len(way)
+    rows = agent.play(agents, MODEL, seed, range(1, 5), way)  # type: ignore[arg-type]
+    assert [(row["step"], row["called"]) for row in rows] == [(n, True) for n in range(1, 5)]
+    # What the system says may be held from another conversation.
+    assert rows[0]["again"] <= 0 and [row["again"] for row in rows[1:]] == [0] * 3
+    read = [row["read"] for row in rows]
+    # A screen is 16 tokens; all its results are as long.
+    assert 16 < read[1] == read[2] == read[3]
+    prompts = [row["prompt"] for row in rows]
+    assert sum(read) < prompts[-1] and prompts == sorted(prompts)
+    assert all(0 < row["cpu"] <= row["whole_cpu"] and row["kv_bytes"] > 0 for row in rows)
+    found = agent.page(rows, [2, 8])
+    assert found["tokens_read_again"] == 0 and found["tokens_read"] == sum(read)
+    assert found["at"]["2"]["prompt"] == (prompts[1] + prompts[2]) / 2 and found["calls"] == 4
+    assert not found["at"]["8"] and found["stopped"] is None
+
+
+def test_steps_that_are_left_out_are_read_with_the_next(agents: Server) -> None:
+    rows = agent.play(agents, MODEL, 1, [1, 2, 4], agent.CHAT)  # type: ignore[arg-type]
+    assert rows[2]["again"] == 0
+    # The call between them is read, with its mark and the opening of a reply, and two screens.
+    assert rows[2]["read"] == rows[2]["prompt"] - rows[1]["prompt"] - (
+        rows[1]["prompt"] - rows[0]["prompt"] - rows[1]["read"]
+    )
+
+
+def test_an_agent_notes_where_a_server_stops(agents: Server) -> None:
+    rows = agent.play(agents, "another", 3, [1, 2])  # type: ignore[arg-type]
+    assert [row["step"] for row in rows] == [1] and "404" in rows[0]["stopped"]
+    assert agent.page(rows, [1])["stopped"] == rows[0]
+    # Its context holds 8 steps.
+    rows = agent.play(agents, MODEL, 4, [1, 30])  # type: ignore[arg-type]
+    assert "context" in rows[1]["stopped"]
+
+
+def test_the_figure_leaves_out_steps_that_were_read_with_others(tmp_path: Path) -> None:
+    def rows(step: list[int], read: list[int]) -> dict[str, Any]:
+        prompt = [50 * n for n in step]
+        return {"step": step, "read": read, "prompt": prompt, "cpu": step, "rss": step}
+
+    for end, name, kept in (
+        ("", "ours", rows([1, 2, 5, 6], [50, 40, 140, 40])),
+        ("-peers", "reads all", rows([1, 10], [50, 500])),
+        ("-full", "ours", rows([9], [1])),
+        ("-llama", "another", rows([3, 4], [150, 40])),
+    ):
+        page = json.dumps({"results": {name: {"rows": kept}}})
+        (tmp_path / f"serving-agent{end}.json").write_text(page)
+    drawn = {name: steps for name, (steps, *_) in agent_values(tmp_path).items()}
+    assert drawn == {"ours": [1, 2, 6], "reads all": [1, 10], "another": [3, 4]}
+
+
+def test_screens_hold_the_answers_of_their_questions() -> None:
+    for index in range(2):
+        turns, ages = agent.screens(index)
+        shown: list[Any] = []
+        asked: set[tuple[int, int, int]] = set()
+        numbered: list[int] = []
+        for turn, age in zip(turns, ages, strict=True):
+            shown += turn.pictures
+            numbered += [len(shown)] * len(turn.captions)
+            row, column, *number = map(int, re.findall(r"\d+", turn.question.text))
+            at = numbered[number[0] - 1] if number else len(shown)
+            assert at == len(shown) - age
+            assert read_cells(render(shown[at - 1]))[row - 1][column - 1] == turn.question.answer
+            assert (at, row, column) not in asked
+            asked.add((at, row, column))
+        assert len(shown) == agent.STEPS and [ages.count(age) for age in (0, 5, 10, 20, 50)] == [
+            agent.STEPS,
+            4,
+            4,
+            4,
+            4,
+        ]
+
+
+def test_answers_are_counted_by_the_age_of_their_screen() -> None:
+    def run(*right: list[int]) -> list[dict[str, Any]]:
+        return [{"right": each, "bytes": 10, "seen": 7} for each in right]
+
+    raw = {
+        "full": [run([1, 1, 1], [1, 1, 1])],
+        "a at 8": [run([1, 1, 0], [0, 1, 0]), run([1, 1, 1], [1, 1, 0])],
+        "b at 8": [run([0, 0, 0], [0, 0, 0])],
+    }
+    found = agent.by_distance(raw, [[0, 5, 5], [0, 5, 5]], ["a", "b"], ["8"])["ages"]
+    assert found["0"]["right"]["a at 8"]["value"] == 3 / 4 and found["0"]["questions"] == 2
+    assert found["5"]["right"]["a at 8"]["value"] == 5 / 8
+    assert found["5"]["tests"]["a - b at 8"]["value"] == 5 / 8
+    assert found["5"]["tests"]["a - full at 8"]["value"] == -3 / 8
 
 
 def test_streams_are_counted_side_by_side(

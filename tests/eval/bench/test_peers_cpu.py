@@ -27,6 +27,7 @@ from mmkv.eval.bench_peers_cpu import (
     target_rows,
 )
 from mmkv.eval.measure.timing import spread
+from mmkv.eval.serving.speed import write_llava
 from mmkv.training.measure.record import ROOT
 from tests.support.chat_models import save_llama
 
@@ -76,6 +77,8 @@ WRITER = """
 import enum
 class GGMLQuantizationType(enum.Enum):
     F32, F16, Q8_0, Q4_0 = range(4)
+class TokenType(enum.Enum):
+    NORMAL, CONTROL = 1, 3
 class quants:
     @staticmethod
     def quantize(values, kind): return values
@@ -400,6 +403,23 @@ def test_a_gguf_of_a_vision_model_has_its_text_half(
     assert len(lines) == config["num_hidden_layers"] * 11 + 2
     assert "blk.0.attn_q_norm.weight F32" in lines and "token_embd.weight Q4_0" in lines
     assert llama_gguf.main([str(model), f"{target}=q9"]) == 1
+
+
+def test_a_gguf_of_a_llava_has_both_halves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = write_llava(tmp_path / "llava", side=64, patch=32)
+    config = json.loads((folder / "config.json").read_text())
+    (tmp_path / "gguf.py").write_text(WRITER)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.delitem(sys.modules, "gguf", raising=False)
+    text, tower = tmp_path / "text.gguf", tmp_path / "tower.gguf"
+    assert llama_gguf.main([str(folder), f"{text}=f32+tokenizer", f"{tower}=mmproj"]) == 0
+    lines = text.read_text().splitlines()
+    assert len(lines) == config["text_config"]["num_hidden_layers"] * 9 + 3
+    assert "blk.0.attn_q.weight F32" in lines and "output.weight F32" in lines
+    lines = tower.read_text().splitlines()
+    # Weights and biases: 8 of a layer, 2 norms around them, 2 of the projector, and 3 embeddings.
+    assert len(lines) == config["vision_config"]["num_hidden_layers"] * 16 + 4 + 4 + 3
+    assert {"v.class_embd F32", "v.patch_embd.weight F32", "mm.2.bias F32"} < set(lines)
 
 
 def test_openvino_gets_4_bits_in_the_decoder_and_8_elsewhere(

@@ -14,6 +14,7 @@ import torch
 from PIL import Image
 
 from mmkv import Engine
+from mmkv.engine.errors import InputError
 from mmkv.engine.policies import make_policy
 from mmkv.prompt.template import ChatTemplate
 from mmkv.reply import Sampler
@@ -421,6 +422,21 @@ def test_where_the_opening_begins_is_known_where_it_is_a_template_s_last_word(na
     if layout.end is not None:
         assert layout.text[: layout.end] == without
     assert template.layout(messages, False).end == len(without)
+
+
+def test_few_messages_are_read_at_once_where_each_is_rendered_by_itself(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(prompts, "_MOST_RENDERED", 4)
+    asked = [{"role": "user", "content": str(at)} for at in range(5)]
+    for name, refused in (("chatml", False), ("the last looks different", True)):
+        template = ChatTemplate(byte_tokenizer(), TEMPLATES[name], parts=False)
+        assert cut(template, asked[:4])
+        if refused:
+            with pytest.raises(InputError, match="at most 4 are read at once; send fewer"):
+                outline(template, asked)
+        else:
+            assert cut(template, asked)
 
 
 @pytest.mark.parametrize("name", TEMPLATES)
