@@ -227,10 +227,10 @@ class Grammars:
         return f"<[{token}]>" if apart else json.dumps(text)
 
     def shown(self, format: ToolFormat | None, thoughts: ThoughtMarks | None) -> frozenset[int]:
-        """Return the special tokens that are marks of calls or thoughts: they have to be shown."""
+        """Return the special tokens that are marks of calls or thoughts: those have to be shown."""
         marks = () if format is None else format.special
-        marks += () if thoughts is None else (thoughts.open, thoughts.close)
-        found = [self.added[one] for one in marks if one in self.added]
+        around = () if thoughts is None else (thoughts.open, thoughts.close)
+        found = [self.added[one] for one in (*marks, *around) if one in self.added]
         return frozenset(token for token, hidden in found if hidden)
 
     def begin(

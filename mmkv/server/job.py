@@ -442,7 +442,6 @@ class ChatJob(EngineJob):
         self._outline: Outline | None = None
         self._read: Read | None = None
         self._prompt_end: list[int] = []  # its latest tokens
-        self._shown: frozenset[int] = frozenset()  # special tokens that are part of replies' texts
         self.writers: list[ScoredWriter] = []
         self.choices: list[Choice] = []
         self._dropped = False
@@ -499,9 +498,7 @@ class ChatJob(EngineJob):
             ApiError: 409, the request requires a cached conversation and there is none.
         """
         work, engine, held = self.work, self.engine, 0
-        if engine.forget_thoughts:  # as well those that come back
-            messages = [message.without_thought() for message in messages]
-        work.messages = messages
+        work.messages = messages = self._to_read(messages)
         for count, memory in self.conversations.find():
             known = with_sampled(messages, memory.info.sampled)
             shown = [one.for_template() for one in known]
@@ -537,6 +534,12 @@ class ChatJob(EngineJob):
             with engine.lock:
                 engine.shared.join(self.live, work.weight)
         return held
+
+    def _to_read(self, messages: list[Message]) -> list[Message]:
+        """Return messages without the thoughts that are to be forgotten: they may come back."""
+        if not self.engine.forget_thoughts:
+            return messages
+        return [message.without_thought() for message in messages]
 
     def _inside_reply(
         self, shown: list[dict[str, Any]], memory: ConversationState
@@ -680,7 +683,7 @@ class ChatJob(EngineJob):
         Returns:
             how many messages are counted; the media of the others have to be supplied.
         """
-        self.work.messages = messages
+        self.work.messages = messages = self._to_read(messages)
         for count, memory in self.conversations.find():
             known = with_sampled(messages, memory.info.sampled)
             session, shown = memory.live, [one.for_template() for one in known]
@@ -777,6 +780,11 @@ class ChatJob(EngineJob):
         images = [one for kind, one in pairs if kind == "image"]
         return images, [one for kind, one in pairs if kind == "video"]
 
+    @cached_property
+    def _shown(self) -> frozenset[int]:
+        """The special tokens that are part of a reply's text."""
+        return self.grammars.shown(self.work.logit_settings.rules.format, self.work.thoughts)
+
     def _begin_replies(self, logits: torch.Tensor) -> None:
         engine, sampling, session = self.engine, self.work.sampling, self.live
         assert session is not None
@@ -788,7 +796,6 @@ class ChatJob(EngineJob):
             self.work.thought_opened = before.rstrip().endswith(marks.open)
         thinks = marks is not None and self.work.parser(0).thinks
         first = marks if thinks else marks_if_first(marks, prefix)
-        self._shown = self.grammars.shown(changes.rules.format, marks)
         for at in range(self.work.choices):
             seed = None if sampling.seed is None else (sampling.seed + at) % 2**63
             own = replace(sampling, seed=seed)
