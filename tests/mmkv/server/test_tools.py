@@ -13,7 +13,7 @@ from openai.types.chat import ChatCompletion, ChatCompletionChunk
 from mmkv import Engine
 from mmkv.grammar import RuleState
 from mmkv.sampling import Sampler
-from tests.support.chat_models import byte_tokenizer, picture, save_llama
+from tests.support.chat_models import picture
 from tests.support.servers import Server, picture_part, serving
 from tests.support.tool_templates import (
     HERMES,
@@ -394,20 +394,3 @@ def test_a_turn_with_other_tools_leaves_nothing_to_those_with_the_first(
     said += [{"role": "assistant", "content": "two"}, {"role": "user", "content": "so?"}]
     again = _responded(server, said)
     assert again["usage"]["mmkv"]["resumed"] == first["usage"]["total_tokens"]
-
-
-def test_marks_of_thoughts_that_are_special_tokens_are_found(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    tokenizer = byte_tokenizer(HERMES)
-    tokenizer.add_special_tokens(
-        {"extra_special_tokens": ["<think>", "</think>"]}, replace_extra_special_tokens=False
-    )
-    folder = save_llama(tmp_path, tokenizer=tokenizer)
-    reply = [*tokenizer("<think>hm</think>yes")["input_ids"], tokenizer.eos_token_id]
-    with serving(lambda: _load(folder)) as made:
-        monkeypatch.setattr(Sampler, "draw", lambda *_: reply.pop(0))
-        answer = _replied(made, "go", tools=None)
-    message = answer["choices"][0]["message"]
-    assert (message["reasoning_content"], message["content"]) == ("hm", "yes")
-    assert answer["usage"]["completion_tokens_details"]["reasoning_tokens"] == 4
