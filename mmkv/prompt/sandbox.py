@@ -431,13 +431,13 @@ def extent(value: Any, most: int) -> int:
     while waiting and total <= most:
         value = waiting.pop()
         total += 1
-        if isinstance(value, (str, bytes)):  # mostly: the rest takes long to ask
+        if isinstance(value, (str, bytes)):
             total += len(value)
-        elif isinstance(value, (dict, Mapping)):
-            waiting += value.keys()
-            waiting += value.values()
         elif isinstance(value, (list, tuple, set, frozenset)):
             waiting += value
+        elif isinstance(value, (dict, Mapping)):  # to ask for Mapping takes long
+            waiting += value.keys()
+            waiting += value.values()
     return total
 
 

@@ -87,7 +87,9 @@ class RequestMedia:
             return dataclasses.replace(part, digest=digests[part]) if part in digests else part
 
         return [
-            dataclasses.replace(one, parts=tuple(map(named, one.parts))) if one.media else one
+            dataclasses.replace(one, parts=tuple(map(named, one.parts)))
+            if any(part.digest is None for part in one.media)
+            else one  # one of a conversation that is held already
             for one in messages
         ]
 
