@@ -90,6 +90,7 @@ def answer_schema(response_format: Any) -> dict[str, Any] | None:
         schema = _schema_of(named)
     if not isinstance(schema, dict):
         raise InputError("response_format.json_schema.schema has to be an object")
+    _require_bearable(schema)
     if len(json.dumps(schema)) > LONGEST_SCHEMA:
         raise InputError(f"the schema is longer than {LONGEST_SCHEMA:,} characters; shorten it")
     _require_followed(_json_grammar(schema))
@@ -127,6 +128,24 @@ def _json_grammar(schema: Mapping[str, Any]) -> str:
         raise _cannot_follow(str(error)) from error
 
 
+# Constants that end the process in llguidance 1.9: as floats they are -2**63, whose absolute value
+# is beyond its integers, and it looks for that for ever.
+_FATAL = range(-(2**63), -(2**63) + 513)
+
+
+def _require_bearable(schema: Any) -> None:
+    """Raise InputError for a number that llguidance dies of."""
+    left = [schema]
+    while left:
+        value = left.pop()
+        if isinstance(value, Mapping):
+            left += value.values()
+        elif isinstance(value, (list, tuple)):
+            left += value
+        elif isinstance(value, int) and value in _FATAL:
+            raise _cannot_follow(f"the number {value} is too far below zero")
+
+
 def _require_followed(grammar: str) -> None:
     """Raise InputError for a grammar that llguidance cannot follow."""
     from llguidance import LLMatcher
@@ -143,6 +162,7 @@ def require_tools(format: ToolFormat, use: ToolUse) -> None:
     """Raise InputError, which names it, for a function whose schema cannot be followed."""
     for tool in use.tools:
         try:
+            _require_bearable(tool.schema)
             _require_followed(format.grammar((tool,), json.dumps, False))
         except InputError as error:
             raise InputError(f"the tool {tool.name}: {error}") from error

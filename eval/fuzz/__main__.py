@@ -3,10 +3,11 @@
 Classes: the command line, picture files with EXIF data, session files (cut, flipped, forged),
 gates, checkpoints, chat templates, rows of MMDU and of training data, calls of the Python API,
 requests to the server, heads of requests as bytes, a server whose folder of idle memories fails,
-Ctrl-C at any bytecode of any public call, errors of libraries in one of two requests, and weights
-that change under a retained model. Most fail, and each has to fail in mmkv's own words. Counted are
-tracebacks (any other exception, or a wrong answer), hangs, page leaks, and files that were changed.
-Input N of a class depends on the seed and N alone.
+Ctrl-C at any bytecode of any public call, errors of libraries in one of two requests, weights that
+change under a retained model, requests with tools, and clients that leave in the middle of a reply.
+Most fail, and each has to fail in mmkv's own words. Counted are tracebacks (any other exception, or
+a wrong answer), hangs, page leaks, and files that were changed. Input N of a class depends on the
+seed and N alone.
 
 Inputs run in one process under a memory limit; a process that dies counts as a traceback, and the
 next goes on with the input after. Every kind of failure leaves a small case, and
@@ -154,9 +155,11 @@ CLASSES = (
     "interrupts",
     "foreign errors",
     "changed weights",
+    "tool bodies",
+    "cut streams",
 )
 # Shares of a run's inputs: checkpoints take a hundred times as long as pictures.
-_SHARES = (6, 34, 14, 20, 1, 5, 2, 9, 9, 10, 10, 2, 2, 2, 2)
+_SHARES = (6, 34, 14, 20, 1, 5, 2, 9, 9, 10, 10, 2, 2, 2, 2, 10, 5)
 _HANG_SECONDS = 10
 _DEAD_SECONDS = 60  # without a word: the process does not even see its alarm
 _START_SECONDS = 300

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from mmkv.calls.parser import CallCounter, CallReader, Event, JsonSpan, open_tail
-from mmkv.calls.tools import call_id
+from mmkv.calls.tools import call_id, read_json
 
 if TYPE_CHECKING:
     from mmkv.calls.tools import Tool
@@ -238,7 +238,7 @@ class JsonReader(CallReader):
 def whole_call(text: str) -> tuple[str, str] | None:
     """Return the name and the arguments, as JSON text, of a call; None where it is none."""
     try:
-        found = json.loads(text)
+        found = read_json(text)
     except (ValueError, RecursionError):
         return None
     if not isinstance(found, dict) or not isinstance(found.get("name"), str):
@@ -560,7 +560,7 @@ def _inside(text: str) -> str:
 def _value(text: str) -> str:
     """Return a value as JSON; what is none is a text."""
     try:
-        return json.dumps(json.loads(text), ensure_ascii=False)
+        return json.dumps(read_json(text), ensure_ascii=False)
     except (ValueError, RecursionError):
         return json.dumps(text, ensure_ascii=False)
 

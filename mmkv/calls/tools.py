@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 import secrets
 from collections.abc import Callable, Mapping, Sequence
@@ -245,10 +246,27 @@ class ToolCall:
         return {"id": self.id, "type": "function", "function": own}
 
 
+def _finite(text: str) -> float:
+    number = float(text)
+    if not math.isfinite(number):
+        raise ValueError(f"no JSON can be written with {text[:20]}")
+    return number
+
+
+def read_json(text: str) -> Any:
+    """Return a value that can be written as JSON again.
+
+    Raises:
+        ValueError: it is no JSON, or holds NaN or a number beyond floats (1e999).
+        RecursionError: it is nested too deep.
+    """
+    return json.loads(text, parse_float=_finite, parse_constant=_finite)
+
+
 def parsed_arguments(arguments: str) -> dict[str, Any] | str:
     """Return arguments as an object; the text itself where they are none."""
     try:
-        found = json.loads(arguments or "{}")
+        found = read_json(arguments or "{}")
     except (ValueError, RecursionError):
         return arguments
     return found if isinstance(found, dict) else arguments

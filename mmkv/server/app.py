@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import re
 from collections.abc import AsyncIterator
+from datetime import UTC, datetime
 from html import escape
 from typing import Any
 
@@ -143,7 +144,8 @@ def _add_keyed(router: APIRouter, state: ServerState) -> None:
 
     @router.get("/models", summary="The model that is served")
     async def models() -> dict[str, Any]:
-        return {"object": "list", "data": [_model(state)]}
+        ends = dict.fromkeys(("first_id", "last_id"), settings.name)
+        return {"object": "list", "data": [_model(state)], "has_more": False, **ends}
 
     @router.get("/models/{name:path}", summary="One model")
     async def model(name: str) -> dict[str, Any]:
@@ -170,6 +172,7 @@ def _add_open(app: FastAPI, state: ServerState) -> None:
 
 
 def _model(state: ServerState) -> dict[str, Any]:
+    """Return the model as OpenAI's API shows one and as Anthropic's does, in one object."""
     facts = state.facts
     own = {
         "policy": facts.policy,
@@ -184,6 +187,11 @@ def _model(state: ServerState) -> dict[str, Any]:
         "object": "model",
         "created": state.started,
         "owned_by": "mmkv",
+        "type": "model",
+        "display_name": state.settings.name,
+        "created_at": datetime.fromtimestamp(state.started, UTC).isoformat(),
+        "lifecycle": "active",
+        "max_input_tokens": facts.context,
         "max_model_len": facts.context,
         "mmkv": own,
     }

@@ -277,7 +277,7 @@ class _Refused(BaseException):
         self.error = error
 
 
-_REPLIES = ("/chat/completions", "/responses", MESSAGES, f"{MESSAGES}/count_tokens")
+_REPLIES = ("/completions", "/responses", MESSAGES, f"{MESSAGES}/count_tokens")
 
 
 class RefuseWhenFull:

@@ -507,6 +507,11 @@ _STOPS = {
 }
 
 
+_NOT_ENDED = dict.fromkeys(("stop_reason", "stop_sequence", "stop_details", "container"))
+# Who calls; the other values are for code that Anthropic's servers run.
+_CALLER = {"type": "direct"}
+
+
 class MessageBuilder:
     """Builds a message and its events while the reply grows.
 
@@ -514,7 +519,8 @@ class MessageBuilder:
         shows_thoughts: whether the words of thoughts are shown.
 
     Attributes:
-        content: its blocks that are complete. The input of a call that was cut off is empty.
+        content: its blocks that are complete. The input of a call that was cut off, or whose
+            arguments are no object, is empty.
     """
 
     def __init__(self, shows_thoughts: bool) -> None:
@@ -522,7 +528,7 @@ class MessageBuilder:
         self._shows_thoughts = shows_thoughts
         self._block: dict[str, Any] | None = None  # that grows
         self._pieces: list[str] = []
-        self._cut = False  # whether the latest call is incomplete
+        self._cut = False  # whether the latest call cannot be run
 
     def take(self, events: Iterable[Event]) -> Iterator[dict[str, Any]]:
         """Yield the events of a piece of the reply."""
@@ -532,12 +538,13 @@ class MessageBuilder:
                 shown = {"type": "thinking_delta", "thinking": event.text}
                 yield from self._grown(event.text, shown if self._shows_thoughts else None)
             elif isinstance(event, TextPiece):
-                yield from self._in("text", {"text": ""})
+                yield from self._in("text", {"text": "", "citations": None})
                 yield from self._grown(event.text, {"type": "text_delta", "text": event.text})
             elif isinstance(event, CallStart):
                 yield from self.close()
                 self._cut = True
-                yield from self._in("tool_use", {"id": event.id, "name": event.name, "input": {}})
+                empty = {"id": event.id, "name": event.name, "input": {}, "caller": _CALLER}
+                yield from self._in("tool_use", empty)
             elif isinstance(event, CallPiece):
                 given = {"type": "input_json_delta", "partial_json": event.text}
                 yield from self._grown(event.text, given)
@@ -557,8 +564,10 @@ class MessageBuilder:
             yield self._delta({"type": "signature_delta", "signature": signed})
         elif block["type"] == "text":
             block["text"] = text
-        elif not self._cut and isinstance(given := parsed_arguments(text), dict):
-            block["input"] = given
+        elif not self._cut:
+            given = parsed_arguments(text)
+            self._cut = not isinstance(given, dict)
+            block["input"] = {} if self._cut else given
         self._block, self._pieces = None, []
         yield {"type": "content_block_stop", "index": len(self.content)}
         self.content.append(block)
@@ -568,7 +577,7 @@ class MessageBuilder:
         if reason == "calls" and self._cut:  # a client would run it without its arguments
             reason = "eos" if text is None else "stop"
         met = text if reason == "stop" else None
-        return {"stop_reason": _STOPS[reason], "stop_sequence": met}
+        return _NOT_ENDED | {"stop_reason": _STOPS[reason], "stop_sequence": met}
 
     def _in(self, kind: str, empty: dict[str, Any]) -> Iterator[dict[str, Any]]:
         """Go on in the block that grows if it is of a kind; begin another one if not."""
@@ -654,22 +663,25 @@ class MessagesCall:
 
     def _message(self, content: list[dict[str, Any]], usage: dict[str, Any]) -> dict[str, Any]:
         head = {"id": self._id, "type": "message", "role": "assistant", "model": self._model}
-        ended = {"stop_reason": None, "stop_sequence": None}
-        return head | {"content": content, **ended, "usage": usage}
+        return head | {"content": content, **_NOT_ENDED, "usage": usage}
 
 
-def _tokens(prompt: int, resumed: int, reply: int) -> dict[str, Any]:
+def _tokens(prompt: int, resumed: int, reply: int, thoughts: int = 0) -> dict[str, Any]:
     return {
         "input_tokens": prompt - resumed,
         "cache_read_input_tokens": resumed,
         "cache_creation_input_tokens": 0,  # it is part of input_tokens
         "output_tokens": reply,
+        "output_tokens_details": {"thinking_tokens": thoughts},
+        # What there is not here.
+        **dict.fromkeys(("cache_creation", "inference_geo", "server_tool_use", "service_tier")),
     }
 
 
 def _usage(usage: Usage) -> dict[str, Any]:
     own = usage_json(usage)["mmkv"]
-    return _tokens(usage.prompt_tokens, usage.resumed, usage.completion_tokens) | {"mmkv": own}
+    reply, thoughts = usage.completion_tokens, usage.thought_tokens
+    return _tokens(usage.prompt_tokens, usage.resumed, reply, thoughts) | {"mmkv": own}
 
 
 def add_messages(router: APIRouter, state: ServerState) -> None:

@@ -6,6 +6,7 @@ from mmkv.eval.fuzz.targets.command_line import CommandLine, Interrupts
 from mmkv.eval.fuzz.targets.contents import Benchmark, Pictures, Templates, TrainingRows
 from mmkv.eval.fuzz.targets.http import Heads, HttpBodies, StoreFaults
 from mmkv.eval.fuzz.targets.model_files import Checkpoints, GateFiles, SessionFileInputs
+from mmkv.eval.fuzz.targets.tools import CutStreams, ToolBodies
 
 TARGETS: dict[str, type[Target]] = {
     target.name: target
@@ -25,5 +26,7 @@ TARGETS: dict[str, type[Target]] = {
         ChangedWeights,
         Heads,
         StoreFaults,
+        ToolBodies,
+        CutStreams,
     )
 }

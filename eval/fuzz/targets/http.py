@@ -25,8 +25,8 @@ from mmkv.eval.fuzz.models import save_vision_model, small_engine
 from mmkv.eval.fuzz.target import Case, Target, Wrong, as_bytes, as_text
 from mmkv.resources import asset
 
-_MODEL = "small"
-_ID = "$ID"  # stands for the session or response that was made before
+MODEL = "small"
+ANSWERED_ID = "$ID"  # stands for the session or response that was made before
 _METHODS = ("GET", "DELETE", "PUT", "HEAD", "OPTIONS", "POST", "PATCH", "BREW")
 _TYPES = ("application/json",) * 20 + ("", "text/plain", "multipart/form-data; boundary=", "a/b;c")
 
@@ -50,9 +50,9 @@ class HttpBodies(Target):
         from mmkv.server.settings import ServerSettings
         from mmkv.server.state import ServerState
 
-        model = save_vision_model(folder / "model")
+        model = self._save_model(folder / "model")
         settings = ServerSettings(
-            name=_MODEL, max_tokens=2, session_folder=folder / "saved", body=2**17
+            name=MODEL, max_tokens=2, session_folder=folder / "saved", body=2**17
         )
         metrics = Metrics()
 
@@ -71,13 +71,24 @@ class HttpBodies(Target):
         log = logging.getLogger("mmkv.server")
         log.handlers, log.propagate = [self._logged], False
         picture = base64.b64encode(asset("scene.png").read_bytes()).decode()
-        self._wholes = _wholes(f"data:image/png;base64,{picture}")
+        self._wholes = self._bodies(f"data:image/png;base64,{picture}")
+
+    def _save_model(self, folder: Path) -> Path:
+        return save_vision_model(folder)
+
+    def _bodies(self, picture: str) -> dict[str, list[Any]]:
+        """Return whole bodies, by the path they are posted to."""
+        return _wholes(picture)
+
+    def _options(self, path: str) -> dict[str, tuple[Any, ...]]:
+        """Return what may be added to a body, with its values."""
+        return OPTIONS if path.endswith("completions") else RESPONSE_OPTIONS
 
     def make(self, rng: Random) -> Case:
         path = rng.choice(sorted(self._wholes))
         body: Any = copy.deepcopy(rng.choice(self._wholes[path]))
         if isinstance(body, dict):
-            options = _OPTIONS if path.endswith("completions") else _RESPONSE_OPTIONS
+            options = self._options(path)
             chosen = rng.sample(sorted(options), rng.randrange(4)) if "model" in body else []
             body |= {name: rng.choice(options[name]) for name in chosen}
         if rng.random() < 0.95:
@@ -111,23 +122,27 @@ class HttpBodies(Target):
         # A name that stands nowhere: nothing is looked up.
         async with httpx.AsyncClient(transport=transport, base_url="http://server") as client:
             name = await self._made_before(client, case["path"] + case["body"])
-            path = case["path"].replace(_ID, name)
+            path = case["path"].replace(ANSWERED_ID, name)
             url = httpx.URL("http://server").copy_with(raw_path=_raw(path))
-            body = as_bytes(case["body"].replace(_ID, name))
+            body = as_bytes(case["body"].replace(ANSWERED_ID, name))
             kind = {"Content-Type": case["type"]} if case["type"] else {}
             try:
                 answer = await client.request(case["method"], url, content=body, headers=kind)
-                _check(answer)
+                check_answer(answer)
+                self._check_reply(answer)
             finally:
                 await self._clean(client, name)
 
+    def _check_reply(self, answer: httpx.Response) -> None:
+        """Raise Wrong for a reply that does not fit its request."""
+
     async def _made_before(self, client: httpx.AsyncClient, text: str) -> str:
-        if _ID not in text:
+        if ANSWERED_ID not in text:
             return ""
         if "sessions" in text:
             answer = await client.post("/v1/sessions", json={})
         else:
-            given = {"model": _MODEL, "input": "what?", "max_output_tokens": 1}
+            given = {"model": MODEL, "input": "what?", "max_output_tokens": 1}
             answer = await client.post("/v1/responses", json=given)
         if answer.status_code != 200:
             raise Wrong(f"a whole request was answered with {answer.status_code}")
@@ -182,7 +197,7 @@ def _raw(path: str) -> bytes:
     return quote("/" + path.lstrip("/").encode("utf-8", "replace").decode(), safe=safe).encode()
 
 
-def _check(answer: httpx.Response) -> None:
+def check_answer(answer: httpx.Response) -> None:
     """Raise Wrong for an answer that the API does not have."""
     status = answer.status_code
     if status >= 500 and status != 503:
@@ -196,7 +211,8 @@ def _check(answer: httpx.Response) -> None:
             data = line.partition("data: ")[2]
             if not line.startswith(":") and data != "[DONE]":
                 json.loads(data)
-        if lines[-1] != "data: [DONE]" and '"error"' not in lines[-1]:
+        ends = ("data: [DONE]", 'event: message_stop\ndata: {"type":"message_stop"}')
+        if lines[-1] not in ends and '"error"' not in lines[-1]:
             raise Wrong(f"a stream ends with {lines[-1][:100]}")
     elif kind.startswith("application/json"):
         made = json.loads(answer.content.decode())
@@ -211,7 +227,7 @@ def _wholes(picture: str) -> dict[str, list[Any]]:
     shown = [{"type": "image_url", "image_url": {"url": picture}}, {"type": "text", "text": "it?"}]
     seen = [{"type": "input_image", "image_url": picture}, {"type": "input_text", "text": "it?"}]
     chats: list[Any] = [
-        {"model": _MODEL, "messages": messages}
+        {"model": MODEL, "messages": messages}
         for messages in (
             [{"role": "user", "content": "what is red?"}],
             [
@@ -224,17 +240,17 @@ def _wholes(picture: str) -> dict[str, list[Any]]:
         )
     ]
     answers: list[Any] = [
-        {"model": _MODEL, "input": "what?", "instructions": "be brief"},
-        {"model": _MODEL, "input": [{"role": "user", "content": seen}]},
-        {"model": _MODEL, "input": "and?", "previous_response_id": _ID},
+        {"model": MODEL, "input": "what?", "instructions": "be brief"},
+        {"model": MODEL, "input": [{"role": "user", "content": seen}]},
+        {"model": MODEL, "input": "and?", "previous_response_id": ANSWERED_ID},
     ]
     return {
         "/v1/chat/completions": chats,
         "/v1/responses": answers,
         "/v1/sessions": [{}, {"budget": 16, "metadata": {"a": "b"}}, {"file": "saved"}],
-        f"/v1/sessions/{_ID}/chat/completions": chats,
-        f"/v1/sessions/{_ID}/fork": [{}],
-        f"/v1/sessions/{_ID}/save": [{"name": "saved", "overwrite": True}],
+        f"/v1/sessions/{ANSWERED_ID}/chat/completions": chats,
+        f"/v1/sessions/{ANSWERED_ID}/fork": [{}],
+        f"/v1/sessions/{ANSWERED_ID}/save": [{"name": "saved", "overwrite": True}],
     }
 
 
@@ -246,7 +262,7 @@ _FORMATS = (
         "json_schema": {"name": "a", "schema": {"type": "object", "properties": {}}},
     },
 )
-_OPTIONS: dict[str, tuple[Any, ...]] = {
+OPTIONS: dict[str, tuple[Any, ...]] = {
     "stream": (True, True, False),
     "stream_options": ({"include_usage": True},),
     "n": (1, 2, 3),
@@ -267,7 +283,7 @@ _OPTIONS: dict[str, tuple[Any, ...]] = {
     "max_tokens": (1, 4),
     "max_completion_tokens": (2,),
 }
-_RESPONSE_OPTIONS: dict[str, tuple[Any, ...]] = {
+RESPONSE_OPTIONS: dict[str, tuple[Any, ...]] = {
     "stream": (True, True, False),
     "store": (False, True),
     "include": (["message.output_text.logprobs"],),
@@ -288,11 +304,11 @@ _PATHS = (
     "/v1/models/small",
     "/v1/models/%2e%2e/x",
     "/v1/sessions",
-    f"/v1/sessions/{_ID}",
-    f"/v1/sessions/{_ID}/memory",
-    f"/v1/sessions/{_ID}/messages",
-    f"/v1/responses/{_ID}",
-    f"/v1/responses/{_ID}/input_items",
+    f"/v1/sessions/{ANSWERED_ID}",
+    f"/v1/sessions/{ANSWERED_ID}/memory",
+    f"/v1/sessions/{ANSWERED_ID}/messages",
+    f"/v1/responses/{ANSWERED_ID}",
+    f"/v1/responses/{ANSWERED_ID}/input_items",
     "/v1/responses/compact",
 )
 
@@ -482,7 +498,7 @@ class StoreFaults(HttpBodies):
                 answer = await self._step(client, kind, number, names, sessions)
                 if answer is None:
                     continue
-                _check(answer)
+                check_answer(answer)
                 status = answer.status_code
                 full = status == 503 and len(sessions) > 0
                 lost = kind in ("go on", "turn") and status in (400, 409)
@@ -506,7 +522,7 @@ class StoreFaults(HttpBodies):
         names: list[str],
         sessions: list[str],
     ) -> httpx.Response | None:
-        body: dict[str, Any] = {"model": _MODEL}
+        body: dict[str, Any] = {"model": MODEL}
         said = [{"role": "user", "content": f"what is {number}?"}]
         if kind in ("respond", "go on"):
             body |= {"input": f"what is {number}?", "max_output_tokens": 2}

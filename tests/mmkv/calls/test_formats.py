@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from mmkv.calls.formats import FORMATS, ToolFormat, format_of
+from mmkv.calls.formats import FORMATS, QwenXml, ToolFormat, format_of, whole_call
 from mmkv.calls.parser import CallPiece, ParsedReply, ReplyParser, ThoughtMarks, parse
-from mmkv.calls.tools import Tool, ToolUse
+from mmkv.calls.tools import Tool, ToolUse, parsed_arguments
 
 TOOLS = (
     Tool("click", "Click.", {"properties": {"x": {"type": "integer"}, "y": {"type": "integer"}}}),
@@ -118,3 +118,15 @@ def test_what_may_not_be_called_is_text() -> None:
 def test_a_template_tells_the_format(source: str | None, name: str) -> None:
     made: ToolFormat = format_of(source)
     assert made.name == name
+
+
+@pytest.mark.parametrize("number", ["1e999", "-1e999", "NaN", "Infinity"])
+def test_numbers_that_cannot_be_written_again_are_text(number: str) -> None:
+    arguments = f'{{"x": [{number}]}}'
+    assert parsed_arguments(arguments) == arguments
+    assert whole_call(f'{{"name": "mark", "arguments": {arguments}}}') is None
+    tool = Tool("mark", parameters={"type": "object", "properties": {"x": {"type": "number"}}})
+    value = f"<parameter=x>\n{number}\n</parameter>"
+    said = f"<tool_call>\n<function=mark>\n{value}\n</function>\n</tool_call>"
+    (call,) = parse(ReplyParser(QwenXml(), ToolUse((tool,))), said).calls
+    assert json.loads(call.arguments) == {"x": number}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Iterator
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -345,6 +346,11 @@ def test_other_routes(server: Server) -> None:
     listed = server.client.get("/v1/models").json()
     assert [Model.model_validate(one).id for one in listed["data"]] == [MODEL]
     assert server.client.get(f"/v1/models/{MODEL}").json() == listed["data"][0]
+    # As Anthropic's API shows one, too.
+    assert not listed["has_more"] and listed["first_id"] == listed["last_id"] == MODEL
+    (shown,) = listed["data"]
+    assert (shown["type"], shown["display_name"], shown["lifecycle"]) == ("model", MODEL, "active")
+    assert datetime.fromisoformat(shown["created_at"]).timestamp() == shown["created"]
     assert server.client.get("/v1/models/other").status_code == 404
     assert server.client.get("/health").json() == {"status": "ok"}
     paths = server.client.get("/openapi.json").json()["paths"]
@@ -572,6 +578,20 @@ def test_a_stream_whose_schema_breaks_ends_with_the_error(server: Server) -> Non
     given = {"response_format": form(late), "max_tokens": 80, "n": 8, "temperature": 1, "seed": 1}
     lines = [line for line in server.chat("what?", stream=True, **given).text.split("\n") if line]
     assert lines[-1].startswith('data: {"error"') and "cannot be followed" in lines[-1]
+
+
+@pytest.mark.parametrize("number", [-(2**63), -(2**63) + 1, -(2**63) + 512])
+def test_a_number_that_would_end_the_process_is_refused(server: Server, number: int) -> None:
+    schema = {"type": "object", "properties": {"a": {"anyOf": [{"enum": [0, {"b": number}]}]}}}
+    function = {"name": "look", "parameters": schema}
+    for field in (
+        {"response_format": form(schema)},
+        {"tools": [{"type": "function", "function": function}]},
+    ):
+        error = server.chat("what?", **field).json()["error"]
+        assert f"cannot be followed: the number {number} is too" in error["message"]
+    near = {"type": "object", "properties": {"a": {"const": number + 513}}}
+    assert server.chat("what?", response_format=form(near)).status_code == 200
 
 
 def test_a_response_whose_schema_breaks(server: Server) -> None:

@@ -636,7 +636,13 @@ def rejected(metrics: Metrics) -> float:
 
 
 @pytest.mark.parametrize(
-    "path", ["/v1/chat/completions", "/v1/responses", "/v1/sessions/any/chat/completions"]
+    "path",
+    [
+        "/v1/chat/completions",
+        "/v1/completions",
+        "/v1/responses",
+        "/v1/sessions/any/chat/completions",
+    ],
 )
 def test_what_there_is_no_place_for_is_refused_by_its_head(full_server: Server, path: str) -> None:
     """Three requests are on their way to a thread that does not look: one to run, two to wait."""

@@ -45,6 +45,11 @@ def text(said: str) -> dict[str, Any]:
     return {"type": "text", "text": said}
 
 
+def told(words: str) -> dict[str, Any]:
+    """Return a text as an answer has it."""
+    return text(words) | {"citations": None}
+
+
 def result(id: str, content: Any, **fields: Any) -> dict[str, Any]:
     return {"type": "tool_result", "tool_use_id": id, "content": content} | fields
 
@@ -141,11 +146,13 @@ def test_a_message_is_the_reply_of_a_chat(server: Server) -> None:
         mmkv={"resume": "never"},
     ).json()
     choice = whole["choices"][0]
-    assert made["content"] == [text(choice["message"]["content"])]
+    assert made["content"] == [told(choice["message"]["content"])]
     assert made["stop_reason"] == "max_tokens" and choice["finish_reason"] == "length"
     assert made["stop_sequence"] is None and made["id"].startswith("msg_")
     assert (made["type"], made["role"], made["model"]) == ("message", "assistant", MODEL)
     assert prompt_of(made["usage"]) == whole["usage"]["prompt_tokens"]
+    assert not any((made["stop_details"], made["container"], made["usage"]["service_tier"]))
+    assert made["usage"]["output_tokens_details"] == {"thinking_tokens": 0}
     assert made["usage"]["output_tokens"] == whole["usage"]["completion_tokens"] == 8
     assert made["usage"]["mmkv"]["pictures"] == 1
 
@@ -155,7 +162,7 @@ def test_the_last_message_of_the_assistant_is_continued(server: Server) -> None:
     shown = {"role": "user", "content": [picture_part(picture("red", (48, 40))), SCENE[1]]}
     begun = {"role": "assistant", "content": "It is ("}
     whole = server.chat(shown, begun, max_tokens=8, mmkv={"resume": "never"}).json()
-    assert made["content"] == [text(whole["choices"][0]["message"]["content"])]
+    assert made["content"] == [told(whole["choices"][0]["message"]["content"])]
     assert prompt_of(made["usage"]) == whole["usage"]["prompt_tokens"]
     assert counted(server, SCENE, "It is (") == prompt_of(made["usage"])
 
@@ -172,6 +179,7 @@ def test_forced_calls_are_those_of_a_chat(server: Server) -> None:
     ).json()
     (call,) = whole["choices"][0]["message"]["tool_calls"]
     assert block["name"] == "mark" and block["type"] == "tool_use"
+    assert block["caller"] == {"type": "direct"}
     assert block["input"] == json.loads(call["function"]["arguments"])
     assert block["input"].keys() == {"where", "again"} and made["stop_reason"] == "tool_use"
     assert prompt_of(made["usage"]) == whole["usage"]["prompt_tokens"]
@@ -199,7 +207,7 @@ def test_a_stream_of_thought_text_and_calls(
     assert kinds == ["thinking", "text", "tool_use", "tool_use"]
     thought, words, first, second = found["content"]
     assert thought["thinking"] == "why not" and thought["signature"]
-    assert words == text("well:")
+    assert words == told("well:")
     assert first["input"] == second["input"] == {"key": "ä<b>"} and first["id"] != second["id"]
     assert found["stop_reason"] == made["stop_reason"] == "tool_use"
     for one in (*found["content"], *made["content"]):
@@ -216,7 +224,7 @@ def test_thoughts_that_are_not_to_be_shown(server: Server, monkeypatch: pytest.M
     made, found = message(server, "q", **fields), put_together(streamed(server, "q", **fields))
     assert made["content"] == found["content"]
     assert made["content"][0]["thinking"] == "" and made["content"][0]["signature"]
-    assert made["content"][1] == text("yes") and made["stop_reason"] == "end_turn"
+    assert made["content"][1] == told("yes") and made["stop_reason"] == "end_turn"
 
 
 def test_thinking_is_the_templates(server: Server) -> None:
@@ -268,6 +276,17 @@ def test_a_call_that_is_cut_off_has_no_input(server: Server) -> None:
     assert "".join(pieces).startswith('{"wh')
 
 
+def test_a_call_with_a_number_that_json_cannot_hold_has_no_input(
+    server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said = '<tool_call>\n{"name": "press", "arguments": {"key": 1e999}}\n</tool_call>'
+    tools = [{"name": "press", "input_schema": {"type": "object", "properties": {"key": {}}}}]
+    script(monkeypatch, server.inside(lambda core: core.engine), [said])
+    made = message(server, "press it", tools=tools, max_tokens=400)
+    assert made["content"][0]["name"] == "press" and made["content"][0]["input"] == {}
+    assert made["stop_reason"] == "end_turn"  # not to be run
+
+
 def test_results_of_calls_are_messages_of_tools(server: Server) -> None:
     """As a chat with the same calls and results; text behind them is the user's."""
     used = {"type": "tool_use", "id": "toolu_1", "name": "press", "input": {"key": "a"}}
@@ -304,7 +323,7 @@ def test_results_of_calls_are_messages_of_tools(server: Server) -> None:
         max_tokens=8,
         mmkv={"resume": "never"},
     ).json()
-    assert made["content"] == [text(whole["choices"][0]["message"]["content"])]
+    assert made["content"] == [told(whole["choices"][0]["message"]["content"])]
     assert prompt_of(made["usage"]) == whole["usage"]["prompt_tokens"]
 
 
