@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
 
     from mmkv.calls.formats import ToolFormat
+    from mmkv.calls.parser import ThoughtMarks
     from mmkv.calls.tools import ToolUse
 
 _TYPES = {
@@ -203,10 +204,11 @@ class Grammars:
         apart = token is not None and self.known.is_special_token(token)
         return f"<[{token}]>" if apart else json.dumps(text)
 
-    def shown(self, format: ToolFormat | None) -> frozenset[int]:
-        """Return the special tokens that are marks of calls, and so have to be shown."""
+    def shown(self, format: ToolFormat | None, thoughts: ThoughtMarks | None) -> frozenset[int]:
+        """Return the special tokens that are marks of calls or thoughts: those have to be shown."""
         marks = () if format is None else format.special
-        found = [self.added[one] for one in marks if one in self.added]
+        around = () if thoughts is None else (thoughts.open, thoughts.close)
+        found = [self.added[one] for one in (*marks, *around) if one in self.added]
         return frozenset(token for token, hidden in found if hidden)
 
     def begin(self, rules: ReplyRules, thought_end: str | None = None) -> Constraint | None:

@@ -405,7 +405,7 @@ class Session(CachedSequence):
             view = CallFilter(parser, marks, parser.thinks)
             close = marks.close if marks is not None and parser.thinks else None
             bound = engine.grammars.begin(ReplyRules(format=form, use=use), close)
-            shown = engine.grammars.shown(form)
+            shown = engine.grammars.shown(form, marks)
         writer = ReplyWriter(
             engine.processor.tokenizer,
             sampling,

@@ -112,7 +112,7 @@ def _compare(
     ours: Tensor, theirs: Tensor, target: Tensor, reverse: bool, weights: tuple[float, float]
 ) -> tuple[Tensor, Tensor]:
     """Return the sums of KL, next-token loss and agreement over logits ``[n, vocab]``, ``[3]``, and
-    the gradient of the weighted losses with respect to ``ours``. ``theirs`` is used up.
+    the gradient of the weighted losses with respect to ``ours``.
     """
     agree = (ours.argmax(-1) == theirs.argmax(-1)).sum()
     student = F.log_softmax(ours, -1)

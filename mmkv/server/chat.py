@@ -391,18 +391,18 @@ class ChatCall:
 
     async def count_prompt(self) -> int:
         """Count the tokens that the prompt would have, with those of its pictures; none is read."""
-        thread, work = self.state.engine_thread, self.work
+        thread, work, counts = self.state.engine_thread, self.work, self.state.counts
         media = RequestMedia(self.state.media)
-        with self.state.count_request(self.caller):
+        with self.state.count_request(self.caller), counts.place():
             texts = [text for one in work.messages for text in one.texts]
             await self.state.facts.context_bounds.count([*texts, work.begun.text])
             try:
                 named = await media.named(work.messages)
-                job = await thread.call(lambda: thread.new_job(work))
-                held = await thread.call(lambda: job.begin_count(named))
+                job = await counts.call(lambda: thread.new_job(work))
+                held = await counts.call(lambda: job.begin_count(named))
                 contents = await media.contents(named[held:])
-                await thread.call(lambda: job.supply_media(contents))
-                while await thread.call(job.count_segment):  # others get a turn in between
+                await counts.call(lambda: job.supply_media(contents))
+                while await counts.call(job.count_segment):  # others get a turn in between
                     pass
                 return job.counts.prompt_tokens
             finally:

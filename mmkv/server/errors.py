@@ -43,8 +43,10 @@ class ApiError(Exception):
             return self.status, self.body()
         status = 529 if self.status == 503 else self.status
         usual = "invalid_request_error" if status < 500 else "api_error"
-        long = "prompt is too long: " if self.code == "context_length_exceeded" else ""
-        error = {"type": _ANTHROPIC_TYPES.get(status, usual), "message": f"{long}{self}"}
+        # By these words clients know that they have to sum up.
+        too_long = self.code == "context_length_exceeded" and self.param == "messages"
+        message = f"prompt is too long: {self}" if too_long else str(self)
+        error = {"type": _ANTHROPIC_TYPES.get(status, usual), "message": message}
         return status, {"type": "error", "error": error, "request_id": None}
 
     def body(self) -> dict[str, Any]:

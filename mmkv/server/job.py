@@ -494,9 +494,7 @@ class ChatJob(EngineJob):
             ApiError: 409, the request requires a cached conversation and there is none.
         """
         work, engine, held = self.work, self.engine, 0
-        if engine.forget_thoughts:  # as well those that come back
-            messages = [message.without_thought() for message in messages]
-        work.messages = messages
+        work.messages = messages = self._to_read(messages)
         for count, memory in self.conversations.find():
             known = with_sampled(messages, memory.info.sampled)
             shown = [one.for_template() for one in known]
@@ -532,6 +530,12 @@ class ChatJob(EngineJob):
             with engine.lock:
                 engine.shared.join(self.live, work.weight)
         return held
+
+    def _to_read(self, messages: list[Message]) -> list[Message]:
+        """Return messages without the thoughts that are to be forgotten: they may come back."""
+        if not self.engine.forget_thoughts:
+            return messages
+        return [message.without_thought() for message in messages]
 
     def _inside_reply(
         self, shown: list[dict[str, Any]], memory: ConversationState
@@ -675,7 +679,7 @@ class ChatJob(EngineJob):
         Returns:
             how many messages are counted; the media of the others have to be supplied.
         """
-        self.work.messages = messages
+        self.work.messages = messages = self._to_read(messages)
         for count, memory in self.conversations.find():
             known = with_sampled(messages, memory.info.sampled)
             session, shown = memory.live, [one.for_template() for one in known]
@@ -772,6 +776,11 @@ class ChatJob(EngineJob):
         images = [one for kind, one in pairs if kind == "image"]
         return images, [one for kind, one in pairs if kind == "video"]
 
+    @cached_property
+    def _shown(self) -> frozenset[int]:
+        """The special tokens that are part of a reply's text."""
+        return self.grammars.shown(self.work.logit_settings.rules.format, self.work.thoughts)
+
     def _begin_replies(self, logits: torch.Tensor) -> None:
         engine, sampling, session = self.engine, self.work.sampling, self.live
         assert session is not None
@@ -783,7 +792,7 @@ class ChatJob(EngineJob):
             self.work.thought_opened = before.rstrip().endswith(marks.open)
         thinks = marks is not None and self.work.parser(0).thinks
         close = marks.close if marks is not None and thinks else None
-        shown = self.grammars.shown(changes.rules.format)
+        shown = self._shown
         for at in range(self.work.choices):
             seed = None if sampling.seed is None else (sampling.seed + at) % 2**63
             own = replace(sampling, seed=seed)
@@ -839,7 +848,7 @@ class ChatJob(EngineJob):
     def _thought_tokens(self, ids: Sequence[int]) -> int:
         """Count the tokens of a reply up to the end of its thought."""
         assert self.work.thoughts is not None
-        detokenizer, text = Detokenizer(self.engine.processor.tokenizer), ""
+        detokenizer, text = Detokenizer(self.engine.processor.tokenizer, self._shown), ""
         for count, token in enumerate(ids, 1):
             text += detokenizer.push(token)
             if self.work.thoughts.close in text:

@@ -285,6 +285,12 @@ class ChatForm:
         self.messages: list[dict[str, Any]] = []
         self.unread: list[str] = []
         self._places: list[tuple[str, list[str]]] = []
+        thinking = asked.thinking
+        self._own_budget = (
+            asked.thinking_budget is None
+            and thinking is not None
+            and thinking.budget_tokens is not None
+        )
         self._take_system(asked.system)
         for index, message in enumerate(asked.messages):
             self._take(message, f"messages[{index}]")
@@ -385,6 +391,8 @@ class ChatForm:
 
         text = re.sub(r"\bmessages\[(-?\d+)\](\.content(?:\[(\d+)\])?)?", place, text)
         text = re.sub(r"\bresponse_format(\.json_schema)?\b", "output_config.format", text)
+        if self._own_budget:
+            text = re.sub(r"(?<![\w.])thinking_budget\b", "thinking.budget_tokens", text)
         return re.sub(r"\btool_call_id\b", "tool_use_id", text)
 
 
@@ -476,8 +484,14 @@ def chat_request(asked: PromptRequest, form: ChatForm) -> ChatRequest:
         return ChatRequest.model_validate(same)
     except ValidationError as error:
         first = error.errors()[0]
-        index = first["loc"][1] if len(first["loc"]) > 1 else None
-        where = f"messages[{index}]" if first["loc"][0] == "messages" else str(first["loc"][0])
+        where, *inner = map(str, first["loc"])
+        if where == "messages" and not inner:
+            what = (
+                f"messages: a chat has {len(form.messages):,} of these, results of calls counted "
+                f"one by one, and may have {MOST_MESSAGES:,}; leave the oldest out, or sum them up"
+            )
+            raise ApiError(400, what, "invalid_value", where) from error
+        where += f"[{inner[0]}]" if where == "messages" else ""
         raise ApiError(400, f"{where}: {first['msg']}"[:500], "invalid_value", where) from error
 
 

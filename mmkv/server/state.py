@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import logging
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import TYPE_CHECKING, Annotated, Self
+from typing import TYPE_CHECKING, Annotated, Self, TypeVar
 
 from fastapi import Depends, Request
 
 from mmkv.engine.errors import CapacityError
+from mmkv.scheduler.loop import queue_is_full
 from mmkv.server.errors import ApiError
 from mmkv.server.schema import MOST_NAMES, TOLD_TEMPLATES, ReplyRequest, shown_name, unread_fields
 
@@ -28,6 +30,7 @@ if TYPE_CHECKING:
 
 
 log = logging.getLogger("mmkv.server")
+T = TypeVar("T")
 _MOST_LOGGED = 256  # names that clients have chosen
 
 
@@ -46,6 +49,7 @@ class ServerState:
     Attributes:
         media: fetches and decodes pictures and videos; footprint: memory the process may take.
         busy: requests under way, by caller; unread: names of fields that were logged.
+        counts: of prompts whose tokens are counted, and are not read.
     """
 
     settings: ServerSettings
@@ -57,6 +61,10 @@ class ServerState:
     started: int = field(default_factory=lambda: int(time.time()))
     busy: Counter[str] = field(default_factory=Counter)
     unread: set[str] = field(default_factory=set)
+    counts: PromptCounts = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.counts = PromptCounts(self.engine_thread, self.settings.max_queue)
 
     def headers_for(self, request: ReplyRequest, more: Sequence[str] = ()) -> dict[str, str]:
         """Return the header that names a request's fields without effect, if it has any.
@@ -133,6 +141,34 @@ async def _caller(request: Request) -> Caller:
 
 
 CurrentCaller = Annotated[Caller, Depends(_caller)]
+
+
+class PromptCounts:
+    """Has prompts counted on the engine thread, one piece of one of them between two of its turns.
+
+    Args:
+        most: how many may wait while one is counted.
+    """
+
+    def __init__(self, thread: EngineThread, most: int) -> None:
+        self._thread, self._most = thread, most
+        self._turn, self._under_way = asyncio.Lock(), 0
+
+    @contextmanager
+    def place(self) -> Iterator[None]:
+        """Have a place among those that are counted. Raises CapacityError: as many wait as may."""
+        if self._under_way > self._most:
+            raise queue_is_full(self._most, self._most)
+        self._under_way += 1
+        try:
+            yield
+        finally:
+            self._under_way -= 1
+
+    async def call(self, command: Callable[[], T]) -> T:
+        """Run a piece of the work in the thread, when it is this one's turn."""
+        async with self._turn:
+            return await self._thread.call(command)
 
 
 class TurnMemory:

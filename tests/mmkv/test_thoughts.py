@@ -405,6 +405,14 @@ def test_marks_that_are_tokens(
         list(session.send("b"))
         again = "<|im_end|>\n<|im_start|>user\nb<|im_end|>\n<|im_start|>assistant\no"
         assert session.seen == before + count(again)
+    draws[:] = [begins, letter, ends, letter, end]
+    look = {"name": "look", "parameters": {"type": "object"}}
+    with engine.session() as session:
+        shown = list(session.send("a", tools=[{"type": "function", "function": look}]))
+        assert "".join(shown) == "<think>\no\n</think>\n\no"
+        assert session.last is not None
+        assert (session.last.reasoning, session.last.content) == ("o", "o")
+        assert session.history[-1]["content"] == "o"
 
 
 def token_of(letter: str) -> int:

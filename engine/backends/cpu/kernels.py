@@ -186,8 +186,9 @@ class _Frozen(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
-        made = _multiply_back(grads[0].flatten(0, -2), ctx.weight, ctx.rounds)
-        return made.unflatten(0, grads[0].shape[:-1]), None, None, None
+        rows, width = ctx.weight.shape
+        made = _multiply_back(grads[0].reshape(-1, rows), ctx.weight, ctx.rounds)
+        return made.reshape(*grads[0].shape[:-1], width), None, None, None
 
 
 def _multiply_back(grad: Tensor, weight: Bf16Matrix | IntegerMatrix, rounds: bool) -> Tensor:

@@ -204,9 +204,10 @@ def rows_are_alike_in_any_company(
         assert torch.equal(multiply(x[-tokens:], weight), together[-tokens:])
 
 
-def test_gradients_reach_the_states(multiply: native.Product) -> None:
+@pytest.mark.parametrize("shape", [(), (4,), (3, 5)])
+def test_gradients_reach_the_states(multiply: native.Product, shape: tuple[int, ...]) -> None:
     weight, bias = random(24, 40).bfloat16(), random(24)
-    x = random(3, 5, 40).requires_grad_()
+    x = random(*shape, 40).requires_grad_()
     multiply(x, Bf16Matrix.of(weight), bias).square().sum().backward()
     ours, x.grad = x.grad, None
     (x @ weight.float().T + bias).square().sum().backward()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from mmkv import Engine
 from mmkv.resources import bundled_model
 from mmkv.server.messages import MessagesRequest
 from tests.support.chat_models import picture, script
-from tests.support.servers import MODEL, Server, picture_part, serving, stopped
+from tests.support.servers import MODEL, Server, picture_part, serving, stopped, until
 from tests.support.tool_templates import TOOLS as SOME_TOOLS
 from tests.support.tool_templates import function, save_seeing_tool_model
 
@@ -452,6 +453,20 @@ Fields = dict[str, Any]
         (["q"], {"min_tokens": 4}, 400, "invalid_request_error", "min_tokens"),
         (["q"], {"stop_sequences": ["a"] * 17}, 400, "invalid_request_error", "stop_sequences"),
         (["q " * 70000], {}, 400, "invalid_request_error", "prompt is too long: "),
+        (
+            ["q", [USED], [result("toolu_1", "x")] * 1023],
+            {},
+            400,
+            "invalid_request_error",
+            "messages: a chat has 1,025 of these",
+        ),
+        (
+            ["q", "a"],
+            {"thinking": {"type": "enabled", "budget_tokens": 9}},
+            400,
+            "invalid_request_error",
+            "thinking.budget_tokens counts",
+        ),
         (FAR, {}, 403, "permission_error", "127.0.0.1"),
     ],
 )
@@ -468,6 +483,31 @@ def test_errors_have_anthropics_form(
         shown = answer.json()
         assert shown["type"] == "error" and shown["error"]["type"] == kind
         assert named in shown["error"]["message"]
+
+
+def test_a_reply_that_is_too_long_is_no_long_prompt(server: Server) -> None:
+    """Clients sum a conversation up when they read that its prompt is too long."""
+    error = post(server, "q", max_tokens=64000).json()["error"]
+    assert error["message"].startswith("max_tokens is 64,000")
+
+
+def test_prompts_are_counted_one_after_the_other(folder: Path) -> None:
+    """So many at once would keep the engine's thread from its replies."""
+    load = Engine.from_pretrained
+    body = {"model": MODEL, "messages": [{"role": "user", "content": "q"}]}
+
+    def count(_: int) -> int:
+        return server.client.post("/v1/messages/count_tokens", json=body).status_code
+
+    with serving(lambda: load(folder, dtype="float32"), max_queue=3) as server:
+        thread = server.state.engine_thread
+        with ThreadPoolExecutor(6) as pool:
+            with stopped(server):
+                answers = [pool.submit(count, at) for at in range(6)]
+                until(lambda: sum(one.done() for one in answers) == 2)  # only 3 may wait
+                assert thread._commands.qsize() <= 1
+            assert sorted(one.result() for one in answers) == [200] * 4 + [529] * 2
+        assert count(0) == 200
 
 
 def test_other_errors_of_the_path(server: Server) -> None:

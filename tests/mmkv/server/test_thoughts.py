@@ -14,6 +14,7 @@ from typing import Any
 import httpx
 import pytest
 import torch
+from transformers import AddedToken, AutoTokenizer
 
 import mmkv.server.run
 from mmkv import Engine
@@ -315,6 +316,55 @@ def test_the_thought_before_a_call_is_forgotten(
     assert used["mmkv"]["resumed"] == held
     assert used["prompt_tokens"] == held + len(ids_of(added))
     assert "thoughts of a reply were forgotten" in used["mmkv"]["differs"]
+
+
+@pytest.mark.parametrize("special", [False, True])
+def test_marks_that_are_tokens_stand_around_a_thought(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, special: bool
+) -> None:
+    folder = save_llama(tmp_path, THOUGHTS, vocab_size=300)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    marks = ["<think>", "</think>"]
+    tokenizer.add_tokens([AddedToken(one, special=special) for one in marks], special)
+    tokenizer.save_pretrained(folder)
+    begins, ends = tokenizer.convert_tokens_to_ids(marks)
+    letter, end = ids_of("o")[0], TOKENIZER.eos_token_id
+    draws: list[int] = []
+    monkeypatch.setattr(Sampler, "draw", lambda *_: draws.pop(0))
+    with serving(lambda: load(folder)) as server:
+        draws += [begins, letter, letter, ends, letter, end]
+        answer = server.chat("a", max_tokens=9)
+        assert said_in(answer) == ("oo", "o")
+        used = answer.json()["usage"]
+        assert used["completion_tokens_details"]["reasoning_tokens"] == 4
+        draws += [letter, end]
+        again = server.chat("a", {"role": "assistant", "content": "o"}, "b", max_tokens=9)
+        assert said_in(again) == (None, "o")
+        message = answer.json()["choices"][0]["message"]
+        draws += [letter, end]
+        again = server.chat("a", message, "b", max_tokens=9)
+        assert said_in(again) == (None, "o")
+
+
+def test_what_is_forgotten_is_not_counted(
+    forgetting: Server, monkeypatch: pytest.MonkeyPatch, says: list[str]
+) -> None:
+    tell(forgetting, monkeypatch, HERMES)
+    says.append("there")
+    thought = {"type": "thinking", "thinking": "where, where", "signature": "s"}
+    call = {"type": "tool_use", "id": "c", "name": "look", "input": {"at": 1}}
+    said = [
+        {"role": "user", "content": "where is it?"},
+        {"role": "assistant", "content": [thought, call]},
+        {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "c", "content": "x"}]},
+    ]
+    tool = {"name": "look", "input_schema": {"type": "object"}}
+    body = {"model": "small", "messages": said, "tools": [tool], "mmkv": {"resume": "never"}}
+    answers = [
+        forgetting.client.post("/v1/messages/count_tokens", json=body),
+        forgetting.client.post("/v1/messages", json=body | {"max_tokens": 90}),
+    ]
+    assert answers[0].json()["input_tokens"] == answers[1].json()["usage"]["input_tokens"]
 
 
 def test_an_option_has_a_server_forget(
