@@ -18,7 +18,7 @@ from functools import lru_cache, wraps
 from typing import Any
 
 from jinja2 import Environment, Template, meta, nodes, pass_eval_context
-from jinja2.runtime import markup_join, str_join
+from jinja2.runtime import LoopContext, markup_join, str_join
 from jinja2.sandbox import ImmutableSandboxedEnvironment, SandboxedFormatter
 
 from mmkv.engine.errors import InputError
@@ -95,6 +95,7 @@ _PIECES = 64  # of a text, after which the clock is read; loops and calls read i
 _SLOW = frozenset(("pprint", "striptags", "sum", "urlize", "wordwrap", "xmlattr"))
 _LONG_WIDTH = re.compile(r"%(\([^)]*\))?[-+ #0]*(\d*\.)?(\d{5,}|\*)")
 _OF_DICTS = frozenset(dir(dict))
+_OF_LOOPS = frozenset(("first", "last", "index", "index0", "revindex", "revindex0", "length"))
 
 
 @dataclass
@@ -227,9 +228,11 @@ class _Limited(ImmutableSandboxedEnvironment):
         self.tests = {name: self._ticking(test) for name, test in tests.items()}
 
     def getattr(self, obj: Any, attribute: str) -> Any:
-        """Return ``message.role`` at once, as Jinja does after it has missed the attribute."""
-        if type(obj) is dict and attribute in obj and attribute not in _OF_DICTS:
-            return obj[attribute]
+        """Return ``message.role`` or ``loop.first`` at once: what Jinja finds by a longer way."""
+        if type(obj) is dict and attribute not in _OF_DICTS:
+            return obj[attribute] if attribute in obj else self.undefined(obj=obj, name=attribute)
+        if type(obj) is LoopContext and attribute in _OF_LOOPS:
+            return getattr(obj, attribute)
         return super().getattr(obj, attribute)
 
     def call(self, context: Any, function: Any, /, *args: Any, **kwargs: Any) -> Any:
@@ -427,14 +430,14 @@ def extent(value: Any, most: int) -> int:
     total, waiting = 0, [value]
     while waiting and total <= most:
         value = waiting.pop()
+        total += 1
         if isinstance(value, (str, bytes)):
             total += len(value)
-        total += 1
-        if isinstance(value, Mapping):
-            waiting += value.keys()
-            waiting += value.values()
         elif isinstance(value, (list, tuple, set, frozenset)):
             waiting += value
+        elif isinstance(value, (dict, Mapping)):  # to ask for Mapping takes long
+            waiting += value.keys()
+            waiting += value.values()
     return total
 
 

@@ -23,6 +23,8 @@ _ANCHOR = "\n"
 # Tokenizers split texts by expressions that give up after 10 million steps in one match, and a run
 # of n characters of one kind takes about n. The ids of its parts are not those of the whole.
 LONGEST_RUN = 1_000_000
+# Texts that a Cutter knows by heart, and their characters: 4 MiB at most, as Python has ASCII.
+_MOST_KNOWN, _SHORT = 2**13, 256
 _KINDS = {
     "blanks": re.compile(r"\s+"),
     "letters": re.compile(r"[^\W\d_]+"),
@@ -89,6 +91,7 @@ class Cutter:
         self._any = bool(longest_first)
         self._beginnings = {name[:n] for name in longest_first for n in range(2, len(name))}
         self._longest = max(map(len, self._beginnings), default=0)
+        self._known: dict[str, str] = {}  # short texts, as they are cut
 
     def finds(self, text: str) -> bool:
         """Whether a special token stands in ``text``."""
@@ -134,15 +137,26 @@ class Cutter:
         at its end is cut as well.
         """
         if isinstance(value, str):
-            (cut,) = self.cut([value])
-            for length in range(min(self._longest, len(value)), 1, -1):
-                if value[-length:] in self._beginnings:
-                    whole = cut[-length:] == value[-length:]
-                    return f"{cut[: 1 - length]}{CUT}{cut[1 - length :]}" if whole else cut
+            if len(value) > _SHORT:
+                return self._cut_apart(value)
+            # A conversation is rendered at each of its turns, and its names and ids come again.
+            if (cut := self._known.get(value)) is None:
+                if len(self._known) >= _MOST_KNOWN:
+                    self._known.clear()
+                cut = self._known[value] = self._cut_apart(value)
             return cut
         if isinstance(value, dict):
             return {self.cut_all(key): self.cut_all(item) for key, item in value.items()}
         return [self.cut_all(item) for item in value] if isinstance(value, list) else value
+
+    def _cut_apart(self, text: str) -> str:
+        """Return a text with special tokens cut, and the beginning of one at its end."""
+        (cut,) = self.cut([text])
+        for length in range(min(self._longest, len(text)), 1, -1):
+            if text[-length:] in self._beginnings:
+                whole = cut[-length:] == text[-length:]
+                return f"{cut[: 1 - length]}{CUT}{cut[1 - length :]}" if whole else cut
+        return cut
 
 
 def tokenize(tokenizer: Any, text: str, add_special_tokens: bool = False) -> list[int]:

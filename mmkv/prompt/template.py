@@ -279,11 +279,9 @@ class ChatTemplate:
             "documents": None,
             "add_generation_prompt": opening,
         }
-        given = sandbox.extent(tools, 2**62)
-        for message in shaped:
-            for key in ("content", "tool_calls", "reasoning_content"):
-                if message.get(key):
-                    given += sandbox.extent(message[key], 2**62)
+        said = ("content", "tool_calls", "reasoning_content")
+        told = [message[key] for message in shaped for key in said if message.get(key)]
+        given = sandbox.extent([tools, told], 2**62)
         return sandbox.render(self.source, given, values, marks)
 
     def _fit(self, messages: list[Message]) -> list[Fitted]:

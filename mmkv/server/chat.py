@@ -8,7 +8,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
-import hashlib
 import secrets
 import time
 from collections.abc import AsyncGenerator, Sequence
@@ -16,16 +15,15 @@ from typing import TYPE_CHECKING, Any
 
 from mmkv.calls.parser import CallStart, ParsedReply
 from mmkv.calls.tools import tool_use
-from mmkv.engine.errors import InputError, MmkvError
+from mmkv.engine.errors import MmkvError
 from mmkv.grammar import ReplyRules, answer_schema, require_tools
-from mmkv.prompt.media import data_uri_content
 from mmkv.sampling import Sampling, Settled
 from mmkv.server import reply
 from mmkv.server.engine_thread import Admitted, Delta, Done, Failed, Request
 from mmkv.server.errors import ApiError
 from mmkv.server.guard import release_body
 from mmkv.server.job import ChatWork
-from mmkv.server.media.limits import BAD_FORM, Allowance, MediaError
+from mmkv.server.media.limits import Allowance
 from mmkv.server.media.resolver import MediaResolver, Medium, Source
 from mmkv.server.prompts import Message, Part, digest_of, thought_apart
 from mmkv.server.reply import LogprobRows, ReplyHead
@@ -78,7 +76,8 @@ class RequestMedia:
         await self._resolver.room.enter()
         parts = [part for one in messages for part in one.media if part.digest is None]
         async with self._resolver.texts:
-            digests = await asyncio.to_thread(_digests, [one for one in parts if _inside(one)])
+            inside, digest = [one for one in parts if _inside(one)], self._resolver.digest
+            digests = await asyncio.to_thread(lambda: {one: digest(one.url) for one in inside})
         far = [one for one in parts if not _inside(one)]
         for part, medium in zip(far, await self._resolve(far), strict=True):
             digests[part] = medium.digest
@@ -88,7 +87,9 @@ class RequestMedia:
             return dataclasses.replace(part, digest=digests[part]) if part in digests else part
 
         return [
-            dataclasses.replace(one, parts=tuple(map(named, one.parts))) if one.media else one
+            dataclasses.replace(one, parts=tuple(map(named, one.parts)))
+            if any(part.digest is None for part in one.media)
+            else one  # one of a conversation that is held already
             for one in messages
         ]
 
@@ -119,13 +120,6 @@ def source(part: Part) -> Source:
 
 def _inside(part: Part) -> bool:
     return part.url[:5].lower() == "data:"
-
-
-def _digests(parts: Sequence[Part]) -> dict[Part, str]:
-    try:
-        return {part: hashlib.sha256(data_uri_content(part.url)).hexdigest() for part in parts}
-    except InputError as error:
-        raise MediaError(BAD_FORM, str(error)) from error
 
 
 MOST_STOPS = 16

@@ -393,7 +393,7 @@ def chain(base_key: str, messages: Sequence[Message], rule: object = None) -> li
 
 def pictures_in(messages: Sequence[Message]) -> int:
     """Count the pictures, without videos."""
-    return sum(part.kind == "image" for one in messages for part in one.media)
+    return sum(part.kind == "image" for one in messages for part in one.parts)
 
 
 def link(before: str, message: Message, rule: object = None) -> str:

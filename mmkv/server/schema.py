@@ -487,8 +487,7 @@ def unread_fields(request: ReplyRequest, strict: bool) -> list[str]:
 def _open_parts(place: str, part: BaseModel) -> Iterator[tuple[str, BaseModel]]:
     """Yield an object and those below it that take other fields, with where they stand."""
     yield place, part
-    for name in type(part).model_fields:
-        value = getattr(part, name)
+    for name, value in vars(part).items():  # its known fields
         if isinstance(value, OpenModel):
             yield from _open_parts(f"{place}{name}.", value)
         elif isinstance(value, list):

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import copy
 import json
 import os
 import re
 import time
 from argparse import Namespace
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 
@@ -26,7 +29,9 @@ from mmkv.eval.serving.servers import mmkv_serve, stream_chat
 from mmkv.eval.serving.soak import MODEL, kill_while_saving, slope, soak
 from mmkv.eval.serving.streams import load, with_context
 from mmkv.eval.serving.tables import agent_values
+from mmkv.prompt import sandbox
 from mmkv.server.engine_thread import EngineCore
+from mmkv.server.media import resolver
 from mmkv.training.data.scenes import render
 from tests.support.chat_models import save_qwen3_vl
 from tests.support.servers import Server, serving
@@ -105,6 +110,34 @@ def test_an_agent_reads_nothing_twice(agents: Server, way: str) -> None:
     assert found["tokens_read_again"] == 0 and found["tokens_read"] == sum(read)
     assert found["at"]["2"]["prompt"] == (prompts[1] + prompts[2]) / 2 and found["calls"] == 4
     assert not found["at"]["8"] and found["stopped"] is None
+
+
+@pytest.mark.parametrize("way", [agent.CHAT, agent.RESPONSES])
+def test_a_step_renders_once_and_decodes_its_own_picture(agents: Server, way: str) -> None:
+    """Whatever the number of messages before it."""
+    counts: list[Counter[str]] = []
+    wrapped = {sandbox.render: sandbox, resolver.data_uri_content: resolver}
+    ask = agent.ask
+
+    def noted(*given: Any) -> dict[str, Any]:
+        found: Counter[str] = Counter()
+        with contextlib.ExitStack() as stack:
+            for function, module in wrapped.items():
+                name = function.__name__
+
+                def call(*own: Any, name: str = name, function: Any = function) -> Any:
+                    found[name] += 1
+                    return function(*own)
+
+                stack.enter_context(mock.patch.object(module, name, call))
+            counts.append(found)
+            return ask(*given)
+
+    with mock.patch.object(agent, "ask", noted):
+        rows = agent.play(agents, MODEL, 20 + len(way), range(1, 8), way)  # type: ignore[arg-type]
+    assert all("stopped" not in row for row in rows)
+    # One picture is decoded to know it, and to read it. The second step looks at the template, too.
+    assert counts[2:] == [{"render": 1, "data_uri_content": 2}] * 5
 
 
 def test_steps_that_are_left_out_are_read_with_the_next(agents: Server) -> None:

@@ -9,6 +9,7 @@ import tracemalloc
 from collections.abc import Callable
 from pathlib import Path
 from random import Random
+from types import MappingProxyType
 from typing import Any
 from unittest import mock
 
@@ -20,7 +21,7 @@ from transformers import AutoProcessor, AutoTokenizer, PreTrainedTokenizerFast
 
 from mmkv.engine.errors import InputError, ModelError
 from mmkv.eval.fuzz.targets.contents import ENDLESS, ODD, template
-from mmkv.prompt import sandbox
+from mmkv.prompt import sandbox, special
 from mmkv.prompt.loading import load_processor
 from mmkv.prompt.processing import Processor
 from mmkv.prompt.special import CUT, Cutter, tokenize
@@ -204,6 +205,23 @@ def test_special_tokens_in_words_are_words(processor: Processor) -> None:
     assert cut > 20
 
 
+def test_values_that_come_again_are_cut_alike(
+    processor: Processor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Short ones are known by heart; more than are kept here, and longer ones, too."""
+    rng, tokenizer = Random(6), processor.tokenizer
+    monkeypatch.setattr(special, "_MOST_KNOWN", 8)
+    whole = Cutter(tokenizer, ("<mark>",))
+    values = [{hostile(rng): [hostile(rng), {"id": 3, "x": hostile(rng)}]} for _ in range(30)]
+    values += [{"long": f"{'word ' * 100}{name}"} for name in (*SPECIAL, "<mar")]
+    first = [whole.cut_all(value) for value in values]
+    assert first == [whole.cut_all(value) for value in values]
+    assert first == [Cutter(tokenizer, ("<mark>",)).cut_all(value) for value in values]
+    shown = json.dumps(first, ensure_ascii=False)
+    assert CUT in shown and shown.replace(CUT, "") == json.dumps(values, ensure_ascii=False)
+    assert not whole.finds(shown) and whole.finds(shown.replace(CUT, ""))
+
+
 def test_words_without_special_tokens_have_transformers_ids(processor: Processor) -> None:
     rng, tokenizer = Random(4), processor.tokenizer
     source = processor.template.source
@@ -348,6 +366,11 @@ def test_a_template_that_eats_time_or_memory_is_stopped(
     assert "\n" not in str(error.value) and peak < 100 * 2**20
 
 
+def test_an_extent_counts_characters_and_items() -> None:
+    assert sandbox.extent({"ab": [1, "c", None], "d": {"e": ()}}, 2**62) == 5 + 10
+    assert sandbox.extent(MappingProxyType({"ab": ("c", frozenset((1,)))}), 2**62) == 3 + 6
+
+
 @pytest.mark.parametrize("source", ODD)
 def test_no_template_raises_anything_else(tokenizer: Any, source: str) -> None:
     try:
@@ -366,7 +389,15 @@ def test_templates_of_a_generator_are_refused_or_run(rng: Any) -> None:
             assert "chat template" in str(error)
 
 
-@pytest.mark.parametrize("source", [CHAT_TEMPLATE, CHATML, LLAVA_TEMPLATE, USUAL])
+# Reads fields that are there, that are not, and that dicts have of their own; all of a loop's.
+FIELDS = """{% for m in messages %}{{ loop.first }}{{ loop.last }}{{ loop.index }}{{ loop.index0 }}
+{{ loop.revindex }}{{ loop.revindex0 }}{{ loop.length }}{{ loop.depth }}{{ loop.previtem is defined
+}}{{ loop.next is defined }}{{ loop.cycle('a', 'b') }}{{ m.role }}{{ m.gone is defined }}{{ m.gone
+}}{{ m['gone'] is defined }}{{ m.items() | list | length }}{{ m.get('role') }}{{ m.content }}
+{% for part in m.content %}{{ loop.index }}{% endfor %}{% endfor %}"""
+
+
+@pytest.mark.parametrize("source", [CHAT_TEMPLATE, CHATML, LLAVA_TEMPLATE, USUAL, FIELDS])
 @pytest.mark.parametrize("opening", [True, False])
 def test_usual_templates_render_as_by_transformers(
     tokenizer: Any, source: str, opening: bool

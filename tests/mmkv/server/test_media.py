@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import os
 import signal
 import tracemalloc
@@ -23,6 +24,7 @@ from mmkv.prompt.video import Clip, load_video
 from mmkv.server.chat import RequestMedia
 from mmkv.server.errors import api_error
 from mmkv.server.media import pool
+from mmkv.server.media import resolver as resolver_module
 from mmkv.server.media.fetch import _open_below, is_public
 from mmkv.server.media.limits import MediaError, MediaLimits
 from mmkv.server.media.resolver import MediaResolver, Medium, Source
@@ -238,6 +240,35 @@ def test_sums_over_what_a_request_fetches_to_know_and_to_read(
     assert runner.run(read(16)) == 2
     with pytest.raises(MediaError, match="over the limit"):
         runner.run(read(15))
+
+
+def test_a_picture_that_comes_again_is_known_by_its_url(
+    runner: asyncio.Runner, resolver: Callable[..., MediaResolver], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made, decoded = resolver(), []
+    content = resolver_module.data_uri_content
+    monkeypatch.setattr(
+        resolver_module, "data_uri_content", lambda url: [decoded.append(url), content(url)][1]
+    )
+    other = encoded(Image.new("RGB", (4, 4)))
+    quoted = data_url(PICTURE).replace("=", "%3D").replace("/9", "%2F9") + "%0A"
+    urls = [data_url(PICTURE), data_url(other), quoted]
+    monkeypatch.setattr(resolver_module, "_MOST_DIGESTS", 2)
+
+    async def named(*urls: str, digest: str | None = None) -> list[Message]:
+        messages = [Message("user", (Part("image", url=u, digest=digest),)) for u in urls]
+        return [*messages, *await RequestMedia(made).named(messages)]
+
+    one, two = (hashlib.sha256(content).hexdigest() for content in (PICTURE, other))
+    for _ in range(2):
+        assert [m.media[0].digest for m in runner.run(named(*urls[:2]))[2:]] == [one, two]
+    assert decoded == urls[:2]
+    assert [m.media[0].digest for m in runner.run(named(*urls))[3:]] == [one, two, one]
+    for _ in range(2):
+        with pytest.raises(MediaError, match="base64"):
+            runner.run(named("data:image/png;base64,@"))
+    before, after = runner.run(named(urls[0], digest="held"))
+    assert before is after, "a message of a conversation that is held is made anew"
 
 
 def test_the_media_of_all_requests_have_a_bound(
