@@ -118,7 +118,9 @@ def test_the_capacity_term_meets_its_budget(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow(reason="trains the gates for several steps")
-@pytest.mark.parametrize("weights", ["auto", "bf16"])
+@pytest.mark.parametrize(
+    "weights", ["auto", pytest.param("bf16", marks=pytest.mark.long(reason="again, rounded"))]
+)
 def test_a_resumed_run_ends_where_an_uninterrupted_one_does(tmp_path: Path, weights: str) -> None:
     whole, cut = tmp_path / "whole", tmp_path / "cut"
     train(short_run(whole, steps=6, save_every=3, weights=weights))
@@ -191,6 +193,7 @@ def test_several_gpus_do_not_split_documents(
     assert _arguments(short_run(tmp_path), tmp_path).n_gpu == 1
 
 
+@pytest.mark.long(reason="two processes train for twenty seconds")
 @pytest.mark.slow(reason="six processes, launchers with them, load torch and transformers")
 def test_two_processes_give_the_loss_curve_of_one(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
