@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     import torch
     from llguidance import LLMatcher, LLTokenizer
 
-    from mmkv.calls.formats import ToolFormat
+    from mmkv.calls.formats import Spell, ToolFormat
     from mmkv.calls.parser import ThoughtMarks
     from mmkv.calls.tools import Tool, ToolUse
 
@@ -51,23 +51,22 @@ class ReplyRules:
         """Whether they forbid any reply."""
         return self.answer is not None or (self.use is not None and bool(self.use.callable))
 
-    def grammar(self, spell: Any) -> str | None:
+    def grammar(self, spell: Spell) -> str | None:
         """Return the grammar of the whole reply; None where it may begin with any text."""
-        called = self.use is not None and self.use.callable
-        must = called and self.use is not None and self.use.choice == "required"
-        if self.answer is None and not must:
+        use, answer = self.use, self.answer
+        if use is None or not use.callable:
+            return None if answer is None else _json_grammar(answer)
+        must = use.choice == "required"
+        if answer is None and not must:
             return None
-        if not called:
-            assert self.answer is not None
-            return _json_grammar(self.answer)
-        assert self.use is not None and self.format is not None
-        rules = self.format.grammar(self.use.callable, spell, self.use.parallel)
-        if self.answer is None or must:
+        assert self.format is not None
+        rules = self.format.grammar(use.callable, spell, use.parallel)
+        if answer is None or must:
             return rules
-        answer = json.dumps({**self.answer, "x-guidance": _COMPACT})
+        shown = json.dumps({**answer, "x-guidance": _COMPACT})
         first, _, others = rules.partition("\n")
         return f"start: calls | answer\n{first.replace('start', 'calls', 1)}\n{others}\n" + (
-            f"answer: %json {answer}"
+            f"answer: %json {shown}"
         )
 
 

@@ -284,13 +284,18 @@ def _is_whole(text: Any) -> TypeGuard[str]:
 
 
 def _json_rules(
-    tools: Sequence[Tool], spell: Spell, key: str, before: str, after: str, list_of: bool | None
+    tools: Sequence[Tool],
+    spell: Spell,
+    key: str,
+    before: str = "",
+    around: tuple[str, str] = ("", ""),
+    several: bool | None = None,
 ) -> list[str] | None:
     """Return the rules of ``{"name": ..., key: ...}``.
 
     Args:
-        before: what of it has been written; after: what follows it.
-        list_of: whether a list may hold several; None: there is no list.
+        before: what of it has been written; around: what stands before and behind it, spelled.
+        several: whether it stands in a list of several, or of one; None: in no list.
     """
     heads = [f'{{"name": {json.dumps(one.name)}, "{key}": ' for one in tools]
     if not all(head.startswith(before) for head in heads):
@@ -301,10 +306,10 @@ def _json_rules(
     ]
     rules += [f"arguments_{i}: {arguments_rule(one)}" for i, one in enumerate(tools)]
     rules.append("call: " + " | ".join(f"call_{i}" for i in range(len(tools))))
-    if list_of is not None:
-        more = f" ({spell(', ')} call){{0,{MOST_CALLS - 1}}}" if list_of else ""
+    if several is not None:
+        more = f" ({spell(', ')} call){{0,{MOST_CALLS - 1}}}" if several else ""
         return [f"body: {spell('[')} call{more} {spell(']')}", *rules]
-    return [f"body: call {after}".rstrip(), *rules]
+    return [f"body: {around[0]} call {around[1]}", *rules]
 
 
 class Hermes(ToolFormat):
@@ -328,10 +333,8 @@ class Hermes(ToolFormat):
         self, tools: Sequence[Tool], opening: str, spell: Spell, parallel: bool
     ) -> list[str] | None:
         """Return rules of a grammar: ``body`` is what stands behind ``opening``."""
-        after = f"{spell(chr(10))} {spell(self._close)}"
-        rules = _json_rules(tools, spell, "arguments", "", after, None)
-        assert rules is not None
-        return [rules[0].replace("body: ", f"body: {spell(chr(10))} ", 1), *rules[1:]]
+        line = spell(chr(10))
+        return _json_rules(tools, spell, "arguments", around=(line, f"{line} {spell(self._close)}"))
 
 
 class Llama3(ToolFormat):
@@ -358,7 +361,7 @@ class Llama3(ToolFormat):
     ) -> list[str] | None:
         """Return rules of a grammar: ``body`` is what stands behind ``opening``."""
         before = "" if opening in self.special else opening
-        return _json_rules(tools, spell, "parameters", before, "", None)
+        return _json_rules(tools, spell, "parameters", before)
 
 
 class Mistral(ToolFormat):
@@ -382,7 +385,7 @@ class Mistral(ToolFormat):
         self, tools: Sequence[Tool], opening: str, spell: Spell, parallel: bool
     ) -> list[str] | None:
         """Return rules of a grammar: ``body`` is what stands behind ``opening``."""
-        return _json_rules(tools, spell, "arguments", "", "", parallel)
+        return _json_rules(tools, spell, "arguments", several=parallel)
 
     def call_id(self, digits: str) -> str:
         """Return the id of a call: nine letters and digits, which Mistral's templates require."""
@@ -464,14 +467,14 @@ class QwenXml(ToolFormat):
             for k, (key, schema) in enumerate(_properties(tool).items()):
                 places.append(f"p_{i}_{k}" + ("" if key in required else "?"))
                 rules += self._parameter(f"{i}_{k}", tool, key, schema, spell)
-            if (
-                tool.schema.get("additionalProperties", "properties" not in tool.schema)
-                is not False
-            ):
+            others = tool.schema.get("additionalProperties", "properties" not in tool.schema)
+            if others is not False:
                 places.append(f"other{{0,{MOST_CALLS}}}")  # of any name
             rules.append(" ".join([f"call_{i}:", begin, *places, end]))
         rules.append(f"other: {spell('<parameter=')} /[^<>\\n]+/ {spell('>' + chr(10))} rest")
-        rules.append('rest[suffix="\\n</parameter>\\n"]: /(?s:.*)/')
+        # To the first end mark: there the reader ends it, too.
+        rules.append(f"rest: text {spell(chr(10))}")
+        rules.append('text[suffix="</parameter>"]: /(?s:.*)/')
         return ["body: " + " | ".join(f"call_{i}" for i in range(len(tools))), *rules]
 
     @staticmethod
@@ -518,7 +521,6 @@ class _XmlReader(CallReader):
         self._tool: Tool | None = None
         self._count = 0
         self._texts = False  # whether the value is a text
-        self._blank = ""  # a line's end that may belong to a text
 
     def _step(self, events: list[Event]) -> bool:
         if self._stage == "head":

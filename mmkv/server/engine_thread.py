@@ -18,7 +18,6 @@ from weakref import WeakSet
 from mmkv.engine.budgets import why_unbound
 from mmkv.engine.errors import STOPS, BudgetError, MmkvError, SessionError, as_exception
 from mmkv.engine.memory import keep_freed, resident_bytes
-from mmkv.grammar import Grammars
 from mmkv.sampling import Sampling
 from mmkv.scheduler import Limits, Scheduler
 from mmkv.scheduler.replies import EngineExecutor
@@ -492,8 +491,6 @@ class EngineCore:
         self.prefix_cache = PrefixCache(
             self.scheduler, None if most is None else most // pool.page_bytes
         )
-        tokenizer = engine.processor.tokenizer
-        self.grammars = Grammars(tokenizer, engine.spec.vocab_size, engine.eos_token_ids)
         self.folder = _hibernation_folder(settings)
         self.conversations = ConversationStore(engine, self.scheduler, self.folder)
         self.facts = _facts(engine, lookahead)
@@ -509,7 +506,7 @@ class EngineCore:
         """Return the job of a request. Raises MmkvError."""
         chunk = self.engine.prefill_chunk
         memories = ConversationLookup(self.engine, work, self.prefix_cache, self.conversations)
-        return ChatJob(self.engine, work, memories, self.grammars, chunk, admitted)
+        return ChatJob(self.engine, work, memories, self.engine.grammars, chunk, admitted)
 
     def close(self) -> None:
         """Cancel what is left, and return all pages and files."""

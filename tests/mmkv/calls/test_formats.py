@@ -173,6 +173,7 @@ SCHEMAS: dict[str, dict[str, Any]] = {
         ("const", {"a": "other"}, False),
         ("open", {"a": "b", "<": "c"}, False),
         ("open", {"a": "b", "any name": "c"}, True),
+        ("open", {"a": "b </parameter> c"}, False),  # the first mark ends the value
         ("more", {"a": "1", "b": "c"}, True),
         ("more", {"a": "b c"}, False),
         ("none", {}, True),
