@@ -23,12 +23,10 @@ from mmkv.server.schema import (
     Limit,
     MmkvOptions,
     Number,
-    RepetitionPenalty,
-    ReplyRequest,
+    SampledRequest,
     Short,
     StreamOptions,
     TokenIds,
-    TopK,
     refuse_fields,
     refuse_stream_options,
     unsupported,
@@ -39,7 +37,7 @@ if TYPE_CHECKING:
     from mmkv.server.writer import Spelled
 
 
-class CompletionRequest(ReplyRequest):
+class CompletionRequest(SampledRequest):
     """A request to continue a text."""
 
     refused: ClassVar[dict[str, tuple[Any, ...]]] = (
@@ -56,15 +54,7 @@ class CompletionRequest(ReplyRequest):
     model: str
     prompt: str | Annotated[list[Any], Field(max_length=1)]
     max_tokens: Limit = None
-    temperature: Annotated[Number, Field(ge=0, le=2)] | None = None
-    top_p: Annotated[Number, Field(gt=0, le=1)] | None = None
-    top_k: TopK | None = None
-    min_p: Annotated[Number, Field(ge=0, le=1)] | None = None
-    repetition_penalty: RepetitionPenalty = None
-    presence_penalty: Annotated[Number, Field(ge=-2, le=2)] | None = None
-    frequency_penalty: Annotated[Number, Field(ge=-2, le=2)] | None = None
     logit_bias: dict[str, Annotated[Number, Field(ge=-100, le=100)]] | None = None
-    seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
     n: Count | None = None
     stop: str | Annotated[list[str], Field(fail_fast=True)] | None = None
     stop_token_ids: TokenIds | None = None

@@ -26,12 +26,10 @@ from mmkv.server.schema import (
     ChatRequest,
     Count,
     MmkvOptions,
-    Number,
     OpenModel,
-    RepetitionPenalty,
     ReplyRequest,
+    SampledRequest,
     Short,
-    TopK,
     refuse_fields,
     unsupported,
 )
@@ -241,18 +239,10 @@ class PromptRequest(ReplyRequest):
     context_management: Any = None
 
 
-class MessagesRequest(PromptRequest):
+class MessagesRequest(PromptRequest, SampledRequest):
     """A request for a message."""
 
     max_tokens: Count
-    temperature: Annotated[Number, Field(ge=0, le=2)] | None = None
-    top_p: Annotated[Number, Field(gt=0, le=1)] | None = None
-    top_k: TopK | None = None
-    min_p: Annotated[Number, Field(ge=0, le=1)] | None = None
-    repetition_penalty: RepetitionPenalty = None
-    presence_penalty: Annotated[Number, Field(ge=-2, le=2)] | None = None
-    frequency_penalty: Annotated[Number, Field(ge=-2, le=2)] | None = None
-    seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
     stop_sequences: Annotated[list[str], Field(fail_fast=True)] | None = None
     stream: StrictBool | None = None
     metadata: RequestMetadata | None = None

@@ -24,15 +24,12 @@ from mmkv.server.schema import (
     ImageUrl,
     Metadata,
     MmkvOptions,
-    Number,
     OpenModel,
     OtherPart,
     RefusalPart,
-    RepetitionPenalty,
-    ReplyRequest,
+    SampledRequest,
     Short,
     TextPart,
-    TopK,
     VideoPart,
     field_error,
     refuse_fields,
@@ -159,7 +156,7 @@ class TextOptions(OpenModel):
     verbosity: Short | None = None
 
 
-class ResponseRequest(ReplyRequest):
+class ResponseRequest(SampledRequest):
     """A request for a response."""
 
     refused = UNSUPPORTED | {
@@ -181,15 +178,7 @@ class ResponseRequest(ReplyRequest):
     store: StrictBool | None = None
     stream: StrictBool | None = None
     max_output_tokens: Count | None = None
-    temperature: Annotated[Number, Field(ge=0, le=2)] | None = None
-    top_p: Annotated[Number, Field(gt=0, le=1)] | None = None
-    top_k: TopK | None = None
-    min_p: Annotated[Number, Field(ge=0, le=1)] | None = None
-    repetition_penalty: RepetitionPenalty = None
-    seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
-    presence_penalty: Annotated[Number, Field(ge=-2, le=2)] | None = None
-    frequency_penalty: Annotated[Number, Field(ge=-2, le=2)] | None = None
     include: Annotated[list[str], Field(fail_fast=True)] | None = None
     metadata: Metadata | None = None
     text: TextOptions | None = None

@@ -354,7 +354,20 @@ class ReplyRequest(Body):
         return given
 
 
-class ChatRequest(ReplyRequest):
+class SampledRequest(ReplyRequest):
+    """A request for a reply whose tokens are drawn."""
+
+    temperature: Annotated[Number, Field(ge=0, le=2)] | None = None
+    top_p: Annotated[Number, Field(gt=0, le=1)] | None = None
+    top_k: TopK | None = None
+    min_p: Annotated[Number, Field(ge=0, le=1)] | None = None
+    repetition_penalty: RepetitionPenalty = None
+    presence_penalty: Annotated[Number, Field(ge=-2, le=2)] | None = None
+    frequency_penalty: Annotated[Number, Field(ge=-2, le=2)] | None = None
+    seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
+
+
+class ChatRequest(SampledRequest):
     """A request for replies to a conversation."""
 
     refused = {
@@ -367,12 +380,6 @@ class ChatRequest(ReplyRequest):
     messages: Annotated[list[ChatMessage], Field(min_length=1, max_length=MOST_MESSAGES)]
     max_tokens: Limit = None
     max_completion_tokens: Limit = None
-    temperature: Annotated[Number, Field(ge=0, le=2)] | None = None
-    top_p: Annotated[Number, Field(gt=0, le=1)] | None = None
-    top_k: TopK | None = None
-    min_p: Annotated[Number, Field(ge=0, le=1)] | None = None
-    repetition_penalty: RepetitionPenalty = None
-    seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
     n: Count | None = None
     stop: str | Annotated[list[str], Field(fail_fast=True)] | None = None
     stop_token_ids: TokenIds | None = None
@@ -381,8 +388,6 @@ class ChatRequest(ReplyRequest):
     logprobs: StrictBool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     logit_bias: dict[str, Annotated[Number, Field(ge=-100, le=100)]] | None = None
-    presence_penalty: Annotated[Number, Field(ge=-2, le=2)] | None = None
-    frequency_penalty: Annotated[Number, Field(ge=-2, le=2)] | None = None
     mmkv: MmkvOptions | None = None
     cache_salt: str | None = None
     generation_config: str | None = None  # of transformers chat
