@@ -251,11 +251,11 @@ def sequence_memory(
     if not policy.evicts:
         return kept
     if policy.scoring.needs.queries:
-        shape = (spec.num_layers, spec.num_heads, policy.scoring.needs.queries, spec.head_dim)
+        shape = (spec.entry_layers, spec.num_heads, policy.scoring.needs.queries, spec.head_dim)
         kept[QUERIES] = (shape, dtype)
     asked = getattr(policy.scoring, "memory", None)
     if asked is not None:
-        made = asked(spec.num_layers, spec.num_kv_heads, spec.head_dim, spec.hidden_size)
+        made = asked(spec.entry_layers, spec.num_kv_heads, spec.head_dim, spec.hidden_size)
         call = f"{type(policy.scoring).__name__}.memory"
         wanted = "a dict of shapes by name"
         for name, shape in returned(made, dict, call, wanted).items():
