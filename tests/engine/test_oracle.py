@@ -116,6 +116,8 @@ CASES += [
     Case("qwen2_5_vl_dim128", "dbtrimkv", 2, 8, 9, "video"),
     Case("qwen3_vl_moe", "trimkv", 2, 1, 9, "video"),
     Case("internvl", "dbtrimkv", 2, 1, 7, "late"),
+    Case("qwen3_5", "dbtrimkv", 2, 1, 7, "late"),
+    Case("qwen3_5_text", "dbtrimkv", 2, 8, 16, "long"),
 ]
 
 # One dialogue for each other family and for sliding windows; test_parity has all their variants.
