@@ -352,7 +352,8 @@ class ChunkPass:
         for i, fine in zip(last, logits.sum(-1).isfinite().tolist(), strict=True):
             if not fine:
                 broken.append(i)
-                if sessions[i].rewind(self._before[i]):  # nothing has been evicted yet
+                # Nothing has been evicted yet.
+                if sessions[i].rewind(self._before[i], self._chunks[i].before):
                     prefills[i].done = self._before[i]["seen"] - prefills[i]._start
         engine.budgets.cut([one for i, one in enumerate(sessions) if i not in broken])
         if sum(self._counts) >= MANY_TOKENS and engine.device.type == "cpu":

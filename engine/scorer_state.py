@@ -253,9 +253,10 @@ def sequence_memory(
     if policy.scoring.needs.queries:
         shape = (spec.entry_layers, spec.num_heads, policy.scoring.needs.queries, spec.head_dim)
         kept[QUERIES] = (shape, dtype)
+    # Of all layers, as taps count them: some may have no entries.
     asked = getattr(policy.scoring, "memory", None)
     if asked is not None:
-        made = asked(spec.entry_layers, spec.num_kv_heads, spec.head_dim, spec.hidden_size)
+        made = asked(spec.num_layers, spec.num_kv_heads, spec.head_dim, spec.hidden_size)
         call = f"{type(policy.scoring).__name__}.memory"
         wanted = "a dict of shapes by name"
         for name, shape in returned(made, dict, call, wanted).items():

@@ -369,22 +369,26 @@ class CachedSequence:
             self.recorder.rewind(self.seen)
 
     @torch.inference_mode()
-    def rewind(self, before: Mapping[str, Any]) -> bool:
+    def rewind(self, before: Mapping[str, Any], states: Mapping[str, Tensor] | None = None) -> bool:
         """Go back to where :meth:`state` gave ``before``, if the cache still holds it all.
+
+        Args:
+            states: what layers without entries kept then; None: that is not known.
 
         Returns:
             whether it does: the sequence was empty then, or nothing has been evicted since and
-            neither the policy nor a layer keeps anything beside plain entries.
+            the policy keeps nothing beside plain entries, nor a layer anything but ``states``.
         """
         cache = self.engine.cache
         if not before["seen"]:
             self.adopt(cache.open(), before)
             return True
-        sums_up = cache.memory or cache.pool.state_size or cache.states
+        sums_up = cache.memory or cache.pool.state_size or (cache.states and states is None)
         if self.evicted != before["evicted"] or sums_up:
             return False
         self.restore(before)
         self.roll_back()
+        cache.put_states(self.seq, states or {})
         return True
 
     @property

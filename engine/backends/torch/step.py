@@ -41,7 +41,12 @@ class PrefillChunk:
         writes: says what the chunk's tokens see under a write gate, or None.
         native: attends in C where nothing limits what a token sees, or None:
             :class:`mmkv.engine.backends.cpu.kernels.NativeChunkAttention`.
+
+    Attributes:
+        before: the states of layers without entries that :meth:`put_states` has replaced.
     """
+
+    before: State
 
     def __init__(
         self,
@@ -158,6 +163,8 @@ class PrefillChunk:
 
     def put_states(self) -> None:
         """Have the sequence's layers without entries go on behind the chunk, which is over."""
+        states = self.cache.states
+        self.before = {name: states[name][self.seq].clone() for name in self._states}
         self.cache.put_states(self.seq, self._states)
 
     def _attend_to_past(
