@@ -154,6 +154,16 @@ class Patches(Structure):
     ]
 
 
+class DeltaTokens(Structure):
+    """``struct delta_tokens``."""
+
+    _fields_ = [
+        *((name, c_void_p) for name in ("query", "key", "value", "g", "beta", "out")),
+        ("stride", c_int64 * 3),
+        *((name, c_int64) for name in ("tokens", "key_heads", "value_heads", "dk", "dv")),
+    ]
+
+
 class Step(Structure):
     """``struct step``."""
 
@@ -182,6 +192,13 @@ _FUNCTIONS = {
     ),
     "mmkv_attend_patches_scratch": (c_int64, [POINTER(Patches)]),
     "mmkv_attend_patches": (None, [POINTER(Patches), c_int64, c_void_p]),
+    "mmkv_delta_step": (None, [POINTER(DeltaTokens), *[c_void_p] * 2, c_int64]),
+    "mmkv_delta_scratch": (c_int64, [c_int64, c_int64]),
+    "mmkv_delta_chunk": (None, [POINTER(DeltaTokens), c_void_p, c_int64, c_void_p]),
+    "mmkv_conv": (
+        None,
+        [c_void_p, *[c_int64] * 4, c_void_p, c_int64, *[c_void_p] * 2, c_int64, c_void_p],
+    ),
     "mmkv_product": (None, [POINTER(Linear), c_void_p, c_void_p, c_int64, c_int64, c_void_p]),
     "mmkv_product_scratch": (c_int64, [POINTER(Linear), c_int64]),
     "mmkv_norm": (None, [*[c_void_p] * 2, *[c_int64] * 2, c_double, c_int64, c_void_p]),
@@ -283,7 +300,18 @@ def _load(level: str) -> Library | str:
         return f"{name} does not load ({error}); install mmkv again"
     ours = [
         ctypes.sizeof(kind)
-        for kind in (Linear, Layer, Model, Cache, BatchSlot, Step, Eviction, Window, Patches)
+        for kind in (
+            Linear,
+            Layer,
+            Model,
+            Cache,
+            BatchSlot,
+            Step,
+            Eviction,
+            Window,
+            Patches,
+            DeltaTokens,
+        )
     ]
     theirs = (c_int64 * 16)()
     if ours != theirs[: loaded.mmkv_layout(theirs)]:
@@ -301,6 +329,7 @@ __all__ = [
     "MAX_TRUNK",
     "BatchSlot",
     "Cache",
+    "DeltaTokens",
     "Eviction",
     "Layer",
     "Linear",

@@ -126,6 +126,15 @@ struct patches {
     int64_t rounds;       /* whether all that is multiplied is rounded to bfloat16 */
 };
 
+/* Tokens that layers of the gated delta rule take: T of one sequence, or one of each of T. query, key
+ * [T, key_heads, dk], value [T, value_heads, dv], g, beta [T, value_heads]; out [T, value_heads, dv]. */
+struct delta_tokens {
+    const float *query, *key, *value, *g, *beta;
+    float *out;
+    int64_t stride[3]; /* of queries, keys and values, floats from token to token */
+    int64_t tokens, key_heads, value_heads, dk, dv;
+};
+
 enum { SCORE_RETENTION, SCORE_RECENCY, SCORE_STATE, SCORE_GIVEN };
 enum { COMPETE_GLOBAL, COMPETE_HEAD, COMPETE_GROUPS };
 
@@ -253,6 +262,12 @@ void int8_row(const struct linear *map, int64_t row, float *to);
 /* attention.c */
 void mmkv_attend(const struct cache *cache, int64_t row, const float *query, int64_t group,
                 int64_t mass, float *scores, float *out);
+
+/* delta.c */
+void delta_group(float *state, int64_t group, int64_t dk, int64_t dv, const float *q, const float *k,
+                 const float *v, const float *g, const float *beta, float *out);
+void conv_span(const float *x, int64_t x_stride, int64_t tokens, const float *weight, int64_t taps,
+               float *state, int64_t from, int64_t to, float *y, int64_t y_stride);
 
 /* pages.c */
 void plan_append(const struct cache *cache, struct step *step);

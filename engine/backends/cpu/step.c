@@ -426,7 +426,8 @@ EXPORT int64_t mmkv_layout(int64_t *sizes)
 {
     int64_t of[] = {sizeof(struct linear), sizeof(struct layer), sizeof(struct model),
                     sizeof(struct cache),  sizeof(struct batch_slot),  sizeof(struct step),
-                    sizeof(struct eviction), sizeof(struct window), sizeof(struct patches)};
+                    sizeof(struct eviction), sizeof(struct window), sizeof(struct patches),
+                    sizeof(struct delta_tokens)};
     memcpy(sizes, of, sizeof of);
     return (int64_t)(sizeof of / sizeof *of);
 }
