@@ -21,7 +21,7 @@ from mmkv.engine.cache import PagePool, RaggedCache
 from mmkv.engine.cache.choice import choose_form
 from mmkv.engine.cache.layout import Layout
 from mmkv.engine.config import DEFAULT_BUDGET, EngineConfig, require_options
-from mmkv.engine.errors import GateError, InputError
+from mmkv.engine.errors import GateError, InputError, PolicyError
 from mmkv.engine.interrupts import FairLock, whole
 from mmkv.engine.memory import give_back
 from mmkv.engine.model.decoder import Decoder
@@ -89,6 +89,11 @@ class Runtime:
             )
         config = EngineConfig(policy=policy, budget=budget, **options)
         check_policy(policy)
+        if policy.pruner is not None and spec.has_entries:
+            raise PolicyError(
+                f"policy {policy.name!r} drops tokens on their way through the layers, and this "
+                "model has linear layers that must see them all; choose another policy"
+            )
         if policy.pruner is not None:
             check_pruner(policy.pruner, spec.num_layers, tuple(spec.sliding_window))
         self.family, self.spec, self.policy = family, spec, policy
@@ -133,7 +138,9 @@ class Runtime:
             pool.limit = (config.kv_limit - features) // pool.page_bytes
         self.vision_cache = VisionCache(features)
         memory = sequence_memory(policy, spec, self.dtype)
-        self.cache = RaggedCache(pool, spec.num_layers, spec.num_kv_heads, memory)
+        self.cache = RaggedCache(
+            pool, spec.entry_layers, spec.num_kv_heads, memory, weights.states()
+        )
         self.lock.taken = self.cache.free_lost
         self.left: WeakSet[object] = WeakSet()  # passes over prompts
         self.policy_note: str | None = None

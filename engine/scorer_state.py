@@ -251,8 +251,9 @@ def sequence_memory(
     if not policy.evicts:
         return kept
     if policy.scoring.needs.queries:
-        shape = (spec.num_layers, spec.num_heads, policy.scoring.needs.queries, spec.head_dim)
+        shape = (spec.entry_layers, spec.num_heads, policy.scoring.needs.queries, spec.head_dim)
         kept[QUERIES] = (shape, dtype)
+    # Of all layers, as taps count them: some may have no entries.
     asked = getattr(policy.scoring, "memory", None)
     if asked is not None:
         made = asked(spec.num_layers, spec.num_kv_heads, spec.head_dim, spec.hidden_size)

@@ -98,7 +98,7 @@ class PrefillBar:
 
 def total_entries(engine: Engine, memory: Memory) -> int:
     """Count the entries that a full cache would hold for the tokens seen."""
-    return memory.tokens_seen * engine.spec.num_layers * engine.spec.num_kv_heads
+    return memory.tokens_seen * engine.spec.entry_layers * engine.spec.num_kv_heads
 
 
 def memory_line(engine: Engine, session: Session) -> str:

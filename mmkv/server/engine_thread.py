@@ -531,7 +531,7 @@ class EngineCore:
         """Update the gauges."""
         pool, scheduler, metrics = self.engine.cache.pool, self.scheduler, self.metrics
         together = self.engine.budgets.fixed_pages  # of all sessions, beside their own
-        held = pool.num_pages - pool.free_pages
+        held = pool.num_pages - pool.free_pages + pool.beside
         committed = scheduler.ledger.committed + together
         metrics.running.set(scheduler.running)
         metrics.waiting.set(scheduler.waiting)

@@ -32,10 +32,10 @@ from tests.support.tiers import slow_but
 
 STEPS = 64
 TOLERANCE = 1e-4  # of the largest logit, acceptance 2
-TEXT_TYPES = ("llama", "mistral", "qwen2", "qwen3", "qwen3_moe", "phi3")
+TEXT_TYPES = ("llama", "mistral", "qwen2", "qwen3", "qwen3_moe", "qwen3_5_text", "phi3")
 VISION = [name for name, spec in CHECKPOINTS.items() if spec.model_type not in TEXT_TYPES]
 # Those that take videos.
-WATCHING = ["qwen3_vl", "qwen3_vl_dim128", "qwen3_vl_moe", "qwen2_5_vl", "internvl"]
+WATCHING = ["qwen3_vl", "qwen3_vl_dim128", "qwen3_vl_moe", "qwen2_5_vl", "qwen3_5", "internvl"]
 WATCHING += ["llava_onevision"]
 PICTURES: list[Piece] = [5, ("image", 32, 32), 7, ("image", 16, 48), 9]
 # Below, at a divisor of, and above the length of every prompt here.

@@ -39,7 +39,7 @@ def through_transformers(
     kind = family_for(config)
     model = getattr(transformers, kind.auto_class).from_pretrained(folder, dtype=dtype).eval()
     text, family = kind.text_model(model), kind(model)
-    spec = DecoderSpec.from_hf(text)
+    spec = DecoderSpec.from_hf(text, sees=kind.has_vision)
     return family, spec, DecoderWeights.take(text, kind.output_head(model), spec)
 
 
@@ -50,7 +50,9 @@ def named(weights: DecoderWeights) -> dict[str, Tensor]:
         "head": weights.head,
     }
     for index, layer in enumerate(weights.layers):
-        found |= {f"{index}.{part}": tensor for part, tensor in vars(layer).items()}
+        state = {} if layer.state_layer is None else layer.state_layer.tensors()
+        parts = {**vars(layer), "state_layer": None, **state}
+        found |= {f"{index}.{part}": tensor for part, tensor in parts.items()}
     return {name: tensor for name, tensor in found.items() if tensor is not None}
 
 

@@ -112,6 +112,8 @@ class NativeDecoder:
             return HOSTED
         if any(layer.router is not None for layer in weights.layers):
             return "a mixture of experts"
+        if any(layer.state_layer is not None for layer in weights.layers):
+            return "linear layers"
         if weights.embed.device.type != "cpu":
             return f"weights on {weights.embed.device}"
         if gates is not None and any(len(gate.trunk) > MAX_TRUNK for gate in gates.layers):

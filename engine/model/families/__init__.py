@@ -16,18 +16,20 @@ from mmkv.engine.model.families.llava import (
     LlavaNextFamily,
     LlavaOnevisionFamily,
 )
-from mmkv.engine.model.families.qwen_vl import Qwen3VLFamily, Qwen25VLFamily
-from mmkv.engine.model.families.text import Phi3Family, TextFamily
+from mmkv.engine.model.families.qwen_vl import Qwen3VLFamily, Qwen25VLFamily, Qwen35Family
+from mmkv.engine.model.families.text import Phi3Family, Qwen35TextFamily, TextFamily
 from mmkv.engine.registry import Registry
 
 FAMILIES: tuple[type[Family], ...] = (
     Qwen3VLFamily,
     Qwen25VLFamily,
+    Qwen35Family,
     LlavaFamily,
     LlavaNextFamily,
     LlavaOnevisionFamily,
     InternVLFamily,
     TextFamily,
+    Qwen35TextFamily,
     Phi3Family,
 )
 _TEXT_TYPES = {
@@ -140,6 +142,8 @@ __all__ = [
     "Phi3Family",
     "Qwen3VLFamily",
     "Qwen25VLFamily",
+    "Qwen35Family",
+    "Qwen35TextFamily",
     "TextFamily",
     "Turn",
     "describe_added",

@@ -84,7 +84,11 @@ def build_vision(
         vars(part).update(whole)
     embed = _parameter(weights.embed)
     text_model.embed_tokens.weight = embed
-    text_model.norm.weight = nn.Parameter(weights.norm, requires_grad=False)
+    norm = weights.norm
+    if (place := text_place(stored, family.text_places)) is not None:
+        # As the module has it: the decoder's gain may be 1 + weight.
+        norm = stored.read([f"{place[0]}norm.weight"], dtype, _CPU)
+    text_model.norm.weight = nn.Parameter(norm, requires_grad=False)
     tied = weights.head.data_ptr() == weights.embed.data_ptr()
     model.get_output_embeddings().weight = embed if tied else _parameter(weights.head)
     note = None if packing is None else packing.pack(model, family, name)

@@ -271,7 +271,7 @@ def save_gates(
     described = {
         "format": FORMAT,
         "hidden_size": spec.hidden_size,
-        "num_layers": spec.num_layers,
+        "num_layers": spec.entry_layers,
         "num_kv_heads": spec.num_kv_heads,
         **sizes,
         **gates.info,
