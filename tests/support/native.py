@@ -35,6 +35,8 @@ MODELS = [
     "llama_biased",
     "phi3",
     "phi3_long",
+    "qwen3_5",
+    "qwen3_5_text",
     "odd",
 ]
 ODD = Checkpoint("llama", 3, 1, 22, text={"vocab_size": 157, "intermediate_size": 90})
@@ -76,7 +78,7 @@ def open_both(model: str, *policy: Any, **options: Any) -> tuple[CachedSequence,
 
 
 def prompt(model: str, seed: int = 0) -> dict[str, Tensor]:
-    if model in ("qwen3_vl", "qwen3_vl_group8", "llava"):  # these see
+    if model in ("qwen3_vl", "qwen3_vl_group8", "qwen3_5", "llava"):  # these see
         return make_turn(model, [9, ("image", 16, 24), 12], seed)
     return {"input_ids": text_ids(21, seed)[None]}
 
