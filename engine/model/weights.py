@@ -63,6 +63,14 @@ class LayerWeights:
     router: Tensor | None = None
     state_layer: StateLayer | None = None
 
+    def parts(self) -> Iterator[tuple[str, Matrix]]:
+        """Yield every tensor with its name, those of the state layer among them."""
+        for name, part in vars(self).items():
+            if isinstance(part, StateLayer):
+                yield from ((f"{name}.{own}", tensor) for own, tensor in part.tensors().items())
+            elif part is not None:
+                yield name, part
+
     def matrix_names(self) -> tuple[str, ...]:
         """Return the names of the parts that states are multiplied by; experts are no such."""
         mixing = ("qkv", "out") if self.qkv.numel() else ()
@@ -229,12 +237,7 @@ class DecoderWeights:
         """Yield every tensor with its name; a tied head is the embedding again."""
         yield from (("embed_tokens", self.embed), ("norm", self.norm), ("lm_head", self.head))
         for index, layer in enumerate(self.layers):
-            for part, tensor in vars(layer).items():
-                if isinstance(tensor, StateLayer):
-                    own = tensor.tensors().items()
-                    yield from ((f"layers.{index}.state_layer.{n}", each) for n, each in own)
-                elif tensor is not None:
-                    yield f"layers.{index}.{part}", tensor
+            yield from ((f"layers.{index}.{part}", tensor) for part, tensor in layer.parts())
 
     def nbytes(self) -> int:
         """Return the bytes of all weights; a tied head counts once."""
