@@ -12,7 +12,7 @@ from weakref import WeakSet
 import torch
 from torch import Tensor
 
-from mmkv.engine.backends import Backends, kernels_for
+from mmkv.engine.backends import Backends, delta_functions, kernels_for
 from mmkv.engine.backends.base import LoadedModel
 from mmkv.engine.backends.cuda.kernels.sample import Draw
 from mmkv.engine.backends.torch.write_step import attach_write_gates
@@ -34,6 +34,7 @@ from mmkv.engine.model.gates import (
 )
 from mmkv.engine.model.rope import Rope
 from mmkv.engine.model.spec import DecoderSpec
+from mmkv.engine.model.state_layer import DeltaLayer
 from mmkv.engine.model.weights import DecoderWeights
 from mmkv.engine.paths import user_path
 from mmkv.engine.policies import Budget, Needs, Policy
@@ -245,6 +246,9 @@ class Runtime:
 
     def _make_decoder(self, weights: DecoderWeights, gates: Gates | None) -> Decoder:
         taps = tap_layers(self.policy, self.spec.num_layers)
+        for layer in weights.layers:
+            if isinstance(layer.state_layer, DeltaLayer):
+                layer.state_layer.functions = delta_functions(layer.state_layer.conv.device)
         return Decoder(self.spec, weights, gates, taps, kernels_for(weights.form).elementwise)
 
     def _make_rope(self) -> Rope:

@@ -5,11 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from mmkv.engine.backends.base import Backend, Batch, LoadedModel
+from mmkv.engine.backends.cpu import kernels as cpu_kernels
 from mmkv.engine.backends.cpu.backend import CpuBackend
 from mmkv.engine.backends.cpu.kernels import native_kernels
 from mmkv.engine.backends.cuda.backend import CudaBackend
+from mmkv.engine.backends.cuda.kernels import delta as cuda_delta
 from mmkv.engine.backends.torch.backend import TorchBackend
+from mmkv.engine.model.delta import DeltaFunctions
 from mmkv.engine.model.product import Kernels
 from mmkv.engine.scorer_state import WindowAttention, window_attention
 
@@ -23,6 +28,12 @@ BACKENDS: tuple[type[Backend], ...] = (CpuBackend, CudaBackend, TorchBackend)
 
 # The functions that prompts are computed with: of the one backend that has any.
 kernels_for: Callable[[str], Kernels] = native_kernels
+
+
+def delta_functions(device: torch.device) -> DeltaFunctions:
+    """Return what layers of the gated delta rule compute with on a device."""
+    found = cuda_delta if device.type == "cuda" else cpu_kernels
+    return DeltaFunctions(found.causal_conv, found.conv_step, found.delta_step, found.delta_chunk)
 
 
 class Backends:

@@ -14,6 +14,9 @@ blockwise form stands a reference that takes token after token.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -135,3 +138,13 @@ def _prepared(q: Tensor, k: Tensor, value_heads: int) -> tuple[Tensor, Tensor]:
     q, k = (x * (x.square().sum(-1, keepdim=True) + EPS).rsqrt() for x in (q, k))
     group = value_heads // k.shape[-2]
     return (q * q.shape[-1] ** -0.5).repeat_interleave(group, -2), k.repeat_interleave(group, -2)
+
+
+@dataclass(frozen=True)
+class DeltaFunctions:
+    """What a layer computes with; torch's own, unless a backend has others."""
+
+    causal_conv: Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]] = causal_conv
+    conv_step: Callable[[Tensor, Tensor, Tensor, Tensor], Tensor] = conv_step
+    delta_step: Callable[..., Tensor] = delta_step
+    delta_chunk: Callable[..., tuple[Tensor, Tensor]] = delta_chunk

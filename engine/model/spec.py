@@ -216,7 +216,7 @@ _ATTENDING = {None, "full_attention", "sliding_attention"}
 
 @dataclass(frozen=True)
 class DeltaSpec:
-    """Sizes of layers that follow the gated delta rule (:mod:`mmkv.engine.backends.torch.delta`).
+    """Sizes of layers that follow the gated delta rule (:mod:`mmkv.engine.model.delta`).
 
     Attributes:
         key_heads, value_heads: Hk and Hv, a multiple of it; key_dim, value_dim: of a head.

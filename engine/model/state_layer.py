@@ -7,13 +7,14 @@ a sequence is forked, a session file holds it, and a pass puts the new one there
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from mmkv.engine.model.delta import DeltaFunctions
 from mmkv.engine.model.spec import DeltaSpec
 
 if TYPE_CHECKING:
@@ -106,6 +107,7 @@ class DeltaLayer(StateLayer):
         rates: ``[2 Hv, d]``, makes beta and then the step of the decay of each value head.
         log_decay: ``[Hv]`` float32, A_log; step_bias: ``[Hv]`` float32, of the step.
         gain: ``[dv]`` of the gated norm.
+        functions: the convolution and the rule, of the device that the model runs on.
     """
 
     spec: DeltaSpec
@@ -115,6 +117,7 @@ class DeltaLayer(StateLayer):
     log_decay: Tensor
     step_bias: Tensor
     gain: Tensor
+    functions: DeltaFunctions = field(default_factory=DeltaFunctions)
 
     def states(self, dtype: torch.dtype) -> StateShapes:
         return self.spec.states(dtype)
@@ -127,20 +130,16 @@ class DeltaLayer(StateLayer):
         return mixed, decay, rate.sigmoid(), z
 
     def chunk(self, inputs: tuple[Tensor, ...], state: State) -> tuple[Tensor, State]:
-        from mmkv.engine.backends.torch.delta import causal_conv, delta_chunk  # they import us
-
         mixed, decay, rate, _ = inputs
-        mixed, conv = causal_conv(mixed, self.conv, state["conv"])
-        out, delta = delta_chunk(*self._heads(mixed), decay, rate, state["delta"])
+        mixed, conv = self.functions.causal_conv(mixed, self.conv, state["conv"])
+        out, delta = self.functions.delta_chunk(*self._heads(mixed), decay, rate, state["delta"])
         return out, {"conv": conv, "delta": delta}
 
     def step(self, inputs: tuple[Tensor, ...], state: State) -> tuple[Tensor, State]:
-        from mmkv.engine.backends.torch.delta import conv_step, delta_step
-
         mixed, decay, rate, _ = inputs
         slot = torch.arange(len(mixed), device=mixed.device)
-        mixed = conv_step(mixed, self.conv, state["conv"], slot)
-        out = delta_step(*self._heads(mixed), decay, rate, state["delta"], slot)
+        mixed = self.functions.conv_step(mixed, self.conv, state["conv"], slot)
+        out = self.functions.delta_step(*self._heads(mixed), decay, rate, state["delta"], slot)
         return out, state
 
     def outputs(

@@ -41,6 +41,10 @@ class Layer(Structure):
         *((name, Linear) for name in ("qkv", "out", "gate_up", "down")),
         ("trunk", Linear * MAX_TRUNK),
         ("readout", Linear),
+        ("entry", c_int64),
+        ("rates", Linear),
+        *((name, c_void_p) for name in ("conv", "log_decay", "step_bias", "gain")),
+        *((name, c_void_p) for name in ("conv_states", "delta_states")),
     ]
 
 
@@ -58,6 +62,12 @@ class Model(Structure):
                 "head_dim",
                 "rotary",
                 "trunk",
+                "output_gate",
+                "key_heads",
+                "value_heads",
+                "key_dim",
+                "value_dim",
+                "taps",
             )
         ),
         ("eps", c_double),
@@ -94,7 +104,7 @@ class BatchSlot(Structure):
     """``struct batch_slot``."""
 
     _fields_ = [
-        *((name, c_int64) for name in ("token", "position", "rope_position")),
+        *((name, c_int64) for name in ("token", "position", "rope_position", "states")),
         ("inv_freq", c_void_p),
         ("queries", c_void_p),
     ]

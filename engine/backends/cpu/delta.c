@@ -298,7 +298,7 @@ EXPORT void mmkv_delta_chunk(const struct delta_tokens *what, float *state, int6
 }
 
 /* One token and the usual width of 4, of which compilers make vector code. */
-static void conv_token(const float *restrict x, const float *restrict weight, float *restrict state,
+static void conv_of_4(const float *restrict x, const float *restrict weight, float *restrict state,
                        int64_t count, float *restrict y)
 {
 #pragma omp simd
@@ -314,12 +314,12 @@ static void conv_token(const float *restrict x, const float *restrict weight, fl
 /* Channels from .. to-1, at most SPAN: y = silu(convolution) of x [tokens, channels], rows x_stride and
  * y_stride floats apart. weight [channels, taps], the newest token's last; state [channels, taps - 1], the
  * tokens before, which becomes that after them. */
-void conv_span(const float *x, int64_t x_stride, int64_t tokens, const float *weight, int64_t taps,
+static void conv_span(const float *x, int64_t x_stride, int64_t tokens, const float *weight, int64_t taps,
                float *state, int64_t from, int64_t to, float *y, int64_t y_stride)
 {
     int64_t past = taps - 1, count = to - from;
     if (tokens == 1 && taps == 4) {
-        conv_token(x + from, weight + 4 * from, state + 3 * from, count, y + from);
+        conv_of_4(x + from, weight + 4 * from, state + 3 * from, count, y + from);
         return;
     }
     float by[taps][SPAN], before[taps][SPAN];
@@ -346,6 +346,14 @@ void conv_span(const float *x, int64_t x_stride, int64_t tokens, const float *we
         for (int64_t c = 0; c < count; c++)
             state[(from + c) * past + j] = in[c];
     }
+}
+
+/* One token: y [channels] in the place of channels from .. to-1. */
+void conv_token(const float *x, const float *weight, int64_t taps, float *state, int64_t from, int64_t to,
+                float *y)
+{
+    for (int64_t at = from; at < to; at += SPAN)
+        conv_span(x, 0, 1, weight, taps, state, at, at + SPAN < to ? at + SPAN : to, y, 0);
 }
 
 /* y [batch, tokens, channels] of x alike, its rows `stride` floats apart, after the states of their slots. */

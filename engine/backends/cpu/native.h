@@ -38,10 +38,18 @@ struct layer {
     const float *qk_norm;                /* [heads + kv_heads, head_dim] or NULL */
     struct linear qkv, out, gate_up, down;
     struct linear trunk[MAX_TRUNK], readout;
+    int64_t entry; /* its number among the layers with entries; -1: it follows the gated delta rule */
+    /* Of the latter, whose qkv makes queries, keys, values and z [value heads, value_dim]. */
+    struct linear rates;                         /* [2 value heads, hidden]: beta, then the decay's step */
+    const float *conv;                           /* [channels, taps] */
+    const float *log_decay, *step_bias, *gain;   /* [value heads] twice, [value_dim] */
+    float *conv_states, *delta_states;           /* of all sequences, each with its own slot */
 };
 
 struct model {
     int64_t layers, hidden, heads, kv_heads, head_dim, rotary, trunk; /* trunk 0: no gates */
+    int64_t output_gate; /* whether each query head of qkv is followed by a gate of its output */
+    int64_t key_heads, value_heads, key_dim, value_dim, taps; /* of the gated delta rule, or 0 */
     double eps;
     struct linear embed; /* [vocab, hidden]: its rows are read */
     const float *norm;
@@ -80,6 +88,7 @@ struct cache {
 /* One sequence's part of a step. */
 struct batch_slot {
     int64_t token, position, rope_position;
+    int64_t states; /* where layers of the gated delta rule have the sequence's states */
     const float *inv_freq; /* [rotary / 2] */
     float *queries;        /* the sequence's ring, as in struct window; NULL: none */
 };
@@ -266,8 +275,8 @@ void mmkv_attend(const struct cache *cache, int64_t row, const float *query, int
 /* delta.c */
 void delta_group(float *state, int64_t group, int64_t dk, int64_t dv, const float *q, const float *k,
                  const float *v, const float *g, const float *beta, float *out);
-void conv_span(const float *x, int64_t x_stride, int64_t tokens, const float *weight, int64_t taps,
-               float *state, int64_t from, int64_t to, float *y, int64_t y_stride);
+void conv_token(const float *x, const float *weight, int64_t taps, float *state, int64_t from, int64_t to,
+                float *y);
 
 /* pages.c */
 void plan_append(const struct cache *cache, struct step *step);

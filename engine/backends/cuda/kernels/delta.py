@@ -15,7 +15,7 @@ from mmkv.engine.model import delta
 
 def causal_conv(x: Tensor, weight: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
     """Compute :func:`mmkv.engine.model.delta.causal_conv`; in Triton the state is copied after."""
-    if on_triton(x):
+    if _runs(x):
         from mmkv.engine.backends.cuda.kernels import delta_triton
 
         with on_device(x.device):
@@ -25,7 +25,7 @@ def causal_conv(x: Tensor, weight: Tensor, state: Tensor) -> tuple[Tensor, Tenso
 
 def conv_step(x: Tensor, weight: Tensor, states: Tensor, slot: Tensor) -> Tensor:
     """Compute :func:`mmkv.engine.model.delta.conv_step` of the batch slots that are not idle."""
-    if on_triton(x):
+    if _runs(x):
         from mmkv.engine.backends.cuda.kernels import delta_triton
 
         with on_device(x.device):
@@ -37,7 +37,7 @@ def delta_step(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, states: Tensor, slot: Tensor
 ) -> Tensor:
     """Compute :func:`mmkv.engine.model.delta.delta_step` of the batch slots that are not idle."""
-    if on_triton(v):
+    if _runs(v):
         from mmkv.engine.backends.cuda.kernels import delta_triton
 
         with on_device(v.device):
@@ -49,7 +49,7 @@ def delta_chunk(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor
 ) -> tuple[Tensor, Tensor]:
     """Compute :func:`mmkv.engine.model.delta.delta_chunk`, in Triton token after token."""
-    if on_triton(v):
+    if _runs(v):
         from mmkv.engine.backends.cuda.kernels import delta_triton
 
         with on_device(v.device):
@@ -57,8 +57,13 @@ def delta_chunk(
     return delta_chunk_reference(q, k, v, g, beta, state)
 
 
+def _runs(x: Tensor) -> bool:
+    """Return whether Triton computes this: nobody asks for gradients, of which it has none."""
+    return on_triton(x) and not x.requires_grad
+
+
 causal_conv_reference = delta.causal_conv
-delta_chunk_reference = delta.delta_chunk_reference
+delta_chunk_reference = delta.delta_chunk
 
 
 def conv_step_reference(x: Tensor, weight: Tensor, states: Tensor, slot: Tensor) -> Tensor:
@@ -73,6 +78,6 @@ def delta_step_reference(
 ) -> Tensor:
     """Compute :func:`delta_step` in torch, as the reference."""
     live, out = slot >= 0, torch.zeros_like(v)
-    of_tokens = (part[live] for part in (q, k, v, g, beta))
-    out[live] = delta.delta_step(*of_tokens, states, slot[live])
+    q, k, v, g, beta = (part[live] for part in (q, k, v, g, beta))
+    out[live] = delta.delta_step(q, k, v, g, beta, states, slot[live])
     return out
