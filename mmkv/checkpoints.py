@@ -31,6 +31,7 @@ FAMILIES: dict[str, tuple[str, str]] = {
     "qwen3_vl_moe": ("Qwen3-VL with experts, such as 30B-A3B", _VIDEOS),
     "qwen2_5_vl": ("Qwen2.5-VL", _VIDEOS),
     "qwen3_5": ("Qwen3.5, hybrid (dense)", _VIDEOS),
+    "qwen3_5_moe": ("Qwen3.5 with experts, such as 35B-A3B, hybrid", _VIDEOS),
     "llava": ("LLaVA-1.5", f"{_PICTURES}; SmolLM2-135M with trained eyes"),
     "llava_next": ("LLaVA-NeXT", _PICTURES),
     "llava_onevision": ("LLaVA-OneVision", _PICTURES),
@@ -41,6 +42,7 @@ FAMILIES: dict[str, tuple[str, str]] = {
     "qwen3": ("Qwen3 (text)", _RANDOM),
     "qwen3_moe": ("Qwen3 with experts, such as 30B-A3B (text)", _RANDOM),
     "qwen3_5_text": ("Qwen3.5, hybrid (text)", _RANDOM),
+    "qwen3_5_moe_text": ("Qwen3.5 with experts, hybrid (text)", _RANDOM),
     "phi3": ("Phi-3 (text)", _RANDOM),
 }
 
