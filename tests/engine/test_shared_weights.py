@@ -49,7 +49,7 @@ def test_shared_weights_are_the_models_own(name: str) -> None:
         key: id(value) for key, value in parameters.items()
     }
     assert_equal_states(model.state_dict(), before)
-    # All but the joined gains of q and k, and those that are 1 + weight, lies in the model's memory.
+    # All lies in the model's memory but joined gains of q and k, and those that are 1 + weight.
     joined = {layer.qk_norm.data_ptr() for layer in weights.layers if layer.qk_norm is not None}
     if spec.unit_offset:
         joined |= {gain.data_ptr() for gain in tensors(weights) if gain.dim() == 1}
