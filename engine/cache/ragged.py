@@ -315,15 +315,23 @@ class RaggedCache:
     def trim(self) -> int:
         """Shrink pool and tables to what the rows hold; content and storage order stay.
 
-        Held pages move down into the ids of free ones, and the tables follow.
+        Held pages move down into the ids of free ones, and the tables follow. States and memory of
+        closed sequences behind the last open one go.
 
         Returns:
-            bytes of the pages given back to the allocator.
+            bytes of the pages and states given back to the allocator.
         """
         pool, held = self.pool, self._page_mask(slice(None))
         unused, pages = pool.free_pages, self.table[held]
+        before = len(self._open)
+        while self._open and not self._open[-1]:
+            self._open.pop()
+        for beside in (self.memory, self.states):
+            for name, kept in beside.items():
+                beside[name] = kept[: len(self._open)].clone()
+        states = (before - len(self._open)) * self.state_bytes
         if not unused:
-            return 0
+            return states
         source = torch.arange(pages.numel(), device=pages.device)
         is_held = torch.zeros(pool.num_pages, dtype=torch.bool, device=pages.device)
         is_held[pages] = True
@@ -337,7 +345,7 @@ class RaggedCache:
         table[held] = place[pages]
         pool.keep_only(source)
         self.table = table[..., :width].contiguous()
-        return unused * pool.page_bytes
+        return unused * pool.page_bytes + states
 
     def check(self) -> None:
         """Verify that every page is free or in exactly one row.

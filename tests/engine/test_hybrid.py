@@ -290,6 +290,21 @@ def test_drawn_operations_lose_no_page_and_no_state(count: int, tmp_path: Path) 
     assert engine.cache.pool.free_pages == engine.cache.pool.num_pages
 
 
+def test_trimmed_states_of_closed_sequences_are_gone(engine: Runtime) -> None:
+    sessions = [engine.session() for _ in range(4)]
+    sessions[1].prefill(FIRST)
+    wanted = held(sessions[1])
+    for at in (0, 2, 3):
+        sessions[at].close()
+    free = engine.cache.pool.free_pages * engine.cache.pool.page_bytes
+    assert engine.trim() == free + 2 * engine.cache.state_bytes
+    assert {len(state) for state in engine.cache.states.values()} == {2}
+    assert all(torch.equal(kept, wanted[name]) for name, kept in held(sessions[1]).items())
+    others = [engine.session() for _ in range(3)]
+    assert torch.equal(others[2].prefill(FIRST), others[0].prefill(FIRST))
+    engine.cache.check()
+
+
 def test_what_it_cannot_do_is_refused() -> None:
     with pytest.raises(PolicyError, match="linear layers that must see them all"):
         load("fastv", budget=None)
