@@ -123,8 +123,8 @@ class RaggedCache:
         return sum(self._open)
 
     @torch.inference_mode()
-    def close(self, seq: int) -> None:
-        """Free a sequence and return every page it held."""
+    def clear(self, seq: int) -> None:
+        """Empty a sequence, which stays open, and return every page it held."""
         # The first on top: the next sequence then has neighbours in memory in their order. A CPU
         # reads rows whose pages descend half as fast again.
         pages = self._pages(seq).flip(0)
@@ -132,6 +132,10 @@ class RaggedCache:
         self.pool.give(pages)
         for tensor in (*self.memory.values(), *self.states.values()):
             tensor[seq] = 0
+
+    def close(self, seq: int) -> None:
+        """Free a sequence and return every page it held."""
+        self.clear(seq)
         self._open[seq] = False
         self.pool.set_beside(self.open_count * self.state_pages)
         self._marks.pop(seq, None)
