@@ -319,21 +319,15 @@ class RaggedCache:
     def trim(self) -> int:
         """Shrink pool and tables to what the rows hold; content and storage order stay.
 
-        Held pages move down into the ids of free ones, and the tables follow. States and memory of
-        closed sequences behind the last open one go.
+        Held pages move down into the ids of free ones, and the tables follow. States of closed
+        sequences behind the last open one go.
 
         Returns:
             bytes of the pages and states given back to the allocator.
         """
         pool, held = self.pool, self._page_mask(slice(None))
         unused, pages = pool.free_pages, self.table[held]
-        before = len(self._open)
-        while self._open and not self._open[-1]:
-            self._open.pop()
-        for beside in (self.memory, self.states):
-            for name, kept in beside.items():
-                beside[name] = kept[: len(self._open)].clone()
-        states = (before - len(self._open)) * self.state_bytes
+        states = self._trim_states()
         if not unused:
             return states
         source = torch.arange(pages.numel(), device=pages.device)
@@ -350,6 +344,16 @@ class RaggedCache:
         pool.keep_only(source)
         self.table = table[..., :width].contiguous()
         return unused * pool.page_bytes + states
+
+    def _trim_states(self) -> int:
+        """Let the states of closed sequences behind the last open one go; their bytes."""
+        spare = 0
+        while self.states and self._open and not self._open[-1]:
+            self._open.pop()
+            spare += 1
+        if spare:
+            self.states = {name: kept[:-spare].clone() for name, kept in self.states.items()}
+        return spare * self.state_bytes
 
     def check(self) -> None:
         """Verify that every page is free or in exactly one row.
