@@ -49,6 +49,11 @@ class Memory:
     vision_bytes: int = field(default=0, compare=False)
 
     @property
+    def physical_bytes(self) -> int:
+        """Return the bytes of keys, values, metadata and states."""
+        return self.kv_bytes + self.metadata_bytes + self.state_bytes
+
+    @property
     def faded(self) -> tuple[int, ...]:
         """Return which pictures, the first being 0, have lost most of their entries."""
         return tuple(i for i, share in enumerate(self.pictures) if share < 0.5)

@@ -120,9 +120,12 @@ class Prefill:
         session.require_whole()
         with session.engine.lock:
             if self.done and not session.closed:
-                seq = cache.open() if self._snapshot is None else self._snapshot.seq
-                self._snapshot = None
-                session.adopt(seq, self._before)
+                snapshot, self._snapshot = self._snapshot, None
+                if snapshot is None:
+                    cache.clear(session.seq)
+                    session.restore(self._before)
+                else:
+                    session.adopt(snapshot.seq, self._before)
             else:
                 session.restore(self._before)
             self._forget_snapshot()

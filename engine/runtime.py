@@ -245,7 +245,7 @@ class Runtime:
         return engine
 
     def _make_decoder(self, weights: DecoderWeights, gates: Gates | None) -> Decoder:
-        taps = tap_layers(self.policy, self.spec.num_layers)
+        taps = tap_layers(self.policy, self.spec)
         for layer in weights.layers:
             if isinstance(layer.state_layer, DeltaLayer):
                 layer.state_layer.functions = delta_functions(layer.state_layer.conv.device)

@@ -381,7 +381,8 @@ class CachedSequence:
         """
         cache = self.engine.cache
         if not before["seen"]:
-            self.adopt(cache.open(), before)
+            cache.clear(self.seq)
+            self.restore(before)
             return True
         sums_up = cache.memory or cache.pool.state_size or (cache.states and states is None)
         if self.evicted != before["evicted"] or sums_up:
@@ -420,7 +421,8 @@ class CachedSequence:
                 )
             if not seen:
                 fresh = dict.fromkeys(_STATE, 0) | {"long_rope": None, "pictures": ()}
-                self.adopt(self.engine.cache.open(), fresh)
+                self.engine.cache.clear(self.seq)
+                self.restore(fresh)
                 return
             recorder, nan = self.recorder, self.evicted_nan
             self.seen, self.next_position, self.prompt_tokens = seen, next_position, prompt_tokens

@@ -215,7 +215,8 @@ class TrainableGates(nn.Module):
     ) -> None:
         super().__init__()
         self.spec, self.gate = spec, gate
-        self._projections = None if layers is None else [_key_value(x, spec) for x in layers]
+        attending = [layer for layer in layers or () if layer.state_layer is None]
+        self._projections = None if layers is None else [_key_value(x, spec) for x in attending]
         heads = spec.num_kv_heads
         read = spec.hidden_size if layers is None else 2 * heads * spec.head_dim
         generator = torch.Generator().manual_seed(seed)
@@ -329,6 +330,6 @@ class TrainableWriteGates(nn.Module):
 
 def _key_value(layer: LayerWeights, spec: DecoderSpec) -> tuple[Tensor, Tensor | None]:
     """Return the fused projection's rows for keys and values, ``[2 H d_h, d]``, and their bias."""
-    first = spec.num_heads * spec.head_dim
+    first = spec.num_heads * spec.head_dim * (2 if spec.output_gate else 1)
     rows = plain(layer.qkv)[first:].to(layer.input_norm.dtype)
     return rows, None if layer.qkv_bias is None else layer.qkv_bias[first:]

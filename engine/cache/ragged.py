@@ -123,8 +123,8 @@ class RaggedCache:
         return sum(self._open)
 
     @torch.inference_mode()
-    def close(self, seq: int) -> None:
-        """Free a sequence and return every page it held."""
+    def clear(self, seq: int) -> None:
+        """Empty a sequence, which stays open, and return every page it held."""
         # The first on top: the next sequence then has neighbours in memory in their order. A CPU
         # reads rows whose pages descend half as fast again.
         pages = self._pages(seq).flip(0)
@@ -132,6 +132,10 @@ class RaggedCache:
         self.pool.give(pages)
         for tensor in (*self.memory.values(), *self.states.values()):
             tensor[seq] = 0
+
+    def close(self, seq: int) -> None:
+        """Free a sequence and return every page it held."""
+        self.clear(seq)
         self._open[seq] = False
         self.pool.set_beside(self.open_count * self.state_pages)
         self._marks.pop(seq, None)
@@ -315,15 +319,17 @@ class RaggedCache:
     def trim(self) -> int:
         """Shrink pool and tables to what the rows hold; content and storage order stay.
 
-        Held pages move down into the ids of free ones, and the tables follow.
+        Held pages move down into the ids of free ones, and the tables follow. States of closed
+        sequences behind the last open one go.
 
         Returns:
-            bytes of the pages given back to the allocator.
+            bytes of the pages and states given back to the allocator.
         """
         pool, held = self.pool, self._page_mask(slice(None))
         unused, pages = pool.free_pages, self.table[held]
+        states = self._trim_states()
         if not unused:
-            return 0
+            return states
         source = torch.arange(pages.numel(), device=pages.device)
         is_held = torch.zeros(pool.num_pages, dtype=torch.bool, device=pages.device)
         is_held[pages] = True
@@ -337,7 +343,17 @@ class RaggedCache:
         table[held] = place[pages]
         pool.keep_only(source)
         self.table = table[..., :width].contiguous()
-        return unused * pool.page_bytes
+        return unused * pool.page_bytes + states
+
+    def _trim_states(self) -> int:
+        """Let the states of closed sequences behind the last open one go; their bytes."""
+        spare = 0
+        while self.states and self._open and not self._open[-1]:
+            self._open.pop()
+            spare += 1
+        if spare:
+            self.states = {name: kept[:-spare].clone() for name, kept in self.states.items()}
+        return spare * self.state_bytes
 
     def check(self) -> None:
         """Verify that every page is free or in exactly one row.

@@ -275,12 +275,20 @@ class Decoder:
     def _mlp(self, x: Tensor, layer: LayerWeights) -> Tensor:
         if layer.router is not None and self.spec.routing is not None:
             experts = plain(layer.gate_up), plain(layer.down)
-            return mixture(x, layer.router, *experts, self.spec.routing)
+            mixed = mixture(x, layer.router, *experts, self.spec.routing)
+            return mixed if layer.shared_gate is None else mixed + self._shared(x, layer)
         if x.device.type == "cpu" and len(x) > _MLP_TOKENS:
             return self._in_blocks(lambda part: (self._mlp(part, layer),), x)[0]
         product = self.weights.product
         gate_up = product(x, layer.gate_up, layer.gate_up_bias)
         return product(self.elementwise.gated(gate_up), layer.down, layer.down_bias)
+
+    def _shared(self, x: Tensor, layer: LayerWeights) -> Tensor:
+        """Compute what the expert that every token goes through adds, ``[T, d]``."""
+        assert layer.shared_gate is not None and layer.shared_down is not None
+        assert layer.shared_gate_up is not None
+        wide = self.elementwise.gated(F.linear(x, layer.shared_gate_up))
+        return F.linear(x, layer.shared_gate).sigmoid() * F.linear(wide, layer.shared_down)
 
     def _project(
         self,

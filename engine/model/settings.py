@@ -22,6 +22,7 @@ _TEXT = {
     "num_experts": 2**12,
     "num_experts_per_tok": 2**12,
     "moe_intermediate_size": 2**22,
+    "shared_expert_intermediate_size": 2**22,
     "decoder_sparse_step": 2**12,
     "linear_conv_kernel_dim": 2**6,
     "linear_key_head_dim": 2**10,

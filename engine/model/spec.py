@@ -187,13 +187,14 @@ class Routing:
     Attributes:
         experts: of each sparse layer. chosen: of these for one token.
         normalized: the weights of the chosen ones sum to 1.
-        inner: width f of an expert.
+        inner: width f of an expert. shared: of the one that every token goes through; 0: none.
     """
 
     experts: int
     chosen: int
     normalized: bool
     inner: int
+    shared: int = 0
 
     @classmethod
     def of(cls, config: Any) -> Routing | None:
@@ -203,13 +204,15 @@ class Routing:
             return None
         # transformers' Qwen3-VL router always normalizes, whatever the config says.
         normalized = config.model_type != "qwen3_moe" or bool(config.norm_topk_prob)
-        return cls(experts, config.num_experts_per_tok, normalized, config.moe_intermediate_size)
+        shared = getattr(config, "shared_expert_intermediate_size", 0)
+        inner = config.moe_intermediate_size
+        return cls(experts, config.num_experts_per_tok, normalized, inner, shared)
 
 
 # Text models with experts that this decoder runs.
-SPARSE_TYPES = ("qwen3_moe", "qwen3_vl_moe_text")
+SPARSE_TYPES = ("qwen3_moe", "qwen3_vl_moe_text", "qwen3_5_moe_text")
 # Text models whose linear layers follow the gated delta rule, and whose gains are 1 + weight.
-DELTA_TYPES = ("qwen3_5_text",)
+DELTA_TYPES = ("qwen3_5_text", "qwen3_5_moe_text")
 LINEAR = "linear_attention"
 _ATTENDING = {None, "full_attention", "sliding_attention"}
 
@@ -266,7 +269,8 @@ def sparse_layers(config: Any) -> tuple[bool, ...]:
     layers = config.num_hidden_layers
     if Routing.of(config) is None:
         return (False,) * layers
-    dense, every = config.mlp_only_layers or (), config.decoder_sparse_step
+    dense = getattr(config, "mlp_only_layers", None) or ()
+    every = getattr(config, "decoder_sparse_step", 1)
     return tuple(i not in dense and (i + 1) % every == 0 for i in range(layers))
 
 
@@ -345,6 +349,7 @@ class DecoderSpec:
         for sparse in sparse_layers(config):
             if sparse and self.routing is not None:
                 width += self.routing.experts * (1 + 3 * self.routing.inner)
+                width += 3 * self.routing.shared + bool(self.routing.shared)
             else:
                 width += 3 * config.intermediate_size
         return width * self.hidden_size

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from mmkv.engine.model.delta import DeltaFunctions
 from mmkv.engine.model.spec import DeltaSpec
@@ -85,8 +85,14 @@ class StateLayer:
         return mixed
 
     def tensors(self) -> Mapping[str, Tensor]:
-        """Return its weights by name, but for those in :class:`LayerWeights`."""
-        return {name: part for name, part in vars(self).items() if isinstance(part, Tensor)}
+        """Return its weights by name, those of modules too, but for those in LayerWeights."""
+        found: dict[str, Tensor] = {}
+        for name, part in vars(self).items():
+            if isinstance(part, Tensor):
+                found[name] = part
+            elif isinstance(part, nn.Module):
+                found |= {f"{name}.{own}": tensor for own, tensor in part.named_parameters()}
+        return found
 
 
 @dataclass

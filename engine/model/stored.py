@@ -62,7 +62,7 @@ class StoredShapes:
                 return cls(qkv_bias=True)
             case "qwen3" | "qwen3_vl_text" | "qwen3_moe" | "qwen3_vl_moe_text":
                 return cls(qkv_bias=bias, out_bias=bias, qk_norm=True)
-            case "qwen3_5_text":
+            case "qwen3_5_text" | "qwen3_5_moe_text":
                 return cls(qkv_bias=bias, out_bias=bias, qk_norm=True, output_gate=True)
             case "phi3":
                 return cls(fused=True)
@@ -312,6 +312,8 @@ def _read(
             experts = _experts(read, read_stack if stacked else None, f"{at}mlp.", spec.routing)
         mixing = _delta if spec.entry_index[index] is None else _attention
         parts = mixing(read, matrix, at, layout, spec)
+        if experts is not None and spec.routing is not None and spec.routing.shared:
+            parts |= _shared(read, f"{at}mlp.")
         layers.append(_layer(read, matrix, at, layout, spec, experts, parts))
     norm = gain_of(read("norm.weight"), spec)
     made = DecoderWeights(embed, layers, norm, output, multiply)
@@ -369,6 +371,16 @@ def _layer(
         router=router,
         **mixing,
     )
+
+
+def _shared(read: Callable[..., Tensor], mlp: str) -> dict[str, Tensor]:
+    """Return the parts of :class:`LayerWeights` of the expert that every token goes through."""
+    own = f"{mlp}shared_expert."
+    return {
+        "shared_gate": read(f"{mlp}shared_expert_gate.weight"),
+        "shared_gate_up": read(f"{own}gate_proj.weight", f"{own}up_proj.weight"),
+        "shared_down": read(f"{own}down_proj.weight"),
+    }
 
 
 def _biases(read: Callable[..., Tensor], where: str, parts: Sequence[str]) -> Tensor:
@@ -431,7 +443,8 @@ def _shapes(
     layout: StoredShapes, config: Any, spec: DecoderSpec, stacked: bool
 ) -> dict[str, tuple[int, ...]]:
     """Return the shape of every tensor of the text model, the head left out."""
-    hidden, inner, dim = spec.hidden_size, config.intermediate_size, spec.head_dim
+    hidden, dim = spec.hidden_size, spec.head_dim
+    inner = getattr(config, "intermediate_size", 0)  # some have experts alone
     query, pair = spec.num_heads * dim, spec.num_kv_heads * dim
     attention = {"q_proj": query, "k_proj": pair, "v_proj": pair}
     if layout.output_gate:
@@ -492,6 +505,10 @@ def _sparse_shapes(routing: Routing, hidden: int, stacked: bool) -> dict[str, tu
     """Return the shapes of a mixture of experts."""
     experts, inner = routing.experts, routing.inner
     shapes: dict[str, tuple[int, ...]] = {"mlp.gate.weight": (experts, hidden)}
+    if shared := routing.shared:
+        shapes["mlp.shared_expert_gate.weight"] = (1, hidden)
+        shapes |= {f"mlp.shared_expert.{p}_proj.weight": (shared, hidden) for p in ("gate", "up")}
+        shapes["mlp.shared_expert.down_proj.weight"] = (hidden, shared)
     if stacked:
         shapes[f"mlp.{_STACK}"] = (experts, 2 * inner, hidden)
         shapes["mlp.experts.down_proj"] = (experts, hidden, inner)

@@ -29,6 +29,7 @@ _EXPECTED = {
 }
 # Parts of an MLP that is a mixture of experts.
 _SPARSE = {"gate", "experts"}
+_SHARED = _SPARSE | {"shared_expert", "shared_expert_gate"}
 # Makes the layer of a transformers module that does not attend.
 StateLayerOf = Callable[[Any], StateLayer]
 
@@ -45,6 +46,8 @@ class LayerWeights:
         out: ``[d, Hq D]``; gate_up: ``[2 f, d]`` with gate first; down: ``[d, f]``.
         router: ``[E, d]`` of a mixture of E experts, whose gate_up is ``[E, 2 f, d]`` and down
             ``[E, d, f]``, without biases; None: the layer is dense.
+        shared_gate: ``[1, d]`` of the expert that every token goes through, with shared_gate_up
+            ``[2 f_s, d]`` and shared_down ``[d, f_s]``; None: there is none.
         state_layer: what mixes tokens where the layer does not attend, else None. ``qkv`` and
             ``out`` are then its projections, or have no rows where it has its own.
     """
@@ -61,7 +64,18 @@ class LayerWeights:
     down: Matrix
     down_bias: Tensor | None
     router: Tensor | None = None
+    shared_gate: Tensor | None = None
+    shared_gate_up: Tensor | None = None
+    shared_down: Tensor | None = None
     state_layer: StateLayer | None = None
+
+    def parts(self) -> Iterator[tuple[str, Matrix]]:
+        """Yield every tensor with its name, those of the state layer among them."""
+        for name, part in vars(self).items():
+            if isinstance(part, StateLayer):
+                yield from ((f"{name}.{own}", tensor) for own, tensor in part.tensors().items())
+            elif part is not None:
+                yield name, part
 
     def matrix_names(self) -> tuple[str, ...]:
         """Return the names of the parts that states are multiplied by; experts are no such."""
@@ -229,12 +243,7 @@ class DecoderWeights:
         """Yield every tensor with its name; a tied head is the embedding again."""
         yield from (("embed_tokens", self.embed), ("norm", self.norm), ("lm_head", self.head))
         for index, layer in enumerate(self.layers):
-            for part, tensor in vars(layer).items():
-                if isinstance(tensor, StateLayer):
-                    own = tensor.tensors().items()
-                    yield from ((f"layers.{index}.state_layer.{n}", each) for n, each in own)
-                elif tensor is not None:
-                    yield f"layers.{index}.{part}", tensor
+            yield from ((f"layers.{index}.{part}", tensor) for part, tensor in layer.parts())
 
     def nbytes(self) -> int:
         """Return the bytes of all weights; a tied head counts once."""
@@ -314,7 +323,8 @@ def _take_layer(
     own = not attends and spec.delta is None and state_layer is not None
     extra = {name for name, _ in layer.named_children()} - _EXPECTED
     mlp = layer.mlp
-    sparse = spec.routing is not None and {n for n, _ in mlp.named_children()} == _SPARSE
+    wanted = _SHARED if spec.routing is not None and spec.routing.shared else _SPARSE
+    sparse = spec.routing is not None and {n for n, _ in mlp.named_children()} == wanted
     if (extra and not own) or not (
         sparse or hasattr(mlp, "gate_proj") or hasattr(mlp, "gate_up_proj")
     ):
@@ -338,6 +348,11 @@ def _take_layer(
         gate_up, gate_up_bias = mlp.gate_up_proj.weight.data, _bias(mlp.gate_up_proj)
     else:
         gate_up, gate_up_bias = fuse([mlp.gate_proj, mlp.up_proj])
+    if sparse and wanted is _SHARED:
+        shared = mlp.shared_expert
+        mixing["shared_gate"] = mlp.shared_expert_gate.weight.data
+        mixing["shared_gate_up"], _ = fuse([shared.gate_proj, shared.up_proj])
+        mixing["shared_down"] = shared.down_proj.weight.data
     return LayerWeights(
         input_norm=gain_of(layer.input_layernorm.weight.data, spec),
         post_norm=gain_of(layer.post_attention_layernorm.weight.data, spec),

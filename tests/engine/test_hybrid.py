@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import random
 from pathlib import Path
 from typing import Any
 
@@ -226,6 +227,82 @@ def test_states_are_counted() -> None:
     one.close()
     tight.cache.check()
     tight.session().prefill(make_turn(NAME, [40], seed=4))
+
+
+@pytest.mark.parametrize(
+    "count", [60, pytest.param(10_000, marks=pytest.mark.drawn(reason="many more operations"))]
+)
+def test_drawn_operations_lose_no_page_and_no_state(count: int, tmp_path: Path) -> None:
+    """Every session's states are those of one that reads the same tokens alone, at once."""
+    engine, draw = load("full"), random.Random(7)
+    held: list[tuple[CachedSequence, list[int]]] = []
+
+    def tokens() -> list[int]:
+        return [draw.randrange(3, 140) for _ in range(draw.randrange(1, 20))]
+
+    def check(session: CachedSequence, read: list[int]) -> None:
+        with engine.session() as alone:
+            if read:
+                alone.prefill({"input_ids": torch.tensor(read)})
+            states, wanted = (engine.cache.export(one.seq) for one in (session, alone))
+            for name in wanted:
+                if name.startswith("state"):
+                    torch.testing.assert_close(states[name], wanted[name], atol=1e-4, rtol=1e-4)
+
+    for _ in range(count):
+        kind = draw.choice(["open", "read", "read", "step", "step", "fork", "file", "undo", "shut"])
+        if kind == "open" or not held:
+            held.append((engine.session(), []))
+            continue
+        session, read = held.pop(draw.randrange(len(held)))
+        if kind == "shut" or len(held) > 5 or len(read) > 300:
+            check(session, read)
+            session.close()
+            continue
+        if kind in ("read", "undo"):
+            new = tokens()
+            prefill = session.begin_prefill({"input_ids": torch.tensor(new)}, draw.randrange(1, 9))
+            while not (kind == "undo" and draw.random() < 0.4) and not prefill.advance():
+                pass
+            if prefill.logits is None:
+                prefill.roll_back()
+            else:
+                read = read + new
+        elif kind == "step" and read:
+            other = held[0] if held and held[0][1] else None
+            new = [draw.randrange(3, 140) for _ in range(1 if other is None else 2)]
+            engine.decode([session] + ([] if other is None else [other[0]]), new)
+            read = [*read, new[0]]
+            if other is not None:
+                held[0] = other[0], [*other[1], new[1]]
+        elif kind == "fork":
+            held.append((session.fork(), list(read)))
+        elif kind == "file":
+            session.save(tmp_path / "file")
+            session.close()
+            session, _ = engine.load_session(tmp_path / "file")
+        held.append((session, read))
+        engine.cache.check()
+    for session, read in held:
+        check(session, read)
+        session.close()
+    engine.cache.check()
+    assert engine.cache.pool.free_pages == engine.cache.pool.num_pages
+
+
+def test_trimmed_states_of_closed_sequences_are_gone(engine: Runtime) -> None:
+    sessions = [engine.session() for _ in range(4)]
+    sessions[1].prefill(FIRST)
+    wanted = held(sessions[1])
+    for at in (0, 2, 3):
+        sessions[at].close()
+    free = engine.cache.pool.free_pages * engine.cache.pool.page_bytes
+    assert engine.trim() == free + 2 * engine.cache.state_bytes
+    assert {len(state) for state in engine.cache.states.values()} == {2}
+    assert all(torch.equal(kept, wanted[name]) for name, kept in held(sessions[1]).items())
+    others = [engine.session() for _ in range(3)]
+    assert torch.equal(others[2].prefill(FIRST), others[0].prefill(FIRST))
+    engine.cache.check()
 
 
 def test_what_it_cannot_do_is_refused() -> None:

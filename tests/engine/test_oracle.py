@@ -338,15 +338,22 @@ def text_of(name: str) -> str:
 CELLS = [
     (name, family, chunk) for name in PRESETS for family in MATRIX_FAMILIES for chunk in CHUNKS
 ]
+_MORE = pytest.mark.drawn(reason="policies of the kinds that others are of")
 # Linear layers take part in no policy, but pruners drop tokens that they would have to see.
 PRUNERS = {name for name in PRESETS if make_policy(text_of(name)).pruner is not None}
-CELLS += [(name, "qwen3_5", "chunked") for name in PRESETS if name not in PRUNERS]
+HYBRID = [
+    pytest.param(
+        *(name, "qwen3_5", "chunked"),
+        marks=() if name in ("dbtrimkv", "band-adaptive", "lag-kv", "wgkv") else _MORE,
+    )
+    for name in PRESETS
+    if name not in PRUNERS
+]
 MATRIX_QUICK = [(name, "qwen3_vl", "chunked") for name in KINDS + OTHERS]
-MATRIX_QUICK += [(name, "qwen3_5", "chunked") for name in ("snapkv", "epikv")]
 
 
 @pytest.mark.parametrize(
-    ("name", "family", "chunk"), slow_but(MATRIX_QUICK, CELLS, "the rest of the matrix")
+    ("name", "family", "chunk"), slow_but(MATRIX_QUICK, CELLS, "the rest of the matrix") + HYBRID
 )
 def test_preset_keeps_what_its_reference_keeps(
     name: str,

@@ -50,9 +50,7 @@ def named(weights: DecoderWeights) -> dict[str, Tensor]:
         "head": weights.head,
     }
     for index, layer in enumerate(weights.layers):
-        state = {} if layer.state_layer is None else layer.state_layer.tensors()
-        parts = {**vars(layer), "state_layer": None, **state}
-        found |= {f"{index}.{part}": tensor for part, tensor in parts.items()}
+        found |= {f"{index}.{part}": tensor for part, tensor in layer.parts()}
     return {name: tensor for name, tensor in found.items() if tensor is not None}
 
 

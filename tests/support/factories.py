@@ -87,6 +87,14 @@ CHECKPOINTS: dict[str, Checkpoint] = {
     "qwen2_5_vl_dim128": Checkpoint("qwen2_5_vl", 2, 1, 128, seed=2),
     "qwen3_5": Checkpoint("qwen3_5", 4, 2, 32, layers=4, tied=True, text=LINEAR),
     "qwen3_5_text": Checkpoint("qwen3_5_text", 2, 1, 64, layers=4, text=LINEAR, seed=1),
+    "qwen3_5_moe": Checkpoint(
+        "qwen3_5_moe",
+        4,
+        1,
+        32,
+        layers=4,
+        text=LINEAR | _MIXED | {"shared_expert_intermediate_size": 40},
+    ),
     "llava": Checkpoint("llava", 8, 2, 64, text_type="llama"),
     "llava_mistral": Checkpoint(
         "llava",

@@ -30,7 +30,7 @@ class TextFamily(Family):
 class Qwen35TextFamily(TextFamily):
     """The language model of Qwen3.5 by itself (:class:`.qwen_vl.Qwen35Family`)."""
 
-    model_types: ClassVar[tuple[str, ...]] = ("qwen3_5_text",)
+    model_types: ClassVar[tuple[str, ...]] = ("qwen3_5_text", "qwen3_5_moe_text")
 
 
 class Phi3Family(TextFamily):

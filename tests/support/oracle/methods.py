@@ -584,7 +584,7 @@ class HiddenVariance(PromptKept):
     window: int = 64
 
     def token_score(self, sim: Simulation) -> Tensor:
-        lower, upper = (change(sim, int(share * sim.depth)) for share in (self.a, self.b))
+        lower, upper = (change(sim, int(share * sim.layers)) for share in (self.a, self.b))
         return rolling_mean(lower, self.window) - rolling_mean(upper, self.window)
 
 
@@ -598,7 +598,7 @@ class EpiKV(PromptKept):
     eps: float = 1e-6
 
     def token_score(self, sim: Simulation) -> Tensor:
-        lower, upper = (change(sim, int(share * sim.depth)) for share in (self.a, self.b))
+        lower, upper = (change(sim, int(share * sim.layers)) for share in (self.a, self.b))
         return z_score(lower, self.window, self.eps) - z_score(upper, self.window, self.eps)
 
 
@@ -613,7 +613,7 @@ class BandAdaptive(PromptKept):
         return self._band(sim, 7, 13) - self._band(sim, 18, 25)
 
     def _band(self, sim: Simulation, first: int, last: int) -> Tensor:
-        layers = range(first * sim.depth // 32, last * sim.depth // 32 + 1)
+        layers = range(first * sim.layers // 32, last * sim.layers // 32 + 1)
         z = [z_score(change(sim, layer), self.window, self.eps) for layer in layers]
         return torch.stack(z).mean(0)
 
@@ -681,7 +681,7 @@ class AttentionHidden(PromptKept):
         self.attention.passed(sim)
 
     def score(self, sim: Simulation) -> Tensor:
-        z = z_score(change(sim, int(self.a * sim.depth)), self.window, self.eps)
+        z = z_score(change(sim, int(self.a * sim.layers)), self.window, self.eps)
         return self.attention.score(sim) + z
 
 

@@ -178,11 +178,11 @@ class Simulation:
 
     Attributes:
         layers, heads, group, dim: layers that attend, KV heads, query heads per KV head, head_dim.
-        depth: all layers; those that do not attend read every token again in each pass.
+            Those that do not read every token again in each pass.
         seen: tokens so far. keep: bool ``[L, H, T]``, the entries that the cache still holds.
         log_beta: ``[L, H, T]``, of retention gates. prompt: bool ``[T]``, tokens of a prefill.
         key, value: per layer ``[H, T, D]``, after RoPE; query: per layer ``[Hq, T, D]``.
-        residual: per layer, of all, ``[T, d]``, what the next layer reads.
+        residual: per layer ``[T, d]``, what the next layer, of any kind, reads.
         new: tokens of the last pass. weights: per layer ``[Hq, new, T]``, the probabilities of
             the last pass, at the time of the pass.
         quantiser: how new keys and values are rounded before anything reads them; None: not.
@@ -195,7 +195,7 @@ class Simulation:
         self.rotate = importlib.import_module(type(self.text).__module__).apply_rotary_pos_emb
         config = self.text.config
         attending = [hasattr(layer, "self_attn") for layer in self.text.layers]
-        self.depth, self.layers = len(attending), sum(attending)
+        self.layers = sum(attending)
         self.heads = config.num_key_value_heads
         self.group = config.num_attention_heads // self.heads
         self.dim = self.text.layers[attending.index(True)].self_attn.head_dim
@@ -209,8 +209,8 @@ class Simulation:
         self.key = [empty] * self.layers
         self.value = [empty] * self.layers
         self.query = [empty.repeat_interleave(self.group, 0)] * self.layers
-        self.residual = [torch.zeros(0, config.hidden_size)] * self.depth
-        self.linear_inputs = [torch.zeros(0, config.hidden_size)] * self.depth
+        self.residual = [torch.zeros(0, config.hidden_size)] * self.layers
+        self.linear_inputs = [torch.zeros(0, config.hidden_size)] * len(attending)
         self.weights = [torch.zeros(0)] * self.layers
         self.quantiser: Quantiser | None = None
 
@@ -307,7 +307,6 @@ class Simulation:
                 whole = self.linear_inputs[depth] = torch.cat([self.linear_inputs[depth], x])
                 hidden = hidden + layer.linear_attn(whole[None])[0, before:]
                 hidden = hidden + layer.mlp(layer.post_attention_layernorm(hidden)[None])[0]
-                self.residual[depth] = torch.cat([self.residual[depth], hidden])
                 continue
             attention = layer.self_attn
             if self.gate is not None:
@@ -344,7 +343,7 @@ class Simulation:
             hidden = hidden + layer.mlp(layer.post_attention_layernorm(hidden)[None])[0]
             if depth < len(deepstack):
                 hidden = hidden + deepstack[depth]
-            self.residual[depth] = torch.cat([self.residual[depth], hidden])
+            self.residual[index] = torch.cat([self.residual[index], hidden])
             index += 1
         if log_betas:
             self.log_beta = torch.cat([self.log_beta, torch.stack(log_betas)], -1)
