@@ -17,7 +17,7 @@
 
 #define BLOCK 16
 #define ROWS 4     /* rows of a product that are summed together */
-#define SPAN 64    /* channels that are convolved together */
+#define SPAN 256   /* channels that are convolved together */
 #define EPS 1e-6f  /* added to the squared length of a query or key */
 #if LANES == 16
 #define COLUMN_VECTORS 2 /* of a state in a step: with 128 rows 16 KiB */
@@ -330,14 +330,23 @@ static void conv_span(const float *x, int64_t x_stride, int64_t tokens, const fl
             before[j][c] = state[(from + c) * past + j];
     }
     for (int64_t t = 0; t < tokens; t++) {
-        float *out = y + t * y_stride + from;
+        float *restrict out = y + t * y_stride + from;
+        const float *in[taps];
         for (int64_t j = 0; j < taps; j++) {
             int64_t at = t - past + j;
-            const float *in = at < 0 ? before[past + at] : x + at * x_stride + from;
-#pragma omp simd
-            for (int64_t c = 0; c < count; c++)
-                out[c] = (j ? out[c] : 0.0f) + in[c] * by[j][c];
+            in[j] = at < 0 ? before[past + at] : x + at * x_stride + from;
         }
+        if (taps == 4) { /* the usual: summed up in registers */
+            const float *a = in[0], *b = in[1], *c = in[2], *d = in[3];
+#pragma omp simd
+            for (int64_t i = 0; i < count; i++)
+                out[i] = silu_float(a[i] * by[0][i] + b[i] * by[1][i] + c[i] * by[2][i] + d[i] * by[3][i]);
+            continue;
+        }
+        for (int64_t j = 0; j < taps; j++)
+#pragma omp simd
+            for (int64_t i = 0; i < count; i++)
+                out[i] = (j ? out[i] : 0.0f) + in[j][i] * by[j][i];
         silu(out, 0, count);
     }
     for (int64_t j = 0; j < past; j++) {
