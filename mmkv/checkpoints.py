@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from mmkv.engine.budget import format_bytes
 from mmkv.engine.errors import MmkvError, plain
 from mmkv.engine.model.fingerprint import fingerprint, language_fingerprint
-from mmkv.engine.model.source import checkpoint_file, files_of
+from mmkv.engine.model.source import checkpoint_file, files_of, require_known_quantisation
 from mmkv.engine.registry import offered
 from mmkv.resources import BUNDLED_ADAPTER, BUNDLED_MODEL, asset, bundled_gates, bundled_model
 
@@ -262,9 +262,9 @@ def _problem(folder: Path, config: dict[str, Any]) -> str:
     """Return why a checkpoint cannot run, empty where nothing speaks against it."""
     if str(config["model_type"]) not in families_with_added():
         return "this family does not run"
-    if config.get("quantization_config") is not None:
-        return "it is quantised; take the checkpoint that it was made of"
     try:
+        if (quantised := config.get("quantization_config")) is not None:
+            require_known_quantisation(quantised)
         found = files_of(lambda file: checkpoint_file(str(folder), file))
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
         return "its index of weight files cannot be read"

@@ -37,9 +37,12 @@ class IntegerMatrix(Panels):
         scales: bfloat16 ``[panels, blocks, 16]``, the steps.
         shape: ``(out, in)``.
         error: root mean square of what rounding changed, over that of the weights.
+        least, most: the codes that there are.
     """
 
     bits: ClassVar[int]
+    least: ClassVar[int]
+    most: ClassVar[int]
     _stored_as: ClassVar[torch.dtype]
 
     codes: Tensor
@@ -66,9 +69,22 @@ class IntegerMatrix(Panels):
         """Return float32 codes ``[..., 32]`` of what is held, ``[..., n, 4]``."""
 
     @classmethod
-    @torch.no_grad()
     def of(cls, weight: Tensor) -> Self:
         """Round ``weight [out, in]``, floats, block by block."""
+        return cls._laid_out(weight, None)
+
+    @classmethod
+    def of_codes(cls, codes: Tensor, steps: Tensor) -> Self:
+        """Hold ``codes [out, in]``, whole numbers that fit, and round their steps to bfloat16.
+
+        Args:
+            steps: float32 ``[out, blocks]``.
+        """
+        return cls._laid_out(codes, steps)
+
+    @classmethod
+    @torch.no_grad()
+    def _laid_out(cls, weight: Tensor, steps: Tensor | None) -> Self:
         rows, width = weight.shape
         codes, scales = cls.empty(rows, width)
         panels, blocks = codes.shape[:2]
@@ -78,7 +94,12 @@ class IntegerMatrix(Panels):
             part = weight[first * PANEL : after * PANEL].float()
             missing = (after - first) * PANEL - part.shape[0]
             part = F.pad(part, (0, blocks * BLOCK - width, 0, missing)).unflatten(-1, (-1, BLOCK))
-            code, scale = cls.rounded(part)
+            if steps is None:
+                code, scale = cls.rounded(part)
+            else:
+                step = F.pad(steps[first * PANEL : after * PANEL], (0, 0, 0, missing))
+                code, scale = part, step.bfloat16()
+                part = part * step.unsqueeze(-1)
             whole += float(part.square().sum(-1).double().sum())
             off = part - code * scale.float().unsqueeze(-1)
             wrong += float(off.square_().sum(-1).double().sum())
@@ -139,7 +160,7 @@ class IntegerMatrix(Panels):
 class Int8Matrix(IntegerMatrix):
     """Weights in 8 bits: codes -127 to 127, int8 as they are."""
 
-    bits, _stored_as = 8, torch.int8
+    bits, least, most, _stored_as = 8, -_LARGEST, _LARGEST, torch.int8
 
     @staticmethod
     def rounded(weight: Tensor) -> tuple[Tensor, Tensor]:

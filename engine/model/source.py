@@ -6,7 +6,7 @@ import base64
 import json
 import re
 import unicodedata
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +28,18 @@ _MOST_GROWTH = 64  # characters that a tokenizer may make of one before it split
 _UNICODE = 18  # that NFKC makes of U+FDFA, the most of all
 # Normalizers that can make more of a text; also where JSON escapes letters.
 _GROWING = re.compile(rb"Replace|Precompiled|ByteLevel|\\u00[4-7]")
+
+# How checkpoints are quantised that are read, and which packings of compressed-tensors.
+QUANTISED = ("fp8", "compressed-tensors", "awq", "gptq", "bitsandbytes")
+_COMPRESSED = {
+    "dense",
+    "float-quantized",
+    "int-quantized",
+    "mixed-precision",
+    "naive-quantized",
+    "nvfp4-pack-quantized",
+    "pack-quantized",
+}
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 
@@ -234,3 +246,51 @@ def files_of(find: Callable[[str], Path | None]) -> list[Path] | None:
             )
     found = [find(name) for name in sorted(shards)]
     return [path for path in found if path is not None] if all(found) else None
+
+
+def require_known_quantisation(settings: Mapping[str, Any]) -> None:
+    """Raise ModelError, one line, unless a checkpoint with these settings can be read."""
+    method = quantisation_method(settings)
+    if method not in QUANTISED:
+        raise ModelError(
+            f"this checkpoint is quantised by {method!r}, which mmkv does not read; take one by "
+            f"{', '.join(QUANTISED)}, or the one that it was made of"
+        )
+    if variant := _unread_variant(method, settings):
+        raise ModelError(
+            f"this checkpoint is quantised by {method} {variant}, which mmkv does not read; take "
+            "another variant (docs/reference/weights.md), or the one that it was made of"
+        )
+
+
+def quantisation_method(settings: Mapping[str, Any]) -> str:
+    """Return the name of the method, as ``quant_method`` gives it."""
+    named = settings.get("quant_method")
+    if named is None and (settings.get("load_in_4bit") or settings.get("load_in_8bit")):
+        return "bitsandbytes"
+    return ascii(getattr(named, "value", named))[:80].strip("'")
+
+
+def _unread_variant(method: str, settings: Mapping[str, Any]) -> str:
+    """Name the variant that is not read; empty: this one is."""
+    bits = settings.get("bits", settings.get("w_bit", 4))
+    match method:
+        case "awq":
+            version = str(settings.get("version", "gemm")).lower()
+            if bits != 4:
+                return f"in {bits!r} bits"
+            return "" if version == "gemm" else f"in the packing {version[:40]!r}"
+        case "gptq":
+            packing = settings.get("checkpoint_format", settings.get("format")) or "gptq"
+            if bits not in (2, 4, 8):
+                return f"in {bits!r} bits"
+            if settings.get("is_marlin_format"):
+                packing = "marlin"
+            return "" if packing in ("gptq", "gptq_v2") else f"in the packing {packing!r:.40}"
+        case "compressed-tensors":
+            kind = settings.get("format", "dense")
+            sparse = (settings.get("sparsity_config") or {}).get("format", "dense")
+            if kind not in _COMPRESSED or sparse != "dense":
+                return f"in the format {kind if sparse == 'dense' else sparse!r:.40}"
+            return "with rotations (transform_config)" if settings.get("transform_config") else ""
+    return ""

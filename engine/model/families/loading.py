@@ -23,10 +23,16 @@ from mmkv.engine.model.families.base import end_tokens
 from mmkv.engine.model.families.config import read_config, whole_config
 from mmkv.engine.model.families.deferred import DeferredModel
 from mmkv.engine.model.families.tower import hold_tower
-from mmkv.engine.model.families.vision import build_vision, import_beside, require_finite_rest
+from mmkv.engine.model.families.vision import (
+    Unread,
+    build_vision,
+    import_beside,
+    require_finite_rest,
+)
 from mmkv.engine.model.finite import require_finite
 from mmkv.engine.model.panel_files import PanelStore, with_panels
 from mmkv.engine.model.product import Kernels, WeightForm
+from mmkv.engine.model.quantised import QuantisedTensors, settings_of
 from mmkv.engine.model.settings import require_sizes
 from mmkv.engine.model.source import checkpoint_file, files_of, locate
 from mmkv.engine.model.spec import DecoderSpec, RopeSpec, sparse_layers
@@ -38,6 +44,7 @@ _DTYPES = {
     "bfloat16": torch.bfloat16,
     "float16": torch.float16,
 }
+_16_BITS = (torch.bfloat16, torch.float16)
 
 
 def load(
@@ -94,6 +101,7 @@ def _load(
     local = Path(source).is_dir() or not hub.hub_reachable()
     say("reading the config")
     config = read_config(source, local)
+    quantised = settings_of(config)
     family_type = family_for(config)
     require_sizes(config)
     precision = resolve_dtype(dtype, config, where)
@@ -101,6 +109,7 @@ def _load(
     holding = holding_of(precision, where, experts)
     say("reading the weights")
     load_whole = functools.partial(_model, name, source, local, family_type)
+    opened = functools.partial(_opened, source, quantised, config)
     if family_type in FAMILIES:
         text_config = config.get_text_config()
         spec = DecoderSpec.from_config(
@@ -111,7 +120,7 @@ def _load(
         )
         with import_beside(family_type, config, pictures):
             weights = _stored_weights(
-                name, source, family_type, config, spec, precision, where, holding
+                name, source, opened(), family_type, config, spec, precision, where, holding
             )
         if weights is not None:
             say("preparing the decoder")
@@ -119,7 +128,7 @@ def _load(
 
             @_explaining(name, source)
             def build(shared: DecoderWeights) -> tuple[Any, str | None]:
-                stored = _stored(source)
+                stored = opened()
                 if stored is None:
                     raise ModelError(f"the weights of {name} are gone; get the checkpoint again")
                 whole = whole_config(config, source, local)
@@ -128,7 +137,11 @@ def _load(
 
             model = DeferredModel(config, ends, spec.vocab_size, functools.partial(build, weights))
             return family_type(model), spec, weights
-    hf_model = load_whole(whole_config(config, source, local), precision, where)
+    stored = opened()
+    # transformers reads plain safetensors by itself.
+    others = stored is not None and type(stored) is not StoredTensors
+    tensors = {part: Unread(stored, part) for part in stored.names} if stored and others else None
+    hf_model = load_whole(whole_config(config, source, local), precision, where, tensors)
     say("preparing the decoder")
     text_model = family_type.text_model(hf_model)
     family = family_type(hf_model)
@@ -201,6 +214,7 @@ def resolve_dtype(dtype: str | torch.dtype, config: Any, device: torch.device) -
 def _stored_weights(
     name: str,
     source: str,
+    stored: StoredTensors | None,
     family_type: type[Family],
     config: Any,
     spec: DecoderSpec,
@@ -208,7 +222,6 @@ def _stored_weights(
     device: torch.device,
     holding: WeightForm | None,
 ) -> DecoderWeights | None:
-    stored = _stored(source)
     if stored is None:
         return None
     tied = bool(getattr(config, "tie_word_embeddings", False))
@@ -224,7 +237,7 @@ def _stored_weights(
         return made
 
     if holding is None or not holding.packs:
-        found = read(PanelStore())
+        found, note = read(PanelStore()), None
     else:
         below = tuple(prefix for prefix, _ in places) + tuple(head for _, head in places)
         text = [part for part in stored.names if part.startswith(below) and ".experts." not in part]
@@ -235,9 +248,11 @@ def _stored_weights(
         layers = [part for part in text if ".layers." in part]
         inside = stored.numbers_of(layers)
         size = holding.bytes_of(inside, "layers.") + holding.bytes_of(numbers - inside)
-        found, note = with_panels(read, stored.files, name, form, numbers, size)
-        if found is not None:
-            found.note = note
+        found, note = with_panels(
+            read, stored.files, name, form, numbers, size, settings=stored.settings
+        )
+    if found is not None:
+        found.note = "; ".join(filter(None, (stored.note, note))) or None
     if found is None and spec.matrix_numbers(text_config) > 2 * stored.numbers:
         # transformers would fill what is not there with random numbers, whatever its size.
         raise ModelError(
@@ -247,10 +262,19 @@ def _stored_weights(
     return found
 
 
-def _stored(source: str) -> StoredTensors | None:
-    """Return a checkpoint's safetensors files, None where it has none."""
+def _opened(source: str, quantised: dict[str, Any] | None, config: Any) -> StoredTensors | None:
+    """Return the tensors of a checkpoint's weight files, None where it has none.
+
+    Args:
+        quantised: what its config says of quantisation, None where it says nothing.
+        config: of the whole model.
+    """
     files = files_of(functools.partial(checkpoint_file, source))
-    return None if files is None else StoredTensors(files)
+    stored = None if files is None else StoredTensors(files)
+    if stored is None or quantised is None:
+        return stored
+    own = getattr(config, "dtype", None) or getattr(config.get_text_config(), "dtype", None)
+    return QuantisedTensors(stored, quantised, own if own in _16_BITS else torch.bfloat16)
 
 
 def _generation_config(source: str) -> dict[str, Any]:
