@@ -5,6 +5,7 @@ Read from ``config.json`` and ``gates.json``; no torch and no transformers are i
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 from collections.abc import Iterator
@@ -16,7 +17,13 @@ from typing import TYPE_CHECKING, Any
 from mmkv.engine.budget import format_bytes
 from mmkv.engine.errors import MmkvError, plain
 from mmkv.engine.model.fingerprint import fingerprint, language_fingerprint
-from mmkv.engine.model.source import checkpoint_file, files_of, require_known_quantisation
+from mmkv.engine.model.source import (
+    PICKLED,
+    PICKLED_INDEX,
+    checkpoint_file,
+    files_of,
+    require_known_quantisation,
+)
 from mmkv.engine.registry import offered
 from mmkv.resources import BUNDLED_ADAPTER, BUNDLED_MODEL, asset, bundled_gates, bundled_model
 
@@ -265,12 +272,13 @@ def _problem(folder: Path, config: dict[str, Any]) -> str:
     try:
         if (quantised := config.get("quantization_config")) is not None:
             require_known_quantisation(quantised)
-        found = files_of(lambda file: checkpoint_file(str(folder), file))
+        find = functools.partial(checkpoint_file, str(folder))
+        found = files_of(find) or files_of(find, PICKLED, PICKLED_INDEX)
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
         return "its index of weight files cannot be read"
     except MmkvError as error:
         return str(error)
-    return "it has no safetensors weights" if found is None else ""
+    return "" if found else "it has no safetensors weights"
 
 
 def _gates(name: str, folder: Path, where: str) -> ListedGates:

@@ -42,6 +42,8 @@ _COMPRESSED = {
 }
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
+# The pickles that are read, as tensors alone, where there are no safetensors.
+PICKLED_INDEX, PICKLED = "pytorch_model.bin.index.json", "pytorch_model.bin"
 
 
 # A folder that training.llava wrote, or its name where no such folder is.
@@ -96,12 +98,13 @@ def _require_files(name: str, folder: Path) -> None:
     there = {path.suffix.lower() for path in files}
     if not is_file(folder / "config.json"):
         raise ModelError(_without_config(name, folder, there))
-    if ".safetensors" not in there and there & _PICKLES and not is_file(folder / INDEX):
+    known = any(is_file(folder / file) for file in (INDEX, PICKLED, PICKLED_INDEX))
+    if ".safetensors" not in there and there & _PICKLES and not known:
         pickled = next(path.name for path in files if path.suffix.lower() in _PICKLES)
         raise ModelError(
-            f"{name} has its weights in {pickled} alone, a pickle, which can run code when read; "
-            "take its safetensors, or convert it where you trust it: load it with transformers, "
-            "then save_pretrained(NEW)"
+            f"{name} has its weights in {pickled} alone, a pickle in a form of its own; take its "
+            f"safetensors or {PICKLED}, or load it with transformers where you trust it, then "
+            "save_pretrained(NEW)"
         )
     require_normal_growth(name, folder / "tokenizer.json")
 
@@ -222,26 +225,29 @@ def checkpoint_file(source: str, name: str) -> Path | None:
     return folder / name if (folder / name).is_file() else None
 
 
-def files_of(find: Callable[[str], Path | None]) -> list[Path] | None:
-    """Return the safetensors files of a checkpoint, or None where it has none.
+def files_of(
+    find: Callable[[str], Path | None], single: str = SINGLE, index: str = INDEX
+) -> list[Path] | None:
+    """Return the weight files of a checkpoint, or None where it has none: its safetensors.
 
     Args:
         find: gives the path of a file of the checkpoint by its name, None where there is none.
+        single: name of the file of all weights; index: of what names several.
 
     Raises:
         ModelError: its index names a file outside of it.
     """
-    single = find(SINGLE)
-    if single is not None:
-        return [single]
-    index = find(INDEX)
-    if index is None:
+    whole = find(single)
+    if whole is not None:
+        return [whole]
+    list_of_files = find(index)
+    if list_of_files is None:
         return None
-    shards = {str(name) for name in json.loads(index.read_text())["weight_map"].values()}
+    shards = {str(name) for name in json.loads(list_of_files.read_text())["weight_map"].values()}
     for name in shards:
         if Path(name).is_absolute() or ".." in Path(name).parts or "\\" in name:
             raise ModelError(
-                f"{INDEX} names {name[:80]!a}, which lies outside of the checkpoint; get the "
+                f"{index} names {name[:80]!a}, which lies outside of the checkpoint; get the "
                 "original file"
             )
     found = [find(name) for name in sorted(shards)]

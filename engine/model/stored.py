@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import math
+import pickle
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -19,6 +20,7 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
+from mmkv.engine.errors import ModelError
 from mmkv.engine.model.int8 import BLOCK, IntegerMatrix
 from mmkv.engine.model.panel_files import MappedFile, PanelStore
 from mmkv.engine.model.panels import room
@@ -36,6 +38,7 @@ _READ_AS = _STORED_AS | {
     torch.uint8: "U8",
     torch.int32: "I32",
 }
+_SHORT = _READ_AS | {torch.float64: "F64", torch.int64: "I64", torch.bool: "BOOL"}
 # Buffers that older checkpoints hold and that follow from the config.
 COMPUTED = ("rotary_emb.inv_freq",)
 _STACK = "experts.gate_up_proj"
@@ -251,6 +254,57 @@ class StoredTensors:
         stored = self.tensor(name)
         made = torch.empty(shape, dtype=dtype, device=device)
         return made.copy_(stored if stored.shape == made.shape else stored.transpose(1, 2))
+
+
+class PickledTensors(StoredTensors):
+    """The tensors of pickles: files of ``torch.save``, mapped, of which tensors alone are read.
+
+    Args:
+        files: a name may stand in one of them only.
+
+    Raises:
+        ModelError: a file holds other things than tensors, such as code, or is damaged or older.
+    """
+
+    def __init__(self, files: Sequence[Path]) -> None:
+        super().__init__(())
+        self.files = tuple(files)
+        for path in files:
+            self._home |= _unpickled(path)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """See :class:`StoredTensors`."""
+        return tuple(self._home[name].shape)
+
+    def kind(self, name: str) -> str:
+        """See :class:`StoredTensors`."""
+        return _SHORT.get(self._home[name].dtype, "?")
+
+    def tensor(self, name: str) -> Tensor:
+        """See :class:`StoredTensors`."""
+        found: Tensor = self._home[name]
+        return found
+
+
+def _unpickled(path: Path) -> dict[str, Tensor]:
+    """Return the tensors of a file of ``torch.save`` by their names; none of its code runs."""
+    remedy = "take the checkpoint's safetensors, or ask its maker for them"
+    try:
+        found = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+    except pickle.UnpicklingError as error:
+        raise ModelError(
+            f"{path.name} holds more than tensors, which could run code, and is not read; {remedy}"
+        ) from error
+    except (RuntimeError, EOFError, ValueError) as error:
+        raise ModelError(
+            f"{path.name} is damaged, or of a torch before 1.6, and cannot be read; {remedy}"
+        ) from error
+    if not isinstance(found, dict) or not all(
+        isinstance(name, str) and isinstance(part, Tensor) and part.layout == torch.strided
+        for name, part in found.items()
+    ):
+        raise ModelError(f"{path.name} holds no plain tensors by their names; {remedy}")
+    return {name: part.detach() for name, part in found.items()}
 
 
 class ChangedTensors(StoredTensors):

@@ -34,9 +34,20 @@ from mmkv.engine.model.panel_files import PanelStore, with_panels
 from mmkv.engine.model.product import Kernels, WeightForm
 from mmkv.engine.model.quantised import QuantisedTensors, settings_of
 from mmkv.engine.model.settings import require_sizes
-from mmkv.engine.model.source import checkpoint_file, files_of, locate
+from mmkv.engine.model.source import (
+    PICKLED,
+    PICKLED_INDEX,
+    checkpoint_file,
+    files_of,
+    locate,
+)
 from mmkv.engine.model.spec import DecoderSpec, RopeSpec, sparse_layers
-from mmkv.engine.model.stored import COMPUTED, StoredTensors, read_text_weights
+from mmkv.engine.model.stored import (
+    COMPUTED,
+    PickledTensors,
+    StoredTensors,
+    read_text_weights,
+)
 from mmkv.engine.model.weights import DecoderWeights
 
 _DTYPES = {
@@ -269,8 +280,12 @@ def _opened(source: str, quantised: dict[str, Any] | None, config: Any) -> Store
         quantised: what its config says of quantisation, None where it says nothing.
         config: of the whole model.
     """
-    files = files_of(functools.partial(checkpoint_file, source))
-    stored = None if files is None else StoredTensors(files)
+    find = functools.partial(checkpoint_file, source)
+    stored: StoredTensors | None = None
+    if (files := files_of(find)) is not None:
+        stored = StoredTensors(files)
+    elif (files := files_of(find, PICKLED, PICKLED_INDEX)) is not None:
+        stored = PickledTensors(files)
     if stored is None or quantised is None:
         return stored
     own = getattr(config, "dtype", None) or getattr(config.get_text_config(), "dtype", None)
