@@ -42,6 +42,8 @@ _COMPRESSED = {
 }
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
+_ADAPTER_CONFIG = "adapter_config.json"
+_ADAPTERS = ("adapter_model.safetensors", "adapter_model.bin")
 # The pickles that are read, as tensors alone, where there are no safetensors.
 PICKLED_INDEX, PICKLED = "pytorch_model.bin.index.json", "pytorch_model.bin"
 
@@ -109,16 +111,40 @@ def _require_files(name: str, folder: Path) -> None:
     require_normal_growth(name, folder / "tokenizer.json")
 
 
+def find_adapter(name: str) -> tuple[Path, Path]:
+    """Return config and weights of a LoRA adapter: a folder, or a hub id that is in the cache.
+
+    Raises:
+        ModelError: no adapter is there.
+    """
+    folder = user_path(name)
+    source = str(folder) if is_folder(folder) else name
+    plain = is_folder(folder) or re.fullmatch(r"[\w.-]+/[\w.-]+", name)
+    config = checkpoint_file(source, _ADAPTER_CONFIG) if plain else None
+    if config is None:
+        if is_folder(folder):
+            raise ModelError(f"{name} has no {_ADAPTER_CONFIG}; name the folder of a PEFT adapter")
+        raise ModelError(
+            f"no adapter {name[:200]!a} is here; name the folder of a PEFT adapter, or fetch one "
+            "from the hub first: mmkv pull OWNER/NAME"
+        )
+    found = (checkpoint_file(source, file) for file in _ADAPTERS)
+    weights = next((path for path in found if path is not None), None)
+    if weights is None:
+        raise ModelError(f"{name} has no {_ADAPTERS[0]}; get the whole adapter")
+    return config, weights
+
+
 def _without_config(name: str, folder: Path, there: set[str]) -> str:
     """Say what a folder without config.json seems to be."""
     if is_file(folder / "adapter.json"):
         return _EYES_ALONE.format(name=name)
-    if is_file(folder / "adapter_config.json"):
-        base = _json(folder / "adapter_config.json").get("base_model_name_or_path")
+    if is_file(folder / _ADAPTER_CONFIG):
+        base = _json(folder / _ADAPTER_CONFIG).get("base_model_name_or_path")
+        of = ascii(base)[1:120].rstrip("'") if base else "BASE"
         return (
-            f"{name} is an adapter (PEFT) of {ascii(base)[:120] if base else 'another model'}, no "
-            "model; put both together with PEFT (merge_and_unload, then save_pretrained), and name "
-            "that folder"
+            f"{name} is an adapter (PEFT) of {of if base else 'another model'}, no model; name "
+            f"both: mmkv chat {of} --adapter {name}"
         )
     for suffix in (".gguf", ".onnx", ".npz"):
         if suffix in there:

@@ -6,7 +6,7 @@ import functools
 import importlib.util
 import json
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -30,6 +30,7 @@ from mmkv.engine.model.families.vision import (
     require_finite_rest,
 )
 from mmkv.engine.model.finite import require_finite
+from mmkv.engine.model.lora import AdaptedTensors
 from mmkv.engine.model.panel_files import PanelStore, with_panels
 from mmkv.engine.model.product import Kernels, WeightForm
 from mmkv.engine.model.quantised import QuantisedTensors, settings_of
@@ -39,6 +40,7 @@ from mmkv.engine.model.source import (
     PICKLED_INDEX,
     checkpoint_file,
     files_of,
+    find_adapter,
     locate,
 )
 from mmkv.engine.model.spec import DecoderSpec, RopeSpec, sparse_layers
@@ -66,6 +68,7 @@ def load(
     pictures: bool = False,
     form: str = "auto",
     kernels: Kernels | None = None,
+    adapter: str | Path | None = None,
 ) -> tuple[Family, DecoderSpec, DecoderWeights]:
     """Read a checkpoint: each shard once, into the dtype used.
 
@@ -82,6 +85,7 @@ def load(
             ``bf16``, ``int8`` or ``int4``.
         kernels: what multiplies by them; None: torch. With a product of their own, matrices that
             bfloat16 holds exactly are held in it under ``auto``.
+        adapter: folder or hub id of a LoRA adapter that is merged into the weights.
 
     Returns:
         The family (which keeps the vision side), the sizes, and the text weights, of which there
@@ -97,7 +101,7 @@ def load(
     with _explaining(name, source):
         say = progress or (lambda _: None)
         holding = functools.partial(WeightForm.of, form, kernels or Kernels())
-        return _load(name, source, dtype, where, say, pictures, holding)
+        return _load(name, source, dtype, where, say, pictures, holding, adapter)
 
 
 def _load(
@@ -108,6 +112,7 @@ def _load(
     say: Callable[[str], None],
     pictures: bool,
     holding_of: Callable[[torch.dtype, torch.device, bool], WeightForm | None],
+    adapter: str | Path | None,
 ) -> tuple[Family, DecoderSpec, DecoderWeights]:
     local = Path(source).is_dir() or not hub.hub_reachable()
     say("reading the config")
@@ -120,7 +125,8 @@ def _load(
     holding = holding_of(precision, where, experts)
     say("reading the weights")
     load_whole = functools.partial(_model, name, source, local, family_type)
-    opened = functools.partial(_opened, source, quantised, config)
+    files = None if adapter is None else find_adapter(str(adapter))
+    opened = functools.partial(_opened, source, quantised, config, files, family_type.text_places)
     if family_type in FAMILIES:
         text_config = config.get_text_config()
         spec = DecoderSpec.from_config(
@@ -273,12 +279,20 @@ def _stored_weights(
     return found
 
 
-def _opened(source: str, quantised: dict[str, Any] | None, config: Any) -> StoredTensors | None:
+def _opened(
+    source: str,
+    quantised: dict[str, Any] | None,
+    config: Any,
+    adapter: tuple[Path, Path] | None,
+    places: Sequence[tuple[str, str]],
+) -> StoredTensors | None:
     """Return the tensors of a checkpoint's weight files, None where it has none.
 
     Args:
         quantised: what its config says of quantisation, None where it says nothing.
         config: of the whole model.
+        adapter: config and weights of an adapter to merge, or None.
+        places: where the files may hold the text model.
     """
     find = functools.partial(checkpoint_file, source)
     stored: StoredTensors | None = None
@@ -286,10 +300,18 @@ def _opened(source: str, quantised: dict[str, Any] | None, config: Any) -> Store
         stored = StoredTensors(files)
     elif (files := files_of(find, PICKLED, PICKLED_INDEX)) is not None:
         stored = PickledTensors(files)
-    if stored is None or quantised is None:
+    if stored is not None and quantised is not None:
+        own = getattr(config, "dtype", None) or getattr(config.get_text_config(), "dtype", None)
+        dtype = own if own in _16_BITS else torch.bfloat16
+        stored = QuantisedTensors(stored, quantised, dtype)
+    if adapter is None:
         return stored
-    own = getattr(config, "dtype", None) or getattr(config.get_text_config(), "dtype", None)
-    return QuantisedTensors(stored, quantised, own if own in _16_BITS else torch.bfloat16)
+    if stored is None:
+        raise ModelError(
+            f"an adapter is merged into weights that are here, and {source} is not; fetch it "
+            "first: mmkv pull OWNER/NAME"
+        )
+    return AdaptedTensors(stored, *adapter, places)
 
 
 def _generation_config(source: str) -> dict[str, Any]:

@@ -319,7 +319,7 @@ def of_its_maker(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("make", "words"),
     [
-        (adapter, "an adapter (PEFT) of 'Qwen/Qwen3-4B', no model; put both together"),
+        (adapter, "an adapter (PEFT) of Qwen/Qwen3-4B, no model; name both: mmkv chat Qwen"),
         (pickled, "its weights in model.ckpt alone, a pickle"),
         (own_code, "Python code of its own (auto_map in config.json: modeling_own.Own)"),
         (of_llama_cpp, "no config.json, but weights for llama.cpp"),

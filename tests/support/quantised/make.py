@@ -29,7 +29,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 HERE = Path(__file__).parent
-HIDDEN, INNER, PAIR, VOCAB, GROUP = 64, 96, 32, 160, 32
+HIDDEN, INNER, PAIR, VOCAB, GROUP = 64, 96, 32, 96, 32
 SHAPES = {
     "self_attn.q_proj": (HIDDEN, HIDDEN),
     "self_attn.k_proj": (PAIR, HIDDEN),
@@ -72,8 +72,12 @@ def main() -> None:
     plain["model.norm.weight"] = torch.ones(HIDDEN)
     plain = {name: tensor.bfloat16() for name, tensor in plain.items()}
     save_file(plain, HERE / "plain.safetensors", metadata={"format": "pt"})
+    in_fp8 = fp8()
+    base = plain | {f"{AT}{name}.weight": part for name, part in in_fp8[2].items()}
+    with torch.random.fork_rng():
+        adapted = adapters(base)
     made = {
-        "fp8": fp8(),
+        "fp8": in_fp8,
         "compressed-tensors": compressed(),
         "awq": awq(args.autoawq),
         "gptq": gptq(args.gptqmodel, 4, "gptq"),
@@ -86,7 +90,7 @@ def main() -> None:
         save_file(kept, HERE / f"{method}.safetensors", metadata={"format": "pt"})
         hashes = {f"{AT}{name}.weight": digest(matrix) for name, matrix in matrices.items()}
         expected[method] = {"settings": settings, "sha256": hashes}
-    said = {"config": CONFIG, "methods": expected}
+    said = {"config": CONFIG, "methods": expected, "adapters": adapted}
     (HERE / "expected.json").write_text(json.dumps(said, indent=1) + "\n")
 
 
@@ -320,6 +324,62 @@ def bitsandbytes() -> Made:
         "llm_int8_skip_modules": ["lm_head"],
     }
     return settings, tensors, matrices
+
+
+def adapters(base: dict[str, Tensor]) -> dict[str, Any]:
+    """Write adapters of peft for a base, and return what it merges both to."""
+    from peft import LoraConfig, PeftModel, get_peft_model
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    def model(tied: bool) -> Any:
+        config = LlamaConfig(**{**CONFIG, "tie_word_embeddings": tied, "dtype": "bfloat16"})
+        made = LlamaForCausalLM(config).bfloat16()
+        head = {} if tied else {"lm_head.weight": base["model.embed_tokens.weight"].flip(0)}
+        left = made.load_state_dict(base | head, strict=False)
+        assert set(left.missing_keys) <= {"lm_head.weight"} and not left.unexpected_keys
+        return made
+
+    settings: dict[str, tuple[bool, dict[str, Any]]] = {
+        # Untied: the embedding itself by factors, ranks and alphas of their own.
+        "embedding": (
+            False,
+            {
+                "r": 2,
+                "lora_alpha": 6,
+                "target_modules": ["q_proj", "v_proj", "down_proj", "embed_tokens"],
+                "rank_pattern": {"v_proj": 4},
+                "alpha_pattern": {"mlp.down_proj": 5},
+                "fan_in_fan_out": True,
+            },
+        ),
+        "rslora": (
+            True,
+            {
+                "r": 4,
+                "lora_alpha": 3,
+                "use_rslora": True,
+                "target_modules": "all-linear",
+                "modules_to_save": ["embed_tokens"],
+            },
+        ),
+        "head": (
+            True,
+            {"r": 2, "target_modules": ["o_proj"], "modules_to_save": ["lm_head"]},
+        ),
+    }
+    expected = {}
+    for name, (tied, said) in settings.items():
+        adapted = get_peft_model(model(tied), LoraConfig(task_type="CAUSAL_LM", **said))
+        for key, part in adapted.named_parameters():
+            if "lora_" in key or "modules_to_save" in key:
+                part.data = (torch.randn(part.shape) * part.shape[-1] ** -0.5).to(part.dtype)
+        place = HERE / f"lora_{name}"
+        adapted.save_pretrained(place, save_embedding_layers=False)
+        (place / "README.md").unlink(missing_ok=True)
+        merged = PeftModel.from_pretrained(model(tied), place).merge_and_unload()
+        hashes = {key: digest(part) for key, part in merged.state_dict().items()}
+        expected[name] = {"tied": tied, "sha256": hashes}
+    return expected
 
 
 if __name__ == "__main__":
