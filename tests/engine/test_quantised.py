@@ -29,6 +29,7 @@ from mmkv.engine.model.quantised import QuantisedTensors
 from mmkv.engine.model.source import INDEX, SINGLE
 from mmkv.engine.model.stored import StoredTensors
 from mmkv.engine.model.weights import DecoderWeights
+from mmkv.planner import planned
 from tests.support.factories import checkpoint
 from tests.support.quantised.make import digest
 
@@ -322,3 +323,14 @@ def test_older_names_go_by_way_of_transformers(tmp_path: Path) -> None:
     theirs = load(plain_of("awq", tmp_path / "plain"), "float32", "cpu")[2]
     for name, part in ours.named():
         assert torch.equal(part, dict(theirs.named())[name]), name
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_the_plan_counts_all_numbers_of_packed_matrices(method: str, tmp_path: Path) -> None:
+    packed, plain = (
+        planned(str(make(method, tmp_path / make.__name__))) for make in (folder_of, plain_of)
+    )
+    assert packed is not None and plain is not None
+    mixed = method == "compressed-tensors"  # 3 and 4 bits: those of the first group count
+    for form in ("bf16", "int8"):
+        assert abs(packed[form].weights / plain[form].weights - 1) < (0.05 if mixed else 1e-9)
