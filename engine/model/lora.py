@@ -19,7 +19,7 @@ from torch import Tensor
 from mmkv.engine.errors import ModelError
 from mmkv.engine.model.stored import ChangedTensors, PickledTensors, StoredTensors, text_place
 
-_AT_ONCE = 2**22  # numbers that are made together
+_AT_ONCE = 2**20  # numbers that are made together
 _KEY = re.compile(
     r"(?:base_model\.model\.)?(?P<module>.+?)\."
     r"(?P<part>lora_A|lora_B|lora_embedding_A|lora_embedding_B|base_layer|modules_to_save|)"

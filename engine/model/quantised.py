@@ -26,7 +26,7 @@ from mmkv.engine.model.source import quantisation_method, require_known_quantisa
 from mmkv.engine.model.stored import ChangedTensors, Grid, StoredTensors
 
 _BLOCK = 128  # rows and columns that share a step in FP8, unless the config says otherwise
-_AT_ONCE = 2**22  # numbers that are made together
+_AT_ONCE = 2**20  # numbers that are made together
 _OF_ACTIVATIONS = re.compile(
     r"\.(?:(?:input|output|activation|[qkv]|prob_output)_(?:global_)?(?:scale(?:_inv)?|zero_point))$"
 )
@@ -233,6 +233,13 @@ class QuantisedTensors(ChangedTensors):
     def _part(self, name: str) -> Tensor:
         return self.below.read_as_stored(name)
 
+    def _order(self, name: str, groups: int) -> Tensor:
+        """Return the group of each column. Raises ModelError: there are fewer groups."""
+        order = self._part(name).long()
+        if int(order.min()) < 0 or int(order.max()) >= groups:
+            raise ModelError(f"{name} names groups that have no steps; get the original file")
+        return order
+
     def _dtype_of(self, scales: str) -> torch.dtype:
         """Return the dtype of a matrix: that of its steps if they have 16 bits."""
         return {"F16": torch.float16, "BF16": torch.bfloat16}.get(
@@ -301,7 +308,7 @@ class QuantisedTensors(ChangedTensors):
         def read() -> _Read:
             packed, steps = self._part(name), self._part(scales).view(rows, groups)
             zero = _unpacked(self._part(zeros).T, bits, rows).T if offsets else 2 ** (bits - 1)
-            order = self._part(places).long() if ordered else None
+            order = self._order(places, groups) if ordered else None
 
             def values(first: int, after: int) -> Tensor:
                 found = _unpacked(packed[first:after], bits, shape[1])
@@ -384,11 +391,7 @@ class QuantisedTensors(ChangedTensors):
             shifts = torch.arange(0, 32, bits, dtype=torch.int32)
             order = in_turn = torch.arange(columns) // size
             if ordered:
-                order = self._part(places).long()
-                if int(order.min()) < 0 or int(order.max()) >= groups:
-                    raise ModelError(
-                        f"{places} names groups that {scales} does not have; get the original file"
-                    )
+                order = self._order(places, groups)
             even = columns % groups == 0 and torch.equal(order, in_turn)
             places_of = None if even else order
 
