@@ -18,7 +18,7 @@ class Int4Matrix(IntegerMatrix):
     columns, the upper half the next one.
     """
 
-    bits, least, most, _stored_as = 4, -8, 7, torch.uint8
+    bits, _stored_as = 4, torch.uint8
 
     @staticmethod
     def rounded(weight: Tensor) -> tuple[Tensor, Tensor]:

@@ -21,7 +21,7 @@ from safetensors import safe_open
 from torch import Tensor
 
 from mmkv.engine.errors import ModelError
-from mmkv.engine.model.int8 import BLOCK, IntegerMatrix
+from mmkv.engine.model.int8 import BLOCK
 from mmkv.engine.model.panel_files import MappedFile, PanelStore
 from mmkv.engine.model.panels import room
 from mmkv.engine.model.product import INTEGERS, Matrix, WeightForm, equal, multiply
@@ -204,8 +204,9 @@ class StoredTensors:
             return self.read(names, dtype, device)
         if (bits := holding.bits(part)) is not None:
             grids = [grid for name in names if (grid := self.grid(name)) is not None]
-            if len(grids) == len(names) and all(grid.fits(INTEGERS[bits]) for grid in grids):
-                return _of_grids(INTEGERS[bits], grids)
+            if len(grids) == len(names) and all(grid.fits(bits) for grid in grids):
+                codes, steps = zip(*(grid.blocks() for grid in grids), strict=True)
+                return INTEGERS[bits].kept(torch.cat(codes), torch.cat(steps))
         if self.kinds(names) != {"BF16"}:
             return holding.hold(self.read(names, dtype, device).flatten(1), part)
         if not holding.packs or not all(map(self.in_place, names)):
@@ -372,23 +373,20 @@ class Grid:
 
     def __init__(self, codes: Tensor, steps: Tensor) -> None:
         self.codes, self.steps = codes, steps
-        self.group = codes.shape[1] // steps.shape[1]
 
-    def fits(self, form: type[IntegerMatrix]) -> bool:
-        """Whether a form can hold these codes, a bfloat16 next to each step beside them."""
-        blocks = self.steps.shape[1] == 1 or self.group % BLOCK == 0
+    def fits(self, bits: int) -> bool:
+        """Whether a form of so many bits has these codes, and a step for each group."""
+        groups = self.steps.shape[1]
+        most = 2 ** (bits - 1) - 1
+        least = -most if bits == 8 else -most - 1  # C has no -128
         low, high = self.codes.aminmax()
-        return blocks and form.least <= int(low) and int(high) <= form.most
+        blocks = self.codes.shape[1] % (BLOCK * groups) == 0
+        return blocks and least <= int(low) and int(high) <= most
 
-    def in_blocks(self) -> Tensor:
-        """Return the steps ``[out, blocks]`` of blocks of 32."""
-        blocks = -(-self.codes.shape[1] // BLOCK)
-        return self.steps.repeat_interleave(blocks // self.steps.shape[1], 1)
-
-
-def _of_grids(form: type[IntegerMatrix], grids: Sequence[Grid]) -> IntegerMatrix:
-    codes = torch.cat([grid.codes for grid in grids])
-    return form.of_codes(codes, torch.cat([grid.in_blocks() for grid in grids]))
+    def blocks(self) -> tuple[Tensor, Tensor]:
+        """Return codes ``[out, blocks, 32]`` and the step of each block."""
+        codes = self.codes.unflatten(1, (-1, BLOCK))
+        return codes, self.steps.repeat_interleave(codes.shape[1] // self.steps.shape[1], 1)
 
 
 @torch.no_grad()
