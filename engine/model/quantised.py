@@ -128,12 +128,11 @@ class QuantisedTensors(ChangedTensors):
             self._look_at(name)
         for name, matrix in self._matrices.items():
             self.changed[name] = matrix.shape, _SHORT[matrix.dtype]
-        left = self._names - self.hidden
-        for name in sorted(left):
-            if name.endswith(".weight") and not below.is_float(name):
+        for name in sorted(self._names - self.hidden):
+            if len(below.shape(name)) > 1 and below.kind(name) in {*_FP8, "I8", "U8", *_WORDS}:
                 raise ModelError(
-                    f"{name} holds {below.kind(name)} without the scales that {self._method} has "
-                    "beside it; get the complete checkpoint"
+                    f"{name} holds {below.kind(name)} without the parts that {self._method} has "
+                    "beside it under these names; get the complete checkpoint"
                 )
         if scales:
             self.note = (

@@ -451,6 +451,9 @@ def _read(
         for name in stored.names
         if (name.startswith(prefix) or name == head) and not name.endswith(COMPUTED)
     }
+    # GPTQ's tools write biases of zeros to layers that have none.
+    extra = {name for name in present - shapes.keys() if name.endswith(".bias")}
+    present -= {name for name in extra if not stored.tensor(name).any()}
     if present != set(shapes) or any(
         stored.shape(name) not in (shape, _turned(shape)) or not stored.is_float(name)
         for name, shape in shapes.items()

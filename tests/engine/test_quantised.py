@@ -215,9 +215,8 @@ def damaged(change: Callable[[dict[str, Tensor]], Any]) -> Callable[[str, Path],
         change(tensors)
         save_file(tensors, file, metadata={"format": "pt"})
         index = json.loads((folder / INDEX).read_text())
-        index["weight_map"] = {
-            n: f for n, f in index["weight_map"].items() if f != file.name or n in tensors
-        }
+        others = {n: f for n, f in index["weight_map"].items() if f != file.name}
+        index["weight_map"] = others | dict.fromkeys(tensors, file.name)
         (folder / INDEX).write_text(json.dumps(index))
 
     return damage
@@ -237,6 +236,13 @@ def shorter(name: str) -> Callable[[str, Path], None]:
 
 def of_no_group(tensors: dict[str, Tensor]) -> None:
     tensors["model.layers.0.mlp.down_proj.g_idx"][5] = -1
+
+
+def stacked_experts(tensors: dict[str, Tensor]) -> None:
+    """As no library of those here names them: their steps would be left out."""
+    name = "model.layers.0.mlp.down_proj.weight"
+    tensors[name.replace("mlp.down_proj.weight", "mlp.experts.gate_up_proj")] = tensors[name]
+    del tensors[name]
 
 
 def said(**settings: Any) -> Callable[[str, Path], None]:
@@ -267,9 +273,10 @@ def truncated(method: str, folder: Path) -> None:
         ("gptq", said(is_marlin_format=True), "by gptq in the packing 'marlin'"),
         ("awq", said(version="gemv"), "by awq in the packing 'gemv'"),
         ("fp8", said(quant_method="hqq"), "quantised by 'hqq', which mmkv does not read"),
-        ("fp8", said(quant_method="awq"), "without the scales that awq has beside it"),
+        ("fp8", said(quant_method="awq"), "without the parts that awq has beside it"),
         ("compressed-tensors", said(format="marlin-24"), "in the format 'marlin-24'"),
         ("compressed-tensors", said(transform_config={"a": 1}), "with rotations"),
+        ("fp8", damaged(stacked_experts), "experts.gate_up_proj holds F8_E4M3 without the parts"),
         (
             "compressed-tensors",
             without("self_attn.q_proj.weight_scale"),
@@ -321,6 +328,19 @@ def test_no_more_memory_than_the_form_and_one_layer(
             weights = load(folder, "float32", "cpu", form=form)[2]
         numbers = sum(each.numel() for each in vars(weights.layers[0]).values() if each is not None)
         assert weights.nbytes() < peak.most < weights.nbytes() + 4 * numbers, form
+
+
+def test_biases_of_zeros_that_tools_add_are_left_out(tmp_path: Path) -> None:
+    folder = folder_of("gptq", tmp_path / "model")
+    before = load(folder, "float32", "cpu")[2]
+
+    bias = "model.layers.0.mlp.up_proj.bias"
+    damaged(lambda tensors: tensors.update({bias: torch.zeros(96)}))("gptq", folder)
+    found = dict(load(folder, "float32", "cpu")[2].named())
+    assert all(torch.equal(part, found[name]) for name, part in before.named())
+    damaged(lambda tensors: tensors.update({bias: torch.ones(96)}))("gptq", folder)
+    with pytest.raises(ModelError, match=r"has 1 text weights .*up_proj\.bias"):
+        load(folder, "float32", "cpu")
 
 
 def test_older_names_go_by_way_of_transformers(tmp_path: Path) -> None:
