@@ -242,7 +242,7 @@ class BackgroundTurn:
         yield "[DONE]"
 
     def _raise_error(self) -> None:
-        """Raise what the turn failed with; once somebody knows, the session has none that failed."""
+        """Raise what the turn failed with; the session forgets it once somebody knows."""
         if self.error is not None:
             if self._turn.session.background is self:
                 self._turn.session.background = None
