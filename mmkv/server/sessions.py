@@ -253,8 +253,14 @@ class SessionTable:
             caller.tenant, conversation.budget, asked.metadata, name, conversation
         )
 
-    async def fork(self, session: ServerSession) -> ServerSession:
-        """Open another session that goes on from the same state."""
+    async def fork(
+        self, session: ServerSession, metadata: dict[str, str] | None = None
+    ) -> ServerSession:
+        """Open another session that goes on from the same state.
+
+        Args:
+            metadata: of the new one; None: the session's.
+        """
         conversation = await self.load_memory(session)
         if conversation is not None:
             hold(self._state, conversation)  # whatever makes way for the fork
@@ -267,7 +273,7 @@ class SessionTable:
         return await self._add(
             session.tenant,
             session.budget,
-            dict(session.metadata),
+            dict(session.metadata if metadata is None else metadata),
             None,
             conversation,
             session.turns,
@@ -527,6 +533,12 @@ class NewSession(Body):
     metadata: Metadata = Field(default_factory=dict)
 
 
+class ForkedSession(Body):
+    """What a fork has of its own; ``metadata``: by default the session's."""
+
+    metadata: Metadata | None = None
+
+
 class SavedName(Body):
     """Where a session is saved, by a name in the server's own folder."""
 
@@ -603,8 +615,11 @@ def sessions_router(state: ServerState) -> APIRouter:
         return {"id": name, "object": "session.turn", "kept": await turn.stop()}
 
     @router.post("/{name}/fork", summary="Another session that goes on from the same memory")
-    async def fork(name: str, who: CurrentCaller) -> dict[str, Any]:
-        return (await sessions.fork(await sessions.find(name, who, idle=True))).shown()
+    async def fork(
+        name: str, who: CurrentCaller, asked: ForkedSession | None = None
+    ) -> dict[str, Any]:
+        session = await sessions.find(name, who, idle=True)
+        return (await sessions.fork(session, asked and asked.metadata)).shown()
 
     @router.post("/{name}/save", summary="Write a session to a file of the server")
     async def save(name: str, asked: SavedName, who: CurrentCaller) -> dict[str, Any]:

@@ -58,7 +58,8 @@ export const models = async () => (await json("models")).data[0];
 export const listSessions = async () => (await json("sessions")).data;
 export const createSession = (fields) =>
   json("sessions", { method: "POST", body: fields, session: `sess_${random(18)}` });
-export const forkSession = (id) => json(at(id, "/fork"), { method: "POST", session: id });
+export const forkSession = (id, metadata) =>
+  json(at(id, "/fork"), { method: "POST", body: { metadata }, session: id });
 export const deleteSession = (id) => json(at(id), { method: "DELETE", session: id });
 export const saveSession = (id, body) => json(at(id, "/save"), { method: "POST", body, session: id });
 export const readMessages = async (id) => (await json(at(id, "/messages"), { session: id })).data;

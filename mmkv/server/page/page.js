@@ -21,8 +21,8 @@ const usage = signal(null); // of the latest reply
 const running = signal(null); // the turn that is followed: { id, abort, stopping }
 const queue = signal([]); // pictures and videos that go with the next message
 const draft = signal("");
-const editing = signal(null); // how many messages stand before the one that is edited
-const notice = signal(null); // { text, failed, action }
+const editing = signal(null); // the messages before the one that is edited
+const notice = signal(null); // { text, failed }
 const search = signal("");
 const drawer = signal(null); // on a small screen: "list" or "memory"
 const dialog = signal(null); // "settings", "save", "delete", "shortcuts"
@@ -31,6 +31,7 @@ const saved = signal([]);
 const settings = signal({ tokens: 1024, temperature: "", system: "", budget: "" });
 
 const busy = computed(() => running.value !== null);
+const stored = computed(() => log.value.filter((one) => !one.failed && !one.pending)); // what is sent, or was
 const record = computed(() => sessions.value.find((one) => one.id === current.value) ?? null);
 const SETTINGS = "mmkv-settings";
 const OPEN = "mmkv-open";
@@ -49,8 +50,9 @@ function bytes(size) {
   return `${(size / 1024 ** power).toFixed(power ? 1 : 0)} ${["B", "KiB", "MiB", "GiB"][power]}`;
 }
 
-function tell(text, failed = false, action = null) {
-  notice.value = text ? { text, failed, action } : null;
+function tell(text, failed = false) {
+  const mine = notice.value = text ? { text, failed } : null;
+  if (text && !failed) setTimeout(() => { if (notice.value === mine) notice.value = null; }, 8000);
 }
 
 // Runs what a button asks for; an error is told, whatever it was.
@@ -137,8 +139,12 @@ function remembered(id) {
 let opened = 0; // counts what was opened last, so that a late answer shows nothing
 
 async function open(id) {
-  const mine = ++opened;
+  const mine = ++opened, left = record.value;
   running.value?.abort.abort(); // the reply goes on without the page
+  if (left && left.id !== id && unused(left)) {
+    server.deleteSession(left.id).catch(() => {});
+    sessions.value = sessions.value.filter((one) => one !== left);
+  }
   batch(() => {
     running.value = null;
     current.value = id;
@@ -161,6 +167,9 @@ async function open(id) {
   if (known?.busy || known?.failed) await rejoin(id);
   else await remember();
 }
+
+// One whose only turn was refused, or that never had one.
+const unused = (one) => one.turns === 0 && !one.busy && !one.failed;
 
 function noteText(id) {
   texts.set(id, log.value.map((one) => one.text).join("\n").toLowerCase());
@@ -195,15 +204,16 @@ async function send() {
   const text = draft.value, media = queue.value;
   if (!text.trim() && !media.length) return;
   const asked = message("user", text, media);
-  const before = editing.value;
+  const earlier = editing.value;
   batch(() => {
     draft.value = "";
     queue.value = [];
     editing.value = null;
   });
-  if (before !== null) await branch(log.value.slice(0, before), asked);
-  else if (current.value === null) await branch(settings.value.system.trim() ? [message("system", settings.value.system.trim())] : [], asked);
-  else await turn(current.value, [asked]);
+  const system = settings.value.system.trim();
+  if (earlier !== null) await branch(earlier, asked);
+  else if (current.value === null) await branch(system ? [message("system", system)] : [], asked);
+  else await turn(current.value, asked);
 }
 
 // Sends messages as a conversation of its own: what earlier turns left of them is not read again.
@@ -226,7 +236,7 @@ async function branch(earlier, asked) {
   });
   remembered(made.id);
   document.title = `${nameOf(made)} · mmkv`;
-  await turn(made.id, sent, earlier.length);
+  await turn(made.id, asked);
 }
 
 function sameBudget() {
@@ -237,12 +247,12 @@ function sameBudget() {
   return {};
 }
 
-async function turn(id, sent, known = 0) {
+async function turn(id, asked) {
   const abort = new AbortController();
-  const asked = sent.slice(known);
+  const sent = [...stored.value.slice(record.value?.messages ?? 0), asked]; // what the server lacks
   const stood = log.value;
   running.value = { id, abort, stopping: false };
-  log.value = [...stood, ...asked, { ...message("assistant", ""), pending: true }];
+  log.value = [...stood, asked, { ...message("assistant", ""), pending: true }];
   follow.bottom = true;
   try {
     const body = {
@@ -256,7 +266,7 @@ async function turn(id, sent, known = 0) {
   } catch (error) {
     if (abort.signal.aborted) return;
     if (error instanceof TypeError && await rejoined(id, abort)) return;
-    refused(id, stood, asked, error);
+    refused(id, stood, [asked], error);
   } finally {
     await ended(id, abort);
   }
@@ -339,29 +349,39 @@ async function ended(id, abort) {
 
 async function read(events, joined) {
   let reply = { ...message("assistant", ""), pending: true };
-  let began = null, tokens = 0;
-  for await (const event of events) {
-    if (event.mmkv?.asked) joined?.(event.mmkv.asked);
-    if (event.mmkv?.memory) {
-      memory.value = { ...event.mmkv.memory, state: "memory" };
-      tokens = event.mmkv.tokens;
-      if (began?.tokens === undefined && began) began.tokens = tokens;
-      const seconds = (performance.now() - (began?.time ?? Infinity)) / 1000;
-      if (seconds > 0.3) speed.value = (tokens - began.tokens) / seconds;
+  let began = null, tokens = 0, waits = null;
+  const show = () => {
+    clearTimeout(waits);
+    waits = null;
+    log.value = [...log.value.slice(0, -1), reply];
+  };
+  try {
+    for await (const event of events) {
+      if (event.mmkv?.asked) joined?.(event.mmkv.asked);
+      if (event.mmkv?.memory) {
+        memory.value = { ...event.mmkv.memory, state: "memory" };
+        tokens = event.mmkv.tokens;
+        if (began?.tokens === undefined && began) began.tokens = tokens;
+        const seconds = (performance.now() - (began?.time ?? Infinity)) / 1000;
+        if (seconds > 0.3) speed.value = (tokens - began.tokens) / seconds;
+      }
+      const choice = event.choices[0];
+      if (choice) {
+        reply = grown(reply, choice.delta);
+        if (choice.finish_reason) reply = { ...reply, pending: false, cut: choice.finish_reason === "length" };
+        if (!began && (choice.delta.content || choice.delta.reasoning_content)) began = { time: performance.now() };
+        if (choice.finish_reason) show();
+        else waits ??= setTimeout(show, 30); // a reply may grow faster than a screen
+      }
+      if (event.usage) {
+        usage.value = event.usage;
+        const all = event.usage.completion_tokens;
+        const seconds = began ? (performance.now() - began.time) / 1000 : 0;
+        if (seconds > 0.02 && speed.value === null) speed.value = all / seconds;
+      }
     }
-    const choice = event.choices[0];
-    if (choice) {
-      reply = grown(reply, choice.delta);
-      if (choice.finish_reason) reply = { ...reply, pending: false, cut: choice.finish_reason === "length" };
-      if (!began && (choice.delta.content || choice.delta.reasoning_content)) began = { time: performance.now() };
-      log.value = [...log.value.slice(0, -1), reply];
-    }
-    if (event.usage) {
-      usage.value = event.usage;
-      const all = event.usage.completion_tokens;
-      const seconds = began ? (performance.now() - began.time) / 1000 : 0;
-      if (seconds > 0.02 && speed.value === null) speed.value = all / seconds;
-    }
+  } finally {
+    clearTimeout(waits);
   }
 }
 
@@ -388,19 +408,20 @@ async function stop() {
   }
 }
 
+const before = (index) => log.value.slice(0, index).filter((one) => !one.failed);
+
 async function regenerate(index) {
   if (busy.value) throw new Error("a reply is under way; stop it, or wait for its end");
-  const last = log.value.slice(0, index).findLastIndex((one) => one.role === "user");
-  const { failed, ...asked } = log.value[last];
-  await branch(log.value.slice(0, last), asked);
+  const last = log.value.slice(0, index).findLastIndex((one) => one.role === "user" && !one.failed);
+  await branch(before(last), log.value[last]);
 }
 
 async function edit(index) {
   if (busy.value) throw new Error("a reply is under way; stop it, or wait for its end");
   const one = log.value[index];
   for (const part of one.media) part.url ??= await server.mediaUrl(current.value, part.digest);
-  if (one.failed) log.value = log.value.slice(0, index); // it never became part of the conversation
-  else editing.value = index;
+  if (one.failed) log.value = log.value.filter((other) => other !== one); // it was never part of it
+  else editing.value = before(index);
   putBack({ ...one, media: [...one.media] });
 }
 
@@ -441,7 +462,7 @@ async function readable(one) {
 // --- export -----------------------------------------------------------------------------------
 
 async function exported(form) {
-  const id = current.value, whole = log.value.filter((one) => !one.failed);
+  const id = current.value, whole = stored.value;
   const messages = await Promise.all(whole.map((one) => toServer(id, one)));
   const title = record.value ? nameOf(record.value) : "Chat";
   const name = title.replace(/[^\p{L}\p{N}]+/gu, "-").replace(/^-|-$/g, "").slice(0, 40) || "chat";
@@ -500,7 +521,7 @@ function Picture({ part, session, kept, label }) {
     else if (part.digest && session) server.mediaUrl(session, part.digest).then(setUrl, (error) => setGone(error.message));
   }, [part.url, part.digest, session]);
   const told = kept === undefined || kept === null ? "" : `, ${percent(kept)} of it kept`;
-  const fade = kept === undefined || kept === null ? undefined : { opacity: 0.25 + 0.75 * kept, filter: `grayscale(${1 - kept})` };
+  const fade = kept === undefined || kept === null ? undefined : { opacity: 0.35 + 0.65 * kept, filter: `grayscale(${1 - kept})` };
   if (part.kind === "video") {
     return html`<span class="film" style=${fade} role="img" aria-label=${`${label}${told}`}><${Icon} name="film" /><span>${part.name ?? "video"}</span></span>`;
   }
@@ -573,8 +594,12 @@ function follow() {
 }
 follow.bottom = true;
 
+// What is kept of a message; one that was refused is not in the conversation.
+function shareOf(one) {
+  return one.failed ? undefined : memory.value?.kept_by_message?.[stored.value.indexOf(one)];
+}
+
 function Log() {
-  const shares = memory.value?.kept_by_message ?? [];
   useEffect(follow);
   const scrolled = (event) => {
     const { scrollTop, scrollHeight, clientHeight } = event.currentTarget;
@@ -586,7 +611,7 @@ function Log() {
     <div id="log" onScroll=${scrolled} tabindex="0" role="region" aria-label="Messages">
       ${shown.length === 0 && html`<${Welcome} />`}
       <ol class="messages" aria-live="polite" aria-relevant="additions">
-        ${log.value.map((one, index) => shown.includes(one) && html`<${Message} key=${index} one=${one} index=${index} share=${shares[index]} last=${index === lastReply} />`)}
+        ${log.value.map((one, index) => shown.includes(one) && html`<${Message} key=${index} one=${one} index=${index} share=${shareOf(one)} last=${index === lastReply} />`)}
       </ol>
     </div>`;
 }
@@ -690,7 +715,7 @@ function day(seconds) {
 
 function List() {
   const words = search.value.trim().toLowerCase();
-  const all = [...sessions.value].reverse().sort((a, b) => b.created - a.created);
+  const all = sessions.value.filter((one) => !unused(one) || one.id === current.value).reverse().sort((a, b) => b.created - a.created);
   const found = all.filter((one) => !words || nameOf(one).toLowerCase().includes(words) || texts.get(one.id)?.includes(words));
   const groups = new Map();
   for (const one of found) groups.set(day(one.created), [...(groups.get(day(one.created)) ?? []), one]);
@@ -749,9 +774,9 @@ function Bar({ found }) {
 function Memory() {
   const found = memory.value, known = found?.entries !== undefined;
   const pictures = known ? log.value.flatMap((one, index) => one.media.map((part, at) => (
-    { part, kept: found.kept_by_message?.[index]?.media[at], index, at }))).filter((one) => one.kept !== undefined && one.kept !== null) : [];
-  const turns = known ? log.value.map((one, index) => ({ one, index, kept: found.kept_by_message?.[index]?.kept }))
-    .filter(({ kept }) => kept !== undefined && kept !== null) : [];
+    { part, kept: shareOf(one)?.media[at] ?? null, index, at }))).filter(({ kept }) => kept !== null) : [];
+  const turns = known ? log.value.map((one, index) => ({ one, index, kept: shareOf(one)?.kept ?? null }))
+    .filter(({ kept }) => kept !== null) : [];
   const gone = known ? found.evicted / Math.max(found.entries + found.evicted, 1) : 0;
   return html`
     <aside id="memory" class=${drawer.value === "memory" ? "side open" : "side"} aria-label="Memory">
@@ -815,12 +840,12 @@ function Settings() {
     } catch { /* until the page is closed */ }
   };
   return html`<${Dialog} name="settings" title="Settings" submit="Keep" onSubmit=${keep}>
-    <label for="system">System prompt${fresh ? "" : " (of the next new chat)"}</label>
+    <label for="system">System prompt${fresh ? "" : " (next new chat)"}</label>
     <textarea id="system" rows="4" placeholder="None" ...${field("system")}></textarea>
     <div class="fields">
-      <div><label for="tokens">Longest reply, in tokens</label><input id="tokens" type="number" min="1" step="1" required ...${field("tokens")} /></div>
-      <div><label for="temperature">Temperature</label><input id="temperature" type="number" min="0" max="2" step="0.1" placeholder="as the model says" ...${field("temperature")} /></div>
-      <div><label for="budget">Budget${fresh ? "" : " (of the next new chat)"}</label><input id="budget" autocomplete="off" placeholder=${model.value?.mmkv.budget ?? ""} aria-describedby="budget-help" ...${field("budget")} /></div>
+      <div><label for="tokens">Longest reply (tokens)</label><input id="tokens" type="number" min="1" step="1" required ...${field("tokens")} /></div>
+      <div><label for="temperature">Temperature</label><input id="temperature" type="number" min="0" max="2" step="0.1" placeholder="the model's" ...${field("temperature")} /></div>
+      <div><label for="budget">Budget${fresh ? "" : " (next new chat)"}</label><input id="budget" autocomplete="off" placeholder=${model.value?.mmkv.budget ?? ""} aria-describedby="budget-help" ...${field("budget")} /></div>
     </div>
     <p id="budget-help" class="small muted">Entries per row such as 256, or bytes such as 64MiB.</p>
   <//>`;
@@ -884,7 +909,8 @@ function Menu() {
     return () => document.removeEventListener("click", outside);
   }, []);
   const fork = guarded(async () => {
-    const made = await server.forkSession(current.value);
+    const title = `${nameOf(record.value).replace(/ \(copy\)$/, "")} (copy)`;
+    const made = await server.forkSession(current.value, { title, from: current.value });
     await refresh();
     await open(made.id);
     tell("This is a copy; the other one stays as it is.");
@@ -917,6 +943,7 @@ function App() {
       <header>
         <${IconButton} name="menu" label="Conversations" class="plain icon small-only" aria-expanded=${drawer.value === "list"} onClick=${() => { drawer.value = "list"; }} />
         <p class="title">${record.value ? nameOf(record.value) : "New chat"}</p>
+        <span class="small muted wide-only">${model.value?.id}</span>
         <button type="button" class="plain small-only mini" aria-expanded=${drawer.value === "memory"} onClick=${() => { drawer.value = "memory"; }}>
           <span class="said">Memory</span>${found?.entries !== undefined ? html`<${Bar} found=${found} />` : html`<${Icon} name="gauge" />`}</button>
         ${current.value !== null && html`<${Menu} />`}
@@ -955,7 +982,8 @@ document.addEventListener("keydown", (event) => {
 setInterval(() => {
   if (document.hidden || running.value || locked.value || !model.value) return;
   refresh().then(() => {
-    if (record.value?.busy && !running.value) return open(current.value);
+    const one = record.value; // a turn of another tab, or of another client
+    if (one && (one.busy || one.messages > stored.value.length)) return open(one.id);
     return remember();
   }).catch(() => {});
 }, 10000);

@@ -257,7 +257,7 @@ def test_a_chat_with_pictures_that_survive_a_reload_and_a_fork(page: Any, server
     styles = [page.locator(SHADES).nth(at).get_attribute("style") for at in range(2)]
     for style, share in zip(styles, shares, strict=True):
         found = re.search(r"opacity: ([\d.]+)", style)
-        assert found and abs(float(found[1]) - (0.25 + 0.75 * share)) < 0.001
+        assert found and abs(float(found[1]) - (0.35 + 0.65 * share)) < 0.001
     expect(page.locator(".fading li")).to_have_count(2)
     sources = [page.locator(SHADES).nth(at).get_attribute("src") for at in range(2)]
     page.reload()
@@ -266,6 +266,7 @@ def test_a_chat_with_pictures_that_survive_a_reload_and_a_fork(page: Any, server
     assert page.locator(".message.assistant .markdown").inner_text() == shown
     pick(page, "Fork")
     expect(page.locator("#list li")).to_have_count(2)
+    expect(page.locator("#list [aria-current]")).to_contain_text("(copy)")
     expect(page.locator(SHADES)).to_have_count(2)
     assert [page.locator(SHADES).nth(at).get_attribute("src") for at in range(2)] == sources
     # The key goes with the tab; what stays is whose conversations these are without one.
@@ -295,6 +296,9 @@ def test_a_refused_picture_is_shown_with_its_reason_and_not_sent_again(
     (record,) = sessions_of(server)
     asked = messages_of(server, record)[0]
     assert [part["type"] for part in asked["content"]] == ["text"]
+    # What is kept belongs to the messages that were sent: nothing of the refused one fades.
+    expect(page.locator("#memory .turns li")).to_have_count(2)
+    assert say_failed.locator("img").get_attribute("style") is None
     # Who wants can have it back, take the picture out, and send the rest.
     say_failed.get_by_role("button", name="Edit and send again").focus()
     page.keyboard.press("Enter")

@@ -122,7 +122,10 @@ def test_pictures_can_be_asked_for_again_until_their_session_goes(server: Server
         events(answer)
     shown = messages(server, path)[0]["content"]
     assert shown == [{"type": "image", "digest": digest}, {"type": "text", "text": "what?"}]
-    fork = f"/v1/sessions/{server.client.post(f'{path}/fork').json()['id']}"
+    named = {"metadata": {"title": "another"}}
+    forked = server.client.post(f"{path}/fork", json=named).json()
+    assert forked["metadata"] == named["metadata"]
+    fork = f"/v1/sessions/{forked['id']}"
     other = opened(server)
     for place, status in ((path, 200), (fork, 200), (other, 404)):
         found = server.client.get(f"{place}/media/{digest}")
