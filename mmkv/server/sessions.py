@@ -10,11 +10,9 @@ import dataclasses
 import itertools
 import re
 import secrets
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 from fastapi import APIRouter, Request, Response
 from pydantic import Field
@@ -41,78 +39,12 @@ from mmkv.server.store import (
     saved_already,
     write_session,
 )
-from mmkv.server.turns import BackgroundTurn, SessionTurn
+from mmkv.server.turns import BackgroundTurn, ServerSession, SessionTurn
 
 if TYPE_CHECKING:
     from pathlib import Path
 
     from mmkv.server.conversations import ConversationState
-
-
-@dataclass
-class ServerSession:
-    """One session.
-
-    Attributes:
-        conversation: its state after the latest turn; None before the first, or while it lies in
-            the shared folder alone.
-        record: what the shared folder holds on it; None without such a folder.
-        busy: whether a turn is under way; background: one that goes on without a client, or the
-            latest, if it failed; closed_for_room: whether it was closed here so that
-            another could be opened; used: grows with each use; unbound: whether its budget binds
-            nothing.
-    """
-
-    id: str
-    tenant: str
-    budget: Budget
-    metadata: dict[str, str]
-    conversation: ConversationState | None = None
-    busy: bool = False
-    created: int = field(default_factory=lambda: int(time.time()))
-    turns: int = 0
-    background: BackgroundTurn | None = None
-    record: SessionRecord | None = None
-    closed_for_room: bool = False
-    used: int = 0
-    unbound: bool = False
-
-    @property
-    def on_disk(self) -> bool:
-        """Whether its latest state is in the shared folder."""
-        record = self.record
-        return record is not None and bool(
-            record.version and (self.conversation is None or record.memory)
-        )
-
-    @property
-    def messages(self) -> int:
-        """Count the messages that it holds."""
-        if self.conversation is not None:
-            return len(self.conversation.info.messages)
-        return 0 if self.record is None else self.record.messages
-
-    @property
-    def state(self) -> Literal["empty", "memory", "file"]:
-        """Where its memory lies."""
-        if self.conversation is None:
-            return "empty" if self.record is None or self.record.memory is None else "file"
-        return "memory" if self.conversation.resident else "file"
-
-    def shown(self) -> dict[str, Any]:
-        """Return it as the API shows it."""
-        return {
-            "id": self.id,
-            "object": "session",
-            "created": self.created,
-            "metadata": self.metadata,
-            "budget": "none" if self.unbound else self.budget.describe(),
-            "turns": self.turns,
-            "messages": self.messages,
-            "busy": self.busy,
-            "state": self.state,
-            "failed": self.background is not None and self.background.error is not None,
-        }
 
 
 class SessionTable:
@@ -619,7 +551,8 @@ def sessions_router(state: ServerState) -> APIRouter:
         name: str, who: CurrentCaller, asked: ForkedSession | None = None
     ) -> dict[str, Any]:
         session = await sessions.find(name, who, idle=True)
-        return (await sessions.fork(session, asked and asked.metadata)).shown()
+        metadata = None if asked is None else asked.metadata
+        return (await sessions.fork(session, metadata)).shown()
 
     @router.post("/{name}/save", summary="Write a session to a file of the server")
     async def save(name: str, asked: SavedName, who: CurrentCaller) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""A turn of a session: while its client waits, or in the background, for clients to follow."""
+"""A session and its turns: while a client waits, or in the background, for clients to follow."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ import contextlib
 import logging
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
-from typing import TYPE_CHECKING, Any, Self
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Literal, Self
 
 from mmkv.calls.parser import ParsedReply
 from mmkv.engine.errors import STOPS
@@ -21,16 +22,82 @@ from mmkv.server.schema import unsupported
 from mmkv.server.state import Caller, ServerState, TurnMemory, release
 
 if TYPE_CHECKING:
+    from mmkv.engine.budget import Budget
     from mmkv.server.conversations import ConversationState
     from mmkv.server.job import Standing, Usage
     from mmkv.server.prompts import Message
     from mmkv.server.schema import ChatRequest
-    from mmkv.server.sessions import ServerSession
-    from mmkv.server.store import MediaStore
+    from mmkv.server.store import MediaStore, SessionRecord
 
 
 log = logging.getLogger("mmkv.server")
 _EVERY = 0.5  # seconds between two looks at what the memory of a turn holds
+
+
+@dataclass
+class ServerSession:
+    """One session.
+
+    Attributes:
+        conversation: its state after the latest turn; None before the first, or while it lies in
+            the shared folder alone.
+        record: what the shared folder holds on it; None without such a folder.
+        busy: whether a turn is under way; background: one that goes on without a client, or the
+            latest, if it failed; closed_for_room: whether it was closed here so that
+            another could be opened; used: grows with each use; unbound: whether its budget binds
+            nothing.
+    """
+
+    id: str
+    tenant: str
+    budget: Budget
+    metadata: dict[str, str]
+    conversation: ConversationState | None = None
+    busy: bool = False
+    created: int = field(default_factory=lambda: int(time.time()))
+    turns: int = 0
+    background: BackgroundTurn | None = None
+    record: SessionRecord | None = None
+    closed_for_room: bool = False
+    used: int = 0
+    unbound: bool = False
+
+    @property
+    def on_disk(self) -> bool:
+        """Whether its latest state is in the shared folder."""
+        record = self.record
+        return record is not None and bool(
+            record.version and (self.conversation is None or record.memory)
+        )
+
+    @property
+    def messages(self) -> int:
+        """Count the messages that it holds."""
+        if self.conversation is not None:
+            return len(self.conversation.info.messages)
+        return 0 if self.record is None else self.record.messages
+
+    @property
+    def state(self) -> Literal["empty", "memory", "file"]:
+        """Where its memory lies."""
+        if self.conversation is None:
+            return "empty" if self.record is None or self.record.memory is None else "file"
+        return "memory" if self.conversation.resident else "file"
+
+    def shown(self) -> dict[str, Any]:
+        """Return it as the API shows it."""
+        return {
+            "id": self.id,
+            "object": "session",
+            "created": self.created,
+            "metadata": self.metadata,
+            "budget": "none" if self.unbound else self.budget.describe(),
+            "turns": self.turns,
+            "messages": self.messages,
+            "busy": self.busy,
+            "state": self.state,
+            "failed": self.background is not None and self.background.error is not None,
+        }
 
 
 class SessionTurn:

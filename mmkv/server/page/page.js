@@ -172,7 +172,7 @@ async function open(id) {
 const unused = (one) => one.turns === 0 && !one.busy && !one.failed;
 
 function noteText(id) {
-  texts.set(id, log.value.map((one) => one.text).join("\n").toLowerCase());
+  texts.set(id, stored.value.map((one) => one.text).join("\n").toLowerCase());
 }
 
 async function start() {

@@ -452,6 +452,22 @@ def test_edits_and_other_replies_are_branches_that_read_little_again(
     assert len({one[1] for one in said}) == 1
     for record in records:
         assert messages_of(server, record)[1]["content"][0]["type"] == "image"
+    # A branch that the server refuses keeps its earlier messages for the next try.
+    refusal = {"error": {"message": "no room now", "code": "no_room"}}
+    told = {"status": 503, "json": refusal}
+    page.route("**/chat/completions", lambda route: route.fulfill(**told), times=1)
+    page.locator(".message.assistant").last.hover()
+    page.get_by_role("button", name="Another reply").click()
+    expect(page.locator(".message.failed")).to_contain_text("no room now")
+    page.locator("#text").fill("fourth")
+    page.locator("#text").press("Enter")
+    ended(page)
+    (record,) = [one for one in sessions_of(server) if one not in records and one["turns"]]
+    again = [text_of(one).strip() for one in messages_of(server, record)]
+    assert again[:3] == said[0][:3] and again[3] == "fourth" and len(again) == 5
+    page.get_by_role("button", name="New chat").click()
+    page.locator("#list li").nth(1).get_by_role("button").click()
+    expect(page.locator(".message")).to_have_count(5)
     # The search finds what was said, not the titles alone.
     page.get_by_label("Search conversations").fill("third")
     expect(page.locator("#list li")).to_have_count(1)
