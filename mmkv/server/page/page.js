@@ -210,10 +210,18 @@ async function send() {
     queue.value = [];
     editing.value = null;
   });
+  if (earlier === null && current.value !== null) {
+    await turn(current.value, asked);
+    return;
+  }
   const system = settings.value.system.trim();
-  if (earlier !== null) await branch(earlier, asked);
-  else if (current.value === null) await branch(system ? [message("system", system)] : [], asked);
-  else await turn(current.value, asked);
+  try {
+    await branch(earlier ?? (system ? [message("system", system)] : []), asked);
+  } catch (error) {
+    editing.value = earlier;
+    putBack(asked); // there is no conversation for it
+    throw error;
+  }
 }
 
 // Sends messages as a conversation of its own: what earlier turns left of them is not read again.
@@ -249,7 +257,8 @@ function sameBudget() {
 
 async function turn(id, asked) {
   const abort = new AbortController();
-  const sent = [...stored.value.slice(record.value?.messages ?? 0), asked]; // what the server lacks
+  const known = record.value?.messages ?? 0;
+  const sent = [...stored.value.slice(known), asked]; // what the server lacks
   const stood = log.value;
   running.value = { id, abort, stopping: false };
   log.value = [...stood, asked, { ...message("assistant", ""), pending: true }];
@@ -265,7 +274,7 @@ async function turn(id, asked) {
     await read(server.sendTurn(id, body, abort.signal));
   } catch (error) {
     if (abort.signal.aborted) return;
-    if (error instanceof TypeError && await rejoined(id, abort)) return;
+    if (error instanceof TypeError && await rejoined(id, abort, known)) return;
     refused(id, stood, [asked], error);
   } finally {
     await ended(id, abort);
@@ -276,13 +285,15 @@ async function turn(id, asked) {
 function refused(id, stood, asked, error) {
   if (current.value !== id) return;
   if (error.status === 401) locked.value = true;
+  tell("");
   if (error.code === "turn_stopped") {
     log.value = stood;
     putBack(asked.at(-1));
     tell("Stopped before the reply began; your message is back in the box.");
     return;
   }
-  const kept = asked.map((one, index) => (index === asked.length - 1 ? { ...one, failed: error.message } : one));
+  const reason = error instanceof TypeError ? "the server cannot be reached" : error.message;
+  const kept = asked.map((one, index) => (index === asked.length - 1 ? { ...one, failed: reason } : one));
   log.value = [...stood, ...kept];
 }
 
@@ -308,14 +319,15 @@ async function rejoin(id) {
   } catch (error) {
     if (abort.signal.aborted) return;
     if (error.code === "no_turn") log.value = (await server.readMessages(id)).map(fromServer);
-    else if (!(error instanceof TypeError && await rejoined(id, abort))) refused(id, stood, asked, error);
+    else if (!(error instanceof TypeError && await rejoined(id, abort, stood.length))) refused(id, stood, asked, error);
   } finally {
     await ended(id, abort);
   }
 }
 
-// The connection broke: the reply goes on at the server, so the page asks for it again.
-async function rejoined(id, abort) {
+// The connection broke: the reply goes on at the server, so the page asks for it again. Returns
+// whether it was there; known: messages that the server had before.
+async function rejoined(id, abort, known) {
   for (let wait = 500; wait < 20000 && !abort.signal.aborted; wait *= 2) {
     tell("The connection broke; trying again…");
     await new Promise((resolve) => setTimeout(resolve, wait));
@@ -324,6 +336,7 @@ async function rejoined(id, abort) {
       if (abort.signal.aborted) return true;
       await refresh();
       tell("");
+      if (!record.value?.busy && found.length <= known) return false; // the turn never came there
       log.value = found;
       if (record.value?.busy) {
         const stood = found;
@@ -575,6 +588,7 @@ function Message({ one, index, share, last }) {
       ${one.role === "user" || one.role === "tool"
         ? one.text && html`<p class="plain-text bubble">${one.text}</p>`
         : html`<${Markdown} text=${one.text} />`}
+      ${!one.pending && !one.text.trim() && !one.thought && !one.calls.length && one.role === "assistant" && html`<p class="muted">The reply is empty.</p>`}
       ${one.calls.map((call) => html`<${Call} key=${call.id} call=${call} result=${result(call)} />`)}
       ${waiting && html`<p class="waiting" role="status"><span></span><span class="said">waiting for the reply</span></p>`}
       ${one.failed && html`<p class="note failed" role="alert">Not sent: ${one.failed}</p>`}
