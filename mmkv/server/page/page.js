@@ -84,10 +84,17 @@ function fromServer(one) {
   };
 }
 
-async function toServer(id, one) {
+async function toServer(id, one, lenient = false) {
   const media = [];
   for (const part of one.media) {
-    const url = part.url ?? await server.mediaUrl(id, part.digest);
+    let url = part.url;
+    try {
+      url ??= await server.mediaUrl(id, part.digest);
+    } catch (error) {
+      if (!lenient) throw error;
+      media.push({ type: "text", text: `[a ${KINDS[part.kind]} that is not kept]` });
+      continue;
+    }
     media.push(part.kind === "video" ? { type: "video_url", video_url: { url } } : { type: "image_url", image_url: { url } });
   }
   const text = one.text || !media.length ? [{ type: "text", text: one.text }] : [];
@@ -476,7 +483,7 @@ async function readable(one) {
 
 async function exported(form) {
   const id = current.value, whole = stored.value;
-  const messages = await Promise.all(whole.map((one) => toServer(id, one)));
+  const messages = await Promise.all(whole.map((one) => toServer(id, one, true)));
   const title = record.value ? nameOf(record.value) : "Chat";
   const name = title.replace(/[^\p{L}\p{N}]+/gu, "-").replace(/^-|-$/g, "").slice(0, 40) || "chat";
   if (form === "json") {

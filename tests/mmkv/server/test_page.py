@@ -335,6 +335,7 @@ def test_a_reply_is_stopped_and_rejoined_after_a_reload(page: Any, server: Serve
         expect(page.locator("#stop")).to_be_disabled()
     ended(page)
     expect(page.locator(".message.assistant")).to_have_count(2)
+    expect(page.locator("[data-of=speed]")).to_contain_text("tokens/s")
     (record,) = sessions_of(server)
     said = messages_of(server, record)
     assert record["turns"] == 2 and [one["role"] for one in said] == ["user", "assistant"] * 2

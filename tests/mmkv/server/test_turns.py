@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import base64
+import contextvars
 import hashlib
 import itertools
 import json
@@ -15,9 +17,18 @@ import httpx
 import pytest
 
 from mmkv import Engine
+from mmkv.server.guard import LimitBody, keep_body, release_body
 from mmkv.server.store import MediaStore
 from tests.support.chat_models import picture
-from tests.support.servers import Server, asked, paused_in_a_reply, picture_part, serving, until
+from tests.support.servers import (
+    Server,
+    asked,
+    paused_in_a_reply,
+    picture_part,
+    serving,
+    stopped,
+    until,
+)
 
 
 def load(folder: Path) -> Engine:
@@ -81,6 +92,10 @@ def test_a_turn_goes_on_when_its_client_leaves_and_can_be_rejoined(server: Serve
         {"role": "user", "content": [{"type": "text", "text": "what is red?"}]}
     ]
     assert said(found) == wanted["message"]["content"]
+    # What the memory holds is told while the reply grows.
+    (held, *_) = [one["mmkv"]["memory"] for one in found if "memory" in one.get("mmkv", {})]
+    assert 0 < held["entries"] <= held["most_entries"]
+    assert [len(one["media"]) for one in held["kept_by_message"]] == [0, 0]
     assert found[-2]["choices"][0]["finish_reason"] == wanted["finish_reason"] == "length"
     assert found[-1]["usage"]["completion_tokens"] == 24
     assert [one["role"] for one in messages(server, path)] == ["user", "assistant"]
@@ -110,6 +125,47 @@ def test_a_turn_that_is_stopped_keeps_what_came(server: Server) -> None:
     # It can go on from there.
     more = server.client.post(f"{path}/chat/completions", json=asked("and then?"))
     assert more.json()["usage"]["mmkv"]["resumed"] > 0
+
+
+def test_a_turn_that_is_stopped_before_its_reply_is_taken_back(server: Server) -> None:
+    path, answers = opened(server), []
+
+    def send() -> None:
+        answers.append(server.client.post(f"{path}/chat/completions", json=turn("what?")))
+
+    sending = threading.Thread(target=send)
+    with stopped(server):
+        sending.start()
+        until(lambda: server.client.get(path).json()["busy"])
+        assert server.client.delete(f"{path}/turn").json()["kept"] is False
+    sending.join()
+    assert (answers[0].status_code, answers[0].json()["error"]["code"]) == (409, "turn_stopped")
+    record = server.client.get(path).json()
+    assert (record["turns"], record["busy"], record["failed"]) == (0, False, False)
+
+
+def test_the_body_of_a_turn_that_goes_on_counts_until_it_is_read() -> None:
+    contexts: list[contextvars.Context] = []
+
+    async def keeping(scope: Any, receive: Any, send: Any) -> None:
+        await receive()
+        keep_body()
+        contexts.append(contextvars.copy_context())
+
+    limit = LimitBody(keeping, most=1000, seconds=5)
+    scope = {"type": "http", "headers": [(b"content-type", b"application/json")]}
+
+    async def receive() -> dict[str, Any]:
+        return {"type": "http.request", "body": b'"12345"'}
+
+    async def send(_: Any) -> None:
+        raise AssertionError("nothing is answered here")
+
+    asyncio.run(limit(scope, receive, send))
+    assert limit._held == 7
+    for _ in range(2):
+        contexts[0].run(release_body)
+        assert limit._held == 0
 
 
 def test_pictures_can_be_asked_for_again_until_their_session_goes(server: Server) -> None:
@@ -231,6 +287,9 @@ def test_a_key_decides_whatever_browser_is_named(folder: Path) -> None:
         assert (
             made.client.get("/v1/sessions", headers={"X-Mmkv-Browser": "a" * 32}).status_code == 401
         )
+        # What is under way when the server ends leaves nothing behind.
+        made.client.headers.update(headers)
+        begin(made, f"/v1/sessions/{first['id']}", turn("a long one", max_tokens=1500))
 
 
 def test_pictures_outlast_the_server_with_their_sessions(folder: Path, tmp_path: Path) -> None:
