@@ -23,6 +23,7 @@ from mmkv.server.store import copy_whole
 
 if TYPE_CHECKING:
     from mmkv.api import Engine
+    from mmkv.engine.budget import Budget
     from mmkv.engine.contents import Memory, Span
     from mmkv.prompt.held import Held
     from mmkv.scheduler import Scheduler
@@ -64,6 +65,16 @@ class ConversationInfo:
     def digests(self) -> tuple[str, ...]:
         """Return those of all pictures and videos, in order."""
         return tuple(part.digest or "" for one in self.messages for part in one.media)
+
+
+def most_entries(engine: Engine, budget: Budget, seen: int) -> int | None:
+    """Return how many entries a budget lets a conversation hold once it has seen so many tokens.
+
+    None: nothing binds it. Where sessions share a budget, it is that of all.
+    """
+    if why_unbound(engine.policy) is not None:
+        return None
+    return engine.budgets.allowed(budget, seen) if engine.shared is None else engine.shared.entries
 
 
 def kept_shares(
@@ -161,10 +172,8 @@ class ConversationState(CachedConversation):
         return self.info.kept
 
     def most_entries(self) -> int | None:
-        """Return how many entries its budget lets it hold now; None where nothing binds it."""
-        if why_unbound(self.engine.policy) is not None:
-            return None
-        return self.engine.budgets.allowed(self.budget, sum(self.info.seen))
+        """Return how many entries it may hold; see :func:`most_entries`."""
+        return most_entries(self.engine, self.budget, sum(self.info.seen))
 
     def leave_shared_budget(self, turn: object) -> None:
         """Keep others from evicting from it while a turn goes on from its copy."""

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 
 from mmkv.calls.parser import ReplyParser, ThoughtMarks, parse
-from mmkv.engine.budgets import page_bound, why_unbound
+from mmkv.engine.budgets import page_bound
 from mmkv.engine.contents import MODALITIES
 from mmkv.engine.errors import InputError
 from mmkv.prompt.held import Read, read_of
@@ -27,7 +27,7 @@ from mmkv.reply import Detokenizer
 from mmkv.sampling import Settled
 from mmkv.scheduler.contract import Reservation
 from mmkv.scheduler.replies import DecodingReply, EngineJob
-from mmkv.server.conversations import ConversationInfo, kept_shares
+from mmkv.server.conversations import ConversationInfo, kept_shares, most_entries
 from mmkv.server.errors import ApiError
 from mmkv.server.prompts import (
     Begun,
@@ -960,7 +960,7 @@ class ChatJob(EngineJob):
             return None
         read = [one.without_urls() for one in self.work.messages]
         kept = kept_shares(session, [*read, Message("assistant", ())], self._spans_of(session))
-        most = session.allowed_entries if why_unbound(self.engine.policy) is None else None
+        most = most_entries(self.engine, session.budget, session.seen)
         tokens = len(self.writers[0].token_ids)
         return Standing(session.memory(), self.counts.seen_by(session), kept, most, tokens)
 
