@@ -304,7 +304,14 @@ def test_a_refused_picture_is_shown_with_its_reason_and_not_sent_again(
     page.keyboard.press("Enter")
     expect(page.locator("#text")).to_have_value("what?")
     page.locator(".queue .remove").click()
-    expect(page.locator("#send")).to_be_enabled()
+    # Nor is one lost that never arrives.
+    page.context.set_offline(True)
+    page.locator("#text").press("Enter")
+    expect(page.locator(".notices")).to_contain_text("The connection broke")
+    page.context.set_offline(False)
+    expect(say_failed.get_by_role("alert")).to_contain_text("the server cannot be reached")
+    expect(say_failed.locator(".bubble")).to_have_text("what?")
+    assert len(messages_of(server, record)) == 2
 
 
 def test_a_reply_is_stopped_and_rejoined_after_a_reload(page: Any, server: Server) -> None:
