@@ -546,7 +546,7 @@ function Picture({ part, session, kept, label }) {
     return html`<span class="film" style=${fade} role="img" aria-label=${`${label}${told}`}><${Icon} name="film" /><span>${part.name ?? "video"}</span></span>`;
   }
   if (gone) return html`<span class="film" title=${gone}>${gone}</span>`;
-  return url ? html`<img src=${url} alt=${`${label}${told}`} style=${fade} />` : html`<span class="film" aria-label=${label} role="img"></span>`;
+  return url ? html`<img src=${url} alt=${`${label}${told}`} style=${fade} title=${told ? `The memory keeps ${percent(kept)} of this picture` : undefined} />` : html`<span class="film" aria-label=${label} role="img"></span>`;
 }
 
 function Markdown({ text }) {
@@ -806,7 +806,7 @@ function Memory() {
       ${!known && html`<p class="small muted">Empty. It fills with the first message.</p>`}
       ${known && html`
         <${Bar} found=${found} />
-        <p class="small muted number" data-of="entries">${found.most_entries === null
+        <p class="small muted number" data-of="entries" title="An entry is one token in one (layer, KV head) of the cache">${found.most_entries === null
           ? `${number(found.entries)} entries, no budget` : `${number(found.entries)} of ${number(found.most_entries)} entries`}</p>
         <ul class="legend">${shares(found).map((one) => html`<li key=${one.name} data-of=${one.name}>
           <span class=${`swatch of-${one.name}`}></span><span>${one.label}</span><span class="number muted">${percent(one.kept / one.seen)} kept</span></li>`)}</ul>
