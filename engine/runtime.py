@@ -182,17 +182,17 @@ class Runtime:
         Raises:
             ModelError, GateError, PolicyError, BudgetError.
         """
-        name = config.checkpoint()
+        name, device = config.checkpoint(), resolve_device(config.device)
         require_named_gates(config)
         _use_threads(config)
         family, spec, weights = load(
             name,
             dtype=config.dtype,
-            device=resolve_device(config.device),
+            device=device,
             progress=progress,
             pictures=pictures,
             form=config.weights,
-            kernels=kernels_for(config.weights),
+            kernels=kernels_for(config.weights, device),
         )
         engine = cls.from_parts(config, family, spec, weights)
         if engine.device.type == "cpu":
@@ -282,7 +282,8 @@ class Runtime:
         placed = None if self._gates is None else self._gates.to(self.device, self.dtype)
         if placed is None or self._exact_gates:
             return placed
-        return placed.in_bf16(kernels_for("int8"))  # whose product rounds no states for bfloat16
+        # Its product rounds no states for bfloat16.
+        return placed.in_bf16(kernels_for("int8", self.device))
 
     def share(self, budget: Budget | float | str, floor: float = 0.0) -> None:
         """Have all sessions of this engine compete for one budget from now on.

@@ -22,7 +22,7 @@ LEAST_CODED = tl.constexpr(1e-30)  # as in mmkv.engine.model.int8
 # Added and taken away again, it rounds to the nearest whole number, to the even one of two.
 ROUNDER = tl.constexpr(12582912.0)
 
-CODED_BLOCKS = 32  # blocks of a token that one program rounds
+CODED_BLOCKS = 32  # blocks that one program rounds
 EXACT = {"enable_fp_fusion": False}  # a fused product and sum is rounded once, not twice
 
 
@@ -102,7 +102,7 @@ def code_states(x: Tensor, bits: int) -> tuple[Tensor, Tensor]:
     blocks = triton.cdiv(width, BLOCK)
     codes = torch.empty(tokens, blocks * BLOCK, dtype=torch.int8, device=x.device)
     steps = torch.empty(blocks, tokens, dtype=torch.float32, device=x.device)
-    code_kernel[(tokens, triton.cdiv(blocks, CODED_BLOCKS))](
+    code_kernel[(triton.cdiv(tokens * blocks, CODED_BLOCKS),)](
         x,
         codes,
         steps,
@@ -132,19 +132,21 @@ def code_kernel(
     BITS: tl.constexpr,
     CODED_BLOCKS: tl.constexpr,
 ):
-    """Round some blocks of one token; grid (T, blocks / CODED_BLOCKS).
+    """Round some blocks, those of a token together; grid (T blocks / CODED_BLOCKS).
 
     With 4 bits the codes of a block lie as the halves of the weights' bytes do.
     """
-    token = tl.program_id(0).to(tl.int64)
-    block = tl.program_id(1) * CODED_BLOCKS + tl.arange(0, CODED_BLOCKS)
+    index = tl.program_id(0) * CODED_BLOCKS + tl.arange(0, CODED_BLOCKS)
+    token, block = (index // BLOCKS).to(tl.int64), index % BLOCKS
+    there = token < tokens
     place = tl.arange(0, 32)
     column = place
     if BITS == 4:
         column = place // 8 * 8 + place % 2 * 4 + place // 2 % 4
     at = block[:, None] * 32 + column[None, :]
-    source = x + token * row_stride + at * stride
-    value = tl.load(source, mask=at < WIDTH, other=0.0).to(tl.float32)
+    source = x + (token * row_stride)[:, None] + at * stride
+    inside = there[:, None] & (at < WIDTH)
+    value = tl.load(source, mask=inside, other=0.0).to(tl.float32)
     # 0, unless something is not finite, which the largest would not tell.
     finite = tl.sum(value - value, 1) == 0.0
     most = tl.max(tl.abs(value), 1)
@@ -156,13 +158,8 @@ def code_kernel(
     code = ((scaled + ROUNDER) - ROUNDER).to(tl.int8)
     step = tl.div_rn(most, tl.zeros_like(most) + LARGEST)
     step = tl.where(finite, step, float("nan"))
-    there = block < BLOCKS
-    tl.store(
-        codes + token * (BLOCKS * 32) + block[:, None] * 32 + place[None, :],
-        code,
-        mask=there[:, None],
-    )
-    tl.store(steps + block.to(tl.int64) * tokens + token, step, mask=there)
+    tl.store(codes + index.to(tl.int64)[:, None] * 32 + place[None, :], code, mask=there[:, None])
+    tl.store(steps + block * tokens + token, step, mask=there)
 
 
 @triton.jit
