@@ -232,6 +232,8 @@ def cases() -> list[CompiledCase]:
         *(prefill(queries, (4, 4)) for queries in (64, 2048)),
         prefill(2048, dtype=whole),
         *(store(group) for group in (4, 8)),
+        *(product(bits, tokens) for bits in (8, 4) for tokens in (1, 64, 2048)),
+        product(16, 2048, whole),
         *(
             window(kernel, queries, dtype)
             for kernel in ("lse", "probability")
