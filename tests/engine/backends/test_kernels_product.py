@@ -6,6 +6,7 @@ whatever the tile and the other states are. On a GPU, the reference is computed 
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable
 from pathlib import Path
 
@@ -158,6 +159,19 @@ def test_products_fit_a_hopper_sm(
     # Weights, their steps, states and theirs come through shared memory; the bias alone is loaded.
     assert "cp.async" in report.ptx
     assert "ld.global" not in report.ptx.split("mma.", 1)[0]
+
+
+@needs_compiler
+def test_no_launch_lets_the_compiler_fuse(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the interpreter does not see: its operations are never fused."""
+    from mmkv.engine.backends.cuda.kernels import product_triton
+
+    options: list[dict[str, object]] = []
+    kernel = defaultdict(lambda: lambda *_, **given: options.append(given))
+    for name in ("code_kernel", "integer_kernel"):
+        monkeypatch.setattr(product_triton, name, kernel)
+    product_triton.multiply(random(2, 40), INTEGERS[8].of(random(8, 40)))
+    assert [each["enable_fp_fusion"] for each in options] == [False, False]
 
 
 @needs_compiler
