@@ -141,20 +141,18 @@ def test_products_are_captured_in_a_graph(bits: int, tokens: int) -> None:
     [
         (compiled_product(8, 1), 64, 20_000),
         (compiled_product(4, 64), 96, 32_000),
-        (compiled_product(8, 2048), 255, 40_000),
-        (compiled_product(16, 64, torch.float32), 96, 56_000),
     ],
     ids=lambda case: case.name if isinstance(case, CompiledCase) else "",
 )
 def test_products_fit_a_hopper_sm(
     case: CompiledCase, registers: int, shared: int, tmp_path: Path
 ) -> None:
-    """Tensor cores, nothing spilled or fused, and nothing in the loop that waits for memory."""
+    """Tensor cores, nothing spilled or fused, and nothing in the loop that waits for memory.
+
+    ``python -m mmkv.eval.bench.kernel_code`` compiles more of them.
+    """
     report = compile_case(case, tmp_path)
     assert report.spills == 0 and report.registers <= registers and report.shared <= shared
-    if case.fuses:
-        assert "k8.f32.tf32.tf32" in report.ptx
-        return
     assert ".s32.s8.s8" in report.ptx and "fma.rn.f32" not in report.ptx
     # Weights, their steps, states and theirs come through shared memory; the bias alone is loaded.
     assert "cp.async" in report.ptx
