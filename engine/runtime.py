@@ -182,9 +182,10 @@ class Runtime:
         Raises:
             ModelError, GateError, PolicyError, BudgetError.
         """
-        name, device = config.checkpoint(), resolve_device(config.device)
+        name = config.checkpoint()
         require_named_gates(config)
         _use_threads(config)
+        device = resolve_device(config.device)
         family, spec, weights = load(
             name,
             dtype=config.dtype,
