@@ -36,7 +36,7 @@ TEXT_TYPES = ("llama", "mistral", "qwen2", "qwen3", "qwen3_moe", "phi3")
 VISION = [name for name, spec in CHECKPOINTS.items() if spec.model_type not in TEXT_TYPES]
 # Those that take videos.
 WATCHING = ["qwen3_vl", "qwen3_vl_dim128", "qwen3_vl_moe", "qwen2_5_vl", "internvl"]
-WATCHING += ["llava_onevision"]
+WATCHING += ["llava_onevision", "llava_next_video", "qwen2_vl", "smolvlm"]
 PICTURES: list[Piece] = [5, ("image", 32, 32), 7, ("image", 16, 48), 9]
 # Below, at a divisor of, and above the length of every prompt here.
 CHUNKS = (7, 16, 2048)
