@@ -14,7 +14,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-import transformers
 from PIL import Image
 
 from mmkv import Engine, Sampling
@@ -28,16 +27,21 @@ from mmkv.prompt.template import NO_TEMPLATE, REWRITES, ChatTemplate
 from tests.support.chat_models import (
     byte_tokenizer,
     picture,
+    save_idefics3,
     save_internvl,
     save_llama,
     save_llava,
     save_llava_onevision,
+    save_mistral3,
     save_qwen2_5_vl,
+    save_qwen2_vl,
     save_qwen3_vl,
     save_qwen3_vl_moe,
+    save_smolvlm,
     script,
     watch,
 )
+from tests.support.theirs import processor_of
 
 
 @pytest.fixture(scope="module")
@@ -83,31 +87,8 @@ def test_a_template_is_told_what_it_reads_beside_the_messages() -> None:
         assert ChatTemplate(byte_tokenizer(), broken, parts=False).variables == frozenset()
 
 
-def of_transformers(folder: Path) -> Any:
-    """Load transformers' own processor, without its video part, which needs torchvision."""
-    from transformers.models.auto.image_processing_auto import AutoImageProcessor
-    from transformers.models.auto.processing_auto import PROCESSOR_MAPPING_NAMES
-
-    model_type = json.loads((folder / "config.json").read_text())["model_type"]
-    kind: Any = getattr(transformers, PROCESSOR_MAPPING_NAMES[model_type])
-
-    class WithoutVideo(kind):
-        def check_argument_for_proper_class(self, name: str, argument: Any) -> Any:
-            if argument is None:
-                return type(None)
-            return super().check_argument_for_proper_class(name, argument)
-
-    file = folder / "processor_config.json"
-    stored = json.loads(file.read_text()) if file.exists() else {}
-    aside = ("processor_class", "image_processor")
-    parts = {key: value for key, value in stored.items() if key not in aside}
-    parts["image_processor"] = AutoImageProcessor.from_pretrained(folder, backend="pil")
-    parts["tokenizer"] = transformers.AutoTokenizer.from_pretrained(folder)
-    return WithoutVideo(**parts)
-
-
 def test_pictures_are_prepared_as_by_transformers(qwen: Path) -> None:
-    theirs = of_transformers(qwen)
+    theirs = processor_of(qwen)
     text = (
         "x<|vision_start|><|image_pad|><|vision_end|>é<|vision_start|><|image_pad|><|vision_end|>"
     )
@@ -164,6 +145,7 @@ def test_llava_talks_about_pictures_in_several_turns(
 
 
 SAVES = [save_llava, save_llava_onevision, save_internvl, save_qwen2_5_vl, save_qwen3_vl_moe]
+SAVES += [save_smolvlm, save_idefics3, save_mistral3, save_qwen2_vl]
 
 
 @pytest.mark.parametrize("save", SAVES)
@@ -174,7 +156,7 @@ def test_pictures_are_answered_as_with_transformers(
 
     engine = Engine.from_pretrained(save(tmp_path), policy="full", dtype="float32")
     model = AutoModelForImageTextToText.from_pretrained(tmp_path, dtype=torch.float32)
-    processor = of_transformers(tmp_path)
+    processor = processor_of(tmp_path)
     rng = np.random.default_rng(0)
     for sizes in ([(50, 70)], [(50, 70), (90, 40)]):
         noise = [rng.integers(0, 256, (*size, 3), dtype=np.uint8) for size in sizes]
