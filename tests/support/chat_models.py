@@ -17,8 +17,6 @@ from transformers import (
     LlamaForCausalLM,
     LlavaConfig,
     LlavaForConditionalGeneration,
-    LlavaNextConfig,
-    LlavaNextForConditionalGeneration,
     LlavaOnevisionConfig,
     LlavaOnevisionForConditionalGeneration,
     PreTrainedTokenizerFast,
@@ -234,9 +232,11 @@ def save_llava(folder: Path, seed: int = 0) -> Path:
     return folder
 
 
-def save_llava_next(folder: Path, seed: int = 0) -> Path:
-    """Return a LLaVA-NeXT checkpoint with its transformers processor: tiles of 16 tokens."""
-    from transformers import LlavaNextProcessor
+def save_llava_next(folder: Path, seed: int = 0, kind: str = "llava_next") -> Path:
+    """Return a LLaVA-NeXT checkpoint with tiles of 16 tokens.
+
+    ``kind``: ``llava_next``, or ``llava_next_video`` without its video processor.
+    """
     from transformers.models.llava_next.image_processing_pil_llava_next import (
         LlavaNextImageProcessorPil,
     )
@@ -245,27 +245,34 @@ def save_llava_next(folder: Path, seed: int = 0) -> Path:
     tiles = [[32, 64], [64, 32], [64, 64]]
     torch.manual_seed(seed)
     vision = _TOWER | {"model_type": "clip_vision_model", "projection_dim": 32}
-    config = LlavaNextConfig(
+    config = CONFIG_MAPPING[kind](
         text_config=_text_sizes(len(tokenizer)) | {"model_type": "llama"},
         vision_config=vision,
         image_token_index=tokenizer.convert_tokens_to_ids("<image>"),
         image_grid_pinpoints=tiles,
     )
-    LlavaNextForConditionalGeneration(config).save_pretrained(folder)
+    AutoModelForImageTextToText.from_config(config).save_pretrained(folder)
     images = LlavaNextImageProcessorPil(
         size={"shortest_edge": 32},
         crop_size={"height": 32, "width": 32},
         image_grid_pinpoints=tiles,
     )
-    LlavaNextProcessor(
-        image_processor=images,
-        tokenizer=tokenizer,
-        patch_size=8,
-        vision_feature_select_strategy="default",
-        chat_template=LLAVA_TEMPLATE,
-        num_additional_image_tokens=1,
-    ).save_pretrained(folder)
+    images.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    name = {"llava_next": "LlavaNextProcessor", "llava_next_video": "LlavaNextVideoProcessor"}[kind]
+    settings = {
+        "processor_class": name,
+        "patch_size": 8,
+        "vision_feature_select_strategy": "default",
+        "num_additional_image_tokens": 1,
+    }
+    (folder / "processor_config.json").write_text(json.dumps(settings))
     return folder
+
+
+def save_llava_next_video(folder: Path, seed: int = 0) -> Path:
+    """Return a LLaVA-NeXT-Video checkpoint, see :func:`save_llava_next`."""
+    return save_llava_next(folder, seed, "llava_next_video")
 
 
 def save_llava_onevision(folder: Path, seed: int = 0) -> Path:

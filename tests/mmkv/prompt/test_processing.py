@@ -31,6 +31,7 @@ from tests.support.chat_models import (
     save_internvl,
     save_llama,
     save_llava,
+    save_llava_next_video,
     save_llava_onevision,
     save_mistral3,
     save_qwen2_5_vl,
@@ -145,7 +146,7 @@ def test_llava_talks_about_pictures_in_several_turns(
 
 
 SAVES = [save_llava, save_llava_onevision, save_internvl, save_qwen2_5_vl, save_qwen3_vl_moe]
-SAVES += [save_smolvlm, save_idefics3, save_mistral3, save_qwen2_vl]
+SAVES += [save_smolvlm, save_idefics3, save_mistral3, save_qwen2_vl, save_llava_next_video]
 
 
 @pytest.mark.parametrize("save", SAVES)
