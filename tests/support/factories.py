@@ -69,6 +69,12 @@ _YARN = {
     }
 }
 
+# Queries of later positions are scaled.
+_SCALED = {
+    "rope_parameters": _YARN["rope_parameters"]
+    | {"original_max_position_embeddings": 192, "llama_4_scaling_beta": 0.1}
+}
+
 # Three experts of eight; the first layer of the variant is dense.
 _MIXED: dict[str, Any] = {
     "num_experts": 8,
@@ -90,6 +96,7 @@ CHECKPOINTS: dict[str, Checkpoint] = {
     "mistral3": Checkpoint(
         "mistral3", 4, 1, 32, text_type="mistral", text={"sliding_window": None}
     ),
+    "mistral3_ministral": Checkpoint("mistral3", 2, 2, 32, text_type="ministral3", text=_SCALED),
     "llava": Checkpoint("llava", 8, 2, 64, text_type="llama"),
     "llava_mistral": Checkpoint(
         "llava",
@@ -127,6 +134,7 @@ CHECKPOINTS: dict[str, Checkpoint] = {
     "llama": Checkpoint("llama", 3, 1, 64, tied=True, text=_LLAMA3),
     "llama_biased": Checkpoint("llama", 8, 2, 32, text={"attention_bias": True, "mlp_bias": True}),
     "mistral": Checkpoint("mistral", 8, 1, 32, text={"sliding_window": 24}),
+    "ministral3": Checkpoint("ministral3", 4, 2, 32, text=_SCALED),
     "phi3": Checkpoint("phi3", 4, 4, 64, text=_long_rope(32, original=256)),
     "phi3_long": Checkpoint("phi3", 3, 1, 32, text=_long_rope(16, original=16), seed=1),
     "phi3_sliding": Checkpoint("phi3", 6, 2, 32, tied=True, text={"sliding_window": 24}),
