@@ -9,6 +9,7 @@ import json
 import math
 from collections.abc import Callable, Mapping
 from functools import partial
+from importlib import import_module
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -100,7 +101,7 @@ def _load_pixtral(name: str | Path, tokenizer: Any, config: Any) -> Processor:
 
 def _load_idefics(name: str | Path, tokenizer: Any, config: Any) -> Processor:
     vision = config.vision_config
-    pictures = _pictures_of(name)
+    pictures = _pictures_of(name, config.model_type)
     require_settings(pictures, PICTURES, vision, pixels=False)
     tile = _edges(pictures.max_image_size).get("longest_edge")
     if tile != vision.image_size:
@@ -145,9 +146,9 @@ def _require_sampling(videos: Mapping[str, Any], file: str) -> None:
         raise _wrong(file, "video_size", edge, f"an edge from 1 to {_MOST_EDGE:,}")
 
 
-def _pictures_of(name: str | Path) -> Any:
+def _pictures_of(name: str | Path, module: str | None = None) -> Any:
     """Load the image processor of a model that takes pictures. Raises ModelError without one."""
-    found = load_image_processor(name)
+    found = load_image_processor(name, module)
     if found is None:
         raise ModelError(f"{name} has no {PICTURES}; get the complete checkpoint")
     return found
@@ -239,8 +240,11 @@ def _has_image_processor(name: str | Path) -> bool:
     return bool(_path(name, PICTURES) or read_json(name, BOTH).get("image_processor"))
 
 
-def load_image_processor(name: str | Path) -> Any | None:
-    """Load the image processor in its PIL form (the same pixels with and without torchvision)."""
+def load_image_processor(name: str | Path, module: str | None = None) -> Any | None:
+    """Load the image processor in its PIL form (the same pixels with and without torchvision).
+
+    ``module``: transformers' module of a family whose form transformers 5.17 finds by that alone.
+    """
     # transformers 5.17 hides the name at its top level when torchvision is absent; the class itself
     # does not need torchvision in either version.
     from transformers.models.auto.image_processing_auto import AutoImageProcessor
@@ -248,7 +252,10 @@ def load_image_processor(name: str | Path) -> Any | None:
     if not _has_image_processor(name):
         return None  # the model then takes text only
     try:
-        return AutoImageProcessor.from_pretrained(name, backend="pil")
+        if module is None:
+            return AutoImageProcessor.from_pretrained(name, backend="pil")
+        found = import_module(f"transformers.models.{module}.image_processing_pil_{module}")
+        return getattr(found, found.__all__[0]).from_pretrained(name)
     except STOPS:
         raise
     except BaseException as error:

@@ -101,7 +101,12 @@ def processor_of(folder: Path) -> Any:
     stored = json.loads(file.read_text()) if file.exists() else {}
     aside = ("processor_class", "image_processor", "video_processor")
     parts = {key: value for key, value in stored.items() if key not in aside}
-    parts["image_processor"] = AutoImageProcessor.from_pretrained(folder, backend="pil")
+    pictures, form = AutoImageProcessor, {"backend": "pil"}
+    if model_type in ("idefics3", "smolvlm"):  # which transformers 5.17 does not find in this form
+        where = f"transformers.models.{model_type}.image_processing_pil_{model_type}"
+        module = importlib.import_module(where)
+        pictures, form = getattr(module, module.__all__[0]), {}
+    parts["image_processor"] = pictures.from_pretrained(folder, **form)
     parts["tokenizer"] = transformers.AutoTokenizer.from_pretrained(folder)
     if model_type in _OF_VIDEOS:
         parts["video_processor"] = video_processor_class(model_type).from_pretrained(folder)

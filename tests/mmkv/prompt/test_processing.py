@@ -289,6 +289,23 @@ def test_empty_picture_settings_are_no_text_model(tmp_path: Path, content: str) 
     assert not load_processor(model).sees
 
 
+@pytest.mark.parametrize(
+    ("path", "value"),
+    [
+        (("max_image_size",), {"longest_edge": 16}),  # the tower's tiles have 32 pixels
+        (("video_sampling",), 5),
+        (("video_sampling", "fps"), -1),
+        (("video_sampling", "max_frames"), "many"),
+        (("video_sampling", "video_size"), {"longest_edge": 0}),
+    ],
+)
+def test_settings_of_smolvlm_are_checked(tmp_path: Path, path: tuple[str, ...], value: Any) -> None:
+    model = save_smolvlm(tmp_path / "model")
+    _changed(model, "preprocessor_config.json", *path, to=value)
+    with pytest.raises(ModelError, match=rf"preprocessor_config\.json: {path[-1]} is "):
+        load_processor(model)
+
+
 @pytest.mark.parametrize("file", ["preprocessor_config.json", "video_preprocessor_config.json"])
 @pytest.mark.parametrize(
     ("name", "value"),
