@@ -145,6 +145,24 @@ def test_llava_talks_about_pictures_in_several_turns(
     assert engine.processor.tokenizer.decode(fed) == wanted
 
 
+def test_a_blank_before_a_reply_is_not_read_twice(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """SmolVLM's template opens a reply without a blank, shows it behind one, and the model says
+    one: what the session holds is what the template shows.
+    """
+    engine = Engine.from_pretrained(save_smolvlm(tmp_path), policy="snapkv", budget=9)
+    script(monkeypatch, engine, [" red", " blue", "green"])
+    fed = watch(monkeypatch)
+    with engine.session() as session:
+        for colour in ("red", "blue", "green"):
+            list(session.send("what?", images=[picture(colour)]))
+            assert session.note is None
+        assert [one["content"] for one in session.history[1::2]] == ["red", "blue", "green"]
+    said = engine.processor.tokenizer.decode(fed)
+    assert said.count("Assistant: red<end_of_utterance>\nUser:<") == said.count(" red") == 1
+
+
 SAVES = [save_llava, save_llava_onevision, save_internvl, save_qwen2_5_vl, save_qwen3_vl_moe]
 SAVES += [save_smolvlm, save_idefics3, save_mistral3, save_qwen2_vl, save_llava_next_video]
 
