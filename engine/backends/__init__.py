@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -10,9 +11,10 @@ import torch
 from mmkv.engine.backends.base import Backend, Batch, LoadedModel
 from mmkv.engine.backends.cpu import kernels as cpu_kernels
 from mmkv.engine.backends.cpu.backend import CpuBackend
-from mmkv.engine.backends.cpu.kernels import native_kernels
+from mmkv.engine.backends.cpu.kernels import native_kernels, rounded
 from mmkv.engine.backends.cuda.backend import CudaBackend
 from mmkv.engine.backends.cuda.kernels import delta as cuda_delta
+from mmkv.engine.backends.cuda.kernels.product import product_for
 from mmkv.engine.backends.torch.backend import TorchBackend
 from mmkv.engine.model.delta import DeltaFunctions
 from mmkv.engine.model.product import Kernels
@@ -26,8 +28,21 @@ if TYPE_CHECKING:
 BACKENDS: tuple[type[Backend], ...] = (CpuBackend, CudaBackend, TorchBackend)
 
 
-# The functions that prompts are computed with: of the one backend that has any.
-kernels_for: Callable[[str], Kernels] = native_kernels
+def kernels_for(form: str, device: torch.device | None = None) -> Kernels:
+    """Return the functions that prompts are computed with, for weights in a form.
+
+    Those in C; on a GPU products of its own, while weights are still rounded in C.
+    """
+    native = native_kernels(form)
+    if device is None or device.type == "cpu":
+        return native
+    return replace(
+        native,
+        product=product_for(form),
+        rounded=lambda weight, bits: rounded(weight.cpu(), bits).to(weight.device),
+        packed=None,
+        attention=None,
+    )
 
 
 def delta_functions(device: torch.device) -> DeltaFunctions:

@@ -191,7 +191,7 @@ class Simulation:
     def __init__(self, hf: nn.Module, gate: GateFunction | None) -> None:
         self.hf, self.gate = with_positions_of_the_paper(hf), gate
         inner = hf.model
-        self.text = getattr(inner, "language_model", inner)
+        self.text = getattr(inner, "language_model", getattr(inner, "text_model", inner))
         self.rotate = importlib.import_module(type(self.text).__module__).apply_rotary_pos_emb
         config = self.text.config
         attending = [hasattr(layer, "self_attn") for layer in self.text.layers]
