@@ -56,6 +56,9 @@ def answer_once(
         if finished:
             display.note(memory_line(engine, session))
         if trace is not None and options.report is not None and session.history:
+            if finished and options.load is None:
+                turn = _conversation(options.system, prompt, images, videos)
+                trace.measure_attention(engine.inputs(turn))
             display.note(write_report(trace, Path(options.report)))
             if options.figures is not None:
                 display.note(write_figures(trace, Path(options.figures)))

@@ -137,11 +137,23 @@ def _data(
     samples = _samples(snapshot, rows, first, tokens, steps)
     if len(samples):
         blobs["sampled"] = _blob(np.stack([values for _, values in samples]), "f4")
+    needed, attention, paid = snapshot.needed(), snapshot.attention, []
+    if attention is not None:
+        mean = np.zeros(snapshot.tokens, np.float32)
+        mean[: attention.shape[1]] = attention.mean(0)
+        blobs["attention"] = _blob(mean[first:], "f4")
+        if needed is not None:
+            paid = [float(f"{share:.4g}") for share in attention[rows, needed]]
     return {
+        "headline": snapshot.headline(),
+        "detail": snapshot.detail(),
+        "needed": -1 if needed is None or needed < first else needed - first,
+        "paid": paid,
+        "run": f"{snapshot.policy}, {snapshot.budget}",
         "facts": _facts(snapshot),
         "notes": _notes(snapshot, detail, rows, steps, first),
         "rows": rows.tolist(),
-        "names": [f"layer {row // heads}, head {row % heads}" for row in rows.tolist()],
+        "names": [f"layer {row // heads}, KV head {row % heads}" for row in rows.tolist()],
         "heads": heads,
         "seen": record.seen[steps].tolist(),
         "allowed": record.allowed[steps].tolist(),
@@ -304,8 +316,8 @@ def _notes(
         )
     if len(rows) < snapshot.rows:
         notes.append(
-            f"{len(rows)} of {snapshot.rows} rows are shown, those that hold most; entries by "
-            "modality are of all rows, everything else of those that are shown."
+            f"{len(rows)} of {snapshot.rows} heads (layer, KV head) are shown, those that hold "
+            "most; the first sentence and the timeline are of all, everything else of those."
         )
     if len(steps) < len(record.seen):
         notes.append(f"{len(steps):,} of {len(record.seen):,} steps are shown.")

@@ -5,18 +5,24 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 import numpy as np
 
 from mmkv.engine.errors import InputError, SessionError
+from mmkv.engine.policies import make_policy
 from mmkv.engine.policies.base import kernel_of
 from mmkv.engine.policies.scoring import Retention
-from mmkv.engine.trace import Recorder
+from mmkv.engine.trace import Record, Recorder
 from mmkv.explain.snapshot import Rule, Snapshot, write
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
+    from mmkv.api import Engine
     from mmkv.engine.sequence import CachedSequence
+
+_MOST_QUERIES = 64  # of a reply that are asked what they look at
 
 
 class Trace:
@@ -25,11 +31,14 @@ class Trace:
     A context manager: recording ends with it, and what was recorded can still be shown.
     """
 
+    MOST_FULL: ClassVar[int] = 2**30  # bytes that the cache of measure_attention may take
+
     def __init__(self, session: CachedSequence) -> None:
         self._session = session
         self._began = session.recorder is None
         session.record()
         self._last: Snapshot | None = None
+        self._attention: tuple[np.ndarray, list[int]] | None = None  # and the prompt's token ids
 
     def snapshot(self) -> Snapshot:
         """Read everything up to now; after :meth:`stop`, up to then.
@@ -44,6 +53,7 @@ class Trace:
             recorder = self._recorder()
             record, frames = recorder.read(session), [frame for _, frame, _ in recorder.media]
         texts = texts_of(_tokenizer(session), record.token_ids.tolist())
+        last = getattr(session, "last", None)
         return Snapshot(
             record,
             _rule(session),
@@ -52,7 +62,59 @@ class Trace:
             session.engine.policy.name,
             _budget(session),
             _model(session),
+            "" if last is None else last.content,
+            self._measured(record),
         )
+
+    def measure_attention(self, inputs: dict[str, Tensor]) -> bool:
+        """Read the conversation again with a full cache, and note what the latest reply looks at.
+
+        Pages say then what the answer needed. It takes as long as reading the prompt and writing
+        the reply, and memory for all of it; of a long reply its last 64 tokens are asked.
+
+        Args:
+            inputs: those of the conversation before the reply, as :meth:`Engine.inputs` makes them.
+
+        Returns:
+            False, with nothing noted, where there is no reply, or a full cache would take more
+            than :attr:`MOST_FULL` bytes.
+        """
+        session, last = self._session, getattr(self._session, "last", None)
+        if last is None or not last.token_ids:
+            return False
+        engine, tokens = cast("Engine", session.engine), last.token_ids
+        spec, seen = engine.spec, inputs["input_ids"].shape[1] + len(tokens)
+        if seen * spec.rows * 2 * spec.head_dim * engine.dtype.itemsize > self.MOST_FULL:
+            return False
+        window = min(len(tokens), _MOST_QUERIES)
+        whole = type(engine)(
+            engine.family,
+            spec,
+            engine.decoder.weights,
+            None,
+            make_policy(f"snapkv:window={window}"),
+            seen,
+            prefill_chunk=engine.prefill_chunk,
+            kv=engine.cache.pool.form.name,
+        )
+        with whole.session() as again:
+            again.prefill(inputs)
+            for token in tokens[:-1]:  # the last one was chosen, but asked nothing
+                again.decode(token)
+            view = again.view()
+            paid = np.zeros((view.rows, seen), np.float32)
+            where = (view.row.cpu().numpy(), view.position.cpu().numpy())
+            paid[where] = view.attention().float().cpu().numpy()
+        ids = inputs["input_ids"][0].tolist()
+        self._attention = paid[:, : len(ids)], ids
+        return True
+
+    def _measured(self, record: Record) -> np.ndarray | None:
+        """Return what was measured, if the conversation began with these very tokens."""
+        if self._attention is None:
+            return None
+        paid, ids = self._attention
+        return paid if record.token_ids[: len(ids)].tolist() == ids else None
 
     def retained(self, step: int) -> list[list[np.ndarray]]:
         """Token indices kept after ``step``, ``[layer][kv_head]``, each ascending int64."""
