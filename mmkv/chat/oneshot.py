@@ -59,7 +59,7 @@ def answer_once(
             if finished and options.load is None:
                 turn = _conversation(options.system, prompt, images, videos)
                 trace.measure_attention(engine.inputs(turn))
-            display.note(write_report(trace, Path(options.report)))
+            display.note(write_report(trace, Path(options.report), options.compare))
             if options.figures is not None:
                 display.note(write_figures(trace, Path(options.figures)))
         if options.save is not None and session.history:

@@ -147,7 +147,7 @@ class Snapshot:
         return f"At the end {left} are still held by some head. {freed}"
 
     def detail(self) -> str:
-        """Say how much of the attention to what the answer needed is of heads that still hold it."""
+        """Say what share of the attention to what the answer needed is of heads that hold it."""
         token = self.needed()
         if token is None or self.attention is None:
             return ""
@@ -155,9 +155,11 @@ class Snapshot:
         holding = np.zeros(self.rows, bool)
         holding[self.record.row[self.record.position == token]] = True
         share = float(paid[holding].sum() / max(paid.sum(), 1e-30))
+        name = self.name(token)
         return (
-            f"It gets {100 * paid.mean():.0f} % of the reply's attention in a cache that forgets "
-            f"nothing; {100 * share:.0f} % of that comes from the heads that still hold it."
+            f"{name[0].upper()}{name[1:]} gets {100 * paid.mean():.0f} % of the reply's attention "
+            f"where nothing is forgotten; the heads that still hold it pay {100 * share:.0f} % of "
+            "that."
         )
 
     def counts(self) -> np.ndarray:

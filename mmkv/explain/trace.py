@@ -124,11 +124,17 @@ class Trace:
             record = self._recorder().read(self._session)
         return record.retained(step)
 
-    def report(self, path: str | Path) -> Path:
-        """Write the page: one HTML file that needs no network. Raises InputError."""
-        from mmkv.explain.page import render
+    def report(self, path: str | Path, compare: str | Path | None = None) -> Path:
+        """Write the page: one HTML file that needs no network. Raises InputError.
 
-        return write(path, render(self.snapshot()).encode())
+        Args:
+            compare: another such page, of the same conversation with another policy or budget; the
+                page shows both side by side.
+        """
+        from mmkv.explain.page import read_page, render
+
+        other = None if compare is None else read_page(compare)
+        return write(path, render(self.snapshot(), other).encode())
 
     def figures(self, folder: str | Path) -> list[Path]:
         """Write each view as a PNG file; needs matplotlib. Raises InputError."""
@@ -222,9 +228,9 @@ def _budget(session: CachedSequence) -> str:
     form = "" if kept.plain else f", kv {kept.name}"
     shared = session.engine.shared
     if shared is None:
-        return session.budget.describe() + form
+        return session.budget.describe().replace(" per row", " per head") + form
     each = shared.entries / session.engine.spec.rows
-    return f"{each:g} entries per row, shared by all sessions{form}"
+    return f"{each:g} entries per head, shared by all sessions{form}"
 
 
 def _model(session: CachedSequence) -> str:
