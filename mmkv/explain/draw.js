@@ -58,8 +58,14 @@ function chart({ width, height, series, steps, marks = [], xLabel, yLabel, label
   const spoken = (value) => (Math.abs(value) >= 1000 ? count(value) : String(+value.toPrecision(3)));
   const yTicks = ticks(low, high, Math.max(2, Math.floor(height / 55)));
   const left = 26 + 7.2 * Math.max(...yTicks.map((value) => spoken(value).length)), right = 10;
-  const narrow = width < 460, legend = narrow && series.length > 3 ? 40 : 24;
-  const top = legend + 2, bottom = (xLabel ? 40 : 22) + (bands.length ? 6 : 0);
+  let at = left, down = 15;
+  const names = series.map(({ name }) => { // where each stands above the plot
+    const wide = 32 + 6.6 * name.length;
+    if (at + wide > width && at > left) [at, down] = [left, down + 16];
+    at += wide;
+    return [at - wide, down];
+  });
+  const top = down + 11, bottom = (xLabel ? 40 : 22) + (bands.length ? 6 : 0);
   const x = (s) => left + ((s + 0.5) / steps) * (width - left - right);
   // From edge to edge of the columns.
   const edges = (values) => chosen.flatMap((s, k) => {
@@ -94,7 +100,7 @@ function chart({ width, height, series, steps, marks = [], xLabel, yLabel, label
     band.append(name);
     made.append(band);
   }
-  let at = left, down = 15, below = chosen.map(() => 0);
+  let below = chosen.map(() => 0);
   series.forEach((one, i) => {
     const values = lines[i];
     if (one.area) {
@@ -112,11 +118,9 @@ function chart({ width, height, series, steps, marks = [], xLabel, yLabel, label
       });
       if (path) made.append(svg("path", { d: path, fill: "none", stroke: one.colour, "stroke-width": 2, ...(one.dashed ? { "stroke-dasharray": "5 4" } : {}) }));
     }
-    const wide = 20 + 6.4 * one.name.length;
-    if (at + wide > width && at > left) [at, down] = [left, down + 16];
-    made.append(svg("line", { x1: at, x2: at + 14, y1: down - 4, y2: down - 4, stroke: one.colour, "stroke-width": one.area ? 9 : 2, ...(one.dashed ? { "stroke-dasharray": "4 3" } : {}) }));
-    text([at + 19, down], one.name);
-    at += wide + 12;
+    const [px, py] = names[i];
+    made.append(svg("line", { x1: px, x2: px + 14, y1: py - 4, y2: py - 4, stroke: one.colour, "stroke-width": one.area ? 9 : 2, ...(one.dashed ? { "stroke-dasharray": "4 3" } : {}) }));
+    text([px + 19, py], one.name);
   });
   for (const [step, stroke] of marks)
     made.append(svg("line", { x1: x(step), x2: x(step), y1: top, y2: base, stroke, "stroke-dasharray": "2 2" }));

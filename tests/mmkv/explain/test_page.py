@@ -14,11 +14,13 @@ import numpy as np
 import pytest
 
 from mmkv import Engine
+from mmkv.engine.errors import InputError
 from mmkv.engine.trace import DEATH, Record
 from mmkv.explain import Snapshot, Trace, figures, page
-from mmkv.explain.page import MOST_BYTES, render
+from mmkv.explain.page import MOST_BYTES, read_page, render
 from mmkv.explain.snapshot import Rule
-from tests.support.browser import browsing
+from mmkv.resources import asset, bundled_model
+from tests.support.browser import axe_findings, browsing
 from tests.support.recorded import DIALOGUES, bundled, recorded, talk
 
 MARKUP = '</script><b>bold</b><!-- $x^2$ & "quoted"'
@@ -35,6 +37,18 @@ def trace(engine: Engine) -> Iterator[Trace]:
     session, made = talk(engine)
     yield made
     session.close()
+
+
+@pytest.fixture(scope="module")
+def asked(engine: Engine) -> tuple[Snapshot, list[list[Any]], dict[str, Any]]:
+    """README's example, what the session held in the end, and the inputs of the model."""
+    question, scene = "what is at row 2, column 3?", asset("scene.png")
+    parts = [{"type": "image", "image": scene}, {"type": "text", "text": question}]
+    inputs = engine.inputs([{"role": "user", "content": parts}])
+    with engine.session() as session, session.trace() as trace:
+        assert "".join(session.send(question, images=[scene])) == "frog"
+        assert trace.measure_attention(inputs)
+        return trace.snapshot(), session.retained(), inputs
 
 
 @pytest.fixture(scope="module")
@@ -194,6 +208,191 @@ def test_a_page_never_takes_more_than_it_may(trace: Trace, monkeypatch: pytest.M
     assert len(whole) > len(page._page({})) + 6_000 >= len(text)
     assert data_of(text)["frames"] == []
     assert "Pictures and video frames are not shown." in data_of(text)["notes"]
+
+
+def test_the_headline_says_what_the_session_holds_and_the_model_looks_at(
+    asked: tuple[Snapshot, list[list[Any]], dict[str, Any]],
+) -> None:
+    """Against what the session retained, and the attention that transformers computes."""
+    from transformers import AutoModelForImageTextToText
+
+    snapshot, retained, inputs = asked
+    model = AutoModelForImageTextToText.from_pretrained(
+        bundled_model(), dtype="float32", attn_implementation="eager"
+    )
+    paid = model(**inputs, output_attentions=True).attentions
+    theirs = np.stack([layer[0, :, -1].detach().numpy() for layer in paid])  # of the last token
+    theirs = theirs.reshape(snapshot.rows, -1, theirs.shape[-1]).mean(
+        1
+    )  # over its query heads
+    assert snapshot.attention is not None
+    np.testing.assert_allclose(snapshot.attention, theirs, atol=2e-5)
+
+    frame = snapshot.frames[0]
+    frog = frame.start + 1 * frame.stride + 2
+    holding = np.array([frog in row.tolist() for layer in retained for row in layer])
+    entries = sum(len(row) for layer in retained for row in layer)
+    freed = round(100 * (1 - entries / (snapshot.tokens * snapshot.rows)))
+    assert 0 < holding.sum() < snapshot.rows and snapshot.needed() == frog
+    assert snapshot.headline() == (
+        f"The answer “frog” looked most at row 2, column 3 of picture 1: {holding.sum()} of "
+        f"{snapshot.rows} heads still hold it. {freed} % of the memory was freed."
+    )
+    share = round(100 * theirs[holding, frog].sum() / theirs[:, frog].sum())
+    assert snapshot.detail().endswith(f"the heads that still hold it pay {share} % of that.")
+    # Without what was looked at, and where nothing went, it says what is known.
+    count = snapshot.fates[0][frame.start : frame.start + 16]
+    assert replace(snapshot, attention=None).headline() == (
+        f"At the end {(count > 0).sum()} of 16 patches are still held by some head. {freed} % of "
+        "the memory was freed."
+    )
+    with bundled(budget=64).session() as session, session.trace() as trace:
+        list(session.send("hello"))
+        assert trace.snapshot().headline().endswith("held by some head. Nothing was forgotten.")
+
+
+def test_colours_and_lists_say_the_same_of_every_token(
+    browser: Any, trace: Trace, tmp_path: Path
+) -> None:
+    """At every step: how many heads hold it, as the record has it; no list contradicts a word."""
+    snapshot = trace.snapshot()
+    shown(browser, snapshot, tmp_path)
+    found = browser.evaluate("""Array.from({ length: mmkv.steps }, (_, step) => {
+        mmkv.go(step);
+        const listed = (id) => [...document.querySelectorAll(`#${id} [data-token]`)]
+            .map((one) => [+one.dataset.token, +one.dataset.level]);
+        const words = [...document.querySelectorAll("#conversation span")]
+            .map((one) => [+one.dataset.from, +one.dataset.to, +one.dataset.level]);
+        const fates = mmkv.run.texts.map((_, p) => mmkv.fate(step, -1, p));
+        return { stayed: listed("stayed"), went: listed("went"), words, fates };
+    })""")
+    for step, page_has in enumerate(found):
+        kept = [row for layer in snapshot.record.retained(step) for row in layer]
+        holding = np.bincount(np.concatenate(kept), minlength=snapshot.tokens)
+        read = snapshot.record.seen[step]
+        levels = np.select(
+            [holding == 0, 2 * holding < len(kept), holding < len(kept)], [0, 1, 2], 3
+        )
+        assert [one["held"] for one in page_has["fates"][:read]] == holding[:read].tolist()
+        assert [one["level"] for one in page_has["fates"]] == [
+            levels[p] if p < read else -1 for p in range(snapshot.tokens)
+        ]
+        colour = {p: level for p, to, level in page_has["words"] if to == p + 1}
+        for name in ("stayed", "went"):
+            for token, level in page_has[name]:
+                assert level == levels[token] == colour.get(token, level)
+                assert (level > 0) == (name == "stayed")
+        wanted = sorted(holding[holding > 0].tolist(), reverse=True)[:10]
+        assert [holding[token] for token, _ in page_has["stayed"]] == wanted
+
+
+def test_why_opens_with_the_most_telling_loss(
+    browser: Any, asked: tuple[Snapshot, Any, Any], trace: Trace, tmp_path: Path
+) -> None:
+    """What the answer looked at most, in the head that did so; or else the strongest that went."""
+    snapshot, said = asked[0], "document.getElementById('why').textContent"
+    shown(browser, snapshot, tmp_path)
+    token = snapshot.needed()
+    assert token is not None and snapshot.attention is not None
+    lost = snapshot.record.deaths["row"][snapshot.record.deaths["position"] == token]
+    layer, head = divmod(int(max(lost, key=lambda row: snapshot.attention[row, token])), 3)
+    assert browser.evaluate(said).startswith(
+        f"The answer looked most at this. Layer {layer}, KV head {head} lost the patch at row 2, "
+        "column 3 of picture 1 at step "
+    )
+    assert browser.locator("#score path").count() == 2
+    shown(browser, trace.snapshot(), tmp_path)
+    deaths = trace.snapshot().record.deaths
+    row = deaths["row"][deaths["log_beta"].argmax()]
+    assert f"Layer {row // 3}, KV head {row % 3} lost" in browser.evaluate(said)
+
+
+def test_the_picture_and_the_timeline_can_be_saved(
+    browser: Any, asked: tuple[Snapshot, Any, Any], tmp_path: Path
+) -> None:
+    from xml.etree import ElementTree
+
+    from PIL import Image
+
+    shown(browser, asked[0], tmp_path)
+    for name in ("picture", "timeline"):
+        for kind in ("svg", "png"):
+            with browser.expect_download() as given:
+                browser.locator(f'[data-save="{name}.{kind}"]').click()
+            assert given.value.suggested_filename == f"{name}.{kind}"
+            path = tmp_path / f"{name}.{kind}"
+            given.value.save_as(path)
+        root = ElementTree.parse(tmp_path / f"{name}.svg").getroot()
+        texts = ["".join(one.itertext()) for one in root.iter("{http://www.w3.org/2000/svg}text")]
+        assert texts[-1].startswith("dbtrimkv, 8 entries per head; step 4 of 4, 144 entries held")
+        wanted = {"picture": {"4/18", "9/18"}, "timeline": {"entries held", "step", "image"}}
+        assert wanted[name] <= set(texts)
+        with Image.open(tmp_path / f"{name}.png") as image:
+            assert image.size == (2 * int(root.get("width", "")), 2 * int(root.get("height", "")))
+            assert len(image.convert("RGB").getcolors(2**20)) > 10  # something is drawn
+
+
+def test_two_runs_lie_side_by_side(
+    browser: Any, asked: tuple[Snapshot, Any, Any], tmp_path: Path
+) -> None:
+    """Each with its own policy, budget and kept set; a page is the record of its run."""
+    scene, question = asset("scene.png"), "what is at row 2, column 3?"
+    engine = bundled(policy="snapkv", budget=5)
+    with engine.session() as session, session.trace() as trace:
+        list(session.send(question, images=[scene]))
+        theirs = [row.tolist() for layer in session.retained() for row in layer]
+        trace.report(tmp_path / "other.html")
+    other = read_page(tmp_path / "other.html")
+    text = render(asked[0], other)
+    (tmp_path / "report.html").write_text(text, "utf-8")
+    browser.goto((tmp_path / "report.html").as_uri())
+    browser.locator("html[data-ready]").wait_for(state="attached")
+    assert browser.evaluate("mmkv.other.keptAt(mmkv.other.steps - 1)") == theirs
+    ours = [row.tolist() for layer in asked[1] for row in layer]
+    assert browser.evaluate("mmkv.keptAt(mmkv.steps - 1)") == ours
+    assert browser.locator("#otherFigure svg, #stage .picture svg").count() == 2
+    assert browser.locator("#theirs").text_content().startswith("snapkv, 5 entries per head: “")
+    first = browser.locator("#differing tbody tr").first.locator("td").all_text_contents()
+    token = int(re.findall(r"token (\d+)", first[0])[0])
+    both = [sum(token in row for row in kept) for kept in (ours, theirs)]
+    assert first[1:] == [f"{count} of 18" for count in both]
+    gaps = [abs(sum(p in row for row in ours) - sum(p in row for row in theirs)) for p in range(35)]
+    assert abs(both[0] - both[1]) == max(gaps)
+    for wrong in ("<title>What the cache kept</title>", text.replace('"format":2', '"format":1')):
+        (tmp_path / "wrong.html").write_text(wrong)
+        with pytest.raises(InputError, match="no page of this version's mmkv explain"):
+            read_page(tmp_path / "wrong.html")
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_everybody_can_use_the_page(
+    scheme: str, browser: Any, trace: Trace, asked: tuple[Snapshot, Any, Any], tmp_path: Path
+) -> None:
+    """No serious finding of axe-core on a phone or a wide screen; words explain themselves."""
+    (tmp_path / "other.html").write_text(render(asked[0]), "utf-8")
+    text = render(trace.snapshot(), read_page(tmp_path / "other.html"))
+    (tmp_path / "report.html").write_text(text, "utf-8")
+    browser.emulate_media(color_scheme=scheme)
+    browser.goto((tmp_path / "report.html").as_uri())
+    browser.locator("html[data-ready]").wait_for(state="attached")
+    browser.locator("summary").click()
+    for width in (390, 1440):
+        assert axe_findings(browser, width=width, scheme=scheme) == []
+        assert browser.evaluate("document.documentElement.scrollWidth") == width
+    colour = "getComputedStyle(document.body).backgroundColor"
+    seen = browser.evaluate(colour)
+    assert seen == {"light": "rgb(255, 255, 255)", "dark": "rgb(24, 24, 23)"}[scheme]
+    tip = browser.locator("#tip")
+    for show in ("hover", "focus"):
+        term = browser.locator('[data-term="cut"]')
+        getattr(term, show)()
+        assert "who" in tip.text_content() and tip.is_visible()
+        browser.keyboard.press("Escape")
+        assert tip.is_hidden()
+    while browser.evaluate(colour) == seen:  # the switch goes round: system, light, dark
+        browser.locator("[data-theme-switch]").click()
+    fill = "document.querySelector('#timeline rect').getAttribute('fill')"
+    assert browser.evaluate(fill) != seen and browser.evaluate(colour) != seen
 
 
 @pytest.mark.parametrize("number", range(len(DIALOGUES)))
