@@ -95,12 +95,13 @@ class Run {
   countsAt(at, row) {
     const { counted, tokens } = this;
     if (counted.at === at && counted.row === row) return counted.counts;
-    counted.counts.fill(0);
+    const { counts } = counted, { born, gone } = this;
+    counts.fill(0);
     for (let r = row < 0 ? 0 : row; r < (row < 0 ? this.rows.length : row + 1); r++)
       for (let p = 0, cell = r * tokens; p < tokens; p++, cell++)
-        if (this.born[p] <= at && at < this.gone[cell]) counted.counts[p]++;
+        if (born[p] <= at && at < gone[cell]) counts[p]++;
     [counted.at, counted.row] = [at, row];
-    return counted.counts;
+    return counts;
   }
 
   // What became of tokens [from, to) by a step: see LEVELS. went: when the last head let them go.

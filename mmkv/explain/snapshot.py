@@ -47,10 +47,10 @@ class Snapshot:
 
     Attributes:
         texts: what each token says, ``[T]``; frames: pictures and video frames in order.
-        policy, budget, model: in words; reply: the latest one, in words.
-        attention: float32 ``[rows, P]``: what the latest reply's tokens paid on average to each of
-            the P tokens of the conversation before it, with a cache that forgets nothing; None
-            where it was not measured.
+        policy, budget, model: in words; reply: the one that ``attention`` is of, or the latest.
+        attention: float32 ``[rows, P]``: what a reply's tokens paid on average to each of the P
+            tokens of the conversation before it, with a cache that forgets nothing; None where it
+            was not measured.
     """
 
     record: Record

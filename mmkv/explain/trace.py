@@ -13,7 +13,7 @@ from mmkv.engine.errors import InputError, SessionError
 from mmkv.engine.policies import make_policy
 from mmkv.engine.policies.base import kernel_of
 from mmkv.engine.policies.scoring import Retention
-from mmkv.engine.trace import Record, Recorder
+from mmkv.engine.trace import Recorder
 from mmkv.explain.snapshot import Rule, Snapshot, write
 
 if TYPE_CHECKING:
@@ -38,7 +38,8 @@ class Trace:
         self._began = session.recorder is None
         session.record()
         self._last: Snapshot | None = None
-        self._attention: tuple[np.ndarray, list[int]] | None = None  # and the prompt's token ids
+        # What a reply looked at, the tokens that it was read with, and what it says.
+        self._attention: tuple[np.ndarray, list[int], str] | None = None
 
     def snapshot(self) -> Snapshot:
         """Read everything up to now; after :meth:`stop`, up to then.
@@ -54,6 +55,11 @@ class Trace:
             record, frames = recorder.read(session), [frame for _, frame, _ in recorder.media]
         texts = texts_of(_tokenizer(session), record.token_ids.tolist())
         last = getattr(session, "last", None)
+        reply, attention = "" if last is None else last.content, None
+        if self._attention is not None:
+            measured, ids, said = self._attention
+            if record.token_ids[: len(ids)].tolist() == ids:  # not taken back since
+                reply, attention = said, measured
         return Snapshot(
             record,
             _rule(session),
@@ -62,8 +68,8 @@ class Trace:
             session.engine.policy.name,
             _budget(session),
             _model(session),
-            "" if last is None else last.content,
-            self._measured(record),
+            reply,
+            attention,
         )
 
     def measure_attention(self, inputs: dict[str, Tensor]) -> bool:
@@ -76,14 +82,19 @@ class Trace:
             inputs: those of the conversation before the reply, as :meth:`Engine.inputs` makes them.
 
         Returns:
-            False, with nothing noted, where there is no reply, or a full cache would take more
-            than :attr:`MOST_FULL` bytes.
+            False, with nothing noted, where these are not the inputs of the latest reply, or a
+            full cache would take more than :attr:`MOST_FULL` bytes.
         """
         session, last = self._session, getattr(self._session, "last", None)
         if last is None or not last.token_ids:
             return False
         engine, tokens = cast("Engine", session.engine), last.token_ids
-        spec, seen = engine.spec, inputs["input_ids"].shape[1] + len(tokens)
+        ids = inputs["input_ids"][0].tolist()
+        spec, seen = engine.spec, len(ids) + len(tokens)
+        with engine.lock:
+            read = self._recorder().read(session).token_ids.tolist()
+        if len(read) < len(ids) or read != [*ids, *tokens][: len(read)]:
+            return False
         if seen * spec.rows * 2 * spec.head_dim * engine.dtype.itemsize > self.MOST_FULL:
             return False
         window = min(len(tokens), _MOST_QUERIES)
@@ -105,16 +116,8 @@ class Trace:
             paid = np.zeros((view.rows, seen), np.float32)
             where = (view.row.cpu().numpy(), view.position.cpu().numpy())
             paid[where] = view.attention().float().cpu().numpy()
-        ids = inputs["input_ids"][0].tolist()
-        self._attention = paid[:, : len(ids)], ids
+        self._attention = paid[:, : len(ids)], read, last.content
         return True
-
-    def _measured(self, record: Record) -> np.ndarray | None:
-        """Return what was measured, if the conversation began with these very tokens."""
-        if self._attention is None:
-            return None
-        paid, ids = self._attention
-        return paid if record.token_ids[: len(ids)].tolist() == ids else None
 
     def retained(self, step: int) -> list[list[np.ndarray]]:
         """Token indices kept after ``step``, ``[layer][kv_head]``, each ascending int64."""

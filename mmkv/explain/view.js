@@ -4,7 +4,7 @@ const data = JSON.parse($("data").textContent);
 const run = new Run(data), other = data.other ? new Run(data.other) : null;
 const view = { at: 0, row: -1, picked: null };
 const KINDS = { start: "start", prompt: "prompt", reply: "reply", budget: "budget changed", shared: "shared budget", forget: "thought forgotten" };
-const BANDS = { start: "muted", prompt: "of-text", reply: "good", budget: "danger", shared: "danger", forget: "danger" };
+const BANDS = { start: "line", prompt: "gone", reply: "text", budget: "danger", shared: "danger", forget: "danger" };
 const GLOSSARY = {
   head: ["(layer, KV head)", "Each layer of the model has a few KV heads, and each of them holds entries of its own. “Head” on this page is one (layer, KV head)."],
   entry: ["entry", "Key and value of one token in one (layer, KV head). All entries together are the model's memory of the conversation, the KV cache."],
@@ -212,14 +212,25 @@ class Words {
     this.text.replaceChildren(...parts);
   }
 
+  // Brings a token into sight, if it lies in a part that is not.
+  reveal(p) {
+    if (!this.text.querySelector(`[data-from="${p}"]`)) this.fill(PAGE * Math.floor(p / PAGE));
+    this.draw();
+    const span = this.text.querySelector(".picked");
+    if (span) this.text.scrollTop = span.offsetTop - this.text.offsetTop - this.text.clientHeight / 2;
+  }
+
   draw() {
     const { run: of } = this, picked = view.picked && view.picked.of === of ? view.picked.p : -1;
     for (const span of this.text.children) {
       const from = +span.dataset.from, to = +span.dataset.to, fate = fateOf(of, from, to);
-      paint(span, fate);
-      span.title = `${to === from + 1 ? `token ${from + of.first}` : `tokens ${from + of.first} to ${to - 1 + of.first}`}: ${of.told(fate)}`;
-      span.classList.toggle("needed", of.needed >= from && of.needed < to);
       span.classList.toggle("picked", picked >= from && picked < to);
+      const told = of.told(fate);
+      if (span.told === told) continue; // most words stay as they are from step to step
+      span.told = told;
+      paint(span, fate);
+      span.title = `${to === from + 1 ? `token ${from + of.first}` : `tokens ${from + of.first} to ${to - 1 + of.first}`}: ${told}`;
+      span.classList.toggle("needed", of.needed >= from && of.needed < to);
     }
   }
 }
@@ -279,12 +290,13 @@ const most = (values) => values.reduce((high, value) => Math.max(high, value), 1
 function drawMap() {
   const canvas = $("map"), { tokens, rows } = run, kinds = MODALITIES.map((name) => channels(`of-${name}`));
   [canvas.width, canvas.height] = [tokens, rows.length];
-  const image = new ImageData(tokens, rows.length), [page, gone] = [channels("page"), channels("hover")];
-  for (let r = 0, at = 0; r < rows.length; r++)
-    for (let p = 0; p < tokens; p++, at += 4) {
-      const [red, green, blue] = run.born[p] > view.at ? page : run.holds(r, p, view.at) ? kinds[+run.modality[p]] : gone;
-      image.data[at] = red, image.data[at + 1] = green, image.data[at + 2] = blue, image.data[at + 3] = 255;
-    }
+  const image = new ImageData(tokens, rows.length), cells = new Uint32Array(image.data.buffer);
+  const whole = ([red, green, blue]) => (255 << 24) | (blue << 16) | (green << 8) | red; // as bytes lie in memory
+  const [page, evicted] = [whole(channels("page")), whole(channels("hover"))], { born, gone } = run, { at } = view;
+  const colours = Uint32Array.from(run.modality, (kind) => whole(kinds[+kind]));
+  for (let r = 0, cell = 0; r < rows.length; r++)
+    for (let p = 0; p < tokens; p++, cell++)
+      cells[cell] = born[p] > at ? page : at < gone[cell] ? colours[p] : evicted;
   canvas.getContext("2d").putImageData(image, 0, 0);
   canvas.setAttribute("aria-label", `${count(run.held(view.at))} entries are held at step ${view.at}; arrow keys choose one`);
 }
@@ -436,6 +448,7 @@ function pickFirst() {
   const telling = run.telling();
   if (!telling) return void ($("why").textContent = "Nothing was forgotten. Click an entry, a token or a patch to see its scores.");
   pick(telling.row, telling.p, telling.needed ? "The answer looked most at this. " : "Of all that went, this was worth most. ");
+  stages.find((stage) => stage instanceof Words && stage.run === run)?.reveal(telling.p);
 }
 
 // --- time -----------------------------------------------------------------------------------
