@@ -154,13 +154,15 @@ class Snapshot:
         paid = self.attention[:, token]
         holding = np.zeros(self.rows, bool)
         holding[self.record.row[self.record.position == token]] = True
-        share = float(paid[holding].sum() / max(paid.sum(), 1e-30))
         name = self.name(token)
-        return (
+        said = (
             f"{name[0].upper()}{name[1:]} gets {100 * paid.mean():.0f} % of the reply's attention "
-            f"where nothing is forgotten; the heads that still hold it pay {100 * share:.0f} % of "
-            "that."
+            "where nothing is forgotten"
         )
+        if not holding.any():
+            return f"{said}."
+        share = float(paid[holding].sum() / max(paid.sum(), 1e-30))
+        return f"{said}; the heads that still hold it pay {100 * share:.0f} % of that."
 
     def counts(self) -> np.ndarray:
         """Entries held after each step, int64 ``[modalities, S]``."""

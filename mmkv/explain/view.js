@@ -82,7 +82,7 @@ class Pictures {
   }
 
   build() {
-    const { frame, run: of } = this, { wide, high } = frame, size = (window.innerWidth < 600 ? 360 : 640) / Math.max(wide, high);
+    const { frame, run: of } = this, { wide, high } = frame, size = (window.innerWidth < 600 || other ? 380 : 500) / Math.max(wide, high);
     const drawn = svg("svg", { xmlns: SVG, viewBox: `0 0 ${wide * size} ${high * size}`, tabindex: 0, role: "group" });
     drawn.setAttribute("aria-label", `${frame.caption}: ${wide * high} patches; arrow keys choose one and ask why it went`);
     drawn.append(svg("rect", { width: wide * size, height: high * size, fill: colour("surface") }));
