@@ -118,12 +118,20 @@ class Snapshot:
         return int(np.where(told, paid, -1).argmax()) if told.any() else None
 
     def name(self, token: int) -> str:
-        """Say what a token is: a word, or a place in a picture or video."""
+        """Say what a token is: a word, a part of one, or a place in a picture or video."""
         for frame in self.frames:
             y, x = divmod(token - frame.start, frame.stride)
             if 0 <= y < frame.high and x < frame.wide:
                 return f"row {y + 1}, column {x + 1} of {frame.caption}"
-        return self.texts[token].strip() or MODALITIES[self.record.modality[token]]
+        if self.record.modality[token]:
+            return f"a token of the {MODALITIES[self.record.modality[token]]}"
+        first, last, texts = token, token + 1, self.texts
+        while first and texts[first][:1].isalnum() and texts[first - 1][-1:].isalnum():
+            first -= 1
+        while last < len(texts) and texts[last][:1].isalnum() and texts[last - 1][-1:].isalnum():
+            last += 1
+        part, word = texts[token].strip(), "".join(texts[first:last]).strip()
+        return f"the word “{word}”" if part == word else f"the “{part}” of “{word}”"
 
     def headline(self) -> str:
         """Say in one or two sentences what the answer needed, what of it is left, and what went."""
@@ -136,7 +144,6 @@ class Snapshot:
             reply = " ".join(self.reply.split())
             reply = reply if len(reply) <= 40 else f"{reply[:40].rstrip()}…"
             said, what = f"The answer “{reply}”" if reply else "The answer", self.name(token)
-            what = what if self.record.modality[token] else f"the word “{what}”"
             left = f"{count[token]} of {self.rows} heads still hold it"
             if count[token] in (0, self.rows):
                 left = f"all {self.rows} heads hold it" if count[token] else "no head holds it now"

@@ -90,7 +90,7 @@ class Pictures {
       drawn.append(svg("image", { width: wide * size, height: high * size, preserveAspectRatio: "none", href: this.source(frame) }));
     this.patches = Array.from({ length: wide * high }, (_, cell) => {
       const [x, y] = [(cell % wide) * size, Math.floor(cell / wide) * size];
-      const rect = svg("rect", { x, y, width: size, height: size, fill: colour("page"), stroke: colour("line"), "stroke-width": size > 24 ? 1 : 0.3 });
+      const rect = svg("rect", { x, y, width: size, height: size, fill: colour("page"), stroke: colour("line"), "stroke-width": Math.min(1, size / 60) });
       const title = svg("title"), made = { rect, title };
       rect.append(title);
       drawn.append(rect);
@@ -106,8 +106,8 @@ class Pictures {
     });
     const ring = (stroke, width, more = {}) => svg("rect", { width: size, height: size, fill: "none", stroke, "stroke-width": width, "pointer-events": "none", visibility: "hidden", ...more });
     this.size = size;
-    this.ringNeeded = ring(colour("of-image"), 6, { rx: 3 });
-    this.ringPicked = ring(colour("text"), 3, { "stroke-dasharray": "7 5" });
+    this.ringNeeded = ring(colour("of-image"), Math.max(2, Math.min(5, size / 12)), { rx: 2 });
+    this.ringPicked = ring(colour("text"), Math.max(1.5, Math.min(3, size / 15)), { "stroke-dasharray": size > 30 ? "7 5" : "3 2" });
     drawn.append(this.ringNeeded, this.ringPicked);
     this.place(this.ringNeeded, of.needed);
     drawn.addEventListener("click", (event) => {
@@ -525,11 +525,12 @@ function listen() {
   listenToTimeline();
   listenToTerms();
   // The controls stay in sight once their place is above the window.
-  new IntersectionObserver(([place]) => {
-    const above = !place.isIntersecting && place.boundingClientRect.top < 0;
-    $("controlsPlace").style.height = above ? `${$("controls").offsetHeight}px` : "";
+  window.addEventListener("scroll", () => {
+    const place = $("controlsPlace"), above = place.getBoundingClientRect().bottom < 0;
+    if (above === $("controls").classList.contains("docked")) return;
+    place.style.height = above ? `${$("controls").offsetHeight}px` : "";
     $("controls").classList.toggle("docked", above);
-  }).observe($("controlsPlace"));
+  }, { passive: true });
   let width = window.innerWidth;
   window.addEventListener("resize", () => {
     if (window.innerWidth === width) return; // a phone's bars come and go

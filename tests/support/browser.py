@@ -46,7 +46,9 @@ def axe_findings(tab: Any, *, width: int, scheme: str) -> list[str]:
         width: of the window in pixels; scheme: ``light`` or ``dark``.
     """
     tab.set_viewport_size({"width": width, "height": 900})
-    tab.emulate_media(color_scheme=scheme)
+    tab.emulate_media(color_scheme=scheme, reduced_motion="reduce")
+    frame = "new Promise((done) => requestAnimationFrame(() => requestAnimationFrame(done)))"
+    tab.evaluate(f"{frame}.then(() => {frame})")  # no colour is on its way to another
     if not tab.evaluate("typeof axe !== 'undefined'"):
         tab.evaluate(AXE.read_text("utf-8"))
     found = tab.evaluate("axe.run().then((result) => result.violations)")

@@ -242,6 +242,14 @@ def test_the_headline_says_what_the_session_holds_and_the_model_looks_at(
     )
     share = round(100 * theirs[holding, frog].sum() / theirs[:, frog].sum())
     assert snapshot.detail().endswith(f"the heads that still hold it pay {share} % of that.")
+    # A word may be several tokens; the marks of a template are none.
+    tokens = ["<s>", "user", "\n", "Is", " Ger", "man", "y", " big", "?", "<s>"]
+    record = replace(synthetic(1, 1, 10).record, modality=np.zeros(10, np.uint8))
+    paid = np.arange(10, dtype=np.float32)[None]
+    said = Snapshot(record, snapshot.rule, tokens, [], "", "", "", attention=paid)
+    assert said.needed() == 7 and said.name(7) == "the word “big”"
+    assert said.name(5) == "the “man” of “Germany”"
+    assert replace(said, attention=paid[:, :2]).needed() is None
     # Without what was looked at, and where nothing went, it says what is known.
     count = snapshot.fates[0][frame.start : frame.start + 16]
     assert replace(snapshot, attention=None).headline() == (
