@@ -27,6 +27,7 @@ from mmkv.engine.model.gates import make_random_gates, make_random_write_gates, 
 from mmkv.engine.runtime import Runtime
 from mmkv.eval.quality.methods import ComparedMethod
 from mmkv.hf import retain
+from mmkv.planner import planned, planned_from_hub
 from mmkv.resources import (
     asset,
     bundled_dialogues,
@@ -230,6 +231,7 @@ def test_folders_are_found_with_family_size_and_gates(mmkv: Callable[..., Ran], 
     assert (one["family"], one["where"], one["size"]) == ("qwen3_vl", "folder", size)
     assert one["gates"] == ["sets/mine"] and two["gates"] == ["gates/", "sets/mine"]
     assert one["problem"] == "" and two["size"] > size
+    assert one["memory"] == {form: plan.weights for form, plan in (planned(model) or {}).items()}
     assert "does not run" in rows["other"]["problem"]
     assert "no safetensors" in rows["light"]["problem"]
     assert {row["name"]: row["kind"] for row in found["gates"]}["sets/mine"] == "retention"
@@ -252,6 +254,7 @@ def test_what_was_pulled_is_listed_and_answers_without_the_network(
     repositories["someone/small"] = files_of(model) | dict.fromkeys(extra, b"x")
     ran = mmkv("pull", "someone/small")
     assert ran.code == 0 and f"someone/small: {len(files_of(model))} files" in ran.err
+    assert "weights in memory: " in ran.err and "(int4)" in ran.err
     folder = Path(ran.out.strip())
     assert folder.is_relative_to(cache) and files_of(str(folder)) == files_of(model)
     assert sorted(fetched) == sorted(files_of(model))
@@ -266,6 +269,16 @@ def test_what_was_pulled_is_listed_and_answers_without_the_network(
         answer.code == 0
         and answer.out == mmkv("chat", model, "-p", "hello", "--max-new-tokens", "2").out
     )
+
+
+def test_a_checkpoint_on_the_hub_is_planned_from_its_headers(
+    model: str, hub: tuple[Repositories, list[str]]
+) -> None:
+    repositories, _ = hub
+    repositories["someone/small"] = files_of(model)
+    assert planned("someone/small") is None
+    assert planned_from_hub("someone/small") == planned(model) is not None
+    assert planned_from_hub("someone/missing") is None
 
 
 def test_gates_are_pulled_and_found_by_the_model(
