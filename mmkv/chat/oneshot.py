@@ -59,6 +59,7 @@ def answer_once(
         if trace is not None and options.report is not None and session.history:
             if finished and options.load is None:
                 turn = _conversation(options.system, prompt, images, videos)
+                display.note("reading it again with a full cache: what did the answer look at?")
                 try:
                     trace.measure_attention(engine.inputs(turn))
                 except MmkvError as error:  # the page is worth having without

@@ -152,7 +152,7 @@ class Trace:
         from mmkv.explain.page import render
 
         page = escape(render(self.snapshot()))
-        frame = 'width="100%" height="800" sandbox="allow-scripts"'
+        frame = 'width="100%" height="900" sandbox="allow-scripts allow-downloads"'
         return f'<iframe {frame} srcdoc="{page}"></iframe>'
 
     def stop(self) -> None:

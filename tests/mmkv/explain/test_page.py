@@ -317,6 +317,24 @@ def test_why_opens_with_the_most_telling_loss(
     assert f"Layer {row // 3}, KV head {row % 3} lost" in browser.evaluate(said)
 
 
+def test_the_timeline_goes_where_it_is_clicked_and_plays_to_the_end(
+    browser: Any, asked: tuple[Snapshot, Any, Any], tmp_path: Path
+) -> None:
+    shown(browser, asked[0], tmp_path)
+    drawn = browser.locator("#timeline svg")
+    box, when = drawn.bounding_box(), "document.getElementById('when').textContent"
+    drawn.click(position={"x": box["width"] - 20, "y": 100})
+    assert browser.evaluate(when).startswith("4 of 4")
+    drawn.click(position={"x": 70, "y": 100})
+    assert browser.evaluate(when) == "0 of 4: 0 tokens read, start"
+    browser.evaluate("scrollTo(0, 2000)")
+    browser.locator("#controls.docked").wait_for()
+    browser.locator("#play").click()
+    browser.locator("#when", has_text="4 of 4").wait_for()
+    assert browser.locator("#play").text_content() == "Play"
+    assert browser.evaluate("document.getElementById('held').textContent").startswith("144 ")
+
+
 def test_the_picture_and_the_timeline_can_be_saved(
     browser: Any, asked: tuple[Snapshot, Any, Any], tmp_path: Path
 ) -> None:
