@@ -212,6 +212,15 @@ def test_a_page_never_takes_more_than_it_may(trace: Trace, monkeypatch: pytest.M
     assert len(whole) > len(page._page({})) + 6_000 >= len(text)
     assert data_of(text)["frames"] == []
     assert "Pictures and video frames are not shown." in data_of(text)["notes"]
+    # Beside another run, both together; or it is said that they do not fit.
+    other = data_of(whole) | {"other": None}
+    monkeypatch.setattr(page, "MOST_BYTES", len(whole) + 8_000)
+    both = render(snapshot, other)
+    assert len(both) <= page.MOST_BYTES and data_of(both)["other"]["reply"] == other["reply"]
+    assert data_of(both)["first"] > 0
+    monkeypatch.setattr(page, "MOST_BYTES", fixed + 6_000)
+    with pytest.raises(InputError, match="leaves no room"):
+        render(snapshot, other)
 
 
 def test_the_headline_says_what_the_session_holds_and_the_model_looks_at(
