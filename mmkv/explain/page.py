@@ -57,12 +57,12 @@ def render(snapshot: Snapshot, other: dict[str, Any] | None = None) -> str:
     Raises:
         InputError: the other page leaves no room for this one.
     """
-    pictures = _pictures(snapshot) | ({} if other is None else {"other": other})
+    pictures, beside = _pictures(snapshot), {} if other is None else {"other": other}
     page = ""
     packed: dict[tuple[int, ...], Any] = {}
     for detail in _levels(snapshot):
         shown = pictures if detail.pictures else {"frames": [], "jpegs": []}
-        page = _page(_data(snapshot, detail, packed) | shown)
+        page = _page(_data(snapshot, detail, packed) | shown | beside)
         if len(page) <= MOST_BYTES:
             break
     else:
