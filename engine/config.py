@@ -71,10 +71,10 @@ class EngineConfig:
             checkpoint's own ``gates/`` folder if it has one.
         device: ``auto`` (a GPU where there is one), ``cpu``, ``cuda``, ``cuda:1`` ...
         dtype: of weights and cache: ``auto``, ``float32``, ``bfloat16`` or ``float16``.
-        weights: how the matrices of decoder and vision tower are held on a CPU: ``auto`` (in
-            bfloat16 where that changes no number, else in the dtype), ``bf16`` (rounded to
-            bfloat16), ``int8`` or ``int4`` (rounded in blocks of 32); all but ``auto`` round the
-            states that they are multiplied by, too. Under ``int4`` towers are held in 8 bits.
+        weights: how the matrices of decoder and vision tower are held: ``auto`` (in the dtype, on a
+            CPU in bfloat16 where that changes no number), ``bf16`` (rounded to bfloat16), ``int8``
+            or ``int4`` (rounded in blocks of 32); all but ``auto`` round the states that they are
+            multiplied by, too. Under ``int4`` towers are held in 8 bits.
         kv: how keys and values lie in the cache: ``auto`` (in the dtype), ``bf16``, or rounded
             entry by entry: ``int8``; ``k8v4``, keys in 8 bits and values in 4; ``int4``. None:
             ``auto``, or under a budget in bytes the form that answered best at so many bytes
@@ -133,7 +133,7 @@ class EngineConfig:
     )
     weights: str = field(
         default="auto",
-        metadata=_about(str, "Weights on a CPU: auto (exact), bf16, int8, int4 (rounded, faster)."),
+        metadata=_about(str, "Weights: auto (exact), bf16, int8, int4 (rounded, faster)."),
     )
     kv: str | None = field(
         default=None,

@@ -186,14 +186,15 @@ class Runtime:
         name = config.checkpoint()
         require_named_gates(config)
         _use_threads(config)
+        device = resolve_device(config.device)
         family, spec, weights = load(
             name,
             dtype=config.dtype,
-            device=resolve_device(config.device),
+            device=device,
             progress=progress,
             pictures=pictures,
             form=config.weights,
-            kernels=kernels_for(config.weights),
+            kernels=kernels_for(config.weights, device),
             adapter=config.adapter,
         )
         engine = cls.from_parts(config, family, spec, weights)
@@ -284,7 +285,8 @@ class Runtime:
         placed = None if self._gates is None else self._gates.to(self.device, self.dtype)
         if placed is None or self._exact_gates:
             return placed
-        return placed.in_bf16(kernels_for("int8"))  # whose product rounds no states for bfloat16
+        # Its product rounds no states for bfloat16.
+        return placed.in_bf16(kernels_for("int8", self.device))
 
     def share(self, budget: Budget | float | str, floor: float = 0.0) -> None:
         """Have all sessions of this engine compete for one budget from now on.

@@ -28,6 +28,7 @@ from mmkv.engine.model.product import INTEGERS, Matrix, WeightForm, equal, multi
 from mmkv.engine.model.spec import DecoderSpec, Routing, sparse_layers
 from mmkv.engine.model.weights import DecoderWeights, LayerWeights
 
+_CPU = torch.device("cpu")
 _FLOATS = {"F16", "BF16", "F32", "F64"}
 _STORED_AS = {torch.float16: "F16", torch.bfloat16: "BF16", torch.float32: "F32"}
 # What is read into memory of its own; safetensors maps all others.
@@ -66,9 +67,9 @@ class StoredShapes:
             case "llama":
                 mlp = bool(getattr(config, "mlp_bias", False))
                 return cls(qkv_bias=bias, out_bias=bias, mlp_bias=mlp)
-            case "mistral":
+            case "mistral" | "ministral3":
                 return cls()
-            case "qwen2" | "qwen2_5_vl_text":
+            case "qwen2" | "qwen2_vl_text" | "qwen2_5_vl_text":
                 return cls(qkv_bias=True)
             case "qwen3" | "qwen3_vl_text" | "qwen3_moe" | "qwen3_vl_moe_text":
                 return cls(qkv_bias=bias, out_bias=bias, qk_norm=True)
@@ -468,11 +469,14 @@ def _read(
 
     def held(part: str, *names: str) -> Matrix:
         def make() -> Matrix:
-            return stored.read_matrix(names, dtype, device, holding, part)
+            # What is rounded is the same, whatever the states are and wherever the model runs.
+            wide = (dtype, device) if holding is None else (torch.float32, _CPU)
+            return stored.read_matrix(names, *wide, holding, part)
 
         made = panels.matrix("+".join(names), make)
         rows = sum(shapes[name][0] for name in names)
-        return made if tuple(made.shape) == (rows, *shapes[names[0]][1:]) else make()
+        fits = tuple(made.shape) == (rows, *shapes[names[0]][1:])
+        return (made if fits else make()).to(device)
 
     def matrix(*names: str) -> Matrix:
         return held(names[0], *(f"{prefix}{name}" for name in names))

@@ -81,8 +81,7 @@ def load(
         dtype: see :func:`resolve_dtype`. device: see :func:`resolve_device`.
         progress: called with a few words on what is being done.
         pictures: some will come: what reads them is imported beside the weights.
-        form: how matrices are held where the dtype is float32 and the device a CPU: ``auto``,
-            ``bf16``, ``int8`` or ``int4``.
+        form: how matrices are held: ``auto``, ``bf16``, ``int8`` or ``int4``.
         kernels: what multiplies by them; None: torch. With a product of their own, matrices that
             bfloat16 holds exactly are held in it under ``auto``.
         adapter: folder or hub id of a LoRA adapter that is merged into the weights.

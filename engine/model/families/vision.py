@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from mmkv.engine.errors import STOPS
 from mmkv.engine.memory import give_back
 from mmkv.engine.model.families.base import Family
-from mmkv.engine.model.families.tower import MANY_BYTES, hold_tower, layers_to_hold
+from mmkv.engine.model.families.tower import MANY_BYTES, hold_tower, layers_to_hold, move
 from mmkv.engine.model.finite import require_finite
 from mmkv.engine.model.panel_files import PanelStore, with_panels
 from mmkv.engine.model.panels import Panels
@@ -82,11 +82,11 @@ def build_vision(
     text_model: Any = family.text_model(model)
     for part in (model.config.get_text_config(), text_model.config):
         vars(part).update(whole)
-    embed = _parameter(weights.embed)
+    embed = _parameter(weights.embed, dtype)
     text_model.embed_tokens.weight = embed
     text_model.norm.weight = nn.Parameter(weights.norm, requires_grad=False)
     tied = weights.head.data_ptr() == weights.embed.data_ptr()
-    model.get_output_embeddings().weight = embed if tied else _parameter(weights.head)
+    model.get_output_embeddings().weight = embed if tied else _parameter(weights.head, dtype)
     note = None if packing is None else packing.pack(model, family, name)
     require_finite_rest(model, weights, name)
     if form is not None and packing is None:
@@ -94,7 +94,8 @@ def build_vision(
     if first != dtype:
         _widen(model, weights, dtype)
     if device != _CPU:
-        return model.to(device), None
+        move(model, device)
+        return model, note
     give_back()
     return model, note
 
@@ -266,10 +267,10 @@ def _widen(model: Any, text: DecoderWeights, dtype: torch.dtype) -> None:
             module.config.dtype = dtype
 
 
-def _parameter(matrix: Matrix) -> nn.Parameter:
+def _parameter(matrix: Matrix, dtype: torch.dtype) -> nn.Parameter:
     """Return a matrix as a parameter. Of one in panels, which no module reads, its shape alone."""
     if isinstance(matrix, Panels):
-        matrix = torch.empty(matrix.shape, device="meta")
+        matrix = torch.empty(matrix.shape, dtype=dtype, device="meta")
     return nn.Parameter(matrix, requires_grad=False)
 
 
