@@ -13,7 +13,7 @@ endif
 # Without its cache of compiled modules, every process that the tests start compiles torch anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo serve-demo test test-fast test-triton test-drawn test-pages test-browser mutants test-newest test-oldest wheel-test lint docs format clean
+.PHONY: vendor demo serve-demo test test-fast test-triton test-drawn test-pages test-browser mutants test-newest test-oldest wheel-test lint docs format clean
 
 demo: $(READY)
 	$(BIN)/mmkv chat --image assets/scene.png --budget 8 --prefill-chunk 12 --cost -p "what is at row 2, column 3?"
@@ -52,6 +52,10 @@ mutants: $(READY)
 test-browser: $(READY)
 	$(BIN)/pip install -q --constraint constraints.txt 'playwright>=1.50'
 	HF_HUB_OFFLINE=1 $(BIN)/python -m pytest tests/mmkv/server/test_page.py tests/mmkv/explain/test_page.py
+
+# The libraries of both pages, as mmkv/web/vendor.json pins them, from npm; they are part of the repository.
+vendor: $(READY)
+	$(BIN)/python -m tools.vendor
 
 # The Triton kernels in Triton's interpreter, on the CPU, and compiled for Hopper (no GPU needed).
 test-triton: $(READY)

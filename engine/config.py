@@ -53,6 +53,8 @@ class EngineConfig:
 
     Attributes:
         model: a transformers checkpoint folder, or the id of one on the hub.
+        adapter: a LoRA adapter of PEFT, a folder or the id of one that was pulled from the hub:
+            merged into the weights while they are read.
         policy: the name of a policy with parameters (``mmkv policies`` lists them), or a
             :class:`Policy`. None takes ``dbtrimkv`` when there are gates (``wgkv`` for write
             gates). Without gates it takes ``full``, and where a budget is given, ``rkv`` for a
@@ -93,6 +95,10 @@ class EngineConfig:
     model: str | Path | None = field(
         default=None,
         metadata=_about(str, "Model folder or hub id. Default: the small bundled model."),
+    )
+    adapter: str | Path | None = field(
+        default=None,
+        metadata=_about(str, "LoRA adapter (PEFT folder, or hub id) to merge into the weights."),
     )
     policy: str | Policy | None = field(
         default=None,
@@ -157,7 +163,7 @@ class EngineConfig:
         if self.budget is not None:
             Budget.of(self.budget)
         check_lookahead(self.lookahead)
-        for name in ("model", "gates"):
+        for name in ("model", "adapter", "gates"):
             if (given := getattr(self, name)) is not None:
                 require_type(name, given, (str, Path), "text or a pathlib.Path")
         for name in ("device", "dtype"):

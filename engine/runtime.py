@@ -45,6 +45,7 @@ from mmkv.engine.sequence import CachedSequence
 from mmkv.engine.session_file import load_session
 from mmkv.engine.steps import decode_step, decode_steps
 
+_LOADING = {"model", "adapter", "lookahead", "device", "dtype", "weights", "threads"}
 _FEATURES = 8  # the share of a limit that features of pictures may take: one of so many
 
 
@@ -79,7 +80,7 @@ class Runtime:
         **options: Any,
     ) -> None:
         self.lock = FairLock()
-        loading = options.keys() & {"model", "lookahead", "device", "dtype", "weights", "threads"}
+        loading = options.keys() & _LOADING
         if isinstance(gates, (str, Path)):
             loading = loading | {"gates"}
         if loading:
@@ -156,8 +157,8 @@ class Runtime:
             path_or_hub_id: a transformers checkpoint folder, or the id of one on the hub.
             progress: called with a few words on what is being loaded.
             options: those of :class:`mmkv.engine.config.EngineConfig`: policy (a name or a
-                :class:`Policy`), budget, lookahead, evict_every, prefill_chunk, page_size, gates,
-                device, dtype, weights, kv, kv_limit, vision_cache, threads.
+                :class:`Policy`), adapter, budget, lookahead, evict_every, prefill_chunk, page_size,
+                gates, device, dtype, weights, kv, kv_limit, vision_cache, threads.
 
         Raises:
             ModelError, GateError, PolicyError, BudgetError.
@@ -194,6 +195,7 @@ class Runtime:
             pictures=pictures,
             form=config.weights,
             kernels=kernels_for(config.weights, device),
+            adapter=config.adapter,
         )
         engine = cls.from_parts(config, family, spec, weights)
         if engine.device.type == "cpu":

@@ -5,6 +5,7 @@ Read from ``config.json`` and ``gates.json``; no torch and no transformers are i
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 from collections.abc import Iterator
@@ -16,7 +17,13 @@ from typing import TYPE_CHECKING, Any
 from mmkv.engine.budget import format_bytes
 from mmkv.engine.errors import MmkvError, plain
 from mmkv.engine.model.fingerprint import fingerprint, language_fingerprint
-from mmkv.engine.model.source import checkpoint_file, files_of
+from mmkv.engine.model.source import (
+    PICKLED,
+    PICKLED_INDEX,
+    checkpoint_file,
+    files_of,
+    require_known_quantisation,
+)
 from mmkv.engine.registry import offered
 from mmkv.planner import planned
 from mmkv.resources import BUNDLED_ADAPTER, BUNDLED_MODEL, asset, bundled_gates, bundled_model
@@ -276,15 +283,16 @@ def _problem(folder: Path, config: dict[str, Any]) -> str:
     """Return why a checkpoint cannot run, empty where nothing speaks against it."""
     if str(config["model_type"]) not in families_with_added():
         return "this family does not run"
-    if config.get("quantization_config") is not None:
-        return "it is quantised; take the checkpoint that it was made of"
     try:
-        found = files_of(lambda file: checkpoint_file(str(folder), file))
+        if (quantised := config.get("quantization_config")) is not None:
+            require_known_quantisation(quantised)
+        find = functools.partial(checkpoint_file, str(folder))
+        found = files_of(find) or files_of(find, PICKLED, PICKLED_INDEX)
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
         return "its index of weight files cannot be read"
     except MmkvError as error:
         return str(error)
-    return "it has no safetensors weights" if found is None else ""
+    return "" if found else "it has no safetensors weights"
 
 
 def _gates(name: str, folder: Path, where: str) -> ListedGates:

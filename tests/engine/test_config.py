@@ -149,6 +149,7 @@ def test_commands_offer_every_option_with_its_default(command: str) -> None:
 
 def test_lmms_eval_takes_every_option_as_text() -> None:
     texts = {
+        "adapter": "tuned",
         "policy": "trimkv",
         "budget": "25%",
         "lookahead": "3",
@@ -167,6 +168,7 @@ def test_lmms_eval_takes_every_option_as_text() -> None:
     made = LmmsSettings.of({"pretrained": "here", **texts}).engine
     assert made == EngineConfig(
         model="here",
+        adapter="tuned",
         policy="trimkv",
         budget="25%",
         lookahead=3.0,

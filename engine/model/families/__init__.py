@@ -113,7 +113,8 @@ def family_for(config: Any) -> type[Family]:
         )
     if getattr(config, "quantization_config", None) is not None:
         raise ModelError(
-            "quantised checkpoints are not supported; use the float16, bfloat16 or float32 one"
+            "a model that transformers holds quantised cannot be read; load the checkpoint by "
+            "Engine.from_pretrained, or the float16, bfloat16 or float32 one"
         )
     return family
 

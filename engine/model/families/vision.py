@@ -72,7 +72,7 @@ def build_vision(
     )
     names = _names_beside_text(family, stored)
     first = dtype if form is None else stored.one_dtype(names) or dtype
-    tensors: dict[str, Any] = {name: _Unread(stored, name) for name in names}
+    tensors: dict[str, Any] = {name: Unread(stored, name) for name in names}
     tensors |= _placeholders(family, weights, first)
     packing = None if form is None else _Packing(stored, names, first, form)
     model = load(shorter, first, _CPU, tensors | (packing.stand_ins if packing else {}))
@@ -120,7 +120,7 @@ def _names_beside_text(family: type[Family], stored: StoredTensors) -> list[str]
     return sorted(n for n in stored.names if not n.startswith(prefix) and n != head)
 
 
-class _Unread:
+class Unread:
     """A tensor of the files that is read when transformers slices it, as those of safetensors."""
 
     def __init__(self, stored: StoredTensors, name: str) -> None:
@@ -201,7 +201,9 @@ class _Packing:
             named = "bf16" if exact else "int8" if form.bits() == 8 else form.name
             numbers = stored.numbers_of(labels)
             size = form.bytes_of(numbers)
-            made, note = with_panels(read, stored.files, checkpoint, named, numbers, size, "vision")
+            made, note = with_panels(
+                read, stored.files, checkpoint, named, numbers, size, "vision", stored.settings
+            )
             assert made is not None
         else:
             made, note = read(PanelStore()), None
