@@ -289,7 +289,7 @@ _BESIDE = re.compile(
 def _is_text(name: str) -> bool:
     """Whether a tensor belongs to the text model: its decoder, embedding or head."""
     own = name.removeprefix("model.")
-    places = ("language_model.", "layers.", "embed_tokens.", "norm.", "lm_head.")
+    places = ("language_model.", "text_model.", "layers.", "embed_tokens.", "norm.", "lm_head.")
     return own.startswith(places)
 
 

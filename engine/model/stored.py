@@ -67,9 +67,9 @@ class StoredShapes:
             case "llama":
                 mlp = bool(getattr(config, "mlp_bias", False))
                 return cls(qkv_bias=bias, out_bias=bias, mlp_bias=mlp)
-            case "mistral":
+            case "mistral" | "ministral3":
                 return cls()
-            case "qwen2" | "qwen2_5_vl_text":
+            case "qwen2" | "qwen2_vl_text" | "qwen2_5_vl_text":
                 return cls(qkv_bias=True)
             case "qwen3" | "qwen3_vl_text" | "qwen3_moe" | "qwen3_vl_moe_text":
                 return cls(qkv_bias=bias, out_bias=bias, qk_norm=True)

@@ -80,11 +80,15 @@ class HeldPatches(HeldLinear):
 # Towers without masks: patches see all of a picture, or of the parts that flash attention gets.
 _UNMASKED = {
     "clip_vision_model",
+    "idefics3_vision",
     "internvl_vision",
+    "pixtral",
     "qwen2_5_vl_vision",
+    "qwen2_vl_vision",
     "qwen3_vl_moe_vision",
     "qwen3_vl_vision",
     "siglip_vision_model",
+    "smolvlm_vision",
 }
 
 
