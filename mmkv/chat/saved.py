@@ -381,9 +381,9 @@ def figures_folder(name: str) -> Path:
     return path
 
 
-def write_report(trace: Trace, path: Path) -> str:
+def write_report(trace: Trace, path: Path, compare: str | None = None) -> str:
     """Write the page and say so in one line. Raises InputError."""
-    written = trace.report(path)
+    written = trace.report(path, compare)
     return f"wrote {path} ({format_bytes(written.stat().st_size)}); open it in a browser"
 
 
