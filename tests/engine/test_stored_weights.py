@@ -360,7 +360,7 @@ def test_a_tower_reads_its_own_tensors_once(name: str, monkeypatch: pytest.Monke
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
-@pytest.mark.parametrize("name", SEEING)
+@pytest.mark.parametrize("name", [name for name in SEEING if "3_5_moe" not in name])
 def test_a_tower_stored_in_another_dtype(name: str, dtype: torch.dtype, tmp_path: Path) -> None:
     """Beside a decoder whose matrices stay narrow the tower is widened tensor by tensor."""
     folder = Path(shutil.copytree(checkpoint(name), tmp_path / "model"))
