@@ -38,6 +38,8 @@ FAMILIES: dict[str, tuple[str, str]] = {
     "qwen3_vl": ("Qwen3-VL (dense)", f"{_VIDEOS}; the bundled model"),
     "qwen3_vl_moe": ("Qwen3-VL with experts, such as 30B-A3B", _VIDEOS),
     "qwen2_5_vl": ("Qwen2.5-VL", _VIDEOS),
+    "qwen3_5": ("Qwen3.5, hybrid (dense)", _VIDEOS),
+    "qwen3_5_moe": ("Qwen3.5 with experts, such as 35B-A3B, hybrid", _VIDEOS),
     "qwen2_vl": ("Qwen2-VL", _VIDEOS),
     "smolvlm": ("SmolVLM2", _VIDEOS),
     "idefics3": ("SmolVLM, Idefics3", _PICTURES),
@@ -53,6 +55,8 @@ FAMILIES: dict[str, tuple[str, str]] = {
     "qwen2": ("Qwen2, Qwen2.5 (text)", _RANDOM),
     "qwen3": ("Qwen3 (text)", _RANDOM),
     "qwen3_moe": ("Qwen3 with experts, such as 30B-A3B (text)", _RANDOM),
+    "qwen3_5_text": ("Qwen3.5, hybrid (text)", _RANDOM),
+    "qwen3_5_moe_text": ("Qwen3.5 with experts, hybrid (text)", _RANDOM),
     "phi3": ("Phi-3 (text)", _RANDOM),
 }
 

@@ -162,13 +162,15 @@ def _load(
     text_model = family_type.text_model(hf_model)
     family = family_type(hf_model)
     section, interleaved = family_type.mrope_section, family_type.mrope_interleaved
-    spec = DecoderSpec.from_hf(text_model, section, interleaved)
+    kinds, sees = family_type.state_kinds, family_type.has_vision
+    spec = DecoderSpec.from_hf(text_model, section, interleaved, kinds, sees)
     if spec.rope.axes != family_type.rope_axes:
         raise ModelError(
             f"{family_type.__name__} has positions of {family_type.rope_axes} axes and {name} "
             f"rotates by {spec.rope.axes}; set rope_axes, and mrope_section for M-RoPE"
         )
-    weights = DecoderWeights.take(text_model, family_type.output_head(hf_model), spec)
+    head, state_layer = family_type.output_head(hf_model), family_type.state_layer
+    weights = DecoderWeights.take(text_model, head, spec, state_layer)
     if holding is not None:
         weights.hold(holding)
     require_finite(weights.named(), name)

@@ -303,7 +303,8 @@ def test_gradients_reach_the_states(multiply: native.Product, bits: int) -> None
 @torch.inference_mode()
 @pytest.mark.parametrize("form", INT8_FORMS)
 @pytest.mark.parametrize(
-    ("model", "weights"), [("qwen3_vl", "int8"), ("llama_biased", "int8"), ("qwen3_vl", "int4")]
+    ("model", "weights"),
+    [("qwen3_vl", "int8"), ("llama_biased", "int8"), ("qwen3_5", "int8"), ("qwen3_5", "int4")],
 )
 def test_c_and_torch_keep_the_same_entries(model: str, weights: str, form: str) -> None:
     loaded = library()
