@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from mmkv.engine.errors import MmkvError
+from mmkv.engine.model.gguf.file import SUFFIX, GgufFile
 from mmkv.engine.model.source import checkpoint_file, files_of
 
 SAMPLE = 1024  # bytes of each tensor
@@ -84,6 +85,9 @@ def language_fingerprint(model: str) -> str | None:
 def _tensors(files: Sequence[Path]) -> list[_Tensor]:
     parts: list[_Tensor] = []
     for path in files:
+        if path.suffix.lower() == SUFFIX:
+            parts += _gguf_tensors(path)
+            continue
         with path.open("rb") as file:
             size = int.from_bytes(file.read(8), "little")
             if size > _LONGEST_HEADER:
@@ -95,6 +99,17 @@ def _tensors(files: Sequence[Path]) -> list[_Tensor]:
                 file.seek(8 + size + begin)
                 sample = file.read(max(0, min(SAMPLE, end - begin)))
                 parts.append((name, tensor["dtype"], tensor["shape"], sample))
+    return parts
+
+
+def _gguf_tensors(path: Path) -> list[_Tensor]:
+    found = GgufFile(path).tensors
+    with path.open("rb") as file:
+        parts = []
+        for name, tensor in found.items():
+            file.seek(tensor.begin)
+            sample = file.read(min(SAMPLE, tensor.nbytes))
+            parts.append((name, tensor.kind, list(tensor.shape), sample))
     return parts
 
 

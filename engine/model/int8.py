@@ -8,7 +8,7 @@ too small or too large for them.
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import ClassVar, Self
 
@@ -69,21 +69,47 @@ class IntegerMatrix(Panels):
     @torch.no_grad()
     def of(cls, weight: Tensor) -> Self:
         """Round ``weight [out, in]``, floats, block by block."""
-        rows, width = weight.shape
+        width = -(-weight.shape[1] // BLOCK) * BLOCK
+
+        def rounded(part: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+            part = F.pad(part.float(), (0, width - part.shape[1])).unflatten(-1, (-1, BLOCK))
+            return (*cls.rounded(part), part)
+
+        return cls._made(*weight.shape, lambda rows: rounded(weight[rows]))
+
+    @classmethod
+    @torch.no_grad()
+    def kept(cls, codes: Tensor, steps: Tensor) -> Self:
+        """Hold codes ``[out, blocks, 32]`` as they are; their steps are rounded to bfloat16.
+
+        Args:
+            codes: whole numbers that the form has.
+            steps: float32 ``[out, blocks]``.
+        """
+
+        def made(rows: slice) -> tuple[Tensor, Tensor, Tensor]:
+            code, step = codes[rows].float(), steps[rows]
+            return code, step.bfloat16(), code * step.unsqueeze(-1)
+
+        return cls._made(codes.shape[0], codes.shape[1] * BLOCK, made)
+
+    @classmethod
+    def _made(
+        cls, rows: int, width: int, made: Callable[[slice], tuple[Tensor, Tensor, Tensor]]
+    ) -> Self:
+        """Lay out what ``made`` gives of some rows: codes, steps and weights, in blocks."""
         codes, scales = cls.empty(rows, width)
-        panels, blocks = codes.shape[:2]
         wrong = whole = 0.0
-        for first in range(0, panels, _ROWS_AT_ONCE // PANEL):
-            after = min(first + _ROWS_AT_ONCE // PANEL, panels)
-            part = weight[first * PANEL : after * PANEL].float()
-            missing = (after - first) * PANEL - part.shape[0]
-            part = F.pad(part, (0, blocks * BLOCK - width, 0, missing)).unflatten(-1, (-1, BLOCK))
-            code, scale = cls.rounded(part)
-            whole += float(part.square().sum(-1).double().sum())
-            off = part - code * scale.float().unsqueeze(-1)
+        for first in range(0, rows, _ROWS_AT_ONCE):
+            code, scale, weight = made(slice(first, first + _ROWS_AT_ONCE))
+            whole += float(weight.square().sum(-1).double().sum())
+            off = weight - code * scale.float().unsqueeze(-1)
             wrong += float(off.square_().sum(-1).double().sum())
-            codes[first:after] = cls.stored(code).unflatten(0, (-1, PANEL)).permute(0, 2, 3, 1, 4)
-            scales[first:after] = scale.unflatten(0, (-1, PANEL)).transpose(1, 2)
+            missing = -len(code) % PANEL
+            code, scale = F.pad(code, (0, 0, 0, 0, 0, missing)), F.pad(scale, (0, 0, 0, missing))
+            own = slice(first // PANEL, (first + len(code)) // PANEL)
+            codes[own] = cls.stored(code).unflatten(0, (-1, PANEL)).permute(0, 2, 3, 1, 4)
+            scales[own] = scale.unflatten(0, (-1, PANEL)).transpose(1, 2)
         return cls(codes, scales, (rows, width), (wrong / whole) ** 0.5 if whole else 0.0)
 
     @classmethod

@@ -25,6 +25,8 @@ from mmkv.engine.model.families.deferred import DeferredModel
 from mmkv.engine.model.families.tower import hold_tower
 from mmkv.engine.model.families.vision import build_vision, import_beside, require_finite_rest
 from mmkv.engine.model.finite import require_finite
+from mmkv.engine.model.gguf.file import SUFFIX
+from mmkv.engine.model.gguf.tensors import GgufTensors
 from mmkv.engine.model.panel_files import PanelStore, with_panels
 from mmkv.engine.model.product import Kernels, WeightForm
 from mmkv.engine.model.settings import require_sizes
@@ -119,7 +121,7 @@ def _load(
 
             @_explaining(name, source)
             def build(shared: DecoderWeights) -> tuple[Any, str | None]:
-                stored = _stored(source)
+                stored = _stored(source, config)
                 if stored is None:
                     raise ModelError(f"the weights of {name} are gone; get the checkpoint again")
                 whole = whole_config(config, source, local)
@@ -208,7 +210,7 @@ def _stored_weights(
     device: torch.device,
     holding: WeightForm | None,
 ) -> DecoderWeights | None:
-    stored = _stored(source)
+    stored = _stored(source, config)
     if stored is None:
         return None
     tied = bool(getattr(config, "tie_word_embeddings", False))
@@ -238,6 +240,11 @@ def _stored_weights(
         found, note = with_panels(read, stored.files, name, form, numbers, size)
         if found is not None:
             found.note = note
+    if found is None and isinstance(stored, GgufTensors):
+        raise ModelError(
+            f"the tensors of {name} are not those of a {text_config.model_type} of the sizes that "
+            "its metadata say; get the original file"
+        )
     if found is None and spec.matrix_numbers(text_config) > 2 * stored.numbers:
         # transformers would fill what is not there with random numbers, whatever its size.
         raise ModelError(
@@ -247,9 +254,11 @@ def _stored_weights(
     return found
 
 
-def _stored(source: str) -> StoredTensors | None:
-    """Return a checkpoint's safetensors files, None where it has none."""
+def _stored(source: str, config: Any) -> StoredTensors | None:
+    """Return a checkpoint's safetensors or GGUF files, None where it has none."""
     files = files_of(functools.partial(checkpoint_file, source))
+    if files is not None and files[0].suffix.lower() == SUFFIX:
+        return GgufTensors(files, config)
     return None if files is None else StoredTensors(files)
 
 
