@@ -153,11 +153,12 @@ class Runtime:
         """Load a checkpoint and its gates.
 
         Args:
-            path_or_hub_id: a transformers checkpoint folder, or the id of one on the hub.
+            path_or_hub_id: a transformers checkpoint folder, the id of one on the hub, or a GGUF
+                file.
             progress: called with a few words on what is being loaded.
             options: those of :class:`mmkv.engine.config.EngineConfig`: policy (a name or a
                 :class:`Policy`), budget, lookahead, evict_every, prefill_chunk, page_size, gates,
-                device, dtype, weights, kv, kv_limit, vision_cache, threads.
+                device, dtype, weights, kv, kv_limit, vision_cache, threads, mmproj.
 
         Raises:
             ModelError, GateError, PolicyError, BudgetError.
@@ -193,6 +194,7 @@ class Runtime:
             pictures=pictures,
             form=config.weights,
             kernels=kernels_for(config.weights),
+            label=str(config.model),
         )
         engine = cls.from_parts(config, family, spec, weights)
         if engine.device.type == "cpu":

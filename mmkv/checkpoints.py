@@ -16,6 +16,8 @@ from typing import TYPE_CHECKING, Any
 from mmkv.engine.budget import format_bytes
 from mmkv.engine.errors import MmkvError, plain
 from mmkv.engine.model.fingerprint import fingerprint, language_fingerprint
+from mmkv.engine.model.gguf.config import TEXTS, config_of
+from mmkv.engine.model.gguf.file import SUFFIX, GgufFile
 from mmkv.engine.model.source import checkpoint_file, files_of
 from mmkv.engine.registry import offered
 from mmkv.resources import BUNDLED_ADAPTER, BUNDLED_MODEL, asset, bundled_gates, bundled_model
@@ -160,7 +162,8 @@ def listed() -> Listing:
     here = [(str(folder), folder, "folder", -1) for folder in _folders(Path(), _DEEPEST)]
     known = {folder.resolve() for _, folder, _, _ in found}
     known |= {Path(one.path).resolve() for one in sets}
-    for name, folder, where, size in [*here, *_cached()]:
+    others = [*here, *_cached()]
+    for name, folder, where, size in others:
         if folder.resolve() in known:
             continue
         if "model_type" in _json(folder / "config.json"):
@@ -168,6 +171,8 @@ def listed() -> Listing:
         elif any((folder / file).is_file() for file in _GATE_FILES):
             sets.append(_gates(name, folder, where))
     models = [_checkpoint(*one, sets) for one in found]
+    for _, folder, where, _ in others:
+        models += [_gguf(file, where) for file in sorted(folder.glob(f"*{SUFFIX}"))]
     with suppress(MmkvError):
         path = asset(BUNDLED_ADAPTER)
         size = _size(path)
@@ -256,6 +261,20 @@ def _checkpoint(
     gates += [known.name for known in PUBLISHED if known.base == name]
     problem = _problem(folder, config)
     return Checkpoint(name, str(folder), where, family, size, gates, problem)
+
+
+def _gguf(path: Path, where: str) -> Checkpoint:
+    """Describe a GGUF file."""
+    name, size, family = str(path), path.stat().st_size, "gguf"
+    try:
+        file = GgufFile(path)
+        family = TEXTS.get(file.architecture, file.architecture)
+        config_of(file, None)
+    except MmkvError as error:
+        return Checkpoint(
+            name, name, where, family, size, [], str(error).removeprefix(name).lstrip(": ")
+        )
+    return Checkpoint(name, name, where, family, size)
 
 
 def _problem(folder: Path, config: dict[str, Any]) -> str:

@@ -89,7 +89,7 @@ def load_engine(
     """
     name = model_name(config)
     refuse_adapter(name)
-    locate(name)  # before torch is imported
+    locate(replace(config, model=name).checkpoint())  # before torch is imported
     with terminal.loading(name) as progress:
         from mmkv.api import Engine
         from mmkv.engine.backends import cpu

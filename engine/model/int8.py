@@ -72,7 +72,8 @@ class IntegerMatrix(Panels):
         width = -(-weight.shape[1] // BLOCK) * BLOCK
 
         def rounded(part: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-            part = F.pad(part.float(), (0, width - part.shape[1])).unflatten(-1, (-1, BLOCK))
+            missing = 0, width - part.shape[1], 0, -len(part) % PANEL
+            part = F.pad(part.float(), missing).unflatten(-1, (-1, BLOCK))
             return (*cls.rounded(part), part)
 
         return cls._made(*weight.shape, lambda rows: rounded(weight[rows]))
@@ -88,7 +89,9 @@ class IntegerMatrix(Panels):
         """
 
         def made(rows: slice) -> tuple[Tensor, Tensor, Tensor]:
-            code, step = codes[rows].float(), steps[rows]
+            missing = -len(steps[rows]) % PANEL
+            code = F.pad(codes[rows].float(), (0, 0, 0, 0, 0, missing))
+            step = F.pad(steps[rows], (0, 0, 0, missing))
             return code, step.bfloat16(), code * step.unsqueeze(-1)
 
         return cls._made(codes.shape[0], codes.shape[1] * BLOCK, made)
@@ -97,7 +100,7 @@ class IntegerMatrix(Panels):
     def _made(
         cls, rows: int, width: int, made: Callable[[slice], tuple[Tensor, Tensor, Tensor]]
     ) -> Self:
-        """Lay out what ``made`` gives of some rows: codes, steps and weights, in blocks."""
+        """Lay out what ``made`` gives of some rows, whole panels: codes, steps, weights in blocks."""
         codes, scales = cls.empty(rows, width)
         wrong = whole = 0.0
         for first in range(0, rows, _ROWS_AT_ONCE):
@@ -105,8 +108,6 @@ class IntegerMatrix(Panels):
             whole += float(weight.square().sum(-1).double().sum())
             off = weight - code * scale.float().unsqueeze(-1)
             wrong += float(off.square_().sum(-1).double().sum())
-            missing = -len(code) % PANEL
-            code, scale = F.pad(code, (0, 0, 0, 0, 0, missing)), F.pad(scale, (0, 0, 0, missing))
             own = slice(first // PANEL, (first + len(code)) // PANEL)
             codes[own] = cls.stored(code).unflatten(0, (-1, PANEL)).permute(0, 2, 3, 1, 4)
             scales[own] = scale.unflatten(0, (-1, PANEL)).transpose(1, 2)

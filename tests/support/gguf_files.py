@@ -194,9 +194,7 @@ class Written:
                 self._add(writer, theirs, ours, values)
         finish(writer)
 
-    def _add(
-        self, writer: Any, theirs: str, ours: str, values: np.ndarray, heads: int = 0
-    ) -> None:
+    def _add(self, writer: Any, theirs: str, ours: str, values: np.ndarray, heads: int = 0) -> None:
         stored, kind, numbers = self._quantised(_turned(values, heads) if heads else values)
         writer.add_tensor(theirs, stored, raw_dtype=kind)
         if heads:

@@ -50,6 +50,7 @@ def load(
     pictures: bool = False,
     form: str = "auto",
     kernels: Kernels | None = None,
+    label: str | None = None,
 ) -> tuple[Family, DecoderSpec, DecoderWeights]:
     """Read a checkpoint: each shard once, into the dtype used.
 
@@ -66,6 +67,7 @@ def load(
             ``bf16``, ``int8`` or ``int4``.
         kernels: what multiplies by them; None: torch. With a product of their own, matrices that
             bfloat16 holds exactly are held in it under ``auto``.
+        label: what messages call the checkpoint; None: as it is named.
 
     Returns:
         The family (which keeps the vision side), the sizes, and the text weights, of which there
@@ -75,8 +77,8 @@ def load(
         ModelError: nothing there, unreadable or incomplete files, or an unsupported model; or a
             form that is not for it.
     """
-    name, where = str(path_or_hub_id), resolve_device(device)
-    source = locate(name)
+    where, source = resolve_device(device), locate(str(path_or_hub_id))
+    name = str(path_or_hub_id) if label is None else label
     # A file with wrong values can make libraries raise nearly anything.
     with _explaining(name, source):
         say = progress or (lambda _: None)

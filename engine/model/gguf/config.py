@@ -10,16 +10,18 @@ import functools
 import importlib.util
 import json
 import math
-import tempfile
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from mmkv.engine.errors import ModelError
 from mmkv.engine.model.gguf.file import PLAIN, SUFFIX, GgufFile
 from mmkv.engine.model.gguf.tokenizer import special, tokenizer_json, tokens
 from mmkv.engine.paths import is_file, user_path
 
-FILES = "gguf.json"  # names the files that hold the numbers
+if TYPE_CHECKING:
+    from tempfile import TemporaryDirectory
+
+FILES, TOKENIZER = "gguf.json", "tokenizer.json"  # the first names the files of the numbers
 # llama.cpp's name of an architecture: the type of the text model.
 TEXTS = {
     "llama": "llama",
@@ -44,7 +46,7 @@ _TURN_ENDS = {"<|im_end|>", "<|eot_id|>", "<|endoftext|>", "<|end|>"}
 _PIXELS = {"qwen2_5_vl": (3136, 12845056), "qwen3_vl": (65536, 16777216)}
 _PIXELS["qwen3_vl_moe"] = _PIXELS["qwen3_vl"]
 IMAGE = "<image>"  # stands for a picture in LLaVA's prompts
-_home: list[tempfile.TemporaryDirectory[str]] = []
+_home: list[TemporaryDirectory[str]] = []
 
 
 def is_gguf(name: str | Path) -> bool:
@@ -77,27 +79,39 @@ def _state(path: Path) -> tuple[int, ...]:
 @functools.lru_cache(maxsize=64)
 def _made(states: tuple[tuple[Any, ...], ...]) -> Path:
     files = [GgufFile(Path(state[0])) for state in states]
-    text, tower = files[0], files[1] if len(files) > 1 else None
     _require_reader(files)
-    config = config_of(text, tower)
-    pages: dict[str, Any] = {
-        FILES: [str(file.path) for file in files],
-        "config.json": config,
-        "generation_config.json": _generation(text),
-        "tokenizer_config.json": _special_tokens(text, config),
-    }
-    pages |= _picture_settings(tower, str(config["model_type"]))
-    contents = {name: json.dumps(page, indent=1) for name, page in pages.items()}
-    contents["tokenizer.json"] = tokenizer_json(text)
-    contents["chat_template.jinja"] = text.metadata.get("tokenizer.chat_template")
+    try:
+        contents = _contents(*files)
+    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+        raise ModelError(
+            f"the metadata of {' or '.join(str(file.path) for file in files)} make no sense "
+            f"({type(error).__name__}); get the original file"
+        ) from error
+    import tempfile  # which every command would import otherwise
+
     if not _home:
         _home.append(tempfile.TemporaryDirectory(prefix="mmkv-gguf-"))
-    folder = Path(tempfile.mkdtemp(dir=_home[0].name)) / text.path.name
+    folder = Path(tempfile.mkdtemp(dir=_home[0].name)) / files[0].path.name
     folder.mkdir()
     for name, content in contents.items():
         if isinstance(content, str):
             (folder / name).write_text(content, encoding="utf-8")
     return folder
+
+
+def _contents(text: GgufFile, tower: GgufFile | None = None) -> dict[str, str | None]:
+    """Return the folder's files by name; None: there is none."""
+    config = config_of(text, tower)
+    pages: dict[str, Any] = {
+        FILES: [str(file.path) for file in (text, tower) if file is not None],
+        "config.json": config,
+        "generation_config.json": _generation(text),
+        "tokenizer_config.json": _special_tokens(text, config),
+    }
+    pages |= _picture_settings(tower, str(config["model_type"]))
+    made: dict[str, str | None] = {n: json.dumps(page, indent=1) for n, page in pages.items()}
+    made["chat_template.jinja"] = text.metadata.get("tokenizer.chat_template")
+    return made | {TOKENIZER: tokenizer_json(text)}
 
 
 def _require_reader(files: list[GgufFile]) -> None:
@@ -259,9 +273,7 @@ def _rope(file: GgufFile, width: int, sees: bool) -> dict[str, Any]:
     return made
 
 
-def _by_factors(
-    factors: list[float], theta: float, width: int, context: int
-) -> dict[str, Any]:
+def _by_factors(factors: list[float], theta: float, width: int, context: int) -> dict[str, Any]:
     """Return rope parameters that divide the frequencies by ``factors``.
 
     Llama 3.1 and later are scaled so; the file has the outcome of their four numbers, of which

@@ -20,7 +20,19 @@ _MAGIC = b"GGUF"
 _HEAD = struct.Struct("<4sIQQ")
 _PART = re.compile(r"-(\d{5})-of-(\d{5})\.gguf$", re.IGNORECASE)
 # How the format numbers kinds of metadata; text is 8 and an array 9.
-_NUMBERS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
+_NUMBERS = {
+    0: "B",
+    1: "b",
+    2: "H",
+    3: "h",
+    4: "I",
+    5: "i",
+    6: "f",
+    7: "?",
+    10: "Q",
+    11: "q",
+    12: "d",
+}
 _TEXT, _ARRAY = 8, 9
 _MOST = 2**20  # tensors, or entries of metadata
 # ggml's number of a type: its name, numbers in a block, bytes of a block.

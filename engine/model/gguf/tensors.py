@@ -289,9 +289,7 @@ def _numbers(raw: Tensor, tensor: GgufTensor) -> Tensor:
     return torch.from_numpy(dequantize(raw.numpy(), GGMLQuantizationType(tensor.number)))
 
 
-def _text_sources(
-    file: GgufFile, config: Any, prefix: str
-) -> Iterator[tuple[str, _Source]]:
+def _text_sources(file: GgufFile, config: Any, prefix: str) -> Iterator[tuple[str, _Source]]:
     """Yield the text model's tensors."""
     turned = {}
     if file.architecture == "llama":  # whose rope turns neighbours in llama.cpp
@@ -383,7 +381,11 @@ def _name_by_shape(made: dict[str, _Source], blocks: str) -> None:
     """Exchange the two layers of MLPs where an older converter named each as the other."""
     first = made.get(f"{blocks}.0.mlp.fc1.bias")
     width = made[f"{_CLIP['v.class_embd']}"].shape[0]
-    if first is None or first.shape != (width,) or made[f"{blocks}.0.mlp.fc2.bias"].shape == (width,):
+    if (
+        first is None
+        or first.shape != (width,)
+        or made[f"{blocks}.0.mlp.fc2.bias"].shape == (width,)
+    ):
         return
     for name in [name for name in made if ".mlp.fc1." in name]:
         other = name.replace(".mlp.fc1.", ".mlp.fc2.")

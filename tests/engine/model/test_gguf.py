@@ -5,19 +5,34 @@ Each is compared with a checkpoint of the same numbers, which other tests compar
 
 from __future__ import annotations
 
+import importlib.util
+import os
+from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import pytest
 import torch
 from gguf import GGMLQuantizationType as Kind
+from gguf import GGUFWriter
+from tokenizers import Tokenizer
 from torch import Tensor
 
+from mmkv.engine.backends import kernels_for
+from mmkv.engine.config import EngineConfig
+from mmkv.engine.errors import ModelError
 from mmkv.engine.model.families.loading import load
+from mmkv.engine.model.fingerprint import fingerprint, identity
 from mmkv.engine.model.gguf.config import gguf_folder
+from mmkv.engine.model.gguf.file import GgufFile
+from mmkv.engine.model.gguf.tokenizer import tokenizer_json
+from mmkv.engine.model.int8 import IntegerMatrix
+from mmkv.engine.model.panels import Panels
 from tests.engine.test_stored_weights import assert_same, named, plain
 from tests.support.factories import checkpoint, make_turn
-from tests.support.gguf_files import Written
+from tests.support.gguf_files import Written, finish
 
 SHOWN: list[Any] = [3, ("image", 32, 32), 4, ("image", 16, 48), 2]
 # Architectures and types, so that each of both is there.
@@ -77,3 +92,177 @@ def test_pictures(name: str, kind: Kind, tmp_path: Path) -> None:
     folder = gguf_folder(written.text, written.mmproj)
     assert_alike(folder, written.truth)
     assert all(map(torch.equal, seen(folder, name), seen(written.truth, name)))
+
+
+@pytest.mark.parametrize(
+    ("kind", "form", "bits"),
+    [(Kind.Q8_0, "int8", 8), (Kind.Q4_0, "int4", 4), (Kind.Q4_0, "int8", 8)],
+)
+def test_codes_stay_and_steps_are_rounded(kind: Kind, form: str, bits: int, tmp_path: Path) -> None:
+    written = Written(checkpoint("llama_biased"), tmp_path, kind)
+    _, _, held = load(written.text, "float32", "cpu", form=form, kernels=kernels_for(form))
+    _, _, exact = load(written.text, "float32", "cpu")
+    codes = {8: 127, 4: 8}[4 if kind == Kind.Q4_0 else 8]
+    for ours, whole in zip(held.layers, exact.layers, strict=True):
+        for part in ours.matrix_names():
+            matrix, wide = getattr(ours, part), getattr(whole, part)
+            assert isinstance(matrix, IntegerMatrix) and matrix.bits == bits
+            assert (matrix.wide() - wide).abs().max() <= 2.0**-8 * wide.abs().max()
+            # As far off as a step in bfloat16 is; codes rounded anew would be off by up to a half.
+            off = (matrix.wide() - wide).abs() / wide.abs().clamp(min=1e-30)
+            assert off.max() <= 2.0**-8 and 0 < matrix.error < 2.0**-8
+            counts = {len(code.unique()) for code, _ in matrix.blocks()}
+            assert max(counts) <= 2 * codes + 1
+
+
+@pytest.mark.parametrize("form", ["bf16", "int8", "int4"])
+def test_other_types_are_rounded_as_a_checkpoint_of_their_numbers(
+    form: str, tmp_path: Path
+) -> None:
+    written = Written(checkpoint("llama_biased"), tmp_path, Kind.Q6_K)
+
+    def held(model: Path) -> dict[str, Tensor]:
+        weights = load(model, "float32", "cpu", form=form, kernels=kernels_for(form))[2]
+        found = {}
+        for name, matrix in named(weights).items():
+            parts = matrix.held() if isinstance(matrix, Panels) else (matrix,)
+            found |= {f"{name}:{index}": part for index, part in enumerate(parts)}
+        return found
+
+    assert_same(held(written.text), held(written.truth))
+
+
+@pytest.fixture(scope="module")
+def written(tmp_path_factory: pytest.TempPathFactory) -> Written:
+    return Written(checkpoint("qwen3_vl"), tmp_path_factory.mktemp("written"), Kind.Q8_0)
+
+
+def refused(model: Path, mmproj: Path | None = None) -> str:
+    """Return the one line that a file is refused with, before or while it is loaded."""
+    with pytest.raises(ModelError) as error:
+        load(gguf_folder(model, mmproj), "float32", "cpu")
+    assert "\n" not in str(error.value) and str(error.value).count(str(model)) <= 1
+    return str(error.value)
+
+
+def changed(source: Path, target: Path, change: Callable[[bytes], bytes]) -> Path:
+    target.write_bytes(change(source.read_bytes()))
+    return target
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda raw: b"PK" + raw[2:], "is no GGUF file"),
+        (lambda raw: raw[:10], "damaged (it is cut off)"),
+        (lambda raw: raw[:300], "damaged (its header makes no sense)"),
+        (lambda raw: raw[:-5000], "it ends before its tensor 'blk.2."),
+        (lambda raw: raw[:4] + b"\1" + raw[5:], "GGUF of version 1"),
+        (lambda raw: raw[:4] + b"\0\0\0\3" + raw[8:], "big-endian"),
+        (lambda raw: raw[:8] + b"\xff" * 8 + raw[16:], "its counts make no sense"),
+        (lambda raw: raw.replace(b"qwen3vl", b"qwen9vl"), "kind 'qwen9vl', which mmkv does not"),
+        (lambda raw: raw.replace(b"ffn_norm", b"ffn_form"), "'blk.0.ffn_form.weight', which mmkv"),
+        (lambda raw: raw.replace(b"block_count", b"block_cmunt"), "qwen3vl.block_count is missing"),
+        (lambda raw: raw.replace(b"<|image_pad|>", b"<|imago_pad|>"), "has no <|image_pad|>"),
+        (lambda raw: raw.replace(b"gpt-2", b"gpt-9"), "the pre-tokenizer 'gpt-9'"),
+    ],
+)
+def test_a_file_that_is_not_read_says_why_in_a_line(
+    change: Callable[[bytes], bytes], words: str, written: Written, tmp_path: Path
+) -> None:
+    assert words in refused(changed(written.text, tmp_path / "m.gguf", change), written.mmproj)
+
+
+def test_a_file_of_another_kind_says_what_it_is(
+    written: Written, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    part = changed(written.text, tmp_path / "m-00001-of-00003.gguf", bytes)
+    assert "one of 3 parts of a GGUF file; join them" in refused(part)
+    assert "a vision tower (mmproj); name the language model's" in refused(written.mmproj)
+    assert "is no vision tower (mmproj), but qwen3vl" in refused(written.text, written.text)
+    other = Written(checkpoint("qwen2"), tmp_path / "other", Kind.F32)
+    assert "does not read beside a qwen2" in refused(other.text, written.mmproj)
+    wide = Written(checkpoint("qwen3_vl_dim128"), tmp_path / "wide", Kind.F32)
+    assert "of 192 numbers" in refused(wide.text, written.mmproj)
+    assert "no file" in refused(tmp_path / "missing.gguf")
+    with pytest.raises(ModelError, match="mmproj is the vision tower of a GGUF file"):
+        EngineConfig(model="folder", mmproj=written.mmproj)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    os.utime(written.text)
+    assert "pip install 'mmkv[gguf]'" in refused(written.text)
+    load(gguf_folder(other.text), "float32", "cpu")  # plain numbers need no package
+
+
+def test_damage_anywhere_in_the_header_is_refused_in_a_line(
+    written: Written, tmp_path: Path
+) -> None:
+    raw, random = written.text.read_bytes(), Random(3)
+    header = min(tensor.begin for tensor in GgufFile(written.text).tensors.values())
+    for number in range(60):
+        bytes_ = bytearray(raw)
+        for _ in range(random.choice((1, 3))):
+            bytes_[random.randrange(4, header)] = random.randrange(256)
+        file = tmp_path / f"{number}.gguf"
+        file.write_bytes(bytes_)
+        try:
+            gguf_folder(file, written.mmproj)
+        except ModelError as error:
+            assert "\n" not in str(error)  # noqa: PT017
+        file.unlink()
+
+
+def test_a_file_has_a_fingerprint_of_its_own(tmp_path: Path) -> None:
+    """Of other numbers or another type; a copy has the same."""
+    one, other, coarse = (
+        Written(checkpoint(name), tmp_path / f"{name}{kind}", kind).text
+        for name, kind in (("qwen2", Kind.F32), ("qwen3", Kind.F32), ("qwen2", Kind.Q8_0))
+    )
+    copy = changed(one, tmp_path / "copy.gguf", bytes)
+    prints = [fingerprint(gguf_folder(file)) for file in (one, other, coarse, copy)]
+    assert None not in prints and len(set(prints)) == 3 and prints[0] == prints[3]
+    before = identity([copy])
+    changed(other, copy, bytes)
+    assert identity([copy]) != before and gguf_folder(copy) != gguf_folder(one)
+
+
+def test_scores_order_the_merges_of_sentencepiece(tmp_path: Path) -> None:
+    """A pair merges that makes the piece with the greatest score, the leftmost of these first."""
+    random, letters = Random(5), "abcd\u2581"
+    pieces = dict.fromkeys(letters)
+    while len(pieces) < 120:
+        pieces["".join(random.choices(list(pieces), k=2))] = None
+    named = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), *pieces]
+    scores = [0.0] * 259 + [-float(number) for number in range(len(pieces))]
+    kinds = [2, 3, 3] + [6] * 256 + [1] * len(pieces)
+    writer = GGUFWriter(tmp_path / "m.gguf", "llama")
+    writer.add_tokenizer_model("llama")
+    writer.add_token_list(named)
+    writer.add_token_scores(scores)
+    writer.add_token_types(kinds)
+    writer.add_bos_token_id(1)
+    finish(writer)
+    page = tokenizer_json(GgufFile(tmp_path / "m.gguf"))
+    assert page is not None
+    ours, ids = Tokenizer.from_str(page), {name: number for number, name in enumerate(named)}
+
+    def merged(text: str) -> list[int]:
+        parts = list("\u2581" + text.replace(" ", "\u2581"))
+        while True:
+            made = [
+                (scores[ids[a + b]], -i) for i, (a, b) in enumerate(pairwise(parts)) if a + b in ids
+            ]
+            if not made:
+                break
+            at = -max(made)[1]
+            parts[at : at + 2] = [parts[at] + parts[at + 1]]
+        return [
+            number
+            for part in parts
+            for number in ([ids[part]] if part in ids else [3 + byte for byte in part.encode()])
+        ]
+
+    for _ in range(300):
+        text = "".join(random.choices("abcd \u00e9", k=random.randint(1, 14)))
+        assert ours.encode(text, add_special_tokens=False).ids == merged(text), text
+        assert ours.decode(ours.encode(text).ids) == text
+    assert ours.encode("a").ids[0] == 1  # add_bos_token is true where nothing is said
