@@ -100,7 +100,7 @@ class IntegerMatrix(Panels):
     def _made(
         cls, rows: int, width: int, made: Callable[[slice], tuple[Tensor, Tensor, Tensor]]
     ) -> Self:
-        """Lay out what ``made`` gives of some rows, whole panels: codes, steps, weights in blocks."""
+        """Lay out what ``made`` gives of some rows, whole panels: codes, steps, weights."""
         codes, scales = cls.empty(rows, width)
         wrong = whole = 0.0
         for first in range(0, rows, _ROWS_AT_ONCE):

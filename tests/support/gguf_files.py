@@ -91,7 +91,10 @@ class Written:
             writer.add_expert_count(config["num_local_experts"])
             writer.add_expert_used_count(config["num_experts_per_tok"])
             writer.add_expert_feed_forward_length(config["moe_intermediate_size"])
-        add_tokenizer(writer, **settings)
+        if (self.truth / "tokenizer.json").is_file():
+            add_byte_level(writer, self.truth)
+        else:
+            add_tokenizer(writer, **settings)
         names = gguf.get_tensor_name_map(
             {v: k for k, v in gguf.MODEL_ARCH_NAMES.items()}[name], layers
         )
@@ -155,8 +158,17 @@ class Written:
         }
         for name, size in sizes.items():
             writer.add_uint32(f"clip.vision.{name}", size)
-        writer.add_array("clip.vision.image_mean", [0.5, 0.5, 0.5])
-        writer.add_array("clip.vision.image_std", [0.25, 0.5, 0.5])
+        pictures: dict[str, Any] = {}
+        for name in ("processor_config.json", "preprocessor_config.json"):
+            if (self.truth / name).is_file():
+                found = json.loads((self.truth / name).read_text())
+                pictures = found.get("image_processor", found)
+        writer.add_array("clip.vision.image_mean", pictures.get("image_mean", [0.5] * 3))
+        writer.add_array("clip.vision.image_std", pictures.get("image_std", [0.5] * 3))
+        if kind != "llava" and pictures:
+            size = pictures["size"]
+            writer.add_uint32("clip.vision.image_min_pixels", size["shortest_edge"])
+            writer.add_uint32("clip.vision.image_max_pixels", size["longest_edge"])
         if kind == "llava":
             writer.add_float32("clip.vision.attention.layer_norm_epsilon", vision["layer_norm_eps"])
         elif kind == "qwen2_5_vl":
@@ -232,6 +244,24 @@ def add_tokenizer(
     writer.add_token_merges([])
     for name, value in fields.items():
         writer.add_string(name.replace("__", "."), value)
+
+
+def add_byte_level(writer: Any, folder: Path) -> None:
+    """Write the byte-level tokenizer and the chat template of a checkpoint."""
+    page = json.loads((folder / "tokenizer.json").read_text())
+    special = {one["content"]: one["id"] for one in page["added_tokens"]}
+    ids = page["model"]["vocab"] | special
+    named = sorted(ids, key=ids.__getitem__)
+    kinds = gguf.TokenType
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre("gpt-2")
+    writer.add_token_list(named)
+    writer.add_token_types([kinds.CONTROL if t in special else kinds.NORMAL for t in named])
+    writer.add_token_merges([" ".join(pair) for pair in page["model"]["merges"]])
+    writer.add_eos_token_id(ids["<|im_end|>"])
+    writer.add_pad_token_id(ids["<|endoftext|>"])
+    template = folder / "chat_template.jinja"
+    writer.add_chat_template(template.read_text())
 
 
 def finish(writer: Any) -> None:

@@ -135,8 +135,8 @@ def config_of(text: GgufFile, tower: GgufFile | None) -> dict[str, Any]:
         kind = text.metadata.get("general.type", "model")
         what = text.architecture if kind == "model" else kind
         raise ModelError(
-            f"{text.path} is of the kind {ascii(what)[:60]}, which mmkv does not read from GGUF; it "
-            f"reads {', '.join(TEXTS)}"
+            f"{text.path} is of the kind {ascii(what)[:60]}, which mmkv does not read from GGUF; "
+            f"it reads {', '.join(TEXTS)}"
         )
     if tower is None:
         return _text(text, TEXTS[text.architecture], sees=False)

@@ -343,7 +343,7 @@ def _tower_sources(file: GgufFile, config: Any) -> dict[str, _Source]:
         stem, ending = _split(name)
         layer = re.fullmatch(r"v\.blk\.(\d+)\.(\w+)", stem)
         level = re.fullmatch(r"v\.deepstack\.(\d+)\.(\w+)", stem)
-        if stem == "v.patch_embd" and ending == "weight.1" or name == "v.patch_embd.weight.1":
+        if (stem == "v.patch_embd" and ending == "weight.1") or name == "v.patch_embd.weight.1":
             continue  # with its first frame
         if name == "v.class_embd":
             made[names[name]] = _Source((tensor.rows * tensor.shape[-1],), (_all_of(file, tensor),))

@@ -207,7 +207,7 @@ def test_damage_anywhere_in_the_header_is_refused_in_a_line(
         try:
             gguf_folder(file, written.mmproj)
         except ModelError as error:
-            assert "\n" not in str(error)  # noqa: PT017
+            assert "\n" not in str(error)
         file.unlink()
 
 
