@@ -17,7 +17,7 @@ from mmkv.engine.budget import format_bytes
 from mmkv.engine.errors import MmkvError, plain
 from mmkv.engine.model.fingerprint import fingerprint, language_fingerprint
 from mmkv.engine.model.gguf.config import TEXTS, config_of
-from mmkv.engine.model.gguf.file import SUFFIX, GgufFile
+from mmkv.engine.model.gguf.file import SUFFIX, read_gguf
 from mmkv.engine.model.source import checkpoint_file, files_of
 from mmkv.engine.registry import offered
 from mmkv.resources import BUNDLED_ADAPTER, BUNDLED_MODEL, asset, bundled_gates, bundled_model
@@ -267,7 +267,7 @@ def _gguf(path: Path, where: str) -> Checkpoint:
     """Describe a GGUF file."""
     name, size, family = str(path), path.stat().st_size, "gguf"
     try:
-        file = GgufFile(path)
+        file = read_gguf(path)
         family = TEXTS.get(file.architecture, file.architecture)
         config_of(file, None)
     except MmkvError as error:

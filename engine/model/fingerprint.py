@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from mmkv.engine.errors import MmkvError
-from mmkv.engine.model.gguf.file import SUFFIX, GgufFile
+from mmkv.engine.model.gguf.file import SUFFIX, read_gguf
 from mmkv.engine.model.source import checkpoint_file, files_of
 
 SAMPLE = 1024  # bytes of each tensor
@@ -103,7 +103,7 @@ def _tensors(files: Sequence[Path]) -> list[_Tensor]:
 
 
 def _gguf_tensors(path: Path) -> list[_Tensor]:
-    found = GgufFile(path).tensors
+    found = read_gguf(path).tensors
     with path.open("rb") as file:
         parts = []
         for name, tensor in found.items():

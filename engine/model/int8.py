@@ -76,7 +76,8 @@ class IntegerMatrix(Panels):
             part = F.pad(part.float(), missing).unflatten(-1, (-1, BLOCK))
             return (*cls.rounded(part), part)
 
-        return cls._made(*weight.shape, lambda rows: rounded(weight[rows]))
+        rows, columns = weight.shape
+        return cls._made(rows, columns, lambda own: rounded(weight[own]))
 
     @classmethod
     @torch.no_grad()

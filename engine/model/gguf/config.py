@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mmkv.engine.errors import ModelError
-from mmkv.engine.model.gguf.file import PLAIN, SUFFIX, GgufFile
+from mmkv.engine.model.gguf.file import PLAIN, SUFFIX, GgufFile, read_gguf, state
 from mmkv.engine.model.gguf.tokenizer import special, tokenizer_json, tokens
 from mmkv.engine.paths import is_file, user_path
 
@@ -67,18 +67,12 @@ def gguf_folder(model: str | Path, mmproj: str | Path | None = None) -> str:
     for path in paths:
         if not is_file(path):
             raise ModelError(f"no file {path}; name a GGUF file")
-    states = tuple((str(path), *_state(path)) for path in paths)
-    return str(_made(states))
-
-
-def _state(path: Path) -> tuple[int, ...]:
-    found = path.stat()
-    return found.st_size, found.st_mtime_ns, found.st_ctime_ns
+    return str(_made(tuple((path, state(path)) for path in paths)))
 
 
 @functools.lru_cache(maxsize=64)
-def _made(states: tuple[tuple[Any, ...], ...]) -> Path:
-    files = [GgufFile(Path(state[0])) for state in states]
+def _made(states: tuple[tuple[Path, tuple[int, ...]], ...]) -> Path:
+    files = [read_gguf(path) for path, _ in states]
     _require_reader(files)
     try:
         contents = _contents(*files)

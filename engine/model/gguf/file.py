@@ -6,6 +6,7 @@ place of every tensor, and their numbers.
 
 from __future__ import annotations
 
+import functools
 import mmap
 import re
 import struct
@@ -209,6 +210,29 @@ class GgufFile:
             self.tensors[name] = made
 
 
+def read_gguf(path: Path) -> GgufFile:
+    """Return what a file says of itself, read once while the file stays as it is.
+
+    Raises:
+        ModelError: as :class:`GgufFile`.
+    """
+    try:
+        return _read_once(path, state(path))
+    except OSError as error:
+        raise ModelError(f"cannot read {path} ({error.strerror}); mend that") from error
+
+
+def state(path: Path) -> tuple[int, ...]:
+    """Return what changes whenever a file does. Raises OSError."""
+    found = path.stat()
+    return found.st_size, found.st_mtime_ns, found.st_ctime_ns
+
+
+@functools.lru_cache(maxsize=4)  # a vocabulary takes tens of megabytes
+def _read_once(path: Path, state: tuple[int, ...]) -> GgufFile:
+    return GgufFile(path)
+
+
 def _part(path: Path, parts: object) -> ModelError:
     return ModelError(
         f"{path} is one of {ascii(parts)[:9]} parts of a GGUF file; join them with llama.cpp's "
@@ -261,7 +285,20 @@ class _Reader:
         kind, count = self.number("I"), self.number("Q")
         if kind in _NUMBERS:
             return list(self.numbers(_NUMBERS[kind], count))
-        return [self._of(kind, depth + 1) for _ in range(self._fitting(count, 8))]
+        count = self._fitting(count, 8)
+        return self._texts(count) if kind == _TEXT else [self._of(kind, 1) for _ in range(count)]
+
+    def _texts(self, count: int) -> list[str]:
+        """Do as :meth:`text` so many times."""
+        data, at, found = self._data, self.at, []
+        for _ in range(count):
+            begin = at + 8
+            at = begin + int.from_bytes(data[at:begin], "little")
+            found.append(data[begin:at].decode())
+        if at > len(data):
+            raise struct.error("beyond the end")
+        self.at = at
+        return found
 
     def _fitting(self, count: int, size: int) -> int:
         """Return ``count`` if so many things of at least ``size`` bytes can follow."""

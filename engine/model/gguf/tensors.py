@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from mmkv.engine.errors import ModelError
-from mmkv.engine.model.gguf.file import GgufFile, GgufTensor
+from mmkv.engine.model.gguf.file import GgufFile, GgufTensor, read_gguf
 from mmkv.engine.model.int8 import BLOCK, IntegerMatrix
 from mmkv.engine.model.panel_files import MappedFile
 from mmkv.engine.model.product import INTEGERS, Matrix, WeightForm
@@ -142,13 +142,13 @@ class GgufTensors(StoredTensors):
 
     def __init__(self, files: Sequence[Path], config: Any) -> None:
         self.files = tuple(files)
-        opened = [GgufFile(path) for path in files]
+        opened = [read_gguf(path) for path in files]
         prefix = "model." if len(opened) == 1 else "model.language_model."
         text = _text_sources(opened[0], config.get_text_config(), prefix)
         self._sources = dict(text)
         if len(opened) > 1:
             self._sources |= _tower_sources(opened[1], config)
-        self._maps: dict[Path, MappedFile] = {}
+        self._mapped = {}
 
     @property
     def names(self) -> set[str]:
@@ -251,7 +251,7 @@ class GgufTensors(StoredTensors):
         for first in range(piece.first, piece.after, step):
             raw = self._raw(piece, first, min(first + step, piece.after))
             yield _numbers(raw, tensor)
-            self._mapped(piece.file).forget(
+            self._map_of(piece.file).forget(
                 tensor.begin + first * tensor.row_bytes, len(raw) * tensor.row_bytes
             )
 
@@ -259,7 +259,7 @@ class GgufTensors(StoredTensors):
         """Return rows as they are stored, uint8 ``[n, bytes of a row]``, in the order of here."""
         tensor = piece.tensor
         begin = tensor.begin + first * tensor.row_bytes
-        mapped = self._mapped(piece.file)
+        mapped = self._map_of(piece.file)
         raw = mapped.tensor(begin, torch.uint8, (after - first, tensor.row_bytes))
         if not piece.heads:
             return raw
@@ -268,11 +268,11 @@ class GgufTensors(StoredTensors):
             return _halves(raw.view(-1, size), piece.heads).view(1, -1)
         return _halves(raw, piece.heads * (after - first) // (piece.after - piece.first))
 
-    def _mapped(self, file: GgufFile) -> MappedFile:
-        if file.path not in self._maps:
+    def _map_of(self, file: GgufFile) -> MappedFile:
+        if file.path not in self._mapped:
             with file.path.open("rb") as opened:
-                self._maps[file.path] = MappedFile(opened.fileno())
-        return self._maps[file.path]
+                self._mapped[file.path] = MappedFile(opened.fileno())
+        return self._mapped[file.path]
 
 
 def _halves(rows: Tensor, heads: int) -> Tensor:
