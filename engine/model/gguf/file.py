@@ -1,6 +1,6 @@
 """Read what a GGUF file says of itself: its metadata, and where its tensors lie. No torch.
 
-The format is described in ggml's docs/gguf.md: a head, metadata by name, then name, sizes, type and
+The format is ggml's: a head, metadata by name, then name, sizes, type and
 place of every tensor, and their numbers.
 """
 
