@@ -223,6 +223,8 @@ class GgufTensors(StoredTensors):
         else:
             codes = torch.cat([stored & 15, stored >> 4], -1).to(torch.int8) - 8
         least = -8 if bits == 4 else -127
+        for piece in pieces:  # a copy was made of them
+            self._map_of(piece.file).forget(piece.tensor.begin, piece.tensor.nbytes)
         return INTEGERS[bits or 0].kept(codes, steps) if int(codes.min()) >= least else None
 
     def _fill(self, source: _Source, part: Tensor) -> None:
