@@ -46,6 +46,14 @@ _TURN_ENDS = {"<|im_end|>", "<|eot_id|>", "<|endoftext|>", "<|end|>"}
 _PIXELS = {"qwen2_5_vl": (3136, 12845056), "qwen3_vl": (65536, 16777216)}
 _PIXELS["qwen3_vl_moe"] = _PIXELS["qwen3_vl"]
 IMAGE = "<image>"  # stands for a picture in LLaVA's prompts
+# LLaVA-1.5's prompts, for the files of its makers' form, which have no template and no IMAGE.
+_LLAVA_TEMPLATE = (
+    "{{ bos_token }}{% for m in messages %}"
+    "{{ '' if m.role == 'system' else (m.role | upper) + ': ' }}"
+    "{% for part in m.content %}{{ '<image>\n' if part.type == 'image' else part.text }}"
+    "{% endfor %}{{ eos_token if m.role == 'assistant' else ' ' }}{% endfor %}"
+    "{% if add_generation_prompt %}ASSISTANT:{% endif %}"
+)
 _home: list[TemporaryDirectory[str]] = []
 
 
@@ -104,8 +112,10 @@ def _contents(text: GgufFile, tower: GgufFile | None = None) -> dict[str, str | 
     }
     pages |= _picture_settings(tower, str(config["model_type"]))
     made: dict[str, str | None] = {n: json.dumps(page, indent=1) for n, page in pages.items()}
-    made["chat_template.jinja"] = text.metadata.get("tokenizer.chat_template")
-    return made | {TOKENIZER: tokenizer_json(text)}
+    template = text.metadata.get("tokenizer.chat_template")
+    extra = config.get("image_token_index") == len(tokens(text))
+    made["chat_template.jinja"] = template or (_LLAVA_TEMPLATE if extra else None)
+    return made | {TOKENIZER: tokenizer_json(text, [IMAGE] if extra else [])}
 
 
 def _require_reader(files: list[GgufFile]) -> None:
@@ -152,6 +162,8 @@ def config_of(text: GgufFile, tower: GgufFile | None) -> dict[str, Any]:
         )
     inner = TEXTS[text.architecture] if kind == "llava" else f"{kind}_text"
     whole = _text(text, inner, sees=kind != "llava")
+    if kind == "llava" and IMAGE not in tokens(text) and len(tokens(text)) == whole["vocab_size"]:
+        whole["vocab_size"] += 1  # IMAGE is added to them
     common = {name: whole[name] for name in ("tie_word_embeddings", "dtype")}
     if kind == "llava":
         return common | _llava(text, tower, whole)
@@ -354,6 +366,11 @@ def _id_of(file: GgufFile, token: str) -> int:
         ) from error
 
 
+def _image_id(file: GgufFile, vocabulary: int) -> int:
+    """Return the id of the token for pictures, which may have been added to the file's."""
+    return vocabulary - 1 if vocabulary == len(tokens(file)) + 1 else _id_of(file, IMAGE)
+
+
 def _qwen_vision(tower: GgufFile, kind: str) -> dict[str, Any]:
     depth, patch = tower.whole("vision.block_count"), tower.whole("vision.patch_size")
     made: dict[str, Any] = {
@@ -419,7 +436,7 @@ def _llava(text: GgufFile, tower: GgufFile, whole: dict[str, Any]) -> dict[str, 
         "model_type": "llava",
         "text_config": whole,
         "vision_config": vision,
-        "image_token_index": _id_of(text, IMAGE),
+        "image_token_index": _image_id(text, whole["vocab_size"]),
         "projector_hidden_act": "gelu",
         "vision_feature_layer": layers[0] if len(layers) == 1 else layers,
         "vision_feature_select_strategy": "default",

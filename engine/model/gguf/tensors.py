@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -113,7 +113,7 @@ class _Source:
     """What a tensor is made of.
 
     Attributes:
-        pieces: one below the other; none: the tensor is ``fill`` in all places.
+        pieces: one below the other; what they leave of the tensor is ``fill``.
         frames: pieces are frames of a convolution over time ``[out, channels, frames, h, w]``.
     """
 
@@ -126,6 +126,11 @@ class _Source:
     def kind(self) -> str:
         """Return ggml's name of the type; of several, all of them."""
         return "+".join(sorted({piece.tensor.kind for piece in self.pieces})) or "F32"
+
+    @property
+    def rows_stored(self) -> int:
+        """Count the rows of the pieces of a matrix."""
+        return sum(piece.after - piece.first for piece in self.pieces)
 
 
 class GgufTensors(StoredTensors):
@@ -148,6 +153,11 @@ class GgufTensors(StoredTensors):
         self._sources = dict(text)
         if len(opened) > 1:
             self._sources |= _tower_sources(opened[1], config)
+            rows = config.get_text_config().vocab_size
+            for name in (f"{prefix}embed_tokens.weight", "lm_head.weight"):
+                if (own := self._sources.get(name)) is not None and own.shape[0] == rows - 1:
+                    # The token that stands for pictures, where the file has none.
+                    self._sources[name] = replace(own, shape=(rows, *own.shape[1:]))
         self._mapped = {}
 
     @property
@@ -210,6 +220,8 @@ class GgufTensors(StoredTensors):
     def _kept(self, sources: Sequence[_Source], bits: int | None) -> IntegerMatrix | None:
         """Return a matrix with the codes of the file; None where the form does not hold them."""
         kinds = {source.kind for source in sources}
+        if any(source.rows_stored < source.shape[0] for source in sources):
+            return None
         fitting = {8: ({"Q8_0"}, {"Q4_0"}), 4: ({"Q4_0"},)}.get(bits or 0, ())
         if kinds not in fitting:
             return None
@@ -229,9 +241,6 @@ class GgufTensors(StoredTensors):
 
     def _fill(self, source: _Source, part: Tensor) -> None:
         """Write a tensor's numbers into ``part``, whose rows lie together."""
-        if not source.pieces:
-            part.fill_(source.fill)
-            return
         if source.frames:
             for frame, piece in enumerate(source.pieces):
                 numbers = torch.cat([*self._rows(piece)])
@@ -242,6 +251,7 @@ class GgufTensors(StoredTensors):
             for rows in self._rows(piece):
                 flat[at : at + rows.numel()].copy_(rows.reshape(-1))
                 at += rows.numel()
+        flat[at:].fill_(source.fill)
 
     def _rows(self, piece: _Piece) -> Iterator[Tensor]:
         """Yield the numbers of a piece, some rows at a time, ``[n, columns]``."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from typing import Any
 
 from mmkv.engine.errors import ModelError
@@ -45,8 +46,11 @@ def tokens(file: GgufFile) -> list[str]:
     return found if isinstance(found, list) else []
 
 
-def tokenizer_json(file: GgufFile) -> str | None:
+def tokenizer_json(file: GgufFile, more: Sequence[str] = ()) -> str | None:
     """Return what a ``tokenizer.json`` holds; None where the file has no tokenizer.
+
+    Args:
+        more: special tokens behind the file's own.
 
     Raises:
         ModelError: one of a kind that mmkv does not know.
@@ -60,7 +64,9 @@ def tokenizer_json(file: GgufFile) -> str | None:
     if made is None:
         raise _unknown(file, f"a tokenizer of kind {ascii(kind)[:40]}", "gpt2 and llama")
     page = made(file)
-    page["added_tokens"] = _added(file)
+    page["added_tokens"] = _added(file) + [
+        _token(number, token, True) for number, token in enumerate(more, len(tokens(file)))
+    ]
     page["post_processor"] = _ends(file, kind == "llama")
     return json.dumps(page | {"version": "1.0", "truncation": None, "padding": None})
 
@@ -145,12 +151,16 @@ def _merging(vocabulary: dict[str, int], pairs: list[list[str]]) -> dict[str, An
 
 def _added(file: GgufFile) -> list[dict[str, Any]]:
     """Return the tokens that are found in texts before anything is merged."""
-    plain = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
     return [
-        {"id": number, "content": token, "special": kind != _USER} | plain
+        _token(number, token, kind != _USER)
         for number, (token, kind) in enumerate(zip(tokens(file), _kinds(file), strict=True))
         if kind in (_UNKNOWN, _CONTROL, _USER) and token
     ]
+
+
+def _token(number: int, content: str, special: bool) -> dict[str, Any]:
+    plain = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
+    return {"id": number, "content": content, "special": special} | plain
 
 
 def _kinds(file: GgufFile) -> list[int]:

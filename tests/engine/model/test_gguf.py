@@ -17,6 +17,7 @@ import pytest
 import torch
 from gguf import GGMLQuantizationType as Kind
 from gguf import GGUFWriter
+from PIL import Image
 from tokenizers import Tokenizer
 from torch import Tensor
 
@@ -30,9 +31,11 @@ from mmkv.engine.model.gguf.file import GgufFile
 from mmkv.engine.model.gguf.tokenizer import tokenizer_json
 from mmkv.engine.model.int8 import IntegerMatrix
 from mmkv.engine.model.panels import Panels
+from mmkv.prompt.loading import load_processor
 from tests.engine.test_stored_weights import assert_same, named, plain
 from tests.support.factories import checkpoint, make_turn
 from tests.support.gguf_files import Written, finish
+from tests.support.model_configs import IMAGE_ID, VOCAB
 
 SHOWN: list[Any] = [3, ("image", 32, 32), 4, ("image", 16, 48), 2]
 # Architectures and types, so that each of both is there.
@@ -266,3 +269,23 @@ def test_scores_order_the_merges_of_sentencepiece(tmp_path: Path) -> None:
         assert ours.encode(text, add_special_tokens=False).ids == merged(text), text
         assert ours.decode(ours.encode(text).ids) == text
     assert ours.encode("a").ids[0] == 1  # add_bos_token is true where nothing is said
+
+
+def test_a_llava_without_a_token_for_pictures_gets_one(tmp_path: Path) -> None:
+    """As in the files of LLaVA-1.5's makers, which name no template, either."""
+    written = Written(checkpoint("llava"), tmp_path, Kind.Q8_0, marks={})
+    folder = gguf_folder(written.text, written.mmproj)
+    family, spec, weights = load(folder, "float32", "cpu")
+    assert family.placeholder == {1: VOCAB} and spec.vocab_size == VOCAB + 1
+    _, _, theirs = load(written.truth, "float32", "cpu")
+    for ours, whole in ((weights.embed, theirs.embed), (weights.head, theirs.head)):
+        assert torch.equal(ours[:-1], whole) and not ours[-1].any()
+    turn = make_turn("llava", SHOWN)
+    turn["input_ids"] = turn["input_ids"].masked_fill(turn["input_ids"] == IMAGE_ID, VOCAB)
+    assert torch.equal(family.turn(turn, 5).visual, seen(written.truth, "llava")[0])
+    processor = load_processor(folder)
+    asked = [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "t7?"}]}]
+    text = processor.template.render(asked, opening=True)
+    assert text == "USER: <image>\nt7? ASSISTANT:"
+    ids = processor.encode(text, [Image.new("RGB", (16, 16))], [])["input_ids"][0].tolist()
+    assert ids.count(VOCAB) == 16
