@@ -20,6 +20,7 @@ from mmkv.engine.model.gguf.config import TEXTS, config_of
 from mmkv.engine.model.gguf.file import SUFFIX, read_gguf
 from mmkv.engine.model.source import checkpoint_file, files_of
 from mmkv.engine.registry import offered
+from mmkv.planner import WeightCount, planned, plans
 from mmkv.resources import BUNDLED_ADAPTER, BUNDLED_MODEL, asset, bundled_gates, bundled_model
 
 if TYPE_CHECKING:
@@ -124,6 +125,7 @@ class Checkpoint:
         where: ``bundled``, ``folder`` or ``hub cache``.
         family: the model type of its config.
         size: bytes on disk. gates: names of those for it.
+        memory: bytes of its weights on a CPU, by what ``--weights`` names.
         problem: why it cannot run, empty where nothing speaks against it.
     """
 
@@ -134,6 +136,7 @@ class Checkpoint:
     size: int
     gates: list[str] = field(default_factory=list)
     problem: str = ""
+    memory: dict[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -193,10 +196,19 @@ def table(listing: Listing) -> RenderableType:
     from rich.table import Table
     from rich.text import Text
 
-    models = Table("model", "where", "family", "size", "gates for it", title="models")
+    models = Table(
+        "model",
+        "where",
+        "family",
+        "size",
+        "gates for it",
+        title="models (size: on disk, then in memory by --weights)",
+    )
     for one in listing.models:
         shown = one.gates or (["-"] if not one.problem else [one.problem])
-        cells = (one.name, one.where, one.family, format_bytes(one.size), "\n".join(shown))
+        sizes = [f"{form} {format_bytes(one.memory[form])}" for form in one.memory]
+        size = "\n".join([format_bytes(one.size), *sizes])
+        cells = (one.name, one.where, one.family, size, "\n".join(shown))
         models.add_row(*(Text(plain(cell), overflow="fold") for cell in cells))
     gates = Table("gates", "where", "kind", "trained for", title="gates")
     for set_ in listing.gates:
@@ -260,21 +272,26 @@ def _checkpoint(
     gates += [one.name for one in others if one.fingerprint in ours]
     gates += [known.name for known in PUBLISHED if known.base == name]
     problem = _problem(folder, config)
-    return Checkpoint(name, str(folder), where, family, size, gates, problem)
+    made = {} if problem else planned(str(folder)) or {}
+    memory = {form: plan.weights for form, plan in made.items()}
+    return Checkpoint(name, str(folder), where, family, size, gates, problem, memory)
 
 
 def _gguf(path: Path, where: str) -> Checkpoint:
     """Describe a GGUF file."""
-    name, size, family = str(path), path.stat().st_size, "gguf"
+    name, family, problem = str(path), "gguf", ""
+    memory: dict[str, int] = {}
     try:
         file = read_gguf(path)
         family = TEXTS.get(file.architecture, file.architecture)
-        config_of(file, None)
+        config = config_of(file, None)
+        made = plans(config, WeightCount.of(file.shapes(), config["tie_word_embeddings"]))
+        memory = {form: plan.weights for form, plan in made.items()}
     except MmkvError as error:
-        return Checkpoint(
-            name, name, where, family, size, [], str(error).removeprefix(name).lstrip(": ")
-        )
-    return Checkpoint(name, name, where, family, size)
+        problem = str(error).removeprefix(name).lstrip(": ")
+    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError):
+        problem = "its metadata make no sense"
+    return Checkpoint(name, name, where, family, path.stat().st_size, [], problem, memory)
 
 
 def _problem(folder: Path, config: dict[str, Any]) -> str:

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from mmkv.calls.tools import LONGEST_SCHEMA
-from mmkv.engine.errors import InputError
+from mmkv.engine.errors import STOPS, InputError
 from mmkv.reply import token_bytes
 
 if TYPE_CHECKING:
@@ -125,7 +125,9 @@ def _json_grammar(schema: Mapping[str, Any]) -> str:
     own: Any = _COMPACT
     try:
         return LLMatcher.grammar_from_json_schema(dict(schema), overrides=own)
-    except ValueError as error:
+    except STOPS:
+        raise
+    except BaseException as error:
         raise _cannot_follow(str(error)) from error
 
 
@@ -160,7 +162,9 @@ def _wrong_in(grammar: str) -> str:
 
     try:
         return LLMatcher.validate_grammar(grammar)
-    except ValueError as error:
+    except STOPS:
+        raise
+    except BaseException as error:  # a panic, where it cuts a long value inside a letter
         return str(error)
 
 

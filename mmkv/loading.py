@@ -10,8 +10,10 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from mmkv import planner
+from mmkv.engine.budget import Budget, format_bytes
 from mmkv.engine.config import EngineConfig
-from mmkv.engine.errors import plain
+from mmkv.engine.errors import BudgetError, ModelError, plain
 from mmkv.engine.model.source import locate
 from mmkv.engine.paths import is_folder, user_path
 from mmkv.resources import bundled_model, refuse_adapter
@@ -70,6 +72,11 @@ def model_name(config: EngineConfig) -> str:
     return str(bundled_model() if config.model is None else config.model)
 
 
+def _source(config: EngineConfig) -> str:
+    """Return the folder or hub id of a model; of a GGUF file, a folder that stands for it."""
+    return replace(config, model=model_name(config)).checkpoint()
+
+
 def load_engine(
     config: EngineConfig,
     terminal: Terminal,
@@ -78,18 +85,22 @@ def load_engine(
     max_pixels: int | None = None,
     generation_config: bool = True,
     pictures: bool = False,
+    memory: int | None = None,
 ) -> Engine:
     """Load the model that ``config`` names, or the bundled one. Raises MmkvError.
 
     Args:
         terminal: shows the progress, and gets notes on choices that were made.
         pictures: whether the first message has some.
+        memory: bytes that the process may take on a CPU; see :func:`within`.
 
     The other arguments are those of :meth:`mmkv.Engine.from_config`.
     """
     name = model_name(config)
     refuse_adapter(name)
-    locate(replace(config, model=name).checkpoint())  # before torch is imported
+    locate(_source(config))  # before torch is imported
+    if memory is not None:
+        config = within(config, memory, terminal)
     with terminal.loading(name) as progress:
         from mmkv.api import Engine
         from mmkv.engine.backends import cpu
@@ -117,6 +128,79 @@ def load_engine(
         if note:
             terminal.note(note)
     return engine
+
+
+def within(config: EngineConfig, memory: int, terminal: Terminal) -> EngineConfig:
+    """Return the config of an engine whose process takes at most ``memory`` on a CPU.
+
+    The cache gets what weights, libraries and a step's work leave: as its budget in bytes, where
+    the model's context could take more and no budget is named.
+
+    Raises:
+        UsageError: on a GPU. ModelError: it does not fit, or nothing tells what it takes.
+        BudgetError: the budget that is named takes more than is left.
+    """
+    from mmkv.engine.model.families.loading import resolve_device
+
+    name = model_name(config)
+    if resolve_device(config.device).type != "cpu":
+        raise UsageError("--memory counts what a CPU's process takes; on a GPU, --budget-bytes")
+    made = planned_anywhere(name, config)
+    if made is None:
+        raise ModelError(
+            f"nothing tells what {name} takes: it has no safetensors files here, and the hub is "
+            "out of reach; `mmkv pull` it first, or leave --memory out"
+        )
+    plan, line = made[config.weights], planner.advice(made, config.weights, memory)
+    if not plan.fits(memory):
+        raise ModelError(f"{name}: {line}")
+    terminal.note(line)
+    left, budget = plan.left(memory), config.budget
+    if budget is None:
+        exact = left // (2 * plan.entry)  # a CPU's own entries are in float32
+        if config.policy == "full" or exact >= plan.longest:
+            return replace(config, kv_limit=left)
+        return replace(config, budget=Budget.bytes(left))
+    named = Budget.of(budget)
+    if named.kind == "bytes" and named.value > left:
+        raise BudgetError(
+            f"--memory leaves {format_bytes(left)} for the cache, and the budget is "
+            f"{named.describe()}; lower one or leave it out"
+        )
+    return replace(config, kv_limit=left)
+
+
+def require_room(config: EngineConfig, cache: int) -> None:
+    """Check that a model and a cache of so many bytes fit into what is free on a CPU.
+
+    What nothing is known of is let through. Raises ModelError.
+    """
+    from mmkv.engine.memory import free_bytes
+    from mmkv.engine.model.families.loading import resolve_device
+
+    device = resolve_device(config.device)
+    made = planner.planned(_source(config)) if device.type == "cpu" else None
+    free = free_bytes(device)
+    if made is None or free is None or made[config.weights].weights + cache <= free:
+        return
+    taken = made[config.weights].weights
+    fitting = [one for one in made.values() if one.weights + cache <= free]
+    remedy = f"; or --weights {max(fitting, key=_weights).form}" if fitting else ""
+    raise ModelError(
+        f"{model_name(config)} takes {format_bytes(taken)} for its weights and --memory "
+        f"{format_bytes(cache)} for the cache, of which {format_bytes(free)} are free; lower "
+        f"--memory{remedy}"
+    )
+
+
+def _weights(plan: planner.MemoryPlan) -> int:
+    return plan.weights
+
+
+def planned_anywhere(name: str, config: EngineConfig) -> dict[str, planner.MemoryPlan] | None:
+    """Return the plans of a model that is here or on the hub, None where nothing tells."""
+    sizes = config.prefill_chunk, config.vision_cache_bytes
+    return planner.planned(_source(config), *sizes) or planner.planned_from_hub(name, *sizes)
 
 
 def _hush_libraries(keep_downloads: bool) -> None:

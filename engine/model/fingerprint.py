@@ -6,7 +6,7 @@ import hashlib
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from mmkv.engine.errors import MmkvError
 from mmkv.engine.model.gguf.file import SUFFIX, read_gguf
@@ -82,6 +82,23 @@ def language_fingerprint(model: str) -> str | None:
     return _digest(inside + head) if inside else None
 
 
+def tensor_shapes(files: Sequence[Path]) -> list[tuple[str, str, list[int]]]:
+    """Return name, dtype (as safetensors names it) and shape of each tensor of the files.
+
+    Raises:
+        OSError: a file cannot be read. ValueError, LookupError, TypeError: it is no such file.
+    """
+    found: list[tuple[str, str, list[int]]] = []
+    for path in files:
+        if path.suffix.lower() == SUFFIX:
+            found += read_gguf(path).shapes()
+            continue
+        with path.open("rb") as file:
+            header, _ = _header(file)
+        found += [(name, part["dtype"], part["shape"]) for name, part in header.items()]
+    return found
+
+
 def _tensors(files: Sequence[Path]) -> list[_Tensor]:
     parts: list[_Tensor] = []
     for path in files:
@@ -89,14 +106,10 @@ def _tensors(files: Sequence[Path]) -> list[_Tensor]:
             parts += _gguf_tensors(path)
             continue
         with path.open("rb") as file:
-            size = int.from_bytes(file.read(8), "little")
-            if size > _LONGEST_HEADER:
-                raise ValueError("not a safetensors header")
-            header: dict[str, Any] = json.loads(file.read(size))
-            header.pop("__metadata__", None)
+            header, start = _header(file)
             for name, tensor in header.items():
                 begin, end = tensor["data_offsets"]
-                file.seek(8 + size + begin)
+                file.seek(start + begin)
                 sample = file.read(max(0, min(SAMPLE, end - begin)))
                 parts.append((name, tensor["dtype"], tensor["shape"], sample))
     return parts
@@ -111,6 +124,16 @@ def _gguf_tensors(path: Path) -> list[_Tensor]:
             sample = file.read(min(SAMPLE, tensor.nbytes))
             parts.append((name, tensor.kind, list(tensor.shape), sample))
     return parts
+
+
+def _header(file: BinaryIO) -> tuple[dict[str, Any], int]:
+    """Return what a safetensors file says of its tensors, and where their bytes begin."""
+    size = int.from_bytes(file.read(8), "little")
+    if size > _LONGEST_HEADER:
+        raise ValueError("not a safetensors header")
+    header: dict[str, Any] = json.loads(file.read(size))
+    header.pop("__metadata__", None)
+    return header, 8 + size
 
 
 def _digest(parts: Sequence[_Tensor]) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from mmkv.engine.budget import parse_bytes
 from mmkv.engine.config import EngineConfig
 from mmkv.engine.errors import InputError
 from mmkv.loading import UsageError, model_name
@@ -25,6 +26,10 @@ MEDIA, SAMPLING, CONVERSATIONS, OUTPUT = (
 
 def _all(given: list[str] | None) -> list[str]:
     return given or []
+
+
+def _bytes(given: str | None) -> int | None:
+    return None if given is None else parse_bytes(given)
 
 
 def _thinking(given: str | None) -> str | None:
@@ -50,6 +55,12 @@ class ChatOptions:
     engine: EngineConfig = field(default_factory=EngineConfig)
     prompt: str | None = option(
         "Ask this and exit; - reads it from stdin.", str | None, flags=("--prompt", "-p")
+    )
+    memory: int | None = option(
+        "Memory of the process on a CPU, for example 8GiB: says before loading what fits, and "
+        "the cache gets the rest.",
+        str | None,
+        read=_bytes,
     )
     interactive: bool = option(
         "Converse, also after -p or with piped input.",

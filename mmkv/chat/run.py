@@ -54,6 +54,7 @@ def run_chat(options: ChatOptions) -> int:
         max_pixels=options.max_pixels,
         generation_config=options.generation_config,
         pictures=bool(options.image or options.video),
+        memory=options.memory,
     )
     _choose_template(engine, options)
     read = engine.processor.load_clip

@@ -84,13 +84,24 @@ def pull(
     quiet: Quiet = False,
 ) -> None:
     """Fetch a checkpoint or gates into the hub's cache: safetensors, settings, tokenizer."""
+    from mmkv.engine.budget import format_bytes
+    from mmkv.planner import planned
     from mmkv.pull import pull as fetch
 
     if quiet:
         from huggingface_hub.utils import disable_progress_bars
 
         disable_progress_bars()
-    print(fetch(name, lambda line: None if quiet else print(f"mmkv: {line}", file=sys.stderr)))
+
+    def say(line: str) -> None:
+        if not quiet:
+            print(f"mmkv: {line}", file=sys.stderr)
+
+    folder = fetch(name, say)
+    if made := planned(str(folder)):
+        sizes = (f"{format_bytes(plan.weights)} ({form})" for form, plan in made.items())
+        say(f"weights in memory: {', '.join(sizes)}; --weights chooses")
+    print(folder)
 
 
 def cache(

@@ -13,7 +13,7 @@ import typer
 from mmkv.chat.options import ChatOptions
 from mmkv.cli import arguments
 from mmkv.engine.config import EngineConfig
-from mmkv.loading import Terminal, UsageError, load_engine, model_name
+from mmkv.loading import Terminal, UsageError, load_engine, model_name, require_room
 from mmkv.resources import state_folder
 from mmkv.server.settings import KEY_VARIABLE, ServerSettings
 
@@ -51,6 +51,7 @@ def serve(
     chosen = arguments.on_command_line(context, "prefill_chunk")
 
     def load() -> Engine:
+        require_room(config, settings.memory)
         engine = load_engine(
             config,
             Terminal(options.quiet),

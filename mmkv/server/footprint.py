@@ -8,9 +8,10 @@ with the sum.
 from __future__ import annotations
 
 import asyncio
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from mmkv.engine.memory import give_back, resident_bytes
+from mmkv.planner import patch_side, states_bytes
 from mmkv.server import connections, engine_thread
 from mmkv.server.chat import MOST_SCORED
 from mmkv.server.guard import TOGETHER, VALUES, always_accepted
@@ -33,7 +34,6 @@ _CONNECTION = 128 * 2**10  # of a connection: its head, what uvicorn reads ahead
 _TOKEN = 32  # of a token of a conversation, as text and numbers
 _HEAP = 128 * 2**20  # that C's heap keeps, and what is imported late
 _TENSORS = 3  # copies of a prompt's pixels: the processor's, the prompt's, the tower's
-_STATES, _INNER = 16, 6  # vectors of a token's width, and of its MLP's, that a layer makes
 _EVERY = 5.0  # seconds between two looks at what is resident
 _SLACK = 64 * 2**20  # bytes by which the process may grow before memory is given back
 
@@ -69,30 +69,24 @@ def _reading(engine: Engine, limits: MediaLimits, running: int, on_host: bool, c
     spec = engine.spec
     width, config = spec.hidden_size, engine.family.config
     inner = getattr(config.get_text_config(), "intermediate_size", None) or 4 * width
-    states = 4 * engine.prefill_chunk * (_STATES * width + _INNER * inner)
+    states = states_bytes(engine.prefill_chunk, width, inner)
     logits = 4 * choices * (running + 1) * spec.vocab_size  # of each reply, in float32
     vision = getattr(config, "vision_config", None)
     if not engine.processor.sees or vision is None:
         return states + logits if on_host else 0
     # A request's pictures have at most as many tokens as the context, and so many pixels. No family
     # makes a token of more than 2 x 2 patches where its settings do not say so.
-    patch = _patch(vision)
+    patch = patch_side(getattr(vision, "patch_size", None))
     merge = getattr(vision, "spatial_merge_size", 2)
     patches = min(limits.pixels // patch**2, spec.max_position * merge**2)
     pixels = patches * patch**2 * 3 * 4 * getattr(vision, "temporal_patch_size", 1)
     if not on_host:
         return 2 * pixels
     hidden, own = getattr(vision, "hidden_size", width), getattr(vision, "intermediate_size", 0)
-    tower = 4 * patches * (_STATES * hidden + _INNER * own)
+    tower = states_bytes(patches, hidden, own)
     levels = 1 + len(getattr(vision, "deepstack_visual_indexes", None) or ())
     read = 4 * running * spec.max_position * width * (1 + levels)
     return _TENSORS * pixels + tower + read + states + logits
-
-
-def _patch(vision: Any) -> int:
-    """Return the pixels of a patch's side; some settings have one for each axis."""
-    size = getattr(vision, "patch_size", None) or 14
-    return int(size) if isinstance(size, int) else int(min(size))
 
 
 async def return_memory(state: ServerState) -> None:

@@ -28,6 +28,7 @@ from mmkv.engine.model.gates import make_random_gates, make_random_write_gates, 
 from mmkv.engine.runtime import Runtime
 from mmkv.eval.quality.methods import ComparedMethod
 from mmkv.hf import retain
+from mmkv.planner import planned, planned_from_hub
 from mmkv.resources import (
     asset,
     bundled_dialogues,
@@ -233,6 +234,7 @@ def test_folders_are_found_with_family_size_and_gates(mmkv: Callable[..., Ran], 
     assert (one["family"], one["where"], one["size"]) == ("qwen3_vl", "folder", size)
     assert one["gates"] == ["sets/mine"] and two["gates"] == ["gates/", "sets/mine"]
     assert one["problem"] == "" and two["size"] > size
+    assert one["memory"] == {form: plan.weights for form, plan in (planned(model) or {}).items()}
     assert "does not run" in rows["other"]["problem"]
     assert "no safetensors" in rows["light"]["problem"]
     assert {row["name"]: row["kind"] for row in found["gates"]}["sets/mine"] == "retention"
@@ -273,6 +275,11 @@ def test_a_gguf_file_is_named_listed_and_saved(mmkv: Callable[..., Ran], picture
     rows = {row["name"]: row for row in listed(mmkv)["models"]}
     assert (rows[files[0]]["problem"], rows[files[0]]["family"]) == ("", "qwen3")
     assert rows[files[0]]["size"] == written.text.stat().st_size
+    exact = Engine.from_pretrained(files[0], policy="full", kv_limit=10**6).decoder.weights
+    planned = rows[files[0]]["memory"]["auto"]
+    assert 0.95 * exact.nbytes() <= planned <= 1.05 * exact.nbytes()
+    fits = mmkv("chat", *files, "--memory", "2GiB", "--image", picture, *ask)
+    assert fits.code == 0 and "left for the cache" in fits.err
     assert "name the language model's file" in rows[files[2]]["problem"]
     said = mmkv("chat", files[0], "--image", picture, *ask)
     assert "text only" in said.error_line()
@@ -296,6 +303,7 @@ def test_what_was_pulled_is_listed_and_answers_without_the_network(
     repositories["someone/small"] = files_of(model) | dict.fromkeys(extra, b"x")
     ran = mmkv("pull", "someone/small")
     assert ran.code == 0 and f"someone/small: {len(files_of(model))} files" in ran.err
+    assert "weights in memory: " in ran.err and "(int4)" in ran.err
     folder = Path(ran.out.strip())
     assert folder.is_relative_to(cache) and files_of(str(folder)) == files_of(model)
     assert sorted(fetched) == sorted(files_of(model))
@@ -310,6 +318,16 @@ def test_what_was_pulled_is_listed_and_answers_without_the_network(
         answer.code == 0
         and answer.out == mmkv("chat", model, "-p", "hello", "--max-new-tokens", "2").out
     )
+
+
+def test_a_checkpoint_on_the_hub_is_planned_from_its_headers(
+    model: str, hub: tuple[Repositories, list[str]]
+) -> None:
+    repositories, _ = hub
+    repositories["someone/small"] = files_of(model)
+    assert planned("someone/small") is None
+    assert planned_from_hub("someone/small") == planned(model) is not None
+    assert planned_from_hub("someone/missing") is None
 
 
 def test_gates_are_pulled_and_found_by_the_model(

@@ -247,6 +247,10 @@ def no_hints(place):  # type: ignore[no-untyped-def]
         ([3], "a tool of type 'int' is not known"),
         ([Tool("one"), Tool("one")], "two tools are named 'one'; rename one"),
         ([function("odd", x={"type": "nothing"})], "the tool odd: the schema cannot be followed"),
+        (
+            [function("odd", x={"type": "object", "required": "é" * 120})],
+            "the tool odd: the schema cannot be followed",
+        ),
     ],
 )
 def test_tools_that_cannot_be(hermes: Engine, tools: list[Any], said: str) -> None:

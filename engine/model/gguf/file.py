@@ -145,6 +145,21 @@ class GgufFile:
             )
         return found
 
+    def shapes(self) -> list[tuple[str, str, list[int]]]:
+        """Return name, dtype and shape of each tensor, as a safetensors file would list them.
+
+        What is quantised is widened to float32. Of names, those parts are transformers' that tell
+        layers, embedding and head.
+        """
+        found = []
+        for name, tensor in self.tensors.items():
+            for theirs, ours in (("blk.", "layers."), ("token_embd.", "embed_tokens.")):
+                name = ours + name.removeprefix(theirs) if name.startswith(theirs) else name
+            name = name.replace("output.", "lm_head.") if name == "output.weight" else name
+            dtype = tensor.kind if tensor.kind in PLAIN else "F32"
+            found.append((name, dtype, list(tensor.shape)))
+        return found
+
     def floats(self, name: str) -> list[float]:
         """Return the numbers of a small tensor of type F32. Raises ModelError for another one."""
         found = self.tensors[name]

@@ -620,6 +620,10 @@ def test_settings_that_a_model_or_video_does_not_take(tmp_path: Path, clip_file:
     for processor in others:
         with pytest.raises(InputError, match=r"size of its own.*drop max_pixels"):
             processor.load_picture(Sourced(picture(), MediaSettings(max_pixels=1024)))
+    with pytest.raises(InputError, match="a picture of 17 x 88 cannot be read; change"):
+        MediaSettings(max_pixels=1300).picture_size(
+            88, 17, 16
+        )  # qwen-vl-utils scales it to nothing
     asked = Sourced(str(clip_file), MediaSettings(num_frames=2))
     assert others[1].load_clip(asked).indices == (6, 18)
     section = MediaSettings(video_start=1.0, num_frames=2)

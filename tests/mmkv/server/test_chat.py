@@ -538,6 +538,7 @@ LOOP: dict[str, Any] = {
     "$defs": {"a": {"$ref": "#/$defs/b"}, "b": {"$ref": "#/$defs/a"}},
 }
 ITSELF = {"$ref": "#/$defs/a", "$defs": LOOP["$defs"]}
+PANIC = {"type": "object", "required": "é" * 120}  # cut inside a letter, where it is shown
 WIDE = {
     "anyOf": [
         {
@@ -557,7 +558,9 @@ def form(schema: Any, **fields: Any) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("n", [1, 2])
-@pytest.mark.parametrize("schema", [LOOP, WIDE, ITSELF], ids=["loop", "wide", "itself"])
+@pytest.mark.parametrize(
+    "schema", [LOOP, WIDE, ITSELF, PANIC], ids=["loop", "wide", "itself", "panic"]
+)
 def test_a_schema_that_breaks_in_mid_reply_is_refused(server: Server, schema: Any, n: int) -> None:
     answer = server.chat("what?", response_format=form(schema), max_tokens=80, n=n)
     error = answer.json()["error"]

@@ -1,0 +1,123 @@
+"""What a model takes is known before it is loaded: beside what it takes once it is."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+from torch import nn
+
+from mmkv import Engine
+from mmkv.engine.model.families.tower import HeldLinear
+from mmkv.planner import FORMS, MemoryPlan, WeightCount, advice, planned, plans
+from mmkv.resources import bundled_model
+from tests.support.model_configs import Checkpoint
+from tests.support.sessions import save_checkpoint
+
+if TYPE_CHECKING:
+    from tests.support.cli_fixtures import Ran
+
+pytest_plugins = ("tests.support.cli_fixtures",)
+
+GIB = 2**30
+
+
+def held(model: nn.Module) -> int:
+    """Return the bytes of what sees, of a model whose decoder is taken out."""
+    inside = sum(one.matrix.nbytes for one in model.modules() if isinstance(one, HeldLinear))
+    return inside + sum(one.nbytes for one in model.parameters())
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_weights_take_what_was_said(form: str) -> None:
+    engine = Engine.from_pretrained(bundled_model(), weights=form)
+    made = planned(str(bundled_model()))
+    assert made is not None
+    real = engine.decoder.weights.nbytes() + held(engine.family.hf)
+    # Panels of this small model are filled up, and what sees shares its embedding.
+    assert abs(made[form].weights - real) < 0.15 * real
+
+
+def test_a_head_that_is_the_embedding_counts_once(tmp_path: Path) -> None:
+    for tied in (False, True):
+        text = {"tie_word_embeddings": tied}
+        folder = save_checkpoint(Checkpoint("llama", 4, 2, 32, text=text), tmp_path / str(tied))
+        engine = Engine.from_pretrained(folder)
+        made = planned(str(folder))
+        assert made is not None
+        # "auto" of what is stored in float32 keeps it, unless bfloat16 holds every number.
+        assert made["auto"].weights == engine.decoder.weights.nbytes()
+    head = [("lm_head.weight", "BF16", [10, 64]), ("model.embed_tokens.weight", "BF16", [10, 64])]
+    assert WeightCount.of(head).bytes("bf16") == 2 * WeightCount.of(head, True).bytes("bf16")
+
+
+def test_the_arithmetic_by_hand() -> None:
+    shape = {
+        "num_hidden_layers": 2,
+        "hidden_size": 64,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "intermediate_size": 128,
+        "vocab_size": 100,
+        "max_position_embeddings": 1000,
+    }
+    tensors = [
+        ("model.layers.0.mlp.up_proj.weight", "BF16", [128, 64]),
+        ("model.embed_tokens.weight", "BF16", [100, 64]),
+        ("model.norm.weight", "BF16", [64]),
+        ("model.visual.blocks.0.attn.qkv.weight", "BF16", [96, 32]),
+        ("model.visual.pos_embed.weight", "BF16", [10, 32]),
+    ]
+    count = WeightCount.of(tensors)
+    assert (count.layers, count.tables, count.eyes, count.plain) == (8192, 6400, 3072, 384)
+    assert count.bytes("bf16") == 2 * (8192 + 6400 + 3072) + 4 * 384
+    assert count.bytes("int8") == 34 * (256 + 200 + 96) + 4 * 384
+    assert count.bytes("int4") == 18 * 256 + 34 * (200 + 96) + 4 * 384
+    plan = plans({"text_config": shape}, count, chunk=8)["bf16"]
+    assert plan.entry == 2 * 2 * (2 * 2 * 16 + 9)
+    assert plan.work == 4 * 8 * (16 * 64 + 6 * 128) + 8 * plan.entry + 4 * 100
+
+
+def test_advice_names_the_form_that_fits() -> None:
+    made = {
+        form: MemoryPlan(form, weights, work=GIB, entry=2**20, longest=4096, process=0)
+        for form, weights in zip(FORMS, (8 * GIB, 8 * GIB, 4 * GIB, 2 * GIB), strict=True)
+    }
+    assert "9.0 GiB" not in (said := advice(made, "auto", 16 * GIB)) and "all 4,096" in said
+    assert "1,024 entries" in advice(made, "auto", 10 * GIB)
+    assert "--weights int8 takes 4.0 GiB and leaves 1.0 GiB" in advice(made, "auto", 6 * GIB)
+    assert "--weights int4 takes 2.0 GiB" in advice(made, "int8", 4 * GIB)
+    assert "in no form does it take less than 3.0 GiB" in advice(made, "auto", GIB)
+
+
+def test_a_chat_is_told_what_fits_before_it_loads(
+    mmkv: Callable[..., Ran], model: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = ("-p", "hello", "--max-new-tokens", "2", "--json")
+    made = planned(model, features=2**28)
+    assert made is not None
+    plan = made["auto"]
+    short = plan.fixed + 100 * plan.entry
+    ran = mmkv("chat", model, "--memory", str(short), *asked)
+    assert ran.code == 0 and "100 entries per layer and KV head" in ran.err
+    budget = json.loads(ran.out)["budget"]
+    assert json.dumps(short - plan.fixed) in json.dumps(budget)
+    named = mmkv("chat", model, "--memory", str(short), "--budget-bytes", str(short), *asked)
+    assert named.code == 1 and "lower one or leave it out" in named.error_line()
+
+    def never(*_: object, **__: object) -> None:
+        raise AssertionError("it was loaded")
+
+    monkeypatch.setattr(Engine, "from_config", never)
+    ran = mmkv("chat", model, "--memory", "64MiB", *asked)
+    assert ran.code == 1 and "in no form does it take less than" in ran.error_line()
+    ran = mmkv("chat", "someone/model", "--memory", "8GiB", *asked)
+    assert ran.code == 1 and "nothing tells what someone/model takes" in ran.error_line()
+    ran = mmkv("chat", model, "--memory", "much", *asked)
+    assert ran.code in (1, 2) and "not an amount of memory" in ran.error_line()
+    ran = mmkv("serve", model, "--memory", "900000GiB")
+    assert ran.code == 1 and "lower --memory" in ran.error_line()
