@@ -17,6 +17,7 @@ from safetensors import SafetensorError
 from transformers.utils import logging as transformers_logging
 
 from mmkv.engine import hub
+from mmkv.engine.budget import format_bytes
 from mmkv.engine.errors import STOPS, MmkvError, ModelError
 from mmkv.engine.model.families import FAMILIES, Family, family_for
 from mmkv.engine.model.families.base import end_tokens
@@ -242,6 +243,12 @@ def _stored_weights(
         found, note = with_panels(read, stored.files, name, form, numbers, size)
         if found is not None:
             found.note = note
+    if found is not None and isinstance(stored, GgufTensors) and stored.widened(found.form):
+        said = (
+            f"quantised numbers are held as {str(dtype).removeprefix('torch.')} "
+            f"({format_bytes(found.nbytes())}); --weights int8 or int4 takes less"
+        )
+        found.note = "; ".join(filter(None, (found.note, said if device.type == "cpu" else None)))
     if found is None and isinstance(stored, GgufTensors):
         raise ModelError(
             f"the tensors of {name} are not those of a {text_config.model_type} of the sizes that "

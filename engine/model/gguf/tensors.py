@@ -182,6 +182,11 @@ class GgufTensors(StoredTensors):
         """Return ggml's names of the types; those of floats are safetensors', too."""
         return {self._sources[name].kind for name in names}
 
+    def widened(self, form: str) -> bool:
+        """Whether matrices of the language model that are quantised are not in that form."""
+        kinds = self.kinds(name for name in self._sources if ".layers." in name)
+        return form in ("auto", "bf16") and not kinds <= _DTYPES.keys()
+
     def read_as_stored(self, name: str) -> Tensor:
         """See :class:`StoredTensors`: what is quantised comes in float32."""
         dtype = _DTYPES.get(self._sources[name].kind, torch.float32)

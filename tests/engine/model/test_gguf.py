@@ -24,18 +24,22 @@ from torch import Tensor
 from mmkv.engine.backends import kernels_for
 from mmkv.engine.config import EngineConfig
 from mmkv.engine.errors import ModelError
+from mmkv.engine.model import panel_files
 from mmkv.engine.model.families.loading import load
 from mmkv.engine.model.fingerprint import fingerprint, identity
 from mmkv.engine.model.gguf.config import gguf_folder
 from mmkv.engine.model.gguf.file import GgufFile
 from mmkv.engine.model.gguf.tokenizer import tokenizer_json
 from mmkv.engine.model.int8 import IntegerMatrix
+from mmkv.engine.model.kept_files import kept
 from mmkv.engine.model.panels import Panels
+from mmkv.engine.model.weights import DecoderWeights
 from mmkv.prompt.loading import load_processor
 from tests.engine.test_stored_weights import assert_same, named, plain
 from tests.support.factories import checkpoint, make_turn
 from tests.support.gguf_files import Written, finish
 from tests.support.model_configs import IMAGE_ID, VOCAB
+from tests.support.native import needs_native
 
 SHOWN: list[Any] = [3, ("image", 32, 32), 4, ("image", 16, 48), 2]
 # Architectures and types, so that each of both is there.
@@ -289,3 +293,40 @@ def test_a_llava_without_a_token_for_pictures_gets_one(tmp_path: Path) -> None:
     assert text == "USER: <image>\nt7? ASSISTANT:"
     ids = processor.encode(text, [Image.new("RGB", (16, 16))], [])["input_ids"][0].tolist()
     assert ids.count(VOCAB) == 16
+
+
+@needs_native
+def test_packed_weights_are_kept_for_the_file_as_it_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setenv("MMKV_PANELS", "1GiB")
+    monkeypatch.setattr(panel_files, "LEAST_BYTES", 0)
+    one, other = (
+        Written(checkpoint(name), tmp_path / name, Kind.Q4_0).text for name in ("qwen2", "qwen3")
+    )
+    file = changed(one, tmp_path / "model.gguf", bytes)
+
+    def held() -> tuple[DecoderWeights, list[Tensor]]:
+        weights = load(file, "float32", "cpu", form="int4", kernels=kernels_for("int4"))[2]
+        return weights, [part for one in weights.matrices() for part in one.held()]
+
+    (first, made), (again, mapped) = held(), held()
+    assert first.note is not None and again.note is None and [k.form for k in kept()] == ["int4"]
+    assert all(map(torch.equal, made, mapped))
+    changed(other, file, bytes)
+    replaced, others = held()
+    assert replaced.note is not None and len(kept()) == 1
+    assert [part.shape for part in others] != [part.shape for part in made]
+
+
+def test_wide_numbers_of_few_bits_are_noted(tmp_path: Path) -> None:
+    few, many = (
+        Written(checkpoint("qwen2"), tmp_path / str(kind), kind).text
+        for kind in (Kind.Q8_0, Kind.F16)
+    )
+    note = load(few, "float32", "cpu")[2].note
+    assert note is not None and "are held as float32" in note and "--weights int8" in note
+    assert load(many, "float32", "cpu")[2].note is None
+    whole = load(few, "float32", "cpu", form="int8", kernels=kernels_for("int8"))[2]
+    assert whole.note is None
