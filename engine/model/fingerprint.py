@@ -9,8 +9,10 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from mmkv.engine.errors import MmkvError
+from mmkv.engine.model.gguf.config import is_gguf
 from mmkv.engine.model.gguf.file import SUFFIX, read_gguf
 from mmkv.engine.model.source import checkpoint_file, files_of
+from mmkv.engine.paths import user_path
 
 SAMPLE = 1024  # bytes of each tensor
 _LONGEST_HEADER = 100 * 2**20  # the format's own bound
@@ -33,10 +35,16 @@ def fingerprint(model: str) -> str | None:
         SHA-256 in hex; None where there are no safetensors files or they cannot be read.
     """
     try:
-        files = files_of(lambda name: checkpoint_file(model, name))
+        files = _files(model)
         return None if files is None else _digest(_tensors(files))
     except _UNREADABLE:
         return None
+
+
+def _files(model: str) -> list[Path] | None:
+    if is_gguf(model):
+        return [user_path(model)]
+    return files_of(lambda name: checkpoint_file(model, name))
 
 
 def identity(files: Sequence[Path]) -> str:
@@ -66,7 +74,7 @@ def language_fingerprint(model: str) -> str | None:
         checkpoint is not made of one, or its files cannot be read.
     """
     try:
-        files = files_of(lambda name: checkpoint_file(model, name))
+        files = _files(model)
         tensors = [] if files is None else _tensors(files)
     except _UNREADABLE:
         return None
