@@ -13,7 +13,7 @@ endif
 # Without its cache of compiled modules, every process that the tests start compiles torch anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo serve-demo test test-fast test-triton test-drawn test-pages test-browser mutants test-newest test-oldest wheel-test lint docs format clean
+.PHONY: vendor demo serve-demo test test-fast test-triton test-drawn test-pages test-browser mutants test-newest test-oldest wheel-test lint docs format clean
 
 demo: $(READY)
 	$(BIN)/mmkv chat --image assets/scene.png --budget 8 --prefill-chunk 12 --cost -p "what is at row 2, column 3?"
@@ -52,6 +52,10 @@ mutants: $(READY)
 test-browser: $(READY)
 	$(BIN)/pip install -q --constraint constraints.txt 'playwright>=1.50'
 	HF_HUB_OFFLINE=1 $(BIN)/python -m pytest tests/mmkv/server/test_page.py tests/mmkv/explain/test_page.py
+
+# The libraries of both pages, as mmkv/web/vendor.json pins them, from npm; they are part of the repository.
+vendor: $(READY)
+	$(BIN)/python -m tools.vendor
 
 # The Triton kernels in Triton's interpreter, on the CPU, and compiled for Hopper (no GPU needed).
 test-triton: $(READY)
@@ -117,7 +121,7 @@ clean:
 GPU_PYTHON ?= $(if $(wildcard $(BIN)/python),$(BIN)/python,$(PYTHON))
 RESULTS ?= eval/results
 BENCH = HF_HUB_OFFLINE=1 PYTHONUNBUFFERED=1 $(GPU_PYTHON) -m
-BENCH_PARTS = bench-gpu-kernels bench-gpu-4b bench-gpu-8b bench-gpu-llava bench-gpu-grid bench-gpu-largest bench-gpu-batching bench-gpu-prefill bench-gpu-capacity bench-gpu-kv
+BENCH_PARTS = bench-gpu-kernels bench-gpu-4b bench-gpu-8b bench-gpu-llava bench-gpu-grid bench-gpu-largest bench-gpu-batching bench-gpu-prefill bench-gpu-capacity bench-gpu-kv bench-gpu-weights
 DECODE_PEERS = transformers "transformers static+compile" kvpress trimkv
 
 .PHONY: test-gpu bench-gpu $(BENCH_PARTS)
@@ -158,3 +162,7 @@ bench-gpu-capacity:
 
 bench-gpu-kv:
 	$(BENCH) eval.bench.kv_forms --shape qwen3-4b --device cuda --dtype bfloat16 --kept 256 4096 --batch 16 --output $(RESULTS)
+
+# The same step with weights in fewer bits: bench-gpu-4b has it with all of them.
+bench-gpu-weights:
+	for form in int8 int4; do $(BENCH) eval.bench.decode --shape qwen3-4b --weights $$form --cases 1:16384:256 16:16384:256 64:4096:256 --no-parts --peers --output $(RESULTS) || exit 1; done

@@ -56,6 +56,8 @@ class EngineConfig:
     Attributes:
         model: a transformers checkpoint folder, the id of one on the hub, or a GGUF file.
         mmproj: the file of a GGUF model's vision tower and projector.
+        adapter: a LoRA adapter of PEFT, a folder or the id of one that was pulled from the hub:
+            merged into the weights while they are read.
         policy: the name of a policy with parameters (``mmkv policies`` lists them), or a
             :class:`Policy`. None takes ``dbtrimkv`` when there are gates (``wgkv`` for write
             gates). Without gates it takes ``full``, and where a budget is given, ``rkv`` for a
@@ -72,10 +74,10 @@ class EngineConfig:
             checkpoint's own ``gates/`` folder if it has one.
         device: ``auto`` (a GPU where there is one), ``cpu``, ``cuda``, ``cuda:1`` ...
         dtype: of weights and cache: ``auto``, ``float32``, ``bfloat16`` or ``float16``.
-        weights: how the matrices of decoder and vision tower are held on a CPU: ``auto`` (in
-            bfloat16 where that changes no number, else in the dtype), ``bf16`` (rounded to
-            bfloat16), ``int8`` or ``int4`` (rounded in blocks of 32); all but ``auto`` round the
-            states that they are multiplied by, too. Under ``int4`` towers are held in 8 bits.
+        weights: how the matrices of decoder and vision tower are held: ``auto`` (in the dtype, on a
+            CPU in bfloat16 where that changes no number), ``bf16`` (rounded to bfloat16), ``int8``
+            or ``int4`` (rounded in blocks of 32); all but ``auto`` round the states that they are
+            multiplied by, too. Under ``int4`` towers are held in 8 bits.
         kv: how keys and values lie in the cache: ``auto`` (in the dtype), ``bf16``, or rounded
             entry by entry: ``int8``; ``k8v4``, keys in 8 bits and values in 4; ``int4``. None:
             ``auto``, or under a budget in bytes the form that answered best at so many bytes
@@ -99,6 +101,10 @@ class EngineConfig:
     )
     mmproj: str | Path | None = field(
         default=None, metadata=_about(str, "The vision tower (mmproj) of a GGUF model: its file.")
+    )
+    adapter: str | Path | None = field(
+        default=None,
+        metadata=_about(str, "LoRA adapter (PEFT folder, or hub id) to merge into the weights."),
     )
     policy: str | Policy | None = field(
         default=None,
@@ -133,7 +139,7 @@ class EngineConfig:
     )
     weights: str = field(
         default="auto",
-        metadata=_about(str, "Weights on a CPU: auto (exact), bf16, int8, int4 (rounded, faster)."),
+        metadata=_about(str, "Weights: auto (exact), bf16, int8, int4 (rounded, faster)."),
     )
     kv: str | None = field(
         default=None,
@@ -163,7 +169,7 @@ class EngineConfig:
         if self.budget is not None:
             Budget.of(self.budget)
         check_lookahead(self.lookahead)
-        for name in ("model", "mmproj", "gates"):
+        for name in ("model", "mmproj", "adapter", "gates"):
             if (given := getattr(self, name)) is not None:
                 require_type(name, given, (str, Path), "text or a pathlib.Path")
         if self.mmproj is not None and not str(self.model).lower().endswith(SUFFIX):

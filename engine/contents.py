@@ -79,8 +79,18 @@ def with_pictures(
     return tuple(found)
 
 
+def held_shares(cache: RaggedCache, seq: int, spans: Sequence[Span]) -> tuple[float, ...]:
+    """Return the share of the entries of each span of tokens that sequence ``seq`` holds.
+
+    Args:
+        spans: in order, none of them empty, none inside another.
+    """
+    entries = cache.entries(seq)
+    return _held(spans, cache.pool.position.view(-1)[entries.slot], cache.rows)
+
+
 def _held(spans: Sequence[Span], position: Tensor, rows: int) -> tuple[float, ...]:
-    """Return the share of each picture's entries that are among ``position [N]``."""
+    """Return the share of each span's entries that are among ``position [N]``."""
     if not spans:
         return ()
     edges = torch.tensor(spans, device=position.device)

@@ -45,6 +45,7 @@ from mmkv.engine.sequence import CachedSequence
 from mmkv.engine.session_file import load_session
 from mmkv.engine.steps import decode_step, decode_steps
 
+_LOADING = {"model", "adapter", "lookahead", "device", "dtype", "weights", "threads"}
 _FEATURES = 8  # the share of a limit that features of pictures may take: one of so many
 
 
@@ -79,7 +80,7 @@ class Runtime:
         **options: Any,
     ) -> None:
         self.lock = FairLock()
-        loading = options.keys() & {"model", "lookahead", "device", "dtype", "weights", "threads"}
+        loading = options.keys() & _LOADING
         if isinstance(gates, (str, Path)):
             loading = loading | {"gates"}
         if loading:
@@ -157,8 +158,8 @@ class Runtime:
                 file.
             progress: called with a few words on what is being loaded.
             options: those of :class:`mmkv.engine.config.EngineConfig`: policy (a name or a
-                :class:`Policy`), budget, lookahead, evict_every, prefill_chunk, page_size, gates,
-                device, dtype, weights, kv, kv_limit, vision_cache, threads, mmproj.
+                :class:`Policy`), adapter, budget, lookahead, evict_every, prefill_chunk, page_size,
+                gates, device, dtype, weights, kv, kv_limit, vision_cache, threads, mmproj.
 
         Raises:
             ModelError, GateError, PolicyError, BudgetError.
@@ -186,14 +187,16 @@ class Runtime:
         name = config.checkpoint()
         require_named_gates(config)
         _use_threads(config)
+        device = resolve_device(config.device)
         family, spec, weights = load(
             name,
             dtype=config.dtype,
-            device=resolve_device(config.device),
+            device=device,
             progress=progress,
             pictures=pictures,
             form=config.weights,
-            kernels=kernels_for(config.weights),
+            kernels=kernels_for(config.weights, device),
+            adapter=config.adapter,
             label=str(config.model),
         )
         engine = cls.from_parts(config, family, spec, weights)
@@ -284,7 +287,8 @@ class Runtime:
         placed = None if self._gates is None else self._gates.to(self.device, self.dtype)
         if placed is None or self._exact_gates:
             return placed
-        return placed.in_bf16(kernels_for("int8"))  # whose product rounds no states for bfloat16
+        # Its product rounds no states for bfloat16.
+        return placed.in_bf16(kernels_for("int8", self.device))
 
     def share(self, budget: Budget | float | str, floor: float = 0.0) -> None:
         """Have all sessions of this engine compete for one budget from now on.

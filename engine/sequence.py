@@ -13,7 +13,7 @@ from torch import Tensor
 
 from mmkv.engine.budgets import SequenceSize
 from mmkv.engine.cache import Entries
-from mmkv.engine.contents import Memory, Span, memory_of, retained_tokens
+from mmkv.engine.contents import Memory, Span, held_shares, memory_of, retained_tokens
 from mmkv.engine.device import exact_products
 from mmkv.engine.errors import ContextError, SessionError
 from mmkv.engine.interrupts import CtrlC
@@ -262,6 +262,12 @@ class CachedSequence:
             vision = self.engine.vision_cache.bytes_of(self.cache_salt)
             told = self.seen, *counts, self.pictures, vision
             return memory_of(self.engine.cache, self.seq, *told)
+
+    def held_shares(self, spans: Sequence[Span]) -> tuple[float, ...]:
+        """Return the share of each span's entries that is held; see :mod:`mmkv.engine.contents`."""
+        with self.engine.lock:
+            self._require_open()
+            return held_shares(self.engine.cache, self.seq, spans)
 
     def entries_per_layer(self) -> list[int]:
         """Live entries of each layer, all heads together."""

@@ -5,6 +5,7 @@ Read from ``config.json`` and ``gates.json``; no torch and no transformers are i
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 from collections.abc import Iterator
@@ -18,7 +19,13 @@ from mmkv.engine.errors import MmkvError, plain
 from mmkv.engine.model.fingerprint import fingerprint, language_fingerprint
 from mmkv.engine.model.gguf.config import TEXTS, config_of
 from mmkv.engine.model.gguf.file import SUFFIX, read_gguf
-from mmkv.engine.model.source import checkpoint_file, files_of
+from mmkv.engine.model.source import (
+    PICKLED,
+    PICKLED_INDEX,
+    checkpoint_file,
+    files_of,
+    require_known_quantisation,
+)
 from mmkv.engine.registry import offered
 from mmkv.planner import WeightCount, planned, plans
 from mmkv.resources import BUNDLED_ADAPTER, BUNDLED_MODEL, asset, bundled_gates, bundled_model
@@ -33,12 +40,18 @@ FAMILIES: dict[str, tuple[str, str]] = {
     "qwen3_vl": ("Qwen3-VL (dense)", f"{_VIDEOS}; the bundled model"),
     "qwen3_vl_moe": ("Qwen3-VL with experts, such as 30B-A3B", _VIDEOS),
     "qwen2_5_vl": ("Qwen2.5-VL", _VIDEOS),
+    "qwen2_vl": ("Qwen2-VL", _VIDEOS),
+    "smolvlm": ("SmolVLM2", _VIDEOS),
+    "idefics3": ("SmolVLM, Idefics3", _PICTURES),
     "llava": ("LLaVA-1.5", f"{_PICTURES}; SmolLM2-135M with trained eyes"),
     "llava_next": ("LLaVA-NeXT", _PICTURES),
+    "llava_next_video": ("LLaVA-NeXT-Video", _PICTURES),
     "llava_onevision": ("LLaVA-OneVision", _PICTURES),
+    "mistral3": ("Mistral Small 3.1 and 3.2, Ministral 3", _PICTURES),
     "internvl": ("InternVL3 (-hf)", _VIDEOS),
     "llama": ("Llama (text)", f"{_RANDOM}; SmolLM2-135M"),
     "mistral": ("Mistral (text)", _RANDOM),
+    "ministral3": ("Ministral 3 (text), its first 16,384 tokens", _RANDOM),
     "qwen2": ("Qwen2, Qwen2.5 (text)", _RANDOM),
     "qwen3": ("Qwen3 (text)", _RANDOM),
     "qwen3_moe": ("Qwen3 with experts, such as 30B-A3B (text)", _RANDOM),
@@ -298,15 +311,16 @@ def _problem(folder: Path, config: dict[str, Any]) -> str:
     """Return why a checkpoint cannot run, empty where nothing speaks against it."""
     if str(config["model_type"]) not in families_with_added():
         return "this family does not run"
-    if config.get("quantization_config") is not None:
-        return "it is quantised; take the checkpoint that it was made of"
     try:
-        found = files_of(lambda file: checkpoint_file(str(folder), file))
+        if (quantised := config.get("quantization_config")) is not None:
+            require_known_quantisation(quantised)
+        find = functools.partial(checkpoint_file, str(folder))
+        found = files_of(find) or files_of(find, PICKLED, PICKLED_INDEX)
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
         return "its index of weight files cannot be read"
     except MmkvError as error:
         return str(error)
-    return "it has no safetensors weights" if found is None else ""
+    return "" if found else "it has no safetensors weights"
 
 
 def _gates(name: str, folder: Path, where: str) -> ListedGates:

@@ -72,6 +72,7 @@ class _Options(Strict):
 
     model: str | None = None
     mmproj: str | None = None
+    adapter: str | None = None
     policy: str | None = None
     lookahead: float | None = None
     evict_every: int | None = None

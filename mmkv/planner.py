@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable, Mapping
+import re
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -189,7 +190,7 @@ def planned(model: str, chunk: int = CHUNK, features: int = 0) -> dict[str, Memo
         if files is None or path is None:
             return None
         config = json.loads(path.read_text(encoding="utf-8"))
-        count = WeightCount.of(tensor_shapes(files), _tied(config))
+        count = WeightCount.of(_unpacked(tensor_shapes(files), config), _tied(config))
         return plans(config, count, chunk, features)
     except _UNREADABLE:
         return None
@@ -217,7 +218,9 @@ def planned_from_hub(
             for file in files
             for name, tensor in file.tensors.items()
         ]
-        return plans(config, WeightCount.of(tensors, _tied(config)), chunk, features)
+        return plans(
+            config, WeightCount.of(_unpacked(tensors, config), _tied(config)), chunk, features
+        )
     except (HfHubHTTPError, NotASafetensorsRepoError, *_UNREADABLE):
         return None
 
@@ -254,10 +257,39 @@ def _tied(config: Mapping[str, Any]) -> bool:
     return bool(config.get("tie_word_embeddings", text.get("tie_word_embeddings", False)))
 
 
+def _unpacked(
+    tensors: Iterable[tuple[str, str, list[int]]], config: Mapping[str, Any]
+) -> Iterator[tuple[str, str, list[int]]]:
+    """Yield what headers list, and matrices of a quantised checkpoint with all their numbers.
+
+    What is beside them is left out. Those of AWQ and GPTQ become float16, all others bfloat16.
+    """
+    said = config.get("quantization_config")
+    groups = ((said or {}).get("config_groups") or {}).values()
+    bits = next((group["weights"]["num_bits"] for group in groups), (said or {}).get("bits", 4))
+    for name, dtype, shape in tensors:
+        module, _, part = name.rpartition(".")
+        if said and _BESIDE.fullmatch(part):
+            continue
+        if said and dtype in ("I32", "U8"):
+            each = 32 // bits if dtype == "I32" else 2
+            kind = "F16" if part == "qweight" else "BF16"
+            yield f"{module}.weight", kind, [*shape, each]
+        else:
+            yield name, dtype, shape
+
+
+# Parts of quantised matrices that are no numbers of theirs.
+_BESIDE = re.compile(
+    r"weight_(?!packed).+|qzeros|scales|g_idx|SCB|\w*scale\w*|(nested_)?(absmax|quant_map)"
+    r"|bitsandbytes__\w+"
+)
+
+
 def _is_text(name: str) -> bool:
     """Whether a tensor belongs to the text model: its decoder, embedding or head."""
     own = name.removeprefix("model.")
-    places = ("language_model.", "layers.", "embed_tokens.", "norm.", "lm_head.")
+    places = ("language_model.", "text_model.", "layers.", "embed_tokens.", "norm.", "lm_head.")
     return own.startswith(places)
 
 

@@ -17,18 +17,22 @@ _WEIGHTS = ".safetensors"
 _GATES = "trimkv_weights.pth"
 _KINDS = (_WEIGHTS, ".json", ".jinja", ".model", "merges.txt", "vocab.txt", _GATES)
 
+_PICKLED = re.compile(r"(?:pytorch|adapter)_model[\w.-]*\.bin")
+
 _AGAIN = "check the network and try again (what has come stays)"
 
 
 def wanted(files: list[str]) -> list[str]:
     """Return which files of a repository mmkv reads: weights, settings, tokenizer and template.
 
-    Those of other programs are left out: subfolders but ``gates/``, and second copies.
+    Those of other programs are left out: subfolders but ``gates/``, and second copies. Pickled
+    weights, of which tensors alone are read, are taken where there are no others.
     """
+    others = any(name.endswith((_WEIGHTS, _GATES)) and "/" not in name for name in files)
     return [
         name
         for name in files
-        if name.endswith(_KINDS)
+        if (name.endswith(_KINDS) or (not others and _PICKLED.fullmatch(name)))
         and ("/" not in name or re.fullmatch(r"gates/[^/]+", name))
         and not name.startswith("consolidated")
     ]
@@ -67,15 +71,15 @@ def pull(name: str, say: Callable[[str], None]) -> Path:
         info = HfApi().model_info(name, files_metadata=True)
         sizes = {file.rfilename: file.size or 0 for file in info.siblings or ()}
         files = wanted(list(sizes))
-        if not any(file.endswith((_WEIGHTS, _GATES)) for file in files):
+        if not any(file.endswith((_WEIGHTS, _GATES, ".bin")) for file in files):
             if any(file.endswith(SUFFIX) for file in sizes):
                 raise ModelError(
                     f"{name} holds GGUF files; fetch one with `hf download {name} FILE`, and name "
                     "the file where a model is asked for"
                 )
             raise ModelError(
-                f"{name} has no safetensors weights and no gates; mmkv reads no pickled weights: "
-                "name a repository with safetensors"
+                f"{name} has no weights in safetensors or pytorch_model.bin, and no gates; name a "
+                "repository that has some"
             )
         total = sum(sizes[file] for file in files)
         say(f"{name}: {len(files)} files, {format_bytes(total)}")

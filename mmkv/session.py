@@ -551,6 +551,8 @@ class Session(CachedSequence):
         said = self.note_reply(writer, text)
         # What begins a thought that is forgotten goes with it.
         message["content"] = (message["content"] if said == text else "") + said
+        if message["content"] == said:
+            message["content"] = said.removeprefix(self.engine.processor.template.reply_blank)
         with self.engine.lock:
             memory = None if self.closed else self.memory()
         reply = writer.reply(prompt_tokens, memory)

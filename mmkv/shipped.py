@@ -53,7 +53,10 @@ def with_shipped_gates(config: EngineConfig) -> tuple[EngineConfig, str | None]:
     if not taken:
         return config, None
     which = " and ".join(taken)
-    return config, f"running with the gates {which}, which were trained for this checkpoint"
+    without = "" if config.adapter is None else " without the adapter"
+    return config, (
+        f"running with the gates {which}, which were trained for this checkpoint{without}"
+    )
 
 
 def _with_write_gates(policy: str | Policy | None, folder: str) -> str | Policy | None:

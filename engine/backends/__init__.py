@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
+
+import torch
 
 from mmkv.engine.backends.base import Backend, Batch, LoadedModel
 from mmkv.engine.backends.cpu.backend import CpuBackend
-from mmkv.engine.backends.cpu.kernels import native_kernels
+from mmkv.engine.backends.cpu.kernels import native_kernels, rounded
 from mmkv.engine.backends.cuda.backend import CudaBackend
+from mmkv.engine.backends.cuda.kernels.product import product_for
 from mmkv.engine.backends.torch.backend import TorchBackend
 from mmkv.engine.model.product import Kernels
 from mmkv.engine.scorer_state import WindowAttention, window_attention
@@ -21,8 +25,21 @@ if TYPE_CHECKING:
 BACKENDS: tuple[type[Backend], ...] = (CpuBackend, CudaBackend, TorchBackend)
 
 
-# The functions that prompts are computed with: of the one backend that has any.
-kernels_for: Callable[[str], Kernels] = native_kernels
+def kernels_for(form: str, device: torch.device | None = None) -> Kernels:
+    """Return the functions that prompts are computed with, for weights in a form.
+
+    Those in C; on a GPU products of its own, while weights are still rounded in C.
+    """
+    native = native_kernels(form)
+    if device is None or device.type == "cpu":
+        return native
+    return replace(
+        native,
+        product=product_for(form),
+        rounded=lambda weight, bits: rounded(weight.cpu(), bits).to(weight.device),
+        packed=None,
+        attention=None,
+    )
 
 
 class Backends:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import zipfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -112,6 +113,11 @@ def _tensors(files: Sequence[Path]) -> list[_Tensor]:
     for path in files:
         if path.suffix.lower() == SUFFIX:
             parts += _gguf_tensors(path)
+            continue
+        if path.suffix != ".safetensors":  # of torch.save: the sums of all parts stand at its end
+            with zipfile.ZipFile(path) as pickled:
+                sums = [[each.filename, each.file_size, each.CRC] for each in pickled.infolist()]
+            parts.append((path.name, "", [], json.dumps(sums).encode()))
             continue
         with path.open("rb") as file:
             header, start = _header(file)

@@ -14,6 +14,7 @@ in a checkpoint. Panels lie alike on all CPUs, so a file serves every one that r
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
 import json
 import math
@@ -128,6 +129,7 @@ def with_panels(
     numbers: int,
     size: int,
     part: str = "text",
+    settings: str = "",
 ) -> tuple[_T | None, str | None]:
     """Run ``read`` with the packed matrices of a checkpoint, and keep those that it made.
 
@@ -139,6 +141,7 @@ def with_panels(
         form: of the weights, as ``--weights`` takes it.
         numbers: about how many numbers the matrices hold; size: about how many bytes in panels.
         part: which part of the checkpoint they are; each has a file.
+        settings: what the numbers depend on beside the files.
 
     Returns:
         What ``read`` returned, and a line on what was written or could not be; None: neither.
@@ -152,7 +155,7 @@ def with_panels(
     path = folder() / _name(files, model, form, part)
     about = {"format": FORMAT, "model": model, "form": form, "part": part}
     try:
-        return _read_kept(read, path, files, about, size, most)
+        return _read_kept(read, path, files, about, size, most, settings)
     except _Discarded as discarded:
         return discarded.found, None
     except OSError as error:
@@ -170,10 +173,11 @@ def _read_kept(
     about: Mapping[str, str],
     size: int,
     most: int | None,
+    settings: str,
 ) -> tuple[_T | None, str | None]:
     """Do as :func:`with_panels`. Raises OSError where nothing can be kept."""
-    form, part = about["form"], about["part"]
-    key = _key(files, form, part)
+    of_these = functools.partial(_key, files, about["form"], about["part"], settings)
+    key = of_these()
     if (store := _opened(path, key, files)) is not None:
         return read(store), None
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -188,7 +192,7 @@ def _read_kept(
         ):
             writing = _Draft(file, draft.parent, {**about, "key": key}, size, most, again)
             found = read(writing)
-            if found is None or not writing.made or _key(files, form, part) != key:
+            if found is None or not writing.made or of_these() != key:
                 raise _Discarded(found)
             writing.finish()
     # As every later start reads it: one mapping and one descriptor, not one for each matrix.
@@ -215,8 +219,9 @@ def _name(files: Sequence[Path], model: str, form: str, part: str) -> str:
     return f"{readable}-{form}-{hashlib.sha256(places.encode()).hexdigest()[:12]}.safetensors"
 
 
-def _key(files: Sequence[Path], form: str, part: str) -> str:
-    return hashlib.sha256(json.dumps([form, part, identity(files)]).encode()).hexdigest()
+def _key(files: Sequence[Path], form: str, part: str, settings: str) -> str:
+    known = [form, part, identity(files)] + ([settings] if settings else [])
+    return hashlib.sha256(json.dumps(known).encode()).hexdigest()
 
 
 def _opened(path: Path, key: str, files: Sequence[Path]) -> _Kept | None:

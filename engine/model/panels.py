@@ -7,7 +7,8 @@ import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, ClassVar
+from dataclasses import replace
+from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor
@@ -57,6 +58,14 @@ class Panels(ABC):
     def nbytes(self) -> int:
         """Count the bytes of all that is held."""
         return sum(part.nbytes for part in self.held())
+
+    def to(self, device: torch.device) -> Self:
+        """Return the matrix on a device: this one where it lies there already."""
+        parts = {name: part for name, part in vars(self).items() if isinstance(part, Tensor)}
+        moved = {name: part.to(device) for name, part in parts.items()}
+        if all(moved[name] is part for name, part in parts.items()):
+            return self
+        return replace(self, **moved)  # type: ignore[type-var]  # every class is a dataclass
 
     def numel(self) -> int:
         """Count the numbers of the matrix, what fills panels left out."""

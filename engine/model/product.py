@@ -20,6 +20,7 @@ from mmkv.engine.model.panels import Panels
 
 # Numbers that are looked at first: those of most float32 checkpoints show at once.
 _FIRST = 2**16
+_CPU = torch.device("cpu")
 
 Matrix = Tensor | Bf16Matrix | IntegerMatrix
 # What holds weights in so many bits.
@@ -177,19 +178,23 @@ class Kernels:
 
 @dataclass(frozen=True)
 class WeightForm:
-    """How float32 matrices are held on a CPU.
+    """How matrices are held that are not in the dtype of states.
 
     Attributes:
         name: ``auto``, ``bf16``, ``int8`` or ``int4``, as ``--weights`` takes it.
         kernels: what lays them out, and multiplies by them.
+        dtype: of states: float32 on a CPU.
+        device: where the model runs. Matrices are laid out on the CPU, to the same codes.
     """
 
     name: str
     kernels: Kernels = field(default_factory=Kernels)
+    dtype: torch.dtype = torch.float32
+    device: torch.device = _CPU
 
     @property
     def product(self) -> Product:
-        """Multiplies float32 states by matrices in that form."""
+        """Multiplies states by matrices in that form."""
         reference = multiply_rounded if self.name == "bf16" else multiply
         return self.kernels.product or reference
 
@@ -204,8 +209,11 @@ class WeightForm:
     def attention(self) -> PatchAttention | None:
         """Attends in vision towers; None: transformers does, in float32 as C under ``auto``.
 
-        The other forms round states to bfloat16 there, as their products round them.
+        The other forms round states to bfloat16 there, as their products round them. On a GPU it is
+        always transformers, in the dtype of states.
         """
+        if self.device.type != "cpu":
+            return None
         return self.kernels.attention or (None if self.name == "auto" else attend_rounded)
 
     def bits(self, part: str = "") -> int | None:
@@ -254,17 +262,15 @@ class WeightForm:
         Raises:
             ModelError: this form is not for such a model, dtype or device.
         """
-        here = dtype == torch.float32 and device.type == "cpu"
+        on_cpu, wide = device.type == "cpu", dtype == torch.float32
         if name == "auto" or (name == "bf16" and dtype == torch.bfloat16):
-            return cls(name, kernels) if here and kernels.product is not None else None
+            return cls(name, kernels) if on_cpu and wide and kernels.product is not None else None
         reason = remedy = ""
-        if device.type != "cpu":
-            reason, remedy = f"not on {device.type}", "leave --weights at auto, or take device cpu"
-        elif not here:
-            short = str(dtype).removeprefix("torch.")
-            reason, remedy = f"not beside {short} states", "take dtype float32 (auto, on a CPU)"
+        if not wide and (on_cpu or name == "bf16"):
+            reason = f"not beside {str(dtype).removeprefix('torch.')} states"
+            remedy = "take dtype float32 (auto, on a CPU)" if on_cpu else "take dtype bfloat16"
         elif experts:
             reason, remedy = "not for a mixture of experts", "leave --weights at auto"
         if reason:
             raise ModelError(f"weights {name!r} are {reason}; {remedy}")
-        return cls(name, kernels)
+        return cls(name, kernels, dtype, device)

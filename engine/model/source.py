@@ -6,7 +6,7 @@ import base64
 import json
 import re
 import unicodedata
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +29,23 @@ _UNICODE = 18  # that NFKC makes of U+FDFA, the most of all
 # Normalizers that can make more of a text; also where JSON escapes letters.
 _GROWING = re.compile(rb"Replace|Precompiled|ByteLevel|\\u00[4-7]")
 
+# How checkpoints are quantised that are read, and which packings of compressed-tensors.
+QUANTISED = ("fp8", "compressed-tensors", "awq", "gptq", "bitsandbytes")
+_COMPRESSED = {
+    "dense",
+    "float-quantized",
+    "int-quantized",
+    "mixed-precision",
+    "naive-quantized",
+    "nvfp4-pack-quantized",
+    "pack-quantized",
+}
+
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
+_ADAPTER_CONFIG = "adapter_config.json"
+_ADAPTERS = ("adapter_model.safetensors", "adapter_model.bin")
+# The pickles that are read, as tensors alone, where there are no safetensors.
+PICKLED_INDEX, PICKLED = "pytorch_model.bin.index.json", "pytorch_model.bin"
 
 
 # A folder that training.llava wrote, or its name where no such folder is.
@@ -88,26 +104,51 @@ def _require_files(name: str, folder: Path) -> None:
     there = {path.suffix.lower() for path in files}
     if not is_file(folder / "config.json"):
         raise ModelError(_without_config(name, folder, there))
-    if ".safetensors" not in there and there & _PICKLES and not is_file(folder / INDEX):
+    known = any(is_file(folder / file) for file in (INDEX, PICKLED, PICKLED_INDEX))
+    if ".safetensors" not in there and there & _PICKLES and not known:
         pickled = next(path.name for path in files if path.suffix.lower() in _PICKLES)
         raise ModelError(
-            f"{name} has its weights in {pickled} alone, a pickle, which can run code when read; "
-            "take its safetensors, or convert it where you trust it: load it with transformers, "
-            "then save_pretrained(NEW)"
+            f"{name} has its weights in {pickled} alone, a pickle in a form of its own; take its "
+            f"safetensors or {PICKLED}, or load it with transformers where you trust it, then "
+            "save_pretrained(NEW)"
         )
     require_normal_growth(name, folder / "tokenizer.json")
+
+
+def find_adapter(name: str) -> tuple[Path, Path]:
+    """Return config and weights of a LoRA adapter: a folder, or a hub id that is in the cache.
+
+    Raises:
+        ModelError: no adapter is there.
+    """
+    folder = user_path(name)
+    source = str(folder) if is_folder(folder) else name
+    plain = is_folder(folder) or re.fullmatch(r"[\w.-]+/[\w.-]+", name)
+    config = checkpoint_file(source, _ADAPTER_CONFIG) if plain else None
+    if config is None:
+        if is_folder(folder):
+            raise ModelError(f"{name} has no {_ADAPTER_CONFIG}; name the folder of a PEFT adapter")
+        raise ModelError(
+            f"no adapter {name[:200]!a} is here; name the folder of a PEFT adapter, or fetch one "
+            "from the hub first: mmkv pull OWNER/NAME"
+        )
+    found = (checkpoint_file(source, file) for file in _ADAPTERS)
+    weights = next((path for path in found if path is not None), None)
+    if weights is None:
+        raise ModelError(f"{name} has no {_ADAPTERS[0]}; get the whole adapter")
+    return config, weights
 
 
 def _without_config(name: str, folder: Path, there: set[str]) -> str:
     """Say what a folder without config.json seems to be."""
     if is_file(folder / "adapter.json"):
         return _EYES_ALONE.format(name=name)
-    if is_file(folder / "adapter_config.json"):
-        base = _json(folder / "adapter_config.json").get("base_model_name_or_path")
+    if is_file(folder / _ADAPTER_CONFIG):
+        base = _json(folder / _ADAPTER_CONFIG).get("base_model_name_or_path")
+        of = ascii(base)[1:120].rstrip("'") if base else "BASE"
         return (
-            f"{name} is an adapter (PEFT) of {ascii(base)[:120] if base else 'another model'}, no "
-            "model; put both together with PEFT (merge_and_unload, then save_pretrained), and name "
-            "that folder"
+            f"{name} is an adapter (PEFT) of {of if base else 'another model'}, no model; name "
+            f"both: mmkv chat {of} --adapter {name}"
         )
     if ".gguf" in there:
         return f"{name} has no config.json, but GGUF files; name one of these"
@@ -216,11 +257,14 @@ def checkpoint_file(source: str, name: str) -> Path | None:
     return folder / name if (folder / name).is_file() else None
 
 
-def files_of(find: Callable[[str], Path | None]) -> list[Path] | None:
-    """Return the safetensors or GGUF files of a checkpoint, or None where it has none.
+def files_of(
+    find: Callable[[str], Path | None], single: str = SINGLE, index: str = INDEX
+) -> list[Path] | None:
+    """Return the weight files of a checkpoint, or None where it has none: its safetensors, or GGUF.
 
     Args:
         find: gives the path of a file of the checkpoint by its name, None where there is none.
+        single: name of the file of all weights; index: of what names several.
 
     Raises:
         ModelError: its index names a file outside of it.
@@ -228,18 +272,66 @@ def files_of(find: Callable[[str], Path | None]) -> list[Path] | None:
     named = find(FILES)
     if named is not None:
         return [Path(path) for path in json.loads(named.read_text())]
-    single = find(SINGLE)
-    if single is not None:
-        return [single]
-    index = find(INDEX)
-    if index is None:
+    whole = find(single)
+    if whole is not None:
+        return [whole]
+    list_of_files = find(index)
+    if list_of_files is None:
         return None
-    shards = {str(name) for name in json.loads(index.read_text())["weight_map"].values()}
+    shards = {str(name) for name in json.loads(list_of_files.read_text())["weight_map"].values()}
     for name in shards:
         if Path(name).is_absolute() or ".." in Path(name).parts or "\\" in name:
             raise ModelError(
-                f"{INDEX} names {name[:80]!a}, which lies outside of the checkpoint; get the "
+                f"{index} names {name[:80]!a}, which lies outside of the checkpoint; get the "
                 "original file"
             )
     found = [find(name) for name in sorted(shards)]
     return [path for path in found if path is not None] if all(found) else None
+
+
+def require_known_quantisation(settings: Mapping[str, Any]) -> None:
+    """Raise ModelError, one line, unless a checkpoint with these settings can be read."""
+    method = quantisation_method(settings)
+    if method not in QUANTISED:
+        raise ModelError(
+            f"this checkpoint is quantised by {method!r}, which mmkv does not read; take one by "
+            f"{', '.join(QUANTISED)}, or the one that it was made of"
+        )
+    if variant := _unread_variant(method, settings):
+        raise ModelError(
+            f"this checkpoint is quantised by {method} {variant}, which mmkv does not read; take "
+            "another variant (docs/reference/weights.md), or the one that it was made of"
+        )
+
+
+def quantisation_method(settings: Mapping[str, Any]) -> str:
+    """Return the name of the method, as ``quant_method`` gives it."""
+    named = settings.get("quant_method")
+    if named is None and (settings.get("load_in_4bit") or settings.get("load_in_8bit")):
+        return "bitsandbytes"
+    return ascii(getattr(named, "value", named))[:80].strip("'")
+
+
+def _unread_variant(method: str, settings: Mapping[str, Any]) -> str:
+    """Name the variant that is not read; empty: this one is."""
+    bits = settings.get("bits", settings.get("w_bit", 4))
+    match method:
+        case "awq":
+            version = str(settings.get("version", "gemm")).lower()
+            if bits != 4:
+                return f"in {bits!r} bits"
+            return "" if version == "gemm" else f"in the packing {version[:40]!r}"
+        case "gptq":
+            packing = settings.get("checkpoint_format", settings.get("format")) or "gptq"
+            if bits not in (2, 4, 8):
+                return f"in {bits!r} bits"
+            if settings.get("is_marlin_format"):
+                packing = "marlin"
+            return "" if packing in ("gptq", "gptq_v2") else f"in the packing {packing!r:.40}"
+        case "compressed-tensors":
+            kind = settings.get("format", "dense")
+            sparse = (settings.get("sparsity_config") or {}).get("format", "dense")
+            if kind not in _COMPRESSED or sparse != "dense":
+                return f"in the format {kind if sparse == 'dense' else sparse!r:.40}"
+            return "with rotations (transform_config)" if settings.get("transform_config") else ""
+    return ""

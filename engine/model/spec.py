@@ -290,11 +290,21 @@ class DecoderSpec:
             num_kv_heads=getattr(config, "num_key_value_heads", None) or heads,
             head_dim=getattr(config, "head_dim", None) or config.hidden_size // heads,
             rms_eps=config.rms_norm_eps,
-            max_position=config.max_position_embeddings,
+            max_position=_longest(config),
             sliding_window=attention_windows(config, layers),
             rope=rope(),
             routing=Routing.of(config),
         )
+
+
+def _longest(config: Any) -> int:
+    """Return how many positions a text model has here: Ministral 3 scales the queries of those
+    behind its original ones, which this decoder does not.
+    """
+    longest, rope = int(config.max_position_embeddings), config.rope_parameters
+    if rope.get("llama_4_scaling_beta"):
+        longest = min(longest, int(rope["original_max_position_embeddings"]))
+    return longest
 
 
 def attention_windows(config: Any, layers: int) -> tuple[int | None, ...]:

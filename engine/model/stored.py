@@ -1,4 +1,4 @@
-"""Read a checkpoint's safetensors files: its text weights without transformers' model, or others.
+"""Read a checkpoint's weight files: its text weights without transformers' model, or others.
 
 Of text weights, only what is stored exactly as transformers' own modules would name it is read: any
 other set of names or shapes gives None, and the caller goes the long way, which knows every older
@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import json
 import math
+import pickle
+from abc import abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,14 +20,26 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
+from mmkv.engine.errors import ModelError
+from mmkv.engine.model.int8 import BLOCK
 from mmkv.engine.model.panel_files import MappedFile, PanelStore
 from mmkv.engine.model.panels import room
-from mmkv.engine.model.product import Matrix, WeightForm, equal, multiply
+from mmkv.engine.model.product import INTEGERS, Matrix, WeightForm, equal, multiply
 from mmkv.engine.model.spec import DecoderSpec, Routing, sparse_layers
 from mmkv.engine.model.weights import DecoderWeights, LayerWeights
 
+_CPU = torch.device("cpu")
 _FLOATS = {"F16", "BF16", "F32", "F64"}
 _STORED_AS = {torch.float16: "F16", torch.bfloat16: "BF16", torch.float32: "F32"}
+# What is read into memory of its own; safetensors maps all others.
+_READ_AS = _STORED_AS | {
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.float8_e5m2: "F8_E5M2",
+    torch.int8: "I8",
+    torch.uint8: "U8",
+    torch.int32: "I32",
+}
+_SHORT = _READ_AS | {torch.float64: "F64", torch.int64: "I64", torch.bool: "BOOL"}
 # Buffers that older checkpoints hold and that follow from the config.
 COMPUTED = ("rotary_emb.inv_freq",)
 _STACK = "experts.gate_up_proj"
@@ -53,9 +67,9 @@ class StoredShapes:
             case "llama":
                 mlp = bool(getattr(config, "mlp_bias", False))
                 return cls(qkv_bias=bias, out_bias=bias, mlp_bias=mlp)
-            case "mistral":
+            case "mistral" | "ministral3":
                 return cls()
-            case "qwen2" | "qwen2_5_vl_text":
+            case "qwen2" | "qwen2_vl_text" | "qwen2_5_vl_text":
                 return cls(qkv_bias=True)
             case "qwen3" | "qwen3_vl_text" | "qwen3_moe" | "qwen3_vl_moe_text":
                 return cls(qkv_bias=bias, out_bias=bias, qk_norm=True)
@@ -67,9 +81,19 @@ class StoredShapes:
 class StoredTensors:
     """The tensors of a checkpoint's files, read when asked for.
 
+    Subclasses show other files, or the tensors of another one changed; they override ``names``,
+    :meth:`shape`, :meth:`kind`, :meth:`tensor`, :meth:`in_place` and :meth:`grid`.
+
     Args:
         files: safetensors files; a name may stand in one of them only.
+
+    Attributes:
+        settings: all else that the numbers depend on, beside the files.
+        note: a line on what of the files is not used, or None.
     """
+
+    settings: str = ""
+    note: str | None = None
 
     def __init__(self, files: Sequence[Path]) -> None:
         self.files = tuple(files)
@@ -87,22 +111,43 @@ class StoredTensors:
         """Return the names of all tensors."""
         return set(self._home)
 
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Return a tensor's shape."""
+        return tuple(self._home[name].get_slice(name).get_shape())
+
+    def kind(self, name: str) -> str:
+        """Return the dtype that a tensor is stored in, as safetensors names it."""
+        return str(self._home[name].get_slice(name).get_dtype())
+
+    def tensor(self, name: str) -> Tensor:
+        """Return a tensor on the CPU; whoever writes to it must copy it first."""
+        found: Tensor = self._home[name].get_tensor(name)
+        return found
+
+    def in_place(self, name: str) -> bool:
+        """Whether its numbers lie in a file one after the other, as they are."""
+        return name in self._file
+
+    def grid(self, name: str) -> Grid | None:
+        """Return a matrix as the whole numbers times steps that it is, None where it is not."""
+        return None
+
     @property
     def numbers(self) -> int:
         """Count the numbers of all tensors."""
-        return self.numbers_of(self._home)
+        return self.numbers_of(self.names)
 
     def numbers_of(self, names: Iterable[str]) -> int:
         """Count the numbers of some tensors."""
         return sum(math.prod(self.shape(name)) for name in names)
 
-    def shape(self, name: str) -> tuple[int, ...]:
-        """Return a tensor's shape."""
-        return tuple(self._home[name].get_slice(name).get_shape())
-
     def is_float(self, name: str) -> bool:
         """Whether it holds plain floating-point numbers."""
-        return self._home[name].get_slice(name).get_dtype() in _FLOATS
+        return self.kind(name) in _FLOATS
+
+    def kinds(self, names: Iterable[str]) -> set[str]:
+        """Return the dtypes that tensors are stored in, as safetensors names them."""
+        return {self.kind(name) for name in names}
 
     def one_dtype(self, names: Iterable[str]) -> torch.dtype | None:
         """Return the dtype that all of these are stored in, None where they differ."""
@@ -111,10 +156,10 @@ class StoredTensors:
 
     def read_as_stored(self, name: str) -> Tensor:
         """Return a tensor of any shape in the file's dtype, on the CPU, in memory of its own."""
-        dtype, shape = self.one_dtype([name]), self.shape(name)
-        if dtype is None or not math.prod(shape):
-            stored: Tensor = self._home[name].get_tensor(name)
-            return stored.clone()
+        kind, shape = self.kind(name), self.shape(name)
+        dtype = next((dtype for dtype, short in _READ_AS.items() if short == kind), None)
+        if dtype is None or not math.prod(shape) or not self.in_place(name):
+            return self.tensor(name).clone()
         made = torch.empty(math.prod(shape), dtype=dtype)
         self._read_into(name, made)
         return made.view(shape)
@@ -131,10 +176,10 @@ class StoredTensors:
         rows = [shape[0] for shape in shapes]
         made = torch.empty((sum(rows), *shapes[0][1:]), dtype=dtype, device=device)
         for name, part in zip(names, made.split(rows), strict=True):
-            if device.type == "cpu" and kinds == {_STORED_AS.get(dtype)}:
+            if device.type == "cpu" and kinds == {_STORED_AS.get(dtype)} and self.in_place(name):
                 self._read_into(name, part)
             else:
-                part.copy_(self._home[name].get_tensor(name))
+                part.copy_(self.tensor(name))
         return made
 
     def read_matrix(
@@ -147,7 +192,8 @@ class StoredTensors:
     ) -> Matrix:
         """Do as :meth:`read`, and hold the float32 matrix as ``holding`` says, if there is one.
 
-        What has more than two axes is then a matrix of all but the first of them.
+        What has more than two axes is then a matrix of all but the first of them. What is whole
+        numbers already stays the same ones where the form has room for them.
 
         Panels are packed from the mapped file, which is let go of at once: the process would seem
         to hold both.
@@ -157,9 +203,14 @@ class StoredTensors:
         """
         if holding is None:
             return self.read(names, dtype, device)
+        if (bits := holding.bits(part)) is not None:
+            grids = [grid for name in names if (grid := self.grid(name)) is not None]
+            if len(grids) == len(names) and all(grid.fits(bits) for grid in grids):
+                codes, steps = zip(*(grid.blocks() for grid in grids), strict=True)
+                return INTEGERS[bits].kept(torch.cat(codes), torch.cat(steps))
         if self.kinds(names) != {"BF16"}:
             return holding.hold(self.read(names, dtype, device).flatten(1), part)
-        if not holding.packs:
+        if not holding.packs or not all(map(self.in_place, names)):
             return holding.hold(self.read(names, torch.bfloat16, device).flatten(1), part)
         mapped = (self._mapped_at(name).tensor(*self._place(name)) for name in names)
         parts = [tensor.flatten(1) for tensor in mapped]
@@ -171,10 +222,6 @@ class StoredTensors:
         for name, tensor in zip(names, parts, strict=True):
             self._mapped_at(name).forget(self._place(name)[0], tensor.nbytes)
         return held
-
-    def kinds(self, names: Iterable[str]) -> set[str]:
-        """Return the dtypes that tensors are stored in, as safetensors names them."""
-        return {self._home[name].get_slice(name).get_dtype() for name in names}
 
     def _mapped_at(self, name: str) -> MappedFile:
         path = self._file[name]
@@ -206,9 +253,141 @@ class StoredTensors:
         self, name: str, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
     ) -> Tensor:
         """Return matrices ``shape [E, rows, columns]`` that may be stored transposed."""
-        stored = self._home[name].get_tensor(name)
+        stored = self.tensor(name)
         made = torch.empty(shape, dtype=dtype, device=device)
         return made.copy_(stored if stored.shape == made.shape else stored.transpose(1, 2))
+
+
+class PickledTensors(StoredTensors):
+    """The tensors of pickles: files of ``torch.save``, mapped, of which tensors alone are read.
+
+    Args:
+        files: a name may stand in one of them only.
+
+    Raises:
+        ModelError: a file holds other things than tensors, such as code, or is damaged or older.
+    """
+
+    def __init__(self, files: Sequence[Path]) -> None:
+        super().__init__(())
+        self.files = tuple(files)
+        for path in files:
+            self._home |= _unpickled(path)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """See :class:`StoredTensors`."""
+        return tuple(self._home[name].shape)
+
+    def kind(self, name: str) -> str:
+        """See :class:`StoredTensors`."""
+        return _SHORT.get(self._home[name].dtype, "?")
+
+    def tensor(self, name: str) -> Tensor:
+        """See :class:`StoredTensors`."""
+        found: Tensor = self._home[name]
+        return found
+
+
+def _unpickled(path: Path) -> dict[str, Tensor]:
+    """Return the tensors of a file of ``torch.save`` by their names; none of its code runs."""
+    remedy = "take the checkpoint's safetensors, or ask its maker for them"
+    try:
+        found = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+    except pickle.UnpicklingError as error:
+        raise ModelError(
+            f"{path.name} holds more than tensors, which could run code, and is not read; {remedy}"
+        ) from error
+    except (RuntimeError, EOFError, ValueError) as error:
+        raise ModelError(
+            f"{path.name} is damaged, or of a torch before 1.6, and cannot be read; {remedy}"
+        ) from error
+    if not isinstance(found, dict) or not all(
+        isinstance(name, str) and isinstance(part, Tensor) and part.layout == torch.strided
+        for name, part in found.items()
+    ):
+        raise ModelError(f"{path.name} holds no plain tensors by their names; {remedy}")
+    return {name: part.detach() for name, part in found.items()}
+
+
+class ChangedTensors(StoredTensors):
+    """The tensors of another one: those of ``self.changed`` are made, all others are its own.
+
+    Attributes:
+        below: the other one.
+        changed: names and shapes of what is made, and safetensors' names of their dtypes.
+        hidden: names of ``below`` that are not shown.
+    """
+
+    def __init__(self, below: StoredTensors, files: Sequence[Path] = ()) -> None:
+        super().__init__(())
+        self.below, self.files = below, (*below.files, *files)
+        self.settings, self.note = below.settings, below.note
+        self.changed: dict[str, tuple[tuple[int, ...], str]] = {}
+        self.hidden: set[str] = set()
+
+    @property
+    def names(self) -> set[str]:
+        """See :class:`StoredTensors`."""
+        return (self.below.names - self.hidden) | self.changed.keys()
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """See :class:`StoredTensors`."""
+        return self.changed[name][0] if name in self.changed else self.below.shape(name)
+
+    def kind(self, name: str) -> str:
+        """See :class:`StoredTensors`."""
+        return self.changed[name][1] if name in self.changed else self.below.kind(name)
+
+    def tensor(self, name: str) -> Tensor:
+        """See :class:`StoredTensors`."""
+        return self.made(name) if name in self.changed else self.below.tensor(name)
+
+    def in_place(self, name: str) -> bool:
+        """See :class:`StoredTensors`."""
+        return name not in self.changed and self.below.in_place(name)
+
+    def grid(self, name: str) -> Grid | None:
+        """See :class:`StoredTensors`."""
+        return None if name in self.changed else self.below.grid(name)
+
+    @abstractmethod
+    def made(self, name: str) -> Tensor:
+        """Return a tensor of ``changed``."""
+
+    def _mapped_at(self, name: str) -> MappedFile:
+        return self.below._mapped_at(name)
+
+    def _place(self, name: str) -> tuple[int, torch.dtype, tuple[int, ...]]:
+        return self.below._place(name)
+
+    def _read_into(self, name: str, part: Tensor) -> None:
+        self.below._read_into(name, part)
+
+
+class Grid:
+    """A matrix ``[out, in]`` of whole numbers times steps.
+
+    Args:
+        codes: int8 ``[out, in]``. steps: float32 ``[out, groups]``: one for every
+            ``in / groups`` columns of a row.
+    """
+
+    def __init__(self, codes: Tensor, steps: Tensor) -> None:
+        self.codes, self.steps = codes, steps
+
+    def fits(self, bits: int) -> bool:
+        """Whether a form of so many bits has these codes, and a step for each group."""
+        groups = self.steps.shape[1]
+        most = 2 ** (bits - 1) - 1
+        least = -most if bits == 8 else -most - 1  # C has no -128
+        low, high = self.codes.aminmax()
+        blocks = self.codes.shape[1] % (BLOCK * groups) == 0
+        return blocks and least <= int(low) and int(high) <= most
+
+    def blocks(self) -> tuple[Tensor, Tensor]:
+        """Return codes ``[out, blocks, 32]`` and the step of each block."""
+        codes = self.codes.unflatten(1, (-1, BLOCK))
+        return codes, self.steps.repeat_interleave(codes.shape[1] // self.steps.shape[1], 1)
 
 
 @torch.no_grad()
@@ -273,6 +452,9 @@ def _read(
         for name in stored.names
         if (name.startswith(prefix) or name == head) and not name.endswith(COMPUTED)
     }
+    # GPTQ's tools write biases of zeros to layers that have none.
+    extra = {name for name in present - shapes.keys() if name.endswith(".bias")}
+    present -= {name for name in extra if not stored.tensor(name).any()}
     if present != set(shapes) or any(
         stored.shape(name) not in (shape, _turned(shape)) or not stored.is_float(name)
         for name, shape in shapes.items()
@@ -287,11 +469,14 @@ def _read(
 
     def held(part: str, *names: str) -> Matrix:
         def make() -> Matrix:
-            return stored.read_matrix(names, dtype, device, holding, part)
+            # What is rounded is the same, whatever the states are and wherever the model runs.
+            wide = (dtype, device) if holding is None else (torch.float32, _CPU)
+            return stored.read_matrix(names, *wide, holding, part)
 
         made = panels.matrix("+".join(names), make)
         rows = sum(shapes[name][0] for name in names)
-        return made if tuple(made.shape) == (rows, *shapes[names[0]][1:]) else make()
+        fits = tuple(made.shape) == (rows, *shapes[names[0]][1:])
+        return (made if fits else make()).to(device)
 
     def matrix(*names: str) -> Matrix:
         return held(names[0], *(f"{prefix}{name}" for name in names))

@@ -91,7 +91,7 @@ class DecoderWeights:
 
     @torch.no_grad()
     def hold(self, holding: WeightForm) -> None:
-        """Hold float32 matrices in another form from now on, made one after the other.
+        """Hold matrices of floats in another form from now on, made one after the other.
 
         Those of experts stay as they are.
         """

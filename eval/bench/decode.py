@@ -27,6 +27,7 @@ from typing import Any
 import torch
 
 from mmkv.engine.backends.cuda import GraphRunner
+from mmkv.engine.config import WEIGHT_FORMS
 from mmkv.engine.errors import MmkvError
 from mmkv.engine.runtime import Runtime
 from mmkv.eval.bench.harness import BenchError, Child
@@ -217,7 +218,7 @@ class DecodeBench:
         self.device, self.dtype = on_gpu(args)
         self.bandwidth = copy_bandwidth(self.device, args.copy_bytes)
         settings: dict[str, Any] = {"device": self.device, "dtype": self.dtype}
-        self.base = build_engine(self.shape, "full", **settings)
+        self.base = build_engine(self.shape, "full", form=args.weights, **settings)
         self.settings: dict[str, Any] = settings | {"weights_of": self.base}
         self.logs = Path(tempfile.mkdtemp(prefix="mmkv-bench-"))
         total = 4e9
@@ -495,6 +496,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser("bench_decode", __doc__)
     options.add_argument("--shape", default="qwen3-4b", choices=SHAPES)
     options.add_argument("--cases", nargs="+", default=["targets"], metavar="CASE")
+    options.add_argument("--weights", default="auto", choices=WEIGHT_FORMS, help="form of ours")
     options.add_argument("--steps", type=int, default=128, help="steps of a timed run")
     options.add_argument("--skew", type=float, default=5.0, help="longest row over the mean")
     options.add_argument(
@@ -530,9 +532,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for case in cases:
         found.append(bench.largest(case) if case.kind == "largest" else bench.measure(case))
         targets += checks(args.shape, found[-1])
-        path = save(
-            args, f"gpu-decode-{args.shape}", {**machine, "cases": found, "targets": targets}
-        )
+        form = "" if args.weights == "auto" else f"-{args.weights}"
+        name = f"gpu-decode-{args.shape}{form}"
+        path = save(args, name, {**machine, "cases": found, "targets": targets})
         show(args.shape, found[-1])
     if curve := figure(args, found):
         print(f"figure in {curve}")

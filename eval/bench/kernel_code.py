@@ -45,6 +45,7 @@ class CompiledCase:
         types: Triton types of the arguments that are not constants, in any order.
         constants: values of the constexpr arguments.
         aligned: pointers and strides are divisible by 16.
+        fuses: products and sums may be rounded once.
     """
 
     name: str
@@ -55,6 +56,7 @@ class CompiledCase:
     num_warps: int
     num_stages: int = 3
     aligned: bool = field(default=True)
+    fuses: bool = True
 
 
 @dataclass(frozen=True)
@@ -86,7 +88,7 @@ def compile_kernel(case: CompiledCase, arch: int, folder: Path) -> Code:
     options = {
         "num_warps": case.num_warps,
         "num_stages": case.num_stages,
-        "enable_fp_fusion": True,
+        "enable_fp_fusion": case.fuses,
     }
     built = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
     target = folder / "kernel.ptx"
@@ -178,6 +180,24 @@ def store(group: int) -> CompiledCase:
     )
 
 
+def product(bits: int, tokens: int, dtype: torch.dtype = torch.bfloat16) -> CompiledCase:
+    """States by a matrix [4096, 4096] in 8 or 4 bits, or by bfloat16 rows with 16."""
+    from mmkv.engine.backends.cuda.kernels import product_triton as ours
+
+    types = {"out": _KINDS[dtype], "bias": _KINDS[dtype], "tokens": "i32"}
+    constants: dict[str, Any] = ours.sizes(tokens) | {"ROWS": 4096, "BIASED": True}
+    warps, whole = constants.pop("num_warps"), bits < 16
+    if whole:
+        types |= {"codes": "*i8", "steps": "*fp32", "scales": "*bf16"}
+        types |= {"weight": {8: "*i8", 4: "*u8"}[bits]}
+        constants |= {"BLOCKS": 128, "BITS": bits}
+    else:
+        types, constants = types | {"x": "*bf16", "weight": "*bf16"}, constants | {"WIDTH": 4096}
+    kernel = "integer_kernel" if whole else "bf16_kernel"
+    name = f"product in {bits} bits, {tokens} tokens, {_short(dtype)}"
+    return CompiledCase(name, ours.__name__, kernel, types, constants, warps, fuses=not whole)
+
+
 def window(kernel: str, queries: int, dtype: torch.dtype, head_dim: int = 128) -> CompiledCase:
     """Scores by the last 64 queries of each head (or 16), G heads a KV head: ``queries`` rows."""
     from mmkv.engine.backends.cuda.kernels import window_scores_triton as ours
@@ -212,6 +232,8 @@ def cases() -> list[CompiledCase]:
         *(prefill(queries, (4, 4)) for queries in (64, 2048)),
         prefill(2048, dtype=whole),
         *(store(group) for group in (4, 8)),
+        *(product(bits, tokens) for bits in (8, 4) for tokens in (1, 64, 2048)),
+        product(16, 2048, whole),
         *(
             window(kernel, queries, dtype)
             for kernel in ("lse", "probability")

@@ -2,7 +2,8 @@
 
 ``python -m eval.bench.kernels`` fills a paged cache with random entries in rows of even or very
 uneven length (10x: the longest row holds ten times the mean) and times the public functions of
-``engine.backends.cuda.kernels``. Attention runs over enough layers to exceed the GPU's cache. Bytes
+``engine.backends.cuda.kernels``. Products are those of two layers with tokens of a batch or chunk,
+with random weights in each form. Attention runs over enough layers to exceed the GPU's cache. Bytes
 are what a kernel must read: keys and values of the live entries, and 8 bytes of retention and
 position for a score. The data of append and eviction may stay in the GPU's cache here, while the
 weights of a real step flush it; ``eval.bench.decode`` measures their share of a step. Figures go to
@@ -32,6 +33,7 @@ from mmkv.engine.backends.cuda.kernels.buffers import (
 from mmkv.engine.backends.cuda.kernels.decode_attention import decode_attention, empty_partials
 from mmkv.engine.backends.cuda.kernels.evict import empty_eviction, evict
 from mmkv.engine.backends.cuda.kernels.prefill_attention import prefill_attention
+from mmkv.engine.backends.cuda.kernels.product import multiply
 from mmkv.engine.backends.cuda.kernels.store import store_layer
 from mmkv.engine.backends.cuda.kernels.window_scores import window_scores
 from mmkv.engine.backends.cuda.kernels.worklist import (
@@ -42,11 +44,15 @@ from mmkv.engine.backends.cuda.kernels.worklist import (
 )
 from mmkv.engine.cache import PagePool, RaggedCache
 from mmkv.engine.errors import MmkvError
+from mmkv.engine.model.product import INTEGERS, Matrix
 from mmkv.engine.policies import make_policy
 from mmkv.eval.bench.methods import fill_sequence, pages_for, row_lengths, scatter_pages
 from mmkv.eval.bench.output import device_note, failure, on_gpu, parser, save, table
 from mmkv.eval.bench.shapes import SHAPES, Shape
 from mmkv.eval.measure.timing import copy_bandwidth, matmul_rate, spread, time_calls
+
+# Products with matrices in a form: as the dtype has them, and as ``--weights`` rounds them.
+PRODUCTS = {"product auto": 0, "product int8": 8, "product int4": 4}
 
 
 @dataclass(frozen=True)
@@ -62,6 +68,8 @@ class KernelCase:
 
     def __str__(self) -> str:
         """Return a short name for tables."""
+        if self.kernel in PRODUCTS:
+            return f"{self.kernel}, {self.chunk or self.batch} tokens"
         rows = "even" if self.skew == 1 else f"{self.skew:g}x skew"
         chunk = f", chunk {self.chunk}" if self.chunk else ""
         return f"{self.kernel}, B={self.batch}, {self.mean}/row, {rows}{chunk}"
@@ -83,6 +91,11 @@ CASES = [
         KernelCase("window scores", 16, mean, skew)
         for mean, skew in ((256, 1), (256, 10), (1024, 10))
     ),
+    *(
+        KernelCase(name, batch, 1, layers=2, chunk=chunk)
+        for batch, chunk in ((1, 0), (16, 0), (64, 0), (1, 2048))
+        for name in PRODUCTS
+    ),
 ]
 QUICK = [
     CASES[0],
@@ -91,12 +104,13 @@ QUICK = [
     KernelCase("append", 16, 256, 10),
     KernelCase("eviction", 16, 256, 10),
     KernelCase("prefill", 1, 1024, 10, 36, 2048),
+    *(KernelCase(name, 16, 1, layers=2) for name in PRODUCTS),
 ]
 TINY = [
     KernelCase(kernel, 3, 12, skew, 2, chunk=6 if kernel == "prefill" else 0)
     for kernel in ("attention", "work list", "append", "eviction", "prefill", "window scores")
     for skew in (1, 4)
-]
+] + [KernelCase(name, 3, 1, layers=2) for name in PRODUCTS]
 
 
 SPARE_STEPS = 4  # pages for that many more entries per row
@@ -341,12 +355,44 @@ def scores(state: KernelState, window: int = 16) -> Work:
     return call, 1, moved, 0
 
 
+def product(state: KernelState) -> Work:
+    """Multiply by the four matrices of each layer."""
+    shape, tokens = state.shape, state.case.chunk or state.case.batch
+    inner, mixed = shape.inner, shape.heads * shape.head_dim
+    qkv = mixed + 2 * shape.kv_heads * shape.head_dim
+    sizes = [(qkv, shape.hidden), (shape.hidden, mixed)]
+    sizes += [(2 * inner, shape.hidden), (shape.hidden, inner)]
+    matrices = [random_matrix(state, *size) for _ in range(state.layers) for size in sizes]
+    inputs = {width: state.normal(tokens, width) for _, width in sizes}
+
+    def call() -> None:
+        for matrix in matrices:
+            multiply(inputs[matrix.shape[1]], matrix)
+
+    numbers = sum(matrix.numel() for matrix in matrices)
+    through = sum(tokens * sum(matrix.shape) * state.dtype.itemsize for matrix in matrices)
+    moved = sum(matrix.nbytes for matrix in matrices) + through
+    return call, len(matrices), moved, 2.0 * tokens * numbers if state.case.chunk else 0
+
+
+def random_matrix(state: KernelState, rows: int, width: int) -> Matrix:
+    """Make a matrix in the form of the case; random codes take less time than rounding does."""
+    bits = PRODUCTS[state.case.kernel]
+    if not bits:
+        return state.normal(rows, width)
+    kind = INTEGERS[bits]
+    codes, scales = kind.empty(rows, width)
+    codes.random_(0, 16 if bits == 4 else 128)
+    return kind(codes, scales.fill_(1e-4), (rows, width), 0.0).to(state.device)
+
+
 PREPARE: dict[str, Callable[[KernelState], Work]] = {
     "attention": attention,
     "work list": work_list,
     "append": append,
     "prefill": prefill,
     "window scores": scores,
+    **dict.fromkeys(PRODUCTS, product),
 }
 
 

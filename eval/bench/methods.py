@@ -24,7 +24,6 @@ from typing import Any
 from unittest import mock
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from mmkv.engine.backends.cuda import GraphRunner
@@ -34,7 +33,6 @@ from mmkv.engine.cache import PagePool, RaggedCache
 from mmkv.engine.cache.forms import Codec
 from mmkv.engine.config import EngineConfig
 from mmkv.engine.errors import MmkvError
-from mmkv.engine.model.product import plain
 from mmkv.engine.runtime import Runtime
 from mmkv.engine.sequence import CachedSequence
 from mmkv.engine.steps import decode_burst
@@ -507,7 +505,7 @@ def _matrices(engine: Runtime, batch: int) -> Any:
     def call() -> None:
         for layer in weights.layers:
             for matrix in (layer.qkv, layer.out, layer.gate_up, layer.down):
-                F.linear(inputs[matrix.shape[1]], plain(matrix))
-        F.linear(inputs[weights.head.shape[1]], plain(weights.head))
+                weights.product(inputs[matrix.shape[1]], matrix)
+        weights.product(inputs[weights.head.shape[1]], weights.head)
 
     return call

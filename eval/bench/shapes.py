@@ -147,6 +147,7 @@ def build_engine(
     device: torch.device | str = "cpu",
     dtype: torch.dtype = torch.bfloat16,
     weights_of: Runtime | None = None,
+    form: str = "auto",
     **settings: Any,
 ) -> Runtime:
     """Build an engine of this shape with random weights, and random gates if the policy reads
@@ -154,10 +155,13 @@ def build_engine(
 
     Args:
         weights_of: an engine of the same shape, device and dtype whose weights to share.
+        form: how matrices are held, as ``--weights`` takes it.
         settings: as of :class:`mmkv.engine.runtime.Runtime`.
     """
+    from mmkv.engine.backends import kernels_for
     from mmkv.engine.model.families import Family, TextFamily
     from mmkv.engine.model.gates.module import make_random_gates
+    from mmkv.engine.model.product import WeightForm
     from mmkv.engine.model.spec import DecoderSpec
     from mmkv.engine.model.weights import DecoderWeights
     from mmkv.engine.policies import make_policy
@@ -169,6 +173,10 @@ def build_engine(
         family: Family = TextFamily(model)
         spec = DecoderSpec.from_hf(model.model)
         weights = DecoderWeights.take(model.model, family.output_head(model), spec)
+        where = torch.device(device)
+        holding = WeightForm.of(form, kernels_for(form, where), dtype, where, experts=False)
+        if holding is not None and form != "auto":
+            weights.hold(holding)
     else:
         family, spec = weights_of.family, weights_of.spec
         weights = weights_of.decoder.weights

@@ -16,6 +16,7 @@ from mmkv.api import Engine
 from mmkv.chat.display import answer, calls_shown, in_form, memory_line
 from mmkv.chat.saved import chat_extra, write_figures, write_report
 from mmkv.engine.budget import format_bytes
+from mmkv.engine.errors import MmkvError
 from mmkv.engine.paths import user_path
 from mmkv.engine.policies import make_policy
 
@@ -56,7 +57,14 @@ def answer_once(
         if finished:
             display.note(memory_line(engine, session))
         if trace is not None and options.report is not None and session.history:
-            display.note(write_report(trace, Path(options.report)))
+            if finished and options.load is None:
+                turn = _conversation(options.system, prompt, images, videos)
+                display.note("reading it again with a full cache: what did the answer look at?")
+                try:
+                    trace.measure_attention(engine.inputs(turn))
+                except MmkvError as error:  # the page is worth having without
+                    display.note(f"what the answer looked at is not known: {error}")
+            display.note(write_report(trace, Path(options.report), options.compare))
             if options.figures is not None:
                 display.note(write_figures(trace, Path(options.figures)))
         if options.save is not None and session.history:

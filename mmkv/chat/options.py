@@ -49,7 +49,7 @@ class ChatOptions:
     ``load``, ``save``: session files to begin with and to write at the end; ``rebudget``: the
     budget was given beside a session file, which has one of its own. ``raw``: texts go to the model
     as they are, without the chat template. ``report``, ``figures``: the page and the folder that
-    ``mmkv explain`` writes.
+    ``mmkv explain`` writes; ``compare``: the page that it puts beside that.
     """
 
     engine: EngineConfig = field(default_factory=EngineConfig)
@@ -172,6 +172,7 @@ class ChatOptions:
     quiet: bool = option("No notes or progress.", bool, False, flags=("--quiet", "-q"))
     report: str | None = None
     figures: str | None = None
+    compare: str | None = None
 
     @property
     def model(self) -> str:

@@ -45,6 +45,10 @@ def run_chat(options: ChatOptions) -> int:
         options.save = str(_save_target(options))
     if options.report is not None:
         options.report = str(report_target(options.report))
+    if options.compare is not None:
+        from mmkv.explain.page import read_page
+
+        read_page(options.compare)
     if options.figures is not None:
         options.figures = str(figures_folder(options.figures))
     engine = load_engine(

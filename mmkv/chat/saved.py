@@ -32,7 +32,18 @@ if TYPE_CHECKING:
 
 _KEY = "mmkv.chat"
 # Options of the command line without which a session file cannot go on.
-_KEPT = ("model", "mmproj", "policy", "lookahead", "evict_every", "gates", "dtype", "weights", "kv")
+_KEPT = (
+    "model",
+    "mmproj",
+    "adapter",
+    "policy",
+    "lookahead",
+    "evict_every",
+    "gates",
+    "dtype",
+    "weights",
+    "kv",
+)
 
 
 def chat_extra(engine: Engine, config: EngineConfig, model: str) -> dict[str, str]:
@@ -40,7 +51,7 @@ def chat_extra(engine: Engine, config: EngineConfig, model: str) -> dict[str, st
     values = {name: getattr(config, name) for name in _KEPT}
     values["model"], values["dtype"] = model, str(engine.dtype).removeprefix("torch.")
     values["kv"] = engine.cache.pool.form.name  # it may have been chosen
-    for name in ("model", "mmproj", "gates"):
+    for name in ("model", "mmproj", "adapter", "gates"):
         if values[name] is not None:
             values[name] = _absolute(str(values[name]))
     if isinstance(config.policy, str):
@@ -106,7 +117,7 @@ def elsewhere(options: dict[str, Any]) -> dict[str, str]:
 
     _with_paths(options.get("policy", ""), collect)
     found: dict[str, str] = {}
-    for name in ("model", "mmproj", "gates", "policy"):
+    for name in ("model", "mmproj", "adapter", "gates", "policy"):
         named = paths if name == "policy" else [options[name]] if name in options else []
         if not all(map(_is_here, named)):
             found[name] = shown(options[name])
@@ -371,9 +382,9 @@ def figures_folder(name: str) -> Path:
     return path
 
 
-def write_report(trace: Trace, path: Path) -> str:
+def write_report(trace: Trace, path: Path, compare: str | None = None) -> str:
     """Write the page and say so in one line. Raises InputError."""
-    written = trace.report(path)
+    written = trace.report(path, compare)
     return f"wrote {path} ({format_bytes(written.stat().st_size)}); open it in a browser"
 
 

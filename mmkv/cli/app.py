@@ -53,9 +53,16 @@ def explain(
     figures: Annotated[
         str | None, typer.Option(help="Also draw each view as a PNG file in this folder.")
     ] = None,
+    compare: Annotated[
+        str | None,
+        typer.Option(
+            metavar="PAGE",
+            help="Show beside it a page written before: another policy, budget or model.",
+        ),
+    ] = None,
 ) -> None:
     """Answer once and write a page of what was kept, when, and why (docs/how-to/explain.md)."""
-    options = replace(options, engine=engine, report=output, figures=figures)
+    options = replace(options, engine=engine, report=output, figures=figures, compare=compare)
     options.check()
     from mmkv.chat.run import run_chat
 

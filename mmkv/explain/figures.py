@@ -98,7 +98,7 @@ def _rows(figure: Figure, snapshot: Snapshot) -> None:
     axes = figure.subplots()
     counts = snapshot.per_row(np.arange(len(snapshot.record.seen)))
     image = axes.imshow(counts, aspect="auto", interpolation="nearest", cmap="Blues")
-    axes.set(xlabel="step", ylabel="layer x KV head", title="Entries held by each row")
+    axes.set(xlabel="step", ylabel="layer x KV head", title="Entries held by each (layer, KV head)")
     figure.colorbar(image, ax=axes)
 
 
@@ -115,7 +115,7 @@ def _curves(figure: Figure, snapshot: Snapshot) -> None:
 
 
 def _text(figure: Figure, snapshot: Snapshot) -> None:
-    """Draw the share of rows that hold each token, at a few steps, over the tokens' words."""
+    """Draw the share of heads that hold each token, at a few steps, over the tokens' words."""
     steps = _moments(snapshot)
     shares = np.stack([held(snapshot, step).mean(0) for step in steps])
     if snapshot.tokens <= 160:
@@ -126,24 +126,25 @@ def _text(figure: Figure, snapshot: Snapshot) -> None:
     if snapshot.tokens <= 160:
         words = [_word(snapshot, at) for at in range(snapshot.tokens)]
         axes.set_xticks(range(snapshot.tokens), words, rotation=90, fontsize=7)
-    axes.set_title("Share of the rows that hold each token")
+    axes.set_title("Share of the (layer, KV head)s that hold each token")
     figure.colorbar(image, ax=axes)
 
 
 def _tokens(figure: Figure, snapshot: Snapshot) -> None:
-    _, position, log_beta, born, died = snapshot.entries
-    steps = len(snapshot.record.seen)
-    gated = snapshot.rule.kernel == "retention"
-    worth = np.exp(log_beta) if gated else (died - born) / np.maximum(steps - born, 1)
-    mean = np.bincount(position, worth, snapshot.tokens) / snapshot.rows
-    order = np.argsort(-mean, kind="stable")
-    what = "mean beta" if gated else "share of its steps that it was held"
-    panes = zip(figure.subplots(1, 2), ("stay", "go"), (order[:12], order[::-1][:12]), strict=True)
-    for axes, title, chosen in panes:
-        axes.barh(range(len(chosen)), mean[chosen], color=_COLOURS[0])
+    """Draw the tokens that most heads hold at the end, and those that none does: see fates."""
+    count, last = snapshot.fates
+    stay = np.argsort(-count, kind="stable")[: min(12, int((count > 0).sum()))]
+    went = np.argsort(-last, kind="stable")  # the latest first
+    went = went[count[went] == 0][:12]
+    left, right = figure.subplots(1, 2)
+    for axes, chosen, values in ((left, stay, count), (right, went, last)):
+        axes.barh(range(len(chosen)), values[chosen], color=_COLOURS[0])
         axes.set_yticks(range(len(chosen)), [_word(snapshot, at) for at in chosen])
-        axes.set(xlabel=what, title=f"Tokens that {title}")
         axes.invert_yaxis()
+    left.set(xlabel="(layer, KV head)s that hold it at the end", title="What stayed")
+    right.set(
+        xlabel="step at which the last (layer, KV head) let go", title="What went, latest first"
+    )
 
 
 def _pictures(figure: Figure, snapshot: Snapshot) -> None:
@@ -185,12 +186,13 @@ def _why(figure: Figure, snapshot: Snapshot) -> None:
         axes.plot(died[one], last, "o", color=_COLOURS[0], label="its last score")
     axes.plot(np.arange(len(cut)), cut, color="#be123c", ls="--", label="highest score that went")
     for other, token, score in snapshot.just_above(int(died[one]), int(row[one]), 3):
-        label = f"just above: row {other}, {_word(snapshot, token)}"
+        label = f"just above: {_head(snapshot, other)}, {_word(snapshot, token)}"
         axes.plot(died[one], score, "^", label=label)
     axes.set(
         xlabel="step",
         ylabel="score",
-        title=f"Why row {row[one]} lost {_word(snapshot, int(position[one]))} at step {died[one]}",
+        title=f"Why {_head(snapshot, int(row[one]))} lost {_word(snapshot, int(position[one]))} "
+        f"at step {died[one]}",
     )
     axes.legend()
 
@@ -198,6 +200,11 @@ def _why(figure: Figure, snapshot: Snapshot) -> None:
 def _moments(snapshot: Snapshot) -> list[int]:
     last = len(snapshot.record.seen) - 1
     return sorted({round(last * (at + 1) / _MOMENTS) for at in range(_MOMENTS)})
+
+
+def _head(snapshot: Snapshot, row: int) -> str:
+    layer, head = divmod(row, snapshot.record.kv_heads)
+    return f"layer {layer}, KV head {head}"
 
 
 def _word(snapshot: Snapshot, token: int) -> str:

@@ -16,12 +16,16 @@ import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib.resources import files
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from mmkv.engine.errors import InputError
+from mmkv.engine.paths import user_path
 from mmkv.engine.trace import KINDS
 from mmkv.explain.snapshot import Snapshot
+from mmkv.web import web_file
 
 MOST_BYTES = 2_900_000  # of a page
 _MOST_CELLS = 1_500_000  # (row, token) pairs
@@ -30,6 +34,7 @@ _FEW_CELLS = 50_000  # so many may have numbers of four bytes each
 _PICTURE_BYTES, _MOST_PICTURES = 900_000, 256
 _EDGES = (512, 384, 256, 192, 128, 96, 64)
 _NEVER = 65535
+_FORMAT = 2  # of the data, for read_page
 
 
 @dataclass(frozen=True)
@@ -46,17 +51,54 @@ class _Detail:
     pictures: bool = True
 
 
-def render(snapshot: Snapshot) -> str:
-    """Return the page. The same snapshot gives the same bytes."""
-    pictures = _pictures(snapshot)
+def render(snapshot: Snapshot, other: dict[str, Any] | None = None) -> str:
+    """Return the page, beside ``other`` from :func:`read_page`; the same again for the same input.
+
+    Raises:
+        InputError: the other page leaves no room for this one.
+    """
+    pictures, beside = _pictures(snapshot), {} if other is None else {"other": other}
     page = ""
     packed: dict[tuple[int, ...], Any] = {}
     for detail in _levels(snapshot):
         shown = pictures if detail.pictures else {"frames": [], "jpegs": []}
-        page = _page(_data(snapshot, detail, packed) | shown)
+        page = _page(_data(snapshot, detail, packed) | shown | beside)
         if len(page) <= MOST_BYTES:
             break
+    else:
+        if other is not None:
+            raise InputError(
+                "the page to compare with leaves no room on this one; compare shorter conversations"
+            )
     return page
+
+
+def read_page(path: str | Path) -> dict[str, Any]:
+    """Return what a page of :func:`render` shows, to be put beside another one.
+
+    What only a page of its own shows is left out: scores, and what it was compared with.
+
+    Raises:
+        InputError: it cannot be read, is no such page, or was written by another version.
+    """
+    file = user_path(path)
+    try:
+        with file.open("rb") as opened:
+            text = opened.read(2 * MOST_BYTES).decode("utf-8", "replace")
+    except OSError as error:
+        raise InputError(
+            f"cannot read {file} ({error.strerror}); name a page of mmkv explain"
+        ) from error
+    try:
+        data = json.loads(text.partition('id="data">')[2].partition("</script>")[0])
+        if data["format"] != _FORMAT:
+            raise ValueError(data["format"])
+        blobs = {name: data["blobs"][name] for name in ("lives", "curves")}
+    except (ValueError, KeyError, TypeError) as error:
+        raise InputError(
+            f"{file} is no page of this version's mmkv explain; write it again, and name that"
+        ) from error
+    return data | {"blobs": blobs, "other": None, "sampleSteps": [], "notes": []}
 
 
 def _levels(snapshot: Snapshot) -> Iterator[_Detail]:
@@ -78,20 +120,22 @@ def _levels(snapshot: Snapshot) -> Iterator[_Detail]:
 
 def _page(data: dict[str, Any]) -> str:
     folder = files("mmkv.explain")
-    style = (folder / "page.css").read_text("utf-8")
-    script = "".join((folder / name).read_text("utf-8") for name in ("model.js", "view.js"))
+    style = web_file("base.css").decode() + (folder / "page.css").read_text("utf-8")
+    theme = web_file("theme.js").decode()
+    names = ("model.js", "draw.js", "view.js")
+    script = "".join((folder / name).read_text("utf-8") for name in names)
 
     def allowed(text: str) -> str:
         return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"
 
     policy = (
-        f"default-src 'none'; img-src data:; script-src {allowed(script)}; style-src "
-        f"{allowed(style)}; base-uri 'none'; form-action 'none'"
+        f"default-src 'none'; img-src data:; script-src {allowed(theme)} "
+        f"{allowed(script)}; style-src {allowed(style)}; base-uri 'none'; form-action 'none'"
     )
     # No text of a prompt can end the element that it lies in.
     text = json.dumps(data, ensure_ascii=True, separators=(",", ":")).replace("<", "\\u003c")
     page = (folder / "page.html").read_text("utf-8")
-    parts = {"policy": policy, "style": style, "script": script, "data": text}
+    parts = {"policy": policy, "style": style, "theme": theme, "script": script, "data": text}
     head, *rest = page.split("{{")
     pieces = [head]
     for part in rest:
@@ -137,11 +181,25 @@ def _data(
     samples = _samples(snapshot, rows, first, tokens, steps)
     if len(samples):
         blobs["sampled"] = _blob(np.stack([values for _, values in samples]), "f4")
+    needed, attention, paid = snapshot.needed(), snapshot.attention, []
+    if attention is not None:
+        mean = np.zeros(snapshot.tokens, np.float32)
+        mean[: attention.shape[1]] = attention.mean(0)
+        blobs["attention"] = _blob(mean[first:], "f4")
+        if needed is not None:
+            paid = [float(f"{share:.4g}") for share in attention[rows, needed]]
     return {
+        "format": _FORMAT,
+        "headline": snapshot.headline(),
+        "detail": snapshot.detail(),
+        "needed": -1 if needed is None or needed < first else needed - first,
+        "paid": paid,
+        "reply": snapshot.reply,
+        "run": f"{snapshot.policy}, {snapshot.budget}",
         "facts": _facts(snapshot),
         "notes": _notes(snapshot, detail, rows, steps, first),
         "rows": rows.tolist(),
-        "names": [f"layer {row // heads}, head {row % heads}" for row in rows.tolist()],
+        "names": [f"layer {row // heads}, KV head {row % heads}" for row in rows.tolist()],
         "heads": heads,
         "seen": record.seen[steps].tolist(),
         "allowed": record.allowed[steps].tolist(),
@@ -304,8 +362,8 @@ def _notes(
         )
     if len(rows) < snapshot.rows:
         notes.append(
-            f"{len(rows)} of {snapshot.rows} rows are shown, those that hold most; entries by "
-            "modality are of all rows, everything else of those that are shown."
+            f"{len(rows)} of {snapshot.rows} heads (layer, KV head) are shown, those that hold "
+            "most; the first sentence and the timeline are of all, everything else of those."
         )
     if len(steps) < len(record.seen):
         notes.append(f"{len(steps):,} of {len(record.seen):,} steps are shown.")

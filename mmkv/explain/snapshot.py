@@ -47,7 +47,10 @@ class Snapshot:
 
     Attributes:
         texts: what each token says, ``[T]``; frames: pictures and video frames in order.
-        policy, budget, model: in words.
+        policy, budget, model: in words; reply: the one that ``attention`` is of, or the latest.
+        attention: float32 ``[rows, P]``: what a reply's tokens paid on average to each of the P
+            tokens of the conversation before it, with a cache that forgets nothing; None where it
+            was not measured.
     """
 
     record: Record
@@ -57,6 +60,8 @@ class Snapshot:
     policy: str
     budget: str
     model: str
+    reply: str = ""
+    attention: np.ndarray | None = None
 
     @property
     def rows(self) -> int:
@@ -80,6 +85,91 @@ class Snapshot:
         log_beta = np.concatenate([dead["log_beta"], record.log_beta])
         alive = np.full(len(record.row), len(record.seen))
         return row, position, log_beta, record.born_at(position), np.append(record.died_at, alive)
+
+    @cached_property
+    def fates(self) -> tuple[np.ndarray, np.ndarray]:
+        """Say of each token how many (layer, KV head) hold it at the end, and when the last let go.
+
+        Both int64 ``[T]``; the step is S where one still holds it, and 0 where it was gone before
+        the recording.
+        """
+        _, position, _, _, died = self.entries
+        held = np.bincount(self.record.position, minlength=self.tokens)
+        last = np.zeros(self.tokens, np.int64)
+        np.maximum.at(last, position, died)
+        return held, last
+
+    def needed(self) -> int | None:
+        """Return the token that the reply paid most attention to; None where nothing tells.
+
+        Of pictures and videos, where there are some; else of words, without the marks of the chat
+        template and the role that follows one.
+        """
+        if self.attention is None:
+            return None
+        paid = self.attention.mean(0)
+        told = self.record.modality[: len(paid)] > 0
+        if not told.any():
+            marks = [text.startswith("<") and text.rstrip().endswith(">") for text in self.texts]
+            words = [any(letter.isalnum() for letter in text) for text in self.texts]
+            told = np.array(words) & ~np.array(marks) & ~np.roll(marks, 1)
+            told = told[: len(paid)]
+            told[:1] = False  # many models look at the first token, whatever it says
+        return int(np.where(told, paid, -1).argmax()) if told.any() else None
+
+    def name(self, token: int) -> str:
+        """Say what a token is: a word, a part of one, or a place in a picture or video."""
+        for frame in self.frames:
+            y, x = divmod(token - frame.start, frame.stride)
+            if 0 <= y < frame.high and x < frame.wide:
+                return f"row {y + 1}, column {x + 1} of {frame.caption}"
+        if self.record.modality[token]:
+            return f"a token of the {MODALITIES[self.record.modality[token]]}"
+        first, last, texts = token, token + 1, self.texts
+        while first and texts[first][:1].isalnum() and texts[first - 1][-1:].isalnum():
+            first -= 1
+        while last < len(texts) and texts[last][:1].isalnum() and texts[last - 1][-1:].isalnum():
+            last += 1
+        part, word = texts[token].strip(), "".join(texts[first:last]).strip()
+        return f"the word “{word}”" if part == word else f"the “{part}” of “{word}”"
+
+    def headline(self) -> str:
+        """Say in one or two sentences what the answer needed, what of it is left, and what went."""
+        held, total = len(self.record.row), self.tokens * self.rows
+        freed = "Nothing was forgotten."
+        if held < total:
+            freed = f"{_percent(total - held, total)} of the memory was freed."
+        count, token = self.fates[0], self.needed()
+        if token is not None:
+            reply = " ".join(self.reply.split())
+            reply = reply if len(reply) <= 40 else f"{reply[:40].rstrip()}…"
+            said, what = f"The answer “{reply}”" if reply else "The answer", self.name(token)
+            left = f"{count[token]} of {self.rows} heads still hold it"
+            if count[token] in (0, self.rows):
+                left = f"all {self.rows} heads hold it" if count[token] else "no head holds it now"
+            return f"{said} looked most at {what}: {left}. {freed}"
+        visual = self.record.modality > 0
+        kind, noun = (visual, "patches") if visual.any() else (~visual, "tokens")
+        left = f"{int((count[kind] > 0).sum()):,} of {int(kind.sum()):,} {noun}"
+        return f"At the end {left} are still held by some head. {freed}"
+
+    def detail(self) -> str:
+        """Say what share of the attention to what the answer needed is of heads that hold it."""
+        token = self.needed()
+        if token is None or self.attention is None:
+            return ""
+        paid = self.attention[:, token]
+        holding = np.zeros(self.rows, bool)
+        holding[self.record.row[self.record.position == token]] = True
+        name = self.name(token)
+        said = (
+            f"{name[0].upper()}{name[1:]} gets {100 * paid.mean():.0f} % of the reply's attention "
+            "where nothing is forgotten"
+        )
+        if not holding.any():
+            return f"{said}."
+        share = float(paid[holding].sum() / max(paid.sum(), 1e-30))
+        return f"{said}; the heads that still hold it pay {100 * share:.0f} % of that."
 
     def counts(self) -> np.ndarray:
         """Entries held after each step, int64 ``[modalities, S]``."""
@@ -144,6 +234,14 @@ class Snapshot:
             rows, position, value = at_row[there], at_position[there], score[there]
         order = np.lexsort((rows, position, value))[:count]
         return [(int(rows[i]), int(position[i]), float(value[i])) for i in order]
+
+
+def _percent(part: int, whole: int) -> str:
+    """Say a share; never 0 % or 100 % of what is some or not all."""
+    share = round(100 * part / whole)
+    if 0 < part < whole and share in (0, 100):
+        return "more than 99 %" if share else "less than 1 %"
+    return f"{share} %"
 
 
 def write(path: str | Path, content: bytes) -> Path:

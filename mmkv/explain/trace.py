@@ -5,18 +5,24 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 import numpy as np
 
 from mmkv.engine.errors import InputError, SessionError
+from mmkv.engine.policies import make_policy
 from mmkv.engine.policies.base import kernel_of
 from mmkv.engine.policies.scoring import Retention
 from mmkv.engine.trace import Recorder
 from mmkv.explain.snapshot import Rule, Snapshot, write
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
+    from mmkv.api import Engine
     from mmkv.engine.sequence import CachedSequence
+
+_MOST_QUERIES = 64  # of a reply that are asked what they look at
 
 
 class Trace:
@@ -25,11 +31,15 @@ class Trace:
     A context manager: recording ends with it, and what was recorded can still be shown.
     """
 
+    MOST_FULL: ClassVar[int] = 2**30  # bytes that the cache of measure_attention may take
+
     def __init__(self, session: CachedSequence) -> None:
         self._session = session
         self._began = session.recorder is None
         session.record()
         self._last: Snapshot | None = None
+        # What a reply looked at, the tokens that it was read with, and what it says.
+        self._attention: tuple[np.ndarray, list[int], str] | None = None
 
     def snapshot(self) -> Snapshot:
         """Read everything up to now; after :meth:`stop`, up to then.
@@ -44,6 +54,12 @@ class Trace:
             recorder = self._recorder()
             record, frames = recorder.read(session), [frame for _, frame, _ in recorder.media]
         texts = texts_of(_tokenizer(session), record.token_ids.tolist())
+        last = getattr(session, "last", None)
+        reply, attention = "" if last is None else last.content, None
+        if self._attention is not None:
+            measured, ids, said = self._attention
+            if record.token_ids[: len(ids)].tolist() == ids:  # not taken back since
+                reply, attention = said, measured
         return Snapshot(
             record,
             _rule(session),
@@ -52,7 +68,56 @@ class Trace:
             session.engine.policy.name,
             _budget(session),
             _model(session),
+            reply,
+            attention,
         )
+
+    def measure_attention(self, inputs: dict[str, Tensor]) -> bool:
+        """Read the conversation again with a full cache, and note what the latest reply looks at.
+
+        Pages say then what the answer needed. It takes as long as reading the prompt and writing
+        the reply, and memory for all of it; of a long reply its last 64 tokens are asked.
+
+        Args:
+            inputs: those of the conversation before the reply, as :meth:`Engine.inputs` makes them.
+
+        Returns:
+            False, with nothing noted, where these are not the inputs of the latest reply, or a
+            full cache would take more than :attr:`MOST_FULL` bytes.
+        """
+        session, last = self._session, getattr(self._session, "last", None)
+        if last is None or not last.token_ids:
+            return False
+        engine, tokens = cast("Engine", session.engine), last.token_ids
+        ids = inputs["input_ids"][0].tolist()
+        spec, seen = engine.spec, len(ids) + len(tokens)
+        with engine.lock:
+            read = self._recorder().read(session).token_ids.tolist()
+        if len(read) < len(ids) or read != [*ids, *tokens][: len(read)]:
+            return False
+        if seen * spec.rows * 2 * spec.head_dim * engine.dtype.itemsize > self.MOST_FULL:
+            return False
+        window = min(len(tokens), _MOST_QUERIES)
+        whole = type(engine)(
+            engine.family,
+            spec,
+            engine.decoder.weights,
+            None,
+            make_policy(f"snapkv:window={window}"),
+            seen,
+            prefill_chunk=engine.prefill_chunk,
+            kv=engine.cache.pool.form.name,
+        )
+        with whole.session() as again:
+            again.prefill(inputs)
+            for token in tokens[:-1]:  # the last one was chosen, but asked nothing
+                again.decode(token)
+            view = again.view()
+            paid = np.zeros((view.rows, seen), np.float32)
+            where = (view.row.cpu().numpy(), view.position.cpu().numpy())
+            paid[where] = view.attention().float().cpu().numpy()
+        self._attention = paid[:, : len(ids)], read, last.content
+        return True
 
     def retained(self, step: int) -> list[list[np.ndarray]]:
         """Token indices kept after ``step``, ``[layer][kv_head]``, each ascending int64."""
@@ -62,11 +127,17 @@ class Trace:
             record = self._recorder().read(self._session)
         return record.retained(step)
 
-    def report(self, path: str | Path) -> Path:
-        """Write the page: one HTML file that needs no network. Raises InputError."""
-        from mmkv.explain.page import render
+    def report(self, path: str | Path, compare: str | Path | None = None) -> Path:
+        """Write the page: one HTML file that needs no network. Raises InputError.
 
-        return write(path, render(self.snapshot()).encode())
+        Args:
+            compare: another such page, of the same conversation with another policy or budget; the
+                page shows both side by side.
+        """
+        from mmkv.explain.page import read_page, render
+
+        other = None if compare is None else read_page(compare)
+        return write(path, render(self.snapshot(), other).encode())
 
     def figures(self, folder: str | Path) -> list[Path]:
         """Write each view as a PNG file; needs matplotlib. Raises InputError."""
@@ -81,7 +152,7 @@ class Trace:
         from mmkv.explain.page import render
 
         page = escape(render(self.snapshot()))
-        frame = 'width="100%" height="800" sandbox="allow-scripts"'
+        frame = 'width="100%" height="900" sandbox="allow-scripts allow-downloads"'
         return f'<iframe {frame} srcdoc="{page}"></iframe>'
 
     def stop(self) -> None:
@@ -160,9 +231,9 @@ def _budget(session: CachedSequence) -> str:
     form = "" if kept.plain else f", kv {kept.name}"
     shared = session.engine.shared
     if shared is None:
-        return session.budget.describe() + form
+        return session.budget.describe().replace(" per row", " per head") + form
     each = shared.entries / session.engine.spec.rows
-    return f"{each:g} entries per row, shared by all sessions{form}"
+    return f"{each:g} entries per head, shared by all sessions{form}"
 
 
 def _model(session: CachedSequence) -> str:

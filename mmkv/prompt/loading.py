@@ -9,12 +9,20 @@ import json
 import math
 from collections.abc import Callable, Mapping
 from functools import partial
+from importlib import import_module
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 from mmkv.engine.errors import STOPS, InputError, MmkvError, ModelError, first_line
 from mmkv.engine.model.gguf.config import FILES, TOKENIZER
+from mmkv.prompt.expanding import (
+    END,
+    ROW,
+    IdeficsProcessor,
+    PixtralProcessor,
+    marks_of,
+)
 from mmkv.prompt.processing import (
     PICTURES,
     HubProcessor,
@@ -74,7 +82,89 @@ def _load(name: str | Path, min_pixels: int | None, max_pixels: int | None) -> P
             tokenizer, ChatTemplate(tokenizer, template_of(name, tokenizer, False), parts=False)
         )
 
+    if config.model_type in ("idefics3", "smolvlm"):
+        return _load_idefics(name, tokenizer, config)
+    if config.vision_config.model_type == "pixtral":
+        return _load_pixtral(name, tokenizer, config)
     return load_hub(name, tokenizer, config)
+
+
+def _load_pixtral(name: str | Path, tokenizer: Any, config: Any) -> Processor:
+    said, vision = read_json(name, BOTH), config.vision_config
+    pictures = _pictures_of(name)
+    require_settings(pictures, PICTURES, vision, pixels=False)
+    usual = {"image_token": "[IMG]", "image_break_token": ROW, "image_end_token": END}
+    token, *marks = (_known_token(tokenizer, said.get(key) or usual[key]) for key in usual)
+    template = ChatTemplate(
+        tokenizer, template_of(name, tokenizer, True), True, {"image": token}, [token, *marks]
+    )
+    patch = vision.patch_size * getattr(config, "spatial_merge_size", 1)
+    return PixtralProcessor(tokenizer, template, pictures, token, patch, (marks[0], marks[1]))
+
+
+def _load_idefics(name: str | Path, tokenizer: Any, config: Any) -> Processor:
+    vision = config.vision_config
+    pictures = _pictures_of(name, config.model_type)
+    require_settings(pictures, PICTURES, vision, pixels=False)
+    tile = _edges(pictures.max_image_size).get("longest_edge")
+    if tile != vision.image_size:
+        raise _wrong(PICTURES, "max_image_size", tile, f"{vision.image_size}, as config.json says")
+    marks = [_known_token(tokenizer, mark) for mark in marks_of(tokenizer)]
+    places = [f"<row_{row}_col_{at}>" for row in range(1, 9) for at in range(1, 9)]
+    vocabulary = tokenizer.get_vocab()
+    tokens = [*marks, *(place for place in places if place in vocabulary)]
+    source, videos = template_of(name, tokenizer, True), None
+    placeholders = {"image": marks[0]}
+    if config.model_type == "smolvlm":
+        videos, file = video_settings(name)
+        _require_sampling(videos, file)
+        source = _with_videos(source)
+        placeholders["video"] = getattr(tokenizer, "video_token", None) or "<video>"
+        tokens.append(placeholders["video"])
+    template = ChatTemplate(tokenizer, source, True, placeholders, tokens)
+    cells = (tile // vision.patch_size // config.scale_factor) ** 2
+    return IdeficsProcessor(tokenizer, template, pictures, tile, cells, videos)
+
+
+def _with_videos(source: str | None) -> str | None:
+    """Return transformers' template for SmolVLM's videos in the place of the same without them."""
+    from transformers.models.smolvlm.processing_smolvlm import DEFAULT_CHAT_TEMPLATE
+
+    videos = "{% elif line['type'] == 'video' %}{{ '<video>' }}"
+    same = source is not None and source.strip() == DEFAULT_CHAT_TEMPLATE.replace(videos, "")
+    return DEFAULT_CHAT_TEMPLATE if same else source
+
+
+def _require_sampling(videos: Mapping[str, Any], file: str) -> None:
+    """Raise ModelError for settings of SmolVLM's videos that name no frames or no size."""
+    require_frames(videos, file, either=False)
+    sampling = videos.get("video_sampling")
+    if sampling is None:
+        return
+    if not isinstance(sampling, Mapping):
+        raise _wrong(file, "video_sampling", sampling, "an object")
+    require_frames(sampling, file, either=False)
+    edge = _edges(sampling.get("video_size")).get("longest_edge", 1)
+    if not _whole(edge, _MOST_EDGE):
+        raise _wrong(file, "video_size", edge, f"an edge from 1 to {_MOST_EDGE:,}")
+
+
+def _pictures_of(name: str | Path, module: str | None = None) -> Any:
+    """Load the image processor of a model that takes pictures. Raises ModelError without one."""
+    found = load_image_processor(name, module)
+    if found is None:
+        raise ModelError(f"{name} has no {PICTURES}; get the complete checkpoint")
+    return found
+
+
+def _known_token(tokenizer: Any, text: str) -> str:
+    """Return a text that is one token of the tokenizer. Raises ModelError for another."""
+    if text not in tokenizer.get_vocab():
+        raise ModelError(
+            f"the tokenizer does not know {ascii(text)[:60]}, which stands for pictures; get this "
+            "checkpoint's tokenizer.json"
+        )
+    return text
 
 
 def _load_qwen(
@@ -153,8 +243,11 @@ def _has_image_processor(name: str | Path) -> bool:
     return bool(_path(name, PICTURES) or read_json(name, BOTH).get("image_processor"))
 
 
-def load_image_processor(name: str | Path) -> Any | None:
-    """Load the image processor in its PIL form (the same pixels with and without torchvision)."""
+def load_image_processor(name: str | Path, module: str | None = None) -> Any | None:
+    """Load the image processor in its PIL form (the same pixels with and without torchvision).
+
+    ``module``: transformers' module of a family whose form transformers 5.17 finds by that alone.
+    """
     # transformers 5.17 hides the name at its top level when torchvision is absent; the class itself
     # does not need torchvision in either version.
     from transformers.models.auto.image_processing_auto import AutoImageProcessor
@@ -162,7 +255,10 @@ def load_image_processor(name: str | Path) -> Any | None:
     if not _has_image_processor(name):
         return None  # the model then takes text only
     try:
-        return AutoImageProcessor.from_pretrained(name, backend="pil")
+        if module is None:
+            return AutoImageProcessor.from_pretrained(name, backend="pil")
+        found = import_module(f"transformers.models.{module}.image_processing_pil_{module}")
+        return getattr(found, found.__all__[0]).from_pretrained(name)
     except STOPS:
         raise
     except BaseException as error:
@@ -284,7 +380,9 @@ def without_video(name: str | Path, tokenizer: Any, cause: Exception) -> Any:
         for key, value in config.items()
         if key not in ("processor_class", "image_processor", "video_processor")
     }
-    return PicturesOnly(image_processor, tokenizer, None, **known)
+    return PicturesOnly(
+        image_processor=image_processor, tokenizer=tokenizer, video_processor=None, **known
+    )
 
 
 _MOST_PIXELS = 2**27  # to enlarge a picture to

@@ -156,7 +156,8 @@ class Processor:
             raise InputError(self.blind)
         if clips and not self.watches:
             raise InputError(
-                "this model takes no videos here; use a Qwen-VL or InternVL model or pictures"
+                "this model takes no videos here; use a Qwen-VL, SmolVLM2 or InternVL model or "
+                "pictures"
             )
         for token, media, kind in (
             (self.image_token, images, "picture"),
@@ -183,6 +184,28 @@ class Processor:
 
         ids = torch.tensor([tokenize(self.tokenizer, text, special)])
         return {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+
+    def _expanded(
+        self, text: str, parts: Mapping[str, Sequence[tuple[str, Any]]], continuing: bool
+    ) -> tuple[dict[str, torch.Tensor], list[Any]]:
+        """Tokenize rendered text in which each placeholder becomes a text of its own.
+
+        Args:
+            parts: per placeholder, for each time it stands there: its text, and what goes with it.
+
+        Returns:
+            the inputs, and what goes with the texts, in their order.
+        """
+        waiting = {token: iter(media) for token, media in parts.items()}
+        found: list[Any] = []
+
+        def fill(match: re.Match[str]) -> str:
+            filled, made = next(waiting[match[0]])
+            found.append(made)
+            return filled
+
+        whole = re.sub("|".join(map(re.escape, parts)), fill, text) if parts else text
+        return self._tokenized(whole, not continuing and not self._starts_itself(text)), found
 
     def _starts_itself(self, text: str) -> bool:
         """Return whether the rendered text already begins with the tokenizer's start marker."""
@@ -445,14 +468,5 @@ class InternVLProcessor(HubProcessor):
             )
             for clip in clips
         ]
-        waiting = {token: iter(media) for token, media in parts.items()}
-        pixels: list[torch.Tensor] = []
-
-        def fill(match: re.Match[str]) -> str:
-            filled, made = next(waiting[match[0]])
-            pixels.append(made)
-            return filled
-
-        expanded = re.sub("|".join(map(re.escape, parts)), fill, text)
-        inputs = self._tokenized(expanded, not continuing and not self._starts_itself(text))
+        inputs, pixels = self._expanded(text, parts, continuing)
         return inputs | {"pixel_values": torch.cat(pixels)}

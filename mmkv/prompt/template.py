@@ -166,6 +166,23 @@ class ChatTemplate:
         whole = text.replace(CUT, "").endswith(self.prefix.lstrip())
         return self.prefix if whole else self.prefix.rstrip()
 
+    @cached_property
+    def reply_blank(self) -> str:
+        """Return the white space that an earlier reply has before it, and the opening of a new one
+        has not: the model writes it then, as SmolVLM and LLaVA-1.5 do.
+        """
+        asked, marker = [{"role": "user", "content": "a"}], new_marker()
+        if self.source is None:
+            return ""
+        try:
+            opening = self.before_reply(asked)
+            shown = self.render([*asked, {"role": "assistant", "content": marker}], opening=False)
+        except InputError:  # asked in another way it may not refuse
+            return ""
+        before, found, _ = shown.partition(marker)
+        blank = before.removeprefix(opening) if found and before.startswith(opening) else ""
+        return blank if blank.isspace() else ""
+
     def before_reply(self, messages: list[Message]) -> str:
         """Render messages and the opening of a reply, of which nothing has been said."""
         return self.with_prefix("").render(messages, opening=True)

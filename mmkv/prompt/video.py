@@ -80,14 +80,15 @@ class FrameRule:
 
     Attributes:
         way: ``spread`` from the first frame to the last (Qwen3-VL), the first of each of equal
-            sections (``strided``, Qwen2.5-VL), or the one in its middle (``centred``, InternVL).
+            sections (``strided``, Qwen2.5-VL), or the one in its middle (``centred``, InternVL);
+            ``trimmed`` (SmolVLM2): spread, without the first and last second of a long video.
         fps: frames a second, where ``num_frames`` is None; None: every frame.
         min_frames, max_frames: bounds on them. Not for ``centred``, which has at least one.
         step: frames of a temporal patch; a ``strided`` count is a multiple of it.
         shift: where in its section a ``centred`` frame lies, in frames; True: in the middle.
     """
 
-    way: Literal["spread", "strided", "centred"] = "spread"
+    way: Literal["spread", "strided", "centred", "trimmed"] = "spread"
     fps: float | None = DEFAULT_FPS
     num_frames: int | None = None
     min_frames: int = MIN_FRAMES
@@ -118,7 +119,8 @@ class FrameRule:
             fps, num_frames = own.fps, own.num_frames
         first, last = own.frame_span(total, rate)
         count = last - first + 1
-        as_qwen = own.samples and self.way != "centred" and num_frames is None
+        qwens = self.way in ("spread", "strided")
+        as_qwen = own.samples and qwens and num_frames is None
         if as_qwen and count > 1:
             default = fps or self.fps or DEFAULT_FPS
             return evenly(
@@ -139,6 +141,8 @@ class FrameRule:
             fps, num_frames = self.fps, self.num_frames
         if num_frames is not None:
             fps = None
+        if self.way == "trimmed":
+            return self._trimmed(total, rate, fps or self.fps or 1, num_frames)
         wanted = total / rate * fps if fps is not None else num_frames or total
         if self.way == "spread":
             wanted = int(wanted)
@@ -151,6 +155,16 @@ class FrameRule:
         count = max(1, min(int(wanted), total, MAX_FRAMES))
         shift = total / count / 2 if self.shift is True else float(self.shift)
         return self._strided(total, count, shift)
+
+    def _trimmed(self, total: int, rate: float, fps: float, asked: int | None) -> list[int]:
+        most = asked or self.max_frames
+        count = asked or max(1, min(round(fps * total / rate), most))
+        first, last = 0, total - 1
+        if total / rate - 2 > most * fps:
+            first, last = int(rate), min(int(total - rate), last)
+        if first >= last:
+            first, last = 0, total - 1
+        return sorted({int(index) for index in np.linspace(first, last, count, dtype=int)})
 
     def _pairs(self, total: int, wanted: float, num_frames: int | None) -> int:
         if num_frames is not None:

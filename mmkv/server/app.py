@@ -81,6 +81,8 @@ def make_app(state: ServerState, hosts: frozenset[str] | None = None) -> FastAPI
         returning = asyncio.ensure_future(return_memory(state))
         yield
         returning.cancel()
+        for turn in state.background:
+            turn.cancel()
         await state.media.aclose()
         await asyncio.to_thread(state.engine_thread.stop)
 

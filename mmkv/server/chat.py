@@ -159,6 +159,7 @@ class ChatCall:
         work: what the engine is asked for; done: whether it has been answered.
         keeps_body: whether the body is needed to the end, and not freed early.
         counts: of the prompt's tokens; right once a reply has begun.
+        taken: the request, once the engine thread has it.
 
     Raises:
         ApiError: what can be checked without the engine.
@@ -220,6 +221,7 @@ class ChatCall:
             raise ApiError(400, f"n is at most {settings.max_choices} here", "invalid_value", "n")
         self.done = self.keeps_body = False
         self.counts: RequestCounts | None = None
+        self.taken: Request | None = None
         use = _tool_use(request, facts, () if start is None else start.info.tools)
         given = request.template_values()
         if request.thought_limit == 0:  # where a template can leave the thought out
@@ -356,6 +358,7 @@ class ChatCall:
             texts = [text for one in self.work.messages for text in one.texts]
             await self.state.facts.context_bounds.count([*texts, self.work.begun.text])
             request = await self.state.engine_thread.submit(self.work, user)
+            self.taken = request
             media: RequestMedia | None = None
             try:
                 while True:
@@ -430,6 +433,10 @@ def refuse_budget(facts: Facts, given: bool, field: str) -> None:
 def _require_same(request: ChatRequest, facts: Facts) -> None:
     """Refuse what a server cannot change from request to request. Raises ApiError."""
     options = request.mmkv
+    if options is not None and options.background:
+        raise unsupported(
+            "mmkv.background", "mmkv.background is for streamed turns of a session; leave it out"
+        )
     for name in ("policy", "lookahead") if options is not None else ():
         wanted, there = getattr(options, name), getattr(facts, name)
         if wanted is not None and wanted != there:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import uuid
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from weakref import WeakValueDictionary
@@ -13,6 +13,7 @@ from weakref import WeakValueDictionary
 import torch
 
 from mmkv.calls.tools import Tool, ToolCall, arguments_text
+from mmkv.engine.budgets import why_unbound
 from mmkv.engine.contents import MODALITIES
 from mmkv.engine.errors import InputError, SessionError
 from mmkv.prompt.template import as_parts
@@ -22,7 +23,8 @@ from mmkv.server.store import copy_whole
 
 if TYPE_CHECKING:
     from mmkv.api import Engine
-    from mmkv.engine.contents import Memory
+    from mmkv.engine.budget import Budget
+    from mmkv.engine.contents import Memory, Span
     from mmkv.prompt.held import Held
     from mmkv.scheduler import Scheduler
     from mmkv.server.prompts import Kind, Rendered, Sampled
@@ -45,6 +47,8 @@ class ConversationInfo:
         memory: its numbers, where somebody may ask for them.
         sampled: the replies with calls or thoughts, as the model wrote them.
         tools: the functions that the model was told of, in OpenAI's form.
+        spans: [start, stop) of the tokens of each message; empty where it is not known.
+        kept: what is held of each message, where somebody has asked; see :func:`kept_shares`.
     """
 
     seen: tuple[int, ...]
@@ -54,6 +58,44 @@ class ConversationInfo:
     memory: Memory | None = None
     sampled: tuple[Sampled, ...] = ()
     tools: tuple[dict[str, Any], ...] = ()
+    spans: tuple[Span, ...] = ()
+    kept: list[dict[str, Any]] | None = None
+
+    @property
+    def digests(self) -> tuple[str, ...]:
+        """Return those of all pictures and videos, in order."""
+        return tuple(part.digest or "" for one in self.messages for part in one.media)
+
+
+def most_entries(engine: Engine, budget: Budget, seen: int) -> int | None:
+    """Return how many entries a budget lets a conversation hold once it has seen so many tokens.
+
+    None: nothing binds it. Where sessions share a budget, it is that of all.
+    """
+    if why_unbound(engine.policy) is not None:
+        return None
+    return engine.budgets.allowed(budget, seen) if engine.shared is None else engine.shared.entries
+
+
+def kept_shares(
+    session: Session, messages: Sequence[Message], spans: Sequence[Span]
+) -> list[dict[str, Any]]:
+    """Return which share of each message's entries a session holds, and of each of its media.
+
+    A message whose tokens are not known has None. Where a message has another number of media than
+    the model saw pictures, as frames of a video are, each has the mean of all.
+    """
+    known = [span for span in spans if span[0] < span[1]]
+    shares = dict(zip(known, session.held_shares(known), strict=True))
+    pictures = list(zip(session.pictures, session.memory().pictures, strict=True))
+    found = []
+    for message, (start, stop) in zip(messages, spans, strict=False):
+        inside = [share for (at, end), share in pictures if start <= at and end <= stop]
+        if inside and len(inside) != len(message.media):
+            inside = [sum(inside) / len(inside)] * len(message.media)
+        media: Sequence[float | None] = inside or [None] * len(message.media)
+        found.append({"kept": shares.get((start, stop)), "media": media})
+    return found
 
 
 class ConversationState(CachedConversation):
@@ -120,7 +162,18 @@ class ConversationState(CachedConversation):
         """Update its numbers: under a shared budget other sessions change them."""
         if self.live is not None:
             self.info.memory, self._pages = self.live.memory(), self.pages
+            self.info.kept = None if self.engine.shared is not None else self.info.kept
             self.bytes = self._pages * self.engine.cache.pool.page_bytes
+
+    def kept(self) -> list[dict[str, Any]] | None:
+        """Return what is held of each message; None: it lies in a file, and nobody had asked."""
+        if self.live is not None and (self.info.kept is None or self.engine.shared is not None):
+            self.info.kept = kept_shares(self.live, self.info.messages, self.info.spans)
+        return self.info.kept
+
+    def most_entries(self) -> int | None:
+        """Return how many entries it may hold; see :func:`most_entries`."""
+        return most_entries(self.engine, self.budget, sum(self.info.seen))
 
     def leave_shared_budget(self, turn: object) -> None:
         """Keep others from evicting from it while a turn goes on from its copy."""
@@ -161,7 +214,9 @@ class ConversationState(CachedConversation):
 
     def _save(self, session: Session, path: Path) -> None:
         session.history = [_plain(message) for message in self.info.messages]
-        own = {"seen": self.info.seen, "root": self.info.base_key, "tools": self.info.tools}
+        info = self.info
+        own = {"seen": info.seen, "root": info.base_key, "tools": info.tools}
+        own |= {"media": info.digests, "spans": info.spans}
         try:
             session.save(path, {_OWN: json.dumps(own)})
         finally:
@@ -270,13 +325,39 @@ def _read_info(session: Session, extra: dict[str, str], base_key: str) -> Conver
         own = json.loads(extra.get(_OWN, "{}"))
         seen = [int(count) for count in own.get("seen", ())]
         tools = tuple(Tool.of(one).for_template() for one in own.get("tools", ()))
+        messages = _with_digests(messages, own.get("media", ()))
+        spans = tuple((int(start), int(stop)) for start, stop in own.get("spans", ()))
     except (ValueError, TypeError, AttributeError, InputError) as error:
         raise SessionError("the session file is damaged; use another one") from error
     if len(seen) != len(MODALITIES) or sum(seen) != session.seen:
         rows = session.engine.spec.rows
         seen = [-(-memory.by_modality[name] // rows) for name in MODALITIES]
         seen[0] = session.seen - sum(seen[1:])
-    return ConversationInfo(tuple(seen), None, messages, base_key, memory, tools=tools)
+    if not _are_spans(spans, len(messages), session.seen):
+        spans = ()
+    return ConversationInfo(tuple(seen), None, messages, base_key, memory, tools=tools, spans=spans)
+
+
+def _are_spans(spans: Sequence[Span], messages: int, seen: int) -> bool:
+    ends = [at for span in spans for at in span if span != (0, 0)]
+    return len(spans) == messages and ends == sorted(ends) and all(0 <= at <= seen for at in ends)
+
+
+def _with_digests(messages: tuple[Message, ...], digests: Sequence[str]) -> tuple[Message, ...]:
+    """Return messages whose media have the digests that their file tells, in order."""
+    if len(digests) != sum(len(one.media) for one in messages):
+        return messages
+    left = iter(digests)
+    return tuple(
+        replace(
+            one,
+            parts=tuple(
+                replace(part, digest=str(next(left))) if part.kind != "text" else part
+                for part in one.parts
+            ),
+        )
+        for one in messages
+    )
 
 
 def _message(stored: Mapping[str, Any]) -> Message:

@@ -77,7 +77,7 @@ def _reading(engine: Engine, limits: MediaLimits, running: int, on_host: bool, c
     # A request's pictures have at most as many tokens as the context, and so many pixels. No family
     # makes a token of more than 2 x 2 patches where its settings do not say so.
     patch = patch_side(getattr(vision, "patch_size", None))
-    merge = getattr(vision, "spatial_merge_size", 2)
+    merge: int = getattr(vision, "spatial_merge_size", 0) or getattr(config, "scale_factor", 2)
     patches = min(limits.pixels // patch**2, spec.max_position * merge**2)
     pixels = patches * patch**2 * 3 * 4 * getattr(vision, "temporal_patch_size", 1)
     if not on_host:

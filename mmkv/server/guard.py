@@ -6,6 +6,7 @@ import asyncio
 import codecs
 import hmac
 import ipaddress
+import re
 from collections.abc import Callable, Coroutine, Sequence
 from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any
@@ -28,8 +29,19 @@ if TYPE_CHECKING:
 _OPEN = frozenset(("/health", "/docs", "/openapi.json", *FILES))
 
 
+BROWSER = "X-Mmkv-Browser"
+
+
+def tenant_of_browser(secret: str) -> str:
+    """Return whose sessions a browser sees on a server without keys; those of all without one."""
+    return digest_of_key(f"browser {secret}").hex() if secret else ""
+
+
 class CheckKey:
     """Notes a :class:`Caller` in the request's state, and answers 401 to a stranger.
+
+    Without keys, a browser that sends a secret of its own in X-Mmkv-Browser has sessions of its
+    own; where there are keys, it means nothing.
 
     Args:
         keys: the valid ones; with none, everybody may ask, and the address tells callers apart.
@@ -48,7 +60,13 @@ class CheckKey:
         request = Request(scope)
         if not self._known:
             address = request.client.host if request.client else ""
-            request.state.caller = Caller("", address)
+            browser = request.headers.get(BROWSER, "")
+            if browser and not re.fullmatch(r"[A-Za-z0-9_-]{32,128}", browser):
+                what = "is 32 to 128 letters, digits, dashes and underscores, at random"
+                error = ApiError(400, f"{BROWSER} {what}", "invalid_value", BROWSER)
+                await error_response(error)(scope, receive, send)
+                return
+            request.state.caller = Caller(tenant_of_browser(browser), address)
         elif (name := self._fitting(*_keys(request))) is not None:
             request.state.caller = Caller(name, name)
         else:
@@ -93,11 +111,21 @@ def always_accepted(most: int) -> int:
 _release: ContextVar[Callable[[], None]] = ContextVar("release")
 
 
+_kept: ContextVar[list[bool]] = ContextVar("kept")
+
+
 def release_body() -> None:
     """Stop counting the body of the present request: the engine has read what it names."""
     release = _release.get(None)
     if release is not None:
         release()
+
+
+def keep_body() -> None:
+    """Count the body of the present request past its end, until :func:`release_body`."""
+    kept = _kept.get(None)
+    if kept is not None:
+        kept[0] = True
 
 
 class BodyRoute(APIRoute):
@@ -178,7 +206,8 @@ class LimitBody:
             answered = True
             await send(message)
 
-        token = _release.set(release)
+        token, kept = _release.set(release), [False]
+        other = _kept.set(kept)
         try:
             await self._app(scope, counted, noted)
         except _Refused as refused:
@@ -186,7 +215,9 @@ class LimitBody:
                 await error_response(refused.error)(scope, receive, send)
         finally:
             _release.reset(token)
-            release()
+            _kept.reset(other)
+            if not kept[0]:
+                release()
 
     def _too_large(self) -> ApiError:
         return ApiError(

@@ -10,7 +10,7 @@ import math
 import secrets
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -27,10 +27,11 @@ from mmkv.reply import Detokenizer
 from mmkv.sampling import Settled
 from mmkv.scheduler.contract import Reservation
 from mmkv.scheduler.replies import DecodingReply, EngineJob
-from mmkv.server.conversations import ConversationInfo
+from mmkv.server.conversations import ConversationInfo, kept_shares, most_entries
 from mmkv.server.errors import ApiError
 from mmkv.server.prompts import (
     Begun,
+    Message,
     Outline,
     Sampled,
     Segment,
@@ -48,12 +49,11 @@ from mmkv.turn import agreed, kept_tokens, text_before_media, without_first
 if TYPE_CHECKING:
     from mmkv.api import Engine
     from mmkv.engine.budget import Budget
-    from mmkv.engine.contents import Memory
+    from mmkv.engine.contents import Memory, Span
     from mmkv.grammar import Grammars
     from mmkv.prompt.held import Rewrites
     from mmkv.prompt.template import ChatTemplate
     from mmkv.server.conversations import ConversationState, ConversationStore, PrefixCache
-    from mmkv.server.prompts import Message
     from mmkv.session import Session
 
 
@@ -78,6 +78,7 @@ class ChatWork:
         thoughts: the marks of thoughts, where the model has some; thought_opened: whether the
             prompt ended with one's opening, but for what the reply begins with, once that is known.
         keep: whether the conversation after the reply is kept, in ``result`` when that is done.
+        snapshots: whether the memory of its earlier turns may be found by messages, too.
     """
 
     messages: list[Message]
@@ -91,6 +92,7 @@ class ChatWork:
     weight: float = 1.0
     start: ConversationState | None = None
     keep: bool = False
+    snapshots: bool = False
     rewrites: Rewrites = "reread"
     template_values: dict[str, Any] = field(default_factory=dict)
     tools: list[dict[str, Any]] = field(default_factory=list)
@@ -169,6 +171,31 @@ class Usage:
     faded_pictures: int = 0
     notes: list[str] = field(default_factory=list)
     thought_tokens: int = 0
+
+
+@dataclass
+class Standing:
+    """What a conversation holds at a moment.
+
+    Attributes:
+        seen: tokens seen, by modality; most: entries that its budget lets it hold, None where
+            nothing binds it; tokens: of the reply so far.
+        kept: see :func:`mmkv.server.conversations.kept_shares`.
+    """
+
+    memory: Memory
+    seen: Sequence[int]
+    kept: list[dict[str, Any]] | None
+    most: int | None
+    tokens: int = 0
+
+    def shown(self) -> dict[str, Any]:
+        """Return it as clients see it."""
+        return asdict(self.memory) | {
+            "seen_by_modality": dict(zip(MODALITIES, self.seen, strict=True)),
+            "most_entries": self.most,
+            "kept_by_message": self.kept,
+        }
 
 
 class RequestCounts:
@@ -304,40 +331,55 @@ class ConversationLookup:
             self._conversations.join_shared_budget(self.work.start, self.work)
 
     def keep_at(
-        self, session: Session, count: int, seen: tuple[int, ...], outline: Outline
+        self,
+        session: Session,
+        count: int,
+        seen: tuple[int, ...],
+        outline: Outline,
+        spans: Sequence[Span] = (),
     ) -> None:
         """Put the state after ``count`` messages into the prefix cache, if that may be useful.
 
         Args:
-            seen: tokens that the session has seen, by modality.
+            seen: tokens that the session has seen, by modality; spans: of its messages.
         """
         whole = len(self.work.messages)
         if (
             self._shares
-            and self.work.start is None
+            and (self.work.start is None or self.work.snapshots)
             and count in {self._leading, whole - 1, whole} - {0}
         ):
             key, pages = self._keys[count - 1], self.engine.cache.held_pages(session.seq)
             held = tuple(one for one in self._sampled() if one.at < count)
-            info = ConversationInfo(seen, outline.rendered(), sampled=held)
+            info = ConversationInfo(seen, outline.rendered(), sampled=held, spans=tuple(spans))
             self._prefix_cache.keep((key,), pages, session.fork, info, replied=False)
 
     def keep_after(
-        self, session: Session, choice: Choice, seen: tuple[int, ...], outline: Outline
+        self,
+        session: Session,
+        choice: Choice,
+        seen: tuple[int, ...],
+        outline: Outline,
+        spans: Sequence[Span] = (),
     ) -> None:
         """Keep a session after its reply, or close it.
 
         Args:
-            seen: tokens that the session has seen, by modality.
+            seen: tokens that the session has seen, by modality; spans: of its messages.
         """
         if self.work.keep:
-            self._keep_whole(session, choice, seen, outline)
+            self._keep_whole(session, choice, seen, outline, spans)
         # After a stop text the session holds words that the client never saw.
         elif choice.finish_reason == "stop" or not self._keep_reply(session, choice, seen, outline):
             session.close()
 
     def _keep_whole(
-        self, session: Session, choice: Choice, seen: tuple[int, ...], outline: Outline
+        self,
+        session: Session,
+        choice: Choice,
+        seen: tuple[int, ...],
+        outline: Outline,
+        spans: Sequence[Span],
     ) -> None:
         assert choice.memory is not None
         read = [message.without_urls() for message in self.work.messages]
@@ -350,10 +392,23 @@ class ConversationLookup:
             choice.memory,
             sampled=self._sampled(choice.message),
             tools=tuple(self.work.tools),
+            spans=tuple(spans),
         )
         self.work.result = self._conversations.keep(session, info)
+        self._keep_start()
         if self.work.start is None and self._shares and choice.finish_reason != "stop":
             self._conversations.name(self.work.result, self._keys_after(choice))
+
+    def _keep_start(self) -> None:
+        """Put what the turn went on from into the prefix cache, for who edits its message."""
+        start = self.work.start
+        if start is None or start.live is None or not (self.work.snapshots and self._shares):
+            return
+        count, info = len(start.info.messages), start.info
+        sampled = tuple(one for one in self._sampled() if one.at < count)
+        known = ConversationInfo(info.seen, info.rendered, sampled=sampled, spans=info.spans)
+        key = self._keys[count - 1]
+        self._prefix_cache.keep((key,), start.pages, start.live.fork, known, replied=True)
 
     def _keep_reply(
         self, session: Session, choice: Choice, seen: tuple[int, ...], outline: Outline
@@ -445,6 +500,7 @@ class ChatJob(EngineJob):
         self.writers: list[ScoredWriter] = []
         self.choices: list[Choice] = []
         self._dropped = False
+        self._spans: list[Span] = []  # of the messages that are read
 
     @property
     def ready(self) -> bool:
@@ -513,7 +569,10 @@ class ChatJob(EngineJob):
             self.conversations.touch(memory)
             self.conversations.leave_shared_budget()
             text, *others = memory.info.seen
-            again = sum(memory.info.seen) - self.live.seen  # text that is read in another way
+            stands = self.live.seen
+            spans = [*memory.info.spans, *[(0, 0)] * count][:count]
+            self._spans = [(min(at, stands), min(end, stands)) for at, end in spans]
+            again = sum(memory.info.seen) - stands  # text that is read in another way
             self.counts.resume(self.live, (text - again, *others))
             break
         if self.live is None:
@@ -737,13 +796,19 @@ class ChatJob(EngineJob):
             return False
         segment = self._outline.segments[0]
         self.counts.add(self._prefill._turn.modality)
+        tokens_read = self._prefill._turn.modality.numel()
         logits, self._prefill = self._prefill.logits, None
         if self._read is not None:
             session.note_read(self._read)
             self._read = None  # and its pictures
         self._outline.segments.pop(0)
+        read = segment.last - segment.first
+        if read:  # of several in one piece, the last one has its tokens
+            begin = session.seen - tokens_read
+            self._spans += [*[(begin, begin)] * (read - 1), (begin, session.seen)]
         if self._outline.segments:
-            self.conversations.keep_at(session, segment.last, self.counts.seen, self._outline)
+            given = segment.last, self.counts.seen, self._outline, self._spans
+            self.conversations.keep_at(session, *given)
             return False
         assert logits is not None
         self.counts.prompt_tokens = session.seen
@@ -868,11 +933,36 @@ class ChatJob(EngineJob):
                 continue
             assert self._outline is not None
             try:
-                seen = self.counts.seen_by(session)
-                self.conversations.keep_after(session, choice, seen, self._outline)
+                given = self.counts.seen_by(session), self._outline, self._spans_of(session)
+                self.conversations.keep_after(session, choice, *given)
             except BaseException:
                 session.close()
                 raise
+
+    def _spans_of(self, session: Session) -> list[Span]:
+        """Return the spans of the messages and of the reply behind them."""
+        end = max((stop for _, stop in self._spans), default=0)
+        return [*self._spans, (end, max(end, session.seen))]
+
+    def stop(self) -> bool:
+        """End the replies where they stand, as at their most tokens; whether one has begun.
+
+        What has come is kept.
+        """
+        for writer in self.writers:
+            writer.finish("length")
+        return bool(self.writers)
+
+    def standing(self) -> Standing | None:
+        """Measure what the first reply holds now; None before it has begun and once it is over."""
+        session = self.decoding[0].session if self.decoding else None
+        if session is None or session.closed:
+            return None
+        read = [one.without_urls() for one in self.work.messages]
+        kept = kept_shares(session, [*read, Message("assistant", ())], self._spans_of(session))
+        most = most_entries(self.engine, session.budget, session.seen)
+        tokens = len(self.writers[0].token_ids)
+        return Standing(session.memory(), self.counts.seen_by(session), kept, most, tokens)
 
     def evicted_here(self) -> dict[str, int]:
         """Count the entries that this request evicted, by modality; after :meth:`end`."""

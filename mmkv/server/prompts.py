@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -279,6 +279,13 @@ class Message:
         """Return its texts."""
         return [part.text for part in self.parts if part.kind == "text"]
 
+    def with_digests(self, digests: Mapping[Part, str]) -> Message:
+        """Return it with the digests of some of its media."""
+        named = [
+            replace(part, digest=digests[part]) if part in digests else part for part in self.parts
+        ]
+        return replace(self, parts=tuple(named))
+
     def without_urls(self) -> Message:
         """Return it without URLs, which can be megabytes: its media were read."""
         if not any(part.url for part in self.parts):
@@ -322,6 +329,16 @@ class Message:
         made = replace(self, sampled=None).for_template()
         calls = {"tool_calls": [one.as_json() for one in self.calls]} if self.calls else {}
         return made | calls
+
+    def shown_with_media(self) -> dict[str, Any]:
+        """Return it for a client, with the digests by which its pictures and videos are asked."""
+        return self.shown() | {"content": [_marked(part) for part in self.parts]}
+
+
+def _marked(part: Part) -> dict[str, Any]:
+    if part.kind == "text":
+        return {"type": "text", "text": part.text}
+    return {"type": part.kind, "digest": part.digest}
 
 
 def reply_message(parsed: ParsedReply, sampled: str) -> Message:

@@ -239,6 +239,8 @@ class MmkvOptions(StrictModel):
         policy, lookahead: have to be the server's.
         rewrites: what to do where earlier messages are shown in another way now: ``reread`` them
             so, or ``keep`` them as they were read.
+        background: whether a turn of a session goes on when its client leaves; what it was sent
+            is kept for clients, and the memory of its earlier turns as long as there is room.
     """
 
     resume: Literal["auto", "never", "required"] | None = None
@@ -246,6 +248,7 @@ class MmkvOptions(StrictModel):
     budget: Number | str | None = None
     policy: str | None = None
     lookahead: float | None = None
+    background: StrictBool | None = None
 
 
 class Body(StrictModel):

@@ -6,108 +6,45 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import dataclasses
 import itertools
 import re
 import secrets
-import time
-from collections.abc import AsyncGenerator, AsyncIterator, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 from fastapi import APIRouter, Request, Response
 from pydantic import Field
 
 from mmkv.engine.budget import Budget
-from mmkv.engine.contents import MODALITIES
-from mmkv.server.chat import ChatCall, refuse_budget, take_resume
+from mmkv.server.chat import refuse_budget, take_resume
 from mmkv.server.errors import ApiError
 from mmkv.server.guard import BodyRoute
+from mmkv.server.job import Standing
 from mmkv.server.prompts import digest_of
 from mmkv.server.reply import ReplyResponse
 from mmkv.server.schema import Body, ChatRequest, Metadata, Number, parse_budget
-from mmkv.server.state import Caller, CurrentCaller, ServerState, TurnMemory, hold, release
+from mmkv.server.state import Caller, CurrentCaller, ServerState, hold, release
 from mmkv.server.store import (
     NAME,
     NAMED,
+    MediaStore,
     SavedSessions,
     SessionRecord,
     SessionStore,
     disk_errors,
+    media_type_of,
     no_such_file,
     saved_already,
     write_session,
 )
+from mmkv.server.turns import BackgroundTurn, ServerSession, SessionTurn
 
 if TYPE_CHECKING:
     from pathlib import Path
 
     from mmkv.server.conversations import ConversationState
-
-
-@dataclass
-class ServerSession:
-    """One session.
-
-    Attributes:
-        conversation: its state after the latest turn; None before the first, or while it lies in
-            the shared folder alone.
-        record: what the shared folder holds on it; None without such a folder.
-        busy: whether a turn is under way; closed_for_room: whether it was closed here so that
-            another could be opened; used: grows with each use; unbound: whether its budget binds
-            nothing.
-    """
-
-    id: str
-    tenant: str
-    budget: Budget
-    metadata: dict[str, str]
-    conversation: ConversationState | None = None
-    busy: bool = False
-    created: int = field(default_factory=lambda: int(time.time()))
-    turns: int = 0
-    record: SessionRecord | None = None
-    closed_for_room: bool = False
-    used: int = 0
-    unbound: bool = False
-
-    @property
-    def on_disk(self) -> bool:
-        """Whether its latest state is in the shared folder."""
-        record = self.record
-        return record is not None and bool(
-            record.version and (self.conversation is None or record.memory)
-        )
-
-    @property
-    def messages(self) -> int:
-        """Count the messages that it holds."""
-        if self.conversation is not None:
-            return len(self.conversation.info.messages)
-        return 0 if self.record is None else self.record.messages
-
-    @property
-    def state(self) -> Literal["empty", "memory", "file"]:
-        """Where its memory lies."""
-        if self.conversation is None:
-            return "empty" if self.record is None or self.record.memory is None else "file"
-        return "memory" if self.conversation.resident else "file"
-
-    def shown(self) -> dict[str, Any]:
-        """Return it as the API shows it."""
-        return {
-            "id": self.id,
-            "object": "session",
-            "created": self.created,
-            "metadata": self.metadata,
-            "budget": "none" if self.unbound else self.budget.describe(),
-            "turns": self.turns,
-            "messages": self.messages,
-            "busy": self.busy,
-            "state": self.state,
-        }
 
 
 class SessionTable:
@@ -127,6 +64,10 @@ class SessionTable:
         self._store = SessionStore(folder) if lasts and folder is not None else None
         if self._store is not None:
             self._store.sweep()
+        core = state.engine_thread.core
+        assert core is not None
+        beside = core.folder.path if not lasts or folder is None else folder
+        self.media = MediaStore(beside / ".media")
 
     async def of(self, caller: Caller) -> list[ServerSession]:
         """Return the sessions of a caller, oldest first."""
@@ -204,7 +145,11 @@ class SessionTable:
             return
         path = store.new_memory(session.tenant, session.id)
         record = dataclasses.replace(
-            session.record, memory=path.name, messages=len(conversation.info.messages), turns=turns
+            session.record,
+            memory=path.name,
+            messages=len(conversation.info.messages),
+            turns=turns,
+            media=conversation.info.digests,
         )
         await self._write(conversation, path)
         try:
@@ -240,8 +185,14 @@ class SessionTable:
             caller.tenant, conversation.budget, asked.metadata, name, conversation
         )
 
-    async def fork(self, session: ServerSession) -> ServerSession:
-        """Open another session that goes on from the same state."""
+    async def fork(
+        self, session: ServerSession, metadata: dict[str, str] | None = None
+    ) -> ServerSession:
+        """Open another session that goes on from the same state.
+
+        Args:
+            metadata: of the new one; None: the session's.
+        """
         conversation = await self.load_memory(session)
         if conversation is not None:
             hold(self._state, conversation)  # whatever makes way for the fork
@@ -254,7 +205,7 @@ class SessionTable:
         return await self._add(
             session.tenant,
             session.budget,
-            dict(session.metadata),
+            dict(session.metadata if metadata is None else metadata),
             None,
             conversation,
             session.turns,
@@ -276,9 +227,35 @@ class SessionTable:
 
     async def delete(self, session: ServerSession) -> None:
         """Close a session; its saved files stay."""
+        media = _media_of(session)
         self._close(session)
         if self._store is not None:
             await asyncio.to_thread(self._store.delete, session.tenant, session.id)
+        if media:
+            await self._forget_media(session.tenant, media)
+
+    async def medium(self, session: ServerSession, digest: str) -> bytes:
+        """Return a picture or video of a session. Raises ApiError (404): it is not kept."""
+        await self.load_memory(session)
+        if digest in _media_of(session):
+            content = await asyncio.to_thread(self.media.get, session.tenant, digest)
+            if content is not None:
+                return content
+        what = "this picture or video is not kept: the oldest ones make way for others"
+        raise ApiError(404, what, "media_not_found")
+
+    async def _forget_media(self, tenant: str, digests: set[str]) -> None:
+        """Remove pictures and videos that no session of a tenant names any more."""
+        others = [one for one in self._sessions.values() if one.tenant == tenant]
+        named = {name for one in others for name in _media_of(one)}
+
+        def forget() -> None:
+            records = () if self._store is None else self._store.records(tenant)
+            left = named.union(*(record.media for record in records))
+            for digest in digests - left:
+                self.media.remove(tenant, digest)
+
+        await asyncio.to_thread(forget)
 
     async def memory(self, session: ServerSession) -> dict[str, Any]:
         """Return what a session remembers, and what that takes."""
@@ -286,18 +263,17 @@ class SessionTable:
         shown = {"id": session.id, "object": "session.memory", "state": session.state}
         if conversation is None:
             return shown
-        if self._state.facts.shared:
-            await self._state.engine_thread.call(conversation.refresh)
-        info = conversation.info
-        assert info.memory is not None
-        return (
-            shown
-            | dataclasses.asdict(info.memory)
-            | {
-                "seen_by_modality": dict(zip(MODALITIES, info.seen, strict=True)),
-                "bytes": conversation.bytes,
-            }
-        )
+
+        def measure() -> Standing:
+            if self._state.facts.shared:
+                conversation.refresh()
+            info = conversation.info
+            assert info.memory is not None
+            given = info.memory, info.seen, conversation.kept(), conversation.most_entries()
+            return Standing(*given)
+
+        standing = await self._state.engine_thread.call(measure)
+        return shown | standing.shown() | {"bytes": conversation.bytes}
 
     async def _add(
         self,
@@ -458,95 +434,22 @@ class _Opening:
     tenant: str
 
 
+def _media_of(session: ServerSession) -> set[str]:
+    """Return the digests of a session's pictures and videos, those of its present turn too."""
+    found = set() if session.record is None else set(session.record.media)
+    if session.conversation is not None:
+        found.update(session.conversation.info.digests)
+    if session.background is not None:
+        found.update(session.background.digests)
+    return found
+
+
 def _gone(name: str) -> ApiError:
     return ApiError(404, f"there is no session {name[:60]!r}; create one", "session_not_found")
 
 
 def _exists(name: str) -> ApiError:
     return ApiError(409, f"there is a session {name!r} already", "session_exists")
-
-
-class SessionTurn:
-    """One turn of a session: a chat completion that sends only the new messages."""
-
-    def __init__(
-        self,
-        state: ServerState,
-        sessions: SessionTable,
-        session: ServerSession,
-        request: ChatRequest,
-        caller: Caller,
-    ) -> None:
-        own = request.mmkv
-        if own is not None and (own.budget is not None or own.resume is not None):
-            raise ApiError(
-                400,
-                "a session has its budget and goes on from itself; leave out mmkv.budget, "
-                "mmkv.resume and X-Mmkv-Resume",
-                "invalid_value",
-                "mmkv",
-            )
-        if (request.n or 1) != 1:
-            raise ApiError(400, "a turn of a session has one reply", "invalid_value", "n")
-        self._state, self._sessions, self._session = state, sessions, session
-        self._call = ChatCall(state, request, caller, session.conversation, True, session.budget)
-
-    async def whole(self) -> dict[str, Any]:
-        """Return the answer."""
-        async with self._begun() as turn:
-            answer = await self._call.whole()
-            await self._commit_turn(turn)
-            # Who reads this may send the next turn.
-            return answer | {"session": self._session.shown() | {"busy": False}}
-
-    async def stream(self) -> AsyncGenerator[dict[str, Any] | str]:
-        """Yield the events of a stream."""
-        async with self._begun() as turn, contextlib.aclosing(self._call.stream()) as events:
-            committed = False
-            async for event in events:
-                if self._call.done and not committed:
-                    await self._commit_turn(turn)
-                    committed = True
-                yield event
-
-    @contextlib.asynccontextmanager
-    async def _begun(self) -> AsyncIterator[TurnMemory]:
-        session = self._session
-        self._sessions.require_idle(session)  # others may have come first
-        if session.conversation is not self._call.work.start:
-            raise ApiError(409, "the session went on meanwhile; send the turn again", "conflict")
-        session.busy = True
-        try:
-            async with TurnMemory(self._state, self._call.work) as turn:
-                yield turn
-        finally:
-            session.busy = False
-
-    async def _commit_turn(self, turn: TurnMemory) -> None:
-        """Move the session to its state after this turn, even if the client leaves now."""
-        standing = asyncio.ensure_future(self._replace_memory(turn))
-        try:
-            await asyncio.shield(standing)
-        except asyncio.CancelledError:
-            while not standing.done():
-                with contextlib.suppress(asyncio.CancelledError):
-                    await asyncio.wait({standing})
-            if not standing.cancelled():
-                standing.exception()  # nobody is left to be told
-            raise
-
-    async def _replace_memory(self, turn: TurnMemory) -> None:
-        session, before, conversation = (
-            self._session,
-            self._session.conversation,
-            self._call.work.result,
-        )
-        assert conversation is not None
-        await self._sessions.commit_turn(session, conversation, session.turns + 1)
-        session.conversation = turn.claim()
-        session.turns += 1
-        if before is not None:
-            release(self._state, before)
 
 
 class NewSession(Body):
@@ -562,11 +465,25 @@ class NewSession(Body):
     metadata: Metadata = Field(default_factory=dict)
 
 
+class ForkedSession(Body):
+    """What a fork has of its own; ``metadata``: by default the session's."""
+
+    metadata: Metadata | None = None
+
+
 class SavedName(Body):
     """Where a session is saved, by a name in the server's own folder."""
 
     name: str
     overwrite: bool = False
+
+
+# A picture is shown and nothing else, whatever its bytes say.
+_MEDIUM = {
+    "Content-Security-Policy": "default-src 'none'; sandbox",
+    "X-Content-Type-Options": "nosniff",
+    "Cache-Control": "private, max-age=86400, immutable",
+}
 
 
 def sessions_router(state: ServerState) -> APIRouter:
@@ -596,7 +513,12 @@ def sessions_router(state: ServerState) -> APIRouter:
     async def messages(name: str, who: CurrentCaller) -> dict[str, Any]:
         conversation = await sessions.load_memory(await sessions.find(name, who))
         said = () if conversation is None else conversation.info.messages
-        return {"object": "list", "data": [one.shown() for one in said]}
+        return {"object": "list", "data": [one.shown_with_media() for one in said]}
+
+    @router.get("/{name}/media/{digest}", summary="A picture or video of a session")
+    async def medium(name: str, digest: str, who: CurrentCaller) -> Response:
+        content = await sessions.medium(await sessions.find(name, who), digest)
+        return Response(content, headers=_MEDIUM, media_type=media_type_of(content))
 
     @router.post("/{name}/chat/completions", summary="A turn: messages that are new, and a reply")
     async def turn(name: str, body: ChatRequest, who: CurrentCaller, request: Request) -> Response:
@@ -604,13 +526,33 @@ def sessions_router(state: ServerState) -> APIRouter:
         take_resume(request, body)
         session = await sessions.find(name, who, idle=True)
         await sessions.load_memory(session)
-        made = SessionTurn(state, sessions, session, body, who)
+        made = SessionTurn(state, sessions.commit_turn, sessions.require_idle, session, body, who)
         work: Any = made.stream if body.stream else made.whole
+        if made.background:
+            work = (await BackgroundTurn.start(made, sessions.media)).follow
         return ReplyResponse(work, bool(body.stream), state.settings.keep_alive, headers)
 
+    @router.get("/{name}/turn", summary="Follow the turn under way from its beginning")
+    async def rejoin(name: str, who: CurrentCaller) -> Response:
+        turn = (await sessions.find(name, who)).background
+        if turn is None:
+            raise ApiError(404, "no turn in the background is under way", "no_turn")
+        return ReplyResponse(turn.follow_at_once, True, state.settings.keep_alive)
+
+    @router.delete("/{name}/turn", summary="End the turn under way; what came of its reply stays")
+    async def end(name: str, who: CurrentCaller) -> dict[str, Any]:
+        turn = (await sessions.find(name, who)).background
+        if turn is None or turn.over:
+            raise ApiError(404, "no turn in the background is under way", "no_turn")
+        return {"id": name, "object": "session.turn", "kept": await turn.stop()}
+
     @router.post("/{name}/fork", summary="Another session that goes on from the same memory")
-    async def fork(name: str, who: CurrentCaller) -> dict[str, Any]:
-        return (await sessions.fork(await sessions.find(name, who, idle=True))).shown()
+    async def fork(
+        name: str, who: CurrentCaller, asked: ForkedSession | None = None
+    ) -> dict[str, Any]:
+        session = await sessions.find(name, who, idle=True)
+        metadata = None if asked is None else asked.metadata
+        return (await sessions.fork(session, metadata)).shown()
 
     @router.post("/{name}/save", summary="Write a session to a file of the server")
     async def save(name: str, asked: SavedName, who: CurrentCaller) -> dict[str, Any]:

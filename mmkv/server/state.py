@@ -50,6 +50,7 @@ class ServerState:
         media: fetches and decodes pictures and videos; footprint: memory the process may take.
         busy: requests under way, by caller; unread: names of fields that were logged.
         counts: of prompts whose tokens are counted, and are not read.
+        background: turns that go on without their clients.
     """
 
     settings: ServerSettings
@@ -61,6 +62,7 @@ class ServerState:
     started: int = field(default_factory=lambda: int(time.time()))
     busy: Counter[str] = field(default_factory=Counter)
     unread: set[str] = field(default_factory=set)
+    background: set[asyncio.Task[None]] = field(default_factory=set)
     counts: PromptCounts = field(init=False)
 
     def __post_init__(self) -> None:

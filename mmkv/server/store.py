@@ -13,6 +13,7 @@ import re
 import shutil
 import stat
 import tempfile
+import threading
 import time
 import uuid
 from collections.abc import Callable, Iterator
@@ -187,7 +188,7 @@ class SessionRecord:
 
     Attributes:
         version: a new one with each change; memory: name of its session file, None before the
-            first turn; messages: how many it holds.
+            first turn; messages: how many it holds; media: digests of its pictures and videos.
     """
 
     id: str
@@ -198,6 +199,7 @@ class SessionRecord:
     messages: int = 0
     memory: str | None = None
     version: str = ""
+    media: tuple[str, ...] = ()
 
     @classmethod
     def read(cls, path: Path) -> Self | None:
@@ -205,7 +207,8 @@ class SessionRecord:
         try:
             found: dict[str, Any] = json.loads(path.read_text())
             kind, value = found.pop("budget")
-            return cls(budget=(str(kind), float(value)), **found)
+            media = tuple(map(str, found.pop("media", ())))
+            return cls(budget=(str(kind), float(value)), media=media, **found)
         except FileNotFoundError:
             return None
         except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
@@ -351,6 +354,93 @@ def _sync(path: Path) -> None:
         os.fsync(handle)
     finally:
         os.close(handle)
+
+
+MOST_MEDIA = 512 * 2**20  # bytes of all pictures and videos that are kept for clients
+_BEGINNINGS = {
+    b"\x89PNG\r\n\x1a\n": "image/png",
+    b"\xff\xd8\xff": "image/jpeg",
+    b"GIF8": "image/gif",
+    b"BM": "image/bmp",
+    b"\x1aE\xdf\xa3": "video/webm",
+}
+
+
+def media_type_of(content: bytes) -> str:
+    """Return the type of a picture or video by its first bytes."""
+    if content[:4] == b"RIFF":
+        return "image/webp" if content[8:12] == b"WEBP" else "video/x-msvideo"
+    if content[4:8] == b"ftyp":
+        return "video/mp4"
+    found = (kind for begin, kind in _BEGINNINGS.items() if content.startswith(begin))
+    return next(found, "application/octet-stream")
+
+
+class MediaStore:
+    """Pictures and videos of sessions, as they were sent, so that a client can show them again.
+
+    The files are named by tenant and SHA-256. Where all together pass ``most`` bytes, those that
+    were not asked for the longest go first. Any thread may call the methods.
+
+    Args:
+        folder: where they lie; it is made when the first one comes.
+    """
+
+    def __init__(self, folder: Path, most: int = MOST_MEDIA) -> None:
+        self._folder, self._most, self._lock = folder, most, threading.Lock()
+
+    def put(self, tenant: str, digest: str, content: bytes) -> None:
+        """Keep one. Raises OSError."""
+        path = self._path(tenant, digest)
+        with self._lock:
+            if path.exists():
+                os.utime(path)
+                return
+            self._folder.mkdir(exist_ok=True)
+            handle, draft = tempfile.mkstemp(dir=self._folder, suffix=_DRAFT)
+            try:
+                with os.fdopen(handle, "wb") as file:
+                    file.write(content)
+                os.replace(draft, path)
+            finally:
+                Path(draft).unlink(missing_ok=True)
+            self._make_room()
+
+    def get(self, tenant: str, digest: str) -> bytes | None:
+        """Return one; None where it is not kept."""
+        path = self._path(tenant, digest)
+        try:
+            os.utime(path)
+            return path.read_bytes()
+        except OSError:
+            return None
+
+    def has(self, tenant: str, digest: str) -> bool:
+        """Whether one is kept."""
+        return self._path(tenant, digest).exists()
+
+    def remove(self, tenant: str, digest: str) -> None:
+        """Remove one, if it is kept."""
+        with contextlib.suppress(OSError):
+            self._path(tenant, digest).unlink()
+
+    def _path(self, tenant: str, digest: str) -> Path:
+        if not re.fullmatch(r"[0-9a-f]{64}", digest):
+            digest = "none"
+        return self._folder / f"{tenant[:32] or 'public'}-{digest}"
+
+    def _make_room(self) -> None:
+        found = []
+        for path in self._folder.iterdir():
+            with contextlib.suppress(OSError):  # removed meanwhile
+                about = path.stat()
+                found.append((about.st_mtime_ns, about.st_size, path))
+        together = sum(size for _, size, _ in found)
+        for _, size, path in sorted(found):
+            if together <= self._most:
+                break
+            path.unlink(missing_ok=True)
+            together -= size
 
 
 log = logging.getLogger("mmkv.server")

@@ -150,6 +150,7 @@ def test_commands_offer_every_option_with_its_default(command: str) -> None:
 def test_lmms_eval_takes_every_option_as_text() -> None:
     texts = {
         "mmproj": "tower.gguf",
+        "adapter": "tuned",
         "policy": "trimkv",
         "budget": "25%",
         "lookahead": "3",
@@ -169,6 +170,7 @@ def test_lmms_eval_takes_every_option_as_text() -> None:
     assert made == EngineConfig(
         model="here.gguf",
         mmproj="tower.gguf",
+        adapter="tuned",
         policy="trimkv",
         budget="25%",
         lookahead=3.0,

@@ -17,6 +17,7 @@ import torch
 
 from mmkv.engine.backends.cuda import GraphRunner, kernels
 from mmkv.engine.device import exact_products, on_device
+from mmkv.engine.model.product import INTEGERS
 from tests.support.bursts import Bursts
 from tests.support.native import engine_for
 from tests.support.sessions import text_ids
@@ -32,6 +33,7 @@ LAUNCHES = {
     "evict": ("evict", (None, None, None, None, ON_SECOND, None, None)),
     "norm": ("rms_norm", (ON_SECOND, None, None, 0.0)),
     "prefill_attention": ("prefill_attention", (ON_SECOND, *[None] * 5)),
+    "product": ("multiply", (ON_SECOND, INTEGERS[8].of(torch.zeros(1, 1)))),
     "store": ("store_layer", (ON_SECOND, None, None, 0.0, SimpleNamespace(form=None), None, None)),
     "swiglu": ("swiglu", (ON_SECOND,)),
     "window_scores": ("window_scores", (None, None, ON_SECOND, *[None] * 4, 0.0, ON_SECOND)),

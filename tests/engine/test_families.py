@@ -246,9 +246,11 @@ def assert_same_turn(found: Any, wanted: Any) -> None:
             torch.testing.assert_close(one, two)
 
 
-@pytest.mark.parametrize(
-    "name", ["qwen3_vl", "qwen2_5_vl", "llava", "llava_next", "llava_onevision", "internvl"]
-)
+READERS = ["qwen3_vl", "qwen2_5_vl", "llava", "llava_next", "llava_onevision", "internvl"]
+READERS += ["smolvlm", "mistral3"]
+
+
+@pytest.mark.parametrize("name", READERS)
 def test_the_rows_of_a_batch_get_their_own_pictures(name: str) -> None:
     reader = family(name)
     pictures = [
@@ -363,9 +365,7 @@ MUTATIONS: list[Callable[[Tensor], Any]] = [
 ]
 
 
-@pytest.mark.parametrize(
-    "name", ["qwen3_vl", "qwen2_5_vl", "llava", "llava_next", "llava_onevision", "internvl"]
-)
+@pytest.mark.parametrize("name", READERS)
 def test_odd_tensors_get_one_sentence(name: str) -> None:
     """Every tensor of a caller, changed in every way, is read or refused in our words."""
     reader, pieces = family(name), [3, ("image", 32, 32), 2, ("image", 16, 48), 1]

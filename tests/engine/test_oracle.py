@@ -116,13 +116,18 @@ CASES += [
     Case("qwen2_5_vl_dim128", "dbtrimkv", 2, 8, 9, "video"),
     Case("qwen3_vl_moe", "trimkv", 2, 1, 9, "video"),
     Case("internvl", "dbtrimkv", 2, 1, 7, "late"),
+    Case("qwen2_vl", "dbtrimkv", 2, 1, 9, "video"),
+    Case("smolvlm", "dbtrimkv", 2, 1, 9, "video"),
+    Case("mistral3", "dbtrimkv", 2, 1, 7, "late"),
 ]
 
 # One dialogue for each other family and for sliding windows; test_parity has all their variants.
 FAMILIES = [
     "llava_qwen2",
     "llava_next",
+    "llava_next_video",
     "llava_onevision",
+    "idefics3",
     "qwen2_sliding",
     "mistral",
     "qwen3",
@@ -130,9 +135,8 @@ FAMILIES = [
     "phi3_sliding",
     "llama_biased",
 ]
-CASES += [
-    Case(name, "dbtrimkv", 2, 1, 16, "late" if "llava" in name else "long") for name in FAMILIES
-]
+TEXT = FAMILIES[FAMILIES.index("qwen2_sliding") :]
+CASES += [Case(name, "dbtrimkv", 2, 1, 16, "long" if name in TEXT else "late") for name in FAMILIES]
 
 
 def load(folder: Path, case: Case, gates: Path | str = "random") -> Runtime:

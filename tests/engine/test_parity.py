@@ -16,6 +16,7 @@ import torch
 import transformers
 from torch import Tensor
 
+from mmkv.engine.errors import ContextError
 from mmkv.engine.runtime import Runtime
 from mmkv.engine.sequence import CachedSequence
 from tests.support.factories import (
@@ -32,11 +33,11 @@ from tests.support.tiers import slow_but
 
 STEPS = 64
 TOLERANCE = 1e-4  # of the largest logit, acceptance 2
-TEXT_TYPES = ("llama", "mistral", "qwen2", "qwen3", "qwen3_moe", "phi3")
+TEXT_TYPES = ("llama", "mistral", "ministral3", "qwen2", "qwen3", "qwen3_moe", "phi3")
 VISION = [name for name, spec in CHECKPOINTS.items() if spec.model_type not in TEXT_TYPES]
 # Those that take videos.
 WATCHING = ["qwen3_vl", "qwen3_vl_dim128", "qwen3_vl_moe", "qwen2_5_vl", "internvl"]
-WATCHING += ["llava_onevision"]
+WATCHING += ["llava_onevision", "llava_next_video", "qwen2_vl", "smolvlm"]
 PICTURES: list[Piece] = [5, ("image", 32, 32), 7, ("image", 16, 48), 9]
 # Below, at a divisor of, and above the length of every prompt here.
 CHUNKS = (7, 16, 2048)
@@ -141,6 +142,17 @@ def test_long_rope_factors_begin_with_the_first_token_past_the_short_ones(length
     with engine_of("phi3_long").session() as session:
         got = session.prefill(turn)
     assert (got - want).abs().max() <= TOLERANCE * want.abs().max()
+
+
+def test_ministral_ends_where_transformers_begins_to_scale_queries() -> None:
+    turn = make_turn("ministral3", [192])
+    with torch.inference_mode():
+        want = reference_model("ministral3")(**turn).logits[0, -1]
+    with engine_of("ministral3").session() as session:
+        got = session.prefill(turn)
+        assert (got - want).abs().max() <= TOLERANCE * want.abs().max()
+        with pytest.raises(ContextError, match="192"):
+            session.decode(5)
 
 
 @pytest.mark.parametrize("name", ["llama", "mistral", "qwen3", "phi3"])

@@ -354,7 +354,7 @@ def test_a_tower_reads_its_own_tensors_once(name: str, monkeypatch: pytest.Monke
     assert read == []
     _ = family.hf
     text = ("model.language_model.", "language_model.", "model.layers.", "model.norm.")
-    text += ("model.embed_tokens.", "lm_head.")
+    text += ("model.text_model.", "model.embed_tokens.", "lm_head.")
     stored = load_file(checkpoint(name) / "model.safetensors")
     assert sorted(read) == sorted(part for part in stored if not part.startswith(text))
 
@@ -382,7 +382,7 @@ def test_a_tower_stored_in_another_dtype(name: str, dtype: torch.dtype, tmp_path
 
 
 def is_text(name: str) -> bool:
-    return name.startswith(("model.language_model.", "lm_head."))
+    return name.startswith(("model.language_model.", "model.text_model.", "lm_head."))
 
 
 @pytest.mark.parametrize("number", [float("nan"), float("inf")])

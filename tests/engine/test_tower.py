@@ -44,9 +44,9 @@ from tests.support.native import needs_native
 
 # One of each tower, and two levels of CLIP's at once.
 NAMES = ["qwen3_vl", "qwen2_5_vl", "internvl", "llava", "llava_next", "llava_onevision"]
-NAMES += ["llava_mistral"]
+NAMES += ["llava_mistral", "qwen2_vl", "smolvlm", "mistral3"]
 PIECES: list[Any] = [3, ("image", 32, 32), 4, ("image", 16, 48), 2]
-ON_VIDEO = {"qwen3_vl", "qwen2_5_vl", "llava_onevision"}
+ON_VIDEO = {"qwen3_vl", "qwen2_5_vl", "qwen2_vl", "llava_onevision"}
 
 
 @pytest.fixture(scope="module", params=NAMES)
@@ -100,6 +100,11 @@ def held_in(folder: Path, form: str, kernels: Kernels | None = None) -> Family:
     return load(folder, "auto", "cpu", form=form, kernels=kernels or kernels_for(form))[0]
 
 
+def loose(folder: Path) -> float:
+    """Return by how much the bounds on rounding are wider for this tower."""
+    return LOOSE.get((folder / "name").read_text(), 1.0)
+
+
 def layers_left(family: Family) -> list[str]:
     """Return the linear layers and convolutions that nobody holds, but for the output head."""
     text: Any = family.text_model(family.hf)
@@ -121,11 +126,13 @@ def test_in_panels_features_are_those_of_transformers(stored: Path) -> None:
 # Root mean square of the error of features over that of the features: 0.021 is the most here of 8
 # bits, 0.004 of states in bfloat16.
 WORST_INT8, WORST_BF16 = 0.03, 0.01
+# Pixtral's MLPs have gates, and no norm stands behind the last layer.
+LOOSE = {"mistral3": 2.5}
 
 
 @needs_native
 def test_in_8_bits_c_and_torch_agree_and_the_error_is_small(stored: Path) -> None:
-    inputs = turn_for(stored)
+    inputs, worst = turn_for(stored), WORST_INT8 * loose(stored)
     theirs = transformers_features(stored, inputs)
     native, torch_alone = held_in(stored, "int8"), held_in(stored, "int8", Kernels())
     pairs = [dict(held_matrices(family.hf)) for family in (native, torch_alone)]
@@ -138,9 +145,9 @@ def test_in_8_bits_c_and_torch_agree_and_the_error_is_small(stored: Path) -> Non
     for a, b, wanted in zip(ours, reference, theirs, strict=True):
         size = wanted.square().mean().sqrt()
         errors = [float((x - wanted).square().mean().sqrt() / size) for x in (a, b)]
-        assert 0 < max(errors) < WORST_INT8
+        assert 0 < max(errors) < worst
         # A state that lies between two codes may get either, and C rounds attention's shares, too.
-        assert float((a - b).square().mean().sqrt() / size) < WORST_INT8 / 2
+        assert float((a - b).square().mean().sqrt() / size) < worst / 2
     assert not layers_left(native)
 
 
@@ -161,10 +168,11 @@ def test_what_bfloat16_does_not_hold_stays() -> None:
 @pytest.mark.parametrize("kernels", [None, Kernels()], ids=["native", "torch"])
 def test_in_bfloat16_the_error_is_smaller(kernels: Kernels | None, stored: Path) -> None:
     inputs, family = turn_for(stored), held_in(stored, "bf16", kernels)
+    worst = WORST_BF16 * loose(stored)
     for made, wanted in zip(
         read(family, inputs), transformers_features(stored, inputs), strict=True
     ):
-        assert (made - wanted).square().mean() < WORST_BF16**2 * wanted.square().mean()
+        assert (made - wanted).square().mean() < worst**2 * wanted.square().mean()
     assert not layers_left(family)
 
 
@@ -413,7 +421,8 @@ def test_each_tower_attends_in_c(stored: Path, monkeypatch: pytest.MonkeyPatch) 
     depth = getattr(vision, "depth", None) or vision.num_hidden_layers
     read(family, inputs)
     videos = "pixel_values_videos" in inputs and "pixel_values_videos" in family.pixel_keys.values()
-    assert len(calls) == depth * (1 + videos)
+    alone = len(inputs["image_sizes"]) if family.config.model_type == "mistral3" else 1
+    assert len(calls) == depth * (alone + videos)
     if family.config.model_type == "qwen2_5_vl":  # windows of 4 x 4 patches in one of the layers
         assert calls[0] == (0, 16, 32, 48, 64, 80, 96, 112) and calls[1] == (0, 64, 112)
     assert family.hf.config.get_text_config()._attn_implementation == "sdpa"

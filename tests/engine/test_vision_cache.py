@@ -11,7 +11,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch import Tensor
+from torch import Tensor, nn
 
 import mmkv.hf
 from mmkv.engine.config import EngineConfig
@@ -31,13 +31,17 @@ def open_engine(name: str, **options: Any) -> Runtime:
     return load(checkpoint(name), policy="full", gates=None, **options)
 
 
+def tower_of(engine: Runtime) -> nn.Module:
+    model = engine.family.hf.model
+    names = ("visual", "vision_tower", "vision_model")
+    return next(getattr(model, name) for name in names if hasattr(model, name))
+
+
 @contextmanager
 def counted(engine: Runtime) -> Iterator[list[None]]:
     """Note each pass of the vision tower."""
     passes: list[None] = []
-    model = engine.family.hf.model
-    tower = model.visual if hasattr(model, "visual") else model.vision_tower
-    hook = tower.register_forward_hook(lambda *_: passes.append(None))
+    hook = tower_of(engine).register_forward_hook(lambda *_: passes.append(None))
     try:
         yield passes
     finally:
@@ -75,29 +79,34 @@ def test_videos_too(name: str) -> None:
     assert torch.equal(read(without, turn), read(engine, turn))
 
 
-APART = ["qwen3_vl", "qwen2_5_vl", "llava", "internvl"]
+APART = ["qwen3_vl", "qwen2_5_vl", "llava", "internvl", "smolvlm"]
 
 
 def part_of(name: str, turn: dict[str, Tensor], first: int, after: int) -> dict[str, Tensor]:
     """Return some of the pictures of a turn, each of 16 x 16 pixels, with other text."""
     pieces: list[Any] = [2, *[("image", 16, 16)] * (after - first), 3]
     part = make_turn(name, pieces, seed=7)
-    pictures = turn["pixel_values"].shape[0] // 6
-    rows = slice(first * pictures, after * pictures)
-    return part | {"pixel_values": turn["pixel_values"][rows]}
+    pixels = tiles_of(turn["pixel_values"])
+    each = len(pixels) // 6
+    return part | {
+        "pixel_values": pixels[first * each : after * each].view(part["pixel_values"].shape)
+    }
+
+
+def tiles_of(pixels: Tensor) -> Tensor:
+    """Return pixels with the tiles, or patches, of all pictures on the first axis."""
+    return pixels.flatten(0, 1) if pixels.dim() == 5 else pixels
 
 
 @contextmanager
 def patches_read(engine: Runtime) -> Iterator[list[int]]:
     """Note how many rows of pixels each pass of the tower reads."""
     read: list[int] = []
-    model = engine.family.hf.model
-    tower = model.visual if hasattr(model, "visual") else model.vision_tower
 
     def note(module: Any, given: tuple[Any, ...], named: dict[str, Any]) -> None:
         read.append(len(given[0] if given else named["pixel_values"]))
 
-    hook = tower.register_forward_pre_hook(note, with_kwargs=True)
+    hook = tower_of(engine).register_forward_pre_hook(note, with_kwargs=True)
     try:
         yield read
     finally:
@@ -108,7 +117,7 @@ def patches_read(engine: Runtime) -> Iterator[list[int]]:
 def test_of_pictures_that_come_again_with_a_new_one_that_is_encoded(name: str) -> None:
     engine, without = open_engine(name), open_engine(name, vision_cache=0)
     whole = make_turn(name, [2, *[("image", 16, 16)] * 6, 3], seed=7)
-    rows = len(whole["pixel_values"])
+    rows = len(tiles_of(whole["pixel_values"]))
     with patches_read(engine) as read:
         engine.turn(part_of(name, whole, 0, 5), 0)
         found = engine.turn(whole, 0)

@@ -29,6 +29,7 @@ from mmkv.engine.runtime import Runtime
 from mmkv.eval.quality.methods import ComparedMethod
 from mmkv.hf import retain
 from mmkv.planner import planned, planned_from_hub
+from mmkv.pull import wanted
 from mmkv.resources import (
     asset,
     bundled_dialogues,
@@ -218,7 +219,7 @@ def test_folders_are_found_with_family_size_and_gates(mmkv: Callable[..., Ran], 
         Path(f"torn{len(index)}", "config.json").write_text(json.dumps(config))
         Path(f"torn{len(index)}", "model.safetensors.index.json").write_text(index)
     shutil.copytree(model, "small")
-    quantised = config | {"quantization_config": {"quant_method": "gptq"}}
+    quantised = config | {"quantization_config": {"quant_method": "gptq", "bits": 3}}
     Path("small/config.json").write_text(json.dumps(quantised))
     found = listed(mmkv)
     rows = {row["name"]: row for row in found["models"]}
@@ -227,7 +228,7 @@ def test_folders_are_found_with_family_size_and_gates(mmkv: Callable[..., Ran], 
     assert set(rows) == {"models/one", "two", "other", "light", "small"} | own | torn
     assert "mmkv.training.llava join" in rows["smollm2-llava"]["problem"]
     assert {rows[name]["problem"] for name in torn} == {"its index of weight files cannot be read"}
-    assert "quantised" in rows["small"]["problem"]
+    assert "quantised by gptq in 3 bits" in rows["small"]["problem"]
     assert rows["tiny-vlm"]["where"] == "bundled" and "gates/" in rows["tiny-vlm"]["gates"]
     one, two = rows["models/one"], rows["two"]
     size = sum(path.stat().st_size for path in Path(model).iterdir())
@@ -309,6 +310,8 @@ def test_what_was_pulled_is_listed_and_answers_without_the_network(
     assert sorted(fetched) == sorted(files_of(model))
     quiet = mmkv("pull", "someone/small", "--quiet")
     assert (quiet.out, quiet.err) == (ran.out, "") and len(fetched) == len(files_of(model))
+    older = {"config.json", "pytorch_model-1.bin", "pytorch_model.bin.index.json"}
+    assert set(wanted([*older, "training_args.bin", "onnx/pytorch_model.bin"])) == older
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
     (row,) = [row for row in listed(mmkv)["models"] if row["where"] == "hub cache"]
     assert (row["name"], row["family"], row["problem"]) == ("someone/small", "qwen3_vl", "")
@@ -351,7 +354,7 @@ def test_gates_are_pulled_and_found_by_the_model(
         ("someone/gated", "is gated: accept its terms at http"),
         ("someone/missing", "the hub has no 'someone/missing', or it is private"),
         ("someone/private", "the hub has no 'someone/private', or it is private"),
-        ("someone/pickled", "has no safetensors weights"),
+        ("someone/pickled", "has no weights in safetensors or pytorch_model.bin"),
         ("someone/broken", "was not fetched: "),
         ("../someone", "is not a hub id"),
     ],
@@ -364,7 +367,7 @@ def test_refusals_are_one_line(
 ) -> None:
     repositories, fetched = hub
     repositories.update({"someone/gated": 403, "someone/private": 401, "someone/broken": 418})
-    repositories["someone/pickled"] = {"config.json": b"{}", "pytorch_model.bin": b"x"}
+    repositories["someone/pickled"] = {"config.json": b"{}", "model.ckpt": b"x"}
     ran = mmkv("pull", name)
     assert ran.code == 1 and says in ran.error_line() and fetched == []
 

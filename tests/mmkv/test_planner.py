@@ -54,6 +54,13 @@ def test_a_head_that_is_the_embedding_counts_once(tmp_path: Path) -> None:
     assert WeightCount.of(head).bytes("bf16") == 2 * WeightCount.of(head, True).bytes("bf16")
 
 
+def test_the_text_inside_of_smolvlm_is_told_from_its_tower() -> None:
+    shapes = {"text_model.layers.0.mlp.up_proj": [128, 64], "text_model.embed_tokens": [100, 64]}
+    shapes |= {"vision_model.encoder.layers.0.mlp.fc1": [48, 32], "text_model.norm": [64]}
+    made = WeightCount.of([(f"model.{n}.weight", "BF16", shape) for n, shape in shapes.items()])
+    assert (made.layers, made.tables, made.eyes, made.plain) == (128 * 64, 100 * 64, 48 * 32, 64)
+
+
 def test_the_arithmetic_by_hand() -> None:
     shape = {
         "num_hidden_layers": 2,

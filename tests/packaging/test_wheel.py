@@ -114,6 +114,10 @@ def test_the_wheel_holds_what_commands_need_and_no_more(wheel: Path) -> None:
     needed = ("tiny-vlm/model.safetensors", "tiny-vlm/gates/gates.safetensors", "scene.png")
     needed += ("sprites.png", "SPRITES-LICENSE.txt", "mmdu/benchmark.json")
     assert {f"mmkv/assets/{name}" for name in needed} <= set(names)
+    for one in json.loads((ROOT / "mmkv/web/vendor.json").read_text()):
+        if "folder" not in one:  # the others are for tests
+            assert {f"mmkv/web/vendor/{name}" for name in one["files"]} <= set(names)
+    assert {"mmkv/web/base.css", "mmkv/web/theme.js"} <= set(names)
     assert [name for name in names if any(part in name for part in LEFT_OUT)] == []
     assert [name for name in names if name.endswith((".c", ".h"))] == []
 

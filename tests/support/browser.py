@@ -5,10 +5,12 @@ from __future__ import annotations
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+AXE = Path(__file__).parent / "vendor" / "axe.js"
 NAMES = ("chromium", "chromium-browser", "google-chrome")
 
 
@@ -35,3 +37,23 @@ def browsing(offline: bool = False) -> Iterator[Any]:
         made.set_default_timeout(30_000)
         yield made
         browser.close()
+
+
+def axe_findings(tab: Any, *, width: int, scheme: str) -> list[str]:
+    """Return what axe-core calls serious or critical on a page, each with the first place.
+
+    Args:
+        width: of the window in pixels; scheme: ``light`` or ``dark``.
+    """
+    tab.set_viewport_size({"width": width, "height": 900})
+    tab.emulate_media(color_scheme=scheme, reduced_motion="reduce")
+    frame = "new Promise((done) => requestAnimationFrame(() => requestAnimationFrame(done)))"
+    tab.evaluate(f"{frame}.then(() => {frame})")  # no colour is on its way to another
+    if not tab.evaluate("typeof axe !== 'undefined'"):
+        tab.evaluate(AXE.read_text("utf-8"))
+    found = tab.evaluate("axe.run().then((result) => result.violations)")
+    return [
+        f"{one['id']} ({one['impact']}): {one['nodes'][0]['html'][:200]}"
+        for one in found
+        if one["impact"] in ("serious", "critical")
+    ]

@@ -17,8 +17,6 @@ from transformers import (
     LlamaForCausalLM,
     LlavaConfig,
     LlavaForConditionalGeneration,
-    LlavaNextConfig,
-    LlavaNextForConditionalGeneration,
     LlavaOnevisionConfig,
     LlavaOnevisionForConditionalGeneration,
     PreTrainedTokenizerFast,
@@ -117,7 +115,7 @@ def save_qwen3_vl(
 ) -> Path:
     """Return a Qwen-VL checkpoint: 8-pixel patches, 2 x 2 of them a token.
 
-    Pictures of any size. ``kind``: ``qwen3_vl``, ``qwen3_vl_moe`` or ``qwen2_5_vl``.
+    Pictures of any size. ``kind``: ``qwen3_vl``, ``qwen3_vl_moe``, ``qwen2_5_vl``, ``qwen2_vl``.
     """
     from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
@@ -147,6 +145,12 @@ def save_qwen3_vl(
     }
     if kind == "qwen3_vl_moe":
         text |= {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+    if kind == "qwen2_vl":
+        vision = {key: vision[key] for key in ("depth", "num_heads", "patch_size")}
+        vision |= {"embed_dim": 32, "hidden_size": 32, "mlp_ratio": 2}
+        vision |= {"spatial_merge_size": 2, "temporal_patch_size": 2}
+        rope = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 1, 1]}
+        text |= {"bos_token_id": None, "rope_parameters": rope}
     if kind == "qwen2_5_vl":
         vision |= {"window_size": 32, "fullatt_block_indexes": [1]}
         rope = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 1, 1]}
@@ -170,7 +174,7 @@ def save_qwen3_vl(
         image_std=[0.5] * 3,
     ).save_pretrained(folder)
     rules = sizes | {"size": {"shortest_edge": 2 * 16 * 16, "longest_edge": 8 * 32 * 32}}
-    if kind != "qwen2_5_vl":  # on the hub it has none
+    if kind not in ("qwen2_vl", "qwen2_5_vl"):  # on the hub they have none
         (folder / "video_preprocessor_config.json").write_text(json.dumps(rules))
     return folder
 
@@ -178,6 +182,11 @@ def save_qwen3_vl(
 def save_qwen2_5_vl(folder: Path, seed: int = 0) -> Path:
     """Return a Qwen2.5-VL checkpoint, see :func:`save_qwen3_vl`."""
     return save_qwen3_vl(folder, seed, kind="qwen2_5_vl")
+
+
+def save_qwen2_vl(folder: Path, seed: int = 0) -> Path:
+    """Return a Qwen2-VL checkpoint, see :func:`save_qwen3_vl`."""
+    return save_qwen3_vl(folder, seed, kind="qwen2_vl")
 
 
 def save_qwen3_vl_moe(folder: Path, seed: int = 0) -> Path:
@@ -223,9 +232,11 @@ def save_llava(folder: Path, seed: int = 0) -> Path:
     return folder
 
 
-def save_llava_next(folder: Path, seed: int = 0) -> Path:
-    """Return a LLaVA-NeXT checkpoint with its transformers processor: tiles of 16 tokens."""
-    from transformers import LlavaNextProcessor
+def save_llava_next(folder: Path, seed: int = 0, kind: str = "llava_next") -> Path:
+    """Return a LLaVA-NeXT checkpoint with tiles of 16 tokens.
+
+    ``kind``: ``llava_next``, or ``llava_next_video`` without its video processor.
+    """
     from transformers.models.llava_next.image_processing_pil_llava_next import (
         LlavaNextImageProcessorPil,
     )
@@ -234,27 +245,34 @@ def save_llava_next(folder: Path, seed: int = 0) -> Path:
     tiles = [[32, 64], [64, 32], [64, 64]]
     torch.manual_seed(seed)
     vision = _TOWER | {"model_type": "clip_vision_model", "projection_dim": 32}
-    config = LlavaNextConfig(
+    config = CONFIG_MAPPING[kind](
         text_config=_text_sizes(len(tokenizer)) | {"model_type": "llama"},
         vision_config=vision,
         image_token_index=tokenizer.convert_tokens_to_ids("<image>"),
         image_grid_pinpoints=tiles,
     )
-    LlavaNextForConditionalGeneration(config).save_pretrained(folder)
+    AutoModelForImageTextToText.from_config(config).save_pretrained(folder)
     images = LlavaNextImageProcessorPil(
         size={"shortest_edge": 32},
         crop_size={"height": 32, "width": 32},
         image_grid_pinpoints=tiles,
     )
-    LlavaNextProcessor(
-        image_processor=images,
-        tokenizer=tokenizer,
-        patch_size=8,
-        vision_feature_select_strategy="default",
-        chat_template=LLAVA_TEMPLATE,
-        num_additional_image_tokens=1,
-    ).save_pretrained(folder)
+    images.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    name = {"llava_next": "LlavaNextProcessor", "llava_next_video": "LlavaNextVideoProcessor"}[kind]
+    settings = {
+        "processor_class": name,
+        "patch_size": 8,
+        "vision_feature_select_strategy": "default",
+        "num_additional_image_tokens": 1,
+    }
+    (folder / "processor_config.json").write_text(json.dumps(settings))
     return folder
+
+
+def save_llava_next_video(folder: Path, seed: int = 0) -> Path:
+    """Return a LLaVA-NeXT-Video checkpoint, see :func:`save_llava_next`."""
+    return save_llava_next(folder, seed, "llava_next_video")
 
 
 def save_llava_onevision(folder: Path, seed: int = 0) -> Path:
@@ -320,6 +338,77 @@ def save_internvl(folder: Path, seed: int = 0) -> Path:
         size={"height": 32, "width": 32}, crop_to_patches=True, max_patches=4
     ).save_pretrained(folder)
     settings = {"processor_class": "InternVLProcessor", "image_seq_length": 4}
+    (folder / "processor_config.json").write_text(json.dumps(settings))
+    return folder
+
+
+SMOLVLM_TEMPLATE = (
+    "<|im_start|>{% for message in messages %}{{message['role'] | capitalize}}"
+    "{% if message['content'][0]['type'] == 'image' %}{{':'}}{% else %}{{': '}}{% endif %}"
+    "{% for line in message['content'] %}{% if line['type'] == 'text' %}{{line['text']}}"
+    "{% elif line['type'] == 'image' %}{{ '<image>' }}{% endif %}{% endfor %}"
+    "<end_of_utterance>\n{% endfor %}{% if add_generation_prompt %}{{ 'Assistant:' }}{% endif %}"
+)
+
+
+def save_smolvlm(folder: Path, seed: int = 0, kind: str = "smolvlm") -> Path:
+    """Return a SmolVLM2 or Idefics3 checkpoint: 4 tokens a tile of 32 pixels, 2 x 2 tiles at most.
+
+    Its template shows no videos, as that of the published ones.
+    """
+    from transformers.models.smolvlm.image_processing_pil_smolvlm import SmolVLMImageProcessorPil
+
+    tokenizer = byte_tokenizer(SMOLVLM_TEMPLATE)
+    places = [f"<row_{row}_col_{at}>" for row in (1, 2) for at in (1, 2)]
+    marks = ["<fake_token_around_image>", "<end_of_utterance>", "<global-img>", "<video>", *places]
+    tokenizer.add_special_tokens({"additional_special_tokens": marks})
+    tokenizer.eos_token = "<end_of_utterance>"
+    torch.manual_seed(seed)
+    config = CONFIG_MAPPING[kind](
+        text_config=_text_sizes(len(tokenizer))
+        | {"model_type": "llama", "eos_token_id": tokenizer.eos_token_id, "bos_token_id": None},
+        vision_config={key: size for key, size in _TOWER.items() if key != "num_hidden_layers"}
+        | {"num_hidden_layers": 2},
+        image_token_id=tokenizer.convert_tokens_to_ids("<image>"),
+        scale_factor=2,
+    )
+    AutoModelForImageTextToText.from_config(config).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    SmolVLMImageProcessorPil(
+        size={"longest_edge": 64},
+        max_image_size={"longest_edge": 32},
+        video_sampling={"fps": 1, "max_frames": 6, "video_size": {"longest_edge": 32}},
+    ).save_pretrained(folder)
+    name = {"smolvlm": "SmolVLMProcessor", "idefics3": "Idefics3Processor"}[kind]
+    settings = {"processor_class": name, "image_seq_len": 4}
+    (folder / "processor_config.json").write_text(json.dumps(settings))
+    return folder
+
+
+def save_idefics3(folder: Path, seed: int = 0) -> Path:
+    """Return an Idefics3 checkpoint, see :func:`save_smolvlm`."""
+    return save_smolvlm(folder, seed, "idefics3")
+
+
+def save_mistral3(folder: Path, seed: int = 0) -> Path:
+    """Return a Mistral 3 checkpoint: pictures of any size, 16 x 16 pixels a token."""
+    from transformers.models.pixtral.image_processing_pil_pixtral import PixtralImageProcessorPil
+
+    template = LLAVA_TEMPLATE.replace("<image>\n", "[IMG]")
+    tokenizer = byte_tokenizer(template)
+    marks = ["[IMG]", "[IMG_BREAK]", "[IMG_END]"]
+    tokenizer.add_special_tokens({"additional_special_tokens": marks})
+    torch.manual_seed(seed)
+    config = CONFIG_MAPPING["mistral3"](
+        text_config=_text_sizes(len(tokenizer)) | {"model_type": "mistral", "sliding_window": None},
+        vision_config=_TOWER | {"model_type": "pixtral", "image_size": 128},
+        image_token_index=tokenizer.convert_tokens_to_ids("[IMG]"),
+        tie_word_embeddings=False,
+    )
+    AutoModelForImageTextToText.from_config(config).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    PixtralImageProcessorPil(size={"longest_edge": 96}, patch_size=8).save_pretrained(folder)
+    settings = {"processor_class": "PixtralProcessor", "patch_size": 8, "spatial_merge_size": 2}
     (folder / "processor_config.json").write_text(json.dumps(settings))
     return folder
 

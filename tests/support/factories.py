@@ -69,6 +69,12 @@ _YARN = {
     }
 }
 
+# Queries of later positions are scaled.
+_SCALED = {
+    "rope_parameters": _YARN["rope_parameters"]
+    | {"original_max_position_embeddings": 192, "llama_4_scaling_beta": 0.1}
+}
+
 # Three experts of eight; the first layer of the variant is dense.
 _MIXED: dict[str, Any] = {
     "num_experts": 8,
@@ -84,6 +90,13 @@ CHECKPOINTS: dict[str, Checkpoint] = {
     "qwen3_vl_moe": Checkpoint("qwen3_vl_moe", 4, 2, 32, text=_MIXED),
     "qwen2_5_vl": Checkpoint("qwen2_5_vl", 6, 2, 32, layers=2, tied=True),
     "qwen2_5_vl_dim128": Checkpoint("qwen2_5_vl", 2, 1, 128, seed=2),
+    "qwen2_vl": Checkpoint("qwen2_vl", 4, 2, 32, tied=True),
+    "smolvlm": Checkpoint("smolvlm", 3, 1, 64, text_type="llama"),
+    "idefics3": Checkpoint("idefics3", 4, 2, 32, tied=True, text_type="llama"),
+    "mistral3": Checkpoint(
+        "mistral3", 4, 1, 32, text_type="mistral", text={"sliding_window": None}
+    ),
+    "mistral3_ministral": Checkpoint("mistral3", 2, 2, 32, text_type="ministral3", text=_SCALED),
     "llava": Checkpoint("llava", 8, 2, 64, text_type="llama"),
     "llava_mistral": Checkpoint(
         "llava",
@@ -99,6 +112,7 @@ CHECKPOINTS: dict[str, Checkpoint] = {
     "llava_next_mistral": Checkpoint(
         "llava_next", 8, 2, 32, text_type="mistral", text={"sliding_window": None}
     ),
+    "llava_next_video": Checkpoint("llava_next_video", 4, 2, 32, text_type="llama", seed=1),
     "llava_onevision": Checkpoint("llava_onevision", 6, 2, 32, tied=True, text_type="qwen2"),
     "internvl": Checkpoint("internvl", 6, 2, 32, text_type="qwen2", seed=1),
     "qwen3_moe": Checkpoint("qwen3_moe", 4, 2, 32, text=_MIXED | {"norm_topk_prob": True}),
@@ -120,12 +134,15 @@ CHECKPOINTS: dict[str, Checkpoint] = {
     "llama": Checkpoint("llama", 3, 1, 64, tied=True, text=_LLAMA3),
     "llama_biased": Checkpoint("llama", 8, 2, 32, text={"attention_bias": True, "mlp_bias": True}),
     "mistral": Checkpoint("mistral", 8, 1, 32, text={"sliding_window": 24}),
+    "ministral3": Checkpoint("ministral3", 4, 2, 32, text=_SCALED),
     "phi3": Checkpoint("phi3", 4, 4, 64, text=_long_rope(32, original=256)),
     "phi3_long": Checkpoint("phi3", 3, 1, 32, text=_long_rope(16, original=16), seed=1),
     "phi3_sliding": Checkpoint("phi3", 6, 2, 32, tied=True, text={"sliding_window": 24}),
 }
 
-QWEN_VL = ("qwen3_vl", "qwen3_vl_moe", "qwen2_5_vl")
+QWEN_VL = ("qwen3_vl", "qwen3_vl_moe", "qwen2_5_vl", "qwen2_vl")
+# Pictures are tiles behind one another; their number is in that of the tokens. Frames are pictures.
+IN_TILES = ("internvl", "smolvlm", "idefics3")
 
 # One checkpoint of each family.
 FAMILIES = {spec.model_type: name for name, spec in reversed(CHECKPOINTS.items())}.values()
@@ -211,10 +228,11 @@ def make_turn(name: str, pieces: Sequence[Piece], seed: int = 0) -> dict[str, Te
         return turn
     if pictures:
         turn |= _tiles(family, pictures, lone, noise)
-    if videos and family == "internvl":
+    if videos and family in IN_TILES:
+        nested = int(family != "internvl")
         pixels = [turn[key] for key in ("pixel_values",) if key in turn]
-        pixels += [noise(count, 3, TILE, TILE) for count, _, _ in videos]
-        turn["pixel_values"] = torch.cat(pixels)
+        pixels += [noise(*[1] * nested, count, 3, TILE, TILE) for count, _, _ in videos]
+        turn["pixel_values"] = torch.cat(pixels, nested)
     elif videos:
         frames = [noise(count, 3, TILE, TILE) for count, _, _ in videos]
         turn["pixel_values_videos"] = torch.stack(frames)
@@ -227,7 +245,7 @@ def join_turns(*turns: dict[str, Tensor]) -> dict[str, Tensor]:
     for key in {key: None for turn in turns for key in turn}:
         parts = [turn[key] for turn in turns if key in turn]
         row_wise = key in ("input_ids", "attention_mask", "mm_token_type_ids")
-        if key == "pixel_values" and parts[0].dim() == 5:
+        if key == "pixel_values":
             parts = _pad_tiles(parts)
         joined[key] = torch.cat(parts, dim=1 if row_wise else 0)
     return joined
@@ -244,7 +262,7 @@ def pad_left(turns: Sequence[dict[str, Tensor]], pad_id: int = 0) -> dict[str, T
                 fill = pad_id if key == "input_ids" else 0
                 value = torch.nn.functional.pad(value, (missing, 0), value=fill)
             rows.setdefault(key, []).append(value)
-    if "pixel_values" in rows and rows["pixel_values"][0].dim() == 5:
+    if "pixel_values" in rows:
         rows["pixel_values"] = _pad_tiles(rows["pixel_values"])
     return {key: torch.cat(values) for key, values in rows.items()}
 
@@ -257,6 +275,12 @@ def _image_ids(spec: Checkpoint, size: tuple[int, int], lone: bool) -> list[int]
     if family == "internvl":
         whole = _tile_count(size) * SIDE * SIDE // 4
         return [VISION_START, *[IMAGE_ID] * whole, VISION_END]
+    if family in IN_TILES:  # their places in the picture stand before the tiles
+        tiles = [(VISION_START, 3 + i, *[IMAGE_ID] * 4) for i in range(_split_count(size))]
+        return [*(token for tile in tiles for token in tile), VISION_END]
+    if family == "mistral3":
+        row = [*[IMAGE_ID] * (size[1] // PATCH // 2), VISION_START]
+        return [*(row * (size[0] // PATCH // 2))[:-1], VISION_END]
     if family == "llava":
         whole = spec.extra.get("vision_feature_select_strategy") == "full"
         return [IMAGE_ID] * (SIDE * SIDE + whole)
@@ -269,10 +293,12 @@ def _video_ids(family: str, size: tuple[int, int, int], source: torch.Generator)
     frames, high, wide = size
     if family == "llava_onevision":
         return [VIDEO_ID] * (frames * math.ceil(SIDE / 2) ** 2 + 1)
-    if family == "internvl":
+    if family == "llava_next_video":
+        return [VIDEO_ID] * (frames * (SIDE // 2) ** 2)
+    if family in IN_TILES:
         frame = [VISION_START, *[IMAGE_ID] * (SIDE * SIDE // 4), VISION_END]
         return [token for index in range(frames) for token in (3 + index, *frame)]
-    if family == "qwen2_5_vl":
+    if family in ("qwen2_5_vl", "qwen2_vl"):
         count = (frames // 2) * (high // PATCH // 2) * (wide // PATCH // 2)
         return [VISION_START, *[VIDEO_ID] * count, VISION_END]
     ids: list[int] = []
@@ -299,9 +325,14 @@ def _tiles(
 ) -> dict[str, Tensor]:
     if family == "llava":
         return {"pixel_values": noise(len(sizes), 3, TILE, TILE)}
-    if family == "internvl":  # tiles behind one another; their number is in that of the tokens
+    if family == "internvl":
         return {"pixel_values": noise(sum(map(_tile_count, sizes)), 3, TILE, TILE)}
-    tiled = family == "llava_next" or lone
+    if family in IN_TILES:
+        return {"pixel_values": noise(1, sum(map(_split_count, sizes)), 3, TILE, TILE)}
+    if family == "mistral3":
+        pixels = _pad_tiles([noise(1, 3, *size) for size in sizes])
+        return {"pixel_values": torch.cat(pixels), "image_sizes": torch.tensor(sizes)}
+    tiled = family in ("llava_next", "llava_next_video") or lone
     counts = [_tile_count(size) if tiled else 1 for size in sizes]
     pixels = [noise(1, count, 3, TILE, TILE) for count in counts]
     made = {"pixel_values": torch.cat(_pad_tiles(pixels)), "image_sizes": torch.tensor(sizes)}
@@ -313,6 +344,11 @@ def _tiles(
 def _tile_count(size: tuple[int, int]) -> int:
     high, wide = select_best_resolution(size, PINPOINTS)
     return 1 + (high // TILE) * (wide // TILE)
+
+
+def _split_count(size: tuple[int, int]) -> int:
+    tiles = math.ceil(size[0] / TILE) * math.ceil(size[1] / TILE)
+    return tiles + 1 if tiles > 1 else 1
 
 
 def _anyres_tokens(size: tuple[int, int], most_tiles: int | None) -> int:
@@ -332,8 +368,11 @@ def _anyres_tokens(size: tuple[int, int], most_tiles: int | None) -> int:
 
 
 def _pad_tiles(pixels: list[Tensor]) -> list[Tensor]:
-    most = max(part.shape[1] for part in pixels)
-    return [
-        torch.nn.functional.pad(part, (0, 0, 0, 0, 0, 0, 0, most - part.shape[1]))
-        for part in pixels
-    ]
+    """Fill up with zeros to the most tiles, height and width (all axes but the first)."""
+    most = [max(sizes) for sizes in zip(*(part.shape for part in pixels), strict=True)]
+    made = []
+    for part in pixels:
+        missing = [most[axis] - part.shape[axis] for axis in range(1, part.dim())]
+        ends = [end for count in reversed(missing) for end in (0, count)]
+        made.append(torch.nn.functional.pad(part, ends))
+    return made

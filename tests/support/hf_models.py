@@ -21,10 +21,10 @@ def with_positions_of_the_paper(model: Any) -> Any:
 
     Qwen2-VL's paper, section 2.1; transformers 5.2 and vLLM. Other families stay as they are.
     """
-    if model.config.model_type != "qwen2_5_vl":
+    if model.config.model_type not in ("qwen2_vl", "qwen2_5_vl"):
         return model
     vision = model.config.vision_config
-    merge, rate = vision.spatial_merge_size, vision.tokens_per_second
+    merge, rate = vision.spatial_merge_size, getattr(vision, "tokens_per_second", 1)
 
     def get_rope_index(
         input_ids: Tensor,

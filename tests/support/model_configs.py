@@ -44,9 +44,14 @@ def config_of(spec: Checkpoint) -> Any:
         "qwen3_vl": _qwen3_vl,
         "qwen3_vl_moe": _qwen3_vl,
         "qwen2_5_vl": _qwen2_5_vl,
+        "qwen2_vl": _qwen2_vl,
+        "idefics3": _idefics,
+        "smolvlm": _idefics,
         "internvl": _internvl,
         "llava": _llava,
         "llava_next": _llava_next,
+        "llava_next_video": _llava_next,
+        "mistral3": _mistral3,
         "llava_onevision": _llava_onevision,
     }.get(spec.model_type)
     return _text_config(spec, spec.model_type) if build is None else build(spec)
@@ -93,13 +98,52 @@ def _llava(spec: Checkpoint) -> Any:
     )
 
 
+def _mistral3(spec: Checkpoint) -> Any:
+    vision = transformers.PixtralVisionConfig(
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        image_size=64,
+        patch_size=PATCH,
+    )
+    return transformers.Mistral3Config(
+        vision_config=vision,
+        text_config=_text_config(spec, spec.text_type),
+        image_token_index=IMAGE_ID,
+        tie_word_embeddings=spec.tied,
+        **spec.extra,
+    )
+
+
+def _idefics(spec: Checkpoint) -> Any:
+    vision = {
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "image_size": TILE,
+        "patch_size": PATCH,
+    }
+    return transformers.CONFIG_MAPPING[spec.model_type](
+        vision_config=vision,
+        text_config=_text_config(spec, spec.text_type),
+        image_token_id=IMAGE_ID,
+        scale_factor=2,
+        tie_word_embeddings=spec.tied,
+        **spec.extra,
+    )
+
+
 def _llava_next(spec: Checkpoint) -> Any:
-    return transformers.LlavaNextConfig(
+    video = {"video_token_index": VIDEO_ID} if spec.model_type == "llava_next_video" else {}
+    return transformers.CONFIG_MAPPING[spec.model_type](
         vision_config=_clip(spec),
         text_config=_text_config(spec, spec.text_type),
         image_token_index=IMAGE_ID,
         image_grid_pinpoints=PINPOINTS,
         tie_word_embeddings=spec.tied,
+        **video,
         **spec.extra,
     )
 
@@ -170,6 +214,30 @@ def _qwen2_5_vl(spec: Checkpoint) -> Any:
         "fullatt_block_indexes": [1],
     }
     return transformers.Qwen2_5_VLConfig(
+        text_config=text.to_dict(), vision_config=vision, **_qwen_tokens(spec)
+    )
+
+
+def _qwen2_vl(spec: Checkpoint) -> Any:
+    half = spec.head_dim // 2
+    side = half // 3
+    text = _text_config(spec, "qwen2_vl_text")
+    text.rope_parameters = {
+        "rope_type": "default",
+        "rope_theta": 10000.0,
+        "mrope_section": [half - 2 * side, side, side],
+    }
+    vision = {
+        "depth": 2,
+        "embed_dim": 32,
+        "mlp_ratio": 2,
+        "num_heads": 2,
+        "patch_size": PATCH,
+        "spatial_merge_size": 2,
+        "temporal_patch_size": 2,
+        "hidden_size": spec.heads * spec.head_dim,
+    }
+    return transformers.Qwen2VLConfig(
         text_config=text.to_dict(), vision_config=vision, **_qwen_tokens(spec)
     )
 

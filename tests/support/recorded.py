@@ -113,7 +113,8 @@ def talk(engine: Engine) -> tuple[Session, Trace]:
     ):
         sampling = Sampling(max_new_tokens=6)
         list(session.send(text, images=images, videos=videos, sampling=sampling))
-    session.set_budget(5)
+    if engine.policy.evicts:
+        session.set_budget(5)
     list(session.send("what is at row 1, column 1?", sampling=Sampling(max_new_tokens=4)))
     return session, trace
 

@@ -28,7 +28,11 @@ _OF_VIDEOS = {
     "qwen3_vl_moe": ("qwen3_vl", "Qwen3VLVideoProcessor"),
     "qwen2_5_vl": ("qwen2_vl", "Qwen2VLVideoProcessor"),
     "internvl": ("internvl", "InternVLVideoProcessor"),
+    "qwen2_vl": ("qwen2_vl", "Qwen2VLVideoProcessor"),
+    "smolvlm": ("smolvlm", "SmolVLMVideoProcessor"),
 }
+# A processor whose module imports torchvision.
+_APART = {"PixtralProcessor": "transformers.models.pixtral.processing_pixtral"}
 _MODES = {0: "nearest-exact", 2: "bilinear", 3: "bicubic"}
 
 
@@ -36,13 +40,7 @@ _MODES = {0: "nearest-exact", 2: "bilinear", 3: "bicubic"}
 def video_processor_class(model_type: str) -> Any:
     """Return the video processor of a family as a class that can be used."""
     folder, name = _OF_VIDEOS[model_type]
-    names = ("torchvision", "transforms", "v2", "functional")
-    absent = {".".join(names[: i + 1]): ModuleType(names[i]) for i in range(len(names))}
-    with patch.dict(sys.modules, absent):
-        for parent, child in zip(list(absent)[:-1], list(absent)[1:], strict=True):
-            setattr(absent[parent], child.rpartition(".")[2], absent[child])
-        absent["torchvision.transforms.v2.functional"].InterpolationMode = None  # type: ignore[attr-defined]
-        module = importlib.import_module(f"transformers.models.{folder}.video_processing_{folder}")
+    module = _imported(f"transformers.models.{folder}.video_processing_{folder}")
     base: Any = importlib.import_module("transformers.video_processing_utils").BaseVideoProcessor
 
     class WithoutTorchvision(base):
@@ -74,10 +72,24 @@ def video_processor_class(model_type: str) -> Any:
     return type(name, (getattr(module, name), WithoutTorchvision), {})
 
 
+def _imported(name: str) -> Any:
+    """Import a module as if torchvision were there."""
+    names = ("torchvision", "transforms", "v2", "functional")
+    absent = {".".join(names[: i + 1]): ModuleType(names[i]) for i in range(len(names))}
+    with patch.dict(sys.modules, absent):
+        for parent, child in zip(list(absent)[:-1], list(absent)[1:], strict=True):
+            setattr(absent[parent], child.rpartition(".")[2], absent[child])
+        absent["torchvision.transforms.v2.functional"].InterpolationMode = None  # type: ignore[attr-defined]
+        return importlib.import_module(name)
+
+
 def processor_of(folder: Path) -> Any:
     """Load transformers' processor of a checkpoint; its videos' part where mmkv reads videos."""
     model_type = json.loads((folder / "config.json").read_text())["model_type"]
-    kind: Any = getattr(transformers, PROCESSOR_MAPPING_NAMES[model_type])
+    name = PROCESSOR_MAPPING_NAMES[model_type]
+    kind: Any = getattr(_imported(_APART[name]) if name in _APART else transformers, name)
+    if model_type == "smolvlm":  # which refuses to start without this package
+        importlib.import_module(kind.__module__).num2words = str  # type: ignore[attr-defined]
 
     class AsAssembled(kind):
         def check_argument_for_proper_class(self, name: str, argument: Any) -> Any:
@@ -89,7 +101,12 @@ def processor_of(folder: Path) -> Any:
     stored = json.loads(file.read_text()) if file.exists() else {}
     aside = ("processor_class", "image_processor", "video_processor")
     parts = {key: value for key, value in stored.items() if key not in aside}
-    parts["image_processor"] = AutoImageProcessor.from_pretrained(folder, backend="pil")
+    pictures, form = AutoImageProcessor, {"backend": "pil"}
+    if model_type in ("idefics3", "smolvlm"):  # which transformers 5.17 does not find in this form
+        where = f"transformers.models.{model_type}.image_processing_pil_{model_type}"
+        module = importlib.import_module(where)
+        pictures, form = getattr(module, module.__all__[0]), {}
+    parts["image_processor"] = pictures.from_pretrained(folder, **form)
     parts["tokenizer"] = transformers.AutoTokenizer.from_pretrained(folder)
     if model_type in _OF_VIDEOS:
         parts["video_processor"] = video_processor_class(model_type).from_pretrained(folder)

@@ -10,23 +10,30 @@ from transformers import PreTrainedConfig
 from mmkv.engine.errors import ModelError
 from mmkv.engine.model.families.base import Family, Turn
 from mmkv.engine.model.families.features import IMAGE, TEXT, VIDEO, Features
+from mmkv.engine.model.families.idefics import IdeficsFamily
 from mmkv.engine.model.families.llava import (
     InternVLFamily,
     LlavaFamily,
     LlavaNextFamily,
+    LlavaNextVideoFamily,
     LlavaOnevisionFamily,
+    Mistral3Family,
 )
-from mmkv.engine.model.families.qwen_vl import Qwen3VLFamily, Qwen25VLFamily
+from mmkv.engine.model.families.qwen_vl import Qwen2VLFamily, Qwen3VLFamily, Qwen25VLFamily
 from mmkv.engine.model.families.text import Phi3Family, TextFamily
 from mmkv.engine.registry import Registry
 
 FAMILIES: tuple[type[Family], ...] = (
     Qwen3VLFamily,
     Qwen25VLFamily,
+    Qwen2VLFamily,
+    IdeficsFamily,
     LlavaFamily,
     LlavaNextFamily,
+    LlavaNextVideoFamily,
     LlavaOnevisionFamily,
     InternVLFamily,
+    Mistral3Family,
     TextFamily,
     Phi3Family,
 )
@@ -113,7 +120,8 @@ def family_for(config: Any) -> type[Family]:
         )
     if getattr(config, "quantization_config", None) is not None:
         raise ModelError(
-            "quantised checkpoints are not supported; use the float16, bfloat16 or float32 one"
+            "a model that transformers holds quantised cannot be read; load the checkpoint by "
+            "Engine.from_pretrained, or the float16, bfloat16 or float32 one"
         )
     return family
 
@@ -133,11 +141,15 @@ __all__ = [
     "VIDEO",
     "Family",
     "Features",
+    "IdeficsFamily",
     "InternVLFamily",
     "LlavaFamily",
     "LlavaNextFamily",
+    "LlavaNextVideoFamily",
     "LlavaOnevisionFamily",
+    "Mistral3Family",
     "Phi3Family",
+    "Qwen2VLFamily",
     "Qwen3VLFamily",
     "Qwen25VLFamily",
     "TextFamily",

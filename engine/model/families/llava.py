@@ -1,8 +1,9 @@
 """LLaVA-1.5 and those that give a picture a row of features as it does: InternVL, NeXT, OneVision.
 
 They differ in tiles: one fixed grid a picture (1.5), tiles of a picture through one tower with four
-patches a token (InternVL3), a thumbnail plus the tiles of the best fitting grid (NeXT), tiles for a
-single picture but one grid each for several, and video (OneVision).
+patches a token (InternVL3), a thumbnail plus the tiles of the best fitting grid (NeXT; with video:
+NeXT-Video), tiles for a single picture but one grid each for several, and video (OneVision), none
+but a grid of the picture's own size (Mistral 3).
 """
 
 from __future__ import annotations
@@ -36,10 +37,25 @@ class LlavaFamily(Family):
     pixel_dims: ClassVar[tuple[int, ...]] = (4,)
 
     def pictures(self, kind: int, inputs: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-        """Return the pixels of each picture or tile; towers of pictures' own sizes have one."""
-        if self.config.vision_config.model_type == "pixtral":
+        """Return the pixels of each picture or tile; what will be refused is one."""
+        if not self.own_sizes:
+            return self.apart(kind, inputs, 4)
+        try:
+            pixels = floats(inputs, "pixel_values")
+            sizes = picture_sizes(inputs, len(pixels))
+        except InputError:
             return [inputs]
-        return self.apart(kind, inputs, 4)
+        if pixels.dim() != 4:
+            return [inputs]
+        return [
+            {"pixel_values": row[..., : int(size[0, 0]), : int(size[0, 1])], "image_sizes": size}
+            for row, size in zip(pixels.split(1), sizes.split(1), strict=True)
+        ]
+
+    @property
+    def own_sizes(self) -> bool:
+        """Return whether the tower keeps each picture's own size: Pixtral's does."""
+        return self.config.vision_config.model_type == "pixtral"
 
     def apart(self, kind: int, inputs: Mapping[str, Any], dims: int) -> list[Mapping[str, Any]]:
         """Return each row of pixels of so many dimensions; what will be refused is one."""
@@ -53,27 +69,41 @@ class LlavaFamily(Family):
     def encode(
         self, kind: int, pictures: Sequence[Mapping[str, Any]], device: torch.device | str
     ) -> list[Features]:
-        """Return the features of each of some pictures or videos, which are read together."""
-        if len(pictures) == 1:
+        """Return the features of each of some pictures or videos, read together where that can
+        be.
+        """
+        if len(pictures) == 1 or self.own_sizes:
             return super().encode(kind, pictures, device)
         return self.encode_together(kind, pictures, [1] * len(pictures), device)
 
     def image_features(self, inputs: Mapping[str, Any], device: torch.device | str) -> Features:
         """Return the features of all pictures of a turn, in order."""
-        arguments, vision = self.selection(), self.config.vision_config
+        arguments, side = self.selection(), self.config.vision_config.patch_size
         pixels = self.pixels(inputs, "pixel_values", self.pixel_dims, device)
-        # The one tower that keeps each picture's own size.
-        own_sizes = vision.model_type == "pixtral"
-        sizes = picture_sizes(inputs, len(pixels)) if own_sizes else None
-        side = vision.patch_size
         patch = side**2 if isinstance(side, int) else math.prod(side)
-        made = []
-        for these in passes([math.prod(pixels.shape[-2:]) // patch] * len(pixels)):
+        made, each = [], passes([math.prod(pixels.shape[-2:]) // patch] * len(pixels))
+        sizes = picture_sizes(inputs, len(pixels)) if self.own_sizes else None
+        if sizes is not None:  # alone, none needs a mask against the others, nor padding
+            each = (slice(i, i + 1) for i in range(len(pixels)))
+        for these in each:
+            shown = pixels[these]
             if sizes is not None:
                 arguments["image_sizes"] = sizes[these]
-            output = self.hf.model.get_image_features(pixel_values=pixels[these], **arguments)
+                shown = self._cropped(shown, sizes[these])
+            output = self.hf.model.get_image_features(pixel_values=shown, **arguments)
             made.append(Features(rows_of(output.pooler_output)))
         return joined(made)
+
+    def _cropped(self, pixels: torch.Tensor, sizes: torch.Tensor) -> torch.Tensor:
+        """Return one picture without padding. Raises InputError for a size it cannot have."""
+        height, width = (int(edge) for edge in sizes[0])
+        least = self.config.vision_config.patch_size * getattr(self.config, "spatial_merge_size", 1)
+        if height > pixels.shape[-2] or width > pixels.shape[-1] or min(height, width) < least:
+            raise InputError(
+                f"image_sizes has a picture of {height}x{width} pixels in pixel_values of "
+                f"{pixels.shape[-2]}x{pixels.shape[-1]}; pass the processor's output unchanged"
+            )
+        return pixels[..., :height, :width]
 
     def selection(self) -> dict[str, Any]:
         """Return the tower layers that feed the projector, and whether the class token is cut off.
@@ -107,8 +137,7 @@ class LlavaFamily(Family):
             )
         size = getattr(self.config.vision_config, "image_size", None)
         size = (size, size) if isinstance(size, int) else size
-        fixed = self.config.vision_config.model_type != "pixtral"
-        if fixed and size is not None and tuple(pixels.shape[-2:]) != tuple(size):
+        if not self.own_sizes and size is not None and tuple(pixels.shape[-2:]) != tuple(size):
             raise InputError(
                 f"{key} holds pictures of {pixels.shape[-2]}x{pixels.shape[-1]} pixels and the "
                 f"vision tower reads {size[0]}x{size[1]}; use this checkpoint's processor"
@@ -124,6 +153,22 @@ class InternVLFamily(LlavaFamily):
     """
 
     model_types: ClassVar[tuple[str, ...]] = ("internvl",)
+
+
+class Mistral3Family(LlavaFamily):
+    """Pixtral's tower, which keeps each picture's own size, and four patches a token.
+
+    Text tokens stand between the rows of a picture.
+    """
+
+    model_types: ClassVar[tuple[str, ...]] = ("mistral3",)
+
+    def selection(self) -> dict[str, Any]:
+        """Return the tower layers that feed the projector."""
+        return {
+            "vision_feature_layer": self.config.vision_feature_layer,
+            "return_dict": True,
+        }
 
 
 class LlavaNextFamily(LlavaFamily):
@@ -155,15 +200,28 @@ class LlavaNextFamily(LlavaFamily):
         return {}
 
 
-class LlavaOnevisionFamily(LlavaNextFamily):
-    """As LLaVA-NeXT, with pooled video frames and a limit on the tiles of a picture."""
+class LlavaNextVideoFamily(LlavaNextFamily):
+    """As LLaVA-NeXT, with pooled video frames, all of one grid."""
 
-    model_types: ClassVar[tuple[str, ...]] = ("llava_onevision",)
+    model_types: ClassVar[tuple[str, ...]] = ("llava_next_video",)
     pixel_keys: ClassVar[dict[int, str]] = {IMAGE: "pixel_values", VIDEO: "pixel_values_videos"}
 
     def pictures(self, kind: int, inputs: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-        """Return each video; the pictures of a turn are one, for a lone one has more tiles."""
+        """Return each video; the pictures of a turn, padded to one number of tiles, are one."""
         return self.apart(kind, inputs, 5) if kind == VIDEO else [inputs]
+
+    def video_features(self, inputs: Mapping[str, Any], device: torch.device | str) -> Features:
+        """Return the features of all videos of a turn, frame by frame."""
+        pixels = self.pixels(inputs, "pixel_values_videos", (5,), device)
+        # By place: the versions name this argument differently.
+        output = self.hf.model.get_video_features(pixels, **self.selection())
+        return Features(rows_of(output.pooler_output))
+
+
+class LlavaOnevisionFamily(LlavaNextVideoFamily):
+    """As LLaVA-NeXT, with pooled video frames and a limit on the tiles of a picture."""
+
+    model_types: ClassVar[tuple[str, ...]] = ("llava_onevision",)
 
     def extra_arguments(self, inputs: Mapping[str, Any], pictures: int) -> dict[str, Any]:
         """Return how many pictures stand in the turn: only a lone one was cut into tiles."""

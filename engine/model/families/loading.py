@@ -6,7 +6,7 @@ import functools
 import importlib.util
 import json
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -24,16 +24,35 @@ from mmkv.engine.model.families.base import end_tokens
 from mmkv.engine.model.families.config import read_config, whole_config
 from mmkv.engine.model.families.deferred import DeferredModel
 from mmkv.engine.model.families.tower import hold_tower
-from mmkv.engine.model.families.vision import build_vision, import_beside, require_finite_rest
+from mmkv.engine.model.families.vision import (
+    Unread,
+    build_vision,
+    import_beside,
+    require_finite_rest,
+)
 from mmkv.engine.model.finite import require_finite
 from mmkv.engine.model.gguf.file import SUFFIX
 from mmkv.engine.model.gguf.tensors import GgufTensors
+from mmkv.engine.model.lora import AdaptedTensors
 from mmkv.engine.model.panel_files import PanelStore, with_panels
 from mmkv.engine.model.product import Kernels, WeightForm
+from mmkv.engine.model.quantised import QuantisedTensors, settings_of
 from mmkv.engine.model.settings import require_sizes
-from mmkv.engine.model.source import checkpoint_file, files_of, locate
+from mmkv.engine.model.source import (
+    PICKLED,
+    PICKLED_INDEX,
+    checkpoint_file,
+    files_of,
+    find_adapter,
+    locate,
+)
 from mmkv.engine.model.spec import DecoderSpec, RopeSpec, sparse_layers
-from mmkv.engine.model.stored import COMPUTED, StoredTensors, read_text_weights
+from mmkv.engine.model.stored import (
+    COMPUTED,
+    PickledTensors,
+    StoredTensors,
+    read_text_weights,
+)
 from mmkv.engine.model.weights import DecoderWeights
 
 _DTYPES = {
@@ -41,6 +60,7 @@ _DTYPES = {
     "bfloat16": torch.bfloat16,
     "float16": torch.float16,
 }
+_16_BITS = (torch.bfloat16, torch.float16)
 
 
 def load(
@@ -52,6 +72,7 @@ def load(
     form: str = "auto",
     kernels: Kernels | None = None,
     label: str | None = None,
+    adapter: str | Path | None = None,
 ) -> tuple[Family, DecoderSpec, DecoderWeights]:
     """Read a checkpoint: each shard once, into the dtype used.
 
@@ -64,11 +85,11 @@ def load(
         dtype: see :func:`resolve_dtype`. device: see :func:`resolve_device`.
         progress: called with a few words on what is being done.
         pictures: some will come: what reads them is imported beside the weights.
-        form: how matrices are held where the dtype is float32 and the device a CPU: ``auto``,
-            ``bf16``, ``int8`` or ``int4``.
+        form: how matrices are held: ``auto``, ``bf16``, ``int8`` or ``int4``.
         kernels: what multiplies by them; None: torch. With a product of their own, matrices that
             bfloat16 holds exactly are held in it under ``auto``.
         label: what messages call the checkpoint; None: as it is named.
+        adapter: folder or hub id of a LoRA adapter that is merged into the weights.
 
     Returns:
         The family (which keeps the vision side), the sizes, and the text weights, of which there
@@ -84,7 +105,7 @@ def load(
     with _explaining(name, source):
         say = progress or (lambda _: None)
         holding = functools.partial(WeightForm.of, form, kernels or Kernels())
-        return _load(name, source, dtype, where, say, pictures, holding)
+        return _load(name, source, dtype, where, say, pictures, holding, adapter)
 
 
 def _load(
@@ -95,10 +116,12 @@ def _load(
     say: Callable[[str], None],
     pictures: bool,
     holding_of: Callable[[torch.dtype, torch.device, bool], WeightForm | None],
+    adapter: str | Path | None,
 ) -> tuple[Family, DecoderSpec, DecoderWeights]:
     local = Path(source).is_dir() or not hub.hub_reachable()
     say("reading the config")
     config = read_config(source, local)
+    quantised = settings_of(config)
     family_type = family_for(config)
     require_sizes(config)
     precision = resolve_dtype(dtype, config, where)
@@ -106,6 +129,8 @@ def _load(
     holding = holding_of(precision, where, experts)
     say("reading the weights")
     load_whole = functools.partial(_model, name, source, local, family_type)
+    files = None if adapter is None else find_adapter(str(adapter))
+    opened = functools.partial(_opened, source, quantised, config, files, family_type.text_places)
     if family_type in FAMILIES:
         text_config = config.get_text_config()
         spec = DecoderSpec.from_config(
@@ -116,7 +141,7 @@ def _load(
         )
         with import_beside(family_type, config, pictures):
             weights = _stored_weights(
-                name, source, family_type, config, spec, precision, where, holding
+                name, source, opened(), family_type, config, spec, precision, where, holding
             )
         if weights is not None:
             say("preparing the decoder")
@@ -124,7 +149,7 @@ def _load(
 
             @_explaining(name, source)
             def build(shared: DecoderWeights) -> tuple[Any, str | None]:
-                stored = _stored(source, config)
+                stored = opened()
                 if stored is None:
                     raise ModelError(f"the weights of {name} are gone; get the checkpoint again")
                 whole = whole_config(config, source, local)
@@ -133,7 +158,11 @@ def _load(
 
             model = DeferredModel(config, ends, spec.vocab_size, functools.partial(build, weights))
             return family_type(model), spec, weights
-    hf_model = load_whole(whole_config(config, source, local), precision, where)
+    stored = opened()
+    # transformers reads plain safetensors by itself.
+    others = stored is not None and type(stored) is not StoredTensors
+    tensors = {part: Unread(stored, part) for part in stored.names} if stored and others else None
+    hf_model = load_whole(whole_config(config, source, local), precision, where, tensors)
     say("preparing the decoder")
     text_model = family_type.text_model(hf_model)
     family = family_type(hf_model)
@@ -206,6 +235,7 @@ def resolve_dtype(dtype: str | torch.dtype, config: Any, device: torch.device) -
 def _stored_weights(
     name: str,
     source: str,
+    stored: StoredTensors | None,
     family_type: type[Family],
     config: Any,
     spec: DecoderSpec,
@@ -213,7 +243,6 @@ def _stored_weights(
     device: torch.device,
     holding: WeightForm | None,
 ) -> DecoderWeights | None:
-    stored = _stored(source, config)
     if stored is None:
         return None
     tied = bool(getattr(config, "tie_word_embeddings", False))
@@ -229,7 +258,7 @@ def _stored_weights(
         return made
 
     if holding is None or not holding.packs:
-        found = read(PanelStore())
+        found, note = read(PanelStore()), None
     else:
         below = tuple(prefix for prefix, _ in places) + tuple(head for _, head in places)
         text = [part for part in stored.names if part.startswith(below) and ".experts." not in part]
@@ -240,20 +269,13 @@ def _stored_weights(
         layers = [part for part in text if ".layers." in part]
         inside = stored.numbers_of(layers)
         size = holding.bytes_of(inside, "layers.") + holding.bytes_of(numbers - inside)
-        found, note = with_panels(read, stored.files, name, form, numbers, size)
-        if found is not None:
-            found.note = note
-    if found is not None and isinstance(stored, GgufTensors) and stored.widened(found.form):
-        said = (
-            f"quantised numbers are held as {str(dtype).removeprefix('torch.')} "
-            f"({format_bytes(found.nbytes())}); --weights int8 or int4 takes less"
+        found, note = with_panels(
+            read, stored.files, name, form, numbers, size, settings=stored.settings
         )
-        found.note = "; ".join(filter(None, (found.note, said if device.type == "cpu" else None)))
-    if found is None and isinstance(stored, GgufTensors):
-        raise ModelError(
-            f"the tensors of {name} are not those of a {text_config.model_type} of the sizes that "
-            "its metadata say; get the original file"
-        )
+    if found is not None:
+        found.note = "; ".join(filter(None, (stored.note, note))) or None
+    if isinstance(stored, GgufTensors):
+        _require_found(found, stored, name, text_config.model_type)
     if found is None and spec.matrix_numbers(text_config) > 2 * stored.numbers:
         # transformers would fill what is not there with random numbers, whatever its size.
         raise ModelError(
@@ -263,12 +285,59 @@ def _stored_weights(
     return found
 
 
-def _stored(source: str, config: Any) -> StoredTensors | None:
-    """Return a checkpoint's safetensors or GGUF files, None where it has none."""
-    files = files_of(functools.partial(checkpoint_file, source))
-    if files is not None and files[0].suffix.lower() == SUFFIX:
-        return GgufTensors(files, config)
-    return None if files is None else StoredTensors(files)
+def _opened(
+    source: str,
+    quantised: dict[str, Any] | None,
+    config: Any,
+    adapter: tuple[Path, Path] | None,
+    places: Sequence[tuple[str, str]],
+) -> StoredTensors | None:
+    """Return the tensors of a checkpoint's weight files, None where it has none.
+
+    Args:
+        quantised: what its config says of quantisation, None where it says nothing.
+        config: of the whole model.
+        adapter: config and weights of an adapter to merge, or None.
+        places: where the files may hold the text model.
+    """
+    find = functools.partial(checkpoint_file, source)
+    stored: StoredTensors | None = None
+    if (files := files_of(find)) is not None:
+        gguf = files[0].suffix.lower() == SUFFIX
+        stored = GgufTensors(files, config) if gguf else StoredTensors(files)
+    elif (files := files_of(find, PICKLED, PICKLED_INDEX)) is not None:
+        stored = PickledTensors(files)
+    if stored is not None and quantised is not None:
+        own = getattr(config, "dtype", None) or getattr(config.get_text_config(), "dtype", None)
+        dtype = own if own in _16_BITS else torch.bfloat16
+        stored = QuantisedTensors(stored, quantised, dtype)
+    if adapter is None:
+        return stored
+    if stored is None:
+        raise ModelError(
+            f"an adapter is merged into weights that are here, and {source} is not; fetch it "
+            "first: mmkv pull OWNER/NAME"
+        )
+    return AdaptedTensors(stored, *adapter, places)
+
+
+def _require_found(found: DecoderWeights | None, stored: GgufTensors, name: str, kind: str) -> None:
+    """Check what was read of a GGUF file; add a line where it takes much more than the file.
+
+    Raises:
+        ModelError: nothing was.
+    """
+    if found is None:
+        raise ModelError(
+            f"the tensors of {name} are not those of a {kind} of the sizes that its metadata say; "
+            "get the original file"
+        )
+    if found.embed.device.type == "cpu" and stored.widened(found.form):
+        said = (
+            f"quantised numbers are held as {str(found.dtype).removeprefix('torch.')} "
+            f"({format_bytes(found.nbytes())}); --weights int8 or int4 takes less"
+        )
+        found.note = "; ".join(filter(None, (found.note, said)))
 
 
 def _generation_config(source: str) -> dict[str, Any]:

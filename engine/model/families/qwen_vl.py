@@ -1,7 +1,7 @@
 """Qwen-VL: pictures and videos of any size, M-RoPE positions (t, h, w).
 
-Qwen3-VL, dense and with experts, adds features to the first layers (deepstack); Qwen2.5-VL has
-M-RoPE in sections, and places videos by seconds.
+Qwen3-VL, dense and with experts, adds features to the first layers (deepstack); Qwen2-VL and
+Qwen2.5-VL have M-RoPE in sections, and the latter places videos by seconds.
 """
 
 from __future__ import annotations
@@ -197,19 +197,17 @@ class Qwen3VLFamily(Family):
 _SECONDS = "second_per_grid_ts"
 
 
-class Qwen25VLFamily(Qwen3VLFamily):
-    """As Qwen3-VL, but for three things.
-
-    The frequencies of M-RoPE lie in sections, there is no deepstack, and a video is one run of
-    tokens, whose temporal positions are its seconds.
+class Qwen2VLFamily(Qwen3VLFamily):
+    """As Qwen3-VL, but the frequencies of M-RoPE lie in sections, there is no deepstack, and a
+    video is one run of tokens.
 
     What follows a video starts behind the largest of its positions, as Qwen2-VL's paper has it
     (section 2.1), and the weights were trained: transformers 5.2 and vLLM do so. transformers 5.23
-    starts it where the height or width of the frames ends, which the seconds of a long video have
-    passed.
+    starts it where the height or width of the frames ends, which a long video has passed.
     """
 
-    model_types: ClassVar[tuple[str, ...]] = ("qwen2_5_vl",)
+    model_types: ClassVar[tuple[str, ...]] = ("qwen2_vl",)
+    text_types: ClassVar[tuple[str, ...]] = ("qwen2_vl_text",)
     text_places: ClassVar[tuple[tuple[str, str], ...]] = (
         *Family.text_places,
         ("model.", "lm_head.weight"),  # before transformers 4.52
@@ -232,10 +230,10 @@ class Qwen25VLFamily(Qwen3VLFamily):
         if grid is None or not len(videos):
             return made
         made = made.clone()
-        seconds = self._seconds(inputs, len(grid)) * self.config.vision_config.tokens_per_second
+        steps = self._steps(inputs, len(grid))
         merged = self.config.vision_config.spatial_merge_size**2
         sizes = (grid.prod(-1) // merged).tolist()
-        for tokens, patches, apart in zip(videos.split(sizes), grid[:, 0], seconds, strict=True):
+        for tokens, patches, apart in zip(videos.split(sizes), grid[:, 0], steps, strict=True):
             times = (torch.arange(int(patches)) * apart).long()
             start = made[1, tokens[0]]  # the first row of a video stands where the video does
             made[0, tokens] = start + times.repeat_interleave(len(tokens) // len(times))
@@ -244,17 +242,29 @@ class Qwen25VLFamily(Qwen3VLFamily):
                 made[:, behind:] += made[:, tokens].max() + 1 - made[1, behind]
         return made
 
-    def _seconds(self, inputs: Mapping[str, Any], videos: int) -> Tensor:
-        """Return the seconds between two temporal patches of each video; 1 where none are given."""
+    def _steps(self, inputs: Mapping[str, Any], videos: int) -> Tensor:
+        """Return how far the positions of two temporal patches of each video lie apart."""
+        return torch.ones(videos)
+
+
+class Qwen25VLFamily(Qwen2VLFamily):
+    """As Qwen2-VL, but the temporal positions of a video are its seconds."""
+
+    model_types: ClassVar[tuple[str, ...]] = ("qwen2_5_vl",)
+    text_types: ClassVar[tuple[str, ...]] = ()
+
+    def _steps(self, inputs: Mapping[str, Any], videos: int) -> Tensor:
+        """Return the seconds between two temporal patches, 1 where none are given, in steps."""
+        rate = self.config.vision_config.tokens_per_second
         if inputs.get(_SECONDS) is None:
-            return torch.ones(videos)
+            return torch.ones(videos) * rate
         seconds = required(inputs, _SECONDS).cpu()
         if seconds.shape != (videos,):
             raise InputError(
                 f"{_SECONDS} has shape {list(seconds.shape)} for {videos} videos; pass the "
                 "processor's output unchanged"
             )
-        return seconds
+        return seconds * rate
 
     def split(self, inputs: Mapping[str, Any], spans: Sequence[Tensor]) -> list[Mapping[str, Any]]:
         """Return per span of tokens the grids of its pictures and videos, and the videos' times."""

@@ -1,4 +1,4 @@
-"""Text-only models: Llama, Mistral, Qwen2/2.5, Qwen3, Qwen3-MoE.
+"""Text-only models: Llama, Mistral, Ministral 3, Qwen2/2.5, Qwen3, Qwen3-MoE.
 
 Phi-3 and Phi-4-mini: fused projections, partial rotary, long-context rope factors.
 """
@@ -15,7 +15,14 @@ from mmkv.engine.model.families.base import Family
 class TextFamily(Family):
     """Models whose every token is text, at rope position = token index."""
 
-    model_types: ClassVar[tuple[str, ...]] = ("llama", "mistral", "qwen2", "qwen3", "qwen3_moe")
+    model_types: ClassVar[tuple[str, ...]] = (
+        "llama",
+        "mistral",
+        "ministral3",
+        "qwen2",
+        "qwen3",
+        "qwen3_moe",
+    )
     auto_class: ClassVar[str] = "AutoModelForCausalLM"
     text_places: ClassVar[tuple[tuple[str, str], ...]] = (("model.", "lm_head.weight"),)
     has_vision: ClassVar[bool] = False

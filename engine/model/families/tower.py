@@ -1,6 +1,7 @@
-"""The vision tower and projector on a CPU: their matrices in the forms of the decoder's.
+"""The vision tower and projector: their matrices in the forms of the decoder's.
 
-Attention runs in C where it can: towers ask transformers' ``AttentionInterface`` for it by name.
+On a CPU attention runs in C where it can: towers ask transformers' ``AttentionInterface`` for it by
+name.
 """
 
 from __future__ import annotations
@@ -22,25 +23,31 @@ MANY_BYTES = 2**26  # that are freed before the heap gives them back
 
 
 class HeldLinear(nn.Module):
-    """A linear layer of float32 states whose matrix is held in a form.
+    """A linear layer whose matrix is held in a form.
 
     Attributes:
         matrix: ``[out, in]``. It is no parameter: nothing but ``product`` reads it.
-        bias: float32 ``[out]``, or None.
+        bias: ``[out]`` in the dtype of states, or None.
     """
 
-    def __init__(self, matrix: Matrix, bias: Tensor | None, product: Product) -> None:
+    def __init__(
+        self,
+        matrix: Matrix,
+        bias: Tensor | None,
+        product: Product,
+        dtype: torch.dtype = torch.float32,
+    ) -> None:
         super().__init__()
-        self.matrix, self._product = matrix, product
-        self.bias = None if bias is None else nn.Parameter(bias.float(), requires_grad=False)
+        self.matrix, self._product, self._dtype = matrix, product, dtype
+        self.bias = None if bias is None else nn.Parameter(bias.to(dtype), requires_grad=False)
 
     @property
     def weight(self) -> Tensor:
         """Return what transformers asks layers for: the shape, and the dtype of states."""
-        return torch.empty(self.matrix.shape, dtype=torch.float32, device="meta")
+        return torch.empty(self.matrix.shape, dtype=self._dtype, device="meta")
 
     def forward(self, x: Tensor) -> Tensor:
-        """Compute ``weight x + bias``, float32 ``[..., out]`` of ``x [..., in]``."""
+        """Compute ``weight x + bias``, ``[..., out]`` of ``x [..., in]`` in the dtype of states."""
         return self._product(x, self.matrix, self.bias)
 
 
@@ -48,13 +55,18 @@ class HeldPatches(HeldLinear):
     """A convolution whose patches lie side by side: one product for all of them."""
 
     def __init__(
-        self, matrix: Matrix, bias: Tensor | None, product: Product, patch: tuple[int, ...]
+        self,
+        matrix: Matrix,
+        bias: Tensor | None,
+        product: Product,
+        patch: tuple[int, ...],
+        dtype: torch.dtype = torch.float32,
     ) -> None:
-        super().__init__(matrix, bias, product)
+        super().__init__(matrix, bias, product, dtype)
         self.patch = patch
 
     def forward(self, x: Tensor) -> Tensor:
-        """Compute float32 ``[n, out, *patches]`` of pixels ``[n, channels, *pixels]``.
+        """Compute ``[n, out, *patches]`` of pixels ``[n, channels, *pixels]``.
 
         Pixels at the end of an axis that fill no patch are not read, as in the convolution.
         """
@@ -68,11 +80,15 @@ class HeldPatches(HeldLinear):
 # Towers without masks: patches see all of a picture, or of the parts that flash attention gets.
 _UNMASKED = {
     "clip_vision_model",
+    "idefics3_vision",
     "internvl_vision",
+    "pixtral",
     "qwen2_5_vl_vision",
+    "qwen2_vl_vision",
     "qwen3_vl_moe_vision",
     "qwen3_vl_vision",
     "siglip_vision_model",
+    "smolvlm_vision",
 }
 
 
@@ -182,6 +198,14 @@ def _attend(
     return torch.cat(made, 1), None
 
 
+def move(model: nn.Module, device: torch.device) -> None:
+    """Move a model to a device, with what :func:`hold_tower` holds; what is on meta stays there."""
+    for module in model.modules():
+        if isinstance(module, HeldLinear):
+            module.matrix = module.matrix.to(device)
+    model._apply(lambda tensor: tensor if tensor.is_meta else tensor.to(device))
+
+
 def held_matrices(model: nn.Module) -> Iterator[tuple[str, Matrix]]:
     """Yield the matrices that :func:`hold_tower` holds, by the names of the weights they were."""
     for name, module in model.named_modules():
@@ -200,8 +224,8 @@ def _holding(layer: nn.Module, matrix: Matrix, form: WeightForm) -> HeldLinear:
     bias = layer.bias
     assert bias is None or isinstance(bias, Tensor)
     if isinstance(layer, (nn.Conv2d, nn.Conv3d)):
-        return HeldPatches(matrix, bias, form.product, layer.kernel_size)
-    return HeldLinear(matrix, bias, form.product)
+        return HeldPatches(matrix, bias, form.product, layer.kernel_size, form.dtype)
+    return HeldLinear(matrix, bias, form.product, form.dtype)
 
 
 def _side_by_side(layer: Any) -> bool:

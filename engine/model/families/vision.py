@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from mmkv.engine.errors import STOPS
 from mmkv.engine.memory import give_back
 from mmkv.engine.model.families.base import Family
-from mmkv.engine.model.families.tower import MANY_BYTES, hold_tower, layers_to_hold
+from mmkv.engine.model.families.tower import MANY_BYTES, hold_tower, layers_to_hold, move
 from mmkv.engine.model.finite import require_finite
 from mmkv.engine.model.panel_files import PanelStore, with_panels
 from mmkv.engine.model.panels import Panels
@@ -72,7 +72,7 @@ def build_vision(
     )
     names = _names_beside_text(family, stored)
     first = dtype if form is None else stored.one_dtype(names) or dtype
-    tensors: dict[str, Any] = {name: _Unread(stored, name) for name in names}
+    tensors: dict[str, Any] = {name: Unread(stored, name) for name in names}
     tensors |= _placeholders(family, weights, first)
     packing = None if form is None else _Packing(stored, names, first, form)
     model = load(shorter, first, _CPU, tensors | (packing.stand_ins if packing else {}))
@@ -82,11 +82,11 @@ def build_vision(
     text_model: Any = family.text_model(model)
     for part in (model.config.get_text_config(), text_model.config):
         vars(part).update(whole)
-    embed = _parameter(weights.embed)
+    embed = _parameter(weights.embed, dtype)
     text_model.embed_tokens.weight = embed
     text_model.norm.weight = nn.Parameter(weights.norm, requires_grad=False)
     tied = weights.head.data_ptr() == weights.embed.data_ptr()
-    model.get_output_embeddings().weight = embed if tied else _parameter(weights.head)
+    model.get_output_embeddings().weight = embed if tied else _parameter(weights.head, dtype)
     note = None if packing is None else packing.pack(model, family, name)
     require_finite_rest(model, weights, name)
     if form is not None and packing is None:
@@ -94,7 +94,8 @@ def build_vision(
     if first != dtype:
         _widen(model, weights, dtype)
     if device != _CPU:
-        return model.to(device), None
+        move(model, device)
+        return model, note
     give_back()
     return model, note
 
@@ -119,7 +120,7 @@ def _names_beside_text(family: type[Family], stored: StoredTensors) -> list[str]
     return sorted(n for n in stored.names if not n.startswith(prefix) and n != head)
 
 
-class _Unread:
+class Unread:
     """A tensor of the files that is read when transformers slices it, as those of safetensors."""
 
     def __init__(self, stored: StoredTensors, name: str) -> None:
@@ -200,7 +201,9 @@ class _Packing:
             named = "bf16" if exact else "int8" if form.bits() == 8 else form.name
             numbers = stored.numbers_of(labels)
             size = form.bytes_of(numbers)
-            made, note = with_panels(read, stored.files, checkpoint, named, numbers, size, "vision")
+            made, note = with_panels(
+                read, stored.files, checkpoint, named, numbers, size, "vision", stored.settings
+            )
             assert made is not None
         else:
             made, note = read(PanelStore()), None
@@ -264,10 +267,10 @@ def _widen(model: Any, text: DecoderWeights, dtype: torch.dtype) -> None:
             module.config.dtype = dtype
 
 
-def _parameter(matrix: Matrix) -> nn.Parameter:
+def _parameter(matrix: Matrix, dtype: torch.dtype) -> nn.Parameter:
     """Return a matrix as a parameter. Of one in panels, which no module reads, its shape alone."""
     if isinstance(matrix, Panels):
-        matrix = torch.empty(matrix.shape, device="meta")
+        matrix = torch.empty(matrix.shape, dtype=dtype, device="meta")
     return nn.Parameter(matrix, requires_grad=False)
 
 

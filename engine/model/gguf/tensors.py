@@ -14,10 +14,9 @@ from torch import Tensor
 
 from mmkv.engine.errors import ModelError
 from mmkv.engine.model.gguf.file import GgufFile, GgufTensor, read_gguf
-from mmkv.engine.model.int8 import BLOCK, IntegerMatrix
+from mmkv.engine.model.int8 import BLOCK
 from mmkv.engine.model.panel_files import MappedFile
-from mmkv.engine.model.product import INTEGERS, Matrix, WeightForm
-from mmkv.engine.model.stored import StoredTensors
+from mmkv.engine.model.stored import Grid, StoredTensors
 
 # llama.cpp's names and transformers', without ".weight" or ".bias".
 _TEXT = {"token_embd": "embed_tokens", "output_norm": "norm"}
@@ -174,17 +173,39 @@ class GgufTensors(StoredTensors):
         """See :class:`StoredTensors`."""
         return self._sources[name].shape
 
-    def is_float(self, name: str) -> bool:
-        """See :class:`StoredTensors`: what is quantised becomes floating-point numbers."""
-        return True
+    def kind(self, name: str) -> str:
+        """See :class:`StoredTensors`: what is quantised becomes float32."""
+        kind = self._sources[name].kind
+        return kind if kind in _DTYPES else "F32"
 
-    def kinds(self, names: Any) -> set[str]:
-        """Return ggml's names of the types; those of floats are safetensors', too."""
-        return {self._sources[name].kind for name in names}
+    def tensor(self, name: str) -> Tensor:
+        """See :class:`StoredTensors`."""
+        return self.read_as_stored(name)
+
+    def in_place(self, name: str) -> bool:
+        """See :class:`StoredTensors`: files of another format do not count."""
+        return False
+
+    def grid(self, name: str) -> Grid | None:
+        """See :class:`StoredTensors`: Q8_0 and Q4_0 have a step, in float16, for 32 columns."""
+        source = self._sources[name]
+        if source.kind not in ("Q8_0", "Q4_0") or source.rows_stored < source.shape[0]:
+            return None
+        blocks = torch.cat([self._raw(one, one.first, one.after) for one in source.pieces])
+        for one in source.pieces:  # a copy was made of them
+            self._map_of(one.file).forget(one.tensor.begin, one.tensor.nbytes)
+        blocks = blocks.unflatten(-1, (-1, 2 + (BLOCK if source.kind == "Q8_0" else BLOCK // 2)))
+        steps = blocks[..., :2].contiguous().view(torch.float16).squeeze(-1).float()
+        stored = blocks[..., 2:]
+        if source.kind == "Q8_0":
+            codes = stored.contiguous().view(torch.int8)
+        else:
+            codes = torch.cat([stored & 15, stored >> 4], -1).to(torch.int8) - 8
+        return Grid(codes.flatten(1), steps)
 
     def widened(self, form: str) -> bool:
         """Whether matrices of the language model that are quantised are not in that form."""
-        kinds = self.kinds(name for name in self._sources if ".layers." in name)
+        kinds = {source.kind for name, source in self._sources.items() if ".layers." in name}
         return form in ("auto", "bf16") and not kinds <= _DTYPES.keys()
 
     def read_as_stored(self, name: str) -> Tensor:
@@ -200,49 +221,6 @@ class GgufTensors(StoredTensors):
         for source, part in zip(sources, made.split(rows), strict=True):
             self._fill(source, part)
         return made
-
-    def read_matrix(
-        self,
-        names: Sequence[str],
-        dtype: torch.dtype,
-        device: torch.device,
-        holding: WeightForm | None,
-        part: str,
-    ) -> Matrix:
-        """See :class:`StoredTensors`.
-
-        Codes of Q8_0 and Q4_0 stay as they are where the form has room for them; their steps, in
-        float16, are rounded to bfloat16. All other types are rounded anew.
-        """
-        if holding is None:
-            return self.read(names, dtype, device)
-        sources = [self._sources[name] for name in names]
-        if (kept := self._kept(sources, holding.bits(part))) is not None:
-            return kept
-        wide = torch.bfloat16 if self.kinds(names) == {"BF16"} else torch.float32
-        return holding.hold(self.read(names, wide, device).flatten(1), part)
-
-    def _kept(self, sources: Sequence[_Source], bits: int | None) -> IntegerMatrix | None:
-        """Return a matrix with the codes of the file; None where the form does not hold them."""
-        kinds = {source.kind for source in sources}
-        if any(source.rows_stored < source.shape[0] for source in sources):
-            return None
-        fitting = {8: ({"Q8_0"}, {"Q4_0"}), 4: ({"Q4_0"},)}.get(bits or 0, ())
-        if kinds not in fitting:
-            return None
-        pieces = [piece for source in sources for piece in source.pieces]
-        blocks = torch.cat([self._raw(piece, piece.first, piece.after) for piece in pieces])
-        blocks = blocks.unflatten(-1, (-1, BLOCK + 2 if kinds == {"Q8_0"} else BLOCK // 2 + 2))
-        steps = blocks[..., :2].contiguous().view(torch.float16).squeeze(-1).float()
-        stored = blocks[..., 2:]
-        if kinds == {"Q8_0"}:
-            codes = stored.view(torch.int8)
-        else:
-            codes = torch.cat([stored & 15, stored >> 4], -1).to(torch.int8) - 8
-        least = -8 if bits == 4 else -127
-        for piece in pieces:  # a copy was made of them
-            self._map_of(piece.file).forget(piece.tensor.begin, piece.tensor.nbytes)
-        return INTEGERS[bits or 0].kept(codes, steps) if int(codes.min()) >= least else None
 
     def _fill(self, source: _Source, part: Tensor) -> None:
         """Write a tensor's numbers into ``part``, whose rows lie together."""

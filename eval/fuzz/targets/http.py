@@ -151,6 +151,8 @@ class HttpBodies(Target):
 
     async def _clean(self, client: httpx.AsyncClient, name: str) -> None:
         for one in (await client.get("/v1/sessions")).json()["data"]:
+            if one["busy"]:  # a turn in the background, which goes on without its client
+                await client.delete(f"/v1/sessions/{one['id']}/turn")
             await client.delete(f"/v1/sessions/{one['id']}")
         if name.startswith("resp_"):
             await client.delete(f"/v1/responses/{name}")
@@ -248,8 +250,11 @@ def _wholes(picture: str) -> dict[str, list[Any]]:
         "/v1/chat/completions": chats,
         "/v1/responses": answers,
         "/v1/sessions": [{}, {"budget": 16, "metadata": {"a": "b"}}, {"file": "saved"}],
-        f"/v1/sessions/{ANSWERED_ID}/chat/completions": chats,
-        f"/v1/sessions/{ANSWERED_ID}/fork": [{}],
+        f"/v1/sessions/{ANSWERED_ID}/chat/completions": [
+            *chats,
+            *(one | {"stream": True, "mmkv": {"background": True}} for one in chats),
+        ],
+        f"/v1/sessions/{ANSWERED_ID}/fork": [{}, {"metadata": {"a": "b"}}],
         f"/v1/sessions/{ANSWERED_ID}/save": [{"name": "saved", "overwrite": True}],
     }
 
@@ -279,7 +284,13 @@ OPTIONS: dict[str, tuple[Any, ...]] = {
     "response_format": _FORMATS,
     "user": ("ann",),
     "cache_salt": ("x",),
-    "mmkv": ({"resume": "never"}, {"resume": "required"}, {"budget": 16}, {"budget": "64KiB"}),
+    "mmkv": (
+        {"resume": "never"},
+        {"resume": "required"},
+        {"budget": 16},
+        {"budget": "64KiB"},
+        {"background": True},
+    ),
     "max_tokens": (1, 4),
     "max_completion_tokens": (2,),
 }
@@ -307,6 +318,8 @@ _PATHS = (
     f"/v1/sessions/{ANSWERED_ID}",
     f"/v1/sessions/{ANSWERED_ID}/memory",
     f"/v1/sessions/{ANSWERED_ID}/messages",
+    f"/v1/sessions/{ANSWERED_ID}/turn",
+    f"/v1/sessions/{ANSWERED_ID}/media/{'0' * 64}",
     f"/v1/responses/{ANSWERED_ID}",
     f"/v1/responses/{ANSWERED_ID}/input_items",
     "/v1/responses/compact",

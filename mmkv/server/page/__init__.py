@@ -1,15 +1,20 @@
-"""The page at ``/``: three files without a build step, and the headers that fence it in."""
+"""The page at ``/``: files without a build step, and the headers that fence it in."""
 
 from __future__ import annotations
 
+import json
 from importlib import resources
 
 from fastapi import APIRouter, Response
 
-# Nothing inline, nothing from elsewhere; pictures are those that the user gave.
+from mmkv.web import web_file
+
+# Nothing inline, nothing from elsewhere; pictures are those that the user gave. Text becomes nodes
+# through DOMPurify alone.
 POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; "
-    "img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+    "img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'; "
+    "require-trusted-types-for 'script'; trusted-types dompurify"
 )
 HEADERS = {
     "Content-Security-Policy": POLICY,
@@ -18,11 +23,22 @@ HEADERS = {
     "Cross-Origin-Opener-Policy": "same-origin",
     "Cache-Control": "no-cache",
 }
-FILES = {
-    "/": ("index.html", "text/html"),
-    "/page.js": ("page.js", "text/javascript"),
-    "/page.css": ("page.css", "text/css"),
-}
+OWN = ("page.js", "client.js", "markdown.js", "page.css")
+_KINDS = {"html": "text/html", "js": "text/javascript", "css": "text/css"}
+
+
+def _shared() -> list[str]:
+    """Return the files of :mod:`mmkv.web` that the page may load."""
+    packages = json.loads(web_file("vendor.json"))
+    files = [name for one in packages if "folder" not in one for name in one["files"]]
+    libraries = [f"vendor/{name}" for name in files if name.endswith(".js")]
+    return ["base.css", "theme.js", *libraries]
+
+
+# The file at each path, and its type.
+FILES = {"/": ("index.html", "text/html")}
+FILES |= {f"/{name}": (name, _KINDS[name.rpartition(".")[2]]) for name in OWN}
+FILES |= {f"/web/{name}": (name, _KINDS[name.rpartition(".")[2]]) for name in _shared()}
 
 
 def page_router() -> APIRouter:
@@ -30,7 +46,8 @@ def page_router() -> APIRouter:
     router = APIRouter(include_in_schema=False)
     folder = resources.files(__name__)
     for path, (name, kind) in FILES.items():
-        _add(router, path, (folder / name).read_bytes(), kind)
+        shared = path.startswith("/web/")
+        _add(router, path, web_file(name) if shared else (folder / name).read_bytes(), kind)
     return router
 
 

@@ -14,21 +14,23 @@ import mmkv
 import mmkv.engine.backends.cuda.kernels
 import mmkv.reply
 from mmkv import Engine, Sampling
+from mmkv.engine.backends.cuda.kernels import product
 from mmkv.engine.backends.cuda.kernels.append import make_room
 from mmkv.engine.backends.cuda.kernels.sample import Draw
 from mmkv.engine.backends.cuda.static_step import StaticStep
 from mmkv.engine.cache import COLUMNS, PagePool
 from mmkv.engine.errors import BudgetError, ContextError
-from mmkv.engine.policies import Budget
+from mmkv.engine.policies import Budget, make_policy
 from mmkv.engine.runtime import Runtime
 from mmkv.engine.sequence import CachedSequence
 from mmkv.resources import bundled_model
 from mmkv.session import Session
 from tests.support.bursts import Bursts, grow_one_column
+from tests.support.factories import checkpoint
 from tests.support.kernels import HAS_TRITON, INTERPRETED
 from tests.support.native import POLICIES, content, engine_for
 from tests.support.policies import STATIC
-from tests.support.sessions import state, text_ids
+from tests.support.sessions import load, state, text_ids
 from tests.support.tiers import slow_but
 
 MODELS = ["qwen3_vl", "llama_biased", "odd"]
@@ -77,6 +79,23 @@ def test_the_static_step_is_the_eager_step_in_fewer_bits(model: str, kv: str) ->
     generated = Bursts(ours).decode(one, [5, 6], 12)
     assert generated == eager(reference, two, [5, 6], 12)
     same(one, two)
+
+
+def rounded_engine(model: str, form: str) -> Runtime:
+    """An engine with weights in fewer bits that are multiplied as on a GPU, not in C."""
+    disk = load(checkpoint(model), weights=form)
+    weights = dataclasses.replace(disk.decoder.weights, product=product.product_for(form))
+    parts, policy = (disk.family, disk.spec, weights, disk._gates), make_policy("dbtrimkv")
+    return Runtime(*parts, policy, budget=12, prefill_chunk=16, page_size=8)
+
+
+@pytest.mark.parametrize(("model", "form"), [("qwen3_vl", "int8"), ("llama_biased", "int4")])
+def test_the_static_step_is_the_eager_step_with_rounded_weights(model: str, form: str) -> None:
+    ours, reference = (rounded_engine(model, form) for _ in range(2))
+    one, two = opened(ours, 2), opened(reference, 2)
+    assert Bursts(ours).decode(one, [5, 6], 12) == eager(reference, two, [5, 6], 12)
+    same(one, two)
+    assert all(session.evicted > 0 for session in one)
 
 
 MATRIX = [(m, *p) for m in MODELS for p in [*POLICIES, ("dbtrimkv", 5)]]
@@ -434,9 +453,29 @@ def test_the_kernels_together_are_the_eager_step(
     same(one, two)
 
 
+@pytest.mark.triton
+@pytest.mark.skipif(
+    not (HAS_TRITON and INTERPRETED), reason="needs Triton and TRITON_INTERPRET=1 (the interpreter)"
+)
+def test_a_step_with_triton_products_is_the_eager_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In 4 bits, head and embedding in 8: logits with the same bits."""
+    from mmkv.engine.backends.cuda.kernels import product_triton
+
+    ours, reference = (rounded_engine("llama_biased", "int4") for _ in range(2))
+    one, two = opened(ours, 2), opened(reference, 2)
+    wanted = eager(reference, two, [3, 4], 1)
+    monkeypatch.setattr(product, "on_triton", lambda tensor: True)
+    large = product_triton.sizes(128) | {"TOKENS": 16}  # the interpreter takes as long for small
+    monkeypatch.setattr(product_triton, "sizes", lambda tokens: large)
+    assert Bursts(ours).decode(one, [3, 4], 1) == wanted
+    same(one, two)
+
+
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA: captures a graph")
-def test_a_captured_graph_says_what_eager_steps_say() -> None:
+@pytest.mark.parametrize("weights", ["auto", "bf16", "int8", "int4"])
+def test_a_captured_graph_says_what_eager_steps_say(weights: str) -> None:
     options: dict[str, Any] = {"gates": "random", "dtype": "float32", "device": "cuda"}
+    options["weights"] = weights
     one, two = (Runtime.from_pretrained(bundled_model(), budget=24, **options) for _ in range(2))
     left, right = opened(one, 3), opened(two, 3)
     assert Bursts(one).decode(left, [3, 4, 5], 300) == eager(two, right, [3, 4, 5], 300)

@@ -18,8 +18,10 @@ from mmkv.engine.backends.cpu import kernels as native
 from mmkv.engine.backends.cpu import levels
 from mmkv.engine.backends.cpu import rounded as rounding
 from mmkv.engine.backends.cpu.binding import INT8_FORMS, Library, library
+from mmkv.engine.backends.cuda.kernels.product import product_for
 from mmkv.engine.errors import ModelError, SessionError
 from mmkv.engine.model import product as reference
+from mmkv.engine.model.families.tower import HeldLinear, held_matrices, move
 from mmkv.engine.model.int4 import DIVISORS
 from mmkv.engine.model.int8 import BLOCK, IntegerMatrix
 from mmkv.engine.model.product import INTEGERS, Kernels, WeightForm, plain
@@ -29,6 +31,7 @@ from tests.support.factories import checkpoint
 from tests.support.native import (
     assert_keeps_as_torch,
     needs_native,
+    prompt,
 )
 from tests.support.sessions import load, text_ids
 
@@ -397,11 +400,56 @@ def test_the_names_of_matrices_say_which_take_4_bits() -> None:
 
 def test_other_devices_and_dtypes_keep_their_own_form() -> None:
     cuda = torch.device("cuda")
-    with pytest.raises(ModelError, match="not on cuda; leave --weights at auto, or take device"):
-        WeightForm.of("int8", Kernels(), torch.float32, cuda, experts=False)
+    with pytest.raises(ModelError, match="not for a mixture of experts; leave --weights at auto"):
+        WeightForm.of("int8", Kernels(), torch.bfloat16, cuda, experts=True)
+    with pytest.raises(ModelError, match="not beside float16 states; take dtype bfloat16"):
+        WeightForm.of("bf16", Kernels(), torch.float16, cuda, experts=False)
     for form, dtype in (("auto", torch.float32), ("auto", torch.float16), ("bf16", torch.bfloat16)):
         made = WeightForm.of(form, kernels_for(form), dtype, cuda, experts=True)
         assert made is None
+
+
+@pytest.mark.parametrize("form", ["int8", "int4"])
+def test_a_gpu_holds_the_same_codes_beside_bfloat16_states(
+    form: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No GPU is here: this loads for one, but its tensors lie on the CPU."""
+    cuda, model = torch.device("cuda"), checkpoint("qwen3_vl")
+
+    def of(name: str, kernels: Kernels, dtype: torch.dtype, *_: Any) -> WeightForm:
+        return WeightForm(name, kernels, dtype, cuda)
+
+    monkeypatch.setattr(WeightForm, "of", of)
+    monkeypatch.setattr("mmkv.engine.runtime.kernels_for", lambda form, *_: kernels_for(form, cuda))
+    options: dict[str, Any] = {"weights": form, "policy": "full"}
+    ours = Runtime.from_pretrained(model, device="cpu", dtype="bfloat16", **options)
+    theirs = load(model, **options)
+    theirs.backends.cpu.switch_off()
+    assert ours.dtype == torch.bfloat16 and ours.decoder.weights.form == form
+    assert ours.decoder.weights.product is product_for(form)
+    towers = [[m for _, m in held_matrices(engine.family.hf)] for engine in (ours, theirs)]
+    texts = [engine.decoder.weights.matrices() for engine in (ours, theirs)]
+    for mine, other in (*zip(*towers, strict=True), *zip(*texts, strict=True)):
+        assert isinstance(mine, IntegerMatrix) and reference.equal(mine, other)
+    assert len(towers[0]) > 6
+    assert {p.dtype for p in ours.family.hf.parameters()} == {torch.bfloat16}
+    with ours.session() as one, theirs.session() as two:
+        made = [session.prefill(prompt("qwen3_vl")) for session in (one, two)]
+        for token in (5, 6, 7):
+            # 0.06 at most here; 0.04 without any form of weights.
+            assert 0 < float((made[0] - made[1]).norm() / made[1].norm()) < 0.1
+            made = [session.decode(token) for session in (one, two)]
+
+
+def test_what_a_tower_holds_moves_with_it() -> None:
+    layer = torch.nn.Sequential(torch.nn.LayerNorm(32), torch.nn.Linear(32, 20))
+    held = HeldLinear(INTEGERS[8].of(layer[1].weight.detach()), layer[1].bias, reference.multiply)
+    model = torch.nn.Sequential(layer[0], held)
+    model.embed = torch.nn.Parameter(torch.empty(3, device="meta"))
+    move(model, torch.device("cpu"))
+    assert held.matrix.device.type == "cpu" and model.embed.is_meta
+    move(model, torch.device("meta"))  # the one other device that is here
+    assert held.matrix.device.type == "meta" and {p.is_meta for p in model.parameters()} == {True}
 
 
 def test_bf16_rounds_what_is_stored_wider() -> None:

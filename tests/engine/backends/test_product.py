@@ -362,7 +362,7 @@ def test_a_session_goes_on_where_states_are_rounded_alike(tmp_path: Path) -> Non
 def test_the_bundled_model_is_held_once_in_bfloat16(monkeypatch: pytest.MonkeyPatch) -> None:
     """And a prompt's logits are those of its weights in float32."""
     narrow = Runtime.from_pretrained(bundled_model(), device="cpu", policy="full")
-    monkeypatch.setattr("mmkv.engine.runtime.kernels_for", lambda _: Kernels())
+    monkeypatch.setattr("mmkv.engine.runtime.kernels_for", lambda *_: Kernels())
     plain = Runtime.from_pretrained(bundled_model(), device="cpu", policy="full")
     ours, theirs = (engine.decoder.weights for engine in (narrow, plain))
     assert all(isinstance(matrix, Bf16Matrix) for matrix in ours.matrices())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import functools
 import json
 import os
 import random
@@ -25,10 +26,23 @@ from mmkv.checkpoints import _checkpoint, _json
 from mmkv.engine.errors import MmkvError, ModelError, SessionError
 from mmkv.engine.model.families import family_for
 from mmkv.engine.model.families.loading import load, resolve_device, resolve_dtype
-from mmkv.engine.model.fingerprint import SAMPLE, fingerprint, language_fingerprint
+from mmkv.engine.model.fingerprint import (
+    SAMPLE,
+    fingerprint,
+    identity,
+    language_fingerprint,
+)
 from mmkv.engine.model.product import plain
 from mmkv.engine.model.settings import require_sizes
-from mmkv.engine.model.source import INDEX, SINGLE, _longest, locate, require_normal_growth
+from mmkv.engine.model.source import (
+    INDEX,
+    PICKLED,
+    PICKLED_INDEX,
+    SINGLE,
+    _longest,
+    locate,
+    require_normal_growth,
+)
 from mmkv.engine.model.spec import Routing
 from mmkv.engine.runtime import Runtime
 from tests.engine.test_families import CPU, one_line
@@ -107,9 +121,30 @@ def scribble(folder: Path) -> None:
     (folder / "model.safetensors").write_bytes(b"not a safetensors file at all" * 9)
 
 
-def as_pickle(folder: Path) -> None:
-    torch.save(load_file(folder / "model.safetensors"), folder / "pytorch_model.bin")
-    (folder / "model.safetensors").unlink()
+class Code:
+    """What a pickle that runs code would hold; ``ran`` says so."""
+
+    ran = False
+
+    def __reduce__(self) -> Any:
+        return setattr, (Code, "ran", True)
+
+
+def as_pickle(folder: Path, **others: Any) -> None:
+    torch.save(load_file(folder / SINGLE) | others, folder / PICKLED)
+    (folder / SINGLE).unlink()
+
+
+def as_older_pickle(folder: Path) -> None:
+    tensors = load_file(folder / SINGLE)
+    torch.save(tensors, folder / PICKLED, _use_new_zipfile_serialization=False)
+    (folder / SINGLE).unlink()
+
+
+def as_torn_pickle(folder: Path) -> None:
+    as_pickle(folder)
+    file = folder / PICKLED
+    file.write_bytes(file.read_bytes()[:-5000])
 
 
 def configured(**values: Any) -> Callable[[Path], None]:
@@ -127,7 +162,10 @@ def configured(**values: Any) -> Callable[[Path], None]:
         (shrink_a_tensor, "not a readable checkpoint"),
         (truncate, "corrupt"),
         (scribble, "corrupt"),
-        (as_pickle, "pytorch_model.bin alone, a pickle"),
+        (functools.partial(as_pickle, odd=Code()), "holds more than tensors, which could run code"),
+        (functools.partial(as_pickle, epoch=3), "holds no plain tensors by their names"),
+        (as_older_pickle, "pytorch_model.bin is damaged, or of a torch before 1.6"),
+        (as_torn_pickle, "pytorch_model.bin is damaged, or of a torch before 1.6"),
         (lambda folder: (folder / "model.safetensors").unlink(), "not a readable checkpoint"),
         (lambda folder: (folder / "config.json").unlink(), "no config.json"),
         (lambda folder: (folder / "config.json").write_text("{"), "not a readable checkpoint"),
@@ -142,7 +180,32 @@ def test_damaged_checkpoints(tmp_path: Path, damage: Callable[[Path], Any], mess
     damage(folder)
     with pytest.raises(ModelError) as error:
         load(folder, "auto", "cpu")
-    assert message in one_line(error)
+    assert message in one_line(error) and not Code.ran
+
+
+def test_pickled_tensors_are_read_like_safetensors(tmp_path: Path) -> None:
+    """In one file and in several; what is packed of them is known again, and only of them."""
+    one, many = copy_of("llama_biased", tmp_path), tmp_path / "many"
+    tensors = load_file(one / SINGLE)
+    many.mkdir()
+    shutil.copy(one / "config.json", many)
+    weight_map = {}
+    for part in (0, 1):
+        shard = dict(list(tensors.items())[part::2])
+        torch.save(shard, many / f"pytorch_model-{part}.bin")
+        weight_map |= dict.fromkeys(shard, f"pytorch_model-{part}.bin")
+    (many / PICKLED_INDEX).write_text(json.dumps({"weight_map": weight_map}))
+    expected = load(one, "float32", "cpu")[2]
+    as_pickle(one)
+    for folder in (one, many):
+        found = dict(load(folder, "float32", "cpu")[2].named())
+        for name, part in expected.named():
+            assert torch.equal(part, found[name])
+    before = identity([one / PICKLED])
+    assert before == identity([one / PICKLED])
+    changed = tensors["model.norm.weight"] + 1
+    torch.save(tensors | {"model.norm.weight": changed}, one / PICKLED)
+    assert identity([one / PICKLED]) != before
 
 
 def test_no_experts_are_a_dense_model() -> None:
@@ -233,7 +296,7 @@ def adapter(folder: Path) -> None:
 
 def pickled(folder: Path) -> None:
     save_llama(folder)
-    (folder / SINGLE).rename(folder / "pytorch_model.bin")
+    (folder / SINGLE).rename(folder / "model.ckpt")
 
 
 def own_code(folder: Path) -> None:
@@ -256,8 +319,8 @@ def of_its_maker(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("make", "words"),
     [
-        (adapter, "an adapter (PEFT) of 'Qwen/Qwen3-4B', no model; put both together"),
-        (pickled, "its weights in pytorch_model.bin alone, a pickle"),
+        (adapter, "an adapter (PEFT) of Qwen/Qwen3-4B, no model; name both: mmkv chat Qwen"),
+        (pickled, "its weights in model.ckpt alone, a pickle"),
         (own_code, "Python code of its own (auto_map in config.json: modeling_own.Own)"),
         (of_llama_cpp, "no config.json, but GGUF files; name one of these"),
         (of_its_maker, "weights as their maker has them"),

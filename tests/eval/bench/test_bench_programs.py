@@ -51,7 +51,8 @@ def test_kernels(tmp_path: Path) -> None:
     code = bench_kernels.main([*WHERE, "--cases", "tiny", "--output", str(tmp_path)])
     found = results(tmp_path, "gpu-kernels")
     assert code == 0 and found["copy_bandwidth"] > 0
-    assert [c["kernel"] for c in found["cases"][::2]] == [
+    *cases, whole, eight, four = found["cases"]
+    assert [c["kernel"] for c in cases[::2]] == [
         "attention",
         "work list",
         "append",
@@ -64,10 +65,18 @@ def test_kernels(tmp_path: Path) -> None:
         assert case["of_copy_bandwidth"] == pytest.approx(
             case["bytes"] / seconds / found["copy_bandwidth"]
         )
+    for case in cases:
         assert case["rows"]["mean"] == 12
         assert (case["rows"]["longest"] == 12) == (case["skew"] == 1)
-    attention = found["cases"][0]
-    assert attention["bytes"] == 3 * 12 * TINY.kv_token_bytes(4)
+    assert cases[0]["bytes"] == 3 * 12 * TINY.kv_token_bytes(4)
+    assert [c["kernel"] for c in (whole, eight, four)] == list(bench_kernels.PRODUCTS)
+    # Two layers of four matrices, of float32, of 8.5 bits and of 4.5; and three states of each.
+    numbers, through = (
+        2 * (64 * 256 + 128 * 64 + 64 * 192 + 96 * 64),
+        3 * 4 * 2 * (320 + 192 + 256 + 160),
+    )
+    for case, bits in ((whole, 32), (eight, 8.5), (four, 4.5)):
+        assert case["bytes"] == numbers * bits / 8 + through
 
 
 def test_a_kernel_that_fails_is_named_and_the_others_go_on(
@@ -121,9 +130,9 @@ def test_decode(tmp_path: Path) -> None:
 
 def test_what_does_not_fit_is_named(tmp_path: Path) -> None:
     options = ["--steps", "4", "--peers", "--no-eager", "--no-parts", "--output", str(tmp_path)]
-    options += ["--copy-bytes", "1000000", "--memory", "0.0055"]
+    options += ["--copy-bytes", "1000000", "--memory", "0.0055", "--weights", "int8"]
     bench_decode.main([*WHERE, "--cases", "2:3000:8", "1:30:8", *options])
-    first, second = results(tmp_path, "gpu-decode-tiny")["cases"]
+    first, second = results(tmp_path, "gpu-decode-tiny-int8")["cases"]
     assert "are left" in first["methods"][FULL]["failed"]
     assert "ms_per_step" in second["methods"][FULL]
 

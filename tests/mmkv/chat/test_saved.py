@@ -336,6 +336,29 @@ def test_load_and_save_as_options(
     assert both.code == 2 and "exclude each other" in both.error_line()
 
 
+def test_a_saved_chat_goes_on_with_its_adapter(
+    mmkv: Callable[..., Ran], model: str, tmp_path: Path
+) -> None:
+    place, talk = tmp_path / "tuned", str(tmp_path / "talk.mmkv")
+    place.mkdir()
+    at = "base_model.model.model.language_model.layers.0.mlp.down_proj.lora_"
+    with safe_open(Path(model) / "model.safetensors", framework="pt") as file:
+        rows, columns = file.get_tensor("model.language_model.layers.0.mlp.down_proj.weight").shape
+    torch.manual_seed(0)
+    factors = {f"{at}A.weight": torch.randn(4, columns), f"{at}B.weight": torch.randn(rows, 4)}
+    save_file(factors, place / "adapter_model.safetensors")
+    (place / "adapter_config.json").write_text('{"peft_type": "LORA", "r": 4, "lora_alpha": 40}')
+    options, adapter = (*FEW, "--json", "--policy", "full"), ("--adapter", str(place))
+    plain = replies(mmkv("chat", model, "-i", *options, stdin="hello\nand?\n"))
+    whole = replies(mmkv("chat", model, *adapter, "-i", *options, stdin="hello\nand?\n"))
+    assert whole[0] != plain[0]
+    ran = mmkv("chat", model, *adapter, "-i", *options, "--save", talk, stdin="hello\n")
+    assert replies(ran) == whole[:1]
+    assert replies(mmkv("chat", "--load", talk, "-i", *options, stdin="and?\n")) == whole[1:]
+    line = mmkv("chat", str(place), "-p", "hello").error_line()
+    assert f"name both: mmkv chat BASE --adapter {place}" in line
+
+
 # Session files of others: forged, too large, or naming what would have to be fetched.
 
 
@@ -577,6 +600,7 @@ def test_odd_options_in_a_file_are_refused_in_one_line(saved: Path) -> None:
     ("option", "named"),
     [
         ("model", {"model": "somebody/model"}),
+        ("adapter", {"adapter": "somebody/tuned"}),
         ("gates", {"gates": "somebody/gates"}),
         ("policy", {"policy": "wgkv+dbtrimkv:write_gates=somebody/gates"}),
     ],

@@ -38,13 +38,16 @@ def test_a_page_of_one_answer(
 ) -> None:
     page = tmp_path / "page.html"
     asked = ("-p", "what is red?", "--image", picture, *FEW, "--max-new-tokens", "5")
-    for _ in range(2):  # the second overwrites the first's page
-        ran = mmkv("explain", model, *asked, "-o", str(page))
+    for beside in ((), ("--compare", str(page))):  # the second overwrites the first's page
+        ran = mmkv("explain", model, *asked, "-o", str(page), *beside)
         assert ran.code == 0 and ran.out.strip()
         assert re.search(rf"mmkv: wrote {page} \([\d.]+ KiB\); open it in a browser", ran.err)
     text = page.read_text("utf-8")
     assert text.startswith("<!doctype html>") and '"caption":"picture 1"' in text
-    assert '"high":2,"wide":3' in text
+    assert '"high":2,"wide":3' in text and text.count('"caption":"picture 1"') == 2
+    assert re.search(
+        r'"headline":"The answer .*looked most at row \d, column \d of picture 1', text
+    )
 
 
 def test_what_cannot_be_shown_is_refused_before_a_model_is_loaded(
@@ -58,6 +61,11 @@ def test_what_cannot_be_shown_is_refused_before_a_model_is_loaded(
         (
             ("-p", "x", "-o", str(tmp_path / "a.html"), "--figures", str(tmp_path / "other.html")),
             "is no folder",
+            1,
+        ),
+        (
+            ("-p", "x", "-o", str(tmp_path / "a.html"), "--compare", str(tmp_path / "other.html")),
+            "is no page of this version's mmkv explain",
             1,
         ),
         (("-o", str(tmp_path / "a.html")), "the prompt is empty", 1),

@@ -403,7 +403,7 @@ def test_sessions_that_share_a_budget_are_recorded(folders: dict[str, Path]) -> 
     record = one.record()
     assert "shared" in {KINDS[kind] for kind in record.kind}
     assert set(record.allowed.tolist()) == {-1}  # no budget of its own
-    assert Trace(one.session).snapshot().budget == "12 entries per row, shared by all sessions"
+    assert Trace(one.session).snapshot().budget == "12 entries per head, shared by all sessions"
     assert len(record.deaths) == one.session.memory().evicted
 
 

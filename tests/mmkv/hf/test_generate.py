@@ -24,7 +24,7 @@ from tests.support.factories import CHECKPOINTS, checkpoint, make_model, pad_lef
 from tests.support.hf_models import TOKENS, greedy, model_of, prompts_of
 
 NAMES = ["qwen3_vl", "llava", "llava_next", "llava_onevision", "qwen3", "llama", "phi3"]
-NAMES += ["qwen2_5_vl", "qwen3_vl_moe", "internvl"]
+NAMES += ["qwen2_5_vl", "qwen3_vl_moe", "internvl", "smolvlm", "mistral3"]
 
 
 @pytest.mark.parametrize("name", NAMES)

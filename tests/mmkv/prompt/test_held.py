@@ -18,7 +18,6 @@ from mmkv.engine.read_ids import with_ids
 from mmkv.prompt.template import REWRITES, ChatTemplate
 from mmkv.scheduler.conversation import CachedConversation
 from mmkv.scheduler.replies import ReplyJob, message
-from tests.mmkv.prompt.test_processing import of_transformers
 from tests.support.chat_models import (
     CHATML,
     picture,
@@ -26,10 +25,13 @@ from tests.support.chat_models import (
     save_llama,
     save_llava,
     save_llava_onevision,
+    save_mistral3,
     save_qwen2_5_vl,
     save_qwen3_vl,
+    save_smolvlm,
     script,
 )
+from tests.support.theirs import processor_of
 
 # What templates of published models do with earlier turns, shortened.
 THOUGHTS = (
@@ -281,7 +283,7 @@ def shown(messages: list[dict[str, Any]]) -> Iterator[Image.Image]:
 
 def fresh_inputs(folder: Path, messages: list[dict[str, Any]], source: str | None = None) -> Any:
     """What transformers makes of a conversation with pictures, by its template or ``source``."""
-    processor = of_transformers(folder)
+    processor = processor_of(folder)
     images = list(shown(messages))
     text = AutoTokenizer.from_pretrained(folder).apply_chat_template(
         messages, chat_template=source, add_generation_prompt=True, tokenize=False
@@ -565,6 +567,7 @@ def test_a_recording_goes_back_as_well(
 
 
 FAMILIES = [save_llava, save_llava_onevision, save_internvl, save_qwen2_5_vl, save_qwen3_vl]
+FAMILIES += [save_smolvlm, save_mistral3]
 
 
 @pytest.mark.parametrize("save", FAMILIES)

@@ -14,7 +14,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-import transformers
 from PIL import Image
 
 from mmkv import Engine, Sampling
@@ -28,16 +27,22 @@ from mmkv.prompt.template import NO_TEMPLATE, REWRITES, ChatTemplate
 from tests.support.chat_models import (
     byte_tokenizer,
     picture,
+    save_idefics3,
     save_internvl,
     save_llama,
     save_llava,
+    save_llava_next_video,
     save_llava_onevision,
+    save_mistral3,
     save_qwen2_5_vl,
+    save_qwen2_vl,
     save_qwen3_vl,
     save_qwen3_vl_moe,
+    save_smolvlm,
     script,
     watch,
 )
+from tests.support.theirs import processor_of
 
 
 @pytest.fixture(scope="module")
@@ -83,31 +88,8 @@ def test_a_template_is_told_what_it_reads_beside_the_messages() -> None:
         assert ChatTemplate(byte_tokenizer(), broken, parts=False).variables == frozenset()
 
 
-def of_transformers(folder: Path) -> Any:
-    """Load transformers' own processor, without its video part, which needs torchvision."""
-    from transformers.models.auto.image_processing_auto import AutoImageProcessor
-    from transformers.models.auto.processing_auto import PROCESSOR_MAPPING_NAMES
-
-    model_type = json.loads((folder / "config.json").read_text())["model_type"]
-    kind: Any = getattr(transformers, PROCESSOR_MAPPING_NAMES[model_type])
-
-    class WithoutVideo(kind):
-        def check_argument_for_proper_class(self, name: str, argument: Any) -> Any:
-            if argument is None:
-                return type(None)
-            return super().check_argument_for_proper_class(name, argument)
-
-    file = folder / "processor_config.json"
-    stored = json.loads(file.read_text()) if file.exists() else {}
-    aside = ("processor_class", "image_processor")
-    parts = {key: value for key, value in stored.items() if key not in aside}
-    parts["image_processor"] = AutoImageProcessor.from_pretrained(folder, backend="pil")
-    parts["tokenizer"] = transformers.AutoTokenizer.from_pretrained(folder)
-    return WithoutVideo(**parts)
-
-
 def test_pictures_are_prepared_as_by_transformers(qwen: Path) -> None:
-    theirs = of_transformers(qwen)
+    theirs = processor_of(qwen)
     text = (
         "x<|vision_start|><|image_pad|><|vision_end|>é<|vision_start|><|image_pad|><|vision_end|>"
     )
@@ -163,7 +145,26 @@ def test_llava_talks_about_pictures_in_several_turns(
     assert engine.processor.tokenizer.decode(fed) == wanted
 
 
+def test_a_blank_before_a_reply_is_not_read_twice(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """SmolVLM's template opens a reply without a blank, shows it behind one, and the model says
+    one: what the session holds is what the template shows.
+    """
+    engine = Engine.from_pretrained(save_smolvlm(tmp_path), policy="snapkv", budget=9)
+    script(monkeypatch, engine, [" red", " blue", "green"])
+    fed = watch(monkeypatch)
+    with engine.session() as session:
+        for colour in ("red", "blue", "green"):
+            list(session.send("what?", images=[picture(colour)]))
+            assert session.note is None
+        assert [one["content"] for one in session.history[1::2]] == ["red", "blue", "green"]
+    said = engine.processor.tokenizer.decode(fed)
+    assert said.count("Assistant: red<end_of_utterance>\nUser:<") == said.count(" red") == 1
+
+
 SAVES = [save_llava, save_llava_onevision, save_internvl, save_qwen2_5_vl, save_qwen3_vl_moe]
+SAVES += [save_smolvlm, save_idefics3, save_mistral3, save_qwen2_vl, save_llava_next_video]
 
 
 @pytest.mark.parametrize("save", SAVES)
@@ -174,7 +175,7 @@ def test_pictures_are_answered_as_with_transformers(
 
     engine = Engine.from_pretrained(save(tmp_path), policy="full", dtype="float32")
     model = AutoModelForImageTextToText.from_pretrained(tmp_path, dtype=torch.float32)
-    processor = of_transformers(tmp_path)
+    processor = processor_of(tmp_path)
     rng = np.random.default_rng(0)
     for sizes in ([(50, 70)], [(50, 70), (90, 40)]):
         noise = [rng.integers(0, 256, (*size, 3), dtype=np.uint8) for size in sizes]
@@ -304,6 +305,23 @@ def test_empty_picture_settings_are_no_text_model(tmp_path: Path, content: str) 
         _show_picture(model)
     (model / "preprocessor_config.json").unlink()
     assert not load_processor(model).sees
+
+
+@pytest.mark.parametrize(
+    ("path", "value"),
+    [
+        (("max_image_size",), {"longest_edge": 16}),  # the tower's tiles have 32 pixels
+        (("video_sampling",), 5),
+        (("video_sampling", "fps"), -1),
+        (("video_sampling", "max_frames"), "many"),
+        (("video_sampling", "video_size"), {"longest_edge": 0}),
+    ],
+)
+def test_settings_of_smolvlm_are_checked(tmp_path: Path, path: tuple[str, ...], value: Any) -> None:
+    model = save_smolvlm(tmp_path / "model")
+    _changed(model, "preprocessor_config.json", *path, to=value)
+    with pytest.raises(ModelError, match=rf"preprocessor_config\.json: {path[-1]} is "):
+        load_processor(model)
 
 
 @pytest.mark.parametrize("file", ["preprocessor_config.json", "video_preprocessor_config.json"])

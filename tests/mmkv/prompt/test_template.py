@@ -25,7 +25,7 @@ from mmkv.prompt import sandbox, special
 from mmkv.prompt.loading import load_processor
 from mmkv.prompt.processing import Processor
 from mmkv.prompt.special import CUT, Cutter, tokenize
-from mmkv.prompt.template import ChatTemplate
+from mmkv.prompt.template import REWRITES, ChatTemplate
 from mmkv.server.prompts import outline
 from mmkv.training.data.labels import TurnFinder
 from mmkv.training.data.scene_encoding import CHAT_TEMPLATE, build_tokenizer
@@ -39,8 +39,10 @@ from tests.support.chat_models import (
     save_llama,
     save_llava,
     save_llava_onevision,
+    save_mistral3,
     save_qwen2_5_vl,
     save_qwen3_vl,
+    save_smolvlm,
 )
 
 SOURCES = ("processor_config", "chat_template.json", "chat_template.jinja", "tokenizer_config")
@@ -151,6 +153,8 @@ SAVES: dict[str, Callable[[Path], Path]] = {
     "llava": save_llava,
     "llava_onevision": save_llava_onevision,
     "internvl": save_internvl,
+    "smolvlm": save_smolvlm,
+    "mistral3": save_mistral3,
 }
 WORDS = ("a", " ", "\n", "<", "|", ">", "im_end", "<|im_", "end|>", "image>", "é", "漢", "42", "<<")
 
@@ -251,7 +255,9 @@ def test_a_later_turn_that_holds_the_marker_loses_nothing(processor: Processor) 
         ids = processor.encode(addition.text, continuing=True)["input_ids"][0].tolist()
         assert text in processor.tokenizer.decode(ids)
         found = outline(template, [*past, *turn], held=2, replied=True)
-        assert found is not None
+        if found is None:  # SmolVLM's writes a blank before a reply, not behind an opening
+            assert addition.differs == REWRITES
+            continue
         assert text in "".join(part.text for part in found.segments).replace(CUT, "")
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import random
 import re
 import struct
 import subprocess
@@ -20,6 +21,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
+from transformers.video_utils import VideoMetadata
 
 import mmkv.environment
 from mmkv import Engine
@@ -37,9 +39,10 @@ from tests.support.chat_models import (
     save_llava,
     save_qwen2_5_vl,
     save_qwen3_vl,
+    save_smolvlm,
 )
 from tests.support.media import RATE, write_clip
-from tests.support.theirs import video_processor_class
+from tests.support.theirs import processor_of, video_processor_class
 
 pytest.importorskip("av")
 
@@ -422,6 +425,54 @@ def test_packets_that_cannot_be_decoded_are_no_copies(tmp_path: Path) -> None:
     path.write_bytes(content)
     clip = load_video(path, num_frames=24)
     assert levels(clip) == list(clip.indices) and len(clip.indices) in (22, 23, 24)
+
+
+def test_frames_of_smolvlm_stand_behind_their_times(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Text as transformers' processor writes it, also its template's; pixels of whole frames."""
+    theirs = processor_of(save_smolvlm(tmp_path))
+    processor = load_processor(tmp_path)
+    words = {3: "three", 21: "twenty-one"}
+    monkeypatch.setattr(sys.modules[type(theirs).__mro__[1].__module__], "num2words", words.get)
+    rng = np.random.default_rng(0)
+    content = [{"type": kind} for kind in ("video", "image", "video")]
+    text = processor.template.render([{"role": "user", "content": content}], opening=True)
+    shown = theirs.apply_chat_template([{"role": "user", "content": content}], tokenize=False)
+    assert text == shown + "Assistant:"
+    picture, clips, expanded = Image.new("RGB", (64, 32)), [], text
+    for count, step in ((3, 40), (21, 8)):
+        frames = rng.integers(0, 256, (count, 32, 32, 3), dtype=np.uint8)
+        indices = tuple(step * number for number in range(count))
+        clips.append(Clip(frames, indices, 8.0, total=1000))
+        times = VideoMetadata(
+            total_num_frames=1000, fps=8.0, duration=125.0, frames_indices=list(indices)
+        )
+        made = {"pixel_values": frames[None], "video_metadata": [times]}
+        expanded = expanded.replace("<video>", theirs.replace_video_token(made, 0), 1)
+    tiles = theirs.replace_image_token({"rows": [[1]], "cols": [[2]]}, 0)
+    head, _, tail = expanded.partition("\n\n<image>")
+    inputs = processor.encode(text, [picture], clips)
+    assert processor.tokenizer.decode(inputs["input_ids"][0]) == f"{head}\n\n{tiles}{tail}"
+    assert inputs["pixel_values"].shape == (1, 3 + 3 + 21, 3, 32, 32)
+    for found, clip in zip(inputs["pixel_values"][0].split([6, 21]), clips, strict=True):
+        wanted = torch.tensor((clip.frames / 255 - 0.5) / 0.5).permute(0, 3, 1, 2).float()
+        torch.testing.assert_close(found[: len(wanted)], wanted, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_frames_of_smolvlm_are_chosen_as_by_transformers(seed: int) -> None:
+    """Also without the first and last second of a long video."""
+    theirs, rng, trimmed = video_processor_class("smolvlm")(), random.Random(seed), 0
+    for _ in range(60):
+        total, rate = rng.choice([1, 2, 30, 200, 5000]), rng.choice([0.5, 8.0, 23.976, 60.0])
+        fps, most = rng.choice([0.3, 1, 2]), rng.choice([1, 6, 64])
+        times = VideoMetadata(total_num_frames=total, fps=rate, duration=total / rate)
+        wanted = theirs.sample_frames(times, num_frames=most, fps=fps).tolist()
+        assert FrameRule("trimmed", fps, max_frames=most).chosen(total, rate) == wanted
+        trimmed += wanted[0] > 0
+    assert trimmed
+    assert FrameRule("trimmed", 1).chosen(100, 20.0, num_frames=4) == [0, 33, 66, 99]
 
 
 # Which frames are read and how they are scaled: by transformers' rules and by a message's keys.

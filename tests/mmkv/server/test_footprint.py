@@ -29,9 +29,11 @@ from tests.support.chat_models import (
     save_llama,
     save_llava,
     save_llava_onevision,
+    save_mistral3,
     save_qwen2_5_vl,
     save_qwen3_vl,
     save_qwen3_vl_moe,
+    save_smolvlm,
 )
 from tests.support.servers import Server, serving
 
@@ -163,6 +165,8 @@ def test_log_probabilities_are_written_as_they_would_be_as_objects() -> None:
         save_llava,
         save_llava_onevision,
         save_internvl,
+        save_smolvlm,
+        save_mistral3,
     ],
 )
 def test_pictures_that_fill_the_context_are_counted(

@@ -190,7 +190,7 @@ class Simulation:
     def __init__(self, hf: nn.Module, gate: GateFunction | None) -> None:
         self.hf, self.gate = with_positions_of_the_paper(hf), gate
         inner = hf.model
-        self.text = getattr(inner, "language_model", inner)
+        self.text = getattr(inner, "language_model", getattr(inner, "text_model", inner))
         self.rotate = importlib.import_module(type(self.text).__module__).apply_rotary_pos_emb
         config = self.text.config
         self.layers, self.heads = config.num_hidden_layers, config.num_key_value_heads

@@ -1,0 +1,387 @@
+"""A session and its turns: while a client waits, or in the background, for clients to follow."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Literal, Self
+
+from mmkv.calls.parser import ParsedReply
+from mmkv.engine.errors import STOPS
+from mmkv.prompt.media import data_uri_content
+from mmkv.server import reply
+from mmkv.server.chat import ChatCall
+from mmkv.server.engine_thread import Done
+from mmkv.server.errors import ApiError, api_error
+from mmkv.server.guard import keep_body, release_body
+from mmkv.server.schema import unsupported
+from mmkv.server.state import Caller, ServerState, TurnMemory, release
+
+if TYPE_CHECKING:
+    from mmkv.engine.budget import Budget
+    from mmkv.server.conversations import ConversationState
+    from mmkv.server.job import Standing, Usage
+    from mmkv.server.prompts import Message
+    from mmkv.server.schema import ChatRequest
+    from mmkv.server.store import MediaStore, SessionRecord
+
+
+log = logging.getLogger("mmkv.server")
+_EVERY = 0.5  # seconds between two looks at what the memory of a turn holds
+
+
+@dataclass
+class ServerSession:
+    """One session.
+
+    Attributes:
+        conversation: its state after the latest turn; None before the first, or while it lies in
+            the shared folder alone.
+        record: what the shared folder holds on it; None without such a folder.
+        busy: whether a turn is under way; background: one that goes on without a client, or the
+            latest, if it failed; closed_for_room: whether it was closed here so that
+            another could be opened; used: grows with each use; unbound: whether its budget binds
+            nothing.
+    """
+
+    id: str
+    tenant: str
+    budget: Budget
+    metadata: dict[str, str]
+    conversation: ConversationState | None = None
+    busy: bool = False
+    created: int = field(default_factory=lambda: int(time.time()))
+    turns: int = 0
+    background: BackgroundTurn | None = None
+    record: SessionRecord | None = None
+    closed_for_room: bool = False
+    used: int = 0
+    unbound: bool = False
+
+    @property
+    def on_disk(self) -> bool:
+        """Whether its latest state is in the shared folder."""
+        record = self.record
+        return record is not None and bool(
+            record.version and (self.conversation is None or record.memory)
+        )
+
+    @property
+    def messages(self) -> int:
+        """Count the messages that it holds."""
+        if self.conversation is not None:
+            return len(self.conversation.info.messages)
+        return 0 if self.record is None else self.record.messages
+
+    @property
+    def state(self) -> Literal["empty", "memory", "file"]:
+        """Where its memory lies."""
+        if self.conversation is None:
+            return "empty" if self.record is None or self.record.memory is None else "file"
+        return "memory" if self.conversation.resident else "file"
+
+    def shown(self) -> dict[str, Any]:
+        """Return it as the API shows it."""
+        return {
+            "id": self.id,
+            "object": "session",
+            "created": self.created,
+            "metadata": self.metadata,
+            "budget": "none" if self.unbound else self.budget.describe(),
+            "turns": self.turns,
+            "messages": self.messages,
+            "busy": self.busy,
+            "state": self.state,
+            "failed": self.background is not None and self.background.error is not None,
+        }
+
+
+class SessionTurn:
+    """One turn of a session: a chat completion that sends only the new messages.
+
+    Args:
+        commit: writes the session's new state to the shared folder, where there is one.
+        require_idle: raises ApiError where another turn is under way, or the session is gone.
+
+    Attributes:
+        background: whether it goes on when its client leaves.
+    """
+
+    def __init__(
+        self,
+        state: ServerState,
+        commit: Callable[[ServerSession, ConversationState, int], Awaitable[None]],
+        require_idle: Callable[[ServerSession], None],
+        session: ServerSession,
+        request: ChatRequest,
+        caller: Caller,
+    ) -> None:
+        own = request.mmkv
+        if own is not None and (own.budget is not None or own.resume is not None):
+            raise ApiError(
+                400,
+                "a session has its budget and goes on from itself; leave out mmkv.budget, "
+                "mmkv.resume and X-Mmkv-Resume",
+                "invalid_value",
+                "mmkv",
+            )
+        if (request.n or 1) != 1:
+            raise ApiError(400, "a turn of a session has one reply", "invalid_value", "n")
+        self.background = own is not None and bool(own.background)
+        if own is not None and self.background:
+            if not request.stream:
+                raise unsupported(
+                    "mmkv.background", "mmkv.background is for a stream; set stream: true"
+                )
+            own.background = None
+        self.state, self.session, self.caller = state, session, caller
+        self._commit, self._require_idle = commit, require_idle
+        self.call = ChatCall(state, request, caller, session.conversation, True, session.budget)
+        self.call.work.snapshots = self.background
+
+    async def whole(self) -> dict[str, Any]:
+        """Return the answer."""
+        async with self.begun() as turn:
+            answer = await self.call.whole()
+            await self.commit(turn)
+            # Who reads this may send the next turn.
+            return answer | {"session": self.session.shown() | {"busy": False}}
+
+    async def stream(self) -> AsyncGenerator[dict[str, Any] | str]:
+        """Yield the events of a stream."""
+        async with self.begun() as turn, contextlib.aclosing(self.call.stream()) as events:
+            committed = False
+            async for event in events:
+                if self.call.done and not committed:
+                    await self.commit(turn)
+                    committed = True
+                yield event
+
+    @contextlib.asynccontextmanager
+    async def begun(self) -> AsyncIterator[TurnMemory]:
+        """Have the session for this turn. Raises ApiError: it is not idle, or went on."""
+        session = self.session
+        self._require_idle(session)  # others may have come first
+        if session.conversation is not self.call.work.start:
+            raise ApiError(409, "the session went on meanwhile; send the turn again", "conflict")
+        session.busy = True
+        try:
+            async with TurnMemory(self.state, self.call.work) as turn:
+                yield turn
+        finally:
+            session.busy = False
+
+    async def commit(self, turn: TurnMemory) -> None:
+        """Move the session to its state after this turn, even if the client leaves now."""
+        standing = asyncio.ensure_future(self._replace_memory(turn))
+        try:
+            await asyncio.shield(standing)
+        except asyncio.CancelledError:
+            while not standing.done():
+                with contextlib.suppress(asyncio.CancelledError):
+                    await asyncio.wait({standing})
+            if not standing.cancelled():
+                standing.exception()  # nobody is left to be told
+            raise
+
+    async def _replace_memory(self, turn: TurnMemory) -> None:
+        session, before, conversation = (
+            self.session,
+            self.session.conversation,
+            self.call.work.result,
+        )
+        assert conversation is not None
+        await self._commit(session, conversation, session.turns + 1)
+        session.conversation = turn.claim()
+        session.turns += 1
+        if before is not None:
+            release(self.state, before)
+
+
+class BackgroundTurn:
+    """A turn that goes on when its client leaves. Any number of clients may follow it.
+
+    A client that comes late, or reads slowly, gets several pieces of the reply as one.
+
+    Attributes:
+        asked: its messages, for clients; digests: of their pictures and videos.
+        over: whether it has ended; error: why it failed, None where it did not.
+    """
+
+    def __init__(self, turn: SessionTurn, media: MediaStore, asked: list[Message]) -> None:
+        self._turn, self._media = turn, media
+        self.asked = [one.shown_with_media() for one in asked]
+        self.digests = tuple(part.digest or "" for one in asked for part in one.media)
+        self.over = False
+        self.error: ApiError | None = None
+        self._task: asyncio.Task[None] | None = None
+        self._reply, self._reason = ParsedReply(), ""
+        self._usage: Usage | None = None
+        self._standing: Standing | None = None
+        self._looked = 0.0
+        self._news = asyncio.Event()
+        self._stopping = False
+
+    @classmethod
+    async def start(cls, turn: SessionTurn, media: MediaStore) -> Self:
+        """Begin one. Raises MediaError: a data: URL cannot be read."""
+        start = turn.call.work.start
+        messages = turn.call.work.messages[0 if start is None else len(start.info.messages) :]
+        urls = {part: part.url for one in messages for part in one.media if part.digest is None}
+        inside = {part: url for part, url in urls.items() if url[:5].lower() == "data:"}
+        digest = turn.state.media.digest
+        digests = await asyncio.to_thread(lambda: {p: digest(u) for p, u in inside.items()})
+        made = cls(turn, media, [one.with_digests(digests) for one in messages])
+        contents = {digests[part]: url for part, url in inside.items()}
+        keep_body()
+        made._task = task = asyncio.ensure_future(made._run(contents))
+        turn.state.background.add(task)
+        task.add_done_callback(turn.state.background.discard)
+        return made
+
+    async def stop(self) -> bool:
+        """End the reply where it stands; whether one has begun, otherwise the turn is taken back.
+
+        What has come of it is kept, as if it had reached its most tokens.
+        """
+        taken, kept, task = self._turn.call.taken, False, self._task
+        assert task is not None
+        if taken is not None and taken.ticket is not None:
+            with contextlib.suppress(ApiError):  # it has just ended
+                kept = await taken.on_engine(lambda job: job.stop())
+        if not kept and not self.over:
+            self._stopping = True
+            task.cancel()
+        await asyncio.wait({task})
+        return self.error is None
+
+    async def follow(self) -> AsyncGenerator[dict[str, Any] | str]:
+        """Yield the events of a stream, from the first piece of the reply on."""
+        while not (self.over or self._begun):
+            await self._news.wait()
+        self._raise_error()
+        async for event in self.follow_at_once():
+            yield event
+
+    async def follow_at_once(self) -> AsyncGenerator[dict[str, Any] | str]:
+        """Yield the events of a stream, at once: the first has the messages of the turn."""
+        head = self._turn.call.head
+        opening = {"role": "assistant", "content": ""}
+        yield reply.chunk(head, 0, opening) | {"mmkv": {"asked": self.asked}}
+        thought = text = 0
+        sent: list[int] = []  # characters of each call's arguments
+        standing: Standing | None = None
+        while True:
+            news, over, parsed = self._news, self.over, self._reply
+            if parsed.thought is not None and len(parsed.thought) > thought:
+                piece, thought = parsed.thought[thought:], len(parsed.thought)
+                yield reply.chunk(head, 0, {"reasoning_content": piece})
+            if len(parsed.text) > text:
+                piece, text = parsed.text[text:], len(parsed.text)
+                yield reply.chunk(head, 0, {"content": piece})
+            for index, call in enumerate(parsed.calls):
+                known = index < len(sent)
+                if not known:
+                    sent.append(0)
+                if known and len(call.arguments) == sent[index]:
+                    continue
+                own = {"name": call.name} if not known else {}
+                piece, sent[index] = call.arguments[sent[index] :], len(call.arguments)
+                whole = {"index": index, "function": own | {"arguments": piece}}
+                if not known:
+                    whole |= {"id": call.id, "type": "function"}
+                yield reply.chunk(head, 0, {"tool_calls": [whole]})
+            if self._standing is not None and self._standing is not standing:
+                standing = self._standing
+                shown = {"memory": standing.shown(), "tokens": standing.tokens}
+                yield head.fields("chat.completion.chunk") | {"choices": [], "mmkv": shown}
+            if over:
+                break
+            await news.wait()
+        self._raise_error()
+        assert self._usage is not None
+        yield reply.chunk(head, 0, {}, self._reason)
+        yield reply.usage_chunk(head, self._usage)
+        yield "[DONE]"
+
+    def _raise_error(self) -> None:
+        """Raise what the turn failed with; the session forgets it once somebody knows."""
+        if self.error is not None:
+            if self._turn.session.background is self:
+                self._turn.session.background = None
+            raise self.error
+
+    @property
+    def _begun(self) -> bool:
+        return bool(self._reply.text or self._reply.thought or self._reply.calls)
+
+    def _tell(self) -> None:
+        """Wake all who follow."""
+        news, self._news = self._news, asyncio.Event()
+        news.set()
+
+    async def _run(self, contents: dict[str, str]) -> None:
+        turn, session = self._turn, self._turn.session
+        fresh: list[str] = []
+        try:
+            async with turn.begun() as memory:
+                session.background = self
+                fresh = await asyncio.to_thread(self._keep_media, contents)
+                contents.clear()
+                async with contextlib.aclosing(turn.call.parts()) as parts:
+                    async for part in parts:
+                        if isinstance(part, Done):
+                            await turn.commit(memory)
+                            self._usage = part.usage
+                            continue
+                        self._reply.add(part.events)
+                        self._reason = part.finish_reason or ""
+                        self._tell()
+                        await self._look()
+            session.background = None
+        except asyncio.CancelledError:
+            what = "the turn was stopped before its reply began; it is taken back"
+            closing = ApiError(503, "the server is shutting down; try another one", "shutdown")
+            self._fail(ApiError(409, what, "turn_stopped") if self._stopping else closing, fresh)
+        except STOPS:
+            raise
+        except BaseException as error:
+            self._fail(api_error(error), fresh)
+        finally:
+            release_body()
+            self.over = True
+            self._tell()
+
+    def _fail(self, error: ApiError, fresh: list[str]) -> None:
+        """Note why the turn failed; a session whose turn was stopped is as if there was none."""
+        self.error = error
+        if self._stopping:
+            self._turn.session.background = None
+            for digest in fresh:
+                self._media.remove(self._turn.caller.tenant, digest)
+
+    def _keep_media(self, contents: dict[str, str]) -> list[str]:
+        """Keep the pictures and videos; return the digests of those that are new."""
+        tenant, fresh = self._turn.caller.tenant, []
+        for digest, url in contents.items():
+            if not self._media.has(tenant, digest):
+                fresh.append(digest)
+            try:
+                self._media.put(tenant, digest, data_uri_content(url))
+            except OSError as error:
+                log.warning("a picture is not kept for the page: %s", error.strerror or error)
+        return fresh
+
+    async def _look(self) -> None:
+        """Ask now and then what the memory holds."""
+        taken, now = self._turn.call.taken, time.monotonic()
+        if taken is None or now - self._looked < _EVERY:
+            return
+        self._looked = now
+        with contextlib.suppress(ApiError):  # the request is over
+            self._standing = await taken.on_engine(lambda job: job.standing()) or self._standing
+            self._tell()
