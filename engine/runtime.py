@@ -162,11 +162,12 @@ class Runtime:
         """Load a checkpoint and its gates.
 
         Args:
-            path_or_hub_id: a transformers checkpoint folder, or the id of one on the hub.
+            path_or_hub_id: a transformers checkpoint folder, the id of one on the hub, or a GGUF
+                file.
             progress: called with a few words on what is being loaded.
             options: those of :class:`mmkv.engine.config.EngineConfig`: policy (a name or a
                 :class:`Policy`), adapter, budget, lookahead, evict_every, prefill_chunk, page_size,
-                gates, device, dtype, weights, kv, kv_limit, vision_cache, threads.
+                gates, device, dtype, weights, kv, kv_limit, vision_cache, threads, mmproj.
 
         Raises:
             ModelError, GateError, PolicyError, BudgetError.
@@ -204,6 +205,7 @@ class Runtime:
             form=config.weights,
             kernels=kernels_for(config.weights, device),
             adapter=config.adapter,
+            label=str(config.model),
         )
         engine = cls.from_parts(config, family, spec, weights)
         if engine.device.type == "cpu":

@@ -223,6 +223,8 @@ class BackgroundTurn:
         self._usage: Usage | None = None
         self._standing: Standing | None = None
         self._looked = 0.0
+        self._first: float | None = None  # when the reply began
+        self._seconds = 0.0  # since then, at its latest piece
         self._news = asyncio.Event()
         self._stopping = False
 
@@ -298,6 +300,7 @@ class BackgroundTurn:
             if self._standing is not None and self._standing is not standing:
                 standing = self._standing
                 shown = {"memory": standing.shown(), "tokens": standing.tokens}
+                shown["seconds"] = round(self._seconds, 3)
                 yield head.fields("chat.completion.chunk") | {"choices": [], "mmkv": shown}
             if over:
                 break
@@ -305,7 +308,8 @@ class BackgroundTurn:
         self._raise_error()
         assert self._usage is not None
         yield reply.chunk(head, 0, {}, self._reason)
-        yield reply.usage_chunk(head, self._usage)
+        seconds = {"mmkv": {"seconds": round(self._seconds, 3)}}
+        yield reply.usage_chunk(head, self._usage) | seconds
         yield "[DONE]"
 
     def _raise_error(self) -> None:
@@ -338,6 +342,9 @@ class BackgroundTurn:
                             await turn.commit(memory)
                             self._usage = part.usage
                             continue
+                        now = time.monotonic()
+                        self._first = now if self._first is None else self._first
+                        self._seconds = now - self._first
                         self._reply.add(part.events)
                         self._reason = part.finish_reason or ""
                         self._tell()

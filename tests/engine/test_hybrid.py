@@ -230,7 +230,7 @@ def test_states_are_counted() -> None:
 
 
 @pytest.mark.parametrize(
-    "count", [60, pytest.param(10_000, marks=pytest.mark.drawn(reason="many more operations"))]
+    "count", [30, pytest.param(10_000, marks=pytest.mark.drawn(reason="many more operations"))]
 )
 def test_drawn_operations_lose_no_page_and_no_state(count: int, tmp_path: Path) -> None:
     """Every session's states are those of one that reads the same tokens alone, at once."""

@@ -116,7 +116,7 @@ def family_for(config: Any) -> type[Family]:
     if family is None:
         raise ModelError(
             f"model type {config.model_type!r} is not supported; mmkv runs {', '.join(names())}; "
-            "docs/how-to/add-a-family.md says how others are added"
+            "to add others: docs/how-to/add-a-family.md"
         )
     text_type = config.get_text_config().model_type
     text_types = _TEXT_TYPES | {*family.model_types, *family.text_types}

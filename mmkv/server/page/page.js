@@ -367,9 +367,14 @@ async function ended(id, abort) {
   document.getElementById("text")?.focus({ preventScroll: true });
 }
 
+// The first token's time belongs to the prompt.
+function measure(tokens, seconds) {
+  speed.value = tokens > 1 && seconds > 0 ? (tokens - 1) / seconds : null;
+}
+
 async function read(events, joined) {
   let reply = { ...message("assistant", ""), pending: true };
-  let began = null, tokens = 0, waits = null;
+  let waits = null;
   const show = () => {
     clearTimeout(waits);
     waits = null;
@@ -380,24 +385,18 @@ async function read(events, joined) {
       if (event.mmkv?.asked) joined?.(event.mmkv.asked);
       if (event.mmkv?.memory) {
         memory.value = { ...event.mmkv.memory, state: "memory" };
-        tokens = event.mmkv.tokens;
-        if (began?.tokens === undefined && began) began.tokens = tokens;
-        const seconds = (performance.now() - (began?.time ?? Infinity)) / 1000;
-        if (seconds > 0.3) speed.value = (tokens - began.tokens) / seconds;
+        measure(event.mmkv.tokens, event.mmkv.seconds);
       }
       const choice = event.choices[0];
       if (choice) {
         reply = grown(reply, choice.delta);
         if (choice.finish_reason) reply = { ...reply, pending: false, cut: choice.finish_reason === "length" };
-        if (!began && (choice.delta.content || choice.delta.reasoning_content)) began = { time: performance.now() };
         if (choice.finish_reason) show();
         else waits ??= setTimeout(show, 30); // a reply may grow faster than a screen
       }
       if (event.usage) {
         usage.value = event.usage;
-        const all = event.usage.completion_tokens;
-        const seconds = began ? (performance.now() - began.time) / 1000 : 0;
-        if (seconds > 0.02 && speed.value === null) speed.value = all / seconds;
+        measure(event.usage.completion_tokens, event.mmkv?.seconds);
       }
     }
   } finally {

@@ -136,7 +136,7 @@ def test_the_file_sets_defaults_and_the_command_line_counts_more(
 @pytest.mark.parametrize(
     ("line", "says"),
     [
-        ("nonsense = 1", "no option 'nonsense'; there are autosave, budget,"),
+        ("nonsense = 1", "no option 'nonsense'; there are adapter, autosave,"),
         ('prompt = "x"', "no option 'prompt'"),
         ("[chat]\nbudget = 3", "no option 'chat'"),
         ('top_k = "x"', "top_k is 'x'; give a whole number"),

@@ -98,6 +98,7 @@ def test_a_turn_goes_on_when_its_client_leaves_and_can_be_rejoined(server: Serve
     assert [len(one["media"]) for one in held["kept_by_message"]] == [0, 0]
     assert found[-2]["choices"][0]["finish_reason"] == wanted["finish_reason"] == "length"
     assert found[-1]["usage"]["completion_tokens"] == 24
+    assert found[-1]["mmkv"]["seconds"] > 0
     assert [one["role"] for one in messages(server, path)] == ["user", "assistant"]
     gone = server.client.get(f"{path}/turn")
     assert (gone.status_code, gone.json()["error"]["code"]) == (404, "no_turn")
