@@ -191,6 +191,8 @@ def test_pictures_can_be_asked_for_again_until_their_session_goes(server: Server
     assert (found.content, found.headers["Content-Type"]) == (content, "image/png")
     assert found.headers["Content-Security-Policy"] == "default-src 'none'; sandbox"
     assert found.headers["X-Content-Type-Options"] == "nosniff"
+    assert found.headers["Cross-Origin-Resource-Policy"] == "same-origin"
+    assert found.headers["Cache-Control"] == "no-store"
     memory = server.client.get(f"{fork}/memory").json()
     kept = memory["kept_by_message"]
     assert [len(one["media"]) for one in kept] == [1, 0]
@@ -201,6 +203,47 @@ def test_pictures_can_be_asked_for_again_until_their_session_goes(server: Server
     assert server.client.get(f"{fork}/media/{digest}").status_code == 200
     server.client.delete(fork)
     folder = server.inside(lambda core: core.folder.path / ".media")
+    assert list(folder.iterdir()) == []
+
+
+def test_pictures_of_turns_that_fail_or_are_stopped_go_with_them(server: Server) -> None:
+    """Those of other sessions stay, and a failed turn's until the next one."""
+
+    def question(part: dict[str, Any]) -> dict[str, Any]:
+        return {"role": "user", "content": [part, {"type": "text", "text": "what?"}]}
+
+    def send(path: str, body: dict[str, Any]) -> None:
+        answers[path] = server.client.post(f"{path}/chat/completions", json=body)
+
+    red = picture_part(picture("red", (48, 40)))
+    digest = hashlib.sha256(base64.b64decode(red["image_url"]["url"].split(",")[1])).hexdigest()
+    mine, other = opened(server), opened(server)
+    answers: dict[str, httpx.Response] = {}
+    folder = server.inside(lambda core: core.folder.path / ".media")
+    with stopped(server):
+        for path in (mine, other):
+            body = turn(question(red), max_tokens=2)
+            threading.Thread(target=send, args=(path, body)).start()
+            until(lambda path=path: server.client.get(path).json()["busy"])
+            until(lambda path=path: server.client.get(f"{path}/media/{digest}").status_code == 200)
+        assert server.client.delete(f"{mine}/turn").json()["kept"] is False
+    until(lambda: len(answers) == 2)
+    assert [answers[path].status_code for path in (mine, other)] == [409, 200]
+    assert server.client.get(f"{mine}/media/{digest}").status_code == 404
+    assert server.client.get(f"{other}/media/{digest}").status_code == 200
+    server.client.delete(other)
+    assert list(folder.iterdir()) == []
+    broken = {"type": "image_url", "image_url": {"url": "data:image/png;base64,aGVsbG8="}}
+    with server.client.stream(
+        "POST", f"{mine}/chat/completions", json=turn(question(broken))
+    ) as it:
+        assert it.status_code == 422
+    assert not server.client.get(mine).json()["failed"]
+    assert server.client.get(f"{mine}/turn").status_code == 404
+    refused = hashlib.sha256(b"hello").hexdigest()
+    assert server.client.get(f"{mine}/media/{refused}").content == b"hello"
+    send(mine, turn("and now?", max_tokens=2))
+    assert answers[mine].status_code == 200
     assert list(folder.iterdir()) == []
 
 
@@ -313,10 +356,21 @@ def test_pictures_outlast_the_server_with_their_sessions(folder: Path, tmp_path:
 
 def test_kept_media_have_a_bound(tmp_path: Path) -> None:
     store = MediaStore(tmp_path / "media", most=250)
+
+    def kept() -> str:
+        return "".join(sorted(path.name[-1] for path in (tmp_path / "media").iterdir()))
+
     for letter in "abc":
         store.put("me", letter * 64, b"." * 100)
-    assert [store.has("me", letter * 64) for letter in "abc"] == [False, True, True]
+    assert kept() == "bc"
     assert store.get("me", "b" * 64) == b"." * 100
     assert store.get("you", "b" * 64) is None and store.get("me", "../../etc/passwd") is None
     store.put("me", "d" * 64, b"." * 100)
-    assert [store.has("me", letter * 64) for letter in "bcd"] == [True, False, True]
+    assert kept() == "bd"
+    # Who sends much makes way: nobody's one picture goes for another's many.
+    store.put("you", "e" * 64, b"." * 100)
+    assert kept() in ("be", "de")
+    store.put("me", "f" * 64, b"." * 100)
+    assert kept() == "ef"
+    store.put("me", "a" * 64, b"." * 300)  # one too large for itself alone
+    assert kept() == "e"
