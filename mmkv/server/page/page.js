@@ -160,10 +160,13 @@ async function open(id) {
     server.deleteSession(left.id).catch(() => {});
     sessions.value = sessions.value.filter((one) => one !== left);
   }
+  const same = id === current.value; // it is looked at again: what was not sent stays with it
+  const unsent = same ? log.value.filter((one) => one.failed) : [];
   batch(() => {
     running.value = null;
     current.value = id;
-    memory.value = usage.value = speed.value = editing.value = null;
+    memory.value = usage.value = speed.value = null;
+    if (!same) editing.value = null;
     log.value = [];
     drawer.value = null;
   });
@@ -178,7 +181,7 @@ async function open(id) {
   document.title = `${known ? nameOf(known) : "Chat"} · mmkv`;
   const found = (await server.readMessages(id)).map(fromServer);
   if (mine !== opened) return;
-  log.value = found;
+  log.value = [...found, ...unsent];
   noteText(id);
   if (known?.busy || known?.failed) await rejoin(id);
   else await remember();
@@ -945,6 +948,8 @@ function Delete() {
 function Key() {
   const [key, setKey] = useState("");
   const [wrong, setWrong] = useState("");
+  const place = useRef(null);
+  useEffect(() => { place.current.focus(); }, []);
   const use = async (event) => {
     event.preventDefault();
     server.setKey(key);
@@ -957,7 +962,7 @@ function Key() {
   };
   return html`<main class="locked"><form class="card stack" onSubmit=${use}>
     <h1>mmkv</h1><p>This server asks for an API key. It stays in this tab.</p>
-    <label for="key">API key</label><input id="key" type="password" autocomplete="off" required autofocus value=${key} onInput=${(event) => setKey(event.target.value)} />
+    <label for="key">API key</label><input id="key" ref=${place} type="password" autocomplete="off" required value=${key} onInput=${(event) => setKey(event.target.value)} />
     ${wrong && html`<p class="note failed" role="alert">${wrong}</p>`}
     <button class="primary">Use</button></form></main>`;
 }

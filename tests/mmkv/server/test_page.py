@@ -529,13 +529,27 @@ def test_no_conversation_is_lost_that_the_server_or_its_list_does_not_know(
     page.reload()
     titles = [one["metadata"]["title"] for one in sessions_of(server)]
     assert titles == ["first", "third"]
-    # A key that is no longer valid: the message waits for the next one.
+    # What was refused, and what is edited, stays where its conversation is read again.
     page.locator("#list li").first.get_by_role("button").click()
     expect(page.locator(".message")).to_have_count(2)
+    refusal = {"status": 409, "json": {"error": {"message": "busy"}}}
+    page.route("**/chat/completions", lambda route: route.fulfill(**refusal), times=1)
+    page.locator("#text").fill("refused")
+    page.locator("#text").press("Enter")
+    expect(page.locator(".message.failed")).to_contain_text("busy")
+    page.locator(".message.user").first.hover()
+    page.get_by_role("button", name="Edit as a new branch").first.click()
+    with page.expect_response("**/messages"):
+        page.locator("#list [aria-current]").click()
+    expect(page.locator(".message")).to_have_count(3)
+    expect(page.locator(".message.failed")).to_contain_text("busy")
+    page.get_by_role("button", name="Cancel").click()
+    # A key that is no longer valid: the message waits for the next one.
     page.evaluate("sessionStorage.setItem('mmkv-key', 'of yesterday')")
     page.locator("#text").fill("fourth")
     page.locator("#text").press("Enter")
     for key in ("wrong", KEY):
+        expect(page.locator("#key")).to_be_focused()
         page.locator("#key").fill(key)
         page.locator("#key").press("Enter")
         if key == "wrong":
