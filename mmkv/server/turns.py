@@ -265,8 +265,10 @@ class BackgroundTurn:
         taken, kept, task = self._turn.call.taken, False, self._task
         assert task is not None
         if taken is not None and taken.ticket is not None:
-            with contextlib.suppress(ApiError):  # it has just ended
+            try:
                 kept = await taken.on_engine(lambda job: job.stop())
+            except ApiError:  # the reply has just ended; the session still has to take it
+                kept = True
         if not kept and not self.over:
             self._stopping = True
             task.cancel()

@@ -9,7 +9,9 @@ import hashlib
 import itertools
 import json
 import threading
+import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +20,7 @@ import pytest
 
 from mmkv import Engine
 from mmkv.server.guard import LimitBody, keep_body, release_body
-from mmkv.server.store import MediaStore
+from mmkv.server.store import MediaStore, SessionRecord, SessionStore
 from tests.support.chat_models import picture
 from tests.support.servers import (
     Server,
@@ -336,7 +338,9 @@ def test_a_key_decides_whatever_browser_is_named(folder: Path) -> None:
         begin(made, f"/v1/sessions/{first['id']}", turn("a long one", max_tokens=1500))
 
 
-def test_pictures_outlast_the_server_with_their_sessions(folder: Path, tmp_path: Path) -> None:
+def test_pictures_outlast_the_server_with_their_sessions(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     settings = {"session_folder": tmp_path, "keep_sessions": True}
     red = picture_part(picture("red", (48, 40)))
     question = {"role": "user", "content": [red, {"type": "text", "text": "what?"}]}
@@ -351,6 +355,25 @@ def test_pictures_outlast_the_server_with_their_sessions(folder: Path, tmp_path:
         assert hashlib.sha256(found.content).hexdigest() == digest
         assert made.client.get(f"{path}/memory").json()["kept_by_message"] == kept
         made.client.delete(path)
+        # A stop that comes while the turn is written takes nothing back.
+        writes, go_on, commit = threading.Event(), threading.Event(), SessionStore.commit
+
+        def slow(store: SessionStore, tenant: str, record: SessionRecord) -> SessionRecord:
+            if record.turns:
+                writes.set()
+                assert go_on.wait(60)
+            return commit(store, tenant, record)
+
+        monkeypatch.setattr(SessionStore, "commit", slow)
+        path = opened(made)
+        begin(made, path, turn("what?", max_tokens=4))
+        assert writes.wait(60)
+        with ThreadPoolExecutor(1) as other:
+            ended = other.submit(made.client.delete, f"{path}/turn")
+            time.sleep(0.2)  # the stop waits for the write by then
+            go_on.set()
+            assert ended.result(60).json()["kept"] is True
+        assert [one["role"] for one in messages(made, path)] == ["user", "assistant"]
     assert list((tmp_path / ".media").iterdir()) == []
 
 
