@@ -465,10 +465,17 @@ async function stop() {
   const turn = running.value;
   if (!turn) return;
   running.value = { ...turn, stopping: true };
-  try {
-    await server.stopTurn(turn.id);
-  } catch (error) {
-    if (error.code !== "no_turn") throw error; // it has just ended
+  while (running.value?.abort === turn.abort) {
+    try {
+      await server.stopTurn(turn.id);
+      return;
+    } catch (error) {
+      if (error.code !== "no_turn") {
+        if (running.value?.abort === turn.abort) running.value = turn; // to try again
+        throw error;
+      }
+    }
+    await new Promise((resolve) => setTimeout(resolve, 300)); // it has just ended, or is on its way there
   }
 }
 
