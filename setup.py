@@ -28,6 +28,7 @@ NAMES = (
     "int8_forms",
     "attention",
     "chunk",
+    "delta",
     "forms",
     "pages",
     "evict",

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class PageBound:
-    """The most pages of one sequence.
+    """The most pages of one sequence, with what its states take in pages.
 
     Attributes:
         steady: between two chunks, while it decodes and afterwards.
@@ -66,7 +66,7 @@ def page_bound(
     With R rows, pages of P entries and b entries after an eviction, a policy that evicts holds at
     most ``ceil((b + s R + R (P - 1)) / P)`` pages (s: ``evict_every``), and a chunk of C tokens
     takes ``C R`` entries more. A share of the tokens is counted at the sequence's end. No bound
-    is above what all tokens would take.
+    is above what all tokens would take. States of layers without entries are added.
 
     Args:
         start: where the sequence stands; None: an empty one.
@@ -74,9 +74,9 @@ def page_bound(
     """
     start = start or SequenceSize()
     rows, pool, policy = engine.spec.rows, engine.cache.pool, engine.policy
-    every = start.entries + (prompt + generated) * rows
+    every, beside = start.entries + (prompt + generated) * rows, engine.cache.state_pages
     if not policy.evicts:
-        return PageBound(_pages(every, rows, pool.page_size), 0)
+        return PageBound(_pages(every, rows, pool.page_size) + beside, 0)
     seen = start.seen + prompt + generated
     kept = budget.entries(rows, seen, pool.page_size, pool.page_bytes, engine.slack)
     kept += (start.prompt_tokens + prompt) * rows if policy.keeps_prompt else 0
@@ -84,7 +84,8 @@ def page_bound(
     kept = max(kept + engine.slack, start.entries) + (rows if generated else 0)
     in_chunk = kept + min(chunk or engine.prefill_chunk, prompt) * rows
     steady = _pages(min(every, kept), rows, pool.page_size)
-    return PageBound(steady, _pages(min(every, in_chunk), rows, pool.page_size) - steady)
+    chunks = _pages(min(every, in_chunk), rows, pool.page_size) - steady
+    return PageBound(steady + beside, chunks)
 
 
 def lasting_pages(engine: Runtime, budget: Budget) -> int | None:
@@ -96,7 +97,8 @@ def lasting_pages(engine: Runtime, budget: Budget) -> int | None:
         return None
     rows, pool = engine.spec.rows, engine.cache.pool
     kept = budget.entries(rows, 0, pool.page_size, pool.page_bytes, engine.slack)
-    return _pages(kept + engine.evict_every * rows, rows, pool.page_size)
+    steady = _pages(kept + engine.evict_every * rows, rows, pool.page_size)
+    return steady + engine.cache.state_pages
 
 
 def _pages(entries: int, rows: int, page_size: int) -> int:
@@ -426,8 +428,8 @@ class SharedBudget:
 
     @property
     def pages_each(self) -> int:
-        """Bound what a sequence adds to :attr:`fixed_pages`: one page a row."""
-        return self._engine.spec.rows
+        """Bound what a sequence adds to :attr:`fixed_pages`: one page a row, and its states."""
+        return self._engine.spec.rows + self._engine.cache.state_pages
 
     def lasting_pages(self, budget: Budget) -> int:
         """See :class:`mmkv.engine.budgets.Budgets`: :attr:`pages_each`."""

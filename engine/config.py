@@ -23,6 +23,8 @@ from mmkv.engine.errors import (
     require_type,
     require_whole,
 )
+from mmkv.engine.model.gguf.config import gguf_folder, is_gguf
+from mmkv.engine.model.gguf.file import SUFFIX
 
 if TYPE_CHECKING:
     import torch
@@ -52,7 +54,8 @@ class EngineConfig:
     """What an engine is loaded with.
 
     Attributes:
-        model: a transformers checkpoint folder, or the id of one on the hub.
+        model: a transformers checkpoint folder, the id of one on the hub, or a GGUF file.
+        mmproj: the file of a GGUF model's vision tower and projector.
         adapter: a LoRA adapter of PEFT, a folder or the id of one that was pulled from the hub:
             merged into the weights while they are read.
         policy: the name of a policy with parameters (``mmkv policies`` lists them), or a
@@ -94,7 +97,10 @@ class EngineConfig:
 
     model: str | Path | None = field(
         default=None,
-        metadata=_about(str, "Model folder or hub id. Default: the small bundled model."),
+        metadata=_about(str, "Model folder, hub id or GGUF file. Default: the bundled model."),
+    )
+    mmproj: str | Path | None = field(
+        default=None, metadata=_about(str, "The vision tower (mmproj) of a GGUF model: its file.")
     )
     adapter: str | Path | None = field(
         default=None,
@@ -163,9 +169,14 @@ class EngineConfig:
         if self.budget is not None:
             Budget.of(self.budget)
         check_lookahead(self.lookahead)
-        for name in ("model", "adapter", "gates"):
+        for name in ("model", "mmproj", "adapter", "gates"):
             if (given := getattr(self, name)) is not None:
                 require_type(name, given, (str, Path), "text or a pathlib.Path")
+        if self.mmproj is not None and not str(self.model).lower().endswith(SUFFIX):
+            raise ModelError(
+                "mmproj is the vision tower of a GGUF file; name the language model's file as the "
+                "model, too"
+            )
         for name in ("device", "dtype"):
             given = getattr(self, name)
             if type(given).__module__ != "torch":  # torch.device, torch.dtype
@@ -202,13 +213,15 @@ class EngineConfig:
         return parse_bytes(given) if isinstance(given, str) else given
 
     def checkpoint(self) -> str:
-        """Return the model's name as text.
+        """Return the model's name as text; of a GGUF file, that of a folder that stands for it.
 
         Raises:
-            ModelError: none is named.
+            ModelError: none is named, or the GGUF file cannot be read.
         """
         if self.model is None:
             raise ModelError("no model is named; give a checkpoint folder or a hub id")
+        if is_gguf(self.model):
+            return gguf_folder(self.model, self.mmproj)
         return str(self.model)
 
 

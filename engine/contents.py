@@ -23,6 +23,7 @@ class Memory:
             pruned tokens and of forgotten thoughts included.
         evicted_nan: how many of those had a score that is not a number.
         pages: pages held; kv_bytes: bytes of their keys and values.
+        state_bytes: what layers without entries keep of the sequence, the same at any length.
         metadata_bytes: log_beta, position, modality and state of those pages, block tables, and
             what a scorer keeps of the sequence, such as recent queries.
         by_modality: live entries per modality.
@@ -44,7 +45,13 @@ class Memory:
     evicted_nan: int = 0
     differs: str | None = None
     pictures: tuple[float, ...] = ()
+    state_bytes: int = 0
     vision_bytes: int = field(default=0, compare=False)
+
+    @property
+    def physical_bytes(self) -> int:
+        """Return the bytes of keys, values, metadata and states."""
+        return self.kv_bytes + self.metadata_bytes + self.state_bytes
 
     @property
     def faded(self) -> tuple[int, ...]:
@@ -112,7 +119,7 @@ def memory_of(
     vision_bytes: int = 0,
 ) -> Memory:
     """Measure sequence ``seq``; the counts and spans are those that the cache does not know."""
-    pages = cache.held_pages(seq)
+    pages = cache.needed_pages(cache.length[seq])
     entries = cache.entries(seq)
     modality = cache.pool.modality.view(-1)[entries.slot].long()
     counts = torch.bincount(modality, minlength=len(MODALITIES)).tolist()
@@ -126,6 +133,7 @@ def memory_of(
         metadata_bytes=pages * cache.pool.metadata_page_bytes + tables + cache.memory_bytes(),
         by_modality=dict(zip(MODALITIES, counts, strict=True)),
         evicted_nan=evicted_nan,
+        state_bytes=cache.state_bytes,
         pictures=_held(pictures, cache.pool.position.view(-1)[entries.slot], cache.rows),
         vision_bytes=vision_bytes,
     )

@@ -45,7 +45,7 @@ def choose(
         GateError, PolicyError.
     """
     require_named_gates(config, gates)
-    name, source = config.checkpoint(), named_gates(config)
+    name, source = str(config.model), named_gates(config)
     chosen, note = named_policy(config), None
     if config.policy is None and _is_write(source if gates is None else gates):
         chosen = make_policy("wgkv")
@@ -56,7 +56,7 @@ def choose(
             gates = load_gates(source, spec)
             chosen = named_policy(config, trained_age(source))
         with contextlib.suppress(OSError):  # a model in memory has no file to compare with
-            note = foreign_note(gates, name)
+            note = foreign_note(gates, config.checkpoint())
     if gates is None and chosen.gates:
         if config.policy is not None:
             raise GateError(

@@ -120,9 +120,12 @@ class Prefill:
         session.require_whole()
         with session.engine.lock:
             if self.done and not session.closed:
-                seq = cache.open() if self._snapshot is None else self._snapshot.seq
-                self._snapshot = None
-                session.adopt(seq, self._before)
+                snapshot, self._snapshot = self._snapshot, None
+                if snapshot is None:
+                    cache.clear(session.seq)
+                    session.restore(self._before)
+                else:
+                    session.adopt(snapshot.seq, self._before)
             else:
                 session.restore(self._before)
             self._forget_snapshot()
@@ -285,6 +288,8 @@ class ChunkPass:
             return False
         ends, log_beta = made
         pruned = self._store(log_beta)
+        for chunk in self._chunks:
+            chunk.put_states()
         self._appended = False
         for prefill, turn, gone in zip(self._prefills, self._turns, pruned, strict=True):
             prefill._count(turn, gone)
@@ -350,7 +355,8 @@ class ChunkPass:
         for i, fine in zip(last, logits.sum(-1).isfinite().tolist(), strict=True):
             if not fine:
                 broken.append(i)
-                if sessions[i].rewind(self._before[i]):  # nothing has been evicted yet
+                # Nothing has been evicted yet.
+                if sessions[i].rewind(self._before[i], self._chunks[i].before):
                     prefills[i].done = self._before[i]["seen"] - prefills[i]._start
         engine.budgets.cut([one for i, one in enumerate(sessions) if i not in broken])
         if sum(self._counts) >= MANY_TOKENS and engine.device.type == "cpu":
@@ -398,8 +404,9 @@ def pass_tokens(engine: Runtime) -> int:
     # More threads of torch cut an elementwise operation inside a vector of the CPU, the rest takes
     # another path: the last bits of a row then depend on the rows beside it.
     exact = exact and torch.get_num_threads() <= 2
-    experts = any(layer.router is not None for layer in weights.layers)
-    if not (held and exact) or engine.decoder.hosted or experts or engine.shared is not None:
+    layers = weights.layers
+    others = any(each.router is not None or each.state_layer is not None for each in layers)
+    if not (held and exact) or engine.decoder.hosted or others or engine.shared is not None:
         return 0
     # A quarter more than a chunk: the short ends of prompts are read beside whole chunks.
     return min(engine.prefill_chunk * 5 // 4, _MOST_ON_CPU)
@@ -428,7 +435,8 @@ def _pack(waiting: Sequence[Prefill]) -> list[Prefill]:
     """
     engine = waiting[0]._session.engine
     pool = engine.cache.pool
-    room = math.inf if pool.limit is None else pool.limit - pool.num_pages + pool.free_pages
+    used = pool.num_pages - pool.free_pages + pool.beside
+    room = math.inf if pool.limit is None else pool.limit - used
     on_cpu = engine.device.type == "cpu"
     most = min(engine.prefill_chunk, _MOST_ON_CPU) if on_cpu else engine.prefill_chunk
     chosen: list[Prefill] = []

@@ -12,7 +12,7 @@ from weakref import WeakSet
 import torch
 from torch import Tensor
 
-from mmkv.engine.backends import Backends, kernels_for
+from mmkv.engine.backends import Backends, delta_functions, kernels_for
 from mmkv.engine.backends.base import LoadedModel
 from mmkv.engine.backends.cuda.kernels.sample import Draw
 from mmkv.engine.backends.torch.write_step import attach_write_gates
@@ -21,7 +21,7 @@ from mmkv.engine.cache import PagePool, RaggedCache
 from mmkv.engine.cache.choice import choose_form
 from mmkv.engine.cache.layout import Layout
 from mmkv.engine.config import DEFAULT_BUDGET, EngineConfig, require_options
-from mmkv.engine.errors import GateError, InputError
+from mmkv.engine.errors import GateError, InputError, PolicyError
 from mmkv.engine.interrupts import FairLock, whole
 from mmkv.engine.memory import give_back
 from mmkv.engine.model.decoder import Decoder
@@ -34,6 +34,7 @@ from mmkv.engine.model.gates import (
 )
 from mmkv.engine.model.rope import Rope
 from mmkv.engine.model.spec import DecoderSpec
+from mmkv.engine.model.state_layer import DeltaLayer
 from mmkv.engine.model.weights import DecoderWeights
 from mmkv.engine.paths import user_path
 from mmkv.engine.policies import Budget, Needs, Policy
@@ -90,6 +91,11 @@ class Runtime:
             )
         config = EngineConfig(policy=policy, budget=budget, **options)
         check_policy(policy)
+        if policy.pruner is not None and spec.has_entries:
+            raise PolicyError(
+                f"policy {policy.name!r} drops tokens on their way through the layers, and this "
+                "model has linear layers that must see them all; choose another policy"
+            )
         if policy.pruner is not None:
             check_pruner(policy.pruner, spec.num_layers, tuple(spec.sliding_window))
         self.family, self.spec, self.policy = family, spec, policy
@@ -134,7 +140,9 @@ class Runtime:
             pool.limit = (config.kv_limit - features) // pool.page_bytes
         self.vision_cache = VisionCache(features)
         memory = sequence_memory(policy, spec, self.dtype)
-        self.cache = RaggedCache(pool, spec.num_layers, spec.num_kv_heads, memory)
+        self.cache = RaggedCache(
+            pool, spec.entry_layers, spec.num_kv_heads, memory, weights.states()
+        )
         self.lock.taken = self.cache.free_lost
         self.left: WeakSet[object] = WeakSet()  # passes over prompts
         self.policy_note: str | None = None
@@ -154,11 +162,12 @@ class Runtime:
         """Load a checkpoint and its gates.
 
         Args:
-            path_or_hub_id: a transformers checkpoint folder, or the id of one on the hub.
+            path_or_hub_id: a transformers checkpoint folder, the id of one on the hub, or a GGUF
+                file.
             progress: called with a few words on what is being loaded.
             options: those of :class:`mmkv.engine.config.EngineConfig`: policy (a name or a
                 :class:`Policy`), adapter, budget, lookahead, evict_every, prefill_chunk, page_size,
-                gates, device, dtype, weights, kv, kv_limit, vision_cache, threads.
+                gates, device, dtype, weights, kv, kv_limit, vision_cache, threads, mmproj.
 
         Raises:
             ModelError, GateError, PolicyError, BudgetError.
@@ -196,6 +205,7 @@ class Runtime:
             form=config.weights,
             kernels=kernels_for(config.weights, device),
             adapter=config.adapter,
+            label=str(config.model),
         )
         engine = cls.from_parts(config, family, spec, weights)
         if engine.device.type == "cpu":
@@ -240,7 +250,10 @@ class Runtime:
         return engine
 
     def _make_decoder(self, weights: DecoderWeights, gates: Gates | None) -> Decoder:
-        taps = tap_layers(self.policy, self.spec.num_layers)
+        taps = tap_layers(self.policy, self.spec)
+        for layer in weights.layers:
+            if isinstance(layer.state_layer, DeltaLayer):
+                layer.state_layer.functions = delta_functions(layer.state_layer.conv.device)
         return Decoder(self.spec, weights, gates, taps, kernels_for(weights.form).elementwise)
 
     def _make_rope(self) -> Rope:

@@ -251,11 +251,11 @@ def sequence_memory(
     if not policy.evicts:
         return kept
     if policy.scoring.needs.queries:
-        shape = (spec.num_layers, spec.num_heads, policy.scoring.needs.queries, spec.head_dim)
+        shape = (spec.entry_layers, spec.num_heads, policy.scoring.needs.queries, spec.head_dim)
         kept[QUERIES] = (shape, dtype)
     asked = getattr(policy.scoring, "memory", None)
     if asked is not None:
-        made = asked(spec.num_layers, spec.num_kv_heads, spec.head_dim, spec.hidden_size)
+        made = asked(spec.entry_layers, spec.num_kv_heads, spec.head_dim, spec.hidden_size)
         call = f"{type(policy.scoring).__name__}.memory"
         wanted = "a dict of shapes by name"
         for name, shape in returned(made, dict, call, wanted).items():
@@ -265,12 +265,16 @@ def sequence_memory(
     return kept
 
 
-def tap_layers(policy: Policy, layers: int) -> tuple[int, ...]:
-    """Indices of the layers after which the policy's scorer reads the residual stream."""
+def tap_layers(policy: Policy, spec: DecoderSpec) -> tuple[int, ...]:
+    """Indices, of all layers, of those after which the policy's scorer reads the residual stream.
+
+    They have entries, and a tap names them by their share of the layers that have.
+    """
     if not policy.evicts:
         return ()
     taps = policy.scoring.needs.taps
-    return tuple(layer for tap in taps for layer in tapped_layers(tap, layers))
+    of_all = [spec.entry_index.index(layer) for layer in range(spec.entry_layers)]
+    return tuple(of_all[at] for tap in taps for at in tapped_layers(tap, len(of_all)))
 
 
 def has_on_append(scorer: Scorer) -> bool:

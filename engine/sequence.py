@@ -375,31 +375,38 @@ class CachedSequence:
             self.recorder.rewind(self.seen)
 
     @torch.inference_mode()
-    def rewind(self, before: Mapping[str, Any]) -> bool:
+    def rewind(self, before: Mapping[str, Any], states: Mapping[str, Tensor] | None = None) -> bool:
         """Go back to where :meth:`state` gave ``before``, if the cache still holds it all.
+
+        Args:
+            states: what layers without entries kept then; None: that is not known.
 
         Returns:
             whether it does: the sequence was empty then, or nothing has been evicted since and
-            the policy keeps nothing beside plain entries.
+            the policy keeps nothing beside plain entries, nor a layer anything but ``states``.
         """
         cache = self.engine.cache
         if not before["seen"]:
-            self.adopt(cache.open(), before)
+            cache.clear(self.seq)
+            self.restore(before)
             return True
-        if self.evicted != before["evicted"] or cache.memory or cache.pool.state_size:
+        sums_up = cache.memory or cache.pool.state_size or (cache.states and states is None)
+        if self.evicted != before["evicted"] or sums_up:
             return False
         self.restore(before)
         self.roll_back()
+        cache.put_states(self.seq, states or {})
         return True
 
     @property
     def can_cut_back(self) -> bool:
         """Whether :meth:`cut_back` leaves what the policy would have kept of fewer tokens.
 
-        A policy that sums up what tokens have done to others cannot take that back.
+        A policy that sums up what tokens have done to others cannot take that back, nor can a layer
+        that keeps a state in place of entries.
         """
         cache = self.engine.cache
-        return not cache.pool.state_size and cache.memory.keys() <= {QUERIES}
+        return not cache.states and not cache.pool.state_size and cache.memory.keys() <= {QUERIES}
 
     @torch.inference_mode()
     def cut_back(self, seen: int, next_position: int, prompt_tokens: int) -> None:
@@ -408,11 +415,20 @@ class CachedSequence:
         Args:
             next_position: rope position of the next text token; prompt_tokens: how many of those
                 tokens came in prompts.
+
+        Raises:
+            SessionError: some would stay, and a layer's state holds those that would go, too.
         """
         with self.claimed(), self.engine.lock:
+            if seen and seen < self.seen and self.engine.cache.states:
+                raise SessionError(
+                    "this model's linear layers cannot go back by tokens; fork the session before "
+                    "them, or read the conversation again from its beginning"
+                )
             if not seen:
                 fresh = dict.fromkeys(_STATE, 0) | {"long_rope": None, "pictures": ()}
-                self.adopt(self.engine.cache.open(), fresh)
+                self.engine.cache.clear(self.seq)
+                self.restore(fresh)
                 return
             recorder, nan = self.recorder, self.evicted_nan
             self.seen, self.next_position, self.prompt_tokens = seen, next_position, prompt_tokens
@@ -432,7 +448,8 @@ class CachedSequence:
         """Drop every entry of the tokens ``start`` to ``stop - 1``, whatever the policy says.
 
         All other tokens stay where they are: token indices and rope positions keep the gap. What a
-        policy has summed up for other entries stays, too. The entries count as evicted.
+        policy has summed up for other entries stays, too, and so does what the tokens have left in
+        the state of layers without entries. The entries count as evicted.
 
         Args:
             start, stop: token indices; what is not in the cache is passed over.
@@ -471,7 +488,7 @@ class CachedSequence:
         allowed = self.allowed_entries
         if self.entries > allowed + slack:
             return True  # the shares add up to the budget
-        shares = policy.shares(allowed, spec.num_layers, spec.num_kv_heads)
+        shares = policy.shares(allowed, spec.entry_layers, spec.num_kv_heads)
         if shares.share.numel() == 1:
             return False
         length = self.engine.cache.length[self.seq].flatten()

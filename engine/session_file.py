@@ -193,6 +193,7 @@ def _digest(tensors: dict[str, Tensor], metadata: dict[str, str]) -> str:
 
 _Count = Annotated[int, Field(ge=0, le=2**62)]
 _Tokens = Annotated[int, Field(ge=0, le=2**31 - 1)]  # positions are int32
+_NUMBERS = ("keys", "values", "key_scale", "value_scale", "log_beta")
 # What safetensors calls the types of a cache's tensors.
 NAMES = {
     torch.float32: "F32",
@@ -308,6 +309,7 @@ def _check_values(tensors: dict[str, Tensor], state: State) -> None:
         if not bool((log_beta <= 0).all()):
             raise InvalidFile("an entry's log_beta is above 0 or no number")
     # What scorers keep may be infinite or NaN: they score it, and no answer is made of it.
-    for name in {"keys", "values", "key_scale", "value_scale", "log_beta"} & tensors.keys():
+    states = {name for name in tensors if name.startswith("state.")}
+    for name in sorted(states) + [name for name in _NUMBERS if name in tensors]:
         if not bool(tensors[name].isfinite().all()):
             raise InvalidFile(f"tensor {name} holds numbers that are not finite")

@@ -165,7 +165,7 @@ def draw_kept(path: Path, share: Fraction = Fraction(1, 16), seed: int = 4) -> N
     colours = ListedColormap(list(_KINDS.values()))
     panel.imshow(shown, aspect="auto", cmap=colours, vmin=0, vmax=5, interpolation="nearest")
     heads = runtime.spec.num_kv_heads
-    layers = range(runtime.spec.num_layers)
+    layers = range(runtime.spec.entry_layers)
     panel.set_yticks(
         [heads * layer + (heads - 1) / 2 for layer in layers], [str(layer) for layer in layers]
     )

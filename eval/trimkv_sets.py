@@ -66,7 +66,7 @@ def _append(flat: Tensor, new: Tensor, lengths: Tensor, starts: Tensor) -> Tenso
 
 def run_engine(engine: Runtime, ids: Tensor, steps: int) -> tuple[Tensor, list[Entries]]:
     """Return log_beta ``[L, H, T]`` of all tokens, and what is kept after each pass."""
-    layers, heads = engine.spec.num_layers, engine.spec.num_kv_heads
+    layers, heads = engine.spec.entry_layers, engine.spec.num_kv_heads
     rates: list[list[Tensor]] = [[] for _ in range(layers)]
 
     def note(layer: int, hidden: Tensor) -> None:

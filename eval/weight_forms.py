@@ -69,10 +69,10 @@ def in_form(base: Runtime, form: str) -> Runtime:
 def _wide(layer: LayerWeights) -> LayerWeights:
     """Return a layer with its matrices as plain tensors, and all else in float32."""
     names = layer.matrix_names()
-    parts = {
+    parts: dict[str, Any] = {
         name: plain(part) if name in names else part.float()
         for name, part in vars(layer).items()
-        if part is not None
+        if part is not None and name != "state_layer"
     }
     return replace(layer, **parts)
 

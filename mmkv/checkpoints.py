@@ -17,6 +17,8 @@ from typing import TYPE_CHECKING, Any
 from mmkv.engine.budget import format_bytes
 from mmkv.engine.errors import MmkvError, plain
 from mmkv.engine.model.fingerprint import fingerprint, language_fingerprint
+from mmkv.engine.model.gguf.config import TEXTS, config_of
+from mmkv.engine.model.gguf.file import SUFFIX, read_gguf
 from mmkv.engine.model.source import (
     PICKLED,
     PICKLED_INDEX,
@@ -25,7 +27,7 @@ from mmkv.engine.model.source import (
     require_known_quantisation,
 )
 from mmkv.engine.registry import offered
-from mmkv.planner import planned
+from mmkv.planner import WeightCount, planned, plans
 from mmkv.resources import BUNDLED_ADAPTER, BUNDLED_MODEL, asset, bundled_gates, bundled_model
 
 if TYPE_CHECKING:
@@ -38,6 +40,8 @@ FAMILIES: dict[str, tuple[str, str]] = {
     "qwen3_vl": ("Qwen3-VL (dense)", f"{_VIDEOS}; the bundled model"),
     "qwen3_vl_moe": ("Qwen3-VL with experts, such as 30B-A3B", _VIDEOS),
     "qwen2_5_vl": ("Qwen2.5-VL", _VIDEOS),
+    "qwen3_5": ("Qwen3.5, hybrid (dense)", _VIDEOS),
+    "qwen3_5_moe": ("Qwen3.5 with experts, such as 35B-A3B, hybrid", _VIDEOS),
     "qwen2_vl": ("Qwen2-VL", _VIDEOS),
     "smolvlm": ("SmolVLM2", _VIDEOS),
     "idefics3": ("SmolVLM, Idefics3", _PICTURES),
@@ -53,6 +57,8 @@ FAMILIES: dict[str, tuple[str, str]] = {
     "qwen2": ("Qwen2, Qwen2.5 (text)", _RANDOM),
     "qwen3": ("Qwen3 (text)", _RANDOM),
     "qwen3_moe": ("Qwen3 with experts, such as 30B-A3B (text)", _RANDOM),
+    "qwen3_5_text": ("Qwen3.5, hybrid (text)", _RANDOM),
+    "qwen3_5_moe_text": ("Qwen3.5 with experts, hybrid (text)", _RANDOM),
     "phi3": ("Phi-3 (text)", _RANDOM),
 }
 
@@ -176,7 +182,8 @@ def listed() -> Listing:
     here = [(str(folder), folder, "folder", -1) for folder in _folders(Path(), _DEEPEST)]
     known = {folder.resolve() for _, folder, _, _ in found}
     known |= {Path(one.path).resolve() for one in sets}
-    for name, folder, where, size in [*here, *_cached()]:
+    others = [*here, *_cached()]
+    for name, folder, where, size in others:
         if folder.resolve() in known:
             continue
         if "model_type" in _json(folder / "config.json"):
@@ -184,6 +191,8 @@ def listed() -> Listing:
         elif any((folder / file).is_file() for file in _GATE_FILES):
             sets.append(_gates(name, folder, where))
     models = [_checkpoint(*one, sets) for one in found]
+    for _, folder, where, _ in others:
+        models += [_gguf(file, where) for file in sorted(folder.glob(f"*{SUFFIX}"))]
     with suppress(MmkvError):
         path = asset(BUNDLED_ADAPTER)
         size = _size(path)
@@ -283,6 +292,23 @@ def _checkpoint(
     made = {} if problem else planned(str(folder)) or {}
     memory = {form: plan.weights for form, plan in made.items()}
     return Checkpoint(name, str(folder), where, family, size, gates, problem, memory)
+
+
+def _gguf(path: Path, where: str) -> Checkpoint:
+    """Describe a GGUF file."""
+    name, family, problem = str(path), "gguf", ""
+    memory: dict[str, int] = {}
+    try:
+        file = read_gguf(path)
+        family = TEXTS.get(file.architecture, file.architecture)
+        config = config_of(file, None)
+        made = plans(config, WeightCount.of(file.shapes(), config["tie_word_embeddings"]))
+        memory = {form: plan.weights for form, plan in made.items()}
+    except MmkvError as error:
+        problem = str(error).removeprefix(name).lstrip(": ")
+    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError):
+        problem = "its metadata make no sense"
+    return Checkpoint(name, name, where, family, path.stat().st_size, [], problem, memory)
 
 
 def _problem(folder: Path, config: dict[str, Any]) -> str:

@@ -71,6 +71,7 @@ class _Options(Strict):
     """What ``mmkv chat`` keeps of its command line, in JSON."""
 
     model: str | None = None
+    mmproj: str | None = None
     adapter: str | None = None
     policy: str | None = None
     lookahead: float | None = None

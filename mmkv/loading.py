@@ -72,6 +72,11 @@ def model_name(config: EngineConfig) -> str:
     return str(bundled_model() if config.model is None else config.model)
 
 
+def _source(config: EngineConfig) -> str:
+    """Return the folder or hub id of a model; of a GGUF file, a folder that stands for it."""
+    return replace(config, model=model_name(config)).checkpoint()
+
+
 def load_engine(
     config: EngineConfig,
     terminal: Terminal,
@@ -93,7 +98,7 @@ def load_engine(
     """
     name = model_name(config)
     refuse_adapter(name)
-    locate(name)  # before torch is imported
+    locate(_source(config))  # before torch is imported
     if memory is not None:
         config = within(config, memory, terminal)
     with terminal.loading(name) as progress:
@@ -174,7 +179,7 @@ def require_room(config: EngineConfig, cache: int) -> None:
     from mmkv.engine.model.families.loading import resolve_device
 
     device = resolve_device(config.device)
-    made = planner.planned(model_name(config)) if device.type == "cpu" else None
+    made = planner.planned(_source(config)) if device.type == "cpu" else None
     free = free_bytes(device)
     if made is None or free is None or made[config.weights].weights + cache <= free:
         return
@@ -195,7 +200,7 @@ def _weights(plan: planner.MemoryPlan) -> int:
 def planned_anywhere(name: str, config: EngineConfig) -> dict[str, planner.MemoryPlan] | None:
     """Return the plans of a model that is here or on the hub, None where nothing tells."""
     sizes = config.prefill_chunk, config.vision_cache_bytes
-    return planner.planned(name, *sizes) or planner.planned_from_hub(name, *sizes)
+    return planner.planned(_source(config), *sizes) or planner.planned_from_hub(name, *sizes)
 
 
 def _hush_libraries(keep_downloads: bool) -> None:

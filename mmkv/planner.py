@@ -147,13 +147,33 @@ def plans(
     inner = int(text.get("intermediate_size") or 4 * width)
     longest = int(text.get("max_position_embeddings") or 2**17)
     # Key and value, retention, position and modality of an entry.
-    entry = layers * kv_heads * (2 * 2 * head_dim + 4 + 4 + 1)
+    linear = _linear_layers(text, layers)
+    entry = (layers - linear) * kv_heads * (2 * 2 * head_dim + 4 + 4 + 1)
     tokens = min(chunk, longest)  # of a chunk, whose entries come before others go
     work = states_bytes(tokens, width, inner) + tokens * entry + 4 * int(text["vocab_size"])
+    if linear:  # of a sequence, and of a copy that it may go back to
+        work += 2 * linear * _state_bytes(text)
     vision = config.get("vision_config")
     if isinstance(vision, Mapping):
         work += eyes_bytes(vision, _PICTURE, width) + features
     return {form: MemoryPlan(form, count.bytes(form), work, entry, longest) for form in FORMS}
+
+
+def _linear_layers(text: Mapping[str, Any], layers: int) -> int:
+    """Count the layers of a text model that keep a state in place of entries."""
+    kinds = text.get("layer_types")
+    if kinds is None and str(text.get("model_type")).startswith("qwen3_5"):
+        return layers - layers // int(text.get("full_attention_interval") or 4)
+    return sum(kind == "linear_attention" for kind in kinds or ())
+
+
+def _state_bytes(text: Mapping[str, Any]) -> int:
+    """Return the bytes that a layer of the gated delta rule keeps of a sequence, in float32."""
+    key, value = (int(text.get(f"linear_{name}_head_dim") or 128) for name in ("key", "value"))
+    keys = int(text.get("linear_num_key_heads") or 16)
+    values = int(text.get("linear_num_value_heads") or 32)
+    past = int(text.get("linear_conv_kernel_dim") or 4) - 1
+    return 4 * ((2 * keys * key + values * value) * past + values * key * value)
 
 
 def states_bytes(tokens: int, width: int, inner: int) -> int:

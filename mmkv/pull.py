@@ -10,6 +10,7 @@ from pathlib import Path
 from mmkv.engine import hub
 from mmkv.engine.budget import format_bytes
 from mmkv.engine.errors import STOPS, InputError, ModelError
+from mmkv.engine.model.gguf.file import SUFFIX
 
 _WEIGHTS = ".safetensors"
 # Published gates; read as tensors alone, never as a pickle that may run code.
@@ -71,6 +72,11 @@ def pull(name: str, say: Callable[[str], None]) -> Path:
         sizes = {file.rfilename: file.size or 0 for file in info.siblings or ()}
         files = wanted(list(sizes))
         if not any(file.endswith((_WEIGHTS, _GATES, ".bin")) for file in files):
+            if any(file.endswith(SUFFIX) for file in sizes):
+                raise ModelError(
+                    f"{name} holds GGUF files; fetch one with `hf download {name} FILE`, and name "
+                    "the file where a model is asked for"
+                )
             raise ModelError(
                 f"{name} has no weights in safetensors or pytorch_model.bin, and no gates; name a "
                 "repository that has some"

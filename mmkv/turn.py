@@ -32,7 +32,7 @@ _SCENES_ALONE = (
     "cells of 32 pixels); what it says of another picture means nothing"
 )
 _KEPT = "stays as it was read"
-_STATELESS = "by the numbers that policy {} has summed up for each entry it cannot be taken back"
+_STATELESS = "by the numbers that {} summed up it cannot be taken back"
 
 
 @dataclass
@@ -302,8 +302,9 @@ def agreed(session: Session, plan: Plan, whole: str, rule: Any) -> tuple[Plan, s
     if not session.can_cut_back:
         plan = session.held.plan(whole, rule, 0)
         if plan.media is None:
-            name = session.engine.policy.name
-            return plan, f"{cause}; {what} {_KEPT}: {_STATELESS.format(name)}"
+            who = f"policy {session.engine.policy.name} has"
+            who = "linear layers have" if session.engine.cache.states else who
+            return plan, f"{cause}; {what} {_KEPT}: {_STATELESS.format(who)}"
     if plan.media is None:
         return plan, (
             f"{cause}; {what} {_KEPT}, since its pictures are not at hand any more: begin a new "

@@ -278,7 +278,7 @@ def backbone_digest(engine: Runtime) -> str:
     """Return SHA-256 over every weight, the vision side's too: equal before and after training."""
     weights, digest = engine.decoder.weights, hashlib.sha256()
     tensors = [plain(weights.embed), weights.norm, plain(weights.head)]
-    tensors += [plain(t) for x in weights.layers for t in vars(x).values() if t is not None]
+    tensors += [plain(tensor) for layer in weights.layers for _, tensor in layer.parts()]
     # What the decoder has not taken out.
     tensors += [t for t in engine.family.hf.parameters() if not t.is_meta]
     tensors += [plain(matrix) for _, matrix in held_matrices(engine.family.hf)]

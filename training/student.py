@@ -67,9 +67,12 @@ def student_states(
     decoder = Decoder(engine.spec, engine.decoder.weights, None)
     rope = engine.rope.at(documents.positions)
 
-    def run(index: int, hidden: Tensor) -> tuple[Tensor, Tensor]:
-        x = decoder.gate_input(index, hidden)
-        log_beta = gates.log_beta(index, x)
+    def run(index: int, hidden: Tensor) -> tuple[Tensor, Tensor | None]:
+        x, entry = decoder.gate_input(index, hidden), engine.spec.entry_index[index]
+        if entry is None:  # a layer without entries has nothing to forget
+            plain = FullAttention(engine, documents)
+            return decoder.layer(index, hidden, x, rope, plain, documents.deepstack), None
+        log_beta = gates.log_beta(entry, x)
         step = GatedAttention(engine, documents, gating, log_beta)
         return decoder.layer(index, hidden, x, rope, step, documents.deepstack), log_beta
 
@@ -79,7 +82,8 @@ def student_states(
             hidden, gate = checkpoint(run, index, hidden, use_reentrant=False)
         else:
             hidden, gate = run(index, hidden)
-        log_beta.append(gate)
+        if gate is not None:
+            log_beta.append(gate)
     return hidden, torch.stack(log_beta, 1)
 
 
@@ -151,17 +155,18 @@ def write_gated_states(
     decoder = Decoder(engine.spec, engine.decoder.weights, None)
     rope = engine.rope.at(documents.positions)
 
-    def run(index: int, hidden: Tensor) -> tuple[Tensor, Tensor]:
-        found = []
+    def run(index: int, hidden: Tensor) -> tuple[Tensor, Tensor | None]:
+        found, entry = [], engine.spec.entry_index[index]
         step = WriteGatedAttention(engine, documents, window)
 
         def read(key_pre: Tensor, key_post: Tensor) -> None:
-            found.append(gates.log_g(index, key_pre, key_post))
+            assert entry is not None
+            found.append(gates.log_g(entry, key_pre, key_post))
             step.bias = bias_of(found[0])
 
         x = decoder.gate_input(index, hidden)
         hidden = decoder.layer(index, hidden, x, rope, step, documents.deepstack, read)
-        return hidden, found[0]
+        return hidden, found[0] if found else None
 
     hidden, log_g = documents.hidden, []
     for index in range(engine.spec.num_layers):
@@ -169,7 +174,8 @@ def write_gated_states(
             hidden, gate = checkpoint(run, index, hidden, use_reentrant=False)
         else:
             hidden, gate = run(index, hidden)
-        log_g.append(gate)
+        if gate is not None:
+            log_g.append(gate)
     return hidden, torch.stack(log_g, 1)
 
 
@@ -209,7 +215,8 @@ class TrainableGates(nn.Module):
     ) -> None:
         super().__init__()
         self.spec, self.gate = spec, gate
-        self._projections = None if layers is None else [_key_value(x, spec) for x in layers]
+        attending = [layer for layer in layers or () if layer.state_layer is None]
+        self._projections = None if layers is None else [_key_value(x, spec) for x in attending]
         heads = spec.num_kv_heads
         read = spec.hidden_size if layers is None else 2 * heads * spec.head_dim
         generator = torch.Generator().manual_seed(seed)
@@ -227,7 +234,7 @@ class TrainableGates(nn.Module):
 
         self.layers = nn.ModuleList()
         if gate == "rg":
-            for _ in range(spec.num_layers):
+            for _ in range(spec.entry_layers):
                 stage = nn.Module()
                 stage.linear1 = linear(read, d_gate)
                 stage.linear2 = nn.Module()
@@ -237,8 +244,10 @@ class TrainableGates(nn.Module):
             return
         block = math.ceil(d_gate / heads)
         width = block * heads
-        lead = {"paper": (), "layer": (spec.num_layers,), "none": (spec.num_layers, heads)}[tying]
-        for _ in range(spec.num_layers):
+        lead = {"paper": (), "layer": (spec.entry_layers,), "none": (spec.entry_layers, heads)}[
+            tying
+        ]
+        for _ in range(spec.entry_layers):
             stage = nn.Module()
             stage.linear1 = linear(read, width)
             stage.linear2 = linear(width, width)
@@ -286,7 +295,7 @@ class TrainableWriteGates(nn.Module):
     def __init__(self, spec: DecoderSpec, d_gate: int = 512, seed: int = 0) -> None:
         super().__init__()
         self.spec = spec
-        count, heads, size = spec.num_layers, spec.num_kv_heads, spec.head_dim
+        count, heads, size = spec.entry_layers, spec.num_kv_heads, spec.head_dim
         generator = torch.Generator().manual_seed(seed)
 
         def linear(inputs: int, weight: tuple[int, ...], bias: tuple[int, ...]) -> nn.Module:
@@ -321,6 +330,6 @@ class TrainableWriteGates(nn.Module):
 
 def _key_value(layer: LayerWeights, spec: DecoderSpec) -> tuple[Tensor, Tensor | None]:
     """Return the fused projection's rows for keys and values, ``[2 H d_h, d]``, and their bias."""
-    first = spec.num_heads * spec.head_dim
+    first = spec.num_heads * spec.head_dim * (2 if spec.output_gate else 1)
     rows = plain(layer.qkv)[first:].to(layer.input_norm.dtype)
     return rows, None if layer.qkv_bias is None else layer.qkv_bias[first:]

@@ -9,11 +9,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from mmkv.engine.backends.base import Backend, Batch, LoadedModel
+from mmkv.engine.backends.cpu import kernels as cpu_kernels
 from mmkv.engine.backends.cpu.backend import CpuBackend
 from mmkv.engine.backends.cpu.kernels import native_kernels, rounded
 from mmkv.engine.backends.cuda.backend import CudaBackend
+from mmkv.engine.backends.cuda.kernels import delta as cuda_delta
 from mmkv.engine.backends.cuda.kernels.product import product_for
 from mmkv.engine.backends.torch.backend import TorchBackend
+from mmkv.engine.model.delta import DeltaFunctions
 from mmkv.engine.model.product import Kernels
 from mmkv.engine.scorer_state import WindowAttention, window_attention
 
@@ -40,6 +43,12 @@ def kernels_for(form: str, device: torch.device | None = None) -> Kernels:
         packed=None,
         attention=None,
     )
+
+
+def delta_functions(device: torch.device) -> DeltaFunctions:
+    """Return what layers of the gated delta rule compute with on a device."""
+    found = cuda_delta if device.type == "cuda" else cpu_kernels
+    return DeltaFunctions(found.causal_conv, found.conv_step, found.delta_step, found.delta_chunk)
 
 
 class Backends:

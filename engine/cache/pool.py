@@ -22,7 +22,8 @@ class PagePool(Columns):
     """Pages of ``page_size`` slots; a slot is one entry of one (sequence, layer, KV head) row.
 
     Attributes:
-        limit: most pages the pool may grow to, or None.
+        limit: most pages that may be held, or None: the pool grows no further.
+        beside: pages' worth of what open sequences hold beside the pool, which count to the limit.
         state_size: K, the numbers of the policy's state in each entry.
         dtype: the model's; form: how keys and values lie there.
         doubles: whether a pool that runs short takes twice its pages, where there is room, and not
@@ -43,6 +44,7 @@ class PagePool(Columns):
         form: KVForm = AUTO,
     ) -> None:
         self.page_size, self.head_dim, self.limit = page_size, head_dim, limit
+        self.beside = 0
         self.state_size, self.dtype, self.form = state_size, dtype, form
         self.layout = Layout(page_size, head_dim, dtype, form, state_size)
         # Asked for whenever a session opens, reads or tells its memory.
@@ -78,6 +80,7 @@ class PagePool(Columns):
         Raises:
             BudgetError: the pool would pass its limit; nothing has changed then.
         """
+        self._require_limit(count)
         if count > self._free:
             spare = self.num_pages if self.doubles else self.num_pages // 8
             self._enlarge(count - self._free, spare)
@@ -100,9 +103,23 @@ class PagePool(Columns):
         Raises:
             BudgetError: the pool would pass its limit; nothing has changed then.
         """
+        self._require_limit(count)
         short = count - self._free
         if short > 0:
             self._enlarge(short, self.num_pages if self.doubles else 0)
+
+    def set_beside(self, pages: int) -> None:
+        """Count what open sequences hold beside the pool.
+
+        Raises:
+            BudgetError: that and the pages in use would pass the limit; nothing has changed then.
+        """
+        before, self.beside = self.beside, pages
+        try:
+            self._require_limit(0)
+        except BudgetError:
+            self.beside = before
+            raise
 
     def prepare(self, count: int) -> None:
         """Have up to ``count`` pages free, as far as the limit and free memory allow."""
@@ -116,6 +133,7 @@ class PagePool(Columns):
         Raises:
             BudgetError: they would pass its limit or the memory.
         """
+        self._require_limit(count)
         short = count - self._free
         if short > 0:
             self._cap(short)
@@ -217,6 +235,18 @@ class PagePool(Columns):
                 f"the cache would need {needed / 2**30:,.1f} GiB more for {num_pages:,} pages of "
                 f"{self.page_bytes:,} bytes, {free / 2**30:,.1f} GiB are free; lower the budget, "
                 "the page size or the prefill chunk, or close a session"
+            )
+
+    def _require_limit(self, count: int) -> None:
+        """Raise BudgetError where so many pages more do not fit beside all that is held."""
+        if not self.beside or self.limit is None:
+            return  # what the pool may grow to is all there is
+        wanted = self.num_pages - self._free + self.beside + count
+        if wanted > self.limit:
+            raise BudgetError(
+                f"{wanted:,} pages of {self.page_bytes:,} bytes are needed, {self.beside:,} for "
+                f"the states of linear layers, the limit is {self.limit:,}; raise the memory "
+                "limit, lower the budget, or close a session"
             )
 
     def _cap(self, short: int) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import weakref
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
@@ -56,6 +57,9 @@ class RaggedCache:
         table: ``[S, L, H, W]`` int64 page ids; columns past ``ceil(length / P)`` mean nothing.
         memory: by name ``[N, ...]``, what a policy keeps of each of the N sequences opened so far
             beside its entries; zero where nothing has been written.
+        states: by name likewise, what layers without entries keep of each sequence.
+        state_bytes: of the states of one sequence; state_pages: as many bytes in pages, which count
+            as held while a sequence is open, though no page of the pool is taken for them.
         lost: marks of sequences whose owners are gone, see :meth:`owner`.
 
     The order of entries inside a row is free (keys carry their rotation, every slot its
@@ -68,21 +72,34 @@ class RaggedCache:
         layers: int,
         kv_heads: int,
         memory: Mapping[str, tuple[tuple[int, ...], torch.dtype]] | None = None,
+        states: Mapping[str, tuple[tuple[int, ...], torch.dtype]] | None = None,
     ) -> None:
         self.pool, self.layers, self.kv_heads = pool, layers, kv_heads
         self.rows = layers * kv_heads
         self.length = torch.zeros(0, layers, kv_heads, dtype=torch.int64, device=pool.device)
         self.table = torch.zeros(0, layers, kv_heads, 1, dtype=torch.int64, device=pool.device)
-        self.memory = {
-            name: torch.zeros((0, *shape), dtype=dtype, device=pool.device)
-            for name, (shape, dtype) in (memory or {}).items()
-        }
+        self.memory, self.states = (
+            {
+                name: torch.zeros((0, *shape), dtype=dtype, device=pool.device)
+                for name, (shape, dtype) in (kept or {}).items()
+            }
+            for kept in (memory, states)
+        )
+        self.state_bytes = sum(
+            math.prod(kept.shape[1:]) * kept.itemsize for kept in self.states.values()
+        )
+        self.state_pages = -(-self.state_bytes // pool.page_bytes)
         self._open: list[bool] = []
         self._marks: dict[int, _Mark] = {}
         self.lost: deque[Any] = deque()
 
     def open(self) -> int:
-        """Start an empty sequence and return its slot."""
+        """Start an empty sequence and return its slot.
+
+        Raises:
+            BudgetError: its states would pass the pool's limit; nothing has changed then.
+        """
+        self.pool.set_beside((self.open_count + 1) * self.state_pages)
         if False in self._open:
             seq = self._open.index(False)
             self._open[seq] = True
@@ -94,8 +111,9 @@ class RaggedCache:
         spare = max(seq, _FIRST_SLOTS) - 1
         self.length = _with_row(self.length, seq, spare)
         self.table = _with_row(self.table, seq, spare)
-        for name, tensor in self.memory.items():
-            self.memory[name] = _with_row(tensor, seq)
+        for kept in (self.memory, self.states):
+            for name, tensor in kept.items():
+                kept[name] = _with_row(tensor, seq)
         self._open.append(True)
         return seq
 
@@ -105,16 +123,21 @@ class RaggedCache:
         return sum(self._open)
 
     @torch.inference_mode()
-    def close(self, seq: int) -> None:
-        """Free a sequence and return every page it held."""
+    def clear(self, seq: int) -> None:
+        """Empty a sequence, which stays open, and return every page it held."""
         # The first on top: the next sequence then has neighbours in memory in their order. A CPU
         # reads rows whose pages descend half as fast again.
         pages = self._pages(seq).flip(0)
         self.length[seq] = 0
         self.pool.give(pages)
-        for tensor in self.memory.values():
+        for tensor in (*self.memory.values(), *self.states.values()):
             tensor[seq] = 0
+
+    def close(self, seq: int) -> None:
+        """Free a sequence and return every page it held."""
+        self.clear(seq)
         self._open[seq] = False
+        self.pool.set_beside(self.open_count * self.state_pages)
         self._marks.pop(seq, None)
 
     def owner(self, seq: int) -> Owner:
@@ -143,7 +166,7 @@ class RaggedCache:
             copies = self._pages(other)
             for column in self.pool.columns():
                 column[copies] = column[pages]
-            for tensor in self.memory.values():
+            for tensor in (*self.memory.values(), *self.states.values()):
                 tensor[other] = tensor[seq]
         return other
 
@@ -236,23 +259,24 @@ class RaggedCache:
         return sum(kept[0].nbytes for kept in self.memory.values() if kept.shape[0])
 
     def held_pages(self, seq: int) -> int:
-        """Return the pages that the rows of one sequence hold."""
-        return self.needed_pages(self.length[seq])
+        """Return the pages that one open sequence holds; :attr:`state_pages` are among them."""
+        return self.needed_pages(self.length[seq]) + self.state_pages
 
     def export(self, seq: int) -> dict[str, Tensor]:
         """Return the content of one sequence as compact CPU tensors, in storage order.
 
         Returns:
             ``length [L, H]``, every column of :data:`COLUMNS` for the N live entries, row-major:
-            ``[N, D]``, ``[N]`` or ``[N, K]``, and ``memory.NAME`` for the policy's memory.
+            ``[N, D]``, ``[N]`` or ``[N, K]``, ``memory.NAME`` for the policy's memory and
+            ``state.NAME`` for the states.
         """
         slot = self.entries(seq).slot
         columns = {
             name: column.flatten(0, 1)[slot].cpu().contiguous()
             for name, column in zip(COLUMNS, self.pool.columns(), strict=True)
         }
-        memory = {f"memory.{name}": kept[seq].cpu().clone() for name, kept in self.memory.items()}
-        return {"length": self.length[seq].cpu().clone(), **columns, **memory}
+        beside = {name: kept[seq].cpu().clone() for name, kept in self._beside()}
+        return {"length": self.length[seq].cpu().clone(), **columns, **beside}
 
     def import_(self, tensors: dict[str, Tensor]) -> int:
         """Open a sequence with the content that :meth:`export` gave; returns its slot.
@@ -265,8 +289,8 @@ class RaggedCache:
             for name, column in zip(COLUMNS, self.pool.columns(), strict=True):
                 if name in tensors:  # older files lack some that hold nothing
                     column.flatten(0, 1)[slot] = tensors[name].to(column)
-            for name, kept in self.memory.items():
-                kept[seq] = tensors[f"memory.{name}"].to(kept)
+            for name, kept in self._beside():
+                kept[seq] = tensors[name].to(kept)
         return seq
 
     def layout(self, entries: int) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
@@ -275,10 +299,18 @@ class RaggedCache:
             name: ((entries, *column.shape[2:]), column.dtype)
             for name, column in zip(COLUMNS, self.pool.columns(), strict=True)
         }
-        memory = {
-            f"memory.{name}": (kept.shape[1:], kept.dtype) for name, kept in self.memory.items()
-        }
-        return {"length": ((self.layers, self.kv_heads), torch.int64), **columns, **memory}
+        beside = {name: (tuple(kept.shape[1:]), kept.dtype) for name, kept in self._beside()}
+        return {"length": ((self.layers, self.kv_heads), torch.int64), **columns, **beside}
+
+    def _beside(self) -> list[tuple[str, Tensor]]:
+        """Return what lies beside the entries ``[N, ...]``, by its name in :meth:`export`."""
+        memory = [(f"memory.{name}", kept) for name, kept in self.memory.items()]
+        return memory + [(f"state.{name}", kept) for name, kept in self.states.items()]
+
+    def put_states(self, seqs: Tensor | int, made: Mapping[str, Tensor]) -> None:
+        """Put new states of some sequences in place: ``[B, ...]`` for ``seqs [B]``, or of one."""
+        for name, state in made.items():
+            self.states[name][seqs] = state
 
     def needed_pages(self, length: Tensor) -> int:
         """Count the pages of rows of these lengths."""
@@ -287,15 +319,17 @@ class RaggedCache:
     def trim(self) -> int:
         """Shrink pool and tables to what the rows hold; content and storage order stay.
 
-        Held pages move down into the ids of free ones, and the tables follow.
+        Held pages move down into the ids of free ones, and the tables follow. States of closed
+        sequences behind the last open one go.
 
         Returns:
-            bytes of the pages given back to the allocator.
+            bytes of the pages and states given back to the allocator.
         """
         pool, held = self.pool, self._page_mask(slice(None))
         unused, pages = pool.free_pages, self.table[held]
+        states = self._trim_states()
         if not unused:
-            return 0
+            return states
         source = torch.arange(pages.numel(), device=pages.device)
         is_held = torch.zeros(pool.num_pages, dtype=torch.bool, device=pages.device)
         is_held[pages] = True
@@ -309,7 +343,17 @@ class RaggedCache:
         table[held] = place[pages]
         pool.keep_only(source)
         self.table = table[..., :width].contiguous()
-        return unused * pool.page_bytes
+        return unused * pool.page_bytes + states
+
+    def _trim_states(self) -> int:
+        """Let the states of closed sequences behind the last open one go; their bytes."""
+        spare = 0
+        while self.states and self._open and not self._open[-1]:
+            self._open.pop()
+            spare += 1
+        if spare:
+            self.states = {name: kept[:-spare].clone() for name, kept in self.states.items()}
+        return spare * self.state_bytes
 
     def check(self) -> None:
         """Verify that every page is free or in exactly one row.
@@ -326,6 +370,10 @@ class RaggedCache:
         )
         assert pages.unique().numel() == pages.numel(), "a page is free or held twice"
         assert bool((self.length >= 0).all()), "a row has a negative length"
+        for name, kept in self.states.items():
+            left = [seq for seq, used in enumerate(self._open) if not used and kept[seq].any()]
+            assert not left, f"closed sequences {left} have a state {name}"
+        assert self.pool.beside == self.open_count * self.state_pages, "states are not counted"
 
     def _page_mask(self, seq: int | slice) -> Tensor:
         column = torch.arange(self.table.shape[-1], device=self.table.device)

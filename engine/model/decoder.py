@@ -16,6 +16,7 @@ from mmkv.engine.model.mixture import mixture
 from mmkv.engine.model.product import embedded, plain
 from mmkv.engine.model.rope import rotate
 from mmkv.engine.model.spec import DecoderSpec
+from mmkv.engine.model.state_layer import StateLayer
 from mmkv.engine.model.weights import DecoderWeights, LayerWeights
 
 # Tokens that go through an MLP or a projection at once on a CPU. What is between its matrices is by
@@ -27,7 +28,14 @@ class StepAttention(Protocol):
     """Where a forward pass leaves its keys and values and gets its attention from."""
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """Store ``key, value [T, H, D]`` and attend with ``query [T, Hq, D]``: ``[T, Hq D]``."""
+        """Store ``key, value [T, H, D]`` and attend with ``query [T, Hq, D]``: ``[T, Hq D]``.
+
+        ``layer`` counts those with entries.
+        """
+        ...
+
+    def mix(self, layer: int, by: StateLayer, inputs: tuple[Tensor, ...]) -> Tensor:
+        """Mix tokens ``[T, ...]`` in a layer, of all layers, that keeps a state of a sequence."""
         ...
 
 
@@ -59,8 +67,8 @@ class Decoder:
     """Runs token states ``[T, d]`` through all layers: T tokens of B chunks, or of B sequences.
 
     Attributes:
-        on_gate_input: called with (layer, ``[T, d]`` output of input_layernorm) when set: the
-            tensor that retention gates read. For tools, tests and training data.
+        on_gate_input: called with (layer, ``[T, d]`` output of input_layernorm) when set, of each
+            layer with entries: the tensor that retention gates read. For tools and tests.
         taps: layers after which :meth:`forward` gives out the residual stream.
         elementwise: computes what is between the products.
         hosted: whether a transformers model runs the layers: the weights then have none.
@@ -146,24 +154,26 @@ class Decoder:
         gate_logits: list[Tensor] = []
         kept: dict[int, Tensor] = {}
         final = len(self.weights.layers) - 1
-        ending = None if final in self.taps or final < len(deepstack) else chunks
+        apart = final in self.taps or final < len(deepstack)
+        ending = None if apart or self.spec.entry_index[final] is None else chunks
         for index in range(final + 1):
             going = None if chunks is None else chunks.prune(index, hidden)
             if going is not None:
                 deepstack = _among(going, hidden.shape[0], deepstack)
                 hidden, rope = hidden[going], (rope[0][going], rope[1][going])
             x = self.gate_input(index, hidden)
-            if self.on_gate_input is not None:
-                self.on_gate_input(index, x)
-            if self.gates is not None:
-                found = self._gate_logits(self.gates, index, x, chunks)
+            entry = self.spec.entry_index[index]
+            if self.on_gate_input is not None and entry is not None:
+                self.on_gate_input(entry, x)
+            if self.gates is not None and entry is not None:
+                found = self._gate_logits(self.gates, entry, x, chunks)
                 if torch.is_inference_mode_enabled():
                     # All layers in one tensor from the start: small ones that stay would keep the
                     # heap between them from being used again.
                     if not gate_logits:
-                        shape = (found.shape[0], final + 1, found.shape[1])
+                        shape = (found.shape[0], self.spec.entry_layers, found.shape[1])
                         gate_logits = list(found.new_empty(shape).unbind(1))
-                    gate_logits[index].copy_(found)
+                    gate_logits[entry].copy_(found)
                 else:
                     gate_logits.append(found)
             if index == final and ending is not None:
@@ -212,18 +222,38 @@ class Decoder:
             on_keys: called with the keys ``[T, H, D]`` before and after RoPE, before attention:
                 what write gates read.
         """
-        query, key, value = self._project(x, self.weights.layers[index], rope, on_keys)
-        mixed = step.attend(index, query, key, value)
-        del query, key, value  # as large as all that the MLP makes
-        hidden = self._after_attention(index, hidden, mixed)
+        layer, entry = self.weights.layers[index], self.spec.entry_index[index]
+        if layer.state_layer is not None:
+            hidden = hidden + self._mix(index, layer, layer.state_layer, x, step)
+            hidden = hidden + self._mlp(self._norm(hidden, layer.post_norm), layer)
+        else:
+            assert entry is not None
+            query, key, value, gate = self._project(x, layer, rope, on_keys)
+            mixed = step.attend(entry, query, key, value)
+            del query, key, value  # as large as all that the MLP makes
+            hidden = self._after_attention(index, hidden, mixed, gate)
         if index < len(deepstack):
             where, features = deepstack[index]
             hidden = hidden.index_add(0, where, features)
         return hidden
 
-    def _after_attention(self, index: int, hidden: Tensor, mixed: Tensor) -> Tensor:
-        """Add attention's ``mixed [T, Hq D]`` to the states, and what the MLP makes of them."""
+    def _mix(
+        self, index: int, layer: LayerWeights, by: StateLayer, x: Tensor, step: StepAttention
+    ) -> Tensor:
+        """Compute what a layer that keeps a state adds to the states ``[T, d]``."""
+        inputs = by.inputs(x, layer, self.weights.product)
+        return by.outputs(step.mix(index, by, inputs), inputs, layer, self.weights.product)
+
+    def _after_attention(
+        self, index: int, hidden: Tensor, mixed: Tensor, gate: Tensor | None
+    ) -> Tensor:
+        """Add attention's ``mixed [T, Hq D]`` to the states, and what the MLP makes of them.
+
+        ``gate [T, Hq D]``: of the output, before its sigmoid, or None.
+        """
         layer = self.weights.layers[index]
+        if gate is not None:
+            mixed = mixed * gate.sigmoid()
         hidden = hidden + self.weights.product(mixed, layer.out, layer.out_bias)
         return hidden + self._mlp(self._norm(hidden, layer.post_norm), layer)
 
@@ -231,10 +261,11 @@ class Decoder:
         self, hidden: Tensor, x: Tensor, rope: tuple[Tensor, Tensor], chunks: ChunkAttention
     ) -> Tensor:
         """Compute the states ``[B, d]`` of each chunk's last token after the last layer."""
-        index = len(self.weights.layers) - 1
-        query, key, value = self._project(x, self.weights.layers[index], rope)
-        mixed = chunks.attend_last(index, query, key, value)
-        return self._after_attention(index, hidden[chunks.ends()], mixed)
+        index, ends = len(self.weights.layers) - 1, chunks.ends()
+        query, key, value, gate = self._project(x, self.weights.layers[index], rope)
+        mixed = chunks.attend_last(self.spec.entry_layers - 1, query, key, value)
+        gate = None if gate is None else gate[ends]
+        return self._after_attention(index, hidden[ends], mixed, gate)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Compute float32 logits ``[T, vocab]`` of states ``[T, d]``."""
@@ -244,12 +275,20 @@ class Decoder:
     def _mlp(self, x: Tensor, layer: LayerWeights) -> Tensor:
         if layer.router is not None and self.spec.routing is not None:
             experts = plain(layer.gate_up), plain(layer.down)
-            return mixture(x, layer.router, *experts, self.spec.routing)
+            mixed = mixture(x, layer.router, *experts, self.spec.routing)
+            return mixed if layer.shared_gate is None else mixed + self._shared(x, layer)
         if x.device.type == "cpu" and len(x) > _MLP_TOKENS:
             return self._in_blocks(lambda part: (self._mlp(part, layer),), x)[0]
         product = self.weights.product
         gate_up = product(x, layer.gate_up, layer.gate_up_bias)
         return product(self.elementwise.gated(gate_up), layer.down, layer.down_bias)
+
+    def _shared(self, x: Tensor, layer: LayerWeights) -> Tensor:
+        """Compute what the expert that every token goes through adds, ``[T, d]``."""
+        assert layer.shared_gate is not None and layer.shared_down is not None
+        assert layer.shared_gate_up is not None
+        wide = self.elementwise.gated(F.linear(x, layer.shared_gate_up))
+        return F.linear(x, layer.shared_gate).sigmoid() * F.linear(wide, layer.shared_down)
 
     def _project(
         self,
@@ -257,15 +296,23 @@ class Decoder:
         layer: LayerWeights,
         rope: tuple[Tensor, Tensor],
         on_keys: Callable[[Tensor, Tensor], None] | None = None,
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+        """Return queries, keys, values ``[T, heads, D]``, and the output's gate ``[T, Hq D]``."""
         spec = self.spec
         if x.device.type == "cpu" and len(x) > _MLP_TOKENS and on_keys is None:
             made = self._in_blocks(
-                lambda *parts: self._project(parts[0], layer, parts[1:]), x, *rope
+                lambda *parts: [
+                    part for part in self._project(parts[0], layer, parts[1:]) if part is not None
+                ],
+                *(x, *rope),
             )
-            return made[0], made[1], made[2]
+            return made[0], made[1], made[2], made[3] if spec.output_gate else None
         fused = self.weights.product(x, layer.qkv, layer.qkv_bias)
-        fused = fused.view(x.shape[0], -1, spec.head_dim)
+        fused, gate = fused.view(x.shape[0], -1, spec.head_dim), None
+        if spec.output_gate:
+            pairs = fused[:, : 2 * spec.num_heads].unflatten(1, (-1, 2))
+            gate = pairs[:, :, 1].flatten(1)
+            fused = torch.cat([pairs[:, :, 0], fused[:, 2 * spec.num_heads :]], 1)
         turned, value = fused[:, : self._rotated], fused[:, self._rotated :]
         if on_keys is None:
             turned = self.elementwise.turned(turned, layer.qk_norm, spec.rms_eps, rope)
@@ -274,7 +321,7 @@ class Decoder:
             turned = rotate(normed, *rope)
             on_keys(normed[:, spec.num_heads :], turned[:, spec.num_heads :])
         query, key = turned[:, : spec.num_heads], turned[:, spec.num_heads :]
-        return query, key, value
+        return query, key, value, gate
 
     @staticmethod
     def _in_blocks(call: Callable[..., Sequence[Tensor]], *tensors: Tensor) -> list[Tensor]:

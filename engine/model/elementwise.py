@@ -38,6 +38,8 @@ class TorchElementwise:
     """Computes in torch: the reference."""
 
     def norm(self, x: Tensor, gain: Tensor, eps: float) -> Tensor:
+        if gain.dtype != x.dtype:
+            return F.rms_norm(x.float(), gain.shape, gain, eps).to(x.dtype)
         return F.rms_norm(x, gain.shape, gain, eps)
 
     def turned(
@@ -52,4 +54,8 @@ class TorchElementwise:
 
 def normed_heads(heads: Tensor, gain: Tensor | None, eps: float) -> Tensor:
     """Compute the RMSNorm of each head of ``heads [T, R, D]`` with ``gain [R, D]``, None: none."""
-    return heads if gain is None else F.rms_norm(heads, heads.shape[-1:], eps=eps) * gain
+    if gain is None:
+        return heads
+    if gain.dtype != heads.dtype:
+        return (F.rms_norm(heads.float(), heads.shape[-1:], eps=eps) * gain).to(heads.dtype)
+    return F.rms_norm(heads, heads.shape[-1:], eps=eps) * gain

@@ -10,7 +10,10 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from mmkv.engine.errors import MmkvError
+from mmkv.engine.model.gguf.config import is_gguf
+from mmkv.engine.model.gguf.file import SUFFIX, read_gguf
 from mmkv.engine.model.source import checkpoint_file, files_of
+from mmkv.engine.paths import user_path
 
 SAMPLE = 1024  # bytes of each tensor
 _LONGEST_HEADER = 100 * 2**20  # the format's own bound
@@ -33,10 +36,16 @@ def fingerprint(model: str) -> str | None:
         SHA-256 in hex; None where there are no safetensors files or they cannot be read.
     """
     try:
-        files = files_of(lambda name: checkpoint_file(model, name))
+        files = _files(model)
         return None if files is None else _digest(_tensors(files))
     except _UNREADABLE:
         return None
+
+
+def _files(model: str) -> list[Path] | None:
+    if is_gguf(model):
+        return [user_path(model)]
+    return files_of(lambda name: checkpoint_file(model, name))
 
 
 def identity(files: Sequence[Path]) -> str:
@@ -66,7 +75,7 @@ def language_fingerprint(model: str) -> str | None:
         checkpoint is not made of one, or its files cannot be read.
     """
     try:
-        files = files_of(lambda name: checkpoint_file(model, name))
+        files = _files(model)
         tensors = [] if files is None else _tensors(files)
     except _UNREADABLE:
         return None
@@ -88,8 +97,11 @@ def tensor_shapes(files: Sequence[Path]) -> list[tuple[str, str, list[int]]]:
     Raises:
         OSError: a file cannot be read. ValueError, LookupError, TypeError: it is no such file.
     """
-    found = []
+    found: list[tuple[str, str, list[int]]] = []
     for path in files:
+        if path.suffix.lower() == SUFFIX:
+            found += read_gguf(path).shapes()
+            continue
         with path.open("rb") as file:
             header, _ = _header(file)
         found += [(name, part["dtype"], part["shape"]) for name, part in header.items()]
@@ -99,6 +111,9 @@ def tensor_shapes(files: Sequence[Path]) -> list[tuple[str, str, list[int]]]:
 def _tensors(files: Sequence[Path]) -> list[_Tensor]:
     parts: list[_Tensor] = []
     for path in files:
+        if path.suffix.lower() == SUFFIX:
+            parts += _gguf_tensors(path)
+            continue
         if path.suffix != ".safetensors":  # of torch.save: the sums of all parts stand at its end
             with zipfile.ZipFile(path) as pickled:
                 sums = [[each.filename, each.file_size, each.CRC] for each in pickled.infolist()]
@@ -111,6 +126,17 @@ def _tensors(files: Sequence[Path]) -> list[_Tensor]:
                 file.seek(start + begin)
                 sample = file.read(max(0, min(SAMPLE, end - begin)))
                 parts.append((name, tensor["dtype"], tensor["shape"], sample))
+    return parts
+
+
+def _gguf_tensors(path: Path) -> list[_Tensor]:
+    found = read_gguf(path).tensors
+    with path.open("rb") as file:
+        parts = []
+        for name, tensor in found.items():
+            file.seek(tensor.begin)
+            sample = file.read(min(SAMPLE, tensor.nbytes))
+            parts.append((name, tensor.kind, list(tensor.shape), sample))
     return parts
 
 

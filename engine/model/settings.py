@@ -6,6 +6,7 @@ import math
 from typing import Any
 
 from mmkv.engine.errors import ModelError
+from mmkv.engine.model.spec import DELTA_TYPES
 
 # From 1 to bounds well above any model: what is made of a larger one would fill the memory first.
 _TEXT = {
@@ -21,7 +22,13 @@ _TEXT = {
     "num_experts": 2**12,
     "num_experts_per_tok": 2**12,
     "moe_intermediate_size": 2**22,
+    "shared_expert_intermediate_size": 2**22,
     "decoder_sparse_step": 2**12,
+    "linear_conv_kernel_dim": 2**6,
+    "linear_key_head_dim": 2**10,
+    "linear_value_head_dim": 2**10,
+    "linear_num_key_heads": 2**10,
+    "linear_num_value_heads": 2**10,
 }
 # 0 is none of these: a dense model, to transformers too. Files have one name or the other.
 _OR_NONE = {"num_experts": "num_experts or num_local_experts"}
@@ -67,6 +74,10 @@ def require_sizes(config: Any) -> None:
         not isinstance(kinds, (list, tuple)) or len(kinds) != text.num_hidden_layers
     ):
         raise _wrong("layer_types", kinds, f"a list of {text.num_hidden_layers} names")
+    key_heads, value_heads = (getattr(text, f"linear_num_{n}_heads", 1) for n in ("key", "value"))
+    if value_heads % key_heads:
+        wanted = f"a multiple of linear_num_key_heads ({key_heads})"
+        raise _wrong("linear_num_value_heads", value_heads, wanted)
     _require_rope(text)
 
 
@@ -89,13 +100,18 @@ def _require_rope(text: Any) -> None:
         raise _wrong("rope_parameters.rope_theta", theta, "a number above 0")
     section = rope.get("mrope_section")
     width = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+    share = rope.get("partial_rotary_factor", 1.0)
+    if not _real(share) or not 0 < share <= 1:
+        raise _wrong("rope_parameters.partial_rotary_factor", share, "a number above 0, at most 1")
+    if text.model_type in DELTA_TYPES:
+        width = int(width * share)
     if section is not None and not (
         isinstance(section, (list, tuple))
         and len(section) == 3
         and all(_whole(n, 2**14) for n in section)
         and 2 * sum(section) == width
     ):
-        wanted = f"three counts that make {width // 2}, half of head_dim"
+        wanted = f"three counts that make {width // 2}, half of what is rotated of a head"
         raise _wrong("rope_parameters.mrope_section", section, wanted)
 
 

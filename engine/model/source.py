@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from mmkv.engine.errors import ModelError
+from mmkv.engine.model.gguf.config import FILES, gguf_folder, is_gguf
 from mmkv.engine.paths import is_file, is_folder, user_path
 
 _LONGEST_ID = 200
@@ -18,7 +19,6 @@ _LONGEST_ID = 200
 _READ = {".safetensors", ".json", ".jinja", ".model", ".txt"}
 _PICKLES = {".bin", ".pt", ".pth", ".ckpt"}
 _FORMS = {
-    ".gguf": "weights for llama.cpp",
     ".onnx": "a graph for ONNX Runtime",
     ".npz": "arrays of numpy, as MLX has them",
     ".safetensors": "weights without the files that go with them",
@@ -65,6 +65,8 @@ def refuse_bare_adapter(name: str) -> None:
 def locate(name: str) -> str:
     """Return the folder or hub id that transformers is given.
 
+    A GGUF file gives a folder of this process that stands for it.
+
     Raises:
         ModelError: for a folder without a model, or a path that is not there.
     """
@@ -74,6 +76,8 @@ def locate(name: str) -> str:
     if is_folder(folder):
         _require_files(name, folder)
         return str(folder)
+    if is_gguf(name):
+        return gguf_folder(name)
     if is_file(folder):
         form = _FORMS.get(folder.suffix.lower())
         what = "a file" if form is None else f"{form}"
@@ -146,7 +150,9 @@ def _without_config(name: str, folder: Path, there: set[str]) -> str:
             f"{name} is an adapter (PEFT) of {of if base else 'another model'}, no model; name "
             f"both: mmkv chat {of} --adapter {name}"
         )
-    for suffix in (".gguf", ".onnx", ".npz"):
+    if ".gguf" in there:
+        return f"{name} has no config.json, but GGUF files; name one of these"
+    for suffix in (".onnx", ".npz"):
         if suffix in there:
             return (
                 f"{name} has no config.json, but {_FORMS[suffix]}; name the transformers "
@@ -254,7 +260,7 @@ def checkpoint_file(source: str, name: str) -> Path | None:
 def files_of(
     find: Callable[[str], Path | None], single: str = SINGLE, index: str = INDEX
 ) -> list[Path] | None:
-    """Return the weight files of a checkpoint, or None where it has none: its safetensors.
+    """Return the weight files of a checkpoint, or None where it has none: its safetensors, or GGUF.
 
     Args:
         find: gives the path of a file of the checkpoint by its name, None where there is none.
@@ -263,6 +269,9 @@ def files_of(
     Raises:
         ModelError: its index names a file outside of it.
     """
+    named = find(FILES)
+    if named is not None:
+        return [Path(path) for path in json.loads(named.read_text())]
     whole = find(single)
     if whole is not None:
         return [whole]

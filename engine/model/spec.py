@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import functools
+import math
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -45,7 +47,11 @@ class RopeSpec:
 
     @classmethod
     def from_rotary(
-        cls, rotary: Any, section: tuple[int, ...] | None = None, interleaved: bool = True
+        cls,
+        rotary: Any,
+        section: tuple[int, ...] | None = None,
+        interleaved: bool = True,
+        sees: bool = True,
     ) -> RopeSpec:
         """Read the frequencies of a transformers rotary module.
 
@@ -53,12 +59,13 @@ class RopeSpec:
             rotary: the module.
             section: frequencies per axis where module and config name none, for M-RoPE.
             interleaved: see :func:`mrope_axes`; for a module that does not order them itself.
+            sees: whether tokens of pictures may come, whose positions differ by axis.
 
         Raises:
             ModelError: for scalings whose frequencies change with every new token, which
                 would invalidate the keys already cached; for sections that do not fit.
         """
-        axes = _axes_of(rotary, section, interleaved)
+        axes = _axes_of(rotary, section, interleaved) if sees else None
         found = None
         if _kind(rotary.config) != "longrope":
             found = (rotary.inv_freq, rotary.attention_scaling)
@@ -166,7 +173,8 @@ def _kind(config: Any) -> str:
 def _default_frequencies(config: Any) -> Tensor:
     """Compute ``theta ** (-2 i / rot)``, float32 ``[rot/2]``."""
     rot = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    if config.model_type == "phi3":  # the other models rotate whole heads, whatever it says
+    # The other models rotate whole heads, whatever it says.
+    if config.model_type in ("phi3", *DELTA_TYPES):
         rot = int(rot * config.rope_parameters.get("partial_rotary_factor", 1.0))
     exponents = torch.arange(0, rot, 2, dtype=torch.float) / rot
     return 1.0 / (config.rope_parameters["rope_theta"] ** exponents)
@@ -179,13 +187,14 @@ class Routing:
     Attributes:
         experts: of each sparse layer. chosen: of these for one token.
         normalized: the weights of the chosen ones sum to 1.
-        inner: width f of an expert.
+        inner: width f of an expert. shared: of the one that every token goes through; 0: none.
     """
 
     experts: int
     chosen: int
     normalized: bool
     inner: int
+    shared: int = 0
 
     @classmethod
     def of(cls, config: Any) -> Routing | None:
@@ -195,11 +204,64 @@ class Routing:
             return None
         # transformers' Qwen3-VL router always normalizes, whatever the config says.
         normalized = config.model_type != "qwen3_moe" or bool(config.norm_topk_prob)
-        return cls(experts, config.num_experts_per_tok, normalized, config.moe_intermediate_size)
+        shared = getattr(config, "shared_expert_intermediate_size", 0)
+        inner = config.moe_intermediate_size
+        return cls(experts, config.num_experts_per_tok, normalized, inner, shared)
 
 
 # Text models with experts that this decoder runs.
-SPARSE_TYPES = ("qwen3_moe", "qwen3_vl_moe_text")
+SPARSE_TYPES = ("qwen3_moe", "qwen3_vl_moe_text", "qwen3_5_moe_text")
+# Text models whose linear layers follow the gated delta rule, and whose gains are 1 + weight.
+DELTA_TYPES = ("qwen3_5_text", "qwen3_5_moe_text")
+LINEAR = "linear_attention"
+_ATTENDING = {None, "full_attention", "sliding_attention"}
+
+
+@dataclass(frozen=True)
+class DeltaSpec:
+    """Sizes of layers that follow the gated delta rule (:mod:`mmkv.engine.model.delta`).
+
+    Attributes:
+        key_heads, value_heads: Hk and Hv, a multiple of it; key_dim, value_dim: of a head.
+        kernel: tokens that the convolution before it sees.
+    """
+
+    key_heads: int
+    value_heads: int
+    key_dim: int
+    value_dim: int
+    kernel: int
+
+    @property
+    def channels(self) -> int:
+        """Return the channels that are convolved: queries, keys and values of all heads."""
+        return 2 * self.key_heads * self.key_dim + self.value_width
+
+    @property
+    def value_width(self) -> int:
+        """Return the numbers of all value heads."""
+        return self.value_heads * self.value_dim
+
+    def states(self, dtype: torch.dtype) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+        """Return shape and dtype of what a layer keeps of a sequence, by name."""
+        square = (self.value_heads, self.key_dim, self.value_dim)
+        return {
+            "conv": ((self.channels, self.kernel - 1), dtype),
+            "delta": (square, torch.float32),
+        }
+
+    @classmethod
+    def of(cls, config: Any) -> DeltaSpec | None:
+        """Read it off the config of a text model; None where it has no such layers."""
+        if config.model_type not in DELTA_TYPES or LINEAR not in config.layer_types:
+            return None
+        return cls(
+            config.linear_num_key_heads,
+            config.linear_num_value_heads,
+            config.linear_key_head_dim,
+            config.linear_value_head_dim,
+            config.linear_conv_kernel_dim,
+        )
 
 
 def sparse_layers(config: Any) -> tuple[bool, ...]:
@@ -207,7 +269,8 @@ def sparse_layers(config: Any) -> tuple[bool, ...]:
     layers = config.num_hidden_layers
     if Routing.of(config) is None:
         return (False,) * layers
-    dense, every = config.mlp_only_layers or (), config.decoder_sparse_step
+    dense = getattr(config, "mlp_only_layers", None) or ()
+    every = getattr(config, "decoder_sparse_step", 1)
     return tuple(i not in dense and (i + 1) % every == 0 for i in range(layers))
 
 
@@ -216,7 +279,14 @@ class DecoderSpec:
     """Sizes of one decoder. ``max_position`` counts rope positions; the rest are plain sizes.
 
     Attributes:
+        num_layers: all layers. :attr:`entry_layers` counts those with entries in the cache.
+        sliding_window: of each layer with entries; None: all tokens.
         routing: of a mixture of experts; None: every layer is dense.
+        has_entries: of each layer, whether it attends to entries in the cache; the others keep a
+            state of fixed size in their place (:mod:`mmkv.engine.model.state_layer`). Empty: all.
+        delta: of layers that follow the gated delta rule, or None.
+        output_gate: queries come with a gate, per head, that multiplies attention's output.
+        unit_offset: the norms' gains are 1 + weight.
     """
 
     vocab_size: int
@@ -230,11 +300,38 @@ class DecoderSpec:
     sliding_window: tuple[int | None, ...]
     rope: RopeSpec
     routing: Routing | None = None
+    has_entries: tuple[bool, ...] = ()
+    delta: DeltaSpec | None = None
+    output_gate: bool = False
+    unit_offset: bool = False
+
+    @property
+    def entry_layers(self) -> int:
+        """Return L of cache, budget and gates: the number of layers that have entries."""
+        return sum(self.has_entries) if self.has_entries else self.num_layers
+
+    @functools.cached_property
+    def entry_index(self) -> tuple[int | None, ...]:
+        """Return of each layer its number among those with entries; None: it has none."""
+        if not self.has_entries:
+            return tuple(range(self.num_layers))
+        return tuple(
+            sum(self.has_entries[:index]) if there else None
+            for index, there in enumerate(self.has_entries)
+        )
 
     @property
     def rows(self) -> int:
-        """Return the number of cache rows of one sequence: layers x KV heads."""
-        return self.num_layers * self.num_kv_heads
+        """Return the number of cache rows of one sequence: layers with entries x KV heads."""
+        return self.entry_layers * self.num_kv_heads
+
+    def state_bytes(self, dtype: torch.dtype) -> int:
+        """Return the bytes that layers of the gated delta rule keep of a sequence."""
+        if self.delta is None:
+            return 0
+        sizes = self.delta.states(dtype).values()
+        each = sum(math.prod(shape) * kind.itemsize for shape, kind in sizes)
+        return (self.num_layers - self.entry_layers) * each
 
     @property
     def group(self) -> int:
@@ -243,34 +340,52 @@ class DecoderSpec:
 
     def matrix_numbers(self, config: Any) -> int:
         """Count the numbers of embedding and matrices of the text model of this config."""
-        attention = 2 * (self.num_heads + self.num_kv_heads) * self.head_dim
-        width = self.vocab_size + self.num_layers * attention
+        queries = self.num_heads * (3 if self.output_gate else 2)
+        attention = (queries + 2 * self.num_kv_heads) * self.head_dim
+        width = self.vocab_size + self.entry_layers * attention
+        if self.delta is not None:
+            mixing = self.delta.channels + 2 * (self.delta.value_width + self.delta.value_heads)
+            width += (self.num_layers - self.entry_layers) * mixing
         for sparse in sparse_layers(config):
             if sparse and self.routing is not None:
                 width += self.routing.experts * (1 + 3 * self.routing.inner)
+                width += 3 * self.routing.shared + bool(self.routing.shared)
             else:
                 width += 3 * config.intermediate_size
         return width * self.hidden_size
 
     @classmethod
     def from_hf(
-        cls, text_model: Any, section: tuple[int, ...] | None = None, interleaved: bool = True
+        cls,
+        text_model: Any,
+        section: tuple[int, ...] | None = None,
+        interleaved: bool = True,
+        state_kinds: Sequence[str] = (),
+        sees: bool = True,
     ) -> DecoderSpec:
         """Read the sizes off a transformers text model (embed_tokens, layers, norm, rotary_emb).
 
-        ``section``, ``interleaved``: see :meth:`RopeSpec.from_rotary`.
+        ``section``, ``interleaved``: see :meth:`RopeSpec.from_rotary`; ``state_kinds``: see
+        :meth:`from_config`. ``sees``: where nothing but text is read, M-RoPE has one axis.
 
         Raises:
             ModelError: when the model uses a part this decoder does not have.
         """
         return cls.from_config(
             text_model.config,
-            lambda: RopeSpec.from_rotary(text_model.rotary_emb, section, interleaved),
+            lambda: RopeSpec.from_rotary(text_model.rotary_emb, section, interleaved, sees),
+            state_kinds,
         )
 
     @classmethod
-    def from_config(cls, config: Any, rope: Callable[[], RopeSpec]) -> DecoderSpec:
+    def from_config(
+        cls, config: Any, rope: Callable[[], RopeSpec], state_kinds: Sequence[str] = ()
+    ) -> DecoderSpec:
         """Read the sizes off the config of a text model; ``rope`` reads its rotary embedding.
+
+        Args:
+            state_kinds: what ``layer_types`` calls layers that a family builds by itself
+                (:meth:`mmkv.engine.model.families.Family.state_layer`).
 
         Raises:
             ModelError: as :meth:`from_hf`.
@@ -282,6 +397,15 @@ class DecoderSpec:
             )
         layers = config.num_hidden_layers
         heads = config.num_attention_heads
+        delta = DeltaSpec.of(config)
+        stateful = {*state_kinds, *([] if delta is None else [LINEAR])}
+        kinds = getattr(config, "layer_types", None) or ()
+        has_entries = tuple(kind not in stateful for kind in kinds)
+        if has_entries and not any(has_entries):
+            raise ModelError(
+                "no layer of this model attends to earlier tokens, so there is no cache to bound; "
+                "run it with transformers"
+            )
         return cls(
             vocab_size=config.vocab_size,
             hidden_size=config.hidden_size,
@@ -291,9 +415,13 @@ class DecoderSpec:
             head_dim=getattr(config, "head_dim", None) or config.hidden_size // heads,
             rms_eps=config.rms_norm_eps,
             max_position=_longest(config),
-            sliding_window=attention_windows(config, layers),
+            sliding_window=attention_windows(config, layers, stateful),
             rope=rope(),
             routing=Routing.of(config),
+            has_entries=() if all(has_entries) else has_entries,
+            delta=delta,
+            output_gate=config.model_type in DELTA_TYPES,
+            unit_offset=config.model_type in DELTA_TYPES,
         )
 
 
@@ -307,14 +435,18 @@ def _longest(config: Any) -> int:
     return longest
 
 
-def attention_windows(config: Any, layers: int) -> tuple[int | None, ...]:
+def attention_windows(
+    config: Any, layers: int, others: Collection[str] = ()
+) -> tuple[int | None, ...]:
     """Return the sliding window of each layer of a text model; None: all tokens.
+
+    ``others``: kinds of layers that do not attend, which are left out.
 
     Raises:
         ModelError: for layers of another kind.
     """
     kinds = getattr(config, "layer_types", None) or [None] * layers
-    unknown = set(kinds) - {None, "full_attention", "sliding_attention"}
+    unknown = set(kinds) - _ATTENDING - set(others)
     if unknown:
         raise ModelError(
             f"layer types {sorted(unknown)} are not supported; use a checkpoint with full or "
@@ -323,4 +455,5 @@ def attention_windows(config: Any, layers: int) -> tuple[int | None, ...]:
     window = getattr(config, "sliding_window", None)
     if getattr(config, "use_sliding_window", True) is False:
         window = None
-    return tuple(None if kind == "full_attention" else window for kind in kinds)
+    attending = (kind for kind in kinds if kind not in others)
+    return tuple(None if kind == "full_attention" else window for kind in attending)

@@ -25,8 +25,9 @@ from mmkv.engine.model.int8 import BLOCK
 from mmkv.engine.model.panel_files import MappedFile, PanelStore
 from mmkv.engine.model.panels import room
 from mmkv.engine.model.product import INTEGERS, Matrix, WeightForm, equal, multiply
-from mmkv.engine.model.spec import DecoderSpec, Routing, sparse_layers
-from mmkv.engine.model.weights import DecoderWeights, LayerWeights
+from mmkv.engine.model.spec import DecoderSpec, DeltaSpec, Routing, sparse_layers
+from mmkv.engine.model.state_layer import DeltaLayer
+from mmkv.engine.model.weights import DecoderWeights, LayerWeights, gain_of
 
 _CPU = torch.device("cpu")
 _FLOATS = {"F16", "BF16", "F32", "F64"}
@@ -50,6 +51,7 @@ class StoredShapes:
     """Which parts a layer of one type of text model has, besides its matrices.
 
     Attributes:
+        output_gate: ``q_proj`` makes a gate behind each query.
         fused: q, k, v and gate, up are stored as one matrix each.
     """
 
@@ -57,6 +59,7 @@ class StoredShapes:
     out_bias: bool = False
     mlp_bias: bool = False
     qk_norm: bool = False
+    output_gate: bool = False
     fused: bool = False
 
     @classmethod
@@ -73,6 +76,8 @@ class StoredShapes:
                 return cls(qkv_bias=True)
             case "qwen3" | "qwen3_vl_text" | "qwen3_moe" | "qwen3_vl_moe_text":
                 return cls(qkv_bias=bias, out_bias=bias, qk_norm=True)
+            case "qwen3_5_text" | "qwen3_5_moe_text":
+                return cls(qkv_bias=bias, out_bias=bias, qk_norm=True, output_gate=True)
             case "phi3":
                 return cls(fused=True)
         return None
@@ -461,8 +466,8 @@ def _read(
     ):
         return None
 
-    def read(*names: str) -> Tensor:
-        return stored.read([f"{prefix}{name}" for name in names], dtype, device)
+    def read(*names: str, kind: torch.dtype = dtype) -> Tensor:
+        return stored.read([f"{prefix}{name}" for name in names], kind, device)
 
     def read_stack(name: str) -> Tensor:
         return stored.read_stack(f"{prefix}{name}", shapes[f"{prefix}{name}"], dtype, device)
@@ -490,11 +495,17 @@ def _read(
         at, experts = f"layers.{index}.", None
         if sparse and spec.routing is not None:
             experts = _experts(read, read_stack if stacked else None, f"{at}mlp.", spec.routing)
-        layers.append(_layer(read, matrix, at, layout, spec, experts))
-    norm = read("norm.weight")
-    if holding is None:
-        return DecoderWeights(embed, layers, norm, output, multiply)
-    return DecoderWeights(embed, layers, norm, output, holding.product, holding.name)
+        mixing = _delta if spec.entry_index[index] is None else _attention
+        parts = mixing(read, matrix, at, layout, spec)
+        if experts is not None and spec.routing is not None and spec.routing.shared:
+            parts |= _shared(read, f"{at}mlp.")
+        layers.append(_layer(read, matrix, at, layout, spec, experts, parts))
+    norm = gain_of(read("norm.weight"), spec)
+    made = DecoderWeights(embed, layers, norm, output, multiply)
+    if holding is not None:
+        made.product, made.form = holding.product, holding.name
+    made.gains_apart = None if norm.dtype == dtype else dtype
+    return made
 
 
 def _turned(shape: tuple[int, ...]) -> tuple[int, ...]:
@@ -525,9 +536,9 @@ def _layer(
     layout: StoredShapes,
     spec: DecoderSpec,
     experts: tuple[Tensor, Tensor, Tensor] | None,
+    mixing: dict[str, Any],
 ) -> LayerWeights:
-    attention, mlp = f"{at}self_attn.", f"{at}mlp."
-    qkv = ("qkv_proj",) if layout.fused else ("q_proj", "k_proj", "v_proj")
+    mlp = f"{at}mlp."
     wide = ("gate_up_proj",) if layout.fused else ("gate_proj", "up_proj")
     router, gate_up, down = experts or (
         None,
@@ -535,46 +546,102 @@ def _layer(
         matrix(f"{mlp}down_proj.weight"),
     )
     mlp_bias = layout.mlp_bias and router is None
-
-    def joined(where: str, parts: Sequence[str], kind: str, there: bool = True) -> Tensor | None:
-        return read(*(f"{where}{part}.{kind}" for part in parts)) if there else None
-
-    qk_norm = None
-    if layout.qk_norm:
-        q_gain = read(f"{attention}q_norm.weight").expand(spec.num_heads, -1)
-        k_gain = read(f"{attention}k_norm.weight").expand(spec.num_kv_heads, -1)
-        qk_norm = torch.cat([q_gain, k_gain])
     return LayerWeights(
-        input_norm=read(f"{at}input_layernorm.weight"),
-        qkv=matrix(*(f"{attention}{part}.weight" for part in qkv)),
-        qkv_bias=joined(attention, qkv, "bias", layout.qkv_bias),
-        qk_norm=qk_norm,
-        out=matrix(f"{attention}o_proj.weight"),
-        out_bias=joined(attention, ["o_proj"], "bias", layout.out_bias),
-        post_norm=read(f"{at}post_attention_layernorm.weight"),
+        input_norm=gain_of(read(f"{at}input_layernorm.weight"), spec),
+        post_norm=gain_of(read(f"{at}post_attention_layernorm.weight"), spec),
         gate_up=gate_up,
-        gate_up_bias=joined(mlp, wide, "bias", mlp_bias),
+        gate_up_bias=_biases(read, mlp, wide) if mlp_bias else None,
         down=down,
-        down_bias=joined(mlp, ["down_proj"], "bias", mlp_bias),
+        down_bias=_biases(read, mlp, ["down_proj"]) if mlp_bias else None,
         router=router,
+        **mixing,
     )
+
+
+def _shared(read: Callable[..., Tensor], mlp: str) -> dict[str, Tensor]:
+    """Return the parts of :class:`LayerWeights` of the expert that every token goes through."""
+    own = f"{mlp}shared_expert."
+    return {
+        "shared_gate": read(f"{mlp}shared_expert_gate.weight"),
+        "shared_gate_up": read(f"{own}gate_proj.weight", f"{own}up_proj.weight"),
+        "shared_down": read(f"{own}down_proj.weight"),
+    }
+
+
+def _biases(read: Callable[..., Tensor], where: str, parts: Sequence[str]) -> Tensor:
+    return read(*(f"{where}{part}.bias" for part in parts))
+
+
+def _attention(
+    read: Callable[..., Tensor],
+    matrix: Callable[..., Matrix],
+    at: str,
+    layout: StoredShapes,
+    spec: DecoderSpec,
+) -> dict[str, Any]:
+    """Return the parts of :class:`LayerWeights` of an attention."""
+    attention, qk_norm = f"{at}self_attn.", None
+    qkv = ("qkv_proj",) if layout.fused else ("q_proj", "k_proj", "v_proj")
+    if layout.qk_norm:
+        q_gain = gain_of(read(f"{attention}q_norm.weight"), spec).expand(spec.num_heads, -1)
+        k_gain = gain_of(read(f"{attention}k_norm.weight"), spec).expand(spec.num_kv_heads, -1)
+        qk_norm = torch.cat([q_gain, k_gain])
+    return {
+        "qkv": matrix(*(f"{attention}{part}.weight" for part in qkv)),
+        "qkv_bias": _biases(read, attention, qkv) if layout.qkv_bias else None,
+        "qk_norm": qk_norm,
+        "out": matrix(f"{attention}o_proj.weight"),
+        "out_bias": _biases(read, attention, ["o_proj"]) if layout.out_bias else None,
+    }
+
+
+def _delta(
+    read: Callable[..., Tensor],
+    matrix: Callable[..., Matrix],
+    at: str,
+    layout: StoredShapes,
+    spec: DecoderSpec,
+) -> dict[str, Any]:
+    """Return the parts of :class:`LayerWeights` of a layer of the gated delta rule."""
+    own, delta = f"{at}linear_attn.", spec.delta
+    assert delta is not None
+    layer = DeltaLayer(
+        delta,
+        spec.rms_eps,
+        conv=read(f"{own}conv1d.weight")[:, 0],
+        rates=read(f"{own}in_proj_b.weight", f"{own}in_proj_a.weight"),
+        log_decay=read(f"{own}A_log", kind=torch.float32),
+        step_bias=read(f"{own}dt_bias", kind=torch.float32),
+        gain=read(f"{own}norm.weight"),
+    )
+    return {
+        "qkv": matrix(f"{own}in_proj_qkv.weight", f"{own}in_proj_z.weight"),
+        "qkv_bias": None,
+        "qk_norm": None,
+        "out": matrix(f"{own}out_proj.weight"),
+        "out_bias": None,
+        "state_layer": layer,
+    }
 
 
 def _shapes(
     layout: StoredShapes, config: Any, spec: DecoderSpec, stacked: bool
 ) -> dict[str, tuple[int, ...]]:
     """Return the shape of every tensor of the text model, the head left out."""
-    hidden, inner, dim = spec.hidden_size, config.intermediate_size, spec.head_dim
+    hidden, dim = spec.hidden_size, spec.head_dim
+    inner = getattr(config, "intermediate_size", 0)  # some have experts alone
     query, pair = spec.num_heads * dim, spec.num_kv_heads * dim
     attention = {"q_proj": query, "k_proj": pair, "v_proj": pair}
+    if layout.output_gate:
+        attention["q_proj"] = 2 * query
     wide = {"gate_proj": inner, "up_proj": inner}
     if layout.fused:
         attention, wide = {"qkv_proj": query + 2 * pair}, {"gate_up_proj": 2 * inner}
-    layer: dict[str, tuple[int, ...]] = {
+    norms: dict[str, tuple[int, ...]] = {
         "input_layernorm.weight": (hidden,),
         "post_attention_layernorm.weight": (hidden,),
-        "self_attn.o_proj.weight": (hidden, query),
     }
+    layer = norms | {"self_attn.o_proj.weight": (hidden, query)}
     dense: dict[str, tuple[int, ...]] = {"mlp.down_proj.weight": (hidden, inner)}
     for part, rows in attention.items():
         layer[f"self_attn.{part}.weight"] = (rows, hidden)
@@ -591,18 +658,42 @@ def _shapes(
     if layout.qk_norm:
         layer |= {"self_attn.q_norm.weight": (dim,), "self_attn.k_norm.weight": (dim,)}
     sparse = {} if spec.routing is None else _sparse_shapes(spec.routing, hidden, stacked)
+    linear = {} if spec.delta is None else norms | _delta_shapes(spec.delta, hidden)
     shapes = {
         f"layers.{i}.{k}": shape
         for i, mixed in enumerate(sparse_layers(config))
-        for k, shape in (layer | (sparse if mixed else dense)).items()
+        for k, shape in (
+            (linear if spec.entry_index[i] is None else layer) | (sparse if mixed else dense)
+        ).items()
     }
     return shapes | {"embed_tokens.weight": (spec.vocab_size, hidden), "norm.weight": (hidden,)}
+
+
+def _delta_shapes(delta: DeltaSpec, hidden: int) -> dict[str, tuple[int, ...]]:
+    """Return the shapes of a layer of the gated delta rule."""
+    heads = delta.value_heads
+    shapes: dict[str, tuple[int, ...]] = {
+        "in_proj_qkv.weight": (delta.channels, hidden),
+        "in_proj_z.weight": (delta.value_width, hidden),
+        "in_proj_b.weight": (heads, hidden),
+        "in_proj_a.weight": (heads, hidden),
+        "conv1d.weight": (delta.channels, 1, delta.kernel),
+        "A_log": (heads,),
+        "dt_bias": (heads,),
+        "norm.weight": (delta.value_dim,),
+        "out_proj.weight": (hidden, delta.value_width),
+    }
+    return {f"linear_attn.{name}": shape for name, shape in shapes.items()}
 
 
 def _sparse_shapes(routing: Routing, hidden: int, stacked: bool) -> dict[str, tuple[int, ...]]:
     """Return the shapes of a mixture of experts."""
     experts, inner = routing.experts, routing.inner
     shapes: dict[str, tuple[int, ...]] = {"mlp.gate.weight": (experts, hidden)}
+    if shared := routing.shared:
+        shapes["mlp.shared_expert_gate.weight"] = (1, hidden)
+        shapes |= {f"mlp.shared_expert.{p}_proj.weight": (shared, hidden) for p in ("gate", "up")}
+        shapes["mlp.shared_expert.down_proj.weight"] = (hidden, shared)
     if stacked:
         shapes[f"mlp.{_STACK}"] = (experts, 2 * inner, hidden)
         shapes["mlp.experts.down_proj"] = (experts, hidden, inner)

@@ -16,10 +16,12 @@ from mmkv.engine.model.int8 import IntegerMatrix
 from mmkv.engine.model.panels import Panels, sampled
 from mmkv.engine.model.product import Matrix, Product, WeightForm, multiply
 from mmkv.engine.model.spec import DecoderSpec
+from mmkv.engine.model.state_layer import DeltaLayer, StateLayer, StateShapes
 
 _EXPECTED = {
     "input_layernorm",
     "self_attn",
+    "linear_attn",
     "mlp",
     "post_attention_layernorm",
     "resid_attn_dropout",
@@ -27,6 +29,9 @@ _EXPECTED = {
 }
 # Parts of an MLP that is a mixture of experts.
 _SPARSE = {"gate", "experts"}
+_SHARED = _SPARSE | {"shared_expert", "shared_expert_gate"}
+# Makes the layer of a transformers module that does not attend.
+StateLayerOf = Callable[[Any], StateLayer]
 
 
 @dataclass
@@ -34,11 +39,17 @@ class LayerWeights:
     """One decoder layer. Linear weights are ``[out, in]``; q, k, v and gate, up are fused.
 
     Attributes:
-        qkv: ``[(Hq + 2 H) D, d]`` with rows ordered q, k, v; ``qkv_bias`` likewise or None.
+        qkv: ``[(Hq + 2 H) D, d]`` with rows ordered q, k, v; ``qkv_bias`` likewise or None. With an
+            output gate (:class:`DecoderSpec`) the D rows of each query head are followed by its
+            gate's.
         qk_norm: ``[Hq + H, D]`` per-head RMSNorm gains of q and k, or None.
         out: ``[d, Hq D]``; gate_up: ``[2 f, d]`` with gate first; down: ``[d, f]``.
         router: ``[E, d]`` of a mixture of E experts, whose gate_up is ``[E, 2 f, d]`` and down
             ``[E, d, f]``, without biases; None: the layer is dense.
+        shared_gate: ``[1, d]`` of the expert that every token goes through, with shared_gate_up
+            ``[2 f_s, d]`` and shared_down ``[d, f_s]``; None: there is none.
+        state_layer: what mixes tokens where the layer does not attend, else None. ``qkv`` and
+            ``out`` are then its projections, or have no rows where it has its own.
     """
 
     input_norm: Tensor
@@ -53,10 +64,23 @@ class LayerWeights:
     down: Matrix
     down_bias: Tensor | None
     router: Tensor | None = None
+    shared_gate: Tensor | None = None
+    shared_gate_up: Tensor | None = None
+    shared_down: Tensor | None = None
+    state_layer: StateLayer | None = None
+
+    def parts(self) -> Iterator[tuple[str, Matrix]]:
+        """Yield every tensor with its name, those of the state layer among them."""
+        for name, part in vars(self).items():
+            if isinstance(part, StateLayer):
+                yield from ((f"{name}.{own}", tensor) for own, tensor in part.tensors().items())
+            elif part is not None:
+                yield name, part
 
     def matrix_names(self) -> tuple[str, ...]:
         """Return the names of the parts that states are multiplied by; experts are no such."""
-        return ("qkv", "out", "gate_up", "down") if self.router is None else ("qkv", "out")
+        mixing = ("qkv", "out") if self.qkv.numel() else ()
+        return (*mixing, "gate_up", "down") if self.router is None else mixing
 
 
 @dataclass
@@ -68,6 +92,7 @@ class DecoderWeights:
         form: how matrices are held: ``auto`` (in the dtype of states, or in bfloat16 where that
             changes no number), ``bf16``, ``int8`` or ``int4``.
         note: a line on the file of packed weights that was written, or could not be.
+        gains_apart: the dtype of states where gains are held in float32 beside others.
     """
 
     embed: Matrix
@@ -77,11 +102,21 @@ class DecoderWeights:
     product: Product = multiply
     form: str = "auto"
     note: str | None = None
+    gains_apart: torch.dtype | None = None
 
     @property
     def dtype(self) -> torch.dtype:
         """Return the dtype of states: that of gains and biases."""
-        return self.norm.dtype
+        return self.gains_apart or self.norm.dtype
+
+    def states(self) -> StateShapes:
+        """Return shape and dtype of what is kept of a sequence beside its entries, by name."""
+        return {
+            state_name(index, name): kept
+            for index, layer in enumerate(self.layers)
+            if layer.state_layer is not None
+            for name, kept in layer.state_layer.states(self.dtype).items()
+        }
 
     def matrices(self) -> Iterator[Matrix]:
         """Yield what states are multiplied by, and the embedding; a tied head comes again."""
@@ -107,21 +142,31 @@ class DecoderWeights:
 
     @classmethod
     @torch.no_grad()
-    def take(cls, text_model: Any, head: Tensor, spec: DecoderSpec) -> DecoderWeights:
+    def take(
+        cls,
+        text_model: Any,
+        head: Tensor,
+        spec: DecoderSpec,
+        state_layer: StateLayerOf | None = None,
+    ) -> DecoderWeights:
         """Move the weights of ``text_model`` here, emptying it layer by layer.
 
         The fused matrices of one layer exist beside their parts for the time of that layer
         only, so the peak is the model plus one layer.
+
+        Args:
+            state_layer: makes the layers that do not attend, of a family that has its own.
 
         Raises:
             ModelError: when a layer has parts this decoder would silently leave out.
         """
         layers: list[LayerWeights] = []
         for index in range(spec.num_layers):
-            layers.append(_take_layer(text_model.layers[index], spec))
+            layers.append(_take_layer(text_model.layers[index], spec, index, state_layer))
             text_model.layers[index] = nn.Identity()
         embed = text_model.embed_tokens.weight.data
-        taken = cls(embed, layers, text_model.norm.weight.data, head.data)
+        taken = cls(embed, layers, gain_of(text_model.norm.weight.data, spec), head.data)
+        taken.gains_apart = embed.dtype if taken.norm.dtype != embed.dtype else None
         text_model.layers = nn.ModuleList()
         gc.collect()
         return taken
@@ -129,13 +174,17 @@ class DecoderWeights:
     @classmethod
     @torch.no_grad()
     def share(
-        cls, text_model: Any, head: Tensor, spec: DecoderSpec
+        cls,
+        text_model: Any,
+        head: Tensor,
+        spec: DecoderSpec,
+        state_layer: StateLayerOf | None = None,
     ) -> tuple[DecoderWeights, list[Tensor]]:
         """Use the weights of ``text_model`` where they are, and leave the model whole.
 
         Parts that are fused here are copied into one matrix, layer by layer, and the model's own
         parameters become views of it: there is no second copy, and a change on one side is seen
-        on the other. Gains of q and k are copied.
+        on the other. Gains of q and k are copied, and those that are 1 + weight.
 
         Returns:
             The weights, and the parameters that became views; :func:`separate` reverses that.
@@ -160,13 +209,16 @@ class DecoderWeights:
 
         try:
             layers = [
-                _take_layer(layer, spec, fuse) for layer in text_model.layers[: spec.num_layers]
+                _take_layer(layer, spec, index, state_layer, fuse)
+                for index, layer in enumerate(text_model.layers[: spec.num_layers])
             ]
         except BaseException:
             separate(views)
             raise
         embed = text_model.embed_tokens.weight.data
-        return cls(embed, layers, text_model.norm.weight.data, head.data), views
+        made = cls(embed, layers, gain_of(text_model.norm.weight.data, spec), head.data)
+        made.gains_apart = embed.dtype if made.norm.dtype != embed.dtype else None
+        return made, views
 
     def errors(self) -> dict[str, float]:
         """Return the relative error of each rounded matrix by its name; a tied head is left out.
@@ -191,9 +243,7 @@ class DecoderWeights:
         """Yield every tensor with its name; a tied head is the embedding again."""
         yield from (("embed_tokens", self.embed), ("norm", self.norm), ("lm_head", self.head))
         for index, layer in enumerate(self.layers):
-            for part, tensor in vars(layer).items():
-                if tensor is not None:
-                    yield f"layers.{index}.{part}", tensor
+            yield from ((f"layers.{index}.{part}", tensor) for part, tensor in layer.parts())
 
     def nbytes(self) -> int:
         """Return the bytes of all weights; a tied head counts once."""
@@ -213,8 +263,11 @@ class DecoderWeights:
         for tensor in [self.embed, self.norm, self.head] + [
             t
             for layer in self.layers
-            for t in (layer.qkv, layer.out, layer.gate_up, layer.down, layer.router)
-            if t is not None
+            for t in (
+                *(layer.qkv, layer.out, layer.gate_up, layer.down, layer.router),
+                *([] if layer.state_layer is None else layer.state_layer.tensors().values()),
+            )
+            if t is not None and t.numel()
         ]:
             some = (
                 tensor.sample(257)
@@ -246,50 +299,116 @@ def _fuse(linears: list[nn.Linear]) -> tuple[Tensor, Tensor | None]:
     return weight, torch.cat(filled)
 
 
+def state_name(layer: int, part: str) -> str:
+    """Return the name under which the cache has a part of a layer's state."""
+    return f"layers.{layer}.{part}"
+
+
+def gain_of(weight: Tensor, spec: DecoderSpec) -> Tensor:
+    """Return the gain of a norm. 1 + weight is float32: bfloat16 would round it to 8 bits."""
+    return 1 + weight.float() if spec.unit_offset else weight
+
+
+_Fuse = Callable[[list[nn.Linear]], tuple[Tensor, Tensor | None]]
+
+
 def _take_layer(
     layer: Any,
     spec: DecoderSpec,
-    fuse: Callable[[list[nn.Linear]], tuple[Tensor, Tensor | None]] = _fuse,
+    index: int,
+    state_layer: StateLayerOf | None = None,
+    fuse: _Fuse = _fuse,
 ) -> LayerWeights:
+    attends = spec.entry_index[index] is not None
+    own = not attends and spec.delta is None and state_layer is not None
     extra = {name for name, _ in layer.named_children()} - _EXPECTED
-    attention, mlp = layer.self_attn, layer.mlp
-    sparse = spec.routing is not None and {n for n, _ in mlp.named_children()} == _SPARSE
-    if extra or not (sparse or hasattr(mlp, "gate_proj") or hasattr(mlp, "gate_up_proj")):
+    mlp = layer.mlp
+    wanted = _SHARED if spec.routing is not None and spec.routing.shared else _SPARSE
+    sparse = spec.routing is not None and {n for n, _ in mlp.named_children()} == wanted
+    if (extra and not own) or not (
+        sparse or hasattr(mlp, "gate_proj") or hasattr(mlp, "gate_up_proj")
+    ):
         raise ModelError(
             f"layers of type {type(layer).__name__} have parts this decoder does not run "
             f"({', '.join(sorted(extra)) or type(mlp).__name__}); use a checkpoint of a supported "
             "family"
         )
-    if hasattr(attention, "qkv_proj"):
-        qkv, qkv_bias = attention.qkv_proj.weight.data, _bias(attention.qkv_proj)
+    if attends:
+        mixing = _take_attention(layer.self_attn, spec, fuse)
+    elif own:
+        assert state_layer is not None
+        none = layer.input_layernorm.weight.data.new_zeros(0, spec.hidden_size)
+        mixing = {"qkv": none, "qkv_bias": None, "qk_norm": None, "out": none, "out_bias": None}
+        mixing["state_layer"] = state_layer(layer)
     else:
-        parts = [attention.q_proj, attention.k_proj, attention.v_proj]
-        qkv, qkv_bias = fuse(parts)
+        mixing = _take_delta(layer.linear_attn, spec, fuse)
     if sparse:
         gate_up, gate_up_bias = mlp.experts.gate_up_proj.data, None
     elif hasattr(mlp, "gate_up_proj"):
         gate_up, gate_up_bias = mlp.gate_up_proj.weight.data, _bias(mlp.gate_up_proj)
     else:
         gate_up, gate_up_bias = fuse([mlp.gate_proj, mlp.up_proj])
-    qk_norm = None
-    if hasattr(attention, "q_norm"):
-        q_gain = attention.q_norm.weight.data.expand(spec.num_heads, -1)
-        k_gain = attention.k_norm.weight.data.expand(spec.num_kv_heads, -1)
-        qk_norm = torch.cat([q_gain, k_gain])
+    if sparse and wanted is _SHARED:
+        shared = mlp.shared_expert
+        mixing["shared_gate"] = mlp.shared_expert_gate.weight.data
+        mixing["shared_gate_up"], _ = fuse([shared.gate_proj, shared.up_proj])
+        mixing["shared_down"] = shared.down_proj.weight.data
     return LayerWeights(
-        input_norm=layer.input_layernorm.weight.data,
-        qkv=qkv,
-        qkv_bias=qkv_bias,
-        qk_norm=qk_norm,
-        out=attention.o_proj.weight.data,
-        out_bias=_bias(attention.o_proj),
-        post_norm=layer.post_attention_layernorm.weight.data,
+        input_norm=gain_of(layer.input_layernorm.weight.data, spec),
+        post_norm=gain_of(layer.post_attention_layernorm.weight.data, spec),
         gate_up=gate_up,
         gate_up_bias=gate_up_bias,
         down=mlp.experts.down_proj.data if sparse else mlp.down_proj.weight.data,
         down_bias=None if sparse else _bias(mlp.down_proj),
         router=mlp.gate.weight.data if sparse else None,
+        **mixing,
     )
+
+
+def _take_attention(attention: Any, spec: DecoderSpec, fuse: _Fuse) -> dict[str, Any]:
+    """Return the parts of :class:`LayerWeights` of an attention."""
+    if hasattr(attention, "qkv_proj"):
+        qkv, qkv_bias = attention.qkv_proj.weight.data, _bias(attention.qkv_proj)
+    else:
+        qkv, qkv_bias = fuse([attention.q_proj, attention.k_proj, attention.v_proj])
+    qk_norm = None
+    if hasattr(attention, "q_norm"):
+        q_gain = gain_of(attention.q_norm.weight.data, spec).expand(spec.num_heads, -1)
+        k_gain = gain_of(attention.k_norm.weight.data, spec).expand(spec.num_kv_heads, -1)
+        qk_norm = torch.cat([q_gain, k_gain])
+    out, out_bias = attention.o_proj.weight.data, _bias(attention.o_proj)
+    return {
+        "qkv": qkv,
+        "qkv_bias": qkv_bias,
+        "qk_norm": qk_norm,
+        "out": out,
+        "out_bias": out_bias,
+    }
+
+
+def _take_delta(module: Any, spec: DecoderSpec, fuse: _Fuse) -> dict[str, Any]:
+    """Return the parts of :class:`LayerWeights` of a layer of the gated delta rule."""
+    assert spec.delta is not None
+    qkv, qkv_bias = fuse([module.in_proj_qkv, module.in_proj_z])
+    rates, _ = fuse([module.in_proj_b, module.in_proj_a])
+    layer = DeltaLayer(
+        spec.delta,
+        spec.rms_eps,
+        conv=module.conv1d.weight.data[:, 0],
+        rates=rates,
+        log_decay=module.A_log.data.float(),
+        step_bias=module.dt_bias.data.float(),
+        gain=module.norm.weight.data,
+    )
+    out, out_bias = module.out_proj.weight.data, _bias(module.out_proj)
+    return {
+        "qkv": qkv,
+        "qkv_bias": qkv_bias,
+        "qk_norm": None,
+        "out": out,
+        "out_bias": out_bias,
+        "state_layer": layer,
+    }
 
 
 def _bias(linear: nn.Linear) -> Tensor | None:

@@ -98,7 +98,7 @@ class PrefillBar:
 
 def total_entries(engine: Engine, memory: Memory) -> int:
     """Count the entries that a full cache would hold for the tokens seen."""
-    return memory.tokens_seen * engine.spec.num_layers * engine.spec.num_kv_heads
+    return memory.tokens_seen * engine.spec.entry_layers * engine.spec.num_kv_heads
 
 
 def memory_line(engine: Engine, session: Session) -> str:
@@ -106,7 +106,7 @@ def memory_line(engine: Engine, session: Session) -> str:
     memory = session.memory()
     total = total_entries(engine, memory)
     share = 100 * memory.entries / total if total else 100
-    physical = format_bytes(memory.kv_bytes + memory.metadata_bytes)
+    physical = format_bytes(memory.physical_bytes)
     line = (
         f"kept {memory.entries:,} of {total:,} entries ({share:.0f} %), {physical} physical in "
         f"{memory.pages:,} pages; policy {engine.policy.name}"
@@ -157,6 +157,7 @@ def statistics(engine: Engine, session: Session) -> RenderableType:
         ("pictures mostly gone", f"{len(memory.faded)} of {len(memory.pictures)}"),
         ("keys and values", f"{format_bytes(memory.kv_bytes)} in {memory.pages:,} pages"),
         ("metadata", format_bytes(memory.metadata_bytes)),
+        *([("linear layers", format_bytes(memory.state_bytes))] if memory.state_bytes else []),
         ("features of pictures", format_bytes(memory.vision_bytes)),
         ("held for /undo", format_bytes(session.snapshot_bytes)),
         ("decode step", session.reply_path),
@@ -218,7 +219,8 @@ def record(engine: Engine, session: Session, model: str) -> dict[str, Any]:
             "pages": memory.pages,
             "kv_bytes": memory.kv_bytes,
             "metadata_bytes": memory.metadata_bytes,
-            "physical_bytes": memory.kv_bytes + memory.metadata_bytes,
+            "state_bytes": memory.state_bytes,
+            "physical_bytes": memory.physical_bytes,
             "pool_bytes": pool.num_pages * pool.page_bytes,
         },
         "time_to_first_token_s": round(reply.seconds_to_first_token, 4),
@@ -435,7 +437,7 @@ class Watch:
 def panel(engine: Engine, session: Session, rate: float) -> Panel:
     """Draw bytes, entries by modality against the budget, bars per layer, and tokens/s."""
     memory = session.memory()
-    physical = memory.kv_bytes + memory.metadata_bytes
+    physical = memory.physical_bytes
     facts = Table.grid(padding=(0, 1))
     facts.add_row("bytes", "", f"{format_bytes(physical)} in {memory.pages:,} pages")
     most = max(memory.entries, 1)

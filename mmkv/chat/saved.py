@@ -34,6 +34,7 @@ _KEY = "mmkv.chat"
 # Options of the command line without which a session file cannot go on.
 _KEPT = (
     "model",
+    "mmproj",
     "adapter",
     "policy",
     "lookahead",
@@ -50,7 +51,7 @@ def chat_extra(engine: Engine, config: EngineConfig, model: str) -> dict[str, st
     values = {name: getattr(config, name) for name in _KEPT}
     values["model"], values["dtype"] = model, str(engine.dtype).removeprefix("torch.")
     values["kv"] = engine.cache.pool.form.name  # it may have been chosen
-    for name in ("model", "adapter", "gates"):
+    for name in ("model", "mmproj", "adapter", "gates"):
         if values[name] is not None:
             values[name] = _absolute(str(values[name]))
     if isinstance(config.policy, str):
@@ -116,7 +117,7 @@ def elsewhere(options: dict[str, Any]) -> dict[str, str]:
 
     _with_paths(options.get("policy", ""), collect)
     found: dict[str, str] = {}
-    for name in ("model", "adapter", "gates", "policy"):
+    for name in ("model", "mmproj", "adapter", "gates", "policy"):
         named = paths if name == "policy" else [options[name]] if name in options else []
         if not all(map(_is_here, named)):
             found[name] = shown(options[name])

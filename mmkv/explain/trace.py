@@ -214,7 +214,7 @@ def _rule(session: CachedSequence) -> Rule:
     if policy.evicts:
         # Of a shared budget all sessions' entries, as scores are made of it; not what one may hold.
         allowed = engine.budgets.competing(session)
-        shares = policy.shares(allowed, engine.spec.num_layers, engine.spec.num_kv_heads)
+        shares = policy.shares(allowed, engine.spec.entry_layers, engine.spec.num_kv_heads)
         prompt = session.prompt_tokens * policy.keeps_prompt
         group, recent = shares.group.numpy(), policy.recent(allowed // rows - prompt)
     scoring, kernel = policy.scoring, kernel_of(policy.scoring)

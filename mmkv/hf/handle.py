@@ -174,11 +174,13 @@ class Retained:
             return HostedRuntime.from_parts(config, family, spec, weights, gates)
         text_model: Any = family_type.text_model(model)
         section, interleaved = family_type.mrope_section, family_type.mrope_interleaved
-        spec = DecoderSpec.from_hf(text_model, section, interleaved)
+        kinds, sees = family_type.state_kinds, family_type.has_vision
+        spec = DecoderSpec.from_hf(text_model, section, interleaved, kinds, sees)
         # Views that were made in inference mode could not be trained.
         with torch.inference_mode(False):
             head = family_type.output_head(model)
-            weights, self._views = DecoderWeights.share(text_model, head, spec)
+            own = family_type.state_layer
+            weights, self._views = DecoderWeights.share(text_model, head, spec, own)
         return Runtime.from_parts(config, family_type(model), spec, weights, gates)
 
     @property
@@ -347,7 +349,7 @@ def _check_parts(text_model: Any, head: Any) -> None:
     if getattr(head, "bias", None) is not None:
         raise ModelError("the language-model head has a bias, which mmkv does not run")
     for name, module in text_model.layers.named_modules():
-        if name.rpartition(".")[2].endswith("_proj") and type(module) is not nn.Linear:
+        if "_proj" in name.rpartition(".")[2] and type(module) is not nn.Linear:
             raise ModelError(
                 f"layers.{name} is a {type(module).__name__} of {type(module).__module__}, not a "
                 "plain matrix; merge adapters into the model first (merge_and_unload)"

@@ -188,7 +188,7 @@ class HostedRuntime(Runtime):
             )
 
     def _make_decoder(self, weights: DecoderWeights, gates: Gates | None) -> HostedDecoder:
-        taps = tap_layers(self.policy, self.spec.num_layers)
+        taps = tap_layers(self.policy, self.spec)
         family: Any = self.family
         return HostedDecoder(self.spec, weights, gates, taps, family.model)
 

@@ -531,7 +531,7 @@ class EngineCore:
         """Update the gauges."""
         pool, scheduler, metrics = self.engine.cache.pool, self.scheduler, self.metrics
         together = self.engine.budgets.fixed_pages  # of all sessions, beside their own
-        held = pool.num_pages - pool.free_pages
+        held = pool.num_pages - pool.free_pages + pool.beside
         committed = scheduler.ledger.committed + together
         metrics.running.set(scheduler.running)
         metrics.waiting.set(scheduler.waiting)
@@ -615,7 +615,8 @@ def _set_aside(engine: Engine) -> None:
     On a CPU the system provides the memory as pages come into use.
     """
     pool = engine.cache.pool
-    if pool.limit is None:
+    # On a GPU the states of linear layers take their part of the limit as sessions open.
+    if pool.limit is None or (engine.cache.states and engine.device.type == "cuda"):
         return
     try:
         pool.grow(pool.limit)

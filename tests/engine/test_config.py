@@ -149,6 +149,7 @@ def test_commands_offer_every_option_with_its_default(command: str) -> None:
 
 def test_lmms_eval_takes_every_option_as_text() -> None:
     texts = {
+        "mmproj": "tower.gguf",
         "adapter": "tuned",
         "policy": "trimkv",
         "budget": "25%",
@@ -165,9 +166,10 @@ def test_lmms_eval_takes_every_option_as_text() -> None:
         "threads": "1",
     }
     assert set(texts) == set(options()) - {"model", "kv_limit"}
-    made = LmmsSettings.of({"pretrained": "here", **texts}).engine
+    made = LmmsSettings.of({"pretrained": "here.gguf", **texts}).engine
     assert made == EngineConfig(
-        model="here",
+        model="here.gguf",
+        mmproj="tower.gguf",
         adapter="tuned",
         policy="trimkv",
         budget="25%",

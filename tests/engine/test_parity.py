@@ -34,9 +34,10 @@ from tests.support.tiers import slow_but
 STEPS = 64
 TOLERANCE = 1e-4  # of the largest logit, acceptance 2
 TEXT_TYPES = ("llama", "mistral", "ministral3", "qwen2", "qwen3", "qwen3_moe", "phi3")
+TEXT_TYPES += ("qwen3_5_text",)
 VISION = [name for name, spec in CHECKPOINTS.items() if spec.model_type not in TEXT_TYPES]
 # Those that take videos.
-WATCHING = ["qwen3_vl", "qwen3_vl_dim128", "qwen3_vl_moe", "qwen2_5_vl", "internvl"]
+WATCHING = ["qwen3_vl", "qwen3_vl_dim128", "qwen3_vl_moe", "qwen2_5_vl", "qwen3_5", "internvl"]
 WATCHING += ["llava_onevision", "llava_next_video", "qwen2_vl", "smolvlm"]
 PICTURES: list[Piece] = [5, ("image", 32, 32), 7, ("image", 16, 48), 9]
 # Below, at a divisor of, and above the length of every prompt here.
@@ -196,7 +197,12 @@ def test_a_lone_picture_is_tiled() -> None:
 
 @pytest.mark.slow(reason="more of the parity matrix; test_one_turn has each family")
 @pytest.mark.parametrize(
-    "name", [name for name in FAMILIES if name not in ("llava_onevision", "qwen2", "qwen3")]
+    "name",
+    [
+        name
+        for name in FAMILIES
+        if name not in ("llava_onevision", "qwen2", "qwen3", "qwen3_5_text", "qwen3_5_moe")
+    ],
 )
 def test_left_padded_batch(name: str) -> None:
     """Sessions of different lengths and rope offsets, decoded in one batch."""

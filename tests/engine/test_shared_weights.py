@@ -15,7 +15,7 @@ from mmkv.engine.model.spec import DecoderSpec
 from mmkv.engine.model.weights import DecoderWeights, separate
 from tests.support.factories import CHECKPOINTS, make_model, make_turn
 
-NAMES = ["qwen3_vl", "llava_qwen2", "llama_biased", "phi3", "qwen3_moe_mixed"]
+NAMES = ["qwen3_vl", "llava_qwen2", "llama_biased", "phi3", "qwen3_moe_mixed", "qwen3_5"]
 
 
 def parts(model: Any) -> tuple[Any, Tensor, DecoderSpec]:
@@ -25,7 +25,7 @@ def parts(model: Any) -> tuple[Any, Tensor, DecoderSpec]:
 
 
 def tensors(weights: DecoderWeights) -> list[Tensor]:
-    layers = [t for layer in weights.layers for t in vars(layer).values() if t is not None]
+    layers = [tensor for layer in weights.layers for _, tensor in layer.parts()]
     return [weights.embed, weights.norm, weights.head, *layers]
 
 
@@ -49,17 +49,20 @@ def test_shared_weights_are_the_models_own(name: str) -> None:
         key: id(value) for key, value in parameters.items()
     }
     assert_equal_states(model.state_dict(), before)
-    # All but the joined gains of q and k lies in the model's memory.
+    # All lies in the model's memory but joined gains of q and k, and those that are 1 + weight.
     joined = {layer.qk_norm.data_ptr() for layer in weights.layers if layer.qk_norm is not None}
+    if spec.unit_offset:
+        joined |= {gain.data_ptr() for gain in tensors(weights) if gain.dim() == 1}
     own = storages(list(model.parameters()))
     assert set(storages(tensors(weights))) - joined <= set(own)
     assert sum(own.values()) == sum(p.nbytes for p in model.parameters())
     with torch.no_grad():
         text_model.layers[0].mlp.down_proj.weight.add_(1.0)
-        first = text_model.layers[0].self_attn
+        at = spec.entry_index.index(0)
+        first = text_model.layers[at].self_attn
         (first.v_proj if hasattr(first, "v_proj") else first.qkv_proj).weight[-1].add_(1.0)
     assert not torch.equal(weights.layers[0].down, wanted.layers[0].down)
-    assert not torch.equal(weights.layers[0].qkv[-1], wanted.layers[0].qkv[-1])
+    assert not torch.equal(weights.layers[at].qkv[-1], wanted.layers[at].qkv[-1])
     assert bool(views) == (name != "phi3")
 
     separate(views)

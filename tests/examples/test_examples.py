@@ -89,6 +89,16 @@ def test_a_custom_family(capsys: pytest.CaptureFixture[str]) -> None:
     assert cut.startswith("budget 8: 32 entries kept")
 
 
+def test_a_custom_layer(capsys: pytest.CaptureFixture[str]) -> None:
+    run("custom_layer.py")
+    whole, cut = capsys.readouterr().out.splitlines()
+    state = "and 2048 bytes of state kept"
+    assert whole == f"budget 64: 78 entries {state}, 16 of 16 tokens as in transformers"
+    assert cut.startswith(f"budget 8: 16 entries {state}")
+    lines = (EXAMPLES / "custom_layer.py").read_text().splitlines()
+    assert sum(bool(line.strip()) for line in lines) <= 80
+
+
 def test_transformers_generate(capsys: pytest.CaptureFixture[str]) -> None:
     run("transformers_generate.py")
     alone, retained, bytes_held, second, after = capsys.readouterr().out.splitlines()

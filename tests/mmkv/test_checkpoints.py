@@ -16,6 +16,7 @@ from urllib.parse import unquote, urlsplit
 import huggingface_hub.constants
 import pytest
 import torch
+from gguf import GGMLQuantizationType
 from transformers import AutoModelForImageTextToText
 
 from mmkv import Budget, BudgetError, Engine, GateError
@@ -38,9 +39,11 @@ from mmkv.resources import (
     gates_made_for,
     gates_source,
 )
+from mmkv.sampling import Sampling
 from tests.engine.model.test_gates import published
-from tests.support.chat_models import save_qwen3_vl
+from tests.support.chat_models import save_llama, save_llava, save_qwen2_5_vl, save_qwen3_vl
 from tests.support.factories import checkpoint
+from tests.support.gguf_files import Written
 
 if TYPE_CHECKING:
     from tests.support.cli_fixtures import Ran
@@ -238,6 +241,52 @@ def test_folders_are_found_with_family_size_and_gates(mmkv: Callable[..., Ran], 
     assert {row["name"]: row["kind"] for row in found["gates"]}["sets/mine"] == "retention"
     shown = mmkv("models")
     assert shown.code == 0 and "models/one" in shown.out and "sets/mine" in shown.out
+
+
+@pytest.mark.parametrize("save", [save_qwen3_vl, save_qwen2_5_vl, save_llava, save_llama])
+def test_a_gguf_file_answers_as_its_checkpoint_does(
+    save: Callable[[Path], Path], picture: str
+) -> None:
+    written = Written(save(Path("folder")), Path("files"), GGMLQuantizationType.F32)
+    sees = written.mmproj.exists()
+    folder = Engine.from_pretrained("folder", policy="full")
+    file = Engine.from_pretrained(
+        written.text, policy="full", mmproj=written.mmproj if sees else None
+    )
+    content: list[dict[str, str]] = [{"type": "text", "text": "it's  12 \u00e9"}]
+    content += [{"type": "image", "image": picture}] if sees else []
+    asked = [{"role": "user", "content": content}]
+    ours, theirs = file.inputs(asked), folder.inputs(asked)
+    assert ours.keys() == theirs.keys() and ("pixel_values" in ours) == sees
+    assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+    replies = [one.generate(asked, Sampling(max_new_tokens=12))[0] for one in (file, folder)]
+    assert replies[0].token_ids == replies[1].token_ids and len(replies[0].token_ids) > 1
+    assert {256, 257} == file.eos_token_ids  # <|im_end|>, and <|endoftext|>
+
+
+def test_a_gguf_file_is_named_listed_and_saved(mmkv: Callable[..., Ran], picture: str) -> None:
+    written = Written(save_qwen3_vl(Path("folder")), Path("files"), GGMLQuantizationType.Q8_0)
+    ask = ["-p", "hello", "--max-new-tokens", "4", "--json"]
+    files = ["files/model.gguf", "--mmproj", "files/mmproj.gguf"]
+    assert mmkv("chat", *files, "--image", picture, "--save", "s.session", *ask).code == 0
+    assert json.loads(mmkv("chat", "--load", "s.session", *ask).out)["text"]
+    other = Written(Path("folder"), Path("other"), GGMLQuantizationType.F32)
+    said = mmkv("chat", str(other.text), "--load", "s.session", *ask)
+    assert "was saved with model" in said.error_line()
+    rows = {row["name"]: row for row in listed(mmkv)["models"]}
+    assert (rows[files[0]]["problem"], rows[files[0]]["family"]) == ("", "qwen3")
+    assert rows[files[0]]["size"] == written.text.stat().st_size
+    exact = Engine.from_pretrained(files[0], policy="full", kv_limit=10**6).decoder.weights
+    planned = rows[files[0]]["memory"]["auto"]
+    assert 0.95 * exact.nbytes() <= planned <= 1.05 * exact.nbytes()
+    fits = mmkv("chat", *files, "--memory", "2GiB", "--image", picture, *ask)
+    assert fits.code == 0 and "left for the cache" in fits.err
+    assert "name the language model's file" in rows[files[2]]["problem"]
+    said = mmkv("chat", files[0], "--image", picture, *ask)
+    assert "text only" in said.error_line()
+    written.mmproj.unlink()
+    assert "no file" in mmkv("chat", *files, *ask).error_line()
+    assert "vision tower of a GGUF" in mmkv("chat", "folder", *files[1:], *ask).error_line()
 
 
 # --- pull ---

@@ -14,6 +14,7 @@ from mmkv import Engine
 from mmkv.engine.model.families.tower import HeldLinear
 from mmkv.planner import FORMS, MemoryPlan, WeightCount, advice, planned, plans
 from mmkv.resources import bundled_model
+from tests.support.factories import checkpoint
 from tests.support.model_configs import Checkpoint
 from tests.support.sessions import save_checkpoint
 
@@ -87,6 +88,21 @@ def test_the_arithmetic_by_hand() -> None:
     plan = plans({"text_config": shape}, count, chunk=8)["bf16"]
     assert plan.entry == 2 * 2 * (2 * 2 * 16 + 9)
     assert plan.work == 4 * 8 * (16 * 64 + 6 * 128) + 8 * plan.entry + 4 * 100
+
+
+def test_linear_layers_have_no_entries_but_a_state() -> None:
+    folder = checkpoint("qwen3_5")
+    engine = Engine.from_pretrained(folder, policy="full", dtype="float32", page_size=8)
+    config, made = json.loads((folder / "config.json").read_text()), planned(str(folder))
+    assert made is not None
+    assert made["auto"].entry == engine.spec.rows * (2 * 2 * engine.spec.head_dim + 9)
+    config["text_config"]["layer_types"] = ["full_attention"] * 4
+    dense = plans(config, WeightCount(), chunk=16)["auto"]
+    config["text_config"]["layer_types"] = ["linear_attention"] * 2 + ["full_attention"] * 2
+    hybrid = plans(config, WeightCount(), chunk=16)["auto"]
+    states = hybrid.work - 16 * hybrid.entry - (dense.work - 16 * dense.entry)
+    assert states == 2 * engine.cache.state_bytes
+    assert abs(made["auto"].weights - engine.decoder.weights.nbytes()) < 0.3 * made["auto"].weights
 
 
 def test_advice_names_the_form_that_fits() -> None:

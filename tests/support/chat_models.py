@@ -115,7 +115,8 @@ def save_qwen3_vl(
 ) -> Path:
     """Return a Qwen-VL checkpoint: 8-pixel patches, 2 x 2 of them a token.
 
-    Pictures of any size. ``kind``: ``qwen3_vl``, ``qwen3_vl_moe``, ``qwen2_5_vl``, ``qwen2_vl``.
+    Pictures of any size. ``kind``: ``qwen3_vl``, ``qwen3_vl_moe``, ``qwen2_5_vl``, ``qwen2_vl`` or
+    ``qwen3_5``.
     """
     from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
@@ -145,6 +146,13 @@ def save_qwen3_vl(
     }
     if kind == "qwen3_vl_moe":
         text |= {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+    if kind == "qwen3_5":
+        rope = text["rope_parameters"] | {"partial_rotary_factor": 0.25}
+        text |= {"head_dim": 32, "rope_parameters": rope, "num_hidden_layers": 3}
+        text |= {"layer_types": ["linear_attention", "full_attention", "linear_attention"]}
+        text |= {f"linear_num_{name}_heads": 2 for name in ("key", "value")}
+        text |= {f"linear_{name}_head_dim": 16 for name in ("key", "value")}
+        vision.pop("deepstack_visual_indexes")
     if kind == "qwen2_vl":
         vision = {key: vision[key] for key in ("depth", "num_heads", "patch_size")}
         vision |= {"embed_dim": 32, "hidden_size": 32, "mlp_ratio": 2}

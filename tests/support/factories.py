@@ -20,6 +20,7 @@ from transformers.image_processing_utils import select_best_resolution
 
 from tests.support.model_configs import (
     IMAGE_ID,
+    LINEAR,
     PATCH,
     PINPOINTS,
     SIDE,
@@ -90,6 +91,16 @@ CHECKPOINTS: dict[str, Checkpoint] = {
     "qwen3_vl_moe": Checkpoint("qwen3_vl_moe", 4, 2, 32, text=_MIXED),
     "qwen2_5_vl": Checkpoint("qwen2_5_vl", 6, 2, 32, layers=2, tied=True),
     "qwen2_5_vl_dim128": Checkpoint("qwen2_5_vl", 2, 1, 128, seed=2),
+    "qwen3_5": Checkpoint("qwen3_5", 4, 2, 32, layers=4, tied=True, text=LINEAR),
+    "qwen3_5_text": Checkpoint("qwen3_5_text", 2, 1, 64, layers=4, text=LINEAR, seed=1),
+    "qwen3_5_moe": Checkpoint(
+        "qwen3_5_moe",
+        4,
+        1,
+        32,
+        layers=4,
+        text=LINEAR | _MIXED | {"shared_expert_intermediate_size": 40},
+    ),
     "qwen2_vl": Checkpoint("qwen2_vl", 4, 2, 32, tied=True),
     "smolvlm": Checkpoint("smolvlm", 3, 1, 64, text_type="llama"),
     "idefics3": Checkpoint("idefics3", 4, 2, 32, tied=True, text_type="llama"),
@@ -140,7 +151,7 @@ CHECKPOINTS: dict[str, Checkpoint] = {
     "phi3_sliding": Checkpoint("phi3", 6, 2, 32, tied=True, text={"sliding_window": 24}),
 }
 
-QWEN_VL = ("qwen3_vl", "qwen3_vl_moe", "qwen2_5_vl", "qwen2_vl")
+QWEN_VL = ("qwen3_vl", "qwen3_vl_moe", "qwen2_5_vl", "qwen2_vl", "qwen3_5", "qwen3_5_moe")
 # Pictures are tiles behind one another; their number is in that of the tokens. Frames are pictures.
 IN_TILES = ("internvl", "smolvlm", "idefics3")
 
@@ -173,7 +184,9 @@ def enliven(model: Any, seed: int) -> None:
     source = torch.Generator().manual_seed(seed)
     for name, weight in model.named_parameters():
         noise = torch.randn(weight.shape, generator=source)
-        if "norm" in name and name.endswith("weight"):
+        if name.endswith(("A_log", "dt_bias")):  # of heads that forget in a few tokens, or in many
+            weight.copy_(noise - 1)
+        elif "norm" in name and name.endswith("weight"):
             # Sharper attention where queries and keys are normed: their matrices cannot do it.
             weight.copy_((2 if "q_norm" in name else 1) + 0.2 * noise)
         elif weight.dim() == 1:

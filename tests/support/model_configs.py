@@ -44,6 +44,8 @@ def config_of(spec: Checkpoint) -> Any:
         "qwen3_vl": _qwen3_vl,
         "qwen3_vl_moe": _qwen3_vl,
         "qwen2_5_vl": _qwen2_5_vl,
+        "qwen3_5": _qwen3_5,
+        "qwen3_5_moe": _qwen3_5,
         "qwen2_vl": _qwen2_vl,
         "idefics3": _idefics,
         "smolvlm": _idefics,
@@ -216,6 +218,42 @@ def _qwen2_5_vl(spec: Checkpoint) -> Any:
     return transformers.Qwen2_5_VLConfig(
         text_config=text.to_dict(), vision_config=vision, **_qwen_tokens(spec)
     )
+
+
+# Two value heads a key head; as in the real models, every fourth layer or so attends.
+LINEAR: dict[str, Any] = {
+    "layer_types": ["linear_attention", "full_attention", "linear_attention", "full_attention"],
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 24,
+}
+
+
+def _qwen3_5(spec: Checkpoint) -> Any:
+    turned = spec.head_dim // 8  # frequencies of a quarter of a head
+    side = turned // 3
+    text = _text_config(spec, f"{spec.model_type}_text")
+    text.rope_parameters = {
+        "rope_type": "default",
+        "rope_theta": 10000.0,
+        "partial_rotary_factor": 0.25,
+        "mrope_section": [turned - 2 * side, side, side],
+        "mrope_interleaved": True,
+    }
+    vision = {
+        "depth": 2,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_heads": 2,
+        "patch_size": PATCH,
+        "spatial_merge_size": 2,
+        "temporal_patch_size": 2,
+        "out_hidden_size": spec.heads * spec.head_dim,
+        "num_position_embeddings": 64,
+    }
+    kind = transformers.CONFIG_MAPPING[spec.model_type]
+    return kind(text_config=text.to_dict(), vision_config=vision, **_qwen_tokens(spec))
 
 
 def _qwen2_vl(spec: Checkpoint) -> Any:

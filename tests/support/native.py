@@ -35,6 +35,8 @@ MODELS = [
     "llama_biased",
     "phi3",
     "phi3_long",
+    "qwen3_5",
+    "qwen3_5_text",
     "odd",
 ]
 ODD = Checkpoint("llama", 3, 1, 22, text={"vocab_size": 157, "intermediate_size": 90})
@@ -76,7 +78,7 @@ def open_both(model: str, *policy: Any, **options: Any) -> tuple[CachedSequence,
 
 
 def prompt(model: str, seed: int = 0) -> dict[str, Tensor]:
-    if model in ("qwen3_vl", "qwen3_vl_group8", "llava"):  # these see
+    if model in ("qwen3_vl", "qwen3_vl_group8", "qwen3_5", "llava"):  # these see
         return make_turn(model, [9, ("image", 16, 24), 12], seed)
     return {"input_ids": text_ids(21, seed)[None]}
 
@@ -126,6 +128,8 @@ def compare(model: str, *policy: Any, **options: Any) -> Runtime:
         if not plain.engine.cache.pool.form.plain:
             equalise(native.engine.cache, plain.engine.cache)
     assert state(native) == state(plain)
+    for name, kept in plain.engine.cache.states.items():
+        assert_close(native.engine.cache.states[name], kept, most)
     assert (native.evicted > 0) == native.engine.policy.evicts
     torch.testing.assert_close(native.view().log_beta, plain.view().log_beta, rtol=1e-3, atol=0)
     return native.engine
@@ -147,6 +151,8 @@ def assert_keeps_as_torch(model: str, weights: str, multiply: Product, close: fl
         for token in text_ids(18, 1).tolist():
             for mine, other in zip(*(e.cache.pool.columns() for e in (ours, theirs)), strict=True):
                 mine.copy_(other)
+            for name, states in theirs.cache.states.items():
+                ours.cache.states[name].copy_(states)
             assert_close(one.decode(token), two.decode(token), close)
             assert content(ours.cache) == content(theirs.cache)
         assert (ours.decode_path, theirs.decode_path) == ("native", "torch: switched off")

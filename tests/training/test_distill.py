@@ -45,6 +45,7 @@ from mmkv.training.run import (
     write_card,
 )
 from mmkv.training.settings import TrainingSettings
+from tests.support.chat_models import save_qwen3_vl
 
 MODEL = str(bundled_model())
 
@@ -260,6 +261,25 @@ def test_trim_kvs_recipe_trains_gates_that_the_engine_reads(tmp_path: Path) -> N
     assert "| recipe | trimkv |" in (tmp_path / "README.md").read_text()
     rates = [line["learning_rate"] for line in history(tmp_path) if "learning_rate" in line]
     assert rates == pytest.approx([2e-4, 1e-4])  # linear, no warm-up
+
+
+def test_gates_of_a_hybrid_model_hang_at_the_layers_with_entries(tmp_path: Path) -> None:
+    model = save_qwen3_vl(tmp_path / "model", kind="qwen3_5")
+    words = "what is two and two and three, and what follows from it"
+    talk = [{"role": "user", "content": words}, {"role": "assistant", "content": words[::-1]}]
+    (tmp_path / "talk.jsonl").write_text(json.dumps({"messages": talk}))
+    chosen = short_run(tmp_path / "gates", model=str(model), d_gate=8, budget=2.0, lr=0.1, steps=3)
+    engine, source = load_backbone(chosen), f"chat:{tmp_path / 'talk.jsonl'}"
+    distill(chosen, engine, examples(str(model), [source], 2, 0), [], [source])
+    gates = load_gates(tmp_path / "gates", engine.spec)
+    assert len(gates.layers) == engine.spec.entry_layers == 1 < engine.spec.num_layers
+    losses = [line["loss"] for line in history(tmp_path / "gates") if "loss" in line]
+    assert losses[-1] < losses[0]
+    loaded = Runtime.from_pretrained(model, gates=tmp_path / "gates", budget=9, device="cpu")
+    assert loaded.policy.name == "dbtrimkv"
+    with loaded.session() as session:
+        session.prefill({"input_ids": torch.arange(3, 40)})
+        assert session.entries == 9 * loaded.spec.rows
 
 
 def recipe_numbers(name: str) -> dict[str, Any]:

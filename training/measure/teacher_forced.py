@@ -22,6 +22,7 @@ from torch import Tensor
 
 from mmkv.engine.model.decoder import Decoder
 from mmkv.engine.model.families.base import Turn
+from mmkv.engine.model.state_layer import StateLayer
 from mmkv.engine.policies import Budget
 from mmkv.engine.prefill import extend_together
 from mmkv.engine.runtime import Runtime
@@ -101,7 +102,7 @@ class FullAttention:
 
     def __init__(self, engine: Runtime, documents: Documents) -> None:
         self.documents = documents
-        self.scale = engine.spec.head_dim**-0.5
+        self.scale, self._dtype = engine.spec.head_dim**-0.5, engine.dtype
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         lengths = self.documents.lengths
@@ -112,6 +113,15 @@ class FullAttention:
             q, k, v = (x.transpose(0, 1)[None] for x in (q, k, v))
             out = self.attend_document(index, q, k, v)
             parts.append(out[0].transpose(0, 1).flatten(1))
+        return torch.cat(parts)
+
+    def mix(self, layer: int, by: StateLayer, inputs: tuple[Tensor, ...]) -> Tensor:
+        """Mix each document's tokens in a layer that keeps a state, which begins as zeros."""
+        parts, x = [], inputs[0]
+        for own in zip(*(part.split(self.documents.lengths) for part in inputs), strict=True):
+            shapes = by.states(self._dtype).items()
+            empty = {name: x.new_zeros(shape, dtype=kind) for name, (shape, kind) in shapes}
+            parts.append(by.chunk(own, empty)[0])
         return torch.cat(parts)
 
     def attend_document(self, index: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:

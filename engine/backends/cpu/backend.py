@@ -49,7 +49,7 @@ class CpuBackend(Backend):
             spec = model.spec
             self.decoder = NativeDecoder(spec, weights, gates, model.needs.mass, model.decoder.taps)
             if policy.evicts:
-                self.evictor = NativeEvictor(policy, spec.num_layers, spec.num_kv_heads)
+                self.evictor = NativeEvictor(policy, spec.entry_layers, spec.num_kv_heads)
 
     def switch_off(self) -> None:
         """Leave every step, eviction and prompt's attention to torch from now on."""

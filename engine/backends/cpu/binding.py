@@ -41,6 +41,10 @@ class Layer(Structure):
         *((name, Linear) for name in ("qkv", "out", "gate_up", "down")),
         ("trunk", Linear * MAX_TRUNK),
         ("readout", Linear),
+        ("entry", c_int64),
+        ("rates", Linear),
+        *((name, c_void_p) for name in ("conv", "log_decay", "step_bias", "gain")),
+        *((name, c_void_p) for name in ("conv_states", "delta_states")),
     ]
 
 
@@ -58,6 +62,12 @@ class Model(Structure):
                 "head_dim",
                 "rotary",
                 "trunk",
+                "output_gate",
+                "key_heads",
+                "value_heads",
+                "key_dim",
+                "value_dim",
+                "taps",
             )
         ),
         ("eps", c_double),
@@ -94,7 +104,7 @@ class BatchSlot(Structure):
     """``struct batch_slot``."""
 
     _fields_ = [
-        *((name, c_int64) for name in ("token", "position", "rope_position")),
+        *((name, c_int64) for name in ("token", "position", "rope_position", "states")),
         ("inv_freq", c_void_p),
         ("queries", c_void_p),
     ]
@@ -154,6 +164,16 @@ class Patches(Structure):
     ]
 
 
+class DeltaTokens(Structure):
+    """``struct delta_tokens``."""
+
+    _fields_ = [
+        *((name, c_void_p) for name in ("query", "key", "value", "g", "beta", "out")),
+        ("stride", c_int64 * 3),
+        *((name, c_int64) for name in ("tokens", "key_heads", "value_heads", "dk", "dv")),
+    ]
+
+
 class Step(Structure):
     """``struct step``."""
 
@@ -182,6 +202,13 @@ _FUNCTIONS = {
     ),
     "mmkv_attend_patches_scratch": (c_int64, [POINTER(Patches)]),
     "mmkv_attend_patches": (None, [POINTER(Patches), c_int64, c_void_p]),
+    "mmkv_delta_step": (None, [POINTER(DeltaTokens), *[c_void_p] * 2, c_int64]),
+    "mmkv_delta_scratch": (c_int64, [c_int64, c_int64]),
+    "mmkv_delta_chunk": (None, [POINTER(DeltaTokens), c_void_p, c_int64, c_void_p]),
+    "mmkv_conv": (
+        None,
+        [c_void_p, *[c_int64] * 4, c_void_p, c_int64, *[c_void_p] * 2, c_int64, c_void_p],
+    ),
     "mmkv_product": (None, [POINTER(Linear), c_void_p, c_void_p, c_int64, c_int64, c_void_p]),
     "mmkv_product_scratch": (c_int64, [POINTER(Linear), c_int64]),
     "mmkv_norm": (None, [*[c_void_p] * 2, *[c_int64] * 2, c_double, c_int64, c_void_p]),
@@ -283,7 +310,18 @@ def _load(level: str) -> Library | str:
         return f"{name} does not load ({error}); install mmkv again"
     ours = [
         ctypes.sizeof(kind)
-        for kind in (Linear, Layer, Model, Cache, BatchSlot, Step, Eviction, Window, Patches)
+        for kind in (
+            Linear,
+            Layer,
+            Model,
+            Cache,
+            BatchSlot,
+            Step,
+            Eviction,
+            Window,
+            Patches,
+            DeltaTokens,
+        )
     ]
     theirs = (c_int64 * 16)()
     if ours != theirs[: loaded.mmkv_layout(theirs)]:
@@ -301,6 +339,7 @@ __all__ = [
     "MAX_TRUNK",
     "BatchSlot",
     "Cache",
+    "DeltaTokens",
     "Eviction",
     "Layer",
     "Linear",

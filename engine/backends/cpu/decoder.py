@@ -27,8 +27,9 @@ from mmkv.engine.backends.cpu.cache_views import CacheViews
 from mmkv.engine.backends.cpu.kernels import Bf16Copies, linear
 from mmkv.engine.cache import RaggedCache
 from mmkv.engine.model.gates import Gates, LayerGate
-from mmkv.engine.model.spec import DecoderSpec
-from mmkv.engine.model.weights import DecoderWeights, LayerWeights
+from mmkv.engine.model.spec import DecoderSpec, DeltaSpec
+from mmkv.engine.model.state_layer import DeltaLayer
+from mmkv.engine.model.weights import DecoderWeights, LayerWeights, state_name
 from mmkv.engine.policies.base import Group
 from mmkv.engine.scorer_state import QUERIES
 
@@ -64,8 +65,13 @@ class NativeDecoder:
         self._bf16 = Bf16Copies()
         matrix = functools.partial(linear, bf16=self._bf16, rounds=weights.form == "bf16")
         for index, layer in enumerate(weights.layers):
-            gate = None if gates is None else gates.layers[index]
+            entry = spec.entry_index[index]
+            gate = None if gates is None or entry is None else gates.layers[entry]
             self._layers[index] = _layer(layer, gate, matrix)
+            self._layers[index].entry = -1 if entry is None else entry
+        # Where the layers without entries have their states: the cache replaces them as it grows.
+        self._states: Tensor | None = None
+        delta = spec.delta or DeltaSpec(0, 0, 0, 0, 0)
         self._model = Model(
             layers=spec.num_layers,
             hidden=spec.hidden_size,
@@ -74,6 +80,12 @@ class NativeDecoder:
             head_dim=spec.head_dim,
             rotary=2 * spec.rope.inv_freq.numel(),
             trunk=0 if gates is None else len(gates.layers[0].trunk),
+            output_gate=spec.output_gate,
+            key_heads=delta.key_heads,
+            value_heads=delta.value_heads,
+            key_dim=delta.key_dim,
+            value_dim=delta.value_dim,
+            taps=delta.kernel,
             eps=spec.rms_eps,
             embed=linear(weights.embed),
             norm=weights.norm.data_ptr(),
@@ -112,6 +124,8 @@ class NativeDecoder:
             return HOSTED
         if any(layer.router is not None for layer in weights.layers):
             return "a mixture of experts"
+        if any(not isinstance(each.state_layer, DeltaLayer | None) for each in weights.layers):
+            return "linear layers of its own"
         if weights.embed.device.type != "cpu":
             return f"weights on {weights.embed.device}"
         if gates is not None and any(len(gate.trunk) > MAX_TRUNK for gate in gates.layers):
@@ -168,8 +182,9 @@ class NativeDecoder:
             self._batch_slots = (BatchSlot * batch_slots)()
             self._batch_slot = list(self._batch_slots)
             step.batch_slot = self._batch_slots
-        for batch_slot, token, position, rope_position, far in zip(
+        for batch_slot, seq, token, position, rope_position, far in zip(
             self._batch_slot,
+            seqs,
             batch.tokens,
             batch.seen,
             batch.next_position,
@@ -181,6 +196,7 @@ class NativeDecoder:
                 position,
                 rope_position,
             )
+            batch_slot.states = seq
             batch_slot.inv_freq = self._frequencies[far]
         self._show_memory(cache, seqs)
         threads = min(torch.get_num_threads(), self._most_threads * batch_slots)
@@ -201,9 +217,22 @@ class NativeDecoder:
             start, each = ring.data_ptr(), ring[0].nbytes
             for batch_slot, seq in zip(self._batch_slot, seqs, strict=False):
                 batch_slot.queries = start + each * seq
+        if cache.states:
+            self._show_states(cache)
         if step.taps:
             self.tapped = torch.empty(step.taps, len(seqs), self._model.hidden)
             step.tapped = self.tapped.data_ptr()
+
+    def _show_states(self, cache: RaggedCache) -> None:
+        first = next(iter(cache.states.values()))
+        if self._states is first:
+            return
+        self._states = None  # until all are written: Ctrl-C may come in between
+        for index, layer in enumerate(self._layers):
+            if layer.entry < 0:
+                layer.conv_states = cache.states[state_name(index, "conv")].data_ptr()
+                layer.delta_states = cache.states[state_name(index, "delta")].data_ptr()
+        self._states = first
 
     def _run(self, cache: RaggedCache, seqs: Sequence[int]) -> bool:
         with self._views.of(cache, seqs) as views:
@@ -243,6 +272,10 @@ def _layer(layer: LayerWeights, gate: LayerGate | None, matrix: Callable[..., Li
         gate_up=matrix(layer.gate_up, layer.gate_up_bias),
         down=matrix(layer.down, layer.down_bias),
     )
+    if isinstance(by := layer.state_layer, DeltaLayer):
+        made.rates = linear(by.rates)
+        for name in ("conv", "log_decay", "step_bias", "gain"):
+            setattr(made, name, getattr(by, name).data_ptr())
     if gate is not None:
         for index, (weight, bias) in enumerate(gate.trunk):
             made.trunk[index] = linear(weight, bias)

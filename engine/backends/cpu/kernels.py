@@ -17,6 +17,7 @@ from torch import Tensor
 
 from mmkv.engine.backends.cpu.binding import (
     JOINS,
+    DeltaTokens,
     Library,
     Linear,
     Patches,
@@ -26,6 +27,7 @@ from mmkv.engine.backends.cpu.binding import (
 )
 from mmkv.engine.backends.cpu.cache_views import CacheViews
 from mmkv.engine.cache import RaggedCache
+from mmkv.engine.model import delta as torch_delta
 from mmkv.engine.model import product as reference
 from mmkv.engine.model.bf16 import PANEL, Bf16Matrix
 from mmkv.engine.model.elementwise import Elementwise, TorchElementwise
@@ -436,3 +438,90 @@ def attend_patches(
     scratch = torch.empty(threads * loaded.mmkv_attend_patches_scratch(byref(what)))
     loaded.mmkv_attend_patches(byref(what), threads, scratch.data_ptr())
     return out
+
+
+def causal_conv(x: Tensor, weight: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+    """Compute :func:`mmkv.engine.model.delta.causal_conv`, in C for float32 on a CPU."""
+    found = library()
+    if isinstance(found, str) or not _plain(x, weight, state):
+        return torch_delta.causal_conv(x, weight, state)
+    states = state.clone(memory_format=torch.contiguous_format)[None]
+    made = _convolve(found, x[None], weight, states, torch.zeros(1, dtype=torch.int64))
+    return made[0], states[0]
+
+
+def conv_step(x: Tensor, weight: Tensor, states: Tensor, slot: Tensor) -> Tensor:
+    """Compute :func:`mmkv.engine.model.delta.conv_step`, in C for float32 on a CPU."""
+    found = library()
+    if isinstance(found, str) or not (_plain(x, weight, states) and states.is_contiguous()):
+        return torch_delta.conv_step(x, weight, states, slot)
+    return _convolve(found, x[:, None], weight, states, slot)[:, 0]
+
+
+def _convolve(found: Library, x: Tensor, weight: Tensor, states: Tensor, slot: Tensor) -> Tensor:
+    """Convolve ``x [B, T, C]``, where B or T is 1, after the states of its slots, in place."""
+    batch, tokens, channels = x.shape
+    x = x if x.stride(2) == 1 else x.contiguous()
+    stride = x.stride(1 if batch == 1 else 0)
+    weight, slot, made = weight.contiguous(), slot.contiguous(), torch.empty(*x.shape)
+    sizes = batch, tokens, channels, weight.data_ptr(), weight.shape[1]
+    places = states.data_ptr(), slot.data_ptr()
+    found.mmkv_conv(x.data_ptr(), stride, *sizes, *places, _threads(x), made.data_ptr())
+    return made
+
+
+def delta_step(
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, states: Tensor, slot: Tensor
+) -> Tensor:
+    """Compute :func:`mmkv.engine.model.delta.delta_step`, in C for float32 on a CPU."""
+    found = library()
+    if isinstance(found, str) or not (_plain(q, k, v, g, beta, states) and states.is_contiguous()):
+        return torch_delta.delta_step(q, k, v, g, beta, states, slot)
+    slot = slot.contiguous()
+    what, out, _kept = _delta(q, k, v, g, beta)
+    threads = min(_delta_threads(what), what.tokens * what.key_heads)
+    found.mmkv_delta_step(byref(what), states.data_ptr(), slot.data_ptr(), threads)
+    return out
+
+
+def delta_chunk(
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Compute :func:`mmkv.engine.model.delta.delta_chunk`, in C for float32 on a CPU.
+
+    A value head's numbers do not depend on threads.
+    """
+    found = library()
+    if isinstance(found, str) or not _plain(q, k, v, g, beta, state):
+        return torch_delta.delta_chunk(q, k, v, g, beta, state)
+    state = state.clone(memory_format=torch.contiguous_format)
+    what, out, _kept = _delta(q, k, v, g, beta)
+    threads = min(_delta_threads(what), what.value_heads)
+    scratch = torch.empty(threads * found.mmkv_delta_scratch(what.dk, what.dv))
+    found.mmkv_delta_chunk(byref(what), state.data_ptr(), threads, scratch.data_ptr())
+    return out, state
+
+
+def _delta(
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor
+) -> tuple[DeltaTokens, Tensor, list[Tensor]]:
+    """Describe tokens to C: the structure, where its result goes, and what must live meanwhile."""
+    three = [x if x.stride()[1:] == (x.shape[2], 1) else x.contiguous() for x in (q, k, v)]
+    rates = [x.contiguous() for x in (g, beta)]
+    out = v.new_empty(v.shape)
+    what = DeltaTokens(
+        *(x.data_ptr() for x in (*three, *rates)),
+        out=out.data_ptr(),
+        tokens=len(v),
+        key_heads=k.shape[1],
+        value_heads=v.shape[1],
+        dk=k.shape[2],
+        dv=v.shape[2],
+    )
+    what.stride[:] = [x.stride(0) for x in three]
+    return what, out, [*three, *rates]
+
+
+def _delta_threads(what: DeltaTokens) -> int:
+    numbers = what.tokens * what.value_heads * what.dk * what.dv
+    return min(torch.get_num_threads(), 1 + 3 * numbers // PER_THREAD)

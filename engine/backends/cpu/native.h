@@ -38,10 +38,18 @@ struct layer {
     const float *qk_norm;                /* [heads + kv_heads, head_dim] or NULL */
     struct linear qkv, out, gate_up, down;
     struct linear trunk[MAX_TRUNK], readout;
+    int64_t entry; /* its number among the layers with entries; -1: it follows the gated delta rule */
+    /* Of the latter, whose qkv makes queries, keys, values and z [value heads, value_dim]. */
+    struct linear rates;                         /* [2 value heads, hidden]: beta, then the decay's step */
+    const float *conv;                           /* [channels, taps] */
+    const float *log_decay, *step_bias, *gain;   /* [value heads] twice, [value_dim] */
+    float *conv_states, *delta_states;           /* of all sequences, each with its own slot */
 };
 
 struct model {
     int64_t layers, hidden, heads, kv_heads, head_dim, rotary, trunk; /* trunk 0: no gates */
+    int64_t output_gate; /* whether each query head of qkv is followed by a gate of its output */
+    int64_t key_heads, value_heads, key_dim, value_dim, taps; /* of the gated delta rule, or 0 */
     double eps;
     struct linear embed; /* [vocab, hidden]: its rows are read */
     const float *norm;
@@ -80,6 +88,7 @@ struct cache {
 /* One sequence's part of a step. */
 struct batch_slot {
     int64_t token, position, rope_position;
+    int64_t states; /* where layers of the gated delta rule have the sequence's states */
     const float *inv_freq; /* [rotary / 2] */
     float *queries;        /* the sequence's ring, as in struct window; NULL: none */
 };
@@ -124,6 +133,15 @@ struct patches {
     const int64_t *start; /* [parts + 1]: tokens start[p] .. start[p + 1] - 1 see each other */
     double scale;         /* on products of queries and keys */
     int64_t rounds;       /* whether all that is multiplied is rounded to bfloat16 */
+};
+
+/* Tokens that layers of the gated delta rule take: T of one sequence, or one of each of T. query, key
+ * [T, key_heads, dk], value [T, value_heads, dv], g, beta [T, value_heads]; out [T, value_heads, dv]. */
+struct delta_tokens {
+    const float *query, *key, *value, *g, *beta;
+    float *out;
+    int64_t stride[3]; /* of queries, keys and values, floats from token to token */
+    int64_t tokens, key_heads, value_heads, dk, dv;
 };
 
 enum { SCORE_RETENTION, SCORE_RECENCY, SCORE_STATE, SCORE_GIVEN };
@@ -253,6 +271,12 @@ void int8_row(const struct linear *map, int64_t row, float *to);
 /* attention.c */
 void mmkv_attend(const struct cache *cache, int64_t row, const float *query, int64_t group,
                 int64_t mass, float *scores, float *out);
+
+/* delta.c */
+void delta_group(float *state, int64_t group, int64_t dk, int64_t dv, const float *q, const float *k,
+                 const float *v, const float *g, const float *beta, float *out);
+void conv_token(const float *x, const float *weight, int64_t taps, float *state, int64_t from, int64_t to,
+                float *y);
 
 /* pages.c */
 void plan_append(const struct cache *cache, struct step *step);

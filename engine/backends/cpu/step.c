@@ -28,7 +28,7 @@ struct phase {
 struct worker {
     const struct step *step;
     int64_t batch_slots;
-    struct vectors cos, sin, hidden, qkv, mixed, act, trunk[MAX_TRUNK];
+    struct vectors cos, sin, hidden, qkv, mixed, act, trunk[MAX_TRUNK], rates, convolved;
     struct phase *phase; /* the current one */
     int64_t chunks, chunks_before;
     struct vectors normed;
@@ -41,37 +41,54 @@ static int64_t whole_lines(int64_t floats)
     return (floats + 15) / 16 * 16; /* whole cache lines: threads do not share one */
 }
 
+/* Channels that layers of the gated delta rule convolve: queries, keys, values. */
+static int64_t channels_of(const struct model *model)
+{
+    return 2 * model->key_heads * model->key_dim + model->value_heads * model->value_dim;
+}
+
+#define LARGEST 6
+
+/* The most rows of any layer's qkv, what out reads, gate_up and each trunk stage, and the floats for
+ * coded inputs. */
+static void largest(const struct model *model, int64_t batch_slots, int64_t *found)
+{
+    for (int64_t index = 0; index < model->layers; index++) {
+        const struct layer *layer = model->layer + index;
+        const struct linear *maps[] = {&layer->qkv, &layer->out, &layer->down, &model->head};
+        int64_t size[LARGEST] = {layer->qkv.out, layer->out.in, layer->gate_up.out, layer->trunk[0].out,
+                                 layer->trunk[1].out, 0};
+        for (int i = 0; i < 4; i++) {
+            int64_t room = carve_states(maps[i], batch_slots, 0, 0);
+            size[LARGEST - 1] = room > size[LARGEST - 1] ? room : size[LARGEST - 1];
+        }
+        for (int i = 0; i < LARGEST; i++)
+            found[i] = size[i] > found[i] ? size[i] : found[i];
+    }
+}
+
 /* Lay out one thread's view of the scratch at `base`, a cache line's start (NULL to measure);
  * returns the floats needed for all threads. The phases come first. */
 static int64_t carve(const struct model *model, int64_t longest, int64_t threads, int64_t thread,
                      int64_t batch_slots, float *base, struct worker *to)
 {
-    const struct layer *layer = model->layer;
-    struct vectors *shared[] = {&to->cos,   &to->sin, &to->hidden,   &to->qkv,
-                                &to->mixed, &to->act, &to->trunk[0], &to->trunk[1]};
-    int64_t size[] = {model->rotary / 2,
-                      model->rotary / 2,
-                      model->hidden,
-                      layer->qkv.out,
-                      model->heads * model->head_dim,
-                      layer->gate_up.out,
-                      layer->trunk[0].out,
-                      layer->trunk[1].out};
+    int64_t longest_of[LARGEST] = {0};
+    largest(model, batch_slots, longest_of);
+    struct vectors *shared[] = {&to->cos,      &to->sin,      &to->hidden, &to->qkv,   &to->mixed,
+                                &to->act,      &to->trunk[0], &to->trunk[1], &to->rates, &to->convolved};
+    int64_t size[] = {model->rotary / 2,   model->rotary / 2,   model->hidden,       longest_of[0],
+                      longest_of[1],       longest_of[2],       longest_of[3],       longest_of[4],
+                      2 * model->value_heads, channels_of(model)};
     int64_t at = (PHASES * model->layers + 1) * (int64_t)(sizeof(struct phase) / sizeof(float));
     to->batch_slots = batch_slots;
     to->phase = (struct phase *)base;
-    for (int i = 0; i < 8; i++) {
+    for (int i = 0; i < 10; i++) {
         int64_t stride = whole_lines(size[i]);
         *shared[i] = (struct vectors){.at = base ? base + at : 0, .stride = stride};
         at += batch_slots * stride;
     }
     int64_t stride = whole_lines(model->hidden), normed = batch_slots * stride;
-    int64_t scores = whole_lines(model->heads / model->kv_heads * longest), coded = 0;
-    const struct linear *maps[] = {&layer->qkv, &layer->out, &layer->down, &model->head};
-    for (int i = 0; i < 4; i++) {
-        int64_t room = carve_states(maps[i], batch_slots, 0, 0);
-        coded = room > coded ? room : coded;
-    }
+    int64_t scores = whole_lines(model->heads / model->kv_heads * longest), coded = longest_of[5];
     int64_t own = normed + scores + coded;
     to->normed = (struct vectors){.at = base ? base + at + thread * own : 0, .stride = stride};
     to->scores = base ? to->normed.at + normed : 0;
@@ -147,16 +164,26 @@ static struct span rows_of(const struct linear *map, int64_t rows, int64_t chunk
     return (struct span){from, to < rows ? to : rows};
 }
 
+static float logistic(float x)
+{
+    return 1.0f / (1.0f + exp_float(-x));
+}
+
 /* Finish one KV head of a batch slot: norm and turn its queries and key, store key and value, attend. */
 static void attend_head(const struct model *model, const struct layer *layer, struct cache *cache,
-                        int64_t index, int64_t head, int64_t batch_slot, struct worker *me)
+                        int64_t head, int64_t batch_slot, struct worker *me)
 {
     int64_t dim = model->head_dim, group = model->heads / model->kv_heads;
-    int64_t row = index * model->kv_heads + head;
-    float *qkv = of_batch_slot(me->qkv, batch_slot);
-    float *query = qkv + head * group * dim;
-    float *key = qkv + (model->heads + head) * dim;
-    float *value = qkv + (model->heads + model->kv_heads + head) * dim;
+    int64_t row = layer->entry * model->kv_heads + head, gated = model->output_gate;
+    int64_t queries = (gated ? 2 : 1) * model->heads;
+    float *qkv = of_batch_slot(me->qkv, batch_slot), gate[gated ? group * dim : 1];
+    float *query = qkv + queries / model->kv_heads * head * dim;
+    float *key = qkv + (queries + head) * dim;
+    float *value = qkv + (queries + model->kv_heads + head) * dim;
+    for (int64_t i = 0; gated && i < group; i++) { /* side by side */
+        memcpy(gate + i * dim, query + (2 * i + 1) * dim, sizeof *gate * (size_t)dim);
+        memmove(query + i * dim, query + 2 * i * dim, sizeof *gate * (size_t)dim);
+    }
     for (int64_t i = 0; i <= group; i++) {
         float *x = i < group ? query + i * dim : key;
         int64_t of = i < group ? head * group + i : model->heads + head;
@@ -177,6 +204,39 @@ static void attend_head(const struct model *model, const struct layer *layer, st
     mmkv_attend(cache, row, query, group, me->step->mass, me->scores, mixed);
     for (int64_t i = 0; i < group; i++)
         turn_features(cache, mixed + i * dim);
+    for (int64_t i = 0; gated && i < group * dim; i++)
+        mixed[i] *= logistic(gate[i]);
+}
+
+/* Finish one key head of a batch slot, and the value heads that it serves, in a layer of the gated delta
+ * rule: convolve, take the token into the states, norm and gate what is read of them. */
+static void mix_head(const struct model *model, const struct layer *layer, int64_t head,
+                     int64_t batch_slot, struct worker *me)
+{
+    int64_t dk = model->key_dim, dv = model->value_dim, heads = model->value_heads;
+    int64_t group = heads / model->key_heads, first = head * group, channels = channels_of(model);
+    int64_t slot = me->step->batch_slot[batch_slot].states;
+    const float *qkv = of_batch_slot(me->qkv, batch_slot), *rates = of_batch_slot(me->rates, batch_slot);
+    float *x = of_batch_slot(me->convolved, batch_slot), g[group], beta[group];
+    float *mixed = of_batch_slot(me->mixed, batch_slot) + first * dv;
+    int64_t key = model->key_heads * dk, start[] = {head * dk, key + head * dk, 2 * key + first * dv};
+    for (int i = 0; i < 3; i++)
+        conv_token(qkv, layer->conv, model->taps,
+                   layer->conv_states + slot * channels * (model->taps - 1), start[i],
+                   start[i] + (i < 2 ? dk : group * dv), x);
+    for (int64_t i = 0; i < group; i++) {
+        float step = rates[heads + first + i] + layer->step_bias[first + i];
+        beta[i] = logistic(rates[first + i]);
+        g[i] = -expf(layer->log_decay[first + i]) * (step > 20 ? step : log1pf(expf(step)));
+    }
+    delta_group(layer->delta_states + (slot * heads + first) * dk * dv, group, dk, dv, x + start[0],
+                x + start[1], x + start[2], g, beta, mixed);
+    const float *z = qkv + channels + first * dv;
+    for (int64_t i = 0; i < group; i++)
+        rms_norm(mixed + i * dv, layer->gain, dv, (float)model->eps, mixed + i * dv);
+#pragma omp simd
+    for (int64_t i = 0; i < group * dv; i++)
+        mixed[i] *= silu_float(z[i]);
 }
 
 static void trunk_chunk(const struct linear *map, struct vectors x, struct vectors y,
@@ -207,13 +267,13 @@ static void swiglu_chunk(const struct linear *map, struct vectors x, struct vect
 
 /* log_beta = logsigmoid(z) of this layer's heads, in the form that keeps 1 - beta = 1.5e-8. */
 static void store_gates(const struct model *model, const struct layer *layer, struct cache *cache,
-                        int64_t index, const float *trunk)
+                        const float *trunk)
 {
     for (int64_t head = 0; head < model->kv_heads; head++) {
         float z[1];
         dot_rows(layer->readout.weight + head * layer->readout.in, 1, layer->readout.in, trunk, z);
         z[0] += layer->readout.bias[head];
-        int64_t row = index * model->kv_heads + head;
+        int64_t row = layer->entry * model->kv_heads + head;
         cache->log_beta[slot_of(cache, row, cache->length[row] - 1)] =
             (z[0] < 0 ? z[0] : 0.0f) - log1pf(expf(-fabsf(z[0])));
     }
@@ -254,9 +314,11 @@ static void copy_taps(int64_t after, int64_t hidden, struct worker *me)
 static void project(const struct model *model, int64_t index, struct worker *me)
 {
     const struct layer *layer = model->layer + index;
-    const struct linear *trunk = &layer->trunk[0];
+    const struct linear *beside = layer->entry < 0 ? &layer->rates : &layer->trunk[0];
     int64_t qkv = chunks_of(&layer->qkv, layer->qkv.out);
-    int64_t both = qkv + (model->trunk > 0 ? chunks_of(trunk, trunk->out) : 0);
+    int64_t both = qkv;
+    if (layer->entry < 0 || model->trunk > 0)
+        both += chunks_of(beside, beside->out);
     int taken = 0;
     begin(me, both + (me->step->taps > 0));
     for (int64_t chunk; (chunk = claim(me)) >= 0; finish(me)) {
@@ -268,23 +330,35 @@ static void project(const struct model *model, int64_t index, struct worker *me)
         struct span rows = rows_of(&layer->qkv, layer->qkv.out, chunk);
         if (chunk < qkv)
             linear_rows(&layer->qkv, x, me->qkv, me->batch_slots, rows.from, rows.to);
-        else
-            trunk_chunk(trunk, x, me->trunk[0], me->batch_slots, chunk - qkv);
+        else if (layer->entry >= 0)
+            trunk_chunk(beside, x, me->trunk[0], me->batch_slots, chunk - qkv);
+        else {
+            rows = rows_of(beside, beside->out, chunk - qkv);
+            linear_rows(beside, x, me->rates, me->batch_slots, rows.from, rows.to);
+        }
     }
     end(me);
 }
 
-static void attend(const struct model *model, struct cache *caches, int64_t index,
+static void mix(const struct model *model, const struct layer *layer, struct worker *me)
+{
+    int64_t heads = model->key_heads;
+    begin(me, me->batch_slots * heads);
+    for (int64_t chunk; (chunk = claim(me)) >= 0; finish(me))
+        mix_head(model, layer, chunk % heads, chunk / heads, me);
+    end(me);
+}
+
+static void attend(const struct model *model, struct cache *caches, const struct layer *layer,
                    struct worker *me)
 {
-    const struct layer *layer = model->layer + index;
     const struct linear *trunk = &layer->trunk[1];
     int64_t heads = model->kv_heads, rows = me->batch_slots * heads;
     begin(me, rows + (model->trunk > 1 ? chunks_of(trunk, trunk->out) : 0));
     for (int64_t chunk; (chunk = claim(me)) >= 0; finish(me)) {
         int64_t batch_slot = chunk / heads;
         if (chunk < rows)
-            attend_head(model, layer, caches + batch_slot, index, chunk % heads, batch_slot, me);
+            attend_head(model, layer, caches + batch_slot, chunk % heads, batch_slot, me);
         else
             trunk_chunk(trunk, me->trunk[0], me->trunk[1], me->batch_slots, chunk - rows);
     }
@@ -292,8 +366,8 @@ static void attend(const struct model *model, struct cache *caches, int64_t inde
 }
 
 /* hidden += map x; one chunk more reads the gates when `caches` are given. */
-static void add(const struct model *model, const struct linear *map, struct vectors x,
-                struct cache *caches, int64_t index, struct worker *me)
+static void add(const struct model *model, const struct layer *layer, const struct linear *map,
+                struct vectors x, struct cache *caches, struct worker *me)
 {
     int64_t chunks = chunks_of(map, map->out);
     int taken = 0;
@@ -304,7 +378,7 @@ static void add(const struct model *model, const struct linear *map, struct vect
             linear_add_rows(map, coded(map, x, me, &taken), me->hidden, me->batch_slots, rows.from, rows.to);
         else
             for (int64_t batch_slot = 0; batch_slot < me->batch_slots; batch_slot++)
-                store_gates(model, model->layer + index, caches + batch_slot, index,
+                store_gates(model, layer, caches + batch_slot,
                             of_batch_slot(me->trunk[model->trunk - 1], batch_slot));
     }
     end(me);
@@ -346,10 +420,13 @@ static void run_thread(const struct model *model, struct cache *caches, struct v
     for (int64_t index = 0; index < model->layers; index++) {
         const struct layer *layer = model->layer + index;
         project(model, index, me);
-        attend(model, caches, index, me);
-        add(model, &layer->out, me->mixed, model->trunk > 0 ? caches : 0, index, me);
+        if (layer->entry < 0)
+            mix(model, layer, me);
+        else
+            attend(model, caches, layer, me);
+        add(model, layer, &layer->out, me->mixed, layer->entry >= 0 && model->trunk > 0 ? caches : 0, me);
         widen(model, layer, me);
-        add(model, &layer->down, me->act, 0, index, me);
+        add(model, layer, &layer->down, me->act, 0, me);
     }
     read_out(model, logits, me);
 }
@@ -426,7 +503,8 @@ EXPORT int64_t mmkv_layout(int64_t *sizes)
 {
     int64_t of[] = {sizeof(struct linear), sizeof(struct layer), sizeof(struct model),
                     sizeof(struct cache),  sizeof(struct batch_slot),  sizeof(struct step),
-                    sizeof(struct eviction), sizeof(struct window), sizeof(struct patches)};
+                    sizeof(struct eviction), sizeof(struct window), sizeof(struct patches),
+                    sizeof(struct delta_tokens)};
     memcpy(sizes, of, sizeof of);
     return (int64_t)(sizeof of / sizeof *of);
 }

@@ -50,6 +50,8 @@ class CudaBackend(Backend):
             return "Triton is not installed"
         if any(model.spec.sliding_window):
             return "sliding-window layers"
+        if model.spec.has_entries:
+            return "linear layers"
         if self.policy_reason(policy):
             return self.policy_reason(policy)
         gates = model.decoder.gates

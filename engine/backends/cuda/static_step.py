@@ -85,7 +85,7 @@ class StaticStep:
         self.room = empty_room(batch, self.rows)
         tile = tile_entries(spec.head_dim, pool.dtype)
         self._work = empty_worklist(
-            batch, spec.num_layers, spec.num_kv_heads, tile, default_runs(device), device
+            batch, spec.entry_layers, spec.num_kv_heads, tile, default_runs(device), device
         )
         self._partials = empty_partials(self._work, spec.group, spec.head_dim)
         self._eviction = None

@@ -59,6 +59,7 @@ class TorchBackend(Backend):
             slots, scorer = step.slots[..., None], model.policy.scoring
             write_state(cache, scorer, seqs, slots, position[:, None], False, taps)
         logits = decoder.logits(hidden)
+        step.put_states()
         counts.appended, counts.uncut = 1, range(len(batch.seqs))
         return logits
 

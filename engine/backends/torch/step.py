@@ -23,6 +23,8 @@ from mmkv.engine.backends.torch.attention import (
 from mmkv.engine.backends.torch.write_step import WriteGatePass
 from mmkv.engine.cache import RaggedCache
 from mmkv.engine.model.spec import DecoderSpec
+from mmkv.engine.model.state_layer import State, StateLayer
+from mmkv.engine.model.weights import state_name
 from mmkv.engine.policies.base import Group, Needs, Pruner, Scorer, shaped
 from mmkv.engine.scorer_state import QUERIES, store_queries, write_state
 
@@ -39,7 +41,12 @@ class PrefillChunk:
         writes: says what the chunk's tokens see under a write gate, or None.
         native: attends in C where nothing limits what a token sees, or None:
             :class:`mmkv.engine.backends.cpu.kernels.NativeChunkAttention`.
+
+    Attributes:
+        before: the states of layers without entries that :meth:`put_states` has replaced.
     """
+
+    before: State
 
     def __init__(
         self,
@@ -84,6 +91,7 @@ class PrefillChunk:
         self._writes = writes
         self._received: Tensor | None = None
         self._dropped: Tensor | None = None  # bool [C], of the chunk's tokens
+        self._states: State = {}
 
     def attend(
         self, layer: int, query: Tensor, key: Tensor, value: Tensor, last: bool = False
@@ -144,6 +152,20 @@ class PrefillChunk:
                 out, _ = merge(past, (out, lse))
         out = pool.form.rotate(out.reshape(spec.num_heads, count, -1))
         return out.transpose(0, 1).reshape(count, -1)
+
+    def mix(self, layer: int, by: StateLayer, inputs: tuple[Tensor, ...]) -> Tensor:
+        """See :class:`mmkv.engine.model.decoder.StepAttention`; :meth:`put_states` ends it."""
+        parts = by.states(self.cache.pool.dtype)
+        kept = {name: self.cache.states[state_name(layer, name)][self.seq] for name in parts}
+        mixed, made = by.chunk(inputs, kept)
+        self._states |= {state_name(layer, name): made[name] for name in parts}
+        return mixed
+
+    def put_states(self) -> None:
+        """Have the sequence's layers without entries go on behind the chunk, which is over."""
+        states = self.cache.states
+        self.before = {name: states[name][self.seq].clone() for name in self._states}
+        self.cache.put_states(self.seq, self._states)
 
     def _attend_to_past(
         self, layer: int, query: Tensor, grouped: Tensor, scale: float
@@ -260,6 +282,12 @@ class PackedChunks:
         """Do as :meth:`attend`, for the last token of each chunk alone."""
         return self._attend(layer, query, key, value, last=True)
 
+    def mix(self, layer: int, by: StateLayer, inputs: tuple[Tensor, ...]) -> Tensor:
+        """Mix each chunk's tokens by the state of its own sequence."""
+        parts = zip(*(part.split(self.counts) for part in inputs), strict=True)
+        made = [chunk.mix(layer, by, own) for chunk, own in zip(self._chunks, parts, strict=True)]
+        return made[0] if len(made) == 1 else torch.cat(made)
+
     def ends(self) -> Tensor:
         """Return the index of each chunk's last token."""
         ends = torch.tensor(self.counts).cumsum(0) - 1
@@ -318,6 +346,19 @@ class DecodeStep:
         self._layer_slots = self.slots.transpose(0, 1).flatten(1).unbind(0)
         self._queries: list[Tensor] = []
         self._mass: list[tuple[Tensor, Tensor]] = []
+        self._states: State = {}
+
+    def mix(self, layer: int, by: StateLayer, inputs: tuple[Tensor, ...]) -> Tensor:
+        """See :class:`mmkv.engine.model.decoder.StepAttention`; :meth:`put_states` ends it."""
+        parts = by.states(self.cache.pool.dtype)
+        kept = {name: self.cache.states[state_name(layer, name)][self.seqs] for name in parts}
+        mixed, made = by.step(inputs, kept)
+        self._states |= {state_name(layer, name): made[name] for name in parts}
+        return mixed
+
+    def put_states(self) -> None:
+        """Have the layers without entries go on behind the token, once nothing can fail."""
+        self.cache.put_states(self.seqs, self._states)
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         spec, pool = self.spec, self.cache.pool

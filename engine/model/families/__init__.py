@@ -19,13 +19,19 @@ from mmkv.engine.model.families.llava import (
     LlavaOnevisionFamily,
     Mistral3Family,
 )
-from mmkv.engine.model.families.qwen_vl import Qwen2VLFamily, Qwen3VLFamily, Qwen25VLFamily
-from mmkv.engine.model.families.text import Phi3Family, TextFamily
+from mmkv.engine.model.families.qwen_vl import (
+    Qwen2VLFamily,
+    Qwen3VLFamily,
+    Qwen25VLFamily,
+    Qwen35Family,
+)
+from mmkv.engine.model.families.text import Phi3Family, Qwen35TextFamily, TextFamily
 from mmkv.engine.registry import Registry
 
 FAMILIES: tuple[type[Family], ...] = (
     Qwen3VLFamily,
     Qwen25VLFamily,
+    Qwen35Family,
     Qwen2VLFamily,
     IdeficsFamily,
     LlavaFamily,
@@ -35,6 +41,7 @@ FAMILIES: tuple[type[Family], ...] = (
     InternVLFamily,
     Mistral3Family,
     TextFamily,
+    Qwen35TextFamily,
     Phi3Family,
 )
 _TEXT_TYPES = {
@@ -152,6 +159,8 @@ __all__ = [
     "Qwen2VLFamily",
     "Qwen3VLFamily",
     "Qwen25VLFamily",
+    "Qwen35Family",
+    "Qwen35TextFamily",
     "TextFamily",
     "Turn",
     "describe_added",

@@ -22,6 +22,7 @@ from mmkv.engine.model.families.features import (
 
 if TYPE_CHECKING:
     from mmkv.engine.model.families.vision_cache import VisionCache
+    from mmkv.engine.model.state_layer import StateLayer
 
 _NOUNS = {IMAGE: "image", VIDEO: "video"}
 
@@ -84,6 +85,8 @@ class Family:
         eos_token_ids: tokens that end a reply, from the generation config or the config.
         mrope_section: of M-RoPE, frequencies per axis (t, h, w) where the config names none.
         mrope_interleaved: see :func:`mmkv.engine.model.spec.mrope_axes`.
+        state_kinds: what ``layer_types`` of its configs calls layers that keep a state in place of
+            entries, which :meth:`state_layer` makes.
     """
 
     model_types: ClassVar[tuple[str, ...]] = ()
@@ -97,6 +100,7 @@ class Family:
     rope_axes: ClassVar[int] = 1
     mrope_section: ClassVar[tuple[int, ...] | None] = None
     mrope_interleaved: ClassVar[bool] = True
+    state_kinds: ClassVar[tuple[str, ...]] = ()
 
     def __init__(self, hf_model: Any) -> None:
         self._hf = hf_model
@@ -141,6 +145,11 @@ class Family:
     def output_head(hf_model: Any) -> Tensor:
         """Return the output projection ``[vocab, hidden]`` (the embedding itself when tied)."""
         return hf_model.get_output_embeddings().weight
+
+    @staticmethod
+    def state_layer(layer: Any) -> StateLayer:
+        """Return what mixes tokens in a transformers layer of one of :attr:`state_kinds`."""
+        raise NotImplementedError
 
     @torch.inference_mode()
     def turn(

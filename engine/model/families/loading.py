@@ -17,6 +17,7 @@ from safetensors import SafetensorError
 from transformers.utils import logging as transformers_logging
 
 from mmkv.engine import hub
+from mmkv.engine.budget import format_bytes
 from mmkv.engine.errors import STOPS, MmkvError, ModelError
 from mmkv.engine.model.families import FAMILIES, Family, family_for
 from mmkv.engine.model.families.base import end_tokens
@@ -30,6 +31,8 @@ from mmkv.engine.model.families.vision import (
     require_finite_rest,
 )
 from mmkv.engine.model.finite import require_finite
+from mmkv.engine.model.gguf.file import SUFFIX
+from mmkv.engine.model.gguf.tensors import GgufTensors
 from mmkv.engine.model.lora import AdaptedTensors
 from mmkv.engine.model.panel_files import PanelStore, with_panels
 from mmkv.engine.model.product import Kernels, WeightForm
@@ -68,6 +71,7 @@ def load(
     pictures: bool = False,
     form: str = "auto",
     kernels: Kernels | None = None,
+    label: str | None = None,
     adapter: str | Path | None = None,
 ) -> tuple[Family, DecoderSpec, DecoderWeights]:
     """Read a checkpoint: each shard once, into the dtype used.
@@ -84,6 +88,7 @@ def load(
         form: how matrices are held: ``auto``, ``bf16``, ``int8`` or ``int4``.
         kernels: what multiplies by them; None: torch. With a product of their own, matrices that
             bfloat16 holds exactly are held in it under ``auto``.
+        label: what messages call the checkpoint; None: as it is named.
         adapter: folder or hub id of a LoRA adapter that is merged into the weights.
 
     Returns:
@@ -94,8 +99,8 @@ def load(
         ModelError: nothing there, unreadable or incomplete files, or an unsupported model; or a
             form that is not for it.
     """
-    name, where = str(path_or_hub_id), resolve_device(device)
-    source = locate(name)
+    where, source = resolve_device(device), locate(str(path_or_hub_id))
+    name = str(path_or_hub_id) if label is None else label
     # A file with wrong values can make libraries raise nearly anything.
     with _explaining(name, source):
         say = progress or (lambda _: None)
@@ -162,13 +167,15 @@ def _load(
     text_model = family_type.text_model(hf_model)
     family = family_type(hf_model)
     section, interleaved = family_type.mrope_section, family_type.mrope_interleaved
-    spec = DecoderSpec.from_hf(text_model, section, interleaved)
+    kinds, sees = family_type.state_kinds, family_type.has_vision
+    spec = DecoderSpec.from_hf(text_model, section, interleaved, kinds, sees)
     if spec.rope.axes != family_type.rope_axes:
         raise ModelError(
             f"{family_type.__name__} has positions of {family_type.rope_axes} axes and {name} "
             f"rotates by {spec.rope.axes}; set rope_axes, and mrope_section for M-RoPE"
         )
-    weights = DecoderWeights.take(text_model, family_type.output_head(hf_model), spec)
+    head, state_layer = family_type.output_head(hf_model), family_type.state_layer
+    weights = DecoderWeights.take(text_model, head, spec, state_layer)
     if holding is not None:
         weights.hold(holding)
     require_finite(weights.named(), name)
@@ -269,6 +276,8 @@ def _stored_weights(
         )
     if found is not None:
         found.note = "; ".join(filter(None, (stored.note, note))) or None
+    if isinstance(stored, GgufTensors):
+        _require_found(found, stored, name, text_config.model_type)
     if found is None and spec.matrix_numbers(text_config) > 2 * stored.numbers:
         # transformers would fill what is not there with random numbers, whatever its size.
         raise ModelError(
@@ -296,7 +305,8 @@ def _opened(
     find = functools.partial(checkpoint_file, source)
     stored: StoredTensors | None = None
     if (files := files_of(find)) is not None:
-        stored = StoredTensors(files)
+        gguf = files[0].suffix.lower() == SUFFIX
+        stored = GgufTensors(files, config) if gguf else StoredTensors(files)
     elif (files := files_of(find, PICKLED, PICKLED_INDEX)) is not None:
         stored = PickledTensors(files)
     if stored is not None and quantised is not None:
@@ -311,6 +321,25 @@ def _opened(
             "first: mmkv pull OWNER/NAME"
         )
     return AdaptedTensors(stored, *adapter, places)
+
+
+def _require_found(found: DecoderWeights | None, stored: GgufTensors, name: str, kind: str) -> None:
+    """Check what was read of a GGUF file; add a line where it takes much more than the file.
+
+    Raises:
+        ModelError: nothing was.
+    """
+    if found is None:
+        raise ModelError(
+            f"the tensors of {name} are not those of a {kind} of the sizes that its metadata say; "
+            "get the original file"
+        )
+    if found.embed.device.type == "cpu" and stored.widened(found.form):
+        said = (
+            f"quantised numbers are held as {str(found.dtype).removeprefix('torch.')} "
+            f"({format_bytes(found.nbytes())}); --weights int8 or int4 takes less"
+        )
+        found.note = "; ".join(filter(None, (found.note, said)))
 
 
 def _generation_config(source: str) -> dict[str, Any]:

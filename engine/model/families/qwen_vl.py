@@ -194,6 +194,18 @@ class Qwen3VLFamily(Family):
                 )
 
 
+class Qwen35Family(Qwen3VLFamily):
+    """Qwen3.5, dense and with experts; most layers follow the gated delta rule.
+
+    Pictures are read and placed as Qwen3-VL's are, without deepstack; a quarter of each head is
+    rotated.
+    """
+
+    model_types: ClassVar[tuple[str, ...]] = ("qwen3_5", "qwen3_5_moe")
+    text_types: ClassVar[tuple[str, ...]] = ("qwen3_5_text", "qwen3_5_moe_text")
+    mrope_section: ClassVar[tuple[int, ...] | None] = (11, 11, 10)
+
+
 _SECONDS = "second_per_grid_ts"
 
 

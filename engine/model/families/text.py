@@ -34,6 +34,12 @@ class TextFamily(Family):
         return hf_model.model
 
 
+class Qwen35TextFamily(TextFamily):
+    """The language model of Qwen3.5 by itself (:class:`.qwen_vl.Qwen35Family`)."""
+
+    model_types: ClassVar[tuple[str, ...]] = ("qwen3_5_text", "qwen3_5_moe_text")
+
+
 class Phi3Family(TextFamily):
     """As other text models to a session.
 

@@ -271,7 +271,7 @@ def save_gates(
     described = {
         "format": FORMAT,
         "hidden_size": spec.hidden_size,
-        "num_layers": spec.num_layers,
+        "num_layers": spec.entry_layers,
         "num_kv_heads": spec.num_kv_heads,
         **sizes,
         **gates.info,
@@ -322,7 +322,9 @@ def _locate(source: str | Path) -> Path:
 
 def _check_shape(info: dict[str, object], spec: DecoderSpec, names: tuple[str, ...]) -> None:
     theirs = {name: info.get(name) for name in names}
-    ours = {name: getattr(spec, name) for name in names}
+    # Gates hang at layers with entries: these are the layers that a gate file counts.
+    sizes = {**vars(spec), "num_layers": spec.entry_layers}
+    ours = {name: sizes[name] for name in names}
     if theirs != ours:
 
         def words(sizes: dict[str, object]) -> str:

@@ -138,17 +138,17 @@ def tied_gates(
     if (
         not block
         or tying is None
-        or weight.shape[:-1] not in ((), (spec.num_layers,), (spec.num_layers, heads))
+        or weight.shape[:-1] not in ((), (spec.entry_layers,), (spec.entry_layers, heads))
     ):
         raise GateError(
             f"gate tensor 'readout.weight' is {list(weight.shape)}, the model has "
-            f"{spec.num_layers} layers of {heads} KV heads; use gates trained for this model"
+            f"{spec.entry_layers} layers of {heads} KV heads; use gates trained for this model"
         )
     bias = _get(tensors, "readout.bias", tuple(weight.shape[:-1]))
     every = {"paper": (1, 1), "layer": (-1, 1), "none": (-1, heads)}[tying]
-    weights = weight.float().reshape(*every, block).expand(spec.num_layers, heads, block)
-    biases = bias.float().reshape(*every).expand(spec.num_layers, heads)
-    for index in range(spec.num_layers):
+    weights = weight.float().reshape(*every, block).expand(spec.entry_layers, heads, block)
+    biases = bias.float().reshape(*every).expand(spec.entry_layers, heads)
+    for index in range(spec.entry_layers):
         # Row h holds its readout in block h: the per-head dot products are one small matmul.
         readout = torch.block_diag(*weights[index].split(1))
         name = f"layers.{index}"
@@ -159,11 +159,11 @@ def tied_gates(
             (second, _get(tensors, f"{name}.linear2.bias", (width,))),
         ]
         layers.append(LayerGate(trunk, readout, biases[index].contiguous()))
-    extra = sum(name.startswith("layers.") for name in tensors) - 4 * spec.num_layers
+    extra = sum(name.startswith("layers.") for name in tensors) - 4 * spec.entry_layers
     if extra:
         raise GateError(
-            f"the gates hold {extra // 4 + spec.num_layers} layers, the model has "
-            f"{spec.num_layers}; use gates trained for this model"
+            f"the gates hold {extra // 4 + spec.entry_layers} layers, the model has "
+            f"{spec.entry_layers}; use gates trained for this model"
         )
     return Gates("tied", layers, tensors, info or {})
 
@@ -189,7 +189,7 @@ def make_random_gates(spec: DecoderSpec, seed: int = 0, d_gate: int = 64) -> Gat
     # SiLU shrinks a unit normal to about 0.6; the readout brings z to a spread of about 4.
     tensors = {"readout.weight": normal(block, std=4.0 / (0.5 * math.sqrt(block)))}
     tensors["readout.bias"] = torch.tensor(1.0)
-    for index in range(spec.num_layers):
+    for index in range(spec.entry_layers):
         name = f"layers.{index}"
         tensors[f"{name}.linear1.weight"] = normal(width, hidden, std=1.5 / math.sqrt(hidden))
         tensors[f"{name}.linear1.bias"] = torch.zeros(width)

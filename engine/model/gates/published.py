@@ -43,15 +43,15 @@ def published_gates(
             parts.setdefault(int(match[1]), {})[match[2]] = tensor.float()
     if not parts:
         raise GateError("the file holds no 'self_attn.retention_gate' tensors; name a gate file")
-    if sorted(parts) != list(range(spec.num_layers)):
+    if sorted(parts) != list(range(spec.entry_layers)):
         raise GateError(
-            f"the gates cover {len(parts)} layers, the model has {spec.num_layers}; use gates "
+            f"the gates cover {len(parts)} layers, the model has {spec.entry_layers}; use gates "
             "trained for this model"
         )
     kind = "rg10" if "linear3.weight" in parts[0] else "rg"
     last = "linear3" if kind == "rg10" else "linear2"
     layers = []
-    for index in range(spec.num_layers):
+    for index in range(spec.entry_layers):
         part = parts[index]
         try:
             readout, bias = part[f"{last}.weight"], _bias(part, last)

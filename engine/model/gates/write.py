@@ -124,7 +124,7 @@ def write_gates(
     Raises:
         GateError: when tensors are missing, too many, or do not have these shapes.
     """
-    count, heads, size = spec.num_layers, spec.num_kv_heads, spec.head_dim
+    count, heads, size = spec.entry_layers, spec.num_kv_heads, spec.head_dim
     width = tensors["readout.weight"].shape[-1:].numel() if "readout.weight" in tensors else 1
     shapes: dict[str, tuple[int, ...]] = {
         "norm.before": (count, size),
@@ -163,7 +163,7 @@ def write_gates(
 def make_random_write_gates(spec: DecoderSpec, seed: int = 0, width: int = 32) -> WriteGates:
     """Return untrained gates for tests and speed runs, about half of them with g above 0.1."""
     generator = torch.Generator().manual_seed(seed)
-    count, heads, size = spec.num_layers, spec.num_kv_heads, spec.head_dim
+    count, heads, size = spec.entry_layers, spec.num_kv_heads, spec.head_dim
 
     def normal(*shape: int, std: float) -> Tensor:
         return torch.randn(*shape, generator=generator) * std

@@ -276,7 +276,7 @@ def _published(spec: Any) -> dict[str, Tensor]:
     """Return gates of the layout ``rg`` under their published names."""
     generator = torch.Generator().manual_seed(0)
     made = {}
-    for index in range(spec.num_layers):
+    for index in range(spec.entry_layers):
         for name, shape in (
             ("linear1.weight", (6, spec.hidden_size)),
             ("linear1.bias", (6,)),

@@ -145,7 +145,7 @@ class Case:
         cache, spec = copy.deepcopy(self.cache), self.decoder.spec
         seen = int(self.position.max()) + 1
         step = DecodeStep(cache, spec, self.seqs, self.position, seen)
-        query, key, value = self.decoder._project(self.hidden, self.layer, self.rope)
+        query, key, value, _ = self.decoder._project(self.hidden, self.layer, self.rope)
         step.attend(0, query, key, value)
         step.finish(F.logsigmoid(self.gate.logits(self.hidden))[:, None])
         return query, cache.pool

@@ -385,7 +385,8 @@ def test_a_machine_with_a_compiler_has_the_library() -> None:
 @needs_native
 @pytest.mark.parametrize("level", levels())
 @pytest.mark.parametrize(
-    "model", slow_but({"qwen3_vl", "odd"}, MODELS, "the other models, at each level")
+    "model",
+    slow_but({"qwen3_vl", "qwen3_5_text", "odd"}, MODELS, "the other models, at each level"),
 )
 def test_every_level_agrees_with_torch(
     model: str, level: str, monkeypatch: pytest.MonkeyPatch

@@ -238,7 +238,7 @@ def test_gradients_come_in_parts_of_the_matrix(monkeypatch: pytest.MonkeyPatch) 
 @needs_native
 @torch.inference_mode()
 @pytest.mark.parametrize("form", BF16_FORMS)
-@pytest.mark.parametrize("model", ["qwen3_vl", "llama_biased"])
+@pytest.mark.parametrize("model", ["qwen3_vl", "llama_biased", "qwen3_5"])
 def test_c_and_torch_keep_the_same_entries(model: str, form: str) -> None:
     loaded = library()
     assert isinstance(loaded, Library)

@@ -322,7 +322,7 @@ def of_its_maker(folder: Path) -> None:
         (adapter, "an adapter (PEFT) of Qwen/Qwen3-4B, no model; name both: mmkv chat Qwen"),
         (pickled, "its weights in model.ckpt alone, a pickle"),
         (own_code, "Python code of its own (auto_map in config.json: modeling_own.Own)"),
-        (of_llama_cpp, "no config.json, but weights for llama.cpp"),
+        (of_llama_cpp, "no config.json, but GGUF files; name one of these"),
         (of_its_maker, "weights as their maker has them"),
     ],
 )
@@ -339,7 +339,7 @@ def test_a_folder_that_is_no_checkpoint_says_what_it_is(
 @pytest.mark.parametrize(
     ("file", "words"),
     [
-        ("m.gguf", "weights for llama.cpp"),
+        ("m.gguf", "is no GGUF file"),
         ("pytorch_model.bin", "a pickle"),
         ("model.safetensors", "weights without the files"),
         ("model.ONNX", "ONNX Runtime"),

@@ -127,6 +127,7 @@ def test_json_numbers_are_consistent(mmkv: Callable[..., Ran], model: str, pictu
     # K and V of 16 entries of 8 float32 numbers a page.
     assert memory["kv_bytes"] == memory["pages"] * 2 * 16 * 8 * 4
     assert memory["physical_bytes"] == memory["kv_bytes"] + memory["metadata_bytes"]
+    assert memory["state_bytes"] == 0
     assert report["decode_path"] == "native" or report["decode_path"].startswith("torch: ")
     assert report["policy"] == "rkv" and "gates" in report["policy_note"]
     assert report["time_to_first_token_s"] > 0 and report["tokens_per_second"] > 0

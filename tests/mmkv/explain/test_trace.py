@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 import threading
 from collections.abc import Iterator
@@ -26,6 +27,7 @@ from mmkv.explain.frames import layout
 from mmkv.explain.page import render
 from mmkv.explain.trace import texts_of
 from mmkv.resources import asset
+from tests.support.factories import checkpoint
 from tests.support.policies import EVICTING_KINDS
 from tests.support.recorded import DIALOGUES, bundled, clip, recorded, talk
 from tests.support.sessions import LATER, PICTURES, load, text_ids
@@ -85,10 +87,12 @@ def test_kept_sets_are_the_oracles_at_20_random_steps(number: int) -> None:
     assert len(record.deaths) > 50
 
 
-@pytest.mark.parametrize("path", ["native", "torch"])
-@pytest.mark.parametrize("policy", EVICTING_KINDS)
+@pytest.mark.parametrize(
+    ("path", "policy"),
+    [*itertools.product(["native", "torch"], EVICTING_KINDS), ("hybrid", "dbtrimkv")],
+)
 def test_every_kind_of_policy_is_recorded(path: str, policy: str, folders: dict[str, Path]) -> None:
-    engine = load(folders["vl"], policy=policy)
+    engine = load(checkpoint("qwen3_5") if path == "hybrid" else folders["vl"], policy=policy)
     if path == "torch":
         engine.backends.cpu.switch_off()
     watched = Watched(engine.session())

@@ -205,13 +205,21 @@ def test_under_eviction_it_is_read_again_and_says_what_is_lost(
     assert engine.cache.pool.free_pages == engine.cache.pool.num_pages
 
 
-@pytest.mark.parametrize("policy", ["snapkv:window=32", "h2o", "streamingllm", "dbtrimkv"])
+@pytest.mark.parametrize(
+    "policy", ["snapkv:window=32", "h2o", "streamingllm", "dbtrimkv", "of linear layers"]
+)
 def test_with_room_for_all_every_policy_reads_what_a_fresh_rendering_has(
-    llama: Path, monkeypatch: pytest.MonkeyPatch, policy: str
+    llama: Path, monkeypatch: pytest.MonkeyPatch, policy: str, tmp_path: Path
 ) -> None:
-    """And scores alike afterwards: a cut to a small budget leaves the same entries."""
+    """And scores alike afterwards: a cut to a small budget leaves the same entries.
+
+    Linear layers cannot go back either, and read all of it again.
+    """
+    folder = llama
+    if policy == "of linear layers":
+        folder, policy = save_qwen3_vl(tmp_path, kind="qwen3_5"), "streamingllm"
     engine = Engine.from_pretrained(
-        llama, policy=policy, budget=400, dtype="float32", gates="random", prefill_chunk=400
+        folder, policy=policy, budget=400, dtype="float32", gates="random", prefill_chunk=400
     )
     with_template(engine, THOUGHTS)
     replies = ["<think>" + "thought " * 8 + "</think>y", "z"]
@@ -228,6 +236,10 @@ def test_with_room_for_all_every_policy_reads_what_a_fresh_rendering_has(
         fresh.prefill({"input_ids": torch.tensor([ids])})
         fresh.decode(engine.processor.tokenizer("z")["input_ids"][0])
         assert held_ids(session)[: len(ids)] == ids
+        kept, wanted = (engine.cache.export(one.seq) for one in (session, fresh))
+        for name in wanted:
+            if name.startswith("state."):
+                torch.testing.assert_close(kept[name], wanted[name], atol=1e-5, rtol=1e-5)
         for one in (session, fresh):
             one.set_budget(20)
         same = [

@@ -232,8 +232,8 @@ class Admitted(Oracle):
         self.evicted = torch.zeros(self.layers, self.heads, 0, dtype=torch.bool)
         self.before: dict[int, Tensor] = {}
         self.hooks = []
-        for index, layer in enumerate(self.text.layers):
-            attention = layer.self_attn
+        attending = (layer.self_attn for layer in self.text.layers if hasattr(layer, "self_attn"))
+        for index, attention in enumerate(attending):
             source = getattr(attention, "k_norm", attention.k_proj)
             self.hooks.append(source.register_forward_hook(self._keep_key(index)))
 

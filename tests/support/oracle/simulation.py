@@ -177,11 +177,12 @@ class Simulation:
     """The model's side of a conversation, and all that a method may look at.
 
     Attributes:
-        layers, heads, group, dim: layers, KV heads, query heads per KV head, head_dim.
+        layers, heads, group, dim: layers that attend, KV heads, query heads per KV head, head_dim.
+            Those that do not read every token again in each pass.
         seen: tokens so far. keep: bool ``[L, H, T]``, the entries that the cache still holds.
         log_beta: ``[L, H, T]``, of retention gates. prompt: bool ``[T]``, tokens of a prefill.
         key, value: per layer ``[H, T, D]``, after RoPE; query: per layer ``[Hq, T, D]``.
-        residual: per layer ``[T, d]``, what the next layer reads.
+        residual: per layer ``[T, d]``, what the next layer, of any kind, reads.
         new: tokens of the last pass. weights: per layer ``[Hq, new, T]``, the probabilities of
             the last pass, at the time of the pass.
         quantiser: how new keys and values are rounded before anything reads them; None: not.
@@ -193,9 +194,11 @@ class Simulation:
         self.text = getattr(inner, "language_model", getattr(inner, "text_model", inner))
         self.rotate = importlib.import_module(type(self.text).__module__).apply_rotary_pos_emb
         config = self.text.config
-        self.layers, self.heads = config.num_hidden_layers, config.num_key_value_heads
+        attending = [hasattr(layer, "self_attn") for layer in self.text.layers]
+        self.layers = sum(attending)
+        self.heads = config.num_key_value_heads
         self.group = config.num_attention_heads // self.heads
-        self.dim = self.text.layers[0].self_attn.head_dim
+        self.dim = self.text.layers[attending.index(True)].self_attn.head_dim
         self.config_window = getattr(config, "sliding_window", None)
         self.past: dict[str, list[Tensor]] = {}
         self.seen = self.new = 0
@@ -207,6 +210,7 @@ class Simulation:
         self.value = [empty] * self.layers
         self.query = [empty.repeat_interleave(self.group, 0)] * self.layers
         self.residual = [torch.zeros(0, config.hidden_size)] * self.layers
+        self.linear_inputs = [torch.zeros(0, config.hidden_size)] * len(attending)
         self.weights = [torch.zeros(0)] * self.layers
         self.quantiser: Quantiser | None = None
 
@@ -296,9 +300,15 @@ class Simulation:
         log_betas = []
         shaped = positions[:, None] if positions.shape[0] == 3 else positions
         cos, sin = self.text.rotary_emb(hidden[None], shaped)
-        for index, layer in enumerate(self.text.layers):
-            attention = layer.self_attn
+        index = 0  # among the layers that attend
+        for depth, layer in enumerate(self.text.layers):
             x = layer.input_layernorm(hidden)
+            if not hasattr(layer, "self_attn"):
+                whole = self.linear_inputs[depth] = torch.cat([self.linear_inputs[depth], x])
+                hidden = hidden + layer.linear_attn(whole[None])[0, before:]
+                hidden = hidden + layer.mlp(layer.post_attention_layernorm(hidden)[None])[0]
+                continue
+            attention = layer.self_attn
             if self.gate is not None:
                 log_betas.append(self.gate(index, x).T)
             if hasattr(attention, "qkv_proj"):
@@ -306,7 +316,11 @@ class Simulation:
                 parts = attention.qkv_proj(x).split([self.group * width, width, width], -1)
             else:
                 parts = (attention.q_proj(x), attention.k_proj(x), attention.v_proj(x))
-            query, key, value = (part.view(new, -1, self.dim) for part in parts)
+            gate = None
+            if parts[0].shape[-1] == 2 * self.group * self.heads * self.dim:
+                asked, gate = parts[0].view(new, -1, 2 * self.dim).chunk(2, -1)
+                parts = (asked, *parts[1:])
+            query, key, value = (part.reshape(new, -1, self.dim) for part in parts)
             if hasattr(attention, "q_norm"):
                 query, key = attention.q_norm(query), attention.k_norm(key)
             value = value.transpose(0, 1)
@@ -322,11 +336,15 @@ class Simulation:
             weights = self._attention(index, query, torch.arange(before, self.seen), window)
             self.weights[index] = weights
             mixed = weights @ self.value[index].repeat_interleave(self.group, 0)
-            hidden = hidden + attention.o_proj(mixed.transpose(0, 1).reshape(new, -1))
+            mixed = mixed.transpose(0, 1).reshape(new, -1)
+            if gate is not None:
+                mixed = mixed * gate.reshape(new, -1).sigmoid()
+            hidden = hidden + attention.o_proj(mixed)
             hidden = hidden + layer.mlp(layer.post_attention_layernorm(hidden)[None])[0]
-            if index < len(deepstack):
-                hidden = hidden + deepstack[index]
+            if depth < len(deepstack):
+                hidden = hidden + deepstack[depth]
             self.residual[index] = torch.cat([self.residual[index], hidden])
+            index += 1
         if log_betas:
             self.log_beta = torch.cat([self.log_beta, torch.stack(log_betas)], -1)
         return hidden

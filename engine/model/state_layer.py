@@ -1,0 +1,163 @@
+"""Layers that keep a state of fixed size of each sequence, in place of entries in the cache.
+
+What such a layer keeps cannot be evicted, nor taken back token by token: the cache copies it where
+a sequence is forked, a session file holds it, and a pass puts the new one there when it is over.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from mmkv.engine.model.delta import DeltaFunctions
+from mmkv.engine.model.spec import DeltaSpec
+
+if TYPE_CHECKING:
+    from mmkv.engine.model.product import Product
+    from mmkv.engine.model.weights import LayerWeights
+
+# What a layer keeps of a sequence, by name.
+State = dict[str, Tensor]
+# Shape and dtype of each part of it.
+StateShapes = dict[str, tuple[tuple[int, ...], torch.dtype]]
+
+
+class StateLayer:
+    """Mixes tokens of a sequence by what it keeps of those before them.
+
+    A subclass has :meth:`states` and :meth:`chunk`; the rest is for speed. The decoder adds what
+    :meth:`outputs` returns to the residual stream; norms and MLP around it are the decoder's.
+    """
+
+    def states(self, dtype: torch.dtype) -> StateShapes:
+        """Return shape and dtype of what it keeps of a sequence, which begins as zeros.
+
+        Args:
+            dtype: of the model's states.
+        """
+        raise NotImplementedError
+
+    def chunk(self, inputs: tuple[Tensor, ...], state: State) -> tuple[Tensor, State]:
+        """Mix T tokens of one sequence, which may be any part of it.
+
+        Args:
+            inputs: what :meth:`inputs` made of them, ``[T, ...]`` each.
+            state: after the token before them; its tensors are not to be changed.
+
+        Returns:
+            ``[T, ...]``, and the state after them, in new tensors.
+        """
+        raise NotImplementedError
+
+    def inputs(self, x: Tensor, layer: LayerWeights, product: Product) -> tuple[Tensor, ...]:
+        """Compute what :meth:`chunk` reads of each token alone, of several sequences at once.
+
+        Args:
+            x: ``[T, d]``, the output of input_layernorm.
+            product: multiplies by the matrices of ``layer``.
+        """
+        return (x,)
+
+    def step(self, inputs: tuple[Tensor, ...], state: State) -> tuple[Tensor, State]:
+        """Mix one token of each of B sequences: ``[B, ...]`` of all tensors.
+
+        ``state`` belongs to the callee, who may change it and return it.
+        """
+        made = [
+            self.chunk(
+                tuple(part[index : index + 1] for part in inputs),
+                {name: kept[index] for name, kept in state.items()},
+            )
+            for index in range(len(inputs[0]))
+        ]
+        after = {name: torch.stack([own[name] for _, own in made]) for name in state}
+        return torch.cat([out for out, _ in made]), after
+
+    def outputs(
+        self, mixed: Tensor, inputs: tuple[Tensor, ...], layer: LayerWeights, product: Product
+    ) -> Tensor:
+        """Compute ``[T, d]`` from what :meth:`chunk` or :meth:`step` returned, token by token."""
+        return mixed
+
+    def tensors(self) -> Mapping[str, Tensor]:
+        """Return its weights by name, those of modules too, but for those in LayerWeights."""
+        found: dict[str, Tensor] = {}
+        for name, part in vars(self).items():
+            if isinstance(part, Tensor):
+                found[name] = part
+            elif isinstance(part, nn.Module):
+                found |= {f"{name}.{own}": tensor for own, tensor in part.named_parameters()}
+        return found
+
+
+@dataclass
+class DeltaLayer(StateLayer):
+    """The gated delta rule behind a short convolution (Yang et al., arXiv 2412.06464).
+
+    ``qkv`` of the layer's weights makes queries, keys and values of the convolution, and then the
+    gate z of the output ``[channels + Hv dv, d]``; ``out`` is ``[d, Hv dv]``.
+
+    Attributes:
+        conv: ``[channels, K]``, the newest token's weight last.
+        rates: ``[2 Hv, d]``, makes beta and then the step of the decay of each value head.
+        log_decay: ``[Hv]`` float32, A_log; step_bias: ``[Hv]`` float32, of the step.
+        gain: ``[dv]`` of the gated norm.
+        functions: the convolution and the rule, of the device that the model runs on.
+    """
+
+    spec: DeltaSpec
+    eps: float
+    conv: Tensor
+    rates: Tensor
+    log_decay: Tensor
+    step_bias: Tensor
+    gain: Tensor
+    functions: DeltaFunctions = field(default_factory=DeltaFunctions)
+
+    def states(self, dtype: torch.dtype) -> StateShapes:
+        return self.spec.states(dtype)
+
+    def inputs(self, x: Tensor, layer: LayerWeights, product: Product) -> tuple[Tensor, ...]:
+        """Return what is convolved, decay g and rate beta, float32 ``[T, Hv]``, and z."""
+        mixed, z = product(x, layer.qkv).split([self.spec.channels, self.spec.value_width], -1)
+        rate, step = F.linear(x, self.rates).float().chunk(2, -1)
+        decay = -self.log_decay.exp() * F.softplus(step + self.step_bias)
+        return mixed, decay, rate.sigmoid(), z
+
+    def chunk(self, inputs: tuple[Tensor, ...], state: State) -> tuple[Tensor, State]:
+        mixed, decay, rate, _ = inputs
+        mixed, conv = self.functions.causal_conv(mixed, self.conv, state["conv"])
+        out, delta = self.functions.delta_chunk(*self._heads(mixed), decay, rate, state["delta"])
+        return out, {"conv": conv, "delta": delta}
+
+    def step(self, inputs: tuple[Tensor, ...], state: State) -> tuple[Tensor, State]:
+        mixed, decay, rate, _ = inputs
+        slot = torch.arange(len(mixed), device=mixed.device)
+        mixed = self.functions.conv_step(mixed, self.conv, state["conv"], slot)
+        out = self.functions.delta_step(*self._heads(mixed), decay, rate, state["delta"], slot)
+        return out, state
+
+    def outputs(
+        self, mixed: Tensor, inputs: tuple[Tensor, ...], layer: LayerWeights, product: Product
+    ) -> Tensor:
+        """Norm each head, multiply it by silu(z), and project."""
+        z = inputs[-1].view(mixed.shape)
+        normed = F.rms_norm(mixed.float(), self.gain.shape, eps=self.eps).to(mixed.dtype)
+        gated = ((self.gain * normed) * F.silu(z.float())).to(mixed.dtype)
+        return product(gated.flatten(1), layer.out)
+
+    def _heads(self, mixed: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        spec = self.spec
+        width = spec.key_heads * spec.key_dim
+        q, k, v = mixed.split([width, width, spec.value_width], -1)
+        keys = (spec.key_heads, spec.key_dim)
+        return (
+            q.unflatten(-1, keys),
+            k.unflatten(-1, keys),
+            v.unflatten(-1, (spec.value_heads, spec.value_dim)),
+        )

@@ -1,0 +1,333 @@
+"""GGUF files hold the numbers that ``gguf`` makes of them, and run as the checkpoint of these does.
+
+Each is compared with a checkpoint of the same numbers, which other tests compare with transformers.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from collections.abc import Callable
+from itertools import pairwise
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import pytest
+import torch
+from gguf import GGMLQuantizationType as Kind
+from gguf import GGUFWriter
+from PIL import Image
+from tokenizers import Tokenizer
+from torch import Tensor
+
+from mmkv.engine.backends import kernels_for
+from mmkv.engine.config import EngineConfig
+from mmkv.engine.errors import ModelError
+from mmkv.engine.model import panel_files
+from mmkv.engine.model.families.loading import load
+from mmkv.engine.model.fingerprint import fingerprint, identity
+from mmkv.engine.model.gguf.config import gguf_folder
+from mmkv.engine.model.gguf.file import GgufFile
+from mmkv.engine.model.gguf.tokenizer import tokenizer_json
+from mmkv.engine.model.int8 import IntegerMatrix
+from mmkv.engine.model.kept_files import kept
+from mmkv.engine.model.panels import Panels
+from mmkv.engine.model.weights import DecoderWeights
+from mmkv.prompt.loading import load_processor
+from tests.engine.test_stored_weights import assert_same, named, plain
+from tests.support.factories import checkpoint, make_turn
+from tests.support.gguf_files import Written, finish
+from tests.support.model_configs import IMAGE_ID, VOCAB
+from tests.support.native import needs_native
+
+SHOWN: list[Any] = [3, ("image", 32, 32), 4, ("image", 16, 48), 2]
+# Architectures and types, so that each of both is there.
+TEXTS = [
+    ("llama", Kind.F32),
+    ("llama", Kind.Q8_0),
+    ("llama_biased", Kind.Q6_K),
+    ("mistral", Kind.Q4_K),
+    ("qwen2", Kind.BF16),
+    ("qwen2", Kind.Q5_K),
+    ("qwen3", Kind.F16),
+    ("qwen3_yarn", Kind.Q4_0),
+    ("qwen3_moe", Kind.Q8_0),
+]
+SEEING = [
+    ("qwen3_vl", Kind.F16),
+    ("qwen3_vl_moe", Kind.Q8_0),
+    ("qwen2_5_vl", Kind.F32),
+    ("llava", Kind.Q4_0),
+    ("llava_qwen2", Kind.F16),
+]
+
+
+def assert_alike(file: str | Path, truth: Path) -> None:
+    _, spec, weights = load(file, torch.float32, "cpu")
+    _, wanted, theirs = load(truth, torch.float32, "cpu")
+    assert_same(named(weights), named(theirs))
+    assert (weights.head.data_ptr() == weights.embed.data_ptr()) == (
+        theirs.head.data_ptr() == theirs.embed.data_ptr()
+    )
+    ours_rope, theirs_rope = plain(spec.rope), plain(wanted.rope)
+    assert ours_rope.pop("inv_freq") == pytest.approx(theirs_rope.pop("inv_freq"), rel=2e-7)
+    assert ours_rope == theirs_rope
+    sizes = [
+        {k: v for k, v in vars(s).items() if k not in ("rope", "rms_eps")} for s in (spec, wanted)
+    ]
+    assert sizes[0] == sizes[1]
+    assert spec.rms_eps == pytest.approx(wanted.rms_eps, rel=1e-6)
+
+
+@pytest.mark.parametrize(("name", "kind"), TEXTS)
+def test_text(name: str, kind: Kind, tmp_path: Path) -> None:
+    written = Written(checkpoint(name), tmp_path, kind)
+    assert_alike(written.text, written.truth)
+
+
+def seen(model: str | Path, name: str) -> list[Tensor]:
+    turn = load(model, torch.float32, "cpu")[0].turn(make_turn(name, SHOWN), 5)
+    assert turn.visual is not None
+    return [turn.visual, *turn.deepstack, turn.positions, turn.modality]
+
+
+@pytest.mark.parametrize(("name", "kind"), SEEING)
+def test_pictures(name: str, kind: Kind, tmp_path: Path) -> None:
+    marks = {150: "<image>"} if name.startswith("llava") else {}
+    written = Written(checkpoint(name), tmp_path, kind, **({"marks": marks} if marks else {}))
+    folder = gguf_folder(written.text, written.mmproj)
+    assert_alike(folder, written.truth)
+    assert all(map(torch.equal, seen(folder, name), seen(written.truth, name)))
+
+
+@pytest.mark.parametrize(
+    ("kind", "form", "bits"),
+    [(Kind.Q8_0, "int8", 8), (Kind.Q4_0, "int4", 4), (Kind.Q4_0, "int8", 8)],
+)
+def test_codes_stay_and_steps_are_rounded(kind: Kind, form: str, bits: int, tmp_path: Path) -> None:
+    written = Written(checkpoint("llama_biased"), tmp_path, kind)
+    _, _, held = load(written.text, "float32", "cpu", form=form, kernels=kernels_for(form))
+    _, _, exact = load(written.text, "float32", "cpu")
+    codes = {8: 127, 4: 8}[4 if kind == Kind.Q4_0 else 8]
+    for ours, whole in zip(held.layers, exact.layers, strict=True):
+        for part in ours.matrix_names():
+            matrix, wide = getattr(ours, part), getattr(whole, part)
+            assert isinstance(matrix, IntegerMatrix) and matrix.bits == bits
+            assert (matrix.wide() - wide).abs().max() <= 2.0**-8 * wide.abs().max()
+            # As far off as a step in bfloat16 is; codes rounded anew would be off by up to a half.
+            off = (matrix.wide() - wide).abs() / wide.abs().clamp(min=1e-30)
+            assert off.max() <= 2.0**-8 and 0 < matrix.error < 2.0**-8
+            counts = {len(code.unique()) for code, _ in matrix.blocks()}
+            assert max(counts) <= 2 * codes + 1
+
+
+@pytest.mark.parametrize("form", ["bf16", "int8", "int4"])
+def test_other_types_are_rounded_as_a_checkpoint_of_their_numbers(
+    form: str, tmp_path: Path
+) -> None:
+    written = Written(checkpoint("llama_biased"), tmp_path, Kind.Q6_K)
+
+    def held(model: Path) -> dict[str, Tensor]:
+        weights = load(model, "float32", "cpu", form=form, kernels=kernels_for(form))[2]
+        found = {}
+        for name, matrix in named(weights).items():
+            parts = matrix.held() if isinstance(matrix, Panels) else (matrix,)
+            found |= {f"{name}:{index}": part for index, part in enumerate(parts)}
+        return found
+
+    assert_same(held(written.text), held(written.truth))
+
+
+@pytest.fixture(scope="module")
+def written(tmp_path_factory: pytest.TempPathFactory) -> Written:
+    return Written(checkpoint("qwen3_vl"), tmp_path_factory.mktemp("written"), Kind.Q8_0)
+
+
+def refused(model: Path, mmproj: Path | None = None) -> str:
+    """Return the one line that a file is refused with, before or while it is loaded."""
+    with pytest.raises(ModelError) as error:
+        load(gguf_folder(model, mmproj), "float32", "cpu")
+    assert "\n" not in str(error.value) and str(error.value).count(str(model)) <= 1
+    return str(error.value)
+
+
+def changed(source: Path, target: Path, change: Callable[[bytes], bytes]) -> Path:
+    target.write_bytes(change(source.read_bytes()))
+    return target
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda raw: b"PK" + raw[2:], "is no GGUF file"),
+        (lambda raw: raw[:10], "damaged (it is cut off)"),
+        (lambda raw: raw[:300], "damaged (its header makes no sense)"),
+        (lambda raw: raw[:-5000], "it ends before its tensor 'blk.2."),
+        (lambda raw: raw[:4] + b"\1" + raw[5:], "GGUF of version 1"),
+        (lambda raw: raw[:4] + b"\0\0\0\3" + raw[8:], "big-endian"),
+        (lambda raw: raw[:8] + b"\xff" * 8 + raw[16:], "its counts make no sense"),
+        (lambda raw: raw.replace(b"qwen3vl", b"qwen9vl"), "kind 'qwen9vl', which mmkv does not"),
+        (lambda raw: raw.replace(b"ffn_norm", b"ffn_form"), "'blk.0.ffn_form.weight', which mmkv"),
+        (lambda raw: raw.replace(b"block_count", b"block_cmunt"), "qwen3vl.block_count is missing"),
+        (lambda raw: raw.replace(b"<|image_pad|>", b"<|imago_pad|>"), "has no <|image_pad|>"),
+        (lambda raw: raw.replace(b"gpt-2", b"gpt-9"), "the pre-tokenizer 'gpt-9'"),
+    ],
+)
+def test_a_file_that_is_not_read_says_why_in_a_line(
+    change: Callable[[bytes], bytes], words: str, written: Written, tmp_path: Path
+) -> None:
+    assert words in refused(changed(written.text, tmp_path / "m.gguf", change), written.mmproj)
+
+
+def test_a_file_of_another_kind_says_what_it_is(
+    written: Written, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    part = changed(written.text, tmp_path / "m-00001-of-00003.gguf", bytes)
+    assert "one of 3 parts of a GGUF file; join them" in refused(part)
+    assert "a vision tower (mmproj); name the language model's" in refused(written.mmproj)
+    assert "is no vision tower (mmproj), but qwen3vl" in refused(written.text, written.text)
+    other = Written(checkpoint("qwen2"), tmp_path / "other", Kind.F32)
+    assert "does not read beside a qwen2" in refused(other.text, written.mmproj)
+    wide = Written(checkpoint("qwen3_vl_dim128"), tmp_path / "wide", Kind.F32)
+    assert "of 192 numbers" in refused(wide.text, written.mmproj)
+    assert "no file" in refused(tmp_path / "missing.gguf")
+    with pytest.raises(ModelError, match="mmproj is the vision tower of a GGUF file"):
+        EngineConfig(model="folder", mmproj=written.mmproj)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    os.utime(written.text)
+    assert "pip install 'mmkv[gguf]'" in refused(written.text)
+    load(gguf_folder(other.text), "float32", "cpu")  # plain numbers need no package
+
+
+def test_damage_anywhere_in_the_header_is_refused_in_a_line(
+    written: Written, tmp_path: Path
+) -> None:
+    raw, random = written.text.read_bytes(), Random(3)
+    header = min(tensor.begin for tensor in GgufFile(written.text).tensors.values())
+    for number in range(60):
+        bytes_ = bytearray(raw)
+        for _ in range(random.choice((1, 3))):
+            bytes_[random.randrange(4, header)] = random.randrange(256)
+        file = tmp_path / f"{number}.gguf"
+        file.write_bytes(bytes_)
+        try:
+            gguf_folder(file, written.mmproj)
+        except ModelError as error:
+            assert "\n" not in str(error)
+        file.unlink()
+
+
+def test_a_file_has_a_fingerprint_of_its_own(tmp_path: Path) -> None:
+    """Of other numbers or another type; a copy has the same."""
+    one, other, coarse = (
+        Written(checkpoint(name), tmp_path / f"{name}{kind}", kind).text
+        for name, kind in (("qwen2", Kind.F32), ("qwen3", Kind.F32), ("qwen2", Kind.Q8_0))
+    )
+    copy = changed(one, tmp_path / "copy.gguf", bytes)
+    prints = [fingerprint(gguf_folder(file)) for file in (one, other, coarse, copy)]
+    assert fingerprint(str(one)) == prints[0]
+    assert None not in prints and len(set(prints)) == 3 and prints[0] == prints[3]
+    before = identity([copy])
+    changed(other, copy, bytes)
+    assert identity([copy]) != before and gguf_folder(copy) != gguf_folder(one)
+
+
+def test_scores_order_the_merges_of_sentencepiece(tmp_path: Path) -> None:
+    """A pair merges that makes the piece with the greatest score, the leftmost of these first."""
+    random, letters = Random(5), "abcd\u2581"
+    pieces = dict.fromkeys(letters)
+    while len(pieces) < 120:
+        pieces["".join(random.choices(list(pieces), k=2))] = None
+    named = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), *pieces]
+    scores = [0.0] * 259 + [-float(number) for number in range(len(pieces))]
+    kinds = [2, 3, 3] + [6] * 256 + [1] * len(pieces)
+    writer = GGUFWriter(tmp_path / "m.gguf", "llama")
+    writer.add_tokenizer_model("llama")
+    writer.add_token_list(named)
+    writer.add_token_scores(scores)
+    writer.add_token_types(kinds)
+    writer.add_bos_token_id(1)
+    finish(writer)
+    page = tokenizer_json(GgufFile(tmp_path / "m.gguf"))
+    assert page is not None
+    ours, ids = Tokenizer.from_str(page), {name: number for number, name in enumerate(named)}
+
+    def merged(text: str) -> list[int]:
+        parts = list("\u2581" + text.replace(" ", "\u2581"))
+        while True:
+            made = [
+                (scores[ids[a + b]], -i) for i, (a, b) in enumerate(pairwise(parts)) if a + b in ids
+            ]
+            if not made:
+                break
+            at = -max(made)[1]
+            parts[at : at + 2] = [parts[at] + parts[at + 1]]
+        return [
+            number
+            for part in parts
+            for number in ([ids[part]] if part in ids else [3 + byte for byte in part.encode()])
+        ]
+
+    for _ in range(300):
+        text = "".join(random.choices("abcd \u00e9", k=random.randint(1, 14)))
+        assert ours.encode(text, add_special_tokens=False).ids == merged(text), text
+        assert ours.decode(ours.encode(text).ids) == text
+    assert ours.encode("a").ids[0] == 1  # add_bos_token is true where nothing is said
+
+
+def test_a_llava_without_a_token_for_pictures_gets_one(tmp_path: Path) -> None:
+    """As in the files of LLaVA-1.5's makers, which name no template, either."""
+    written = Written(checkpoint("llava"), tmp_path, Kind.Q8_0, marks={})
+    folder = gguf_folder(written.text, written.mmproj)
+    family, spec, weights = load(folder, "float32", "cpu")
+    assert family.placeholder == {1: VOCAB} and spec.vocab_size == VOCAB + 1
+    _, _, theirs = load(written.truth, "float32", "cpu")
+    for ours, whole in ((weights.embed, theirs.embed), (weights.head, theirs.head)):
+        assert torch.equal(ours[:-1], whole) and not ours[-1].any()
+    turn = make_turn("llava", SHOWN)
+    turn["input_ids"] = turn["input_ids"].masked_fill(turn["input_ids"] == IMAGE_ID, VOCAB)
+    assert torch.equal(family.turn(turn, 5).visual, seen(written.truth, "llava")[0])
+    processor = load_processor(folder)
+    asked = [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "t7?"}]}]
+    text = processor.template.render(asked, opening=True)
+    assert text == "USER: <image>\nt7? ASSISTANT:"
+    ids = processor.encode(text, [Image.new("RGB", (16, 16))], [])["input_ids"][0].tolist()
+    assert ids.count(VOCAB) == 16
+
+
+@needs_native
+def test_packed_weights_are_kept_for_the_file_as_it_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setenv("MMKV_PANELS", "1GiB")
+    monkeypatch.setattr(panel_files, "LEAST_BYTES", 0)
+    one, other = (
+        Written(checkpoint(name), tmp_path / name, Kind.Q4_0).text for name in ("qwen2", "qwen3")
+    )
+    file = changed(one, tmp_path / "model.gguf", bytes)
+
+    def held() -> tuple[DecoderWeights, list[Tensor]]:
+        weights = load(file, "float32", "cpu", form="int4", kernels=kernels_for("int4"))[2]
+        return weights, [part for one in weights.matrices() for part in one.held()]
+
+    (first, made), (again, mapped) = held(), held()
+    assert first.note is not None and again.note is None and [k.form for k in kept()] == ["int4"]
+    assert all(map(torch.equal, made, mapped))
+    changed(other, file, bytes)
+    replaced, others = held()
+    assert replaced.note is not None and len(kept()) == 1
+    assert [part.shape for part in others] != [part.shape for part in made]
+
+
+def test_wide_numbers_of_few_bits_are_noted(tmp_path: Path) -> None:
+    few, many = (
+        Written(checkpoint("qwen2"), tmp_path / str(kind), kind).text
+        for kind in (Kind.Q8_0, Kind.F16)
+    )
+    note = load(few, "float32", "cpu")[2].note
+    assert note is not None and "are held as float32" in note and "--weights int8" in note
+    assert load(many, "float32", "cpu")[2].note is None
+    whole = load(few, "float32", "cpu", form="int8", kernels=kernels_for("int8"))[2]
+    assert whole.note is None
