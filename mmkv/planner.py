@@ -26,7 +26,16 @@ _STATES, _INNER = 16, 6  # vectors of a token's width, and of its MLP's, that a 
 _PICTURE = 1024**2  # pixels of the picture that room is left for
 CHUNK = 2048  # tokens that are read at once where nothing else is said
 # What a folder with files that cannot be read raises; loading it says what is wrong.
-_UNREADABLE = (MmkvError, OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError)
+_UNREADABLE = (
+    MmkvError,
+    ArithmeticError,
+    AttributeError,
+    LookupError,
+    OSError,
+    RecursionError,
+    TypeError,
+    ValueError,
+)
 
 
 @dataclass(frozen=True)
@@ -282,23 +291,37 @@ def _unpacked(
 ) -> Iterator[tuple[str, str, list[int]]]:
     """Yield what headers list, and matrices of a quantised checkpoint with all their numbers.
 
-    What is beside them is left out. Those of AWQ and GPTQ become float16, all others bfloat16.
+    What is beside them is left out. They become what their steps are in, or the model is.
+
+    Raises:
+        ValueError: such bits cannot be.
     """
-    said = config.get("quantization_config")
-    groups = ((said or {}).get("config_groups") or {}).values()
-    bits = next((group["weights"]["num_bits"] for group in groups), (said or {}).get("bits", 4))
+    text = text_config(config)
+    names = ("compression_config", "quantization_config")
+    said: Mapping[str, Any] = next(
+        (part[name] for part in (config, text) for name in names if part.get(name)), {}
+    )
+    groups = (said.get("config_groups") or {}).values()
+    bits = next((group["weights"]["num_bits"] for group in groups), said.get("bits", 4))
+    if bits not in range(1, 17):
+        raise ValueError(f"{bits} bits")
+    own = next((part[name] for part in (config, text) for name in _DTYPES if part.get(name)), "")
+    tensors = list(tensors)
+    kinds = {name: dtype for name, dtype, _ in tensors}
     for name, dtype, shape in tensors:
         module, _, part = name.rpartition(".")
         if said and _BESIDE.fullmatch(part):
             continue
-        if said and dtype in ("I32", "U8"):
-            each = 32 // bits if dtype == "I32" else 2
-            kind = "F16" if part == "qweight" else "BF16"
-            yield f"{module}.weight", kind, [*shape, each]
+        if said and dtype in ("I32", "U8", "I8", "F8_E4M3", "F8_E5M2"):
+            each = {"I32": 32 // int(bits), "U8": 2}.get(dtype, 1)
+            steps = {kinds.get(f"{module}.{one}") for one in ("scales", "weight_scale")}
+            wide = "F16" if own == "float16" and "BF16" not in steps else "BF16"
+            yield f"{module}.weight", "F16" if "F16" in steps else wide, [*shape, each]
         else:
             yield name, dtype, shape
 
 
+_DTYPES = ("dtype", "torch_dtype")  # where a config says in which it is stored
 # Parts of quantised matrices that are no numbers of theirs.
 _BESIDE = re.compile(
     r"weight_(?!packed).+|qzeros|scales|g_idx|SCB|\w*scale\w*|(nested_)?(absmax|quant_map)"
