@@ -148,8 +148,8 @@ def within(config: EngineConfig, memory: int, terminal: Terminal) -> EngineConfi
     made = planned_anywhere(name, config)
     if made is None:
         raise ModelError(
-            f"nothing tells what {name} takes: it has no safetensors files here, and the hub is "
-            "out of reach; `mmkv pull` it first, or leave --memory out"
+            f"nothing tells what {name} takes: it has no safetensors or GGUF here that can be "
+            "read, and the hub is out of reach; `mmkv pull` it first, or leave --memory out"
         )
     plan, line = made[config.weights], planner.advice(made, config.weights, memory)
     if not plan.fits(memory):

@@ -158,6 +158,8 @@ def plans(
     # Key and value, retention, position and modality of an entry.
     linear = _linear_layers(text, layers)
     entry = (layers - linear) * kv_heads * (2 * 2 * head_dim + 4 + 4 + 1)
+    if min(layers, width, heads, kv_heads, head_dim, inner, longest, entry) < 1:
+        raise ValueError("sizes below 1")
     tokens = min(chunk, longest)  # of a chunk, whose entries come before others go
     work = states_bytes(tokens, width, inner) + tokens * entry + 4 * int(text["vocab_size"])
     if linear:  # of a sequence, and of a copy that it may go back to
