@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from mmkv.engine.budget import format_bytes
-from mmkv.engine.errors import MmkvError
+from mmkv.engine.errors import MmkvError, ModelError
 from mmkv.engine.model.fingerprint import tensor_shapes
 from mmkv.engine.model.source import checkpoint_file, files_of
 
@@ -45,7 +45,7 @@ class WeightCount:
     Attributes:
         layers: of the matrices of decoder layers. tables: of embedding and head.
         eyes: of the matrices of tower and projector. plain: of norms, biases and
-            tables of positions, in float32.
+            tables of positions, in float32. experts: of a mixture, in float32.
         stored: bytes of a number of a matrix under ``auto``: 2 from bfloat16, else 4.
     """
 
@@ -53,16 +53,17 @@ class WeightCount:
     tables: int = 0
     eyes: int = 0
     plain: int = 0
+    experts: int = 0
     stored: int = 2
 
     def bytes(self, form: str) -> int:
         """Return what they take on a CPU in a form that ``--weights`` names."""
-        rest = self.tables + self.eyes
+        rest, wide = self.tables + self.eyes, 4 * (self.plain + self.experts)
         if form in ("auto", "bf16"):
             each = self.stored if form == "auto" else 2
-            return each * (self.layers + rest) + 4 * self.plain
+            return each * (self.layers + rest) + wide
         inside = 4 if form == "int4" else 8
-        return _rounded(self.layers, inside) + _rounded(rest, 8) + 4 * self.plain
+        return _rounded(self.layers, inside) + _rounded(rest, 8) + wide
 
     @classmethod
     def of(cls, tensors: Iterable[tuple[str, str, list[int]]], tied: bool = False) -> WeightCount:
@@ -71,7 +72,7 @@ class WeightCount:
         Args:
             tied: the head is the embedding, wherever else it may be stored.
         """
-        found = dict.fromkeys(("layers", "tables", "eyes", "plain"), 0)
+        found = dict.fromkeys(("layers", "tables", "eyes", "plain", "experts"), 0)
         stored = 2
         for name, dtype, shape in tensors:
             if tied and name.endswith("lm_head.weight"):
@@ -80,6 +81,8 @@ class WeightCount:
             kind = "layers" if ".layers." in name else "tables"
             eyes = "plain" if "embed" in name and "patch" not in name else "eyes"
             kind = "plain" if len(shape) < 2 else kind if text else eyes
+            if text and (mixed := _MIXED.search(name)):
+                kind = "experts" if mixed[1] else "plain"
             found[kind] += math.prod(shape)
             if kind != "plain" and dtype in ("F32", "F16"):
                 stored = 4
@@ -142,7 +145,7 @@ _LEAST = 16  # entries of a row below which nothing can be kept
 def plans(
     config: Mapping[str, Any], count: WeightCount, chunk: int = CHUNK, features: int = 0
 ) -> dict[str, MemoryPlan]:
-    """Return what a model takes on a CPU, for each form of weights.
+    """Return what a model takes on a CPU, for each form of weights that it can have.
 
     Args:
         config: of ``config.json``. chunk: prompt tokens that are read at once.
@@ -167,7 +170,8 @@ def plans(
     vision = config.get("vision_config")
     if isinstance(vision, Mapping):
         work += eyes_bytes(vision, _PICTURE, width) + features
-    return {form: MemoryPlan(form, count.bytes(form), work, entry, longest) for form in FORMS}
+    forms = FORMS[:1] if count.experts else FORMS  # a mixture of experts has no other
+    return {form: MemoryPlan(form, count.bytes(form), work, entry, longest) for form in forms}
 
 
 def _linear_layers(text: Mapping[str, Any], layers: int) -> int:
@@ -256,9 +260,18 @@ def planned_from_hub(
         return None
 
 
+def plan_of(made: Mapping[str, MemoryPlan], form: str) -> MemoryPlan:
+    """Return the plan of a form. Raises ModelError where the model cannot have it."""
+    if form not in made:
+        raise ModelError(
+            f"weights {form!r} are not for a mixture of experts; leave --weights at auto"
+        )
+    return made[form]
+
+
 def advice(made: Mapping[str, MemoryPlan], form: str, memory: int) -> str:
     """Say whether a model fits into ``memory`` in a form, and which one would if not."""
-    plan = made[form]
+    plan = plan_of(made, form)
     if plan.fits(memory):
         return plan.describe(memory)
     smaller = [one for one in made.values() if one.fits(memory) and one.weights < plan.weights]
@@ -323,6 +336,8 @@ def _unpacked(
             yield name, dtype, shape
 
 
+# Experts of a mixture, or what chooses among them; of GGUF, too.
+_MIXED = re.compile(r"(\.experts\.|_exps\.)|\.(?:mlp\.gate|ffn_gate_inp)\.")
 _DTYPES = ("dtype", "torch_dtype")  # where a config says in which it is stored
 # Parts of quantised matrices that are no numbers of theirs.
 _BESIDE = re.compile(
