@@ -75,7 +75,7 @@ class WeightCount:
         found = dict.fromkeys(("layers", "tables", "eyes", "plain", "experts"), 0)
         stored = 2
         for name, dtype, shape in tensors:
-            if tied and name.endswith("lm_head.weight"):
+            if (tied and name.endswith("lm_head.weight")) or name.startswith(_UNUSED):
                 continue
             text = _is_text(name)
             kind = "layers" if ".layers." in name else "tables"
@@ -139,6 +139,8 @@ class MemoryPlan:
         return f"{taken}; {format_bytes(self.left(memory))} left for the cache, {held}"
 
 
+# Weights that guess several tokens at once, which no part here reads.
+_UNUSED = "mtp."
 _LEAST = 16  # entries of a row below which nothing can be kept
 
 
@@ -150,6 +152,9 @@ def plans(
     Args:
         config: of ``config.json``. chunk: prompt tokens that are read at once.
         features: bytes that features of pictures may take.
+
+    Raises:
+        ValueError: no layer has entries, which loading refuses.
     """
     text = text_config(config)
     layers, width = int(text["num_hidden_layers"]), int(text["hidden_size"])
@@ -160,6 +165,8 @@ def plans(
     longest = int(text.get("max_position_embeddings") or 2**17)
     # Key and value, retention, position and modality of an entry.
     linear = _linear_layers(text, layers)
+    if linear >= layers:
+        raise ValueError("no layer has entries")
     entry = (layers - linear) * kv_heads * (2 * 2 * head_dim + 4 + 4 + 1)
     if min(layers, width, heads, kv_heads, head_dim, inner, longest, entry) < 1:
         raise ValueError("sizes below 1")

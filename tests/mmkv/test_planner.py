@@ -122,6 +122,11 @@ def test_linear_layers_have_no_entries_but_a_state() -> None:
     states = hybrid.work - 16 * hybrid.entry - (dense.work - 16 * dense.entry)
     assert states == 2 * engine.cache.state_bytes
     assert abs(made["auto"].weights - engine.decoder.weights.nbytes()) < 0.3 * made["auto"].weights
+    config["text_config"]["layer_types"] = ["linear_attention"] * 4
+    with pytest.raises(ValueError, match="no layer has entries"):
+        plans(config, WeightCount())
+    unread = ("mtp.layers.0.self_attn.q_proj.weight", "BF16", [64, 64])  # published beside it
+    assert WeightCount.of([unread]) == WeightCount()
 
 
 def test_advice_names_the_form_that_fits() -> None:
