@@ -115,8 +115,9 @@ def family_for(config: Any) -> type[Family]:
     family = find(str(config.model_type))
     if family is None:
         raise ModelError(
-            f"model type {config.model_type!r} is not supported; mmkv runs {', '.join(names())}; "
-            "to add others: docs/how-to/add-a-family.md"
+            f"model type {config.model_type!r} is not supported; mmkv runs {len(names())} such as "
+            "qwen3_vl, qwen3_5, internvl, llava and llama, which `mmkv models` lists; to add "
+            "others: docs/how-to/add-a-family.md"
         )
     text_type = config.get_text_config().model_type
     text_types = _TEXT_TYPES | {*family.model_types, *family.text_types}
