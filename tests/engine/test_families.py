@@ -265,6 +265,19 @@ def test_the_rows_of_a_batch_get_their_own_pictures(name: str) -> None:
         assert_same_turn(found, reader.turn(turn, offset, CPU))
 
 
+def test_a_picture_of_one_token_is_read() -> None:
+    """Mistral 3: transformers fails for it alone, and reads it beside another."""
+    reader = family("mistral3")
+    turn = make_turn("mistral3", [3, ("image", 24, 16), 1, ("image", 8, 8), 2])
+    both = {key: turn[key] for key in ("pixel_values", "image_sizes")}
+    wanted = reader.hf.model.get_image_features(**both, **reader.selection()).pooler_output
+    found = reader.turn(turn, 0, CPU).visual
+    assert found is not None and wanted[1].shape[0] == 1
+    torch.testing.assert_close(found, torch.cat(wanted), rtol=1e-4, atol=1e-5)
+    alone = reader.turn(make_turn("mistral3", [1, ("image", 8, 8)], seed=2), 0, CPU).visual
+    assert alone is not None and alone.shape == (1, reader.config.text_config.hidden_size)
+
+
 def test_pixels_of_the_whole_conversation_give_the_new_turn_its_own(qwen: Family) -> None:
     """Two conversations; in the first, the later turn has a video and a picture, too."""
     first, second, third = conversation()

@@ -90,9 +90,13 @@ class LlavaFamily(Family):
             if sizes is not None:
                 arguments["image_sizes"] = sizes[these]
                 shown = self._cropped(shown, sizes[these])
-            output = self.hf.model.get_image_features(pixel_values=shown, **arguments)
-            made.append(Features(rows_of(output.pooler_output)))
+            made.append(Features(self._rows(shown, arguments)))
         return joined(made)
+
+    def _rows(self, pixels: torch.Tensor, arguments: dict[str, Any]) -> torch.Tensor:
+        """Return the features ``[V, d]`` of the pictures of one pass."""
+        output = self.hf.model.get_image_features(pixel_values=pixels, **arguments)
+        return rows_of(output.pooler_output)
 
     def _cropped(self, pixels: torch.Tensor, sizes: torch.Tensor) -> torch.Tensor:
         """Return one picture without padding. Raises InputError for a size it cannot have."""
@@ -169,6 +173,17 @@ class Mistral3Family(LlavaFamily):
             "vision_feature_layer": self.config.vision_feature_layer,
             "return_dict": True,
         }
+
+    def _rows(self, pixels: torch.Tensor, arguments: dict[str, Any]) -> torch.Tensor:
+        """Return the features ``[V, d]`` of one picture.
+
+        transformers fails where V is 1 (it squeezes that axis): such a picture is read twice.
+        """
+        edge = self.config.vision_config.patch_size * self.config.spatial_merge_size
+        if max(pixels.shape[-2:]) >= 2 * edge:
+            return super()._rows(pixels, arguments)
+        arguments = arguments | {"image_sizes": arguments["image_sizes"].repeat(2, 1)}
+        return super()._rows(pixels.repeat(2, 1, 1, 1), arguments)[:1]
 
 
 class LlavaNextFamily(LlavaFamily):
