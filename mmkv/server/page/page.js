@@ -304,7 +304,6 @@ async function turn(id, asked, fresh = false) {
 // The server was started anew, or another tab deleted the conversation: it goes on, as one of its
 // own, from what the page shows.
 async function revive(id, stood, asked) {
-  running.value = null;
   log.value = stood;
   try {
     const earlier = [];
@@ -641,7 +640,7 @@ function Message({ one, index, share, last }) {
     <li class=${`message ${one.role}${one.failed ? " failed" : ""}`} id=${`message-${index}`} aria-busy=${one.pending ? "true" : undefined}>
       <h2 class="said">${said}</h2>
       ${one.media.length > 0 && html`<ul class="media">${one.media.map((part, at) => html`
-        <li key=${part.digest ?? part.key ?? at}><${Picture} part=${part} session=${id} kept=${share?.media[at]} label=${`${KINDS[part.kind] ?? part.kind} ${at + 1}`} /></li>`)}</ul>`}
+        <li key=${part.key ?? at}><${Picture} part=${part} session=${id} kept=${share?.media[at]} label=${`${KINDS[part.kind] ?? part.kind} ${at + 1}`} /></li>`)}</ul>`}
       ${one.thought && html`<details class="thought"><summary>${one.pending && !one.text ? "Thinking…" : "Thought"}</summary><p class="plain-text">${one.thought}</p></details>`}
       ${one.role === "user" || one.role === "tool"
         ? one.text && html`<p class="plain-text bubble">${one.text}</p>`
@@ -733,7 +732,7 @@ function Composer() {
       ${editing.value !== null && html`<p class="small muted editing">Editing a message: a new branch begins there, and the old one stays.
         <button type="button" class="plain" onClick=${cancelEdit}>Cancel</button></p>`}
       ${queue.value.length > 0 && html`<ul class="media queue" aria-label="Goes with the message">${queue.value.map((one, at) => html`
-        <li key=${one.key ?? one.digest}><${Picture} part=${one} label=${one.name ?? `${KINDS[one.kind]} ${at + 1}`} />
+        <li key=${one.key ?? `old ${at}`}><${Picture} part=${one} session=${current.value} label=${one.name ?? `${KINDS[one.kind]} ${at + 1}`} />
           <button type="button" class="icon remove" aria-label=${`Remove ${one.name ?? `${KINDS[one.kind]} ${at + 1}`}`}
             onClick=${() => { queue.value = queue.value.filter((other) => other !== one); focusText(); }}><${Icon} name="close" /></button></li>`)}</ul>`}
       <label for="text" class="said">Message</label>

@@ -17,7 +17,7 @@ from mmkv.server.page import FILES, POLICY
 from tests.support.browser import browsing
 from tests.support.chat_models import picture
 from tests.support.media import write_clip
-from tests.support.servers import Server, paused_in_a_reply, serving
+from tests.support.servers import Server, paused_in_a_reply, serving, stopped, until
 
 KEY = "a-key-of-the-test"
 
@@ -351,6 +351,17 @@ def test_a_reply_is_stopped_and_rejoined_after_a_reload(page: Any, server: Serve
     said = messages_of(server, record)
     assert record["turns"] == 2 and [one["role"] for one in said] == ["user", "assistant"] * 2
     expect(page.locator(".message.assistant").last).to_contain_text("cut off")
+    # One that is stopped before its reply is back in the box, pictures and all.
+    with stopped(server):
+        page.locator("#files").set_input_files(png("red"))
+        page.locator("#text").fill("not yet")
+        page.locator("#text").press("Enter")
+        until(lambda: sessions_of(server)[0]["busy"])
+        page.reload()
+        expect(page.locator(SHADES)).to_have_count(1)
+        page.locator("#stop").click()
+        expect(page.locator("#text")).to_have_value("not yet")
+        expect(page.locator(".queue img")).to_have_count(1)
 
 
 def streamed(*deltas: dict[str, Any]) -> str:
@@ -513,6 +524,7 @@ def test_no_conversation_is_lost_that_the_server_or_its_list_does_not_know(
     say(page, "first")
     server.client.delete(f"/v1/sessions/{sessions_of(server)[0]['id']}")
     say(page, "second")
+    expect(page.locator(".message.assistant .acts")).to_have_count(2)
     expect(page.locator(".notices")).to_contain_text("had this conversation no more")
     (record,) = sessions_of(server)
     assert record["metadata"]["title"] == "first"
@@ -521,11 +533,14 @@ def test_no_conversation_is_lost_that_the_server_or_its_list_does_not_know(
     assert [one["type"] for one in said[0]["content"]] == ["image", "text"]
     # The list may be older than the conversation: who leaves that takes nothing away.
     page.get_by_role("button", name="New chat").click()
-    listed = "**/v1/sessions"
-    page.route(
-        listed,
-        lambda route: route.abort() if page.locator(".message").count() else route.fallback(),
-    )
+    listed, asked = "**/v1/sessions", []
+
+    def once(route: Any) -> None:
+        """Let the conversation be made and listed, and nothing be listed after its reply."""
+        asked.append(route.request.method)
+        route.abort() if asked[:2] == ["POST", "GET"] and len(asked) > 2 else route.fallback()
+
+    page.route(listed, once)
     say(page, "third")
     page.unroute(listed)
     page.get_by_role("button", name="New chat").click()
