@@ -10,6 +10,8 @@ from urllib.parse import urlsplit
 
 import huggingface_hub.constants as hub
 
+from mmkv.engine.model.gguf.config import gguf_folder, is_gguf
+
 
 def hub_reachable() -> bool:
     """Return whether the hub resolves; its client would retry for half a minute offline."""
@@ -26,13 +28,18 @@ def hub_reachable() -> bool:
 
 
 def config_digest(model: str) -> str:
-    """Return SHA-256 of the ``config.json`` of a folder or hub id, as ``sha256sum`` gives it.
+    """Return SHA-256 of the ``config.json`` of a model, as ``sha256sum`` gives it.
+
+    Args:
+        model: a folder, hub id or GGUF file.
 
     Raises:
         OSError: there is none, or it is out of reach.
     """
     from transformers.utils import cached_file
 
+    if is_gguf(model):
+        model = gguf_folder(model)
     local = Path(model).is_dir() or not hub_reachable()
     found = cached_file(model, "config.json", local_files_only=local)
     return hashlib.sha256(Path(found).read_bytes()).hexdigest()

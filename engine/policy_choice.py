@@ -56,7 +56,7 @@ def choose(
             gates = load_gates(source, spec)
             chosen = named_policy(config, trained_age(source))
         with contextlib.suppress(OSError):  # a model in memory has no file to compare with
-            note = foreign_note(gates, config.checkpoint())
+            note = foreign_note(gates, str(config.model))
     if gates is None and chosen.gates:
         if config.policy is not None:
             raise GateError(

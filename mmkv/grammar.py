@@ -131,9 +131,9 @@ def _json_grammar(schema: Mapping[str, Any]) -> str:
         raise _cannot_follow(str(error)) from error
 
 
-# Constants that end the process in llguidance 1.9: as floats they are -2**63, whose absolute value
-# is beyond its integers, and it looks for that for ever.
-_FATAL = range(-(2**63), -(2**63) + 513)
+# Numbers up to this one end the process in llguidance 1.9: it makes -2**63 of them, whose absolute
+# value is beyond its integers, and looks for that for ever.
+_FATAL = -(2**63) + 512
 
 
 def _require_bearable(schema: Any) -> None:
@@ -145,7 +145,7 @@ def _require_bearable(schema: Any) -> None:
             left += value.values()
         elif isinstance(value, (list, tuple)):
             left += value
-        elif isinstance(value, int) and value in _FATAL:
+        elif isinstance(value, int | float) and value <= _FATAL:
             raise _cannot_follow(f"the number {value} is too far below zero")
 
 

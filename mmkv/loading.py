@@ -148,10 +148,11 @@ def within(config: EngineConfig, memory: int, terminal: Terminal) -> EngineConfi
     made = planned_anywhere(name, config)
     if made is None:
         raise ModelError(
-            f"nothing tells what {name} takes: it has no safetensors files here, and the hub is "
-            "out of reach; `mmkv pull` it first, or leave --memory out"
+            f"nothing tells what {name} takes: it has no safetensors or GGUF here that can be "
+            "read, and the hub is out of reach; `mmkv pull` it first, or leave --memory out"
         )
-    plan, line = made[config.weights], planner.advice(made, config.weights, memory)
+    line = planner.advice(made, config.weights, memory)
+    plan = made[config.weights]
     if not plan.fits(memory):
         raise ModelError(f"{name}: {line}")
     terminal.note(line)
@@ -181,9 +182,11 @@ def require_room(config: EngineConfig, cache: int) -> None:
     device = resolve_device(config.device)
     made = planner.planned(_source(config)) if device.type == "cpu" else None
     free = free_bytes(device)
-    if made is None or free is None or made[config.weights].weights + cache <= free:
+    if made is None or free is None:
         return
-    taken = made[config.weights].weights
+    taken = planner.plan_of(made, config.weights).weights
+    if taken + cache <= free:
+        return
     fitting = [one for one in made.values() if one.weights + cache <= free]
     remedy = f"; or --weights {max(fitting, key=_weights).form}" if fitting else ""
     raise ModelError(

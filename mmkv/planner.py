@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from mmkv.engine.budget import format_bytes
-from mmkv.engine.errors import MmkvError
+from mmkv.engine.errors import MmkvError, ModelError
 from mmkv.engine.model.fingerprint import tensor_shapes
 from mmkv.engine.model.source import checkpoint_file, files_of
 
@@ -26,7 +26,16 @@ _STATES, _INNER = 16, 6  # vectors of a token's width, and of its MLP's, that a 
 _PICTURE = 1024**2  # pixels of the picture that room is left for
 CHUNK = 2048  # tokens that are read at once where nothing else is said
 # What a folder with files that cannot be read raises; loading it says what is wrong.
-_UNREADABLE = (MmkvError, OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError)
+_UNREADABLE = (
+    MmkvError,
+    ArithmeticError,
+    AttributeError,
+    LookupError,
+    OSError,
+    RecursionError,
+    TypeError,
+    ValueError,
+)
 
 
 @dataclass(frozen=True)
@@ -36,7 +45,7 @@ class WeightCount:
     Attributes:
         layers: of the matrices of decoder layers. tables: of embedding and head.
         eyes: of the matrices of tower and projector. plain: of norms, biases and
-            tables of positions, in float32.
+            tables of positions, in float32. experts: of a mixture, in float32.
         stored: bytes of a number of a matrix under ``auto``: 2 from bfloat16, else 4.
     """
 
@@ -44,16 +53,17 @@ class WeightCount:
     tables: int = 0
     eyes: int = 0
     plain: int = 0
+    experts: int = 0
     stored: int = 2
 
     def bytes(self, form: str) -> int:
         """Return what they take on a CPU in a form that ``--weights`` names."""
-        rest = self.tables + self.eyes
+        rest, wide = self.tables + self.eyes, 4 * (self.plain + self.experts)
         if form in ("auto", "bf16"):
             each = self.stored if form == "auto" else 2
-            return each * (self.layers + rest) + 4 * self.plain
+            return each * (self.layers + rest) + wide
         inside = 4 if form == "int4" else 8
-        return _rounded(self.layers, inside) + _rounded(rest, 8) + 4 * self.plain
+        return _rounded(self.layers, inside) + _rounded(rest, 8) + wide
 
     @classmethod
     def of(cls, tensors: Iterable[tuple[str, str, list[int]]], tied: bool = False) -> WeightCount:
@@ -62,7 +72,7 @@ class WeightCount:
         Args:
             tied: the head is the embedding, wherever else it may be stored.
         """
-        found = dict.fromkeys(("layers", "tables", "eyes", "plain"), 0)
+        found = dict.fromkeys(("layers", "tables", "eyes", "plain", "experts"), 0)
         stored = 2
         for name, dtype, shape in tensors:
             if (tied and name.endswith("lm_head.weight")) or name.startswith(_UNUSED):
@@ -71,6 +81,8 @@ class WeightCount:
             kind = "layers" if ".layers." in name else "tables"
             eyes = "plain" if "embed" in name and "patch" not in name else "eyes"
             kind = "plain" if len(shape) < 2 else kind if text else eyes
+            if text and (mixed := _MIXED.search(name)):
+                kind = "experts" if mixed[1] else "plain"
             found[kind] += math.prod(shape)
             if kind != "plain" and dtype in ("F32", "F16"):
                 stored = 4
@@ -135,7 +147,7 @@ _LEAST = 16  # entries of a row below which nothing can be kept
 def plans(
     config: Mapping[str, Any], count: WeightCount, chunk: int = CHUNK, features: int = 0
 ) -> dict[str, MemoryPlan]:
-    """Return what a model takes on a CPU, for each form of weights.
+    """Return what a model takes on a CPU, for each form of weights that it can have.
 
     Args:
         config: of ``config.json``. chunk: prompt tokens that are read at once.
@@ -156,6 +168,8 @@ def plans(
     if linear >= layers:
         raise ValueError("no layer has entries")
     entry = (layers - linear) * kv_heads * (2 * 2 * head_dim + 4 + 4 + 1)
+    if min(layers, width, heads, kv_heads, head_dim, inner, longest, entry) < 1:
+        raise ValueError("sizes below 1")
     tokens = min(chunk, longest)  # of a chunk, whose entries come before others go
     work = states_bytes(tokens, width, inner) + tokens * entry + 4 * int(text["vocab_size"])
     if linear:  # of a sequence, and of a copy that it may go back to
@@ -163,7 +177,8 @@ def plans(
     vision = config.get("vision_config")
     if isinstance(vision, Mapping):
         work += eyes_bytes(vision, _PICTURE, width) + features
-    return {form: MemoryPlan(form, count.bytes(form), work, entry, longest) for form in FORMS}
+    forms = FORMS[:1] if count.experts else FORMS  # a mixture of experts has no other
+    return {form: MemoryPlan(form, count.bytes(form), work, entry, longest) for form in forms}
 
 
 def _linear_layers(text: Mapping[str, Any], layers: int) -> int:
@@ -252,9 +267,18 @@ def planned_from_hub(
         return None
 
 
+def plan_of(made: Mapping[str, MemoryPlan], form: str) -> MemoryPlan:
+    """Return the plan of a form. Raises ModelError where the model cannot have it."""
+    if form not in made:
+        raise ModelError(
+            f"weights {form!r} are not for a mixture of experts; leave --weights at auto"
+        )
+    return made[form]
+
+
 def advice(made: Mapping[str, MemoryPlan], form: str, memory: int) -> str:
     """Say whether a model fits into ``memory`` in a form, and which one would if not."""
-    plan = made[form]
+    plan = plan_of(made, form)
     if plan.fits(memory):
         return plan.describe(memory)
     smaller = [one for one in made.values() if one.fits(memory) and one.weights < plan.weights]
@@ -289,23 +313,39 @@ def _unpacked(
 ) -> Iterator[tuple[str, str, list[int]]]:
     """Yield what headers list, and matrices of a quantised checkpoint with all their numbers.
 
-    What is beside them is left out. Those of AWQ and GPTQ become float16, all others bfloat16.
+    What is beside them is left out. They become what their steps are in, or the model is.
+
+    Raises:
+        ValueError: such bits cannot be.
     """
-    said = config.get("quantization_config")
-    groups = ((said or {}).get("config_groups") or {}).values()
-    bits = next((group["weights"]["num_bits"] for group in groups), (said or {}).get("bits", 4))
+    text = text_config(config)
+    names = ("compression_config", "quantization_config")
+    said: Mapping[str, Any] = next(
+        (part[name] for part in (config, text) for name in names if part.get(name)), {}
+    )
+    groups = (said.get("config_groups") or {}).values()
+    bits = next((group["weights"]["num_bits"] for group in groups), said.get("bits", 4))
+    if bits not in range(1, 17):
+        raise ValueError(f"{bits} bits")
+    own = next((part[name] for part in (config, text) for name in _DTYPES if part.get(name)), "")
+    tensors = list(tensors)
+    kinds = {name: dtype for name, dtype, _ in tensors}
     for name, dtype, shape in tensors:
         module, _, part = name.rpartition(".")
         if said and _BESIDE.fullmatch(part):
             continue
-        if said and dtype in ("I32", "U8"):
-            each = 32 // bits if dtype == "I32" else 2
-            kind = "F16" if part == "qweight" else "BF16"
-            yield f"{module}.weight", kind, [*shape, each]
+        if said and dtype in ("I32", "U8", "I8", "F8_E4M3", "F8_E5M2"):
+            each = {"I32": 32 // int(bits), "U8": 2}.get(dtype, 1)
+            steps = {kinds.get(f"{module}.{one}") for one in ("scales", "weight_scale")}
+            wide = "F16" if own == "float16" and "BF16" not in steps else "BF16"
+            yield f"{module}.weight", "F16" if "F16" in steps else wide, [*shape, each]
         else:
             yield name, dtype, shape
 
 
+# Experts of a mixture, or what chooses among them; of GGUF, too.
+_MIXED = re.compile(r"(\.experts\.|_exps\.)|\.(?:mlp\.gate|ffn_gate_inp)\.")
+_DTYPES = ("dtype", "torch_dtype")  # where a config says in which it is stored
 # Parts of quantised matrices that are no numbers of theirs.
 _BESIDE = re.compile(
     r"weight_(?!packed).+|qzeros|scales|g_idx|SCB|\w*scale\w*|(nested_)?(absmax|quant_map)"

@@ -77,6 +77,8 @@ def language_fingerprint(model: str) -> str | None:
     try:
         files = _files(model)
         tensors = [] if files is None else _tensors(files)
+        if files and files[0].suffix.lower() == SUFFIX:  # alone, without its tower's file
+            return _digest(_tensors(files[:1]))
     except _UNREADABLE:
         return None
     # "language_model.model.norm" and "model.language_model.norm" are both "model.norm".

@@ -7,6 +7,7 @@ is what peft's ``merge_and_unload`` gives. It is made by itself, some rows at a 
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -43,6 +44,8 @@ _NOT_DONE = {
     "use_qalora": "QA-LoRA",
     "velora_config": "VeLoRA",
 }
+# Expressions that can take a time that grows with a high power of a name's length.
+_SLOW = re.compile(r"\)[*+{]|(?:[*+{].*){4}", re.DOTALL)
 # Of init_lora_weights: these take away from the base what the adapter begins with.
 _CHANGES_THE_BASE = ("pissa", "olora", "corda", "lora_ga", "loftq")
 
@@ -101,6 +104,8 @@ class AdaptedTensors(ChangedTensors):
         if (delta := self._deltas.get(name)) is None:
             return base
         down, up = (self._own.tensor(part).float() for part in (delta.down, delta.up))
+        if not math.isfinite(delta.scale * float(down.sum() + up.sum())):
+            raise self._wrong(f"holds NaN or infinity in its factors for {name}", "get it again")
         made = torch.empty(base.shape, dtype=base.dtype)
         rows, columns = base.shape
         each = max(1, _AT_ONCE // columns)
@@ -142,6 +147,8 @@ class AdaptedTensors(ChangedTensors):
         found = _KEY.fullmatch(key)
         part, kind = (found["part"], found["kind"]) if found else ("", "")
         name = self._named(found["module"], kind or "weight") if found else None
+        if not self._own.kind(key).startswith(("F", "BF")):
+            raise self._wrong(f"has {key[:120]} in {self._own.kind(key)}", "get it again")
         factor = part.startswith("lora_")
         if name is None or (kind == "bias" and factor) or not (kind or "embedding" in part):
             raise self._wrong(
@@ -160,7 +167,10 @@ class AdaptedTensors(ChangedTensors):
             self._show(name, there)
             return
         delta = self._deltas.setdefault(name, _Delta(turned="embedding" in part))
-        setattr(delta, "down" if part.endswith("A") else "up", key)
+        side = "down" if part.endswith("A") else "up"
+        if getattr(delta, side):
+            raise self._wrong(f"has two of {key[:120]}", "get it again")
+        setattr(delta, side, key)
         self._show(name, name if name in self.below.names else self._embedding())
 
     def _show(self, name: str, like: str) -> None:
@@ -218,6 +228,12 @@ class AdaptedTensors(ChangedTensors):
         shape = self.changed[name][0]
         (rows, columns) = shape[::-1] if delta.turned and len(shape) == 2 else (*shape, 0, 0)[:2]
         patterns = said.get("rank_pattern") or {}, said.get("alpha_pattern") or {}
+        for pattern in {**patterns[0], **patterns[1]}:
+            if len(pattern) > 300 or _SLOW.search(pattern):
+                raise self._wrong(
+                    f"has the pattern {pattern[:60]!a}, which may take forever to compare",
+                    "write the names of its modules there",
+                )
         key = _KEY.fullmatch(delta.down)
         module = key["module"] if key else ""
         said_rank, alpha = (

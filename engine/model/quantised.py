@@ -22,7 +22,11 @@ import torch
 from torch import Tensor
 
 from mmkv.engine.errors import ModelError
-from mmkv.engine.model.source import quantisation_method, require_known_quantisation
+from mmkv.engine.model.source import (
+    gptq_packing,
+    quantisation_method,
+    require_known_quantisation,
+)
 from mmkv.engine.model.stored import ChangedTensors, Grid, StoredTensors
 
 _BLOCK = 128  # rows and columns that share a step in FP8, unless the config says otherwise
@@ -381,7 +385,7 @@ class QuantisedTensors(ChangedTensors):
         if ordered:
             self._needed(places, (columns,))
         # The first form stores a zero point less one, which wraps around.
-        more = 0 if self._said.get("checkpoint_format") == "gptq_v2" else 1
+        more = 0 if gptq_packing(self._said) == "gptq_v2" else 1
         size = -(-columns // groups)
 
         def read() -> _Read:
@@ -423,7 +427,8 @@ class QuantisedTensors(ChangedTensors):
         if dtype not in _SHORT or size < 1 or nested_size < 1 or stored != -(-count // 2):
             self._needed(name, (-1,))
         blocks = -(-count // size)
-        self._needed(parts["absmax"], (blocks,))
+        # Codes of a table where they are quantised themselves, else numbers.
+        self._needed(parts["absmax"], (blocks,), {"U8"} if nested else _SHORT.values())
         self._needed(parts["quant_map"], (16,))
         if nested:
             self._needed(parts["nested_absmax"], (-(-blocks // nested_size),))

@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from mmkv.engine.errors import ModelError
-from mmkv.engine.model.gguf.config import FILES, gguf_folder, is_gguf
+from mmkv.engine.model.gguf.config import FILES, gguf_folder, listed_files
+from mmkv.engine.model.gguf.file import SUFFIX
 from mmkv.engine.paths import is_file, is_folder, user_path
 
 _LONGEST_ID = 200
@@ -76,7 +77,7 @@ def locate(name: str) -> str:
     if is_folder(folder):
         _require_files(name, folder)
         return str(folder)
-    if is_gguf(name):
+    if name.lower().endswith(SUFFIX):  # before it is taken for a hub id
         return gguf_folder(name)
     if is_file(folder):
         form = _FORMS.get(folder.suffix.lower())
@@ -270,8 +271,8 @@ def files_of(
         ModelError: its index names a file outside of it.
     """
     named = find(FILES)
-    if named is not None:
-        return [Path(path) for path in json.loads(named.read_text())]
+    if named is not None and (listed := listed_files(named)) is not None:
+        return listed
     whole = find(single)
     if whole is not None:
         return [whole]
@@ -312,6 +313,11 @@ def quantisation_method(settings: Mapping[str, Any]) -> str:
     return ascii(getattr(named, "value", named))[:80].strip("'")
 
 
+def gptq_packing(settings: Mapping[str, Any]) -> Any:
+    """Return how a GPTQ checkpoint is packed: ``gptq``, ``gptq_v2`` or another name."""
+    return settings.get("checkpoint_format", settings.get("format")) or "gptq"
+
+
 def _unread_variant(method: str, settings: Mapping[str, Any]) -> str:
     """Name the variant that is not read; empty: this one is."""
     bits = settings.get("bits", settings.get("w_bit", 4))
@@ -322,7 +328,7 @@ def _unread_variant(method: str, settings: Mapping[str, Any]) -> str:
                 return f"in {bits!r} bits"
             return "" if version == "gemm" else f"in the packing {version[:40]!r}"
         case "gptq":
-            packing = settings.get("checkpoint_format", settings.get("format")) or "gptq"
+            packing = gptq_packing(settings)
             if bits not in (2, 4, 8):
                 return f"in {bits!r} bits"
             if settings.get("is_marlin_format"):

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import math
 import pickle
+import zipfile
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -297,21 +298,34 @@ def _unpickled(path: Path) -> dict[str, Tensor]:
     """Return the tensors of a file of ``torch.save`` by their names; none of its code runs."""
     remedy = "take the checkpoint's safetensors, or ask its maker for them"
     try:
+        if zipfile.is_zipfile(path):
+            with zipfile.ZipFile(path) as parts:
+                if any(part.compress_type for part in parts.infolist()):
+                    raise ModelError(
+                        f"{path.name} is compressed, which torch.save never does, and may fill all "
+                        f"of the memory; {remedy}"
+                    )
         found = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
     except pickle.UnpicklingError as error:
         raise ModelError(
             f"{path.name} holds more than tensors, which could run code, and is not read; {remedy}"
         ) from error
-    except (RuntimeError, EOFError, ValueError) as error:
+    except (RuntimeError, EOFError, ValueError, zipfile.BadZipFile) as error:
         raise ModelError(
             f"{path.name} is damaged, or of a torch before 1.6, and cannot be read; {remedy}"
         ) from error
     if not isinstance(found, dict) or not all(
-        isinstance(name, str) and isinstance(part, Tensor) and part.layout == torch.strided
+        isinstance(name, str) and isinstance(part, Tensor) and _is_plain(part)
         for name, part in found.items()
     ):
         raise ModelError(f"{path.name} holds no plain tensors by their names; {remedy}")
     return {name: part.detach() for name, part in found.items()}
+
+
+def _is_plain(part: Tensor) -> bool:
+    """Whether real numbers are there, and all of them: some views repeat a few without end."""
+    there = part.layout == torch.strided and part.device == _CPU and not part.is_complex()
+    return there and part.nbytes <= part.untyped_storage().nbytes()
 
 
 class ChangedTensors(StoredTensors):

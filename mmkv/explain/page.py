@@ -94,7 +94,7 @@ def read_page(path: str | Path) -> dict[str, Any]:
         if data["format"] != _FORMAT:
             raise ValueError(data["format"])
         blobs = {name: data["blobs"][name] for name in ("lives", "curves")}
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise InputError(
             f"{file} is no page of this version's mmkv explain; write it again, and name that"
         ) from error

@@ -32,7 +32,7 @@ from mmkv.shipped import with_shipped_gates
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _SAMPLED = 67  # numbers of each parameter
-_OWN = {"model", "adapter", "device", "dtype", "weights"}
+_OWN = {"model", "mmproj", "adapter", "device", "dtype", "weights"}
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from mmkv.engine.errors import STOPS, InputError, MmkvError, ModelError, first_line
-from mmkv.engine.model.gguf.config import FILES, TOKENIZER
+from mmkv.engine.model.gguf.config import FILES, TOKENIZER, gguf_folder, is_gguf
 from mmkv.prompt.expanding import (
     END,
     ROW,
@@ -64,6 +64,8 @@ def _load(name: str | Path, min_pixels: int | None, max_pixels: int | None) -> P
     from mmkv.engine.model.families import Qwen3VLFamily, find
     from mmkv.engine.model.families.config import read_config
 
+    if is_gguf(name):
+        name = gguf_folder(name)
     if (folder := Path(name)).joinpath(FILES).is_file() and not (folder / TOKENIZER).is_file():
         raise ModelError(f"{folder.name} holds no tokenizer; get a GGUF file that has one")
     config = read_config(name)

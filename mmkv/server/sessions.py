@@ -232,11 +232,10 @@ class SessionTable:
         if self._store is not None:
             await asyncio.to_thread(self._store.delete, session.tenant, session.id)
         if media:
-            await self._forget_media(session.tenant, media)
+            await self.forget_media(session.tenant, media)
 
     async def medium(self, session: ServerSession, digest: str) -> bytes:
         """Return a picture or video of a session. Raises ApiError (404): it is not kept."""
-        await self.load_memory(session)
         if digest in _media_of(session):
             content = await asyncio.to_thread(self.media.get, session.tenant, digest)
             if content is not None:
@@ -244,7 +243,7 @@ class SessionTable:
         what = "this picture or video is not kept: the oldest ones make way for others"
         raise ApiError(404, what, "media_not_found")
 
-    async def _forget_media(self, tenant: str, digests: set[str]) -> None:
+    async def forget_media(self, tenant: str, digests: set[str]) -> None:
         """Remove pictures and videos that no session of a tenant names any more."""
         others = [one for one in self._sessions.values() if one.tenant == tenant]
         named = {name for one in others for name in _media_of(one)}
@@ -482,7 +481,8 @@ class SavedName(Body):
 _MEDIUM = {
     "Content-Security-Policy": "default-src 'none'; sandbox",
     "X-Content-Type-Options": "nosniff",
-    "Cache-Control": "private, max-age=86400, immutable",
+    "Cross-Origin-Resource-Policy": "same-origin",
+    "Cache-Control": "no-store",  # it goes with its session, and needs the key each time
 }
 
 
@@ -529,13 +529,13 @@ def sessions_router(state: ServerState) -> APIRouter:
         made = SessionTurn(state, sessions.commit_turn, sessions.require_idle, session, body, who)
         work: Any = made.stream if body.stream else made.whole
         if made.background:
-            work = (await BackgroundTurn.start(made, sessions.media)).follow
+            work = (await BackgroundTurn.start(made, sessions.media, sessions.forget_media)).follow
         return ReplyResponse(work, bool(body.stream), state.settings.keep_alive, headers)
 
     @router.get("/{name}/turn", summary="Follow the turn under way from its beginning")
     async def rejoin(name: str, who: CurrentCaller) -> Response:
         turn = (await sessions.find(name, who)).background
-        if turn is None:
+        if turn is None or turn.told:
             raise ApiError(404, "no turn in the background is under way", "no_turn")
         return ReplyResponse(turn.follow_at_once, True, state.settings.keep_alive)
 

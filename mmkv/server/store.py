@@ -379,8 +379,9 @@ def media_type_of(content: bytes) -> str:
 class MediaStore:
     """Pictures and videos of sessions, as they were sent, so that a client can show them again.
 
-    The files are named by tenant and SHA-256. Where all together pass ``most`` bytes, those that
-    were not asked for the longest go first. Any thread may call the methods.
+    The files are named by tenant and SHA-256. Where all together pass ``most`` bytes, those of the
+    tenant that has the most go first, and of these those that were not asked for the longest. Any
+    thread may call the methods.
 
     Args:
         folder: where they lie; it is made when the first one comes.
@@ -415,10 +416,6 @@ class MediaStore:
         except OSError:
             return None
 
-    def has(self, tenant: str, digest: str) -> bool:
-        """Whether one is kept."""
-        return self._path(tenant, digest).exists()
-
     def remove(self, tenant: str, digest: str) -> None:
         """Remove one, if it is kept."""
         with contextlib.suppress(OSError):
@@ -430,17 +427,19 @@ class MediaStore:
         return self._folder / f"{tenant[:32] or 'public'}-{digest}"
 
     def _make_room(self) -> None:
-        found = []
+        found: dict[str, list[tuple[int, int, Path]]] = {}
         for path in self._folder.iterdir():
             with contextlib.suppress(OSError):  # removed meanwhile
-                about = path.stat()
-                found.append((about.st_mtime_ns, about.st_size, path))
-        together = sum(size for _, size, _ in found)
-        for _, size, path in sorted(found):
-            if together <= self._most:
-                break
+                about, tenant = path.stat(), path.name.rpartition("-")[0]
+                found.setdefault(tenant, []).append((about.st_mtime_ns, about.st_size, path))
+        held = {tenant: sum(size for _, size, _ in ones) for tenant, ones in found.items()}
+        for ones in found.values():
+            ones.sort(reverse=True)
+        while sum(held.values()) > self._most:
+            most = max(held, key=held.__getitem__)
+            _, size, path = found[most].pop()
             path.unlink(missing_ok=True)
-            together -= size
+            held[most] -= size
 
 
 log = logging.getLogger("mmkv.server")

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 
 
 log = logging.getLogger("mmkv.server")
+Forget = Callable[[str, set[str]], Awaitable[None]]
 _EVERY = 0.5  # seconds between two looks at what the memory of a turn holds
 
 
@@ -96,7 +97,7 @@ class ServerSession:
             "messages": self.messages,
             "busy": self.busy,
             "state": self.state,
-            "failed": self.background is not None and self.background.error is not None,
+            "failed": self.background is not None and self.background.failed,
         }
 
 
@@ -209,15 +210,19 @@ class BackgroundTurn:
 
     Attributes:
         asked: its messages, for clients; digests: of their pictures and videos.
-        over: whether it has ended; error: why it failed, None where it did not.
+        over: whether it has ended; error: why it failed, None where it did not; told: whether a
+            client knows.
     """
 
-    def __init__(self, turn: SessionTurn, media: MediaStore, asked: list[Message]) -> None:
-        self._turn, self._media = turn, media
+    def __init__(
+        self, turn: SessionTurn, media: MediaStore, forget: Forget, asked: list[Message]
+    ) -> None:
+        self._turn, self._media, self._forget = turn, media, forget
         self.asked = [one.shown_with_media() for one in asked]
         self.digests = tuple(part.digest or "" for one in asked for part in one.media)
         self.over = False
         self.error: ApiError | None = None
+        self.told = False
         self._task: asyncio.Task[None] | None = None
         self._reply, self._reason = ParsedReply(), ""
         self._usage: Usage | None = None
@@ -229,15 +234,22 @@ class BackgroundTurn:
         self._stopping = False
 
     @classmethod
-    async def start(cls, turn: SessionTurn, media: MediaStore) -> Self:
-        """Begin one. Raises MediaError: a data: URL cannot be read."""
+    async def start(cls, turn: SessionTurn, media: MediaStore, forget: Forget) -> Self:
+        """Begin one.
+
+        Args:
+            forget: removes what no session of a tenant names any more.
+
+        Raises:
+            MediaError: a data: URL cannot be read.
+        """
         start = turn.call.work.start
         messages = turn.call.work.messages[0 if start is None else len(start.info.messages) :]
         urls = {part: part.url for one in messages for part in one.media if part.digest is None}
         inside = {part: url for part, url in urls.items() if url[:5].lower() == "data:"}
         digest = turn.state.media.digest
         digests = await asyncio.to_thread(lambda: {p: digest(u) for p, u in inside.items()})
-        made = cls(turn, media, [one.with_digests(digests) for one in messages])
+        made = cls(turn, media, forget, [one.with_digests(digests) for one in messages])
         contents = {digests[part]: url for part, url in inside.items()}
         keep_body()
         made._task = task = asyncio.ensure_future(made._run(contents))
@@ -253,8 +265,10 @@ class BackgroundTurn:
         taken, kept, task = self._turn.call.taken, False, self._task
         assert task is not None
         if taken is not None and taken.ticket is not None:
-            with contextlib.suppress(ApiError):  # it has just ended
+            try:
                 kept = await taken.on_engine(lambda job: job.stop())
+            except ApiError:  # the reply has just ended; the session still has to take it
+                kept = True
         if not kept and not self.over:
             self._stopping = True
             task.cancel()
@@ -313,11 +327,15 @@ class BackgroundTurn:
         yield "[DONE]"
 
     def _raise_error(self) -> None:
-        """Raise what the turn failed with; the session forgets it once somebody knows."""
+        """Raise what the turn failed with; its pictures stay until the session's next turn."""
         if self.error is not None:
-            if self._turn.session.background is self:
-                self._turn.session.background = None
+            self.told = True
             raise self.error
+
+    @property
+    def failed(self) -> bool:
+        """Whether it failed and no client knows yet."""
+        return self.error is not None and not self.told
 
     @property
     def _begun(self) -> bool:
@@ -330,11 +348,12 @@ class BackgroundTurn:
 
     async def _run(self, contents: dict[str, str]) -> None:
         turn, session = self._turn, self._turn.session
-        fresh: list[str] = []
         try:
             async with turn.begun() as memory:
-                session.background = self
-                fresh = await asyncio.to_thread(self._keep_media, contents)
+                earlier, session.background = session.background, self
+                if earlier is not None:  # it failed
+                    await self._forget(turn.caller.tenant, set(earlier.digests))
+                await asyncio.to_thread(self._keep_media, contents)
                 contents.clear()
                 async with contextlib.aclosing(turn.call.parts()) as parts:
                     async for part in parts:
@@ -353,35 +372,26 @@ class BackgroundTurn:
         except asyncio.CancelledError:
             what = "the turn was stopped before its reply began; it is taken back"
             closing = ApiError(503, "the server is shutting down; try another one", "shutdown")
-            self._fail(ApiError(409, what, "turn_stopped") if self._stopping else closing, fresh)
+            self.error = ApiError(409, what, "turn_stopped") if self._stopping else closing
+            if self._stopping:  # the session is as if there had been none
+                session.background = None
+                await self._forget(turn.caller.tenant, set(self.digests))
         except STOPS:
             raise
         except BaseException as error:
-            self._fail(api_error(error), fresh)
+            self.error = api_error(error)
         finally:
             release_body()
             self.over = True
             self._tell()
 
-    def _fail(self, error: ApiError, fresh: list[str]) -> None:
-        """Note why the turn failed; a session whose turn was stopped is as if there was none."""
-        self.error = error
-        if self._stopping:
-            self._turn.session.background = None
-            for digest in fresh:
-                self._media.remove(self._turn.caller.tenant, digest)
-
-    def _keep_media(self, contents: dict[str, str]) -> list[str]:
-        """Keep the pictures and videos; return the digests of those that are new."""
-        tenant, fresh = self._turn.caller.tenant, []
+    def _keep_media(self, contents: dict[str, str]) -> None:
+        """Keep the pictures and videos for clients."""
         for digest, url in contents.items():
-            if not self._media.has(tenant, digest):
-                fresh.append(digest)
             try:
-                self._media.put(tenant, digest, data_uri_content(url))
+                self._media.put(self._turn.caller.tenant, digest, data_uri_content(url))
             except OSError as error:
                 log.warning("a picture is not kept for the page: %s", error.strerror or error)
-        return fresh
 
     async def _look(self) -> None:
         """Ask now and then what the memory holds."""

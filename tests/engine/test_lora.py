@@ -160,6 +160,11 @@ def without_weights(folder: Path) -> None:
     (folder / WEIGHTS).unlink()
 
 
+def scribbled(folder: Path) -> None:
+    adapter(folder, FACTORS)
+    (folder / WEIGHTS).write_bytes(b"no safetensors" * 9)
+
+
 def torn(folder: Path) -> None:
     adapter(folder, FACTORS)
     (folder / CONFIG).write_text("{")
@@ -201,6 +206,16 @@ EMBEDDING = "model.embed_tokens"
             "the embedding or the head of a model where both are one matrix",
         ),
         (written({A: None, B: None}), "changes nothing"),
+        (written({A: torch.ones(3, 64).int()}), "q_proj.lora_A.weight in I32"),
+        (written({A.replace("model.", "", 1): torch.ones(3, 64)}), "has two of"),
+        (written(lora_alpha=float("nan")), "NaN or infinity in its factors for"),
+        (written({A: torch.full((3, 64), float("inf"))}), "NaN or infinity in its factors for"),
+        (written(rank_pattern={r"((\w|\.)+)+!": 3}), "which may take forever"),
+        (scribbled, "the weights of the adapter adapter are corrupt"),
+        (
+            written(lora_alpha="6"),
+            "the adapter adapter is not a readable checkpoint: a value in one of its",
+        ),
     ],
 )
 def test_other_adapters_are_refused_by_a_line(

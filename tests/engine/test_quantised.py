@@ -178,7 +178,11 @@ def test_packed_weights_of_other_settings_are_not_used(
     assert all(torch.equal(part, read()[name]) for name, part in first.items())
     said = METHODS["gptq"]["settings"] | {"checkpoint_format": "gptq_v2"}
     configure(folder, quantization_config=said)
-    assert not torch.equal(first["layers.0.out"], read()["layers.0.out"])
+    second = read()["layers.0.out"]
+    assert not torch.equal(first["layers.0.out"], second)
+    del said["checkpoint_format"]
+    configure(folder, quantization_config=said | {"format": "gptq_v2"})  # its other name
+    assert torch.equal(second, read()["layers.0.out"])
 
 
 class Peak(TorchDispatchMode):
@@ -297,6 +301,11 @@ def truncated(method: str, folder: Path) -> None:
             "q_proj.weight.quant_state.bitsandbytes__nf4 is missing",
         ),
         ("bitsandbytes", shorter("self_attn.k_proj.weight.absmax"), "k_proj.weight.absmax is F32"),
+        (
+            "bitsandbytes",  # whose codes would be taken for numbers
+            without("mlp.down_proj.weight.nested_absmax"),
+            "down_proj.weight.absmax is U8",
+        ),
     ],
 )
 def test_bad_files_and_variants_are_refused_by_a_line(
@@ -367,3 +376,15 @@ def test_the_plan_counts_all_numbers_of_packed_matrices(method: str, tmp_path: P
     mixed = method == "compressed-tensors"  # 3 and 4 bits: those of the first group count
     for form in ("bf16", "int8"):
         assert abs(packed[form].weights / plain[form].weights - 1) < (0.05 if mixed else 1e-9)
+
+
+def test_the_plan_knows_the_dtype_of_packed_matrices(tmp_path: Path) -> None:
+    """Of float16 a CPU makes float32; one of the steps counts, or the config's."""
+    folder = folder_of("fp8", tmp_path / "model")
+    before = planned(str(folder))
+    configure(folder, dtype="float16")
+    made, held = planned(str(folder)), load(folder, kernels=kernels_for("auto"))[2].nbytes()
+    assert before is not None and made is not None
+    assert before["auto"].weights < 0.8 * held <= made["auto"].weights
+    configure(folder, quantization_config={"quant_method": "gptq", "bits": 0})
+    assert planned(str(folder)) is None

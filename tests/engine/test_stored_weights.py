@@ -360,8 +360,17 @@ def test_a_tower_reads_its_own_tensors_once(name: str, monkeypatch: pytest.Monke
     assert sorted(read) == sorted(part for part in stored if not part.startswith(text))
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
-@pytest.mark.parametrize("name", [name for name in SEEING if name not in ALIKE])
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [
+        *((name, torch.bfloat16) for name in SEEING if name not in ALIKE),
+        *(
+            (name, dtype)
+            for name in ("qwen3_vl", "llava")
+            for dtype in (torch.float16, torch.float32)
+        ),
+    ],
+)
 def test_a_tower_stored_in_another_dtype(name: str, dtype: torch.dtype, tmp_path: Path) -> None:
     """Beside a decoder whose matrices stay narrow the tower is widened tensor by tensor."""
     folder = Path(shutil.copytree(checkpoint(name), tmp_path / "model"))

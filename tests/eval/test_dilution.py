@@ -123,7 +123,7 @@ def test_the_prediction_is_exact_if_logits_stay_the_same() -> None:
     assert np.shape(record["heads"]) == (2, 6)
 
 
-@pytest.mark.slow(reason="the same run twice, once cut short")
+@pytest.mark.long(reason="as of test_quality.py: the same run twice, once cut short")
 def test_a_killed_run_gives_the_same_files(tmp_path: Path, capfd: Any) -> None:
     options = [
         MODEL,

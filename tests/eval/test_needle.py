@@ -189,7 +189,7 @@ OPTIONS = [
 ]
 
 
-@pytest.mark.slow(reason="the same run twice, once cut short")
+@pytest.mark.long(reason="as of test_quality.py: the same run twice, once cut short")
 def test_a_killed_run_gives_the_same_files(tmp_path: Path, capfd: Any) -> None:
     """Stopped in the middle of the first length, in the middle of a line."""
     main([*OPTIONS, str(tmp_path / "whole"), "--limit", "3"])

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
+from safetensors.torch import load_file, save_file
 from torch import nn
 
 from mmkv import Engine
@@ -53,6 +55,23 @@ def test_a_head_that_is_the_embedding_counts_once(tmp_path: Path) -> None:
         assert made["auto"].weights == engine.decoder.weights.nbytes()
     head = [("lm_head.weight", "BF16", [10, 64]), ("model.embed_tokens.weight", "BF16", [10, 64])]
     assert WeightCount.of(head).bytes("bf16") == 2 * WeightCount.of(head, True).bytes("bf16")
+
+
+@pytest.mark.parametrize("name", ["qwen3_moe", "qwen3_vl_moe"])
+def test_experts_are_float32_and_have_no_other_form(
+    name: str, tmp_path: Path, mmkv: Callable[..., Ran]
+) -> None:
+    folder = Path(shutil.copytree(checkpoint(name), tmp_path / "model"))
+    file = folder / "model.safetensors"
+    tensors = {part: tensor.bfloat16() for part, tensor in load_file(file).items()}
+    save_file(tensors, file, {"format": "pt"})
+    engine, made = Engine.from_pretrained(folder), planned(str(folder))
+    assert made is not None and list(made) == ["auto"]
+    eyes = held(engine.family.hf) if "vl" in name else 0
+    assert made["auto"].weights == pytest.approx(engine.decoder.weights.nbytes() + eyes, rel=0.15)
+    assert "in no form" in advice(made, "auto", made["auto"].fixed)
+    ran = mmkv("chat", str(folder), "--memory", "8GiB", "--weights", "int8", "-p", "x")
+    assert "are not for a mixture of experts" in ran.error_line()
 
 
 def test_the_text_inside_of_smolvlm_is_told_from_its_tower() -> None:

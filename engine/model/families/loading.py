@@ -320,7 +320,9 @@ def _opened(
             f"an adapter is merged into weights that are here, and {source} is not; fetch it "
             "first: mmkv pull OWNER/NAME"
         )
-    return AdaptedTensors(stored, *adapter, places)
+    config_file, weights = adapter
+    with _explaining(f"the adapter {config_file.parent.name}", str(config_file.parent)):
+        return AdaptedTensors(stored, config_file, weights, places)
 
 
 def _require_found(found: DecoderWeights | None, stored: GgufTensors, name: str, kind: str) -> None:

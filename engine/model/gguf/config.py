@@ -78,6 +78,16 @@ def gguf_folder(model: str | Path, mmproj: str | Path | None = None) -> str:
     return str(_made(tuple((path, state(path)) for path in paths)))
 
 
+def listed_files(listing: Path) -> list[Path] | None:
+    """Return the files that a folder of :func:`gguf_folder` stands for.
+
+    None: another made the folder, whose word on files elsewhere does not count.
+    """
+    if not _home or Path(_home[0].name).resolve() not in listing.resolve().parents:
+        return None
+    return [Path(path) for path in json.loads(listing.read_text(encoding="utf-8"))]
+
+
 @functools.lru_cache(maxsize=64)
 def _made(states: tuple[tuple[Path, tuple[int, ...]], ...]) -> Path:
     files = [read_gguf(path) for path, _ in states]

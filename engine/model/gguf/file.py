@@ -36,6 +36,8 @@ _NUMBERS = {
 }
 _TEXT, _ARRAY = 8, 9
 _MOST = 2**20  # tensors, or entries of metadata
+_LONGEST = 2**24  # values of an array, as many as a vocabulary may have
+_LONGEST_TEXT = 2**28  # bytes; a tokenizer's page takes tens of millions
 # ggml's number of a type: its name, numbers in a block, bytes of a block.
 _TYPES: dict[int, tuple[str, int, int]] = {
     0: ("F32", 1, 4),
@@ -153,7 +155,10 @@ class GgufFile:
         """
         found = []
         for name, tensor in self.tensors.items():
-            for theirs, ours in (("blk.", "layers."), ("token_embd.", "embed_tokens.")):
+            for theirs, ours in (
+                ("blk.", "model.layers."),
+                ("token_embd.", "model.embed_tokens."),
+            ):
                 name = ours + name.removeprefix(theirs) if name.startswith(theirs) else name
             name = name.replace("output.", "lm_head.") if name == "output.weight" else name
             dtype = tensor.kind if tensor.kind in PLAIN else "F32"
@@ -267,14 +272,14 @@ class _Reader:
 
     def numbers(self, kind: str, count: int) -> tuple[Any, ...]:
         """Return so many numbers."""
-        layout = f"<{self._fitting(count, struct.calcsize(kind))}{kind}"
+        layout = f"<{self._fitting(count, struct.calcsize(kind), _LONGEST)}{kind}"
         made = struct.unpack_from(layout, self._data, self.at)
         self.at += struct.calcsize(layout)
         return made
 
     def text(self) -> str:
         """Return text, which its length precedes."""
-        size = self._fitting(self.number("Q"), 1)
+        size = self._fitting(self.number("Q"), 1, _LONGEST_TEXT)
         self.at += size
         return self._data[self.at - size : self.at].decode()
 
@@ -300,7 +305,7 @@ class _Reader:
         kind, count = self.number("I"), self.number("Q")
         if kind in _NUMBERS:
             return list(self.numbers(_NUMBERS[kind], count))
-        count = self._fitting(count, 8)
+        count = self._fitting(count, 8, _LONGEST)
         return self._texts(count) if kind == _TEXT else [self._of(kind, 1) for _ in range(count)]
 
     def _texts(self, count: int) -> list[str]:
@@ -309,14 +314,19 @@ class _Reader:
         for _ in range(count):
             begin = at + 8
             at = begin + int.from_bytes(data[at:begin], "little")
+            if at - begin > _LONGEST_TEXT:
+                raise struct.error("too long")
             found.append(data[begin:at].decode())
         if at > len(data):
             raise struct.error("beyond the end")
         self.at = at
         return found
 
-    def _fitting(self, count: int, size: int) -> int:
-        """Return ``count`` if so many things of at least ``size`` bytes can follow."""
-        if count * size > len(self._data) - self.at:
-            raise struct.error("beyond the end")
+    def _fitting(self, count: int, size: int, most: int) -> int:
+        """Return ``count`` if so many things of at least ``size`` bytes can follow.
+
+        ``most``: what is taken at all. A file may seem to be larger than the disk.
+        """
+        if count > most or count * size > len(self._data) - self.at:
+            raise struct.error("too many, or beyond the end")
         return int(count)

@@ -85,6 +85,8 @@ export function mediaUrl(id, digest) {
       .then((answer) => answer.blob()).then(dataUrl);
     loading.catch(() => shownMedia.delete(digest));
     shownMedia.set(digest, loading);
+    // A tab may stay open for weeks.
+    if (shownMedia.size > 64) shownMedia.delete(shownMedia.keys().next().value);
   }
   return shownMedia.get(digest);
 }

@@ -113,6 +113,28 @@ export async function copyText(text, button) {
   }, 1500);
 }
 
+// What is nested deeper than the browser's stack reaches is shown as it was written.
+function blocksOf(text) {
+  try {
+    return parser.lexer(text).filter((one) => one.type !== "space");
+  } catch {
+    return [{ type: "plain", raw: text }];
+  }
+}
+
+function nodesOf(token) {
+  try {
+    if (token.type !== "plain") {
+      const html = parser.parser([token], { ...parser.defaults });
+      return [...dress(purify.sanitize(html, RULES)).childNodes];
+    }
+  } catch { /* below */ }
+  const plain = document.createElement("p");
+  plain.className = "plain-text";
+  plain.textContent = token.raw;
+  return [plain];
+}
+
 // Shows a text that grows: blocks that have not changed keep their nodes.
 export class MarkdownView {
   constructor(place) {
@@ -121,13 +143,11 @@ export class MarkdownView {
   }
 
   show(text) {
-    const tokens = parser.lexer(text);
-    const blocks = tokens.filter((one) => one.type !== "space");
+    const blocks = blocksOf(text);
     blocks.forEach((token, index) => {
       const before = this.blocks[index];
       if (before?.raw === token.raw && before.type === token.type) return;
-      const html = parser.parser([token], { ...parser.defaults });
-      const nodes = [...dress(purify.sanitize(html, RULES)).childNodes];
+      const nodes = nodesOf(token);
       const after = before?.nodes.at(-1)?.nextSibling ?? null;
       for (const node of before?.nodes ?? []) node.remove();
       for (const node of nodes) this.place.insertBefore(node, before ? after : null);

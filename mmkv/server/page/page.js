@@ -121,6 +121,13 @@ function titleOf(text, media) {
   return `${cut.slice(0, Math.max(cut.lastIndexOf(" "), 24))}…`;
 }
 
+// The server may have it no more.
+function shownTitle() {
+  if (record.value) return nameOf(record.value);
+  const first = log.value.find((one) => one.role === "user");
+  return first ? titleOf(first.text, first.media) : "New chat";
+}
+
 const nameOf = (one) => one.metadata?.title || one.id.replace(/^sess_/, "").slice(0, 12);
 
 // --- conversations ----------------------------------------------------------------------------
@@ -146,21 +153,26 @@ function remembered(id) {
 let opened = 0; // counts what was opened last, so that a late answer shows nothing
 
 async function open(id) {
-  const mine = ++opened, left = record.value;
-  running.value?.abort.abort(); // the reply goes on without the page
-  if (left && left.id !== id && unused(left)) {
+  const mine = ++opened, left = record.value, leaving = running.value;
+  leaving?.abort.abort(); // the reply goes on without the page
+  // What the list says may be older than what the page shows.
+  if (left && left.id !== id && unused(left) && !leaving && !stored.value.length) {
     server.deleteSession(left.id).catch(() => {});
     sessions.value = sessions.value.filter((one) => one !== left);
   }
+  const same = id === current.value; // it is looked at again: what was not sent stays with it
+  const unsent = same ? log.value.filter((one) => one.failed) : [];
   batch(() => {
     running.value = null;
     current.value = id;
-    memory.value = usage.value = speed.value = editing.value = null;
+    memory.value = usage.value = speed.value = null;
+    if (!same) editing.value = null;
     log.value = [];
     drawer.value = null;
   });
   remembered(id);
   document.title = "mmkv";
+  if (leaving) refresh().catch(() => {}); // it says that a reply is under way there
   if (id === null) {
     focusText();
     return;
@@ -169,7 +181,7 @@ async function open(id) {
   document.title = `${known ? nameOf(known) : "Chat"} · mmkv`;
   const found = (await server.readMessages(id)).map(fromServer);
   if (mine !== opened) return;
-  log.value = found;
+  log.value = [...found, ...unsent];
   noteText(id);
   if (known?.busy || known?.failed) await rejoin(id);
   else await remember();
@@ -251,7 +263,7 @@ async function branch(earlier, asked) {
   });
   remembered(made.id);
   document.title = `${nameOf(made)} · mmkv`;
-  await turn(made.id, asked);
+  await turn(made.id, asked, true);
 }
 
 function sameBudget() {
@@ -262,7 +274,7 @@ function sameBudget() {
   return {};
 }
 
-async function turn(id, asked) {
+async function turn(id, asked, fresh = false) {
   const abort = new AbortController();
   const known = record.value?.messages ?? 0;
   const sent = [...stored.value.slice(known), asked]; // what the server lacks
@@ -282,17 +294,47 @@ async function turn(id, asked) {
   } catch (error) {
     if (abort.signal.aborted) return;
     if (error instanceof TypeError && await rejoined(id, abort, known)) return;
-    refused(id, stood, [asked], error);
+    if (error.code === "session_not_found" && !fresh && current.value === id) await revive(id, stood, asked);
+    else refused(id, stood, [asked], error);
   } finally {
     await ended(id, abort);
+  }
+}
+
+// The server was started anew, or another tab deleted the conversation: it goes on, as one of its
+// own, from what the page shows.
+async function revive(id, stood, asked) {
+  running.value = null;
+  log.value = stood;
+  try {
+    const earlier = [];
+    for (const one of stored.value) {
+      const media = [];
+      let text = one.text;
+      for (const part of one.media) {
+        const url = part.url ?? await server.mediaUrl(id, part.digest).catch(() => null);
+        if (url) media.push({ ...part, url });
+        else text = `[a ${KINDS[part.kind]} that is not kept] ${text}`;
+      }
+      earlier.push({ ...one, media, text });
+    }
+    tell("The server had this conversation no more; it goes on from what this page shows.");
+    await branch(earlier, asked);
+  } catch (error) {
+    refused(id, stood, [asked], error);
   }
 }
 
 // The server took the turn back: it is shown with the reason, and nothing of it is sent again.
 function refused(id, stood, asked, error) {
   if (current.value !== id) return;
-  if (error.status === 401) locked.value = true;
   tell("");
+  if (error.status === 401 && asked.length) {
+    log.value = stood;
+    putBack(asked.at(-1)); // it waits for the key
+    locked.value = true;
+    return;
+  }
   if (error.code === "turn_stopped") {
     log.value = stood;
     putBack(asked.at(-1));
@@ -364,7 +406,10 @@ async function ended(id, abort) {
   running.value = null;
   noteText(id);
   await refresh().then(remember).catch(() => {});
-  document.getElementById("text")?.focus({ preventScroll: true });
+  // Not away from what somebody uses meanwhile, and no keyboard over the reply on a phone.
+  if (document.activeElement === document.body && !matchMedia("(pointer: coarse)").matches) {
+    document.getElementById("text")?.focus({ preventScroll: true });
+  }
 }
 
 // The first token's time belongs to the prompt.
@@ -420,10 +465,17 @@ async function stop() {
   const turn = running.value;
   if (!turn) return;
   running.value = { ...turn, stopping: true };
-  try {
-    await server.stopTurn(turn.id);
-  } catch (error) {
-    if (error.code !== "no_turn") throw error; // it has just ended
+  while (running.value?.abort === turn.abort) {
+    try {
+      await server.stopTurn(turn.id);
+      return;
+    } catch (error) {
+      if (error.code !== "no_turn") {
+        if (running.value?.abort === turn.abort) running.value = turn; // to try again
+        throw error;
+      }
+    }
+    await new Promise((resolve) => setTimeout(resolve, 300)); // it has just ended, or is on its way there
   }
 }
 
@@ -483,7 +535,7 @@ async function readable(one) {
 async function exported(form) {
   const id = current.value, whole = stored.value;
   const messages = await Promise.all(whole.map((one) => toServer(id, one, true)));
-  const title = record.value ? nameOf(record.value) : "Chat";
+  const title = shownTitle();
   const name = title.replace(/[^\p{L}\p{N}]+/gu, "-").replace(/^-|-$/g, "").slice(0, 40) || "chat";
   if (form === "json") {
     download(`${name}.json`, "application/json", JSON.stringify({ title, model: model.value.id, messages }, null, 2));
@@ -718,8 +770,8 @@ async function searched(words) {
   if (words.trim().length < 3) return;
   for (const one of sessions.value) {
     if (texts.has(one.id) || one.state === "empty") continue;
-    const found = await server.readMessages(one.id).catch(() => []);
-    texts.set(one.id, found.map((each) => fromServer(each).text).join("\n").toLowerCase());
+    const found = await server.readMessages(one.id).catch(() => null);
+    if (found) texts.set(one.id, found.map((each) => fromServer(each).text).join("\n").toLowerCase());
     if (mine !== searching) return;
     search.value = `${words}`; // what was found shows at once
     sessions.value = [...sessions.value];
@@ -903,6 +955,8 @@ function Delete() {
 function Key() {
   const [key, setKey] = useState("");
   const [wrong, setWrong] = useState("");
+  const place = useRef(null);
+  useEffect(() => { place.current.focus(); }, []);
   const use = async (event) => {
     event.preventDefault();
     server.setKey(key);
@@ -910,12 +964,12 @@ function Key() {
       await start();
     } catch (error) {
       server.setKey("");
-      setWrong(error.message);
+      setWrong(error.status === 401 ? "This is no key of this server." : error.message);
     }
   };
   return html`<main class="locked"><form class="card stack" onSubmit=${use}>
     <h1>mmkv</h1><p>This server asks for an API key. It stays in this tab.</p>
-    <label for="key">API key</label><input id="key" type="password" autocomplete="off" required autofocus value=${key} onInput=${(event) => setKey(event.target.value)} />
+    <label for="key">API key</label><input id="key" ref=${place} type="password" autocomplete="off" required value=${key} onInput=${(event) => setKey(event.target.value)} />
     ${wrong && html`<p class="note failed" role="alert">${wrong}</p>`}
     <button class="primary">Use</button></form></main>`;
 }
@@ -938,11 +992,11 @@ function Menu() {
   return html`<details class="menu" ref=${place} onKeyDown=${(event) => { if (event.key === "Escape") place.current.open = false; }}>
     <summary class="button plain icon" aria-label="More" title="More"><${Icon} name="more" /></summary>
     <div class="card" role="group" aria-label="This conversation">
-      <button type="button" class="plain" onClick=${pick(fork)} disabled=${busy.value}>Fork</button>
+      <button type="button" class="plain" onClick=${pick(fork)} disabled=${busy.value || !record.value}>Fork</button>
       <button type="button" class="plain" onClick=${pick(guarded(() => exported("md")))}>Export as Markdown</button>
       <button type="button" class="plain" onClick=${pick(guarded(() => exported("json")))}>Export as JSON</button>
       ${canSave.value && html`<button type="button" class="plain" disabled=${busy.value || !record.value?.turns} onClick=${pick(() => { dialog.value = "save"; })}>Save on the server</button>`}
-      <button type="button" class="plain danger" disabled=${busy.value} onClick=${pick(() => { dialog.value = "delete"; })}>Delete</button>
+      <button type="button" class="plain danger" disabled=${busy.value || !record.value} onClick=${pick(() => { dialog.value = "delete"; })}>Delete</button>
     </div></details>`;
 }
 
@@ -962,7 +1016,7 @@ function App() {
     <main>
       <header>
         <${IconButton} name="menu" label="Conversations" class="plain icon small-only" aria-expanded=${drawer.value === "list"} onClick=${() => { drawer.value = "list"; }} />
-        <p class="title">${record.value ? nameOf(record.value) : "New chat"}</p>
+        <p class="title">${shownTitle()}</p>
         <span class="small muted wide-only">${model.value?.id}</span>
         <button type="button" class="plain small-only mini" aria-expanded=${drawer.value === "memory"} onClick=${() => { drawer.value = "memory"; }}>
           <span class="said">Memory</span>${found?.entries !== undefined ? html`<${Bar} found=${found} />` : html`<${Icon} name="gauge" />`}</button>

@@ -312,7 +312,9 @@ def test_c_and_torch_keep_the_same_entries(model: str, weights: str, form: str) 
     if not loaded.take_int8(form):
         pytest.skip(f"{form} is not for this CPU or level")
     try:
-        assert_keeps_as_torch(model, weights, reference.multiply, 3e-2)
+        # What is rounded otherwise in a prompt stays in a hybrid model's states.
+        most = 5e-2 if model == "qwen3_5" else 3e-2
+        assert_keeps_as_torch(model, weights, reference.multiply, most)
     finally:
         loaded.take_int8()
 

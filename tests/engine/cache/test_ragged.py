@@ -301,7 +301,8 @@ class CacheMachine(RuleBasedStateMachine):
 
 
 @pytest.mark.parametrize(
-    "examples", slow_but([FEW], [FEW, EXAMPLES], "thousands of operations, each with all checks")
+    "examples",
+    [FEW, pytest.param(EXAMPLES, marks=pytest.mark.long(reason="thousands of operations"))],
 )
 def test_cache_state_machine(examples: int) -> None:
     """About examples x STEPS operations on random shapes, all invariants after each."""

@@ -5,8 +5,12 @@ Each is compared with a checkpoint of the same numbers, which other tests compar
 
 from __future__ import annotations
 
+import functools
 import importlib.util
+import json
 import os
+import shutil
+import struct
 from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
@@ -24,16 +28,19 @@ from torch import Tensor
 from mmkv.engine.backends import kernels_for
 from mmkv.engine.config import EngineConfig
 from mmkv.engine.errors import ModelError
+from mmkv.engine.hub import config_digest
 from mmkv.engine.model import panel_files
 from mmkv.engine.model.families.loading import load
-from mmkv.engine.model.fingerprint import fingerprint, identity
-from mmkv.engine.model.gguf.config import gguf_folder
+from mmkv.engine.model.fingerprint import fingerprint, identity, language_fingerprint
+from mmkv.engine.model.gguf.config import FILES, gguf_folder
 from mmkv.engine.model.gguf.file import GgufFile
 from mmkv.engine.model.gguf.tokenizer import tokenizer_json
 from mmkv.engine.model.int8 import IntegerMatrix
 from mmkv.engine.model.kept_files import kept
 from mmkv.engine.model.panels import Panels
+from mmkv.engine.model.source import SINGLE, checkpoint_file, files_of
 from mmkv.engine.model.weights import DecoderWeights
+from mmkv.planner import FORMS, planned
 from mmkv.prompt.loading import load_processor
 from tests.engine.test_stored_weights import assert_same, named, plain
 from tests.support.factories import checkpoint, make_turn
@@ -216,6 +223,42 @@ def test_damage_anywhere_in_the_header_is_refused_in_a_line(
         except ModelError as error:
             assert "\n" not in str(error)
         file.unlink()
+
+
+def test_an_array_longer_than_a_vocabulary_is_not_read(tmp_path: Path) -> None:
+    """A file with holes seems to be as large as it likes."""
+    head = struct.pack("<4sIQQ", b"GGUF", 3, 0, 1) + struct.pack("<Q", 1) + b"a"
+    for kind in (0, 8):
+        file = tmp_path / f"{kind}.gguf"
+        with file.open("wb") as opened:
+            opened.write(head + struct.pack("<IIQ", 9, kind, 2**25))
+            opened.truncate(2**30)
+        assert "its header makes no sense" in refused(file)
+
+
+def test_a_folder_names_no_files_elsewhere(tmp_path: Path) -> None:
+    """Only those that this process made for GGUF files do."""
+    folder = Path(shutil.copytree(checkpoint("qwen2"), tmp_path / "folder"))
+    (folder / FILES).write_text(json.dumps([str(tmp_path / "pipe")]))
+    os.mkfifo(tmp_path / "pipe")
+    assert files_of(functools.partial(checkpoint_file, str(folder))) == [folder / SINGLE]
+
+
+def test_gates_of_a_file_know_it_beside_its_tower(written: Written) -> None:
+    """They are trained for the file, whose config, tokenizer and weights are found by its name."""
+    alone, both = gguf_folder(written.text), gguf_folder(written.text, written.mmproj)
+    assert config_digest(str(written.text)) == config_digest(alone) != config_digest(both)
+    assert language_fingerprint(both) == fingerprint(str(written.text)) != fingerprint(both)
+    assert load_processor(written.text).tokenizer.convert_tokens_to_ids("t7") == 7
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_plan_counts_layers_and_the_rest_as_of_a_folder(form: str, tmp_path: Path) -> None:
+    made = Written(checkpoint("qwen3_vl"), tmp_path, Kind.F32)
+    ours = planned(gguf_folder(made.text, made.mmproj))
+    theirs = planned(str(made.truth))
+    assert ours is not None and theirs is not None
+    assert ours[form].weights == pytest.approx(theirs[form].weights, rel=0.02)
 
 
 def test_a_file_has_a_fingerprint_of_its_own(tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ import os
 import random
 import shutil
 import struct
+import zipfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -147,6 +148,19 @@ def as_torn_pickle(folder: Path) -> None:
     file.write_bytes(file.read_bytes()[:-5000])
 
 
+def as_compressed_pickle(folder: Path) -> None:
+    """A small file may then fill all of the memory."""
+    as_pickle(folder)
+    with zipfile.ZipFile(folder / PICKLED) as stored:
+        parts = {one.filename: stored.read(one) for one in stored.infolist()}
+    with zipfile.ZipFile(folder / PICKLED, "w", zipfile.ZIP_DEFLATED) as made:
+        for name, raw in parts.items():
+            made.writestr(name, raw)
+
+
+NORM = "model.norm.weight"
+
+
 def configured(**values: Any) -> Callable[[Path], None]:
     def change(folder: Path) -> None:
         file = folder / "config.json"
@@ -164,6 +178,15 @@ def configured(**values: Any) -> Callable[[Path], None]:
         (scribble, "corrupt"),
         (functools.partial(as_pickle, odd=Code()), "holds more than tensors, which could run code"),
         (functools.partial(as_pickle, epoch=3), "holds no plain tensors by their names"),
+        (as_compressed_pickle, "pytorch_model.bin is compressed, which torch.save never does"),
+        *(
+            (functools.partial(as_pickle, **{NORM: odd}), "holds no plain tensors")
+            for odd in (
+                torch.ones(1).expand(64),  # more numbers than are there
+                torch.ones(64, dtype=torch.complex64),
+                torch.ones(64, device="meta"),
+            )
+        ),
         (as_older_pickle, "pytorch_model.bin is damaged, or of a torch before 1.6"),
         (as_torn_pickle, "pytorch_model.bin is damaged, or of a torch before 1.6"),
         (lambda folder: (folder / "model.safetensors").unlink(), "not a readable checkpoint"),

@@ -395,7 +395,8 @@ def test_two_runs_lie_side_by_side(
     assert first[1:] == [f"{count} of 18" for count in both]
     gaps = [abs(sum(p in row for row in ours) - sum(p in row for row in theirs)) for p in range(35)]
     assert abs(both[0] - both[1]) == max(gaps)
-    for wrong in ("<title>What the cache kept</title>", text.replace('"format":2', '"format":1')):
+    other_format, endless = text.replace('"format":2', '"format":1'), 'id="data">' + "[" * 100_000
+    for wrong in ("<title>What the cache kept</title>", other_format, endless):
         (tmp_path / "wrong.html").write_text(wrong)
         with pytest.raises(InputError, match="no page of this version's mmkv explain"):
             read_page(tmp_path / "wrong.html")

@@ -338,8 +338,12 @@ def test_a_reply_is_stopped_and_rejoined_after_a_reload(page: Any, server: Serve
         page.locator("#text").fill("a long one")
         page.locator("#text").press("Enter")
         assert reached.wait(60)
-        page.locator("#text").press("Escape")
-        expect(page.locator("#stop")).to_be_disabled()
+        early = {"status": 404, "json": {"error": {"code": "no_turn"}}}  # it has not arrived there
+        page.route("**/turn", lambda route: route.fulfill(**early), times=1)
+        with page.expect_request(lambda one: one.method == "DELETE"):
+            page.locator("#text").press("Escape")
+        with page.expect_request(lambda one: one.method == "DELETE"):
+            expect(page.locator("#stop")).to_be_disabled()
     ended(page)
     expect(page.locator(".message.assistant")).to_have_count(2)
     expect(page.locator("[data-of=speed]")).to_contain_text("tokens/s")
@@ -417,6 +421,11 @@ def test_markdown_is_rendered_and_nothing_of_it_is_run(
     expect(card.locator("summary")).to_contain_text("look_up")
     card.locator("summary").click()
     expect(card.locator("pre")).to_contain_text('"of": "frogs"')
+    # What is nested deeper than a parser reaches is shown as it is.
+    deep = streamed({"content": ">" * 20_000 + "deep"})
+    page.route("**/chat/completions", lambda route: route.fulfill(body=deep, headers=kind))
+    say(page, "deeper")
+    expect(page.locator(".message.assistant .markdown").last).to_contain_text(">>deep")
     # The browser itself refuses what does not come through DOMPurify.
     refused = (
         "() => { try { document.body['inner' + 'HTML'] = '<p>' } catch (e) { return e.name } }"
@@ -493,6 +502,63 @@ def test_edits_and_other_replies_are_branches_that_read_little_again(
         pick(page, "Export as Markdown")
     text = loading.value.path().read_text()
     assert "## System\n\nBe short." in text and "## User\n\nthird" in text
+
+
+def test_no_conversation_is_lost_that_the_server_or_its_list_does_not_know(
+    page: Any, server: Server
+) -> None:
+    from playwright.sync_api import expect
+
+    page.locator("#files").set_input_files(png("red"))
+    say(page, "first")
+    server.client.delete(f"/v1/sessions/{sessions_of(server)[0]['id']}")
+    say(page, "second")
+    expect(page.locator(".notices")).to_contain_text("had this conversation no more")
+    (record,) = sessions_of(server)
+    assert record["metadata"]["title"] == "first"
+    said = messages_of(server, record)
+    assert [one["role"] for one in said] == ["user", "assistant"] * 2
+    assert [one["type"] for one in said[0]["content"]] == ["image", "text"]
+    # The list may be older than the conversation: who leaves that takes nothing away.
+    page.get_by_role("button", name="New chat").click()
+    listed = "**/v1/sessions"
+    page.route(
+        listed,
+        lambda route: route.abort() if page.locator(".message").count() else route.fallback(),
+    )
+    say(page, "third")
+    page.unroute(listed)
+    page.get_by_role("button", name="New chat").click()
+    expect(page.locator(".welcome")).to_be_visible()
+    page.reload()
+    titles = [one["metadata"]["title"] for one in sessions_of(server)]
+    assert titles == ["first", "third"]
+    # What was refused, and what is edited, stays where its conversation is read again.
+    page.locator("#list li").first.get_by_role("button").click()
+    expect(page.locator(".message")).to_have_count(2)
+    refusal = {"status": 409, "json": {"error": {"message": "busy"}}}
+    page.route("**/chat/completions", lambda route: route.fulfill(**refusal), times=1)
+    page.locator("#text").fill("refused")
+    page.locator("#text").press("Enter")
+    expect(page.locator(".message.failed")).to_contain_text("busy")
+    page.locator(".message.user").first.hover()
+    page.get_by_role("button", name="Edit as a new branch").first.click()
+    with page.expect_response("**/messages"):
+        page.locator("#list [aria-current]").click()
+    expect(page.locator(".message")).to_have_count(3)
+    expect(page.locator(".message.failed")).to_contain_text("busy")
+    page.get_by_role("button", name="Cancel").click()
+    # A key that is no longer valid: the message waits for the next one.
+    page.evaluate("sessionStorage.setItem('mmkv-key', 'of yesterday')")
+    page.locator("#text").fill("fourth")
+    page.locator("#text").press("Enter")
+    for key in ("wrong", KEY):
+        expect(page.locator("#key")).to_be_focused()
+        page.locator("#key").fill(key)
+        page.locator("#key").press("Enter")
+        if key == "wrong":
+            expect(page.get_by_role("alert")).to_have_text("This is no key of this server.")
+    expect(page.locator("#text")).to_have_value("fourth")
 
 
 def test_saving_deleting_and_a_video_by_the_keyboard(

@@ -9,7 +9,9 @@ import hashlib
 import itertools
 import json
 import threading
+import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +20,7 @@ import pytest
 
 from mmkv import Engine
 from mmkv.server.guard import LimitBody, keep_body, release_body
-from mmkv.server.store import MediaStore
+from mmkv.server.store import MediaStore, SessionRecord, SessionStore
 from tests.support.chat_models import picture
 from tests.support.servers import (
     Server,
@@ -191,6 +193,8 @@ def test_pictures_can_be_asked_for_again_until_their_session_goes(server: Server
     assert (found.content, found.headers["Content-Type"]) == (content, "image/png")
     assert found.headers["Content-Security-Policy"] == "default-src 'none'; sandbox"
     assert found.headers["X-Content-Type-Options"] == "nosniff"
+    assert found.headers["Cross-Origin-Resource-Policy"] == "same-origin"
+    assert found.headers["Cache-Control"] == "no-store"
     memory = server.client.get(f"{fork}/memory").json()
     kept = memory["kept_by_message"]
     assert [len(one["media"]) for one in kept] == [1, 0]
@@ -201,6 +205,47 @@ def test_pictures_can_be_asked_for_again_until_their_session_goes(server: Server
     assert server.client.get(f"{fork}/media/{digest}").status_code == 200
     server.client.delete(fork)
     folder = server.inside(lambda core: core.folder.path / ".media")
+    assert list(folder.iterdir()) == []
+
+
+def test_pictures_of_turns_that_fail_or_are_stopped_go_with_them(server: Server) -> None:
+    """Those of other sessions stay, and a failed turn's until the next one."""
+
+    def question(part: dict[str, Any]) -> dict[str, Any]:
+        return {"role": "user", "content": [part, {"type": "text", "text": "what?"}]}
+
+    def send(path: str, body: dict[str, Any]) -> None:
+        answers[path] = server.client.post(f"{path}/chat/completions", json=body)
+
+    red = picture_part(picture("red", (48, 40)))
+    digest = hashlib.sha256(base64.b64decode(red["image_url"]["url"].split(",")[1])).hexdigest()
+    mine, other = opened(server), opened(server)
+    answers: dict[str, httpx.Response] = {}
+    folder = server.inside(lambda core: core.folder.path / ".media")
+    with stopped(server):
+        for path in (mine, other):
+            body = turn(question(red), max_tokens=2)
+            threading.Thread(target=send, args=(path, body)).start()
+            until(lambda path=path: server.client.get(path).json()["busy"])
+            until(lambda path=path: server.client.get(f"{path}/media/{digest}").status_code == 200)
+        assert server.client.delete(f"{mine}/turn").json()["kept"] is False
+    until(lambda: len(answers) == 2)
+    assert [answers[path].status_code for path in (mine, other)] == [409, 200]
+    assert server.client.get(f"{mine}/media/{digest}").status_code == 404
+    assert server.client.get(f"{other}/media/{digest}").status_code == 200
+    server.client.delete(other)
+    assert list(folder.iterdir()) == []
+    broken = {"type": "image_url", "image_url": {"url": "data:image/png;base64,aGVsbG8="}}
+    with server.client.stream(
+        "POST", f"{mine}/chat/completions", json=turn(question(broken))
+    ) as it:
+        assert it.status_code == 422
+    assert not server.client.get(mine).json()["failed"]
+    assert server.client.get(f"{mine}/turn").status_code == 404
+    refused = hashlib.sha256(b"hello").hexdigest()
+    assert server.client.get(f"{mine}/media/{refused}").content == b"hello"
+    send(mine, turn("and now?", max_tokens=2))
+    assert answers[mine].status_code == 200
     assert list(folder.iterdir()) == []
 
 
@@ -293,7 +338,9 @@ def test_a_key_decides_whatever_browser_is_named(folder: Path) -> None:
         begin(made, f"/v1/sessions/{first['id']}", turn("a long one", max_tokens=1500))
 
 
-def test_pictures_outlast_the_server_with_their_sessions(folder: Path, tmp_path: Path) -> None:
+def test_pictures_outlast_the_server_with_their_sessions(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     settings = {"session_folder": tmp_path, "keep_sessions": True}
     red = picture_part(picture("red", (48, 40)))
     question = {"role": "user", "content": [red, {"type": "text", "text": "what?"}]}
@@ -308,15 +355,45 @@ def test_pictures_outlast_the_server_with_their_sessions(folder: Path, tmp_path:
         assert hashlib.sha256(found.content).hexdigest() == digest
         assert made.client.get(f"{path}/memory").json()["kept_by_message"] == kept
         made.client.delete(path)
+        # A stop that comes while the turn is written takes nothing back.
+        writes, go_on, commit = threading.Event(), threading.Event(), SessionStore.commit
+
+        def slow(store: SessionStore, tenant: str, record: SessionRecord) -> SessionRecord:
+            if record.turns:
+                writes.set()
+                assert go_on.wait(60)
+            return commit(store, tenant, record)
+
+        monkeypatch.setattr(SessionStore, "commit", slow)
+        path = opened(made)
+        begin(made, path, turn("what?", max_tokens=4))
+        assert writes.wait(60)
+        with ThreadPoolExecutor(1) as other:
+            ended = other.submit(made.client.delete, f"{path}/turn")
+            time.sleep(0.2)  # the stop waits for the write by then
+            go_on.set()
+            assert ended.result(60).json()["kept"] is True
+        assert [one["role"] for one in messages(made, path)] == ["user", "assistant"]
     assert list((tmp_path / ".media").iterdir()) == []
 
 
 def test_kept_media_have_a_bound(tmp_path: Path) -> None:
     store = MediaStore(tmp_path / "media", most=250)
+
+    def kept() -> str:
+        return "".join(sorted(path.name[-1] for path in (tmp_path / "media").iterdir()))
+
     for letter in "abc":
         store.put("me", letter * 64, b"." * 100)
-    assert [store.has("me", letter * 64) for letter in "abc"] == [False, True, True]
+    assert kept() == "bc"
     assert store.get("me", "b" * 64) == b"." * 100
     assert store.get("you", "b" * 64) is None and store.get("me", "../../etc/passwd") is None
     store.put("me", "d" * 64, b"." * 100)
-    assert [store.has("me", letter * 64) for letter in "bcd"] == [True, False, True]
+    assert kept() == "bd"
+    # Who sends much makes way: nobody's one picture goes for another's many.
+    store.put("you", "e" * 64, b"." * 100)
+    assert kept() in ("be", "de")
+    store.put("me", "f" * 64, b"." * 100)
+    assert kept() == "ef"
+    store.put("me", "a" * 64, b"." * 300)  # one too large for itself alone
+    assert kept() == "e"
