@@ -276,7 +276,9 @@ def _composed(
     unfed = session.unfed if plan.appends else ()
     read = read_of(processor, plan.text, ids, pictures, clips, rule=rule, unfed=unfed)
     if pictures or clips or held.has_media:
-        read = replace(read, stays=_stays(processor, template, talk, whole, total))
+        # Where a session goes back to its beginning, all pictures are read again.
+        stays = _stays(processor, template, talk, whole, total) if session.can_cut_back else 0
+        read = replace(read, stays=stays)
     if plan.appends:
         return TurnReading(session.with_unfed(inputs), read)
     again = kept_tokens(session, plan, ids)

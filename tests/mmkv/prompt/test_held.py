@@ -582,6 +582,14 @@ FAMILIES = [save_llava, save_llava_onevision, save_internvl, save_qwen2_5_vl, sa
 FAMILIES += [save_smolvlm, save_mistral3]
 
 
+def save_qwen3_5(folder: Path) -> Path:
+    """Its linear layers cannot go back by tokens: earlier pictures are read again, too."""
+    return save_qwen3_vl(folder, kind="qwen3_5")
+
+
+FAMILIES.append(save_qwen3_5)
+
+
 @pytest.mark.parametrize("save", FAMILIES)
 @pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.long(reason="again"))])
 def test_pictures_over_turns_are_read_as_in_one_prompt(
