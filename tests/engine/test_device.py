@@ -26,10 +26,11 @@ ROOT = Path(__file__).resolve().parents[2]
 SECOND = torch.device("cuda", 1)
 # Every kernel that has a Triton form: what launches it, and its arguments; one tensor each says
 # where it lies.
-ON_SECOND = SimpleNamespace(device=SECOND, is_cuda=True, shape=(1,))
+ON_SECOND = SimpleNamespace(device=SECOND, is_cuda=True, shape=(1,), requires_grad=False)
 LAUNCHES = {
     "append": ("make_room", (None, None, ON_SECOND)),
     "decode_attention": ("decode_attention", (ON_SECOND, *[None] * 8)),
+    "delta": ("delta_step", (None, None, ON_SECOND, *[None] * 4)),
     "evict": ("evict", (None, None, None, None, ON_SECOND, None, None)),
     "norm": ("rms_norm", (ON_SECOND, None, None, 0.0)),
     "prefill_attention": ("prefill_attention", (ON_SECOND, *[None] * 5)),

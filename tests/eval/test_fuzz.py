@@ -141,6 +141,7 @@ def test_cases_depend_on_the_seed_alone_and_are_json(seed: int) -> None:
     assert len({json.dumps(each) for each in made}) > 150
 
 
+@pytest.mark.long(reason="of the program, whose runs show it")
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells what a process addresses")
 def test_the_limit_of_memory_is_for_the_inputs_and_not_for_libraries() -> None:
     code = """

@@ -122,7 +122,7 @@ def test_stale_answers_turn_to_the_old_value_at_the_first_wrong_token() -> None:
 METHODS = ["--method", "streamingllm", "--method", "snapkv", "--name", "d", "--output"]
 
 
-@pytest.mark.slow(reason="the same run twice, once cut short")
+@pytest.mark.long(reason="as of test_quality.py: the same run twice, once cut short")
 def test_killed_sessions_give_the_same_files(tmp_path: Path, capfd: Any) -> None:
     options = [MODEL, "--domain", "scenes", "--budgets", "24", "1/3", *METHODS]
     main([*options, str(tmp_path / "whole"), "--limit", "3"])

@@ -238,6 +238,7 @@ def test_mmdu_is_answered_and_scored_as_by_its_own_command(
     assert ours.results["mmdu_local"]["answered,none"] == 1
 
 
+@pytest.mark.long(reason="two programs, each of which imports lmms-eval")
 def test_two_processes_write_what_one_does(
     ours: Written, data: Path, home: Path, tmp_path: Path
 ) -> None:

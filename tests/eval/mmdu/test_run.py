@@ -250,7 +250,7 @@ run(sys.argv[1:])
 """
 
 
-@pytest.mark.slow(reason="the same run twice, once cut short")
+@pytest.mark.long(reason="as of test_quality.py: the same run twice, once cut short")
 def test_killed_and_resumed_gives_the_same_files(
     reference: Path, tmp_path: Path, mmkv: Callable[..., Ran]
 ) -> None:
