@@ -102,9 +102,9 @@ SETTINGS = {"tokens": 24, "temperature": "0", "system": "", "budget": ""}
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Any]:
     """Return a browser, or skip."""
-    from playwright.sync_api import expect
-
     with browsing() as made:
+        from playwright.sync_api import expect
+
         expect.set_options(timeout=30_000)
         yield made.browser
 
