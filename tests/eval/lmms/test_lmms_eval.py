@@ -309,6 +309,7 @@ def test_replies_are_those_of_lmms_evals_own_adapter(
         assert theirs.results[name] == ours.results[name]
 
 
+@pytest.mark.long(reason="a program of its own, which imports lmms-eval")
 def test_a_failed_evaluation_fails_the_command(data: Path, home: Path, tmp_path: Path) -> None:
     """lmms-eval itself ends with exit code 0 here."""
     done = run(
