@@ -145,7 +145,8 @@ def within(config: EngineConfig, memory: int, terminal: Terminal) -> EngineConfi
     name = model_name(config)
     if resolve_device(config.device).type != "cpu":
         raise UsageError("--memory counts what a CPU's process takes; on a GPU, --budget-bytes")
-    made = planned_anywhere(name, config)
+    sizes = config.prefill_chunk, config.vision_cache_bytes
+    made = planner.planned(_source(config), *sizes) or planner.planned_from_hub(name, *sizes)
     if made is None:
         raise ModelError(
             f"nothing tells what {name} takes: it has no safetensors or GGUF here that can be "
@@ -187,23 +188,13 @@ def require_room(config: EngineConfig, cache: int) -> None:
     taken = planner.plan_of(made, config.weights).weights
     if taken + cache <= free:
         return
-    fitting = [one for one in made.values() if one.weights + cache <= free]
-    remedy = f"; or --weights {max(fitting, key=_weights).form}" if fitting else ""
+    fitting = [(one.weights, form) for form, one in made.items() if one.weights + cache <= free]
+    remedy = f"; or --weights {max(fitting)[1]}" if fitting else ""
     raise ModelError(
         f"{model_name(config)} takes {format_bytes(taken)} for its weights and --memory "
         f"{format_bytes(cache)} for the cache, of which {format_bytes(free)} are free; lower "
         f"--memory{remedy}"
     )
-
-
-def _weights(plan: planner.MemoryPlan) -> int:
-    return plan.weights
-
-
-def planned_anywhere(name: str, config: EngineConfig) -> dict[str, planner.MemoryPlan] | None:
-    """Return the plans of a model that is here or on the hub, None where nothing tells."""
-    sizes = config.prefill_chunk, config.vision_cache_bytes
-    return planner.planned(_source(config), *sizes) or planner.planned_from_hub(name, *sizes)
 
 
 def _hush_libraries(keep_downloads: bool) -> None:

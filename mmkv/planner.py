@@ -25,6 +25,17 @@ PROCESS = 350 * 2**20
 _STATES, _INNER = 16, 6  # vectors of a token's width, and of its MLP's, that a layer makes
 _PICTURE = 1024**2  # pixels of the picture that room is left for
 CHUNK = 2048  # tokens that are read at once where nothing else is said
+_LEAST = 16  # entries of a row below which nothing can be kept
+_UNUSED = "mtp."  # weights that guess several tokens at once, which no part here reads
+_DTYPES = ("dtype", "torch_dtype")  # where a config says in which it is stored
+# Experts of a mixture, or what chooses among them; of GGUF, too.
+_MIXED = re.compile(r"(\.experts\.|_exps\.)|\.(?:mlp\.gate|ffn_gate_inp)\.")
+# Parts of quantised matrices that are no numbers of theirs.
+_BESIDE = re.compile(
+    r"weight_(?!packed).+|qzeros|scales|g_idx|SCB|\w*scale\w*|(nested_)?(absmax|quant_map)"
+    r"|bitsandbytes__\w+"
+)
+_Headers = Iterable[tuple[str, str, list[int]]]  # name, dtype and shape of each tensor
 # What a folder with files that cannot be read raises; loading it says what is wrong.
 _UNREADABLE = (
     MmkvError,
@@ -66,8 +77,8 @@ class WeightCount:
         return _rounded(self.layers, inside) + _rounded(rest, 8) + wide
 
     @classmethod
-    def of(cls, tensors: Iterable[tuple[str, str, list[int]]], tied: bool = False) -> WeightCount:
-        """Count what headers list: name, dtype and shape of each tensor.
+    def of(cls, tensors: _Headers, tied: bool = False) -> WeightCount:
+        """Count what headers list.
 
         Args:
             tied: the head is the embedding, wherever else it may be stored.
@@ -137,11 +148,6 @@ class MemoryPlan:
         if entries < self.longest:
             held = f"{entries:,} entries per layer and KV head in 16 bits"
         return f"{taken}; {format_bytes(self.left(memory))} left for the cache, {held}"
-
-
-# Weights that guess several tokens at once, which no part here reads.
-_UNUSED = "mtp."
-_LEAST = 16  # entries of a row below which nothing can be kept
 
 
 def plans(
@@ -232,8 +238,7 @@ def planned(model: str, chunk: int = CHUNK, features: int = 0) -> dict[str, Memo
         if files is None or path is None:
             return None
         config = json.loads(path.read_text(encoding="utf-8"))
-        count = WeightCount.of(_unpacked(tensor_shapes(files), config), _tied(config))
-        return plans(config, count, chunk, features)
+        return plans(config, _counted(tensor_shapes(files), config), chunk, features)
     except _UNREADABLE:
         return None
 
@@ -260,9 +265,7 @@ def planned_from_hub(
             for file in files
             for name, tensor in file.tensors.items()
         ]
-        return plans(
-            config, WeightCount.of(_unpacked(tensors, config), _tied(config)), chunk, features
-        )
+        return plans(config, _counted(tensors, config), chunk, features)
     except (HfHubHTTPError, NotASafetensorsRepoError, *_UNREADABLE):
         return None
 
@@ -303,14 +306,14 @@ def text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
     return config
 
 
-def _tied(config: Mapping[str, Any]) -> bool:
-    text = text_config(config)
-    return bool(config.get("tie_word_embeddings", text.get("tie_word_embeddings", False)))
+def _counted(tensors: _Headers, config: Mapping[str, Any]) -> WeightCount:
+    """Return the numbers of a checkpoint with these headers and this config."""
+    tied = text_config(config).get("tie_word_embeddings", False)
+    tied = bool(config.get("tie_word_embeddings", tied))
+    return WeightCount.of(_unpacked(tensors, config), tied)
 
 
-def _unpacked(
-    tensors: Iterable[tuple[str, str, list[int]]], config: Mapping[str, Any]
-) -> Iterator[tuple[str, str, list[int]]]:
+def _unpacked(tensors: _Headers, config: Mapping[str, Any]) -> Iterator[tuple[str, str, list[int]]]:
     """Yield what headers list, and matrices of a quantised checkpoint with all their numbers.
 
     What is beside them is left out. They become what their steps are in, or the model is.
@@ -341,16 +344,6 @@ def _unpacked(
             yield f"{module}.weight", "F16" if "F16" in steps else wide, [*shape, each]
         else:
             yield name, dtype, shape
-
-
-# Experts of a mixture, or what chooses among them; of GGUF, too.
-_MIXED = re.compile(r"(\.experts\.|_exps\.)|\.(?:mlp\.gate|ffn_gate_inp)\.")
-_DTYPES = ("dtype", "torch_dtype")  # where a config says in which it is stored
-# Parts of quantised matrices that are no numbers of theirs.
-_BESIDE = re.compile(
-    r"weight_(?!packed).+|qzeros|scales|g_idx|SCB|\w*scale\w*|(nested_)?(absmax|quant_map)"
-    r"|bitsandbytes__\w+"
-)
 
 
 def _is_text(name: str) -> bool:

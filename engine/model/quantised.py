@@ -376,7 +376,7 @@ class QuantisedTensors(ChangedTensors):
         """Look at GPTQ: some inputs are in a word, each column is an output."""
         name, scales, zeros, places = (parts[p] for p in ("qweight", "scales", "qzeros", "g_idx"))
         bits = int(self._said.get("bits", 4))
-        each, least = 32 // bits, 2**bits - 1
+        each, mask = 32 // bits, 2**bits - 1
         words, rows = self._needed(name, (None, None), _WORDS)
         columns = words * each
         groups, _ = self._steps(scales, (None, rows))
@@ -390,7 +390,7 @@ class QuantisedTensors(ChangedTensors):
 
         def read() -> _Read:
             packed, steps = self._part(name), self._part(scales)
-            zero = (_unpacked(self._part(zeros), bits, rows) + more).T & least
+            zero = (_unpacked(self._part(zeros), bits, rows) + more).T & mask
             shifts = torch.arange(0, 32, bits, dtype=torch.int32)
             order = in_turn = torch.arange(columns) // size
             if ordered:
@@ -400,7 +400,7 @@ class QuantisedTensors(ChangedTensors):
 
             def values(first: int, after: int) -> Tensor:
                 inside = packed.T[first:after].contiguous()
-                found = ((inside.unsqueeze(2) >> shifts) & least).flatten(1)
+                found = ((inside.unsqueeze(2) >> shifts) & mask).flatten(1)
                 return _less(found, zero[first:after], places_of)
 
             return _Read(values, lambda first, after: steps.T[first:after], places_of)
