@@ -13,11 +13,12 @@ question, several for a dialogue.
 from __future__ import annotations
 
 import atexit
+import sys
 import time
 from abc import abstractmethod
 from collections import Counter, deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -30,8 +31,9 @@ from tqdm import tqdm
 
 import mmkv.prompt.torchvision_guard  # noqa: F401 (before anything that imports transformers)
 from mmkv.engine.errors import InputError, MmkvError
+from mmkv.eval.lmms.contexts import Context, SharedContexts, context_of, fitted
 from mmkv.eval.lmms.messages import Frames, Key, conversation, keys, visual_part
-from mmkv.eval.lmms.reports import FinishedReplies, reported_to_parent
+from mmkv.eval.lmms.reports import CUTS, FinishedReplies, reported_to_parent
 from mmkv.eval.lmms.settings import CHAT_IMAGES, SIMPLE_IMAGES, LmmsSettings, sampling_of
 from mmkv.prompt.template import Message, take_media
 from mmkv.reply import Reply
@@ -40,7 +42,8 @@ from mmkv.scheduler.replies import Prompt, ReplyJob, batch_scheduler
 from mmkv.turn import compose_messages
 
 if TYPE_CHECKING:
-    from mmkv import Engine, Sampling, Session
+    from mmkv import Engine, Session
+    from mmkv.sampling import Settled
     from mmkv.scheduler import Scheduler, Ticket
 
 
@@ -82,11 +85,16 @@ class LmmsScored(tuple[float, bool]):
         )
 
 
-def answer(text: Any, replies: Sequence[Reply], settings: dict[str, Any]) -> GenerationResult:
-    """Return ``text`` (a string, or Rounds) with the counts of the replies it came from."""
+def answer(
+    text: Any, replies: Sequence[Reply], settings: dict[str, Any], context_tokens: int = 0
+) -> GenerationResult:
+    """Return ``text`` (a string, or Rounds) with the counts of the replies it came from.
+
+    ``context_tokens``: read for a shared context, which later requests do not read again.
+    """
     memory = replies[-1].memory if replies else None
     counts = CacheCounts(
-        input_tokens=sum(reply.prompt_tokens for reply in replies),
+        input_tokens=context_tokens + sum(reply.prompt_tokens for reply in replies),
         output_tokens=sum(len(reply.token_ids) for reply in replies),
         cache=None if memory is None else asdict(memory) | settings | _ends(replies),
     )
@@ -106,27 +114,42 @@ class LmmsDialogue:
     session is replaced.
     """
 
-    def __init__(self, engine: Engine, frames: Frames) -> None:
-        self.engine, self.frames = engine, frames
+    def __init__(self, engine: Engine, frames: Frames, shared: SharedContexts) -> None:
+        self.engine, self.frames, self._shared = engine, frames, shared
         self._session = CachedConversation(engine)
         self._held: list[Key] = []
 
-    def turn(
-        self, messages: Sequence[Message], sampling: Sampling, scheduler: Scheduler
-    ) -> ReplyJob:
-        """Return the request for the reply to ``messages``."""
+    def turn(self, ask: Ask, scheduler: Scheduler) -> ReplyJob:
+        """Return the request for the reply to ``ask.messages``; notes how they were read."""
+        messages, context = ask.messages, ask.context
+        if context is not None:
+            limit = self.engine.spec.max_position - ask.sampling.max_new_tokens
+            messages, ask.cut = fitted(self.engine, messages, context, min(limit, ask.longest))
         wanted = keys(messages)
         known = len(self._held)
         if wanted[:known] != self._held or known == len(wanted):
             self.close(scheduler)
-            self._session, known = CachedConversation(self.engine), 0
+            self._session, known = self._begun(ask, messages), 0
         self._held = wanted
+        if ask.raw:
+            text = "".join(part["text"] for part in messages[-1]["content"])
+            inputs = self.engine.processor.encode_raw(text)
+            return ReplyJob(self.engine, Prompt(inputs), ask.sampling, session=self._session)
         return ReplyJob(
             self.engine,
             lambda session: self._prompt(session, messages[known:]),
-            sampling,
+            ask.sampling,
             session=self._session,
         )
+
+    def _begun(self, ask: Ask, messages: Sequence[Message]) -> CachedConversation:
+        """Return the session of a new conversation, in which a shared context is read already."""
+        if ask.context is not None and ask.context.shared and not ask.raw:
+            found = self._shared.copy(messages, ask.context)
+            if found is not None:
+                session, ask.context_tokens = found
+                return CachedConversation(self.engine, session=session)
+        return CachedConversation(self.engine)
 
     def replied(self, reply: Reply) -> None:
         """Note the reply, which the next round's messages may hold as they got it."""
@@ -151,12 +174,24 @@ class LmmsDialogue:
         return Prompt(reading.inputs, plain, reading)
 
 
-@dataclass(frozen=True)
+@dataclass
 class Ask:
-    """A request: the whole conversation so far, which the model continues."""
+    """A request: the whole conversation so far, which the model continues.
+
+    Attributes:
+        context: its long text, where the task names one; longest: bound on the prompt's tokens,
+            beside the model's own. raw: the last message's text alone is read, with no template.
+        context_tokens: set while it is read: tokens of a shared context that were read for it.
+        cut: set then: tokens of the long text before and after it was cut; None: it was not.
+    """
 
     messages: Sequence[Message]
-    sampling: Sampling
+    sampling: Settled
+    context: Context | None = None
+    longest: int = sys.maxsize
+    raw: bool = False
+    context_tokens: int = 0
+    cut: tuple[int, int] | None = None
 
 
 Script = Generator[Ask, "Reply", None]
@@ -178,7 +213,7 @@ class _Member:
                 ask = self.script.send(self._reply(self.ticket))
             else:
                 return True
-            job = self.dialogue.turn(ask.messages, ask.sampling, scheduler)
+            job = self.dialogue.turn(ask, scheduler)
             self.ticket = scheduler.submit(job)
         except StopIteration:
             self.dialogue.close(scheduler)
@@ -210,12 +245,12 @@ def run(
     """
     waiting = deque(scripts)
     running: list[_Member] = []
-    scheduler = batch_scheduler(engine, batch_size)
+    scheduler, shared = batch_scheduler(engine, batch_size), SharedContexts(engine)
     try:
         while waiting or running:
             while waiting and len(running) < batch_size:
                 name, script = waiting.popleft()
-                running.append(_Member(name, script, LmmsDialogue(engine, frames)))
+                running.append(_Member(name, script, LmmsDialogue(engine, frames, shared)))
             for member in list(running):
                 if not member.proceed(scheduler):
                     running.remove(member)
@@ -223,6 +258,7 @@ def run(
             scheduler.turn()
     finally:
         scheduler.close()
+        shared.close()
 
 
 # isort: split
@@ -230,10 +266,21 @@ def run(
 
 @dataclass
 class LmmsRecord:
-    """The replies to one document, and their texts as the task stores them."""
+    """The replies to one document, their texts as the task stores them, and how it was read.
+
+    ``context_tokens`` and ``cuts``: see :class:`Ask`, of all its requests.
+    """
 
     replies: list[Reply] = field(default_factory=list)
     texts: list[str] = field(default_factory=list)
+    context_tokens: int = 0
+    cuts: list[tuple[int, int]] = field(default_factory=list)
+
+    def facts(self) -> dict[str, Any]:
+        """Return how its long texts were read, for the samples file; mostly nothing."""
+        cuts = [{"tokens": before, "kept": after} for before, after in self.cuts]
+        read = {"context_tokens": self.context_tokens} if self.context_tokens else {}
+        return read | ({CUTS: cuts} if cuts else {})
 
 
 class Adapter(lmms):
@@ -323,7 +370,12 @@ class Adapter(lmms):
         differ = [one.memory.differs for one in replies if one.memory and one.memory.differs]
         if differ:
             logger.warning(f"{len(differ)} of {len(replies)} replies: {differ[0]}")
-        made = [answer(text(record), record.replies, self._facts()) for record in records]
+        made = [
+            answer(
+                text(record), record.replies, self._facts() | record.facts(), record.context_tokens
+            )
+            for record in records
+        ]
         _log_throughput(made, time.perf_counter() - started, self.rank)
         return made
 
@@ -372,6 +424,8 @@ def ask_once(ask: Ask, record: LmmsRecord) -> Script:
     reply = yield ask
     record.replies.append(reply)
     record.texts.append(reply.text)
+    record.context_tokens += ask.context_tokens
+    record.cuts += [ask.cut] if ask.cut else []
 
 
 def ask_in_rounds(
@@ -564,7 +618,7 @@ class MmkvChat(Adapter):
     def _single(self, request: Instance, sampling: Any, record: LmmsRecord) -> Script:
         _, doc_to_messages, _, doc_id, task, split = request.args
         given = doc_to_messages(self._document(task, split, doc_id))
-        yield from ask_once(Ask(conversation(given, self.opening), sampling), record)
+        yield from ask_once(self._ask(given, sampling), record)
 
     def _rounds(self, request: Instance, sampling: Any, record: LmmsRecord) -> Script:
         _, doc_to_messages, _, doc_id, task, split = request.args
@@ -572,6 +626,22 @@ class MmkvChat(Adapter):
         yield from ask_in_rounds(
             [doc_to_messages(doc)],
             partial(doc_to_messages, doc),
-            lambda given: Ask(conversation(given[0], self.opening), sampling),
+            lambda given: self._ask(given[0], sampling),
             record,
         )
+
+    def _ask(self, given: Any, sampling: Settled) -> Ask:
+        """Return the request of a task's messages.
+
+        Beside its text the last message may say ``max_new_tokens`` (a bound below the task's),
+        ``stop`` (strings that end the reply) and ``raw`` (no template).
+        """
+        messages = conversation(given, self.opening)
+        last = given[-1] if isinstance(given[-1], dict) else {}
+        most = min(sampling.max_new_tokens, last.get("max_new_tokens") or sampling.max_new_tokens)
+        stop = (*sampling.stop, *last.get("stop", ()))
+        sampling = replace(sampling, max_new_tokens=most, stop=stop)
+        longest = self.settings.max_prompt_tokens or sys.maxsize
+        raw = bool(last.get("raw")) and not self.settings.always_template
+        context = context_of(given, len(messages) - len(given))
+        return Ask(messages, sampling, context, longest, raw)

@@ -154,7 +154,7 @@ class EvalJob:
         return code
 
     def _run(self, variables: dict[str, str]) -> int:
-        from mmkv.eval.lmms.reports import CAUSE_VARIABLE, cause
+        from mmkv.eval.lmms.reports import CAUSE_VARIABLE, cause, cut_prompts
         from mmkv.eval.lmms.tasks import find, require_known, shipped_folder, write
 
         before = self._results()
@@ -188,6 +188,8 @@ class EvalJob:
             raise EvaluationError("lmms-eval ended without results; its message is above")
         if wrong := problems(found[-1], single):
             raise EvaluationError(f"{'; '.join(wrong)} (results in {found[-1]})")
+        for line in cut_prompts(found[-1]):
+            print(f"mmkv: {line}", file=sys.stderr)
         print(f"mmkv: results in {found[-1]}", file=sys.stderr)
         return 0
 

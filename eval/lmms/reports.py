@@ -93,6 +93,33 @@ def reported_to_parent() -> Iterator[None]:
         raise
 
 
+# What the samples file calls the texts of a document that were too long and lost something.
+CUTS = "cut"
+
+
+def cut_prompts(results: Path) -> list[str]:
+    """Return a line for each task some of whose prompts were cut, from its samples file."""
+    made = []
+    for path in sorted(results.parent.glob(results.name.removesuffix("results.json") + "*.jsonl")):
+        with path.open(encoding="utf-8") as file:
+            caches = [_cache_of(line) for line in file]
+        cuts = [cache[CUTS] for cache in caches if cache.get(CUTS)]
+        if cuts:
+            task = path.stem.rpartition("samples_")[2]
+            longest = max(cut["tokens"] for document in cuts for cut in document)
+            made.append(
+                f"task {task}: the context of {len(cuts)} of {len(caches)} documents was cut, as "
+                f"the benchmark does it (the longest had {longest:,} tokens); "
+                f"see token_counts in {path}"
+            )
+    return made
+
+
+def _cache_of(line: str) -> dict[str, Any]:
+    counts = json.loads(line).get("token_counts") or [None]
+    return (counts[0] or {}).get("cache") or {}
+
+
 def cause(path: Path) -> str | None:
     """Return what ended the evaluation, None when nothing inside the model did."""
     return path.read_text(encoding="utf-8") if path.is_file() else None

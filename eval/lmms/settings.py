@@ -55,6 +55,9 @@ class LmmsSettings:
         max_num_frames, fps: frames of a video; total_pixels: bound on all of them together.
         system_prompt: empty for none; None: that adapter's for Qwen3-VL, none for other models.
         seed: of sampling, where a task asks for a temperature.
+        max_prompt_tokens: bound on a prompt of the long-text tasks, beside the model's own.
+        template: ``always`` where the model's chat template frames also those prompts that a
+            benchmark publishes without one; ``task``: as the benchmark does it.
     """
 
     engine: EngineConfig
@@ -65,6 +68,8 @@ class LmmsSettings:
     total_pixels: int | None = None
     system_prompt: str | None = None
     seed: int = 1234
+    max_prompt_tokens: int | None = None
+    template: str = "task"
     batch_size: int = 1
 
     @classmethod
@@ -85,8 +90,15 @@ class LmmsSettings:
                 f"({bundled_model_name()} is the bundled one)"
             )
         typed = {name: _typed(name, value, kinds[name]) for name, value in given.items()}
+        if typed.get("template", "task") not in ("task", "always"):
+            raise InputError(f"template={typed['template']} is unknown; write task or always")
         loading = {name: typed.pop(name) for name in options() if name in typed}
         return cls(EngineConfig(model=typed.pop("pretrained"), **loading), **typed)
+
+    @property
+    def always_template(self) -> bool:
+        """Whether the chat template frames every prompt."""
+        return self.template == "always"
 
     @property
     def pretrained(self) -> str:

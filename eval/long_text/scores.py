@@ -25,8 +25,8 @@ _PUNCTUATION = str.maketrans("", "", string.punctuation)
 _CHINESE = str.maketrans(
     "",
     "",
-    string.punctuation + "！？｡。＂＃＄％＆＇（）＊＋，－／：；＜＝＞＠［＼］＾＿｀｛｜｝～｟｠｢｣､、〃》「」『』"  # noqa: RUF001
-    "【】〔〕〖〗〘〙〚〛〜〝〞〟〰〾〿–—‘’‛“”„‟…‧﹏",  # noqa: RUF001
+    f"{string.punctuation}！？｡。＂＃＄％＆＇（）＊＋，－／：；＜＝＞＠［＼］＾＿｀｛｜｝～｟｠｢｣"
+    "､、〃》「」『』【】〔〕〖〗〘〙〚〛〜〝〞〟〰〾〿–—‘’‛“”„‟…‧﹏",
 )
 
 
@@ -216,7 +216,7 @@ def _common(one: Sequence[str], other: Sequence[str], ties_left: bool) -> list[i
         if one[i - 1] == other[j - 1]:
             i, j = i - 1, j - 1
             found.append(i)
-        elif table[i - 1][j] > table[i][j - 1] or (ties_left and table[i - 1][j] == table[i][j - 1]):
+        elif table[i - 1][j] - table[i][j - 1] + ties_left > 0:
             i -= 1
         else:
             j -= 1
@@ -236,7 +236,7 @@ def choice(reply: str, answer: str, letter: str) -> float:
         return 1.0
     text = re.sub(r" +", " ", re.sub(r"[\n\"'.,?!{}]", " ", text))
     for phrase in ("answer is:", "answer:", "answer is", "option is"):
-        before, found, after = text.partition(phrase)
+        _, found, after = text.partition(phrase)
         if found:
             return float(after[1:].startswith(right))
     first = next((word for word in text.split() if word in LETTERS), None)
