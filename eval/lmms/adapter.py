@@ -132,7 +132,7 @@ class LmmsDialogue:
             self._session, known = self._begun(ask, messages), 0
         self._held = wanted
         if ask.raw:
-            text = "".join(part["text"] for part in messages[-1]["content"])
+            text = "".join(part["text"] for part in messages[-1]["content"]) + ask.begin
             inputs = self.engine.processor.encode_raw(text)
             return ReplyJob(self.engine, Prompt(inputs), ask.sampling, session=self._session)
         return ReplyJob(
@@ -180,7 +180,8 @@ class Ask:
 
     Attributes:
         context: its long text, where the task names one; longest: bound on the prompt's tokens,
-            beside the model's own. raw: the last message's text alone is read, with no template.
+            beside the model's own. raw: the last message's text alone is read, with no template,
+            and behind it ``begin``, which the reply begins with.
         context_tokens: set while it is read: tokens of a shared context that were read for it.
         cut: set then: tokens of the long text before and after it was cut; None: it was not.
     """
@@ -190,6 +191,7 @@ class Ask:
     context: Context | None = None
     longest: int = sys.maxsize
     raw: bool = False
+    begin: str = ""
     context_tokens: int = 0
     cut: tuple[int, int] | None = None
 
@@ -634,7 +636,8 @@ class MmkvChat(Adapter):
         """Return the request of a task's messages.
 
         Beside its text the last message may say ``max_new_tokens`` (a bound below the task's),
-        ``stop`` (strings that end the reply) and ``raw`` (no template).
+        ``stop`` (strings that end the reply), ``raw`` (no template) and ``begin`` (what a raw
+        prompt ends with).
         """
         messages = conversation(given, self.opening)
         last = given[-1] if isinstance(given[-1], dict) else {}
@@ -644,4 +647,4 @@ class MmkvChat(Adapter):
         longest = self.settings.max_prompt_tokens or sys.maxsize
         raw = bool(last.get("raw")) and not self.settings.always_template
         context = context_of(given, len(messages) - len(given))
-        return Ask(messages, sampling, context, longest, raw)
+        return Ask(messages, sampling, context, longest, raw, str(last.get("begin", "")))

@@ -156,14 +156,15 @@ class EvalJob:
     def _run(self, variables: dict[str, str]) -> int:
         from mmkv.eval.lmms.reports import CAUSE_VARIABLE, cause, cut_prompts
         from mmkv.eval.lmms.tasks import find, require_known, shipped_folder, write
+        from mmkv.eval.long_text.benchmarks import expanded
 
-        before = self._results()
+        before, wanted = self._results(), expanded(self.tasks)
         with tempfile.TemporaryDirectory(prefix="mmkv-eval-") as folder:
-            names = write(self.tasks, Path(folder), self.data)
+            names = write(wanted, Path(folder), self.data)
             require_known(names, [Path(folder), shipped_folder()])
             # Other names may be groups, tags or patterns, which results list by their tasks.
             single = [n for n in names if find(n, Path(folder)) or find(n, shipped_folder())]
-            for given, name in zip(self.tasks, names, strict=True):
+            for given, name in zip(wanted, names, strict=True):
                 if given != name:
                     print(f"mmkv: task {given} runs as {name}", file=sys.stderr)
             joined = ",".join(names)

@@ -33,6 +33,7 @@ import yaml
 
 from mmkv.engine.errors import InputError, MmkvError
 from mmkv.engine.paths import is_file, is_folder
+from mmkv.eval.long_text.benchmarks import task_file, tasks
 from mmkv.eval.mmdu.data import Dialogue, find_pictures, interleave, read_benchmark, read_row
 from mmkv.eval.mmdu.scores import is_right
 from mmkv.resources import bundled_dialogues
@@ -280,7 +281,11 @@ def write(names: Sequence[str], output: Path, data: Path | None = None) -> list[
     for given in names:
         name = given.removesuffix("_local")
         _require(name)
-        if name in known and (data is not None or given.endswith("_local") or name == "mmdu"):
+        if name in tasks():
+            if data is None:
+                raise InputError(f"task {name} reads local files; add --data FOLDER")
+            made = task_file(name, data.resolve(), output, Function)
+        elif name in known and (data is not None or given.endswith("_local") or name == "mmdu"):
             if data is None and name != "mmdu":
                 raise InputError(f"task {given} reads local files; add --data FOLDER")
             made = _local(name, (data or bundled_dialogues().parent).resolve(), shipped)
