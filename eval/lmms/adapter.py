@@ -127,7 +127,7 @@ class LmmsDialogue:
             messages, ask.cut = fitted(self.engine, messages, context, min(limit, ask.longest))
         wanted = keys(messages)
         known = len(self._held)
-        if wanted[:known] != self._held or known == len(wanted):
+        if not known or wanted[:known] != self._held or known == len(wanted):
             self.close(scheduler)
             self._session, known = self._begun(ask, messages), 0
         self._held = wanted
