@@ -247,7 +247,7 @@ def run(
     """
     waiting = deque(scripts)
     running: list[_Member] = []
-    scheduler, shared = batch_scheduler(engine, batch_size), SharedContexts(engine)
+    scheduler, shared = batch_scheduler(engine, batch_size), SharedContexts(engine, batch_size)
     try:
         while waiting or running:
             while waiting and len(running) < batch_size:

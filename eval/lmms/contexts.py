@@ -142,15 +142,14 @@ def _count(engine: Engine, messages: Sequence[Message]) -> int:
 
 
 class SharedContexts:
-    """The session that has read what the latest requests begin with.
+    """Sessions that have read what requests begin with; the ``most`` that were used last are held.
 
-    One is held: requests that share a context follow each other. It grows where the next context
-    begins with what it holds, as that of a dialogue with given replies does.
+    A session grows where the next context begins with what it holds.
     """
 
-    def __init__(self, engine: Engine) -> None:
-        self.engine = engine
-        self._session: Session | None = None
+    def __init__(self, engine: Engine, most: int) -> None:
+        self.engine, self.most = engine, most
+        self._sessions: list[Session] = []  # the latest last
 
     def copy(self, messages: Sequence[Message], context: Context) -> tuple[Session, int] | None:
         """Return a session that holds the messages up to the end of the context, and the tokens
@@ -168,13 +167,18 @@ class SharedContexts:
         if not processor.template.render(list(messages), opening=True).startswith(begin):
             return None
         rule = processor.rule(0)
-        plan = None if self._session is None else self._session.held.plan(begin, rule)
-        if plan is None or not plan.appends:
-            self.close()
-            self._session = self.engine.session()
-            plan = self._session.held.plan(begin, rule)
-        session, tokens = self._session, 0
-        assert session is not None
+        plans = [(one.held.plan(begin, rule), one) for one in self._sessions]
+        fitting = [(plan, one) for plan, one in plans if plan.appends]
+        if fitting:
+            plan, session = max(fitting, key=lambda pair: pair[0].start.seen)
+            self._sessions.remove(session)
+        else:
+            session = self.engine.session()
+            plan = session.held.plan(begin, rule)
+        self._sessions.append(session)
+        while len(self._sessions) > self.most:
+            self._sessions.pop(0).close()
+        tokens = 0
         if plan.text:
             inputs = processor.encode(plan.text, continuing=plan.start.seen > 0)
             ids = inputs["input_ids"][0].tolist()
@@ -184,7 +188,6 @@ class SharedContexts:
         return session.fork(), tokens
 
     def close(self) -> None:
-        """Return its pages; copies keep theirs."""
-        if self._session is not None:
-            self._session.close()
-        self._session = None
+        """Return their pages; copies keep theirs."""
+        while self._sessions:
+            self._sessions.pop().close()
