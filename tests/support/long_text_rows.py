@@ -149,6 +149,19 @@ def msmarco(names: Iterable[str]) -> list[Row]:
     return [{"qid": name, "query": f"q {name}", "ctxs": ctxs} for name in names]
 
 
+def needles() -> list[Row]:
+    """HELMET's recall, from RULER: two numbers for one word."""
+    about = {"type_needle_v": "numbers", "query": "oak", "context": "oak: 12. oak: 34."}
+    return [{"index": 0, **about, "answer": ["12", "34"]}]
+
+
+def pairs() -> list[Row]:
+    """HELMET's recall, from a JSON object."""
+    demos = [["a", "1"], ["b", "2"], ["c", "3"]]
+    about = {"context": '{"k": "v"}', "question": "k", "answer": "v-77", "num_kvs": 1}
+    return [{**about, "demos": demos}]
+
+
 def banking() -> tuple[list[Row], list[Row]]:
     """HELMET's examples and questions with labels."""
     train = [{"text": f"example {at}", "label": at % 3} for at in range(9)]
@@ -183,6 +196,8 @@ def write_all(folder: Path) -> Path:
         "helmet/data/msmarco/test_reranking_data_k50_dep3": msmarco("abc"),
         "helmet/data/msmarco/test_reranking_data_k10_dep3": msmarco("abcdefgh"),
         "helmet/infinitebench/longbook_choice_eng": books(),
+        "helmet/data/ruler/niah_multivalue/validation_8192": needles(),
+        "helmet/data/json_kv/test_k105_dep6": pairs(),
     }
     for name, rows in lines.items():
         path = folder / f"{name}.jsonl"

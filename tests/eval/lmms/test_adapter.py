@@ -542,6 +542,26 @@ def test_a_shared_context_is_read_once(simple: Any) -> None:
 
 
 @needs_lmms_eval
+def test_a_copy_of_a_shared_context_is_as_good_as_the_context_read_again(chat: Any) -> None:
+    """Under a budget, where the context is evicted from before the question comes."""
+    from mmkv.eval.lmms.contexts import context_part
+
+    context = context_part(CONTEXT, shared=True)
+    docs = [about(context, text) for text in (" what is at row 1?", " name every cell.")]
+    give: Any = lambda doc: doc  # noqa: E731
+    requests = requests_of(chat, docs, give, max_new_tokens=8)
+    together = chat.generate_until(requests)
+    alone = [chat.generate_until([request])[0] for request in requests]
+    assert [one.text for one in together] == [one.text for one in alone]
+    facts = [[one.token_counts.to_dict() for one in made] for made in (together, alone)]
+    shared = facts[0][0]["cache"]["context_tokens"]
+    assert facts[1][1]["input_tokens"] == facts[0][1]["input_tokens"] + shared
+    ours, theirs = (made[1]["cache"] for made in facts)
+    assert ours["evicted"] == theirs["evicted"] > 0
+    assert ours["entries"] == theirs["entries"] <= 24 * chat.engine.spec.rows
+
+
+@needs_lmms_eval
 def test_a_context_that_is_too_long_is_cut_or_refused(chat: Any) -> None:
     from mmkv.eval.lmms.contexts import context_part
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,8 @@ from mmkv.eval.long_text.benchmarks import (
     task_file,
     tasks,
 )
-from mmkv.eval.long_text.readers import READERS, split_places
+from mmkv.eval.long_text.readers import READERS, drawn, split_places
+from mmkv.eval.long_text.scores import porter_stem
 from tests.support.long_text_rows import ARTICLE, CODE, OTHER, write_all, write_banking
 
 
@@ -198,8 +200,8 @@ def test_helmet_draws_questions_and_examples_as_published(data: Path) -> None:
     assert text_of(asked).count("[story text]") == 2
     scored = [task.score(docs[0], [one])["option"] for one in ("B", "Answer: b", "A", "b. ann3")]
     assert scored == [[1], [1], [0], [1]]
-    rest, drawn = split_places(25, train=True), split_places(25, train=False)
-    assert len(drawn) == 3 and sorted(rest + drawn) == list(range(25))
+    rest, asked_of = split_places(25, train=True), split_places(25, train=False)
+    assert len(asked_of) == 3 and sorted(rest + asked_of) == list(range(25))
 
 
 def test_helmet_ranks_and_labels(data: Path) -> None:
@@ -220,6 +222,42 @@ def test_helmet_ranks_and_labels(data: Path) -> None:
     numbers = {int(text.split()[1]) % 3: number for text, number in shown}
     assert len(numbers) == 3 == len({number for _, number in shown})
     assert task.score(docs[0], [f" {numbers[2]}\n"]) == {"same_label": [1]}
+
+
+def test_helmet_recalls(data: Path) -> None:
+    task, docs = of("helmet_niah_mv_8k", data)
+    (asked,) = task.messages(docs[0], 0, [])
+    assert text_of(asked).endswith("numbers for oak mentioned in the provided text?")
+    assert asked["begin"].endswith("numbers for oak mentioned in the provided text are")
+    assert task.score(docs[0], [" 34 and 5"]) == {"share_found": [0.5]}
+    task, docs = of("helmet_json_kv_8k", data)
+    (asked,) = task.messages(docs[0], 0, [])
+    demos = "Key: a\nCorresponding value: 1\n\nKey: b\nCorresponding value: 2\n\n"
+    assert text_of(asked).endswith(f"JSON object below.\n\n{demos}Key: k")
+    assert task.score(docs[0], [" V-77."]) == {"has_answer": [1]}
+
+
+def test_helmet_reads_stories_and_lawsuits(data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    answers = [{"text": "a wolf"}]
+    row = {"document": {"text": "Once."}, "question": {"text": "Who?"}, "answers": answers}
+    made = READERS["story"](row, {}, {})
+    assert (made["context"], made["question"], made["answers"]) == ("Once.", "Who?", ["a wolf"])
+    sued = {"sources": ["one", "two"], "summary/short": "He sued."}
+    made = READERS["lawsuit"](sued, {}, {})
+    assert (made["context"], made["answers"]) == ("one\n\ntwo", ["He sued."])
+    assert drawn([sued, {**sued, "summary/short": None}], {"samples": 9, "reader": "lawsuit"}) == [
+        0
+    ]
+    # Their measures need nltk's stemmer, which is said before lmms-eval starts.
+    for name in ("nltk", "nltk.stem", "nltk.stem.porter"):
+        monkeypatch.setitem(sys.modules, name, None)
+    porter_stem.cache_clear()
+    file = data / "helmet" / "infinitebench" / "longbook_qa_eng.jsonl"
+    file.write_text('{"id": 1, "context": "c", "input": "q", "answer": ["a"], "options": []}\n')
+    with pytest.raises(InputError, match="needs nltk; run pip install nltk"):
+        task_file("helmet_infbench_qa_8k", data, data, str)
+    monkeypatch.undo()
+    porter_stem.cache_clear()
 
 
 def test_what_is_wrong_with_the_data_is_named(data: Path, tmp_path: Path) -> None:
