@@ -33,7 +33,7 @@ import yaml
 
 from mmkv.engine.errors import InputError, MmkvError
 from mmkv.engine.paths import is_file, is_folder
-from mmkv.eval.long_text.benchmarks import task_file, tasks
+from mmkv.eval.long_text.benchmarks import expanded, task_file, tasks
 from mmkv.eval.mmdu.data import Dialogue, find_pictures, interleave, read_benchmark, read_row
 from mmkv.eval.mmdu.scores import is_right
 from mmkv.resources import bundled_dialogues
@@ -364,7 +364,7 @@ def require_known(names: Sequence[str], folders: Sequence[Path]) -> None:
     Raises:
         InputError: names what comes near.
     """
-    known: set[str] = set()
+    known = set(tasks())
     for path in (file for folder in folders for file in folder.rglob("*yaml")):
         for line in _NAMES.findall(path.read_text("utf-8")):
             known.update(re.findall(r"[\w.:+/-]+", line))
@@ -402,7 +402,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--data", type=Path, help="folder of local data")
     args = parser.parse_args(arguments)
     try:
-        names = write(args.tasks, args.output, args.data)
+        names = write(expanded(args.tasks), args.output, args.data)
     except MmkvError as error:
         print(f"mmkv.eval.lmms.tasks: error: {error}", file=sys.stderr)
         return 1

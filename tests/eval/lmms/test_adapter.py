@@ -61,6 +61,7 @@ def assistant(text: str) -> dict[str, Any]:
         ({"pretrained": "m", "max_num_frames": 0}, "max_num_frames=0 is not a whole number"),
         ({"pretrained": "m", "evict_every": 1.5}, "evict_every=1.5 is not a whole number"),
         ({"pretrained": "m", "fps": "many"}, "fps=many is not a number"),
+        ({"pretrained": "m", "template": "never"}, "template=never is unknown; write task or"),
     ],
 )
 def test_wrong_model_arguments_are_named(given: dict[str, Any], message: str) -> None:
