@@ -31,7 +31,13 @@ from tqdm import tqdm
 
 import mmkv.prompt.torchvision_guard  # noqa: F401 (before anything that imports transformers)
 from mmkv.engine.errors import InputError, MmkvError
-from mmkv.eval.lmms.contexts import Context, SharedContexts, context_of, fitted
+from mmkv.eval.lmms.contexts import (
+    Context,
+    LeftOutError,
+    SharedContexts,
+    context_of,
+    fitted,
+)
 from mmkv.eval.lmms.messages import Frames, Key, conversation, keys, visual_part
 from mmkv.eval.lmms.reports import CUTS, FinishedReplies, reported_to_parent
 from mmkv.eval.lmms.settings import CHAT_IMAGES, SIMPLE_IMAGES, LmmsSettings, sampling_of
@@ -184,6 +190,7 @@ class Ask:
             and behind it ``begin``, which the reply begins with.
         context_tokens: set while it is read: tokens of a shared context that were read for it.
         cut: set then: tokens of the long text before and after it was cut; None: it was not.
+        left_out: set then: the text in place of a reply, where the task leaves long prompts out.
     """
 
     messages: Sequence[Message]
@@ -194,9 +201,10 @@ class Ask:
     begin: str = ""
     context_tokens: int = 0
     cut: tuple[int, int] | None = None
+    left_out: str = ""
 
 
-Script = Generator[Ask, "Reply", None]
+Script = Generator[Ask, "Reply | None", None]  # None: the request was left out
 
 
 class _Member:
@@ -215,14 +223,22 @@ class _Member:
                 ask = self.script.send(self._reply(self.ticket))
             else:
                 return True
-            job = self.dialogue.turn(ask, scheduler)
-            self.ticket = scheduler.submit(job)
+            self.ticket = scheduler.submit(self._job(ask, scheduler))
         except StopIteration:
             self.dialogue.close(scheduler)
             return False
         except MmkvError as error:
             raise type(error)(f"{self.name}: {error}") from error
         return True
+
+    def _job(self, ask: Ask, scheduler: Scheduler) -> ReplyJob:
+        """Return the job of a request, or of the next one where that is left out."""
+        while True:
+            try:
+                return self.dialogue.turn(ask, scheduler)
+            except LeftOutError as error:
+                ask.left_out = str(error)
+                ask = self.script.send(None)
 
     def _reply(self, ticket: Ticket[ReplyJob]) -> Reply:
         if ticket.error is not None:
@@ -424,8 +440,9 @@ def gen_kwargs_of(request: Instance) -> dict[str, Any]:
 def ask_once(ask: Ask, record: LmmsRecord) -> Script:
     """Return the script of a single question."""
     reply = yield ask
-    record.replies.append(reply)
-    record.texts.append(reply.text)
+    if reply is not None:
+        record.replies.append(reply)
+    record.texts.append(ask.left_out if reply is None else reply.text)
     record.context_tokens += ask.context_tokens
     record.cuts += [ask.cut] if ask.cut else []
 

@@ -22,7 +22,7 @@ from mmkv.prompt.template import Message, new_marker
 if TYPE_CHECKING:
     from mmkv import Engine, Session
 
-Cut = Literal["middle", "end"]
+Cut = Literal["middle", "end", "leave"]
 _CONTEXT = "context"  # the key beside a text
 _TRIES = 4  # what is left of a text may come to a few more tokens than was counted
 
@@ -40,12 +40,20 @@ def context_part(
 
     Args:
         shared: other requests begin with the same messages up to the end of this text.
-        cut: what it loses where the prompt is too long; None: the prompt is refused then.
+        cut: what it loses where the prompt is too long; ``leave``: the document is left out then;
+            None: the prompt is refused.
         room: tokens that all else may need; None: what the rest of this prompt takes.
         most: bound on its tokens, those of ``omitted`` included, which stands for what was cut off.
     """
     asked = {"shared": shared, "cut": cut, "room": room, "most": most, "omitted": omitted}
     return {"type": "text", "text": text, _CONTEXT: asked}
+
+
+LEFT_OUT = "[left out:"  # what the reply to such a document begins with
+
+
+class LeftOutError(Exception):
+    """A prompt is too long and its task leaves such documents out; the text stands for a reply."""
 
 
 @dataclass(frozen=True)
@@ -81,12 +89,16 @@ def fitted(
         the messages, and the text's tokens before and after where it was cut.
 
     Raises:
-        InputError: nothing would be left of it.
+        InputError: nothing would be left of it. LeftOutError: the document is to be left out.
     """
     tokenizer = engine.processor.tokenizer
     text = _text(messages, context)
     size = sum(len(p["text"].encode()) for m in messages for p in m["content"] if "text" in p)
     if context.most is None and size <= limit // 2:  # a template adds some words, not as many
+        return list(messages), None
+    if context.cut == "leave":
+        if (whole := _count(engine, messages)) > limit:
+            raise LeftOutError(f"{LEFT_OUT} the prompt has {whole:,} tokens, {limit:,} are read]")
         return list(messages), None
     ids = tokenize(tokenizer, text)
     keep = len(ids)

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from mmkv.engine.errors import MmkvError
+from mmkv.eval.lmms.contexts import LEFT_OUT
 
 # Names the file; mmkv eval sets it for lmms-eval's process.
 REPLIES_VARIABLE = "MMKV_EVAL_REPLIES"
@@ -98,25 +99,31 @@ CUTS = "cut"
 
 
 def cut_prompts(results: Path) -> list[str]:
-    """Return a line for each task some of whose prompts were cut, from its samples file."""
+    """Return a line for each task some of whose prompts were cut or left out, from its samples."""
     made = []
     for path in sorted(results.parent.glob(results.name.removesuffix("results.json") + "*.jsonl")):
+        task, counts, cuts = path.stem.rpartition("samples_")[2], [0, 0], [0]
         with path.open(encoding="utf-8") as file:
-            caches = [_cache_of(line) for line in file]
-        cuts = [cache[CUTS] for cache in caches if cache.get(CUTS)]
-        if cuts:
-            task = path.stem.rpartition("samples_")[2]
-            longest = max(cut["tokens"] for document in cuts for cut in document)
+            for row in map(json.loads, file):
+                counts[0] += 1
+                counts[1] += LEFT_OUT in str(row.get("filtered_resps"))
+                lost = _cache_of(row).get(CUTS)
+                cuts += [max(one["tokens"] for one in lost)] if lost else []
+        if len(cuts) > 1:
             made.append(
-                f"task {task}: the context of {len(cuts)} of {len(caches)} documents was cut, as "
-                f"the benchmark does it (the longest had {longest:,} tokens); "
+                f"task {task}: the context of {len(cuts) - 1} of {counts[0]} documents was cut, as "
+                f"the benchmark does it (the longest had {max(cuts):,} tokens); "
                 f"see token_counts in {path}"
+            )
+        if counts[1]:
+            made.append(
+                f"task {task}: {counts[1]} of {counts[0]} documents, too long, do not count"
             )
     return made
 
 
-def _cache_of(line: str) -> dict[str, Any]:
-    counts = json.loads(line).get("token_counts") or [None]
+def _cache_of(row: dict[str, Any]) -> dict[str, Any]:
+    counts = row.get("token_counts") or [None]
     return (counts[0] or {}).get("cache") or {}
 
 

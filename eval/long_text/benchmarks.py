@@ -19,7 +19,7 @@ from typing import Any
 import yaml
 
 from mmkv.engine.errors import InputError
-from mmkv.eval.lmms.contexts import context_part
+from mmkv.eval.lmms.contexts import LEFT_OUT, context_part
 from mmkv.eval.long_text import scores
 from mmkv.eval.long_text.readers import (
     OMITTED,
@@ -166,8 +166,8 @@ class LongTask:
         head, tail = head.format(**values), behind.format(**values) if tail is None else tail
         shared = bool(spec.get("first") or doc.get("shared"))
         text = values["context"]
-        if spec["cut"] == "middle" and not shared:
-            return [context_part(head + text + tail, cut="middle")]
+        if spec["cut"] in ("middle", "leave") and (not shared or spec["cut"] == "leave"):
+            return [context_part(head + text + tail, cut=spec["cut"])]
         room = spec.get("room", _ROOM if shared else None)
         if "turn" in spec:
             room += self.tokens * (self.rounds(doc) - 1)
@@ -201,6 +201,8 @@ class LongTask:
         spec = self.spec
         if "turn" in spec:
             return self._turn_scores(doc, replies)
+        if any(reply.startswith(LEFT_OUT) for reply in replies):
+            return {}
         values = self.values(doc)
         begin = spec["begin"].format(**values) if "begin" in spec else ""
         measure = spec["measure"]

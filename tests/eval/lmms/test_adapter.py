@@ -586,6 +586,9 @@ def test_a_context_that_is_too_long_is_cut_or_refused(chat: Any) -> None:
         assert [cut and cut[0]["tokens"] for cut in cuts] == [whole, whole, whole, None]
         assert 76 <= counts[0]["input_tokens"] <= 80
         assert cuts[1][0]["kept"] <= 40 and cuts[2][0]["kept"] <= 20
+        left = [about(context_part(CONTEXT, cut="leave"), text), docs[3]]
+        left_out, kept = chat.generate_until(requests_of(chat, left, give, max_new_tokens=9))
+        assert left_out.text.startswith("[left out: the prompt has ") and kept.text == made[3].text
         (long,) = docs[:1]
         long[0]["content"][0]["text"] = "read this. " * 60
         with pytest.raises(InputError, match=r"document 0: all but the context takes the whole"):

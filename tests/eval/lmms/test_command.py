@@ -23,6 +23,7 @@ from mmkv.engine.policies import make_policy
 from mmkv.eval.lmms import answers, tasks
 from mmkv.eval.lmms import command as eval_command
 from mmkv.eval.lmms.command import _CHILD_IGNORES_CTRL_C, EvalJob, EvaluationError, problems
+from mmkv.eval.lmms.contexts import LEFT_OUT
 from mmkv.eval.lmms.reports import (
     CAUSE_VARIABLE,
     REPLIES_VARIABLE,
@@ -290,10 +291,12 @@ def test_contexts_that_were_cut_are_said(tmp_path: Path) -> None:
     assert cut_prompts(path) == []
     cut = [{"tokens": 9000, "kept": 512}, {"tokens": 700, "kept": 512}]
     counts = [{"cache": {"cut": cut}}], [{"cache": {}}], [None]
-    lines = [json.dumps({"token_counts": count}) for count in counts]
-    (tmp_path / "1_samples_mme.jsonl").write_text("\n".join(lines))
-    (line,) = cut_prompts(path)
-    assert line.startswith("task mme: the context of 1 of 3 documents was cut")
+    rows = [{"token_counts": count, "filtered_resps": "a"} for count in counts]
+    rows.append({"filtered_resps": f"{LEFT_OUT} too long]"})
+    (tmp_path / "1_samples_mme.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    line, other = cut_prompts(path)
+    assert other == "task mme: 1 of 4 documents, too long, do not count"
+    assert line.startswith("task mme: the context of 1 of 4 documents was cut")
     assert "the longest had 9,000 tokens" in line
 
 

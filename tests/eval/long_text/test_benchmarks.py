@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from mmkv.engine.errors import InputError
+from mmkv.eval.lmms.contexts import LEFT_OUT
 from mmkv.eval.long_text.benchmarks import (
     MEASURES,
     LongTask,
@@ -94,6 +95,9 @@ def test_longbench_v2(data: Path) -> None:
     assert found[0] == {"letter": [1], "easy": [1], "short": [1]}
     assert [one["letter"] for one in found[1:]] == [[0], [0]]
     assert task.metrics(docs) == ["letter", "easy", "hard", "long", "short"]
+    whole, docs = of("longbench_v2_whole", data)
+    assert context_of(whole.messages(docs[0], 0, [])[0])["cut"] == "leave"
+    assert whole.score(docs[0], [f"{LEFT_OUT} 9 tokens]"]) == {}
     assert task_file("longbench_v2", data, data, str)["generation_kwargs"]["temperature"] == 0.1
 
 
