@@ -67,6 +67,9 @@ class Prefill:
         if not self.tokens:
             raise InputError("the prompt is empty; give at least one token")
         with session.claimed(), session.engine.lock:
+            if session.compactions:  # it was made before positions moved
+                self._move_back(int(turn.positions[:, 0].min()) - session.next_position)
+                turn = self._turn
             # Read from the device once for all chunks: where an interrupted prefill continues from,
             # and the ids that penalties count.
             self._highest = turn.positions.amax(0).cummax(0).values.tolist()
@@ -166,11 +169,12 @@ class Prefill:
         """
         back = self._session.make_context(self.next_chunk, self._end(self.done + self.next_chunk))
         if back:
-            turn = self._turn
-            self._turn = replace(
-                turn, positions=turn.positions - back, next_position=turn.next_position - back
-            )
+            self._move_back(back)
             self._highest = [position - back for position in self._highest]
+
+    def _move_back(self, back: int) -> None:
+        turn, positions = self._turn, self._turn.positions - back
+        self._turn = replace(turn, positions=positions, next_position=turn.next_position - back)
 
     @property
     def _moved(self) -> bool:
