@@ -131,7 +131,7 @@ class Prefill:
                     session.restore(self._before)
                 else:
                     session.adopt(snapshot.seq, self._before)
-            else:
+            elif session.compactions == self._before["compactions"]:  # else it has only moved
                 session.restore(self._before)
             self._forget_snapshot()
         self.done, self._undoable = 0, False

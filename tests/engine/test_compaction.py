@@ -198,6 +198,27 @@ def test_a_turn_is_not_rewound_across_moved_positions() -> None:
     assert session.next_position == kept - 2
 
 
+def test_a_chunk_that_fails_leaves_moved_positions(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = short_of("text3", "streamingllm")
+    session = engine.session()
+    session.prefill({"input_ids": text_ids(LIMIT, 1)[None]})
+    fork = session.fork()
+    prefill = session.begin_prefill({"input_ids": text_ids(5, 2)[None]})
+
+    def fail(*_: Any) -> None:
+        raise RuntimeError("no")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(engine.decoder, "forward", fail)
+        with pytest.raises(RuntimeError, match="no"):
+            prefill.advance()
+    prefill.roll_back()
+    assert session.compactions == 1 and session.seen == LIMIT
+    for token in (3, 4, 5):
+        assert torch.equal(session.decode(token), fork.decode(token))
+    engine.cache.check()
+
+
 @pytest.mark.parametrize("form", FORMS)
 def test_keys_in_every_form_are_turned_once(form: str) -> None:
     """A key that is turned is rounded once more, as its form rounds."""
