@@ -87,6 +87,9 @@ class EngineConfig:
         vision_cache: bytes, or text such as ``"256MiB"``, that features of pictures and videos may
             take, so that the same ones are encoded once; at most an eighth of ``kv_limit``; 0:
             none. In 256 MiB are 8 pictures of 1024 x 1024 pixels for a Qwen3-VL of 2B.
+        endless: whether a session that evicts goes on beyond the context that the model was trained
+            for, its rope positions drawn together (:mod:`mmkv.engine.compaction`); otherwise it
+            ends there.
         threads: of the whole process on a CPU (``torch.set_num_threads``); None: as torch has it,
             one for each core unless OMP_NUM_THREADS says otherwise.
 
@@ -158,6 +161,12 @@ class EngineConfig:
             str, "Memory for features of pictures: the same ones are encoded once; 0: none."
         ),
     )
+    endless: bool = field(
+        default=True,
+        metadata=_about(
+            bool, "Go on beyond the trained context: close the gaps that evicted tokens left."
+        ),
+    )
     threads: int | None = field(
         default=None,
         metadata=_about(
@@ -201,6 +210,7 @@ class EngineConfig:
                 bound = f"at least {least}" if value < least else f"at most {most:,}"
                 raise PolicyError(f"{name} is {value}; give a whole number of {bound}")
 
+        require_type("endless", self.endless, bool, "True or False")
         if not isinstance(self.vision_cache, str):
             require_whole("vision_cache", self.vision_cache)
         if self.vision_cache_bytes < 0:

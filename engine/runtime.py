@@ -58,8 +58,8 @@ class Runtime:
 
     Args:
         policy: a :class:`Policy`; budget: the default of new sessions.
-        options: evict_every, prefill_chunk, page_size, kv, kv_limit and vision_cache of
-            :class:`mmkv.engine.config.EngineConfig`.
+        options: evict_every, prefill_chunk, page_size, kv, kv_limit, vision_cache and endless
+            of :class:`mmkv.engine.config.EngineConfig`.
 
     Attributes:
         vision_cache: features of pictures that sessions have read.
@@ -125,6 +125,7 @@ class Runtime:
             has_on_append=policy.evicts and has_on_append(policy.scoring),
             has_on_step=policy.evicts and has_on_step(policy.scoring),
         )
+        self.endless = config.endless and not self.decoder.hosted
         state = self.model.needs.state if policy.admission is None else 1  # log g
         size = config.page_size
         # A budget that binds nothing chooses nothing.
@@ -167,7 +168,8 @@ class Runtime:
             progress: called with a few words on what is being loaded.
             options: those of :class:`mmkv.engine.config.EngineConfig`: policy (a name or a
                 :class:`Policy`), adapter, budget, lookahead, evict_every, prefill_chunk, page_size,
-                gates, device, dtype, weights, kv, kv_limit, vision_cache, threads, mmproj.
+                gates, device, dtype, weights, kv, kv_limit, vision_cache, threads, mmproj,
+                endless.
 
         Raises:
             ModelError, GateError, PolicyError, BudgetError.
@@ -245,6 +247,7 @@ class Runtime:
             kv=config.kv,
             kv_limit=config.kv_limit,
             vision_cache=config.vision_cache,
+            endless=config.endless,
         )
         engine.policy_note = note
         return engine

@@ -88,7 +88,7 @@ def decode_steps(
         with engine.lock:
             token_ids = _checked(engine, sessions, token_ids)
             for session in sessions:
-                session._require_context(steps, session.next_position + steps)
+                session.make_context(steps, session.next_position + steps)
             recorded = any(session.recorder is not None for session in sessions)
             if engine.many_path == "graph" and not recorded:
                 decode = engine.backends.for_bursts().decode_many
@@ -201,9 +201,11 @@ def _checked(
         if session.engine is not engine:
             raise SessionError("a session of another engine; decode it with its own engine")
         session._require_open()
-        session._require_context(1, session.next_position + 1)
+        session.require_context(1, session.next_position + 1)
         if not 0 <= token < engine.decoder.weights.embed.shape[0]:
             raise InputError(f"token id {token} is outside the vocabulary")
+    for session in sessions:
+        session.make_context(1, session.next_position + 1)
     return checked
 
 

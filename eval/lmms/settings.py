@@ -185,13 +185,16 @@ def _typed(name: str, value: Any, kind: tuple[type, bool]) -> Any:
     if value is None or (may_be_none and str(value).lower() == "none"):
         return None
     try:
+        if wanted is bool:
+            return {"true": True, "false": False}[str(value).lower()]
         if wanted is not int:
             return wanted(value)
         if int(value) != float(value) or int(value) < (name != "seed"):
             raise ValueError
         return int(value)
-    except (ValueError, OverflowError) as error:
-        noun = "a whole number of at least 1" if wanted is int else "a number"
+    except (ValueError, OverflowError, KeyError) as error:
+        nouns = {int: "a whole number of at least 1", bool: "true or false"}
+        noun = nouns.get(wanted, "a number")
         raise InputError(f"the model argument {name}={value} is not {noun}; correct it") from error
 
 

@@ -163,6 +163,7 @@ def test_lmms_eval_takes_every_option_as_text() -> None:
         "device": "cpu",
         "dtype": "float32",
         "vision_cache": "1GiB",
+        "endless": "False",
         "threads": "1",
     }
     assert set(texts) == set(options()) - {"model", "kv_limit"}
@@ -183,6 +184,7 @@ def test_lmms_eval_takes_every_option_as_text() -> None:
         device="cpu",
         dtype="float32",
         vision_cache="1GiB",
+        endless=False,
         threads=1,
     )
     assert LmmsSettings.of({"pretrained": "here"}).engine == EngineConfig(model="here")

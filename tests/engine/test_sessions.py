@@ -535,7 +535,7 @@ def test_saving_is_atomic(engine: Runtime, tmp_path: Path, monkeypatch: pytest.M
 
 
 def test_a_prompt_over_the_context_changes_nothing(folders: dict[str, Path]) -> None:
-    engine = load(folders["text"])
+    engine = load(folders["text"], endless=False)
     session = engine.session()
     with pytest.raises(ContextError, match="64"):
         session.prefill(turn(65))
