@@ -17,7 +17,7 @@ import time
 from abc import abstractmethod
 from collections import Counter, deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -32,7 +32,7 @@ import mmkv.prompt.torchvision_guard  # noqa: F401 (before anything that imports
 from mmkv.engine.errors import InputError, MmkvError
 from mmkv.eval.lmms.messages import Frames, Key, conversation, keys, visual_part
 from mmkv.eval.lmms.reports import FinishedReplies, reported_to_parent
-from mmkv.eval.lmms.settings import CHAT_IMAGES, SIMPLE_IMAGES, LmmsSettings, sampling_of
+from mmkv.eval.lmms.settings import CHAT_IMAGES, SIMPLE_IMAGES, LmmsSettings, sampling_of, thinks
 from mmkv.prompt.template import Message, take_media
 from mmkv.reply import Reply
 from mmkv.scheduler.conversation import CachedConversation
@@ -98,6 +98,16 @@ def _ends(replies: Sequence[Reply]) -> dict[str, Any]:
     return {"finish_reason": reasons[0] if len(reasons) == 1 else reasons}
 
 
+def answer_text(reply: Reply) -> str:
+    """Return what counts as the answer: what follows the thought, where there is one."""
+    return reply.text if reply.reasoning is None else reply.content
+
+
+def _cut_in_thought(reply: Reply) -> bool:
+    cut = reply.finish_reason in ("length", "context")
+    return cut and reply.reasoning is not None and not reply.content
+
+
 class LmmsDialogue:
     """A session and the messages it holds.
 
@@ -130,7 +140,7 @@ class LmmsDialogue:
 
     def replied(self, reply: Reply) -> None:
         """Note the reply, which the next round's messages may hold as they got it."""
-        content = [{"type": "text", "text": reply.text}]
+        content = [{"type": "text", "text": answer_text(reply)}]
         self._held += keys([{"role": "assistant", "content": content}])
 
     def close(self, scheduler: Scheduler) -> None:
@@ -261,6 +271,8 @@ class Adapter(lmms):
         self.engine = self.settings.load(self.images)
         self._device = self.engine.device
         self.opening = self.settings.opening()
+        thinking = thinks(self.engine.processor.template)
+        self._floor = self.settings.thinking_floor if thinking else 0
         self._reported: set[str] = set()
         self._journal = FinishedReplies.of_parent()
         asked = self.engine.generation
@@ -323,6 +335,11 @@ class Adapter(lmms):
         differ = [one.memory.differs for one in replies if one.memory and one.memory.differs]
         if differ:
             logger.warning(f"{len(differ)} of {len(replies)} replies: {differ[0]}")
+        if cut := sum(map(_cut_in_thought, replies)):
+            logger.warning(
+                f"{cut} of {len(replies)} replies were cut inside their thought and have no "
+                "answer; raise the model argument thinking_floor"
+            )
         made = [answer(text(record), record.replies, self._facts()) for record in records]
         _log_throughput(made, time.perf_counter() - started, self.rank)
         return made
@@ -345,7 +362,17 @@ class Adapter(lmms):
         for name in set(ignored) - self._reported:
             self._reported.add(name)
             logger.warning(f"{request.task_name}: generation_kwargs {name} has no effect in mmkv")
-        return made
+        if made.max_new_tokens >= self._floor:
+            return made
+        note = (
+            f"{request.task_name}: this model thinks before it answers, so replies may have "
+            f"{self._floor} new tokens, not {made.max_new_tokens}; thinking_floor=0 keeps the "
+            "task's limit"
+        )
+        if note not in self._reported:
+            self._reported.add(note)
+            logger.warning(note)
+        return replace(made, max_new_tokens=self._floor)
 
     def _facts(self) -> dict[str, Any]:
         policy = self.engine.policy
@@ -371,7 +398,7 @@ def ask_once(ask: Ask, record: LmmsRecord) -> Script:
     """Return the script of a single question."""
     reply = yield ask
     record.replies.append(reply)
-    record.texts.append(reply.text)
+    record.texts.append(answer_text(reply))
 
 
 def ask_in_rounds(

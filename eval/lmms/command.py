@@ -108,6 +108,7 @@ def evaluate(
         "gates": None if gates is None else gates_source(gates),
         "device": device,
         "dtype": dtype,
+        "thinking_floor": _own_floor(gen_kwargs),
     }
     options = ["--batch_size", str(batch_size), "--output_path", str(output), "--log_samples"]
     if limit is not None:
@@ -262,6 +263,12 @@ def _model_args(named: dict[str, str | None], more: str | None) -> str:
         raise InputError("batch_size is not a model argument; write --batch-size")
     LmmsSettings.of(given)
     return ",".join(f"{name}={value}" for name, value in given.items())
+
+
+def _own_floor(gen_kwargs: str | None) -> str | None:
+    """Return 0 where the user gives a length of replies: then it holds for models that think, too."""
+    names = [pair.partition("=")[0].strip() for pair in (gen_kwargs or "").split(",")]
+    return "0" if "max_new_tokens" in names else None
 
 
 def _environment() -> dict[str, str]:

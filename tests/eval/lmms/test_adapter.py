@@ -21,6 +21,7 @@ from mmkv.eval.lmms.settings import (
     LmmsSettings,
     sampling_of,
     stop_strings,
+    thinks,
 )
 from mmkv.generation_config import Generation, generation_of
 from mmkv.prompt.media import load_image
@@ -28,7 +29,8 @@ from mmkv.prompt.processing import Processor
 from mmkv.prompt.template import ChatTemplate
 from mmkv.training.data.dialogues import dense
 from mmkv.training.data.scenes import make_scene, render
-from tests.support.chat_models import byte_tokenizer
+from tests.mmkv.prompt.test_held import OPENED, THOUGHTS
+from tests.support.chat_models import CHATML, byte_tokenizer, save_llama, script
 from tests.support.lmms_runs import MODEL, needs_lmms_eval
 
 
@@ -399,6 +401,44 @@ def test_the_simple_form_stops_where_the_task_says(simple: Any) -> None:
     whole = ask(max_new_tokens=24, until=["\n\n"])
     assert "," in whole
     assert ask(max_new_tokens=24, until=[",", "\n\n"]) == whole.split(",")[0]
+
+
+@needs_lmms_eval
+def test_a_model_that_thinks_is_not_cut_inside_its_thought(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Under a task's limit of 16 tokens, which the thought alone uses up; one byte is a token."""
+    from loguru import logger
+
+    from mmkv.eval.lmms.adapter import MmkvChat
+
+    def ask(**given: int) -> tuple[str, str]:
+        model = MmkvChat(pretrained=str(folder), policy="full", dtype="float32", **given)
+        script(monkeypatch, model.engine, ["I look at each cell\n</think>\n\nB"])
+        said: list[str] = []
+        sink = logger.add(said.append, level="WARNING")
+        (result,) = model.generate_until(
+            requests_of(model, [[user("which?")]], lambda doc: doc, max_new_tokens=16)
+        )
+        logger.remove(sink)
+        return result.text, "".join(map(str, said))
+
+    folder = save_llama(tmp_path, OPENED)
+    text, said = ask()
+    assert text == "B"
+    assert "replies may have 32768 new tokens, not 16; thinking_floor=0 keeps" in said
+    assert said.count("thinking_floor") == 1
+    text, said = ask(thinking_floor=0)
+    assert text == ""  # not the thought, in which an answer could be found by chance
+    assert "1 of 1 replies were cut inside their thought and have no answer; raise" in said
+
+
+def test_which_templates_think() -> None:
+    opening = "<|im_start|>assistant\n<think>\n"
+    closed = OPENED.replace(opening, opening + "\n</think>\n\n")
+    made = [ChatTemplate(byte_tokenizer(), t, parts=False) for t in (OPENED, THOUGHTS, closed)]
+    assert [thinks(one) for one in made] == [True, True, False]
+    assert not thinks(ChatTemplate(byte_tokenizer(), CHATML, parts=False))
 
 
 @needs_lmms_eval

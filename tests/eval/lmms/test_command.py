@@ -388,6 +388,12 @@ def test_a_policy_keeps_its_parameters_on_the_way_through_lmms_eval() -> None:
         assert make_policy(LmmsSettings.of(arguments).engine.policy) == wanted
 
 
+def test_a_length_of_the_users_own_holds_for_models_that_think() -> None:
+    own = eval_command._own_floor
+    assert own("temperature=0.6,max_new_tokens=64") == "0"
+    assert own(None) is None and own("temperature=0.6") is None
+
+
 def test_without_lmms_eval_it_says_what_to_install(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
