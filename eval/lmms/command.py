@@ -266,7 +266,7 @@ def _model_args(named: dict[str, str | None], more: str | None) -> str:
 
 
 def _own_floor(gen_kwargs: str | None) -> str | None:
-    """Return 0 where the user gives a length of replies: then it holds for models that think, too."""
+    """Return 0 where the user gives a length of replies: it holds for models that think, too."""
     names = [pair.partition("=")[0].strip() for pair in (gen_kwargs or "").split(",")]
     return "0" if "max_new_tokens" in names else None
 
