@@ -83,6 +83,12 @@ def evaluate(
             rich_help_panel=_RUN,
         ),
     ] = None,
+    samples: Annotated[
+        int | None,
+        typer.Option(
+            min=1, help="Replies to each question, for tasks with pass@1.", rich_help_panel=_RUN
+        ),
+    ] = None,
     budget: Annotated[str | None, arguments.option("budget")] = None,
     policy: Annotated[str | None, arguments.option("policy")] = None,
     gates: Annotated[str | None, arguments.option("gates")] = None,
@@ -119,8 +125,12 @@ def evaluate(
         options += ["--gen_kwargs", gen_kwargs]
     if force_simple:
         options.append("--force_simple")
+    given = [pair.strip() for pair in (gen_kwargs or "").split(",")]
+    if (samples or 1) > 1 and {"temperature=0", "do_sample=False"} & set(given):
+        raise InputError("greedy replies to a question are all the same; drop --samples")
     wanted = [name.strip() for group in tasks for name in group.split(",") if name.strip()]
-    job = EvalJob(wanted, _model_args(named, model_args), [*options, *(more or [])], output, data)
+    settings = _model_args(named, model_args)
+    job = EvalJob(wanted, settings, [*options, *(more or [])], output, data, samples)
     raise typer.Exit(job.run())
 
 
@@ -133,6 +143,7 @@ class EvalJob:
     options: list[str]
     output: Path
     data: Path | None
+    samples: int | None = None
 
     def run(self) -> int:
         """Run it and check what it wrote. Raises InputError before, EvaluationError after."""
@@ -160,7 +171,7 @@ class EvalJob:
 
         before = self._results()
         with tempfile.TemporaryDirectory(prefix="mmkv-eval-") as folder:
-            names = write(self.tasks, Path(folder), self.data)
+            names = write(self.tasks, Path(folder), self.data, self.samples)
             require_known(names, [Path(folder), shipped_folder()])
             # Other names may be groups, tags or patterns, which results list by their tasks.
             single = [n for n in names if find(n, Path(folder)) or find(n, shipped_folder())]

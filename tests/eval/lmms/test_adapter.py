@@ -23,6 +23,7 @@ from mmkv.eval.lmms.settings import (
     stop_strings,
     thinks,
 )
+from mmkv.eval.lmms.tasks import write
 from mmkv.generation_config import Generation, generation_of
 from mmkv.prompt.media import load_image
 from mmkv.prompt.processing import Processor
@@ -497,6 +498,37 @@ def test_choices_are_scored_by_a_task(simple: Any, tmp_path: Path) -> None:
     assert found["results"]["choose"]["acc,none"] == pytest.approx(
         sum(s["acc"] for s in found["samples"]["choose"]) / len(rows)
     )
+
+
+@needs_lmms_eval
+def test_samples_of_a_question_are_scored_together(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rows of AIME 2024 to pass@1; of three replies to each of two questions, two and one right."""
+    import json
+
+    from lmms_eval.evaluator import simple_evaluate
+    from lmms_eval.tasks import TaskManager
+
+    from mmkv.eval.lmms.adapter import MmkvChat
+
+    model = MmkvChat(pretrained=str(save_llama(tmp_path / "llama")), policy="full")
+    (tmp_path / "aime24").mkdir()
+    rows = [{"id": n, "problem": f"p{n}", "answer": f"20{n}", "year": "2024"} for n in (4, 5)]
+    (tmp_path / "aime24" / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    assert write(["aime24"], tmp_path / "tasks", tmp_path, samples=3) == ["aime24_local"]
+    manager = TaskManager("ERROR", include_path=str(tmp_path / "tasks"), include_defaults=False)
+    said = [r"\boxed{204}", r"\boxed{0204.0}", "no", r"\boxed{204}", r"\boxed{205}", "205"]
+    script(monkeypatch, model.engine, said)
+    found = simple_evaluate(model, tasks=["aime24_local"], task_manager=manager, batch_size=1)
+    assert found is not None
+    first, second = found["samples"]["aime24_local"]
+    assert first["filtered_resps"] == [said[:3]] and second["filtered_resps"] == [said[3:]]
+    assert first["arguments"][0].startswith("p4\nPlease reason step by step")
+    result = found["results"]["aime24_local"]
+    assert result["pass_at_1,samples"] == 0.5 and result["answered,samples"] == pytest.approx(4 / 6)
+    assert result["pass_at_1_low,samples"] == pytest.approx(1 / 3)
+    assert result["pass_at_1_high,samples"] == pytest.approx(2 / 3)
 
 
 @needs_lmms_eval

@@ -99,8 +99,9 @@ def test_hub_tasks_get_the_prompts_of_qwen3_vl(shipped: Path, tmp_path: Path) ->
         (["mmstar"], "data", "task mmstar has no data: no mmstar/.*parquet"),
         (["mmstar"], "nowhere", "no folder .*nowhere; --data names the folder"),
         (["mmstar_local"], None, "add --data FOLDER"),
-        (["other_local"], "data", "no local form of task other_local; there is one of gqa"),
+        (["other_local"], "data", "no local form of task other_local; there is one of .*gqa"),
         (["gqa"], "data", "this lmms-eval has no gqa/gqa.yaml; install version 0.7.3"),
+        (["math500"], None, "task math500 reads local files; add --data FOLDER"),
     ],
 )
 def test_what_is_missing_is_named(
@@ -113,15 +114,31 @@ def test_what_is_missing_is_named(
 
 @needs_lmms_eval
 def test_every_local_form_fits_the_installed_lmms_eval() -> None:
-    assert len(tasks.local_names()) == 11
+    assert len(tasks.local_names()) == 16
     for name in tasks.local_names():
-        made = tasks.read(tasks.HERE / f"{name}.yaml")
+        made = tasks.local_form(name)
         (split,) = made["dataset_kwargs"]["data_files"]
         whole = made
         if "include" in made:
             whole = tasks.merged(tasks.shipped_folder() / made["include"])
             assert whole["task"] == name
         assert split == whole.get("test_split", whole.get("validation_split"))
+
+
+def test_samples_are_for_tasks_that_score_several(
+    shipped: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "gsm8k" / "main").mkdir(parents=True)
+    (tmp_path / "gsm8k" / "main" / "test-0.parquet").touch()
+    assert tasks.write(["gsm8k"], tmp_path / "out", tmp_path, samples=8) == ["gsm8k_local"]
+    made = tasks.read(tmp_path / "out" / "gsm8k_local.yaml")
+    assert made["repeats"] == 8 and made["dataset_path"] == "parquet"
+    assert made["filter_list"][0]["filter"] == [{"function": "take_first_k", "k": 8}]
+    with pytest.raises(InputError, match="task mmstar scores one reply to each question; drop"):
+        tasks.write(["mmstar"], tmp_path / "out", tmp_path, samples=8)
+    greedy = "eval --tasks gsm8k --samples 8 --gen-kwargs temperature=0"
+    assert mmkv_command(greedy.split()) == 1
+    assert "greedy replies to a question are all the same" in capsys.readouterr().err
 
 
 def test_videos_are_found_in_any_layout(tmp_path: Path) -> None:
