@@ -4,7 +4,7 @@ lmms-eval knows a task by the name of its YAML, finds prompts by the name of the
 for data on the hub. Two kinds of overrides change that: ``NAME_local`` reads files below a folder,
 and ``NAME_mmkv`` gives mmkv the prompts of a task for ``qwen3_vl``. Both include the installed
 task, so that scoring and prompts are lmms-eval's own. Benchmarks that lmms-eval lacks are tasks of
-our own, which only have a local form; one that differs from another in few settings is ``like`` it.
+our own, which only have a local form; a file may hold several ``sets`` of one benchmark.
 
 The functions that task files name find pictures and videos of local tasks below the folder that
 --data names. They take the task's ``lmms_eval_specific_kwargs``, into which ``eval.lmms.tasks`` has
@@ -23,6 +23,7 @@ import difflib
 import re
 import sys
 from collections.abc import Sequence
+from copy import deepcopy
 from functools import cache
 from importlib import resources
 from importlib.resources.abc import Traversable
@@ -254,9 +255,26 @@ _Dumper.add_representer(
 )
 
 
+@cache
+def _local_forms() -> dict[str, dict[str, Any]]:
+    made: dict[str, dict[str, Any]] = {}
+    for file in HERE.iterdir():
+        if not file.name.endswith(".yaml"):
+            continue
+        content = read(file)
+        sets = content.pop("sets", {Path(file.name).stem: {}})
+        made |= {name: {"task": f"{name}_local", **content, **own} for name, own in sets.items()}
+    return made
+
+
 def local_names() -> list[str]:
     """List the tasks that can read local files."""
-    return sorted(Path(file.name).stem for file in HERE.iterdir() if file.name.endswith(".yaml"))
+    return sorted(_local_forms())
+
+
+def local_form(name: str) -> dict[str, Any]:
+    """Return the settings of a task that reads local files; its files are patterns still."""
+    return deepcopy(_local_forms()[name])
 
 
 def shipped_folder() -> Path:
@@ -265,12 +283,6 @@ def shipped_folder() -> Path:
     if spec is None or not spec.submodule_search_locations:
         raise InputError(INSTALL)
     return Path(spec.submodule_search_locations[0]) / "tasks"
-
-
-def local_form(name: str) -> dict[str, Any]:
-    """Read the local form of a task, with that of the task which it is ``like``."""
-    own = read(HERE / f"{name}.yaml")
-    return {**local_form(own.pop("like")), **own} if "like" in own else own
 
 
 def write(
