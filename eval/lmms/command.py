@@ -47,9 +47,20 @@ app = typer.Typer(add_completion=False, rich_markup_mode="rich")
 @app.command()
 def evaluate(
     tasks: Annotated[
-        list[str],
+        list[str] | None,
         typer.Option(help="Tasks, comma-separated or repeated; NAME_local reads --data."),
-    ],
+    ] = None,
+    reproduce: Annotated[
+        str | None,
+        typer.Option(
+            metavar="PAPER:TABLE",
+            help="Instead: the commands of a paper's table; --policy, --budget choose rows. "
+            "list: all tables.",
+        ),
+    ] = None,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Only print the commands of --reproduce.")
+    ] = False,
     model: Annotated[
         str | None,
         typer.Option(help="Model folder or hub id. Default: the small bundled model."),
@@ -105,6 +116,23 @@ def evaluate(
     """Evaluate with lmms-eval; exit 1 when a task failed or had no samples."""
     from mmkv.resources import bundled_model, gates_source
 
+    if reproduce is not None:
+        if tasks or model_args or force_simple or more:
+            raise InputError(
+                "a table names its tasks and model arguments; leave out --tasks, --model-args, "
+                "--force-simple and what follows --, or run what --dry-run prints yourself"
+            )
+        choice: dict[str, Any] = {
+            "data": None if data is None else str(data),
+            "output": str(output),
+            **{"model": model, "gates": gates, "policy": policy, "budget": budget},
+            **{"samples": samples, "limit": limit, "batch_size": batch_size},
+            **{"device": device, "dtype": dtype, "gen_kwargs": gen_kwargs},
+        }
+        _reproduce(reproduce, choice, dry_run)
+        return
+    if dry_run:
+        raise InputError("--dry-run prints the commands of a table; add --reproduce PAPER:TABLE")
     if model is not None:
         locate(model)
     named = {
@@ -128,10 +156,25 @@ def evaluate(
     given = [pair.strip() for pair in (gen_kwargs or "").split(",")]
     if (samples or 1) > 1 and {"temperature=0", "do_sample=False"} & set(given):
         raise InputError("greedy replies to a question are all the same; drop --samples")
-    wanted = [name.strip() for group in tasks for name in group.split(",") if name.strip()]
+    wanted = [name.strip() for group in tasks or () for name in group.split(",") if name.strip()]
     settings = _model_args(named, model_args)
     job = EvalJob(wanted, settings, [*options, *(more or [])], output, data, samples)
     raise typer.Exit(job.run())
+
+
+def _reproduce(name: str, given: dict[str, Any], dry_run: bool) -> None:
+    """Print a table's commands, or run them and print what came out."""
+    from mmkv.eval.papers.reproduce import TableChoice, find, lines, listed, run
+
+    if name == "list":
+        print(listed())
+        return
+    table = find(name)
+    choice = TableChoice(**{key: value for key, value in given.items() if value is not None})
+    if dry_run:
+        print("\n".join(lines(table, choice)))
+    else:
+        print(run(table, choice))
 
 
 @dataclass(frozen=True)
@@ -151,7 +194,7 @@ class EvalJob:
         from mmkv.training.measure.record import require_output
 
         if not self.tasks:
-            raise InputError("no task is named; give --tasks NAME,NAME")
+            raise InputError("no task is named; give --tasks NAME,NAME, or --reproduce PAPER:TABLE")
         require_output(self.output)
         name = f"replies-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}.jsonl"
         kept = (self.output / name).resolve()
