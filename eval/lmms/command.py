@@ -209,16 +209,17 @@ class EvalJob:
         return code
 
     def _run(self, variables: dict[str, str]) -> int:
-        from mmkv.eval.lmms.reports import CAUSE_VARIABLE, cause
+        from mmkv.eval.lmms.reports import CAUSE_VARIABLE, cause, cut_prompts
         from mmkv.eval.lmms.tasks import find, require_known, shipped_folder, write
+        from mmkv.eval.long_text.benchmarks import expanded
 
-        before = self._results()
+        before, wanted = self._results(), expanded(self.tasks)
         with tempfile.TemporaryDirectory(prefix="mmkv-eval-") as folder:
-            names = write(self.tasks, Path(folder), self.data, self.samples)
+            names = write(wanted, Path(folder), self.data, self.samples)
             require_known(names, [Path(folder), shipped_folder()])
             # Other names may be groups, tags or patterns, which results list by their tasks.
             single = [n for n in names if find(n, Path(folder)) or find(n, shipped_folder())]
-            for given, name in zip(self.tasks, names, strict=True):
+            for given, name in zip(wanted, names, strict=True):
                 if given != name:
                     print(f"mmkv: task {given} runs as {name}", file=sys.stderr)
             joined = ",".join(names)
@@ -243,6 +244,8 @@ class EvalJob:
             raise EvaluationError("lmms-eval ended without results; its message is above")
         if wrong := problems(found[-1], single):
             raise EvaluationError(f"{'; '.join(wrong)} (results in {found[-1]})")
+        for line in cut_prompts(found[-1]):
+            print(f"mmkv: {line}", file=sys.stderr)
         print(f"mmkv: results in {found[-1]}", file=sys.stderr)
         return 0
 

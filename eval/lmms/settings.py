@@ -64,6 +64,9 @@ class LmmsSettings:
         seed: of sampling, where a task asks for a temperature.
         thinking_floor: new tokens that a model which thinks may write at least, whatever limit the
             task sets; 0: the task's limit holds.
+        max_prompt_tokens: bound on a prompt of the long-text tasks, beside the model's own.
+        template: ``always`` where the model's chat template frames also those prompts that a
+            benchmark publishes without one; ``task``: as the benchmark does it.
     """
 
     engine: EngineConfig
@@ -75,6 +78,8 @@ class LmmsSettings:
     system_prompt: str | None = None
     seed: int = 1234
     thinking_floor: int = THINKING_FLOOR
+    max_prompt_tokens: int | None = None
+    template: str = "task"
     batch_size: int = 1
 
     @classmethod
@@ -95,8 +100,15 @@ class LmmsSettings:
                 f"({bundled_model_name()} is the bundled one)"
             )
         typed = {name: _typed(name, value, kinds[name]) for name, value in given.items()}
+        if typed.get("template", "task") not in ("task", "always"):
+            raise InputError(f"template={typed['template']} is unknown; write task or always")
         loading = {name: typed.pop(name) for name in options() if name in typed}
         return cls(EngineConfig(model=typed.pop("pretrained"), **loading), **typed)
+
+    @property
+    def always_template(self) -> bool:
+        """Whether the chat template frames every prompt."""
+        return self.template == "always"
 
     @property
     def pretrained(self) -> str:

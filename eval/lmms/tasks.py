@@ -35,6 +35,7 @@ import yaml
 
 from mmkv.engine.errors import InputError, MmkvError
 from mmkv.engine.paths import is_file, is_folder
+from mmkv.eval.long_text.benchmarks import expanded, task_file, tasks
 from mmkv.eval.mmdu.data import Dialogue, find_pictures, interleave, read_benchmark, read_row
 from mmkv.eval.mmdu.scores import is_right
 from mmkv.resources import bundled_dialogues
@@ -304,7 +305,11 @@ def write(
         _require(name)
         if samples is not None and (name not in known or "repeats" not in local_form(name)):
             raise InputError(f"task {given} scores one reply to each question; drop --samples")
-        if name in known and (data is not None or given.endswith("_local") or name == "mmdu"):
+        if name in tasks():
+            if data is None:
+                raise InputError(f"task {name} reads local files; add --data FOLDER")
+            made = task_file(name, data.resolve(), output, Function)
+        elif name in known and (data is not None or given.endswith("_local") or name == "mmdu"):
             if data is None and name != "mmdu":
                 raise InputError(f"task {given} reads local files; add --data FOLDER")
             folder = (data or bundled_dialogues().parent).resolve()
@@ -395,7 +400,7 @@ def require_known(names: Sequence[str], folders: Sequence[Path]) -> None:
     Raises:
         InputError: names what comes near.
     """
-    known: set[str] = set()
+    known = set(tasks())
     for path in (file for folder in folders for file in folder.rglob("*yaml")):
         for line in _NAMES.findall(path.read_text("utf-8")):
             known.update(re.findall(r"[\w.:+/-]+", line))
@@ -434,7 +439,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--samples", type=int, help="replies to each question, for pass@1")
     args = parser.parse_args(arguments)
     try:
-        names = write(args.tasks, args.output, args.data, args.samples)
+        names = write(expanded(args.tasks), args.output, args.data, args.samples)
     except MmkvError as error:
         print(f"mmkv.eval.lmms.tasks: error: {error}", file=sys.stderr)
         return 1

@@ -23,10 +23,12 @@ from mmkv.engine.policies import make_policy
 from mmkv.eval.lmms import answers, tasks
 from mmkv.eval.lmms import command as eval_command
 from mmkv.eval.lmms.command import _CHILD_IGNORES_CTRL_C, EvalJob, EvaluationError, problems
+from mmkv.eval.lmms.contexts import LEFT_OUT
 from mmkv.eval.lmms.reports import (
     CAUSE_VARIABLE,
     REPLIES_VARIABLE,
     FinishedReplies,
+    cut_prompts,
     fallback,
     found,
     reported_to_parent,
@@ -102,6 +104,8 @@ def test_hub_tasks_get_the_prompts_of_qwen3_vl(shipped: Path, tmp_path: Path) ->
         (["other_local"], "data", "no local form of task other_local; there is one of .*gqa"),
         (["gqa"], "data", "this lmms-eval has no gqa/gqa.yaml; install version 0.7.3"),
         (["math500"], None, "task math500 reads local files; add --data FOLDER"),
+        (["longbench_v2"], None, "task longbench_v2 reads local files; add --data FOLDER"),
+        (["helmet_nq_32k"], "data", "no helmet/data/kilt/nq-dev-multikilt_1000_k220_dep6.jsonl"),
     ],
 )
 def test_what_is_missing_is_named(
@@ -299,6 +303,20 @@ def test_incomplete_results_fail_the_command(
     assert problems(results_file(tmp_path, **content), ["mme"]) == wrong
 
 
+def test_contexts_that_were_cut_are_said(tmp_path: Path) -> None:
+    path = results_file(tmp_path)
+    assert cut_prompts(path) == []
+    cut = [{"tokens": 9000, "kept": 512}, {"tokens": 700, "kept": 512}]
+    counts = [{"cache": {"cut": cut}}], [{"cache": {}}], [None]
+    rows = [{"token_counts": count, "filtered_resps": "a"} for count in counts]
+    rows.append({"filtered_resps": f"{LEFT_OUT} too long]"})
+    (tmp_path / "1_samples_mme.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    line, other = cut_prompts(path)
+    assert other == "task mme: 1 of 4 documents, too long, do not count"
+    assert line.startswith("task mme: the context of 1 of 4 documents was cut")
+    assert "the longest had 9,000 tokens" in line
+
+
 def test_groups_are_judged_by_their_tasks(tmp_path: Path) -> None:
     assert problems(results_file(tmp_path), []) == []
     empty = results_file(tmp_path, **{"n-samples": {}})
@@ -445,6 +463,8 @@ def test_a_name_that_nothing_has_is_refused_with_what_comes_near(shipped: Path) 
     tasks.require_known(named, [shipped, folder])
     with pytest.raises(InputError, match="no task mmstra; did you mean mmstar"):
         tasks.require_known(["mme", "mmstra"], [shipped, folder])
+    with pytest.raises(InputError, match="no task scbench_kw; did you mean scbench_kv"):
+        tasks.require_known(["scbench_kw"], [shipped])
     with pytest.raises(InputError, match="no task xyz; see mmkv eval --tasks list"):
         tasks.require_known(["xyz"], [shipped])
 
