@@ -242,10 +242,10 @@ class EvalJob:
         found = sorted(self._results() - before)
         if not found:
             raise EvaluationError("lmms-eval ended without results; its message is above")
-        if wrong := problems(found[-1], single):
-            raise EvaluationError(f"{'; '.join(wrong)} (results in {found[-1]})")
         for line in cut_prompts(found[-1]):
             print(f"mmkv: {line}", file=sys.stderr)
+        if wrong := problems(found[-1], single):
+            raise EvaluationError(f"{'; '.join(wrong)} (results in {found[-1]})")
         print(f"mmkv: results in {found[-1]}", file=sys.stderr)
         return 0
 

@@ -57,6 +57,9 @@ class LmmsSettings:
 
     Attributes:
         engine: those of :class:`mmkv.engine.config.EngineConfig`; ``pretrained`` is its model.
+        max_prompt_tokens: bound on a prompt of the long-text tasks, beside the model's own.
+        template: ``always`` where the model's chat template frames also those prompts that a
+            benchmark publishes without one; ``task``: as the benchmark does it.
         min_pixels, max_pixels: bounds on a picture, and on a video frame; None: those that
             lmms-eval's Qwen3-VL adapter applies (:mod:`mmkv.eval.lmms.settings`).
         max_num_frames, fps: frames of a video; total_pixels: bound on all of them together.
@@ -64,12 +67,11 @@ class LmmsSettings:
         seed: of sampling, where a task asks for a temperature.
         thinking_floor: new tokens that a model which thinks may write at least, whatever limit the
             task sets; 0: the task's limit holds.
-        max_prompt_tokens: bound on a prompt of the long-text tasks, beside the model's own.
-        template: ``always`` where the model's chat template frames also those prompts that a
-            benchmark publishes without one; ``task``: as the benchmark does it.
     """
 
     engine: EngineConfig
+    max_prompt_tokens: int | None = None
+    template: str = "task"
     min_pixels: int | None = None
     max_pixels: int | None = None
     max_num_frames: int = FRAMES
@@ -78,9 +80,11 @@ class LmmsSettings:
     system_prompt: str | None = None
     seed: int = 1234
     thinking_floor: int = THINKING_FLOOR
-    max_prompt_tokens: int | None = None
-    template: str = "task"
     batch_size: int = 1
+
+    def __post_init__(self) -> None:
+        if self.template not in ("task", "always"):
+            raise InputError(f"template={self.template} is unknown; write task or always")
 
     @classmethod
     def of(cls, given: dict[str, Any]) -> Self:
@@ -100,8 +104,6 @@ class LmmsSettings:
                 f"({bundled_model_name()} is the bundled one)"
             )
         typed = {name: _typed(name, value, kinds[name]) for name, value in given.items()}
-        if typed.get("template", "task") not in ("task", "always"):
-            raise InputError(f"template={typed['template']} is unknown; write task or always")
         loading = {name: typed.pop(name) for name in options() if name in typed}
         return cls(EngineConfig(model=typed.pop("pretrained"), **loading), **typed)
 

@@ -295,7 +295,8 @@ def _has_exact_answer(row: Row) -> bool:
 
 
 def _context(row: Row) -> str | None:
-    found = row.get("context")
+    document = row.get("document")  # NarrativeQA's
+    found = document.get("text") if isinstance(document, Mapping) else row.get("context")
     return found if isinstance(found, str) else None
 
 

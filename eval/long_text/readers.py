@@ -103,7 +103,8 @@ def turn_values(row: Row, turn: Row, doc: Row) -> Values:
 
 
 def _ruler(row: Row, spec: Row, doc: Row) -> Values:
-    answers = row["answer"] if not isinstance(row["answer"], str) else [row["answer"]]
+    found = row["answer"] if "answer" in row else row["outputs"]
+    answers = [found] if isinstance(found, str) else found
     return {**row, "answers": list(map(str, answers))}
 
 

@@ -152,7 +152,7 @@ def msmarco(names: Iterable[str]) -> list[Row]:
 def needles() -> list[Row]:
     """HELMET's recall, from RULER: two numbers for one word."""
     about = {"type_needle_v": "numbers", "query": "oak", "context": "oak: 12. oak: 34."}
-    return [{"index": 0, **about, "answer": ["12", "34"]}]
+    return [{"index": 0, **about, "outputs": ["12", "34"]}]
 
 
 def pairs() -> list[Row]:
