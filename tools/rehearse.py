@@ -254,7 +254,7 @@ def _table(rehearsal: Rehearsal, name: str) -> str:
             rehearsal.run(words)
         return f"{row.folder}; {len(lacking)} of {len(table.tasks)} tasks have no rows here"
     words = ["mmkv", "eval", "--reproduce", name, "--policy", row.policy, "--limit", "1"]
-    words += ["--budget", str(row.budget)] if row.budget else []
+    words += ["--budget", row.budget] if row.budget else []
     words += ["--samples", "2"] if table.samples else []
     words += ["--gates", gates] if gates else []
     words += ["--data", choice.data, "--model", str(MODEL), "--output", output]

@@ -53,7 +53,7 @@ class TableRow:
 
     label: str
     policy: str
-    budget: int | None
+    budget: str | None
     figures: tuple[str, ...]
 
     @property
@@ -169,15 +169,14 @@ def _rows(text: str) -> list[TableRow]:
     made = []
     for line in text.splitlines():
         label, policy, budget, figures = (part.strip() for part in line.split("|"))
-        kept = int(budget) if budget else None
-        made.append(TableRow(label, policy, kept, tuple(figures.split())))
+        made.append(TableRow(label, policy, budget or None, tuple(figures.split())))
     return made
 
 
 def _grid(policies: Sequence[str] = (), budgets: Sequence[int] = ()) -> list[TableRow]:
     made = []
     for policy in policies:
-        kept = [None] if policy == "full" else budgets
+        kept = [None] if policy == "full" else list(map(str, budgets))
         made += [TableRow(policy, policy, budget, ()) for budget in kept]
     return made
 
@@ -192,15 +191,14 @@ def chosen_rows(table: PaperTable, choice: TableChoice) -> list[TableRow]:
     rows = [
         row
         for row in table.rows
-        if choice.policy in (None, row.policy, row.name)
-        and choice.budget in (None, str(row.budget))
+        if choice.policy in (None, row.policy, row.name) and choice.budget in (None, row.budget)
     ]
     if not rows:
         there = sorted({row.policy for row in table.rows})
-        budgets = sorted({row.budget for row in table.rows if row.budget is not None})
+        budgets = dict.fromkeys(row.budget for row in table.rows if row.budget is not None)
         raise InputError(
             f"{table.name} has no such row; it has the policies {', '.join(there)} and the budgets "
-            f"{', '.join(map(str, budgets))}"
+            f"{', '.join(budgets)}"
         )
     return rows
 
@@ -221,7 +219,7 @@ def commands(table: PaperTable, row: TableRow, choice: TableChoice) -> list[list
         "model": choice.model or table.model,
         "gates": f"--gates {shlex.quote(gates)}" if gates and row.name in table.gates else "",
         "policy": shlex.quote(row.policy),
-        "budget": f"--budget {row.budget}" if row.budget else "",
+        "budget": f"--budget {shlex.quote(row.budget)}" if row.budget else "",
         "samples": f"--samples {samples}" if samples else "",
         "options": shlex.join(_options(table, interval, choice)),
         "interval": f"--evict-every {interval.partition('=')[2]}" if interval else "",
@@ -471,7 +469,7 @@ def _paper_rows(table: PaperTable) -> str:
     heads = ["paper", "policy", "budget", *(column.label for column in table.columns)]
     made = [f"| {' | '.join(heads)} |", f"|{'---|' * len(heads)}"]
     for row in table.rows:
-        cells = [row.label, f"`{row.policy}`", str(row.budget or ""), *row.figures]
+        cells = [row.label, f"`{row.policy}`", row.budget or "", *row.figures]
         made.append(f"| {' | '.join(cells)} |")
     return "\n".join(made)
 
