@@ -40,7 +40,14 @@ from mmkv.eval.lmms.contexts import (
 )
 from mmkv.eval.lmms.messages import Frames, Key, conversation, keys, visual_part
 from mmkv.eval.lmms.reports import CUTS, FinishedReplies, reported_to_parent
-from mmkv.eval.lmms.settings import CHAT_IMAGES, SIMPLE_IMAGES, LmmsSettings, sampling_of
+from mmkv.eval.lmms.settings import (
+    CHAT_IMAGES,
+    MAX_NEW_TOKENS,
+    SIMPLE_IMAGES,
+    LmmsSettings,
+    sampling_of,
+    thinks,
+)
 from mmkv.prompt.template import Message, take_media
 from mmkv.reply import Reply
 from mmkv.scheduler.conversation import CachedConversation
@@ -112,6 +119,16 @@ def _ends(replies: Sequence[Reply]) -> dict[str, Any]:
     return {"finish_reason": reasons[0] if len(reasons) == 1 else reasons}
 
 
+def answer_text(reply: Reply) -> str:
+    """Return what counts as the answer: what follows the thought, where there is one."""
+    return reply.text if reply.reasoning is None else reply.content
+
+
+def _cut_in_thought(reply: Reply) -> bool:
+    cut = reply.finish_reason in ("length", "context")
+    return cut and reply.reasoning is not None and not reply.content
+
+
 class LmmsDialogue:
     """A session and the messages it holds.
 
@@ -129,8 +146,7 @@ class LmmsDialogue:
         """Return the request for the reply to ``ask.messages``; notes how they were read."""
         messages, context = ask.messages, ask.context
         if context is not None:
-            limit = self.engine.spec.max_position - ask.sampling.max_new_tokens
-            messages, ask.cut = fitted(self.engine, messages, context, min(limit, ask.longest))
+            messages, ask.cut = fitted(self.engine, messages, context, ask.longest)
         wanted = keys(messages)
         known = len(self._held)
         if not known or wanted[:known] != self._held or known == len(wanted):
@@ -159,7 +175,7 @@ class LmmsDialogue:
 
     def replied(self, reply: Reply) -> None:
         """Note the reply, which the next round's messages may hold as they got it."""
-        content = [{"type": "text", "text": reply.text}]
+        content = [{"type": "text", "text": answer_text(reply)}]
         self._held += keys([{"role": "assistant", "content": content}])
 
     def close(self, scheduler: Scheduler) -> None:
@@ -185,9 +201,9 @@ class Ask:
     """A request: the whole conversation so far, which the model continues.
 
     Attributes:
-        context: its long text, where the task names one; longest: bound on the prompt's tokens,
-            beside the model's own. raw: the last message's text alone is read, with no template,
-            and behind it ``begin``, which the reply begins with.
+        context: its long text, where the task names one; longest: tokens of a prompt behind which
+            a reply of the task's length fits the model. raw: the last message's text alone is
+            read, with no template, and behind it ``begin``, which the reply begins with.
         context_tokens: set while it is read: tokens of a shared context that were read for it.
         cut: set then: tokens of the long text before and after it was cut; None: it was not.
         left_out: set then: the text in place of a reply, where the task leaves long prompts out.
@@ -326,6 +342,8 @@ class Adapter(lmms):
         self.engine = self.settings.load(self.images)
         self._device = self.engine.device
         self.opening = self.settings.opening()
+        thinking = thinks(self.engine.processor.template)
+        self._floor = self.settings.thinking_floor if thinking else 0
         self._reported: set[str] = set()
         self._journal = FinishedReplies.of_parent()
         asked = self.engine.generation
@@ -388,6 +406,11 @@ class Adapter(lmms):
         differ = [one.memory.differs for one in replies if one.memory and one.memory.differs]
         if differ:
             logger.warning(f"{len(differ)} of {len(replies)} replies: {differ[0]}")
+        if cut := sum(map(_cut_in_thought, replies)):
+            logger.warning(
+                f"{cut} of {len(replies)} replies were cut inside their thought and have no "
+                "answer; raise the model argument thinking_floor"
+            )
         made = [
             answer(
                 text(record), record.replies, self._facts() | record.facts(), record.context_tokens
@@ -415,7 +438,17 @@ class Adapter(lmms):
         for name in set(ignored) - self._reported:
             self._reported.add(name)
             logger.warning(f"{request.task_name}: generation_kwargs {name} has no effect in mmkv")
-        return made
+        if made.max_new_tokens >= self._floor:
+            return made
+        note = (
+            f"{request.task_name}: this model thinks before it answers, so replies may have "
+            f"{self._floor} new tokens, not {made.max_new_tokens}; thinking_floor=0 keeps the "
+            "task's limit"
+        )
+        if note not in self._reported:
+            self._reported.add(note)
+            logger.warning(note)
+        return replace(made, max_new_tokens=self._floor)
 
     def _facts(self) -> dict[str, Any]:
         policy = self.engine.policy
@@ -442,7 +475,7 @@ def ask_once(ask: Ask, record: LmmsRecord) -> Script:
     reply = yield ask
     if reply is not None:
         record.replies.append(reply)
-    record.texts.append(ask.left_out if reply is None else reply.text)
+    record.texts.append(ask.left_out if reply is None else answer_text(reply))
     record.context_tokens += ask.context_tokens
     record.cuts += [ask.cut] if ask.cut else []
 
@@ -637,7 +670,7 @@ class MmkvChat(Adapter):
     def _single(self, request: Instance, sampling: Any, record: LmmsRecord) -> Script:
         _, doc_to_messages, _, doc_id, task, split = request.args
         given = doc_to_messages(self._document(task, split, doc_id))
-        yield from ask_once(self._ask(given, sampling), record)
+        yield from ask_once(self._ask(request, given, sampling), record)
 
     def _rounds(self, request: Instance, sampling: Any, record: LmmsRecord) -> Script:
         _, doc_to_messages, _, doc_id, task, split = request.args
@@ -645,11 +678,11 @@ class MmkvChat(Adapter):
         yield from ask_in_rounds(
             [doc_to_messages(doc)],
             partial(doc_to_messages, doc),
-            lambda given: self._ask(given[0], sampling),
+            lambda given: self._ask(request, given[0], sampling),
             record,
         )
 
-    def _ask(self, given: Any, sampling: Settled) -> Ask:
+    def _ask(self, request: Instance, given: Any, sampling: Settled) -> Ask:
         """Return the request of a task's messages.
 
         Beside its text the last message may say ``max_new_tokens`` (a bound below the task's),
@@ -658,10 +691,15 @@ class MmkvChat(Adapter):
         """
         messages = conversation(given, self.opening)
         last = given[-1] if isinstance(given[-1], dict) else {}
-        most = min(sampling.max_new_tokens, last.get("max_new_tokens") or sampling.max_new_tokens)
+        raw = bool(last.get("raw")) and not self.settings.always_template
+        asked = int(gen_kwargs_of(request).get("max_new_tokens") or MAX_NEW_TOKENS)
+        asked = min(asked, last.get("max_new_tokens") or asked)
+        # No thought begins where no template is; a thought takes what room the prompt leaves.
+        most = asked if raw else max(asked, self._floor)
         stop = (*sampling.stop, *last.get("stop", ()))
         sampling = replace(sampling, max_new_tokens=most, stop=stop)
-        longest = self.settings.max_prompt_tokens or sys.maxsize
-        raw = bool(last.get("raw")) and not self.settings.always_template
+        longest = min(
+            self.settings.max_prompt_tokens or sys.maxsize, self.engine.spec.max_position - asked
+        )
         context = context_of(given, len(messages) - len(given))
         return Ask(messages, sampling, context, longest, raw, str(last.get("begin", "")))

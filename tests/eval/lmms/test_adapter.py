@@ -22,14 +22,17 @@ from mmkv.eval.lmms.settings import (
     LmmsSettings,
     sampling_of,
     stop_strings,
+    thinks,
 )
+from mmkv.eval.lmms.tasks import write
 from mmkv.generation_config import Generation, generation_of
 from mmkv.prompt.media import load_image
 from mmkv.prompt.processing import Processor
 from mmkv.prompt.template import ChatTemplate
 from mmkv.training.data.dialogues import dense
 from mmkv.training.data.scenes import make_scene, render
-from tests.support.chat_models import byte_tokenizer
+from tests.mmkv.prompt.test_held import OPENED, THOUGHTS
+from tests.support.chat_models import CHATML, byte_tokenizer, save_llama, script
 from tests.support.lmms_runs import MODEL, needs_lmms_eval
 
 
@@ -404,6 +407,46 @@ def test_the_simple_form_stops_where_the_task_says(simple: Any) -> None:
 
 
 @needs_lmms_eval
+def test_a_model_that_thinks_is_not_cut_inside_its_thought(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Under a task's limit of 16 tokens, which the thought alone uses up; one byte is a token."""
+    from loguru import logger
+
+    from mmkv.eval.lmms.adapter import MmkvChat
+
+    def ask(bound: int | None = None, **given: int) -> tuple[str, str]:
+        doc = [user("which?") | ({"max_new_tokens": bound} if bound else {})]
+        model = MmkvChat(pretrained=str(folder), policy="full", dtype="float32", **given)
+        script(monkeypatch, model.engine, ["I look at each cell\n</think>\n\nB"])
+        said: list[str] = []
+        sink = logger.add(said.append, level="WARNING")
+        (result,) = model.generate_until(
+            requests_of(model, [doc], lambda doc: doc, max_new_tokens=16)
+        )
+        logger.remove(sink)
+        return result.text, "".join(map(str, said))
+
+    folder = save_llama(tmp_path, OPENED)
+    text, said = ask()
+    assert text == "B"
+    assert "replies may have 32768 new tokens, not 16; thinking_floor=0 keeps" in said
+    assert said.count("thinking_floor") == 1
+    assert ask(bound=8)[0] == "B"  # a bound of the messages is a limit as well
+    text, said = ask(thinking_floor=0)
+    assert text == ""  # not the thought, in which an answer could be found by chance
+    assert "1 of 1 replies were cut inside their thought and have no answer; raise" in said
+
+
+def test_which_templates_think() -> None:
+    opening = "<|im_start|>assistant\n<think>\n"
+    closed = OPENED.replace(opening, opening + "\n</think>\n\n")
+    made = [ChatTemplate(byte_tokenizer(), t, parts=False) for t in (OPENED, THOUGHTS, closed)]
+    assert [thinks(one) for one in made] == [True, True, False]
+    assert not thinks(ChatTemplate(byte_tokenizer(), CHATML, parts=False))
+
+
+@needs_lmms_eval
 def test_likelihoods_are_those_of_transformers(simple: Any) -> None:
     from lmms_eval.api.instance import unwrap_generation_output
     from transformers import Qwen3VLForConditionalGeneration
@@ -459,6 +502,37 @@ def test_choices_are_scored_by_a_task(simple: Any, tmp_path: Path) -> None:
     assert found["results"]["choose"]["acc,none"] == pytest.approx(
         sum(s["acc"] for s in found["samples"]["choose"]) / len(rows)
     )
+
+
+@needs_lmms_eval
+def test_samples_of_a_question_are_scored_together(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rows of AIME 2024 to pass@1; of three replies to each of two questions, two and one right."""
+    import json
+
+    from lmms_eval.evaluator import simple_evaluate
+    from lmms_eval.tasks import TaskManager
+
+    from mmkv.eval.lmms.adapter import MmkvChat
+
+    model = MmkvChat(pretrained=str(save_llama(tmp_path / "llama")), policy="full")
+    (tmp_path / "aime24").mkdir()
+    rows = [{"id": n, "problem": f"p{n}", "answer": f"20{n}", "year": "2024"} for n in (4, 5)]
+    (tmp_path / "aime24" / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    assert write(["aime24"], tmp_path / "tasks", tmp_path, samples=3) == ["aime24_local"]
+    manager = TaskManager("ERROR", include_path=str(tmp_path / "tasks"), include_defaults=False)
+    said = [r"\boxed{204}", r"\boxed{0204.0}", "no", r"\boxed{204}", r"\boxed{205}", "205"]
+    script(monkeypatch, model.engine, said)
+    found = simple_evaluate(model, tasks=["aime24_local"], task_manager=manager, batch_size=1)
+    assert found is not None
+    first, second = found["samples"]["aime24_local"]
+    assert first["filtered_resps"] == [said[:3]] and second["filtered_resps"] == [said[3:]]
+    assert first["arguments"][0].startswith("p4\nPlease reason step by step")
+    result = found["results"]["aime24_local"]
+    assert result["pass_at_1,samples"] == 0.5 and result["answered,samples"] == pytest.approx(4 / 6)
+    assert result["pass_at_1_low,samples"] == pytest.approx(1 / 3)
+    assert result["pass_at_1_high,samples"] == pytest.approx(2 / 3)
 
 
 @needs_lmms_eval

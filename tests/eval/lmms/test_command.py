@@ -101,8 +101,9 @@ def test_hub_tasks_get_the_prompts_of_qwen3_vl(shipped: Path, tmp_path: Path) ->
         (["mmstar"], "data", "task mmstar has no data: no mmstar/.*parquet"),
         (["mmstar"], "nowhere", "no folder .*nowhere; --data names the folder"),
         (["mmstar_local"], None, "add --data FOLDER"),
-        (["other_local"], "data", "no local form of task other_local; there is one of gqa"),
+        (["other_local"], "data", "no local form of task other_local; there is one of .*gqa"),
         (["gqa"], "data", "this lmms-eval has no gqa/gqa.yaml; install version 0.7.3"),
+        (["math500"], None, "task math500 reads local files; add --data FOLDER"),
         (["longbench_v2"], None, "task longbench_v2 reads local files; add --data FOLDER"),
         (["helmet_nq_32k"], "data", "no helmet/data/kilt/nq-dev-multikilt_1000_k220_dep6.jsonl"),
     ],
@@ -117,15 +118,31 @@ def test_what_is_missing_is_named(
 
 @needs_lmms_eval
 def test_every_local_form_fits_the_installed_lmms_eval() -> None:
-    assert len(tasks.local_names()) == 11
+    assert len(tasks.local_names()) == 30
     for name in tasks.local_names():
-        made = tasks.read(tasks.HERE / f"{name}.yaml")
+        made = tasks.local_form(name)
         (split,) = made["dataset_kwargs"]["data_files"]
         whole = made
         if "include" in made:
             whole = tasks.merged(tasks.shipped_folder() / made["include"])
             assert whole["task"] == name
         assert split == whole.get("test_split", whole.get("validation_split"))
+
+
+def test_samples_are_for_tasks_that_score_several(
+    shipped: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "gsm8k" / "main").mkdir(parents=True)
+    (tmp_path / "gsm8k" / "main" / "test-0.parquet").touch()
+    assert tasks.write(["gsm8k"], tmp_path / "out", tmp_path, samples=8) == ["gsm8k_local"]
+    made = tasks.read(tmp_path / "out" / "gsm8k_local.yaml")
+    assert made["repeats"] == 8 and made["dataset_path"] == "parquet"
+    assert made["filter_list"][0]["filter"] == [{"function": "take_first_k", "k": 8}]
+    with pytest.raises(InputError, match="task mmstar scores one reply to each question; drop"):
+        tasks.write(["mmstar"], tmp_path / "out", tmp_path, samples=8)
+    greedy = "eval --tasks gsm8k --samples 8 --gen-kwargs temperature=0"
+    assert mmkv_command(greedy.split()) == 1
+    assert "greedy replies to a question are all the same" in capsys.readouterr().err
 
 
 def test_videos_are_found_in_any_layout(tmp_path: Path) -> None:
@@ -404,6 +421,12 @@ def test_a_policy_keeps_its_parameters_on_the_way_through_lmms_eval() -> None:
     ):
         arguments = parse(eval_command._model_args({"pretrained": "m", "policy": policy}, more))
         assert make_policy(LmmsSettings.of(arguments).engine.policy) == wanted
+
+
+def test_a_length_of_the_users_own_holds_for_models_that_think() -> None:
+    own = eval_command._own_floor
+    assert own("temperature=0.6,max_new_tokens=64") == "0"
+    assert own(None) is None and own("temperature=0.6") is None
 
 
 def test_without_lmms_eval_it_says_what_to_install(
