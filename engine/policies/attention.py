@@ -6,7 +6,7 @@ against redundancy: entries whose keys resemble others' go first.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar, Literal
 
 import torch
@@ -19,7 +19,7 @@ from mmkv.engine.policies.allocation import (
     PyramidAllocation,
 )
 from mmkv.engine.policies.base import CacheView, Group, Needs, NewTokens, Policy, Scores, compiled
-from mmkv.engine.policies.preset import KERNEL, POOL, WINDOW, Parameter, Preset, group
+from mmkv.engine.policies.preset import INTERVAL, KERNEL, POOL, WINDOW, Parameter, Preset, group
 from mmkv.engine.policies.scoring import WindowAttention, check_pooling, pooled
 
 
@@ -211,9 +211,9 @@ def _morphkv(window: int, fusion: Literal["sum", "max"], group: Group) -> Policy
     return Policy("morphkv", scoring, HeadAllocation(), protect_recent=window)
 
 
-def _rkv(window: int, lambda_: float, kernel: int, threshold: float) -> Policy:
+def _rkv(window: int, lambda_: float, kernel: int, threshold: float, interval: int) -> Policy:
     scoring = AttentionAndRedundancy(window, lambda_, kernel, threshold)
-    return Policy("rkv", scoring, HeadAllocation(), protect_recent=window)
+    return Policy("rkv", scoring, HeadAllocation(), protect_recent=window, interval=interval)
 
 
 def _gkv(
@@ -224,9 +224,10 @@ def _gkv(
     lambda_: float,
     threshold: float,
     group: Group,
+    interval: int,
 ) -> Policy:
     scoring = GlobalAttention(window, alpha, form, redundancy, lambda_, threshold, group)
-    return Policy("gkv", scoring, HeadAllocation(), protect_recent=window)
+    return Policy("gkv", scoring, HeadAllocation(), protect_recent=window, interval=interval)
 
 
 def _pyramidkv(
@@ -327,6 +328,7 @@ ATTENTION_PRESETS: dict[str, Preset] = {
                 7, "positions that are pooled together, an odd number", "released code", least=1
             ),
             "threshold": Parameter(0.5, _ALIKE, "released code", least=0, most=1),
+            "interval": replace(INTERVAL, default=128, place="section 3.1: B_buffer"),
         },
     ),
     "gkv": Preset(
@@ -354,6 +356,7 @@ ATTENTION_PRESETS: dict[str, Preset] = {
             ),
             "threshold": Parameter(0.5, _ALIKE, "code of R-KV", least=0, most=1),
             "group": group("max", "section 3"),
+            "interval": replace(INTERVAL, default=128, place="section 7.2"),
         },
     ),
 }

@@ -10,9 +10,13 @@ from typing import Literal, Protocol, TypeVar, get_args
 import torch
 from torch import Tensor
 
+from mmkv.engine.budget import Interval
 from mmkv.engine.errors import PolicyError
 from mmkv.engine.policies.selection import MOST_ENTRIES, Shares, lowest
 
+# A policy's interval adds at most one in so many to the budget: 128 steps from 512 entries a row
+# on, the least budget that G-KV evaluates it with (section 7.2).
+_PART = 4
 Group = Literal["mean", "max", "sum"]
 GROUPS = get_args(Group)
 # A depth as a share of the layers, or a band of them.
@@ -372,7 +376,7 @@ class Allocation(Protocol):
     def shares(self, budget: int, layers: int, kv_heads: int) -> Shares:
         """Groups of rows and what each may keep.
 
-        As soon as one group stands above its share (and the slack of ``evict_every``), all are cut
+        As soon as one group stands above its share (and the slack between evictions), all are cut
         down to theirs.
         """
         ...
@@ -425,6 +429,8 @@ class Policy:
             them a score of infinity.
         source: the paper the combination comes from.
         pruner: drops visual tokens of prompts before any entry of them exists.
+        interval: decode steps between two evictions, fewer where they would add more than a
+            quarter to the budget (:meth:`every`). An engine's ``evict_every`` goes before it.
         admission: which entries stay once they have left the window of the newest tokens, by write
             gates and whatever the budget. An allocation then cuts what is left to the budget.
     """
@@ -439,6 +445,11 @@ class Policy:
     keeps_prompt: bool = False
     pruner: Pruner | None = None
     admission: Admission | None = None
+    interval: int = 1
+
+    def every(self, given: int | None) -> Interval:
+        """Return when sequences are cut, where an engine's ``evict_every`` is ``given``."""
+        return Interval(self.interval, _PART) if given is None else Interval(given)
 
     @property
     def evicts(self) -> bool:

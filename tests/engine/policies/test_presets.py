@@ -441,6 +441,7 @@ class Loose:
         ("x", replace(OLDEST, scoring=Silent()), "lacks needs = Needs"),
         ("x", replace(OLDEST, scoring=Loose()), "not a dataclass"),
         ("x", replace(OLDEST, scoring=Oldest), "give an instance: Oldest"),
+        ("x", replace(OLDEST, interval=0), "interval=0; give a whole number"),
     ],
 )
 def test_what_cannot_be_registered(name: str, policy: Any, says: str) -> None:

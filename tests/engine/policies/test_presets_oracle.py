@@ -58,6 +58,7 @@ VALUES: dict[str, st.SearchStrategy[Any]] = {
     "lookahead": st.sampled_from([1, 2, 5]),
     "age": st.sampled_from(["paper", "released"]),
     "observed": st.integers(0, 4),
+    "interval": st.sampled_from([1, 2, 128]),
 }
 # Where a name means something of its own.
 OWN: dict[tuple[str, str], st.SearchStrategy[Any]] = {
@@ -81,7 +82,7 @@ class Setting:
     parameters: dict[str, Any]
     budget: float
     later: float
-    evict_every: int
+    evict_every: int | None
     chunk: int
     page_size: int
     native: bool
@@ -121,7 +122,7 @@ def drawn(draw: Callable[[st.SearchStrategy[Any]], Any], name: str, kv: str = "a
         parameters,
         draw(budgets),
         draw(budgets),
-        draw(st.sampled_from([1, 1, 3])),
+        draw(st.sampled_from([None, None, 1, 3])),
         draw(st.sampled_from([5, 16, 2048])),
         draw(st.sampled_from([8, 16])),
         draw(st.booleans()),

@@ -47,7 +47,7 @@ class Oracle(Simulation):
         *,
         fraction: float | None = None,
         lookahead: float = 2,
-        evict_every: int = 1,
+        evict_every: int | None = None,
         prefill_chunk: int = 2048,
         **parameters: Any,
     ) -> None:
@@ -57,6 +57,7 @@ class Oracle(Simulation):
             hf: the model as transformers loads it.
             gate: (layer, ``[T, d]``) -> log_beta ``[T, H]``.
             budget: M, mean entries per (layer, KV head).
+            evict_every: steps between evictions; None: the method's, see :meth:`_let_be`.
             fraction: instead of M, a share of the tokens seen.
             parameters: those of the method, by the names of docs/reference/policies.md.
         """
@@ -101,8 +102,15 @@ class Oracle(Simulation):
         positions = self._positions(inputs)
         out = self._forward(self._embed(inputs)[0], positions, [], prompt=False)
         self.method.passed(self)
-        self._evict(slack=self.evict_every - 1)
+        self._evict(slack=self._let_be())
         return self._logits(out)
+
+    def _let_be(self) -> int:
+        """Entries of a row above its budget: below the method's interval and a quarter of it."""
+        if self.evict_every is not None:
+            return self.evict_every - 1
+        interval = getattr(self.method, "interval", 1)
+        return max(min(interval, self.total // self.rows // 4), 1) - 1
 
     def set_budget(self, budget: float) -> None:
         self.budget = budget

@@ -358,6 +358,7 @@ class RKV(Method):
     lambda_: float = 0.1
     kernel: int = 7
     threshold: float = 0.5
+    interval: int = 128
 
     def score(self, sim: Simulation) -> Tensor:
         score = torch.zeros(sim.keep.shape, dtype=torch.float64)
@@ -395,6 +396,7 @@ class GKV(Method):
     lambda_: float = 0.7
     threshold: float = 0.5
     group: str = "max"
+    interval: int = 128
     history: Tensor = field(default_factory=lambda: torch.zeros(0, 0, 0), init=False)
 
     def passed(self, sim: Simulation) -> None:
