@@ -276,8 +276,8 @@ class Pruner(Protocol):
 
     Attributes:
         layer: how many layers see all tokens; 0 prunes the embeddings.
-        attention: whose attention :meth:`keep` reads, paid in the last of these layers: that of all
-            the chunk's tokens, of the last one, or nobody's.
+        reads: what :meth:`keep` reads of the last of these layers: the attention that all of the
+            chunk's tokens pay, or its last one; the chunk's keys; or nothing.
     """
 
     @property
@@ -286,22 +286,30 @@ class Pruner(Protocol):
         ...
 
     @property
-    def attention(self) -> Literal["", "all", "last"]:
+    def reads(self) -> Literal["", "all", "last", "keys"]:
         """See above."""
         ...
 
-    def keep(self, hidden: Tensor, received: Tensor | None) -> Tensor:
-        """Choose among the V visual tokens of a chunk.
-
-        Args:
-            hidden: ``[V, d]`` their states after :attr:`layer` layers.
-            received: float32 ``[V]`` attention paid to each, mean over heads; None where
-                :attr:`attention` is empty.
-
-        Returns:
-            bool ``[V]``.
-        """
+    def keep(self, chunk: ChunkStates) -> Tensor:
+        """Choose among the V visual tokens of a chunk: bool ``[V]``."""
         ...
+
+
+@dataclass(frozen=True)
+class ChunkStates:
+    """What a pruner may read of a chunk of C tokens.
+
+    Attributes:
+        hidden: ``[C, d]`` the tokens' states after the pruner's layers.
+        visual: ``[V]`` int64, which of them are visual, ascending.
+        received: float32 ``[V]`` attention paid to each, mean over heads; None unless asked for.
+        keys: ``[C, H D]`` after RoPE, all heads side by side; None unless asked for.
+    """
+
+    hidden: Tensor
+    visual: Tensor
+    received: Tensor | None = None
+    keys: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -469,6 +477,7 @@ class Policy:
         """Name every part and setting that decides what is evicted; ``source`` does not."""
         more = "" if self.recent_share is None else f", at most {self.recent_share} of the budget"
         more += ", prompts kept" if self.keeps_prompt else ""
+        more += "" if self.interval == 1 else f", every {self.interval} steps"
         more += "" if self.pruner is None else f", {self.pruner!r}"
         more += "" if self.admission is None else f", {self.admission!r}"
         return (

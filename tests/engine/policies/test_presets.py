@@ -66,8 +66,9 @@ PUBLISHED = {
     "adakv": "floor=0.2,window=16,kernel=5,pool=avg,group=mean",
     "ada-pyramidkv": "beta=20,floor=0.2,window=16,kernel=5,pool=avg,group=mean",
     "morphkv": "window=32,fusion=sum,group=mean",
-    "rkv": "window=8,lambda=0.1,kernel=7,threshold=0.5",
-    "gkv": "window=16,alpha=0.8,form=max,redundancy=true,lambda=0.7,threshold=0.5,group=max",
+    "rkv": "window=8,lambda=0.1,kernel=7,threshold=0.5,interval=128",
+    "gkv": "window=16,alpha=0.8,form=max,redundancy=true,lambda=0.7,threshold=0.5,group=max,"
+    "interval=128",
     "keydiff": "recent=0",
     "knorm": "recent=0",
     "lagkv": "sinks=4,lag=128",
@@ -79,8 +80,10 @@ PUBLISHED = {
     "lag-kv": "lag=128",
     "attention-hs": "a=0.3125,window=64,eps=1e-6,group=mean",
     "segments-hs": "segment=128,r=64,e=32,t=8,a=0.3125,b=0.65625,window=64,eps=1e-6",
-    "fastv": "layer=2,keep=0.5,attention=all",
-    "divprune": "keep=0.098",
+    "fastv": "layer=2,keep=0.5,tokens=0,attention=all",
+    "divprune": "keep=0.098,tokens=0",
+    "dart": "layer=2,keep=0.222,tokens=0,visual_pivots=4,text_pivots=4",
+    "cdpruner": "keep=0.111,tokens=0",
     "wgkv": "window=0,threshold=0.1",
     "wgkv+dbtrimkv": "window=0,threshold=0.1,lookahead=2,age=paper",
     "wgkv+snapkv": "window=0,threshold=0.1,observed=0,kernel=5,pool=max,group=max",
@@ -121,8 +124,9 @@ def test_the_defaults_are_the_published_numbers(preset: str) -> None:
 # By name, the values next to what can be: shares, counts from 1, and counts from 0.
 IMPOSSIBLE = {
     **dict.fromkeys("floor lambda threshold keep a b alpha".split(), ("-0.01", "1.01")),
-    **dict.fromkeys("window lag segment layer beta kernel".split(), ("0", "-1")),
-    **dict.fromkeys("sinks r e t free observed".split(), ("-1",)),
+    **dict.fromkeys("window lag segment layer beta kernel interval".split(), ("0", "-1")),
+    **dict.fromkeys(["visual_pivots"], ("0", "-1")),
+    **dict.fromkeys("sinks r e t free observed tokens text_pivots".split(), ("-1",)),
     "lookahead": ("0.5", "0"),
     "eps": ("-1e-9",),
 }
