@@ -16,7 +16,7 @@ import atexit
 import time
 from abc import abstractmethod
 from collections import Counter, deque
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -106,8 +106,8 @@ class LmmsDialogue:
     session is replaced.
     """
 
-    def __init__(self, engine: Engine, frames: Frames) -> None:
-        self.engine, self.frames = engine, frames
+    def __init__(self, engine: Engine, frames: Frames, visual_tokens: int | None = None) -> None:
+        self.engine, self.frames, self.visual_tokens = engine, frames, visual_tokens
         self._session = CachedConversation(engine)
         self._held: list[Key] = []
 
@@ -148,6 +148,10 @@ class LmmsDialogue:
             return pictures, [self.frames.load(video, processor) for video in videos]
 
         reading = compose_messages(session, plain, load)
+        if self.visual_tokens is not None:
+            before = 0 if session.seen == 0 else session.budget.value - self.visual_tokens
+            budget = text_tokens(self.engine, reading.inputs) + self.visual_tokens + before
+            session.set_budget(budget)
         return Prompt(reading.inputs, plain, reading)
 
 
@@ -157,6 +161,16 @@ class Ask:
 
     messages: Sequence[Message]
     sampling: Sampling
+
+
+def text_tokens(engine: Engine, inputs: Mapping[str, Any]) -> int:
+    """Count the tokens of a prompt that stand for no picture and no video.
+
+    They and V more are a row's budget beside methods that prune a prompt to V visual tokens
+    (DBTrimKV, arXiv 2605.09649, section 5.1).
+    """
+    media = torch.tensor([*engine.family.placeholder.values()])
+    return int((~torch.isin(inputs["input_ids"], media)).sum())
 
 
 Script = Generator[Ask, "Reply", None]
@@ -202,6 +216,7 @@ def run(
     batch_size: int,
     frames: Frames,
     done: Callable[[], object],
+    visual_tokens: int | None = None,
 ) -> None:
     """Run named scripts to their ends, up to ``batch_size`` in every decode step.
 
@@ -215,7 +230,7 @@ def run(
         while waiting or running:
             while waiting and len(running) < batch_size:
                 name, script = waiting.popleft()
-                running.append(_Member(name, script, LmmsDialogue(engine, frames)))
+                running.append(_Member(name, script, LmmsDialogue(engine, frames, visual_tokens)))
             for member in list(running):
                 if not member.proceed(scheduler):
                     running.remove(member)
@@ -317,8 +332,9 @@ class Adapter(lmms):
             )
         )
         started = time.perf_counter()
+        frames, more = self.settings.frames(), self.settings.visual_tokens
         with tqdm(total=len(requests), disable=self.rank != 0, desc="mmkv") as bar:
-            run(self.engine, scripts, self.batch_size, self.settings.frames(), bar.update)
+            run(self.engine, scripts, self.batch_size, frames, bar.update, more)
         replies = [reply for record in records for reply in record.replies]
         differ = [one.memory.differs for one in replies if one.memory and one.memory.differs]
         if differ:
@@ -348,11 +364,11 @@ class Adapter(lmms):
         return made
 
     def _facts(self) -> dict[str, Any]:
-        policy = self.engine.policy
-        return {
-            "policy": policy.name,
-            "budget": self.engine.budget.describe() if policy.evicts else "unlimited",
-        }
+        policy, more = self.engine.policy, self.settings.visual_tokens
+        budget = self.engine.budget.describe() if policy.evicts else "unlimited"
+        if more is not None:
+            budget = f"its text tokens and {more} entries per row"
+        return {"policy": policy.name, "budget": budget}
 
     def _document(self, task: str, split: str, doc_id: int) -> Any:
         return self.task_dict[task][split][doc_id]
@@ -436,8 +452,8 @@ class LikelihoodScorer:
     by token, with eviction as in decoding.
     """
 
-    def __init__(self, engine: Engine, frames: Frames) -> None:
-        self.engine, self.frames = engine, frames
+    def __init__(self, engine: Engine, frames: Frames, visual_tokens: int | None = None) -> None:
+        self.engine, self.frames, self.visual_tokens = engine, frames, visual_tokens
         self._session: Session | None = None
         self._logits: torch.Tensor | None = None
         self._key: list[Key] | None = None
@@ -489,7 +505,9 @@ class LikelihoodScorer:
             [processor.load_picture(image) for image in images],
             [self.frames.load(video, processor) for video in videos],
         )
-        self._session = self.engine.session()
+        most = self.visual_tokens
+        budget = None if most is None else text_tokens(self.engine, inputs) + most
+        self._session = self.engine.session(budget)
         self._logits = self._session.prefill(inputs)
         self._key = key
 
@@ -508,7 +526,7 @@ class MmkvSimple(Adapter):
         lmms-eval's own models return losses, and its tasks take the smallest, whatever the
         method's name says.
         """
-        scorer = LikelihoodScorer(self.engine, self.settings.frames())
+        scorer = LikelihoodScorer(self.engine, self.settings.frames(), self.settings.visual_tokens)
         try:
             return [self._scored(request, scorer) for request in requests]
         finally:

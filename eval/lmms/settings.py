@@ -55,6 +55,8 @@ class LmmsSettings:
         max_num_frames, fps: frames of a video; total_pixels: bound on all of them together.
         system_prompt: empty for none; None: that adapter's for Qwen3-VL, none for other models.
         seed: of sampling, where a task asks for a temperature.
+        visual_tokens: V: a document's budget is as many entries per row as its prompt has text
+            tokens, and V more (DBTrimKV, arXiv 2605.09649, table 1); None: ``budget``.
     """
 
     engine: EngineConfig
@@ -66,6 +68,7 @@ class LmmsSettings:
     system_prompt: str | None = None
     seed: int = 1234
     batch_size: int = 1
+    visual_tokens: int | None = None
 
     @classmethod
     def of(cls, given: dict[str, Any]) -> Self:
@@ -85,6 +88,11 @@ class LmmsSettings:
                 f"({bundled_model_name()} is the bundled one)"
             )
         typed = {name: _typed(name, value, kinds[name]) for name, value in given.items()}
+        if typed.get("visual_tokens") is not None and typed.get("budget") is not None:
+            raise InputError(
+                "visual_tokens sets the budget of each document, its text tokens and so many more; "
+                "leave out budget"
+            )
         loading = {name: typed.pop(name) for name in options() if name in typed}
         return cls(EngineConfig(model=typed.pop("pretrained"), **loading), **typed)
 
