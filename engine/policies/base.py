@@ -19,6 +19,7 @@ from mmkv.engine.policies.selection import MOST_ENTRIES, Shares, lowest
 _PART = 4
 Group = Literal["mean", "max", "sum"]
 GROUPS = get_args(Group)
+JoinedQueries = Literal["mean", "max", "variance", "entropy"]
 # A depth as a share of the layers, or a band of them.
 Tap = float | tuple[float, float]
 
@@ -80,12 +81,13 @@ class WindowReduction:
     Attributes:
         group: how the query heads of a KV group are joined: mean, max or sum.
         of: what is joined: the heads' shares of attention, or their logits before the softmax.
-        queries: how the window's queries are joined: mean or max.
+        queries: how the window's queries are joined: their mean or maximum; or, head by head and
+            before heads are, the variance of their shares, or the sum of ``-a log a``.
     """
 
     group: Group = "mean"
     of: Literal["shares", "logits"] = "shares"
-    queries: Literal["mean", "max"] = "mean"
+    queries: JoinedQueries = "mean"
 
 
 class EntrySource(Protocol):
@@ -160,7 +162,7 @@ class CacheView:
         self,
         group: Group = "mean",
         of: Literal["shares", "logits"] = "shares",
-        queries: Literal["mean", "max"] = "mean",
+        queries: JoinedQueries = "mean",
     ) -> Tensor:
         """Compute the attention that the last ``needs.queries`` queries pay to each entry.
 
@@ -171,7 +173,9 @@ class CacheView:
         Args:
             group: mean, max or sum over the group's heads.
             of: ``logits`` joins the heads before the softmax.
-            queries: ``max`` takes the greatest over the window's queries.
+            queries: ``max`` takes the greatest over the window's queries; ``variance`` (divided by
+                their number less one; 0 of one query) and ``entropy`` (the sum of ``-a log a``)
+                are taken of each head's shares, before heads are joined.
 
         Returns:
             float32 ``[N]``.

@@ -71,6 +71,8 @@ PUBLISHED = {
     "interval=128",
     "keydiff": "recent=0",
     "knorm": "recent=0",
+    "cake": "window=32,kernel=5,gamma=200,tau1=1.6,tau2=0.6",
+    "raas": "alpha=1e-4,group=max",
     "lagkv": "sinks=4,lag=128",
     "epikv": "a=0.3125,b=0.65625,window=64,eps=1e-6",
     "hs-variance": "a=0.3125,b=0.65625,window=64",
@@ -93,7 +95,7 @@ PROTECTED = {
     "streamingllm": (4, 0, None),
     "lagkv": (4, 0, None),
     "h2o": (0, 0, 0.5),
-    "morphkv": (0, 32, None),
+    **dict.fromkeys(["morphkv", "cake"], (0, 32, None)),
     "rkv": (0, 8, None),
     **dict.fromkeys(["snapkv", "pyramidkv", "adakv", "ada-pyramidkv", "gkv"], (0, 16, None)),
     **dict.fromkeys(["epikv", "hs-variance", "band-adaptive"], (0, 128, 0.25)),
@@ -110,7 +112,7 @@ def test_the_defaults_are_the_published_numbers(preset: str) -> None:
     assert given == {key for key, one in PRESETS[preset].parameters.items() if not one.path}
     kept = plain.protect_first, plain.protect_recent, plain.recent_share
     assert kept == PROTECTED.get(preset, (0, 0, None))
-    assert plain.keeps_prompt is (PROTECTED.get(preset, (0, 0, None))[2] == 0.25)
+    assert plain.keeps_prompt is (kept[2] == 0.25 or preset == "raas")
     for pair in filter(None, PUBLISHED[preset].split(",")):
         name, _, value = pair.partition("=")
         parameter = PRESETS[preset].parameters[name]
@@ -125,7 +127,8 @@ def test_the_defaults_are_the_published_numbers(preset: str) -> None:
 IMPOSSIBLE = {
     **dict.fromkeys("floor lambda threshold keep a b alpha".split(), ("-0.01", "1.01")),
     **dict.fromkeys("window lag segment layer beta kernel interval".split(), ("0", "-1")),
-    **dict.fromkeys(["visual_pivots"], ("0", "-1")),
+    **dict.fromkeys(["visual_pivots", "tau1", "tau2"], ("0", "-1")),
+    "gamma": ("-0.1",),
     **dict.fromkeys("sinks r e t free observed tokens text_pivots".split(), ("-1",)),
     "lookahead": ("0.5", "0"),
     "eps": ("-1e-9",),
@@ -158,6 +161,7 @@ def test_an_identity_tells_every_part_of_a_policy_apart() -> None:
         "keeps_prompt": True,
         "pruner": make_policy("fastv").pruner,
         "admission": make_policy("wgkv").admission,
+        "interval": 7,
     }
     assert set(changes) == {field.name for field in fields(base)} - {"name", "source"}
     several = replace(base, recent_share=0.25, admission=changes["admission"])

@@ -59,9 +59,13 @@ VALUES: dict[str, st.SearchStrategy[Any]] = {
     "age": st.sampled_from(["paper", "released"]),
     "observed": st.integers(0, 4),
     "interval": st.sampled_from([1, 2, 128]),
+    "gamma": st.sampled_from([0.0, 1.0, 200.0]),
+    "tau1": st.sampled_from([0.6, 1.0, 1.6]),
+    "tau2": st.sampled_from([0.6, 1.0, 1.6]),
 }
 # Where a name means something of its own.
 OWN: dict[tuple[str, str], st.SearchStrategy[Any]] = {
+    ("raas", "alpha"): st.sampled_from([0.0001, 0.05, 0.1, 0.3]),
     ("h2o", "recent"): st.sampled_from([0.0, 0.25, 0.5, 0.75]),
     # The range of two values may be a rounding of both, and this score divides by it squared.
     ("lag-kv", "lag"): st.integers(3, 6),
