@@ -178,6 +178,14 @@ def test_a_policy_has_an_interval_of_its_own(
                 stand.append(session.entries)
             assert session.memory().pages <= bound.steady
         assert stand == [(budget + step % every) * rows for step in range(21)]
+        # Within as many bytes, the slack between two evictions included.
+        most_bytes = (bound.steady + 3) * engine.cache.pool.page_bytes
+        with engine.session(Budget.bytes(most_bytes)) as session:
+            session.prefill(turn(40))
+            for token in text_ids(20, 3).tolist():
+                session.decode(token)
+                assert session.memory().pages * engine.cache.pool.page_bytes <= most_bytes
+            assert session.evicted > 0
         # The most pages are taken where each row's last one holds a single entry.
         most = (budget + every) * rows + rows * (engine.cache.pool.page_size - 1)
         assert bound.steady == -(-most // engine.cache.pool.page_size)
