@@ -392,31 +392,6 @@ ATTENTION_PRESETS: dict[str, Preset] = {
         "Ada-KV over PyramidKV (arXiv 2406.02069)",
         {"beta": _BETA, "floor": _FLOOR, **_WINDOW_ATTENTION},
     ),
-    "cake": Preset(
-        _cake,
-        "arXiv 2503.12491",
-        "CAKE: Cascading and Adaptive KV Cache Eviction with Layer Preferences",
-        {
-            "window": Parameter(32, _OBSERVERS, "released code", least=1),
-            "kernel": KERNEL,
-            "gamma": Parameter(
-                200.0, "weight of the variance of attention", "released code", least=0.0
-            ),
-            "tau1": Parameter(1.6, "how little the entropy counts", _QWEN, least=0.01),
-            "tau2": Parameter(0.6, "how little the variance counts", _QWEN, least=0.01),
-        },
-    ),
-    "raas": Preset(
-        _raas,
-        "arXiv 2502.11147",
-        "RaaS: Reasoning-Aware Attention Sparsity for Efficient LLM Reasoning",
-        {
-            "alpha": Parameter(
-                0.0001, "attention from which an entry is used", "experiments", least=0, most=1
-            ),
-            "group": group("max"),
-        },
-    ),
     "morphkv": Preset(
         _morphkv,
         "arXiv 2503.00979",
@@ -474,6 +449,31 @@ ATTENTION_PRESETS: dict[str, Preset] = {
             "threshold": Parameter(0.5, _ALIKE, "code of R-KV", least=0, most=1),
             "group": group("max", "section 3"),
             "interval": replace(INTERVAL, default=128, place="section 7.2"),
+        },
+    ),
+    "cake": Preset(
+        _cake,
+        "arXiv 2503.12491",
+        "CAKE: Cascading and Adaptive KV Cache Eviction with Layer Preferences",
+        {
+            "window": Parameter(32, _OBSERVERS, "released code", least=1),
+            "kernel": KERNEL,
+            "gamma": Parameter(
+                200.0, "weight of the variance of attention", "released code", least=0.0
+            ),
+            "tau1": Parameter(1.6, "how little the entropy counts", _QWEN, least=0.01),
+            "tau2": Parameter(0.6, "how little the variance counts", _QWEN, least=0.01),
+        },
+    ),
+    "raas": Preset(
+        _raas,
+        "arXiv 2502.11147",
+        "RaaS: Reasoning-Aware Attention Sparsity for Efficient LLM Reasoning",
+        {
+            "alpha": Parameter(
+                0.0001, "attention from which an entry is used", "experiments", least=0, most=1
+            ),
+            "group": group("max"),
         },
     ),
 }
