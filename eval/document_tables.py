@@ -636,6 +636,7 @@ TABLES: dict[str, Callable[[Path], Rows]] = {
     "compare-dense": _leaderboard("compare-tiny-vlm-dense", _AT_EACH_STEP),
     "compare-sparse": _leaderboard("compare-tiny-vlm-sparse", _AT_EACH_STEP),
     "compare-smollm2": _leaderboard("compare-smollm2-recall", _AT_EACH_STEP),
+    "compare-rivals": _leaderboard("compare-rivals-dense"),
     "interval-dense": _leaderboard("compare-interval-dense"),
     "interval-sparse": _leaderboard("compare-interval-sparse"),
 }

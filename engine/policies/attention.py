@@ -116,8 +116,9 @@ class LayerPreferences:
         best_first = newest_first.gather(1, rows.argsort(dim=-1, descending=True, stable=True))
         column = torch.arange(best_first.shape[1], device=best_first.device)
         rank = torch.zeros_like(best_first).scatter_(1, best_first, column.expand_as(best_first))
-        dispersion = self._of_layers(view.attention("sum", queries="entropy"), prefix, view)
-        shift = self._of_layers(view.attention("sum", queries="variance"), prefix, view)
+        # Means over a group's heads: what they lack of sums is one factor for all layers.
+        dispersion = self._of_layers(view.attention(queries="entropy"), prefix, view)
+        shift = self._of_layers(varied, prefix, view)
         preference = dispersion ** (1 / self.tau1) * shift ** (1 / self.tau2)
         # Where no layer prefers anything (a single query, or none in the window) all are alike.
         preference = torch.where(preference.max() > 0, preference, torch.ones_like(preference))
