@@ -134,7 +134,7 @@ def load_session(engine: Runtime, path: Path) -> tuple[CachedSequence, dict[str,
         try:
             state = header.state.model_dump() | {"read_ids": int(header.state.read_ids or "0", 16)}
             session.adopt(engine.cache.import_(tensors), state)
-            engine.budgets.cut([], engine.slack)  # of a shared one, others take part
+            engine.budgets.cut([], engine.interval)  # of a shared one, others take part
         except BaseException:
             session.close()
             raise
