@@ -1,7 +1,7 @@
 """``make rehearse``: every stage of the papers' tables on tiny data of the published forms.
 
 Data, training, gates in their published form, each benchmark by the command of its table, speed:
-the bundled model, one document each, on two cores without a network. Prints a table of stages,
+the bundled model, two documents each, on two cores without a network. Prints a table of stages,
 seconds and what came out, and ends with 1 where a stage failed; the others run all the same.
 Nothing here says how good a method is.
 
@@ -239,7 +239,7 @@ def _table(rehearsal: Rehearsal, name: str) -> str:
         output=output,
         model=str(MODEL),
         gates=gates,
-        limit=1,
+        limit=2,  # MME scores pairs
         samples=2 if table.samples else None,
         device="cpu",
         gen_kwargs="max_new_tokens=8",
@@ -253,7 +253,7 @@ def _table(rehearsal: Rehearsal, name: str) -> str:
             words[words.index("--tasks") + 1] = ",".join(here)
             rehearsal.run(words)
         return f"{row.folder}; {len(lacking)} of {len(table.tasks)} tasks have no rows here"
-    words = ["mmkv", "eval", "--reproduce", name, "--policy", row.policy, "--limit", "1"]
+    words = ["mmkv", "eval", "--reproduce", name, "--policy", row.policy, "--limit", "2"]
     words += ["--budget", row.budget] if row.budget else []
     words += ["--samples", "2"] if table.samples else []
     words += ["--gates", gates] if gates else []
