@@ -67,7 +67,8 @@ class EngineConfig:
             and no bound where neither gates nor a policy are there.
         lookahead: steps n = T - t over which dbtrimkv sums retention (DBTrimKV, arXiv 2605.09649,
             equation 9): a whole number of at least 1, or inf. Other presets do not read it.
-        evict_every: decode steps between evictions.
+        evict_every: decode steps between evictions, exactly. None: the policy's own interval
+            (:attr:`Policy.interval`), 1 for most.
         prefill_chunk: prompt tokens per prefill chunk.
         page_size: entries per page of the cache; 8 to 64 are sensible.
         gates: a gate folder, file or hub id; ``"random"`` for tests and speed runs. None takes the
@@ -123,8 +124,11 @@ class EngineConfig:
     lookahead: float = field(
         default=DEFAULT_LOOKAHEAD, metadata=_about(float, "Steps that scores look ahead, or inf.")
     )
-    evict_every: int = field(
-        default=1, metadata=_about(int, "Decode steps between evictions.", 1, sys.maxsize)
+    evict_every: int | None = field(
+        default=None,
+        metadata=_about(
+            int, "Decode steps between evictions. Default: the policy's.", 1, sys.maxsize
+        ),
     )
     prefill_chunk: int = field(
         default=2048, metadata=_about(int, "Prompt tokens per prefill chunk.", 1, _MOST_POSITIONS)

@@ -62,6 +62,7 @@ class Runtime:
             of :class:`mmkv.engine.config.EngineConfig`.
 
     Attributes:
+        interval: when sessions are cut while they decode.
         vision_cache: features of pictures that sessions have read.
         form_note: why the cache has the form it has, where a budget in bytes chose it.
 
@@ -101,7 +102,7 @@ class Runtime:
         self.family, self.spec, self.policy = family, spec, policy
         self.device, self.dtype = weights.embed.device, weights.dtype
         self.budget = Budget.of(DEFAULT_BUDGET if budget is None else budget)
-        self.evict_every, self.prefill_chunk = config.evict_every, config.prefill_chunk
+        self.interval, self.prefill_chunk = policy.every(config.evict_every), config.prefill_chunk
         write_gates: WriteGates | None = None
         if policy.admission is not None:
             policy, write_gates = attach_write_gates(policy, gates, spec)
@@ -120,7 +121,7 @@ class Runtime:
             policy=policy,
             needs=policy.scoring.needs if policy.evicts else Needs(),
             write_gates=write_gates,
-            evict_every=self.evict_every,
+            interval=self.interval,
             never_chosen=torch.tensor(media, dtype=torch.int64, device=self.device),
             has_on_append=policy.evicts and has_on_append(policy.scoring),
             has_on_step=policy.evicts and has_on_step(policy.scoring),
@@ -132,7 +133,7 @@ class Runtime:
         binding = self.budget if policy.evicts else Budget.of(DEFAULT_BUDGET)
         layout = Layout(size, spec.head_dim, self.dtype, state=state)
         form, self.form_note = choose_form(
-            config.kv, binding, spec.rows, spec.max_position, layout, self.slack
+            config.kv, binding, spec.rows, spec.max_position, layout, self.interval
         )
         pool = PagePool(size, spec.head_dim, 0, self.dtype, self.device, None, state, form)
         features = config.vision_cache_bytes if family.has_vision else 0
@@ -363,7 +364,7 @@ class Runtime:
             "dtype": str(self.dtype),
             "gates": "+".join(held) or "none",
             "policy": self.policy.identity(),
-            "evict_every": self.evict_every,
+            "evict_every": self.interval.named,
             "kv": self.cache.pool.form.name,
         }
 
@@ -486,11 +487,6 @@ class Runtime:
             return self.path_of(sessions)
         why = self.backends.for_bursts().burst_reason()
         return f"torch: {why}" if why else "CUDA graph"
-
-    @property
-    def slack(self) -> int:
-        """Entries that a session may hold above its budget between two evictions."""
-        return self.model.slack
 
     def _open(self, budget: Budget) -> CachedSequence:
         return CachedSequence(self, budget)

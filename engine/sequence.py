@@ -38,6 +38,7 @@ from mmkv.engine.trace import FORGOTTEN, Recorder
 if TYPE_CHECKING:
     import numpy as np
 
+    from mmkv.engine.budget import Interval
     from mmkv.engine.model.families.base import Turn
     from mmkv.engine.prefill import PassMark
     from mmkv.engine.runtime import Runtime
@@ -506,12 +507,13 @@ class CachedSequence:
             self.count_evicted(victims.numel(), 0)
             return victims.numel()
 
-    def needs_eviction(self, slack: int) -> bool:
-        """Whether a group of rows stands above its share by more than its part of ``slack``."""
+    def needs_eviction(self, interval: Interval) -> bool:
+        """Whether a group of rows stands above its share by more than ``interval`` lets be."""
         policy, spec = self.engine.policy, self.engine.spec
         if not policy.evicts:
             return False
         allowed = self.allowed_entries
+        slack = interval.slack(allowed, spec.rows)
         if self.entries > allowed + slack:
             return True  # the shares add up to the budget
         shares = policy.shares(allowed, spec.entry_layers, spec.num_kv_heads)

@@ -137,7 +137,7 @@ def load_session(engine: Runtime, path: Path) -> tuple[CachedSequence, dict[str,
             if state["runs"] is None and state["next_position"] == state["seen"]:
                 state["runs"] = [(0, 0, 0)] if state["seen"] else []  # all text, in older files
             session.adopt(engine.cache.import_(tensors), state)
-            engine.budgets.cut([], engine.slack)  # of a shared one, others take part
+            engine.budgets.cut([], engine.interval)  # of a shared one, others take part
         except BaseException:
             session.close()
             raise

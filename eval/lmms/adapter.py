@@ -17,7 +17,7 @@ import sys
 import time
 from abc import abstractmethod
 from collections import Counter, deque
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -137,8 +137,15 @@ class LmmsDialogue:
     session is replaced.
     """
 
-    def __init__(self, engine: Engine, frames: Frames, shared: SharedContexts) -> None:
+    def __init__(
+        self,
+        engine: Engine,
+        frames: Frames,
+        shared: SharedContexts,
+        visual_tokens: int | None = None,
+    ) -> None:
         self.engine, self.frames, self._shared = engine, frames, shared
+        self.visual_tokens = visual_tokens
         self._session = CachedConversation(engine)
         self._held: list[Key] = []
 
@@ -193,6 +200,10 @@ class LmmsDialogue:
             return pictures, [self.frames.load(video, processor) for video in videos]
 
         reading = compose_messages(session, plain, load)
+        if self.visual_tokens is not None:
+            before = 0 if session.seen == 0 else session.budget.value - self.visual_tokens
+            budget = text_tokens(self.engine, reading.inputs) + self.visual_tokens + before
+            session.set_budget(budget)
         return Prompt(reading.inputs, plain, reading)
 
 
@@ -218,6 +229,16 @@ class Ask:
     context_tokens: int = 0
     cut: tuple[int, int] | None = None
     left_out: str = ""
+
+
+def text_tokens(engine: Engine, inputs: Mapping[str, Any]) -> int:
+    """Count the tokens of a prompt that stand for no picture and no video.
+
+    They and V more are a row's budget beside methods that prune a prompt to V visual tokens
+    (DBTrimKV, arXiv 2605.09649, section 5.1).
+    """
+    media = torch.tensor([*engine.family.placeholder.values()])
+    return int((~torch.isin(inputs["input_ids"], media)).sum())
 
 
 Script = Generator[Ask, "Reply | None", None]  # None: the request was left out
@@ -271,6 +292,7 @@ def run(
     batch_size: int,
     frames: Frames,
     done: Callable[[], object],
+    visual_tokens: int | None = None,
 ) -> None:
     """Run named scripts to their ends, up to ``batch_size`` in every decode step.
 
@@ -284,7 +306,8 @@ def run(
         while waiting or running:
             while waiting and len(running) < batch_size:
                 name, script = waiting.popleft()
-                running.append(_Member(name, script, LmmsDialogue(engine, frames, shared)))
+                dialogue = LmmsDialogue(engine, frames, shared, visual_tokens)
+                running.append(_Member(name, script, dialogue))
             for member in list(running):
                 if not member.proceed(scheduler):
                     running.remove(member)
@@ -400,8 +423,9 @@ class Adapter(lmms):
             )
         )
         started = time.perf_counter()
+        frames, more = self.settings.frames(), self.settings.visual_tokens
         with tqdm(total=len(requests), disable=self.rank != 0, desc="mmkv") as bar:
-            run(self.engine, scripts, self.batch_size, self.settings.frames(), bar.update)
+            run(self.engine, scripts, self.batch_size, frames, bar.update, more)
         replies = [reply for record in records for reply in record.replies]
         differ = [one.memory.differs for one in replies if one.memory and one.memory.differs]
         if differ:
@@ -451,11 +475,11 @@ class Adapter(lmms):
         return replace(made, max_new_tokens=self._floor)
 
     def _facts(self) -> dict[str, Any]:
-        policy = self.engine.policy
-        return {
-            "policy": policy.name,
-            "budget": self.engine.budget.describe() if policy.evicts else "unlimited",
-        }
+        policy, more = self.engine.policy, self.settings.visual_tokens
+        budget = self.engine.budget.describe() if policy.evicts else "unlimited"
+        if more is not None:
+            budget = f"its text tokens and {more} entries per row"
+        return {"policy": policy.name, "budget": budget}
 
     def _document(self, task: str, split: str, doc_id: int) -> Any:
         return self.task_dict[task][split][doc_id]
@@ -542,8 +566,8 @@ class LikelihoodScorer:
     by token, with eviction as in decoding.
     """
 
-    def __init__(self, engine: Engine, frames: Frames) -> None:
-        self.engine, self.frames = engine, frames
+    def __init__(self, engine: Engine, frames: Frames, visual_tokens: int | None = None) -> None:
+        self.engine, self.frames, self.visual_tokens = engine, frames, visual_tokens
         self._session: Session | None = None
         self._logits: torch.Tensor | None = None
         self._key: list[Key] | None = None
@@ -595,7 +619,9 @@ class LikelihoodScorer:
             [processor.load_picture(image) for image in images],
             [self.frames.load(video, processor) for video in videos],
         )
-        self._session = self.engine.session()
+        most = self.visual_tokens
+        budget = None if most is None else text_tokens(self.engine, inputs) + most
+        self._session = self.engine.session(budget)
         self._logits = self._session.prefill(inputs)
         self._key = key
 
@@ -614,7 +640,7 @@ class MmkvSimple(Adapter):
         lmms-eval's own models return losses, and its tasks take the smallest, whatever the
         method's name says.
         """
-        scorer = LikelihoodScorer(self.engine, self.settings.frames())
+        scorer = LikelihoodScorer(self.engine, self.settings.frames(), self.settings.visual_tokens)
         try:
             return [self._scored(request, scorer) for request in requests]
         finally:

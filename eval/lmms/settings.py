@@ -67,6 +67,8 @@ class LmmsSettings:
         seed: of sampling, where a task asks for a temperature.
         thinking_floor: new tokens that a model which thinks may write at least, whatever limit the
             task sets; 0: the task's limit holds.
+        visual_tokens: V: a document's budget is as many entries per row as its prompt has text
+            tokens, and V more (DBTrimKV, arXiv 2605.09649, table 1); None: ``budget``.
     """
 
     engine: EngineConfig
@@ -81,6 +83,7 @@ class LmmsSettings:
     seed: int = 1234
     thinking_floor: int = THINKING_FLOOR
     batch_size: int = 1
+    visual_tokens: int | None = None
 
     def __post_init__(self) -> None:
         if self.template not in ("task", "always"):
@@ -104,6 +107,11 @@ class LmmsSettings:
                 f"({bundled_model_name()} is the bundled one)"
             )
         typed = {name: _typed(name, value, kinds[name]) for name, value in given.items()}
+        if typed.get("visual_tokens") is not None and typed.get("budget") is not None:
+            raise InputError(
+                "visual_tokens sets the budget of each document, its text tokens and so many more; "
+                "leave out budget"
+            )
         loading = {name: typed.pop(name) for name in options() if name in typed}
         return cls(EngineConfig(model=typed.pop("pretrained"), **loading), **typed)
 

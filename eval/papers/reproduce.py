@@ -85,6 +85,7 @@ class PaperTable:
     by_policy: dict[str, str] = field(default_factory=dict)
     options: tuple[str, ...] = ()
     commands: tuple[str, ...] = (_EVAL,)
+    budget_as: str | None = None
     samples: int | None = None
     hours: int | None = None
     offline: str = ""
@@ -212,6 +213,9 @@ def commands(table: PaperTable, row: TableRow, choice: TableChoice) -> list[list
     """Return the commands of a row, as words."""
     gates = choice.gates or table.gates.get(row.name)
     interval = table.by_policy.get(row.name)
+    plain = row.budget if table.budget_as is None else None
+    more = [f"{table.budget_as}={row.budget}"] if row.budget and plain is None else []
+    more += [interval] if interval else []
     samples = choice.samples or table.samples
     values = {
         "tasks": ",".join(table.tasks),
@@ -219,9 +223,9 @@ def commands(table: PaperTable, row: TableRow, choice: TableChoice) -> list[list
         "model": choice.model or table.model,
         "gates": f"--gates {shlex.quote(gates)}" if gates and row.name in table.gates else "",
         "policy": shlex.quote(row.policy),
-        "budget": f"--budget {shlex.quote(row.budget)}" if row.budget else "",
+        "budget": f"--budget {shlex.quote(plain)}" if plain else "",
         "samples": f"--samples {samples}" if samples else "",
-        "options": shlex.join(_options(table, interval, choice)),
+        "options": shlex.join(_options(table, more, choice)),
         "interval": f"--evict-every {interval.partition('=')[2]}" if interval else "",
         "limit": f"--limit {choice.limit:g}" if choice.limit else "",
         "batch": f"--batch-size {choice.batch_size}" if choice.batch_size != 1 else "",
@@ -233,11 +237,11 @@ def commands(table: PaperTable, row: TableRow, choice: TableChoice) -> list[list
     return [shlex.split(one.format(**values | quoted)) for one in table.commands]
 
 
-def _options(table: PaperTable, interval: str | None, choice: TableChoice) -> list[str]:
-    """Return the table's options, with the policy's model argument and the user's settings."""
+def _options(table: PaperTable, more: Sequence[str], choice: TableChoice) -> list[str]:
+    """Return the table's options, with the row's model arguments and the user's settings."""
     pairs = dict(zip(table.options[::2], table.options[1::2], strict=True))
-    if interval:
-        pairs["--model-args"] = ",".join(filter(None, [pairs.get("--model-args"), interval]))
+    if more:
+        pairs["--model-args"] = ",".join(filter(None, [pairs.get("--model-args"), *more]))
     if choice.gen_kwargs:
         pairs["--gen-kwargs"] = ",".join(
             filter(None, [pairs.get("--gen-kwargs"), choice.gen_kwargs])

@@ -65,6 +65,8 @@ def test_rows_are_chosen_and_options_joined() -> None:
     assert "--gates runs/trimkv-qwen3-vl-8b-thinking --policy trimkv --budget 64" in both[1]
     (joined,) = lines(find("epikv:table3"), TableChoice(policy="full", gen_kwargs="top_p=1"))
     assert "--gen-kwargs temperature=0,do_sample=False,top_p=1" in joined
+    first = lines(find("dbtrimkv:table1"), TableChoice(policy="dbtrimkv", budget="64"))
+    assert "--policy dbtrimkv --model-args visual_tokens=64 --output" in first[1]
     with pytest.raises(InputError, match=r"no such row; it has .*trimkv.* budgets 1024"):
         chosen_rows(table, TableChoice(policy="h2o"))
     with pytest.raises(InputError, match="has no command here: prefill under write gates is plain"):

@@ -65,6 +65,7 @@ def assistant(text: str) -> dict[str, Any]:
         ({"pretrained": "m", "evict_every": 1.5}, "evict_every=1.5 is not a whole number"),
         ({"pretrained": "m", "fps": "many"}, "fps=many is not a number"),
         ({"pretrained": "m", "template": "never"}, "template=never is unknown; write task or"),
+        ({"pretrained": "m", "visual_tokens": 64, "budget": 9}, "leave out budget"),
     ],
 )
 def test_wrong_model_arguments_are_named(given: dict[str, Any], message: str) -> None:
@@ -279,6 +280,30 @@ def test_a_batch_answers_as_one_by_one(chat: Any) -> None:
         assert counts["cache"]["policy"] == "dbtrimkv"
         assert counts["cache"]["budget"] == "24 entries per row"
     assert chat.engine.cache.pool.free_pages == chat.engine.cache.pool.num_pages
+
+
+@needs_lmms_eval
+def test_a_budget_of_all_text_tokens_and_some_visual_ones(
+    chat: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Table 1 of DBTrimKV: beside methods that prune each prompt to V visual tokens."""
+    docs = [
+        [user(picture(1), "what is at row 1, column 1?")],
+        [user("picture 1:", picture(2), "picture 2:", picture(3), "name every cell.")],
+    ]
+    monkeypatch.setattr(chat, "settings", replace(chat.settings, visual_tokens=5))
+    got = chat.generate_until(requests_of(chat, docs, lambda doc: doc, max_new_tokens=12))
+    for doc, result in zip(docs, got, strict=True):
+        messages = conversation(doc, SYSTEM_PROMPT)
+        inputs = chat.engine.inputs(messages)
+        visual = int(inputs["image_grid_thw"].prod(1).sum()) // 4
+        budget = inputs["input_ids"].numel() - visual + 5
+        sampling = mmkv.Sampling(max_new_tokens=12)
+        (reply,) = chat.engine.generate(messages, sampling, budget)
+        counts = result.token_counts.to_dict()
+        assert result.text == reply.text and counts["cache"]["evicted"] > 0
+        assert counts["cache"]["entries"] == budget * chat.engine.spec.rows
+        assert counts["cache"]["budget"] == "its text tokens and 5 entries per row"
 
 
 @needs_lmms_eval
