@@ -457,7 +457,8 @@ def gate(layer: int, x: torch.Tensor) -> torch.Tensor:
 
 def talk(name: str, budget: float = 12.5) -> Iterator[Oracle]:
     """The conversation after each call: a prompt in chunks, tokens, a new budget, a late turn."""
-    oracle = Oracle(model(), gate, name, budget, prefill_chunk=16, **SMALL.get(name, {}))
+    settings = {"evict_every": 1, "prefill_chunk": 16, **SMALL.get(name, {})}
+    oracle = Oracle(model(), gate, name, budget, **settings)
     ids = text_ids(70, 3)
     oracle.prefill({"input_ids": ids[None, :30]})
     yield oracle
