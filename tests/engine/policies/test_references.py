@@ -424,6 +424,7 @@ def test_segments_keep_the_best_of_their_tokens(monkeypatch: pytest.MonkeyPatch)
 
 # Small enough that every method has entries to choose from at a budget of 12.
 SMALL: dict[str, dict[str, Any]] = {
+    "cake": {"window": 4},
     "snapkv": {"window": 4},
     "pyramidkv": {"window": 4, "beta": 4},
     "adakv": {"window": 4},
