@@ -424,6 +424,7 @@ def test_segments_keep_the_best_of_their_tokens(monkeypatch: pytest.MonkeyPatch)
 
 # Small enough that every method has entries to choose from at a budget of 12.
 SMALL: dict[str, dict[str, Any]] = {
+    "cake": {"window": 4},
     "snapkv": {"window": 4},
     "pyramidkv": {"window": 4, "beta": 4},
     "adakv": {"window": 4},
@@ -457,7 +458,8 @@ def gate(layer: int, x: torch.Tensor) -> torch.Tensor:
 
 def talk(name: str, budget: float = 12.5) -> Iterator[Oracle]:
     """The conversation after each call: a prompt in chunks, tokens, a new budget, a late turn."""
-    oracle = Oracle(model(), gate, name, budget, prefill_chunk=16, **SMALL.get(name, {}))
+    settings = {"evict_every": 1, "prefill_chunk": 16, **SMALL.get(name, {})}
+    oracle = Oracle(model(), gate, name, budget, **settings)
     ids = text_ids(70, 3)
     oracle.prefill({"input_ids": ids[None, :30]})
     yield oracle
