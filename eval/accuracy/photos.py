@@ -78,7 +78,7 @@ def quarters(picture: Image.Image) -> list[Image.Image]:
     return [picture.crop((x, y, x + wide, y + high)) for y in (0, high) for x in (0, wide)]
 
 
-class Asked:
+class PhotoModel:
     """A checkpoint that is asked, and its classifier."""
 
     def __init__(self, model: str, threads: int) -> None:
@@ -118,7 +118,7 @@ class Asked:
             hook.remove()
 
 
-def of_picture(asked: Asked, name: str, picture: Image.Image) -> dict[str, Any]:
+def of_picture(asked: PhotoModel, name: str, picture: Image.Image) -> dict[str, Any]:
     """Return what is found of one picture."""
     right, near, also = THINGS.get(name, _NONE)
     whole, *parts = asked.chances([picture, *quarters(picture)])
@@ -145,7 +145,7 @@ def of_picture(asked: Asked, name: str, picture: Image.Image) -> dict[str, Any]:
     }
 
 
-def of_classes(asked: Asked, count: int, seed: int) -> Iterator[dict[str, Any]]:
+def of_classes(asked: PhotoModel, count: int, seed: int) -> Iterator[dict[str, Any]]:
     """Yield for each question, and for sure classes and guesses, how many answers name them."""
     numbers = random.Random(seed).sample(range(len(asked.names)), count)
     jobs = [(question, sure) for question in QUESTIONS for sure in (True, False)]
@@ -182,7 +182,7 @@ def main(given: Sequence[str] | None = None) -> None:
         if args.threads < 1 or args.classes < 0:
             raise InputError("--threads takes 1 or more, --classes 0 or more")
         require_output(args.output.parent)
-        asked = Asked(args.model, args.threads)
+        asked = PhotoModel(args.model, args.threads)
         if args.classes > len(asked.names):
             raise InputError(f"--classes takes {len(asked.names)} at most")
         with tempfile.TemporaryDirectory() as temporary:
