@@ -392,6 +392,27 @@ def _llava_budgets(results: Path) -> Rows:
         yield [f"`{policy}`", _share(rows[0]), *(_share(found[policy, b]) for b in budgets)]
 
 
+def _photos(results: Path) -> Rows:
+    """Show what SmolLM2 with eyes for photographs says of some, and what a person sees."""
+    yield ["photograph", "likeliest class", "probability", "a person", "named in", "first answer"]
+    for row in results_of(results, "accuracy-photos")["photographs"]:
+        judged = row["seen"] if row["thing"] else "no class for it"
+        named = f"{sum(row['named'])} of {len(row['named'])}"
+        facts = (row["class"], f"{row['probability']:.2f}", judged, named, row["answers"][0])
+        yield [row["picture"].partition(".")[0], *facts]
+
+
+def _photo_classes(results: Path) -> Rows:
+    """Show how often it names a class that a picture is said to show."""
+    rows = results_of(results, "accuracy-photos")["classes"]
+    found = {(row["question"], row["told"]): row for row in rows}
+    yield ["question", "classes", "named, sure", "named, a guess", "of these hedged"]
+    for question in dict.fromkeys(row["question"] for row in rows):
+        sure, guess = found[question, "sure"], found[question, "guess"]
+        counts = (sure["of"], sure["named"], guess["named"], guess["hedged"])
+        yield [question, *map(str, counts)]
+
+
 def _share(row: Mapping[str, Any]) -> str:
     return f"{row['share']:.3f} [{row['low']:.3f}, {row['high']:.3f}]"
 
@@ -607,6 +628,8 @@ TABLES: dict[str, Callable[[Path], Rows]] = {
     "scenes": _scenes,
     "llava": _llava,
     "llava-budgets": _llava_budgets,
+    "photo-classes": _photo_classes,
+    "photos": _photos,
     "dialogues": _dialogues,
     "mmdu": _mmdu,
     "memory": _memory,

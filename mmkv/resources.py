@@ -15,6 +15,11 @@ from mmkv.engine.paths import cache_folder
 
 BUNDLED_MODEL = "tiny-vlm"
 BUNDLED_ADAPTER = "smollm2-llava"  # tower and projector without their language model
+PHOTOS = "smollm2-photos"  # what PHOTOS_MADE_BY writes; nothing of it is bundled
+PHOTOS_MADE_BY = (
+    "`python -m mmkv.eval.smollm2 smollm2`, then `python -m mmkv.training.llava.photos "
+    f"--language-model smollm2 --output {PHOTOS}`"
+)
 
 
 def asset(name: str) -> Path:
@@ -44,12 +49,15 @@ def bundled_model() -> Path:
 
 
 def refuse_adapter(name: str | Path | None) -> None:
-    """Raise ModelError, which says what to do, where ``name`` is the bundled eyes' and no folder's.
+    """Raise ModelError, which says what to do, for a name that is listed and is yet to be made.
 
-    ``mmkv models`` lists them beside models.
+    ``mmkv models`` lists the bundled eyes, and those for photographs, beside models.
     """
-    if str(name) == BUNDLED_ADAPTER and not Path(BUNDLED_ADAPTER).is_dir():
-        refuse_bare_adapter(BUNDLED_ADAPTER)
+    if str(name) not in (BUNDLED_ADAPTER, PHOTOS) or Path(str(name)).is_dir():
+        return
+    if str(name) == PHOTOS:
+        raise ModelError(f"{PHOTOS} is not here; pip fetches it: {PHOTOS_MADE_BY}")
+    refuse_bare_adapter(BUNDLED_ADAPTER)
 
 
 def is_bundled(source: str | Path | None) -> bool:

@@ -16,6 +16,7 @@ from mmkv.prompt.media import notes
 from mmkv.prompt.processing import PER_TOKEN
 from mmkv.prompt.special import CUT, new_marker
 from mmkv.prompt.template import as_parts, is_blank, take_media
+from mmkv.resources import PHOTOS
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -29,7 +30,8 @@ if TYPE_CHECKING:
 _CELL, _WHITE = 32, 0.1
 _SCENES_ALONE = (
     "the bundled model knows drawn scenes alone (emoji, coloured shapes and letters on white, in "
-    "cells of 32 pixels); what it says of another picture means nothing"
+    f"cells of 32 pixels); what it says of another picture means nothing; {PHOTOS} names what is "
+    "in a photograph (mmkv models)"
 )
 _KEPT = "stays as it was read"
 _STATELESS = "by the numbers that {} summed up it cannot be taken back"

@@ -121,6 +121,7 @@ CASES += [
     Case("qwen2_vl", "dbtrimkv", 2, 1, 9, "video"),
     Case("smolvlm", "dbtrimkv", 2, 1, 9, "video"),
     Case("mistral3", "dbtrimkv", 2, 1, 7, "late"),
+    Case("photos", "dbtrimkv", 2, 1, 7, "late"),
 ]
 
 # One dialogue for each other family and for sliding windows; test_parity has all their variants.

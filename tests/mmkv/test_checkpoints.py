@@ -31,6 +31,7 @@ from mmkv.hf import retain
 from mmkv.planner import planned, planned_from_hub
 from mmkv.pull import wanted
 from mmkv.resources import (
+    PHOTOS_MADE_BY,
     asset,
     bundled_dialogues,
     bundled_gates,
@@ -224,9 +225,11 @@ def test_folders_are_found_with_family_size_and_gates(mmkv: Callable[..., Ran], 
     found = listed(mmkv)
     rows = {row["name"]: row for row in found["models"]}
     torn = {"torn1", "torn2", "torn17"}
-    own = {"tiny-vlm", "smollm2-llava"}
+    own = {"tiny-vlm", "smollm2-llava", "smollm2-photos"}
     assert set(rows) == {"models/one", "two", "other", "light", "small"} | own | torn
     assert "mmkv.training.llava join" in rows["smollm2-llava"]["problem"]
+    assert PHOTOS_MADE_BY in rows["smollm2-photos"]["problem"]
+    assert rows["smollm2-photos"]["where"] == "pip"
     assert {rows[name]["problem"] for name in torn} == {"its index of weight files cannot be read"}
     assert "quantised by gptq in 3 bits" in rows["small"]["problem"]
     assert rows["tiny-vlm"]["where"] == "bundled" and "gates/" in rows["tiny-vlm"]["gates"]

@@ -55,6 +55,9 @@ def test_a_head_that_is_the_embedding_counts_once(tmp_path: Path) -> None:
         assert made["auto"].weights == engine.decoder.weights.nbytes()
     head = [("lm_head.weight", "BF16", [10, 64]), ("model.embed_tokens.weight", "BF16", [10, 64])]
     assert WeightCount.of(head).bytes("bf16") == 2 * WeightCount.of(head, True).bytes("bf16")
+    mixed = [("model.layers.0.mlp.up_proj.weight", "BF16", [8, 4])]
+    mixed.append(("model.vision_tower.head.weight", "F32", [3, 5]))
+    assert WeightCount.of(mixed).bytes("auto") == 2 * 8 * 4 + 4 * 3 * 5
 
 
 @pytest.mark.parametrize("name", ["qwen3_moe", "qwen3_vl_moe"])

@@ -137,7 +137,7 @@ def prompt(model: str, *pieces: Piece, seed: int = 0) -> dict[str, Tensor]:
     """One turn; models that do not see get its text only."""
     family = MODELS[model].model_type
     named = model if model in CHECKPOINTS else family
-    seeing = any(part in family for part in ("vl", "llava", "idefics3", "mistral3"))
+    seeing = any(part in family for part in ("vl", "llava", "idefics3", "mistral3", "photos"))
     seeing = seeing or family in QWEN_VL
     return make_turn(named, [p for p in pieces if seeing or isinstance(p, int)], seed)
 

@@ -20,6 +20,7 @@ from transformers.image_processing_utils import select_best_resolution
 
 from tests.support.model_configs import (
     IMAGE_ID,
+    LINE,
     LINEAR,
     PATCH,
     PINPOINTS,
@@ -126,6 +127,7 @@ CHECKPOINTS: dict[str, Checkpoint] = {
     "llava_next_video": Checkpoint("llava_next_video", 4, 2, 32, text_type="llama", seed=1),
     "llava_onevision": Checkpoint("llava_onevision", 6, 2, 32, tied=True, text_type="qwen2"),
     "internvl": Checkpoint("internvl", 6, 2, 32, text_type="qwen2", seed=1),
+    "photos": Checkpoint("mmkv_photos", 6, 2, 32, tied=True, text_type="llama"),
     "qwen3_moe": Checkpoint("qwen3_moe", 4, 2, 32, text=_MIXED | {"norm_topk_prob": True}),
     "qwen3_moe_mixed": Checkpoint(
         "qwen3_moe", 4, 1, 32, tied=True, text=_MIXED | {"mlp_only_layers": [0]}
@@ -174,6 +176,11 @@ def make_model(spec: Checkpoint) -> Any:
     kind = transformers.AutoModelForImageTextToText if sees else transformers.AutoModelForCausalLM
     model = kind.from_config(config)
     enliven(model, spec.seed)
+    if spec.model_type == "mmkv_photos":
+        table, source = model.model.multi_modal_projector, torch.Generator().manual_seed(spec.seed)
+        table.lines.copy_(
+            torch.randint(len(table.words.weight), table.lines.shape, generator=source)
+        )
     model.generation_config = transformers.GenerationConfig()
     return model.float().eval()
 
@@ -294,6 +301,8 @@ def _image_ids(spec: Checkpoint, size: tuple[int, int], lone: bool) -> list[int]
     if family == "mistral3":
         row = [*[IMAGE_ID] * (size[1] // PATCH // 2), VISION_START]
         return [*(row * (size[0] // PATCH // 2))[:-1], VISION_END]
+    if family == "mmkv_photos":
+        return [IMAGE_ID] * LINE
     if family == "llava":
         whole = spec.extra.get("vision_feature_select_strategy") == "full"
         return [IMAGE_ID] * (SIDE * SIDE + whole)
@@ -336,7 +345,7 @@ def _patches(
 def _tiles(
     family: str, sizes: Sequence[tuple[int, int]], lone: bool, noise: Callable[..., Tensor]
 ) -> dict[str, Tensor]:
-    if family == "llava":
+    if family in ("llava", "mmkv_photos"):
         return {"pixel_values": noise(len(sizes), 3, TILE, TILE)}
     if family == "internvl":
         return {"pixel_values": noise(sum(map(_tile_count, sizes)), 3, TILE, TILE)}

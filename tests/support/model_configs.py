@@ -14,6 +14,7 @@ TEXT_IDS = 148
 NO_SPECIALS: dict[str, Any] = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
 TILE, PATCH = 16, 4
 SIDE = TILE // PATCH
+LINE = 7  # words by which a photograph is told
 PINPOINTS = [[16, 32], [32, 16], [32, 32], [16, 48], [48, 16]]
 
 
@@ -54,6 +55,7 @@ def config_of(spec: Checkpoint) -> Any:
         "llava_next": _llava_next,
         "llava_next_video": _llava_next,
         "mistral3": _mistral3,
+        "mmkv_photos": _photos,
         "llava_onevision": _llava_onevision,
     }.get(spec.model_type)
     return _text_config(spec, spec.model_type) if build is None else build(spec)
@@ -113,6 +115,29 @@ def _mistral3(spec: Checkpoint) -> Any:
         vision_config=vision,
         text_config=_text_config(spec, spec.text_type),
         image_token_index=IMAGE_ID,
+        tie_word_embeddings=spec.tied,
+        **spec.extra,
+    )
+
+
+def _photos(spec: Checkpoint) -> Any:
+    # Here, because it imports transformers' modelling code.
+    from mmkv.engine.model.families.photos_model import EfficientNetLiteConfig, PhotosConfig
+
+    vision = EfficientNetLiteConfig(
+        stages=((1, 3, 1, 1, 8), (2, 5, 2, 6, 12)),
+        stem=8,
+        hidden_size=24,
+        image_size=TILE,
+        patch_size=PATCH,
+        id2label={number: f"thing {number}" for number in range(9)},
+    )
+    return PhotosConfig(
+        vision_config=vision,
+        text_config=_text_config(spec, spec.text_type),
+        image_token_index=IMAGE_ID,
+        image_seq_length=LINE,
+        table_size=20,
         tie_word_embeddings=spec.tied,
         **spec.extra,
     )

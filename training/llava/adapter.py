@@ -138,7 +138,7 @@ def load(folder: Path, text: Any) -> LlavaAdapter:
     """Read an adapter for a language model of this config. Raises ModelError."""
     made = LlavaAdapter(transformers.SiglipVisionConfig(**facts_of(folder)["vision_config"]), text)
     own = made.state_dict()
-    stored = _read(folder / WEIGHTS).items()
+    stored = read_tensors(folder / WEIGHTS).items()
     named = {n if n in own else n.replace(".vision_model", ""): t.float() for n, t in stored}
     shapes = {name: tensor.shape for name, tensor in own.items()}
     if {name: tensor.shape for name, tensor in named.items()} != shapes:
@@ -174,14 +174,8 @@ def join(adapter: Path, language_model: Path, output: Path, note: Callable[[str]
         InputError: ``output`` cannot be written, or holds a checkpoint.
     """
     facts = facts_of(adapter)
-    files = files_of(lambda name: _present(language_model / name))
-    if files is None or not (language_model / "config.json").is_file():
-        raise ModelError(
-            f"{language_model} is no checkpoint with safetensors; fetch the language model with "
-            "`python -m mmkv.eval.smollm2 FOLDER`, or from the hub, and name its folder"
-        )
-    text = transformers.AutoConfig.from_pretrained(language_model)
-    tensors = _read(adapter / WEIGHTS)
+    text, files = language_model_of(language_model)
+    tensors = read_tensors(adapter / WEIGHTS)
     width = tensors["multi_modal_projector.linear_2.bias"].shape[0]
     if text.model_type != "llama" or text.hidden_size != width:
         raise ModelError(
@@ -192,30 +186,70 @@ def join(adapter: Path, language_model: Path, output: Path, note: Callable[[str]
     if facts.get("base_fingerprint") != fingerprint(str(language_model)):
         note("the adapter was trained for other weights of this shape; it may not fit them")
     tokenizer = with_image_token(transformers.AutoTokenizer.from_pretrained(language_model))
-    if (output / "config.json").exists():
-        raise InputError(f"{output} holds a checkpoint; name another folder")
-    require_output(output)
     vision = transformers.SiglipVisionConfig(**facts["vision_config"])
     config = llava_config(vision, text, tokenizer.convert_tokens_to_ids(IMAGE_TOKEN))
-    config.text_config._name_or_path = ""  # a folder of this machine
     config.architectures, config.dtype = ["LlavaForConditionalGeneration"], text.dtype
-    shards = {f"language-{n}": _renamed(_read(file)) for n, file in enumerate(files)}
-    shards["adapter"] = tensors
-    _write(output, shards)
-    config.save_pretrained(output)
-    if (generation := language_model / "generation_config.json").is_file():
-        shutil.copy(generation, output)
-    template = (adapter / TEMPLATE).read_text()
-    images = SiglipImageProcessorPil(size={"height": PIXELS, "width": PIXELS})
-    transformers.LlavaProcessor(
-        image_processor=images,
+    processor = transformers.LlavaProcessor(
+        image_processor=SiglipImageProcessorPil(size={"height": PIXELS, "width": PIXELS}),
         tokenizer=tokenizer,
         patch_size=PIXELS // SIDE,
         vision_feature_select_strategy="full",
-        chat_template=template,
+        chat_template=(adapter / TEMPLATE).read_text(),
         image_token=IMAGE_TOKEN,
-    ).save_pretrained(output)
+    )
+    # As LLaVA checkpoints on the hub name a language model's tensors.
+    write_joined(output, language_model, files, lambda name: f"language_model.{name}", tensors)
+    config.save_pretrained(output)
+    processor.save_pretrained(output)
     EXAMPLE_SHOWS.picture().save(output / EXAMPLE)
+
+
+def language_model_of(folder: Path) -> tuple[Any, list[Path]]:
+    """Return config and weight files of the language model in ``folder``. Raises ModelError."""
+    files = files_of(lambda name: _present(folder / name))
+    if files is None or not (folder / "config.json").is_file():
+        raise ModelError(
+            f"{folder} is no checkpoint with safetensors; fetch the language model with "
+            "`python -m mmkv.eval.smollm2 FOLDER`, or from the hub, and name its folder"
+        )
+    config = transformers.AutoConfig.from_pretrained(folder)
+    config._name_or_path = ""  # a folder of this machine
+    return config, files
+
+
+def write_joined(
+    output: Path,
+    language_model: Path,
+    files: Sequence[Path],
+    place: Callable[[str], str],
+    tensors: dict[str, Tensor],
+) -> None:
+    """Write the weights of a joined checkpoint, and the language model's generation settings.
+
+    Args:
+        files: the language model's weights. place: names its tensors as the checkpoint has them.
+        tensors: what makes it see.
+
+    Raises:
+        InputError: ``output`` cannot be written, or holds a checkpoint. ModelError: damaged files.
+    """
+    if (output / "config.json").exists():
+        raise InputError(f"{output} holds a checkpoint; name another folder")
+    require_output(output)
+    shards = [
+        {place(name): tensor for name, tensor in read_tensors(file).items()} for file in files
+    ]
+    where: dict[str, str] = {}
+    total = 0
+    for number, part in enumerate([*shards, tensors], 1):
+        file = f"model-{number:05}-of-{len(shards) + 1:05}.safetensors"
+        save_file(part, output / file, {"format": "pt"})
+        where |= dict.fromkeys(part, file)
+        total += sum(tensor.nbytes for tensor in part.values())
+    index = {"metadata": {"total_size": total}, "weight_map": where}
+    (output / "model.safetensors.index.json").write_text(json.dumps(index, indent=1) + "\n")
+    if (generation := language_model / "generation_config.json").is_file():
+        shutil.copy(generation, output)
 
 
 def with_image_token(tokenizer: Any) -> Any:
@@ -252,26 +286,9 @@ def _present(file: Path) -> Path | None:
     return file if file.is_file() else None
 
 
-def _read(file: Path) -> dict[str, Tensor]:
+def read_tensors(file: Path) -> dict[str, Tensor]:
+    """Read a file of safetensors. Raises ModelError."""
     try:
         return load_file(file)
     except (OSError, SafetensorError) as error:
         raise ModelError(f"{file} cannot be read ({error}); get it again") from error
-
-
-def _renamed(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Name a Llama's tensors as LLaVA checkpoints on the hub do."""
-    return {f"language_model.{name}": tensor for name, tensor in tensors.items()}
-
-
-def _write(folder: Path, shards: dict[str, dict[str, Tensor]]) -> None:
-    """Write safetensors files and their index."""
-    where: dict[str, str] = {}
-    total = 0
-    for number, tensors in enumerate(shards.values(), 1):
-        file = f"model-{number:05}-of-{len(shards):05}.safetensors"
-        save_file(tensors, folder / file, {"format": "pt"})
-        where |= dict.fromkeys(tensors, file)
-        total += sum(tensor.nbytes for tensor in tensors.values())
-    index = {"metadata": {"total_size": total}, "weight_map": where}
-    (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=1) + "\n")

@@ -19,6 +19,7 @@ from mmkv.engine.model.families.llava import (
     LlavaOnevisionFamily,
     Mistral3Family,
 )
+from mmkv.engine.model.families.photos import PhotosFamily
 from mmkv.engine.model.families.qwen_vl import (
     Qwen2VLFamily,
     Qwen3VLFamily,
@@ -40,6 +41,7 @@ FAMILIES: tuple[type[Family], ...] = (
     LlavaOnevisionFamily,
     InternVLFamily,
     Mistral3Family,
+    PhotosFamily,
     TextFamily,
     Qwen35TextFamily,
     Phi3Family,
@@ -80,6 +82,7 @@ def find(model_type: str) -> type[Family] | None:
     family = _REGISTRY.find(model_type)
     if family is not None:
         _check(family, model_type)
+        family.prepare()
     return family
 
 
@@ -157,6 +160,7 @@ __all__ = [
     "LlavaOnevisionFamily",
     "Mistral3Family",
     "Phi3Family",
+    "PhotosFamily",
     "Qwen2VLFamily",
     "Qwen3VLFamily",
     "Qwen25VLFamily",

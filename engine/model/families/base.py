@@ -136,6 +136,10 @@ class Family:
         """Return a line on packed weights of the vision side; None: there is nothing to say."""
         return self._hf.note if isinstance(self._hf, DeferredModel) else None
 
+    @classmethod
+    def prepare(cls) -> None:
+        """Add what transformers does not have by itself to its auto classes; here nothing."""
+
     @staticmethod
     def text_model(hf_model: Any) -> nn.Module:
         """Return the module with embed_tokens, layers, norm and rotary_emb."""

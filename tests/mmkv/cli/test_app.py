@@ -26,7 +26,7 @@ from mmkv.engine.budget import Budget, parse_bytes
 from mmkv.engine.errors import BudgetError, MmkvError
 from mmkv.engine.model.gates import make_random_gates, save_gates
 from mmkv.engine.model.source import locate
-from mmkv.resources import asset
+from mmkv.resources import PHOTOS_MADE_BY, asset
 from mmkv.training.data.conversations import DataSource
 from tests.conftest import make_spec
 from tests.support.chat_models import save_llama, save_qwen3_vl
@@ -258,7 +258,7 @@ def test_the_bundled_model_says_that_it_does_not_know_photos(
     photo = tmp_path / "photo.png"
     Image.effect_noise((64, 64), 50).save(photo)
     ran = mmkv("chat", "tiny-vlm", "--image", str(photo), "-p", "what is this?", *FEW)
-    assert ran.code == 0 and ran.err.count("means nothing") == 1
+    assert ran.code == 0 and ran.err.count("means nothing; smollm2-photos names what") == 1
     engine = mmkv_package.Engine.from_pretrained(mmkv_package.bundled_model())
     few = mmkv_package.Sampling(max_new_tokens=1)
     with engine.session() as session:
@@ -468,6 +468,9 @@ def test_eyes_without_their_language_model(
 ) -> None:
     """`mmkv models` lists them; the remedy is one command."""
     monkeypatch.chdir(tmp_path)
+    for command in (("chat", "smollm2-photos", "-p", "x"), ("pull", "smollm2-photos")):
+        ran = mmkv(*command)
+        assert PHOTOS_MADE_BY in ran.error_line() and ran.code == 1
     for name in ("smollm2-llava", str(tmp_path / "eyes")):
         ran = mmkv("chat", name, "-p", "x")
         assert "mmkv.training.llava join" in ran.error_line() and ran.code == 1
