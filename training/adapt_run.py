@@ -24,6 +24,7 @@ from huggingface_hub import ModelCard, ModelCardData
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import Dataset
+from transformers import TrainingArguments
 
 from mmkv.engine import hub
 from mmkv.engine.config import EngineConfig
@@ -74,8 +75,17 @@ _ONE_OF = {
     "reward": tuple(REWARDS),
     "schedule": ("cosine", "linear"),
 }
-_WHOLE = ("rank", "steps", "documents", "max_reply", "log_every", "save_every", "prefill_chunk")
-_ABOVE_ZERO = ("alpha", "lr", "temperature")
+_WHOLE = (
+    "rank",
+    "alpha",
+    "steps",
+    "documents",
+    "max_reply",
+    "log_every",
+    "save_every",
+    "prefill_chunk",
+)
+_ABOVE_ZERO = ("lr", "temperature")
 _NOT_BELOW_ZERO = ("warmup", "weight_decay", "clip", "seed")
 _OF_METHOD = {"distill": ("replies",), "grpo": ("group", "reward", "epsilon")}
 
@@ -108,7 +118,7 @@ class AdaptSettings:
     prefill_chunk: int = EngineConfig.prefill_chunk
     full: bool = False
     rank: int = 16
-    alpha: float = 32.0
+    alpha: int = 32
     targets: tuple[str, ...] = ()
     replies: str = "teacher"
     temperature: float = 0.6
@@ -351,7 +361,7 @@ def adapt(
 
         trainer = grpo_trainer(compressed, settings, train, callbacks)
     else:
-        args = arguments_of(settings, folder, 1, settings.passes)
+        args = arguments_of(settings, folder, 1, settings.passes, TrainingArguments)
         trainer = AdaptTrainer(
             compressed, settings, args=args, train_dataset=train, callbacks=callbacks
         )

@@ -215,7 +215,7 @@ class CompressedModel:
         self,
         name: str,
         config: EngineConfig,
-        lora: tuple[int, float, Sequence[str]] | None,
+        lora: tuple[int, int, Sequence[str]] | None,
         seed: int = 0,
         dtype: str = "auto",
         device: str = "auto",
@@ -223,7 +223,7 @@ class CompressedModel:
     ) -> None:
         self.name, self._config = name, config
         self._hf, self._kind = _load(name, dtype, resolve_device(device))
-        text = self._kind.text_model(self._hf)
+        text: Any = self._kind.text_model(self._hf)
         self.spec = DecoderSpec.from_hf(
             text,
             self._kind.mrope_section,
@@ -403,12 +403,12 @@ class CompressedModel:
         family = self._kind(self._hf)
         return Runtime.from_parts(self._config, family, self.spec, self._weights)
 
-    def _with_lora(self, lora: tuple[int, float, Sequence[str]], seed: int) -> Any:
+    def _with_lora(self, lora: tuple[int, int, Sequence[str]], seed: int) -> Any:
         from peft import LoraConfig, get_peft_model
         from peft.tuners.lora import LoraLayer
 
         rank, alpha, targets = lora
-        layers = self._kind.text_model(self._hf).layers
+        layers: Any = self._kind.text_model(self._hf).layers
         own = {id(each) for each in layers.modules() if isinstance(each, nn.Linear)}
         linear = [name for name, each in self._hf.named_modules() if id(each) in own]
         chosen = [n for n in linear if not targets or n.rpartition(".")[2] in targets]
@@ -420,7 +420,7 @@ class CompressedModel:
         torch.manual_seed(seed)
         config = LoraConfig(r=rank, lora_alpha=alpha, target_modules=chosen, task_type="CAUSAL_LM")
         made = get_peft_model(self._hf, config)
-        adapted = [each for each in made.modules() if isinstance(each, LoraLayer)]
+        adapted: list[Any] = [each for each in made.modules() if isinstance(each, LoraLayer)]
         self._lora = [(each, each.get_base_layer().weight.detach().clone()) for each in adapted]
         return made
 

@@ -135,7 +135,7 @@ class CompressedGRPOTrainer(GRPOTrainer):
             seeds = [(settings.seed << 40) + first + i for i in range(count)]
 
             def decode(ids: Sequence[int]) -> str:
-                return str(tokenizer.decode(ids, skip_special_tokens=True))  # type: ignore
+                return str(tokenizer.decode(ids, skip_special_tokens=True))
 
             made += draw_replies(self._compressed, question, seeds, settings, decode)
         self._rollouts = made

@@ -621,7 +621,8 @@ def _write_gates(
 
 
 def _arguments(settings: TrainingSettings, folder: Path) -> TrainingArguments:
-    return arguments_of(settings, folder, settings.batch, settings.accumulate)
+    batch, accumulate = settings.batch, settings.accumulate
+    return arguments_of(settings, folder, batch, accumulate, TrainingArguments)
 
 
 _Arguments = TypeVar("_Arguments", bound=TrainingArguments)
@@ -632,7 +633,7 @@ def arguments_of(
     folder: Path,
     batch: int,
     accumulate: int,
-    kind: type[_Arguments] = TrainingArguments,  # type: ignore[assignment]
+    kind: type[_Arguments],
     **more: Any,
 ) -> _Arguments:
     """Return the Trainer's arguments of a run.
@@ -641,7 +642,7 @@ def arguments_of(
         settings: steps, lr, schedule, warmup, weight_decay, clip, log_every, save_every, seed and
             device, as :class:`TrainingSettings` has them.
         batch, accumulate: rows of a pass, and passes of a step.
-        kind: TrainingArguments, or a class of another trainer's, which also takes ``more``.
+        kind: TrainingArguments, or another trainer's class, which may take ``more``.
     """
     made = kind(
         output_dir=str(folder),
