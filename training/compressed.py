@@ -327,7 +327,7 @@ class CompressedModel:
         given = {
             name: value.to(self.device) if isinstance(value, Tensor) else value
             for name, value in inputs.items()
-            if name != "labels"
+            if name not in ("labels", "attention_mask")  # one document, nothing is padded
         }
         keep = where.to(self.device)
         if visible is not None:

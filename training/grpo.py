@@ -163,6 +163,9 @@ class CompressedGRPOTrainer(GRPOTrainer):
 
     def _compute_loss(self, model: Any, inputs: dict[str, Any]) -> Tensor:
         self._now = [self._rollouts[row] for row in inputs["rollout"].tolist()]
+        # Nothing is learned of the others; several processes wait for each other's gradients.
+        alone = self.accelerator.num_processes == 1
+        self._teach = [a != 0 or not alone for a in inputs["advantages"].tolist()]
         loss: Tensor = super()._compute_loss(model, inputs)
         return loss
 
@@ -175,9 +178,17 @@ class CompressedGRPOTrainer(GRPOTrainer):
         *args: Any,
         **kwargs: Any,
     ) -> tuple[Tensor, Tensor, None]:
-        """Return log-probabilities and entropies ``[B, logits_to_keep]``, reply by reply."""
+        """Return log-probabilities and entropies ``[B, logits_to_keep]``, reply by reply.
+
+        Of a reply whose advantage is 0 there is no pass: zeros, and entropies that are no numbers,
+        which TRL leaves out of its log lines.
+        """
         never, found = self._compressed.teacher.never_chosen, []
-        for rollout in self._now:
+        for rollout, teaches in zip(self._now, self._teach, strict=True):
+            if not teaches:
+                nothing = torch.zeros(logits_to_keep, device=input_ids.device, requires_grad=True)
+                found.append((nothing, torch.full_like(nothing, torch.nan, requires_grad=False)))
+                continue
             logits = reply_logits(self._compressed, model, rollout, never)
             log_p = F.log_softmax(logits / self.temperature, -1)
             ids = torch.tensor(rollout.ids, device=log_p.device)
