@@ -64,6 +64,7 @@ def read_all(
     base, found = Runtime.from_pretrained(args.model, **how), {}
     for name, folders in adapters.items():
         rows: dict[str, list[list[Record]]] = {"bounded": [], "full": []}
+        engines: dict[str, Runtime] = {}
         for folder in folders:
             held = "none" if folder is None else digest(folder)
             where = f"{args.model} {digest(args.model)} {args.data} {cell.key()} {held}"
@@ -95,8 +96,9 @@ def read_all(
 def summarise(raw: Mapping[str, Mapping[str, list[list[Record]]]]) -> dict[str, Any]:
     """Return accuracy and KL of each with intervals over dialogues, and what training changed."""
 
-    def sums(name: str, kind: str, what: str) -> np.ndarray:
-        return np.mean([[sum(run[what]) for run in seed] for seed in raw[name][kind]], 0)
+    def sums(name: str, kind: str, what: str) -> list[float]:
+        by_seed = [[sum(run[what]) for run in seed] for seed in raw[name][kind]]
+        return [float(x) for x in np.mean(by_seed, 0)]
 
     first = raw[BEFORE]["full"][0]
     questions = [len(run["right"]) for run in first]

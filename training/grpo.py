@@ -110,6 +110,7 @@ class CompressedGRPOTrainer(GRPOTrainer):
     ) -> None:
         self._compressed, self._settings, self._questions = compressed, settings, questions
         self._rollouts: list[Rollout] = []
+        self.draw = draw_replies
         super().__init__(
             model=compressed.model,
             reward_funcs=_reward,
@@ -137,7 +138,7 @@ class CompressedGRPOTrainer(GRPOTrainer):
             def decode(ids: Sequence[int]) -> str:
                 return str(tokenizer.decode(ids, skip_special_tokens=True))
 
-            made += draw_replies(self._compressed, question, seeds, settings, decode)
+            made += self.draw(self._compressed, question, seeds, settings, decode)
         self._rollouts = made
         held = [float(one.visible.nbytes) for one in made]
         self._metrics["train"]["mask_bytes"].append(sum(held) / len(held))
