@@ -83,7 +83,7 @@ def read_all(
                 row: dict[str, Any] = {"where": where, "index": index}
                 for kind, engine in engines.items():
                     budgets = [cell.budget_for(len(labels))]
-                    cuts = example.get("cuts", ())
+                    cuts: Any = example.get("cuts", ())
                     reading = Reading(turn, labels, budgets, full, cuts)
                     row[kind] = record(read_together(engine, [reading])[0][0])
                 (done[index],) = journal.add([row])

@@ -132,4 +132,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    from mmkv.cli.entry import leave, let_idle_threads_sleep
+
+    let_idle_threads_sleep()
+    code = main()
+    if code == 130:  # as in training.distill
+        leave(code)
+    sys.exit(code)

@@ -261,7 +261,7 @@ class AdaptTrainer(DistillTrainer):
 
 
 @dataclass(frozen=True)
-class Question:
+class CheckablePrompt:
     """A prompt whose reply can be checked.
 
     Attributes:
@@ -289,7 +289,7 @@ class Question:
         return found
 
 
-def question_of(example: Mapping[str, Any], seed: int, eos: Sequence[int]) -> Question:
+def question_of(example: Mapping[str, Any], seed: int, eos: Sequence[int]) -> CheckablePrompt:
     """Take one reply of a document, drawn by ``seed``, as what is asked.
 
     A reply ends with an end token of the model, or else with the token that follows it in the
@@ -314,7 +314,7 @@ def question_of(example: Mapping[str, Any], seed: int, eos: Sequence[int]) -> Qu
     inputs = {name: value for name, value in example.items() if name != "labels"}
     before = labels[:start].clone()
     before[0] = -100
-    return Question(inputs, start, stop, before, ends)
+    return CheckablePrompt(inputs, start, stop, before, ends)
 
 
 def adapt(

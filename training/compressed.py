@@ -265,7 +265,10 @@ class CompressedModel:
 
     @contextmanager
     def decoding(self) -> Iterator[Runtime]:
-        """Give the engine with the weights as they are trained now, for as long as it lasts."""
+        """Give the engine with the weights as they are trained now, for as long as it lasts.
+
+        Nothing else may use the model meanwhile, the teacher neither: they share weights.
+        """
         if self._teacher is not None:
             self._weights = self._shared()
         with torch.no_grad():

@@ -206,7 +206,8 @@ def run_program(program: typer.Typer, name: str, arguments: Sequence[str] | None
     with quiet_imports(__name__ == "__main__"):
         from safetensors import SafetensorError
     try:
-        code = program(args=arguments, prog_name=f"mmkv {name}", standalone_mode=False)
+        shown = "mmkv distill" if program is app else f"python -m mmkv.training.{name}"
+        code = program(args=arguments, prog_name=shown, standalone_mode=False)
     except MmkvError as error:
         return _fail(name, str(error), 1)
     except typer.BadParameter.__mro__[1] as error:  # type: ignore[misc]

@@ -22,7 +22,7 @@ from trl import GRPOConfig, GRPOTrainer
 
 from mmkv.engine.backends.cuda.kernels.sample import Draw
 from mmkv.prompt.loading import load_processor
-from mmkv.training.adapt_run import REWARDS, AdaptSettings, Question, question_of
+from mmkv.training.adapt_run import REWARDS, AdaptSettings, CheckablePrompt, question_of
 from mmkv.training.compressed import (
     CompressedModel,
     Visible,
@@ -42,7 +42,7 @@ class Rollout:
         visible: of prompt and reply. complete: whether it has an end. reward: 1 or 0.
     """
 
-    question: Question
+    question: CheckablePrompt
     ids: list[int]
     visible: Visible
     complete: bool
@@ -51,7 +51,7 @@ class Rollout:
 
 def draw_replies(
     compressed: CompressedModel,
-    question: Question,
+    question: CheckablePrompt,
     seeds: Sequence[int],
     settings: AdaptSettings,
     decode: Any,
