@@ -13,7 +13,7 @@ endif
 # Without its cache of compiled modules, every process that the tests start compiles torch anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: vendor demo serve-demo test test-fast test-triton test-drawn test-pages test-browser mutants test-newest test-oldest wheel-test lint docs format clean
+.PHONY: vendor demo serve-demo test test-fast test-triton test-drawn test-pages test-browser mutants test-newest test-oldest wheel-test rehearse lint docs format clean
 
 demo: $(READY)
 	$(BIN)/mmkv chat --image assets/scene.png --budget 8 --prefill-chunk 12 --cost -p "what is at row 2, column 3?"
@@ -80,6 +80,10 @@ test-oldest:
 # A wheel in an environment of its own, its commands in a folder far from here; make test has it, too.
 wheel-test: $(READY)
 	HF_HUB_OFFLINE=1 $(BIN)/python -m pytest tests/packaging
+
+# The papers' tables from data to figures on tiny data of the published forms: 20 minutes of two cores, before a release.
+rehearse: $(READY)
+	HF_HUB_OFFLINE=1 $(BIN)/python -m tools.rehearse $(REHEARSE)
 
 lint: $(READY)
 	$(BIN)/ruff check .

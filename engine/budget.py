@@ -15,6 +15,48 @@ _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "ki": 2**10, "mi": 2**20, "
 
 
 @dataclass(frozen=True)
+class Interval:
+    """How many decode steps lie between two evictions of a sequence.
+
+    Attributes:
+        steps: so many at most.
+        part: a row stands above its budget by less than one ``part``-th of it, so a small budget is
+            cut more often; 0: ``steps`` whatever the budget.
+    """
+
+    steps: int = 1
+    part: int = 0
+
+    def at(self, allowed: int, rows: int) -> int:
+        """Return the steps for a sequence that may keep ``allowed`` entries in all its rows."""
+        if not self.part:
+            return self.steps
+        return min(self.steps, max(allowed // rows // self.part, 1))
+
+    def slack(self, allowed: int, rows: int) -> int:
+        """Count the entries above ``allowed`` that are let be, the same number in each row."""
+        return (self.at(allowed, rows) - 1) * rows
+
+    def within(self, total: int, rows: int) -> int:
+        """Return what may stay so that, with the slack, at most ``total`` entries stand."""
+        steps = self.steps
+        if self.part:  # the least s with at(total - (s - 1) rows) <= s
+            per_row = total // rows
+            steps = min(steps, max((per_row + 1 - self.part) // (self.part + 1) + 1, 1))
+        return total - (steps - 1) * rows
+
+    @property
+    def named(self) -> int | str:
+        """Return what session files write: the steps, or both numbers as text."""
+        if not self.part or self.steps == 1:
+            return self.steps
+        return f"{self.steps}, at most 1/{self.part} of the budget"
+
+
+EVERY_STEP = Interval()
+
+
+@dataclass(frozen=True)
 class Budget:
     """How much of a sequence may stay.
 
@@ -79,15 +121,22 @@ class Budget:
             raise BudgetError(f"a budget fraction of {made.value} is above 1; give one in (0, 1]")
         return made
 
-    def entries(self, rows: int, seen: int, page_size: int, page_bytes: int, slack: int = 0) -> int:
+    def entries(
+        self,
+        rows: int,
+        seen: int,
+        page_size: int,
+        page_bytes: int,
+        interval: Interval = EVERY_STEP,
+    ) -> int:
         """Return M_global: the entries one sequence may hold after eviction.
 
         Bytes are turned into entries with every row's last page counted as nearly empty, so
         the pages really held never pass them, nor between two evictions.
 
         Args:
-            slack: entries above M_global that are let be between two evictions; only bytes leave
-                room for them.
+            interval: what is let be above M_global between two evictions; only bytes leave room
+                for it.
 
         Raises:
             BudgetError: when fewer than one entry per row would be left.
@@ -99,9 +148,10 @@ class Budget:
             total = math.floor(min(self.value, _MOST) * rows)
         else:
             pages = int(min(self.value, _MOST * page_bytes)) // page_bytes
-            total = pages * page_size - rows * (page_size - 1) - slack
+            total = interval.within(pages * page_size - rows * (page_size - 1), rows)
         if total < rows:
-            least = -(-(rows * page_size + slack) // page_size) * page_bytes
+            least = rows * page_size + interval.slack(rows, rows)
+            least = -(-least // page_size) * page_bytes
             raise BudgetError(
                 f"the budget of {self.describe()} leaves {max(total, 0)} entries for {rows} rows "
                 f"(layers x KV heads); give at least 1 entry per row ({least:,} bytes of pages)"

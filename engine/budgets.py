@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from mmkv.engine.backends.base import Backend, Batch, Counts, Scored
+from mmkv.engine.budget import EVERY_STEP, Interval
 from mmkv.engine.cache import Entries
 from mmkv.engine.errors import BudgetError, PolicyError, SessionError, require_real
 from mmkv.engine.policies import Budget, Policy
@@ -64,9 +65,9 @@ def page_bound(
     """Bound the pages of a sequence that reads ``prompt`` tokens and then decodes ``generated``.
 
     With R rows, pages of P entries and b entries after an eviction, a policy that evicts holds at
-    most ``ceil((b + s R + R (P - 1)) / P)`` pages (s: ``evict_every``), and a chunk of C tokens
-    takes ``C R`` entries more. A share of the tokens is counted at the sequence's end. No bound
-    is above what all tokens would take. States of layers without entries are added.
+    most ``ceil((b + s R + R (P - 1)) / P)`` pages (s: steps between evictions), and a chunk of C
+    tokens takes ``C R`` entries more. A share of the tokens is counted at the sequence's end. No
+    bound is above what all tokens would take. States of layers without entries are added.
 
     Args:
         start: where the sequence stands; None: an empty one.
@@ -78,10 +79,11 @@ def page_bound(
     if not policy.evicts:
         return PageBound(_pages(every, rows, pool.page_size) + beside, 0)
     seen = start.seen + prompt + generated
-    kept = budget.entries(rows, seen, pool.page_size, pool.page_bytes, engine.slack)
+    kept = budget.entries(rows, seen, pool.page_size, pool.page_bytes, engine.interval)
     kept += (start.prompt_tokens + prompt) * rows if policy.keeps_prompt else 0
+    slack = engine.interval.slack(kept, rows)
     # Between two evictions a sequence may stand above its budget, and a step adds to that.
-    kept = max(kept + engine.slack, start.entries) + (rows if generated else 0)
+    kept = max(kept + slack, start.entries) + (rows if generated else 0)
     in_chunk = kept + min(chunk or engine.prefill_chunk, prompt) * rows
     steady = _pages(min(every, kept), rows, pool.page_size)
     chunks = _pages(min(every, in_chunk), rows, pool.page_size) - steady
@@ -96,8 +98,8 @@ def lasting_pages(engine: Runtime, budget: Budget) -> int | None:
     if not engine.policy.evicts or engine.policy.keeps_prompt or budget.kind == "fraction":
         return None
     rows, pool = engine.spec.rows, engine.cache.pool
-    kept = budget.entries(rows, 0, pool.page_size, pool.page_bytes, engine.slack)
-    steady = _pages(kept + engine.evict_every * rows, rows, pool.page_size)
+    kept = budget.entries(rows, 0, pool.page_size, pool.page_bytes, engine.interval)
+    steady = _pages(kept + engine.interval.at(kept, rows) * rows, rows, pool.page_size)
     return steady + engine.cache.state_pages
 
 
@@ -171,10 +173,10 @@ class Budgets(Protocol):
     def cut(
         self,
         sessions: Sequence[CachedSequence],
-        slack: int = 0,
+        interval: Interval = EVERY_STEP,
         tried: Backend | None = None,
     ) -> None:
-        """Evict from sequences that stand above their budget and ``slack`` entries beside it.
+        """Evict from sequences that stand above their budget and what ``interval`` lets be.
 
         Args:
             sessions: different open sequences of the engine.
@@ -194,13 +196,13 @@ def why_unbound(policy: Policy) -> str | None:
 
 
 def batch_of(
-    sessions: Sequence[CachedSequence], tokens: Sequence[int] = (), slack: int = 0
+    sessions: Sequence[CachedSequence], tokens: Sequence[int] = (), interval: Interval = EVERY_STEP
 ) -> Batch:
     """Put what backends read of different sequences of one engine in columns.
 
     Args:
         tokens: what a step appends, one each; empty for an eviction.
-        slack: entries above a budget that are let be.
+        interval: what is let be above a budget.
     """
     ahead = 1 if tokens else 0
     rows, recorded = [], []
@@ -212,7 +214,7 @@ def batch_of(
             recorded.append(index)
     seqs, seen, positions, longs, entries, most, prompts = zip(*rows, strict=True)
     return Batch(
-        seqs, seen, positions, longs, entries, most, prompts, tokens, slack, recorded=recorded
+        seqs, seen, positions, longs, entries, most, prompts, tokens, interval, recorded=recorded
     )
 
 
@@ -320,7 +322,8 @@ class OwnBudgets:
 
     def allowed(self, budget: Budget, seen: int) -> int:
         engine, pool = self._engine, self._engine.cache.pool
-        return budget.entries(engine.spec.rows, seen, pool.page_size, pool.page_bytes, engine.slack)
+        size, each = pool.page_size, pool.page_bytes
+        return budget.entries(engine.spec.rows, seen, size, each, engine.interval)
 
     def competing(self, session: CachedSequence) -> int:
         return session.allowed_entries
@@ -336,7 +339,7 @@ class OwnBudgets:
     def cut(
         self,
         sessions: Sequence[CachedSequence],
-        slack: int = 0,
+        interval: Interval = EVERY_STEP,
         tried: Backend | None = None,
     ) -> None:
         """See :class:`Budgets`: where a group of rows stands above its share and its slack.
@@ -350,7 +353,7 @@ class OwnBudgets:
         if engine.policy.admission is not None:
             for session in sessions:
                 _drop_unadmitted(session)
-        due = [session for session in sessions if session.needs_eviction(slack)]
+        due = [session for session in sessions if session.needs_eviction(interval)]
         for backend in engine.backends.stepping:
             if due and backend is not tried:
                 due = _cut_on(backend, due)
@@ -421,10 +424,12 @@ class SharedBudget:
         """Bound the pages beside :attr:`pages_each` of every sequence, between two chunks.
 
         With R rows, pages of P entries and n sequences, at most ``B + (s - 1) R + n R`` entries
-        stand (s: ``evict_every``, each sequence taking one step), and the last page of every row
-        may hold a single one: ``(B + (s - 1) R + n R + n R (P - 1)) / P`` pages.
+        stand (s: steps between evictions, each sequence taking one step), and the last page of
+        every row may hold a single one: ``(B + (s - 1) R + n R + n R (P - 1)) / P`` pages.
         """
-        return math.ceil((self.entries + self._engine.slack) / self._engine.cache.pool.page_size)
+        engine = self._engine
+        slack = engine.interval.slack(self.entries, engine.spec.rows)
+        return math.ceil((self.entries + slack) / engine.cache.pool.page_size)
 
     @property
     def pages_each(self) -> int:
@@ -491,7 +496,7 @@ class SharedBudget:
     def cut(
         self,
         sessions: Sequence[CachedSequence],
-        slack: int = 0,
+        interval: Interval = EVERY_STEP,
         tried: Backend | None = None,
     ) -> None:
         """Cut all that share back to the budget, when together they hold more.
@@ -500,9 +505,9 @@ class SharedBudget:
         neither ``sessions`` nor ``tried`` is read. All victims are found and dropped at once, so
         the host waits for a GPU as often for many as for two.
         """
-        if self.held <= self.entries + slack:
-            return
         engine = self._engine
+        if self.held <= self.entries + interval.slack(self.entries, engine.spec.rows):
+            return
         members = [one for one in self._weights if one.entries]
         live = engine.cache.entries([one.seq for one in members])
         counts, rows = [one.entries for one in members], engine.spec.rows

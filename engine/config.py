@@ -67,7 +67,8 @@ class EngineConfig:
             and no bound where neither gates nor a policy are there.
         lookahead: steps n = T - t over which dbtrimkv sums retention (DBTrimKV, arXiv 2605.09649,
             equation 9): a whole number of at least 1, or inf. Other presets do not read it.
-        evict_every: decode steps between evictions.
+        evict_every: decode steps between evictions, exactly. None: the policy's own interval
+            (:attr:`Policy.interval`), 1 for most.
         prefill_chunk: prompt tokens per prefill chunk.
         page_size: entries per page of the cache; 8 to 64 are sensible.
         gates: a gate folder, file or hub id; ``"random"`` for tests and speed runs. None takes the
@@ -87,6 +88,9 @@ class EngineConfig:
         vision_cache: bytes, or text such as ``"256MiB"``, that features of pictures and videos may
             take, so that the same ones are encoded once; at most an eighth of ``kv_limit``; 0:
             none. In 256 MiB are 8 pictures of 1024 x 1024 pixels for a Qwen3-VL of 2B.
+        endless: whether a session that evicts goes on beyond the context that the model was trained
+            for, its rope positions drawn together (:mod:`mmkv.engine.compaction`); otherwise it
+            ends there.
         threads: of the whole process on a CPU (``torch.set_num_threads``); None: as torch has it,
             one for each core unless OMP_NUM_THREADS says otherwise.
 
@@ -120,8 +124,11 @@ class EngineConfig:
     lookahead: float = field(
         default=DEFAULT_LOOKAHEAD, metadata=_about(float, "Steps that scores look ahead, or inf.")
     )
-    evict_every: int = field(
-        default=1, metadata=_about(int, "Decode steps between evictions.", 1, sys.maxsize)
+    evict_every: int | None = field(
+        default=None,
+        metadata=_about(
+            int, "Decode steps between evictions. Default: the policy's.", 1, sys.maxsize
+        ),
     )
     prefill_chunk: int = field(
         default=2048, metadata=_about(int, "Prompt tokens per prefill chunk.", 1, _MOST_POSITIONS)
@@ -156,6 +163,12 @@ class EngineConfig:
         default="256MiB",
         metadata=_about(
             str, "Memory for features of pictures: the same ones are encoded once; 0: none."
+        ),
+    )
+    endless: bool = field(
+        default=True,
+        metadata=_about(
+            bool, "Go on beyond the trained context: close the gaps that evicted tokens left."
         ),
     )
     threads: int | None = field(
@@ -201,6 +214,7 @@ class EngineConfig:
                 bound = f"at least {least}" if value < least else f"at most {most:,}"
                 raise PolicyError(f"{name} is {value}; give a whole number of {bound}")
 
+        require_type("endless", self.endless, bool, "True or False")
         if not isinstance(self.vision_cache, str):
             require_whole("vision_cache", self.vision_cache)
         if self.vision_cache_bytes < 0:

@@ -30,6 +30,8 @@ class Memory:
         differs: how what was read differs from the conversation rendered afresh, in a line; None:
             it does not, or nobody compared them.
         pictures: of each picture (each frame of a video) the share of its entries that is held.
+        compactions: how often rope positions were drawn together to stay inside the trained context
+            (:mod:`mmkv.engine.compaction`).
         vision_bytes: features of pictures that are kept for when the same come again: of this
             session and of all others with its salt, which share them. It says nothing of the
             session alone, so two that are equal may differ in it.
@@ -46,6 +48,7 @@ class Memory:
     differs: str | None = None
     pictures: tuple[float, ...] = ()
     state_bytes: int = 0
+    compactions: int = 0
     vision_bytes: int = field(default=0, compare=False)
 
     @property
@@ -117,6 +120,7 @@ def memory_of(
     evicted_nan: int,
     pictures: Sequence[Span] = (),
     vision_bytes: int = 0,
+    compactions: int = 0,
 ) -> Memory:
     """Measure sequence ``seq``; the counts and spans are those that the cache does not know."""
     pages = cache.needed_pages(cache.length[seq])
@@ -136,6 +140,7 @@ def memory_of(
         state_bytes=cache.state_bytes,
         pictures=_held(pictures, cache.pool.position.view(-1)[entries.slot], cache.rows),
         vision_bytes=vision_bytes,
+        compactions=compactions,
     )
 
 

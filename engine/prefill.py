@@ -10,6 +10,7 @@ import math
 import time
 from collections.abc import Callable, Generator, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -18,6 +19,7 @@ from torch import Tensor
 from mmkv.engine.backends import kernels_for
 from mmkv.engine.backends.torch.step import PackedChunks, PrefillChunk
 from mmkv.engine.cache.ragged import Owner
+from mmkv.engine.compaction import with_tokens
 from mmkv.engine.contents import with_pictures
 from mmkv.engine.device import exact_products
 from mmkv.engine.errors import InputError, NotFiniteError, SessionError
@@ -65,7 +67,14 @@ class Prefill:
         if not self.tokens:
             raise InputError("the prompt is empty; give at least one token")
         with session.claimed(), session.engine.lock:
-            session._require_context(self.tokens, turn.next_position)
+            if session.compactions:  # it was made before positions moved
+                self._move_back(int(turn.positions[:, 0].min()) - session.next_position)
+                turn = self._turn
+            # Read from the device once for all chunks: where an interrupted prefill continues from,
+            # and the ids that penalties count.
+            self._highest = turn.positions.amax(0).cummax(0).values.tolist()
+            self._ids = turn.token_ids.cpu().numpy()
+            self._require_context()
             self._start, self._before = session.seen, session.state()
             self._snapshot: Owner | None = None
             self.snapshot_pages = 0
@@ -82,10 +91,6 @@ class Prefill:
             if session.long_rope is None:
                 session.long_rope = session._needs_long(turn.next_position)
             self._undoable = undoable
-            # Read from the device once for all chunks: where an interrupted prefill continues from,
-            # and the ids that penalties count.
-            self._highest = turn.positions.amax(0).cummax(0).values.tolist()
-            self._ids = turn.token_ids.cpu().numpy()
 
     @property
     def next_chunk(self) -> int:
@@ -126,10 +131,50 @@ class Prefill:
                     session.restore(self._before)
                 else:
                     session.adopt(snapshot.seq, self._before)
-            else:
+            elif session.compactions == self._before["compactions"]:  # else it has only moved
                 session.restore(self._before)
             self._forget_snapshot()
         self.done, self._undoable = 0, False
+
+    def _require_context(self) -> None:
+        """Raise ContextError if the turn can have no rope positions in its sequence.
+
+        Whether positions can be drawn together later depends on what the budget will have kept by
+        then; here only what can never be is refused.
+        """
+        session, turn = self._session, self._turn
+        engine = session.engine
+        grows = engine.endless and engine.policy.evicts
+        kept = session.allowed_entries // engine.spec.rows
+        if self.tokens <= self.chunk or not grows or 2 * kept > engine.spec.max_position:
+            session.require_context(self.tokens, turn.next_position)
+            return
+        for done in range(0, self.tokens, self.chunk):
+            count = min(self.chunk, self.tokens - done)
+            before = self._highest[done - 1] + 1 if done else session.next_position
+            # As if nothing had been read: half of the context, or all that the chunk leaves.
+            taken = self._end(done + count) - before
+            if 2 * taken > engine.spec.max_position:
+                session.require_context(self.tokens, turn.next_position)
+
+    def _end(self, count: int) -> int:
+        """Return the rope position that follows the first ``count`` tokens."""
+        return self._turn.next_position if count == self.tokens else self._highest[count - 1] + 1
+
+    def make_context(self) -> None:
+        """Have rope positions for the next chunk; see :mod:`mmkv.engine.compaction`.
+
+        Raises:
+            ContextError: there are none; the chunks before stay.
+        """
+        back = self._session.make_context(self.next_chunk, self._end(self.done + self.next_chunk))
+        if back:
+            self._move_back(back)
+            self._highest = [position - back for position in self._highest]
+
+    def _move_back(self, back: int) -> None:
+        turn, positions = self._turn, self._turn.positions - back
+        self._turn = replace(turn, positions=positions, next_position=turn.next_position - back)
 
     @property
     def _moved(self) -> bool:
@@ -147,10 +192,10 @@ class Prefill:
             session.recorder.expect((turn.token_ids, turn.modality))
         if turn.visual is not None:
             session.pictures = with_pictures(session.pictures, turn.modality, session.seen, before)
-        last = self.done == self.tokens
-        session.count_appended(
-            tokens, self._turn.next_position if last else self._highest[self.done - 1] + 1
-        )
+        if session.runs is not None:
+            given = turn.modality, turn.positions
+            session.runs = with_tokens(session.runs, session.seen, *given)
+        session.count_appended(tokens, self._end(self.done))
         session.count_evicted(pruned, 0)
         if session.recorder is not None and pruned:
             session.recorder.missing(session.view(), tokens, PRUNED)
@@ -299,6 +344,8 @@ class ChunkPass:
     def _begin(self) -> tuple[Any, ...]:
         """Make room for the tokens of all chunks; return what the decoder is called with."""
         engine, sessions = self._engine, self._sessions
+        for prefill in self._prefills:
+            prefill.make_context()
         self._before = [session.state() for session in sessions]
         self._turns = [
             one._turn.part(one.done, one.done + one.next_chunk) for one in self._prefills

@@ -58,10 +58,11 @@ class Runtime:
 
     Args:
         policy: a :class:`Policy`; budget: the default of new sessions.
-        options: evict_every, prefill_chunk, page_size, kv, kv_limit and vision_cache of
-            :class:`mmkv.engine.config.EngineConfig`.
+        options: evict_every, prefill_chunk, page_size, kv, kv_limit, vision_cache and endless
+            of :class:`mmkv.engine.config.EngineConfig`.
 
     Attributes:
+        interval: when sessions are cut while they decode.
         vision_cache: features of pictures that sessions have read.
         form_note: why the cache has the form it has, where a budget in bytes chose it.
 
@@ -101,7 +102,7 @@ class Runtime:
         self.family, self.spec, self.policy = family, spec, policy
         self.device, self.dtype = weights.embed.device, weights.dtype
         self.budget = Budget.of(DEFAULT_BUDGET if budget is None else budget)
-        self.evict_every, self.prefill_chunk = config.evict_every, config.prefill_chunk
+        self.interval, self.prefill_chunk = policy.every(config.evict_every), config.prefill_chunk
         write_gates: WriteGates | None = None
         if policy.admission is not None:
             policy, write_gates = attach_write_gates(policy, gates, spec)
@@ -120,18 +121,19 @@ class Runtime:
             policy=policy,
             needs=policy.scoring.needs if policy.evicts else Needs(),
             write_gates=write_gates,
-            evict_every=self.evict_every,
+            interval=self.interval,
             never_chosen=torch.tensor(media, dtype=torch.int64, device=self.device),
             has_on_append=policy.evicts and has_on_append(policy.scoring),
             has_on_step=policy.evicts and has_on_step(policy.scoring),
         )
+        self.endless = config.endless and not self.decoder.hosted
         state = self.model.needs.state if policy.admission is None else 1  # log g
         size = config.page_size
         # A budget that binds nothing chooses nothing.
         binding = self.budget if policy.evicts else Budget.of(DEFAULT_BUDGET)
         layout = Layout(size, spec.head_dim, self.dtype, state=state)
         form, self.form_note = choose_form(
-            config.kv, binding, spec.rows, spec.max_position, layout, self.slack
+            config.kv, binding, spec.rows, spec.max_position, layout, self.interval
         )
         pool = PagePool(size, spec.head_dim, 0, self.dtype, self.device, None, state, form)
         features = config.vision_cache_bytes if family.has_vision else 0
@@ -167,7 +169,8 @@ class Runtime:
             progress: called with a few words on what is being loaded.
             options: those of :class:`mmkv.engine.config.EngineConfig`: policy (a name or a
                 :class:`Policy`), adapter, budget, lookahead, evict_every, prefill_chunk, page_size,
-                gates, device, dtype, weights, kv, kv_limit, vision_cache, threads, mmproj.
+                gates, device, dtype, weights, kv, kv_limit, vision_cache, threads, mmproj,
+                endless.
 
         Raises:
             ModelError, GateError, PolicyError, BudgetError.
@@ -245,6 +248,7 @@ class Runtime:
             kv=config.kv,
             kv_limit=config.kv_limit,
             vision_cache=config.vision_cache,
+            endless=config.endless,
         )
         engine.policy_note = note
         return engine
@@ -360,7 +364,7 @@ class Runtime:
             "dtype": str(self.dtype),
             "gates": "+".join(held) or "none",
             "policy": self.policy.identity(),
-            "evict_every": self.evict_every,
+            "evict_every": self.interval.named,
             "kv": self.cache.pool.form.name,
         }
 
@@ -483,11 +487,6 @@ class Runtime:
             return self.path_of(sessions)
         why = self.backends.for_bursts().burst_reason()
         return f"torch: {why}" if why else "CUDA graph"
-
-    @property
-    def slack(self) -> int:
-        """Entries that a session may hold above its budget between two evictions."""
-        return self.model.slack
 
     def _open(self, budget: Budget) -> CachedSequence:
         return CachedSequence(self, budget)

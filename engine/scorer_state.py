@@ -84,9 +84,24 @@ def window_attention(
     join_first = group if reduction.of == "logits" else None
     shares = []
     for probability in _probabilities(cache, seq, entries, view, at >= 0, join_first):
+        if reduction.queries in _BY_HEAD:
+            shares.append(join(_BY_HEAD[reduction.queries](probability), group, 1))
+            continue
         paid = join(probability, group, 1)
         shares.append(paid.amax(1) if reduction.queries == "max" else paid.mean(1))
     return torch.cat(shares)[view.live()]
+
+
+def _variance(share: Tensor) -> Tensor:
+    """Variance over the queries of ``share [H, G, w, N]``; 0 of a single one."""
+    return share.var(2) if share.shape[2] > 1 else torch.zeros_like(share[:, :, 0])
+
+
+# What becomes of the window's queries before heads are joined.
+_BY_HEAD: dict[str, Callable[[Tensor], Tensor]] = {
+    "variance": _variance,
+    "entropy": lambda share: torch.special.entr(share).sum(2),
+}
 
 
 def newest_entropy(cache: RaggedCache, seq: int, entries: Entries, view: CacheView) -> Tensor:

@@ -13,6 +13,17 @@ from torch import Tensor
 
 from mmkv.engine.budgets import SequenceSize
 from mmkv.engine.cache import Entries
+from mmkv.engine.compaction import (
+    Compaction,
+    Runs,
+    live_tokens,
+    move,
+    plan,
+    position_of,
+    runs_of,
+    with_text,
+    without_after,
+)
 from mmkv.engine.contents import Memory, Span, held_shares, memory_of, retained_tokens
 from mmkv.engine.device import exact_products
 from mmkv.engine.errors import ContextError, SessionError
@@ -27,6 +38,7 @@ from mmkv.engine.trace import FORGOTTEN, Recorder
 if TYPE_CHECKING:
     import numpy as np
 
+    from mmkv.engine.budget import Interval
     from mmkv.engine.model.families.base import Turn
     from mmkv.engine.prefill import PassMark
     from mmkv.engine.runtime import Runtime
@@ -41,6 +53,8 @@ _STATE = (
     "prompt_tokens",
     "read_ids",
     "pictures",
+    "runs",
+    "compactions",
 )
 
 
@@ -55,7 +69,9 @@ class CachedSequence:
         seen: tokens so far; next_position: rope position of the next text token. Their
             difference is this sequence's M-RoPE delta: it belongs to the session, never to
             the model. prompt_tokens: those of them that came in prompts. pictures: where the
-            tokens of each begin and end.
+            tokens of each begin and end. runs: which rope positions the tokens have, None where
+            that is not known; compactions: how often they were drawn together
+            (:mod:`mmkv.engine.compaction`).
         read_ids: a bit for each token id that it has read, evicted or not
             (:mod:`mmkv.engine.read_ids`).
         cache_salt: only sessions with the same one find each other's features of pictures.
@@ -71,6 +87,8 @@ class CachedSequence:
         self.seen, self.next_position, self.entries = 0, 0, 0
         self.evicted, self.evicted_nan, self.prompt_tokens, self.read_ids = 0, 0, 0, 0
         self.pictures: tuple[Span, ...] = ()
+        self.runs: Runs | None = ()
+        self.compactions = 0
         self.long_rope: bool | None = None
         self.cache_salt = ""
         self._claim = threading.RLock()
@@ -234,7 +252,7 @@ class CachedSequence:
     def has_room(self) -> bool:
         """Whether there is a position for one more token."""
         try:
-            self._require_context(1, self.next_position + 1)
+            self.require_context(1, self.next_position + 1)
         except ContextError:
             return False
         return True
@@ -260,7 +278,7 @@ class CachedSequence:
             self._require_open()
             counts = self.evicted, self.evicted_nan
             vision = self.engine.vision_cache.bytes_of(self.cache_salt)
-            told = self.seen, *counts, self.pictures, vision
+            told = self.seen, *counts, self.pictures, vision, self.compactions
             return memory_of(self.engine.cache, self.seq, *told)
 
     def held_shares(self, spans: Sequence[Span]) -> tuple[float, ...]:
@@ -332,6 +350,8 @@ class CachedSequence:
         Args:
             next_position: rope position of the next text token; None: each token took one.
         """
+        if next_position is None and self.runs is not None:
+            self.runs = with_text(self.runs, self.seen, self.next_position)
         self.seen += tokens
         self.next_position = self.next_position + tokens if next_position is None else next_position
         self.entries += tokens * self.engine.spec.rows
@@ -371,6 +391,7 @@ class CachedSequence:
         """Take over what :meth:`state` gave; it has to fit the entries in the cache."""
         for name in _STATE:
             setattr(self, name, state[name])
+        self.runs = None if self.runs is None else runs_of(self.runs)
         if self.recorder is not None:
             self.recorder.rewind(self.seen)
 
@@ -382,8 +403,9 @@ class CachedSequence:
             states: what layers without entries kept then; None: that is not known.
 
         Returns:
-            whether it does: the sequence was empty then, or nothing has been evicted since and
-            the policy keeps nothing beside plain entries, nor a layer anything but ``states``.
+            whether it does: the sequence was empty then, or nothing has been evicted since, no
+            position has moved, and the policy keeps nothing beside plain entries, nor a layer
+            anything but ``states``.
         """
         cache = self.engine.cache
         if not before["seen"]:
@@ -391,7 +413,8 @@ class CachedSequence:
             self.restore(before)
             return True
         sums_up = cache.memory or cache.pool.state_size or (cache.states and states is None)
-        if self.evicted != before["evicted"] or sums_up:
+        moved = self.compactions != before["compactions"]
+        if self.evicted != before["evicted"] or sums_up or moved:
             return False
         self.restore(before)
         self.roll_back()
@@ -413,8 +436,8 @@ class CachedSequence:
         """Drop all but the first ``seen`` tokens; what was evicted of those stays evicted.
 
         Args:
-            next_position: rope position of the next text token; prompt_tokens: how many of those
-                tokens came in prompts.
+            next_position: rope position of the next text token, as it was then;
+                prompt_tokens: how many of those tokens came in prompts.
 
         Raises:
             SessionError: some would stay, and a layer's state holds those that would go, too.
@@ -426,11 +449,15 @@ class CachedSequence:
                     "them, or read the conversation again from its beginning"
                 )
             if not seen:
-                fresh = dict.fromkeys(_STATE, 0) | {"long_rope": None, "pictures": ()}
+                fresh = dict.fromkeys(_STATE, 0) | {"long_rope": None, "pictures": (), "runs": ()}
                 self.engine.cache.clear(self.seq)
                 self.restore(fresh)
                 return
             recorder, nan = self.recorder, self.evicted_nan
+            if self.runs is not None:
+                if self.compactions:
+                    next_position = position_of(self.runs, seen)
+                self.runs = without_after(self.runs, seen)
             self.seen, self.next_position, self.prompt_tokens = seen, next_position, prompt_tokens
             self.pictures = tuple(span for span in self.pictures if span[1] <= seen)
             self.roll_back()
@@ -480,12 +507,13 @@ class CachedSequence:
             self.count_evicted(victims.numel(), 0)
             return victims.numel()
 
-    def needs_eviction(self, slack: int) -> bool:
-        """Whether a group of rows stands above its share by more than its part of ``slack``."""
+    def needs_eviction(self, interval: Interval) -> bool:
+        """Whether a group of rows stands above its share by more than ``interval`` lets be."""
         policy, spec = self.engine.policy, self.engine.spec
         if not policy.evicts:
             return False
         allowed = self.allowed_entries
+        slack = interval.slack(allowed, spec.rows)
         if self.entries > allowed + slack:
             return True  # the shares add up to the budget
         shares = policy.shares(allowed, spec.entry_layers, spec.num_kv_heads)
@@ -523,18 +551,63 @@ class CachedSequence:
         if self.closed:
             raise SessionError("the session is closed; open a new one with engine.session()")
 
-    def _require_context(self, count: int, next_position: int) -> None:
-        limit = self.engine.spec.max_position
-        if next_position > limit:
-            raise ContextError(
-                f"{count:,} more tokens after {self.seen:,} reach position {next_position:,}, the "
-                f"model was trained for {limit:,}; shorten the prompt or start a new session"
-            )
-        if self.long_rope is False and self._needs_long(next_position):
+    def require_context(self, count: int, next_position: int) -> Compaction | None:
+        """Return how positions have to be drawn together for ``count`` more tokens; None: not.
+
+        Args:
+            next_position: rope position of the text that would follow them.
+
+        Raises:
+            ContextError: there is no room for them.
+        """
+        limit, made = self._last_position, None
+        if next_position <= limit:
+            return None
+        if self.engine.endless and self.runs is not None and self.seen:
+            live = live_tokens(self.engine.cache, self.seq, self.seen)
+            last = min(limit // 2, limit - (next_position - self.next_position))
+            flat = self.engine.spec.rope.mrope_axes is None
+            made = plan(live, self.runs, self.seen, self.next_position, last, flat)
+        if made is None and limit < self.engine.spec.max_position:
             raise ContextError(
                 f"this session began with the short rope factors and cannot pass position "
-                f"{self.engine.spec.rope.switch_at:,}; send the long text in the first prompt"
+                f"{limit:,}; send the long text in the first prompt"
             )
+        if made is None:
+            raise ContextError(
+                f"{count:,} more tokens after {self.seen:,} reach position {next_position:,}, the "
+                f"model was trained for {limit:,}; shorten the prompt, start a new session, or "
+                "give it a budget that keeps fewer tokens"
+            )
+        return made
+
+    def make_context(self, count: int, next_position: int) -> int:
+        """Draw positions together where :meth:`require_context` says so.
+
+        Returns:
+            by how many the next position moves back.
+
+        Raises:
+            ContextError: there is no room for so many more tokens; nothing has changed then.
+        """
+        made = self.require_context(count, next_position)
+        if made is None:
+            return 0
+        engine, before = self.engine, self.next_position
+        rope = engine.spec.rope
+        frequencies = rope.long_inv_freq if self.long_rope else rope.inv_freq
+        assert frequencies is not None
+        move(engine.cache, self.seq, self.seen, made, frequencies)
+        self.runs, self.next_position = made.runs, made.next_position
+        self.compactions += 1
+        return before - self.next_position
+
+    @property
+    def _last_position(self) -> int:
+        """The rope position that no token may pass."""
+        switch = self.engine.spec.rope.switch_at
+        limit = self.engine.spec.max_position
+        return min(limit, switch) if self.long_rope is False and switch is not None else limit
 
     def _needs_long(self, next_position: int) -> bool:
         switch = self.engine.spec.rope.switch_at

@@ -11,6 +11,7 @@ import hashlib
 import json
 import os
 import tempfile
+from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -133,8 +134,10 @@ def load_session(engine: Runtime, path: Path) -> tuple[CachedSequence, dict[str,
         session = engine.session(budget)
         try:
             state = header.state.model_dump() | {"read_ids": int(header.state.read_ids or "0", 16)}
+            if state["runs"] is None and state["next_position"] == state["seen"]:
+                state["runs"] = [(0, 0, 0)] if state["seen"] else []  # all text, in older files
             session.adopt(engine.cache.import_(tensors), state)
-            engine.budgets.cut([], engine.slack)  # of a shared one, others take part
+            engine.budgets.cut([], engine.interval)  # of a shared one, others take part
         except BaseException:
             session.close()
             raise
@@ -219,6 +222,8 @@ class State(Strict):
     # In hexadecimal digits; older files have none, and penalties count what comes after them.
     read_ids: Annotated[str, Field(pattern="^[0-9a-f]*$")] = ""
     pictures: tuple[tuple[_Tokens, _Tokens], ...] = ()  # older files have none
+    runs: tuple[tuple[_Tokens, _Tokens, _Tokens], ...] | None = None  # older files have none
+    compactions: _Count = 0
     budget: tuple[
         Literal["entries", "bytes", "fraction"], Annotated[float, Field(gt=0, allow_inf_nan=False)]
     ]
@@ -246,6 +251,7 @@ def check_state(state: State, engine: Runtime) -> None:
         "evicted_nan is above evicted": state.evicted_nan > state.evicted,
         "pictures do not follow each other": sorted(edges) != edges
         or any(start == stop for start, stop in state.pictures),
+        "runs do not follow each other": not _in_order(state),
         "next_position is past the model's last": state.next_position > engine.spec.max_position,
         "long_rope is not this model's": bool(state.long_rope) and not can_be_long,
         "long_rope is missing": state.long_rope is None and state.seen > 0,
@@ -255,6 +261,15 @@ def check_state(state: State, engine: Runtime) -> None:
     for what, wrong in broken.items():
         if wrong:
             raise InvalidFile(what)
+
+
+def _in_order(state: State) -> bool:
+    """Whether runs begin with the first token that is held, and neither turns back."""
+    runs = state.runs or ()
+    tokens, positions = ([run[i] for run in runs] for i in (0, 1))
+    ordered = all(a < b for a, b in pairwise(tokens)) and positions == sorted(positions)
+    ends = all(run[1] + run[2] <= state.next_position for run in runs)
+    return ordered and ends and all(token <= state.seen for token in tokens)
 
 
 def read_tensors(file: Any, state: State, engine: Runtime) -> dict[str, Tensor]:

@@ -47,8 +47,8 @@ def decode_step(
                 session.long_rope = False
             if session.recorder is not None:
                 session.recorder.expect(token)
-        slack = engine.model.slack
-        batch, counts = batch_of(sessions, token_ids, slack), Counts()
+        interval = engine.interval
+        batch, counts = batch_of(sessions, token_ids, interval), Counts()
         backend = engine.backends.for_step(batch)
         if batch.recorded:
             give_room(batch, sessions, backend)
@@ -60,7 +60,7 @@ def decode_step(
         except BaseException:
             for session in sessions:
                 session.roll_back()
-            engine.budgets.cut(sessions, slack)  # where the step stands
+            engine.budgets.cut(sessions, interval)  # where the step stands
             raise
         for session, token in zip(sessions, token_ids, strict=True):
             session.note_ids([token])
@@ -70,7 +70,7 @@ def decode_step(
                 view = session.view(entries)
                 revise_state(engine.cache, engine.policy.scoring, session.seq, entries, view)
         uncut = [sessions[index] for index in counts.uncut] if counts.uncut else ()
-        engine.budgets.cut(uncut, slack, backend if counts.tried else None)
+        engine.budgets.cut(uncut, interval, backend if counts.tried else None)
         return logits
 
 
@@ -88,7 +88,7 @@ def decode_steps(
         with engine.lock:
             token_ids = _checked(engine, sessions, token_ids)
             for session in sessions:
-                session._require_context(steps, session.next_position + steps)
+                session.make_context(steps, session.next_position + steps)
             recorded = any(session.recorder is not None for session in sessions)
             if engine.many_path == "graph" and not recorded:
                 decode = engine.backends.for_bursts().decode_many
@@ -109,7 +109,7 @@ def decode_burst(
 
     See :meth:`mmkv.engine.runtime.Runtime.decode_many`.
     """
-    batch = batch_of(sessions, token_ids, engine.slack)
+    batch = batch_of(sessions, token_ids, engine.interval)
     budgets = (session.budget for session in sessions)
     batch.share = [each.value if each.kind == "fraction" else 0 for each in budgets]
     burst = Burst.of(batch)
@@ -201,9 +201,11 @@ def _checked(
         if session.engine is not engine:
             raise SessionError("a session of another engine; decode it with its own engine")
         session._require_open()
-        session._require_context(1, session.next_position + 1)
+        session.require_context(1, session.next_position + 1)
         if not 0 <= token < engine.decoder.weights.embed.shape[0]:
             raise InputError(f"token id {token} is outside the vocabulary")
+    for session in sessions:
+        session.make_context(1, session.next_position + 1)
     return checked
 
 

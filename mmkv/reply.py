@@ -616,4 +616,6 @@ def _ahead(
     if engine.many_path != "graph":
         return 1
     positions = engine.spec.max_position - max(session.next_position for session in sessions)
+    if positions < 1:  # one step, before which they are drawn together
+        return 1
     return min(BURST, positions, *(writer.ahead for writer in writers))

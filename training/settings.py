@@ -269,10 +269,15 @@ class TrainingSettings:
         self._require("threshold", self.threshold <= 1, "0 to 1: gates lie between")
         few = 0 < self.capacity_rates < LEAST_RATES
         self._require("capacity_rates", not few, f"0 for the exact count, or {LEAST_RATES} or more")
-        if self.gate == "rg" and self.tying != "none":
+        if self.gate in ("rg", "linear") and self.tying != "none":
             raise InputError(
-                f"--gate rg has one readout per layer and head, --tying is {self.tying}; give "
-                "--tying none, or --gate tied"
+                f"--gate {self.gate} has one readout per layer and head, --tying is {self.tying}; "
+                "give --tying none, or --gate tied"
+            )
+        if self.gate == "rg10" and self.tying != "paper":
+            raise InputError(
+                f"--gate rg10 has one readout of each head for all layers, --tying is "
+                f"{self.tying}; leave it out, or give --gate tied"
             )
         if self.capacity_rates and self.scope == "head":
             raise InputError(

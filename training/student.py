@@ -8,7 +8,7 @@ retention gates and write gates, are torch modules; their files are read and wri
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 import torch
@@ -179,22 +179,25 @@ def write_gated_states(
     return hidden, torch.stack(log_g, 1)
 
 
-GATES = ("tied", "rg")
+GATES = ("tied", "rg", "rg10", "linear")
 
 
 class TrainableGates(nn.Module):
-    """The parameters of gates in one of two layouts.
+    """The parameters of gates in one of four layouts.
 
     ``tied``: a trunk of two layers per decoder layer, of which each KV head reads a block of its
     own (:func:`mmkv.engine.model.gates.module.tied_gates`; DBTrimKV, arXiv 2605.09649, sections 4
     and 5.1). ``rg``: ``d -> d_gate -> H`` per decoder layer, every head reading the whole
     hidden layer (:func:`mmkv.engine.model.gates.published.published_gates`; TRIM-KV, arXiv
-    2512.03324, section 5.1).
+    2512.03324, section 5.1). ``rg10``: what DBTrimKV's authors published: two hidden layers, of
+    which each head reads all; the heads' readouts are one for all layers. It starts as there:
+    weights are normal with a deviation of 0.02. ``linear``: ``z = W x + b`` per decoder layer, the
+    ablation of TRIM-KV; its file has the layout ``rg``, since ``silu(z) - silu(-z) = z``.
 
     Args:
         d_gate: width of the hidden layers; with ``tied`` rounded up to a multiple of the KV heads.
         tying: ``paper`` (one readout for all layers and heads: arXiv 2605.09649, section 4),
-            ``layer`` or ``none`` (one per layer and head); ``rg`` ties nothing.
+            ``layer`` or ``none`` (one per layer and head); ``tied`` alone reads it.
         bias: where the readout's bias starts; at 18, 1 - beta is 1.5e-8 and nothing is forgotten.
         layers: the backbone's, for gates that read ``[k; v]`` instead of x (the ablation of
             DBTrimKV, section 5.4): keys and values of all KV heads as they are projected, before
@@ -233,6 +236,26 @@ class TrainableGates(nn.Module):
             return made
 
         self.layers = nn.ModuleList()
+        if gate == "linear":
+            for _ in range(spec.entry_layers):
+                stage = nn.Module()
+                stage.weight = uniform(heads, read)
+                stage.bias = nn.Parameter(torch.full((heads,), float(bias)))
+                self.layers.append(stage)
+            return
+        if gate == "rg10":
+            sizes = ("linear1", read), ("linear2", d_gate)
+            for _ in range(spec.entry_layers):
+                stage = nn.Module()
+                for name, inputs in sizes:
+                    setattr(stage, name, linear(inputs, d_gate))
+                    made = getattr(stage, name)
+                    made.weight = nn.Parameter(_normal(generator, d_gate, inputs))
+                self.layers.append(stage)
+            self.linear3 = nn.Module()
+            self.linear3.weight = nn.Parameter(_normal(generator, heads, d_gate))
+            self.bias = nn.Parameter(torch.full((heads,), float(bias)))
+            return
         if gate == "rg":
             for _ in range(spec.entry_layers):
                 stage = nn.Module()
@@ -262,7 +285,7 @@ class TrainableGates(nn.Module):
 
     def built(self, tensors: dict[str, Tensor]) -> Gates:
         """Return the engine's gates of this layout over the tensors of a gate file."""
-        make = published_gates if self.gate == "rg" else tied_gates
+        make = tied_gates if self.gate == "tied" else published_gates
         return make(tensors, self.spec)
 
     def file_tensors(self) -> dict[str, Tensor]:
@@ -271,15 +294,39 @@ class TrainableGates(nn.Module):
 
     def _folded(self) -> dict[str, Tensor]:
         tensors: dict[str, Tensor] = dict(self.named_parameters())
+        if self.gate == "linear":
+            tensors = self._as_hidden_layer(tensors)
+        if self.gate == "rg10":
+            shared = {name: tensors.pop(name) for name in ("linear3.weight", "bias")}
+            for index in range(len(self.layers)):
+                tensors |= {f"layers.{index}.{name}": tensor for name, tensor in shared.items()}
         for index, (weight, bias) in enumerate(self._projections or ()):
             name = f"layers.{index}.linear1"
             first = tensors[f"{name}.weight"]
             tensors[f"{name}.weight"] = first @ weight.to(first)
             if bias is not None:
                 tensors[f"{name}.bias"] = tensors[f"{name}.bias"] + first @ bias.to(first)
-        if self.gate == "rg":
+        if self.gate != "tied":
             return {layer_name(name): tensor for name, tensor in tensors.items()}
         return tensors
+
+    def _as_hidden_layer(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Return a linear gate in the layout ``rg``, of two hidden units a head: W x and -W x."""
+        found = {}
+        one = torch.eye(self.spec.num_kv_heads)
+        for index in range(len(self.layers)):
+            name, weight = f"layers.{index}", tensors[f"layers.{index}.weight"]
+            eye = one.to(weight)
+            found[f"{name}.linear1.weight"] = torch.cat([weight, -weight])
+            found[f"{name}.linear1.bias"] = torch.zeros_like(weight[:, 0]).repeat(2)
+            found[f"{name}.linear2.weight"] = torch.cat([eye, -eye], 1)
+            found[f"{name}.bias"] = tensors[f"{name}.bias"]
+        return found
+
+
+def _normal(generator: torch.Generator, *shape: int) -> Tensor:
+    """Draw weights as the authors of ``rg10`` start them."""
+    return 0.02 * torch.randn(*shape, generator=generator)
 
 
 class TrainableWriteGates(nn.Module):

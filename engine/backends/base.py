@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from mmkv.engine.backends.torch.write_step import WriteGatePass
+from mmkv.engine.budget import EVERY_STEP, Interval
 from mmkv.engine.scorer_state import WindowAttention, view_of, window_attention
 
 if TYPE_CHECKING:
@@ -39,8 +40,7 @@ class LoadedModel:
     Attributes:
         needs: what steps have to leave behind for the scorer.
         write_gates: of a policy with an admission, else None.
-        evict_every: steps between two evictions; slack: entries that a sequence may hold above its
-            budget between them.
+        interval: when sequences are cut while they decode.
         never_chosen: int64 ids of tokens that no reply may hold.
         has_on_append, has_on_step: whether the scorer gives new entries their state, and changes
             that of all entries after a step.
@@ -53,13 +53,10 @@ class LoadedModel:
     policy: Policy
     needs: Needs
     write_gates: WriteGates | None
-    evict_every: int
+    interval: Interval
     never_chosen: Tensor
     has_on_append: bool = False
     has_on_step: bool = False
-
-    def __post_init__(self) -> None:
-        self.slack = (self.evict_every - 1) * self.spec.rows
 
     def write_step(self, rope: tuple[Tensor, Tensor]) -> WriteGatePass | None:
         """Return the write gates of a pass whose tokens have these rope angles; None without."""
@@ -86,7 +83,7 @@ class LoadedModel:
 class Batch:
     """B different sequences of one cache in columns: what a backend may know of each, on the host.
 
-    Sessions stay out, so that a backend can be tested with a batch made by hand. ``slack``,
+    Sessions stay out, so that a backend can be tested with a batch made by hand. ``interval``,
     ``recorded`` and ``attention`` are of the whole batch; who asks for a burst, an eviction or a
     recording sets ``share``, ``attention`` and ``deaths`` after it is made.
 
@@ -98,7 +95,7 @@ class Batch:
         allowed: entries that may stay, of a step once its token is appended.
         prompt_tokens: tokens that came in prompts.
         tokens: the ids that a step appends; empty for an eviction.
-        slack: entries above ``allowed`` that are let be.
+        interval: what is let be above ``allowed``.
         share: for budgets that are a part of the tokens seen this part, else 0; bursts alone read
             it: their budgets grow while they run.
         deaths: addresses, one a sequence, where C writes its victims as
@@ -116,7 +113,7 @@ class Batch:
     allowed: Sequence[int]
     prompt_tokens: Sequence[int]
     tokens: Sequence[int] = ()
-    slack: int = 0
+    interval: Interval = EVERY_STEP
     share: Sequence[float] = ()
     deaths: Sequence[int] = ()
     recorded: Sequence[int] = ()
@@ -133,7 +130,7 @@ class Batch:
             self.entries[one],
             self.allowed[one],
             self.prompt_tokens[one],
-            slack=self.slack,
+            interval=self.interval,
             deaths=self.deaths[one],
             attention=self.attention,
         )

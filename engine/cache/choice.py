@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from mmkv.engine.budget import Budget, format_bytes
+from mmkv.engine.budget import EVERY_STEP, Budget, Interval, format_bytes
 from mmkv.engine.cache.forms import FORMS, KVForm
 from mmkv.engine.cache.layout import Layout
 from mmkv.engine.errors import BudgetError
@@ -25,7 +25,12 @@ def best_at(entries: float) -> str:
 
 
 def choose_form(
-    kv: str | None, budget: Budget, rows: int, longest: int, layout: Layout, slack: int = 0
+    kv: str | None,
+    budget: Budget,
+    rows: int,
+    longest: int,
+    layout: Layout,
+    interval: Interval = EVERY_STEP,
 ) -> tuple[KVForm, str | None]:
     """Return the form of an engine's cache, and a line on why where nobody named it.
 
@@ -35,7 +40,7 @@ def choose_form(
     Args:
         kv: the form that was asked for; None: none.
         rows: layers x KV heads; longest: positions of the model; layout: of the model's dtype.
-        slack: entries above the budget that are let be between two evictions.
+        interval: when sequences are cut while they decode.
 
     Raises:
         PolicyError: the form asked for cannot be for this head_dim.
@@ -52,7 +57,7 @@ def choose_form(
     def entries(name: str) -> float:
         """Return the entries per row that the budget lets stay, however full their pages are."""
         try:
-            return budget.entries(rows, 0, size, size * entry_bytes(name), slack) / rows
+            return budget.entries(rows, 0, size, size * entry_bytes(name), interval) / rows
         except BudgetError:
             return 0.0
 

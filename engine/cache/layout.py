@@ -121,6 +121,13 @@ class Columns:
             self._store(self.values, self.value_scale, form.value, slots, form.rotate(value)),
         )
 
+    def put_keys(self, slots: Tensor, key: Tensor) -> None:
+        """Put keys ``[N, D]`` of the model in the place of those in flat ``slots [N]``."""
+        if self.form.plain:
+            self.keys.flatten(0, 1).index_copy_(0, slots, key)
+        else:
+            self._store(self.keys, self.key_scale, self.form.key, slots, self.form.rotate(key))
+
     def _store(
         self, column: Tensor, scale_column: Tensor, codec: Codec, slots: Tensor, x: Tensor
     ) -> Tensor:

@@ -6,7 +6,7 @@ against redundancy: entries whose keys resemble others' go first.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar, Literal
 
 import torch
@@ -14,12 +14,13 @@ from torch import Tensor
 
 from mmkv.engine.policies.allocation import (
     EvenLayerAllocation,
+    GlobalAllocation,
     HeadAllocation,
     LayerAllocation,
     PyramidAllocation,
 )
 from mmkv.engine.policies.base import CacheView, Group, Needs, NewTokens, Policy, Scores, compiled
-from mmkv.engine.policies.preset import KERNEL, POOL, WINDOW, Parameter, Preset, group
+from mmkv.engine.policies.preset import INTERVAL, KERNEL, POOL, WINDOW, Parameter, Preset, group
 from mmkv.engine.policies.scoring import WindowAttention, check_pooling, pooled
 
 
@@ -76,6 +77,88 @@ class FusedAttention:
         if self.fusion == "max":
             return view.attention(self.group, queries="max")
         return view.attention(self.group) * min(self.window, view.seen)
+
+
+@dataclass(frozen=True)
+class LayerPreferences:
+    """Each layer gets what it prefers (CAKE, arXiv 2503.12491, section 4).
+
+    An entry's indicator is the mean of its shares of the window's attention, and
+    ``gamma`` times their variance, pooled. A layer's preference is ``H^(1 / tau1) V^(1 / tau2)``:
+    the entropy of the window's attention to the prefix, and the sum of its variance over queries.
+    """
+
+    window: int = 32
+    kernel: int = 5
+    gamma: float = 200.0
+    tau1: float = 1.6
+    tau2: float = 0.6
+
+    def __post_init__(self) -> None:
+        check_pooling(self.window, self.kernel)
+
+    @property
+    def needs(self) -> Needs:
+        """The last ``window`` queries."""
+        return Needs(queries=self.window)
+
+    def score(self, view: CacheView) -> Tensor:
+        """``-(rank + 1) / preference``: under one budget for all rows each layer keeps its part.
+
+        The best of a row's prefix has rank 0; of equal ones the newer is better.
+        """
+        prefix = view.position < view.seen - self.window
+        varied = view.attention(queries="variance")
+        indicator = (view.attention() + self.gamma * varied).masked_fill(~prefix, 0.0)
+        indicator = pooled(indicator, view, self.kernel, "avg").masked_fill(~prefix, -1.0)
+        newest_first = view.to_rows(view.position, -1).argsort(-1, descending=True)
+        rows = view.to_rows(indicator, -2.0).gather(1, newest_first)
+        best_first = newest_first.gather(1, rows.argsort(dim=-1, descending=True, stable=True))
+        column = torch.arange(best_first.shape[1], device=best_first.device)
+        rank = torch.zeros_like(best_first).scatter_(1, best_first, column.expand_as(best_first))
+        # Means over a group's heads: what they lack of sums is one factor for all layers.
+        dispersion = self._of_layers(view.attention(queries="entropy"), prefix, view)
+        shift = self._of_layers(varied, prefix, view)
+        preference = dispersion ** (1 / self.tau1) * shift ** (1 / self.tau2)
+        # Where no layer prefers anything (a single query, or none in the window) all are alike.
+        preference = torch.where(preference.max() > 0, preference, torch.ones_like(preference))
+        own = preference.repeat_interleave(view.kv_heads)[view.row]
+        return -(rank[view.live()] + 1) / own
+
+    def _of_layers(self, values: Tensor, prefix: Tensor, view: CacheView) -> Tensor:
+        """Add up ``values [N]`` of the prefix, ``[layers]``."""
+        by_row = view.to_rows(values.masked_fill(~prefix, 0.0), 0.0).sum(1)
+        return by_row.view(view.layers, -1).sum(1)
+
+
+@compiled("state")
+@dataclass(frozen=True)
+class Milestones:
+    """Keeps what was attended to the latest (RaaS, arXiv 2502.11147, section 3).
+
+    State 0 is a timestamp: the token index of the last query that paid an entry at least ``alpha``
+    of its attention, the entry's own at first. Tokens of prompts have infinity: they stay.
+    """
+
+    alpha: float = 0.0001
+    group: Group = "max"
+    needs: ClassVar[Needs] = Needs(queries=1, state=1)
+
+    def on_append(self, new: NewTokens) -> Tensor:
+        """The token's index, or infinity, ``[B, T, 1, 1, 1]``."""
+        stamp = new.position.float()
+        stamp = torch.full_like(stamp, torch.inf) if new.prompt else stamp
+        return stamp[:, :, None, None, None]
+
+    def on_step(self, view: CacheView, memory: dict[str, Tensor]) -> Tensor:
+        """Stamp what the newest query attends to."""
+        stamp = view.state()
+        attended = view.attention(self.group) >= self.alpha
+        return torch.where(attended[:, None], stamp.clamp(min=view.seen - 1), stamp)
+
+    def score(self, view: CacheView) -> Tensor:
+        """The timestamp."""
+        return view.state()[:, 0]
 
 
 # Elements of one block of cosines: temporaries stay near 16 MiB however long rows are.
@@ -211,9 +294,9 @@ def _morphkv(window: int, fusion: Literal["sum", "max"], group: Group) -> Policy
     return Policy("morphkv", scoring, HeadAllocation(), protect_recent=window)
 
 
-def _rkv(window: int, lambda_: float, kernel: int, threshold: float) -> Policy:
+def _rkv(window: int, lambda_: float, kernel: int, threshold: float, interval: int) -> Policy:
     scoring = AttentionAndRedundancy(window, lambda_, kernel, threshold)
-    return Policy("rkv", scoring, HeadAllocation(), protect_recent=window)
+    return Policy("rkv", scoring, HeadAllocation(), protect_recent=window, interval=interval)
 
 
 def _gkv(
@@ -224,9 +307,19 @@ def _gkv(
     lambda_: float,
     threshold: float,
     group: Group,
+    interval: int,
 ) -> Policy:
     scoring = GlobalAttention(window, alpha, form, redundancy, lambda_, threshold, group)
-    return Policy("gkv", scoring, HeadAllocation(), protect_recent=window)
+    return Policy("gkv", scoring, HeadAllocation(), protect_recent=window, interval=interval)
+
+
+def _cake(window: int, kernel: int, gamma: float, tau1: float, tau2: float) -> Policy:
+    scoring = LayerPreferences(window, kernel, gamma, tau1, tau2)
+    return Policy("cake", scoring, GlobalAllocation(), protect_recent=window)
+
+
+def _raas(alpha: float, group: Group) -> Policy:
+    return Policy("raas", Milestones(alpha, group), HeadAllocation(), keeps_prompt=True)
 
 
 def _pyramidkv(
@@ -259,6 +352,7 @@ _FLOOR = Parameter(
 )
 _WINDOW_ATTENTION = {"window": WINDOW, "kernel": KERNEL, "pool": POOL, "group": group()}
 _OBSERVERS = "newest queries, which observe and always stay"
+_QWEN = "as DBTrimKV's authors run it"
 _ALIKE = "cosine above which two keys are similar"
 
 ATTENTION_PRESETS: dict[str, Preset] = {
@@ -327,6 +421,7 @@ ATTENTION_PRESETS: dict[str, Preset] = {
                 7, "positions that are pooled together, an odd number", "released code", least=1
             ),
             "threshold": Parameter(0.5, _ALIKE, "released code", least=0, most=1),
+            "interval": replace(INTERVAL, default=128, place="section 3.1: B_buffer"),
         },
     ),
     "gkv": Preset(
@@ -354,6 +449,32 @@ ATTENTION_PRESETS: dict[str, Preset] = {
             ),
             "threshold": Parameter(0.5, _ALIKE, "code of R-KV", least=0, most=1),
             "group": group("max", "section 3"),
+            "interval": replace(INTERVAL, default=128, place="section 7.2"),
+        },
+    ),
+    "cake": Preset(
+        _cake,
+        "arXiv 2503.12491",
+        "CAKE: Cascading and Adaptive KV Cache Eviction with Layer Preferences",
+        {
+            "window": Parameter(32, _OBSERVERS, "released code", least=1),
+            "kernel": KERNEL,
+            "gamma": Parameter(
+                200.0, "weight of the variance of attention", "released code", least=0.0
+            ),
+            "tau1": Parameter(1.6, "how little the entropy counts", _QWEN, least=0.01),
+            "tau2": Parameter(0.6, "how little the variance counts", _QWEN, least=0.01),
+        },
+    ),
+    "raas": Preset(
+        _raas,
+        "arXiv 2502.11147",
+        "RaaS: Reasoning-Aware Attention Sparsity for Efficient LLM Reasoning",
+        {
+            "alpha": Parameter(
+                0.0001, "attention from which an entry is used", "experiments", least=0, most=1
+            ),
+            "group": group("max"),
         },
     ),
 }

@@ -10,11 +10,16 @@ from typing import Literal, Protocol, TypeVar, get_args
 import torch
 from torch import Tensor
 
+from mmkv.engine.budget import Interval
 from mmkv.engine.errors import PolicyError
 from mmkv.engine.policies.selection import MOST_ENTRIES, Shares, lowest
 
+# A policy's interval adds at most one in so many to the budget: 128 steps from 512 entries a row
+# on, the least budget that G-KV evaluates it with (section 7.2).
+_PART = 4
 Group = Literal["mean", "max", "sum"]
 GROUPS = get_args(Group)
+JoinedQueries = Literal["mean", "max", "variance", "entropy"]
 # A depth as a share of the layers, or a band of them.
 Tap = float | tuple[float, float]
 
@@ -76,12 +81,13 @@ class WindowReduction:
     Attributes:
         group: how the query heads of a KV group are joined: mean, max or sum.
         of: what is joined: the heads' shares of attention, or their logits before the softmax.
-        queries: how the window's queries are joined: mean or max.
+        queries: how the window's queries are joined: their mean or maximum; or, head by head and
+            before heads are, the variance of their shares, or the sum of ``-a log a``.
     """
 
     group: Group = "mean"
     of: Literal["shares", "logits"] = "shares"
-    queries: Literal["mean", "max"] = "mean"
+    queries: JoinedQueries = "mean"
 
 
 class EntrySource(Protocol):
@@ -156,7 +162,7 @@ class CacheView:
         self,
         group: Group = "mean",
         of: Literal["shares", "logits"] = "shares",
-        queries: Literal["mean", "max"] = "mean",
+        queries: JoinedQueries = "mean",
     ) -> Tensor:
         """Compute the attention that the last ``needs.queries`` queries pay to each entry.
 
@@ -167,7 +173,9 @@ class CacheView:
         Args:
             group: mean, max or sum over the group's heads.
             of: ``logits`` joins the heads before the softmax.
-            queries: ``max`` takes the greatest over the window's queries.
+            queries: ``max`` takes the greatest over the window's queries; ``variance`` (divided by
+                their number less one; 0 of one query) and ``entropy`` (the sum of ``-a log a``)
+                are taken of each head's shares, before heads are joined.
 
         Returns:
             float32 ``[N]``.
@@ -272,8 +280,8 @@ class Pruner(Protocol):
 
     Attributes:
         layer: how many layers see all tokens; 0 prunes the embeddings.
-        attention: whose attention :meth:`keep` reads, paid in the last of these layers: that of all
-            the chunk's tokens, of the last one, or nobody's.
+        reads: what :meth:`keep` reads of the last of these layers: the attention that all of the
+            chunk's tokens pay, or its last one; the chunk's keys; or nothing.
     """
 
     @property
@@ -282,22 +290,30 @@ class Pruner(Protocol):
         ...
 
     @property
-    def attention(self) -> Literal["", "all", "last"]:
+    def reads(self) -> Literal["", "all", "last", "keys"]:
         """See above."""
         ...
 
-    def keep(self, hidden: Tensor, received: Tensor | None) -> Tensor:
-        """Choose among the V visual tokens of a chunk.
-
-        Args:
-            hidden: ``[V, d]`` their states after :attr:`layer` layers.
-            received: float32 ``[V]`` attention paid to each, mean over heads; None where
-                :attr:`attention` is empty.
-
-        Returns:
-            bool ``[V]``.
-        """
+    def keep(self, chunk: ChunkStates) -> Tensor:
+        """Choose among the V visual tokens of a chunk: bool ``[V]``."""
         ...
+
+
+@dataclass(frozen=True)
+class ChunkStates:
+    """What a pruner may read of a chunk of C tokens.
+
+    Attributes:
+        hidden: ``[C, d]`` the tokens' states after the pruner's layers.
+        visual: ``[V]`` int64, which of them are visual, ascending.
+        received: float32 ``[V]`` attention paid to each, mean over heads; None unless asked for.
+        keys: ``[C, H D]`` after RoPE, all heads side by side; None unless asked for.
+    """
+
+    hidden: Tensor
+    visual: Tensor
+    received: Tensor | None = None
+    keys: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -372,7 +388,7 @@ class Allocation(Protocol):
     def shares(self, budget: int, layers: int, kv_heads: int) -> Shares:
         """Groups of rows and what each may keep.
 
-        As soon as one group stands above its share (and the slack of ``evict_every``), all are cut
+        As soon as one group stands above its share (and the slack between evictions), all are cut
         down to theirs.
         """
         ...
@@ -425,6 +441,8 @@ class Policy:
             them a score of infinity.
         source: the paper the combination comes from.
         pruner: drops visual tokens of prompts before any entry of them exists.
+        interval: decode steps between two evictions, fewer where they would add more than a
+            quarter to the budget (:meth:`every`). An engine's ``evict_every`` goes before it.
         admission: which entries stay once they have left the window of the newest tokens, by write
             gates and whatever the budget. An allocation then cuts what is left to the budget.
     """
@@ -439,6 +457,11 @@ class Policy:
     keeps_prompt: bool = False
     pruner: Pruner | None = None
     admission: Admission | None = None
+    interval: int = 1
+
+    def every(self, given: int | None) -> Interval:
+        """Return when sequences are cut, where an engine's ``evict_every`` is ``given``."""
+        return Interval(self.interval, _PART) if given is None else Interval(given)
 
     @property
     def evicts(self) -> bool:
@@ -458,6 +481,7 @@ class Policy:
         """Name every part and setting that decides what is evicted; ``source`` does not."""
         more = "" if self.recent_share is None else f", at most {self.recent_share} of the budget"
         more += ", prompts kept" if self.keeps_prompt else ""
+        more += "" if self.interval == 1 else f", every {self.interval} steps"
         more += "" if self.pruner is None else f", {self.pruner!r}"
         more += "" if self.admission is None else f", {self.admission!r}"
         return (

@@ -203,6 +203,7 @@ def show(value: Value) -> str:
 RECENT = Parameter(0, "newest tokens of every row that stay, whatever their scores", least=0)
 WINDOW = Parameter(16, "newest queries, which observe and always stay", least=1)
 KERNEL = Parameter(5, "positions that are pooled together, an odd number", least=1)
+INTERVAL = Parameter(1, "decode steps between evictions, fewer under a small budget", least=1)
 POOL = Parameter("avg", "pooling over neighbouring positions", choices=("avg", "max"))
 
 

@@ -144,6 +144,11 @@ def check_policy(policy: Policy) -> None:
             f"the scorer {kind} of policy {policy.name!r} lacks needs = Needs(...) or score(view); "
             "see docs/how-to/add-a-policy.md"
         )
+    if type(policy.interval) is not int or policy.interval < 1:
+        raise PolicyError(
+            f"policy {policy.name!r} has interval={policy.interval!r}; give a whole number of "
+            "decode steps, at least 1"
+        )
     needs = scorer.needs
     if policy.pruner is not None and (
         needs.gates or needs.queries or needs.state or needs.taps or policy.keeps_prompt

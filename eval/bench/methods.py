@@ -154,7 +154,7 @@ def synthetic_sessions(
     if engine.policy.evicts:
         budget = engine.budgets.allowed(engine.budget, seen)
         entries = min(entries, budget)
-        most = entries + engine.evict_every * rows
+        most = entries + engine.interval.at(budget, rows) * rows
     else:
         most += steps * rows
     pool.reserve(count * pages_for(most, rows, pool.page_size))

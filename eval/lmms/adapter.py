@@ -13,11 +13,12 @@ question, several for a dialogue.
 from __future__ import annotations
 
 import atexit
+import sys
 import time
 from abc import abstractmethod
 from collections import Counter, deque
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -30,9 +31,23 @@ from tqdm import tqdm
 
 import mmkv.prompt.torchvision_guard  # noqa: F401 (before anything that imports transformers)
 from mmkv.engine.errors import InputError, MmkvError
+from mmkv.eval.lmms.contexts import (
+    Context,
+    LeftOutError,
+    SharedContexts,
+    context_of,
+    fitted,
+)
 from mmkv.eval.lmms.messages import Frames, Key, conversation, keys, visual_part
-from mmkv.eval.lmms.reports import FinishedReplies, reported_to_parent
-from mmkv.eval.lmms.settings import CHAT_IMAGES, SIMPLE_IMAGES, LmmsSettings, sampling_of
+from mmkv.eval.lmms.reports import CUTS, FinishedReplies, reported_to_parent
+from mmkv.eval.lmms.settings import (
+    CHAT_IMAGES,
+    MAX_NEW_TOKENS,
+    SIMPLE_IMAGES,
+    LmmsSettings,
+    sampling_of,
+    thinks,
+)
 from mmkv.prompt.template import Message, take_media
 from mmkv.reply import Reply
 from mmkv.scheduler.conversation import CachedConversation
@@ -40,7 +55,8 @@ from mmkv.scheduler.replies import Prompt, ReplyJob, batch_scheduler
 from mmkv.turn import compose_messages
 
 if TYPE_CHECKING:
-    from mmkv import Engine, Sampling, Session
+    from mmkv import Engine, Session
+    from mmkv.sampling import Settled
     from mmkv.scheduler import Scheduler, Ticket
 
 
@@ -82,11 +98,16 @@ class LmmsScored(tuple[float, bool]):
         )
 
 
-def answer(text: Any, replies: Sequence[Reply], settings: dict[str, Any]) -> GenerationResult:
-    """Return ``text`` (a string, or Rounds) with the counts of the replies it came from."""
+def answer(
+    text: Any, replies: Sequence[Reply], settings: dict[str, Any], context_tokens: int = 0
+) -> GenerationResult:
+    """Return ``text`` (a string, or Rounds) with the counts of the replies it came from.
+
+    ``context_tokens``: read for a shared context, which later requests do not read again.
+    """
     memory = replies[-1].memory if replies else None
     counts = CacheCounts(
-        input_tokens=sum(reply.prompt_tokens for reply in replies),
+        input_tokens=context_tokens + sum(reply.prompt_tokens for reply in replies),
         output_tokens=sum(len(reply.token_ids) for reply in replies),
         cache=None if memory is None else asdict(memory) | settings | _ends(replies),
     )
@@ -98,6 +119,16 @@ def _ends(replies: Sequence[Reply]) -> dict[str, Any]:
     return {"finish_reason": reasons[0] if len(reasons) == 1 else reasons}
 
 
+def answer_text(reply: Reply) -> str:
+    """Return what counts as the answer: what follows the thought, where there is one."""
+    return reply.text if reply.reasoning is None else reply.content
+
+
+def _cut_in_thought(reply: Reply) -> bool:
+    cut = reply.finish_reason in ("length", "context")
+    return cut and reply.reasoning is not None and not reply.content
+
+
 class LmmsDialogue:
     """A session and the messages it holds.
 
@@ -106,31 +137,52 @@ class LmmsDialogue:
     session is replaced.
     """
 
-    def __init__(self, engine: Engine, frames: Frames) -> None:
-        self.engine, self.frames = engine, frames
+    def __init__(
+        self,
+        engine: Engine,
+        frames: Frames,
+        shared: SharedContexts,
+        visual_tokens: int | None = None,
+    ) -> None:
+        self.engine, self.frames, self._shared = engine, frames, shared
+        self.visual_tokens = visual_tokens
         self._session = CachedConversation(engine)
         self._held: list[Key] = []
 
-    def turn(
-        self, messages: Sequence[Message], sampling: Sampling, scheduler: Scheduler
-    ) -> ReplyJob:
-        """Return the request for the reply to ``messages``."""
+    def turn(self, ask: Ask, scheduler: Scheduler) -> ReplyJob:
+        """Return the request for the reply to ``ask.messages``; notes how they were read."""
+        messages, context = ask.messages, ask.context
+        if context is not None:
+            messages, ask.cut = fitted(self.engine, messages, context, ask.longest)
         wanted = keys(messages)
         known = len(self._held)
-        if wanted[:known] != self._held or known == len(wanted):
+        if not known or wanted[:known] != self._held or known == len(wanted):
             self.close(scheduler)
-            self._session, known = CachedConversation(self.engine), 0
+            self._session, known = self._begun(ask, messages), 0
         self._held = wanted
+        if ask.raw:
+            text = "".join(part["text"] for part in messages[-1]["content"]) + ask.begin
+            inputs = self.engine.processor.encode_raw(text)
+            return ReplyJob(self.engine, Prompt(inputs), ask.sampling, session=self._session)
         return ReplyJob(
             self.engine,
             lambda session: self._prompt(session, messages[known:]),
-            sampling,
+            ask.sampling,
             session=self._session,
         )
 
+    def _begun(self, ask: Ask, messages: Sequence[Message]) -> CachedConversation:
+        """Return the session of a new conversation, in which a shared context is read already."""
+        if ask.context is not None and ask.context.shared and not ask.raw:
+            found = self._shared.copy(messages, ask.context)
+            if found is not None:
+                session, ask.context_tokens = found
+                return CachedConversation(self.engine, session=session)
+        return CachedConversation(self.engine)
+
     def replied(self, reply: Reply) -> None:
         """Note the reply, which the next round's messages may hold as they got it."""
-        content = [{"type": "text", "text": reply.text}]
+        content = [{"type": "text", "text": answer_text(reply)}]
         self._held += keys([{"role": "assistant", "content": content}])
 
     def close(self, scheduler: Scheduler) -> None:
@@ -148,18 +200,48 @@ class LmmsDialogue:
             return pictures, [self.frames.load(video, processor) for video in videos]
 
         reading = compose_messages(session, plain, load)
+        if self.visual_tokens is not None:
+            before = 0 if session.seen == 0 else session.budget.value - self.visual_tokens
+            budget = text_tokens(self.engine, reading.inputs) + self.visual_tokens + before
+            session.set_budget(budget)
         return Prompt(reading.inputs, plain, reading)
 
 
-@dataclass(frozen=True)
+@dataclass
 class Ask:
-    """A request: the whole conversation so far, which the model continues."""
+    """A request: the whole conversation so far, which the model continues.
+
+    Attributes:
+        context: its long text, where the task names one; longest: tokens of a prompt behind which
+            a reply of the task's length fits the model. raw: the last message's text alone is
+            read, with no template, and behind it ``begin``, which the reply begins with.
+        context_tokens: set while it is read: tokens of a shared context that were read for it.
+        cut: set then: tokens of the long text before and after it was cut; None: it was not.
+        left_out: set then: the text in place of a reply, where the task leaves long prompts out.
+    """
 
     messages: Sequence[Message]
-    sampling: Sampling
+    sampling: Settled
+    context: Context | None = None
+    longest: int = sys.maxsize
+    raw: bool = False
+    begin: str = ""
+    context_tokens: int = 0
+    cut: tuple[int, int] | None = None
+    left_out: str = ""
 
 
-Script = Generator[Ask, "Reply", None]
+def text_tokens(engine: Engine, inputs: Mapping[str, Any]) -> int:
+    """Count the tokens of a prompt that stand for no picture and no video.
+
+    They and V more are a row's budget beside methods that prune a prompt to V visual tokens
+    (DBTrimKV, arXiv 2605.09649, section 5.1).
+    """
+    media = torch.tensor([*engine.family.placeholder.values()])
+    return int((~torch.isin(inputs["input_ids"], media)).sum())
+
+
+Script = Generator[Ask, "Reply | None", None]  # None: the request was left out
 
 
 class _Member:
@@ -178,14 +260,22 @@ class _Member:
                 ask = self.script.send(self._reply(self.ticket))
             else:
                 return True
-            job = self.dialogue.turn(ask.messages, ask.sampling, scheduler)
-            self.ticket = scheduler.submit(job)
+            self.ticket = scheduler.submit(self._job(ask, scheduler))
         except StopIteration:
             self.dialogue.close(scheduler)
             return False
         except MmkvError as error:
             raise type(error)(f"{self.name}: {error}") from error
         return True
+
+    def _job(self, ask: Ask, scheduler: Scheduler) -> ReplyJob:
+        """Return the job of a request, or of the next one where that is left out."""
+        while True:
+            try:
+                return self.dialogue.turn(ask, scheduler)
+            except LeftOutError as error:
+                ask.left_out = str(error)
+                ask = self.script.send(None)
 
     def _reply(self, ticket: Ticket[ReplyJob]) -> Reply:
         if ticket.error is not None:
@@ -202,6 +292,7 @@ def run(
     batch_size: int,
     frames: Frames,
     done: Callable[[], object],
+    visual_tokens: int | None = None,
 ) -> None:
     """Run named scripts to their ends, up to ``batch_size`` in every decode step.
 
@@ -210,12 +301,13 @@ def run(
     """
     waiting = deque(scripts)
     running: list[_Member] = []
-    scheduler = batch_scheduler(engine, batch_size)
+    scheduler, shared = batch_scheduler(engine, batch_size), SharedContexts(engine, batch_size)
     try:
         while waiting or running:
             while waiting and len(running) < batch_size:
                 name, script = waiting.popleft()
-                running.append(_Member(name, script, LmmsDialogue(engine, frames)))
+                dialogue = LmmsDialogue(engine, frames, shared, visual_tokens)
+                running.append(_Member(name, script, dialogue))
             for member in list(running):
                 if not member.proceed(scheduler):
                     running.remove(member)
@@ -223,6 +315,7 @@ def run(
             scheduler.turn()
     finally:
         scheduler.close()
+        shared.close()
 
 
 # isort: split
@@ -230,10 +323,21 @@ def run(
 
 @dataclass
 class LmmsRecord:
-    """The replies to one document, and their texts as the task stores them."""
+    """The replies to one document, their texts as the task stores them, and how it was read.
+
+    ``context_tokens`` and ``cuts``: see :class:`Ask`, of all its requests.
+    """
 
     replies: list[Reply] = field(default_factory=list)
     texts: list[str] = field(default_factory=list)
+    context_tokens: int = 0
+    cuts: list[tuple[int, int]] = field(default_factory=list)
+
+    def facts(self) -> dict[str, Any]:
+        """Return how its long texts were read, for the samples file; mostly nothing."""
+        cuts = [{"tokens": before, "kept": after} for before, after in self.cuts]
+        read = {"context_tokens": self.context_tokens} if self.context_tokens else {}
+        return read | ({CUTS: cuts} if cuts else {})
 
 
 class Adapter(lmms):
@@ -261,6 +365,8 @@ class Adapter(lmms):
         self.engine = self.settings.load(self.images)
         self._device = self.engine.device
         self.opening = self.settings.opening()
+        thinking = thinks(self.engine.processor.template)
+        self._floor = self.settings.thinking_floor if thinking else 0
         self._reported: set[str] = set()
         self._journal = FinishedReplies.of_parent()
         asked = self.engine.generation
@@ -317,13 +423,24 @@ class Adapter(lmms):
             )
         )
         started = time.perf_counter()
+        frames, more = self.settings.frames(), self.settings.visual_tokens
         with tqdm(total=len(requests), disable=self.rank != 0, desc="mmkv") as bar:
-            run(self.engine, scripts, self.batch_size, self.settings.frames(), bar.update)
+            run(self.engine, scripts, self.batch_size, frames, bar.update, more)
         replies = [reply for record in records for reply in record.replies]
         differ = [one.memory.differs for one in replies if one.memory and one.memory.differs]
         if differ:
             logger.warning(f"{len(differ)} of {len(replies)} replies: {differ[0]}")
-        made = [answer(text(record), record.replies, self._facts()) for record in records]
+        if cut := sum(map(_cut_in_thought, replies)):
+            logger.warning(
+                f"{cut} of {len(replies)} replies were cut inside their thought and have no "
+                "answer; raise the model argument thinking_floor"
+            )
+        made = [
+            answer(
+                text(record), record.replies, self._facts() | record.facts(), record.context_tokens
+            )
+            for record in records
+        ]
         _log_throughput(made, time.perf_counter() - started, self.rank)
         return made
 
@@ -345,14 +462,24 @@ class Adapter(lmms):
         for name in set(ignored) - self._reported:
             self._reported.add(name)
             logger.warning(f"{request.task_name}: generation_kwargs {name} has no effect in mmkv")
-        return made
+        if made.max_new_tokens >= self._floor:
+            return made
+        note = (
+            f"{request.task_name}: this model thinks before it answers, so replies may have "
+            f"{self._floor} new tokens, not {made.max_new_tokens}; thinking_floor=0 keeps the "
+            "task's limit"
+        )
+        if note not in self._reported:
+            self._reported.add(note)
+            logger.warning(note)
+        return replace(made, max_new_tokens=self._floor)
 
     def _facts(self) -> dict[str, Any]:
-        policy = self.engine.policy
-        return {
-            "policy": policy.name,
-            "budget": self.engine.budget.describe() if policy.evicts else "unlimited",
-        }
+        policy, more = self.engine.policy, self.settings.visual_tokens
+        budget = self.engine.budget.describe() if policy.evicts else "unlimited"
+        if more is not None:
+            budget = f"its text tokens and {more} entries per row"
+        return {"policy": policy.name, "budget": budget}
 
     def _document(self, task: str, split: str, doc_id: int) -> Any:
         return self.task_dict[task][split][doc_id]
@@ -370,8 +497,11 @@ def gen_kwargs_of(request: Instance) -> dict[str, Any]:
 def ask_once(ask: Ask, record: LmmsRecord) -> Script:
     """Return the script of a single question."""
     reply = yield ask
-    record.replies.append(reply)
-    record.texts.append(reply.text)
+    if reply is not None:
+        record.replies.append(reply)
+    record.texts.append(ask.left_out if reply is None else answer_text(reply))
+    record.context_tokens += ask.context_tokens
+    record.cuts += [ask.cut] if ask.cut else []
 
 
 def ask_in_rounds(
@@ -436,8 +566,8 @@ class LikelihoodScorer:
     by token, with eviction as in decoding.
     """
 
-    def __init__(self, engine: Engine, frames: Frames) -> None:
-        self.engine, self.frames = engine, frames
+    def __init__(self, engine: Engine, frames: Frames, visual_tokens: int | None = None) -> None:
+        self.engine, self.frames, self.visual_tokens = engine, frames, visual_tokens
         self._session: Session | None = None
         self._logits: torch.Tensor | None = None
         self._key: list[Key] | None = None
@@ -489,7 +619,9 @@ class LikelihoodScorer:
             [processor.load_picture(image) for image in images],
             [self.frames.load(video, processor) for video in videos],
         )
-        self._session = self.engine.session()
+        most = self.visual_tokens
+        budget = None if most is None else text_tokens(self.engine, inputs) + most
+        self._session = self.engine.session(budget)
         self._logits = self._session.prefill(inputs)
         self._key = key
 
@@ -508,7 +640,7 @@ class MmkvSimple(Adapter):
         lmms-eval's own models return losses, and its tasks take the smallest, whatever the
         method's name says.
         """
-        scorer = LikelihoodScorer(self.engine, self.settings.frames())
+        scorer = LikelihoodScorer(self.engine, self.settings.frames(), self.settings.visual_tokens)
         try:
             return [self._scored(request, scorer) for request in requests]
         finally:
@@ -564,7 +696,7 @@ class MmkvChat(Adapter):
     def _single(self, request: Instance, sampling: Any, record: LmmsRecord) -> Script:
         _, doc_to_messages, _, doc_id, task, split = request.args
         given = doc_to_messages(self._document(task, split, doc_id))
-        yield from ask_once(Ask(conversation(given, self.opening), sampling), record)
+        yield from ask_once(self._ask(request, given, sampling), record)
 
     def _rounds(self, request: Instance, sampling: Any, record: LmmsRecord) -> Script:
         _, doc_to_messages, _, doc_id, task, split = request.args
@@ -572,6 +704,28 @@ class MmkvChat(Adapter):
         yield from ask_in_rounds(
             [doc_to_messages(doc)],
             partial(doc_to_messages, doc),
-            lambda given: Ask(conversation(given[0], self.opening), sampling),
+            lambda given: self._ask(request, given[0], sampling),
             record,
         )
+
+    def _ask(self, request: Instance, given: Any, sampling: Settled) -> Ask:
+        """Return the request of a task's messages.
+
+        Beside its text the last message may say ``max_new_tokens`` (a bound below the task's),
+        ``stop`` (strings that end the reply), ``raw`` (no template) and ``begin`` (what a raw
+        prompt ends with).
+        """
+        messages = conversation(given, self.opening)
+        last = given[-1] if isinstance(given[-1], dict) else {}
+        raw = bool(last.get("raw")) and not self.settings.always_template
+        asked = int(gen_kwargs_of(request).get("max_new_tokens") or MAX_NEW_TOKENS)
+        asked = min(asked, last.get("max_new_tokens") or asked)
+        # No thought begins where no template is; a thought takes what room the prompt leaves.
+        most = asked if raw else max(asked, self._floor)
+        stop = (*sampling.stop, *last.get("stop", ()))
+        sampling = replace(sampling, max_new_tokens=most, stop=stop)
+        longest = min(
+            self.settings.max_prompt_tokens or sys.maxsize, self.engine.spec.max_position - asked
+        )
+        context = context_of(given, len(messages) - len(given))
+        return Ask(messages, sampling, context, longest, raw, str(last.get("begin", "")))

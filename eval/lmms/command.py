@@ -47,9 +47,20 @@ app = typer.Typer(add_completion=False, rich_markup_mode="rich")
 @app.command()
 def evaluate(
     tasks: Annotated[
-        list[str],
+        list[str] | None,
         typer.Option(help="Tasks, comma-separated or repeated; NAME_local reads --data."),
-    ],
+    ] = None,
+    reproduce: Annotated[
+        str | None,
+        typer.Option(
+            metavar="PAPER:TABLE",
+            help="Instead: the commands of a paper's table; --policy, --budget choose rows. "
+            "list: all tables.",
+        ),
+    ] = None,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Only print the commands of --reproduce.")
+    ] = False,
     model: Annotated[
         str | None,
         typer.Option(help="Model folder or hub id. Default: the small bundled model."),
@@ -83,6 +94,12 @@ def evaluate(
             rich_help_panel=_RUN,
         ),
     ] = None,
+    samples: Annotated[
+        int | None,
+        typer.Option(
+            min=1, help="Replies to each question, for tasks with pass@1.", rich_help_panel=_RUN
+        ),
+    ] = None,
     budget: Annotated[str | None, arguments.option("budget")] = None,
     policy: Annotated[str | None, arguments.option("policy")] = None,
     gates: Annotated[str | None, arguments.option("gates")] = None,
@@ -99,6 +116,23 @@ def evaluate(
     """Evaluate with lmms-eval; exit 1 when a task failed or had no samples."""
     from mmkv.resources import bundled_model, gates_source
 
+    if reproduce is not None:
+        if tasks or model_args or force_simple or more:
+            raise InputError(
+                "a table names its tasks and model arguments; leave out --tasks, --model-args, "
+                "--force-simple and what follows --, or run what --dry-run prints yourself"
+            )
+        choice: dict[str, Any] = {
+            "data": None if data is None else str(data),
+            "output": str(output),
+            **{"model": model, "gates": gates, "policy": policy, "budget": budget},
+            **{"samples": samples, "limit": limit, "batch_size": batch_size},
+            **{"device": device, "dtype": dtype, "gen_kwargs": gen_kwargs},
+        }
+        _reproduce(reproduce, choice, dry_run)
+        return
+    if dry_run:
+        raise InputError("--dry-run prints the commands of a table; add --reproduce PAPER:TABLE")
     if model is not None:
         locate(model)
     named = {
@@ -108,6 +142,7 @@ def evaluate(
         "gates": None if gates is None else gates_source(gates),
         "device": device,
         "dtype": dtype,
+        "thinking_floor": _own_floor(gen_kwargs),
     }
     options = ["--batch_size", str(batch_size), "--output_path", str(output), "--log_samples"]
     if limit is not None:
@@ -118,9 +153,28 @@ def evaluate(
         options += ["--gen_kwargs", gen_kwargs]
     if force_simple:
         options.append("--force_simple")
-    wanted = [name.strip() for group in tasks for name in group.split(",") if name.strip()]
-    job = EvalJob(wanted, _model_args(named, model_args), [*options, *(more or [])], output, data)
+    given = [pair.strip() for pair in (gen_kwargs or "").split(",")]
+    if (samples or 1) > 1 and {"temperature=0", "do_sample=False"} & set(given):
+        raise InputError("greedy replies to a question are all the same; drop --samples")
+    wanted = [name.strip() for group in tasks or () for name in group.split(",") if name.strip()]
+    settings = _model_args(named, model_args)
+    job = EvalJob(wanted, settings, [*options, *(more or [])], output, data, samples)
     raise typer.Exit(job.run())
+
+
+def _reproduce(name: str, given: dict[str, Any], dry_run: bool) -> None:
+    """Print a table's commands, or run them and print what came out."""
+    from mmkv.eval.papers.reproduce import TableChoice, find, lines, listed, run
+
+    if name == "list":
+        print(listed())
+        return
+    table = find(name)
+    choice = TableChoice(**{key: value for key, value in given.items() if value is not None})
+    if dry_run:
+        print("\n".join(lines(table, choice)))
+    else:
+        print(run(table, choice))
 
 
 @dataclass(frozen=True)
@@ -132,6 +186,7 @@ class EvalJob:
     options: list[str]
     output: Path
     data: Path | None
+    samples: int | None = None
 
     def run(self) -> int:
         """Run it and check what it wrote. Raises InputError before, EvaluationError after."""
@@ -139,7 +194,7 @@ class EvalJob:
         from mmkv.training.measure.record import require_output
 
         if not self.tasks:
-            raise InputError("no task is named; give --tasks NAME,NAME")
+            raise InputError("no task is named; give --tasks NAME,NAME, or --reproduce PAPER:TABLE")
         require_output(self.output)
         name = f"replies-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}.jsonl"
         kept = (self.output / name).resolve()
@@ -154,16 +209,17 @@ class EvalJob:
         return code
 
     def _run(self, variables: dict[str, str]) -> int:
-        from mmkv.eval.lmms.reports import CAUSE_VARIABLE, cause
+        from mmkv.eval.lmms.reports import CAUSE_VARIABLE, cause, cut_prompts
         from mmkv.eval.lmms.tasks import find, require_known, shipped_folder, write
+        from mmkv.eval.long_text.benchmarks import expanded
 
-        before = self._results()
+        before, wanted = self._results(), expanded(self.tasks)
         with tempfile.TemporaryDirectory(prefix="mmkv-eval-") as folder:
-            names = write(self.tasks, Path(folder), self.data)
+            names = write(wanted, Path(folder), self.data, self.samples)
             require_known(names, [Path(folder), shipped_folder()])
             # Other names may be groups, tags or patterns, which results list by their tasks.
             single = [n for n in names if find(n, Path(folder)) or find(n, shipped_folder())]
-            for given, name in zip(self.tasks, names, strict=True):
+            for given, name in zip(wanted, names, strict=True):
                 if given != name:
                     print(f"mmkv: task {given} runs as {name}", file=sys.stderr)
             joined = ",".join(names)
@@ -186,6 +242,8 @@ class EvalJob:
         found = sorted(self._results() - before)
         if not found:
             raise EvaluationError("lmms-eval ended without results; its message is above")
+        for line in cut_prompts(found[-1]):
+            print(f"mmkv: {line}", file=sys.stderr)
         if wrong := problems(found[-1], single):
             raise EvaluationError(f"{'; '.join(wrong)} (results in {found[-1]})")
         print(f"mmkv: results in {found[-1]}", file=sys.stderr)
@@ -262,6 +320,12 @@ def _model_args(named: dict[str, str | None], more: str | None) -> str:
         raise InputError("batch_size is not a model argument; write --batch-size")
     LmmsSettings.of(given)
     return ",".join(f"{name}={value}" for name, value in given.items())
+
+
+def _own_floor(gen_kwargs: str | None) -> str | None:
+    """Return 0 where the user gives a length of replies: it holds for models that think, too."""
+    names = [pair.partition("=")[0].strip() for pair in (gen_kwargs or "").split(",")]
+    return "0" if "max_new_tokens" in names else None
 
 
 def _environment() -> dict[str, str]:

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from mmkv.engine.errors import MmkvError
+from mmkv.eval.lmms.contexts import LEFT_OUT
 
 # Names the file; mmkv eval sets it for lmms-eval's process.
 REPLIES_VARIABLE = "MMKV_EVAL_REPLIES"
@@ -91,6 +92,39 @@ def reported_to_parent() -> Iterator[None]:
             )
             Path(path).write_text(text, encoding="utf-8")
         raise
+
+
+# What the samples file calls the texts of a document that were too long and lost something.
+CUTS = "cut"
+
+
+def cut_prompts(results: Path) -> list[str]:
+    """Return a line for each task some of whose prompts were cut or left out, from its samples."""
+    made = []
+    for path in sorted(results.parent.glob(results.name.removesuffix("results.json") + "*.jsonl")):
+        task, counts, cuts = path.stem.rpartition("samples_")[2], [0, 0], [0]
+        with path.open(encoding="utf-8") as file:
+            for row in map(json.loads, file):
+                counts[0] += 1
+                counts[1] += LEFT_OUT in str(row.get("filtered_resps"))
+                lost = _cache_of(row).get(CUTS)
+                cuts += [max(one["tokens"] for one in lost)] if lost else []
+        if len(cuts) > 1:
+            made.append(
+                f"task {task}: the context of {len(cuts) - 1} of {counts[0]} documents was cut, as "
+                f"the benchmark does it (the longest had {max(cuts):,} tokens); "
+                f"see token_counts in {path}"
+            )
+        if counts[1]:
+            made.append(
+                f"task {task}: {counts[1]} of {counts[0]} documents, too long, do not count"
+            )
+    return made
+
+
+def _cache_of(row: dict[str, Any]) -> dict[str, Any]:
+    counts = row.get("token_counts") or [None]
+    return (counts[0] or {}).get("cache") or {}
 
 
 def cause(path: Path) -> str | None:

@@ -6,6 +6,10 @@ task's ``generation_kwargs`` become mmkv's sampling as there. That adapter has `
 qwen-vl-utils has of its own. Its simple form applies them to pictures too. Frames are bounded one
 by one, not by the volume of the clip as in the checkpoint.
 
+A task's own limit of new tokens (16 for Video-MME, 128 for MMMU-Pro) is made for models that
+answer at once. One that thinks first would be cut inside its thought, so such models have
+``thinking_floor`` tokens at least, and what counts as their answer is what follows the thought.
+
 ``until``: lmms-eval gives a blank line to every task that names none, which would cut answers at
 their first paragraph. The built-in adapter ignores ``until`` in its chat form and drops blank lines
 from it in its simple form. This adapter does the same.
@@ -26,6 +30,7 @@ from mmkv.resources import bundled_model_name
 if TYPE_CHECKING:
     from mmkv import Engine
     from mmkv.generation_config import Generation
+    from mmkv.prompt.template import ChatTemplate
     from mmkv.sampling import Settled
 
 
@@ -34,6 +39,8 @@ SYSTEM_PROMPT = "You are a helpful assistant."
 # Whose lmms-eval adapter is followed.
 _QWEN = ("qwen3_vl", "qwen3_vl_moe")
 FRAMES = 32
+# Tokens of a reply that Qwen3's authors recommend for models that think.
+THINKING_FLOOR = 32768
 # Arguments of that adapter that are not taken here, with the remedy.
 _ELSEWHERE = {
     "device_map": "write device=cuda:0 or device=cpu",
@@ -50,14 +57,23 @@ class LmmsSettings:
 
     Attributes:
         engine: those of :class:`mmkv.engine.config.EngineConfig`; ``pretrained`` is its model.
+        max_prompt_tokens: bound on a prompt of the long-text tasks, beside the model's own.
+        template: ``always`` where the model's chat template frames also those prompts that a
+            benchmark publishes without one; ``task``: as the benchmark does it.
         min_pixels, max_pixels: bounds on a picture, and on a video frame; None: those that
             lmms-eval's Qwen3-VL adapter applies (:mod:`mmkv.eval.lmms.settings`).
         max_num_frames, fps: frames of a video; total_pixels: bound on all of them together.
         system_prompt: empty for none; None: that adapter's for Qwen3-VL, none for other models.
         seed: of sampling, where a task asks for a temperature.
+        thinking_floor: new tokens that a model which thinks may write at least, whatever limit the
+            task sets; 0: the task's limit holds.
+        visual_tokens: V: a document's budget is as many entries per row as its prompt has text
+            tokens, and V more (DBTrimKV, arXiv 2605.09649, table 1); None: ``budget``.
     """
 
     engine: EngineConfig
+    max_prompt_tokens: int | None = None
+    template: str = "task"
     min_pixels: int | None = None
     max_pixels: int | None = None
     max_num_frames: int = FRAMES
@@ -65,7 +81,13 @@ class LmmsSettings:
     total_pixels: int | None = None
     system_prompt: str | None = None
     seed: int = 1234
+    thinking_floor: int = THINKING_FLOOR
     batch_size: int = 1
+    visual_tokens: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.template not in ("task", "always"):
+            raise InputError(f"template={self.template} is unknown; write task or always")
 
     @classmethod
     def of(cls, given: dict[str, Any]) -> Self:
@@ -85,8 +107,18 @@ class LmmsSettings:
                 f"({bundled_model_name()} is the bundled one)"
             )
         typed = {name: _typed(name, value, kinds[name]) for name, value in given.items()}
+        if typed.get("visual_tokens") is not None and typed.get("budget") is not None:
+            raise InputError(
+                "visual_tokens sets the budget of each document, its text tokens and so many more; "
+                "leave out budget"
+            )
         loading = {name: typed.pop(name) for name in options() if name in typed}
         return cls(EngineConfig(model=typed.pop("pretrained"), **loading), **typed)
+
+    @property
+    def always_template(self) -> bool:
+        """Whether the chat template frames every prompt."""
+        return self.template == "always"
 
     @property
     def pretrained(self) -> str:
@@ -165,20 +197,39 @@ def _kinds() -> dict[str, tuple[type, bool]]:
     return kinds
 
 
+_MAY_BE_0 = ("seed", "thinking_floor")
+
+
 def _typed(name: str, value: Any, kind: tuple[type, bool]) -> Any:
     """Convert ``value`` to the field's type: lmms-eval guesses types (256.0, True) from text."""
     wanted, may_be_none = kind
     if value is None or (may_be_none and str(value).lower() == "none"):
         return None
     try:
+        if wanted is bool:
+            return {"true": True, "false": False}[str(value).lower()]
         if wanted is not int:
             return wanted(value)
-        if int(value) != float(value) or int(value) < (name != "seed"):
+        if int(value) != float(value) or int(value) < (name not in _MAY_BE_0):
             raise ValueError
         return int(value)
-    except (ValueError, OverflowError) as error:
-        noun = "a whole number of at least 1" if wanted is int else "a number"
+    except (ValueError, OverflowError, KeyError) as error:
+        least = int(name not in _MAY_BE_0)
+        nouns = {int: f"a whole number of at least {least}", bool: "true or false"}
+        noun = nouns.get(wanted, "a number")
         raise InputError(f"the model argument {name}={value} is not {noun}; correct it") from error
+
+
+def thinks(template: ChatTemplate) -> bool:
+    """Whether replies under this chat template begin with a thought, or may.
+
+    The template names marks of thoughts, and its opening of a reply does not close one at once, as
+    Qwen3's does where thinking is switched off.
+    """
+    if template.thoughts is None:
+        return False
+    opening = template.before_reply([{"role": "user", "content": "a"}])
+    return template.thoughts.close not in opening
 
 
 _TOKEN = 32 * 32  # pixels of one visual token

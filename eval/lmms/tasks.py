@@ -3,7 +3,8 @@
 lmms-eval knows a task by the name of its YAML, finds prompts by the name of the model, and looks
 for data on the hub. Two kinds of overrides change that: ``NAME_local`` reads files below a folder,
 and ``NAME_mmkv`` gives mmkv the prompts of a task for ``qwen3_vl``. Both include the installed
-task, so that scoring and prompts are lmms-eval's own.
+task, so that scoring and prompts are lmms-eval's own. Benchmarks that lmms-eval lacks are tasks of
+our own, which only have a local form; a file may hold several ``sets`` of one benchmark.
 
 The functions that task files name find pictures and videos of local tasks below the folder that
 --data names. They take the task's ``lmms_eval_specific_kwargs``, into which ``eval.lmms.tasks`` has
@@ -22,6 +23,7 @@ import difflib
 import re
 import sys
 from collections.abc import Sequence
+from copy import deepcopy
 from functools import cache
 from importlib import resources
 from importlib.resources.abc import Traversable
@@ -33,6 +35,7 @@ import yaml
 
 from mmkv.engine.errors import InputError, MmkvError
 from mmkv.engine.paths import is_file, is_folder
+from mmkv.eval.long_text.benchmarks import expanded, task_file, tasks
 from mmkv.eval.mmdu.data import Dialogue, find_pictures, interleave, read_benchmark, read_row
 from mmkv.eval.mmdu.scores import is_right
 from mmkv.resources import bundled_dialogues
@@ -253,9 +256,26 @@ _Dumper.add_representer(
 )
 
 
+@cache
+def _local_forms() -> dict[str, dict[str, Any]]:
+    made: dict[str, dict[str, Any]] = {}
+    for file in HERE.iterdir():
+        if not file.name.endswith(".yaml"):
+            continue
+        content = read(file)
+        sets = content.pop("sets", {Path(file.name).stem: {}})
+        made |= {name: {"task": f"{name}_local", **content, **own} for name, own in sets.items()}
+    return made
+
+
 def local_names() -> list[str]:
     """List the tasks that can read local files."""
-    return sorted(Path(file.name).stem for file in HERE.iterdir() if file.name.endswith(".yaml"))
+    return sorted(_local_forms())
+
+
+def local_form(name: str) -> dict[str, Any]:
+    """Return the settings of a task that reads local files; its files are patterns still."""
+    return deepcopy(_local_forms()[name])
 
 
 def shipped_folder() -> Path:
@@ -266,12 +286,15 @@ def shipped_folder() -> Path:
     return Path(spec.submodule_search_locations[0]) / "tasks"
 
 
-def write(names: Sequence[str], output: Path, data: Path | None = None) -> list[str]:
+def write(
+    names: Sequence[str], output: Path, data: Path | None = None, samples: int | None = None
+) -> list[str]:
     """Write the overrides that ``names`` need to ``output``; the names to give lmms-eval.
 
     With ``data``, tasks that have a local form read files below that folder. Names that need no
-    override come back as they are. Without ``data``, mmdu reads the small set of our own. Raises
-    InputError: a task without its data or a package that it imports, no lmms-eval.
+    override come back as they are. Without ``data``, mmdu reads the small set of our own.
+    ``samples``: replies to each question, for tasks that score several. Raises InputError: a task
+    without its data or a package that it imports, one that scores one reply alone, no lmms-eval.
     """
     shipped = shipped_folder()
     output.mkdir(parents=True, exist_ok=True)
@@ -280,14 +303,23 @@ def write(names: Sequence[str], output: Path, data: Path | None = None) -> list[
     for given in names:
         name = given.removesuffix("_local")
         _require(name)
-        if name in known and (data is not None or given.endswith("_local") or name == "mmdu"):
+        if samples is not None and (name not in known or "repeats" not in local_form(name)):
+            raise InputError(f"task {given} scores one reply to each question; drop --samples")
+        if name in tasks():
+            if data is None:
+                raise InputError(f"task {name} reads local files; add --data FOLDER")
+            made = task_file(name, data.resolve(), output, Function)
+        elif name in known and (data is not None or given.endswith("_local") or name == "mmdu"):
             if data is None and name != "mmdu":
                 raise InputError(f"task {given} reads local files; add --data FOLDER")
-            made = _local(name, (data or bundled_dialogues().parent).resolve(), shipped)
+            folder = (data or bundled_dialogues().parent).resolve()
+            made = _with_samples(_local(name, folder, shipped), samples)
         elif data is not None and given.endswith("_local"):
             raise InputError(f"no local form of task {given}; there is one of {', '.join(known)}")
         else:
             made = _prompts(given, shipped)
+            if made is None and name in known and find(name, shipped) is None:
+                raise InputError(f"task {given} reads local files; add --data FOLDER")
         if made is not None:
             text = yaml.dump(made, Dumper=_Dumper, sort_keys=False)
             (output / f"{made['task']}.yaml").write_text(text)
@@ -296,7 +328,7 @@ def write(names: Sequence[str], output: Path, data: Path | None = None) -> list[
 
 
 def _local(name: str, data: Path, shipped: Path) -> dict[str, Any]:
-    made = read(HERE / f"{name}.yaml")
+    made = local_form(name)
     kwargs = made.get(_KWARGS, {})
     if "include" in made:
         source = shipped / made["include"]
@@ -308,10 +340,19 @@ def _local(name: str, data: Path, shipped: Path) -> dict[str, Any]:
     folder, files = _files(name, data, patterns)
     if name == "mmdu":
         folder = check(files, folder)
+    made["dataset_path"] = "parquet" if files[0].endswith(".parquet") else "json"
     made["dataset_kwargs"] = {"data_files": {split: files}}
     # Under "default", so that every model gets them: a local task has one set of prompts.
     chosen = kwargs.get("qwen3_vl", kwargs.get("default", {}))
     made[_KWARGS] = {"default": {**chosen, FOLDER: str(folder)}}
+    return made
+
+
+def _with_samples(made: dict[str, Any], samples: int | None) -> dict[str, Any]:
+    """Return a task that asks each question so often, and hands all replies to its scoring."""
+    if samples is not None:
+        keep_all = {"function": "take_first_k", "k": samples}
+        made |= {"repeats": samples, "filter_list": [{"name": "samples", "filter": [keep_all]}]}
     return made
 
 
@@ -359,7 +400,7 @@ def require_known(names: Sequence[str], folders: Sequence[Path]) -> None:
     Raises:
         InputError: names what comes near.
     """
-    known: set[str] = set()
+    known = set(tasks())
     for path in (file for folder in folders for file in folder.rglob("*yaml")):
         for line in _NAMES.findall(path.read_text("utf-8")):
             known.update(re.findall(r"[\w.:+/-]+", line))
@@ -395,9 +436,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("output", type=Path, help="folder for the task files")
     parser.add_argument("tasks", nargs="+", help="names as in lmms-eval, or NAME_local")
     parser.add_argument("--data", type=Path, help="folder of local data")
+    parser.add_argument("--samples", type=int, help="replies to each question, for pass@1")
     args = parser.parse_args(arguments)
     try:
-        names = write(args.tasks, args.output, args.data)
+        names = write(expanded(args.tasks), args.output, args.data, args.samples)
     except MmkvError as error:
         print(f"mmkv.eval.lmms.tasks: error: {error}", file=sys.stderr)
         return 1

@@ -169,9 +169,14 @@ class Task:
         return hashlib.sha256(self.text.encode("utf-8", errors="surrogatepass")).hexdigest()[:16]
 
 
-def judge(client: JudgeClient, task: Task, asks: int) -> Verdict:
+Reader = Callable[[str], dict[str, int]]  # scores by heading; raises UnreadableScoresError
+
+
+def judge(client: JudgeClient, task: Task, asks: int, read: Reader = read_scores) -> Verdict:
     """Ask for the verdict on one answer; an unreadable reply is asked for again, ``asks`` times in
     all.
+
+    ``read`` reads the scores in a reply.
 
     Raises:
         NoVerdictError, MmkvError: there is no reply.
@@ -193,7 +198,7 @@ def judge(client: JudgeClient, task: Task, asks: int) -> Verdict:
             failure, detail = "refused", reply.refusal[:300]
             break
         try:
-            scores = read_scores(reply.text)
+            scores = read(reply.text)
         except UnreadableScoresError as error:
             failure, detail = error.kind, str(error)
             if reply.finish_reason == "length":
@@ -209,12 +214,13 @@ def judge_all(
     asks: int,
     workers: int,
     on_open: Callable[[Task, str], None],
+    read: Reader = read_scores,
 ) -> Iterator[Verdict]:
     """Yield verdicts as they come, in any order.
 
     Args:
         workers: calls at a time. on_open: called for a question that got no verdict, with the
-            reason.
+            reason. read: reads the scores in a reply.
 
     Raises:
         MmkvError: the judge cannot be used; earlier verdicts have been given.
@@ -231,7 +237,7 @@ def judge_all(
             except queue.Empty:
                 return
             try:
-                done.put((task, judge(client, task, asks)))
+                done.put((task, judge(client, task, asks, read)))
             except NoVerdictError as error:
                 done.put((task, error))
             except BaseException as error:  # raised again in the main thread
@@ -332,10 +338,11 @@ def run_judge(options: JudgeOptions) -> int:
             console, f"mmkv: {len(tasks) - len(todo)} of {len(tasks)} questions are judged already"
         )
     if todo:
-        if not _confirmed(options, console, todo):
+        if not confirmed(options.endpoint, console, todo, options.yes, options.prices):
             return 1
         try:
-            _ask(options, console, verdicts, todo)
+            asked = (options.asks, options.workers, options.quiet)
+            ask_all(options.endpoint, console, verdicts, todo, *asked)
         finally:
             # Also when the judge fails or Ctrl-C ends it: show the verdicts so far.
             _write(options, dialogues, missing, tasks, verdicts)
@@ -387,34 +394,57 @@ def _identity(options: JudgeOptions) -> dict[str, Any]:
     return {"model": options.endpoint.model, "extra": options.endpoint.extra, "asks": options.asks}
 
 
-def _confirmed(options: JudgeOptions, console: Console, todo: Sequence[Task]) -> bool:
-    line = estimate((task.text, task.pictures) for task in todo).line(options.prices)
-    _say(console, f"mmkv: judging takes {line}, sent to {options.endpoint.url}")
-    if options.yes:
+def confirmed(
+    endpoint: Endpoint,
+    console: Console,
+    todo: Sequence[Task],
+    yes: bool,
+    prices: tuple[float, float] | None = None,
+) -> bool:
+    """Say what judging takes and ask whether to send it, unless ``yes``. Raises InputError."""
+    line = estimate((task.text, task.pictures) for task in todo).line(prices)
+    _say(console, f"mmkv: judging takes {line}, sent to {endpoint.url}")
+    if yes:
         return True
     if not sys.stdin.isatty():
         raise InputError("nothing was sent: there is no terminal to confirm on; add --yes")
     return typer.confirm("Send them?", err=True)
 
 
-def _ask(options: JudgeOptions, console: Console, verdicts: Verdicts, todo: Sequence[Task]) -> None:
+def ask_all(
+    endpoint: Endpoint,
+    console: Console,
+    verdicts: Verdicts,
+    todo: Sequence[Task],
+    asks: int,
+    workers: int,
+    quiet: bool,
+    read: Reader = read_scores,
+) -> None:
+    """Judge ``todo``, with a bar, and write each verdict down; arguments as of :func:`judge_all`.
+
+    Raises:
+        MmkvError: the judge cannot be used.
+    """
+
     def note(text: str) -> None:
-        if not options.quiet:
+        if not quiet:
             _say(console, f"mmkv: judge: {text}")
 
-    client = JudgeClient(options.endpoint, note)
+    client = JudgeClient(endpoint, note)
     columns = (TextColumn("judging"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    shown = console.is_terminal and not options.quiet
+    shown = console.is_terminal and not quiet
     with Progress(*columns, console=console, transient=True, disable=not shown) as progress:
         bar = progress.add_task("judging", total=len(todo))
         for verdict in judge_all(
             client,
             todo,
-            options.asks,
-            options.workers,
+            asks,
+            workers,
             lambda task, why: _say(
                 console, f"mmkv: failed: dialogue {task.dialogue}, question {task.turn + 1}: {why}"
             ),
+            read,
         ):
             verdicts.add(verdict)
             progress.advance(bar)

@@ -135,6 +135,8 @@ class Cell:
         # Runs from before there were other ages than equation 9's do not name theirs.
         newest = scoring.newest_age if isinstance(scoring, Retention) else 1
         age = "" if newest == 1 else f" age {newest}"
+        # Nor do runs at each step name their interval, which was the default of all policies.
+        age += "" if made.interval == 1 else f" every {made.interval}"
         form = "" if self.kv == "auto" else f" kv {self.kv}"
         unit = " in bytes" if self.in_bytes else ""
         return f"{self.policy}@{self.lookahead}:{gates}{age}{form} at {self.budget}{unit}"

@@ -44,14 +44,17 @@ class Display(Terminal):
 
     def __init__(self, options: ChatOptions) -> None:
         super().__init__(options.quiet)
-        self.faded_said = False  # in this conversation
+        self.said: set[str] = set()  # what is said once in a conversation
 
-    def note_faded(self, memory: Memory) -> None:
-        """Say, once in a conversation, that pictures have lost most of their entries."""
-        line = faded_line(memory)
-        if line is not None and not self.faded_said:
-            self.faded_said = True
-            self.note(line)
+    def note_memory(self, memory: Memory) -> None:
+        """Say, each once in a conversation, that pictures are mostly gone and that it has passed
+        the trained context.
+        """
+        lines = {"faded": faded_line(memory), "compacted": compacted_line(memory)}
+        for kind, line in lines.items():
+            if line is not None and kind not in self.said:
+                self.said.add(kind)
+                self.note(line)
 
     def error(self, error: Exception) -> None:
         """Print an error that does not end the conversation, in one line."""
@@ -131,6 +134,16 @@ def faded_line(memory: Memory) -> str | None:
     )
 
 
+def compacted_line(memory: Memory) -> str | None:
+    """Say that the conversation is longer than what the model was trained for; None: it is not."""
+    if not memory.compactions:
+        return None
+    return (
+        "the conversation has passed the length that the model was trained for: what is left of it "
+        "was moved together and goes on (--no-endless ends it there)"
+    )
+
+
 def in_form(engine: Runtime) -> str:
     """Name the form of the cache, where it is not the model's dtype."""
     form = engine.cache.pool.form
@@ -154,6 +167,7 @@ def statistics(engine: Engine, session: Session) -> RenderableType:
         ("tokens seen", f"{memory.tokens_seen:,}"),
         ("entries kept", f"{memory.entries:,} of {total:,} ({kept})"),
         ("entries evicted", f"{memory.evicted:,}"),
+        *([("moved together", f"{memory.compactions:,} times")] if memory.compactions else []),
         ("pictures mostly gone", f"{len(memory.faded)} of {len(memory.pictures)}"),
         ("keys and values", f"{format_bytes(memory.kv_bytes)} in {memory.pages:,} pages"),
         ("metadata", format_bytes(memory.metadata_bytes)),
@@ -314,7 +328,7 @@ def answer(
         display.note(session.note)
     if session.last is not None:
         if session.last.memory is not None:
-            display.note_faded(session.last.memory)
+            display.note_memory(session.last.memory)
         _end_notes(session.last, options, display)
     return finished
 

@@ -627,7 +627,7 @@ class Repl:
         On a GPU a record costs bursts of steps, so that there /explain has to ask for it.
         """
         session.undo_depth, session.rewrites = UNDO_DEPTH, self.rewrites
-        self.display.faded_said = False
+        self.display.said = set()
         if self.engine.device.type == "cpu":
             session.record()
         return session

@@ -425,7 +425,7 @@ class EngineExecutor:
         decoding = [one for job in cast(Sequence[EngineJob], jobs) for one in job.decoding]
         for one in decoding:
             # A reply without a position left ends, so that it does not stop the others.
-            if one.session.next_position >= self.engine.spec.max_position:
+            if not one.session.has_room:
                 one.writer.attempt(one.writer.finish, "context")
         decoding = [one for one in decoding if one.writer.finish_reason is None]
         if not decoding:

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from mmkv.engine.budget import EVERY_STEP
 from mmkv.engine.errors import BudgetError, PolicyError, SessionError
 from mmkv.engine.runtime import Runtime
 from mmkv.engine.sequence import CachedSequence
@@ -47,7 +48,7 @@ class Plain:
         gained = [np.exp((age + n) * np.float64(beta)) for n in range(self.lookahead)]
         return float(np.log(np.sum(gained)) + np.log(self.weight[at]))
 
-    def cut(self, slack: int = 0) -> None:
+    def cut(self, slack: int) -> None:
         total = sum(map(len, self.held))
         if total <= self.budget + slack:
             return
@@ -85,10 +86,10 @@ class Both:
         assert engine.shared is not None
         cut = engine.shared.cut
 
-        def watched(sessions: Any, slack: int = 0, refused_by: Any = None) -> None:
+        def watched(sessions: Any, interval: Any = EVERY_STEP, refused_by: Any = None) -> None:
             self.feed()
-            cut(sessions, slack, refused_by)
-            plain.cut(slack)
+            cut(sessions, interval, refused_by)
+            plain.cut((interval.steps - 1) * engine.spec.rows)
             self.compare()
 
         engine.shared.cut = watched  # type: ignore[method-assign]
@@ -144,8 +145,8 @@ def test_what_is_kept_is_the_best_of_all(
     assert sum(one.evicted for one in both.sessions) > 0
     lengths = [one.entries for one in both.sessions]
     assert len(set(lengths)) > 1, "no session had more than another"
-    assert sum(lengths) <= budget * rows + engine.slack
-    if not engine.slack:
+    assert sum(lengths) <= budget * rows + (evict_every - 1) * rows
+    if evict_every == 1:
         assert min(lengths) >= floor * rows
     second.close()
     assert engine.shared is not None and engine.shared.held == first.entries + third.entries

@@ -85,7 +85,7 @@ def test_a_config_names_a_model() -> None:
 def test_the_defaults_are_those_of_the_documents() -> None:
     """eval/notes/lmms-eval.md, and docs/reference/glossary.md."""
     made = EngineConfig()
-    assert (made.lookahead, made.evict_every, made.page_size) == (2, 1, 16)
+    assert (made.lookahead, made.evict_every, made.page_size) == (2, None, 16)
     assert (made.device, made.dtype, made.weights) == ("auto", "auto", "auto")
     assert (made.gates, made.kv, made.kv_limit) == (None, None, None)
 
@@ -112,7 +112,7 @@ def test_an_engine_takes_its_options_from_the_config(folders: dict[str, Path]) -
     )
     for engine in (made, Runtime.from_config(config)):
         assert engine.budget == Budget.fraction(0.25)
-        assert (engine.evict_every, engine.prefill_chunk) == (3, 5)
+        assert (engine.interval.named, engine.prefill_chunk) == (3, 5)
         assert engine.cache.pool.page_size == 8
         assert engine.cache.pool.form.name == "k8v4"
         pool = engine.cache.pool
@@ -163,6 +163,7 @@ def test_lmms_eval_takes_every_option_as_text() -> None:
         "device": "cpu",
         "dtype": "float32",
         "vision_cache": "1GiB",
+        "endless": "False",
         "threads": "1",
     }
     assert set(texts) == set(options()) - {"model", "kv_limit"}
@@ -183,6 +184,7 @@ def test_lmms_eval_takes_every_option_as_text() -> None:
         device="cpu",
         dtype="float32",
         vision_cache="1GiB",
+        endless=False,
         threads=1,
     )
     assert LmmsSettings.of({"pretrained": "here"}).engine == EngineConfig(model="here")

@@ -17,6 +17,7 @@ from torch import Tensor
 
 import mmkv.engine.session_file as session_file
 from mmkv import Engine, bundled_model
+from mmkv.engine.budgets import page_bound
 from mmkv.engine.contents import with_pictures
 from mmkv.engine.errors import BudgetError, ContextError, InputError, SessionError
 from mmkv.engine.model.gates import Gates
@@ -151,6 +152,43 @@ def test_evict_every_bounds_the_peak(folders: dict[str, Path]) -> None:
         seen.append(session.memory().entries)
     cycle = [10 * rows, 11 * rows, 12 * rows, 13 * rows]
     assert seen == [*cycle, *cycle, *cycle, *cycle[:2]]
+
+
+@pytest.mark.parametrize(
+    ("policy", "given", "steps"),
+    [
+        ("gkv", None, {20: 5, 33: 8, 3: 1}),  # 128 in its paper, at most a quarter of the budget
+        ("rkv:interval=6", None, {20: 5, 33: 6}),
+        ("gkv:interval=6", 9, {20: 9, 3: 9}),  # what the engine is told goes before it
+        ("snapkv", None, {20: 1}),
+    ],
+)
+def test_a_policy_has_an_interval_of_its_own(
+    policy: str, given: int | None, steps: dict[int, int], folders: dict[str, Path]
+) -> None:
+    engine = load(folders["vl"], policy=policy, evict_every=given)
+    rows = engine.spec.rows
+    for budget, every in steps.items():
+        bound = page_bound(engine, Budget.of(budget), 40, 20)
+        with engine.session(budget) as session:
+            session.prefill(turn(40))
+            stand = [session.entries]
+            for token in text_ids(20, 3).tolist():
+                session.decode(token)
+                stand.append(session.entries)
+            assert session.memory().pages <= bound.steady
+        assert stand == [(budget + step % every) * rows for step in range(21)]
+        # Within as many bytes, the slack between two evictions included.
+        most_bytes = (bound.steady + 3) * engine.cache.pool.page_bytes
+        with engine.session(Budget.bytes(most_bytes)) as session:
+            session.prefill(turn(40))
+            for token in text_ids(20, 3).tolist():
+                session.decode(token)
+                assert session.memory().pages * engine.cache.pool.page_bytes <= most_bytes
+            assert session.evicted > 0
+        # The most pages are taken where each row's last one holds a single entry.
+        most = (budget + every) * rows + rows * (engine.cache.pool.page_size - 1)
+        assert bound.steady == -(-most // engine.cache.pool.page_size)
 
 
 @pytest.mark.slow(reason="long dialogues at several budgets")
@@ -535,7 +573,7 @@ def test_saving_is_atomic(engine: Runtime, tmp_path: Path, monkeypatch: pytest.M
 
 
 def test_a_prompt_over_the_context_changes_nothing(folders: dict[str, Path]) -> None:
-    engine = load(folders["text"])
+    engine = load(folders["text"], endless=False)
     session = engine.session()
     with pytest.raises(ContextError, match="64"):
         session.prefill(turn(65))

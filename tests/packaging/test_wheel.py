@@ -118,6 +118,8 @@ def test_the_wheel_holds_what_commands_need_and_no_more(wheel: Path) -> None:
         if "folder" not in one:  # the others are for tests
             assert {f"mmkv/web/vendor/{name}" for name in one["files"]} <= set(names)
     assert {"mmkv/web/base.css", "mmkv/web/theme.js"} <= set(names)
+    assert {"mmkv/eval/long_text/benchmarks.yaml", "mmkv/eval/lmms_tasks/mme.yaml"} <= set(names)
+    assert "mmkv/eval/papers/tables.yaml" in names
     assert [name for name in names if any(part in name for part in LEFT_OUT)] == []
     assert [name for name in names if name.endswith((".c", ".h"))] == []
 

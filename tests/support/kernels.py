@@ -23,6 +23,7 @@ from torch import Tensor
 from mmkv.engine.backends.cuda.kernels.append import empty_room, make_room
 from mmkv.engine.backends.cuda.kernels.buffers import PageTables
 from mmkv.engine.backends.cuda.kernels.evict import empty_eviction
+from mmkv.engine.budget import Interval
 from mmkv.engine.cache import COLUMNS, Columns, EncodedKV, KVForm, PagePool, RaggedCache
 from mmkv.engine.cache.forms import AUTO, Codec
 from mmkv.engine.cache.forms import FORMS as KV
@@ -390,7 +391,9 @@ class Machine:
         for seq in live.tolist():
             self.seen[seq] += 1
 
-    def evict(self, form: Any, seqs: list[int], budgets: list[int], slack: int) -> list[int]:
+    def evict(
+        self, form: Any, seqs: list[int], budgets: list[int], slack: int, part: int = 0
+    ) -> list[int]:
         """On both sides; the whole state must agree afterwards."""
         seen = [self.seen[seq] for seq in seqs]  # of an idle batch slot: any number
         dropped = form(
@@ -401,12 +404,14 @@ class Machine:
             on_device(seqs),
             on_device(seen),
             on_device(budgets),
-            slack,
+            Interval(slack // ROWS + 1, part),
         )
         expected = []
         for slot, (seq, budget) in enumerate(zip(seqs, budgets, strict=True)):
-            gone = nan = 0
-            if seq >= 0 and needs_eviction(self.cache, self.policy, seq, budget, slack):
+            gone, nan, let = 0, 0, slack
+            if part:
+                let = min(slack, max(budget // part // ROWS - 1, 0) * ROWS)
+            if seq >= 0 and needs_eviction(self.cache, self.policy, seq, budget, let):
                 gone, nan = eager_counts(self.cache, self.policy, seq, self.seen[seq], budget)
             expected.append(gone)
             self.nan[slot] += nan
@@ -424,4 +429,4 @@ class Machine:
             self.append(seqs)
         held = [int(self.cache.length[seq].sum()) for seq in seqs]
         budgets = [max(n - self.draw(-3, 0, 1, 4, 5, n // 4, n), ROWS) for n in held]
-        return self.evict(form, seqs, budgets, slack=self.draw(0, 0, ROWS))
+        return self.evict(form, seqs, budgets, self.draw(0, 0, ROWS, 9 * ROWS), self.draw(0, 4))

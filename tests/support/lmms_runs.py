@@ -18,7 +18,7 @@ from typing import Any
 
 import pytest
 
-from mmkv.eval.lmms.tasks import HERE, local_names, read, shipped_folder
+from mmkv.eval.lmms.tasks import local_form, local_names, shipped_folder
 
 ROOT = Path(__file__).resolve().parents[2]
 MODEL = ROOT / "assets" / "tiny-vlm"
@@ -52,7 +52,7 @@ class Written:
 def few_tasks(modules: Path) -> None:
     """Write ``lmms_eval`` below a folder: links to the installed one, with few tasks."""
     installed = shipped_folder().parent
-    local = [read(HERE / f"{name}.yaml").get("include", "") for name in local_names()]
+    local = [local_form(name).get("include", "") for name in local_names()]
     wanted = {include.split("/")[0] for include in local}
     (modules / "lmms_eval" / "tasks").mkdir(parents=True)
     for path in (*installed.iterdir(), *(installed / "tasks").iterdir()):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from mmkv.engine.backends.cuda.kernels.evict import unsupported_reason
 from mmkv.engine.policies import PRESETS, Policy, make_policy
-from mmkv.engine.scorer_state import has_on_append
+from mmkv.engine.scorer_state import has_on_append, has_on_step
 
 _ALL = {name: make_policy(name) for name in PRESETS}
 # Pruners need pictures and layers enough, and write gates are other gates: test_oracle.py has them.
@@ -24,6 +24,7 @@ def _kind(policy: Policy) -> tuple[object, ...]:
         bool(policy.scoring.needs.mass),
         bool(policy.scoring.needs.taps),
         has_on_append(policy.scoring),
+        has_on_step(policy.scoring),
     )
 
 

@@ -18,7 +18,13 @@ from mmkv.engine.backends.cpu.kernels import (
 )
 from mmkv.engine.cache import Entries, RaggedCache
 from mmkv.engine.policies.base import CacheView, WindowReduction
-from mmkv.engine.scorer_state import QUERIES, WindowAttention, score_entries, write_state
+from mmkv.engine.scorer_state import (
+    QUERIES,
+    WindowAttention,
+    score_entries,
+    window_attention,
+    write_state,
+)
 
 if TYPE_CHECKING:
     from mmkv.engine.backends.base import ChunkFunction
@@ -170,5 +176,7 @@ class CpuBackend(Backend):
 def _window_attention(
     cache: RaggedCache, seq: int, entries: Entries, view: CacheView, reduction: WindowReduction
 ) -> Tensor:
-    """Compute :func:`mmkv.engine.scorer_state.window_attention` in C."""
+    """Compute :func:`mmkv.engine.scorer_state.window_attention`, in C what C knows."""
+    if reduction.queries not in ("mean", "max"):
+        return window_attention(cache, seq, entries, view, reduction)
     return native_window_attention(cache, seq, cache.memory[QUERIES][seq], view.seen, reduction)

@@ -71,12 +71,13 @@ class NativeEvictor:
         if count > len(self._each):
             self._make_requests(count)
         tokens = 1 if batch.tokens else 0
-        new, slack, kept = tokens * self._rows, min(batch.slack, _MOST_ENTRIES), []
+        rows, interval, kept = self._rows, batch.interval, []
         deaths = batch.deaths or repeat(0)
         for request, seen, entries, allowed, room in zip(
             self._each, batch.seen, batch.entries, batch.allowed, deaths, strict=False
         ):
-            request.seen, request.entries, request.slack = seen + tokens, entries + new, slack
+            request.seen, request.entries = seen + tokens, entries + tokens * rows
+            request.slack = min(interval.slack(allowed, rows), _MOST_ENTRIES)
             request.budget = min(allowed, _MOST_ENTRIES)
             if room or request.trace:
                 request.trace = room or None

@@ -147,7 +147,9 @@ class GraphRunner:
                 if share:
                     seen = batch.seen[index] + burst.appended[index] + steps
                     allowed = Budget.fraction(share).entries(rows, seen, 0, 0)
-                most = min(most, max(allowed + self.model.slack, entries) + rows)
+                most = min(
+                    most, max(allowed + self.model.interval.slack(allowed, rows), entries) + rows
+                )
             largest = max(largest, most)
             pages += (most + rows * (size - 1)) // size - cache.held_pages(batch.seqs[index])
         return max(pages, 0), largest

@@ -218,7 +218,7 @@ class StaticStep:
                 self.seqs,
                 self.seen,
                 allowed,
-                model.slack,
+                model.interval,
             )
             torch.minimum(self.least_dropped, dropped, out=self.least_dropped)
         stopped = (self.token[:, None] == self.stop).any(-1) | self.broken

@@ -25,7 +25,7 @@ from mmkv.engine.cache import RaggedCache
 from mmkv.engine.model.spec import DecoderSpec
 from mmkv.engine.model.state_layer import State, StateLayer
 from mmkv.engine.model.weights import state_name
-from mmkv.engine.policies.base import Group, Needs, Pruner, Scorer, shaped
+from mmkv.engine.policies.base import ChunkStates, Group, Needs, Pruner, Scorer, shaped
 from mmkv.engine.scorer_state import QUERIES, store_queries, write_state
 
 
@@ -90,6 +90,7 @@ class PrefillChunk:
         self._visual, self._pruner = modality > 0, pruner
         self._writes = writes
         self._received: Tensor | None = None
+        self._keys: Tensor | None = None
         self._dropped: Tensor | None = None  # bool [C], of the chunk's tokens
         self._states: State = {}
 
@@ -105,6 +106,10 @@ class PrefillChunk:
         slot = self.slots[layer]
         if self._dropped is not None:
             slot = slot[:, ~self._dropped]
+        pruner = self._pruner
+        reads = pruner.reads if pruner is not None and layer == pruner.layer - 1 else ""
+        if reads == "keys":
+            self._keys = key.transpose(0, 1).flatten(1)
         key, value = pool.store(slot, key, value)
         query = pool.form.rotate(query)
         if self.needs.queries:
@@ -112,8 +117,8 @@ class PrefillChunk:
         if self.needs.mass:
             rows, mass = self._mass_of(layer, query, self.position, self.needs.mass)
             self._mass.append((rows.slot[rows.live], mass[rows.live]))
-        if self._pruner is not None and self._pruner.attention and layer == self._pruner.layer - 1:
-            self._received = self._paid_to_chunk(layer, query, self._pruner.attention)
+        if reads and reads != "keys":
+            self._received = self._paid_to_chunk(layer, query, reads)
         query = query[:, -1:] if last else query
         count = query.shape[1]
         grouped = query.reshape(spec.num_kv_heads, spec.group * count, spec.head_dim)
@@ -192,7 +197,7 @@ class PrefillChunk:
         if self._pruner is None or layer != self._pruner.layer or not visual.numel():
             return None
         received = None if self._received is None else self._received[visual]
-        made = self._pruner.keep(hidden[visual], received)
+        made = self._pruner.keep(ChunkStates(hidden, visual, received, self._keys))
         call = f"{type(self._pruner).__name__}.keep"
         kept = shaped(made, tuple(visual.shape), call, "bool [V], for each visual token").bool()
         self._dropped = torch.zeros_like(self._visual)

@@ -1,4 +1,4 @@
-"""Gate files: our safetensors + gates.json, and the published ``trimkv_weights.pth``."""
+"""Gate files: our safetensors + gates.json, ``trimkv_weights.pth``, and WG-KV's ``*.pt``."""
 
 from __future__ import annotations
 
@@ -21,7 +21,12 @@ from mmkv.engine.errors import STOPS, GateError, first_line
 from mmkv.engine.model.fingerprint import fingerprint, language_fingerprint
 from mmkv.engine.model.finite import find_not_finite
 from mmkv.engine.model.gates.module import Gates, make_random_gates, tied_gates, tying_of
-from mmkv.engine.model.gates.published import GATE_KEY, published_gates
+from mmkv.engine.model.gates.published import (
+    GATE_KEY,
+    WRITE_KEY,
+    published_gates,
+    published_write_gates,
+)
 from mmkv.engine.model.gates.write import WriteGates, make_random_write_gates, write_gates
 from mmkv.engine.model.spec import DecoderSpec
 from mmkv.engine.paths import is_file, is_folder, user_path
@@ -32,6 +37,7 @@ _TRUNK = re.compile(r"layers\.|.*\.retention_gate\.linear1\.")
 _SIZES = ("hidden_size", "num_layers", "num_kv_heads")
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 _TENSORS, _INFO, _PUBLISHED = "gates.safetensors", "gates.json", "trimkv_weights.pth"
+_PICKLES = (".pth", ".pt")  # how the authors of TRIM-KV, DBTrimKV and WG-KV publish gates
 
 
 def load_gates(source: str | Path, spec: DecoderSpec) -> Gates:
@@ -48,15 +54,15 @@ def load_gates(source: str | Path, spec: DecoderSpec) -> Gates:
     if str(source) == "random":
         return make_random_gates(spec)
     path, tensors, info = _read(source)
-    if info is None:
+    if info is None and not any(WRITE_KEY in name for name in tensors):
         return published_gates(tensors, spec)
-    if info.get("kind") == "write":
+    if info is None or info.get("kind") == "write":
         raise GateError(
             f"{path} holds write gates, and the policy reads retention gates; name a folder with "
             "those"
         )
     _check_shape(info, spec, _SIZES)
-    make = published_gates if info.get("layout") == "rg" else tied_gates
+    make = published_gates if info.get("layout") in ("rg", "rg10") else tied_gates
     return make(tensors, spec, info)
 
 
@@ -73,6 +79,8 @@ def load_write_gates(source: str | Path, spec: DecoderSpec) -> WriteGates:
     if str(source) == "random":
         return make_random_write_gates(spec)
     path, tensors, info = _read(source)
+    if info is None and any(WRITE_KEY in name for name in tensors):
+        return published_write_gates(tensors, spec)
     if info is None or info.get("kind") != "write":
         raise GateError(
             f"{path} holds retention gates, and the policy reads write gates; train those "
@@ -88,7 +96,7 @@ def _read(source: str | Path) -> tuple[Path, dict[str, Tensor], dict[str, object
     path = _locate(source)
     info = None
     try:
-        if path.suffix == ".pth":
+        if path.suffix in _PICKLES:
             tensors = torch.load(path, map_location="cpu", weights_only=True)
         else:
             info = json.loads((path.parent / _INFO).read_text(encoding="utf-8"))
@@ -106,9 +114,14 @@ def _read(source: str | Path) -> tuple[Path, dict[str, Tensor], dict[str, object
         raise GateError(
             f"cannot read gates from {path}: {first_line(error)}; fetch the file again"
         ) from error
-    if path.suffix == ".pth":
-        require_numbers(_published_part(tensors, path), str(path))
-        return path, tensors, None
+    if path.suffix in _PICKLES:
+        own = _published_part(tensors, path)
+        require_numbers(own, str(path))
+        return (
+            path,
+            {name: tensor for name, tensor in own.items() if isinstance(tensor, Tensor)},
+            None,
+        )
     if not isinstance(info, dict) or info.get("format") != FORMAT:
         raise GateError(f"{path} is not in the format {FORMAT}; save it with this mmkv version")
     require_numbers(tensors, str(path))
@@ -144,7 +157,11 @@ def _published_part(tensors: object, path: Path) -> dict[str, object]:
         raise GateError(
             f"{path} holds a {type(tensors).__name__}, not tensors by name; name a gate file"
         )
-    return {str(name): value for name, value in tensors.items() if GATE_KEY in str(name)}
+    return {
+        str(name): value
+        for name, value in tensors.items()
+        if GATE_KEY in str(name) or WRITE_KEY in str(name)
+    }
 
 
 def _refused_pickle(path: Path, error: Exception) -> str:
@@ -167,7 +184,7 @@ def trained_age(source: str | Path) -> Literal["paper", "released"]:
     Raises:
         GateError: not found.
     """
-    published = str(source) != "random" and _locate(source).suffix == ".pth"
+    published = str(source) != "random" and _locate(source).suffix in _PICKLES
     return "released" if published else "paper"
 
 
@@ -190,6 +207,8 @@ def gate_kind(source: str | Path) -> Literal["retention", "write"]:
     """
     if str(source) == "random":
         return "retention"
+    if _locate(source).suffix == ".pt":
+        return "write"
     try:
         info = json.loads((_locate(source).parent / _INFO).read_text(encoding="utf-8"))
         return "write" if info.get("kind") == "write" else "retention"
@@ -250,8 +269,7 @@ def save_gates(
             gains of a write gate.
 
     Raises:
-        GateError: for the published layout ``rg10``, which stays in its own file, for gates that
-            are not all finite numbers, and when the files cannot be written.
+        GateError: for gates that are not all finite numbers, and when the files cannot be written.
     """
     sizes: dict[str, object]
     if isinstance(gates, WriteGates):
@@ -259,13 +277,10 @@ def save_gates(
     elif gates.kind == "tied":
         readout = gates.tensors["readout.weight"]
         sizes = {"tying": tying_of(readout), "d_gate": readout.shape[-1] * spec.num_kv_heads}
-    elif gates.kind == "rg":
-        sizes = {"layout": "rg", "d_gate": gates.layers[0].readout.shape[1]}
     else:
-        raise GateError(
-            f"gates of kind {gates.kind!r} keep their own file; 'tied', 'rg' and 'write' are saved"
-        )
-    tensors = {name: tensor.detach().contiguous() for name, tensor in gates.tensors.items()}
+        sizes = {"layout": gates.kind, "d_gate": gates.layers[0].readout.shape[1]}
+    # Copies: the readout of rg10 may be one tensor for all layers, which safetensors refuses.
+    tensors = {name: tensor.detach().clone() for name, tensor in gates.tensors.items()}
     stored = as_stored(tensors, trunk_dtype)
     require_numbers(stored, "the gates to be saved")
     described = {

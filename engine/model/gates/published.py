@@ -1,6 +1,7 @@
-"""The gate layouts ``rg`` and ``rg10``, as TRIM-KV and DBTrimKV publish them.
+"""The gate layouts that authors publish: ``rg`` and ``rg10`` of TRIM-KV and DBTrimKV, and WG-KV's.
 
-``rg`` is the gate of TRIM-KV (arXiv 2512.03324, section 5.1); training writes it, too.
+``rg`` is the gate of TRIM-KV (arXiv 2512.03324, section 5.1), ``rg10`` that of DBTrimKV's released
+code; training writes both, too.
 """
 
 from __future__ import annotations
@@ -12,10 +13,15 @@ from torch import Tensor
 
 from mmkv.engine.errors import GateError
 from mmkv.engine.model.gates.module import Gates, LayerGate
+from mmkv.engine.model.gates.write import WriteGates, write_gates
 from mmkv.engine.model.spec import DecoderSpec
 
 GATE_KEY = "self_attn.retention_gate."
 _KEY = re.compile(r"layers\.(\d+)\.self_attn\.retention_gate\.(.+)$")
+
+
+WRITE_KEY = "self_attn.g_predictors."
+_WRITE = re.compile(r"layers\.(\d+)\.self_attn\.g_predictors\.(.+)$")
 
 
 def layer_name(name: str) -> str:
@@ -101,3 +107,55 @@ def published_gates(
 
 def _bias(part: dict[str, Tensor], last: str) -> Tensor:
     return part["bias"] if "bias" in part else part[f"{last}.bias"]
+
+
+def published_write_gates(tensors: dict[str, Tensor], spec: DecoderSpec) -> WriteGates:
+    """Build write gates from a checkpoint of WG-KV (arXiv 2512.17452), a ``.pt`` file.
+
+    Its gates are two convolutions of width 1 with a group for each KV head: ``conv1 [H w, 2 D, 1]``
+    reads the keys before and after RoPE, each after its norm (``pre_key_norm``, ``post_key_norm``),
+    and ``conv2 [H, w, 1]`` its hidden layer.
+
+    Raises:
+        GateError: gates that read something else, or of another shape.
+    """
+    parts: dict[int, dict[str, Tensor]] = {}
+    for key, tensor in tensors.items():
+        if match := _WRITE.search(key):
+            parts.setdefault(int(match[1]), {})[match[2]] = tensor.float()
+    if sorted(parts) != list(range(spec.entry_layers)):
+        raise GateError(
+            f"the write gates cover {len(parts)} layers, the model has {spec.entry_layers}; use "
+            "gates trained for this model"
+        )
+    heads, size = spec.num_kv_heads, spec.head_dim
+    width = parts[0]["conv2.weight"].shape[1:2].numel() if "conv2.weight" in parts[0] else 0
+    wanted = {
+        "pre_key_norm.weight": (size,),
+        "post_key_norm.weight": (size,),
+        "conv1.weight": (heads * width, 2 * size, 1),
+        "conv1.bias": (heads * width,),
+        "conv2.weight": (heads, width, 1),
+        "conv2.bias": (heads,),
+    }
+    for index, part in sorted(parts.items()):
+        found = {name: tuple(tensor.shape) for name, tensor in part.items()}
+        if found != wanted:
+            odd = next(n for n in [*wanted, *found] if found.get(n) != wanted.get(n))
+            raise GateError(
+                f"layer {index} of the write gates has {odd!r} of the shape {found.get(odd)}, this "
+                f"model needs {wanted.get(odd)}; use gates trained for it that read its keys "
+                "before and after rope"
+            )
+    layers = [parts[index] for index in range(spec.entry_layers)]
+    made = {
+        "norm.before": torch.stack([part["pre_key_norm.weight"] for part in layers]),
+        "norm.after": torch.stack([part["post_key_norm.weight"] for part in layers]),
+        "readout.weight": torch.stack([part["conv2.weight"][..., 0] for part in layers]),
+        "readout.bias": torch.stack([part["conv2.bias"] for part in layers]),
+    }
+    for index, part in enumerate(layers):
+        name = f"layers.{index}.linear1"
+        made[f"{name}.weight"] = part["conv1.weight"].view(heads, width, 2 * size)
+        made[f"{name}.bias"] = part["conv1.bias"].view(heads, width)
+    return write_gates(made, spec, {"layout": "WG-KV"})

@@ -15,6 +15,7 @@ from mmkv.engine.backends.base import Backend, Batch, Burst, Counts, LoadedModel
 from mmkv.engine.backends.cpu import CpuBackend
 from mmkv.engine.backends.cuda import GraphRunner
 from mmkv.engine.backends.torch.backend import TorchBackend
+from mmkv.engine.budget import Interval
 from mmkv.engine.cache import PagePool, RaggedCache
 from mmkv.engine.contents import retained_tokens
 from mmkv.engine.model.decoder import Decoder
@@ -76,7 +77,7 @@ def model_and_cache(policy: str) -> tuple[LoadedModel, RaggedCache]:
         policy=chosen,
         needs=chosen.scoring.needs,
         write_gates=None,
-        evict_every=1,
+        interval=Interval(),
         never_chosen=torch.empty(0, dtype=torch.int64),
     )
     memory = {}

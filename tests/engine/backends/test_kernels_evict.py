@@ -162,7 +162,6 @@ def test_rows_longer_than_a_block(form: Any, name: str, budget: int) -> None:
         on_device([0, 1]),
         on_device([1500, 3]),
         on_device([budget, 5]),
-        0,
     )
     assert dropped.tolist() == [eager_evict(cache, policy, 0, 1500, budget), 0]
     assert_same(cache, rows, columns)
@@ -187,7 +186,6 @@ def test_a_sequence_too_large_for_the_buffers_is_skipped_and_reported(form: Any,
         on_device([2, 0, 1]),
         on_device([seen[2], seen[0], seen[1]]),
         on_device([20, 20, 5]),
-        0,
     )
     assert dropped.tolist() == [-1, held[0] - 20, held[1] - 5]
     for seq, budget in ((0, 20), (1, 5)):
@@ -241,7 +239,6 @@ def test_scores_are_the_formula_correctly_rounded(form: Any, ahead: float) -> No
             on_device([0]),
             on_device([now]),
             on_device([count - 1]),
-            0,
         )
         key = work.keys[0, :count].cpu().numpy().view(np.uint32)
         got = np.where(key >> 31, key ^ np.uint32(1 << 31), ~key).view(np.float32)
@@ -268,7 +265,7 @@ def test_an_entry_of_age_0_has_the_score_of_torch(form: Any, ahead: float) -> No
     work, nans = empty_eviction(1, rows), 0
     for budget in range(11, 0, -1):  # one at a time: the order of all
         gone, nan = eager_counts(cache, policy, 0, now, budget)
-        form(work, policy, rows, columns, on_device([0]), on_device([now]), on_device([budget]), 0)
+        form(work, policy, rows, columns, on_device([0]), on_device([now]), on_device([budget]))
         nans += nan
         assert (work.dropped.tolist(), work.nan.tolist()) == ([gone], [nans])
         assert_same(cache, rows, columns)
@@ -377,8 +374,8 @@ SIZES = {
 }
 # Module, kernel, what varies, warps; then the most registers and bytes of shared memory.
 BUDGETS = [
-    ("evict", "plan_kernel", {"BLOCK": 512, "PER_ROW": False}, 4, 40, 64),
-    ("evict", "plan_kernel", {"BLOCK": 512, "PER_ROW": True}, 4, 40, 64),
+    ("evict", "plan_kernel", {"BLOCK": 512, "PER_ROW": False, "PART": 4}, 4, 40, 64),
+    ("evict", "plan_kernel", {"BLOCK": 512, "PER_ROW": True, "PART": 0}, 4, 40, 64),
     ("score", "score_kernel", {"BLOCK": 256, "HORIZON": 1, "PER_ROW": True}, 2, 64, 64),
     ("score", "score_kernel", {"BLOCK": 256, "HORIZON": 2, "PER_ROW": False}, 2, 64, 64),
     ("score", "score_kernel", {"BLOCK": 256, "HORIZON": 3, "PER_ROW": False}, 2, 96, 64),

@@ -7,6 +7,7 @@ import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import mpmath
 import pytest
@@ -20,6 +21,7 @@ from torch import Tensor, nn
 from mmkv.engine.errors import GateError, ModelError
 from mmkv.engine.model.fingerprint import fingerprint
 from mmkv.engine.model.gates import (
+    gate_kind,
     load_gates,
     load_write_gates,
     make_random_gates,
@@ -277,11 +279,89 @@ def test_trained_rg_gates_are_trim_kvs(stored: torch.dtype | None, tmp_path: Pat
     )
 
 
-def test_the_published_rg10_layout_is_not_saved(tmp_path: Path) -> None:
-    spec = make_spec(layers=2)
-    gates = load_gates(write(published(spec, "rg10"), tmp_path / "gates"), spec)
-    with pytest.raises(GateError, match="own file"):
-        save_gates(gates, tmp_path / "copy", spec)
+@pytest.mark.parametrize("gate", ["rg10", "linear"])
+def test_gates_of_other_layouts_are_trained_and_kept(gate: str, tmp_path: Path) -> None:
+    """``rg10`` starts as its authors start it; a linear gate is W x + b, in the layout of rg."""
+    spec = make_spec(layers=3, kv_heads=2)
+    trained = TrainableGates(spec, d_gate=64, bias=18.0, seed=2, gate=gate)
+    own = dict(trained.named_parameters())
+    tensors = trained.file_tensors()
+    if gate == "rg10":
+        wanted = published(spec, "rg10")
+        shapes = {k: tuple(64 if n == INNER else n for n in t.shape) for k, t in wanted.items()}
+        assert {name: tuple(tensor.shape) for name, tensor in tensors.items()} == shapes
+        assert float(own["layers.1.linear2.weight"].detach().std()) == pytest.approx(0.02, rel=0.1)
+        assert not own["layers.1.linear2.bias"].any() and (own["bias"] == 18.0).all()
+    save_gates(trained.gates(), tmp_path, spec)
+    gates = load_gates(tmp_path, spec)
+    assert gates.kind == ("rg10" if gate == "rg10" else "rg")
+    hidden = torch.randn(6, spec.hidden_size, generator=torch.Generator().manual_seed(3))
+    for layer in range(spec.num_layers):
+        if gate == "rg10":
+            expected = sequential(tensors, layer, "rg10")(hidden.double())
+        else:
+            weight, bias = (own[f"layers.{layer}.{name}"].double() for name in ("weight", "bias"))
+            expected = hidden.double() @ weight.T + bias
+        got = gates.logits(layer, hidden)
+        torch.testing.assert_close(got.double(), expected, rtol=1e-5, atol=1e-6)
+    sum(trained.gates().log_beta(layer, hidden).sum() for layer in range(3)).backward()
+    assert all(parameter.grad.abs().sum() > 0 for parameter in own.values())
+
+
+def wgkv_checkpoint(spec: DecoderSpec, width: int = 5) -> tuple[dict[str, torch.Tensor], Any]:
+    """A file as WG-KV's authors publish it, and what each layer's g is, by grouped convolutions."""
+    random = torch.Generator().manual_seed(4)
+    heads, size = spec.num_kv_heads, spec.head_dim
+
+    def draw(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=random)
+
+    tensors = {}
+    for layer in range(spec.num_layers):
+        for name, tensor in {
+            "pre_key_norm.weight": 1 + 0.1 * draw(size),
+            "post_key_norm.weight": 1 + 0.1 * draw(size),
+            "conv1.weight": draw(heads * width, 2 * size, 1) / 4,
+            "conv1.bias": draw(heads * width),
+            "conv2.weight": draw(heads, width, 1),
+            "conv2.bias": draw(heads),
+        }.items():
+            tensors[f"model.layers.{layer}.self_attn.g_predictors.{name}"] = tensor
+
+    def g(layer: int, before: torch.Tensor, after: torch.Tensor) -> torch.Tensor:
+        own = {k.split("g_predictors.")[1]: t for k, t in tensors.items() if f".{layer}." in k}
+        both = [
+            F.rms_norm(key, (size,), own[f"{name}_key_norm.weight"], 1e-6)
+            for name, key in (("pre", before), ("post", after))
+        ]
+        x = torch.cat(both, -1).permute(1, 2, 0).reshape(1, heads * 2 * size, -1)
+        x = F.gelu(F.conv1d(x, own["conv1.weight"], own["conv1.bias"], groups=heads))
+        return F.conv1d(x, own["conv2.weight"], own["conv2.bias"], groups=heads)[0].T.sigmoid()
+
+    return tensors, g
+
+
+def test_wgkvs_checkpoints_are_read(tmp_path: Path) -> None:
+    spec = make_spec(layers=3, kv_heads=2)
+    tensors, g = wgkv_checkpoint(spec)
+    path = tmp_path / "llama-3.1-8b-instruct-0.16.pt"
+    torch.save(tensors | {"model.norm.weight": torch.ones(3)}, path)  # what else it may hold
+    assert gate_kind(path) == "write"
+    gates = load_write_gates(path, spec)
+    before, after = torch.randn(2, 7, 2, spec.head_dim)
+    for layer in range(3):
+        got = gates.log_g(layer, before, after).exp()
+        torch.testing.assert_close(got, g(layer, before, after), rtol=1e-5, atol=1e-6)
+    save_gates(gates, tmp_path / "copy", spec)  # and may be kept without the pickle
+    assert load_write_gates(tmp_path / "copy", spec).fingerprint() == gates.fingerprint()
+    with pytest.raises(GateError, match="write gates"):
+        load_gates(path, spec)
+    name = "model.layers.1.self_attn.g_predictors.conv1.weight"
+    torch.save(tensors | {name: tensors[name][:, :-2]}, path)
+    with pytest.raises(GateError, match=r"layer 1 .*'conv1\.weight' of the shape"):
+        load_write_gates(path, spec)
+    with pytest.raises(GateError, match="cover 3 layers, the model has 2"):
+        load_write_gates(path, make_spec(layers=2, kv_heads=2))
 
 
 def test_trunks_stored_in_half_read_the_same_within_its_rounding(tmp_path: Path) -> None:

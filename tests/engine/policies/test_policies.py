@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from mmkv.engine.backends.cuda.static_step import StaticStep
+from mmkv.engine.budget import Interval
 from mmkv.engine.errors import BudgetError, PolicyError, SessionError
 from mmkv.engine.model.gates import Gates, LayerGate
 from mmkv.engine.policies import PRESETS, Budget, CacheView, Needs, NewTokens, make_policy
@@ -319,7 +320,8 @@ def test_registry() -> None:
     for name in PRESETS:
         policy = make_policy(name)
         assert policy.name == name and policy.source
-        assert policy.evicts == (name not in ("full", "fastv", "divprune", "wgkv"))
+        never = name in ("full", "wgkv") or policy.pruner is not None
+        assert policy.evicts is not never
     assert make_policy("dbtrimkv", 5).scoring == Retention(5)
     assert make_policy("trimkv", 5).scoring == Retention(1, newest_age=0)
     with pytest.raises(PolicyError) as error:
@@ -374,14 +376,22 @@ def test_budget_units() -> None:
         # The worst split of that many entries over the rows still fits the bytes.
         worst = (entries + rows * (page - 1)) // page
         assert worst * page_bytes <= count < (worst + 2) * page_bytes
-        assert Budget.bytes(count).entries(rows, 10, page, page_bytes, 42) == entries - 42
+        assert Budget.bytes(count).entries(rows, 10, page, page_bytes, Interval(8)) == entries - 42
     too_small = (Budget.of(0.5), Budget.bytes(100))
     for budget in too_small:
         with pytest.raises(BudgetError, match="at least 1 entry per row"):
             budget.entries(rows, 10, page, page_bytes)
     with pytest.raises(BudgetError, match=r"\(9,000 bytes of pages\)"):
-        Budget.bytes(8_999).entries(rows, 10, page, page_bytes, 42)  # 9 x 16 = 6 x 15 + 42 + 12
-    assert Budget.bytes(9_000).entries(rows, 10, page, page_bytes, 42) == 12
+        Budget.bytes(8_999).entries(rows, 10, page, page_bytes, Interval(8))  # 9 x 16 = 90 + 54
+    assert Budget.bytes(9_000).entries(rows, 10, page, page_bytes, Interval(8)) == 12
+    for steps in (1, 2, 9, 128):  # what stays in bytes is the most that leaves room for its slack
+        for total in range(rows, 900, 5):
+            stays = Interval(steps, 4).within(total, rows)
+
+            def stands(entries: int, steps: int = steps) -> int:
+                return entries + (max(min(steps, entries // rows // 4), 1) - 1) * rows
+
+            assert stands(stays) <= total < stands(stays + rows)
     for value in (0, -1, math.inf, math.nan):
         with pytest.raises(BudgetError):
             Budget.of(value)

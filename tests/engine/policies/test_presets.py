@@ -66,10 +66,13 @@ PUBLISHED = {
     "adakv": "floor=0.2,window=16,kernel=5,pool=avg,group=mean",
     "ada-pyramidkv": "beta=20,floor=0.2,window=16,kernel=5,pool=avg,group=mean",
     "morphkv": "window=32,fusion=sum,group=mean",
-    "rkv": "window=8,lambda=0.1,kernel=7,threshold=0.5",
-    "gkv": "window=16,alpha=0.8,form=max,redundancy=true,lambda=0.7,threshold=0.5,group=max",
+    "rkv": "window=8,lambda=0.1,kernel=7,threshold=0.5,interval=128",
+    "gkv": "window=16,alpha=0.8,form=max,redundancy=true,lambda=0.7,threshold=0.5,group=max,"
+    "interval=128",
     "keydiff": "recent=0",
     "knorm": "recent=0",
+    "cake": "window=32,kernel=5,gamma=200,tau1=1.6,tau2=0.6",
+    "raas": "alpha=1e-4,group=max",
     "lagkv": "sinks=4,lag=128",
     "epikv": "a=0.3125,b=0.65625,window=64,eps=1e-6",
     "hs-variance": "a=0.3125,b=0.65625,window=64",
@@ -79,8 +82,10 @@ PUBLISHED = {
     "lag-kv": "lag=128",
     "attention-hs": "a=0.3125,window=64,eps=1e-6,group=mean",
     "segments-hs": "segment=128,r=64,e=32,t=8,a=0.3125,b=0.65625,window=64,eps=1e-6",
-    "fastv": "layer=2,keep=0.5,attention=all",
-    "divprune": "keep=0.098",
+    "fastv": "layer=2,keep=0.5,tokens=0,attention=all",
+    "divprune": "keep=0.098,tokens=0",
+    "dart": "layer=2,keep=0.222,tokens=0,visual_pivots=4,text_pivots=4",
+    "cdpruner": "keep=0.111,tokens=0",
     "wgkv": "window=0,threshold=0.1",
     "wgkv+dbtrimkv": "window=0,threshold=0.1,lookahead=2,age=paper",
     "wgkv+snapkv": "window=0,threshold=0.1,observed=0,kernel=5,pool=max,group=max",
@@ -90,7 +95,7 @@ PROTECTED = {
     "streamingllm": (4, 0, None),
     "lagkv": (4, 0, None),
     "h2o": (0, 0, 0.5),
-    "morphkv": (0, 32, None),
+    **dict.fromkeys(["morphkv", "cake"], (0, 32, None)),
     "rkv": (0, 8, None),
     **dict.fromkeys(["snapkv", "pyramidkv", "adakv", "ada-pyramidkv", "gkv"], (0, 16, None)),
     **dict.fromkeys(["epikv", "hs-variance", "band-adaptive"], (0, 128, 0.25)),
@@ -107,7 +112,7 @@ def test_the_defaults_are_the_published_numbers(preset: str) -> None:
     assert given == {key for key, one in PRESETS[preset].parameters.items() if not one.path}
     kept = plain.protect_first, plain.protect_recent, plain.recent_share
     assert kept == PROTECTED.get(preset, (0, 0, None))
-    assert plain.keeps_prompt is (PROTECTED.get(preset, (0, 0, None))[2] == 0.25)
+    assert plain.keeps_prompt is (kept[2] == 0.25 or preset == "raas")
     for pair in filter(None, PUBLISHED[preset].split(",")):
         name, _, value = pair.partition("=")
         parameter = PRESETS[preset].parameters[name]
@@ -121,8 +126,10 @@ def test_the_defaults_are_the_published_numbers(preset: str) -> None:
 # By name, the values next to what can be: shares, counts from 1, and counts from 0.
 IMPOSSIBLE = {
     **dict.fromkeys("floor lambda threshold keep a b alpha".split(), ("-0.01", "1.01")),
-    **dict.fromkeys("window lag segment layer beta kernel".split(), ("0", "-1")),
-    **dict.fromkeys("sinks r e t free observed".split(), ("-1",)),
+    **dict.fromkeys("window lag segment layer beta kernel interval".split(), ("0", "-1")),
+    **dict.fromkeys(["visual_pivots", "tau1", "tau2"], ("0", "-1")),
+    "gamma": ("-0.1",),
+    **dict.fromkeys("sinks r e t free observed tokens text_pivots".split(), ("-1",)),
     "lookahead": ("0.5", "0"),
     "eps": ("-1e-9",),
 }
@@ -154,6 +161,7 @@ def test_an_identity_tells_every_part_of_a_policy_apart() -> None:
         "keeps_prompt": True,
         "pruner": make_policy("fastv").pruner,
         "admission": make_policy("wgkv").admission,
+        "interval": 7,
     }
     assert set(changes) == {field.name for field in fields(base)} - {"name", "source"}
     several = replace(base, recent_share=0.25, admission=changes["admission"])
@@ -441,6 +449,7 @@ class Loose:
         ("x", replace(OLDEST, scoring=Silent()), "lacks needs = Needs"),
         ("x", replace(OLDEST, scoring=Loose()), "not a dataclass"),
         ("x", replace(OLDEST, scoring=Oldest), "give an instance: Oldest"),
+        ("x", replace(OLDEST, interval=0), "interval=0; give a whole number"),
     ],
 )
 def test_what_cannot_be_registered(name: str, policy: Any, says: str) -> None:

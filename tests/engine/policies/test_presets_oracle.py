@@ -58,9 +58,14 @@ VALUES: dict[str, st.SearchStrategy[Any]] = {
     "lookahead": st.sampled_from([1, 2, 5]),
     "age": st.sampled_from(["paper", "released"]),
     "observed": st.integers(0, 4),
+    "interval": st.sampled_from([1, 2, 128]),
+    "gamma": st.sampled_from([0.0, 1.0, 200.0]),
+    "tau1": st.sampled_from([0.6, 1.0, 1.6]),
+    "tau2": st.sampled_from([0.6, 1.0, 1.6]),
 }
 # Where a name means something of its own.
 OWN: dict[tuple[str, str], st.SearchStrategy[Any]] = {
+    ("raas", "alpha"): st.sampled_from([0.0001, 0.05, 0.1, 0.3]),
     ("h2o", "recent"): st.sampled_from([0.0, 0.25, 0.5, 0.75]),
     # The range of two values may be a rounding of both, and this score divides by it squared.
     ("lag-kv", "lag"): st.integers(3, 6),
@@ -81,7 +86,7 @@ class Setting:
     parameters: dict[str, Any]
     budget: float
     later: float
-    evict_every: int
+    evict_every: int | None
     chunk: int
     page_size: int
     native: bool
@@ -121,7 +126,7 @@ def drawn(draw: Callable[[st.SearchStrategy[Any]], Any], name: str, kv: str = "a
         parameters,
         draw(budgets),
         draw(budgets),
-        draw(st.sampled_from([1, 1, 3])),
+        draw(st.sampled_from([None, None, 1, 3])),
         draw(st.sampled_from([5, 16, 2048])),
         draw(st.sampled_from([8, 16])),
         draw(st.booleans()),

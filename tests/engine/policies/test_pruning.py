@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,13 @@ from torch import Tensor
 
 from mmkv.engine.errors import PolicyError
 from mmkv.engine.policies import HeadAllocation, Policy, make_policy
-from mmkv.engine.policies.pruning import LeastAttended, MostDiverse
+from mmkv.engine.policies.base import ChunkStates
+from mmkv.engine.policies.pruning import (
+    ConditionallyDiverse,
+    LeastAttended,
+    LeastDuplicated,
+    MostDiverse,
+)
 from mmkv.engine.policies.scoring import Recency, Retention
 from mmkv.engine.runtime import Runtime
 from tests.support.factories import make_model, make_turn
@@ -29,6 +36,13 @@ METHODS: dict[str, dict[str, Any]] = {
     "fastv": {},
     "fastv:layer=1,attention=last": {"layer": 1, "attention": "last"},
     "divprune:keep=0.4": {"keep": 0.4},
+    "dart:layer=1,tokens=5,visual_pivots=2,text_pivots=1": {
+        "layer": 1,
+        "tokens": 5,
+        "visual_pivots": 2,
+        "text_pivots": 1,
+    },
+    "cdpruner:keep=0.4": {"keep": 0.4},
 }
 
 
@@ -110,10 +124,15 @@ def test_a_text_prompt_is_not_pruned(models: dict[str, Path]) -> None:
 
 def test_single_and_equal_tokens() -> None:
     same = torch.ones(5, 4)
-    assert MostDiverse(0.4).keep(same, None).tolist() == [True, True, False, False, False]
-    assert MostDiverse(0.01).keep(same[:1], None).tolist() == [True]
-    got = LeastAttended(1, 0.5).keep(same, torch.tensor([0.1, 0.3, 0.3, 0.0, 0.3]))
-    assert got.tolist() == [False, True, True, False, False]
+    every = ChunkStates(same, torch.arange(5), torch.tensor([0.1, 0.3, 0.3, 0.0, 0.3]), same)
+    two = [True, True, False, False, False]
+    for pruner in (MostDiverse(0.4), ConditionallyDiverse(0.4), LeastDuplicated(share=0.4)):
+        assert pruner.keep(every).tolist() == two
+        one = ChunkStates(same[:1], torch.arange(1), keys=same[:1])
+        assert pruner.keep(one).tolist() == [True]
+        fewer = replace(pruner, tokens=9).keep(every)
+        assert fewer.all(), "no more than there are"
+    assert LeastAttended(1, 0.5).keep(every).tolist() == [False, True, True, False, False]
 
 
 def test_what_cannot_be_pruned_is_refused(models: dict[str, Path]) -> None:

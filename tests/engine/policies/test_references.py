@@ -529,7 +529,7 @@ def test_epikv_and_its_controls_do_not_change_once_given(name: str) -> None:
 
 
 def test_gkv_keeps_the_first_scores_as_they_are_and_forgets_none() -> None:
-    oracle = Oracle(model(), None, "gkv", 12, window=4, redundancy=False)
+    oracle = Oracle(model(), None, "gkv", 12, evict_every=1, window=4, redundancy=False)
     oracle.prefill({"input_ids": text_ids(20, 3)[None]})
     method: Any = oracle.method
     before = method.history.clone()
@@ -554,7 +554,6 @@ def test_the_documents_name_every_method_with_its_defaults() -> None:
         known = {f.name.rstrip("_"): getattr(method, f.name) for f in fields(method) if f.init}
         _, _, parameters = sections[name].partition("Parameters:")
         named = dict(re.findall(r"`(\w+)=([\w.-]+)`", parameters)) if parameters else {}
-        named.pop("evict_every", None)
         known.pop("write_gates", None)  # a path, which has no default
         if name == "wgkv+dbtrimkv":
             known.pop("recent")  # its local window is in its place

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -21,14 +22,17 @@ from mmkv.eval.lmms.settings import (
     LmmsSettings,
     sampling_of,
     stop_strings,
+    thinks,
 )
+from mmkv.eval.lmms.tasks import write
 from mmkv.generation_config import Generation, generation_of
 from mmkv.prompt.media import load_image
 from mmkv.prompt.processing import Processor
 from mmkv.prompt.template import ChatTemplate
 from mmkv.training.data.dialogues import dense
 from mmkv.training.data.scenes import make_scene, render
-from tests.support.chat_models import byte_tokenizer
+from tests.mmkv.prompt.test_held import OPENED, THOUGHTS
+from tests.support.chat_models import CHATML, byte_tokenizer, save_llama, script
 from tests.support.lmms_runs import MODEL, needs_lmms_eval
 
 
@@ -60,6 +64,8 @@ def assistant(text: str) -> dict[str, Any]:
         ({"pretrained": "m", "max_num_frames": 0}, "max_num_frames=0 is not a whole number"),
         ({"pretrained": "m", "evict_every": 1.5}, "evict_every=1.5 is not a whole number"),
         ({"pretrained": "m", "fps": "many"}, "fps=many is not a number"),
+        ({"pretrained": "m", "template": "never"}, "template=never is unknown; write task or"),
+        ({"pretrained": "m", "visual_tokens": 64, "budget": 9}, "leave out budget"),
     ],
 )
 def test_wrong_model_arguments_are_named(given: dict[str, Any], message: str) -> None:
@@ -277,6 +283,30 @@ def test_a_batch_answers_as_one_by_one(chat: Any) -> None:
 
 
 @needs_lmms_eval
+def test_a_budget_of_all_text_tokens_and_some_visual_ones(
+    chat: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Table 1 of DBTrimKV: beside methods that prune each prompt to V visual tokens."""
+    docs = [
+        [user(picture(1), "what is at row 1, column 1?")],
+        [user("picture 1:", picture(2), "picture 2:", picture(3), "name every cell.")],
+    ]
+    monkeypatch.setattr(chat, "settings", replace(chat.settings, visual_tokens=5))
+    got = chat.generate_until(requests_of(chat, docs, lambda doc: doc, max_new_tokens=12))
+    for doc, result in zip(docs, got, strict=True):
+        messages = conversation(doc, SYSTEM_PROMPT)
+        inputs = chat.engine.inputs(messages)
+        visual = int(inputs["image_grid_thw"].prod(1).sum()) // 4
+        budget = inputs["input_ids"].numel() - visual + 5
+        sampling = mmkv.Sampling(max_new_tokens=12)
+        (reply,) = chat.engine.generate(messages, sampling, budget)
+        counts = result.token_counts.to_dict()
+        assert result.text == reply.text and counts["cache"]["evicted"] > 0
+        assert counts["cache"]["entries"] == budget * chat.engine.spec.rows
+        assert counts["cache"]["budget"] == "its text tokens and 5 entries per row"
+
+
+@needs_lmms_eval
 def test_rounds_add_their_own_tokens_only(chat: Any) -> None:
     """Under a budget, where reading the history again would not give the same cache."""
     dialogues = [dense(seed, "heldout", 2, 4, search=False) for seed in range(2)]
@@ -402,6 +432,46 @@ def test_the_simple_form_stops_where_the_task_says(simple: Any) -> None:
 
 
 @needs_lmms_eval
+def test_a_model_that_thinks_is_not_cut_inside_its_thought(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Under a task's limit of 16 tokens, which the thought alone uses up; one byte is a token."""
+    from loguru import logger
+
+    from mmkv.eval.lmms.adapter import MmkvChat
+
+    def ask(bound: int | None = None, **given: int) -> tuple[str, str]:
+        doc = [user("which?") | ({"max_new_tokens": bound} if bound else {})]
+        model = MmkvChat(pretrained=str(folder), policy="full", dtype="float32", **given)
+        script(monkeypatch, model.engine, ["I look at each cell\n</think>\n\nB"])
+        said: list[str] = []
+        sink = logger.add(said.append, level="WARNING")
+        (result,) = model.generate_until(
+            requests_of(model, [doc], lambda doc: doc, max_new_tokens=16)
+        )
+        logger.remove(sink)
+        return result.text, "".join(map(str, said))
+
+    folder = save_llama(tmp_path, OPENED)
+    text, said = ask()
+    assert text == "B"
+    assert "replies may have 32768 new tokens, not 16; thinking_floor=0 keeps" in said
+    assert said.count("thinking_floor") == 1
+    assert ask(bound=8)[0] == "B"  # a bound of the messages is a limit as well
+    text, said = ask(thinking_floor=0)
+    assert text == ""  # not the thought, in which an answer could be found by chance
+    assert "1 of 1 replies were cut inside their thought and have no answer; raise" in said
+
+
+def test_which_templates_think() -> None:
+    opening = "<|im_start|>assistant\n<think>\n"
+    closed = OPENED.replace(opening, opening + "\n</think>\n\n")
+    made = [ChatTemplate(byte_tokenizer(), t, parts=False) for t in (OPENED, THOUGHTS, closed)]
+    assert [thinks(one) for one in made] == [True, True, False]
+    assert not thinks(ChatTemplate(byte_tokenizer(), CHATML, parts=False))
+
+
+@needs_lmms_eval
 def test_likelihoods_are_those_of_transformers(simple: Any) -> None:
     from lmms_eval.api.instance import unwrap_generation_output
     from transformers import Qwen3VLForConditionalGeneration
@@ -460,6 +530,37 @@ def test_choices_are_scored_by_a_task(simple: Any, tmp_path: Path) -> None:
 
 
 @needs_lmms_eval
+def test_samples_of_a_question_are_scored_together(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rows of AIME 2024 to pass@1; of three replies to each of two questions, two and one right."""
+    import json
+
+    from lmms_eval.evaluator import simple_evaluate
+    from lmms_eval.tasks import TaskManager
+
+    from mmkv.eval.lmms.adapter import MmkvChat
+
+    model = MmkvChat(pretrained=str(save_llama(tmp_path / "llama")), policy="full")
+    (tmp_path / "aime24").mkdir()
+    rows = [{"id": n, "problem": f"p{n}", "answer": f"20{n}", "year": "2024"} for n in (4, 5)]
+    (tmp_path / "aime24" / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    assert write(["aime24"], tmp_path / "tasks", tmp_path, samples=3) == ["aime24_local"]
+    manager = TaskManager("ERROR", include_path=str(tmp_path / "tasks"), include_defaults=False)
+    said = [r"\boxed{204}", r"\boxed{0204.0}", "no", r"\boxed{204}", r"\boxed{205}", "205"]
+    script(monkeypatch, model.engine, said)
+    found = simple_evaluate(model, tasks=["aime24_local"], task_manager=manager, batch_size=1)
+    assert found is not None
+    first, second = found["samples"]["aime24_local"]
+    assert first["filtered_resps"] == [said[:3]] and second["filtered_resps"] == [said[3:]]
+    assert first["arguments"][0].startswith("p4\nPlease reason step by step")
+    result = found["results"]["aime24_local"]
+    assert result["pass_at_1,samples"] == 0.5 and result["answered,samples"] == pytest.approx(4 / 6)
+    assert result["pass_at_1_low,samples"] == pytest.approx(1 / 3)
+    assert result["pass_at_1_high,samples"] == pytest.approx(2 / 3)
+
+
+@needs_lmms_eval
 def test_texts_that_lmms_evals_response_cache_looks_into() -> None:
     from mmkv.eval.lmms.adapter import LmmsScored, Rounds
 
@@ -482,3 +583,141 @@ def test_the_entry_point_imports_nothing_heavy_and_fits() -> None:
         "assert get_model('mmkv', force_simple=True).is_simple"
     )
     subprocess.run([sys.executable, "-c", code], check=True, capture_output=True)
+
+
+# Long contexts: read once, cut where the task asks for it, prompts without a template.
+
+CONTEXT = "row 1: a red circle, a blue square. " * 12
+
+
+def about(context: dict[str, Any], text: str, **asks: Any) -> list[dict[str, Any]]:
+    parts = [{"type": "text", "text": "read this. "}, context, {"type": "text", "text": text}]
+    return [{"role": "user", "content": parts, **asks}]
+
+
+def token_count(model: Any, text: str) -> int:
+    return len(model.engine.processor.tokenizer(text, add_special_tokens=False)["input_ids"])
+
+
+@needs_lmms_eval
+def test_a_shared_context_is_read_once(simple: Any) -> None:
+    """With an unlimited budget, replies are those of prompts that are read whole."""
+    from mmkv.eval.lmms.adapter import MmkvChat
+    from mmkv.eval.lmms.contexts import context_part
+
+    model = object.__new__(MmkvChat)  # the simple form's engine, in the chat form
+    model.__dict__.update(simple.__dict__)
+    texts = [" what is at row 1?", " name every cell.", " what is at row 2?"]
+    shared = [about(context_part(CONTEXT, shared=True), text) for text in texts]
+    plain = [about({"type": "text", "text": CONTEXT}, text) for text in texts]
+    give: Any = lambda doc: doc  # noqa: E731
+    whole = model.generate_until(requests_of(model, plain, give, max_new_tokens=8))
+    model.settings = replace(model.settings, batch_size=2)
+    apart = model.generate_until(requests_of(model, shared, give, max_new_tokens=8))
+    assert [one.text for one in apart] == [one.text for one in whole]
+    tokens = [[one.token_counts.to_dict() for one in made] for made in (whole, apart)]
+    read = [one["input_tokens"] for one in tokens[1]]
+    common = tokens[1][0]["cache"]["context_tokens"]
+    assert common >= token_count(model, "read this. " + CONTEXT)
+    assert "context_tokens" not in tokens[1][1]["cache"]
+    assert sum(read) == sum(one["input_tokens"] for one in tokens[0]) - 2 * common
+    assert tokens[1][2]["cache"]["tokens_seen"] == tokens[0][2]["cache"]["tokens_seen"]
+
+    def rounds(doc: Any, round_idx: int = 0, previous_output: Any = (), **_: Any) -> Any:
+        """Return the second question behind a given answer, not the model's own."""
+        first = about(context_part(CONTEXT, shared=True), texts[0])
+        made = [*first, assistant("a cake"), user(texts[1])] if round_idx else first
+        return (made, round_idx == 2, list(previous_output), None) if round_idx else made
+
+    (result,) = model.generate_until_multi_round(requests_of(model, [{}], rounds, max_new_tokens=8))
+    given = [*about({"type": "text", "text": CONTEXT}, texts[0]), assistant("a cake")]
+    (alone,) = model.generate_until(
+        requests_of(model, [[*given, user(texts[1])]], give, max_new_tokens=8)
+    )
+    assert result.text == [whole[0].text, alone.text]
+    counts = result.token_counts.to_dict()
+    seen = [tokens[0][0]["input_tokens"], alone.token_counts.to_dict()["input_tokens"]]
+    assert counts["input_tokens"] == sum(seen) - common
+    assert model.engine.cache.pool.free_pages == model.engine.cache.pool.num_pages
+
+
+@needs_lmms_eval
+def test_a_copy_of_a_shared_context_is_as_good_as_the_context_read_again(chat: Any) -> None:
+    """Under a budget, where the context is evicted from before the question comes."""
+    from mmkv.eval.lmms.contexts import context_part
+
+    context = context_part(CONTEXT, shared=True)
+    docs = [about(context, text) for text in (" what is at row 1?", " name every cell.")]
+    give: Any = lambda doc: doc  # noqa: E731
+    requests = requests_of(chat, docs, give, max_new_tokens=8)
+    together = chat.generate_until(requests)
+    alone = [chat.generate_until([request])[0] for request in requests]
+    assert [one.text for one in together] == [one.text for one in alone]
+    facts = [[one.token_counts.to_dict() for one in made] for made in (together, alone)]
+    shared = facts[0][0]["cache"]["context_tokens"]
+    assert facts[1][1]["input_tokens"] == facts[0][1]["input_tokens"] + shared
+    ours, theirs = (made[1]["cache"] for made in facts)
+    assert ours["evicted"] == theirs["evicted"] > 0
+    assert ours["entries"] == theirs["entries"] <= 24 * chat.engine.spec.rows
+
+
+@needs_lmms_eval
+def test_a_context_that_is_too_long_is_cut_or_refused(chat: Any) -> None:
+    from mmkv.eval.lmms.contexts import context_part
+
+    settings = chat.settings
+    chat.settings = replace(settings, max_prompt_tokens=80)
+    text = " what is at row 1?"
+    parts = [
+        context_part(CONTEXT, cut="middle"),
+        context_part(CONTEXT, cut="end", room=40),
+        context_part(CONTEXT, cut="end", most=20, omitted=" ... cut"),
+        context_part("row 1: cake.", cut="middle"),
+    ]
+    give: Any = lambda doc: doc  # noqa: E731
+    try:
+        docs = [about(part, text, max_new_tokens=2) for part in parts]
+        made = chat.generate_until(requests_of(chat, docs, give, max_new_tokens=9))
+        counts = [one.token_counts.to_dict() for one in made]
+        assert all(one["output_tokens"] <= 2 for one in counts)
+        whole = token_count(chat, CONTEXT)
+        cuts = [one["cache"].get("cut") for one in counts]
+        assert [cut and cut[0]["tokens"] for cut in cuts] == [whole, whole, whole, None]
+        assert 76 <= counts[0]["input_tokens"] <= 80
+        assert cuts[1][0]["kept"] <= 40 and cuts[2][0]["kept"] <= 20
+        left = [about(context_part(CONTEXT, cut="leave"), text), docs[3]]
+        left_out, kept = chat.generate_until(requests_of(chat, left, give, max_new_tokens=9))
+        assert left_out.text.startswith("[left out: the prompt has ") and kept.text == made[3].text
+        (long,) = docs[:1]
+        long[0]["content"][0]["text"] = "read this. " * 60
+        with pytest.raises(InputError, match=r"document 0: all but the context takes the whole"):
+            chat.generate_until(requests_of(chat, [long], give))
+    finally:
+        chat.settings = settings
+    endless = [about(context_part(CONTEXT * 200), text)]
+    with pytest.raises(MmkvError, match=r"document 0: .* the model was trained for 8,192"):
+        chat.generate_until(requests_of(chat, endless, give))
+    assert chat.engine.cache.pool.free_pages == chat.engine.cache.pool.num_pages
+
+
+@needs_lmms_eval
+def test_a_raw_prompt_has_no_template(chat: Any) -> None:
+    from mmkv.eval.lmms.contexts import context_part
+
+    asks = {"raw": True, "begin": " answer:", "stop": [" "]}
+    doc = about(context_part("row 1: cake."), " what is at row 1?", **asks)
+    give: Any = lambda doc: doc  # noqa: E731
+    requests = requests_of(chat, [doc], give, max_new_tokens=6)
+    (made,) = chat.generate_until(requests)
+    text = "read this. row 1: cake. what is at row 1? answer:"
+    assert made.token_counts.to_dict()["input_tokens"] == token_count(chat, text)
+    assert " " not in made.text
+    settings = chat.settings
+    chat.settings = replace(settings, template="always")
+    try:
+        (framed,) = chat.generate_until(requests)
+    finally:
+        chat.settings = settings
+    wanted = conversation(doc, SYSTEM_PROMPT)
+    whole = chat.engine.processor.template.render(wanted, opening=True)
+    assert framed.token_counts.to_dict()["input_tokens"] == token_count(chat, whole)

@@ -23,10 +23,12 @@ from mmkv.engine.policies import make_policy
 from mmkv.eval.lmms import answers, tasks
 from mmkv.eval.lmms import command as eval_command
 from mmkv.eval.lmms.command import _CHILD_IGNORES_CTRL_C, EvalJob, EvaluationError, problems
+from mmkv.eval.lmms.contexts import LEFT_OUT
 from mmkv.eval.lmms.reports import (
     CAUSE_VARIABLE,
     REPLIES_VARIABLE,
     FinishedReplies,
+    cut_prompts,
     fallback,
     found,
     reported_to_parent,
@@ -99,8 +101,11 @@ def test_hub_tasks_get_the_prompts_of_qwen3_vl(shipped: Path, tmp_path: Path) ->
         (["mmstar"], "data", "task mmstar has no data: no mmstar/.*parquet"),
         (["mmstar"], "nowhere", "no folder .*nowhere; --data names the folder"),
         (["mmstar_local"], None, "add --data FOLDER"),
-        (["other_local"], "data", "no local form of task other_local; there is one of gqa"),
+        (["other_local"], "data", "no local form of task other_local; there is one of .*gqa"),
         (["gqa"], "data", "this lmms-eval has no gqa/gqa.yaml; install version 0.7.3"),
+        (["math500"], None, "task math500 reads local files; add --data FOLDER"),
+        (["longbench_v2"], None, "task longbench_v2 reads local files; add --data FOLDER"),
+        (["helmet_nq_32k"], "data", "no helmet/data/kilt/nq-dev-multikilt_1000_k220_dep6.jsonl"),
     ],
 )
 def test_what_is_missing_is_named(
@@ -113,15 +118,31 @@ def test_what_is_missing_is_named(
 
 @needs_lmms_eval
 def test_every_local_form_fits_the_installed_lmms_eval() -> None:
-    assert len(tasks.local_names()) == 11
+    assert len(tasks.local_names()) == 30
     for name in tasks.local_names():
-        made = tasks.read(tasks.HERE / f"{name}.yaml")
+        made = tasks.local_form(name)
         (split,) = made["dataset_kwargs"]["data_files"]
         whole = made
         if "include" in made:
             whole = tasks.merged(tasks.shipped_folder() / made["include"])
             assert whole["task"] == name
         assert split == whole.get("test_split", whole.get("validation_split"))
+
+
+def test_samples_are_for_tasks_that_score_several(
+    shipped: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "gsm8k" / "main").mkdir(parents=True)
+    (tmp_path / "gsm8k" / "main" / "test-0.parquet").touch()
+    assert tasks.write(["gsm8k"], tmp_path / "out", tmp_path, samples=8) == ["gsm8k_local"]
+    made = tasks.read(tmp_path / "out" / "gsm8k_local.yaml")
+    assert made["repeats"] == 8 and made["dataset_path"] == "parquet"
+    assert made["filter_list"][0]["filter"] == [{"function": "take_first_k", "k": 8}]
+    with pytest.raises(InputError, match="task mmstar scores one reply to each question; drop"):
+        tasks.write(["mmstar"], tmp_path / "out", tmp_path, samples=8)
+    greedy = "eval --tasks gsm8k --samples 8 --gen-kwargs temperature=0"
+    assert mmkv_command(greedy.split()) == 1
+    assert "greedy replies to a question are all the same" in capsys.readouterr().err
 
 
 def test_videos_are_found_in_any_layout(tmp_path: Path) -> None:
@@ -282,6 +303,20 @@ def test_incomplete_results_fail_the_command(
     assert problems(results_file(tmp_path, **content), ["mme"]) == wrong
 
 
+def test_contexts_that_were_cut_are_said(tmp_path: Path) -> None:
+    path = results_file(tmp_path)
+    assert cut_prompts(path) == []
+    cut = [{"tokens": 9000, "kept": 512}, {"tokens": 700, "kept": 512}]
+    counts = [{"cache": {"cut": cut}}], [{"cache": {}}], [None]
+    rows = [{"token_counts": count, "filtered_resps": "a"} for count in counts]
+    rows.append({"filtered_resps": f"{LEFT_OUT} too long]"})
+    (tmp_path / "1_samples_mme.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    line, other = cut_prompts(path)
+    assert other == "task mme: 1 of 4 documents, too long, do not count"
+    assert line.startswith("task mme: the context of 1 of 4 documents was cut")
+    assert "the longest had 9,000 tokens" in line
+
+
 def test_groups_are_judged_by_their_tasks(tmp_path: Path) -> None:
     assert problems(results_file(tmp_path), []) == []
     empty = results_file(tmp_path, **{"n-samples": {}})
@@ -388,6 +423,12 @@ def test_a_policy_keeps_its_parameters_on_the_way_through_lmms_eval() -> None:
         assert make_policy(LmmsSettings.of(arguments).engine.policy) == wanted
 
 
+def test_a_length_of_the_users_own_holds_for_models_that_think() -> None:
+    own = eval_command._own_floor
+    assert own("temperature=0.6,max_new_tokens=64") == "0"
+    assert own(None) is None and own("temperature=0.6") is None
+
+
 def test_without_lmms_eval_it_says_what_to_install(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -422,6 +463,8 @@ def test_a_name_that_nothing_has_is_refused_with_what_comes_near(shipped: Path) 
     tasks.require_known(named, [shipped, folder])
     with pytest.raises(InputError, match="no task mmstra; did you mean mmstar"):
         tasks.require_known(["mme", "mmstra"], [shipped, folder])
+    with pytest.raises(InputError, match="no task scbench_kw; did you mean scbench_kv"):
+        tasks.require_known(["scbench_kw"], [shipped])
     with pytest.raises(InputError, match="no task xyz; see mmkv eval --tasks list"):
         tasks.require_known(["xyz"], [shipped])
 

@@ -14,6 +14,7 @@ from mmkv.cli.app import run as command
 from mmkv.eval.lmms.answers import main as to_answers
 from mmkv.eval.lmms.settings import CHAT_IMAGES, SYSTEM_PROMPT, FrameRules
 from mmkv.eval.lmms.tasks import merged, shipped_folder, write
+from mmkv.eval.long_text.benchmarks import tasks as long_tasks
 from mmkv.eval.mmdu.data import AnswerFolder, read_benchmark
 from mmkv.prompt.video import load_video
 from tests.support.lmms_runs import MODEL, Written, needs_lmms_eval, run, run_python, written
@@ -38,6 +39,7 @@ VIDEOS = {
     "video_mmmu_comprehension": (1024, "video_mmmu/Comprehension", "video_mmmu/data/Art/{id}.mp4"),
 }
 COUNT = 4
+LONG = ("longbench_qasper", "longmemeval_s", "scbench_kv", "helmet_nq_8k")
 
 
 @pytest.fixture(scope="module")
@@ -51,6 +53,7 @@ def engine() -> mmkv.Engine:
 
 @pytest.fixture(scope="module")
 def data(engine: mmkv.Engine, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    from tests.support import long_text_rows
     from tests.support.lmms_data import write_all
 
     def reply(picture: Any, text: str) -> str:
@@ -59,7 +62,7 @@ def data(engine: mmkv.Engine, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
     folder = tmp_path_factory.mktemp("data")
     write_all(folder, COUNT, reply)
-    return folder
+    return long_text_rows.write_all(folder)
 
 
 @pytest.fixture(scope="module")
@@ -71,7 +74,7 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def ours(data: Path, home: Path, tmp_path_factory: pytest.TempPathFactory) -> Written:
     """Run everything through ``mmkv eval``: unlimited budget, three documents at a time."""
     output = tmp_path_factory.mktemp("ours")
-    tasks = ",".join([*PICTURES, *VIDEOS, "mmdu"])
+    tasks = ",".join([*PICTURES, *VIDEOS, *LONG, "mmdu"])
     done = run(
         [
             *"mmkv eval --tasks".split(),
@@ -195,6 +198,39 @@ def test_scores_are_those_the_data_were_made_for(
 ) -> None:
     """Every second document wants what the engine answered when the data were written."""
     assert ours.results[f"{task}_local"][f"{metric},none"] == pytest.approx(score)
+
+
+@pytest.mark.parametrize("name", LONG)
+def test_long_texts_are_answered_and_scored_and_shared_ones_read_once(
+    name: str, ours: Written, data: Path, engine: mmkv.Engine
+) -> None:
+    task = long_tasks()[name]
+    docs, samples = task.documents(data), ours.samples(f"{name}_local")
+    found: dict[str, list[float]] = {}
+    read = whole = shared = 0
+    for doc, sample in zip(docs, samples, strict=True):
+        given = sample["filtered_resps"]
+        replies = given if isinstance(given, list) else [given]
+        for at in range(task.rounds(doc)):
+            (message,) = task.messages(doc, at, replies)
+            asked = "".join(part["text"] for part in message["content"])
+            if not message.get("raw"):
+                reply = ask(engine, [{"type": "text", "text": asked}], task.tokens)
+                assert replies[at] == reply.text.strip()
+                whole += reply.prompt_tokens
+        (counts,) = sample["token_counts"]
+        read += counts["input_tokens"]
+        shared += counts["cache"].get("context_tokens", 0)
+        for metric, values in task.score(doc, replies).items():
+            found.setdefault(metric, []).extend(values)
+    for metric, values in found.items():
+        given = ours.results[f"{name}_local"][f"{metric},none"]
+        assert given == pytest.approx(sum(values) / len(values))
+    if name != "helmet_nq_8k":
+        # Two more questions follow the one context of SCBench, one that of LongBench, and three
+        # that of LongMemEval, whose rows have the same chats here.
+        again = {"longbench_qasper": 1, "longmemeval_s": 3, "scbench_kv": 2}[name]
+        assert read == whole - again * shared < whole
 
 
 def test_mmdu_is_answered_and_scored_as_by_its_own_command(

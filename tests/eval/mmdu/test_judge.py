@@ -97,6 +97,8 @@ class FakeJudge:
         "fraction",
         "missing",
         "code",
+        "yes",
+        "no",
         "no completion",
         "denied",
         "rejected",
@@ -182,6 +184,8 @@ class _Handler(BaseHTTPRequestHandler):
             "fraction": str({**scores, "Overall Score": 7.5}),
             "missing": str({"Creativity": 5}),
             "code": "{'Creativity': __import__('os').getpid()}",
+            "yes": "Yes.",
+            "no": "no",
         }
         if action in texts:
             message = {"message": {"role": "assistant", "content": texts[action]}}

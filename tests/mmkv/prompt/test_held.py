@@ -433,7 +433,9 @@ def test_a_cancelled_turn_that_went_back_is_read_by_the_next(
 def test_what_a_cancelled_turn_lost_by_going_back_is_said(
     llama: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    engine = Engine.from_pretrained(llama, policy="streamingllm", dtype="float32", budget=24)
+    engine = Engine.from_pretrained(
+        llama, policy="streamingllm", dtype="float32", budget=24, endless=False
+    )
     with_template(engine, THOUGHTS)
     script(monkeypatch, engine, ["<think>well</think>y", "z"])
     stored = CachedConversation(engine)

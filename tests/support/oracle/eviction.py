@@ -47,7 +47,7 @@ class Oracle(Simulation):
         *,
         fraction: float | None = None,
         lookahead: float = 2,
-        evict_every: int = 1,
+        evict_every: int | None = None,
         prefill_chunk: int = 2048,
         **parameters: Any,
     ) -> None:
@@ -57,6 +57,7 @@ class Oracle(Simulation):
             hf: the model as transformers loads it.
             gate: (layer, ``[T, d]``) -> log_beta ``[T, H]``.
             budget: M, mean entries per (layer, KV head).
+            evict_every: steps between evictions; None: the method's, see :meth:`_let_be`.
             fraction: instead of M, a share of the tokens seen.
             parameters: those of the method, by the names of docs/reference/policies.md.
         """
@@ -101,8 +102,15 @@ class Oracle(Simulation):
         positions = self._positions(inputs)
         out = self._forward(self._embed(inputs)[0], positions, [], prompt=False)
         self.method.passed(self)
-        self._evict(slack=self.evict_every - 1)
+        self._evict(slack=self._let_be())
         return self._logits(out)
+
+    def _let_be(self) -> int:
+        """Entries of a row above its budget: below the method's interval and a quarter of it."""
+        if self.evict_every is not None:
+            return self.evict_every - 1
+        interval = getattr(self.method, "interval", 1)
+        return max(min(interval, self.total // self.rows // 4), 1) - 1
 
     def set_budget(self, budget: float) -> None:
         self.budget = budget
@@ -304,10 +312,12 @@ class Pruned(Oracle):
         self, hf: nn.Module, policy: str, *, prefill_chunk: int = 2048, **parameters: Any
     ) -> None:
         super().__init__(hf, None, "full", prefill_chunk=prefill_chunk)
-        self.diverse = policy == "divprune"
-        self.after = 0 if self.diverse else parameters.get("layer", 2)
-        self.share = parameters.get("keep", 0.098 if self.diverse else 0.5)
+        first = policy in ("divprune", "cdpruner")
+        self.policy, self.after = policy, 0 if first else parameters.get("layer", 2)
+        share = {"divprune": 0.098, "fastv": 0.5, "dart": 0.222, "cdpruner": 0.111}[policy]
+        self.share, self.most = parameters.get("keep", share), parameters.get("tokens", 0)
         self.by = parameters.get("attention", "all")
+        self.pivots = parameters.get("visual_pivots", 4), parameters.get("text_pivots", 4)
 
     def _forward(
         self, hidden: Tensor, positions: Tensor, deepstack: list[Tensor], prompt: bool
@@ -322,15 +332,16 @@ class Pruned(Oracle):
         if layer == self.after and self.prompt[-1] and picture is not None:
             ids = torch.cat(self.past["input_ids"], 1)[0, : self.seen]
             visual = (ids[-self.new :] == picture).nonzero().flatten()
-            for index in self._dropped(visual.tolist()):
+            for index in self._dropped(visual.tolist()) if len(visual) else ():
                 if index != self.new - 1:
                     self.keep[layer:, :, self.seen - self.new + index] = False
         return super()._attention(layer, query, at, window)
 
     def _dropped(self, visual: list[int]) -> set[int]:
-        count = min(max(round(self.share * len(visual)), 1), len(visual))
-        if self.diverse:
-            return set(visual) - set(self._diverse(visual, count))
+        count = min(max(self.most or round(self.share * len(visual)), 1), len(visual))
+        if self.policy != "fastv":
+            choose = {"divprune": self._diverse, "dart": self._unlike, "cdpruner": self._volume}
+            return set(visual) - set(choose[self.policy](visual, count))
         weights = self.weights[self.after - 1][..., -self.new :].mean(0)
         received = weights[-1] if self.by == "last" else weights.sum(0)
         order = sorted(visual, key=lambda index: (-float(received[index]), index))
@@ -347,3 +358,40 @@ class Pruned(Oracle):
             near = [min([distance(a, b) for b in among if b != a] or [0.0]) for a in rest]
             chosen.append(rest[near.index(max(near))])
         return chosen
+
+    def _unlike(self, visual: list[int], count: int) -> list[int]:
+        """DART: around each pivot, in order, the tokens that resemble it the least."""
+        states = self.residual[self.after - 1][-self.new :]
+        size = self.key[self.after - 1][:, -self.new :].abs().sum((0, 2))
+
+        def largest(among: list[int], number: int) -> list[int]:
+            return sorted(among, key=lambda index: (-float(size[index]), index))[:number]
+
+        chosen = largest(visual, min(self.pivots[0], count))
+        text = largest(list(range(visual[-1] + 1, self.new)), self.pivots[1])
+        rest, pivots = count - len(chosen), sorted(chosen + text)
+        for number, pivot in enumerate(pivots):
+            share = rest // len(pivots) + (number < rest % len(pivots))
+            free = [index for index in visual if index not in chosen]
+            alike = torch.cosine_similarity(states[pivot], states[free], dim=-1).tolist()
+            chosen += [index for _, index in sorted(zip(alike, free, strict=True))[:share]]
+        return chosen
+
+    def _volume(self, visual: list[int], count: int) -> list[int]:
+        """CDPruner: each token added makes the determinant of the chosen ones' kernel largest."""
+        unit = torch.nn.functional.normalize(self.embedded.double(), dim=-1)
+        text = [index for index in range(self.new) if index not in visual]
+        relevance = torch.ones(len(visual), dtype=torch.float64)
+        if text:
+            relevance = (unit[visual] @ unit[text].T).mean(1)
+            spread = relevance.max() - relevance.min()
+            relevance = (relevance - relevance.min() + 1e-6) / spread
+        weighted = relevance[:, None] * unit[visual]
+        chosen: list[int] = []
+        while len(chosen) < count:
+            free = [index for index in range(len(visual)) if index not in chosen]
+            sets = torch.stack([weighted[[*chosen, index]] for index in free])
+            volume = torch.linalg.det(sets @ sets.transpose(1, 2))
+            best = volume >= volume.max() * (1 - 1e-9)  # of equal ones the first
+            chosen.append(free[int(best.nonzero()[0])])
+        return [visual[index] for index in chosen]

@@ -358,6 +358,7 @@ class RKV(Method):
     lambda_: float = 0.1
     kernel: int = 7
     threshold: float = 0.5
+    interval: int = 128
 
     def score(self, sim: Simulation) -> Tensor:
         score = torch.zeros(sim.keep.shape, dtype=torch.float64)
@@ -395,6 +396,7 @@ class GKV(Method):
     lambda_: float = 0.7
     threshold: float = 0.5
     group: str = "max"
+    interval: int = 128
     history: Tensor = field(default_factory=lambda: torch.zeros(0, 0, 0), init=False)
 
     def passed(self, sim: Simulation) -> None:
@@ -573,6 +575,77 @@ class PromptKept(Method):
     def groups(self, sim: Simulation, total: int) -> list[Group]:
         prompt = int(sim.prompt.sum())
         return [Group(g.rows, g.share + prompt) for g in super().groups(sim, total)]
+
+
+@dataclass
+class CAKE(Method):
+    """CAKE (arXiv 2503.12491), section 4: rows share one budget by their layers' preferences.
+
+    Choices: shares are proportional at each eviction, over what the layers hold then; a row keeps
+    its r best where the r-th of every row, divided by its layer's preference, is as near to the
+    others' as whole entries allow.
+    """
+
+    scale: ClassVar[float] = 1.0
+    window: int = 32
+    kernel: int = 5
+    gamma: float = 200.0
+    tau1: float = 1.6
+    tau2: float = 0.6
+
+    def groups(self, sim: Simulation, total: int) -> list[Group]:
+        return [Group(rows_of(sim.layers, sim.heads), total)]
+
+    def score(self, sim: Simulation) -> Tensor:
+        score = torch.zeros(sim.keep.shape, dtype=torch.float64)
+        preference = []
+        for layer in range(sim.layers):
+            paid = sim.window_attention(layer, self.window)
+            several = paid.shape[2] > 1
+            varied = paid.var(2) if several else torch.zeros_like(paid[:, :, 0])
+            entropy = variance = 0.0
+            for head in range(sim.heads):
+                prefix = prefix_of(sim, layer, head, self.window)
+                shares = paid[head][..., prefix]
+                entropy += float(-(shares * shares.clamp(min=1e-300).log()).sum())
+                variance += float(varied[head][..., prefix].sum())
+                each = paid[head].mean(1) + self.gamma * varied[head]
+                found = pooled(each.mean(0)[prefix], self.kernel, "avg").tolist()
+                best = sorted(zip(found, prefix.tolist(), strict=True), reverse=True)
+                for rank, (_, position) in enumerate(best):
+                    score[layer, head, position] = -(rank + 1)
+            preference.append(entropy ** (1 / self.tau1) * variance ** (1 / self.tau2))
+        if max(preference) == 0:
+            return score
+        return score / torch.tensor(preference, dtype=torch.float64)[:, None, None]
+
+    def protected(self, sim: Simulation, total: int) -> Tensor:
+        return newest(sim, self.window)
+
+
+@dataclass
+class RaaS(PromptKept):
+    """RaaS (arXiv 2502.11147): the entry that was used the longest ago goes; prompts stay."""
+
+    alpha: float = 0.0001
+    group: str = "max"
+    stamp: Tensor = field(default_factory=lambda: torch.zeros(0, 0, 0), init=False)
+
+    def passed(self, sim: Simulation) -> None:
+        before = self.stamp.shape[-1]
+        self.stamp = grown(self.stamp, sim, 0.0)
+        self.stamp[..., before:] = torch.arange(before, sim.seen)
+        if sim.prompt[-1]:
+            return
+        for layer in range(sim.layers):
+            used = reduce(sim.window_attention(layer, 1), self.group, 1)[:, 0] >= self.alpha
+            self.stamp[layer][used & sim.keep[layer]] = sim.seen - 1
+
+    def score(self, sim: Simulation) -> Tensor:
+        return self.stamp.clone()
+
+    def protected(self, sim: Simulation, total: int) -> Tensor:
+        return sim.prompt
 
 
 @dataclass
@@ -801,6 +874,8 @@ METHODS: dict[str, Callable[..., Method]] = {
     "morphkv": MorphKV,
     "rkv": RKV,
     "gkv": GKV,
+    "cake": CAKE,
+    "raas": RaaS,
     "keydiff": KeyDiff,
     "knorm": KNorm,
     "lagkv": LagKV,

@@ -18,6 +18,7 @@ from mmkv.engine.backends.cuda.kernels.buffers import (
     EvictionBuffers,
     PageTables,
 )
+from mmkv.engine.budget import EVERY_STEP, Interval
 from mmkv.engine.cache import Columns
 from mmkv.engine.device import on_device
 from mmkv.engine.policies.allocation import GlobalAllocation, HeadAllocation
@@ -35,7 +36,7 @@ def empty_eviction(
 
     Args:
         most_entries: the most entries a sequence may hold when it is evicted from, such as budget +
-            ``evict_every`` x R; None: as many as its table could name. Costs 8 bytes each.
+            slack + R; None: as many as its table could name. Costs 8 bytes each.
     """
     count = rows.length[0].numel()
     if most_entries is None:
@@ -74,7 +75,7 @@ def evict(
     seqs: Tensor,
     seen: Tensor,
     allowed: Tensor,
-    slack: int = 0,
+    interval: Interval = EVERY_STEP,
 ) -> Tensor:
     """Cut every sequence in which a group of rows stands above its share and slack to the shares.
 
@@ -87,8 +88,7 @@ def evict(
             nothing.
         seen: ``[B]`` int64 tokens seen, positions lie below; allowed: ``[B]`` int64 entries that
             may stay. Both are read on the device.
-        slack: ``(evict_every - 1) * R``: entries above the budget that are let be, the same
-            part of it in each row.
+        interval: what is let be above the budget, the same number of entries in each row.
 
     Returns:
         ``work.dropped``.
@@ -97,8 +97,8 @@ def evict(
         from mmkv.engine.backends.cuda.kernels import evict_triton
 
         with on_device(seqs.device):
-            return evict_triton.evict(work, policy, rows, pool, seqs, seen, allowed, slack)
-    return evict_reference(work, policy, rows, pool, seqs, seen, allowed, slack)
+            return evict_triton.evict(work, policy, rows, pool, seqs, seen, allowed, interval)
+    return evict_reference(work, policy, rows, pool, seqs, seen, allowed, interval)
 
 
 def evict_reference(
@@ -109,14 +109,14 @@ def evict_reference(
     seqs: Tensor,
     seen: Tensor,
     allowed: Tensor,
-    slack: int = 0,
+    interval: Interval = EVERY_STEP,
 ) -> Tensor:
     """The torch reference of :func:`evict`: the policy's own victims, sequence after sequence."""
     work.dropped.zero_()
     for batch_slot, seq in enumerate(seqs.tolist()):
         length = rows.length[max(seq, 0)].flatten()
         entries, budget, now = int(length.sum()), int(allowed[batch_slot]), int(seen[batch_slot])
-        if seq < 0 or not _due(policy, rows, length, budget, slack):
+        if seq < 0 or not _due(policy, rows, length, budget, interval):
             continue
         if entries > work.most_entries or now * length.numel() > MOST_TIES:
             work.dropped[batch_slot] = -1
@@ -137,8 +137,9 @@ def evict_reference(
     return work.dropped
 
 
-def _due(policy: Policy, rows: PageTables, length: Tensor, budget: int, slack: int) -> bool:
+def _due(policy: Policy, rows: PageTables, length: Tensor, budget: int, interval: Interval) -> bool:
     shares = policy.shares(budget, *rows.length.shape[1:])
+    slack = interval.slack(budget, length.numel())
     if shares.share.numel() == 1:
         return int(length.sum()) > budget + slack
     return shares.exceeded(length, slack // length.numel())

@@ -24,6 +24,7 @@ from mmkv.engine.backends.cuda.kernels.buffers import (
 )
 from mmkv.engine.backends.cuda.kernels.score_triton import share_of
 from mmkv.engine.backends.cuda.kernels.select_triton import is_victim, lowest_of_row
+from mmkv.engine.budget import EVERY_STEP, Interval
 from mmkv.engine.cache import Columns
 from mmkv.engine.policies.allocation import HeadAllocation
 from mmkv.engine.policies.base import Policy
@@ -36,6 +37,7 @@ MOVES = 4
 FILL_WARPS = 2
 PAGES_BLOCK = 4096
 PAGES_WARPS = 8
+_MOST = 2**31 - 1  # that a row can hold more than its share
 
 
 def evict(
@@ -46,7 +48,7 @@ def evict(
     seqs: Tensor,
     seen: Tensor,
     allowed: Tensor,
-    slack: int = 0,
+    interval: Interval = EVERY_STEP,
 ) -> Tensor:
     """See ``evict``: 5 + TURNS launches, or 4 with a budget per row."""
     batch_slots, count = work.starts.shape
@@ -73,11 +75,12 @@ def evict(
         work.dropped,
         work.top_before,
         count,
-        slack,
+        min(interval.steps - 1, _MOST // count),
         work.most_entries,
         MOST_TIES // count,
         batch_slots,
         PER_ROW=per_row,
+        PART=interval.part,
         BLOCK=block,
         TURNS=TURNS,
         BINS=BINS,
@@ -185,6 +188,7 @@ def plan_kernel(
     most_seen,
     batch_slots,
     PER_ROW: tl.constexpr,
+    PART: tl.constexpr,
     BLOCK: tl.constexpr,
     TURNS: tl.constexpr,
     BINS: tl.constexpr,
@@ -200,11 +204,13 @@ def plan_kernel(
     )
     entries = tl.sum(count, 0)
     budget = tl.load(allowed + batch_slot)
+    if PART > 0:  # Interval.at
+        slack = tl.minimum(slack, tl.maximum(budget // rows // PART, 1) - 1)
     if PER_ROW:
         above = tl.where(exists, count - share_of(budget, rows, row), 0)
-        over = (seq >= 0) & (tl.max(above, 0) > slack // rows)
+        over = (seq >= 0) & (tl.max(above, 0) > slack)
     else:
-        over = (seq >= 0) & (entries > budget + slack)
+        over = (seq >= 0) & (entries - budget > slack * rows)
     fits = (entries <= most_entries) & (tl.load(seen + batch_slot) <= most_seen)
     tl.store(plan + batch_slot * 4, tl.where(over & fits, entries, 0))
     tl.store(plan + batch_slot * 4 + 1, entries - budget)

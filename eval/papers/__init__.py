@@ -1,0 +1,1 @@
+"""The tables of the papers, and the commands that reproduce them."""

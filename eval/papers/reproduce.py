@@ -1,0 +1,519 @@
+"""``mmkv eval --reproduce PAPER:TABLE``: a paper's table by one command.
+
+``tables.yaml`` has the tables. Commands and the page ``eval/notes/reproduce.md`` (``python -m
+eval.papers.reproduce``) come from it, so that they cannot differ. A row of a table is one command.
+Rows whose results are there are not run again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import json
+import os
+import re
+import shlex
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import cache
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from mmkv.engine.errors import InputError, MmkvError
+from mmkv.engine.model.source import locate
+from mmkv.engine.paths import is_folder
+from mmkv.engine.policies import make_policy
+
+_EVAL = (
+    "mmkv eval --tasks {tasks} --data {data} --model {model} {gates} --policy {policy} {budget} "
+    "{samples} {options} {limit} {batch} {device} {dtype} --output {row}"
+)
+_RANDOM = "random weights"
+
+
+@dataclass(frozen=True)
+class TableColumn:
+    """A column of a table: ``metric`` of ``task`` (None: its first one), times ``factor``."""
+
+    label: str
+    task: str
+    metric: str | None
+    factor: float
+
+
+@dataclass(frozen=True)
+class TableRow:
+    """A row: what the paper calls it, policy and budget (None: no bound), and its figures."""
+
+    label: str
+    policy: str
+    budget: str | None
+    figures: tuple[str, ...]
+
+    @property
+    def folder(self) -> str:
+        """Return the name of the folder for its results."""
+        words = f"{self.policy}-{self.budget}" if self.budget else self.policy
+        return re.sub(r"[^\w.+-]+", "-", words)
+
+    @property
+    def name(self) -> str:
+        """Return the policy's name, without parameters."""
+        return re.split(r"[:\[]", self.policy)[0]
+
+
+@dataclass(frozen=True)
+class PaperTable:
+    """A table or figure; the attributes are those that ``tables.yaml`` names."""
+
+    name: str
+    paper: str
+    arxiv: str
+    where: str
+    shows: str
+    model: str
+    rows: tuple[TableRow, ...] = ()
+    columns: tuple[TableColumn, ...] = ()
+    gates: dict[str, str] = field(default_factory=dict)
+    train: dict[str, str] = field(default_factory=dict)
+    by_policy: dict[str, str] = field(default_factory=dict)
+    options: tuple[str, ...] = ()
+    commands: tuple[str, ...] = (_EVAL,)
+    budget_as: str | None = None
+    samples: int | None = None
+    hours: int | None = None
+    offline: str = ""
+    missing: str = ""
+    figures: str = ""
+    note: str = ""
+
+    @property
+    def tasks(self) -> list[str]:
+        """List the tasks of its columns, each once."""
+        return list(dict.fromkeys(column.task for column in self.columns))
+
+    @property
+    def evaluates(self) -> bool:
+        """Whether its rows are runs of ``mmkv eval``."""
+        return self.commands == (_EVAL,)
+
+
+@dataclass(frozen=True)
+class TableChoice:
+    """What the user says about a table: where data and results are, and what of it to run.
+
+    Attributes:
+        model, gates: in place of the table's; policy, budget: only rows with these.
+    """
+
+    data: str = "DATA"
+    output: str = "lmms-results"
+    model: str | None = None
+    gates: str | None = None
+    policy: str | None = None
+    budget: str | None = None
+    samples: int | None = None
+    limit: float | None = None
+    batch_size: int = 1
+    device: str | None = None
+    dtype: str | None = None
+    gen_kwargs: str | None = None
+
+
+@cache
+def tables() -> dict[str, PaperTable]:
+    """Read all tables by their names, ``PAPER:TABLE``."""
+    text = (resources.files("mmkv.eval.papers") / "tables.yaml").read_text("utf-8")
+    content = yaml.safe_load(text)
+    return {
+        name: _table(name, given, content["papers"][name.partition(":")[0]])
+        for name, given in content["tables"].items()
+    }
+
+
+def find(name: str) -> PaperTable:
+    """Return the table of that name. Raises InputError, which names what comes near."""
+    found = tables().get(name.lower().replace(" ", ""))
+    if found is None:
+        near = difflib.get_close_matches(name.lower(), tables(), n=3, cutoff=0.4)
+        meant = f"did you mean {' or '.join(near)}; " if near else ""
+        raise InputError(f"no table {name}; {meant}--reproduce list shows all")
+    return found
+
+
+def _table(name: str, given: dict[str, Any], paper: dict[str, str]) -> PaperTable:
+    made = {key: value for key, value in given.items() if key not in ("columns", "rows", "grid")}
+    columns = [
+        TableColumn(label, task, metric, float(factor))
+        for label, (task, metric, factor) in given.get("columns", {}).items()
+    ]
+    for key in ("options", "commands"):
+        if key in made:
+            made[key] = tuple(made[key])
+    return PaperTable(
+        name=name,
+        paper=paper["title"],
+        arxiv=paper["arxiv"],
+        columns=tuple(columns),
+        rows=tuple([*_rows(given.get("rows", "")), *_grid(**given.get("grid", {}))]),
+        **made,
+    )
+
+
+def _rows(text: str) -> list[TableRow]:
+    made = []
+    for line in text.splitlines():
+        label, policy, budget, figures = (part.strip() for part in line.split("|"))
+        made.append(TableRow(label, policy, budget or None, tuple(figures.split())))
+    return made
+
+
+def _grid(policies: Sequence[str] = (), budgets: Sequence[int] = ()) -> list[TableRow]:
+    made = []
+    for policy in policies:
+        kept = [None] if policy == "full" else list(map(str, budgets))
+        made += [TableRow(policy, policy, budget, ()) for budget in kept]
+    return made
+
+
+# --- Commands -------------------------------------------------------------------------------------
+
+
+def chosen_rows(table: PaperTable, choice: TableChoice) -> list[TableRow]:
+    """Return the rows that the user wants. Raises InputError: there is none, or no command."""
+    if not table.rows:
+        raise InputError(f"{table.name} has no command here: {' '.join(table.missing.split())}")
+    rows = [
+        row
+        for row in table.rows
+        if choice.policy in (None, row.policy, row.name) and choice.budget in (None, row.budget)
+    ]
+    if not rows:
+        there = sorted({row.policy for row in table.rows})
+        budgets = dict.fromkeys(row.budget for row in table.rows if row.budget is not None)
+        raise InputError(
+            f"{table.name} has no such row; it has the policies {', '.join(there)} and the budgets "
+            f"{', '.join(budgets)}"
+        )
+    return rows
+
+
+def row_folder(table: PaperTable, row: TableRow, choice: TableChoice) -> Path:
+    """Return the folder for a row's results."""
+    return Path(choice.output) / table.name.replace(":", "-") / row.folder
+
+
+def commands(table: PaperTable, row: TableRow, choice: TableChoice) -> list[list[str]]:
+    """Return the commands of a row, as words."""
+    gates = choice.gates or table.gates.get(row.name)
+    interval = table.by_policy.get(row.name)
+    plain = row.budget if table.budget_as is None else None
+    more = [f"{table.budget_as}={row.budget}"] if row.budget and plain is None else []
+    more += [interval] if interval else []
+    samples = choice.samples or table.samples
+    values = {
+        "tasks": ",".join(table.tasks),
+        "data": choice.data,
+        "model": choice.model or table.model,
+        "gates": f"--gates {shlex.quote(gates)}" if gates and row.name in table.gates else "",
+        "policy": shlex.quote(row.policy),
+        "budget": f"--budget {shlex.quote(plain)}" if plain else "",
+        "samples": f"--samples {samples}" if samples else "",
+        "options": shlex.join(_options(table, more, choice)),
+        "interval": f"--evict-every {interval.partition('=')[2]}" if interval else "",
+        "limit": f"--limit {choice.limit:g}" if choice.limit else "",
+        "batch": f"--batch-size {choice.batch_size}" if choice.batch_size != 1 else "",
+        "device": f"--device {choice.device}" if choice.device else "",
+        "dtype": f"--dtype {choice.dtype}" if choice.dtype else "",
+        "row": shlex.quote(str(row_folder(table, row, choice))),
+    }
+    quoted = {key: shlex.quote(values[key]) for key in ("tasks", "data", "model")}
+    return [shlex.split(one.format(**values | quoted)) for one in table.commands]
+
+
+def _options(table: PaperTable, more: Sequence[str], choice: TableChoice) -> list[str]:
+    """Return the table's options, with the row's model arguments and the user's settings."""
+    pairs = dict(zip(table.options[::2], table.options[1::2], strict=True))
+    if more:
+        pairs["--model-args"] = ",".join(filter(None, [pairs.get("--model-args"), *more]))
+    if choice.gen_kwargs:
+        pairs["--gen-kwargs"] = ",".join(
+            filter(None, [pairs.get("--gen-kwargs"), choice.gen_kwargs])
+        )
+    if choice.limit:
+        pairs.pop("--limit", None)
+    return [word for pair in pairs.items() for word in pair]
+
+
+def lines(table: PaperTable, choice: TableChoice) -> list[str]:
+    """Return the commands of all rows that the user wants, those that train gates first."""
+    rows = chosen_rows(table, choice)
+    wanted = {table.gates.get(row.name) for row in rows}
+    own = choice.gates is None
+    trained = [" ".join(text.split()) for name, text in table.train.items() if name in wanted]
+    return [
+        *(trained if own else []),
+        *(shlex.join(command) for row in rows for command in commands(table, row, choice)),
+    ]
+
+
+# --- What is missing ------------------------------------------------------------------------------
+
+
+def missing(table: PaperTable, choice: TableChoice) -> list[str]:
+    """List what has to be there before the first command can run: models, gates, data."""
+    rows, found = chosen_rows(table, choice), []
+    model = choice.model or table.model
+    sources = [] if model == _RANDOM else [("model", model)]
+    for row in rows:
+        needs = row.name in table.gates
+        sources += [("gates", choice.gates or table.gates[row.name])] if needs else []
+    for kind, source in dict.fromkeys(sources):
+        if source in table.train and not is_folder(Path(source)):
+            found.append(f"gates {source}: train them, see --dry-run")
+        elif problem := _not_there(kind, source):
+            found.append(problem)
+    if table.columns and not is_folder(Path(choice.data)):
+        found.append(f"data: no folder {choice.data}; give --data FOLDER")
+    elif table.columns:
+        found += without_data(table.tasks, Path(choice.data))
+    return found
+
+
+def _not_there(kind: str, source: str) -> str | None:
+    try:
+        place = locate(source) if kind == "model" else source
+    except MmkvError as error:
+        return str(error)
+    if is_folder(Path(place)) or (kind == "gates" and re.fullmatch(r"[\w.-]+", place)):
+        return None
+    if place.startswith((".", "/", "~")) or place.count("/") != 1:
+        return f"{kind} {source}: no such folder"
+    if os.environ.get("HF_HUB_OFFLINE", "0") in ("", "0"):
+        return None  # it is fetched
+    from huggingface_hub import try_to_load_from_cache
+
+    names = ("config.json",) if kind == "model" else ("gates.safetensors", "trimkv_weights.pth")
+    if any(isinstance(try_to_load_from_cache(place, name), str) for name in names):
+        return None
+    return f"{kind} {source}: not in the cache, and HF_HUB_OFFLINE is set; hf download {source}"
+
+
+def without_data(tasks: Sequence[str], data: Path) -> list[str]:
+    """Say of each task that finds no rows below ``data`` what it lacks."""
+    from mmkv.eval.lmms.tasks import write
+
+    found = []
+    with tempfile.TemporaryDirectory(prefix="mmkv-reproduce-") as folder:
+        for task in tasks:
+            try:
+                write([task], Path(folder), data)
+            except MmkvError as error:
+                found.append(str(error))
+    return found
+
+
+# --- Running --------------------------------------------------------------------------------------
+
+
+def run(table: PaperTable, choice: TableChoice) -> str:
+    """Run the rows that have no results yet; the table of figures, ours beside the paper's.
+
+    Raises InputError: something is missing; a row failed.
+    """
+    if lacking := missing(table, choice):
+        raise InputError(f"{table.name} cannot run: {'; '.join(lacking)}")
+    rows = chosen_rows(table, choice)
+    for number, row in enumerate(rows, 1):
+        folder = row_folder(table, row, choice)
+        if (folder / _DONE).is_file():
+            print(f"mmkv: {row.folder} is there ({folder})", file=sys.stderr)
+            continue
+        wanted = commands(table, row, choice)
+        for words in wanted:
+            print(f"mmkv: {number} of {len(rows)}: {shlex.join(words)}", file=sys.stderr)
+            code = subprocess.run(_started(words)).returncode
+            if code:
+                raise InputError(f"{row.folder} ended with exit code {code}; its message is above")
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / _DONE).write_text("\n".join(map(shlex.join, wanted)) + "\n")
+    return compared(table, choice)
+
+
+_DONE = "command.txt"  # in a row's folder once it is finished
+
+
+def _started(words: Sequence[str]) -> list[str]:
+    """Return a command for this Python, whatever PATH has."""
+    if words[0] == "mmkv":
+        return [sys.executable, "-P", "-m", "mmkv", *words[1:]]
+    return [sys.executable, *words[1:]]
+
+
+def compared(table: PaperTable, choice: TableChoice) -> str:
+    """Return a Markdown table: for each row and column our figure, and the paper's in brackets."""
+    if not table.evaluates:
+        return f"results are below {Path(choice.output) / table.name.replace(':', '-')}"
+    heads = ["", *(column.label for column in table.columns)]
+    made = [f"| {' | '.join(heads)} |", f"|{'---|' * len(heads)}"]
+    for row in chosen_rows(table, choice):
+        label = f"{row.label}, {row.budget}" if row.budget else row.label
+        found = _results(row_folder(table, row, choice))
+        cells = []
+        for at, column in enumerate(table.columns):
+            paper = row.figures[at] if row.figures else "-"
+            ours = _figure(found, column)
+            shown = "-" if ours is None else f"{ours:.{_digits(paper)}f}"
+            cells.append(shown if paper == "-" else f"{shown} ({paper})")
+        made.append(f"| {label} | {' | '.join(cells)} |")
+    return "\n".join(made)
+
+
+def _digits(figure: str) -> int:
+    return len(figure.partition(".")[2]) if "." in figure else 1
+
+
+def _results(folder: Path) -> dict[str, dict[str, Any]]:
+    """Return the scores of a row's newest results files, by task."""
+    found: dict[str, dict[str, Any]] = {}
+    files = [*folder.glob("*_results.json"), *folder.glob("*/*_results.json")]
+    for path in sorted(files, key=lambda path: path.name):
+        found |= json.loads(path.read_text("utf-8"))["results"]
+    return found
+
+
+def _figure(found: dict[str, dict[str, Any]], column: TableColumn) -> float | None:
+    names = (f"{column.task}_local", f"{column.task}_mmkv", column.task)
+    scores = next((found[name] for name in names if name in found), {})
+    for key, value in scores.items():
+        metric, comma, _ = key.partition(",")
+        right = metric == column.metric or (column.metric is None and comma)
+        if right and "stderr" not in metric and isinstance(value, int | float):
+            return value * column.factor
+    return None
+
+
+# --- The page -------------------------------------------------------------------------------------
+
+_HEAD = """# The papers' tables
+
+One command each, made from `eval/papers/tables.yaml` by `python -m eval.papers.reproduce`, as is
+this page. Figures are those that the papers print. GPU hours are guesses for all rows on one
+H100. *Offline* is what runs the same tasks, options and formats on small files here; none of the
+tables has been run as a whole yet.
+
+```sh
+mmkv eval --reproduce list
+mmkv eval --reproduce dbtrimkv:table2 --dry-run                      # prints the commands
+mmkv eval --reproduce dbtrimkv:table2 --data DATA --policy dbtrimkv --budget 256
+```
+
+`--policy` and `--budget` choose rows; `--model` and `--gates` name other checkpoints; `--data`,
+`--output`, `--limit`, `--samples`, `--batch-size`, `--device`, `--dtype`, `--gen-kwargs` are
+handed on. Models, gates and data are looked for before the first row starts, and one line says
+what is missing. Finished rows are kept: the same command goes on after a kill, and prints our
+figures beside the paper's at its end. What lies where below DATA: [lmms-eval](lmms-eval.md).
+
+Replies of models that think have at least 32,768 tokens, whatever the task says
+(`thinking_floor`); mathematics is drawn at temperature 0.6 and top_p 0.95. Both are the models'
+authors' settings; a table that needs others says so.
+"""
+
+
+def page() -> str:
+    """Return the text of ``eval/notes/reproduce.md``."""
+    made = [_HEAD]
+    for paper in dict.fromkeys(table.paper for table in tables().values()):
+        own = [table for table in tables().values() if table.paper == paper]
+        link = f"[arXiv {own[0].arxiv}](https://arxiv.org/abs/{own[0].arxiv})"
+        made.append(f"## {paper}\n\n{link}\n")
+        made += [_section(table) for table in own]
+    return "\n".join(made)
+
+
+def _section(table: PaperTable) -> str:
+    facts = [f"### {table.name}\n", f"{table.where}: {table.shows}. Model: {table.model}."]
+    gates = dict.fromkeys(table.gates.values())
+    if gates:
+        facts.append(f"Gates: {', '.join(f'`{name}`' for name in gates)}.")
+    if table.tasks:
+        names = ", ".join(f"`{task}`" for task in table.tasks)
+        facts.append(f"Tasks: {names}.")
+    if table.hours:
+        facts.append(f"GPU hours: about {table.hours}.")
+    facts.append(f"Offline: `{table.offline}`." if table.offline else "")
+    text = [" ".join(fact for fact in facts[1:] if fact)]
+    if table.missing:
+        text.append(f"No command: {_one_line(table.missing).rstrip('.')}.")
+    if table.note:
+        note = _one_line(table.note).rstrip(".")
+        text.append(f"{note[0].upper()}{note[1:]}.")
+    if table.figures:
+        text.append(f"The paper: {_one_line(table.figures)}")
+    if any(row.figures for row in table.rows):
+        text.append(_paper_rows(table))
+    if table.rows:
+        shown = [" ".join(one.split()) for one in table.train.values()]
+        shown += [shlex.join(one) for one in commands(table, table.rows[-1], TableChoice())]
+        text.append("```sh\n" + "\n".join(shown) + "\n```")
+    return facts[0] + "\n" + "\n\n".join(text) + "\n"
+
+
+def _one_line(text: str) -> str:
+    return " ".join(text.split())
+
+
+def _paper_rows(table: PaperTable) -> str:
+    heads = ["paper", "policy", "budget", *(column.label for column in table.columns)]
+    made = [f"| {' | '.join(heads)} |", f"|{'---|' * len(heads)}"]
+    for row in table.rows:
+        cells = [row.label, f"`{row.policy}`", row.budget or "", *row.figures]
+        made.append(f"| {' | '.join(cells)} |")
+    return "\n".join(made)
+
+
+def listed() -> str:
+    """Return a line for each table."""
+    width = max(map(len, tables()))
+    return "\n".join(
+        f"{table.name:{width}}  {table.shows}" + ("" if table.rows else " (no command)")
+        for table in tables().values()
+    )
+
+
+def check() -> None:
+    """Raise InputError for a row whose figures, policy or gates do not fit its table."""
+    for table in tables().values():
+        if bool(table.rows) == bool(table.missing):
+            raise InputError(f"{table.name}: either rows or the reason why there are none")
+        for row in table.rows:
+            if row.figures and len(row.figures) != len(table.columns):
+                raise InputError(f"{table.name}: {row.folder} has {len(row.figures)} figures")
+            if (
+                bool(make_policy(row.policy).gates) != (row.name in table.gates)
+                and table.model != _RANDOM
+            ):
+                raise InputError(f"{table.name}: gates of {row.folder} do not fit its policy")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Print the page."""
+    parser = argparse.ArgumentParser(prog="python -m eval.papers.reproduce", description=__doc__)
+    parser.parse_args(arguments)
+    try:
+        check()
+    except MmkvError as error:
+        print(f"mmkv.eval.papers.reproduce: error: {error}", file=sys.stderr)
+        return 1
+    print(page(), end="")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,308 @@
+"""Sessions that go on beyond the trained context, beside an oracle that re-rotates dense keys."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from mmkv.engine.cache.forms import FORMS
+from mmkv.engine.cache.pool import PagePool
+from mmkv.engine.compaction import Run, plan, turned, with_text, with_tokens
+from mmkv.engine.errors import ContextError
+from mmkv.engine.runtime import Runtime
+from tests.support.dialogues import engine_of, folder_of, prefill_both, prompt, reference_model
+from tests.support.oracle import Oracle
+from tests.support.sessions import text_ids
+
+LIMIT, BUDGET, CHUNK = 64, 5, 16
+
+
+class Endless(Oracle):
+    """Keeps keys and queries from before RoPE, and turns all of them anew when positions move."""
+
+    def __init__(self, limit: int, queries: int, *given: Any, **named: Any) -> None:
+        super().__init__(*given, **named)
+        self.limit, self.queries = limit, queries
+        self.next = self.back = self.moves = 0
+        self.sees: list[bool] = []
+        self.raw: list[tuple[list[Tensor], list[Tensor]]] = [([], []) for _ in self.key]
+        self.where = torch.zeros(0)  # [A, T], of every token
+        self.apply, self.rotate = self.rotate, self._noted
+        self.calls = 0
+
+    def _noted(self, query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> Any:
+        for kept, part in zip(self.raw[self.calls % self.layers], (query, key), strict=True):
+            kept.append(part[0])
+        self.calls += 1
+        return self.apply(query, key, cos, sin)
+
+    def _positions(self, inputs: Mapping[str, Tensor]) -> Tensor:
+        ids, config = inputs["input_ids"][0].tolist(), self.hf.config
+        media = [getattr(config, f"{kind}_token_id", None) for kind in ("image", "video")]
+        self.sees += [token in media for token in ids]
+        return super()._positions(inputs)
+
+    def _forward(self, hidden: Tensor, positions: Tensor, levels: Any, prompt: bool) -> Tensor:
+        positions = positions - self.back
+        if not self.seen:
+            self.where = positions[:, :0]
+        end = max(self.next, int(positions.max()) + 1)
+        if end > self.limit:
+            most = min(self.limit // 2, self.limit - (end - self.next))
+            moved = self._compact(self.next, most)
+            self.back, positions, end = self.back + moved, positions - moved, end - moved
+            self.moves += 1
+        self.next = end
+        self.where = torch.cat([self.where, positions], 1)
+        return super()._forward(hidden, positions, levels, prompt)
+
+    def _compact(self, begin: int, last: int) -> int:
+        """Move every token that is held, one segment after the other; by how many the next."""
+        live = self.keep.any(0).any(0)
+        live[max(self.seen - self.queries, 0) :] |= self.queries > 0
+        parts: list[list[int]] = []  # tokens of each segment, dead ones of a picture among them
+        for t in range(self.seen):
+            if self.sees[t] and t and self.sees[t - 1] and parts:
+                parts[-1].append(t)
+            else:
+                parts.append([t])
+        parts = [part for part in parts if live[part].any()]
+        rigid = sum(int(self.where[:, p].max() - self.where[:, p].min()) + 1 for p in parts)
+        if rigid > last and len(self.where) == 1:
+            parts = [[t] for t in live.nonzero().flatten().tolist()]
+            self.sees = [False] * self.seen + self.sees[self.seen :]
+        spans = [(int(self.where[:, p].min()), int(self.where[:, p].max()) + 1) for p in parts]
+        ends = [*spans[1:], (begin, begin)]
+        gaps = [after[0] - before[1] for before, after in zip(spans, ends, strict=True)]
+        sizes = [stop - start for start, stop in spans]
+        most = max(gaps)
+        while sum(sizes) + sum(min(gap, most) for gap in gaps) > last:
+            most -= 1
+        assert most >= 0
+        at, where = 0, self.where.clone()
+        for part, (start, _), size, gap in zip(parts, spans, sizes, gaps, strict=True):
+            where[:, part] -= start - at
+            at += size + min(gap, most)
+        self.where = where
+        self._turn_all()
+        return begin - at
+
+    @torch.no_grad()
+    def _turn_all(self) -> None:
+        shaped = self.where[:, None] if self.where.shape[0] == 3 else self.where
+        cos, sin = self.text.rotary_emb(self.key[0][None], shaped)
+        for layer, raw in enumerate(self.raw):
+            query, key = (torch.cat(part, 1)[None] for part in raw)
+            self.query[layer], self.key[layer] = (
+                part[0] for part in self.apply(query, key, cos, sin)
+            )
+
+    def close(self) -> None:
+        """Nothing of the model was changed."""
+
+
+def short_of(model: str, policy: str, limit: int = LIMIT, **options: Any) -> Runtime:
+    """An engine whose model was trained for few positions."""
+    engine = engine_of(
+        folder_of(model), policy, BUDGET, prefill_chunk=CHUNK, page_size=8, **options
+    )
+    engine.spec = engine.model.spec = replace(engine.spec, max_position=limit)
+    return engine
+
+
+def close(ours: Tensor, theirs: Tensor) -> None:
+    error = float((ours - theirs).abs().max() / theirs.abs().max())
+    assert error <= 1e-4, f"logits differ by {error:.2e}"
+
+
+@pytest.mark.parametrize(
+    ("model", "policy", "limit"),
+    [
+        ("vl3", "dbtrimkv", 64),
+        ("text3", "snapkv:window=3", 64),
+        ("qwen2_5_vl", "streamingllm:sinks=1", 64),
+        ("llava3", "keydiff", 128),
+        ("llava3", "dbtrimkv", 64),  # pictures have to shrink
+    ],
+)
+def test_what_is_kept_and_said_is_an_oracles(
+    model: str, policy: str, limit: int, tmp_path: Path
+) -> None:
+    engine = short_of(model, policy, limit)
+    gate = engine.gates if engine.policy.scoring.needs.gates else None
+    name, _, rest = policy.partition(":")
+    given = {key: int(value) for key, value in (rest.split("=") for _ in range(bool(rest)))}
+    oracle = Endless(
+        limit,
+        engine.policy.scoring.needs.queries,
+        reference_model(folder_of(model)),
+        gate,
+        name,
+        BUDGET,
+        prefill_chunk=CHUNK,
+        **given,
+    )
+    session = engine.session()
+    for turn in range(4):
+        pieces = 6, ("image", 16, 24), 5, ("image", 24, 16), 3
+        close(*prefill_both(session, oracle, prompt(model, *pieces, seed=turn)))
+        for token in text_ids(14, turn).tolist():
+            close(session.decode(token), oracle.decode(token))
+            oracle.follow(session.retained())
+            assert session.next_position <= limit
+        engine.cache.check()
+    close(*prefill_both(session, oracle, prompt(model, 2 * limit, seed=9)))  # longer than all
+    assert session.memory().compactions == oracle.moves >= 4
+    session.save(tmp_path / "session")
+    loaded, _ = engine.load_session(tmp_path / "session")
+    fork, tokens = session.fork(), text_ids(limit, 7).tolist()
+    for token in tokens:
+        ours = session.decode(token)
+        assert torch.equal(ours, loaded.decode(token)) and torch.equal(ours, fork.decode(token))
+    assert loaded.compactions == fork.compactions == session.compactions > oracle.moves
+
+
+def test_without_a_budget_or_the_setting_a_session_ends() -> None:
+    for engine in (
+        engine_of(folder_of("text3"), "full", BUDGET, prefill_chunk=CHUNK),
+        short_of("text3", "streamingllm", endless=False),
+    ):
+        engine.spec = engine.model.spec = replace(engine.spec, max_position=LIMIT)
+        session = engine.session()
+        session.prefill({"input_ids": text_ids(LIMIT, 1)[None]})
+        with pytest.raises(ContextError, match="64"):
+            session.decode(3)
+        assert session.seen == session.next_position == LIMIT and not session.has_room
+
+
+def test_a_turn_is_not_rewound_across_moved_positions() -> None:
+    session = short_of("text3", "streamingllm").session()
+    session.prefill({"input_ids": text_ids(LIMIT - 2, 1)[None]})
+    before = session.state()
+    for token in (3, 4, 5):
+        session.decode(token)
+    assert session.compactions == 1
+    assert not session.rewind(before | {"evicted": session.evicted})
+    kept = session.next_position
+    session.cut_back(session.seen - 2, LIMIT - 1, LIMIT - 2)
+    assert session.next_position == kept - 2
+
+
+def test_a_chunk_that_fails_leaves_moved_positions(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = short_of("text3", "streamingllm")
+    session = engine.session()
+    session.prefill({"input_ids": text_ids(LIMIT, 1)[None]})
+    fork = session.fork()
+    prefill = session.begin_prefill({"input_ids": text_ids(5, 2)[None]})
+
+    def fail(*_: Any) -> None:
+        raise RuntimeError("no")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(engine.decoder, "forward", fail)
+        with pytest.raises(RuntimeError, match="no"):
+            prefill.advance()
+    prefill.roll_back()
+    assert session.compactions == 1 and session.seen == LIMIT
+    for token in (3, 4, 5):
+        assert torch.equal(session.decode(token), fork.decode(token))
+    engine.cache.check()
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_keys_in_every_form_are_turned_once(form: str) -> None:
+    """A key that is turned is rounded once more, as its form rounds."""
+    pool = PagePool(8, 32, 2, form=FORMS[form])
+    slots, key = torch.arange(16), torch.randn(16, 32, generator=torch.Generator().manual_seed(0))
+    pool.store(slots, key, key)
+    held, frequencies = pool.keys_at(slots), 10_000 ** -(torch.arange(16) / 16)
+    back = torch.arange(16) * 1000
+    wanted = turned(held, back, frequencies)
+    pool.put_keys(slots, wanted)
+    error = (pool.keys_at(slots) - wanted).norm(dim=-1) / wanted.norm(dim=-1)
+    most = {"auto": 0, "bf16": 3e-3, "int8": 1e-2, "k8v4": 1e-2, "int4": 0.12}[form]
+    assert float(error.max()) <= most
+
+
+def test_a_turned_key_is_the_key_of_the_new_position() -> None:
+    """At a million, angles in float32 would be off by 0.04."""
+    x = torch.randn(5, 8, generator=torch.Generator().manual_seed(1)).double()
+    frequencies = 500_000 ** -(torch.arange(4) / 4)
+    at, back = torch.tensor([1_000_000, 70_000, 9, 5, 10**6]), torch.tensor([999_990, 1, 9, 0, 5])
+
+    def key(positions: Tensor) -> np.ndarray:
+        angle = positions.numpy()[:, None] * frequencies.double().numpy()
+        both = x[:, :4].numpy() + 1j * x[:, 4:].numpy()
+        both = both * np.exp(1j * angle)
+        return np.concatenate([both.real, both.imag], 1)
+
+    made = turned(torch.from_numpy(key(at)).float(), back, frequencies).numpy()
+    assert np.abs(made - key(at - back)).max() <= 1e-5
+
+
+@st.composite
+def histories(draw: Any) -> tuple[np.ndarray, tuple[Run, ...], int, int]:
+    """Tokens held, runs, tokens seen, next position: texts and pictures in turn, some evicted."""
+    runs: tuple[Run, ...] = ()
+    seen = position = 0
+    for sees in draw(st.lists(st.booleans(), min_size=1, max_size=6)):
+        count = draw(st.integers(1, 12))
+        if sees:
+            rows = draw(st.integers(1, 4))
+            each = torch.arange(count)
+            grid = torch.stack([torch.zeros_like(each), each // rows, each % rows])
+            at = position + grid
+            runs = with_tokens(runs, seen, torch.ones(count), at)
+            position = int(at.max()) + 1
+        else:
+            runs = with_text(runs, seen, position)
+            position += count
+        seen += count
+    live = draw(st.sets(st.integers(0, seen - 1), min_size=1))
+    return np.array(sorted(live)), runs, seen, position
+
+
+def place(runs: tuple[Run, ...], token: int) -> tuple[int, int]:
+    """The positions that a token's segment takes."""
+    run = [run for run in runs if run.token <= token][-1]
+    start = run.position if run.extent else run.position + token - run.token
+    return start, start + (run.extent or 1)
+
+
+@settings(max_examples=150, deadline=None)
+@given(histories(), st.integers(0, 40), st.integers(0, 40))
+def test_order_and_pictures_stay_and_no_distance_grows(
+    history: tuple[np.ndarray, tuple[Run, ...], int, int], last: int, more: int
+) -> None:
+    live, runs, seen, position = history
+    for _ in range(2):  # and once more, from where the first one left them
+        last = min(last, position)
+        before = [place(runs, int(t)) for t in live]
+        made = plan(live, runs, seen, position, last)
+        if made is None:
+            assert sum(stop - start for start, stop in dict.fromkeys(before)) > last
+            return
+        after = [place(made.runs, int(t)) for t in live]
+        assert made.next_position <= last and after[0][0] == 0
+        ends = [(position, position)], [(made.next_position, made.next_position)]
+        for (a, b), (x, y) in zip(
+            pairwise(before + ends[0]), pairwise(after + ends[1]), strict=True
+        ):
+            assert y[0] - x[0] <= b[0] - a[0] and (y[0] - x[0] == 0) == (b[0] - a[0] == 0)
+            assert x[1] - x[0] == a[1] - a[0]  # a picture moves as a whole
+            assert b[0] - a[1] <= made.gap or y[0] - x[1] <= made.gap or a == b
+        shifts = dict(zip(made.token.tolist(), made.shift.tolist(), strict=True))
+        assert all(a[0] - x[0] in shifts.values() for a, x in zip(before, after, strict=True))
+        assert list(shifts.values()) == sorted(shifts.values())
+        runs, position = with_text(made.runs, seen, made.next_position), made.next_position + more
+        seen += more

@@ -1,0 +1,104 @@
+"""The measures, by values worked out by hand from the published definitions."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from mmkv.engine.errors import InputError
+from mmkv.eval.long_text import scores
+
+
+@pytest.mark.parametrize(
+    ("measure", "reply", "more", "wanted"),
+    [
+        # "the" and the full stop go; 2 of 3 and 2 of 2 words are common.
+        (scores.qa_f1, "The red oak tree.", ("oak tree",), 2 * 2 / (3 + 2)),
+        (scores.qa_f1, "", ("oak",), 0),
+        (scores.chinese_f1, "北京。", ("北京市",), 2 * 2 / (2 + 3)),
+        (scores.has_answer, "It is the Oak!", ("an oak",), 1),
+        (scores.is_same, "It is oak", ("oak",), 0),
+        # Both classes are named; the part of the right one's name does not count.
+        (scores.classification, "Large City", ("Large City", ["City", "Large City"]), 1),
+        (scores.classification, "City or Food", ("City", ["Food", "City"]), 1 / 2),
+        # City and Large are parts of the right one; as published, the second stays in the list.
+        (
+            scores.classification,
+            "Large City",
+            ("Large City", ["City", "Large", "Large City"]),
+            1 / 2,
+        ),
+        (scores.classification, "City", ("Food", ["Food", "City"]), 0),
+        (scores.number_share, "5, no: 7 or 7", ("7",), 2 / 3),
+        (scores.number_share, "none", ("7",), 0),
+        (scores.paragraph_share, "Paragraph 3", ("Paragraph 3",), 1),
+        # The first line that is no fence and no comment; 2 * 4 / 9 characters match.
+        (scores.code_similarity, "```py\n# sum\na = b\nc", ("a= b",), 0.89),
+        (scores.code_similarity, "# only", ("a",), 0),
+        # Words once each: {the, cat, sat} and {the, cat, ran}; "the cat" is common.
+        (scores.rouge_l, "the cat sat", ("the cat ran",), 2 / 3),
+        (scores.rouge_l, "", ("the cat",), 0),
+        # Sentences apart: the order of the two does not matter.
+        (scores.rouge_l, "b c.a x", ("a x.b c",), 1),
+        (scores.choice, "B. Oslo", ("Bergen", "B"), 1),
+        (scores.choice, "the answer is: Bergen", ("Bergen", "B"), 1),
+        (scores.choice, "I think it is C or so", ("Bergen", "B"), 0),
+        (scores.choice, "", ("Bergen", "B"), 0),
+        (scores.same_number, "about 94.7", (94,), 1),
+        (scores.same_number, "about 94.7", (94.0,), 0),
+        (scores.share_found, "VAR a and b", (["var A", "C"],), 1 / 2),
+        # 2 of 3 unigrams, 1 of 2 bigrams; the first missing length counts ln 3 / 10 of 1,
+        # the next ln 3 / 20 of 1; no brevity penalty for texts of one length.
+        (
+            scores.bleu,
+            "a b x",
+            ("a b c",),
+            math.exp(sum(map(math.log, (2 / 3, 1 / 2, math.log(3) / 10, math.log(3) / 20))) / 4),
+        ),
+        (scores.bleu, "x", ("a",), 0),
+        # Ideal gains 3, 1; they come in the other order.
+        (
+            scores.ndcg,
+            ["2", "1"],
+            ({"1": 3, "2": 1},),
+            (1 + 3 / math.log2(3)) / (3 + 1 / math.log2(3)),
+        ),
+    ],
+)
+def test_a_measure_is_as_published(
+    measure: Callable[..., float], reply: Any, more: tuple[Any, ...], wanted: float
+) -> None:
+    assert measure(reply, *more) == pytest.approx(wanted, abs=1e-7)
+
+
+def test_rouge_of_whole_texts_and_line_by_line() -> None:
+    # Longest common subsequence "cat the mat": 3 of 4 and 3 of 5 words.
+    assert scores.rouge_longest("cat on the mat", "the cat sat the mat") == pytest.approx(
+        (3 / 4, 3 / 5, 2 * 3 / 9)
+    )
+    # Lines in another order match each; the repeated word counts as often as both have it.
+    assert scores.rouge_summary("b c\na a", "a x\nb c") == pytest.approx((3 / 4, 3 / 4, 3 / 4))
+    stem = {"running": "run"}.get
+    found = scores.rouge_longest("run", "Running", lambda word: stem(word, word))
+    assert found.f1 == 1 and scores.rouge_longest("run", "Running").f1 == 0
+
+
+def test_what_is_read_out_of_a_reply() -> None:
+    assert scores.chosen_letter("**The correct answer is (B)**, not A") == "B"
+    assert scores.chosen_letter("The correct answer is C.") == "C"
+    assert scores.chosen_letter("B") is None
+    assert scores.after_prefix("Well.\nanswer: Oslo \nmore") == "Oslo"
+    assert scores.after_prefix("Oslo\nmore") == "Oslo"
+    assert scores.ranking("Ranking: [ID: 3] > ID1 > 3 > 12, or 4 > 5") == ["3", "1", "12"]
+    assert scores.ranking("none") == []
+    assert scores.first_number("no. 12, 13") == "12"
+    code = "def f():\n    return 1"
+    assert scores.code_block(f"Here:\n```python\n{code}\n```\nand") == f"{code}\n"
+    both = [("f", code), ("g", "def g():\n    return 2")]
+    assert scores.function_found(f"```\n{code}\n```", "f", both) == 1
+    assert scores.function_found(f"```\n{code}\n```", "g", both) == 0
+    with pytest.raises(InputError, match="names no paragraph"):
+        scores.paragraph_share("3", "third")
