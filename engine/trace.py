@@ -91,6 +91,17 @@ class Record:
         rows = np.split(position[order], ends[:-1])
         return [rows[i : i + self.kv_heads] for i in range(0, len(rows), self.kv_heads)]
 
+    def visible_until(self) -> np.ndarray:
+        """Return int32 ``[L, H, T]``: the first token that no longer sees each entry.
+
+        Token t sees entry i if ``i <= t < until[..., i]``: a step's tokens are read before its cut.
+        It is T, or more, for what lives; of tokens from before the first step nothing is known.
+        """
+        tokens = int(self.seen[-1])
+        until = np.full((self.layers * self.kv_heads, tokens), tokens, np.int32)
+        until[self.deaths["row"], self.deaths["position"]] = self.seen[self.died_at]
+        return until.reshape(self.layers, self.kv_heads, tokens)
+
 
 class Recorder:
     """Takes down steps and deaths; made by :meth:`CachedSequence.record`.

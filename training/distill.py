@@ -26,17 +26,18 @@ _THREADS_PER_CORE = 4
 _DATA, _GATES, _LOSS, _RUN = "Data", "Gates", "Loss", "Run"
 
 
-def _option(help: str, panel: str, *names: str) -> Any:
+def option(help: str, panel: str, *names: str) -> Any:
+    """Return an option with its help, in a panel of --help."""
     return typer.Option(*names, help=help, rich_help_panel=panel)
 
 
 @app.command()
 def distill(
     context: typer.Context,
-    model: Annotated[str, _option("Checkpoint folder or hub id; stays frozen.", _RUN)],
+    model: Annotated[str, option("Checkpoint folder or hub id; stays frozen.", _RUN)],
     data: Annotated[
         list[str],
-        _option(
+        option(
             "[WEIGHT*][KIND:]PATH, kinds chat, llava, mmdu, text (found by content when left out); "
             "or [WEIGHT*]scenes:KIND for the bundled model (dense, sparse, clip, stream, "
             "40-pictures, 96-distractors, 256-distractors); or [WEIGHT*]tasks:KIND (recall, "
@@ -44,22 +45,22 @@ def distill(
             _DATA,
         ),
     ],
-    output: Annotated[str, _option("Folder for gates, checkpoints, curve and card.", _RUN)],
+    output: Annotated[str, option("Folder for gates, checkpoints, curve and card.", _RUN)],
     eval_data: Annotated[
         list[str] | None,
-        _option("Held-out data, as --data. Without it nothing is measured.", _DATA),
+        option("Held-out data, as --data. Without it nothing is measured.", _DATA),
     ] = None,
-    eval_samples: Annotated[int, _option("Held-out conversations to use.", _DATA)] = 32,
-    max_length: Annotated[int, _option("Longest document, in tokens.", _DATA)] = 4096,
+    eval_samples: Annotated[int, option("Held-out conversations to use.", _DATA)] = 32,
+    max_length: Annotated[int, option("Longest document, in tokens.", _DATA)] = 4096,
     long_chats: Annotated[
-        str, _option("Chats longer than that: drop them, or cut them after a reply.", _DATA)
+        str, option("Chats longer than that: drop them, or cut them after a reply.", _DATA)
     ] = "cut",
     media_root: Annotated[
-        str | None, _option("Folder that relative paths of pictures start from.", _DATA)
+        str | None, option("Folder that relative paths of pictures start from.", _DATA)
     ] = None,
     recipe: Annotated[
         str,
-        _option(
+        option(
             "mmkv (the defaults shown here), or the papers' numbers: dbtrimkv, trimkv, wgkv (the "
             "default with --method wgkv); options that are given override it.",
             _RUN,
@@ -67,78 +68,74 @@ def distill(
     ] = "mmkv",
     method: Annotated[
         str,
-        _option("retention gates, or wgkv: write gates, with recipe wgkv (WG-KV).", _RUN),
+        option("retention gates, or wgkv: write gates, with recipe wgkv (WG-KV).", _RUN),
     ] = "retention",
     gating: Annotated[
-        str, _option("log-bias (DBTrimKV) or logit-scale (TRIM-KV).", _GATES)
+        str, option("log-bias (DBTrimKV) or logit-scale (TRIM-KV).", _GATES)
     ] = "log-bias",
     gate: Annotated[
         str,
-        _option(
+        option(
             "tied (two layers, a block of them per head) or rg (TRIM-KV: one hidden layer).",
             _GATES,
         ),
     ] = "tied",
-    d_gate: Annotated[int, _option("Width of the gates' hidden layers.", _GATES)] = 512,
+    d_gate: Annotated[int, option("Width of the gates' hidden layers.", _GATES)] = 512,
     tying: Annotated[
-        str, _option("One readout for all (paper), per layer, or per head (none).", _GATES)
+        str, option("One readout for all (paper), per layer, or per head (none).", _GATES)
     ] = "paper",
     gate_input: Annotated[
         str,
-        _option(
-            "Input of the gates: the layer's normed input (x) or keys and values (kv).", _GATES
-        ),
+        option("Input of the gates: the layer's normed input (x) or keys and values (kv).", _GATES),
     ] = "x",
-    bias: Annotated[float, _option("Start value of the readout's bias.", _GATES)] = 18.0,
+    bias: Annotated[float, option("Start value of the readout's bias.", _GATES)] = 18.0,
     loss: Annotated[
-        str, _option("kl+ntp, kl, ntp, reverse-kl or reverse-kl+ntp.", _LOSS)
+        str, option("kl+ntp, kl, ntp, reverse-kl or reverse-kl+ntp.", _LOSS)
     ] = "kl+ntp",
     scope: Annotated[
-        str, _option("Capacity over all heads (global) or each (head).", _LOSS)
+        str, option("Capacity over all heads (global) or each (head).", _LOSS)
     ] = "global",
-    budget: Annotated[float, _option("M, mean entries per layer and KV head.", _LOSS)] = 256.0,
-    lambda_cap: Annotated[float, _option("Weight of the capacity term.", _LOSS)] = 1.0,
-    normaliser: Annotated[str, _option("relative or tt (TRIM-KV).", _LOSS)] = "relative",
+    budget: Annotated[float, option("M, mean entries per layer and KV head.", _LOSS)] = 256.0,
+    lambda_cap: Annotated[float, option("Weight of the capacity term.", _LOSS)] = 1.0,
+    normaliser: Annotated[str, option("relative or tt (TRIM-KV).", _LOSS)] = "relative",
     capacity_rates: Annotated[
-        int, _option("0: exact count; K: approximate it with K decay rates.", _LOSS)
+        int, option("0: exact count; K: approximate it with K decay rates.", _LOSS)
     ] = 0,
     window: Annotated[
-        int, _option("wgkv: tokens that every entry stays for (W_local).", _GATES)
+        int, option("wgkv: tokens that every entry stays for (W_local).", _GATES)
     ] = 256,
-    lambda_sparse: Annotated[float, _option("wgkv: weight of the sparsity term.", _LOSS)] = 0.04,
+    lambda_sparse: Annotated[float, option("wgkv: weight of the sparsity term.", _LOSS)] = 0.04,
     threshold: Annotated[
-        float, _option("wgkv: gate from which an entry is admitted, in what is measured.", _GATES)
+        float, option("wgkv: gate from which an entry is admitted, in what is measured.", _GATES)
     ] = 0.1,
-    steps: Annotated[int, _option("Optimiser steps.", _RUN)] = 1000,
-    batch: Annotated[int, _option("Documents per process and forward pass.", _RUN)] = 1,
-    accumulate: Annotated[int, _option("Forward passes per step.", _RUN)] = 1,
-    lr: Annotated[float, _option("Peak learning rate.", _RUN)] = 2e-4,
+    steps: Annotated[int, option("Optimiser steps.", _RUN)] = 1000,
+    batch: Annotated[int, option("Documents per process and forward pass.", _RUN)] = 1,
+    accumulate: Annotated[int, option("Forward passes per step.", _RUN)] = 1,
+    lr: Annotated[float, option("Peak learning rate.", _RUN)] = 2e-4,
     schedule: Annotated[
-        str, _option("Schedule of the learning rate to 0: cosine or linear.", _RUN)
+        str, option("Schedule of the learning rate to 0: cosine or linear.", _RUN)
     ] = "cosine",
-    warmup: Annotated[float, _option("Share of steps for warm-up.", _RUN)] = 0.03,
-    weight_decay: Annotated[float, _option("AdamW's.", _RUN)] = 1e-6,
-    clip: Annotated[float, _option("Largest gradient norm; 0: any.", _RUN)] = 1.0,
+    warmup: Annotated[float, option("Share of steps for warm-up.", _RUN)] = 0.03,
+    weight_decay: Annotated[float, option("AdamW's.", _RUN)] = 1e-6,
+    clip: Annotated[float, option("Largest gradient norm; 0: any.", _RUN)] = 1.0,
     checkpointing: Annotated[
-        bool, _option("Recompute layers instead of keeping activations.", _RUN)
+        bool, option("Recompute layers instead of keeping activations.", _RUN)
     ] = False,
-    dtype: Annotated[str, _option("auto, float32 or bfloat16.", _RUN)] = "auto",
+    dtype: Annotated[str, option("auto, float32 or bfloat16.", _RUN)] = "auto",
     weights: Annotated[
-        str, _option("On a CPU: auto, or bf16: products of bfloat16, faster.", _RUN)
+        str, option("On a CPU: auto, or bf16: products of bfloat16, faster.", _RUN)
     ] = "auto",
-    device: Annotated[str, _option("auto, cpu or cuda.", _RUN)] = "auto",
-    seed: Annotated[int, _option("Seed of gates and data order.", _RUN)] = 0,
-    log_every: Annotated[int, _option("Steps between log lines.", _RUN)] = 10,
-    save_every: Annotated[int, _option("Steps between checkpoints.", _RUN)] = 200,
-    eval_every: Annotated[int, _option("Steps between held-out runs; 0: at the end.", _RUN)] = 200,
-    held_out_budget: Annotated[float, _option("M of the held-out runs; 0: --budget.", _RUN)] = 0.0,
-    threads: Annotated[int, _option("Torch threads; 0: its default.", _RUN)] = 0,
+    device: Annotated[str, option("auto, cpu or cuda.", _RUN)] = "auto",
+    seed: Annotated[int, option("Seed of gates and data order.", _RUN)] = 0,
+    log_every: Annotated[int, option("Steps between log lines.", _RUN)] = 10,
+    save_every: Annotated[int, option("Steps between checkpoints.", _RUN)] = 200,
+    eval_every: Annotated[int, option("Steps between held-out runs; 0: at the end.", _RUN)] = 200,
+    held_out_budget: Annotated[float, option("M of the held-out runs; 0: --budget.", _RUN)] = 0.0,
+    threads: Annotated[int, option("Torch threads; 0: its default.", _RUN)] = 0,
     store: Annotated[
-        str, _option("Trunks in the gate file: float32, or float16 at half the size.", _RUN)
+        str, option("Trunks in the gate file: float32, or float16 at half the size.", _RUN)
     ] = "float32",
-    resume: Annotated[
-        bool, _option("Continue from the last checkpoint in --output.", _RUN)
-    ] = False,
+    resume: Annotated[bool, option("Continue from the last checkpoint in --output.", _RUN)] = False,
 ) -> None:
     """Train retention gates or write gates for a frozen checkpoint by distillation."""
     values = dict(locals())
@@ -201,27 +198,34 @@ def _is_default(context: typer.Context, name: str) -> bool:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line and return the exit code."""
+    return run_program(app, "distill", arguments)
+
+
+def run_program(program: typer.Typer, name: str, arguments: Sequence[str] | None) -> int:
+    """Run a program that trains, with one line for what goes wrong; return the exit code."""
     with quiet_imports(__name__ == "__main__"):
         from safetensors import SafetensorError
     try:
-        code = app(args=arguments, prog_name="mmkv distill", standalone_mode=False)
+        shown = "mmkv distill" if program is app else f"python -m mmkv.training.{name}"
+        code = program(args=arguments, prog_name=shown, standalone_mode=False)
     except MmkvError as error:
-        return _fail(str(error), 1)
+        return _fail(name, str(error), 1)
     except typer.BadParameter.__mro__[1] as error:  # type: ignore[misc]
         text = error.format_message() if hasattr(error, "format_message") else str(error)
-        return _fail(f"{text.rstrip('.')}; see --help", 2)
+        return _fail(name, f"{text.rstrip('.')}; see --help", 2)
     except (OSError, SafetensorError) as error:
         # A disk that is full, most of all; torch and safetensors have errors of their own for it.
         reason = getattr(error, "strerror", None) or error
-        return _fail(f"cannot read or write a file: {reason}; free space, then {_RESUME}", 1)
+        text = f"cannot read or write a file: {reason}; free space, then {_RESUME}"
+        return _fail(name, text, 1)
     except RuntimeError as error:
         if "PytorchStreamWriter" not in str(error) and "inline_container" not in str(error):
             raise
-        return _fail(f"a checkpoint cannot be written; free space, then {_RESUME}", 1)
+        return _fail(name, f"a checkpoint cannot be written; free space, then {_RESUME}", 1)
     except (KeyboardInterrupt, typer.Abort):
         code = 130
     if code == 130:  # typer makes this of a KeyboardInterrupt
-        print(f"mmkv.training.distill: interrupted; {_RESUME}", file=sys.stderr)
+        print(f"mmkv.training.{name}: interrupted; {_RESUME}", file=sys.stderr)
     return code if isinstance(code, int) else 0
 
 
@@ -237,8 +241,8 @@ def distill_command(context: typer.Context) -> int:
     return main(context.args)
 
 
-def _fail(message: str, code: int) -> int:
-    print(f"mmkv.training.distill: error: {one_line(message)}", file=sys.stderr)
+def _fail(name: str, message: str, code: int) -> int:
+    print(f"mmkv.training.{name}: error: {one_line(message)}", file=sys.stderr)
     return code
 
 

@@ -14,7 +14,7 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence, Sized
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from huggingface_hub import ModelCard, ModelCardData
@@ -55,12 +55,12 @@ class DistillTrainer(Trainer):
     """Logs the parts of the loss, reads the data in its own order, saves only gates.
 
     Args:
-        model: names the parts of its loss in ``parts``.
+        parts: of the loss; None: those that ``model`` names.
     """
 
-    def __init__(self, model: Any, **kwargs: Any) -> None:
+    def __init__(self, model: Any, parts: tuple[str, ...] | None = None, **kwargs: Any) -> None:
         super().__init__(model=model, data_collator=only_list, **kwargs)
-        self._parts: tuple[str, ...] = model.parts
+        self._parts: tuple[str, ...] = model.parts if parts is None else parts
         self._sums: dict[str, Any] = {}
         self._batches, self._tokens = 0, 0
         self._since = time.perf_counter()
@@ -73,13 +73,18 @@ class DistillTrainer(Trainer):
         num_items_in_batch: Tensor | int | None = None,
     ) -> Any:
         """Return the loss of one batch; its parts are summed up for the next log line."""
-        parts = model(**inputs)
+        parts = self.losses(model, **inputs)
         for name in self._parts:
             # A tensor until the log line: reading it here would make the host wait every batch.
             self._sums[name] = self._sums.get(name, 0.0) + parts[name].detach()
         self._batches += 1
         self._tokens += sum(example["labels"].numel() for example in inputs["examples"])
         return (parts["loss"], parts) if return_outputs else parts["loss"]
+
+    def losses(self, model: nn.Module, examples: list[Any]) -> dict[str, Tensor]:
+        """Return ``loss`` and its parts over a batch of documents."""
+        parts: dict[str, Tensor] = model(examples=examples)
+        return parts
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """Add the means of the parts since the last line."""
@@ -616,11 +621,34 @@ def _write_gates(
 
 
 def _arguments(settings: TrainingSettings, folder: Path) -> TrainingArguments:
-    made = TrainingArguments(
+    batch, accumulate = settings.batch, settings.accumulate
+    return arguments_of(settings, folder, batch, accumulate, TrainingArguments)
+
+
+_Arguments = TypeVar("_Arguments", bound=TrainingArguments)
+
+
+def arguments_of(
+    settings: Any,
+    folder: Path,
+    batch: int,
+    accumulate: int,
+    kind: type[_Arguments],
+    **more: Any,
+) -> _Arguments:
+    """Return the Trainer's arguments of a run.
+
+    Args:
+        settings: steps, lr, schedule, warmup, weight_decay, clip, log_every, save_every, seed and
+            device, as :class:`TrainingSettings` has them.
+        batch, accumulate: rows of a pass, and passes of a step.
+        kind: TrainingArguments, or another trainer's class, which may take ``more``.
+    """
+    made = kind(
         output_dir=str(folder),
         max_steps=settings.steps,
-        per_device_train_batch_size=settings.batch,
-        gradient_accumulation_steps=settings.accumulate,
+        per_device_train_batch_size=batch,
+        gradient_accumulation_steps=accumulate,
         learning_rate=settings.lr,
         lr_scheduler_type=settings.schedule,
         warmup_steps=math.ceil(settings.warmup * settings.steps),
@@ -641,6 +669,7 @@ def _arguments(settings: TrainingSettings, folder: Path) -> TrainingArguments:
         # The others wait while the first process reads the held-out data.
         ddp_timeout=_DAY,
         use_cpu=settings.device == "cpu" or not torch.cuda.is_available(),
+        **more,
     )
     # One process is one GPU: seeing several, the Trainer would wrap the model in nn.DataParallel,
     # which cuts documents in two. (`n_gpu`, a property, chooses the device first.)
