@@ -6,8 +6,9 @@ bands follow from labels by occlusion (section 3.4, appendix C): a window of tok
 padding, and its tokens are important where the answer is then another. The study of the paper is of
 one model; this repeats it for any.
 
-The answer is regenerated greedily in the paper. Here it is fed, and is the same where each of its
-tokens is the most likely one, which says the same in one pass.
+The answer is regenerated greedily in the paper, and what it concludes is compared. Here it is fed,
+in one pass, and counts as the same where each of its tokens is the most likely one: another wording
+is another answer, so give dialogues whose answers are short.
 """
 
 from __future__ import annotations
@@ -54,10 +55,14 @@ class Bands:
     def bands(self) -> tuple[tuple[int, int] | None, tuple[int, int] | None]:
         """Return the first and last layer of band A (positive) and band B (negative).
 
-        Each is the run of neighbouring layers with the largest sum; None where no layer has that
-        sign.
+        Each is the run of neighbouring layers with the largest sum among those of at least half the
+        strongest; None where no layer has that sign.
         """
-        return best_run(self.rho), best_run(-self.rho)
+        found = []
+        for values in (self.rho, -self.rho):
+            strong = np.where(values >= np.nanmax(values) / 2, values, 0)
+            found.append(best_run(strong))
+        return found[0], found[1]
 
     def says(self) -> str:
         """Return the result in one line, with the policy to give."""

@@ -40,9 +40,10 @@ def distill(
             "[WEIGHT*][KIND:]PATH, kinds chat, llava, mmdu, pairs, text (found by content when "
             "left out); or [WEIGHT*]NAME[:FOLDER], a paper's set: m4-instruct, llava-video, "
             "r1-onevision, openr1-math, llava-next, synthlong, booksum, buddhi, longalpaca, "
-            "fineweb-edu, nemotron-math; or niah[:LOW-HIGH], needles in texts of so many tokens; "
-            "or mixture:FILE (also FILE.toml); or [WEIGHT*]scenes:KIND for the bundled model "
-            "(dense, sparse, clip, stream, 40-pictures, 96-distractors, 256-distractors); or "
+            "fineweb-edu, nemotron-math, deepscaler; or niah[:LOW-HIGH], needles in texts of so "
+            "many tokens; or mixture:FILE (also FILE.toml), mixture:dbtrimkv[:FOLDER] and "
+            "mixture:trimkv-long[:FOLDER], the papers'; or [WEIGHT*]scenes:KIND for the bundled "
+            "model (dense, sparse, clip, stream, 40-pictures, 96-distractors, 256-distractors); or "
             "[WEIGHT*]tasks:KIND (recall, needles, memory, far-needles, far-memory, records, "
             "assigned, haystack). Repeatable.",
             _DATA,

@@ -183,10 +183,11 @@ def test_changes_ranks_and_runs(rng: np.random.Generator) -> None:
     assert np.isnan(bands.spearman(np.ones(3), np.arange(3)))
     assert bands.best_run(np.array([0.1, 0.2, -1, 0.25, 0, 0.04])) == (0, 1)
     assert bands.best_run(np.array([-1.0])) is None
-    paper = np.full(32, -0.001)
+    paper = np.full(32, -0.05)  # bands A and B of the paper, and the layers that it chose
     paper[7:14], paper[18:26] = 0.2, -0.3
     made = bands.Bands(paper, np.zeros(1, np.int8), 0.2, 5)
-    assert made.bands() == ((7, 13), (14, 31)) and "epikv:a=0.3125,b=" in made.says()
+    assert made.bands() == ((7, 13), (18, 25)) and "epikv:a=0.3125,b=0.65625" in made.says()
+    assert "no two bands" in bands.Bands(abs(paper), made.labels, 0.2, 5).says()
 
 
 def test_occlusion_finds_the_token_that_the_answer_needs(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -92,6 +92,7 @@ _PAIRS: tuple[tuple[str, tuple[str, ...], tuple[str, ...]], ...] = (
     ("instruction", ("input",), ("output", "response")),
     ("question", ("extended_context", "context"), ("answer",)),
     ("prompt", (), ("completion", "response")),
+    ("problem", (), ("solution",)),
     ("chapter", (), ("summary_text", "summary")),
     ("text", (), ("summary",)),
 )

@@ -646,8 +646,9 @@ def _asked(data: Sequence[str]) -> Iterator[tuple[MixtureSource, Path | None]]:
     for text in data:
         path = text.removeprefix("mixture:")
         if path != text or path.endswith(".toml"):
-            for source in read_mixture(Path(path)):
-                yield source, Path(path).parent
+            sources, folder = read_mixture(path)
+            for source in sources:
+                yield source, folder
         else:
             yield MixtureSource.model_construct(data=text), None
 

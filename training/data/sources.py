@@ -127,6 +127,13 @@ PUBLISHED = {
         _WGKV,
         prefix="Please analyze and summarize the following text: \n\n",  # its appendix C
     ),
+    "deepscaler": PublishedSet(
+        "agentica-org/DeepScaleR-Preview-Dataset",
+        ("*.json",),
+        "pairs",
+        "about 40,000 problems",
+        "G-KV",
+    ),
     "nemotron-math": PublishedSet(
         "nvidia/Nemotron-Math-v2",
         ("data/*.jsonl",),
@@ -134,6 +141,18 @@ PUBLISHED = {
         "of which the paper used 7,500 rows",
         f"{_WGKV}, reasoning models",
     ),
+}
+# Mixtures that a paper states, as ``--data mixture:NAME[:FOLDER]``: sets and shares of their rows.
+MIXTURES: dict[str, dict[str, float]] = {
+    # DBTrimKV, arXiv 2605.09649, appendix B.1.
+    "dbtrimkv": {
+        "m4-instruct": 0.4,
+        "llava-video": 0.3,
+        "r1-onevision": 0.3,
+        "openr1-math": 0.2,
+    },
+    # TRIM-KV, arXiv 2512.03324, section 5.2: all of each, shuffled.
+    "trimkv-long": {"synthlong": 1.0, "booksum": 1.0, "buddhi": 1.0},
 }
 _READABLE = (".json", ".jsonl", ".csv", ".parquet")
 
@@ -208,16 +227,27 @@ class MixtureFile(BaseModel):
     source: list[MixtureSource] = Field(min_length=1)
 
 
-def read_mixture(path: Path) -> list[MixtureSource]:
-    """Read a mixture file.
+def read_mixture(text: str) -> tuple[list[MixtureSource], Path | None]:
+    """Return the sources of a mixture, and the folder that their paths start from.
+
+    Args:
+        text: a file, or a name of :data:`MIXTURES` with a folder of folders, each named as its set.
 
     Raises:
         DataError: it is not there, or not one.
     """
+    name, _, folder = text.partition(":")
+    if name in MIXTURES:
+        places = {each: f"{each}:{folder}/{each}" if folder else each for each in MIXTURES[name]}
+        return [
+            MixtureSource(data=places[each], weight="rows", share=share)
+            for each, share in MIXTURES[name].items()
+        ], None
+    path = Path(text)
     try:
         text = path.read_text(encoding="utf-8")
         values: Any = tomllib.loads(text) if path.suffix == ".toml" else json.loads(text)
-        return MixtureFile.model_validate(values).source
+        return MixtureFile.model_validate(values).source, path.parent
     except OSError as error:
         raise DataError(f"cannot read the mixture {path}: {error.strerror or error}") from error
     except ValidationError as error:

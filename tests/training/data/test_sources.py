@@ -84,7 +84,7 @@ def test_shards_are_read_group_by_group(tmp_path: Path, monkeypatch: pytest.Monk
     real = parquet.ParquetFile.read_row_group
 
     def counted(self: Any, number: int, columns: list[str]) -> Any:
-        assert columns == ["messages"]
+        assert columns == ["problem", "messages"]  # no generations
         groups.append(number)
         return real(self, number, columns=columns)
 
@@ -133,6 +133,11 @@ FORMS: dict[str, tuple[dict[str, Any], str, str]] = {
         "so",
     ),
     "synthlong": ({"conversations": turns("Passages. Who?", "He.")}, "Passages. Who?", "He."),
+    "deepscaler": (
+        {"problem": "2 + 2?", "answer": "4", "solution": "It is 4."},
+        "2 + 2?",
+        "It is 4.",
+    ),
     "booksum": (
         {"bid": 1, "title": "T", "text": "Once.", "summary": [{"text": " "}, {"text": "It was."}]},
         "Summarise this text.\n\nOnce.",
@@ -190,6 +195,25 @@ def test_a_set_is_found_as_the_hub_lays_it_out(model: Path, tmp_path: Path) -> N
     prefixed = examples(str(model), [f"fineweb-edu:{book}"], 1, 0)
     text = prefixed.encoder.processor.tokenizer.decode(prefixed[0]["input_ids"][0])
     assert text.startswith("Please analyze and summarize the following text: \n\nabc abc")
+
+
+def test_the_papers_mixtures_by_name(model: Path, tmp_path: Path) -> None:
+    """Rows of every set in a folder of its name, drawn in DBTrimKV's shares (appendix B.1)."""
+    row = {"conversations": talk("2 + 2?", "<think>x</think> 4")}
+    for name, file in (("m4-instruct", "m4_instruct_annotations.json"), ("llava-video", "v.json")):
+        path = tmp_path / name / file
+        if name == "llava-video":
+            path = tmp_path / name / "0_30_s_academic_v0_1" / "0_30_s_oe_qa_processed.json"
+        path.parent.mkdir(parents=True)
+        path.write_text(json.dumps([row] * 40))
+    shard(tmp_path / "r1-onevision" / "data" / "a.parquet", [row | {"image": ""}] * 40, group=7)
+    problems = [{"problem": "2 + 2?", "messages": turns("2 + 2?", "4")}] * 40
+    shard(tmp_path / "openr1-math" / "data" / "train-0.parquet", problems, group=7)
+    made = examples(str(model), [f"mixture:dbtrimkv:{tmp_path}"], 9, 0)
+    assert [len(source) for source in made.mixture.sources] == [16, 12, 12, 8]
+    assert all(made[n]["labels"].max() > 0 for n in range(9))
+    with pytest.raises(DataError, match="synthlong is not in the hub's cache"):
+        examples(str(model), ["mixture:trimkv-long"], 1, 0)
 
 
 def test_a_mixture_by_a_file(model: Path, tmp_path: Path) -> None:
