@@ -43,11 +43,13 @@ class PublishedSet:
 
     def needs(self, name: str) -> str:
         """Return one line about what has to be there."""
-        patterns = " ".join(f"--include '{pattern}'" for pattern in self.files)
-        media = f"; {self.media}" if self.media else ""
+        # In the hub's patterns a star crosses folders.
+        included = [pattern.replace("**/", "*") for pattern in self.files]
+        patterns = " ".join(f"--include '{pattern}'" for pattern in included)
+        media = f", and {self.media}" if self.media else ""
         return (
             f"{name} is {self.hub} on the hub ({self.papers}), files {', '.join(self.files)}, "
-            f"{self.size}{media}: hf download {self.hub} --repo-type dataset {patterns}"
+            f"{self.size}: hf download {self.hub} --repo-type dataset {patterns}{media}"
         )
 
 
@@ -60,7 +62,7 @@ PUBLISHED = {
         "llava",
         "about 0.6 million rows",
         _DBTRIMKV,
-        "unzip its *.zip with the pictures beside the file",
+        "unzip its *.zip beside the file",
     ),
     "llava-video": PublishedSet(
         "lmms-lab/LLaVA-Video-178K",
@@ -68,7 +70,7 @@ PUBLISHED = {
         "llava",
         "its academic videos",
         _DBTRIMKV,
-        "unpack the *.tar.gz of the same folders where --media-root points to",
+        "unpack the *.tar.gz of the same folders beside the files",
     ),
     "r1-onevision": PublishedSet(
         "Fancy-MLLM/R1-Onevision",
@@ -107,7 +109,7 @@ PUBLISHED = {
     ),
     "buddhi": PublishedSet(
         "aiplanet/buddhi-dataset",
-        ("**/*gpt4*/*",),
+        ("**/*gpt4*/*train*",),
         "pairs",
         "rows of up to 128k tokens",
         _LONG,
