@@ -38,10 +38,15 @@ def distill(
     data: Annotated[
         list[str],
         option(
-            "[WEIGHT*][KIND:]PATH, kinds chat, llava, mmdu, text (found by content when left out); "
-            "or [WEIGHT*]scenes:KIND for the bundled model (dense, sparse, clip, stream, "
-            "40-pictures, 96-distractors, 256-distractors); or [WEIGHT*]tasks:KIND (recall, "
-            "needles, memory, far-needles, far-memory, records, assigned, haystack). Repeatable.",
+            "[WEIGHT*][KIND:]PATH, kinds chat, llava, mmdu, pairs, text (found by content when "
+            "left out); or [WEIGHT*]NAME[:FOLDER], a paper's set: m4-instruct, llava-video, "
+            "r1-onevision, openr1-math, llava-next, synthlong, booksum, buddhi, longalpaca, "
+            "fineweb-edu, nemotron-math, deepscaler; or niah[:LOW-HIGH], needles in texts of so "
+            "many tokens; or mixture:FILE (also FILE.toml), mixture:dbtrimkv[:FOLDER] and "
+            "mixture:trimkv-long[:FOLDER], the papers'; or [WEIGHT*]scenes:KIND for the bundled "
+            "model (dense, sparse, clip, stream, 40-pictures, 96-distractors, 256-distractors); or "
+            "[WEIGHT*]tasks:KIND (recall, needles, memory, far-needles, far-memory, records, "
+            "assigned, haystack). Repeatable.",
             _DATA,
         ),
     ],
@@ -55,6 +60,9 @@ def distill(
     long_chats: Annotated[
         str, option("Chats longer than that: drop them, or cut them after a reply.", _DATA)
     ] = "cut",
+    pack: Annotated[
+        bool, option("Fill each pass up to --max-length with documents; none sees another.", _DATA)
+    ] = False,
     media_root: Annotated[
         str | None, option("Folder that relative paths of pictures start from.", _DATA)
     ] = None,
@@ -144,7 +152,7 @@ def distill(
     import torch
     from rich.console import Console
 
-    from mmkv.training.data.examples import examples
+    from mmkv.training.data.examples import PackedExamples, examples
     from mmkv.training.folder import first_process, processes
     from mmkv.training.run import distill as run
     from mmkv.training.run import load_backbone
@@ -173,7 +181,7 @@ def distill(
         "long_chats": long_chats,
         "media_root": media_root,
     }
-    train = examples(model, data, count, seed, report=console.print, **how)
+    train = examples(model, data, count, seed, report=console.print, pack=pack, **how)
     held = []
     if eval_data:
         watched = examples(
@@ -182,8 +190,9 @@ def distill(
         held = [watched[index] for index in range(eval_samples)]
         if left_out := watched.encoder.summary():
             console.print(f"held out: {left_out}")
-    options = {**how, "eval_data": eval_data or [], "eval_samples": len(held)}
-    described = run(settings, engine, train, held, data, options)
+    options = {**how, "pack": pack, "eval_data": eval_data or [], "eval_samples": len(held)}
+    documents = PackedExamples(train) if pack else train
+    described = run(settings, engine, documents, held, data, options)
     if left_out := train.encoder.summary():
         console.print(left_out)
     if first_process():

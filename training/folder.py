@@ -67,6 +67,7 @@ def resume(folder: Path, asked: Mapping[str, Any]) -> Path:
             "start anew"
         ) from None
     before.setdefault("weights", "auto")  # a run of before there was a choice
+    before.setdefault("pack", False)
     for name in sorted(asked.keys() - _FREE):
         if asked[name] != before.get(name):
             raise InputError(

@@ -47,8 +47,12 @@ from mmkv.training.student import TrainableGates, TrainableWriteGates, binary, w
 
 
 def only_list(examples: list[Any]) -> dict[str, list[Any]]:
-    """Return the collator: documents stay apart, the model lays them end to end."""
-    return {"examples": examples}
+    """Return the collator: documents stay apart, the model lays them end to end.
+
+    An element may be several documents (:class:`mmkv.training.data.examples.PackedExamples`).
+    """
+    lists = [each if isinstance(each, list) else [each] for each in examples]
+    return {"examples": [document for several in lists for document in several]}
 
 
 class DistillTrainer(Trainer):

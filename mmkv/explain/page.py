@@ -73,10 +73,8 @@ def render(snapshot: Snapshot, other: dict[str, Any] | None = None) -> str:
     return page
 
 
-def read_page(path: str | Path) -> dict[str, Any]:
-    """Return what a page of :func:`render` shows, to be put beside another one.
-
-    What only a page of its own shows is left out: scores, and what it was compared with.
+def page_data(path: str | Path) -> dict[str, Any]:
+    """Return all that a page of :func:`render` draws from, as :func:`_data` makes it.
 
     Raises:
         InputError: it cannot be read, is no such page, or was written by another version.
@@ -90,14 +88,26 @@ def read_page(path: str | Path) -> dict[str, Any]:
             f"cannot read {file} ({error.strerror}); name a page of mmkv explain"
         ) from error
     try:
-        data = json.loads(text.partition('id="data">')[2].partition("</script>")[0])
-        if data["format"] != _FORMAT:
+        data: dict[str, Any] = json.loads(text.partition('id="data">')[2].partition("</script>")[0])
+        if data["format"] != _FORMAT or not {"lives", "curves"} <= data["blobs"].keys():
             raise ValueError(data["format"])
-        blobs = {name: data["blobs"][name] for name in ("lives", "curves")}
-    except (ValueError, KeyError, TypeError, RecursionError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise InputError(
             f"{file} is no page of this version's mmkv explain; write it again, and name that"
         ) from error
+    return data
+
+
+def read_page(path: str | Path) -> dict[str, Any]:
+    """Return what a page of :func:`render` shows, to be put beside another one.
+
+    What only a page of its own shows is left out: scores, and what it was compared with.
+
+    Raises:
+        InputError: as :func:`page_data`.
+    """
+    data = page_data(path)
+    blobs = {name: data["blobs"][name] for name in ("lives", "curves")}
     return data | {"blobs": blobs, "other": None, "sampleSteps": [], "notes": []}
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 import signal
 import subprocess
 import sys
@@ -46,6 +47,8 @@ from mmkv.training.run import (
 )
 from mmkv.training.settings import TrainingSettings
 from tests.support.chat_models import save_qwen3_vl
+from tests.training.data.test_conversations import image, lines
+from tests.training.data.test_sources import shard, talk
 
 MODEL = str(bundled_model())
 
@@ -280,6 +283,33 @@ def test_gates_of_a_hybrid_model_hang_at_the_layers_with_entries(tmp_path: Path)
     with loaded.session() as session:
         session.prefill({"input_ids": torch.arange(3, 40)})
         assert session.entries == 9 * loaded.spec.rows
+
+
+def test_a_run_on_a_mixture_of_published_sets(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Two steps of packed documents; a skipped row is counted and its reason said once."""
+    model = save_qwen3_vl(tmp_path / "model")
+    raw = (tmp_path / image(tmp_path / "a.png")).read_bytes()
+    gone = {"image": {"bytes": b"no picture", "path": None}}
+    asked = {"conversations": talk("<image>\nwhat?", "red")}
+    rows = [asked | {"image": {"bytes": raw, "path": None}}, asked | gone, asked | gone]
+    shard(tmp_path / "next" / "data" / "train-0.parquet", rows)
+    lines(tmp_path / "long.json", {"instruction": "A book. Who?", "output": "He.", "file": "b"})
+    (tmp_path / "mix.toml").write_text(
+        '[[source]]\ndata = "llava-next:next"\n[[source]]\ndata = "longalpaca:long.json"\n'
+        '[[source]]\ndata = "niah:300-400"\nweight = 0.5\n'
+    )
+    out = tmp_path / "gates"
+    sizes = "--d-gate 8 --steps 2 --bias 4 --budget 8 --log-every 1 --device cpu --max-length 600"
+    given = ["--model", str(model), "--data", str(tmp_path / "mix.toml"), "--output", str(out)]
+    assert main([*given, *sizes.split(), "--pack"]) == 0
+    assert load_file(out / "gates.safetensors")
+    history = [json.loads(line) for line in (out / "history.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in history if "loss" in line] == [1, 2]
+    said = " ".join(capfd.readouterr().err.split())
+    assert said.count("is not a picture that Pillow can read") == 1
+    assert re.search(r"of \d+ rows .*\d broken", said)
 
 
 def recipe_numbers(name: str) -> dict[str, Any]:

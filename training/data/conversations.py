@@ -2,17 +2,25 @@
 
 A conversation has messages of the transformers chat format. A file is indexed once. Every row is
 checked then, and unusable rows are counted and reported. Rows of JSONL files are read again on
-demand, so that a file may be larger than memory.
+demand, so that a file may be larger than memory. Parquet files, which hold their pictures, are
+never read whole: a row is checked when it is drawn.
 """
 
 from __future__ import annotations
 
+import base64
+import csv
+import glob
 import json
 import logging
 import re
+import sys
 from array import array
+from bisect import bisect_right
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +30,7 @@ from mmkv.prompt.media import check_source, describe
 from mmkv.prompt.part_settings import taken_apart
 from mmkv.prompt.template import Message, is_blank, take_media
 
-KINDS = ("chat", "llava", "mmdu", "text")
+KINDS = ("chat", "llava", "mmdu", "pairs", "text")
 
 _ROLES = {
     "human": "user",
@@ -67,7 +75,35 @@ class ConversationDocument:
     row: int
 
 
+@dataclass(frozen=True)
+class UnusableRow:
+    """A row of a file that is checked row by row, and why it is skipped."""
+
+    reason: str
+    file: str
+    row: int
+
+
 Row = Conversation | ConversationDocument
+
+# The two sides of a row of kind "pairs": columns that ask, a column to read (put before a question,
+# behind an instruction), columns that may hold the reply. The first form that a row has counts.
+_PAIRS: tuple[tuple[str, tuple[str, ...], tuple[str, ...]], ...] = (
+    ("instruction", ("input",), ("output", "response")),
+    ("question", ("extended_context", "context"), ("answer",)),
+    ("prompt", (), ("completion", "response")),
+    ("problem", (), ("solution",)),
+    ("chapter", (), ("summary_text", "summary")),
+    ("text", (), ("summary",)),
+)
+_SUMMARISE = "Summarise this text."
+# What a row's columns may be called; a Parquet file's others are not read.
+_COLUMNS = frozenset(
+    [
+        *("messages", "conversations", "image", "images", "video", "videos"),
+        *(name for asked, given, replies in _PAIRS for name in (asked, *given, *replies)),
+    ]
+)
 
 
 def read_row(value: Any, kind: str, root: Path, file: str, row: int) -> Row:
@@ -85,7 +121,10 @@ def read_row(value: Any, kind: str, root: Path, file: str, row: int) -> Row:
         text = _text(value)
         _require_unicode(text)
         return ConversationDocument(text, file, row)
-    messages = _from_messages(value) if kind == "chat" else _from_turns(value, kind)
+    if kind == "chat":
+        messages = _from_messages(value)
+    else:
+        messages = _from_pair(value) if kind == "pairs" else _from_turns(value, kind)
     return Conversation(_checked(messages, root), file, row)
 
 
@@ -108,8 +147,12 @@ def kind_of(value: Any) -> str | None:
         return None
     if "messages" in value:
         return "chat"
-    if isinstance(value.get("conversations"), list):
-        return "mmdu" if "<ImageHere>" in json.dumps(value["conversations"]) else "llava"
+    if isinstance(turns := value.get("conversations"), list):
+        if any(isinstance(turn, dict) and "role" in turn for turn in turns):
+            return "chat"
+        return "mmdu" if "<ImageHere>" in json.dumps(turns) else "llava"
+    if _form(value) is not None:
+        return "pairs"
     return "text" if isinstance(value.get("text"), str) else None
 
 
@@ -127,7 +170,9 @@ def _from_messages(value: Any) -> list[Message]:
 
     Parts without a source take the row's ``images`` and ``videos``.
     """
-    messages = value.get("messages") if isinstance(value, dict) else value
+    messages = value
+    if isinstance(value, dict):
+        messages = value["messages"] if "messages" in value else value.get("conversations")
     if not isinstance(messages, list) or not all(isinstance(m, dict) for m in messages):
         raise RowError("it has no list of messages")
     aside = value if isinstance(value, dict) else {}
@@ -142,8 +187,66 @@ def _from_messages(value: Any) -> list[Message]:
         elif not isinstance(content, str):
             raise RowError(f"a message's content is {type(content).__name__}, not text or parts")
         made.append({"role": message.get("role"), "content": content})
+    _put_first(made, waiting)
     _require_used(waiting)
     return made
+
+
+def _form(value: dict[str, Any]) -> tuple[str, str | None, str] | None:
+    """Return the columns of a row of kind "pairs": what asks, what is read, what is replied."""
+    for asked, given, replies in _PAIRS:
+        reply = next((name for name in replies if value.get(name) is not None), None)
+        if value.get(asked) is not None and reply is not None:
+            return asked, next((name for name in given if value.get(name)), None), reply
+    return None
+
+
+def _from_pair(value: Any) -> list[Message]:
+    """Read a row of a question and its reply, or of a text and its summary.
+
+    Prompt and completion may also be lists of messages.
+    """
+    form = _form(value) if isinstance(value, dict) else None
+    if form is None:
+        known = ", ".join(f"{asked} and {replies[0]}" for asked, _, replies in _PAIRS)
+        raise RowError(f"it has no two columns of a pair; known are {known}")
+    name, given, answer = form
+    asked, reply = value[name], value[answer]
+    if isinstance(asked, list) and isinstance(reply, list):
+        return _from_messages({**value, "messages": asked + reply})
+    if isinstance(reply, list):  # summaries by several hands
+        found = (one.get("text") for one in reply if isinstance(one, dict))
+        reply = next((text for text in found if isinstance(text, str) and text.strip()), "")
+    parts = [asked] if given is None else [asked, value[given]]
+    if name == "question":
+        parts.reverse()
+    elif name in ("chapter", "text"):
+        parts.insert(0, _SUMMARISE)
+    for text in (*parts, reply):
+        if not isinstance(text, str):
+            raise RowError(f"its {name} or {answer} is {type(text).__name__}, not text")
+    if not asked.strip():
+        raise RowError(f"its {name} is blank")
+    messages: list[Message] = [
+        {"role": "user", "content": "\n\n".join(parts)},
+        {"role": "assistant", "content": reply},
+    ]
+    return _from_messages({**value, "messages": messages})
+
+
+def _put_first(messages: list[Message], waiting: dict[str, Iterator[Any]]) -> None:
+    """Put media that no placeholder stands for first in what the user says first."""
+    contents = [m["content"] for m in messages if not isinstance(m["content"], str)]
+    if any(isinstance(p, dict) and p.get("type") != "text" for parts in contents for p in parts):
+        return
+    for message in messages:
+        if message["role"] == "user":
+            media = [{"type": kind, kind: one} for kind, rest in waiting.items() for one in rest]
+            if media:
+                content = message["content"]
+                said = [{"type": "text", "text": content}] if isinstance(content, str) else content
+                message["content"] = [*media, *said]
+            return
 
 
 def _with_source(part: Any, waiting: dict[str, Iterator[Any]]) -> Any:
@@ -162,12 +265,17 @@ def _with_source(part: Any, waiting: dict[str, Iterator[Any]]) -> Any:
 def _from_turns(value: Any, kind: str) -> list[Message]:
     """Read the messages of a LLaVA or MMDU row, whose media fill placeholders in the order of the
     text.
+
+    In rows with a video and no picture ``<image>`` stands for the video (LLaVA-Video-178K).
     """
     turns = value.get("conversations") if isinstance(value, dict) else None
     if not isinstance(turns, list):
         raise RowError("it has no list of conversations")
-    waiting = {each: iter(_listed(value, each)) for each in ("image", "video")}
-    messages = []
+    listed = {each: _listed(value, each) for each in ("image", "video")}
+    waiting = {each: iter(found) for each, found in listed.items()}
+    if listed["video"] and not listed["image"]:
+        waiting["image"] = waiting["video"]
+    messages: list[Message] = []
     for turn in turns:
         text = turn.get("value") if isinstance(turn, dict) else None
         if not isinstance(text, str):
@@ -176,6 +284,12 @@ def _from_turns(value: Any, kind: str) -> list[Message]:
         if role is None:
             raise RowError(f"a turn is from {turn.get('from')!r}; known are {', '.join(_ROLES)}")
         messages.append({"role": role, "content": list(_parts(text, kind, waiting))})
+    if waiting["image"] is waiting["video"]:
+        for part in (part for message in messages for part in message["content"]):
+            if part["type"] == "image":
+                part.update(type="video", video=part.pop("image"))
+        waiting.pop("image")
+    _put_first(messages, waiting)
     _require_used(waiting)
     return messages
 
@@ -201,12 +315,30 @@ def _parts(text: str, kind: str, waiting: dict[str, Iterator[Any]]) -> Iterator[
 def _listed(value: dict[str, Any], kind: str) -> list[Any]:
     """List a row's media of one kind: under ``image`` or ``images``.
 
-    The value may be one, a list, or a dict of them.
+    The value may be one, a list, or a dict of them; each a path or URL, or the content of a file:
+    bytes, base64, or what ``datasets`` makes of a picture, ``{"bytes": ..., "path": ...}``.
     """
     found = value.get(kind) or value.get(f"{kind}s") or []
-    if isinstance(found, dict):
-        return list(found.values())
-    return list(found) if isinstance(found, list) else [found]
+    if isinstance(found, dict) and not found.keys() <= {"bytes", "path"}:
+        found = list(found.values())
+    listed = found if isinstance(found, list) else [found]
+    return [_content(one, kind) for one in listed if one is not None]
+
+
+_BASE64 = ("/9j/", "iVBORw0KGgo", "UklGR", "R0lGOD", "Qk0")  # JPEG, PNG, WebP, GIF, BMP
+
+
+def _content(found: Any, kind: str) -> Any:
+    """Return a path or URL as it is, and content as a data: URI."""
+    if isinstance(found, dict) and found.keys() <= {"bytes", "path"}:
+        found = found.get("bytes") or found.get("path")
+    if isinstance(found, str) and len(found) > 64 and found.startswith(_BASE64):
+        return f"data:image;base64,{found}"
+    if not isinstance(found, bytes):
+        return found
+    if kind == "video":
+        raise RowError("it holds a video itself; only videos named by a path or URL are read")
+    return f"data:image;base64,{base64.b64encode(found).decode()}"
 
 
 def _next(waiting: dict[str, Iterator[Any]], kind: str) -> Any:
@@ -281,7 +413,25 @@ _SOURCE = re.compile(
     r"(?:(?P<weight>\d+(?:\.\d+)?|\.\d+)\*)?+(?:(?P<kind>[a-z]+):)?+(?P<path>.+)", re.DOTALL
 )
 _JSON, _PLAIN = (".json", ".jsonl"), (".txt", ".md")
-_REPORTED = 5  # rows per file that are reported one by one; the rest only as a count
+_REASONS = 8  # different reasons per file that are reported with a row; the rest only as a count
+
+
+class Reasons:
+    """Counts why rows are left out or changed, and reports the first row of each reason."""
+
+    def __init__(self, report: Report) -> None:
+        self.counts: Counter[str] = Counter()
+        self._report = report
+
+    def add(self, reason: str, line: str) -> None:
+        """Count one; ``line`` is reported when the reason is new.
+
+        Reasons are alike that differ in numbers, names of files and what is quoted.
+        """
+        alike = re.sub(r"""\S*[\d/\\.'":]\S*""", "", reason)
+        self.counts[alike] += 1
+        if self.counts[alike] == 1 and len(self.counts) <= _REASONS:
+            self._report(plain(line))
 
 
 @dataclass(frozen=True)
@@ -319,20 +469,23 @@ class DataSource:
 
 
 class RowFile(Sequence[Row]):
-    """The usable rows of one file, in the order of the file.
+    """The usable rows of a file, in the order of the file.
 
     Args:
-        path: JSONL, a JSON list, or plain text.
+        path: JSONL, a JSON list, CSV, Parquet, or plain text; several of one kind as a list, or as
+            a pattern with ``*``.
         kind: what the rows are; None decides by their content.
         media_root: what relative paths of pictures and videos start from; None: the file's folder.
         separator: the line that stands between the documents of a plain-text file; None: the
             whole file is one document.
-        report: gets the first few broken rows, each with its reason, and their count; None: the
-            log of this module, as warnings.
+        report: gets the first broken row of each reason, and their count; None: the log of this
+            module, as warnings.
 
     Attributes:
         kind: what the rows are.
-        broken: how many rows were skipped.
+        broken: how many rows were skipped; a row of a Parquet file that cannot be used is an
+            :class:`UnusableRow` instead, because its check needs all of the file.
+        groups: of Parquet files, where each block of rows that is read at once begins, else None.
 
     Raises:
         DataError: no such file, an unrecognised format, no usable row.
@@ -340,7 +493,7 @@ class RowFile(Sequence[Row]):
 
     def __init__(
         self,
-        path: str | Path,
+        path: str | Path | Sequence[Path],
         kind: str | None = None,
         media_root: str | Path | None = None,
         separator: str | None = None,
@@ -348,19 +501,32 @@ class RowFile(Sequence[Row]):
     ) -> None:
         if kind not in (None, *KINDS):
             raise DataError(f"{kind!r} is no kind of data; choose one of {', '.join(KINDS)}")
-        self.path = Path(path)
-        self._root = self.path.parent if media_root is None else Path(media_root)
-        self._raw = _open(self.path, kind, separator)
+        paths = [Path(path)] if isinstance(path, str | Path) else list(path)
+        self.path = paths[0]
+        if len(paths) == 1 and "*" in self.path.name and not self.path.exists():
+            paths = [Path(found) for found in sorted(glob.glob(str(self.path)))] or paths
+        self._root = None if media_root is None else Path(media_root)
+        self._raw: _Lines | _Values | _Parquet | _Joined
+        if all(each.suffix.lower() == ".parquet" for each in paths):
+            self._raw = _Parquet(paths)
+        elif len(paths) == 1:
+            self._raw = _open(paths[0], kind, separator)
+        else:
+            self._raw = _Joined([_open(each, kind, separator) for each in paths])
         self.kind = kind or self._recognise()
         self._good, self.broken = array("q"), 0
+        self.groups = self._raw.groups if isinstance(self._raw, _Parquet) else None
+        if self.groups is not None:
+            return
         report = report or logging.getLogger(__name__).warning
+        reasons = Reasons(report)
         for index in range(len(self._raw)):
             try:
                 self._row(index)
             except RowError as error:
                 self.broken += 1
-                if self.broken <= _REPORTED:
-                    report(plain(f"{self.path}:{self._raw.number(index)}: skipped: {error}"))
+                file, number = self._raw.place(index)
+                reasons.add(str(error), f"{file}:{number}: skipped: {error}")
             else:
                 self._good.append(index)
         if not self._good:
@@ -372,11 +538,16 @@ class RowFile(Sequence[Row]):
             report(f"{self.path}: skipped {self.broken} of {len(self._raw)} rows")
 
     def __len__(self) -> int:
-        return len(self._good)
+        return len(self._good) if self.groups is None else len(self._raw)
 
     def __getitem__(self, index: Any) -> Any:
         if isinstance(index, slice):
             return [self[i] for i in range(*index.indices(len(self)))]
+        if self.groups is not None:
+            try:
+                return self._row(index)
+            except RowError as error:
+                return UnusableRow(str(error), *self._raw.place(index))
         try:
             return self._row(self._good[index])
         except RowError as error:  # it was usable when the file was indexed
@@ -384,13 +555,14 @@ class RowFile(Sequence[Row]):
 
     def _row(self, index: int) -> Row:
         assert self.kind is not None
-        return read_row(
-            self._raw[index], self.kind, self._root, str(self.path), self._raw.number(index)
-        )
+        file, number = self._raw.place(index)
+        root = Path(file).parent if self._root is None else self._root
+        return read_row(self._raw[index], self.kind, root, file, number)
 
     def _recognise(self) -> str:
         """Recognise the kind of the first row that is of any."""
-        for index in range(len(self._raw)):
+        several = isinstance(self._raw, _Parquet)  # their rows have the same columns
+        for index in range(min(len(self._raw), 8) if several else len(self._raw)):
             try:
                 kind = kind_of(self._raw[index])
             except RowError:
@@ -398,7 +570,7 @@ class RowFile(Sequence[Row]):
             if kind is not None:
                 return kind
         raise DataError(
-            f"{self.path}: no row has messages, conversations or text; "
+            f"{self.path}: no row has messages, conversations, text, or a question and its reply; "
             f"give one of these formats: {', '.join(KINDS)}"
         )
 
@@ -419,8 +591,8 @@ class _Lines:
     def __len__(self) -> int:
         return len(self._offsets)
 
-    def number(self, index: int) -> int:
-        return self._numbers[index]
+    def place(self, index: int) -> tuple[str, int]:
+        return str(self._path), self._numbers[index]
 
     def __getitem__(self, index: int) -> Any:
         try:
@@ -435,17 +607,103 @@ class _Lines:
 class _Values:
     """Rows held in memory."""
 
-    def __init__(self, values: list[Any]) -> None:
-        self._values = values
+    def __init__(self, path: Path, values: list[Any]) -> None:
+        self._path, self._values = path, values
 
     def __len__(self) -> int:
         return len(self._values)
 
-    def number(self, index: int) -> int:
-        return index + 1
+    def place(self, index: int) -> tuple[str, int]:
+        return str(self._path), index + 1
 
     def __getitem__(self, index: int) -> Any:
         return self._values[index]
+
+
+class _Joined:
+    """Rows of several files, one file after the other."""
+
+    def __init__(self, files: list[_Lines | _Values]) -> None:
+        self._files = files
+        self._starts = [0, *accumulate(map(len, files))]
+
+    def __len__(self) -> int:
+        return self._starts[-1]
+
+    def _find(self, index: int) -> tuple[_Lines | _Values, int]:
+        file = bisect_right(self._starts, index) - 1
+        return self._files[file], index - self._starts[file]
+
+    def place(self, index: int) -> tuple[str, int]:
+        file, row = self._find(index)
+        return file.place(row)
+
+    def __getitem__(self, index: int) -> Any:
+        file, row = self._find(index)
+        return file[row]
+
+
+class _Parquet:
+    """Rows of Parquet files, read by row groups, of which the last few stay in memory.
+
+    pyarrow reads any row group of a file; ``datasets`` streams from the beginning only, and the
+    rows of a resumed run must be those of the uninterrupted one.
+
+    Attributes:
+        groups: index of the first row of each row group.
+    """
+
+    KEPT = 4  # row groups in memory, and how many of them an epoch's order mixes
+
+    def __init__(self, paths: list[Path]) -> None:
+        try:
+            import pyarrow.parquet as parquet
+        except ImportError as error:
+            raise DataError(
+                f"{paths[0]} is a Parquet file, which needs the train extra: "
+                "pip install 'mmkv[train]'"
+            ) from error
+        self._open = parquet.ParquetFile
+        self._groups: list[tuple[Path, int, int]] = []  # file, row group, its first row in the file
+        self._starts = [0]
+        for path in paths:
+            within = 0
+            try:
+                metadata = self._open(path).metadata
+            except (OSError, ValueError) as error:  # pyarrow's errors are ValueErrors
+                raise DataError(f"cannot read {path}: {error}") from error
+            for group in range(metadata.num_row_groups):
+                self._groups.append((path, group, within))
+                within += metadata.row_group(group).num_rows
+                self._starts.append(self._starts[-1] + metadata.row_group(group).num_rows)
+        self.groups = self._starts[:-1]
+        self._tables: OrderedDict[int, Any] = OrderedDict()
+        if not len(self):
+            raise DataError(f"{paths[0]} has no rows; check that it is whole")
+
+    def __len__(self) -> int:
+        return self._starts[-1]
+
+    def place(self, index: int) -> tuple[str, int]:
+        group = bisect_right(self._starts, index) - 1
+        path, _, first = self._groups[group]
+        return str(path), first + index - self._starts[group] + 1
+
+    def __getitem__(self, index: int) -> Any:
+        group = bisect_right(self._starts, index) - 1
+        if group not in self._tables:
+            path, number, _ = self._groups[group]
+            try:
+                file = self._open(path)
+                columns = [name for name in file.schema_arrow.names if name in _COLUMNS]
+                self._tables[group] = file.read_row_group(number, columns=columns)
+            except (OSError, ValueError) as error:
+                raise RowError(f"not readable as Parquet: {error}") from error
+            if len(self._tables) > self.KEPT:
+                self._tables.popitem(last=False)
+        self._tables.move_to_end(group)
+        (row,) = self._tables[group].slice(index - self._starts[group], 1).to_pylist()
+        return row
 
 
 def _open(path: Path, kind: str | None, separator: str | None) -> _Lines | _Values:
@@ -455,12 +713,16 @@ def _open(path: Path, kind: str | None, separator: str | None) -> _Lines | _Valu
         suffix = path.suffix.lower()
         plain = suffix in _PLAIN or (kind == "text" and suffix not in _JSON)
         if plain and kind in (None, "text"):
-            return _Values(_pieces(path.read_text(encoding="utf-8-sig"), separator))
+            return _Values(path, _pieces(path.read_text(encoding="utf-8-sig"), separator))
+        if suffix == ".csv":
+            with path.open(encoding="utf-8-sig", newline="") as file:
+                csv.field_size_limit(sys.maxsize)  # a column may hold a book
+                return _Values(path, list(csv.DictReader(file)))
         if head.startswith(b"[") and suffix != ".jsonl":
-            return _Values(_whole(path))
+            return _Values(path, _whole(path))
         if head.startswith(b"{") and suffix == ".json":
             try:
-                return _Values([_whole(path)])
+                return _Values(path, [_whole(path)])
             except ValueError:  # several objects, one a line
                 return _Lines(path)
         if suffix in _JSON or head.startswith(b"{"):
@@ -471,9 +733,11 @@ def _open(path: Path, kind: str | None, separator: str | None) -> _Lines | _Valu
         raise DataError(f"{path} is a folder; name the files in it") from error
     except OSError as error:
         raise DataError(f"cannot read {path}: {error.strerror or error}") from error
-    except (ValueError, RecursionError) as error:
+    except (ValueError, RecursionError, csv.Error) as error:
         raise DataError(f"cannot read {path}: {error}; check that it is UTF-8 and whole") from error
-    raise DataError(f"{path} is neither JSON nor .txt; write text:{path} to read it as plain text")
+    raise DataError(
+        f"{path} is neither JSON, CSV, Parquet nor .txt; write text:{path} to read it as plain text"
+    )
 
 
 def _whole(path: Path) -> Any:

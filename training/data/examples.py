@@ -1,4 +1,4 @@
-"""Make training tensors of ``--data``: files, scenes and text tasks, in a weighted mixture.
+"""Make training tensors of ``--data``: files, published sets, scenes and text tasks, in a mixture.
 
 The order of a mixture depends on its seed only.
 """
@@ -8,7 +8,8 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 import numpy as np
@@ -16,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from mmkv.engine.errors import InputError, plain
+from mmkv.engine.errors import InputError
 from mmkv.prompt.loading import load_processor
 from mmkv.prompt.processing import Processor
 from mmkv.prompt.template import Message, take_media
@@ -25,28 +26,35 @@ from mmkv.training.data.conversations import (
     ConversationDocument,
     DataError,
     DataSource,
+    Reasons,
     Report,
     Row,
     RowFile,
+    UnusableRow,
 )
 from mmkv.training.data.dialogues import KINDS, scene_example, scene_turns
 from mmkv.training.data.labels import IGNORED, AssistantTurn, TurnFinder
 from mmkv.training.data.scene_encoding import build_tokenizer
 from mmkv.training.data.scenes import Split
+from mmkv.training.data.sources import PUBLISHED, MixtureSource, find_published, read_mixture
 from mmkv.training.data.text_tasks import KINDS as TASKS
-from mmkv.training.data.text_tasks import text_task
+from mmkv.training.data.text_tasks import NEEDLE_ROWS, NEEDLE_TOKENS, needle_chat, text_task
 
 Item = TypeVar("Item")
 
 _BLOCK = 4096  # draws made at once
-_DRAWS, _ORDER, _SPARE = range(3)  # keeps the random streams of different purposes apart
+# Keeps the random streams of different purposes apart.
+_DRAWS, _ORDER, _SPARE, _SHARE = range(4)
+_TOGETHER = 4  # groups of rows that are mixed; as many as a file keeps in memory
 
 
 class Mixture(Generic[Item]):
     """An endless sequence of rows; element n is a function of (seed, n) alone.
 
     Each element's source is drawn by weight. A source is walked in a shuffled order that is new in
-    every epoch, so none of its rows comes a second time before all came once.
+    every epoch, so none of its rows comes a second time before all came once. A source with
+    ``groups`` (:class:`~mmkv.training.data.conversations.RowFile`) is shuffled within a few groups
+    at a time, so that each is read once an epoch.
 
     Args:
         sources: rows of each source; their order is part of what the mixture is.
@@ -125,7 +133,14 @@ class Mixture(Generic[Item]):
         known = self._orders.get(source)
         if known is None or known[0] != epoch:
             keys = _uniform(self.seed, len(self.sources[source]), _ORDER, source, epoch)
-            known = self._orders[source] = (epoch, np.argsort(keys, kind="stable"))
+            order = np.argsort(keys, kind="stable")
+            if (groups := getattr(self.sources[source], "groups", None)) is not None:
+                # A group stands where its first row does in the order, a few groups together.
+                place = np.empty(len(groups), np.int64)
+                place[np.argsort(keys[groups], kind="stable")] = np.arange(len(groups))
+                of_row = np.searchsorted(groups, order, side="right") - 1
+                order = order[np.argsort(place[of_row] // _TOGETHER, kind="stable")]
+            known = self._orders[source] = (epoch, order)
         return known[1]
 
 
@@ -140,7 +155,6 @@ def _uniform(seed: int, count: int, *stream: int) -> np.ndarray:
 
 LONG_CHATS = ("drop", "cut")
 SHORTEST = 16  # least max_length: shorter pieces of a text teach nothing
-_REPORTED = 5  # rows per reason that are reported one by one
 _ATTEMPTS = 100
 
 
@@ -179,8 +193,8 @@ class Encoder:
             length, chats are treated as ``long_chats`` says; no picture is ever cut.
         long_chats: ``drop`` leaves chats that are too long out, ``cut`` ends them after the last
             reply that fits.
-        report: gets the first few rows that are cut or left out, each with the reason; None: the
-            log of this module, as warnings.
+        report: gets the first row that is cut or left out for each reason; None: the log of this
+            module, as warnings.
 
     Attributes:
         tally: rows that were ``broken`` (a damaged picture, messages the template refuses),
@@ -205,14 +219,18 @@ class Encoder:
         self.processor, self.max_length, self.long_chats = processor, max_length, long_chats
         self.tally: Counter[str] = Counter()
         self.last_note = ""
-        self._report = report or logging.getLogger(__name__).warning
+        self._reasons = Reasons(report or logging.getLogger(__name__).warning)
+        self._limit = max_length
         self._turns = TurnFinder(processor.tokenizer)
 
-    def __call__(self, row: Row) -> list[Example]:
+    def __call__(self, row: Row | UnusableRow) -> list[Example]:
         """Return the examples of a row in order: one of a chat, one or more of a text, none if left
         out.
         """
         self.tally["rows"] += 1
+        if isinstance(row, UnusableRow):
+            self._note(row, "broken", f"skipped: {row.reason}")
+            return []
         try:
             return self._document(row) if isinstance(row, ConversationDocument) else self._chat(row)
         except InputError as error:
@@ -221,7 +239,7 @@ class Encoder:
 
     def summary(self) -> str:
         """Return one line about what was left out or cut, empty when nothing was."""
-        kinds = ("broken", "incomplete", "dropped", "cut", "split")
+        kinds = ("broken", "incomplete", "dropped", "short", "cut", "split")
         counts = [f"{self.tally[kind]} {kind}" for kind in kinds if self.tally[kind]]
         return f"of {self.tally['rows']} rows {', '.join(counts)}" if counts else ""
 
@@ -229,22 +247,22 @@ class Encoder:
         ids = self.processor.encode(row.text)["input_ids"][0]
         if ids.numel() < 2:
             raise InputError("the text is a single token, which leaves nothing to predict")
-        count = -(-ids.numel() // self.max_length)
+        count = -(-ids.numel() // self._limit)
         if count > 1:
             self._note(row, "split", f"{ids.numel()} tokens cut into {count} pieces")
         return [Example(piece.clone(), piece.clone()) for piece in ids.tensor_split(count)]
 
     def _chat(self, row: Conversation) -> list[Example]:
         example, turns = self._encode(row.messages, row)
-        if len(example) <= self.max_length:
+        if len(example) <= self._limit:
             return [example]
         length = len(example)
         if self.long_chats == "cut":
-            fitting = [turn.message for turn in turns[:-1] if turn.close <= self.max_length]
+            fitting = [turn.message for turn in turns[:-1] if turn.close <= self._limit]
             for last in reversed(fitting):
                 example, _ = self._encode(row.messages[: last + 1])
                 # A template can end a dialogue with more tokens than a turn inside it.
-                if len(example) <= self.max_length:
+                if len(example) <= self._limit:
                     kept = f"{last + 1} of {len(row.messages)} messages"
                     self._note(row, "cut", f"{length} tokens cut to {len(example)} ({kept})")
                     return [example]
@@ -315,14 +333,13 @@ class Encoder:
         ]
 
     def _too_long(self, row: Any, length: int) -> list[Example]:
-        self._note(row, "dropped", f"left out: {length} tokens, --max-length is {self.max_length}")
+        self._note(row, "dropped", f"left out: {length} tokens, --max-length is {self._limit}")
         return []
 
     def _note(self, row: Any, kind: str, text: str) -> None:
         self.tally[kind] += 1
         self.last_note = f"{row.file}:{row.row}: {text}"
-        if self.tally[kind] <= _REPORTED:
-            self._report(plain(self.last_note))
+        self._reasons.add(text, self.last_note)
 
 
 class Examples(Dataset[dict[str, Tensor]]):
@@ -330,31 +347,71 @@ class Examples(Dataset[dict[str, Tensor]]):
 
     For an element that gives no example another row is drawn, again by (seed, n). Of a document
     cut into pieces, every visit takes one.
+
+    Args:
+        pack: tokens that an element is filled up to with further rows, drawn by (seed, n); the
+            documents stay apart, each with ages of its own. 0: one document an element.
     """
 
-    def __init__(self, mixture: Mixture[Row], encoder: Encoder, length: int) -> None:
-        self.mixture, self.encoder, self.length = mixture, encoder, length
+    def __init__(self, mixture: Mixture[Row], encoder: Encoder, length: int, pack: int = 0) -> None:
+        self.mixture, self.encoder, self.length, self.pack = mixture, encoder, length, pack
 
     def __len__(self) -> int:
         return self.length
 
     def __getitem__(self, index: int) -> dict[str, Tensor]:
-        """Return what :meth:`Example.inputs` returns.
+        """Return what :meth:`Example.inputs` returns for the element's first document.
 
         Raises DataError when 100 rows in turn fail.
         """
+        return self._first(index)[0].inputs()
+
+    def packed(self, index: int) -> list[dict[str, Tensor]]:
+        """Return all documents of an element, each as :meth:`Example.inputs` returns it."""
+        made, attempt = self._first(index)
+        documents, left = [made], self.pack - len(made)
+        while left > 0 and attempt < _ATTEMPTS:
+            more = self.encoder(self.mixture.replacement(index, attempt))
+            attempt += 1
+            if more:
+                one = self._one(more, index)
+                left -= len(one)
+                if left >= 0:
+                    documents.append(one)
+        return [document.inputs() for document in documents]
+
+    def _first(self, index: int) -> tuple[Example, int]:
+        """Return the element's first document, and how many further rows that took."""
         if not 0 <= index < self.length:
             raise IndexError(f"example {index} of {self.length}")
         made = self.encoder(self.mixture[index])
         for attempt in range(_ATTEMPTS):
             if made:
-                # Fibonacci hashing: pieces come evenly, whatever the stride of the visits is.
-                return made[index * 0x9E3779B1 % 2**32 * len(made) >> 32].inputs()
+                return self._one(made, index), attempt
             made = self.encoder(self.mixture.replacement(index, attempt))
         raise DataError(
             f"no usable row in {_ATTEMPTS} draws ({self.encoder.summary()}); the last was "
             f"{self.encoder.last_note}"
         )
+
+    @staticmethod
+    def _one(made: list[Example], index: int) -> Example:
+        # Fibonacci hashing: pieces come evenly, whatever the stride of the visits is.
+        return made[index * 0x9E3779B1 % 2**32 * len(made) >> 32]
+
+
+class PackedExamples(Dataset[list[dict[str, Tensor]]]):
+    """The elements of :class:`Examples` with all their documents."""
+
+    def __init__(self, examples: Examples) -> None:
+        self.examples, self.encoder = examples, examples.encoder
+
+    def __len__(self) -> int:
+        return len(self.examples)
+
+    def __getitem__(self, index: int) -> list[dict[str, Tensor]]:
+        """Return the documents of an element."""
+        return self.examples.packed(index)
 
 
 def _fill(text: str, token: str, fills: Sequence[str]) -> str:
@@ -368,6 +425,7 @@ def _fill(text: str, token: str, fills: Sequence[str]) -> str:
 
 _SYNTHETIC: dict[str, tuple[str, ...]] = {"scenes": tuple(KINDS), "tasks": tuple(TASKS)}
 _ROWS = 2**17  # of each kind, before they come again
+_NEEDLES = "niah"
 
 
 @dataclass(frozen=True)
@@ -375,19 +433,21 @@ class SyntheticRow:
     """The index of one synthetic dialogue.
 
     Attributes:
-        domain: ``scenes`` (:mod:`mmkv.training.data.dialogues`) or ``tasks``
+        domain: ``scenes`` (:mod:`mmkv.training.data.dialogues`), ``tasks`` or ``niah``
             (:mod:`mmkv.training.data.text_tasks`).
+        tokens: of ``niah``: shortest and longest text.
     """
 
     domain: str
     kind: str
     seed: int
     split: Split
+    tokens: tuple[int, int] = NEEDLE_TOKENS
 
     @property
     def file(self) -> str:
         """Return the row's place in its file, for messages."""
-        return f"{self.domain}:{self.kind}"
+        return f"{self.domain}:{self.kind}" if self.kind else self.domain
 
     @property
     def row(self) -> int:
@@ -396,35 +456,127 @@ class SyntheticRow:
 
 
 class SyntheticRows(Sequence[SyntheticRow]):
-    """The synthetic dialogues of one kind as rows of a mixture."""
+    """The synthetic dialogues of one kind as rows of a mixture.
 
-    def __init__(self, domain: str, kind: str, split: Split) -> None:
-        if kind not in _SYNTHETIC[domain]:
+    Args:
+        kind: of scenes or tasks; of ``niah`` the range of lengths, ``4000-200000`` when empty.
+        longest: tokens that a text of ``niah`` has at most.
+    """
+
+    def __init__(self, domain: str, kind: str, split: Split, longest: int = 2**31) -> None:
+        self.domain, self.kind, self.split = domain, kind, split
+        self.tokens = NEEDLE_TOKENS
+        if domain == _NEEDLES:
+            low, high = self._range(kind)
+            if low > longest:
+                raise DataError(
+                    f"niah makes texts of {low} tokens and more, --max-length is {longest}; raise "
+                    f"it, or give niah:LOW-HIGH"
+                )
+            self.tokens = (low, min(high, longest))
+        elif kind not in _SYNTHETIC[domain]:
             raise DataError(
                 f"no {domain} of kind {kind!r}; choose one of {', '.join(_SYNTHETIC[domain])}"
             )
-        self.domain, self.kind, self.split = domain, kind, split
+
+    @staticmethod
+    def _range(kind: str) -> tuple[int, int]:
+        if not kind:
+            return NEEDLE_TOKENS
+        low, _, high = kind.partition("-")
+        if not (low.isdigit() and high.isdigit() and 0 < int(low) <= int(high)):
+            raise DataError(f"niah:{kind} is no range of tokens; write niah:4000-200000")
+        return int(low), int(high)
 
     def __len__(self) -> int:
-        return _ROWS
+        return NEEDLE_ROWS[self.split] if self.domain == _NEEDLES else _ROWS
 
     def __getitem__(self, index: int) -> SyntheticRow:  # type: ignore[override]
-        return SyntheticRow(self.domain, self.kind, index, self.split)
+        return SyntheticRow(self.domain, self.kind, index, self.split, self.tokens)
+
+
+@dataclass(frozen=True)
+class LimitedRow:
+    """A row whose documents have ``shortest`` to ``longest`` tokens; ``prefix``: of texts."""
+
+    row: Any
+    shortest: int = 0
+    longest: int | None = None
+    prefix: str = ""
+
+
+class Limited(Sequence[Any]):
+    """Some rows of a source, with limits.
+
+    Args:
+        chosen: indices of the rows that are used, ascending; None: all.
+        limits: a row with the limits of all.
+    """
+
+    def __init__(
+        self, rows: Sequence[Any], limits: LimitedRow, chosen: np.ndarray | None = None
+    ) -> None:
+        self._rows, self._limits, self._chosen = rows, limits, chosen
+        self.groups = getattr(rows, "groups", None)
+        if self.groups is not None and chosen is not None:
+            self.groups = np.unique(np.searchsorted(chosen, self.groups))
+            self.groups = self.groups[self.groups < len(chosen)]
+
+    def __len__(self) -> int:
+        return len(self._rows) if self._chosen is None else len(self._chosen)
+
+    def __getitem__(self, index: Any) -> Any:
+        at = index if self._chosen is None else int(self._chosen[index])
+        return replace(self._limits, row=self._rows[at])
 
 
 class SyntheticEncoder(Encoder):
-    """An :class:`Encoder` that also encodes synthetic dialogues."""
+    """An :class:`Encoder` that also encodes synthetic dialogues and rows with limits."""
 
-    def __call__(self, row: Row | SyntheticRow) -> list[Example]:
+    def __call__(self, row: Row | UnusableRow | SyntheticRow | LimitedRow) -> list[Example]:
         """Return the examples of a row.
 
         Synthetic documents are never cut: long ones are left out.
         """
+        if isinstance(row, LimitedRow):
+            return self._limited(row)
         if not isinstance(row, SyntheticRow):
             return super().__call__(row)
+        if row.domain == _NEEDLES:
+            return super().__call__(self._needles(row))
         self.tally["rows"] += 1
         made = self._scene(row) if row.domain == "scenes" else self._task(row)
-        return [made] if len(made) <= self.max_length else self._too_long(row, len(made))
+        return [made] if len(made) <= self._limit else self._too_long(row, len(made))
+
+    def _limited(self, limited: LimitedRow) -> list[Example]:
+        row = limited.row
+        if limited.prefix and isinstance(row, ConversationDocument):
+            row = replace(row, text=limited.prefix + row.text)
+        self._limit = min(self.max_length, limited.longest or self.max_length)
+        try:
+            made = self(row)
+        finally:
+            self._limit = self.max_length
+        kept = [example for example in made if len(example) >= limited.shortest]
+        if made and not kept:
+            self._note(row, "short", f"left out: {len(made[0])} tokens, of {limited.shortest}")
+        return kept
+
+    def _needles(self, row: SyntheticRow) -> Row | UnusableRow:
+        def count(texts: list[str]) -> list[int]:
+            ids = self.processor.tokenizer(texts, add_special_tokens=False)["input_ids"]
+            return [len(one) for one in ids]
+
+        try:
+            said = needle_chat(row.seed, row.split, row.tokens, count)
+        except ValueError as error:
+            return UnusableRow(str(error), row.file, row.row)
+        roles = ("user", "assistant")
+        messages: list[Message] = [
+            {"role": role, "content": [{"type": "text", "text": text}]}
+            for role, text in zip(roles, said, strict=True)
+        ]
+        return Conversation(messages, row.file, row.row)
 
     def _scene(self, row: SyntheticRow) -> Example:
         made = scene_example(scene_turns(row.kind, row.seed, row.split), self.processor.tokenizer)
@@ -454,14 +606,18 @@ def examples(
     media_root: str | None = None,
     split: Split = "train",
     report: Report | None = None,
+    pack: bool = False,
 ) -> Examples:
     """Return the first ``length`` examples of a mixture of files and scenes.
 
     Args:
         model: whose processor and chat template make the tokens.
-        data: ``[WEIGHT*][KIND:]PATH``, ``[WEIGHT*]scenes:KIND`` or ``[WEIGHT*]tasks:KIND``, each.
-        split: of scenes and tasks.
-        report: gets one line per broken, cut or dropped row, up to a few per reason.
+        data: ``[WEIGHT*][KIND:]PATH``, ``[WEIGHT*]scenes:KIND``, ``[WEIGHT*]tasks:KIND``,
+            ``[WEIGHT*]niah[:LOW-HIGH]``, ``[WEIGHT*]NAME[:FOLDER]`` of a published set, each, or
+            ``mixture:FILE``.
+        split: of scenes, tasks and needles.
+        report: gets one line per broken, cut or dropped row, up to a few reasons.
+        pack: fill every element up to ``max_length`` tokens with further documents.
 
     Raises:
         DataError: a source that cannot be read.
@@ -469,29 +625,101 @@ def examples(
     encoder = SyntheticEncoder(load_processor(model), max_length, long_chats, report)
     sources: list[Sequence[Any]] = []
     weights = []
+    for asked, folder in _asked(data):
+        weight, text = _split_weight(asked.data)
+        if weight is not None and asked.weight != 1.0:
+            raise DataError(f"mixture: {asked.data!r} has a weight of its own; give one weight")
+        rows = _rows(text, folder, encoder, model, media_root, split, report)
+        known = PUBLISHED.get(text.partition(":")[0])
+        limits = LimitedRow(None, asked.shortest, asked.longest, known.prefix if known else "")
+        chosen = _chosen(rows, asked, limits, encoder, seed, len(sources))
+        if chosen is not None or limits != LimitedRow(None):
+            rows = Limited(rows, limits, chosen)
+        sources.append(rows)
+        given = asked.weight if weight is None else weight
+        weights.append(len(rows) if given == "rows" else given)
+    return Examples(Mixture(sources, weights, seed), encoder, length, max_length if pack else 0)
+
+
+def _asked(data: Sequence[str]) -> Iterator[tuple[MixtureSource, Path | None]]:
+    """Yield the sources of ``--data`` and its mixture files, with the folder of the latter."""
     for text in data:
-        weight, _, rest = text.rpartition("*")
-        domain, _, kind = rest.partition(":")
-        if domain in _SYNTHETIC:
-            if domain == "scenes":
-                require_scene_tokens(encoder.processor, model)
-            sources.append(SyntheticRows(domain, kind, split))
-            weights.append(_weight(weight, text))
+        path = text.removeprefix("mixture:")
+        if path != text or path.endswith(".toml"):
+            sources, folder = read_mixture(path)
+            for source in sources:
+                yield source, folder
         else:
-            source = DataSource.parse(text)
-            sources.append(RowFile(source.path, source.kind, media_root, report=report))
-            weights.append(source.weight)
-    return Examples(Mixture(sources, weights, seed), encoder, length)
+            yield MixtureSource.model_construct(data=text), None
 
 
-def _weight(text: str, source: str) -> float:
+def _rows(
+    text: str,
+    folder: Path | None,
+    encoder: SyntheticEncoder,
+    model: str,
+    media_root: str | None,
+    split: Split,
+    report: Report | None,
+) -> Sequence[Any]:
+    """Open one source; relative paths start from ``folder``."""
+    domain, _, kind = text.partition(":")
+    if domain == _NEEDLES:
+        return SyntheticRows(domain, kind, split, encoder.max_length)
+    if domain in _SYNTHETIC:
+        if domain == "scenes":
+            require_scene_tokens(encoder.processor, model)
+        return SyntheticRows(domain, kind, split)
+    if domain in PUBLISHED:
+        where = str(folder / kind) if kind and folder else kind
+        files, form = find_published(domain, where), PUBLISHED[domain].kind
+        return RowFile(files, form, media_root, report=report)
+    source = DataSource.parse(text)
+    path = folder / source.path if folder else source.path
+    return RowFile(path, source.kind, media_root, report=report)
+
+
+def _chosen(
+    rows: Sequence[Any],
+    asked: MixtureSource,
+    limits: LimitedRow,
+    encoder: SyntheticEncoder,
+    seed: int,
+    source: int,
+) -> np.ndarray | None:
+    """Return the rows that a source's share and cap of tokens leave, ascending; None: all."""
+    if asked.share == 1 and asked.tokens is None:
+        return None
+    order = np.argsort(_uniform(seed, len(rows), _SHARE, source), kind="stable")
+    order = order[: max(1, round(asked.share * len(rows)))]
+    if asked.tokens is not None:
+        counting = SyntheticEncoder(
+            encoder.processor, encoder.max_length, encoder.long_chats, lambda _: None
+        )
+        left, used = asked.tokens, 0
+        while left > 0 and used < len(order):
+            made = counting(replace(limits, row=rows[int(order[used])]))
+            left -= sum(map(len, made))
+            used += 1
+        order = order[:used]
+    return np.sort(order)
+
+
+def _split_weight(text: str) -> tuple[float | None, str]:
+    """Split ``[WEIGHT*]SOURCE``; a path may hold a ``*`` too."""
+    before, star, rest = text.partition("*")
     try:
-        weight = float(text or 1)
+        weight = float(before)
     except ValueError:
-        weight = 0.0
-    if weight <= 0:
-        raise DataError(f"--data {source!r}: {text!r} is no weight above 0")
-    return weight
+        if star and rest.partition(":")[0] in (*_SYNTHETIC, *PUBLISHED, _NEEDLES):
+            weight = 0.0
+        else:
+            return None, text
+    if not star:
+        return None, text
+    if not 0 < weight < float("inf"):
+        raise DataError(f"--data {text!r}: {before!r} is no weight above 0")
+    return weight, rest
 
 
 def require_scene_tokens(processor: Processor, model: str) -> None:

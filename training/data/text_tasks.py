@@ -14,6 +14,7 @@ it never matters); not among the kinds that this repository's gates were trained
 latest value is asked.
 ``far-needles`` and ``far-memory``: the like over 2k to 8k tokens, with one to four values to a
 needle's key. Of the gates here only ``smollm2-135m-longer-*`` were trained on them.
+:func:`needle_chat`: DBTrimKV's training set of needles, 4k to 200k tokens of any tokenizer.
 ``records`` and ``assigned``: recall in other words: lines of JSON with hexadecimal keys and values,
 and names in a program that are given numbers. No gates of this repository were trained on them.
 """
@@ -147,6 +148,67 @@ def text_task(kind: str, seed: int, split: Split) -> list[TaskPiece]:
     if kind not in KINDS:
         raise ValueError(f"no text task of kind {kind!r}; choose one of {', '.join(KINDS)}")
     return KINDS[kind](random.Random(f"{kind}-{split}-{seed}"))
+
+
+NEEDLE_ROWS = {"train": 5117, "heldout": 200}  # arXiv 2605.09649, appendix B.3
+NEEDLE_TOKENS = (4_000, 200_000)
+_MOST_KEYS, _MOST_VALUES, _MOST_QUERIES = 16, 8, 8
+_HELD_OUT_NEEDLES = (8, 4, 4)  # keys, values to a key, queries (B.3)
+_AROUND = 64  # tokens that a chat template may add
+
+
+def needle_chat(
+    seed: int, split: Split, tokens: tuple[int, int], count: Callable[[list[str]], list[int]]
+) -> tuple[str, str]:
+    """Make question and reply of a needle test with several keys, values and queries at once.
+
+    The training set of DBTrimKV's needle experiment (arXiv 2605.09649, appendix B.3) holds 5,117
+    such texts of 4k to 200k tokens with random numbers of keys, values and queries, its test set
+    200 with 8, 4 and 4. How the numbers are drawn is not stated: here uniformly, the length
+    log-uniformly. The paper hides its needles in essays, here they stand among invented sentences.
+
+    Args:
+        seed: of the text, which is a function of the arguments alone.
+        tokens: shortest and longest text; one is at most a few percent shorter than its length.
+        count: tokens of each of some texts, without markers for beginning and end.
+
+    Raises:
+        ValueError: the needles alone are longer than the text may be.
+    """
+    rng = random.Random(f"niah-{split}-{seed}")
+    low, high = tokens
+    length = int(low * (high / low) ** rng.random())
+    keys, values, queries = _HELD_OUT_NEEDLES
+    if split == "train":
+        keys, values = rng.randint(1, _MOST_KEYS), rng.randint(1, _MOST_VALUES)
+        queries = rng.randint(1, min(keys, _MOST_QUERIES))
+    names = rng.sample([f"{thing}-{place}" for thing in _OBJECTS for place in _PLACES], keys)
+    known = {name: [str(rng.randint(10**6, 10**7 - 1)) for _ in range(values)] for name in names}
+    needles = [
+        f"One of the special magic numbers for {name} is: {value}.\n"
+        for name in names
+        for value in known[name]
+    ]
+    asked = rng.sample(names, queries)
+    opening = "Read the text and remember the special magic numbers in it.\n\n"
+    question = f"\nWhat are all special magic numbers for {', '.join(asked)} in the text?"
+    reply = "\n".join(f"{name}: {', '.join(known[name])}" for name in asked)
+    left = length - _AROUND - sum(count([opening, question, reply, *needles]))
+    if left < 0:
+        raise ValueError(f"{keys * values} needles do not fit in {length} tokens")
+    lines: list[str] = []
+    while left > 0:
+        some = [small_talk(rng) for _ in range(256)]
+        for line, size in zip(some, count(some), strict=True):
+            left -= size
+            if left < 0:
+                break
+            lines.append(line)
+    places = sorted(rng.randint(0, len(lines)) for _ in needles)
+    rng.shuffle(needles)
+    for needle, place in zip(reversed(needles), reversed(places), strict=True):
+        lines.insert(place, needle)
+    return opening + "".join(lines) + question, reply
 
 
 def opening(name: str, values: int = 1) -> str:

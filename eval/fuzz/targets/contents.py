@@ -317,7 +317,7 @@ def _dialogue(name: str) -> dict[str, Any]:
 
 
 class TrainingRows(Target):
-    """Rows of four kinds beside one that is whole; every usable row is encoded."""
+    """Rows of five kinds beside one that is whole; every usable row is encoded."""
 
     name = "training rows"
 
@@ -381,5 +381,6 @@ _ROWS: dict[str, Any] = {
             {"from": "assistant", "value": "red"},
         ],
     },
+    "pairs": {"instruction": "what?", "input": "red and blue", "output": "red"},
     "text": {"text": "a text of some words that is long enough"},
 }

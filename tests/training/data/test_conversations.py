@@ -101,10 +101,10 @@ def test_chats_with_their_broken_rows(tmp_path: Path) -> None:
     assert content(rows[3])[0] == [("image", "b.png")]
     assert Path(rows[3].messages[0]["content"][0]["image"]).is_absolute()
     assert rows[-1].messages[0]["role"] == "system" and rows[0:2] == [rows[0], rows[1]]
-    assert len(reported) == 6 and reported[0].startswith(f"{path}:2: skipped: not readable")
+    assert len(reported) == 9 and reported[0].startswith(f"{path}:2: skipped: not readable")
     assert "gone.png" in reported[1] and "role" in reported[2] and "nothing" in reported[3]
     assert "more image placeholders" in reported[4]
-    assert reported[5] == f"{path}: skipped 15 of 20 rows"
+    assert reported[8] == f"{path}: skipped 15 of 20 rows"
 
 
 def test_one_chat_pretty_printed_and_a_list_of_chats(tmp_path: Path) -> None:
@@ -133,18 +133,26 @@ def test_llava(tmp_path: Path) -> None:
         row("a.png", "none", "no"),
         row("c.png", "first?\n<image>", "ok"),
         row(None, "<video>\nwhat moves?", "it", video="v.mp4"),
+        # LLaVA-Video-178K's form.
+        {"id": "v", "data_source": "0_30_s_academic_v0_1", "video": "v.mp4"}
+        | {"conversations": row(None, "<image>\nWhere?", "there")["conversations"]},
+        row(None, "<image> and <image>", "no", video="v.mp4"),
+        row("a.png", "<image>", "no", video="v.mp4"),
         row(None, "tool", "x") | {"conversations": [{"from": "tool", "value": "x"}]},
         {"conversations": [{"from": "gpt"}]},
     ]
     path.write_text(json.dumps(values))
     reported: list[str] = []
     rows = RowFile(path, media_root=tmp_path / "pictures", report=reported.append)
-    assert rows.kind == "llava" and [r.row for r in rows] == [1, 2, 3, 6, 7]
+    assert rows.kind == "llava" and [r.row for r in rows] == [1, 2, 3, 5, 6, 7, 8]
     assert content(rows[0]) == [[("image", "a.png"), "what?"], ["red"], ["and?"], ["no"]]
     assert content(rows[1])[0] == [("image", "a.png"), ("image", "b.png"), "both?"]
-    assert content(rows[3])[0] == ["first?", ("image", "c.png")]
-    assert content(rows[4])[0] == [("video", "v.mp4"), "what moves?"]
-    assert "1 image(s) more" in reported[0] and "'tool'" in reported[2]
+    assert content(rows[3])[0] == [("image", "a.png"), "none"]  # no placeholder: it goes first
+    assert content(rows[4])[0] == ["first?", ("image", "c.png")]
+    assert content(rows[5])[0] == [("video", "v.mp4"), "what moves?"]
+    assert content(rows[6])[0] == [("video", "v.mp4"), "Where?"]
+    assert "1 image(s) more" in reported[0] and "more image placeholders" in reported[1]
+    assert "1 video(s) more" in reported[2] and "'tool'" in reported[3]
 
 
 @pytest.mark.parametrize("as_dict", [False, True])
@@ -317,6 +325,7 @@ GOOD: dict[str, dict[str, Any]] = {
     "mmdu": {
         "conversations": [{"from": "user", "value": "what?"}, {"from": "assistant", "value": "red"}]
     },
+    "pairs": {"prompt": "what?", "completion": "red"},
     "text": {"text": "red and blue"},
 }
 
@@ -329,7 +338,7 @@ def texts_of(row: Any) -> list[tuple[Any, Any]]:
         found
         for key, inner in row.items()
         for found in ([(row, key)] if isinstance(inner, str) else texts_of(inner))
-        if not isinstance(inner, str) or key in ("text", "value", "content")
+        if not isinstance(inner, str) or key in ("text", "value", "content", "prompt", "completion")
     ]
 
 
