@@ -78,12 +78,15 @@ class GraphRunner:
     ) -> list[list[int]]:
         """Append up to ``steps`` tokens to the sequences that are ``going``; those they say."""
         cache = self.cache
-        most = self._make_room(batch, burst, going, steps)
+        most, row = self._make_room(batch, burst, going, steps)
         count = _power_of_two(len(going))
         own = None if draws is None else [draws[index] for index in going]
         penalised = own is not None and any(draw.penalises for draw in own)
-        step, graph = self._step(count, stop, own is not None, most, penalised)
+        step, graph = self._step(count, stop, own is not None, most, penalised, row)
         self._fill(step, batch, burst, going, token, own)
+        if step.policy_step is not None:
+            allowed = [self._allowed(batch, burst, index, steps) for index in going]
+            step.policy_step.plan(allowed, [batch.prompt_tokens[index] for index in going])
         try:
             for _ in range(steps):
                 if graph is None:
@@ -109,11 +112,14 @@ class GraphRunner:
         rows = step.generated[: len(going), :steps].tolist()
         return [[token for token in row if token != -1] for row in rows]
 
-    def _make_room(self, batch: Batch, burst: Burst, going: Sequence[int], steps: int) -> int:
+    def _make_room(
+        self, batch: Batch, burst: Burst, going: Sequence[int], steps: int
+    ) -> tuple[int, int]:
         """Pages and table columns for all steps, so that nothing has to grow in between.
 
         Returns:
-            the most entries that eviction will meet in one sequence, 1 where nothing is evicted.
+            the most entries that eviction will meet in one sequence, 1 where nothing is evicted;
+            the most of one row in any of the steps.
         """
         cache, pool = self.cache, self.cache.pool
         longest = int(cache.length[[batch.seqs[index] for index in going]].max())
@@ -130,7 +136,17 @@ class GraphRunner:
             pool.prepare(wanted)
             pool.reserve(pages)
             cache._widen(-(-(longest + ahead) // pool.page_size))
-        return largest if self.model.policy.evicts else 1
+        row = min(longest + steps, max(largest, longest))
+        return largest if self.model.policy.evicts else 1, row
+
+    def _allowed(self, batch: Batch, burst: Burst, index: int, steps: int) -> list[int]:
+        """What a sequence may keep after each of the steps, or one number for all of them."""
+        rows, share = self.model.spec.rows, batch.share[index]
+        if not share:
+            return [batch.allowed[index]]
+        kept = batch.prompt_tokens[index] * rows if self.model.policy.keeps_prompt else 0
+        seen, budget = batch.seen[index] + burst.appended[index], Budget.fraction(share)
+        return [budget.entries(rows, seen + n + 1, 0, 0) + kept for n in range(steps)]
 
     def _bound(
         self, batch: Batch, burst: Burst, going: Sequence[int], steps: int
@@ -143,10 +159,7 @@ class GraphRunner:
             entries = burst.entries[index]
             most = entries + steps * rows
             if self.model.policy.evicts:
-                allowed, share = batch.allowed[index], batch.share[index]
-                if share:
-                    seen = batch.seen[index] + burst.appended[index] + steps
-                    allowed = Budget.fraction(share).entries(rows, seen, 0, 0)
+                allowed = self._allowed(batch, burst, index, steps)[-1]
                 most = min(most, max(allowed + self.model.slack, entries) + rows)
             largest = max(largest, most)
             pages += (most + rows * (size - 1)) // size - cache.held_pages(batch.seqs[index])
@@ -159,16 +172,19 @@ class GraphRunner:
         drawn: bool,
         entries: int,
         penalised: bool = False,
+        row: int = 1,
     ) -> tuple[StaticStep, torch.cuda.CUDAGraph | None]:
         key = (batch, stop, drawn, penalised)
         known = self._steps.get(key)
-        if known is None or not known[0].fits(entries):
+        if known is None or not known[0].fits(entries, row):
             # Graphs of the old pool go first: they hold its memory.
             self._steps = {k: v for k, v in self._steps.items() if k != key and v[0].fits()}
             del known
-            most = _power_of_two(entries)  # captures are slow: room to grow
+            # Captures are slow: room to grow.
+            most, part = _power_of_two(entries), max(_power_of_two(row) // 8, _LEAST_ROOM // 8)
+            cells = -(-row // part) * part
             step = StaticStep(
-                self.model, self.cache, batch, MOST_STEPS, stop, drawn, most, penalised
+                self.model, self.cache, batch, MOST_STEPS, stop, drawn, most, penalised, cells
             )
             known = self._steps[key] = (step, self._captured(step))
             self.captures += 1
