@@ -84,16 +84,21 @@ class HostReads(TorchDispatchMode):
 
 @pytest.fixture
 def host_reads(monkeypatch: pytest.MonkeyPatch) -> HostReads:
-    """What all static steps of a test read back."""
+    """What each static step of a test reads back, as it is first run."""
     reads = HostReads()
     for module, names in KERNELS.items():
         for name in names.split():
             monkeypatch.setattr(module, name, reads.kernel(getattr(module, name)))
     run = StaticStep.run
 
+    seen: set[int] = set()
+
     def counted(step: StaticStep) -> None:
+        if id(step) in seen:  # what it does is the same each time
+            return run(step)
+        seen.add(id(step))
         with reads:
-            run(step)
+            return run(step)
 
     monkeypatch.setattr(StaticStep, "run", counted)
     return reads

@@ -29,7 +29,7 @@ QUICK = {"segments-hs": "segments-hs:segment=4,r=3,e=2,t=1", "lagkv": "lagkv:sin
 def engine(name: str, **options: Any) -> Runtime:
     """An engine of the smallest model; write gates are random ones."""
     policy, disk = make_policy(QUICK.get(name, name)), loaded("odd")
-    options = {"budget": SMALL.get(name, 12), "prefill_chunk": 16, "page_size": 8} | options
+    options = {"budget": SMALL.get(name, 7), "prefill_chunk": 16, "page_size": 8} | options
     gates: Any = disk._gates
     if policy.gates == "write":
         gates = make_random_write_gates(disk.spec)
@@ -45,8 +45,8 @@ def test_a_policy_steps_without_the_host(name: str, host_reads: HostReads) -> No
     ours, reference = (engine(name, evict_every=every) for _ in range(2))
     one, two = opened(ours, 2), opened(reference, 2)
     before, runner = [session.evicted for session in one], Bursts(ours)
-    for step in range(3):
-        tokens, steps = [20 + step, 40 + step], 4 if name != "knorm" else 1
+    for step in range(2):
+        tokens, steps = [20 + step, 40 + step], 3 if name != "knorm" else 1
         assert runner.decode(one, tokens, steps) == eager(reference, two, tokens, steps)
         same(one, two)
     assert host_reads.found == []
