@@ -134,7 +134,7 @@ class PolicyStep:
         share: ``[steps, B, groups]`` int64, what each group of rows may keep once a step's token is
             appended; floor: ``[steps, B, R]``, or None where no row is guarded.
         recent: ``[steps, B]`` int64, newest tokens that are protected; prompt: ``[B]`` int64.
-        too_long: ``[B]`` bool, whether a row has more entries than cells.
+        too_long: ``[B]`` bool, whether a row has more entries than cells: nothing is dropped then.
     """
 
     def __init__(
@@ -202,6 +202,7 @@ class PolicyStep:
         self._seq = seqs[who].clamp(min=0)
         self._new, self._position = slots[who].clamp(min=0), position[who]
         self._taps = []
+        self.too_long.zero_()
         if self.model.needs.mass:
             self._read(seqs)
 
@@ -256,11 +257,12 @@ class PolicyStep:
                 log_g = writes.log_g(layer, pool.keys_at(where))
                 state[where, 0] = torch.where(self._write, log_g, state[where, 0])
 
-    def evict(self, seqs: Tensor, seen: Tensor, index: Tensor) -> None:
+    def evict(self, seqs: Tensor, seen: Tensor, index: Tensor, cut: bool) -> None:
         """Drop what write gates refuse, then what stands above the budget.
 
         Args:
             seqs: ``[B]``; seen: ``[B]`` tokens seen; index: ``[1]`` the step's number.
+            cut: whether a sequence may stand above its budget.
         """
         model = self.model
         if model.has_on_step:
@@ -270,7 +272,7 @@ class PolicyStep:
         if model.policy.admission is not None:
             self._read(seqs)
             self._drop(seqs, [self._refused(slot, seen) for slot in range(seqs.numel())])
-        if self.cuts:
+        if self.cuts and cut:
             self._read(seqs)
             self._drop(seqs, [self._lowest(slot, seen, index) for slot in range(seqs.numel())])
 
@@ -285,7 +287,7 @@ class PolicyStep:
         self._occupied = self._cell[: self.cells] < self._length[..., None]
         self._slot = slot.masked_fill(~self._occupied, 0)
         self._held_by = seq
-        self.too_long = (self._length > self.cells).any(1)
+        self.too_long |= (self._length > self.cells).any(1)
 
     def _view(self, slot: int, seen: Tensor) -> FixedView:
         pool, where = self.cache.pool, self._slot[slot].flatten()
@@ -348,4 +350,5 @@ class PolicyStep:
 
     def _drop(self, seqs: Tensor, found: Sequence[tuple[Tensor, Tensor]]) -> None:
         victims, nan = (torch.stack(each) for each in zip(*found, strict=True))
+        victims = victims & ~self.too_long[:, None, None]
         drop(self.work, self.rows, self.cache.pool, seqs, victims, nan)

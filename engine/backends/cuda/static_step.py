@@ -142,8 +142,12 @@ class StaticStep:
             and rows.table is cache.table
         )
 
-    def run(self) -> None:
-        """Append every batch slot's token, choose the next, evict."""
+    def run(self, cut: bool = True) -> None:
+        """Append every batch slot's token, choose the next, evict.
+
+        Args:
+            cut: whether a sequence may stand above its budget and slack; False leaves that out.
+        """
         model, pool, spec = self.model, self.cache.pool, self.model.spec
         weights, eps = model.decoder.weights, spec.rms_eps
         product = weights.product
@@ -197,7 +201,7 @@ class StaticStep:
         if policy is not None:
             policy.appended(rope)
         self._choose(product(normed, weights.head).float(), live)
-        self._evict()
+        self._evict(cut)
 
     def _readout(self, index: int, normed: Tensor) -> GateHead | None:
         if self.model.decoder.gates is None:
@@ -225,13 +229,13 @@ class StaticStep:
         self.index += 1
         self.token.copy_(token.where(live, self.token))
 
-    def _evict(self) -> None:
+    def _evict(self, cut: bool) -> None:
         model = self.model
         if self.policy_step is not None:  # write gates refuse before a budget is cut to
-            self.policy_step.evict(self.seqs, self.seen, self.index - 1)
+            self.policy_step.evict(self.seqs, self.seen, self.index - 1, cut)
             too_long = -self.policy_step.too_long.long()
             torch.minimum(self.least_dropped, too_long, out=self.least_dropped)
-        if self._eviction is not None:
+        if self._eviction is not None and cut:
             rows = model.spec.rows
             growing = (self.share * self.seen * rows).floor().long().clamp(min=rows)
             allowed = growing.where(self.share > 0, self.allowed)

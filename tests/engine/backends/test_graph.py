@@ -161,7 +161,7 @@ def test_a_pool_that_grew_is_found_again() -> None:
     assert len(runner._steps) == 1
 
 
-def append_alone(step: StaticStep) -> None:
+def append_alone(step: StaticStep, cut: bool = True) -> None:
     """A step without the model: room, position and eviction."""
     slots = make_room(step.room, step.rows, step.seqs)
     live = step.seqs >= 0
@@ -171,7 +171,7 @@ def append_alone(step: StaticStep) -> None:
     step.rope_position += live
     step.generated[:, step.index] = step.token.where(live, -1)[:, None]
     step.index += 1
-    step._evict()
+    step._evict(cut)
 
 
 def long_context(policy: str, budget: Any, monkeypatch: pytest.MonkeyPatch) -> Runtime:
@@ -293,17 +293,20 @@ def test_long_runs_are_lent_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     same(one, two)
 
 
-def test_an_eviction_that_cannot_be_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("policy", "budget", "steps"), [("dbtrimkv", 12, 4), ("knorm", 34, 8)])
+def test_an_eviction_that_cannot_be_is_an_error(
+    policy: str, budget: int, steps: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Buffers made for fewer entries than a session holds: the step says so, and is counted."""
-    ours = engine_for("odd")
+    ours = engine_for("odd", policy, budget=budget)
     session = opened(ours, 3)[2]
     runner = Bursts(ours)
     make_room = runner._make_room
-    monkeypatch.setattr(runner.runner, "_make_room", lambda *args: min(make_room(*args), 1))
+    monkeypatch.setattr(runner.runner, "_make_room", lambda *args: make_room(*args) and (1, 1))
     seen = session.seen
     with pytest.raises(BudgetError, match="above its budget"):
-        runner.decode([session], [3], 4)
-    assert session.seen == seen + 4 and session.entries > session.allowed_entries
+        runner.decode([session], [3], steps)
+    assert session.seen == seen + steps and session.entries > session.allowed_entries
     assert session.memory().entries == session.entries
     ours.decode([session], [3])
     assert session.entries == session.allowed_entries

@@ -120,7 +120,8 @@ def drop_reference(
         if seq < 0:
             continue
         row, offset, slot = _entries(rows, seq)
-        gone = victims[batch_slot][row, offset].nonzero().flatten()
+        cell = offset.clamp(max=victims.shape[2] - 1)
+        gone = (victims[batch_slot][row, cell] & (cell == offset)).nonzero().flatten()
         work.nan[batch_slot] += nan[batch_slot]
         _drop(rows, pool, seq, row, offset, slot, gone)
         work.dropped[batch_slot] = gone.numel()
