@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
+import itertools
 import pkgutil
 from typing import Any
 
@@ -400,8 +401,10 @@ def test_the_bundled_model_says_the_same_for_512_tokens() -> None:
 @pytest.mark.skipif(
     not (HAS_TRITON and INTERPRETED), reason="needs Triton and TRITON_INTERPRET=1 (the interpreter)"
 )
-@pytest.mark.parametrize("policy", STATIC)
-@pytest.mark.parametrize("model", MODELS)
+# Every model with what the kernels score; and what scores in torch between them.
+@pytest.mark.parametrize(
+    ("model", "policy"), [*itertools.product(MODELS, STATIC), ("odd", "snapkv"), ("odd", "gkv")]
+)
 def test_the_kernels_together_are_the_eager_step(
     model: str, policy: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -412,7 +415,8 @@ def test_the_kernels_together_are_the_eager_step(
         module = importlib.import_module(f"mmkv.engine.backends.cuda.kernels.{name}")
         if hasattr(module, "on_triton"):
             monkeypatch.setattr(module, "on_triton", lambda tensor: True)
-    monkeypatch.setattr("mmkv.engine.backends.torch.step.on_triton", lambda tensor: True)
+    for module in ("torch.step", "cuda.policy_step"):
+        monkeypatch.setattr(f"mmkv.engine.backends.{module}.on_triton", lambda tensor: True)
     ours = engine_for(model, policy)
     one = opened(ours, 2)
     generated = Bursts(ours).decode(one, [3, 4], 3)
