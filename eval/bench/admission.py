@@ -1,7 +1,7 @@
 """Time the prefill of a long prompt under a write gate against the share of entries it admits.
 
 ``python -m eval.bench.admission`` reads random tokens through two layers of SmolLM2-135M's sizes
-with random weights, in chunks; on a GPU in ``--dtype``. Which entries are admitted is drawn (as in the
+with random weights, in chunks; on a GPU in ``--dtype``. What is admitted is drawn (as in the
 speed figures of WG-KV, arXiv 2512.17452, section 5.3), apart for each head. All runs take turns
 with full attention.
 """
