@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from mmkv.engine.cache import Entries, RaggedCache
+from mmkv.engine.cache import EncodedKV, Entries, RaggedCache
 from mmkv.engine.errors import PolicyError
 from mmkv.engine.policies.base import (
     CacheView,
@@ -37,7 +37,7 @@ WindowAttention = Callable[[RaggedCache, int, Entries, CacheView, WindowReductio
 QUERIES = "queries"
 
 
-def window_positions(seen: int, size: int, device: torch.device) -> Tensor:
+def window_positions(seen: int | Tensor, size: int, device: torch.device) -> Tensor:
     """Token index of the query in each of ``size`` slots, int64 ``[w]``; -1 where there is none.
 
     Args:
@@ -78,41 +78,56 @@ def window_attention(
     Returns:
         float32 ``[N]``, row-major as the view.
     """
-    queries = cache.memory[QUERIES]
-    at = window_positions(view.seen, queries.shape[3], queries.device)
+    queries, keys = cache.memory[QUERIES][seq], cache.pool.stored_keys.flatten(0, 1)
+    return attention_paid(queries, keys, entries.slot, view, reduction)
+
+
+def attention_paid(
+    queries: Tensor,
+    keys: Tensor | EncodedKV,
+    slot: Tensor,
+    view: CacheView,
+    reduction: WindowReduction,
+) -> Tensor:
+    """Compute :func:`window_attention` of one sequence's ring of queries ``[L, Hq, w, D]``.
+
+    Args:
+        keys: ``[slots, D]``, the pool's; slot: ``[N]`` those of the entries.
+    """
+    at = window_positions(view.seen, queries.shape[2], queries.device)
+    known = (at >= 0).sum().clamp(min=1)  # the others attend to nothing
     group = reduction.group
     join_first = group if reduction.of == "logits" else None
     shares = []
-    for probability in _probabilities(cache, seq, entries, view, at >= 0, join_first):
-        if reduction.queries in _BY_HEAD:
-            shares.append(join(_BY_HEAD[reduction.queries](probability), group, 1))
+    for probability in _probabilities(queries, at, keys, slot, view, join_first):
+        if reduction.queries == "variance":
+            shares.append(join(_variance(probability, at >= 0), group, 1))
+            continue
+        if reduction.queries == "entropy":
+            shares.append(join(torch.special.entr(probability).sum(2), group, 1))
             continue
         paid = join(probability, group, 1)
-        shares.append(paid.amax(1) if reduction.queries == "max" else paid.mean(1))
-    return torch.cat(shares)[view.live()]
+        shares.append(paid.amax(1) if reduction.queries == "max" else paid.sum(1) / known)
+    return view.from_rows(torch.cat(shares))
 
 
-def _variance(share: Tensor) -> Tensor:
-    """Variance over the queries of ``share [H, G, w, N]``; 0 of a single one."""
-    return share.var(2) if share.shape[2] > 1 else torch.zeros_like(share[:, :, 0])
+def _variance(share: Tensor, known: Tensor) -> Tensor:
+    """Variance over those queries of ``share [H, G, w, N]`` that are ``known [w]``; 0 of one."""
+    count, known = known.sum(), known[:, None]
+    apart = (share - share.sum(2, keepdim=True) / count.clamp(min=1)) * known
+    return apart.square().sum(2) / (count - 1).clamp(min=1)
 
 
-# What becomes of the window's queries before heads are joined.
-_BY_HEAD: dict[str, Callable[[Tensor], Tensor]] = {
-    "variance": _variance,
-    "entropy": lambda share: torch.special.entr(share).sum(2),
-}
-
-
-def newest_entropy(cache: RaggedCache, seq: int, entries: Entries, view: CacheView) -> Tensor:
-    """Compute :meth:`mmkv.engine.policies.base.CacheView.entropy`."""
-    queries = cache.memory[QUERIES]
-    at = window_positions(view.seen, queries.shape[3], queries.device)
+def newest_entropy(
+    queries: Tensor, keys: Tensor | EncodedKV, slot: Tensor, view: CacheView
+) -> Tensor:
+    """Compute :meth:`mmkv.engine.policies.base.CacheView.entropy`; :func:`attention_paid`."""
+    size = queries.shape[2]
+    newest = torch.as_tensor(view.seen - 1, device=queries.device).view(1)
+    queries = queries.index_select(2, newest % size)
     most = view.length.float().log().view(view.layers, -1)
     found = []
-    for layer, probability in enumerate(
-        _probabilities(cache, seq, entries, view, at == view.seen - 1)
-    ):
+    for layer, probability in enumerate(_probabilities(queries, newest, keys, slot, view)):
         entropy = torch.special.entr(probability).sum(-1)[..., 0]
         share = entropy / most[layer][:, None]
         found.append(share.masked_fill(most[layer][:, None] <= 0, 0.0))
@@ -120,29 +135,25 @@ def newest_entropy(cache: RaggedCache, seq: int, entries: Entries, view: CacheVi
 
 
 def _probabilities(
-    cache: RaggedCache,
-    seq: int,
-    entries: Entries,
+    queries: Tensor,
+    query_at: Tensor,
+    keys: Tensor | EncodedKV,
+    slot: Tensor,
     view: CacheView,
-    chosen: Tensor,
     join_first: Group | None = None,
 ) -> Iterator[Tensor]:
     """Yield each layer's shares of attention ``[H, G, w, longest row]``, 0 where nothing is seen.
 
     Args:
-        chosen: bool ``[W]``, which w slots of the ring have queries that count.
+        queries: ``[L, Hq, w, D]``; query_at: ``[w]`` their token indices, -1 where there is none.
         join_first: how the logits of the group's heads are joined, G = 1 then; None: not at all.
     """
-    queries = cache.memory[QUERIES]
-    at = window_positions(view.seen, queries.shape[3], queries.device)
     heads, dim = view.kv_heads, queries.shape[-1]
-    slot = view.to_rows(entries.slot, 0)
+    slot = view.to_rows(slot, 0)
     position = view.to_rows(view.position, torch.iinfo(torch.int64).max)
-    query_at = at[chosen]
-    keys = cache.pool.stored_keys.flatten(0, 1)
     for layer in range(view.layers):
         rows = slice(layer * heads, (layer + 1) * heads)
-        grouped = queries[seq, layer][:, chosen].float().reshape(heads, -1, dim) * dim**-0.5
+        grouped = queries[layer].float().reshape(heads, -1, dim) * dim**-0.5
         scores = grouped @ keys[slot[rows]].float().transpose(1, 2)
         scores = scores.unflatten(1, (-1, query_at.numel()))
         allowed = position[rows][:, None] <= query_at[:, None]
@@ -204,7 +215,9 @@ class CacheEntries:
     def entropy(self, view: CacheView) -> Tensor:
         """Without dimensions; see :meth:`mmkv.engine.policies.base.CacheView.entropy`."""
         self._check_queries("entropy")
-        return newest_entropy(self._cache, self._seq, self._entries, view)
+        cache = self._cache
+        queries, keys = cache.memory[QUERIES][self._seq], cache.pool.stored_keys.flatten(0, 1)
+        return newest_entropy(queries, keys, self._entries.slot, view)
 
     def _check_queries(self, what: str) -> None:
         if QUERIES not in self._cache.memory:
@@ -327,6 +340,7 @@ def write_state(
     position: Tensor,
     prompt: bool,
     taps: Sequence[Tensor],
+    write: Tensor | None = None,
 ) -> None:
     """Ask the scorer for the state of new entries and store it; its memory changes last.
 
@@ -335,6 +349,7 @@ def write_state(
     Args:
         seqs: ``[B]`` sequence slots; slots: ``[B, L, H, T]`` flat slots of the new entries.
         position: ``[B, T]`` token indices; taps: ``[B, T, d]`` each.
+        write: a bool on the device: False leaves everything as it is. None: True.
     """
     batch, layers, heads, count = slots.shape
     pool = cache.pool
@@ -355,8 +370,13 @@ def write_state(
         spread = state.expand(batch, count, layers, heads, pool.state_size - first)
     except RuntimeError as error:
         raise PolicyError(f"{call} returned shape {list(state.shape)}; return {wanted}") from error
-    memory = _memory(new.memory, {name: cache.memory[name][seqs] for name in new.memory}, call)
-    pool.state.flatten(0, 1)[slots, first:] = spread.permute(0, 2, 3, 1, 4).float()
+    before = {name: cache.memory[name][seqs] for name in new.memory}
+    memory, kept_state = _memory(new.memory, before, call), pool.state.flatten(0, 1)
+    made = spread.permute(0, 2, 3, 1, 4).float()
+    if write is not None:
+        made = torch.where(write, made, kept_state[slots, first:])
+        memory = {name: torch.where(write, kept, before[name]) for name, kept in memory.items()}
+    kept_state[slots, first:] = made
     for name, kept in memory.items():
         cache.memory[name][seqs] = kept
 

@@ -14,12 +14,12 @@ from typing import TYPE_CHECKING, ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
-from mmkv.engine.backends.torch.write_step import WriteGatePass
 from mmkv.engine.budget import EVERY_STEP, Interval
 from mmkv.engine.scorer_state import WindowAttention, view_of, window_attention
 
 if TYPE_CHECKING:
     from mmkv.engine.backends.cuda.kernels.sample import Draw
+    from mmkv.engine.backends.torch.write_step import WriteGatePass
     from mmkv.engine.cache import Entries, RaggedCache
     from mmkv.engine.model.decoder import Decoder
     from mmkv.engine.model.gates import WriteGates
@@ -62,6 +62,9 @@ class LoadedModel:
         """Return the write gates of a pass whose tokens have these rope angles; None without."""
         if self.write_gates is None or self.policy.admission is None:
             return None
+        # Its kernel belongs to a backend, which imports this module.
+        from mmkv.engine.backends.torch.write_step import WriteGatePass
+
         return WriteGatePass(self.write_gates, self.policy.admission, rope, self.spec.rope.scale)
 
     def angles(self, batch: Batch) -> tuple[Tensor, Tensor]:

@@ -55,9 +55,10 @@ class RaggedCache:
     Attributes:
         length: ``[S, L, H]`` int64, entries of each row; 0 past the sequences opened so far.
         table: ``[S, L, H, W]`` int64 page ids; columns past ``ceil(length / P)`` mean nothing.
-        memory: by name ``[N, ...]``, what a policy keeps of each of the N sequences opened so far
-            beside its entries; zero where nothing has been written.
-        states: by name likewise, what layers without entries keep of each sequence.
+        memory: by name ``[S, ...]``, what a policy keeps of each sequence beside its entries; zero
+            where nothing has been written.
+        states: by name ``[N, ...]``, what layers without entries keep of each of the N sequences
+            opened so far.
         state_bytes: of the states of one sequence; state_pages: as many bytes in pages, which count
             as held while a sequence is open, though no page of the pool is taken for them.
         lost: marks of sequences whose owners are gone, see :meth:`owner`.
@@ -111,9 +112,10 @@ class RaggedCache:
         spare = max(seq, _FIRST_SLOTS) - 1
         self.length = _with_row(self.length, seq, spare)
         self.table = _with_row(self.table, seq, spare)
-        for kept in (self.memory, self.states):
-            for name, tensor in kept.items():
-                kept[name] = _with_row(tensor, seq)
+        for name, tensor in self.memory.items():
+            self.memory[name] = _with_row(tensor, seq, spare)
+        for name, tensor in self.states.items():
+            self.states[name] = _with_row(tensor, seq)
         self._open.append(True)
         return seq
 

@@ -49,14 +49,15 @@ class NewestAttention:
 
     def score(self, view: CacheView) -> Tensor:
         """Window attention of one query; entries of a layer at one position have one score."""
-        place = view.row // view.kv_heads * view.seen + view.position
-        held = torch.zeros(view.layers * view.seen, dtype=torch.int64, device=place.device)
-        held[place] = 1
-        number = held.cumsum(0)[place] - 1
-        # One cell a head and then a sum: adding up in place has no fixed order on a GPU.
-        paid = torch.zeros(place.numel(), view.kv_heads, device=place.device)
-        paid[number, view.row % view.kv_heads] = view.attention()
-        return paid.mean(-1)[number]
+        position = view.to_rows(view.position, torch.iinfo(torch.int64).max)
+        at, order = position.unflatten(0, (view.layers, -1)).sort(-1)  # [L, H, longest]
+        paid = view.to_rows(view.attention(), 0.0).view_as(order).gather(-1, order)
+        # Of each cell of a layer, what each head pays to the token there, 0 where it is gone.
+        wanted = position.view(view.layers, 1, -1).expand(-1, view.kv_heads, -1).contiguous()
+        place = torch.searchsorted(at, wanted).clamp(max=at.shape[-1] - 1)
+        paid = paid.gather(-1, place).masked_fill(at.gather(-1, place) != wanted, 0.0)
+        paid = paid.movedim(1, -1).contiguous()  # so that each sum is made in one order
+        return view.from_rows(paid.mean(-1).view_as(position))
 
 
 @dataclass(frozen=True)
@@ -76,7 +77,8 @@ class FusedAttention:
         """Sum or maximum over the window's queries; the policy protects the window itself."""
         if self.fusion == "max":
             return view.attention(self.group, queries="max")
-        return view.attention(self.group) * min(self.window, view.seen)
+        known = torch.as_tensor(view.seen, device=view.row.device).clamp(max=self.window)
+        return view.attention(self.group) * known
 
 
 @dataclass(frozen=True)
@@ -266,7 +268,7 @@ def redundancy(view: CacheView, threshold: float, only_similar: bool = False) ->
             total[part] += cosine.masked_fill(column == newest, 0.0).sum(1)
     mean = total / view.length.clamp(min=1)[:, None]
     share = mean.masked_fill(~live, -torch.inf).softmax(-1)
-    return share.scatter(-1, order, share)[live]
+    return view.from_rows(share.scatter(-1, order, share))
 
 
 def _over_greatest(values: Tensor, prefix: Tensor, view: CacheView) -> Tensor:

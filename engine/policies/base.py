@@ -118,6 +118,10 @@ class EntrySource(Protocol):
 class CacheView:
     """What scorers and allocations may look at: all entries of one sequence, row-major.
 
+    In a CUDA graph every row has the same number of cells and N counts those without an entry,
+    whose scores mean nothing; ``seen`` and ``prompt_tokens`` are tensors without dimensions there.
+    mmkv's scorers read no value of a tensor on the host, and so score both alike.
+
     Attributes:
         seen: tokens of the sequence so far, text and visual alike.
         row: ``[N]`` int64, ``layer * kv_heads + head``; ascending.
@@ -206,6 +210,10 @@ class CacheView:
         padded = values.new_full((self.rows, int(self.length.max()), *values.shape[1:]), fill)
         padded[self.live()] = values
         return padded
+
+    def from_rows(self, padded: Tensor) -> Tensor:
+        """Return the cells ``[N, ...]`` of ``padded [rows, longest row, ...]`` with an entry."""
+        return padded[self.live()]
 
     def live(self) -> Tensor:
         """Bool ``[rows, longest row]``: which cells of :meth:`to_rows` hold an entry."""
@@ -522,13 +530,16 @@ class Policy:
                 f"{list(value.shape)} for {view.position.numel()} entries; return one number an "
                 "entry, in the view's order"
             )
-        value = value.float()
+        recent = self.recent(budget // view.rows - view.prompt_tokens * self.keeps_prompt)
+        return Scores(self.protected(value.float(), view, recent), state)
+
+    def protected(self, value: Tensor, view: CacheView, recent: int | Tensor) -> Tensor:
+        """Return scores ``[N]`` with infinity for the first tokens and the ``recent`` newest."""
         if self.protect_first:
             value = value.masked_fill(view.position < self.protect_first, torch.inf)
-        recent = self.recent(budget // view.rows - view.prompt_tokens * self.keeps_prompt)
-        if recent:
-            value = value.masked_fill(view.position >= view.seen - recent, torch.inf)
-        return Scores(value, state)
+        if isinstance(recent, int) and not recent:
+            return value
+        return value.masked_fill(view.position >= view.seen - recent, torch.inf)
 
     def lowest(self, scores: Tensor, view: CacheView, budget: int) -> Tensor:
         """:meth:`victims`, from ``scores [N]`` already computed."""

@@ -242,23 +242,26 @@ class SegmentedChange(StreamChange):
     def on_step(self, view: CacheView, memory: dict[str, Tensor]) -> Tensor | None:
         """Add up the step's entropy; when a segment is complete, lower what it does not keep."""
         total = memory["segment.entropy"] + view.entropy()
-        if (view.seen - view.prompt_tokens) % self.segment:
-            memory["segment.entropy"] = total
-            return None
-        memory["segment.entropy"] = torch.zeros_like(total)
+        spoken = torch.as_tensor(view.seen - view.prompt_tokens, device=total.device)
+        complete = spoken % self.segment == 0
+        memory["segment.entropy"] = total.masked_fill(complete, 0.0)
         count, mean, squares = memory["segment.means"].unbind()
         entropy, count = total / self.segment, count + 1
         away = entropy - mean
         mean = mean + away / count
         squares = squares + away * (entropy - mean)
-        memory["segment.means"] = torch.stack([count, mean, squares])
+        means = torch.stack([count, mean, squares])
+        memory["segment.means"] = torch.where(complete, means, memory["segment.means"])
         half = (squares / count).sqrt() / 2
-        high, low = torch.stack([entropy >= mean + half, entropy < mean - half]).tolist()
-        kept = self.r if high else self.t if low else self.e
+        kept = torch.where(entropy >= mean + half, self.r, self.e)
+        kept = kept.masked_fill(entropy < mean - half, self.t)
         order = memory["segment.score"].argsort(stable=True)  # of equal ones the older first
-        gone = memory["segment.position"][order[: max(self.segment - kept, 0)]].long()
+        rank = torch.arange(self.segment, device=total.device)
+        gone = (rank < self.segment - kept) & complete
+        gone_at = memory["segment.position"][order].long().masked_fill(~gone, -1).sort().values
+        place = torch.searchsorted(gone_at, view.position).clamp(max=self.segment - 1)
         state = view.state()
-        state[:, 0] = torch.where(torch.isin(view.position, gone), state[:, 1], state[:, 0])
+        state[:, 0] = torch.where(gone_at[place] == view.position, state[:, 1], state[:, 0])
         return state
 
 

@@ -70,7 +70,7 @@ class NextChunk:
         score = torch.ones((rows, longest + 1), device=order.device)
         # What is not ranked goes to a column of its own: rows are ranked to different lengths.
         score.scatter_(-1, source.masked_fill(~ranked, longest), ranks.flatten(1))
-        score = score[:, :longest][view.live()]
+        score = view.from_rows(score[:, :longest])
         return torch.where(whole[view.row] < 2, view.position.float(), score)
 
     def _ranks(self, view: CacheView, source: Tensor) -> Tensor:

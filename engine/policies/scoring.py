@@ -162,7 +162,7 @@ def pooled(values: Tensor, view: CacheView, kernel: int, pool: Literal["avg", "m
         stride=1,
         padding=kernel // 2,
     )[:, 0]
-    return found.scatter(-1, order, found)[view.live()]
+    return view.from_rows(found.scatter(-1, order, found))
 
 
 Age = Literal["paper", "released"]

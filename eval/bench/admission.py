@@ -1,7 +1,7 @@
 """Time the prefill of a long prompt under a write gate against the share of entries it admits.
 
 ``python -m eval.bench.admission`` reads random tokens through two layers of SmolLM2-135M's sizes
-with random weights, in chunks, on the CPU. Which entries are admitted is drawn at random (as in the
+with random weights, in chunks; on a GPU in ``--dtype``. What is admitted is drawn (as in the
 speed figures of WG-KV, arXiv 2512.17452, section 5.3), apart for each head. All runs take turns
 with full attention.
 """
@@ -19,12 +19,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mmkv.engine.backends.torch.write_step import WriteGatePass
 from mmkv.engine.errors import MmkvError
 from mmkv.engine.model.gates import WriteGates
 from mmkv.engine.model.gates.write import make_random_write_gates
 from mmkv.engine.policies import make_policy
 from mmkv.engine.runtime import Runtime
-from mmkv.eval.bench.output import parser, save, table
+from mmkv.eval.bench.output import device_note, parser, save, table, where
 from mmkv.eval.bench.shapes import Shape, build_engine
 from mmkv.eval.measure.timing import spread, take_turns, wall
 
@@ -41,17 +42,20 @@ class DrawnGates(WriteGates):
 
     def log_g(self, layer: int, key_pre: Tensor, key_post: Tensor) -> Tensor:
         """Compute the gates as others do, and then say 1 or 0 by lot."""
-        drawn = torch.rand(super().log_g(layer, key_pre, key_post).shape) < self.rate
+        drawn = torch.rand_like(super().log_g(layer, key_pre, key_post)) < self.rate
         return torch.where(drawn, 0.0, -math.inf)
 
     def to(self, device: torch.device, dtype: torch.dtype) -> DrawnGates:
-        """Stay as they are: on the CPU, in float32."""
-        return self
+        """See :class:`WriteGates`; they go on drawing."""
+        placed = super().to(device, dtype)
+        return DrawnGates(placed.layers, placed.tensors, rate=self.rate)
 
 
 def engines(args: argparse.Namespace) -> dict[str, Runtime]:
     """Build one engine a method, of the same weights."""
-    full = build_engine(SHAPE, "full", dtype=torch.float32, prefill_chunk=args.chunk)
+    device, dtype = where(args)
+    dtype = torch.float32 if device.type == "cpu" else dtype
+    full = build_engine(SHAPE, "full", device=device, dtype=dtype, prefill_chunk=args.chunk)
     made = {FULL: full}
     for rate in args.rates:
         drawn = make_random_write_gates(full.spec)
@@ -71,9 +75,27 @@ def engines(args: argparse.Namespace) -> dict[str, Runtime]:
 def prefill(engine: Runtime, prompt: Tensor, held: dict[str, float], name: str) -> float:
     """Time one prefill in seconds; notes the share of entries that are held at the end."""
     with engine.session() as session:
-        seconds = wall(lambda: session.prefill({"input_ids": prompt}), torch.device("cpu"))
+        seconds = wall(lambda: session.prefill({"input_ids": prompt}), engine.device)
         held[name] = session.entries / (prompt.numel() * engine.spec.rows)
     return seconds
+
+
+def share_of_tiles(engine: Runtime, prompt: Tensor) -> float | None:
+    """Return the tiles of entries that a prefill multiplies, as a share of causal attention's.
+
+    None where no kernel counts them.
+    """
+    counted: list[tuple[Tensor, Tensor]] = []
+    WriteGatePass.tiles = counted
+    try:
+        with engine.session() as session:
+            session.prefill({"input_ids": prompt})
+    finally:
+        WriteGatePass.tiles = None
+    if not counted:
+        return None
+    computed, whole = (sum(map(int, each)) for each in zip(*counted, strict=True))
+    return computed / whole
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -105,7 +127,10 @@ def main(argv: list[str] | None = None) -> int:
             "seconds": stated,
             "times_faster": base / stated["median"],
             "held": held[name],
+            "tiles": share_of_tiles(running[name], prompt),
         }
+    device = running[FULL].device
+    on = f"{args.threads} thread" if device.type == "cpu" else device_note(device)
     rows = [
         [
             name,
@@ -113,15 +138,16 @@ def main(argv: list[str] | None = None) -> int:
             f"({one['seconds']['quartiles'][0]:.2f} .. {one['seconds']['quartiles'][1]:.2f})",
             f"{one['times_faster']:.2f}",
             f"{100 * one['held']:.0f} %",
+            "-" if one["tiles"] is None else f"{100 * one['tiles']:.0f} %",
         ]
         for name, one in found["methods"].items()
     ]
     table(
-        f"Prefill of {args.length:,} tokens, two layers of SmolLM2's sizes, {args.threads} thread",
-        ["method", "seconds, median (quartiles)", "times faster", "entries held"],
+        f"Prefill of {args.length:,} tokens, two layers of SmolLM2's sizes, {on}",
+        ["method", "seconds, median (quartiles)", "times faster", "entries held", "tiles computed"],
         rows,
     )
-    print(f"written to {save(args, 'admission-cpu', found)}")
+    print(f"written to {save(args, f'admission-{device.type}', found)}")
     return 0
 
 

@@ -160,6 +160,22 @@ def prefill(
     return CompiledCase(name, ours.__name__, "prefill_kernel", types, constants, warps, stages)
 
 
+def write_gated(group: int, head_dim: int, dtype: torch.dtype) -> CompiledCase:
+    """A chunk of a prompt under write gates, ``group`` heads a KV head."""
+    from mmkv.engine.backends.cuda.kernels import write_gated_attention_triton as ours
+
+    types = dict.fromkeys(("query", "keys", "values", "out"), _KINDS[dtype])
+    types |= {"slots": "*i64", "position": "*i64", "places": "*i32", "scale": "fp32"}
+    types |= dict.fromkeys(("far", "begin", "end", "computed"), "*i32")
+    strides = [f"{of}_{what}" for of in ("query", "out") for what in ("head", "group", "token")]
+    types |= dict.fromkeys(("count", "entries", "window", *strides), "i32")
+    constants = ours.sizes(group, head_dim, dtype)
+    warps = constants.pop("num_warps")
+    name = f"write-gated prefill, {group} heads of {head_dim}, {_short(dtype)}"
+    stages = ours.stages(dtype)
+    return CompiledCase(name, ours.__name__, "write_gated_kernel", types, constants, warps, stages)
+
+
 def store(group: int) -> CompiledCase:
     """A new entry of heads of 128 with q/k norm and a gate of 512."""
     from mmkv.engine.backends.cuda.kernels import store_triton as ours

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 from collections.abc import Sequence
 from typing import Any
 
 import pytest
+import torch
 from torch import Tensor
 
 from mmkv.engine.backends.cuda import GraphRunner
@@ -15,6 +17,8 @@ from mmkv.engine.cache import PagePool, pool
 from mmkv.engine.runtime import Runtime
 from mmkv.engine.sequence import CachedSequence
 from mmkv.engine.steps import decode_burst
+from tests.support.native import content
+from tests.support.sessions import state, text_ids
 
 
 class Bursts:
@@ -35,6 +39,45 @@ class Bursts:
         """As :meth:`Runtime.decode_many` on a GPU."""
         run = self.runner.decode
         return decode_burst(self.engine, run, sessions, token_ids, steps, stop, draws)
+
+
+# The static step beside the eager one.
+
+
+def opened(engine: Runtime, count: int) -> list[CachedSequence]:
+    """Sessions of different lengths, with a closed one between them."""
+    # Enough for all: the static step takes its pages beforehand, and grown pools differ in ids.
+    engine.cache.pool.grow(600)
+    made = [engine.session() for _ in range(count + 1)]
+    for index, session in enumerate(made):
+        session.prefill({"input_ids": text_ids(5 + 11 * index, index)[None]})
+    made.pop(min(1, count)).close()
+    return made
+
+
+def eager(
+    engine: Runtime, sessions: list[CachedSequence], tokens: list[int], steps: int
+) -> list[Any]:
+    """Greedy decoding step by step, in torch; placeholders of media are left out."""
+    engine.backends.cpu.switch_off()
+    generated = []
+    for _ in range(steps):
+        logits = engine.decode(sessions, tokens)
+        tokens = logits.index_fill(1, engine.never_chosen, -torch.inf).argmax(-1).tolist()
+        generated.append(tokens)
+    return [list(row) for row in zip(*generated, strict=True)]
+
+
+def states(sessions: list[CachedSequence]) -> list[Any]:
+    """All but the tables' bytes: the static step widens them beforehand."""
+    found = [state(session) for session in sessions]
+    return [(dataclasses.replace(memory, metadata_bytes=0), *rest) for memory, *rest in found]
+
+
+def same(left: list[CachedSequence], right: list[CachedSequence]) -> None:
+    assert states(left) == states(right)
+    assert content(left[0].engine.cache) == content(right[0].engine.cache)
+    left[0].engine.cache.check()
 
 
 # A pool whose growth Ctrl-C interrupts.

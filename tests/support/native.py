@@ -94,7 +94,9 @@ def content(cache: RaggedCache, columns: tuple[str, ...] = ("position", "modalit
     found = cache.pool.free_list().tolist()
     for seq in range(len(cache._open)):
         held = cache.export(seq)
-        bits = {n: t.view(torch.uint8) if t.is_floating_point() else t for n, t in held.items()}
+        bits = {
+            n: t[None].view(torch.uint8) if t.is_floating_point() else t for n, t in held.items()
+        }
         found += [cache._pages(seq).tolist(), *(bits[n].tolist() for n in ("length", *columns))]
     return found
 

@@ -8,10 +8,10 @@ from torch import Tensor
 
 from mmkv.engine.backends.base import HOSTED, Backend, Batch, Burst, LoadedModel
 from mmkv.engine.backends.cuda.graph_runner import GraphRunner
-from mmkv.engine.backends.cuda.kernels import evict
 from mmkv.engine.backends.cuda.kernels.available import on_triton, triton_installed
 from mmkv.engine.backends.cuda.kernels.sample import Draw
 from mmkv.engine.backends.cuda.kernels.window_scores import window_scores
+from mmkv.engine.backends.cuda.policy_step import ON_PAGES, own_code
 from mmkv.engine.cache import Entries, RaggedCache
 from mmkv.engine.policies.base import CacheView, Policy, WindowReduction
 from mmkv.engine.scorer_state import (
@@ -20,9 +20,6 @@ from mmkv.engine.scorer_state import (
     window_attention,
     window_positions,
 )
-
-# The reductions that the kernel of window scores computes.
-_ON_PAGES = (WindowReduction("mean"), WindowReduction("sum"))
 
 
 class CudaBackend(Backend):
@@ -66,9 +63,7 @@ class CudaBackend(Backend):
     @staticmethod
     def policy_reason(policy: Policy) -> str:
         """Say why bursts cannot evict for a policy; empty where they can, or never have to."""
-        if policy.admission is not None:
-            return f"policy {policy.name!r} has write gates"
-        return evict.unsupported_reason(policy) if policy.evicts else ""
+        return f"policy {policy.name!r} has code of its own" if own_code(policy) else ""
 
     def decode_many(
         self,
@@ -98,7 +93,7 @@ def _window_attention(
     cache: RaggedCache, seq: int, entries: Entries, view: CacheView, reduction: WindowReduction
 ) -> Tensor:
     """Compute :func:`mmkv.engine.scorer_state.window_attention` where the keys lie."""
-    if reduction not in _ON_PAGES:
+    if reduction not in ON_PAGES:
         return window_attention(cache, seq, entries, view, reduction)
     pool, queries = cache.pool, cache.memory[QUERIES]
     at = window_positions(view.seen, queries.shape[3], queries.device)

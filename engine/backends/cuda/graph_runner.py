@@ -15,6 +15,8 @@ from mmkv.engine.cache import RaggedCache
 from mmkv.engine.device import exact_products, on_device
 from mmkv.engine.errors import BROKEN, BudgetError
 
+# Of one step: with what cuts to a budget, and without it where not each step evicts.
+Graphs = dict[bool, torch.cuda.CUDAGraph]
 MOST_STEPS = 256  # per replay: pages for all of them are set aside beforehand
 _LEAST_ROOM = 256  # entries per row that tables and pages have room for at least
 _WARM_UP = 2  # steps on idle batch slots, so that libraries allocate before the capture
@@ -38,7 +40,7 @@ class GraphRunner:
         self.model, self.cache = model, cache
         self.captures, self.graph_bytes = 0, 0
         self._memory: Any = None  # of all graphs, while there are any
-        self._steps: dict[tuple[object, ...], tuple[StaticStep, torch.cuda.CUDAGraph | None]] = {}
+        self._steps: dict[tuple[object, ...], tuple[StaticStep, Graphs | None]] = {}
 
     @torch.inference_mode()
     def decode(
@@ -78,18 +80,22 @@ class GraphRunner:
     ) -> list[list[int]]:
         """Append up to ``steps`` tokens to the sequences that are ``going``; those they say."""
         cache = self.cache
-        most = self._make_room(batch, burst, going, steps)
+        most, row = self._make_room(batch, burst, going, steps)
         count = _power_of_two(len(going))
         own = None if draws is None else [draws[index] for index in going]
         penalised = own is not None and any(draw.penalises for draw in own)
-        step, graph = self._step(count, stop, own is not None, most, penalised)
+        step, graphs = self._step(count, stop, own is not None, most, penalised, row)
         self._fill(step, batch, burst, going, token, own)
+        if step.policy_step is not None:
+            allowed = [self._allowed(batch, burst, index, steps) for index in going]
+            step.policy_step.plan(allowed, [batch.prompt_tokens[index] for index in going])
+        due = self._due(batch, burst, going, steps)
         try:
-            for _ in range(steps):
-                if graph is None:
-                    step.run()
+            for cut in due:
+                if graphs is None:
+                    step.run(cut)
                 else:
-                    graph.replay()
+                    graphs[cut].replay()
         finally:
             # The first read from the device since the replay began.
             cache.pool.set_free(int(step.top))
@@ -109,11 +115,14 @@ class GraphRunner:
         rows = step.generated[: len(going), :steps].tolist()
         return [[token for token in row if token != -1] for row in rows]
 
-    def _make_room(self, batch: Batch, burst: Burst, going: Sequence[int], steps: int) -> int:
+    def _make_room(
+        self, batch: Batch, burst: Burst, going: Sequence[int], steps: int
+    ) -> tuple[int, int]:
         """Pages and table columns for all steps, so that nothing has to grow in between.
 
         Returns:
-            the most entries that eviction will meet in one sequence, 1 where nothing is evicted.
+            the most entries that eviction will meet in one sequence, 1 where nothing is evicted;
+            the most of one row in any of the steps.
         """
         cache, pool = self.cache, self.cache.pool
         longest = int(cache.length[[batch.seqs[index] for index in going]].max())
@@ -130,7 +139,43 @@ class GraphRunner:
             pool.prepare(wanted)
             pool.reserve(pages)
             cache._widen(-(-(longest + ahead) // pool.page_size))
-        return largest if self.model.policy.evicts else 1
+        row = min(longest + steps, max(largest, longest))
+        return largest if self.model.policy.evicts else 1, row
+
+    def _due(self, batch: Batch, burst: Burst, going: Sequence[int], steps: int) -> list[bool]:
+        """Say for each step whether a sequence may have to be cut to its budget.
+
+        Rows grow by one entry a step and are cut to their shares, so the host knows it beforehand;
+        not what write gates refuse.
+        """
+        policy, interval = self.model.policy, self.model.interval
+        if interval.steps == 1 or not policy.evicts or policy.admission is not None:
+            return [True] * steps
+        layers, heads = self.cache.length.shape[1:]
+        rows, due = layers * heads, [False] * steps
+        length = self.cache.length[[batch.seqs[index] for index in going]].flatten(1).cpu()
+        for index, held in zip(going, length, strict=True):
+            allowed = self._allowed(batch, burst, index, steps)
+            for n in range(steps):
+                if n < len(allowed):
+                    share = policy.shares(allowed[n], layers, heads).share
+                    above = interval.at(allowed[n], rows) - 1
+                if not n:
+                    held = held.view(share.numel(), -1).sum(1)
+                each = rows // share.numel()
+                held = held + each
+                if bool((held > share + above * each).any()):
+                    due[n], held = True, torch.minimum(held, share)
+        return due
+
+    def _allowed(self, batch: Batch, burst: Burst, index: int, steps: int) -> list[int]:
+        """What a sequence may keep after each of the steps, or one number for all of them."""
+        rows, share = self.model.spec.rows, batch.share[index]
+        if not share:
+            return [batch.allowed[index]]
+        kept = batch.prompt_tokens[index] * rows if self.model.policy.keeps_prompt else 0
+        seen, budget = batch.seen[index] + burst.appended[index], Budget.fraction(share)
+        return [budget.entries(rows, seen + n + 1, 0, 0) + kept for n in range(steps)]
 
     def _bound(
         self, batch: Batch, burst: Burst, going: Sequence[int], steps: int
@@ -143,13 +188,9 @@ class GraphRunner:
             entries = burst.entries[index]
             most = entries + steps * rows
             if self.model.policy.evicts:
-                allowed, share = batch.allowed[index], batch.share[index]
-                if share:
-                    seen = batch.seen[index] + burst.appended[index] + steps
-                    allowed = Budget.fraction(share).entries(rows, seen, 0, 0)
-                most = min(
-                    most, max(allowed + self.model.interval.slack(allowed, rows), entries) + rows
-                )
+                allowed = self._allowed(batch, burst, index, steps)[-1]
+                slack = self.model.interval.slack(allowed, rows)
+                most = min(most, max(allowed + slack, entries) + rows)
             largest = max(largest, most)
             pages += (most + rows * (size - 1)) // size - cache.held_pages(batch.seqs[index])
         return max(pages, 0), largest
@@ -161,23 +202,26 @@ class GraphRunner:
         drawn: bool,
         entries: int,
         penalised: bool = False,
-    ) -> tuple[StaticStep, torch.cuda.CUDAGraph | None]:
+        row: int = 1,
+    ) -> tuple[StaticStep, Graphs | None]:
         key = (batch, stop, drawn, penalised)
         known = self._steps.get(key)
-        if known is None or not known[0].fits(entries):
+        if known is None or not known[0].fits(entries, row):
             # Graphs of the old pool go first: they hold its memory.
             self._steps = {k: v for k, v in self._steps.items() if k != key and v[0].fits()}
             del known
-            most = _power_of_two(entries)  # captures are slow: room to grow
+            # Captures are slow: room to grow.
+            most, part = _power_of_two(entries), max(_power_of_two(row) // 8, _LEAST_ROOM // 8)
+            cells = -(-row // part) * part
             step = StaticStep(
-                self.model, self.cache, batch, MOST_STEPS, stop, drawn, most, penalised
+                self.model, self.cache, batch, MOST_STEPS, stop, drawn, most, penalised, cells
             )
             known = self._steps[key] = (step, self._captured(step))
             self.captures += 1
         return known
 
-    def _captured(self, step: StaticStep) -> torch.cuda.CUDAGraph | None:
-        """Capture the step as a graph; None on a CPU. All slots are idle, so nothing changes."""
+    def _captured(self, step: StaticStep) -> Graphs | None:
+        """Capture the step as graphs; None on a CPU. All slots are idle, so nothing changes."""
         if step.seqs.device.type != "cuda":
             return None
         if not self._steps:  # a memory that no graph uses any more cannot be taken up again
@@ -189,13 +233,15 @@ class GraphRunner:
                 step.run()
                 step.index.zero_()
         torch.cuda.current_stream().wait_stream(side)
-        graph = torch.cuda.CUDAGraph()
         torch.cuda.empty_cache()  # as a capture does, so that only what it takes is counted
         before = torch.cuda.memory_reserved(step.seqs.device)
-        with torch.cuda.graph(graph, pool=self._memory):
-            step.run()
+        graphs = {}
+        for cut in (True, False) if self.model.interval.steps > 1 else (True,):
+            graphs[cut] = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graphs[cut], pool=self._memory):
+                step.run(cut)
         self.graph_bytes += max(torch.cuda.memory_reserved(step.seqs.device) - before, 0)
-        return graph
+        return graphs
 
     def _fill(
         self,

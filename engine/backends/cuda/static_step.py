@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 import torch.nn.functional as F
@@ -19,7 +20,7 @@ from mmkv.engine.backends.base import LoadedModel
 from mmkv.engine.backends.cuda.kernels.append import empty_room, make_room
 from mmkv.engine.backends.cuda.kernels.buffers import GateHead, PageTables
 from mmkv.engine.backends.cuda.kernels.decode_attention import decode_attention, empty_partials
-from mmkv.engine.backends.cuda.kernels.evict import empty_eviction, evict
+from mmkv.engine.backends.cuda.kernels.evict import empty_eviction, evict, unsupported_reason
 from mmkv.engine.backends.cuda.kernels.norm import rms_norm
 from mmkv.engine.backends.cuda.kernels.sample import (
     PenaltyState,
@@ -37,6 +38,7 @@ from mmkv.engine.backends.cuda.kernels.worklist import (
     empty_worklist,
     tile_entries,
 )
+from mmkv.engine.backends.cuda.policy_step import PolicyStep
 from mmkv.engine.cache import RaggedCache
 from mmkv.engine.errors import BROKEN
 from mmkv.engine.model.mixture import mixture
@@ -48,6 +50,7 @@ class StaticStep:
 
     Attributes:
         most_entries: of one batch slot, so many at most may stand when it is evicted from.
+        policy_step: what the policy does in torch, or None.
         seqs: ``[B]`` int64 sequence slots, -1 idle. A batch slot becomes idle when it says a stop
             token.
         token: ``[B]`` int64, what is appended next.
@@ -73,6 +76,7 @@ class StaticStep:
         drawn: bool,
         most_entries: int,
         penalised: bool = False,
+        most_row: int = 1,
     ) -> None:
         self.model, self.cache = model, cache
         self.batch, self.most_entries = batch, most_entries
@@ -81,20 +85,23 @@ class StaticStep:
         pool = cache.pool
         self.rows = PageTables(cache.length, cache.table, pool._stack, self.top, pool.page_size)
         # Weak: what a pool has outgrown shall not live on here.
-        self._columns = [weakref.ref(column) for column in pool.columns()]
+        self._columns = [weakref.ref(column) for column in self._read_columns()]
         self.room = empty_room(batch, self.rows)
         tile = tile_entries(spec.head_dim, pool.dtype)
         self._work = empty_worklist(
             batch, spec.entry_layers, spec.num_kv_heads, tile, default_runs(device), device
         )
         self._partials = empty_partials(self._work, spec.group, spec.head_dim)
-        self._eviction = None
-        if model.policy.evicts:
-            self._eviction = empty_eviction(batch, self.rows, most_entries)
         # Victims of eviction whose score is NaN, per batch slot, since it was zeroed.
         self.evicted_nan = self.top.new_zeros(batch)
-        if self._eviction is not None:
-            self.evicted_nan = self._eviction.nan
+        self._eviction, self.policy_step = None, None
+        in_torch = unsupported_reason(model.policy)
+        if model.policy.evicts and not in_torch:
+            eviction = empty_eviction(batch, self.rows, most_entries)
+            self._eviction = replace(eviction, nan=self.evicted_nan)
+        if model.policy.admission is not None or (model.policy.evicts and in_torch):
+            sizes = batch, most_row, most_steps
+            self.policy_step = PolicyStep(model, cache, self.rows, *sizes, self.evicted_nan)
         shape = (batch, spec.num_heads, spec.head_dim)
         self._mixed = torch.zeros(shape, dtype=pool.dtype, device=device)
 
@@ -116,23 +123,31 @@ class StaticStep:
         if penalised:
             self.said = PenaltyState.empty(batch, model.decoder.weights.head.shape[0], device)
 
-    def fits(self, entries: int = 0) -> bool:
-        """Whether a slot may hold so many entries, and pool and tables are still the same ones."""
+    def _read_columns(self) -> list[Tensor]:
+        return [*self.cache.pool.columns(), *self.cache.memory.values()]
+
+    def fits(self, entries: int = 0, row: int = 0) -> bool:
+        """Whether a slot and its rows may hold so much, and all is still where it was."""
         cache, rows = self.cache, self.rows
         return (
             entries <= self.most_entries
+            and (self.policy_step is None or row <= self.policy_step.most_row)
             # Columns are replaced one by one when they grow: Ctrl-C may come between any two.
             and all(
                 known() is now
-                for known, now in zip(self._columns, cache.pool.columns(), strict=True)
+                for known, now in zip(self._columns, self._read_columns(), strict=True)
             )
             and rows.stack is cache.pool._stack
             and rows.length is cache.length
             and rows.table is cache.table
         )
 
-    def run(self) -> None:
-        """Append every batch slot's token, choose the next, evict."""
+    def run(self, cut: bool = True) -> None:
+        """Append every batch slot's token, choose the next, evict.
+
+        Args:
+            cut: whether a sequence may stand above its budget and slack; False leaves that out.
+        """
         model, pool, spec = self.model, self.cache.pool, self.model.spec
         weights, eps = model.decoder.weights, spec.rms_eps
         product = weights.product
@@ -140,6 +155,9 @@ class StaticStep:
         live = slots[:, 0, 0] >= 0  # not those that are idle, none when the pool was too small
         by_layer = slots.transpose(0, 1).contiguous()
         build_worklist(self._work, self.seqs, self.rows.length)
+        policy = self.policy_step
+        if policy is not None:
+            policy.begin(self.seqs, slots, self.seen, live)
         rope = model.rope.text(self.rope_position)
         x, residual = model.decoder.embed(self.token), None
         for index, layer in enumerate(weights.layers):
@@ -165,18 +183,25 @@ class StaticStep:
                 spec.head_dim**-0.5,
                 self._mixed,
             )
+            if policy is not None:
+                policy.attended(index, query)
             mixed = pool.form.rotate(self._mixed).flatten(1)
             x = product(mixed, layer.out, layer.out_bias)
             normed, residual = rms_norm(x, residual, layer.post_norm, eps)
             if layer.router is not None and spec.routing is not None:
                 experts = plain(layer.gate_up), plain(layer.down)
                 x = mixture(normed, layer.router, *experts, spec.routing, captured=True)
-                continue
-            wide = product(normed, layer.gate_up, layer.gate_up_bias)
-            x = product(swiglu(wide), layer.down, layer.down_bias)
+            else:
+                wide = product(normed, layer.gate_up, layer.gate_up_bias)
+                x = product(swiglu(wide), layer.down, layer.down_bias)
+            if policy is not None:
+                for _ in range(model.decoder.taps.count(index)):
+                    policy.tap(residual + x)
         normed, _ = rms_norm(x, residual, weights.norm, eps)
+        if policy is not None:
+            policy.appended(rope)
         self._choose(product(normed, weights.head).float(), live)
-        self._evict()
+        self._evict(cut)
 
     def _readout(self, index: int, normed: Tensor) -> GateHead | None:
         if self.model.decoder.gates is None:
@@ -204,9 +229,13 @@ class StaticStep:
         self.index += 1
         self.token.copy_(token.where(live, self.token))
 
-    def _evict(self) -> None:
+    def _evict(self, cut: bool) -> None:
         model = self.model
-        if self._eviction is not None:
+        if self.policy_step is not None:  # write gates refuse before a budget is cut to
+            self.policy_step.evict(self.seqs, self.seen, self.index - 1, cut)
+            too_long = -self.policy_step.too_long.long()
+            torch.minimum(self.least_dropped, too_long, out=self.least_dropped)
+        if self._eviction is not None and cut:
             rows = model.spec.rows
             growing = (self.share * self.seen * rows).floor().long().clamp(min=rows)
             allowed = growing.where(self.share > 0, self.allowed)

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 import torch
 from torch import Tensor
 
+from mmkv.engine.backends.cuda.kernels import write_gated_attention as on_gpu
+from mmkv.engine.backends.cuda.kernels.available import on_triton
 from mmkv.engine.backends.torch.attention import Rows, SortedRows, write_gated_attention
 from mmkv.engine.cache import PagePool
 from mmkv.engine.errors import GateError, PolicyError
@@ -22,7 +26,13 @@ class WriteGatePass:
 
     Args:
         rope: cos and signed sin ``[T, rot]``; scale: factor that both carry (long rope).
+
+    Attributes:
+        tiles: takes, where a program has put a list here, the tiles of entries that each chunk and
+            layer multiplied on a GPU, and those of plain causal attention.
     """
+
+    tiles: ClassVar[list[tuple[Tensor, Tensor]] | None] = None
 
     def __init__(
         self,
@@ -70,14 +80,21 @@ class WriteGatePass:
         at = pool.position.view(-1)[rows.slot].long().masked_fill(~rows.live, last)
         order = at.argsort(-1)
         slots = rows.slot.gather(-1, order)
+        window, threshold = self.admission.window, self.admission.threshold
+        scale = query.shape[-1] ** -0.5
+        if on_triton(pool.keys) and pool.form.plain:
+            gated = on_gpu.GatedRows(slots, at.gather(-1, order), state[slots, 0])
+            parts = pool.keys.flatten(0, 1), pool.values.flatten(0, 1), gated
+            made = on_gpu.write_gated_attention(query, position, *parts, window, threshold, scale)
+            if self.tiles is not None:
+                self.tiles.append((made[1].sum(), made[2].sum()))
+            return made[0]
         entries = SortedRows(
             pool.stored_keys.flatten(0, 1)[slots],
             pool.stored_values.flatten(0, 1)[slots],
             at.gather(-1, order),
             state[slots, 0],
         )
-        window, threshold = self.admission.window, self.admission.threshold
-        scale = query.shape[-1] ** -0.5
         return write_gated_attention(query, position, entries, window, threshold, scale)
 
     def store(self, pool: PagePool, slots: Tensor) -> None:

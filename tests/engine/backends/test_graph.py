@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
+import itertools
 import pkgutil
 from typing import Any
 
@@ -25,7 +26,7 @@ from mmkv.engine.runtime import Runtime
 from mmkv.engine.sequence import CachedSequence
 from mmkv.resources import bundled_model
 from mmkv.session import Session
-from tests.support.bursts import Bursts, grow_one_column
+from tests.support.bursts import Bursts, eager, grow_one_column, opened, same, states
 from tests.support.factories import checkpoint
 from tests.support.kernels import HAS_TRITON, INTERPRETED
 from tests.support.native import POLICIES, content, engine_for
@@ -34,42 +35,6 @@ from tests.support.sessions import load, state, text_ids
 from tests.support.tiers import slow_but
 
 MODELS = ["qwen3_vl", "llama_biased", "odd"]
-
-
-def opened(engine: Runtime, count: int) -> list[CachedSequence]:
-    """Sessions of different lengths, with a closed one between them."""
-    # Enough for all: the static step takes its pages beforehand, and grown pools differ in ids.
-    engine.cache.pool.grow(600)
-    made = [engine.session() for _ in range(count + 1)]
-    for index, session in enumerate(made):
-        session.prefill({"input_ids": text_ids(5 + 11 * index, index)[None]})
-    made.pop(min(1, count)).close()
-    return made
-
-
-def eager(
-    engine: Runtime, sessions: list[CachedSequence], tokens: list[int], steps: int
-) -> list[Any]:
-    """Greedy decoding step by step, in torch; placeholders of media are left out."""
-    engine.backends.cpu.switch_off()
-    generated = []
-    for _ in range(steps):
-        logits = engine.decode(sessions, tokens)
-        tokens = logits.index_fill(1, engine.never_chosen, -torch.inf).argmax(-1).tolist()
-        generated.append(tokens)
-    return [list(row) for row in zip(*generated, strict=True)]
-
-
-def states(sessions: list[CachedSequence]) -> list[Any]:
-    """All but the tables' bytes: the static step widens them beforehand."""
-    found = [state(session) for session in sessions]
-    return [(dataclasses.replace(memory, metadata_bytes=0), *rest) for memory, *rest in found]
-
-
-def same(left: list[CachedSequence], right: list[CachedSequence]) -> None:
-    assert states(left) == states(right)
-    assert content(left[0].engine.cache) == content(right[0].engine.cache)
-    left[0].engine.cache.check()
 
 
 @pytest.mark.parametrize(("model", "kv"), [("qwen3_vl", "k8v4"), ("odd", "int4")])
@@ -197,7 +162,7 @@ def test_a_pool_that_grew_is_found_again() -> None:
     assert len(runner._steps) == 1
 
 
-def append_alone(step: StaticStep) -> None:
+def append_alone(step: StaticStep, cut: bool = True) -> None:
     """A step without the model: room, position and eviction."""
     slots = make_room(step.room, step.rows, step.seqs)
     live = step.seqs >= 0
@@ -207,7 +172,7 @@ def append_alone(step: StaticStep) -> None:
     step.rope_position += live
     step.generated[:, step.index] = step.token.where(live, -1)[:, None]
     step.index += 1
-    step._evict()
+    step._evict(cut)
 
 
 def long_context(policy: str, budget: Any, monkeypatch: pytest.MonkeyPatch) -> Runtime:
@@ -329,17 +294,20 @@ def test_long_runs_are_lent_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     same(one, two)
 
 
-def test_an_eviction_that_cannot_be_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("policy", "budget", "steps"), [("dbtrimkv", 12, 4), ("knorm", 34, 8)])
+def test_an_eviction_that_cannot_be_is_an_error(
+    policy: str, budget: int, steps: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Buffers made for fewer entries than a session holds: the step says so, and is counted."""
-    ours = engine_for("odd")
+    ours = engine_for("odd", policy, budget=budget)
     session = opened(ours, 3)[2]
     runner = Bursts(ours)
     make_room = runner._make_room
-    monkeypatch.setattr(runner.runner, "_make_room", lambda *args: min(make_room(*args), 1))
+    monkeypatch.setattr(runner.runner, "_make_room", lambda *args: make_room(*args) and (1, 1))
     seen = session.seen
     with pytest.raises(BudgetError, match="above its budget"):
-        runner.decode([session], [3], 4)
-    assert session.seen == seen + 4 and session.entries > session.allowed_entries
+        runner.decode([session], [3], steps)
+    assert session.seen == seen + steps and session.entries > session.allowed_entries
     assert session.memory().entries == session.entries
     ours.decode([session], [3])
     assert session.entries == session.allowed_entries
@@ -384,7 +352,7 @@ def on_cuda(engine: Runtime, monkeypatch: pytest.MonkeyPatch, triton: bool = Tru
 def test_what_cannot_run_without_the_host_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
     for model, policy, why in [
         ("mistral", "full", "sliding-window layers"),
-        ("odd", "snapkv", "policy 'snapkv'"),
+        ("odd", "snapkv", ""),
         ("phi3_long", "full", "longrope"),
         ("odd", "full", ""),
         ("odd", "dbtrimkv", ""),
@@ -433,8 +401,10 @@ def test_the_bundled_model_says_the_same_for_160_tokens() -> None:
 @pytest.mark.skipif(
     not (HAS_TRITON and INTERPRETED), reason="needs Triton and TRITON_INTERPRET=1 (the interpreter)"
 )
-@pytest.mark.parametrize("policy", STATIC)
-@pytest.mark.parametrize("model", MODELS)
+# Every model with what the kernels score; and what scores in torch between them.
+@pytest.mark.parametrize(
+    ("model", "policy"), [*itertools.product(MODELS, STATIC), ("odd", "snapkv"), ("odd", "gkv")]
+)
 def test_the_kernels_together_are_the_eager_step(
     model: str, policy: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -445,7 +415,8 @@ def test_the_kernels_together_are_the_eager_step(
         module = importlib.import_module(f"mmkv.engine.backends.cuda.kernels.{name}")
         if hasattr(module, "on_triton"):
             monkeypatch.setattr(module, "on_triton", lambda tensor: True)
-    monkeypatch.setattr("mmkv.engine.backends.torch.step.on_triton", lambda tensor: True)
+    for module in ("torch.step", "cuda.policy_step"):
+        monkeypatch.setattr(f"mmkv.engine.backends.{module}.on_triton", lambda tensor: True)
     ours = engine_for(model, policy)
     one = opened(ours, 2)
     generated = Bursts(ours).decode(one, [3, 4], 3)

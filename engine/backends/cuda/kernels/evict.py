@@ -59,6 +59,84 @@ def empty_eviction(
     )
 
 
+def empty_drop(batch: int, rows: PageTables, cells: int) -> EvictionBuffers:
+    """Buffers for :func:`drop` of rows of at most ``cells`` entries; allocate outside a graph."""
+    length, count = rows.length, rows.length[0].numel()
+    keys = length.new_zeros(batch, count * cells, dtype=torch.int32)
+    starts = torch.arange(0, count * cells, cells, dtype=torch.int32, device=length.device)
+    state = length.new_zeros(TURNS + 1, batch, 4)
+    state[TURNS, :, 0] = 1  # a victim has the key 0, any other 2
+    return EvictionBuffers(
+        dropped=length.new_zeros(batch),
+        nan=length.new_zeros(batch),
+        most_entries=count * cells,
+        keys=keys,
+        ties=keys,
+        plan=length.new_zeros(batch, 4),
+        starts=starts.repeat(batch, 1),
+        state=state,
+        counts=length.new_zeros(0, dtype=torch.int32),
+        chunks=1,
+        freed=length.new_zeros(batch, count, dtype=torch.int32),
+        top_before=length.new_zeros(1),
+    )
+
+
+def drop(
+    work: EvictionBuffers,
+    rows: PageTables,
+    pool: Columns,
+    seqs: Tensor,
+    victims: Tensor,
+    nan: Tensor,
+) -> None:
+    """Drop given entries of a batch, as :func:`evict` does those that it finds.
+
+    Args:
+        work: of :func:`empty_drop`; ``work.dropped`` is the result, and ``work.nan`` grows.
+        rows, pool, seqs: see :func:`evict`.
+        victims: bool ``[B, R, cells]``, False where a row has no entry; nan: ``[B]`` int64, how
+            many of them have a score that is NaN.
+    """
+    if on_triton(seqs):
+        from mmkv.engine.backends.cuda.kernels import evict_triton
+
+        with on_device(seqs.device):
+            evict_triton.drop(work, rows, pool, seqs, victims, nan)
+    else:
+        drop_reference(work, rows, pool, seqs, victims, nan)
+
+
+def drop_reference(
+    work: EvictionBuffers,
+    rows: PageTables,
+    pool: Columns,
+    seqs: Tensor,
+    victims: Tensor,
+    nan: Tensor,
+) -> None:
+    """The torch reference of :func:`drop`, sequence after sequence."""
+    work.dropped.zero_()
+    for batch_slot, seq in enumerate(seqs.tolist()):
+        if seq < 0:
+            continue
+        row, offset, slot = _entries(rows, seq)
+        cell = offset.clamp(max=victims.shape[2] - 1)
+        gone = (victims[batch_slot][row, cell] & (cell == offset)).nonzero().flatten()
+        work.nan[batch_slot] += nan[batch_slot]
+        _drop(rows, pool, seq, row, offset, slot, gone)
+        work.dropped[batch_slot] = gone.numel()
+
+
+def _entries(rows: PageTables, seq: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Return row, offset and slot of every entry: :meth:`mmkv.engine.cache.RaggedCache.entries`."""
+    length = rows.length[seq].flatten()
+    row = torch.repeat_interleave(length)
+    offset = torch.arange(row.numel(), device=row.device) - (length.cumsum(0) - length)[row]
+    page = rows.table[seq].flatten(0, 1)[row, offset // rows.page_size]
+    return row, offset, page * rows.page_size + offset % rows.page_size
+
+
 def unsupported_reason(policy: Policy) -> str:
     """Name the policy if the kernel does not know its scoring or allocation; empty if it does."""
     known = type(policy.scoring) in (Retention, Recency)
@@ -121,10 +199,7 @@ def evict_reference(
         if entries > work.most_entries or now * length.numel() > MOST_TIES:
             work.dropped[batch_slot] = -1
             continue
-        row = torch.repeat_interleave(length)
-        offset = torch.arange(entries, device=row.device) - (length.cumsum(0) - length)[row]
-        table = rows.table[seq].flatten(0, 1)
-        slot = table[row, offset // rows.page_size] * rows.page_size + offset % rows.page_size
+        row, offset, slot = _entries(rows, seq)
         columns = (c.view(-1)[slot] for c in (pool.position, pool.log_beta, pool.modality))
         position, log_beta, modality = columns
         layers, heads = rows.length.shape[1:]

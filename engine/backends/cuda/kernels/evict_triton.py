@@ -54,13 +54,6 @@ def evict(
     batch_slots, count = work.starts.shape
     width, page = rows.table.shape[-1], rows.page_size
     capacity = work.keys.shape[1]
-    sizes = {
-        "KEY": pool.keys.shape[-1],
-        "VALUE": pool.values.shape[-1],
-        "KEY_SCALE": pool.key_scale.shape[-1],
-        "VALUE_SCALE": pool.value_scale.shape[-1],
-        "STATE": pool.state.shape[-1],
-    }
     block = triton.next_power_of_2(count)
     per_row = type(policy.allocation) is HeadAllocation
     plan_kernel[(batch_slots,)](
@@ -126,6 +119,43 @@ def evict(
                 BLOCK=BLOCK,
                 num_warps=select_triton.WARPS,
             )
+    _fill(work, rows, pool, seqs, per_row)
+    return work.dropped
+
+
+def drop(
+    work: EvictionBuffers,
+    rows: PageTables,
+    pool: Columns,
+    seqs: Tensor,
+    victims: Tensor,
+    nan: Tensor,
+) -> None:
+    """See ``drop``: the last two launches of an eviction, for victims that are known."""
+    entries = rows.length.flatten(1).sum(1)[seqs.clamp(min=0)]
+    due = victims.flatten(1).any(1) & (seqs >= 0)
+    work.plan[:, 0] = entries * due
+    work.plan[:, 3] = nan
+    work.keys.copy_(victims.flatten(1).logical_not() * 2)
+    work.dropped.zero_()
+    work.top_before.copy_(rows.top)
+    _fill(work, rows, pool, seqs, False)
+
+
+def _fill(
+    work: EvictionBuffers, rows: PageTables, pool: Columns, seqs: Tensor, per_row: bool
+) -> None:
+    """Launch what drops the victims and gives back their pages, once a threshold is known."""
+    batch_slots, count = work.starts.shape
+    width, page = rows.table.shape[-1], rows.page_size
+    capacity = work.keys.shape[1]
+    sizes = {
+        "KEY": pool.keys.shape[-1],
+        "VALUE": pool.values.shape[-1],
+        "KEY_SCALE": pool.key_scale.shape[-1],
+        "VALUE_SCALE": pool.value_scale.shape[-1],
+        "STATE": pool.state.shape[-1],
+    }
     fill_kernel[(batch_slots, count)](
         seqs,
         rows.length,
@@ -164,10 +194,9 @@ def evict(
         batch_slots,
         PAGE=page,
         BLOCK=PAGES_BLOCK,
-        ROWS=block,
+        ROWS=triton.next_power_of_2(count),
         num_warps=PAGES_WARPS,
     )
-    return work.dropped
 
 
 @triton.jit

@@ -1,0 +1,124 @@
+"""Every policy in the static step: the entries of the eager step, and nothing read by the host."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
+
+import pytest
+import torch
+from torch import Tensor
+
+from mmkv.engine.backends.cuda.kernels.evict import unsupported_reason
+from mmkv.engine.model.gates import make_random_write_gates
+from mmkv.engine.policies import Budget, CacheView, Needs, make_policy
+from mmkv.engine.runtime import Runtime
+from tests.support.bursts import Bursts, eager, opened, same
+from tests.support.host_reads import HostReads, host_reads
+from tests.support.native import loaded
+from tests.support.policies import EVICTING
+
+__all__ = ["host_reads"]
+WRITING = ("wgkv:window=9", "wgkv+dbtrimkv:window=5", "wgkv+snapkv:window=5,observed=3")
+IN_TORCH = [name for name in EVICTING if unsupported_reason(make_policy(name))]
+# Prompts stay under these: their budget is what generated tokens may take.
+SMALL = {name: 4 for name in IN_TORCH if make_policy(name).keeps_prompt}
+QUICK = {"segments-hs": "segments-hs:segment=4,r=3,e=2,t=1", "lagkv": "lagkv:sinks=1,lag=3"}
+
+
+def engine(name: str, **options: Any) -> Runtime:
+    """An engine of the smallest model; write gates are random ones."""
+    policy, disk = make_policy(QUICK.get(name, name)), loaded("odd")
+    options = {"budget": SMALL.get(name, 7), "prefill_chunk": 16, "page_size": 8} | options
+    gates: Any = disk._gates
+    if policy.gates == "write":
+        gates = make_random_write_gates(disk.spec)
+    elif policy.admission is not None:
+        policy = replace(policy, admission=replace(policy.admission, gates="random"))
+    return Runtime(disk.family, disk.spec, disk.decoder.weights, gates, policy, **options)
+
+
+@pytest.mark.parametrize("name", IN_TORCH)
+def test_a_policy_steps_without_the_host(name: str, host_reads: HostReads) -> None:
+    """Tokens differ from each other: keys of one token have one norm but for its last bit."""
+    every = 1 + 2 * (name in ("gkv", "snapkv", "balanced"))
+    ours, reference = (engine(name, evict_every=every) for _ in range(2))
+    one, two = opened(ours, 2), opened(reference, 2)
+    before, runner = [session.evicted for session in one], Bursts(ours)
+    for step in range(2):
+        tokens, steps = [20 + step, 40 + step], 3 if name != "knorm" else 1
+        assert runner.decode(one, tokens, steps) == eager(reference, two, tokens, steps)
+        same(one, two)
+    assert host_reads.found == []
+    assert all(now.evicted > then for now, then in zip(one, before, strict=True)) or name == "knorm"
+
+
+@pytest.mark.parametrize("name", WRITING)
+def test_write_gates_step_without_the_host(name: str, host_reads: HostReads) -> None:
+    """Their gates are random: about half of what leaves the window goes, whatever the budget."""
+    ours, reference = (engine(name) for _ in range(2))
+    one, two = opened(ours, 2), opened(reference, 2)
+    generated = Bursts(ours).decode(one, [3, 4], 12)
+    assert generated == eager(reference, two, [3, 4], 12)
+    same(one, two)
+    assert host_reads.found == [] and all(session.evicted > 0 for session in one)
+
+
+@pytest.mark.parametrize("name", ["adakv", "epikv"])
+def test_budgets_that_grow_with_the_tokens(name: str) -> None:
+    """Shares and protected tokens are counted anew for each step, and prompts stay on top."""
+    budget = Budget.fraction(0.6)
+    ours, reference = (engine(name, budget=budget, evict_every=2) for _ in range(2))
+    one, two = opened(ours, 2), opened(reference, 2)
+    runner = Bursts(ours)
+    for steps in (1, 15):
+        assert runner.decode(one, [3, 4], steps) == eager(reference, two, [3, 4], steps)
+        same(one, two)
+
+
+def test_a_sequence_that_stops_keeps_what_its_policy_noted() -> None:
+    """Rings, states and memories of idle batch slots, and of sequences that are in no batch."""
+    for name in ("segments-hs", "attention-hs", "gkv"):
+        ours, reference = (engine(name) for _ in range(2))
+        one, two = opened(ours, 3), opened(reference, 3)
+        generated = eager(reference, two[:2], [3, 4], 3)
+        stop = generated[0][2]
+        assert stop not in generated[0][:2] + generated[1], "both go on to the third token"
+        ours_said = Bursts(ours).decode(one[:2], [3, 4], 6, stop=[stop])
+        more = eager(reference, two[1:2], [generated[1][-1]], 3)
+        assert ours_said == [generated[0], generated[1] + more[0]]
+        same(one, two)
+        for name, kept in reference.cache.memory.items():
+            torch.testing.assert_close(ours.cache.memory[name], kept)
+
+
+def test_sessions_that_come_and_go_find_their_graph_again() -> None:
+    """The graph has the address of the policy's memory: it grows as tables do."""
+    ours = engine("snapkv")
+    runner = Bursts(ours)
+    runner.decode(opened(ours, 1), [3], 2)
+    for _ in range(2):
+        with ours.session() as session:
+            session.prefill({"input_ids": torch.arange(5)[None]})
+            runner.decode([session], [4], 2)
+    assert runner.captures == 1
+
+
+@dataclass(frozen=True)
+class Reading:
+    """Somebody's scorer that asks a tensor for a number."""
+
+    needs: ClassVar[Needs] = Needs()
+
+    def score(self, view: CacheView) -> Tensor:
+        newest = int(view.position.max())
+        return (view.position == newest).float()
+
+
+def test_code_of_others_stays_out_and_would_be_seen(host_reads: HostReads) -> None:
+    ours = engine("snapkv")
+    policy = replace(make_policy("snapkv"), name="mine", scoring=Reading())
+    assert ours.backends.cuda.policy_reason(policy) == "policy 'mine' has code of its own"
+    own = Runtime(ours.family, ours.spec, ours.decoder.weights, None, policy, budget=12)
+    Bursts(own).decode(opened(own, 1), [3], 1)
+    assert host_reads.found == ["aten._local_scalar_dense.default"]
