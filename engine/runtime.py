@@ -257,7 +257,7 @@ class Runtime:
         return Decoder(self.spec, weights, gates, taps, kernels_for(weights.form).elementwise)
 
     def _make_rope(self) -> Rope:
-        return Rope(self.spec.rope, self.device, self.dtype)
+        return Rope(self.spec.rope, self.device, self.dtype, self.spec.local_rope)
 
     @property
     def decoder(self) -> Decoder:

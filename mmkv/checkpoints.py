@@ -59,6 +59,7 @@ FAMILIES: dict[str, tuple[str, str]] = {
     "qwen3_moe": ("Qwen3 with experts, such as 30B-A3B (text)", _RANDOM),
     "qwen3_5_text": ("Qwen3.5, hybrid (text)", _RANDOM),
     "qwen3_5_moe_text": ("Qwen3.5 with experts, hybrid (text)", _RANDOM),
+    "gemma3_text": ("Gemma 3 1B (text)", _RANDOM),
     "phi3": ("Phi-3 (text)", _RANDOM),
 }
 

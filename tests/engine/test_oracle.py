@@ -134,6 +134,7 @@ FAMILIES = [
     "mistral",
     "qwen3",
     "qwen3_moe_mixed",
+    "gemma3_text",
     "phi3_sliding",
     "llama_biased",
 ]

@@ -84,6 +84,17 @@ _MIXED: dict[str, Any] = {
     "mlp_only_layers": [],
 }
 
+# Two windowed layers to a global one, whose positions are scaled and whose angles are others.
+_GEMMA: dict[str, Any] = {
+    "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+    "sliding_window": 20,
+    "query_pre_attn_scalar": 24,
+    "rope_parameters": {
+        "full_attention": {"rope_type": "linear", "factor": 4.0, "rope_theta": 100000.0},
+        "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
+    },
+}
+
 CHECKPOINTS: dict[str, Checkpoint] = {
     "qwen3_vl": Checkpoint("qwen3_vl", 6, 2, 32, layers=3, tied=True),
     "qwen3_vl_group8": Checkpoint("qwen3_vl", 8, 1, 64, layers=3, seed=1),
@@ -126,6 +137,10 @@ CHECKPOINTS: dict[str, Checkpoint] = {
     "llava_next_video": Checkpoint("llava_next_video", 4, 2, 32, text_type="llama", seed=1),
     "llava_onevision": Checkpoint("llava_onevision", 6, 2, 32, tied=True, text_type="qwen2"),
     "internvl": Checkpoint("internvl", 6, 2, 32, text_type="qwen2", seed=1),
+    "gemma3_text": Checkpoint("gemma3_text", 4, 2, 32, layers=3, tied=True, text=_GEMMA),
+    "gemma3_text_wide": Checkpoint(
+        "gemma3_text", 2, 1, 64, layers=3, text=_GEMMA | {"sliding_window": 400}, seed=1
+    ),
     "qwen3_moe": Checkpoint("qwen3_moe", 4, 2, 32, text=_MIXED | {"norm_topk_prob": True}),
     "qwen3_moe_mixed": Checkpoint(
         "qwen3_moe", 4, 1, 32, tied=True, text=_MIXED | {"mlp_only_layers": [0]}
@@ -182,18 +197,19 @@ def make_model(spec: Checkpoint) -> Any:
 def enliven(model: Any, seed: int) -> None:
     """Fill every parameter with seeded noise of a size that keeps signals alive."""
     source = torch.Generator().manual_seed(seed)
+    gemma = "Gemma3" in type(model).__name__  # adds 1 to its gains, and scales its embeddings
     for name, weight in model.named_parameters():
         noise = torch.randn(weight.shape, generator=source)
         if name.endswith(("A_log", "dt_bias")):  # of heads that forget in a few tokens, or in many
             weight.copy_(noise - 1)
         elif "norm" in name and name.endswith("weight"):
             # Sharper attention where queries and keys are normed: their matrices cannot do it.
-            weight.copy_((2 if "q_norm" in name else 1) + 0.2 * noise)
+            weight.copy_(1 - gemma + ("q_norm" in name) + 0.2 * noise)
         elif weight.dim() == 1:
             weight.copy_(0.2 * noise)
         elif "embed" in name and "patch" not in name:
             # Small beside the layers' output, or a tied model echoes its input.
-            weight.copy_(0.1 * noise)
+            weight.copy_(0.1 * noise / (weight.shape[1] ** 0.5 if gemma else 1))
         else:
             sharp = any(part in name for part in ("q_proj", "k_proj", "qkv_proj"))
             inputs = weight.shape[-1] if "experts" in name else weight[0].numel()

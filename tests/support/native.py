@@ -37,6 +37,7 @@ MODELS = [
     "phi3_long",
     "qwen3_5",
     "qwen3_5_text",
+    "gemma3_text_wide",
     "odd",
 ]
 ODD = Checkpoint("llama", 3, 1, 22, text={"vocab_size": 157, "intermediate_size": 90})

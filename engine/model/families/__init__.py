@@ -25,7 +25,12 @@ from mmkv.engine.model.families.qwen_vl import (
     Qwen25VLFamily,
     Qwen35Family,
 )
-from mmkv.engine.model.families.text import Phi3Family, Qwen35TextFamily, TextFamily
+from mmkv.engine.model.families.text import (
+    Gemma3TextFamily,
+    Phi3Family,
+    Qwen35TextFamily,
+    TextFamily,
+)
 from mmkv.engine.registry import Registry
 
 FAMILIES: tuple[type[Family], ...] = (
@@ -42,6 +47,7 @@ FAMILIES: tuple[type[Family], ...] = (
     Mistral3Family,
     TextFamily,
     Qwen35TextFamily,
+    Gemma3TextFamily,
     Phi3Family,
 )
 _TEXT_TYPES = {
@@ -149,6 +155,7 @@ __all__ = [
     "VIDEO",
     "Family",
     "Features",
+    "Gemma3TextFamily",
     "IdeficsFamily",
     "InternVLFamily",
     "LlavaFamily",

@@ -261,7 +261,7 @@ class Admitted(Oracle):
         sees = (back >= 0) & ((back < self.local) | self._passes()[layer][:, None])
         sees = sees & ~self.evicted[layer][:, None]
         key = self.key[layer].repeat_interleave(self.group, 0)
-        scores = query @ key.transpose(1, 2) * self.dim**-0.5
+        scores = query @ key.transpose(1, 2) * self.scale
         sees = sees.repeat_interleave(self.group, 0)
         return scores.masked_fill(~sees, -torch.inf).softmax(-1).nan_to_num(0.0)
 

@@ -198,7 +198,8 @@ class Simulation:
         self.layers = sum(attending)
         self.heads = config.num_key_value_heads
         self.group = config.num_attention_heads // self.heads
-        self.dim = self.text.layers[attending.index(True)].self_attn.head_dim
+        attention = self.text.layers[attending.index(True)].self_attn
+        self.dim, self.scale = attention.head_dim, attention.scaling
         self.config_window = getattr(config, "sliding_window", None)
         self.past: dict[str, list[Tensor]] = {}
         self.seen = self.new = 0
@@ -232,7 +233,7 @@ class Simulation:
         """
         window = min(window, self.seen)
         query = self.query[layer][:, -window:].double().view(self.heads, self.group, window, -1)
-        logits = query @ self.key[layer].double()[:, None].transpose(-1, -2) * self.dim**-0.5
+        logits = query @ self.key[layer].double()[:, None].transpose(-1, -2) * self.scale
         at = torch.arange(self.seen)
         visible = self.keep[layer][:, None, None] & (at <= at[-window:, None])
         return logits, visible
@@ -299,7 +300,10 @@ class Simulation:
         self.keep = torch.cat([self.keep, grown], -1)
         log_betas = []
         shaped = positions[:, None] if positions.shape[0] == 3 else positions
-        cos, sin = self.text.rotary_emb(hidden[None], shaped)
+        kinds = getattr(self.text.rotary_emb, "layer_types", ())  # with angles of their own
+        angles = {kind: self.text.rotary_emb(hidden[None], shaped, kind) for kind in kinds}
+        if not kinds:
+            angles[None] = self.text.rotary_emb(hidden[None], shaped)
         index = 0  # among the layers that attend
         for depth, layer in enumerate(self.text.layers):
             x = layer.input_layernorm(hidden)
@@ -325,7 +329,8 @@ class Simulation:
                 query, key = attention.q_norm(query), attention.k_norm(key)
             value = value.transpose(0, 1)
             query, key = query.transpose(0, 1), key.transpose(0, 1)
-            query, key = (t[0] for t in self.rotate(query[None], key[None], cos, sin))
+            turned = angles[attention.layer_type if kinds else None]
+            query, key = (t[0] for t in self.rotate(query[None], key[None], *turned))
             if self.quantiser is not None:
                 key, value = self.quantiser.store(key, value)
             self.query[index] = torch.cat([self.query[index], query], 1)
@@ -339,8 +344,9 @@ class Simulation:
             mixed = mixed.transpose(0, 1).reshape(new, -1)
             if gate is not None:
                 mixed = mixed * gate.reshape(new, -1).sigmoid()
-            hidden = hidden + attention.o_proj(mixed)
-            hidden = hidden + layer.mlp(layer.post_attention_layernorm(hidden)[None])[0]
+            before_mlp, *after = self._norms(layer)
+            hidden = hidden + after[0](attention.o_proj(mixed))
+            hidden = hidden + after[1](layer.mlp(before_mlp(hidden)[None])[0])
             if depth < len(deepstack):
                 hidden = hidden + deepstack[depth]
             self.residual[index] = torch.cat([self.residual[index], hidden])
@@ -348,6 +354,17 @@ class Simulation:
         if log_betas:
             self.log_beta = torch.cat([self.log_beta, torch.stack(log_betas)], -1)
         return hidden
+
+    @staticmethod
+    def _norms(layer: Any) -> tuple[Callable[[Tensor], Tensor], ...]:
+        """The norms before the MLP, and of what attention and MLP add, which most models lack."""
+        if hasattr(layer, "pre_feedforward_layernorm"):  # Gemma
+            names = ["pre_feedforward", "post_attention", "post_feedforward"]
+        elif hasattr(layer, "post_self_attn_layernorm"):  # GLM
+            names = ["post_attention", "post_self_attn", "post_mlp"]
+        else:
+            return layer.post_attention_layernorm, nn.Identity(), nn.Identity()
+        return tuple(getattr(layer, f"{name}_layernorm") for name in names)
 
     def _attention(
         self, layer: int, query: Tensor, at: Tensor, window: int | None = None
@@ -357,7 +374,7 @@ class Simulation:
         allowed = self.keep[layer].repeat_interleave(self.group, 0)[:, None]
         back = at[:, None] - torch.arange(self.seen)
         allowed = allowed & (back >= 0) & (back < (window or math.inf))
-        scores = (query @ key.transpose(1, 2) * self.dim**-0.5).masked_fill(~allowed, -torch.inf)
+        scores = (query @ key.transpose(1, 2) * self.scale).masked_fill(~allowed, -torch.inf)
         return scores.softmax(-1).nan_to_num(0.0)  # a query may have outlived all it could see
 
     @torch.no_grad()
