@@ -68,7 +68,8 @@ class EngineConfig:
         lookahead: steps n = T - t over which dbtrimkv sums retention (DBTrimKV, arXiv 2605.09649,
             equation 9): a whole number of at least 1, or inf. Other presets do not read it.
         evict_every: decode steps between evictions.
-        prefill_chunk: prompt tokens per prefill chunk.
+        prefill_chunk: prompt tokens per prefill chunk; of models that see a picture at once
+            (Gemma 3), as many as one has at least.
         page_size: entries per page of the cache; 8 to 64 are sensible.
         gates: a gate folder, file or hub id; ``"random"`` for tests and speed runs. None takes the
             checkpoint's own ``gates/`` folder if it has one.

@@ -96,12 +96,18 @@ class Runtime:
                 f"policy {policy.name!r} drops tokens on their way through the layers, and this "
                 "model has linear layers that must see them all; choose another policy"
             )
+        if policy.admission is not None and family.whole_pictures:
+            raise PolicyError(
+                f"policy {policy.name!r}: write gates are not made for tokens that see those "
+                "behind them in their picture; choose another policy"
+            )
         if policy.pruner is not None:
             check_pruner(policy.pruner, spec.num_layers, tuple(spec.sliding_window))
         self.family, self.spec, self.policy = family, spec, policy
         self.device, self.dtype = weights.embed.device, weights.dtype
         self.budget = Budget.of(DEFAULT_BUDGET if budget is None else budget)
-        self.evict_every, self.prefill_chunk = config.evict_every, config.prefill_chunk
+        self.evict_every = config.evict_every
+        self.prefill_chunk = max(config.prefill_chunk, family.least_chunk)
         write_gates: WriteGates | None = None
         if policy.admission is not None:
             policy, write_gates = attach_write_gates(policy, gates, spec)

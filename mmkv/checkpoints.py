@@ -51,6 +51,7 @@ FAMILIES: dict[str, tuple[str, str]] = {
     "llava_onevision": ("LLaVA-OneVision", _PICTURES),
     "mistral3": ("Mistral Small 3.1 and 3.2, Ministral 3", _PICTURES),
     "internvl": ("InternVL3 (-hf)", _VIDEOS),
+    "gemma3": ("Gemma 3 4B to 27B", _PICTURES),
     "llama": ("Llama (text)", f"{_RANDOM}; SmolLM2-135M"),
     "mistral": ("Mistral (text)", _RANDOM),
     "ministral3": ("Ministral 3 (text), its first 16,384 tokens", _RANDOM),

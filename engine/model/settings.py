@@ -57,6 +57,7 @@ def require_sizes(config: Any) -> None:
     text = config.get_text_config()
     _require(text, _TEXT, "")
     vision = getattr(config, "vision_config", None)
+    _require(config, {"mm_tokens_per_image": 2**16}, "")
     if vision is not None:
         _require(vision, _VISION, "vision_config.")
         _require_vision_heads(vision)

@@ -17,7 +17,7 @@ from mmkv.engine.errors import ModelError
 
 # Layers that see all tokens, and others; transformers' names.
 GLOBAL, LOCAL = "full_attention", "sliding_attention"
-# Text models whose MLP has a GELU, and whose pictures' tokens see each other.
+# Text models whose MLP has a GELU.
 GEMMA_TYPES = ("gemma3_text",)
 # Text models that rotate features 2 i and 2 i + 1 together, not i and i + rot / 2.
 PAIRED_TYPES = ("glm4v_text",)
@@ -332,7 +332,6 @@ class DecoderSpec:
         local_rope: of layers with a window, None: that of all.
         paired: features 2 i and 2 i + 1 are rotated together. Rows of queries and keys are put in
             the usual order when they are read: even features first, then odd ones.
-        whole_pictures: the tokens of a picture see all of it, also those behind them.
     """
 
     vocab_size: int
@@ -356,7 +355,6 @@ class DecoderSpec:
     query_gain: float = 1.0
     local_rope: RopeSpec | None = None
     paired: bool = False
-    whole_pictures: bool = False
 
     @property
     def post_norms(self) -> bool:
@@ -498,7 +496,6 @@ class DecoderSpec:
             query_gain=(dim / config.query_pre_attn_scalar) ** 0.5 if gemma else 1.0,
             local_rope=RopeSpec.from_config(config, layer_type=LOCAL) if both else None,
             paired=config.model_type in PAIRED_TYPES,
-            whole_pictures=gemma,
         )
 
 

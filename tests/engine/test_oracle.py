@@ -121,6 +121,8 @@ CASES += [
     Case("qwen2_vl", "dbtrimkv", 2, 1, 9, "video"),
     Case("smolvlm", "dbtrimkv", 2, 1, 9, "video"),
     Case("mistral3", "dbtrimkv", 2, 1, 7, "late"),
+    Case("gemma3", "dbtrimkv", 2, 1, 7, "late"),
+    Case("gemma3_wide", "h2o", 2, 8, 5, "late"),
 ]
 
 # One dialogue for each other family and for sliding windows; test_parity has all their variants.

@@ -70,6 +70,12 @@ def plain(spec: DecoderSpec | RopeSpec) -> dict[str, Any]:
     return {name: value(part) for name, part in vars(spec).items()}
 
 
+def buffers_of(model: Any) -> dict[str, Tensor]:
+    """What the weights are not, but for Gemma's scale and angles, which its layers alone read."""
+    own = ("embed_scale", "_attention_inv_freq", "_attention_original_inv_freq")
+    return {name: each for name, each in model.named_buffers() if not name.endswith(own)}
+
+
 def assert_loads_alike(folder: Path, dtype: torch.dtype, direct: bool = True) -> None:
     family, spec, weights = loading.load(folder, dtype, "cpu")
     assert isinstance(family._hf, DeferredModel) == direct
@@ -82,12 +88,7 @@ def assert_loads_alike(folder: Path, dtype: torch.dtype, direct: bool = True) ->
     for name in ("eos_token_ids", "vocab_size", "placeholder"):
         assert getattr(family, name) == getattr(other, name)
     assert_same(dict(family.hf.named_parameters()), dict(other.hf.named_parameters()))
-    # Nobody asks what has no layers for the angles of each kind of them.
-    buffers = [
-        {name: each for name, each in model.hf.named_buffers() if "attention_" not in name}
-        for model in (family, other)
-    ]
-    assert_same(*buffers)
+    assert_same(buffers_of(family.hf), buffers_of(other.hf))
     assert family.hf.config.get_text_config().num_hidden_layers == spec.num_layers
 
 
@@ -313,7 +314,13 @@ def test_a_model_of_transformers_is_narrowed_too() -> None:
 
 
 SEEING = [name for name in FAMILIES if hasattr(config_of(CHECKPOINTS[name]), "vision_config")]
-ALIKE = ("qwen2_vl", "idefics3", "llava_next_video", "qwen3_5_moe")  # read as others here are
+ALIKE = (
+    "qwen2_vl",
+    "idefics3",
+    "llava_next_video",
+    "qwen3_5_moe",
+    "gemma3",
+)  # read as others here are
 
 
 def peak_growth(make: Callable[[], Any]) -> int:
@@ -396,7 +403,7 @@ def test_a_tower_stored_in_another_dtype(name: str, dtype: torch.dtype, tmp_path
         assert bool(held) == (dtype == torch.bfloat16)
         ours |= {k: numbers(matrix).float().view_as(wanted[k]) for k, matrix in held.items()}
         assert_same(ours, wanted)
-        assert_same(dict(family.hf.named_buffers()), dict(theirs.named_buffers()))
+        assert_same(buffers_of(family.hf), buffers_of(theirs))
         assert family.hf.dtype == family.hf.config.vision_config.dtype == torch.float32
 
 

@@ -137,6 +137,10 @@ CHECKPOINTS: dict[str, Checkpoint] = {
     "llava_next_video": Checkpoint("llava_next_video", 4, 2, 32, text_type="llama", seed=1),
     "llava_onevision": Checkpoint("llava_onevision", 6, 2, 32, tied=True, text_type="qwen2"),
     "internvl": Checkpoint("internvl", 6, 2, 32, text_type="qwen2", seed=1),
+    "gemma3": Checkpoint("gemma3", 4, 2, 32, layers=3, tied=True, text=_GEMMA),
+    "gemma3_wide": Checkpoint(
+        "gemma3", 2, 1, 64, layers=3, text=_GEMMA | {"sliding_window": 400}, seed=1
+    ),
     "gemma3_text": Checkpoint("gemma3_text", 4, 2, 32, layers=3, tied=True, text=_GEMMA),
     "gemma3_text_wide": Checkpoint(
         "gemma3_text", 2, 1, 64, layers=3, text=_GEMMA | {"sliding_window": 400}, seed=1
@@ -169,6 +173,9 @@ CHECKPOINTS: dict[str, Checkpoint] = {
 QWEN_VL = ("qwen3_vl", "qwen3_vl_moe", "qwen2_5_vl", "qwen2_vl", "qwen3_5", "qwen3_5_moe")
 # Pictures are tiles behind one another; their number is in that of the tokens. Frames are pictures.
 IN_TILES = ("internvl", "smolvlm", "idefics3")
+
+# Inputs with a number for each token.
+ROWS = ("input_ids", "attention_mask", "mm_token_type_ids", "token_type_ids")
 
 # One checkpoint of each family.
 FAMILIES = {spec.model_type: name for name, spec in reversed(CHECKPOINTS.items())}.values()
@@ -255,6 +262,8 @@ def make_turn(name: str, pieces: Sequence[Piece], seed: int = 0) -> dict[str, Te
                 # Of one and a half frames a second: 4/3 s between two patches.
                 turn["second_per_grid_ts"] = torch.full((len(videos),), 2 / 1.5)
         return turn
+    if family == "gemma3":  # pictures see all of themselves
+        turn["token_type_ids"] = (tokens == IMAGE_ID).int()
     if pictures:
         turn |= _tiles(family, pictures, lone, noise)
     if videos and family in IN_TILES:
@@ -273,7 +282,7 @@ def join_turns(*turns: dict[str, Tensor]) -> dict[str, Tensor]:
     joined: dict[str, Tensor] = {}
     for key in {key: None for turn in turns for key in turn}:
         parts = [turn[key] for turn in turns if key in turn]
-        row_wise = key in ("input_ids", "attention_mask", "mm_token_type_ids")
+        row_wise = key in ROWS
         if key == "pixel_values":
             parts = _pad_tiles(parts)
         joined[key] = torch.cat(parts, dim=1 if row_wise else 0)
@@ -287,7 +296,7 @@ def pad_left(turns: Sequence[dict[str, Tensor]], pad_id: int = 0) -> dict[str, T
     for turn in turns:
         missing = width - turn["input_ids"].shape[1]
         for key, value in turn.items():
-            if key in ("input_ids", "attention_mask", "mm_token_type_ids"):
+            if key in ROWS:
                 fill = pad_id if key == "input_ids" else 0
                 value = torch.nn.functional.pad(value, (missing, 0), value=fill)
             rows.setdefault(key, []).append(value)
@@ -301,6 +310,8 @@ def _image_ids(spec: Checkpoint, size: tuple[int, int], lone: bool) -> list[int]
     if family in QWEN_VL:
         count = (size[0] // PATCH // 2) * (size[1] // PATCH // 2)
         return [VISION_START, *[IMAGE_ID] * count, VISION_END]
+    if family == "gemma3":
+        return [VISION_START, *[IMAGE_ID] * (SIDE * SIDE // 4), VISION_END]
     if family == "internvl":
         whole = _tile_count(size) * SIDE * SIDE // 4
         return [VISION_START, *[IMAGE_ID] * whole, VISION_END]
@@ -352,7 +363,7 @@ def _patches(
 def _tiles(
     family: str, sizes: Sequence[tuple[int, int]], lone: bool, noise: Callable[..., Tensor]
 ) -> dict[str, Tensor]:
-    if family == "llava":
+    if family in ("llava", "gemma3"):
         return {"pixel_values": noise(len(sizes), 3, TILE, TILE)}
     if family == "internvl":
         return {"pixel_values": noise(sum(map(_tile_count, sizes)), 3, TILE, TILE)}

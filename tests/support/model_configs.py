@@ -54,6 +54,7 @@ def config_of(spec: Checkpoint) -> Any:
         "llava_next": _llava_next,
         "llava_next_video": _llava_next,
         "mistral3": _mistral3,
+        "gemma3": _gemma3,
         "llava_onevision": _llava_onevision,
     }.get(spec.model_type)
     return _text_config(spec, spec.model_type) if build is None else build(spec)
@@ -113,6 +114,28 @@ def _mistral3(spec: Checkpoint) -> Any:
         vision_config=vision,
         text_config=_text_config(spec, spec.text_type),
         image_token_index=IMAGE_ID,
+        tie_word_embeddings=spec.tied,
+        **spec.extra,
+    )
+
+
+def _gemma3(spec: Checkpoint) -> Any:
+    vision = transformers.SiglipVisionConfig(
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        image_size=TILE,
+        patch_size=PATCH,
+        vision_use_head=False,
+    )
+    return transformers.Gemma3Config(
+        vision_config=vision,
+        text_config=_text_config(spec, "gemma3_text"),
+        image_token_index=IMAGE_ID,
+        boi_token_index=VISION_START,
+        eoi_token_index=VISION_END,
+        mm_tokens_per_image=SIDE * SIDE // 4,
         tie_word_embeddings=spec.tied,
         **spec.extra,
     )

@@ -12,6 +12,7 @@ from mmkv.engine.model.families.base import Family, Turn
 from mmkv.engine.model.families.features import IMAGE, TEXT, VIDEO, Features
 from mmkv.engine.model.families.idefics import IdeficsFamily
 from mmkv.engine.model.families.llava import (
+    Gemma3Family,
     InternVLFamily,
     LlavaFamily,
     LlavaNextFamily,
@@ -45,6 +46,7 @@ FAMILIES: tuple[type[Family], ...] = (
     LlavaOnevisionFamily,
     InternVLFamily,
     Mistral3Family,
+    Gemma3Family,
     TextFamily,
     Qwen35TextFamily,
     Gemma3TextFamily,
@@ -155,6 +157,7 @@ __all__ = [
     "VIDEO",
     "Family",
     "Features",
+    "Gemma3Family",
     "Gemma3TextFamily",
     "IdeficsFamily",
     "InternVLFamily",

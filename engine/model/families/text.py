@@ -41,7 +41,7 @@ class Qwen35TextFamily(TextFamily):
 
 
 class Gemma3TextFamily(TextFamily):
-    """The language model of Gemma 3 by itself (:class:`.gemma.Gemma3Family`)."""
+    """The language model of Gemma 3 by itself (:class:`.llava.Gemma3Family`)."""
 
     model_types: ClassVar[tuple[str, ...]] = ("gemma3_text",)
 

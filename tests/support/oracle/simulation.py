@@ -214,6 +214,9 @@ class Simulation:
         self.linear_inputs = [torch.zeros(0, config.hidden_size)] * len(attending)
         self.weights = [torch.zeros(0)] * self.layers
         self.quantiser: Quantiser | None = None
+        # Gemma's pictures see all of themselves: until which token the new ones see.
+        self.whole_pictures = config.model_type == "gemma3_text"
+        self.until: Tensor | None = None
 
     @property
     def rows(self) -> int:
@@ -286,6 +289,17 @@ class Simulation:
         grids = {name: torch.cat(self.past[name]) for name in names if name in self.past}
         whole, _ = self.hf.model.get_rope_index(ids, mm_token_type_ids=kinds.int(), **grids)
         return whole[:, 0, -new:]
+
+    def picture_ends(self, ids: Tensor) -> list[int]:
+        """Return for each new token behind which token its picture ends; of text, itself."""
+        token = getattr(self.hf.config, "image_token_id", None)
+        ends, count = [], len(ids)
+        for at in range(count):
+            end = at
+            while self.whole_pictures and end + 1 < count and ids[at] == ids[end + 1] == token:
+                end += 1
+            ends.append(end)
+        return ends
 
     @torch.no_grad()
     def _forward(
@@ -373,7 +387,9 @@ class Simulation:
         key = self.key[layer].repeat_interleave(self.group, 0)
         allowed = self.keep[layer].repeat_interleave(self.group, 0)[:, None]
         back = at[:, None] - torch.arange(self.seen)
-        allowed = allowed & (back >= 0) & (back < (window or math.inf))
+        until = at if self.until is None else self.until
+        behind = torch.arange(self.seen) > until[:, None]
+        allowed = allowed & ~behind & (back < (window or math.inf))
         scores = (query @ key.transpose(1, 2) * self.scale).masked_fill(~allowed, -torch.inf)
         return scores.softmax(-1).nan_to_num(0.0)  # a query may have outlived all it could see
 
