@@ -51,6 +51,8 @@ FAMILIES: dict[str, tuple[str, str]] = {
     "llava_onevision": ("LLaVA-OneVision", _PICTURES),
     "mistral3": ("Mistral Small 3.1 and 3.2, Ministral 3", _PICTURES),
     "internvl": ("InternVL3 (-hf)", _VIDEOS),
+    "glm4v": ("GLM-4.1V", _VIDEOS),
+    "glm46v": ("GLM-4.6V-Flash", _VIDEOS),
     "gemma3": ("Gemma 3 4B to 27B", _PICTURES),
     "llama": ("Llama (text)", f"{_RANDOM}; SmolLM2-135M"),
     "mistral": ("Mistral (text)", _RANDOM),

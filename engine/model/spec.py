@@ -187,8 +187,9 @@ def _axes_of(
     section = getattr(rotary, "mrope_section", None) or named or section
     if not section:
         return None
-    own_order = rotary.config.model_type in PAIRED_TYPES  # whose frequencies come twice in a row
-    if own_order or not hasattr(rotary, "recomposition_frequencies"):
+    if getattr(rotary.config, "model_type", None) in PAIRED_TYPES:  # each comes twice in a row
+        return mrope_axes(section, False)
+    if not hasattr(rotary, "recomposition_frequencies"):
         return mrope_axes(section, interleaved)
     shown = torch.arange(3.0).view(3, 1, 1, 1).expand(-1, 1, 1, sum(section)).clone()
     mixed = rotary.recomposition_frequencies(shown)[0, 0, : sum(section)]

@@ -122,6 +122,7 @@ CASES += [
     Case("smolvlm", "dbtrimkv", 2, 1, 9, "video"),
     Case("mistral3", "dbtrimkv", 2, 1, 7, "late"),
     Case("gemma3", "dbtrimkv", 2, 1, 7, "late"),
+    Case("glm4v", "dbtrimkv", 2, 1, 7, "late"),
     Case("gemma3_wide", "h2o", 2, 8, 5, "late"),
 ]
 

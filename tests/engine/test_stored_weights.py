@@ -320,6 +320,7 @@ ALIKE = (
     "llava_next_video",
     "qwen3_5_moe",
     "gemma3",
+    "glm46v",
 )  # read as others here are
 
 

@@ -26,7 +26,9 @@ from tests.support.model_configs import (
     SIDE,
     TEXT_IDS,
     TILE,
+    VIDEO_END,
     VIDEO_ID,
+    VIDEO_START,
     VISION_END,
     VISION_START,
     Checkpoint,
@@ -141,6 +143,8 @@ CHECKPOINTS: dict[str, Checkpoint] = {
     "gemma3_wide": Checkpoint(
         "gemma3", 2, 1, 64, layers=3, text=_GEMMA | {"sliding_window": 400}, seed=1
     ),
+    "glm4v": Checkpoint("glm4v", 6, 2, 32, layers=3),
+    "glm46v": Checkpoint("glm46v", 2, 1, 64, tied=True, seed=1),
     "gemma3_text": Checkpoint("gemma3_text", 4, 2, 32, layers=3, tied=True, text=_GEMMA),
     "gemma3_text_wide": Checkpoint(
         "gemma3_text", 2, 1, 64, layers=3, text=_GEMMA | {"sliding_window": 400}, seed=1
@@ -171,6 +175,7 @@ CHECKPOINTS: dict[str, Checkpoint] = {
 }
 
 QWEN_VL = ("qwen3_vl", "qwen3_vl_moe", "qwen2_5_vl", "qwen2_vl", "qwen3_5", "qwen3_5_moe")
+GLM = ("glm4v", "glm46v")
 # Pictures are tiles behind one another; their number is in that of the tokens. Frames are pictures.
 IN_TILES = ("internvl", "smolvlm", "idefics3")
 
@@ -248,9 +253,12 @@ def make_turn(name: str, pieces: Sequence[Piece], seed: int = 0) -> dict[str, Te
     tokens = torch.tensor([ids])
     turn = {"input_ids": tokens, "attention_mask": torch.ones_like(tokens)}
     noise = functools.partial(torch.randn, generator=source)
-    if family in QWEN_VL:
+    if family in (*QWEN_VL, *GLM):
         # As the processor does, also for text.
         kinds = (tokens == IMAGE_ID).int() + 2 * (tokens == VIDEO_ID).int()
+        if family in GLM:
+            begun, ended = ((tokens == each).cumsum(1) for each in (VIDEO_START, VIDEO_END))
+            kinds += ((tokens == IMAGE_ID) & (begun > ended)).int()
         turn["mm_token_type_ids"] = kinds
         if pictures:
             turn |= _patches([(1, *size) for size in pictures], "pixel_values", "image", noise)
@@ -307,7 +315,7 @@ def pad_left(turns: Sequence[dict[str, Tensor]], pad_id: int = 0) -> dict[str, T
 
 def _image_ids(spec: Checkpoint, size: tuple[int, int], lone: bool) -> list[int]:
     family = spec.model_type
-    if family in QWEN_VL:
+    if family in (*QWEN_VL, *GLM):
         count = (size[0] // PATCH // 2) * (size[1] // PATCH // 2)
         return [VISION_START, *[IMAGE_ID] * count, VISION_END]
     if family == "gemma3":
@@ -342,6 +350,12 @@ def _video_ids(family: str, size: tuple[int, int, int], source: torch.Generator)
         count = (frames // 2) * (high // PATCH // 2) * (wide // PATCH // 2)
         return [VISION_START, *[VIDEO_ID] * count, VISION_END]
     ids: list[int] = []
+    if family in GLM:
+        count = (high // PATCH // 2) * (wide // PATCH // 2)
+        for _ in range(frames // 2):  # a timestamp stands behind each temporal patch
+            ids += [VISION_START, *[IMAGE_ID] * count, VISION_END]
+            ids += torch.randint(3, TEXT_IDS, (3,), generator=source).tolist()
+        return [VIDEO_START, *ids, VIDEO_END]
     for _ in range(frames // 2):
         # A timestamp of a few text tokens stands before each temporal patch.
         ids += torch.randint(3, TEXT_IDS, (3,), generator=source).tolist()

@@ -38,6 +38,7 @@ MODELS = [
     "qwen3_5",
     "qwen3_5_text",
     "gemma3_text_wide",
+    "glm4v",
     "odd",
 ]
 ODD = Checkpoint("llama", 3, 1, 22, text={"vocab_size": 157, "intermediate_size": 90})

@@ -21,6 +21,7 @@ from mmkv.engine.model.families.llava import (
     Mistral3Family,
 )
 from mmkv.engine.model.families.qwen_vl import (
+    Glm4vFamily,
     Qwen2VLFamily,
     Qwen3VLFamily,
     Qwen25VLFamily,
@@ -39,6 +40,7 @@ FAMILIES: tuple[type[Family], ...] = (
     Qwen25VLFamily,
     Qwen35Family,
     Qwen2VLFamily,
+    Glm4vFamily,
     IdeficsFamily,
     LlavaFamily,
     LlavaNextFamily,
@@ -159,6 +161,7 @@ __all__ = [
     "Features",
     "Gemma3Family",
     "Gemma3TextFamily",
+    "Glm4vFamily",
     "IdeficsFamily",
     "InternVLFamily",
     "LlavaFamily",

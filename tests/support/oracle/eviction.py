@@ -84,9 +84,8 @@ class Oracle(Simulation):
         """
         positions = self._positions(inputs)
         hidden, deepstack = self._embed(inputs)
-        out, number = hidden, 0
-        ends = self.picture_ends(inputs["input_ids"][0])
-        for start, stop in self.chunks(inputs["input_ids"][0]):
+        out, ends = hidden, self.picture_ends(inputs["input_ids"][0])
+        for number, (start, stop) in enumerate(self.chunks(inputs["input_ids"][0])):
             part = slice(start, stop)
             self.until = self.seen + torch.tensor(ends[part]) - start
             levels = [level[part] for level in deepstack]
@@ -95,7 +94,6 @@ class Oracle(Simulation):
             self._evict(slack=0)
             if retained is not None:
                 self.follow(retained[number])
-            number += 1
         self.until = None
         return self._logits(out)
 

@@ -285,6 +285,10 @@ class Simulation:
             return torch.arange(ids.shape[1])[None, -new:]
         config = self.hf.config
         kinds = (ids == config.image_token_id) + 2 * (ids == config.video_token_id)
+        if "glm" in config.model_type:  # frames have the tokens of pictures, between two marks
+            marks = config.video_start_token_id, config.video_end_token_id
+            begun, ended = ((ids == mark).cumsum(1) for mark in marks)
+            kinds = kinds + (kinds * (begun > ended))
         names = ("image_grid_thw", "video_grid_thw", "second_per_grid_ts")
         grids = {name: torch.cat(self.past[name]) for name in names if name in self.past}
         whole, _ = self.hf.model.get_rope_index(ids, mm_token_type_ids=kinds.int(), **grids)
