@@ -445,8 +445,7 @@ class Runtime:
 
         ``CUDA graph`` is of the bursts that replies ask for (:meth:`decode_many`); a single
         :meth:`decode` on a GPU is a torch step. A batch runs on torch when one of its sessions
-        must, such as one past its sliding window
-        (:attr:`mmkv.engine.sequence.CachedSequence.decode_path`).
+        must (:attr:`mmkv.engine.sequence.CachedSequence.decode_path`).
         """
         return self.path_of(())
 

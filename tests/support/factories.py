@@ -146,9 +146,6 @@ CHECKPOINTS: dict[str, Checkpoint] = {
     "glm4v": Checkpoint("glm4v", 6, 2, 32, layers=3),
     "glm46v": Checkpoint("glm46v", 2, 1, 64, tied=True, seed=1),
     "gemma3_text": Checkpoint("gemma3_text", 4, 2, 32, layers=3, tied=True, text=_GEMMA),
-    "gemma3_text_wide": Checkpoint(
-        "gemma3_text", 2, 1, 64, layers=3, text=_GEMMA | {"sliding_window": 400}, seed=1
-    ),
     "qwen3_moe": Checkpoint("qwen3_moe", 4, 2, 32, text=_MIXED | {"norm_topk_prob": True}),
     "qwen3_moe_mixed": Checkpoint(
         "qwen3_moe", 4, 1, 32, tied=True, text=_MIXED | {"mlp_only_layers": [0]}

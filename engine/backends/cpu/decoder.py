@@ -69,6 +69,7 @@ class NativeDecoder:
             gate = None if gates is None or entry is None else gates.layers[entry]
             self._layers[index] = _layer(layer, gate, matrix)
             self._layers[index].entry = -1 if entry is None else entry
+            self._layers[index].window = 0 if entry is None else spec.sliding_window[entry] or 0
             self._layers[index].angle = spec.is_local(index) * spec.rope.inv_freq.numel()
         # Where the layers without entries have their states: the cache replaces them as it grows.
         self._states: Tensor | None = None

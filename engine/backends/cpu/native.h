@@ -38,7 +38,8 @@ struct layer {
     const float *qk_norm;                /* [heads + kv_heads, head_dim] or NULL */
     /* [hidden], of what attention and MLP add to the states, or NULL */
     const float *attention_out_norm, *mlp_out_norm;
-    int64_t angle; /* where its own stand among a batch slot's, in frequencies */
+    int64_t angle;  /* where its own stand among a batch slot's, in frequencies */
+    int64_t window; /* tokens that are seen; 0: all */
     struct linear qkv, out, gate_up, down;
     struct linear trunk[MAX_TRUNK], readout;
     int64_t entry; /* its number among the layers with entries; -1: it follows the gated delta rule */
@@ -276,7 +277,7 @@ void int8_row(const struct linear *map, int64_t row, float *to);
 
 /* attention.c */
 void mmkv_attend(const struct cache *cache, int64_t row, const float *query, int64_t group,
-                int64_t mass, float *scores, float *out);
+                int64_t mass, int64_t oldest, float *scores, float *out);
 
 /* delta.c */
 void delta_group(float *state, int64_t group, int64_t dk, int64_t dv, const float *q, const float *k,

@@ -208,7 +208,8 @@ static void attend_head(const struct model *model, const struct layer *layer, st
     int64_t slot = slot_of(cache, row, cache->length[row] - 1);
     float *mixed = of_batch_slot(me->mixed, batch_slot) + head * group * dim;
     mmkv_store(cache, slot, key, value);
-    mmkv_attend(cache, row, query, group, me->step->mass, me->scores, mixed);
+    int64_t oldest = layer->window ? mine->position - layer->window + 1 : 0;
+    mmkv_attend(cache, row, query, group, me->step->mass, oldest, me->scores, mixed);
     for (int64_t i = 0; i < group; i++)
         turn_features(cache, mixed + i * dim);
     for (int64_t i = 0; gated && i < group * dim; i++)

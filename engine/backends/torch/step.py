@@ -135,17 +135,17 @@ class PrefillChunk:
             )
         elif limit and limit < self.seen:
             assert self.now is not None
-            rows = spec.num_kv_heads, spec.group
+            times = spec.num_kv_heads, spec.group
             out = windowed_attention(
                 grouped,
-                self.position[-count:].repeat(rows),
+                self.position[-count:].repeat(times),
                 pool.stored_keys,
                 pool.stored_values,
                 pool.position,
                 self.now[layer],
                 scale,
                 limit,
-                self._until[-count:].repeat(rows) if self._whole_pictures else None,
+                self._until[-count:].repeat(times) if self._whole_pictures else None,
             )
         elif self._native is not None:
             out = self._native(self.cache, self.seq, layer, query.transpose(0, 1))
