@@ -22,7 +22,6 @@ from mmkv.server import reply
 from mmkv.server.engine_thread import Admitted, Delta, Done, Failed, Request
 from mmkv.server.errors import ApiError
 from mmkv.server.guard import release_body
-from mmkv.server.job import ChatWork
 from mmkv.server.media.limits import Allowance
 from mmkv.server.media.resolver import MediaResolver, Medium, Source
 from mmkv.server.prompts import Message, Part, digest_of, thought_apart
@@ -37,6 +36,7 @@ from mmkv.server.schema import (
     take_generation_config,
     unsupported,
 )
+from mmkv.server.work import ChatWork
 from mmkv.server.writer import LogitSettings
 from mmkv.thoughts import marks_if_first
 
@@ -47,11 +47,12 @@ if TYPE_CHECKING:
     from mmkv.calls.tools import ToolUse
     from mmkv.engine.budget import Budget
     from mmkv.server.conversations import ConversationState
-    from mmkv.server.job import ChatJob, RequestCounts
+    from mmkv.server.job import ChatJob
     from mmkv.server.messages import PromptRequest
     from mmkv.server.responses_schema import ResponseRequest
     from mmkv.server.settings import Facts, ServerSettings
     from mmkv.server.state import Caller, ServerState
+    from mmkv.server.work import RequestCounts
     from mmkv.server.writer import Spelled
 
 

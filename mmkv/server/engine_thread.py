@@ -23,20 +23,21 @@ from mmkv.scheduler import Limits, Scheduler
 from mmkv.scheduler.replies import EngineExecutor
 from mmkv.server.conversations import ConversationStore, PrefixCache
 from mmkv.server.errors import ApiError
-from mmkv.server.job import ChatJob, ChatWork, ConversationLookup
+from mmkv.server.job import ChatJob, ConversationLookup
 from mmkv.server.prompts import ContextBounds, digest_of
 from mmkv.server.reply import FINISH
 from mmkv.server.settings import Facts
 from mmkv.server.store import HibernationFolder
+from mmkv.server.work import ChatWork
 from mmkv.server.writer import Spelled, spell
 
 if TYPE_CHECKING:
     from mmkv.api import Engine
     from mmkv.prompt.qwen_vision import VideoRules
     from mmkv.scheduler import Ticket
-    from mmkv.server.job import RequestCounts, Usage
     from mmkv.server.metrics import Metrics
     from mmkv.server.settings import ServerSettings
+    from mmkv.server.work import RequestCounts, Usage
 
 
 log = logging.getLogger("mmkv.server")

@@ -37,8 +37,8 @@ from mmkv.server.state import Caller, CurrentCaller, ServerState
 
 if TYPE_CHECKING:
     from mmkv.calls.parser import Event
-    from mmkv.server.job import Usage
     from mmkv.server.settings import Facts
+    from mmkv.server.work import Usage
 
 
 def _kind_among(*kinds: str) -> Discriminator:

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
     from mmkv.calls.parser import Event, ParsedReply
     from mmkv.server.errors import ApiError
-    from mmkv.server.job import Usage
+    from mmkv.server.work import Usage
     from mmkv.server.writer import Spelled
 
 

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from mmkv.calls.parser import Event
     from mmkv.sampling import Settled
     from mmkv.server.conversations import ConversationState
-    from mmkv.server.job import Usage
+    from mmkv.server.work import Usage
     from mmkv.server.writer import Spelled
 
 

@@ -21,7 +21,6 @@ from mmkv.engine.budget import Budget
 from mmkv.server.chat import refuse_budget, take_resume
 from mmkv.server.errors import ApiError
 from mmkv.server.guard import BodyRoute
-from mmkv.server.job import Standing
 from mmkv.server.prompts import digest_of
 from mmkv.server.reply import ReplyResponse
 from mmkv.server.schema import Body, ChatRequest, Metadata, Number, parse_budget
@@ -40,6 +39,7 @@ from mmkv.server.store import (
     write_session,
 )
 from mmkv.server.turns import BackgroundTurn, ServerSession, SessionTurn
+from mmkv.server.work import Standing
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -23,10 +23,10 @@ from mmkv.server.schema import MOST_NAMES, TOLD_TEMPLATES, ReplyRequest, shown_n
 if TYPE_CHECKING:
     from mmkv.server.conversations import ConversationState
     from mmkv.server.engine_thread import EngineThread
-    from mmkv.server.job import ChatWork
     from mmkv.server.media.resolver import MediaResolver
     from mmkv.server.metrics import Metrics
     from mmkv.server.settings import Facts, Footprint, ServerSettings
+    from mmkv.server.work import ChatWork
 
 
 log = logging.getLogger("mmkv.server")

@@ -24,10 +24,10 @@ from mmkv.server.state import Caller, ServerState, TurnMemory, release
 if TYPE_CHECKING:
     from mmkv.engine.budget import Budget
     from mmkv.server.conversations import ConversationState
-    from mmkv.server.job import Standing, Usage
     from mmkv.server.prompts import Message
     from mmkv.server.schema import ChatRequest
     from mmkv.server.store import MediaStore, SessionRecord
+    from mmkv.server.work import Standing, Usage
 
 
 log = logging.getLogger("mmkv.server")

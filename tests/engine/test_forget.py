@@ -22,7 +22,7 @@ from tests.support.dialogues import (
 from tests.support.oracle import Oracle, Quantiser, Retained
 from tests.support.policies import ALL, KINDS
 from tests.support.sessions import text_ids
-from tests.support.tiers import slow_but
+from tests.support.tiers import long_but
 
 TOLERANCE = 1e-4
 
@@ -114,7 +114,7 @@ def converse(
     assert engine.cache.pool.free_pages == engine.cache.pool.num_pages
 
 
-@pytest.mark.parametrize("policy", slow_but(QUICK, POLICIES, "the other presets"))
+@pytest.mark.parametrize("policy", long_but(QUICK, POLICIES, "the other presets"))
 @pytest.mark.parametrize("native", [True, False], ids=["C", "torch"])
 def test_what_is_kept_is_what_a_mask_keeps(policy: str, native: bool, tmp_path: Path) -> None:
     converse("text3", policy, tmp_path, native)

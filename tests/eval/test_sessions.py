@@ -167,7 +167,7 @@ def test_the_stream_asks_what_its_frames_show() -> None:
         assert number == 1 and asked.answer == beginning[row - 1][column - 1]
 
 
-@pytest.mark.slow(reason="the same run twice, once cut short")
+@pytest.mark.long(reason="as of test_quality.py: the same run twice, once cut short")
 def test_a_stopped_stream_continues_with_the_same_memory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -1,4 +1,4 @@
-"""What make test-fast leaves out of a matrix."""
+"""What make test-fast, or make test, leaves out of a matrix."""
 
 from __future__ import annotations
 
@@ -13,7 +13,15 @@ def slow_but(quick: Container[Any], values: Iterable[Any], reason: str) -> list[
 
     A value that is a tuple sets several arguments.
     """
-    mark = pytest.mark.slow(reason=reason)
+    return _marked_but(quick, values, pytest.mark.slow(reason=reason))
+
+
+def long_but(quick: Container[Any], values: Iterable[Any], reason: str) -> list[Any]:
+    """As :func:`slow_but`, with the mark of what only ``make test-drawn`` runs."""
+    return _marked_but(quick, values, pytest.mark.long(reason=reason))
+
+
+def _marked_but(quick: Container[Any], values: Iterable[Any], mark: pytest.MarkDecorator) -> Any:
     return [
         value
         if value in quick

@@ -401,8 +401,8 @@ def test_a_gpu_without_triton_has_no_graph(monkeypatch: pytest.MonkeyPatch) -> N
     assert ours.reply_path == "torch: Triton is not installed"
 
 
-@pytest.mark.slow(reason="512 tokens on three paths")
-def test_the_bundled_model_says_the_same_for_512_tokens() -> None:
+@pytest.mark.slow(reason="160 tokens on three paths")
+def test_the_bundled_model_says_the_same_for_160_tokens() -> None:
     """Three paths: static step, eager torch, and the native one that the CPU takes by itself."""
     picture = {"type": "image", "image": str(bundled_model().parent / "scene.png")}
     message = {"role": "user", "content": [picture, {"type": "text", "text": "Describe."}]}
@@ -414,12 +414,12 @@ def test_the_bundled_model_says_the_same_for_512_tokens() -> None:
         session = engine.session()
         first = int(session.prefill(engine.inputs([message])).argmax())
         if path == "static":
-            generated.append(Bursts(engine).decode([session], [first], 512)[0])
+            generated.append(Bursts(engine).decode([session], [first], 160)[0])
         elif path == "torch":
-            generated.append(eager(engine, [session], [first], 512)[0])
+            generated.append(eager(engine, [session], [first], 160)[0])
         else:
             token, mine = first, []
-            for _ in range(512):
+            for _ in range(160):
                 token = int(session.decode(token).argmax())
                 mine.append(token)
             generated.append(mine)

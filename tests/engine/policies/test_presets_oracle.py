@@ -25,7 +25,7 @@ from tests.support.oracle import METHODS, Oracle, Quantiser
 from tests.support.oracle.simulation import FORMS
 from tests.support.policies import KINDS
 from tests.support.sessions import text_ids
-from tests.support.tiers import slow_but
+from tests.support.tiers import long_but
 
 TOLERANCE = 1e-4
 NAMES = [name for name in PRESETS if make_policy(name).evicts]
@@ -252,7 +252,7 @@ def report(record_property: Callable[[str, object], None], name: str, found: lis
     record_property("oracle", row | {"worst": 0.0})
 
 
-@pytest.mark.parametrize("name", slow_but(KINDS, NAMES, "the other presets"))
+@pytest.mark.parametrize("name", long_but(KINDS, NAMES, "test_oracle.py has all presets"))
 def test_presets_follow_their_references(
     name: str, record_property: Callable[[str, object], None]
 ) -> None:
@@ -295,7 +295,7 @@ def follow_in_fewer_bits(
 
 
 @pytest.mark.parametrize(
-    ("name", "kv"), slow_but([("dbtrimkv", "int8"), ("h2o", "int4")], READ, "the other presets")
+    ("name", "kv"), long_but([("dbtrimkv", "int8"), ("h2o", "int4")], READ, "the other presets")
 )
 def test_presets_follow_their_references_in_fewer_bits(
     name: str, kv: str, record_property: Callable[[str, object], None]

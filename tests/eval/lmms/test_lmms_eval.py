@@ -266,6 +266,7 @@ def test_two_processes_write_what_one_does(
         assert theirs.results[task] == pytest.approx(ours.results[task])
 
 
+@pytest.mark.long(reason="two processes load lmms-eval")
 def test_a_process_leaves_the_group_before_it_exits(home: Path) -> None:
     """Two processes that left inside it aborted about once in fifty runs."""
     program = (

@@ -13,7 +13,7 @@ import pytest
 
 from mmkv import Engine
 from mmkv.server.engine_thread import EngineThread, Request
-from mmkv.server.job import ChatWork
+from mmkv.server.work import ChatWork
 from tests.support.chat_models import picture
 from tests.support.servers import Server, asked, picture_part, serving
 

@@ -32,9 +32,9 @@ from mmkv.sampling import Sampling
 from mmkv.server import reply as answers
 from mmkv.server.conversations import ConversationState
 from mmkv.server.engine_thread import EngineCore
-from mmkv.server.job import ChatWork
 from mmkv.server.sessions import SessionTable
 from mmkv.server.store import HibernationFolder, SessionRecord, SessionStore
+from mmkv.server.work import ChatWork
 from tests.support.chat_models import picture, save_qwen3_vl
 from tests.support.servers import MODEL, Server, asked, picture_part, serving
 

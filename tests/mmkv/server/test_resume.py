@@ -293,7 +293,7 @@ def test_a_request_takes_the_room_of_snapshots(folder: Path) -> None:
 
 def _price(core: EngineCore) -> int:
     from mmkv.sampling import Sampling
-    from mmkv.server.job import ChatWork
+    from mmkv.server.work import ChatWork
 
     return core.job(ChatWork([], "", Sampling()), lambda: None).reservation().total
 

@@ -17,7 +17,7 @@ from safetensors import safe_open
 
 from mmkv import Engine, Sampling
 from mmkv.server.engine_thread import EngineCore
-from mmkv.server.job import ChatWork
+from mmkv.server.work import ChatWork
 from tests.support.chat_models import picture, save_qwen3_vl
 from tests.support.servers import (
     MODEL,
