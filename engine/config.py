@@ -69,7 +69,8 @@ class EngineConfig:
             equation 9): a whole number of at least 1, or inf. Other presets do not read it.
         evict_every: decode steps between evictions, exactly. None: the policy's own interval
             (:attr:`Policy.interval`), 1 for most.
-        prefill_chunk: prompt tokens per prefill chunk.
+        prefill_chunk: prompt tokens per prefill chunk; of models that see a picture at once
+            (Gemma 3), as many as one has at least.
         page_size: entries per page of the cache; 8 to 64 are sensible.
         gates: a gate folder, file or hub id; ``"random"`` for tests and speed runs. None takes the
             checkpoint's own ``gates/`` folder if it has one.

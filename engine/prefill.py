@@ -63,6 +63,12 @@ class Prefill:
         self._session, self._turn = session, turn
         self.chunk = chunk or session.engine.prefill_chunk
         self.tokens, self.done = turn.token_ids.numel(), 0
+        # Where chunks may end, if some pictures must be in one each; those make room for them.
+        self._ends: list[int] | None = None
+        if turn.whole_pictures and turn.visual is not None:
+            self._ends = turn.whole_ends()
+            spans = (at - end for at, end in enumerate(self._ends))
+            self.chunk = max(self.chunk, 1 + max(spans))
         self.logits: Tensor | None = None
         if not self.tokens:
             raise InputError("the prompt is empty; give at least one token")
@@ -95,7 +101,8 @@ class Prefill:
     @property
     def next_chunk(self) -> int:
         """Count the tokens of the next chunk."""
-        return min(self.chunk, self.tokens - self.done)
+        stop = min(self.done + self.chunk, self.tokens)
+        return (stop if self._ends is None else self._ends[stop]) - self.done
 
     def advance(self) -> bool:
         """Append one chunk and cut back to the budget; True when the turn is complete.
@@ -514,6 +521,7 @@ def _chunk(session: CachedSequence, turn: Turn, rope: tuple[Tensor, Tensor]) -> 
         engine.policy.pruner,
         engine.model.write_step(rope),
         engine.backends.chunk_attention,
+        turn.whole_pictures and turn.visual is not None and turn.visual.numel() > 0,
     )
 
 

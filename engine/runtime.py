@@ -97,12 +97,18 @@ class Runtime:
                 f"policy {policy.name!r} drops tokens on their way through the layers, and this "
                 "model has linear layers that must see them all; choose another policy"
             )
+        if policy.admission is not None and family.whole_pictures:
+            raise PolicyError(
+                f"policy {policy.name!r}: write gates are not made for tokens that see those "
+                "behind them in their picture; choose another policy"
+            )
         if policy.pruner is not None:
             check_pruner(policy.pruner, spec.num_layers, tuple(spec.sliding_window))
         self.family, self.spec, self.policy = family, spec, policy
         self.device, self.dtype = weights.embed.device, weights.dtype
         self.budget = Budget.of(DEFAULT_BUDGET if budget is None else budget)
-        self.interval, self.prefill_chunk = policy.every(config.evict_every), config.prefill_chunk
+        self.interval = policy.every(config.evict_every)
+        self.prefill_chunk = max(config.prefill_chunk, family.least_chunk)
         write_gates: WriteGates | None = None
         if policy.admission is not None:
             policy, write_gates = attach_write_gates(policy, gates, spec)
@@ -261,7 +267,7 @@ class Runtime:
         return Decoder(self.spec, weights, gates, taps, kernels_for(weights.form).elementwise)
 
     def _make_rope(self) -> Rope:
-        return Rope(self.spec.rope, self.device, self.dtype)
+        return Rope(self.spec.rope, self.device, self.dtype, self.spec.local_rope)
 
     @property
     def decoder(self) -> Decoder:
@@ -443,8 +449,7 @@ class Runtime:
 
         ``CUDA graph`` is of the bursts that replies ask for (:meth:`decode_many`); a single
         :meth:`decode` on a GPU is a torch step. A batch runs on torch when one of its sessions
-        must, such as one past its sliding window
-        (:attr:`mmkv.engine.sequence.CachedSequence.decode_path`).
+        must (:attr:`mmkv.engine.sequence.CachedSequence.decode_path`).
         """
         return self.path_of(())
 

@@ -60,6 +60,9 @@ FAMILIES: dict[str, tuple[str, str]] = {
     "llava_onevision": ("LLaVA-OneVision", _PICTURES),
     "mistral3": ("Mistral Small 3.1 and 3.2, Ministral 3", _PICTURES),
     "internvl": ("InternVL3 (-hf)", _VIDEOS),
+    "glm4v": ("GLM-4.1V", _VIDEOS),
+    "glm46v": ("GLM-4.6V-Flash", _VIDEOS),
+    "gemma3": ("Gemma 3 4B to 27B", _PICTURES),
     "llama": ("Llama (text)", f"{_RANDOM}; SmolLM2-135M"),
     "mistral": ("Mistral (text)", _RANDOM),
     "ministral3": ("Ministral 3 (text), its first 16,384 tokens", _RANDOM),
@@ -68,6 +71,7 @@ FAMILIES: dict[str, tuple[str, str]] = {
     "qwen3_moe": ("Qwen3 with experts, such as 30B-A3B (text)", _RANDOM),
     "qwen3_5_text": ("Qwen3.5, hybrid (text)", _RANDOM),
     "qwen3_5_moe_text": ("Qwen3.5 with experts, hybrid (text)", _RANDOM),
+    "gemma3_text": ("Gemma 3 1B (text)", _RANDOM),
     "phi3": ("Phi-3 (text)", _RANDOM),
 }
 

@@ -1,4 +1,4 @@
-"""The one decoder of all families: pre-norm, RoPE, grouped-query attention, SwiGLU or experts."""
+"""The one decoder of all families: norms, RoPE, grouped-query attention, gated MLP or experts."""
 
 from __future__ import annotations
 
@@ -91,7 +91,9 @@ class Decoder:
 
     def embed(self, token_ids: Tensor) -> Tensor:
         """Return the embeddings ``[T, d]`` of ``token_ids [T]``."""
-        return embedded(token_ids, self.weights.embed).to(self.weights.dtype)
+        rows = embedded(token_ids, self.weights.embed).to(self.weights.dtype)
+        scale = self.spec.embed_scale
+        return rows if scale == 1 else rows * torch.tensor(scale, dtype=rows.dtype)
 
     def embed_turn(self, turn: Turn) -> tuple[Tensor, tuple[tuple[Tensor, Tensor], ...]]:
         """Return the input states ``[T, d]`` of a turn and its deepstack as :meth:`forward` takes
@@ -224,11 +226,12 @@ class Decoder:
         """
         layer, entry = self.weights.layers[index], self.spec.entry_index[index]
         if layer.state_layer is not None:
-            hidden = hidden + self._mix(index, layer, layer.state_layer, x, step)
-            hidden = hidden + self._mlp(self._norm(hidden, layer.post_norm), layer)
+            mixed = self._mix(index, layer, layer.state_layer, x, step)
+            hidden = hidden + self._normed_output(mixed, layer.attention_out_norm)
+            hidden = self._after_mlp(hidden, layer)
         else:
             assert entry is not None
-            query, key, value, gate = self._project(x, layer, rope, on_keys)
+            query, key, value, gate = self._project(x, layer, self._angles(index, rope), on_keys)
             mixed = step.attend(entry, query, key, value)
             del query, key, value  # as large as all that the MLP makes
             hidden = self._after_attention(index, hidden, mixed, gate)
@@ -254,15 +257,33 @@ class Decoder:
         layer = self.weights.layers[index]
         if gate is not None:
             mixed = mixed * gate.sigmoid()
-        hidden = hidden + self.weights.product(mixed, layer.out, layer.out_bias)
-        return hidden + self._mlp(self._norm(hidden, layer.post_norm), layer)
+        made = self.weights.product(mixed, layer.out, layer.out_bias)
+        hidden = hidden + self._normed_output(made, layer.attention_out_norm)
+        return self._after_mlp(hidden, layer)
+
+    def _after_mlp(self, hidden: Tensor, layer: LayerWeights) -> Tensor:
+        """Add to the states what the MLP makes of them."""
+        made = self._mlp(self._norm(hidden, layer.post_norm), layer)
+        return hidden + self._normed_output(made, layer.mlp_out_norm)
+
+    def _normed_output(self, made: Tensor, gain: Tensor | None) -> Tensor:
+        return made if gain is None else self._norm(made, gain)
+
+    def _angles(self, index: int, rope: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+        """Return cos and signed sin ``[T, rot]`` of a layer, see :class:`Rope`."""
+        if self.spec.local_rope is None:
+            return rope
+        rot = rope[0].shape[-1] // 2
+        own = slice(rot, None) if self.spec.is_local(index) else slice(rot)
+        return rope[0][:, own], rope[1][:, own]
 
     def _last_layer(
         self, hidden: Tensor, x: Tensor, rope: tuple[Tensor, Tensor], chunks: ChunkAttention
     ) -> Tensor:
         """Compute the states ``[B, d]`` of each chunk's last token after the last layer."""
         index, ends = len(self.weights.layers) - 1, chunks.ends()
-        query, key, value, gate = self._project(x, self.weights.layers[index], rope)
+        angles = self._angles(index, rope)
+        query, key, value, gate = self._project(x, self.weights.layers[index], angles)
         mixed = chunks.attend_last(self.spec.entry_layers - 1, query, key, value)
         gate = None if gate is None else gate[ends]
         return self._after_attention(index, hidden[ends], mixed, gate)
@@ -281,7 +302,8 @@ class Decoder:
             return self._in_blocks(lambda part: (self._mlp(part, layer),), x)[0]
         product = self.weights.product
         gate_up = product(x, layer.gate_up, layer.gate_up_bias)
-        return product(self.elementwise.gated(gate_up), layer.down, layer.down_bias)
+        wide = self.elementwise.gated(gate_up, self.spec.activation)
+        return product(wide, layer.down, layer.down_bias)
 
     def _shared(self, x: Tensor, layer: LayerWeights) -> Tensor:
         """Compute what the expert that every token goes through adds, ``[T, d]``."""

@@ -1,4 +1,4 @@
-"""RMSNorm, RoPE and SiLU times up: what a decoder does between its products."""
+"""RMSNorm, RoPE and the gate of the MLP: what a decoder does between its products."""
 
 from __future__ import annotations
 
@@ -29,8 +29,12 @@ class Elementwise(Protocol):
         """
         ...
 
-    def gated(self, gate_up: Tensor) -> Tensor:
-        """Compute ``silu(gate) * up`` ``[T, f]`` of ``gate_up [T, 2 f]``, the gate first."""
+    def gated(self, gate_up: Tensor, activation: str = "silu") -> Tensor:
+        """Compute ``activation(gate) * up`` ``[T, f]`` of ``gate_up [T, 2 f]``, the gate first.
+
+        Args:
+            activation: ``silu`` or ``gelu_tanh``.
+        """
         ...
 
 
@@ -47,8 +51,10 @@ class TorchElementwise:
     ) -> Tensor:
         return rotate(normed_heads(heads, gain, eps), *rope)
 
-    def gated(self, gate_up: Tensor) -> Tensor:
+    def gated(self, gate_up: Tensor, activation: str = "silu") -> Tensor:
         gate, up = gate_up.chunk(2, -1)
+        if activation == "gelu_tanh":
+            return F.gelu(gate, approximate="tanh") * up
         return F.silu(gate) * up
 
 

@@ -13,10 +13,21 @@ class Rope:
 
     ``sin`` comes signed (first half negated), so that rotating is
     ``x * cos + roll(x, rot/2) * sin``: no negation and no concatenation per layer.
+
+    Args:
+        local: the embedding of the layers that have their own, or None. Its angles then stand
+            behind the others': cos and sin are ``[T, 2 rot]``.
     """
 
-    def __init__(self, spec: RopeSpec, device: torch.device, dtype: torch.dtype) -> None:
-        self.spec = spec
+    def __init__(
+        self,
+        spec: RopeSpec,
+        device: torch.device,
+        dtype: torch.dtype,
+        local: RopeSpec | None = None,
+    ) -> None:
+        self.spec, self._local = spec, local
+        self._local_freq = None if local is None else local.inv_freq.to(device)
         self.device, self.dtype = device, dtype
         self._inv_freq = {False: spec.inv_freq.to(device)}
         if spec.long_inv_freq is not None:
@@ -30,17 +41,25 @@ class Rope:
         freqs = positions[..., None].float() * self._inv_freq[long]
         if self.spec.mrope_axes and positions.shape[0] == 3:
             return self._finish(freqs.gather(0, self._axes.expand(1, *freqs.shape[1:]))[0])
-        return self._finish(freqs[0])
+        return self._both(freqs[0], positions[0])
 
     def text(self, positions: Tensor, long: bool = False) -> tuple[Tensor, Tensor]:
         """As :meth:`at` for text tokens at ``positions [T]``, whose axes are all equal.
 
         Nothing is tabulated: a table would grow with the sequence, and bounded memory with it.
         """
-        return self._finish(positions[:, None].float() * self._inv_freq[long])
+        return self._both(positions[:, None].float() * self._inv_freq[long], positions)
 
-    def _finish(self, angle: Tensor) -> tuple[Tensor, Tensor]:
-        cos, sin = angle.cos() * self.spec.scale, angle.sin() * self.spec.scale
+    def _both(self, angle: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+        made = self._finish(angle)
+        if self._local is None or self._local_freq is None:
+            return made
+        own = self._finish(positions[:, None].float() * self._local_freq, self._local.scale)
+        return torch.cat([made[0], own[0]], -1), torch.cat([made[1], own[1]], -1)
+
+    def _finish(self, angle: Tensor, scale: float | None = None) -> tuple[Tensor, Tensor]:
+        scale = self.spec.scale if scale is None else scale
+        cos, sin = angle.cos() * scale, angle.sin() * scale
         cos, sin = torch.cat([cos, cos], -1), torch.cat([-sin, sin], -1)
         return cos.to(self.dtype), sin.to(self.dtype)
 

@@ -6,7 +6,7 @@ import math
 from typing import Any
 
 from mmkv.engine.errors import ModelError
-from mmkv.engine.model.spec import DELTA_TYPES
+from mmkv.engine.model.spec import DELTA_TYPES, GEMMA_TYPES, GLOBAL, LOCAL, PAIRED_TYPES
 
 # From 1 to bounds well above any model: what is made of a larger one would fill the memory first.
 _TEXT = {
@@ -19,6 +19,7 @@ _TEXT = {
     "head_dim": 2**14,
     "max_position_embeddings": 2**31,
     "sliding_window": 2**31,
+    "query_pre_attn_scalar": 2**14,
     "num_experts": 2**12,
     "num_experts_per_tok": 2**12,
     "moe_intermediate_size": 2**22,
@@ -56,6 +57,7 @@ def require_sizes(config: Any) -> None:
     text = config.get_text_config()
     _require(text, _TEXT, "")
     vision = getattr(config, "vision_config", None)
+    _require(config, {"mm_tokens_per_image": 2**16}, "")
     if vision is not None:
         _require(vision, _VISION, "vision_config.")
         _require_vision_heads(vision)
@@ -78,7 +80,12 @@ def require_sizes(config: Any) -> None:
     if value_heads % key_heads:
         wanted = f"a multiple of linear_num_key_heads ({key_heads})"
         raise _wrong("linear_num_value_heads", value_heads, wanted)
-    _require_rope(text)
+    ropes = getattr(text, "rope_parameters", None)
+    if text.model_type in GEMMA_TYPES and isinstance(ropes, dict):
+        for kind in (GLOBAL, LOCAL):
+            _require_rope(text, ropes.get(kind), f"rope_parameters.{kind}")
+    else:
+        _require_rope(text, ropes)
 
 
 def _require_vision_heads(vision: Any) -> None:
@@ -91,19 +98,18 @@ def _require_vision_heads(vision: Any) -> None:
             raise _wrong(f"vision_config.{name}", heads, f"a divisor of {width // each}")
 
 
-def _require_rope(text: Any) -> None:
-    rope = getattr(text, "rope_parameters", None)
+def _require_rope(text: Any, rope: Any, name: str = "rope_parameters") -> None:
     if not isinstance(rope, dict) or not isinstance(rope.get("rope_type"), str):
-        raise _wrong("rope_parameters", rope, "an object with a rope_type")
+        raise _wrong(name, rope, "an object with a rope_type")
     theta = rope.get("rope_theta", 1.0)
     if not _real(theta) or not theta > 0:
-        raise _wrong("rope_parameters.rope_theta", theta, "a number above 0")
+        raise _wrong(f"{name}.rope_theta", theta, "a number above 0")
     section = rope.get("mrope_section")
     width = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
     share = rope.get("partial_rotary_factor", 1.0)
     if not _real(share) or not 0 < share <= 1:
-        raise _wrong("rope_parameters.partial_rotary_factor", share, "a number above 0, at most 1")
-    if text.model_type in DELTA_TYPES:
+        raise _wrong(f"{name}.partial_rotary_factor", share, "a number above 0, at most 1")
+    if text.model_type in (*DELTA_TYPES, *PAIRED_TYPES):
         width = int(width * share)
     if section is not None and not (
         isinstance(section, (list, tuple))
@@ -112,7 +118,7 @@ def _require_rope(text: Any) -> None:
         and 2 * sum(section) == width
     ):
         wanted = f"three counts that make {width // 2}, half of what is rotated of a head"
-        raise _wrong("rope_parameters.mrope_section", section, wanted)
+        raise _wrong(f"{name}.mrope_section", section, wanted)
 
 
 def _require(config: Any, bounds: dict[str, int], where: str) -> None:

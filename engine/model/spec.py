@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import math
 from collections.abc import Callable, Collection, Sequence
@@ -14,6 +15,29 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from mmkv.engine.errors import ModelError
 
+# Layers that see all tokens, and others; transformers' names.
+GLOBAL, LOCAL = "full_attention", "sliding_attention"
+# Text models whose MLP has a GELU.
+GEMMA_TYPES = ("gemma3_text",)
+# Text models that rotate features 2 i and 2 i + 1 together, not i and i + rot / 2.
+PAIRED_TYPES = ("glm4v_text",)
+# Norms before attention and before the MLP; some have others, of what these add to the states.
+NORMS = ("input_layernorm", "post_attention_layernorm")
+_FOUR_NORMS = {
+    "gemma3_text": (
+        "input_layernorm",
+        "pre_feedforward_layernorm",
+        "post_attention_layernorm",
+        "post_feedforward_layernorm",
+    ),
+    "glm4v_text": (
+        "input_layernorm",
+        "post_attention_layernorm",
+        "post_self_attn_layernorm",
+        "post_mlp_layernorm",
+    ),
+}
+_ACTIVATIONS = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
 # "dynamic" frequencies only move past max_position, which the engine refuses to pass.
 _STATIC_ROPE = {"default", "linear", "dynamic", "yarn", "llama3", "longrope"}
 
@@ -65,6 +89,8 @@ class RopeSpec:
             ModelError: for scalings whose frequencies change with every new token, which
                 would invalidate the keys already cached; for sections that do not fit.
         """
+        if GLOBAL in rotary.config.rope_parameters:  # one embedding for each kind of layer
+            return cls.from_config(rotary.config)
         axes = _axes_of(rotary, section, interleaved) if sees else None
         found = None
         if _kind(rotary.config) != "longrope":
@@ -73,7 +99,11 @@ class RopeSpec:
 
     @classmethod
     def from_config(
-        cls, config: Any, section: tuple[int, ...] | None = None, interleaved: bool = True
+        cls,
+        config: Any,
+        section: tuple[int, ...] | None = None,
+        interleaved: bool = True,
+        layer_type: str = GLOBAL,
     ) -> RopeSpec:
         """Compute the frequencies as transformers' rotary module of this config would.
 
@@ -81,10 +111,14 @@ class RopeSpec:
             config: of one of mmkv's own text models.
             section: frequencies per axis where the config names none, for M-RoPE.
             interleaved: see :func:`mrope_axes`.
+            layer_type: of which kind of layers, where each has an embedding of its own.
 
         Raises:
             ModelError: as :meth:`from_rotary`.
         """
+        if GLOBAL in config.rope_parameters:
+            config, own = copy.copy(config), config.rope_parameters[layer_type]
+            config.rope_parameters = own
         kind = _kind(config)
         found: tuple[Tensor, float] | None = None
         if kind == "default":
@@ -153,6 +187,8 @@ def _axes_of(
     section = getattr(rotary, "mrope_section", None) or named or section
     if not section:
         return None
+    if getattr(rotary.config, "model_type", None) in PAIRED_TYPES:  # each comes twice in a row
+        return mrope_axes(section, False)
     if not hasattr(rotary, "recomposition_frequencies"):
         return mrope_axes(section, interleaved)
     shown = torch.arange(3.0).view(3, 1, 1, 1).expand(-1, 1, 1, sum(section)).clone()
@@ -174,7 +210,7 @@ def _default_frequencies(config: Any) -> Tensor:
     """Compute ``theta ** (-2 i / rot)``, float32 ``[rot/2]``."""
     rot = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     # The other models rotate whole heads, whatever it says.
-    if config.model_type in ("phi3", *DELTA_TYPES):
+    if config.model_type in ("phi3", *PAIRED_TYPES, *DELTA_TYPES):
         rot = int(rot * config.rope_parameters.get("partial_rotary_factor", 1.0))
     exponents = torch.arange(0, rot, 2, dtype=torch.float) / rot
     return 1.0 / (config.rope_parameters["rope_theta"] ** exponents)
@@ -211,10 +247,12 @@ class Routing:
 
 # Text models with experts that this decoder runs.
 SPARSE_TYPES = ("qwen3_moe", "qwen3_vl_moe_text", "qwen3_5_moe_text")
-# Text models whose linear layers follow the gated delta rule, and whose gains are 1 + weight.
+# Text models whose linear layers follow the gated delta rule.
 DELTA_TYPES = ("qwen3_5_text", "qwen3_5_moe_text")
 LINEAR = "linear_attention"
-_ATTENDING = {None, "full_attention", "sliding_attention"}
+# Text models whose gains are 1 + weight.
+OFFSET_TYPES = (*DELTA_TYPES, *GEMMA_TYPES)
+_ATTENDING = {None, GLOBAL, LOCAL}
 
 
 @dataclass(frozen=True)
@@ -287,6 +325,14 @@ class DecoderSpec:
         delta: of layers that follow the gated delta rule, or None.
         output_gate: queries come with a gate, per head, that multiplies attention's output.
         unit_offset: the norms' gains are 1 + weight.
+        norms: transformers' names of a layer's norms: before attention, before the MLP and, if
+            there are four, of what attention and MLP add to the states.
+        activation: of the MLP's gate: ``silu`` or ``gelu_tanh``.
+        embed_scale: factor on the embeddings of tokens.
+        query_gain: factor on queries, which their norm's gain has.
+        local_rope: of layers with a window, None: that of all.
+        paired: features 2 i and 2 i + 1 are rotated together. Rows of queries and keys are put in
+            the usual order when they are read: even features first, then odd ones.
     """
 
     vocab_size: int
@@ -304,6 +350,23 @@ class DecoderSpec:
     delta: DeltaSpec | None = None
     output_gate: bool = False
     unit_offset: bool = False
+    norms: tuple[str, ...] = NORMS
+    activation: str = "silu"
+    embed_scale: float = 1.0
+    query_gain: float = 1.0
+    local_rope: RopeSpec | None = None
+    paired: bool = False
+
+    @property
+    def post_norms(self) -> bool:
+        """Return whether what attention and MLP add to the states is normed first."""
+        return len(self.norms) > len(NORMS)
+
+    def is_local(self, layer: int) -> bool:
+        """Return whether a layer, of all layers, has the angles of :attr:`local_rope`."""
+        entry = self.entry_index[layer]
+        windowed = entry is not None and self.sliding_window[entry] is not None
+        return self.local_rope is not None and windowed
 
     @property
     def entry_layers(self) -> int:
@@ -390,11 +453,15 @@ class DecoderSpec:
         Raises:
             ModelError: as :meth:`from_hf`.
         """
-        if getattr(config, "hidden_act", "silu") != "silu":
+        named = getattr(config, "hidden_activation", None) or getattr(config, "hidden_act", "silu")
+        gemma = config.model_type in GEMMA_TYPES
+        if named not in _ACTIVATIONS:
             raise ModelError(
-                f"activation {config.hidden_act!r} is not supported; this decoder runs SwiGLU "
-                "(hidden_act 'silu') models"
+                f"activation {named!r} is not supported; this decoder runs models with "
+                f"hidden_act {' or '.join(map(repr, _ACTIVATIONS))}"
             )
+        if gemma:
+            _require_plain_gemma(config)
         layers = config.num_hidden_layers
         heads = config.num_attention_heads
         delta = DeltaSpec.of(config)
@@ -406,13 +473,15 @@ class DecoderSpec:
                 "no layer of this model attends to earlier tokens, so there is no cache to bound; "
                 "run it with transformers"
             )
+        dim = getattr(config, "head_dim", None) or config.hidden_size // heads
+        both = LOCAL in config.rope_parameters and LOCAL in kinds
         return cls(
             vocab_size=config.vocab_size,
             hidden_size=config.hidden_size,
             num_layers=layers,
             num_heads=heads,
             num_kv_heads=getattr(config, "num_key_value_heads", None) or heads,
-            head_dim=getattr(config, "head_dim", None) or config.hidden_size // heads,
+            head_dim=dim,
             rms_eps=config.rms_norm_eps,
             max_position=_longest(config),
             sliding_window=attention_windows(config, layers, stateful),
@@ -421,8 +490,26 @@ class DecoderSpec:
             has_entries=() if all(has_entries) else has_entries,
             delta=delta,
             output_gate=config.model_type in DELTA_TYPES,
-            unit_offset=config.model_type in DELTA_TYPES,
+            unit_offset=config.model_type in OFFSET_TYPES,
+            norms=_FOUR_NORMS.get(config.model_type, NORMS),
+            activation=_ACTIVATIONS[named],
+            embed_scale=config.hidden_size**0.5 if gemma else 1.0,
+            query_gain=(dim / config.query_pre_attn_scalar) ** 0.5 if gemma else 1.0,
+            local_rope=RopeSpec.from_config(config, layer_type=LOCAL) if both else None,
+            paired=config.model_type in PAIRED_TYPES,
         )
+
+
+def _require_plain_gemma(config: Any) -> None:
+    """Refuse what Gemma's config can ask for and this decoder does not do. Raises ModelError."""
+    if config.use_bidirectional_attention:
+        raise ModelError(
+            "use_bidirectional_attention makes an encoder of this model, which generates nothing; "
+            "run it with transformers"
+        )
+    for name in ("final_logit_softcapping", "attn_logit_softcapping"):
+        if getattr(config, name, None) is not None:
+            raise ModelError(f"{name} is not supported; use a Gemma 3 checkpoint, which has none")
 
 
 def _longest(config: Any) -> int:
@@ -456,4 +543,4 @@ def attention_windows(
     if getattr(config, "use_sliding_window", True) is False:
         window = None
     attending = (kind for kind in kinds if kind not in others)
-    return tuple(None if kind == "full_attention" else window for kind in attending)
+    return tuple(None if kind == GLOBAL else window for kind in attending)

@@ -28,7 +28,14 @@ from mmkv.engine.model.panels import room
 from mmkv.engine.model.product import INTEGERS, Matrix, WeightForm, equal, multiply
 from mmkv.engine.model.spec import DecoderSpec, DeltaSpec, Routing, sparse_layers
 from mmkv.engine.model.state_layer import DeltaLayer
-from mmkv.engine.model.weights import DecoderWeights, LayerWeights, gain_of
+from mmkv.engine.model.weights import (
+    DecoderWeights,
+    LayerWeights,
+    gain_of,
+    halves_order,
+    head_gains,
+    norms_of,
+)
 
 _CPU = torch.device("cpu")
 _FLOATS = {"F16", "BF16", "F32", "F64"}
@@ -53,7 +60,7 @@ class StoredShapes:
 
     Attributes:
         output_gate: ``q_proj`` makes a gate behind each query.
-        fused: q, k, v and gate, up are stored as one matrix each.
+        fused, fused_mlp: q, k, v, or gate and up, are stored as one matrix.
     """
 
     qkv_bias: bool = False
@@ -62,6 +69,7 @@ class StoredShapes:
     qk_norm: bool = False
     output_gate: bool = False
     fused: bool = False
+    fused_mlp: bool = False
 
     @classmethod
     def of(cls, config: Any) -> StoredShapes | None:
@@ -79,8 +87,12 @@ class StoredShapes:
                 return cls(qkv_bias=bias, out_bias=bias, qk_norm=True)
             case "qwen3_5_text" | "qwen3_5_moe_text":
                 return cls(qkv_bias=bias, out_bias=bias, qk_norm=True, output_gate=True)
+            case "gemma3_text":
+                return cls(qkv_bias=bias, out_bias=bias, qk_norm=True)
+            case "glm4v_text":
+                return cls(qkv_bias=True, fused_mlp=True)
             case "phi3":
-                return cls(fused=True)
+                return cls(fused=True, fused_mlp=True)
         return None
 
 
@@ -383,6 +395,29 @@ class ChangedTensors(StoredTensors):
         self.below._read_into(name, part)
 
 
+class HalvedTensors(ChangedTensors):
+    """Queries and keys that are rotated in pairs of features, with their rows in the usual order:
+    :attr:`mmkv.engine.model.spec.DecoderSpec.paired`.
+
+    Args:
+        prefix: of the text model's tensors.
+    """
+
+    def __init__(self, below: StoredTensors, prefix: str, spec: DecoderSpec) -> None:
+        super().__init__(below)
+        parts = {"self_attn.q_proj.": spec.num_heads, "self_attn.k_proj.": spec.num_kv_heads}
+        self._order: dict[str, Tensor] = {}
+        for name in below.names:
+            heads = next((count for part, count in parts.items() if part in name), None)
+            if name.startswith(prefix) and heads is not None and below.is_float(name):
+                self.changed[name] = below.shape(name), below.kind(name)
+                self._order[name] = halves_order(spec, heads)
+
+    def made(self, name: str) -> Tensor:
+        """See :class:`ChangedTensors`."""
+        return self.below.tensor(name)[self._order[name]]
+
+
 class Grid:
     """A matrix ``[out, in]`` of whole numbers times steps.
 
@@ -436,6 +471,8 @@ def read_text_weights(
     layout, place = StoredShapes.of(config), text_place(stored, places)
     if layout is None or place is None:
         return None
+    if spec.paired:
+        stored = HalvedTensors(stored, place[0], spec)
     kept = panels or PanelStore()
     return _read(stored, layout, config, spec, *place, tied, dtype, device, holding, kept)
 
@@ -553,16 +590,16 @@ def _layer(
     mixing: dict[str, Any],
 ) -> LayerWeights:
     mlp = f"{at}mlp."
-    wide = ("gate_up_proj",) if layout.fused else ("gate_proj", "up_proj")
+    wide = ("gate_up_proj",) if layout.fused_mlp else ("gate_proj", "up_proj")
     router, gate_up, down = experts or (
         None,
         matrix(*(f"{mlp}{part}.weight" for part in wide)),
         matrix(f"{mlp}down_proj.weight"),
     )
     mlp_bias = layout.mlp_bias and router is None
+    gains = [gain_of(read(f"{at}{name}.weight"), spec) for name in spec.norms]
     return LayerWeights(
-        input_norm=gain_of(read(f"{at}input_layernorm.weight"), spec),
-        post_norm=gain_of(read(f"{at}post_attention_layernorm.weight"), spec),
+        **norms_of(gains),
         gate_up=gate_up,
         gate_up_bias=_biases(read, mlp, wide) if mlp_bias else None,
         down=down,
@@ -597,9 +634,8 @@ def _attention(
     attention, qk_norm = f"{at}self_attn.", None
     qkv = ("qkv_proj",) if layout.fused else ("q_proj", "k_proj", "v_proj")
     if layout.qk_norm:
-        q_gain = gain_of(read(f"{attention}q_norm.weight"), spec).expand(spec.num_heads, -1)
-        k_gain = gain_of(read(f"{attention}k_norm.weight"), spec).expand(spec.num_kv_heads, -1)
-        qk_norm = torch.cat([q_gain, k_gain])
+        query, key = (read(f"{attention}{part}_norm.weight") for part in "qk")
+        qk_norm = head_gains(query, key, spec)
     return {
         "qkv": matrix(*(f"{attention}{part}.weight" for part in qkv)),
         "qkv_bias": _biases(read, attention, qkv) if layout.qkv_bias else None,
@@ -650,11 +686,10 @@ def _shapes(
         attention["q_proj"] = 2 * query
     wide = {"gate_proj": inner, "up_proj": inner}
     if layout.fused:
-        attention, wide = {"qkv_proj": query + 2 * pair}, {"gate_up_proj": 2 * inner}
-    norms: dict[str, tuple[int, ...]] = {
-        "input_layernorm.weight": (hidden,),
-        "post_attention_layernorm.weight": (hidden,),
-    }
+        attention = {"qkv_proj": query + 2 * pair}
+    if layout.fused_mlp:
+        wide = {"gate_up_proj": 2 * inner}
+    norms: dict[str, tuple[int, ...]] = {f"{name}.weight": (hidden,) for name in spec.norms}
     layer = norms | {"self_attn.o_proj.weight": (hidden, query)}
     dense: dict[str, tuple[int, ...]] = {"mlp.down_proj.weight": (hidden, inner)}
     for part, rows in attention.items():

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import hashlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,11 +19,9 @@ from mmkv.engine.model.spec import DecoderSpec
 from mmkv.engine.model.state_layer import DeltaLayer, StateLayer, StateShapes
 
 _EXPECTED = {
-    "input_layernorm",
     "self_attn",
     "linear_attn",
     "mlp",
-    "post_attention_layernorm",
     "resid_attn_dropout",
     "resid_mlp_dropout",
 }
@@ -50,6 +48,8 @@ class LayerWeights:
             ``[2 f_s, d]`` and shared_down ``[d, f_s]``; None: there is none.
         state_layer: what mixes tokens where the layer does not attend, else None. ``qkv`` and
             ``out`` are then its projections, or have no rows where it has its own.
+        attention_out_norm, mlp_out_norm: ``[d]`` gains of norms of what attention and MLP add to
+            the states, or None.
     """
 
     input_norm: Tensor
@@ -68,6 +68,8 @@ class LayerWeights:
     shared_gate_up: Tensor | None = None
     shared_down: Tensor | None = None
     state_layer: StateLayer | None = None
+    attention_out_norm: Tensor | None = None
+    mlp_out_norm: Tensor | None = None
 
     def parts(self) -> Iterator[tuple[str, Matrix]]:
         """Yield every tensor with its name, those of the state layer among them."""
@@ -184,7 +186,8 @@ class DecoderWeights:
 
         Parts that are fused here are copied into one matrix, layer by layer, and the model's own
         parameters become views of it: there is no second copy, and a change on one side is seen
-        on the other. Gains of q and k are copied, and those that are 1 + weight.
+        on the other. Gains of q and k are copied, those that are 1 + weight, and q, k and v where
+        their rows are put in another order (:attr:`DecoderSpec.paired`).
 
         Returns:
             The weights, and the parameters that became views; :func:`separate` reverses that.
@@ -309,6 +312,25 @@ def gain_of(weight: Tensor, spec: DecoderSpec) -> Tensor:
     return 1 + weight.float() if spec.unit_offset else weight
 
 
+def head_gains(q: Tensor, k: Tensor, spec: DecoderSpec) -> Tensor:
+    """Return the gains ``[Hq + H, D]`` of the norms of queries and keys, of weights ``[D]``."""
+    queries = gain_of(q, spec)
+    if spec.query_gain != 1:
+        queries = queries * spec.query_gain
+    both = queries.expand(spec.num_heads, -1), gain_of(k, spec).expand(spec.num_kv_heads, -1)
+    return torch.cat(both)
+
+
+def halves_order(spec: DecoderSpec, heads: int) -> Tensor:
+    """Return which rows of queries or keys of so many heads stand where: of the features that are
+    rotated in pairs, the even ones first, then the odd ones.
+    """
+    rot = 2 * spec.rope.inv_freq.numel()
+    order = torch.arange(spec.head_dim)
+    order[:rot] = torch.cat([order[:rot:2], order[1:rot:2]])
+    return (torch.arange(heads)[:, None] * spec.head_dim + order).flatten()
+
+
 _Fuse = Callable[[list[nn.Linear]], tuple[Tensor, Tensor | None]]
 
 
@@ -321,7 +343,7 @@ def _take_layer(
 ) -> LayerWeights:
     attends = spec.entry_index[index] is not None
     own = not attends and spec.delta is None and state_layer is not None
-    extra = {name for name, _ in layer.named_children()} - _EXPECTED
+    extra = {name for name, _ in layer.named_children()} - _EXPECTED - {*spec.norms}
     mlp = layer.mlp
     wanted = _SHARED if spec.routing is not None and spec.routing.shared else _SPARSE
     sparse = spec.routing is not None and {n for n, _ in mlp.named_children()} == wanted
@@ -353,9 +375,9 @@ def _take_layer(
         mixing["shared_gate"] = mlp.shared_expert_gate.weight.data
         mixing["shared_gate_up"], _ = fuse([shared.gate_proj, shared.up_proj])
         mixing["shared_down"] = shared.down_proj.weight.data
+    gains = [gain_of(getattr(layer, name).weight.data, spec) for name in spec.norms]
     return LayerWeights(
-        input_norm=gain_of(layer.input_layernorm.weight.data, spec),
-        post_norm=gain_of(layer.post_attention_layernorm.weight.data, spec),
+        **norms_of(gains),
         gate_up=gate_up,
         gate_up_bias=gate_up_bias,
         down=mlp.experts.down_proj.data if sparse else mlp.down_proj.weight.data,
@@ -365,17 +387,26 @@ def _take_layer(
     )
 
 
+def norms_of(gains: Sequence[Tensor]) -> dict[str, Any]:
+    """Return the norms of :class:`LayerWeights`, of gains as :attr:`DecoderSpec.norms` has them."""
+    names = ("input_norm", "post_norm", "attention_out_norm", "mlp_out_norm")
+    return dict(zip(names, gains, strict=False))
+
+
 def _take_attention(attention: Any, spec: DecoderSpec, fuse: _Fuse) -> dict[str, Any]:
     """Return the parts of :class:`LayerWeights` of an attention."""
     if hasattr(attention, "qkv_proj"):
         qkv, qkv_bias = attention.qkv_proj.weight.data, _bias(attention.qkv_proj)
+    elif spec.paired:
+        qkv, qkv_bias = _fuse([attention.q_proj, attention.k_proj, attention.v_proj])
+        turned = halves_order(spec, spec.num_heads + spec.num_kv_heads).to(qkv.device)
+        order = torch.cat([turned, torch.arange(len(turned), len(qkv), device=qkv.device)])
+        qkv, qkv_bias = qkv[order], None if qkv_bias is None else qkv_bias[order]
     else:
         qkv, qkv_bias = fuse([attention.q_proj, attention.k_proj, attention.v_proj])
     qk_norm = None
     if hasattr(attention, "q_norm"):
-        q_gain = gain_of(attention.q_norm.weight.data, spec).expand(spec.num_heads, -1)
-        k_gain = gain_of(attention.k_norm.weight.data, spec).expand(spec.num_kv_heads, -1)
-        qk_norm = torch.cat([q_gain, k_gain])
+        qk_norm = head_gains(attention.q_norm.weight.data, attention.k_norm.weight.data, spec)
     out, out_bias = attention.o_proj.weight.data, _bias(attention.o_proj)
     return {
         "qkv": qkv,

@@ -138,6 +138,7 @@ MEDIA = (
     "image_sizes_videos",
     "batch_num_images",
     "mm_token_type_ids",
+    "token_type_ids",  # of Gemma 3: which tokens are pictures'
 )
 
 _CACHE_FIELD = next(

@@ -71,7 +71,7 @@ def _load(name: str | Path, min_pixels: int | None, max_pixels: int | None) -> P
     config = read_config(name)
     family = find(str(config.model_type))
     tokenizer = AutoTokenizer.from_pretrained(name, config=config)
-    if family is not None and issubclass(family, Qwen3VLFamily):
+    if family is not None and issubclass(family, Qwen3VLFamily) and family.like_qwen:
         return _load_qwen(
             name, tokenizer, config.vision_config, min_pixels, max_pixels, family.frames_apart
         )

@@ -346,6 +346,21 @@ def test_text_begins_behind_the_seconds_of_a_long_video() -> None:
     assert placed.next_position == int(made.max()) + 1
 
 
+def test_pictures_and_frames_that_one_token_stands_for() -> None:
+    """GLM's: transformers takes no pictures beside videos, so that each is compared by itself."""
+    glm = family("glm4v")
+    picture = make_turn("glm4v", [4, ("image", 24, 16), 3], seed=1)
+    video = make_turn("glm4v", [2, ("video", 4, 16, 24), 5], seed=2)
+    first = glm.turn(picture, 3)
+    second = glm.turn(video, first.next_position)
+    both = glm.turn(join_turns(picture, video), 3)
+    assert set(first.modality.tolist()) == {0, 1} and set(second.modality.tolist()) == {0, 2}
+    assert torch.equal(both.modality, torch.cat([first.modality, second.modality]))
+    assert torch.equal(both.positions, torch.cat([first.positions, second.positions], 1))
+    assert first.visual is not None and second.visual is not None and both.visual is not None
+    torch.testing.assert_close(both.visual, torch.cat([first.visual, second.visual]))
+
+
 def test_pixels_that_cover_one_kind_of_what_was_seen(qwen: Family) -> None:
     pieces: list[Any] = [3, ("image", 16, 16), 2, ("video", 2, 16, 16), 1]
     first, second = make_turn("qwen3_vl", pieces), make_turn("qwen3_vl", pieces, seed=1)

@@ -122,6 +122,9 @@ CASES += [
     Case("smolvlm", "dbtrimkv", 2, 1, 9, "video"),
     Case("mistral3", "dbtrimkv", 2, 1, 7, "late"),
     Case("photos", "dbtrimkv", 2, 1, 7, "late"),
+    Case("gemma3", "dbtrimkv", 2, 1, 7, "late"),
+    Case("glm4v", "dbtrimkv", 2, 1, 7, "late"),
+    Case("gemma3_wide", "h2o", 2, 8, 5, "late"),
 ]
 
 # One dialogue for each other family and for sliding windows; test_parity has all their variants.
@@ -135,6 +138,7 @@ FAMILIES = [
     "mistral",
     "qwen3",
     "qwen3_moe_mixed",
+    "gemma3_text",
     "phi3_sliding",
     "llama_biased",
 ]

@@ -9,9 +9,10 @@ import torch
 
 from mmkv.engine.budget import Budget
 from mmkv.engine.budgets import page_bound
-from mmkv.engine.errors import BudgetError, InputError, SessionError
+from mmkv.engine.errors import BudgetError, InputError, PolicyError, SessionError
 from mmkv.engine.model.decoder import Decoder
 from mmkv.engine.runtime import Runtime
+from tests.support.factories import checkpoint, make_turn
 from tests.support.policies import EVICTING_KINDS, KINDS
 from tests.support.sessions import LATER, PICTURES, assert_same_rows, load, run, text_ids, turn
 from tests.support.tiers import slow_but
@@ -86,6 +87,29 @@ def test_a_chunk_length_of_its_own(folders: dict[str, Path]) -> None:
         pass
     assert prefill.logits is not None and torch.equal(prefill.logits, reference.prefill(LONG))
     assert_same_rows(session, reference)
+
+
+def test_no_chunk_ends_in_a_picture_that_is_seen_whole() -> None:
+    """Gemma's pictures, each of 4 tokens: chunks of any length make the same of a prompt."""
+    inputs = make_turn("gemma3", [5, ("image", 16, 16), 2, ("image", 16, 16), 9])
+    engine = load(checkpoint("gemma3"), policy="full", prefill_chunk=1)
+    assert engine.prefill_chunk == 4
+    tokens = inputs["input_ids"].shape[1]
+    wanted = engine.session().begin_prefill(inputs, tokens)
+    assert wanted.advance() and wanted.logits is not None
+    inside = {at for first in (6, 14) for at in range(first + 1, first + 4)}
+    for chunk in [*range(1, 13), tokens - 1]:
+        prefill, ends = engine.session().begin_prefill(inputs, chunk), set[int]()
+        while not prefill.advance():
+            ends.add(prefill.done)
+        assert ends and not ends & inside
+        assert prefill.logits is not None
+        difference = (prefill.logits - wanted.logits).abs().max()
+        assert difference <= 1e-5 * wanted.logits.abs().max()
+    with pytest.raises(InputError, match="cannot be cut in two"):
+        engine.turn(inputs, 0).part(0, 8)
+    with pytest.raises(PolicyError, match="write gates"):
+        load(checkpoint("gemma3"), policy="wgkv", gates="random")
 
 
 def test_what_cannot_be_taken_back_says_so(engine: Runtime) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import tempfile
 from collections.abc import Sequence
 from functools import cache
@@ -18,7 +17,7 @@ from mmkv.engine.policies import PRESETS, make_policy
 from mmkv.engine.policies.preset import PolicyText
 from mmkv.engine.runtime import Runtime
 from mmkv.engine.sequence import CachedSequence
-from tests.support.factories import CHECKPOINTS, QWEN_VL, Piece, make_turn
+from tests.support.factories import CHECKPOINTS, GLM, QWEN_VL, Piece, make_turn
 from tests.support.model_configs import Checkpoint
 from tests.support.oracle import Admitted, Oracle, Pruned, Retained
 from tests.support.sessions import save_checkpoint
@@ -138,6 +137,7 @@ def prompt(model: str, *pieces: Piece, seed: int = 0) -> dict[str, Tensor]:
     family = MODELS[model].model_type
     named = model if model in CHECKPOINTS else family
     seeing = any(part in family for part in ("vl", "llava", "idefics3", "mistral3", "photos"))
+    seeing = seeing or family in ("gemma3", *GLM)
     seeing = seeing or family in QWEN_VL
     return make_turn(named, [p for p in pieces if seeing or isinstance(p, int)], seed)
 
@@ -153,5 +153,5 @@ def prefill_both(
     ours = session.prefill(inputs, lambda done, total: kept.append(session.retained()))
     if notes is not None:
         notes.show_prefill(oracle)
-    assert len(kept) == math.ceil(inputs["input_ids"].shape[1] / oracle.prefill_chunk)
+    assert len(kept) == len(oracle.chunks(inputs["input_ids"][0]))
     return ours, oracle.prefill(inputs, kept)

@@ -27,7 +27,9 @@ from tests.support.model_configs import (
     SIDE,
     TEXT_IDS,
     TILE,
+    VIDEO_END,
     VIDEO_ID,
+    VIDEO_START,
     VISION_END,
     VISION_START,
     Checkpoint,
@@ -85,6 +87,17 @@ _MIXED: dict[str, Any] = {
     "mlp_only_layers": [],
 }
 
+# Two windowed layers to a global one, whose positions are scaled and whose angles are others.
+_GEMMA: dict[str, Any] = {
+    "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+    "sliding_window": 20,
+    "query_pre_attn_scalar": 24,
+    "rope_parameters": {
+        "full_attention": {"rope_type": "linear", "factor": 4.0, "rope_theta": 100000.0},
+        "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
+    },
+}
+
 CHECKPOINTS: dict[str, Checkpoint] = {
     "qwen3_vl": Checkpoint("qwen3_vl", 6, 2, 32, layers=3, tied=True),
     "qwen3_vl_group8": Checkpoint("qwen3_vl", 8, 1, 64, layers=3, seed=1),
@@ -128,6 +141,13 @@ CHECKPOINTS: dict[str, Checkpoint] = {
     "llava_onevision": Checkpoint("llava_onevision", 6, 2, 32, tied=True, text_type="qwen2"),
     "internvl": Checkpoint("internvl", 6, 2, 32, text_type="qwen2", seed=1),
     "photos": Checkpoint("mmkv_photos", 6, 2, 32, tied=True, text_type="llama"),
+    "gemma3": Checkpoint("gemma3", 4, 2, 32, layers=3, tied=True, text=_GEMMA),
+    "gemma3_wide": Checkpoint(
+        "gemma3", 2, 1, 64, layers=3, text=_GEMMA | {"sliding_window": 400}, seed=1
+    ),
+    "glm4v": Checkpoint("glm4v", 6, 2, 32, layers=3),
+    "glm46v": Checkpoint("glm46v", 2, 1, 64, tied=True, seed=1),
+    "gemma3_text": Checkpoint("gemma3_text", 4, 2, 32, layers=3, tied=True, text=_GEMMA),
     "qwen3_moe": Checkpoint("qwen3_moe", 4, 2, 32, text=_MIXED | {"norm_topk_prob": True}),
     "qwen3_moe_mixed": Checkpoint(
         "qwen3_moe", 4, 1, 32, tied=True, text=_MIXED | {"mlp_only_layers": [0]}
@@ -154,8 +174,12 @@ CHECKPOINTS: dict[str, Checkpoint] = {
 }
 
 QWEN_VL = ("qwen3_vl", "qwen3_vl_moe", "qwen2_5_vl", "qwen2_vl", "qwen3_5", "qwen3_5_moe")
+GLM = ("glm4v", "glm46v")
 # Pictures are tiles behind one another; their number is in that of the tokens. Frames are pictures.
 IN_TILES = ("internvl", "smolvlm", "idefics3")
+
+# Inputs with a number for each token.
+ROWS = ("input_ids", "attention_mask", "mm_token_type_ids", "token_type_ids")
 
 # One checkpoint of each family.
 FAMILIES = {spec.model_type: name for name, spec in reversed(CHECKPOINTS.items())}.values()
@@ -189,18 +213,19 @@ def make_model(spec: Checkpoint) -> Any:
 def enliven(model: Any, seed: int) -> None:
     """Fill every parameter with seeded noise of a size that keeps signals alive."""
     source = torch.Generator().manual_seed(seed)
+    gemma = "Gemma3" in type(model).__name__  # adds 1 to its gains, and scales its embeddings
     for name, weight in model.named_parameters():
         noise = torch.randn(weight.shape, generator=source)
         if name.endswith(("A_log", "dt_bias")):  # of heads that forget in a few tokens, or in many
             weight.copy_(noise - 1)
         elif "norm" in name and name.endswith("weight"):
             # Sharper attention where queries and keys are normed: their matrices cannot do it.
-            weight.copy_((2 if "q_norm" in name else 1) + 0.2 * noise)
+            weight.copy_(1 - gemma + ("q_norm" in name) + 0.2 * noise)
         elif weight.dim() == 1:
             weight.copy_(0.2 * noise)
         elif "embed" in name and "patch" not in name:
             # Small beside the layers' output, or a tied model echoes its input.
-            weight.copy_(0.1 * noise)
+            weight.copy_(0.1 * noise / (weight.shape[1] ** 0.5 if gemma else 1))
         else:
             sharp = any(part in name for part in ("q_proj", "k_proj", "qkv_proj"))
             inputs = weight.shape[-1] if "experts" in name else weight[0].numel()
@@ -232,9 +257,12 @@ def make_turn(name: str, pieces: Sequence[Piece], seed: int = 0) -> dict[str, Te
     tokens = torch.tensor([ids])
     turn = {"input_ids": tokens, "attention_mask": torch.ones_like(tokens)}
     noise = functools.partial(torch.randn, generator=source)
-    if family in QWEN_VL:
+    if family in (*QWEN_VL, *GLM):
         # As the processor does, also for text.
         kinds = (tokens == IMAGE_ID).int() + 2 * (tokens == VIDEO_ID).int()
+        if family in GLM:
+            begun, ended = ((tokens == each).cumsum(1) for each in (VIDEO_START, VIDEO_END))
+            kinds += ((tokens == IMAGE_ID) & (begun > ended)).int()
         turn["mm_token_type_ids"] = kinds
         if pictures:
             turn |= _patches([(1, *size) for size in pictures], "pixel_values", "image", noise)
@@ -246,6 +274,8 @@ def make_turn(name: str, pieces: Sequence[Piece], seed: int = 0) -> dict[str, Te
                 # Of one and a half frames a second: 4/3 s between two patches.
                 turn["second_per_grid_ts"] = torch.full((len(videos),), 2 / 1.5)
         return turn
+    if family == "gemma3":  # pictures see all of themselves
+        turn["token_type_ids"] = (tokens == IMAGE_ID).int()
     if pictures:
         turn |= _tiles(family, pictures, lone, noise)
     if videos and family in IN_TILES:
@@ -264,7 +294,7 @@ def join_turns(*turns: dict[str, Tensor]) -> dict[str, Tensor]:
     joined: dict[str, Tensor] = {}
     for key in {key: None for turn in turns for key in turn}:
         parts = [turn[key] for turn in turns if key in turn]
-        row_wise = key in ("input_ids", "attention_mask", "mm_token_type_ids")
+        row_wise = key in ROWS
         if key == "pixel_values":
             parts = _pad_tiles(parts)
         joined[key] = torch.cat(parts, dim=1 if row_wise else 0)
@@ -278,7 +308,7 @@ def pad_left(turns: Sequence[dict[str, Tensor]], pad_id: int = 0) -> dict[str, T
     for turn in turns:
         missing = width - turn["input_ids"].shape[1]
         for key, value in turn.items():
-            if key in ("input_ids", "attention_mask", "mm_token_type_ids"):
+            if key in ROWS:
                 fill = pad_id if key == "input_ids" else 0
                 value = torch.nn.functional.pad(value, (missing, 0), value=fill)
             rows.setdefault(key, []).append(value)
@@ -289,9 +319,11 @@ def pad_left(turns: Sequence[dict[str, Tensor]], pad_id: int = 0) -> dict[str, T
 
 def _image_ids(spec: Checkpoint, size: tuple[int, int], lone: bool) -> list[int]:
     family = spec.model_type
-    if family in QWEN_VL:
+    if family in (*QWEN_VL, *GLM):
         count = (size[0] // PATCH // 2) * (size[1] // PATCH // 2)
         return [VISION_START, *[IMAGE_ID] * count, VISION_END]
+    if family == "gemma3":
+        return [VISION_START, *[IMAGE_ID] * (SIDE * SIDE // 4), VISION_END]
     if family == "internvl":
         whole = _tile_count(size) * SIDE * SIDE // 4
         return [VISION_START, *[IMAGE_ID] * whole, VISION_END]
@@ -324,6 +356,12 @@ def _video_ids(family: str, size: tuple[int, int, int], source: torch.Generator)
         count = (frames // 2) * (high // PATCH // 2) * (wide // PATCH // 2)
         return [VISION_START, *[VIDEO_ID] * count, VISION_END]
     ids: list[int] = []
+    if family in GLM:
+        count = (high // PATCH // 2) * (wide // PATCH // 2)
+        for _ in range(frames // 2):  # a timestamp stands behind each temporal patch
+            ids += [VISION_START, *[IMAGE_ID] * count, VISION_END]
+            ids += torch.randint(3, TEXT_IDS, (3,), generator=source).tolist()
+        return [VIDEO_START, *ids, VIDEO_END]
     for _ in range(frames // 2):
         # A timestamp of a few text tokens stands before each temporal patch.
         ids += torch.randint(3, TEXT_IDS, (3,), generator=source).tolist()
@@ -345,7 +383,7 @@ def _patches(
 def _tiles(
     family: str, sizes: Sequence[tuple[int, int]], lone: bool, noise: Callable[..., Tensor]
 ) -> dict[str, Tensor]:
-    if family in ("llava", "mmkv_photos"):
+    if family in ("llava", "mmkv_photos", "gemma3"):
         return {"pixel_values": noise(len(sizes), 3, TILE, TILE)}
     if family == "internvl":
         return {"pixel_values": noise(sum(map(_tile_count, sizes)), 3, TILE, TILE)}

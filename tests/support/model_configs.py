@@ -9,6 +9,7 @@ import transformers
 
 VOCAB = 160
 IMAGE_ID, VIDEO_ID, VISION_START, VISION_END = 150, 151, 152, 153
+VIDEO_START, VIDEO_END = 154, 155  # of GLM, whose frames have the tokens of pictures
 # Random text draws from ids below this: never a placeholder or a special token.
 TEXT_IDS = 148
 NO_SPECIALS: dict[str, Any] = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
@@ -56,6 +57,9 @@ def config_of(spec: Checkpoint) -> Any:
         "llava_next_video": _llava_next,
         "mistral3": _mistral3,
         "mmkv_photos": _photos,
+        "gemma3": _gemma3,
+        "glm4v": _glm4v,
+        "glm46v": _glm4v,
         "llava_onevision": _llava_onevision,
     }.get(spec.model_type)
     return _text_config(spec, spec.model_type) if build is None else build(spec)
@@ -140,6 +144,62 @@ def _photos(spec: Checkpoint) -> Any:
         table_size=20,
         tie_word_embeddings=spec.tied,
         **spec.extra,
+    )
+
+
+def _gemma3(spec: Checkpoint) -> Any:
+    vision = transformers.SiglipVisionConfig(
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        image_size=TILE,
+        patch_size=PATCH,
+        vision_use_head=False,
+    )
+    return transformers.Gemma3Config(
+        vision_config=vision,
+        text_config=_text_config(spec, "gemma3_text"),
+        image_token_index=IMAGE_ID,
+        boi_token_index=VISION_START,
+        eoi_token_index=VISION_END,
+        mm_tokens_per_image=SIDE * SIDE // 4,
+        tie_word_embeddings=spec.tied,
+        **spec.extra,
+    )
+
+
+def _glm4v(spec: Checkpoint) -> Any:
+    turned = spec.head_dim // 4  # frequencies of a half of a head
+    side = turned // 3
+    text = _text_config(spec, "glm4v_text")
+    text.rope_parameters = {
+        "rope_type": "default",
+        "rope_theta": 10000.0,
+        "partial_rotary_factor": 0.5,
+        "mrope_section": [turned - 2 * side, side, side],
+    }
+    vision = {
+        "depth": 2,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_heads": 2,
+        "image_size": 2 * TILE,
+        "patch_size": PATCH,
+        "spatial_merge_size": 2,
+        "temporal_patch_size": 2,
+        "out_hidden_size": spec.heads * spec.head_dim,
+    }
+    return transformers.CONFIG_MAPPING[spec.model_type](
+        text_config=text.to_dict(),
+        vision_config=vision,
+        image_token_id=IMAGE_ID,
+        video_token_id=VIDEO_ID,
+        image_start_token_id=VISION_START,
+        image_end_token_id=VISION_END,
+        video_start_token_id=VIDEO_START,
+        video_end_token_id=VIDEO_END,
+        tie_word_embeddings=spec.tied,
     )
 
 

@@ -20,6 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from mmkv.engine.errors import InputError
 from mmkv.engine.model.decoder import Decoder
 from mmkv.engine.model.families.base import Turn
 from mmkv.engine.model.state_layer import StateLayer
@@ -69,6 +70,11 @@ def lay_out_turns(engine: Runtime, turns: Sequence[Turn]) -> Documents:
     levels: dict[int, list[tuple[Tensor, Tensor]]] = {}
     first = 0
     for turn in turns:
+        if turn.whole_pictures and turn.visual is not None:
+            raise InputError(
+                "a picture of this model is seen at once, also by its own first tokens, which a "
+                "pass over whole documents does not do; use text alone"
+            )
         states, deepstack = engine.decoder.embed_turn(turn)
         for level, (where, features) in enumerate(deepstack):
             levels.setdefault(level, []).append((where + first, features.clone()))

@@ -319,10 +319,21 @@ static void copy_width(const float *from, int64_t count, int64_t from_width, int
         memcpy(to + i * to_width, from + i * from_width, sizeof *to * (size_t)both);
 }
 
+/* Give entries of tokens before `oldest` the score `value`, in all heads. */
+static void hide(const struct cache *cache, int64_t row, int64_t group, int64_t oldest, float value,
+                 float *scores)
+{
+    int64_t length = cache->length[row];
+    for (int64_t i = 0; i < length; i++)
+        for (int64_t g = 0; g < group && cache->position[slot_of(cache, row, i)] < oldest; g++)
+            scores[g * length + i] = value;
+}
+
 /* query, out: [group, D], the heads that share this row; scores: room for group * length. A page
- * is read from memory once for the whole group. The row holds at least the entry of this step. */
+ * is read from memory once for the whole group. The row holds at least the entry of this step. Tokens
+ * before `oldest` are not seen. */
 EXPORT void mmkv_attend(const struct cache *cache, int64_t row, const float *query, int64_t group,
-                int64_t mass, float *scores, float *out)
+                int64_t mass, int64_t oldest, float *scores, float *out)
 {
     int64_t length = cache->length[row], dim = cache->head_dim;
     int64_t filled = (dim + 2 * LANES - 1) / (2 * LANES) * (2 * LANES), whole = filled == dim;
@@ -339,12 +350,16 @@ EXPORT void mmkv_attend(const struct cache *cache, int64_t row, const float *que
         copy_width(query, group, dim, filled, queries);
     }
     score_row(&keys, whole ? query : queries, group, scores);
+    if (oldest > 0)
+        hide(cache, row, group, oldest, -INFINITY, scores);
     float scale = 1.0f / sqrtf((float)dim);
     for (int64_t g = 0; g < group; g++) {
         float share = 1.0f / soften(scores + g * length, length, scale);
         for (int64_t i = 0; i < length; i++)
             scores[g * length + i] *= share;
     }
+    if (oldest > 0) /* exp stops above 0 */
+        hide(cache, row, group, oldest, 0, scores);
     if (mass)
         add_mass(cache, row, group, mass - 1, scores);
     mix_row(&values, scores, group, whole ? out : mixed);

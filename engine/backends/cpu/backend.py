@@ -45,7 +45,6 @@ class CpuBackend(Backend):
         super().__init__(model, cache)
         weights, gates, policy = model.decoder.weights, model.decoder.gates, model.policy
         self._reason = NativeDecoder.unsupported_reason(weights, gates, model.decoder.hosted)
-        self._least_window = min(filter(None, model.spec.sliding_window), default=0)
         self.decoder: NativeDecoder | None = None
         self.evictor: NativeEvictor | None = None
         self._chunk_attention: NativeChunkAttention | None = None
@@ -66,8 +65,6 @@ class CpuBackend(Backend):
             return self._reason or "switched off"
         if self.model.decoder.on_gate_input is not None:
             return "on_gate_input is set"
-        if self._least_window and batch is not None and max(batch.seen) >= self._least_window:
-            return "a sliding window is in effect"
         return ""
 
     def no_eviction_reason(self) -> str:

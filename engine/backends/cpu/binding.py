@@ -38,6 +38,8 @@ class Layer(Structure):
 
     _fields_ = [
         *((name, c_void_p) for name in ("input_norm", "post_norm", "qk_norm")),
+        *((name, c_void_p) for name in ("attention_out_norm", "mlp_out_norm")),
+        *((name, c_int64) for name in ("angle", "window")),
         *((name, Linear) for name in ("qkv", "out", "gate_up", "down")),
         ("trunk", Linear * MAX_TRUNK),
         ("readout", Linear),
@@ -62,6 +64,8 @@ class Model(Structure):
                 "head_dim",
                 "rotary",
                 "trunk",
+                "angles",
+                "gelu",
                 "output_gate",
                 "key_heads",
                 "value_heads",
@@ -70,7 +74,7 @@ class Model(Structure):
                 "taps",
             )
         ),
-        ("eps", c_double),
+        *((name, c_double) for name in ("eps", "embed_scale")),
         ("embed", Linear),
         ("norm", c_void_p),
         ("head", Linear),
@@ -194,7 +198,7 @@ _FUNCTIONS = {
     "mmkv_scratch": (c_int64, [POINTER(Model), c_int64, c_int64, c_int64]),
     "mmkv_step": (None, [POINTER(Model), POINTER(Cache), POINTER(Step)]),
     "mmkv_store": (None, [POINTER(Cache), c_int64, c_void_p, c_void_p]),
-    "mmkv_attend": (None, [POINTER(Cache), c_int64, c_void_p, *[c_int64] * 2, *[c_void_p] * 2]),
+    "mmkv_attend": (None, [POINTER(Cache), c_int64, c_void_p, *[c_int64] * 3, *[c_void_p] * 2]),
     "mmkv_attend_chunk_plan": (c_int64, [POINTER(Cache), *[c_int64] * 5, POINTER(c_int64)]),
     "mmkv_attend_chunk": (
         None,
@@ -216,7 +220,7 @@ _FUNCTIONS = {
         None,
         [c_void_p, *[c_int64] * 5, c_void_p, c_double, *[c_void_p] * 2, c_int64],
     ),
-    "mmkv_gated": (None, [c_void_p, *[c_int64] * 3, c_void_p]),
+    "mmkv_gated": (None, [c_void_p, *[c_int64] * 4, c_void_p]),
     "mmkv_round": (
         None,
         [c_void_p, *[c_int64] * 4, *[c_void_p] * 3, c_int64],

@@ -332,7 +332,7 @@ EXPORT void mmkv_attend_chunk(const struct cache *cache, int64_t row, int64_t kv
         float *own = scratch + thread * size;
         if (asked == 1) { /* nothing is laid out for one query: it reads each entry once */
             int64_t first = head * group * cache->head_dim;
-            mmkv_attend(cache, row + head, query + first, group, 0, own, out + first);
+            mmkv_attend(cache, row + head, query + first, group, 0, 0, own, out + first);
             continue;
         }
         struct workspace work = {0};

@@ -69,6 +69,8 @@ class NativeDecoder:
             gate = None if gates is None or entry is None else gates.layers[entry]
             self._layers[index] = _layer(layer, gate, matrix)
             self._layers[index].entry = -1 if entry is None else entry
+            self._layers[index].window = 0 if entry is None else spec.sliding_window[entry] or 0
+            self._layers[index].angle = spec.is_local(index) * spec.rope.inv_freq.numel()
         # Where the layers without entries have their states: the cache replaces them as it grows.
         self._states: Tensor | None = None
         delta = spec.delta or DeltaSpec(0, 0, 0, 0, 0)
@@ -80,6 +82,8 @@ class NativeDecoder:
             head_dim=spec.head_dim,
             rotary=2 * spec.rope.inv_freq.numel(),
             trunk=0 if gates is None else len(gates.layers[0].trunk),
+            angles=1 if spec.local_rope is None else 2,
+            gelu=spec.activation == "gelu_tanh",
             output_gate=spec.output_gate,
             key_heads=delta.key_heads,
             value_heads=delta.value_heads,
@@ -87,13 +91,15 @@ class NativeDecoder:
             value_dim=delta.value_dim,
             taps=delta.kernel,
             eps=spec.rms_eps,
+            embed_scale=spec.embed_scale,
             embed=linear(weights.embed),
             norm=weights.norm.data_ptr(),
             head=matrix(weights.head),
             layer=self._layers,
         )
         long = spec.rope.inv_freq if spec.rope.long_inv_freq is None else spec.rope.long_inv_freq
-        self._inv_freq = (spec.rope.inv_freq.contiguous(), long.contiguous())
+        local = [] if spec.local_rope is None else [spec.local_rope.inv_freq]
+        self._inv_freq = tuple(torch.cat([each, *local]) for each in (spec.rope.inv_freq, long))
         self._frequencies = [tensor.data_ptr() for tensor in self._inv_freq]
         self._views = CacheViews()
         self._vocab = weights.head.shape[0]
@@ -266,7 +272,9 @@ def _layer(layer: LayerWeights, gate: LayerGate | None, matrix: Callable[..., Li
     made = Layer(
         input_norm=layer.input_norm.data_ptr(),
         post_norm=layer.post_norm.data_ptr(),
-        qk_norm=None if layer.qk_norm is None else layer.qk_norm.data_ptr(),
+        qk_norm=_place(layer.qk_norm),
+        attention_out_norm=_place(layer.attention_out_norm),
+        mlp_out_norm=_place(layer.mlp_out_norm),
         qkv=matrix(layer.qkv, layer.qkv_bias),
         out=matrix(layer.out, layer.out_bias),
         gate_up=matrix(layer.gate_up, layer.gate_up_bias),
@@ -281,6 +289,10 @@ def _layer(layer: LayerWeights, gate: LayerGate | None, matrix: Callable[..., Li
             made.trunk[index] = linear(weight, bias)
         made.readout = linear(gate.readout, gate.bias)
     return made
+
+
+def _place(tensor: Tensor | None) -> int | None:
+    return None if tensor is None else tensor.data_ptr()
 
 
 def _vectors(weights: DecoderWeights, gates: Gates | None) -> list[Tensor]:

@@ -1,4 +1,4 @@
-/* What is between products, one token after the other: RMSNorm, RoPE and the gate of SwiGLU. A token's
+/* What is between products, one token after the other: RMSNorm, RoPE and the gate of the MLP. A token's
  * numbers do not depend, not in one bit, on other tokens or on threads. */
 #include "native.h"
 #include "vmath.h"
@@ -18,6 +18,13 @@ void silu(float *x, int64_t from, int64_t to)
 #pragma omp simd
     for (int64_t i = from; i < to; i++)
         x[i] = silu_float(x[i]);
+}
+
+void gelu(float *x, int64_t from, int64_t to)
+{
+#pragma omp simd
+    for (int64_t i = from; i < to; i++)
+        x[i] = gelu_float(x[i]);
 }
 
 /* y [tokens, size]: the norms of x [tokens, size]. */
@@ -45,13 +52,20 @@ EXPORT void mmkv_turn(float *x, int64_t tokens, int64_t stride, int64_t heads, i
         }
 }
 
-/* y [tokens, inner] = silu(gate) * up of x [tokens, 2 inner], the gate first. */
-EXPORT void mmkv_gated(const float *x, int64_t tokens, int64_t inner, int64_t threads, float *y)
+/* y [tokens, inner] = activation(gate) * up of x [tokens, 2 inner], the gate first; SiLU or GELU. */
+EXPORT void mmkv_gated(const float *x, int64_t tokens, int64_t inner, int64_t is_gelu,
+                       int64_t threads, float *y)
 {
 #pragma omp parallel for num_threads((int)threads) if (threads > 1)
     for (int64_t token = 0; token < tokens; token++) {
         const float *gate = x + token * 2 * inner, *up = gate + inner;
         float *restrict to = y + token * inner;
+        if (is_gelu) {
+#pragma omp simd
+            for (int64_t i = 0; i < inner; i++)
+                to[i] = gelu_float(gate[i]) * up[i];
+            continue;
+        }
 #pragma omp simd
         for (int64_t i = 0; i < inner; i++)
             to[i] = silu_float(gate[i]) * up[i];

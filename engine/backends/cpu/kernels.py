@@ -290,13 +290,14 @@ class NativeElementwise(TorchElementwise):
         )
         return heads
 
-    def gated(self, gate_up: Tensor) -> Tensor:
+    def gated(self, gate_up: Tensor, activation: str = "silu") -> Tensor:
         if not _plain(gate_up):
-            return super().gated(gate_up)
+            return super().gated(gate_up, activation)
         gate_up, inner = gate_up.contiguous(), gate_up.shape[-1] // 2
         made = gate_up.new_empty(*gate_up.shape[:-1], inner)
         threads, tokens = _threads(gate_up), made.numel() // inner
-        self._library.mmkv_gated(gate_up.data_ptr(), tokens, inner, threads, made.data_ptr())
+        how = tokens, inner, activation == "gelu_tanh", threads
+        self._library.mmkv_gated(gate_up.data_ptr(), *how, made.data_ptr())
         return made
 
 

@@ -36,6 +36,10 @@ struct linear {
 struct layer {
     const float *input_norm, *post_norm; /* [hidden] */
     const float *qk_norm;                /* [heads + kv_heads, head_dim] or NULL */
+    /* [hidden], of what attention and MLP add to the states, or NULL */
+    const float *attention_out_norm, *mlp_out_norm;
+    int64_t angle;  /* where its own stand among a batch slot's, in frequencies */
+    int64_t window; /* tokens that are seen; 0: all */
     struct linear qkv, out, gate_up, down;
     struct linear trunk[MAX_TRUNK], readout;
     int64_t entry; /* its number among the layers with entries; -1: it follows the gated delta rule */
@@ -48,9 +52,11 @@ struct layer {
 
 struct model {
     int64_t layers, hidden, heads, kv_heads, head_dim, rotary, trunk; /* trunk 0: no gates */
+    int64_t angles; /* sets of rotary / 2 frequencies: layers may have one or another */
+    int64_t gelu;   /* whether the MLP's gate goes through GELU, not SiLU */
     int64_t output_gate; /* whether each query head of qkv is followed by a gate of its output */
     int64_t key_heads, value_heads, key_dim, value_dim, taps; /* of the gated delta rule, or 0 */
-    double eps;
+    double eps, embed_scale; /* the latter: on the rows of embed */
     struct linear embed; /* [vocab, hidden]: its rows are read */
     const float *norm;
     struct linear head;
@@ -89,7 +95,7 @@ struct cache {
 struct batch_slot {
     int64_t token, position, rope_position;
     int64_t states; /* where layers of the gated delta rule have the sequence's states */
-    const float *inv_freq; /* [rotary / 2] */
+    const float *inv_freq; /* [angles, rotary / 2] */
     float *queries;        /* the sequence's ring, as in struct window; NULL: none */
 };
 
@@ -252,6 +258,7 @@ void rms_norm(const float *x, const float *gain, int64_t size, float eps, float 
 /* elementwise.c */
 void rotate(float *x, const float *cos, const float *sin, int64_t half);
 void silu(float *x, int64_t from, int64_t to);
+void gelu(float *x, int64_t from, int64_t to);
 
 /* bf16.c */
 void bf16_rows(const struct linear *map, struct vectors x, struct vectors y, int64_t count,
@@ -270,7 +277,7 @@ void int8_row(const struct linear *map, int64_t row, float *to);
 
 /* attention.c */
 void mmkv_attend(const struct cache *cache, int64_t row, const float *query, int64_t group,
-                int64_t mass, float *scores, float *out);
+                int64_t mass, int64_t oldest, float *scores, float *out);
 
 /* delta.c */
 void delta_group(float *state, int64_t group, int64_t dk, int64_t dv, const float *q, const float *k,

@@ -14,7 +14,7 @@
 #include "native.h"
 #include "vmath.h"
 
-#define PHASES 5                  /* per layer; the head is one more */
+#define PHASES 7 /* per layer, those of norms of what is added among them; the head is one more */
 #define CHUNK_FLOATS (16 * 1024)  /* of weights in one chunk */
 #define SPINS 2000                /* looks at a counter before the core is offered to others */
 
@@ -28,7 +28,7 @@ struct phase {
 struct worker {
     const struct step *step;
     int64_t batch_slots;
-    struct vectors cos, sin, hidden, qkv, mixed, act, trunk[MAX_TRUNK], rates, convolved;
+    struct vectors cos, sin, hidden, qkv, mixed, act, trunk[MAX_TRUNK], rates, convolved, made;
     struct phase *phase; /* the current one */
     int64_t chunks, chunks_before;
     struct vectors normed;
@@ -45,6 +45,11 @@ static int64_t whole_lines(int64_t floats)
 static int64_t channels_of(const struct model *model)
 {
     return 2 * model->key_heads * model->key_dim + model->value_heads * model->value_dim;
+}
+
+static int norms_outputs(const struct model *model)
+{
+    return model->layers > 0 && model->layer->attention_out_norm;
 }
 
 #define LARGEST 6
@@ -75,14 +80,16 @@ static int64_t carve(const struct model *model, int64_t longest, int64_t threads
     int64_t longest_of[LARGEST] = {0};
     largest(model, batch_slots, longest_of);
     struct vectors *shared[] = {&to->cos,      &to->sin,      &to->hidden, &to->qkv,   &to->mixed,
-                                &to->act,      &to->trunk[0], &to->trunk[1], &to->rates, &to->convolved};
-    int64_t size[] = {model->rotary / 2,   model->rotary / 2,   model->hidden,       longest_of[0],
+                                &to->act,      &to->trunk[0], &to->trunk[1], &to->rates, &to->convolved,
+                                &to->made};
+    int64_t turned = model->angles * model->rotary / 2;
+    int64_t size[] = {turned,              turned,              model->hidden,       longest_of[0],
                       longest_of[1],       longest_of[2],       longest_of[3],       longest_of[4],
-                      2 * model->value_heads, channels_of(model)};
+                      2 * model->value_heads, channels_of(model), norms_outputs(model) ? model->hidden : 0};
     int64_t at = (PHASES * model->layers + 1) * (int64_t)(sizeof(struct phase) / sizeof(float));
     to->batch_slots = batch_slots;
     to->phase = (struct phase *)base;
-    for (int i = 0; i < 10; i++) {
+    for (int i = 0; i < 11; i++) {
         int64_t stride = whole_lines(size[i]);
         *shared[i] = (struct vectors){.at = base ? base + at : 0, .stride = stride};
         at += batch_slots * stride;
@@ -189,8 +196,8 @@ static void attend_head(const struct model *model, const struct layer *layer, st
         int64_t of = i < group ? head * group + i : model->heads + head;
         if (layer->qk_norm)
             rms_norm(x, layer->qk_norm + of * dim, dim, (float)model->eps, x);
-        rotate(x, of_batch_slot(me->cos, batch_slot), of_batch_slot(me->sin, batch_slot),
-               model->rotary / 2);
+        rotate(x, of_batch_slot(me->cos, batch_slot) + layer->angle,
+               of_batch_slot(me->sin, batch_slot) + layer->angle, model->rotary / 2);
         if (i < group)
             turn_features(cache, x);
     }
@@ -201,7 +208,8 @@ static void attend_head(const struct model *model, const struct layer *layer, st
     int64_t slot = slot_of(cache, row, cache->length[row] - 1);
     float *mixed = of_batch_slot(me->mixed, batch_slot) + head * group * dim;
     mmkv_store(cache, slot, key, value);
-    mmkv_attend(cache, row, query, group, me->step->mass, me->scores, mixed);
+    int64_t oldest = layer->window ? mine->position - layer->window + 1 : 0;
+    mmkv_attend(cache, row, query, group, me->step->mass, oldest, me->scores, mixed);
     for (int64_t i = 0; i < group; i++)
         turn_features(cache, mixed + i * dim);
     for (int64_t i = 0; gated && i < group * dim; i++)
@@ -248,9 +256,9 @@ static void trunk_chunk(const struct linear *map, struct vectors x, struct vecto
         silu(of_batch_slot(y, batch_slot), rows.from, rows.to);
 }
 
-/* silu(gate) * up into the first half of `y`; the matrix is the gate above the up projection. */
-static void swiglu_chunk(const struct linear *map, struct vectors x, struct vectors y,
-                         int64_t batch_slots, int64_t chunk)
+/* activation(gate) * up into the first half of `y`; the matrix is the gate above the up projection. */
+static void gated_chunk(const struct linear *map, int64_t is_gelu, struct vectors x, struct vectors y,
+                        int64_t batch_slots, int64_t chunk)
 {
     int64_t inner = map->out / 2;
     struct span rows = rows_of(map, inner, chunk);
@@ -258,7 +266,7 @@ static void swiglu_chunk(const struct linear *map, struct vectors x, struct vect
     linear_rows(map, x, y, batch_slots, inner + rows.from, inner + rows.to);
     for (int64_t batch_slot = 0; batch_slot < batch_slots; batch_slot++) {
         float *act = of_batch_slot(y, batch_slot);
-        silu(act, rows.from, rows.to);
+        (is_gelu ? gelu : silu)(act, rows.from, rows.to);
 #pragma omp simd
         for (int64_t i = rows.from; i < rows.to; i++)
             act[i] *= act[inner + i];
@@ -365,9 +373,23 @@ static void attend(const struct model *model, struct cache *caches, const struct
     end(me);
 }
 
-/* hidden += map x; one chunk more reads the gates when `caches` are given. */
+/* hidden += the norm of what is made; a norm reads all rows, so that it is a phase of its own. */
+static void add_normed(const struct model *model, const float *gain, struct worker *me)
+{
+    begin(me, me->batch_slots);
+    for (int64_t slot; (slot = claim(me)) >= 0; finish(me)) {
+        float *made = of_batch_slot(me->made, slot), *restrict hidden = of_batch_slot(me->hidden, slot);
+        rms_norm(made, gain, model->hidden, (float)model->eps, made);
+#pragma omp simd
+        for (int64_t i = 0; i < model->hidden; i++)
+            hidden[i] += made[i];
+    }
+    end(me);
+}
+
+/* hidden += map x, normed if there is a gain; one chunk more reads the gates when `caches` are given. */
 static void add(const struct model *model, const struct layer *layer, const struct linear *map,
-                struct vectors x, struct cache *caches, struct worker *me)
+                const float *gain, struct vectors x, struct cache *caches, struct worker *me)
 {
     int64_t chunks = chunks_of(map, map->out);
     int taken = 0;
@@ -375,13 +397,16 @@ static void add(const struct model *model, const struct layer *layer, const stru
     for (int64_t chunk; (chunk = claim(me)) >= 0; finish(me)) {
         struct span rows = rows_of(map, map->out, chunk);
         if (chunk < chunks)
-            linear_add_rows(map, coded(map, x, me, &taken), me->hidden, me->batch_slots, rows.from, rows.to);
+            (gain ? linear_rows : linear_add_rows)(map, coded(map, x, me, &taken), gain ? me->made : me->hidden,
+                                                   me->batch_slots, rows.from, rows.to);
         else
             for (int64_t batch_slot = 0; batch_slot < me->batch_slots; batch_slot++)
                 store_gates(model, layer, caches + batch_slot,
                             of_batch_slot(me->trunk[model->trunk - 1], batch_slot));
     }
     end(me);
+    if (gain)
+        add_normed(model, gain, me);
 }
 
 static void widen(const struct model *model, const struct layer *layer, struct worker *me)
@@ -389,9 +414,9 @@ static void widen(const struct model *model, const struct layer *layer, struct w
     int taken = 0;
     begin(me, chunks_of(&layer->gate_up, layer->gate_up.out / 2));
     for (int64_t chunk; (chunk = claim(me)) >= 0; finish(me))
-        swiglu_chunk(&layer->gate_up,
-                     normed(model, layer->post_norm, &layer->gate_up, me, &taken), me->act,
-                     me->batch_slots, chunk);
+        gated_chunk(&layer->gate_up, model->gelu,
+                    normed(model, layer->post_norm, &layer->gate_up, me, &taken), me->act,
+                    me->batch_slots, chunk);
     end(me);
 }
 
@@ -424,9 +449,10 @@ static void run_thread(const struct model *model, struct cache *caches, struct v
             mix(model, layer, me);
         else
             attend(model, caches, layer, me);
-        add(model, layer, &layer->out, me->mixed, layer->entry >= 0 && model->trunk > 0 ? caches : 0, me);
+        struct cache *gated = layer->entry >= 0 && model->trunk > 0 ? caches : 0;
+        add(model, layer, &layer->out, layer->attention_out_norm, me->mixed, gated, me);
         widen(model, layer, me);
-        add(model, layer, &layer->down, me->act, 0, me);
+        add(model, layer, &layer->down, layer->mlp_out_norm, me->act, 0, me);
     }
     read_out(model, logits, me);
 }
@@ -437,8 +463,11 @@ static void start_batch_slot(const struct model *model, const struct step *step,
 {
     const struct batch_slot *mine = step->batch_slot + batch_slot;
     float *cos = of_batch_slot(first->cos, batch_slot), *sin = of_batch_slot(first->sin, batch_slot);
-    copy_row(&model->embed, mine->token, of_batch_slot(first->hidden, batch_slot));
-    for (int64_t i = 0; i < model->rotary / 2; i++) {
+    float *hidden = of_batch_slot(first->hidden, batch_slot);
+    copy_row(&model->embed, mine->token, hidden);
+    for (int64_t i = 0; model->embed_scale != 1 && i < model->hidden; i++)
+        hidden[i] *= (float)model->embed_scale;
+    for (int64_t i = 0; i < model->angles * model->rotary / 2; i++) {
         float angle = (float)mine->rope_position * mine->inv_freq[i];
         cos[i] = cosf(angle) * (float)step->rope_scale;
         sin[i] = sinf(angle) * (float)step->rope_scale;

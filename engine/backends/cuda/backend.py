@@ -49,6 +49,8 @@ class CudaBackend(Backend):
             return "sliding-window layers"
         if model.spec.has_entries:
             return "linear layers"
+        if model.spec.activation != "silu":
+            return f"an MLP with {model.spec.activation}"
         if self.policy_reason(policy):
             return self.policy_reason(policy)
         gates = model.decoder.gates

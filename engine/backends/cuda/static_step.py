@@ -187,6 +187,8 @@ class StaticStep:
                 policy.attended(index, query)
             mixed = pool.form.rotate(self._mixed).flatten(1)
             x = product(mixed, layer.out, layer.out_bias)
+            if layer.attention_out_norm is not None:
+                x, _ = rms_norm(x, None, layer.attention_out_norm, eps)
             normed, residual = rms_norm(x, residual, layer.post_norm, eps)
             if layer.router is not None and spec.routing is not None:
                 experts = plain(layer.gate_up), plain(layer.down)
@@ -194,6 +196,8 @@ class StaticStep:
             else:
                 wide = product(normed, layer.gate_up, layer.gate_up_bias)
                 x = product(swiglu(wide), layer.down, layer.down_bias)
+                if layer.mlp_out_norm is not None:
+                    x, _ = rms_norm(x, None, layer.mlp_out_norm, eps)
             if policy is not None:
                 for _ in range(model.decoder.taps.count(index)):
                     policy.tap(residual + x)

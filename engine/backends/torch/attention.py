@@ -335,6 +335,7 @@ def attention_mass(
     scale: float,
     group: Group,
     window: int = 0,
+    until: Tensor | None = None,
 ) -> Tensor:
     """Add up the attention of every query to each entry of its row.
 
@@ -344,6 +345,7 @@ def attention_mass(
         keys: ``[slots, D]``, position: ``[slots]``, the pool's, the pass's own entries included.
         group: how the G heads are joined, query by query.
         window: tokens that a query sees back, 0 for all (sliding-window layers).
+        until: ``[R, Q]`` token indices of the last entries that queries see; None: their own.
 
     Returns:
         float32 ``[R, N]``, 0 where there is no entry.
@@ -352,9 +354,11 @@ def attention_mass(
     at = position[rows.slot].long()[:, None]
     block = max(1, _MASS_BLOCK_ELEMENTS // max(rows.slot.numel() * query.shape[1], 1))
     total = torch.zeros(rows.slot.shape, device=query.device)
-    for part, where in zip(query.split(block, 2), query_position.split(block, 1), strict=True):
+    until = query_position if until is None else until
+    parts = (query.split(block, 2), query_position.split(block, 1), until.split(block, 1))
+    for part, where, last in zip(*parts, strict=True):
         back = where[..., None] - at
-        seen = rows.live[:, None] & (back >= 0) & (back < (window or math.inf))
+        seen = rows.live[:, None] & (at <= last[..., None]) & (back < (window or math.inf))
         scores = (part.float() * scale) @ key
         shares = scores.masked_fill(~seen[:, None], -torch.inf).softmax(-1).nan_to_num(0.0)
         total += join(shares, group, 1).sum(1)
@@ -362,7 +366,7 @@ def attention_mass(
 
 
 def chunk_attention_reference(
-    query: Tensor, key: Tensor, value: Tensor, scale: float
+    query: Tensor, key: Tensor, value: Tensor, scale: float, seen: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     """Compute :func:`chunk_attention` the slow way: the whole score matrix in float32."""
     group = query.shape[0] // key.shape[0]
@@ -370,23 +374,28 @@ def chunk_attention_reference(
     scores = query.float() @ key.float().transpose(1, 2) * scale
     asked, count = scores.shape[-2:]
     future = torch.ones(asked, count, dtype=torch.bool, device=query.device)
-    scores = scores.masked_fill(future.triu(1 + count - asked), -torch.inf)
+    hidden = future.triu(1 + count - asked) if seen is None else ~seen
+    scores = scores.masked_fill(hidden, -torch.inf)
     return (scores.softmax(-1) @ value.float()).to(query.dtype), scores.logsumexp(-1)
 
 
 def chunk_attention(
-    query: Tensor, key: Tensor, value: Tensor, scale: float
+    query: Tensor, key: Tensor, value: Tensor, scale: float, seen: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Causal attention of a chunk to itself.
+    """Attention of a chunk to itself, causal where nothing else is said.
 
     Args:
         query: ``[Hq, C, D]``, or ``[Hq, 1, D]`` of the chunk's last token alone; key, value:
             ``[H, C, D]``; Hq is a multiple of H.
         scale: factor on the logits.
+        seen: bool ``[C, C]``, which keys each query sees; None: those up to its own.
 
     Returns:
         output in the query's shape and dtype, log-sum-exp ``[Hq, C]`` or ``[Hq, 1]`` float32.
     """
+    if seen is not None:
+        bias = query.new_zeros(seen.shape).masked_fill(~seen, torch.finfo(query.dtype).min)
+        return _chunk_under(query, key, value, scale, bias)
     causal = query.shape[1] > 1  # the last token sees the whole chunk
     group = query.shape[0] // key.shape[0]
     key, value = key.repeat_interleave(group, 0)[None], value.repeat_interleave(group, 0)[None]
@@ -403,6 +412,27 @@ def chunk_attention(
     return out[0], lse[0].float()
 
 
+def _chunk_under(
+    query: Tensor, key: Tensor, value: Tensor, scale: float, bias: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Attend from ``query [Hq, C, D]`` to the chunk under ``bias [C, C]``."""
+    group = query.shape[0] // key.shape[0]
+    key, value = key.repeat_interleave(group, 0), value.repeat_interleave(group, 0)
+    if query.device.type == "cpu":
+        kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+        mask = bias.expand(1, len(query), -1, -1)
+        three = (query[None], key[None], value[None])
+        out, lse = kernel(*three, 0.0, False, attn_mask=mask, scale=scale)
+        return out[0], lse[0].float()
+    block = max(1, _BLOCK_ELEMENTS // max(key.shape[0] * key.shape[1], 1))
+    outs, sums = [], []
+    for part, hidden in zip(query.split(block, 1), bias.split(block, 0), strict=True):
+        scores = (part.float() * scale) @ key.float().transpose(1, 2) + hidden.float()
+        sums.append(scores.logsumexp(-1))
+        outs.append(scores.softmax(-1).to(value.dtype) @ value)
+    return torch.cat(outs, 1), torch.cat(sums, 1)
+
+
 def windowed_attention(
     query: Tensor,
     query_position: Tensor,
@@ -412,6 +442,7 @@ def windowed_attention(
     work: LayerWork,
     scale: float,
     window: int,
+    until: Tensor | None = None,
 ) -> Tensor:
     """Causal attention to the entries at most ``window - 1`` tokens back, the query's own included.
 
@@ -420,6 +451,7 @@ def windowed_attention(
         keys, values: ``[pages, P, D]``; position: ``[pages, P]`` int32.
         work: pieces of the layer; all new entries must be in the cache already.
         window: tokens a query may see.
+        until: ``[R, Q]`` token index of the last entry that a query sees; None: its own.
 
     Returns:
         ``[R, Q, D]`` in the query's dtype.
@@ -427,8 +459,10 @@ def windowed_attention(
     out = torch.zeros(query.shape, dtype=torch.float32, device=query.device)
     total = torch.zeros(query.shape[:2], device=query.device)
     key, value = keys[work.pages].flatten(1, 2), values[work.pages].flatten(1, 2)
-    back = query_position[work.row][..., None] - position[work.pages].flatten(1, 2)[:, None]
-    allowed = work.valid[:, None] & (back >= 0) & (back < window)
+    at = position[work.pages].flatten(1, 2)[:, None]
+    back = query_position[work.row][..., None] - at
+    last = (query_position if until is None else until)[work.row][..., None]
+    allowed = work.valid[:, None] & (at <= last) & (back < window)
     scores = (query[work.row].float() * scale) @ key.float().transpose(1, 2)
     scores = scores.masked_fill(~allowed, -torch.inf)
     highest = amax_by_row(scores.amax(-1), work.row, work.rows)

@@ -41,6 +41,7 @@ class PrefillChunk:
         writes: says what the chunk's tokens see under a write gate, or None.
         native: attends in C where nothing limits what a token sees, or None:
             :class:`mmkv.engine.backends.cpu.kernels.NativeChunkAttention`.
+        whole_pictures: some are in the chunk whose tokens see all of their picture.
 
     Attributes:
         before: the states of layers without entries that :meth:`put_states` has replaced.
@@ -61,9 +62,12 @@ class PrefillChunk:
         pruner: Pruner | None = None,
         writes: WriteGatePass | None = None,
         native: Callable[[RaggedCache, int, int, Tensor], Tensor] | None = None,
+        whole_pictures: bool = False,
     ) -> None:
         self.cache, self.spec, self.seq, self.needs = cache, spec, seq, needs or Needs()
-        self._native = None if pruner is not None else native
+        self._native = None if pruner is not None or whole_pictures else native
+        self._until = _picture_ends(position, modality > 0) if whole_pictures else position
+        self._whole_pictures = whole_pictures
         self.position, self.seen, self.retained = position, seen, retained
         page_size = cache.pool.page_size
         ids = torch.tensor([seq], device=position.device)
@@ -115,7 +119,8 @@ class PrefillChunk:
         if self.needs.queries:
             self._queries.append(query[:, -self.needs.queries :].clone())
         if self.needs.mass:
-            rows, mass = self._mass_of(layer, query, self.position, self.needs.mass)
+            where = self.position, self._until
+            rows, mass = self._mass_of(layer, query, where, self.needs.mass)
             self._mass.append((rows.slot[rows.live], mass[rows.live]))
         if reads and reads != "keys":
             self._received = self._paid_to_chunk(layer, query, reads)
@@ -135,23 +140,30 @@ class PrefillChunk:
             )
         elif limit and limit < self.seen:
             assert self.now is not None
-            where = self.position[-count:].repeat(spec.num_kv_heads, spec.group)
+            times = spec.num_kv_heads, spec.group
             out = windowed_attention(
                 grouped,
-                where,
+                self.position[-count:].repeat(times),
                 pool.stored_keys,
                 pool.stored_values,
                 pool.position,
                 self.now[layer],
                 scale,
                 limit,
+                self._until[-count:].repeat(times) if self._whole_pictures else None,
             )
         elif self._native is not None:
             out = self._native(self.cache, self.seq, layer, query.transpose(0, 1))
             out = pool.form.rotate(out.view(count, spec.num_heads, -1))
             return out.view(count, -1)
         else:
-            out, lse = chunk_attention(query, key, value, scale)
+            seen = None
+            if self._whole_pictures and count > 1:
+                at, until = self.position, self._until
+                if self._dropped is not None:
+                    at, until = at[~self._dropped], until[~self._dropped]
+                seen = at <= until[:, None]
+            out, lse = chunk_attention(query, key, value, scale, seen)
             past = self._attend_to_past(layer, query, grouped, scale)
             if past is not None:
                 out, _ = merge(past, (out, lse))
@@ -246,27 +258,40 @@ class PrefillChunk:
     def _paid_to_chunk(self, layer: int, query: Tensor, by: Literal["all", "last"]) -> Tensor:
         """Attention that the chunk's tokens get from all of them or the last, ``[C]``."""
         first = 0 if by == "all" else -1
-        rows, mass = self._mass_of(layer, query[:, first:], self.position[first:], "mean")
+        where = self.position[first:], self._until[first:]
+        rows, mass = self._mass_of(layer, query[:, first:], where, "mean")
         count = self.position.numel()
         column = (rows.live.sum(-1) - count)[:, None] + torch.arange(count, device=mass.device)
         return mass.gather(-1, column).mean(0)
 
     def _mass_of(
-        self, layer: int, query: Tensor, position: Tensor, group: Group
+        self, layer: int, query: Tensor, where: tuple[Tensor, Tensor], group: Group
     ) -> tuple[Rows, Tensor]:
+        """Add up attention of queries ``[Hq, Q, D]``; ``where``: their positions and until which
+        they see.
+        """
         spec, cache = self.spec, self.cache
         rows = Rows.of(cache.length[self.seq, layer], self.table[layer], cache.pool.page_size)
         mass = attention_mass(
             query.unflatten(0, (spec.num_kv_heads, spec.group)),
-            position.expand(spec.num_kv_heads, -1),
+            where[0].expand(spec.num_kv_heads, -1),
             cache.pool.stored_keys.flatten(0, 1),
             cache.pool.position.view(-1),
             rows,
             spec.head_dim**-0.5,
             group,
             spec.sliding_window[layer] or 0,
+            where[1].expand(spec.num_kv_heads, -1),
         )
         return rows, mass
+
+
+def _picture_ends(position: Tensor, visual: Tensor) -> Tensor:
+    """Return the token index ``[C]`` of the last token of each one's picture; of text, its own."""
+    beyond = torch.iinfo(position.dtype).max
+    goes_on = visual & torch.cat([visual[1:], visual.new_zeros(1)])
+    ends = position.masked_fill(goes_on, beyond)
+    return ends.flip(0).cummin(0).values.flip(0)
 
 
 class PackedChunks:

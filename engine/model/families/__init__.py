@@ -12,6 +12,7 @@ from mmkv.engine.model.families.base import Family, Turn
 from mmkv.engine.model.families.features import IMAGE, TEXT, VIDEO, Features
 from mmkv.engine.model.families.idefics import IdeficsFamily
 from mmkv.engine.model.families.llava import (
+    Gemma3Family,
     InternVLFamily,
     LlavaFamily,
     LlavaNextFamily,
@@ -21,12 +22,18 @@ from mmkv.engine.model.families.llava import (
 )
 from mmkv.engine.model.families.photos import PhotosFamily
 from mmkv.engine.model.families.qwen_vl import (
+    Glm4vFamily,
     Qwen2VLFamily,
     Qwen3VLFamily,
     Qwen25VLFamily,
     Qwen35Family,
 )
-from mmkv.engine.model.families.text import Phi3Family, Qwen35TextFamily, TextFamily
+from mmkv.engine.model.families.text import (
+    Gemma3TextFamily,
+    Phi3Family,
+    Qwen35TextFamily,
+    TextFamily,
+)
 from mmkv.engine.registry import Registry
 
 FAMILIES: tuple[type[Family], ...] = (
@@ -34,6 +41,7 @@ FAMILIES: tuple[type[Family], ...] = (
     Qwen25VLFamily,
     Qwen35Family,
     Qwen2VLFamily,
+    Glm4vFamily,
     IdeficsFamily,
     LlavaFamily,
     LlavaNextFamily,
@@ -41,9 +49,11 @@ FAMILIES: tuple[type[Family], ...] = (
     LlavaOnevisionFamily,
     InternVLFamily,
     Mistral3Family,
+    Gemma3Family,
     PhotosFamily,
     TextFamily,
     Qwen35TextFamily,
+    Gemma3TextFamily,
     Phi3Family,
 )
 _TEXT_TYPES = {
@@ -152,6 +162,9 @@ __all__ = [
     "VIDEO",
     "Family",
     "Features",
+    "Gemma3Family",
+    "Gemma3TextFamily",
+    "Glm4vFamily",
     "IdeficsFamily",
     "InternVLFamily",
     "LlavaFamily",

@@ -40,6 +40,7 @@ class Turn:
         deepstack: ``deepstack[i]`` is ``[V, hidden]``, added to the states of the visual tokens
             after decoder layer i.
         next_position: rope position of the text token that follows the turn.
+        whole_pictures: the tokens of a picture see all of it, also those behind them.
     """
 
     token_ids: Tensor
@@ -48,9 +49,32 @@ class Turn:
     visual: Tensor | None
     deepstack: tuple[Tensor, ...]
     next_position: int
+    whole_pictures: bool = False
+
+    def whole_ends(self) -> list[int]:
+        """Return for each token, and for the end of the turn, where the last chunk may end that
+        ends there or before: a picture that is seen whole is in one chunk.
+        """
+        ends = list(range(self.token_ids.numel() + 1))
+        if self.whole_pictures:
+            visual = (self.modality > 0).tolist()
+            for at in range(1, len(visual)):
+                if visual[at] and visual[at - 1]:
+                    ends[at] = ends[at - 1]
+        return ends
 
     def part(self, start: int, stop: int) -> Turn:
-        """Return tokens ``start`` to ``stop`` as a turn of their own, positions unchanged."""
+        """Return tokens ``start`` to ``stop`` as a turn of their own, positions unchanged.
+
+        Raises:
+            InputError: this would cut a picture in two that is seen whole.
+        """
+        ends = self.whole_ends() if self.whole_pictures and self.visual is not None else None
+        if ends is not None and (ends[start], ends[stop]) != (start, stop):
+            raise InputError(
+                "this model sees a picture at once, which cannot be cut in two; cut the prompt "
+                "elsewhere"
+            )
         span = slice(start, stop)
         visual, deepstack = self.visual, self.deepstack
         if visual is not None:
@@ -65,6 +89,7 @@ class Turn:
             visual,
             deepstack,
             int(self.positions[:, :stop].max()) + 1,
+            self.whole_pictures,
         )
 
 
@@ -85,6 +110,7 @@ class Family:
         eos_token_ids: tokens that end a reply, from the generation config or the config.
         mrope_section: of M-RoPE, frequencies per axis (t, h, w) where the config names none.
         mrope_interleaved: see :func:`mmkv.engine.model.spec.mrope_axes`.
+        whole_pictures: the tokens of a picture see all of it, also those behind them.
         state_kinds: what ``layer_types`` of its configs calls layers that keep a state in place of
             entries, which :meth:`state_layer` makes.
     """
@@ -100,6 +126,7 @@ class Family:
     rope_axes: ClassVar[int] = 1
     mrope_section: ClassVar[tuple[int, ...] | None] = None
     mrope_interleaved: ClassVar[bool] = True
+    whole_pictures: ClassVar[bool] = False
     state_kinds: ClassVar[tuple[str, ...]] = ()
 
     def __init__(self, hf_model: Any) -> None:
@@ -125,6 +152,13 @@ class Family:
         It is read from the checkpoint when it is first asked for. Raises ModelError.
         """
         return self._hf.get() if isinstance(self._hf, DeferredModel) else self._hf
+
+    @property
+    def least_chunk(self) -> int:
+        """Return how many tokens a chunk of a prompt must have room for: of a picture that must be
+        in one.
+        """
+        return 1
 
     @property
     def vision_loaded(self) -> bool:
@@ -238,6 +272,7 @@ class Family:
                     visual=visual,
                     deepstack=deepstack,
                     next_position=offset + following,
+                    whole_pictures=self.whole_pictures,
                 )
             )
         return made

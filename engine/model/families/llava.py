@@ -186,6 +186,26 @@ class Mistral3Family(LlavaFamily):
         return super()._rows(pixels.repeat(2, 1, 1, 1), arguments)[:1]
 
 
+class Gemma3Family(LlavaFamily):
+    """One size of pictures, or of crops where the processor makes some, and so many tokens each.
+
+    The tokens of a picture see each other: none may be cut in two by the chunks of a prompt.
+    """
+
+    model_types: ClassVar[tuple[str, ...]] = ("gemma3",)
+    text_types: ClassVar[tuple[str, ...]] = ("gemma3_text",)
+    whole_pictures: ClassVar[bool] = True
+
+    @property
+    def least_chunk(self) -> int:
+        """Return the tokens of a picture."""
+        return int(self.config.mm_tokens_per_image)
+
+    def selection(self) -> dict[str, Any]:
+        """Return nothing but the form of the result."""
+        return {"return_dict": True}
+
+
 class LlavaNextFamily(LlavaFamily):
     """The number of tokens of a picture follows from its size in pixels (``image_sizes``)."""
 

@@ -37,6 +37,7 @@ class Qwen3VLFamily(Family):
 
     Attributes:
         frames_apart: text stands between the frames of a video.
+        like_qwen: pictures and videos are scaled and written into prompts as Qwen's processors do.
     """
 
     model_types: ClassVar[tuple[str, ...]] = ("qwen3_vl", "qwen3_vl_moe")
@@ -44,6 +45,7 @@ class Qwen3VLFamily(Family):
     rope_axes: ClassVar[int] = 3
     mrope_section: ClassVar[tuple[int, ...] | None] = (24, 20, 20)
     frames_apart: ClassVar[bool] = True
+    like_qwen: ClassVar[bool] = True
 
     def positions(self, token_ids: Tensor, modality: Tensor, inputs: Mapping[str, Any]) -> Tensor:
         """Return the rope positions int64 ``[3, T]`` of this turn alone, counted from 0.
@@ -204,6 +206,27 @@ class Qwen35Family(Qwen3VLFamily):
     model_types: ClassVar[tuple[str, ...]] = ("qwen3_5", "qwen3_5_moe")
     text_types: ClassVar[tuple[str, ...]] = ("qwen3_5_text", "qwen3_5_moe_text")
     mrope_section: ClassVar[tuple[int, ...] | None] = (11, 11, 10)
+
+
+class Glm4vFamily(Qwen3VLFamily):
+    """GLM-4.1V and GLM-4.6V: pictures and videos of any size, M-RoPE in sections, no deepstack.
+
+    One token stands for patches of pictures and of videos' frames; those of a video are between
+    its begin and its end. A half of each head is rotated, in pairs of features.
+    """
+
+    model_types: ClassVar[tuple[str, ...]] = ("glm4v", "glm46v")
+    text_types: ClassVar[tuple[str, ...]] = ("glm4v_text",)
+    mrope_section: ClassVar[tuple[int, ...] | None] = (8, 12, 12)
+    mrope_interleaved: ClassVar[bool] = False
+    like_qwen: ClassVar[bool] = False
+
+    def _modality(self, token_ids: Tensor) -> Tensor:
+        """Return uint8 ``[T]``: 0 text, 1 image, 2 video."""
+        begun = (token_ids == self.config.video_start_token_id).cumsum(0)
+        in_video = begun > (token_ids == self.config.video_end_token_id).cumsum(0)
+        kinds = torch.where(in_video, VIDEO, IMAGE)
+        return kinds.where(token_ids == self.config.image_token_id, 0).to(torch.uint8)
 
 
 _SECONDS = "second_per_grid_ts"

@@ -40,6 +40,12 @@ class Qwen35TextFamily(TextFamily):
     model_types: ClassVar[tuple[str, ...]] = ("qwen3_5_text", "qwen3_5_moe_text")
 
 
+class Gemma3TextFamily(TextFamily):
+    """The language model of Gemma 3 by itself (:class:`.llava.Gemma3Family`)."""
+
+    model_types: ClassVar[tuple[str, ...]] = ("gemma3_text",)
+
+
 class Phi3Family(TextFamily):
     """As other text models to a session.
 

@@ -80,6 +80,7 @@ class HeldPatches(HeldLinear):
 # Towers without masks: patches see all of a picture, or of the parts that flash attention gets.
 _UNMASKED = {
     "clip_vision_model",
+    "glm4v_vision",
     "idefics3_vision",
     "internvl_vision",
     "pixtral",

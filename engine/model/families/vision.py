@@ -22,7 +22,7 @@ from mmkv.engine.model.finite import require_finite
 from mmkv.engine.model.panel_files import PanelStore, with_panels
 from mmkv.engine.model.panels import Panels
 from mmkv.engine.model.product import Matrix, WeightForm
-from mmkv.engine.model.spec import DELTA_TYPES
+from mmkv.engine.model.spec import OFFSET_TYPES
 from mmkv.engine.model.stored import StoredTensors, text_place
 from mmkv.engine.model.weights import DecoderWeights
 
@@ -86,7 +86,7 @@ def build_vision(
     embed = _parameter(weights.embed, dtype)
     text_model.embed_tokens.weight = embed
     norm, place = weights.norm, text_place(stored, family.text_places)
-    if text_config.model_type in DELTA_TYPES and place is not None:
+    if text_config.model_type in OFFSET_TYPES and place is not None:
         # As the module has it: the decoder's gain is 1 + weight.
         norm = stored.read([f"{place[0]}norm.weight"], dtype, _CPU)
     text_model.norm.weight = nn.Parameter(norm, requires_grad=False)

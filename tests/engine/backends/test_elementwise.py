@@ -80,6 +80,9 @@ def test_the_gate(ops: Elementwise, inner: int) -> None:
         gate, up = wide(x[:, :inner]), wide(x[:, inner:])
         wanted = gate / (1 + np.exp(-gate)) * up
         np.testing.assert_allclose(ops.gated(x).numpy(), wanted, atol=1e-6, rtol=1e-5)
+        wanted = gate * (1 + np.tanh(np.sqrt(2 / np.pi) * (gate + 0.044715 * gate**3))) / 2 * up
+        made = ops.gated(x, "gelu_tanh").numpy()
+        np.testing.assert_allclose(made, wanted, atol=1e-5, rtol=1e-5)
 
 
 @needs_native

@@ -64,7 +64,7 @@ def test_the_static_step_is_the_eager_step_with_rounded_weights(model: str, form
 
 
 MATRIX = [(m, *p) for m in MODELS for p in [*POLICIES, ("dbtrimkv", 5)]]
-MATRIX.append(("qwen3_moe", "dbtrimkv", 2))
+MATRIX += [(model, "dbtrimkv", 2) for model in ("qwen3_moe", "glm4v")]
 # Every model, and with one of them every policy.
 QUICK = [case for case in MATRIX if case[0] == "odd" or case[1:] == ("dbtrimkv", 2)]
 

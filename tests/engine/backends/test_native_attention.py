@@ -48,7 +48,7 @@ def test_attention_of_a_row(form: str, level: str, monkeypatch: pytest.MonkeyPat
                 query = 2 * torch.randn(group, dim, generator=torch.Generator().manual_seed(group))
                 out, scores = torch.full_like(query, torch.nan), torch.empty(group, length)
                 with CacheViews().of(cache, [0]) as views:
-                    places = query.data_ptr(), group, 0, scores.data_ptr(), out.data_ptr()
+                    places = query.data_ptr(), group, 0, 0, scores.data_ptr(), out.data_ptr()
                     loaded.mmkv_attend(views, 0, *places)
                 shares = (query.double() @ keys.double().T / dim**0.5).softmax(-1)
                 torch.testing.assert_close(scores.double(), shares, rtol=0, atol=2e-5)

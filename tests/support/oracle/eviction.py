@@ -85,16 +85,30 @@ class Oracle(Simulation):
         """
         positions = self._positions(inputs)
         hidden, deepstack = self._embed(inputs)
-        count, out = hidden.shape[0], hidden
-        for start in range(0, count, self.prefill_chunk):
-            part = slice(start, min(start + self.prefill_chunk, count))
+        out, ends = hidden, self.picture_ends(inputs["input_ids"][0])
+        for number, (start, stop) in enumerate(self.chunks(inputs["input_ids"][0])):
+            part = slice(start, stop)
+            self.until = self.seen + torch.tensor(ends[part]) - start
             levels = [level[part] for level in deepstack]
             out = self._forward(hidden[part], positions[:, part], levels, prompt=True)
             self.method.passed(self)
             self._evict(slack=0)
             if retained is not None:
-                self.follow(retained[start // self.prefill_chunk])
+                self.follow(retained[number])
+        self.until = None
         return self._logits(out)
+
+    def chunks(self, ids: Tensor) -> list[tuple[int, int]]:
+        """Return where the chunks of a prompt begin and end; none begins inside a whole picture."""
+        ends, made, start = self.picture_ends(ids), [], 0
+        longest = 1 + max(end - at for at, end in enumerate(ends))
+        while start < len(ids):
+            stop = min(start + max(self.prefill_chunk, longest), len(ids))
+            while stop < len(ids) and ends[stop - 1] != stop - 1:
+                stop -= 1
+            made.append((start, stop))
+            start = stop
+        return made
 
     def decode(self, token: int) -> Tensor:
         """Append one text token; logits ``[vocab]``."""
@@ -269,7 +283,7 @@ class Admitted(Oracle):
         sees = (back >= 0) & ((back < self.local) | self._passes()[layer][:, None])
         sees = sees & ~self.evicted[layer][:, None]
         key = self.key[layer].repeat_interleave(self.group, 0)
-        scores = query @ key.transpose(1, 2) * self.dim**-0.5
+        scores = query @ key.transpose(1, 2) * self.scale
         sees = sees.repeat_interleave(self.group, 0)
         return scores.masked_fill(~sees, -torch.inf).softmax(-1).nan_to_num(0.0)
 

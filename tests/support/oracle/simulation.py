@@ -198,7 +198,8 @@ class Simulation:
         self.layers = sum(attending)
         self.heads = config.num_key_value_heads
         self.group = config.num_attention_heads // self.heads
-        self.dim = self.text.layers[attending.index(True)].self_attn.head_dim
+        attention = self.text.layers[attending.index(True)].self_attn
+        self.dim, self.scale = attention.head_dim, attention.scaling
         self.config_window = getattr(config, "sliding_window", None)
         self.past: dict[str, list[Tensor]] = {}
         self.seen = self.new = 0
@@ -213,6 +214,9 @@ class Simulation:
         self.linear_inputs = [torch.zeros(0, config.hidden_size)] * len(attending)
         self.weights = [torch.zeros(0)] * self.layers
         self.quantiser: Quantiser | None = None
+        # Gemma's pictures see all of themselves: until which token the new ones see.
+        self.whole_pictures = config.model_type == "gemma3_text"
+        self.until: Tensor | None = None
 
     @property
     def rows(self) -> int:
@@ -232,7 +236,7 @@ class Simulation:
         """
         window = min(window, self.seen)
         query = self.query[layer][:, -window:].double().view(self.heads, self.group, window, -1)
-        logits = query @ self.key[layer].double()[:, None].transpose(-1, -2) * self.dim**-0.5
+        logits = query @ self.key[layer].double()[:, None].transpose(-1, -2) * self.scale
         at = torch.arange(self.seen)
         visible = self.keep[layer][:, None, None] & (at <= at[-window:, None])
         return logits, visible
@@ -281,10 +285,25 @@ class Simulation:
             return torch.arange(ids.shape[1])[None, -new:]
         config = self.hf.config
         kinds = (ids == config.image_token_id) + 2 * (ids == config.video_token_id)
+        if "glm" in config.model_type:  # frames have the tokens of pictures, between two marks
+            marks = config.video_start_token_id, config.video_end_token_id
+            begun, ended = ((ids == mark).cumsum(1) for mark in marks)
+            kinds = kinds + (kinds * (begun > ended))
         names = ("image_grid_thw", "video_grid_thw", "second_per_grid_ts")
         grids = {name: torch.cat(self.past[name]) for name in names if name in self.past}
         whole, _ = self.hf.model.get_rope_index(ids, mm_token_type_ids=kinds.int(), **grids)
         return whole[:, 0, -new:]
+
+    def picture_ends(self, ids: Tensor) -> list[int]:
+        """Return for each new token behind which token its picture ends; of text, itself."""
+        token = getattr(self.hf.config, "image_token_id", None)
+        ends, count = [], len(ids)
+        for at in range(count):
+            end = at
+            while self.whole_pictures and end + 1 < count and ids[at] == ids[end + 1] == token:
+                end += 1
+            ends.append(end)
+        return ends
 
     @torch.no_grad()
     def _forward(
@@ -299,7 +318,10 @@ class Simulation:
         self.keep = torch.cat([self.keep, grown], -1)
         log_betas = []
         shaped = positions[:, None] if positions.shape[0] == 3 else positions
-        cos, sin = self.text.rotary_emb(hidden[None], shaped)
+        kinds = getattr(self.text.rotary_emb, "layer_types", ())  # with angles of their own
+        angles = {kind: self.text.rotary_emb(hidden[None], shaped, kind) for kind in kinds}
+        if not kinds:
+            angles[None] = self.text.rotary_emb(hidden[None], shaped)
         index = 0  # among the layers that attend
         for depth, layer in enumerate(self.text.layers):
             x = layer.input_layernorm(hidden)
@@ -325,7 +347,8 @@ class Simulation:
                 query, key = attention.q_norm(query), attention.k_norm(key)
             value = value.transpose(0, 1)
             query, key = query.transpose(0, 1), key.transpose(0, 1)
-            query, key = (t[0] for t in self.rotate(query[None], key[None], cos, sin))
+            turned = angles[attention.layer_type if kinds else None]
+            query, key = (t[0] for t in self.rotate(query[None], key[None], *turned))
             if self.quantiser is not None:
                 key, value = self.quantiser.store(key, value)
             self.query[index] = torch.cat([self.query[index], query], 1)
@@ -339,8 +362,9 @@ class Simulation:
             mixed = mixed.transpose(0, 1).reshape(new, -1)
             if gate is not None:
                 mixed = mixed * gate.reshape(new, -1).sigmoid()
-            hidden = hidden + attention.o_proj(mixed)
-            hidden = hidden + layer.mlp(layer.post_attention_layernorm(hidden)[None])[0]
+            before_mlp, *after = self._norms(layer)
+            hidden = hidden + after[0](attention.o_proj(mixed))
+            hidden = hidden + after[1](layer.mlp(before_mlp(hidden)[None])[0])
             if depth < len(deepstack):
                 hidden = hidden + deepstack[depth]
             self.residual[index] = torch.cat([self.residual[index], hidden])
@@ -349,6 +373,17 @@ class Simulation:
             self.log_beta = torch.cat([self.log_beta, torch.stack(log_betas)], -1)
         return hidden
 
+    @staticmethod
+    def _norms(layer: Any) -> tuple[Callable[[Tensor], Tensor], ...]:
+        """The norms before the MLP, and of what attention and MLP add, which most models lack."""
+        if hasattr(layer, "pre_feedforward_layernorm"):  # Gemma
+            names = ["pre_feedforward", "post_attention", "post_feedforward"]
+        elif hasattr(layer, "post_self_attn_layernorm"):  # GLM
+            names = ["post_attention", "post_self_attn", "post_mlp"]
+        else:
+            return layer.post_attention_layernorm, nn.Identity(), nn.Identity()
+        return tuple(getattr(layer, f"{name}_layernorm") for name in names)
+
     def _attention(
         self, layer: int, query: Tensor, at: Tensor, window: int | None = None
     ) -> Tensor:
@@ -356,8 +391,10 @@ class Simulation:
         key = self.key[layer].repeat_interleave(self.group, 0)
         allowed = self.keep[layer].repeat_interleave(self.group, 0)[:, None]
         back = at[:, None] - torch.arange(self.seen)
-        allowed = allowed & (back >= 0) & (back < (window or math.inf))
-        scores = (query @ key.transpose(1, 2) * self.dim**-0.5).masked_fill(~allowed, -torch.inf)
+        until = at if self.until is None else self.until
+        behind = torch.arange(self.seen) > until[:, None]
+        allowed = allowed & ~behind & (back < (window or math.inf))
+        scores = (query @ key.transpose(1, 2) * self.scale).masked_fill(~allowed, -torch.inf)
         return scores.softmax(-1).nan_to_num(0.0)  # a query may have outlived all it could see
 
     @torch.no_grad()
