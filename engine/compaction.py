@@ -187,11 +187,13 @@ def live_tokens(cache: RaggedCache, seq: int, seen: int) -> np.ndarray:
     return found
 
 
-def move(cache: RaggedCache, seq: int, seen: int, made: Compaction, inv_freq: Tensor) -> None:
+def move(
+    cache: RaggedCache, seq: int, seen: int, made: Compaction, inv_freq: Sequence[Tensor]
+) -> None:
     """Turn the keys of a sequence, and its recent queries, back by what their tokens move.
 
     Args:
-        inv_freq: the rope's frequencies ``[rot / 2]``.
+        inv_freq: of each layer with entries the rope's frequencies ``[rot / 2]``.
     """
     pool = cache.pool
     token, shift = (torch.from_numpy(x).to(pool.device) for x in (made.token, made.shift))
@@ -199,18 +201,22 @@ def move(cache: RaggedCache, seq: int, seen: int, made: Compaction, inv_freq: Te
     def shifts(tokens: Tensor) -> Tensor:
         return shift[(torch.searchsorted(token, tokens, right=True) - 1).clamp(min=0)]
 
-    slots = cache.entries(seq).slot
-    by = shifts(pool.position.view(-1)[slots].long())
-    slots, by = slots[by > 0], by[by > 0]
-    for some, back in zip(slots.split(_AT_ONCE), by.split(_AT_ONCE), strict=True):
-        pool.put_keys(some, turned(pool.keys_at(some), back, inv_freq))
+    entries = cache.entries(seq)
+    by = shifts(pool.position.view(-1)[entries.slot].long())
+    moves = (by > 0).nonzero().flatten()
+    bounds = torch.arange(1, len(inv_freq) + 1, device=pool.device) * cache.kv_heads
+    ends = torch.searchsorted(entries.row[moves].contiguous(), bounds).tolist()
+    for frequencies, start, end in zip(inv_freq, [0, *ends], ends, strict=False):
+        for some in moves[start:end].split(_AT_ONCE):
+            slots = entries.slot[some]
+            pool.put_keys(slots, turned(pool.keys_at(slots), by[some], frequencies))
     if QUERIES in cache.memory:
         ring = cache.memory[QUERIES][seq]  # [L, Hq, w, D]
         at = window_positions(seen, ring.shape[2], ring.device)
         back = torch.where(at >= 0, shifts(at), 0)
-        queries = pool.form.rotate(ring.permute(2, 0, 1, 3))
-        heads = turned(queries.flatten(1, 2), back, inv_freq).view(queries.shape)
-        ring.copy_(pool.form.rotate(heads).permute(1, 2, 0, 3))
+        for layer, frequencies in zip(ring, inv_freq, strict=True):
+            queries = pool.form.rotate(layer.transpose(0, 1))
+            layer.copy_(pool.form.rotate(turned(queries, back, frequencies)).transpose(0, 1))
 
 
 def turned(x: Tensor, back: Tensor, inv_freq: Tensor) -> Tensor:

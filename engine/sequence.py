@@ -594,9 +594,14 @@ class CachedSequence:
         if made is None:
             return 0
         engine, before = self.engine, self.next_position
-        rope = engine.spec.rope
-        frequencies = rope.long_inv_freq if self.long_rope else rope.inv_freq
-        assert frequencies is not None
+        spec = engine.spec
+        common = spec.rope.long_inv_freq if self.long_rope else spec.rope.inv_freq
+        assert common is not None
+        there = (layer for layer, index in enumerate(spec.entry_index) if index is not None)
+        frequencies = [
+            spec.local_rope.inv_freq if spec.local_rope and spec.is_local(layer) else common
+            for layer in there
+        ]
         move(engine.cache, self.seq, self.seen, made, frequencies)
         self.runs, self.next_position = made.runs, made.next_position
         self.compactions += 1

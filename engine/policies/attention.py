@@ -125,7 +125,7 @@ class LayerPreferences:
         # Where no layer prefers anything (a single query, or none in the window) all are alike.
         preference = torch.where(preference.max() > 0, preference, torch.ones_like(preference))
         own = preference.repeat_interleave(view.kv_heads)[view.row]
-        return -(rank[view.live()] + 1) / own
+        return -(view.from_rows(rank) + 1) / own
 
     def _of_layers(self, values: Tensor, prefix: Tensor, view: CacheView) -> Tensor:
         """Add up ``values [N]`` of the prefix, ``[layers]``."""

@@ -100,11 +100,13 @@ class Endless(Oracle):
     @torch.no_grad()
     def _turn_all(self) -> None:
         shaped = self.where[:, None] if self.where.shape[0] == 3 else self.where
-        cos, sin = self.text.rotary_emb(self.key[0][None], shaped)
+        kinds = getattr(self.text.rotary_emb, "layer_types", ())  # with angles of their own
         for layer, raw in enumerate(self.raw):
+            kind = [self.text.config.layer_types[layer]] if kinds else []
+            angles = self.text.rotary_emb(self.key[0][None], shaped, *kind)
             query, key = (torch.cat(part, 1)[None] for part in raw)
             self.query[layer], self.key[layer] = (
-                part[0] for part in self.apply(query, key, cos, sin)
+                part[0] for part in self.apply(query, key, *angles)
             )
 
     def close(self) -> None:
@@ -132,6 +134,8 @@ def close(ours: Tensor, theirs: Tensor) -> None:
         ("text3", "snapkv:window=3", 64),
         ("qwen2_5_vl", "streamingllm:sinks=1", 64),
         ("llava3", "keydiff", 128),
+        ("glm4v", "dbtrimkv", 128),
+        ("gemma3_text", "snapkv:window=3", 64),
         ("llava3", "dbtrimkv", 64),  # pictures have to shrink
     ],
 )
