@@ -90,8 +90,8 @@ class EngineConfig:
             take, so that the same ones are encoded once; at most an eighth of ``kv_limit``; 0:
             none. In 256 MiB are 8 pictures of 1024 x 1024 pixels for a Qwen3-VL of 2B.
         endless: whether a session that evicts goes on beyond the context that the model was trained
-            for, its rope positions drawn together (:mod:`mmkv.engine.compaction`); otherwise it
-            ends there.
+            for, its rope positions drawn together (:mod:`mmkv.engine.compaction`); otherwise, or
+            under a budget that is a share of the tokens, it ends there.
         threads: of the whole process on a CPU (``torch.set_num_threads``); None: as torch has it,
             one for each core unless OMP_NUM_THREADS says otherwise.
 

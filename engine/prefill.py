@@ -151,8 +151,8 @@ class Prefill:
         """
         session, turn = self._session, self._turn
         engine = session.engine
-        grows = engine.endless and engine.policy.evicts
-        kept = session.allowed_entries // engine.spec.rows
+        grows = session.may_compact and engine.policy.evicts
+        kept = engine.budgets.competing(session) // engine.spec.rows
         if self.tokens <= self.chunk or not grows or 2 * kept > engine.spec.max_position:
             session.require_context(self.tokens, turn.next_position)
             return

@@ -563,7 +563,7 @@ class CachedSequence:
         limit, made = self._last_position, None
         if next_position <= limit:
             return None
-        if self.engine.endless and self.runs is not None and self.seen:
+        if self.may_compact and self.runs is not None and self.seen:
             live = live_tokens(self.engine.cache, self.seq, self.seen)
             last = min(limit // 2, limit - (next_position - self.next_position))
             flat = self.engine.spec.rope.mrope_axes is None
@@ -574,10 +574,15 @@ class CachedSequence:
                 f"{limit:,}; send the long text in the first prompt"
             )
         if made is None:
+            remedy = "give it a budget that keeps fewer tokens"
+            if self.budget.kind == "fraction":
+                remedy = "give it a budget in entries or bytes: a share grows with the session"
+            elif self.may_compact and self.runs is None:
+                remedy = "read the conversation again: an older mmkv saved it without its positions"
             raise ContextError(
                 f"{count:,} more tokens after {self.seen:,} reach position {next_position:,}, the "
                 f"model was trained for {limit:,}; shorten the prompt, start a new session, or "
-                "give it a budget that keeps fewer tokens"
+                f"{remedy}"
             )
         return made
 
@@ -606,6 +611,14 @@ class CachedSequence:
         self.runs, self.next_position = made.runs, made.next_position
         self.compactions += 1
         return before - self.next_position
+
+    @property
+    def may_compact(self) -> bool:
+        """Whether the session may go on beyond the trained context.
+
+        Not under a share of the tokens: it would grow with them, past any bound on its pages.
+        """
+        return self.engine.endless and self._fixed_entries is not None
 
     @property
     def _last_position(self) -> int:

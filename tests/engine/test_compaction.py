@@ -15,10 +15,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from mmkv.engine.budgets import page_bound
 from mmkv.engine.cache.forms import FORMS
 from mmkv.engine.cache.pool import PagePool
 from mmkv.engine.compaction import Run, plan, turned, with_text, with_tokens
 from mmkv.engine.errors import ContextError
+from mmkv.engine.policies import Budget
 from mmkv.engine.runtime import Runtime
 from tests.support.dialogues import engine_of, folder_of, prefill_both, prompt, reference_model
 from tests.support.oracle import Oracle
@@ -187,6 +189,39 @@ def test_without_a_budget_or_the_setting_a_session_ends() -> None:
         with pytest.raises(ContextError, match="64"):
             session.decode(3)
         assert session.seen == session.next_position == LIMIT and not session.has_room
+
+
+def test_a_share_of_the_tokens_and_an_older_file_say_why_they_end() -> None:
+    """A share grows with the session: pages of one without end would pass any bound."""
+    engine = short_of("text3", "streamingllm")
+    share, older = engine.session(Budget.fraction(0.1)), engine.session()
+    bound = page_bound(engine, share.budget, LIMIT).steady
+    for session in (share, older):
+        session.prefill({"input_ids": text_ids(LIMIT, 1)[None]})
+    older.runs = None
+    for session, why in ((share, "in entries or bytes"), (older, "an older mmkv saved it")):
+        with pytest.raises(ContextError, match=why):
+            session.decode(3)
+        assert session.seen == LIMIT and not session.compactions
+    with pytest.raises(ContextError, match="in entries or bytes"):
+        engine.session(Budget.fraction(0.1)).prefill({"input_ids": text_ids(LIMIT + 1, 1)[None]})
+    assert engine.cache.held_pages(share.seq) <= bound
+    share.set_budget(BUDGET)
+    share.decode(3)
+    assert share.compactions == 1
+
+
+def test_prompts_longer_than_the_context_compete_for_a_shared_budget() -> None:
+    engine = short_of("text3", "dbtrimkv")
+    engine.share(BUDGET)
+    sessions = [engine.session() for _ in range(2)]
+    for turn, session in enumerate(sessions):
+        session.prefill({"input_ids": text_ids(3 * LIMIT, turn)[None]})
+        assert session.seen == 3 * LIMIT and session.next_position <= LIMIT
+    for _ in range(LIMIT):
+        assert engine.decode(sessions, [3, 4]).isfinite().all()
+    engine.cache.check()
+    assert all(session.compactions > 2 for session in sessions)
 
 
 def test_a_turn_is_not_rewound_across_moved_positions() -> None:
