@@ -47,6 +47,7 @@ class Given(Simulation):
     ) -> None:
         key = torch.tensor(keys, dtype=torch.float64)
         self.layers, self.heads, self.seen, self.dim = key.shape
+        self.scale = self.dim**-0.5
         self.key = list(key)
         self.value = list(key if values is None else torch.tensor(values, dtype=torch.float64))
         query = key if queries is None else torch.tensor(queries, dtype=torch.float64)
