@@ -66,6 +66,12 @@ class Prefill:
         # Where chunks may end, if some pictures must be in one each; those make room for them.
         self._ends: list[int] | None = None
         if turn.whole_pictures and turn.visual is not None:
+            behind = session.pictures[-1][1] if session.pictures else 0
+            if self.tokens and behind == session.seen > 0 and int(turn.modality[0]):
+                raise InputError(
+                    "this turn begins with a picture right behind one of the turn before, and this "
+                    "model sees such a pair as one; put text between, or both into one turn"
+                )
             self._ends = turn.whole_ends()
             spans = (at - end for at, end in enumerate(self._ends))
             self.chunk = max(self.chunk, 1 + max(spans))

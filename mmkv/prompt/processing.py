@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 _ANCHOR = "a"
 # A checkpoint's file on pictures.
 PICTURES = "preprocessor_config.json"
+_THINNEST = 200  # long to short edge of a picture whose short edge is scaled
 _PICTURES_IN_PIL = "Qwen2VLImageProcessorPil"
 # What inputs have for each token.
 PER_TOKEN = frozenset(("input_ids", "attention_mask", "mm_token_type_ids", "token_type_ids"))
@@ -347,6 +348,7 @@ class HubProcessor(Processor):
         self, text: str, images: Sequence[Image], clips: Sequence[Clip], continuing: bool
     ) -> dict[str, torch.Tensor]:
         special = not continuing and not self._starts_itself(text)
+        self._require_shapes(images)
         if CUT in text:  # one caller at a time: see encode
             self.processor.tokenizer = CuttingTokenizer(self.tokenizer)
         try:
@@ -361,6 +363,26 @@ class HubProcessor(Processor):
             )
         finally:
             self.processor.tokenizer = self.tokenizer
+
+    def _require_shapes(self, images: Sequence[Image]) -> None:
+        """Refuse pictures so thin that scaling their shorter edge up would take gigabytes.
+
+        Raises:
+            InputError: for a picture of more than 200:1, as Qwen's processors do.
+        """
+        rules = self.processor.image_processor
+        size = getattr(rules, "size", None) or {}
+        edges = dict(size) if isinstance(size, Mapping) else vars(size)
+        if not edges.get("shortest_edge") or edges.get("longest_edge"):
+            return
+        if getattr(rules, "image_grid_pinpoints", None):  # its tiles are of one size
+            return
+        for image in images:
+            if max(image.size) > _THINNEST * min(image.size):
+                raise InputError(
+                    f"a picture of {image.width}x{image.height} pixels is thinner than "
+                    f"{_THINNEST}:1, which this model's processor cannot scale; crop it"
+                )
 
 
 class OneVisionProcessor(HubProcessor):

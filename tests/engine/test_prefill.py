@@ -108,6 +108,13 @@ def test_no_chunk_ends_in_a_picture_that_is_seen_whole() -> None:
         assert difference <= 1e-5 * wanted.logits.abs().max()
     with pytest.raises(InputError, match="cannot be cut in two"):
         engine.turn(inputs, 0).part(0, 8)
+    session = engine.session()
+    pixels, picture = inputs["pixel_values"][:1], inputs["input_ids"][:, 6:10]
+    session.prefill({"input_ids": picture, "pixel_values": pixels})
+    before = session.state()
+    with pytest.raises(InputError, match="sees such a pair as one"):
+        session.prefill({"input_ids": picture, "pixel_values": pixels})
+    assert session.state() == before
     with pytest.raises(PolicyError, match="write gates"):
         load(checkpoint("gemma3"), policy="wgkv", gates="random")
 

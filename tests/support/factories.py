@@ -98,6 +98,11 @@ _GEMMA: dict[str, Any] = {
     },
 }
 
+# Only the global layers' angles have a factor.
+_GEMMA_YARN = _GEMMA | {
+    "rope_parameters": _GEMMA["rope_parameters"] | {"full_attention": _YARN["rope_parameters"]}
+}
+
 CHECKPOINTS: dict[str, Checkpoint] = {
     "qwen3_vl": Checkpoint("qwen3_vl", 6, 2, 32, layers=3, tied=True),
     "qwen3_vl_group8": Checkpoint("qwen3_vl", 8, 1, 64, layers=3, seed=1),
@@ -147,7 +152,7 @@ CHECKPOINTS: dict[str, Checkpoint] = {
     ),
     "glm4v": Checkpoint("glm4v", 6, 2, 32, layers=3),
     "glm46v": Checkpoint("glm46v", 2, 1, 64, tied=True, seed=1),
-    "gemma3_text": Checkpoint("gemma3_text", 4, 2, 32, layers=3, tied=True, text=_GEMMA),
+    "gemma3_text": Checkpoint("gemma3_text", 4, 2, 32, layers=3, tied=True, text=_GEMMA_YARN),
     "qwen3_moe": Checkpoint("qwen3_moe", 4, 2, 32, text=_MIXED | {"norm_topk_prob": True}),
     "qwen3_moe_mixed": Checkpoint(
         "qwen3_moe", 4, 1, 32, tied=True, text=_MIXED | {"mlp_only_layers": [0]}

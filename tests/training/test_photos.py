@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from mmkv import Engine, Sampling, Session
-from mmkv.engine.errors import ModelError
+from mmkv.engine.errors import InputError, ModelError
 from mmkv.engine.model.families.photos_model import EfficientNetLite, EfficientNetLiteConfig
 from mmkv.engine.runtime import Runtime
 from mmkv.eval.accuracy import photos
@@ -206,10 +206,14 @@ def test_a_picture_reads_as_the_words_that_name_it(
 
 
 def test_pixels_are_the_middle_of_a_picture(joined: Path) -> None:
-    noise = Image.effect_noise((256, 256), 90).convert("RGB")
-    made = load_processor(joined).encode("<image>", [noise])["pixel_values"][0]
+    noise, processor = Image.effect_noise((256, 256), 90).convert("RGB"), load_processor(joined)
+    made = processor.encode("<image>", [noise])["pixel_values"][0]
     middle = np.asarray(noise, dtype=np.float32)[16:240, 16:240]
     np.testing.assert_allclose(made.permute(1, 2, 0), (middle - 127) / 128, atol=1e-5)
+    # 20,000 x 1 would take 4 GB when scaled to 256 pixels of height.
+    with pytest.raises(InputError, match="200:1"):
+        processor.encode("<image>", [Image.new("RGB", (1407, 7))])
+    processor.encode("<image>", [Image.new("RGB", (2, 400))])
 
 
 def test_a_session_is_saved_with_its_picture(joined: Path, tmp_path: Path) -> None:

@@ -183,7 +183,7 @@ class Step(Structure):
 
     _fields_ = [
         *((name, c_int64) for name in ("batch_slots", "threads")),
-        ("rope_scale", c_double),
+        ("rope_scale", c_double * 2),
         ("scratch", c_void_p),
         ("logits", c_void_p),
         ("batch_slot", POINTER(BatchSlot)),

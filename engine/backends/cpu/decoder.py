@@ -108,7 +108,8 @@ class NativeDecoder:
         self._tap_layers = torch.tensor(taps, dtype=torch.int64)
         # The residual stream ``[n, B, hidden]`` after the layers of `taps`, of the last step.
         self.tapped = torch.empty(0)
-        self._step, self._batch_slots = Step(rope_scale=spec.rope.scale), (BatchSlot * 0)()
+        scales = spec.rope.scale, (spec.local_rope or spec.rope).scale
+        self._step, self._batch_slots = Step(rope_scale=scales), (BatchSlot * 0)()
         self._step.mass = 1 + JOINS.index(mass) if mass else 0
         self._step.taps, self._step.tap_layer = len(taps), self._tap_layers.data_ptr()
         self._batch_slot: list[BatchSlot] = []  # to take one out of the array anew is slow

@@ -103,7 +103,7 @@ struct eviction;
 
 struct step {
     int64_t batch_slots, threads;
-    double rope_scale; /* on cos and sin */
+    double rope_scale[2]; /* on cos and sin, of each set of frequencies */
     float *scratch, *logits; /* logits [batch slots, vocab] */
     const struct batch_slot *batch_slot;
     struct eviction *requests; /* [batch slots], each for after the append; NULL: nothing is evicted */

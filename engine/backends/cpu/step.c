@@ -469,8 +469,9 @@ static void start_batch_slot(const struct model *model, const struct step *step,
         hidden[i] *= (float)model->embed_scale;
     for (int64_t i = 0; i < model->angles * model->rotary / 2; i++) {
         float angle = (float)mine->rope_position * mine->inv_freq[i];
-        cos[i] = cosf(angle) * (float)step->rope_scale;
-        sin[i] = sinf(angle) * (float)step->rope_scale;
+        float scale = (float)step->rope_scale[i >= model->rotary / 2];
+        cos[i] = cosf(angle) * scale;
+        sin[i] = sinf(angle) * scale;
     }
 }
 
