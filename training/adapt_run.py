@@ -427,7 +427,7 @@ def _write_card(folder: Path, settings: AdaptSettings, described: Mapping[str, A
         base_model=settings.model if not Path(settings.model).exists() else None,
         tags=["mmkv", "kv-cache"],
     )
-    share = budget_of(settings.budget, 1).value < 2 and "/" in settings.budget
+    share = budget_of(settings.budget, 1) != budget_of(settings.budget, 2**20)
     gates = f" --gates {settings.gates}" if settings.gates else ""
     usage = "THIS_FOLDER" if settings.full else f"{settings.model} --adapter THIS_FOLDER"
     text = _BODY.format(
