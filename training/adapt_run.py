@@ -175,11 +175,18 @@ class AdaptSettings:
         rows = self.documents * (self.group if self.method == "grpo" else 1)
         return rows // processes()
 
-    def described(self) -> dict[str, Any]:
-        """Return the settings without those that this run does not read."""
+    @property
+    def unread(self) -> set[str]:
+        """The settings that this run does not read."""
         out = {n for method, names in _OF_METHOD.items() if method != self.method for n in names}
         out |= {"rank", "alpha", "targets"} if self.full else set()
-        return {name: v for name, v in dataclasses.asdict(self).items() if name not in out}
+        return out | (
+            {"max_reply"} if (self.method, self.replies) == ("distill", "data") else set()
+        )
+
+    def described(self) -> dict[str, Any]:
+        """Return the settings without those that this run does not read."""
+        return {n: v for n, v in dataclasses.asdict(self).items() if n not in self.unread}
 
 
 def load_compressed(settings: AdaptSettings) -> CompressedModel:

@@ -277,6 +277,11 @@ def test_a_model_that_was_trained_whole_is_a_folder_of_its_own(tmp_path: Path) -
         (["--group", "1"], "--group is 1; give 2 or more"),
         (["--target", "q"], "--target 'q': this model's matrices are down_proj, gate_proj"),
         (["--lr", "nan"], "--lr is nan; give a finite number above 0"),
+        (["--reward", "number"], "--reward is not read by this run (--method distill"),
+        (
+            ["--full", "--target", "q_proj"],
+            "--target is not read by this run (--method distill, --f",
+        ),
     ],
 )
 def test_mistakes_get_one_line(

@@ -50,7 +50,7 @@ def context_of(message: dict[str, Any]) -> dict[str, Any]:
 
 
 def test_a_line_of_json_may_hold_what_ends_lines_elsewhere(tmp_path: Path) -> None:
-    """LongBench's files are written without escapes; its texts hold U+2028, U+0085 and their like."""
+    """LongBench's files are written without escapes; its texts hold U+2028 or U+0085."""
     rows = [{"context": f"a{mark}b"} for mark in "\u2028\x85\u2029"]
     path = tmp_path / "rows.jsonl"
     lines = (json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
