@@ -56,8 +56,8 @@ def read_rows(path: str) -> list[Row]:
 
 
 def _plain(row: Row, spec: Row, doc: Row) -> Values:
-    """LongBench: the row as it is."""
-    return dict(row)
+    """LongBench: the row as it is; a single answer is a list of one."""
+    return {**row, "answers": _flat(row["answers"])}
 
 
 def _stripped(row: Row, spec: Row, doc: Row) -> Values:

@@ -58,6 +58,10 @@ def test_a_line_of_json_may_hold_what_ends_lines_elsewhere(tmp_path: Path) -> No
     assert read_rows(str(path)) == rows
 
 
+def test_an_answer_without_a_list_is_no_list_of_letters() -> None:
+    assert READERS["plain"]({"answers": "a b", "input": ""}, {}, {})["answers"] == ["a b"]
+
+
 def test_every_row_of_the_table_can_be_used() -> None:
     for name, task in tasks().items():
         measure = task.spec["measure"]
