@@ -642,7 +642,7 @@ TABLES: dict[str, Callable[[Path], Rows]] = {
     "peers-targets": _peers(target_rows),
     **{
         f"peers-{shape}{part}": _peers(rows, f"peers-cpu-{shape}")
-        for shape in ("smollm2", "qwen3-vl-2b")
+        for shape in ("smollm2", "qwen3-vl-2b", "qwen3-vl-2b-warm")
         for part, rows in (("", case_rows), ("-targets", target_rows), ("-losses", loss_rows))
     },
     "startup": _startup,

@@ -22,12 +22,13 @@ from mmkv.engine.backends.cuda.kernels.available import on_triton
 from mmkv.engine.backends.cuda.kernels.buffers import PageTables
 from mmkv.engine.backends.cuda.kernels.evict import drop, empty_drop, unsupported_reason
 from mmkv.engine.backends.cuda.kernels.window_scores import window_scores
-from mmkv.engine.backends.torch.attention import Rows, attention_mass
 from mmkv.engine.cache import RaggedCache
 from mmkv.engine.policies.base import CacheView, Policy, Scores, WindowReduction
 from mmkv.engine.policies.selection import lowest_cells
 from mmkv.engine.scorer_state import (
     QUERIES,
+    Rows,
+    attention_mass,
     attention_paid,
     newest_entropy,
     window_positions,

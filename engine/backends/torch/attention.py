@@ -6,7 +6,6 @@ takes row after row stands beside each fast form.
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, replace
 
 import torch
@@ -14,9 +13,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from mmkv.engine.cache import EncodedKV
-from mmkv.engine.policies.base import Group, admitted
+from mmkv.engine.policies.base import admitted
 from mmkv.engine.policies.write_gate import visible
-from mmkv.engine.scorer_state import join
 
 # Pages per piece when rows are so uneven that padding them to the longest would cost more than
 # merging pieces does (8 pages of 16 = 128 entries).
@@ -300,69 +298,6 @@ def _slice(rows: SortedRows, first: Tensor, count: int) -> SortedRows:
     taken = rows.take(index.clamp(max=longest - 1))
     last = torch.iinfo(torch.int64).max
     return replace(taken, position=taken.position.masked_fill(index >= longest, last))
-
-
-# Elements of one block of scores: temporaries stay near 16 MiB however long rows and chunks are.
-_MASS_BLOCK_ELEMENTS = 4 * 2**20
-
-
-@dataclass(frozen=True)
-class Rows:
-    """The entries of R rows, padded to the longest.
-
-    Attributes:
-        slot: ``[R, N]`` int64 flat slots of the pool; live: ``[R, N]`` bool.
-    """
-
-    slot: Tensor
-    live: Tensor
-
-    @classmethod
-    def of(cls, length: Tensor, table: Tensor, page_size: int) -> Rows:
-        """Gather the slots of ``length [R]`` and ``table [R, W]``."""
-        column = torch.arange(int(length.max()), device=length.device)
-        slot = table[:, column // page_size] * page_size + column % page_size
-        live = column < length[:, None]
-        return cls(slot.masked_fill(~live, 0), live)
-
-
-def attention_mass(
-    query: Tensor,
-    query_position: Tensor,
-    keys: Tensor | EncodedKV,
-    position: Tensor,
-    rows: Rows,
-    scale: float,
-    group: Group,
-    window: int = 0,
-    until: Tensor | None = None,
-) -> Tensor:
-    """Add up the attention of every query to each entry of its row.
-
-    Args:
-        query: ``[R, G, Q, D]``, the G query heads of each row's KV head.
-        query_position: ``[R, Q]`` token indices: a query sees entries at or before its own.
-        keys: ``[slots, D]``, position: ``[slots]``, the pool's, the pass's own entries included.
-        group: how the G heads are joined, query by query.
-        window: tokens that a query sees back, 0 for all (sliding-window layers).
-        until: ``[R, Q]`` token indices of the last entries that queries see; None: their own.
-
-    Returns:
-        float32 ``[R, N]``, 0 where there is no entry.
-    """
-    key = keys[rows.slot].float().transpose(1, 2)[:, None]
-    at = position[rows.slot].long()[:, None]
-    block = max(1, _MASS_BLOCK_ELEMENTS // max(rows.slot.numel() * query.shape[1], 1))
-    total = torch.zeros(rows.slot.shape, device=query.device)
-    until = query_position if until is None else until
-    parts = (query.split(block, 2), query_position.split(block, 1), until.split(block, 1))
-    for part, where, last in zip(*parts, strict=True):
-        back = where[..., None] - at
-        seen = rows.live[:, None] & (at <= last[..., None]) & (back < (window or math.inf))
-        scores = (part.float() * scale) @ key
-        shares = scores.masked_fill(~seen[:, None], -torch.inf).softmax(-1).nan_to_num(0.0)
-        total += join(shares, group, 1).sum(1)
-    return total
 
 
 def chunk_attention_reference(

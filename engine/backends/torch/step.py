@@ -12,8 +12,6 @@ from mmkv.engine.backends.cuda.kernels.available import on_triton
 from mmkv.engine.backends.cuda.kernels.prefill_attention import prefill_attention
 from mmkv.engine.backends.torch.attention import (
     LayerWork,
-    Rows,
-    attention_mass,
     build_worklist,
     chunk_attention,
     merge,
@@ -26,7 +24,7 @@ from mmkv.engine.model.spec import DecoderSpec
 from mmkv.engine.model.state_layer import State, StateLayer
 from mmkv.engine.model.weights import state_name
 from mmkv.engine.policies.base import ChunkStates, Group, Needs, Pruner, Scorer, shaped
-from mmkv.engine.scorer_state import QUERIES, store_queries, write_state
+from mmkv.engine.scorer_state import QUERIES, Rows, attention_mass, store_queries, write_state
 
 
 class PrefillChunk:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from mmkv.engine.backends.cuda.kernels import write_gated_attention as on_gpu
 from mmkv.engine.backends.cuda.kernels.available import on_triton
-from mmkv.engine.backends.torch.attention import Rows, SortedRows, write_gated_attention
+from mmkv.engine.backends.torch.attention import SortedRows, write_gated_attention
 from mmkv.engine.cache import PagePool
 from mmkv.engine.errors import GateError, PolicyError
 from mmkv.engine.model.gates import Gates, WriteGates, load_write_gates
@@ -17,6 +17,7 @@ from mmkv.engine.model.rope import rotate
 from mmkv.engine.model.spec import DecoderSpec
 from mmkv.engine.policies.base import Admission, Policy
 from mmkv.engine.policies.write_gate import PAPER_WINDOW, with_window
+from mmkv.engine.scorer_state import Rows
 
 
 class WriteGatePass:

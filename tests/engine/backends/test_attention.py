@@ -6,12 +6,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from mmkv.engine import scorer_state
 from mmkv.engine.backends.cuda import backend as cuda
-from mmkv.engine.backends.torch import attention as module
 from mmkv.engine.backends.torch import step
 from mmkv.engine.backends.torch.attention import (
     SPLIT_PAGES,
-    Rows,
     build_worklist,
     chunk_attention,
     chunk_attention_reference,
@@ -179,15 +178,15 @@ def test_equals_a_sum_by_hand(
     elements: int, window: int, group: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Two rows of 9 and 5 entries in any order, 2 heads, 7 queries; one, two or all at a time."""
-    monkeypatch.setattr(module, "_MASS_BLOCK_ELEMENTS", elements)
+    monkeypatch.setattr(scorer_state, "_MASS_BLOCK_ELEMENTS", elements)
     generator = torch.Generator().manual_seed(1)
     query = torch.randn(2, 2, 7, 4, generator=generator)
     at = torch.arange(3, 10).expand(2, -1)
     keys = torch.randn(16, 4, generator=generator)
     position = torch.randperm(16, generator=generator) % 10
     length, table = torch.tensor([9, 5]), torch.tensor([[2, 0, 3], [1, 4, 4]])
-    rows = Rows.of(length, table[:, :3] % 4, 4)
-    got = module.attention_mass(query, at, keys, position, rows, 0.5, group, window)
+    rows = scorer_state.Rows.of(length, table[:, :3] % 4, 4)
+    got = scorer_state.attention_mass(query, at, keys, position, rows, 0.5, group, window)
     for row, count in enumerate(length.tolist()):
         slots = [int(table[row, i // 4]) % 4 * 4 + i % 4 for i in range(count)]
         want = torch.zeros(count, dtype=torch.float64)

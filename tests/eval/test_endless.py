@@ -1,0 +1,41 @@
+"""The stream that is read beyond the trained context."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from mmkv.engine.runtime import Runtime
+from mmkv.eval import endless
+from mmkv.resources import bundled_model
+
+
+def test_a_stream_goes_on_in_a_short_context(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = Runtime.from_pretrained(
+        bundled_model(), policy="dbtrimkv", budget=16, device="cpu", dtype="float32"
+    )
+    engine.spec = engine.model.spec = replace(engine.spec, max_position=320)
+    monkeypatch.setattr(endless, "_REMEMBER", 5)
+    rows = endless.read_stream(engine, 900)
+    assert rows[-2]["seen"] < 900 <= rows[-1]["seen"] == sum(row["tokens"] for row in rows)
+    assert max(row["position"] for row in rows) <= 320 and rows[-1]["compactions"] >= 2
+    assert [i for i, row in enumerate(rows) if "beginning" in row] == [*range(4, len(rows), 5)]
+    parts = endless.parts_of(rows, 320)
+    assert parts[0][-1]["seen"] <= 320 < parts[1][0]["seen"]
+    assert [row for part in parts for row in part] == rows
+
+
+def test_what_has_to_hold() -> None:
+    part = {
+        "latest": {"value": 0.9},
+        "clips": 10,
+        "most_bytes": 100,
+        "highest_position": 60,
+        "cpu_ms_per_token": 1.0,
+    }
+    worse = part | {"latest": {"value": 0.88}, "most_bytes": 106, "cpu_ms_per_token": 1.06}
+    assert [row[-1] for row in endless.checks([part, part], 64)] == [True] * 4
+    assert [row[-1] for row in endless.checks([part, worse], 59)] == [False] * 4
+    found = dict(row[:2] for row in endless.checks([part, worse], 64))
+    assert found["latest clip, against the first part"] == "-2.0 points"
