@@ -466,7 +466,12 @@ def _draw_overlap(figure: Figure, args: argparse.Namespace) -> str:
 
 def _draw_dynamics(figure: Figure, args: argparse.Namespace) -> str:
     passes = [_look(args, seed) for seed in range(args.seed, args.seed + args.dialogues)]
-    layer = min(args.layer, len(passes[0].queries) - 1)
+    layers, _, heads = passes[0].queries.shape[:3]
+    layer = min(2, layers - 1) if args.layer is None else args.layer
+    if not (0 <= layer < layers and 0 <= args.head < heads):
+        raise InputError(
+            f"no layer {layer}, head {args.head}; the model has {layers} layers of {heads} heads"
+        )
     series = principal([one.queries[layer, :, args.head].astype(float) for one in passes], 8)
     cut = max(1, 3 * len(series) // 4)
     fit = fit_var(series[:cut], series[cut:] or series[:cut])
@@ -518,6 +523,9 @@ def draw(name: str, args: argparse.Namespace, path: Path) -> str:
     return says
 
 
+_FORMATS = (".png", ".webp", ".svg", ".pdf")
+
+
 def parser() -> argparse.ArgumentParser:
     """Return the options."""
     made = argparse.ArgumentParser(prog="python -m eval.pictures", description=__doc__)
@@ -531,7 +539,7 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--budget", default="12.5%", help="entries a head, or a share")
     made.add_argument("--seed", type=int, default=4, help="which held-out dialogue")
     made.add_argument("--dialogues", type=int, default=8, help="of dynamics and bands")
-    made.add_argument("--layer", type=int, default=2, help="of dynamics")
+    made.add_argument("--layer", type=int, help="of dynamics; default: the third")
     made.add_argument("--head", type=int, default=0, help="query head, of dynamics")
     made.add_argument("--top", type=int, default=16, help="tokens that a query selects: survival")
     made.add_argument("--output", type=Path, help="PNG, WebP, SVG or PDF; NAME.png without")
@@ -544,7 +552,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         if args.trace is not None and args.name not in ("retention", "sparsity", "density"):
             raise InputError(f"{args.name} needs a pass of the model; leave --trace out")
-        print(draw(args.name, args, args.output or Path(f"{args.name}.png")))
+        for name in ("top", "dialogues"):
+            if (given := getattr(args, name)) < 1:
+                raise InputError(f"--{name} is {given}; give 1 or more")
+        output = args.output or Path(f"{args.name}.png")
+        if output.suffix.lower() not in _FORMATS:
+            raise InputError(f"--output {output} ends with none of {', '.join(_FORMATS)}")
+        print(draw(args.name, args, output))
     except MmkvError as error:
         print(f"eval.pictures: error: {one_line(str(error))}", file=sys.stderr)
         return 1

@@ -27,6 +27,7 @@ _NEEDS = {"distill": ("accelerate", "peft"), "grpo": ("accelerate", "datasets", 
 
 @app.command()
 def adapt(
+    context: typer.Context,
     model: Annotated[str, option("Checkpoint folder or hub id.", _RUN)],
     data: Annotated[
         list[str],
@@ -103,6 +104,14 @@ def adapt(
     fields = AdaptSettings.__dataclass_fields__
     named: dict[str, Any] = {name: values[name] for name in fields if name in values}
     settings = AdaptSettings(**named, targets=tuple(target or ()))
+    for name in sorted(settings.unread):
+        option_name = name.removesuffix("s") if name == "targets" else name
+        source = context.get_parameter_source(option_name)
+        if source is not None and source.name == "COMMANDLINE":
+            raise InputError(
+                f"--{option_name.replace('_', '-')} is not read by this run (--method {method}"
+                f"{', --full' if full else f', --replies {replies}'}); leave it out"
+            )
     if threads:
         torch.set_num_threads(threads)
     console = Console(stderr=True, markup=False)  # file names may hold brackets

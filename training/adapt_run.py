@@ -175,11 +175,18 @@ class AdaptSettings:
         rows = self.documents * (self.group if self.method == "grpo" else 1)
         return rows // processes()
 
-    def described(self) -> dict[str, Any]:
-        """Return the settings without those that this run does not read."""
+    @property
+    def unread(self) -> set[str]:
+        """The settings that this run does not read."""
         out = {n for method, names in _OF_METHOD.items() if method != self.method for n in names}
         out |= {"rank", "alpha", "targets"} if self.full else set()
-        return {name: v for name, v in dataclasses.asdict(self).items() if name not in out}
+        return out | (
+            {"max_reply"} if (self.method, self.replies) == ("distill", "data") else set()
+        )
+
+    def described(self) -> dict[str, Any]:
+        """Return the settings without those that this run does not read."""
+        return {n: v for n, v in dataclasses.asdict(self).items() if n not in self.unread}
 
 
 def load_compressed(settings: AdaptSettings) -> CompressedModel:
@@ -427,7 +434,7 @@ def _write_card(folder: Path, settings: AdaptSettings, described: Mapping[str, A
         base_model=settings.model if not Path(settings.model).exists() else None,
         tags=["mmkv", "kv-cache"],
     )
-    share = budget_of(settings.budget, 1).value < 2 and "/" in settings.budget
+    share = budget_of(settings.budget, 1) != budget_of(settings.budget, 2**20)
     gates = f" --gates {settings.gates}" if settings.gates else ""
     usage = "THIS_FOLDER" if settings.full else f"{settings.model} --adapter THIS_FOLDER"
     text = _BODY.format(

@@ -43,6 +43,7 @@ from mmkv.training.measure.teacher_forced import spans
 
 _BLOCK = 512  # queries whose mask stands at once
 _NAME = "mmkv_visible"
+_MOST = 2**31  # entries of a budget
 
 
 @dataclass(frozen=True)
@@ -119,7 +120,8 @@ AttentionInterface.register(_NAME, visible_attention)
 
 
 def budget_of(text: str, tokens: int) -> Budget:
-    """Return the budget of a document of ``tokens``: entries (``64``), or a share (``1/16``).
+    """Return the budget of a document of ``tokens``: entries (``64``), or a share below 1
+    (``1/16``).
 
     Raises:
         InputError: neither, or not above 0.
@@ -128,12 +130,12 @@ def budget_of(text: str, tokens: int) -> Budget:
         amount = Fraction(text)
     except (ValueError, ZeroDivisionError):
         amount = Fraction(0)
-    if amount <= 0:
+    if not 0 < amount < _MOST:
         raise InputError(
             f"--budget is {text!r}; give entries per layer and KV head such as 64, or a share of "
             "the document such as 1/16"
         )
-    return Budget.of(float(amount) if amount > 1 else max(1.0, float(amount) * tokens))
+    return Budget.of(float(amount) if amount >= 1 else max(1.0, float(amount) * tokens))
 
 
 @torch.inference_mode()

@@ -37,7 +37,8 @@ def convert(samples: Path, data: Path, output: Path) -> int:
 
 def _read(samples: Path) -> list[dict[str, Any]]:
     try:
-        rows = [json.loads(line) for line in samples.read_text(encoding="utf-8").splitlines()]
+        lines = samples.read_text(encoding="utf-8").split("\n")  # replies may hold U+2028
+        rows = [json.loads(line) for line in lines if line]
     except (OSError, ValueError) as error:
         raise InputError(
             f"cannot read {samples} ({error}); name a *_samples_mmdu*.jsonl"

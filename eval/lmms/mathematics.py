@@ -88,7 +88,8 @@ def answer_in(reply: str) -> str | None:
     if found is None:
         said = _SAID.findall(reply)
         found = said[-1] if said else None
-    return None if found is None or not found.strip(" .*") else found
+    found = (found or "").strip().removesuffix(".").strip("*")
+    return found if found.strip(" .") else None
 
 
 _LONGEST = 1000  # letters of an answer: a reply that repeats itself opens thousands of boxes
@@ -126,6 +127,7 @@ _UNITS = (
     "weeks? years? people students? hr hrs min percent"
 ).replace(" ", "|")
 _SPELLINGS: tuple[tuple[str, str], ...] = (
+    (r",\\!\s*", ","),  # how MATH sets thousands apart
     (r"\\(?:left|right|bigl?|bigr?|displaystyle|limits)(?![a-zA-Z])", ""),
     (r"\\[,;:!> ]|~|\\(?:q?quad)(?![a-zA-Z])", " "),
     (r"\\[dtc]frac(?![a-zA-Z])", r"\\frac"),
@@ -161,7 +163,8 @@ def normal(answer: str) -> str:
         text = text.replace(mark, "")
     for pattern, spelling in _SPELLINGS:
         text = re.sub(pattern, spelling, text)
-    text = _UNIT.sub("", _TEXT.sub(r" \1 ", text.strip()).strip().rstrip(".").strip())
+    text = re.sub(r"\s(?:and|or)\s", ",", _TEXT.sub(r" \1 ", text))
+    text = _UNIT.sub("", text.strip().rstrip(".").strip())
     text = _NAMED.sub("", text)
     text = re.sub(r"(?<![\d,])\d{1,3}(?:,\d{3})+(?![\d,])", lambda m: m[0].replace(",", ""), text)
     return re.sub(r"\s+", "", text).rstrip(".")
@@ -181,7 +184,7 @@ def _equal(given: str, wanted: str) -> bool:
     if parts is not None or wanted_parts is not None:
         if parts is None or wanted_parts is None or parts[0] != wanted_parts[0]:
             return _bare(given) == _bare(wanted)
-        ordered = parts[0] != "{"
+        ordered = parts[0] not in ("{", "cup")
         return _all_equal(parts[1], wanted_parts[1], ordered)
     if _bare(given).lower() == _bare(wanted).lower():
         return True
@@ -232,12 +235,12 @@ def _parts(text: str) -> tuple[str, list[str]] | None:
             return ("{" if kind == r"\{\}" else kind), members
     members = _split(text)
     if members is not None and len(members) > 1:
-        return "{", members
+        return "{", [_NAMED.sub("", member) for member in members]
     return None
 
 
 def _split(text: str) -> list[str] | None:
-    """Split at the commas (and "and", "or") outside of brackets; None where they do not pair."""
+    """Split at the commas outside of brackets; None where they do not pair."""
     depth, made = 0, [""]
     for mark in text:
         depth += (mark in "([{") - (mark in ")]}")
@@ -362,6 +365,14 @@ class _Expression:
         self._need("}")
         return made
 
+    def _argument(self) -> complex:
+        """Read what stands in braces, or, without them, the one token that LaTeX takes."""
+        if self._next() == "{":
+            return self._group()
+        if not re.fullmatch(r"\d|[a-zA-Z]|\\pi", self._next()):
+            raise _NotReadError
+        return self._atom()
+
     def _atom(self) -> complex:
         token = self._next()
         self._at += 1
@@ -372,8 +383,8 @@ class _Expression:
             self._need(")" if token == "(" else "}")
             return made
         if token == r"\frac":
-            over = self._group()
-            return over / self._group()
+            over = self._argument()
+            return over / self._argument()
         if token == r"\sqrt":
             root = complex(2)
             if self._take("["):

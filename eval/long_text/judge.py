@@ -151,7 +151,8 @@ def _share(value: float | None) -> str:
 
 def _read(samples: Path) -> list[dict[str, Any]]:
     try:
-        rows = [json.loads(line) for line in samples.read_text(encoding="utf-8").splitlines()]
+        lines = samples.read_text(encoding="utf-8").split("\n")  # replies may hold U+2028
+        rows = [json.loads(line) for line in lines if line]
     except (OSError, ValueError) as error:
         raise InputError(
             f"cannot read {samples} ({error}); name a *_samples_{NAME}_local.jsonl"

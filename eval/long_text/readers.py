@@ -43,7 +43,8 @@ def read_rows(path: str) -> list[Row]:
         try:
             found = json.loads(text)
         except ValueError:
-            found = [json.loads(line) for line in text.splitlines() if line.strip()]
+            # Not splitlines: texts may hold U+2028 and its like as they are.
+            found = [json.loads(line) for line in text.split("\n") if line.strip()]
     except (OSError, ValueError, RecursionError) as error:
         raise InputError(f"{path} cannot be read ({error}); get the file again") from error
     if isinstance(found, dict) and isinstance(found.get("data"), list):
@@ -55,8 +56,8 @@ def read_rows(path: str) -> list[Row]:
 
 
 def _plain(row: Row, spec: Row, doc: Row) -> Values:
-    """LongBench: the row as it is."""
-    return dict(row)
+    """LongBench: the row as it is; a single answer is a list of one."""
+    return {**row, "answers": _flat(row["answers"])}
 
 
 def _stripped(row: Row, spec: Row, doc: Row) -> Values:

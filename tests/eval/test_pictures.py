@@ -237,14 +237,24 @@ def test_every_picture_is_drawn(name: str, tmp_path: Path) -> None:
     assert said.getvalue().strip() and file.stat().st_size > 2000
 
 
+@pytest.mark.long(reason="a pass of the model over a dialogue")
+def test_a_head_that_is_not_there_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    for layer, head in ((99, 0), (2, 99)):
+        asked = ["--dialogues", "1", "--layer", str(layer), "--head", str(head)]
+        assert pictures.main(["dynamics", *asked]) == 1
+        assert f"no layer {layer}, head {head}; the model has 6 l" in capsys.readouterr().err
+
+
 def test_mistakes_get_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     gone = str(tmp_path / "gone.html")
     for arguments, words in (
         (["overlap", "--trace", gone], "leave --trace out"),
         (["sparsity", "--trace", gone], "gone.html"),
         (["density", "--budget", "half"], "not a budget"),
+        (["survival", "--top", "0"], "--top is 0; give 1 or more"),
+        (["density", "--output", "x.foo"], "x.foo ends with none of .png"),
     ):
-        assert pictures.main([*arguments, "--output", str(tmp_path / "x.png")]) == 1
+        assert pictures.main(["--output", str(tmp_path / "x.png"), *arguments]) == 1
         said = capsys.readouterr().err
         assert words in said and said.count("\n") == 1
     assert bands.main(["--window", "0"]) == 1

@@ -270,12 +270,18 @@ def test_a_model_that_was_trained_whole_is_a_folder_of_its_own(tmp_path: Path) -
     ("arguments", "said"),
     [
         (["--budget", "none"], "--budget is 'none'; give entries"),
+        (["--budget", "1e400"], "--budget is '1e400'; give entries"),
         (["--policy", "full"], "'full' keeps everything; choose one that evicts"),
         (["--policy", "fastv"], "drops tokens inside the layers"),
         (["--method", "sft"], "--method is 'sft'; choose one of distill, grpo"),
         (["--group", "1"], "--group is 1; give 2 or more"),
         (["--target", "q"], "--target 'q': this model's matrices are down_proj, gate_proj"),
         (["--lr", "nan"], "--lr is nan; give a finite number above 0"),
+        (["--reward", "number"], "--reward is not read by this run (--method distill"),
+        (
+            ["--full", "--target", "q_proj"],
+            "--target is not read by this run (--method distill, --f",
+        ),
     ],
 )
 def test_mistakes_get_one_line(
@@ -295,6 +301,12 @@ def test_a_missing_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     command_line.require_packages("distill")
     with pytest.raises(InputError, match=r"grpo needs trl: pip install 'mmkv\[adapt\]'"):
         command_line.require_packages("grpo")
+
+
+def test_a_budget_is_entries_or_a_share_below_one() -> None:
+    """One entry is no share: the whole document would be kept, and nothing be trained."""
+    texts = ["64", "1", "1.5", "1/16", "0.5", "1/1000"]
+    assert [budget_of(text, 160).value for text in texts] == [64, 1, 1.5, 10, 80, 1]
 
 
 def test_rewards_by_hand() -> None:

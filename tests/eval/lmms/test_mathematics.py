@@ -57,6 +57,14 @@ SAME = [
     ),
     (r"3\cdot 10^8", r"3 \times 10^{8}"),
     ("p - q", r"p-q."),
+    (r"10,\!000", "10000"),
+    ("11111111100", r"11,\! 111,\! 111,\! 100"),
+    (r"1 \text{ and } 2", "1,2"),
+    (r"2 \text{ or } 1", "1, 2"),
+    ("x=1, x=-2", "1,-2"),
+    (r"(3,\infty) \cup (-\infty, 2)", r"(-\infty,2)\cup(3,\infty)"),
+    (r"\frac{\sqrt3}3", r"\frac{\sqrt{3}}{3}"),
+    (r"\frac\pi3", r"\frac{\pi}{3}"),
 ]
 OTHER = [
     ("5", "6"),
@@ -104,6 +112,7 @@ def test_answers_that_differ(given: str, wanted: str) -> None:
         (r"\boxed 7.", "7"),
         ("The final answer is $12$", "$12$"),
         ("**Answer:** 12", "12"),
+        ("The answer is **12**.", "12"),
         ("it may be 12 or 13 and", None),
         ("", None),
     ],

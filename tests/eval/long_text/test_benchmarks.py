@@ -25,7 +25,7 @@ from mmkv.eval.long_text.benchmarks import (
     task_file,
     tasks,
 )
-from mmkv.eval.long_text.readers import READERS, drawn, split_places
+from mmkv.eval.long_text.readers import READERS, drawn, read_rows, split_places
 from mmkv.eval.long_text.scores import porter_stem
 from tests.support.long_text_rows import ARTICLE, CODE, OTHER, write_all, write_banking
 
@@ -47,6 +47,19 @@ def text_of(message: dict[str, Any]) -> str:
 def context_of(message: dict[str, Any]) -> dict[str, Any]:
     (found,) = [part for part in message["content"] if "context" in part]
     return {"text": found["text"], **found["context"]}
+
+
+def test_a_line_of_json_may_hold_what_ends_lines_elsewhere(tmp_path: Path) -> None:
+    """LongBench's files are written without escapes; its texts hold U+2028 or U+0085."""
+    rows = [{"context": f"a{mark}b"} for mark in "\u2028\x85\u2029"]
+    path = tmp_path / "rows.jsonl"
+    lines = (json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
+    path.write_text("".join(lines), encoding="utf-8")
+    assert read_rows(str(path)) == rows
+
+
+def test_an_answer_without_a_list_is_no_list_of_letters() -> None:
+    assert READERS["plain"]({"answers": "a b", "input": ""}, {}, {})["answers"] == ["a b"]
 
 
 def test_every_row_of_the_table_can_be_used() -> None:

@@ -20,12 +20,13 @@ def samples(tmp_path: Path) -> Path:
         {
             "doc_id": at,
             "input": f"longmemeval_s.json, row {at + 1}",
-            "filtered_resps": f"reply {at}",
+            "filtered_resps": f"reply {at}\u2028",  # a line's end to str.splitlines, not to JSON
         }
         for at in range(4)
     ]
     path = tmp_path / "1_samples_longmemeval_s_local.jsonl"
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    lines = (json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
+    path.write_text("".join(lines), encoding="utf-8")
     return path
 
 
