@@ -113,6 +113,7 @@ class LmmsSettings:
                 "leave out budget"
             )
         loading = {name: typed.pop(name) for name in options() if name in typed}
+        loading.setdefault("endless", False)  # a task says what becomes of what is too long
         return cls(EngineConfig(model=typed.pop("pretrained"), **loading), **typed)
 
     @property
