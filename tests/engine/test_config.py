@@ -187,7 +187,9 @@ def test_lmms_eval_takes_every_option_as_text() -> None:
         endless=False,
         threads=1,
     )
-    assert LmmsSettings.of({"pretrained": "here"}).engine == EngineConfig(model="here", endless=False)
+    assert LmmsSettings.of({"pretrained": "here"}).engine == EngineConfig(
+        model="here", endless=False
+    )
 
 
 def test_help_and_usage_errors_do_without_torch() -> None:
