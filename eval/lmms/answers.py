@@ -27,7 +27,10 @@ def convert(samples: Path, data: Path, output: Path) -> int:
     dialogues, problems = read_benchmark(data, unused_images=True)
     if problems:
         raise InputError(f"{data}: dialogue {problems[0].dialogue}: {problems[0].cause}")
-    rows = [_matched(row, dialogues, samples, data) for row in _read(samples)]
+    rows = [
+        _matched(row, dialogues, samples, data)
+        for row in read_samples(samples, "*_samples_mmdu*.jsonl")
+    ]
     folder = AnswerFolder(output)
     folder.begin({"samples": str(samples.resolve())}, {})
     for dialogue, answers in rows:
@@ -35,14 +38,20 @@ def convert(samples: Path, data: Path, output: Path) -> int:
     return len(rows)
 
 
-def _read(samples: Path) -> list[dict[str, Any]]:
+def read_samples(samples: Path, name: str) -> list[dict[str, Any]]:
+    """Read a file of samples as lmms-eval writes it.
+
+    Args:
+        name: what such a file is called, for the message.
+
+    Raises:
+        InputError: it cannot be read, or holds none.
+    """
     try:
         lines = samples.read_text(encoding="utf-8").split("\n")  # replies may hold U+2028
         rows = [json.loads(line) for line in lines if line]
     except (OSError, ValueError) as error:
-        raise InputError(
-            f"cannot read {samples} ({error}); name a *_samples_mmdu*.jsonl"
-        ) from error
+        raise InputError(f"cannot read {samples} ({error}); name a {name}") from error
     if not rows:
         raise InputError(f"{samples} holds no samples; run the task again")
     return rows

@@ -18,6 +18,7 @@ from typing import Any
 from rich.console import Console
 
 from mmkv.engine.errors import InputError, MmkvError
+from mmkv.eval.lmms.answers import read_samples
 from mmkv.eval.long_text.benchmarks import LongTask, question, table, tasks
 from mmkv.eval.long_text.readers import Row
 from mmkv.eval.mmdu.client import Endpoint
@@ -39,7 +40,7 @@ def asked(samples: Path, data: Path) -> list[tuple[Row, Task]]:
     """
     task = tasks()[NAME]
     docs, made = task.documents(data), []
-    for sample in _read(samples):
+    for sample in read_samples(samples, f"*_samples_{NAME}_local.jsonl"):
         number = sample.get("doc_id")
         doc = docs[number] if isinstance(number, int) and 0 <= number < len(docs) else None
         if doc is None or sample.get("input") != question(doc):
@@ -147,19 +148,6 @@ def _abstains(row: Row) -> bool:
 
 def _share(value: float | None) -> str:
     return "-" if value is None else f"{100 * value:.1f} %"
-
-
-def _read(samples: Path) -> list[dict[str, Any]]:
-    try:
-        lines = samples.read_text(encoding="utf-8").split("\n")  # replies may hold U+2028
-        rows = [json.loads(line) for line in lines if line]
-    except (OSError, ValueError) as error:
-        raise InputError(
-            f"cannot read {samples} ({error}); name a *_samples_{NAME}_local.jsonl"
-        ) from error
-    if not rows:
-        raise InputError(f"{samples} holds no samples; run the task again")
-    return rows
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
