@@ -64,11 +64,14 @@ def test_write_gates_step_without_the_host(name: str, host_reads: HostReads) -> 
     assert host_reads.found == [] and all(session.evicted > 0 for session in one)
 
 
-@pytest.mark.parametrize("name", ["adakv", "epikv"])
-def test_budgets_that_grow_with_the_tokens(name: str) -> None:
-    """Shares and protected tokens are counted anew for each step, and prompts stay on top."""
+@pytest.mark.parametrize(("name", "every"), [("adakv", 2), ("epikv", 2), ("gkv", None)])
+def test_budgets_that_grow_with_the_tokens(name: str, every: int | None) -> None:
+    """Shares and protected tokens are counted anew for each step, and prompts stay on top.
+
+    So is the policy's own interval, a quarter of what a row may keep.
+    """
     budget = Budget.fraction(0.6)
-    ours, reference = (engine(name, budget=budget, evict_every=2) for _ in range(2))
+    ours, reference = (engine(name, budget=budget, evict_every=every) for _ in range(2))
     one, two = opened(ours, 2), opened(reference, 2)
     runner = Bursts(ours)
     for steps in (1, 15):
