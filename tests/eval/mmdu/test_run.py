@@ -290,7 +290,15 @@ def test_failing_dialogues_are_named_and_the_others_kept(
     malformed["conversations"][3] = {"from": "user", "value": "again"}
     (tmp_path / "data.json").write_text(json.dumps(rows))
     output = tmp_path / "answers"
-    ran = mmkv("mmdu", "--data", str(tmp_path / "data.json"), "--output", str(output), *BUDGET)
+    ran = mmkv(
+        "mmdu",
+        "--data",
+        str(tmp_path / "data.json"),
+        "--output",
+        str(output),
+        *BUDGET,
+        "--no-endless",
+    )
     assert ran.code == 1 and "Traceback" not in ran.err
     lines = ran.err.splitlines()
     for row, says in (
