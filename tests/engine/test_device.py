@@ -39,6 +39,7 @@ LAUNCHES = {
     "swiglu": ("swiglu", (ON_SECOND,)),
     "window_scores": ("window_scores", (None, None, ON_SECOND, *[None] * 4, 0.0, ON_SECOND)),
     "worklist": ("build_worklist", (None, ON_SECOND, None)),
+    "write_gated_attention": ("write_gated_attention", (ON_SECOND, *[None] * 7)),
 }
 
 

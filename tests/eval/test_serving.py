@@ -85,7 +85,8 @@ def agents(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 
     def load() -> Engine:
         options = {"gates": "random", "policy": "dbtrimkv", "budget": 24, "dtype": "float32"}
-        return Engine.from_pretrained(folder, kv_limit=8 * 2**20, prefill_chunk=64, **options)
+        options |= {"prefill_chunk": 64, "endless": False}
+        return Engine.from_pretrained(folder, kv_limit=8 * 2**20, **options)
 
     with serving(load, name=MODEL, store_bytes=2**20) as made:
         made.process = SimpleNamespace(pid=os.getpid())  # type: ignore[attr-defined]

@@ -794,5 +794,5 @@ def test_paths_say_why_a_scorer_runs_in_torch(
     for each in (engine, engine.model):
         monkeypatch.setattr(each, "device", torch.device("cuda"))
     monkeypatch.setattr("mmkv.engine.backends.cuda.backend.triton_installed", lambda: True)
-    assert engine.many_path == "step by step: policy 'key-size'"
-    assert engine.evict_path == "torch: policy 'key-size'"
+    assert engine.many_path == "step by step: policy 'key-size' has code of its own"
+    assert engine.evict_path == "torch: policy 'key-size' has code of its own"

@@ -561,7 +561,11 @@ def test_a_reply_ends_at_the_last_position() -> None:
     ids = torch.randint(3, 140, (2, 506), generator=torch.Generator().manual_seed(0))
     mask = torch.ones_like(ids)
     mask[1, :20] = 0
-    with retain(model, policy="streamingllm", budget=16), pytest.warns(UserWarning, match="row 0"):
+    bounded = {"policy": "streamingllm", "budget": 16}
+    with (
+        retain(model, **bounded, endless=False),
+        pytest.warns(UserWarning, match="row 0"),
+    ):
         made = greedy(
             model, {"input_ids": ids, "attention_mask": mask}, eos_token_id=1, pad_token_id=0
         )
