@@ -19,7 +19,7 @@ from tests.support.model_configs import IMAGE_ID
 from tests.support.oracle import Oracle
 from tests.support.policies import GATED, KINDS, OTHERS
 from tests.support.sessions import text_ids
-from tests.support.tiers import slow_but
+from tests.support.tiers import long_but, slow_but
 
 TOLERANCE = 1e-4
 # A step of a dialogue: ("turn", texts, pictures), ("decode", tokens) or ("budget", M).
@@ -344,9 +344,10 @@ def text_of(name: str) -> str:
     return f"{name}[{','.join(f'{key}={SMALL[key]}' for key in SMALL if key in known)}]"
 
 
-CELLS = [
-    (name, family, chunk) for name in PRESETS for family in MATRIX_FAMILIES for chunk in CHUNKS
-]
+CHUNKED, WHOLE = (
+    [(name, family, chunk) for name in PRESETS for family in MATRIX_FAMILIES]
+    for chunk in ("chunked", "whole")
+)
 _MORE = pytest.mark.drawn(reason="policies of the kinds that others are of")
 # Linear layers take part in no policy, but pruners drop tokens that they would have to see.
 PRUNERS = {name for name in PRESETS if make_policy(text_of(name)).pruner is not None}
@@ -362,7 +363,10 @@ MATRIX_QUICK = [(name, "qwen3_vl", "chunked") for name in KINDS + OTHERS]
 
 
 @pytest.mark.parametrize(
-    ("name", "family", "chunk"), slow_but(MATRIX_QUICK, CELLS, "the rest of the matrix") + HYBRID
+    ("name", "family", "chunk"),
+    slow_but(MATRIX_QUICK, CHUNKED, "the rest of the matrix")
+    + long_but((), WHOLE, "what is kept in chunks, but for where they end")
+    + HYBRID,
 )
 def test_preset_keeps_what_its_reference_keeps(
     name: str,

@@ -264,7 +264,7 @@ def test_shapes_cover_what_is_claimed() -> None:
     assert {True, False} == {spec.tied for spec in shapes}
 
 
-@pytest.mark.slow(reason="more of the parity matrix; test_one_turn has each family")
+@pytest.mark.long(reason="about the references alone")
 @pytest.mark.parametrize("name", CHECKPOINTS)
 def test_references_generate_varied_tokens(name: str) -> None:
     """A reference that repeats one token, or never looks back, would prove nothing."""

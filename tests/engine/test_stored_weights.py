@@ -28,7 +28,7 @@ from mmkv.engine.model.stored import StoredTensors
 from mmkv.engine.model.weights import DecoderWeights
 from tests.support.factories import CHECKPOINTS, FAMILIES, checkpoint
 from tests.support.model_configs import config_of
-from tests.support.tiers import slow_but
+from tests.support.tiers import long_but
 
 
 def through_transformers(
@@ -92,7 +92,7 @@ def assert_loads_alike(folder: Path, dtype: torch.dtype, direct: bool = True) ->
     assert family.hf.config.get_text_config().num_hidden_layers == spec.num_layers
 
 
-@pytest.mark.parametrize("name", slow_but(FAMILIES, CHECKPOINTS, "a variant of a family"))
+@pytest.mark.parametrize("name", long_but(FAMILIES, CHECKPOINTS, "a variant of a family"))
 def test_every_family(name: str) -> None:
     assert_loads_alike(checkpoint(name), torch.float32)
 

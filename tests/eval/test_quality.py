@@ -329,7 +329,7 @@ def test_plots_label_their_budgets(tmp_path: Path, monkeypatch: Any) -> None:
         assert drawn[-1].get_suptitle() == title
 
 
-@pytest.mark.slow(reason="the same run twice, once cut short")
+@pytest.mark.long(reason="the same run twice, once cut short")
 def test_a_killed_run_continues_with_the_same_result(tmp_path: Path, capfd: Any) -> None:
     """Two workers, stopped after two of four dialogues in the middle of a line."""
     options = [

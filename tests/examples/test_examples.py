@@ -111,7 +111,7 @@ def test_transformers_generate(capsys: pytest.CaptureFixture[str]) -> None:
     assert after.startswith("afterwards: 0 bytes")
 
 
-@pytest.mark.slow(reason="a process that loads torch and a model")
+@pytest.mark.long(reason="a process that loads torch and a model")
 def test_serving(capsys: pytest.CaptureFixture[str]) -> None:
     """The command itself: it answers, goes on with the second question, and ends at SIGTERM."""
     with socket.socket() as free:

@@ -96,7 +96,7 @@ def test_a_kernel_that_fails_is_named_and_the_others_go_on(
     assert "no such thing" in capsys.readouterr().out
 
 
-@pytest.mark.slow(reason="times every program of the benchmark once")
+@pytest.mark.long(reason="times every program of the benchmark once")
 def test_decode(tmp_path: Path) -> None:
     options = ["--steps", "6", "--peers", DYNAMIC, TRIMKV, "--peer-tokens", "3"]
     options += ["--copy-bytes", "1000000", "--largest-memory", "0.05", "--most-batch", "3"]
