@@ -3,9 +3,10 @@
 A session's rope positions grow with every token, evicted or not, and a model was trained for so
 many. Before they would pass the last one, the gaps that evicted tokens have left are closed, down
 to half of the context: no gap is longer than G afterwards, the largest length with which all fits.
-A picture moves as a whole, tokens keep their order, and no distance grows. A key that moves by d positions is multiplied with R(-d), the plain rotation of a text
-token, since all axes of a position move alike; angles are computed in float64 (at a million, those
-in float32 are off by 0.04 rad). Ages count tokens, not positions, so gates and scores stay.
+A picture moves as a whole, tokens keep their order, and no distance grows. A key that moves by d
+positions is multiplied with R(-d), the plain rotation of a text token, since all axes of a position
+move alike; angles are computed in float64 (at a million, those in float32 are off by 0.04 rad).
+Ages count tokens, not positions, so gates and scores stay.
 
 With G = 0, text alone and rows that keep the same tokens this is StreamingLLM (arXiv 2309.17453,
 section 3.2), whose positions are those inside the cache.
