@@ -10,6 +10,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from mmkv.engine.backends.cuda import policy_step, static_step
+from mmkv.engine.backends.cuda.kernels import delta
 from mmkv.engine.backends.cuda.static_step import StaticStep
 
 aten = torch.ops.aten
@@ -29,8 +30,9 @@ READS = {
 }
 # What has a form in Triton beside the reference that runs here.
 KERNELS = {
-    static_step: "make_room build_worklist rms_norm store_layer decode_attention swiglu evict",
+    static_step: "make_room build_worklist rms_norm store_layer decode_attention gated evict",
     policy_step: "drop window_scores",
+    delta: "conv_step delta_step",
 }
 
 
