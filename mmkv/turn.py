@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from mmkv.engine.contents import Memory
     from mmkv.prompt.processing import Processor
     from mmkv.prompt.template import ChatTemplate, Message
+    from mmkv.prompt.video import Clip
     from mmkv.session import Session
 
 
@@ -191,7 +192,6 @@ def compose_observation(
     opening: list[Message] = []
     if system is not None:
         opening = [{"role": "system", "content": system}]
-    note = None
 
     def turn(content: list[dict[str, Any]]) -> UserTurn:
         messages = [*opening, {"role": "user", "content": content}]
@@ -203,10 +203,8 @@ def compose_observation(
                 raise InputError(f"{name} is for frames; leave it out for a text")
         if not what.strip():
             raise InputError("the text is blank; give words to observe")
-        time_text = None if at is None else processor.time_text(at)
-        if at is not None and time_text is None:
-            note = _NO_TIMES.format("texts")
-        made = turn([{"type": "text", "text": f"{time_text or ''}{what.removesuffix(chr(10))}\n"}])
+        made = turn([{"type": "text", "text": observed_text(processor, what, at)}])
+        note = times_note(processor, "texts", at)
         return Observation(made, 0, 0, note, session.frames_seen)
     if fps is not None and at is None:
         raise InputError("fps says when frames after the first were seen; give at, too")
@@ -223,15 +221,47 @@ def compose_observation(
         return Observation(None, 0, skipped, None, seen)
     pictures = [frames[i] for i in kept]
     if at is not None and processor.watches:
-        rate = fps or LOOSE_FPS
-        clip = processor.load_clip(pictures, rate)
-        clip = replace(clip, times=tuple(at + i / rate for i in kept))
-        note = None if processor.writes_times else _NO_TIMES.format("frames")
+        clip = frames_clip(processor, pictures, kept, at, fps)
+        note = times_note(processor, "frames", at)
         made = turn([{"type": "video", "video": clip}])
     else:
-        note = None if at is None else _NO_TIMES.format("pictures")
+        note = times_note(processor, "pictures", at)
         made = turn([{"type": "image", "image": picture} for picture in pictures])
     return Observation(made, len(kept), skipped, note, seen)
+
+
+def frames_clip(
+    processor: Processor,
+    frames: Sequence[Image],
+    numbers: Sequence[int],
+    at: float,
+    fps: float | None,
+) -> Clip:
+    """Return observed frames as a video.
+
+    Args:
+        numbers: of the frames, among those that were shown from ``at`` seconds on.
+        fps: of those; None: 2. Raises InputError: the frames differ in size.
+    """
+    rate = fps or LOOSE_FPS
+    made = processor.load_clip(list(frames), rate)
+    return replace(made, times=tuple(at + number / rate for number in numbers))
+
+
+def observed_text(processor: Processor, text: str, at: float | None) -> str:
+    """Return a text that is observed as it is read: behind its time, and with a line's end."""
+    time_text = None if at is None else processor.time_text(at)
+    return f"{time_text or ''}{text.removesuffix(chr(10))}\n"
+
+
+def times_note(processor: Processor, what: str, at: float | None) -> str | None:
+    """Return a note for the user where the model's prompts have no times of ``what``."""
+    if at is None:
+        return None
+    written = processor.writes_times if what == "frames" else False
+    if what == "texts":
+        written = processor.time_text(at) is not None
+    return None if written else _NO_TIMES.format(what)
 
 
 def compose_results(
