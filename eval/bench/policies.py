@@ -28,6 +28,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from mmkv.engine.backends.cuda import CudaBackend, GraphRunner, policy_step, static_step
+from mmkv.engine.backends.cuda.kernels import delta
 from mmkv.engine.backends.cuda.static_step import StaticStep
 from mmkv.engine.policies import PRESETS, Policy, make_policy
 from mmkv.engine.runtime import Runtime
