@@ -34,7 +34,10 @@ _SCENES_ALONE = (
     "in a photograph (mmkv models)"
 )
 _KEPT = "stays as it was read"
-_STATELESS = "by the numbers that {} summed up it cannot be taken back"
+_STATELESS = (
+    "by the numbers that {} summed up it cannot be taken back, and its pictures are not at hand to "
+    "read all again"
+)
 
 
 @dataclass
