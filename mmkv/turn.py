@@ -40,7 +40,10 @@ _SCENES_ALONE = (
 _KEPT = "stays as it was read"
 _LATEST = 10**8  # seconds: three years
 _NO_TIMES = "this model's prompts hold no times of {}: at was not written"
-_STATELESS = "by the numbers that {} summed up it cannot be taken back"
+_STATELESS = (
+    "by the numbers that {} summed up it cannot be taken back, and its pictures are not at hand to "
+    "read all again"
+)
 
 
 @dataclass
