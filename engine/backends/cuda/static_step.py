@@ -193,7 +193,7 @@ class StaticStep:
         if policy is not None:
             policy.appended(rope)
         if self.log_beta is not None:
-            made = pool.log_beta.view(-1)[slots.clamp(min=0)]
+            made = self.cache.pool.log_beta.view(-1)[slots.clamp(min=0)]
             self.log_beta.index_copy_(1, self.index, made.view(self.batch, 1, -1))
         self._choose(product(normed, weights.head).float(), live)
         self._evict(cut)
