@@ -125,7 +125,7 @@ def _without_risk(path: Path) -> None:
     """Make a session file what an older mmkv would have written."""
     with safe_open(path, framework="pt") as file:
         metadata = file.metadata()
-        tensors = {name: file.get_tensor(name) for name in file.keys() if name != "risk"}
+        tensors = {name: file.get_tensor(name) for name in file.keys() if name != "risk"}  # noqa: SIM118
     del metadata["digest"]
     save_file(tensors, path, metadata | {"digest": _digest(tensors, metadata)})
 
