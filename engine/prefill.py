@@ -217,7 +217,7 @@ class Prefill:
             session.runs = with_tokens(session.runs, session.seen, *given)
         session.count_appended(tokens, self._end(self.done))
         if session.meter is not None and log_beta is not None:
-            session.meter.add(log_beta, modality=turn.modality)
+            session.meter.add(log_beta, turn.modality)
         session.count_evicted(pruned, 0)
         if session.recorder is not None and pruned:
             session.recorder.missing(session.view(), tokens, PRUNED)
