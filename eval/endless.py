@@ -34,19 +34,23 @@ from mmkv.eval.quality.report import interval
 from mmkv.eval.session_stream import beginning_turn, clip_turn, predicts_answer
 from mmkv.prompt.loading import load_processor
 from mmkv.resources import bundled_model
+from mmkv.training.data.scenes import SceneTurn
 from mmkv.training.measure.record import RESULTS, write_results
 from mmkv.training.measure.tables import pipe_table
 
 _REMEMBER = 32  # clips between two questions about the beginning
-_PAIRED = 4  # clips between two that a young copy of the session reads, too
 _YOUNG = 6  # those copies, spread over the context
 _PARTS, _BLOCK = 10, 16
 # The first part has as many tokens as the context; the others share the rest.
 Row = dict[str, Any]
 
 
-def read_stream(engine: Runtime, tokens: int) -> list[Row]:
-    """Read clips until so many tokens have been seen; a row for each clip."""
+def read_stream(engine: Runtime, tokens: int, paired: int = 4) -> list[Row]:
+    """Read clips until so many tokens have been seen; a row for each clip.
+
+    Args:
+        paired: clips from one that a young copy of the session reads, too, to the next.
+    """
     tokenizer = load_processor(bundled_model()).tokenizer
     rows: list[Row] = []
     session, young = engine.session(), list[CachedSequence]()
@@ -56,16 +60,18 @@ def read_stream(engine: Runtime, tokens: int) -> list[Row]:
             turn = clip_turn(index)
             row: Row = {}
 
-            def read(one: CachedSequence, name: str, turn=turn, row=row) -> None:
+            def read(
+                one: CachedSequence, name: str, turn: SceneTurn = turn, row: Row = row
+            ) -> None:
                 started = time.process_time()
                 row[name] = predicts_answer(one, turn, tokenizer)
                 row[f"{name}_seconds"] = time.process_time() - started
 
-            pairs = bool(session.compactions and index % _PAIRED == 0)
-            if not pairs or index % (2 * _PAIRED):
+            pairs = bool(session.compactions and index % paired == 0)
+            if not pairs or index % (2 * paired):
                 read(session, "right")
             if pairs:
-                with young[index // _PAIRED % len(young)].fork() as copy:
+                with young[index // paired % len(young)].fork() as copy:
                     read(copy, "young")
             if "right" not in row:
                 read(session, "right")
@@ -208,6 +214,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--tokens", type=int, default=1_000_000)
     parser.add_argument("--policy", default="dbtrimkv")
     parser.add_argument("--budget", type=float, default=64)
+    parser.add_argument("--paired", type=int, default=4, help="every so many clips are paired")
     parser.add_argument("--output", type=Path, default=RESULTS / "endless-tiny-vlm.json")
     args = parser.parse_args(arguments)
     torch.set_num_threads(1)
@@ -215,7 +222,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         bundled_model(), policy=args.policy, budget=args.budget, device="cpu", dtype="float32"
     )
     context = engine.spec.max_position
-    parts = [about(rows) for rows in parts_of(read_stream(engine, args.tokens), context) if rows]
+    parts = [
+        about(rows)
+        for rows in parts_of(read_stream(engine, args.tokens, args.paired), context)
+        if rows
+    ]
     print(pipe_table(COLUMNS, [table_row(part) for part in parts]))
     found = checks(parts, context)
     print(
