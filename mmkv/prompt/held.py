@@ -209,7 +209,9 @@ class Held:
             return
         behind = len(read.tail or ())
         text = plain[: len(plain) - len(read.tail_text)] if read.tail is not None else plain
-        middle = Place(end.seen - behind, end.position - behind, end.prompt - behind, end.evicted)
+        # Where positions were drawn together behind it, its own is not used again.
+        position = max(end.position - behind, 0)
+        middle = Place(end.seen - behind, position, end.prompt - behind, end.evicted)
         media = (tuple(read.pictures), tuple(read.clips))
         known = tuple(sorted({*read.ids[: len(read.ids) - behind]}))
         count = len(read.pictures)

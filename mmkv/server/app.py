@@ -183,7 +183,9 @@ def _model(state: ServerState) -> dict[str, Any]:
         "lookahead": facts.lookahead,
         "images": facts.sees,
         "videos": facts.watches,
+        "trained_context": facts.context,
     }
+    most = facts.most_tokens(facts.budget)
     return {
         "id": state.settings.name,
         "object": "model",
@@ -193,8 +195,8 @@ def _model(state: ServerState) -> dict[str, Any]:
         "display_name": state.settings.name,
         "created_at": datetime.fromtimestamp(state.started, UTC).isoformat(),
         "lifecycle": "active",
-        "max_input_tokens": facts.context,
-        "max_model_len": facts.context,
+        "max_input_tokens": most,
+        "max_model_len": most,
         "mmkv": own,
     }
 

@@ -86,6 +86,10 @@ class ConversationLookup:
                     if (found := table.at(keys[count - 1])) is not None:
                         yield count, found
 
+    def require_tokens(self, tokens: int, start: ConversationState | None) -> None:
+        """Have room for the texts of so many tokens. Raises ContextError, CapacityError."""
+        self._conversations.require_tokens(tokens, start)
+
     def touch(self, memory: ConversationState) -> None:
         """Note that a conversation is the most recently used."""
         table = self._prefix_cache if memory.keys else self._conversations
@@ -287,6 +291,7 @@ class ChatJob(EngineJob):
         self.fetches = any(part.url[:4].lower() == "http" for part in parts)
         self._media: list[Any] | None = None
         self._outline: Outline | None = None
+        self._continues: ConversationState | None = None
         self._read: Read | None = None
         self._prompt_end: list[int] = []  # its latest tokens
         self.writers: list[ScoredWriter] = []
@@ -361,6 +366,7 @@ class ChatJob(EngineJob):
                 continue
             work.messages = known
             held, (self.live, self._outline) = count, found
+            self._continues = memory
             self.conversations.touch(memory)
             self.conversations.leave_shared_budget()
             text, *others = memory.info.seen
@@ -616,6 +622,8 @@ class ChatJob(EngineJob):
             assert self._outline is not None
         if self._prefill is None:
             inputs = self._inputs(self._outline.segments[0])
+            tokens = session.seen + inputs["input_ids"].shape[1]
+            self.conversations.require_tokens(tokens, self._continues)
             session.cache_salt = self.work.base_key
             self._prefill = session.begin_prefill(inputs, self.chunk, undoable=False)
             session.set_unfed(None)
