@@ -385,7 +385,7 @@ class SocketConnection(WSProtocol):
         self.transport.close()
 
 
-def size_of(data: str | bytes) -> int:
+def size_of(data: str | bytes | bytearray) -> int:
     """Return the bytes of a message."""
     return len(data.encode("utf-8", "surrogatepass")) if isinstance(data, str) else len(data)
 
