@@ -172,6 +172,11 @@ class Held:
         text, before = _from(whole, begins[kept]), self._end(first).evicted
         return Plan(kept, self._end(kept), text, tuple(ids), media, False, before)
 
+    def appending(self, text: str) -> Plan:
+        """Return the plan of a session that reads ``text`` behind all that it holds."""
+        count = len(self.pieces or ())
+        return Plan(count, self._end(count), text, media=self.unread)
+
     def back(self, plan: Plan, tokens: int) -> Place:
         """Forget what follows a plan's start but for ``tokens`` of text; where that ends."""
         pieces = (self.pieces or ())[: plan.kept]

@@ -40,7 +40,7 @@ from mmkv.server.prompts import (
 from mmkv.server.work import ChatWork, Choice, RequestCounts, Standing, Usage
 from mmkv.server.writer import ScoredWriter
 from mmkv.thoughts import PROMPT_END, marks_if_first
-from mmkv.turn import agreed, kept_tokens, text_before_media, without_first
+from mmkv.turn import agreed, kept_tokens, text_before_media, text_behind, without_first
 
 if TYPE_CHECKING:
     from mmkv.api import Engine
@@ -49,6 +49,9 @@ if TYPE_CHECKING:
     from mmkv.prompt.template import ChatTemplate
     from mmkv.server.conversations import ConversationState, ConversationStore, PrefixCache
     from mmkv.session import Session
+
+
+_FEW_OPEN = 40  # messages that were observed, of which the end is looked at
 
 
 class ConversationLookup:
@@ -473,11 +476,17 @@ class ChatJob(EngineJob):
     ) -> tuple[Session, Outline]:
         """Do as :meth:`_continued` where something is observed, or was: it is read in one piece."""
         template, rule, processor = self._template, self._rule, self.engine.processor
-        whole = self._whole_open(messages)
         session, same = memory.fork(), 0
         held = session.held
         try:
             text, why = None, None
+            if rule is None and self.work.observes is not None and messages[count - 1].open:
+                opened = closed(messages[max(count - _FEW_OPEN, 0) : count])[0][-1]
+                given = opened.for_template(), messages[count].for_template()
+                text = text_behind(held, template, *given)
+            if text is not None:
+                return session, Outline(text, [Segment(text, count, len(messages))])
+            whole = self._whole_open(messages)
             if held.pieces is not None and template.source is not None:
                 plan = held.plan(whole, rule)
                 if not plan.appends:
