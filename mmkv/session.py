@@ -222,6 +222,7 @@ class Session(CachedSequence):
         skip_similar: float | None = None,
         system: str | None = None,
         progress: Progress | None = None,
+        undoable: bool = True,
     ) -> Observed:
         """Read frames or a text into memory, without a reply: the beginning of the next question.
 
@@ -242,6 +243,8 @@ class Session(CachedSequence):
                 levels (0 to 255) of two small copies may differ, on average. None: read all.
             system: only where nothing was said or observed before.
             progress: called with (tokens done, tokens in all) after each chunk.
+            undoable: whether :meth:`undo` can take this back by itself, which needs a copy of the
+                cache as for a turn; False: it goes with the turn before it.
 
         Raises:
             MmkvError: the session is as it was.
@@ -252,7 +255,7 @@ class Session(CachedSequence):
             tokens = 0
             if made.turn is not None:
                 tokens = made.turn.tokens
-                self._append(made.turn, progress)
+                self._append(made.turn, progress, undoable)
             self.end_observation(made)
             counts = tokens, made.frames, made.skipped, self.next_position, self.memory()
             told = [made.note, None if made.turn is None else self.note]
@@ -362,7 +365,8 @@ class Session(CachedSequence):
             history = parse_history(extra.get("mmkv.history", "[]"))
             tools = parse_tools(extra.get("mmkv.tools", "[]"))
             unfed = parse_unfed(extra.get("mmkv.unfed", "[]"), *known)
-            held = parse_held(extra.get("mmkv.held", "null"), self.seen, *known)
+            moved = self.compactions > 0
+            held = parse_held(extra.get("mmkv.held", "null"), self.seen, *known, moved)
             frames = parse_frames(extra.get("mmkv.frames", "{}"))
         except InvalidFile as error:
             raise SessionError(
@@ -661,12 +665,15 @@ class Session(CachedSequence):
             self._turn_mark = object()
             return True
 
-    def _append(self, turn: UserTurn, progress: Progress | None) -> torch.Tensor:
+    def _append(
+        self, turn: UserTurn, progress: Progress | None, undoable: bool = True
+    ) -> torch.Tensor:
         """Prefill a turn whole, or leave the session as it was."""
         reading = turn.reading
         appends = reading.plan is None
         frames = self._frames(reading) if appends else []  # what fails here changes nothing
-        if appends and not self.undo_depth and turn.tokens <= self.engine.prefill_chunk:
+        kept = bool(self.undo_depth) and undoable
+        if appends and not kept and turn.tokens <= self.engine.prefill_chunk:
             # One chunk: the engine undoes it itself when it fails. A Ctrl-C meanwhile is
             # delivered once the turn stands in the history, as an interrupted empty reply.
             logits = self.prefill(turn.inputs, progress)
@@ -687,7 +694,10 @@ class Session(CachedSequence):
         except BaseException:
             self._become(snapshot)
             raise
-        self._remember(snapshot)
+        if kept:
+            self._remember(snapshot)
+        else:
+            snapshot.close()
         self._show(frames)
         return logits
 

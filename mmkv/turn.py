@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -11,7 +12,7 @@ from torch import Tensor
 
 from mmkv.calls.tools import Tool, ToolCall
 from mmkv.engine.errors import InputError, require_list, require_real
-from mmkv.prompt.held import Plan, Read, common_length, read_of
+from mmkv.prompt.held import Held, Plan, Read, common_length, read_of
 from mmkv.prompt.media import notes
 from mmkv.prompt.part_settings import LOOSE_FPS
 from mmkv.prompt.processing import PER_TOKEN
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
     from mmkv.engine.contents import Memory
     from mmkv.prompt.processing import Processor
     from mmkv.prompt.template import ChatTemplate, Message
+    from mmkv.prompt.video import Clip
     from mmkv.session import Session
 
 
@@ -39,7 +41,10 @@ _SCENES_ALONE = (
 _KEPT = "stays as it was read"
 _LATEST = 10**8  # seconds: three years
 _NO_TIMES = "this model's prompts hold no times of {}: at was not written"
-_STATELESS = "by the numbers that {} summed up it cannot be taken back"
+_STATELESS = (
+    "by the numbers that {} summed up it cannot be taken back, and its pictures are not at hand to "
+    "read all again"
+)
 
 
 @dataclass
@@ -191,7 +196,6 @@ def compose_observation(
     opening: list[Message] = []
     if system is not None:
         opening = [{"role": "system", "content": system}]
-    note = None
 
     def turn(content: list[dict[str, Any]]) -> UserTurn:
         messages = [*opening, {"role": "user", "content": content}]
@@ -203,10 +207,8 @@ def compose_observation(
                 raise InputError(f"{name} is for frames; leave it out for a text")
         if not what.strip():
             raise InputError("the text is blank; give words to observe")
-        time_text = None if at is None else processor.time_text(at)
-        if at is not None and time_text is None:
-            note = _NO_TIMES.format("texts")
-        made = turn([{"type": "text", "text": f"{time_text or ''}{what.removesuffix(chr(10))}\n"}])
+        made = turn([{"type": "text", "text": observed_text(processor, what, at)}])
+        note = times_note(processor, "texts", at)
         return Observation(made, 0, 0, note, session.frames_seen)
     if fps is not None and at is None:
         raise InputError("fps says when frames after the first were seen; give at, too")
@@ -223,15 +225,47 @@ def compose_observation(
         return Observation(None, 0, skipped, None, seen)
     pictures = [frames[i] for i in kept]
     if at is not None and processor.watches:
-        rate = fps or LOOSE_FPS
-        clip = processor.load_clip(pictures, rate)
-        clip = replace(clip, times=tuple(at + i / rate for i in kept))
-        note = None if processor.writes_times else _NO_TIMES.format("frames")
+        clip = frames_clip(processor, pictures, kept, at, fps)
+        note = times_note(processor, "frames", at)
         made = turn([{"type": "video", "video": clip}])
     else:
-        note = None if at is None else _NO_TIMES.format("pictures")
+        note = times_note(processor, "pictures", at)
         made = turn([{"type": "image", "image": picture} for picture in pictures])
     return Observation(made, len(kept), skipped, note, seen)
+
+
+def frames_clip(
+    processor: Processor,
+    frames: Sequence[Image],
+    numbers: Sequence[int],
+    at: float,
+    fps: float | None,
+) -> Clip:
+    """Return observed frames as a video.
+
+    Args:
+        numbers: of the frames, among those that were shown from ``at`` seconds on.
+        fps: of those; None: 2. Raises InputError: the frames differ in size.
+    """
+    rate = fps or LOOSE_FPS
+    made = processor.load_clip(list(frames), rate)
+    return replace(made, times=tuple(at + number / rate for number in numbers))
+
+
+def observed_text(processor: Processor, text: str, at: float | None) -> str:
+    """Return a text that is observed as it is read: behind its time, and with a line's end."""
+    time_text = None if at is None else processor.time_text(at)
+    return f"{time_text or ''}{text.removesuffix(chr(10))}\n"
+
+
+def times_note(processor: Processor, what: str, at: float | None) -> str | None:
+    """Return a note for the user where the model's prompts have no times of ``what``."""
+    if at is None:
+        return None
+    written = processor.writes_times if what == "frames" else False
+    if what == "texts":
+        written = processor.time_text(at) is not None
+    return None if written else _NO_TIMES.format(what)
 
 
 def compose_results(
@@ -373,8 +407,15 @@ def _composed(
         if others:
             raise _cannot_change("what it has read is not known as a template's text")
         return _appended(session, template, messages, load, total, rule, ends)
-    whole = template.render(talk, opening=True) if ends else template.render_open(talk)
-    plan, why = held.plan(whole, rule), None
+    text = None
+    if not (ends or others) and rule is None and is_open(session.history):
+        text = text_behind(held, template, session.history[-1], messages[0])
+    whole, why = "", None
+    if text is not None:
+        plan = held.appending(text)
+    else:
+        whole = template.render(talk, opening=True) if ends else template.render_open(talk)
+        plan = held.plan(whole, rule)
     if not plan.appends:
         plan, why = agreed(session, plan, whole, rule)
     if why is not None or plan.media is None:
@@ -392,12 +433,41 @@ def _composed(
         # Where a session goes back to its beginning, all pictures are read again.
         stays = 0
         if session.can_cut_back:
-            stays = _stays(processor, template, talk, whole, total, ends)
+            known = text is None
+            stays = _stays(processor, template, talk, whole, total, ends) if known else sys.maxsize
         read = replace(read, stays=stays)
     if plan.appends:
         return TurnReading(session.with_unfed(inputs), read)
     again = kept_tokens(session, plan, ids)
     return TurnReading(without_first(inputs, again), read, plan, again)
+
+
+# Parts of an open message up to which all of it is rendered for one more; and how many are for one
+# behind those, so that a day of frames takes no longer for each than the first hour.
+_ALL, _LATEST_PARTS = 32, 4
+
+
+def text_behind(held: Held, template: ChatTemplate, opened: Message, more: Message) -> str | None:
+    """Return the text of what is observed behind a long open message, whose end alone is rendered.
+
+    None where all has to be: the message is short, or its end as rendered by itself is not what was
+    read. Whether it is all the same, the next question finds out.
+
+    Args:
+        held: what was read; opened: the message; more: what comes behind it.
+    """
+    parts = as_parts(opened["content"])
+    if len(parts) < _ALL or template.source is None:
+        return None
+    begin, end = ({"type": "text", "text": new_marker()} for _ in range(2))
+    latest = [begin, *parts[-_LATEST_PARTS:], end, *as_parts(more["content"])]
+    rendered = template.render_open([{"role": "user", "content": latest}])
+    _, found, rest = rendered.partition(begin["text"])
+    shown, behind, text = rest.partition(end["text"])
+    if not (found and behind and text):
+        return None
+    texts = [piece.text or "" for piece in (held.pieces or ())[-4 * _LATEST_PARTS :]]
+    return text.removeprefix(CUT) if "".join(texts).endswith(shown.replace(CUT, "")) else None
 
 
 def agreed(session: Session, plan: Plan, whole: str, rule: Any) -> tuple[Plan, str | None]:

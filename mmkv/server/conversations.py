@@ -5,20 +5,21 @@ from __future__ import annotations
 import json
 import uuid
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
-from weakref import WeakValueDictionary
+from weakref import WeakSet, WeakValueDictionary
 
 import torch
 
 from mmkv.calls.tools import Tool, ToolCall, arguments_text
 from mmkv.engine.budgets import why_unbound
 from mmkv.engine.contents import MODALITIES
-from mmkv.engine.errors import InputError, SessionError
+from mmkv.engine.errors import CapacityError, ContextError, InputError, SessionError
 from mmkv.prompt.template import as_parts
+from mmkv.prompt.video import FramesSeen
 from mmkv.scheduler.conversation import CachedConversation
-from mmkv.server.prompts import Message, Part
+from mmkv.server.prompts import Message, Part, closed
 from mmkv.server.store import copy_whole
 
 if TYPE_CHECKING:
@@ -49,6 +50,8 @@ class ConversationInfo:
         tools: the functions that the model was told of, in OpenAI's form.
         spans: [start, stop) of the tokens of each message; empty where it is not known.
         kept: what is held of each message, where somebody has asked; see :func:`kept_shares`.
+        frames: what is remembered of the frames that were observed.
+        next_position: rope position of the next text token.
     """
 
     seen: tuple[int, ...]
@@ -60,6 +63,8 @@ class ConversationInfo:
     tools: tuple[dict[str, Any], ...] = ()
     spans: tuple[Span, ...] = ()
     kept: list[dict[str, Any]] | None = None
+    frames: FramesSeen = field(default_factory=FramesSeen)
+    next_position: int = 0
 
     @property
     def digests(self) -> tuple[str, ...]:
@@ -147,6 +152,11 @@ class ConversationState(CachedConversation):
         return None if self.live is None else self.live.held
 
     @property
+    def tokens(self) -> int:
+        """Count the tokens that it has seen, evicted ones too."""
+        return sum(self.info.seen)
+
+    @property
     def pages(self) -> int:
         """Count the pages that it holds; only under a shared budget do they change."""
         return self._pages if self.engine.shared is None else super().pages
@@ -173,7 +183,7 @@ class ConversationState(CachedConversation):
 
     def most_entries(self) -> int | None:
         """Return how many entries it may hold; see :func:`most_entries`."""
-        return most_entries(self.engine, self.budget, sum(self.info.seen))
+        return most_entries(self.engine, self.budget, self.tokens)
 
     def leave_shared_budget(self, turn: object) -> None:
         """Keep others from evicting from it while a turn goes on from its copy."""
@@ -213,10 +223,12 @@ class ConversationState(CachedConversation):
         return True
 
     def _save(self, session: Session, path: Path) -> None:
-        session.history = [_plain(message) for message in self.info.messages]
         info = self.info
+        messages, spans = closed(info.messages, info.spans)
+        session.history = [_plain(message) for message in messages]
+        session.frames_seen = info.frames
         own = {"seen": info.seen, "root": info.base_key, "tools": info.tools}
-        own |= {"media": info.digests, "spans": info.spans}
+        own |= {"media": info.digests, "spans": spans}
         try:
             session.save(path, {_OWN: json.dumps(own)})
         finally:
@@ -230,10 +242,20 @@ class ConversationStore:
 
     Args:
         folder: where they hibernate.
+        longest: tokens that all conversations may have together, those of the prefix cache and
+            evicted tokens too: their texts are held. None: each ends at the model's context.
     """
 
-    def __init__(self, engine: Engine, scheduler: Scheduler, folder: HibernationFolder) -> None:
+    def __init__(
+        self,
+        engine: Engine,
+        scheduler: Scheduler,
+        folder: HibernationFolder,
+        longest: int | None = None,
+    ) -> None:
         self._engine, self._scheduler, self._folder = engine, scheduler, folder
+        self._longest = longest
+        self._all: WeakSet[ConversationState] = WeakSet()
         self._found: WeakValueDictionary[str, ConversationState] = WeakValueDictionary()
 
     def name(self, conversation: ConversationState, keys: Sequence[str]) -> None:
@@ -248,12 +270,48 @@ class ConversationStore:
     def keep(self, session: Session, info: ConversationInfo) -> ConversationState:
         """Take over a session that no request uses any more."""
         made = ConversationState(session, info, self._folder)
+        self._all.add(made)
         self._scheduler.adopt(made)
         return made
 
     def touch(self, conversation: ConversationState) -> None:
         """Note that a conversation is the most recently used."""
         self._scheduler.adopt(conversation)
+
+    def require_tokens(self, tokens: int, start: ConversationState | None = None) -> None:
+        """Have room for the texts of a conversation with so many tokens; copies make room for it.
+
+        Args:
+            start: what it goes on from, which has the same texts.
+
+        Raises:
+            ContextError: it would have no room if it were alone; CapacityError: it has none now.
+        """
+        if self._longest is None:
+            return
+        if tokens > self._longest:
+            raise ContextError(
+                f"the conversation would have {tokens:,} tokens, more than the {self._longest:,} "
+                "whose texts this server keeps; begin a new one"
+            )
+        others = (one for one in self._all if one.references and one is not start)
+        taken = sum(one.tokens for one in others)
+        if taken + tokens > self._longest:
+            raise CapacityError(
+                f"the texts of all conversations would have {taken + tokens:,} tokens, more than "
+                f"the {self._longest:,} that this server keeps; close a session",
+                tokens,
+                taken,
+                self._longest,
+                "tokens",
+            )
+        residents = self._scheduler.residents
+        while residents.copies:
+            held = (one for one in residents.copies if isinstance(one, ConversationState))
+            copies = sum(one.tokens for one in held if one is not start)
+            if taken + tokens + copies <= self._longest:
+                return
+            residents.drop_oldest_copy()
 
     def leave_shared_budget(self, conversation: ConversationState, turn: object) -> None:
         """Keep others from evicting from a conversation while a turn goes on from its copy."""
@@ -319,7 +377,9 @@ def _read_info(session: Session, extra: dict[str, str], base_key: str) -> Conver
     """
     memory = session.memory()
     messages = tuple(_message(one) for one in session.history)
-    if not messages or messages[-1].role != "assistant":
+    if messages and messages[-1].role == "user":
+        messages = (*messages[:-1], replace(messages[-1], open=True))
+    elif not messages or messages[-1].role != "assistant":
         raise SessionError("the session file holds no finished turn; save it after a reply")
     try:
         own = json.loads(extra.get(_OWN, "{}"))
@@ -335,7 +395,8 @@ def _read_info(session: Session, extra: dict[str, str], base_key: str) -> Conver
         seen[0] = session.seen - sum(seen[1:])
     if not _are_spans(spans, len(messages), session.seen):
         spans = ()
-    return ConversationInfo(tuple(seen), None, messages, base_key, memory, tools=tools, spans=spans)
+    made = ConversationInfo(tuple(seen), None, messages, base_key, memory, tools=tools, spans=spans)
+    return replace(made, frames=session.frames_seen, next_position=session.next_position)
 
 
 def _are_spans(spans: Sequence[Span], messages: int, seen: int) -> bool:

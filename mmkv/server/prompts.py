@@ -22,6 +22,7 @@ from mmkv.prompt.template import as_parts
 if TYPE_CHECKING:
     from mmkv.calls.parser import ParsedReply, ThoughtMarks
     from mmkv.calls.tools import ToolCall
+    from mmkv.engine.contents import Span
     from mmkv.prompt.template import ChatTemplate, RenderedConversation
 
 
@@ -259,6 +260,7 @@ class Message:
         call_id: of the call that a tool answers; name: of the function.
         sampled: a reply with calls or thoughts as the model wrote it, where that is known: the
             template is shown that.
+        open: of the user: it goes on with the next one, as what was observed does.
     """
 
     role: str
@@ -268,6 +270,7 @@ class Message:
     call_id: str | None = None
     name: str | None = None
     sampled: str | None = None
+    open: bool = False
 
     @property
     def media(self) -> list[Part]:
@@ -333,6 +336,33 @@ class Message:
     def shown_with_media(self) -> dict[str, Any]:
         """Return it for a client, with the digests by which its pictures and videos are asked."""
         return self.shown() | {"content": [_marked(part) for part in self.parts]}
+
+
+def is_open(messages: Sequence[Message]) -> bool:
+    """Return whether one of the messages goes on with the next one."""
+    return any(one.open for one in messages)
+
+
+def closed(messages: Sequence[Message], spans: Sequence[Span] = ()) -> tuple[list[Message], Any]:
+    """Return messages as a template is shown them: open ones are one with what follows.
+
+    Args:
+        spans: of the tokens of each; empty where that is not known.
+
+    Returns:
+        the messages; the spans of these.
+    """
+    made: list[Message] = []
+    places: list[Span] = []
+    for at, message in enumerate(messages):
+        span = spans[at] if at < len(spans) else (0, 0)
+        if made and made[-1].open and message.role == "user":
+            before, start = made.pop(), places.pop()[0]
+            message = replace(message, parts=before.parts + message.parts)
+            span = start, span[1]
+        made.append(message)
+        places.append(span)
+    return made, places if spans else ()
 
 
 def _marked(part: Part) -> dict[str, Any]:
@@ -424,7 +454,8 @@ def link(before: str, message: Message, rule: object = None) -> str:
     assert not any(kind != "text" and value is None for kind, value, *_ in parts)
     # Ids of calls are left out, and thoughts, which some clients do not send back.
     calls = [[one.name, parsed_arguments(one.arguments)] for one in message.calls]
-    return digest_of([before, message.role, parts, *([calls] if calls else [])])
+    more = [*([calls] if calls else []), *(["open"] if message.open else [])]
+    return digest_of([before, message.role, parts, *more])
 
 
 _json = json.JSONEncoder(sort_keys=True).encode  # json.dumps makes an encoder each time
@@ -435,8 +466,10 @@ def digest_of(value: Any) -> str:
     return hashlib.sha256(_json(value).encode()).hexdigest()
 
 
-# Characters a position up to which a text is not counted: prompts that fit have about as many.
+# Characters a token up to which a text is not counted: prompts that fit have about as many.
 _USUAL = 4
+# Tokens of one message that are read at least, where sessions go on beyond the context.
+_MESSAGE = 2**17
 _PIECE = 2**16  # characters that are tokenized at once: a few MB
 # Tokens that cutting a text at one place may add: those of the word that is cut.
 _CUT = 64
@@ -445,7 +478,10 @@ _PROBED = 2**12
 
 
 class ContextBounds:
-    """Bounds on the texts of a request by the model's context.
+    """Bounds on the texts of a request by what the model can read.
+
+    A conversation that goes on beyond the model's context has a bound of the server's instead, and
+    each of its messages one of its own: it is tokenized at once.
 
     Args:
         tokenizer: the model's; it is used beside the engine thread, without changing it.
@@ -456,7 +492,7 @@ class ContextBounds:
     """
 
     def __init__(self, tokenizer: Any, context: int) -> None:
-        self.context = context
+        self.context, self.message = context, max(context, _MESSAGE)
         self._inner: Any = getattr(tokenizer, "backend_tokenizer", None)
         most = max(map(len, tokenizer.get_vocab()), default=0)
         counts = [
@@ -465,29 +501,44 @@ class ContextBounds:
         ]
         self.longest = most if min(counts) * most >= _PROBED else None
 
-    def require_possible(self, characters: int) -> None:
-        """Raise ContextError if so many characters have more tokens than there are positions."""
-        most = None if self.longest is None else self.context * self.longest
-        if most is not None and characters > most:
-            raise ContextError(
-                f"the conversation has {characters:,} characters; the model's context of "
-                f"{self.context:,} positions holds {most:,} at most; shorten them"
-            )
+    def require_possible(self, messages: Sequence[int], most: int | None = None) -> None:
+        """Raise ContextError if texts have so many characters that they must have too many tokens.
 
-    async def count(self, texts: Sequence[str]) -> None:
+        Args:
+            messages: characters of each message; most: tokens of the conversation; None: as many as
+                the context has positions.
+        """
+        most = self.context if most is None else most
+        bounds = [(sum(messages), most)]
+        if most > self.context:
+            bounds.append((max(messages, default=0), self.message))
+        for characters, tokens in bounds:
+            if self.longest is not None and characters > tokens * self.longest:
+                what = self._what(tokens, most)
+                raise ContextError(f"{characters:,} characters are more than {what}")
+
+    async def count(self, messages: Sequence[Sequence[str]], most: int | None = None) -> None:
         """Count the tokens of long texts, in a thread. Raises ContextError, InputError.
 
         What a template adds is not counted: the engine thread counts again.
-        """
-        for text in texts:
-            require_no_long_run(text)
-        usual = sum(map(len, texts)) <= _USUAL * self.context
-        if self._inner is not None and not usual:
-            await asyncio.to_thread(self._count, texts)
 
-    def _count(self, texts: Sequence[str]) -> None:
+        Args:
+            messages: the texts of each; most: as in :meth:`require_possible`.
+        """
+        most = self.context if most is None else most
+        for texts in messages:
+            for text in texts:
+                require_no_long_run(text)
+        counted = [([text for texts in messages for text in texts], most, _USUAL * most)]
+        if most > self.context:
+            counted += [(list(texts), self.message, self.message) for texts in messages]
+        for texts, tokens, usual in counted:
+            if self._inner is not None and sum(map(len, texts)) > usual:
+                await asyncio.to_thread(self._count, texts, tokens, most)
+
+    def _count(self, texts: Sequence[str], tokens: int, most: int) -> None:
         # Only this call of tokenizers lets other threads run meanwhile.
-        left = self.context
+        left = tokens
         for text in texts:
             for start in range(0, len(text), _PIECE):
                 left += _CUT * (start > 0)
@@ -496,7 +547,12 @@ class ContextBounds:
                     (found,) = self._inner.encode_batch_fast([piece], add_special_tokens=False)
                 left -= len(found)
                 if left < 0:
-                    raise ContextError(
-                        f"the conversation has more tokens than the model's context of "
-                        f"{self.context:,} positions; shorten them"
-                    )
+                    raise ContextError(f"there are more tokens than {self._what(tokens, most)}")
+
+    def _what(self, tokens: int, most: int) -> str:
+        """Say what so many tokens are the bound of, and what to do."""
+        if tokens == most == self.context:
+            return f"the model's context of {tokens:,} positions holds; shorten the conversation"
+        if tokens == most:
+            return f"the {tokens:,} tokens that this server keeps of a conversation; shorten it"
+        return f"the {tokens:,} tokens that one message may have; send it in several messages"
