@@ -28,6 +28,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from mmkv.engine.backends.cuda import CudaBackend, GraphRunner, policy_step, static_step
+from mmkv.engine.backends.cuda.kernels import delta
 from mmkv.engine.backends.cuda.static_step import StaticStep
 from mmkv.engine.policies import PRESETS, Policy, make_policy
 from mmkv.engine.runtime import Runtime
@@ -55,8 +56,9 @@ READS = {
 }
 # What has a form in Triton beside the reference that runs on a CPU.
 KERNELS = {
-    static_step: "make_room build_worklist rms_norm store_layer decode_attention swiglu evict",
+    static_step: "make_room build_worklist rms_norm store_layer decode_attention gated evict",
     policy_step: "drop window_scores",
+    delta: "conv_step delta_step",
 }
 # The shares of the memory of a GPU that weights leave, for the caches of all policies together.
 _CACHES = 0.7
