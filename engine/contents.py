@@ -32,6 +32,9 @@ class Memory:
         pictures: of each picture (each frame of a video) the share of its entries that is held.
         compactions: how often rope positions were drawn together to stay inside the trained context
             (:mod:`mmkv.engine.compaction`).
+        risk: share of the predicted weight of all that was read whose entries are gone
+            (:mod:`mmkv.engine.risk`), in 0..1. None: the policy has no retention gates, or the
+            session does not know: it comes from a file of an older mmkv, or was cut back far.
         vision_bytes: features of pictures that are kept for when the same come again: of this
             session and of all others with its salt, which share them. It says nothing of the
             session alone, so two that are equal may differ in it.
@@ -50,6 +53,7 @@ class Memory:
     state_bytes: int = 0
     compactions: int = 0
     vision_bytes: int = field(default=0, compare=False)
+    risk: float | None = field(default=None, compare=False)  # its last bits vary
 
     @property
     def physical_bytes(self) -> int:
@@ -64,6 +68,8 @@ class Memory:
 
 # [start, stop) of a picture's tokens.
 Span = tuple[int, int]
+# Pictures of a session that are told apart: without a bound they would grow with an endless one.
+MOST_PICTURES = 4096
 
 
 def with_pictures(
@@ -71,7 +77,7 @@ def with_pictures(
 ) -> tuple[Span, ...]:
     """Return the pictures of a sequence to which tokens of ``modality [T]`` are appended.
 
-    A picture is a run of visual tokens of one kind.
+    A picture is a run of visual tokens of one kind. The newest :data:`MOST_PICTURES` are known.
 
     Args:
         spans: those before; start: tokens before.
@@ -86,7 +92,7 @@ def with_pictures(
         elif kind:
             found.append((at, at + count))
         at += count
-    return tuple(found)
+    return tuple(found[-MOST_PICTURES:])
 
 
 def held_shares(cache: RaggedCache, seq: int, spans: Sequence[Span]) -> tuple[float, ...]:
@@ -121,6 +127,7 @@ def memory_of(
     pictures: Sequence[Span] = (),
     vision_bytes: int = 0,
     compactions: int = 0,
+    risk: float | None = None,
 ) -> Memory:
     """Measure sequence ``seq``; the counts and spans are those that the cache does not know."""
     pages = cache.needed_pages(cache.length[seq])
@@ -141,6 +148,7 @@ def memory_of(
         pictures=_held(pictures, cache.pool.position.view(-1)[entries.slot], cache.rows),
         vision_bytes=vision_bytes,
         compactions=compactions,
+        risk=risk,
     )
 
 

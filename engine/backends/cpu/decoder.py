@@ -16,6 +16,7 @@ from mmkv.engine.backends.cpu.binding import (
     MAX_TRUNK,
     BatchSlot,
     Eviction,
+    Expert,
     Layer,
     Linear,
     Model,
@@ -27,7 +28,8 @@ from mmkv.engine.backends.cpu.cache_views import CacheViews
 from mmkv.engine.backends.cpu.kernels import Bf16Copies, linear
 from mmkv.engine.cache import RaggedCache
 from mmkv.engine.model.gates import Gates, LayerGate
-from mmkv.engine.model.spec import DecoderSpec, DeltaSpec
+from mmkv.engine.model.product import plain
+from mmkv.engine.model.spec import DecoderSpec, DeltaSpec, Routing
 from mmkv.engine.model.state_layer import DeltaLayer
 from mmkv.engine.model.weights import DecoderWeights, LayerWeights, state_name
 from mmkv.engine.policies.base import Group
@@ -36,6 +38,7 @@ from mmkv.engine.scorer_state import QUERIES
 # With fewer weights per thread and step, a second thread saves less (0.28 against 0.35 ms on two
 # idle cores) than it risks: on a busy machine it may keep the step waiting for milliseconds.
 _NUMBERS_PER_THREAD = 2**22
+_NOTED_STEPS = 64  # whose log betas lie in one tensor
 
 
 class NativeDecoder:
@@ -74,6 +77,7 @@ class NativeDecoder:
         # Where the layers without entries have their states: the cache replaces them as it grows.
         self._states: Tensor | None = None
         delta = spec.delta or DeltaSpec(0, 0, 0, 0, 0)
+        routing = spec.routing or Routing(0, 0, False, 0)
         self._model = Model(
             layers=spec.num_layers,
             hidden=spec.hidden_size,
@@ -90,6 +94,8 @@ class NativeDecoder:
             key_dim=delta.key_dim,
             value_dim=delta.value_dim,
             taps=delta.kernel,
+            chosen=routing.chosen,
+            normalized=routing.normalized,
             eps=spec.rms_eps,
             embed_scale=spec.embed_scale,
             embed=linear(weights.embed),
@@ -103,11 +109,16 @@ class NativeDecoder:
         self._frequencies = [tensor.data_ptr() for tensor in self._inv_freq]
         self._views = CacheViews()
         self._vocab = weights.head.shape[0]
-        self._most_threads = max(1, weights.numbers() // _NUMBERS_PER_THREAD)
+        self._most_threads = max(1, _read_numbers(weights, routing) // _NUMBERS_PER_THREAD)
         self._scratch, self._scratch_for = torch.empty(0), (0, 0, 0)
         self._tap_layers = torch.tensor(taps, dtype=torch.int64)
         # The residual stream ``[n, B, hidden]`` after the layers of `taps`, of the last step.
         self.tapped = torch.empty(0)
+        self._entry_shape = (spec.entry_layers, spec.num_kv_heads) if gates is not None else None
+        # Of the entries of the last steps ``[S, B, layers, heads]``, None without gates; how many
+        # of these steps came before the last one. What is written stays: others may hold it.
+        self.log_beta: Tensor | None = None
+        self.noted, self._log_beta_at = 0, 0
         scales = spec.rope.scale, (spec.local_rope or spec.rope).scale
         self._step, self._batch_slots = Step(rope_scale=scales), (BatchSlot * 0)()
         self._step.mass = 1 + JOINS.index(mass) if mass else 0
@@ -129,8 +140,6 @@ class NativeDecoder:
             return loaded
         if hosted:
             return HOSTED
-        if any(layer.router is not None for layer in weights.layers):
-            return "a mixture of experts"
         if any(not isinstance(each.state_layer, DeltaLayer | None) for each in weights.layers):
             return "linear layers of its own"
         if weights.embed.device.type != "cpu":
@@ -210,11 +219,25 @@ class NativeDecoder:
         logits = torch.empty(batch_slots, self._vocab)
         step.batch_slots, step.threads, step.logits = batch_slots, threads, logits.data_ptr()
         step.requests = requests
+        if self._entry_shape is not None:
+            self._make_log_beta(batch_slots, self._entry_shape)
         self._make_scratch(0, threads, batch_slots)
         while not self._run(cache, seqs):
             self._make_room(cache)
             self._make_scratch(step.longest, threads, batch_slots)
         return logits
+
+    def _make_log_beta(self, batch_slots: int, shape: tuple[int, int]) -> None:
+        """Have room for the log betas of the next step; a tensor a step would cost as much time
+        as all that is done with it.
+        """
+        self.noted += 1
+        noted = self.log_beta
+        if noted is None or self.noted == _NOTED_STEPS or noted.shape[1] != batch_slots:
+            noted = torch.empty(_NOTED_STEPS, batch_slots, *shape)
+            self.log_beta, self.noted, self._log_beta_at = noted, 0, noted.data_ptr()
+        size = batch_slots * shape[0] * shape[1] * 4
+        self._step.log_beta = self._log_beta_at + self.noted * size
 
     def _show_memory(self, cache: RaggedCache, seqs: Sequence[int]) -> None:
         """Say where C leaves what the policy keeps beside the entries."""
@@ -278,9 +301,18 @@ def _layer(layer: LayerWeights, gate: LayerGate | None, matrix: Callable[..., Li
         mlp_out_norm=_place(layer.mlp_out_norm),
         qkv=matrix(layer.qkv, layer.qkv_bias),
         out=matrix(layer.out, layer.out_bias),
-        gate_up=matrix(layer.gate_up, layer.gate_up_bias),
-        down=matrix(layer.down, layer.down_bias),
     )
+    if layer.router is None:
+        made.gate_up = matrix(layer.gate_up, layer.gate_up_bias)
+        made.down = matrix(layer.down, layer.down_bias)
+    else:
+        both = zip(plain(layer.gate_up), plain(layer.down), strict=True)
+        # As they lie: copies of all experts would be as large as a model.
+        experts = [Expert(linear(wide), linear(narrow)) for wide, narrow in both]
+        made.router, made.experts = linear(layer.router), (Expert * len(experts))(*experts)
+    for name in ("shared_gate", "shared_gate_up", "shared_down"):
+        if (part := getattr(layer, name)) is not None:
+            setattr(made, name, linear(part))
     if isinstance(by := layer.state_layer, DeltaLayer):
         made.rates = linear(by.rates)
         for name in ("conv", "log_decay", "step_bias", "gain"):
@@ -290,6 +322,16 @@ def _layer(layer: LayerWeights, gate: LayerGate | None, matrix: Callable[..., Li
             made.trunk[index] = linear(weight, bias)
         made.readout = linear(gate.readout, gate.bias)
     return made
+
+
+def _read_numbers(weights: DecoderWeights, routing: Routing) -> int:
+    """Count the weights that a step of one sequence reads: of experts, those it goes through."""
+    idle = 0
+    for layer in weights.layers:
+        if layer.router is not None:
+            every = plain(layer.gate_up).numel() + plain(layer.down).numel()
+            idle += every * (routing.experts - routing.chosen) // routing.experts
+    return weights.numbers() - idle
 
 
 def _place(tensor: Tensor | None) -> int | None:
