@@ -124,7 +124,7 @@ def _accuracy(
 
 
 def _readme(results: Path) -> Rows:
-    """Yield budgets of two kinds of dialogue, of recall on a language model, and of it with eyes."""
+    """Yield budgets of two kinds of dialogue, of recall on a language model, and with eyes."""
     shown = (
         ("dense pictures", "quality-tiny-vlm-dense", ("1/3", "1/8", "1/16")),
         ("sparse pictures", "quality-tiny-vlm-sparse", ("1/16", "1/32")),
