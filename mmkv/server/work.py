@@ -141,6 +141,7 @@ class Usage:
         differs: how what was read differs from the conversation rendered afresh; None: it does not.
         notes: remarks on the media that were read, such as a video whose end is missing.
         thought_tokens: of the replies' tokens, those of their thoughts.
+        compactions: how often positions were drawn together, so that it went on beyond the context.
     """
 
     prompt_tokens: int
@@ -157,6 +158,7 @@ class Usage:
     faded_pictures: int = 0
     notes: list[str] = field(default_factory=list)
     thought_tokens: int = 0
+    compactions: int = 0
 
 
 @dataclass
@@ -248,6 +250,7 @@ class RequestCounts:
             max((len(one.faded) for one in memories), default=0),
             list(dict.fromkeys(self.notes)),
             sum(one.thought_tokens for one in choices),
+            max((one.compactions for one in memories), default=0),
         )
 
     def _evicted(self, replies: Iterable[tuple[Session, Choice]]) -> dict[str, int]:
