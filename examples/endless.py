@@ -27,13 +27,15 @@ def asked_at(seen: list[Shown], last: bool) -> list[Asked]:
     """Ask about now whenever a picture is numbered; at the end also about the past."""
     now, noted = seen[-1].at, [one for one in seen if one.number is not None]
     rng = random.Random(now)
-    past = [one for one in noted if one.at <= now - 600]
     found = [("now" if noted[-1].at == now else "the latest", noted[-1])]
     if not last and noted[-1].at != now:
         return []
     if last or len(noted) % 3 == 0:
-        found += [("ten minutes ago", past[-1])] if past else []
-        found += [("the beginning", noted[0])] if len(noted) > 1 else []
+        past = min(noted, key=lambda one: abs(now - one.at - 600))
+        if now >= 590:
+            found.append((f"{(now - past.at + 30) // 60} minutes ago", past))
+        if len(noted) > 1:
+            found.append(("the beginning", noted[0]))
     return [
         question
         for when, one in found
@@ -58,7 +60,7 @@ def status(way: Observing, seconds: int, context: int) -> Text:
     session = way.session
     memory = session.memory()
     full = session.seen * session.engine.spec.rows * 2 * session.engine.spec.head_dim * 4
-    risk = "-" if memory.risk is None else f"{memory.risk:.0%}"
+    risk = "-" if memory.risk is None else f"{memory.risk:.1%}"
     frames, times = session.frames_seen, session.seen * session.engine.spec.rows / memory.entries
     return Text(
         f"{clock(seconds)}  {frames.kept:,} scenes read, {frames.skipped:,} near-duplicates skipped"
@@ -89,7 +91,8 @@ def main() -> None:
     ways = {name: Observing(engine) for name, engine in loaded.items()}
     context = loaded["mmkv"].spec.max_position
     console.print(
-        f"A camera, {args.minutes} minutes, {args.speed:g} times as fast. Both memories: "
+        f"A camera, {args.minutes} minutes of it"
+        f"{f', {args.speed:g} times as fast' if args.speed else ''}. Both memories: "
         f"{args.budget:g} entries a head.\nmmkv keeps what learned gates score highest; the window "
         "keeps the newest. ✓ and ✗: beside what was drawn.\n"
     )
