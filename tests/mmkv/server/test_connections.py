@@ -335,7 +335,7 @@ def test_a_websocket_that_is_refused_leaves_the_guard() -> None:
     """Its connection has taken the place of one of HTTP there."""
     upgrade = b"Upgrade: websocket\r\nConnection: Upgrade\r\nSec-WebSocket-Version: 13\r\n\r\n"
     with running() as made, made.connect((GET % b"")[:-2] + upgrade) as asking:
-        assert answer(asking).startswith(b"HTTP/1.1 400")
+        assert rest(asking).startswith(b"HTTP/1.1 400")
         until(lambda: not made.web.guard.open)
 
 
