@@ -11,7 +11,9 @@ budget that keeps the newest entries. Questions go to copies of both, so neither
 
 import argparse
 import random
+import re
 import time
+from pathlib import Path
 
 from rich.console import Console
 from rich.live import Live
@@ -125,7 +127,9 @@ def main() -> None:
         f"{len(guesses)} wrong answers {sum(guesses)} were called a guess."
     )
     if args.svg:
-        console.save_svg(args.svg, title="make demo-endless")
+        drawn_svg = console.export_svg(title="make demo-endless")
+        # Without the fonts that it would load from another site.
+        Path(args.svg).write_text(re.sub(r"@font-face \{.*?\}\s*", "", drawn_svg, flags=re.DOTALL))
     for way in ways.values():
         way.close()
 
