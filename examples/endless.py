@@ -20,12 +20,12 @@ from rich.live import Live
 from rich.text import Text
 
 import mmkv
-from mmkv.eval.streaming import HOLD, Answer, Asked, Observing, Shown, about, stream
+from mmkv.eval.streaming import HOLD, Answer, ObservedOnce, SeenScene, StreamQuestion, about, stream
 
 UNSURE = 0.8  # probability of an answer below which it is called a guess
 
 
-def asked_at(seen: list[Shown], last: bool) -> list[Asked]:
+def asked_at(seen: list[SeenScene], last: bool) -> list[StreamQuestion]:
     """Ask about now whenever a picture is numbered; at the end also about the past."""
     now, noted = seen[-1].at, [one for one in seen if one.number is not None]
     rng = random.Random(now)
@@ -50,14 +50,14 @@ def clock(seconds: int) -> str:
     return f"{seconds // 60:2d}:{seconds % 60:02d}"
 
 
-def judged(said: Answer, question: Asked) -> tuple[str, str]:
+def judged(said: Answer, question: StreamQuestion) -> tuple[str, str]:
     """Return what was said and whether it is true, and a colour."""
     right = said.text == question.answer
     guess = f" (guess, {said.sure:.0%} sure)" if said.sure < UNSURE else ""
     return f"{said.text or '-'}{guess} {'✓' if right else '✗'}", "green" if right else "red"
 
 
-def status(way: Observing, seconds: int, context: int) -> Text:
+def status(way: ObservedOnce, seconds: int, context: int) -> Text:
     """Write the live line."""
     session = way.session
     memory = session.memory()
@@ -90,7 +90,7 @@ def main() -> None:
         )
         for name, policy in (("mmkv", "dbtrimkv"), ("window", "streamingllm"))
     }
-    ways = {name: Observing(engine) for name, engine in loaded.items()}
+    ways = {name: ObservedOnce(engine) for name, engine in loaded.items()}
     context = loaded["mmkv"].spec.max_position
     console.print(
         f"A camera, {args.minutes} minutes of it"
@@ -100,7 +100,7 @@ def main() -> None:
     )
     right = {name: 0 for name in ways}
     guesses: list[bool] = []
-    count, seen, drawn = 0, list[Shown](), stream(args.seed, args.minutes)
+    count, seen, drawn = 0, list[SeenScene](), stream(args.seed, args.minutes)
     started = time.perf_counter()
     with Live(console=console, refresh_per_second=8) as live:
         for shown in drawn:
