@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from mmkv.engine.backends.base import Backend, Batch, Counts, Scored
-from mmkv.engine.budget import EVERY_STEP, Interval
+from mmkv.engine.budget import EVERY_STEP, Dial, Interval, above_most
 from mmkv.engine.cache import Entries
 from mmkv.engine.errors import BudgetError, PolicyError, SessionError, require_real
 from mmkv.engine.policies import Budget, Policy
@@ -79,7 +79,8 @@ def page_bound(
     if not policy.evicts:
         return PageBound(_pages(every, rows, pool.page_size) + beside, 0)
     seen = start.seen + prompt + generated
-    kept = budget.entries(rows, seen, pool.page_size, pool.page_bytes, engine.interval)
+    size, each = pool.page_size, pool.page_bytes
+    kept = budget.ceiling.entries(rows, seen, size, each, engine.interval)
     kept += (start.prompt_tokens + prompt) * rows if policy.keeps_prompt else 0
     slack = engine.interval.slack(kept, rows)
     # Between two evictions a sequence may stand above its budget, and a step adds to that.
@@ -98,7 +99,8 @@ def lasting_pages(engine: Runtime, budget: Budget) -> int | None:
     if not engine.policy.evicts or engine.policy.keeps_prompt or budget.kind == "fraction":
         return None
     rows, pool = engine.spec.rows, engine.cache.pool
-    kept = budget.entries(rows, 0, pool.page_size, pool.page_bytes, engine.interval)
+    size, each = pool.page_size, pool.page_bytes
+    kept = budget.ceiling.entries(rows, 0, size, each, engine.interval)
     steady = _pages(kept + engine.interval.at(kept, rows) * rows, rows, pool.page_size)
     return steady + engine.cache.state_pages
 
@@ -155,6 +157,15 @@ class Budgets(Protocol):
 
         Raises:
             BudgetError: fewer than one per row.
+        """
+        ...
+
+    def dial(self, budget: Budget) -> Dial | None:
+        """Return a dial for a budget that grows with the risk; None: it is fixed.
+
+        Raises:
+            BudgetError: fewer than one entry per row, or a bound below the budget.
+            PolicyError: the policy predicts no weights.
         """
         ...
 
@@ -297,6 +308,7 @@ class OwnBudgets:
         why = why_unbound(self._engine.policy)
         if why is not None and made != self._engine.budget:
             raise BudgetError(why)
+        self.dial(made)
         return made
 
     def saved(self, budget: Budget) -> Budget:
@@ -309,7 +321,9 @@ class OwnBudgets:
         why = why_unbound(self._engine.policy)
         if why is not None:
             raise BudgetError(why)
-        return Budget.of(budget)
+        made = Budget.of(budget)
+        self.dial(made)
+        return made
 
     def join(self, session: CachedSequence, weight: float = 1.0) -> None:
         """See :class:`Budgets`."""
@@ -324,6 +338,21 @@ class OwnBudgets:
         engine, pool = self._engine, self._engine.cache.pool
         size, each = pool.page_size, pool.page_bytes
         return budget.entries(engine.spec.rows, seen, size, each, engine.interval)
+
+    def dial(self, budget: Budget) -> Dial | None:
+        """See :class:`Budgets`."""
+        if budget.risk is None:
+            return None
+        policy = self._engine.policy
+        if not (policy.evicts and isinstance(policy.scoring, Retention)):
+            raise PolicyError(
+                f"policy {policy.name!r} does not predict what is forgotten, so that a risk means "
+                "nothing; use dbtrimkv with gates, or leave risk and budget_max out"
+            )
+        least, most = self.allowed(budget, 0), self.allowed(budget.ceiling, 0)
+        if least > most:
+            raise BudgetError(above_most(budget))
+        return Dial(budget.risk, least, most, self._engine.cache.pool.page_size)
 
     def competing(self, session: CachedSequence) -> int:
         return session.allowed_entries
@@ -462,6 +491,9 @@ class SharedBudget:
     def allowed(self, budget: Budget, seen: int) -> int:
         """See :class:`mmkv.engine.budgets.Budgets`: a sequence by itself may keep all."""
         return MOST_ENTRIES
+
+    def dial(self, budget: Budget) -> None:
+        """See :class:`mmkv.engine.budgets.Budgets`: no sequence has one of its own."""
 
     def competing(self, session: CachedSequence) -> int:
         """See :class:`mmkv.engine.budgets.Budgets`: those of all sequences."""

@@ -5,12 +5,14 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
+from mmkv.engine.budget import TURN
 from mmkv.engine.budgets import SequenceSize
 from mmkv.engine.cache import Entries
 from mmkv.engine.compaction import (
@@ -32,6 +34,7 @@ from mmkv.engine.paths import user_path
 from mmkv.engine.policies import Budget, CacheView
 from mmkv.engine.prefill import Prefill, run_whole
 from mmkv.engine.read_ids import with_ids
+from mmkv.engine.risk import Risk, stand_in
 from mmkv.engine.scorer_state import QUERIES, view_of
 from mmkv.engine.trace import FORGOTTEN, Recorder
 
@@ -55,6 +58,7 @@ _STATE = (
     "pictures",
     "runs",
     "compactions",
+    "dial",
 )
 
 
@@ -98,6 +102,8 @@ class CachedSequence:
         with engine.lock:
             self.seq = engine.cache.open()
             engine.budgets.join(self)
+            if self._dial is not None:
+                self.record()
 
     @contextmanager
     def claimed(self, by: PassMark | None = None) -> Iterator[None]:
@@ -154,6 +160,47 @@ class CachedSequence:
         self.budget = budget
         # Every decode step asks; only a share of the tokens changes with them.
         self._fixed_entries = None if budget.kind == "fraction" else entries
+        self._dial = self.engine.budgets.dial(budget)
+
+    @property
+    def dial(self) -> tuple[int, int, int, bool] | None:
+        """Where the dial of a budget with a risk stands; None: the budget is fixed.
+
+        ``allowed``, ``room``, ``turned_at`` and ``full`` of :class:`mmkv.engine.budget.Dial`.
+        """
+        made = self._dial
+        return None if made is None else (made.allowed, made.room, made.turned_at, made.full)
+
+    @dial.setter
+    def dial(self, stands: tuple[int, int, int, bool] | None) -> None:
+        if self._dial is not None:
+            allowed, room, at, full = stands or (0, 0, 0, False)
+            given = {"allowed": allowed, "room": room, "turned_at": at, "full": full}
+            self._dial = replace(self._dial, **given)
+
+    @torch.inference_mode()
+    def turn_dial(self, decoding: bool = False) -> None:
+        """Let the budget follow the risk: after a chunk, and every few tokens of a reply.
+
+        Who calls it holds the engine's lock. What is above the budget goes with the next cut; a
+        reply gets room for the tokens until it is turned again.
+        """
+        dial = self._dial
+        if dial is None or (decoding and self.seen - dial.turned_at < TURN):
+            return
+        risk, engine = self.risk(), self.engine
+        assert risk is not None  # OwnBudgets.dial asks for gates
+        view = self.view()
+        order = engine.policy.scores(view, dial.allowed).value.argsort()
+        weights = (view.log_beta * (self.seen - view.position)).double().exp()
+        gone, held = risk.forgotten + weights[order].cumsum(0), order.numel()
+        total = risk.forgotten + weights.sum()
+        marks = torch.stack([dial.risk * total, dial.risk / 2 * total])
+        few = torch.searchsorted(gone, marks, right=True)
+        enough, plenty = (held - few).tolist()
+        dial.turn(enough, plenty, TURN * engine.spec.rows if decoding else 0)
+        if decoding:
+            dial.turned_at = self.seen
 
     @property
     def allowed_entries(self) -> int:
@@ -167,6 +214,8 @@ class CachedSequence:
 
     def budget_at(self, seen: int) -> int:
         """Entries that the budget alone allows once ``seen`` tokens have been read."""
+        if self._dial is not None:
+            return self._dial.allowed
         if self._fixed_entries is not None:
             return self._fixed_entries
         return self.engine.budgets.allowed(self.budget, seen)
@@ -280,6 +329,11 @@ class CachedSequence:
             vision = self.engine.vision_cache.bytes_of(self.cache_salt)
             told = self.seen, *counts, self.pictures, vision, self.compactions
             return memory_of(self.engine.cache, self.seq, *told)
+
+    def risk(self) -> Risk | None:
+        """Return how much of the predicted weight is gone; None without gates."""
+        with self.engine.lock:
+            return stand_in(self)
 
     def held_shares(self, spans: Sequence[Span]) -> tuple[float, ...]:
         """Return the share of each span's entries that is held; see :mod:`mmkv.engine.contents`."""
@@ -450,6 +504,7 @@ class CachedSequence:
                 )
             if not seen:
                 fresh = dict.fromkeys(_STATE, 0) | {"long_rope": None, "pictures": (), "runs": ()}
+                fresh["dial"] = None
                 self.engine.cache.clear(self.seq)
                 self.restore(fresh)
                 return
@@ -459,6 +514,8 @@ class CachedSequence:
                     next_position = position_of(self.runs, seen)
                 self.runs = without_after(self.runs, seen)
             self.seen, self.next_position, self.prompt_tokens = seen, next_position, prompt_tokens
+            if self._dial is not None:
+                self._dial.turned_at = min(self._dial.turned_at, seen)
             self.pictures = tuple(span for span in self.pictures if span[1] <= seen)
             self.roll_back()
             self.entries = int(self.engine.cache.length[self.seq].sum())
