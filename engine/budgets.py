@@ -32,6 +32,9 @@ if TYPE_CHECKING:
     from mmkv.engine.sequence import CachedSequence
 
 
+_FREE = 1e4  # below any difference of scores, which are logs
+
+
 @dataclass(frozen=True)
 class PageBound:
     """The most pages of one sequence, with what its states take in pages.
@@ -395,7 +398,8 @@ class SharedBudget:
 
     An entry's score is the policy's plus the log of its sequence's weight; entries that the policy
     protects go last. Each sequence's best ``floor`` entries per row, or as many as an equal share
-    has, go after all others. Ties fall on the smaller position, then layer, then head, then the
+    has, go after all others. With a risk, what counts is how much of its own session an entry is
+    (see :meth:`_by_risk`). Ties fall on the smaller position, then layer, then head, then the
     sequence that joined first. So what a sequence keeps depends on the others.
 
     Made by :meth:`mmkv.engine.runtime.Runtime.share`. Who calls :meth:`cut` holds the engine's
@@ -404,16 +408,19 @@ class SharedBudget:
     Attributes:
         entries: that may stay of all sequences together.
         floor: entries that each sequence keeps of its own, rows together.
+        risk: what each may forget before others give up anything for it; None: not looked at.
 
     Raises:
-        BudgetError: the budget is not in entries, or the floor is above it.
+        BudgetError: the budget is not in entries, the floor is above it, or the risk is no share.
         PolicyError: the policy's scores cannot be compared between sequences.
         SessionError: sequences are open that this budget would not count.
     """
 
     graph_obstacle = "sessions share a budget"
 
-    def __init__(self, engine: Runtime, budget: Budget, floor: float) -> None:
+    def __init__(
+        self, engine: Runtime, budget: Budget, floor: float, risk: float | None = None
+    ) -> None:
         policy, rows, pool = engine.policy, engine.spec.rows, engine.cache.pool
         if budget.kind != "entries":
             raise BudgetError(
@@ -435,11 +442,14 @@ class SharedBudget:
                 f"a floor of {floor:g} entries per row is not between 0 and the shared budget of "
                 f"{budget.value:g}"
             )
+        if risk is not None:
+            Budget.dialled(1, risk, 1)  # checks it
         if engine.cache.open_count:  # those without an entry, too: they would never join
             raise SessionError("sessions are open already; share a budget before them")
         self._engine = engine
         self.entries = budget.entries(rows, 0, pool.page_size, pool.page_bytes)
         self.floor = int(floor * rows)
+        self.risk = risk
         self._weights: WeakKeyDictionary[CachedSequence, float] = WeakKeyDictionary()
 
     @property
@@ -555,6 +565,11 @@ class SharedBudget:
             self._scores(one, entries, view) + math.log(self._weights[one])
             for one, entries, view in zip(members, parts, views, strict=True)
         ]
+        if self.risk is not None:
+            scores = [
+                self._by_risk(one, view, each, self.risk)
+                for one, view, each in zip(members, views, scores, strict=True)
+            ]
         owner = torch.arange(len(members), device=live.row.device).repeat_interleave(
             torch.tensor(counts, device=live.row.device), output_size=sum(counts)
         )
@@ -572,6 +587,24 @@ class SharedBudget:
                 own = victims[owner[victims] == index] - start
                 session.recorder.died(views[index], own, scores[index])
             start += counts[index]
+
+    @staticmethod
+    def _by_risk(session: CachedSequence, view: CacheView, scores: Tensor, risk: float) -> Tensor:
+        """Lower ``scores [N]`` by the log of all that a sequence has read weighs, as predicted.
+
+        An entry's loss raises its own sequence's risk by its share of that weight, so the entries
+        with the lowest shares go: the sum of all risks rises least. What a sequence may lose until
+        its risk is ``risk`` goes before anything of others.
+        """
+        found = session.risk()
+        if found is None:
+            return scores
+        weight = (view.log_beta * (view.seen - view.position)).double().exp()
+        total = found.forgotten + weight.sum()
+        order = scores.argsort(stable=True)
+        free = torch.empty_like(order, dtype=torch.bool)
+        free[order] = found.forgotten + weight[order].cumsum(0) <= risk * total
+        return scores - total.log().float() - _FREE * free.float()
 
     def _scores(self, session: CachedSequence, entries: Entries, view: CacheView) -> Tensor:
         engine = self._engine

@@ -29,6 +29,7 @@ class Rule:
         lookahead, age_shift: of retention; first, recent: tokens protected at either end.
         group: int64 ``[rows]``, rows of the same number compete.
         shared: whether other sessions' entries do, too; bonus: what is added to scores there.
+        predicts: whether log betas predict weights, whatever scores are.
     """
 
     kernel: str
@@ -39,6 +40,7 @@ class Rule:
     group: np.ndarray
     shared: bool = False
     bonus: float = 0.0
+    predicts: bool = False
 
 
 @dataclass(frozen=True)
@@ -160,7 +162,7 @@ class Snapshot:
         said. Empty for policies that predict no weights.
         """
         record, seen = self.record, int(self.record.seen[-1])
-        if self.rule.kernel != "retention":
+        if not self.rule.predicts:
             return []
         # A turn begins with the first chunk behind a reply.
         kind = np.array(KINDS)[record.kind]
