@@ -245,6 +245,8 @@ def count(sessions: Sequence[CachedSequence], counts: Counts) -> None:
     for index, session in enumerate(sessions):
         if appended:
             session.count_appended(appended)
+            if session.meter is not None and counts.log_beta is not None:
+                session.meter.add(counts.log_beta, index)
         if all_dropped:
             dropped = all_dropped[index]
             if dropped:

@@ -32,6 +32,10 @@ class Memory:
         pictures: of each picture (each frame of a video) the share of its entries that is held.
         compactions: how often rope positions were drawn together to stay inside the trained context
             (:mod:`mmkv.engine.compaction`).
+        risk: share of the predicted weight of all that was read whose entries are gone
+            (:mod:`mmkv.engine.risk`), in 0..1. None: the policy has no retention gates, or the
+            session does not know: it comes from a file of an older mmkv, or was cut back far.
+        over_risk: whether the risk is above what was asked for, and the budget cannot grow.
         vision_bytes: features of pictures that are kept for when the same come again: of this
             session and of all others with its salt, which share them. It says nothing of the
             session alone, so two that are equal may differ in it.
@@ -50,6 +54,8 @@ class Memory:
     state_bytes: int = 0
     compactions: int = 0
     vision_bytes: int = field(default=0, compare=False)
+    risk: float | None = field(default=None, compare=False)  # its last bits vary
+    over_risk: bool = False
 
     @property
     def physical_bytes(self) -> int:
@@ -121,6 +127,8 @@ def memory_of(
     pictures: Sequence[Span] = (),
     vision_bytes: int = 0,
     compactions: int = 0,
+    risk: float | None = None,
+    over_risk: bool = False,
 ) -> Memory:
     """Measure sequence ``seq``; the counts and spans are those that the cache does not know."""
     pages = cache.needed_pages(cache.length[seq])
@@ -141,6 +149,8 @@ def memory_of(
         pictures=_held(pictures, cache.pool.position.view(-1)[entries.slot], cache.rows),
         vision_bytes=vision_bytes,
         compactions=compactions,
+        risk=risk,
+        over_risk=over_risk,
     )
 
 

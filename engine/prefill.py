@@ -87,6 +87,8 @@ class Prefill:
             self._highest = turn.positions.amax(0).cummax(0).values.tolist()
             self._ids = turn.token_ids.cpu().numpy()
             self._require_context()
+            if session.meter is not None:
+                session.meter.remember()
             self._start, self._before = session.seen, session.state()
             self._snapshot: Owner | None = None
             self.snapshot_pages = 0
@@ -194,8 +196,12 @@ class Prefill:
         """Whether the sequence has read anything else since the last chunk."""
         return self._session.seen != self._start + self.done
 
-    def _count(self, turn: Turn, pruned: int) -> None:
-        """Count a chunk that the sequence holds now, but for ``pruned`` entries of it."""
+    def _count(self, turn: Turn, pruned: int, log_beta: Tensor | None) -> None:
+        """Count a chunk that the sequence holds now, but for ``pruned`` entries of it.
+
+        Args:
+            log_beta: float32 ``[T, L, H]`` of its entries, None without gates.
+        """
         session, tokens = self._session, turn.token_ids.numel()
         session.note_ids(self._ids[self.done : self.done + tokens])
         before = int(self._turn.modality[self.done - 1]) if self.done else None
@@ -209,6 +215,8 @@ class Prefill:
             given = turn.modality, turn.positions
             session.runs = with_tokens(session.runs, session.seen, *given)
         session.count_appended(tokens, self._end(self.done))
+        if session.meter is not None and log_beta is not None:
+            session.meter.add(log_beta, modality=turn.modality)
         session.count_evicted(pruned, 0)
         if session.recorder is not None and pruned:
             session.recorder.missing(session.view(), tokens, PRUNED)
@@ -345,12 +353,14 @@ class ChunkPass:
         if made is None:
             return False
         ends, log_beta = made
-        pruned = self._store(log_beta)
+        betas = log_beta.split(self._counts) if log_beta is not None else [None] * len(self._chunks)
+        pruned = self._store(betas)
         for chunk in self._chunks:
             chunk.put_states()
         self._appended = False
-        for prefill, turn, gone in zip(self._prefills, self._turns, pruned, strict=True):
-            prefill._count(turn, gone)
+        parts = zip(self._prefills, self._turns, pruned, betas, strict=True)
+        for prefill, turn, gone, beta in parts:
+            prefill._count(turn, gone, beta)
         self._finish(ends)
         return True
 
@@ -396,14 +406,13 @@ class ChunkPass:
             if until is not None and now + (now - started) > until:
                 return None
 
-    def _store(self, log_beta: Tensor | None) -> list[int]:
+    def _store(self, betas: Sequence[Tensor | None]) -> list[int]:
         """Store what the layers found beside keys and values; return how many were pruned."""
         engine, chunks = self._engine, self._chunks
         if engine.model.has_on_append:
             taps = list(zip(*(tap.split(self._counts) for tap in self._tapped), strict=True))
             for chunk, own in zip(chunks, taps or [()] * len(chunks), strict=True):
                 chunk.write_state(engine.policy.scoring, own)
-        betas = [None] * len(chunks) if log_beta is None else log_beta.split(self._counts)
         return [chunk.finish(beta) for chunk, beta in zip(chunks, betas, strict=True)]
 
     def _finish(self, ends: Tensor) -> None:

@@ -34,7 +34,7 @@ from mmkv.engine.paths import user_path
 from mmkv.engine.policies import Budget, CacheView
 from mmkv.engine.prefill import Prefill, run_whole
 from mmkv.engine.read_ids import with_ids
-from mmkv.engine.risk import Risk, stand_in
+from mmkv.engine.risk import Risk, RiskMeter
 from mmkv.engine.scorer_state import QUERIES, view_of
 from mmkv.engine.trace import FORGOTTEN, Recorder
 
@@ -69,6 +69,7 @@ class CachedSequence:
 
     Attributes:
         recorder: what :meth:`record` has begun, or None.
+        meter: adds up for :meth:`risk`; None without retention gates.
         left: of a pass over its prompt that was left, or None.
         seen: tokens so far; next_position: rope position of the next text token. Their
             difference is this sequence's M-RoPE delta: it belongs to the session, never to
@@ -92,6 +93,7 @@ class CachedSequence:
         self.evicted, self.evicted_nan, self.prompt_tokens, self.read_ids = 0, 0, 0, 0
         self.pictures: tuple[Span, ...] = ()
         self.runs: Runs | None = ()
+        self.meter = self.new_meter()
         self.compactions = 0
         self.long_rope: bool | None = None
         self.cache_salt = ""
@@ -102,8 +104,6 @@ class CachedSequence:
         with engine.lock:
             self.seq = engine.cache.open()
             engine.budgets.join(self)
-            if self._dial is not None:
-                self.record()
 
     @contextmanager
     def claimed(self, by: PassMark | None = None) -> Iterator[None]:
@@ -188,8 +188,9 @@ class CachedSequence:
         dial = self._dial
         if dial is None or (decoding and self.seen - dial.turned_at < TURN):
             return
-        risk, engine = self.risk(), self.engine
-        assert risk is not None  # OwnBudgets.dial asks for gates
+        engine, risk = self.engine, self._risk()
+        if risk is None:  # not known of this session: the dial stays where it is
+            return
         view = self.view()
         order = engine.policy.scores(view, dial.allowed).value.argsort()
         weights = (view.log_beta * (self.seen - view.position)).double().exp()
@@ -327,13 +328,33 @@ class CachedSequence:
             self._require_open()
             counts = self.evicted, self.evicted_nan
             vision = self.engine.vision_cache.bytes_of(self.cache_salt)
-            told = self.seen, *counts, self.pictures, vision, self.compactions
-            return memory_of(self.engine.cache, self.seq, *told)
+            risk = self._risk()
+            share = None if risk is None else risk.total
+            told = self.seen, *counts, self.pictures, vision, self.compactions, share
+            full = self._dial is not None and self._dial.full
+            return memory_of(self.engine.cache, self.seq, *told, over_risk=full)
 
+    @torch.inference_mode()
     def risk(self) -> Risk | None:
-        """Return how much of the predicted weight is gone; None without gates."""
+        """Return how much of what was read is forgotten, by what the retention gates predict.
+
+        It reads the session's entries once, and waits for the device. What :meth:`forget` has
+        dropped counts as never read.
+
+        Returns:
+            None without retention gates, and where the session does not know: it comes from a file
+            of an older mmkv, or was cut back behind what it remembers.
+        """
         with self.engine.lock:
-            return stand_in(self)
+            self._require_open()
+            return self._risk()
+
+    def _risk(self) -> Risk | None:
+        if self.meter is None or self.meter.tokens != self.seen:
+            return None
+        view = self.view()
+        found = self.meter.risk(view.log_beta, view.position, view.modality)
+        return found if self.evicted else replace(found, total=0.0, forgotten=0.0)
 
     def held_shares(self, spans: Sequence[Span]) -> tuple[float, ...]:
         """Return the share of each span's entries that is held; see :mod:`mmkv.engine.contents`."""
@@ -422,14 +443,24 @@ class CachedSequence:
         self.evicted += entries
         self.evicted_nan += nan
 
-    def count_burst(self, tokens: int, entries: int, nan: int) -> None:
-        """Count ``tokens`` text tokens and the evictions among them that left ``entries``."""
+    def count_burst(
+        self, tokens: int, entries: int, nan: int, log_beta: Sequence[Tensor] = ()
+    ) -> None:
+        """Count ``tokens`` text tokens and the evictions among them that left ``entries``.
+
+        Args:
+            log_beta: float32 ``[T, rows]`` of their entries, in parts; nothing without gates.
+        """
         self.count_appended(tokens)
+        if self.meter is not None:
+            for part in log_beta:
+                self.meter.add(part)
         self.count_evicted(self.entries - entries, nan)
 
     def state(self) -> dict[str, Any]:
         """Everything but the budget and what lies in the cache, as plain values."""
-        return {name: getattr(self, name) for name in _STATE}
+        meter = None if self.meter is None else self.meter.copy()
+        return {name: getattr(self, name) for name in _STATE} | {"meter": meter}
 
     def adopt(self, seq: int, state: Mapping[str, Any]) -> None:
         """Take over a sequence of the cache and the state that belongs to it; close the own one.
@@ -445,6 +476,8 @@ class CachedSequence:
         """Take over what :meth:`state` gave; it has to fit the entries in the cache."""
         for name in _STATE:
             setattr(self, name, state[name])
+        meter = state["meter"]
+        self.meter = None if meter is None else meter.copy()
         self.runs = None if self.runs is None else runs_of(self.runs)
         if self.recorder is not None:
             self.recorder.rewind(self.seen)
@@ -503,7 +536,9 @@ class CachedSequence:
                     "them, or read the conversation again from its beginning"
                 )
             if not seen:
-                fresh = dict.fromkeys(_STATE, 0) | {"long_rope": None, "pictures": (), "runs": ()}
+                fresh: dict[str, Any] = dict.fromkeys(_STATE, 0)
+                fresh |= {"long_rope": None, "pictures": (), "runs": ()}
+                fresh["meter"] = self.new_meter()
                 fresh["dial"] = None
                 self.engine.cache.clear(self.seq)
                 self.restore(fresh)
@@ -518,6 +553,7 @@ class CachedSequence:
                 self._dial.turned_at = min(self._dial.turned_at, seen)
             self.pictures = tuple(span for span in self.pictures if span[1] <= seen)
             self.roll_back()
+            self._cut_meter(bool(self.evicted))
             self.entries = int(self.engine.cache.length[self.seq].sum())
             before, self.evicted = self.evicted, seen * self.engine.spec.rows - self.entries
             self.evicted_nan = min(nan, self.evicted)
@@ -560,6 +596,10 @@ class CachedSequence:
                 self.recorder.died(
                     view, victims, torch.full_like(view.log_beta, torch.nan), FORGOTTEN
                 )
+            if self.meter is not None and self.meter.tokens == self.seen:
+                view = self.view(entries)
+                parts = view.log_beta, view.position, view.modality
+                self.meter.remove(*(part[victims] for part in parts))
             cache.drop(self.seq, victims, entries)
             self.count_evicted(victims.numel(), 0)
             return victims.numel()
@@ -591,6 +631,25 @@ class CachedSequence:
             engine.policy.scoring.needs,
             engine.backends.window_attention,
         )
+
+    def new_meter(self) -> RiskMeter | None:
+        """Return the meter of a session that has read nothing; None without retention gates."""
+        if self.engine.policy.scoring.needs.gates != "retention":
+            return None
+        return RiskMeter(self.engine.device)
+
+    def _cut_meter(self, evicted: bool) -> None:
+        """Have the meter know the tokens that are left of a session that was cut back, if it can.
+
+        Args:
+            evicted: whether anything was, of all that it had read.
+        """
+        if self.meter is None or self.meter.tokens == self.seen or self.meter.go_back(self.seen):
+            return
+        self.meter = self.new_meter()
+        if not evicted and self.meter is not None:
+            view = self.view()
+            self.meter.refill(view.log_beta, view.position, view.modality, self.seen)
 
     def roll_back(self) -> None:
         """Drop what an unfinished pass appended: every entry not yet counted as seen."""

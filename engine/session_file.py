@@ -25,6 +25,7 @@ from mmkv.engine.contents import MODALITIES
 from mmkv.engine.errors import STOPS, BudgetError, SessionError, require_type, shown
 from mmkv.engine.paths import is_file
 from mmkv.engine.policies import Budget
+from mmkv.engine.risk import BINS, RiskMeter
 from mmkv.engine.strict import InvalidFile, Strict
 
 if TYPE_CHECKING:
@@ -33,6 +34,8 @@ if TYPE_CHECKING:
 
 
 FORMAT = "mmkv-session-1"
+# What :class:`mmkv.engine.risk.RiskMeter` has added up; older files have none, and no risk then.
+_RISK = "risk"
 
 
 def save_session(session: CachedSequence, path: Path, extra: dict[str, str]) -> None:
@@ -47,7 +50,10 @@ def save_session(session: CachedSequence, path: Path, extra: dict[str, str]) -> 
     engine = session.engine
     with engine.lock:
         tensors = engine.cache.export(session.seq)
+        if session.meter is not None and session.meter.tokens == session.seen:
+            tensors[_RISK] = session.meter.export()
     state = session.state() | {"budget": session.budget.as_list()}
+    del state["meter"]
     state["read_ids"] = f"{session.read_ids:x}"
     metadata = {
         "format": FORMAT,
@@ -136,6 +142,10 @@ def load_session(engine: Runtime, path: Path) -> tuple[CachedSequence, dict[str,
             state = header.state.model_dump() | {"read_ids": int(header.state.read_ids or "0", 16)}
             if state["runs"] is None and state["next_position"] == state["seen"]:
                 state["runs"] = [(0, 0, 0)] if state["seen"] else []  # all text, in older files
+            state["meter"] = session.meter
+            if _RISK in tensors:
+                read = tensors[_RISK], state["seen"], engine.device
+                state["meter"] = RiskMeter.load(*read)
             session.adopt(engine.cache.import_(tensors), state)
             engine.budgets.cut([], engine.interval)  # of a shared one, others take part
         except BaseException:
@@ -201,6 +211,7 @@ _Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 _NUMBERS = ("keys", "values", "key_scale", "value_scale", "log_beta")
 # What safetensors calls the types of a cache's tensors.
 NAMES = {
+    torch.float64: "F64",
     torch.float32: "F32",
     torch.float16: "F16",
     torch.bfloat16: "BF16",
@@ -292,6 +303,8 @@ def read_tensors(file: Any, state: State, engine: Runtime) -> dict[str, Tensor]:
         for name, (shape, dtype) in cache.layout(state.entries).items()
         if name in names or 0 not in shape[1:]  # older files lack some columns without numbers
     }
+    if _RISK in names and engine.policy.scoring.needs.gates == "retention":
+        wanted[_RISK] = ((len(MODALITIES), BINS), torch.float64)
     for name in sorted(names ^ wanted.keys()):
         raise InvalidFile(
             f"it {'has no' if name in wanted else 'has an unknown'} tensor {shown(name)}"
@@ -327,6 +340,8 @@ def _check_values(tensors: dict[str, Tensor], state: State) -> None:
             raise InvalidFile("an entry's modality is unknown")
         if not bool((log_beta <= 0).all()):
             raise InvalidFile("an entry's log_beta is above 0 or no number")
+    if _RISK in tensors and not bool((tensors[_RISK] >= 0).all()):
+        raise InvalidFile("its risk is below 0 or no number")
     # What scorers keep may be infinite or NaN: they score it, and no answer is made of it.
     states = {name for name in tensors if name.startswith("state.")}
     for name in sorted(states) + [name for name in _NUMBERS if name in tensors]:

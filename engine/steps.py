@@ -119,7 +119,7 @@ def decode_burst(
         for index, session in enumerate(sessions):
             if burst.appended[index]:
                 counted = burst.appended[index], burst.entries[index], burst.nan[index]
-                session.count_burst(*counted)
+                session.count_burst(*counted, burst.log_beta[index])
             if burst.generated[index]:  # what came last has not been appended
                 session.note_ids([token_ids[index], *burst.generated[index][:-1]])
     if any(row[-1:] == [BROKEN] for row in burst.generated):

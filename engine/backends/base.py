@@ -169,6 +169,8 @@ class Counts:
         uncut: indices of sequences that have not been cut to what is allowed.
         tried: whether the backend has tried to cut those, so that only others are asked.
         scored: of recorded sequences (:attr:`Batch.recorded`), where scores were made in torch.
+        log_beta: float32 ``[B, layers, heads]`` of the appended entries, None without gates;
+            set before ``appended``.
     """
 
     appended: int = 0
@@ -177,6 +179,7 @@ class Counts:
     uncut: Sequence[int] = ()
     tried: bool = False
     scored: dict[int, Scored] | None = None
+    log_beta: Tensor | None = None
 
     def note(self, index: int, scored: Scored) -> None:
         """Add to :attr:`scored`."""
@@ -191,18 +194,22 @@ class Burst:
         generated: per sequence the tokens chosen so far.
         appended: tokens that each sequence has now beside those seen.
         entries: that stand of each; nan: evicted of each with a score that is NaN.
+        log_beta: per sequence float32 ``[T, rows]`` of the appended entries, in parts;
+            empty without gates.
     """
 
     generated: list[list[int]]
     appended: list[int]
     entries: list[int]
     nan: list[int]
+    log_beta: list[list[Tensor]]
 
     @classmethod
     def of(cls, batch: Batch) -> Burst:
         """Return that of a batch before its first step."""
         count = len(batch.seqs)
-        return cls([[] for _ in range(count)], [0] * count, list(batch.entries), [0] * count)
+        entries, log_beta = list(batch.entries), [list[Tensor]() for _ in range(count)]
+        return cls([[] for _ in range(count)], [0] * count, entries, [0] * count, log_beta)
 
 
 class Backend:

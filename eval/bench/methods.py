@@ -165,7 +165,7 @@ def synthetic_sessions(
         session = engine.session()
         shape = (engine.spec.num_layers, engine.spec.num_kv_heads)
         filled = fill_sequence(cache, lengths.view(shape), seen, seed + index)
-        counts = {"seen": seen, "next_position": seen, "entries": entries}
+        counts = {"seen": seen, "next_position": seen, "entries": entries, "meter": None}
         session.adopt(filled, session.state() | counts)
         made.append(session)
     return made

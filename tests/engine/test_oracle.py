@@ -22,6 +22,7 @@ from tests.support.sessions import text_ids
 from tests.support.tiers import long_but, slow_but
 
 TOLERANCE = 1e-4
+RISK = 0.01  # relative: what the bins of a meter may be wrong by
 # A step of a dialogue: ("turn", texts, pictures), ("decode", tokens) or ("budget", M).
 Step = tuple[object, ...]
 
@@ -197,6 +198,9 @@ def test_engine_follows_the_oracle(
         worst, calls = max(worst, error), calls + 1
         assert session.memory().tokens_seen == oracle.seen
         assert session.memory().entries == int(oracle.keep.sum())
+        risk = session.memory().risk
+        assert (risk is not None) == (case.policy.split(":")[0] in GATED)
+        assert risk is None or risk == pytest.approx(oracle.risk(), rel=RISK, abs=1e-5)
 
     for number, (kind, *rest) in enumerate(SCRIPTS[case.script]):
         if kind == "turn":

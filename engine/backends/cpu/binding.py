@@ -189,7 +189,7 @@ class Step(Structure):
         ("batch_slot", POINTER(BatchSlot)),
         ("requests", POINTER(Eviction)),
         *((n, c_int64) for n in ("window", "mass")),
-        *((n, c_void_p) for n in ("tap_layer", "tapped")),
+        *((n, c_void_p) for n in ("tap_layer", "tapped", "log_beta")),
         *((n, c_int64) for n in ("taps", "room", "pages", "width", "longest", "done", "evicting")),
     ]
 

@@ -108,6 +108,9 @@ class NativeDecoder:
         self._tap_layers = torch.tensor(taps, dtype=torch.int64)
         # The residual stream ``[n, B, hidden]`` after the layers of `taps`, of the last step.
         self.tapped = torch.empty(0)
+        self._entry_shape = (spec.entry_layers, spec.num_kv_heads) if gates is not None else None
+        # Of the last step's entries ``[B, layers, heads]``, None without gates.
+        self.log_beta: Tensor | None = None
         scales = spec.rope.scale, (spec.local_rope or spec.rope).scale
         self._step, self._batch_slots = Step(rope_scale=scales), (BatchSlot * 0)()
         self._step.mass = 1 + JOINS.index(mass) if mass else 0
@@ -210,6 +213,9 @@ class NativeDecoder:
         logits = torch.empty(batch_slots, self._vocab)
         step.batch_slots, step.threads, step.logits = batch_slots, threads, logits.data_ptr()
         step.requests = requests
+        if self._entry_shape is not None:
+            self.log_beta = torch.empty(batch_slots, *self._entry_shape)
+            step.log_beta = self.log_beta.data_ptr()
         self._make_scratch(0, threads, batch_slots)
         while not self._run(cache, seqs):
             self._make_room(cache)

@@ -111,6 +111,7 @@ struct step {
     int64_t mass;              /* 1 + how heads are joined, where state 0 adds up attention; or 0 */
     const int64_t *tap_layer;  /* [taps]; after these, hidden goes to tapped */
     float *tapped;             /* [taps, batch slots, hidden] */
+    float *log_beta;           /* [batch slots, rows]; NULL without gates */
     int64_t taps;
     int64_t room;            /* the longest row that the scratch is made for */
     int64_t pages, width, longest; /* left behind: free pages, table columns and scratch it takes */

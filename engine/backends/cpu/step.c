@@ -275,14 +275,14 @@ static void gated_chunk(const struct linear *map, int64_t is_gelu, struct vector
 
 /* log_beta = logsigmoid(z) of this layer's heads, in the form that keeps 1 - beta = 1.5e-8. */
 static void store_gates(const struct model *model, const struct layer *layer, struct cache *cache,
-                        const float *trunk)
+                        const float *trunk, float *made)
 {
     for (int64_t head = 0; head < model->kv_heads; head++) {
         float z[1];
         dot_rows(layer->readout.weight + head * layer->readout.in, 1, layer->readout.in, trunk, z);
         z[0] += layer->readout.bias[head];
         int64_t row = layer->entry * model->kv_heads + head;
-        cache->log_beta[slot_of(cache, row, cache->length[row] - 1)] =
+        made[row] = cache->log_beta[slot_of(cache, row, cache->length[row] - 1)] =
             (z[0] < 0 ? z[0] : 0.0f) - log1pf(expf(-fabsf(z[0])));
     }
 }
@@ -402,7 +402,8 @@ static void add(const struct model *model, const struct layer *layer, const stru
         else
             for (int64_t batch_slot = 0; batch_slot < me->batch_slots; batch_slot++)
                 store_gates(model, layer, caches + batch_slot,
-                            of_batch_slot(me->trunk[model->trunk - 1], batch_slot));
+                            of_batch_slot(me->trunk[model->trunk - 1], batch_slot),
+                            me->step->log_beta + batch_slot * caches->rows);
     }
     end(me);
     if (gain)

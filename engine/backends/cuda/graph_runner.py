@@ -102,7 +102,11 @@ class GraphRunner:
             seen, entries = step.seen.tolist(), cache.length.flatten(1).sum(1).tolist()
             nan = step.evicted_nan.tolist()
             for batch_slot, index in enumerate(going):
+                before = burst.appended[index]
                 burst.appended[index] = seen[batch_slot] - batch.seen[index]
+                if step.log_beta is not None:
+                    made = step.log_beta[batch_slot, : burst.appended[index] - before]
+                    burst.log_beta[index].append(made.clone())
                 burst.entries[index] = entries[batch.seqs[index]]
                 burst.nan[index] += nan[batch_slot]
         if int(step.room.error):

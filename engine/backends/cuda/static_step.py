@@ -60,6 +60,7 @@ class StaticStep:
         generated: ``[B, steps]`` int64, the tokens chosen, -1 where a batch slot was idle, and
             BROKEN where its logits were not finite, after which it is idle; index: ``[1]``.
         broken: ``[B]`` bool, of the latest step.
+        log_beta: ``[B, steps, rows]`` float32 of the entries appended in each step, or None.
         least_dropped: ``[B]`` int64, the smallest result of an eviction since it was zeroed: -1
             where a batch slot had to evict and could not.
         seed: ``[B]`` int64; columns: settings of the draw, or None for greedy decoding.
@@ -116,6 +117,10 @@ class StaticStep:
         self.stop = torch.tensor(list(stop) or [-1], device=device)
         self.seed = integers(batch)
         self.broken = torch.zeros(batch, dtype=torch.bool, device=device)
+        self.log_beta: Tensor | None = None
+        if model.decoder.gates is not None:
+            shape = (batch, most_steps, spec.rows)
+            self.log_beta = torch.zeros(shape, device=device)
         self.columns: SamplingColumns | None = None
         if drawn:
             self.columns = SamplingColumns.idle(batch, device)
@@ -204,6 +209,9 @@ class StaticStep:
         normed, _ = rms_norm(x, residual, weights.norm, eps)
         if policy is not None:
             policy.appended(rope)
+        if self.log_beta is not None:
+            made = pool.log_beta.view(-1)[slots.clamp(min=0)]
+            self.log_beta.index_copy_(1, self.index, made.view(self.batch, 1, -1))
         self._choose(product(normed, weights.head).float(), live)
         self._evict(cut)
 

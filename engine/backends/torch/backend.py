@@ -60,6 +60,7 @@ class TorchBackend(Backend):
             write_state(cache, scorer, seqs, slots, position[:, None], False, taps)
         logits = decoder.logits(hidden)
         step.put_states()
+        counts.log_beta = log_beta
         counts.appended, counts.uncut = 1, range(len(batch.seqs))
         return logits
 

@@ -67,6 +67,7 @@ class Oracle(Simulation):
         self.method = make_method(policy, lookahead, parameters)
         self.last: Eviction | None = None
         self.evictions = self.evicted_nan = self.swaps = 0
+        self.struck: list[tuple[int, int, int]] = []  # entries that were forgotten on purpose
 
     @property
     def total(self) -> int:
@@ -132,8 +133,20 @@ class Oracle(Simulation):
 
     def forget(self, start: int, stop: int) -> None:
         """Mask the entries of tokens from now on, in every row."""
+        gone = self.keep[..., start:stop].nonzero()
+        self.struck += [(layer, head, start + at) for layer, head, at in gone.tolist()]
         self.keep = self.keep.clone()
         self.keep[..., start:stop] = False
+
+    def risk(self, tokens: Tensor | None = None) -> float:
+        """Share of the weight ``beta^age`` of entries ever written that is gone, of some tokens."""
+        age = self.seen - torch.arange(self.seen)
+        weight = (age.double() * self.log_beta.double()).exp()
+        for entry in self.struck:
+            weight[entry] = 0
+        if tokens is not None:
+            weight = weight * tokens
+        return float(weight[~self.keep].sum() / weight.sum())
 
     def retained(self) -> Retained:
         return [[row.nonzero().flatten() for row in layer] for layer in self.keep]

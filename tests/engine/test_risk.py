@@ -1,0 +1,164 @@
+"""The risk meter beside exact sums over all entries ever written."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from mmkv.engine.contents import MODALITIES
+from mmkv.engine.risk import RiskMeter, exact_risk
+from mmkv.engine.runtime import Runtime
+from mmkv.engine.sequence import CachedSequence
+from mmkv.engine.session_file import _digest
+from tests.support.bursts import Bursts
+from tests.support.dialogues import engine_of, folder_of, oracle_of, prefill_both, prompt
+from tests.support.native import engine_for
+from tests.support.oracle import Oracle
+from tests.support.sessions import text_ids
+
+ERROR = 0.01  # relative, of entries that weigh more than e^-4
+
+
+@pytest.mark.parametrize("rate", [2e-9, 1e-5, 0.003, 0.05, 0.7, 40.0])
+def test_the_meter_is_near_the_exact_sums(rate: float) -> None:
+    """Retention around ``rate``, in chunks and single tokens; the newest entries are held, those of
+    the two later kinds of tokens longer. All at one rate: no errors of different bins cancel.
+    """
+    generator = torch.Generator().manual_seed(1)
+    spread = torch.rand(300, 4, generator=generator) + 0.5
+    for log_beta in (-rate * spread, torch.full_like(spread, -rate)):
+        modality = (torch.arange(300) // 40 % 3).to(torch.uint8)
+        modality[200:] = 0
+        meter = RiskMeter(torch.device("cpu"))
+        for start in (0, 7, 120):
+            stop = {0: 7, 7: 120, 120: 200}[start]
+            meter.add(log_beta[start:stop, None], modality=modality[start:stop])
+        for at in range(200, 300):  # the second of three sequences in a step
+            meter.add(torch.stack([log_beta[0], log_beta[at], log_beta[1]]), 1)
+        position = torch.arange(300).repeat_interleave(4)
+        held = (position > 290) | ((position % 7 == 0) & (position > 60))
+        kinds = modality.repeat_interleave(4)
+        exact = exact_risk(log_beta.flatten(), 300 - position, kinds, held)
+        found = meter.risk(log_beta.flatten()[held], position[held], kinds[held])
+        assert meter.tokens == 300
+        assert found.held == pytest.approx(exact.held, rel=1e-9)
+        assert found.total == pytest.approx(exact.total, rel=ERROR, abs=1e-4)
+        assert rate > 0.1 or found.by_modality == pytest.approx(exact.by_modality, rel=ERROR)
+
+
+def _modality(session: CachedSequence, kind: str) -> Tensor:
+    """Tokens of a picture or a video."""
+    tokens = torch.zeros(session.seen, dtype=torch.bool)
+    for start, stop in session.pictures:
+        tokens[start:stop] = kind == "image"
+    return tokens
+
+
+def same(session: CachedSequence, oracle: Oracle) -> None:
+    oracle.follow(session.retained())
+    risk = session.risk()
+    assert risk is not None
+    assert risk.total == session.memory().risk == pytest.approx(oracle.risk(), rel=ERROR, abs=1e-4)
+    seen = {"image": _modality(session, "image")}
+    seen["text"] = ~seen["image"]
+    assert set(risk.by_modality) == {"text", "image"}
+    for kind, tokens in seen.items():
+        assert risk.by_modality[kind] == pytest.approx(oracle.risk(tokens), rel=ERROR, abs=1e-3)
+
+
+@pytest.mark.parametrize("native", [True, False])
+def test_what_changes_a_session_changes_its_risk(native: bool, tmp_path: Path) -> None:
+    """Prompts, tokens, forks, files, forgetting, budgets, and turns that are taken back."""
+    folder = folder_of("vl3")
+    engine = engine_of(folder, "balanced:free=4", 12, prefill_chunk=7)
+    if not native:
+        engine.backends.cpu.switch_off()
+    options = {"prefill_chunk": 7, "evict_every": None}
+    oracle, session = oracle_of(engine, folder, "balanced:free=4", 12, **options), engine.session()
+    prefill_both(session, oracle, prompt("vl3", 9, ("image", 16, 24), 5))
+    for token in text_ids(40, 3).tolist():  # more than wait to be added up
+        session.decode(token), oracle.decode(token)
+    same(session, oracle)
+    before, place = session.risk(), (session.seen, session.next_position, session.prompt_tokens)
+
+    fork = session.fork()
+    fork.begin_prefill({"input_ids": text_ids(30, 6)[None]}).advance()  # a chunk of it
+    half = fork.begin_prefill({"input_ids": text_ids(30, 6)[None]})
+    half.advance()
+    half.roll_back()
+    fork.decode(5)
+    assert fork.risk() != before and session.risk() == before
+
+    session.save(tmp_path / "saved")
+    loaded, _ = engine.load_session(tmp_path / "saved")
+    assert loaded.state() == session.state() and loaded.risk() == before
+    _without_risk(tmp_path / "saved")
+    older, _ = engine.load_session(tmp_path / "saved")
+    older.decode(5)
+    assert older.risk() is None and older.memory().risk is None
+
+    session.prefill({"input_ids": text_ids(20, 8)[None]})
+    session.cut_back(*place)  # to the beginning of that prompt
+    assert session.meter is not None and session.meter.tokens == place[0]
+    risk = session.risk()
+    assert risk is not None and before is not None and risk.total > before.total
+    session.cut_back(place[0] - 5, place[1] - 5, place[2])  # evicted before, and not remembered
+    assert session.risk() is None
+
+    for each in (loaded.set_budget, oracle.set_budget):
+        each(6)
+    same(loaded, oracle)
+    loaded.forget(2, 12), oracle.forget(2, 12)
+    for token in text_ids(3, 4).tolist():
+        loaded.decode(token), oracle.decode(token)
+    same(loaded, oracle)
+    session.cut_back(0, 0, 0)
+    assert session.risk().total == 0.0
+
+
+def _without_risk(path: Path) -> None:
+    """Make a session file what an older mmkv would have written."""
+    with safe_open(path, framework="pt") as file:
+        metadata = file.metadata()
+        tensors = {name: file.get_tensor(name) for name in file.keys() if name != "risk"}
+    del metadata["digest"]
+    save_file(tensors, path, metadata | {"digest": _digest(tensors, metadata)})
+
+
+def test_a_burst_counts_what_single_steps_count() -> None:
+    """The step of the CUDA graph, of two sequences, with a stop token."""
+    ours, reference = (engine_for("odd", budget=7) for _ in range(2))
+    reference.backends.cpu.switch_off()
+    sessions, others = (_opened(engine) for engine in (ours, reference))
+    tokens, runner = [3, 4], Bursts(ours)
+    first = runner.decode(sessions, tokens, 60)
+    stop = first[1][20]
+    again = runner.decode(sessions, [row[-1] for row in first], 7, stop=[stop])
+    for session, other, *said in zip(sessions, others, tokens, first, again, strict=True):
+        for each in [said[0], *said[1], *said[2]][:-1]:
+            other.decode(each)
+        assert session.seen == other.seen and session.evicted
+        risk, theirs = session.risk(), other.risk()
+        assert risk is not None and theirs is not None
+        assert risk.total == pytest.approx(theirs.total, rel=1e-4)
+
+
+def _opened(engine: Runtime) -> list[CachedSequence]:
+    made = [engine.session() for _ in range(2)]
+    for index, session in enumerate(made):
+        session.prefill({"input_ids": text_ids(5 + 11 * index, index)[None]})
+    return made
+
+
+@pytest.mark.parametrize("policy", ["full", "snapkv"])
+def test_there_is_no_risk_without_gates(policy: str) -> None:
+    session = engine_for("odd", policy).session()
+    session.prefill({"input_ids": text_ids(30, 1)[None]})
+    session.decode(3)
+    assert session.risk() is None and session.memory().risk is None
+    assert set(MODALITIES) == set(session.memory().by_modality)
