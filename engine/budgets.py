@@ -32,9 +32,6 @@ if TYPE_CHECKING:
     from mmkv.engine.sequence import CachedSequence
 
 
-_FREE = 1e4  # below any difference of scores, which are logs
-
-
 @dataclass(frozen=True)
 class PageBound:
     """The most pages of one sequence, with what its states take in pages.
@@ -400,9 +397,9 @@ class SharedBudget:
 
     An entry's score is the policy's plus the log of its sequence's weight; entries that the policy
     protects go last. Each sequence's best ``floor`` entries per row, or as many as an equal share
-    has, go after all others. With a risk, what counts is how much of its own session an entry is
-    (see :meth:`_by_risk`). Ties fall on the smaller position, then layer, then head, then the
-    sequence that joined first. So what a sequence keeps depends on the others.
+    has, go after all others. By risk, those go first whose sequence has forgotten least when
+    they are gone (:meth:`_by_risk`). Ties fall on the smaller position, then layer, then head, then
+    the sequence that joined first. So what a sequence keeps depends on the others.
 
     Made by :meth:`mmkv.engine.runtime.Runtime.share`. Who calls :meth:`cut` holds the engine's
     lock.
@@ -410,10 +407,10 @@ class SharedBudget:
     Attributes:
         entries: that may stay of all sequences together.
         floor: entries that each sequence keeps of its own, rows together.
-        risk: what each may forget before others give up anything for it; None: not looked at.
+        by_risk: whether what sequences have forgotten decides which of them gives up room.
 
     Raises:
-        BudgetError: the budget is not in entries, the floor is above it, or the risk is no share.
+        BudgetError: the budget is not in entries, or the floor is above it.
         PolicyError: the policy's scores cannot be compared between sequences.
         SessionError: sequences are open that this budget would not count.
     """
@@ -421,7 +418,7 @@ class SharedBudget:
     graph_obstacle = "sessions share a budget"
 
     def __init__(
-        self, engine: Runtime, budget: Budget, floor: float, risk: float | None = None
+        self, engine: Runtime, budget: Budget, floor: float, by_risk: bool = False
     ) -> None:
         policy, rows, pool = engine.policy, engine.spec.rows, engine.cache.pool
         if budget.kind != "entries":
@@ -444,14 +441,12 @@ class SharedBudget:
                 f"a floor of {floor:g} entries per row is not between 0 and the shared budget of "
                 f"{budget.value:g}"
             )
-        if risk is not None:
-            Budget.dialled(1, risk, 1)  # checks it
         if engine.cache.open_count:  # those without an entry, too: they would never join
             raise SessionError("sessions are open already; share a budget before them")
         self._engine = engine
         self.entries = budget.entries(rows, 0, pool.page_size, pool.page_bytes)
         self.floor = int(floor * rows)
-        self.risk = risk
+        self.by_risk = by_risk
         self._weights: WeakKeyDictionary[CachedSequence, float] = WeakKeyDictionary()
 
     @property
@@ -567,16 +562,12 @@ class SharedBudget:
             self._scores(one, entries, view) + math.log(self._weights[one])
             for one, entries, view in zip(members, parts, views, strict=True)
         ]
-        if self.risk is not None:
-            scores = [
-                self._by_risk(one, view, each, self.risk)
-                for one, view, each in zip(members, views, scores, strict=True)
-            ]
         owner = torch.arange(len(members), device=live.row.device).repeat_interleave(
             torch.tensor(counts, device=live.row.device), output_size=sum(counts)
         )
         every = torch.cat(scores)
-        victims = self._victims(live, every, owner, counts)
+        order = self._by_risk(members, views, scores) if self.by_risk else every
+        victims = self._victims(live, order, owner, counts)
         engine.cache.drop([one.seq for one in members], victims, live)
         gone = owner[victims].bincount(minlength=len(members))
         broken = owner[victims[every[victims].isnan()]].bincount(minlength=len(members))
@@ -590,23 +581,30 @@ class SharedBudget:
                 session.recorder.died(views[index], own, scores[index])
             start += counts[index]
 
-    @staticmethod
-    def _by_risk(session: CachedSequence, view: CacheView, scores: Tensor, risk: float) -> Tensor:
-        """Lower ``scores [N]`` by the log of all that a sequence has read weighs, as predicted.
+    def _by_risk(
+        self,
+        sessions: Sequence[CachedSequence],
+        views: Sequence[CacheView],
+        scores: Sequence[Tensor],
+    ) -> Tensor:
+        """Order entries, float32 ``[N]``, by the risk of their sequence once they are gone.
 
-        An entry's loss raises its own sequence's risk by its share of that weight, so the entries
-        with the lowest shares go: the sum of all risks rises least. What a sequence may lose until
-        its risk is ``risk`` goes before anything of others.
+        A sequence's entries go in the order of their scores, so each has such a risk, times the
+        sequence's weight. The lowest go, whosever they are: all end at about the same risk, and the
+        highest is as low as it can be.
         """
-        found = session.risk()
-        if found is None:
-            return scores
-        weight = (view.log_beta * (view.seen - view.position)).double().exp()
-        total = found.forgotten + weight.sum()
-        order = scores.argsort(stable=True)
-        free = torch.empty_like(order, dtype=torch.bool)
-        free[order] = found.forgotten + weight[order].cumsum(0) <= risk * total
-        return scores - total.log().float() - _FREE * free.float()
+        keys = []
+        for session, view, score in zip(sessions, views, scores, strict=True):
+            found, order = session.risk(), score.argsort(stable=True)
+            forgotten = 0.0 if found is None else found.forgotten
+            weight = (view.log_beta * (view.seen - view.position)).double().exp()
+            after = forgotten + weight[order].cumsum(0)
+            key = torch.empty_like(after)
+            key[order] = after / (forgotten + weight.sum()) * self._weights[session]
+            keys.append(torch.where(score.isfinite(), key, score.double()))
+        key = torch.cat(keys)
+        ranks = key.unique(return_inverse=True)[1].float()  # equal ones stay equal
+        return torch.where(key.isfinite(), ranks, key.float())
 
     def _scores(self, session: CachedSequence, entries: Entries, view: CacheView) -> Tensor:
         engine = self._engine

@@ -313,7 +313,7 @@ class Runtime:
         return placed.in_bf16(kernels_for("int8", self.device))
 
     def share(
-        self, budget: Budget | float | str, floor: float = 0.0, risk: float | None = None
+        self, budget: Budget | float | str, floor: float = 0.0, by_risk: bool = False
     ) -> None:
         """Have all sessions of this engine compete for one budget from now on.
 
@@ -323,8 +323,8 @@ class Runtime:
         Args:
             budget: entries per row, of all sessions together.
             floor: entries per row that each session is sure of, while an equal share has as many.
-            risk: give room to the sessions that would forget most (:mod:`mmkv.engine.risk`) from
-                those that forget less than this share.
+            by_risk: whether sessions that have forgotten more (:mod:`mmkv.engine.risk`) get room
+                from those that have forgotten less.
 
         Raises:
             BudgetError, PolicyError: it cannot be; SessionError: sessions are open already. Nothing
@@ -332,7 +332,7 @@ class Runtime:
         """
         with self.lock:
             made = Budget.of(budget)
-            self.budgets, self.budget = SharedBudget(self, made, floor, risk), made
+            self.budgets, self.budget = SharedBudget(self, made, floor, by_risk), made
             self.form_note = None  # it speaks of a budget that is gone
 
     @property

@@ -223,8 +223,8 @@ def _rule(session: CachedSequence) -> Rule:
     if isinstance(scoring, Retention):
         lookahead, shift = scoring.lookahead, scoring.age_shift
     shared, bonus = engine.shared is not None, math.log(engine.budgets.weight(session))
-    if engine.shared is not None and engine.shared.risk is not None:
-        kernel = "other"  # what a session has read weighs in, and that changes
+    if engine.shared is not None and engine.shared.by_risk:
+        kernel = "other"  # what sessions have forgotten decides, and scores alone do not
     predicts = policy.evicts and isinstance(scoring, Retention)
     first = policy.protect_first
     return Rule(kernel, lookahead, shift, first, recent, group, shared, bonus, predicts)
