@@ -279,8 +279,8 @@ class Dial:
         """Turn it, by whole pages.
 
         Args:
-            enough: entries that have to stay so that r is at most ``risk``, or all where it cannot
-                be; plenty: so that it is at most half of that.
+            enough: entries that have to stay so that r is at most ``risk``, or more than there are
+                where it is above that already; plenty: so that it is at most half of that.
         """
         wanted = self.allowed - self.room
         if wanted < enough or wanted > self._whole(plenty):

@@ -199,6 +199,8 @@ class CachedSequence:
         marks = torch.stack([dial.risk * total, dial.risk / 2 * total])
         few = torch.searchsorted(gone, marks, right=True)
         enough, plenty = (held - few).tolist()
+        if risk.total > dial.risk:  # all stay, and one more
+            enough = plenty = held + 1
         dial.turn(enough, plenty, TURN * engine.spec.rows if decoding else 0)
         if decoding:
             dial.turned_at = self.seen
