@@ -33,5 +33,6 @@ from .reply import Reply as Reply
 from .resources import bundled_model as bundled_model
 from .sampling import Sampling as Sampling
 from .session import Session as Session
+from .turn import Observed as Observed
 
 __version__: str

@@ -18,7 +18,7 @@ from mmkv.engine.budget import format_bytes
 from mmkv.engine.errors import MmkvError, plain
 from mmkv.engine.model.fingerprint import fingerprint, language_fingerprint
 from mmkv.engine.model.gguf.config import TEXTS, config_of
-from mmkv.engine.model.gguf.file import SUFFIX, read_gguf
+from mmkv.engine.model.gguf.file import SUFFIX, parts_of, read_gguf
 from mmkv.engine.model.source import (
     PICKLED,
     PICKLED_INDEX,
@@ -206,7 +206,8 @@ def listed() -> Listing:
             sets.append(_gates(name, folder, where))
     models = [_checkpoint(*one, sets) for one in found]
     for _, folder, where, _ in others:
-        models += [_gguf(file, where) for file in sorted(folder.glob(f"*{SUFFIX}"))]
+        files = sorted(folder.glob(f"*{SUFFIX}"))
+        models += [_gguf(file, where) for file in files if parts_of(file)[0] == file]
     with suppress(MmkvError):
         path = asset(BUNDLED_ADAPTER)
         size = _size(path)
@@ -324,7 +325,8 @@ def _gguf(path: Path, where: str) -> Checkpoint:
         problem = str(error).removeprefix(name).lstrip(": ")
     except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError):
         problem = "its metadata make no sense"
-    return Checkpoint(name, name, where, family, path.stat().st_size, [], problem, memory)
+    size = sum(part.stat().st_size for part in parts_of(path) if part.is_file())
+    return Checkpoint(name, name, where, family, size, [], problem, memory)
 
 
 def _problem(folder: Path, config: dict[str, Any]) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 from typing import Any, Literal
 
 from pydantic import NonNegativeInt
@@ -10,6 +11,7 @@ from mmkv.calls.tools import Tool, ToolUse
 from mmkv.engine.errors import InputError
 from mmkv.engine.strict import InvalidFile, Strict, parse
 from mmkv.prompt.held import Held, Piece, Place
+from mmkv.prompt.video import SMALL, FramesSeen
 
 
 class _Text(Strict):
@@ -67,6 +69,14 @@ class _Held(Strict):
     thoughts: NonNegativeInt = 0
 
 
+class _Frames(Strict):
+    """See :class:`mmkv.prompt.video.FramesSeen`; ``last``: base64."""
+
+    kept: NonNegativeInt = 0
+    skipped: NonNegativeInt = 0
+    last: str = ""
+
+
 class _Options(Strict):
     """What ``mmkv chat`` keeps of its command line, in JSON."""
 
@@ -105,6 +115,18 @@ def parse_tools(text: str) -> tuple[Tool, ...]:
         return ToolUse(tuple(map(Tool.of, given))).tools
     except InputError as error:
         raise InvalidFile(str(error)) from error
+
+
+def parse_frames(text: str) -> FramesSeen:
+    """Return what is remembered of frames, from JSON ``text``. Raises InvalidFile."""
+    made: _Frames = parse(_Frames, text, is_json=True)
+    try:
+        last = base64.b64decode(made.last, validate=True)
+    except ValueError:
+        last = b"?"
+    if len(last) not in (0, SMALL**2):
+        raise InvalidFile("the copy of the last frame is none")
+    return FramesSeen(made.kept, made.skipped, last)
 
 
 def parse_unfed(text: str, vocabulary: int, placeholders: set[int]) -> list[int]:

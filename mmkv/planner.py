@@ -343,10 +343,11 @@ def _unpacked(tensors: _Headers, config: Mapping[str, Any]) -> Iterator[tuple[st
         if said and _BESIDE.fullmatch(part):
             continue
         if said and dtype in ("I32", "U8", "I8", "F8_E4M3", "F8_E5M2"):
-            each = {"I32": 32 // int(bits), "U8": 2}.get(dtype, 1)
+            each = {"I32": 32 / int(bits), "U8": 2}.get(dtype, 1)  # 3 bits: over words' ends
             steps = {kinds.get(f"{module}.{one}") for one in ("scales", "weight_scale")}
             wide = "F16" if own == "float16" and "BF16" not in steps else "BF16"
-            yield f"{module}.weight", "F16" if "F16" in steps else wide, [*shape, each]
+            count = int(math.prod(shape) * each)
+            yield f"{module}.weight", "F16" if "F16" in steps else wide, [1, count]
         else:
             yield name, dtype, shape
 

@@ -22,10 +22,21 @@ from mmkv.engine.sequence import CachedSequence
 from mmkv.engine.session_file import checked_extra
 from mmkv.prompt.held import Held, Place, Rewrites
 from mmkv.prompt.special import tokenize
+from mmkv.prompt.template import joined
+from mmkv.prompt.video import FramesSeen
 from mmkv.reply import Reply, ReplyWriter, step
 from mmkv.sampling import Sampling, Settled
 from mmkv.thoughts import PROMPT_END, marks_if_first
-from mmkv.turn import TurnReading, UserTurn, compose, compose_results, shown_tools
+from mmkv.turn import (
+    Observation,
+    Observed,
+    TurnReading,
+    UserTurn,
+    compose,
+    compose_observation,
+    compose_results,
+    shown_tools,
+)
 
 if TYPE_CHECKING:
     from mmkv.api import Engine
@@ -84,10 +95,10 @@ _OWN = ("_claim", "_streaming", "_in_stream", "undo_depth", "rewrites", "forget_
 
 @dataclass(frozen=True)
 class TurnStart:
-    """Where a session stood before a turn: its state, and how many messages it had."""
+    """Where a session stood before a turn: its state, and its messages."""
 
     state: dict[str, Any]
-    messages: int
+    history: tuple[Message, ...]
     unfed: tuple[int, ...]
     last: Reply | None
     note: str | None
@@ -126,6 +137,7 @@ class Session(CachedSequence):
         self.rewrites: Rewrites = "reread"
         self.forget_thoughts = engine.forget_thoughts
         self.held = Held()
+        self.frames_seen = FramesSeen()
         self._cuts = 0  # how often the session went back
         # Sampled tokens that are part of the latest reply but not yet in the cache; the next turn
         # begins with them. (The last token of a reply is never needed to produce the reply.)
@@ -202,6 +214,59 @@ class Session(CachedSequence):
             turn = compose_results(self, results, fps, num_frames, named)
         return ReplyStream(self, lambda: self._stream(turn, settings, progress, use))
 
+    def observe(
+        self,
+        what: Any,
+        at: float | None = None,
+        fps: float | None = None,
+        skip_similar: float | None = None,
+        system: str | None = None,
+        progress: Progress | None = None,
+        undoable: bool = True,
+    ) -> Observed:
+        """Read frames or a text into memory, without a reply: the beginning of the next question.
+
+        What is observed between two replies is one message of the user, which stays open:
+        :meth:`send` goes on with it, and ends it. A failed call leaves the session as it was;
+        :meth:`undo` takes back the latest observation or turn.
+
+        Args:
+            what: a text, which gets a line of its own; or a frame (PIL picture, array [H, W, C],
+                ``Path``), or a list or array [T, H, W, C] of frames. In a list a string is a path,
+                URL or ``data:`` URI, as in ``images``.
+            at: seconds from the beginning of what is watched to the first frame, or to the text.
+                The frames are then read as those of a video, behind their times if the model
+                writes them (Qwen3-VL: ``<1.5 seconds>``), else with ``note`` saying that it
+                does not. None, or a model that takes no videos: as pictures.
+            fps: frames a second, for the times of those after the first; None: 2.
+            skip_similar: leave frames out that are like the last one kept: by how much the grey
+                levels (0 to 255) of two small copies may differ, on average. None: read all.
+            system: only where nothing was said or observed before.
+            progress: called with (tokens done, tokens in all) after each chunk.
+            undoable: whether :meth:`undo` can take this back by itself, which needs a copy of the
+                cache as for a turn; False: it goes with the turn before it.
+
+        Raises:
+            MmkvError: the session is as it was.
+        """
+        with self.claimed():
+            with OpenToCtrlC():
+                made = compose_observation(self, what, at, fps, skip_similar, system)
+            tokens = 0
+            if made.turn is not None:
+                tokens = made.turn.tokens
+                self._append(made.turn, progress, undoable)
+            self.end_observation(made)
+            counts = tokens, made.frames, made.skipped, self.next_position, self.memory()
+            told = [made.note, None if made.turn is None else self.note]
+            return Observed(*counts, "; ".join(filter(None, told)) or None)
+
+    def end_observation(self, made: Observation) -> None:
+        """Note that an observation is in the cache."""
+        if made.turn is not None:
+            self._take_in(made.turn.messages, made.turn.reading)
+        self.frames_seen = made.seen
+
     def _tool_use(self, tools: Sequence[Any] | None, choice: Any, parallel: bool) -> ToolUse | None:
         """Return what a reply may call; None where there are no tools. Raises InputError."""
         if tools is not None:
@@ -251,7 +316,7 @@ class Session(CachedSequence):
         with self.claimed():
             other = cast(Session, super().fork())
             other.history, other.last = deepcopy(self.history), self.last
-            other.tools = self.tools
+            other.tools, other.frames_seen = self.tools, self.frames_seen
             other._unfed, other.undo_depth = list(self._unfed), self.undo_depth
             other.held, other.rewrites, other._cuts = self.held.copy(), self.rewrites, self._cuts
             other.forget_thoughts = self.forget_thoughts
@@ -274,6 +339,7 @@ class Session(CachedSequence):
                 "mmkv.unfed": json.dumps(self._unfed),
                 "mmkv.held": json.dumps(self.held.as_json()),
                 "mmkv.tools": json.dumps([one.as_json() for one in self.tools]),
+                "mmkv.frames": json.dumps(self.frames_seen.as_json()),
             }
             super().save(path, kept | dialogue)
 
@@ -286,6 +352,7 @@ class Session(CachedSequence):
         """Take over the conversation from a session file's strings. Raises SessionError."""
         from mmkv.dialogue_schema import (
             InvalidFile,
+            parse_frames,
             parse_held,
             parse_history,
             parse_tools,
@@ -299,12 +366,14 @@ class Session(CachedSequence):
             tools = parse_tools(extra.get("mmkv.tools", "[]"))
             unfed = parse_unfed(extra.get("mmkv.unfed", "[]"), *known)
             held = parse_held(extra.get("mmkv.held", "null"), self.seen, *known)
+            frames = parse_frames(extra.get("mmkv.frames", "{}"))
         except InvalidFile as error:
             raise SessionError(
                 f"the conversation in the session file is damaged ({error}); use a copy, or begin "
                 "a new session"
             ) from error
         self.history, self._unfed, self.held, self.tools = history, unfed, held, tools
+        self.frames_seen = frames
 
     def memory(self) -> Memory:
         """Return physical memory, entries, and how what was read differs from a fresh rendering."""
@@ -448,7 +517,7 @@ class Session(CachedSequence):
 
     def turn_start(self) -> TurnStart:
         """Return where the session stands, for :meth:`take_back`."""
-        before = self.state(), len(self.history), self.unfed, self.last, self.note
+        before = self.state(), tuple(self.history), self.unfed, self.last, self.note
         return TurnStart(*before, self.held.copy(), self._cuts, self.tools)
 
     @property
@@ -498,8 +567,13 @@ class Session(CachedSequence):
             reading: what was read for it; None: that is not known as text.
         """
         said = "" if reading is None else reading.prefix
-        self.history += [*messages, {"role": "assistant", "content": said}]
-        self._unfed, self.note, self.last = [], None, None
+        self.last = None
+        self._take_in([*messages, {"role": "assistant", "content": said}], reading)
+
+    def _take_in(self, messages: Sequence[Message], reading: TurnReading | None) -> None:
+        """Note that ``messages`` are in the cache, but for a reply, of which there is nothing."""
+        self.history[:] = joined(self.history, messages)
+        self._unfed, self.note = [], None
         if reading is None:
             self.held = Held(None)
         else:
@@ -584,18 +658,21 @@ class Session(CachedSequence):
                 self._become(self._snapshots.pop())
             elif start.cuts != self._cuts or not self.rewind(start.state):
                 return False
-            del self.history[start.messages :]
+            self.history[:] = start.history
             self._unfed, self.last, self.note = list(start.unfed), start.last, start.note
             self.held, self.tools = start.held, start.tools
             self._turn_mark = object()
             return True
 
-    def _append(self, turn: UserTurn, progress: Progress | None) -> torch.Tensor:
+    def _append(
+        self, turn: UserTurn, progress: Progress | None, undoable: bool = True
+    ) -> torch.Tensor:
         """Prefill a turn whole, or leave the session as it was."""
         reading = turn.reading
         appends = reading.plan is None
         frames = self._frames(reading) if appends else []  # what fails here changes nothing
-        if appends and not self.undo_depth and turn.tokens <= self.engine.prefill_chunk:
+        kept = bool(self.undo_depth) and undoable
+        if appends and not kept and turn.tokens <= self.engine.prefill_chunk:
             # One chunk: the engine undoes it itself when it fails. A Ctrl-C meanwhile is
             # delivered once the turn stands in the history, as an interrupted empty reply.
             logits = self.prefill(turn.inputs, progress)
@@ -616,7 +693,10 @@ class Session(CachedSequence):
         except BaseException:
             self._become(snapshot)
             raise
-        self._remember(snapshot)
+        if kept:
+            self._remember(snapshot)
+        else:
+            snapshot.close()
         self._show(frames)
         return logits
 

@@ -10,19 +10,23 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from mmkv.calls.tools import Tool, ToolCall
-from mmkv.engine.errors import InputError, require_list
+from mmkv.engine.errors import InputError, require_list, require_real
 from mmkv.prompt.held import Plan, Read, common_length, read_of
 from mmkv.prompt.media import notes
+from mmkv.prompt.part_settings import LOOSE_FPS
 from mmkv.prompt.processing import PER_TOKEN
 from mmkv.prompt.special import CUT, new_marker
-from mmkv.prompt.template import as_parts, is_blank, take_media
+from mmkv.prompt.template import as_parts, is_blank, is_open, joined, take_media
+from mmkv.prompt.video import FramesSeen, check_sampling, load_frames
 from mmkv.resources import PHOTOS
 
 if TYPE_CHECKING:
     from PIL.Image import Image
 
+    from mmkv.engine.contents import Memory
     from mmkv.prompt.processing import Processor
     from mmkv.prompt.template import ChatTemplate, Message
+    from mmkv.prompt.video import Clip
     from mmkv.session import Session
 
 
@@ -34,7 +38,12 @@ _SCENES_ALONE = (
     "in a photograph (mmkv models)"
 )
 _KEPT = "stays as it was read"
-_STATELESS = "by the numbers that {} summed up it cannot be taken back"
+_LATEST = 10**8  # seconds: three years
+_NO_TIMES = "this model's prompts hold no times of {}: at was not written"
+_STATELESS = (
+    "by the numbers that {} summed up it cannot be taken back, and its pictures are not at hand to "
+    "read all again"
+)
 
 
 @dataclass
@@ -127,6 +136,137 @@ def compose(
     return _turn(session, [*opening, message], fps, num_frames, prefix, tools, started)
 
 
+@dataclass(frozen=True)
+class Observation:
+    """An observation, ready to be appended.
+
+    Attributes:
+        turn: None: all of its frames were skipped.
+        frames: how many of its frames are read; skipped: how many are not.
+        note: for the user, or None. seen: what is remembered of the session's frames then.
+    """
+
+    turn: UserTurn | None
+    frames: int
+    skipped: int
+    note: str | None
+    seen: FramesSeen
+
+
+@dataclass(frozen=True)
+class Observed:
+    """What :meth:`mmkv.Session.observe` read.
+
+    Attributes:
+        tokens: that were read, with those that end the reply before it.
+        frames: that were read; skipped: that were too like the frame kept before them.
+        next_position: rope position of the next text token; memory: the session's.
+        note: for the user, such as that the model's prompts have no times; or None.
+    """
+
+    tokens: int
+    frames: int
+    skipped: int
+    next_position: int
+    memory: Memory
+    note: str | None = None
+
+
+def compose_observation(
+    session: Session,
+    what: Any,
+    at: float | None = None,
+    fps: float | None = None,
+    skip_similar: float | None = None,
+    system: str | None = None,
+) -> Observation:
+    """Compose what is observed, and leave the session as it is.
+
+    The arguments are those of :meth:`mmkv.Session.observe`. Raises MmkvError.
+    """
+    started, processor = time.perf_counter(), session.engine.processor
+    if system is not None and session.history:
+        raise InputError("a system message opens a conversation; start a new session for it")
+    if at is not None:
+        require_real("at", at)
+        if not 0 <= at < _LATEST:
+            raise InputError(f"at is {at}; give seconds since the beginning, 0 or more")
+    check_sampling(fps, None)
+    opening: list[Message] = []
+    if system is not None:
+        opening = [{"role": "system", "content": system}]
+
+    def turn(content: list[dict[str, Any]]) -> UserTurn:
+        messages = [*opening, {"role": "user", "content": content}]
+        return _turn(session, messages, None, None, "", None, started, ends=False)
+
+    if isinstance(what, str):
+        for name, given in (("fps", fps), ("skip_similar", skip_similar)):
+            if given is not None:
+                raise InputError(f"{name} is for frames; leave it out for a text")
+        if not what.strip():
+            raise InputError("the text is blank; give words to observe")
+        made = turn([{"type": "text", "text": observed_text(processor, what, at)}])
+        note = times_note(processor, "texts", at)
+        return Observation(made, 0, 0, note, session.frames_seen)
+    if fps is not None and at is None:
+        raise InputError("fps says when frames after the first were seen; give at, too")
+    if skip_similar is not None:
+        require_real("skip_similar", skip_similar)
+        if not 0 <= skip_similar <= 255:
+            raise InputError(f"skip_similar is {skip_similar}; give grey levels, 0 to 255")
+    frames = load_frames(what)
+    if not frames:
+        raise InputError("there is nothing to observe; give at least one frame")
+    kept, seen = session.frames_seen.chosen(frames, skip_similar)
+    skipped = len(frames) - len(kept)
+    if not kept:
+        return Observation(None, 0, skipped, None, seen)
+    pictures = [frames[i] for i in kept]
+    if at is not None and processor.watches:
+        clip = frames_clip(processor, pictures, kept, at, fps)
+        note = times_note(processor, "frames", at)
+        made = turn([{"type": "video", "video": clip}])
+    else:
+        note = times_note(processor, "pictures", at)
+        made = turn([{"type": "image", "image": picture} for picture in pictures])
+    return Observation(made, len(kept), skipped, note, seen)
+
+
+def frames_clip(
+    processor: Processor,
+    frames: Sequence[Image],
+    numbers: Sequence[int],
+    at: float,
+    fps: float | None,
+) -> Clip:
+    """Return observed frames as a video.
+
+    Args:
+        numbers: of the frames, among those that were shown from ``at`` seconds on.
+        fps: of those; None: 2. Raises InputError: the frames differ in size.
+    """
+    rate = fps or LOOSE_FPS
+    made = processor.load_clip(list(frames), rate)
+    return replace(made, times=tuple(at + number / rate for number in numbers))
+
+
+def observed_text(processor: Processor, text: str, at: float | None) -> str:
+    """Return a text that is observed as it is read: behind its time, and with a line's end."""
+    time_text = None if at is None else processor.time_text(at)
+    return f"{time_text or ''}{text.removesuffix(chr(10))}\n"
+
+
+def times_note(processor: Processor, what: str, at: float | None) -> str | None:
+    """Return a note for the user where the model's prompts have no times of ``what``."""
+    if at is None:
+        return None
+    written = processor.writes_times if what == "frames" else False
+    if what == "texts":
+        written = processor.time_text(at) is not None
+    return None if written else _NO_TIMES.format(what)
+
+
 def compose_results(
     session: Session,
     results: Sequence[Any],
@@ -183,8 +323,9 @@ def _turn(
     prefix: str,
     tools: tuple[Tool, ...] | None,
     started: float,
+    ends: bool = True,
 ) -> UserTurn:
-    """Return the turn of messages with their media in them."""
+    """Return the turn of messages with their media in them; ``ends``: see compose_messages."""
     messages, pictures, films = take_media(given)
     processor = session.engine.processor
     tools = session.tools if tools is None else tools
@@ -200,7 +341,7 @@ def _turn(
             _ = session.engine.family.hf  # Ctrl-C ends it here, and not while it is appended
         return seen, clips
 
-    reading = compose_messages(session, messages, load, prefix, tools)
+    reading = compose_messages(session, messages, load, prefix, tools, ends)
     reading.note = "; ".join(filter(None, [reading.note, *said])) or None
     return UserTurn(messages, reading, started, session.basis, tools)
 
@@ -221,6 +362,7 @@ def compose_messages(
     load: Callable[[], tuple[Sequence[Any], Sequence[Any]]],
     prefix: str = "",
     tools: tuple[Tool, ...] | None = None,
+    ends: bool = True,
 ) -> TurnReading:
     """Return what makes a session hold its conversation and ``messages``, as rendered afresh.
 
@@ -233,6 +375,7 @@ def compose_messages(
         messages: with bare placeholders for media; load: gives their pictures and videos.
         prefix: the text that the reply begins with.
         tools: that the model is told of; None: those of the session.
+        ends: whether a reply follows; False: the last message stays open, and its end is not read.
 
     Raises:
         InputError: the messages or media cannot be, or the tools cannot change.
@@ -240,7 +383,7 @@ def compose_messages(
     tools = session.tools if tools is None else tools
     others = bool(session.history) and shown_tools(tools) != shown_tools(session.tools)
     template = session.template_with(tools).with_prefix(prefix)
-    made = _composed(session, template, messages, load, others)
+    made = _composed(session, template, messages, load, others, ends)
     made.prefix = template.prefix_in(made.read.text)
     return made
 
@@ -251,25 +394,26 @@ def _composed(
     messages: Sequence[Message],
     load: Callable[[], tuple[Sequence[Any], Sequence[Any]]],
     others: bool,
+    ends: bool,
 ) -> TurnReading:
     """Do as :func:`compose_messages`; ``others``: whether the tools have changed."""
     processor, held = session.engine.processor, session.held
-    talk = [*session.history, *messages]
+    talk = joined(session.history, messages)
     total = sum(part["type"] == "image" for one in talk for part in as_parts(one["content"]))
     rule = processor.rule(total)
     # Tokens may have come in that nobody noted as text: going back would lose them.
     if template.source is None or held.pieces is None or held.seen != session.seen:
         if others:
             raise _cannot_change("what it has read is not known as a template's text")
-        return _appended(session, template, messages, load, total, rule)
-    whole = template.render(talk, opening=True)
+        return _appended(session, template, messages, load, total, rule, ends)
+    whole = template.render(talk, opening=True) if ends else template.render_open(talk)
     plan, why = held.plan(whole, rule), None
     if not plan.appends:
         plan, why = agreed(session, plan, whole, rule)
     if why is not None or plan.media is None:
         if others:
             raise _cannot_change(why or "its pictures are not at hand any more")
-        made = _appended(session, template, messages, load, total, rule)
+        made = _appended(session, template, messages, load, total, rule, ends)
         made.differs = why
         return made
     pictures, clips = ([*old, *new] for old, new in zip(plan.media, load(), strict=True))
@@ -279,7 +423,9 @@ def _composed(
     read = read_of(processor, plan.text, ids, pictures, clips, rule=rule, unfed=unfed)
     if pictures or clips or held.has_media:
         # Where a session goes back to its beginning, all pictures are read again.
-        stays = _stays(processor, template, talk, whole, total) if session.can_cut_back else 0
+        stays = 0
+        if session.can_cut_back:
+            stays = _stays(processor, template, talk, whole, total, ends)
         read = replace(read, stays=stays)
     if plan.appends:
         return TurnReading(session.with_unfed(inputs), read)
@@ -352,11 +498,12 @@ def _appended(
     load: Callable[[], tuple[Sequence[Any], Sequence[Any]]],
     total: int,
     rule: Any,
+    ends: bool,
 ) -> TurnReading:
-    """Return what follows the latest reply, whatever stands before it."""
+    """Return what follows the latest reply or observation, whatever stands before it."""
     processor, held = session.engine.processor, session.held
-    addition = template.addition(session.history, list(messages))
-    lacks = not held.ends_with_reply or held.unread != ((), ())
+    addition = template.addition(session.history, list(messages), ends)
+    lacks = not (held.ends_with_reply or is_open(session.history)) or held.unread != ((), ())
     if addition.continuing and held.pieces is not None and lacks:
         raise InputError(
             "the latest reply was let go for a turn that was not completed, and cannot be read "
@@ -382,11 +529,18 @@ def _cannot_change(why: str) -> InputError:
 
 
 def _stays(
-    processor: Processor, template: ChatTemplate, talk: Sequence[Message], whole: str, total: int
+    processor: Processor,
+    template: ChatTemplate,
+    talk: Sequence[Message],
+    whole: str,
+    total: int,
+    ends: bool,
 ) -> int:
     """Return how many characters of a rendered text another turn is likely to leave as they are."""
     if processor.rule(total + 1) != processor.rule(total):
         return 0
+    if not ends:  # it was rendered with more behind it
+        return len(whole.replace(CUT, ""))
     mark = {"content": new_marker()}
     later = [*talk, {"role": "assistant", **mark}, {"role": "user", **mark}]
     try:

@@ -49,6 +49,9 @@ def adapt(
         option("Entries per layer and KV head (64), or a share of each document (1/16).", _CACHE),
     ] = "256",
     prefill_chunk: Annotated[int, option("Tokens of a prompt between cuts.", _CACHE)] = 2048,
+    interval: Annotated[
+        int | None, option("Decode steps between cuts; else the policy's own.", _CACHE)
+    ] = None,
     full: Annotated[bool, option("Train all text weights, without an adapter.", _WEIGHTS)] = False,
     rank: Annotated[int, option("Rank of the LoRA adapter.", _WEIGHTS)] = 16,
     alpha: Annotated[int, option("Its scale, divided by the rank.", _WEIGHTS)] = 32,

@@ -100,6 +100,7 @@ class AdaptSettings:
 
     Attributes:
         budget: entries per layer and KV head (``64``), or a share of the document (``1/16``).
+        interval: decode steps between two evictions; None: the policy's own.
         full: train all text weights; rank, alpha and targets are those of an adapter.
         replies: distill: drawn from the teacher, as in the paper, or those of the data.
         temperature: of drawn replies, and of the loss of distill (its eq. 7).
@@ -116,6 +117,7 @@ class AdaptSettings:
     gates: str | None = None
     budget: str = "256"
     prefill_chunk: int = EngineConfig.prefill_chunk
+    interval: int | None = None
     full: bool = False
     rank: int = 16
     alpha: int = 32
@@ -155,6 +157,7 @@ class AdaptSettings:
         for name in _ABOVE_ZERO:
             self._require(name, 0 < getattr(self, name) < math.inf, "a finite number above 0")
         self._require("epsilon", 0 < self.epsilon < 1, "a number between 0 and 1")
+        self._require("interval", self.interval is None or self.interval >= 1, "1 or more")
         self._require("warmup", self.warmup <= 1, "a share of the steps, 0 to 1")
         budget_of(self.budget, 1)
         rows = self.documents * (self.group if self.method == "grpo" else 1)
@@ -196,6 +199,7 @@ def load_compressed(settings: AdaptSettings) -> CompressedModel:
         policy=settings.policy,
         gates=settings.gates,
         prefill_chunk=settings.prefill_chunk,
+        evict_every=settings.interval,
     )
     return CompressedModel(
         settings.model,

@@ -13,9 +13,9 @@ from mmkv.engine.cache.layout import COLUMNS, Columns, Layout
 from mmkv.engine.errors import BudgetError
 from mmkv.engine.memory import free_bytes
 
-_SMALL = 64 * 2**20  # growing by less is not worth asking the system for free memory
+SMALL = 64 * 2**20  # growing by less is not worth asking the system for free memory
 _ALIGNED = 64  # bytes, as torch aligns its own
-_SPARE_SHARE = 4  # pages beyond those needed take one part of so many of the free memory
+SPARE_SHARE = 4  # pages beyond those needed take one part of so many of the free memory
 
 
 class PagePool(Columns):
@@ -209,11 +209,11 @@ class PagePool(Columns):
         """
         least = self.num_pages + short
         most = min(self.num_pages + max(short, spare), self._cap(short))
-        if (most - least) * self.page_bytes >= _SMALL:
+        if (most - least) * self.page_bytes >= SMALL:
             free = free_bytes(self.device)
             if free is not None:
                 left = max(free - self._needed_bytes(least), 0)
-                most = min(most, least + left // (_SPARE_SHARE * self.page_bytes))
+                most = min(most, least + left // (SPARE_SHARE * self.page_bytes))
         self.grow(most)
 
     def _needed_bytes(self, num_pages: int) -> int:
@@ -226,7 +226,7 @@ class PagePool(Columns):
 
     def _require_memory(self, num_pages: int) -> None:
         """Raise BudgetError unless growing fits: a kernel that overcommits kills instead."""
-        if (num_pages - self.num_pages) * self.page_bytes < _SMALL:
+        if (num_pages - self.num_pages) * self.page_bytes < SMALL:
             return
         needed = self._needed_bytes(num_pages)
         free = free_bytes(self.device)

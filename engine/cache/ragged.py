@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 from mmkv.engine.cache.layout import COLUMNS
-from mmkv.engine.cache.pool import PagePool
+from mmkv.engine.cache.pool import SMALL, SPARE_SHARE, PagePool
+from mmkv.engine.memory import free_bytes
 
 _FIRST_SLOTS = 4  # sequences that a new cache has tables for
 
@@ -57,8 +58,8 @@ class RaggedCache:
         table: ``[S, L, H, W]`` int64 page ids; columns past ``ceil(length / P)`` mean nothing.
         memory: by name ``[S, ...]``, what a policy keeps of each sequence beside its entries; zero
             where nothing has been written.
-        states: by name ``[N, ...]``, what layers without entries keep of each of the N sequences
-            opened so far.
+        states: by name ``[N, ...]``, what layers without entries keep of each sequence opened so
+            far; N is larger where a GPU has room.
         state_bytes: of the states of one sequence; state_pages: as many bytes in pages, which count
             as held while a sequence is open, though no page of the pool is taken for them.
         lost: marks of sequences whose owners are gone, see :meth:`owner`.
@@ -115,9 +116,17 @@ class RaggedCache:
         for name, tensor in self.memory.items():
             self.memory[name] = _with_row(tensor, seq, spare)
         for name, tensor in self.states.items():
-            self.states[name] = _with_row(tensor, seq)
+            self.states[name] = _with_row(tensor, seq, self._spare_states(seq))
         self._open.append(True)
         return seq
+
+    def _spare_states(self, seq: int) -> int:
+        """Return the states that are made beside that of sequence ``seq``: on a GPU, half as many
+        as there are, from a part of the memory that is free.
+        """
+        spare = seq // 2 if self.pool.doubles else 0
+        free = free_bytes(self.pool.device) if spare * self.state_bytes >= SMALL else None
+        return spare if free is None else min(spare, free // SPARE_SHARE // self.state_bytes)
 
     @property
     def open_count(self) -> int:
@@ -348,14 +357,16 @@ class RaggedCache:
         return unused * pool.page_bytes + states
 
     def _trim_states(self) -> int:
-        """Let the states of closed sequences behind the last open one go; their bytes."""
-        spare = 0
-        while self.states and self._open and not self._open[-1]:
+        """Let the states behind the last open sequence go; return their bytes."""
+        if not self.states:
+            return 0
+        while self._open and not self._open[-1]:
             self._open.pop()
-            spare += 1
-        if spare:
-            self.states = {name: kept[:-spare].clone() for name, kept in self.states.items()}
-        return spare * self.state_bytes
+        rows = len(self._open)
+        spare = min(len(kept) for kept in self.states.values()) - rows
+        if spare > 0:
+            self.states = {name: kept[:rows].clone() for name, kept in self.states.items()}
+        return max(spare, 0) * self.state_bytes
 
     def check(self) -> None:
         """Verify that every page is free or in exactly one row.

@@ -86,14 +86,15 @@ class Decoder:
     ) -> None:
         self.spec, self.weights, self.gates, self.taps = spec, weights, gates, taps
         self.elementwise = elementwise or TorchElementwise()
+        # As a tensor of the dtype rounds it.
+        self._embed_scale = torch.tensor(spec.embed_scale, dtype=weights.dtype).item()
         self.on_gate_input: Callable[[int, Tensor], None] | None = None
         self._rotated = spec.num_heads + spec.num_kv_heads
 
     def embed(self, token_ids: Tensor) -> Tensor:
         """Return the embeddings ``[T, d]`` of ``token_ids [T]``."""
         rows = embedded(token_ids, self.weights.embed).to(self.weights.dtype)
-        scale = self.spec.embed_scale
-        return rows if scale == 1 else rows * torch.tensor(scale, dtype=rows.dtype)
+        return rows if self.spec.embed_scale == 1 else rows * self._embed_scale
 
     def embed_turn(self, turn: Turn) -> tuple[Tensor, tuple[tuple[Tensor, Tensor], ...]]:
         """Return the input states ``[T, d]`` of a turn and its deepstack as :meth:`forward` takes
@@ -231,7 +232,7 @@ class Decoder:
             hidden = self._after_mlp(hidden, layer)
         else:
             assert entry is not None
-            query, key, value, gate = self._project(x, layer, self._angles(index, rope), on_keys)
+            query, key, value, gate = self._project(x, layer, self.angles(index, rope), on_keys)
             mixed = step.attend(entry, query, key, value)
             del query, key, value  # as large as all that the MLP makes
             hidden = self._after_attention(index, hidden, mixed, gate)
@@ -269,7 +270,7 @@ class Decoder:
     def _normed_output(self, made: Tensor, gain: Tensor | None) -> Tensor:
         return made if gain is None else self._norm(made, gain)
 
-    def _angles(self, index: int, rope: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+    def angles(self, index: int, rope: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
         """Return cos and signed sin ``[T, rot]`` of a layer, see :class:`Rope`."""
         if self.spec.local_rope is None:
             return rope
@@ -282,7 +283,7 @@ class Decoder:
     ) -> Tensor:
         """Compute the states ``[B, d]`` of each chunk's last token after the last layer."""
         index, ends = len(self.weights.layers) - 1, chunks.ends()
-        angles = self._angles(index, rope)
+        angles = self.angles(index, rope)
         query, key, value, gate = self._project(x, self.weights.layers[index], angles)
         mixed = chunks.attend_last(self.spec.entry_layers - 1, query, key, value)
         gate = None if gate is None else gate[ends]
@@ -297,7 +298,7 @@ class Decoder:
         if layer.router is not None and self.spec.routing is not None:
             experts = plain(layer.gate_up), plain(layer.down)
             mixed = mixture(x, layer.router, *experts, self.spec.routing)
-            return mixed if layer.shared_gate is None else mixed + self._shared(x, layer)
+            return mixed if layer.shared_gate is None else mixed + self.shared_expert(x, layer)
         if x.device.type == "cpu" and len(x) > _MLP_TOKENS:
             return self._in_blocks(lambda part: (self._mlp(part, layer),), x)[0]
         product = self.weights.product
@@ -305,7 +306,7 @@ class Decoder:
         wide = self.elementwise.gated(gate_up, self.spec.activation)
         return product(wide, layer.down, layer.down_bias)
 
-    def _shared(self, x: Tensor, layer: LayerWeights) -> Tensor:
+    def shared_expert(self, x: Tensor, layer: LayerWeights) -> Tensor:
         """Compute what the expert that every token goes through adds, ``[T, d]``."""
         assert layer.shared_gate is not None and layer.shared_down is not None
         assert layer.shared_gate_up is not None
@@ -330,11 +331,8 @@ class Decoder:
             )
             return made[0], made[1], made[2], made[3] if spec.output_gate else None
         fused = self.weights.product(x, layer.qkv, layer.qkv_bias)
-        fused, gate = fused.view(x.shape[0], -1, spec.head_dim), None
-        if spec.output_gate:
-            pairs = fused[:, : 2 * spec.num_heads].unflatten(1, (-1, 2))
-            gate = pairs[:, :, 1].flatten(1)
-            fused = torch.cat([pairs[:, :, 0], fused[:, 2 * spec.num_heads :]], 1)
+        fused, gate = self.without_gate(fused)
+        fused = fused.view(x.shape[0], -1, spec.head_dim)
         turned, value = fused[:, : self._rotated], fused[:, self._rotated :]
         if on_keys is None:
             turned = self.elementwise.turned(turned, layer.qk_norm, spec.rms_eps, rope)
@@ -344,6 +342,17 @@ class Decoder:
             on_keys(normed[:, spec.num_heads :], turned[:, spec.num_heads :])
         query, key = turned[:, : spec.num_heads], turned[:, spec.num_heads :]
         return query, key, value, gate
+
+    def without_gate(self, fused: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Take the output's gate ``[T, Hq D]`` out of a layer's queries, keys and values.
+
+        Where there is one, it lies behind the query of each head: ``fused [T, 2 (Hq + H) D]``.
+        """
+        if not self.spec.output_gate:
+            return fused, None
+        both = 2 * self.spec.num_heads * self.spec.head_dim
+        pairs = fused[:, :both].unflatten(1, (self.spec.num_heads, 2, -1))
+        return torch.cat([pairs[:, :, 0].flatten(1), fused[:, both:]], 1), pairs[:, :, 1].flatten(1)
 
     @staticmethod
     def _in_blocks(call: Callable[..., Sequence[Tensor]], *tensors: Tensor) -> list[Tensor]:

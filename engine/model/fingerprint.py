@@ -132,10 +132,9 @@ def _tensors(files: Sequence[Path]) -> list[_Tensor]:
 
 
 def _gguf_tensors(path: Path) -> list[_Tensor]:
-    found = read_gguf(path).tensors
-    with path.open("rb") as file:
-        parts = []
-        for name, tensor in found.items():
+    parts: list[_Tensor] = []
+    for name, tensor in read_gguf(path).tensors.items():
+        with tensor.path.open("rb") as file:
             file.seek(tensor.begin)
             sample = file.read(min(SAMPLE, tensor.nbytes))
             parts.append((name, tensor.kind, list(tensor.shape), sample))

@@ -373,14 +373,16 @@ class QuantisedTensors(ChangedTensors):
         return _Matrix((rows, columns), self._dtype_of(scales), read, True)
 
     def _gptq(self, parts: Mapping[str, str]) -> _Matrix:
-        """Look at GPTQ: some inputs are in a word, each column is an output."""
+        """Look at GPTQ: inputs lie one behind the other in words, each column is an output."""
         name, scales, zeros, places = (parts[p] for p in ("qweight", "scales", "qzeros", "g_idx"))
         bits = int(self._said.get("bits", 4))
-        each, mask = 32 // bits, 2**bits - 1
+        mask = 2**bits - 1
         words, rows = self._needed(name, (None, None), _WORDS)
-        columns = words * each
+        columns = 32 * words // bits
+        if 32 * words % bits:  # 32 inputs of 3 bits are in three words
+            self._needed(name, (-1, rows))
         groups, _ = self._steps(scales, (None, rows))
-        self._needed(zeros, (groups, -(-rows // each)), _WORDS)
+        self._needed(zeros, (groups, -(-rows * bits // 32)), _WORDS)
         ordered = places in self._names
         if ordered:
             self._needed(places, (columns,))
@@ -391,7 +393,6 @@ class QuantisedTensors(ChangedTensors):
         def read() -> _Read:
             packed, steps = self._part(name), self._part(scales)
             zero = (_unpacked(self._part(zeros), bits, rows) + more).T & mask
-            shifts = torch.arange(0, 32, bits, dtype=torch.int32)
             order = in_turn = torch.arange(columns) // size
             if ordered:
                 order = self._order(places, groups)
@@ -399,8 +400,7 @@ class QuantisedTensors(ChangedTensors):
             places_of = None if even else order
 
             def values(first: int, after: int) -> Tensor:
-                inside = packed.T[first:after].contiguous()
-                found = ((inside.unsqueeze(2) >> shifts) & mask).flatten(1)
+                found = _unpacked(packed.T[first:after], bits, columns)
                 return _less(found, zero[first:after], places_of)
 
             return _Read(values, lambda first, after: steps.T[first:after], places_of)

@@ -329,7 +329,7 @@ def _unread_variant(method: str, settings: Mapping[str, Any]) -> str:
             return "" if version == "gemm" else f"in the packing {version[:40]!r}"
         case "gptq":
             packing = gptq_packing(settings)
-            if bits not in (2, 4, 8):
+            if bits not in (2, 3, 4, 8):
                 return f"in {bits!r} bits"
             if settings.get("is_marlin_format"):
                 packing = "marlin"

@@ -136,11 +136,22 @@ class DeltaLayer(StateLayer):
         return out, {"conv": conv, "delta": delta}
 
     def step(self, inputs: tuple[Tensor, ...], state: State) -> tuple[Tensor, State]:
+        slot = torch.arange(len(inputs[0]), device=inputs[0].device)
+        return self.step_in_place(inputs, state, slot, self.functions), state
+
+    def step_in_place(
+        self, inputs: tuple[Tensor, ...], states: State, slot: Tensor, functions: DeltaFunctions
+    ) -> Tensor:
+        """Mix one token of each of B sequences, whose states change where they lie.
+
+        Args:
+            states: of all sequences; slot: ``[B]`` int64, those of these, all different. -1 where
+                ``functions`` skip it.
+            functions: to compute with.
+        """
         mixed, decay, rate, _ = inputs
-        slot = torch.arange(len(mixed), device=mixed.device)
-        mixed = self.functions.conv_step(mixed, self.conv, state["conv"], slot)
-        out = self.functions.delta_step(*self._heads(mixed), decay, rate, state["delta"], slot)
-        return out, state
+        mixed = functions.conv_step(mixed, self.conv, states["conv"], slot)
+        return functions.delta_step(*self._heads(mixed), decay, rate, states["delta"], slot)
 
     def outputs(
         self, mixed: Tensor, inputs: tuple[Tensor, ...], layer: LayerWeights, product: Product

@@ -136,7 +136,7 @@ class LayerPreferences:
 @compiled("state")
 @dataclass(frozen=True)
 class Milestones:
-    """Keeps what was attended to the latest (RaaS, arXiv 2502.11147, section 3).
+    """Keeps what was attended to the latest (RaaS, arXiv 2502.11147).
 
     State 0 is a timestamp: the token index of the last query that paid an entry at least ``alpha``
     of its attention, the entry's own at first. Tokens of prompts have infinity: they stay.
@@ -169,7 +169,7 @@ _BLOCK_ELEMENTS = 4 * 2**20
 
 @dataclass(frozen=True)
 class AttentionAndRedundancy:
-    """Window attention minus redundancy (R-KV, arXiv 2505.24133, sections 3.2 to 3.4)."""
+    """Window attention minus redundancy (R-KV, arXiv 2505.24133)."""
 
     window: int = 8
     weight: float = 0.1

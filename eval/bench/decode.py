@@ -7,6 +7,9 @@ own process, in turns with our graph path. A method that cannot run or does not 
 listed with the reason. ms/step is the slope between a short and a long run; tokens/s of ours
 includes the fixed cost of a call.
 
+``--policies all`` (or some names) times the decode step of each policy instead, see
+:mod:`mmkv.eval.bench.policies`; figures go to ``decode-policies-<device>-<shape>.json``.
+
 Cases are ``B:CONTEXT:M``, or a set: ``targets``, ``grid``, ``largest`` (each method at the largest
 batch that fits ``--largest-memory``), ``tiny``. Figures go to ``gpu-decode-<shape>.json`` after
 each case. Measured speeds are compared with the project's targets (one H200).
@@ -30,6 +33,7 @@ from mmkv.engine.backends.cuda import GraphRunner
 from mmkv.engine.config import WEIGHT_FORMS
 from mmkv.engine.errors import MmkvError
 from mmkv.engine.runtime import Runtime
+from mmkv.eval.bench import policies as bench_policies
 from mmkv.eval.bench.harness import BenchError, Child
 from mmkv.eval.bench.methods import (
     EAGER_STEPS,
@@ -491,6 +495,26 @@ def _assignments(pairs: Sequence[str]) -> dict[str, str]:
     return found
 
 
+def _time_policies(args: argparse.Namespace) -> int:
+    """Time the policies that ``args`` names; 1 when one of them failed."""
+    policies = bench_policies.named(args.policies)
+    cases = [case for name in args.cases for case in SETS.get(name) or [DecodeCase.parse(name)]]
+    if any(case.kind == "largest" for case in cases):
+        raise BenchError("the set largest is not for --policies; give B:CONTEXT:M")
+    device, dtype = on_gpu(args)
+    if device.type == "cpu":
+        torch.set_num_threads(1)
+    shape = SHAPES[args.shape]
+    base = build_engine(shape, "full", device=device, dtype=dtype, form=args.weights)
+    found: list[dict[str, Any]] = []
+    for case in cases:
+        found.append(bench_policies.measure(base, shape, policies, case, args.steps, args.rounds))
+        path = save(args, f"decode-policies-{device.type}-{args.shape}", {"cases": found})
+        bench_policies.show(args.shape, found[-1])
+    print(f"in {path}")
+    return int(any("failed" in each for case in found for each in case["policies"].values()))
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the program; 1 when a method of our own failed."""
     options = parser("bench_decode", __doc__)
@@ -517,8 +541,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options.add_argument("--no-parts", dest="parts", action="store_false")
     options.add_argument("--no-eager", dest="eager", action="store_false")
     options.add_argument("--copy-bytes", type=int, help=argparse.SUPPRESS)
+    options.add_argument(
+        "--policies",
+        nargs="+",
+        metavar="NAME",
+        help="time these policies' steps instead, in turns; all: every preset",
+    )
     args = options.parse_args(arguments)
     try:
+        if args.policies:
+            return _time_policies(args)
         args.python = _assignments(args.python)
         cases = [case for name in args.cases for case in SETS.get(name) or [DecodeCase.parse(name)]]
         bench = DecodeBench(args)

@@ -123,19 +123,23 @@ def decode(
     head_dim: int = 128,
     bits: tuple[int, int] = (0, 0),
     dtype: torch.dtype = torch.bfloat16,
+    window: int = 0,
 ) -> CompiledCase:
-    """One query for each of ``group`` heads a KV head."""
+    """One query for each of ``group`` heads a KV head, which sees ``window`` tokens, or all."""
     from mmkv.engine.backends.cuda.kernels import decode_attention_triton as ours
 
     types = dict.fromkeys(("query", "out"), _KINDS[dtype]) | _stored(dtype, bits)
     types |= dict.fromkeys(("partial", "peaks", "totals", "lse"), "*fp32")
-    types |= dict.fromkeys(("rows", "runs", "arrived"), "*i32") | {"table": "*i64"}
+    types |= dict.fromkeys(("rows", "runs", "arrived", "position"), "*i32")
+    types |= dict.fromkeys(("table", "now"), "*i64")
     types |= dict.fromkeys(("query_batch", "query_head", "width"), "i32") | {"scale": "fp32"}
     padded = max(16, 1 << (group - 1).bit_length())
     constants: dict[str, Any] = {"HEADS": 8, "G": group, "GROUP": 1 << (group - 1).bit_length()}
     constants |= {"PADDED": padded, "D": head_dim, "BLOCK_D": head_dim, "P": 16, "TILE": tile}
     constants |= {"KEY_BITS": bits[0], "VALUE_BITS": bits[1], "WRITE_LSE": True}
-    name = f"decode, {group} heads of {head_dim}{_form(bits)}, {_short(dtype)}"
+    constants["WINDOW"] = window
+    seen = f", {window} tokens" if window else ""
+    name = f"decode, {group} heads of {head_dim}{_form(bits)}{seen}, {_short(dtype)}"
     return CompiledCase(
         name, ours.__name__, "decode_kernel", types, constants, ours.WARPS, ours.STAGES
     )
@@ -189,7 +193,14 @@ def store(group: int) -> CompiledCase:
     types |= dict.fromkeys(("qkv_row", "slots_row", "trunk_row"), "i32")
     constants: dict[str, Any] = ours.sizes(group, 128, 512)
     warps = constants.pop("num_warps")
-    constants |= {"HEADS": 32 // group, "GROUP": group, "DIM": 128, "ROT": 128, "NORM": True}
+    constants |= {
+        "HEADS": 32 // group,
+        "GROUP": group,
+        "DIM": 128,
+        "ROT": 128,
+        "NORM": True,
+        "APART": False,
+    }
     constants |= {"TRUNK": 512, "STATE": 0, "BESIDE": False}
     return CompiledCase(
         f"store, {group} heads", ours.__name__, "store_kernel", types, constants, warps

@@ -11,13 +11,14 @@ module, too.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 import transformers
 
 if TYPE_CHECKING:
+    from mmkv.engine.policies import Policy
     from mmkv.engine.runtime import Runtime
 
 # Largest position: speed runs exceed the trained length of some of these models.
@@ -77,6 +78,8 @@ SHAPES = {
     "qwen3-vl-4b": Shape("qwen3", 36, 2560, 32, 8, 128, 9728, 151936, True, 5e6, 1e-6),
     "qwen3-vl-8b": Shape("qwen3", 36, 4096, 32, 8, 128, 12288, 151936, False, 5e6, 1e-6),
     "llava-1.5-7b": Shape("llama", 32, 4096, 32, 32, 128, 11008, 32064, False, 1e4, 1e-5),
+    "smollm2-135m": Shape("llama", 30, 576, 9, 3, 64, 1536, 49152, True, 1e5, 1e-5, gate=96),
+    "tiny-vlm": Shape("qwen3", 6, 192, 6, 3, 32, 576, 643, True, 1e4, 1e-6, gate=96),
     "tiny": Shape("qwen3", 2, 64, 4, 2, 32, 96, 128, True, 1e4, 1e-6, gate=16),
 }
 
@@ -142,7 +145,7 @@ def randomise(
 
 def build_engine(
     shape: Shape,
-    policy: str = "dbtrimkv",
+    policy: str | Policy = "dbtrimkv",
     budget: float = 256,
     device: torch.device | str = "cpu",
     dtype: torch.dtype = torch.bfloat16,
@@ -160,14 +163,14 @@ def build_engine(
     """
     from mmkv.engine.backends import kernels_for
     from mmkv.engine.model.families import Family, TextFamily
-    from mmkv.engine.model.gates.module import make_random_gates
+    from mmkv.engine.model.gates import make_random_gates, make_random_write_gates
     from mmkv.engine.model.product import WeightForm
     from mmkv.engine.model.spec import DecoderSpec
     from mmkv.engine.model.weights import DecoderWeights
     from mmkv.engine.policies import make_policy
     from mmkv.engine.runtime import Runtime
 
-    chosen = make_policy(policy)
+    chosen = make_policy(policy) if isinstance(policy, str) else policy
     if weights_of is None:
         model = build_model(shape, torch.device(device), dtype)
         family: Family = TextFamily(model)
@@ -180,7 +183,11 @@ def build_engine(
     else:
         family, spec = weights_of.family, weights_of.spec
         weights = weights_of.decoder.weights
-    gates = None
-    if chosen.evicts and chosen.scoring.needs.gates:
+    gates: Any = None
+    if chosen.gates == "write":
+        gates = make_random_write_gates(spec)
+    elif chosen.gates:
         gates = make_random_gates(spec, d_gate=shape.gate)
+    if chosen.gates and chosen.admission is not None:
+        chosen = replace(chosen, admission=replace(chosen.admission, gates="random"))
     return Runtime(family, spec, weights, gates, chosen, budget, **settings)

@@ -91,6 +91,7 @@ class PaperTable:
     offline: str = ""
     missing: str = ""
     figures: str = ""
+    checked: str = ""
     note: str = ""
 
     @property
@@ -456,6 +457,7 @@ def _section(table: PaperTable) -> str:
         text.append(f"{note[0].upper()}{note[1:]}.")
     if table.figures:
         text.append(f"The paper: {_one_line(table.figures)}")
+    text.append(f"Checked against the paper: {_one_line(table.checked).rstrip('.')}.")
     if any(row.figures for row in table.rows):
         text.append(_paper_rows(table))
     if table.rows:
@@ -492,6 +494,8 @@ def check() -> None:
     for table in tables().values():
         if bool(table.rows) == bool(table.missing):
             raise InputError(f"{table.name}: either rows or the reason why there are none")
+        if not table.checked:
+            raise InputError(f"{table.name}: say what was checked against the paper's text")
         for row in table.rows:
             if row.figures and len(row.figures) != len(table.columns):
                 raise InputError(f"{table.name}: {row.folder} has {len(row.figures)} figures")

@@ -21,6 +21,7 @@ from mmkv.chat.display import (
     panel,
     statistics,
 )
+from mmkv.chat.folder import WatchedFolder
 from mmkv.chat.lines import LineReader, MessageReader, Words
 from mmkv.chat.saved import (
     Autosave,
@@ -38,7 +39,7 @@ from mmkv.chat.saved import (
 )
 from mmkv.chat.trouble import require_utf8
 from mmkv.engine.budget import Budget
-from mmkv.engine.errors import STOPS, InputError, as_exception
+from mmkv.engine.errors import STOPS, InputError, MmkvError, as_exception, plain
 from mmkv.engine.paths import is_folder, user_path
 from mmkv.prompt.held import Rewrites
 from mmkv.prompt.media import load_image
@@ -269,6 +270,25 @@ def _watch(repl: Repl, _: str) -> None:
         repl.display.say("hidden")
 
 
+def _watch_folder(repl: Repl, name: str) -> None:
+    if name == "off":
+        repl.display.say("no folder is read any more" if repl.folder else "no folder was read")
+        repl.folder = None
+    elif name:
+        processor = repl.engine.processor
+        if not processor.sees:
+            raise InputError(processor.blind)
+        repl.folder = WatchedFolder(user_path(name))
+        left = f"; the {repl.folder.there} in it are left out" if repl.folder.there else ""
+        repl.display.say(
+            f"pictures that come into {name} are read before each of your inputs{left}"
+        )
+    elif repl.folder is None:
+        raise InputError("/watch-folder needs a folder; for example /watch-folder camera")
+    else:
+        repl.display.say(f"pictures that come into {repl.folder.path} are read")
+
+
 def _fork(repl: Repl, name: str) -> None:
     if name and name in repl.branches:
         repl.branch, repl.session = name, repl.branches[name]
@@ -317,6 +337,9 @@ COMMANDS = {
     "export": SlashCommand("PATH.md", "write the conversation as Markdown", _export),
     "explain": SlashCommand("PATH.html", "write a page of what was kept, when and why", _explain),
     "watch": SlashCommand("", "show the memory while replies are made; again: hide it", _watch),
+    "watch-folder": SlashCommand(
+        "PATH|off", "read pictures that come into a folder, before each input", _watch_folder
+    ),
     "fork": SlashCommand("[NAME]", "copy the conversation under a name, or go to that one", _fork),
     "help": SlashCommand("", "this list", _help),
     "exit": SlashCommand("", "leave (also /quit, Ctrl-D)", _exit),
@@ -374,6 +397,7 @@ class Repl:
         self.extra = chat_extra(engine, options.engine, options.model)
         self.autosave = Autosave(self.extra, display.say) if options.autosave else None
         self.watching = False
+        self.folder: WatchedFolder | None = None
         self.rewrites: Rewrites = "reread"
         self.sent: WeakKeyDictionary[Session, list[Sent]] = WeakKeyDictionary()
         self.declined: Any = None  # the reply whose calls were put off
@@ -422,6 +446,7 @@ class Repl:
                     self.display.say("(Ctrl-D or /exit leaves)")
                     continue
                 if text.strip():
+                    self._safely(self.look)
                     self.handle(text)
         except (EOFError, Leave):
             return
@@ -429,6 +454,38 @@ class Repl:
     def handle(self, text: str) -> None:
         """Run a command or send a message; an error of any kind is shown and changes nothing."""
         self._safely(lambda: self._take(text))
+
+    def look(self) -> None:
+        """Read the pictures that have come into the watched folder, if there is one."""
+        folder, read = self.folder, []
+        # Functions are named with the first question, before all that is read.
+        if folder is None or (self.options.functions and self._unanswered):
+            return
+        timed = self.engine.processor.writes_times and self.engine.processor.watches
+        try:
+            for name, seconds, picture in folder.look():
+                system = self.system if not self.session.history else None
+                at = seconds if timed else None
+                try:
+                    # /undo takes back a turn with what came after it.
+                    self.session.observe(picture, at=at, system=system, undoable=False)
+                    read.append(name)
+                except MmkvError as error:
+                    self.display.say(f"{plain(name)} is not read: {error}")
+        except InputError:
+            self.folder = None
+            raise
+        finally:
+            for trouble in folder.trouble:
+                self.display.say(trouble)
+            if read:
+                few = [plain(name, "") for name in (read if len(read) < 4 else (read[0], read[-1]))]
+                self.display.say(f"read {(', ' if len(read) < 4 else ' to ').join(few)}")
+
+    @property
+    def _unanswered(self) -> bool:
+        """Whether the conversation has no reply yet."""
+        return all(message["role"] != "assistant" for message in self.session.history)
 
     def _take(self, text: str) -> None:
         require_utf8(text)
@@ -521,8 +578,8 @@ class Repl:
         self._send(Sent(text, self.images, self.videos))
 
     def _send(self, message: Sent) -> None:
-        new = not self.session.history
-        system = self.system if new else None
+        new = self._unanswered
+        system = None if self.session.history else self.system
         before = len(self.session.history)
         try:
             finished = answer(

@@ -107,6 +107,11 @@ class IdeficsProcessor(Processor):
         """Return the rule that scales frames to a tile while they are read."""
         return self._scaler if self.watches else None
 
+    @property
+    def writes_times(self) -> bool:
+        """Whether the frames of a video stand behind their times."""
+        return self.watches
+
     def _scaler(self, frames: int, height: int, width: int) -> FrameMap:
         from PIL import Image as pil
 
@@ -167,6 +172,7 @@ class IdeficsProcessor(Processor):
 
     def _video(self, clip: Clip) -> str:
         frames, seconds = len(clip.frames), (clip.total or clip.indices[-1] + 1) / clip.fps
+        seconds = max(seconds, clip.timestamps[-1])  # of a stream that began long before
         begin = (
             f"You are provided the following series of {_in_words(frames)} frames from a "
             f"{timedelta(seconds=int(seconds))} [H:MM:SS] video.\n"

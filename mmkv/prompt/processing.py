@@ -66,6 +66,17 @@ class Processor:
         """Return the rule by which mmkv.prompt.video.load_video scales frames."""
         return None
 
+    @property
+    def writes_times(self) -> bool:
+        """Whether the frames of a video stand behind their times."""
+        return False
+
+    def time_text(self, seconds: float) -> str | None:
+        """Return what stands before what is seen ``seconds`` after the beginning of a video; None:
+        the model's prompts have no such text of its own.
+        """
+        return None
+
     def rule(self, pictures: int) -> bool | None:
         """Return by which rule a picture is read in a prompt that has so many; None: by the same.
 
@@ -274,6 +285,17 @@ class QwenProcessor(Processor):
     def size_rule(self) -> Any:
         """Return the rule that scales frames to the model's size while they are read."""
         return self.rules.scaler
+
+    @property
+    def writes_times(self) -> bool:
+        """Whether the frames of a video stand behind their times."""
+        return self.rules.frames_apart
+
+    def time_text(self, seconds: float) -> str | None:
+        """Return the text that a frame stands behind; None where frames have none."""
+        from mmkv.prompt.qwen_vision import time_text
+
+        return time_text(seconds) if self.rules.frames_apart else None
 
     def _scaled(self, picture: Image, settings: MediaSettings) -> Image:
         from PIL import Image as pil

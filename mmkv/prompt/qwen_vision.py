@@ -211,7 +211,7 @@ class VideoRules:
             return VIDEO * (math.prod(grid) // self.merge_size**2)
         tokens = VIDEO * (grid[1] * grid[2] // self.merge_size**2)
         return "".join(
-            f"<{seconds:.1f} seconds>{FRAME_START}{tokens}{FRAME_END}"
+            f"{time_text(seconds)}{FRAME_START}{tokens}{FRAME_END}"
             for seconds in self.timestamps(clip)
         )
 
@@ -221,6 +221,11 @@ class VideoRules:
             return {}
         step = self.temporal_patch_size
         return {"second_per_grid_ts": [step / clip.sampled_fps for clip in clips]}
+
+
+def time_text(seconds: float) -> str:
+    """Write the time of a frame as Qwen3-VL was trained with it."""
+    return f"<{seconds:.1f} seconds>"
 
 
 # Of Qwen2.5-VL. Where a checkpoint has no video settings the bounds are the defaults of

@@ -201,29 +201,47 @@ class ChatTemplate:
         made._tools = self._cutter.cut_all(plain_tools(tools))
         return made
 
-    def addition(self, history: list[Message], turn: list[Message]) -> Addition:
+    def addition(self, history: list[Message], turn: list[Message], ends: bool = True) -> Addition:
         """Return the text to append for ``turn`` to ``history``.
 
         The last message of ``turn`` is the user's, or what a tool returned.
-        A marker is rendered in place of the latest reply; what follows it is the new text.
+        A marker is rendered in place of the latest reply; what follows it is the new text. Where
+        ``history`` ends with an open message of the user, the marker stands at its end.
+
+        Args:
+            ends: whether the turn ends, and a reply is opened; False: more may follow it.
         """
+
+        def shown(messages: list[Message]) -> str:
+            return self.render(messages, opening=True) if ends else self.render_open(messages)
+
         if self.source is None:
             note = None if self.raw else NO_TEMPLATE
-            shown = self.with_tools([]) if history else self  # the first turn has named them
-            return Addition(shown.render(turn, opening=True), bool(history), note)
-        if not any(message["role"] == "assistant" for message in history):
-            return Addition(self.render(history + turn, opening=True), False)
-        reply = max(i for i, message in enumerate(history) if message["role"] == "assistant")
+            plain = self.with_tools([]) if history else self  # the first turn has named them
+            return Addition(plain.render(turn, opening=True), bool(history), note)
         marker = new_marker()
+        if is_open(history):
+            marked = joined(history[:-1], [with_more(history[-1], marker)])
+            before, found, after = shown(joined(marked, turn)).rpartition(marker)
+            held = self.render_open(history).replace(CUT, "")
+            if not found or before.replace(CUT, "") != held:
+                raise InputError(
+                    "this model's chat template moves what was observed when more follows it; ask "
+                    "a question first, or observe all of it at once"
+                )
+            return Addition(after, True)
+        if not any(message["role"] == "assistant" for message in history):
+            return Addition(shown(history + turn), False)
+        reply = max(i for i, message in enumerate(history) if message["role"] == "assistant")
         marked = [*history[:reply], {"role": "assistant", "content": marker}]
-        whole = self.render(marked + history[reply + 1 :] + turn, opening=True)
+        whole = shown(marked + history[reply + 1 :] + turn)
         before, found, after = whole.rpartition(marker)
         if not found:
             raise InputError(
                 "this model's chat template drops earlier replies, so a turn cannot be appended; "
                 "start a new conversation"
             )
-        rendered = self.render(history + turn, opening=True).replace(CUT, "")
+        rendered = shown(history + turn).replace(CUT, "")
         # Stable: the template shows the past as it did before, and the reply's own words.
         stable = before == self.before_reply(history[:reply])
         before, end = before.replace(CUT, ""), after.replace(CUT, "")
@@ -233,6 +251,24 @@ class ChatTemplate:
         else:  # only the template knows the words of its calls and thoughts
             stable &= rendered.startswith(before) and rendered[len(before) :].endswith(end)
         return Addition(after, True, differs=None if stable else REWRITES)
+
+    def render_open(self, messages: list[Message]) -> str:
+        """Render messages up to where more of the last one may follow.
+
+        Raises:
+            InputError: the template does not show one text behind the other.
+        """
+        if self.source is None:
+            return self.render(messages, opening=False)
+        marker = new_marker()
+        marked = [*messages[:-1], with_more(messages[-1], marker)]
+        before, found, after = self.render(marked, opening=False).partition(marker)
+        if not found or marker in after:
+            raise InputError(
+                "this model's chat template does not show what is added to a message at its end, "
+                "so nothing can be observed; ask with the pictures instead"
+            )
+        return before.removesuffix(CUT)
 
     def render(self, messages: list[Message], opening: bool) -> str:
         """Render the template; ``opening`` adds the beginning of the assistant's reply."""
@@ -431,6 +467,25 @@ def _marks_in(source: str | None, tokenizer: Any) -> list[str]:
 def as_parts(content: str | list[dict[str, Any]] | None) -> list[dict[str, Any]]:
     """Return a message's content as a list of parts."""
     return [{"type": "text", "text": content}] if isinstance(content, str) else list(content or ())
+
+
+def is_open(history: Sequence[Message]) -> bool:
+    """Return whether a conversation ends with a user's message to which more may come."""
+    return bool(history) and history[-1]["role"] == "user"
+
+
+def joined(history: Sequence[Message], messages: Sequence[Message]) -> list[Message]:
+    """Return both, the first of ``messages`` as the rest of an open one of the user."""
+    if not (is_open(history) and messages and messages[0]["role"] == "user"):
+        return [*history, *messages]
+    content = [*as_parts(history[-1]["content"]), *as_parts(messages[0]["content"])]
+    return [*history[:-1], {**history[-1], "content": content}, *messages[1:]]
+
+
+def with_more(message: Message, text: str) -> Message:
+    """Return a message with one more text behind what it says."""
+    more = {"type": "text", "text": text}
+    return {**message, "content": [*as_parts(message["content"]), more]}
 
 
 def _is_written_out(message: Message) -> bool:

@@ -7,13 +7,14 @@ another torch raises RuntimeError or OSError on import), which counts as absent.
 
 from __future__ import annotations
 
+import base64
 import importlib
 import io
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import numpy as np
 
@@ -25,6 +26,9 @@ from mmkv.prompt.part_settings import (
     MediaSettings,
     evenly,
 )
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
 
 DEFAULT_FPS = 2.0
 MIN_FRAMES = 4
@@ -272,6 +276,72 @@ def _clip_of_frames(
     numbers = tuple(range(len(frames)))
     raw = own.raw_fps or rate
     return Clip(made, numbers, raw, len(frames) / rate * raw, sized=size_rule is not None)
+
+
+SMALL = 32  # edge of the copies by which frames are compared
+
+
+@dataclass(frozen=True)
+class FramesSeen:
+    """What a session remembers of the frames that it was shown one after the other.
+
+    Attributes:
+        kept, skipped: how many were read, and were not since they were like the one before.
+        last: grey levels of a small copy of the last one that was kept; empty before the first.
+    """
+
+    kept: int = 0
+    skipped: int = 0
+    last: bytes = b""
+
+    def as_json(self) -> dict[str, Any]:
+        """Return it as JSON can hold it."""
+        last = base64.b64encode(self.last).decode()
+        return {"kept": self.kept, "skipped": self.skipped, "last": last}
+
+    def chosen(
+        self, frames: Sequence[Image], threshold: float | None
+    ) -> tuple[list[int], FramesSeen]:
+        """Return which frames differ from the last one kept, and what is remembered then.
+
+        Args:
+            threshold: mean difference of grey levels (0 to 255) up to which a frame is the same;
+                None: all are kept.
+        """
+        last, kept = self.last, []
+        for number, frame in enumerate(frames):
+            grey = _small(frame)
+            if last and threshold is not None:
+                one, other = (np.frombuffer(part, np.uint8).astype(float) for part in (last, grey))
+                if float(np.abs(one - other).mean()) <= threshold:
+                    continue
+            kept.append(number)
+            last = grey
+        skipped = self.skipped + len(frames) - len(kept)
+        return kept, FramesSeen(self.kept + len(kept), skipped, last)
+
+
+def _small(frame: Image) -> bytes:
+    from PIL import Image as pil
+
+    return frame.convert("L").resize((SMALL, SMALL), pil.Resampling.BOX).tobytes()
+
+
+def load_frames(source: Any) -> list[Image]:
+    """Load a frame, or a list or array [T, H, W, C] of them, as RGB pictures.
+
+    ``source``: as :func:`load_video` takes frames; or one of them, also an array [H, W, C].
+    Raises InputError, TypeError.
+    """
+    from PIL import Image as pil
+
+    if isinstance(source, (list, tuple)):
+        return [picture for one in source for picture in load_frames(one)]
+    if hasattr(source, "shape") and hasattr(source, "dtype"):
+        return [
+            pil.fromarray(frame) for frame in _arrays(source[None] if source.ndim == 3 else source)
+        ]
+    return [load_image(source)]
 
 
 def _arrays(source: Any) -> list[np.ndarray]:

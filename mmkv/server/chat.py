@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
+import itertools
 import secrets
 import time
 from collections.abc import AsyncGenerator, Sequence
@@ -17,6 +18,7 @@ from mmkv.calls.parser import CallStart, ParsedReply
 from mmkv.calls.tools import tool_use
 from mmkv.engine.errors import MmkvError
 from mmkv.grammar import ReplyRules, answer_schema, require_tools
+from mmkv.prompt.video import FramesSeen
 from mmkv.sampling import Sampling, Settled
 from mmkv.server import reply
 from mmkv.server.engine_thread import Admitted, Delta, Done, Failed, Request
@@ -39,6 +41,7 @@ from mmkv.server.schema import (
 from mmkv.server.work import ChatWork
 from mmkv.server.writer import LogitSettings
 from mmkv.thoughts import marks_if_first
+from mmkv.turn import frames_clip
 
 if TYPE_CHECKING:
     from starlette.requests import HTTPConnection
@@ -46,6 +49,7 @@ if TYPE_CHECKING:
     from mmkv.calls.parser import Event, ReplyParser
     from mmkv.calls.tools import ToolUse
     from mmkv.engine.budget import Budget
+    from mmkv.prompt.processing import Processor
     from mmkv.server.conversations import ConversationState
     from mmkv.server.job import ChatJob
     from mmkv.server.messages import PromptRequest
@@ -158,6 +162,7 @@ class ChatCall:
 
     Attributes:
         work: what the engine is asked for; done: whether it has been answered.
+        all_skipped: whether all frames that were to be observed are like those before them.
         keeps_body: whether the body is needed to the end, and not freed early.
         counts: of the prompt's tokens; right once a reply has begun.
         taken: the request, once the engine thread has it.
@@ -220,7 +225,7 @@ class ChatCall:
         self.choices = request.n or 1
         if self.choices > settings.max_choices:
             raise ApiError(400, f"n is at most {settings.max_choices} here", "invalid_value", "n")
-        self.done = self.keeps_body = False
+        self.done = self.keeps_body = self.all_skipped = False
         self.counts: RequestCounts | None = None
         self.taken: Request | None = None
         use = _tool_use(request, facts, () if start is None else start.info.tools)
@@ -244,6 +249,7 @@ class ChatCall:
             asked=resume is not None,
             weight=state.weights.get(caller.tenant, 1.0),
             start=start,
+            frames=FramesSeen() if start is None else start.info.frames,
             keep=keep,
             rewrites=(request.mmkv and request.mmkv.rewrites) or "reread",
             template_values=values,
@@ -369,6 +375,8 @@ class ChatCall:
                     if isinstance(event, Admitted):
                         media = RequestMedia(self.state.media)
                         await self._supply_media(request, media)
+                        if self.all_skipped:
+                            return
                         continue
                     if media is not None:  # they were read before the first token
                         media.let_go()
@@ -384,8 +392,14 @@ class ChatCall:
     async def _supply_media(self, request: Request, media: RequestMedia) -> None:
         """Fetch and decode the media that the engine wants, now that their pages are committed."""
         named = await media.named(self.work.messages)
-        held = await request.on_engine(lambda job: job.resume_from(named))
-        contents = await media.contents(named[held:])
+        if self.work.observes is not None:
+            contents = await self._observed(named, media)
+            if self.all_skipped:
+                return
+            await request.on_engine(lambda job: job.resume_from(named))
+        else:
+            held = await request.on_engine(lambda job: job.resume_from(named))
+            contents = await media.contents(named[held:])
 
         def supply(job: ChatJob) -> None:
             job.supply_media(contents)
@@ -394,6 +408,34 @@ class ChatCall:
         await request.on_engine(supply)
         if not self.keeps_body:  # a reply may take long, and pictures are most of a body
             release_body()
+
+    async def _observed(self, messages: list[Message], media: RequestMedia) -> list[Any]:
+        """Return the media that are observed; the last of ``messages`` becomes what is read."""
+        work, core = self.work, self.state.engine_thread.core
+        assert work.observes is not None and core is not None
+        asked, last, processor = work.observes, messages[-1], core.engine.processor
+        contents = await media.contents([last])
+
+        def compose() -> tuple[list[Part], list[Any]]:
+            pictures = [one for one, p in zip(contents, last.media, strict=True) if _is_image(p)]
+            kept, work.frames = work.frames.chosen(pictures, asked.skip_similar)
+            left, parts, found, number = iter(contents), [], [], 0
+            for part in last.parts:
+                content = None if part.kind == "text" else next(left)
+                if part.kind == "image":
+                    number += 1
+                    if number - 1 not in kept:
+                        continue
+                parts.append(part)
+                found += [] if part.kind == "text" else [content]
+            if asked.at is None or not processor.watches:
+                return parts, found
+            return _as_videos(processor, parts, found, kept, asked.at, asked.fps)
+
+        parts, found = await asyncio.to_thread(compose)
+        self.all_skipped = not parts
+        messages[-1] = dataclasses.replace(last, parts=tuple(parts))
+        return found
 
     async def count_prompt(self) -> int:
         """Count the tokens that the prompt would have, with those of its pictures; none is read."""
@@ -413,6 +455,38 @@ class ChatCall:
                 return job.counts.prompt_tokens
             finally:
                 media.let_go()
+
+
+def _is_image(part: Part) -> bool:
+    return part.kind == "image"
+
+
+def _as_videos(
+    processor: Processor,
+    parts: list[Part],
+    media: list[Any],
+    kept: Sequence[int],
+    at: float,
+    fps: float | None,
+) -> tuple[list[Part], list[Any]]:
+    """Return parts and media with each run of pictures as the frames of one video.
+
+    Args:
+        kept: the number of each picture among those that were sent.
+    """
+    left, numbers = iter(media), iter(kept)
+    made: list[Part] = []
+    clips = []
+    for is_picture, run in itertools.groupby(parts, _is_image):
+        if not is_picture:
+            made += run
+            continue
+        pictures = list(run)
+        frames, own = [next(left) for _ in pictures], [next(numbers) for _ in pictures]
+        clips.append(frames_clip(processor, frames, own, at, fps))
+        digest = digest_of([[one.digest for one in pictures], own, at, fps])
+        made.append(Part("video", digest=digest))
+    return made, clips
 
 
 def refuse_if_shared(facts: Facts, given: bool, field: str) -> None:

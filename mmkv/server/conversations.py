@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import uuid
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from weakref import WeakValueDictionary
@@ -17,8 +17,9 @@ from mmkv.engine.budgets import why_unbound
 from mmkv.engine.contents import MODALITIES
 from mmkv.engine.errors import InputError, SessionError
 from mmkv.prompt.template import as_parts
+from mmkv.prompt.video import FramesSeen
 from mmkv.scheduler.conversation import CachedConversation
-from mmkv.server.prompts import Message, Part
+from mmkv.server.prompts import Message, Part, closed
 from mmkv.server.store import copy_whole
 
 if TYPE_CHECKING:
@@ -49,6 +50,8 @@ class ConversationInfo:
         tools: the functions that the model was told of, in OpenAI's form.
         spans: [start, stop) of the tokens of each message; empty where it is not known.
         kept: what is held of each message, where somebody has asked; see :func:`kept_shares`.
+        frames: what is remembered of the frames that were observed.
+        next_position: rope position of the next text token.
     """
 
     seen: tuple[int, ...]
@@ -60,6 +63,8 @@ class ConversationInfo:
     tools: tuple[dict[str, Any], ...] = ()
     spans: tuple[Span, ...] = ()
     kept: list[dict[str, Any]] | None = None
+    frames: FramesSeen = field(default_factory=FramesSeen)
+    next_position: int = 0
 
     @property
     def digests(self) -> tuple[str, ...]:
@@ -215,10 +220,12 @@ class ConversationState(CachedConversation):
         return True
 
     def _save(self, session: Session, path: Path) -> None:
-        session.history = [_plain(message) for message in self.info.messages]
         info = self.info
+        messages, spans = closed(info.messages, info.spans)
+        session.history = [_plain(message) for message in messages]
+        session.frames_seen = info.frames
         own = {"seen": info.seen, "root": info.base_key, "tools": info.tools}
-        own |= {"media": info.digests, "spans": info.spans}
+        own |= {"media": info.digests, "spans": spans}
         try:
             session.save(path, {_OWN: json.dumps(own)})
         finally:
@@ -321,7 +328,9 @@ def _read_info(session: Session, extra: dict[str, str], base_key: str) -> Conver
     """
     memory = session.memory()
     messages = tuple(_message(one) for one in session.history)
-    if not messages or messages[-1].role != "assistant":
+    if messages and messages[-1].role == "user":
+        messages = (*messages[:-1], replace(messages[-1], open=True))
+    elif not messages or messages[-1].role != "assistant":
         raise SessionError("the session file holds no finished turn; save it after a reply")
     try:
         own = json.loads(extra.get(_OWN, "{}"))
@@ -337,7 +346,8 @@ def _read_info(session: Session, extra: dict[str, str], base_key: str) -> Conver
         seen[0] = session.seen - sum(seen[1:])
     if not _are_spans(spans, len(messages), session.seen):
         spans = ()
-    return ConversationInfo(tuple(seen), None, messages, base_key, memory, tools=tools, spans=spans)
+    made = ConversationInfo(tuple(seen), None, messages, base_key, memory, tools=tools, spans=spans)
+    return replace(made, frames=session.frames_seen, next_position=session.next_position)
 
 
 def _are_spans(spans: Sequence[Span], messages: int, seen: int) -> bool:

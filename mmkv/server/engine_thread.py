@@ -584,10 +584,13 @@ class EngineCore:
         if not ticket.over:
             return
         if ticket.state == "done":
-            assert times.first is not None
             metrics.whole_time.observe(now - times.submitted)
-            metrics.decode_time.observe(now - times.first)
-        reasons = [one.finish_reason for one in job.choices] or [ticket.state]
+            if times.first is not None:
+                metrics.decode_time.observe(now - times.first)
+        if job.observed:
+            metrics.prompt_tokens.inc(job.counts.prefilled)
+            metrics.resumed_tokens.inc(job.counts.resumed)
+        reasons = [one.finish_reason for one in job.choices] or ["observed"]
         for reason in reasons if ticket.state == "done" else [ticket.state]:
             metrics.finished.labels(FINISH.get(reason, reason)).inc()
         if any(isinstance(event, Done) for event in events):

@@ -308,7 +308,7 @@ class _Refused(BaseException):
         self.error = error
 
 
-_REPLIES = ("/completions", "/responses", MESSAGES, f"{MESSAGES}/count_tokens")
+_REPLIES = ("/completions", "/observe", "/responses", MESSAGES, f"{MESSAGES}/count_tokens")
 
 
 class RefuseWhenFull:

@@ -30,6 +30,8 @@ from mmkv.server.prompts import (
     Sampled,
     Segment,
     chain,
+    closed,
+    is_open,
     link,
     outline,
     pictures_in,
@@ -142,6 +144,25 @@ class ConversationLookup:
         elif choice.finish_reason == "stop" or not self._keep_reply(session, choice, seen, outline):
             session.close()
 
+    def keep_observed(self, session: Session, seen: tuple[int, ...], spans: Sequence[Span]) -> None:
+        """Keep a session after what it has observed.
+
+        Args:
+            seen: tokens that the session has seen, by modality; spans: of its messages.
+        """
+        info = ConversationInfo(
+            seen,
+            messages=tuple(message.without_urls() for message in self.work.messages),
+            base_key=self.work.base_key,
+            memory=session.memory(),
+            sampled=self._sampled(),
+            tools=tuple(self.work.tools),
+            spans=tuple(spans),
+            frames=self.work.frames,
+            next_position=session.next_position,
+        )
+        self.work.result = self._conversations.keep(session, info)
+
     def _keep_whole(
         self,
         session: Session,
@@ -162,6 +183,8 @@ class ConversationLookup:
             sampled=self._sampled(choice.message),
             tools=tuple(self.work.tools),
             spans=tuple(spans),
+            frames=self.work.frames,
+            next_position=session.next_position,
         )
         self.work.result = self._conversations.keep(session, info)
         self._keep_start()
@@ -241,7 +264,7 @@ class ChatJob(EngineJob):
     Attributes:
         fetches: see :class:`mmkv.scheduler.contract.Job`.
         counts: its tokens and entries; conversations: finds and keeps what it continues.
-        choices: when the job has ended.
+        choices: when the job has ended; observed: whether what is observed has been read.
     """
 
     session = None  # the job's sessions are its own
@@ -268,7 +291,7 @@ class ChatJob(EngineJob):
         self._prompt_end: list[int] = []  # its latest tokens
         self.writers: list[ScoredWriter] = []
         self.choices: list[Choice] = []
-        self._dropped = False
+        self._dropped = self.observed = False
         self._spans: list[Span] = []  # of the messages that are read
 
     @property
@@ -278,9 +301,9 @@ class ChatJob(EngineJob):
 
     @property
     def finished(self) -> bool:
-        """Whether all replies are complete, or one has failed."""
+        """Whether all replies are complete, or one has failed; or what is observed is read."""
         ended = bool(self.writers) and all(one.finish_reason is not None for one in self.writers)
-        return ended or self.failure is not None
+        return ended or self.observed or self.failure is not None
 
     @property
     def failure(self) -> Exception | None:
@@ -327,7 +350,10 @@ class ChatJob(EngineJob):
         for count, memory in self.conversations.find():
             known = with_sampled(messages, memory.info.sampled)
             shown = [one.for_template() for one in known]
-            if count > len(messages):
+            found: tuple[Session, Outline] | None
+            if work.observes is not None or is_open(known):
+                found = self._continued_open(known, count, memory) if count < len(known) else None
+            elif count > len(messages):
                 found = self._inside_reply(shown, memory)
             else:
                 found = self._continued(shown, count, memory)
@@ -435,6 +461,41 @@ class ChatJob(EngineJob):
         if made is None:
             session.close()
         return None if made is None else (session, made)
+
+    def _continued_open(
+        self, messages: list[Message], count: int, memory: ConversationState
+    ) -> tuple[Session, Outline]:
+        """Do as :meth:`_continued` where something is observed, or was: it is read in one piece."""
+        template, rule, processor = self._template, self._rule, self.engine.processor
+        whole = self._whole_open(messages)
+        session, same = memory.fork(), 0
+        held = session.held
+        try:
+            text, why = None, None
+            if held.pieces is not None and template.source is not None:
+                plan = held.plan(whole, rule)
+                if not plan.appends:
+                    plan, why = agreed(session, plan, whole, rule)
+                if why is None and not plan.appends:
+                    same = kept_tokens(session, plan, text_before_media(processor, plan))
+                    held.differs = session.go_back(plan, same) or held.differs
+                text = plan.text if why is None else None
+            if text is None:
+                parts = closed(messages[:count])[0], closed(messages[count:])[0]
+                before, after = ([one.for_template() for one in part] for part in parts)
+                text = template.addition(before, after, self.work.observes is None).text
+                held.differs = why or held.differs
+        except BaseException:
+            session.close()
+            raise
+        return session, Outline(whole, [Segment(text, count, len(messages), same)])
+
+    def _whole_open(self, messages: list[Message]) -> str:
+        """Return the text of messages some of which are open, and of the reply's opening."""
+        shown = [one.for_template() for one in closed(messages)[0]]
+        if self.work.observes is not None:
+            return self._template.render_open(shown)
+        return self._template.render(shown, opening=True)
 
     def _left_to_read(
         self,
@@ -546,6 +607,9 @@ class ChatJob(EngineJob):
         """Prepare the next message, once the one before it is read."""
         session = self.live
         assert session is not None and self._media is not None
+        if self._outline is None and self.work.observes is not None:
+            whole = self._whole_open(self.work.messages)
+            self._outline = Outline(whole, [Segment(whole, 0, len(self.work.messages))])
         if self._outline is None:
             shown = [message.for_template() for message in self.work.messages]
             self._outline = outline(self._template, shown)
@@ -581,7 +645,10 @@ class ChatJob(EngineJob):
             return False
         assert logits is not None
         self.counts.prompt_tokens = session.seen
-        self._begin_replies(logits)
+        if self.work.observes is not None:
+            self.observed = True
+        else:
+            self._begin_replies(logits)
         return True
 
     def _inputs(self, segment: Segment) -> dict[str, torch.Tensor]:
@@ -682,6 +749,10 @@ class ChatJob(EngineJob):
                 session.close()
                 self.conversations.join_shared_budget()
 
+        if self.observed and self._dropped and self.live is not None:
+            self.live.close()
+            self.conversations.join_shared_budget()
+
     def _thought_tokens(self, ids: Sequence[int]) -> int:
         """Count the tokens of a reply up to the end of its thought."""
         assert self.work.thoughts is not None
@@ -697,6 +768,12 @@ class ChatJob(EngineJob):
         """Keep each session after its reply, or close it; after :meth:`end`."""
         if len(self.choices) < len(self.decoding):  # what failed before has returned its pages
             return
+        if self.observed and self.live is not None and not self.live.closed:
+            try:
+                self.conversations.keep_observed(self.live, self.counts.seen, self._spans)
+            except BaseException:
+                self.live.close()
+                raise
         for session, choice in self._replies():
             if session.closed:
                 continue

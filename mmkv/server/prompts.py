@@ -22,6 +22,7 @@ from mmkv.prompt.template import as_parts
 if TYPE_CHECKING:
     from mmkv.calls.parser import ParsedReply, ThoughtMarks
     from mmkv.calls.tools import ToolCall
+    from mmkv.engine.contents import Span
     from mmkv.prompt.template import ChatTemplate, RenderedConversation
 
 
@@ -259,6 +260,7 @@ class Message:
         call_id: of the call that a tool answers; name: of the function.
         sampled: a reply with calls or thoughts as the model wrote it, where that is known: the
             template is shown that.
+        open: of the user: it goes on with the next one, as what was observed does.
     """
 
     role: str
@@ -268,6 +270,7 @@ class Message:
     call_id: str | None = None
     name: str | None = None
     sampled: str | None = None
+    open: bool = False
 
     @property
     def media(self) -> list[Part]:
@@ -333,6 +336,33 @@ class Message:
     def shown_with_media(self) -> dict[str, Any]:
         """Return it for a client, with the digests by which its pictures and videos are asked."""
         return self.shown() | {"content": [_marked(part) for part in self.parts]}
+
+
+def is_open(messages: Sequence[Message]) -> bool:
+    """Return whether one of the messages goes on with the next one."""
+    return any(one.open for one in messages)
+
+
+def closed(messages: Sequence[Message], spans: Sequence[Span] = ()) -> tuple[list[Message], Any]:
+    """Return messages as a template is shown them: open ones are one with what follows.
+
+    Args:
+        spans: of the tokens of each; empty where that is not known.
+
+    Returns:
+        the messages; the spans of these.
+    """
+    made: list[Message] = []
+    places: list[Span] = []
+    for at, message in enumerate(messages):
+        span = spans[at] if at < len(spans) else (0, 0)
+        if made and made[-1].open and message.role == "user":
+            before, start = made.pop(), places.pop()[0]
+            message = replace(message, parts=before.parts + message.parts)
+            span = start, span[1]
+        made.append(message)
+        places.append(span)
+    return made, places if spans else ()
 
 
 def _marked(part: Part) -> dict[str, Any]:
@@ -424,7 +454,8 @@ def link(before: str, message: Message, rule: object = None) -> str:
     assert not any(kind != "text" and value is None for kind, value, *_ in parts)
     # Ids of calls are left out, and thoughts, which some clients do not send back.
     calls = [[one.name, parsed_arguments(one.arguments)] for one in message.calls]
-    return digest_of([before, message.role, parts, *([calls] if calls else [])])
+    more = [*([calls] if calls else []), *(["open"] if message.open else [])]
+    return digest_of([before, message.role, parts, *more])
 
 
 _json = json.JSONEncoder(sort_keys=True).encode  # json.dumps makes an encoder each time

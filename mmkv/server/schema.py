@@ -424,6 +424,37 @@ HINTS = frozenset(
 DEEPEST = 128
 
 
+class ObserveRequest(Body):
+    """What a session observes; no reply follows.
+
+    Attributes:
+        content: a text, or parts of type ``text`` and ``image_url``, as a user's message has them.
+        at: seconds from the beginning of what is watched: the pictures are then frames of a video,
+            behind their times where the model writes them.
+        fps: frames a second, for the times of those after the first; 2 by default.
+        skip_similar: leave out pictures like the one kept before them: the mean difference of grey
+            levels, 0 to 255, up to which they are.
+        system: the system's message, only where nothing was said or observed before.
+    """
+
+    content: Content
+    at: Annotated[Number, Field(ge=0, lt=10**8)] | None = None
+    fps: Annotated[Number, Field(gt=0, le=1000)] | None = None
+    skip_similar: Annotated[Number, Field(ge=0, le=255)] | None = None
+    system: str | None = None
+
+    def as_chat(self, model: str) -> ChatRequest:
+        """Return it as a request for a reply, which has the same checks. Raises ApiError."""
+        if self.fps is not None and self.at is None:
+            what = "fps says when pictures after the first were seen; give at, too"
+            raise ApiError(400, what, "invalid_value", "fps")
+        said = [] if self.system is None else [ChatMessage(role="system", content=self.system)]
+        said.append(ChatMessage(role="user", content=self.content))
+        made = ChatRequest(model=model, messages=said, max_tokens=1)
+        made.temperature = 0
+        return made
+
+
 def require_proper(given: Any) -> None:
     """Raise ValueError for what JSON does not have, or what is nested too deep.
 

@@ -23,7 +23,14 @@ from mmkv.server.errors import ApiError
 from mmkv.server.guard import BodyRoute
 from mmkv.server.prompts import digest_of
 from mmkv.server.reply import ReplyResponse
-from mmkv.server.schema import Body, ChatRequest, Metadata, Number, parse_budget
+from mmkv.server.schema import (
+    Body,
+    ChatRequest,
+    Metadata,
+    Number,
+    ObserveRequest,
+    parse_budget,
+)
 from mmkv.server.state import Caller, CurrentCaller, ServerState, hold, release
 from mmkv.server.store import (
     NAME,
@@ -38,7 +45,7 @@ from mmkv.server.store import (
     saved_already,
     write_session,
 )
-from mmkv.server.turns import BackgroundTurn, ServerSession, SessionTurn
+from mmkv.server.turns import BackgroundTurn, ServerSession, SessionObservation, SessionTurn
 from mmkv.server.work import Standing
 
 if TYPE_CHECKING:
@@ -531,6 +538,14 @@ def sessions_router(state: ServerState) -> APIRouter:
         if made.background:
             work = (await BackgroundTurn.start(made, sessions.media, sessions.forget_media)).follow
         return ReplyResponse(work, bool(body.stream), state.settings.keep_alive, headers)
+
+    @router.post("/{name}/observe", summary="Read pictures or a text without a reply")
+    async def observe(name: str, body: ObserveRequest, who: CurrentCaller) -> Response:
+        session = await sessions.find(name, who, idle=True)
+        await sessions.load_memory(session)
+        given = state, sessions.commit_turn, sessions.require_idle, session, body, who
+        made = SessionObservation(*given)
+        return ReplyResponse(made.whole, False, state.settings.keep_alive)
 
     @router.get("/{name}/turn", summary="Follow the turn under way from its beginning")
     async def rejoin(name: str, who: CurrentCaller) -> Response:

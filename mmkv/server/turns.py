@@ -7,12 +7,13 @@ import contextlib
 import logging
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal, Self
 
 from mmkv.calls.parser import ParsedReply
 from mmkv.engine.errors import STOPS
 from mmkv.prompt.media import data_uri_content
+from mmkv.prompt.video import FramesSeen
 from mmkv.server import reply
 from mmkv.server.chat import ChatCall
 from mmkv.server.engine_thread import Done
@@ -20,12 +21,14 @@ from mmkv.server.errors import ApiError, api_error
 from mmkv.server.guard import keep_body, release_body
 from mmkv.server.schema import unsupported
 from mmkv.server.state import Caller, ServerState, TurnMemory, release
+from mmkv.server.work import Observing
+from mmkv.turn import observed_text, times_note
 
 if TYPE_CHECKING:
     from mmkv.engine.budget import Budget
     from mmkv.server.conversations import ConversationState
     from mmkv.server.prompts import Message
-    from mmkv.server.schema import ChatRequest
+    from mmkv.server.schema import ChatRequest, ObserveRequest
     from mmkv.server.store import MediaStore, SessionRecord
     from mmkv.server.work import Standing, Usage
 
@@ -196,11 +199,88 @@ class SessionTurn:
             self.call.work.result,
         )
         assert conversation is not None
-        await self._commit(session, conversation, session.turns + 1)
+        turns = session.turns + (self.call.work.observes is None)
+        await self._commit(session, conversation, turns)
         session.conversation = turn.claim()
-        session.turns += 1
+        session.turns = turns
         if before is not None:
             release(self.state, before)
+
+
+class SessionObservation(SessionTurn):
+    """Something that a session observes: its memory grows, and no reply follows.
+
+    The arguments are those of :class:`SessionTurn`.
+    """
+
+    def __init__(
+        self,
+        state: ServerState,
+        commit: Callable[[ServerSession, ConversationState, int], Awaitable[None]],
+        require_idle: Callable[[ServerSession], None],
+        session: ServerSession,
+        asked: ObserveRequest,
+        caller: Caller,
+    ) -> None:
+        request = asked.as_chat(state.settings.name)
+        if asked.system is not None and session.conversation is not None:
+            what = "a system message opens a conversation; open a new session for it"
+            raise ApiError(400, what, "invalid_value", "system")
+        super().__init__(state, commit, require_idle, session, request, caller)
+        work, core = self.call.work, state.engine_thread.core
+        assert core is not None
+        processor, last = core.engine.processor, work.messages[-1]
+        if not last.media and not any(map(str.strip, last.texts)):
+            raise ApiError(400, "content is blank; give words or pictures", "invalid_value")
+        if any(part.kind == "video" for part in last.media):
+            what = "a video is observed by its frames; send them as image_url"
+            raise ApiError(400, what, "invalid_value", "content")
+        frames = asked.at is not None and processor.watches
+        if frames and any(part.options for part in last.media):
+            what = "frames have the model's size; leave out sizes of pictures, or at"
+            raise ApiError(400, what, "invalid_value", "content")
+        parts = []
+        for number, part in enumerate(last.parts):
+            if part.kind == "text":
+                time = asked.at if not number else None  # else it stands behind the frames
+                part = replace(part, text=observed_text(processor, part.text, time))
+            parts.append(part)
+        work.messages[-1] = replace(last, parts=tuple(parts), open=True)
+        work.observes = Observing(asked.at, asked.fps, asked.skip_similar)
+        what = "texts" if not last.media else "frames" if frames else "pictures"
+        self._note = times_note(processor, what, asked.at)
+        self._pictures = len(last.media)
+
+    async def whole(self) -> dict[str, Any]:
+        """Return what was read."""
+        async with self.begun() as turn:
+            session, work = self.session, self.call.work
+            before = FramesSeen() if work.start is None else work.start.info.frames
+            async for _ in self.call.events():
+                pass
+            seen, tokens, notes = work.frames, 0, [self._note]
+            if self.call.all_skipped:
+                assert work.start is not None
+                work.start.info.frames = seen
+            else:
+                await self.commit(turn)
+                assert self.call.counts is not None
+                tokens, notes = self.call.counts.prefilled, [*notes, *self.call.counts.notes]
+            info = None if session.conversation is None else session.conversation.info
+            assert info is not None and info.memory is not None
+            skipped = seen.skipped - before.skipped
+            return {
+                "id": session.id,
+                "object": "session.observation",
+                "tokens": tokens,
+                "frames": self._pictures - skipped,
+                "skipped": skipped,
+                "frames_skipped": seen.skipped,
+                "next_position": info.next_position,
+                "bytes": info.memory.kv_bytes,
+                "note": "; ".join(filter(None, notes)) or None,
+                "session": session.shown() | {"busy": False},
+            }
 
 
 class BackgroundTurn:

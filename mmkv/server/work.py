@@ -15,6 +15,7 @@ import torch
 
 from mmkv.calls.parser import ReplyParser, ThoughtMarks, parse
 from mmkv.engine.contents import MODALITIES
+from mmkv.prompt.video import FramesSeen
 from mmkv.sampling import Settled
 from mmkv.server.prompts import Begun, Message, reply_message
 from mmkv.server.writer import LogitSettings
@@ -29,6 +30,15 @@ if TYPE_CHECKING:
 
 
 Resume = Literal["auto", "never", "required"]
+
+
+@dataclass(frozen=True)
+class Observing:
+    """How a message is observed; the fields are those of :meth:`mmkv.Session.observe`."""
+
+    at: float | None = None
+    fps: float | None = None
+    skip_similar: float | None = None
 
 
 @dataclass
@@ -48,6 +58,9 @@ class ChatWork:
         begun: what the reply begins with; it is read, and not part of the answer.
         thoughts: the marks of thoughts, where the model has some; thought_opened: whether the
             prompt ended with one's opening, but for what the reply begins with, once that is known.
+        observes: how its last message, which is open, is observed; no reply follows then. None:
+            it asks for a reply.
+        frames: what is remembered of observed frames, with those of the request.
         keep: whether the conversation after the reply is kept, in ``result`` when that is done.
         snapshots: whether the memory of its earlier turns may be found by messages, too.
     """
@@ -71,6 +84,8 @@ class ChatWork:
     begun: Begun = field(default_factory=Begun)
     thoughts: ThoughtMarks | None = None
     thought_opened: bool = False
+    observes: Observing | None = None
+    frames: FramesSeen = field(default_factory=FramesSeen)
     result: ConversationState | None = None
     _seed: str = field(default_factory=lambda: secrets.token_hex(16))
 

@@ -101,6 +101,30 @@ def test_together_as_alone(engine: Runtime) -> None:
     engine.cache.check()
 
 
+def test_states_grow_by_half_on_a_gpu_and_shrink_when_trimmed(engine: Runtime) -> None:
+    """A graph has their address: each that is new costs a capture."""
+    cache = engine.cache
+    cache.pool.doubles = True
+
+    def rows() -> int:
+        (count,) = {len(kept) for kept in cache.states.values()}
+        return count
+
+    sessions, seen = [], set()
+    for count in range(1, 20):
+        sessions.append(engine.session())
+        seen.add(rows())
+        assert count <= rows() <= max(1.5 * count, 1)
+    assert len(seen) < 9
+    for session in sessions[1:]:
+        session.close()
+    had = rows()
+    assert cache.trim() >= (had - 1) * cache.state_bytes and rows() == 1
+    sessions[0].prefill(FIRST)
+    engine.session().prefill(FIRST)
+    cache.check()
+
+
 def test_forked_saved_and_loaded_it_goes_on_alike(engine: Runtime, tmp_path: Path) -> None:
     session = engine.session()
     session.prefill(FIRST)

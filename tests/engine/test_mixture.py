@@ -9,13 +9,11 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from mmkv.engine.backends.cpu import available, reason
 from mmkv.engine.model.families import family_for
 from mmkv.engine.model.mixture import gathered, grouped, mixture, route
 from mmkv.engine.model.spec import DecoderSpec, Routing
 from mmkv.engine.model.weights import DecoderWeights, LayerWeights
-from mmkv.engine.runtime import Runtime
-from tests.support.factories import CHECKPOINTS, checkpoint, make_model
+from tests.support.factories import CHECKPOINTS, make_model
 
 # Operations that wait for a GPU.
 READS_BACK = ("_local_scalar_dense", "nonzero", "bincount", "unique", "repeat_interleave.Tensor")
@@ -113,11 +111,3 @@ def test_an_eager_step_off_the_cpu_reads_nothing_back(width: int) -> None:
     with Products():
         made = mixture(x, router, gate_up, down, Routing(5, 2, True, width))
     assert made.shape == x.shape and not any("grouped" in name for name in seen)
-
-
-@pytest.mark.skipif(not available(), reason=f"native decode step: {reason()}")
-def test_c_leaves_the_step_to_torch_and_says_why() -> None:
-    engine = Runtime.from_pretrained(
-        checkpoint("qwen3_moe"), policy="full", dtype="float32", device="cpu"
-    )
-    assert engine.decode_path == "torch: a mixture of experts"

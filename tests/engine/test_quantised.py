@@ -275,7 +275,7 @@ def truncated(method: str, folder: Path) -> None:
         ("gptq", without("mlp.up_proj.scales"), "up_proj.scales is missing, which gptq has"),
         ("gptq", shorter("mlp.down_proj.g_idx"), "down_proj.g_idx is I32 [95]"),
         ("gptq", damaged(of_no_group), "down_proj.g_idx names groups that have no steps"),
-        ("gptq", said(bits=3), "quantised by gptq in 3 bits, which mmkv does not read"),
+        ("gptq", said(bits=5), "quantised by gptq in 5 bits, which mmkv does not read"),
         ("gptq", said(bits=2), "down_proj.qzeros is I32 [3, 8], which does not fit"),
         ("gptq", said(is_marlin_format=True), "by gptq in the packing 'marlin'"),
         ("awq", said(version="gemv"), "by awq in the packing 'gemv'"),

@@ -44,10 +44,17 @@ class Written:
 
     Attributes:
         truth: a folder with the numbers that the package makes of the files' bytes.
+
+    Args:
+        split: tensors of each part of the text's file, whose first part has metadata alone; 0: it
+            is whole.
     """
 
-    def __init__(self, source: Path, folder: Path, kind: Kind, **settings: Any) -> None:
+    def __init__(
+        self, source: Path, folder: Path, kind: Kind, split: int = 0, **settings: Any
+    ) -> None:
         folder.mkdir(parents=True, exist_ok=True)
+        self._split = split
         self.text, self.mmproj = folder / "model.gguf", folder / "mmproj.gguf"
         self.truth = folder / "truth"
         shutil.copytree(source, self.truth)
@@ -65,7 +72,9 @@ class Written:
         name = ARCHITECTURES[config["model_type"]]
         layers, heads = config["num_hidden_layers"], config["num_attention_heads"]
         pairs, width = config["num_key_value_heads"], config["head_dim"]
-        writer = gguf.GGUFWriter(self.text, name)
+        writer = gguf.GGUFWriter(
+            self.text, name, split_max_tensors=self._split, small_first_shard=bool(self._split)
+        )
         writer.add_context_length(config["max_position_embeddings"])
         writer.add_embedding_length(config["hidden_size"])
         writer.add_block_count(layers)

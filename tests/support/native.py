@@ -24,8 +24,8 @@ from tests.support.sessions import load, save_checkpoint, state, text_ids
 
 needs_native = pytest.mark.skipif(not available(), reason=f"native decode step: {reason()}")
 # KV groups 1, 3, 4 and 8, head sizes 32, 64 and 128, normed q and k, biases, tied heads, pictures
-# with and without M-RoPE, scaled, partial and long rope, sliding windows; and sizes that no vector
-# divides.
+# with and without M-RoPE, scaled, partial and long rope, sliding windows, linear layers, experts; and
+# sizes that no vector divides.
 MODELS = [
     "qwen3_vl",
     "qwen3_vl_group8",
@@ -37,10 +37,11 @@ MODELS = [
     "phi3",
     "phi3_long",
     "qwen3_5",
-    "qwen3_5_text",
     "gemma3_text",
     "qwen2_sliding",
     "glm4v",
+    "qwen3_moe_mixed",
+    "qwen3_5_moe",
     "odd",
 ]
 ODD = Checkpoint("llama", 3, 1, 22, text={"vocab_size": 157, "intermediate_size": 90})

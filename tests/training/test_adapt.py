@@ -14,7 +14,6 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from mmkv.cli.app import run
-from mmkv.engine.config import EngineConfig
 from mmkv.engine.errors import InputError
 from mmkv.engine.runtime import Runtime
 from mmkv.resources import bundled_model
@@ -40,6 +39,7 @@ for package in ("peft", "trl"):
 
 MODEL = str(bundled_model())
 CHUNK, BUDGET = 7, 6.0
+EVERY = {"snapkv": 3}  # decode steps between evictions; else the policy's own
 QUICK = [("dbtrimkv", "vl3"), ("snapkv", "text3"), ("dbtrimkv+8", "text3")]
 MORE = [
     pytest.param(policy, model, marks=pytest.mark.long(reason="the other kinds of policy"))
@@ -52,8 +52,19 @@ MORE = [
 def compressed_of(folder: Path, policy: str) -> CompressedModel:
     """Return a model with an adapter that does nothing yet, under a policy with random gates."""
     gates = "random" if policy.partition("+")[0] in GATED else None
-    config = EngineConfig(model=str(folder), policy=policy, gates=gates, prefill_chunk=CHUNK)
-    return CompressedModel(str(folder), config, (2, 4, ()), 0, "float32", "cpu")
+    settings = AdaptSettings(
+        str(folder),
+        "",
+        policy=policy,
+        gates=gates,
+        prefill_chunk=CHUNK,
+        interval=EVERY.get(policy),
+        rank=2,
+        alpha=4,
+        dtype="float32",
+        device="cpu",
+    )
+    return load_compressed(settings)
 
 
 def disturb(model: Any) -> None:
@@ -85,8 +96,9 @@ def test_the_mask_is_what_the_oracle_kept_and_logits_are_the_engines(
     tokens = len(labels)
     kept: list[tuple[int, Tensor]] = []
     if policy != "dbtrimkv+8":  # whose random write gates are not the oracle's
-        engine = engine_of(folder, policy, BUDGET, prefill_chunk=CHUNK)
-        oracle = oracle_of(engine, folder, policy, BUDGET, prefill_chunk=CHUNK)
+        how = {"prefill_chunk": CHUNK, "evict_every": EVERY.get(policy)}
+        engine = engine_of(folder, policy, BUDGET, **how)
+        oracle = oracle_of(engine, folder, policy, BUDGET, **how)
         with engine.session() as session:
             for index, turn in enumerate(turns):
                 steps: list[Callable[[], Any]] = [

@@ -33,6 +33,12 @@ class Linear(Structure):
     ]
 
 
+class Expert(Structure):
+    """``struct expert``."""
+
+    _fields_ = [(name, Linear) for name in ("gate_up", "down")]
+
+
 class Layer(Structure):
     """``struct layer``."""
 
@@ -47,6 +53,9 @@ class Layer(Structure):
         ("rates", Linear),
         *((name, c_void_p) for name in ("conv", "log_decay", "step_bias", "gain")),
         *((name, c_void_p) for name in ("conv_states", "delta_states")),
+        ("router", Linear),
+        ("experts", POINTER(Expert)),
+        *((name, Linear) for name in ("shared_gate", "shared_gate_up", "shared_down")),
     ]
 
 
@@ -72,6 +81,8 @@ class Model(Structure):
                 "key_dim",
                 "value_dim",
                 "taps",
+                "chosen",
+                "normalized",
             )
         ),
         *((name, c_double) for name in ("eps", "embed_scale")),
@@ -325,6 +336,7 @@ def _load(level: str) -> Library | str:
             Window,
             Patches,
             DeltaTokens,
+            Expert,
         )
     ]
     theirs = (c_int64 * 16)()
@@ -345,6 +357,7 @@ __all__ = [
     "Cache",
     "DeltaTokens",
     "Eviction",
+    "Expert",
     "Layer",
     "Linear",
     "Model",

@@ -16,6 +16,7 @@ from mmkv.engine.backends.cpu.binding import (
     MAX_TRUNK,
     BatchSlot,
     Eviction,
+    Expert,
     Layer,
     Linear,
     Model,
@@ -27,7 +28,8 @@ from mmkv.engine.backends.cpu.cache_views import CacheViews
 from mmkv.engine.backends.cpu.kernels import Bf16Copies, linear
 from mmkv.engine.cache import RaggedCache
 from mmkv.engine.model.gates import Gates, LayerGate
-from mmkv.engine.model.spec import DecoderSpec, DeltaSpec
+from mmkv.engine.model.product import plain
+from mmkv.engine.model.spec import DecoderSpec, DeltaSpec, Routing
 from mmkv.engine.model.state_layer import DeltaLayer
 from mmkv.engine.model.weights import DecoderWeights, LayerWeights, state_name
 from mmkv.engine.policies.base import Group
@@ -73,7 +75,7 @@ class NativeDecoder:
             self._layers[index].angle = spec.is_local(index) * spec.rope.inv_freq.numel()
         # Where the layers without entries have their states: the cache replaces them as it grows.
         self._states: Tensor | None = None
-        delta = spec.delta or DeltaSpec(0, 0, 0, 0, 0)
+        delta, routing = spec.delta or DeltaSpec(0, 0, 0, 0, 0), spec.routing or Routing(0, 0, False, 0)
         self._model = Model(
             layers=spec.num_layers,
             hidden=spec.hidden_size,
@@ -90,6 +92,8 @@ class NativeDecoder:
             key_dim=delta.key_dim,
             value_dim=delta.value_dim,
             taps=delta.kernel,
+            chosen=routing.chosen,
+            normalized=routing.normalized,
             eps=spec.rms_eps,
             embed_scale=spec.embed_scale,
             embed=linear(weights.embed),
@@ -103,7 +107,7 @@ class NativeDecoder:
         self._frequencies = [tensor.data_ptr() for tensor in self._inv_freq]
         self._views = CacheViews()
         self._vocab = weights.head.shape[0]
-        self._most_threads = max(1, weights.numbers() // _NUMBERS_PER_THREAD)
+        self._most_threads = max(1, _read_numbers(weights, routing) // _NUMBERS_PER_THREAD)
         self._scratch, self._scratch_for = torch.empty(0), (0, 0, 0)
         self._tap_layers = torch.tensor(taps, dtype=torch.int64)
         # The residual stream ``[n, B, hidden]`` after the layers of `taps`, of the last step.
@@ -132,8 +136,6 @@ class NativeDecoder:
             return loaded
         if hosted:
             return HOSTED
-        if any(layer.router is not None for layer in weights.layers):
-            return "a mixture of experts"
         if any(not isinstance(each.state_layer, DeltaLayer | None) for each in weights.layers):
             return "linear layers of its own"
         if weights.embed.device.type != "cpu":
@@ -284,9 +286,18 @@ def _layer(layer: LayerWeights, gate: LayerGate | None, matrix: Callable[..., Li
         mlp_out_norm=_place(layer.mlp_out_norm),
         qkv=matrix(layer.qkv, layer.qkv_bias),
         out=matrix(layer.out, layer.out_bias),
-        gate_up=matrix(layer.gate_up, layer.gate_up_bias),
-        down=matrix(layer.down, layer.down_bias),
     )
+    if layer.router is None:
+        made.gate_up = matrix(layer.gate_up, layer.gate_up_bias)
+        made.down = matrix(layer.down, layer.down_bias)
+    else:
+        both = zip(plain(layer.gate_up), plain(layer.down), strict=True)
+        # As they lie: copies of all experts would be as large as a model.
+        experts = [Expert(linear(wide), linear(narrow)) for wide, narrow in both]
+        made.router, made.experts = linear(layer.router), (Expert * len(experts))(*experts)
+    for name in ("shared_gate", "shared_gate_up", "shared_down"):
+        if (part := getattr(layer, name)) is not None:
+            setattr(made, name, linear(part))
     if isinstance(by := layer.state_layer, DeltaLayer):
         made.rates = linear(by.rates)
         for name in ("conv", "log_decay", "step_bias", "gain"):
@@ -296,6 +307,16 @@ def _layer(layer: LayerWeights, gate: LayerGate | None, matrix: Callable[..., Li
             made.trunk[index] = linear(weight, bias)
         made.readout = linear(gate.readout, gate.bias)
     return made
+
+
+def _read_numbers(weights: DecoderWeights, routing: Routing) -> int:
+    """Count the weights that a step of one sequence reads: of experts, those it goes through."""
+    idle = 0
+    for layer in weights.layers:
+        if layer.router is not None:
+            every = plain(layer.gate_up).numel() + plain(layer.down).numel()
+            idle += every * (routing.experts - routing.chosen) // routing.experts
+    return weights.numbers() - idle
 
 
 def _place(tensor: Tensor | None) -> int | None:

@@ -33,6 +33,10 @@ struct linear {
 #define ROWS_TOGETHER 4 /* rows in float32 that a product takes at a time */
 #define LEAST_CODED 1e-30f /* a block of states whose greatest number is below this is all zeros */
 
+struct expert {
+    struct linear gate_up, down;
+};
+
 struct layer {
     const float *input_norm, *post_norm; /* [hidden] */
     const float *qk_norm;                /* [heads + kv_heads, head_dim] or NULL */
@@ -48,6 +52,11 @@ struct layer {
     const float *conv;                           /* [channels, taps] */
     const float *log_decay, *step_bias, *gain;   /* [value heads] twice, [value_dim] */
     float *conv_states, *delta_states;           /* of all sequences, each with its own slot */
+    /* Of a mixture: router [experts, hidden], `experts` NULL in a dense layer, whose gate_up and down
+     * are not read otherwise; and of the expert that every token goes through, or empty. */
+    struct linear router;
+    const struct expert *experts;
+    struct linear shared_gate, shared_gate_up, shared_down;
 };
 
 struct model {
@@ -56,6 +65,7 @@ struct model {
     int64_t gelu;   /* whether the MLP's gate goes through GELU, not SiLU */
     int64_t output_gate; /* whether each query head of qkv is followed by a gate of its output */
     int64_t key_heads, value_heads, key_dim, value_dim, taps; /* of the gated delta rule, or 0 */
+    int64_t chosen, normalized; /* experts of a token; whether their weights sum to 1 */
     double eps, embed_scale; /* the latter: on the rows of embed */
     struct linear embed; /* [vocab, hidden]: its rows are read */
     const float *norm;

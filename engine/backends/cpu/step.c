@@ -14,7 +14,7 @@
 #include "native.h"
 #include "vmath.h"
 
-#define PHASES 7 /* per layer, those of norms of what is added among them; the head is one more */
+#define PHASES 8 /* per layer, those of a mixture and of norms of what is added among them; the head is one more */
 #define CHUNK_FLOATS (16 * 1024)  /* of weights in one chunk */
 #define SPINS 2000                /* looks at a counter before the core is offered to others */
 
@@ -28,7 +28,7 @@ struct phase {
 struct worker {
     const struct step *step;
     int64_t batch_slots;
-    struct vectors cos, sin, hidden, qkv, mixed, act, trunk[MAX_TRUNK], rates, convolved, made;
+    struct vectors cos, sin, hidden, qkv, mixed, act, trunk[MAX_TRUNK], rates, convolved, made, post, route;
     struct phase *phase; /* the current one */
     int64_t chunks, chunks_before;
     struct vectors normed;
@@ -52,6 +52,17 @@ static int norms_outputs(const struct model *model)
     return model->layers > 0 && model->layer->attention_out_norm;
 }
 
+/* The most experts of any layer. */
+static int64_t most_experts(const struct model *model)
+{
+    int64_t most = 0;
+    for (int64_t index = 0; index < model->layers; index++) {
+        const struct layer *layer = model->layer + index;
+        most = layer->experts && layer->router.out > most ? layer->router.out : most;
+    }
+    return most;
+}
+
 #define LARGEST 6
 
 /* The most rows of any layer's qkv, what out reads, gate_up and each trunk stage, and the floats for
@@ -61,7 +72,9 @@ static void largest(const struct model *model, int64_t batch_slots, int64_t *fou
     for (int64_t index = 0; index < model->layers; index++) {
         const struct layer *layer = model->layer + index;
         const struct linear *maps[] = {&layer->qkv, &layer->out, &layer->down, &model->head};
-        int64_t size[LARGEST] = {layer->qkv.out, layer->out.in, layer->gate_up.out, layer->trunk[0].out,
+        int64_t wide = layer->experts ? model->chosen * layer->experts->gate_up.out + layer->shared_gate_up.out
+                                      : layer->gate_up.out;
+        int64_t size[LARGEST] = {layer->qkv.out, layer->out.in, wide, layer->trunk[0].out,
                                  layer->trunk[1].out, 0};
         for (int i = 0; i < 4; i++) {
             int64_t room = carve_states(maps[i], batch_slots, 0, 0);
@@ -81,15 +94,17 @@ static int64_t carve(const struct model *model, int64_t longest, int64_t threads
     largest(model, batch_slots, longest_of);
     struct vectors *shared[] = {&to->cos,      &to->sin,      &to->hidden, &to->qkv,   &to->mixed,
                                 &to->act,      &to->trunk[0], &to->trunk[1], &to->rates, &to->convolved,
-                                &to->made};
+                                &to->made,     &to->post,     &to->route};
+    int64_t routed = most_experts(model);
     int64_t turned = model->angles * model->rotary / 2;
     int64_t size[] = {turned,              turned,              model->hidden,       longest_of[0],
                       longest_of[1],       longest_of[2],       longest_of[3],       longest_of[4],
-                      2 * model->value_heads, channels_of(model), norms_outputs(model) ? model->hidden : 0};
+                      2 * model->value_heads, channels_of(model), norms_outputs(model) ? model->hidden : 0,
+                      routed ? model->hidden : 0, routed ? routed + 2 * model->chosen + 1 : 0};
     int64_t at = (PHASES * model->layers + 1) * (int64_t)(sizeof(struct phase) / sizeof(float));
     to->batch_slots = batch_slots;
     to->phase = (struct phase *)base;
-    for (int i = 0; i < 11; i++) {
+    for (int i = 0; i < 13; i++) {
         int64_t stride = whole_lines(size[i]);
         *shared[i] = (struct vectors){.at = base ? base + at : 0, .stride = stride};
         at += batch_slots * stride;
@@ -421,6 +436,103 @@ static void widen(const struct model *model, const struct layer *layer, struct w
     end(me);
 }
 
+/* What `route` has of a batch slot: the experts' shares, the weights of those that are chosen and of the
+ * one that every token goes through, and which are chosen. */
+struct routed {
+    float *share, *weight, *chosen;
+};
+
+static struct routed routed_of(const struct model *model, const struct layer *layer,
+                               const struct worker *me, int64_t batch_slot)
+{
+    float *at = of_batch_slot(me->route, batch_slot);
+    return (struct routed){at, at + layer->router.out, at + layer->router.out + model->chosen + 1};
+}
+
+/* Choose a batch slot's experts: the largest shares of a softmax, of equal ones the first. */
+static void choose_experts(const struct model *model, const struct layer *layer, int64_t batch_slot,
+                           struct worker *me)
+{
+    struct routed to = routed_of(model, layer, me, batch_slot);
+    struct vectors x = {.at = of_batch_slot(me->post, batch_slot)}, y = {.at = to.share};
+    int64_t experts = layer->router.out;
+    float greatest = -INFINITY, total = 0, picked = 0;
+    rms_norm(of_batch_slot(me->hidden, batch_slot), layer->post_norm, model->hidden, (float)model->eps,
+             x.at);
+    linear_rows(&layer->router, x, y, 1, 0, experts);
+    for (int64_t i = 0; i < experts; i++)
+        greatest = to.share[i] > greatest ? to.share[i] : greatest;
+    for (int64_t i = 0; i < experts; i++)
+        total += to.share[i] = expf(to.share[i] - greatest);
+    for (int64_t k = 0; k < model->chosen; k++) {
+        int64_t best = 0;
+        for (int64_t i = 1; i < experts; i++)
+            best = to.share[i] > to.share[best] ? i : best;
+        to.chosen[k] = (float)best; /* whole up to 2^24 */
+        picked += to.weight[k] = to.share[best];
+        to.share[best] = -1;
+    }
+    for (int64_t k = 0; k < model->chosen; k++)
+        to.weight[k] /= model->normalized ? picked : total;
+    if (layer->shared_gate.out) {
+        y.at = to.weight + model->chosen;
+        linear_rows(&layer->shared_gate, x, y, 1, 0, 1);
+        *y.at = logistic(*y.at);
+    }
+}
+
+/* The k-th MLP that a batch slot's token goes through; the last one may be the shared one. */
+static struct expert expert_of(const struct model *model, const struct layer *layer, int64_t k,
+                               int64_t batch_slot, struct worker *me)
+{
+    if (k == model->chosen)
+        return (struct expert){layer->shared_gate_up, layer->shared_down};
+    return layer->experts[(int64_t)routed_of(model, layer, me, batch_slot).chosen[k]];
+}
+
+/* Take each token through its experts, one after the other, whose weight goes to what is between their
+ * matrices. No token's sums depend on its company. */
+static void mixture(const struct model *model, const struct layer *layer, struct worker *me)
+{
+    int64_t each = layer->experts->gate_up.out, inner = each / 2, chosen = model->chosen;
+    int64_t of_chosen = chunks_of(&layer->experts->gate_up, inner), shared = layer->shared_gate_up.out;
+    int64_t of_slot = chosen * of_chosen + (shared ? chunks_of(&layer->shared_gate_up, shared / 2) : 0);
+    begin(me, me->batch_slots);
+    for (int64_t slot; (slot = claim(me)) >= 0; finish(me))
+        choose_experts(model, layer, slot, me);
+    end(me);
+    begin(me, me->batch_slots * of_slot);
+    for (int64_t chunk; (chunk = claim(me)) >= 0; finish(me)) {
+        int64_t slot = chunk / of_slot, at = chunk % of_slot, k = at / of_chosen;
+        k = k < chosen ? k : chosen;
+        struct expert expert = expert_of(model, layer, k, slot, me);
+        struct vectors x = {.at = of_batch_slot(me->post, slot)};
+        struct vectors y = {.at = of_batch_slot(me->act, slot) + k * each};
+        struct span rows = rows_of(&expert.gate_up, expert.gate_up.out / 2, at - k * of_chosen);
+        float weight = routed_of(model, layer, me, slot).weight[k];
+        gated_chunk(&expert.gate_up, model->gelu, x, y, 1, at - k * of_chosen);
+        for (int64_t i = rows.from; i < rows.to; i++)
+            y.at[i] *= weight;
+    }
+    end(me);
+    int64_t chunks = chunks_of(&layer->experts->down, model->hidden), normed = layer->mlp_out_norm != 0;
+    struct vectors to = normed ? me->made : me->hidden;
+    begin(me, me->batch_slots * chunks);
+    for (int64_t chunk; (chunk = claim(me)) >= 0; finish(me)) {
+        int64_t slot = chunk / chunks;
+        struct vectors y = {.at = of_batch_slot(to, slot)};
+        struct span rows = rows_of(&layer->experts->down, model->hidden, chunk % chunks);
+        for (int64_t k = 0; k < chosen + (shared > 0); k++) {
+            struct expert expert = expert_of(model, layer, k, slot, me);
+            struct vectors x = {.at = of_batch_slot(me->act, slot) + k * each};
+            (normed && !k ? linear_rows : linear_add_rows)(&expert.down, x, y, 1, rows.from, rows.to);
+        }
+    }
+    end(me);
+    if (normed)
+        add_normed(model, layer->mlp_out_norm, me);
+}
+
 static void read_out(const struct model *model, struct vectors logits, struct worker *me)
 {
     const struct linear *head = &model->head;
@@ -452,6 +564,10 @@ static void run_thread(const struct model *model, struct cache *caches, struct v
             attend(model, caches, layer, me);
         struct cache *gated = layer->entry >= 0 && model->trunk > 0 ? caches : 0;
         add(model, layer, &layer->out, layer->attention_out_norm, me->mixed, gated, me);
+        if (layer->experts) {
+            mixture(model, layer, me);
+            continue;
+        }
         widen(model, layer, me);
         add(model, layer, &layer->down, layer->mlp_out_norm, me->act, 0, me);
     }
@@ -535,7 +651,7 @@ EXPORT int64_t mmkv_layout(int64_t *sizes)
     int64_t of[] = {sizeof(struct linear), sizeof(struct layer), sizeof(struct model),
                     sizeof(struct cache),  sizeof(struct batch_slot),  sizeof(struct step),
                     sizeof(struct eviction), sizeof(struct window), sizeof(struct patches),
-                    sizeof(struct delta_tokens)};
+                    sizeof(struct delta_tokens), sizeof(struct expert)};
     memcpy(sizes, of, sizeof of);
     return (int64_t)(sizeof of / sizeof *of);
 }

@@ -13,6 +13,7 @@ from mmkv.engine.backends.cuda.kernels.sample import Draw
 from mmkv.engine.backends.cuda.kernels.window_scores import window_scores
 from mmkv.engine.backends.cuda.policy_step import ON_PAGES, own_code
 from mmkv.engine.cache import Entries, RaggedCache
+from mmkv.engine.model.state_layer import DeltaLayer
 from mmkv.engine.policies.base import CacheView, Policy, WindowReduction
 from mmkv.engine.scorer_state import (
     QUERIES,
@@ -45,12 +46,9 @@ class CudaBackend(Backend):
             return "no GPU"
         if not triton_installed():
             return "Triton is not installed"
-        if any(model.spec.sliding_window):
-            return "sliding-window layers"
-        if model.spec.has_entries:
-            return "linear layers"
-        if model.spec.activation != "silu":
-            return f"an MLP with {model.spec.activation}"
+        states = [layer.state_layer for layer in model.decoder.weights.layers]
+        if any(each is not None and not isinstance(each, DeltaLayer) for each in states):
+            return "linear layers of its own"
         if self.policy_reason(policy):
             return self.policy_reason(policy)
         gates = model.decoder.gates

@@ -232,6 +232,7 @@ class PolicyStep:
                 Rows(slot, live),
                 spec.head_dim**-0.5,
                 needs.mass,
+                spec.sliding_window[layer] or 0,
             )
             # Cells without an entry add 0 to slot 0.
             pool.state.flatten(0, 1)[:, 0].index_add_(0, slot.flatten(), mass.flatten())

@@ -17,10 +17,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from mmkv.engine.backends.base import LoadedModel
+from mmkv.engine.backends.cuda.kernels import delta
 from mmkv.engine.backends.cuda.kernels.append import empty_room, make_room
-from mmkv.engine.backends.cuda.kernels.buffers import GateHead, PageTables
+from mmkv.engine.backends.cuda.kernels.buffers import GateHead, PageTables, Window
 from mmkv.engine.backends.cuda.kernels.decode_attention import decode_attention, empty_partials
 from mmkv.engine.backends.cuda.kernels.evict import empty_eviction, evict, unsupported_reason
+from mmkv.engine.backends.cuda.kernels.gated import gated
 from mmkv.engine.backends.cuda.kernels.norm import rms_norm
 from mmkv.engine.backends.cuda.kernels.sample import (
     PenaltyState,
@@ -31,7 +33,6 @@ from mmkv.engine.backends.cuda.kernels.sample import (
     uniform,
 )
 from mmkv.engine.backends.cuda.kernels.store import store_layer
-from mmkv.engine.backends.cuda.kernels.swiglu import swiglu
 from mmkv.engine.backends.cuda.kernels.worklist import (
     build_worklist,
     default_runs,
@@ -41,8 +42,11 @@ from mmkv.engine.backends.cuda.kernels.worklist import (
 from mmkv.engine.backends.cuda.policy_step import PolicyStep
 from mmkv.engine.cache import RaggedCache
 from mmkv.engine.errors import BROKEN
+from mmkv.engine.model.delta import DeltaFunctions
 from mmkv.engine.model.mixture import mixture
 from mmkv.engine.model.product import plain
+from mmkv.engine.model.state_layer import DeltaLayer
+from mmkv.engine.model.weights import LayerWeights, state_name
 
 
 class StaticStep:
@@ -129,7 +133,8 @@ class StaticStep:
             self.said = PenaltyState.empty(batch, model.decoder.weights.head.shape[0], device)
 
     def _read_columns(self) -> list[Tensor]:
-        return [*self.cache.pool.columns(), *self.cache.memory.values()]
+        cache = self.cache
+        return [*cache.pool.columns(), *cache.memory.values(), *cache.states.values()]
 
     def fits(self, entries: int = 0, row: int = 0) -> bool:
         """Whether a slot and its rows may hold so much, and all is still where it was."""
@@ -153,7 +158,7 @@ class StaticStep:
         Args:
             cut: whether a sequence may stand above its budget and slack; False leaves that out.
         """
-        model, pool, spec = self.model, self.cache.pool, self.model.spec
+        model, spec = self.model, self.model.spec
         weights, eps = model.decoder.weights, spec.rms_eps
         product = weights.product
         slots = make_room(self.room, self.rows, self.seqs)
@@ -164,45 +169,23 @@ class StaticStep:
         if policy is not None:
             policy.begin(self.seqs, slots, self.seen, live)
         rope = model.rope.text(self.rope_position)
+        angles = self._angles(rope)
+        # Their states stay as they are where a step stores nothing.
+        stateful = self.seqs.where(live, -1) if spec.has_entries else self.seqs
         x, residual = model.decoder.embed(self.token), None
         for index, layer in enumerate(weights.layers):
             normed, residual = rms_norm(x, residual, layer.input_norm, eps)
-            query = store_layer(
-                product(normed, layer.qkv, layer.qkv_bias),
-                rope,
-                layer.qk_norm,
-                eps,
-                pool,
-                by_layer[index],
-                self.seen,
-                self._readout(index, normed),
-            )
-            decode_attention(
-                query,
-                pool.stored_keys,
-                pool.stored_values,
-                self.rows.table,
-                self._work,
-                index,
-                self._partials,
-                spec.head_dim**-0.5,
-                self._mixed,
-            )
-            if policy is not None:
-                policy.attended(index, query)
-            mixed = pool.form.rotate(self._mixed).flatten(1)
-            x = product(mixed, layer.out, layer.out_bias)
+            entry = spec.entry_index[index]
+            if entry is None:
+                x = self._mix(index, layer, normed, stateful)
+            else:
+                x = self._attend(index, entry, normed, angles, by_layer[entry])
             if layer.attention_out_norm is not None:
                 x, _ = rms_norm(x, None, layer.attention_out_norm, eps)
             normed, residual = rms_norm(x, residual, layer.post_norm, eps)
-            if layer.router is not None and spec.routing is not None:
-                experts = plain(layer.gate_up), plain(layer.down)
-                x = mixture(normed, layer.router, *experts, spec.routing, captured=True)
-            else:
-                wide = product(normed, layer.gate_up, layer.gate_up_bias)
-                x = product(swiglu(wide), layer.down, layer.down_bias)
-                if layer.mlp_out_norm is not None:
-                    x, _ = rms_norm(x, None, layer.mlp_out_norm, eps)
+            x = self._mlp(normed, layer)
+            if layer.mlp_out_norm is not None:
+                x, _ = rms_norm(x, None, layer.mlp_out_norm, eps)
             if policy is not None:
                 for _ in range(model.decoder.taps.count(index)):
                     policy.tap(residual + x)
@@ -210,15 +193,94 @@ class StaticStep:
         if policy is not None:
             policy.appended(rope)
         if self.log_beta is not None:
-            made = pool.log_beta.view(-1)[slots.clamp(min=0)]
+            made = self.cache.pool.log_beta.view(-1)[slots.clamp(min=0)]
             self.log_beta.index_copy_(1, self.index, made.view(self.batch, 1, -1))
         self._choose(product(normed, weights.head).float(), live)
         self._evict(cut)
 
-    def _readout(self, index: int, normed: Tensor) -> GateHead | None:
+    def _angles(self, rope: tuple[Tensor, Tensor]) -> dict[bool, tuple[Tensor, Tensor]]:
+        """Return cos and signed sin ``[B, rot]`` of layers with a window and of the others."""
+        decoder, spec = self.model.decoder, self.model.spec
+        found = {}
+        for index, entry in enumerate(spec.entry_index):
+            if entry is not None and spec.is_local(index) not in found:
+                cos, sin = decoder.angles(index, rope)
+                found[spec.is_local(index)] = cos.contiguous(), sin.contiguous()
+        return found
+
+    def _attend(
+        self,
+        index: int,
+        entry: int,
+        normed: Tensor,
+        angles: dict[bool, tuple[Tensor, Tensor]],
+        slots: Tensor,
+    ) -> Tensor:
+        """Store the new entries of a layer, number ``entry`` of those with entries, and attend."""
+        model, pool, spec = self.model, self.cache.pool, self.model.spec
+        layer, product = model.decoder.weights.layers[index], model.decoder.weights.product
+        fused, gate = model.decoder.without_gate(product(normed, layer.qkv, layer.qkv_bias))
+        query = store_layer(
+            fused,
+            angles[spec.is_local(index)],
+            layer.qk_norm,
+            spec.rms_eps,
+            pool,
+            slots,
+            self.seen,
+            self._readout(entry, normed),
+        )
+        window = spec.sliding_window[entry]
+        decode_attention(
+            query,
+            pool.stored_keys,
+            pool.stored_values,
+            self.rows.table,
+            self._work,
+            entry,
+            self._partials,
+            spec.head_dim**-0.5,
+            self._mixed,
+            window=Window(window, pool.position, self.seen) if window else None,
+        )
+        if self.policy_step is not None:
+            self.policy_step.attended(entry, query)
+        mixed = pool.form.rotate(self._mixed).flatten(1)
+        if gate is not None:
+            mixed = mixed * gate.sigmoid()
+        return product(mixed, layer.out, layer.out_bias)
+
+    def _mix(self, index: int, layer: LayerWeights, normed: Tensor, slots: Tensor) -> Tensor:
+        """Take the token through a layer that keeps a state of a sequence; ``slots``: of these."""
+        by, product = layer.state_layer, self.model.decoder.weights.product
+        assert isinstance(by, DeltaLayer), "the backend refuses others"
+        states = {
+            name: self.cache.states[state_name(index, name)]
+            for name in by.states(self.cache.pool.dtype)
+        }
+        inputs = by.inputs(normed, layer, product)
+        functions = DeltaFunctions(
+            delta.causal_conv, delta.conv_step, delta.delta_step, delta.delta_chunk
+        )
+        mixed = by.step_in_place(inputs, states, slots, functions)
+        return by.outputs(mixed, inputs, layer, product)
+
+    def _mlp(self, normed: Tensor, layer: LayerWeights) -> Tensor:
+        decoder, spec = self.model.decoder, self.model.spec
+        if layer.router is not None and spec.routing is not None:
+            experts = plain(layer.gate_up), plain(layer.down)
+            made = mixture(normed, layer.router, *experts, spec.routing, captured=True)
+            return (
+                made if layer.shared_gate is None else made + decoder.shared_expert(normed, layer)
+            )
+        product = decoder.weights.product
+        wide = product(normed, layer.gate_up, layer.gate_up_bias)
+        return product(gated(wide, spec.activation), layer.down, layer.down_bias)
+
+    def _readout(self, entry: int, normed: Tensor) -> GateHead | None:
         if self.model.decoder.gates is None:
             return None
-        gate = self.model.decoder.gates.layers[index]
+        gate = self.model.decoder.gates.layers[entry]
         *first, (weight, bias) = gate.trunk
         for stage in first:
             normed = F.silu(gate.product(normed, *stage))

@@ -71,7 +71,8 @@ def gguf_folder(model: str | Path, mmproj: str | Path | None = None) -> str:
     Raises:
         ModelError: no such files, or ones that mmkv does not read.
     """
-    paths = [user_path(path).resolve() for path in (model, mmproj) if path is not None]
+    # Links are kept: the parts of a split file lie beside each other by their names, on the hub's.
+    paths = [user_path(path).absolute() for path in (model, mmproj) if path is not None]
     for path in paths:
         if not is_file(path):
             raise ModelError(f"no file {path}; name a GGUF file")

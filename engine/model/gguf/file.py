@@ -15,11 +15,14 @@ from pathlib import Path
 from typing import Any
 
 from mmkv.engine.errors import ModelError
+from mmkv.engine.paths import is_file
 
 SUFFIX = ".gguf"
 _MAGIC = b"GGUF"
 _HEAD = struct.Struct("<4sIQQ")
 _PART = re.compile(r"-(\d{5})-of-(\d{5})\.gguf$", re.IGNORECASE)
+_SPLIT = {"no": 0, "count": 1}  # metadata of a part, and what they are of a file by itself
+_MOST_PARTS = 1000
 # How the format numbers kinds of metadata; text is 8 and an array 9.
 _NUMBERS = {
     0: "B",
@@ -74,12 +77,14 @@ class GgufTensor:
     """A tensor of a file.
 
     Attributes:
+        path: the file, or the part of a split one.
         kind: ggml's name of its type, such as ``Q4_0``.
         number: ggml's number of that type.
         shape: as torch has it: rows before columns.
         begin: byte in the file. nbytes: of all of it.
     """
 
+    path: Path
     name: str
     kind: str
     number: int
@@ -102,18 +107,23 @@ class GgufTensor:
 
 
 class GgufFile:
-    """The head of a GGUF file.
+    """The head of a GGUF file; of one that is split, of all its parts.
+
+    Args:
+        path: the file, or the first part.
+        part: its number from 0 on and how many there are, of a part that another one asks for.
 
     Attributes:
-        metadata: by name; arrays are lists.
-        tensors: by name.
+        metadata: by name; arrays are lists. Those of a split file lie in its first part.
+        tensors: by name; each says in which part it lies.
 
     Raises:
-        ModelError: no GGUF file, one of an unknown version, a part of one, or a damaged one.
+        ModelError: no GGUF file, one of an unknown version, a damaged one, or a split one of which
+            this is not the first part or another one is missing.
     """
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
+    def __init__(self, path: Path, part: tuple[int, int] = (0, 1)) -> None:
+        self.path, self._place = path, part
         self.metadata: dict[str, Any] = {}
         self.tensors: dict[str, GgufTensor] = {}
         try:
@@ -126,6 +136,37 @@ class GgufFile:
             raise ModelError(f"cannot read {path} ({error.strerror}); mend that") from error
         except (struct.error, ValueError, LookupError, OverflowError) as error:
             raise self._damaged("its header makes no sense") from error
+        if not part[0]:
+            self._take_parts()
+
+    def _take_parts(self) -> None:
+        """Add the tensors of the other parts. Raises ModelError: one is missing or another's."""
+        number, count = (self.metadata.get(f"split.{name}", n) for name, n in _SPLIT.items())
+        named = parts_of(self.path)
+        if count == 1 and len(named) == 1:
+            return
+        if number != 0 or (len(named) > 1 and named[0] != self.path):
+            raise ModelError(
+                f"{self.path} is not the first part of a split GGUF file; name that one, "
+                "...-00001-of-0000N.gguf"
+            )
+        if len(named) != count:
+            raise ModelError(
+                f"{self.path} has {ascii(count)[:9]} parts by what it says and {len(named)} by its "
+                "name; give all parts the names that they were written with"
+            )
+        for at, path in enumerate(named[1:], 1):
+            if not is_file(path):
+                raise ModelError(
+                    f"{path} is missing, part {at + 1} of {count} of this model; put all parts "
+                    "into one folder"
+                )
+            other = GgufFile(path, (at, count))
+            if len(self.tensors | other.tensors) != len(self.tensors) + len(other.tensors):
+                raise other._damaged("it has a tensor of another part, too")
+            self.tensors |= other.tensors
+        if len(self.tensors) != self.metadata.get("split.tensors.count", len(self.tensors)):
+            raise self._damaged("its parts have not the tensors that it names")
 
     @property
     def architecture(self) -> str:
@@ -170,7 +211,7 @@ class GgufFile:
         found = self.tensors[name]
         if found.kind != "F32" or found.nbytes > 2**20:
             raise self._damaged(f"its tensor {name} is of type {found.kind}")
-        with self.path.open("rb") as file:
+        with found.path.open("rb") as file:
             file.seek(found.begin)
             return list(struct.unpack(f"<{found.nbytes // 4}f", file.read(found.nbytes)))
 
@@ -180,8 +221,6 @@ class GgufFile:
     def _require_head(self, head: bytes) -> None:
         if head[:4] != _MAGIC:
             raise ModelError(f"{self.path} is no GGUF file; name one, or a checkpoint's folder")
-        if (part := _PART.search(self.path.name)) and int(part[2]) > 1:
-            raise _part(self.path, int(part[2]))
         if len(head) < _HEAD.size:
             raise self._damaged("it is cut off")
         version = _HEAD.unpack(head)[1]
@@ -203,8 +242,9 @@ class GgufFile:
         for _ in range(entries):
             name = reader.text()
             self.metadata[name] = reader.value()
-        if (parts := self.metadata.get("split.count", 1)) != 1:
-            raise _part(self.path, parts)
+        said = tuple(self.metadata.get(f"split.{name}") for name in _SPLIT)
+        if self._place[0] and said != self._place:
+            raise self._damaged("it is not the part that its name says")
         found = [reader.tensor() for _ in range(tensors)]
         aligned = self.metadata.get("general.alignment", 32)
         if not isinstance(aligned, int) or aligned < 8 or aligned % 8:
@@ -224,7 +264,8 @@ class GgufFile:
             numbers = 1
             for axis in shape:
                 numbers *= axis
-            made = GgufTensor(name, kind, number, shape, begin + offset, numbers // block * width)
+            place = begin + offset, numbers // block * width
+            made = GgufTensor(self.path, name, kind, number, shape, *place)
             if made.begin + made.nbytes > size:
                 raise self._damaged(f"it ends before its tensor {ascii(name)[:80]} does")
             self.tensors[name] = made
@@ -243,21 +284,24 @@ def read_gguf(path: Path) -> GgufFile:
 
 
 def state(path: Path) -> tuple[int, ...]:
-    """Return what changes whenever a file does. Raises OSError."""
-    found = path.stat()
-    return found.st_size, found.st_mtime_ns, found.st_ctime_ns
+    """Return what changes whenever a file or a part of it does. Raises OSError."""
+    found = [path.stat(), *(one.stat() for one in parts_of(path) if is_file(one))]
+    return tuple(n for one in found for n in (one.st_size, one.st_mtime_ns, one.st_ctime_ns))
+
+
+def parts_of(path: Path) -> list[Path]:
+    """Return the files that a split file has by its name, this one included; else itself."""
+    found = _PART.search(path.name)
+    if found is None or not 0 < int(found[1]) <= int(found[2]):
+        return [path]
+    stem, end = path.name[: found.start()], found[0][-len(SUFFIX) :]
+    count = min(int(found[2]), _MOST_PARTS)
+    return [path.with_name(f"{stem}-{n:05}-of-{found[2]}{end}") for n in range(1, count + 1)]
 
 
 @functools.lru_cache(maxsize=4)  # a vocabulary takes tens of megabytes
 def _read_once(path: Path, state: tuple[int, ...]) -> GgufFile:
     return GgufFile(path)
-
-
-def _part(path: Path, parts: object) -> ModelError:
-    return ModelError(
-        f"{path} is one of {ascii(parts)[:9]} parts of a GGUF file; join them with llama.cpp's "
-        "llama-gguf-split --merge, and name what it writes"
-    )
 
 
 class _Reader:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from mmkv.engine.errors import ModelError
-from mmkv.engine.model.gguf.file import GgufFile, GgufTensor, read_gguf
+from mmkv.engine.model.gguf.file import GgufFile, GgufTensor, parts_of, read_gguf
 from mmkv.engine.model.int8 import BLOCK
 from mmkv.engine.model.panel_files import MappedFile
 from mmkv.engine.model.stored import Grid, StoredTensors
@@ -100,7 +100,6 @@ class _Piece:
             that turn together are neighbours there, and half a head apart here; 0: as here.
     """
 
-    file: GgufFile
     tensor: GgufTensor
     first: int
     after: int
@@ -145,7 +144,7 @@ class GgufTensors(StoredTensors):
     """
 
     def __init__(self, files: Sequence[Path], config: Any) -> None:
-        self.files = tuple(files)
+        self.files = tuple(part for path in files for part in parts_of(path))
         opened = [read_gguf(path) for path in files]
         prefix = "model." if len(opened) == 1 else "model.language_model."
         text = _text_sources(opened[0], config.get_text_config(), prefix)
@@ -193,7 +192,7 @@ class GgufTensors(StoredTensors):
             return None
         blocks = torch.cat([self._raw(one, one.first, one.after) for one in source.pieces])
         for one in source.pieces:  # a copy was made of them
-            self._map_of(one.file).forget(one.tensor.begin, one.tensor.nbytes)
+            self._map_of(one.tensor).forget(one.tensor.begin, one.tensor.nbytes)
         blocks = blocks.unflatten(-1, (-1, 2 + (BLOCK if source.kind == "Q8_0" else BLOCK // 2)))
         steps = blocks[..., :2].contiguous().view(torch.float16).squeeze(-1).float()
         stored = blocks[..., 2:]
@@ -246,7 +245,7 @@ class GgufTensors(StoredTensors):
         for first in range(piece.first, piece.after, step):
             raw = self._raw(piece, first, min(first + step, piece.after))
             yield _numbers(raw, tensor)
-            self._map_of(piece.file).forget(
+            self._map_of(piece.tensor).forget(
                 tensor.begin + first * tensor.row_bytes, len(raw) * tensor.row_bytes
             )
 
@@ -254,7 +253,7 @@ class GgufTensors(StoredTensors):
         """Return rows as they are stored, uint8 ``[n, bytes of a row]``, in the order of here."""
         tensor = piece.tensor
         begin = tensor.begin + first * tensor.row_bytes
-        mapped = self._map_of(piece.file)
+        mapped = self._map_of(piece.tensor)
         raw = mapped.tensor(begin, torch.uint8, (after - first, tensor.row_bytes))
         if not piece.heads:
             return raw
@@ -263,11 +262,11 @@ class GgufTensors(StoredTensors):
             return _halves(raw.view(-1, size), piece.heads).view(1, -1)
         return _halves(raw, piece.heads * (after - first) // (piece.after - piece.first))
 
-    def _map_of(self, file: GgufFile) -> MappedFile:
-        if file.path not in self._mapped:
-            with file.path.open("rb") as opened:
-                self._mapped[file.path] = MappedFile(opened.fileno())
-        return self._mapped[file.path]
+    def _map_of(self, tensor: GgufTensor) -> MappedFile:
+        if tensor.path not in self._mapped:
+            with tensor.path.open("rb") as opened:
+                self._mapped[tensor.path] = MappedFile(opened.fileno())
+        return self._mapped[tensor.path]
 
 
 def _halves(rows: Tensor, heads: int) -> Tensor:
@@ -295,19 +294,19 @@ def _text_sources(file: GgufFile, config: Any, prefix: str) -> Iterator[tuple[st
         if stem in _COMPUTED:
             continue
         if stem == "output":
-            yield f"lm_head.{kind}", _whole(file, tensor)
+            yield f"lm_head.{kind}", _whole(tensor)
         elif stem in _TEXT:
-            yield f"{prefix}{_TEXT[stem]}.{kind}", _whole(file, tensor)
+            yield f"{prefix}{_TEXT[stem]}.{kind}", _whole(tensor)
         elif layer and layer[2] in _LAYER:
             heads = turned.get(layer[2], 0)
             _require_heads(file, tensor, heads)
             made = f"{prefix}layers.{layer[1]}.{_LAYER[layer[2]]}.{kind}"
-            yield made, _whole(file, tensor, heads)
+            yield made, _whole(tensor, heads)
         elif layer and layer[2] in _EXPERTS and len(tensor.shape) == 3:
             experts, rows, columns = tensor.shape
             for expert in range(experts):
                 at = f"{prefix}layers.{layer[1]}.mlp.experts.{expert}.{_EXPERTS[layer[2]]}"
-                piece = _Piece(file, tensor, expert * rows, (expert + 1) * rows)
+                piece = _Piece(tensor, expert * rows, (expert + 1) * rows)
                 yield f"{at}.{kind}", _Source((rows, columns), (piece,))
         else:
             raise _foreign(file, name)
@@ -341,17 +340,17 @@ def _tower_sources(file: GgufFile, config: Any) -> dict[str, _Source]:
         if (stem == "v.patch_embd" and ending == "weight.1") or name == "v.patch_embd.weight.1":
             continue  # with its first frame
         if name == "v.class_embd":
-            made[names[name]] = _Source((tensor.rows * tensor.shape[-1],), (_all_of(file, tensor),))
+            made[names[name]] = _Source((tensor.rows * tensor.shape[-1],), (_all_of(tensor),))
         elif stem in names:
-            made[f"{prefix}{names[stem]}.{ending}"] = _whole(file, tensor)
+            made[f"{prefix}{names[stem]}.{ending}"] = _whole(tensor)
         elif layer and layer[2] in layers:
-            made[f"{prefix}{blocks}.{layer[1]}.{layers[layer[2]]}.{ending}"] = _whole(file, tensor)
+            made[f"{prefix}{blocks}.{layer[1]}.{layers[layer[2]]}.{ending}"] = _whole(tensor)
         elif layer and "attn_qkv" in layers and layer[2] in ("attn_q", "attn_k", "attn_v"):
             at = f"{prefix}{blocks}.{layer[1]}.{layers['attn_qkv']}.{ending}"
             parts.setdefault(at, {})[layer[2]] = tensor
         elif level and level[2] in _LEVEL and int(level[1]) in levels:
             at = f"{prefix}deepstack_merger_list.{levels.index(int(level[1]))}"
-            made[f"{at}.{_LEVEL[level[2]]}.{ending}"] = _whole(file, tensor)
+            made[f"{at}.{_LEVEL[level[2]]}.{ending}"] = _whole(tensor)
         else:
             raise _foreign(file, name)
     for at, three in parts.items():
@@ -396,7 +395,7 @@ def _frames(file: GgufFile) -> _Source:
             f"{file.path} has not two alike convolutions v.patch_embd; get the original file"
         )
     rows, channels, *sides = first.shape
-    pieces = (_all_of(file, first), _all_of(file, second))
+    pieces = (_all_of(first), _all_of(second))
     return _Source((rows, channels, 2, *sides), pieces, frames=True)
 
 
@@ -405,15 +404,15 @@ def _joined(file: GgufFile, at: str, three: Sequence[GgufTensor | None]) -> _Sou
     if len(there) != 3 or len({tensor.shape[1:] for tensor in there}) != 1:
         raise ModelError(f"{file.path} lacks a part of {at}; get the original file")
     shape = (sum(tensor.shape[0] for tensor in there), *there[0].shape[1:])
-    return _Source(shape, tuple(_all_of(file, tensor) for tensor in there))
+    return _Source(shape, tuple(_all_of(tensor) for tensor in there))
 
 
-def _whole(file: GgufFile, tensor: GgufTensor, heads: int = 0) -> _Source:
-    return _Source(tensor.shape, (_all_of(file, tensor, heads),))
+def _whole(tensor: GgufTensor, heads: int = 0) -> _Source:
+    return _Source(tensor.shape, (_all_of(tensor, heads),))
 
 
-def _all_of(file: GgufFile, tensor: GgufTensor, heads: int = 0) -> _Piece:
-    return _Piece(file, tensor, 0, math.prod(tensor.shape[:-1]), heads)
+def _all_of(tensor: GgufTensor, heads: int = 0) -> _Piece:
+    return _Piece(tensor, 0, math.prod(tensor.shape[:-1]), heads)
 
 
 def _split(name: str) -> tuple[str, str]:

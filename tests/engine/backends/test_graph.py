@@ -6,6 +6,7 @@ import dataclasses
 import importlib
 import itertools
 import pkgutil
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -28,13 +29,17 @@ from mmkv.resources import bundled_model
 from mmkv.session import Session
 from tests.support.bursts import Bursts, eager, grow_one_column, opened, same, states
 from tests.support.factories import checkpoint
+from tests.support.host_reads import HostReads, host_reads
 from tests.support.kernels import HAS_TRITON, INTERPRETED
 from tests.support.native import POLICIES, content, engine_for
 from tests.support.policies import STATIC
 from tests.support.sessions import load, state, text_ids
 from tests.support.tiers import slow_but
 
+__all__ = ["host_reads"]
 MODELS = ["qwen3_vl", "llama_biased", "odd"]
+# Linear layers, experts beside a shared one, GELU and four norms, sliding windows.
+OTHERS = ["qwen3_5_moe", "gemma3_text", "qwen3_5", "mistral"]
 
 
 @pytest.mark.parametrize(("model", "kv"), [("qwen3_vl", "k8v4"), ("odd", "int4")])
@@ -63,6 +68,8 @@ def test_the_static_step_is_the_eager_step_with_rounded_weights(model: str, form
     assert all(session.evicted > 0 for session in one)
 
 
+KERNEL_CASES = [("odd", "snapkv"), ("odd", "gkv")]
+KERNEL_CASES += [(model, "dbtrimkv") for model in OTHERS[:2]]
 MATRIX = [(m, *p) for m in MODELS for p in [*POLICIES, ("dbtrimkv", 5)]]
 MATRIX += [(model, "dbtrimkv", 2) for model in ("qwen3_moe", "glm4v")]
 # Every model, and with one of them every policy.
@@ -91,6 +98,45 @@ def test_the_static_step_is_the_eager_step(model: str, policy: str, lookahead: f
     assert eager(ours, one, [8, 9], 3) == eager(reference, two, [8, 9], 3)
     same(one, two)
     assert len(held[0]) == 3
+
+
+@pytest.mark.parametrize("model", slow_but(OTHERS[:2], OTHERS, "two have all that is special"))
+def test_states_and_windows_over_many_steps(
+    model: str, host_reads: HostReads, tmp_path: Path
+) -> None:
+    """Batches that change, forks, files, closed and new sequences, stops: nothing is read back."""
+    ours, reference = (engine_for(model) for _ in range(2))
+    ours.cache.pool.doubles = True  # as on a GPU
+    one, two = opened(ours, 3), opened(reference, 3)
+    runner = Bursts(ours)
+
+    def go_on(which: list[int], steps: int) -> None:
+        mine, theirs = ([held[index] for index in which] for held in (one, two))
+        tokens = [20 + index for index in which]
+        assert runner.decode(mine, tokens, steps) == eager(reference, theirs, tokens, steps)
+        same(one, two)
+
+    go_on([0, 1, 2], 22)
+    for held in (one, two):
+        held.append(held[0].fork())
+    go_on([3, 1], 14)
+    go_on([0, 3], 9)
+    for held in (one, two):
+        engine = held[0].engine
+        held[1].save(tmp_path / "asleep")
+        held.pop(1).close()
+        held[0].prefill({"input_ids": text_ids(7, 9)[None]})
+        held.append(engine.session())  # where the other one was
+        held[-1].prefill({"input_ids": text_ids(9, 8)[None]})
+        held.append(engine.load_session(tmp_path / "asleep")[0])
+    go_on([4, 1, 3, 0], 12)
+    stop = eager(reference, two[:1], [3], 2)[0]
+    assert stop[0] != stop[1]
+    generated = runner.decode(one[:2], [3, 4], 5, stop=stop[1:])
+    assert generated[0] == stop
+    assert generated[1:] == eager(reference, two[1:2], [4], len(generated[1]))
+    same(one, two)
+    assert host_reads.found == [] and all(session.evicted > 0 for session in one)
 
 
 @pytest.mark.parametrize(
@@ -266,7 +312,7 @@ def test_pages_that_nobody_asked_for_leave_most_memory_free(
     # 2,000 pages are free beside what one more takes; a quarter of them may go to spare ones.
     free = 1025 * size + largest + 2000 * size
     monkeypatch.setattr("mmkv.engine.cache.pool.free_bytes", lambda device: free)
-    monkeypatch.setattr("mmkv.engine.cache.pool._SMALL", 1)
+    monkeypatch.setattr("mmkv.engine.cache.pool.SMALL", 1)
     pool.reserve(1025)
     assert pool.num_pages == 1025 + 500
     pool.prepare(10**9)
@@ -351,7 +397,9 @@ def on_cuda(engine: Runtime, monkeypatch: pytest.MonkeyPatch, triton: bool = Tru
 
 def test_what_cannot_run_without_the_host_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
     for model, policy, why in [
-        ("mistral", "full", "sliding-window layers"),
+        ("mistral", "full", ""),
+        ("gemma3", "dbtrimkv", ""),
+        ("qwen3_5_moe", "full", ""),
         ("odd", "snapkv", ""),
         ("phi3_long", "full", "longrope"),
         ("odd", "full", ""),
@@ -402,9 +450,7 @@ def test_the_bundled_model_says_the_same_for_160_tokens() -> None:
     not (HAS_TRITON and INTERPRETED), reason="needs Triton and TRITON_INTERPRET=1 (the interpreter)"
 )
 # Every model with what the kernels score; and what scores in torch between them.
-@pytest.mark.parametrize(
-    ("model", "policy"), [*itertools.product(MODELS, STATIC), ("odd", "snapkv"), ("odd", "gkv")]
-)
+@pytest.mark.parametrize(("model", "policy"), [*itertools.product(MODELS, STATIC), *KERNEL_CASES])
 def test_the_kernels_together_are_the_eager_step(
     model: str, policy: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import mmap
 from pathlib import Path
 
@@ -11,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from mmkv.engine.backends.cuda.kernels.buffers import Partials, WorkList
+from mmkv.engine.backends.cuda.kernels.buffers import Partials, Window, WorkList
 from mmkv.engine.backends.cuda.kernels.decode_attention import empty_partials
 from mmkv.engine.backends.cuda.kernels.worklist import (
     build_worklist_reference,
@@ -188,6 +189,41 @@ def test_idle_batch_slots_layers_and_strided_queries(form) -> None:
 
 
 @pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize(("dim", "bits"), [(32, 0), (256, 0), (32, 8)])
+def test_a_window_hides_what_is_too_far_back(form, dim, bits) -> None:
+    """Wherever an entry lies in its row; of some pieces nothing is seen, and of one row one."""
+    length = torch.tensor([[[90, 70]], [[33, 1]]])
+    whole = paged(length, 16, dim, torch.float32, DEVICE)
+    now, generator = torch.tensor([1000, 400]), torch.Generator().manual_seed(3)
+    position = torch.zeros(len(whole.keys), 16, dtype=torch.int32)
+    for seq, head in itertools.product((0, 1), (0, 1)):
+        at = torch.randint(int(now[seq]), (96,), generator=generator)
+        at[32 * head : 32 * head + 32] = 3  # whole pages, the row's first ones or later ones
+        at[length[seq, 0, head] - 1] = now[seq]  # the query's own
+        position[whole.table[seq, 0, head, :6].cpu()] = at.view(6, 16).int()
+    cache = rounded(whole, bits, bits) if bits else whole
+    near = Window(300, position.to(DEVICE), now.to(DEVICE))
+    query = queries(2, 8, dim, torch.float32)
+    work, partials = plan(whole, [0, 1], 16, 9, 4)
+    out = torch.full(query.shape, torch.nan, device=DEVICE)
+    lse = torch.full(query.shape[:2], torch.nan, device=DEVICE)
+    args = (query, cache.keys, cache.values, cache.table, work, 0, partials, SCALE)
+    form(*args, out, lse, near)
+    counts = set()
+    for seq, head in itertools.product((0, 1), (0, 1)):
+        key, value = cache.row(seq, 0, head)
+        pages = cache.table[seq, 0, head].cpu()
+        at = position[pages].flatten()[: len(key)]
+        seen = (at > now[seq] - 300).to(DEVICE)
+        counts.add(int(seen.sum()))
+        mine = slice(4 * head, 4 * head + 4)
+        want, logs = attention(query[seq, mine], key[seen], value[seen], SCALE)
+        torch.testing.assert_close(out[seq, mine].double(), want, rtol=0, atol=1e-5)
+        torch.testing.assert_close(lse[seq, mine].double(), logs, rtol=0, atol=1e-5)
+    assert min(counts) == 1 and 1 < max(counts) < 60
+
+
+@pytest.mark.parametrize("form", FORMS)
 def test_large_logits_and_ties(form) -> None:
     """Logits of 1e4 neither overflow nor blur the merge; equal keys share alike."""
     length = torch.tensor([[[70, 70]]])
@@ -252,6 +288,13 @@ def test_decode_kernel_of_fewer_bits_fits_a_hopper_sm(bits, dtype, tmp_path: Pat
     to stay at 128 with 8 bits.
     """
     code = compile_case(decode(4, bits=bits, dtype=dtype), tmp_path)
+    assert code.spills <= ONE_SPILL and code.registers <= 168 and code.shared <= 56 * 1024
+
+
+@needs_compiler
+def test_decode_kernel_with_a_window_fits_a_hopper_sm(tmp_path: Path) -> None:
+    """Heads of 256 as Gemma 3 has them: three programs per multiprocessor at least."""
+    code = compile_case(decode(2, 16, 256, window=1024), tmp_path)
     assert code.spills <= ONE_SPILL and code.registers <= 168 and code.shared <= 56 * 1024
 
 

@@ -17,6 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from mmkv.engine.backends.cuda.kernels.gated import gated
 from mmkv.engine.backends.cuda.kernels.norm import rms_norm
 from mmkv.engine.backends.cuda.kernels.sample import (
     Draw,
@@ -25,7 +26,6 @@ from mmkv.engine.backends.cuda.kernels.sample import (
     sample,
     uniform,
 )
-from mmkv.engine.backends.cuda.kernels.swiglu import swiglu
 from mmkv.sampling import Sampling, distribution
 from tests.support.kernels import (
     DEVICE,
@@ -100,26 +100,39 @@ def test_rms_norm_of_extreme_values(form: Callable[..., tuple[Tensor, Tensor]]) 
     small = normal(1, 48, std=1e-4)
     want = small.double() / (small.double().square().mean() + 1e-5).sqrt() * gain.double()
     assert_within_units(form(small, None, gain, 1e-5)[0], want, 8)
+    half = small.bfloat16()  # beside gains in float32
+    want = half.double() / (half.double().square().mean() + 1e-5).sqrt() * gain.double()
+    got = form(half, None, gain, 1e-5)[0]
+    assert got.dtype == torch.bfloat16
+    assert_within_units(got, want, allowance(form, torch.bfloat16, 1))
     wide, beside = normal(3, 100), normal(3, 64, seed=4)
     got = form(wide[:, 20:68], beside[:, :48], gain, 1e-6)
     want = form(wide[:, 20:68].contiguous(), beside[:, :48].contiguous(), gain, 1e-6)
     assert torch.equal(got[0], want[0]) and torch.equal(got[1], want[1])
 
 
-@pytest.mark.parametrize("form", forms("swiglu", "swiglu"))
+@pytest.mark.parametrize("form", forms("gated", "gated"))
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("tokens", "width"), [(1, 1), (3, 37), (2, 1024), (2, 2100)])
-def test_swiglu(form: Callable[..., Tensor], dtype: torch.dtype, tokens: int, width: int) -> None:
+def test_gated(form: Callable[..., Tensor], dtype: torch.dtype, tokens: int, width: int) -> None:
     gate_up = normal(tokens, 2 * width, dtype=dtype, std=4)
-    got = form(gate_up)
-    assert got.shape == (tokens, width) and got.dtype == dtype
     gate, up = gate_up.double().chunk(2, -1)
-    active = F.silu(gate).to(dtype).double()
-    # A last bit of exp can push the first rounding to its neighbour: one unit more.
-    assert_within_units(got, active * up, allowance(form, dtype, 2))
+    for name in ("silu", "gelu_tanh"):
+        got = form(gate_up, name)
+        assert got.shape == (tokens, width) and got.dtype == dtype
+        exact = F.silu(gate) if name == "silu" else F.gelu(gate, approximate="tanh")
+        if name == "silu":
+            # A last bit of exp can push the first rounding to its neighbour: one unit more.
+            want = exact.to(dtype).double() * up
+            assert_within_units(got, want, allowance(form, dtype, 2))
+        else:  # float32's tanh near -1 leaves no digit of what is small
+            error = (got.double() - exact * up).abs()
+            kind, units = torch.finfo(dtype), allowance(form, dtype, 2)
+            unit = kind.eps * (exact.abs().clamp(min=kind.smallest_normal) * up.abs())
+            assert (error <= units * unit + 4e-7 * (gate * up).abs()).all()
 
 
-@pytest.mark.parametrize("form", forms("swiglu", "swiglu"))
+@pytest.mark.parametrize("form", forms("gated", "gated"))
 def test_swiglu_of_extreme_values(form: Callable[..., Tensor]) -> None:
     """exp overflows for large negative gates: the result is 0, not NaN. Strided rows are read."""
     gate = torch.tensor([[-200.0, -88.8, -20.0, 0.0, 20.0, 200.0]], device=DEVICE)
@@ -133,7 +146,7 @@ def test_swiglu_of_extreme_values(form: Callable[..., Tensor]) -> None:
 def test_dispatch_on_a_cpu_is_the_reference() -> None:
     x, gain = torch.randn(2, 8), torch.randn(8)
     assert torch.equal(rms_norm(x, x, gain, 1e-6)[0], F.rms_norm(x + x, (8,), gain, 1e-6))
-    assert torch.equal(swiglu(x), F.silu(x[:, :4]) * x[:, 4:])
+    assert torch.equal(gated(x), F.silu(x[:, :4]) * x[:, 4:])
 
 
 # --- the next token ------------------------------------------------------------------------
@@ -294,14 +307,14 @@ def test_rms_norm_fits_a_hopper_sm(width: int, add: bool, tmp_path: Path) -> Non
 @needs_compiler
 def test_swiglu_fits_a_hopper_sm(tmp_path: Path) -> None:
     """bf16, f of Qwen3-8B: <= 32 registers (full occupancy), no shared memory."""
-    from mmkv.engine.backends.cuda.kernels import swiglu_triton
+    from mmkv.engine.backends.cuda.kernels import gated_triton
 
     report = compile_for_hopper(
-        swiglu_triton.__name__,
-        "swiglu_kernel",
+        gated_triton.__name__,
+        "gated_kernel",
         {"gate_up": "*bf16", "out": "*bf16", "row_stride": "i32"},
-        {"WIDTH": 12288, "BLOCK": swiglu_triton.BLOCK},
-        swiglu_triton.WARPS,
+        {"WIDTH": 12288, "GELU": True, "BLOCK": gated_triton.BLOCK},
+        gated_triton.WARPS,
         tmp_path,
     )
     assert report.spills == 0 and report.registers <= 32 and report.shared == 0

@@ -190,7 +190,22 @@ def assert_heads_near(got: Tensor, want: Tensor, allowed: float) -> None:
 def test_matches_the_eager_step(
     form: Callable[..., Tensor], dtype: torch.dtype, norm: bool, shape: tuple[int, ...]
 ) -> None:
-    case = Case.make(*shape, dtype, norm)
+    matches_the_eager_step(form, Case.make(*shape, dtype, norm))
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_gains_in_float32_beside_other_states(
+    form: Callable[..., Tensor], dtype: torch.dtype
+) -> None:
+    case = Case.make(*SHAPES[3], dtype, norm=True)
+    assert case.layer.qk_norm is not None
+    case.layer.qk_norm = case.layer.qk_norm.float() * 1.001  # no number of the dtype
+    matches_the_eager_step(form, case)
+
+
+def matches_the_eager_step(form: Callable[..., Tensor], case: Case) -> None:
+    dtype = case.hidden.dtype
     want_query, want = case.eager()
     query, pool, slots = case.ours(form)
     for name in ("values", "position", "modality"):

@@ -210,7 +210,9 @@ def test_a_batch_is_what_torch_makes_of_it_and_each_is_as_if_alone(model: str) -
     for index in range(14):
         tokens = text_ids(len(batch), index).tolist()
         logits = ours.decode(batch, tokens)
-        assert_close(logits, reference.decode(plain, tokens))
+        # torch alone and torch in a batch differ by 4e-5 where experts follow linear layers.
+        most = 1e-4 if model == "qwen3_5_moe" else 1e-5
+        assert_close(logits, reference.decode(plain, tokens), most)
         assert content(ours.cache) == content(reference.cache)
         for row, session, token in zip(logits, alone, tokens, strict=True):
             assert torch.equal(row, session.decode(token))

@@ -20,7 +20,7 @@ from typing import Any
 import pytest
 import torch
 from gguf import GGMLQuantizationType as Kind
-from gguf import GGUFWriter
+from gguf import GGUFReader, GGUFWriter
 from PIL import Image
 from tokenizers import Tokenizer
 from torch import Tensor
@@ -191,7 +191,7 @@ def test_a_file_of_another_kind_says_what_it_is(
     written: Written, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     part = changed(written.text, tmp_path / "m-00001-of-00003.gguf", bytes)
-    assert "one of 3 parts of a GGUF file; join them" in refused(part)
+    assert "has 1 parts by what it says and 3 by its name" in refused(part)
     assert "a vision tower (mmproj); name the language model's" in refused(written.mmproj)
     assert "is no vision tower (mmproj), but qwen3vl" in refused(written.text, written.text)
     other = Written(checkpoint("qwen2"), tmp_path / "other", Kind.F32)
@@ -205,6 +205,45 @@ def test_a_file_of_another_kind_says_what_it_is(
     os.utime(written.text)
     assert "pip install 'mmkv[gguf]'" in refused(written.text)
     load(gguf_folder(other.text), "float32", "cpu")  # plain numbers need no package
+
+
+def test_a_split_file_is_read_part_by_part(tmp_path: Path) -> None:
+    """By the package's own writer; each part's tensors are where its reader finds them."""
+    made = Written(checkpoint("llama"), tmp_path / "m", Kind.Q8_0, split=5)
+    parts = sorted((tmp_path / "m").glob("model-*.gguf"))
+    names = [f"model-{n:05}-of-{len(parts):05}.gguf" for n in range(1, len(parts) + 1)]
+    assert [part.name for part in parts] == names and len(parts) > 3
+    found = GgufFile(parts[0]).tensors
+    for part in parts:
+        for tensor in GGUFReader(part).tensors:
+            ours = found.pop(tensor.name)
+            assert (ours.path, ours.begin, ours.nbytes) == (
+                part,
+                tensor.data_offset,
+                tensor.n_bytes,
+            )
+    assert not found
+    linked = tmp_path / "hub"
+    linked.mkdir()
+    for part in parts:  # as the hub's cache has them
+        (linked / part.name).symlink_to(shutil.move(part, tmp_path / f"{part.name}.blob"))
+    first, *_, last = (linked / part.name for part in parts)
+    folder = gguf_folder(first)
+    ours, theirs = (named(load(one, "float32", "cpu")[2]) for one in (folder, made.truth))
+    assert_same(ours, theirs)
+    before = fingerprint(folder)
+    assert refused(last).startswith(f"{last} is not the first part of a split GGUF file; name")
+    blob = last.resolve()
+    raw = bytearray(blob.read_bytes())
+    raw[GGUFReader(blob).tensors[0].data_offset] ^= 1
+    blob.write_bytes(raw)
+    assert fingerprint(gguf_folder(first)) != before  # a part that changed is read again
+    last.unlink()
+    assert refused(first).startswith(
+        f"{last} is missing, part {len(parts)} of {len(parts)} of this"
+    )
+    last.symlink_to((linked / parts[1].name).resolve())
+    assert "it is not the part that its name says" in refused(first)
 
 
 def test_damage_anywhere_in_the_header_is_refused_in_a_line(

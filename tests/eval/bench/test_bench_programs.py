@@ -5,13 +5,16 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Callable
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import pytest
 import torch
+from torch import Tensor
 
 from mmkv.engine.errors import BudgetError
+from mmkv.engine.policies import CacheView, Needs, make_policy
 from mmkv.engine.runtime import Runtime
 from mmkv.eval import weight_forms
 from mmkv.eval.bench import admission as bench_admission
@@ -20,6 +23,7 @@ from mmkv.eval.bench import decode as bench_decode
 from mmkv.eval.bench import generate_cpu as bench_generate
 from mmkv.eval.bench import kernels as bench_kernels
 from mmkv.eval.bench import kv_forms as bench_forms
+from mmkv.eval.bench import policies as bench_policies
 from mmkv.eval.bench import prefill as bench_prefill
 from mmkv.eval.bench.decode import checks
 from mmkv.eval.bench.harness import BenchError
@@ -94,6 +98,45 @@ def test_a_kernel_that_fails_is_named_and_the_others_go_on(
     assert code == 1 and len(failed) == 2 and len(cases) == 4
     assert failed[0]["failed"] == "RuntimeError: no such thing"
     assert "no such thing" in capsys.readouterr().out
+
+
+@dataclass(frozen=True)
+class Reading:
+    """Somebody's scorer that asks a tensor for a number."""
+
+    needs: ClassVar[Needs] = Needs()
+
+    def score(self, view: CacheView) -> Tensor:
+        return (view.position == int(view.position.max())).float()
+
+
+def test_the_step_of_each_policy_in_turns(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Prompts of 40 tokens and M = 12, of which wgkv+dbtrimkv keeps 12 as well."""
+    own = replace(make_policy("snapkv"), name="mine", scoring=Reading())
+    make = bench_policies.make_policy
+    monkeypatch.setattr(
+        bench_policies, "make_policy", lambda name: own if name == "mine" else make(name)
+    )
+    options = ["--cases", "1:40:12", "--steps", "4", "--output", str(tmp_path)]
+    options += ["--policies", "dbtrimkv", "rkv", "raas", "mine", "wgkv+dbtrimkv", "fastv"]
+    assert bench_decode.main([*WHERE, *options]) == 1
+    (case,) = results(tmp_path, f"decode-policies-{DEVICE.type}-tiny")["cases"]
+    assert case["policies"].pop("fastv")["failed"].startswith("PolicyError: the policy prunes")
+    held = {name: each["entries_per_row"] for name, each in case["policies"].items()}
+    twelve = dict.fromkeys(("dbtrimkv", "rkv", "mine", "wgkv+dbtrimkv"), 12)
+    assert held == {"full": 40, "raas": 52} | twelve
+    assert case["policies"]["rkv"]["interval"] == 3
+    graphs = {name: each["graph"] for name, each in case["policies"].items()}
+    assert graphs.pop("mine").endswith("policy 'mine' has code of its own")
+    if DEVICE.type == "cpu":
+        assert set(graphs.values()) == {"yes"}
+    reads = {name: each["host_reads_per_step"] for name, each in case["policies"].items()}
+    assert reads.pop("mine") > 0 and not any(reads.values())
+    for each in case["policies"].values():
+        assert len(each["ms_per_step"]["rounds"]) == 2 and each["over_full"] > 0
+    assert "host reads" in " ".join(capsys.readouterr().out.split())
 
 
 @pytest.mark.long(reason="times every program of the benchmark once")

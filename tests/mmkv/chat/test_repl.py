@@ -638,3 +638,58 @@ def test_the_demo_evicts_and_says_what_it_cost(mmkv: Callable[..., Ran]) -> None
     words[words.index("assets/scene.png")] = str(asset("scene.png"))
     ran = mmkv(*words)
     assert ran.out == "frog\n" and "(22 %)" in ran.err and "what eviction cost" in ran.err
+
+
+def test_pictures_that_come_into_a_watched_folder_are_read(
+    repl: Repl, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Once each; one that is half written once it is whole, a broken one is named once."""
+    folder = tmp_path / "camera"
+    folder.mkdir()
+    red = Image.new("RGB", (32, 32), "red")
+    red.save(folder / "before.png")
+    red.save(tmp_path / "whole.png")
+    whole = (tmp_path / "whole.png").read_bytes()
+    script(monkeypatch, repl.engine, ["yes", "no"])
+
+    def pictures() -> list[int]:
+        user = [one for one in repl.session.history if one["role"] == "user"]
+        return [sum(part["type"] != "text" for part in one["content"]) for one in user]
+
+    class Typing:
+        def __init__(self) -> None:
+            self.steps = iter(self.typed())
+
+        def read(self) -> str:
+            text = next(self.steps, None)
+            if text is None:
+                raise EOFError
+            return text
+
+        def typed(self) -> Iterator[str]:
+            yield f"/watch-folder {folder}"
+            (folder / "half.png").write_bytes(whole[:40])
+            (folder / "note.txt").write_text("no picture")
+            red.save(folder / "one.jpg")
+            yield "what?"
+            assert pictures() == [1]
+            (folder / "half.png").write_bytes(whole)
+            (folder / "broken.png").write_bytes(b"no picture")
+            os.utime(folder / "broken.png", (0, 0))
+            yield "/memory"
+            yield "/undo"  # the turn, and what came after it
+            assert pictures() == [1] and len(repl.session.history) == 1
+            yield "and?"
+            yield "/watch-folder off"
+            red.save(folder / "late.png")
+            yield "/memory"
+            assert pictures() == [1]
+            folder.rename(tmp_path / "gone")
+            yield f"/watch-folder {folder}"
+
+    monkeypatch.setattr("mmkv.chat.repl.open_reader", lambda _: Typing())
+    assert repl.run() == 0
+    said = capfd.readouterr().err
+    assert "the 1 in it are left out" in said and said.count("broken.png") == 1
+    assert said.count("read one.jpg") == said.count("read half.png") == 1
+    assert "late.png" not in said and "camera cannot be read (No such file" in said

@@ -329,7 +329,7 @@ class MorphKV(Method):
 def redundancy(keys: Tensor, threshold: float, *, cut: bool) -> Tensor:
     """How much each key of a row repeats others: a softmax ``[N]`` over keys ``[N, D]``.
 
-    R-KV (arXiv 2505.24133), section 3.3, with one recent similar key spared (its released code).
+    R-KV (arXiv 2505.24133), with one recent similar key spared (its released code).
     ``cut``: similarities at or below the threshold count nothing (G-KV, appendix D).
     """
     keys = keys.double()
@@ -347,7 +347,7 @@ def redundancy(keys: Tensor, threshold: float, *, cut: bool) -> Tensor:
 
 @dataclass
 class RKV(Method):
-    """R-KV (arXiv 2505.24133), sections 3.2 to 3.4: ``lambda I - (1 - lambda) R``.
+    """R-KV (arXiv 2505.24133): ``lambda I - (1 - lambda) R``.
 
     Choices: ``kernel`` and ``threshold`` are those of the released code; the softmax of ``I``
     covers the window's keys too.

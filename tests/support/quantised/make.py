@@ -82,6 +82,7 @@ def main() -> None:
         "awq": awq(args.autoawq),
         "gptq": gptq(args.gptqmodel, 4, "gptq"),
         "gptq_v2": gptq(args.gptqmodel, 8, "gptq_v2"),
+        "gptq_3": gptq(args.gptqmodel, 3, "gptq"),
         "bitsandbytes": bitsandbytes(),
     }
     expected: dict[str, Any] = {}

@@ -78,6 +78,20 @@ class WorkList:
 
 
 @dataclass(frozen=True)
+class Window:
+    """What a query of a layer with a sliding window sees: the newest tokens, its own among them.
+
+    Attributes:
+        tokens: their number.
+        position: ``[pages, P]`` int32 token indices, the pool's; now: ``[B]`` int64, the queries'.
+    """
+
+    tokens: int
+    position: Tensor
+    now: Tensor
+
+
+@dataclass(frozen=True)
 class Partials:
     """Static scratch of :func:`decode_attention`, shared by all layers of a step.
 

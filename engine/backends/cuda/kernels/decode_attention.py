@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from mmkv.engine.backends.cuda.kernels.available import on_triton
-from mmkv.engine.backends.cuda.kernels.buffers import Partials, WorkList
+from mmkv.engine.backends.cuda.kernels.buffers import Partials, Window, WorkList
 from mmkv.engine.cache import EncodedKV
 from mmkv.engine.device import on_device
 
@@ -36,6 +36,7 @@ def decode_attention_reference(
     scale: float,
     out: Tensor,
     lse: Tensor | None = None,
+    window: Window | None = None,
 ) -> None:
     """Compute :func:`decode_attention` in torch: one row after the other, in float32."""
     grouped = query.reshape(query.shape[0] * work.heads, -1, query.shape[2])
@@ -47,6 +48,9 @@ def decode_attention_reference(
         key = keys[pages].flatten(0, 1)[:entries].float()
         value = values[pages].flatten(0, 1)[:entries].float()
         scores = grouped[row].float() @ key.T * scale
+        if window is not None:
+            back = window.now[row // work.heads] - window.position[pages].flatten()[:entries]
+            scores = scores.masked_fill(back >= window.tokens, -torch.inf)
         result[row] = (scores.softmax(-1) @ value).to(out.dtype)  # of no entries: 0
         if logs is not None:
             logs[row] = scores.logsumexp(-1)  # of no entries: -inf
@@ -63,6 +67,7 @@ def decode_attention(
     scale: float,
     out: Tensor,
     lse: Tensor | None = None,
+    window: Window | None = None,
 ) -> None:
     """Attend from one query per sequence and head to all entries of its rows in ``layer``.
 
@@ -81,6 +86,7 @@ def decode_attention(
             slots get zeros.
         lse: ``[B, Hq]`` float32 contiguous or None, written: natural log-sum-exp of the logits,
             -inf without entries.
+        window: which entries are near enough to be seen; None: all.
     """
     if on_triton(query):
         from mmkv.engine.backends.cuda.kernels import decode_attention_triton
@@ -89,4 +95,4 @@ def decode_attention(
     else:
         run = decode_attention_reference
     with on_device(query.device):
-        run(query, keys, values, table, work, layer, partials, scale, out, lse)
+        run(query, keys, values, table, work, layer, partials, scale, out, lse, window)

@@ -19,7 +19,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from mmkv.engine.backends.cuda.kernels.buffers import Partials, WorkList
+from mmkv.engine.backends.cuda.kernels.buffers import Partials, Window, WorkList
 from mmkv.engine.backends.cuda.kernels.forms_triton import load_codes, load_scale, load_zero, parts
 from mmkv.engine.cache import EncodedKV
 
@@ -45,6 +45,7 @@ def decode_attention(
     scale: float,
     out: Tensor,
     lse: Tensor | None = None,
+    window: Window | None = None,
 ) -> None:
     """See ``decode_attention`` in ``decode_attention.py``; one launch."""
     heads, head_dim, group = work.heads, query.shape[2], query.shape[1] // work.heads
@@ -65,6 +66,8 @@ def decode_attention(
         partials.arrived,
         out,
         out if lse is None else lse,
+        work.rows if window is None else window.position,
+        work.rows if window is None else window.now,
         query.stride(0),
         query.stride(1),
         table.shape[-1],
@@ -80,6 +83,7 @@ def decode_attention(
         VALUE_BITS=value_bits,
         TILE=work.tile,
         WRITE_LSE=lse is not None,
+        WINDOW=0 if window is None else window.tokens,
         num_warps=WARPS,
         num_stages=STAGES,
         enable_fp_fusion=True,
@@ -120,8 +124,10 @@ def _merge(
             cache_modifier=".cg",
         )
         high = tl.maximum(peak, tl.max(top, 0))
-        shrink = tl.exp2((peak - high) * factor)
-        share = tl.exp2((top - high[None, :]) * factor)
+        # Of a piece that lies outside the window no entry is above -inf.
+        base = tl.where(high == float("-inf"), 0.0, high)
+        shrink = tl.exp2((peak - base) * factor)
+        share = tl.exp2((top - base[None, :]) * factor)
         acc = acc * shrink[:, None] + tl.sum(body * share[:, :, None], 0)
         total = total * shrink + tl.sum(part * share, 0)
         peak = high
@@ -169,6 +175,8 @@ def decode_kernel(
     arrived,
     out,
     lse,
+    position,
+    now,
     query_batch,
     query_head,
     width,
@@ -184,8 +192,9 @@ def decode_kernel(
     VALUE_BITS: tl.constexpr,
     TILE: tl.constexpr,
     WRITE_LSE: tl.constexpr,
+    WINDOW: tl.constexpr,
 ):
-    """Compute one run of one layer; grid (N,)."""
+    """Compute one run of one layer; grid (N,). WINDOW of 0: entries of any position are seen."""
     run = tl.program_id(0)
     tiles = tl.load(runs + run * 8)
     row = tl.load(runs + run * 8 + 1)
@@ -223,6 +232,10 @@ def decode_kernel(
             other=0.0,
         )
         entry = pages.to(tl.int64) * P + (at + batch_slot) % P
+        if WINDOW > 0:
+            when = tl.load(position + entry, mask=there, other=0)
+            there = there & (tl.load(now + row // HEADS) - when < WINDOW)
+            mask = there[:, None] & in_head
         if KEY_BITS == 0:
             key = tl.load(keys + slot[:, None] + d[None, :], mask=mask, other=0.0)
         else:

@@ -19,7 +19,7 @@ def rms_norm(x: Tensor, residual: Tensor | None, gain: Tensor, eps: float) -> tu
     Args:
         x: ``[T, d]`` in the model's dtype, rows contiguous.
         residual: ``[T, d]`` in the same dtype, rows contiguous, or None.
-        gain: ``[d]``; eps: added to the mean square.
+        gain: ``[d]`` in the same dtype or float32; eps: added to the mean square.
 
     Returns:
         normed ``[T, d]`` and the sum ``[T, d]`` (``x`` itself without a residual).
@@ -37,4 +37,6 @@ def rms_norm_reference(
 ) -> tuple[Tensor, Tensor]:
     """Compute :func:`rms_norm` in torch as the eager decoder does: the reference."""
     total = x if residual is None else residual + x
+    if gain.dtype != total.dtype:
+        return F.rms_norm(total.float(), gain.shape, gain, eps).to(total.dtype), total
     return F.rms_norm(total, gain.shape, gain, eps), total

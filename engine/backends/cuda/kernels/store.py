@@ -13,6 +13,7 @@ from mmkv.engine.backends.cuda.kernels.available import on_triton
 from mmkv.engine.backends.cuda.kernels.buffers import GateHead
 from mmkv.engine.cache import Columns
 from mmkv.engine.device import on_device
+from mmkv.engine.model.elementwise import normed_heads
 from mmkv.engine.model.rope import rotate
 
 
@@ -37,7 +38,8 @@ def store_layer(
             a slice of a wider product will do.
         rope: cos and signed sin ``[B, rot]`` in the model's dtype (``Rope``);
             features past ``rot`` pass through.
-        qk_norm: ``[Hq + H, D]`` gains of the per-head RMSNorm of q and k, or None; eps: of it.
+        qk_norm: ``[Hq + H, D]`` gains of the per-head RMSNorm of q and k, in the model's dtype or
+            float32, or None; eps: of it.
         pool: written at ``slots``, rounded as its form says, with modality 0 (text) and state 0.
         slots: ``[B, H]`` int64 flat slots ``page * P + offset``, all different; or -1. May be
             ``[:, layer]`` of those of all layers.
@@ -74,9 +76,7 @@ def store_layer_reference(
     fused = qkv.reshape(batch_slots, -1, head_dim)
     rotated = fused.shape[1] - heads
     turned, value = fused[:, :rotated], fused[:, rotated:]
-    if qk_norm is not None:
-        turned = F.rms_norm(turned, (head_dim,), eps=eps) * qk_norm
-    turned = rotate(turned, *rope)
+    turned = rotate(normed_heads(turned, qk_norm, eps), *rope)
     query, key = turned[:, :-heads], turned[:, -heads:]
     live = slots >= 0
     where = slots[live]

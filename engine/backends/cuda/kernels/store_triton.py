@@ -73,6 +73,7 @@ def store_layer(
         DIM=head_dim,
         ROT=cos.shape[1],
         NORM=qk_norm is not None,
+        APART=qk_norm is not None and qk_norm.dtype != qkv.dtype,
         TRUNK=trunk.shape[1] if readout else 0,
         STATE=pool.state.shape[-1],
         BESIDE=pool is not rounded,
@@ -126,6 +127,7 @@ def store_kernel(
     DIM: tl.constexpr,
     ROT: tl.constexpr,
     NORM: tl.constexpr,
+    APART: tl.constexpr,
     TRUNK: tl.constexpr,
     STATE: tl.constexpr,
     BESIDE: tl.constexpr,
@@ -133,7 +135,9 @@ def store_kernel(
     DIM_BLOCK: tl.constexpr,
     TRUNK_BLOCK: tl.constexpr,
 ):
-    """Store one KV head of one batch slot; grid (B, H). TRUNK of 0: no gate."""
+    """Store one KV head of one batch slot; grid (B, H). TRUNK of 0: no gate; APART: the gain is
+    float32 and the model is not.
+    """
     batch_slot = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)
     slot = tl.load(slots + batch_slot * slots_row + head)
@@ -159,8 +163,10 @@ def store_kernel(
         x_gain = tl.load(factor + feature[None, :], mask=turns, other=0.0).to(tl.float32)
         y_gain = tl.load(factor + partner[None, :], mask=turns, other=0.0).to(tl.float32)
         scale = tl.rsqrt(tl.sum(x * x, 1) / DIM + eps)[:, None]
-        x = ((x * scale).to(dtype).to(tl.float32) * x_gain).to(dtype).to(tl.float32)
-        y = ((y * scale).to(dtype).to(tl.float32) * y_gain).to(dtype).to(tl.float32)
+        x, y = x * scale, y * scale
+        if not APART:  # gains of the model's dtype multiply what is rounded to it
+            x, y = x.to(dtype).to(tl.float32), y.to(dtype).to(tl.float32)
+        x, y = (x * x_gain).to(dtype).to(tl.float32), (y * y_gain).to(dtype).to(tl.float32)
     # One angle for all rows, but read by each: a broadcast would go through shared memory.
     angle = tl.broadcast_to(batch_slot * ROT + feature[None, :], (ROWS, DIM_BLOCK))
     rotates = turns & (feature < ROT)[None, :]

@@ -1,4 +1,4 @@
-"""``kernels.swiglu`` in Triton: one program per token and block of features."""
+"""``kernels.gated`` in Triton: one program per token and block of features."""
 
 # mypy: disable-error-code="import-not-found, import-untyped, no-untyped-def"
 
@@ -14,19 +14,27 @@ BLOCK = 1024
 WARPS = 4
 
 
-def swiglu(gate_up: Tensor) -> Tensor:
-    """See :func:`mmkv.engine.backends.cuda.kernels.swiglu.swiglu`."""
+def gated(gate_up: Tensor, activation: str = "silu") -> Tensor:
+    """See :func:`mmkv.engine.backends.cuda.kernels.gated.gated`."""
     tokens, width = gate_up.shape[0], gate_up.shape[1] // 2
     out = torch.empty(tokens, width, dtype=gate_up.dtype, device=gate_up.device)
     # Tokens lie along the first axis of the grid: the other two end at 65,535.
-    swiglu_kernel[(tokens, triton.cdiv(width, BLOCK))](
-        gate_up, out, gate_up.stride(0), WIDTH=width, BLOCK=BLOCK, num_warps=WARPS
+    gated_kernel[(tokens, triton.cdiv(width, BLOCK))](
+        gate_up,
+        out,
+        gate_up.stride(0),
+        WIDTH=width,
+        GELU=activation == "gelu_tanh",
+        BLOCK=BLOCK,
+        num_warps=WARPS,
     )
     return out
 
 
 @triton.jit
-def swiglu_kernel(gate_up, out, row_stride, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
+def gated_kernel(
+    gate_up, out, row_stride, WIDTH: tl.constexpr, GELU: tl.constexpr, BLOCK: tl.constexpr
+):
     """Compute BLOCK features of one token; grid (T, f / BLOCK)."""
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -35,5 +43,8 @@ def swiglu_kernel(gate_up, out, row_stride, WIDTH: tl.constexpr, BLOCK: tl.const
     gate = tl.load(source, mask=inside, other=0.0).to(tl.float32)
     up = tl.load(source + WIDTH, mask=inside, other=0.0).to(tl.float32)
     dtype = out.dtype.element_ty
-    active = (gate / (1.0 + tl.exp(-gate))).to(dtype).to(tl.float32)
+    inner = gate
+    if GELU:  # 0.5 (1 + tanh(u)) is sigmoid(2 u), here with u = sqrt(2 / pi) (x + 0.044715 x^3)
+        inner = 1.5957691216057308 * (gate + 0.044715 * gate * gate * gate)
+    active = (gate / (1.0 + tl.exp(-inner))).to(dtype).to(tl.float32)
     tl.store(out + row * WIDTH + column, (active * up).to(dtype), mask=inside)
