@@ -175,8 +175,7 @@ class CachedSequence:
     def dial(self, stands: tuple[int, int, int, bool] | None) -> None:
         if self._dial is not None:
             allowed, room, at, full = stands or (0, 0, 0, False)
-            given = {"allowed": allowed, "room": room, "turned_at": at, "full": full}
-            self._dial = replace(self._dial, **given)
+            self._dial = replace(self._dial, allowed=allowed, room=room, turned_at=at, full=full)
 
     @torch.inference_mode()
     def turn_dial(self, decoding: bool = False) -> None:

@@ -66,7 +66,7 @@ def read(engine: Runtime, dialogue: Dialogue, budget: Budget) -> Row:
 
 def lengths(dialogue: Dialogue) -> list[int]:
     """Return the tokens that have been read after each step of :func:`read`."""
-    seen = []
+    seen: list[int] = []
     for start, stop in spans(dialogue[1].tolist()):
         seen += range(start, stop + 1)
     return seen

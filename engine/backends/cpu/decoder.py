@@ -75,7 +75,10 @@ class NativeDecoder:
             self._layers[index].angle = spec.is_local(index) * spec.rope.inv_freq.numel()
         # Where the layers without entries have their states: the cache replaces them as it grows.
         self._states: Tensor | None = None
-        delta, routing = spec.delta or DeltaSpec(0, 0, 0, 0, 0), spec.routing or Routing(0, 0, False, 0)
+        delta, routing = (
+            spec.delta or DeltaSpec(0, 0, 0, 0, 0),
+            spec.routing or Routing(0, 0, False, 0),
+        )
         self._model = Model(
             layers=spec.num_layers,
             hidden=spec.hidden_size,
