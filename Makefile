@@ -13,10 +13,14 @@ endif
 # Without its cache of compiled modules, every process that the tests start compiles torch anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: vendor demo serve-demo test test-fast test-triton test-drawn test-pages test-browser mutants test-newest test-oldest wheel-test rehearse lint docs format clean
+.PHONY: vendor demo demo-endless serve-demo test test-fast test-triton test-drawn test-pages test-browser mutants test-newest test-oldest wheel-test rehearse lint docs format clean
 
 demo: $(READY)
 	$(BIN)/mmkv chat --image assets/scene.png --budget 8 --prefill-chunk 12 --cost -p "what is at row 2, column 3?"
+
+# A camera for 18 minutes in one minute, in a third of a megabyte. DEMO="--minutes 60 --speed 60" is longer.
+demo-endless: $(READY)
+	HF_HUB_OFFLINE=1 $(BIN)/python examples/endless.py $(DEMO)
 
 # Starts mmkv serve, asks it about a picture through the openai package, and stops it.
 serve-demo: $(READY)

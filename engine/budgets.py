@@ -243,7 +243,7 @@ def count(sessions: Sequence[CachedSequence], counts: Counts) -> None:
         if appended:
             session.count_appended(appended)
             if session.meter is not None and counts.log_beta is not None:
-                session.meter.add(counts.log_beta, index)
+                session.meter.step(counts.log_beta, counts.step, index)
         if all_dropped:
             dropped = all_dropped[index]
             if dropped:

@@ -70,6 +70,8 @@ class Memory:
 
 # [start, stop) of a picture's tokens.
 Span = tuple[int, int]
+# Pictures of a session that are told apart: without a bound they would grow with an endless one.
+MOST_PICTURES = 4096
 
 
 def with_pictures(
@@ -77,7 +79,7 @@ def with_pictures(
 ) -> tuple[Span, ...]:
     """Return the pictures of a sequence to which tokens of ``modality [T]`` are appended.
 
-    A picture is a run of visual tokens of one kind.
+    A picture is a run of visual tokens of one kind. The newest :data:`MOST_PICTURES` are known.
 
     Args:
         spans: those before; start: tokens before.
@@ -92,7 +94,7 @@ def with_pictures(
         elif kind:
             found.append((at, at + count))
         at += count
-    return tuple(found)
+    return tuple(found[-MOST_PICTURES:])
 
 
 def held_shares(cache: RaggedCache, seq: int, spans: Sequence[Span]) -> tuple[float, ...]:

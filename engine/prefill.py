@@ -26,6 +26,7 @@ from mmkv.engine.errors import InputError, NotFiniteError, SessionError
 from mmkv.engine.interrupts import CtrlC
 from mmkv.engine.memory import MANY_TOKENS, give_back
 from mmkv.engine.model.panels import Panels
+from mmkv.engine.model.state_layer import DeltaLayer
 from mmkv.engine.trace import PRUNED
 
 # Tokens of one pass on a CPU. Products gain nothing from more, and the states of more tokens leave
@@ -216,7 +217,7 @@ class Prefill:
             session.runs = with_tokens(session.runs, session.seen, *given)
         session.count_appended(tokens, self._end(self.done))
         if session.meter is not None and log_beta is not None:
-            session.meter.add(log_beta, modality=turn.modality)
+            session.meter.add(log_beta, turn.modality)
         session.count_evicted(pruned, 0)
         if session.recorder is not None and pruned:
             session.recorder.missing(session.view(), tokens, PRUNED)
@@ -477,7 +478,10 @@ def pass_tokens(engine: Runtime) -> int:
     # another path: the last bits of a row then depend on the rows beside it.
     exact = exact and torch.get_num_threads() <= 2
     layers = weights.layers
-    others = any(each.router is not None or each.state_layer is not None for each in layers)
+    others = any(
+        each.router is not None or not isinstance(each.state_layer, DeltaLayer | None)
+        for each in layers
+    )
     if not (held and exact) or engine.decoder.hosted or others or engine.shared is not None:
         return 0
     # A quarter more than a chunk: the short ends of prompts are read beside whole chunks.

@@ -20,6 +20,7 @@ fresh entry's, 0.1 % of its own while it weighs more than a tenth, 0.5 % at e^-5
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -29,7 +30,7 @@ from mmkv.engine.contents import MODALITIES
 _LEAST, _MOST, _EACH = -24, 4, 16  # octaves of -log beta, and bins of one
 BINS = (_MOST - _LEAST) * _EACH + 2
 # Tokens that wait to be counted: a step of decoding notes where its log betas lie, no more.
-_WAITING = 64
+_WAITING = 256
 _LEAST_WEIGHT = 1e-6  # of a modality that is told of
 _REMEMBERED = 4  # earlier states of a meter, for sessions that are cut back
 
@@ -78,21 +79,38 @@ class RiskMeter:
     def __init__(self, device: torch.device) -> None:
         self._sums = torch.zeros(len(MODALITIES), BINS, dtype=torch.float64, device=device)
         self._at = 0  # tokens in the sums, which are of the age that the newest has then
-        self._parts: list[tuple[Tensor, int | None, Tensor | None]] = []
+        # What is not in them yet: tensors, modalities, first and last step, index of the sequence.
+        self._parts: list[list[Any]] = []
         self.tokens = 0
         self._before: dict[int, Tensor] = {}
 
-    def add(self, log_beta: Tensor, at: int | None = None, modality: Tensor | None = None) -> None:
+    def add(self, log_beta: Tensor, modality: Tensor | None = None) -> None:
         """Count the entries of tokens that follow those counted.
 
         Args:
-            log_beta: float32 ``[T, ...]`` of all rows, which must not change any more; with ``at``
-                of one token for each of B sequences, ``[B, ...]``.
-            at: the index of this sequence among them, else None.
+            log_beta: float32 ``[T, ...]`` of all rows, which must not change any more.
             modality: ``[T]`` uint8; None: all are text.
         """
-        self._parts.append((log_beta, at, modality))
-        self.tokens += 1 if at is not None else log_beta.shape[0]
+        self._parts.append([log_beta, modality, 0, log_beta.shape[0], None])
+        self.tokens += log_beta.shape[0]
+        if self.tokens - self._at >= _WAITING:
+            self._fold()
+
+    def step(self, log_beta: Tensor, step: int, index: int) -> None:
+        """Count the entries of a text token that follows those counted.
+
+        Args:
+            log_beta: float32 ``[S, B, ...]`` of S steps and B sequences, of all rows; what has been
+                written must not change any more.
+            step, index: which of the steps and sequences.
+        """
+        parts = self._parts
+        last = parts[-1] if parts else None
+        if last is not None and last[0] is log_beta and last[3] == step and last[4] == index:
+            last[3] += 1
+        else:
+            parts.append([log_beta, None, step, step + 1, index])
+        self.tokens += 1
         if self.tokens - self._at >= _WAITING:
             self._fold()
 
@@ -130,7 +148,7 @@ class RiskMeter:
         """Return one that counts on by itself."""
         other = object.__new__(type(self))
         other.__dict__.update(self.__dict__)
-        other._parts, other._before = list(self._parts), dict(self._before)
+        other._parts, other._before = [part[:] for part in self._parts], dict(self._before)
         return other
 
     def __eq__(self, other: object) -> bool:
@@ -161,7 +179,7 @@ class RiskMeter:
         age = self._at - position
         zero = self._sums.new_zeros(len(MODALITIES))
         kind = modality.long()
-        exact = torch.exp(age.double() * log_beta.double())
+        exact = torch.exp(age * _known(log_beta))
         held = zero.index_add(0, kind, exact)
         lower, share = _place(log_beta)
         rates = _rates(log_beta.device)
@@ -180,30 +198,32 @@ class RiskMeter:
         past = self.tokens - self._at
         if not past:
             return
-        device = self._sums.device
-        sums = self._sums * torch.exp(_rates(device) * -past)
-        first, singles = self._at, list[Tensor]()
-        for log_beta, at, modality in [*self._parts, (None, None, None)]:
-            if at is not None and log_beta is not None:
-                singles.append(log_beta[at].flatten())
+        sums = self._sums * torch.exp(_rates(self._sums.device) * -past)
+        first, waiting = self._at, list[Tensor]()
+        for log_beta, modality, start, stop, index in self._parts:
+            own = log_beta[start:stop] if index is None else log_beta[start:stop, index]
+            if modality is None:
+                waiting.append(own.flatten(1))
                 continue
-            if singles:
-                sums = self._added(sums, torch.stack(singles), first, None)
-                first, singles = first + len(singles), []
-            if log_beta is not None:
-                sums = self._added(sums, log_beta.flatten(1), first, modality)
-                first += log_beta.shape[0]
+            if waiting:
+                sums, first = self._added(sums, torch.cat(waiting), first, None)
+                waiting = []
+            sums, first = self._added(sums, own.flatten(1), first, modality)
+        if waiting:
+            sums, first = self._added(sums, torch.cat(waiting), first, None)
         self._sums, self._at, self._parts = sums, self.tokens, []
 
-    def _added(self, sums: Tensor, log_beta: Tensor, first: int, modality: Tensor | None) -> Tensor:
-        """Add tokens ``[T, rows]`` to ``sums``, the first of them having that token index."""
+    def _added(
+        self, sums: Tensor, log_beta: Tensor, first: int, modality: Tensor | None
+    ) -> tuple[Tensor, int]:
+        """Add tokens ``[T, rows]``, the first of them having that token index, and count on."""
         count, rows = log_beta.shape
         newest = self.tokens - first
         age = torch.arange(newest, newest - count, -1, device=log_beta.device)
         each = age[:, None].expand(-1, rows).flatten()
         if modality is not None:
             modality = modality[:, None].expand(-1, rows).flatten()
-        return _add(sums, log_beta.flatten(), each, modality)
+        return _add(sums, log_beta.flatten(), each, modality), first + count
 
 
 def _add(
@@ -222,11 +242,16 @@ def _add(
 
 def _place(log_beta: Tensor) -> tuple[Tensor, Tensor]:
     """Return the bin below each of ``log_beta [N]``, int64, and the share of the one above."""
-    rate = -log_beta.double()
+    rate = -_known(log_beta)
     place = (rate.log2() - _LEAST) * _EACH + 1
     place = torch.where(place >= 1, place, rate * 2.0**-_LEAST).clamp(0, BINS - 1)
     lower = place.long().clamp(max=BINS - 2)
     return lower, place - lower
+
+
+def _known(log_beta: Tensor) -> Tensor:
+    """Return float64; what is no number, of a model whose states have broken, weighs nothing."""
+    return log_beta.double().nan_to_num(nan=-torch.inf, neginf=-torch.inf)
 
 
 _RATES: dict[torch.device, Tensor] = {}

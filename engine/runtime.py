@@ -420,7 +420,8 @@ class Runtime:
 
         Raises:
             InputError, SessionError, ContextError: before anything has changed.
-            BudgetError: the pool would pass its limit; what was appended before that stays.
+            BudgetError: the pool would pass its limit; what was appended before that stays, as it
+                does where a session goes on beyond the context and then finds no position.
             NotFiniteError: logits were not finite; holds what was generated before.
         """
         return decode_steps(self, sessions, token_ids, steps, stop, draws)

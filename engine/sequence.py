@@ -691,8 +691,14 @@ class CachedSequence:
                 f"{limit:,}; send the long text in the first prompt"
             )
         if made is None:
-            remedy = "give it a budget that keeps fewer tokens"
-            if self.budget.kind == "fraction":
+            remedy = "give it a smaller budget (set_budget)"
+            if self.engine.decoder.hosted:
+                remedy = "leave it: a model that runs on transformers' layers ends here"
+            elif not self.engine.endless:
+                remedy = "let sessions go on beyond it (endless)"
+            elif not self.engine.policy.evicts:
+                remedy = "use a policy that evicts"
+            elif self.budget.kind == "fraction":
                 remedy = "give it a budget in entries or bytes: a share grows with the session"
             elif self.may_compact and self.runs is None:
                 remedy = "read the conversation again: an older mmkv saved it without its positions"

@@ -22,7 +22,14 @@ from mmkv.engine.backends.cuda.kernels.sample import (
 )
 from mmkv.engine.budgets import batch_of, count, give_room
 from mmkv.engine.device import exact_products
-from mmkv.engine.errors import BROKEN, InputError, NotFiniteError, SessionError, require_list
+from mmkv.engine.errors import (
+    BROKEN,
+    ContextError,
+    InputError,
+    NotFiniteError,
+    SessionError,
+    require_list,
+)
 from mmkv.engine.interrupts import CtrlC
 from mmkv.engine.scorer_state import revise_state
 
@@ -87,13 +94,29 @@ def decode_steps(
     with _claimed(sessions):
         with engine.lock:
             token_ids = _checked(engine, sessions, token_ids)
-            for session in sessions:
-                session.make_context(steps, session.next_position + steps)
+            whole = _reserved(sessions, steps)
             recorded = any(session.recorder is not None for session in sessions)
-            if engine.many_path == "graph" and not recorded:
+            if engine.many_path == "graph" and not recorded and whole:
                 decode = engine.backends.for_bursts().decode_many
                 return decode_burst(engine, decode, sessions, token_ids, steps, stop, draws)
         return _step_by_step(engine, sessions, token_ids, steps, stop, draws)
+
+
+def _reserved(sessions: Sequence[CachedSequence], steps: int) -> bool:
+    """Have positions for all steps, or return False where single steps find theirs as they go.
+
+    Raises:
+        ContextError: there are none, and a session ends at the context.
+    """
+    whole = True
+    for session in sessions:
+        try:
+            session.make_context(steps, session.next_position + steps)
+        except ContextError:
+            if not (session.engine.policy.evicts and session.may_compact and session.runs):
+                raise
+            whole = False
+    return whole
 
 
 def decode_burst(

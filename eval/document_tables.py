@@ -620,10 +620,46 @@ def _mutants(results: Path) -> Rows:
         yield (row["room"], *map(str, counts), str(matter), *found)
 
 
+def _endless(results: Path) -> Rows:
+    """Yield the parts of a stream of a million tokens in one session."""
+    yield "tokens seen", "clips", "latest clip", "first picture", "KV bytes, most", "compactions"
+    for part in results_of(results, "endless-tiny-vlm")["parts"]:
+        yield (
+            f"{part['seen']:,}",
+            f"{part['clips']:,}",
+            interval(part["latest"]),
+            interval(part["beginning"]),
+            f"{part['most_bytes']:,}",
+            str(part["compactions"]),
+        )
+
+
+def _endless_pairs(results: Path) -> Rows:
+    """Yield the parts of a stream of which copies from within the context read the clips, too."""
+    yield (
+        "tokens seen",
+        "pairs",
+        "latest clip, less the copy's",
+        "CPU time, the copy's as 1",
+        "compactions",
+    )
+    for part in results_of(results, "endless-tiny-vlm-pairs")["parts"][1:]:
+        pair = part["against_young"]
+        yield (
+            f"{part['seen']:,}",
+            str(pair["clips"]),
+            interval(pair["difference"]),
+            f"{pair['time']:.3f}",
+            str(part["compactions"]),
+        )
+
+
 TABLES: dict[str, Callable[[Path], Rows]] = {
     **_QUALITY,
     "found": _found,
     "pool": _pool,
+    "endless": _endless,
+    "endless-pairs": _endless_pairs,
     "replicas": _replicas,
     "scenes": _scenes,
     "llava": _llava,

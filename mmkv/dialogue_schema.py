@@ -137,10 +137,16 @@ def parse_unfed(text: str, vocabulary: int, placeholders: set[int]) -> list[int]
     return ids
 
 
-def parse_held(text: str, seen: int, vocabulary: int, placeholders: set[int]) -> Held:
+def parse_held(
+    text: str, seen: int, vocabulary: int, placeholders: set[int], moved: bool = False
+) -> Held:
     """Return what a session of ``seen`` tokens has read, from JSON ``text``. Raises InvalidFile.
 
     Files from before it was kept have ``null``.
+
+    Args:
+        moved: whether rope positions were drawn together meanwhile: then they need not grow, and
+            none is used again.
     """
     made: _Held | None = parse(_Held | None, text, is_json=True)
     if made is None or made.pieces is None:
@@ -150,7 +156,9 @@ def parse_held(text: str, seen: int, vocabulary: int, placeholders: set[int]) ->
     pieces, at = [], Place()
     for one in made.pieces:
         end, ids = Place(*one.end), one.ids
-        grown = end.seen - at.seen, end.position - at.position, end.prompt - at.prompt
+        grown = [end.seen - at.seen, end.position - at.position, end.prompt - at.prompt]
+        if moved:
+            grown[1] = grown[0]
         left_out = grown[0] - len(ids or ())  # of a thought that is forgotten
         counted = ids is None or (grown[0] == grown[1] and not (left_out and not one.forgot))
         counted &= left_out >= 0

@@ -365,7 +365,8 @@ class Session(CachedSequence):
             history = parse_history(extra.get("mmkv.history", "[]"))
             tools = parse_tools(extra.get("mmkv.tools", "[]"))
             unfed = parse_unfed(extra.get("mmkv.unfed", "[]"), *known)
-            held = parse_held(extra.get("mmkv.held", "null"), self.seen, *known)
+            moved = self.compactions > 0
+            held = parse_held(extra.get("mmkv.held", "null"), self.seen, *known, moved)
             frames = parse_frames(extra.get("mmkv.frames", "{}"))
         except InvalidFile as error:
             raise SessionError(

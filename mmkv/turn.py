@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -11,7 +12,7 @@ from torch import Tensor
 
 from mmkv.calls.tools import Tool, ToolCall
 from mmkv.engine.errors import InputError, require_list, require_real
-from mmkv.prompt.held import Plan, Read, common_length, read_of
+from mmkv.prompt.held import Held, Plan, Read, common_length, read_of
 from mmkv.prompt.media import notes
 from mmkv.prompt.part_settings import LOOSE_FPS
 from mmkv.prompt.processing import PER_TOKEN
@@ -406,8 +407,15 @@ def _composed(
         if others:
             raise _cannot_change("what it has read is not known as a template's text")
         return _appended(session, template, messages, load, total, rule, ends)
-    whole = template.render(talk, opening=True) if ends else template.render_open(talk)
-    plan, why = held.plan(whole, rule), None
+    text = None
+    if not (ends or others) and rule is None and is_open(session.history):
+        text = text_behind(held, template, session.history[-1], messages[0])
+    whole, why = "", None
+    if text is not None:
+        plan = held.appending(text)
+    else:
+        whole = template.render(talk, opening=True) if ends else template.render_open(talk)
+        plan = held.plan(whole, rule)
     if not plan.appends:
         plan, why = agreed(session, plan, whole, rule)
     if why is not None or plan.media is None:
@@ -425,12 +433,41 @@ def _composed(
         # Where a session goes back to its beginning, all pictures are read again.
         stays = 0
         if session.can_cut_back:
-            stays = _stays(processor, template, talk, whole, total, ends)
+            known = text is None
+            stays = _stays(processor, template, talk, whole, total, ends) if known else sys.maxsize
         read = replace(read, stays=stays)
     if plan.appends:
         return TurnReading(session.with_unfed(inputs), read)
     again = kept_tokens(session, plan, ids)
     return TurnReading(without_first(inputs, again), read, plan, again)
+
+
+# Parts of an open message up to which all of it is rendered for one more; and how many are for one
+# behind those, so that a day of frames takes no longer for each than the first hour.
+_ALL, _LATEST_PARTS = 32, 4
+
+
+def text_behind(held: Held, template: ChatTemplate, opened: Message, more: Message) -> str | None:
+    """Return the text of what is observed behind a long open message, whose end alone is rendered.
+
+    None where all has to be: the message is short, or its end as rendered by itself is not what was
+    read. Whether it is all the same, the next question finds out.
+
+    Args:
+        held: what was read; opened: the message; more: what comes behind it.
+    """
+    parts = as_parts(opened["content"])
+    if len(parts) < _ALL or template.source is None:
+        return None
+    begin, end = ({"type": "text", "text": new_marker()} for _ in range(2))
+    latest = [begin, *parts[-_LATEST_PARTS:], end, *as_parts(more["content"])]
+    rendered = template.render_open([{"role": "user", "content": latest}])
+    _, found, rest = rendered.partition(begin["text"])
+    shown, behind, text = rest.partition(end["text"])
+    if not (found and behind and text):
+        return None
+    texts = [piece.text or "" for piece in (held.pieces or ())[-4 * _LATEST_PARTS :]]
+    return text.removeprefix(CUT) if "".join(texts).endswith(shown.replace(CUT, "")) else None
 
 
 def agreed(session: Session, plan: Plan, whole: str, rule: Any) -> tuple[Plan, str | None]:

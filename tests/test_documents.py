@@ -21,7 +21,7 @@ from mmkv.eval.figures import FIGURES, accuracy_values, digest
 from mmkv.eval.serving.tables import agent_values, speed_values
 from mmkv.server.messages import MessagesRequest
 from mmkv.server.responses_schema import ResponseRequest
-from mmkv.server.schema import ChatRequest
+from mmkv.server.schema import ChatRequest, ObserveRequest
 from mmkv.training.measure.record import RESULTS, ROOT
 
 DOCUMENTS = [*documents(), ROOT / "CONTRIBUTING.md"]
@@ -226,7 +226,7 @@ def test_every_option_is_documented(command: str) -> None:
         assert not names or any(name in text for name in names), f"{command} {names}"
 
 
-@pytest.mark.parametrize("model", [ChatRequest, ResponseRequest, MessagesRequest])
+@pytest.mark.parametrize("model", [ChatRequest, ResponseRequest, MessagesRequest, ObserveRequest])
 def test_every_field_of_a_request_is_documented(model: Any) -> None:
     text = (ROOT / "docs" / "reference" / "http-api.md").read_text()
     missing = [name for name in model.model_fields if not re.search(rf"`{name}[`:.]", text)]

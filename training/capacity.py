@@ -118,7 +118,7 @@ def retained_total_grouped(
 
 def capacity_loss(
     counts: Tensor,
-    budget: float,
+    budget: float | Tensor,
     normaliser: str = "relative",
     *,
     rows: int = 1,
@@ -146,7 +146,7 @@ def capacity_loss(
 
     Args:
         counts: ``[T]`` or ``[R, T]`` float.
-        budget: M, >= 0.
+        budget: M, >= 0; ``[T]`` where documents differ in it.
         normaliser: ``relative`` or ``tt``.
         rows: entries that one token adds to ``counts``.
         document_start: as for ``retained_counts``.

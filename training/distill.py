@@ -104,6 +104,13 @@ def distill(
         str, option("Capacity over all heads (global) or each (head).", _LOSS)
     ] = "global",
     budget: Annotated[float, option("M, mean entries per layer and KV head.", _LOSS)] = 256.0,
+    least_budget: Annotated[
+        float,
+        option(
+            "Above 0: each document draws its M log-uniformly from this to half of its tokens.",
+            _LOSS,
+        ),
+    ] = 0.0,
     lambda_cap: Annotated[float, option("Weight of the capacity term.", _LOSS)] = 1.0,
     normaliser: Annotated[str, option("relative or tt (TRIM-KV).", _LOSS)] = "relative",
     capacity_rates: Annotated[

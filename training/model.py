@@ -38,6 +38,8 @@ from mmkv.training.student import (
     write_gated_states,
 )
 
+# p at the start: what gates of a fixed M hold softly grows as the square root of a temperature.
+_EXPONENT = 2.0
 KINDS = ("kl", "reverse-kl", "ntp")
 
 
@@ -168,6 +170,8 @@ class Objective:
         normaliser: see :func:`mmkv.training.capacity.capacity_loss`.
         gating: see :func:`mmkv.training.student.student_states`.
         rates: 0 for the exact count, else the number of decay rates of its approximation.
+        least_budget: 0: all documents have ``budget``; above 0: each has an M of its own, drawn
+            log-uniformly between this and half of its tokens (:meth:`DistillModel.draw`).
     """
 
     kl: float = 1.0
@@ -179,6 +183,7 @@ class Objective:
     normaliser: str = "relative"
     gating: str = "log-bias"
     rates: int = 0
+    least_budget: float = 0.0
 
 
 class DistillModel(nn.Module):
@@ -200,9 +205,21 @@ class DistillModel(nn.Module):
         super().__init__()
         self.gates = gates
         self.engine, self.objective, self.checkpointing = engine, objective, checkpointing
+        if objective.least_budget:
+            self.exponent = nn.Parameter(torch.tensor(_EXPONENT))
+
+    def draw(self, lengths: Sequence[int]) -> Tensor:
+        """Draw M for documents of so many tokens, ``[documents]`` float32, by torch's generator."""
+        least = torch.full((len(lengths),), self.objective.least_budget)
+        most = torch.maximum(torch.tensor(lengths) / 2, least)
+        return least * (most / least) ** torch.rand(len(lengths))
 
     def forward(self, examples: Sequence[Mapping[str, Any]]) -> dict[str, Tensor]:
         """Return loss and its parts over a batch of documents.
+
+        With an M of its own for each document, its log_beta is divided by ``(M / budget) ** p`` in
+        the student and in the capacity term, p a learned number: no order of entries changes, so
+        the gates that come out hold no temperature.
 
         Args:
             examples: per document what the processor returns, and ``labels [t]``.
@@ -220,14 +237,21 @@ class DistillModel(nn.Module):
         if engine.decoder.weights.form == "bf16":
             gates = with_trunks_in_bf16(gates)
         teacher = full_attention_states(engine, documents)
+        budget: float | Tensor = goal.budget
+        temperature = None
+        if goal.least_budget:
+            drawn = self.draw(documents.lengths).to(engine.device)
+            repeats = torch.tensor(documents.lengths, device=engine.device)
+            budget = drawn.repeat_interleave(repeats)
+            temperature = (budget / goal.budget) ** self.exponent
         student, log_beta = student_states(
-            engine, documents, gates, goal.gating, self.checkpointing
+            engine, documents, gates, goal.gating, self.checkpointing, temperature
         )
         decoder = Decoder(engine.spec, engine.decoder.weights, None)
         weights = goal.kl, goal.ntp
         quality = quality_losses(decoder, student, teacher, labels, goal.reverse, weights=weights)
         rows = log_beta.flatten(1).T.contiguous()
-        capacity, kept = self._capacity(rows, documents.start)
+        capacity, kept = self._capacity(rows, documents.start, budget)
         loss = quality.loss + goal.capacity * capacity
         at_end = weights_at_end(rows, documents.start)
         by_head = at_end.sum(1) / len(documents.lengths)
@@ -243,18 +267,20 @@ class DistillModel(nn.Module):
         }
         return {"loss": loss, **{name: part.detach() for name, part in parts.items()}}
 
-    def _capacity(self, rows: Tensor, start: Tensor) -> tuple[Tensor, Tensor]:
+    def _capacity(
+        self, rows: Tensor, start: Tensor, budget: float | Tensor
+    ) -> tuple[Tensor, Tensor]:
         goal, count = self.objective, rows.shape[0]
         if goal.scope == "head":
             counts = retained_counts(rows, start)
-            each = capacity_loss(counts, goal.budget, goal.normaliser, document_start=start)
+            each = capacity_loss(counts, budget, goal.normaliser, document_start=start)
             return each, counts.detach().mean()
         if goal.rates:
             total = retained_total_grouped(rows, start, goal.rates)
         else:
             total = retained_total(rows, start)
-        budget = goal.budget * count
-        cap = capacity_loss(total, budget, goal.normaliser, rows=count, document_start=start)
+        allowed = budget * count
+        cap = capacity_loss(total, allowed, goal.normaliser, rows=count, document_start=start)
         return cap, total.detach().mean() / count
 
 

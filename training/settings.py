@@ -143,6 +143,7 @@ _ABOVE_ZERO = (
 )
 _NOT_BELOW_ZERO = (
     "lambda_cap",
+    "least_budget",
     "lambda_sparse",
     "threshold",
     "clip",
@@ -156,7 +157,7 @@ _NOT_BELOW_ZERO = (
 _OF_METHOD = {
     "retention": frozenset(
         "gating gate tying gate_input bias loss scope budget lambda_cap normaliser capacity_rates "
-        "held_out_budget".split()
+        "held_out_budget least_budget".split()
     ),
     "wgkv": frozenset("window lambda_sparse threshold".split()),
 }
@@ -178,6 +179,8 @@ class TrainingSettings:
             run: steps, data, optimiser, files.
         gate: ``tied`` or ``rg``, see :class:`mmkv.training.student.TrainableGates`.
         budget: M, mean entries per (layer, KV head), that the capacity term aims at.
+        least_budget: 0, or the least M that documents draw, see
+            :class:`mmkv.training.model.Objective`; ``budget`` is then where the temperature is 1.
         lambda_cap: weight of the capacity term.
         gate_input: ``x`` or ``kv``, see :class:`mmkv.training.student.TrainableGates`.
         window: write gates: W_local, tokens that every entry stays for, its own included.
@@ -202,6 +205,7 @@ class TrainingSettings:
     gating: str = "log-bias"
     scope: str = "global"
     budget: float = 256.0
+    least_budget: float = 0.0
     lambda_cap: float = 1.0
     normaliser: str = "relative"
     loss: str = "kl+ntp"
@@ -303,6 +307,7 @@ class TrainingSettings:
             self.normaliser,
             self.gating,
             self.capacity_rates,
+            self.least_budget,
         )
 
     def described(self) -> dict[str, Any]:

@@ -53,6 +53,7 @@ def student_states(
     gates: Gates,
     gating: str = "log-bias",
     checkpointing: bool = False,
+    temperature: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Return the same pass with retention-gated attention (DBTrimKV, section 4; TRIM-KV, eq. 3).
 
@@ -60,9 +61,10 @@ def student_states(
         gating: ``log-bias`` adds age times log_beta to the attention logits, ``logit-scale``
             multiplies them by beta to the age.
         checkpointing: recompute each layer in the backward pass instead of keeping it.
+        temperature: ``[T]``, what each token's log_beta is divided by. None: 1.
 
     Returns:
-        states ``[T, d]`` before the final norm, and log_beta ``[T, L, H]`` float32.
+        states ``[T, d]`` before the final norm, and log_beta ``[T, L, H]`` float32, divided.
     """
     decoder = Decoder(engine.spec, engine.decoder.weights, None)
     rope = engine.rope.at(documents.positions)
@@ -73,6 +75,8 @@ def student_states(
             plain = FullAttention(engine, documents)
             return decoder.layer(index, hidden, x, rope, plain, documents.deepstack), None
         log_beta = gates.log_beta(entry, x)
+        if temperature is not None:
+            log_beta = log_beta / temperature[:, None]
         step = GatedAttention(engine, documents, gating, log_beta)
         return decoder.layer(index, hidden, x, rope, step, documents.deepstack), log_beta
 

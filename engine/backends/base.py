@@ -169,8 +169,9 @@ class Counts:
         uncut: indices of sequences that have not been cut to what is allowed.
         tried: whether the backend has tried to cut those, so that only others are asked.
         scored: of recorded sequences (:attr:`Batch.recorded`), where scores were made in torch.
-        log_beta: float32 ``[B, layers, heads]`` of the appended entries, None without gates;
-            set before ``appended``.
+        log_beta: float32 ``[S, B, layers, heads]`` of the entries appended in some steps, this one
+            the last of them, or None without gates; step: which of the S it is. Set before
+            ``appended``.
     """
 
     appended: int = 0
@@ -180,6 +181,7 @@ class Counts:
     tried: bool = False
     scored: dict[int, Scored] | None = None
     log_beta: Tensor | None = None
+    step: int = 0
 
     def note(self, index: int, scored: Scored) -> None:
         """Add to :attr:`scored`."""

@@ -16,7 +16,7 @@ from mmkv.engine.model.mixture import mixture
 from mmkv.engine.model.product import embedded, plain
 from mmkv.engine.model.rope import rotate
 from mmkv.engine.model.spec import DecoderSpec
-from mmkv.engine.model.state_layer import StateLayer
+from mmkv.engine.model.state_layer import DeltaLayer, StateLayer
 from mmkv.engine.model.weights import DecoderWeights, LayerWeights
 
 # Tokens that go through an MLP or a projection at once on a CPU. What is between its matrices is by
@@ -245,8 +245,14 @@ class Decoder:
         self, index: int, layer: LayerWeights, by: StateLayer, x: Tensor, step: StepAttention
     ) -> Tensor:
         """Compute what a layer that keeps a state adds to the states ``[T, d]``."""
-        inputs = by.inputs(x, layer, self.weights.product)
-        return by.outputs(step.mix(index, by, inputs), inputs, layer, self.weights.product)
+        product = self.weights.product
+        if isinstance(by, DeltaLayer):
+            # On a CPU no bit of a chunk may depend on what it is read with, as of its gates.
+            counts = getattr(step, "counts", ()) if x.device.type == "cpu" else ()
+            inputs = by.inputs(x, layer, product, counts)
+            return by.outputs(step.mix(index, by, inputs), inputs, layer, product, counts)
+        inputs = by.inputs(x, layer, product)
+        return by.outputs(step.mix(index, by, inputs), inputs, layer, product)
 
     def _after_attention(
         self, index: int, hidden: Tensor, mixed: Tensor, gate: Tensor | None

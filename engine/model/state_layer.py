@@ -6,7 +6,7 @@ a sequence is forked, a session file holds it, and a pass puts the new one there
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -95,6 +95,16 @@ class StateLayer:
         return found
 
 
+def _apart(
+    call: Callable[..., tuple[Tensor, ...]], counts: Sequence[int], *tensors: Tensor
+) -> tuple[Tensor, ...]:
+    """Join what ``call`` makes of parts of so many rows; of all rows at once with one part."""
+    if len(counts) < 2:
+        return call(*tensors)
+    parts = zip(*(tensor.split(list(counts)) for tensor in tensors), strict=True)
+    return tuple(map(torch.cat, zip(*(call(*part) for part in parts), strict=True)))
+
+
 @dataclass
 class DeltaLayer(StateLayer):
     """The gated delta rule behind a short convolution (Yang et al., arXiv 2412.06464).
@@ -122,12 +132,20 @@ class DeltaLayer(StateLayer):
     def states(self, dtype: torch.dtype) -> StateShapes:
         return self.spec.states(dtype)
 
-    def inputs(self, x: Tensor, layer: LayerWeights, product: Product) -> tuple[Tensor, ...]:
-        """Return what is convolved, decay g and rate beta, float32 ``[T, Hv]``, and z."""
+    def inputs(
+        self, x: Tensor, layer: LayerWeights, product: Product, counts: Sequence[int] = ()
+    ) -> tuple[Tensor, ...]:
+        """Return what is convolved, decay g and rate beta, float32 ``[T, Hv]``, and z.
+
+        ``counts``: of tokens that all but ``product`` reads apart from the others.
+        """
         mixed, z = product(x, layer.qkv).split([self.spec.channels, self.spec.value_width], -1)
+        return mixed, *_apart(self._rates, counts, x), z
+
+    def _rates(self, x: Tensor) -> tuple[Tensor, ...]:
         rate, step = F.linear(x, self.rates).float().chunk(2, -1)
         decay = -self.log_decay.exp() * F.softplus(step + self.step_bias)
-        return mixed, decay, rate.sigmoid(), z
+        return decay, rate.sigmoid()
 
     def chunk(self, inputs: tuple[Tensor, ...], state: State) -> tuple[Tensor, State]:
         mixed, decay, rate, _ = inputs
@@ -154,13 +172,21 @@ class DeltaLayer(StateLayer):
         return functions.delta_step(*self._heads(mixed), decay, rate, states["delta"], slot)
 
     def outputs(
-        self, mixed: Tensor, inputs: tuple[Tensor, ...], layer: LayerWeights, product: Product
+        self,
+        mixed: Tensor,
+        inputs: tuple[Tensor, ...],
+        layer: LayerWeights,
+        product: Product,
+        counts: Sequence[int] = (),
     ) -> Tensor:
-        """Norm each head, multiply it by silu(z), and project."""
-        z = inputs[-1].view(mixed.shape)
+        """Norm each head, multiply it by silu(z), and project; ``counts``: see :meth:`inputs`."""
+        (gated,) = _apart(self._gated, counts, mixed, inputs[-1])
+        return product(gated, layer.out)
+
+    def _gated(self, mixed: Tensor, z: Tensor) -> tuple[Tensor, ...]:
         normed = F.rms_norm(mixed.float(), self.gain.shape, eps=self.eps).to(mixed.dtype)
-        gated = ((self.gain * normed) * F.silu(z.float())).to(mixed.dtype)
-        return product(gated.flatten(1), layer.out)
+        gated = (self.gain * normed) * F.silu(z.view(mixed.shape).float())
+        return (gated.to(mixed.dtype).flatten(1),)
 
     def _heads(self, mixed: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         spec = self.spec

@@ -172,6 +172,11 @@ class Held:
         text, before = _from(whole, begins[kept]), self._end(first).evicted
         return Plan(kept, self._end(kept), text, tuple(ids), media, False, before)
 
+    def appending(self, text: str) -> Plan:
+        """Return the plan of a session that reads ``text`` behind all that it holds."""
+        count = len(self.pieces or ())
+        return Plan(count, self._end(count), text, media=self.unread)
+
     def back(self, plan: Plan, tokens: int) -> Place:
         """Forget what follows a plan's start but for ``tokens`` of text; where that ends."""
         pieces = (self.pieces or ())[: plan.kept]
@@ -209,7 +214,9 @@ class Held:
             return
         behind = len(read.tail or ())
         text = plain[: len(plain) - len(read.tail_text)] if read.tail is not None else plain
-        middle = Place(end.seen - behind, end.position - behind, end.prompt - behind, end.evicted)
+        # Where positions were drawn together behind it, its own is not used again.
+        position = max(end.position - behind, 0)
+        middle = Place(end.seen - behind, position, end.prompt - behind, end.evicted)
         media = (tuple(read.pictures), tuple(read.clips))
         known = tuple(sorted({*read.ids[: len(read.ids) - behind]}))
         count = len(read.pictures)

@@ -27,8 +27,9 @@ if TYPE_CHECKING:
 
 
 # Text put before a continuation and cut off again after tokenizing, so that a tokenizer that
-# treats the start of a text specially (SentencePiece adds a space) sees no start there.
-_ANCHOR = "a"
+# treats the start of a text specially (SentencePiece adds a space) sees no start there. A letter
+# would merge with a word, a line's end with blanks.
+_ANCHOR, _ANCHOR_OF_WORDS = "a", "\n"
 # A checkpoint's file on pictures.
 PICTURES = "preprocessor_config.json"
 _THINNEST = 200  # long to short edge of a picture whose short edge is scaled
@@ -131,9 +132,8 @@ class Processor:
         try:
             with self._lock, reading(text):
                 self._pictures = len(images) if pictures is None else pictures
-                inputs = self._inputs(
-                    _ANCHOR + text if continuing else text, images, clips, continuing
-                )
+                anchor = _anchor(text) if continuing else ""
+                inputs = self._inputs(anchor + text, images, clips, continuing)
         except ValueError as error:  # e.g. a picture 1 pixel high and 1000 wide
             raise InputError(
                 f"the picture cannot be processed: {first_line(error)}; crop it"
@@ -146,7 +146,7 @@ class Processor:
             ) from error
         if not continuing:
             return inputs
-        return self._without_anchor(inputs, text)
+        return self._without_anchor(inputs, anchor)
 
     def encode_raw(self, text: str) -> dict[str, torch.Tensor]:
         """Make model inputs of one row for a text that no template has rendered.
@@ -227,7 +227,7 @@ class Processor:
     def _without_anchor(
         self, inputs: dict[str, torch.Tensor], text: str
     ) -> dict[str, torch.Tensor]:
-        anchor = self._ids(_ANCHOR)
+        anchor = self._ids(text)
         ids = inputs["input_ids"][0].tolist()
         if ids[: len(anchor)] != anchor:
             # The anchor merged with the text; at worst the text then starts like a fresh one.
@@ -239,6 +239,11 @@ class Processor:
 
     def _ids(self, text: str) -> list[int]:
         return self.tokenizer(text, add_special_tokens=False)["input_ids"]
+
+
+def _anchor(text: str) -> str:
+    """Return what is put before a continuation, cut off again, and merges with none of it."""
+    return _ANCHOR_OF_WORDS if text[:1].isalnum() else _ANCHOR
 
 
 class QwenProcessor(Processor):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import re
 from collections.abc import AsyncIterator
 from datetime import UTC, datetime
 from html import escape
@@ -23,7 +22,7 @@ from mmkv import __version__
 from mmkv.engine.errors import MmkvError
 from mmkv.server.chat import ChatCall, take_resume
 from mmkv.server.completions import add_completions
-from mmkv.server.errors import ApiError
+from mmkv.server.errors import ApiError, invalid, nearest
 from mmkv.server.footprint import return_memory
 from mmkv.server.guard import BodyRoute, CheckHost, CheckKey, LimitBody, RefuseWhenFull
 from mmkv.server.messages import add_messages
@@ -32,8 +31,9 @@ from mmkv.server.page import HEADERS, page_router
 from mmkv.server.reply import ReplyResponse, error_response
 from mmkv.server.responses import responses_router
 from mmkv.server.schema import ChatRequest, load_router
-from mmkv.server.sessions import saved_router, sessions_router
+from mmkv.server.sessions import SessionTable, saved_router, sessions_router
 from mmkv.server.state import ServerState
+from mmkv.server.websocket import socket_route
 
 _PAGE = """<!doctype html>
 <html lang="en">
@@ -107,7 +107,7 @@ def make_app(state: ServerState, hosts: frozenset[str] | None = None) -> FastAPI
             allow_headers=["*"],
             expose_headers=["Retry-After", "X-Mmkv-Ignored", "X-Mmkv-Replica"],
         )
-    app.add_middleware(CheckHost, hosts=hosts)
+    app.add_middleware(CheckHost, hosts=hosts, origins=state.settings.cors)
     app.add_middleware(HeadAsGet)
     app.add_exception_handler(ApiError, _on_error)
     app.add_exception_handler(MmkvError, _on_error)
@@ -121,10 +121,12 @@ def make_app(state: ServerState, hosts: frozenset[str] | None = None) -> FastAPI
     _add_keyed(keyed, state)
     add_completions(keyed, state)
     add_messages(keyed, state)
-    keyed.include_router(sessions_router(state))
+    sessions = SessionTable(state)
+    keyed.include_router(sessions_router(state, sessions))
     keyed.include_router(saved_router(state))
     keyed.include_router(responses_router(state))
     app.include_router(keyed)
+    app.router.routes.append(socket_route(state, sessions))
     app.include_router(load_router(state.settings.name))
     _add_open(app, state)
     add_routes_page(app)
@@ -183,7 +185,9 @@ def _model(state: ServerState) -> dict[str, Any]:
         "lookahead": facts.lookahead,
         "images": facts.sees,
         "videos": facts.watches,
+        "trained_context": facts.context,
     }
+    most = facts.most_tokens(facts.budget)
     return {
         "id": state.settings.name,
         "object": "model",
@@ -193,8 +197,8 @@ def _model(state: ServerState) -> dict[str, Any]:
         "display_name": state.settings.name,
         "created_at": datetime.fromtimestamp(state.started, UTC).isoformat(),
         "lifecycle": "active",
-        "max_input_tokens": facts.context,
-        "max_model_len": facts.context,
+        "max_input_tokens": most,
+        "max_model_len": most,
         "mmkv": own,
     }
 
@@ -212,18 +216,13 @@ class HeadAsGet:
         await self._app(scope, receive, send)
 
 
-# What pydantic says of the types of a value that could be several things.
-_OF_TYPES = re.compile(r"(str|int|float|constrained-\w+)$|[A-Z]\w*$|(list|dict|function)[-\[]")
-
-
 async def _on_error(_: Request, error: Exception) -> Response:
     return error_response(error)
 
 
 async def _on_invalid(_: Request, error: Exception) -> Response:
     assert isinstance(error, RequestValidationError)
-    # Of a value that could be several things, what came nearest to one.
-    first = max(error.errors(), key=lambda one: (len(one["loc"]), one["type"] != "string_type"))
+    first = nearest(error.errors())
     if first["type"] == "json_invalid":
         what = f"the body is no valid JSON: {first['ctx']['error']}"
         what += f" at character {first['loc'][-1]}; send a JSON object"
@@ -231,16 +230,7 @@ async def _on_invalid(_: Request, error: Exception) -> Response:
     if first["type"] == "missing" and len(first["loc"]) == 1:
         what = "the request has no body; send a JSON object"
         return error_response(ApiError(400, what, "invalid_request"))
-    extra = first["type"] == "extra_forbidden"
-    names = [str(one) for one in first["loc"][1:]]
-    inner, last = names[:-1] if extra else names, names[-1:] if extra else []
-    place = ".".join([*(one for one in inner if not _OF_TYPES.match(one)), *last])
-    if not place.isprintable():  # a field of the request's own making
-        place = ascii(place)[1:-1]
-    message = f"{place}: {first['msg']}" if place else str(first["msg"])
-    if extra:
-        message = f"{place} is not a known field; leave it out"
-    return error_response(ApiError(400, message[:500], "invalid_request", place[:200] or None))
+    return error_response(invalid([{**first, "loc": first["loc"][1:]}]))
 
 
 async def _on_http(request: Request, error: Exception) -> Response:

@@ -218,9 +218,9 @@ class ChatCall:
                 )
             messages, base_key = [*earlier, *messages], start.info.base_key
             budget = start.budget
-        facts.context_bounds.require_possible(
-            sum(len(text) for one in messages for text in one.texts) + len(begun.text)
-        )
+        self._most_tokens = facts.most_tokens(budget or facts.budget)
+        lengths = [sum(map(len, one.texts)) for one in messages]
+        facts.context_bounds.require_possible([*lengths, len(begun.text)], self._most_tokens)
         chosen = (budget or facts.budget).describe()
         self.choices = request.n or 1
         if self.choices > settings.max_choices:
@@ -362,8 +362,7 @@ class ChatCall:
             asked.messages = []
         user = f"{self.caller.name} {asked.user or asked.safety_identifier or ''}"
         with self.state.count_request(self.caller):
-            texts = [text for one in self.work.messages for text in one.texts]
-            await self.state.facts.context_bounds.count([*texts, self.work.begun.text])
+            await self._count_texts()
             request = await self.state.engine_thread.submit(self.work, user)
             self.taken = request
             media: RequestMedia | None = None
@@ -437,13 +436,18 @@ class ChatCall:
         messages[-1] = dataclasses.replace(last, parts=tuple(parts))
         return found
 
+    async def _count_texts(self) -> None:
+        """Refuse what has too many tokens, beside the engine thread. Raises ContextError."""
+        texts = [one.texts for one in self.work.messages]
+        bounds = self.state.facts.context_bounds
+        await bounds.count([*texts, [self.work.begun.text]], self._most_tokens)
+
     async def count_prompt(self) -> int:
         """Count the tokens that the prompt would have, with those of its pictures; none is read."""
         thread, work, counts = self.state.engine_thread, self.work, self.state.counts
         media = RequestMedia(self.state.media)
         with self.state.count_request(self.caller), counts.place():
-            texts = [text for one in work.messages for text in one.texts]
-            await self.state.facts.context_bounds.count([*texts, work.begun.text])
+            await self._count_texts()
             try:
                 named = await media.named(work.messages)
                 job = await counts.call(lambda: thread.new_job(work))

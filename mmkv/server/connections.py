@@ -18,9 +18,12 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import uvicorn
+import wsproto.events
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+from uvicorn.protocols.websockets.wsproto_impl import WSProtocol
 
 from mmkv.server.errors import RETRY_AFTER, ApiError
+from mmkv.server.guard import TOGETHER, always_accepted
 
 if TYPE_CHECKING:
     from mmkv.server.state import ServerState
@@ -48,12 +51,15 @@ class ConnectionLimits:
         most: connections; head_bytes: of a request's line and headers, and of its trailers.
         head_seconds: for a head, from the connection or its first byte on.
         stall_seconds: after which a client that reads nothing of its answer is dropped.
+        message_bytes: of a message of a WebSocket, which has to arrive in message_seconds.
     """
 
     most: int = MOST
     head_bytes: int = 32 * 2**10
     head_seconds: float = 20.0
     stall_seconds: float = 30.0
+    message_bytes: int = 2**26
+    message_seconds: float = 60.0
 
 
 def most_connections() -> int:
@@ -75,10 +81,11 @@ class Guard:
 
     def __init__(self, limits: ConnectionLimits) -> None:
         self.limits = limits
-        self.open: set[Connection] = set()
+        self.open: set[Connection | SocketConnection] = set()
+        self.arriving = 0  # bytes of messages of WebSockets that are not answered yet
         self._sweeping = False
 
-    def opened(self, one: Connection) -> bool:
+    def opened(self, one: Connection | SocketConnection) -> bool:
         """Register a connection; whether it may stay. The longest idle one is closed for it."""
         self.open.add(one)
         if not self._sweeping:
@@ -147,7 +154,7 @@ class Connection(HttpToolsProtocol):
             made.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SENT)
         self.since = self._took = self.loop.time()
         self.served = self._head = self._aside = self._unsent = 0
-        self._in_body = self._half_closed = False
+        self._in_body = self._half_closed = self._upgraded = False
         if not self.guard.opened(self):
             self._refuse(503, "the server has no connection left; try again", "connections")
 
@@ -166,7 +173,7 @@ class Connection(HttpToolsProtocol):
         most = self.guard.limits.head_bytes
         if self.idle and not self._head and not self._in_body:
             self.since = self.loop.time()
-        while data and not self.transport.is_closing():
+        while data and not self.transport.is_closing() and not self._upgraded:
             piece, data = data, b""
             if not self._in_body:
                 left = most - self._head
@@ -182,6 +189,12 @@ class Connection(HttpToolsProtocol):
             if self._in_body and self._aside > most + len(piece):
                 self._refuse_head(431, f"the trailers of the request have over {most:,} bytes")
                 return
+
+    def handle_websocket_upgrade(self) -> None:
+        """Hand the connection over to a WebSocket, which takes its place in the guard."""
+        self._upgraded = True
+        self.guard.open.discard(self)
+        super().handle_websocket_upgrade()
 
     def on_headers_complete(self) -> None:
         """Begin with what follows a head."""
@@ -284,6 +297,99 @@ class Connection(HttpToolsProtocol):
         self.transport.close()
 
 
+class SocketConnection(WSProtocol):
+    """A WebSocket of uvicorn's within the limits of its guard.
+
+    Attributes:
+        since: when it was opened, or its latest answer was complete; served: see Connection.
+    """
+
+    guard: Guard  # of a subclass, see WebServer
+    served = 1
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        """Take over a connection whose head was read."""
+        super().connection_made(transport)
+        self.since = self._took = self._begun = self.loop.time()
+        self._unsent = self._counted = 0
+        if not self.guard.opened(self):
+            transport.abort()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """Forget it."""
+        self.guard.open.discard(self)
+        self.guard.arriving -= self._counted
+        self._counted = 0
+        super().connection_lost(exc)
+
+    @property
+    def idle(self) -> bool:
+        """Whether no message has arrived, or is arriving, that is not answered."""
+        return not self._counted
+
+    def handle_connect(self, event: wsproto.events.Request) -> None:
+        """Pass on who asks."""
+        super().handle_connect(event)
+        self.scope["mmkv.connection"] = self  # type: ignore[typeddict-unknown-key]
+
+    def handle_message(
+        self, event: wsproto.events.TextMessage | wsproto.events.BytesMessage
+    ) -> None:
+        """Take a piece of a message, within the bounds on one and on all."""
+        limits = self.guard.limits
+        if not self.buffer.length:
+            self._begun = self.loop.time()
+        size = size_of(event.data)
+        self._counted += size
+        self.guard.arriving += size
+        super().handle_message(event)
+        small = self._counted <= always_accepted(limits.message_bytes)
+        if self.guard.arriving > TOGETHER * limits.message_bytes and not small:
+            self._end(1013, "messages of other clients take all the room; send it later")
+        elif self.queue.qsize() > _PIPELINED:
+            self._end(1008, "too many messages before an answer")
+
+    def release(self, size: int) -> None:
+        """Stop counting a message of ``size`` bytes: it is answered."""
+        size = min(size, self._counted)
+        self._counted -= size
+        self.guard.arriving -= size
+        self.since = self.loop.time()
+
+    def handle_ping(self, event: wsproto.events.Ping) -> None:
+        """Answer; who sends these and reads nothing is dropped."""
+        if self.transport.get_write_buffer_size() > _LARGE:
+            self.transport.abort()
+        else:
+            super().handle_ping(event)
+
+    def look(self, now: float) -> None:
+        """Drop a client that is late with a message, or does not read its answer."""
+        limits, unsent = self.guard.limits, self.transport.get_write_buffer_size()
+        if not unsent or unsent < self._unsent:
+            self._took = now
+        self._unsent = unsent
+        if now - self._took > limits.stall_seconds:
+            self.transport.abort()
+        elif self.buffer.length and now - self._begun > limits.message_seconds:
+            self._end(1008, f"the message did not arrive within {limits.message_seconds:g} s")
+
+    def _end(self, code: int, reason: str) -> None:
+        """Close, with a reason."""
+        if self.close_sent or self.transport.is_closing():
+            return
+        self.close_sent = True
+        self.queue.put_nowait({"type": "websocket.disconnect", "code": code, "reason": reason})
+        closing = wsproto.events.CloseConnection(code=code, reason=reason)
+        self.transport.write(self.conn.send(closing))
+        self.transport.close()
+
+
+def size_of(data: str | bytes | bytearray) -> int:
+    """Return the bytes of a message."""
+    return len(data.encode("utf-8", "surrogatepass")) if isinstance(data, str) else len(data)
+
+
 _PHRASES = {408: "Request Timeout", 431: "Request Header Fields Too Large"}
 _PHRASES[503] = "Service Unavailable"
 
@@ -320,15 +426,20 @@ class WebServer(uvicorn.Server):
             settings.connections or most_connections(),
             head_seconds=settings.head_seconds,
             stall_seconds=settings.stall_seconds,
+            message_bytes=settings.body,
+            message_seconds=settings.body_seconds,
         )
         self.guard = Guard(limits)
         guarded = type("GuardedConnection", (Connection,), {"guard": self.guard})
+        sockets = type("GuardedSocket", (SocketConnection,), {"guard": self.guard})
         config = uvicorn.Config(
             app,
             host,
             port,
             http=guarded,
-            ws="none",  # a connection that becomes one of these would leave its guard
+            ws=sockets,  # any other would leave the guard
+            ws_max_size=settings.body,
+            ws_per_message_deflate=False,  # a short message could unpack to any length
             # asyncio accepts as many in one go before any of them is counted.
             backlog=_AT_ONCE,
             timeout_keep_alive=30,

@@ -8,14 +8,14 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
-from weakref import WeakValueDictionary
+from weakref import WeakSet, WeakValueDictionary
 
 import torch
 
 from mmkv.calls.tools import Tool, ToolCall, arguments_text
 from mmkv.engine.budgets import why_unbound
 from mmkv.engine.contents import MODALITIES
-from mmkv.engine.errors import InputError, SessionError
+from mmkv.engine.errors import CapacityError, ContextError, InputError, SessionError
 from mmkv.prompt.template import as_parts
 from mmkv.prompt.video import FramesSeen
 from mmkv.scheduler.conversation import CachedConversation
@@ -154,6 +154,11 @@ class ConversationState(CachedConversation):
         return None if self.live is None else self.live.held
 
     @property
+    def tokens(self) -> int:
+        """Count the tokens that it has seen, evicted ones too."""
+        return sum(self.info.seen)
+
+    @property
     def pages(self) -> int:
         """Count the pages that it holds; only under a shared budget do they change."""
         return self._pages if self.engine.shared is None else super().pages
@@ -180,7 +185,7 @@ class ConversationState(CachedConversation):
 
     def most_entries(self) -> int | None:
         """Return how many entries it may hold; see :func:`most_entries`."""
-        return most_entries(self.engine, self.budget, sum(self.info.seen))
+        return most_entries(self.engine, self.budget, self.tokens)
 
     def leave_shared_budget(self, turn: object) -> None:
         """Keep others from evicting from it while a turn goes on from its copy."""
@@ -239,10 +244,20 @@ class ConversationStore:
 
     Args:
         folder: where they hibernate.
+        longest: tokens that all conversations may have together, those of the prefix cache and
+            evicted tokens too: their texts are held. None: each ends at the model's context.
     """
 
-    def __init__(self, engine: Engine, scheduler: Scheduler, folder: HibernationFolder) -> None:
+    def __init__(
+        self,
+        engine: Engine,
+        scheduler: Scheduler,
+        folder: HibernationFolder,
+        longest: int | None = None,
+    ) -> None:
         self._engine, self._scheduler, self._folder = engine, scheduler, folder
+        self._longest = longest
+        self._all: WeakSet[ConversationState] = WeakSet()
         self._found: WeakValueDictionary[str, ConversationState] = WeakValueDictionary()
 
     def name(self, conversation: ConversationState, keys: Sequence[str]) -> None:
@@ -257,12 +272,48 @@ class ConversationStore:
     def keep(self, session: Session, info: ConversationInfo) -> ConversationState:
         """Take over a session that no request uses any more."""
         made = ConversationState(session, info, self._folder)
+        self._all.add(made)
         self._scheduler.adopt(made)
         return made
 
     def touch(self, conversation: ConversationState) -> None:
         """Note that a conversation is the most recently used."""
         self._scheduler.adopt(conversation)
+
+    def require_tokens(self, tokens: int, start: ConversationState | None = None) -> None:
+        """Have room for the texts of a conversation with so many tokens; copies make room for it.
+
+        Args:
+            start: what it goes on from, which has the same texts.
+
+        Raises:
+            ContextError: it would have no room if it were alone; CapacityError: it has none now.
+        """
+        if self._longest is None:
+            return
+        if tokens > self._longest:
+            raise ContextError(
+                f"the conversation would have {tokens:,} tokens, more than the {self._longest:,} "
+                "whose texts this server keeps; begin a new one"
+            )
+        others = (one for one in self._all if one.references and one is not start)
+        taken = sum(one.tokens for one in others)
+        if taken + tokens > self._longest:
+            raise CapacityError(
+                f"the texts of all conversations would have {taken + tokens:,} tokens, more than "
+                f"the {self._longest:,} that this server keeps; close a session",
+                tokens,
+                taken,
+                self._longest,
+                "tokens",
+            )
+        residents = self._scheduler.residents
+        while residents.copies:
+            held = (one for one in residents.copies if isinstance(one, ConversationState))
+            copies = sum(one.tokens for one in held if one is not start)
+            if taken + tokens + copies <= self._longest:
+                return
+            residents.drop_oldest_copy()
 
     def leave_shared_budget(self, conversation: ConversationState, turn: object) -> None:
         """Keep others from evicting from a conversation while a turn goes on from its copy."""

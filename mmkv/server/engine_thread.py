@@ -493,8 +493,10 @@ class EngineCore:
             self.scheduler, None if most is None else most // pool.page_bytes
         )
         self.folder = _hibernation_folder(settings)
-        self.conversations = ConversationStore(engine, self.scheduler, self.folder)
-        self.facts = _facts(engine, lookahead)
+        self.facts = _facts(engine, lookahead, settings.kept_tokens(engine.spec.max_position))
+        self.conversations = ConversationStore(
+            engine, self.scheduler, self.folder, self.facts.longest
+        )
         self.pictures_counted = 0, 0  # in the metrics: asked for, found
         self._require_room()
         _set_aside(engine)
@@ -652,18 +654,20 @@ def _show_a_picture(engine: Engine) -> None:
         session.close()
 
 
-def _facts(engine: Engine, lookahead: float) -> Facts:
+def _facts(engine: Engine, lookahead: float, kept_tokens: int) -> Facts:
     identity = engine.identity() | {
         "cuts": f"message ends but before a reply, chunks of {engine.prefill_chunk}",
         "template": engine.processor.template.source,
     }
+    unbound = why_unbound(engine.policy) is not None
     return Facts(
         base_key=digest_of(identity),
         policy=engine.policy.name,
         budget=engine.budget,
-        unbound=why_unbound(engine.policy) is not None,
+        unbound=unbound,
         lookahead=lookahead,
         context=engine.spec.max_position,
+        longest=kept_tokens if engine.endless and not unbound else None,
         vocabulary=engine.spec.vocab_size,
         sees=engine.processor.sees,
         watches=engine.processor.watches,

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import errno
+import re
+from collections.abc import Sequence
 from typing import Any
 
 from mmkv.engine.errors import CapacityError, ContextError, MmkvError, SessionError
@@ -112,3 +114,27 @@ def api_error(error: BaseException) -> ApiError:
         status, code = getattr(error, "status", 400), getattr(error, "code", "invalid_value")
         return ApiError(status, str(error), code)
     return ApiError(500, "the server met an error of its own; its log has the details", "internal")
+
+
+# What pydantic says of the types of a value that could be several things.
+_OF_TYPES = re.compile(r"(str|int|float|constrained-\w+)$|[A-Z]\w*$|(list|dict|function)[-\[]")
+
+
+def nearest(errors: Sequence[Any]) -> Any:
+    """Return, of a value that could be several things, what came nearest to one."""
+    return max(errors, key=lambda one: (len(one["loc"]), one["type"] != "string_type"))
+
+
+def invalid(errors: Sequence[Any]) -> ApiError:
+    """Return what pydantic found wrong with an object, in one line."""
+    first = nearest(errors)
+    extra = first["type"] == "extra_forbidden"
+    names = [str(one) for one in first["loc"]]
+    inner, last = names[:-1] if extra else names, names[-1:] if extra else []
+    place = ".".join([*(one for one in inner if not _OF_TYPES.match(one)), *last])
+    if not place.isprintable():  # a field of the request's own making
+        place = ascii(place)[1:-1]
+    message = f"{place}: {first['msg']}" if place else str(first["msg"])
+    if extra:
+        message = f"{place} is not a known field; leave it out"
+    return ApiError(400, message[:500], "invalid_request", place[:200] or None)

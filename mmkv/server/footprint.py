@@ -43,7 +43,7 @@ def footprint(core: EngineCore, settings: ServerSettings) -> Footprint:
     engine, limits, body = core.engine, MediaLimits(), settings.body
     most = settings.connections or connections.most_connections()
     running, pool = settings.max_running, engine.cache.pool
-    taken = settings.max_queue + 3 * running  # those that fetch pictures among them
+    taken = settings.most_taken
     on_host = engine.device.type == "cpu"
     weights = engine.decoder.weights.nbytes() if on_host else 0
     parts = {
@@ -59,7 +59,7 @@ def footprint(core: EngineCore, settings: ServerSettings) -> Footprint:
         "unsent": engine_thread.UNSENT_TOGETHER * engine_thread.MOST_UNSENT
         + connections.MOST_UNSENT,
         "stored": settings.store_bytes,
-        "texts": (settings.max_sessions + taken) * engine.spec.max_position * _TOKEN,
+        "texts": settings.kept_tokens(engine.spec.max_position) * _TOKEN,
     }
     return Footprint(parts)
 

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from fastapi import Request, Response
 from fastapi.routing import APIRoute
+from starlette.requests import HTTPConnection
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from mmkv.scheduler.loop import queue_is_full
@@ -30,6 +31,7 @@ _OPEN = frozenset(("/health", "/docs", "/openapi.json", *FILES))
 
 
 BROWSER = "X-Mmkv-Browser"
+_ASKING = ("http", "websocket")  # what may ask for something, by the type of its scope
 
 
 def tenant_of_browser(secret: str) -> str:
@@ -54,10 +56,10 @@ class CheckKey:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Pass a request on whose key fits."""
-        if scope["type"] != "http" or scope["path"] in self._open:
+        if scope["type"] not in _ASKING or scope["path"] in self._open:
             await self._app(scope, receive, send)
             return
-        request = Request(scope)
+        request = HTTPConnection(scope)
         if not self._known:
             address = request.client.host if request.client else ""
             browser = request.headers.get(BROWSER, "")
@@ -89,7 +91,7 @@ class CheckKey:
         return found
 
 
-def _keys(request: Request) -> tuple[str, str]:
+def _keys(request: HTTPConnection) -> tuple[str, str]:
     """Return the keys that a request shows: as OpenAI's clients do, and as Anthropic's do."""
     scheme, _, key = request.headers.get("authorization", "").partition(" ")
     bearer = key.strip() if scheme.lower() == "bearer" else ""
@@ -281,6 +283,14 @@ class _JsonText:
             )
 
 
+def require_json_text(text: str) -> None:
+    """Raise ApiError for a message that no body could be: of too many values, or no Unicode."""
+    try:
+        _JsonText().add(text.encode("utf-8", "surrogatepass"))
+    except _Refused as refused:
+        raise refused.error from None
+
+
 def _require_json(headers: dict[bytes, bytes]) -> None:
     """Raise _Refused for a body that says of itself that it is no JSON, or says nothing."""
     coding = headers.get(b"content-encoding", b"identity").decode("latin-1")
@@ -358,19 +368,28 @@ def allowed_hosts(
 
 
 class CheckHost:
-    """Answers 403 to a request whose Host header has another name than ``hosts``.
+    """Answers 403 to a request whose Host header has another name than ``hosts``, and to a
+    WebSocket that a page from elsewhere opens: browsers ask nobody before they do.
 
     A page can have its own name lead to 127.0.0.1 (DNS rebinding): the browser then takes the
     server's answers for the page's own, and shows them to it.
     """
 
-    def __init__(self, app: ASGIApp, hosts: frozenset[str] | None) -> None:
-        self._app, self._hosts = app, hosts
+    def __init__(
+        self, app: ASGIApp, hosts: frozenset[str] | None, origins: Sequence[str] = ()
+    ) -> None:
+        self._app, self._hosts, self._origins = app, hosts, origins
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Pass a request on, if it names this server."""
-        if scope["type"] == "http" and self._hosts is not None:
-            given = dict(scope["headers"]).get(b"host")
+        headers = dict(scope["headers"]) if scope["type"] in _ASKING else {}
+        if scope["type"] == "websocket" and not self._may_connect(headers):
+            what = "pages of this origin may not connect; start the server with --cors-origin and"
+            error = ApiError(403, f"{what} the origin", "origin_refused")
+            await error_response(error)(scope, receive, send)
+            return
+        if scope["type"] in _ASKING and self._hosts is not None:
+            given = headers.get(b"host")
             if given is not None and _name(given.decode("latin-1")) not in self._hosts:
                 error = ApiError(
                     403,
@@ -381,6 +400,15 @@ class CheckHost:
                 await error_response(error)(scope, receive, send)
                 return
         await self._app(scope, receive, send)
+
+    def _may_connect(self, headers: dict[bytes, bytes]) -> bool:
+        """Return whether no page asks, one of this server, or one that --cors-origin names."""
+        origin = headers.get(b"origin")
+        if origin is None or "*" in self._origins:
+            return True
+        shown = origin.decode("latin-1").lower()
+        own = headers.get(b"host", b"").decode("latin-1").lower()
+        return shown in self._origins or (bool(own) and shown.partition("://")[2] == own)
 
 
 def _name(header: str) -> str:

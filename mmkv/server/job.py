@@ -40,7 +40,7 @@ from mmkv.server.prompts import (
 from mmkv.server.work import ChatWork, Choice, RequestCounts, Standing, Usage
 from mmkv.server.writer import ScoredWriter
 from mmkv.thoughts import PROMPT_END, marks_if_first
-from mmkv.turn import agreed, kept_tokens, text_before_media, without_first
+from mmkv.turn import agreed, kept_tokens, text_before_media, text_behind, without_first
 
 if TYPE_CHECKING:
     from mmkv.api import Engine
@@ -49,6 +49,9 @@ if TYPE_CHECKING:
     from mmkv.prompt.template import ChatTemplate
     from mmkv.server.conversations import ConversationState, ConversationStore, PrefixCache
     from mmkv.session import Session
+
+
+_FEW_OPEN = 40  # messages that were observed, of which the end is looked at
 
 
 class ConversationLookup:
@@ -85,6 +88,10 @@ class ConversationLookup:
                 for table in (self._prefix_cache, self._conversations):
                     if (found := table.at(keys[count - 1])) is not None:
                         yield count, found
+
+    def require_tokens(self, tokens: int, start: ConversationState | None) -> None:
+        """Have room for the texts of so many tokens. Raises ContextError, CapacityError."""
+        self._conversations.require_tokens(tokens, start)
 
     def touch(self, memory: ConversationState) -> None:
         """Note that a conversation is the most recently used."""
@@ -287,6 +294,7 @@ class ChatJob(EngineJob):
         self.fetches = any(part.url[:4].lower() == "http" for part in parts)
         self._media: list[Any] | None = None
         self._outline: Outline | None = None
+        self._continues: ConversationState | None = None
         self._read: Read | None = None
         self._prompt_end: list[int] = []  # its latest tokens
         self.writers: list[ScoredWriter] = []
@@ -361,6 +369,7 @@ class ChatJob(EngineJob):
                 continue
             work.messages = known
             held, (self.live, self._outline) = count, found
+            self._continues = memory
             self.conversations.touch(memory)
             self.conversations.leave_shared_budget()
             text, *others = memory.info.seen
@@ -467,11 +476,17 @@ class ChatJob(EngineJob):
     ) -> tuple[Session, Outline]:
         """Do as :meth:`_continued` where something is observed, or was: it is read in one piece."""
         template, rule, processor = self._template, self._rule, self.engine.processor
-        whole = self._whole_open(messages)
         session, same = memory.fork(), 0
         held = session.held
         try:
             text, why = None, None
+            if rule is None and self.work.observes is not None and messages[count - 1].open:
+                opened = closed(messages[max(count - _FEW_OPEN, 0) : count])[0][-1]
+                given = opened.for_template(), messages[count].for_template()
+                text = text_behind(held, template, *given)
+            if text is not None:
+                return session, Outline(text, [Segment(text, count, len(messages))])
+            whole = self._whole_open(messages)
             if held.pieces is not None and template.source is not None:
                 plan = held.plan(whole, rule)
                 if not plan.appends:
@@ -616,6 +631,8 @@ class ChatJob(EngineJob):
             assert self._outline is not None
         if self._prefill is None:
             inputs = self._inputs(self._outline.segments[0])
+            tokens = session.seen + inputs["input_ids"].shape[1]
+            self.conversations.require_tokens(tokens, self._continues)
             session.cache_salt = self.work.base_key
             self._prefill = session.begin_prefill(inputs, self.chunk, undoable=False)
             session.set_unfed(None)

@@ -466,8 +466,10 @@ def digest_of(value: Any) -> str:
     return hashlib.sha256(_json(value).encode()).hexdigest()
 
 
-# Characters a position up to which a text is not counted: prompts that fit have about as many.
+# Characters a token up to which a text is not counted: prompts that fit have about as many.
 _USUAL = 4
+# Tokens of one message that are read at least, where sessions go on beyond the context.
+_MESSAGE = 2**17
 _PIECE = 2**16  # characters that are tokenized at once: a few MB
 # Tokens that cutting a text at one place may add: those of the word that is cut.
 _CUT = 64
@@ -476,7 +478,10 @@ _PROBED = 2**12
 
 
 class ContextBounds:
-    """Bounds on the texts of a request by the model's context.
+    """Bounds on the texts of a request by what the model can read.
+
+    A conversation that goes on beyond the model's context has a bound of the server's instead, and
+    each of its messages one of its own: it is tokenized at once.
 
     Args:
         tokenizer: the model's; it is used beside the engine thread, without changing it.
@@ -487,7 +492,7 @@ class ContextBounds:
     """
 
     def __init__(self, tokenizer: Any, context: int) -> None:
-        self.context = context
+        self.context, self.message = context, max(context, _MESSAGE)
         self._inner: Any = getattr(tokenizer, "backend_tokenizer", None)
         most = max(map(len, tokenizer.get_vocab()), default=0)
         counts = [
@@ -496,29 +501,44 @@ class ContextBounds:
         ]
         self.longest = most if min(counts) * most >= _PROBED else None
 
-    def require_possible(self, characters: int) -> None:
-        """Raise ContextError if so many characters have more tokens than there are positions."""
-        most = None if self.longest is None else self.context * self.longest
-        if most is not None and characters > most:
-            raise ContextError(
-                f"the conversation has {characters:,} characters; the model's context of "
-                f"{self.context:,} positions holds {most:,} at most; shorten them"
-            )
+    def require_possible(self, messages: Sequence[int], most: int | None = None) -> None:
+        """Raise ContextError if texts have so many characters that they must have too many tokens.
 
-    async def count(self, texts: Sequence[str]) -> None:
+        Args:
+            messages: characters of each message; most: tokens of the conversation; None: as many as
+                the context has positions.
+        """
+        most = self.context if most is None else most
+        bounds = [(sum(messages), most)]
+        if most > self.context:
+            bounds.append((max(messages, default=0), self.message))
+        for characters, tokens in bounds:
+            if self.longest is not None and characters > tokens * self.longest:
+                what = self._what(tokens, most)
+                raise ContextError(f"{characters:,} characters are more than {what}")
+
+    async def count(self, messages: Sequence[Sequence[str]], most: int | None = None) -> None:
         """Count the tokens of long texts, in a thread. Raises ContextError, InputError.
 
         What a template adds is not counted: the engine thread counts again.
-        """
-        for text in texts:
-            require_no_long_run(text)
-        usual = sum(map(len, texts)) <= _USUAL * self.context
-        if self._inner is not None and not usual:
-            await asyncio.to_thread(self._count, texts)
 
-    def _count(self, texts: Sequence[str]) -> None:
+        Args:
+            messages: the texts of each; most: as in :meth:`require_possible`.
+        """
+        most = self.context if most is None else most
+        for texts in messages:
+            for text in texts:
+                require_no_long_run(text)
+        counted = [([text for texts in messages for text in texts], most, _USUAL * most)]
+        if most > self.context:
+            counted += [(list(texts), self.message, self.message) for texts in messages]
+        for texts, tokens, usual in counted:
+            if self._inner is not None and sum(map(len, texts)) > usual:
+                await asyncio.to_thread(self._count, texts, tokens, most)
+
+    def _count(self, texts: Sequence[str], tokens: int, most: int) -> None:
         # Only this call of tokenizers lets other threads run meanwhile.
-        left = self.context
+        left = tokens
         for text in texts:
             for start in range(0, len(text), _PIECE):
                 left += _CUT * (start > 0)
@@ -527,7 +547,12 @@ class ContextBounds:
                     (found,) = self._inner.encode_batch_fast([piece], add_special_tokens=False)
                 left -= len(found)
                 if left < 0:
-                    raise ContextError(
-                        f"the conversation has more tokens than the model's context of "
-                        f"{self.context:,} positions; shorten them"
-                    )
+                    raise ContextError(f"there are more tokens than {self._what(tokens, most)}")
+
+    def _what(self, tokens: int, most: int) -> str:
+        """Say what so many tokens are the bound of, and what to do."""
+        if tokens == most == self.context:
+            return f"the model's context of {tokens:,} positions holds; shorten the conversation"
+        if tokens == most:
+            return f"the {tokens:,} tokens that this server keeps of a conversation; shorten it"
+        return f"the {tokens:,} tokens that one message may have; send it in several messages"

@@ -493,9 +493,8 @@ _MEDIUM = {
 }
 
 
-def sessions_router(state: ServerState) -> APIRouter:
+def sessions_router(state: ServerState, sessions: SessionTable) -> APIRouter:
     """Return the routes; a :class:`~mmkv.server.guard.CheckKey` has to stand before them."""
-    sessions = SessionTable(state)
     router = APIRouter(prefix="/sessions", tags=["sessions"], route_class=BodyRoute)
 
     @router.post("", summary="Open a session, empty or from a saved one")

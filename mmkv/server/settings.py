@@ -243,6 +243,18 @@ class ServerSettings:
     keep_alive: float = 15.0
     warm: bool = False
 
+    @property
+    def most_taken(self) -> int:
+        """Count the requests that wait or run at most, those that fetch pictures among them."""
+        return self.max_queue + 3 * self.max_running
+
+    def kept_tokens(self, context: int) -> int:
+        """Return how many tokens all conversations may have whose texts are held: a context each.
+
+        One may be longer where others are shorter.
+        """
+        return (self.max_sessions + self.most_taken) * context
+
 
 @dataclass(frozen=True)
 class Facts:
@@ -251,7 +263,10 @@ class Facts:
     Attributes:
         base_key: a hash of what the memory of a conversation depends on: weights, gates, policy,
             cuts, template.
-        context: most positions; vocabulary: number of tokens; context_bounds: of texts.
+        context: positions that the model was trained for; vocabulary: number of tokens;
+            context_bounds: of texts.
+        longest: tokens that a conversation may have which goes on beyond the context, and those of
+            all conversations together; None: all end at the context.
         sampling: of replies whose request does not say.
         shared: whether all sessions compete for the budget; unbound: whether it binds nothing.
         sees, watches: whether the model takes pictures, videos; picture_rules, rules: how it scales
@@ -270,6 +285,7 @@ class Facts:
     sees: bool
     watches: bool
     sampling: Settled
+    longest: int | None = None
     shared: bool = False
     unbound: bool = False
     rules: VideoRules | None = None
@@ -278,6 +294,15 @@ class Facts:
     call_format: ToolFormat = field(default_factory=Hermes)
     thoughts: ThoughtMarks | None = None
     picture_rules: VideoRules | None = None
+
+    def most_tokens(self, budget: Budget) -> int:
+        """Return how many tokens a conversation may have, evicted ones too.
+
+        Under a share of the tokens it ends at the context, as :attr:`CachedSequence.may_compact`
+        says.
+        """
+        goes_on = self.longest is not None and budget.kind != "fraction"
+        return max(self.context, self.longest or 0) if goes_on else self.context
 
     @property
     def bound(self) -> str:

@@ -144,6 +144,7 @@ class Usage:
         risk: the share of the predicted weight that is forgotten, of the reply with the most
             (:mod:`mmkv.engine.risk`), None where it is not known; over_risk: whether it is above
             what was asked for, and the budget cannot grow.
+        compactions: how often positions were drawn together, so that it went on beyond the context.
     """
 
     prompt_tokens: int
@@ -162,6 +163,7 @@ class Usage:
     thought_tokens: int = 0
     risk: float | None = None
     over_risk: bool = False
+    compactions: int = 0
 
 
 @dataclass
@@ -255,6 +257,7 @@ class RequestCounts:
             sum(one.thought_tokens for one in choices),
             max((one.risk for one in memories if one.risk is not None), default=None),
             any(one.over_risk for one in memories),
+            max((one.compactions for one in memories), default=0),
         )
 
     def _evicted(self, replies: Iterable[tuple[Session, Choice]]) -> dict[str, int]:

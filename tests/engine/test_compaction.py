@@ -224,6 +224,26 @@ def test_prompts_longer_than_the_context_compete_for_a_shared_budget() -> None:
     assert all(session.compactions > 2 for session in sessions)
 
 
+def test_many_steps_go_on_as_single_ones_do() -> None:
+    """More than the context holds, at once."""
+    engine = short_of("text3", "streamingllm")
+    session = engine.session()
+    session.prefill({"input_ids": text_ids(LIMIT - 9, 1)[None]})
+    fork, token = session.fork(), 3
+    (made,) = engine.decode_many([session], [token], 2 * LIMIT)
+    for wanted in made:
+        token = int(fork.decode(token).argmax())
+        assert token == wanted
+    assert fork.compactions > 2 and session.state() == fork.state()
+    full = engine_of(folder_of("text3"), "full", BUDGET, prefill_chunk=CHUNK)
+    full.spec = full.model.spec = replace(full.spec, max_position=LIMIT)
+    one = full.session()
+    one.prefill({"input_ids": text_ids(LIMIT - 9, 1)[None]})
+    with pytest.raises(ContextError):
+        full.decode_many([one], [3], 10)
+    assert one.seen == LIMIT - 9
+
+
 def test_a_turn_is_not_rewound_across_moved_positions() -> None:
     session = short_of("text3", "streamingllm").session()
     session.prefill({"input_ids": text_ids(LIMIT - 2, 1)[None]})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 
 import pytest
@@ -38,8 +39,8 @@ def test_the_meter_is_near_the_exact_sums(rate: float) -> None:
         for start in (0, 7, 120):
             stop = {0: 7, 7: 120, 120: 200}[start]
             meter.add(log_beta[start:stop, None], modality=modality[start:stop])
-        for at in range(200, 300):  # the second of three sequences in a step
-            meter.add(torch.stack([log_beta[0], log_beta[at], log_beta[1]]), 1)
+        for at in range(200, 300):  # the first of two sequences in a step
+            meter.step(torch.stack([log_beta, log_beta[:1].expand(300, -1)], 1), at, 0)
         position = torch.arange(300).repeat_interleave(4)
         held = (position > 290) | ((position % 7 == 0) & (position > 60))
         kinds = modality.repeat_interleave(4)
@@ -125,7 +126,7 @@ def _without_risk(path: Path) -> None:
     """Make a session file what an older mmkv would have written."""
     with safe_open(path, framework="pt") as file:
         metadata = file.metadata()
-        tensors = {name: file.get_tensor(name) for name in file.keys() if name != "risk"}
+        tensors = {name: file.get_tensor(name) for name in file.keys() if name != "risk"}  # noqa: SIM118
     del metadata["digest"]
     save_file(tensors, path, metadata | {"digest": _digest(tensors, metadata)})
 
@@ -153,6 +154,19 @@ def _opened(engine: Runtime) -> list[CachedSequence]:
     for index, session in enumerate(made):
         session.prefill({"input_ids": text_ids(5 + 11 * index, index)[None]})
     return made
+
+
+def test_a_broken_model_spoils_no_sums() -> None:
+    """Its log betas are no numbers; they weigh nothing, and later ones count."""
+    log_beta = torch.full((2, 3), -0.1)
+    log_beta[0, 1] = torch.nan
+    meter = RiskMeter(torch.device("cpu"))
+    meter.add(log_beta)
+    found = meter.risk(
+        *(torch.zeros(0, dtype=kind) for kind in (torch.float, torch.int, torch.uint8))
+    )
+    exact = 2 * math.exp(-0.2) + 3 * math.exp(-0.1)
+    assert found.total == 1 and found.forgotten == pytest.approx(exact, rel=ERROR)
 
 
 @pytest.mark.parametrize("policy", ["full", "snapkv"])

@@ -18,7 +18,7 @@ from torch import Tensor
 import mmkv.engine.session_file as session_file
 from mmkv import Engine, bundled_model
 from mmkv.engine.budgets import page_bound
-from mmkv.engine.contents import with_pictures
+from mmkv.engine.contents import MOST_PICTURES, with_pictures
 from mmkv.engine.errors import BudgetError, ContextError, InputError, SessionError
 from mmkv.engine.model.gates import Gates
 from mmkv.engine.paths import whole_file
@@ -734,6 +734,8 @@ def test_pictures_are_runs_of_visual_tokens_over_chunks() -> None:
         assert with_pictures(first, kinds[cut:], cut, int(kinds[cut - 1])) == whole
         assert cut == 9 or with_pictures(first, kinds[cut:], cut) == whole
     assert with_pictures(((3, 5),), kinds[:2], 7) == ((3, 5), (8, 9))
+    many = with_pictures(whole, torch.tensor([0, 1] * MOST_PICTURES), 10)
+    assert len(many) == MOST_PICTURES and many[0] == (11, 12), "the oldest go"
 
 
 @pytest.mark.parametrize("chunk", [1, 2, 3, 5, 100])

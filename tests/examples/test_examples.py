@@ -75,6 +75,19 @@ def test_chat(capsys: pytest.CaptureFixture[str]) -> None:
     assert seen[1] > seen[0] < seen[2] and kept[0] == kept[2] == 2 * kept[1]
 
 
+def test_an_endless_stream(capsys: pytest.CaptureFixture[str]) -> None:
+    run("endless.py", "--minutes", "3", "--speed", "0")
+    printed = capsys.readouterr().out
+    drawn = {("picture 1", "row 3, column 1"): "yellow triangle"}  # of the seed, seen by eye
+    asked = re.findall(r"what was at (.+) of (picture \d)\?\s+mmkv (.+?) [✓✗]", printed)
+    assert (drawn[asked[0][1], asked[0][0]], len(asked)) == (asked[0][2], 6)
+    assert "144 near-duplicates skipped" in " ".join(printed.split())
+    ((mmkv_right, window_right),) = re.findall(r"mmkv (\d) of 6, window (\d) of 6", printed)
+    marks = re.findall(r"(mmkv|window) [^✓✗]+([✓✗])", printed.partition("Right:")[0])
+    counts = [sum(one == (name, "✓") for one in marks) for name in ("mmkv", "window")]
+    assert counts == [int(mmkv_right), int(window_right)] and counts[0] >= counts[1] + 2
+
+
 def test_a_custom_policy(capsys: pytest.CaptureFixture[str]) -> None:
     run("custom_policy.py")
     ours, theirs = capsys.readouterr().out.splitlines()

@@ -14,6 +14,7 @@ from PIL import Image
 
 from mmkv import Engine, Session
 from mmkv.engine.errors import InputError, SessionError
+from mmkv.prompt.special import CUT
 from mmkv.prompt.template import ChatTemplate
 from mmkv.prompt.video import Clip
 from tests.support.chat_models import (
@@ -269,6 +270,38 @@ def test_a_template_that_moves_what_was_said_is_refused(
     monkeypatch.setattr(engine.processor, "template", hiding)
     with engine.session() as session, pytest.raises(InputError, match="nothing can be observed"):
         session.observe("a red one")
+
+
+@pytest.mark.parametrize("counted", [False, True])
+def test_the_end_of_a_long_message_is_rendered_alone_where_that_is_the_same(
+    engines: Callable[[str], Engine], monkeypatch: pytest.MonkeyPatch, counted: bool
+) -> None:
+    """A template that numbers its parts is rendered whole."""
+    engine = engines("llama")
+    source = "{% for m in messages %}<{{ m.content }}{% endfor %}"
+    if counted:  # numbers stand before each text
+        source = "{% for p in messages[0].content %}({{ loop.index }}){{ p.text }}{% endfor %}"
+    tokenizer = engine.processor.tokenizer
+    template = ChatTemplate(tokenizer, source, counted)
+    monkeypatch.setattr(engine.processor, "template", template)
+    lengths = []
+    render = ChatTemplate.render
+
+    def watched(self: ChatTemplate, messages: Any, opening: bool) -> str:
+        lengths.append(len(messages[-1]["content"]))
+        return render(self, messages, opening)
+
+    with engine.session() as session:
+        for at in range(36):
+            session.observe(f"{at} is seen <|im_end|> now")
+        monkeypatch.setattr(ChatTemplate, "render", watched)
+        session.observe("n <|im_end|> is last")
+        assert min(lengths) < 10 and (max(lengths) > 36) is counted
+        monkeypatch.undo()
+        monkeypatch.setattr(engine.processor, "template", template)
+        whole = template.render_open(session.history)
+        text = "".join(piece.text or "" for piece in session.held.pieces or ())
+        assert text == whole.replace(CUT, "") and session.held.differs is None
 
 
 def test_a_long_stream_keeps_its_budget_and_its_positions(

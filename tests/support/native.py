@@ -24,8 +24,8 @@ from tests.support.sessions import load, save_checkpoint, state, text_ids
 
 needs_native = pytest.mark.skipif(not available(), reason=f"native decode step: {reason()}")
 # KV groups 1, 3, 4 and 8, head sizes 32, 64 and 128, normed q and k, biases, tied heads, pictures
-# with and without M-RoPE, scaled, partial and long rope, sliding windows, linear layers, experts; and
-# sizes that no vector divides.
+# with and without M-RoPE, scaled, partial and long rope, sliding windows, linear layers, experts;
+# and sizes that no vector divides.
 MODELS = [
     "qwen3_vl",
     "qwen3_vl_group8",

@@ -123,18 +123,24 @@ def test_the_capacity_term_meets_its_budget(tmp_path: Path) -> None:
 
 @pytest.mark.slow(reason="trains the gates for several steps")
 @pytest.mark.parametrize(
-    "weights", ["auto", pytest.param("bf16", marks=pytest.mark.long(reason="again, rounded"))]
+    "changes",
+    [
+        {"least_budget": 8.0},  # draws in every step
+        pytest.param({"weights": "bf16"}, marks=pytest.mark.long(reason="again, rounded")),
+    ],
 )
-def test_a_resumed_run_ends_where_an_uninterrupted_one_does(tmp_path: Path, weights: str) -> None:
+def test_a_resumed_run_ends_where_an_uninterrupted_one_does(
+    tmp_path: Path, changes: dict[str, Any]
+) -> None:
     whole, cut = tmp_path / "whole", tmp_path / "cut"
-    train(short_run(whole, steps=6, save_every=3, weights=weights))
-    train(short_run(cut, steps=6, save_every=3, weights=weights))
+    train(short_run(whole, steps=6, save_every=3, **changes))
+    train(short_run(cut, steps=6, save_every=3, **changes))
     # As after a kill past the third step: later checkpoints and the result are not there.
     for made in cut.glob("checkpoint-6/*"):
         made.unlink()
     (cut / "checkpoint-6").rmdir()
     (cut / "gates.safetensors").unlink()
-    train(short_run(cut, steps=6, save_every=3, weights=weights, resume=True))
+    train(short_run(cut, steps=6, save_every=3, **changes, resume=True))
     first, second = (load_file(folder / "gates.safetensors") for folder in (whole, cut))
     assert first.keys() == second.keys()
     for name in first:

@@ -332,28 +332,39 @@ def test_only_gates_are_trained() -> None:
     assert backbone_digest(engine) != before, "on the vision side, too"
 
 
-@pytest.mark.parametrize("scope", ["global", "head"])
-def test_capacity_follows_the_formula(scope: str) -> None:
+@pytest.mark.parametrize(("scope", "least"), [("global", 0.0), ("head", 0.0), ("global", 1.5)])
+def test_capacity_follows_the_formula(scope: str, least: float) -> None:
+    """With ``least``, by an M that each document draws, and at the temperature of that M."""
     engine = load("qwen3")
     rows = [document("qwen3", 9, 1), document("qwen3", 13, 2)]
     gates = lively(engine)
-    model = DistillModel(engine, gates, Objective(budget=2.0, scope=scope))
+    model = DistillModel(engine, gates, Objective(budget=2.0, scope=scope, least_budget=least))
     labels = [{**row, "labels": row["input_ids"]} for row in rows]
+    torch.manual_seed(6)
+    allowed = [2.0, 2.0]
+    if least:
+        chances = torch.rand(2).tolist()
+        allowed = [least ** (1 - u) * (n / 2) ** u for u, n in zip(chances, (9, 13), strict=True)]
+        assert least < min(allowed) and abs(allowed[0] - allowed[1]) > 0.3
+    torch.manual_seed(6)
     with torch.no_grad():
         found = model(labels)
         terms, kept, ends = [], [], []
-        for row in rows:
-            log_beta = student_states(engine, lay_out(engine, [row]), gates.gates())[1].double()
+        for row, budget in zip(rows, allowed, strict=True):
+            hot = torch.full((row["input_ids"].numel(),), (budget / 2) ** 2)
+            log_beta = student_states(
+                engine, lay_out(engine, [row]), gates.gates(), temperature=hot
+            )[1].double()
             length, count = log_beta.shape[0], log_beta[0].numel()
             for t in range(length):
                 age = (t - torch.arange(t + 1)).double()[:, None, None]
                 s = (age * log_beta[: t + 1]).exp().sum(0)
                 kept.append(s.mean())
                 if scope == "global":
-                    most = max((t + 1) * count - 2.0 * count, 1)
-                    terms.append((s.sum() - 2.0 * count).clamp(min=0) / most)
+                    most = max((t + 1) * count - budget * count, 1)
+                    terms.append((s.sum() - budget * count).clamp(min=0) / most)
                 else:
-                    terms.append(((s - 2.0).clamp(min=0) / max(t + 1 - 2.0, 1)).mean())
+                    terms.append(((s - budget).clamp(min=0) / max(t + 1 - budget, 1)).mean())
             ends.append(s)
     torch.testing.assert_close(
         found["capacity"].double(), torch.stack(terms).mean(), rtol=1e-4, atol=1e-6

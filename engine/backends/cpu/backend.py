@@ -109,7 +109,7 @@ class CpuBackend(Backend):
             return decoder.step(self.cache, batch, requests)
         finally:
             if decoder.stepped:
-                counts.log_beta = decoder.log_beta
+                counts.log_beta, counts.step = decoder.log_beta, decoder.noted
                 counts.appended = 1
                 if evictor is None:
                     counts.uncut = range(len(batch.seqs))

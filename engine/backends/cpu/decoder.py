@@ -38,6 +38,7 @@ from mmkv.engine.scorer_state import QUERIES
 # With fewer weights per thread and step, a second thread saves less (0.28 against 0.35 ms on two
 # idle cores) than it risks: on a busy machine it may keep the step waiting for milliseconds.
 _NUMBERS_PER_THREAD = 2**22
+_NOTED_STEPS = 64  # whose log betas lie in one tensor
 
 
 class NativeDecoder:
@@ -75,10 +76,8 @@ class NativeDecoder:
             self._layers[index].angle = spec.is_local(index) * spec.rope.inv_freq.numel()
         # Where the layers without entries have their states: the cache replaces them as it grows.
         self._states: Tensor | None = None
-        delta, routing = (
-            spec.delta or DeltaSpec(0, 0, 0, 0, 0),
-            spec.routing or Routing(0, 0, False, 0),
-        )
+        delta = spec.delta or DeltaSpec(0, 0, 0, 0, 0)
+        routing = spec.routing or Routing(0, 0, False, 0)
         self._model = Model(
             layers=spec.num_layers,
             hidden=spec.hidden_size,
@@ -116,8 +115,10 @@ class NativeDecoder:
         # The residual stream ``[n, B, hidden]`` after the layers of `taps`, of the last step.
         self.tapped = torch.empty(0)
         self._entry_shape = (spec.entry_layers, spec.num_kv_heads) if gates is not None else None
-        # Of the last step's entries ``[B, layers, heads]``, None without gates.
+        # Of the entries of the last steps ``[S, B, layers, heads]``, None without gates; how many
+        # of these steps came before the last one. What is written stays: others may hold it.
         self.log_beta: Tensor | None = None
+        self.noted, self._log_beta_at = 0, 0
         scales = spec.rope.scale, (spec.local_rope or spec.rope).scale
         self._step, self._batch_slots = Step(rope_scale=scales), (BatchSlot * 0)()
         self._step.mass = 1 + JOINS.index(mass) if mass else 0
@@ -219,13 +220,24 @@ class NativeDecoder:
         step.batch_slots, step.threads, step.logits = batch_slots, threads, logits.data_ptr()
         step.requests = requests
         if self._entry_shape is not None:
-            self.log_beta = torch.empty(batch_slots, *self._entry_shape)
-            step.log_beta = self.log_beta.data_ptr()
+            self._make_log_beta(batch_slots, self._entry_shape)
         self._make_scratch(0, threads, batch_slots)
         while not self._run(cache, seqs):
             self._make_room(cache)
             self._make_scratch(step.longest, threads, batch_slots)
         return logits
+
+    def _make_log_beta(self, batch_slots: int, shape: tuple[int, int]) -> None:
+        """Have room for the log betas of the next step; a tensor a step would cost as much time
+        as all that is done with it.
+        """
+        self.noted += 1
+        noted = self.log_beta
+        if noted is None or self.noted == _NOTED_STEPS or noted.shape[1] != batch_slots:
+            noted = torch.empty(_NOTED_STEPS, batch_slots, *shape)
+            self.log_beta, self.noted, self._log_beta_at = noted, 0, noted.data_ptr()
+        size = batch_slots * shape[0] * shape[1] * 4
+        self._step.log_beta = self._log_beta_at + self.noted * size
 
     def _show_memory(self, cache: RaggedCache, seqs: Sequence[int]) -> None:
         """Say where C leaves what the policy keeps beside the entries."""

@@ -60,7 +60,7 @@ class TorchBackend(Backend):
             write_state(cache, scorer, seqs, slots, position[:, None], False, taps)
         logits = decoder.logits(hidden)
         step.put_states()
-        counts.log_beta = log_beta
+        counts.log_beta = None if log_beta is None else log_beta[None]
         counts.appended, counts.uncut = 1, range(len(batch.seqs))
         return logits
 

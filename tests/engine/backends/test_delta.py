@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -12,6 +12,8 @@ from transformers.models.qwen3_5 import modeling_qwen3_5 as theirs
 
 from mmkv.engine.backends.cpu import kernels, levels
 from mmkv.engine.model import delta
+from mmkv.engine.model.spec import DeltaSpec
+from mmkv.engine.model.state_layer import DeltaLayer
 
 # The same in torch, token after token, and in every level of C.
 REFERENCE = SimpleNamespace(**{**vars(delta), "delta_chunk": delta.delta_chunk_reference})
@@ -133,3 +135,30 @@ def test_threads_and_company_change_no_bit() -> None:
         torch.set_num_threads(threads)
     assert all(map(torch.equal, one, two))
     assert torch.equal(together, torch.cat(alone))
+
+
+def test_what_chunks_read_together_leave_of_each_has_the_bits_of_that_alone() -> None:
+    """But for the products with large matrices, which C makes row by row."""
+    draw = torch.Generator().manual_seed(0)
+    width, heads, tokens = 768, 3, [1, 31, 6]
+    spec = DeltaSpec(1, heads, 8, 7, 4)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=draw)
+
+    matrices = [normal(spec.channels, 4), normal(2 * heads, width), normal(heads), normal(heads)]
+    by, layer = DeltaLayer(spec, 1e-6, *matrices, normal(7)), cast(Any, SimpleNamespace())
+    layer.qkv = normal(spec.channels + spec.value_width, width)
+    layer.out = normal(11, spec.value_width)
+
+    def columns(x: Tensor, weight: Tensor) -> Tensor:
+        return x.repeat(1, 1 + len(weight) // x.shape[1])[:, : len(weight)]
+
+    x, mixed = normal(sum(tokens), width), normal(sum(tokens), heads, 7)
+    together = by.inputs(x, layer, columns, tokens)
+    together += (by.outputs(mixed, together, layer, columns, tokens),)
+    split = [part.split(tokens) for part in (x, mixed, *together)]
+    for parts in zip(*split, strict=True):
+        alone = by.inputs(parts[0], layer, columns)
+        alone += (by.outputs(parts[1], alone, layer, columns),)
+        assert all(map(torch.equal, alone, parts[2:]))

@@ -573,6 +573,29 @@ def test_a_reply_ends_at_the_last_position() -> None:
     assert said.shape == (2, TOKENS) and (said[0, 7:] == 0).all() and (said[1] != 0).all()
 
 
+def test_a_conversation_goes_on_past_the_last_position() -> None:
+    """With transformers' generate, as a session of the engine does; 512 positions."""
+    model, draw = model_of("llama"), torch.Generator().manual_seed(0)
+    turns = [torch.randint(3, 140, (2, 450), generator=draw) for _ in range(3)]
+    with retain(model, policy="streamingllm", budget=16) as handle:
+        cache, said = RetainedCache(), turns[0][:, :0]
+        sessions = [handle.engine.session() for _ in range(2)]
+        for turn in turns:
+            ids = torch.cat([said, turn], 1)
+            said = greedy(model, {"input_ids": ids}, past_key_values=cache)
+            for i, session in enumerate(sessions):
+                new = ids[i : i + 1, session.seen :]
+                token = int(session.prefill({"input_ids": new}).argmax())
+                for wanted in said[i, ids.shape[1] : -1].tolist():
+                    assert token == wanted
+                    token = int(session.decode(token).argmax())
+                assert token == int(said[i, -1])
+        assert [row.session.compactions for row in cache.rows] == [
+            session.compactions for session in sessions
+        ]
+        assert sessions[0].compactions > 3 and sessions[0].seen > 2 * 512
+
+
 @pytest.mark.parametrize("bursts", [False, True])
 def test_the_host_waits_once_a_step(bursts: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Beside what the engine's steps read; in bursts once a burst."""

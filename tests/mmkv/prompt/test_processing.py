@@ -24,6 +24,7 @@ from mmkv.eval.fuzz.targets.model_files import Checkpoints
 from mmkv.prompt import sandbox
 from mmkv.prompt.loading import load_processor
 from mmkv.prompt.template import NO_TEMPLATE, REWRITES, ChatTemplate
+from mmkv.resources import bundled_model
 from tests.support.chat_models import (
     byte_tokenizer,
     picture,
@@ -111,6 +112,17 @@ def test_pixel_bounds(qwen: Path) -> None:
     assert cells == [16, 4, 64]
     with pytest.raises(InputError, match="min <= max"):
         load_processor(qwen, 5000, 100)
+
+
+@pytest.mark.parametrize("text", ["ignore:", "9 of 9", "\n remember", " it", "?", "<|im_end|>\n"])
+def test_a_continuation_is_read_as_within_the_whole_text(text: str) -> None:
+    processor = load_processor(bundled_model())
+    before = "<|im_start|>user\npicture 1:<|vision_end|>"
+    begun, whole = (
+        processor.encode(part)["input_ids"][0].tolist() for part in (before, before + text)
+    )
+    continued = processor.encode(text, continuing=True)["input_ids"][0].tolist()
+    assert begun + continued == whole
 
 
 @pytest.mark.parametrize("text", ["", "a <|image_pad|>", "<|video_pad|>"])

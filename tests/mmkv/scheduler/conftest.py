@@ -24,6 +24,13 @@ def qwen(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
+def hybrid(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    from tests.support.chat_models import save_qwen3_vl
+
+    return save_qwen3_vl(tmp_path_factory.mktemp("hybrid"), kind="qwen3_5")
+
+
+@pytest.fixture(scope="session")
 def small(qwen: Path) -> Engine:
     from tests.support.replies import load
 

@@ -55,12 +55,19 @@ def read_by(
 
 
 @pytest.mark.parametrize(
-    "policy, weights",
-    [("dbtrimkv", "bf16"), ("dbtrimkv", "int8"), ("snapkv:window=4", "bf16"), ("h2o", "bf16")],
+    "model, policy, weights",
+    [
+        ("qwen", "dbtrimkv", "bf16"),
+        ("qwen", "dbtrimkv", "int8"),
+        ("qwen", "snapkv:window=4", "bf16"),
+        ("hybrid", "h2o", "bf16"),
+    ],
 )
-def test_prompts_that_share_a_pass_are_read_as_alone(policy: str, weights: str, qwen: Path) -> None:
+def test_prompts_that_share_a_pass_are_read_as_alone(
+    model: str, policy: str, weights: str, request: pytest.FixtureRequest
+) -> None:
     """The same replies and memories, bit for bit, in fewer passes, also where these are left."""
-    engine = load(qwen, policy=policy, weights=weights, budget=6)
+    engine = load(request.getfixturevalue(model), policy=policy, weights=weights, budget=6)
     shared, passes = read_by(engine, None)
     left, parts = read_by(engine, None, gap=0.0)
     alone, each = read_by(engine, 0)

@@ -469,62 +469,70 @@ def words() -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(tokenizer_object=inner, unk_token="?")
 
 
+@pytest.fixture(scope="module")
+def ending(folder: Path) -> Iterator[Server]:
+    """Yield a server whose conversations end at the context."""
+    with serving(lambda: load(folder, endless=False)) as made:
+        assert made.client.get("/v1/models").json()["data"][0]["max_model_len"] == CONTEXT
+        yield made
+
+
 @pytest.mark.parametrize("length", [COUNTED, TOO_LONG])
 def test_the_engine_never_sees_them(
-    server: Server, length: int, monkeypatch: pytest.MonkeyPatch
+    ending: Server, length: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def job(*_: Any) -> None:
         raise AssertionError("the engine's thread was asked")
 
-    monkeypatch.setattr(server.state.engine_thread.core, "job", job)
+    monkeypatch.setattr(ending.state.engine_thread.core, "job", job)
     asked = {"model": "small", "input": "a" * length}
     for answer in (
-        server.chat("a" * length),
-        server.chat("a" * length, stream=True),
-        server.chat("a" * (length // 2), "b", "c" * (length // 2 + 1)),
-        server.client.post("/v1/responses", json=asked),
+        ending.chat("a" * length),
+        ending.chat("a" * length, stream=True),
+        ending.chat("a" * (length // 2), "b", "c" * (length // 2 + 1)),
+        ending.client.post("/v1/responses", json=asked),
     ):
         error = answer.json()["error"]
         assert (answer.status_code, error["code"]) == (400, "context_length_exceeded"), error
         assert "2,048" in error["message"] and "shorten" in error["message"]
 
 
-def test_what_goes_on_from_a_memory_counts_with_it(server: Server) -> None:
-    name = server.client.post("/v1/sessions", json={}).json()["id"]
+def test_what_goes_on_from_a_memory_counts_with_it(ending: Server) -> None:
+    name = ending.client.post("/v1/sessions", json={}).json()["id"]
     path = f"/v1/sessions/{name}/chat/completions"
     body = {"model": "small", "max_tokens": 2, "messages": [{"role": "user", "content": "a" * 900}]}
-    assert server.client.post(path, json=body).status_code == 200
+    assert ending.client.post(path, json=body).status_code == 200
     body["messages"] = [{"role": "user", "content": "a" * (TOO_LONG - 900)}]
-    answer = server.client.post(path, json=body)
+    answer = ending.client.post(path, json=body)
     assert (answer.status_code, answer.json()["error"]["code"]) == (400, "context_length_exceeded")
-    assert server.client.delete(f"/v1/sessions/{name}").status_code == 200
+    assert ending.client.delete(f"/v1/sessions/{name}").status_code == 200
 
 
 def test_tokens_are_counted_where_characters_do_not_tell() -> None:
     bounds = ContextBounds(pairs(), 1000)
     assert bounds.longest == 2
-    bounds.require_possible(2000)
+    bounds.require_possible([2000])
     with pytest.raises(ContextError):
-        bounds.require_possible(2001)
+        bounds.require_possible([1000, 1001])
     # Cut into pieces as it is, the whole counts as if it were not.
     long = ContextBounds(pairs(), 100_000)
-    asyncio.run(long.count(["a" * 200_000]))
+    asyncio.run(long.count([["a" * 200_000]]))
     with pytest.raises(ContextError):
-        asyncio.run(long.count(["a" * 200_000, "a" * 300_000]))
+        asyncio.run(long.count([["a" * 200_000], ["a" * 300_000]]))
     few = ContextBounds(byte_tokenizer(), 100)
-    asyncio.run(few.count(["<|vision_start|>" * 100]))  # a token each, if it were one
+    asyncio.run(few.count([["<|vision_start|>" * 100]]))  # a token each, if it were one
     with pytest.raises(ContextError):
-        asyncio.run(few.count(["b" * 500]))
+        asyncio.run(few.count([["b" * 500]]))
 
 
 def test_tokens_without_a_longest_bound_nothing() -> None:
     """A tokenizer that drops characters, or reads any number of them as one token."""
     bounds = ContextBounds(words(), 10)
     assert bounds.longest is None
-    bounds.require_possible(10**9)
-    asyncio.run(bounds.count(["b" * 1000]))
+    bounds.require_possible([10**9])
+    asyncio.run(bounds.count([["b" * 1000]]))
     with pytest.raises(ContextError):
-        asyncio.run(bounds.count(["b " * 1000]))
+        asyncio.run(bounds.count([["b " * 1000]]))
 
 
 # Replies in JSON whose schema cannot be followed, or is none.

@@ -17,7 +17,6 @@ from typing import Any
 from urllib.parse import urlsplit
 
 import pytest
-import uvicorn
 from pydantic import ValidationError
 from starlette.types import Message, Receive, Scope, Send
 
@@ -332,12 +331,12 @@ def test_a_slow_reader_stays() -> None:
             assert server.app.left == 0
 
 
-def test_no_connection_becomes_a_websocket(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With a package for these, such a connection would leave its guard, and its count for ever."""
-    monkeypatch.setitem(uvicorn.config.WS_PROTOCOLS, "auto", "builtins:object")
+def test_a_websocket_that_is_refused_leaves_the_guard() -> None:
+    """Its connection has taken the place of one of HTTP there."""
     upgrade = b"Upgrade: websocket\r\nConnection: Upgrade\r\nSec-WebSocket-Version: 13\r\n\r\n"
     with running() as made, made.connect((GET % b"")[:-2] + upgrade) as asking:
-        assert answer(asking).startswith(b"HTTP/1.1 200")
+        assert rest(asking).startswith(b"HTTP/1.1 400")
+        until(lambda: not made.web.guard.open)
 
 
 def test_descriptors_bound_connections(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -615,6 +615,7 @@ def test_no_route_reaches_what_another_key_made(server: Server) -> None:
             for method in operations:
                 body = asked("tell me") if path.endswith("completions") else {}
                 body = {"name": "notes"} if path.endswith("save") else body
+                body = {"content": "look"} if path.endswith("observe") else body
                 given = {"json": body} if method == "post" else {}
                 answer = client.request(method, there, **given)
                 assert answer.status_code == 404, (method, path, answer.text)
@@ -626,7 +627,7 @@ def test_no_route_reaches_what_another_key_made(server: Server) -> None:
                 names_it = names[kind][:-2] + "zz"
                 assert other.text.replace(names_it, names[kind]) == answer.text
                 tried.append((method, path))
-        assert len(tried) >= 14, tried  # sessions have eleven, responses three, saved ones one
+        assert len(tried) >= 15, tried  # sessions have twelve, responses three, saved ones one
         assert client.post("/v1/sessions", json={"file": "notes"}).status_code == 404
         going_on = {"model": MODEL, "input": "go on", "previous_response_id": names["responses"]}
         answer = client.post("/v1/responses", json=going_on)

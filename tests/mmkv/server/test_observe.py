@@ -2,16 +2,29 @@
 
 from __future__ import annotations
 
+import json
+import socket
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import pytest
+import wsproto.events
+from wsproto import ConnectionType, WSConnection
 
 from mmkv import Engine, Sampling, Session
 from tests.support.chat_models import picture
-from tests.support.servers import Server, asked, picture_part, serving
+from tests.support.servers import (
+    Server,
+    asked,
+    paused_in_a_reply,
+    picture_part,
+    serving,
+    until,
+)
 
+FEW = {"max_tokens": 8, "temperature": 0}
 RED, BLUE = picture("red", (64, 32)), picture("blue", (64, 32))
 
 
@@ -119,3 +132,138 @@ def test_near_duplicates_are_counted_and_a_refused_one_changes_nothing(server: S
     assert after == before
     missing = server.client.post("/v1/sessions/none/observe", json={"content": "a"})
     assert missing.status_code == 404
+
+
+class Client:
+    """A WebSocket to a session; ``rejected``: the status where the server refuses it."""
+
+    def __init__(self, server: Server, name: str, **headers: str) -> None:
+        url = urlsplit(str(server.client.base_url))
+        self.socket = socket.create_connection((url.hostname, url.port), timeout=30)
+        self._events = WSConnection(ConnectionType.CLIENT)
+        more = [(key.replace("_", "-").encode(), value.encode()) for key, value in headers.items()]
+        target = f"/v1/sessions/{name}/socket"
+        self.write(wsproto.events.Request(url.netloc, target, extra_headers=more))
+        self._incoming = self._received()
+        answer = next(self._incoming)
+        self.rejected = getattr(answer, "status_code", None)
+
+    def __enter__(self) -> Client:
+        assert self.rejected is None
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.socket.close()
+
+    def write(self, event: wsproto.events.Event) -> None:
+        self.socket.sendall(self._events.send(event))
+
+    def send(self, **fields: Any) -> None:
+        self.write(wsproto.events.TextMessage(json.dumps(fields)))
+
+    def _received(self) -> Iterator[Any]:
+        while True:
+            data = self.socket.recv(2**16)
+            self._events.receive_data(data or None)
+            yield from self._events.events()
+
+    def receive(self) -> dict[str, Any]:
+        """Return the next message; a closing as {"closed": its code}."""
+        text = ""
+        for event in self._incoming:
+            if isinstance(event, wsproto.events.CloseConnection):
+                return {"closed": event.code}
+            if isinstance(event, wsproto.events.TextMessage):
+                text += event.data
+                if event.message_finished:
+                    return json.loads(text)
+        raise AssertionError
+
+
+def test_a_websocket_observes_and_asks_as_the_routes_do(server: Server) -> None:
+    one, other = created(server), created(server)
+    with Client(server, one) as client:
+        for what in ([picture_part(RED)], "a door opens"):
+            client.send(type="observe", content=what, at=1)
+            ours = client.receive()
+            theirs = observe(server, other, *([what] if isinstance(what, str) else what), at=1)
+            for name in ("id", "session"):
+                del ours[name], theirs[name]
+            assert ours == theirs
+        client.send(type="ask", messages=[{"role": "user", "content": "what?"}], **FEW)
+        said = ""
+        while (event := client.receive())["object"] != "session.turn":
+            said += event["choices"][0]["delta"].get("content") or ""
+        assert event["session"]["turns"] == 1 and event["ignored"] is None
+        assert said == ask(server, other, "what?")["choices"][0]["message"]["content"]
+        # Each is one message, and the socket stays open.
+        before = server.client.get(f"/v1/sessions/{one}/memory").json()
+        inside = {"type": "image_url", "image_url": {"url": "http://127.0.0.1/a.png"}}
+        for fields, code in [
+            ({"type": "look"}, "invalid_request"),
+            ({"type": "observe"}, "invalid_request"),
+            ({"type": "observe", "content": "a", "b": 1}, "invalid_request"),
+            ({"type": "observe", "content": [inside]}, "url_not_allowed"),
+            ({"type": "observe", "content": "a", "at": [[]] * 2**15}, "too_many_values"),
+            ({"type": "ask", "model": "none", "messages": []}, "invalid_request"),
+        ]:
+            client.send(**fields)
+            error = client.receive()["error"]
+            assert error["code"] == code or code == "url_not_allowed", error
+            assert "\n" not in error["message"]
+        client.write(wsproto.events.TextMessage("[" * 20_000))
+        assert client.receive()["error"]["code"] == "invalid_request"
+        client.write(wsproto.events.BytesMessage(b"{}"))
+        assert client.receive()["error"]["code"] == "invalid_request"
+        assert server.client.get(f"/v1/sessions/{one}/memory").json() == before
+        server.client.delete(f"/v1/sessions/{one}")
+        client.send(type="observe", content="a")
+        assert client.receive()["error"]["code"] == "session_not_found"
+
+
+def test_a_client_that_leaves_its_websocket_takes_its_turn_along(server: Server) -> None:
+    name = created(server)
+    observe(server, name, "a")
+    with paused_in_a_reply(server), Client(server, name) as client:
+        client.send(type="ask", messages=[{"role": "user", "content": "what?"}], **FEW)
+        until(lambda: server.client.get(f"/v1/sessions/{name}").json()["busy"])
+        blocked = server.client.post(f"/v1/sessions/{name}/observe", json={"content": "b"})
+        assert blocked.json()["error"]["code"] == "session_busy"
+    until(lambda: not server.client.get(f"/v1/sessions/{name}").json()["busy"])
+    shown = server.client.get(f"/v1/sessions/{name}").json()
+    assert (shown["turns"], shown["messages"]) == (0, 1)
+
+
+def test_a_websocket_is_guarded_as_the_routes_are(server: Server, folder: Path) -> None:
+    name = created(server)
+    assert Client(server, "none").rejected == 404
+    assert Client(server, name, Origin="http://elsewhere.example").rejected == 403
+    own = str(server.client.base_url).rstrip("/")
+    with Client(server, name, Origin=own), Client(server, name):
+        pass
+    limits = {"api_keys": ("a" * 20,), "body": 2**16, "body_seconds": 0.5, "connections": 8}
+    with serving(lambda: load(folder), **limits) as guarded:
+        bearer = {"Authorization": "Bearer " + "a" * 20}
+        guarded.client.headers.update(bearer)
+        name = created(guarded)
+        assert Client(guarded, name).rejected == 401
+        assert Client(guarded, name, Authorization="Bearer b").rejected == 401
+        with Client(guarded, name, **bearer) as client:
+            client.send(type="observe", content="a" * 2**16)
+            assert client.receive() == {"closed": 1009}
+        with Client(guarded, name, **bearer) as client:  # half a message
+            client.write(wsproto.events.TextMessage('{"type"', message_finished=False))
+            assert client.receive() == {"closed": 1008}
+        with Client(guarded, name, **bearer) as client:
+            pings = b"".join([client._events.send(wsproto.events.TextMessage("{}"))] * 64)
+            client.socket.sendall(pings)
+            while "closed" not in (last := client.receive()):
+                assert last["error"]["code"] == "invalid_request"
+            assert last == {"closed": 1008}
+        until(lambda: guarded.web.guard.arriving == 0)
+        # Idle ones make way for others, as connections do.
+        held = [Client(guarded, name, **bearer) for _ in range(9)]
+        assert [one.rejected for one in held] == [None] * 9
+        until(lambda: len(guarded.web.guard.open) <= 8)
+        for one in held:
+            one.socket.close()

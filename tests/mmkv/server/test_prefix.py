@@ -381,7 +381,7 @@ def test_last_messages_that_begin_no_reply(server: Server, last: list[Any]) -> N
 
 def test_a_prefix_counts_with_the_context(server: Server) -> None:
     answer = server.chat("hello", "a" * 40_000)
-    assert error_of(answer)[1].startswith("the conversation has 40,005 characters")
+    assert error_of(answer)[1].startswith("40,005 characters are more than")
 
 
 def test_a_response_does_not_continue_a_message(server: Server) -> None:

@@ -273,7 +273,7 @@ def test_errors_name_the_fields_of_this_api(server: Server) -> None:
     for fields, param in (
         ({"text": {"format": {"type": "no such format"}}}, "text.format"),
         ({"max_output_tokens": 10**6}, "max_output_tokens"),
-        ({"input": "long " * 2000}, "input"),
+        ({"input": "long " * 2000, "mmkv": {"budget": "50%"}}, "input"),
     ):
         error = post(server, "hello", **fields).json()["error"]
         assert error["param"] == param, error

@@ -1,0 +1,131 @@
+"""Watch a camera for minutes in a memory of a third of a megabyte, and ask what it saw.
+
+Run: python examples/endless.py [--minutes 18] [--speed 20] [--svg FILE]
+Shows a live line, and answers beside the truth; the last line counts what was right.
+Needs: a checkout of mmkv (the scenes are drawn).
+
+The camera sees a drawn scene, a frame a second; it changes every five seconds, and every two
+minutes one is numbered. Beside the session under learned retention gates stands one of the same
+budget that keeps the newest entries. Questions go to copies of both, so neither reads an answer.
+"""
+
+import argparse
+import random
+import time
+
+from rich.console import Console
+from rich.live import Live
+from rich.text import Text
+
+import mmkv
+from mmkv.eval.streaming import HOLD, Answer, Asked, Observing, Shown, about, stream
+
+UNSURE = 0.8  # probability of an answer below which it is called a guess
+
+
+def asked_at(seen: list[Shown], last: bool) -> list[Asked]:
+    """Ask about now whenever a picture is numbered; at the end also about the past."""
+    now, noted = seen[-1].at, [one for one in seen if one.number is not None]
+    rng = random.Random(now)
+    past = [one for one in noted if one.at <= now - 600]
+    found = [("now" if noted[-1].at == now else "the latest", noted[-1])]
+    if not last and noted[-1].at != now:
+        return []
+    if last or len(noted) % 3 == 0:
+        found += [("ten minutes ago", past[-1])] if past else []
+        found += [("the beginning", noted[0])] if len(noted) > 1 else []
+    return [
+        question
+        for when, one in found
+        for question in about(one, when, now - one.at, rng, 2 if last else 1)
+    ]
+
+
+def clock(seconds: int) -> str:
+    """Write a time of the stream."""
+    return f"{seconds // 60:2d}:{seconds % 60:02d}"
+
+
+def judged(said: Answer, question: Asked) -> tuple[str, str]:
+    """Return what was said and whether it is true, and a colour."""
+    right = said.text == question.answer
+    guess = f" (guess, {said.sure:.0%} sure)" if said.sure < UNSURE else ""
+    return f"{said.text or '-'}{guess} {'✓' if right else '✗'}", "green" if right else "red"
+
+
+def status(way: Observing, seconds: int, context: int) -> Text:
+    """Write the live line."""
+    session = way.session
+    memory = session.memory()
+    full = session.seen * session.engine.spec.rows * 2 * session.engine.spec.head_dim * 4
+    risk = "-" if memory.risk is None else f"{memory.risk:.0%}"
+    frames, times = session.frames_seen, session.seen * session.engine.spec.rows / memory.entries
+    return Text(
+        f"{clock(seconds)}  {frames.kept:,} scenes read, {frames.skipped:,} near-duplicates skipped"
+        f" · {session.seen:,} tokens, {times:.0f} x the memory, {session.seen / context:.2f} x the "
+        f"context\n{memory.kv_bytes / 1e6:.2f} MB held; all of it would be {full / 1e6:.1f} · "
+        f"risk {risk}",
+        style="bold cyan",
+    )
+
+
+def main() -> None:
+    """Watch, ask, and count."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("--minutes", type=int, default=18, help="of the stream")
+    parser.add_argument("--speed", type=float, default=20, help="times as fast; 0: no waiting")
+    parser.add_argument("--seed", default="demo")
+    parser.add_argument("--budget", type=float, default=64)
+    parser.add_argument("--svg", help="write a picture of the terminal there")
+    args = parser.parse_args()
+    console = Console(record=args.svg is not None, width=118 if args.svg else None)
+    model = mmkv.bundled_model()
+    loaded = {
+        name: mmkv.Engine.from_pretrained(
+            model, policy=policy, budget=args.budget, device="cpu", dtype="float32"
+        )
+        for name, policy in (("mmkv", "dbtrimkv"), ("window", "streamingllm"))
+    }
+    ways = {name: Observing(engine) for name, engine in loaded.items()}
+    context = loaded["mmkv"].spec.max_position
+    console.print(
+        f"A camera, {args.minutes} minutes, {args.speed:g} times as fast. Both memories: "
+        f"{args.budget:g} entries a head.\nmmkv keeps what learned gates score highest; the window "
+        "keeps the newest. ✓ and ✗: beside what was drawn.\n"
+    )
+    right = {name: 0 for name in ways}
+    guesses: list[bool] = []
+    count, seen, drawn = 0, list[Shown](), stream(args.seed, args.minutes)
+    started = time.perf_counter()
+    with Live(console=console, refresh_per_second=8) as live:
+        for shown in drawn:
+            seen.append(shown)
+            for way in ways.values():
+                way.show(shown)
+            live.update(status(ways["mmkv"], shown.at + HOLD, context))
+            for question in asked_at(seen, shown is drawn[-1]):
+                line = Text(f"{clock(shown.at)} {question.kind:>15}: {question.text} ")
+                for name, way in ways.items():
+                    said = way.ask(question.text)
+                    text, colour = judged(said, question)
+                    line.append(f"\n      {name:>6} ", style="dim").append(text, style=colour)
+                    right[name] += said.text == question.answer
+                    if name == "mmkv" and said.text != question.answer:
+                        guesses.append(said.sure < UNSURE)
+                count += 1
+                live.console.print(line)
+            if args.speed:
+                behind = (shown.at + HOLD) / args.speed - (time.perf_counter() - started)
+                time.sleep(max(0.0, behind))
+    console.print(
+        f"\nRight: mmkv {right['mmkv']} of {count}, window {right['window']} of {count}. Of mmkv's "
+        f"{len(guesses)} wrong answers {sum(guesses)} were called a guess."
+    )
+    if args.svg:
+        console.save_svg(args.svg, title="make demo-endless")
+    for way in ways.values():
+        way.close()
+
+
+if __name__ == "__main__":
+    main()

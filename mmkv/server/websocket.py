@@ -1,0 +1,171 @@
+"""A session over a WebSocket: what it observes, and replies, as JSON messages both ways.
+
+A client that sends a frame a second need not open a request for each. What the HTTP routes check
+is checked here for every message: the session, its owner, limits, media, the queue.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+from typing import TYPE_CHECKING, Any
+
+from pydantic import ValidationError
+from starlette.routing import WebSocketRoute
+from starlette.websockets import WebSocket, WebSocketDisconnect
+
+from mmkv.engine.errors import STOPS, shown
+from mmkv.scheduler.loop import queue_is_full
+from mmkv.server.connections import SocketConnection, size_of
+from mmkv.server.errors import ApiError, api_error, invalid
+from mmkv.server.guard import require_json_text
+from mmkv.server.reply import error_response, rendered
+from mmkv.server.schema import ChatRequest, ObserveRequest
+from mmkv.server.turns import SessionObservation, SessionTurn
+
+if TYPE_CHECKING:
+    from mmkv.server.sessions import SessionTable
+    from mmkv.server.state import Caller, ServerState
+
+
+PATH = "/v1/sessions/{name}/socket"
+
+
+def socket_route(state: ServerState, sessions: SessionTable) -> WebSocketRoute:
+    """Return the route; a :class:`~mmkv.server.guard.CheckKey` has to stand before it."""
+
+    async def connect(socket: WebSocket) -> None:
+        name, caller = socket.path_params["name"], socket.state.caller
+        try:
+            await sessions.find(name, caller)
+        except ApiError as error:
+            await error_response(error)(socket.scope, socket.receive, socket.send)
+            return
+        await socket.accept()
+        await SessionSocket(state, sessions, name, caller, socket).run()
+
+    return WebSocketRoute(PATH, connect)
+
+
+class SessionSocket:
+    """One client's WebSocket to one session.
+
+    A message is an object whose ``type`` is ``observe`` or ``ask``, with the fields of the route of
+    that name; one is answered after the other. An error is one object with ``error``, and the
+    socket stays open. When the client leaves, what is under way is cancelled.
+    """
+
+    def __init__(
+        self,
+        state: ServerState,
+        sessions: SessionTable,
+        name: str,
+        caller: Caller,
+        socket: WebSocket,
+    ) -> None:
+        self._state, self._sessions, self._socket = state, sessions, socket
+        self._name, self._caller = name, caller
+        self._connection: SocketConnection | None = socket.scope.get("mmkv.connection")
+
+    async def run(self) -> None:
+        """Answer messages until the client leaves."""
+        messages: asyncio.Queue[Any] = asyncio.Queue(1)
+        reading = asyncio.ensure_future(self._read(messages))
+        tasks: list[asyncio.Future[Any]] = [reading]
+        try:
+            while True:
+                coming = asyncio.ensure_future(messages.get())
+                tasks = [reading, coming]
+                await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+                if not coming.done():
+                    return
+                message = coming.result()
+                size = size_of(message.get("text") or message.get("bytes") or b"")
+                working = asyncio.ensure_future(self._answered(message))
+                tasks = [reading, working]
+                await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+                if not working.done():
+                    return
+                working.result()
+                if self._connection is not None:
+                    self._connection.release(size)
+        except WebSocketDisconnect:
+            return
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _read(self, messages: asyncio.Queue[Any]) -> None:
+        """Read messages, one ahead of the one that is answered, until the client leaves."""
+        while True:
+            message = await self._socket.receive()
+            if message["type"] == "websocket.disconnect":
+                return
+            await messages.put(message)
+
+    async def _answered(self, message: dict[str, Any]) -> None:
+        try:
+            await self._answer(message)
+        except (asyncio.CancelledError, WebSocketDisconnect, *STOPS):
+            raise
+        except BaseException as error:
+            await self._send(api_error(error).body())
+
+    async def _answer(self, message: dict[str, Any]) -> None:
+        text = message.pop("text", None)
+        if text is None:
+            raise ApiError(400, "the message is binary; send JSON as text", "invalid_request")
+        kind, fields = _parsed(text)
+        del text
+        if not self._state.engine_thread.has_place():
+            self._state.metrics.rejected.labels("queue").inc()
+            most = self._state.settings.max_queue
+            raise queue_is_full(most, most)
+        session = await self._sessions.find(self._name, self._caller, idle=True)
+        given = self._state, self._sessions.commit_turn, self._sessions.require_idle, session
+        if kind == "observe":
+            asked = _checked(ObserveRequest, fields)
+            await self._sessions.load_memory(session)
+            await self._send(await SessionObservation(*given, asked, self._caller).whole())
+            return
+        body = _checked(ChatRequest, {"model": self._state.settings.name} | fields)
+        ignored = self._state.headers_for(body).get("X-Mmkv-Ignored")
+        await self._sessions.load_memory(session)
+        turn = SessionTurn(*given, body, self._caller)
+        if turn.background:
+            what = "a reply over a WebSocket ends with it; leave out mmkv.background"
+            raise ApiError(400, what, "invalid_value", "mmkv.background")
+        async with contextlib.aclosing(turn.stream()) as events:
+            async for event in events:
+                if isinstance(event, dict):
+                    await self._send(event)
+        told = session.shown() | {"busy": False}
+        await self._send({"object": "session.turn", "ignored": ignored, "session": told})
+
+    async def _send(self, event: dict[str, Any]) -> None:
+        await self._socket.send_text(rendered(event, ascii=True).decode())
+
+
+def _parsed(text: str) -> tuple[str, dict[str, Any]]:
+    """Return a message's type and its other fields. Raises ApiError."""
+    require_json_text(text)
+    try:
+        fields = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        what = f"the message is no valid JSON ({shown(error)}); send an object"
+        raise ApiError(400, what, "invalid_request") from None
+    kind = fields.pop("type", None) if isinstance(fields, dict) else None
+    if kind not in ("observe", "ask"):
+        what = "a message is a JSON object whose type is observe or ask"
+        raise ApiError(400, what, "invalid_request", "type")
+    return kind, fields
+
+
+def _checked(model: Any, fields: dict[str, Any]) -> Any:
+    """Return a message's fields as ``model`` has them. Raises ApiError."""
+    try:
+        return model.model_validate(fields)
+    except ValidationError as error:
+        raise invalid(error.errors(include_url=False)) from None
