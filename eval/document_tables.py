@@ -124,10 +124,10 @@ def _accuracy(
 
 
 def _readme(results: Path) -> Rows:
-    """Yield three budgets of two kinds of dialogue, and of recall on a language model."""
+    """Yield budgets of two kinds of dialogue, of recall on a language model, and with eyes."""
     shown = (
         ("dense pictures", "quality-tiny-vlm-dense", ("1/3", "1/8", "1/16")),
-        ("sparse pictures", "quality-tiny-vlm-sparse", ("1/8", "1/16", "1/32")),
+        ("sparse pictures", "quality-tiny-vlm-sparse", ("1/16", "1/32")),
         ("facts in text", "quality-smollm2-recall", ("1/4", "1/8", "1/16")),
     )
     yield ["questions about", "budget", "full", *(f"`{method}`" for method in METHODS)]
@@ -136,6 +136,10 @@ def _readme(results: Path) -> Rows:
         for budget in budgets:
             cells = (share(row_of(page, method, budget)) for method in METHODS)
             yield [words, budget, share(row_of(page, "full", "1")), *cells]
+    rows = results_of(results, "accuracy-llava")
+    eyes = {row["run"]: f"{row['share']:.3f}" for row in rows if row["kind"] == "all"}
+    cells = (eyes.get(f"{method} at 1/4", "-") for method in METHODS)
+    yield ["newest picture", "1/4", eyes["pictures"], *cells]
 
 
 def _data(results: Path) -> Rows:
@@ -390,6 +394,20 @@ def _llava_budgets(results: Path) -> Rows:
     yield ["all questions", "full cache", *budgets]
     for policy in dict.fromkeys(policy for policy, _ in found):
         yield [f"`{policy}`", _share(rows[0]), *(_share(found[policy, b]) for b in budgets)]
+
+
+def _policies(results: Path) -> Rows:
+    """Show the decode step of every policy."""
+    (case,) = results_of(results, "decode-policies-cpu-tiny-vlm")["cases"]
+    names = ["policy", "ms", "/ full", "entries a row", "interval", "graph", "host reads"]
+    yield [*names, "evicts on"]
+    for name, each in case["policies"].items():
+        low, high = each["ms_per_step"]["quartiles"]
+        figures = f"{each['ms_per_step']['median']:.2f} ({low:.2f} .. {high:.2f})"
+        facts = (each["interval"], each["graph"], each["host_reads_per_step"])
+        entries = f"{each['entries_per_row']:.0f}"
+        where = each["evicts_on"].partition(":")[0]
+        yield [f"`{name}`", figures, f"{each['over_full']:.2f}", entries, *map(str, facts), where]
 
 
 def _photos(results: Path) -> Rows:
@@ -666,6 +684,7 @@ TABLES: dict[str, Callable[[Path], Rows]] = {
     "llava-budgets": _llava_budgets,
     "photo-classes": _photo_classes,
     "photos": _photos,
+    "policies": _policies,
     "dialogues": _dialogues,
     "mmdu": _mmdu,
     "memory": _memory,

@@ -37,7 +37,7 @@ from mmkv.training.measure.teacher_forced import FullCache, spans
 Row = dict[str, Any]
 KNOWN = ("risk", "risk of pictures", "entries gone")
 FOUND = ("kl", "wrong", "lost")
-_DRAWS = 400
+_DRAWS = 200
 
 
 @torch.inference_mode()

@@ -111,6 +111,13 @@ def distill(
             _LOSS,
         ),
     ] = 0.0,
+    lambda_rank: Annotated[
+        float,
+        option("Weight of the term that ranks entries by their future attention.", _LOSS),
+    ] = 0.0,
+    rank_window: Annotated[
+        int, option("Of that term: tokens ahead whose queries count; 0: all.", _LOSS)
+    ] = 0,
     lambda_cap: Annotated[float, option("Weight of the capacity term.", _LOSS)] = 1.0,
     normaliser: Annotated[str, option("relative or tt (TRIM-KV).", _LOSS)] = "relative",
     capacity_rates: Annotated[

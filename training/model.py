@@ -29,6 +29,7 @@ from mmkv.training.capacity import (
     retained_total_grouped,
 )
 from mmkv.training.data.labels import predicted
+from mmkv.training.future_attention import rank_loss, watched_states
 from mmkv.training.measure.teacher_forced import full_attention_states, lay_out
 from mmkv.training.student import (
     TrainableGates,
@@ -149,6 +150,7 @@ PARTS = (
     "kl",
     "ntp",
     "capacity",
+    "rank",
     "kept",
     "kept_least",
     "kept_most",
@@ -172,6 +174,9 @@ class Objective:
         rates: 0 for the exact count, else the number of decay rates of its approximation.
         least_budget: 0: all documents have ``budget``; above 0: each has an M of its own, drawn
             log-uniformly between this and half of its tokens (:meth:`DistillModel.draw`).
+        rank: weight of :func:`mmkv.training.future_attention.rank_loss`, at one token of each
+            document, drawn from its last three quarters; rank_window: tokens after it whose
+            queries count; 0: all.
     """
 
     kl: float = 1.0
@@ -184,6 +189,8 @@ class Objective:
     gating: str = "log-bias"
     rates: int = 0
     least_budget: float = 0.0
+    rank: float = 0.0
+    rank_window: int = 0
 
 
 class DistillModel(nn.Module):
@@ -236,7 +243,11 @@ class DistillModel(nn.Module):
         gates = self.gates.gates().to(engine.device, engine.dtype)
         if engine.decoder.weights.form == "bf16":
             gates = with_trunks_in_bf16(gates)
-        teacher = full_attention_states(engine, documents)
+        if goal.rank:
+            cuts = [n // 4 + int(torch.rand(()) * (n - 1 - n // 4)) for n in documents.lengths]
+            teacher, worth = watched_states(engine, documents, cuts, goal.rank_window)
+        else:
+            teacher, worth = full_attention_states(engine, documents), []
         budget: float | Tensor = goal.budget
         temperature = None
         if goal.least_budget:
@@ -253,12 +264,19 @@ class DistillModel(nn.Module):
         rows = log_beta.flatten(1).T.contiguous()
         capacity, kept = self._capacity(rows, documents.start, budget)
         loss = quality.loss + goal.capacity * capacity
+        ranks = loss.new_zeros(())
+        if goal.rank:
+            each = rows.split(documents.lengths, 1)
+            terms = [rank_loss(x[:, : w.shape[1]], w) for x, w in zip(each, worth, strict=True)]
+            ranks = torch.stack(terms).mean()
+            loss = loss + goal.rank * ranks
         at_end = weights_at_end(rows, documents.start)
         by_head = at_end.sum(1) / len(documents.lengths)
         parts = {
             "kl": quality.kl,
             "ntp": quality.ntp,
             "capacity": capacity,
+            "rank": ranks,
             "kept": kept,
             "kept_least": by_head.min(),
             "kept_most": by_head.max(),

@@ -144,6 +144,8 @@ _ABOVE_ZERO = (
 _NOT_BELOW_ZERO = (
     "lambda_cap",
     "least_budget",
+    "lambda_rank",
+    "rank_window",
     "lambda_sparse",
     "threshold",
     "clip",
@@ -157,7 +159,7 @@ _NOT_BELOW_ZERO = (
 _OF_METHOD = {
     "retention": frozenset(
         "gating gate tying gate_input bias loss scope budget lambda_cap normaliser capacity_rates "
-        "held_out_budget least_budget".split()
+        "held_out_budget least_budget lambda_rank rank_window".split()
     ),
     "wgkv": frozenset("window lambda_sparse threshold".split()),
 }
@@ -181,6 +183,7 @@ class TrainingSettings:
         budget: M, mean entries per (layer, KV head), that the capacity term aims at.
         least_budget: 0, or the least M that documents draw, see
             :class:`mmkv.training.model.Objective`; ``budget`` is then where the temperature is 1.
+        lambda_rank, rank_window: of the rank term, see :class:`mmkv.training.model.Objective`.
         lambda_cap: weight of the capacity term.
         gate_input: ``x`` or ``kv``, see :class:`mmkv.training.student.TrainableGates`.
         window: write gates: W_local, tokens that every entry stays for, its own included.
@@ -206,6 +209,8 @@ class TrainingSettings:
     scope: str = "global"
     budget: float = 256.0
     least_budget: float = 0.0
+    lambda_rank: float = 0.0
+    rank_window: int = 0
     lambda_cap: float = 1.0
     normaliser: str = "relative"
     loss: str = "kl+ntp"
@@ -308,6 +313,8 @@ class TrainingSettings:
             self.gating,
             self.capacity_rates,
             self.least_budget,
+            self.lambda_rank,
+            self.rank_window,
         )
 
     def described(self) -> dict[str, Any]:

@@ -125,7 +125,7 @@ def test_the_capacity_term_meets_its_budget(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "changes",
     [
-        {"least_budget": 8.0},  # draws in every step
+        {"least_budget": 8.0, "lambda_rank": 0.5},  # both draw in every step
         pytest.param({"weights": "bf16"}, marks=pytest.mark.long(reason="again, rounded")),
     ],
 )

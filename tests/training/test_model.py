@@ -29,6 +29,7 @@ from mmkv.training.data.examples import examples
 from mmkv.training.data.labels import predicted
 from mmkv.training.distill import main
 from mmkv.training.folder import history
+from mmkv.training.future_attention import largest_weights, rank_loss, watched_states
 from mmkv.training.measure.teacher_forced import full_attention_states, lay_out
 from mmkv.training.model import (
     DistillModel,
@@ -378,6 +379,70 @@ def test_capacity_follows_the_formula(scope: str, least: float) -> None:
         extremes, torch.stack([heads.min(), heads.max()]), rtol=1e-4, atol=1e-6
     )
     assert extremes[0] < extremes[1]
+
+
+@pytest.mark.parametrize("window", [0, 5])
+def test_worth_is_the_largest_weight_of_the_full_matrix(window: int) -> None:
+    """Two documents, cut at different tokens, against attention of all tokens in float64."""
+    engine = load("qwen3")
+    rows, cuts = [document("qwen3", 11, 1), document("qwen3", 17, 2)], [4, 9]
+    documents = lay_out(engine, rows)
+    states, worth = watched_states(engine, documents, cuts, window)
+    torch.testing.assert_close(states, full_attention_states(engine, documents))
+    model = transformers.AutoModelForCausalLM.from_pretrained(
+        checkpoint("qwen3"), dtype=torch.float64, attn_implementation="eager"
+    ).eval()
+    for row, cut, found in zip(rows, cuts, worth, strict=True):
+        with torch.no_grad():
+            layers = model(input_ids=row["input_ids"], output_attentions=True).attentions
+        end = cut + 1 + window if window else row["input_ids"].numel()
+        seen = torch.cat([layer[0] for layer in layers])[:, cut + 1 : end, : cut + 1]
+        wanted = seen.amax(1).unflatten(0, (-1, CHECKPOINTS["qwen3"].group)).amax(1)
+        torch.testing.assert_close(found.double(), wanted, rtol=1e-4, atol=1e-5)
+
+
+def test_blocks_of_queries_do_not_change_the_worth() -> None:
+    generator = torch.Generator().manual_seed(0)
+    query, key = (torch.randn(n, 40, 8, generator=generator) for n in (4, 2))
+    rows = torch.tensor([12, 13, 20, 33, 39])
+    wanted = largest_weights(query, key, rows, 11, 0.4)
+    torch.testing.assert_close(largest_weights(query, key, rows, 11, 0.4, block=2), wanted)
+    assert wanted.shape == (2, 12) and float(wanted.min()) > 0
+    assert not largest_weights(query, key, rows[:0], 11, 0.4).any()
+
+
+def test_the_rank_term_puts_entries_in_the_order_of_their_worth() -> None:
+    """Its mean over draws against all pairs and every K; descent ends in the teacher's order."""
+    generator = torch.Generator().manual_seed(1)
+    log_beta = -torch.rand(2, 4, generator=generator).exp()
+    worth = torch.rand(2, 4, generator=generator)
+    order = worth.flatten().argsort(descending=True).tolist()
+    age = torch.tensor([4.0, 3.0, 2.0, 1.0])
+    score, value = (x.flatten().tolist() for x in (-(age * -log_beta).log(), worth))
+    total = 0.0
+    steps = 4000  # of the integral over K = 4 ** u entries kept
+    for step in range(steps):
+        kept = 4 ** ((step + 0.5) / steps)
+        for place in range(math.ceil(kept)):
+            high = order[place]
+            chance = min(1.0, kept - place) / kept
+            lows = order[int(kept) :]
+            for low in lows:
+                weight = max(0.0, 1 - value[low] / value[high])
+                costs = weight * math.log1p(math.exp(score[low] - score[high]))
+                total += chance / len(lows) * costs / steps
+    torch.manual_seed(0)
+    found = rank_loss(log_beta, worth, pairs=200_000)
+    assert float(found) == pytest.approx(total, rel=0.02)
+
+    z = torch.zeros(2, 4, requires_grad=True)
+    optimizer = torch.optim.Adam([z], 0.1)
+    for _ in range(150):
+        optimizer.zero_grad()
+        rank_loss(F.logsigmoid(z), worth, pairs=256).backward()
+        optimizer.step()
+    learned = (age * F.logsigmoid(z.detach())).flatten().argsort(descending=True)
+    assert learned[:4].tolist() == order[:4]
 
 
 def test_weights_at_the_end_of_each_document() -> None:
