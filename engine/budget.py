@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from mmkv.engine.errors import BudgetError, require_real
 
@@ -54,6 +54,8 @@ class Interval:
 
 
 EVERY_STEP = Interval()
+# Tokens of a reply between two looks at the risk, each of which waits for a GPU.
+TURN = 16
 
 
 @dataclass(frozen=True)
@@ -64,10 +66,15 @@ class Budget:
         kind: ``entries``: value = M, mean entries per (layer, KV head), the papers' unit;
             ``bytes``: value = physical bytes of pages after a step or a prompt;
             ``fraction``: value = share of the tokens seen, in (0, 1].
+        risk, most: a sequence keeps more than that, at most ``most``, while the share of predicted
+            attention weight that it has forgotten would be above ``risk`` (:class:`Dial`); both or
+            neither.
     """
 
     kind: Literal["entries", "bytes", "fraction"]
     value: float
+    risk: float | None = None
+    most: Budget | None = None
 
     @classmethod
     def bytes(cls, count: int) -> Budget:
@@ -78,6 +85,51 @@ class Budget:
     def fraction(cls, share: float) -> Budget:
         """Return a budget that keeps ``share`` of the tokens seen."""
         return cls("fraction", share)
+
+    @classmethod
+    def dialled(
+        cls,
+        budget: Budget | float | str | None,
+        risk: float | None,
+        most: Budget | float | str | None,
+    ) -> Budget | None:
+        """Return ``budget`` with a risk that it grows by, up to ``most``.
+
+        Args:
+            budget: what a sequence may always keep; None: an eighth of ``most``. Without ``risk``
+                and ``most`` it is returned as :meth:`of` reads it, or None.
+
+        Raises:
+            BudgetError: one of ``risk`` and ``most`` is missing, or they cannot be.
+        """
+        if risk is None and most is None:
+            return None if budget is None else cls.of(budget)
+        if risk is None or most is None:
+            raise BudgetError(
+                "risk and budget_max go together: the budget grows to budget_max while more than "
+                "the risk is forgotten; give both, such as risk 0.02 and budget_max 64MiB"
+            )
+        bound = cls.of(most)
+        least = cls(bound.kind, bound.value / 8) if budget is None else cls.of(budget)
+        return cls.of(cls(least.kind, least.value, risk, bound))
+
+    def as_list(self) -> list[Any]:
+        """Return what files hold of it: unit and value; of one with a risk, that and its bound."""
+        own: list[Any] = [self.kind, self.value]
+        return own if self.most is None else [*own, self.risk, self.most.kind, self.most.value]
+
+    @classmethod
+    def of_list(cls, kind: Any, value: float, *dial: Any) -> Budget:
+        """Return what :meth:`as_list` was called on. Raises BudgetError: it cannot be."""
+        if not dial:
+            return cls.of(cls(kind, value))
+        risk, most_kind, most = dial
+        return cls.of(cls(kind, value, risk, cls(most_kind, most)))
+
+    @property
+    def ceiling(self) -> Budget:
+        """Return the most that a sequence may ever keep under it."""
+        return self if self.most is None else self.most
 
     @classmethod
     def parse(cls, text: str) -> Budget:
@@ -119,7 +171,30 @@ class Budget:
             raise BudgetError(f"a budget of {made.value} keeps nothing; give a positive number")
         if made.kind == "fraction" and made.value > 1:
             raise BudgetError(f"a budget fraction of {made.value} is above 1; give one in (0, 1]")
+        made._check_dial()
         return made
+
+    def _check_dial(self) -> None:
+        """Raise BudgetError where a risk and its bound cannot be."""
+        if self.risk is None or self.most is None:
+            if self.risk is not None or self.most is not None:
+                raise BudgetError("a budget has both a risk and a bound, or neither; give both")
+            return
+        require_real("the risk", self.risk)
+        if not 0 < self.risk < 1:
+            raise BudgetError(
+                f"a risk of {self.risk:g} cannot be; give a share between 0 and 1, such as 0.02"
+            )
+        most = Budget.of(self.most)
+        if most.most is not None:
+            raise BudgetError("budget_max has a risk of its own; give entries per row or bytes")
+        if "fraction" in (self.kind, most.kind):
+            raise BudgetError(
+                "a budget that is a share of the tokens cannot follow a risk; give budget and "
+                "budget_max in entries per row (256) or bytes (64MiB)"
+            )
+        if self.kind == most.kind and self.value > most.value:
+            raise BudgetError(above_most(self))
 
     def entries(
         self,
@@ -160,11 +235,73 @@ class Budget:
 
     def describe(self) -> str:
         """Return the budget in words."""
-        return {
+        said = {
             "entries": f"{self.value:g} entries per row",
             "bytes": f"{self.value:,.0f} bytes",
             "fraction": f"{self.value:g} of the tokens seen",
         }[self.kind]
+        if self.most is None:
+            return said
+        return f"{said} to {self.most.describe()} at risk {self.risk:g}"
+
+
+@dataclass
+class Dial:
+    """How many entries a sequence may keep now, by how much of it has been forgotten.
+
+    The risk r is predicted weight: forgotten / (forgotten + held). What an eviction will do to r is
+    known beforehand, as entries go in the order of their scores. So the dial allows at least what
+    keeps r at ``risk``, and at most what keeps it at half of that; between the two it stands still
+    and does not flutter. Where r is above ``risk`` already, nothing more goes while there is room.
+
+    Attributes:
+        risk: the target; least, most: bounds, in entries of all rows; page: entries that it moves
+            by, those of one page.
+        allowed: entries that may stay now.
+        room: how many of these are for tokens that come before it is turned again.
+        turned_at: tokens seen when a reply turned it last.
+        full: whether more than ``most`` would have had to stay.
+    """
+
+    risk: float
+    least: int
+    most: int
+    page: int
+    allowed: int = 0
+    room: int = 0
+    turned_at: int = 0
+    full: bool = False
+
+    def __post_init__(self) -> None:
+        self.allowed = min(max(self.allowed, self.least), self.most)
+
+    def turn(self, enough: int, plenty: int, room: int = 0) -> None:
+        """Turn it, by whole pages.
+
+        Args:
+            enough: entries that have to stay so that r is at most ``risk``, or more than there are
+                where it is above that already; plenty: so that it is at most half of that.
+        """
+        wanted = self.allowed - self.room
+        if wanted < enough or wanted > self._whole(plenty):
+            wanted = self._whole(enough if wanted < enough else plenty)
+        wanted, self.full = max(wanted, self.least), enough > self.most
+        self.allowed = min(wanted + room, self.most)
+        self.room = max(self.allowed - wanted, 0)
+
+    def _whole(self, entries: int) -> int:
+        """Return the least number of whole pages that is as many."""
+        return -(-entries // self.page) * self.page
+
+
+def above_most(budget: Budget) -> str:
+    """Return the message for a budget that is above the bound it may grow to."""
+    assert budget.most is not None
+    least = Budget(budget.kind, budget.value)
+    return (
+        f"budget_max is {budget.most.describe()}, which is below the budget of {least.describe()} "
+        "that always stays; raise budget_max or lower the budget"
+    )
 
 
 def format_bytes(count: float) -> str:

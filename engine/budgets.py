@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from mmkv.engine.backends.base import Backend, Batch, Counts, Scored
-from mmkv.engine.budget import EVERY_STEP, Interval
+from mmkv.engine.budget import EVERY_STEP, Dial, Interval, above_most
 from mmkv.engine.cache import Entries
 from mmkv.engine.errors import BudgetError, PolicyError, SessionError, require_real
 from mmkv.engine.policies import Budget, Policy
@@ -79,7 +79,8 @@ def page_bound(
     if not policy.evicts:
         return PageBound(_pages(every, rows, pool.page_size) + beside, 0)
     seen = start.seen + prompt + generated
-    kept = budget.entries(rows, seen, pool.page_size, pool.page_bytes, engine.interval)
+    size, each = pool.page_size, pool.page_bytes
+    kept = budget.ceiling.entries(rows, seen, size, each, engine.interval)
     kept += (start.prompt_tokens + prompt) * rows if policy.keeps_prompt else 0
     slack = engine.interval.slack(kept, rows)
     # Between two evictions a sequence may stand above its budget, and a step adds to that.
@@ -98,7 +99,8 @@ def lasting_pages(engine: Runtime, budget: Budget) -> int | None:
     if not engine.policy.evicts or engine.policy.keeps_prompt or budget.kind == "fraction":
         return None
     rows, pool = engine.spec.rows, engine.cache.pool
-    kept = budget.entries(rows, 0, pool.page_size, pool.page_bytes, engine.interval)
+    size, each = pool.page_size, pool.page_bytes
+    kept = budget.ceiling.entries(rows, 0, size, each, engine.interval)
     steady = _pages(kept + engine.interval.at(kept, rows) * rows, rows, pool.page_size)
     return steady + engine.cache.state_pages
 
@@ -155,6 +157,15 @@ class Budgets(Protocol):
 
         Raises:
             BudgetError: fewer than one per row.
+        """
+        ...
+
+    def dial(self, budget: Budget) -> Dial | None:
+        """Return a dial for a budget that grows with the risk; None: it is fixed.
+
+        Raises:
+            BudgetError: fewer than one entry per row, or a bound below the budget.
+            PolicyError: the policy predicts no weights.
         """
         ...
 
@@ -299,6 +310,7 @@ class OwnBudgets:
         why = why_unbound(self._engine.policy)
         if why is not None and made != self._engine.budget:
             raise BudgetError(why)
+        self.dial(made)
         return made
 
     def saved(self, budget: Budget) -> Budget:
@@ -311,7 +323,9 @@ class OwnBudgets:
         why = why_unbound(self._engine.policy)
         if why is not None:
             raise BudgetError(why)
-        return Budget.of(budget)
+        made = Budget.of(budget)
+        self.dial(made)
+        return made
 
     def join(self, session: CachedSequence, weight: float = 1.0) -> None:
         """See :class:`Budgets`."""
@@ -326,6 +340,21 @@ class OwnBudgets:
         engine, pool = self._engine, self._engine.cache.pool
         size, each = pool.page_size, pool.page_bytes
         return budget.entries(engine.spec.rows, seen, size, each, engine.interval)
+
+    def dial(self, budget: Budget) -> Dial | None:
+        """See :class:`Budgets`."""
+        if budget.risk is None:
+            return None
+        policy = self._engine.policy
+        if not (policy.evicts and isinstance(policy.scoring, Retention)):
+            raise PolicyError(
+                f"policy {policy.name!r} does not predict what is forgotten, so that a risk means "
+                "nothing; use dbtrimkv with gates, or leave risk and budget_max out"
+            )
+        least, most = self.allowed(budget, 0), self.allowed(budget.ceiling, 0)
+        if least > most:
+            raise BudgetError(above_most(budget))
+        return Dial(budget.risk, least, most, self._engine.cache.pool.page_size)
 
     def competing(self, session: CachedSequence) -> int:
         return session.allowed_entries
@@ -368,8 +397,9 @@ class SharedBudget:
 
     An entry's score is the policy's plus the log of its sequence's weight; entries that the policy
     protects go last. Each sequence's best ``floor`` entries per row, or as many as an equal share
-    has, go after all others. Ties fall on the smaller position, then layer, then head, then the
-    sequence that joined first. So what a sequence keeps depends on the others.
+    has, go after all others. By risk, those go first whose sequence has forgotten least when
+    they are gone (:meth:`_by_risk`). Ties fall on the smaller position, then layer, then head, then
+    the sequence that joined first. So what a sequence keeps depends on the others.
 
     Made by :meth:`mmkv.engine.runtime.Runtime.share`. Who calls :meth:`cut` holds the engine's
     lock.
@@ -377,6 +407,7 @@ class SharedBudget:
     Attributes:
         entries: that may stay of all sequences together.
         floor: entries that each sequence keeps of its own, rows together.
+        by_risk: whether what sequences have forgotten decides which of them gives up room.
 
     Raises:
         BudgetError: the budget is not in entries, or the floor is above it.
@@ -386,7 +417,9 @@ class SharedBudget:
 
     graph_obstacle = "sessions share a budget"
 
-    def __init__(self, engine: Runtime, budget: Budget, floor: float) -> None:
+    def __init__(
+        self, engine: Runtime, budget: Budget, floor: float, by_risk: bool = False
+    ) -> None:
         policy, rows, pool = engine.policy, engine.spec.rows, engine.cache.pool
         if budget.kind != "entries":
             raise BudgetError(
@@ -413,6 +446,7 @@ class SharedBudget:
         self._engine = engine
         self.entries = budget.entries(rows, 0, pool.page_size, pool.page_bytes)
         self.floor = int(floor * rows)
+        self.by_risk = by_risk
         self._weights: WeakKeyDictionary[CachedSequence, float] = WeakKeyDictionary()
 
     @property
@@ -464,6 +498,9 @@ class SharedBudget:
     def allowed(self, budget: Budget, seen: int) -> int:
         """See :class:`mmkv.engine.budgets.Budgets`: a sequence by itself may keep all."""
         return MOST_ENTRIES
+
+    def dial(self, budget: Budget) -> None:
+        """See :class:`mmkv.engine.budgets.Budgets`: no sequence has one of its own."""
 
     def competing(self, session: CachedSequence) -> int:
         """See :class:`mmkv.engine.budgets.Budgets`: those of all sequences."""
@@ -529,7 +566,8 @@ class SharedBudget:
             torch.tensor(counts, device=live.row.device), output_size=sum(counts)
         )
         every = torch.cat(scores)
-        victims = self._victims(live, every, owner, counts)
+        order = self._by_risk(members, views, scores) if self.by_risk else every
+        victims = self._victims(live, order, owner, counts)
         engine.cache.drop([one.seq for one in members], victims, live)
         gone = owner[victims].bincount(minlength=len(members))
         broken = owner[victims[every[victims].isnan()]].bincount(minlength=len(members))
@@ -542,6 +580,31 @@ class SharedBudget:
                 own = victims[owner[victims] == index] - start
                 session.recorder.died(views[index], own, scores[index])
             start += counts[index]
+
+    def _by_risk(
+        self,
+        sessions: Sequence[CachedSequence],
+        views: Sequence[CacheView],
+        scores: Sequence[Tensor],
+    ) -> Tensor:
+        """Order entries, float32 ``[N]``, by the risk of their sequence once they are gone.
+
+        A sequence's entries go in the order of their scores, so each has such a risk, times the
+        sequence's weight. The lowest go, whosever they are: all end at about the same risk, and the
+        highest is as low as it can be.
+        """
+        keys = []
+        for session, view, score in zip(sessions, views, scores, strict=True):
+            found, order = session.risk(), score.argsort(stable=True)
+            forgotten = 0.0 if found is None else found.forgotten
+            weight = (view.log_beta * (view.seen - view.position)).double().exp()
+            after = forgotten + weight[order].cumsum(0)
+            key = torch.empty_like(after)
+            key[order] = after / (forgotten + weight.sum()) * self._weights[session]
+            keys.append(torch.where(score.isfinite(), key, score.double()))
+        key = torch.cat(keys)
+        ranks = key.unique(return_inverse=True)[1].float()  # equal ones stay equal
+        return torch.where(key.isfinite(), ranks, key.float())
 
     def _scores(self, session: CachedSequence, entries: Entries, view: CacheView) -> Tensor:
         engine = self._engine

@@ -65,6 +65,10 @@ class EngineConfig:
         budget: M, the mean entries kept per (layer, KV head); a :class:`Budget`; or text such as
             ``"25%"`` and ``"64MiB"``. Sessions may have budgets of their own. None: 256 entries,
             and no bound where neither gates nor a policy are there.
+        risk, budget_max: the budget grows up to ``budget_max`` (as ``budget``, but no share) while
+            a sequence would forget more than this share of the attention weight that its gates
+            predict, and shrinks again, down to ``budget`` (None: an eighth of ``budget_max``),
+            where it forgets less than half of that (:class:`mmkv.engine.budget.Dial`).
         lookahead: steps n = T - t over which dbtrimkv sums retention (DBTrimKV, arXiv 2605.09649,
             equation 9): a whole number of at least 1, or inf. Other presets do not read it.
         evict_every: decode steps between evictions, exactly. None: the policy's own interval
@@ -121,6 +125,16 @@ class EngineConfig:
     )
     budget: Budget | float | str | None = field(
         default=None, metadata=_about(str, "Entries per row (256), a share (25%) or bytes (64MiB).")
+    )
+    risk: float | None = field(
+        default=None,
+        metadata=_about(
+            float,
+            "Grow the budget while more than this share of what matters would be forgotten (0.02).",
+        ),
+    )
+    budget_max: Budget | float | str | None = field(
+        default=None, metadata=_about(str, "How far --risk may grow it: 64MiB, or entries per row.")
     )
     lookahead: float = field(
         default=DEFAULT_LOOKAHEAD, metadata=_about(float, "Steps that scores look ahead, or inf.")
@@ -180,8 +194,9 @@ class EngineConfig:
     )
 
     def __post_init__(self) -> None:
-        if self.budget is not None:
-            Budget.of(self.budget)
+        made = Budget.dialled(self.budget, self.risk, self.budget_max)
+        if self.risk is not None:
+            object.__setattr__(self, "budget", made)
         check_lookahead(self.lookahead)
         for name in ("model", "mmproj", "adapter", "gates"):
             if (given := getattr(self, name)) is not None:

@@ -35,6 +35,7 @@ class Memory:
         risk: share of the predicted weight of all that was read whose entries are gone
             (:mod:`mmkv.engine.risk`), in 0..1. None: the policy has no retention gates, or the
             session does not know: it comes from a file of an older mmkv, or was cut back far.
+        over_risk: whether the risk is above what was asked for, and the budget cannot grow.
         vision_bytes: features of pictures that are kept for when the same come again: of this
             session and of all others with its salt, which share them. It says nothing of the
             session alone, so two that are equal may differ in it.
@@ -54,6 +55,7 @@ class Memory:
     compactions: int = 0
     vision_bytes: int = field(default=0, compare=False)
     risk: float | None = field(default=None, compare=False)  # its last bits vary
+    over_risk: bool = False
 
     @property
     def physical_bytes(self) -> int:
@@ -128,6 +130,7 @@ def memory_of(
     vision_bytes: int = 0,
     compactions: int = 0,
     risk: float | None = None,
+    over_risk: bool = False,
 ) -> Memory:
     """Measure sequence ``seq``; the counts and spans are those that the cache does not know."""
     pages = cache.needed_pages(cache.length[seq])
@@ -149,6 +152,7 @@ def memory_of(
         vision_bytes=vision_bytes,
         compactions=compactions,
         risk=risk,
+        over_risk=over_risk,
     )
 
 

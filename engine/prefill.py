@@ -428,7 +428,10 @@ class ChunkPass:
                 # Nothing has been evicted yet.
                 if sessions[i].rewind(self._before[i], self._chunks[i].before):
                     prefills[i].done = self._before[i]["seen"] - prefills[i]._start
-        engine.budgets.cut([one for i, one in enumerate(sessions) if i not in broken])
+        whole = [one for i, one in enumerate(sessions) if i not in broken]
+        for session in whole:
+            session.turn_dial()
+        engine.budgets.cut(whole)
         if sum(self._counts) >= MANY_TOKENS and engine.device.type == "cpu":
             give_back()
         for i, found in zip(last, logits, strict=True):

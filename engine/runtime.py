@@ -58,8 +58,8 @@ class Runtime:
 
     Args:
         policy: a :class:`Policy`; budget: the default of new sessions.
-        options: evict_every, prefill_chunk, page_size, kv, kv_limit, vision_cache and endless
-            of :class:`mmkv.engine.config.EngineConfig`.
+        options: risk, budget_max, evict_every, prefill_chunk, page_size, kv, kv_limit,
+            vision_cache and endless of :class:`mmkv.engine.config.EngineConfig`.
 
     Attributes:
         interval: when sessions are cut while they decode.
@@ -106,7 +106,7 @@ class Runtime:
             check_pruner(policy.pruner, spec.num_layers, tuple(spec.sliding_window))
         self.family, self.spec, self.policy = family, spec, policy
         self.device, self.dtype = weights.embed.device, weights.dtype
-        self.budget = Budget.of(DEFAULT_BUDGET if budget is None else budget)
+        self.budget = Budget.of(DEFAULT_BUDGET if config.budget is None else config.budget)
         self.interval = policy.every(config.evict_every)
         self.prefill_chunk = max(config.prefill_chunk, family.least_chunk)
         write_gates: WriteGates | None = None
@@ -136,7 +136,7 @@ class Runtime:
         state = self.model.needs.state if policy.admission is None else 1  # log g
         size = config.page_size
         # A budget that binds nothing chooses nothing.
-        binding = self.budget if policy.evicts else Budget.of(DEFAULT_BUDGET)
+        binding = self.budget.ceiling if policy.evicts else Budget.of(DEFAULT_BUDGET)
         layout = Layout(size, spec.head_dim, self.dtype, state=state)
         form, self.form_note = choose_form(
             config.kv, binding, spec.rows, spec.max_position, layout, self.interval
@@ -158,6 +158,7 @@ class Runtime:
         self.backends = Backends(self.model, self.cache)
         # A budget that can never hold is the user's mistake now, not at the first eviction.
         self.budgets.allowed(self.budget, 0)
+        self.budgets.dial(self.budget)
 
     @classmethod
     def from_pretrained(
@@ -174,9 +175,9 @@ class Runtime:
                 file.
             progress: called with a few words on what is being loaded.
             options: those of :class:`mmkv.engine.config.EngineConfig`: policy (a name or a
-                :class:`Policy`), adapter, budget, lookahead, evict_every, prefill_chunk, page_size,
-                gates, device, dtype, weights, kv, kv_limit, vision_cache, threads, mmproj,
-                endless.
+                :class:`Policy`), adapter, budget, risk, budget_max, lookahead, evict_every,
+                prefill_chunk, page_size, gates, device, dtype, weights, kv, kv_limit, vision_cache,
+                threads, mmproj, endless.
 
         Raises:
             ModelError, GateError, PolicyError, BudgetError.
@@ -311,7 +312,9 @@ class Runtime:
         # Its product rounds no states for bfloat16.
         return placed.in_bf16(kernels_for("int8", self.device))
 
-    def share(self, budget: Budget | float | str, floor: float = 0.0) -> None:
+    def share(
+        self, budget: Budget | float | str, floor: float = 0.0, by_risk: bool = False
+    ) -> None:
         """Have all sessions of this engine compete for one budget from now on.
 
         What a session keeps then depends on the others (:class:`SharedBudget`), and its own
@@ -320,6 +323,8 @@ class Runtime:
         Args:
             budget: entries per row, of all sessions together.
             floor: entries per row that each session is sure of, while an equal share has as many.
+            by_risk: whether sessions that have forgotten more (:mod:`mmkv.engine.risk`) get room
+                from those that have forgotten less.
 
         Raises:
             BudgetError, PolicyError: it cannot be; SessionError: sessions are open already. Nothing
@@ -327,7 +332,7 @@ class Runtime:
         """
         with self.lock:
             made = Budget.of(budget)
-            self.budgets, self.budget = SharedBudget(self, made, floor), made
+            self.budgets, self.budget = SharedBudget(self, made, floor, by_risk), made
             self.form_note = None  # it speaks of a budget that is gone
 
     @property

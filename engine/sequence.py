@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from mmkv.engine.budget import TURN
 from mmkv.engine.budgets import SequenceSize
 from mmkv.engine.cache import Entries
 from mmkv.engine.compaction import (
@@ -57,6 +58,7 @@ _STATE = (
     "pictures",
     "runs",
     "compactions",
+    "dial",
 )
 
 
@@ -158,6 +160,49 @@ class CachedSequence:
         self.budget = budget
         # Every decode step asks; only a share of the tokens changes with them.
         self._fixed_entries = None if budget.kind == "fraction" else entries
+        self._dial = self.engine.budgets.dial(budget)
+
+    @property
+    def dial(self) -> tuple[int, int, int, bool] | None:
+        """Where the dial of a budget with a risk stands; None: the budget is fixed.
+
+        ``allowed``, ``room``, ``turned_at`` and ``full`` of :class:`mmkv.engine.budget.Dial`.
+        """
+        made = self._dial
+        return None if made is None else (made.allowed, made.room, made.turned_at, made.full)
+
+    @dial.setter
+    def dial(self, stands: tuple[int, int, int, bool] | None) -> None:
+        if self._dial is not None:
+            allowed, room, at, full = stands or (0, 0, 0, False)
+            self._dial = replace(self._dial, allowed=allowed, room=room, turned_at=at, full=full)
+
+    @torch.inference_mode()
+    def turn_dial(self, decoding: bool = False) -> None:
+        """Let the budget follow the risk: after a chunk, and every few tokens of a reply.
+
+        Who calls it holds the engine's lock. What is above the budget goes with the next cut; a
+        reply gets room for the tokens until it is turned again.
+        """
+        dial = self._dial
+        if dial is None or (decoding and self.seen - dial.turned_at < TURN):
+            return
+        engine, risk = self.engine, self._risk()
+        if risk is None:  # not known of this session: the dial stays where it is
+            return
+        view = self.view()
+        order = engine.policy.scores(view, dial.allowed).value.argsort()
+        weights = (view.log_beta * (self.seen - view.position)).double().exp()
+        gone, held = risk.forgotten + weights[order].cumsum(0), order.numel()
+        total = risk.forgotten + weights.sum()
+        marks = torch.stack([dial.risk * total, dial.risk / 2 * total])
+        few = torch.searchsorted(gone, marks, right=True)
+        enough, plenty = (held - few).tolist()
+        if risk.total > dial.risk:  # all stay, and one more
+            enough = plenty = held + 1
+        dial.turn(enough, plenty, TURN * engine.spec.rows if decoding else 0)
+        if decoding:
+            dial.turned_at = self.seen
 
     @property
     def allowed_entries(self) -> int:
@@ -171,6 +216,8 @@ class CachedSequence:
 
     def budget_at(self, seen: int) -> int:
         """Entries that the budget alone allows once ``seen`` tokens have been read."""
+        if self._dial is not None:
+            return self._dial.allowed
         if self._fixed_entries is not None:
             return self._fixed_entries
         return self.engine.budgets.allowed(self.budget, seen)
@@ -285,7 +332,8 @@ class CachedSequence:
             risk = self._risk()
             share = None if risk is None else risk.total
             told = self.seen, *counts, self.pictures, vision, self.compactions, share
-            return memory_of(self.engine.cache, self.seq, *told)
+            full = self._dial is not None and self._dial.full
+            return memory_of(self.engine.cache, self.seq, *told, over_risk=full)
 
     @torch.inference_mode()
     def risk(self) -> Risk | None:
@@ -492,6 +540,7 @@ class CachedSequence:
                 fresh: dict[str, Any] = dict.fromkeys(_STATE, 0)
                 fresh |= {"long_rope": None, "pictures": (), "runs": ()}
                 fresh["meter"] = self.new_meter()
+                fresh["dial"] = None
                 self.engine.cache.clear(self.seq)
                 self.restore(fresh)
                 return
@@ -501,6 +550,8 @@ class CachedSequence:
                     next_position = position_of(self.runs, seen)
                 self.runs = without_after(self.runs, seen)
             self.seen, self.next_position, self.prompt_tokens = seen, next_position, prompt_tokens
+            if self._dial is not None:
+                self._dial.turned_at = min(self._dial.turned_at, seen)
             self.pictures = tuple(span for span in self.pictures if span[1] <= seen)
             self.roll_back()
             self._cut_meter(bool(self.evicted))

@@ -52,7 +52,7 @@ def save_session(session: CachedSequence, path: Path, extra: dict[str, str]) -> 
         tensors = engine.cache.export(session.seq)
         if session.meter is not None and session.meter.tokens == session.seen:
             tensors[_RISK] = session.meter.export()
-    state = session.state() | {"budget": [session.budget.kind, session.budget.value]}
+    state = session.state() | {"budget": session.budget.as_list()}
     del state["meter"]
     state["read_ids"] = f"{session.read_ids:x}"
     metadata = {
@@ -184,10 +184,10 @@ def _check_memory(engine: Runtime, names: set[str], path: Path) -> None:
             )
 
 
-def _budget(engine: Runtime, kind: Any, value: float) -> Budget:
+def _budget(engine: Runtime, *saved: Any) -> Budget:
     """Return the session's budget. Raises ValueError: it cannot be."""
     try:
-        return engine.budgets.saved(Budget(kind, value))
+        return engine.budgets.saved(Budget.of_list(*saved))
     except BudgetError as error:
         raise ValueError(str(error)) from error
 
@@ -206,6 +206,8 @@ def _digest(tensors: dict[str, Tensor], metadata: dict[str, str]) -> str:
 
 _Count = Annotated[int, Field(ge=0, le=2**62)]
 _Tokens = Annotated[int, Field(ge=0, le=2**31 - 1)]  # positions are int32
+_Unit = Literal["entries", "bytes", "fraction"]
+_Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 _NUMBERS = ("keys", "values", "key_scale", "value_scale", "log_beta")
 # What safetensors calls the types of a cache's tensors.
 NAMES = {
@@ -235,9 +237,11 @@ class State(Strict):
     pictures: tuple[tuple[_Tokens, _Tokens], ...] = ()  # older files have none
     runs: tuple[tuple[_Tokens, _Tokens, _Tokens], ...] | None = None  # older files have none
     compactions: _Count = 0
-    budget: tuple[
-        Literal["entries", "bytes", "fraction"], Annotated[float, Field(gt=0, allow_inf_nan=False)]
-    ]
+    dial: tuple[_Count, _Count, _Tokens, bool] | None = None  # of a budget with a risk
+    budget: (
+        tuple[_Unit, _Positive]
+        | tuple[_Unit, _Positive, _Positive, Literal["entries", "bytes"], _Positive]
+    )
 
 
 class Header(Strict):

@@ -229,6 +229,7 @@ def _checked(
             raise InputError(f"token id {token} is outside the vocabulary")
     for session in sessions:
         session.make_context(1, session.next_position + 1)
+        session.turn_dial(decoding=True)
     return checked
 
 

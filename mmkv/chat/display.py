@@ -47,10 +47,14 @@ class Display(Terminal):
         self.said: set[str] = set()  # what is said once in a conversation
 
     def note_memory(self, memory: Memory) -> None:
-        """Say, each once in a conversation, that pictures are mostly gone and that it has passed
-        the trained context.
+        """Say, each once in a conversation, that pictures are mostly gone, that it has passed the
+        trained context, and that more is forgotten than was asked for.
         """
-        lines = {"faded": faded_line(memory), "compacted": compacted_line(memory)}
+        lines = {
+            "faded": faded_line(memory),
+            "compacted": compacted_line(memory),
+            "risk": risk_line(memory),
+        }
         for kind, line in lines.items():
             if line is not None and kind not in self.said:
                 self.said.add(kind)
@@ -117,6 +121,8 @@ def memory_line(engine: Engine, session: Session) -> str:
     if not engine.policy.evicts:
         return f"{line} {_without_budget(engine.policy)}"
     line += f", budget {session.budget.describe()}{in_form(engine)}"
+    if memory.risk is not None and memory.evicted:
+        line += f"; risk {memory.risk:.1%}"
     if memory.evicted_nan:
         return f"{line}; {memory.evicted_nan:,} evicted entries had a score that is no number"
     return line if memory.evicted else f"{line}: nothing had to be evicted"
@@ -144,6 +150,16 @@ def compacted_line(memory: Memory) -> str | None:
     )
 
 
+def risk_line(memory: Memory) -> str | None:
+    """Say that more is forgotten than --risk allows, and no memory is left; None: it is not."""
+    if not memory.over_risk or memory.risk is None:
+        return None
+    return (
+        f"{memory.risk:.1%} of what later questions may need is forgotten, more than --risk, and "
+        "the budget cannot grow: answers about it may be made up; a larger --budget-max keeps more"
+    )
+
+
 def in_form(engine: Runtime) -> str:
     """Name the form of the cache, where it is not the model's dtype."""
     form = engine.cache.pool.form
@@ -168,6 +184,7 @@ def statistics(engine: Engine, session: Session) -> RenderableType:
         ("entries kept", f"{memory.entries:,} of {total:,} ({kept})"),
         ("entries evicted", f"{memory.evicted:,}"),
         *([("moved together", f"{memory.compactions:,} times")] if memory.compactions else []),
+        *([("risk", f"{memory.risk:.1%}")] if memory.risk is not None else []),
         ("pictures mostly gone", f"{len(memory.faded)} of {len(memory.pictures)}"),
         ("keys and values", f"{format_bytes(memory.kv_bytes)} in {memory.pages:,} pages"),
         ("metadata", format_bytes(memory.metadata_bytes)),
@@ -229,6 +246,8 @@ def record(engine: Engine, session: Session, model: str) -> dict[str, Any]:
             "pictures": list(memory.pictures),
         },
         "differs": memory.differs,
+        "risk": memory.risk,
+        "over_risk": memory.over_risk,
         "memory": {
             "pages": memory.pages,
             "kv_bytes": memory.kv_bytes,

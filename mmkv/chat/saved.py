@@ -385,7 +385,9 @@ def figures_folder(name: str) -> Path:
 def write_report(trace: Trace, path: Path, compare: str | None = None) -> str:
     """Write the page and say so in one line. Raises InputError."""
     written = trace.report(path, compare)
-    return f"wrote {path} ({format_bytes(written.stat().st_size)}); open it in a browser"
+    said = f"wrote {path} ({format_bytes(written.stat().st_size)}); open it in a browser"
+    forgetting = trace.snapshot().forgetting()
+    return f"{said}; {forgetting}" if forgetting else said
 
 
 def write_figures(trace: Trace, folder: Path) -> str:

@@ -97,7 +97,7 @@ def latest_chat(context: typer.Context) -> str:
 
 def budget_given(context: typer.Context) -> bool:
     """Return whether the command line itself names a budget."""
-    return any(on_command_line(context, name) for name in _BUDGETS)
+    return any(on_command_line(context, name) for name in (*_BUDGETS, "risk", "budget_max"))
 
 
 def on_command_line(context: typer.Context, name: str) -> bool:

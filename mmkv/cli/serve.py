@@ -65,7 +65,8 @@ def serve(
             engine.require_thoughts("--forget-thoughts")
             engine.forget_thoughts = True
         if settings.shared_budget is not None:
-            engine.share(settings.shared_budget, settings.shared_floor)
+            shared = settings.shared_floor, settings.shared_by_risk
+            engine.share(settings.shared_budget, *shared)
         return engine
 
     if settings.replicas is None:
@@ -90,11 +91,13 @@ def _require_agreement(context: typer.Context, settings: ServerSettings) -> None
         )
     if settings.shared_budget is not None and arguments.budget_given(context):
         raise UsageError(
-            "--shared-budget stands instead of --budget, --budget-bytes and --budget-fraction; "
-            "give one of them"
+            "--shared-budget stands instead of --budget, --budget-bytes, --budget-fraction and "
+            "--budget-max; give one of them, and --shared-by-risk in place of --risk"
         )
-    if settings.shared_budget is None and arguments.on_command_line(context, "shared_floor"):
-        raise UsageError("--shared-floor is a part of --shared-budget; give that, too")
+    for name in ("shared_floor", "shared_by_risk"):
+        if settings.shared_budget is None and arguments.on_command_line(context, name):
+            flag = f"--{name.replace('_', '-')}"
+            raise UsageError(f"{flag} is a part of --shared-budget; give that, too")
     _require_keys(settings.api_keys)
     _require_weights(settings)
 

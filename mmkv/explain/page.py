@@ -24,7 +24,7 @@ import numpy as np
 from mmkv.engine.errors import InputError
 from mmkv.engine.paths import user_path
 from mmkv.engine.trace import KINDS
-from mmkv.explain.snapshot import Snapshot
+from mmkv.explain.snapshot import Region, Snapshot
 from mmkv.web import web_file
 
 MOST_BYTES = 2_900_000  # of a page
@@ -34,6 +34,7 @@ _FEW_CELLS = 50_000  # so many may have numbers of four bytes each
 _PICTURE_BYTES, _MOST_PICTURES = 900_000, 256
 _EDGES = (512, 384, 256, 192, 128, 96, 64)
 _NEVER = 65535
+_MOST_REGIONS = 100
 _FORMAT = 2  # of the data, for read_page
 
 
@@ -204,6 +205,7 @@ def _data(
         "detail": snapshot.detail(),
         "needed": -1 if needed is None or needed < first else needed - first,
         "paid": paid,
+        "forgotten": [[one.name, round(one.risk, 4)] for one in _regions(snapshot)],
         "reply": snapshot.reply,
         "run": f"{snapshot.policy}, {snapshot.budget}",
         "facts": _facts(snapshot),
@@ -350,6 +352,13 @@ def _smaller(jpeg: bytes, edge: int) -> bytes:
     return encoded(Image.open(io.BytesIO(jpeg)), edge)
 
 
+def _regions(snapshot: Snapshot) -> list[Region]:
+    """Return the regions that are listed, in their order: those that are forgotten most."""
+    found = snapshot.regions()
+    most = sorted(range(len(found)), key=lambda at: -found[at].risk)[:_MOST_REGIONS]
+    return [found[at] for at in sorted(most)]
+
+
 def _facts(snapshot: Snapshot) -> str:
     record = snapshot.record
     held, total = len(record.row), snapshot.tokens * snapshot.rows
@@ -379,6 +388,8 @@ def _notes(
         notes.append(f"{len(steps):,} of {len(record.seen):,} steps are shown.")
     if first:
         notes.append(f"The first {first:,} tokens are not shown.")
+    if (regions := len(snapshot.regions())) > _MOST_REGIONS:
+        notes.append(f"Of {regions:,} pictures and turns the most forgotten are listed.")
     if detail.levels and snapshot.rule.kernel == "retention":
         notes.append(
             f"Log beta is rounded to {detail.levels} levels, so that scores on this page are "

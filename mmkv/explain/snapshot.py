@@ -13,7 +13,7 @@ import torch
 from mmkv.engine.contents import MODALITIES
 from mmkv.engine.errors import InputError
 from mmkv.engine.policies.scoring import lookahead_log_score
-from mmkv.engine.trace import EVICTED, Record
+from mmkv.engine.trace import EVICTED, KINDS, Record
 
 if TYPE_CHECKING:
     from mmkv.explain.frames import Frame
@@ -29,6 +29,7 @@ class Rule:
         lookahead, age_shift: of retention; first, recent: tokens protected at either end.
         group: int64 ``[rows]``, rows of the same number compete.
         shared: whether other sessions' entries do, too; bonus: what is added to scores there.
+        predicts: whether log betas predict weights, whatever scores are.
     """
 
     kernel: str
@@ -39,6 +40,27 @@ class Rule:
     group: np.ndarray
     shared: bool = False
     bonus: float = 0.0
+    predicts: bool = False
+
+
+@dataclass(frozen=True)
+class Region:
+    """A picture, a frame of a video, or the words of a turn, and how much of it is forgotten.
+
+    Attributes:
+        held, forgotten: predicted weight of its entries that stand, and of those that went
+            (:mod:`mmkv.engine.risk`).
+    """
+
+    name: str
+    held: float
+    forgotten: float
+
+    @property
+    def risk(self) -> float:
+        """Return the share that is forgotten, 0 where nothing has any weight."""
+        total = self.held + self.forgotten
+        return self.forgotten / total if total else 0.0
 
 
 @dataclass(frozen=True)
@@ -132,6 +154,47 @@ class Snapshot:
             last += 1
         part, word = texts[token].strip(), "".join(texts[first:last]).strip()
         return f"the word “{word}”" if part == word else f"the “{part}” of “{word}”"
+
+    def regions(self) -> list[Region]:
+        """Sum the predicted weights of every entry by picture, and by the words of each turn.
+
+        Exactly, as the record has every eviction. Of tokens from before the recording nothing is
+        said. Empty for policies that predict no weights.
+        """
+        record, seen = self.record, int(self.record.seen[-1])
+        if not self.rule.predicts:
+            return []
+        # A turn begins with the first chunk behind a reply.
+        kind = np.array(KINDS)[record.kind]
+        begins = (kind == "prompt") & (np.roll(kind, 1) != "prompt")
+        begins[0] = False
+        starts = record.seen[np.flatnonzero(begins) - 1]
+        turn = np.searchsorted(starts, np.arange(self.tokens), side="right")
+        region, names = turn.copy(), [f"turn {at}" for at in range(len(starts) + 1)]
+        for frame in self.frames:
+            stop = frame.start + frame.stride * (frame.high - 1) + frame.wide
+            region[frame.start : stop] = len(names)
+            names.append(frame.caption)
+        known = np.arange(self.tokens) >= record.seen[0]
+        sums = np.zeros((2, len(names)))
+        _, position, log_beta, _, died = self.entries
+        weight = np.exp(log_beta.astype(np.float64) * (seen - position))
+        real = known[position] & np.isfinite(weight)
+        gone = (died < len(record.seen)).astype(np.int64)
+        np.add.at(sums, (gone[real], region[position[real]]), weight[real])
+        there = np.isin(np.arange(len(names)), region[known])  # turn 0: before the recording
+        return [
+            Region(name, float(held), float(lost))
+            for name, held, lost, shown in zip(names, *sums, there, strict=True)
+            if shown
+        ]
+
+    def forgetting(self, most: int = 4) -> str:
+        """Say which pictures and turns are forgotten most; "" where none is, by a per cent."""
+        found = [one for one in self.regions() if one.risk >= 0.01]
+        found = sorted(found, key=lambda one: -one.risk)[:most]
+        said = ", ".join(f"{100 * one.risk:.0f} % of {one.name}" for one in found)
+        return f"forgotten, as the gates predict: {said}" if said else ""
 
     def headline(self) -> str:
         """Say in one or two sentences what the answer needed, what of it is left, and what went."""

@@ -223,7 +223,11 @@ def _rule(session: CachedSequence) -> Rule:
     if isinstance(scoring, Retention):
         lookahead, shift = scoring.lookahead, scoring.age_shift
     shared, bonus = engine.shared is not None, math.log(engine.budgets.weight(session))
-    return Rule(kernel, lookahead, shift, policy.protect_first, recent, group, shared, bonus)
+    if engine.shared is not None and engine.shared.by_risk:
+        kernel = "other"  # what sessions have forgotten decides, and scores alone do not
+    predicts = policy.evicts and isinstance(scoring, Retention)
+    first = policy.protect_first
+    return Rule(kernel, lookahead, shift, first, recent, group, shared, bonus, predicts)
 
 
 def _budget(session: CachedSequence) -> str:

@@ -625,6 +625,8 @@ if (typeof DecompressionStream === "undefined") {
     const own = fillStages();
     fillPlots();
     fillBudgets();
+    $("forgotten").hidden = !data.forgotten?.length;
+    table($("regions"), ["picture or turn", "forgotten"], (data.forgotten ?? []).map(([name, share]) => [name, `${(100 * share).toFixed(1)} %`]));
     listen();
     fillLegends();
     drawTimeline();

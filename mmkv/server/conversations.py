@@ -79,7 +79,9 @@ def most_entries(engine: Engine, budget: Budget, seen: int) -> int | None:
     """
     if why_unbound(engine.policy) is not None:
         return None
-    return engine.budgets.allowed(budget, seen) if engine.shared is None else engine.shared.entries
+    if engine.shared is not None:
+        return engine.shared.entries
+    return engine.budgets.allowed(budget.ceiling, seen)
 
 
 def kept_shares(

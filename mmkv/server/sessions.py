@@ -301,7 +301,7 @@ class SessionTable:
         self._sessions[tenant, name] = made
         if self._store is None:
             return made
-        made.record = SessionRecord(name, made.created, (budget.kind, budget.value), metadata)
+        made.record = SessionRecord(name, made.created, tuple(budget.as_list()), metadata)
         try:
             if conversation is None:
                 made.record = await asyncio.to_thread(self._store.commit, tenant, made.record)
@@ -360,7 +360,7 @@ class SessionTable:
 
     def _from_record(self, tenant: str, record: SessionRecord) -> ServerSession:
         facts = self._state.facts
-        budget = facts.budget if facts.shared else Budget(*record.budget)  # type: ignore[arg-type]
+        budget = facts.budget if facts.shared else Budget.of_list(*record.budget)
         made = ServerSession(record.id, tenant, budget, record.metadata, created=record.created)
         made.record, made.turns, made.unbound = record, record.turns, facts.unbound
         return made

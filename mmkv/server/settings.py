@@ -129,6 +129,12 @@ class ServerSettings:
     shared_floor: float = option(
         "Entries per row that each session is sure of.", float, 0.0, least=0
     )
+    shared_by_risk: bool = option(
+        "Sessions that have forgotten more get room in --shared-budget from those that have "
+        "forgotten less.",
+        bool,
+        False,
+    )
     api_keys: tuple[str, ...] = option(
         "Key that requests have to show. Repeatable.",
         list[str] | None,

@@ -23,7 +23,8 @@ from typing import Any, Self
 
 from filelock import FileLock, Timeout
 
-from mmkv.engine.errors import SessionError
+from mmkv.engine.budget import Budget
+from mmkv.engine.errors import BudgetError, SessionError
 from mmkv.server.errors import ApiError
 
 _FOLDER = ".sessions"  # beside the files that users name, which begin with no dot
@@ -187,13 +188,14 @@ class SessionRecord:
     """What the shared folder holds on a session, as JSON.
 
     Attributes:
+        budget: as :meth:`mmkv.engine.budget.Budget.as_list` has it.
         version: a new one with each change; memory: name of its session file, None before the
             first turn; messages: how many it holds; media: digests of its pictures and videos.
     """
 
     id: str
     created: int
-    budget: tuple[str, float]
+    budget: tuple[Any, ...]
     metadata: dict[str, str] = field(default_factory=dict)
     turns: int = 0
     messages: int = 0
@@ -206,12 +208,12 @@ class SessionRecord:
         """Read one; None where there is none. Raises SessionError: it cannot be read."""
         try:
             found: dict[str, Any] = json.loads(path.read_text())
-            kind, value = found.pop("budget")
+            budget = Budget.of_list(*found.pop("budget"))
             media = tuple(map(str, found.pop("media", ())))
-            return cls(budget=(str(kind), float(value)), media=media, **found)
+            return cls(budget=tuple(budget.as_list()), media=media, **found)
         except FileNotFoundError:
             return None
-        except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
+        except (BudgetError, OSError, ValueError, TypeError, KeyError, AttributeError) as error:
             raise SessionError(
                 f"the session {path.stem} cannot be read from the session folder; begin a new one"
             ) from error

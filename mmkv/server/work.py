@@ -141,6 +141,9 @@ class Usage:
         differs: how what was read differs from the conversation rendered afresh; None: it does not.
         notes: remarks on the media that were read, such as a video whose end is missing.
         thought_tokens: of the replies' tokens, those of their thoughts.
+        risk: the share of the predicted weight that is forgotten, of the reply with the most
+            (:mod:`mmkv.engine.risk`), None where it is not known; over_risk: whether it is above
+            what was asked for, and the budget cannot grow.
         compactions: how often positions were drawn together, so that it went on beyond the context.
     """
 
@@ -158,6 +161,8 @@ class Usage:
     faded_pictures: int = 0
     notes: list[str] = field(default_factory=list)
     thought_tokens: int = 0
+    risk: float | None = None
+    over_risk: bool = False
     compactions: int = 0
 
 
@@ -250,6 +255,8 @@ class RequestCounts:
             max((len(one.faded) for one in memories), default=0),
             list(dict.fromkeys(self.notes)),
             sum(one.thought_tokens for one in choices),
+            max((one.risk for one in memories if one.risk is not None), default=None),
+            any(one.over_risk for one in memories),
             max((one.compactions for one in memories), default=0),
         )
 

@@ -11,9 +11,18 @@ import pytest
 
 from mmkv.engine.budget import EVERY_STEP
 from mmkv.engine.errors import BudgetError, PolicyError, SessionError
+from mmkv.engine.model.decoder import Decoder
 from mmkv.engine.runtime import Runtime
 from mmkv.engine.sequence import CachedSequence
-from tests.support.sessions import LATER, PICTURES, load, qwen3_vl, save_checkpoint, text_ids
+from tests.support.sessions import (
+    LATER,
+    PICTURES,
+    load,
+    qwen3_vl,
+    save_checkpoint,
+    text_ids,
+    turn,
+)
 
 Key = tuple[int, int, int]  # position, layer, head
 
@@ -32,6 +41,7 @@ class Plain:
         self.seen: list[int] = []
         self.weight: list[float] = []
         self.recent = 0
+        self.forgotten: list[float] | None = None  # weight, where that decides
 
     def open(self, weight: float = 1.0) -> int:
         self.held.append({})
@@ -61,10 +71,20 @@ class Plain:
         ranked = []
         for at in there:
             guarded = order[at][max(len(order[at]) - floor, 0) :]
+            lost = self.forgotten[at] if self.forgotten else 0.0
+            every = lost + self.weight_of(at, self.held[at])
             for key in order[at]:
-                ranked.append((key in guarded, self.score(at, key), key, at))
+                value = self.score(at, key)
+                lost += self.weight_of(at, {key: self.held[at][key]})
+                if self.forgotten and math.isfinite(value):
+                    value = lost / every * self.weight[at]
+                ranked.append((key in guarded, value, key, at))
         for _, _, key, at in sorted(ranked)[: total - self.budget]:
             del self.held[at][key]
+
+    def weight_of(self, at: int, entries: dict[Key, float]) -> float:
+        """What entries weigh as their gates predict it: exp(age * log beta)."""
+        return sum(math.exp((self.seen[at] - key[0]) * beta) for key, beta in entries.items())
 
 
 def entries_of(session: CachedSequence) -> dict[Key, float]:
@@ -84,10 +104,13 @@ class Both:
         self.sessions: list[CachedSequence] = []
         self.new: dict[Key, float] = {}
         assert engine.shared is not None
-        cut = engine.shared.cut
+        cut, by_risk = engine.shared.cut, engine.shared.by_risk
 
         def watched(sessions: Any, interval: Any = EVERY_STEP, refused_by: Any = None) -> None:
             self.feed()
+            if by_risk:
+                risks = [one.risk() for one in self.sessions]
+                plain.forgotten = [0.0 if one is None else one.forgotten for one in risks]
             cut(sessions, interval, refused_by)
             plain.cut((interval.steps - 1) * engine.spec.rows)
             self.compare()
@@ -117,19 +140,21 @@ class Both:
 
 
 @pytest.mark.parametrize(
-    ("budget", "floor", "evict_every", "policy"),
+    ("budget", "floor", "evict_every", "policy", "by_risk"),
     [
-        (12, 0, 1, "dbtrimkv"),
-        (12, 3, 1, "dbtrimkv:recent=2"),
-        (10, 4, 3, "dbtrimkv"),
-        (6, 1, 1, "dbtrimkv:recent=7"),  # more is protected than fits: ties decide
+        (12, 0, 1, "dbtrimkv", False),
+        (12, 3, 1, "dbtrimkv:recent=2", False),
+        (10, 4, 3, "dbtrimkv", False),
+        (6, 1, 1, "dbtrimkv:recent=7", False),  # more is protected than fits: ties decide
+        (12, 0, 1, "dbtrimkv", True),
+        (12, 3, 3, "dbtrimkv:recent=2", True),
     ],
 )
 def test_what_is_kept_is_the_best_of_all(
-    folder: Path, budget: int, floor: int, evict_every: int, policy: str
+    folder: Path, budget: int, floor: int, evict_every: int, policy: str, by_risk: bool
 ) -> None:
     engine = load(folder, policy=policy, evict_every=evict_every)
-    engine.share(budget, floor)
+    engine.share(budget, floor, by_risk)
     rows = engine.spec.rows
     both = Both(engine, Plain(budget * rows, floor * rows))
     both.plain.recent = engine.policy.protect_recent
@@ -151,10 +176,37 @@ def test_what_is_kept_is_the_best_of_all(
     second.close()
     assert engine.shared is not None and engine.shared.held == first.entries + third.entries
     both.sessions.remove(second)
-    del both.plain.held[1], both.plain.seen[1], both.plain.weight[1]
+    for column in (both.plain.held, both.plain.seen, both.plain.weight):
+        del column[1]  # type: ignore[attr-defined]
     engine.decode([first], [7])
     for one in (first, third):
         one.close()
+
+
+def test_a_session_at_risk_gets_room_that_another_gives_up(folder: Path) -> None:
+    """One whose gates predict that all it read will matter, beside one that forgets anyway."""
+    found, gate_logits = {}, Decoder._gate_logits
+    for by_risk in (False, True):
+        engine = load(folder)
+        engine.share(24, floor=0 if by_risk else 12, by_risk=by_risk)
+        shared, rows = engine.shared, engine.spec.rows
+        assert shared is not None
+        dense, plain = engine.session(), engine.session()
+        for session, more in ((dense, 5.0), (plain, -8.0)):
+            with pytest.MonkeyPatch.context() as patched:
+                shifted = staticmethod(lambda *a, by=more: gate_logits(*a) + by)
+                patched.setattr(Decoder, "_gate_logits", shifted)
+                for seed in range(3):
+                    session.prefill(turn(20, seed=seed))
+                    assert shared.held <= 24 * rows  # exact, whoever grows
+        risks = [one.risk().total for one in (dense, plain)]  # type: ignore[union-attr]
+        found[by_risk] = dense.entries, plain.entries, *risks
+        assert shared.held == dense.entries + plain.entries <= 24 * rows
+        for session in (dense, plain):
+            session.close()
+    equal, moved = found[False], found[True]
+    assert moved[0] > equal[0] == 12 * 4 and moved[1] < equal[1]
+    assert equal[3] < moved[3] < moved[2] + 0.05 and moved[2] < equal[2]
 
 
 def test_alone_a_session_keeps_what_it_would_under_its_own_budget(folder: Path) -> None:

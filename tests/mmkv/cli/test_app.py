@@ -223,6 +223,27 @@ def test_the_memory_line_says_when_nothing_was_evicted(
     assert "full never evicts" in mmkv("chat", model, "-p", "hi", "--policy", "full", *FEW).err
 
 
+def test_a_budget_follows_the_risk_and_says_when_it_cannot(
+    mmkv: Callable[..., Ran], model: str
+) -> None:
+    few = ("--budget", "2", "--gates", "random", "--risk", "0.0001", *FEW)
+    asked = ("chat", model, "-p", "tell me of a long day", *few)
+    ran = mmkv(*asked, "--budget-max", "3")
+    assert ran.err.count("and the budget cannot grow: answers about it may be made up") == 1
+    assert re.search(r"budget 2 entries per row to 3 .* at risk 0.0001; risk [\d.]+%", ran.err)
+    told = json.loads(mmkv(*asked, "--budget-max", "3", "--json").out)
+    assert told["over_risk"] and 0.0001 < told["risk"] < 1
+    grown = mmkv(*asked, "--budget-max", "64MiB", "--json")
+    assert json.loads(grown.out)["risk"] <= 0.0001 and "cannot grow" not in grown.err
+    for wrong, why in (
+        (asked, "go together"),
+        ((*asked, "--budget-max", "1"), "below the budget of 2"),
+        ((*asked, "--budget-max", "3", "--policy", "streamingllm"), "does not predict"),
+    ):
+        ran = mmkv(*wrong)
+        assert ran.code and why in ran.err and not ran.out
+
+
 def test_a_video_is_answered_about(mmkv: Callable[..., Ran], model: str, tmp_path: Path) -> None:
     av = pytest.importorskip("av")
     path = str(tmp_path / "clip.mp4")

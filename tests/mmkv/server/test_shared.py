@@ -29,7 +29,7 @@ def server(folder: Path) -> Iterator[Server]:
     def load() -> Engine:
         options = {"gates": "random", "policy": "dbtrimkv", "page_size": 16, "dtype": "float32"}
         engine = Engine.from_pretrained(folder, prefill_chunk=32, **options)
-        engine.share(BUDGET, floor=2)
+        engine.share(BUDGET, floor=2, by_risk=True)
         shared = engine.shared
         assert shared is not None
         # Room for the shared pages twice (a turn may stand beside what it goes on from), a chunk,
@@ -90,6 +90,7 @@ def test_sessions_take_room_from_each_other_and_never_more_than_there_is(server:
     first, second = created(server), created(server)
     used = turn(server, first, LONG)["usage"]["mmkv"]
     assert used["shared_pool"] and used["evicted"] > 0
+    assert 0 < used["risk"] < 1 and not used["over_risk"]
     alone = entries(server, first)
     assert alone <= BUDGET * rows
     turn(server, second, LONG)
@@ -214,8 +215,15 @@ def test_what_a_session_cannot_have_of_its_own(
         assert answer.status_code == 400 and "share one budget" in answer.text
     assert server.client.post("/v1/sessions", json={"budget": 8}).status_code == 400
     assert server.client.get("/v1/models").json()["data"][0]["mmkv"]["shared_budget"]
-    assert run(["serve", "--shared-floor", "2"]) == 2
-    assert "give that, too" in capsys.readouterr().err
-    for other in (["--budget", "8"], ["--budget-bytes", "1MiB"], ["--budget-fraction", "0.5"]):
+    for part in (["--shared-floor", "2"], ["--shared-by-risk"]):
+        assert run(["serve", *part]) == 2
+        assert "give that, too" in capsys.readouterr().err
+    dial = ["--risk", "0.02", "--budget-max", "1MiB"]
+    for other in (
+        dial,
+        ["--budget", "8"],
+        ["--budget-bytes", "1MiB"],
+        ["--budget-fraction", "0.5"],
+    ):
         assert run(["serve", "--shared-budget", "8", *other]) == 2
     assert "--shared-budget" in capsys.readouterr().err
