@@ -209,7 +209,10 @@ class SessionTable:
             if conversation is not None:
                 release(self._state, conversation)
             raise
-        return await self._add(
+        if conversation is not None and session.frames is None:
+            session.frames = conversation.info.frames
+        frames = session.frames
+        made = await self._add(
             session.tenant,
             session.budget,
             dict(session.metadata if metadata is None else metadata),
@@ -217,6 +220,8 @@ class SessionTable:
             conversation,
             session.turns,
         )
+        made.frames = frames
+        return made
 
     async def save(self, session: ServerSession, asked: SavedName, caller: Caller) -> None:
         """Write a session to a file of the server's folder."""
@@ -228,6 +233,8 @@ class SessionTable:
             raise ApiError(400, "the session is empty; save it after a turn", "invalid_value")
         if path.exists() and not asked.overwrite:
             raise saved_already(asked.name)
+        if session.frames is not None:
+            conversation.info.frames = session.frames
         with disk_errors():
             path.parent.mkdir(parents=True, exist_ok=True)
         await self._write(conversation, path, asked.overwrite)

@@ -50,6 +50,8 @@ class ServerSession:
             latest, if it failed; closed_for_room: whether it was closed here so that
             another could be opened; used: grows with each use; unbound: whether its budget binds
             nothing.
+        frames: what is remembered of observed frames where that is more than the conversation
+            says, which forks share: after frames that were all skipped.
     """
 
     id: str
@@ -65,6 +67,7 @@ class ServerSession:
     closed_for_room: bool = False
     used: int = 0
     unbound: bool = False
+    frames: FramesSeen | None = None
 
     @property
     def on_disk(self) -> bool:
@@ -146,6 +149,8 @@ class SessionTurn:
         self._commit, self._require_idle = commit, require_idle
         self.call = ChatCall(state, request, caller, session.conversation, True, session.budget)
         self.call.work.snapshots = self.background
+        if session.frames is not None:
+            self.call.work.frames = session.frames
 
     async def whole(self) -> dict[str, Any]:
         """Return the answer."""
@@ -202,7 +207,7 @@ class SessionTurn:
         turns = session.turns + (self.call.work.observes is None)
         await self._commit(session, conversation, turns)
         session.conversation = turn.claim()
-        session.turns = turns
+        session.turns, session.frames = turns, None
         if before is not None:
             release(self.state, before)
 
@@ -255,13 +260,12 @@ class SessionObservation(SessionTurn):
         """Return what was read."""
         async with self.begun() as turn:
             session, work = self.session, self.call.work
-            before = FramesSeen() if work.start is None else work.start.info.frames
+            before = work.frames
             async for _ in self.call.events():
                 pass
             seen, tokens, notes = work.frames, 0, [self._note]
             if self.call.all_skipped:
-                assert work.start is not None
-                work.start.info.frames = seen
+                session.frames = seen
             else:
                 await self.commit(turn)
                 assert self.call.counts is not None

@@ -107,6 +107,20 @@ def test_near_duplicates_are_counted_and_a_refused_one_changes_nothing(server: S
     assert (first["frames"], first["skipped"]) == (1, 1)
     again = observe(server, name, picture_part(RED), at=1, skip_similar=2)
     assert (again["tokens"], again["frames"], again["frames_skipped"]) == (0, 0, 2)
+    # A fork counts for itself, and a file has the count of the session that was saved.
+    fork = server.client.post(f"/v1/sessions/{name}/fork").json()["id"]
+    counts = []
+    for one in (fork, fork, name):
+        seen = observe(server, one, picture_part(RED), at=1, skip_similar=2)
+        counts.append(seen["frames_skipped"])
+    assert counts == [3, 4, 3]
+    saving = {"name": "forked", "overwrite": True}
+    assert server.client.post(f"/v1/sessions/{fork}/save", json=saving).status_code == 200
+    loaded = created(server, file="forked")
+    seen = observe(server, loaded, picture_part(RED), at=1, skip_similar=2)
+    assert seen["frames_skipped"] == 5
+    for one in (fork, loaded):
+        server.client.delete(f"/v1/sessions/{one}")
     text = {"type": "text", "text": "still red"}
     assert observe(server, name, picture_part(RED), text, at=2, skip_similar=2)["tokens"] > 0
     before = server.client.get(f"/v1/sessions/{name}/memory").json()
