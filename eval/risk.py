@@ -73,7 +73,7 @@ def ask(engine: Runtime, source: str, seed: int, budgets: Sequence[float]) -> li
     return rows
 
 
-class Rows:
+class QuestionTable:
     """Rows in columns, each of a dialogue, which is what intervals resample."""
 
     def __init__(self, columns: dict[str, np.ndarray]) -> None:
@@ -81,7 +81,7 @@ class Rows:
         _, self.dialogue = np.unique(columns["dialogue"], return_inverse=True)
 
     @classmethod
-    def of(cls, rows: Sequence[Row]) -> Rows:
+    def of(cls, rows: Sequence[Row]) -> QuestionTable:
         """Make them of what :func:`ask` gave."""
         columns = {name: np.array([row[name] for row in rows]) for name in rows[0]}
         dialogue = [f"{row['source']} {row['dialogue']}" for row in rows]
@@ -90,9 +90,9 @@ class Rows:
     def __getitem__(self, name: str) -> np.ndarray:
         return self.columns[name]
 
-    def where(self, mask: np.ndarray) -> Rows:
+    def where(self, mask: np.ndarray) -> QuestionTable:
         """Return some of them: a mask or indices."""
-        return Rows({name: column[mask] for name, column in self.columns.items()})
+        return QuestionTable({name: column[mask] for name, column in self.columns.items()})
 
     def resampled(self, measure: Callable[[np.ndarray], float]) -> list[float | None]:
         """Return ``measure`` of all indices and its interval; None where it has no value."""
@@ -106,7 +106,7 @@ class Rows:
         return [None if value != value else round(float(value), 4) for value in made]
 
 
-class _Mean:
+class _MeanOf:
     def __init__(self, values: np.ndarray) -> None:
         self._values = values
 
@@ -114,7 +114,7 @@ class _Mean:
         return float(self._values[at].mean())
 
 
-def tenths(rows: Rows, known: str) -> list[dict[str, Any]]:
+def tenths(rows: QuestionTable, known: str) -> list[dict[str, Any]]:
     """Return the reliability curve: a tenth of the rows a line, by what is ``known`` of them."""
     lines = []
     for part in np.array_split(np.argsort(rows[known], kind="stable"), 10):
@@ -124,18 +124,18 @@ def tenths(rows: Rows, known: str) -> list[dict[str, Any]]:
             "most": float(mine[known].max()),
         }
         for name in FOUND:
-            line[name] = mine.resampled(_Mean(mine[name].astype(float)))
+            line[name] = mine.resampled(_MeanOf(mine[name].astype(float)))
         lines.append(line)
     return lines
 
 
-def across(rows: Rows, known: str, found: str) -> list[float | None]:
+def across(rows: QuestionTable, known: str, found: str) -> list[float | None]:
     """Return Spearman's rho over all rows, and its interval."""
     one, two = rows[known], rows[found].astype(float)
     return rows.resampled(lambda at: spearman(one[at], two[at]))
 
 
-def within(rows: Rows, known: str, found: str) -> list[float | None]:
+def within(rows: QuestionTable, known: str, found: str) -> list[float | None]:
     """Return the mean of Spearman's rho within each budget, by questions, and its interval."""
     one, two, budget = rows[known], rows[found].astype(float), rows["budget"]
 
@@ -153,7 +153,7 @@ def within(rows: Rows, known: str, found: str) -> list[float | None]:
 
 def summarise(every: Sequence[Row]) -> dict[str, Any]:
     """Return what the result file has beside the rows."""
-    rows = Rows.of(every)
+    rows = QuestionTable.of(every)
     budgets = {f"{value:g}": rows.where(rows["budget"] == value) for value in set(rows["budget"])}
     budgets = dict(sorted(budgets.items(), key=lambda item: float(item[0])))
     groups = {"all": rows}

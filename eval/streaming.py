@@ -60,7 +60,7 @@ Row = dict[str, Any]
 
 
 @dataclass(frozen=True)
-class Shown:
+class SeenScene:
     """A scene of the stream.
 
     Attributes:
@@ -79,7 +79,7 @@ class Shown:
 
 
 @dataclass(frozen=True)
-class Asked:
+class StreamQuestion:
     """A question about picture ``number``, which was seen ``age`` seconds ago."""
 
     kind: str
@@ -89,7 +89,7 @@ class Asked:
     age: int
 
 
-def stream(seed: str, minutes: int = MINUTES) -> list[Shown]:
+def stream(seed: str, minutes: int = MINUTES) -> list[SeenScene]:
     """Draw the scenes of a stream; at most nine are numbered, as the model knows numbers."""
     rng = random.Random(f"watch-{seed}")
     every = max(NOTED, -(-minutes * 60 // 9 // HOLD) * HOLD)
@@ -97,11 +97,11 @@ def stream(seed: str, minutes: int = MINUTES) -> list[Shown]:
     for at in range(0, minutes * 60, HOLD):
         noted = at % every == 0
         scene = grid(rng, "heldout", LARGEST, least=4 if noted else 1)
-        made.append(Shown(at, scene, 1 + at // every if noted else None))
+        made.append(SeenScene(at, scene, 1 + at // every if noted else None))
     return made
 
 
-def questions(shown: Sequence[Shown], seed: str) -> Iterator[Asked]:
+def questions(shown: Sequence[SeenScene], seed: str) -> Iterator[StreamQuestion]:
     """Ask about pictures of a stream whose latest scene is the last one of ``shown``."""
     now = shown[-1].at
     rng = random.Random(f"questions-{seed}-{now}")
@@ -112,12 +112,14 @@ def questions(shown: Sequence[Shown], seed: str) -> Iterator[Asked]:
             yield from about(noted[at], kind, now - at, rng, count)
 
 
-def about(shown: Shown, kind: str, age: int, rng: random.Random, count: int) -> Iterator[Asked]:
+def about(
+    shown: SeenScene, kind: str, age: int, rng: random.Random, count: int
+) -> Iterator[StreamQuestion]:
     """Ask for things in ``count`` cells of a numbered picture."""
     assert shown.number is not None
     for item in rng.sample(shown.scene.items, count):
         asked = cell_question(shown.number, item.cell, item.name)
-        yield Asked(kind, asked.text, asked.answer, shown.number, age)
+        yield StreamQuestion(kind, asked.text, asked.answer, shown.number, age)
 
 
 @dataclass(frozen=True)
@@ -163,7 +165,7 @@ class Way(Protocol):
     tokens: int
     seconds: float
 
-    def show(self, shown: Shown) -> None:
+    def show(self, shown: SeenScene) -> None:
         """See the next scene."""
 
     def ask(self, text: str) -> Answer:
@@ -173,7 +175,7 @@ class Way(Protocol):
         """Let go what is held."""
 
 
-class Observing:
+class ObservedOnce:
     """Observe each scene once; a copy of the session is asked."""
 
     def __init__(self, engine: Engine) -> None:
@@ -181,7 +183,7 @@ class Observing:
         self.tokens, self.seconds = 0, 0.0
         self._places: dict[int, int] = {}
 
-    def show(self, shown: Shown) -> None:
+    def show(self, shown: SeenScene) -> None:
         """See a scene in every second that it lasts."""
         started = time.process_time()
         if shown.number is not None:
@@ -205,16 +207,16 @@ class Observing:
         self.session.close()
 
 
-class Again:
+class SentAgain:
     """Send the last ``count`` scenes with every question, in a full cache."""
 
     def __init__(self, engine: Engine, count: int, prefix: bool = False) -> None:
         self.engine, self.count = engine, count
         self.session = engine.session() if prefix else None
         self.tokens, self.seconds = 0, 0.0
-        self._last: list[Shown] = []
+        self._last: list[SeenScene] = []
 
-    def show(self, shown: Shown) -> None:
+    def show(self, shown: SeenScene) -> None:
         """Remember a scene; a reused prefix grows by it, or begins anew."""
         self._last = [*self._last, shown][-self.count :]
         if self.session is None:
@@ -252,11 +254,11 @@ class Again:
 
 def ways(engines: Mapping[str, Engine], counts: Sequence[int]) -> dict[str, Way]:
     """Begin a stream in every way."""
-    made: dict[str, Way] = {"observe": Observing(engines["observe"])}
+    made: dict[str, Way] = {"observe": ObservedOnce(engines["observe"])}
     for number, count in enumerate(counts):
-        made[f"again {count}"] = Again(engines["full"], count)
+        made[f"again {count}"] = SentAgain(engines["full"], count)
         if not number:
-            made[f"again {count}, prefix"] = Again(engines["full"], count, prefix=True)
+            made[f"again {count}, prefix"] = SentAgain(engines["full"], count, prefix=True)
     return made
 
 
@@ -278,7 +280,7 @@ def read(engines: Mapping[str, Engine], counts: Sequence[int], seed: str, minute
                 said = way.ask(question.text)
                 row[name] = {**asdict(said), "right": said.text == question.answer}
             watching = going["observe"]
-            assert isinstance(watching, Observing)
+            assert isinstance(watching, ObservedOnce)
             row["observe"]["held"] = watching.held(question.number)
             asked.append(row)
     reading = {name: [way.tokens, way.seconds] for name, way in going.items()}

@@ -11,29 +11,33 @@ budget that keeps the newest entries. Questions go to copies of both, so neither
 
 import argparse
 import random
+import re
 import time
+from pathlib import Path
 
 from rich.console import Console
 from rich.live import Live
 from rich.text import Text
 
 import mmkv
-from mmkv.eval.streaming import HOLD, Answer, Asked, Observing, Shown, about, stream
+from mmkv.eval.streaming import HOLD, Answer, ObservedOnce, SeenScene, StreamQuestion, about, stream
 
 UNSURE = 0.8  # probability of an answer below which it is called a guess
 
 
-def asked_at(seen: list[Shown], last: bool) -> list[Asked]:
+def asked_at(seen: list[SeenScene], last: bool) -> list[StreamQuestion]:
     """Ask about now whenever a picture is numbered; at the end also about the past."""
     now, noted = seen[-1].at, [one for one in seen if one.number is not None]
     rng = random.Random(now)
-    past = [one for one in noted if one.at <= now - 600]
     found = [("now" if noted[-1].at == now else "the latest", noted[-1])]
     if not last and noted[-1].at != now:
         return []
     if last or len(noted) % 3 == 0:
-        found += [("ten minutes ago", past[-1])] if past else []
-        found += [("the beginning", noted[0])] if len(noted) > 1 else []
+        past = min(noted, key=lambda one: abs(now - one.at - 600))
+        if now >= 590:
+            found.append((f"{(now - past.at + 30) // 60} minutes ago", past))
+        if len(noted) > 1:
+            found.append(("the beginning", noted[0]))
     return [
         question
         for when, one in found
@@ -46,19 +50,19 @@ def clock(seconds: int) -> str:
     return f"{seconds // 60:2d}:{seconds % 60:02d}"
 
 
-def judged(said: Answer, question: Asked) -> tuple[str, str]:
+def judged(said: Answer, question: StreamQuestion) -> tuple[str, str]:
     """Return what was said and whether it is true, and a colour."""
     right = said.text == question.answer
     guess = f" (guess, {said.sure:.0%} sure)" if said.sure < UNSURE else ""
     return f"{said.text or '-'}{guess} {'✓' if right else '✗'}", "green" if right else "red"
 
 
-def status(way: Observing, seconds: int, context: int) -> Text:
+def status(way: ObservedOnce, seconds: int, context: int) -> Text:
     """Write the live line."""
     session = way.session
     memory = session.memory()
     full = session.seen * session.engine.spec.rows * 2 * session.engine.spec.head_dim * 4
-    risk = "-" if memory.risk is None else f"{memory.risk:.0%}"
+    risk = "-" if memory.risk is None else f"{memory.risk:.1%}"
     frames, times = session.frames_seen, session.seen * session.engine.spec.rows / memory.entries
     return Text(
         f"{clock(seconds)}  {frames.kept:,} scenes read, {frames.skipped:,} near-duplicates skipped"
@@ -86,16 +90,17 @@ def main() -> None:
         )
         for name, policy in (("mmkv", "dbtrimkv"), ("window", "streamingllm"))
     }
-    ways = {name: Observing(engine) for name, engine in loaded.items()}
+    ways = {name: ObservedOnce(engine) for name, engine in loaded.items()}
     context = loaded["mmkv"].spec.max_position
     console.print(
-        f"A camera, {args.minutes} minutes, {args.speed:g} times as fast. Both memories: "
+        f"A camera, {args.minutes} minutes of it"
+        f"{f', {args.speed:g} times as fast' if args.speed else ''}. Both memories: "
         f"{args.budget:g} entries a head.\nmmkv keeps what learned gates score highest; the window "
         "keeps the newest. ✓ and ✗: beside what was drawn.\n"
     )
     right = {name: 0 for name in ways}
     guesses: list[bool] = []
-    count, seen, drawn = 0, list[Shown](), stream(args.seed, args.minutes)
+    count, seen, drawn = 0, list[SeenScene](), stream(args.seed, args.minutes)
     started = time.perf_counter()
     with Live(console=console, refresh_per_second=8) as live:
         for shown in drawn:
@@ -122,7 +127,9 @@ def main() -> None:
         f"{len(guesses)} wrong answers {sum(guesses)} were called a guess."
     )
     if args.svg:
-        console.save_svg(args.svg, title="make demo-endless")
+        drawn_svg = console.export_svg(title="make demo-endless")
+        # Without the fonts that it would load from another site.
+        Path(args.svg).write_text(re.sub(r"@font-face \{.*?\}\s*", "", drawn_svg, flags=re.DOTALL))
     for way in ways.values():
         way.close()
 

@@ -28,7 +28,7 @@ def test_questions_ask_what_the_pictures_show() -> None:
         assert now.at - scene.at == question.age
         cells = read_cells(render(scene.scene))
         row, column = question.text.partition(" at row ")[2].partition(" of ")[0].split(", column ")
-        assert cells[int(row), int(column)] == question.answer
+        assert cells[int(row) - 1][int(column) - 1] == question.answer
 
 
 def test_ways_read_the_same_scenes(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,7 +19,7 @@ from torch import Tensor
 from mmkv.engine.backends.base import LoadedModel
 from mmkv.engine.backends.cuda.kernels import delta
 from mmkv.engine.backends.cuda.kernels.append import empty_room, make_room
-from mmkv.engine.backends.cuda.kernels.buffers import GateHead, PageTables, Window
+from mmkv.engine.backends.cuda.kernels.buffers import GateHead, NewestTokens, PageTables
 from mmkv.engine.backends.cuda.kernels.decode_attention import decode_attention, empty_partials
 from mmkv.engine.backends.cuda.kernels.evict import empty_eviction, evict, unsupported_reason
 from mmkv.engine.backends.cuda.kernels.gated import gated
@@ -241,7 +241,7 @@ class StaticStep:
             self._partials,
             spec.head_dim**-0.5,
             self._mixed,
-            window=Window(window, pool.position, self.seen) if window else None,
+            window=NewestTokens(window, pool.position, self.seen) if window else None,
         )
         if self.policy_step is not None:
             self.policy_step.attended(entry, query)

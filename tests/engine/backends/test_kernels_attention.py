@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from mmkv.engine.backends.cuda.kernels.buffers import Partials, Window, WorkList
+from mmkv.engine.backends.cuda.kernels.buffers import NewestTokens, Partials, WorkList
 from mmkv.engine.backends.cuda.kernels.decode_attention import empty_partials
 from mmkv.engine.backends.cuda.kernels.worklist import (
     build_worklist_reference,
@@ -202,7 +202,7 @@ def test_a_window_hides_what_is_too_far_back(form, dim, bits) -> None:
         at[length[seq, 0, head] - 1] = now[seq]  # the query's own
         position[whole.table[seq, 0, head, :6].cpu()] = at.view(6, 16).int()
     cache = rounded(whole, bits, bits) if bits else whole
-    near = Window(300, position.to(DEVICE), now.to(DEVICE))
+    near = NewestTokens(300, position.to(DEVICE), now.to(DEVICE))
     query = queries(2, 8, dim, torch.float32)
     work, partials = plan(whole, [0, 1], 16, 9, 4)
     out = torch.full(query.shape, torch.nan, device=DEVICE)

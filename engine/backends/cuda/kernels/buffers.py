@@ -78,7 +78,7 @@ class WorkList:
 
 
 @dataclass(frozen=True)
-class Window:
+class NewestTokens:
     """What a query of a layer with a sliding window sees: the newest tokens, its own among them.
 
     Attributes:

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from mmkv.engine.backends.cuda.kernels.available import on_triton
-from mmkv.engine.backends.cuda.kernels.buffers import Partials, Window, WorkList
+from mmkv.engine.backends.cuda.kernels.buffers import NewestTokens, Partials, WorkList
 from mmkv.engine.cache import EncodedKV
 from mmkv.engine.device import on_device
 
@@ -36,7 +36,7 @@ def decode_attention_reference(
     scale: float,
     out: Tensor,
     lse: Tensor | None = None,
-    window: Window | None = None,
+    window: NewestTokens | None = None,
 ) -> None:
     """Compute :func:`decode_attention` in torch: one row after the other, in float32."""
     grouped = query.reshape(query.shape[0] * work.heads, -1, query.shape[2])
@@ -67,7 +67,7 @@ def decode_attention(
     scale: float,
     out: Tensor,
     lse: Tensor | None = None,
-    window: Window | None = None,
+    window: NewestTokens | None = None,
 ) -> None:
     """Attend from one query per sequence and head to all entries of its rows in ``layer``.
 

@@ -19,7 +19,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from mmkv.engine.backends.cuda.kernels.buffers import Partials, Window, WorkList
+from mmkv.engine.backends.cuda.kernels.buffers import NewestTokens, Partials, WorkList
 from mmkv.engine.backends.cuda.kernels.forms_triton import load_codes, load_scale, load_zero, parts
 from mmkv.engine.cache import EncodedKV
 
@@ -45,7 +45,7 @@ def decode_attention(
     scale: float,
     out: Tensor,
     lse: Tensor | None = None,
-    window: Window | None = None,
+    window: NewestTokens | None = None,
 ) -> None:
     """See ``decode_attention`` in ``decode_attention.py``; one launch."""
     heads, head_dim, group = work.heads, query.shape[2], query.shape[1] // work.heads
