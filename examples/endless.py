@@ -82,6 +82,10 @@ def main() -> None:
     parser.add_argument("--budget", type=float, default=64)
     parser.add_argument("--svg", help="write a picture of the terminal there")
     args = parser.parse_args()
+    if args.minutes < 1 or args.budget < 1:
+        parser.error("--minutes and --budget are at least 1")
+    if args.svg and not Path(args.svg).absolute().parent.is_dir():
+        parser.error(f"no folder for {args.svg}; make it first")
     console = Console(record=args.svg is not None, width=118 if args.svg else None)
     model = mmkv.bundled_model()
     loaded = {

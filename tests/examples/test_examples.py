@@ -90,6 +90,18 @@ def test_an_endless_stream(capsys: pytest.CaptureFixture[str]) -> None:
     assert counts == [int(mmkv_right), int(window_right)] and counts[0] >= counts[1] + 2
 
 
+@pytest.mark.parametrize(
+    "asked", [("--minutes", "0"), ("--budget", "0"), ("--svg", "/no/such/folder/a.svg")]
+)
+def test_a_stream_that_cannot_be_is_refused_at_once(
+    asked: tuple[str, str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        run("endless.py", *asked)
+    printed = capsys.readouterr()
+    assert "error: " in printed.err and printed.out == ""
+
+
 def test_a_custom_policy(capsys: pytest.CaptureFixture[str]) -> None:
     run("custom_policy.py")
     ours, theirs = capsys.readouterr().out.splitlines()

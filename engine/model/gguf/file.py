@@ -142,6 +142,7 @@ class GgufFile:
     def _take_parts(self) -> None:
         """Add the tensors of the other parts. Raises ModelError: one is missing or another's."""
         number, count = (self.metadata.get(f"split.{name}", n) for name, n in _SPLIT.items())
+        count = count or 1  # llama.cpp says 0 in a file that it joined of parts
         named = parts_of(self.path)
         if count == 1 and len(named) == 1:
             return

@@ -238,6 +238,12 @@ def test_a_split_file_is_read_part_by_part(tmp_path: Path) -> None:
     raw[GGUFReader(blob).tensors[0].data_offset] ^= 1
     blob.write_bytes(raw)
     assert fingerprint(gguf_folder(first)) != before  # a part that changed is read again
+    # llama.cpp joins parts with the first one's metadata, but for their count, which becomes 0.
+    three = b"split.count" + struct.pack("<IH", 2, len(parts))
+    joined = first.read_bytes().replace(three, three[:-2] + b"\0\0")
+    assert joined != first.read_bytes()
+    changed(first, linked / "joined.gguf", lambda raw: joined)
+    assert GgufFile(linked / "joined.gguf").metadata["split.count"] == 0
     last.unlink()
     assert refused(first).startswith(
         f"{last} is missing, part {len(parts)} of {len(parts)} of this"
