@@ -69,7 +69,8 @@ class CachedSequence:
 
     Attributes:
         recorder: what :meth:`record` has begun, or None.
-        meter: adds up for :meth:`risk`; None without retention gates.
+        meter: adds up for :meth:`risk`; None without retention gates, and where what was evicted
+            is not known.
         left: of a pass over its prompt that was left, or None.
         seen: tokens so far; next_position: rope position of the next text token. Their
             difference is this sequence's M-RoPE delta: it belongs to the session, never to
@@ -354,7 +355,9 @@ class CachedSequence:
         if self.meter is None or self.meter.tokens != self.seen:
             return None
         view = self.view()
-        found = self.meter.risk(view.log_beta, view.position, view.modality)
+        # Entries of a chunk whose pass was left are in some layers, and are not counted yet.
+        read = view.position < self.seen
+        found = self.meter.risk(view.log_beta[read], view.position[read], view.modality[read])
         return found if self.evicted else replace(found, total=0.0, forgotten=0.0)
 
     def held_shares(self, spans: Sequence[Span]) -> tuple[float, ...]:
@@ -554,7 +557,8 @@ class CachedSequence:
                 self._dial.turned_at = min(self._dial.turned_at, seen)
             self.pictures = tuple(span for span in self.pictures if span[1] <= seen)
             self.roll_back()
-            self._cut_meter(bool(self.evicted))
+            if self.meter is None or not (self.meter.tokens == seen or self.meter.go_back(seen)):
+                self.recount_meter()
             self.entries = int(self.engine.cache.length[self.seq].sum())
             before, self.evicted = self.evicted, seen * self.engine.spec.rows - self.entries
             self.evicted_nan = min(nan, self.evicted)
@@ -639,16 +643,10 @@ class CachedSequence:
             return None
         return RiskMeter(self.engine.device)
 
-    def _cut_meter(self, evicted: bool) -> None:
-        """Have the meter know the tokens that are left of a session that was cut back, if it can.
-
-        Args:
-            evicted: whether anything was, of all that it had read.
-        """
-        if self.meter is None or self.meter.tokens == self.seen or self.meter.go_back(self.seen):
-            return
-        self.meter = self.new_meter()
-        if not evicted and self.meter is not None:
+    def recount_meter(self) -> None:
+        """Have a meter that counts all that was read, or none where some of it was evicted."""
+        self.meter = None if self.evicted else self.new_meter()
+        if self.meter is not None:
             view = self.view()
             self.meter.refill(view.log_beta, view.position, view.modality, self.seen)
 
