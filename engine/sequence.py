@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from bisect import bisect_left
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -32,6 +33,7 @@ from mmkv.engine.errors import ContextError, SessionError
 from mmkv.engine.interrupts import CtrlC
 from mmkv.engine.paths import user_path
 from mmkv.engine.policies import Budget, CacheView
+from mmkv.engine.policies.allocation import GlobalAllocation
 from mmkv.engine.prefill import Prefill, run_whole
 from mmkv.engine.read_ids import with_ids
 from mmkv.engine.risk import Risk, RiskMeter
@@ -186,24 +188,34 @@ class CachedSequence:
         reply gets room for the tokens until it is turned again.
         """
         dial = self._dial
-        if dial is None or (decoding and self.seen - dial.turned_at < TURN):
+        if dial is None or (decoding and 0 < dial.turned_at > self.seen - TURN):
             return
         engine, risk = self.engine, self._risk()
         if risk is None:  # not known of this session: the dial stays where it is
             return
         view = self.view()
-        order = engine.policy.scores(view, dial.allowed).value.argsort()
+        scores = engine.policy.scores(view, dial.allowed).value
         weights = (view.log_beta * (self.seen - view.position)).double().exp()
-        gone, held = risk.forgotten + weights[order].cumsum(0), order.numel()
         total = risk.forgotten + weights.sum()
         marks = torch.stack([dial.risk * total, dial.risk / 2 * total])
-        few = torch.searchsorted(gone, marks, right=True)
-        enough, plenty = (held - few).tolist()
         if risk.total > dial.risk:  # all stay, and one more
-            enough = plenty = held + 1
+            enough = plenty = view.rows * int(view.length.max()) + 1
+        elif type(engine.policy.allocation) is GlobalAllocation:
+            gone = risk.forgotten + weights[scores.argsort()].cumsum(0)
+            few = torch.searchsorted(gone, marks, right=True)
+            enough, plenty = (scores.numel() - few).tolist()
+        else:  # which entries go depends on the rows' shares of the budget
+            budgets = range(dial.least, min(view.rows * int(view.length.max()), dial.most + 1))
+
+            def gone_of(budget: int) -> float:
+                victims = engine.policy.lowest(scores, view, budget)
+                return -risk.forgotten - float(weights[victims].sum())
+
+            enough, plenty = (
+                dial.least + bisect_left(budgets, -mark, key=gone_of) for mark in marks.tolist()
+            )
         dial.turn(enough, plenty, TURN * engine.spec.rows if decoding else 0)
-        if decoding:
-            dial.turned_at = self.seen
+        dial.turned_at = self.seen if decoding else 0
 
     @property
     def allowed_entries(self) -> int:
@@ -381,6 +393,7 @@ class CachedSequence:
         """
         with self.claimed(), self.engine.lock, exact_products(self.engine.device):
             self._set_budget(self.engine.budgets.changed(budget))
+            self.turn_dial()  # one that is new stands at the least that it may
             if self.recorder is not None:
                 self.recorder.step(self, "budget")
             self.engine.budgets.cut([self])
