@@ -672,12 +672,36 @@ def _endless_pairs(results: Path) -> Rows:
         )
 
 
+def _streaming(results: Path) -> Rows:
+    """Yield the ways of reading a stream: how often each is right, and what it costs."""
+    found = results_of(results, "streaming-tiny-vlm")
+    kinds = list(found["questions"])
+    yield (
+        "way",
+        *kinds,
+        "ms to first token",
+        "tokens a question",
+        "KV bytes",
+        "ms a second, between",
+    )
+    for name, way in found["ways"].items():
+        yield (
+            name,
+            *(interval(way["right"][kind]) for kind in kinds),
+            f"{way['first_token_ms']:.1f}",
+            f"{way['tokens_per_question']:.0f}",
+            f"{way['mean_bytes']:,.0f}",
+            f"{way['cpu_ms_between_per_second']:.1f}",
+        )
+
+
 TABLES: dict[str, Callable[[Path], Rows]] = {
     **_QUALITY,
     "found": _found,
     "pool": _pool,
     "endless": _endless,
     "endless-pairs": _endless_pairs,
+    "streaming": _streaming,
     "replicas": _replicas,
     "scenes": _scenes,
     "llava": _llava,
