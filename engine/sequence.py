@@ -198,17 +198,20 @@ class CachedSequence:
         weights = (view.log_beta * (self.seen - view.position)).double().exp()
         total = risk.forgotten + weights.sum()
         marks = torch.stack([dial.risk * total, dial.risk / 2 * total])
+        every, policy = scores.numel(), engine.policy
+        if policy.shares(dial.allowed, view.layers, view.kv_heads).share.numel() > 1:
+            every = view.rows * int(view.length.max())  # what leaves the longest row whole
         if risk.total > dial.risk:  # all stay, and one more
-            enough = plenty = view.rows * int(view.length.max()) + 1
-        elif type(engine.policy.allocation) is GlobalAllocation:
+            enough = plenty = every + 1
+        elif type(policy.allocation) is GlobalAllocation:
             gone = risk.forgotten + weights[scores.argsort()].cumsum(0)
             few = torch.searchsorted(gone, marks, right=True)
-            enough, plenty = (scores.numel() - few).tolist()
+            enough, plenty = (every - few).tolist()
         else:  # which entries go depends on the rows' shares of the budget
-            budgets = range(dial.least, min(view.rows * int(view.length.max()), dial.most + 1))
+            budgets = range(dial.least, min(every, dial.most + 1))
 
             def gone_of(budget: int) -> float:
-                victims = engine.policy.lowest(scores, view, budget)
+                victims = policy.lowest(scores, view, budget)
                 return -risk.forgotten - float(weights[victims].sum())
 
             enough, plenty = (
