@@ -250,7 +250,7 @@ class Dial:
     """How many entries a sequence may keep now, by how much of it has been forgotten.
 
     The risk r is predicted weight: forgotten / (forgotten + held). What an eviction will do to r is
-    known beforehand, as entries go in the order of their scores. So the dial allows at least what
+    known beforehand: scores and the rows' shares say what goes. So the dial allows at least what
     keeps r at ``risk``, and at most what keeps it at half of that; between the two it stands still
     and does not flutter. Where r is above ``risk`` already, nothing more goes while there is room.
 
@@ -259,7 +259,8 @@ class Dial:
             by, those of one page.
         allowed: entries that may stay now.
         room: how many of these are for tokens that come before it is turned again.
-        turned_at: tokens seen when a reply turned it last.
+        turned_at: tokens seen when a reply turned it last; 0: a prompt has, and the first token of
+            the reply, which needs room, will.
         full: whether more than ``most`` would have had to stay.
     """
 

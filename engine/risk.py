@@ -72,8 +72,7 @@ class RiskMeter:
     No method but :meth:`risk` waits for a device.
 
     Attributes:
-        tokens: that it has counted. Less than a session has seen, and it knows nothing: the session
-            comes from a file of an older mmkv, or has been cut back to where nobody remembers.
+        tokens: that it has counted.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -116,10 +115,19 @@ class RiskMeter:
 
     @torch.inference_mode()
     def remove(self, log_beta: Tensor, position: Tensor, modality: Tensor) -> None:
-        """Take entries out that somebody has dropped on purpose: float32, int64, uint8 ``[N]``."""
+        """Take entries out that somebody has dropped on purpose: float32, int64, uint8 ``[N]``.
+
+        They are gone from what it can go back to, too.
+        """
         self._fold()
-        made = _add(self._sums, log_beta, self._at - position, modality, -1)
-        self._sums = made.clamp(min=0)
+
+        def without(sums: Tensor, tokens: int) -> Tensor:
+            there = position < tokens
+            age = tokens - position[there]
+            return _add(sums, log_beta[there], age, modality[there], -1).clamp(min=0)
+
+        self._sums = without(self._sums, self._at)
+        self._before = {at: without(sums, at) for at, sums in self._before.items()}
 
     @torch.inference_mode()
     def refill(self, log_beta: Tensor, position: Tensor, modality: Tensor, tokens: int) -> None:

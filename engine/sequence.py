@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from bisect import bisect_left
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -32,6 +33,7 @@ from mmkv.engine.errors import ContextError, SessionError
 from mmkv.engine.interrupts import CtrlC
 from mmkv.engine.paths import user_path
 from mmkv.engine.policies import Budget, CacheView
+from mmkv.engine.policies.allocation import GlobalAllocation
 from mmkv.engine.prefill import Prefill, run_whole
 from mmkv.engine.read_ids import with_ids
 from mmkv.engine.risk import Risk, RiskMeter
@@ -69,7 +71,8 @@ class CachedSequence:
 
     Attributes:
         recorder: what :meth:`record` has begun, or None.
-        meter: adds up for :meth:`risk`; None without retention gates.
+        meter: adds up for :meth:`risk`; None without retention gates, and where what was evicted
+            is not known.
         left: of a pass over its prompt that was left, or None.
         seen: tokens so far; next_position: rope position of the next text token. Their
             difference is this sequence's M-RoPE delta: it belongs to the session, never to
@@ -185,24 +188,37 @@ class CachedSequence:
         reply gets room for the tokens until it is turned again.
         """
         dial = self._dial
-        if dial is None or (decoding and self.seen - dial.turned_at < TURN):
+        if dial is None or (decoding and 0 < dial.turned_at > self.seen - TURN):
             return
         engine, risk = self.engine, self._risk()
         if risk is None:  # not known of this session: the dial stays where it is
             return
         view = self.view()
-        order = engine.policy.scores(view, dial.allowed).value.argsort()
+        scores = engine.policy.scores(view, dial.allowed).value
         weights = (view.log_beta * (self.seen - view.position)).double().exp()
-        gone, held = risk.forgotten + weights[order].cumsum(0), order.numel()
         total = risk.forgotten + weights.sum()
         marks = torch.stack([dial.risk * total, dial.risk / 2 * total])
-        few = torch.searchsorted(gone, marks, right=True)
-        enough, plenty = (held - few).tolist()
+        every, policy = scores.numel(), engine.policy
+        if policy.shares(dial.allowed, view.layers, view.kv_heads).share.numel() > 1:
+            every = view.rows * int(view.length.max())  # what leaves the longest row whole
         if risk.total > dial.risk:  # all stay, and one more
-            enough = plenty = held + 1
+            enough = plenty = every + 1
+        elif type(policy.allocation) is GlobalAllocation:
+            gone = risk.forgotten + weights[scores.argsort()].cumsum(0)
+            few = torch.searchsorted(gone, marks, right=True)
+            enough, plenty = (every - few).tolist()
+        else:  # which entries go depends on the rows' shares of the budget
+            budgets = range(dial.least, min(every, dial.most + 1))
+
+            def gone_of(budget: int) -> float:
+                victims = policy.lowest(scores, view, budget)
+                return -risk.forgotten - float(weights[victims].sum())
+
+            enough, plenty = (
+                dial.least + bisect_left(budgets, -mark, key=gone_of) for mark in marks.tolist()
+            )
         dial.turn(enough, plenty, TURN * engine.spec.rows if decoding else 0)
-        if decoding:
-            dial.turned_at = self.seen
+        dial.turned_at = self.seen if decoding else 0
 
     @property
     def allowed_entries(self) -> int:
@@ -354,7 +370,9 @@ class CachedSequence:
         if self.meter is None or self.meter.tokens != self.seen:
             return None
         view = self.view()
-        found = self.meter.risk(view.log_beta, view.position, view.modality)
+        # Entries of a chunk whose pass was left are in some layers, and are not counted yet.
+        read = view.position < self.seen
+        found = self.meter.risk(view.log_beta[read], view.position[read], view.modality[read])
         return found if self.evicted else replace(found, total=0.0, forgotten=0.0)
 
     def held_shares(self, spans: Sequence[Span]) -> tuple[float, ...]:
@@ -378,6 +396,7 @@ class CachedSequence:
         """
         with self.claimed(), self.engine.lock, exact_products(self.engine.device):
             self._set_budget(self.engine.budgets.changed(budget))
+            self.turn_dial()  # one that is new stands at the least that it may
             if self.recorder is not None:
                 self.recorder.step(self, "budget")
             self.engine.budgets.cut([self])
@@ -554,7 +573,8 @@ class CachedSequence:
                 self._dial.turned_at = min(self._dial.turned_at, seen)
             self.pictures = tuple(span for span in self.pictures if span[1] <= seen)
             self.roll_back()
-            self._cut_meter(bool(self.evicted))
+            if self.meter is None or not (self.meter.tokens == seen or self.meter.go_back(seen)):
+                self.recount_meter()
             self.entries = int(self.engine.cache.length[self.seq].sum())
             before, self.evicted = self.evicted, seen * self.engine.spec.rows - self.entries
             self.evicted_nan = min(nan, self.evicted)
@@ -639,16 +659,10 @@ class CachedSequence:
             return None
         return RiskMeter(self.engine.device)
 
-    def _cut_meter(self, evicted: bool) -> None:
-        """Have the meter know the tokens that are left of a session that was cut back, if it can.
-
-        Args:
-            evicted: whether anything was, of all that it had read.
-        """
-        if self.meter is None or self.meter.tokens == self.seen or self.meter.go_back(self.seen):
-            return
-        self.meter = self.new_meter()
-        if not evicted and self.meter is not None:
+    def recount_meter(self) -> None:
+        """Have a meter that counts all that was read, or none where some of it was evicted."""
+        self.meter = None if self.evicted else self.new_meter()
+        if self.meter is not None:
             view = self.view()
             self.meter.refill(view.log_beta, view.position, view.modality, self.seen)
 

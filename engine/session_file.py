@@ -142,11 +142,13 @@ def load_session(engine: Runtime, path: Path) -> tuple[CachedSequence, dict[str,
             state = header.state.model_dump() | {"read_ids": int(header.state.read_ids or "0", 16)}
             if state["runs"] is None and state["next_position"] == state["seen"]:
                 state["runs"] = [(0, 0, 0)] if state["seen"] else []  # all text, in older files
-            state["meter"] = session.meter
+            state["meter"] = None
             if _RISK in tensors:
                 read = tensors[_RISK], state["seen"], engine.device
                 state["meter"] = RiskMeter.load(*read)
             session.adopt(engine.cache.import_(tensors), state)
+            if session.meter is None:
+                session.recount_meter()
             engine.budgets.cut([], engine.interval)  # of a shared one, others take part
         except BaseException:
             session.close()
@@ -340,8 +342,8 @@ def _check_values(tensors: dict[str, Tensor], state: State) -> None:
             raise InvalidFile("an entry's modality is unknown")
         if not bool((log_beta <= 0).all()):
             raise InvalidFile("an entry's log_beta is above 0 or no number")
-    if _RISK in tensors and not bool((tensors[_RISK] >= 0).all()):
-        raise InvalidFile("its risk is below 0 or no number")
+    if _RISK in tensors and not bool(((tensors[_RISK] >= 0) & tensors[_RISK].isfinite()).all()):
+        raise InvalidFile("its risk is below 0 or no finite number")
     # What scorers keep may be infinite or NaN: they score it, and no answer is made of it.
     states = {name for name in tensors if name.startswith("state.")}
     for name in sorted(states) + [name for name in _NUMBERS if name in tensors]:

@@ -101,6 +101,21 @@ def test_the_risk_stays_at_its_target_while_there_is_room(folder: Path) -> None:
         session.close()
 
 
+@pytest.mark.parametrize("policy", ["dbtrimkv", "trimkv", "balanced:free=2"])
+def test_a_reply_to_a_short_prompt_forgets_no_more(folder: Path, policy: str) -> None:
+    """The first token of a reply gets room, and rows with shares of their own are counted so."""
+    session = dialled(folder, policy=policy, budget=2, budget_max=200, risk=0.3).session()
+    session.record()
+    for seed in range(3):
+        session.prefill({"input_ids": text_ids(10, seed)[None]})
+        assert forgotten(session) <= 0.3
+        for token in text_ids(6, seed + 9).tolist():
+            session.decode(token)
+            assert forgotten(session) <= 0.3
+    assert session.evicted
+    session.close()
+
+
 def test_a_bound_in_bytes_holds_at_every_step(folder: Path) -> None:
     rows = qwen3_vl().layers * 2
     engine = dialled(folder, budget=None, budget_max="24KiB", risk=0.01)
@@ -137,6 +152,9 @@ def test_files_and_forks_keep_where_the_dial_stands(folder: Path, tmp_path: Path
             advance(one, step)
         assert fork.dial == session.dial
         assert_same_rows(fork, session)
+    held = fork.entries
+    fork.set_budget(Budget("entries", 4, RISK, Budget.of(40)))
+    assert fork.entries == held > 4 * engine.spec.rows  # no more goes than the risk allows
     before = session.state()
     session.cut_back(0, 0, 0)
     assert session.dial == (4 * engine.spec.rows, 0, 0, False)

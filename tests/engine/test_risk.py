@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,8 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from mmkv.engine.contents import MODALITIES
+from mmkv.engine.errors import SessionError
+from mmkv.engine.prefill import ChunkPass
 from mmkv.engine.risk import RiskMeter, exact_risk
 from mmkv.engine.runtime import Runtime
 from mmkv.engine.sequence import CachedSequence
@@ -100,8 +103,11 @@ def test_what_changes_a_session_changes_its_risk(native: bool, tmp_path: Path) -
     assert loaded.state() == session.state() and loaded.risk() == before
     _without_risk(tmp_path / "saved")
     older, _ = engine.load_session(tmp_path / "saved")
-    older.decode(5)
+    for token in text_ids(9, 7).tolist():
+        older.decode(token)
     assert older.risk() is None and older.memory().risk is None
+    older.cut_back(9, 9, 9)  # as many tokens as it has counted, and not these
+    assert older.risk() is None
 
     session.prefill({"input_ids": text_ids(20, 8)[None]})
     session.cut_back(*place)  # to the beginning of that prompt
@@ -120,13 +126,80 @@ def test_what_changes_a_session_changes_its_risk(native: bool, tmp_path: Path) -
     same(loaded, oracle)
     session.cut_back(0, 0, 0)
     assert session.risk().total == 0.0
+    _damaged_risk(tmp_path / "damaged", loaded)
+    with pytest.raises(SessionError, match="no finite number"):
+        engine.load_session(tmp_path / "damaged")
+
+
+def test_what_is_forgotten_on_purpose_counts_as_never_read() -> None:
+    """Also once the session is cut back to a prompt before that."""
+    made = []
+    for purged in (False, True):
+        session = engine_for("odd", budget=7).session()
+        session.prefill({"input_ids": text_ids(30, 1)[None]})
+        place = session.seen, session.next_position, session.prompt_tokens
+        view = session.view()
+        session.prefill({"input_ids": text_ids(2, 8)[None]})
+        there = session.view().position
+        if purged:
+            session.forget(0, 30)
+        session.cut_back(*place)
+        made.append(session.risk())
+    left, none = made
+    assert left is not None and none is not None and none.held == 0 and left.held > 0
+    there = there[there < 30]
+    stayed = (view.position[:, None] == there).any(1)  # all that any row still had
+    weight = torch.exp(view.log_beta * (30 - view.position))[stayed].sum()
+    assert none.forgotten >= left.forgotten + left.held - float(weight) - 1e-6
+    assert none.forgotten == pytest.approx(left.forgotten, rel=ERROR)
+
+
+def test_a_chunk_that_is_being_read_does_not_count_yet() -> None:
+    """Its entries are in some layers, with the log betas of what lay there before."""
+    engine = engine_for("odd", budget=7)
+    session, other = engine.session(), engine.session()
+    session.prefill({"input_ids": text_ids(30, 1)[None]})
+    other.prefill({"input_ids": text_ids(90, 2)[None]})
+    other.close()
+    before = session.risk()
+    prompt = ChunkPass([session.begin_prefill({"input_ids": text_ids(20, 4)[None]})], by_layer=True)
+    assert not prompt.run(0)
+    assert session.risk() == before
+    while not prompt.run(0):
+        pass
+    assert session.risk() != before
+
+
+def test_an_older_file_of_a_session_that_forgot_nothing_has_a_risk(tmp_path: Path) -> None:
+    engine = engine_for("odd", budget=7)
+    session = engine.session()
+    session.prefill({"input_ids": text_ids(6, 1)[None]})
+    session.save(tmp_path / "saved")
+    _without_risk(tmp_path / "saved")
+    older, _ = engine.load_session(tmp_path / "saved")
+    for token in text_ids(20, 2).tolist():
+        older.decode(token), session.decode(token)
+    risk, expected = older.risk(), session.risk()
+    assert risk is not None and expected is not None and session.evicted
+    assert risk.total == pytest.approx(expected.total, rel=1e-9)
 
 
 def _without_risk(path: Path) -> None:
     """Make a session file what an older mmkv would have written."""
+    _rewrite(path, lambda tensors: tensors.pop("risk"))
+
+
+def _damaged_risk(path: Path, session: CachedSequence) -> None:
+    session.save(path)
+    _rewrite(path, lambda tensors: tensors["risk"].fill_(torch.inf))
+
+
+def _rewrite(path: Path, change: Callable[[dict[str, Tensor]], object]) -> None:
+    """Change the tensors of a session file, whose checksum then is that of the new ones."""
     with safe_open(path, framework="pt") as file:
         metadata = file.metadata()
-        tensors = {name: file.get_tensor(name) for name in file.keys() if name != "risk"}  # noqa: SIM118
+        tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    change(tensors)
     del metadata["digest"]
     save_file(tensors, path, metadata | {"digest": _digest(tensors, metadata)})
 
