@@ -160,10 +160,10 @@ class RiskMeter:
         return other
 
     def __eq__(self, other: object) -> bool:
-        """Whether both have counted the same, but for the last bits, which depend on when."""
+        """Whether both have counted the same, but for the rounding of the gates, shared by bins."""
         if not isinstance(other, RiskMeter) or self.tokens != other.tokens:
             return False
-        return torch.allclose(self.export(), other.export(), rtol=1e-9, atol=1e-12)
+        return torch.allclose(self.export(), other.export(), rtol=1e-3, atol=1e-3)
 
     def export(self) -> Tensor:
         """Return what it has added up, float64 ``[modalities, BINS]`` on the CPU."""

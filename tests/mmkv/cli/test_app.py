@@ -114,6 +114,8 @@ def test_json_numbers_are_consistent(mmkv: Callable[..., Ran], model: str, pictu
         "tokens",
         "entries",
         "differs",
+        "risk",
+        "over_risk",
         "memory",
         "time_to_first_token_s",
         "tokens_per_second",
