@@ -238,11 +238,16 @@ def test_a_websocket_observes_and_asks_as_the_routes_do(server: Server) -> None:
 def test_a_client_that_leaves_its_websocket_takes_its_turn_along(server: Server) -> None:
     name = created(server)
     observe(server, name, "a")
-    with paused_in_a_reply(server), Client(server, name) as client:
-        client.send(type="ask", messages=[{"role": "user", "content": "what?"}], **FEW)
-        until(lambda: server.client.get(f"/v1/sessions/{name}").json()["busy"])
-        blocked = server.client.post(f"/v1/sessions/{name}/observe", json={"content": "b"})
-        assert blocked.json()["error"]["code"] == "session_busy"
+    with paused_in_a_reply(server) as reached:
+        with Client(server, name) as client:
+            client.send(type="ask", messages=[{"role": "user", "content": "what?"}], **FEW)
+            until(lambda: server.client.get(f"/v1/sessions/{name}").json()["busy"])
+            blocked = server.client.post(f"/v1/sessions/{name}/observe", json={"content": "b"})
+            assert blocked.json()["error"]["code"] == "session_busy"
+            assert reached.wait(60)
+        # Before the thread goes on with the few tokens that are left of the reply.
+        (request,) = server.state.engine_thread._requests
+        until(lambda: request.ticket is not None and request.ticket.cancel_asked)
     until(lambda: not server.client.get(f"/v1/sessions/{name}").json()["busy"])
     shown = server.client.get(f"/v1/sessions/{name}").json()
     assert (shown["turns"], shown["messages"]) == (0, 1)
