@@ -60,8 +60,8 @@ class WatchedFolder:
                     self.trouble.append(str(error))
                 self._failed[name] = stamp
                 continue
-            self._done.add(name)
             yield name, max(stamp[0] / 1e9 - self._began, 0.0), picture
+            self._done.add(name)  # not when Ctrl-C has ended the look
 
     def _found(self) -> list[tuple[_Stamp, str]]:
         """Return when each picture was last written, its size, and its name."""

@@ -25,6 +25,7 @@ import mmkv.session
 import mmkv.turn
 from mmkv import Engine, bundled_model
 from mmkv.chat.display import Display, OutputClosed
+from mmkv.chat.folder import WatchedFolder
 from mmkv.chat.options import ChatOptions
 from mmkv.chat.repl import Leave, Repl
 from mmkv.engine.cache import RaggedCache
@@ -694,3 +695,8 @@ def test_pictures_that_come_into_a_watched_folder_are_read(
     assert "the 1 in it are left out" in said and said.count("broken.png") == 1
     assert said.count("read one.jpg") == said.count("read half.png") == 1
     assert "late.png" not in said and "camera cannot be read (No such file" in said
+    stopped = WatchedFolder(tmp_path / "gone")
+    red.save(tmp_path / "gone" / "new.png")
+    next(look := stopped.look())
+    look.close()  # as Ctrl-C does
+    assert [[name for name, *_ in stopped.look()] for _ in range(2)] == [["new.png"], []]
