@@ -171,7 +171,10 @@ def _memory(repl: Repl, _: str) -> None:
 
 def _budget(repl: Repl, value: str) -> None:
     if value:
+        followed = repl.session.dial is not None
         repl.session.set_budget(Budget.parse(value))
+        if followed:
+            repl.display.say("this budget is fixed: it does not follow --risk any more")
     repl.display.say(memory_line(repl.engine, repl.session))
 
 

@@ -20,6 +20,10 @@ import pytest
 from PIL import Image
 
 import mmkv as mmkv_package
+from mmkv import Engine
+from mmkv.chat.display import Display
+from mmkv.chat.options import ChatOptions
+from mmkv.chat.repl import Repl
 from mmkv.cli.app import run
 from mmkv.engine.backends.cpu import binding
 from mmkv.engine.budget import Budget, parse_bytes
@@ -226,7 +230,7 @@ def test_the_memory_line_says_when_nothing_was_evicted(
 
 
 def test_a_budget_follows_the_risk_and_says_when_it_cannot(
-    mmkv: Callable[..., Ran], model: str
+    mmkv: Callable[..., Ran], model: str, capfd: pytest.CaptureFixture[str]
 ) -> None:
     few = ("--budget", "2", "--gates", "random", "--risk", "0.0001", *FEW)
     asked = ("chat", model, "-p", "tell me of a long day", *few)
@@ -237,6 +241,14 @@ def test_a_budget_follows_the_risk_and_says_when_it_cannot(
     assert told["over_risk"] and 0.0001 < told["risk"] < 1
     grown = mmkv(*asked, "--budget-max", "64MiB", "--json")
     assert json.loads(grown.out)["risk"] <= 0.0001 and "cannot grow" not in grown.err
+    engine = Engine.from_pretrained(
+        model, policy="dbtrimkv", gates="random", budget=2, risk=0.1, budget_max=3
+    )
+    repl = Repl(engine, ChatOptions(), Display(ChatOptions()), [], [])
+    capfd.readouterr()
+    repl.command("/budget 4")
+    repl.command("/budget 5")
+    assert capfd.readouterr().err.count("it does not follow --risk any more") == 1
     for wrong, why in (
         (asked, "go together"),
         ((*asked, "--budget-max", "1"), "below the budget of 2"),
