@@ -28,6 +28,7 @@ from tests.support.sessions import (
     save_checkpoint,
     text_ids,
     turn,
+    without_risk,
 )
 
 RISK = 0.1
@@ -166,6 +167,22 @@ def test_files_and_forks_keep_where_the_dial_stands(folder: Path, tmp_path: Path
     assert loaded.dial is not None
     loaded.dial = (10**9, 0, 0, False)
     assert loaded.allowed_entries == 20 * engine.spec.rows
+
+
+def test_a_dial_says_that_it_stands_still_without_a_risk(folder: Path, tmp_path: Path) -> None:
+    session = dialled(folder, policy="dbtrimkv").session(4)
+    session.prefill(PICTURES)
+    session.save(tmp_path / "older")
+    without_risk(tmp_path / "older")
+    older, _ = dialled(folder).load_session(tmp_path / "older")
+    assert older.memory().risk is None and not older.memory().risk_unknown  # it follows nothing
+    for one, unknown in ((older, True), (session, False)):
+        one.set_budget(Budget("entries", 4, RISK, Budget.of(20)))
+        one.prefill(LATER)
+        assert one.memory().risk_unknown == one.fork().memory().risk_unknown == unknown
+    assert older.dial == (4 * older.engine.spec.rows, 0, 0, False) != session.dial
+    older.cut_back(0, 0, 0)
+    assert not older.memory().risk_unknown and older.memory().risk is not None
 
 
 @pytest.mark.parametrize(
