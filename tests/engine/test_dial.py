@@ -188,8 +188,10 @@ def test_a_dial_says_that_it_stands_still_without_a_risk(folder: Path, tmp_path:
 @pytest.mark.parametrize(
     ("settings", "said"),
     [
-        ({"budget_max": None}, "go together"),
-        ({"risk": None}, "go together"),
+        ({"budget_max": None}, "budget_max, which is missing; give it"),
+        ({"risk": None}, "there is no risk; give one, such as 0.02, or a budget in place of"),
+        ({"budget": None, "budget_max": "8KiB"}, r"1,024 bytes \(an eighth of budget_max, unless"),
+        ({"budget": "1100B", "budget_max": "8KiB"}, "budget of 1,100 bytes leaves 0 entries"),
         ({"risk": 0}, "between 0 and 1"),
         ({"risk": 1.0}, "between 0 and 1"),
         ({"budget_max": 3}, "below the budget of 4 entries"),

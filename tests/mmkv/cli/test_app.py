@@ -257,7 +257,7 @@ def test_a_budget_follows_the_risk_and_says_when_it_cannot(
     ran = mmkv(*asked, "--budget-max", "4", "--load", older)
     assert ran.err.count("its budget does not follow --risk") == 1
     for wrong, why in (
-        (asked, "go together"),
+        (asked, "budget_max, which is missing"),
         ((*asked, "--budget-max", "1"), "below the budget of 2"),
         ((*asked, "--budget-max", "3", "--policy", "streamingllm"), "does not predict"),
     ):
