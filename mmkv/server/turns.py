@@ -35,6 +35,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("mmkv.server")
 Forget = Callable[[str, set[str]], Awaitable[None]]
+Commit = Callable[..., Awaitable[None]]  # mmkv.server.sessions.SessionTable.commit_turn
 _EVERY = 0.5  # seconds between two looks at what the memory of a turn holds
 
 
@@ -121,7 +122,7 @@ class SessionTurn:
     def __init__(
         self,
         state: ServerState,
-        commit: Callable[[ServerSession, ConversationState, int], Awaitable[None]],
+        commit: Commit,
         require_idle: Callable[[ServerSession], None],
         session: ServerSession,
         request: ChatRequest,
@@ -221,7 +222,7 @@ class SessionObservation(SessionTurn):
     def __init__(
         self,
         state: ServerState,
-        commit: Callable[[ServerSession, ConversationState, int], Awaitable[None]],
+        commit: Commit,
         require_idle: Callable[[ServerSession], None],
         session: ServerSession,
         asked: ObserveRequest,
@@ -265,6 +266,8 @@ class SessionObservation(SessionTurn):
                 pass
             seen, tokens, notes = work.frames, 0, [self._note]
             if self.call.all_skipped:
+                assert session.conversation is not None
+                await self._commit(session, session.conversation, session.turns, seen)
                 session.frames = seen
             else:
                 await self.commit(turn)
