@@ -70,7 +70,7 @@ class SessionSocket:
 
     async def run(self) -> None:
         """Answer messages until the client leaves."""
-        messages: asyncio.Queue[Any] = asyncio.Queue(1)
+        messages: asyncio.Queue[Any] = asyncio.Queue()
         reading = asyncio.ensure_future(self._read(messages))
         tasks: list[asyncio.Future[Any]] = [reading]
         try:
@@ -98,12 +98,15 @@ class SessionSocket:
             await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _read(self, messages: asyncio.Queue[Any]) -> None:
-        """Read messages, one ahead of the one that is answered, until the client leaves."""
+        """Read messages until the client leaves; the connection bounds how many may wait.
+
+        It would not notice that the client leaves while one is not read.
+        """
         while True:
             message = await self._socket.receive()
             if message["type"] == "websocket.disconnect":
                 return
-            await messages.put(message)
+            messages.put_nowait(message)
 
     async def _answered(self, message: dict[str, Any]) -> None:
         try:

@@ -245,6 +245,8 @@ def test_a_client_that_leaves_its_websocket_takes_its_turn_along(server: Server)
             blocked = server.client.post(f"/v1/sessions/{name}/observe", json={"content": "b"})
             assert blocked.json()["error"]["code"] == "session_busy"
             assert reached.wait(60)
+            for _ in range(5):  # none of which is read before the reply is over
+                client.send(type="observe", content="c")
         # Before the thread goes on with the few tokens that are left of the reply.
         (request,) = server.state.engine_thread._requests
         until(lambda: request.ticket is not None and request.ticket.cancel_asked)
