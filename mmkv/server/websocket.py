@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import logging
 from typing import TYPE_CHECKING, Any
 
 from pydantic import ValidationError
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
     from mmkv.server.state import Caller, ServerState
 
 
+log = logging.getLogger("mmkv.server")
 PATH = "/v1/sessions/{name}/socket"
 
 
@@ -114,7 +116,10 @@ class SessionSocket:
         except (asyncio.CancelledError, WebSocketDisconnect, *STOPS):
             raise
         except BaseException as error:
-            await self._send(api_error(error).body())
+            made = api_error(error)
+            if made.status == 500:  # it says that the log has the details
+                log.error("a message of a WebSocket failed", exc_info=error)
+            await self._send(made.body())
 
     async def _answer(self, message: dict[str, Any]) -> None:
         text = message.pop("text", None)
@@ -133,7 +138,8 @@ class SessionSocket:
             await self._sessions.load_memory(session)
             await self._send(await SessionObservation(*given, asked, self._caller).whole())
             return
-        body = _checked(ChatRequest, {"model": self._state.settings.name} | fields)
+        usual = {"model": self._state.settings.name, "stream": True}
+        body = _checked(ChatRequest, usual | fields)
         ignored = self._state.headers_for(body).get("X-Mmkv-Ignored")
         await self._sessions.load_memory(session)
         turn = SessionTurn(*given, body, self._caller)

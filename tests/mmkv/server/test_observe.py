@@ -194,7 +194,9 @@ class Client:
         raise AssertionError
 
 
-def test_a_websocket_observes_and_asks_as_the_routes_do(server: Server) -> None:
+def test_a_websocket_observes_and_asks_as_the_routes_do(
+    server: Server, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     one, other = created(server), created(server)
     with Client(server, one) as client:
         for what in ([picture_part(RED)], "a door opens"):
@@ -204,10 +206,12 @@ def test_a_websocket_observes_and_asks_as_the_routes_do(server: Server) -> None:
             for name in ("id", "session"):
                 del ours[name], theirs[name]
             assert ours == theirs
-        client.send(type="ask", messages=[{"role": "user", "content": "what?"}], **FEW)
-        said = ""
+        said, counted = "", {"stream_options": {"include_usage": True}}
+        client.send(type="ask", messages=[{"role": "user", "content": "what?"}], **FEW, **counted)
         while (event := client.receive())["object"] != "session.turn":
-            said += event["choices"][0]["delta"].get("content") or ""
+            said += "".join(one["delta"].get("content") or "" for one in event["choices"])
+            usage = event.get("usage")
+        assert usage["completion_tokens"] > 0
         assert event["session"]["turns"] == 1 and event["ignored"] is None
         assert said == ask(server, other, "what?")["choices"][0]["message"]["content"]
         # Each is one message, and the socket stays open.
@@ -230,6 +234,11 @@ def test_a_websocket_observes_and_asks_as_the_routes_do(server: Server) -> None:
         client.write(wsproto.events.BytesMessage(b"{}"))
         assert client.receive()["error"]["code"] == "invalid_request"
         assert server.client.get(f"/v1/sessions/{one}/memory").json() == before
+        with monkeypatch.context() as patch:
+            patch.setattr("mmkv.server.websocket.SessionObservation", lambda *_: 1 // 0)
+            client.send(type="observe", content="a")
+            assert client.receive()["error"]["code"] == "internal"
+        assert "ZeroDivisionError" in caplog.text
         server.client.delete(f"/v1/sessions/{one}")
         client.send(type="observe", content="a")
         assert client.receive()["error"]["code"] == "session_not_found"
