@@ -252,7 +252,7 @@ class SessionObservation(SessionTurn):
                 part = replace(part, text=observed_text(processor, part.text, time))
             parts.append(part)
         work.messages[-1] = replace(last, parts=tuple(parts), open=True)
-        work.observes = Observing(asked.at, asked.fps, asked.skip_similar)
+        work.observes = Observing(asked.at, asked.fps, asked.skip_similar, frames)
         what = "texts" if not last.media else "frames" if frames else "pictures"
         self._note = times_note(processor, what, asked.at)
         self._pictures = len(last.media)

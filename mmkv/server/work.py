@@ -34,11 +34,15 @@ Resume = Literal["auto", "never", "required"]
 
 @dataclass(frozen=True)
 class Observing:
-    """How a message is observed; the fields are those of :meth:`mmkv.Session.observe`."""
+    """How a message is observed; the fields are those of :meth:`mmkv.Session.observe`.
+
+    ``frames``: whether its pictures are frames of videos.
+    """
 
     at: float | None = None
     fps: float | None = None
     skip_similar: float | None = None
+    frames: bool = False
 
 
 @dataclass

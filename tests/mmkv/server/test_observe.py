@@ -9,8 +9,10 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
+import numpy as np
 import pytest
 import wsproto.events
+from PIL import Image
 from wsproto import ConnectionType, WSConnection
 
 from mmkv import Engine, Sampling, Session
@@ -26,10 +28,13 @@ from tests.support.servers import (
 
 FEW = {"max_tokens": 8, "temperature": 0}
 RED, BLUE = picture("red", (64, 32)), picture("blue", (64, 32))
+# More than a still picture keeps of its pixels, and than a frame of a video does.
+LARGE = Image.fromarray(np.random.default_rng(0).integers(0, 256, (96, 128, 3), np.uint8))
 
 
 def load(folder: Path) -> Engine:
-    return Engine.from_pretrained(folder, policy="full", dtype="float32", kv_limit=2**24)
+    options = {"policy": "full", "dtype": "float32", "kv_limit": 2**24}
+    return Engine.from_pretrained(folder, max_pixels=RED.width * RED.height, **options)
 
 
 @pytest.fixture(scope="module")
@@ -71,7 +76,7 @@ def test_a_session_over_http_reads_what_one_in_python_reads(
     name = created(server)
     with engine.session() as session:
         for turn in range(2):
-            for what, at in ((RED, 1.5), ("a door opens", 2), (BLUE, 3)):
+            for what, at in ((RED, 1.5), ("a door opens", 2), (LARGE, 3)):
                 given = what if isinstance(what, str) else picture_part(what)
                 ours = observe(server, name, given, at=at)
                 same = session.observe(what, at=at)
