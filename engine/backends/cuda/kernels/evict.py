@@ -310,9 +310,11 @@ def _view(rows: PageTables, pool: Columns, seq: int, seen: int) -> tuple[CacheVi
     """Return a view of a sequence's entries that reads no keys, their offsets and their slots."""
     row, offset, slot = _entries(rows, seq)
     layers, heads = rows.length.shape[1:]
-    position, *rest = (c.view(-1)[slot] for c in (pool.position, pool.log_beta, pool.modality))
+    columns = (c.view(-1)[slot] for c in (pool.position, pool.log_beta, pool.modality))
+    position, log_beta, modality = columns
     length = rows.length[seq].flatten()
-    return CacheView(seen, layers, heads, row, length, position.long(), *rest), offset, slot
+    view = CacheView(seen, layers, heads, row, length, position.long(), log_beta, modality)
+    return view, offset, slot
 
 
 def _due(policy: Policy, rows: PageTables, length: Tensor, budget: int, interval: Interval) -> bool:
