@@ -155,9 +155,10 @@ def unsupported_reason(policy: Policy) -> str:
     """Name the policy if :func:`evict` does not know its scoring or allocation; empty if it does.
 
     Others go by :func:`evict_to_shares`, whose kernels select by whatever groups and floors. In
-    torch remain the scores of those that :func:`scores_in_torch` names. They read keys or the
-    window's queries, which is most of their work and each time another formula, or sort rows by
-    position (pooling, ranks): a kernel for each would spare launches of one policy.
+    torch remain the scores of those that :func:`scores_in_torch` names, and what a scorer notes in
+    the state of entries. These read keys or the newest queries, which is most of their work, and
+    each has a formula of its own: a kernel would spare launches of one policy alone. They are
+    computed for a whole batch at once, but for memories of a sequence (``segments-hs``).
     """
     known = kernel_of(policy.scoring) in ("retention", "recency")
     known &= type(policy.allocation) in (GlobalAllocation, HeadAllocation, FlooredAllocation)
