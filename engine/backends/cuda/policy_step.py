@@ -44,9 +44,9 @@ from mmkv.engine.scorer_state import (
 
 # The reductions that the kernel of window scores computes.
 ON_PAGES = (WindowReduction("mean"), WindowReduction("sum"))
-# Numbers of one temporary, such as the keys of all entries: 256 MiB in float32. Batch slots are
-# scored together as far as that allows.
-_MOST_NUMBERS = 2**26
+# Numbers of one temporary, such as the keys of all entries: 128 MiB in float32. Batch slots are
+# scored, and layers' attention is computed, together as far as that allows.
+_MOST_NUMBERS = 2**25
 
 
 def own_code(policy: Policy) -> bool:
@@ -122,31 +122,40 @@ class FixedEntries:
             return self._on_pages(view, reduction)
         keys, queries = pool.stored_keys.flatten(0, 1), self._queries()
         count, layers, heads = len(queries), queries.shape[1], view.kv_heads
-        if count == 1:
-            return attention_paid(queries[0], keys, self._slot, view, reduction)
+        joined = self._joined_layers(queries, view)
 
         def by_layer(cells: Tensor) -> Tensor:
-            """A layer of all sequences is as one layer with the heads of all."""
+            """Some layers of all sequences are as one layer with the heads of all."""
             return cells.view(count, layers, -1).transpose(0, 1).reshape(layers * count * heads, -1)
 
         assert isinstance(view, FixedView)
         turned = replace(
             view,
-            seen=cast(int, self._seen.repeat_interleave(heads)[:, None]),
-            layers=layers,
-            kv_heads=count * heads,
+            seen=cast(int, self._seen.repeat_interleave(heads).repeat(joined)[:, None]),
+            layers=layers // joined,
+            kv_heads=joined * count * heads,
             position=by_layer(view.position).flatten(),
             occupied=by_layer(view.occupied),
         )
-        queries = queries.transpose(0, 1).flatten(1, 2)
+        queries = queries.transpose(0, 1).reshape(layers // joined, -1, *queries.shape[3:])
         slot = by_layer(self._slot).flatten()
         paid = attention_paid(queries, keys, slot, turned, reduction)
         return paid.view(layers, count, -1).transpose(0, 1).flatten()
 
+    def _joined_layers(self, queries: Tensor, view: CacheView) -> int:
+        """How many layers' attention is computed at once."""
+        width = max(queries.shape[-1], queries.shape[2] // view.kv_heads * queries.shape[3])
+        numbers = len(queries) * view.kv_heads * view.live().shape[1] * width
+        layers, most = queries.shape[1], max(1, _MOST_NUMBERS // numbers)
+        return max(n for n in range(1, layers + 1) if layers % n == 0 and n <= most)
+
     def entropy(self, view: CacheView) -> Tensor:
         """Without dimensions; see :meth:`mmkv.engine.policies.base.CacheView.entropy`."""
-        keys = self._cache.pool.stored_keys.flatten(0, 1)
-        return newest_entropy(self._queries()[0], keys, self._slot, view)
+        keys, queries = self._cache.pool.stored_keys.flatten(0, 1), self._queries()
+        joined = self._joined_layers(queries, view)
+        whole = replace(view, layers=view.layers // joined, kv_heads=joined * view.kv_heads)
+        queries = queries.reshape(whole.layers, -1, *queries.shape[3:])
+        return newest_entropy(queries, keys, self._slot, whole)
 
     def _queries(self) -> Tensor:
         return self._cache.memory[QUERIES].index_select(0, self._seqs)
