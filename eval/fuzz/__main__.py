@@ -160,7 +160,7 @@ CLASSES = (
     "socket messages",
 )
 # Shares of a run's inputs: checkpoints take a hundred times as long as pictures.
-_SHARES = (6, 34, 14, 20, 1, 5, 2, 9, 9, 10, 10, 2, 2, 2, 2, 10, 5, 4)
+_SHARES = (6, 34, 14, 20, 1, 5, 2, 9, 9, 10, 10, 2, 2, 2, 2, 10, 5, 2)
 _HANG_SECONDS = 10
 _DEAD_SECONDS = 60  # without a word: the process does not even see its alarm
 _START_SECONDS = 300
