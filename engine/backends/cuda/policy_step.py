@@ -23,14 +23,19 @@ from mmkv.engine.backends.cuda.kernels.buffers import PageTables
 from mmkv.engine.backends.cuda.kernels.evict import drop, empty_drop, unsupported_reason
 from mmkv.engine.backends.cuda.kernels.window_scores import window_scores
 from mmkv.engine.cache import RaggedCache
+from mmkv.engine.model.rope import Rope
 from mmkv.engine.policies.base import CacheView, Policy, Scores, WindowReduction
 from mmkv.engine.policies.selection import lowest_cells
 from mmkv.engine.scorer_state import (
+    POSITIONS,
     QUERIES,
+    RINGS,
     Rows,
     attention_mass,
     attention_paid,
+    future_queries,
     newest_entropy,
+    store_positions,
     window_positions,
     write_state,
 )
@@ -75,10 +80,11 @@ class FixedEntries:
 
     Args:
         seq: ``[1]`` int64, the sequence; slot: ``[N]``, 0 for cells without an entry.
+        rope: of the model.
     """
 
-    def __init__(self, cache: RaggedCache, seq: Tensor, slot: Tensor) -> None:
-        self._cache, self._seq, self._slot = cache, seq, slot
+    def __init__(self, cache: RaggedCache, seq: Tensor, slot: Tensor, rope: Rope) -> None:
+        self._cache, self._seq, self._slot, self._rope = cache, seq, slot, rope
 
     def keys(self) -> Tensor:
         """``[N, D]`` after RoPE."""
@@ -104,6 +110,12 @@ class FixedEntries:
         """Without dimensions; see :meth:`mmkv.engine.policies.base.CacheView.entropy`."""
         keys = self._cache.pool.stored_keys.flatten(0, 1)
         return newest_entropy(self._queries()[0], keys, self._slot, view)
+
+    def future_queries(self, view: CacheView, ahead: int) -> tuple[Tensor, Tensor]:
+        """See :meth:`mmkv.engine.policies.base.CacheView.future_queries`."""
+        positions = self._cache.memory[POSITIONS].index_select(0, self._seq)[0]
+        form = self._cache.pool.form
+        return future_queries(self._queries()[0], positions, form, view.seen, ahead, self._rope)
 
     def _queries(self) -> Tensor:
         return self._cache.memory[QUERIES].index_select(0, self._seq)
@@ -197,16 +209,24 @@ class PolicyStep:
                 floors = [one.floor for one in made if one.floor is not None]
                 self.floor[steps, slot] = torch.stack(floors).to(self.floor)
 
-    def begin(self, seqs: Tensor, slots: Tensor, position: Tensor, live: Tensor) -> None:
+    def begin(
+        self, seqs: Tensor, slots: Tensor, position: Tensor, rope_position: Tensor, live: Tensor
+    ) -> None:
         """Begin a step whose entries have room.
 
         Args:
-            seqs, live: ``[B]``; slots: ``[B, L, H]`` of the new entries; position: ``[B]``.
+            seqs, live: ``[B]``; slots: ``[B, L, H]`` of the new entries; position,
+                rope_position: ``[B]``.
         """
         who = self._slots.where(live, live.byte().argmax())
         self._who, self._write, self._live = who, live.any(), live
         self._seq = seqs[who].clamp(min=0)
         self._new, self._position = slots[who].clamp(min=0), position[who]
+        if self.model.needs.positions:
+            ring, slot = self.cache.memory[POSITIONS], self._position % self.model.needs.queries
+            old = ring[self._seq, :, slot].T
+            where = torch.where(self._write, rope_position[who], old)
+            store_positions(self.cache, self._seq, self._position[:, None], where[..., None])
         self._taps = []
         self.too_long.zero_()
         if self.model.needs.mass:
@@ -307,7 +327,7 @@ class PolicyStep:
             position=pool.position.view(-1)[where].long(),
             log_beta=pool.log_beta.view(-1)[where],
             modality=pool.modality.view(-1)[where],
-            source=FixedEntries(self.cache, self._held_by[slot : slot + 1], where),
+            source=FixedEntries(self.cache, self._held_by[slot : slot + 1], where, self.model.rope),
             prompt_tokens=cast(int, self.prompt[slot]),
             occupied=self._occupied[slot],
         )
@@ -339,7 +359,7 @@ class PolicyStep:
     def _on_step(self, slot: int, seen: Tensor) -> None:
         """See :func:`mmkv.engine.scorer_state.revise_state`."""
         cache, seq, live = self.cache, self._held_by[slot : slot + 1], self._live[slot]
-        kept = {name: whole for name, whole in cache.memory.items() if name != QUERIES}
+        kept = {name: whole for name, whole in cache.memory.items() if name not in RINGS}
         before = {name: whole.index_select(0, seq)[0] for name, whole in kept.items()}
         memory = dict(before)
         scorer = self.model.policy.scoring
