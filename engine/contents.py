@@ -32,6 +32,8 @@ class Memory:
         pictures: of each picture (each frame of a video) the share of its entries that is held.
         compactions: how often rope positions were drawn together to stay inside the trained context
             (:mod:`mmkv.engine.compaction`).
+        worn: whether they were drawn together so often that old keys, which are rounded each time,
+            may be far off (:attr:`mmkv.engine.cache.forms.KVForm.most_moves`).
         risk: share of the predicted weight of all that was read whose entries are gone
             (:mod:`mmkv.engine.risk`), in 0..1. None: the policy has no retention gates, or the
             session does not know: it comes from a file of an older mmkv, or was cut back far.
@@ -56,6 +58,7 @@ class Memory:
     vision_bytes: int = field(default=0, compare=False)
     risk: float | None = field(default=None, compare=False)  # its last bits vary
     over_risk: bool = False
+    worn: bool = False
 
     @property
     def physical_bytes(self) -> int:
@@ -135,6 +138,7 @@ def memory_of(
     """Measure sequence ``seq``; the counts and spans are those that the cache does not know."""
     pages = cache.needed_pages(cache.length[seq])
     entries = cache.entries(seq)
+    most = cache.pool.form.most_moves
     modality = cache.pool.modality.view(-1)[entries.slot].long()
     counts = torch.bincount(modality, minlength=len(MODALITIES)).tolist()
     tables = cache.rows * (cache.table.shape[-1] + 1) * cache.table.element_size()
@@ -153,6 +157,17 @@ def memory_of(
         compactions=compactions,
         risk=risk,
         over_risk=over_risk,
+        worn=most is not None and compactions > most,
+    )
+
+
+def worn_line(memory: Memory) -> str | None:
+    """Say that keys in few bits were rounded too often; None: they were not."""
+    if not memory.worn:
+        return None
+    return (
+        f"the memory was moved together {memory.compactions:,} times, and keys in 4 bits are "
+        "rounded each time: what is old may be read wrongly by now (--kv k8v4 stays near)"
     )
 
 

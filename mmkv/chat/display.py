@@ -22,6 +22,7 @@ from rich.text import Text
 
 from mmkv.chat.trouble import one_line
 from mmkv.engine.budget import format_bytes
+from mmkv.engine.contents import worn_line
 from mmkv.engine.errors import STOPS, without_codes
 from mmkv.environment import versions
 from mmkv.loading import Terminal
@@ -48,11 +49,13 @@ class Display(Terminal):
 
     def note_memory(self, memory: Memory) -> None:
         """Say, each once in a conversation, that pictures are mostly gone, that it has passed the
-        trained context, and that more is forgotten than was asked for.
+        trained context, that its oldest keys are not exact any more, and that more is forgotten
+        than was asked for.
         """
         lines = {
             "faded": faded_line(memory),
             "compacted": compacted_line(memory),
+            "worn": worn_line(memory),
             "risk": risk_line(memory),
         }
         for kind, line in lines.items():

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 
 from mmkv.calls.parser import ReplyParser, ThoughtMarks, parse
-from mmkv.engine.contents import MODALITIES
+from mmkv.engine.contents import MODALITIES, worn_line
 from mmkv.prompt.video import FramesSeen
 from mmkv.sampling import Settled
 from mmkv.server.prompts import Begun, Message, reply_message
@@ -139,7 +139,8 @@ class Usage:
             have lost most of their entries, in the reply with most of those.
         shared_pool: whether all sessions compete for one budget: what is kept depends on others.
         differs: how what was read differs from the conversation rendered afresh; None: it does not.
-        notes: remarks on the media that were read, such as a video whose end is missing.
+        notes: remarks on the media that were read, such as a video whose end is missing, and on
+            keys that are not exact any more.
         thought_tokens: of the replies' tokens, those of their thoughts.
         risk: the share of the predicted weight that is forgotten, of the reply with the most
             (:mod:`mmkv.engine.risk`), None where it is not known; over_risk: whether it is above
@@ -253,7 +254,7 @@ class RequestCounts:
             next((one.differs for one in memories if one.differs), None),
             max((len(one.pictures) for one in memories), default=0),
             max((len(one.faded) for one in memories), default=0),
-            list(dict.fromkeys(self.notes)),
+            list(dict.fromkeys([*self.notes, *filter(None, map(worn_line, memories))])),
             sum(one.thought_tokens for one in choices),
             max((one.risk for one in memories if one.risk is not None), default=None),
             any(one.over_risk for one in memories),

@@ -19,12 +19,14 @@ from mmkv.engine.budgets import page_bound
 from mmkv.engine.cache.forms import FORMS
 from mmkv.engine.cache.pool import PagePool
 from mmkv.engine.compaction import Run, plan, turned, with_text, with_tokens
+from mmkv.engine.contents import worn_line
 from mmkv.engine.errors import ContextError
 from mmkv.engine.policies import Budget
 from mmkv.engine.runtime import Runtime
 from tests.support.dialogues import engine_of, folder_of, prefill_both, prompt, reference_model
+from tests.support.factories import checkpoint
 from tests.support.oracle import Oracle
-from tests.support.sessions import text_ids
+from tests.support.sessions import load, text_ids
 
 LIMIT, BUDGET, CHUNK = 64, 5, 16
 
@@ -373,3 +375,41 @@ def test_order_and_pictures_stay_and_no_distance_grows(
         assert list(shifts.values()) == sorted(shifts.values())
         runs, position = with_text(made.runs, seen, made.next_position), made.next_position + more
         seen += more
+
+
+@pytest.mark.parametrize(("name", "once", "far"), [("bf16", 0.003, 0.02), ("int8", 0.02, 0.1)])
+def test_a_key_that_moves_is_rounded_each_time(name: str, once: float, far: float) -> None:
+    """Its error grows with the root of their number, and in 4 bits passes the key itself."""
+    few, many = key_errors(name)
+    assert few < once and many < far and FORMS[name].most_moves is None
+    few, many = key_errors("int4", first=16)
+    assert few < 0.45 and many > 0.6 and FORMS["int4"].most_moves == 16
+
+
+def key_errors(name: str, first: int = 1, last: int = 64) -> list[float]:
+    """Errors by the keys' norm after so many moves by 1 to 4,096 positions."""
+    form, source = FORMS[name], torch.Generator().manual_seed(0)
+    inv_freq = 10_000.0 ** -(torch.arange(0, 64, 2) / 64)
+    keys = torch.randn(200, 64, generator=source)
+    keys[:, 3] *= 6  # some features of real ones are larger
+    held, moved, errors = keys, torch.zeros(200, dtype=torch.int64), list[float]()
+    for count in range(last + 1):
+        stored = form.key.encode(form.rotate(held))
+        held = form.rotate(form.key.decode(*stored, torch.float32))
+        if count in (first, last):
+            errors.append(float((held - turned(keys, moved, inv_freq)).norm() / keys.norm()))
+        by = torch.randint(1, 4097, (200,), generator=source)
+        held, moved = turned(held, by, inv_freq), moved + by
+    return errors
+
+
+def test_a_session_says_that_its_keys_are_worn() -> None:
+    for kv, worn in (("int4", True), ("k8v4", False)):
+        engine = load(checkpoint("qwen3_vl"), policy="streamingllm", budget=BUDGET, kv=kv)
+        with engine.session() as session:
+            session.compactions = 16
+            assert not session.memory().worn
+            session.compactions = 17
+            line = worn_line(session.memory())
+            assert session.memory().worn is worn and (line is not None) is worn
+            assert line is None or "17 times" in line
