@@ -415,9 +415,10 @@ class ChunkPass:
             taps = list(zip(*(tap.split(self._counts) for tap in self._tapped), strict=True))
             for chunk, own in zip(chunks, taps or [()] * len(chunks), strict=True):
                 chunk.write_state(engine.policy.scoring, own)
-        for chunk, turn in zip(chunks, self._turns, strict=True):
-            seqs = torch.tensor([chunk.seq], device=engine.device)
-            store_positions(engine.cache, seqs, chunk.position[None], turn.positions[:, None])
+        if engine.model.needs.positions:
+            for chunk, turn in zip(chunks, self._turns, strict=True):
+                seqs = torch.tensor([chunk.seq], device=engine.device)
+                store_positions(engine.cache, seqs, chunk.position[None], turn.positions[:, None])
         return [chunk.finish(beta) for chunk, beta in zip(chunks, betas, strict=True)]
 
     def _finish(self, ends: Tensor) -> None:
