@@ -121,11 +121,13 @@ def attention_paid(
 ) -> Tensor:
     """Compute :func:`window_attention` of one sequence's ring of queries ``[L, Hq, w, D]``.
 
+    Where the heads are those of several sequences, ``view.seen`` is a column, a number a KV head.
+
     Args:
         keys: ``[slots, D]``, the pool's; slot: ``[N]`` those of the entries.
     """
     at = window_positions(view.seen, queries.shape[2], queries.device)
-    known = (at >= 0).sum().clamp(min=1)  # the others attend to nothing
+    known = (at >= 0).sum(-1, keepdim=True).clamp(min=1)  # the others attend to nothing
     group = reduction.group
     join_first = group if reduction.of == "logits" else None
     shares = []
@@ -142,9 +144,13 @@ def attention_paid(
 
 
 def _variance(share: Tensor, known: Tensor) -> Tensor:
-    """Variance over those queries of ``share [H, G, w, N]`` that are ``known [w]``; 0 of one."""
-    count, known = known.sum(), known[:, None]
-    apart = (share - share.sum(2, keepdim=True) / count.clamp(min=1)) * known
+    """Variance over those queries of ``share [H, G, w, N]`` that are ``known``; 0 of one.
+
+    Args:
+        known: ``[w]`` or ``[H, w]``.
+    """
+    count, known = known.sum(-1)[..., None, None], known[..., None, :, None]
+    apart = (share - share.sum(2, keepdim=True) / count[..., None].clamp(min=1)) * known
     return apart.square().sum(2) / (count - 1).clamp(min=1)
 
 
@@ -199,7 +205,8 @@ def _probabilities(
     """Yield each layer's shares of attention ``[H, G, w, longest row]``, 0 where nothing is seen.
 
     Args:
-        queries: ``[L, Hq, w, D]``; query_at: ``[w]`` their token indices, -1 where there is none.
+        queries: ``[L, Hq, w, D]``; query_at: ``[w]`` or ``[H, w]`` their token indices, -1 where
+            there is none.
         join_first: how the logits of the group's heads are joined, G = 1 then; None: not at all.
     """
     heads, dim = view.kv_heads, queries.shape[-1]
@@ -209,8 +216,8 @@ def _probabilities(
         rows = slice(layer * heads, (layer + 1) * heads)
         grouped = queries[layer].float().reshape(heads, -1, dim) * dim**-0.5
         scores = grouped @ keys[slot[rows]].float().transpose(1, 2)
-        scores = scores.unflatten(1, (-1, query_at.numel()))
-        allowed = position[rows][:, None] <= query_at[:, None]
+        scores = scores.unflatten(1, (-1, query_at.shape[-1]))
+        allowed = position[rows][:, None] <= query_at[..., None]
         if join_first is not None:
             scores = join(scores, join_first, 1)[:, None]
         probability = scores.masked_fill(~allowed[:, None], -torch.inf).softmax(-1)

@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass, field, fields, replace
 from typing import TYPE_CHECKING
 
 from mmkv.engine.backends.cuda.backend import CudaBackend
-from mmkv.engine.backends.cuda.kernels.evict import unsupported_reason
+from mmkv.engine.backends.cuda.kernels.evict import scores_in_torch
 from mmkv.engine.errors import PolicyError
 from mmkv.engine.model.gates import Gates, WriteGates, make_random_write_gates
 from mmkv.engine.policies import Policy, find_preset, make_policy, names
@@ -157,6 +157,9 @@ def _on_gpu(policy: Policy) -> str:
     why = CudaBackend.policy_reason(policy)
     if why:
         return f"torch eviction, no CUDA graph: {why}"
-    if not policy.evicts:
-        return "CUDA graph" if policy.admission is None else "CUDA graph, write gates in torch"
-    return f"CUDA graph, {'torch scores, ' if unsupported_reason(policy) else ''}Triton eviction"
+    in_torch = [] if policy.admission is None else ["write gates"]
+    if policy.evicts:
+        in_torch += ["scores"] if scores_in_torch(policy) else []
+        in_torch += ["states of entries"] if policy.scoring.needs.state else []
+    path = "CUDA graph, Triton eviction" if policy.evicts else "CUDA graph"
+    return path + (f"; its own formulas in torch: {', '.join(in_torch)}" if in_torch else "")

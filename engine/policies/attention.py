@@ -123,7 +123,9 @@ class LayerPreferences:
         shift = self._of_layers(varied, prefix, view)
         preference = dispersion ** (1 / self.tau1) * shift ** (1 / self.tau2)
         # Where no layer prefers anything (a single query, or none in the window) all are alike.
-        preference = torch.where(preference.max() > 0, preference, torch.ones_like(preference))
+        preference = preference.view(view.sequences, -1)
+        some = preference.amax(1, keepdim=True) > 0
+        preference = torch.where(some, preference, torch.ones_like(preference)).flatten()
         own = preference.repeat_interleave(view.kv_heads)[view.row]
         return -(view.from_rows(rank) + 1) / own
 
@@ -156,7 +158,8 @@ class Milestones:
         """Stamp what the newest query attends to."""
         stamp = view.state()
         attended = view.attention(self.group) >= self.alpha
-        return torch.where(attended[:, None], stamp.clamp(min=view.seen - 1), stamp)
+        newest = stamp[:, 0].clamp(min=view.seen - 1)
+        return torch.where(attended, newest, stamp[:, 0])[:, None]
 
     def score(self, view: CacheView) -> Tensor:
         """The timestamp."""

@@ -127,8 +127,9 @@ class CacheView:
     """What scorers and allocations may look at: all entries of one sequence, row-major.
 
     In a CUDA graph every row has the same number of cells and N counts those without an entry,
-    whose scores mean nothing; ``seen`` and ``prompt_tokens`` are tensors without dimensions there.
-    mmkv's scorers read no value of a tensor on the host, and so score both alike.
+    whose scores mean nothing; ``seen`` and ``prompt_tokens`` are tensors there, without dimensions.
+    Or all sequences of a batch are one view, their layers one after the other, and ``seen`` is
+    ``[N]``. mmkv's scorers read no value of a tensor on the host, and so score all alike.
 
     Attributes:
         seen: tokens of the sequence so far, text and visual alike.
@@ -137,6 +138,7 @@ class CacheView:
         position: ``[N]`` int64 token index; log_beta: ``[N]`` float32; modality: ``[N]`` uint8.
         source: reads keys, values, state and window attention when asked for.
         prompt_tokens: tokens that came in prompts, for policies that keep them all.
+        sequences: of which the layers are.
     """
 
     seen: int
@@ -149,6 +151,7 @@ class CacheView:
     modality: Tensor
     source: EntrySource | None = None
     prompt_tokens: int = 0
+    sequences: int = 1
 
     def keys(self) -> Tensor:
         """Gather the keys after RoPE, ``[N, D]`` in the cache's dtype; a copy at each call.

@@ -76,34 +76,6 @@ def lowest(scores: Tensor, view: CacheView, shares: Shares) -> Tensor:
     return (order + start[:, None])[column < (held - share)[:, None]]
 
 
-def lowest_cells(
-    scores: Tensor, view: CacheView, share: Tensor, floor: Tensor | None, slack: Tensor | int
-) -> tuple[Tensor, Tensor]:
-    """Find the victims of :func:`lowest` where every row has the same number of cells, M.
-
-    The host reads nothing. All groups have as many rows.
-
-    Args:
-        scores: float32 ``[rows * M]``; share: ``[groups]`` int64; floor: ``[rows]`` int64.
-        slack: entries per row beside its share that are let be.
-
-    Returns:
-        bool ``[rows, M]``, and whether a group stands above its share and slack.
-    """
-    key, live = sort_key(scores).long(), view.live()
-    if floor is not None:
-        key = key + _GUARDED * _guarded(key.int(), view, floor)
-    groups = share.numel()
-    held = view.length.view(groups, -1).sum(-1)
-    due = (held > share + slack * (view.rows // groups)).any()
-    by_tie = view.to_rows(_tie(view), _LAST).view(groups, -1).argsort(dim=-1, stable=True)
-    keys = view.to_rows(key, _LAST).view(groups, -1).gather(-1, by_tie)
-    order = by_tie.gather(-1, keys.argsort(dim=-1, stable=True))
-    column = torch.arange(order.shape[-1], device=order.device)
-    going = (column < (held - share)[:, None]) & due
-    return torch.empty_like(going).scatter_(-1, order, going).view(live.shape), due
-
-
 def sort_key(scores: Tensor) -> Tensor:
     """Int32 ``[N]`` that order as float32 ``scores`` do, NaN below all."""
     bits = (scores.float() + 0.0).view(torch.int32)  # -0 and 0 are one score

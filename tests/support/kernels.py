@@ -28,7 +28,7 @@ from mmkv.engine.cache import COLUMNS, Columns, EncodedKV, KVForm, PagePool, Rag
 from mmkv.engine.cache.forms import AUTO, Codec
 from mmkv.engine.cache.forms import FORMS as KV
 from mmkv.engine.policies import CacheView, Policy
-from mmkv.engine.policies.allocation import GlobalAllocation
+from mmkv.engine.policies.allocation import FlooredAllocation, GlobalAllocation
 from mmkv.eval.bench.kernel_code import Code, CompiledCase
 
 HAS_TRITON = importlib.util.find_spec("triton") is not None
@@ -131,13 +131,14 @@ def eager_cache(
     dim: int = 4,
     seed: int = 0,
     form: KVForm = AUTO,
+    states: int = 0,
 ) -> RaggedCache:
     """Sequences with rows of ``lengths [S, L, H]``; free pages in random order, random content.
 
     Positions of a row are different and below its sequence's longest row; their order is random.
     """
     source = torch.Generator().manual_seed(seed)
-    pool = PagePool(page, dim, pages, form=form)
+    pool = PagePool(page, dim, pages, form=form, state_size=states)
     pool._stack.copy_(torch.randperm(pages, generator=source))
     pool.limit = pages
     cache = RaggedCache(pool, *lengths.shape[1:])
@@ -152,6 +153,7 @@ def eager_cache(
         content |= {"log_beta": -torch.rand(total, generator=source)}
         content |= {"position": torch.cat(places).int()}
         content |= {"modality": torch.randint(3, (total,), generator=source).to(torch.uint8)}
+        content |= {"state": torch.randn(total, states, generator=source)} if states else {}
         cache.import_({"length": length, **content})
     assert lengths.max() <= width * page, "the test's rows are longer than its table"
     table = torch.zeros(*lengths.shape, width, dtype=torch.int64)
@@ -314,7 +316,7 @@ def on_device(values: list[int]) -> Tensor:
 def needs_eviction(cache: RaggedCache, policy: Policy, seq: int, budget: int, slack: int) -> bool:
     """Whether all rows together, or one that has a budget of its own, stand above it."""
     length = cache.length[seq].flatten().tolist()
-    if isinstance(policy.allocation, GlobalAllocation):
+    if isinstance(policy.allocation, (GlobalAllocation, FlooredAllocation)):
         return sum(length) > budget + slack
     rows = len(length)
     return any(n > (budget + rows - 1 - r) // rows + slack // rows for r, n in enumerate(length))

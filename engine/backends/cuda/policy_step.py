@@ -1,8 +1,9 @@
 """What a policy asks of a static step beside the kernels: its own torch code, in fixed shapes.
 
 Every row is given the same number of cells, of which its entries take the first. A policy's scorer
-reads them through :class:`FixedView` and computes what it computes eagerly; nothing is read back,
-so a CUDA graph can hold it. Entries are then moved by the kernels of ``kernels.evict``.
+reads them through :class:`FixedView`, all batch slots at once, and computes what it computes
+eagerly; nothing is read back, so a CUDA graph can hold it. The kernels of ``kernels.evict`` then
+choose the victims by these scores, or by those that they compute, and move what stays.
 
 A batch slot that is idle must change nothing. Where batch slots write side by side, an idle one
 writes what the first live one writes, to the same place; without a live one, what was there before.
@@ -19,13 +20,19 @@ from torch import Tensor
 
 from mmkv.engine.backends.base import LoadedModel
 from mmkv.engine.backends.cuda.kernels.available import on_triton
-from mmkv.engine.backends.cuda.kernels.buffers import PageTables
-from mmkv.engine.backends.cuda.kernels.evict import drop, empty_drop, unsupported_reason
+from mmkv.engine.backends.cuda.kernels.buffers import Limits, PageTables
+from mmkv.engine.backends.cuda.kernels.evict import (
+    drop,
+    empty_drop,
+    empty_eviction,
+    evict_to_shares,
+    scores_in_torch,
+    unsupported_reason,
+)
 from mmkv.engine.backends.cuda.kernels.window_scores import window_scores
 from mmkv.engine.cache import RaggedCache
 from mmkv.engine.model.rope import Rope
 from mmkv.engine.policies.base import CacheView, Policy, Scores, WindowReduction
-from mmkv.engine.policies.selection import lowest_cells
 from mmkv.engine.scorer_state import (
     POSITIONS,
     QUERIES,
@@ -42,6 +49,9 @@ from mmkv.engine.scorer_state import (
 
 # The reductions that the kernel of window scores computes.
 ON_PAGES = (WindowReduction("mean"), WindowReduction("sum"))
+# Numbers of one temporary, such as the keys of all entries: 128 MiB in float32. Batch slots are
+# scored, and layers' attention is computed, together as far as that allows.
+_MOST_NUMBERS = 2**25
 
 
 def own_code(policy: Policy) -> bool:
@@ -52,7 +62,9 @@ def own_code(policy: Policy) -> bool:
 
 @dataclass(frozen=True)
 class FixedView(CacheView):
-    """A view whose N counts all cells of R rows, M each.
+    """A view whose N counts all cells of R rows, M each, of one sequence or of several.
+
+    Of several, the layers of the one come after those of the other, and ``seen`` is ``[N]``.
 
     Attributes:
         occupied: bool ``[R, M]``, which cells hold an entry.
@@ -76,15 +88,27 @@ class FixedView(CacheView):
 
 
 class FixedEntries:
-    """Reads the cells of one sequence; a :class:`mmkv.engine.policies.base.EntrySource`.
+    """Reads the cells of n sequences; a :class:`mmkv.engine.policies.base.EntrySource`.
 
     Args:
-        seq: ``[1]`` int64, the sequence; slot: ``[N]``, 0 for cells without an entry.
+        seqs, seen: ``[n]`` int64, sequences and tokens seen; length: ``[n, R]``.
+        pages: ``[n, R, columns]``, of the rows' tables; slot: ``[N]``, 0 for cells without an
+            entry.
         rope: of the model.
     """
 
-    def __init__(self, cache: RaggedCache, seq: Tensor, slot: Tensor, rope: Rope) -> None:
-        self._cache, self._seq, self._slot, self._rope = cache, seq, slot, rope
+    def __init__(
+        self,
+        cache: RaggedCache,
+        seqs: Tensor,
+        seen: Tensor,
+        length: Tensor,
+        pages: Tensor,
+        slot: Tensor,
+        rope: Rope,
+    ) -> None:
+        self._cache, self._seqs, self._seen, self._rope = cache, seqs, seen, rope
+        self._length, self._pages, self._slot = length, pages, slot
 
     def keys(self) -> Tensor:
         """``[N, D]`` after RoPE."""
@@ -103,38 +127,66 @@ class FixedEntries:
         pool = self._cache.pool
         if reduction in ON_PAGES and on_triton(pool.keys) and pool.form.plain:
             return self._on_pages(view, reduction)
-        keys = pool.stored_keys.flatten(0, 1)
-        return attention_paid(self._queries()[0], keys, self._slot, view, reduction)
+        keys, queries = pool.stored_keys.flatten(0, 1), self._queries()
+        count, layers, heads = len(queries), queries.shape[1], view.kv_heads
+        joined = self._joined_layers(queries, view)
+
+        def by_layer(cells: Tensor) -> Tensor:
+            """Some layers of all sequences are as one layer with the heads of all."""
+            return cells.view(count, layers, -1).transpose(0, 1).reshape(layers * count * heads, -1)
+
+        assert isinstance(view, FixedView)
+        turned = replace(
+            view,
+            seen=cast(int, self._seen.repeat_interleave(heads).repeat(joined)[:, None]),
+            layers=layers // joined,
+            kv_heads=joined * count * heads,
+            position=by_layer(view.position).flatten(),
+            occupied=by_layer(view.occupied),
+        )
+        queries = queries.transpose(0, 1).reshape(layers // joined, -1, *queries.shape[3:])
+        slot = by_layer(self._slot).flatten()
+        paid = attention_paid(queries, keys, slot, turned, reduction)
+        return paid.view(layers, count, -1).transpose(0, 1).flatten()
+
+    def _joined_layers(self, queries: Tensor, view: CacheView) -> int:
+        """How many layers' attention is computed at once."""
+        width = max(queries.shape[-1], queries.shape[2] // view.kv_heads * queries.shape[3])
+        numbers = len(queries) * view.kv_heads * view.live().shape[1] * width
+        layers, most = queries.shape[1], max(1, _MOST_NUMBERS // numbers)
+        return max(n for n in range(1, layers + 1) if layers % n == 0 and n <= most)
 
     def entropy(self, view: CacheView) -> Tensor:
         """Without dimensions; see :meth:`mmkv.engine.policies.base.CacheView.entropy`."""
-        keys = self._cache.pool.stored_keys.flatten(0, 1)
-        return newest_entropy(self._queries()[0], keys, self._slot, view)
+        keys, queries = self._cache.pool.stored_keys.flatten(0, 1), self._queries()
+        joined = self._joined_layers(queries, view)
+        whole = replace(view, layers=view.layers // joined, kv_heads=joined * view.kv_heads)
+        queries = queries.reshape(whole.layers, -1, *queries.shape[3:])
+        return newest_entropy(queries, keys, self._slot, whole)
 
     def future_queries(self, view: CacheView, ahead: int) -> tuple[Tensor, Tensor]:
-        """See :meth:`mmkv.engine.policies.base.CacheView.future_queries`."""
-        positions = self._cache.memory[POSITIONS].index_select(0, self._seq)[0]
-        form = self._cache.pool.form
-        return future_queries(self._queries()[0], positions, form, view.seen, ahead, self._rope)
+        """See :meth:`mmkv.engine.policies.base.CacheView.future_queries`; of one sequence."""
+        positions = self._cache.memory[POSITIONS].index_select(0, self._seqs)[0]
+        form, queries = self._cache.pool.form, self._queries()[0]
+        return future_queries(queries, positions, form, self._seen[0], ahead, self._rope)
 
     def _queries(self) -> Tensor:
-        return self._cache.memory[QUERIES].index_select(0, self._seq)
+        return self._cache.memory[QUERIES].index_select(0, self._seqs)
 
     def _on_pages(self, view: CacheView, reduction: WindowReduction) -> Tensor:
-        cache, pool, queries = self._cache, self._cache.pool, self._queries()
-        at = window_positions(view.seen, queries.shape[3], queries.device)
+        pool, queries = self._cache.pool, self._queries()
+        rows = queries.shape[1], view.kv_heads
         shares = window_scores(
             queries,
-            at[None],
+            window_positions(self._seen[:, None], queries.shape[3], queries.device),
             pool.keys,
             pool.position,
-            cache.length.index_select(0, self._seq),
-            cache.table.index_select(0, self._seq),
-            torch.zeros_like(self._seq),
+            self._length.unflatten(1, rows),
+            self._pages.unflatten(1, rows),
+            torch.arange(len(queries), device=queries.device),
             queries.shape[-1] ** -0.5,
         )
-        cells = view.live().shape[1]
-        mean = shares[0].flatten(0, 1)[:, :cells].flatten()
+        mean = shares.flatten()
         return mean if reduction.group == "mean" else mean * (queries.shape[2] // view.kv_heads)
 
 
@@ -143,11 +195,12 @@ class PolicyStep:
 
     Attributes:
         most_row: the most entries of a row; cells: M, those that there is room for.
-        work: buffers of the eviction; ``work.nan`` is shared with the step.
-        share: ``[steps, B, groups]`` int64, what each group of rows may keep once a step's token is
-            appended; floor: ``[steps, B, R]``, or None where no row is guarded.
-        above: ``[steps, B]`` int64, entries of a row beside its share that are let be.
-        recent: ``[steps, B]`` int64, newest tokens that are protected; prompt: ``[B]`` int64.
+        cuts: whether evictions to the budget are made here.
+        work: buffers of these evictions, refusals: of what write gates refuse, each None where
+            there are none; ``nan`` of both is shared with the step.
+        limits: of each step, once its token is appended; see
+            :class:`mmkv.engine.backends.cuda.kernels.buffers.Limits`.
+        prompt: ``[B]`` int64, tokens that came in prompts.
         too_long: ``[B]`` bool, whether a row has more entries than cells: nothing is dropped then.
     """
 
@@ -157,6 +210,7 @@ class PolicyStep:
         cache: RaggedCache,
         rows: PageTables,
         batch: int,
+        most_entries: int,
         most_row: int,
         most_steps: int,
         nan: Tensor,
@@ -167,20 +221,25 @@ class PolicyStep:
         self.columns = min(-(-most_row // rows.page_size), rows.table.shape[-1])
         self.cells = self.columns * rows.page_size
         count = model.spec.rows
-        self.work = replace(empty_drop(batch, rows, self.cells), nan=nan)
-        self.cuts = model.policy.evicts and bool(unsupported_reason(model.policy))
-        self.share, self.floor = rows.length.new_zeros(most_steps, batch, 1), None
-        if self.cuts:
-            shares = model.policy.shares(count, *rows.length.shape[1:])
-            self.share = rows.length.new_zeros(most_steps, batch, shares.share.numel())
-            if shares.floor is not None:
-                self.floor = rows.length.new_zeros(most_steps, batch, count)
-        self.recent = rows.length.new_zeros(most_steps, batch)
-        self.above = rows.length.new_zeros(most_steps, batch)
-        self.prompt = rows.length.new_zeros(batch)
-        self._row = torch.arange(count, device=device).repeat_interleave(self.cells)
         self._slots = torch.arange(batch, device=device)
-        self._cell = torch.arange(count * self.cells, device=device)
+        policy, needs = model.policy, model.policy.scoring.needs
+        self.work, self.refusals = None, None
+        if policy.admission is not None:
+            self.refusals = replace(empty_drop(batch, rows, self.cells), nan=nan)
+        self.cuts = policy.evicts and bool(unsupported_reason(policy))
+        if self.cuts:
+            shares = policy.shares(count, *rows.length.shape[1:])
+            groups, floors = shares.share.numel(), shares.floor is not None
+            most = min(most_entries, count * self.cells)
+            self.work = replace(empty_eviction(batch, rows, most, groups), nan=nan)
+            # One tensor: a step reads its part in one launch.
+            self._sizes = [batch * groups, batch * count * floors, batch, batch]
+            self._limits = rows.length.new_zeros(most_steps, sum(self._sizes))
+            self.limits = self._split(self._limits)
+        self.prompt = rows.length.new_zeros(batch)
+        self._cell = torch.arange(batch * count * self.cells, device=device)
+        numbers = count * self.cells * (model.spec.head_dim if needs.keys or needs.values else 1)
+        self._together = 1 if needs.positions else max(1, _MOST_NUMBERS // numbers)
         self._taps: list[Tensor] = []
         self.too_long = torch.zeros(batch, dtype=torch.bool, device=device)
 
@@ -201,13 +260,20 @@ class PolicyStep:
             each = (budget // rows for budget in budgets)
             above = [every.at(budget, rows) - 1 for budget in budgets]
             recent = [policy.recent(one - kept * policy.keeps_prompt) for one in each]
-            steps = slice(None) if len(budgets) == 1 else slice(len(budgets))
-            self.share[steps, slot] = torch.stack([one.share for one in made]).to(self.share)
-            self.recent[steps, slot] = torch.tensor(recent).to(self.recent)
-            self.above[steps, slot] = torch.tensor(above).to(self.above)
-            if self.floor is not None:
+            steps, limits = slice(None) if len(budgets) == 1 else slice(len(budgets)), self.limits
+            limits.share[steps, slot] = torch.stack([one.share for one in made]).to(limits.share)
+            limits.recent[steps, slot] = torch.tensor(recent).to(limits.recent)
+            limits.above[steps, slot] = torch.tensor(above).to(limits.above)
+            if limits.floor is not None:
                 floors = [one.floor for one in made if one.floor is not None]
-                self.floor[steps, slot] = torch.stack(floors).to(self.floor)
+                limits.floor[steps, slot] = torch.stack(floors).to(limits.floor)
+
+    def _split(self, numbers: Tensor) -> Limits:
+        """Give the parts of ``numbers [..., all limits]`` their names."""
+        share, floor, above, recent = numbers.split(self._sizes, -1)
+        batch = (self._slots.numel(), -1)
+        guard = floor.unflatten(-1, batch) if floor.numel() else None
+        return Limits(share.unflatten(-1, batch), guard, above, recent)
 
     def begin(
         self, seqs: Tensor, slots: Tensor, position: Tensor, rope_position: Tensor, live: Tensor
@@ -294,89 +360,119 @@ class PolicyStep:
         model = self.model
         if model.has_on_step:
             self._read(seqs)
-            for slot in range(seqs.numel()):
-                self._on_step(slot, seen)
-        if model.policy.admission is not None:
+            # A sequence's memory is read as one number each: one after the other.
+            alone = any(name != QUERIES for name in self.cache.memory)
+            for part in self._parts(1 if alone else seqs.numel()):
+                self._on_step(part, seen)
+        if self.refusals is not None:
             self._read(seqs)
-            self._drop(seqs, [self._refused(slot, seen) for slot in range(seqs.numel())])
-        if self.cuts and cut:
-            self._read(seqs)
-            self._drop(seqs, [self._lowest(slot, seen, index) for slot in range(seqs.numel())])
+            self._refuse(seqs, seen)
+        if self.work is not None and cut:
+            self._cut(seqs, seen, index)
 
     def _read(self, seqs: Tensor) -> None:
         """Find the slots of all entries, as they lie now."""
         rows, size = self.rows, self.rows.page_size
         seq = seqs.clamp(min=0)
         self._length = rows.length.index_select(0, seq).flatten(1) * self._live[:, None]
-        pages = rows.table.index_select(0, seq).flatten(1, 2)[..., : self.columns]
+        pages = rows.table.index_select(0, seq).flatten(1, 2)[..., : self.columns].contiguous()
         offset = torch.arange(size, device=seqs.device)
+        self._pages = pages
         slot = (pages[..., None] * size + offset).flatten(-2)
         self._occupied = self._cell[: self.cells] < self._length[..., None]
         self._slot = slot.masked_fill(~self._occupied, 0)
         self._held_by = seq
         self.too_long |= (self._length > self.cells).any(1)
 
-    def _view(self, slot: int, seen: Tensor) -> FixedView:
-        pool, where = self.cache.pool, self._slot[slot].flatten()
+    def _parts(self, together: int) -> list[slice]:
+        """Batch slots, so many at once."""
+        batch = self._slots.numel()
+        return [slice(at, min(at + together, batch)) for at in range(0, batch, together)]
+
+    def _view(self, part: slice, seen: Tensor) -> FixedView:
+        pool, where = self.cache.pool, self._slot[part].flatten()
+        count, layers, heads = part.stop - part.start, *self.rows.length.shape[1:]
+        now, prompt = seen[part], self.prompt[part]
+        each = count, layers * heads * self.cells
+        source = FixedEntries(
+            self.cache,
+            self._held_by[part],
+            now,
+            self._length[part],
+            self._pages[part],
+            where,
+            self.model.rope,
+        )
         return FixedView(
-            seen=cast(int, seen[slot]),  # a tensor that stands for one
-            layers=self.rows.length.shape[1],
-            kv_heads=self.rows.length.shape[2],
-            row=self._row,
-            length=self._length[slot],
+            # Tensors that stand for numbers.
+            seen=cast(int, now[0] if count == 1 else now[:, None].expand(each).flatten()),
+            layers=count * layers,
+            kv_heads=heads,
+            row=self._cell[: where.numel()].div(self.cells, rounding_mode="floor"),
+            length=self._length[part].flatten(),
             position=pool.position.view(-1)[where].long(),
             log_beta=pool.log_beta.view(-1)[where],
             modality=pool.modality.view(-1)[where],
-            source=FixedEntries(self.cache, self._held_by[slot : slot + 1], where, self.model.rope),
-            prompt_tokens=cast(int, self.prompt[slot]),
-            occupied=self._occupied[slot],
+            source=source,
+            prompt_tokens=cast(int, prompt[0] if count == 1 else prompt),
+            sequences=count,
+            occupied=self._occupied[part].flatten(0, 1),
         )
 
-    def _refused(self, slot: int, seen: Tensor) -> tuple[Tensor, Tensor]:
-        """Bool ``[R, M]`` what the write gates refuse, and how many of them have no number."""
-        admission, view = self.model.policy.admission, self._view(slot, seen)
-        assert admission is not None
+    def _refuse(self, seqs: Tensor, seen: Tensor) -> None:
+        """Drop what the write gates refuse, and count how many of them have no number."""
+        admission, view = self.model.policy.admission, self._view(slice(0, seqs.numel()), seen)
+        assert admission is not None and self.refusals is not None
         log_g = view.state()[:, 0]
-        refused = admission.refused(view.position, log_g, view.seen).view_as(view.occupied)
-        refused = refused & view.occupied
-        return refused, (refused.flatten() & log_g.isnan()).sum()
+        refused = admission.refused(view.position, log_g, view.seen).view_as(self._occupied)
+        refused = refused & self._occupied & ~self.too_long[:, None, None]
+        nan = (refused & log_g.isnan().view_as(refused)).flatten(1).sum(1)
+        drop(self.refusals, self.rows, self.cache.pool, seqs, refused, nan)
 
-    def _lowest(self, slot: int, seen: Tensor, index: Tensor) -> tuple[Tensor, Tensor]:
-        """Bool ``[R, M]`` what goes to the budget, and how many of it have a score of NaN."""
-        policy, view = self.model.policy, self._view(slot, seen)
-        made: Tensor | Scores = policy.scoring.score(view)
-        value, state = (made.value, made.state) if isinstance(made, Scores) else (made, None)
-        recent = self.recent.index_select(0, index)[0, slot]
-        value = policy.protected(value.float(), view, recent)
-        share = self.share.index_select(0, index)[0, slot]
-        above = self.above.index_select(0, index)[0, slot]
-        floor = None if self.floor is None else self.floor.index_select(0, index)[0, slot]
-        victims, due = lowest_cells(value, view, share, floor, above)
-        if state is not None:
-            self._put_state(slot, state, due)
-        return victims, (victims.flatten() & value.isnan()).sum()
+    def _cut(self, seqs: Tensor, seen: Tensor, index: Tensor) -> None:
+        """Drop what goes to the budget."""
+        policy, scores = self.model.policy, None
+        limits = self._split(self._limits.index_select(0, index)[0])
+        if scores_in_torch(policy):
+            self._read(seqs)
+            made = [self._scores(part, seen, limits) for part in self._parts(self._together)]
+            scores = made[0] if len(made) == 1 else torch.cat(made)
+            scores = scores.view(self._occupied.shape)
+        assert self.work is not None
+        pool = self.cache.pool
+        evict_to_shares(self.work, policy, self.rows, pool, seqs, seen, limits, scores)
 
-    def _on_step(self, slot: int, seen: Tensor) -> None:
-        """See :func:`mmkv.engine.scorer_state.revise_state`."""
-        cache, seq, live = self.cache, self._held_by[slot : slot + 1], self._live[slot]
+    def _scores(self, part: slice, seen: Tensor, limits: Limits) -> Tensor:
+        """Score the cells of some batch slots; keep the state that the scorer hands back."""
+        view = self._view(part, seen)
+        made: Tensor | Scores = self.model.policy.scoring.score(view)
+        if isinstance(made, Tensor):
+            return made.float().contiguous()
+        if made.state is not None:
+            share = limits.share[part]
+            rows = self.model.spec.rows // share.shape[1]
+            held = self._length[part].unflatten(1, (share.shape[1], rows)).sum(-1)
+            due = (held > share + limits.above[part, None] * rows).any(-1)
+            self._put_state(part, made.state, due)
+        return made.value.float().contiguous()
+
+    def _on_step(self, part: slice, seen: Tensor) -> None:
+        """See :func:`mmkv.engine.scorer_state.revise_state`; several batch slots have no memory."""
+        cache, seq, live = self.cache, self._held_by[part], self._live[part]
         kept = {name: whole for name, whole in cache.memory.items() if name not in RINGS}
         before = {name: whole.index_select(0, seq)[0] for name, whole in kept.items()}
         memory = dict(before)
         scorer = self.model.policy.scoring
-        state = scorer.on_step(self._view(slot, seen), memory)  # type: ignore[attr-defined]
+        state = scorer.on_step(self._view(part, seen), memory)  # type: ignore[attr-defined]
         if state is not None:
-            self._put_state(slot, state, live)
+            self._put_state(part, state, live)
         for name, whole in kept.items():
             whole[seq] = torch.where(live, memory[name], before[name])[None]
 
-    def _put_state(self, slot: int, state: Tensor, write: Tensor) -> None:
-        """Replace the state of a batch slot's entries, if the bool ``write`` says so."""
-        occupied, kept = self._occupied[slot].flatten(), self.cache.pool.state.flatten(0, 1)
-        cell = self._cell.where(occupied, occupied.byte().argmax())
-        where = self._slot[slot].flatten()[cell]
-        kept[where] = torch.where(write, state[cell], kept[where])
-
-    def _drop(self, seqs: Tensor, found: Sequence[tuple[Tensor, Tensor]]) -> None:
-        victims, nan = (torch.stack(each) for each in zip(*found, strict=True))
-        victims = victims & ~self.too_long[:, None, None]
-        drop(self.work, self.rows, self.cache.pool, seqs, victims, nan)
+    def _put_state(self, part: slice, state: Tensor, write: Tensor) -> None:
+        """Replace the state of those batch slots' entries of which the bool ``write`` says so."""
+        writes = (self._occupied[part] & write[:, None, None]).flatten()
+        kept = self.cache.pool.state.flatten(0, 1)
+        cell = self._cell[: writes.numel()].where(writes, writes.byte().argmax())
+        where = self._slot[part].flatten()[cell]
+        kept[where] = torch.where(writes.any(), state[cell], kept[where])

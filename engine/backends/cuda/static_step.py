@@ -105,7 +105,7 @@ class StaticStep:
             eviction = empty_eviction(batch, self.rows, most_entries)
             self._eviction = replace(eviction, nan=self.evicted_nan)
         if model.policy.admission is not None or (model.policy.evicts and in_torch):
-            sizes = batch, most_row, most_steps
+            sizes = batch, most_entries, most_row, most_steps
             self.policy_step = PolicyStep(model, cache, self.rows, *sizes, self.evicted_nan)
         shape = (batch, spec.num_heads, spec.head_dim)
         self._mixed = torch.zeros(shape, dtype=pool.dtype, device=device)
@@ -309,6 +309,9 @@ class StaticStep:
             self.policy_step.evict(self.seqs, self.seen, self.index - 1, cut)
             too_long = -self.policy_step.too_long.long()
             torch.minimum(self.least_dropped, too_long, out=self.least_dropped)
+            if self.policy_step.work is not None and cut:
+                dropped = self.policy_step.work.dropped
+                torch.minimum(self.least_dropped, dropped, out=self.least_dropped)
         if self._eviction is not None and cut:
             rows = model.spec.rows
             growing = (self.share * self.seen * rows).floor().long().clamp(min=rows)

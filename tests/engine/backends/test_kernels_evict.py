@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import struct
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,15 +18,25 @@ from mmkv.engine.backends.cuda.kernels.buffers import (
     MOST_TIES,
     TURNS,
     EvictionBuffers,
+    Limits,
     PageTables,
 )
-from mmkv.engine.backends.cuda.kernels.evict import empty_eviction, unsupported_reason
+from mmkv.engine.backends.cuda.kernels.evict import (
+    empty_eviction,
+    scores_in_torch,
+    unsupported_reason,
+)
 from mmkv.engine.cache import RaggedCache
 from mmkv.engine.policies import Policy, make_policy
+from mmkv.engine.policies.allocation import FlooredAllocation
+from mmkv.engine.policies.base import kernel_of
 from mmkv.engine.policies.scoring import lookahead_log_score
+from mmkv.engine.policies.selection import Shares, lowest
+from mmkv.engine.scorer_state import view_of
 from tests.support.kernels import (
     COLUMNS,
     DEVICE,
+    LENGTHS,
     LEVELS,
     ONE_SPILL,
     ROWS,
@@ -55,11 +66,15 @@ METHODS = [
     ("dbtrimkv:age=released", 2),
     ("streamingllm", 1),
 ]
+# A part of the budget is sure to each row.
+FLOORED = "balanced:floor=0.7,free=2"
 
 
 @pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("levels", LEVELS)
-@pytest.mark.parametrize(("name", "ahead"), METHODS)
+@pytest.mark.parametrize(
+    ("name", "ahead", "levels"),
+    [(*method, levels) for levels in LEVELS for method in METHODS] + [(FLOORED, 2, "not a number")],
+)
 def test_rounds_of_append_and_evict(form: Any, name: str, ahead: float, levels: str) -> None:
     seeds, rounds = (1, 3) if is_triton(form) else (4, 12)
     for seed in range(seeds):
@@ -193,13 +208,160 @@ def test_a_sequence_too_large_for_the_buffers_is_skipped_and_reported(form: Any,
     assert_same(machine.cache, machine.rows, machine.columns)
 
 
+SHARES = forms("evict", "evict_to_shares")
+# How scores come: given, with ties, NaN and infinities; or computed by the kernel.
+SCORED = {
+    "torch": "snapkv",
+    "state": "h2o",
+    "retention": "dbtrimkv:recent=2",
+    "recency": "streamingllm",
+}
+
+
+def drawn_limits(
+    cache: RaggedCache, seqs: list[int], groups: int, floors: bool, source: torch.Generator
+) -> Limits:
+    """Shares between nothing and all that a group holds, of which floors take half or more."""
+
+    def draw(most: int) -> int:
+        return int(torch.randint(most + 1, (), generator=source))
+
+    share, floor, above, recent = [], [], [], []
+    for seq in seqs:
+        held = cache.length[max(seq, 0)].view(groups, -1).sum(1).tolist()
+        share.append([draw(n + 3) for n in held])
+        each = ROWS // groups
+        floor.append([n // each - draw(n // each // 2) for n in share[-1] for _ in range(each)])
+        above.append(draw(2) * draw(1))
+        recent.append(draw(5))
+    made = (on_device(one) for one in (share, floor, above, recent))
+    share_, floor_, above_, recent_ = made
+    return Limits(share_, floor_ if floors else None, above_, recent_)
+
+
+@pytest.mark.parametrize("form", SHARES)
+@pytest.mark.parametrize(
+    ("scored", "groups", "floors"),
+    [
+        ("torch", 1, False),
+        ("torch", 2, True),
+        ("torch", ROWS, True),
+        ("state", 1, True),
+        ("state", ROWS, False),
+        ("retention", 2, False),
+        ("recency", 2, True),
+    ],
+)
+def test_shares_and_floors_take_the_victims_of_the_selection(
+    form: Any, scored: str, groups: int, floors: bool
+) -> None:
+    """Beside ``policies.selection``, for shares, floors, scores and batches that are drawn."""
+    policy = replace(make_policy(SCORED[scored]), protect_first=1)
+    assert kernel_of(policy.scoring) == scored
+    gone, guarded = 0, 0
+    for seed in range(1 if is_triton(form) else 6):
+        source = torch.Generator().manual_seed(seed + 10 * groups + 1)
+        cache = eager_cache(LENGTHS, 8, pages=160, width=12, seed=seed, states=2)
+        levels = torch.tensor([0.0, -0.0, math.nan, math.inf, -math.inf, -1.5, 2.0, 1e-9])
+        pool = cache.pool
+        drawn = levels[torch.randint(8, (pool.state.numel(),), generator=source)]
+        pool.state.copy_(drawn.view_as(pool.state))
+        seqs = [[2, -1, 0], [1, 2, 0]][seed % 2]
+        limits = drawn_limits(cache, seqs, groups, floors, source)
+        rows, columns = to_device(cache)
+        cells, scores = 40, None
+        if scored == "torch":
+            scores = levels[torch.randint(8, (3, ROWS, cells), generator=source)].to(DEVICE)
+        work = empty_eviction(3, rows, groups=groups)
+        seen = [40, 33, 40]
+        now = on_device([seen[max(seq, 0)] for seq in seqs])
+        form(work, policy, rows, columns, on_device(seqs), now, limits, scores)
+        dropped, nan = [0, 0, 0], [0, 0, 0]
+        for slot, seq in enumerate(seqs):
+            if seq < 0:
+                continue
+            given = None if scores is None else scores[slot].cpu()
+            counts = eager_cut(cache, policy, seq, now[slot], limits, slot, given)
+            dropped[slot], nan[slot] = counts[:2]
+            guarded += counts[2]
+        assert (work.dropped.tolist(), work.nan.tolist()) == (dropped, nan)
+        assert_same(cache, rows, columns)
+        gone += sum(dropped)
+    assert gone > 0 and (guarded > 0) == (floors and groups < ROWS)
+
+
+def eager_cut(
+    cache: RaggedCache,
+    policy: Policy,
+    seq: int,
+    seen: torch.Tensor,
+    limits: Limits,
+    slot: int,
+    given: torch.Tensor | None,
+) -> tuple[int, int, int]:
+    """Cut one sequence as sessions do.
+
+    Returns:
+        how many went, how many of them had no number, and how many stayed for a floor alone.
+    """
+    entries, length = cache.entries(seq), cache.length[seq].flatten()
+    groups = limits.share.shape[1]
+    group = torch.arange(groups).repeat_interleave(ROWS // groups)
+    floor = None if limits.floor is None else limits.floor[slot].cpu()
+    shares = Shares(group, limits.share[slot].cpu(), floor)
+    if not shares.exceeded(length, int(limits.above[slot])):
+        return 0, 0, 0
+    view = view_of(cache, seq, entries, int(seen), 0, policy.scoring.needs)
+    made = policy.scoring.score(view) if given is None else given[entries.row, entries.offset]
+    made = policy.protected(made, view, int(limits.recent[slot]))
+    victims = lowest(made, view, shares)
+    free = set(lowest(made, view, replace(shares, floor=None)).tolist())
+    cache.drop(seq, victims, entries)
+    return len(victims), int(made[victims].isnan().sum()), len(free - set(victims.tolist()))
+
+
+@pytest.mark.parametrize("form", SHARES)
+@pytest.mark.parametrize("why", ["entries", "a row", "positions"])
+def test_what_shares_cannot_cut_is_reported(form: Any, why: str) -> None:
+    """Scores for 39 cells, of which a row of sequence 2 needs 40; sequence 1 is cut."""
+    cache = eager_cache(LENGTHS, 8, pages=160, width=12)
+    rows, columns = to_device(cache)
+    most = 78 if why == "entries" else None
+    work = empty_eviction(2, rows, most, groups=2)
+    limits = Limits(on_device([[9, 9]] * 2), None, on_device([0, 0]), on_device([0, 0]))
+    scores = torch.zeros(2, ROWS, 39 if why == "a row" else 40, device=DEVICE)
+    seen = on_device([MOST_TIES // ROWS + 1 if why == "positions" else 40, 5])
+    policy = make_policy("snapkv")
+    form(work, policy, rows, columns, on_device([2, 1]), seen, limits, scores)
+    assert work.dropped.tolist() == [-1, 2]
+    assert rows.length[2].tolist() == [[16, 16], [40, 7]]
+    assert rows.length[1].flatten().tolist() == [4, 5, 4, 5], "the older of the first row goes"
+
+
 # Scores of the eviction kernels, bit by bit, and the policies that they know.
 
 
 def test_which_policies_are_supported() -> None:
-    assert not any(unsupported_reason(make_policy(*method)) for method in METHODS)
+    assert not any(unsupported_reason(make_policy(*method)) for method in [*METHODS, (FLOORED, 2)])
     assert unsupported_reason(make_policy("full")) == "policy 'full'"  # never evicts
     assert unsupported_reason(make_policy("snapkv")) == "policy 'snapkv'"  # reads attention
+    assert unsupported_reason(make_policy("h2o")) and not scores_in_torch(make_policy("h2o"))
+    assert scores_in_torch(make_policy("adakv")) and not scores_in_torch(make_policy("raas"))
+
+
+@pytest.mark.parametrize("form", FORMS[1:])  # the reference asks the allocation itself
+@pytest.mark.parametrize("floor", [0.7])
+def test_floors_follow_from_the_budget_as_on_the_host(form: Any, floor: float) -> None:
+    """To the last entry, at budgets where the product is near a whole number."""
+    policy = replace(make_policy("balanced"), allocation=FlooredAllocation(floor, 3))
+    rows, columns = to_device(eager_cache(LENGTHS, 8, pages=160, width=12))
+    budgets = [ROWS * (3 + at) for at in (0, 10, 30, 70, 90, 1001, 2**52 + 1)] + [0, 7]
+    count = len(budgets)
+    work = empty_eviction(count, rows)
+    seqs = on_device([-1] * count)
+    form(work, policy, rows, columns, seqs, on_device([0] * count), on_device(budgets))
+    wanted = [policy.shares(budget, 2, 2).floor.tolist() for budget in budgets]
+    assert work.floor.tolist() == wanted
 
 
 def rounded_scores(rate: np.ndarray, age: np.ndarray, ahead: float) -> np.ndarray:
@@ -330,6 +492,10 @@ LONGS = [
     "nan",
     "state",
     "threshold",
+    "above",
+    "share",
+    "floor",
+    "recent",
 ]
 INTS = ["starts", "keys", "ties", "counts", "freed", "position", "pool_position"]
 SCALARS = [
@@ -343,6 +509,11 @@ SCALARS = [
     "most_seen",
     "protect_first",
     "protect_recent",
+    "groups",
+    "per_group",
+    "most_row",
+    "free",
+    "cells",
 ]
 TYPES = (
     dict.fromkeys(LONGS, LONG)
@@ -352,7 +523,7 @@ TYPES = (
     | {"pool_modality": "*u8", "pool_state": "*fp32"}
     | dict.fromkeys(["pool_keys", "pool_values"], "*bf16")
     | dict.fromkeys(["pool_key_scale", "pool_value_scale"], "*fp16")
-    | {"lookahead": "fp32"}
+    | {"lookahead": "fp32", "given": "*fp32"}
 )
 SIZES = {
     "PAGE": 16,
@@ -371,15 +542,24 @@ SIZES = {
     "TURNS": TURNS,
     "BINS": 256,
     "SHIFT": 0,
+    "STATES": 2,
+    "KNOWN": False,
+    "FLOOR": 0.0,
 }
+PLAN = {"BLOCK": 512, "PART": 0}
 # Module, kernel, what varies, warps; then the most registers and bytes of shared memory.
 BUDGETS = [
-    ("evict", "plan_kernel", {"BLOCK": 512, "PER_ROW": False, "PART": 4}, 4, 40, 64),
-    ("evict", "plan_kernel", {"BLOCK": 512, "PER_ROW": True, "PART": 0}, 4, 40, 64),
-    ("score", "score_kernel", {"BLOCK": 256, "HORIZON": 1, "PER_ROW": True}, 2, 64, 64),
-    ("score", "score_kernel", {"BLOCK": 256, "HORIZON": 2, "PER_ROW": False}, 2, 64, 64),
-    ("score", "score_kernel", {"BLOCK": 256, "HORIZON": 3, "PER_ROW": False}, 2, 96, 64),
-    ("score", "score_kernel", {"BLOCK": 256, "HORIZON": 4, "PER_ROW": False}, 2, 72, 64),
+    ("evict", "plan_kernel", PLAN | {"GROUPS": 1, "EACH": 512, "PART": 4, "FLOOR": 0.7}, 4, 40, 64),
+    ("evict", "plan_kernel", PLAN | {"GROUPS": 512, "EACH": 1}, 4, 40, 64),
+    ("evict", "plan_kernel", PLAN | {"GROUPS": 64, "EACH": 8, "KNOWN": True}, 4, 40, 64),
+    ("score", "score_kernel", {"BLOCK": 256, "HORIZON": 1}, 2, 64, 64),
+    ("score", "score_kernel", {"BLOCK": 256, "HORIZON": 2}, 2, 64, 64),
+    ("score", "score_kernel", {"BLOCK": 256, "HORIZON": 3}, 2, 96, 64),
+    ("score", "score_kernel", {"BLOCK": 256, "HORIZON": 4}, 2, 72, 64),
+    ("score", "score_kernel", {"BLOCK": 256, "HORIZON": 5, "KNOWN": True}, 2, 64, 64),
+    ("score", "score_kernel", {"BLOCK": 256, "HORIZON": 6, "KNOWN": True}, 2, 64, 1024),
+    ("select", "guard_kernel", {"BLOCK": 256}, 2, 80, 1024),
+    ("select", "group_kernel", {"BLOCK": BLOCK}, 8, 80, 16384),
     ("select", "count_kernel", {"BLOCK": BLOCK, "TURN": 0}, 8, 80, 16384),
     ("select", "count_kernel", {"BLOCK": BLOCK, "TURN": 3}, 8, 80, 16384),
     ("select", "count_kernel", {"BLOCK": BLOCK, "TURN": 7}, 8, 80, 16384),
@@ -416,3 +596,5 @@ def test_kernels_fit_a_hopper_sm(
     assert report.shared <= shared
     if kernel == "score_kernel":
         assert "fma.rn.f32" not in report.ptx, "a rounding that torch makes is left out"
+    if sizes.get("FLOOR"):
+        assert f"0d{struct.pack('>d', sizes['FLOOR']).hex().upper()}" in report.ptx, "in float64"

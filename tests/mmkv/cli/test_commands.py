@@ -208,6 +208,10 @@ def test_every_preset_is_listed_with_its_parameters(mmkv: Callable[..., Ran]) ->
         reads = policy.scoring.needs != Needs() or policy.pruner is not None
         reads |= policy.admission is not None
         assert bool(row["needs"]) == reads
+    graph = "CUDA graph, Triton eviction"
+    assert rows["balanced"]["gpu"] == graph
+    assert rows["adakv"]["gpu"] == f"{graph}; its own formulas in torch: scores"
+    assert rows["h2o"]["gpu"] == f"{graph}; its own formulas in torch: states of entries"
     for name in ("dbtrimkv", "snapkv"):  # as an engine that is loaded with them says
         engine = Runtime.from_pretrained(bundled_model(), policy=name, dtype="float32")
         assert ("C eviction" in rows[name]["cpu"]) == engine.evict_path.startswith("native")

@@ -137,9 +137,13 @@ class EvictionBuffers:
         most_entries: entries of one sequence that fit.
         keys, ties: ``[B, N]`` int32 holding uint32: per entry, row after row, its score mapped so
             that unsigned numbers order as floats do, and ``position * R + row``.
-        plan: ``[B, 4]`` int64: entries (0 if nothing is to be evicted), how many of all have to
-            go, the budget, how many victims have a score that is NaN (at most).
+        plan: ``[B, 3]`` int64: entries (0 if nothing is to be evicted), the most that have to go of
+            one group, how many victims have a score that is NaN.
         starts: ``[B, R]`` int32, entries of the sequence before each row.
+        share: ``[B, R]`` int64, what each group may keep (the first G of R), and floor: ``[B, R]``
+            int64, both where an eviction works them out of a budget.
+        threshold: ``[B, G, 4]`` int64, of each group that of its keys, of its ties, and how many
+            have to go, or a part of them (0: nothing); the last of ``state`` where G is 1.
         state: ``[TURNS + 1, B, 4]`` int64 of the selection before each turn: threshold of keys,
             of ties, victims still sought, whether it is settled.
         counts: ``[TURNS, B, BINS]`` int32, each turn's histogram.
@@ -154,8 +158,29 @@ class EvictionBuffers:
     ties: Tensor
     plan: Tensor
     starts: Tensor
+    share: Tensor
+    floor: Tensor
+    threshold: Tensor
     state: Tensor
     counts: Tensor
     chunks: int
     freed: Tensor
     top_before: Tensor
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What each batch slot may keep where a budget alone does not say it; int64 and contiguous.
+
+    Attributes:
+        share: ``[B, G]``, entries that each group of ``R / G`` neighbouring rows may keep.
+        floor: ``[B, R]``, each row's best entries, so many of them, that stay; those of a group are
+            no more than its share. None: no row is guarded.
+        above: ``[B]``, entries per row beside its share that are let be.
+        recent: ``[B]``, newest tokens that are protected.
+    """
+
+    share: Tensor
+    floor: Tensor | None
+    above: Tensor
+    recent: Tensor

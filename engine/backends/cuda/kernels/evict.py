@@ -2,9 +2,13 @@
 
 What the runtime does for one sequence after the other (``engine.budgets``), with the same
 victims, the same storage order afterwards and the same pages in the same places of the free stack.
+:func:`evict` works out of a budget what rows may keep; :func:`evict_to_shares` is told, and takes
+scores that torch has computed. :func:`drop` is told the victims.
 """
 
 from __future__ import annotations
+
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -16,42 +20,48 @@ from mmkv.engine.backends.cuda.kernels.buffers import (
     MOST_TIES,
     TURNS,
     EvictionBuffers,
+    Limits,
     PageTables,
 )
 from mmkv.engine.budget import EVERY_STEP, Interval
 from mmkv.engine.cache import Columns
 from mmkv.engine.device import on_device
-from mmkv.engine.policies.allocation import GlobalAllocation, HeadAllocation
-from mmkv.engine.policies.base import CacheView, Policy
-from mmkv.engine.policies.scoring import Recency, Retention
+from mmkv.engine.policies.allocation import FlooredAllocation, GlobalAllocation, HeadAllocation
+from mmkv.engine.policies.base import CacheView, Policy, kernel_of
+from mmkv.engine.policies.selection import Shares, lowest
 
 # Selecting programs that an H200 holds at once, or nearly: the sequences share them.
 PROGRAMS = 384
 
 
 def empty_eviction(
-    batch: int, rows: PageTables, most_entries: int | None = None
+    batch: int, rows: PageTables, most_entries: int | None = None, groups: int = 1
 ) -> EvictionBuffers:
-    """Buffers for :func:`evict` with B = ``batch``; allocate once, outside a CUDA graph.
+    """Buffers to evict with B = ``batch``; allocate once, outside a CUDA graph.
 
     Args:
         most_entries: the most entries a sequence may hold when it is evicted from, such as budget +
             slack + R; None: as many as its table could name. Costs 8 bytes each.
+        groups: G of the shares that :func:`evict_to_shares` is given.
     """
     count = rows.length[0].numel()
     if most_entries is None:
         most_entries = rows.table[0].numel() * rows.page_size
     padded = (most_entries // BLOCK + 2) * BLOCK
     wide, narrow = rows.length, torch.int32
+    state = wide.new_zeros(TURNS + 1, batch, 4)
     return EvictionBuffers(
         dropped=wide.new_zeros(batch),
         nan=wide.new_zeros(batch),
         most_entries=most_entries,
         keys=wide.new_zeros(batch, padded, dtype=narrow),
         ties=wide.new_zeros(batch, padded, dtype=narrow),
-        plan=wide.new_zeros(batch, 4),
+        plan=wide.new_zeros(batch, 3),
         starts=wide.new_zeros(batch, count, dtype=narrow),
-        state=wide.new_zeros(TURNS + 1, batch, 4),
+        share=wide.new_zeros(batch, count),
+        floor=wide.new_zeros(batch, count),
+        threshold=state[TURNS][:, None] if groups == 1 else wide.new_zeros(batch, groups, 4),
+        state=state,
         counts=wide.new_zeros(TURNS, batch, BINS, dtype=narrow),
         chunks=max(1, min(PROGRAMS // batch, most_entries // BLOCK + 1)),
         freed=wide.new_zeros(batch, count, dtype=narrow),
@@ -64,18 +74,22 @@ def empty_drop(batch: int, rows: PageTables, cells: int) -> EvictionBuffers:
     length, count = rows.length, rows.length[0].numel()
     keys = length.new_zeros(batch, count * cells, dtype=torch.int32)
     starts = torch.arange(0, count * cells, cells, dtype=torch.int32, device=length.device)
-    state = length.new_zeros(TURNS + 1, batch, 4)
-    state[TURNS, :, 0] = 1  # a victim has the key 0, any other 2
+    threshold = length.new_zeros(batch, 1, 4)
+    threshold[:, :, 0], threshold[:, :, 2] = 2, 1  # a victim has the key 1, any other 3
+    none = length.new_zeros(0)
     return EvictionBuffers(
         dropped=length.new_zeros(batch),
         nan=length.new_zeros(batch),
         most_entries=count * cells,
         keys=keys,
         ties=keys,
-        plan=length.new_zeros(batch, 4),
+        plan=length.new_zeros(batch, 3),
         starts=starts.repeat(batch, 1),
-        state=state,
-        counts=length.new_zeros(0, dtype=torch.int32),
+        share=none,
+        floor=none,
+        threshold=threshold,
+        state=none,
+        counts=none.int(),
         chunks=1,
         freed=length.new_zeros(batch, count, dtype=torch.int32),
         top_before=length.new_zeros(1),
@@ -138,11 +152,23 @@ def _entries(rows: PageTables, seq: int) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def unsupported_reason(policy: Policy) -> str:
-    """Name the policy if the kernel does not know its scoring or allocation; empty if it does."""
-    known = type(policy.scoring) in (Retention, Recency)
-    known &= type(policy.allocation) in (GlobalAllocation, HeadAllocation)
+    """Name the policy if :func:`evict` does not know its scoring or allocation; empty if it does.
+
+    Others go by :func:`evict_to_shares`, whose kernels select by whatever groups and floors. In
+    torch remain the scores of those that :func:`scores_in_torch` names, and what a scorer notes in
+    the state of entries. These read keys or the newest queries, which is most of their work, and
+    each has a formula of its own: a kernel would spare launches of one policy alone. They are
+    computed for a whole batch at once, but for memories of a sequence (``segments-hs``).
+    """
+    known = kernel_of(policy.scoring) in ("retention", "recency")
+    known &= type(policy.allocation) in (GlobalAllocation, HeadAllocation, FlooredAllocation)
     known &= policy.recent_share is None and not policy.keeps_prompt
     return "" if known else f"policy {policy.name!r}"
+
+
+def scores_in_torch(policy: Policy) -> bool:
+    """Whether an eviction on the device is given the policy's scores: no kernel computes them."""
+    return kernel_of(policy.scoring) == "torch"
 
 
 def evict(
@@ -199,17 +225,97 @@ def evict_reference(
         if entries > work.most_entries or now * length.numel() > MOST_TIES:
             work.dropped[batch_slot] = -1
             continue
-        row, offset, slot = _entries(rows, seq)
-        columns = (c.view(-1)[slot] for c in (pool.position, pool.log_beta, pool.modality))
-        position, log_beta, modality = columns
-        layers, heads = rows.length.shape[1:]
-        view = CacheView(now, layers, heads, row, length, position.long(), log_beta, modality)
+        view, offset, slot = _view(rows, pool, seq, now)
         scores = policy.scores(view, budget).value
         victims = policy.lowest(scores, view, budget)
         work.nan[batch_slot] += scores[victims].isnan().sum()
-        _drop(rows, pool, seq, row, offset, slot, victims)
+        _drop(rows, pool, seq, view.row, offset, slot, victims)
         work.dropped[batch_slot] = victims.numel()
     return work.dropped
+
+
+def evict_to_shares(
+    work: EvictionBuffers,
+    policy: Policy,
+    rows: PageTables,
+    pool: Columns,
+    seqs: Tensor,
+    seen: Tensor,
+    limits: Limits,
+    scores: Tensor | None = None,
+) -> Tensor:
+    """Cut as :func:`evict` does, to shares and floors that are given; for every policy.
+
+    Args:
+        work: of :func:`empty_eviction` with ``groups``; see :func:`evict`.
+        rows, pool, seqs, seen: see :func:`evict`.
+        limits: read on the device.
+        scores: float32 ``[B, R, M]``, contiguous, of the entries as they lie, without protection.
+            A sequence with a row of more than M entries that had to evict drops nothing and gives
+            -1. None: they are computed here, where :func:`scores_in_torch` allows it.
+
+    Returns:
+        ``work.dropped``.
+    """
+    if on_triton(seqs):
+        from mmkv.engine.backends.cuda.kernels import evict_triton
+
+        run = evict_triton.evict_to_shares
+    else:
+        run = evict_to_shares_reference
+    with on_device(seqs.device):
+        return run(work, policy, rows, pool, seqs, seen, limits, scores)
+
+
+def evict_to_shares_reference(
+    work: EvictionBuffers,
+    policy: Policy,
+    rows: PageTables,
+    pool: Columns,
+    seqs: Tensor,
+    seen: Tensor,
+    limits: Limits,
+    scores: Tensor | None = None,
+) -> Tensor:
+    """The torch reference of :func:`evict_to_shares`, sequence after sequence."""
+    work.dropped.zero_()
+    count, groups = rows.length[0].numel(), limits.share.shape[1]
+    group = torch.arange(count).div(count // groups, rounding_mode="floor")
+    for batch_slot, seq in enumerate(seqs.tolist()):
+        length = rows.length[max(seq, 0)].flatten()
+        floor = None if limits.floor is None else limits.floor[batch_slot].cpu()
+        shares = Shares(group, limits.share[batch_slot].cpu(), floor)
+        if seq < 0 or not shares.exceeded(length, int(limits.above[batch_slot])):
+            continue
+        fits = int(length.sum()) <= work.most_entries
+        fits &= int(seen[batch_slot]) * count <= MOST_TIES
+        if not fits or (scores is not None and int(length.max()) > scores.shape[-1]):
+            work.dropped[batch_slot] = -1
+            continue
+        view, offset, slot = _view(rows, pool, seq, int(seen[batch_slot]))
+        if scores is not None:
+            made = scores[batch_slot][view.row, offset]
+        elif kernel_of(policy.scoring) == "state":
+            made = pool.state.flatten(0, 1)[slot, 0]
+        else:
+            made = cast(Tensor, policy.scoring.score(view))
+        made = policy.protected(made, view, int(limits.recent[batch_slot]))
+        victims = lowest(made, view, shares)
+        work.nan[batch_slot] += made[victims].isnan().sum()
+        _drop(rows, pool, seq, view.row, offset, slot, victims)
+        work.dropped[batch_slot] = victims.numel()
+    return work.dropped
+
+
+def _view(rows: PageTables, pool: Columns, seq: int, seen: int) -> tuple[CacheView, Tensor, Tensor]:
+    """Return a view of a sequence's entries that reads no keys, their offsets and their slots."""
+    row, offset, slot = _entries(rows, seq)
+    layers, heads = rows.length.shape[1:]
+    columns = (c.view(-1)[slot] for c in (pool.position, pool.log_beta, pool.modality))
+    position, log_beta, modality = columns
+    length = rows.length[seq].flatten()
+    view = CacheView(seen, layers, heads, row, length, position.long(), log_beta, modality)
+    return view, offset, slot
 
 
 def _due(policy: Policy, rows: PageTables, length: Tensor, budget: int, interval: Interval) -> bool:

@@ -1,13 +1,16 @@
 """``kernels.evict`` in Triton: a fixed sequence of kernels, whatever there is to evict.
 
-Plan (who has to evict how much), score, select (``kernels.select_triton``: a launch per byte
-for a budget shared by all rows, none for one budget per row), fill, pages. Programs of sequences
-that need no eviction read one number and end.
+Plan (who has to evict how much), score, guard (where rows have floors), select
+(``kernels.select_triton``: a launch per byte for a budget shared by all rows, one for groups of
+rows, none for one budget per row), fill, pages. Programs of sequences that need no eviction read
+one number and end.
 """
 
 # mypy: disable-error-code="import-not-found, import-untyped, no-untyped-def"
 
 from __future__ import annotations
+
+from typing import Any
 
 import triton
 import triton.language as tl
@@ -20,13 +23,13 @@ from mmkv.engine.backends.cuda.kernels.buffers import (
     MOST_TIES,
     TURNS,
     EvictionBuffers,
+    Limits,
     PageTables,
 )
-from mmkv.engine.backends.cuda.kernels.score_triton import share_of
 from mmkv.engine.backends.cuda.kernels.select_triton import is_victim, lowest_of_row
 from mmkv.engine.budget import EVERY_STEP, Interval
 from mmkv.engine.cache import Columns
-from mmkv.engine.policies.allocation import HeadAllocation
+from mmkv.engine.policies.allocation import FlooredAllocation, HeadAllocation
 from mmkv.engine.policies.base import Policy
 
 PLAN_WARPS = 4
@@ -50,31 +53,90 @@ def evict(
     allowed: Tensor,
     interval: Interval = EVERY_STEP,
 ) -> Tensor:
-    """See ``evict``: 5 + TURNS launches, or 4 with a budget per row."""
+    """See ``evict``: 5 + TURNS launches, 6 + TURNS with floors, or 4 with a budget per row."""
+    count = work.starts.shape[1]
+    ratio, free = 0.0, 0
+    if isinstance(policy.allocation, FlooredAllocation):
+        ratio, free = float(policy.allocation.floor), policy.allocation.free
+    budgets = {
+        "allowed": allowed,
+        "slack": min(interval.steps - 1, _MOST // count),
+        "free": free,
+        "PART": interval.part,
+        "FLOOR": ratio,
+    }
+    groups = count if type(policy.allocation) is HeadAllocation else 1
+    limits = Limits(work.share, work.floor if ratio > 0 else None, work.share, work.share)
+    return _evict(work, policy, rows, pool, seqs, seen, groups, limits, budgets, None)
+
+
+def evict_to_shares(
+    work: EvictionBuffers,
+    policy: Policy,
+    rows: PageTables,
+    pool: Columns,
+    seqs: Tensor,
+    seen: Tensor,
+    limits: Limits,
+    scores: Tensor | None = None,
+) -> Tensor:
+    """See ``evict_to_shares``.
+
+    5 + TURNS launches where all rows are one group, 4 where each is one, else 5; one more with
+    floors.
+    """
+    groups = limits.share.shape[1]
+    return _evict(work, policy, rows, pool, seqs, seen, groups, limits, None, scores)
+
+
+def _evict(
+    work: EvictionBuffers,
+    policy: Policy,
+    rows: PageTables,
+    pool: Columns,
+    seqs: Tensor,
+    seen: Tensor,
+    groups: int,
+    limits: Limits,
+    budgets: dict[str, Any] | None,
+    scores: Tensor | None,
+) -> Tensor:
+    """Launch an eviction to ``limits``; where ``budgets`` are given the plan works them out."""
     batch_slots, count = work.starts.shape
     width, page = rows.table.shape[-1], rows.page_size
-    capacity = work.keys.shape[1]
-    block = triton.next_power_of_2(count)
-    per_row = type(policy.allocation) is HeadAllocation
+    capacity, per_group, known = work.keys.shape[1], count // groups, budgets is None
+    cells = _MOST if scores is None else scores.shape[-1]
+    if budgets is None:
+        budgets = {"allowed": limits.above, "slack": 0, "free": 0, "PART": 0, "FLOOR": 0.0}
     plan_kernel[(batch_slots,)](
         seqs,
         seen,
-        allowed,
+        budgets["allowed"],
+        limits.above,
         rows.length,
         rows.top,
         work.plan,
         work.starts,
         work.counts,
+        limits.share,
+        work.floor,
         work.dropped,
         work.top_before,
         count,
-        min(interval.steps - 1, _MOST // count),
+        groups,
+        per_group,
+        budgets["slack"],
         work.most_entries,
+        cells,
         MOST_TIES // count,
+        budgets["free"],
         batch_slots,
-        PER_ROW=per_row,
-        PART=interval.part,
-        BLOCK=block,
+        KNOWN=known,
+        PART=budgets["PART"],
+        FLOOR=budgets["FLOOR"],
+        BLOCK=triton.next_power_of_2(count),
+        GROUPS=triton.next_power_of_2(groups),
+        EACH=triton.next_power_of_2(per_group),
         TURNS=TURNS,
         BINS=BINS,
         num_warps=PLAN_WARPS,
@@ -87,6 +149,9 @@ def evict(
         rows.table,
         pool.log_beta,
         pool.position,
+        pool.state,
+        pool.log_beta if scores is None else scores,
+        limits.recent,
         work.plan,
         work.starts,
         work.keys,
@@ -94,17 +159,34 @@ def evict(
         count,
         width,
         capacity,
+        cells,
         ahead,
         policy.protect_first,
         policy.protect_recent,
-        PER_ROW=per_row,
+        KNOWN=known,
         HORIZON=kind,
         SHIFT=shift,
+        STATES=pool.state.shape[-1],
         PAGE=page,
         BLOCK=score_triton.BLOCK,
         num_warps=score_triton.WARPS,
     )
-    if not per_row:
+    if limits.floor is not None and per_group > 1:  # one row keeps its best anyway
+        select_triton.guard_kernel[(batch_slots, count)](
+            work.keys,
+            work.ties,
+            work.plan,
+            work.starts,
+            rows.length,
+            seqs,
+            limits.floor,
+            count,
+            capacity,
+            BLOCK=FILL_BLOCK,
+            num_warps=FILL_WARPS,
+        )
+    threshold = None
+    if groups == 1:
         for turn in range(TURNS + 1):
             select_triton.count_kernel[(batch_slots, work.chunks if turn < TURNS else 1)](
                 work.keys,
@@ -119,7 +201,23 @@ def evict(
                 BLOCK=BLOCK,
                 num_warps=select_triton.WARPS,
             )
-    _fill(work, rows, pool, seqs, per_row)
+        threshold = work.state[TURNS][:, None]
+    elif per_group > 1:
+        threshold = work.threshold
+        select_triton.group_kernel[(batch_slots, groups)](
+            work.keys,
+            work.ties,
+            work.plan,
+            work.starts,
+            limits.share,
+            threshold,
+            count,
+            per_group,
+            capacity,
+            BLOCK=BLOCK,
+            num_warps=select_triton.WARPS,
+        )
+    _fill(work, rows, pool, seqs, limits.share, threshold)
     return work.dropped
 
 
@@ -135,17 +233,26 @@ def drop(
     entries = rows.length.flatten(1).sum(1)[seqs.clamp(min=0)]
     due = victims.flatten(1).any(1) & (seqs >= 0)
     work.plan[:, 0] = entries * due
-    work.plan[:, 3] = nan
-    work.keys.copy_(victims.flatten(1).logical_not() * 2)
+    work.plan[:, 2] = nan
+    work.keys.copy_(victims.flatten(1).logical_not() * 2 + 1)
     work.dropped.zero_()
     work.top_before.copy_(rows.top)
-    _fill(work, rows, pool, seqs, False)
+    _fill(work, rows, pool, seqs, work.starts, work.threshold)
 
 
 def _fill(
-    work: EvictionBuffers, rows: PageTables, pool: Columns, seqs: Tensor, per_row: bool
+    work: EvictionBuffers,
+    rows: PageTables,
+    pool: Columns,
+    seqs: Tensor,
+    share: Tensor,
+    threshold: Tensor | None,
 ) -> None:
-    """Launch what drops the victims and gives back their pages, once a threshold is known."""
+    """Launch what drops the victims and gives back their pages.
+
+    Args:
+        threshold: ``[B, G, 4]``; None: each row finds its own, from its ``share``.
+    """
     batch_slots, count = work.starts.shape
     width, page = rows.table.shape[-1], rows.page_size
     capacity = work.keys.shape[1]
@@ -165,12 +272,14 @@ def _fill(
         work.starts,
         work.keys,
         work.ties,
-        work.state[TURNS],
+        share,
+        work.state if threshold is None else threshold,
         work.freed,
         count,
+        1 if threshold is None else count // threshold.shape[1],
         width,
         capacity,
-        PER_ROW=per_row,
+        PER_ROW=threshold is None,
         PAGE=page,
         **sizes,
         **{f"{name}_BLOCK": triton.next_power_of_2(max(n, 1)) for name, n in sizes.items()},
@@ -204,25 +313,38 @@ def plan_kernel(
     seqs,
     seen,
     allowed,
+    above,
     length,
     top,
     plan,
     starts,
     counts,
+    share,
+    floor,
     dropped,
     top_before,
     rows,
+    groups,
+    per_group,
     slack,
     most_entries,
+    most_row,
     most_seen,
+    free,
     batch_slots,
-    PER_ROW: tl.constexpr,
+    KNOWN: tl.constexpr,
     PART: tl.constexpr,
+    FLOOR: tl.constexpr,
     BLOCK: tl.constexpr,
+    GROUPS: tl.constexpr,
+    EACH: tl.constexpr,
     TURNS: tl.constexpr,
     BINS: tl.constexpr,
 ):
-    """What one sequence has to give up; grid (B)."""
+    """What one sequence has to give up; grid (B).
+
+    KNOWN: ``share`` and ``above`` say what stays; else it is worked out of the budget ``allowed``.
+    """
     batch_slot = tl.program_id(0)
     seq = tl.load(seqs + batch_slot)
     row = tl.arange(0, BLOCK)
@@ -232,19 +354,33 @@ def plan_kernel(
         starts + batch_slot * rows + row, (tl.cumsum(count, 0) - count).to(tl.int32), mask=exists
     )
     entries = tl.sum(count, 0)
-    budget = tl.load(allowed + batch_slot)
-    if PART > 0:  # Interval.at
-        slack = tl.minimum(slack, tl.maximum(budget // rows // PART, 1) - 1)
-    if PER_ROW:
-        above = tl.where(exists, count - share_of(budget, rows, row), 0)
-        over = (seq >= 0) & (tl.max(above, 0) > slack)
+    group = tl.arange(0, GROUPS)
+    real = group < groups
+    each = tl.arange(0, EACH)
+    among = real[:, None] & (each < per_group)[None, :] & (seq >= 0)
+    nth = group[:, None] * per_group + each[None, :]
+    held = tl.sum(tl.load(length + seq * rows + nth, mask=among, other=0), 1)
+    if KNOWN:
+        kept = tl.load(share + batch_slot * groups + group, mask=real, other=0)
+        slack = tl.load(above + batch_slot)
     else:
-        over = (seq >= 0) & (entries - budget > slack * rows)
+        budget = tl.load(allowed + batch_slot)
+        if PART > 0:  # Interval.at
+            slack = tl.minimum(slack, tl.maximum(budget // rows // PART, 1) - 1)
+        # The first groups get what a division leaves over.
+        kept = budget // groups + (group < budget % groups).to(tl.int64)
+        tl.store(share + batch_slot * groups + group, kept, mask=real)
+        if FLOOR > 0:  # FlooredAllocation.shares
+            sure = tl.maximum(budget // rows - free, 0).to(tl.float64) * FLOOR
+            sure = tl.zeros([BLOCK], tl.int64) + sure.to(tl.int64)
+            tl.store(floor + batch_slot * rows + row, sure, mask=exists)
+    most = tl.max(tl.where(real, held - kept, 0), 0)
+    over = (seq >= 0) & (most > slack * per_group)
     fits = (entries <= most_entries) & (tl.load(seen + batch_slot) <= most_seen)
-    tl.store(plan + batch_slot * 4, tl.where(over & fits, entries, 0))
-    tl.store(plan + batch_slot * 4 + 1, entries - budget)
-    tl.store(plan + batch_slot * 4 + 2, budget)
-    tl.store(plan + batch_slot * 4 + 3, tl.zeros([], tl.int64))
+    fits = fits & (tl.max(count, 0) <= most_row)
+    tl.store(plan + batch_slot * 3, tl.where(over & fits, entries, 0))
+    tl.store(plan + batch_slot * 3 + 1, most)
+    tl.store(plan + batch_slot * 3 + 2, tl.zeros([], tl.int64))
     turn = tl.arange(0, TURNS)[:, None]
     cell = (turn * batch_slots + batch_slot) * BINS + tl.arange(0, BINS)[None, :]
     tl.store(counts + cell, tl.zeros([TURNS, BINS], tl.int32))
@@ -271,9 +407,11 @@ def fill_kernel(
     starts,
     keys,
     ties,
+    share,
     threshold,
     freed,
     rows,
+    per_group,
     width,
     capacity,
     PER_ROW: tl.constexpr,
@@ -300,27 +438,35 @@ def fill_kernel(
     batch_slot = tl.program_id(0)
     row = tl.program_id(1)
     tl.store(freed + batch_slot * rows + row, 0)
-    if tl.load(plan + batch_slot * 4) == 0:
+    if tl.load(plan + batch_slot * 3) == 0:
         return
     source = tl.load(seqs + batch_slot) * rows + row
     before = tl.load(length + source).to(tl.int32)
     start = batch_slot.to(tl.int64) * capacity + tl.load(starts + batch_slot * rows + row)
     if PER_ROW:
-        budget = tl.load(plan + batch_slot * 4 + 2)
-        gone = before - share_of(budget, rows, row).to(tl.int32)
-        if gone <= 0:
+        sought = before - tl.load(share + batch_slot * rows + row)
+        if sought <= 0:
             return
-        key_at, tie_at = lowest_of_row(keys, ties, start, before, gone.to(tl.int64), BLOCK)
+        key_at, tie_at = lowest_of_row(keys, ties, start, before, sought, BLOCK)
     else:
-        key_at = tl.load(threshold + batch_slot * 4)
-        tie_at = tl.load(threshold + batch_slot * 4 + 1)
-        gone = tl.zeros([], tl.int32)
-        for base in range(0, before, BLOCK):
-            offset = base + tl.arange(0, BLOCK)
-            victim = is_victim(keys, ties, start + offset, offset < before, key_at, tie_at)
-            gone += tl.sum(victim.to(tl.int32), 0)
-        if gone == 0:
+        level = threshold + (batch_slot * (rows // per_group) + row // per_group) * 4
+        key_at = tl.load(level)
+        tie_at = tl.load(level + 1)
+        if tl.load(level + 2) == 0:
             return
+    gone = tl.zeros([], tl.int32)
+    without = tl.zeros([], tl.int32)
+    for base in range(0, before, BLOCK):
+        offset = base + tl.arange(0, BLOCK)
+        live = offset < before
+        victim = is_victim(keys, ties, start + offset, live, key_at, tie_at)
+        gone += tl.sum(victim.to(tl.int32), 0)
+        no_number = tl.load(keys + start + offset, mask=live, other=1) == 0
+        without += tl.sum((victim & no_number).to(tl.int32), 0)
+    if gone == 0:
+        return
+    if without > 0:
+        tl.atomic_add(plan + batch_slot * 3 + 2, without.to(tl.int64), sem="relaxed")
     after = before - gone
     tl.store(length + source, after.to(tl.int64))
     tl.store(freed + batch_slot * rows + row, tl.cdiv(before, PAGE) - tl.cdiv(after, PAGE))
@@ -411,14 +557,14 @@ def pages_kernel(
     free = tl.load(top_before) + given
     if batch_slot == batch_slots - 1:
         tl.store(top, free + tl.sum(mine, 0))
-    entries = tl.load(plan + batch_slot * 4)
+    entries = tl.load(plan + batch_slot * 3)
     if entries == 0:
         return
     source = tl.load(seqs + batch_slot) * rows + row
     count = tl.load(length + source, mask=exists, other=0)
     gone = entries - tl.sum(count, 0)
     tl.store(dropped + batch_slot, gone)
-    without = tl.minimum(tl.load(plan + batch_slot * 4 + 3), gone)  # NaN goes first
+    without = tl.load(plan + batch_slot * 3 + 2)
     tl.store(nan + batch_slot, tl.load(nan + batch_slot) + without)
     column = table + source * width + tl.cdiv(count, PAGE)
     place = stack + free + tl.cumsum(mine, 0) - mine

@@ -1,5 +1,7 @@
 """Scores of all entries as sortable integers, in Triton: ``engine.policies.scoring`` on pages.
 
+Or scores that torch has computed, in the order of their entries.
+
 As there, what does not depend on age is evaluated in float64 and rounded once, so that it is right
 to the last bit but in rare ties of rounding: the order of entries must not depend on the machine.
 Products are formed in float64, where they are exact, and rounded: a multiply-add that skips this
@@ -15,7 +17,7 @@ import math
 import triton
 import triton.language as tl
 
-from mmkv.engine.policies.base import Policy
+from mmkv.engine.policies.base import Policy, kernel_of
 from mmkv.engine.policies.scoring import Retention
 
 # Small programs, because rows are short and their reads depend on each other: what counts is how
@@ -26,12 +28,15 @@ WARPS = 2
 POSITION = tl.constexpr(0)
 FINITE = tl.constexpr(3)
 INFINITE = tl.constexpr(4)
+STATE = tl.constexpr(5)
+GIVEN = tl.constexpr(6)
 
 
 def horizon(policy: Policy) -> tuple[int, float, int]:
     """The kernel's HORIZON for a policy, its lookahead, and its SHIFT of ages."""
     if not isinstance(policy.scoring, Retention):
-        return POSITION.value, 1.0, 0
+        others = {"recency": POSITION, "state": STATE, "torch": GIVEN}
+        return others[kernel_of(policy.scoring)].value, 1.0, 0
     ahead, shift = policy.scoring.lookahead, policy.scoring.age_shift
     if math.isinf(ahead):
         return INFINITE.value, 1.0, shift
@@ -46,6 +51,9 @@ def score_kernel(
     table,
     log_beta,
     position,
+    pool_state,
+    given,
+    recent,
     plan,
     starts,
     keys,
@@ -53,28 +61,31 @@ def score_kernel(
     rows,
     width,
     capacity,
+    cells,
     lookahead,
     protect_first,
     protect_recent,
-    PER_ROW: tl.constexpr,
+    KNOWN: tl.constexpr,
     HORIZON: tl.constexpr,
     SHIFT: tl.constexpr,
+    STATES: tl.constexpr,
     PAGE: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     """Keys and ties of one row, see ``buffers.EvictionBuffers``; grid (B, R).
 
-    Counts in the plan how many entries with a NaN score may have to go.
+    KNOWN: ``recent [B]`` says how many of the newest tokens are protected, not ``protect_recent``.
     """
     batch_slot = tl.program_id(0)
     row = tl.program_id(1)
-    if tl.load(plan + batch_slot * 4) == 0:
+    if tl.load(plan + batch_slot * 3) == 0:
         return
+    newest = tl.load(recent + batch_slot) if KNOWN else protect_recent
     now = tl.load(seen + batch_slot).to(tl.int32)
     source = tl.load(seqs + batch_slot) * rows + row
     count = tl.load(length + source).to(tl.int32)
     target = batch_slot.to(tl.int64) * capacity + tl.load(starts + batch_slot * rows + row)
-    bad = tl.zeros([BLOCK], tl.int32)
+    scores = given + (batch_slot.to(tl.int64) * rows + row) * cells
     for base in range(0, count, BLOCK):
         offset = base + tl.arange(0, BLOCK)
         live = offset < count
@@ -83,29 +94,19 @@ def score_kernel(
         place = tl.load(position + slot, mask=live, other=0)
         if HORIZON == POSITION:
             score = place.to(tl.float32)
+        elif HORIZON == STATE:
+            score = tl.load(pool_state + slot * STATES, mask=live, other=0.0)
+        elif HORIZON == GIVEN:
+            score = tl.load(scores + offset, mask=live, other=0.0)
         else:
             rate = tl.load(log_beta + slot, mask=live, other=-1.0)
             score = _retention(rate, now - place + SHIFT, lookahead, HORIZON, SHIFT)
         if protect_first > 0:
             score = tl.where(place < protect_first, float("inf"), score)
-        if protect_recent > 0:
-            score = tl.where(place >= now - protect_recent, float("inf"), score)
+        score = tl.where(place >= now - newest, float("inf"), score)
         tl.store(keys + target + offset, _sortable(score), mask=live)
         tie = place.to(tl.int64) * rows + row
         tl.store(ties + target + offset, tie.to(tl.int32), mask=live)
-        bad += (live & (score != score)).to(tl.int32)
-    found = tl.sum(bad, 0)
-    if found > 0:
-        if PER_ROW:
-            share = share_of(tl.load(plan + batch_slot * 4 + 2), rows, row).to(tl.int32)
-            found = tl.minimum(found, tl.maximum(count - share, 0))
-        tl.atomic_add(plan + batch_slot * 4 + 3, found.to(tl.int64), sem="relaxed")
-
-
-@triton.jit
-def share_of(budget, rows, row):
-    """What a row of its own budget may keep: the first rows get what a division leaves over."""
-    return budget // rows + (row < budget % rows).to(tl.int64)
 
 
 @triton.jit

@@ -48,13 +48,13 @@ def count_kernel(
     batch_slot = tl.program_id(0)
     chunk = tl.program_id(1)
     bins = tl.arange(0, BINS)
-    entries = tl.load(plan + batch_slot * 4).to(tl.int32)
+    entries = tl.load(plan + batch_slot * 3).to(tl.int32)
     target = state + (TURN * batch_slots + batch_slot) * 4
     here = counts + (TURN * batch_slots + batch_slot) * BINS + bins
     if TURN == 0:
         key_at = tl.zeros([], tl.int64)
         tie_at = tl.zeros([], tl.int64)
-        sought = tl.load(plan + batch_slot * 4 + 1)
+        sought = tl.load(plan + batch_slot * 3 + 1)
         settled = tl.zeros([], tl.int64)
     else:  # read before it is known whether it is of use: one wait instead of three
         source = target - batch_slots * 4
@@ -148,6 +148,79 @@ def lowest_of_row(keys, ties, start, count, sought, BLOCK: tl.constexpr):
                 total += tl.histogram(byte, BINS, mask=agrees)
             key_at, tie_at, sought, settled = conclude(total, key_at, tie_at, sought, turn)
     return key_at, tie_at
+
+
+@triton.jit
+def guard_kernel(
+    keys,
+    ties,
+    plan,
+    starts,
+    length,
+    seqs,
+    floor,
+    rows,
+    capacity,
+    BLOCK: tl.constexpr,
+):
+    """Put the best ``floor`` entries of one row above all others; grid (B, R).
+
+    Floors of a group are no more than its share, so that none of these has to go.
+    """
+    batch_slot = tl.program_id(0)
+    row = tl.program_id(1)
+    if tl.load(plan + batch_slot * 3) == 0:
+        return
+    count = tl.load(length + tl.load(seqs + batch_slot) * rows + row)
+    below = count - tl.load(floor + batch_slot * rows + row)
+    if below >= count:
+        return
+    start = batch_slot.to(tl.int64) * capacity + tl.load(starts + batch_slot * rows + row)
+    count = count.to(tl.int32)
+    key_at = tl.zeros([], tl.int64)
+    tie_at = tl.zeros([], tl.int64)
+    if below > 0:
+        key_at, tie_at = lowest_of_row(keys, ties, start, count, below, BLOCK)
+    for base in range(0, count, BLOCK):
+        offset = base + tl.arange(0, BLOCK)
+        live = offset < count
+        low = is_victim(keys, ties, start + offset, live, key_at, tie_at) & (below > 0)
+        tl.store(keys + start + offset, tl.full([BLOCK], -1, tl.int32), mask=live & ~low)
+
+
+@triton.jit
+def group_kernel(
+    keys,
+    ties,
+    plan,
+    starts,
+    share,
+    threshold,
+    rows,
+    per_group,
+    capacity,
+    BLOCK: tl.constexpr,
+):
+    """Find the threshold of one group of rows, whose entries lie together; grid (B, G)."""
+    batch_slot = tl.program_id(0)
+    group = tl.program_id(1)
+    groups = tl.num_programs(1)
+    entries = tl.load(plan + batch_slot * 3).to(tl.int32)
+    if entries == 0:
+        return
+    first = group * per_group
+    begin = tl.load(starts + batch_slot * rows + first)
+    end = entries
+    if first + per_group < rows:
+        end = tl.load(starts + batch_slot * rows + first + per_group)
+    sought = (end - begin) - tl.load(share + batch_slot * groups + group)
+    target = threshold + (batch_slot * groups + group) * 4
+    tl.store(target + 2, tl.maximum(sought, 0))
+    if sought > 0:
+        start = batch_slot.to(tl.int64) * capacity + begin
+        key_at, tie_at = lowest_of_row(keys, ties, start, end - begin, sought, BLOCK)
+        tl.store(target, key_at)
+        tl.store(target + 1, tie_at)
 
 
 @triton.jit
