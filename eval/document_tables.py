@@ -256,6 +256,15 @@ _QUALITY: dict[str, Callable[[Path], Rows]] = {
     "trimkv-recipe": _gates(
         "quality-trimkv-recipe", {"dense": "dense", "sparse": "sparse"}, _RECIPES
     ),
+    "drawn": _differences(
+        tuple(
+            (name, f"quality-drawn-{name.replace(' ', '-')}", ("1/4", "1/8", "1/16", "1/32"))
+            for name in ("dense", "sparse", "256 distractors")
+        ),
+        [("drawn", "bundled"), ("rank", "bundled"), ("both", "bundled")],
+        "budget",
+        ["bundled"],
+    ),
     "bytes-data": _data,
     "bytes": _bytes,
     "bytes-less": _differences(
