@@ -104,14 +104,24 @@ class Budget:
         """
         if risk is None and most is None:
             return None if budget is None else cls.of(budget)
-        if risk is None or most is None:
+        if risk is None:
             raise BudgetError(
-                "risk and budget_max go together: the budget grows to budget_max while more than "
-                "the risk is forgotten; give both, such as risk 0.02 and budget_max 64MiB"
+                "budget_max is how far a risk may grow the budget, and there is no risk; give one, "
+                "such as 0.02, or a budget in place of budget_max, which does not grow"
+            )
+        if most is None:
+            raise BudgetError(
+                "a risk grows the budget up to budget_max, which is missing; give it, such as 64MiB"
             )
         bound = cls.of(most)
-        least = cls(bound.kind, bound.value / 8) if budget is None else cls.of(budget)
+        if budget is None:
+            return cls.of(bound.grown_by(risk))
+        least = cls.of(budget)
         return cls.of(cls(least.kind, least.value, risk, bound))
+
+    def grown_by(self, risk: float | None) -> Budget:
+        """Return a budget that a risk grows up to this one, where only this one is given."""
+        return Budget(self.kind, self.value / 8, risk, self)
 
     def as_list(self) -> list[Any]:
         """Return what files hold of it: unit and value; of one with a risk, that and its bound."""
@@ -227,8 +237,11 @@ class Budget:
         if total < rows:
             least = rows * page_size + interval.slack(rows, rows)
             least = -(-least // page_size) * page_bytes
+            own = Budget(self.kind, self.value).describe()
+            if self.most is not None and self == self.of(self.most).grown_by(self.risk):
+                own = f"{own} (an eighth of budget_max, unless a budget is given)"
             raise BudgetError(
-                f"the budget of {self.describe()} leaves {max(total, 0)} entries for {rows} rows "
+                f"the budget of {own} leaves {max(total, 0)} entries for {rows} rows "
                 f"(layers x KV heads); give at least 1 entry per row ({least:,} bytes of pages)"
             )
         return total

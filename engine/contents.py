@@ -38,6 +38,7 @@ class Memory:
             (:mod:`mmkv.engine.risk`), in 0..1. None: the policy has no retention gates, or the
             session does not know: it comes from a file of an older mmkv, or was cut back far.
         over_risk: whether the risk is above what was asked for, and the budget cannot grow.
+        risk_unknown: whether a budget that follows the risk stands still, as there is none.
         vision_bytes: features of pictures that are kept for when the same come again: of this
             session and of all others with its salt, which share them. It says nothing of the
             session alone, so two that are equal may differ in it.
@@ -58,6 +59,7 @@ class Memory:
     vision_bytes: int = field(default=0, compare=False)
     risk: float | None = field(default=None, compare=False)  # its last bits vary
     over_risk: bool = False
+    risk_unknown: bool = False
     worn: bool = False
 
     @property
@@ -134,6 +136,7 @@ def memory_of(
     compactions: int = 0,
     risk: float | None = None,
     over_risk: bool = False,
+    risk_unknown: bool = False,
 ) -> Memory:
     """Measure sequence ``seq``; the counts and spans are those that the cache does not know."""
     pages = cache.needed_pages(cache.length[seq])
@@ -157,6 +160,7 @@ def memory_of(
         compactions=compactions,
         risk=risk,
         over_risk=over_risk,
+        risk_unknown=risk_unknown,
         worn=most is not None and compactions > most,
     )
 

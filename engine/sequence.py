@@ -191,7 +191,7 @@ class CachedSequence:
         if dial is None or (decoding and 0 < dial.turned_at > self.seen - TURN):
             return
         engine, risk = self.engine, self._risk()
-        if risk is None:  # not known of this session: the dial stays where it is
+        if risk is None:  # the dial stays where it is, and Memory.risk_unknown says so
             return
         view = self.view()
         scores = engine.policy.scores(view, dial.allowed).value
@@ -348,8 +348,14 @@ class CachedSequence:
             risk = self._risk()
             share = None if risk is None else risk.total
             told = self.seen, *counts, self.pictures, vision, self.compactions, share
-            full = self._dial is not None and self._dial.full
-            return memory_of(self.engine.cache, self.seq, *told, over_risk=full)
+            dial = self._dial
+            return memory_of(
+                self.engine.cache,
+                self.seq,
+                *told,
+                over_risk=dial is not None and dial.full,
+                risk_unknown=dial is not None and risk is None,
+            )
 
     @torch.inference_mode()
     def risk(self) -> Risk | None:

@@ -206,8 +206,9 @@ def listed() -> Listing:
             sets.append(_gates(name, folder, where))
     models = [_checkpoint(*one, sets) for one in found]
     for _, folder, where, _ in others:
-        files = sorted(folder.glob(f"*{SUFFIX}"))
-        models += [_gguf(file, where) for file in files if parts_of(file)[0] == file]
+        files = sorted(folder.glob(f"*{SUFFIX}"), reverse=True)
+        there = {parts_of(file)[0]: file for file in files}  # the first part that is there
+        models += [_gguf(there[first], first, where) for first in sorted(there)]
     with suppress(MmkvError):
         path = asset(BUNDLED_ADAPTER)
         size = _size(path)
@@ -311,9 +312,9 @@ def _checkpoint(
     return Checkpoint(name, str(folder), where, family, size, gates, problem, memory)
 
 
-def _gguf(path: Path, where: str) -> Checkpoint:
-    """Describe a GGUF file."""
-    name, family, problem = str(path), "gguf", ""
+def _gguf(path: Path, first: Path, where: str) -> Checkpoint:
+    """Describe a GGUF file; of a split one, by the name of its ``first`` part, there or not."""
+    name, family, problem = str(first), "gguf", ""
     memory: dict[str, int] = {}
     try:
         file = read_gguf(path)

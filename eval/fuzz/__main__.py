@@ -4,10 +4,10 @@ Classes: the command line, picture files with EXIF data, session files (cut, fli
 gates, checkpoints, chat templates, rows of MMDU and of training data, calls of the Python API,
 requests to the server, heads of requests as bytes, a server whose folder of idle memories fails,
 Ctrl-C at any bytecode of any public call, errors of libraries in one of two requests, weights that
-change under a retained model, requests with tools, and clients that leave in the middle of a reply.
-Most fail, and each has to fail in mmkv's own words. Counted are tracebacks (any other exception, or
-a wrong answer), hangs, page leaks, and files that were changed. Input N of a class depends on the
-seed and N alone.
+change under a retained model, requests with tools, clients that leave in the middle of a reply, and
+messages over a WebSocket. Most fail, and each has to fail in mmkv's own words. Counted are
+tracebacks (any other exception, or a wrong answer), hangs, page leaks, and files that were changed.
+Input N of a class depends on the seed and N alone.
 
 Inputs run in one process under a memory limit; a process that dies counts as a traceback, and the
 next goes on with the input after. Every kind of failure leaves a small case, and
@@ -157,9 +157,10 @@ CLASSES = (
     "changed weights",
     "tool bodies",
     "cut streams",
+    "socket messages",
 )
 # Shares of a run's inputs: checkpoints take a hundred times as long as pictures.
-_SHARES = (6, 34, 14, 20, 1, 5, 2, 9, 9, 10, 10, 2, 2, 2, 2, 10, 5)
+_SHARES = (6, 34, 14, 20, 1, 5, 2, 9, 9, 10, 10, 2, 2, 2, 2, 10, 5, 4)
 _HANG_SECONDS = 10
 _DEAD_SECONDS = 60  # without a word: the process does not even see its alarm
 _START_SECONDS = 300

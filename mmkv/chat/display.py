@@ -154,7 +154,16 @@ def compacted_line(memory: Memory) -> str | None:
 
 
 def risk_line(memory: Memory) -> str | None:
-    """Say that more is forgotten than --risk allows, and no memory is left; None: it is not."""
+    """Say that more is forgotten than --risk allows, and no memory is left, or that nobody knows.
+
+    None: there is nothing to say.
+    """
+    if memory.risk_unknown:
+        return (
+            "how much this conversation has forgotten is not known (an older mmkv saved it, or it "
+            "went far back): its budget does not follow --risk; give a fixed one (/budget), or "
+            "begin a new conversation"
+        )
     if not memory.over_risk or memory.risk is None:
         return None
     return (
@@ -251,6 +260,7 @@ def record(engine: Engine, session: Session, model: str) -> dict[str, Any]:
         "differs": memory.differs,
         "risk": memory.risk,
         "over_risk": memory.over_risk,
+        "risk_unknown": memory.risk_unknown,
         "memory": {
             "pages": memory.pages,
             "kv_bytes": memory.kv_bytes,

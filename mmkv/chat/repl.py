@@ -441,22 +441,27 @@ class Repl:
                 self.handle(first)
             while True:
                 if self.calls:
-                    self._safely(self.give_results)
+                    if not self._safely(self.give_results):
+                        self.display.say("(stopped)")
                     continue
                 try:
                     text = self.reader.read()
                 except KeyboardInterrupt:
                     self.display.say("(Ctrl-D or /exit leaves)")
                     continue
-                if text.strip():
-                    self._safely(self.look)
+                if not text.strip():
+                    continue
+                if self._safely(self.look) or _is_command(text):
                     self.handle(text)
+                else:
+                    self.display.say("(stopped; nothing was sent)")
         except (EOFError, Leave):
             return
 
     def handle(self, text: str) -> None:
         """Run a command or send a message; an error of any kind is shown and changes nothing."""
-        self._safely(lambda: self._take(text))
+        if not self._safely(lambda: self._take(text)):
+            self.display.say("(stopped)")
 
     def look(self) -> None:
         """Read the pictures that have come into the watched folder, if there is one."""
@@ -492,21 +497,24 @@ class Repl:
 
     def _take(self, text: str) -> None:
         require_utf8(text)
-        if text.startswith("/") and not text.startswith("//"):
+        if _is_command(text):
             self.command(text)
         else:
             self.send(text.removeprefix("/") if text.startswith("//") else text)
 
-    def _safely(self, act: Callable[[], None]) -> None:
+    def _safely(self, act: Callable[[], None]) -> bool:
+        """Do something and show what goes wrong; False: Ctrl-C has stopped it."""
+        stopped = False
         try:
             act()
         except KeyboardInterrupt:
-            self.display.say("(stopped)")
+            stopped = True
         except (OutputClosed, Leave, SystemExit, GeneratorExit):
             raise
         except BaseException as error:
             self.display.error(as_exception(error))
         self._keep()
+        return not stopped
 
     def _keep(self, last: bool = False) -> None:
         """Autosave the present conversation, or at the end all."""
@@ -571,7 +579,7 @@ class Repl:
             except InputError as error:
                 self.display.error(error)
                 continue
-            if line.startswith("/") and not line.startswith("//"):
+            if _is_command(line):
                 return line
             text = line[1:] if line.startswith(("@", "/")) else line
             return [*parts, {"type": "text", "text": text}] if text or not parts else parts
@@ -708,6 +716,11 @@ def _latest(session: Session) -> str:
     asked = [spoken(message) for message in session.history if message["role"] == "user"]
     words = " ".join(asked[-1].split()) if asked else ""
     return f'; latest: "{words[:60]}{"..." if len(words) > 60 else ""}"' if words else ""
+
+
+def _is_command(text: str) -> bool:
+    """Whether a line begins with one slash."""
+    return text.startswith("/") and not text.startswith("//")
 
 
 def _unquoted(text: str) -> str:

@@ -173,13 +173,14 @@ def _declared(holder: type[Any], panel: str | None = None) -> dict[str, inspect.
 def _options_as(
     name: str,
     added: dict[str, inspect.Parameter],
-    build: Callable[[dict[str, Any]], Any],
+    build: Callable[[dict[str, Any], dict[str, Any]], Any],
     placed: Placed,
 ) -> Decorator:
     """Return what gives a command options in place of its parameter ``name``.
 
     Args:
-        build: makes of their values what the command gets for that parameter.
+        build: makes of their values, and those of the command's other options, what the command
+            gets for that parameter.
         placed: puts them among the command's other parameters.
     """
 
@@ -196,7 +197,7 @@ def _options_as(
 
         @wraps(command)
         def wrapper(**given: Any) -> Any:
-            built = build({name: given.pop(name) for name in added})
+            built = build({name: given.pop(name) for name in added}, given)
             return command(**{name: built}, **given)
 
         wrapper.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
@@ -236,8 +237,13 @@ def _parameter(name: str, annotation: Any, default: Any) -> inspect.Parameter:
     return inspect.Parameter(name, kind, annotation=annotation, default=default)
 
 
-def _config(given: dict[str, Any]) -> EngineConfig:
+def _config(given: dict[str, Any], others: dict[str, Any]) -> EngineConfig:
     """Return the config of what was given. Raises UsageError, GateError, what EngineConfig does."""
+    if others.get("shared_budget") is not None and budget_given(others["context"]):
+        raise UsageError(
+            "--shared-budget stands instead of --budget, --budget-bytes, --budget-fraction and "
+            "--budget-max; give one of them, and --shared-by-risk in place of --risk"
+        )
     units = [name for name in _BUDGETS if given[name] is not None]
     if len(units) > 1:
         raise UsageError(
@@ -261,7 +267,7 @@ def _config(given: dict[str, Any]) -> EngineConfig:
     return EngineConfig(**given, budget=budget)
 
 
-def _held(holder: type[Any], given: dict[str, Any]) -> Any:
+def _held(holder: type[Any], given: dict[str, Any], _: dict[str, Any]) -> Any:
     """Return the dataclass of what was given. Raises UsageError."""
     read, known = {}, declared(holder)
     for name, value in given.items():

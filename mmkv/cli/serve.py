@@ -89,11 +89,6 @@ def _require_agreement(context: typer.Context, settings: ServerSettings) -> None
             "--max-connections does nothing beside --replicas, whose connections are Ray's; leave "
             "it out"
         )
-    if settings.shared_budget is not None and arguments.budget_given(context):
-        raise UsageError(
-            "--shared-budget stands instead of --budget, --budget-bytes, --budget-fraction and "
-            "--budget-max; give one of them, and --shared-by-risk in place of --risk"
-        )
     for name in ("shared_floor", "shared_by_risk"):
         if settings.shared_budget is None and arguments.on_command_line(context, name):
             flag = f"--{name.replace('_', '-')}"

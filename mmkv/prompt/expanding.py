@@ -65,7 +65,9 @@ class PixtralProcessor(Processor):
 class IdeficsProcessor(Processor):
     """A picture is tiles, each behind its place, and a thumbnail; a small one is the latter alone.
 
-    The frames of a video are thumbnails behind their times, behind a sentence on all of them.
+    The frames of a video are thumbnails behind their times, behind a sentence on all of them. Each
+    observation has one of its own, as each of several videos in a message has in transformers: how
+    many frames a stream will have, which the sentence says, nobody knows.
     """
 
     sees = True

@@ -10,6 +10,7 @@ session can go back and read on from there.
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence
 from dataclasses import astuple, dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal
@@ -26,7 +27,7 @@ Rewrites = Literal["reread", "keep"]
 MOST_MEDIA = 2**26
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Place:
     """Where a session stands.
 
@@ -45,9 +46,9 @@ class Place:
         return Place(self.seen + tokens, self.position + tokens, self.prompt + prompt, self.evicted)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Piece:
-    """Text that was read.
+    """Text that was read. An endless session keeps all of it: token ids as C integers.
 
     Attributes:
         text: without cuts; None: not known, tokens of a piece that was cut in two.
@@ -63,15 +64,20 @@ class Piece:
     """
 
     text: str | None
-    ids: tuple[int, ...] | None
+    ids: Sequence[int] | None
     end: Place
     pictures: int = 0
     rule: Any = None
     media: tuple[tuple[Any, ...], tuple[Any, ...]] | None = None
     reply: bool = False
-    known: tuple[int, ...] = ()
+    known: Sequence[int] = ()
     forgot: bool = False
     others: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        if self.ids is not None:
+            object.__setattr__(self, "ids", array("i", self.ids))
+        object.__setattr__(self, "known", array("i", self.known))
 
     def length_in(self, whole: str, at: int) -> int | None:
         """Return how many characters of ``whole`` at ``at`` show this; None: others stand there."""
@@ -204,7 +210,7 @@ class Held:
         if pieces and read.unfed and pieces[-1].ids is not None:
             reply, count = pieces[-1], len(read.unfed)
             moved = reply.end.after(count, count)
-            pieces[-1] = replace(reply, ids=(*reply.ids, *read.unfed), end=moved)  # type: ignore[misc]
+            pieces[-1] = replace(reply, ids=(*pieces[-1].ids, *read.unfed), end=moved)
         if (pieces[-1].end.seen if pieces else 0) + len(read.ids) != end.seen:
             self.pieces = None  # tokens came in that nobody noted as text
             return
@@ -280,9 +286,13 @@ class Held:
         made = None
         if self.pieces is not None:
             made = [
-                {"text": one.text, "ids": one.ids, "end": astuple(one.end)}
+                {
+                    "text": one.text,
+                    "ids": None if one.ids is None else list(one.ids),
+                    "end": astuple(one.end),
+                }
                 | {"pictures": one.pictures, "rule": one.rule, "reply": one.reply}
-                | ({"known": one.known} if one.known else {})
+                | ({"known": list(one.known)} if one.known else {})
                 | ({"forgot": True, "others": one.others} if one.forgot else {})
                 for one in self.pieces
             ]

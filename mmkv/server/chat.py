@@ -65,10 +65,13 @@ class RequestMedia:
 
     The digest of a data: URL is taken from its content, so a picture that need not be read again is
     not decoded. Others have to be fetched and decoded, once. All share one allowance of memory.
+
+    Args:
+        frames: whether its pictures are frames of videos.
     """
 
-    def __init__(self, resolver: MediaResolver) -> None:
-        self._resolver = resolver
+    def __init__(self, resolver: MediaResolver, frames: bool = False) -> None:
+        self._resolver, self._frames = resolver, frames
         self._allowance = Allowance(resolver.limits, resolver.room)
         self._contents: dict[Part, Any] = {}
 
@@ -101,7 +104,8 @@ class RequestMedia:
     async def _resolve(self, parts: Sequence[Part]) -> list[Medium]:
         if not parts:
             return []
-        return await self._resolver.resolve([source(part) for part in parts], self._allowance)
+        sources = [dataclasses.replace(source(part), frame=self._frames) for part in parts]
+        return await self._resolver.resolve(sources, self._allowance)
 
     async def contents(self, messages: Sequence[Message]) -> list[Any]:
         """Return the pictures and videos of some messages, decoded. Raises MediaError."""
@@ -372,7 +376,9 @@ class ChatCall:
                     if isinstance(event, Failed):
                         raise event.error
                     if isinstance(event, Admitted):
-                        media = RequestMedia(self.state.media)
+                        observes = self.work.observes
+                        frames = observes is not None and observes.frames
+                        media = RequestMedia(self.state.media, frames)
                         await self._supply_media(request, media)
                         if self.all_skipped:
                             return
@@ -427,8 +433,9 @@ class ChatCall:
                         continue
                 parts.append(part)
                 found += [] if part.kind == "text" else [content]
-            if asked.at is None or not processor.watches:
+            if not asked.frames:
                 return parts, found
+            assert asked.at is not None
             return _as_videos(processor, parts, found, kept, asked.at, asked.fps)
 
         parts, found = await asyncio.to_thread(compose)

@@ -311,7 +311,7 @@ class SocketConnection(WSProtocol):
         """Take over a connection whose head was read."""
         super().connection_made(transport)
         self.since = self._took = self._begun = self.loop.time()
-        self._unsent = self._counted = 0
+        self._unsent = self._counted = self._waiting = 0
         if not self.guard.opened(self):
             transport.abort()
 
@@ -342,11 +342,12 @@ class SocketConnection(WSProtocol):
         size = size_of(event.data)
         self._counted += size
         self.guard.arriving += size
+        self._waiting += event.message_finished
         super().handle_message(event)
         small = self._counted <= always_accepted(limits.message_bytes)
         if self.guard.arriving > TOGETHER * limits.message_bytes and not small:
             self._end(1013, "messages of other clients take all the room; send it later")
-        elif self.queue.qsize() > _PIPELINED:
+        elif self._waiting > _PIPELINED:
             self._end(1008, "too many messages before an answer")
 
     def release(self, size: int) -> None:
@@ -354,6 +355,7 @@ class SocketConnection(WSProtocol):
         size = min(size, self._counted)
         self._counted -= size
         self.guard.arriving -= size
+        self._waiting -= 1
         self.since = self.loop.time()
 
     def handle_ping(self, event: wsproto.events.Ping) -> None:

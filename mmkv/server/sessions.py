@@ -51,6 +51,7 @@ from mmkv.server.work import Standing
 if TYPE_CHECKING:
     from pathlib import Path
 
+    from mmkv.prompt.video import FramesSeen
     from mmkv.server.conversations import ConversationState
 
 
@@ -134,14 +135,24 @@ class SessionTable:
                 raise _gone(session.id)
             if session.conversation is None and session.record is record:
                 session.conversation = conversation
+                if record.skipped > conversation.info.frames.skipped:
+                    frames = dataclasses.replace(conversation.info.frames, skipped=record.skipped)
+                    session.frames = frames
             else:  # another request was faster
                 release(self._state, conversation)
         return session.conversation
 
     async def commit_turn(
-        self, session: ServerSession, conversation: ConversationState, turns: int
+        self,
+        session: ServerSession,
+        conversation: ConversationState,
+        turns: int,
+        frames: FramesSeen | None = None,
     ) -> None:
         """Write a session's new state to the shared folder, where there is one.
+
+        Args:
+            frames: what is remembered of observed frames; None: what the conversation says.
 
         Raises:
             SessionError: another server was faster; NotWrittenError: it cannot be written. The
@@ -150,19 +161,24 @@ class SessionTable:
         store = self._store
         if store is None or session.record is None:
             return
-        path = store.new_memory(session.tenant, session.id)
+        before, path = session.record, store.new_memory(session.tenant, session.id)
+        if before.memory is not None and conversation is session.conversation:
+            path = store.memory(session.tenant, before)  # it is written already
         record = dataclasses.replace(
-            session.record,
+            before,
             memory=path.name,
             messages=len(conversation.info.messages),
             turns=turns,
             media=conversation.info.digests,
+            skipped=(frames or conversation.info.frames).skipped,
         )
-        await self._write(conversation, path)
+        if path.name != before.memory:
+            await self._write(conversation, path)
         try:
             session.record = await asyncio.to_thread(store.commit, session.tenant, record)
         except Exception:  # no cancellation: the thread may still write the record
-            path.unlink(missing_ok=True)
+            if path.name != before.memory:
+                path.unlink(missing_ok=True)
             raise
 
     async def create(
@@ -211,17 +227,15 @@ class SessionTable:
             raise
         if conversation is not None and session.frames is None:
             session.frames = conversation.info.frames
-        frames = session.frames
-        made = await self._add(
+        return await self._add(
             session.tenant,
             session.budget,
             dict(session.metadata if metadata is None else metadata),
             None,
             conversation,
             session.turns,
+            session.frames,
         )
-        made.frames = frames
-        return made
 
     async def save(self, session: ServerSession, asked: SavedName, caller: Caller) -> None:
         """Write a session to a file of the server's folder."""
@@ -296,6 +310,7 @@ class SessionTable:
         name: str | None = None,
         conversation: ConversationState | None = None,
         turns: int = 0,
+        frames: FramesSeen | None = None,
     ) -> ServerSession:
         """Register a session, which takes over ``conversation``."""
         name = name or f"sess_{secrets.token_hex(12)}"
@@ -304,6 +319,7 @@ class SessionTable:
                 release(self._state, conversation)
             raise _exists(name)
         made = ServerSession(name, tenant, budget, metadata, conversation, turns=turns)
+        made.frames = frames
         made.unbound = self._state.facts.unbound
         self._sessions[tenant, name] = made
         if self._store is None:
@@ -313,7 +329,7 @@ class SessionTable:
             if conversation is None:
                 made.record = await asyncio.to_thread(self._store.commit, tenant, made.record)
             else:
-                await self.commit_turn(made, conversation, turns)
+                await self.commit_turn(made, conversation, turns, frames)
         except BaseException:
             self._close(made)
             raise

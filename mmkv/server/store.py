@@ -191,6 +191,8 @@ class SessionRecord:
         budget: as :meth:`mmkv.engine.budget.Budget.as_list` has it.
         version: a new one with each change; memory: name of its session file, None before the
             first turn; messages: how many it holds; media: digests of its pictures and videos.
+        skipped: frames that were not read as they were like those before, those of observations
+            that changed no memory included.
     """
 
     id: str
@@ -202,6 +204,7 @@ class SessionRecord:
     memory: str | None = None
     version: str = ""
     media: tuple[str, ...] = ()
+    skipped: int = 0
 
     @classmethod
     def read(cls, path: Path) -> Self | None:

@@ -35,6 +35,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("mmkv.server")
 Forget = Callable[[str, set[str]], Awaitable[None]]
+Commit = Callable[..., Awaitable[None]]  # mmkv.server.sessions.SessionTable.commit_turn
 _EVERY = 0.5  # seconds between two looks at what the memory of a turn holds
 
 
@@ -121,7 +122,7 @@ class SessionTurn:
     def __init__(
         self,
         state: ServerState,
-        commit: Callable[[ServerSession, ConversationState, int], Awaitable[None]],
+        commit: Commit,
         require_idle: Callable[[ServerSession], None],
         session: ServerSession,
         request: ChatRequest,
@@ -221,7 +222,7 @@ class SessionObservation(SessionTurn):
     def __init__(
         self,
         state: ServerState,
-        commit: Callable[[ServerSession, ConversationState, int], Awaitable[None]],
+        commit: Commit,
         require_idle: Callable[[ServerSession], None],
         session: ServerSession,
         asked: ObserveRequest,
@@ -251,7 +252,7 @@ class SessionObservation(SessionTurn):
                 part = replace(part, text=observed_text(processor, part.text, time))
             parts.append(part)
         work.messages[-1] = replace(last, parts=tuple(parts), open=True)
-        work.observes = Observing(asked.at, asked.fps, asked.skip_similar)
+        work.observes = Observing(asked.at, asked.fps, asked.skip_similar, frames)
         what = "texts" if not last.media else "frames" if frames else "pictures"
         self._note = times_note(processor, what, asked.at)
         self._pictures = len(last.media)
@@ -265,6 +266,8 @@ class SessionObservation(SessionTurn):
                 pass
             seen, tokens, notes = work.frames, 0, [self._note]
             if self.call.all_skipped:
+                assert session.conversation is not None
+                await self._commit(session, session.conversation, session.turns, seen)
                 session.frames = seen
             else:
                 await self.commit(turn)

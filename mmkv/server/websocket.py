@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import logging
 from typing import TYPE_CHECKING, Any
 
 from pydantic import ValidationError
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
     from mmkv.server.state import Caller, ServerState
 
 
+log = logging.getLogger("mmkv.server")
 PATH = "/v1/sessions/{name}/socket"
 
 
@@ -70,7 +72,7 @@ class SessionSocket:
 
     async def run(self) -> None:
         """Answer messages until the client leaves."""
-        messages: asyncio.Queue[Any] = asyncio.Queue(1)
+        messages: asyncio.Queue[Any] = asyncio.Queue()
         reading = asyncio.ensure_future(self._read(messages))
         tasks: list[asyncio.Future[Any]] = [reading]
         try:
@@ -98,12 +100,15 @@ class SessionSocket:
             await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _read(self, messages: asyncio.Queue[Any]) -> None:
-        """Read messages, one ahead of the one that is answered, until the client leaves."""
+        """Read messages until the client leaves; the connection bounds how many may wait.
+
+        It would not notice that the client leaves while one is not read.
+        """
         while True:
             message = await self._socket.receive()
             if message["type"] == "websocket.disconnect":
                 return
-            await messages.put(message)
+            messages.put_nowait(message)
 
     async def _answered(self, message: dict[str, Any]) -> None:
         try:
@@ -111,7 +116,10 @@ class SessionSocket:
         except (asyncio.CancelledError, WebSocketDisconnect, *STOPS):
             raise
         except BaseException as error:
-            await self._send(api_error(error).body())
+            made = api_error(error)
+            if made.status == 500:  # it says that the log has the details
+                log.error("a message of a WebSocket failed", exc_info=error)
+            await self._send(made.body())
 
     async def _answer(self, message: dict[str, Any]) -> None:
         text = message.pop("text", None)
@@ -130,7 +138,8 @@ class SessionSocket:
             await self._sessions.load_memory(session)
             await self._send(await SessionObservation(*given, asked, self._caller).whole())
             return
-        body = _checked(ChatRequest, {"model": self._state.settings.name} | fields)
+        usual = {"model": self._state.settings.name, "stream": True}
+        body = _checked(ChatRequest, usual | fields)
         ignored = self._state.headers_for(body).get("X-Mmkv-Ignored")
         await self._sessions.load_memory(session)
         turn = SessionTurn(*given, body, self._caller)

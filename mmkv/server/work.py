@@ -34,11 +34,15 @@ Resume = Literal["auto", "never", "required"]
 
 @dataclass(frozen=True)
 class Observing:
-    """How a message is observed; the fields are those of :meth:`mmkv.Session.observe`."""
+    """How a message is observed; the fields are those of :meth:`mmkv.Session.observe`.
+
+    ``frames``: whether its pictures are frames of videos.
+    """
 
     at: float | None = None
     fps: float | None = None
     skip_similar: float | None = None
+    frames: bool = False
 
 
 @dataclass
@@ -144,7 +148,8 @@ class Usage:
         thought_tokens: of the replies' tokens, those of their thoughts.
         risk: the share of the predicted weight that is forgotten, of the reply with the most
             (:mod:`mmkv.engine.risk`), None where it is not known; over_risk: whether it is above
-            what was asked for, and the budget cannot grow.
+            what was asked for, and the budget cannot grow; risk_unknown: whether the budget should
+            follow the risk of a reply that has none.
         compactions: how often positions were drawn together, so that it went on beyond the context.
     """
 
@@ -165,6 +170,7 @@ class Usage:
     risk: float | None = None
     over_risk: bool = False
     compactions: int = 0
+    risk_unknown: bool = False
 
 
 @dataclass
@@ -259,6 +265,7 @@ class RequestCounts:
             max((one.risk for one in memories if one.risk is not None), default=None),
             any(one.over_risk for one in memories),
             max((one.compactions for one in memories), default=0),
+            any(one.risk_unknown for one in memories),
         )
 
     def _evicted(self, replies: Iterable[tuple[Session, Choice]]) -> dict[str, int]:

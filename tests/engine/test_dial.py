@@ -28,6 +28,7 @@ from tests.support.sessions import (
     save_checkpoint,
     text_ids,
     turn,
+    without_risk,
 )
 
 RISK = 0.1
@@ -168,11 +169,29 @@ def test_files_and_forks_keep_where_the_dial_stands(folder: Path, tmp_path: Path
     assert loaded.allowed_entries == 20 * engine.spec.rows
 
 
+def test_a_dial_says_that_it_stands_still_without_a_risk(folder: Path, tmp_path: Path) -> None:
+    session = dialled(folder, policy="dbtrimkv").session(4)
+    session.prefill(PICTURES)
+    session.save(tmp_path / "older")
+    without_risk(tmp_path / "older")
+    older, _ = dialled(folder).load_session(tmp_path / "older")
+    assert older.memory().risk is None and not older.memory().risk_unknown  # it follows nothing
+    for one, unknown in ((older, True), (session, False)):
+        one.set_budget(Budget("entries", 4, RISK, Budget.of(20)))
+        one.prefill(LATER)
+        assert one.memory().risk_unknown == one.fork().memory().risk_unknown == unknown
+    assert older.dial == (4 * older.engine.spec.rows, 0, 0, False) != session.dial
+    older.cut_back(0, 0, 0)
+    assert not older.memory().risk_unknown and older.memory().risk is not None
+
+
 @pytest.mark.parametrize(
     ("settings", "said"),
     [
-        ({"budget_max": None}, "go together"),
-        ({"risk": None}, "go together"),
+        ({"budget_max": None}, "budget_max, which is missing; give it"),
+        ({"risk": None}, "there is no risk; give one, such as 0.02, or a budget in place of"),
+        ({"budget": None, "budget_max": "8KiB"}, r"1,024 bytes \(an eighth of budget_max, unless"),
+        ({"budget": "1100B", "budget_max": "8KiB"}, "budget of 1,100 bytes leaves 0 entries"),
         ({"risk": 0}, "between 0 and 1"),
         ({"risk": 1.0}, "between 0 and 1"),
         ({"budget_max": 3}, "below the budget of 4 entries"),

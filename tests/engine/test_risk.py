@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
-from safetensors import safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 
 from mmkv.engine.contents import MODALITIES
@@ -18,12 +15,11 @@ from mmkv.engine.prefill import ChunkPass
 from mmkv.engine.risk import RiskMeter, exact_risk
 from mmkv.engine.runtime import Runtime
 from mmkv.engine.sequence import CachedSequence
-from mmkv.engine.session_file import _digest
 from tests.support.bursts import Bursts
 from tests.support.dialogues import engine_of, folder_of, oracle_of, prefill_both, prompt
 from tests.support.native import engine_for
 from tests.support.oracle import Oracle
-from tests.support.sessions import text_ids
+from tests.support.sessions import rewrite_tensors, text_ids, without_risk
 
 ERROR = 0.01  # relative, of entries that weigh more than e^-4
 
@@ -101,7 +97,7 @@ def test_what_changes_a_session_changes_its_risk(native: bool, tmp_path: Path) -
     session.save(tmp_path / "saved")
     loaded, _ = engine.load_session(tmp_path / "saved")
     assert loaded.state() == session.state() and loaded.risk() == before
-    _without_risk(tmp_path / "saved")
+    without_risk(tmp_path / "saved")
     older, _ = engine.load_session(tmp_path / "saved")
     for token in text_ids(9, 7).tolist():
         older.decode(token)
@@ -175,7 +171,7 @@ def test_an_older_file_of_a_session_that_forgot_nothing_has_a_risk(tmp_path: Pat
     session = engine.session()
     session.prefill({"input_ids": text_ids(6, 1)[None]})
     session.save(tmp_path / "saved")
-    _without_risk(tmp_path / "saved")
+    without_risk(tmp_path / "saved")
     older, _ = engine.load_session(tmp_path / "saved")
     for token in text_ids(20, 2).tolist():
         older.decode(token), session.decode(token)
@@ -184,24 +180,9 @@ def test_an_older_file_of_a_session_that_forgot_nothing_has_a_risk(tmp_path: Pat
     assert risk.total == pytest.approx(expected.total, rel=1e-9)
 
 
-def _without_risk(path: Path) -> None:
-    """Make a session file what an older mmkv would have written."""
-    _rewrite(path, lambda tensors: tensors.pop("risk"))
-
-
 def _damaged_risk(path: Path, session: CachedSequence) -> None:
     session.save(path)
-    _rewrite(path, lambda tensors: tensors["risk"].fill_(torch.inf))
-
-
-def _rewrite(path: Path, change: Callable[[dict[str, Tensor]], object]) -> None:
-    """Change the tensors of a session file, whose checksum then is that of the new ones."""
-    with safe_open(path, framework="pt") as file:
-        metadata = file.metadata()
-        tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-    change(tensors)
-    del metadata["digest"]
-    save_file(tensors, path, metadata | {"digest": _digest(tensors, metadata)})
+    rewrite_tensors(path, lambda tensors: tensors["risk"].fill_(torch.inf))
 
 
 def test_a_burst_counts_what_single_steps_count() -> None:

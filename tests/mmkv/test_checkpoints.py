@@ -279,6 +279,13 @@ def test_a_gguf_file_is_named_listed_and_saved(mmkv: Callable[..., Ran], picture
     rows = {row["name"]: row for row in listed(mmkv)["models"]}
     assert (rows[files[0]]["problem"], rows[files[0]]["family"]) == ("", "qwen3")
     assert rows[files[0]]["size"] == written.text.stat().st_size
+    parts = Written(Path("folder"), Path("parts"), GGMLQuantizationType.Q8_0, split=9)
+    first, second, *_ = sorted(parts.text.parent.glob("model-*.gguf"))
+    first.unlink()
+    lacking = [row for row in listed(mmkv)["models"] if row["name"].startswith("parts/model")]
+    assert [row["name"] for row in lacking] == [str(first)]
+    assert lacking[0]["problem"].startswith("is missing, part 1 of ") and lacking[0]["size"]
+    assert f"{first} is missing, part 1 of" in mmkv("chat", str(second), *ask).error_line()
     exact = Engine.from_pretrained(files[0], policy="full", kv_limit=10**6).decoder.weights
     planned = rows[files[0]]["memory"]["auto"]
     assert 0.95 * exact.nbytes() <= planned <= 1.05 * exact.nbytes()

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
 from torch import Tensor
 
 from mmkv.engine.backends import kernels_for
@@ -17,6 +20,7 @@ from mmkv.engine.model.spec import DecoderSpec
 from mmkv.engine.model.weights import DecoderWeights
 from mmkv.engine.runtime import Runtime
 from mmkv.engine.sequence import CachedSequence
+from mmkv.engine.session_file import _digest
 from tests.support.factories import Piece, make_model, make_turn
 from tests.support.model_configs import TEXT_IDS, Checkpoint
 
@@ -96,3 +100,18 @@ def assert_same_rows(a: CachedSequence, b: CachedSequence) -> None:
 def state(session: CachedSequence) -> tuple[Any, ...]:
     """Return the state that a failed call must not change."""
     return (session.memory(), session.seen, session.next_position, session.entries)
+
+
+def rewrite_tensors(path: Path, change: Callable[[dict[str, Tensor]], object]) -> None:
+    """Change the tensors of a session file, whose checksum then is that of the new ones."""
+    with safe_open(path, framework="pt") as file:
+        metadata = file.metadata()
+        tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    change(tensors)
+    del metadata["digest"]
+    save_file(tensors, path, metadata | {"digest": _digest(tensors, metadata)})
+
+
+def without_risk(path: Path) -> None:
+    """Make a session file what an older mmkv would have written."""
+    rewrite_tensors(path, lambda tensors: tensors.pop("risk"))

@@ -22,6 +22,7 @@ _MAGIC = b"GGUF"
 _HEAD = struct.Struct("<4sIQQ")
 _PART = re.compile(r"-(\d{5})-of-(\d{5})\.gguf$", re.IGNORECASE)
 _SPLIT = {"no": 0, "count": 1}  # metadata of a part, and what they are of a file by itself
+_IN_ALL = "split.tensors.count"  # of all parts: each says it, and nothing else of the model
 _MOST_PARTS = 1000
 # How the format numbers kinds of metadata; text is 8 and an array 9.
 _NUMBERS = {
@@ -147,6 +148,8 @@ class GgufFile:
         if count == 1 and len(named) == 1:
             return
         if number != 0 or (len(named) > 1 and named[0] != self.path):
+            if named[0] != self.path and not is_file(named[0]):
+                raise _missing(named[0], 1, len(named))
             raise ModelError(
                 f"{self.path} is not the first part of a split GGUF file; name that one, "
                 "...-00001-of-0000N.gguf"
@@ -158,15 +161,17 @@ class GgufFile:
             )
         for at, path in enumerate(named[1:], 1):
             if not is_file(path):
-                raise ModelError(
-                    f"{path} is missing, part {at + 1} of {count} of this model; put all parts "
-                    "into one folder"
-                )
+                raise _missing(path, at + 1, count)
             other = GgufFile(path, (at, count))
+            if other.metadata.get(_IN_ALL) != self.metadata.get(_IN_ALL):
+                raise ModelError(
+                    f"{path} is a part of another split file than {self.path}; get both from the "
+                    "same place"
+                )
             if len(self.tensors | other.tensors) != len(self.tensors) + len(other.tensors):
                 raise other._damaged("it has a tensor of another part, too")
             self.tensors |= other.tensors
-        if len(self.tensors) != self.metadata.get("split.tensors.count", len(self.tensors)):
+        if len(self.tensors) != self.metadata.get(_IN_ALL, len(self.tensors)):
             raise self._damaged("its parts have not the tensors that it names")
 
     @property
@@ -288,6 +293,12 @@ def state(path: Path) -> tuple[int, ...]:
     """Return what changes whenever a file or a part of it does. Raises OSError."""
     found = [path.stat(), *(one.stat() for one in parts_of(path) if is_file(one))]
     return tuple(n for one in found for n in (one.st_size, one.st_mtime_ns, one.st_ctime_ns))
+
+
+def _missing(path: Path, number: int, count: int) -> ModelError:
+    return ModelError(
+        f"{path} is missing, part {number} of {count} of this model; put all parts into one folder"
+    )
 
 
 def parts_of(path: Path) -> list[Path]:

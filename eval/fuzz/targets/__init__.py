@@ -4,7 +4,7 @@ from mmkv.eval.fuzz.target import Target
 from mmkv.eval.fuzz.targets.api import ChangedWeights, ForeignErrors, PythonApi
 from mmkv.eval.fuzz.targets.command_line import CommandLine, Interrupts
 from mmkv.eval.fuzz.targets.contents import Benchmark, Pictures, Templates, TrainingRows
-from mmkv.eval.fuzz.targets.http import Heads, HttpBodies, StoreFaults
+from mmkv.eval.fuzz.targets.http import Heads, HttpBodies, SocketMessages, StoreFaults
 from mmkv.eval.fuzz.targets.model_files import Checkpoints, GateFiles, SessionFileInputs
 from mmkv.eval.fuzz.targets.tools import CutStreams, ToolBodies
 
@@ -28,5 +28,6 @@ TARGETS: dict[str, type[Target]] = {
         StoreFaults,
         ToolBodies,
         CutStreams,
+        SocketMessages,
     )
 }

@@ -326,6 +326,116 @@ _PATHS = (
 )
 
 
+class SocketMessages(HttpBodies):
+    """Messages to a session over a WebSocket, sent at once; its client may leave before the end.
+
+    Each is answered: with events that end with what was read or the session's turn, or with one
+    error. Who leaves is noticed, and the session is idle then.
+    """
+
+    name = "socket messages"
+
+    def _bodies(self, picture: str) -> dict[str, list[Any]]:
+        shown = {"type": "image_url", "image_url": {"url": picture}}
+        said = [{"role": "user", "content": "what?"}]
+        few: dict[str, Any] = {"type": "ask", "max_tokens": 2}
+        return {
+            "observe": [
+                {"type": "observe", "content": "a door opens", "at": 1},
+                {"type": "observe", "content": [shown, shown], "at": 1.5, "fps": 2},
+                {"type": "observe", "content": [shown], "at": 2, "skip_similar": 3},
+                {"type": "observe", "content": "it is red", "system": "be brief"},
+            ],
+            "ask": [
+                few | {"messages": said},
+                few | {"messages": said, "stream_options": {"include_usage": True}},
+                few | {"messages": [{"role": "user", "content": [shown]}]},
+            ],
+        }
+
+    def make(self, rng: Random) -> Case:
+        sent: list[dict[str, Any]] = []
+        for _ in range(rng.choice((1, 1, 2, 3, 6))):
+            kind = rng.choice(("observe", "observe", "ask"))
+            body = copy.deepcopy(rng.choice(self._wholes[kind]))
+            if body["type"] == "ask":
+                chosen = rng.sample(sorted(OPTIONS), rng.randrange(3))
+                body |= {name: rng.choice(OPTIONS[name]) for name in chosen}
+            if rng.random() < 0.5:
+                body = mutate.edit(rng, body)
+                if isinstance(body, dict) and rng.random() < 0.8:
+                    body["type"] = kind
+            form = "bytes" if rng.random() < 0.03 else "text"
+            sent.append({form: as_text(mutate.dump(rng, body))})
+        # Answers after which the client leaves; -1: it has all.
+        return {"sent": sent, "leaves": rng.choice((-1, -1, -1, 0, 1, 2, 5))}
+
+    async def _ask(self, case: Case) -> None:
+        transport = httpx.ASGITransport(self._app)
+        async with httpx.AsyncClient(transport=transport, base_url="http://server") as client:
+            name = (await client.post("/v1/sessions", json={})).json()["id"]
+            try:
+                await self._connected(name, case)
+                busy = (await client.get(f"/v1/sessions/{name}")).json()["busy"]
+                if busy:
+                    raise Wrong("a turn goes on without its client")
+            finally:
+                await self._clean(client, name)
+
+    async def _connected(self, name: str, case: Case) -> None:
+        """Send the messages of a case, and read answers until its client leaves."""
+        coming: asyncio.Queue[dict[str, Any]] = asyncio.Queue()
+        coming.put_nowait({"type": "websocket.connect"})
+        for one in case["sent"]:
+            content = as_bytes("".join(one.values()))
+            made: dict[str, Any] = {"bytes": content}
+            if "text" in one:
+                made = {"text": content.decode("utf-8", "replace")}
+            coming.put_nowait({"type": "websocket.receive"} | made)
+        answers, left, wrong = 0, len(case["sent"]), list[str]()
+
+        def leave() -> None:
+            coming.put_nowait({"type": "websocket.disconnect", "code": 1000})
+
+        async def send(message: Any) -> None:  # what it raises would be answered as an error
+            nonlocal answers, left
+            if message["type"] == "websocket.accept":
+                if not case["leaves"]:
+                    leave()
+                return
+            event = json.loads(message.get("text", "{}"))
+            error = event.get("error")
+            if message["type"] != "websocket.send":
+                wrong.append(f"the server ends it: {message}")
+            elif error is not None and (not error["message"] or "\n" in error["message"]):
+                wrong.append(f"an error without a line: {event}")
+            answers += 1
+            ends = ("session.observation", "session.turn")
+            left -= error is not None or event.get("object") in ends
+            if answers == case["leaves"] or not left:
+                leave()
+
+        path = f"/v1/sessions/{name}/socket"
+        scope = {
+            "type": "websocket",
+            "asgi": {"version": "3.0"},
+            "http_version": "1.1",
+            "scheme": "ws",
+            "path": path,
+            "raw_path": path.encode(),
+            "query_string": b"",
+            "root_path": "",
+            "headers": [(b"host", b"server")],
+            "client": ("127.0.0.1", 1),
+            "server": ("server", 80),
+            "subprotocols": [],
+            "state": {},
+        }
+        await self._app(scope, coming.get, send)
+        if wrong:
+            raise Wrong(wrong[0])
+
+
 _HEAD = 2**12  # bytes that a head may have here
 _PIECE = 2**15  # that come at once
 _LINES = (

@@ -49,11 +49,15 @@ TEXTS = 2  # data: URLs and files that are read at a time; a URL takes several t
 
 @dataclass(frozen=True)
 class Source:
-    """A picture or video that a request names, with the settings of its part."""
+    """A picture or video that a request names, with the settings of its part.
+
+    ``frame``: the picture is one of a video, which is scaled when all its frames are known.
+    """
 
     kind: Literal["image", "video"]
     url: str
     settings: Mapping[str, Any] = field(default_factory=dict)
+    frame: bool = False
 
 
 @dataclass(frozen=True)
@@ -207,7 +211,7 @@ class MediaResolver:
             "settings": settings.given(),
             "frame_rule": self._frame_rule,
             "rules": self._rules,
-            "picture_rules": self._picture_rules,
+            "picture_rules": None if source.frame else self._picture_rules,
         }
         seconds = self.limits.seconds(source.kind)
         a_pixel = DECODED if source.kind == "image" else 3

@@ -244,12 +244,19 @@ def test_a_split_file_is_read_part_by_part(tmp_path: Path) -> None:
     assert joined != first.read_bytes()
     changed(first, linked / "joined.gguf", lambda raw: joined)
     assert GgufFile(linked / "joined.gguf").metadata["split.count"] == 0
+    # Another model's part of the same name, number and count: all say how many tensors there are.
+    counted = b"split.tensors.count" + struct.pack("<I", 5)
+    at = blob.read_bytes().index(counted) + len(counted)
+    blob.write_bytes(raw[:at] + bytes([raw[at] + 1]) + raw[at + 1 :])
+    assert f"{last} is a part of another split file than {first}" in refused(first)
     last.unlink()
     assert refused(first).startswith(
         f"{last} is missing, part {len(parts)} of {len(parts)} of this"
     )
     last.symlink_to((linked / parts[1].name).resolve())
     assert "it is not the part that its name says" in refused(first)
+    first.unlink()
+    assert refused(last).startswith(f"{first} is missing, part 1 of {len(parts)} of this")
 
 
 def test_damage_anywhere_in_the_header_is_refused_in_a_line(

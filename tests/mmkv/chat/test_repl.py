@@ -23,7 +23,7 @@ from PIL import Image
 import mmkv.chat.display
 import mmkv.session
 import mmkv.turn
-from mmkv import Engine, bundled_model
+from mmkv import Engine, Session, bundled_model
 from mmkv.chat.display import Display, OutputClosed
 from mmkv.chat.folder import WatchedFolder
 from mmkv.chat.options import ChatOptions
@@ -658,6 +658,9 @@ def test_pictures_that_come_into_a_watched_folder_are_read(
         user = [one for one in repl.session.history if one["role"] == "user"]
         return [sum(part["type"] != "text" for part in one["content"]) for one in user]
 
+    def interrupt(*_: Any, **__: Any) -> None:
+        raise KeyboardInterrupt
+
     class Typing:
         def __init__(self) -> None:
             self.steps = iter(self.typed())
@@ -686,6 +689,15 @@ def test_pictures_that_come_into_a_watched_folder_are_read(
             red.save(folder / "late.png")
             yield "/memory"
             assert pictures() == [1]
+            yield f"/watch-folder {folder}"
+            red.save(folder / "unread.png")
+            with monkeypatch.context() as patch:
+                patch.setattr(Session, "observe", interrupt)
+                before = repl.session.seen
+                yield "is this sent?"
+                assert repl.session.seen == before
+                yield "/watch-folder off"
+            assert repl.folder is None
             folder.rename(tmp_path / "gone")
             yield f"/watch-folder {folder}"
 
@@ -693,6 +705,7 @@ def test_pictures_that_come_into_a_watched_folder_are_read(
     assert repl.run() == 0
     said = capfd.readouterr().err
     assert "the 1 in it are left out" in said and said.count("broken.png") == 1
+    assert said.count("(stopped; nothing was sent)") == 1
     assert said.count("read one.jpg") == said.count("read half.png") == 1
     assert "late.png" not in said and "camera cannot be read (No such file" in said
     stopped = WatchedFolder(tmp_path / "gone")

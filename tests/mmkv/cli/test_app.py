@@ -35,6 +35,7 @@ from mmkv.training.data.conversations import DataSource
 from tests.conftest import make_spec
 from tests.support.chat_models import save_llama, save_qwen3_vl
 from tests.support.media import png_bomb
+from tests.support.sessions import without_risk
 
 if TYPE_CHECKING:
     from tests.support.cli_fixtures import Ran
@@ -120,6 +121,7 @@ def test_json_numbers_are_consistent(mmkv: Callable[..., Ran], model: str, pictu
         "differs",
         "risk",
         "over_risk",
+        "risk_unknown",
         "memory",
         "time_to_first_token_s",
         "tokens_per_second",
@@ -230,7 +232,7 @@ def test_the_memory_line_says_when_nothing_was_evicted(
 
 
 def test_a_budget_follows_the_risk_and_says_when_it_cannot(
-    mmkv: Callable[..., Ran], model: str, capfd: pytest.CaptureFixture[str]
+    mmkv: Callable[..., Ran], model: str, capfd: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     few = ("--budget", "2", "--gates", "random", "--risk", "0.0001", *FEW)
     asked = ("chat", model, "-p", "tell me of a long day", *few)
@@ -249,8 +251,13 @@ def test_a_budget_follows_the_risk_and_says_when_it_cannot(
     repl.command("/budget 4")
     repl.command("/budget 5")
     assert capfd.readouterr().err.count("it does not follow --risk any more") == 1
+    older = str(tmp_path / "older.mmkv")
+    mmkv(*asked, "--budget-max", "3", "--save", older)
+    without_risk(Path(older))
+    ran = mmkv(*asked, "--budget-max", "4", "--load", older)
+    assert ran.err.count("its budget does not follow --risk") == 1
     for wrong, why in (
-        (asked, "go together"),
+        (asked, "budget_max, which is missing"),
         ((*asked, "--budget-max", "1"), "below the budget of 2"),
         ((*asked, "--budget-max", "3", "--policy", "streamingllm"), "does not predict"),
     ):

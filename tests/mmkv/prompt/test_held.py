@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import random
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -15,6 +17,7 @@ from transformers import AutoModelForImageTextToText, AutoTokenizer
 from mmkv import Engine, Session
 from mmkv.engine.errors import ContextError, InputError
 from mmkv.engine.read_ids import with_ids
+from mmkv.prompt.held import Held, Place, Read
 from mmkv.prompt.template import REWRITES, ChatTemplate
 from mmkv.scheduler.conversation import CachedConversation
 from mmkv.scheduler.replies import ReplyJob, message
@@ -645,3 +648,16 @@ def test_what_eviction_before_a_reply_took_is_not_lost_by_it(
         assert session.evicted == 18 * engine.spec.rows  # of 58 tokens, the reply is not cut yet
         list(session.send("b"))
         assert session.note is None and session.memory().differs is None
+
+
+def test_what_was_read_takes_few_bytes_a_token() -> None:
+    """An endless session keeps every token id, and its file has them as they were."""
+    ids = [*range(300, 2300)]
+    held = Held()
+    held.add_prompt(Read("a" * 2000, tuple(ids)), Place(2000, 2000, 2000))
+    held.add_reply("b" * 2000, ids, Place(4000, 4000, 2000))
+    written = json.loads(json.dumps(held.as_json()))["pieces"]
+    assert held.pieces is not None and [one["ids"] for one in written] == [ids, ids]
+    for piece in held.pieces:
+        assert piece.ids is not None and list(piece.ids) == ids
+        assert sys.getsizeof(piece.ids) < 5 * len(ids)

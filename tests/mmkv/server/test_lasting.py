@@ -114,6 +114,26 @@ def test_a_session_goes_on_at_another_server(servers: tuple[Server, Server]) -> 
     assert name not in {one["id"] for one in one.client.get("/v1/sessions").json()["data"]}
 
 
+def test_frames_that_were_all_skipped_are_counted_at_another_server(
+    servers: tuple[Server, Server],
+) -> None:
+    one, two = servers
+    name = created(one)
+
+    def skipped(server: Server, session: str, shade: str = "red") -> int:
+        body = {"content": [picture_part(picture(shade, (48, 40)))], "at": 1, "skip_similar": 2}
+        answer = server.client.post(f"/v1/sessions/{session}/observe", json=body)
+        assert answer.status_code == 200, answer.text
+        return answer.json()["frames_skipped"]
+
+    assert [skipped(server, name) for server in (one, one, two, two, one)] == [0, 1, 2, 3, 4]
+    memory = set(_files(one))
+    fork = one.client.post(f"/v1/sessions/{name}/fork").json()["id"]
+    assert [skipped(server, fork) for server in (two, one)] == [5, 6]
+    assert skipped(two, name) == 5 and memory <= set(_files(one))  # the memory is as it was
+    assert [skipped(two, name, "blue"), skipped(one, name, "blue")] == [5, 6]
+
+
 def test_names_are_taken_once(servers: tuple[Server, Server]) -> None:
     one, two = servers
     created(one, "bob")

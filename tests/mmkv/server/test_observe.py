@@ -9,8 +9,10 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
+import numpy as np
 import pytest
 import wsproto.events
+from PIL import Image
 from wsproto import ConnectionType, WSConnection
 
 from mmkv import Engine, Sampling, Session
@@ -26,10 +28,13 @@ from tests.support.servers import (
 
 FEW = {"max_tokens": 8, "temperature": 0}
 RED, BLUE = picture("red", (64, 32)), picture("blue", (64, 32))
+# More than a still picture keeps of its pixels, and than a frame of a video does.
+LARGE = Image.fromarray(np.random.default_rng(0).integers(0, 256, (96, 128, 3), np.uint8))
 
 
 def load(folder: Path) -> Engine:
-    return Engine.from_pretrained(folder, policy="full", dtype="float32", kv_limit=2**24)
+    options = {"policy": "full", "dtype": "float32", "kv_limit": 2**24}
+    return Engine.from_pretrained(folder, max_pixels=RED.width * RED.height, **options)
 
 
 @pytest.fixture(scope="module")
@@ -71,7 +76,7 @@ def test_a_session_over_http_reads_what_one_in_python_reads(
     name = created(server)
     with engine.session() as session:
         for turn in range(2):
-            for what, at in ((RED, 1.5), ("a door opens", 2), (BLUE, 3)):
+            for what, at in ((RED, 1.5), ("a door opens", 2), (LARGE, 3)):
                 given = what if isinstance(what, str) else picture_part(what)
                 ours = observe(server, name, given, at=at)
                 same = session.observe(what, at=at)
@@ -194,7 +199,9 @@ class Client:
         raise AssertionError
 
 
-def test_a_websocket_observes_and_asks_as_the_routes_do(server: Server) -> None:
+def test_a_websocket_observes_and_asks_as_the_routes_do(
+    server: Server, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     one, other = created(server), created(server)
     with Client(server, one) as client:
         for what in ([picture_part(RED)], "a door opens"):
@@ -204,10 +211,12 @@ def test_a_websocket_observes_and_asks_as_the_routes_do(server: Server) -> None:
             for name in ("id", "session"):
                 del ours[name], theirs[name]
             assert ours == theirs
-        client.send(type="ask", messages=[{"role": "user", "content": "what?"}], **FEW)
-        said = ""
+        said, counted = "", {"stream_options": {"include_usage": True}}
+        client.send(type="ask", messages=[{"role": "user", "content": "what?"}], **FEW, **counted)
         while (event := client.receive())["object"] != "session.turn":
-            said += event["choices"][0]["delta"].get("content") or ""
+            said += "".join(one["delta"].get("content") or "" for one in event["choices"])
+            usage = event.get("usage")
+        assert usage["completion_tokens"] > 0
         assert event["session"]["turns"] == 1 and event["ignored"] is None
         assert said == ask(server, other, "what?")["choices"][0]["message"]["content"]
         # Each is one message, and the socket stays open.
@@ -230,6 +239,11 @@ def test_a_websocket_observes_and_asks_as_the_routes_do(server: Server) -> None:
         client.write(wsproto.events.BytesMessage(b"{}"))
         assert client.receive()["error"]["code"] == "invalid_request"
         assert server.client.get(f"/v1/sessions/{one}/memory").json() == before
+        with monkeypatch.context() as patch:
+            patch.setattr("mmkv.server.websocket.SessionObservation", lambda *_: 1 // 0)
+            client.send(type="observe", content="a")
+            assert client.receive()["error"]["code"] == "internal"
+        assert "ZeroDivisionError" in caplog.text
         server.client.delete(f"/v1/sessions/{one}")
         client.send(type="observe", content="a")
         assert client.receive()["error"]["code"] == "session_not_found"
@@ -245,6 +259,8 @@ def test_a_client_that_leaves_its_websocket_takes_its_turn_along(server: Server)
             blocked = server.client.post(f"/v1/sessions/{name}/observe", json={"content": "b"})
             assert blocked.json()["error"]["code"] == "session_busy"
             assert reached.wait(60)
+            for _ in range(5):  # none of which is read before the reply is over
+                client.send(type="observe", content="c")
         # Before the thread goes on with the few tokens that are left of the reply.
         (request,) = server.state.engine_thread._requests
         until(lambda: request.ticket is not None and request.ticket.cancel_asked)

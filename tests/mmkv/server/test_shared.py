@@ -221,9 +221,11 @@ def test_what_a_session_cannot_have_of_its_own(
     dial = ["--risk", "0.02", "--budget-max", "1MiB"]
     for other in (
         dial,
+        dial[:2],
+        dial[2:],
         ["--budget", "8"],
         ["--budget-bytes", "1MiB"],
         ["--budget-fraction", "0.5"],
     ):
         assert run(["serve", "--shared-budget", "8", *other]) == 2
-    assert "--shared-budget" in capsys.readouterr().err
+        assert "--shared-budget stands instead" in capsys.readouterr().err
