@@ -25,7 +25,7 @@ from torch import Tensor
 
 from mmkv.engine.cache import RaggedCache
 from mmkv.engine.model.rope import rotate
-from mmkv.engine.scorer_state import QUERIES, window_positions
+from mmkv.engine.scorer_state import POSITIONS, QUERIES, window_positions
 
 # Entries whose keys are turned at a time.
 _AT_ONCE = 2**16
@@ -217,6 +217,8 @@ def move(
         for layer, frequencies in zip(ring, inv_freq, strict=True):
             queries = pool.form.rotate(layer.transpose(0, 1))
             layer.copy_(pool.form.rotate(turned(queries, back, frequencies)).transpose(0, 1))
+        if POSITIONS in cache.memory:
+            cache.memory[POSITIONS][seq] -= back
 
 
 def turned(x: Tensor, back: Tensor, inv_freq: Tensor) -> Tensor:

@@ -27,6 +27,7 @@ from mmkv.engine.interrupts import CtrlC
 from mmkv.engine.memory import MANY_TOKENS, give_back
 from mmkv.engine.model.panels import Panels
 from mmkv.engine.model.state_layer import DeltaLayer
+from mmkv.engine.scorer_state import store_positions
 from mmkv.engine.trace import PRUNED
 
 # Tokens of one pass on a CPU. Products gain nothing from more, and the states of more tokens leave
@@ -414,6 +415,10 @@ class ChunkPass:
             taps = list(zip(*(tap.split(self._counts) for tap in self._tapped), strict=True))
             for chunk, own in zip(chunks, taps or [()] * len(chunks), strict=True):
                 chunk.write_state(engine.policy.scoring, own)
+        if engine.model.needs.positions:
+            for chunk, turn in zip(chunks, self._turns, strict=True):
+                seqs = torch.tensor([chunk.seq], device=engine.device)
+                store_positions(engine.cache, seqs, chunk.position[None], turn.positions[:, None])
         return [chunk.finish(beta) for chunk, beta in zip(chunks, betas, strict=True)]
 
     def _finish(self, ends: Tensor) -> None:

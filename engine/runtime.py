@@ -268,7 +268,10 @@ class Runtime:
         return Decoder(self.spec, weights, gates, taps, kernels_for(weights.form).elementwise)
 
     def _make_rope(self) -> Rope:
-        return Rope(self.spec.rope, self.device, self.dtype, self.spec.local_rope)
+        spec = self.spec
+        there = [at for at, index in enumerate(spec.entry_index) if index is not None]
+        local = [spec.is_local(layer) for layer in there]
+        return Rope(spec.rope, self.device, self.dtype, spec.local_rope, local)
 
     @property
     def decoder(self) -> Decoder:

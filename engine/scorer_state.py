@@ -2,7 +2,8 @@
 
 The last w queries of each sequence lie in the cache's memory as ``queries [S, L, Hq, w, D]``, after
 RoPE and in the model's dtype: the query of token p in slot ``p % w``, so that a step writes one
-slot and moves nothing. Where the form of the cache is rotated, they lie there rotated, too.
+slot and moves nothing. Where the form of the cache is rotated, they lie there rotated, too. Their
+rope positions ``[S, A, w]`` lie beside them for a scorer that asks, in the same slots.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from torch import Tensor
 
 from mmkv.engine.cache import EncodedKV, Entries, RaggedCache
 from mmkv.engine.errors import PolicyError
+from mmkv.engine.model.rope import rotate
 from mmkv.engine.policies.base import (
     CacheView,
     Group,
@@ -31,12 +33,17 @@ from mmkv.engine.policies.base import (
 )
 
 if TYPE_CHECKING:
+    from mmkv.engine.cache.forms import KVForm
+    from mmkv.engine.model.rope import Rope
     from mmkv.engine.model.spec import DecoderSpec
 
 # What :func:`window_attention` computes; a backend may have a faster function.
 WindowAttention = Callable[[RaggedCache, int, Entries, CacheView, WindowReduction], Tensor]
 
 QUERIES = "queries"
+POSITIONS = "query_positions"
+# What the engine itself keeps of each sequence for a scorer: only the last w tokens have a part.
+RINGS = frozenset((QUERIES, POSITIONS))
 # Elements of one block of scores: temporaries stay near 16 MiB however long rows and chunks are.
 _MASS_BLOCK_ELEMENTS = 4 * 2**20
 
@@ -62,6 +69,25 @@ def store_queries(queries: Tensor, seqs: Tensor, position: Tensor, new: Tensor) 
     """
     slot = position % queries.shape[3]
     queries[seqs[:, None], :, :, slot] = new.permute(0, 3, 1, 2, 4)
+
+
+def store_positions(
+    cache: RaggedCache, seqs: Tensor, position: Tensor, rope_position: Tensor
+) -> None:
+    """Put the rope positions of new queries into their slots, if the scorer asks for them.
+
+    Args:
+        seqs: ``[B]`` int64; position: ``[B, T]`` token indices.
+        rope_position: ``[A, B, T]``, or ``[1, B, T]`` of text; of more than w tokens the last w
+            count.
+    """
+    ring = cache.memory.get(POSITIONS)
+    if ring is None:
+        return
+    size = ring.shape[2]
+    slot = position[:, -size:] % size
+    new = rope_position[..., -size:].expand(ring.shape[1], -1, -1)
+    ring[seqs[:, None], :, slot] = new.permute(1, 2, 0)
 
 
 def window_attention(
@@ -142,6 +168,30 @@ def newest_entropy(
         share = entropy / most[layer][:, None]
         found.append(share.masked_fill(most[layer][:, None] <= 0, 0.0))
     return torch.stack(found).mean()
+
+
+def future_queries(
+    queries: Tensor,
+    positions: Tensor,
+    form: KVForm,
+    seen: int | Tensor,
+    ahead: int,
+    rope: Rope,
+    long: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """Compute :meth:`mmkv.engine.policies.base.CacheView.future_queries`.
+
+    Args:
+        queries: a sequence's ring ``[L, Hq, w, D]``; positions: ``[A, w]``, where they lie.
+        form: of the cache, which may have rotated them; long: by which factors RoPE turned them.
+    """
+    at = window_positions(seen, queries.shape[2], queries.device)
+    turns = rope.ahead(positions, at >= 0, ahead, len(queries), long)
+    turned = [
+        rotate(form.rotate(layer.float()).transpose(0, 1), *turn).transpose(0, 1)
+        for layer, turn in zip(queries, turns, strict=True)
+    ]
+    return torch.stack(turned), at
 
 
 def _probabilities(
@@ -257,9 +307,11 @@ class CacheEntries:
         entries: Entries,
         needs: Needs,
         attention: WindowAttention = window_attention,
+        rope: Rope | None = None,
+        long: bool = False,
     ) -> None:
         self._cache, self._seq, self._entries, self._needs = cache, seq, entries, needs
-        self._attention = attention
+        self._attention, self._rope, self._long = attention, rope, long
 
     def keys(self) -> Tensor:
         """``[N, D]`` after RoPE."""
@@ -289,6 +341,14 @@ class CacheEntries:
         queries, keys = cache.memory[QUERIES][self._seq], cache.pool.stored_keys.flatten(0, 1)
         return newest_entropy(queries, keys, self._entries.slot, view)
 
+    def future_queries(self, view: CacheView, ahead: int) -> tuple[Tensor, Tensor]:
+        """See :meth:`mmkv.engine.policies.base.CacheView.future_queries`."""
+        memory, seq = self._cache.memory, self._seq
+        if POSITIONS not in memory or self._rope is None:
+            raise PolicyError(_undeclared("future queries", "queries=128, positions=True"))
+        rings, form = (memory[QUERIES][seq], memory[POSITIONS][seq]), self._cache.pool.form
+        return future_queries(*rings, form, view.seen, ahead, self._rope, self._long)
+
     def _check_queries(self, what: str) -> None:
         if QUERIES not in self._cache.memory:
             raise PolicyError(_undeclared(what, "queries=16") + " or another number")
@@ -306,12 +366,15 @@ def view_of(
     prompt_tokens: int,
     needs: Needs,
     attention: WindowAttention = window_attention,
+    rope: Rope | None = None,
+    long: bool = False,
 ) -> CacheView:
     """Show policies the ``entries`` of one sequence.
 
     Args:
         seen: tokens of the sequence so far; prompt_tokens: those that came in prompts.
         needs: what the scorer says it reads; attention: computes what it asks for of the window.
+        rope: of the model; long: whether the sequence has its long factors.
     """
     pool = cache.pool
     return CacheView(
@@ -323,7 +386,7 @@ def view_of(
         position=pool.position.view(-1)[entries.slot].long(),
         log_beta=pool.log_beta.view(-1)[entries.slot],
         modality=pool.modality.view(-1)[entries.slot],
-        source=CacheEntries(cache, seq, entries, needs, attention),
+        source=CacheEntries(cache, seq, entries, needs, attention, rope, long),
         prompt_tokens=prompt_tokens,
     )
 
@@ -351,6 +414,8 @@ def sequence_memory(
     if policy.scoring.needs.queries:
         shape = (spec.entry_layers, spec.num_heads, policy.scoring.needs.queries, spec.head_dim)
         kept[QUERIES] = (shape, dtype)
+    if policy.scoring.needs.positions:
+        kept[POSITIONS] = ((spec.rope.axes, policy.scoring.needs.queries), torch.int64)
     asked = getattr(policy.scoring, "memory", None)
     if asked is not None:
         made = asked(spec.entry_layers, spec.num_kv_heads, spec.head_dim, spec.hidden_size)
@@ -389,7 +454,7 @@ def revise_state(
     cache: RaggedCache, scorer: Scorer, seq: int, entries: Entries, view: CacheView
 ) -> None:
     """Let the scorer change the state of a sequence's ``entries`` after a step."""
-    memory = {name: kept[seq] for name, kept in cache.memory.items() if name != QUERIES}
+    memory = {name: kept[seq] for name, kept in cache.memory.items() if name not in RINGS}
     state = scorer.on_step(view, memory)  # type: ignore[attr-defined]
     call = f"{type(scorer).__name__}.on_step"
     if state is not None:
@@ -428,7 +493,7 @@ def write_state(
         position=position,
         prompt=prompt,
         taps=torch.stack([tap.float() for tap in taps]) if taps else torch.empty(0),
-        memory={name: kept[seqs] for name, kept in cache.memory.items() if name != QUERIES},
+        memory={name: kept[seqs] for name, kept in cache.memory.items() if name not in RINGS},
         keys=lambda: pool.keys_at(slots).float(),
         values=lambda: pool.values_at(slots).float(),
     )

@@ -37,7 +37,7 @@ from mmkv.engine.policies.allocation import GlobalAllocation
 from mmkv.engine.prefill import Prefill, run_whole
 from mmkv.engine.read_ids import with_ids
 from mmkv.engine.risk import Risk, RiskMeter
-from mmkv.engine.scorer_state import QUERIES, view_of
+from mmkv.engine.scorer_state import RINGS, view_of
 from mmkv.engine.trace import FORGOTTEN, Recorder
 
 if TYPE_CHECKING:
@@ -542,7 +542,7 @@ class CachedSequence:
         that keeps a state in place of entries.
         """
         cache = self.engine.cache
-        return not cache.states and not cache.pool.state_size and cache.memory.keys() <= {QUERIES}
+        return not cache.states and not cache.pool.state_size and cache.memory.keys() <= RINGS
 
     @torch.inference_mode()
     def cut_back(self, seen: int, next_position: int, prompt_tokens: int) -> None:
@@ -657,6 +657,8 @@ class CachedSequence:
             self.prompt_tokens,
             engine.policy.scoring.needs,
             engine.backends.window_attention,
+            engine.rope,
+            bool(self.long_rope),
         )
 
     def new_meter(self) -> RiskMeter | None:

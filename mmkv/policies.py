@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 _NEEDS = {
     "gates": ("", "{} gates"),
     "queries": ("1 query", "{} queries"),
+    "positions": ("their positions", ""),
     "state": ("1 number an entry", "{} numbers an entry"),
     "mass": ("", "attention mass ({} of a group)"),
     "taps": ("", "hidden states"),

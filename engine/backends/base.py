@@ -15,7 +15,13 @@ import torch
 from torch import Tensor
 
 from mmkv.engine.budget import EVERY_STEP, Interval
-from mmkv.engine.scorer_state import WindowAttention, view_of, window_attention
+from mmkv.engine.scorer_state import (
+    POSITIONS,
+    WindowAttention,
+    store_positions,
+    view_of,
+    window_attention,
+)
 
 if TYPE_CHECKING:
     from mmkv.engine.backends.cuda.kernels.sample import Draw
@@ -138,10 +144,29 @@ class Batch:
             attention=self.attention,
         )
 
-    def view(self, index: int, entries: Entries, cache: RaggedCache, needs: Needs) -> CacheView:
+    def view(
+        self, index: int, entries: Entries, cache: RaggedCache, model: LoadedModel
+    ) -> CacheView:
         """Show policies the entries of the sequence with this index."""
-        seen, prompt = self.seen[index], self.prompt_tokens[index]
-        return view_of(cache, self.seqs[index], entries, seen, prompt, needs, self.attention)
+        return view_of(
+            cache,
+            self.seqs[index],
+            entries,
+            self.seen[index],
+            self.prompt_tokens[index],
+            model.needs,
+            self.attention,
+            model.rope,
+            bool(self.long_rope[index]),
+        )
+
+    def store_positions(self, cache: RaggedCache) -> None:
+        """Keep the rope positions of the step's queries, if the scorer asks for them."""
+        if POSITIONS in cache.memory:
+            device = cache.length.device
+            columns = self.seqs, self.seen, self.next_position
+            seqs, position, where = (torch.tensor(list(x), device=device) for x in columns)
+            store_positions(cache, seqs, position[:, None], where[None, :, None])
 
 
 class Scored(NamedTuple):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -17,6 +19,7 @@ class Rope:
     Args:
         local: the embedding of the layers that have their own, or None. Its angles then stand
             behind the others': cos and sin are ``[T, 2 rot]``.
+        local_layers: of each layer with entries, whether it has that one; empty: none has.
     """
 
     def __init__(
@@ -25,8 +28,9 @@ class Rope:
         device: torch.device,
         dtype: torch.dtype,
         local: RopeSpec | None = None,
+        local_layers: Sequence[bool] = (),
     ) -> None:
-        self.spec, self._local = spec, local
+        self.spec, self._local, self._local_layers = spec, local, local_layers
         self._local_freq = None if local is None else local.inv_freq.to(device)
         self.device, self.dtype = device, dtype
         self._inv_freq = {False: spec.inv_freq.to(device)}
@@ -49,6 +53,39 @@ class Rope:
         Nothing is tabulated: a table would grow with the sequence, and bounded memory with it.
         """
         return self._both(positions[:, None].float() * self._inv_freq[long], positions)
+
+    def ahead(
+        self, positions: Tensor, known: Tensor, count: int, layers: int, long: bool = False
+    ) -> list[tuple[Tensor, Tensor]]:
+        """Compute how a vector rotated at its position turns to the ``count`` positions to come.
+
+        These follow the largest of the known positions, on all axes alike, as text does. The turn
+        is the mean of the turns to each of them, and so shortens what it turns.
+
+        Args:
+            positions: ``[A, w]`` int64; known: bool ``[w]``, which of them count.
+
+        Returns:
+            of each of ``layers`` layers with entries, cos and signed sin ``[w, rot]`` float32.
+        """
+        last = positions.masked_fill(~known, -1).amax()
+        back = (last + 1 - positions).double()
+        steps = torch.arange(count, device=positions.device).double()
+        made = {}
+        for local in {False, *self._local_layers}:
+            freq = self._local_freq if local else self._inv_freq[long]
+            assert freq is not None
+            freq = freq.double()
+            own = back[:1].expand(freq.numel(), -1)
+            if self.spec.mrope_axes and len(back) == 3 and not local:
+                own = back[self._axes]
+            angle, each = own.T * freq, steps[:, None] * freq
+            cos, sin = angle.cos(), angle.sin()
+            mean_cos, mean_sin = each.cos().mean(0), each.sin().mean(0)
+            cos, sin = cos * mean_cos - sin * mean_sin, sin * mean_cos + cos * mean_sin
+            cos, sin = torch.cat([cos, cos], -1), torch.cat([-sin, sin], -1)
+            made[local] = cos.float(), sin.float()
+        return [made[local] for local in self._local_layers or (False,) * layers]
 
     def _both(self, angle: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
         made = self._finish(angle)

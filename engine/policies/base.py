@@ -31,6 +31,7 @@ class Needs:
     Attributes:
         gates: ``"retention"``: retention gates, whose ``log_beta`` is stored with each entry.
         queries: recent queries to keep per layer, for :meth:`CacheView.attention`.
+        positions: whether their rope positions are kept, too, for :meth:`CacheView.future_queries`.
         keys, values: whether :meth:`CacheView.keys` and :meth:`CacheView.values` are read.
         state: float32 numbers kept with each entry, 0 at first: :meth:`CacheView.state`. What
             ``on_append`` returns is written there, and what a score hands back (:class:`Scores`).
@@ -42,6 +43,7 @@ class Needs:
 
     gates: Literal["", "retention"] = ""
     queries: int = 0
+    positions: bool = False
     keys: bool = False
     values: bool = False
     state: int = 0
@@ -53,13 +55,15 @@ class Needs:
             self.gates not in ("", "retention")
             or self.queries < 0
             or self.state < 0
+            or (self.positions and not self.queries)
             or self.mass not in ("", *GROUPS)
             or (self.mass and not self.state)
             or not all(0 <= low <= high <= 1 for low, high in map(band, self.taps))
         ):
             raise PolicyError(
                 f"{self} cannot be: gates is '' or 'retention', queries and state are numbers from "
-                f"0, mass is '' or one of {', '.join(GROUPS)} and takes state 0, taps lie in [0, 1]"
+                f"0, mass is '' or one of {', '.join(GROUPS)} and takes state 0, taps lie in "
+                "[0, 1], positions are those of queries"
             )
 
 
@@ -111,6 +115,10 @@ class EntrySource(Protocol):
 
     def entropy(self, view: CacheView) -> Tensor:
         """Float32 without dimensions, see :meth:`CacheView.entropy`."""
+        ...
+
+    def future_queries(self, view: CacheView, ahead: int) -> tuple[Tensor, Tensor]:
+        """``[L, Hq, w, D]`` and ``[w]``, see :meth:`CacheView.future_queries`."""
         ...
 
 
@@ -202,6 +210,21 @@ class CacheView:
             PolicyError: the scorer does not declare ``needs.queries``.
         """
         return self._source().entropy(self)
+
+    def future_queries(self, ahead: int) -> tuple[Tensor, Tensor]:
+        """Turn the last ``needs.queries`` queries as if the next ``ahead`` tokens asked them.
+
+        Each is taken back to what it was before RoPE and turned by the mean of the rotations at the
+        next ``ahead`` positions, which follow the largest of the window's.
+
+        Returns:
+            float32 ``[L, Hq, w, D]``, to be compared with :meth:`keys`; int64 ``[w]``, the token
+            index of each, -1 where there is none yet.
+
+        Raises:
+            PolicyError: the scorer does not declare ``needs.queries`` and ``needs.positions``.
+        """
+        return self._source().future_queries(self, ahead)
 
     @property
     def rows(self) -> int:

@@ -66,7 +66,7 @@ class Endless(Oracle):
             moved = self._compact(self.next, most)
             self.back, positions, end = self.back + moved, positions - moved, end - moved
             self.moves += 1
-        self.next = end
+        self.next, self.rope_position = end, self.where
         self.where = torch.cat([self.where, positions], 1)
         return super()._forward(hidden, positions, levels, prompt)
 
@@ -113,6 +113,13 @@ class Endless(Oracle):
                 part[0] for part in self.apply(query, key, *angles)
             )
 
+    def mean_rotation(self, layer: int, positions: range) -> Tensor:
+        """As of any conversation: the queries that it turns are not those of tokens."""
+        self.rotate = self.apply
+        made = super().mean_rotation(layer, positions)
+        self.rotate = self._noted
+        return made
+
     def close(self) -> None:
         """Nothing of the model was changed."""
 
@@ -136,7 +143,7 @@ def close(ours: Tensor, theirs: Tensor) -> None:
     [
         ("vl3", "dbtrimkv", 64),
         ("text3", "snapkv:window=3", 64),
-        ("qwen2_5_vl", "streamingllm:sinks=1", 64),
+        ("qwen2_5_vl", "expected-attention:window=3,sinks=1", 64),
         ("llava3", "keydiff", 128),
         ("glm4v", "dbtrimkv", 128),
         ("gemma3_text", "snapkv:window=3", 64),
@@ -149,7 +156,8 @@ def test_what_is_kept_and_said_is_an_oracles(
     engine = short_of(model, policy, limit)
     gate = engine.gates if engine.policy.scoring.needs.gates else None
     name, _, rest = policy.partition(":")
-    given = {key: int(value) for key, value in (rest.split("=") for _ in range(bool(rest)))}
+    pairs = (pair.split("=") for pair in filter(None, rest.split(",")))
+    given = {key: int(value) for key, value in pairs}
     oracle = Endless(
         limit,
         engine.policy.scoring.needs.queries,

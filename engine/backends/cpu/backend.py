@@ -111,6 +111,7 @@ class CpuBackend(Backend):
             if decoder.stepped:
                 counts.log_beta, counts.step = decoder.log_beta, decoder.noted
                 counts.appended = 1
+                batch.store_positions(self.cache)
                 if evictor is None:
                     counts.uncut = range(len(batch.seqs))
                 else:
@@ -139,7 +140,7 @@ class CpuBackend(Backend):
                 uncut.append(index)
                 continue
             entries = cache.entries(seq)
-            view = batch.view(index, entries, cache, self.model.needs)
+            view = batch.view(index, entries, cache, self.model)
             scores, victims = score_entries(cache, policy, entries, view, allowed), None
             one = Counts()
             try:

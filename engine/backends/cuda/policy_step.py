@@ -31,13 +31,18 @@ from mmkv.engine.backends.cuda.kernels.evict import (
 )
 from mmkv.engine.backends.cuda.kernels.window_scores import window_scores
 from mmkv.engine.cache import RaggedCache
+from mmkv.engine.model.rope import Rope
 from mmkv.engine.policies.base import CacheView, Policy, Scores, WindowReduction
 from mmkv.engine.scorer_state import (
+    POSITIONS,
     QUERIES,
+    RINGS,
     Rows,
     attention_mass,
     attention_paid,
+    future_queries,
     newest_entropy,
+    store_positions,
     window_positions,
     write_state,
 )
@@ -89,6 +94,7 @@ class FixedEntries:
         seqs, seen: ``[n]`` int64, sequences and tokens seen; length: ``[n, R]``.
         pages: ``[n, R, columns]``, of the rows' tables; slot: ``[N]``, 0 for cells without an
             entry.
+        rope: of the model.
     """
 
     def __init__(
@@ -99,8 +105,9 @@ class FixedEntries:
         length: Tensor,
         pages: Tensor,
         slot: Tensor,
+        rope: Rope,
     ) -> None:
-        self._cache, self._seqs, self._seen = cache, seqs, seen
+        self._cache, self._seqs, self._seen, self._rope = cache, seqs, seen, rope
         self._length, self._pages, self._slot = length, pages, slot
 
     def keys(self) -> Tensor:
@@ -156,6 +163,12 @@ class FixedEntries:
         whole = replace(view, layers=view.layers // joined, kv_heads=joined * view.kv_heads)
         queries = queries.reshape(whole.layers, -1, *queries.shape[3:])
         return newest_entropy(queries, keys, self._slot, whole)
+
+    def future_queries(self, view: CacheView, ahead: int) -> tuple[Tensor, Tensor]:
+        """See :meth:`mmkv.engine.policies.base.CacheView.future_queries`; of one sequence."""
+        positions = self._cache.memory[POSITIONS].index_select(0, self._seqs)[0]
+        form, queries = self._cache.pool.form, self._queries()[0]
+        return future_queries(queries, positions, form, self._seen[0], ahead, self._rope)
 
     def _queries(self) -> Tensor:
         return self._cache.memory[QUERIES].index_select(0, self._seqs)
@@ -226,7 +239,7 @@ class PolicyStep:
         self.prompt = rows.length.new_zeros(batch)
         self._cell = torch.arange(batch * count * self.cells, device=device)
         numbers = count * self.cells * (model.spec.head_dim if needs.keys or needs.values else 1)
-        self._together = max(1, _MOST_NUMBERS // numbers)
+        self._together = 1 if needs.positions else max(1, _MOST_NUMBERS // numbers)
         self._taps: list[Tensor] = []
         self.too_long = torch.zeros(batch, dtype=torch.bool, device=device)
 
@@ -262,16 +275,24 @@ class PolicyStep:
         guard = floor.unflatten(-1, batch) if floor.numel() else None
         return Limits(share.unflatten(-1, batch), guard, above, recent)
 
-    def begin(self, seqs: Tensor, slots: Tensor, position: Tensor, live: Tensor) -> None:
+    def begin(
+        self, seqs: Tensor, slots: Tensor, position: Tensor, rope_position: Tensor, live: Tensor
+    ) -> None:
         """Begin a step whose entries have room.
 
         Args:
-            seqs, live: ``[B]``; slots: ``[B, L, H]`` of the new entries; position: ``[B]``.
+            seqs, live: ``[B]``; slots: ``[B, L, H]`` of the new entries; position,
+                rope_position: ``[B]``.
         """
         who = self._slots.where(live, live.byte().argmax())
         self._who, self._write, self._live = who, live.any(), live
         self._seq = seqs[who].clamp(min=0)
         self._new, self._position = slots[who].clamp(min=0), position[who]
+        if self.model.needs.positions:
+            ring, slot = self.cache.memory[POSITIONS], self._position % self.model.needs.queries
+            old = ring[self._seq, :, slot].T
+            where = torch.where(self._write, rope_position[who], old)
+            store_positions(self.cache, self._seq, self._position[:, None], where[..., None])
         self._taps = []
         self.too_long.zero_()
         if self.model.needs.mass:
@@ -374,7 +395,13 @@ class PolicyStep:
         now, prompt = seen[part], self.prompt[part]
         each = count, layers * heads * self.cells
         source = FixedEntries(
-            self.cache, self._held_by[part], now, self._length[part], self._pages[part], where
+            self.cache,
+            self._held_by[part],
+            now,
+            self._length[part],
+            self._pages[part],
+            where,
+            self.model.rope,
         )
         return FixedView(
             # Tensors that stand for numbers.
@@ -432,7 +459,7 @@ class PolicyStep:
     def _on_step(self, part: slice, seen: Tensor) -> None:
         """See :func:`mmkv.engine.scorer_state.revise_state`; several batch slots have no memory."""
         cache, seq, live = self.cache, self._held_by[part], self._live[part]
-        kept = {name: whole for name, whole in cache.memory.items() if name != QUERIES}
+        kept = {name: whole for name, whole in cache.memory.items() if name not in RINGS}
         before = {name: whole.index_select(0, seq)[0] for name, whole in kept.items()}
         memory = dict(before)
         scorer = self.model.policy.scoring

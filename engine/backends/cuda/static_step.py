@@ -167,7 +167,7 @@ class StaticStep:
         build_worklist(self._work, self.seqs, self.rows.length)
         policy = self.policy_step
         if policy is not None:
-            policy.begin(self.seqs, slots, self.seen, live)
+            policy.begin(self.seqs, slots, self.seen, self.rope_position, live)
         rope = model.rope.text(self.rope_position)
         angles = self._angles(rope)
         # Their states stay as they are where a step stores nothing.

@@ -51,6 +51,7 @@ class TorchBackend(Backend):
         tapped: list[Tensor] = []
         hidden, log_beta = decoder.forward(decoder.embed(ids), rope, step, tapped=tapped)
         step.finish(log_beta)
+        batch.store_positions(cache)
         writes = model.write_step(rope)
         if writes is not None:
             writes.store(cache.pool, step.slots)
@@ -71,7 +72,7 @@ class TorchBackend(Backend):
         policy, cache = self.model.policy, self.cache
         for index, (seq, allowed) in enumerate(zip(batch.seqs, batch.allowed, strict=True)):
             entries = cache.entries(seq)
-            view = batch.view(index, entries, cache, self.model.needs)
+            view = batch.view(index, entries, cache, self.model)
             scores = score_entries(cache, policy, entries, view, allowed)
             victims = policy.lowest(scores, view, allowed)
             cache.drop(seq, victims, entries)

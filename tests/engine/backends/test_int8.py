@@ -318,8 +318,8 @@ def test_c_and_torch_keep_the_same_entries(model: str, weights: str, form: str) 
     if not loaded.take_int8(form):
         pytest.skip(f"{form} is not for this CPU or level")
     try:
-        # A state at the edge of two codes takes the other one, which stays in a hybrid model's states:
-        # noise of 1e-7 before torch's own products moves these logits by 3.4e-2, by hand.
+        # What lies at the edge of two codes takes the other one, and stays in a hybrid model's
+        # states: noise of 1e-7 before torch's own products moves these logits by 3.4e-2, by hand.
         most = 5e-2 if (model, weights) == ("qwen3_5", "int4") else 3e-2
         assert_keeps_as_torch(model, weights, reference.multiply, most)
     finally:

@@ -14,7 +14,10 @@ from mmkv.engine.backends.cuda.kernels.evict import unsupported_reason
 from mmkv.engine.model.gates import make_random_write_gates
 from mmkv.engine.policies import Budget, CacheView, Needs, make_policy
 from mmkv.engine.runtime import Runtime
+from mmkv.engine.scorer_state import POSITIONS
+from mmkv.engine.sequence import CachedSequence
 from tests.support.bursts import Bursts, eager, opened, same
+from tests.support.dialogues import engine_of, folder_of, prompt
 from tests.support.host_reads import HostReads, host_reads
 from tests.support.native import loaded
 from tests.support.policies import EVICTING
@@ -56,6 +59,30 @@ def test_a_policy_steps_without_the_host(name: str, host_reads: HostReads) -> No
         same(one, two)
     assert host_reads.found == []
     assert all(now.evicted > then for now, then in zip(one, before, strict=True)) or name == "knorm"
+
+
+def test_positions_of_queries_stay_where_a_step_is_idle(host_reads: HostReads) -> None:
+    """On three axes, which differ in pictures: what the next query takes the place of, among them.
+
+    Batch slots of a burst are idle where there are fewer sequences, and once a reply has ended.
+    """
+    text = "expected-attention:window=12,sinks=1,ahead=2,epsilon=0"
+    folder, options = folder_of("qwen2_5_vl"), {"prefill_chunk": 16, "page_size": 8}
+    ours, reference = (engine_of(folder, text, 9, evict_every=1, **options) for _ in range(2))
+    sessions: list[list[CachedSequence]] = []
+    for one in (ours, reference):
+        one.cache.pool.grow(200)
+        sessions.append([one.session() for _ in range(3)])
+        for seed, session in enumerate(sessions[-1]):
+            session.prefill(prompt("qwen2_5_vl", 3, ("image", 24, 32), 4 + seed, seed=seed))
+    first, runner = eager(reference, sessions[1], [20, 40, 60], 1), Bursts(ours)
+    stop = [token for row in first for token in row]
+    assert runner.decode(sessions[0], [20, 40, 60], 3, stop) == first
+    same(*sessions)
+    positions = ours.cache.memory[POSITIONS][sessions[0][0].seq]
+    oldest = positions[:, sessions[0][0].seen % 12]
+    assert len(oldest.unique()) > 1, "the next query takes no picture's place"
+    assert torch.equal(positions, reference.cache.memory[POSITIONS][sessions[1][0].seq])
 
 
 @pytest.mark.parametrize("name", WRITING)

@@ -5,8 +5,8 @@ To add a column, four files are touched: ``engine/cache/layout.py`` names it, ``
 ``store_triton.py`` takes it. That carries it through growth, eviction, fork and session files.
 Whoever fills or reads it comes on top: for a value of every token ``torch/step.py``,
 ``append_entry`` of ``pages.c`` and ``store.py``; for a value that policies see ``CacheView``,
-``CachedSequence.view`` and ``evict_reference``. ``test_memory_equals_a_count_of_pages`` counts the
-bytes of columns that it names.
+``CachedSequence.view`` and ``_view`` of ``kernels/evict.py``.
+``test_memory_equals_a_count_of_pages`` counts the bytes of columns that it names.
 """
 
 from __future__ import annotations

@@ -71,6 +71,7 @@ PUBLISHED = {
     "interval=128",
     "keydiff": "recent=0",
     "knorm": "recent=0",
+    "expected-attention": "window=256,ahead=512,sinks=4,epsilon=0.01,floor=0.2,interval=512",
     "cake": "window=32,kernel=5,gamma=200,tau1=1.6,tau2=0.6",
     "raas": "alpha=1e-4,group=max",
     "lagkv": "sinks=4,lag=128",
@@ -94,6 +95,7 @@ PUBLISHED = {
 PROTECTED = {
     "streamingllm": (4, 0, None),
     "lagkv": (4, 0, None),
+    "expected-attention": (4, 0, None),
     "h2o": (0, 0, 0.5),
     **dict.fromkeys(["morphkv", "cake"], (0, 32, None)),
     "rkv": (0, 8, None),
@@ -126,12 +128,12 @@ def test_the_defaults_are_the_published_numbers(preset: str) -> None:
 # By name, the values next to what can be: shares, counts from 1, and counts from 0.
 IMPOSSIBLE = {
     **dict.fromkeys("floor lambda threshold keep a b alpha".split(), ("-0.01", "1.01")),
-    **dict.fromkeys("window lag segment layer beta kernel interval".split(), ("0", "-1")),
+    **dict.fromkeys("window lag segment layer beta kernel interval ahead".split(), ("0", "-1")),
     **dict.fromkeys(["visual_pivots", "tau1", "tau2"], ("0", "-1")),
     "gamma": ("-0.1",),
     **dict.fromkeys("sinks r e t free observed tokens text_pivots".split(), ("-1",)),
     "lookahead": ("0.5", "0"),
-    "eps": ("-1e-9",),
+    **dict.fromkeys(["eps", "epsilon"], ("-1e-9",)),
 }
 
 
@@ -723,7 +725,7 @@ def test_a_wrong_scorer_is_one_line(scorer: Any, says: str, folders: dict[str, P
 
 
 def test_needs_that_cannot_be() -> None:
-    for wrong in ({"gates": "retain"}, {"queries": -1}):
+    for wrong in ({"gates": "retain"}, {"queries": -1}, {"positions": True}):
         with pytest.raises(PolicyError, match="cannot be"):
             Needs(**wrong)
 

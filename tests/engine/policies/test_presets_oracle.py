@@ -50,6 +50,8 @@ VALUES: dict[str, st.SearchStrategy[Any]] = {
     "lag": st.integers(2, 6),
     "a": st.sampled_from([0.0, 0.3125, 0.5]),
     "b": st.sampled_from([0.0, 0.65625, 0.9]),
+    "epsilon": st.sampled_from([0.0, 0.01, 0.1]),
+    "ahead": st.sampled_from([1, 7, 512]),
     "eps": st.sampled_from([1e-6, 0.1]),
     "segment": st.integers(2, 5),
     "r": st.integers(1, 4),
@@ -257,7 +259,11 @@ def report(record_property: Callable[[str, object], None], name: str, found: lis
     record_property("oracle", row | {"worst": 0.0})
 
 
-@pytest.mark.parametrize("name", long_but(KINDS, NAMES, "test_oracle.py has all presets"))
+# One of each kind, and the one that keeps where queries were asked.
+QUICK = [*KINDS, "expected-attention"]
+
+
+@pytest.mark.parametrize("name", long_but(QUICK, NAMES, "test_oracle.py has all presets"))
 def test_presets_follow_their_references(
     name: str, record_property: Callable[[str, object], None]
 ) -> None:
@@ -276,7 +282,7 @@ def test_presets_follow_their_references_under_50_settings(
     report(record_property, name, found)
 
 
-# What a policy reads of entries: nothing, queries, attention added up, keys, values, both.
+# What a policy reads of entries: nothing, queries, attention added up, keys, values, both, all.
 READ = [
     ("dbtrimkv", "int8"),
     ("snapkv", "k8v4"),
@@ -284,6 +290,7 @@ READ = [
     ("keydiff", "int8"),
     ("kv-val", "k8v4"),
     ("lagkv", "int4"),
+    ("expected-attention", "int4"),
 ]
 # And the same policy in every form.
 READ += [("dbtrimkv", kv) for kv in FORMS if kv != "int8"]

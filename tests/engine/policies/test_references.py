@@ -210,6 +210,29 @@ def test_morphkv_fuses_by_sum_or_maximum() -> None:
     close(methods.MorphKV(window=2, fusion="max").score(sim)[0, 0, :1], 0.25)
 
 
+def test_expected_attention_by_hand() -> None:
+    """Queries before RoPE (1, 0) and (3, 0), which a quarter turn puts on the second axis."""
+    keys = [[5.0, 5.0], [0.0, 2.0], [1.0, 0.0], [0.0, 0.0]]
+    sim: Any = Given([[keys]], values=[[[[9.0, 0.0], [1.0, 0.0], [2.0, 0.0], [3.0, 4.0]]]])
+    sim.unrotated = [torch.tensor([[[7.0, 7.0], [7.0, 7.0], [1.0, 0.0], [3.0, 0.0]]])]
+    sim.rope_position = torch.tensor([[0, 1, 2, 3], [0, 1, 2, 5], [0, 1, 4, 2]])
+    asked: list[range] = []
+    turn = torch.tensor([[0.0, -1.0], [1.0, 0.0]]).double()
+    sim.mean_rotation = lambda layer, positions: asked.append(positions) or turn
+    # Mean (0, 2) and variance 1 of the second feature: of key 1, 2 * 2 / sqrt 2 + 4 / (2 * 2).
+    rest = math.exp(2 * 2**0.5 + 1) + 2
+    shares = [math.exp(2 * 2**0.5 + 1) / rest, 1 / rest, 1 / rest]
+    method = methods.Expected(window=2, ahead=3, sinks=1, epsilon=0.5)
+    wanted = [(share + 0.5) * norm for share, norm in zip(shares, (1, 2, 5), strict=True)]
+    close(method.score(sim)[0, 0, 1:], *wanted)
+    assert asked == [range(6, 9)] and method.protected(sim, 9).tolist() == [True] + [False] * 3
+    # Of a window that reaches into the sinks the others count; without others, these.
+    sim.unrotated[0][0, :2] = torch.tensor([[9.0, 0.0], [2.0, 0.0]])
+    wide = methods.Expected(window=4, sinks=1, epsilon=0.5).score(sim)
+    three = math.exp(2 * 2**0.5 + 2 / 3)  # queries 2, 1 and 3: mean 2, variance 2 / 3
+    close(wide[0, 0, 1:2], three / (three + 2) + 0.5)
+
+
 def test_adakv_competes_in_layers_with_floors() -> None:
     sim = Given([[[[0.0]] * 9] * 2] * 2)
     groups = methods.AdaKV(floor=0.5).groups(sim, 25)
@@ -434,6 +457,7 @@ SMALL: dict[str, dict[str, Any]] = {
     "gkv": {"window": 4},
     "rkv": {"window": 4},
     "lagkv": {"sinks": 2, "lag": 3},
+    "expected-attention": {"window": 4, "sinks": 2},
     "lag-kv": {"lag": 8},
     "segments-hs": {"segment": 6, "r": 3, "e": 2, "t": 1},
     "wgkv+snapkv": {"observed": 4},

@@ -242,6 +242,7 @@ def test_needs_are_said_in_words() -> None:
     assert words() == []
     assert words(gates="retention", queries=1) == ["retention gates", "1 query"]
     assert words(queries=16, keys=True, values=True) == ["16 queries", "keys", "values"]
+    assert words(queries=16, positions=True) == ["16 queries", "their positions"]
     assert words(state=1, mass="mean") == ["1 number an entry", "attention mass (mean of a group)"]
     assert words(state=2, taps=(0.3, 0.7)) == ["2 numbers an entry", "hidden states"]
 

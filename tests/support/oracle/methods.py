@@ -281,14 +281,16 @@ class AdaKV(SnapKV):
     floor: float = 0.2
 
     def groups(self, sim: Simulation, total: int) -> list[Group]:
-        return self.layer_groups(sim, equal(total, sim.layers))
+        return layer_groups(sim, equal(total, sim.layers), self.floor)
 
-    def layer_groups(self, sim: Simulation, shares: list[int]) -> list[Group]:
-        groups = []
-        for layer, share in enumerate(shares):
-            rows = [(layer, head) for head in range(sim.heads)]
-            groups.append(Group(rows, share, int(self.floor * (share // sim.heads))))
-        return groups
+
+def layer_groups(sim: Simulation, shares: list[int], floor: float) -> list[Group]:
+    """A group for each layer, whose rows are each sure of a part of their equal share."""
+    groups = []
+    for layer, share in enumerate(shares):
+        rows = [(layer, head) for head in range(sim.heads)]
+        groups.append(Group(rows, share, int(floor * (share // sim.heads))))
+    return groups
 
 
 @dataclass
@@ -300,7 +302,7 @@ class AdaPyramidKV(AdaKV):
     def groups(self, sim: Simulation, total: int) -> list[Group]:
         shares = pyramid(total, sim.layers, sim.heads, self.window, self.beta)
         sums = [sum(shares[i : i + sim.heads]) for i in range(0, len(shares), sim.heads)]
-        return self.layer_groups(sim, sums)
+        return layer_groups(sim, sums, self.floor)
 
 
 @dataclass
@@ -321,6 +323,54 @@ class MorphKV(Method):
 
     def protected(self, sim: Simulation, total: int) -> Tensor:
         return newest(sim, self.window)
+
+
+@dataclass
+class Expected(Method):
+    """Expected Attention (arXiv 2510.00636) as the authors' released code has it, head-adaptive.
+
+    Queries before rope have mean ``m`` and covariance ``C`` (divided by their number); ``R`` is the
+    mean of the rotations at the next ``ahead`` positions. Of each query head, the softmax over the
+    row's entries but the sinks of ``k.(R m) / sqrt(D) + k.(R C R') k / 2 D``; its mean over the
+    group, plus ``epsilon``, times the value's norm. Choices: statistics of the newest ``window``
+    tokens but the sinks (all known ones where there are no others), not of the whole prompt; the
+    positions to come follow the largest of the window's.
+    """
+
+    window: int = 256
+    ahead: int = 512
+    sinks: int = 4
+    epsilon: float = 0.01
+    floor: float = 0.2
+    interval: int = 512
+
+    def score(self, sim: Simulation) -> Tensor:
+        score = torch.zeros(sim.keep.shape, dtype=torch.float64)
+        first = max(sim.seen - self.window, 0)
+        chosen = torch.arange(first, sim.seen)
+        chosen = chosen[chosen >= self.sinks] if sim.seen > self.sinks else chosen
+        begin = int(sim.rope_position[:, first:].max()) + 1
+        for layer in range(sim.layers):
+            turn = sim.mean_rotation(layer, range(begin, begin + self.ahead))
+            for head in range(sim.heads * sim.group):
+                row = head // sim.group
+                kept = sim.kept(layer, row)
+                kept = kept[kept >= self.sinks]
+                asked = sim.unrotated[layer][head, chosen].double()
+                mean = turn @ asked.mean(0)
+                covariance = turn @ torch.cov(asked.T, correction=0) @ turn.T
+                key = sim.key[layer][row, kept].double() * sim.scale
+                spread = torch.einsum("nd,de,ne->n", key, covariance, key)
+                share = (key @ mean + spread / 2).softmax(0)
+                score[layer, row, kept] += share / sim.group
+        values = torch.stack(sim.value).double().norm(dim=-1)
+        return (score + self.epsilon) * values
+
+    def protected(self, sim: Simulation, total: int) -> Tensor:
+        return torch.arange(sim.seen) < self.sinks
+
+    def groups(self, sim: Simulation, total: int) -> list[Group]:
+        return layer_groups(sim, equal(total, sim.layers), self.floor)
 
 
 # R-KV and G-KV: attention against redundancy of keys, and attention remembered.
@@ -875,6 +925,7 @@ METHODS: dict[str, Callable[..., Method]] = {
     "rkv": RKV,
     "gkv": GKV,
     "cake": CAKE,
+    "expected-attention": Expected,
     "raas": RaaS,
     "keydiff": KeyDiff,
     "knorm": KNorm,

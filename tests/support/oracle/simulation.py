@@ -181,7 +181,8 @@ class Simulation:
             Those that do not read every token again in each pass.
         seen: tokens so far. keep: bool ``[L, H, T]``, the entries that the cache still holds.
         log_beta: ``[L, H, T]``, of retention gates. prompt: bool ``[T]``, tokens of a prefill.
-        key, value: per layer ``[H, T, D]``, after RoPE; query: per layer ``[Hq, T, D]``.
+        key, value: per layer ``[H, T, D]``, after RoPE; query: per layer ``[Hq, T, D]``;
+            unrotated: the same before RoPE. rope_position: ``[A, T]``.
         residual: per layer ``[T, d]``, what the next layer, of any kind, reads.
         new: tokens of the last pass. weights: per layer ``[Hq, new, T]``, the probabilities of
             the last pass, at the time of the pass.
@@ -210,6 +211,8 @@ class Simulation:
         self.key = [empty] * self.layers
         self.value = [empty] * self.layers
         self.query = [empty.repeat_interleave(self.group, 0)] * self.layers
+        self.unrotated = list(self.query)
+        self.rope_position = torch.zeros(0, 0, dtype=torch.int64)
         self.residual = [torch.zeros(0, config.hidden_size)] * self.layers
         self.linear_inputs = [torch.zeros(0, config.hidden_size)] * len(attending)
         self.weights = [torch.zeros(0)] * self.layers
@@ -245,6 +248,22 @@ class Simulation:
         """Probabilities ``[H, G, w, T]`` of :meth:`window_logits`; zeros where nothing is seen."""
         logits, visible = self.window_logits(layer, window)
         return logits.masked_fill(~visible, -torch.inf).softmax(-1).nan_to_num(0.0)
+
+    @torch.no_grad()
+    def mean_rotation(self, layer: int, positions: range) -> Tensor:
+        """The mean ``[D, D]`` of the matrices of RoPE at the positions of text tokens.
+
+        A rotation is linear in cos and sin, so it is that of their means.
+        """
+        attending = [block.self_attn for block in self.text.layers if hasattr(block, "self_attn")]
+        shape = (3, 1, -1) if len(self.rope_position) == 3 else (1, -1)
+        where = torch.tensor(positions).expand(shape)
+        kind = [attending[layer].layer_type] if hasattr(self.text.rotary_emb, "layer_types") else []
+        turned = self.text.rotary_emb(torch.zeros(1), where, *kind)
+        cos, sin = (x.double().mean(-2, keepdim=True) for x in turned)
+        each = torch.eye(self.dim, dtype=torch.float64)[None, :, None]  # a head for each feature
+        matrix: Tensor = self.rotate(each, each, cos, sin)[0][0, :, 0].T
+        return matrix
 
     # --- the model -----------------------------------------------------------------------
 
@@ -313,6 +332,8 @@ class Simulation:
         new, before = hidden.shape[0], self.seen
         self.seen += new
         self.new = new
+        known = self.rope_position if before else positions[:, :0]
+        self.rope_position = torch.cat([known, positions], 1)
         self.prompt = torch.cat([self.prompt, torch.full((new,), prompt)])
         grown = torch.ones(self.layers, self.heads, new, dtype=torch.bool)
         self.keep = torch.cat([self.keep, grown], -1)
@@ -347,6 +368,7 @@ class Simulation:
                 query, key = attention.q_norm(query), attention.k_norm(key)
             value = value.transpose(0, 1)
             query, key = query.transpose(0, 1), key.transpose(0, 1)
+            self.unrotated[index] = torch.cat([self.unrotated[index], query], 1)
             turned = angles[attention.layer_type if kinds else None]
             query, key = (t[0] for t in self.rotate(query[None], key[None], *turned))
             if self.quantiser is not None:
