@@ -33,6 +33,12 @@ class Interval:
             return self.steps
         return min(self.steps, max(allowed // rows // self.part, 1))
 
+    def above(self, allowed: int, rows: int) -> int:
+        """Return the entries of each row above its share that are let be; no more than there are
+        in any cache, so that a tensor can count those of all rows.
+        """
+        return min(self.at(allowed, rows) - 1, _MOST)
+
     def slack(self, allowed: int, rows: int) -> int:
         """Count the entries above ``allowed`` that are let be, the same number in each row."""
         return (self.at(allowed, rows) - 1) * rows

@@ -163,7 +163,7 @@ class GraphRunner:
             for n in range(steps):
                 if n < len(allowed):
                     share = policy.shares(allowed[n], layers, heads).share
-                    above = interval.at(allowed[n], rows) - 1
+                    above = interval.above(allowed[n], rows)
                 if not n:
                     held = held.view(share.numel(), -1).sum(1)
                 each = rows // share.numel()

@@ -258,7 +258,7 @@ class PolicyStep:
             made = [policy.shares(budget, layers, heads) for budget in budgets]
             rows, every = self.model.spec.rows, self.model.interval
             each = (budget // rows for budget in budgets)
-            above = [every.at(budget, rows) - 1 for budget in budgets]
+            above = [every.above(budget, rows) for budget in budgets]
             recent = [policy.recent(one - kept * policy.keeps_prompt) for one in each]
             steps, limits = slice(None) if len(budgets) == 1 else slice(len(budgets)), self.limits
             limits.share[steps, slot] = torch.stack([one.share for one in made]).to(limits.share)

@@ -21,6 +21,7 @@ from tests.support.dialogues import engine_of, folder_of, prompt
 from tests.support.host_reads import HostReads, host_reads
 from tests.support.native import loaded
 from tests.support.policies import EVICTING
+from tests.support.sessions import assert_same_rows
 
 __all__ = ["host_reads"]
 WRITING = ("wgkv:window=9", "wgkv+dbtrimkv:window=5", "wgkv+snapkv:window=5,observed=3")
@@ -34,9 +35,9 @@ QUICK = {
 }
 
 
-def engine(name: str, **options: Any) -> Runtime:
+def engine(name: str, model: str = "odd", **options: Any) -> Runtime:
     """An engine of the smallest model; write gates are random ones."""
-    policy, disk = make_policy(QUICK.get(name, name)), loaded("odd")
+    policy, disk = make_policy(QUICK.get(name, name)), loaded(model)
     options = {"budget": SMALL.get(name, 7), "prefill_chunk": 16, "page_size": 8} | options
     gates: Any = disk._gates
     if policy.gates == "write":
@@ -59,6 +60,20 @@ def test_a_policy_steps_without_the_host(name: str, host_reads: HostReads) -> No
         same(one, two)
     assert host_reads.found == []
     assert all(now.evicted > then for now, then in zip(one, before, strict=True)) or name == "knorm"
+
+
+@pytest.mark.parametrize("name", ["cake:window=4", "gkv:window=3", "sum"])
+def test_heads_of_several_sequences_are_told_apart(name: str) -> None:
+    """Two KV heads, three lengths shorter and longer than the window, and an idle batch slot."""
+    text = "adakv:window=14,group=sum" if name == "sum" else name
+    ours, reference = (engine(text, "qwen3_vl", evict_every=1) for _ in range(2))
+    one, two = opened(ours, 3), opened(reference, 3)
+    before, tokens = [session.evicted for session in one], [20, 40, 60]
+    assert Bursts(ours).decode(one, tokens, 4) == eager(reference, two, tokens, 4)
+    same(one, two)
+    for left, right in zip(one, two, strict=True):
+        assert_same_rows(left, right)
+    assert all(now.evicted > then for now, then in zip(one, before, strict=True))
 
 
 def test_positions_of_queries_stay_where_a_step_is_idle(host_reads: HostReads) -> None:
@@ -116,6 +131,16 @@ def test_budgets_that_grow_with_the_tokens(
     for steps in (1, 15):
         assert runner.decode(one, [3, 4], steps) == eager(reference, two, [3, 4], steps)
         same(one, two)
+
+
+def test_the_longest_interval_lets_all_be() -> None:
+    """Of the largest number that ``evict_every`` takes, entries of all rows can be counted."""
+    ours, reference = (engine("adakv", evict_every=2**63 - 1) for _ in range(2))
+    one, two = opened(ours, 2), opened(reference, 2)
+    before = [session.evicted for session in one]
+    assert Bursts(ours).decode(one, [3, 4], 2) == eager(reference, two, [3, 4], 2)
+    same(one, two)
+    assert [session.evicted for session in one] == before
 
 
 def test_a_sequence_that_stops_keeps_what_its_policy_noted() -> None:
