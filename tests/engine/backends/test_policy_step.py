@@ -62,11 +62,10 @@ def test_a_policy_steps_without_the_host(name: str, host_reads: HostReads) -> No
     assert all(now.evicted > then for now, then in zip(one, before, strict=True)) or name == "knorm"
 
 
-@pytest.mark.parametrize("name", ["cake:window=4", "gkv:window=3", "sum"])
+@pytest.mark.parametrize("name", ["cake:window=4", "gkv:window=3", "adakv:window=14,group=sum"])
 def test_heads_of_several_sequences_are_told_apart(name: str) -> None:
     """Two KV heads, three lengths shorter and longer than the window, and an idle batch slot."""
-    text = "adakv:window=14,group=sum" if name == "sum" else name
-    ours, reference = (engine(text, "qwen3_vl", evict_every=1) for _ in range(2))
+    ours, reference = (engine(name, "qwen3_vl", evict_every=1) for _ in range(2))
     one, two = opened(ours, 3), opened(reference, 3)
     before, tokens = [session.evicted for session in one], [20, 40, 60]
     assert Bursts(ours).decode(one, tokens, 4) == eager(reference, two, tokens, 4)
