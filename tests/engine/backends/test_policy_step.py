@@ -62,9 +62,19 @@ def test_a_policy_steps_without_the_host(name: str, host_reads: HostReads) -> No
     assert all(now.evicted > then for now, then in zip(one, before, strict=True)) or name == "knorm"
 
 
-@pytest.mark.parametrize("name", ["cake:window=4", "gkv:window=3", "adakv:window=14,group=sum"])
-def test_heads_of_several_sequences_are_told_apart(name: str) -> None:
-    """Two KV heads, three lengths shorter and longer than the window, and an idle batch slot."""
+@pytest.mark.parametrize(
+    ("name", "paged"),
+    [("cake:window=4", False), ("gkv:window=3", False), ("adakv:window=14,group=sum", True)],
+)
+def test_heads_of_several_sequences_are_told_apart(
+    name: str, paged: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two KV heads, three lengths shorter and longer than the window, and an idle batch slot.
+
+    With ``paged``, attention is asked of ``window_scores``, whose Triton form a GPU has.
+    """
+    if paged:
+        monkeypatch.setattr(policy_step, "on_triton", lambda tensor: True)
     ours, reference = (engine(name, "qwen3_vl", evict_every=1) for _ in range(2))
     one, two = opened(ours, 3), opened(reference, 3)
     before, tokens = [session.evicted for session in one], [20, 40, 60]
