@@ -44,6 +44,8 @@ QUERIES = "queries"
 POSITIONS = "query_positions"
 # What the engine itself keeps of each sequence for a scorer: only the last w tokens have a part.
 RINGS = frozenset((QUERIES, POSITIONS))
+# A rope position of a query that was cut off; compaction may take any number of it away.
+GONE = -1
 # Elements of one block of scores: temporaries stay near 16 MiB however long rows and chunks are.
 _MASS_BLOCK_ELEMENTS = 4 * 2**20
 
@@ -88,6 +90,17 @@ def store_positions(
     slot = position[:, -size:] % size
     new = rope_position[..., -size:].expand(ring.shape[1], -1, -1)
     ring[seqs[:, None], :, slot] = new.permute(1, 2, 0)
+
+
+def forget_positions(cache: RaggedCache, seq: int, before: int, seen: int) -> None:
+    """Mark queries of tokens from ``seen`` on as gone, of a sequence that had ``before`` tokens.
+
+    They lie where older ones lay, whose token indices their slots will have.
+    """
+    ring = cache.memory.get(POSITIONS)
+    if ring is not None:
+        gone = window_positions(before, ring.shape[2], ring.device) >= seen
+        ring[seq].masked_fill_(gone, GONE)
 
 
 def window_attention(
@@ -186,6 +199,7 @@ def future_queries(
         form: of the cache, which may have rotated them; long: by which factors RoPE turned them.
     """
     at = window_positions(seen, queries.shape[2], queries.device)
+    at = at.masked_fill(positions[0] <= GONE, -1)
     turns = rope.ahead(positions, at >= 0, ahead, len(queries), long)
     turned = [
         rotate(form.rotate(layer.float()).transpose(0, 1), *turn).transpose(0, 1)

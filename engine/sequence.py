@@ -37,7 +37,7 @@ from mmkv.engine.policies.allocation import GlobalAllocation
 from mmkv.engine.prefill import Prefill, run_whole
 from mmkv.engine.read_ids import with_ids
 from mmkv.engine.risk import Risk, RiskMeter
-from mmkv.engine.scorer_state import RINGS, view_of
+from mmkv.engine.scorer_state import RINGS, forget_positions, view_of
 from mmkv.engine.trace import FORGOTTEN, Recorder
 
 if TYPE_CHECKING:
@@ -574,6 +574,7 @@ class CachedSequence:
                 if self.compactions:
                     next_position = position_of(self.runs, seen)
                 self.runs = without_after(self.runs, seen)
+            forget_positions(self.engine.cache, self.seq, self.seen, seen)
             self.seen, self.next_position, self.prompt_tokens = seen, next_position, prompt_tokens
             if self._dial is not None:
                 self._dial.turned_at = min(self._dial.turned_at, seen)

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from mmkv.engine.cache.layout import COLUMNS
 from mmkv.engine.cache.pool import SMALL, SPARE_SHARE, PagePool
+from mmkv.engine.errors import BudgetError
 from mmkv.engine.memory import free_bytes
 
 _FIRST_SLOTS = 4  # sequences that a new cache has tables for
@@ -99,7 +100,8 @@ class RaggedCache:
         """Start an empty sequence and return its slot.
 
         Raises:
-            BudgetError: its states would pass the pool's limit; nothing has changed then.
+            BudgetError: its states would pass the pool's limit, or what the policy keeps of it the
+                memory; nothing has changed then.
         """
         self.pool.set_beside((self.open_count + 1) * self.state_pages)
         if False in self._open:
@@ -111,6 +113,7 @@ class RaggedCache:
         # takes them up.
         # Twice as many: a captured graph has their addresses, and each of these is a new one.
         spare = max(seq, _FIRST_SLOTS) - 1
+        self._require_memory(seq + 1 + spare)
         self.length = _with_row(self.length, seq, spare)
         self.table = _with_row(self.table, seq, spare)
         for name, tensor in self.memory.items():
@@ -119,6 +122,17 @@ class RaggedCache:
             self.states[name] = _with_row(tensor, seq, self._spare_states(seq))
         self._open.append(True)
         return seq
+
+    def _require_memory(self, rows: int) -> None:
+        """Raise BudgetError unless tensors of so many rows fit that the policy reads."""
+        sizes = [math.prod(x.shape[1:]) * x.itemsize for x in self.memory.values()]
+        needed, free = sum(sizes) * rows, free_bytes(self.pool.device)
+        if needed >= SMALL and free is not None and needed > free:
+            raise BudgetError(
+                f"what the policy keeps of {rows} sessions beside their entries needs "
+                f"{needed / 2**30:,.1f} GiB, {free / 2**30:,.1f} GiB are free; give the policy a "
+                "smaller window, or close a session"
+            )
 
     def _spare_states(self, seq: int) -> int:
         """Return the states that are made beside that of sequence ``seq``: on a GPU, half as many

@@ -23,6 +23,9 @@ from mmkv.engine.policies.base import CacheView, Group, Needs, NewTokens, Policy
 from mmkv.engine.policies.preset import INTERVAL, KERNEL, POOL, WINDOW, Parameter, Preset, group
 from mmkv.engine.policies.scoring import WindowAttention, check_pooling, pooled
 
+# Elements of one block of logits or cosines: temporaries stay near 16 MiB however long rows are.
+_BLOCK_ELEMENTS = 4 * 2**20
+
 
 @compiled("state")
 @dataclass(frozen=True)
@@ -197,20 +200,20 @@ class ExpectedAttention:
         keys = view.to_rows(view.keys().float(), 0.0).unflatten(0, (view.layers, -1))
         attended = view.live() & (view.to_rows(view.position, -1) >= self.sinks)
         attended = attended.view(view.layers, view.kv_heads, 1, -1)
+        block = max(1, _BLOCK_ELEMENTS // queries[0, ..., 0].numel())  # keys, each by itself
         shares = []
         for asked, key, there in zip(queries, keys, attended, strict=True):
             grouped = asked.unflatten(0, (view.kv_heads, -1)) * asked.shape[-1] ** -0.5
-            logits = grouped @ key[:, None].transpose(-1, -2)  # [H, G, w, N]
-            mean = (logits * counts).sum(2, keepdim=True) / total
-            variance = ((logits - mean).square() * counts).sum(2) / total
-            expected = (mean[:, :, 0] + variance / 2).masked_fill(~there, -torch.inf)
+            parts = []
+            for some in key.split(block, 1):
+                logits = grouped @ some[:, None].transpose(-1, -2)  # [H, G, w, block]
+                mean = (logits * counts).sum(2, keepdim=True) / total
+                variance = ((logits - mean).square() * counts).sum(2) / total
+                parts.append(mean[:, :, 0] + variance / 2)
+            expected = torch.cat(parts, -1).masked_fill(~there, -torch.inf)
             shares.append(expected.softmax(-1).nan_to_num(0.0).mean(1))
         share = view.from_rows(torch.cat(shares))
         return (share + self.epsilon) * view.values().float().norm(dim=-1)
-
-
-# Elements of one block of cosines: temporaries stay near 16 MiB however long rows are.
-_BLOCK_ELEMENTS = 4 * 2**20
 
 
 @dataclass(frozen=True)

@@ -683,3 +683,15 @@ def test_pages_that_come_free_in_the_middle_of_a_call_wait_for_its_end(
         with engine.lock:  # of the same thread: still in the middle
             assert engine.cache.pool.free_pages == before
     assert free(engine)
+
+
+def test_what_a_policy_keeps_of_sessions_has_to_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A window of a hundred million queries, say."""
+    kept = {"queries": ((2**24,), torch.float32)}
+    cache = RaggedCache(PagePool(4, 2, 8), 1, 1, kept)
+    monkeypatch.setattr("mmkv.engine.cache.ragged.free_bytes", lambda _: 4 * 2**26 - 1)
+    with pytest.raises(BudgetError, match="4 sessions"):
+        cache.open()
+    assert not cache.open_count and cache.memory["queries"].shape[0] == 0
+    monkeypatch.setattr("mmkv.engine.cache.ragged.free_bytes", lambda _: 4 * 2**26)
+    assert cache.open() == 0

@@ -323,3 +323,26 @@ def test_every_preset_follows_its_reference_in_every_form(
     name: str, kv: str, record_property: Callable[[str, object], None]
 ) -> None:
     follow_in_fewer_bits(name, kv, 5, record_property)
+
+
+def test_queries_that_were_cut_off_are_not_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those before them in their slots are lost; the others' next positions follow what is left.
+
+    Keys are compared with them in blocks of any size.
+    """
+    engine = engine_of(folder_of("text3"), "expected-attention:window=8,sinks=1", 40)
+    ids = text_ids(20, 1)
+    cut, whole = engine.session(), engine.session()
+    cut.prefill({"input_ids": ids[None]})
+    for token in (5, 6):
+        cut.decode(token)
+    cut.cut_back(20, 20, 20)
+    whole.prefill({"input_ids": ids[None]})
+    queries, at = cut.view().future_queries(3)
+    expected, _ = whole.view().future_queries(3)
+    assert at.tolist() == [16, 17, 18, 19, -1, -1, 14, 15]
+    held = at >= 0
+    torch.testing.assert_close(queries[:, :, held], expected[:, :, held], rtol=1e-4, atol=1e-4)
+    score = engine.policy.scoring.score(cut.view())
+    monkeypatch.setattr("mmkv.engine.policies.attention._BLOCK_ELEMENTS", 1)
+    torch.testing.assert_close(engine.policy.scoring.score(cut.view()), score)
