@@ -31,6 +31,7 @@ class LayerWork:
         valid: ``[W, c * P]`` bool, which slots of the pages hold live entries.
         bias: ``[W, c * P]`` in the model's dtype: 0 at live slots, else its most negative
             number (not -inf, so that pieces of empty rows stay free of NaN).
+        dead: ``[X]`` int64, the slots of all pieces that hold none, counted through.
         rows: R.
         empty: whether some row has no entry at all.
         whole: every row is exactly one piece, in order, so nothing needs merging.
@@ -40,9 +41,21 @@ class LayerWork:
     pages: Tensor
     valid: Tensor
     bias: Tensor
+    dead: Tensor
     rows: int
     whole: bool
     empty: bool
+
+    def gather(self, pool: Tensor | EncodedKV) -> Tensor:
+        """Copy the pieces' slots from ``pool [pages, P, D]``, ``[W, c * P, D]``: 0 where they are
+        dead.
+
+        What lies there may be another sequence's, and no number: neither a bias nor a weight of 0
+        hides that.
+        """
+        held = pool[self.pages].flatten(1, 2)
+        held.view(-1, held.shape[-1]).index_fill_(0, self.dead, 0)
+        return held
 
 
 def build_worklist(
@@ -77,7 +90,9 @@ def build_worklist(
     work, start = [], 0
     for count in counts:
         part = slice(start, start + count)
-        work.append(LayerWork(row[part], pages[part], valid[part], bias[part], rows, whole, empty))
+        dead = (~valid[part]).flatten().nonzero().flatten()
+        parts = row[part], pages[part], valid[part], bias[part], dead
+        work.append(LayerWork(*parts, rows, whole, empty))
         start += count
     return work
 
@@ -129,8 +144,7 @@ def ragged_attention(
     Returns:
         output ``[R, Q, D]`` in the query's dtype, log-sum-exp ``[R, Q]`` float32.
     """
-    key = keys[work.pages].flatten(1, 2)
-    value = values[work.pages].flatten(1, 2)
+    key, value = work.gather(keys), work.gather(values)
     if query.device.type == "cpu" and not work.whole:
         block = max(1, _QUERY_ELEMENTS // max(len(work.row) * query.shape[-1], 1))
         parts = [_of_rows(part, key, value, work, scale) for part in query.split(block, 1)]
@@ -393,7 +407,7 @@ def windowed_attention(
     """
     out = torch.zeros(query.shape, dtype=torch.float32, device=query.device)
     total = torch.zeros(query.shape[:2], device=query.device)
-    key, value = keys[work.pages].flatten(1, 2), values[work.pages].flatten(1, 2)
+    key, value = work.gather(keys), work.gather(values)
     at = position[work.pages].flatten(1, 2)[:, None]
     back = query_position[work.row][..., None] - at
     last = (query_position if until is None else until)[work.row][..., None]

@@ -32,7 +32,10 @@ WITH_EMPTY = [[0, 17], [5, 0]]
 
 
 def make_cache(lengths: list[list[int]], page: int, dim: int, layers: int = 1):
-    """Random pools with shuffled page ids; ``lengths [B][H]``, equal for every layer."""
+    """Random pools with shuffled page ids; ``lengths [B][H]``, equal for every layer.
+
+    What no row holds is no number, as what a sequence leaves behind may be.
+    """
     generator = torch.Generator().manual_seed(0)
     length = torch.tensor(lengths)[:, None].expand(-1, layers, -1).contiguous()
     width = int((length.max() + page - 1) // page) or 1
@@ -40,6 +43,10 @@ def make_cache(lengths: list[list[int]], page: int, dim: int, layers: int = 1):
     table = torch.randperm(count, generator=generator).view(*length.shape, width)
     keys = torch.randn(count, page, dim, generator=generator)
     values = torch.randn(count, page, dim, generator=generator)
+    held = torch.zeros(count, page, dtype=torch.bool)
+    held[table.flatten()] = (torch.arange(width * page) < length[..., None]).view(-1, page)
+    for pool in (keys, values):
+        pool[~held] = torch.nan
     return length, table, keys, values
 
 
