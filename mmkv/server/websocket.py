@@ -140,6 +140,9 @@ class SessionSocket:
             return
         usual = {"model": self._state.settings.name, "stream": True}
         body = _checked(ChatRequest, usual | fields)
+        if not body.stream:
+            what = "a reply over a WebSocket comes in pieces; leave out stream"
+            raise ApiError(400, what, "invalid_value", "stream")
         ignored = self._state.headers_for(body).get("X-Mmkv-Ignored")
         await self._sessions.load_memory(session)
         turn = SessionTurn(*given, body, self._caller)

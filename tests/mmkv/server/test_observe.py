@@ -229,6 +229,10 @@ def test_a_websocket_observes_and_asks_as_the_routes_do(
             ({"type": "observe", "content": [inside]}, "url_not_allowed"),
             ({"type": "observe", "content": "a", "at": [[]] * 2**15}, "too_many_values"),
             ({"type": "ask", "model": "none", "messages": []}, "invalid_request"),
+            (
+                {"type": "ask", "stream": False, "messages": [{"role": "user", "content": "a"}]},
+                "invalid_value",
+            ),
         ]:
             client.send(**fields)
             error = client.receive()["error"]
