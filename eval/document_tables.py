@@ -750,6 +750,7 @@ TABLES: dict[str, Callable[[Path], Rows]] = {
     "compare-rivals": _leaderboard("compare-rivals-dense"),
     "interval-dense": _leaderboard("compare-interval-dense"),
     "interval-sparse": _leaderboard("compare-interval-sparse"),
+    "interval-recall": _leaderboard("compare-interval-recall"),
 }
 
 
