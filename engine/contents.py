@@ -63,6 +63,16 @@ class Memory:
     worn: bool = False
 
     @property
+    def worn_note(self) -> str | None:
+        """Say that keys in few bits were rounded too often; None: they were not."""
+        if not self.worn:
+            return None
+        return (
+            f"the memory was moved together {self.compactions:,} times, and keys in 4 bits are "
+            "rounded each time: what is old may be read wrongly by now (--kv k8v4 stays near)"
+        )
+
+    @property
     def physical_bytes(self) -> int:
         """Return the bytes of keys, values, metadata and states."""
         return self.kv_bytes + self.metadata_bytes + self.state_bytes
@@ -162,16 +172,6 @@ def memory_of(
         over_risk=over_risk,
         risk_unknown=risk_unknown,
         worn=most is not None and compactions > most,
-    )
-
-
-def worn_line(memory: Memory) -> str | None:
-    """Say that keys in few bits were rounded too often; None: they were not."""
-    if not memory.worn:
-        return None
-    return (
-        f"the memory was moved together {memory.compactions:,} times, and keys in 4 bits are "
-        "rounded each time: what is old may be read wrongly by now (--kv k8v4 stays near)"
     )
 
 

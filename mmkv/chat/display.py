@@ -22,7 +22,6 @@ from rich.text import Text
 
 from mmkv.chat.trouble import one_line
 from mmkv.engine.budget import format_bytes
-from mmkv.engine.contents import worn_line
 from mmkv.engine.errors import STOPS, without_codes
 from mmkv.environment import versions
 from mmkv.loading import Terminal
@@ -55,7 +54,7 @@ class Display(Terminal):
         lines = {
             "faded": faded_line(memory),
             "compacted": compacted_line(memory),
-            "worn": worn_line(memory),
+            "worn": memory.worn_note,
             "risk": risk_line(memory),
         }
         for kind, line in lines.items():

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 
 from mmkv.calls.parser import ReplyParser, ThoughtMarks, parse
-from mmkv.engine.contents import MODALITIES, worn_line
+from mmkv.engine.contents import MODALITIES
 from mmkv.prompt.video import FramesSeen
 from mmkv.sampling import Settled
 from mmkv.server.prompts import Begun, Message, reply_message
@@ -260,7 +260,7 @@ class RequestCounts:
             next((one.differs for one in memories if one.differs), None),
             max((len(one.pictures) for one in memories), default=0),
             max((len(one.faded) for one in memories), default=0),
-            list(dict.fromkeys([*self.notes, *filter(None, map(worn_line, memories))])),
+            list(dict.fromkeys([*self.notes, *filter(None, (one.worn_note for one in memories))])),
             sum(one.thought_tokens for one in choices),
             max((one.risk for one in memories if one.risk is not None), default=None),
             any(one.over_risk for one in memories),

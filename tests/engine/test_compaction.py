@@ -19,7 +19,6 @@ from mmkv.engine.budgets import page_bound
 from mmkv.engine.cache.forms import FORMS
 from mmkv.engine.cache.pool import PagePool
 from mmkv.engine.compaction import Run, plan, turned, with_text, with_tokens
-from mmkv.engine.contents import worn_line
 from mmkv.engine.errors import ContextError
 from mmkv.engine.policies import Budget
 from mmkv.engine.runtime import Runtime
@@ -410,6 +409,6 @@ def test_a_session_says_that_its_keys_are_worn() -> None:
             session.compactions = 16
             assert not session.memory().worn
             session.compactions = 17
-            line = worn_line(session.memory())
+            line = session.memory().worn_note
             assert session.memory().worn is worn and (line is not None) is worn
             assert line is None or "17 times" in line
