@@ -502,7 +502,7 @@ def test_what_a_file_says_was_read_has_to_add_up(change: dict[str, Any], cause: 
     given = {"pieces": [piece | {"reply": False}], "differs": None, "unread": True}
     held = parse_held(json.dumps(given), 3, 100, {7})
     assert held.pieces is not None and held.as_json() == given | {
-        "pieces": [piece | {"reply": False, "ids": (1, 2, 3), "end": (3, 3, 3, 0)}]
+        "pieces": [piece | {"reply": False, "ids": [1, 2, 3], "end": (3, 3, 3, 0)}]
     }
     assert held.unread is None  # pictures that no file has
     del given["unread"]  # there are none
