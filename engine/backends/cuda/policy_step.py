@@ -20,7 +20,7 @@ from torch import Tensor
 
 from mmkv.engine.backends.base import LoadedModel
 from mmkv.engine.backends.cuda.kernels.available import on_triton
-from mmkv.engine.backends.cuda.kernels.buffers import Limits, PageTables
+from mmkv.engine.backends.cuda.kernels.buffers import EvictionLimits, PageTables
 from mmkv.engine.backends.cuda.kernels.evict import (
     drop,
     empty_drop,
@@ -199,7 +199,7 @@ class PolicyStep:
         work: buffers of these evictions, refusals: of what write gates refuse, each None where
             there are none; ``nan`` of both is shared with the step.
         limits: of each step, once its token is appended; see
-            :class:`mmkv.engine.backends.cuda.kernels.buffers.Limits`.
+            :class:`mmkv.engine.backends.cuda.kernels.buffers.EvictionLimits`.
         prompt: ``[B]`` int64, tokens that came in prompts.
         too_long: ``[B]`` bool, whether a row has more entries than cells: nothing is dropped then.
     """
@@ -268,12 +268,12 @@ class PolicyStep:
                 floors = [one.floor for one in made if one.floor is not None]
                 limits.floor[steps, slot] = torch.stack(floors).to(limits.floor)
 
-    def _split(self, numbers: Tensor) -> Limits:
+    def _split(self, numbers: Tensor) -> EvictionLimits:
         """Give the parts of ``numbers [..., all limits]`` their names."""
         share, floor, above, recent = numbers.split(self._sizes, -1)
         batch = (self._slots.numel(), -1)
         guard = floor.unflatten(-1, batch) if floor.numel() else None
-        return Limits(share.unflatten(-1, batch), guard, above, recent)
+        return EvictionLimits(share.unflatten(-1, batch), guard, above, recent)
 
     def begin(
         self, seqs: Tensor, slots: Tensor, position: Tensor, rope_position: Tensor, live: Tensor
@@ -442,7 +442,7 @@ class PolicyStep:
         pool = self.cache.pool
         evict_to_shares(self.work, policy, self.rows, pool, seqs, seen, limits, scores)
 
-    def _scores(self, part: slice, seen: Tensor, limits: Limits) -> Tensor:
+    def _scores(self, part: slice, seen: Tensor, limits: EvictionLimits) -> Tensor:
         """Score the cells of some batch slots; keep the state that the scorer hands back."""
         view = self._view(part, seen)
         made: Tensor | Scores = self.model.policy.scoring.score(view)

@@ -18,7 +18,7 @@ from mmkv.engine.backends.cuda.kernels.buffers import (
     MOST_TIES,
     TURNS,
     EvictionBuffers,
-    Limits,
+    EvictionLimits,
     PageTables,
 )
 from mmkv.engine.backends.cuda.kernels.evict import (
@@ -220,7 +220,7 @@ SCORED = {
 
 def drawn_limits(
     cache: RaggedCache, seqs: list[int], groups: int, floors: bool, source: torch.Generator
-) -> Limits:
+) -> EvictionLimits:
     """Shares between nothing and all that a group holds, of which floors take half or more."""
 
     def draw(most: int) -> int:
@@ -236,7 +236,7 @@ def drawn_limits(
         recent.append(draw(5))
     made = (on_device(one) for one in (share, floor, above, recent))
     share_, floor_, above_, recent_ = made
-    return Limits(share_, floor_ if floors else None, above_, recent_)
+    return EvictionLimits(share_, floor_ if floors else None, above_, recent_)
 
 
 @pytest.mark.parametrize("form", SHARES)
@@ -295,7 +295,7 @@ def eager_cut(
     policy: Policy,
     seq: int,
     seen: torch.Tensor,
-    limits: Limits,
+    limits: EvictionLimits,
     slot: int,
     given: torch.Tensor | None,
 ) -> tuple[int, int, int]:
@@ -328,7 +328,7 @@ def test_what_shares_cannot_cut_is_reported(form: Any, why: str) -> None:
     rows, columns = to_device(cache)
     most = 78 if why == "entries" else None
     work = empty_eviction(2, rows, most, groups=2)
-    limits = Limits(on_device([[9, 9]] * 2), None, on_device([0, 0]), on_device([0, 0]))
+    limits = EvictionLimits(on_device([[9, 9]] * 2), None, on_device([0, 0]), on_device([0, 0]))
     scores = torch.zeros(2, ROWS, 39 if why == "a row" else 40, device=DEVICE)
     seen = on_device([MOST_TIES // ROWS + 1 if why == "positions" else 40, 5])
     policy = make_policy("snapkv")

@@ -169,7 +169,7 @@ class EvictionBuffers:
 
 
 @dataclass(frozen=True)
-class Limits:
+class EvictionLimits:
     """What each batch slot may keep where a budget alone does not say it; int64 and contiguous.
 
     Attributes:

@@ -20,7 +20,7 @@ from mmkv.engine.backends.cuda.kernels.buffers import (
     MOST_TIES,
     TURNS,
     EvictionBuffers,
-    Limits,
+    EvictionLimits,
     PageTables,
 )
 from mmkv.engine.budget import EVERY_STEP, Interval
@@ -241,7 +241,7 @@ def evict_to_shares(
     pool: Columns,
     seqs: Tensor,
     seen: Tensor,
-    limits: Limits,
+    limits: EvictionLimits,
     scores: Tensor | None = None,
 ) -> Tensor:
     """Cut as :func:`evict` does, to shares and floors that are given; for every policy.
@@ -274,7 +274,7 @@ def evict_to_shares_reference(
     pool: Columns,
     seqs: Tensor,
     seen: Tensor,
-    limits: Limits,
+    limits: EvictionLimits,
     scores: Tensor | None = None,
 ) -> Tensor:
     """The torch reference of :func:`evict_to_shares`, sequence after sequence."""

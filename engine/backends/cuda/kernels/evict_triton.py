@@ -23,7 +23,7 @@ from mmkv.engine.backends.cuda.kernels.buffers import (
     MOST_TIES,
     TURNS,
     EvictionBuffers,
-    Limits,
+    EvictionLimits,
     PageTables,
 )
 from mmkv.engine.backends.cuda.kernels.select_triton import is_victim, lowest_of_row
@@ -66,7 +66,7 @@ def evict(
         "FLOOR": ratio,
     }
     groups = count if type(policy.allocation) is HeadAllocation else 1
-    limits = Limits(work.share, work.floor if ratio > 0 else None, work.share, work.share)
+    limits = EvictionLimits(work.share, work.floor if ratio > 0 else None, work.share, work.share)
     return _evict(work, policy, rows, pool, seqs, seen, groups, limits, budgets, None)
 
 
@@ -77,7 +77,7 @@ def evict_to_shares(
     pool: Columns,
     seqs: Tensor,
     seen: Tensor,
-    limits: Limits,
+    limits: EvictionLimits,
     scores: Tensor | None = None,
 ) -> Tensor:
     """See ``evict_to_shares``.
@@ -97,7 +97,7 @@ def _evict(
     seqs: Tensor,
     seen: Tensor,
     groups: int,
-    limits: Limits,
+    limits: EvictionLimits,
     budgets: dict[str, Any] | None,
     scores: Tensor | None,
 ) -> Tensor:
