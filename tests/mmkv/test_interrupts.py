@@ -25,6 +25,7 @@ from mmkv.eval.fuzz.target import Wrong
 from mmkv.eval.fuzz.targets.command_line import CALLS, Interrupts
 from mmkv.sampling import Sampling
 from tests.support.chat_models import picture, save_qwen3_vl
+from tests.support.tiers import long_but
 
 
 def press() -> None:
@@ -131,7 +132,13 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Interrupts:
     return made
 
 
-@pytest.mark.parametrize("name", sorted(CALLS))
+# Each does much of what another call does.
+ALIKE = {"Engine.decode_many", "Engine.inputs", "Engine.trim", "Prefill.roll_back"}
+ALIKE |= {"Scheduler.close", "Session.begin_prefill", "Session.close", "Session.decode"}
+ALIKE |= {"Session.fork_apart", "Session.memory", "Session.prefill", "Session.set_budget"}
+
+
+@pytest.mark.parametrize("name", long_but(CALLS.keys() - ALIKE, sorted(CALLS), "1.7 s each"))
 def test_ctrl_c_at_any_bytecode_of_a_public_call(name: str, world: Interrupts) -> None:
     """A slice of ``python -m eval.fuzz --classes interrupts``: all pages, and the engine as it was.
 
