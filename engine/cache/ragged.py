@@ -126,8 +126,9 @@ class RaggedCache:
     def _require_memory(self, rows: int) -> None:
         """Raise BudgetError unless tensors of so many rows fit that the policy reads."""
         sizes = [math.prod(x.shape[1:]) * x.itemsize for x in self.memory.values()]
-        needed, free = sum(sizes) * rows, free_bytes(self.pool.device)
-        if needed >= SMALL and free is not None and needed > free:
+        needed = sum(sizes) * rows
+        free = None if needed < SMALL else free_bytes(self.pool.device)
+        if free is not None and needed > free:
             raise BudgetError(
                 f"what the policy keeps of {rows} sessions beside their entries needs "
                 f"{needed / 2**30:,.1f} GiB, {free / 2**30:,.1f} GiB are free; give the policy a "
