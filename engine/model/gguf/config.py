@@ -9,12 +9,12 @@ from __future__ import annotations
 import functools
 import importlib.util
 import json
-import math
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mmkv.engine.errors import ModelError
 from mmkv.engine.model.gguf.file import PLAIN, SUFFIX, GgufFile, read_gguf, state
+from mmkv.engine.model.gguf.text import TEXTS, text_config
 from mmkv.engine.model.gguf.tokenizer import special, tokenizer_json, tokens
 from mmkv.engine.paths import is_file, user_path
 
@@ -22,16 +22,6 @@ if TYPE_CHECKING:
     from tempfile import TemporaryDirectory
 
 FILES, TOKENIZER = "gguf.json", "tokenizer.json"  # the first names the files of the numbers
-# llama.cpp's name of an architecture: the type of the text model.
-TEXTS = {
-    "llama": "llama",
-    "qwen2": "qwen2",
-    "qwen2vl": "qwen2",
-    "qwen3": "qwen3",
-    "qwen3vl": "qwen3",
-    "qwen3moe": "qwen3_moe",
-    "qwen3vlmoe": "qwen3_moe",
-}
 # The kind of a projector, and the text architectures with it: the type of the whole model.
 _SEEING = {
     ("qwen2.5vl_merger", "qwen2vl"): "qwen2_5_vl",
@@ -40,8 +30,14 @@ _SEEING = {
     ("mlp", "llama"): "llava",
     ("mlp", "qwen2"): "llava",
 }
-# Ends of a turn that chat models were trained with, beside those that their files name.
-_TURN_ENDS = {"<|im_end|>", "<|eot_id|>", "<|endoftext|>", "<|end|>"}
+# Tokens that end a reply wherever they are, beside those that a file names: llama.cpp's list.
+_ENDS = {"<|eot_id|>", "<|im_end|>", "<|end|>", "<|return|>", "<|call|>", "<|flush|>", "<|calls|>"}
+_ENDS |= {"<end_of_turn>", "<|endoftext|>", "</s>", "<|eom_id|>", "<EOT>", "_<EOT>", "[EOT]"}
+_ENDS |= {"[EOS]", "<|end_of_text|>", "<end_of_utterance>", "<eos>", "<turn|>", "[e~["}
+_ENDS |= {"<|tool_response>", "<\uff5cend\u2581of\u2581sentence\uff5c>"}
+_ENDS |= {"<|fim_pad|>", "<fim-pad>", "<fim_pad>", "<PAD>", "[PAD]", "<|file_sep|>", "<|fim_repo|>"}
+_ENDS |= {"<|repo_name|>", "<fim-repo>", "<REPO>", "<reponame>"}
+_NAMED_ENDS = ("eos", "eot", "eom", "fim_pad", "fim_rep", "fim_sep")
 # Most and fewest pixels of a picture, where the file does not say: as the makers have them.
 _PIXELS = {"qwen2_5_vl": (3136, 12845056), "qwen3_vl": (65536, 16777216)}
 _PIXELS["qwen3_vl_moe"] = _PIXELS["qwen3_vl"]
@@ -154,7 +150,7 @@ def config_of(text: GgufFile, tower: GgufFile | None) -> dict[str, Any]:
             f"it reads {', '.join(TEXTS)}"
         )
     if tower is None:
-        return _text(text, TEXTS[text.architecture], sees=False)
+        return text_config(text, TEXTS[text.architecture], sees=False)
     if tower.architecture != "clip":
         raise ModelError(f"{tower.path} is no vision tower (mmproj), but {tower.architecture}")
     projector = _projector(tower)
@@ -172,7 +168,7 @@ def config_of(text: GgufFile, tower: GgufFile | None) -> dict[str, Any]:
             "the tower of this model"
         )
     inner = TEXTS[text.architecture] if kind == "llava" else f"{kind}_text"
-    whole = _text(text, inner, sees=kind != "llava")
+    whole = text_config(text, inner, sees=kind != "llava")
     if kind == "llava" and IMAGE not in tokens(text) and len(tokens(text)) == whole["vocab_size"]:
         whole["vocab_size"] += 1  # IMAGE is added to them
     common = {name: whole[name] for name in ("tie_word_embeddings", "dtype")}
@@ -185,159 +181,27 @@ def config_of(text: GgufFile, tower: GgufFile | None) -> dict[str, Any]:
     return common | ids | {"model_type": kind, "text_config": whole, "vision_config": vision}
 
 
-def _text(file: GgufFile, kind: str, sees: bool) -> dict[str, Any]:
-    """Return the config of a text model. ``sees``: its positions have three axes."""
-    if file.get("expert_count") and "moe" not in kind:
-        raise ModelError(
-            f"{file.path} is a mixture of experts of the kind {file.architecture}, which mmkv does "
-            "not run"
-        )
-    heads, hidden = file.whole("attention.head_count"), file.whole("embedding_length")
-    if not heads or "token_embd.weight" not in file.tensors:
-        raise ModelError(f"{file.path} has no heads or no embedding; get the original file")
-    width = file.whole("attention.key_length", hidden // heads)
-    for name in ("attention.value_length", "rope.dimension_count"):
-        if file.whole(name, width) != width:
-            raise ModelError(
-                f"{file.path}: {name} is {file.get(name)} and a head has {width} numbers, which "
-                "mmkv does not run; use another model"
-            )
-    window = file.get("attention.sliding_window")
-    if window is not None:
-        if kind != "llama":
-            raise ModelError(
-                f"{file.path} has a sliding window, which mmkv does not read of a {kind} in GGUF"
-            )
-        kind = "mistral"
-    biased = "blk.0.attn_q.bias" in file.tensors
-    config: dict[str, Any] = {
-        "model_type": kind,
-        "vocab_size": file.tensors["token_embd.weight"].shape[0],
-        "hidden_size": hidden,
-        "intermediate_size": file.whole("feed_forward_length"),
-        "num_hidden_layers": file.whole("block_count"),
-        "num_attention_heads": heads,
-        "num_key_value_heads": file.whole("attention.head_count_kv", heads),
-        "head_dim": width,
-        "max_position_embeddings": file.whole("context_length"),
-        "rms_norm_eps": file.get("attention.layer_norm_rms_epsilon", 1e-6),
-        "hidden_act": "silu",
-        "tie_word_embeddings": "output.weight" not in file.tensors,
-        "rope_parameters": _rope(file, width, sees),
-        "dtype": _dtype(file),
-    }
-    config |= {f"{name}_token_id": special(file, name) for name in ("bos", "eos")}
-    config["pad_token_id"] = special(file, "padding")
-    if kind == "llama":
-        mlp = "blk.0.ffn_up.bias" in file.tensors
-        config |= {"attention_bias": biased, "mlp_bias": mlp}
-    if kind == "mistral":
-        config["sliding_window"] = window
-    if kind.startswith("qwen3"):
-        config["attention_bias"] = biased
-    if "moe" in kind:
-        config |= {
-            "num_experts": file.whole("expert_count"),
-            "num_experts_per_tok": file.whole("expert_used_count"),
-            "moe_intermediate_size": file.whole("expert_feed_forward_length"),
-            "mlp_only_layers": [],
-            "decoder_sparse_step": 1,
-            "norm_topk_prob": True,
-        }
-    return config
-
-
-def _dtype(file: GgufFile) -> str:
-    """Return the dtype of the widest matrices of the layers; of quantised ones, bfloat16."""
-    kinds = {t.kind for name, t in file.tensors.items() if name.startswith("blk.") and t.rows > 1}
-    names = {"F32": "float32", "F16": "float16"}
-    return names.get(next(iter(kinds)), "bfloat16") if len(kinds) == 1 else "bfloat16"
-
-
-def _rope(file: GgufFile, width: int, sees: bool) -> dict[str, Any]:
-    """Return the parameters of the rotary embedding, scaling included."""
-    made: dict[str, Any] = {
-        "rope_type": "default",
-        "rope_theta": float(file.get("rope.freq_base", 10000.0)),
-    }
-    context = file.whole("context_length")
-    kind, factor = file.get("rope.scaling.type", "none"), file.get("rope.scaling.factor", 1.0)
-    if kind in ("linear", "yarn") and factor != 1.0:
-        made |= {"rope_type": kind, "factor": float(factor)}
-        if kind == "yarn":
-            made["original_max_position_embeddings"] = file.whole(
-                "rope.scaling.original_context_length", context
-            )
-            for theirs, ours in (("yarn_beta_fast", "beta_fast"), ("yarn_beta_slow", "beta_slow")):
-                if (value := file.get(f"rope.scaling.{theirs}")) is not None:
-                    made[ours] = float(value)
-            if (scale := file.get("rope.scaling.attn_factor")) is not None:
-                made["attention_factor"] = float(scale) * (0.1 * math.log(factor) + 1.0)
-    elif kind not in ("none", "linear", "yarn"):
-        raise ModelError(
-            f"{file.path} has rope scaling {ascii(kind)[:40]}, which mmkv does not read from GGUF; "
-            "name the transformers checkpoint that it was made of"
-        )
-    if "rope_freqs.weight" in file.tensors:
-        made |= _by_factors(file.floats("rope_freqs.weight"), made["rope_theta"], width, context)
-    if sees:
-        sections = file.get("rope.dimension_sections")
-        if not isinstance(sections, list) or len(sections) < 3:
-            raise ModelError(f"{file.path} has no rope.dimension_sections; get the original file")
-        made["mrope_section"] = sections[:3]
-        if file.architecture != "qwen2vl":
-            made["mrope_interleaved"] = True
-    return made
-
-
-def _by_factors(factors: list[float], theta: float, width: int, context: int) -> dict[str, Any]:
-    """Return rope parameters that divide the frequencies by ``factors``.
-
-    Llama 3.1 and later are scaled so; the file has the outcome of their four numbers, of which
-    three are always alike but for the length.
-    """
-    waves = [2 * math.pi * theta ** (2 * i / width) for i in range(width // 2)]
-    factor, low, high = max(factors, default=1.0), 1.0, 4.0
-    for power in range(4, 21):
-        length = 2.0**power
-        smooth = [min(max((length / wave - low) / (high - low), 0.0), 1.0) for wave in waves]
-        made = [1 / ((1 - s) / factor + s) for s in smooth]
-        if len(made) == len(factors) and all(map(_near, made, factors)):
-            return {
-                "rope_type": "llama3",
-                "factor": factor,
-                "low_freq_factor": low,
-                "high_freq_factor": high,
-                "original_max_position_embeddings": int(length),
-            }
-    return {
-        "rope_type": "longrope",
-        "short_factor": factors,
-        "long_factor": factors,
-        "attention_factor": 1.0,
-        "original_max_position_embeddings": context,
-    }
-
-
-def _near(one: float, other: float) -> bool:
-    return math.isclose(one, other, rel_tol=1e-4)
-
-
 def _generation(file: GgufFile) -> dict[str, Any]:
     """Return what ``generation_config.json`` says: ends of a reply, and how to draw if it does."""
-    ends = {special(file, name) for name in ("eos", "eot", "eom")}
-    kinds = file.metadata.get("tokenizer.ggml.token_type") or []
-    ends |= {n for n, t in enumerate(tokens(file)) if t in _TURN_ENDS and kinds[n : n + 1] == [3]}
+    ends = {special(file, name) for name in _NAMED_ENDS}
+    ends |= {number for number, token in enumerate(tokens(file)) if token in _ENDS}
+    if {"<|call|>", "<|return|>"} <= {*tokens(file)}:  # whose turns have parts
+        ends -= {number for number, token in enumerate(tokens(file)) if token == "<|end|>"}
     made: dict[str, Any] = {"eos_token_id": sorted(end for end in ends if end is not None)}
     if not made["eos_token_id"]:
         made = {}
+    if never := file.metadata.get("tokenizer.ggml.suppress_tokens"):
+        made["suppress_tokens"] = [number for number in never if 0 <= number < len(tokens(file))]
     drawn = {"temp": "temperature", "top_k": "top_k", "top_p": "top_p", "min_p": "min_p"}
     drawn["penalty_repeat"] = "repetition_penalty"
+    drawn |= {name: name for name in ("xtc_probability", "mirostat")}  # which are told of
     found = {
         ours: value
         for theirs, ours in drawn.items()
         if (value := file.metadata.get(f"general.sampling.{theirs}")) is not None
     }
+    if found.get("temperature") == 0:
+        return made | {"do_sample": False}
     return made | ({"do_sample": True} | found if found else {})
 
 

@@ -12,6 +12,7 @@ import os
 import shutil
 import struct
 from collections.abc import Callable
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from random import Random
@@ -43,9 +44,9 @@ from mmkv.engine.model.weights import DecoderWeights
 from mmkv.planner import FORMS, planned
 from mmkv.prompt.loading import load_processor
 from tests.engine.test_stored_weights import assert_same, named, plain
-from tests.support.factories import checkpoint, make_turn
+from tests.support.factories import CHECKPOINTS, checkpoint, make_model, make_turn
 from tests.support.gguf_files import Written, finish
-from tests.support.model_configs import IMAGE_ID, VOCAB
+from tests.support.model_configs import IMAGE_ID, LINEAR, VOCAB
 from tests.support.native import needs_native
 
 SHOWN: list[Any] = [3, ("image", 32, 32), 4, ("image", 16, 48), 2]
@@ -54,13 +55,34 @@ TEXTS = [
     ("llama", Kind.F32),
     ("llama", Kind.Q8_0),
     ("llama_biased", Kind.Q6_K),
-    ("mistral", Kind.Q4_K),
+    ("mistral3", Kind.Q4_K),
     ("qwen2", Kind.BF16),
     ("qwen2", Kind.Q5_K),
     ("qwen3", Kind.F16),
     ("qwen3_yarn", Kind.Q4_0),
     ("qwen3_moe", Kind.Q8_0),
+    ("gemma3", Kind.Q8_0),
+    ("phi3", Kind.F32),
+    ("phi3_long", Kind.Q5_K),
+    ("glm4", Kind.F16),
+    ("qwen35", Kind.Q8_0),
+    ("qwen35moe", Kind.F32),
 ]
+# What a GGUF file can say of such models.
+_LINEAR = LINEAR | {"linear_key_head_dim": 32, "linear_value_head_dim": 32}
+OWN = {
+    "mistral3": replace(CHECKPOINTS["ministral3"], head_dim=64),
+    "gemma3": replace(
+        CHECKPOINTS["gemma3_text"],
+        text=CHECKPOINTS["gemma3_text"].text | {"query_pre_attn_scalar": 32},
+    ),
+    "qwen35": replace(CHECKPOINTS["qwen3_5_text"], text=_LINEAR),
+    "qwen35moe": replace(
+        CHECKPOINTS["qwen3_5_moe"],
+        model_type="qwen3_5_moe_text",
+        text=CHECKPOINTS["qwen3_5_moe"].text | _LINEAR,
+    ),
+}
 SEEING = [
     ("qwen3_vl", Kind.F16),
     ("qwen3_vl_moe", Kind.Q8_0),
@@ -77,11 +99,16 @@ def assert_alike(file: str | Path, truth: Path) -> None:
     assert (weights.head.data_ptr() == weights.embed.data_ptr()) == (
         theirs.head.data_ptr() == theirs.embed.data_ptr()
     )
-    ours_rope, theirs_rope = plain(spec.rope), plain(wanted.rope)
-    assert ours_rope.pop("inv_freq") == pytest.approx(theirs_rope.pop("inv_freq"), rel=2e-7)
-    assert ours_rope == theirs_rope
+    for ours, other in zip(*([s.rope, s.local_rope] for s in (spec, wanted)), strict=True):
+        assert (ours is None) == (other is None)
+        if ours is not None and other is not None:
+            made, truly = plain(ours), plain(other)
+            for part in ("inv_freq", "scale"):  # the file has floats of 32 bits
+                assert made.pop(part) == pytest.approx(truly.pop(part), rel=2e-7)
+            assert made == truly
     sizes = [
-        {k: v for k, v in vars(s).items() if k not in ("rope", "rms_eps")} for s in (spec, wanted)
+        {k: v for k, v in vars(s).items() if k not in ("rope", "local_rope", "rms_eps")}
+        for s in (spec, wanted)
     ]
     assert sizes[0] == sizes[1]
     assert spec.rms_eps == pytest.approx(wanted.rms_eps, rel=1e-6)
@@ -89,7 +116,10 @@ def assert_alike(file: str | Path, truth: Path) -> None:
 
 @pytest.mark.parametrize(("name", "kind"), TEXTS)
 def test_text(name: str, kind: Kind, tmp_path: Path) -> None:
-    written = Written(checkpoint(name), tmp_path, kind)
+    source = checkpoint(name) if name in CHECKPOINTS else tmp_path / "source"
+    if name in OWN:
+        make_model(OWN[name]).save_pretrained(source)
+    written = Written(source, tmp_path / "files", kind)
     assert_alike(written.text, written.truth)
 
 
