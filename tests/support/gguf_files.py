@@ -57,6 +57,7 @@ class Written:
     Args:
         split: tensors of each part of the text's file, whose first part has metadata alone; 0: it
             is whole.
+        architecture: of the text's file, where several have such a model.
         metadata: of the text's file, by the package's keys; None: there is no such entry.
         more: further tensors of it; None: there is no such tensor.
     """
@@ -67,12 +68,14 @@ class Written:
         folder: Path,
         kind: Kind,
         split: int = 0,
+        architecture: str | None = None,
         metadata: Mapping[str, Any] | None = None,
         more: Mapping[str, np.ndarray | None] | None = None,
         **settings: Any,
     ) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         self._split, self._metadata, self._more = split, metadata or {}, more or {}
+        self._architecture = architecture
         self.text, self.mmproj = folder / "model.gguf", folder / "mmproj.gguf"
         self.truth = folder / "truth"
         shutil.copytree(source, self.truth)
@@ -87,7 +90,7 @@ class Written:
         save_file(self._numbers, self.truth / "model.safetensors", {"format": "pt"})
 
     def _write_text(self, config: Mapping[str, Any], whole: Any, settings: Any) -> None:
-        name = ARCHITECTURES[config["model_type"]]
+        name = self._architecture or ARCHITECTURES[config["model_type"]]
         layers, heads = config["num_hidden_layers"], config["num_attention_heads"]
         pairs, width = config["num_key_value_heads"], config["head_dim"]
         writer = gguf.GGUFWriter(
@@ -170,7 +173,8 @@ class Written:
             writer.add_rope_freq_base_swa(whole["sliding_attention"]["rope_theta"])
         turned = int(width * rope.get("partial_rotary_factor", 1.0))
         side = turned // 6
-        own = [turned // 2 - 2 * side, side, side] if name.startswith("qwen35") else []
+        seeing = name.startswith("qwen35") or "vl" in name
+        own = [turned // 2 - 2 * side, side, side] if seeing else []
         if sections := rope.get("mrope_section", own):
             writer.add_rope_dimension_sections([*sections, 0])
         if name in ("llama", "mistral3", "phi3", "glm4") or name.startswith("qwen35"):

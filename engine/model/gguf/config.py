@@ -247,7 +247,7 @@ def _image_id(file: GgufFile, vocabulary: int) -> int:
 
 
 def _qwen_vision(tower: GgufFile, kind: str) -> dict[str, Any]:
-    depth, patch = tower.whole("vision.block_count"), tower.whole("vision.patch_size")
+    depth, patch = tower.layers("vision.block_count"), tower.whole("vision.patch_size")
     made: dict[str, Any] = {
         "model_type": kind,
         "depth": depth,
@@ -288,7 +288,7 @@ def _llava(text: GgufFile, tower: GgufFile, whole: dict[str, Any]) -> dict[str, 
         )
     if "v.class_embd" not in tower.tensors:
         raise ModelError(f"{tower.path} is no CLIP (it has no v.class_embd), which mmkv needs here")
-    depth = tower.whole("vision.block_count")
+    depth = tower.layers("vision.block_count")
     act = "gelu" if tower.metadata.get("clip.use_gelu") else "quick_gelu"
     vision = {
         "model_type": "clip_vision_model",

@@ -194,6 +194,18 @@ class GgufFile:
             raise self._without(name, found, "one whole number")
         return found
 
+    def layers(self, name: str) -> int:
+        """Return a number of layers, before anything is made for each: a file of so many has as
+        many tensors, and more. Raises as :meth:`whole`.
+        """
+        found = self.whole(name)
+        if not 0 < found <= len(self.tensors):
+            raise ModelError(
+                f"{self.path}: {self.architecture}.{name} is {found} for {len(self.tensors)} "
+                "tensors; get the original file"
+            )
+        return found
+
     def real(self, name: str, default: float | None = None) -> float:
         """Return a number of 0 or more of the architecture's metadata. Raises as :meth:`whole`."""
         found = self._same(name, default)

@@ -32,6 +32,7 @@ TEXTS = {
 }
 _PARTIAL = ("phi3", "glm4", "qwen35", "qwen35moe")  # a part of each head may stay unrotated
 _BY_FACTORS = ("llama", "mistral3")  # whose frequencies a tensor may divide
+_WIDEST = 2**14  # numbers of a head
 _SCALINGS = ("none", "linear", "yarn", "longrope")
 # Keys that change an answer, and the architectures of TEXTS for which llama.cpp reads them.
 _READ_OF: dict[str, tuple[str, ...]] = {
@@ -75,12 +76,7 @@ def text_config(file: GgufFile, kind: str, sees: bool) -> dict[str, Any]:
         ModelError: what mmkv does not run, by its name; counts that cannot be.
     """
     _require_plain(file, kind)
-    layers = file.whole("block_count") - file.whole("nextn_predict_layers", 0)
-    if not 0 < layers <= len(file.tensors):  # before anything is made for each
-        raise ModelError(
-            f"{file.path}: {file.architecture}.block_count is {file.get('block_count')} for "
-            f"{len(file.tensors)} tensors; get the original file"
-        )
+    layers = file.layers("block_count") - file.whole("nextn_predict_layers", 0)
     heads, hidden = file.whole("attention.head_count"), file.whole("embedding_length")
     if not heads or "token_embd.weight" not in file.tensors:
         raise ModelError(f"{file.path} has no heads or no embedding; get the original file")
@@ -89,6 +85,11 @@ def text_config(file: GgufFile, kind: str, sees: bool) -> dict[str, Any]:
     if file.architecture not in _PARTIAL:
         _require_width(file, "rope.dimension_count", width)
     _require_width(file, "attention.value_length", width)
+    if not 0 < rotated <= width <= _WIDEST:
+        raise ModelError(
+            f"{file.path}: a head has {width} numbers, of which {rotated} are rotated, which "
+            "cannot be; get the original file"
+        )
     ends = {name.split(".", 2)[-1] for name in file.tensors if name.startswith("blk.")}
     config: dict[str, Any] = {
         "model_type": kind,
@@ -206,12 +207,11 @@ def _gemma(file: GgufFile, config: dict[str, Any]) -> dict[str, Any]:
     else:  # every so manieth layer sees all; 0: none
         every = file.whole("attention.sliding_window_pattern", 6)
         local = [not every or n % every < every - 1 for n in range(layers)]
-    near = _scaled(
-        {"rope_type": "default", "rope_theta": file.real("rope.freq_base_swa", 10000.0)},
-        [1.0] * (config["head_dim"] // 2),
-        file.real("rope.scaling.attn_factor", 1.0),
-        config["max_position_embeddings"],
-    )
+    theta = file.real("rope.freq_base_swa", 10000.0)
+    near: dict[str, Any] = {"rope_type": "default", "rope_theta": theta}
+    if (scale := file.real("rope.scaling.attn_factor", 1.0)) != 1.0:
+        pairs, context = config["head_dim"] // 2, config["max_position_embeddings"]
+        near |= _divided(theta, [1.0] * pairs, None, scale, context)
     # What makes queries shorter: of a head, but in the model of 27 billion numbers.
     scalar = config["hidden_size"] // config["num_attention_heads"]
     return {
@@ -262,37 +262,34 @@ def _rope(file: GgufFile, width: int, rotated: int, sees: bool) -> dict[str, Any
             f"{file.path} has rope scaling {ascii(kind)[:40]}, which mmkv does not read from GGUF; "
             "name the transformers checkpoint that it was made of"
         )
-    # The second key is an older one.
-    older = file.real("rope.scale_linear", 0.0)
+    older = file.real("rope.scale_linear", 0.0)  # an older name of the next
     factor = file.real("rope.scaling.factor", older) or 1.0
     factor = 1.0 if kind == "none" else factor
-    scale, context = file.real("rope.scaling.attn_factor", 1.0), file.whole("context_length")
-    factors = _factors(file, kind, rotated)
-    if kind == "yarn" and not factors:
-        ends = {"fast": 32.0, "slow": 1.0}
-        wide = _magnitude(factor)
+    scale, original = file.real("rope.scaling.attn_factor", 1.0), _original(file)
+    fast, slow = 32.0, 1.0
+    if kind == "yarn":
+        scale *= _magnitude(factor)
         if file.architecture == "mistral3":
-            ends = {end: file.real(f"rope.scaling.yarn_beta_{end}", ends[end]) for end in ends}
-            wide /= _magnitude(factor, file.real("rope.scaling.yarn_log_multiplier", 0.0))
-        made |= {f"beta_{end}": value for end, value in ends.items()}
-        made |= {"rope_type": "yarn", "factor": factor, "attention_factor": wide * scale}
-        made["original_max_position_embeddings"] = _original(file)
-    elif kind == "yarn":
-        raise ModelError(
-            f"{file.path} has both yarn and a tensor of rope factors, which mmkv does not read; "
-            "name the transformers checkpoint that it was made of"
+            fast = file.real("rope.scaling.yarn_beta_fast", fast)
+            slow = file.real("rope.scaling.yarn_beta_slow", slow)
+            scale /= _magnitude(factor, file.real("rope.scaling.yarn_log_multiplier", 0.0))
+    factors = _factors(file, kind, rotated)
+    if kind == "yarn" and factors is None and file.architecture != "phi3":
+        made |= {"rope_type": "yarn", "factor": factor, "attention_factor": scale}
+        made |= {"beta_fast": fast, "beta_slow": slow}
+        made["original_max_position_embeddings"] = original
+    elif kind != "yarn" and factors is None and scale == 1.0:
+        made |= {"rope_type": "linear", "factor": factor} if factor != 1.0 else {}
+    else:  # each frequency is divided by a number
+        made |= _divided(
+            made["rope_theta"],
+            _yarn(factor, made["rope_theta"], rotated, original, fast, slow)
+            if kind == "yarn"
+            else [factor] * (rotated // 2),
+            factors,
+            scale,
+            original if factors and factors[0] is not factors[1] else file.whole("context_length"),
         )
-    elif factors and factors[0] is not factors[1]:
-        short, long = ([factor * one for one in each] for each in factors)
-        made |= {"rope_type": "longrope", "short_factor": short, "long_factor": long}
-        made |= {"attention_factor": scale, "original_max_position_embeddings": _original(file)}
-    elif factors and factor == scale == 1.0:
-        made |= _by_factors(factors[0], made["rope_theta"], rotated, context)
-    elif factors or scale != 1.0:
-        by = factors[0] if factors else [1.0] * (rotated // 2)
-        made |= _scaled(made, [factor * one for one in by], scale, context)
-    elif factor != 1.0:
-        made |= {"rope_type": "linear", "factor": factor}
     if sees:
         sections = file.get("rope.dimension_sections")
         if not isinstance(sections, list) or len(sections) < 3:
@@ -306,6 +303,21 @@ def _rope(file: GgufFile, width: int, rotated: int, sees: bool) -> dict[str, Any
 def _magnitude(factor: float, share: float = 1.0) -> float:
     """Return yarn's factor on cos and sin."""
     return 1.0 if factor <= 1.0 else 0.1 * share * math.log(factor) + 1.0
+
+
+def _yarn(
+    factor: float, theta: float, rotated: int, original: int, fast: float, slow: float
+) -> list[float]:
+    """Return what yarn divides each frequency by: nothing where it turns often in the original
+    positions, all of the factor where it turns less than once or so.
+    """
+    low, high = (
+        rotated * math.log(original / (turns * 2 * math.pi)) / (2 * math.log(theta))
+        for turns in (fast, slow)
+    )
+    begin, end = max(0, math.floor(low)), min(rotated - 1, math.ceil(high))
+    ramps = (min(max((n - begin) / max(0.001, end - begin), 0), 1) for n in range(rotated // 2))
+    return [1 / (ramp / factor + 1 - ramp) for ramp in ramps]
 
 
 def _factors(file: GgufFile, kind: str, rotated: int) -> tuple[list[float], list[float]] | None:
@@ -327,42 +339,39 @@ def _factors(file: GgufFile, kind: str, rotated: int) -> tuple[list[float], list
     return short, long
 
 
-def _scaled(
-    made: dict[str, Any], factors: list[float], scale: float, context: int
+def _divided(
+    theta: float,
+    slower: list[float],
+    factors: tuple[list[float], list[float]] | None,
+    scale: float,
+    original: int,
 ) -> dict[str, Any]:
-    """Return rope parameters that divide frequencies by ``factors`` and scale cos and sin."""
-    if scale == 1.0 and set(factors) <= {1.0}:
-        return made
-    return made | {
-        "rope_type": "longrope",
-        "short_factor": factors,
-        "long_factor": factors,
-        "attention_factor": scale,
-        "original_max_position_embeddings": context,
-    }
-
-
-def _by_factors(factors: list[float], theta: float, width: int, context: int) -> dict[str, Any]:
-    """Return rope parameters that divide the frequencies by ``factors``.
+    """Return rope parameters that divide frequencies by numbers and scale cos and sin.
 
     Llama 3.1 and later are scaled so; the file has the outcome of their four numbers, of which
     three are always alike but for the length.
     """
-    waves = [2 * math.pi * theta ** (2 * i / width) for i in range(width // 2)]
-    factor, low, high = max(factors, default=1.0), 1.0, 4.0
+    both = factors or ([1.0] * len(slower),) * 2
+    short, long = ([a * b for a, b in zip(slower, own, strict=True)] for own in both)
+    made: dict[str, Any] = {
+        "rope_type": "longrope",
+        "short_factor": short,
+        "long_factor": long,
+        "attention_factor": scale,
+        "original_max_position_embeddings": original,
+    }
+    if scale != 1.0 or short != long:
+        return made
+    waves = [2 * math.pi * theta ** (n / len(short)) for n in range(len(short))]
+    factor, low, high = max(short, default=1.0), 1.0, 4.0
     for power in range(4, 21):
         length = 2.0**power
         smooth = [min(max((length / wave - low) / (high - low), 0.0), 1.0) for wave in waves]
-        made = [1 / ((1 - s) / factor + s) for s in smooth]
-        if all(map(_near, made, factors)):
-            return {
-                "rope_type": "llama3",
-                "factor": factor,
-                "low_freq_factor": low,
-                "high_freq_factor": high,
-                "original_max_position_embeddings": int(length),
-            }
-    return _scaled({}, factors, 1.0, context)
+        if all(map(_near, (1 / ((1 - s) / factor + s) for s in smooth), short)):
+            made = {"rope_type": "llama3", "factor": factor}
+            made |= {"low_freq_factor": low, "high_freq_factor": high}
+            return made | {"original_max_position_embeddings": int(length)}
+    return made
 
 
 def _near(one: float, other: float) -> bool:

@@ -11,6 +11,8 @@ import json
 import os
 import shutil
 import struct
+import time
+import tracemalloc
 from collections.abc import Callable
 from dataclasses import replace
 from itertools import pairwise
@@ -305,6 +307,32 @@ def test_damage_anywhere_in_the_header_is_refused_in_a_line(
         except ModelError as error:
             assert "\n" not in str(error)
         file.unlink()
+
+
+@pytest.mark.parametrize("count", [3_000_000, 2**31 - 1])
+def test_layers_that_no_file_has_are_refused_at_once(
+    count: int, written: Written, tmp_path: Path
+) -> None:
+    """Before transformers makes a list of them."""
+    for name, key, tower in (
+        ("text", b"qwen3vl.block_count", written.mmproj),
+        ("tower", b"clip.vision.block_count", None),
+    ):
+        own = written.mmproj if tower is None else written.text
+        there = key + struct.pack("<I", 4)
+        at = own.read_bytes().index(there) + len(there)
+        file = changed(
+            own,
+            tmp_path / f"{name}.gguf",
+            lambda raw, at=at: raw[:at] + struct.pack("<I", count) + raw[at + 4 :],
+        )
+        pair = (file, tower) if tower is not None else (written.text, file)
+        tracemalloc.start()
+        begin = time.process_time()
+        with pytest.raises(ModelError, match=rf"block_count is {count} for \d+ tensors"):
+            gguf_folder(*pair)
+        assert time.process_time() - begin < 1 and tracemalloc.get_traced_memory()[1] < 2**23
+        tracemalloc.stop()
 
 
 def test_an_array_longer_than_a_vocabulary_is_not_read(tmp_path: Path) -> None:
