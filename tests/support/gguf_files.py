@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import re
 import shutil
@@ -26,6 +27,7 @@ ARCHITECTURES = {
     "qwen3_moe": "qwen3moe",
     "qwen3_vl_text": "qwen3vl",
     "qwen3_vl_moe_text": "qwen3vlmoe",
+    "qwen2_vl_text": "qwen2vl",
     "qwen2_5_vl_text": "qwen2vl",
     "qwen3_5_text": "qwen35",
     "qwen3_5_moe_text": "qwen35moe",
@@ -35,7 +37,12 @@ ARCHITECTURES = {
     "glm4v_text": "glm4",
 }
 _OFFSET = ("gemma3", "qwen35", "qwen35moe")  # whose gains are 1 + weight in transformers
-_PROJECTORS = {"llava": "mlp", "qwen2_5_vl": "qwen2.5vl_merger"}
+_PROJECTORS = {
+    "llava": "mlp",
+    "qwen2_vl": "qwen2vl_merger",
+    "qwen2_5_vl": "qwen2.5vl_merger",
+    "gemma3": "gemma3",
+}
 _MARKS = {
     IMAGE_ID: "<|image_pad|>",
     VIDEO_ID: "<|video_pad|>",
@@ -222,10 +229,12 @@ class Written:
         writer.add_string("clip.projector_type", _PROJECTORS.get(kind, "qwen3vl_merger"))
         writer.add_bool("clip.has_vision_encoder", True)
         layers = vision.get("depth", vision.get("num_hidden_layers"))
+        width = vision.get("embed_dim", vision["hidden_size"])
         sizes = {
             "block_count": layers,
-            "embedding_length": vision["hidden_size"],
-            "feed_forward_length": vision["intermediate_size"],
+            "embedding_length": width,
+            "feed_forward_length": vision.get("intermediate_size")
+            or int(width * vision["mlp_ratio"]),
             "attention.head_count": vision.get("num_heads", vision.get("num_attention_heads")),
             "patch_size": vision["patch_size"],
             "image_size": vision.get("image_size", 560),
@@ -239,17 +248,21 @@ class Written:
                 pictures = found.get("image_processor", found)
         writer.add_array("clip.vision.image_mean", pictures.get("image_mean", [0.5] * 3))
         writer.add_array("clip.vision.image_std", pictures.get("image_std", [0.5] * 3))
-        if kind != "llava" and pictures:
+        if "qwen" in kind and pictures:
             size = pictures["size"]
             writer.add_uint32("clip.vision.image_min_pixels", size["shortest_edge"])
             writer.add_uint32("clip.vision.image_max_pixels", size["longest_edge"])
-        if kind == "llava":
+        if kind in ("llava", "gemma3"):
             writer.add_float32("clip.vision.attention.layer_norm_epsilon", vision["layer_norm_eps"])
+        if kind == "gemma3":
+            each = int(config["mm_tokens_per_image"] ** 0.5) * vision["patch_size"]
+            writer.add_uint32("clip.vision.projector.scale_factor", vision["image_size"] // each)
+            writer.add_bool("clip.use_gelu", True)
         elif kind == "qwen2_5_vl":
             writer.add_uint32("clip.vision.n_wa_pattern", vision["fullatt_block_indexes"][0] + 1)
             writer.add_uint32("clip.vision.window_size", vision["window_size"])
-        else:
-            deep = vision["deepstack_visual_indexes"]
+        elif kind.startswith("qwen3"):
+            deep = vision.get("deepstack_visual_indexes", [])
             marks = [n in deep for n in range(layers)]
             writer.add_array("clip.vision.is_deepstack_layers", marks)
         names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.MMPROJ, max(layers, 3))
@@ -259,7 +272,12 @@ class Written:
             if not plain.startswith(("visual.", "vision_tower.", "multi_modal")):
                 continue
             values = tensor.numpy()
-            if "multi_modal_projector.linear_" in plain:
+            if plain.endswith(("mm_input_projection_weight", "mm_soft_emb_norm.weight")):
+                shifts = (np.float32(1), np.float32(-1)) if "norm" in plain else (0, 0)
+                change = tuple(functools.partial(np.add, np.float32(shift)) for shift in shifts)
+                theirs = "mm.soft_emb_norm" if "norm" in plain else "mm.input_projection"
+                self._add(writer, f"{theirs}.weight", ours, values, change)
+            elif "multi_modal_projector.linear_" in plain:
                 number = 0 if "linear_1" in plain else 2
                 self._add(writer, f"mm.{number}.{plain.rpartition('.')[2]}", ours, values)
             elif plain.endswith("visual.patch_embed.proj.weight"):
@@ -267,7 +285,7 @@ class Written:
                 for end, frame in (("", first), (".1", second)):
                     writer.add_tensor(f"v.patch_embd.weight{end}", frame)
                 self._numbers[ours] = tensor
-            elif kind == "qwen2_5_vl" and ".qkv." in plain:
+            elif kind in ("qwen2_vl", "qwen2_5_vl") and ".qkv." in plain:
                 back = []
                 for part, rows in zip("qkv", np.split(values, 3), strict=True):
                     made = self._quantised(rows)

@@ -24,9 +24,13 @@ if TYPE_CHECKING:
 FILES, TOKENIZER = "gguf.json", "tokenizer.json"  # the first names the files of the numbers
 # The kind of a projector, and the text architectures with it: the type of the whole model.
 _SEEING = {
+    ("qwen2vl_merger", "qwen2vl"): "qwen2_vl",
     ("qwen2.5vl_merger", "qwen2vl"): "qwen2_5_vl",
     ("qwen3vl_merger", "qwen3vl"): "qwen3_vl",
     ("qwen3vl_merger", "qwen3vlmoe"): "qwen3_vl_moe",
+    ("qwen3vl_merger", "qwen35"): "qwen3_5",
+    ("qwen3vl_merger", "qwen35moe"): "qwen3_5_moe",
+    ("gemma3", "gemma3"): "gemma3",
     ("mlp", "llama"): "llava",
     ("mlp", "qwen2"): "llava",
 }
@@ -39,9 +43,11 @@ _ENDS |= {"<|fim_pad|>", "<fim-pad>", "<fim_pad>", "<PAD>", "[PAD]", "<|file_sep
 _ENDS |= {"<|repo_name|>", "<fim-repo>", "<REPO>", "<reponame>"}
 _NAMED_ENDS = ("eos", "eot", "eom", "fim_pad", "fim_rep", "fim_sep")
 # Most and fewest pixels of a picture, where the file does not say: as the makers have them.
-_PIXELS = {"qwen2_5_vl": (3136, 12845056), "qwen3_vl": (65536, 16777216)}
-_PIXELS["qwen3_vl_moe"] = _PIXELS["qwen3_vl"]
-IMAGE = "<image>"  # stands for a picture in LLaVA's prompts
+_PIXELS = dict.fromkeys(("qwen2_vl", "qwen2_5_vl"), (3136, 12845056))
+_NEWER = (65536, 16777216)
+_PIXELS |= dict.fromkeys(("qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe"), _NEWER)
+# What stands for a picture in prompts; files may lack it.
+_IMAGE = {"llava": "<image>", "gemma3": "<image_soft_token>"}
 # LLaVA-1.5's prompts, for the files of its makers' form, which have no template and no IMAGE.
 _LLAVA_TEMPLATE = (
     "{{ bos_token }}{% for m in messages %}"
@@ -117,12 +123,14 @@ def _contents(text: GgufFile, tower: GgufFile | None = None) -> dict[str, str | 
         "generation_config.json": _generation(text),
         "tokenizer_config.json": _special_tokens(text, config),
     }
-    pages |= _picture_settings(tower, str(config["model_type"]))
+    pages |= _picture_settings(tower, config)
     made: dict[str, str | None] = {n: json.dumps(page, indent=1) for n, page in pages.items()}
     template = text.metadata.get("tokenizer.chat_template")
-    extra = config.get("image_token_index") == len(tokens(text))
-    made["chat_template.jinja"] = template or (_LLAVA_TEMPLATE if extra else None)
-    return made | {TOKENIZER: tokenizer_json(text, [IMAGE] if extra else [])}
+    extra, kind = config.get("image_token_index") == len(tokens(text)), str(config["model_type"])
+    made["chat_template.jinja"] = template or (
+        _LLAVA_TEMPLATE if kind == "llava" and extra else None
+    )
+    return made | {TOKENIZER: tokenizer_json(text, [_IMAGE[kind]] if extra else [])}
 
 
 def _require_reader(files: list[GgufFile]) -> None:
@@ -167,14 +175,18 @@ def config_of(text: GgufFile, tower: GgufFile | None) -> dict[str, Any]:
             f"{tower.path} gives features of {width} numbers and {text.path} takes {hidden}; name "
             "the tower of this model"
         )
-    inner = TEXTS[text.architecture] if kind == "llava" else f"{kind}_text"
-    whole = text_config(text, inner, sees=kind != "llava")
-    if kind == "llava" and IMAGE not in tokens(text) and len(tokens(text)) == whole["vocab_size"]:
-        whole["vocab_size"] += 1  # IMAGE is added to them
+    mark = _IMAGE.get(kind)
+    inner = f"{kind}_text" if mark is None else TEXTS[text.architecture]
+    whole = text_config(text, inner, sees=mark is None)
     common = {name: whole[name] for name in ("tie_word_embeddings", "dtype")}
-    if kind == "llava":
-        return common | _llava(text, tower, whole)
+    if mark is not None:
+        if mark not in tokens(text) and len(tokens(text)) == whole["vocab_size"]:
+            whole["vocab_size"] += 1  # it is added to them
+        common |= {"text_config": whole, "image_token_index": _image_id(text, whole, mark)}
+        return common | (_gemma3(text, tower) if kind == "gemma3" else _llava(tower))
     vision = _qwen_vision(tower, kind) | {"out_hidden_size": hidden}
+    if kind == "qwen2_vl":
+        vision |= {"embed_dim": vision["hidden_size"], "hidden_size": hidden}
     marks = {"image": "image_pad", "video": "video_pad"}
     marks |= {"vision_start": "vision_start", "vision_end": "vision_end"}
     ids = {f"{name}_token_id": _id_of(text, f"<|{mark}|>") for name, mark in marks.items()}
@@ -215,6 +227,9 @@ def _special_tokens(file: GgufFile, config: dict[str, Any]) -> dict[str, Any]:
     for theirs, ours in (("bos", "bos"), ("eos", "eos"), ("padding", "pad"), ("unknown", "unk")):
         if (number := special(file, theirs)) is not None:
             made[f"{ours}_token"] = tokens(file)[number]
+    if config["model_type"] == "gemma3":  # which its processor asks for
+        marks = {"image": _IMAGE["gemma3"], "boi": "<start_of_image>", "eoi": "<end_of_image>"}
+        made["extra_special_tokens"] = {f"{name}_token": mark for name, mark in marks.items()}
     return made
 
 
@@ -224,11 +239,11 @@ def _projector(tower: GgufFile) -> str:
 
 
 def _out(tower: GgufFile) -> int:
-    """Return the numbers of a feature: the rows of the projector's last matrix."""
-    last = tower.tensors.get("mm.2.weight")
-    if last is None:
-        raise ModelError(f"{tower.path} has no projector (mm.2.weight); get the original file")
-    return last.shape[0]
+    """Return the numbers of a feature: the rows of the projector's last matrix; Gemma's columns."""
+    for name, axis in (("mm.2.weight", 0), ("mm.input_projection.weight", -1)):
+        if (last := tower.tensors.get(name)) is not None:
+            return last.shape[axis]
+    raise ModelError(f"{tower.path} has no projector (mm.2.weight); get the original file")
 
 
 def _id_of(file: GgufFile, token: str) -> int:
@@ -241,9 +256,10 @@ def _id_of(file: GgufFile, token: str) -> int:
         ) from error
 
 
-def _image_id(file: GgufFile, vocabulary: int) -> int:
+def _image_id(file: GgufFile, config: dict[str, Any], mark: str) -> int:
     """Return the id of the token for pictures, which may have been added to the file's."""
-    return vocabulary - 1 if vocabulary == len(tokens(file)) + 1 else _id_of(file, IMAGE)
+    last = config["vocab_size"] - 1
+    return last if last == len(tokens(file)) else _id_of(file, mark)
 
 
 def _qwen_vision(tower: GgufFile, kind: str) -> dict[str, Any]:
@@ -259,6 +275,10 @@ def _qwen_vision(tower: GgufFile, kind: str) -> dict[str, Any]:
         "temporal_patch_size": 2,
         "in_channels": 3,
     }
+    if kind == "qwen2_vl":
+        act = "gelu" if tower.metadata.get("clip.use_gelu") else "quick_gelu"
+        ratio = made["intermediate_size"] // max(made["hidden_size"], 1)
+        return made | {"hidden_act": act, "mlp_ratio": ratio}
     if kind == "qwen2_5_vl":
         every = tower.whole("vision.n_wa_pattern", 0)
         whole = [n for n in range(depth) if every and (n + 1) % every == 0]
@@ -279,8 +299,37 @@ def _qwen_vision(tower: GgufFile, kind: str) -> dict[str, Any]:
     }
 
 
-def _llava(text: GgufFile, tower: GgufFile, whole: dict[str, Any]) -> dict[str, Any]:
-    """Return the config of a LLaVA-1.5."""
+def _square(tower: GgufFile, kind: str) -> dict[str, Any]:
+    """Return the config of a tower that sees pictures of one size, as transformers' CLIP has it."""
+    return {
+        "model_type": kind,
+        "hidden_size": tower.whole("vision.embedding_length"),
+        "intermediate_size": tower.whole("vision.feed_forward_length"),
+        "num_hidden_layers": tower.layers("vision.block_count"),
+        "num_attention_heads": tower.whole("vision.attention.head_count"),
+        "image_size": tower.whole("vision.image_size"),
+        "patch_size": tower.whole("vision.patch_size"),
+    }
+
+
+def _gemma3(text: GgufFile, tower: GgufFile) -> dict[str, Any]:
+    """Return what the config of a Gemma 3 has beside its language model."""
+    vision = _square(tower, "siglip_vision_model")
+    merged = tower.whole("vision.projector.scale_factor", 4) or 4
+    side = vision["image_size"] // max(vision["patch_size"], 1) // merged
+    vision |= {"hidden_act": "gelu_pytorch_tanh", "vision_use_head": False}
+    vision["layer_norm_eps"] = tower.real("vision.attention.layer_norm_epsilon", 1e-6)
+    ends = {"boi": "<start_of_image>", "eoi": "<end_of_image>"}
+    return {
+        "model_type": "gemma3",
+        "vision_config": vision,
+        "mm_tokens_per_image": side * side,
+        **{f"{name}_token_index": _id_of(text, token) for name, token in ends.items()},
+    }
+
+
+def _llava(tower: GgufFile) -> dict[str, Any]:
+    """Return what the config of a LLaVA-1.5 has beside its language model."""
     if tower.get("vision.image_grid_pinpoints"):
         raise ModelError(
             f"{tower.path} cuts pictures into tiles (LLaVA-NeXT), which mmkv does not read from "
@@ -288,20 +337,12 @@ def _llava(text: GgufFile, tower: GgufFile, whole: dict[str, Any]) -> dict[str, 
         )
     if "v.class_embd" not in tower.tensors:
         raise ModelError(f"{tower.path} is no CLIP (it has no v.class_embd), which mmkv needs here")
-    depth = tower.layers("vision.block_count")
-    act = "gelu" if tower.metadata.get("clip.use_gelu") else "quick_gelu"
-    vision = {
-        "model_type": "clip_vision_model",
-        "hidden_size": tower.whole("vision.embedding_length"),
-        "intermediate_size": tower.whole("vision.feed_forward_length"),
-        "num_hidden_layers": depth,
-        "num_attention_heads": tower.whole("vision.attention.head_count"),
-        "image_size": tower.whole("vision.image_size"),
-        "patch_size": tower.whole("vision.patch_size"),
-        "layer_norm_eps": tower.get("vision.attention.layer_norm_epsilon", 1e-5),
-        "hidden_act": act,
+    vision = _square(tower, "clip_vision_model") | {
+        "layer_norm_eps": tower.real("vision.attention.layer_norm_epsilon", 1e-5),
+        "hidden_act": "gelu" if tower.metadata.get("clip.use_gelu") else "quick_gelu",
         "projection_dim": 1,
     }
+    depth = vision["num_hidden_layers"]
     # The output before CLIP's last block. llama.cpp's converter leaves that block out, and says
     # that it wrote a LLaVA.
     layers = tower.get("vision.feature_layer")
@@ -309,23 +350,28 @@ def _llava(text: GgufFile, tower: GgufFile, whole: dict[str, Any]) -> dict[str, 
         layers = [depth if tower.get("has_llava_projector") else depth - 1]
     return {
         "model_type": "llava",
-        "text_config": whole,
         "vision_config": vision,
-        "image_token_index": _image_id(text, whole["vocab_size"]),
         "projector_hidden_act": "gelu",
         "vision_feature_layer": layers[0] if len(layers) == 1 else layers,
         "vision_feature_select_strategy": "default",
     }
 
 
-def _picture_settings(tower: GgufFile | None, kind: str) -> dict[str, Any]:
+def _picture_settings(tower: GgufFile | None, config: dict[str, Any]) -> dict[str, Any]:
     """Return how pictures and videos are prepared."""
     if tower is None:
         return {}
+    kind = str(config["model_type"])
     shades = {f"image_{n}": tower.get(f"vision.image_{n}", [0.5] * 3) for n in ("mean", "std")}
     patch = tower.whole("vision.patch_size")
+    side = tower.whole("vision.image_size", 0)
+    if kind == "gemma3":
+        count = {"image_seq_length": config["mm_tokens_per_image"]}
+        images = shades | count | {"image_processor_type": "Gemma3ImageProcessor"}
+        images["size"] = {"height": side, "width": side}
+        whole = {"processor_class": "Gemma3Processor", "image_processor": images} | count
+        return {"processor_config.json": whole, "preprocessor_config.json": images}
     if kind == "llava":
-        side = tower.whole("vision.image_size")
         images = shades | {
             "image_processor_type": "CLIPImageProcessor",
             "size": {"shortest_edge": side},
@@ -334,7 +380,7 @@ def _picture_settings(tower: GgufFile | None, kind: str) -> dict[str, Any]:
         whole = {
             "processor_class": "LlavaProcessor",
             "image_processor": images,
-            "image_token": IMAGE,
+            "image_token": _IMAGE[kind],
             "patch_size": patch,
             "num_additional_image_tokens": 1,
             "vision_feature_select_strategy": "default",
@@ -353,7 +399,7 @@ def _picture_settings(tower: GgufFile | None, kind: str) -> dict[str, Any]:
         "size": {"shortest_edge": fewest, "longest_edge": most},
     }
     pages: dict[str, Any] = {"preprocessor_config.json": images}
-    if kind != "qwen2_5_vl":
+    if kind not in ("qwen2_vl", "qwen2_5_vl"):
         pages["video_preprocessor_config.json"] = common | {
             "video_processor_type": "Qwen3VLVideoProcessor",
             "size": {"shortest_edge": 4096, "longest_edge": 25165824},

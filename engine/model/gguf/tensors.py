@@ -126,6 +126,19 @@ _QWEN25_VL_LAYER = {
     "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",
 }
+_QWEN2_VL_LAYER = _QWEN25_VL_LAYER | {"ffn_up": "mlp.fc1", "ffn_down": "mlp.fc2"}
+_SIGLIP = {
+    **{name: _CLIP[name] for name in ("v.patch_embd", "v.position_embd", "v.post_ln")},
+    "mm.soft_emb_norm": "multi_modal_projector.mm_soft_emb_norm",
+}
+# Names, names in a layer, what is before all of them and before the layers, by type of the model.
+_TOWERS = {
+    "llava": (_CLIP, _CLIP_LAYER, "", "vision_tower.vision_model.encoder.layers"),
+    "gemma3": (_SIGLIP, _CLIP_LAYER, "", "vision_tower.vision_model.encoder.layers"),
+    "qwen2_vl": (_QWEN25_VL, _QWEN2_VL_LAYER, "visual.", "blocks"),
+    "qwen2_5_vl": (_QWEN25_VL, _QWEN25_VL_LAYER, "visual.", "blocks"),
+    "qwen3_vl": (_QWEN3_VL, _QWEN3_VL_LAYER, "model.visual.", "blocks"),
+}
 _AT_ONCE = 2**24  # numbers that are made of their codes at a time
 _DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
@@ -531,13 +544,7 @@ def _require_rows(file: GgufFile, tensor: GgufTensor, rows: int) -> None:
 def _tower_sources(file: GgufFile, config: Any) -> dict[str, _Source]:
     """Return the tensors of the tower and the projector."""
     kind = config.model_type
-    if kind == "llava":
-        names, layers, prefix = _CLIP, _CLIP_LAYER, ""
-        blocks = "vision_tower.vision_model.encoder.layers"
-    elif kind == "qwen2_5_vl":
-        names, layers, prefix, blocks = _QWEN25_VL, _QWEN25_VL_LAYER, "visual.", "blocks"
-    else:
-        names, layers, prefix, blocks = _QWEN3_VL, _QWEN3_VL_LAYER, "model.visual.", "blocks"
+    names, layers, prefix, blocks = _TOWERS.get(kind, _TOWERS["qwen3_vl"])
     levels = list(getattr(config.vision_config, "deepstack_visual_indexes", ()) or ())
     made: dict[str, _Source] = {}
     parts: dict[str, dict[str, GgufTensor]] = {}
@@ -549,8 +556,11 @@ def _tower_sources(file: GgufFile, config: Any) -> dict[str, _Source]:
             continue  # with its first frame
         if name == "v.class_embd":
             made[names[name]] = _Source((tensor.rows * tensor.shape[-1],), (_all_of(tensor),))
+        elif name == "mm.input_projection.weight" and kind == "gemma3":
+            made["multi_modal_projector.mm_input_projection_weight"] = _whole(tensor)
         elif stem in names:
-            made[f"{prefix}{names[stem]}.{ending}"] = _whole(tensor)
+            change = (lambda gains: gains - 1) if stem == "mm.soft_emb_norm" else None
+            made[f"{prefix}{names[stem]}.{ending}"] = replace(_whole(tensor), change=change)
         elif layer and layer[2] in layers:
             made[f"{prefix}{blocks}.{layer[1]}.{layers[layer[2]]}.{ending}"] = _whole(tensor)
         elif layer and "attn_qkv" in layers and layer[2] in ("attn_q", "attn_k", "attn_v"):
@@ -565,8 +575,9 @@ def _tower_sources(file: GgufFile, config: Any) -> dict[str, _Source]:
         made[at] = _joined(file, at, [three.get(f"attn_{part}") for part in "qkv"])
     if kind == "llava":
         made |= _unused_norm(made, config.vision_config.hidden_size)
-        _name_by_shape(made, blocks)
-    else:
+    if kind in ("llava", "qwen2_vl"):
+        _name_by_shape(made, f"{prefix}{blocks}")
+    if "qwen" in kind:
         at = f"{prefix}{names['v.patch_embd']}.weight"
         made[at] = _frames(file)
     return made
@@ -581,13 +592,8 @@ def _unused_norm(made: dict[str, _Source], width: int) -> dict[str, _Source]:
 
 def _name_by_shape(made: dict[str, _Source], blocks: str) -> None:
     """Exchange the two layers of MLPs where an older converter named each as the other."""
-    first = made.get(f"{blocks}.0.mlp.fc1.bias")
-    width = made[f"{_CLIP['v.class_embd']}"].shape[0]
-    if (
-        first is None
-        or first.shape != (width,)
-        or made[f"{blocks}.0.mlp.fc2.bias"].shape == (width,)
-    ):
+    wide, narrow = (made.get(f"{blocks}.0.mlp.{name}.bias") for name in ("fc1", "fc2"))
+    if wide is None or narrow is None or wide.shape[0] >= narrow.shape[0]:
         return
     for name in [name for name in made if ".mlp.fc1." in name]:
         other = name.replace(".mlp.fc1.", ".mlp.fc2.")

@@ -78,7 +78,15 @@ OWN = {
         CHECKPOINTS["gemma3_text"],
         text=CHECKPOINTS["gemma3_text"].text | {"query_pre_attn_scalar": 32},
     ),
+    "gemma3_seeing": replace(
+        CHECKPOINTS["gemma3"],
+        text=CHECKPOINTS["gemma3"].text | {"query_pre_attn_scalar": 32},
+    ),
     "qwen35": replace(CHECKPOINTS["qwen3_5_text"], text=_LINEAR),
+    "qwen35_seeing": replace(CHECKPOINTS["qwen3_5"], text=_LINEAR),
+    "qwen35moe_seeing": replace(
+        CHECKPOINTS["qwen3_5_moe"], text=CHECKPOINTS["qwen3_5_moe"].text | _LINEAR
+    ),
     "qwen35moe": replace(
         CHECKPOINTS["qwen3_5_moe"],
         model_type="qwen3_5_moe_text",
@@ -86,6 +94,10 @@ OWN = {
     ),
 }
 SEEING = [
+    ("gemma3_seeing", Kind.Q8_0),
+    ("qwen35_seeing", Kind.F32),
+    ("qwen35moe_seeing", Kind.F16),
+    ("qwen2_vl", Kind.Q8_0),
     ("qwen3_vl", Kind.F16),
     ("qwen3_vl_moe", Kind.Q8_0),
     ("qwen2_5_vl", Kind.F32),
@@ -118,10 +130,7 @@ def assert_alike(file: str | Path, truth: Path) -> None:
 
 @pytest.mark.parametrize(("name", "kind"), TEXTS)
 def test_text(name: str, kind: Kind, tmp_path: Path) -> None:
-    source = checkpoint(name) if name in CHECKPOINTS else tmp_path / "source"
-    if name in OWN:
-        make_model(OWN[name]).save_pretrained(source)
-    written = Written(source, tmp_path / "files", kind)
+    written = Written(source_of(name, tmp_path), tmp_path / "files", kind)
     assert_alike(written.text, written.truth)
 
 
@@ -131,13 +140,30 @@ def seen(model: str | Path, name: str) -> list[Tensor]:
     return [turn.visual, *turn.deepstack, turn.positions, turn.modality]
 
 
+def source_of(name: str, folder: Path) -> Path:
+    """Return a checkpoint that a GGUF file can be made of."""
+    if name not in OWN:
+        return checkpoint(name)
+    make_model(OWN[name]).save_pretrained(folder / "source")
+    return folder / "source"
+
+
 @pytest.mark.parametrize(("name", "kind"), SEEING)
 def test_pictures(name: str, kind: Kind, tmp_path: Path) -> None:
     marks = {150: "<image>"} if name.startswith("llava") else {}
-    written = Written(checkpoint(name), tmp_path, kind, **({"marks": marks} if marks else {}))
+    if name.startswith("gemma3"):
+        marks = {150: "<image_soft_token>", 152: "<start_of_image>", 153: "<end_of_image>"}
+    more = {"marks": marks} if marks else {}
+    written = Written(source_of(name, tmp_path), tmp_path / "files", kind, **more)
     folder = gguf_folder(written.text, written.mmproj)
     assert_alike(folder, written.truth)
-    assert all(map(torch.equal, seen(folder, name), seen(written.truth, name)))
+    shown = {
+        "gemma3_seeing": "gemma3",
+        "qwen35_seeing": "qwen3_5",
+        "qwen35moe_seeing": "qwen3_5_moe",
+    }
+    asked = shown.get(name, name)
+    assert all(map(torch.equal, seen(folder, asked), seen(written.truth, asked)))
 
 
 @pytest.mark.parametrize(
