@@ -211,7 +211,7 @@ def _gemma(file: GgufFile, config: dict[str, Any]) -> dict[str, Any]:
     near: dict[str, Any] = {"rope_type": "default", "rope_theta": theta}
     if (scale := file.real("rope.scaling.attn_factor", 1.0)) != 1.0:
         pairs, context = config["head_dim"] // 2, config["max_position_embeddings"]
-        near |= _divided(theta, [1.0] * pairs, None, scale, context)
+        near |= _divided([1.0] * pairs, None, scale, context)
     # What makes queries shorter: of a head, but in the model of 27 billion numbers.
     scalar = config["hidden_size"] // config["num_attention_heads"]
     return {
@@ -274,22 +274,22 @@ def _rope(file: GgufFile, width: int, rotated: int, sees: bool) -> dict[str, Any
             slow = file.real("rope.scaling.yarn_beta_slow", slow)
             scale /= _magnitude(factor, file.real("rope.scaling.yarn_log_multiplier", 0.0))
     factors = _factors(file, kind, rotated)
-    if kind == "yarn" and factors is None and file.architecture != "phi3":
+    bare = file.architecture == "phi3"  # whose config takes factors alone
+    if kind == "yarn" and factors is None and not bare:
         made |= {"rope_type": "yarn", "factor": factor, "attention_factor": scale}
         made |= {"beta_fast": fast, "beta_slow": slow}
         made["original_max_position_embeddings"] = original
-    elif kind != "yarn" and factors is None and scale == 1.0:
+    elif kind != "yarn" and factors is None and scale == 1.0 and (factor == 1.0 or not bare):
         made |= {"rope_type": "linear", "factor": factor} if factor != 1.0 else {}
-    else:  # each frequency is divided by a number
-        made |= _divided(
-            made["rope_theta"],
-            _yarn(factor, made["rope_theta"], rotated, original, fast, slow)
-            if kind == "yarn"
-            else [factor] * (rotated // 2),
-            factors,
-            scale,
-            original if factors and factors[0] is not factors[1] else file.whole("context_length"),
-        )
+    else:
+        slower = [factor] * (rotated // 2)  # what scaling divides each frequency by
+        if kind == "yarn":
+            slower = _yarn(factor, made["rope_theta"], rotated, original, fast, slow)
+        if factors is None or factors[0] is factors[1]:
+            original = file.whole("context_length")
+        made |= _divided(slower, factors, scale, original)
+        if not bare:
+            made |= _llama3(made) or {}
     if sees:
         sections = file.get("rope.dimension_sections")
         if not isinstance(sections, list) or len(sections) < 3:
@@ -340,38 +340,44 @@ def _factors(file: GgufFile, kind: str, rotated: int) -> tuple[list[float], list
 
 
 def _divided(
-    theta: float,
     slower: list[float],
     factors: tuple[list[float], list[float]] | None,
     scale: float,
     original: int,
 ) -> dict[str, Any]:
-    """Return rope parameters that divide frequencies by numbers and scale cos and sin.
-
-    Llama 3.1 and later are scaled so; the file has the outcome of their four numbers, of which
-    three are always alike but for the length.
-    """
+    """Return rope parameters that divide frequencies by numbers and scale cos and sin."""
     both = factors or ([1.0] * len(slower),) * 2
     short, long = ([a * b for a, b in zip(slower, own, strict=True)] for own in both)
-    made: dict[str, Any] = {
+    return {
         "rope_type": "longrope",
         "short_factor": short,
         "long_factor": long,
         "attention_factor": scale,
         "original_max_position_embeddings": original,
     }
-    if scale != 1.0 or short != long:
-        return made
-    waves = [2 * math.pi * theta ** (n / len(short)) for n in range(len(short))]
-    factor, low, high = max(short, default=1.0), 1.0, 4.0
+
+
+def _llama3(rope: dict[str, Any]) -> dict[str, Any] | None:
+    """Return the same as Llama 3.1 and later say it, None where they cannot.
+
+    A file has the outcome of their four numbers, of which three are always alike but for the
+    length.
+    """
+    factors = rope["short_factor"]
+    if rope["attention_factor"] != 1.0 or factors != rope["long_factor"]:
+        return None
+    waves = [2 * math.pi * rope["rope_theta"] ** (n / len(factors)) for n in range(len(factors))]
+    factor, low, high = max(factors, default=1.0), 1.0, 4.0
     for power in range(4, 21):
         length = 2.0**power
         smooth = [min(max((length / wave - low) / (high - low), 0.0), 1.0) for wave in waves]
-        if all(map(_near, (1 / ((1 - s) / factor + s) for s in smooth), short)):
+        if all(map(_near, (1 / ((1 - s) / factor + s) for s in smooth), factors)):
+            for name in ("short_factor", "long_factor", "attention_factor"):
+                del rope[name]
             made = {"rope_type": "llama3", "factor": factor}
             made |= {"low_freq_factor": low, "high_freq_factor": high}
             return made | {"original_max_position_embeddings": int(length)}
-    return made
+    return None
 
 
 def _near(one: float, other: float) -> bool:

@@ -427,6 +427,12 @@ def test_metadata_mean_what_llama_cpp_makes_of_them() -> None:
     run([*MODELS], 14)
 
 
+@pytest.mark.parametrize("key", [".rope.scaling.factor", ".rope.scale_linear"])
+def test_a_factor_without_a_type_is_linear(key: str) -> None:
+    freqs = 10000.0 ** (-2.0 * np.arange(16) / 32) / 4
+    check("llama", Said({".rope.scaling.type": None, key: 4.0}, freqs=freqs))
+
+
 @pytest.mark.drawn(reason="45 files of each of 13 architectures")
 @pytest.mark.parametrize("name", MODELS)
 def test_many_drawn_files(name: str) -> None:
