@@ -120,7 +120,7 @@ def _contents(text: GgufFile, tower: GgufFile | None = None) -> dict[str, str | 
     pages: dict[str, Any] = {
         FILES: [str(file.path) for file in (text, tower) if file is not None],
         "config.json": config,
-        "generation_config.json": _generation(text),
+        "generation_config.json": generation(text),
         "tokenizer_config.json": _special_tokens(text, config),
     }
     pages |= _picture_settings(tower, config)
@@ -193,7 +193,7 @@ def config_of(text: GgufFile, tower: GgufFile | None) -> dict[str, Any]:
     return common | ids | {"model_type": kind, "text_config": whole, "vision_config": vision}
 
 
-def _generation(file: GgufFile) -> dict[str, Any]:
+def generation(file: GgufFile) -> dict[str, Any]:
     """Return what ``generation_config.json`` says: ends of a reply, and how to draw if it does."""
     ends = {special(file, name) for name in _NAMED_ENDS}
     ends |= {number for number, token in enumerate(tokens(file)) if token in _ENDS}

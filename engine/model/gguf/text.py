@@ -121,12 +121,8 @@ def text_config(file: GgufFile, kind: str, sees: bool) -> dict[str, Any]:
         config["original_max_position_embeddings"] = _original(file)
     if scale := file.real("attention.temperature_scale", 0.0) * (file.architecture == "mistral3"):
         config["model_type"] = "ministral3"
-        rope = config["rope_parameters"] | {"llama_4_scaling_beta": scale}
-        config["rope_parameters"] = {
-            "original_max_position_embeddings": _original(file),
-            "type": rope["rope_type"],
-            **rope,
-        }
+        rope = {"original_max_position_embeddings": _original(file), "llama_4_scaling_beta": scale}
+        config["rope_parameters"] = rope | config["rope_parameters"]
     return config
 
 

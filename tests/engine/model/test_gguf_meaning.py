@@ -25,15 +25,21 @@ import pytest
 import torch
 import transformers
 from gguf import GGMLQuantizationType as Kind
+from gguf import GGUFWriter
 from hypothesis import HealthCheck, Phase, given, note, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file
+from tokenizers import Tokenizer
 from torch import Tensor
 
 from mmkv.engine.errors import ModelError
+from mmkv.engine.model.families.loading import load
+from mmkv.engine.model.gguf.config import generation
+from mmkv.engine.model.gguf.file import GgufFile
+from mmkv.engine.model.gguf.tokenizer import tokenizer_json
 from mmkv.engine.runtime import Runtime
 from tests.support.factories import CHECKPOINTS, make_model
-from tests.support.gguf_files import Written
+from tests.support.gguf_files import Written, finish, set_metadata
 from tests.support.model_configs import LINEAR, Checkpoint
 
 TOKENS = 40
@@ -291,7 +297,7 @@ def drawn(draw: Draw, name: str) -> Said:
     for key, value in draw(st.lists(st.sampled_from(free), max_size=5)):
         said.metadata.setdefault(key, value)
     wrong = [(key, value, word) for key, value, of, word in REFUSED if name in (of or MODELS)]
-    if draw(st.integers(0, 4)) == 0:
+    if draw(st.sampled_from([*range(12)])) == 11:
         key, value, word = draw(st.sampled_from(wrong))
         said.metadata[key], said.refused = value, word
     return said
@@ -433,8 +439,48 @@ def test_a_factor_without_a_type_is_linear(key: str) -> None:
     check("llama", Said({".rope.scaling.type": None, key: 4.0}, freqs=freqs))
 
 
-@pytest.mark.drawn(reason="45 files of each of 13 architectures")
+def test_a_key_that_llama_cpp_does_not_read_is_named(tmp_path: Path) -> None:
+    said = {"{arch}.attention.sliding_window": 4, "{arch}.logit_scale": 2.0}
+    files = Written(source("llama"), tmp_path / "files", Kind.F32, metadata=said)
+    note = load(files.text, "float32", "cpu")[2].note
+    assert note is not None and "says attention.sliding_window, logit_scale, which" in note
+
+
+@pytest.mark.parametrize(
+    ("said", "ends", "first"),
+    [
+        ({}, [2], [1]),
+        ({"eos_token_id": 4, "eot_token_id": 5, "fim_pad_token_id": 6}, [4, 5, 6], [1]),
+        ({"eos_token_id": 900, "add_bos_token": False}, [2], []),
+        ({"model": "gpt2", "pre": "gpt-2", "eos_token_id": 7}, [7], []),
+        ({"model": "gpt2", "pre": "llama-bpe", "bos_token_id": 7, "eos_token_id": 4}, [4], [7]),
+        ({"model": "gpt2", "pre": "llama-bpe", "bos_token_id": 7, "add_bos_token": False}, [], []),
+        ({"tokens": {9: "<end_of_turn>", 8: "<|fim_pad|>", 3: "</s>"}}, [2, 3, 8, 9], [1]),
+        ({"tokens": {9: "<|end|>", 8: "<|call|>", 3: "<|return|>"}}, [2, 3, 8], [1]),
+    ],
+)
+def test_ends_and_first_tokens_where_a_file_says_little(
+    said: dict[str, Any], ends: list[int], first: list[int], tmp_path: Path
+) -> None:
+    """By llama.cpp's defaults, and its list of texts that end a reply."""
+    named = said.pop("tokens", {})
+    writer = GGUFWriter(tmp_path / "m.gguf", "llama")
+    writer.add_token_list([named.get(n, "a" if n == 12 else f"t{n}") for n in range(20)])
+    writer.add_token_scores([0.0] * 20)
+    writer.add_token_merges(["t 1"])
+    for key, value in ({"model": "llama"} | said).items():
+        set_metadata(writer, f"tokenizer.ggml.{key}", value)
+    writer.add_add_space_prefix(False)
+    finish(writer)
+    file = GgufFile(tmp_path / "m.gguf")
+    assert generation(file).get("eos_token_id", []) == ends
+    page = tokenizer_json(file)
+    assert page is not None
+    assert Tokenizer.from_str(page).encode("a").ids == [*first, 12]
+
+
+@pytest.mark.drawn(reason="50 files of each of 13 architectures")
 @pytest.mark.parametrize("name", MODELS)
 def test_many_drawn_files(name: str) -> None:
-    run([name], 45)
+    run([name], 50)
     print(dict(counts))
