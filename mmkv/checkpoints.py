@@ -72,6 +72,7 @@ FAMILIES: dict[str, tuple[str, str]] = {
     "qwen3_5_text": ("Qwen3.5, hybrid (text)", _RANDOM),
     "qwen3_5_moe_text": ("Qwen3.5 with experts, hybrid (text)", _RANDOM),
     "gemma3_text": ("Gemma 3 1B (text)", _RANDOM),
+    "glm4": ("GLM-4-0414 (text)", _RANDOM),
     "phi3": ("Phi-3 (text)", _RANDOM),
 }
 

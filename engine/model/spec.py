@@ -20,7 +20,7 @@ GLOBAL, LOCAL = "full_attention", "sliding_attention"
 # Text models whose MLP has a GELU.
 GEMMA_TYPES = ("gemma3_text",)
 # Text models that rotate features 2 i and 2 i + 1 together, not i and i + rot / 2.
-PAIRED_TYPES = ("glm4v_text",)
+PAIRED_TYPES = ("glm4", "glm4v_text")
 # Norms before attention and before the MLP; some have others, of what these add to the states.
 NORMS = ("input_layernorm", "post_attention_layernorm")
 _FOUR_NORMS = {
@@ -37,6 +37,7 @@ _FOUR_NORMS = {
         "post_mlp_layernorm",
     ),
 }
+_FOUR_NORMS["glm4"] = _FOUR_NORMS["glm4v_text"]
 _ACTIVATIONS = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
 # "dynamic" frequencies only move past max_position, which the engine refuses to pass.
 _STATIC_ROPE = {"default", "linear", "dynamic", "yarn", "llama3", "longrope"}

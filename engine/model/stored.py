@@ -89,6 +89,8 @@ class StoredShapes:
                 return cls(qkv_bias=bias, out_bias=bias, qk_norm=True, output_gate=True)
             case "gemma3_text":
                 return cls(qkv_bias=bias, out_bias=bias, qk_norm=True)
+            case "glm4":
+                return cls(qkv_bias=bias, fused_mlp=True)
             case "glm4v_text":
                 return cls(qkv_bias=True, fused_mlp=True)
             case "phi3":

@@ -73,6 +73,14 @@ _YARN = {
     }
 }
 
+_HALF_TURNED = {
+    "rope_parameters": {
+        "rope_type": "default",
+        "rope_theta": 10000.0,
+        "partial_rotary_factor": 0.5,
+    }
+}
+
 # Queries of later positions are scaled.
 _SCALED = {
     "rope_parameters": _YARN["rope_parameters"]
@@ -153,6 +161,7 @@ CHECKPOINTS: dict[str, Checkpoint] = {
     "glm4v": Checkpoint("glm4v", 6, 2, 32, layers=3),
     "glm46v": Checkpoint("glm46v", 2, 1, 64, tied=True, seed=1),
     "gemma3_text": Checkpoint("gemma3_text", 4, 2, 32, layers=3, tied=True, text=_GEMMA_YARN),
+    "glm4": Checkpoint("glm4", 4, 2, 32, text=_HALF_TURNED | {"attention_bias": True}),
     "qwen3_moe": Checkpoint("qwen3_moe", 4, 2, 32, text=_MIXED | {"norm_topk_prob": True}),
     "qwen3_moe_mixed": Checkpoint(
         "qwen3_moe", 4, 1, 32, tied=True, text=_MIXED | {"mlp_only_layers": [0]}

@@ -1,4 +1,4 @@
-"""Text-only models: Llama, Mistral, Ministral 3, Qwen2/2.5, Qwen3, Qwen3-MoE.
+"""Text-only models: Llama, Mistral, Ministral 3, Qwen2/2.5, Qwen3, Qwen3-MoE, GLM-4-0414.
 
 Phi-3 and Phi-4-mini: fused projections, partial rotary, long-context rope factors.
 """
@@ -22,6 +22,7 @@ class TextFamily(Family):
         "qwen2",
         "qwen3",
         "qwen3_moe",
+        "glm4",
     )
     auto_class: ClassVar[str] = "AutoModelForCausalLM"
     text_places: ClassVar[tuple[tuple[str, str], ...]] = (("model.", "lm_head.weight"),)

@@ -9,12 +9,12 @@ from __future__ import annotations
 import functools
 import importlib.util
 import json
-import math
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mmkv.engine.errors import ModelError
 from mmkv.engine.model.gguf.file import PLAIN, SUFFIX, GgufFile, read_gguf, state
+from mmkv.engine.model.gguf.text import TEXTS, text_config
 from mmkv.engine.model.gguf.tokenizer import special, tokenizer_json, tokens
 from mmkv.engine.paths import is_file, user_path
 
@@ -22,30 +22,32 @@ if TYPE_CHECKING:
     from tempfile import TemporaryDirectory
 
 FILES, TOKENIZER = "gguf.json", "tokenizer.json"  # the first names the files of the numbers
-# llama.cpp's name of an architecture: the type of the text model.
-TEXTS = {
-    "llama": "llama",
-    "qwen2": "qwen2",
-    "qwen2vl": "qwen2",
-    "qwen3": "qwen3",
-    "qwen3vl": "qwen3",
-    "qwen3moe": "qwen3_moe",
-    "qwen3vlmoe": "qwen3_moe",
-}
 # The kind of a projector, and the text architectures with it: the type of the whole model.
 _SEEING = {
+    ("qwen2vl_merger", "qwen2vl"): "qwen2_vl",
     ("qwen2.5vl_merger", "qwen2vl"): "qwen2_5_vl",
     ("qwen3vl_merger", "qwen3vl"): "qwen3_vl",
     ("qwen3vl_merger", "qwen3vlmoe"): "qwen3_vl_moe",
+    ("qwen3vl_merger", "qwen35"): "qwen3_5",
+    ("qwen3vl_merger", "qwen35moe"): "qwen3_5_moe",
+    ("gemma3", "gemma3"): "gemma3",
     ("mlp", "llama"): "llava",
     ("mlp", "qwen2"): "llava",
 }
-# Ends of a turn that chat models were trained with, beside those that their files name.
-_TURN_ENDS = {"<|im_end|>", "<|eot_id|>", "<|endoftext|>", "<|end|>"}
+# Tokens that end a reply wherever they are, beside those that a file names: llama.cpp's list.
+_ENDS = {"<|eot_id|>", "<|im_end|>", "<|end|>", "<|return|>", "<|call|>", "<|flush|>", "<|calls|>"}
+_ENDS |= {"<end_of_turn>", "<|endoftext|>", "</s>", "<|eom_id|>", "<EOT>", "_<EOT>", "[EOT]"}
+_ENDS |= {"[EOS]", "<|end_of_text|>", "<end_of_utterance>", "<eos>", "<turn|>", "[e~["}
+_ENDS |= {"<|tool_response>", "<\uff5cend\u2581of\u2581sentence\uff5c>"}
+_ENDS |= {"<|fim_pad|>", "<fim-pad>", "<fim_pad>", "<PAD>", "[PAD]", "<|file_sep|>", "<|fim_repo|>"}
+_ENDS |= {"<|repo_name|>", "<fim-repo>", "<REPO>", "<reponame>"}
+_NAMED_ENDS = ("eos", "eot", "eom", "fim_pad", "fim_rep", "fim_sep")
 # Most and fewest pixels of a picture, where the file does not say: as the makers have them.
-_PIXELS = {"qwen2_5_vl": (3136, 12845056), "qwen3_vl": (65536, 16777216)}
-_PIXELS["qwen3_vl_moe"] = _PIXELS["qwen3_vl"]
-IMAGE = "<image>"  # stands for a picture in LLaVA's prompts
+_PIXELS = dict.fromkeys(("qwen2_vl", "qwen2_5_vl"), (3136, 12845056))
+_NEWER = (65536, 16777216)
+_PIXELS |= dict.fromkeys(("qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe"), _NEWER)
+# What stands for a picture in prompts; files may lack it.
+_IMAGE = {"llava": "<image>", "gemma3": "<image_soft_token>"}
 # LLaVA-1.5's prompts, for the files of its makers' form, which have no template and no IMAGE.
 _LLAVA_TEMPLATE = (
     "{{ bos_token }}{% for m in messages %}"
@@ -118,15 +120,17 @@ def _contents(text: GgufFile, tower: GgufFile | None = None) -> dict[str, str | 
     pages: dict[str, Any] = {
         FILES: [str(file.path) for file in (text, tower) if file is not None],
         "config.json": config,
-        "generation_config.json": _generation(text),
+        "generation_config.json": generation(text),
         "tokenizer_config.json": _special_tokens(text, config),
     }
-    pages |= _picture_settings(tower, str(config["model_type"]))
+    pages |= _picture_settings(tower, config)
     made: dict[str, str | None] = {n: json.dumps(page, indent=1) for n, page in pages.items()}
     template = text.metadata.get("tokenizer.chat_template")
-    extra = config.get("image_token_index") == len(tokens(text))
-    made["chat_template.jinja"] = template or (_LLAVA_TEMPLATE if extra else None)
-    return made | {TOKENIZER: tokenizer_json(text, [IMAGE] if extra else [])}
+    extra, kind = config.get("image_token_index") == len(tokens(text)), str(config["model_type"])
+    made["chat_template.jinja"] = template or (
+        _LLAVA_TEMPLATE if kind == "llava" and extra else None
+    )
+    return made | {TOKENIZER: tokenizer_json(text, [_IMAGE[kind]] if extra else [])}
 
 
 def _require_reader(files: list[GgufFile]) -> None:
@@ -154,7 +158,7 @@ def config_of(text: GgufFile, tower: GgufFile | None) -> dict[str, Any]:
             f"it reads {', '.join(TEXTS)}"
         )
     if tower is None:
-        return _text(text, TEXTS[text.architecture], sees=False)
+        return text_config(text, TEXTS[text.architecture], sees=False)
     if tower.architecture != "clip":
         raise ModelError(f"{tower.path} is no vision tower (mmproj), but {tower.architecture}")
     projector = _projector(tower)
@@ -171,173 +175,45 @@ def config_of(text: GgufFile, tower: GgufFile | None) -> dict[str, Any]:
             f"{tower.path} gives features of {width} numbers and {text.path} takes {hidden}; name "
             "the tower of this model"
         )
-    inner = TEXTS[text.architecture] if kind == "llava" else f"{kind}_text"
-    whole = _text(text, inner, sees=kind != "llava")
-    if kind == "llava" and IMAGE not in tokens(text) and len(tokens(text)) == whole["vocab_size"]:
-        whole["vocab_size"] += 1  # IMAGE is added to them
+    mark = _IMAGE.get(kind)
+    inner = f"{kind}_text" if mark is None else TEXTS[text.architecture]
+    whole = text_config(text, inner, sees=mark is None)
     common = {name: whole[name] for name in ("tie_word_embeddings", "dtype")}
-    if kind == "llava":
-        return common | _llava(text, tower, whole)
+    if mark is not None:
+        if mark not in tokens(text) and len(tokens(text)) == whole["vocab_size"]:
+            whole["vocab_size"] += 1  # it is added to them
+        common |= {"text_config": whole, "image_token_index": _image_id(text, whole, mark)}
+        return common | (_gemma3(text, tower) if kind == "gemma3" else _llava(tower))
     vision = _qwen_vision(tower, kind) | {"out_hidden_size": hidden}
+    if kind == "qwen2_vl":
+        vision |= {"embed_dim": vision["hidden_size"], "hidden_size": hidden}
     marks = {"image": "image_pad", "video": "video_pad"}
     marks |= {"vision_start": "vision_start", "vision_end": "vision_end"}
     ids = {f"{name}_token_id": _id_of(text, f"<|{mark}|>") for name, mark in marks.items()}
     return common | ids | {"model_type": kind, "text_config": whole, "vision_config": vision}
 
 
-def _text(file: GgufFile, kind: str, sees: bool) -> dict[str, Any]:
-    """Return the config of a text model. ``sees``: its positions have three axes."""
-    if file.get("expert_count") and "moe" not in kind:
-        raise ModelError(
-            f"{file.path} is a mixture of experts of the kind {file.architecture}, which mmkv does "
-            "not run"
-        )
-    heads, hidden = file.whole("attention.head_count"), file.whole("embedding_length")
-    if not heads or "token_embd.weight" not in file.tensors:
-        raise ModelError(f"{file.path} has no heads or no embedding; get the original file")
-    width = file.whole("attention.key_length", hidden // heads)
-    for name in ("attention.value_length", "rope.dimension_count"):
-        if file.whole(name, width) != width:
-            raise ModelError(
-                f"{file.path}: {name} is {file.get(name)} and a head has {width} numbers, which "
-                "mmkv does not run; use another model"
-            )
-    window = file.get("attention.sliding_window")
-    if window is not None:
-        if kind != "llama":
-            raise ModelError(
-                f"{file.path} has a sliding window, which mmkv does not read of a {kind} in GGUF"
-            )
-        kind = "mistral"
-    biased = "blk.0.attn_q.bias" in file.tensors
-    config: dict[str, Any] = {
-        "model_type": kind,
-        "vocab_size": file.tensors["token_embd.weight"].shape[0],
-        "hidden_size": hidden,
-        "intermediate_size": file.whole("feed_forward_length"),
-        "num_hidden_layers": file.whole("block_count"),
-        "num_attention_heads": heads,
-        "num_key_value_heads": file.whole("attention.head_count_kv", heads),
-        "head_dim": width,
-        "max_position_embeddings": file.whole("context_length"),
-        "rms_norm_eps": file.get("attention.layer_norm_rms_epsilon", 1e-6),
-        "hidden_act": "silu",
-        "tie_word_embeddings": "output.weight" not in file.tensors,
-        "rope_parameters": _rope(file, width, sees),
-        "dtype": _dtype(file),
-    }
-    config |= {f"{name}_token_id": special(file, name) for name in ("bos", "eos")}
-    config["pad_token_id"] = special(file, "padding")
-    if kind == "llama":
-        mlp = "blk.0.ffn_up.bias" in file.tensors
-        config |= {"attention_bias": biased, "mlp_bias": mlp}
-    if kind == "mistral":
-        config["sliding_window"] = window
-    if kind.startswith("qwen3"):
-        config["attention_bias"] = biased
-    if "moe" in kind:
-        config |= {
-            "num_experts": file.whole("expert_count"),
-            "num_experts_per_tok": file.whole("expert_used_count"),
-            "moe_intermediate_size": file.whole("expert_feed_forward_length"),
-            "mlp_only_layers": [],
-            "decoder_sparse_step": 1,
-            "norm_topk_prob": True,
-        }
-    return config
-
-
-def _dtype(file: GgufFile) -> str:
-    """Return the dtype of the widest matrices of the layers; of quantised ones, bfloat16."""
-    kinds = {t.kind for name, t in file.tensors.items() if name.startswith("blk.") and t.rows > 1}
-    names = {"F32": "float32", "F16": "float16"}
-    return names.get(next(iter(kinds)), "bfloat16") if len(kinds) == 1 else "bfloat16"
-
-
-def _rope(file: GgufFile, width: int, sees: bool) -> dict[str, Any]:
-    """Return the parameters of the rotary embedding, scaling included."""
-    made: dict[str, Any] = {
-        "rope_type": "default",
-        "rope_theta": float(file.get("rope.freq_base", 10000.0)),
-    }
-    context = file.whole("context_length")
-    kind, factor = file.get("rope.scaling.type", "none"), file.get("rope.scaling.factor", 1.0)
-    if kind in ("linear", "yarn") and factor != 1.0:
-        made |= {"rope_type": kind, "factor": float(factor)}
-        if kind == "yarn":
-            made["original_max_position_embeddings"] = file.whole(
-                "rope.scaling.original_context_length", context
-            )
-            for theirs, ours in (("yarn_beta_fast", "beta_fast"), ("yarn_beta_slow", "beta_slow")):
-                if (value := file.get(f"rope.scaling.{theirs}")) is not None:
-                    made[ours] = float(value)
-            if (scale := file.get("rope.scaling.attn_factor")) is not None:
-                made["attention_factor"] = float(scale) * (0.1 * math.log(factor) + 1.0)
-    elif kind not in ("none", "linear", "yarn"):
-        raise ModelError(
-            f"{file.path} has rope scaling {ascii(kind)[:40]}, which mmkv does not read from GGUF; "
-            "name the transformers checkpoint that it was made of"
-        )
-    if "rope_freqs.weight" in file.tensors:
-        made |= _by_factors(file.floats("rope_freqs.weight"), made["rope_theta"], width, context)
-    if sees:
-        sections = file.get("rope.dimension_sections")
-        if not isinstance(sections, list) or len(sections) < 3:
-            raise ModelError(f"{file.path} has no rope.dimension_sections; get the original file")
-        made["mrope_section"] = sections[:3]
-        if file.architecture != "qwen2vl":
-            made["mrope_interleaved"] = True
-    return made
-
-
-def _by_factors(factors: list[float], theta: float, width: int, context: int) -> dict[str, Any]:
-    """Return rope parameters that divide the frequencies by ``factors``.
-
-    Llama 3.1 and later are scaled so; the file has the outcome of their four numbers, of which
-    three are always alike but for the length.
-    """
-    waves = [2 * math.pi * theta ** (2 * i / width) for i in range(width // 2)]
-    factor, low, high = max(factors, default=1.0), 1.0, 4.0
-    for power in range(4, 21):
-        length = 2.0**power
-        smooth = [min(max((length / wave - low) / (high - low), 0.0), 1.0) for wave in waves]
-        made = [1 / ((1 - s) / factor + s) for s in smooth]
-        if len(made) == len(factors) and all(map(_near, made, factors)):
-            return {
-                "rope_type": "llama3",
-                "factor": factor,
-                "low_freq_factor": low,
-                "high_freq_factor": high,
-                "original_max_position_embeddings": int(length),
-            }
-    return {
-        "rope_type": "longrope",
-        "short_factor": factors,
-        "long_factor": factors,
-        "attention_factor": 1.0,
-        "original_max_position_embeddings": context,
-    }
-
-
-def _near(one: float, other: float) -> bool:
-    return math.isclose(one, other, rel_tol=1e-4)
-
-
-def _generation(file: GgufFile) -> dict[str, Any]:
+def generation(file: GgufFile) -> dict[str, Any]:
     """Return what ``generation_config.json`` says: ends of a reply, and how to draw if it does."""
-    ends = {special(file, name) for name in ("eos", "eot", "eom")}
-    kinds = file.metadata.get("tokenizer.ggml.token_type") or []
-    ends |= {n for n, t in enumerate(tokens(file)) if t in _TURN_ENDS and kinds[n : n + 1] == [3]}
+    ends = {special(file, name) for name in _NAMED_ENDS}
+    ends |= {number for number, token in enumerate(tokens(file)) if token in _ENDS}
+    if {"<|call|>", "<|return|>"} <= {*tokens(file)}:  # whose turns have parts
+        ends -= {number for number, token in enumerate(tokens(file)) if token == "<|end|>"}
     made: dict[str, Any] = {"eos_token_id": sorted(end for end in ends if end is not None)}
     if not made["eos_token_id"]:
         made = {}
+    if never := file.metadata.get("tokenizer.ggml.suppress_tokens"):
+        made["suppress_tokens"] = [number for number in never if 0 <= number < len(tokens(file))]
     drawn = {"temp": "temperature", "top_k": "top_k", "top_p": "top_p", "min_p": "min_p"}
     drawn["penalty_repeat"] = "repetition_penalty"
+    drawn |= {name: name for name in ("xtc_probability", "mirostat")}  # which are told of
     found = {
         ours: value
         for theirs, ours in drawn.items()
         if (value := file.metadata.get(f"general.sampling.{theirs}")) is not None
     }
+    if found.get("temperature") == 0:
+        return made | {"do_sample": False}
     return made | ({"do_sample": True} | found if found else {})
 
 
@@ -351,6 +227,9 @@ def _special_tokens(file: GgufFile, config: dict[str, Any]) -> dict[str, Any]:
     for theirs, ours in (("bos", "bos"), ("eos", "eos"), ("padding", "pad"), ("unknown", "unk")):
         if (number := special(file, theirs)) is not None:
             made[f"{ours}_token"] = tokens(file)[number]
+    if config["model_type"] == "gemma3":  # which its processor asks for
+        marks = {"image": _IMAGE["gemma3"], "boi": "<start_of_image>", "eoi": "<end_of_image>"}
+        made["extra_special_tokens"] = {f"{name}_token": mark for name, mark in marks.items()}
     return made
 
 
@@ -360,11 +239,11 @@ def _projector(tower: GgufFile) -> str:
 
 
 def _out(tower: GgufFile) -> int:
-    """Return the numbers of a feature: the rows of the projector's last matrix."""
-    last = tower.tensors.get("mm.2.weight")
-    if last is None:
-        raise ModelError(f"{tower.path} has no projector (mm.2.weight); get the original file")
-    return last.shape[0]
+    """Return the numbers of a feature: the rows of the projector's last matrix; Gemma's columns."""
+    for name, axis in (("mm.2.weight", 0), ("mm.input_projection.weight", -1)):
+        if (last := tower.tensors.get(name)) is not None:
+            return last.shape[axis]
+    raise ModelError(f"{tower.path} has no projector (mm.2.weight); get the original file")
 
 
 def _id_of(file: GgufFile, token: str) -> int:
@@ -377,13 +256,14 @@ def _id_of(file: GgufFile, token: str) -> int:
         ) from error
 
 
-def _image_id(file: GgufFile, vocabulary: int) -> int:
+def _image_id(file: GgufFile, config: dict[str, Any], mark: str) -> int:
     """Return the id of the token for pictures, which may have been added to the file's."""
-    return vocabulary - 1 if vocabulary == len(tokens(file)) + 1 else _id_of(file, IMAGE)
+    last = config["vocab_size"] - 1
+    return last if last == len(tokens(file)) else _id_of(file, mark)
 
 
 def _qwen_vision(tower: GgufFile, kind: str) -> dict[str, Any]:
-    depth, patch = tower.whole("vision.block_count"), tower.whole("vision.patch_size")
+    depth, patch = tower.layers("vision.block_count"), tower.whole("vision.patch_size")
     made: dict[str, Any] = {
         "model_type": kind,
         "depth": depth,
@@ -395,6 +275,10 @@ def _qwen_vision(tower: GgufFile, kind: str) -> dict[str, Any]:
         "temporal_patch_size": 2,
         "in_channels": 3,
     }
+    if kind == "qwen2_vl":
+        act = "gelu" if tower.metadata.get("clip.use_gelu") else "quick_gelu"
+        ratio = made["intermediate_size"] // max(made["hidden_size"], 1)
+        return made | {"hidden_act": act, "mlp_ratio": ratio}
     if kind == "qwen2_5_vl":
         every = tower.whole("vision.n_wa_pattern", 0)
         whole = [n for n in range(depth) if every and (n + 1) % every == 0]
@@ -415,8 +299,37 @@ def _qwen_vision(tower: GgufFile, kind: str) -> dict[str, Any]:
     }
 
 
-def _llava(text: GgufFile, tower: GgufFile, whole: dict[str, Any]) -> dict[str, Any]:
-    """Return the config of a LLaVA-1.5."""
+def _square(tower: GgufFile, kind: str) -> dict[str, Any]:
+    """Return the config of a tower that sees pictures of one size, as transformers' CLIP has it."""
+    return {
+        "model_type": kind,
+        "hidden_size": tower.whole("vision.embedding_length"),
+        "intermediate_size": tower.whole("vision.feed_forward_length"),
+        "num_hidden_layers": tower.layers("vision.block_count"),
+        "num_attention_heads": tower.whole("vision.attention.head_count"),
+        "image_size": tower.whole("vision.image_size"),
+        "patch_size": tower.whole("vision.patch_size"),
+    }
+
+
+def _gemma3(text: GgufFile, tower: GgufFile) -> dict[str, Any]:
+    """Return what the config of a Gemma 3 has beside its language model."""
+    vision = _square(tower, "siglip_vision_model")
+    merged = tower.whole("vision.projector.scale_factor", 4) or 4
+    side = vision["image_size"] // max(vision["patch_size"], 1) // merged
+    vision |= {"hidden_act": "gelu_pytorch_tanh", "vision_use_head": False}
+    vision["layer_norm_eps"] = tower.real("vision.attention.layer_norm_epsilon", 1e-6)
+    ends = {"boi": "<start_of_image>", "eoi": "<end_of_image>"}
+    return {
+        "model_type": "gemma3",
+        "vision_config": vision,
+        "mm_tokens_per_image": side * side,
+        **{f"{name}_token_index": _id_of(text, token) for name, token in ends.items()},
+    }
+
+
+def _llava(tower: GgufFile) -> dict[str, Any]:
+    """Return what the config of a LLaVA-1.5 has beside its language model."""
     if tower.get("vision.image_grid_pinpoints"):
         raise ModelError(
             f"{tower.path} cuts pictures into tiles (LLaVA-NeXT), which mmkv does not read from "
@@ -424,20 +337,12 @@ def _llava(text: GgufFile, tower: GgufFile, whole: dict[str, Any]) -> dict[str, 
         )
     if "v.class_embd" not in tower.tensors:
         raise ModelError(f"{tower.path} is no CLIP (it has no v.class_embd), which mmkv needs here")
-    depth = tower.whole("vision.block_count")
-    act = "gelu" if tower.metadata.get("clip.use_gelu") else "quick_gelu"
-    vision = {
-        "model_type": "clip_vision_model",
-        "hidden_size": tower.whole("vision.embedding_length"),
-        "intermediate_size": tower.whole("vision.feed_forward_length"),
-        "num_hidden_layers": depth,
-        "num_attention_heads": tower.whole("vision.attention.head_count"),
-        "image_size": tower.whole("vision.image_size"),
-        "patch_size": tower.whole("vision.patch_size"),
-        "layer_norm_eps": tower.get("vision.attention.layer_norm_epsilon", 1e-5),
-        "hidden_act": act,
+    vision = _square(tower, "clip_vision_model") | {
+        "layer_norm_eps": tower.real("vision.attention.layer_norm_epsilon", 1e-5),
+        "hidden_act": "gelu" if tower.metadata.get("clip.use_gelu") else "quick_gelu",
         "projection_dim": 1,
     }
+    depth = vision["num_hidden_layers"]
     # The output before CLIP's last block. llama.cpp's converter leaves that block out, and says
     # that it wrote a LLaVA.
     layers = tower.get("vision.feature_layer")
@@ -445,23 +350,28 @@ def _llava(text: GgufFile, tower: GgufFile, whole: dict[str, Any]) -> dict[str, 
         layers = [depth if tower.get("has_llava_projector") else depth - 1]
     return {
         "model_type": "llava",
-        "text_config": whole,
         "vision_config": vision,
-        "image_token_index": _image_id(text, whole["vocab_size"]),
         "projector_hidden_act": "gelu",
         "vision_feature_layer": layers[0] if len(layers) == 1 else layers,
         "vision_feature_select_strategy": "default",
     }
 
 
-def _picture_settings(tower: GgufFile | None, kind: str) -> dict[str, Any]:
+def _picture_settings(tower: GgufFile | None, config: dict[str, Any]) -> dict[str, Any]:
     """Return how pictures and videos are prepared."""
     if tower is None:
         return {}
+    kind = str(config["model_type"])
     shades = {f"image_{n}": tower.get(f"vision.image_{n}", [0.5] * 3) for n in ("mean", "std")}
     patch = tower.whole("vision.patch_size")
+    side = tower.whole("vision.image_size", 0)
+    if kind == "gemma3":
+        count = {"image_seq_length": config["mm_tokens_per_image"]}
+        images = shades | count | {"image_processor_type": "Gemma3ImageProcessor"}
+        images["size"] = {"height": side, "width": side}
+        whole = {"processor_class": "Gemma3Processor", "image_processor": images} | count
+        return {"processor_config.json": whole, "preprocessor_config.json": images}
     if kind == "llava":
-        side = tower.whole("vision.image_size")
         images = shades | {
             "image_processor_type": "CLIPImageProcessor",
             "size": {"shortest_edge": side},
@@ -470,7 +380,7 @@ def _picture_settings(tower: GgufFile | None, kind: str) -> dict[str, Any]:
         whole = {
             "processor_class": "LlavaProcessor",
             "image_processor": images,
-            "image_token": IMAGE,
+            "image_token": _IMAGE[kind],
             "patch_size": patch,
             "num_additional_image_tokens": 1,
             "vision_feature_select_strategy": "default",
@@ -489,7 +399,7 @@ def _picture_settings(tower: GgufFile | None, kind: str) -> dict[str, Any]:
         "size": {"shortest_edge": fewest, "longest_edge": most},
     }
     pages: dict[str, Any] = {"preprocessor_config.json": images}
-    if kind != "qwen2_5_vl":
+    if kind not in ("qwen2_vl", "qwen2_5_vl"):
         pages["video_preprocessor_config.json"] = common | {
             "video_processor_type": "Qwen3VLVideoProcessor",
             "size": {"shortest_edge": 4096, "longest_edge": 25165824},

@@ -184,15 +184,48 @@ class GgufFile:
         return self.metadata.get(f"{self.architecture}.{name}", default)
 
     def whole(self, name: str, default: int | None = None) -> int:
-        """Return a whole number of the architecture's metadata. Raises ModelError without one."""
-        found = self.get(name, default)
-        if not isinstance(found, int) or isinstance(found, bool) or found < 0:
-            what = "is missing" if found is None else f"is {ascii(found)[:60]}"
+        """Return a whole number of the architecture's metadata, one for all layers.
+
+        Raises:
+            ModelError: there is none, or one beyond any model.
+        """
+        found = self._same(name, default)
+        if isinstance(found, bool) or not isinstance(found, int) or not 0 <= found < 2**32:
+            raise self._without(name, found, "one whole number")
+        return found
+
+    def layers(self, name: str) -> int:
+        """Return a number of layers, before anything is made for each: a file of so many has as
+        many tensors, and more. Raises as :meth:`whole`.
+        """
+        found = self.whole(name)
+        if not 0 < found <= len(self.tensors):
             raise ModelError(
-                f"{self.path}: {self.architecture}.{name} {what}; get a file that says one number "
-                "for all layers"
+                f"{self.path}: {self.architecture}.{name} is {found} for {len(self.tensors)} "
+                "tensors; get the original file"
             )
         return found
+
+    def real(self, name: str, default: float | None = None) -> float:
+        """Return a number of 0 or more of the architecture's metadata. Raises as :meth:`whole`."""
+        found = self._same(name, default)
+        if isinstance(found, bool) or not isinstance(found, (int, float)) or not 0 <= found < 1e30:
+            raise self._without(name, found, "a number")
+        return float(found)
+
+    def _same(self, name: str, default: Any) -> Any:
+        """Return one value, or that which a list has for each layer."""
+        found = self.get(name, default)
+        return found[0] if isinstance(found, list) and found == found[:1] * len(found) else found
+
+    def _without(self, name: str, found: Any, wanted: str) -> ModelError:
+        what = "is missing" if found is None else f"is {ascii(found)[:60]}"
+        if isinstance(found, (list, str)):
+            what = f"is {ascii(found[:20])[:60]} ({len(found)} long)"
+        return ModelError(
+            f"{self.path}: {self.architecture}.{name} {what}; get a file that says {wanted} "
+            "for all layers"
+        )
 
     def shapes(self) -> list[tuple[str, str, list[int]]]:
         """Return name, dtype and shape of each tensor, as a safetensors file would list them.

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import math
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -13,10 +12,12 @@ import torch
 from torch import Tensor
 
 from mmkv.engine.errors import ModelError
-from mmkv.engine.model.gguf.file import GgufFile, GgufTensor, parts_of, read_gguf
+from mmkv.engine.model.gguf.file import PLAIN, GgufFile, GgufTensor, parts_of, read_gguf
+from mmkv.engine.model.gguf.text import unread
 from mmkv.engine.model.int8 import BLOCK
 from mmkv.engine.model.panel_files import MappedFile
-from mmkv.engine.model.stored import Grid, StoredTensors
+from mmkv.engine.model.spec import DELTA_TYPES, LINEAR, OFFSET_TYPES
+from mmkv.engine.model.stored import Grid, StoredShapes, StoredTensors
 
 # llama.cpp's names and transformers', without ".weight" or ".bias".
 _TEXT = {"token_embd": "embed_tokens", "output_norm": "norm"}
@@ -34,8 +35,47 @@ _LAYER = {
     "ffn_down": "mlp.down_proj",
     "ffn_gate_inp": "mlp.gate",
 }
-_EXPERTS = {"ffn_gate_exps": "gate_proj", "ffn_up_exps": "up_proj", "ffn_down_exps": "down_proj"}
-_COMPUTED = {"rope_freqs"}  # in the config already
+_DELTA = {
+    "post_attention_norm": "post_attention_layernorm",
+    "attn_gate": "linear_attn.in_proj_z",
+    "ssm_conv1d": "linear_attn.conv1d",
+    "ssm_beta": "linear_attn.in_proj_b",
+    "ssm_alpha": "linear_attn.in_proj_a",
+    "ssm_norm": "linear_attn.norm",
+    "ssm_out": "linear_attn.out_proj",
+    "ffn_gate_inp_shexp": "mlp.shared_expert_gate",
+    "ffn_gate_shexp": "mlp.shared_expert.gate_proj",
+    "ffn_up_shexp": "mlp.shared_expert.up_proj",
+    "ffn_down_shexp": "mlp.shared_expert.down_proj",
+}
+# What differs from _LAYER, by architecture.
+_OWN = {
+    "gemma3": {
+        "post_attention_norm": "post_attention_layernorm",
+        "ffn_norm": "pre_feedforward_layernorm",
+        "post_ffw_norm": "post_feedforward_layernorm",
+    },
+    "glm4": {
+        "post_attention_norm": "post_self_attn_layernorm",
+        "post_ffw_norm": "post_mlp_layernorm",
+        "ffn_up": "mlp.gate_up_proj",
+    },
+    "phi3": {"ffn_up": "mlp.gate_up_proj"},
+    "qwen35": _DELTA,
+    "qwen35moe": _DELTA,
+}
+_EXPERTS = {
+    "ffn_gate_exps": ("gate_proj",),
+    "ffn_up_exps": ("up_proj",),
+    "ffn_gate_up_exps": ("gate_proj", "up_proj"),
+    "ffn_down_exps": ("down_proj",),
+}
+# In the config already.
+_COMPUTED = {
+    "rope_freqs.weight": ("llama", "mistral3"),
+    "rope_factors_long.weight": ("llama", "mistral3", "phi3"),
+    "rope_factors_short.weight": ("llama", "mistral3", "phi3"),
+}
 _CLIP = {
     "v.class_embd": "vision_tower.vision_model.embeddings.class_embedding",
     "v.patch_embd": "vision_tower.vision_model.embeddings.patch_embedding",
@@ -86,24 +126,48 @@ _QWEN25_VL_LAYER = {
     "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",
 }
+_QWEN2_VL_LAYER = _QWEN25_VL_LAYER | {"ffn_up": "mlp.fc1", "ffn_down": "mlp.fc2"}
+_SIGLIP = {
+    **{name: _CLIP[name] for name in ("v.patch_embd", "v.position_embd", "v.post_ln")},
+    "mm.soft_emb_norm": "multi_modal_projector.mm_soft_emb_norm",
+}
+# Names, names in a layer, what is before all of them and before the layers, by type of the model.
+_TOWERS = {
+    "llava": (_CLIP, _CLIP_LAYER, "", "vision_tower.vision_model.encoder.layers"),
+    "gemma3": (_SIGLIP, _CLIP_LAYER, "", "vision_tower.vision_model.encoder.layers"),
+    "qwen2_vl": (_QWEN25_VL, _QWEN2_VL_LAYER, "visual.", "blocks"),
+    "qwen2_5_vl": (_QWEN25_VL, _QWEN25_VL_LAYER, "visual.", "blocks"),
+    "qwen3_vl": (_QWEN3_VL, _QWEN3_VL_LAYER, "model.visual.", "blocks"),
+}
 _AT_ONCE = 2**24  # numbers that are made of their codes at a time
 _DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 
 @dataclass(frozen=True)
+class _Order:
+    """How rows that llama.cpp has in an order of its own are put into that of here.
+
+    Attributes:
+        rows: that belong together, such as those of a head.
+        put: returns such rows ``[n, bytes]`` as they are here; n is a multiple of ``rows``.
+    """
+
+    rows: int
+    put: Callable[[Tensor], Tensor]
+
+
+@dataclass(frozen=True)
 class _Piece:
-    """Rows of a stored tensor.
+    """Rows of a stored tensor. A vector has one number a row.
 
     Attributes:
         first, after: rows, of all but the last axis.
-        heads: whose rows llama.cpp has in the order in which its rope turns them: the two numbers
-            that turn together are neighbours there, and half a head apart here; 0: as here.
     """
 
     tensor: GgufTensor
     first: int
     after: int
-    heads: int = 0
+    order: _Order | None = None
 
 
 @dataclass(frozen=True)
@@ -113,17 +177,22 @@ class _Source:
     Attributes:
         pieces: one below the other; what they leave of the tensor is ``fill``.
         frames: pieces are frames of a convolution over time ``[out, channels, frames, h, w]``.
+        change: makes the numbers of here of those of llama.cpp.
+        columns: the axes that columns have in llama.cpp, of which the first two change places.
     """
 
     shape: tuple[int, ...]
     pieces: tuple[_Piece, ...]
     fill: float = 0.0
     frames: bool = False
+    change: Callable[[Tensor], Tensor] | None = None
+    columns: tuple[int, int, int] | None = None
 
     @property
     def kind(self) -> str:
-        """Return ggml's name of the type; of several, all of them."""
-        return "+".join(sorted({piece.tensor.kind for piece in self.pieces})) or "F32"
+        """Return ggml's name of the type; of several, all of them. What is changed is F32."""
+        kinds = {"F32"} if self.change else {piece.tensor.kind for piece in self.pieces}
+        return "+".join(sorted(kinds)) or "F32"
 
     @property
     def rows_stored(self) -> int:
@@ -147,8 +216,7 @@ class GgufTensors(StoredTensors):
         self.files = tuple(part for path in files for part in parts_of(path))
         opened = [read_gguf(path) for path in files]
         prefix = "model." if len(opened) == 1 else "model.language_model."
-        text = _text_sources(opened[0], config.get_text_config(), prefix)
-        self._sources = dict(text)
+        self._sources = _text_sources(opened[0], config.get_text_config(), prefix)
         if len(opened) > 1:
             self._sources |= _tower_sources(opened[1], config)
             rows = config.get_text_config().vocab_size
@@ -157,6 +225,11 @@ class GgufTensors(StoredTensors):
                     # The token that stands for pictures, where the file has none.
                     self._sources[name] = replace(own, shape=(rows, *own.shape[1:]))
         self._mapped = {}
+        if ignored := unread(opened[0]):
+            self.note = (
+                f"{opened[0].path.name} says {', '.join(ignored)}, which llama.cpp does not read "
+                f"for {opened[0].architecture}, nor does mmkv"
+            )
 
     @property
     def names(self) -> set[str]:
@@ -190,10 +263,16 @@ class GgufTensors(StoredTensors):
         source = self._sources[name]
         if source.kind not in ("Q8_0", "Q4_0") or source.rows_stored < source.shape[0]:
             return None
+        if source.columns is not None and source.columns[-1] % BLOCK:
+            return None
         blocks = torch.cat([self._raw(one, one.first, one.after) for one in source.pieces])
         for one in source.pieces:  # a copy was made of them
             self._map_of(one.tensor).forget(one.tensor.begin, one.tensor.nbytes)
         blocks = blocks.unflatten(-1, (-1, 2 + (BLOCK if source.kind == "Q8_0" else BLOCK // 2)))
+        if source.columns is not None:
+            outer, inner, width = source.columns
+            axes = (outer, inner, width // BLOCK)
+            blocks = blocks.unflatten(1, axes).transpose(1, 2).flatten(1, 3)
         steps = blocks[..., :2].contiguous().view(torch.float16).squeeze(-1).float()
         stored = blocks[..., 2:]
         if source.kind == "Q8_0":
@@ -231,6 +310,10 @@ class GgufTensors(StoredTensors):
         flat, at = part.view(-1), 0
         for piece in source.pieces:
             for rows in self._rows(piece):
+                if source.change is not None:
+                    rows = source.change(rows.float())
+                if source.columns is not None:
+                    rows = rows.unflatten(-1, source.columns).transpose(1, 2)
                 flat[at : at + rows.numel()].copy_(rows.reshape(-1))
                 at += rows.numel()
         flat[at:].fill_(source.fill)
@@ -238,29 +321,20 @@ class GgufTensors(StoredTensors):
     def _rows(self, piece: _Piece) -> Iterator[Tensor]:
         """Yield the numbers of a piece, some rows at a time, ``[n, columns]``."""
         tensor = piece.tensor
-        step = max(1, _AT_ONCE // tensor.shape[-1])
-        if piece.heads and len(tensor.shape) > 1:  # whole heads
-            each = (piece.after - piece.first) // piece.heads
-            step = max(1, step // each) * each
+        each = 1 if piece.order is None else piece.order.rows
+        step = max(1, _AT_ONCE // (tensor.shape[-1] * each)) * each
+        size = _row_bytes(tensor)
         for first in range(piece.first, piece.after, step):
             raw = self._raw(piece, first, min(first + step, piece.after))
             yield _numbers(raw, tensor)
-            self._map_of(piece.tensor).forget(
-                tensor.begin + first * tensor.row_bytes, len(raw) * tensor.row_bytes
-            )
+            self._map_of(piece.tensor).forget(tensor.begin + first * size, len(raw) * size)
 
     def _raw(self, piece: _Piece, first: int, after: int) -> Tensor:
         """Return rows as they are stored, uint8 ``[n, bytes of a row]``, in the order of here."""
-        tensor = piece.tensor
-        begin = tensor.begin + first * tensor.row_bytes
-        mapped = self._map_of(piece.tensor)
-        raw = mapped.tensor(begin, torch.uint8, (after - first, tensor.row_bytes))
-        if not piece.heads:
-            return raw
-        if len(tensor.shape) == 1:  # a bias
-            size = tensor.row_bytes // tensor.shape[0]
-            return _halves(raw.view(-1, size), piece.heads).view(1, -1)
-        return _halves(raw, piece.heads * (after - first) // (piece.after - piece.first))
+        size = _row_bytes(piece.tensor)
+        begin = piece.tensor.begin + first * size
+        raw = self._map_of(piece.tensor).tensor(begin, torch.uint8, (after - first, size))
+        return raw if piece.order is None else piece.order.put(raw)
 
     def _map_of(self, tensor: GgufTensor) -> MappedFile:
         if tensor.path not in self._mapped:
@@ -269,9 +343,33 @@ class GgufTensors(StoredTensors):
         return self._mapped[tensor.path]
 
 
-def _halves(rows: Tensor, heads: int) -> Tensor:
-    """Put the rows of heads so that the two which turn together are half a head apart."""
-    return rows.view(heads, -1, 2, rows.shape[-1]).transpose(1, 2).reshape(rows.shape)
+def _row_count(tensor: GgufTensor) -> int:
+    """Count the rows; those of a vector have one number."""
+    if len(tensor.shape) == 1 and tensor.kind in PLAIN:
+        return tensor.shape[0]
+    return tensor.rows
+
+
+def _row_bytes(tensor: GgufTensor) -> int:
+    return tensor.nbytes // _row_count(tensor)
+
+
+def _halves(rows: Tensor, width: int) -> Tensor:
+    """Put neighbours, which turn together in llama.cpp, half a head of that width apart."""
+    return rows.view(-1, width // 2, 2, rows.shape[-1]).transpose(1, 2).reshape(rows.shape)
+
+
+def _pairs(rows: Tensor, width: int, rotated: int) -> Tensor:
+    """Put side by side those of a head's first ``rotated`` features that are half of them apart."""
+    heads = rows.view(-1, width, rows.shape[-1])
+    turned = heads[:, :rotated].unflatten(1, (2, -1)).transpose(1, 2).flatten(1, 2)
+    return torch.cat([turned, heads[:, rotated:]], 1).reshape(rows.shape)
+
+
+def _swapped(rows: Tensor, outer: int, inner: int) -> Tensor:
+    """Exchange two axes of groups of rows."""
+    shaped = rows.view(outer, inner, -1, rows.shape[-1])
+    return shaped.transpose(0, 1).reshape(rows.shape)
 
 
 def _numbers(raw: Tensor, tensor: GgufTensor) -> Tensor:
@@ -283,53 +381,170 @@ def _numbers(raw: Tensor, tensor: GgufTensor) -> Tensor:
     return torch.from_numpy(dequantize(raw.numpy(), GGMLQuantizationType(tensor.number)))
 
 
-def _text_sources(file: GgufFile, config: Any, prefix: str) -> Iterator[tuple[str, _Source]]:
-    """Yield the text model's tensors."""
-    turned = {}
-    if file.architecture == "llama":  # whose rope turns neighbours in llama.cpp
-        turned = {"attn_q": config.num_attention_heads, "attn_k": config.num_key_value_heads}
+def _text_sources(file: GgufFile, config: Any, prefix: str) -> dict[str, _Source]:
+    """Return the text model's tensors."""
+    made: dict[str, _Source] = {}
     for name, tensor in file.tensors.items():
-        stem, kind = _split(name)
-        layer = re.fullmatch(r"blk\.(\d+)\.(\w+)", stem)
-        if stem in _COMPUTED:
-            continue
-        if stem == "output":
-            yield f"lm_head.{kind}", _whole(tensor)
+        found = re.fullmatch(r"blk\.(\d+)\.(\w+)\.?(.*)", name)
+        stem, ending = _split(name)
+        if found is not None:
+            if int(found[1]) < config.num_hidden_layers:
+                at = f"{prefix}layers.{found[1]}."
+                kind = (getattr(config, "layer_types", None) or {int(found[1]): ""})[int(found[1])]
+                made |= {
+                    at + ours: source
+                    for ours, source in _layer(file, config, tensor, found[2], found[3], kind)
+                }
+            elif not file.get("nextn_predict_layers"):  # which predict further tokens
+                raise _foreign(file, name)
+        elif name == "output.weight":
+            made["lm_head.weight"] = _whole(tensor)
         elif stem in _TEXT:
-            yield f"{prefix}{_TEXT[stem]}.{kind}", _whole(tensor)
-        elif layer and layer[2] in _LAYER:
-            heads = turned.get(layer[2], 0)
-            _require_heads(file, tensor, heads)
-            made = f"{prefix}layers.{layer[1]}.{_LAYER[layer[2]]}.{kind}"
-            yield made, _whole(tensor, heads)
-        elif layer and layer[2] in _EXPERTS and len(tensor.shape) == 3:
-            experts, rows, columns = tensor.shape
-            for expert in range(experts):
-                at = f"{prefix}layers.{layer[1]}.mlp.experts.{expert}.{_EXPERTS[layer[2]]}"
-                piece = _Piece(tensor, expert * rows, (expert + 1) * rows)
-                yield f"{at}.{kind}", _Source((rows, columns), (piece,))
-        else:
+            change = _offset(config) if stem == "output_norm" else None
+            made[f"{prefix}{_TEXT[stem]}.{ending}"] = replace(_whole(tensor), change=change)
+        elif file.architecture not in _COMPUTED.get(name, ()):
             raise _foreign(file, name)
+    for index in range(config.num_hidden_layers):
+        _complete(file, config, made, f"{prefix}layers.{index}.")
+    return made
 
 
-def _require_heads(file: GgufFile, tensor: GgufTensor, heads: int) -> None:
-    rows = tensor.shape[0]
-    if heads and rows % (2 * heads):
+def _offset(config: Any) -> Callable[[Tensor], Tensor] | None:
+    """Return what makes weights of gains, where these are 1 + weight."""
+    return (lambda gains: gains - 1) if config.model_type in OFFSET_TYPES else None
+
+
+def _layer(
+    file: GgufFile, config: Any, tensor: GgufTensor, part: str, ending: str, kind: str
+) -> Iterator[tuple[str, _Source]]:
+    """Yield the sources of a tensor of a layer, by the rest of their names.
+
+    Args:
+        part, ending: of its name. kind: of the layer; empty: all are alike.
+    """
+    names = _LAYER | _OWN.get(file.architecture, {})
+    width, heads = config.head_dim, config.num_attention_heads
+    gated = 2 if config.model_type in DELTA_TYPES else 1
+    pair = width * config.num_key_value_heads
+    qkv = {"attn_q": gated * width * heads, "attn_k": pair, "attn_v": pair}
+    if kind == LINEAR and part in ("attn_qkv", *_DELTA, "ssm_a", "ssm_dt"):
+        yield from _linear(file, config, tensor, part, ending)
+    elif part == "attn_qkv" and ending in ("weight", "bias"):
+        _require_rows(file, tensor, sum(qkv.values()))
+        first = 0
+        for own, rows in qkv.items():
+            order = _order(file, config, own)
+            piece = _Piece(tensor, first, first + rows, order)
+            yield f"{names[own]}.{ending}", _Source((rows, *tensor.shape[1:]), (piece,))
+            first += rows
+    elif part in names and ending in ("weight", "bias"):
+        if part in qkv:
+            _require_rows(file, tensor, qkv[part])
+        change = _offset(config) if part.endswith("_norm") else None
+        source = replace(_whole(tensor, _order(file, config, part)), change=change)
+        if part == "ffn_gate_inp_shexp" and len(tensor.shape) == 1:
+            source = replace(source, shape=(1, *tensor.shape))
+        yield f"{names[part]}.{ending}", source
+    elif part in _EXPERTS and len(tensor.shape) == 3:
+        experts, rows, columns = tensor.shape
+        parts = _EXPERTS[part]
+        wide = rows // len(parts)
+        for number in range(experts * len(parts)):
+            expert, at = divmod(number, len(parts))
+            piece = _Piece(tensor, number * wide, (number + 1) * wide)
+            name = f"mlp.experts.{expert}.{parts[at]}.{ending}"
+            yield name, _Source((wide, columns), (piece,))
+    else:
+        raise _foreign(file, tensor.name)
+
+
+def _order(file: GgufFile, config: Any, part: str) -> _Order | None:
+    """Return how rows of queries and keys are put, where llama.cpp has another order."""
+    width = config.head_dim
+    if part in ("attn_q", "attn_k"):
+        if file.architecture in ("llama", "mistral3"):  # whose rope turns neighbours there
+            return _Order(width, lambda rows: _halves(rows, width))
+        if file.architecture == "glm4" and any((file.get("rope.dimension_sections") or [])[:2]):
+            rotated = file.whole("rope.dimension_count", width)  # M-RoPE turns halves there
+            return _Order(width, lambda rows: _pairs(rows, width, rotated))
+    return None
+
+
+def _linear(
+    file: GgufFile, config: Any, tensor: GgufTensor, part: str, ending: str
+) -> Iterator[tuple[str, _Source]]:
+    """Yield the source of a tensor of a layer that follows the gated delta rule.
+
+    Value heads that share a key head are neighbours here; llama.cpp has the first of each key
+    head, then the second.
+    """
+    keys, values = config.linear_num_key_heads, config.linear_num_value_heads
+    share, width = values // keys, config.linear_value_head_dim
+    both = 2 * keys * config.linear_key_head_dim
+
+    def ordered(first: int, each: int) -> tuple[_Piece, ...]:
+        """Return the rows of value heads behind ``first`` others."""
+        _require_rows(file, tensor, first + values * each)
+        order = _Order(values * each, lambda rows: _swapped(rows, share, keys))
+        own = _Piece(tensor, first, first + values * each, order)
+        return (*([_Piece(tensor, 0, first)] if first else []), own)
+
+    name = f"{_DELTA.get(part)}.{ending}"
+    if part == "attn_qkv" and ending == "weight":
+        yield "linear_attn.in_proj_qkv.weight", _Source(tensor.shape, ordered(both, width))
+    elif part == "ssm_conv1d" and len(tensor.shape) == 2:
+        shape = (tensor.shape[0], 1, tensor.shape[1])
+        yield name, _Source(shape, ordered(both, width))
+    elif part == "attn_gate":
+        yield name, _Source(tensor.shape, ordered(0, width))
+    elif part in ("ssm_beta", "ssm_alpha"):
+        yield name, _Source(tensor.shape, ordered(0, 1))
+    elif part == "ssm_dt" and ending == "bias":
+        yield "linear_attn.dt_bias", _Source(tensor.shape, ordered(0, 1))
+    elif part == "ssm_a" and not ending:
+        logs = _Source(tensor.shape, ordered(0, 1), change=lambda decays: (-decays).log())
+        yield "linear_attn.A_log", logs
+    elif part == "ssm_out" and tensor.shape[1:] == (values * width,):
+        yield name, replace(_whole(tensor), columns=(share, keys, width))
+    elif part in _DELTA:
+        change = _offset(config) if part == "post_attention_norm" else None
+        yield name, replace(_whole(tensor), change=change)
+    else:
+        raise _foreign(file, tensor.name)
+
+
+def _complete(file: GgufFile, config: Any, made: dict[str, _Source], at: str) -> None:
+    """Add what a layer has here and may lack in llama.cpp: biases of zeros; join q, k and v."""
+    three = [f"{at}self_attn.{part}_proj" for part in "qkv"]
+    layout = StoredShapes.of(config) or StoredShapes()
+    if layout.fused:
+        parts = [made.pop(f"{name}.weight", None) for name in three]
+        whole = [source for source in parts if source is not None]
+        if len(whole) == len(three):
+            shape = (sum(source.shape[0] for source in whole), *whole[0].shape[1:])
+            pieces = tuple(piece for source in whole for piece in source.pieces)
+            made[f"{at}self_attn.qkv_proj.weight"] = _Source(shape, pieces)
+        return
+    biased = three if layout.qkv_bias else []
+    biased += [f"{at}self_attn.o_proj"] if layout.out_bias else []
+    biased += [f"{at}mlp.{p}_proj" for p in ("gate", "up", "down")] if layout.mlp_bias else []
+    for name in biased:
+        if (matrix := made.get(f"{name}.weight")) is not None and f"{name}.bias" not in made:
+            made[f"{name}.bias"] = _Source(matrix.shape[:1], ())
+
+
+def _require_rows(file: GgufFile, tensor: GgufTensor, rows: int) -> None:
+    if tensor.shape[0] != rows:
         raise ModelError(
-            f"{file.path}: {tensor.name} has {rows} rows, not {heads} heads; get the original file"
+            f"{file.path}: {tensor.name} has {tensor.shape[0]} rows, not {rows} as its metadata "
+            "say; get the original file"
         )
 
 
 def _tower_sources(file: GgufFile, config: Any) -> dict[str, _Source]:
     """Return the tensors of the tower and the projector."""
     kind = config.model_type
-    if kind == "llava":
-        names, layers, prefix = _CLIP, _CLIP_LAYER, ""
-        blocks = "vision_tower.vision_model.encoder.layers"
-    elif kind == "qwen2_5_vl":
-        names, layers, prefix, blocks = _QWEN25_VL, _QWEN25_VL_LAYER, "visual.", "blocks"
-    else:
-        names, layers, prefix, blocks = _QWEN3_VL, _QWEN3_VL_LAYER, "model.visual.", "blocks"
+    names, layers, prefix, blocks = _TOWERS.get(kind, _TOWERS["qwen3_vl"])
     levels = list(getattr(config.vision_config, "deepstack_visual_indexes", ()) or ())
     made: dict[str, _Source] = {}
     parts: dict[str, dict[str, GgufTensor]] = {}
@@ -341,8 +556,11 @@ def _tower_sources(file: GgufFile, config: Any) -> dict[str, _Source]:
             continue  # with its first frame
         if name == "v.class_embd":
             made[names[name]] = _Source((tensor.rows * tensor.shape[-1],), (_all_of(tensor),))
+        elif name == "mm.input_projection.weight" and kind == "gemma3":
+            made["multi_modal_projector.mm_input_projection_weight"] = _whole(tensor)
         elif stem in names:
-            made[f"{prefix}{names[stem]}.{ending}"] = _whole(tensor)
+            change = (lambda gains: gains - 1) if stem == "mm.soft_emb_norm" else None
+            made[f"{prefix}{names[stem]}.{ending}"] = replace(_whole(tensor), change=change)
         elif layer and layer[2] in layers:
             made[f"{prefix}{blocks}.{layer[1]}.{layers[layer[2]]}.{ending}"] = _whole(tensor)
         elif layer and "attn_qkv" in layers and layer[2] in ("attn_q", "attn_k", "attn_v"):
@@ -357,8 +575,9 @@ def _tower_sources(file: GgufFile, config: Any) -> dict[str, _Source]:
         made[at] = _joined(file, at, [three.get(f"attn_{part}") for part in "qkv"])
     if kind == "llava":
         made |= _unused_norm(made, config.vision_config.hidden_size)
-        _name_by_shape(made, blocks)
-    else:
+    if kind in ("llava", "qwen2_vl"):
+        _name_by_shape(made, f"{prefix}{blocks}")
+    if "qwen" in kind:
         at = f"{prefix}{names['v.patch_embd']}.weight"
         made[at] = _frames(file)
     return made
@@ -373,13 +592,8 @@ def _unused_norm(made: dict[str, _Source], width: int) -> dict[str, _Source]:
 
 def _name_by_shape(made: dict[str, _Source], blocks: str) -> None:
     """Exchange the two layers of MLPs where an older converter named each as the other."""
-    first = made.get(f"{blocks}.0.mlp.fc1.bias")
-    width = made[f"{_CLIP['v.class_embd']}"].shape[0]
-    if (
-        first is None
-        or first.shape != (width,)
-        or made[f"{blocks}.0.mlp.fc2.bias"].shape == (width,)
-    ):
+    wide, narrow = (made.get(f"{blocks}.0.mlp.{name}.bias") for name in ("fc1", "fc2"))
+    if wide is None or narrow is None or wide.shape[0] >= narrow.shape[0]:
         return
     for name in [name for name in made if ".mlp.fc1." in name]:
         other = name.replace(".mlp.fc1.", ".mlp.fc2.")
@@ -407,12 +621,12 @@ def _joined(file: GgufFile, at: str, three: Sequence[GgufTensor | None]) -> _Sou
     return _Source(shape, tuple(_all_of(tensor) for tensor in there))
 
 
-def _whole(tensor: GgufTensor, heads: int = 0) -> _Source:
-    return _Source(tensor.shape, (_all_of(tensor, heads),))
+def _whole(tensor: GgufTensor, order: _Order | None = None) -> _Source:
+    return _Source(tensor.shape, (_all_of(tensor, order),))
 
 
-def _all_of(tensor: GgufTensor, heads: int = 0) -> _Piece:
-    return _Piece(tensor, 0, math.prod(tensor.shape[:-1]), heads)
+def _all_of(tensor: GgufTensor, order: _Order | None = None) -> _Piece:
+    return _Piece(tensor, 0, _row_count(tensor), order)
 
 
 def _split(name: str) -> tuple[str, str]:

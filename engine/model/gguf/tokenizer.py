@@ -11,8 +11,8 @@ from mmkv.engine.model.gguf.file import GgufFile
 
 _UNKNOWN, _CONTROL, _USER, _BYTE = 2, 3, 4, 6  # kinds of tokens
 _SPACE = "\u2581"  # what SentencePiece writes for a space
-# How texts are split before merges, by llama.cpp's name of it (tokenizer.ggml.pre): an expression,
-# or None for that of GPT-2, which the library has.
+# How texts are split before merges.
+_GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 _LLAMA3 = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
     r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -23,21 +23,43 @@ _TEKKEN = (
     rf"[^\r\n\p{{L}}\p{{N}}]?[{_UPPER}]*[{_LOWER}]+|[^\r\n\p{{L}}\p{{N}}]?[{_UPPER}]+[{_LOWER}]*"
     r"|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
-_SPLITS: dict[str, str | None] = {
-    **dict.fromkeys(("gpt-2", "smollm", "starcoder", "refact", "command-r"), None),
-    **dict.fromkeys(("llama-bpe", "llama3", "llama-v3", "falcon3", "pixtral"), _LLAMA3),
-    **dict.fromkeys(("qwen2", "deepseek-r1-qwen"), _QWEN2),
-    "tekken": _TEKKEN,
+_QWEN35 = _QWEN2.replace(r"?\p{L}+", r"?[\p{L}\p{M}]+").replace(r"\s\p{L}", r"\s\p{L}\p{M}")
+_SUFFIX = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
+_GPT4O = (
+    rf"[^\r\n\p{{L}}\p{{N}}]?[{_UPPER}]*[{_LOWER}]+{_SUFFIX}"
+    rf"|[^\r\n\p{{L}}\p{{N}}]?[{_UPPER}]+[{_LOWER}]*{_SUFFIX}"
+    r"|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+# The same by llama.cpp's names (tokenizer.ggml.pre): expressions, one after the other.
+_SPLITS: dict[str, tuple[str, ...]] = {
+    **dict.fromkeys(("gpt-2", "phi-2", "olmo", "mpt", "jais", "exaone4", "mellum"), (_GPT2,)),
+    **dict.fromkeys(("smollm", "starcoder", "refact", "command-r"), (r"\p{N}", _GPT2)),
+    **dict.fromkeys(("codeshell", "exaone", "minerva-7b"), (r"\p{N}", _GPT2)),
+    **dict.fromkeys(("llama-bpe", "llama3", "llama-v3", "falcon3", "pixtral"), (_LLAMA3,)),
+    **dict.fromkeys(("falcon-h1", "midm-2.0", "lfm2"), (_LLAMA3,)),
+    **dict.fromkeys(("dbrx", "smaug-bpe", "chatglm-bpe", "glm4", "glm5"), (_LLAMA3,)),
+    **dict.fromkeys(("qwen2", "deepseek-r1-qwen", "megrez", "stablelm2", "hunyuan"), (_QWEN2,)),
+    "qwen35": (_QWEN35,),
+    **dict.fromkeys(("gpt-4o", "llama4"), (_GPT4O,)),
+    "tekken": (_TEKKEN,),
+    "default": (r"[\p{P}\$\+<=>\^~\|]+", _GPT2, r"\p{N}+", r"[0-9][0-9][0-9]"),
 }
-_DIGITS_APART = ("smollm", "starcoder", "refact", "command-r")
+_COMPOSED = ("qwen2", "deepseek-r1-qwen", "qwen35")  # by Qwen's own tokenizers, first of all
+# Whose texts have a first token, unless the file says otherwise.
+_BEGUN: tuple[str, ...] = ("llama-bpe", "llama3", "llama-v3", "falcon3", "pixtral", "tekken")
+_BEGUN += ("falcon-h1", "midm-2.0", "lfm2")
 # Texts that are one token are taken whole, whatever the merges would make of them.
-_WHOLE_WORDS = (_LLAMA3, _TEKKEN)
+_WHOLE_WORDS = (*_BEGUN, "glm4", "glm5")
+# Ids of special tokens where a file of SentencePiece names none.
+_PIECES = {"bos": 1, "eos": 2, "unknown": 0}
 
 
 def special(file: GgufFile, name: str) -> int | None:
     """Return the id of a special token such as ``eos``; None where the file names none."""
     found = file.metadata.get(f"tokenizer.ggml.{name}_token_id")
-    return found if type(found) is int and found < len(tokens(file)) else None
+    if not (type(found) is int and 0 <= found < len(tokens(file))):
+        found = _PIECES.get(name) if file.metadata.get("tokenizer.ggml.model") == "llama" else None
+    return found if found is not None and found < len(tokens(file)) else None
 
 
 def tokens(file: GgufFile) -> list[str]:
@@ -73,10 +95,9 @@ def tokenizer_json(file: GgufFile, more: Sequence[str] = ()) -> str | None:
 
 def _byte_level(file: GgufFile) -> dict[str, Any]:
     """Return pairs of bytes that merge, as GPT-2 has them."""
-    before = file.metadata.get("tokenizer.ggml.pre")
+    before = file.metadata.get("tokenizer.ggml.pre") or "default"
     if before not in _SPLITS:
         raise _unknown(file, f"the pre-tokenizer {ascii(before)[:40]}", ", ".join(_SPLITS))
-    split = _SPLITS[before]
     vocabulary = {token: number for number, token in enumerate(tokens(file))}
     pairs = []
     for merge in file.metadata.get("tokenizer.ggml.merges", ()):
@@ -85,16 +106,15 @@ def _byte_level(file: GgufFile) -> dict[str, Any]:
         if {left, right, left + right} <= vocabulary.keys():
             pairs.append([left, right])
     bytes_: dict[str, Any] = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True}
-    steps: list[dict[str, Any]] = [bytes_ | {"use_regex": split is None}]
-    if split is not None:
-        steps.insert(0, _step("Split", pattern={"Regex": split}, behavior="Isolated", invert=False))
-    elif before in _DIGITS_APART:
-        steps.insert(0, _step("Digits", individual_digits=True))
+    steps = [
+        _step("Split", pattern={"Regex": split}, behavior="Isolated", invert=False)
+        for split in _SPLITS[before]
+    ]
     return {
-        "normalizer": _step("NFC") if split == _QWEN2 else None,
-        "pre_tokenizer": _step("Sequence", pretokenizers=steps),
+        "normalizer": _step("NFC") if before in _COMPOSED else None,
+        "pre_tokenizer": _step("Sequence", pretokenizers=[*steps, bytes_ | {"use_regex": False}]),
         "decoder": bytes_ | {"use_regex": True},
-        "model": _merging(vocabulary, pairs) | {"ignore_merges": split in _WHOLE_WORDS},
+        "model": _merging(vocabulary, pairs) | {"ignore_merges": before in _WHOLE_WORDS},
     }
 
 
@@ -176,7 +196,8 @@ def _ends(file: GgufFile, pieces: bool) -> dict[str, Any] | None:
     """Return what puts tokens around a text that is no chat."""
     whole: list[dict[str, Any]] = [{"Sequence": {"id": "A", "type_id": 0}}]
     used = {}
-    for name, default, where in (("bos", pieces, 0), ("eos", False, 2)):
+    begun = pieces or file.metadata.get("tokenizer.ggml.pre") in _BEGUN
+    for name, default, where in (("bos", begun, 0), ("eos", False, 2)):
         wanted = file.metadata.get(f"tokenizer.ggml.add_{name}_token", default)
         if not wanted or (number := special(file, name)) is None:
             continue

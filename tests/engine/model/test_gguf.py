@@ -11,7 +11,10 @@ import json
 import os
 import shutil
 import struct
+import time
+import tracemalloc
 from collections.abc import Callable
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from random import Random
@@ -43,9 +46,9 @@ from mmkv.engine.model.weights import DecoderWeights
 from mmkv.planner import FORMS, planned
 from mmkv.prompt.loading import load_processor
 from tests.engine.test_stored_weights import assert_same, named, plain
-from tests.support.factories import checkpoint, make_turn
+from tests.support.factories import CHECKPOINTS, checkpoint, make_model, make_turn
 from tests.support.gguf_files import Written, finish
-from tests.support.model_configs import IMAGE_ID, VOCAB
+from tests.support.model_configs import IMAGE_ID, LINEAR, VOCAB
 from tests.support.native import needs_native
 
 SHOWN: list[Any] = [3, ("image", 32, 32), 4, ("image", 16, 48), 2]
@@ -54,14 +57,47 @@ TEXTS = [
     ("llama", Kind.F32),
     ("llama", Kind.Q8_0),
     ("llama_biased", Kind.Q6_K),
-    ("mistral", Kind.Q4_K),
+    ("mistral3", Kind.Q4_K),
     ("qwen2", Kind.BF16),
     ("qwen2", Kind.Q5_K),
     ("qwen3", Kind.F16),
     ("qwen3_yarn", Kind.Q4_0),
     ("qwen3_moe", Kind.Q8_0),
+    ("gemma3", Kind.Q8_0),
+    ("phi3", Kind.F32),
+    ("phi3_long", Kind.Q5_K),
+    ("glm4", Kind.F16),
+    ("qwen35", Kind.Q8_0),
+    ("qwen35moe", Kind.F32),
 ]
+# What a GGUF file can say of such models.
+_LINEAR = LINEAR | {"linear_key_head_dim": 32, "linear_value_head_dim": 32}
+OWN = {
+    "mistral3": replace(CHECKPOINTS["ministral3"], head_dim=64),
+    "gemma3": replace(
+        CHECKPOINTS["gemma3_text"],
+        text=CHECKPOINTS["gemma3_text"].text | {"query_pre_attn_scalar": 32},
+    ),
+    "gemma3_seeing": replace(
+        CHECKPOINTS["gemma3"],
+        text=CHECKPOINTS["gemma3"].text | {"query_pre_attn_scalar": 32},
+    ),
+    "qwen35": replace(CHECKPOINTS["qwen3_5_text"], text=_LINEAR),
+    "qwen35_seeing": replace(CHECKPOINTS["qwen3_5"], text=_LINEAR),
+    "qwen35moe_seeing": replace(
+        CHECKPOINTS["qwen3_5_moe"], text=CHECKPOINTS["qwen3_5_moe"].text | _LINEAR
+    ),
+    "qwen35moe": replace(
+        CHECKPOINTS["qwen3_5_moe"],
+        model_type="qwen3_5_moe_text",
+        text=CHECKPOINTS["qwen3_5_moe"].text | _LINEAR,
+    ),
+}
 SEEING = [
+    ("gemma3_seeing", Kind.Q8_0),
+    ("qwen35_seeing", Kind.F32),
+    ("qwen35moe_seeing", Kind.F16),
+    ("qwen2_vl", Kind.Q8_0),
     ("qwen3_vl", Kind.F16),
     ("qwen3_vl_moe", Kind.Q8_0),
     ("qwen2_5_vl", Kind.F32),
@@ -77,11 +113,16 @@ def assert_alike(file: str | Path, truth: Path) -> None:
     assert (weights.head.data_ptr() == weights.embed.data_ptr()) == (
         theirs.head.data_ptr() == theirs.embed.data_ptr()
     )
-    ours_rope, theirs_rope = plain(spec.rope), plain(wanted.rope)
-    assert ours_rope.pop("inv_freq") == pytest.approx(theirs_rope.pop("inv_freq"), rel=2e-7)
-    assert ours_rope == theirs_rope
+    for ours, other in zip(*([s.rope, s.local_rope] for s in (spec, wanted)), strict=True):
+        assert (ours is None) == (other is None)
+        if ours is not None and other is not None:
+            made, truly = plain(ours), plain(other)
+            for part in ("inv_freq", "scale"):  # the file has floats of 32 bits
+                assert made.pop(part) == pytest.approx(truly.pop(part), rel=2e-7)
+            assert made == truly
     sizes = [
-        {k: v for k, v in vars(s).items() if k not in ("rope", "rms_eps")} for s in (spec, wanted)
+        {k: v for k, v in vars(s).items() if k not in ("rope", "local_rope", "rms_eps")}
+        for s in (spec, wanted)
     ]
     assert sizes[0] == sizes[1]
     assert spec.rms_eps == pytest.approx(wanted.rms_eps, rel=1e-6)
@@ -89,7 +130,7 @@ def assert_alike(file: str | Path, truth: Path) -> None:
 
 @pytest.mark.parametrize(("name", "kind"), TEXTS)
 def test_text(name: str, kind: Kind, tmp_path: Path) -> None:
-    written = Written(checkpoint(name), tmp_path, kind)
+    written = Written(source_of(name, tmp_path), tmp_path / "files", kind)
     assert_alike(written.text, written.truth)
 
 
@@ -99,13 +140,30 @@ def seen(model: str | Path, name: str) -> list[Tensor]:
     return [turn.visual, *turn.deepstack, turn.positions, turn.modality]
 
 
+def source_of(name: str, folder: Path) -> Path:
+    """Return a checkpoint that a GGUF file can be made of."""
+    if name not in OWN:
+        return checkpoint(name)
+    make_model(OWN[name]).save_pretrained(folder / "source")
+    return folder / "source"
+
+
 @pytest.mark.parametrize(("name", "kind"), SEEING)
 def test_pictures(name: str, kind: Kind, tmp_path: Path) -> None:
     marks = {150: "<image>"} if name.startswith("llava") else {}
-    written = Written(checkpoint(name), tmp_path, kind, **({"marks": marks} if marks else {}))
+    if name.startswith("gemma3"):
+        marks = {150: "<image_soft_token>", 152: "<start_of_image>", 153: "<end_of_image>"}
+    more = {"marks": marks} if marks else {}
+    written = Written(source_of(name, tmp_path), tmp_path / "files", kind, **more)
     folder = gguf_folder(written.text, written.mmproj)
     assert_alike(folder, written.truth)
-    assert all(map(torch.equal, seen(folder, name), seen(written.truth, name)))
+    shown = {
+        "gemma3_seeing": "gemma3",
+        "qwen35_seeing": "qwen3_5",
+        "qwen35moe_seeing": "qwen3_5_moe",
+    }
+    asked = shown.get(name, name)
+    assert all(map(torch.equal, seen(folder, asked), seen(written.truth, asked)))
 
 
 @pytest.mark.parametrize(
@@ -275,6 +333,32 @@ def test_damage_anywhere_in_the_header_is_refused_in_a_line(
         except ModelError as error:
             assert "\n" not in str(error)
         file.unlink()
+
+
+@pytest.mark.parametrize("count", [3_000_000, 2**31 - 1])
+def test_layers_that_no_file_has_are_refused_at_once(
+    count: int, written: Written, tmp_path: Path
+) -> None:
+    """Before transformers makes a list of them."""
+    for name, key, tower in (
+        ("text", b"qwen3vl.block_count", written.mmproj),
+        ("tower", b"clip.vision.block_count", None),
+    ):
+        own = written.mmproj if tower is None else written.text
+        there = key + struct.pack("<I", 4)
+        at = own.read_bytes().index(there) + len(there)
+        file = changed(
+            own,
+            tmp_path / f"{name}.gguf",
+            lambda raw, at=at: raw[:at] + struct.pack("<I", count) + raw[at + 4 :],
+        )
+        pair = (file, tower) if tower is not None else (written.text, file)
+        tracemalloc.start()
+        begin = time.process_time()
+        with pytest.raises(ModelError, match=rf"block_count is {count} for \d+ tensors"):
+            gguf_folder(*pair)
+        assert time.process_time() - begin < 1 and tracemalloc.get_traced_memory()[1] < 2**23
+        tracemalloc.stop()
 
 
 def test_an_array_longer_than_a_vocabulary_is_not_read(tmp_path: Path) -> None:
