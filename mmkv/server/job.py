@@ -772,14 +772,14 @@ class ChatJob(EngineJob):
 
     def _thought_tokens(self, ids: Sequence[int]) -> int:
         """Count the tokens of a reply up to the end of its thought."""
-        assert self.work.thoughts is not None
-        detokenizer, text = Detokenizer(self.engine.processor.tokenizer, self._shown), ""
+        detokenizer = Detokenizer(self.engine.processor.tokenizer, self._shown)
+        parser, end = self.work.parser(0), 0
         for count, token in enumerate(ids, 1):
-            text += detokenizer.push(token)
-            if self.work.thoughts.close in text:
-                return count
-            text = text[-len(self.work.thoughts.close) :]
-        return len(ids)
+            thinks = parser.thinks
+            parser.push(detokenizer.push(token))
+            if thinks or parser.thinks:
+                end = count
+        return end
 
     def leave(self) -> None:
         """Keep each session after its reply, or close it; after :meth:`end`."""
