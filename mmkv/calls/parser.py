@@ -226,6 +226,7 @@ class ReplyParser:
         if begun:
             if marks is not None:
                 opened |= begun.lstrip().startswith(marks.open)
+                over: Literal["begin", "text"]
                 over = "begin" if begun.rstrip().endswith(marks.close) else "text"
                 self._mode = "thought" if opened and marks.close not in begun else over
                 self._skips = begun.rstrip().endswith((marks.open, marks.close))
