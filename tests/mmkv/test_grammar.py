@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import random
 from decimal import Decimal
 from typing import Any
 
@@ -135,3 +136,88 @@ def test_what_a_grammar_would_ignore_is_refused() -> None:
                 continue
             with pytest.raises(InputError, match=f"the tool f: .* {what} in calls of the form"):
                 require_tools(QwenXml(), use)
+
+
+def drawn_schema(draw: random.Random, depth: int = 2) -> dict[str, Any]:
+    """Return a schema of what llguidance follows, merged or not."""
+    numbers = [0, 1, -1, 0.5, -0.5, 2, 10, draw.randint(-9, 9), round(draw.uniform(-3, 3), 2)]
+    bounds = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum")
+    number = {"type": draw.choice(["number", "integer"])}
+    number |= {name: draw.choice(numbers) for name in bounds if draw.random() < 0.5}
+    text: dict[str, Any] = {"type": "string", "minLength": draw.randint(0, 3)}
+    text |= draw.choice([{}, {"maxLength": 4}, {"pattern": draw.choice(["^[a-c]+$", "a", "^.b"])}])
+    text |= draw.choice([{}, {}, {"format": draw.choice(["date", "ipv4", "email"])}])
+    plain = [number, number, text, {"enum": [1, "a", None, [1], {"a": 1.5}]}, {"type": "boolean"}]
+    if not depth:
+        return draw.choice(plain)
+
+    def inner() -> dict[str, Any]:
+        return drawn_schema(draw, depth - 1)
+
+    kind = draw.randrange(7)
+    if kind == 0:
+        return {"type": "array", "items": inner(), "minItems": draw.randint(0, 2)}
+    if kind == 1:
+        return {"type": "array", "prefixItems": [inner(), inner()], "maxItems": draw.randint(0, 3)}
+    if kind < 4:
+        known = {name: inner() for name in draw.sample(["a", "b", "é", "a b"], draw.randint(0, 3))}
+        made = {"type": "object", "properties": known, "required": list(known)[:1]}
+        return made | draw.choice([{}, {"additionalProperties": draw.choice([False, inner()])}])
+    if kind == 4:
+        return {draw.choice(["anyOf", "allOf", "oneOf"]): [inner(), inner()]}
+    return {**inner(), **draw.choice([{}, {"allOf": [inner()]}])}
+
+
+def exact(number: str) -> int | float | Decimal:
+    """Return a number of JSON as it stands, where it has no exponent."""
+    if "e" in number.lower():
+        return float(number)
+    return int(Decimal(number)) if Decimal(number) % 1 == 0 else Decimal(number)
+
+
+def walked(state: LLMatcher, draw: random.Random) -> str | None:
+    """Return a text that the grammar lets through, of random bytes; None: it grew too long."""
+    made, liked = bytearray(), [b'"]}:,', b"0123456789-.", b"ab\\u0061", bytes(range(32, 127))]
+    for _ in range(300):
+        bias = state.compute_logit_bias()
+        allowed = [token for token in range(len(bias)) if bias[token]]
+        ends = BYTES.eos_token in allowed
+        if not allowed or (ends and (len(allowed) == 1 or draw.random() < 0.4)):
+            return made.decode() if ends else None
+        of_kind = [token for token in allowed if token < 256 and token in draw.choice(liked)]
+        token = draw.choice(of_kind or [one for one in allowed if one < 256])
+        state.consume_token(token)
+        made.append(token)
+    return None
+
+
+@pytest.mark.drawn(reason="a thousand schemas take minutes")
+def test_texts_of_drawn_schemas_are_valid() -> None:
+    """By the package jsonschema, with numbers as they stand; others with a character changed."""
+    jsonschema = pytest.importorskip("jsonschema")
+    validator = jsonschema.Draft202012Validator
+    found = 0
+    for seed in range(1200):
+        draw = random.Random(seed)
+        schema = drawn_schema(draw)
+        try:
+            state = answering(schema)
+        except InputError:
+            continue
+        exactly = json.loads(json.dumps(schema), parse_float=exact)
+        judge = validator(exactly, format_checker=validator.FORMAT_CHECKER)
+        for _ in range(8):
+            text = walked(state.deep_copy(), draw)
+            if text is None:
+                continue
+            at, other = (
+                draw.randrange(len(text) + 1),
+                draw.choice(["", "0", "-", ".", "\\u0061", "a"]),
+            )
+            for said in (text, text[:at] + other + text[at + 1 :]):
+                if lets_through(state, said):
+                    found += 1
+                    value = json.loads(said, parse_float=exact)
+                    wrong = [error.message for error in judge.iter_errors(value)]
+                    assert not wrong, (schema, said)
+    assert found > 3_000
