@@ -48,6 +48,7 @@ class Prefill:
 
     Attributes:
         tokens: of the turn; done: those that the sequence holds.
+        long_rope: whether it is read by the long rope factors.
         logits: float32 ``[vocab]`` of the last token, None before the last chunk.
         snapshot_pages: pages of the copy that :meth:`roll_back` returns to.
 
@@ -104,8 +105,9 @@ class Prefill:
             except BaseException:
                 self._forget_snapshot()
                 raise
-            if session.long_rope is None:
-                session.long_rope = session._needs_long(turn.next_position)
+            # The session has it once it has read something: a refusal leaves both open.
+            long = session.long_rope
+            self.long_rope = session._needs_long(turn.next_position) if long is None else long
             self._undoable = undoable
 
     @property
@@ -178,16 +180,23 @@ class Prefill:
         """Return the rope position that follows the first ``count`` tokens."""
         return self._turn.next_position if count == self.tokens else self._highest[count - 1] + 1
 
+    def needs_context(self) -> bool:
+        """Return whether positions have to move for the next chunk. Raises ContextError."""
+        return self._session.require_context(*self._next_context()) is not None
+
     def make_context(self) -> None:
         """Have rope positions for the next chunk; see :mod:`mmkv.engine.compaction`.
 
         Raises:
             ContextError: there are none; the chunks before stay.
         """
-        back = self._session.make_context(self.next_chunk, self._end(self.done + self.next_chunk))
+        back = self._session.make_context(*self._next_context())
         if back:
             self._move_back(back)
             self._highest = [position - back for position in self._highest]
+
+    def _next_context(self) -> tuple[int, int]:
+        return self.next_chunk, self._end(self.done + self.next_chunk)
 
     def _move_back(self, back: int) -> None:
         turn, positions = self._turn, self._turn.positions - back
@@ -209,6 +218,7 @@ class Prefill:
         before = int(self._turn.modality[self.done - 1]) if self.done else None
         self.done += tokens
         session.prompt_tokens += tokens
+        session.long_rope = self.long_rope
         if session.recorder is not None:
             session.recorder.expect((turn.token_ids, turn.modality))
         if turn.visual is not None:
@@ -369,6 +379,8 @@ class ChunkPass:
     def _begin(self) -> tuple[Any, ...]:
         """Make room for the tokens of all chunks; return what the decoder is called with."""
         engine, sessions = self._engine, self._sessions
+        if any([prefill.needs_context() for prefill in self._prefills]):
+            reserve_together(self._prefills)  # nothing refuses once positions have moved
         for prefill in self._prefills:
             prefill.make_context()
         self._before = [session.state() for session in sessions]
@@ -381,8 +393,8 @@ class ChunkPass:
             *(engine.decoder.embed_turn(turn) for turn in self._turns), strict=True
         )
         ropes = [
-            engine.rope.at(turn.positions, bool(session.long_rope))
-            for session, turn in zip(sessions, self._turns, strict=True)
+            engine.rope.at(turn.positions, prefill.long_rope)
+            for prefill, turn in zip(self._prefills, self._turns, strict=True)
         ]
         cos, sin = (torch.cat(part) for part in zip(*ropes, strict=True))
         self._chunks = [_chunk(*parts) for parts in zip(sessions, self._turns, ropes, strict=True)]
@@ -501,9 +513,8 @@ def reserve_together(prefills: Sequence[Prefill]) -> None:
 
 def needed_pages(prefill: Prefill) -> int:
     """Count the pages that the next chunk takes, while it is stored."""
-    cache = prefill._session.engine.cache
-    length = cache.length[prefill._session.seq]
-    return cache.needed_pages(length + prefill.next_chunk) - cache.needed_pages(length)
+    session = prefill._session
+    return session.engine.cache.pages_for(session.seq, prefill.next_chunk)
 
 
 def _pack(waiting: Sequence[Prefill]) -> list[Prefill]:

@@ -411,9 +411,12 @@ class CachedSequence:
     def fork(self) -> CachedSequence:
         """An independent copy that continues from the same state."""
         with self.claimed(), self.engine.lock:
-            seq = self.engine.cache.fork(self.seq)
             other = self._sibling()
-            other.adopt(seq, self.state())
+            try:
+                other.adopt(self.engine.cache.fork(self.seq), self.state())
+            except BaseException:
+                other.close()
+                raise
             other.cache_salt = self.cache_salt
             self.engine.budgets.join(other, self.engine.budgets.weight(self))
             other.recorder = None if self.recorder is None else self.recorder.fork()
@@ -454,6 +457,7 @@ class CachedSequence:
         if next_position is None and self.runs is not None:
             self.runs = with_text(self.runs, self.seen, self.next_position)
         self.seen += tokens
+        self.long_rope = bool(self.long_rope)
         self.next_position = self.next_position + tokens if next_position is None else next_position
         self.entries += tokens * self.engine.spec.rows
         if self.recorder is not None:

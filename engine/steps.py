@@ -50,8 +50,6 @@ def decode_step(
     with _claimed(sessions), engine.lock, exact_products(engine.device):
         token_ids = _checked(engine, sessions, token_ids)
         for session, token in zip(sessions, token_ids, strict=True):
-            if session.long_rope is None:
-                session.long_rope = False
             if session.recorder is not None:
                 session.recorder.expect(token)
         interval = engine.interval
@@ -219,14 +217,16 @@ def _checked(
         )
     if len({id(session) for session in sessions}) != len(sessions):
         raise InputError("a session stands twice in the batch; fork it to decode it twice")
-    checked = [_token_id(token) for token in token_ids]
+    checked, moves = [_token_id(token) for token in token_ids], False
     for session, token in zip(sessions, checked, strict=True):
         if session.engine is not engine:
             raise SessionError("a session of another engine; decode it with its own engine")
         session._require_open()
-        session.require_context(1, session.next_position + 1)
+        moves |= session.require_context(1, session.next_position + 1) is not None
         if not 0 <= token < engine.decoder.weights.embed.shape[0]:
             raise InputError(f"token id {token} is outside the vocabulary")
+    if moves:  # nothing refuses once positions have moved
+        engine.cache.pool.reserve(sum(engine.cache.pages_for(one.seq, 1) for one in sessions))
     for session in sessions:
         session.make_context(1, session.next_position + 1)
         session.turn_dial(decoding=True)

@@ -14,7 +14,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from mmkv.calls.tools import LONGEST_SCHEMA
+from mmkv.calls.formats import ESCAPES
+from mmkv.calls.tools import LONGEST_SCHEMA, exact_schema
 from mmkv.engine.errors import STOPS, InputError
 from mmkv.reply import token_bytes
 
@@ -94,6 +95,7 @@ def answer_schema(response_format: Any) -> dict[str, Any] | None:
     _require_bearable(schema)
     if len(json.dumps(schema)) > LONGEST_SCHEMA:
         raise InputError(f"the schema is longer than {LONGEST_SCHEMA:,} characters; shorten it")
+    schema = exact_schema(schema)
     _require_followed(_json_grammar(schema))
     return schema
 
@@ -116,7 +118,7 @@ def _require_known(given: dict[str, Any], known: Collection[str], where: str) ->
 
 
 # Small models would go on with blank space; there is none between JSON's marks.
-_COMPACT = {"whitespace_flexible": False}
+_COMPACT = {"whitespace_flexible": False, **ESCAPES}
 
 
 def _json_grammar(schema: Mapping[str, Any]) -> str:
@@ -136,13 +138,20 @@ def _json_grammar(schema: Mapping[str, Any]) -> str:
 _FATAL = -(2**63) + 512
 
 
-def _require_bearable(schema: Any) -> None:
-    """Raise InputError for a number that llguidance dies of."""
+def _require_bearable(schema: Any, strict: bool = True) -> None:
+    """Raise InputError for a number that llguidance dies of.
+
+    If ``strict``, also for ``minProperties`` of names that the model makes up: it counts one twice.
+    """
     left = [schema]
     while left:
         value = left.pop()
         if isinstance(value, Mapping):
             left += value.values()
+            least, known = value.get("minProperties"), value.get("properties")
+            named = len(known) if isinstance(known, Mapping) else 0
+            if strict and isinstance(least, int) and least > named + 1:
+                raise _cannot_follow(f"minProperties {least} needs names that properties lacks")
         elif isinstance(value, (list, tuple)):
             left += value
         elif isinstance(value, int | float) and value <= _FATAL:
@@ -172,7 +181,9 @@ def require_tools(format: ToolFormat, use: ToolUse) -> None:
     """Raise InputError, which names it, for a function whose schema cannot be followed."""
     for tool in use.tools:
         with _naming(tool):
-            _require_bearable(tool.schema)
+            _require_bearable(tool.schema, tool.strict)
+            if tool.strict and (ignored := format.unfollowed(tool)) is not None:
+                raise _cannot_follow(f"{ignored} in calls of the form {format.name}")
     wrong = _wrong_in(format.grammar(use.tools, json.dumps, False))
     for tool in use.tools if wrong else ():
         with _naming(tool):

@@ -371,7 +371,7 @@ class ReplyWriter:
         if self._looks or self._forced:
             return 1
         left = self._limit - len(self.token_ids)
-        if self._thought is None or self._thought.state in ("none", "closed"):
+        if self._thought is None or self._thought.over:
             return left
         assert self._budget is not None
         return min(left, max(self._budget - self._thought.tokens, 1))
@@ -512,11 +512,13 @@ class ReplyWriter:
         """
         thought = self.thought
         assert thought is not None and thought.state == "closed"
-        before, found, after = text.partition(thought.marks.close)
-        if not found:  # closed by the prompt, or no text shows the marks
-            ids = self.token_ids[max(thought.stop, 0) :]
-            before, after = "", text if thought.stop <= 0 else self._decode(ids)
-        inside = before.rpartition(thought.marks.open)[2].strip("\n")
+        parser = ReplyParser(marks=thought.marks, opened=thought.start < 0 < thought.stop)
+        before = text[: len(text) - len(parse(parser, text).text)].rstrip()
+        after = text[len(before) :]
+        if thought.stop > 0 and thought.marks.close not in text:  # which shows no marks
+            before, after = "", self._decode(self.token_ids[thought.stop :])
+        inside = before.removesuffix(thought.marks.close).rpartition(thought.marks.open)[2]
+        inside = inside.strip("\n")
         whole = f"{thought.marks.open}\n{inside}\n{thought.marks.close}\n\n"  # as Qwen3's has it
         answer = after.lstrip()
         shown = [after, after.lstrip("\n"), after.strip(), text, opening + text]

@@ -33,6 +33,8 @@ class Thought:
 
     Attributes:
         state: ``begin``: it may still be opened; ``none``: there is none; ``open``; ``closed``.
+        over: whether it stays as it is: nothing more is looked for. Until the answer's first word
+            a mark that is repeated opens or closes it again.
         start, stop: its tokens, marks included, as offsets from the reply's first token: below 0
             where the prompt opens it. ``stop`` means something once it is closed.
         marks: those that it looks for.
@@ -45,6 +47,7 @@ class Thought:
         self.state: Literal["begin", "none", "open", "closed"] = "begin"
         self.start = self.stop = self._first = 0
         self._text = b""  # of the reply, as far as marks are looked for in it
+        self.over = False
         self._read_prompt(before[-PROMPT_END:])
 
     @property
@@ -60,23 +63,39 @@ class Thought:
     def push(self, token: int) -> None:
         """Take the next token of the reply."""
         self._count += 1
-        if self.state in ("none", "closed"):
+        if self.over:
             return
         self._text += self._bytes(token)
-        if self.state == "begin":
-            bare = self._text.lstrip()
-            if bare.startswith(self._open):
-                self.state, self._first = "open", self._count
-                # Its first byte came with the latest token that held any but blanks before.
-                self._text = bare[len(self._open) :]
-            elif not self._open.startswith(bare):
-                self.state = "none"
-            elif not bare:
-                self.start = self._count
-        if self.state == "open" and self._close in self._text:
-            self.state, self.stop = "closed", self._count
+        while self._step():
+            pass
+
+    def _step(self) -> bool:
+        """Read the next mark; return whether there may be another one."""
         if self.state == "open":
-            self._text = self._text[-len(self._close) :]
+            _, found, after = self._text.partition(self._close)
+            if found:
+                self.state, self.stop, self._text = "closed", self._count, after
+            else:
+                self._text = self._text[-len(self._close) :]
+            return bool(found)
+        bare = self._text.lstrip()
+        if bare.startswith(self._open):
+            if self.state == "begin":
+                # Its first byte came with the latest token that held any but blanks before.
+                self._first = self._count
+            self.state, self._text = "open", bare[len(self._open) :]
+        elif bare.startswith(self._close):
+            if self.state == "closed":
+                self.stop = self._count
+            self._text = bare[len(self._close) :]
+        elif self._open.startswith(bare) or self._close.startswith(bare):
+            if not bare and self.state == "begin":
+                self.start = self._count
+            return False
+        else:
+            self.state = "none" if self.state == "begin" else self.state
+            self.over = True
+        return not self.over
 
     def _bytes(self, token: int) -> bytes:
         return self._known.of(token) or b"\0"

@@ -41,7 +41,7 @@ from mmkv.training.run import DistillTrainer, History, arguments_of, own_device
 
 METHODS = ("distill", "grpo")
 REPLIES = ("teacher", "data")
-PARTS = ("kl", "agreement", "held", "mask_bytes")
+PARTS = dict.fromkeys(("kl", "agreement", "held", "mask_bytes"), "documents")
 _BLOCK = 128  # tokens whose probabilities stand at once
 
 
@@ -235,11 +235,13 @@ class AdaptTrainer(DistillTrainer):
     def __init__(self, compressed: CompressedModel, settings: AdaptSettings, **kwargs: Any) -> None:
         super().__init__(model=compressed.model, parts=PARTS, **kwargs)
         self._compressed, self._settings = compressed, settings
-        # Else the Trainer would not divide by the passes of a step.
-        self.model_accepts_loss_kwargs = False
 
-    def losses(self, model: nn.Module, examples: list[Any]) -> dict[str, Tensor]:
+    def losses(
+        self, model: nn.Module, shares: Mapping[str, Tensor], examples: list[Any]
+    ) -> dict[str, Tensor]:
         """Return the loss of one document and its parts, as :data:`PARTS` names them.
+
+        Every document weighs the same: how long a reply is that is drawn is known too late.
 
         ``agreement``: share of tokens whose likeliest continuation is the teacher's; ``held``:
         entries at the document's end, per layer and KV head.
@@ -268,7 +270,7 @@ class AdaptTrainer(DistillTrainer):
             "held": held.to(loss),
             "mask_bytes": torch.tensor(float(visible.nbytes)).to(loss),
         }
-        return {"loss": loss, **parts}
+        return {"loss": loss * shares["documents"], **parts}
 
 
 @dataclass(frozen=True)

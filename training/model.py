@@ -146,17 +146,19 @@ class _WithGradient(torch.autograd.Function):
         return grads[0] * ctx.saved_tensors[0], None, None
 
 
-PARTS = (
-    "kl",
-    "ntp",
-    "capacity",
-    "rank",
-    "kept",
-    "kept_least",
-    "kept_most",
-    "visual_share",
-    "agreement",
-)
+# What the means of a loss are taken over.
+UNITS = ("targets", "tokens", "documents")
+PARTS = {
+    "kl": "targets",
+    "ntp": "targets",
+    "capacity": "tokens",
+    "rank": "documents",
+    "kept": "tokens",
+    "kept_least": "documents",
+    "kept_most": "documents",
+    "visual_share": "documents",
+    "agreement": "targets",
+}
 
 
 @dataclass(frozen=True)
@@ -198,9 +200,10 @@ class DistillModel(nn.Module):
 
     Args:
         checkpointing: recompute layers in the backward pass.
-    """
 
-    parts = PARTS
+    Attributes:
+        parts: of the loss, and which of :data:`UNITS` each is a mean over.
+    """
 
     def __init__(
         self,
@@ -212,6 +215,9 @@ class DistillModel(nn.Module):
         super().__init__()
         self.gates = gates
         self.engine, self.objective, self.checkpointing = engine, objective, checkpointing
+        self.parts = PARTS
+        if objective.normaliser == "tt":
+            self.parts = {**PARTS, "capacity": "documents"}
         if objective.least_budget:
             self.exponent = nn.Parameter(torch.tensor(_EXPONENT))
 
@@ -221,7 +227,9 @@ class DistillModel(nn.Module):
         most = torch.maximum(torch.tensor(lengths) / 2, least)
         return least * (most / least) ** torch.rand(len(lengths))
 
-    def forward(self, examples: Sequence[Mapping[str, Any]]) -> dict[str, Tensor]:
+    def forward(
+        self, examples: Sequence[Mapping[str, Any]], shares: Mapping[str, Tensor] | None = None
+    ) -> dict[str, Tensor]:
         """Return loss and its parts over a batch of documents.
 
         With an M of its own for each document, its log_beta is divided by ``(M / budget) ** p`` in
@@ -230,6 +238,7 @@ class DistillModel(nn.Module):
 
         Args:
             examples: per document what the processor returns, and ``labels [t]``.
+            shares: of :data:`UNITS`, by which the terms of the loss count; None: 1.
 
         Returns:
             float32 scalars: ``loss`` and, without gradient, those named in :data:`PARTS`:
@@ -263,13 +272,15 @@ class DistillModel(nn.Module):
         quality = quality_losses(decoder, student, teacher, labels, goal.reverse, weights=weights)
         rows = log_beta.flatten(1).T.contiguous()
         capacity, kept = self._capacity(rows, documents.start, budget)
-        loss = quality.loss + goal.capacity * capacity
+        share: Mapping[str, Tensor | float] = shares or dict.fromkeys(UNITS, 1.0)
+        loss = quality.loss * share["targets"]
+        loss = loss + goal.capacity * capacity * share[self.parts["capacity"]]
         ranks = loss.new_zeros(())
         if goal.rank:
             each = rows.split(documents.lengths, 1)
             terms = [rank_loss(x[:, : w.shape[1]], w) for x, w in zip(each, worth, strict=True)]
             ranks = torch.stack(terms).mean()
-            loss = loss + goal.rank * ranks
+            loss = loss + goal.rank * ranks * share["documents"]
         at_end = weights_at_end(rows, documents.start)
         by_head = at_end.sum(1) / len(documents.lengths)
         parts = {
@@ -364,7 +375,9 @@ class WriteGateModel(nn.Module):
         checkpointing: recompute layers in the backward pass.
     """
 
-    parts = ("distill", "sparsity", "gate", "admitted", "admitted_least", "admitted_most")
+    parts = dict.fromkeys(
+        ("distill", "sparsity", "gate", "admitted", "admitted_least", "admitted_most"), "tokens"
+    )
 
     def __init__(
         self,
@@ -377,11 +390,14 @@ class WriteGateModel(nn.Module):
         self.gates = gates
         self.engine, self.objective, self.checkpointing = engine, objective, checkpointing
 
-    def forward(self, examples: Sequence[Mapping[str, Any]]) -> dict[str, Tensor]:
+    def forward(
+        self, examples: Sequence[Mapping[str, Any]], shares: Mapping[str, Tensor] | None = None
+    ) -> dict[str, Tensor]:
         """Return loss and its parts over a batch of documents.
 
         Args:
             examples: per document what the processor returns; labels are not looked at.
+            shares: of :data:`UNITS`, by which the terms of the loss count; None: 1.
 
         Returns:
             float32 scalars: ``loss`` and, without gradient, those named in :attr:`parts`:
@@ -407,7 +423,7 @@ class WriteGateModel(nn.Module):
             "admitted_least": chosen.min(),
             "admitted_most": chosen.max(),
         }
-        loss = distill + goal.sparsity * sparsity
+        loss = (distill + goal.sparsity * sparsity) * (1.0 if shares is None else shares["tokens"])
         return {"loss": loss, **{name: part.detach() for name, part in parts.items()}}
 
 

@@ -19,14 +19,15 @@ from transformers import (
     PreTrainedTokenizerFast,
     Qwen3VLConfig,
     Qwen3VLForConditionalGeneration,
-    Trainer,
     TrainingArguments,
 )
 from transformers.trainer_utils import get_last_checkpoint
 
 from mmkv.training.data.dialogues import clip, dense, grid, sparse, stream
+from mmkv.training.data.labels import IGNORED
 from mmkv.training.data.scene_encoding import SPECIAL, build_tokenizer, collate, encode
 from mmkv.training.data.scenes import SceneTurn, dialogue, make_scene, questions
+from mmkv.training.run import StepTrainer
 
 # (largest grid side, share of the run) from easy to hard: straight on 4 x 4 grids nothing is
 # learned for a long time.
@@ -261,8 +262,10 @@ def save(
 
 
 def only(examples: list[dict[str, Tensor]]) -> dict[str, Tensor]:
-    """Return the dataset makes whole batches; a collator has nothing left to do."""
-    return examples[0]
+    """Return the batch, which the dataset makes whole, and how many tokens it predicts."""
+    (batch,) = examples
+    targets = (batch["labels"][:, 1:] != IGNORED).sum()
+    return {**batch, "units": targets.double()[None]}
 
 
 def carry_over(
@@ -346,7 +349,7 @@ def main() -> None:
         report_to=[],
         use_cpu=not torch.cuda.is_available(),
     )
-    trainer = Trainer(model=model, args=settings, train_dataset=data, data_collator=only)
+    trainer = StepTrainer(model=model, args=settings, train_dataset=data, data_collator=only)
     trainer.train(resume_from_checkpoint=last)
     export = args.export or args.output / "final"
     save(model, tokenizer, export)

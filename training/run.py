@@ -30,6 +30,7 @@ from mmkv.engine.model.gates import Gates, WriteGates, as_stored, save_gates
 from mmkv.engine.policies import make_policy
 from mmkv.engine.policies.base import admitted
 from mmkv.engine.runtime import Runtime
+from mmkv.training.data.labels import IGNORED
 from mmkv.training.folder import HISTORY, Stopping, begin, first_process, history, processes, resume
 from mmkv.training.measure.record import provenance, require_output
 from mmkv.training.measure.tables import pipe_table
@@ -41,32 +42,73 @@ from mmkv.training.measure.teacher_forced import (
     lay_out,
     read,
 )
-from mmkv.training.model import DistillModel, WriteGateModel, backbone_digest
+from mmkv.training.model import UNITS, DistillModel, WriteGateModel, backbone_digest
 from mmkv.training.settings import TrainingSettings
 from mmkv.training.student import TrainableGates, TrainableWriteGates, binary, write_gated_states
 
 
-def only_list(examples: list[Any]) -> dict[str, list[Any]]:
-    """Return the collator: documents stay apart, the model lays them end to end.
+def only_list(examples: list[Any]) -> dict[str, Any]:
+    """Return the documents of a pass, which stay apart, and how many :data:`UNITS` they have.
 
     An element may be several documents (:class:`mmkv.training.data.examples.PackedExamples`).
     """
     lists = [each if isinstance(each, list) else [each] for each in examples]
-    return {"examples": [document for several in lists for document in several]}
+    documents = [document for several in lists for document in several]
+    labels = [document["labels"].flatten() for document in documents]
+    targets = sum(int((each[1:] != IGNORED).sum()) for each in labels)
+    units = [targets, sum(map(Tensor.numel, labels)), len(labels)]
+    return {"examples": documents, "units": torch.tensor(units, dtype=torch.float64)}
 
 
-class DistillTrainer(Trainer):
+class StepTrainer(Trainer):
+    """Takes means over a whole step, however its documents are cut into passes and processes.
+
+    The loss of a pass is a sum of means. Each has to count by the pass's share of what it is a mean
+    of, as ``num_items_in_batch`` has it for one loss: a pass comes with ``units [K]`` float64, how
+    many it has of each, and ``compute_loss`` gets ``shares [K]`` float32 in their place.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.model_accepts_loss_kwargs = True  # the Trainer does not divide by the passes again
+
+    def get_batch_samples(
+        self, epoch_iterator: Any, num_batches: int, device: torch.device
+    ) -> tuple[list[Any], Any]:
+        """Read the passes of a step, and count what all processes have of each unit."""
+        passes, _ = super().get_batch_samples(epoch_iterator, num_batches, device)
+        counts = [one.pop("units").to(device) for one in passes]
+        step = self.accelerator.reduce(torch.stack(counts).sum(0), "sum").clamp(min=1)
+        for one, units in zip(passes, counts, strict=True):
+            # Gradients become the mean over the processes.
+            one["shares"] = (units / step * self.accelerator.num_processes).float()
+        return passes, step[0]
+
+    def compute_loss(
+        self,
+        model: nn.Module,
+        inputs: dict[str, Any],
+        return_outputs: bool = False,
+        num_items_in_batch: Tensor | int | None = None,
+    ) -> Any:
+        """Return the loss of one pass, a mean over one unit."""
+        share = inputs.pop("shares")[0]
+        made = model(**inputs)
+        return (made["loss"] * share, made) if return_outputs else made["loss"] * share
+
+
+class DistillTrainer(StepTrainer):
     """Logs the parts of the loss, reads the data in its own order, saves only gates.
 
     Args:
-        parts: of the loss; None: those that ``model`` names.
+        parts: of the loss, and what each is a mean of; None: those that ``model`` names.
     """
 
-    def __init__(self, model: Any, parts: tuple[str, ...] | None = None, **kwargs: Any) -> None:
+    def __init__(self, model: Any, parts: Mapping[str, str] | None = None, **kwargs: Any) -> None:
         super().__init__(model=model, data_collator=only_list, **kwargs)
-        self._parts: tuple[str, ...] = model.parts if parts is None else parts
+        self._parts: Mapping[str, str] = model.parts if parts is None else parts
         self._sums: dict[str, Any] = {}
-        self._batches, self._tokens = 0, 0
+        self._first = self._tokens = 0
         self._since = time.perf_counter()
 
     def compute_loss(
@@ -76,32 +118,37 @@ class DistillTrainer(Trainer):
         return_outputs: bool = False,
         num_items_in_batch: Tensor | int | None = None,
     ) -> Any:
-        """Return the loss of one batch; its parts are summed up for the next log line."""
-        parts = self.losses(model, **inputs)
-        for name in self._parts:
-            # A tensor until the log line: reading it here would make the host wait every batch.
-            self._sums[name] = self._sums.get(name, 0.0) + parts[name].detach()
-        self._batches += 1
+        """Return the loss of one pass; its parts are summed up for the next log line."""
+        shares = dict(zip(UNITS, inputs["shares"], strict=True))
+        parts = self.losses(model, shares, inputs["examples"])
+        if not self._sums:
+            self._first = self.state.global_step
+        for name, unit in self._parts.items():
+            # A tensor until the log line: reading it here would make the host wait every pass.
+            self._sums[name] = self._sums.get(name, 0.0) + parts[name].detach() * shares[unit]
         self._tokens += sum(example["labels"].numel() for example in inputs["examples"])
         return (parts["loss"], parts) if return_outputs else parts["loss"]
 
-    def losses(self, model: nn.Module, examples: list[Any]) -> dict[str, Tensor]:
-        """Return ``loss`` and its parts over a batch of documents."""
-        parts: dict[str, Tensor] = model(examples=examples)
+    def losses(
+        self, model: nn.Module, shares: Mapping[str, Tensor], examples: list[Any]
+    ) -> dict[str, Tensor]:
+        """Return ``loss``, this pass's share of the step's, and its parts over the pass."""
+        parts: dict[str, Tensor] = model(examples=examples, shares=shares)
         return parts
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """Add the means of the parts since the last line."""
-        if "loss" in logs and self._batches:
+        steps = self.state.global_step - self._first
+        if "loss" in logs and self._sums and steps:
             now = time.perf_counter()
             speed = self._tokens / (now - self._since)
-            means = [self._sums[name].double() / self._batches for name in self._parts]
+            means = [self._sums[name].double() / steps for name in self._parts]
             found = torch.stack([*means, means[0].new_tensor(speed)])
             *sums, speed = self.accelerator.reduce(found, "sum").tolist()
             several = self.accelerator.num_processes
             logs |= {name: round(x / several, 5) for name, x in zip(self._parts, sums, strict=True)}
             logs["tokens_per_second"] = round(speed, 1)
-            self._sums, self._batches, self._tokens, self._since = {}, 0, 0, now
+            self._sums, self._tokens, self._since = {}, 0, now
         super().log(logs, start_time)
 
     def _get_train_sampler(self, train_dataset: Dataset[Any] | None = None) -> Any:

@@ -22,6 +22,9 @@ section 5.2 (threshold 0.1); W_local = 256 and lambda 0.04 are the defaults of t
 code, and so are a width of 4 x head_dim for Llama (512; 1.5 x for Qwen3) and gradients that are not
 clipped.
 
+Means are over a whole step, as the Trainer takes them since transformers 4.46: the predicted tokens
+of all passes count alike.
+
 Not in the recipes: the number of steps (with the default 1,000 a recipe is not a reproduction:
 TRIM-KV names 10,000 for its long-context gates), the data and its ``--max-length``. No paper says
 how the gates' weights start; here they start as ``torch.nn.Linear`` does.

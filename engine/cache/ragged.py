@@ -103,14 +103,25 @@ class RaggedCache:
             BudgetError: its states would pass the pool's limit, or what the policy keeps of it the
                 memory; nothing has changed then.
         """
+        before = self.pool.beside
         self.pool.set_beside((self.open_count + 1) * self.state_pages)
         if False in self._open:
             seq = self._open.index(False)
             self._open[seq] = True
             return seq
         seq = len(self._open)
+        try:
+            self._make_rows(seq)
+        except BaseException:
+            self.pool.beside = before
+            raise
         # Listed last: what is interrupted before that has rows that nobody uses, and the next call
         # takes them up.
+        self._open.append(True)
+        return seq
+
+    def _make_rows(self, seq: int) -> None:
+        """Have rows for sequence ``seq``. Raises BudgetError."""
         # Twice as many: a captured graph has their addresses, and each of these is a new one.
         spare = max(seq, _FIRST_SLOTS) - 1
         self._require_memory(seq + 1 + spare)
@@ -120,8 +131,6 @@ class RaggedCache:
             self.memory[name] = _with_row(tensor, seq, spare)
         for name, tensor in self.states.items():
             self.states[name] = _with_row(tensor, seq, self._spare_states(seq))
-        self._open.append(True)
-        return seq
 
     def _require_memory(self, rows: int) -> None:
         """Raise BudgetError unless tensors of so many rows fit that the policy reads."""
@@ -341,6 +350,11 @@ class RaggedCache:
     def needed_pages(self, length: Tensor) -> int:
         """Count the pages of rows of these lengths."""
         return int(_ceil(length, self.pool.page_size).sum())
+
+    def pages_for(self, seq: int, count: int) -> int:
+        """Count the pages that ``count`` more entries in every row of a sequence take."""
+        length = self.length[seq]
+        return self.needed_pages(length + count) - self.needed_pages(length)
 
     def trim(self) -> int:
         """Shrink pool and tables to what the rows hold; content and storage order stay.

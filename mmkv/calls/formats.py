@@ -10,15 +10,17 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, TypeGuard
 
 from mmkv.calls.parser import CallCounter, CallReader, Event, JsonSpan, open_tail
-from mmkv.calls.tools import call_id, read_json
+from mmkv.calls.tools import call_id, exact_schema, read_json
 
 if TYPE_CHECKING:
     from mmkv.calls.tools import Tool
 
 # Writes a text in a grammar of llguidance: quoted, or as a special token by its number.
 Spell = Callable[[str], str]
+# Of JSON's escapes all but \\u, which could spell a known name so that it counts as another one.
+ESCAPES = {"json_allowed_escapes": 'nrbtf\\"'}
 # JSON as templates write it (json.dumps), so that a call reads alike when it is shown again.
-_JSON = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+_JSON = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": ", **ESCAPES}
 MOST_CALLS = 16  # in one reply that has to call
 
 
@@ -64,6 +66,10 @@ class ToolFormat(ABC):
         """Return the id of a call, of at least 24 hexadecimal digits."""
         return call_id(digits)
 
+    def unfollowed(self, tool: Tool) -> str | None:
+        """Return what a function's schema asks for that a call of this form may ignore."""
+        return None
+
     def grammar_behind(
         self, tools: Sequence[Tool], opening: str, spell: Spell, parallel: bool
     ) -> str | None:
@@ -83,7 +89,7 @@ class ToolFormat(ABC):
 
 def arguments_rule(tool: Tool, schema: Mapping[str, Any] | None = None) -> str:
     """Return the JSON of a function's arguments, or of one with a schema, for a grammar."""
-    own = dict(tool.schema if schema is None else schema)
+    own = exact_schema(tool.schema if schema is None else schema)
     if own.get("properties"):  # names that a model makes up would be an error of the function
         own.setdefault("additionalProperties", False)
     settings = _JSON if tool.strict else {**_JSON, "lenient": True}
@@ -468,14 +474,30 @@ class QwenXml(ToolFormat):
                 places.append(f"p_{i}_{k}" + ("" if key in required else "?"))
                 rules += self._parameter(f"{i}_{k}", tool, key, schema, spell)
             others = tool.schema.get("additionalProperties", "properties" not in tool.schema)
-            if others is not False:
-                places.append(f"other{{0,{MOST_CALLS}}}")  # of any name
+            if others is not False:  # of any name but the known ones, which would come twice
+                places.append(f"other_{i}{{0,{MOST_CALLS}}}")
+                known = " | ".join(map(json.dumps, _properties(tool)))
+                rules.append(f"NAME_{i}: /[^<>\\n]+/" + (f" & ~({known})" if known else ""))
+                value = "rest"
+                if isinstance(others, Mapping) and others:
+                    rule = arguments_rule(tool, {**_definitions(tool), **others})
+                    rules.append(f"value_{i}: {rule}")
+                    value = f"value_{i} {spell(chr(10) + '</parameter>' + chr(10))}"
+                begun = f"{spell('<parameter=')} NAME_{i} {spell('>' + chr(10))}"
+                rules.append(f"other_{i}: {begun} {value}")
             rules.append(" ".join([f"call_{i}:", begin, *places, end]))
-        rules.append(f"other: {spell('<parameter=')} /[^<>\\n]+/ {spell('>' + chr(10))} rest")
         # To the first end mark: there the reader ends it, too.
         rules.append(f"rest: text {spell(chr(10))}")
         rules.append('text[suffix="</parameter>"]: /(?s:.*)/')
         return ["body: " + " | ".join(f"call_{i}" for i in range(len(tools))), *rules]
+
+    def unfollowed(self, tool: Tool) -> str | None:
+        """Return what a schema asks for that calls of this form do not follow."""
+        texts = [one for one in _properties(tool).values() if _is_text(one)]
+        found = {key for schema in (tool.schema, *texts) for key in schema.keys() & _NOT_IN_XML}
+        if not {*(tool.schema.get("required") or ())} <= _properties(tool).keys():
+            found.add("required")
+        return min(found, default=None)
 
     @staticmethod
     def _parameter(number: str, tool: Tool, key: str, schema: Any, spell: Spell) -> list[str]:
@@ -486,9 +508,17 @@ class QwenXml(ToolFormat):
             return [f"p_{number}: {begin} v_{number} {end}", f"v_{number}: {value}"]
         listed = [schema["const"]] if "const" in schema else schema.get("enum")
         if listed is not None:
-            values = " | ".join(spell(str(one)) for one in listed)
+            values = " | ".join(spell(one) for one in listed if isinstance(one, str))
             return [f"p_{number}: {begin} ({values}) {end}"]
         return [f"p_{number}: {begin} rest"]
+
+
+# What the arguments as a whole, and texts, which are no JSON, do not follow.
+_NOT_IN_XML = frozenset(
+    "$ref allOf anyOf dependentRequired dependentSchemas format if maxLength maxProperties "
+    "minLength minProperties not oneOf pattern patternProperties propertyNames "
+    "unevaluatedProperties".split()
+)
 
 
 def _properties(tool: Tool) -> dict[str, Any]:

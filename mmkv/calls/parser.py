@@ -192,6 +192,9 @@ class CallReader(ABC):
 class ReplyParser:
     """Takes a reply apart: thought, text, calls.
 
+    Models repeat the marks of thoughts, also where the prompt has written them: up to the first
+    word of the answer an opening begins the thought or goes on with it, a closing ends it.
+
     Args:
         format: how the model writes calls; use: what it may call; either may be None.
         marks: of thoughts; None: the model has none.
@@ -219,11 +222,13 @@ class ReplyParser:
             self._mode = "thought" if opened else "begin"
         self._held = self._gap = ""
         self._skips = opened  # blank space that comes next
-        self._said = False  # text that is not blank
+        self._said = self._thought = False  # text that is not blank; anything of a thought
         if begun:
             if marks is not None:
                 opened |= begun.lstrip().startswith(marks.open)
-                self._mode = "thought" if opened and marks.close not in begun else "text"
+                over: Literal["begin", "text"]
+                over = "begin" if begun.rstrip().endswith(marks.close) else "text"
+                self._mode = "thought" if opened and marks.close not in begun else over
                 self._skips = begun.rstrip().endswith((marks.open, marks.close))
             self._said = self._mode == "text"
 
@@ -276,23 +281,34 @@ class ReplyParser:
     def _begin(self) -> bool:
         assert self._marks is not None
         bare = self._held.lstrip()
-        if bare.startswith(self._marks.open):
-            self._held, self._mode, self._skips = bare[len(self._marks.open) :], "thought", True
-            return True
-        if self._marks.open.startswith(bare):
-            return False
+        for mark in (self._marks.open, self._marks.close):
+            if bare.startswith(mark):
+                self._held, self._skips = bare[len(mark) :], True
+                if mark == self._marks.open:
+                    self._mode, self._skips = "thought", not self._thought
+                    self._held = "\n" * self._thought + self._held
+                return True
+            if mark.startswith(bare):
+                return False
         self._mode = "text"
         return True
 
     def _read_thought(self, events: list[Event]) -> bool:
         assert self._marks is not None
-        before, found, after = self._held.partition(self._marks.close)
-        if found:
+        marks = (self._marks.open, self._marks.close)
+        found = [(at, mark) for mark in marks if (at := self._held.find(mark)) >= 0]
+        if not found:
+            self._say(events, self._certain(marks, True), ThoughtPiece)
+            return False
+        at, mark = min(found)
+        before, self._held = self._held[:at], self._held[at + len(mark) :]
+        if mark == self._marks.open:
+            self._say(events, before, ThoughtPiece)
+            self._skips = not self._thought
+        else:
             self._say(events, before.rstrip(), ThoughtPiece)
-            self._held, self._mode, self._skips = after, "text", True
-            return True
-        self._say(events, self._certain((self._marks.close,), True), ThoughtPiece)
-        return False
+            self._mode, self._skips = "begin", True
+        return True
 
     def _read_text(self, events: list[Event]) -> bool:
         found = [(at, one) for one in self._openings if (at := self._held.find(one)) >= 0]
@@ -338,6 +354,7 @@ class ReplyParser:
         if text:
             events.append(kind(text))
             self._said |= kind is TextPiece and not text.isspace()
+            self._thought |= kind is ThoughtPiece
 
 
 def open_tail(text: str, mark: str) -> int:

@@ -8,7 +8,7 @@ import re
 import secrets
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, TypeGuard
 
 from mmkv.engine.errors import STOPS, InputError, first_line
 
@@ -110,6 +110,57 @@ def _described(function: Callable[..., Any], where: str) -> Any:
 
 def _shown(value: Any) -> str:
     return ascii(value)[:60]
+
+
+# Keys of a JSON schema whose values are data, and those whose values are schemas by name.
+_DATA = {"const", "default", "enum", "examples"}
+_BY_NAME = {"$defs", "definitions", "dependentSchemas", "patternProperties", "properties"}
+_LEAP = r"(\d\d(0[48]|[2468][048]|[13579][26])|([02468][048]|[13579][26])00)"
+_DATE = rf"(\d{{4}}-(0[13-9]|1[0-2]|02-([01]|2[0-8]))|{_LEAP}-02-29)"
+_TIME = r"\d\d:\d\d:[0-5]"
+_STRICTER = {"date": f"^{_DATE}", "time": f"^{_TIME}", "date-time": f"^{_DATE}.*[Tt]{_TIME}"}
+
+
+def exact_schema(schema: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a JSON schema that llguidance follows where it lets too much through in the given one.
+
+    In 1.9.1 an exclusive bound that is whole lets itself through beside a second bound with the
+    same integer part (``{"exclusiveMinimum": 0, "exclusiveMaximum": 0.5}``, 0); it becomes the next
+    number of 15 digits. Dates may be 29 February in any year, times have a second 60 in any minute.
+    """
+    made = json.loads(json.dumps(schema))
+    left = [made]
+    while left:
+        value = left.pop()
+        if isinstance(value, list):
+            left += value
+        elif isinstance(value, dict):
+            for key, inner in value.items():
+                if key in _BY_NAME and isinstance(inner, dict):
+                    left += inner.values()
+                elif key not in _DATA:
+                    left.append(inner)
+            _sharpen(value)
+    return made
+
+
+def _sharpen(schema: dict[str, Any]) -> None:
+    for sign, exclusive, inclusive in (
+        (1, "exclusiveMinimum", "minimum"),
+        (-1, "exclusiveMaximum", "maximum"),
+    ):
+        bound, other = schema.get(exclusive), schema.get(inclusive)
+        if _is_number(bound) and 0 <= sign * bound < 1e14 and bound == int(bound):
+            del schema[exclusive]
+            bound += sign * 10.0 ** (len(str(abs(int(bound)))) - 15)
+            schema[inclusive] = sign * max(sign * bound, sign * other if _is_number(other) else 0)
+    pattern, others = _STRICTER.get(str(schema.get("format"))), schema.get("allOf", [])
+    if pattern is not None and isinstance(others, list):
+        schema["allOf"] = [*others, {"pattern": pattern}]
+
+
+def _is_number(value: Any) -> TypeGuard[float]:
+    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NoReturn
 
@@ -16,19 +16,28 @@ from mmkv.engine.errors import InputError, SessionError
 from mmkv.engine.interrupts import CtrlC, whole
 from mmkv.hf.loop import BatchRow
 
+# Hashes of pictures per modality (mmkv.engine.model.families.vision_cache.looks).
+Looks = dict[int, list[bytes | None]]
+
 
 class RetainedCache(Cache):
     """The conversations of a batch, for a later ``generate`` to go on with.
 
-    Pass it as ``past_key_values``: with the ids of the whole conversation, or with those that come
-    after the latest reply, and with the pictures that are new. A new one is empty and belongs to
-    the first model that fills it. ``copy.deepcopy`` gives an independent copy. Its memory is
-    returned when it is closed, collected, or when the model is no longer retained.
+    Pass it as ``past_key_values``, with the ids of the whole conversation and all its pictures or
+    the new ones. A new one is empty and belongs to the first model that fills it. ``copy.deepcopy``
+    gives an independent copy. Its memory is returned when it is closed, collected, or when the
+    model is no longer retained.
+
+    Args:
+        only_new: ids are always those that come after the latest reply. Otherwise they are so where
+            the attention mask covers what came before them, too, as for transformers' own caches.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, only_new: bool = False) -> None:
         super().__init__(layers=[])
+        self.only_new = only_new
         self.rows: list[BatchRow] = []
+        self._looks: list[Looks] = []  # of the pictures of each call, or all of one conversation's
         self._use = threading.Lock()
         self.owner: weakref.WeakSet[RetainedCache] | None = None  # closes it, with the others
 
@@ -37,8 +46,9 @@ class RetainedCache(Cache):
 
     @whole
     def __deepcopy__(self, memo: dict[int, Any]) -> RetainedCache:
-        made = RetainedCache()
+        made = RetainedCache(only_new=self.only_new)
         with self.in_use():
+            made._looks = [dict(looks) for looks in self._looks]
             for row in self.rows:  # one by one: what was forked before an error is closed
                 made.rows.append(row.fork())
         if self.owner is not None:
@@ -71,11 +81,12 @@ class RetainedCache(Cache):
     def reset(self) -> None:
         """Forget all conversations and return their memory."""
         with self.in_use():
-            close_rows(self.rows)
+            self.close()
 
     def close(self) -> None:
         """Return the memory; the cache is empty afterwards."""
         close_rows(self.rows)
+        self._looks = []
 
     @contextmanager
     def in_use(self) -> Iterator[None]:
@@ -92,11 +103,36 @@ class RetainedCache(Cache):
                 self._use.release()
 
     @whole
-    def replace(self, rows: Sequence[BatchRow]) -> None:
-        """Take over other rows and close those held so far."""
+    def replace(self, rows: Sequence[BatchRow], looks: Looks, again: Collection[int]) -> None:
+        """Take over other rows and close those held so far.
+
+        Args:
+            looks: of the pictures that came with the ids.
+            again: the modalities of which all came, not only the new ones.
+        """
         before = list(self.rows)
         self.rows[:] = rows
+        if self._looks and len(rows) == 1:
+            old = self._looks.pop()
+            for kind, now in looks.items():
+                seen = old.get(kind, [])
+                old[kind] = max(seen, now, key=len) if kind in again else [*seen, *now]
+            looks = old
+        self._looks.append(looks)
         close_rows(before)
+
+    def check_looks(self, kind: int, looks: Looks) -> None:
+        """Check pixels that cover pictures read before. Raises InputError where they are others."""
+        now = looks[kind]
+        for old in self._looks:
+            seen = old.get(kind, [])
+            # Of several rows it is not known whose pictures are which.
+            same = now[: len(seen)] == seen if len(self.rows) == 1 else _in_order(seen, now)
+            if not (same or _in_order(now, seen)):
+                raise InputError(
+                    "the pixels of earlier pictures or videos are not those that the cache has "
+                    "read; pass a new RetainedCache(), or the pixels of the new ones alone"
+                )
 
     def update(self, *_: Any, **__: Any) -> NoReturn:
         """Refuse a forward pass of the model itself."""
@@ -112,6 +148,12 @@ class RetainedCache(Cache):
     def reorder_cache(self, *_: Any) -> NoReturn:
         """Refuse beam search."""
         raise InputError("a RetainedCache does not run beam search; set num_beams=1")
+
+
+def _in_order(part: Sequence[Any], of: Sequence[Any]) -> bool:
+    """Return whether all of ``part`` are found in ``of``, in this order."""
+    rest = iter(of)
+    return all(one in rest for one in part)
 
 
 @whole

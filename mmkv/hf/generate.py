@@ -25,9 +25,10 @@ from transformers.generation import (
 
 from mmkv.engine.contents import Memory
 from mmkv.engine.errors import InputError
+from mmkv.engine.model.families.vision_cache import looks
 from mmkv.engine.prefill import extend_together
 from mmkv.engine.runtime import Runtime
-from mmkv.hf.cache import RetainedCache, close_rows
+from mmkv.hf.cache import Looks, RetainedCache, close_rows
 from mmkv.hf.loop import (
     BatchRow,
     Generated,
@@ -170,6 +171,8 @@ class Call:
         self._given.pop("kwargs", None)
         self._streamer = self._given.get("streamer")
         self._opened: list[BatchRow] = []  # what an error closes
+        self._looks: Looks = {}
+        self._again: set[int] = set()  # modalities of which pictures that were read came once more
         self.cache: RetainedCache | None = None
         self.memory: tuple[Memory, ...] = ()
 
@@ -241,8 +244,10 @@ class Call:
         mask = self._mask if self._mask is not None else rest.get("attention_mask")
         if self._mask is None and mask is not None:
             mask = mask[::copies]
-        rows, logits = self._prefill(input_ids[::copies], mask, copies)
         keep, pad = config.return_dict_in_generate, config._pad_token_tensor
+        if self.cache is None and keep:
+            self.cache = RetainedCache()
+        rows, logits = self._prefill(input_ids[::copies], mask, copies)
         how = LoopSettings(
             logits_processor,
             stopping_criteria,
@@ -261,10 +266,14 @@ class Call:
         self, input_ids: Tensor, mask: Tensor | None, copies: int
     ) -> tuple[list[BatchRow], Tensor]:
         """Read the prompts; the rows and float32 logits ``[B copies, vocab]``."""
-        engine, held = self._engine, [] if self.cache is None else self.cache.rows
+        engine, cache, held = self._engine, self.cache, []
         given = without_padding(input_ids, mask)
         begun = [(0, ids) for ids in given]
-        begun = tokens_to_read(held, given, masked_before(input_ids, mask)) if held else begun
+        if cache is not None:
+            held, self._looks = cache.rows, looks(engine.family, self._media)
+            if held:
+                before = masked_before(input_ids, mask)
+                begun = tokens_to_read(held, given, before, cache.only_new)
         new = [ids for _, ids in begun]
         for i, (kept, _) in enumerate(begun):
             # What is held stays as it is until the call has ended well.
@@ -278,6 +287,7 @@ class Call:
                 [row.session.next_position for row in prompted],
                 engine.device,
                 [torch.tensor(row.ids, dtype=torch.long) for row in prompted if held],
+                seen_again=self._seen_again,
             )
         logits = extend_together([row.session for row in prompted], turns)
         rows = []
@@ -290,14 +300,17 @@ class Call:
                 self._opened.append(rows[-1])
         return rows, logits.repeat_interleave(copies, 0)
 
+    def _seen_again(self, kind: int) -> None:
+        assert self.cache is not None
+        self.cache.check_looks(kind, self._looks)
+        self._again.add(kind)
+
     def _result(self, rows: list[BatchRow], made: Generated, as_output: bool) -> Any:
         self.memory = tuple(row.session.memory() for row in rows)
-        if self.cache is None and as_output:
-            self.cache = RetainedCache()
         if self.cache is None:
             close_rows(self._opened)
         else:
-            self.cache.replace(rows)
+            self.cache.replace(rows, self._looks, self._again)
             self._opened = []
         if not as_output:
             return made.ids

@@ -106,21 +106,26 @@ def masked_before(input_ids: Tensor, mask: Tensor | None) -> list[int] | None:
 
 
 def tokens_to_read(
-    rows: Sequence[BatchRow], input_ids: Sequence[Tensor], before: Sequence[int] | None
+    rows: Sequence[BatchRow],
+    input_ids: Sequence[Tensor],
+    before: Sequence[int] | None,
+    only_new: bool,
 ) -> list[tuple[int, Tensor]]:
     """Return, per conversation, how many cached tokens stay and which ids are to be read then.
 
-    Where the ids differ from the cached ones, because a template dropped the thoughts of earlier
-    replies, the conversation goes back to what both share, if nothing is lost by that. As soon as
-    one row holds a whole conversation, all have to.
+    What is generated is what a reader of all ids would say: where they differ from the cached ones
+    (an edited question, a template that dropped earlier thoughts) the conversation goes back to
+    what both share, if nothing is lost by that.
 
     Args:
         rows: the conversations so far.
         input_ids: per row the ids of the whole conversation, or those after the latest reply.
-        before: per row how many tokens stand before ``input_ids``, where the mask says so.
+        before: per row how many tokens stand before ``input_ids``, where the mask says so: the ids
+            are the new ones then, as transformers takes them.
+        only_new: they are the new ones in any case.
 
     Raises:
-        InputError: the tokens neither continue nor repeat the conversation.
+        InputError: the conversation cannot go back to where the ids differ.
     """
     if len(rows) != len(input_ids):
         raise InputError(
@@ -130,35 +135,38 @@ def tokens_to_read(
     if before is not None:
         joined = [_after(*parts) for parts in zip(rows, input_ids, before, strict=True)]
         return [(len(row.ids), ids) for row, ids in zip(rows, joined, strict=True)]
-    shared = [_common(row.ids, ids) for row, ids in zip(rows, input_ids, strict=True)]
-    extends = [
-        count == len(row.ids) < ids.numel()
-        for count, row, ids in zip(shared, rows, input_ids, strict=True)
-    ]
-    # Other ids that begin with the first prompt are the whole conversation, rendered anew.
-    differs = [
-        row.prompt <= count < ids.numel()
-        for count, row, ids in zip(shared, rows, input_ids, strict=True)
-    ]
-    if not any(extends) and not any(differs):
-        joined = [_joined(row, ids) for row, ids in zip(rows, input_ids, strict=True)]
-        return [(len(row.ids), ids) for row, ids in zip(rows, joined, strict=True)]
-    made = []
-    for count, row, ids, longer, other in zip(
-        shared, rows, input_ids, extends, differs, strict=True
-    ):
-        policy = row.session.engine.policy
-        # A policy that scores with the newest queries needs as many tokens to be read again.
-        window = policy.scoring.needs.queries if policy.evicts else 0
-        kept = count if longer else max(min(count, ids.numel() - max(window, 1)), 0)
-        if not (longer or (other and row.can_go_back(kept))):
-            raise InputError(
-                f"input_ids repeat the conversation up to token {count}, and the cache holds "
-                f"{len(row.ids)} tokens that go on differently; pass the tokens that generate "
-                "returned, followed by the new ones, or a new RetainedCache()"
-            )
-        made.append((kept, ids[kept:]))
-    return made
+    if only_new:
+        return [(len(row.ids), _joined(row, ids)) for row, ids in zip(rows, input_ids, strict=True)]
+    kept = [_shared(row, ids) for row, ids in zip(rows, input_ids, strict=True)]
+    return [(count, ids[count:]) for count, ids in zip(kept, input_ids, strict=True)]
+
+
+def _shared(row: BatchRow, ids: Tensor) -> int:
+    """Count the cached tokens that stay when a row's whole conversation is ``ids [T]``.
+
+    Raises:
+        InputError: it would have to go back, and cannot.
+    """
+    count = _common(row.ids, ids)
+    if count == len(row.ids) < ids.numel():
+        return count
+    policy = row.session.engine.policy
+    # A policy that scores with the newest queries needs as many tokens to be read again.
+    window = policy.scoring.needs.queries if policy.evicts else 0
+    kept = max(min(count, ids.numel() - max(window, 1)), 0)
+    if not row.can_go_back(kept):
+        raise InputError(
+            f"input_ids repeat the conversation up to token {count} of the {len(row.ids)} in the "
+            "cache, which cannot go back there; pass what generate returned and the new tokens, a "
+            "new RetainedCache(), or new tokens alone to RetainedCache(only_new=True)"
+        )
+    if count < row.prompt:
+        warnings.warn(
+            f"input_ids differ from the cached conversation at token {count}, in its first prompt: "
+            "it goes back there; new tokens alone are for RetainedCache(only_new=True)",
+            stacklevel=2,
+        )
+    return kept
 
 
 def _after(row: BatchRow, ids: Tensor, before: int) -> Tensor:

@@ -422,14 +422,18 @@ class ChatJob(EngineJob):
         plan = held.plan(whole, self._rule)
         if not plan.appends or plan.text:
             return None
-        session = memory.fork()
-        plan, why = agreed(session, held.plan(whole, self._rule, plan.kept - 1), whole, self._rule)
-        same = kept_tokens(session, plan, text_before_media(self.engine.processor, plan))
-        again = session.seen - plan.start.seen - same
-        if why is not None or not same or again > (not session.evicted):
+        session, rule = memory.fork(), self._rule
+        try:
+            plan, why = agreed(session, held.plan(whole, rule, plan.kept - 1), whole, rule)
+            same = kept_tokens(session, plan, text_before_media(self.engine.processor, plan))
+            again = session.seen - plan.start.seen - same
+            if why is not None or not same or again > (not session.evicted):
+                session.close()
+                return None
+            session.go_back(plan, same)
+        except BaseException:
             session.close()
-            return None
-        session.go_back(plan, same)
+            raise
         self.work.begun = replace(self.work.begun, text=said)
         return session, Outline(whole, [Segment(plan.text, count, count, same)])
 
@@ -772,14 +776,14 @@ class ChatJob(EngineJob):
 
     def _thought_tokens(self, ids: Sequence[int]) -> int:
         """Count the tokens of a reply up to the end of its thought."""
-        assert self.work.thoughts is not None
-        detokenizer, text = Detokenizer(self.engine.processor.tokenizer, self._shown), ""
+        detokenizer = Detokenizer(self.engine.processor.tokenizer, self._shown)
+        parser, end = self.work.parser(0), 0
         for count, token in enumerate(ids, 1):
-            text += detokenizer.push(token)
-            if self.work.thoughts.close in text:
-                return count
-            text = text[-len(self.work.thoughts.close) :]
-        return len(ids)
+            thinks = parser.thinks
+            parser.push(detokenizer.push(token))
+            if thinks or parser.thinks:
+                end = count
+        return end
 
     def leave(self) -> None:
         """Keep each session after its reply, or close it; after :meth:`end`."""

@@ -67,6 +67,13 @@ TURNS = {
     "thoughts": (THOUGHTS, "<think>\nwell\n</think>\n\nhi", "", "<think>\nwell\n</think>"),
     "blank first": (THOUGHTS, "\n<think>x</think>y", "\n", "<think>x</think>"),
     "opened": (OPENED, "well\n</think>\n\nhi", "", "well\n</think>"),
+    "repeated": (
+        OPENED,
+        "<think>\nwell</think>\n</think>hi",
+        "",
+        "<think>\nwell</think>\n</think>",
+    ),
+    "after all": (CLOSED, "<think>well</think>hi", "", "<think>well</think>"),
     "shown": (SHOWN, "<think>well</think>hi ", "", "<think>well</think>"),
     "closed": (CLOSED, "hi", "", ""),
 }
@@ -92,7 +99,7 @@ def test_a_thought_is_forgotten_and_nothing_read_again(
     engine = engines(policy, budget)
     with_template(engine, template)
     script(monkeypatch, engine, [reply, "z"])
-    opening = {"opened": "<think>\n", "closed": "<think>\n\n</think>\n\n"}.get(kind, "")
+    opening = {OPENED: "<think>\n", CLOSED: "<think>\n\n</think>\n\n"}.get(template, "")
     first = f"<|im_start|>user\na question<|im_end|>\n<|im_start|>assistant\n{opening}"
     second = f"<|im_end|>\n<|im_start|>user\nb<|im_end|>\n<|im_start|>assistant\n{opening}"
     tokenizer = engine.processor.tokenizer
@@ -104,6 +111,8 @@ def test_a_thought_is_forgotten_and_nothing_read_again(
         answer = reply[len(before + thought) :].lstrip()
         assert session.history[-1] == {"role": "assistant", "content": answer}
         assert session.last is not None and session.last.text == reply
+        said = None if kind == "closed" else "x" if kind == "blank first" else "well"
+        assert session.last.reasoning == said
         plain.prefill({"input_ids": torch.tensor([tokenizer(first)["input_ids"]])})
         for token in tokenizer(reply)["input_ids"]:
             plain.decode(token)
@@ -123,9 +132,9 @@ def test_a_thought_is_forgotten_and_nothing_read_again(
         assert tokenizer.decode(fed) == second + "z"
         plain.prefill({"input_ids": torch.tensor([tokenizer(second)["input_ids"]])})
         plain.decode(tokenizer("z")["input_ids"][0])
-        if kind in ("opened", "closed"):  # nothing but z was said: its thought is open, or empty
+        if opening:  # nothing but z was said: its thought is open, or empty
             assert session.last.prompt_tokens == count(second)
-        if kind != "closed":
+        if template != CLOSED:
             assert flat(session) == flat(plain)
         assert session.note is None
         engine.cache.check()
@@ -516,6 +525,9 @@ class Words:
         (["<think>\n", "\n", "</think>\n", "\n"], ["a"], "closed", (-4, -1), None),
         (["<think>", "</think>"], ["a"], "closed", (-2, 0), None),
         (["<think>", "</think>", "."], ["<", "thin", "g"], "none", (0, 0), None),
+        (["<think>"], ["<think>", "a", "</think>", "\n</th", "ink>b"], "closed", (-1, 5), None),
+        (["<think>", "</think>"], ["</think>a", "</think>"], "closed", (-2, 1), None),
+        ([], ["<think></think>", "\n<think>", "a", "</think>", "b"], "closed", (0, 4), None),
         (["x"], ["\n", "<think"], "begin", (1, 0), None),
         (["x"], ["<think>a", "b", "c"], "open", (0, 0), 2),
     ],

@@ -285,27 +285,6 @@ def test_losses_train_what_their_names_say() -> None:
         assert float(found["loss"]) == pytest.approx(wanted, rel=1e-4), name
 
 
-@pytest.mark.parametrize("scope", ["global", "head"])
-def test_the_capacity_term_of_a_batch_is_the_mean_over_its_documents(scope: str) -> None:
-    """TRIM-KV's normaliser, documents of 31, 4 (shorter than M) and 13 tokens in one pass."""
-    engine = load("qwen3")
-    rows = [document("qwen3", length, seed) for length, seed in ((31, 1), (4, 2), (13, 3))]
-    examples = [{**row, "labels": row["input_ids"].clone()} for row in rows]
-    goal = Objective(kl=0.0, ntp=0.0, budget=5.0, scope=scope, normaliser="tt")
-    model = DistillModel(engine, lively(engine, "none"), goal)
-
-    def loss_and_gradients(batches: list[list[Any]]) -> list[Tensor]:
-        model.zero_grad()
-        loss = sum(model(batch)["loss"] for batch in batches) / len(batches)
-        loss.backward()
-        return [loss.detach(), *(p.grad.clone() for p in model.parameters())]
-
-    together = loss_and_gradients([examples])
-    apart = loss_and_gradients([[example] for example in examples])
-    assert together[0] > 0.01 and all(grad.abs().sum() > 0 for grad in together[1:])
-    torch.testing.assert_close(together, apart, rtol=1e-4, atol=1e-7)
-
-
 def test_only_gates_are_trained() -> None:
     engine = load("qwen3_vl")
     before = backbone_digest(engine)

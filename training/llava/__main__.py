@@ -21,9 +21,8 @@ from typing import Any
 
 import torch
 import transformers
-from torch import nn
 from torch.utils.data import Dataset, SequentialSampler
-from transformers import Trainer, TrainingArguments
+from transformers import TrainingArguments
 from transformers.trainer_utils import get_last_checkpoint
 
 from mmkv.engine.errors import InputError, MmkvError, ModelError, one_line
@@ -35,6 +34,7 @@ from mmkv.training.llava.adapter import LlavaAdapter, save, vision_config, with_
 from mmkv.training.llava.pictures import EasyVQA, PictureTurn, easy_vqa_folder, talk
 from mmkv.training.llava.teach import Answers, Eyes, Language, WordTable, install
 from mmkv.training.measure.record import provenance, require_output
+from mmkv.training.run import StepTrainer
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
@@ -146,7 +146,7 @@ class Talks(Dataset[list[PictureTurn]]):
         return talk(self.first + index, self.split, self.easy, turns)
 
 
-class Phase(Trainer):
+class Phase(StepTrainer):
     """A Trainer that reads talks in order, and adds the module's figures to each log line."""
 
     def _get_train_sampler(self, train_dataset: Any = None) -> Any:
@@ -157,10 +157,6 @@ class Phase(Trainer):
         if "loss" in logs:
             logs |= self.model.figures()
         super().log(logs, start_time)
-
-
-def _together(examples: list[list[PictureTurn]]) -> dict[str, list[list[PictureTurn]]]:
-    return {"examples": examples}
 
 
 def train(args: argparse.Namespace) -> dict[str, Any]:
@@ -253,7 +249,9 @@ def load_language(folder: Path, dtype: torch.dtype) -> Language:
     return Language(model.to(device), with_image_token(tokenizer))
 
 
-def phase(name: str, module: nn.Module, data: Talks, args: argparse.Namespace, lr: float) -> None:
+def phase(
+    name: str, module: Answers | Eyes, data: Talks, args: argparse.Namespace, lr: float
+) -> None:
     """Train one module; a phase that a resumed run has behind it is only loaded."""
     folder = args.output / name
     if data.steps == 0:
@@ -282,7 +280,10 @@ def phase(name: str, module: nn.Module, data: Talks, args: argparse.Namespace, l
             use_cpu=not torch.cuda.is_available(),
         ),
         train_dataset=data,
-        data_collator=_together,
+        data_collator=lambda examples: {
+            "examples": examples,
+            "units": torch.tensor([module.count(examples)], dtype=torch.float64),
+        },
         callbacks=[stopping],
     )
     with stopping:

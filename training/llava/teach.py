@@ -167,6 +167,11 @@ class Answers(nn.Module):
         self.asked: Counter[str] = Counter()
         self.right: Counter[str] = Counter()
 
+    def count(self, examples: Sequence[Sequence[PictureTurn]]) -> int:
+        """Count the answers' tokens, over which the loss is a mean."""
+        found = (encode(turns, self._language[0].tokenizer)[1] for turns in examples)
+        return sum(label != IGNORED for labels in found for label in labels)
+
     def forward(self, examples: Sequence[Sequence[PictureTurn]]) -> dict[str, Tensor]:
         """Return the ``loss`` over the answers' tokens; counts which answers are right."""
         language = self._language[0]
@@ -228,6 +233,10 @@ class Eyes(nn.Module):
         self.classify = nn.Linear(width, len(table.vectors))
         nn.init.constant_(self.classify.bias, -4.0)  # an entry is rare
         self._hits: list[float] = []
+
+    def count(self, examples: Sequence[Sequence[PictureTurn]]) -> int:
+        """Count the pictures, over which the loss is a mean."""
+        return sum(turn.shown is not None for turns in examples for turn in turns)
 
     def forward(self, examples: Sequence[Sequence[PictureTurn]]) -> dict[str, Tensor]:
         """Return the ``loss``; notes the share of pictures whose tokens are all right."""

@@ -223,6 +223,7 @@ class Family:
         seen: Sequence[Tensor] = (),
         cache: VisionCache | None = None,
         salt: str = "",
+        seen_again: Callable[[int], None] | None = None,
     ) -> list[Turn]:
         """Build a turn for each of several sequences; all their pictures are encoded together.
 
@@ -234,6 +235,7 @@ class Family:
             seen: the tokens before each turn. The pixels may cover their pictures, too: all of a
                 sequence's, its older ones first. Only those of the turns are used.
             cache, salt: as of :meth:`turn`.
+            seen_again: called with each modality whose pixels cover pictures of ``seen``.
 
         Raises:
             InputError: malformed inputs, or placeholders and features that do not match.
@@ -252,7 +254,7 @@ class Family:
                 kind, self.pictures(kind, own), salt, lambda new: self.encode(kind, new, device)
             )
 
-        features = self._features(inputs, torch.cat(new), older, read)
+        features = self._features(inputs, torch.cat(new), older, read, seen_again)
         whole = covers_seen(features, new, held)
         spans = [part for pair in zip(held, new, strict=True) for part in pair] if whole else new
         step = slice(1, None, 2) if whole else slice(None)
@@ -388,6 +390,7 @@ class Family:
         modality: Tensor,
         held: Tensor | None,
         read: Callable[[int, Callable[..., Features]], Features],
+        seen_again: Callable[[int], None] | None,
     ) -> dict[int, Features]:
         """Return the features per modality: as many as its placeholders, or ``held``'s as well."""
         for key in ("pixel_values", "pixel_values_videos"):
@@ -415,8 +418,10 @@ class Family:
                     )
                 continue
             if not wanted and older:
-                # All of them have been seen: what they look like is not asked again.
+                # All of them have been seen: they are not encoded again.
                 made[kind] = Features(torch.empty(older, 0))
+                if seen_again is not None:
+                    seen_again(kind)
                 continue
             if not wanted:
                 raise InputError(
@@ -429,6 +434,8 @@ class Family:
                     f"the prompt has {wanted} {noun} tokens and its {noun}s give "
                     f"{features.rows.shape[0]} features; pass the processor's output unchanged"
                 )
+            if seen_again is not None and features.rows.shape[0] > wanted:
+                seen_again(kind)
             made[kind] = features
         return made
 

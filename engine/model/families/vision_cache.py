@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from mmkv.engine.errors import InputError
-from mmkv.engine.model.families.base import as_tensor
+from mmkv.engine.model.families.base import Family, as_tensor
 from mmkv.engine.model.families.features import Features, joined
 
 # Inputs of the text side. All else may steer the vision side.
@@ -126,6 +126,29 @@ def _own(tensor: Tensor) -> Tensor:
     """Return a tensor whose memory is no larger than it."""
     whole = tensor.untyped_storage().nbytes() == tensor.nbytes
     return tensor if whole else tensor.clone(memory_format=torch.contiguous_format)
+
+
+def looks(family: Family, inputs: Mapping[str, Any]) -> dict[int, list[bytes | None]]:
+    """Hash each picture and video, or each of its tiles and frames, per modality.
+
+    Raises:
+        InputError: pixels that are no tensor.
+    """
+    made: dict[int, list[bytes | None]] = {}
+    for kind, key in family.pixel_keys.items():
+        if inputs.get(key) is None:
+            continue
+        others = {name for other, name in family.pixel_keys.items() if other != kind}
+        parts: list[Mapping[str, Any]] = []
+        own = {name: value for name, value in inputs.items() if name not in others}
+        for picture in family.pictures(kind, own):
+            pixels = as_tensor(picture[key], key)
+            if pixels.dim() < 4:
+                parts.append(picture)
+            else:  # tiles of zeros fill up a batch, with other pictures more or fewer of them
+                parts += [{key: tile} for tile in pixels.flatten(0, -4) if bool(tile.any())]
+        made[kind] = [_key(kind, part, "") for part in parts]
+    return made
 
 
 def _key(kind: int, inputs: Mapping[str, Any], salt: str) -> bytes | None:

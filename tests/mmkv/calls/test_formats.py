@@ -9,7 +9,14 @@ from typing import Any
 import pytest
 
 from mmkv.calls.formats import FORMATS, QwenXml, ToolFormat, format_of, whole_call
-from mmkv.calls.parser import CallPiece, ParsedReply, ReplyParser, ThoughtMarks, parse
+from mmkv.calls.parser import (
+    THOUGHT_MARKS,
+    CallPiece,
+    ParsedReply,
+    ReplyParser,
+    ThoughtMarks,
+    parse,
+)
 from mmkv.calls.tools import Tool, ToolUse, parsed_arguments
 from mmkv.grammar import Grammars
 from tests.support.tool_templates import QWEN_XML, tool_tokenizer
@@ -98,6 +105,41 @@ def test_a_thought_that_the_prompt_opened() -> None:
     assert (made.thought, made.text) == ("Hm", "")
     made = parse(_parser("hermes"), "<thin")
     assert (made.thought, made.text) == (None, "<thin")
+
+
+# Whether the prompt opens a thought, a reply that repeats marks, and its thought and text by hand.
+REPEATED = [
+    (True, "<think>\nhm\n</think>\n\nhi", "hm", "hi"),
+    (True, "\n<think> <think>hm</think>hi", "hm", "hi"),
+    (True, "<think>hm", "hm", ""),
+    (True, "<think>", None, ""),
+    (True, "</think>hi", None, "hi"),
+    (True, "a</think>hi </think> there <think>", "a", "hi </think> there <think>"),
+    (False, "<think><think>\nhm</think>hi", "hm", "hi"),
+    (False, "<think>a\n<think>\nb</think>hi", "a\n\nb", "hi"),
+    (False, "<think>a</think></think>\n\nhi", "a", "hi"),
+    (False, "<think>a</think>\n</think>hi", "a", "hi"),
+    (False, "<think>\n</think>\n<think>\na</think>hi", "a", "hi"),
+    (False, "<think>a</think><think>b</think>hi", "a\nb", "hi"),
+    (False, "</think>\n\nhi", None, "hi"),
+    (False, "hi <think>x</think>", None, "hi <think>x</think>"),
+]
+
+
+@pytest.mark.parametrize("marks", THOUGHT_MARKS, ids=lambda marks: marks.open)
+@pytest.mark.parametrize(("opened", "reply", "thought", "text"), REPEATED)
+def test_marks_of_a_thought_that_are_repeated(
+    marks: ThoughtMarks, opened: bool, reply: str, thought: str | None, text: str
+) -> None:
+    reply, text = (
+        one.replace("<think>", marks.open).replace("</think>", marks.close) for one in (reply, text)
+    )
+    for size in (len(reply), 1, 2, 3, 5):
+        parser, made = ReplyParser(marks=marks, opened=opened), ParsedReply()
+        for start in range(0, len(reply), size):
+            made.add(parser.push(reply[start : start + size]))
+        made.add(parser.finish())
+        assert (made.thought, made.text) == (thought, text), size
 
 
 def test_what_may_not_be_called_is_text() -> None:

@@ -22,6 +22,7 @@ from mmkv.engine.sequence import CachedSequence
 from mmkv.hf import RetainedCache, retain
 from tests.support.factories import (
     CHECKPOINTS,
+    ROWS,
     checkpoint,
     join_turns,
     make_model,
@@ -80,7 +81,7 @@ def same_sets(one: Any, two: Any) -> bool:
 
 @pytest.mark.parametrize("form", ["new ids", "whole", "whole with all pixels", "longer mask"])
 def test_three_turns_with_a_late_picture_are_a_session(form: str, engine: mmkv.Engine) -> None:
-    model, turns, held = model_of(NAME), conversation(), RetainedCache()
+    model, turns, held = model_of(NAME), conversation(), RetainedCache(only_new=form == "new ids")
     with engine.session() as session, retain(model, **SMALL):
         replies = lead(session, turns)
         ids: list[int] = []
@@ -115,7 +116,7 @@ def test_with_room_for_all_it_is_the_whole_conversation_at_once() -> None:
         made = greedy(model, whole, max_new_tokens=SAID)[0].tolist()
         replies.append(made[-SAID:])
         ids = made
-    held = RetainedCache()
+    held = RetainedCache(only_new=True)
     with retain(model, policy="full"):
         for turn, reply in zip(turns, replies, strict=True):
             made = greedy(model, turn, max_new_tokens=SAID, past_key_values=held)
@@ -133,7 +134,7 @@ def test_a_batch_goes_on_row_by_row(whole: bool, engine: mmkv.Engine) -> None:
         one, two = plain[:, -SAID:].tolist()
         cut = next(i for i in range(1, SAID - 1) if one[i] not in one[:i] + two)
         end = one[cut]
-        held = RetainedCache()
+        held = RetainedCache(only_new=not whole)
         ends = {"eos_token_id": end, "pad_token_id": 0}
         made = greedy(model, pad_left(first), max_new_tokens=SAID, past_key_values=held, **ends)
         replies = [one[: cut + 1], two]
@@ -191,7 +192,7 @@ def test_a_mask_over_padding_before_and_in_the_new_ids(kept: str) -> None:
 
 
 def test_a_call_that_fails_leaves_the_cache_as_it_was() -> None:
-    model, turns, held = model_of(NAME), conversation(), RetainedCache()
+    model, turns, held = model_of(NAME), conversation(), RetainedCache(only_new=True)
 
     def fail(ids: Tensor, scores: Any, **_: Any) -> Tensor:
         if ids.shape[1] > turns[2]["input_ids"].shape[1] + 3:
@@ -220,7 +221,7 @@ def test_a_copied_cache_goes_on_by_itself() -> None:
     """A prompt is read once and continued twice, as with a DynamicCache that is copied."""
     model, turns = model_of(NAME), conversation()
     with retain(model, **SMALL) as handle:
-        prompt = RetainedCache()
+        prompt = RetainedCache(only_new=True)
         greedy(model, turns[0], max_new_tokens=1, past_key_values=prompt)
         kept = prompt.retained()
         made = [
@@ -258,12 +259,11 @@ def test_what_cannot_be_a_continuation_is_refused() -> None:
                 greedy(model, inputs | {"past_key_values": cache})
             assert "\n" not in str(error.value) and len(str(error.value)) < 250
 
-        refused(f"up to token {made.shape[1] - 3}, and the cache holds", changed)
+        refused(f"up to token {made.shape[1] - 3} of the 22 in the cache", changed)
+        refused("up to token 17 of the 22 in the cache", turns[0])  # the question once more
         refused("holds 1 conversations and the batch has 2 rows", pad_left(turns[:2]))
         mask = torch.ones(1, turns[1]["input_ids"].shape[1] + 3)
         refused("names 3 tokens before", turns[1] | {"attention_mask": mask})
-        # The question once more is a new turn, not the conversation with its end cut off.
-        greedy(model, turns[0], max_new_tokens=2, past_key_values=held)
         with pytest.raises(SessionError, match="in use by another generate"), held.in_use():
             greedy(model, turns[1], past_key_values=held)
         with pytest.raises(InputError, match="cannot be cropped"):
@@ -281,22 +281,102 @@ def test_what_cannot_be_a_continuation_is_refused() -> None:
         assert held.get_seq_length() > 0
 
 
-@pytest.mark.parametrize("policy", ["full", "snapkv:window=8"])
-def test_a_conversation_that_drops_tokens_of_a_reply_goes_back(policy: str) -> None:
-    """Against a call that reads the changed conversation afresh; a second row stays as it is."""
-    model, held = model_of("llama"), RetainedCache()
-    options = {"policy": policy, "budget": 200}
-    prompt = torch.arange(5, 25).view(2, 10)
+def edited(said: Tensor, more: Tensor, prompt: int) -> list[list[int]]:
+    """Return the ids ``[T]`` of a second call: what it says differs from the first everywhere."""
+    ids, new = said.tolist(), more.tolist()
+    rows = [[*ids[:i], 99, *ids[i + 1 :], *new] for i in range(len(ids))]  # a token is another
+    rows += [[*ids, *new], ids, ids[:prompt], ids[:3], ids[: prompt + 2]]  # more, the same, fewer
+    rows += [[*ids[:5], *ids[7:], *new], [*ids[: prompt + 1], *ids[prompt + 3 :], *new]]
+    return [*rows, [*ids[:5], 98, 97, *ids[5:], *new], ids[4:], [*ids[4:], *new], new]
+
+
+@pytest.mark.filterwarnings("ignore:input_ids differ from the cached conversation")
+@pytest.mark.parametrize(
+    ("name", "policy"),
+    [("llama", "full"), ("llama", "snapkv:window=8"), ("phi3", "full"), ("qwen3_vl", "full")],
+)
+def test_ids_are_the_whole_conversation_wherever_they_differ(name: str, policy: str) -> None:
+    """Against transformers' generate, which reads them afresh; each row is one way to differ."""
+    model, more = model_of(name), torch.arange(40, 52)
+    prompt = torch.arange(5, 17)
+    said = greedy(model, {"input_ids": prompt[None]}, max_new_tokens=SAID)[0]
+    rows = [after(ids, {"input_ids": said[None, :0]}) for ids in edited(said, more, len(prompt))]
+    later = pad_left(rows)
+    wanted = greedy(model, later, max_new_tokens=SAID)
+    held = RetainedCache()
+    with retain(model, policy=policy, budget=200) as handle:
+        first = {"input_ids": prompt.expand(len(rows), -1)}
+        made = greedy(model, first, max_new_tokens=SAID, past_key_values=held)
+        assert (made == said).all()
+        made = greedy(model, later, max_new_tokens=SAID, past_key_values=held)
+        width = later["input_ids"].shape[1]
+        for i, row in enumerate(rows):
+            assert made[i, width:].tolist() == wanted[i, width:].tolist(), i
+            assert held.rows[i].ids == row["input_ids"][0].tolist() + made[i, width:-1].tolist()
+        pages = sum(memory.pages for memory in held.memory())
+        assert handle.engine.cache.pool.num_pages - handle.engine.cache.pool.free_pages == pages
+    with pytest.warns(UserWarning, match="at token 4, in its first prompt"), retain(model):
+        for ids in (said[None], torch.cat([said[:4], more])[None]):
+            greedy(model, {"input_ids": ids}, past_key_values=held)
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [("llama", {"policy": "streamingllm", "budget": 8}), ("qwen3_5", {"policy": "full"})],
+)
+def test_where_a_conversation_cannot_go_back_other_ids_are_refused(
+    name: str, options: dict[str, Any]
+) -> None:
+    """After eviction, and where layers keep a state: only what goes on is read."""
+    model, more, held = model_of(name), torch.arange(40, 52), RetainedCache()
+    prompt = torch.arange(5, 17)[None]
     with retain(model, **options):
-        made = greedy(model, {"input_ids": prompt}, max_new_tokens=SAID, past_key_values=held)
-        asked = torch.arange(30, 50)
-        # The first row's reply without its first two tokens; the other's whole, and as long.
-        rows = [torch.cat([made[0, :10], made[0, 12:], asked]), torch.cat([made[1], asked[:18]])]
-        inputs = {"input_ids": torch.stack(rows)}
-        wanted = greedy(model, inputs, max_new_tokens=SAID)
-        again = greedy(model, inputs, max_new_tokens=SAID, past_key_values=held)
-        assert torch.equal(again, wanted)
-        assert held.rows[0].ids == again[0, :-1].tolist()
+        said = greedy(model, {"input_ids": prompt}, max_new_tokens=SAID, past_key_values=held)[0]
+        kept, ids = held.retained(), list(held.rows[0].ids)
+        going_on = torch.cat([said, more]).tolist()
+        for row in edited(said, more, prompt.shape[1]):
+            if row[: len(ids)] != ids or len(row) == len(ids):
+                with pytest.raises(InputError, match=r"up to token \d+ of the 17 in the cache"):
+                    greedy(model, {"input_ids": torch.tensor([row])}, past_key_values=held)
+        assert held.rows[0].ids == ids and same_sets(kept[0], held.retained()[0])
+        made = greedy(model, {"input_ids": torch.tensor([going_on])}, past_key_values=held)
+        assert held.rows[0].ids == made[0, :-1].tolist()
+
+
+@pytest.mark.parametrize("name", ["qwen3_vl", "llava", "llava_next", "smolvlm"])
+def test_other_pictures_at_the_same_ids_are_refused(name: str) -> None:
+    """Whichever of those read is another one; the same ones, all or none of them, are fine."""
+    model, held, size = model_of(name), RetainedCache(), (16, 32)
+    one, two, later = (make_turn(name, [3, ("image", *size), 2], seed=i) for i in (1, 2, 3))
+    text = make_turn(name, [9], seed=4)
+
+    def whole(*pictures: Turn, turns: Sequence[Turn], ids: Sequence[int] = ()) -> Turn:
+        """Return the ids of ``turns`` behind ``ids`` with the pixels of ``pictures``."""
+        shown = join_turns(*pictures)
+        inputs = {key: value for key, value in shown.items() if key not in ROWS}
+        return inputs | {"input_ids": after(ids, join_turns(*turns))["input_ids"]}
+
+    with retain(model, policy="full"):
+        said = greedy(model, one, max_new_tokens=SAID, past_key_values=held)[0].tolist()
+        for inputs in (
+            whole(two, turns=[text], ids=said),
+            whole(two, later, turns=[later], ids=said),
+            whole(later, one, turns=[later], ids=said),
+            whole(two, turns=[one]),
+        ):
+            with pytest.raises(InputError, match="of earlier pictures or videos are not those"):
+                greedy(model, inputs, max_new_tokens=SAID, past_key_values=held)
+        for pictures in ([one, later], [later]):
+            inputs = whole(*pictures, turns=[later], ids=said)
+            inputs["past_key_values"] = copy.deepcopy(held)
+            greedy(model, inputs, max_new_tokens=SAID)
+            ids = inputs["past_key_values"].rows[0].ids
+            for shown in ([], [one, later], [later], [one]):
+                again = whole(*shown, turns=[text], ids=ids) if shown else after(ids, text)
+                greedy(model, again, past_key_values=copy.deepcopy(inputs["past_key_values"]))
+            with pytest.raises(InputError, match="of earlier pictures or videos are not those"):
+                swapped = whole(later, one, turns=[text], ids=ids)
+                greedy(model, swapped, past_key_values=inputs["past_key_values"])
 
 
 # After the context everything is as before, however it ended; nothing global changes.

@@ -366,7 +366,7 @@ def test_copies_share_one_prefill(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(
             handle.engine.family,
             "turns",
-            lambda rows, *more: read.append(len(rows)) or turns(rows, *more),
+            lambda rows, *more, **named: read.append(len(rows)) or turns(rows, *more, **named),
         )
         made = greedy(
             model,

@@ -83,7 +83,7 @@ def test_under_a_budget_it_keeps_what_the_engine_keeps(
     later = {"input_ids": torch.arange(4, 16).expand(4, -1)}
 
     def run() -> tuple[list[Tensor], list[Any]]:
-        held = RetainedCache()
+        held = RetainedCache(only_new=True)
         with retain(model, **options):
             made = [greedy(model, part, past_key_values=held) for part in (inputs, later)]
             assert all(row.evicted > 0 for row in held.memory())

@@ -186,6 +186,23 @@ def says(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return queue
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_marks_that_a_reply_repeats_are_no_part_of_it(
+    server: Server, monkeypatch: pytest.MonkeyPatch, says: list[str], stream: bool
+) -> None:
+    tell(server, monkeypatch, OPENED)
+    asked = [{"role": "user", "content": "a"}]
+    for path, body in {
+        "chat/completions": {"messages": asked},
+        "responses": {"input": "a"},
+        "messages": {"messages": asked, "max_tokens": 99},
+    }.items():
+        says.append("<think>\nQ</think>\n</think>\n\nZ")
+        body |= {"model": "small", "stream": stream}
+        answer = server.client.post(f"/v1/{path}", json=body).text
+        assert "think>" not in answer and '"Q"' in answer and '"Z"' in answer
+
+
 @pytest.fixture
 def logits(monkeypatch: pytest.MonkeyPatch) -> list[torch.Tensor]:
     """The logits behind each prompt."""
