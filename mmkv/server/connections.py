@@ -445,6 +445,9 @@ class WebServer(uvicorn.Server):
             # asyncio accepts as many in one go before any of them is counted.
             backlog=_AT_ONCE,
             timeout_keep_alive=30,
+            # uvicorn by itself believes whoever connects from this machine.
+            proxy_headers=bool(settings.proxies),
+            forwarded_allow_ips=list(settings.proxies),
             server_header=False,
             **options,
         )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import stat
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -364,11 +365,13 @@ class ConversationStore:
     def _most_pages(self, path: Path, name: str) -> int:
         """Bound the pages of a file by its size: a page may be nearly empty once in each row."""
         try:
-            size = path.stat().st_size
+            about = path.lstat()  # a link may lead to another tenant's
         except OSError as error:
             raise SessionError(f"there is no session file {name}; check the name") from error
+        if not stat.S_ISREG(about.st_mode):
+            raise SessionError(f"the session {name} is no file but a link or pipe; remove it")
         engine = self._engine
-        return size // engine.cache.pool.kv_page_bytes + engine.spec.rows + 1
+        return about.st_size // engine.cache.pool.kv_page_bytes + engine.spec.rows + 1
 
 
 def _read_info(session: Session, extra: dict[str, str], base_key: str) -> ConversationInfo:

@@ -39,6 +39,18 @@ def tenant_of_browser(secret: str) -> str:
     return digest_of_key(f"browser {secret}").hex() if secret else ""
 
 
+def network_of(address: str) -> str:
+    """Return what of an address tells callers apart: of IPv6 the /64, which one host may have."""
+    try:
+        found = ipaddress.ip_address(address.partition("%")[0])
+    except ValueError:  # a socket of the file system, or a proxy's word
+        return address[:64]
+    if isinstance(found, ipaddress.IPv4Address):
+        return str(found)
+    mapped = found.ipv4_mapped
+    return str(mapped or ipaddress.ip_network((int(found) >> 64 << 64, 64)))
+
+
 class CheckKey:
     """Notes a :class:`Caller` in the request's state, and answers 401 to a stranger.
 
@@ -61,7 +73,7 @@ class CheckKey:
             return
         request = HTTPConnection(scope)
         if not self._known:
-            address = request.client.host if request.client else ""
+            address = network_of(request.client.host if request.client else "")
             browser = request.headers.get(BROWSER, "")
             if browser and not re.fullmatch(r"[A-Za-z0-9_-]{32,128}", browser):
                 what = "is 32 to 128 letters, digits, dashes and underscores, at random"

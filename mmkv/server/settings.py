@@ -66,6 +66,16 @@ def _origins(given: list[str] | None) -> tuple[str, ...]:
     return tuple(given or ())
 
 
+def _networks(given: list[str] | None) -> tuple[str, ...]:
+    """Return networks, an address as one of its own. Raises InputError."""
+    try:
+        return tuple(str(ipaddress.ip_network(one.strip(), strict=False)) for one in given or ())
+    except ValueError as error:
+        raise InputError(
+            f"--trusted-proxy: {error}; give an address or a network, such as 10.0.0.0/8"
+        ) from None
+
+
 @dataclass(frozen=True, kw_only=True)
 class ServerSettings:
     """Addresses, bounds and names of one server.
@@ -93,6 +103,8 @@ class ServerSettings:
         session_folder: where sessions are saved, and idle ones hibernate; None: none are saved.
         keep_sessions: whether sessions outlast the server, in that folder, for all servers that
             share it.
+        tenant_bytes, tenant_files: see :class:`mmkv.server.quota.DiskQuota`.
+        proxies: networks whose X-Forwarded-For is believed.
         max_sessions: most sessions that are open; store_bytes: most bytes of stored responses.
         name: the model as requests name it; strict: whether fields that are not known are refused.
         replicas: how many run on Ray Serve; None: one server, without Ray.
@@ -187,6 +199,13 @@ class ServerSettings:
         name="max_connections",
         least=1,
     )
+    proxies: tuple[str, ...] = option(
+        "Address or network of a proxy whose X-Forwarded-For says who asks. Repeatable. Default: "
+        "none; the address of the connection counts.",
+        list[str] | None,
+        name="trusted_proxy",
+        read=_networks,
+    )
     max_tokens: int | None = option(
         "Longest reply where a request names none (default: as generation_config.json says, or "
         "512).",
@@ -212,6 +231,16 @@ class ServerSettings:
         "Drop the cached entries of a thought once its reply is over.", bool, False
     )
     max_sessions: int = option("Sessions that may be open.", int, 1000, least=0)
+    tenant_bytes: int | None = option(
+        "Most that the files of one key (one address, without keys) take on disk: sessions that "
+        "are saved, kept or idle, and pictures (default: as much as is left free).",
+        str | None,
+        name="max_tenant_bytes",
+        read=_bytes,
+    )
+    tenant_files: int = option(
+        "Files that one of these may have.", int, 10_000, name="max_tenant_files", least=1
+    )
     store_bytes: int = option(
         "Most memory of stored responses, in files too.", str, "1GiB", name="store", read=_bytes
     )
