@@ -57,7 +57,7 @@ class Watched:
 
     def grown(self) -> int:
         """Return the most bytes that were resident, less what was in the beginning."""
-        return max(peak(self.server) - self._rss, 0)
+        return max(self.server.peak() - self._rss, 0)
 
     def kept(self) -> int:
         """Return the bytes that are resident now, less what was in the beginning."""
@@ -66,12 +66,6 @@ class Watched:
     def logged(self) -> int:
         """Return the bytes that the log has grown by."""
         return self.server.log.stat().st_size - self._log
-
-
-def peak(server: ServerProcess) -> int:
-    """Return the most bytes that were resident since the peak was last taken back."""
-    lines = Path(f"/proc/{server.process.pid}/status").read_text().splitlines()
-    return next(int(one.split()[1]) for one in lines if one.startswith("VmHWM:")) * 1024
 
 
 def stated(server: ServerProcess) -> dict[str, int]:
@@ -442,7 +436,7 @@ def measure(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
             with mmkv_serve(None, log, *own, environment=given, **limits) as server:
                 parts = stated(server)
                 yield server
-                sizes["most"], sizes["stated"] = peak(server), sum(parts.values())
+                sizes["most"], sizes["stated"] = server.peak(), sum(parts.values())
                 sizes["stated_parts"] = sum(parts[name] for name in (*about, "cache")) + _STILL
 
         print(f"{phase.__name__} ...", flush=True)
