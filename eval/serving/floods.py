@@ -428,6 +428,8 @@ def measure(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
             own = ["--budget", "24", *options]
             if "--memory" not in options:
                 own += ["--memory", "24MiB"]
+            if args.process_memory:
+                own += ["--process-memory", args.process_memory]
             given = {}
             if environment is None:
                 own += ["--session-folder", str(folder)]
@@ -453,6 +455,7 @@ def parsed(arguments: list[str] | None = None) -> argparse.Namespace:
     """Return the options."""
     parser = plain_parser("serving.floods", __doc__)
     parser.add_argument("--phases", nargs="+", choices=[one.__name__ for one in PHASES])
+    parser.add_argument("--process-memory", help="of the servers, for example 1280MiB")
     parser.add_argument("--heads", type=int, default=1200, help="heads of a MiB")
     parser.add_argument("--idle", type=int, default=300, help="connections that say nothing")
     parser.add_argument("--descriptors", type=int, default=128)

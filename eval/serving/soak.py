@@ -5,9 +5,10 @@ pictures, over several turns. A third of the clients leave: before their request
 the queue, while their picture is decoded, in the prompt, or within the reply. Others read slowly,
 send what is no picture, or no request. After every few hundred requests the server is left alone
 until it is idle; then no page may be held that nothing accounts for, and its resident memory is
-read. ``--process-memory 1GiB`` has the server keep to it, and some clients send large pictures and
-ask for log probabilities: the most that was ever resident has to be less. In the end it is killed (SIGKILL) over and over while sessions are saved: each file that was
-there, or whose saving was answered, has to be readable afterwards.
+read. With ``--process-memory 1GiB`` some clients send large pictures and ask for log probabilities,
+too, and the most that was ever resident has to be less. In the end the server is killed (SIGKILL)
+over and over while sessions are saved: each file that was there, or whose saving was answered, has
+to be readable afterwards.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import argparse
 import asyncio
 import contextlib
 import json
+import re
 import shutil
 import sys
 from collections import Counter
@@ -277,7 +279,9 @@ async def soak(
             )
         for client in clients:
             await client.close()
-    return {"answers": dict(sorted(seen.items())), "stops": stops}
+    reason = re.compile(r'mmkv_admission_rejections_total\{reason="(\w+)"\}')
+    rejected = {name[1]: count for key, count in found.items() if (name := reason.fullmatch(key))}
+    return {"answers": dict(sorted(seen.items())), "rejected": rejected, "stops": stops}
 
 
 def slope(stops: list[dict[str, Any]]) -> float | None:

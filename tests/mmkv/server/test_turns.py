@@ -165,10 +165,10 @@ def test_the_body_of_a_turn_that_goes_on_counts_until_it_is_read() -> None:
         raise AssertionError("nothing is answered here")
 
     asyncio.run(limit(scope, receive, send))
-    assert limit._held == 7
+    assert limit.room.bytes == 7
     for _ in range(2):
         contexts[0].run(release_body)
-        assert limit._held == 0
+        assert limit.room.bytes == 0
 
 
 def test_pictures_can_be_asked_for_again_until_their_session_goes(server: Server) -> None:
