@@ -1,14 +1,22 @@
-"""Expand the paths that users type; write files whole."""
+"""Expand the paths that users type; open regular files alone; write files whole."""
 
 from __future__ import annotations
 
+import errno
 import os
+import stat
+import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import BinaryIO
 
 # Names of gates that are at hand and their folders; mmkv puts its own here.
 gate_sets: Callable[[], Mapping[str, Path]] = dict
+
+DRAFT = ".mmkv-draft"  # ends the name of a folder with a file that is not written whole yet
+_ABANDONED = 3600  # seconds after which a draft belongs to no living program
+_swept: set[Path] = set()  # folders where this process has looked for such drafts
 
 
 def user_path(name: str | os.PathLike[str]) -> Path:
@@ -68,11 +76,30 @@ def is_folder(path: Path) -> bool:
         return False
 
 
+def open_regular(path: Path, follow: bool = True) -> BinaryIO:
+    """Open a file to read it, if it is a regular one: reading a pipe or a device may never end.
+
+    Args:
+        follow: whether ``path`` may be a link.
+
+    Raises:
+        OSError: it is none, or cannot be opened.
+    """
+    # Opening a pipe would wait for somebody who writes to it.
+    flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY
+    descriptor = os.open(path, flags if follow else flags | os.O_NOFOLLOW)
+    if stat.S_ISREG(os.fstat(descriptor).st_mode):
+        return os.fdopen(descriptor, "rb")
+    os.close(descriptor)
+    raise OSError(errno.EINVAL, "it is a folder, a pipe or a device", str(path))
+
+
 @contextmanager
 def whole_file(path: Path, private: bool = False, sync: bool = False) -> Iterator[Path]:
     """Yield a draft beside ``path``, which takes its place when it has been written.
 
-    A kill or an error leaves the old file as it was; after an error the draft is gone, too.
+    A kill or an error leaves the old file as it was; after an error the draft is gone, too. What a
+    kill leaves of a private one goes with the first that another process writes to the folder.
 
     Args:
         path: its folder must be there.
@@ -82,20 +109,40 @@ def whole_file(path: Path, private: bool = False, sync: bool = False) -> Iterato
     Raises:
         OSError: the draft cannot be made, or ``path`` cannot be replaced.
     """
+    place, draft = None, path.with_name(f"{path.name}.part")
     if private:
         import tempfile  # which every command would import otherwise
 
-        handle, name = tempfile.mkstemp(dir=path.parent, prefix=path.name, suffix=".part")
-        os.close(handle)
-        draft = Path(name)
-    else:
-        draft = path.with_name(f"{path.name}.part")
+        if path.parent not in _swept:
+            _swept.add(path.parent)
+            drop_drafts(path.parent)
+        # A folder, for writers may make drafts of their own: safetensors does.
+        place = tempfile.mkdtemp(dir=path.parent, prefix=".", suffix=DRAFT)
+        draft = Path(place) / path.name
     try:
         yield draft
+        if private:
+            draft.chmod(0o600)
         if sync:
             with draft.open("rb+") as file:
                 os.fsync(file.fileno())
         os.replace(draft, path)
     finally:
+        if place is not None:
+            _remove_folder(place)
         with suppress(OSError):  # its folder has gone, or may no longer be written
             draft.unlink(missing_ok=True)
+
+
+def drop_drafts(folder: Path) -> None:
+    """Remove the drafts of private files whose writer was killed: those older than an hour."""
+    with suppress(OSError):
+        for draft in folder.glob(f".*{DRAFT}"):
+            if draft.lstat().st_mtime < time.time() - _ABANDONED and not draft.is_symlink():
+                _remove_folder(draft)
+
+
+def _remove_folder(folder: str | Path) -> None:
+    import shutil
+
+    shutil.rmtree(folder, ignore_errors=True)

@@ -9,8 +9,6 @@ from __future__ import annotations
 import errno
 import hashlib
 import json
-import os
-import tempfile
 from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -23,7 +21,7 @@ from torch import Tensor
 
 from mmkv.engine.contents import MODALITIES
 from mmkv.engine.errors import STOPS, BudgetError, SessionError, require_type, shown
-from mmkv.engine.paths import is_file
+from mmkv.engine.paths import open_regular, whole_file
 from mmkv.engine.policies import Budget
 from mmkv.engine.risk import BINS, RiskMeter
 from mmkv.engine.strict import InvalidFile, Strict
@@ -63,19 +61,15 @@ def save_session(session: CachedSequence, path: Path, extra: dict[str, str]) -> 
     }
     metadata["digest"] = _digest(tensors, metadata)
     try:
-        handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=path.name, suffix=".part")
-        os.close(handle)
-    except OSError as error:
-        raise SessionError(f"cannot write {path}: {error.strerror}; choose another path") from error
-    try:
-        save_file(tensors, temporary, metadata=metadata)
-        os.replace(temporary, path)
+        with whole_file(path, private=True) as draft:
+            save_file(tensors, draft, metadata=metadata)
     except STOPS:
         raise
     except BaseException as error:
-        raise SessionError(f"cannot write {path}: {error}; the old file is untouched") from error
-    finally:
-        Path(temporary).unlink(missing_ok=True)
+        why = error.strerror if isinstance(error, OSError) else error
+        raise SessionError(
+            f"cannot write {path}: {why}; choose another path, an older file is untouched"
+        ) from error
 
 
 def checked_extra(extra: dict[str, str] | None) -> dict[str, str]:
@@ -101,12 +95,10 @@ def load_session(engine: Runtime, path: Path) -> tuple[CachedSequence, dict[str,
     """
     from mmkv.engine.strict import InvalidFile, parse
 
-    if os.path.exists(path) and not is_file(path):  # reading a pipe may never end
-        raise SessionError(f"{path} is no file; name a session file")
     try:
-        with path.open("rb"):  # safe_open says that a file is not there, whatever is wrong
-            pass
-        with safe_open(path, framework="pt") as file:
+        open_regular(path).close()  # safe_open says that a file is not there, whatever is wrong
+        # A file that is mapped and then cut short would end the process.
+        with safe_open(path, framework="pt", backend="pread") as file:
             metadata: dict[str, str] = file.metadata() or {}
             if metadata.get("format") != FORMAT:
                 raise SessionError(f"{path} is not an mmkv session ({FORMAT}); name another file")
@@ -210,6 +202,10 @@ _Count = Annotated[int, Field(ge=0, le=2**62)]
 _Tokens = Annotated[int, Field(ge=0, le=2**31 - 1)]  # positions are int32
 _Unit = Literal["entries", "bytes", "fraction"]
 _Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+SavedBudget = (  # as Budget.as_list has it
+    tuple[_Unit, _Positive]
+    | tuple[_Unit, _Positive, _Positive, Literal["entries", "bytes"], _Positive]
+)
 _NUMBERS = ("keys", "values", "key_scale", "value_scale", "log_beta")
 # What safetensors calls the types of a cache's tensors.
 NAMES = {
@@ -240,10 +236,7 @@ class State(Strict):
     runs: tuple[tuple[_Tokens, _Tokens, _Tokens], ...] | None = None  # older files have none
     compactions: _Count = 0
     dial: tuple[_Count, _Count, _Tokens, bool] | None = None  # of a budget with a risk
-    budget: (
-        tuple[_Unit, _Positive]
-        | tuple[_Unit, _Positive, _Positive, Literal["entries", "bytes"], _Positive]
-    )
+    budget: SavedBudget
 
 
 class Header(Strict):

@@ -11,7 +11,7 @@ from typing import Any
 from mmkv.engine.errors import GateError, InputError, ModelError
 from mmkv.engine.model.fingerprint import fingerprint, language_fingerprint
 from mmkv.engine.model.source import refuse_bare_adapter
-from mmkv.engine.paths import cache_folder
+from mmkv.engine.paths import cache_folder, open_regular
 
 BUNDLED_MODEL = "tiny-vlm"
 BUNDLED_ADAPTER = "smollm2-llava"  # tower and projector without their language model
@@ -125,7 +125,8 @@ def gates_made_for(model: str) -> dict[Path, dict[str, Any]]:
     ours: set[str | None] = set()
     for folder in bundled_gates().values():
         try:
-            info = json.loads((folder / "gates.json").read_text(encoding="utf-8"))
+            with open_regular(folder / "gates.json") as file:
+                info = json.load(file)
             theirs = info.get("base_fingerprint")
         except (OSError, ValueError, AttributeError, RecursionError):
             continue  # the loader says what is wrong with them, once they are named

@@ -19,7 +19,7 @@ from typing import Any, BinaryIO
 
 from mmkv.engine.budget import format_bytes, parse_bytes
 from mmkv.engine.errors import BudgetError, ModelError
-from mmkv.engine.paths import cache_folder
+from mmkv.engine.paths import cache_folder, open_regular
 
 SWITCH = "MMKV_PANELS"  # 0: keep none; an amount of memory: what all files may take
 MOST_BYTES = 20 * 10**9
@@ -66,7 +66,7 @@ def kept(model: str | None = None) -> list[KeptFile]:
     found = []
     for path in folder().glob("*.safetensors"):
         try:
-            with path.open("rb") as file:
+            with open_regular(path) as file:
                 about, state = read_header(file)[1]["__metadata__"], path.stat()
             name, form, part = (str(about[key]) for key in ("model", "form", "part"))
         except FOREIGN:
@@ -192,7 +192,7 @@ def make_room(place: Path, need: int, most: int | None) -> None:
 def _drop_left_drafts(place: Path) -> None:
     """Delete drafts of processes that were killed."""
     for draft in place.glob("*.part"):
-        with contextlib.suppress(OSError), draft.open("rb") as file:
+        with contextlib.suppress(OSError), open_regular(draft, follow=False) as file:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             # It may have been finished, and the next one begun, since it was opened.
             if _same_file(file.fileno(), draft):

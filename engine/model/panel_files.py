@@ -45,7 +45,7 @@ from mmkv.engine.model.kept_files import (
     turn,
 )
 from mmkv.engine.model.panels import Panels, reused_memory
-from mmkv.engine.paths import whole_file
+from mmkv.engine.paths import open_regular, whole_file
 
 # To pack less takes less than a tenth of a second.
 LEAST_BYTES = 2**26
@@ -230,7 +230,7 @@ def _opened(path: Path, key: str, files: Sequence[Path]) -> _Kept | None:
     Whoever wrote it decides what the model says: this user, the system's, or the checkpoint's.
     """
     try:
-        with path.open("rb") as file:
+        with open_regular(path) as file:
             writers = {os.geteuid(), 0, *(each.stat().st_uid for each in files)}
             if os.fstat(file.fileno()).st_uid not in writers:
                 return None
@@ -368,6 +368,8 @@ class _Draft(PanelStore):
             raise OSError(f"too many matrices for a header of {room:,} bytes")
         self._file.seek(0)
         _write_all(self._file, room.to_bytes(8, "little") + header.ljust(room))
+        with contextlib.suppress(OSError):  # cut short while mapped, it would end its readers
+            os.fchmod(self._file.fileno(), 0o400)
 
     def _pad_to(self, step: int) -> None:
         """Fill up to the next multiple of ``step``: the format allows no holes between tensors."""

@@ -57,7 +57,7 @@ class Watched:
 
     def grown(self) -> int:
         """Return the most bytes that were resident, less what was in the beginning."""
-        return max(peak(self.server) - self._rss, 0)
+        return max(self.server.peak() - self._rss, 0)
 
     def kept(self) -> int:
         """Return the bytes that are resident now, less what was in the beginning."""
@@ -66,12 +66,6 @@ class Watched:
     def logged(self) -> int:
         """Return the bytes that the log has grown by."""
         return self.server.log.stat().st_size - self._log
-
-
-def peak(server: ServerProcess) -> int:
-    """Return the most bytes that were resident since the peak was last taken back."""
-    lines = Path(f"/proc/{server.process.pid}/status").read_text().splitlines()
-    return next(int(one.split()[1]) for one in lines if one.startswith("VmHWM:")) * 1024
 
 
 def stated(server: ServerProcess) -> dict[str, int]:
@@ -434,6 +428,8 @@ def measure(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
             own = ["--budget", "24", *options]
             if "--memory" not in options:
                 own += ["--memory", "24MiB"]
+            if args.process_memory:
+                own += ["--process-memory", args.process_memory]
             given = {}
             if environment is None:
                 own += ["--session-folder", str(folder)]
@@ -442,7 +438,7 @@ def measure(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
             with mmkv_serve(None, log, *own, environment=given, **limits) as server:
                 parts = stated(server)
                 yield server
-                sizes["most"], sizes["stated"] = peak(server), sum(parts.values())
+                sizes["most"], sizes["stated"] = server.peak(), sum(parts.values())
                 sizes["stated_parts"] = sum(parts[name] for name in (*about, "cache")) + _STILL
 
         print(f"{phase.__name__} ...", flush=True)
@@ -459,6 +455,7 @@ def parsed(arguments: list[str] | None = None) -> argparse.Namespace:
     """Return the options."""
     parser = plain_parser("serving.floods", __doc__)
     parser.add_argument("--phases", nargs="+", choices=[one.__name__ for one in PHASES])
+    parser.add_argument("--process-memory", help="of the servers, for example 1280MiB")
     parser.add_argument("--heads", type=int, default=1200, help="heads of a MiB")
     parser.add_argument("--idle", type=int, default=300, help="connections that say nothing")
     parser.add_argument("--descriptors", type=int, default=128)

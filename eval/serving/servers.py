@@ -107,6 +107,15 @@ class ServerProcess:
         """Return the bytes that are resident in the server's own process."""
         return int((self._about / "statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
+    def peak(self) -> int:
+        """Return the most bytes that were resident since the peak was last taken back."""
+        return _peak(self._about)
+
+    def decoders_peak(self) -> int:
+        """Return the sum of the most bytes that were resident in each decoding process there is."""
+        children = (self._about / "task" / str(self.process.pid) / "children").read_text()
+        return sum(_peak(Path(f"/proc/{name}")) for name in children.split())
+
     def kill(self) -> None:
         """End it as a power cut would."""
         self._signal(signal.SIGKILL)
@@ -241,6 +250,11 @@ def _error(content: bytes) -> dict[str, Any]:
     except (ValueError, KeyError, TypeError):
         made = {"message": content[:200].decode("utf-8", "replace"), "code": None}
     return made
+
+
+def _peak(process: Path) -> int:
+    lines = (process / "status").read_text().splitlines()
+    return next(int(one.split()[1]) for one in lines if one.startswith("VmHWM:")) * 1024
 
 
 def picture_url(seed: int, size: int = 96) -> str:

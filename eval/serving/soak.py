@@ -5,8 +5,10 @@ pictures, over several turns. A third of the clients leave: before their request
 the queue, while their picture is decoded, in the prompt, or within the reply. Others read slowly,
 send what is no picture, or no request. After every few hundred requests the server is left alone
 until it is idle; then no page may be held that nothing accounts for, and its resident memory is
-read. In the end it is killed (SIGKILL) over and over while sessions are saved: each file that was
-there, or whose saving was answered, has to be readable afterwards.
+read. With ``--process-memory 1GiB`` some clients send large pictures and ask for log probabilities,
+too, and the most that was ever resident has to be less. In the end the server is killed (SIGKILL)
+over and over while sessions are saved: each file that was there, or whose saving was answered, has
+to be readable afterwards.
 """
 
 from __future__ import annotations
@@ -15,6 +17,7 @@ import argparse
 import asyncio
 import contextlib
 import json
+import re
 import shutil
 import sys
 from collections import Counter
@@ -27,6 +30,7 @@ from urllib.parse import urlsplit
 import httpx
 import numpy as np
 
+from mmkv.engine.budget import parse_bytes
 from mmkv.eval.bench.harness import BenchError
 from mmkv.eval.bench.output import plain_parser, save, table
 from mmkv.eval.serving.servers import (
@@ -53,11 +57,17 @@ _BAD_PICTURES = (
 class Client:
     """Sends one kind of request after the other to a server, all drawn from a seed.
 
+    Args:
+        large: whether some requests take much memory.
+
     Attributes:
         seen: answers by their kind and status.
     """
 
-    def __init__(self, url: str, http: httpx.AsyncClient, rng: Random, seen: Counter[str]) -> None:
+    def __init__(
+        self, url: str, http: httpx.AsyncClient, rng: Random, seen: Counter[str], large: bool
+    ) -> None:
+        self._large = large
         self._http, self._rng, self.seen = http, rng, seen
         parts = urlsplit(url)
         self._host, self._port = parts.hostname or "", parts.port or 0
@@ -75,6 +85,7 @@ class Client:
             self._read_slowly: 8,
             self._send_no_picture: 8,
             self._send_nonsense: 4,
+            self._send_much: 8 * self._large,
         }
         (kind,) = self._rng.choices(list(kinds), list(kinds.values()))
         await kind()
@@ -187,6 +198,14 @@ class Client:
         answer = await self._http.post("/v1/chat/completions", json=body)
         self._note("no picture", answer.status_code)
 
+    async def _send_much(self) -> None:
+        rng = self._rng
+        shown = picture_url(rng.randrange(10**6), rng.choice((400, 800, 1600)))
+        body = {"model": MODEL, "messages": [question(words(rng, 400), shown)], "max_tokens": 64}
+        body |= {"logprobs": True, "top_logprobs": 20}
+        answer = await self._http.post("/v1/chat/completions", json=body)
+        self._note("large", answer.status_code)
+
     async def _send_nonsense(self) -> None:
         rng = self._rng
         whole = json.dumps(self._asked())
@@ -220,7 +239,9 @@ async def idle(http: httpx.AsyncClient) -> dict[str, float]:
     raise BenchError("requests are under way although nobody asks: a client that left is served")
 
 
-async def soak(server: ServerProcess, requests: int, at_a_time: int, every: int, seed: int) -> Any:
+async def soak(
+    server: ServerProcess, requests: int, at_a_time: int, every: int, seed: int, large: bool
+) -> Any:
     """Send all requests; pages, memory and answers at each stop."""
     seen: Counter[str] = Counter()
     stops = []
@@ -228,7 +249,7 @@ async def soak(server: ServerProcess, requests: int, at_a_time: int, every: int,
     options: dict[str, Any] = {"timeout": 120, "trust_env": False, "limits": limits}
     async with httpx.AsyncClient(base_url=server.url, **options) as http:
         clients = [
-            Client(server.url, http, Random(f"{seed}/{at}"), seen) for at in range(at_a_time)
+            Client(server.url, http, Random(f"{seed}/{at}"), seen, large) for at in range(at_a_time)
         ]
         for done in range(0, requests, every):
             left = min(every, requests - done)
@@ -243,6 +264,8 @@ async def soak(server: ServerProcess, requests: int, at_a_time: int, every: int,
             stop = {
                 "requests": done + left,
                 "rss": server.rss(),
+                "peak": server.peak(),
+                "decoders_peak": server.decoders_peak(),
                 "pages_held": found['mmkv_kv_pages{state="held"}'],
                 "pages_lost": found["mmkv_page_leaks_total"],
                 "sessions": found['mmkv_sessions{state="idle"}']
@@ -256,7 +279,9 @@ async def soak(server: ServerProcess, requests: int, at_a_time: int, every: int,
             )
         for client in clients:
             await client.close()
-    return {"answers": dict(sorted(seen.items())), "stops": stops}
+    reason = re.compile(r'mmkv_admission_rejections_total\{reason="(\w+)"\}')
+    rejected = {name[1]: count for key, count in found.items() if (name := reason.fullmatch(key))}
+    return {"answers": dict(sorted(seen.items())), "rejected": rejected, "stops": stops}
 
 
 def slope(stops: list[dict[str, Any]]) -> float | None:
@@ -319,14 +344,15 @@ def measure(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
     log = folder / "mmkv.log"
     options = ["--budget", "24", "--memory", args.memory, "--max-queue", "16"]
     options += ["--session-folder", str(folder / "sessions"), "--store", "2MiB"]
+    bound = args.process_memory
+    options += [] if bound is None else ["--process-memory", bound]
 
     def start() -> ServerProcess:
         return mmkv_serve(None, log, *options)
 
+    given = args.requests, args.clients, args.every, args.seed
     with start() as server:
-        found: dict[str, Any] = asyncio.run(
-            soak(server, args.requests, args.clients, args.every, args.seed)
-        )
+        found: dict[str, Any] = asyncio.run(soak(server, *given, large=bound is not None))
     found["killed"] = asyncio.run(kill_while_saving(start, args.kills, args.seed))
     refused = (500, 501, 502, 504)
     found["summary"] = {
@@ -334,6 +360,10 @@ def measure(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
         "left_by_the_client": found["answers"].get("left", 0),
         "pages_lost": max(one["pages_lost"] for one in found["stops"]),
         "rss_bytes_per_request": slope(found["stops"]),
+        "peak_bytes": found["stops"][-1]["peak"],
+        "decoders_peak_bytes": max(one["decoders_peak"] for one in found["stops"]),
+        "above_process_memory": bound is not None
+        and found["stops"][-1]["peak"] > parse_bytes(bound),
         "server_errors": sum(
             count
             for kind, count in found["answers"].items()
@@ -353,6 +383,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--every", type=int, default=250, help="requests between two stops")
     parser.add_argument("--kills", type=int, default=20)
     parser.add_argument("--memory", default="24MiB", help="of the server's cache")
+    parser.add_argument("--process-memory", help="of the server's process, for example 1GiB")
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args(arguments)
     folder, found = run_in_folder(measure, args)
@@ -362,7 +393,7 @@ def main(arguments: list[str] | None = None) -> int:
     table("Answers", ["", ""], list(found["answers"].items()))
     print(f"written to {save(args, 'serving-soak', found)}")
     summary = found["summary"]
-    bad = ("pages_lost", "server_errors", "tracebacks", "files_unreadable")
+    bad = ("pages_lost", "server_errors", "tracebacks", "files_unreadable", "above_process_memory")
     lost = any(summary[key] for key in bad)
     if lost:
         print(f"logs are in {folder}")

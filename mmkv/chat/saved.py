@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import os
 import stat
-import tempfile
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -20,7 +19,7 @@ from weakref import WeakKeyDictionary
 from mmkv.chat.trouble import one_line
 from mmkv.engine.budget import format_bytes
 from mmkv.engine.errors import STOPS, InputError, PolicyError, SessionError, as_exception, shown
-from mmkv.engine.paths import is_folder, user_path
+from mmkv.engine.paths import is_folder, user_path, whole_file
 from mmkv.resources import state_folder
 
 if TYPE_CHECKING:
@@ -173,7 +172,6 @@ KEPT = 5  # files, of all chats together
 # A large cache takes seconds to write. Where that is to be noticed, it may take 1/SHARE of the
 # time; the end of the chat saves what was left out.
 SHARE, NOTICED_S = 20, 0.1
-_STALE_S = 3600  # an unfinished file of this age belongs to no living program
 
 
 class Autosave:
@@ -230,7 +228,6 @@ class Autosave:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         path = self._paths.get(session) or _new_file(folder)
         session.save(path, self._extra)
-        path.chmod(0o600)
         self._paths[session], self._written[session] = path, _version(session)
         _drop_old(folder)
 
@@ -275,9 +272,6 @@ def _drop_old(folder: Path) -> None:
     with suppress(OSError):
         for path in _newest_first(folder)[KEPT:]:
             path.unlink(missing_ok=True)
-        for path in folder.glob("*.part"):
-            if time.time() - path.stat().st_mtime > _STALE_S:
-                path.unlink(missing_ok=True)
 
 
 def checked_target(
@@ -433,13 +427,8 @@ def export(session: Session, model: str, path: Path) -> None:
     Raises:
         InputError: it cannot be written.
     """
-    temporary = ""
     try:
-        handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=".mmkv-")
-        with open(handle, "w", encoding="utf-8") as file:
-            file.write(markdown(session, model))
-        os.replace(temporary, path)
+        with whole_file(path, private=True) as draft:
+            draft.write_text(markdown(session, model), encoding="utf-8")
     except OSError as error:
-        if temporary:
-            Path(temporary).unlink(missing_ok=True)
         raise InputError(f"cannot write {path}: {error.strerror}; choose another path") from error

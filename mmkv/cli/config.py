@@ -13,6 +13,7 @@ from typer.core import TyperCommand
 
 from mmkv.cli.arguments import on_command_line
 from mmkv.engine.errors import InputError, one_line
+from mmkv.engine.paths import open_regular
 from mmkv.resources import config_file
 
 # What belongs to one call alone.
@@ -104,7 +105,8 @@ def _fits(value: Any, kind: type) -> bool:
 
 def _read(file: Path) -> dict[str, Any]:
     try:
-        return tomllib.loads(file.read_text(encoding="utf-8"))
+        with open_regular(file) as opened:
+            return tomllib.load(opened)
     except FileNotFoundError:
         return {}
     except OSError as error:

@@ -12,6 +12,7 @@ import typer
 
 from mmkv.chat.options import ChatOptions
 from mmkv.cli import arguments
+from mmkv.engine.budget import format_bytes
 from mmkv.engine.config import EngineConfig
 from mmkv.loading import Terminal, UsageError, load_engine, model_name, require_room
 from mmkv.resources import state_folder
@@ -39,6 +40,8 @@ def serve(
 
     require_packages()
     _require_agreement(context, settings)
+    if settings.process_memory is not None:
+        settings = _with_cache_inside(context, settings, settings.process_memory)
     model, terminal = model_name(engine), Terminal(options.quiet)
     config = replace(engine, model=model, kv_limit=settings.memory)
     settings = replace(
@@ -95,6 +98,21 @@ def _require_agreement(context: typer.Context, settings: ServerSettings) -> None
             raise UsageError(f"{flag} is a part of --shared-budget; give that, too")
     _require_keys(settings.api_keys)
     _require_weights(settings)
+
+
+def _with_cache_inside(
+    context: typer.Context, settings: ServerSettings, process: int
+) -> ServerSettings:
+    """Return settings whose cache is a part of the process; an eighth, where nobody says."""
+    source = context.get_parameter_source("memory")
+    if source is not None and source.name == "DEFAULT":
+        return replace(settings, memory=min(settings.memory, process // 8))
+    if settings.memory >= process:
+        raise UsageError(
+            f"--memory of {format_bytes(settings.memory)} does not fit into --process-memory of "
+            f"{format_bytes(process)}, which holds weights, libraries and requests, too; lower it"
+        )
+    return settings
 
 
 def _require_keys(keys: tuple[str, ...]) -> None:

@@ -95,7 +95,8 @@ def make_app(state: ServerState, hosts: frozenset[str] | None = None) -> FastAPI
         redoc_url=None,
     )
     app.state.server = state
-    app.add_middleware(LimitBody, most=state.settings.body, seconds=state.settings.body_seconds)
+    most, seconds = state.settings.body, state.settings.body_seconds
+    app.add_middleware(LimitBody, most=most, seconds=seconds, room=state.bodies)
     app.add_middleware(RefuseWhenFull, state=state)
     keys, open_metrics = state.settings.api_keys, state.settings.open_metrics
     app.add_middleware(CheckKey, keys=keys, open_metrics=open_metrics)  # before the body is counted

@@ -132,8 +132,6 @@ def _inside(part: Part) -> bool:
 
 
 MOST_STOPS = 16
-# Log probabilities of an answer that is put together before it is sent; each takes a kilobyte.
-MOST_SCORED = 2**17
 
 
 @dataclasses.dataclass
@@ -226,6 +224,7 @@ class ChatCall:
         lengths = [sum(map(len, one.texts)) for one in messages]
         facts.context_bounds.require_possible([*lengths, len(begun.text)], self._most_tokens)
         chosen = (budget or facts.budget).describe()
+        self._most_scored = settings.bounds.scored
         self.choices = request.n or 1
         if self.choices > settings.max_choices:
             raise ApiError(400, f"n is at most {settings.max_choices} here", "invalid_value", "n")
@@ -290,11 +289,12 @@ class ChatCall:
         if top is None:
             return
         scored = self.choices * self.work.sampling.max_new_tokens * (1 + top)
-        if scored > MOST_SCORED:
+        most = self._most_scored
+        if scored > most:
             raise ApiError(
                 400,
                 f"the answer may have {scored:,} log probabilities (n * max_tokens * (1 + "
-                f"top_logprobs)), the limit is {MOST_SCORED:,}; lower one of them, or ask for a "
+                f"top_logprobs)), the limit is {most:,}; lower one of them, or ask for a "
                 "stream of a chat",
                 "too_many_logprobs",
                 "top_logprobs",

@@ -23,7 +23,8 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from uvicorn.protocols.websockets.wsproto_impl import WSProtocol
 
 from mmkv.server.errors import RETRY_AFTER, ApiError
-from mmkv.server.guard import TOGETHER, always_accepted
+from mmkv.server.guard import BodyRoom
+from mmkv.server.settings import RequestBounds
 
 if TYPE_CHECKING:
     from mmkv.server.state import ServerState
@@ -36,7 +37,6 @@ _AT_ONCE = 8  # connections that are accepted before the loop looks at them
 _WAITING = 1024  # connections that the system holds meanwhile
 _GRACE = 0.5  # seconds for a first request to come
 _SENT = 64 * 2**10  # bytes of an answer that the system holds, or twice as many
-MOST_UNSENT = 2**27  # bytes of all answers that the server holds
 _PIPELINED = 16  # requests of one connection that were sent before an answer
 _LARGE = 2**20  # bytes of an answer, of which few are under way
 _PROBE = 0.05  # seconds
@@ -52,6 +52,7 @@ class ConnectionLimits:
         head_seconds: for a head, from the connection or its first byte on.
         stall_seconds: after which a client that reads nothing of its answer is dropped.
         message_bytes: of a message of a WebSocket, which has to arrive in message_seconds.
+        answers: bytes of all answers that wait for their clients.
     """
 
     most: int = MOST
@@ -60,6 +61,7 @@ class ConnectionLimits:
     stall_seconds: float = 30.0
     message_bytes: int = 2**26
     message_seconds: float = 60.0
+    answers: int = RequestBounds.answers
 
 
 def most_connections() -> int:
@@ -79,10 +81,9 @@ def most_connections() -> int:
 class Guard:
     """The connections of one server, within their limits; all methods run in the event loop."""
 
-    def __init__(self, limits: ConnectionLimits) -> None:
-        self.limits = limits
+    def __init__(self, limits: ConnectionLimits, bodies: BodyRoom | None = None) -> None:
+        self.limits, self.bodies = limits, bodies or BodyRoom(limits.message_bytes)
         self.open: set[Connection | SocketConnection] = set()
-        self.arriving = 0  # bytes of messages of WebSockets that are not answered yet
         self._sweeping = False
 
     def opened(self, one: Connection | SocketConnection) -> bool:
@@ -117,7 +118,7 @@ class Guard:
         unsent = sum(sizes.values())
         large = [one for one, size in sizes.items() if size > _LARGE]
         for one in sorted(large, key=lambda one: one.since)[:-1]:
-            if unsent <= MOST_UNSENT:
+            if unsent <= self.limits.answers:
                 return
             unsent -= sizes[one]
             one.transport.abort()
@@ -318,7 +319,7 @@ class SocketConnection(WSProtocol):
     def connection_lost(self, exc: Exception | None) -> None:
         """Forget it."""
         self.guard.open.discard(self)
-        self.guard.arriving -= self._counted
+        self.guard.bodies.bytes -= self._counted
         self._counted = 0
         super().connection_lost(exc)
 
@@ -336,16 +337,14 @@ class SocketConnection(WSProtocol):
         self, event: wsproto.events.TextMessage | wsproto.events.BytesMessage
     ) -> None:
         """Take a piece of a message, within the bounds on one and on all."""
-        limits = self.guard.limits
         if not self.buffer.length:
             self._begun = self.loop.time()
         size = size_of(event.data)
         self._counted += size
-        self.guard.arriving += size
+        self.guard.bodies.bytes += size
         self._waiting += event.message_finished
         super().handle_message(event)
-        small = self._counted <= always_accepted(limits.message_bytes)
-        if self.guard.arriving > TOGETHER * limits.message_bytes and not small:
+        if self.guard.bodies.full(self._counted, 0):
             self._end(1013, "messages of other clients take all the room; send it later")
         elif self._waiting > _PIPELINED:
             self._end(1008, "too many messages before an answer")
@@ -354,7 +353,7 @@ class SocketConnection(WSProtocol):
         """Stop counting a message of ``size`` bytes: it is answered."""
         size = min(size, self._counted)
         self._counted -= size
-        self.guard.arriving -= size
+        self.guard.bodies.bytes -= size
         self._waiting -= 1
         self.since = self.loop.time()
 
@@ -430,8 +429,9 @@ class WebServer(uvicorn.Server):
             stall_seconds=settings.stall_seconds,
             message_bytes=settings.body,
             message_seconds=settings.body_seconds,
+            answers=settings.bounds.answers,
         )
-        self.guard = Guard(limits)
+        self.guard = Guard(limits, state.bodies)
         guarded = type("GuardedConnection", (Connection,), {"guard": self.guard})
         sockets = type("GuardedSocket", (SocketConnection,), {"guard": self.guard})
         config = uvicorn.Config(
@@ -445,6 +445,9 @@ class WebServer(uvicorn.Server):
             # asyncio accepts as many in one go before any of them is counted.
             backlog=_AT_ONCE,
             timeout_keep_alive=30,
+            # uvicorn by itself believes whoever connects from this machine.
+            proxy_headers=bool(settings.proxies),
+            forwarded_allow_ips=list(settings.proxies),
             server_header=False,
             **options,
         )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import stat
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -244,19 +245,15 @@ class ConversationStore:
 
     Args:
         folder: where they hibernate.
+
+    Attributes:
         longest: tokens that all conversations may have together, those of the prefix cache and
             evicted tokens too: their texts are held. None: each ends at the model's context.
     """
 
-    def __init__(
-        self,
-        engine: Engine,
-        scheduler: Scheduler,
-        folder: HibernationFolder,
-        longest: int | None = None,
-    ) -> None:
+    def __init__(self, engine: Engine, scheduler: Scheduler, folder: HibernationFolder) -> None:
         self._engine, self._scheduler, self._folder = engine, scheduler, folder
-        self._longest = longest
+        self.longest: int | None = None
         self._all: WeakSet[ConversationState] = WeakSet()
         self._found: WeakValueDictionary[str, ConversationState] = WeakValueDictionary()
 
@@ -289,29 +286,29 @@ class ConversationStore:
         Raises:
             ContextError: it would have no room if it were alone; CapacityError: it has none now.
         """
-        if self._longest is None:
+        if self.longest is None:
             return
-        if tokens > self._longest:
+        if tokens > self.longest:
             raise ContextError(
-                f"the conversation would have {tokens:,} tokens, more than the {self._longest:,} "
+                f"the conversation would have {tokens:,} tokens, more than the {self.longest:,} "
                 "whose texts this server keeps; begin a new one"
             )
         others = (one for one in self._all if one.references and one is not start)
         taken = sum(one.tokens for one in others)
-        if taken + tokens > self._longest:
+        if taken + tokens > self.longest:
             raise CapacityError(
                 f"the texts of all conversations would have {taken + tokens:,} tokens, more than "
-                f"the {self._longest:,} that this server keeps; close a session",
+                f"the {self.longest:,} that this server keeps; close a session",
                 tokens,
                 taken,
-                self._longest,
+                self.longest,
                 "tokens",
             )
         residents = self._scheduler.residents
         while residents.copies:
             held = (one for one in residents.copies if isinstance(one, ConversationState))
             copies = sum(one.tokens for one in held if one is not start)
-            if taken + tokens + copies <= self._longest:
+            if taken + tokens + copies <= self.longest:
                 return
             residents.drop_oldest_copy()
 
@@ -364,11 +361,13 @@ class ConversationStore:
     def _most_pages(self, path: Path, name: str) -> int:
         """Bound the pages of a file by its size: a page may be nearly empty once in each row."""
         try:
-            size = path.stat().st_size
+            about = path.lstat()  # a link may lead to another tenant's
         except OSError as error:
             raise SessionError(f"there is no session file {name}; check the name") from error
+        if not stat.S_ISREG(about.st_mode):
+            raise SessionError(f"the session {name} is no file but a link or pipe; remove it")
         engine = self._engine
-        return size // engine.cache.pool.kv_page_bytes + engine.spec.rows + 1
+        return about.st_size // engine.cache.pool.kv_page_bytes + engine.spec.rows + 1
 
 
 def _read_info(session: Session, extra: dict[str, str], base_key: str) -> ConversationInfo:

@@ -23,10 +23,11 @@ from mmkv.scheduler import Limits, Scheduler
 from mmkv.scheduler.replies import EngineExecutor
 from mmkv.server.conversations import ConversationStore, PrefixCache
 from mmkv.server.errors import ApiError
+from mmkv.server.footprint import UNSENT_TOGETHER, fitted
 from mmkv.server.job import ChatJob, ConversationLookup
 from mmkv.server.prompts import ContextBounds, digest_of
 from mmkv.server.reply import FINISH
-from mmkv.server.settings import Facts
+from mmkv.server.settings import Facts, RequestBounds
 from mmkv.server.store import HibernationFolder
 from mmkv.server.work import ChatWork
 from mmkv.server.writer import Spelled, spell
@@ -41,8 +42,6 @@ if TYPE_CHECKING:
 
 
 log = logging.getLogger("mmkv.server")
-MOST_UNSENT = 16 * 2**20  # bytes of a reply that wait for its client, about
-UNSENT_TOGETHER = 8  # times that, of all replies
 _SCORED_BYTES = 600  # of a token with its log probability
 _BEHIND = 64  # events after which pieces of a reply are put together
 T = TypeVar("T")
@@ -90,10 +89,13 @@ class Events:
     largest unsent part is dropped.
 
     Args:
-        others: those of all requests under way.
+        others: those of all requests under way; most: bytes of the unsent part, about.
     """
 
-    def __init__(self, others: WeakSet[Events] | None = None) -> None:
+    def __init__(
+        self, others: WeakSet[Events] | None = None, most: int = RequestBounds.unsent
+    ) -> None:
+        self._most = most
         self._others = WeakSet() if others is None else others
         self._others.add(self)
         self._waiting: deque[Event] = deque()
@@ -107,7 +109,7 @@ class Events:
             return
         if isinstance(event, Delta):
             self.unsent += _size(event)
-            if self.unsent > MOST_UNSENT:
+            if self.unsent > self._most:
                 self.drop()
                 return
             if len(self._waiting) >= _BEHIND and (last := self._open.get(event.index)):
@@ -120,10 +122,10 @@ class Events:
         self._waiting.append(event)
         self._some.set()
         # Others' parts are looked at where this one is large: few are.
-        if self.unsent > MOST_UNSENT // 16:
+        if self.unsent > self._most // 16:
             behind = sorted(self._others, key=lambda one: one.unsent)
             together = sum(one.unsent for one in behind)
-            while together > UNSENT_TOGETHER * MOST_UNSENT:
+            while together > UNSENT_TOGETHER * self._most:
                 together -= behind[-1].unsent
                 behind.pop().drop()
 
@@ -131,7 +133,7 @@ class Events:
         """Drop what was not sent; the client is told that it was too slow."""
         self._waiting.clear()
         self._open.clear()
-        self._waiting.append(Failed(_too_slow()))
+        self._waiting.append(Failed(_too_slow(self._most)))
         self.unsent, self.over = 0, True
         self._some.set()
 
@@ -153,8 +155,8 @@ def _size(delta: Delta) -> int:
     return len(delta.text) + _SCORED_BYTES * sum(1 + len(one.top) for one in delta.spelled)
 
 
-def _too_slow() -> ApiError:
-    what = f"over {MOST_UNSENT >> 20} MiB of the reply were not read; read faster, or ask for less"
+def _too_slow(most: int) -> ApiError:
+    what = f"over {most >> 20} MiB of the reply were not read; read faster, or ask for less"
     return ApiError(408, what, "client_too_slow")
 
 
@@ -169,7 +171,9 @@ class Request:
 
     def __init__(self, thread: EngineThread) -> None:
         self._thread = thread
-        self.events = Events(thread.events)
+        core = thread.core
+        assert core is not None
+        self.events = Events(thread.events, core.settings.bounds.unsent)
         self.loop = asyncio.get_running_loop()
         self.ticket: Ticket[ChatJob] | None = None
         self.times, self.counted, self.longest = RequestTimes(), 0, 0
@@ -477,7 +481,12 @@ class EngineCore:
         lookahead: what the engine's policy was made with.
 
     Attributes:
+        settings: with the bounds that ``--process-memory`` leaves room for; footprint: what the
+            process takes within them.
         facts: what the HTTP routes know of the engine; folder: where idle conversations lie.
+
+    Raises:
+        BudgetError: there is no room for a request, or for the process.
     """
 
     def __init__(
@@ -493,10 +502,7 @@ class EngineCore:
             self.scheduler, None if most is None else most // pool.page_bytes
         )
         self.folder = _hibernation_folder(settings)
-        self.facts = _facts(engine, lookahead, settings.kept_tokens(engine.spec.max_position))
-        self.conversations = ConversationStore(
-            engine, self.scheduler, self.folder, self.facts.longest
-        )
+        self.conversations = ConversationStore(engine, self.scheduler, self.folder)
         self.pictures_counted = 0, 0  # in the metrics: asked for, found
         self._require_room()
         _set_aside(engine)
@@ -504,6 +510,11 @@ class EngineCore:
             keep_freed()
         if settings.warm and engine.processor.sees:
             _show_a_picture(engine)
+        self.settings, self.footprint = fitted(engine, settings)
+        kept = self.settings.kept_tokens(engine.spec.max_position)
+        self.facts = _facts(engine, lookahead, kept)
+        bound = self.settings.bounds.contexts is not None
+        self.conversations.longest = kept if bound else self.facts.longest
 
     def job(self, work: ChatWork, admitted: Callable[[], None]) -> ChatJob:
         """Return the job of a request. Raises MmkvError."""

@@ -20,6 +20,7 @@ from mmkv.scheduler.loop import queue_is_full
 from mmkv.server.errors import MESSAGES, ApiError
 from mmkv.server.page import FILES
 from mmkv.server.reply import error_response
+from mmkv.server.settings import RequestBounds
 from mmkv.server.state import Caller, digest_of_key
 
 if TYPE_CHECKING:
@@ -37,6 +38,18 @@ _ASKING = ("http", "websocket")  # what may ask for something, by the type of it
 def tenant_of_browser(secret: str) -> str:
     """Return whose sessions a browser sees on a server without keys; those of all without one."""
     return digest_of_key(f"browser {secret}").hex() if secret else ""
+
+
+def network_of(address: str) -> str:
+    """Return what of an address tells callers apart: of IPv6 the /64, which one host may have."""
+    try:
+        found = ipaddress.ip_address(address.partition("%")[0])
+    except ValueError:  # a socket of the file system, or a proxy's word
+        return address[:64]
+    if isinstance(found, ipaddress.IPv4Address):
+        return str(found)
+    mapped = found.ipv4_mapped
+    return str(mapped or ipaddress.ip_network((int(found) >> 64 << 64, 64)))
 
 
 class CheckKey:
@@ -61,7 +74,7 @@ class CheckKey:
             return
         request = HTTPConnection(scope)
         if not self._known:
-            address = request.client.host if request.client else ""
+            address = network_of(request.client.host if request.client else "")
             browser = request.headers.get(BROWSER, "")
             if browser and not re.fullmatch(r"[A-Za-z0-9_-]{32,128}", browser):
                 what = "is 32 to 128 letters, digits, dashes and underscores, at random"
@@ -98,16 +111,46 @@ def _keys(request: HTTPConnection) -> tuple[str, str]:
     return bearer, request.headers.get("x-api-key", "").strip()
 
 
-TOGETHER = 8  # times the most bytes of one body, for all whose requests are under way
 # Values of one body. An empty list takes 64 bytes where its text has 3, and the error of a field
 # that is refused a thousand.
 VALUES = 2**15
 _SMALL = 512  # part of the most bytes: a body that is taken however many there are
+FEW = 128  # values of such a body
 
 
 def always_accepted(most: int) -> int:
     """Return the bytes of a body that is accepted however many others arrive."""
     return most // _SMALL
+
+
+class BodyRoom:
+    """What bodies and messages of WebSockets take together, as long as they are under way.
+
+    Args:
+        most: bytes of one; bounds: of all.
+
+    Attributes:
+        bytes, values: of those that are counted.
+    """
+
+    def __init__(self, most: int, bounds: RequestBounds | None = None) -> None:
+        bounds = bounds or RequestBounds()
+        self._most, self._bytes, self._values = most, bounds.bodies * most, bounds.values
+        self.bytes = self.values = 0
+
+    def full(self, size: int, values: int) -> bool:
+        """Whether all pass a bound, and one of ``size`` bytes and so many values is not small."""
+        too_long = self.bytes > self._bytes and size > always_accepted(self._most)
+        return too_long or (self.values > self._values and values > FEW)
+
+    def error(self) -> ApiError:
+        """Return the answer where it is full."""
+        return ApiError(
+            503,
+            f"requests of over {self._bytes / 2**20:g} MiB or {self._values:,} values together are "
+            "under way; send this one later",
+            "bodies_arriving",
+        )
 
 
 _release: ContextVar[Callable[[], None]] = ContextVar("release")
@@ -157,9 +200,11 @@ class LimitBody:
     JSON in UTF-8 is answered with 415 or 400.
     """
 
-    def __init__(self, app: ASGIApp, most: int, seconds: float) -> None:
+    def __init__(
+        self, app: ASGIApp, most: int, seconds: float, room: BodyRoom | None = None
+    ) -> None:
         self._app, self._most, self._seconds = app, most, seconds
-        self._held = 0  # bytes of bodies whose requests are under way
+        self.room = room or BodyRoom(most)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Pass a request on, and count what comes of its body."""
@@ -177,7 +222,7 @@ class LimitBody:
 
         def release() -> None:
             nonlocal counted_here
-            self._held -= counted_here
+            self.room.bytes -= counted_here
             counted_here = 0
 
         async def counted() -> Message:
@@ -194,12 +239,16 @@ class LimitBody:
                 _require_json(headers)
             come += len(piece)
             counted_here += len(piece)
-            self._held += len(piece)
+            self.room.bytes += len(piece)
             if come > self._most:
                 raise _Refused(self._too_large())
-            if self._held > TOGETHER * self._most and come > always_accepted(self._most):
-                raise _Refused(self._too_many())
-            text.add(piece)
+            before = text.values
+            try:
+                text.add(piece)
+            finally:
+                self.room.values += text.values - before
+            if self.room.full(come, text.values):
+                raise _Refused(self.room.error())
             whole = not message.get("more_body", False)
             return message
 
@@ -218,6 +267,7 @@ class LimitBody:
         finally:
             _release.reset(token)
             _kept.reset(other)
+            self.room.values -= text.values - 1
             if not kept[0]:
                 release()
 
@@ -229,14 +279,6 @@ class LimitBody:
             "request_too_large",
         )
 
-    def _too_many(self) -> ApiError:
-        return ApiError(
-            503,
-            f"requests of over {TOGETHER * self._most / 2**20:g} MiB together are under way; send "
-            "this one later",
-            "bodies_arriving",
-        )
-
     def _late(self) -> ApiError:
         return ApiError(
             408,
@@ -246,14 +288,14 @@ class LimitBody:
 
 
 class _JsonText:
-    """Counts the values of a JSON text that comes in pieces. Raises _Refused.
+    """Counts the ``values`` of a JSON text that comes in pieces. Raises _Refused.
 
     Each value but the first stands behind a comma or an opening bracket outside of the strings.
     Where the text is no JSON, this is right up to the place where a parser gives up.
     """
 
     def __init__(self) -> None:
-        self._values, self._in_string, self._escape = 1, False, b""
+        self.values, self._in_string, self._escape = 1, False, b""
         self._decoder = codecs.getincrementaldecoder("utf-8")("surrogatepass")  # as json does
 
     def add(self, piece: bytes) -> None:
@@ -271,8 +313,8 @@ class _JsonText:
         parts = piece.replace(rb"\\", b"").replace(rb"\"", b"").split(b'"')
         outside = b"".join(parts[self._in_string :: 2])
         self._in_string ^= len(parts) % 2 == 0
-        self._values += sum(map(outside.count, (b",", b"[", b"{")))
-        if self._values > VALUES:
+        self.values += sum(map(outside.count, (b",", b"[", b"{")))
+        if self.values > VALUES:
             raise _Refused(
                 ApiError(
                     400,
@@ -283,12 +325,14 @@ class _JsonText:
             )
 
 
-def require_json_text(text: str) -> None:
-    """Raise ApiError for a message that no body could be: of too many values, or no Unicode."""
+def values_of(text: str) -> int:
+    """Count the values of a message. Raises ApiError: there are too many, or it is no Unicode."""
+    read = _JsonText()
     try:
-        _JsonText().add(text.encode("utf-8", "surrogatepass"))
+        read.add(text.encode("utf-8", "surrogatepass"))
     except _Refused as refused:
         raise refused.error from None
+    return read.values
 
 
 def _require_json(headers: dict[bytes, bytes]) -> None:
@@ -322,7 +366,7 @@ _REPLIES = ("/completions", "/observe", "/responses", MESSAGES, f"{MESSAGES}/cou
 
 
 class RefuseWhenFull:
-    """Answers 503 to a request for a reply while the queue is full.
+    """Answers 503 to a request for a reply while the queue is full, or the process's memory.
 
     An overloaded server has to spend its time on the requests that it has taken on: the body of
     another one is not read, and the engine thread is not asked. The count may be late by a few
@@ -339,6 +383,12 @@ class RefuseWhenFull:
             if scope["path"].endswith(_REPLIES) and not state.engine_thread.has_place():
                 state.metrics.rejected.labels("queue").inc()
                 await error_response(queue_is_full(limit, limit))(scope, receive, send)
+                return
+            if scope["path"].endswith(_REPLIES) and not state.has_memory():
+                state.metrics.rejected.labels("process").inc()
+                what = "the server's memory is taken by other requests; send this one later"
+                error = ApiError(503, what, "process_memory")
+                await error_response(error)(scope, receive, send)
                 return
         await self._app(scope, receive, send)
 

@@ -84,6 +84,8 @@ def serve_replicas(
     require_packages()
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # it would report to its makers
     os.environ.setdefault("RAY_raylet_start_wait_time_s", "180")  # 30 s, on a busy machine too few
+    # Ray's proxies are uvicorn's, which believe whoever connects from this machine.
+    os.environ["FORWARDED_ALLOW_IPS"] = ",".join(settings.proxies) or "none"
     app = deployment(load, settings, lookahead, gpus)
     import ray
     from ray import serve
@@ -109,7 +111,8 @@ def serve_replicas(
         ended.wait()
     finally:
         with suppress(Exception):  # whatever Ray makes of its own end
-            serve.shutdown()
+            if ray.is_initialized():  # else this would start it
+                serve.shutdown()
         ray.shutdown()
 
 

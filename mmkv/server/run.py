@@ -62,7 +62,7 @@ def opened(
     """
     import mmkv.server.app  # noqa: F401 (what it imports counts to what is resident)
     from mmkv.server.engine_thread import EngineCore, EngineThread
-    from mmkv.server.footprint import footprint
+    from mmkv.server.footprint import media_limits
     from mmkv.server.media.resolver import MediaResolver
     from mmkv.server.metrics import Metrics
     from mmkv.server.state import ServerState
@@ -72,18 +72,19 @@ def opened(
     thread.start()
     try:
         facts = thread.facts()
+        core = thread.core
+        assert core is not None
+        settings = core.settings
         media = MediaResolver(
+            media_limits(settings),
             folder=settings.media_folder,
             rules=facts.rules,
             picture_rules=facts.picture_rules,
             frame_rule=facts.frame_rule,
         )
-        core = thread.core
-        assert core is not None
-        bound = thread.post(lambda: footprint(core, settings)).result()
-        for part, count in bound.parts.items():
+        for part, count in core.footprint.parts.items():
             metrics.process_limit.labels(part.replace(" ", "_")).set(count)
-        yield ServerState(settings, facts, thread, metrics, media, bound)
+        yield ServerState(settings, facts, thread, metrics, media, core.footprint)
     finally:
         thread.stop()
 
@@ -120,7 +121,7 @@ def serve(
             f"at http://{host}:{port}/v1"
         )
         if state.footprint is not None:
-            say(state.footprint.describe())
+            say(state.footprint.describe(state.settings))
         # uvicorn passes the signal on when it is done; the program then ends by itself.
         signal.signal(signal.SIGTERM, lambda *_: None)
         web.run()

@@ -10,18 +10,20 @@ import dataclasses
 import itertools
 import re
 import secrets
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from typing import TYPE_CHECKING, Any
 
 from fastapi import APIRouter, Request, Response
 from pydantic import Field
 
 from mmkv.engine.budget import Budget
+from mmkv.engine.errors import SessionError
 from mmkv.server.chat import refuse_budget, take_resume
 from mmkv.server.errors import ApiError
 from mmkv.server.guard import BodyRoute
 from mmkv.server.prompts import digest_of
+from mmkv.server.quota import DiskQuota, MediaStore, media_type_of
 from mmkv.server.reply import ReplyResponse
 from mmkv.server.schema import (
     Body,
@@ -35,12 +37,10 @@ from mmkv.server.state import Caller, CurrentCaller, ServerState, hold, release
 from mmkv.server.store import (
     NAME,
     NAMED,
-    MediaStore,
     SavedSessions,
     SessionRecord,
     SessionStore,
     disk_errors,
-    media_type_of,
     no_such_file,
     saved_already,
     write_session,
@@ -70,12 +70,35 @@ class SessionTable:
         folder = state.settings.session_folder
         lasts = state.settings.keep_sessions and folder is not None
         self._store = SessionStore(folder) if lasts and folder is not None else None
+        self._saved.sweep()
         if self._store is not None:
             self._store.sweep()
         core = state.engine_thread.core
         assert core is not None
-        beside = core.folder.path if not lasts or folder is None else folder
-        self.media = MediaStore(beside / ".media")
+        media = (core.folder.path if not lasts or folder is None else folder) / ".media"
+        settings = state.settings
+        bounds = settings.tenant_bytes, settings.tenant_files, self._in_idle_files
+        self._quota = DiskQuota(folder, media, *bounds)
+        self.media = MediaStore(media, self._quota)
+
+    def _in_idle_files(self, owner: str) -> tuple[int, int]:
+        """Return bytes and number of an owner's idle sessions in files; in any thread."""
+        opened = list(self._sessions.values())
+        found = [one.conversation for one in opened if one.owner == owner]
+        sizes = [one.bytes for one in found if one is not None and not one.resident]
+        return sum(sizes), len(sizes)
+
+    @asynccontextmanager
+    async def _room(
+        self, owner: str, tenant: str, size: int, files: int = 1
+    ) -> AsyncIterator[None]:
+        """Count what is written as long as it is; see :meth:`DiskQuota.writing`."""
+        room = self._quota.writing(owner, tenant, size, files)
+        await asyncio.to_thread(room.__enter__)
+        try:
+            yield
+        finally:
+            room.__exit__(None, None, None)
 
     async def of(self, caller: Caller) -> list[ServerSession]:
         """Return the sessions of a caller, oldest first."""
@@ -83,14 +106,14 @@ class SessionTable:
         if self._store is not None:
             store = self._store
             records = await asyncio.to_thread(lambda: list(store.records(tenant)))
-            return [self._shown(tenant, record) for record in records]
+            return [self._shown(caller, record) for record in records]
         return [one for one in self._sessions.values() if one.tenant == tenant]
 
     async def find(self, name: str, caller: Caller, idle: bool = False) -> ServerSession:
         """Return a session. Raises ApiError: 404, also for another's; 409 if it has to be idle."""
         if self._store is not None and re.fullmatch(NAME, name):
             record = await asyncio.to_thread(self._store.record, caller.tenant, name)
-            self._apply_record(caller.tenant, name, record)
+            self._apply_record(caller, name, record)
         session = self._sessions.get((caller.tenant, name))
         if session is None:
             raise _gone(name)
@@ -125,7 +148,7 @@ class SessionTable:
             or not record.version
         ):
             return session.conversation
-        self._require_place(session.tenant, session)
+        self._require_place(session.tenant, session.owner, session)
         if record.memory:
             path = store.memory(session.tenant, record)
             with self._being_opened(session):
@@ -164,22 +187,24 @@ class SessionTable:
         before, path = session.record, store.new_memory(session.tenant, session.id)
         if before.memory is not None and conversation is session.conversation:
             path = store.memory(session.tenant, before)  # it is written already
-        record = dataclasses.replace(
-            before,
+        record = before.changed(
             memory=path.name,
             messages=len(conversation.info.messages),
             turns=turns,
             media=conversation.info.digests,
             skipped=(frames or conversation.info.frames).skipped,
         )
-        if path.name != before.memory:
-            await self._write(conversation, path)
-        try:
-            session.record = await asyncio.to_thread(store.commit, session.tenant, record)
-        except Exception:  # no cancellation: the thread may still write the record
+        old = None if before.memory is None else session.conversation
+        grown = conversation.bytes - (0 if old is None else old.bytes)
+        async with self._room(session.owner, session.tenant, grown, int(old is None)):
             if path.name != before.memory:
-                path.unlink(missing_ok=True)
-            raise
+                await self._write(conversation, path)
+            try:
+                session.record = await asyncio.to_thread(store.commit, session.tenant, record)
+            except Exception:  # no cancellation: the thread may still write the record
+                if path.name != before.memory:
+                    path.unlink(missing_ok=True)
+                raise
 
     async def create(
         self, asked: NewSession, caller: Caller, name: str | None = None
@@ -194,19 +219,17 @@ class SessionTable:
         budget = parse_budget(asked.budget, "budget") or self._state.facts.budget
         refuse_budget(self._state.facts, asked.budget is not None, "budget")
         if asked.file is None:
-            self._require_place(caller.tenant)
-            return await self._add(caller.tenant, budget, asked.metadata, name)
+            self._require_place(caller.tenant, caller.name)
+            return await self._add(caller, budget, asked.metadata, name)
         if asked.budget is not None:
             raise ApiError(400, "a saved session has its own budget", "invalid_value", "budget")
         path = self._saved.path(asked.file, caller.tenant)
         if not await asyncio.to_thread(path.is_file):  # nobody makes way for it
             raise no_such_file(asked.file, "file")
-        self._require_place(caller.tenant)
-        with self._being_opened(_Opening(caller.tenant)):
+        self._require_place(caller.tenant, caller.name)
+        with self._being_opened(_Opening(caller.tenant, caller.name)):
             conversation = await self._load(path, asked.file, caller.tenant)
-        return await self._add(
-            caller.tenant, conversation.budget, asked.metadata, name, conversation
-        )
+        return await self._add(caller, conversation.budget, asked.metadata, name, conversation)
 
     async def fork(
         self, session: ServerSession, metadata: dict[str, str] | None = None
@@ -220,7 +243,7 @@ class SessionTable:
         if conversation is not None:
             hold(self._state, conversation)  # whatever makes way for the fork
         try:
-            self._require_place(session.tenant)
+            self._require_place(session.tenant, session.owner)
         except ApiError:
             if conversation is not None:
                 release(self._state, conversation)
@@ -228,7 +251,7 @@ class SessionTable:
         if conversation is not None and session.frames is None:
             session.frames = conversation.info.frames
         return await self._add(
-            session.tenant,
+            Caller(session.tenant, session.owner),
             session.budget,
             dict(session.metadata if metadata is None else metadata),
             None,
@@ -251,7 +274,21 @@ class SessionTable:
             conversation.info.frames = session.frames
         with disk_errors():
             path.parent.mkdir(parents=True, exist_ok=True)
-        await self._write(conversation, path, asked.overwrite)
+        there = [path.lstat().st_size] if path.is_file() else []
+        size = conversation.bytes - sum(there)
+        async with self._room(caller.name, caller.tenant, size, 1 - len(there)):
+            await self._write(conversation, path, asked.overwrite)
+
+    async def delete_named(self, name: str, caller: Caller) -> None:
+        """Close a session, or remove the record of one that cannot be read. Raises ApiError."""
+        try:
+            session = await self.find(name, caller, idle=True)
+        except SessionError:
+            assert self._store is not None
+            self._apply_record(caller, name, None)
+            await asyncio.to_thread(self._store.delete, caller.tenant, name)
+        else:
+            await self.delete(session)
 
     async def delete(self, session: ServerSession) -> None:
         """Close a session; its saved files stay."""
@@ -304,7 +341,7 @@ class SessionTable:
 
     async def _add(
         self,
-        tenant: str,
+        caller: Caller,
         budget: Budget,
         metadata: dict[str, str],
         name: str | None = None,
@@ -313,23 +350,27 @@ class SessionTable:
         frames: FramesSeen | None = None,
     ) -> ServerSession:
         """Register a session, which takes over ``conversation``."""
-        name = name or f"sess_{secrets.token_hex(12)}"
+        tenant, name = caller.tenant, name or f"sess_{secrets.token_hex(12)}"
         if (tenant, name) in self._sessions:  # since it was looked for
             if conversation is not None:
                 release(self._state, conversation)
             raise _exists(name)
         made = ServerSession(name, tenant, budget, metadata, conversation, turns=turns)
-        made.frames = frames
+        made.frames, made.owner = frames, caller.name
         made.unbound = self._state.facts.unbound
         self._sessions[tenant, name] = made
-        if self._store is None:
-            return made
-        made.record = SessionRecord(name, made.created, tuple(budget.as_list()), metadata)
         try:
-            if conversation is None:
-                made.record = await asyncio.to_thread(self._store.commit, tenant, made.record)
-            else:
-                await self.commit_turn(made, conversation, turns, frames)
+            async with self._room(caller.name, tenant, 0):  # its record, or its idle memory
+                if self._store is None:
+                    return made
+                kept = tuple(budget.as_list())
+                made.record = SessionRecord(
+                    id=name, created=made.created, budget=kept, metadata=metadata
+                )
+                if conversation is None:
+                    made.record = await asyncio.to_thread(self._store.commit, tenant, made.record)
+                else:
+                    await self.commit_turn(made, conversation, turns, frames)
         except BaseException:
             self._close(made)
             raise
@@ -363,9 +404,9 @@ class SessionTable:
             conversation, session.conversation = session.conversation, None
             release(self._state, conversation)
 
-    def _apply_record(self, tenant: str, name: str, record: SessionRecord | None) -> None:
+    def _apply_record(self, caller: Caller, name: str, record: SessionRecord | None) -> None:
         """Follow the record in the shared folder; a busy session compares it when its turn ends."""
-        session = self._sessions.get((tenant, name))
+        session = self._sessions.get((caller.tenant, name))
         if session is not None and (session.busy or session.record == record):
             return
         if session is not None and (session.record is None or session.record.version):
@@ -373,18 +414,19 @@ class SessionTable:
         elif session is not None:
             return  # it is being written for the first time
         if record is not None:
-            self._sessions[tenant, name] = self._from_record(tenant, record)
+            self._sessions[caller.tenant, name] = self._from_record(caller, record)
 
-    def _shown(self, tenant: str, record: SessionRecord) -> ServerSession:
+    def _shown(self, caller: Caller, record: SessionRecord) -> ServerSession:
         """Return a session for a list, open or from its record; it is not opened."""
-        session = self._sessions.get((tenant, record.id))
+        session = self._sessions.get((caller.tenant, record.id))
         current = session is not None and (session.busy or session.record == record)
-        return session if session is not None and current else self._from_record(tenant, record)
+        return session if session is not None and current else self._from_record(caller, record)
 
-    def _from_record(self, tenant: str, record: SessionRecord) -> ServerSession:
+    def _from_record(self, caller: Caller, record: SessionRecord) -> ServerSession:
         facts = self._state.facts
         budget = facts.budget if facts.shared else Budget.of_list(*record.budget)
-        made = ServerSession(record.id, tenant, budget, record.metadata, created=record.created)
+        given = record.id, caller.tenant, budget, record.metadata
+        made = ServerSession(*given, created=record.created, owner=caller.name)
         made.record, made.turns, made.unbound = record, record.turns, facts.unbound
         return made
 
@@ -398,46 +440,67 @@ class SessionTable:
             return
         raise _exists(name)
 
-    def _require_place(self, tenant: str, besides: ServerSession | None = None) -> None:
-        """Make room for one more open session of a key; each key has an equal share.
+    def _require_place(self, tenant: str, owner: str, besides: ServerSession | None = None) -> None:
+        """Make room for one more open session; nobody takes all places.
+
+        Each key has an equal share. Without keys an address has three quarters of what other
+        addresses leave, and a browser half of what others do: secrets are free to make.
 
         Raises:
-            ApiError: 503, the key has its share open, or the server its limit.
+            ApiError: 503, the caller has its share open, or the server its limit.
         """
-        most, keys = self._state.settings.max_sessions, len(set(self._state.settings.api_keys))
+        settings = self._state.settings
+        most, keys = settings.max_sessions, len(set(settings.api_keys))
+        opened = self._opened(besides)
         if keys > 1:
             share = max(most // keys, min(most, 1))
-            self._close_idle(share, f"{share} sessions of your key are", besides, tenant)
-        self._close_idle(most, f"{most} sessions are", besides)
+            self._close_idle(share, f"{share} sessions of your key are", opened, tenant=tenant)
+        browser = tenant and ("browser", {"tenant": tenant}, 0.5)
+        for bound in (("address", {"owner": owner}, 0.75), browser):
+            if bound and not keys:
+                whose, of, part = bound
+                others = len(opened) - len(_of(opened, of))
+                share = max(int(part * (most - others)), min(most, 1))
+                words = f"{share} of the {most} sessions are your {whose}'s and"
+                self._close_idle(share, words, opened, **of)
+        self._close_idle(most, f"{most} sessions are", opened)
+
+    def _opened(self, besides: ServerSession | None) -> list[ServerSession | _Opening]:
+        """List the sessions that are open, or come from their files, but for one.
+
+        Those that lie in the shared folder alone do not count.
+        """
+        found = {id(one): one for one in self._opening}
+        for one in self._sessions.values():
+            if one.conversation is not None or one.turns == 0:
+                found[id(one)] = one
+        return [one for one in found.values() if one is not besides]
 
     def _close_idle(
-        self, most: int, open_are: str, besides: ServerSession | None, tenant: str | None = None
+        self, most: int, open_are: str, opened: list[ServerSession | _Opening], **of: str
     ) -> None:
-        """Close idle sessions until one more may be open, of one tenant or of all.
+        """Close idle sessions until one more may be open, of all or of some.
 
         Only those that are in the shared folder can be closed, the least recently used first.
-        Those that lie in the folder alone do not count as open.
 
         Args:
             most: sessions that may be open; open_are: the limit in words, for the error.
-            besides: a session that does not count.
+            opened: those that are, without those that are closed here; of: whose count, by field.
 
         Raises:
             ApiError: too few can be closed.
         """
-        opened = [
+        count = _of(opened, of)
+        coming = {id(one) for one in self._opening}
+        movable = [
             one
-            for one in self._sessions.values()
-            if one is not besides
-            and tenant in (None, one.tenant)
-            and (one.conversation is not None or one.turns == 0)
+            for one in count
+            if isinstance(one, ServerSession)
+            and one.on_disk
+            and not (one.busy or id(one) in coming)
         ]
-        movable = [one for one in opened if one.on_disk and not one.busy]
         movable.sort(key=lambda one: one.used)
-        coming = {
-            id(one) for one in self._opening if one is not besides and tenant in (None, one.tenant)
-        }
-        short = len(coming.union(map(id, opened))) + 1 - most
+        short = len(count) + 1 - most
         if short > len(movable):
             raise ApiError(
                 503, f"{open_are} open, as many as this server keeps", "too_many_sessions"
@@ -445,6 +508,7 @@ class SessionTable:
         for one in movable[: max(short, 0)]:
             one.closed_for_room = True
             self._close(one)
+            opened.remove(one)
 
     @contextmanager
     def _being_opened(self, one: ServerSession | _Opening) -> Iterator[None]:
@@ -461,6 +525,14 @@ class _Opening:
     """A saved session that is being read for a tenant."""
 
     tenant: str
+    owner: str
+
+
+def _of(
+    opened: list[ServerSession | _Opening], fields: dict[str, str]
+) -> list[ServerSession | _Opening]:
+    """Return the sessions with these fields."""
+    return [one for one in opened if all(getattr(one, k) == v for k, v in fields.items())]
 
 
 def _media_of(session: ServerSession) -> set[str]:
@@ -599,7 +671,7 @@ def sessions_router(state: ServerState, sessions: SessionTable) -> APIRouter:
 
     @router.delete("/{name}", summary="Close a session; its saved files stay")
     async def delete(name: str, who: CurrentCaller) -> dict[str, Any]:
-        await sessions.delete(await sessions.find(name, who, idle=True))
+        await sessions.delete_named(name, who)
         return {"id": name, "object": "session", "deleted": True}
 
     return router

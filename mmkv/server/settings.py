@@ -66,6 +66,42 @@ def _origins(given: list[str] | None) -> tuple[str, ...]:
     return tuple(given or ())
 
 
+def _networks(given: list[str] | None) -> tuple[str, ...]:
+    """Return networks, an address as one of its own. Raises InputError."""
+    try:
+        return tuple(str(ipaddress.ip_network(one.strip(), strict=False)) for one in given or ())
+    except ValueError as error:
+        raise InputError(
+            f"--trusted-proxy: {error}; give an address or a network, such as 10.0.0.0/8"
+        ) from None
+
+
+@dataclass(frozen=True)
+class RequestBounds:
+    """What requests may hold in memory; ``--process-memory`` lowers it.
+
+    Attributes:
+        bodies: how many bodies of the most bytes may be under way; values: of all bodies, JSON
+            values.
+        media: bytes of all pictures and videos that the engine has not read yet.
+        shown: pixels of a request's pictures and videos, as large as the model reads them.
+        scored: log probabilities of an answer that is no stream.
+        unsent: bytes of a stream that wait for its client, about; of all streams eight times that.
+        answers: bytes of all whole answers that wait for their clients.
+        contexts: how many contexts of tokens all conversations may have whose texts are held;
+            None: one for each session and request.
+    """
+
+    bodies: int = 8
+    values: int = 2**18
+    media: int = 768 * 2**20
+    shown: int = 120 * 10**6
+    scored: int = 2**17
+    unsent: int = 2**24
+    answers: int = 2**27
+    contexts: int | None = None
+
+
 @dataclass(frozen=True, kw_only=True)
 class ServerSettings:
     """Addresses, bounds and names of one server.
@@ -74,7 +110,8 @@ class ServerSettings:
     ``mmkv serve --help``.
 
     Attributes:
-        memory: most bytes of the cache, all sessions together.
+        memory: most bytes of the cache, all sessions together; process_memory: of the process.
+        bounds: what requests may hold beside that.
         snapshot_bytes: most bytes of the copies by which chats resume; None: what is free.
         shared_budget: entries per row of all sessions together; None: each has a budget of its own.
         api_keys: keys that requests may show; none: everyone may ask.
@@ -93,6 +130,8 @@ class ServerSettings:
         session_folder: where sessions are saved, and idle ones hibernate; None: none are saved.
         keep_sessions: whether sessions outlast the server, in that folder, for all servers that
             share it.
+        tenant_bytes, tenant_files: see :class:`mmkv.server.quota.DiskQuota`.
+        proxies: networks whose X-Forwarded-For is believed.
         max_sessions: most sessions that are open; store_bytes: most bytes of stored responses.
         name: the model as requests name it; strict: whether fields that are not known are refused.
         replicas: how many run on Ray Serve; None: one server, without Ray.
@@ -115,8 +154,14 @@ class ServerSettings:
         "1GiB",
         read=_bytes,
     )
+    process_memory: int | None = option(
+        "Most memory of the process, for example 2GiB: fewer and smaller requests are served at a "
+        "time (default: what their bounds come to, which the start line says).",
+        str | None,
+        read=_bytes,
+    )
     snapshot_bytes: int | None = option(
-        "Most of it for copies by which chats resume (default: what is free).",
+        "Most of --memory for copies by which chats resume (default: what is free).",
         str | None,
         name="snapshots",
         read=_bytes,
@@ -187,6 +232,13 @@ class ServerSettings:
         name="max_connections",
         least=1,
     )
+    proxies: tuple[str, ...] = option(
+        "Address or network of a proxy whose X-Forwarded-For says who asks. Repeatable. Default: "
+        "none; the address of the connection counts.",
+        list[str] | None,
+        name="trusted_proxy",
+        read=_networks,
+    )
     max_tokens: int | None = option(
         "Longest reply where a request names none (default: as generation_config.json says, or "
         "512).",
@@ -212,6 +264,16 @@ class ServerSettings:
         "Drop the cached entries of a thought once its reply is over.", bool, False
     )
     max_sessions: int = option("Sessions that may be open.", int, 1000, least=0)
+    tenant_bytes: int | None = option(
+        "Most that the files of one key (one address, without keys) take on disk: sessions that "
+        "are saved, kept or idle, and pictures (default: as much as is left free).",
+        str | None,
+        name="max_tenant_bytes",
+        read=_bytes,
+    )
+    tenant_files: int = option(
+        "Files that one of these may have.", int, 10_000, name="max_tenant_files", least=1
+    )
     store_bytes: int = option(
         "Most memory of stored responses, in files too.", str, "1GiB", name="store", read=_bytes
     )
@@ -235,6 +297,7 @@ class ServerSettings:
     page: bool = option("A page to chat with, at /.", bool, True, flags=("--page/--no-page",))
     drain: float = option("Seconds that replies have to end after SIGTERM.", float, 30.0, least=0)
     # Those that no option has.
+    bounds: RequestBounds = RequestBounds()
     idle_folder: Path | None = None
     max_choices: int = 8
     body_seconds: float = 120.0
@@ -253,7 +316,8 @@ class ServerSettings:
 
         One may be longer where others are shorter.
         """
-        return (self.max_sessions + self.most_taken) * context
+        contexts = self.max_sessions + self.most_taken
+        return min(contexts, self.bounds.contexts or contexts) * context
 
 
 @dataclass(frozen=True)
@@ -321,16 +385,26 @@ class Footprint:
         """Return the sum."""
         return sum(self.parts.values())
 
-    def describe(self) -> str:
-        """Return a line for the log."""
+    def __str__(self) -> str:
         parts = dict(self.parts)
         cache, weights = parts.pop("cache"), parts.pop("weights and libraries")
         return (
-            f"memory: the cache takes at most {_mib(cache)}; the process at most "
-            f"{_mib(self.total)} ({_mib(weights)} weights and libraries, {_mib(cache)} cache, "
-            f"{_mib(sum(parts.values()))} for requests and conversations)"
+            f"{mib(self.total)} ({mib(weights)} weights and libraries, {mib(cache)} cache, "
+            f"{mib(sum(parts.values()))} for requests and conversations)"
+        )
+
+    def describe(self, settings: ServerSettings) -> str:
+        """Return a line for the log of a server that starts with these settings."""
+        cache = mib(self.parts["cache"])
+        line = f"memory: the cache takes at most {cache}; the process at most {self}"
+        if settings.process_memory is None:
+            return f"{line}; --process-memory lowers that"
+        return (
+            f"{line}; for --process-memory a body has at most {settings.body / 2**20:.1f} MiB, the "
+            f"pictures of a request {settings.bounds.shown / 10**6:.1f} megapixels as the model "
+            f"reads them, and {settings.connections} connections may be open"
         )
 
 
-def _mib(count: int) -> str:
+def mib(count: int) -> str:
     return f"{count / 2**20:,.0f} MiB"

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Self, TypeVar
 from fastapi import Depends, Request
 
 from mmkv.engine.errors import CapacityError
+from mmkv.engine.memory import give_back, resident_bytes
 from mmkv.scheduler.loop import queue_is_full
 from mmkv.server.errors import ApiError
 from mmkv.server.schema import MOST_NAMES, TOLD_TEMPLATES, ReplyRequest, shown_name, unread_fields
@@ -23,6 +24,7 @@ from mmkv.server.schema import MOST_NAMES, TOLD_TEMPLATES, ReplyRequest, shown_n
 if TYPE_CHECKING:
     from mmkv.server.conversations import ConversationState
     from mmkv.server.engine_thread import EngineThread
+    from mmkv.server.guard import BodyRoom
     from mmkv.server.media.resolver import MediaResolver
     from mmkv.server.metrics import Metrics
     from mmkv.server.settings import Facts, Footprint, ServerSettings
@@ -31,6 +33,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("mmkv.server")
 T = TypeVar("T")
+_TRIM = 1.0  # seconds between two attempts to free memory for a request
 _MOST_LOGGED = 256  # names that clients have chosen
 
 
@@ -49,7 +52,7 @@ class ServerState:
     Attributes:
         media: fetches and decodes pictures and videos; footprint: memory the process may take.
         busy: requests under way, by caller; unread: names of fields that were logged.
-        counts: of prompts whose tokens are counted, and are not read.
+        counts: of prompts whose tokens are counted, and are not read; bodies: of all requests.
         background: turns that go on without their clients.
     """
 
@@ -64,8 +67,13 @@ class ServerState:
     unread: set[str] = field(default_factory=set)
     background: set[asyncio.Task[None]] = field(default_factory=set)
     counts: PromptCounts = field(init=False)
+    bodies: BodyRoom = field(init=False)
+    _trimmed: float = 0.0
 
     def __post_init__(self) -> None:
+        from mmkv.server.guard import BodyRoom  # which needs what is here
+
+        self.bodies = BodyRoom(self.settings.body, self.settings.bounds)
         self.counts = PromptCounts(self.engine_thread, self.settings.max_queue)
 
     def headers_for(self, request: ReplyRequest, more: Sequence[str] = ()) -> dict[str, str]:
@@ -100,6 +108,24 @@ class ServerState:
             self.unread.update(new)
             log.warning(f"fields of a request have no effect here: {', '.join(new)}")
         return {"X-Mmkv-Ignored": ", ".join(names)} if names else {}
+
+    def has_memory(self) -> bool:
+        """Whether the process may read one more prompt beside what it holds now.
+
+        The bounds of its parts say what can come; this sees what the heap makes of it. While no
+        request is under way there is nothing to wait for.
+        """
+        most, known = self.settings.process_memory, self.footprint
+        if most is None or known is None or not self.engine_thread.busy:
+            return True
+        left = most - known.parts["reading"]
+        if (resident_bytes() or 0) <= left:
+            return True
+        now = time.monotonic()
+        if now - self._trimmed > _TRIM:
+            self._trimmed = now
+            give_back()
+        return (resident_bytes() or 0) <= left
 
     @cached_property
     def weights(self) -> dict[str, float]:

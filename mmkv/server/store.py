@@ -13,24 +13,31 @@ import re
 import shutil
 import stat
 import tempfile
-import threading
 import time
 import uuid
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Self
+from typing import Annotated, Any, Self
 
 from filelock import FileLock, Timeout
+from pydantic import Field, model_validator
 
 from mmkv.engine.budget import Budget
 from mmkv.engine.errors import BudgetError, SessionError
+from mmkv.engine.paths import drop_drafts, open_regular, whole_file
+from mmkv.engine.session_file import SavedBudget
+from mmkv.engine.strict import Strict
 from mmkv.server.errors import ApiError
+from mmkv.server.schema import Metadata
 
-_FOLDER = ".sessions"  # beside the files that users name, which begin with no dot
-_RECORD, _MEMORY, _DRAFT = ".json", ".mmkv", ".part"
+log = logging.getLogger("mmkv.server")
+KEPT = ".sessions"  # beside the files that users name, which begin with no dot
+_RECORD, _MEMORY = ".json", ".mmkv"
 _POLL = 0.005  # seconds between two looks at a lock that another one holds
 _ABANDONED = 3600  # seconds after which a file that no record names is removed
+_SWEEP = 10  # seconds that a start waits for another server's turn
+TENANT = re.compile("[0-9a-f]{32}|public")
 
 
 class NotWrittenError(SessionError):
@@ -51,10 +58,40 @@ def disk_errors() -> Iterator[None]:
         ) from error
 
 
+def folder_of(tenant: str) -> str:
+    """Return what names a tenant's folders: of an API key, a browser, or all without either."""
+    return tenant[:32] or "public"
+
+
+class TenantFolder:
+    """Finds the files of tenants, each in a folder of its own below ``folder``."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+
+    def path(self, tenant: str, name: str) -> Path:
+        """Return where a tenant's file lies. Raises SessionError: its folder is a link."""
+        place = self._folder / folder_of(tenant)
+        if place.is_symlink():  # it may lead to another tenant's
+            raise SessionError("the session folder has a link in place of yours; tell its owner")
+        return place / name
+
+    def all(self) -> list[Path]:
+        """List the folders of tenants. Raises OSError."""
+        return [
+            one
+            for one in self._folder.iterdir()
+            if TENANT.fullmatch(one.name) and one.is_dir() and not one.is_symlink()
+        ]
+
+
 NAME = r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}"
 NAMED = "named by letters, digits, dots, dashes and underscores"
 _SUFFIX = ".mmkv"
 _SAVING = ".saving"  # of a folder in which a new name is taken
+_ID = r"[0-9a-f]{32}"
+# Drafts that older servers left: newer ones are folders, and go with the first that is written.
+_OLD_DRAFT = re.compile(rf"({NAME}\.(mmkv|json)-?\w*|tmp\w{{8}})\.part|\.tmp\w{{6}}")
 
 
 @dataclass(frozen=True)
@@ -83,13 +120,14 @@ class SavedSessions:
     """
 
     def __init__(self, folder: Path | None) -> None:
-        self._folder = folder
+        self._folder = None if folder is None else TenantFolder(folder)
 
     def path(self, name: str, tenant: str) -> Path:
         """Return where a saved session lies; callers with different keys have different folders.
 
         Raises:
-            ApiError: 400, the name cannot be one, or this server has no folder.
+            ApiError: 400, the name cannot be one, or this server has no folder. SessionError: the
+                caller's folder is a link.
         """
         if self._folder is None:
             raise ApiError(
@@ -99,14 +137,14 @@ class SavedSessions:
             )
         if not re.fullmatch(NAME, name):
             raise ApiError(400, f"a file is {NAMED}", "invalid_value", "name")
-        return self._folder / (tenant[:32] or "public") / f"{name}{_SUFFIX}"
+        return self._folder.path(tenant, f"{name}{_SUFFIX}")
 
     def of(self, tenant: str) -> list[SavedSession]:
         """Return a tenant's files, by name. Raises ApiError (400): this server has no folder."""
         found = []
         for path in sorted(self.path("any", tenant).parent.glob(f"*{_SUFFIX}")):
-            with contextlib.suppress(OSError):  # deleted meanwhile, a broken link
-                about = path.stat()
+            with contextlib.suppress(OSError):  # deleted meanwhile
+                about = path.lstat()
                 name = path.name.removesuffix(_SUFFIX)
                 if stat.S_ISREG(about.st_mode) and re.fullmatch(NAME, name):
                     found.append(SavedSession(name, about.st_size, int(about.st_mtime)))
@@ -115,7 +153,7 @@ class SavedSessions:
     def delete(self, name: str, tenant: str) -> None:
         """Remove a file. Raises ApiError: there is none (404), the disk refuses it (507)."""
         try:
-            self.path(name, tenant).unlink()
+            self.path(name, tenant).unlink()  # a link goes, and what it leads to stays
         except FileNotFoundError:
             raise no_such_file(name, "name") from None
         except OSError as error:
@@ -125,6 +163,22 @@ class SavedSessions:
                 "--session-folder",
                 "cannot_remove",
             ) from error
+
+    def sweep(self) -> None:
+        """Remove what is left of files whose writing was killed."""
+        with contextlib.suppress(OSError):
+            for place in () if self._folder is None else self._folder.all():
+                drop_drafts(place)
+                for path in place.iterdir():
+                    if _OLD_DRAFT.fullmatch(path.name):
+                        _drop_old(path)
+
+
+def _drop_old(path: Path) -> None:
+    """Remove a file that has not been written to for an hour."""
+    with contextlib.suppress(OSError):
+        if path.lstat().st_mtime < time.time() - _ABANDONED:
+            path.unlink()
 
 
 def write_session(save: Callable[[Path], None], path: Path, over: bool = True) -> None:
@@ -159,13 +213,8 @@ def _write_new(save: Callable[[Path], None], path: Path) -> None:
 def copy_whole(path: Path, to: Path) -> None:
     """Copy a file, whole or not at all. Raises SessionError."""
     try:
-        with tempfile.NamedTemporaryFile(dir=to.parent, suffix=_DRAFT, delete=False) as made:
-            draft = Path(made.name)
-        try:
+        with whole_file(to, private=True) as draft:
             shutil.copyfile(path, draft)
-            draft.replace(to)
-        finally:
-            draft.unlink(missing_ok=True)
     except OSError as error:
         raise SessionError(
             f"cannot write {to.name}: {error.strerror}; the old file is untouched"
@@ -183,8 +232,12 @@ def saved_already(name: str) -> ApiError:
     return ApiError(409, f"there is a file {name} already; set overwrite", "file_exists", "name")
 
 
-@dataclass(frozen=True)
-class SessionRecord:
+_Count = Annotated[int, Field(ge=0, le=2**62)]
+_Digest = Annotated[str, Field(pattern=f"^({_ID}|[0-9a-f]{{64}})?$")]
+_LONGEST = 2**24  # bytes of a record, which has 70 for each picture
+
+
+class SessionRecord(Strict):
     """What the shared folder holds on a session, as JSON.
 
     Attributes:
@@ -195,31 +248,50 @@ class SessionRecord:
             that changed no memory included.
     """
 
-    id: str
-    created: int
-    budget: tuple[Any, ...]
-    metadata: dict[str, str] = field(default_factory=dict)
-    turns: int = 0
-    messages: int = 0
+    id: Annotated[str, Field(pattern=f"^{NAME}$")]
+    created: _Count
+    budget: SavedBudget
+    metadata: Metadata = {}
+    turns: _Count = 0
+    messages: _Count = 0
     memory: str | None = None
-    version: str = ""
-    media: tuple[str, ...] = ()
-    skipped: int = 0
+    version: Annotated[str, Field(pattern=f"^({_ID})?$")] = ""
+    media: tuple[_Digest, ...] = ()
+    skipped: _Count = 0
+
+    @model_validator(mode="after")
+    def _agrees(self) -> Self:
+        try:
+            Budget.of_list(*self.budget)
+        except BudgetError as error:
+            raise ValueError(str(error)) from error
+        own = rf"{re.escape(self.id)}\.{_ID}\{_MEMORY}"
+        if self.memory is not None and not re.fullmatch(own, self.memory):
+            raise ValueError("the memory is not of this session")
+        return self
+
+    def changed(self, **fields: Any) -> Self:
+        """Return it with other fields, checked as if they were read."""
+        return self.model_validate({**dict(self), **fields})
 
     @classmethod
     def read(cls, path: Path) -> Self | None:
-        """Read one; None where there is none. Raises SessionError: it cannot be read."""
+        """Read one; None where there is none. Raises SessionError: no server has written it so."""
         try:
-            found: dict[str, Any] = json.loads(path.read_text())
-            budget = Budget.of_list(*found.pop("budget"))
-            media = tuple(map(str, found.pop("media", ())))
-            return cls(budget=tuple(budget.as_list()), media=media, **found)
+            with open_regular(path, follow=False) as file:
+                text = file.read(_LONGEST + 1)
+            if len(text) > _LONGEST:
+                raise ValueError("too long")
+            record = cls.model_validate_json(text)
+            if record.id != path.stem:
+                raise ValueError("of another session")
         except FileNotFoundError:
             return None
-        except (BudgetError, OSError, ValueError, TypeError, KeyError, AttributeError) as error:
+        except (OSError, ValueError) as error:
             raise SessionError(
                 f"the session {path.stem} cannot be read from the session folder; begin a new one"
             ) from error
+        return record
 
 
 class SessionStore:
@@ -235,30 +307,37 @@ class SessionStore:
     """
 
     def __init__(self, folder: Path) -> None:
-        self._folder = folder / _FOLDER
+        self._folder = TenantFolder(folder / KEPT)
 
     def record(self, tenant: str, name: str) -> SessionRecord | None:
         """Return what is known of a session; None where there is none. Raises SessionError."""
-        return SessionRecord.read(self._path(tenant, name + _RECORD))
+        return SessionRecord.read(self._folder.path(tenant, name + _RECORD))
 
     def records(self, tenant: str) -> Iterator[SessionRecord]:
         """Yield those of a tenant's sessions that can be read, oldest first."""
-        found = []
-        for path in self._path(tenant, "").glob("*" + _RECORD):
-            with contextlib.suppress(SessionError):
-                record = SessionRecord.read(path)
-                if record is not None:
-                    found.append(record)
-        yield from sorted(found, key=lambda one: (one.created, one.id))
+        read = (record for _, record in self._read(tenant) if record is not None)
+        yield from sorted(read, key=lambda one: (one.created, one.id))
+
+    def _read(self, tenant: str) -> Iterator[tuple[str, SessionRecord | None]]:
+        """Yield the ids of a tenant's sessions, with their records; None: it cannot be read."""
+        for path in self._folder.path(tenant, "").glob("*" + _RECORD):
+            if re.fullmatch(NAME, path.stem):
+                try:
+                    record = SessionRecord.read(path)
+                except SessionError:
+                    yield path.stem, None
+                else:
+                    if record is not None:  # else it was deleted meanwhile
+                        yield path.stem, record
 
     def memory(self, tenant: str, record: SessionRecord) -> Path:
         """Return where the memory of a session lies."""
         assert record.memory is not None
-        return self._path(tenant, record.memory)
+        return self._folder.path(tenant, record.memory)
 
     def new_memory(self, tenant: str, name: str) -> Path:
         """Return where the next memory of a session may be written."""
-        path = self._path(tenant, f"{name}.{uuid.uuid4().hex}{_MEMORY}")
+        path = self._folder.path(tenant, f"{name}.{uuid.uuid4().hex}{_MEMORY}")
         with disk_errors():
             path.parent.mkdir(parents=True, exist_ok=True)
         return path
@@ -270,8 +349,8 @@ class SessionStore:
             SessionError: another server changed the session meanwhile; NotWrittenError: it cannot
                 be written. The earlier record stays.
         """
-        path = self._path(tenant, record.id + _RECORD)
-        made = SessionRecord(**{**vars(record), "version": uuid.uuid4().hex})
+        path = self._folder.path(tenant, record.id + _RECORD)
+        made = record.changed(version=uuid.uuid4().hex)
         with self._locked(tenant):
             before = SessionRecord.read(path)
             if (before.version if before else "") != record.version:
@@ -283,7 +362,8 @@ class SessionStore:
                 if record.memory is not None:  # it has to be on the disk before a record names it
                     _sync(self.memory(tenant, record))
                     _sync(path.parent)
-                _replace(path, json.dumps(vars(made)))
+                with whole_file(path, private=True, sync=True) as draft:
+                    draft.write_text(json.dumps(dict(made)))
             if before is not None and before.memory not in (None, record.memory):
                 with contextlib.suppress(OSError):  # the session stands; sweep() comes again
                     self.memory(tenant, before).unlink()
@@ -295,59 +375,46 @@ class SessionStore:
             record = None
             with contextlib.suppress(SessionError):
                 record = self.record(tenant, name)
-            self._path(tenant, name + _RECORD).unlink(missing_ok=True)
+            self._folder.path(tenant, name + _RECORD).unlink(missing_ok=True)
             if record is not None and record.memory is not None:
                 self.memory(tenant, record).unlink(missing_ok=True)
 
     def sweep(self) -> None:
-        """Remove what servers that were killed have left: files that no record names."""
+        """Remove what servers that were killed have left: files that no record names.
+
+        What cannot be read stays, with all of its session. Nothing in the folder keeps a server
+        from starting.
+        """
         with contextlib.suppress(OSError):
-            for folder in self._folder.iterdir():
-                if folder.is_dir():
-                    self._sweep(folder.name)
+            for place in self._folder.all():
+                with contextlib.suppress(OSError, SessionError):
+                    self._sweep(place.name)
 
     def _sweep(self, tenant: str) -> None:
-        with self._locked(tenant):
-            named, unread = set(), set()
-            for path in self._path(tenant, "").glob("*" + _RECORD):
-                try:
-                    record = SessionRecord.read(path)
-                    named.add(None if record is None else record.memory)
-                except SessionError:
-                    unread.add(path.stem)  # somebody may mend it
-            for path in self._path(tenant, "").iterdir():
-                of = path.name.rsplit(".", 2)[0]
-                if path.suffix not in (_MEMORY, _DRAFT) or path.name in named or of in unread:
-                    continue
-                with contextlib.suppress(OSError):
-                    if path.stat().st_mtime < time.time() - _ABANDONED:
-                        path.unlink()
+        with self._locked(tenant, _SWEEP):
+            read = dict(self._read(tenant))
+            named = {one.memory for one in read.values() if one is not None}
+            unread = [name for name, one in read.items() if one is None]
+            place = self._folder.path(tenant, "")
+            if unread:
+                what = "%d sessions in %s cannot be read and stay as they are, %s among them"
+                log.warning(what, len(unread), place, unread[0])
+            drop_drafts(place)
+            for path in place.iterdir():
+                memory = re.fullmatch(rf"({NAME})\.{_ID}\{_MEMORY}", path.name)
+                lost = memory and path.name not in named and memory[1] not in unread
+                if lost or _OLD_DRAFT.fullmatch(path.name):
+                    _drop_old(path)
 
     @contextlib.contextmanager
-    def _locked(self, tenant: str) -> Iterator[None]:
-        """Lock a tenant's folder against all other threads and servers."""
-        path = self._path(tenant, ".lock")
+    def _locked(self, tenant: str, seconds: float = -1) -> Iterator[None]:
+        """Lock a tenant's folder against all other threads and servers; wait so long at most."""
+        path = self._folder.path(tenant, ".lock")
         with contextlib.ExitStack() as stack:
             with disk_errors():
                 path.parent.mkdir(parents=True, exist_ok=True)
-                stack.enter_context(FileLock(path).acquire(poll_interval=_POLL))
+                stack.enter_context(FileLock(path).acquire(seconds, poll_interval=_POLL))
             yield
-
-    def _path(self, tenant: str, name: str) -> Path:
-        return self._folder / (tenant[:32] or "public") / name
-
-
-def _replace(path: Path, text: str) -> None:
-    """Write a file, whole or not at all, and flush it to the disk."""
-    handle, draft = tempfile.mkstemp(dir=path.parent, suffix=_DRAFT)
-    try:
-        with os.fdopen(handle, "w") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(draft, path)
-    finally:
-        Path(draft).unlink(missing_ok=True)
 
 
 def _sync(path: Path) -> None:
@@ -361,93 +428,6 @@ def _sync(path: Path) -> None:
         os.close(handle)
 
 
-MOST_MEDIA = 512 * 2**20  # bytes of all pictures and videos that are kept for clients
-_BEGINNINGS = {
-    b"\x89PNG\r\n\x1a\n": "image/png",
-    b"\xff\xd8\xff": "image/jpeg",
-    b"GIF8": "image/gif",
-    b"BM": "image/bmp",
-    b"\x1aE\xdf\xa3": "video/webm",
-}
-
-
-def media_type_of(content: bytes) -> str:
-    """Return the type of a picture or video by its first bytes."""
-    if content[:4] == b"RIFF":
-        return "image/webp" if content[8:12] == b"WEBP" else "video/x-msvideo"
-    if content[4:8] == b"ftyp":
-        return "video/mp4"
-    found = (kind for begin, kind in _BEGINNINGS.items() if content.startswith(begin))
-    return next(found, "application/octet-stream")
-
-
-class MediaStore:
-    """Pictures and videos of sessions, as they were sent, so that a client can show them again.
-
-    The files are named by tenant and SHA-256. Where all together pass ``most`` bytes, those of the
-    tenant that has the most go first, and of these those that were not asked for the longest. Any
-    thread may call the methods.
-
-    Args:
-        folder: where they lie; it is made when the first one comes.
-    """
-
-    def __init__(self, folder: Path, most: int = MOST_MEDIA) -> None:
-        self._folder, self._most, self._lock = folder, most, threading.Lock()
-
-    def put(self, tenant: str, digest: str, content: bytes) -> None:
-        """Keep one. Raises OSError."""
-        path = self._path(tenant, digest)
-        with self._lock:
-            if path.exists():
-                os.utime(path)
-                return
-            self._folder.mkdir(exist_ok=True)
-            handle, draft = tempfile.mkstemp(dir=self._folder, suffix=_DRAFT)
-            try:
-                with os.fdopen(handle, "wb") as file:
-                    file.write(content)
-                os.replace(draft, path)
-            finally:
-                Path(draft).unlink(missing_ok=True)
-            self._make_room()
-
-    def get(self, tenant: str, digest: str) -> bytes | None:
-        """Return one; None where it is not kept."""
-        path = self._path(tenant, digest)
-        try:
-            os.utime(path)
-            return path.read_bytes()
-        except OSError:
-            return None
-
-    def remove(self, tenant: str, digest: str) -> None:
-        """Remove one, if it is kept."""
-        with contextlib.suppress(OSError):
-            self._path(tenant, digest).unlink()
-
-    def _path(self, tenant: str, digest: str) -> Path:
-        if not re.fullmatch(r"[0-9a-f]{64}", digest):
-            digest = "none"
-        return self._folder / f"{tenant[:32] or 'public'}-{digest}"
-
-    def _make_room(self) -> None:
-        found: dict[str, list[tuple[int, int, Path]]] = {}
-        for path in self._folder.iterdir():
-            with contextlib.suppress(OSError):  # removed meanwhile
-                about, tenant = path.stat(), path.name.rpartition("-")[0]
-                found.setdefault(tenant, []).append((about.st_mtime_ns, about.st_size, path))
-        held = {tenant: sum(size for _, size, _ in ones) for tenant, ones in found.items()}
-        for ones in found.values():
-            ones.sort(reverse=True)
-        while sum(held.values()) > self._most:
-            most = max(held, key=held.__getitem__)
-            _, size, path = found[most].pop()
-            path.unlink(missing_ok=True)
-            held[most] -= size
-
-
-log = logging.getLogger("mmkv.server")
 _PREFIX, _LOCK = ".hibernated-", ".lock"
 _OURS: set[Path] = set()  # of this process, which may lock its own files again
 _PATIENCE = 60  # seconds for other servers that begin in the same folder
@@ -477,10 +457,11 @@ class HibernationFolder:
             with contextlib.ExitStack() as stack:
                 if within is not None:
                     within.mkdir(parents=True, exist_ok=True)
-                    # So that no folder is found between its making and its lock.
-                    common = FileLock(within / f"{_PREFIX[:-1]}{_LOCK}", timeout=_PATIENCE)
-                    stack.enter_context(common)
-                    _remove_abandoned(within)
+                    with contextlib.suppress(OSError):  # something else lies in its place
+                        # So that no folder is found between its making and its lock.
+                        common = FileLock(within / f"{_PREFIX[:-1]}{_LOCK}", timeout=_PATIENCE)
+                        stack.enter_context(common)
+                        _remove_abandoned(within)
                 self._made = tempfile.TemporaryDirectory(
                     prefix=_PREFIX, dir=within, ignore_cleanup_errors=True
                 )
@@ -546,7 +527,7 @@ def _without_paths(error: BaseException) -> str:
 
 
 def _remove_abandoned(within: Path) -> None:
-    for folder in within.glob(f"{_PREFIX}*"):
+    for folder in within.glob(f"{_PREFIX}{'[a-z0-9_]' * 8}"):  # as tempfile names them
         if folder in _OURS or folder.is_symlink() or not folder.is_dir():
             continue
         lock = FileLock(folder / _LOCK)

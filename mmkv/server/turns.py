@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal, Self
 
 from mmkv.calls.parser import ParsedReply
-from mmkv.engine.errors import STOPS
+from mmkv.engine.errors import STOPS, SessionError
 from mmkv.prompt.media import data_uri_content
 from mmkv.prompt.video import FramesSeen
 from mmkv.server import reply
@@ -28,8 +28,9 @@ if TYPE_CHECKING:
     from mmkv.engine.budget import Budget
     from mmkv.server.conversations import ConversationState
     from mmkv.server.prompts import Message
+    from mmkv.server.quota import MediaStore
     from mmkv.server.schema import ChatRequest, ObserveRequest
-    from mmkv.server.store import MediaStore, SessionRecord
+    from mmkv.server.store import SessionRecord
     from mmkv.server.work import Standing, Usage
 
 
@@ -44,6 +45,7 @@ class ServerSession:
     """One session.
 
     Attributes:
+        owner: the key or address that opened it, see :class:`mmkv.server.state.Caller`.
         conversation: its state after the latest turn; None before the first, or while it lies in
             the shared folder alone.
         record: what the shared folder holds on it; None without such a folder.
@@ -69,6 +71,7 @@ class ServerSession:
     used: int = 0
     unbound: bool = False
     frames: FramesSeen | None = None
+    owner: str = ""
 
     @property
     def on_disk(self) -> bool:
@@ -476,9 +479,11 @@ class BackgroundTurn:
         """Keep the pictures and videos for clients."""
         for digest, url in contents.items():
             try:
-                self._media.put(self._turn.caller.tenant, digest, data_uri_content(url))
-            except OSError as error:
-                log.warning("a picture is not kept for the page: %s", error.strerror or error)
+                caller = self._turn.caller
+                self._media.put(caller.name, caller.tenant, digest, data_uri_content(url))
+            except (OSError, SessionError) as error:
+                why = getattr(error, "strerror", None) or error
+                log.warning("a picture is not kept for the page: %s", why)
 
     async def _look(self) -> None:
         """Ask now and then what the memory holds."""

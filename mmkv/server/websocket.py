@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import json
 import logging
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from pydantic import ValidationError
@@ -20,7 +21,7 @@ from mmkv.engine.errors import STOPS, shown
 from mmkv.scheduler.loop import queue_is_full
 from mmkv.server.connections import SocketConnection, size_of
 from mmkv.server.errors import ApiError, api_error, invalid
-from mmkv.server.guard import require_json_text
+from mmkv.server.guard import values_of
 from mmkv.server.reply import error_response, rendered
 from mmkv.server.schema import ChatRequest, ObserveRequest
 from mmkv.server.turns import SessionObservation, SessionTurn
@@ -125,8 +126,22 @@ class SessionSocket:
         text = message.pop("text", None)
         if text is None:
             raise ApiError(400, "the message is binary; send JSON as text", "invalid_request")
-        kind, fields = _parsed(text)
-        del text
+        with self._counted(values_of(text)):
+            await self._act(*_parsed(text))
+
+    @contextlib.contextmanager
+    def _counted(self, values: int) -> Iterator[None]:
+        """Count the values of a message while it is under way. Raises ApiError (503)."""
+        room = self._state.bodies
+        room.values += values
+        try:
+            if room.full(0, values):
+                raise room.error()
+            yield
+        finally:
+            room.values -= values
+
+    async def _act(self, kind: str, fields: dict[str, Any]) -> None:
         if not self._state.engine_thread.has_place():
             self._state.metrics.rejected.labels("queue").inc()
             most = self._state.settings.max_queue
@@ -162,7 +177,6 @@ class SessionSocket:
 
 def _parsed(text: str) -> tuple[str, dict[str, Any]]:
     """Return a message's type and its other fields. Raises ApiError."""
-    require_json_text(text)
     try:
         fields = json.loads(text)
     except (ValueError, RecursionError) as error:

@@ -6,6 +6,7 @@ import gc
 import json
 import math
 import os
+import shutil
 import stat
 from dataclasses import replace
 from pathlib import Path
@@ -13,20 +14,23 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from torch import Tensor
 
 import mmkv.engine.session_file as session_file
-from mmkv import Engine, bundled_model
+from mmkv import Engine, bundled_model, resources
+from mmkv.cli import config
 from mmkv.engine.budgets import page_bound
 from mmkv.engine.contents import MOST_PICTURES, with_pictures
-from mmkv.engine.errors import BudgetError, ContextError, InputError, SessionError
+from mmkv.engine.errors import BudgetError, ContextError, GateError, InputError, SessionError
 from mmkv.engine.model.gates import Gates
-from mmkv.engine.paths import whole_file
+from mmkv.engine.paths import DRAFT, open_regular, whole_file
 from mmkv.engine.policies import Budget, GlobalAllocation, HeadAllocation, Policy
 from mmkv.engine.policies.scoring import Retention
 from mmkv.engine.runtime import Runtime
 from mmkv.engine.sequence import CachedSequence
 from mmkv.resources import asset
+from mmkv.sampling import Sampling
 from tests.support.factories import checkpoint, make_turn
 from tests.support.policies import ALL, EVICTING, EVICTING_KINDS
 from tests.support.sessions import (
@@ -801,7 +805,7 @@ def test_the_old_file_is_there_until_the_new_one_is_whole(tmp_path: Path, privat
     path = tmp_path / "kept.json"
     path.write_text("old")
     with whole_file(path, private=private, sync=True) as draft:
-        assert draft.parent == tmp_path and draft.name.endswith(".part")
+        assert draft.relative_to(tmp_path).parts[0].endswith(DRAFT if private else ".part")
         draft.write_text("new")
         assert path.read_text() == "old"
     assert path.read_text() == "new" and os.listdir(tmp_path) == ["kept.json"]
@@ -819,6 +823,78 @@ def test_an_error_leaves_the_old_file_alone(tmp_path: Path, private: bool) -> No
         draft.write_text("ne")
         raise KeyboardInterrupt
     assert path.read_text() == "old" and os.listdir(tmp_path) == ["kept.json"]
+
+
+def test_what_killed_writers_left_goes_with_the_next_that_writes(tmp_path: Path) -> None:
+    """In another process; drafts of this hour, and what others name so, stay."""
+    (tmp_path / "a").mkdir()
+    for name in (f".old{DRAFT}", f".new{DRAFT}", f"mine{DRAFT}"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "half").write_text("")
+        os.utime(tmp_path / name, (0, 0) if "new" not in name else None)
+    (tmp_path / f".link{DRAFT}").symlink_to(tmp_path / "a")
+    os.utime(tmp_path / f".link{DRAFT}", (0, 0), follow_symlinks=False)
+    with whole_file(tmp_path / "kept", private=True) as draft:
+        save_file({"a": torch.zeros(3)}, draft)  # which makes a draft of its own beside that
+        assert draft.parent.parent == tmp_path
+    assert {path.name for path in tmp_path.iterdir()} == {
+        *("kept", "a", f".new{DRAFT}", f"mine{DRAFT}", f".link{DRAFT}")
+    }
+
+
+def test_only_regular_files_are_opened(tmp_path: Path) -> None:
+    """A pipe without a writer would be waited for; a link counts where it is allowed."""
+    file, link, pipe = (tmp_path / name for name in ("file", "link", "pipe"))
+    file.write_text("text")
+    link.symlink_to(file)
+    os.mkfifo(pipe)
+    with open_regular(file, follow=False) as one, open_regular(link) as two:
+        assert one.read() == two.read() == b"text"
+    for path in (pipe, tmp_path, Path("/dev/zero"), tmp_path / "missing"):
+        with pytest.raises(OSError):
+            open_regular(path)
+    with pytest.raises(OSError):
+        open_regular(link, follow=False)
+
+
+def test_pipes_in_the_place_of_files_are_not_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = Engine.from_pretrained(bundled_model(), budget=64)
+    gates = Path(shutil.copytree(asset("tiny-vlm/gates"), tmp_path / "gates"))
+    for path in (gates / "gates.json", tmp_path / "session.mmkv", tmp_path / "mmkv.toml"):
+        path.unlink(missing_ok=True)
+        os.mkfifo(path)
+    with pytest.raises(SessionError, match="a pipe or a device"):
+        engine.load_session(tmp_path / "session.mmkv")
+    with pytest.raises(GateError, match="a pipe or a device"):
+        Engine.from_pretrained(bundled_model(), gates=str(gates))
+    monkeypatch.setattr(resources, "bundled_gates", lambda: {"x": gates})
+    assert resources.gates_made_for(str(bundled_model())) == {}
+    with pytest.raises(InputError, match="a pipe or a device"):
+        config._read(tmp_path / "mmkv.toml")
+
+
+def test_a_file_that_is_cut_short_while_it_is_read_ends_no_process(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Mapped, it would (SIGBUS)."""
+    engine = Engine.from_pretrained(bundled_model(), budget=64)
+    path = tmp_path / "session.mmkv"
+    with engine.session() as session:
+        for _ in session.send("what is red?", sampling=Sampling.greedy(max_new_tokens=2)):
+            pass
+        session.save(path)
+    check = session_file.check_state
+
+    def cut(*given: Any) -> None:
+        os.truncate(path, 4096)
+        check(*given)
+
+    monkeypatch.setattr(session_file, "check_state", cut)
+    with pytest.raises(SessionError, match="damaged or not a session file"):
+        engine.load_session(path)
+    assert engine.cache.pool.free_pages == engine.cache.pool.num_pages
 
 
 def test_what_cannot_be_written_is_said(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ import pickle
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from huggingface_hub import snapshot_download
@@ -29,7 +29,7 @@ from mmkv.engine.model.gates.published import (
 )
 from mmkv.engine.model.gates.write import WriteGates, make_random_write_gates, write_gates
 from mmkv.engine.model.spec import DecoderSpec
-from mmkv.engine.paths import is_file, is_folder, user_path
+from mmkv.engine.paths import is_file, is_folder, open_regular, user_path
 
 FORMAT = "mmkv-gates-1"
 # What a gate file may hold in half precision: all but the readout, its bias and gains of norms.
@@ -91,6 +91,12 @@ def load_write_gates(source: str | Path, spec: DecoderSpec) -> WriteGates:
     return write_gates(tensors, spec, info)
 
 
+def _info(path: Path) -> Any:
+    """Return what ``gates.json`` beside a file of gates says."""
+    with open_regular(path.parent / _INFO) as file:
+        return json.load(file)
+
+
 def _read(source: str | Path) -> tuple[Path, dict[str, Tensor], dict[str, object] | None]:
     """Return a gate file's path, its tensors and its ``gates.json``; None for a published file."""
     path = _locate(source)
@@ -99,8 +105,8 @@ def _read(source: str | Path) -> tuple[Path, dict[str, Tensor], dict[str, object
         if path.suffix in _PICKLES:
             tensors = torch.load(path, map_location="cpu", weights_only=True)
         else:
-            info = json.loads((path.parent / _INFO).read_text(encoding="utf-8"))
-            tensors = load_file(path)
+            info = _info(path)
+            tensors = load_file(path, backend="pread")  # cut short while mapped, it would kill
     except FileNotFoundError as error:
         raise GateError(f"{path.parent} has no {_INFO}; copy it beside {path.name}") from error
     except pickle.UnpicklingError as error:
@@ -210,8 +216,7 @@ def gate_kind(source: str | Path) -> Literal["retention", "write"]:
     if _locate(source).suffix == ".pt":
         return "write"
     try:
-        info = json.loads((_locate(source).parent / _INFO).read_text(encoding="utf-8"))
-        return "write" if info.get("kind") == "write" else "retention"
+        return "write" if _info(_locate(source)).get("kind") == "write" else "retention"
     except (OSError, ValueError, AttributeError, RecursionError):
         return "retention"  # the loader says what is wrong with it
 

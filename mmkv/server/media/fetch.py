@@ -30,21 +30,33 @@ from mmkv.server.media.limits import (
 _REFUSED = [
     ipaddress.ip_network(text)
     for text in (
-        "192.0.0.0/24",  # for protocols and clouds; older Pythons know only parts of it
+        # For protocols and clouds; Pythons know different parts of both.
+        "192.0.0.0/24",
+        "2001::/23",
         "192.88.99.0/24",  # relays from IPv6 to IPv4 (RFC 7526)
-        "168.63.129.16/32",  # a cloud's own services, seen from its machines
+        "192.52.193.0/24",  # and of multicast (RFC 7450)
+        # Sinks of names that should not be asked for, which many networks run themselves (RFC 7534)
+        "192.31.196.0/24",
+        "192.175.48.0/24",
+        "2620:4f:8000::/48",
+        # Clouds' own services, seen from their machines.
+        "161.26.0.0/16",
+        "166.8.0.0/14",
+        "168.63.129.16/32",
         "3fff::/20",  # documentation (RFC 9637), unknown to older Pythons
     )
 ]
 _UNICAST = ipaddress.IPv6Network("2000::/3")
 _NAT64 = ipaddress.IPv6Network("64:ff9b::/96")
+_ISATAP = 0x5EFE  # before the address, but for two bits (RFC 5214)
 
 
 def is_public(address: str) -> bool:
     """Return whether ``address`` (numeric, IPv4 or IPv6) is one that anybody may ask for.
 
-    IPv4 addresses inside of IPv6 ones (mapped, 6to4, Teredo, NAT64) count as what they lead to.
-    ``ipaddress.is_global`` alone lets loopback pass in three of these forms, and multicast.
+    IPv4 addresses inside of IPv6 ones (mapped, 6to4, Teredo, NAT64, ISATAP) count as what they lead
+    to. ``ipaddress.is_global`` alone lets loopback pass in four of these forms, and multicast.
+    Where a network has a prefix of its own for NAT64, no address tells.
     """
     try:
         return _is_public(ipaddress.ip_address(address))
@@ -55,6 +67,9 @@ def is_public(address: str) -> bool:
 def _is_public(ip: ipaddress.IPv4Address | ipaddress.IPv6Address) -> bool:
     if isinstance(ip, ipaddress.IPv6Address):
         if ip.scope_id is not None:
+            return False
+        last = ipaddress.IPv4Address(int(ip) & 0xFFFFFFFF)
+        if (int(ip) >> 32) & 0xFCFFFFFF == _ISATAP and not _is_public(last):
             return False
         inner = _inside(ip)
         if inner is not None:

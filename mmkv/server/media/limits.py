@@ -52,7 +52,8 @@ class MediaLimits:
 
     Attributes:
         bytes: of all encoded media of a request together.
-        pixels: of all decoded pictures and frames of a request together.
+        pixels: of all decoded pictures and frames of a request together; shown: of these as large
+            as the model reads them.
         frames: pictures and frames of a request together.
         picture_s, video_s: seconds in which one medium has to arrive, and again to be decoded.
         request_s: seconds for all media of a request, waiting for a decoder among them.
@@ -66,6 +67,7 @@ class MediaLimits:
 
     bytes: int = MAX_IMAGE_BYTES
     pixels: int = MAX_PIXELS
+    shown: int = MAX_PIXELS
     frames: int = MAX_FRAMES
     picture_s: float = 10.0
     video_s: float = 60.0
@@ -133,12 +135,13 @@ class Allowance:
         room: that it shares with other requests; None: it has one of its own.
 
     Attributes:
-        bytes, pixels, frames: what is left of them.
+        bytes, pixels, shown, frames: what is left of them.
     """
 
     def __init__(self, limits: MediaLimits, room: MediaRoom | None = None) -> None:
         self._limits = limits
         self.bytes, self.pixels, self.frames = limits.bytes, limits.pixels, limits.frames
+        self.shown = limits.shown
         self._room, self._held = room, 0
 
     def hold(self, count: int) -> None:
@@ -172,6 +175,17 @@ class Allowance:
                 TOO_LARGE,
                 f"the media of the request have more than {self._limits.pixels / 10**6:g} "
                 "megapixels together; send fewer or scale them down",
+            )
+
+    def take_shown(self, count: int) -> None:
+        """Count pixels as the model reads them. Raises MediaError (413)."""
+        self.shown -= count
+        if self.shown < 0:
+            raise MediaError(
+                TOO_LARGE,
+                "the model would read the media of the request with more than "
+                f"{self._limits.shown / 10**6:g} megapixels together, which this server has no "
+                "memory for; send fewer or smaller ones",
             )
 
     def take_frames(self, count: int) -> None:

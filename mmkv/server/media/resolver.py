@@ -207,6 +207,7 @@ class MediaResolver:
             "kind": source.kind,
             "name": _name(source.url),
             "pixels": allowance.pixels,
+            "shown": allowance.shown,
             "frames": allowance.frames,
             "settings": settings.given(),
             "frame_rule": self._frame_rule,
@@ -217,6 +218,7 @@ class MediaResolver:
         a_pixel = DECODED if source.kind == "image" else 3
 
         def hold(size: int) -> None:
+            allowance.take_shown(size // 3)
             allowance.hold(size // 3 * a_pixel)
 
         result, pixels = await self.pool.decode(task, content, seconds, hold)

@@ -78,7 +78,7 @@ def _decoded(task: dict[str, Any], content: bytes) -> tuple[dict[str, Any], byte
             return _video(task, content)
         picture = decode_image(content, task["name"], FORMATS, task["pixels"])
         decoded, note = picture.width * picture.height, picture.info.get(NOTE)
-        picture = _sized(picture, task) or _scaled(picture, task["picture_rules"])
+        picture = _sized(picture, task) or _scaled(picture, task["picture_rules"], task["shown"])
         decoded = max(decoded, picture.width * picture.height)
         pixels = picture.tobytes()
         result = {"size": picture.size}
@@ -108,7 +108,7 @@ def _sized(picture: pil.Image, task: dict[str, Any]) -> pil.Image | None:
     return picture.resize((columns, rows), pil.Resampling.BICUBIC)
 
 
-def _scaled(picture: pil.Image, rules: dict[str, Any] | None) -> pil.Image:
+def _scaled(picture: pil.Image, rules: dict[str, Any] | None, shown: int) -> pil.Image:
     """Scale a large picture down here: in the server that would hold up all replies.
 
     By the model's rules the pixels are those that its processor makes, which finds nothing left to
@@ -116,10 +116,10 @@ def _scaled(picture: pil.Image, rules: dict[str, Any] | None) -> pil.Image:
     """
     width, height = picture.size
     if rules is None:
-        shrink = math.sqrt(width * height / MOST_PIXELS)
+        shrink = math.sqrt(width * height / max(1, min(MOST_PIXELS, shown)))
         if shrink <= 1:
             return picture
-        size = max(1, round(width / shrink)), max(1, round(height / shrink))
+        size = max(1, int(width / shrink)), max(1, int(height / shrink))
         return picture.resize(size, pil.Resampling.BICUBIC)
     rule = VideoRules(**rules)
     try:
@@ -160,7 +160,8 @@ def _video(task: dict[str, Any], content: bytes) -> tuple[dict[str, Any], memory
                 rows, columns = settings.frame_size(len(indices), height, width, rule.factor)
             elif rule is not None:
                 rows, columns = rule.size(len(indices), height, width)
-            if len(indices) > task["frames"] or len(indices) * rows * columns > task["pixels"]:
+            most = min(task["pixels"], task["shown"])
+            if len(indices) > task["frames"] or len(indices) * rows * columns > most:
                 raise TooManyPixelsError(
                     f"{name} gives {len(indices)} frames of {columns} x {rows} pixels, over the "
                     "request's limit; sample fewer frames, or shorten it"

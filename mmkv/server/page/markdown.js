@@ -1,6 +1,6 @@
 // Markdown to nodes: marked makes HTML, DOMPurify lets through what is listed here, nothing else.
 
-const { Marked } = globalThis.marked;
+const { Lexer, Marked } = globalThis.marked;
 const purify = globalThis.DOMPurify;
 const LANGUAGES = {
   bash: ["sh", "shell", "zsh", "console"], c: ["h"], cpp: ["c++", "cc", "hpp"], css: [], diff: ["patch"],
@@ -29,6 +29,15 @@ const parser = new Marked({
     image: ({ href, text }) => `<a href="${escaped(href)}">${escaped(text || href)}</a>`, // nothing is loaded
   },
 });
+
+// marked's time grows with the square of the marks in a text, and of a word's length: such a text stays as it is written.
+const LONG = /\S{1500}|[^\S\n]{1500}/;
+const inline = Lexer.prototype.inlineTokens;
+Lexer.prototype.inlineTokens = function (text, tokens = []) {
+  if (text.length < 1000 || !(LONG.test(text) || text.replace(/[^*_~[<`]/g, "").length > 1000)) return inline.call(this, text, tokens);
+  tokens.push({ type: "text", raw: text, text, escaped: false });
+  return tokens;
+};
 
 purify.addHook("afterSanitizeAttributes", (node) => {
   if (node.nodeName === "A") {

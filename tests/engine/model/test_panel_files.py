@@ -11,6 +11,7 @@ import json
 import os
 import re
 import shutil
+import stat
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -302,6 +303,19 @@ def test_nothing_is_written_where_a_link_leads(model: Path, cache: Path, tmp_pat
     assert torch.equal(answers(engine), anew(model))
     assert "not kept" in str(engine.decoder.weights.note)
     assert (tmp_path / "other").read_text() == "mine"
+
+
+def test_a_pipe_in_a_file_s_place_is_replaced(model: Path, cache: Path) -> None:
+    """Nobody waits for who would write to it; what is kept is for reading alone."""
+    load(model)
+    (file,) = kept()
+    assert stat.S_IMODE(file.path.stat().st_mode) == 0o400
+    for path in (file.path, cache / "left.safetensors.part"):
+        path.unlink(missing_ok=True)
+        os.mkfifo(path)
+    assert kept() == []
+    engine = load(model)
+    assert torch.equal(answers(engine), anew(model)) and len(kept()) == 1
 
 
 def test_the_draft_of_the_next_one_stays(

@@ -25,7 +25,8 @@ from mmkv.engine.errors import InputError
 from mmkv.server import connections, guard
 from mmkv.server.connections import OncePerMinute, WebServer, most_connections
 from mmkv.server.guard import (
-    TOGETHER,
+    FEW,
+    BodyRoom,
     CheckHost,
     LimitBody,
     allowed_hosts,
@@ -33,7 +34,7 @@ from mmkv.server.guard import (
 )
 from mmkv.server.metrics import Metrics
 from mmkv.server.schema import ChatRequest
-from mmkv.server.settings import ServerSettings, host_names
+from mmkv.server.settings import RequestBounds, ServerSettings, host_names
 from tests.support.chat_models import save_qwen3_vl
 from tests.support.servers import Server, serving, stopped, until
 
@@ -121,7 +122,8 @@ def rest_of(made: socket.socket, size: int) -> bytes:
 @contextlib.contextmanager
 def running(**settings: Any) -> Iterator[Running]:
     given = {"connections": MOST, "head_seconds": 60, "stall_seconds": 60} | settings
-    state: Any = SimpleNamespace(settings=ServerSettings(name="m", **given))
+    made = ServerSettings(name="m", **given)
+    state: Any = SimpleNamespace(settings=made, bodies=BodyRoom(made.body))
     app = App()
     web = WebServer(state, app, "127.0.0.1", 0, lifespan="off", log_level="error")
     thread = threading.Thread(target=web.run)
@@ -305,10 +307,12 @@ def test_an_answer_that_nobody_reads_goes_with_its_client() -> None:
             until(lambda: not server.web.guard.open)
 
 
-def test_answers_that_nobody_reads_have_a_bound_together(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_answers_that_nobody_reads_have_a_bound_together() -> None:
     """Of four answers of 8 MiB two and a half may wait: the first two are dropped."""
-    monkeypatch.setattr(connections, "MOST_UNSENT", 20 * 2**20)
-    with running() as server, contextlib.ExitStack() as opened:
+    with (
+        running(bounds=RequestBounds(answers=20 * 2**20)) as server,
+        contextlib.ExitStack() as opened,
+    ):
         clients = []
         for at in range(4):
             clients.append(opened.enter_context(server.connect(GET % b"large")))
@@ -408,10 +412,10 @@ class Client:
 def test_bodies_that_are_arriving_have_a_bound_together() -> None:
     async def run() -> None:
         limit = LimitBody(app, BODIES_MOST, 60)
-        clients = [Client(limit) for _ in range(TOGETHER + 2)]
-        for one in clients[:TOGETHER]:
+        clients = [Client(limit) for _ in range(RequestBounds.bodies + 2)]
+        for one in clients[: RequestBounds.bodies]:
             await one.send(BODIES_MOST)
-        assert limit._held == TOGETHER * BODIES_MOST
+        assert limit.room.bytes == RequestBounds.bodies * BODIES_MOST
         await clients[-1].send(1)
         assert (await clients[-1].code(), clients[-1].status) == ("bodies_arriving", 503)
         clients[1].task.cancel()
@@ -421,10 +425,10 @@ def test_bodies_that_are_arriving_have_a_bound_together() -> None:
         assert await clients[-2].code() is None
         await clients[2].send(1)
         assert (await clients[2].code(), clients[2].status) == ("request_too_large", 413)
-        for one in clients[3:TOGETHER]:
+        for one in clients[3 : RequestBounds.bodies]:
             await one.send(0, more=False)
             assert await one.code() is None
-        assert limit._held == 0
+        assert limit.room.bytes == 0
 
     asyncio.run(run())
 
@@ -444,14 +448,14 @@ def test_bodies_count_until_their_requests_end_or_let_them_go() -> None:
         limit = LimitBody(slow, BODIES_MOST, 60)
         first = Client(limit)
         await first.send(BODIES_MOST, more=False)
-        assert limit._held == BODIES_MOST
+        assert limit.room.bytes == BODIES_MOST
         go.append(True)
         second = Client(limit)
         await second.send(BODIES_MOST, more=False)
-        assert limit._held == BODIES_MOST
+        assert limit.room.bytes == BODIES_MOST
         told.set()
         assert await first.code() is None and await second.code() is None
-        assert limit._held == 0
+        assert limit.room.bytes == 0
 
     asyncio.run(run())
 
@@ -459,7 +463,7 @@ def test_bodies_count_until_their_requests_end_or_let_them_go() -> None:
 def test_a_small_body_is_taken_however_many_there_are() -> None:
     async def run() -> None:
         limit = LimitBody(app, 512 * 10, 60)
-        large = [Client(limit) for _ in range(TOGETHER)]
+        large = [Client(limit) for _ in range(RequestBounds.bodies)]
         for one in large:
             await one.send(512 * 10)
         small, medium = Client(limit), Client(limit)
@@ -469,6 +473,30 @@ def test_a_small_body_is_taken_however_many_there_are() -> None:
         assert await medium.code() == "bodies_arriving"
         for one in large:
             one.task.cancel()
+
+    asyncio.run(run())
+
+
+def test_values_of_all_bodies_have_a_bound_together() -> None:
+    """They count until the request is over; a body with few is taken all the same."""
+
+    async def run() -> None:
+        room = BodyRoom(10**6, RequestBounds(values=1000))
+        limit = LimitBody(app, 10**6, 60, room)
+
+        def body(values: int) -> bytes:
+            return b"[" + b",".join([b"1"] * (values - 1))
+
+        first, second, small = Client(limit), Client(limit), Client(limit)
+        await first.send(body(900))
+        await second.send(body(200), more=False)
+        assert await second.code() == "bodies_arriving"
+        await first.send(body(90))
+        assert first.status == 0
+        await small.send(body(FEW) + b"]", more=False)
+        assert await small.code() is None
+        await first.send(b"]", more=False)
+        assert await first.code() is None and (room.bytes, room.values) == (0, 0)
 
     asyncio.run(run())
 
@@ -539,7 +567,7 @@ def test_a_body_that_does_not_come_is_given_up() -> None:
         limit = LimitBody(app, BODIES_MOST, 0)
         client = Client(limit)
         assert (await client.code(), client.status) == ("request_timeout", 408)
-        assert limit._held == 0
+        assert limit.room.bytes == 0
 
     asyncio.run(run())
 

@@ -9,6 +9,7 @@ import socket
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -20,16 +21,15 @@ from mmkv import Engine
 from mmkv.engine.errors import STOPS, ForeignError, InputError
 from mmkv.prompt import special
 from mmkv.scheduler import Ticket
-from mmkv.server import engine_thread
 from mmkv.server.engine_thread import (
-    MOST_UNSENT,
-    UNSENT_TOGETHER,
     Delta,
     EngineCore,
     Events,
     Failed,
 )
+from mmkv.server.footprint import UNSENT_TOGETHER
 from mmkv.server.job import ChatJob, ConversationLookup
+from mmkv.server.settings import RequestBounds
 from mmkv.server.writer import ScoredWriter, Spelled
 from tests.support.chat_models import picture, save_llama
 from tests.support.servers import Server, asked, held_pages, picture_part, serving
@@ -377,7 +377,7 @@ def test_what_is_not_sent_has_a_bound() -> None:
         events = Events()
         while not events.over:
             events.put(delta(0, "a", count=100))
-            assert events.unsent <= MOST_UNSENT + 100 * 21 * 600
+            assert events.unsent <= RequestBounds.unsent + 100 * 21 * 600
         (failed,) = await taken(events)
         assert isinstance(failed, Failed) and "not read" in str(failed.error)
         events.put(delta(0, "more"))
@@ -394,7 +394,7 @@ def test_what_is_not_sent_has_a_bound_together() -> None:
         while not any(one.over for one in streams):
             for one in streams:
                 one.put(delta(0, "a", count=100))
-                bound = UNSENT_TOGETHER * MOST_UNSENT + 100 * 21 * 600
+                bound = UNSENT_TOGETHER * RequestBounds.unsent + 100 * 21 * 600
                 assert sum(each.unsent for each in streams) <= bound
         assert [one.over for one in streams] == [one is streams[3] for one in streams]
         (failed,) = await taken(streams[3])
@@ -408,7 +408,8 @@ def test_a_reader_that_is_too_slow_is_dropped(server: Server) -> None:
     """Its reply ends although it has not left, and others' go on."""
     fields = {"logprobs": True, "top_logprobs": 20, "max_tokens": FOREVER, "stream": True}
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(engine_thread, "MOST_UNSENT", 1)
+        few = replace(server.inside(lambda core: core.settings), bounds=RequestBounds(unsent=1))
+        server.inside(lambda core: patched.setattr(core, "settings", few))
         client = Client(server, asked("talk", **fields))
         client.read_until(b"client_too_slow")
         server.wait_for(nothing_held)

@@ -6,22 +6,24 @@ import asyncio
 import json
 import re
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import yaml
+from PIL import Image
 
 from mmkv import Engine
 from mmkv.cli.app import run
+from mmkv.engine.errors import BudgetError
 from mmkv.engine.memory import resident_bytes
 from mmkv.server import footprint
-from mmkv.server.engine_thread import EngineCore
-from mmkv.server.media.limits import MediaLimits
 from mmkv.server.metrics import Metrics
 from mmkv.server.reply import LogprobRows, rendered
-from mmkv.server.settings import Footprint, ServerSettings
+from mmkv.server.settings import Footprint, RequestBounds, ServerSettings
 from mmkv.training.measure.record import ROOT
 from tests.support.chat_models import (
     picture,
@@ -35,7 +37,7 @@ from tests.support.chat_models import (
     save_qwen3_vl_moe,
     save_smolvlm,
 )
-from tests.support.servers import Server, serving
+from tests.support.servers import Server, paused_in_a_reply, picture_part, serving
 
 MEMORY = 2**22
 
@@ -91,10 +93,71 @@ def test_each_setting_bounds_its_part(server: Server, folder: Path) -> None:
 
 def test_the_line_at_the_start_tells_the_cache_from_the_process() -> None:
     made = Footprint({"weights and libraries": 2**29, "cache": 2**24, "a": 2**20, "b": 2**21})
-    assert made.describe() == (
+    line = (
         "memory: the cache takes at most 16 MiB; the process at most 531 MiB (512 MiB weights and "
-        "libraries, 16 MiB cache, 3 MiB for requests and conversations)"
+        "libraries, 16 MiB cache, 3 MiB for requests and conversations); "
     )
+    assert made.describe(ServerSettings()) == f"{line}--process-memory lowers that"
+    bounds = RequestBounds(shown=1_250_000)
+    given = {"process_memory": 2**30, "body": 5 * 2**19, "bounds": bounds, "connections": 40}
+    assert made.describe(ServerSettings(**given)) == (
+        f"{line}for --process-memory a body has at most 2.5 MiB, the pictures of a request 1.2 "
+        "megapixels as the model reads them, and 40 connections may be open"
+    )
+
+
+def test_process_memory_bounds_what_requests_may_hold(server: Server, folder: Path) -> None:
+    """The parts add up to nearly as much as it says, and each bound is one that acts."""
+    whole, resident = sum(parts(server).values()), parts(server)["weights and libraries"]
+    for process in (resident + 2**28, 2 * whole):
+        with started(folder, process_memory=process) as made:
+            total, settings = sum(parts(made).values()), made.state.settings
+            assert total <= process and (total > 0.98 * process or process > whole)
+            bounds, limits = settings.bounds, made.state.media.limits
+            assert (limits.together, limits.shown) == (bounds.media, bounds.shown)
+            assert limits.shown * 4 <= bounds.media and limits.worker_bytes <= process
+            assert made.web.guard.limits.most == settings.connections
+            assert made.state.bodies._bytes == bounds.bodies * settings.body
+            longest = made.inside(lambda core: core.conversations.longest)
+            assert bounds.contexts is None or longest == bounds.contexts * made.state.facts.context
+            assert made.chat("hello").status_code == 200
+            if process < whole:
+                assert settings.body < 2**25 and bounds.scored < 2**17
+                large = made.chat("a" * settings.body)
+                assert large.json()["error"]["code"] == "request_too_large"
+                part = picture_part(Image.new("RGB", (1500, 1000)))
+                shown = made.chat({"role": "user", "content": [part]})
+                assert (shown.status_code == 413) == (limits.shown < 1_500_000), shown.text
+    with (
+        pytest.raises(
+            BudgetError, match=r"takes at least [\d,]+ MiB .* --process-memory"
+        ) as caught,
+        started(folder, process_memory=resident),
+    ):
+        pass
+    assert "lower --memory" in str(caught.value)
+
+
+def test_a_request_waits_for_memory_that_others_take(
+    server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever the sum of bounds says, and not while nobody else is there."""
+    state, trims = server.state, []
+    now = resident_bytes()
+    assert now is not None
+    limited = replace(state.settings, process_memory=now)
+    monkeypatch.setattr(state, "settings", limited)
+    monkeypatch.setattr("mmkv.server.state.give_back", lambda: trims.append(1))
+    assert state.has_memory()
+    with ThreadPoolExecutor(1) as pool, paused_in_a_reply(server) as reached:
+        first = pool.submit(server.chat, "talk", max_tokens=4)
+        assert reached.wait(60)
+        refused = server.chat("me, too")
+        assert (refused.status_code, refused.json()["error"]["code"]) == (503, "process_memory")
+        assert refused.headers["Retry-After"] and trims
+        monkeypatch.setattr(state, "settings", replace(limited, process_memory=2**40))
+        assert state.has_memory()
+    assert first.result().status_code == 200
 
 
 def test_memory_goes_back_when_nobody_asks(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -176,7 +239,6 @@ def test_pictures_that_fill_the_context_are_counted(
     engine = Engine.from_pretrained(
         save(tmp_path), policy="streamingllm", budget=24, dtype="float32", kv_limit=2**26
     )
-    core = EngineCore(engine, ServerSettings(name="m"), Metrics(), 2.0)
     asked = [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "?"}]}]
     processor = engine.processor
     text = processor.template.render(asked, opening=True)
@@ -184,19 +246,18 @@ def test_pictures_that_fill_the_context_are_counted(
     tokens = int((inputs["input_ids"] == engine.family.placeholder[1]).sum())
     pixels = inputs["pixel_values"].numel() * 4 * engine.spec.max_position // tokens
     assert tokens
-    on_a_gpu, here = (footprint._reading(engine, MediaLimits(), 8, cpu, 8) for cpu in (False, True))
+    most = RequestBounds.shown
+    on_a_gpu, here = (footprint._reading(engine, most, 8, cpu, 8) for cpu in (False, True))
     assert 2 * pixels <= on_a_gpu < here  # there the tower's own memory is not the host's
-    core.close()
+    assert footprint._reading(engine, 2**12, 8, True, 8) < here
 
 
 def test_a_model_of_texts_reads_no_pictures(tmp_path: Path) -> None:
     engine = Engine.from_pretrained(
         save_llama(tmp_path), policy="streamingllm", budget=24, dtype="float32", kv_limit=2**26
     )
-    core = EngineCore(engine, ServerSettings(name="m"), Metrics(), 2.0)
-    found = footprint.footprint(core, ServerSettings(name="m"))
+    found = footprint.footprint(engine, ServerSettings(name="m"), 0)
     assert found.parts["media"] == 0 < found.parts["reading"] < 2**26
-    core.close()
 
 
 # What docker/ says of the server is true of it.

@@ -27,9 +27,11 @@ import torch
 from torch import Tensor
 
 from mmkv import Engine
+from mmkv.engine import session_file
 from mmkv.engine.errors import SessionError
 from mmkv.sampling import Sampling
 from mmkv.server import reply as answers
+from mmkv.server import store
 from mmkv.server.conversations import ConversationState
 from mmkv.server.engine_thread import EngineCore
 from mmkv.server.sessions import SessionTable
@@ -42,6 +44,10 @@ FIRST = {
     "role": "user",
     "content": [picture_part(picture("red", (48, 40))), {"type": "text", "text": "what is red?"}],
 }
+
+
+RECORD: dict[str, Any] = {"id": "x", "created": 0, "budget": ("entries", 24.0)}
+TENANT = "0" * 32
 
 
 @pytest.fixture(scope="module")
@@ -267,7 +273,7 @@ def test_sessions_that_come_back_count(
 
     others = two.inside(opened)  # of tests before this one
 
-    limit(monkeypatch, two, 2)
+    limit(monkeypatch, two, 3)  # two of an address
     for at, name in enumerate([*names, names[0]]):
         memory = two.client.get(f"/v1/sessions/{name}/memory").json()
         assert memory["bytes"] == before[at % 3]["bytes"]
@@ -307,7 +313,7 @@ def test_sessions_without_a_turn_count_when_one_begins(
     one, _ = servers
     delete_all(one)
     others = one.inside(lambda core: len(core.scheduler.sessions))
-    limit(monkeypatch, one, 2)
+    limit(monkeypatch, one, 3)  # two of an address
     for name in [created(one) for _ in range(4)]:
         said(one, name, "one")
     assert one.inside(lambda core: len(core.scheduler.sessions)) - others == 2
@@ -317,17 +323,17 @@ def test_one_of_two_that_go_on_at_once_is_told(
     shared: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     one, two = SessionStore(shared), SessionStore(shared)
-    first = one.commit("t", SessionRecord("x", 0, ("entries", 24.0)))
-    seen = two.record("t", "x")
+    first = one.commit(TENANT, SessionRecord(**RECORD))
+    seen = two.record(TENANT, "x")
     assert seen == first
-    one.commit("t", first)
+    one.commit(TENANT, first)
     with pytest.raises(SessionError, match="another server"):
-        two.commit("t", first)
-    stands = one.record("t", "x")
+        two.commit(TENANT, first)
+    stands = one.record(TENANT, "x")
     with pytest.raises(SessionError, match="another server"):  # a creation, of a name that is there
-        two.commit("t", SessionRecord("x", 1, ("entries", 8.0)))
-    assert two.record("t", "x") == stands
-    path = shared / ".sessions" / "t" / "x.json"
+        two.commit(TENANT, SessionRecord(**RECORD | {"created": 1}))
+    assert two.record(TENANT, "x") == stands
+    path = shared / ".sessions" / TENANT / "x.json"
     path.unlink()
 
     def meanwhile(_: int) -> None:
@@ -336,22 +342,22 @@ def test_one_of_two_that_go_on_at_once_is_told(
 
     with monkeypatch.context() as patched:
         patched.setattr(os, "fsync", meanwhile)  # between what is checked and what is replaced
-        one.commit("t", SessionRecord("x", 0, ("entries", 24.0)))
+        one.commit(TENANT, SessionRecord(**RECORD))
     path.write_text("{")
     with pytest.raises(SessionError, match="begin a new one"):
-        one.record("t", "x")
-    assert list(one.records("t")) == []
+        one.record(TENANT, "x")
+    assert list(one.records(TENANT)) == []
 
 
 def test_files_that_no_note_names_go(tmp_path: Path) -> None:
-    lasting, folder = SessionStore(tmp_path), tmp_path / ".sessions" / "t"
-    kept = lasting.new_memory("t", "x")
-    lost = [folder / f"x.{'0' * 32}.mmkv", folder / "x.mmkv-1.part"]
-    young, unread = lasting.new_memory("t", "x"), lasting.new_memory("t", "y.z")
+    lasting, folder = SessionStore(tmp_path), tmp_path / ".sessions" / TENANT
+    kept = lasting.new_memory(TENANT, "x")
+    lost = [folder / f"x.{'0' * 32}.mmkv", folder / "x.mmkv-1_a.part"]
+    young, unread = lasting.new_memory(TENANT, "x"), lasting.new_memory(TENANT, "y.z")
     for path in (kept, *lost, young, unread):
         path.write_text("")
     (folder / "y.z.json").write_text("{")
-    lasting.commit("t", SessionRecord("x", 0, ("entries", 24.0), memory=kept.name))
+    lasting.commit(TENANT, SessionRecord(**RECORD, memory=kept.name))
     for path in folder.iterdir():
         if path != young:
             os.utime(path, (0, 0))
@@ -384,9 +390,9 @@ def _files(server: Server) -> list[Path]:
     return list((folder / ".sessions" / "public").iterdir())
 
 
-@pytest.mark.parametrize("method", ["read_text", "open"])
+@pytest.mark.parametrize("reader", [store, session_file])
 def test_a_session_outlives_a_time_without_descriptors(
-    servers: tuple[Server, Server], monkeypatch: pytest.MonkeyPatch, method: str
+    servers: tuple[Server, Server], monkeypatch: pytest.MonkeyPatch, reader: Any
 ) -> None:
     """The note cannot be opened, or the session file: neither is damaged."""
     one, two = servers
@@ -395,10 +401,10 @@ def test_a_session_outlives_a_time_without_descriptors(
     one.client.post(f"{path}/chat/completions", json=asked("what is red?"))
     with monkeypatch.context() as patched:
 
-        def out(self: Path, *_: Any, **__: Any) -> Any:
-            raise OSError(errno.EMFILE, "Too many open files", str(self))
+        def out(path: Path, *_: Any, **__: Any) -> Any:
+            raise OSError(errno.EMFILE, "Too many open files", str(path))
 
-        patched.setattr(Path, method, out)
+        patched.setattr(reader, "open_regular", out)
         refused = two.client.get(f"{path}/memory")
     assert refused.status_code == 503 and refused.headers["Retry-After"] == "1"
     error = refused.json()["error"]

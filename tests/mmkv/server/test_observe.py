@@ -299,7 +299,7 @@ def test_a_websocket_is_guarded_as_the_routes_are(server: Server, folder: Path) 
             while "closed" not in (last := client.receive()):
                 assert last["error"]["code"] == "invalid_request"
             assert last == {"closed": 1008}
-        until(lambda: guarded.web.guard.arriving == 0)
+        until(lambda: guarded.state.bodies.bytes == guarded.state.bodies.values == 0)
         # Idle ones make way for others, as connections do.
         held = [Client(guarded, name, **bearer) for _ in range(9)]
         assert [one.rejected for one in held] == [None] * 9

@@ -6,14 +6,18 @@ import base64
 import io
 import json
 import re
+import shutil
+import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+import mmkv.server.page
 from mmkv import Engine
 from mmkv.server.page import FILES, POLICY
+from mmkv.web import web_file
 from tests.support.browser import browsing
 from tests.support.chat_models import picture
 from tests.support.media import write_clip
@@ -46,6 +50,60 @@ def test_the_list_of_routes_loads_nothing(server: Server) -> None:
     assert "<td>DELETE</td>" in answer.text and 'href="/openapi.json"' in answer.text
     for gone in ("/redoc", "/docs/oauth2-redirect"):
         assert server.client.get(gone).status_code == 404
+
+
+# Texts that marked took a time for that grew with the square of their length, n characters each.
+SLOW = {
+    "a*n @": lambda n: "a" * n + "@",
+    "a.*n @": lambda n: "a." * (n // 2) + "@",
+    "emphasis": lambda n: "_a." * (n // 3),
+    "both": lambda n: "_**a" * (n // 4),
+    "addresses": lambda n: "_a@" * (n // 3),
+    "spaces": lambda n: "a" + " " * n + "b",
+    "brackets": lambda n: "[a](" * (n // 4),
+    "underscores": lambda n: "a_" * (n // 2),
+}
+
+
+@pytest.mark.skipif(shutil.which("node") is None, reason="needs node")
+def test_markdown_takes_no_time_that_grows_with_the_square(tmp_path: Path) -> None:
+    """Such a text is shown as it was written, and others as before."""
+    page = Path(mmkv.server.page.__file__).parent
+    (tmp_path / "markdown.mjs").write_text((page / "markdown.js").read_text())
+    (tmp_path / "marked.cjs").write_bytes(web_file("vendor/marked.js"))
+    (tmp_path / "test.mjs").write_text("""
+import marked from "./marked.cjs";
+import { readFileSync } from "node:fs";
+globalThis.marked = marked;
+globalThis.DOMPurify = { addHook() {} };
+await import("./markdown.mjs");
+const parser = new marked.Marked({ gfm: true, breaks: true });
+const told = JSON.parse(readFileSync(0, "utf8")).map((text) => {
+  const begun = process.cpuUsage();
+  const html = parser.parse(text);
+  return { html, seconds: process.cpuUsage(begun).user / 1e6 };
+});
+console.log(JSON.stringify(told));
+""")
+    usual = "**bold** and `code`, see https://a.example/x, ann@b.example " + "word " * 1000
+    texts = [usual, *(make(32_000) for make in SLOW.values())]
+    run = subprocess.run(
+        ["node", "test.mjs"],
+        cwd=tmp_path,
+        input=json.dumps(texts),
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=True,
+    )
+    first, *others = json.loads(run.stdout)
+    assert (
+        "<strong>bold</strong>" in first["html"] and 'href="https://a.example/x"' in first["html"]
+    )
+    assert 'href="mailto:ann@b.example"' in first["html"]
+    for (name, make), one in zip(SLOW.items(), others, strict=True):
+        assert one["seconds"] < 0.5, name  # 0.8 to 30 before
+        assert re.sub(r"</?p>|\n$", "", one["html"]) == make(32_000)
 
 
 def test_the_files_come_without_a_key_and_fenced_in(server: Server) -> None:

@@ -51,7 +51,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def server(folder: Path, saved: Path) -> Iterator[Server]:
-    with serving(lambda: load(folder), session_folder=saved, max_sessions=6) as made:
+    with serving(lambda: load(folder), session_folder=saved, max_sessions=8) as made:
         yield made
 
 
@@ -296,7 +296,7 @@ def test_what_a_session_refuses(server: Server) -> None:
     for fields in ({"budget": "no"}, {"budget": 8, "file": "x"}, {"colour": 1}):
         assert server.client.post("/v1/sessions", json=fields).status_code == 400
     assert server.client.post("/v1/sessions", json={"file": "never-saved"}).status_code == 404
-    for _ in range(5):
+    for _ in range(5):  # an address has three quarters of the places
         created(server)
     full = server.client.post("/v1/sessions", json={})
     assert full.status_code == 503 and full.headers["retry-after"]

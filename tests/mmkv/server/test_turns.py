@@ -20,7 +20,7 @@ import pytest
 
 from mmkv import Engine
 from mmkv.server.guard import LimitBody, keep_body, release_body
-from mmkv.server.store import MediaStore, SessionRecord, SessionStore
+from mmkv.server.store import SessionRecord, SessionStore
 from tests.support.chat_models import picture
 from tests.support.servers import (
     Server,
@@ -165,10 +165,10 @@ def test_the_body_of_a_turn_that_goes_on_counts_until_it_is_read() -> None:
         raise AssertionError("nothing is answered here")
 
     asyncio.run(limit(scope, receive, send))
-    assert limit._held == 7
+    assert limit.room.bytes == 7
     for _ in range(2):
         contexts[0].run(release_body)
-        assert limit._held == 0
+        assert limit.room.bytes == 0
 
 
 def test_pictures_can_be_asked_for_again_until_their_session_goes(server: Server) -> None:
@@ -375,25 +375,3 @@ def test_pictures_outlast_the_server_with_their_sessions(
             assert ended.result(60).json()["kept"] is True
         assert [one["role"] for one in messages(made, path)] == ["user", "assistant"]
     assert list((tmp_path / ".media").iterdir()) == []
-
-
-def test_kept_media_have_a_bound(tmp_path: Path) -> None:
-    store = MediaStore(tmp_path / "media", most=250)
-
-    def kept() -> str:
-        return "".join(sorted(path.name[-1] for path in (tmp_path / "media").iterdir()))
-
-    for letter in "abc":
-        store.put("me", letter * 64, b"." * 100)
-    assert kept() == "bc"
-    assert store.get("me", "b" * 64) == b"." * 100
-    assert store.get("you", "b" * 64) is None and store.get("me", "../../etc/passwd") is None
-    store.put("me", "d" * 64, b"." * 100)
-    assert kept() == "bd"
-    # Who sends much makes way: nobody's one picture goes for another's many.
-    store.put("you", "e" * 64, b"." * 100)
-    assert kept() in ("be", "de")
-    store.put("me", "f" * 64, b"." * 100)
-    assert kept() == "ef"
-    store.put("me", "a" * 64, b"." * 300)  # one too large for itself alone
-    assert kept() == "e"
