@@ -30,8 +30,8 @@ def main() -> None:
         right = "yes" if said == TRUTH else "no"
         print(f"{name:<23}{said:<16}{right:<7}{held:>4.0f} KiB", flush=True)
     print(
-        f"\nBoth small caches keep {BUDGET} of 36 entries a head: mmkv those that learned gates score\n"
-        "highest, the window the newest. Go on with .venv/bin/mmkv chat, serve or explain."
+        f"\nBoth small caches keep {BUDGET} of 36 entries a head: mmkv those that learned gates\n"
+        "score highest, the window the newest. Go on with .venv/bin/mmkv chat, serve or explain."
     )
 
 
