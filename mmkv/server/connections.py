@@ -14,6 +14,7 @@ import os
 import select
 import socket
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -24,6 +25,7 @@ from uvicorn.protocols.websockets.wsproto_impl import WSProtocol
 
 from mmkv.server.errors import RETRY_AFTER, ApiError
 from mmkv.server.guard import TOGETHER, always_accepted
+from mmkv.server.metrics import AccessLog
 
 if TYPE_CHECKING:
     from mmkv.server.state import ServerState
@@ -82,6 +84,7 @@ class Guard:
     def __init__(self, limits: ConnectionLimits) -> None:
         self.limits = limits
         self.open: set[Connection | SocketConnection] = set()
+        self.refused: Callable[[Any, int, int], None] = lambda *_: None  # logs what no app sees
         self.arriving = 0  # bytes of messages of WebSockets that are not answered yet
         self._sweeping = False
 
@@ -293,8 +296,14 @@ class Connection(HttpToolsProtocol):
             "Connection: close",
             *([f"Retry-After: {RETRY_AFTER}"] if status == 503 else []),
         ]
+        self.guard.refused(self.client, status, len(body))
         self.transport.write("\r\n".join([*lines, "", ""]).encode() + body)
         self.transport.close()
+
+    def send_400_response(self, msg: str) -> None:
+        """Answer what is no request."""
+        self.guard.refused(self.client, 400, len(msg))
+        super().send_400_response(msg)
 
 
 class SocketConnection(WSProtocol):
@@ -432,6 +441,9 @@ class WebServer(uvicorn.Server):
             message_seconds=settings.body_seconds,
         )
         self.guard = Guard(limits)
+        if settings.access_log is not None:
+            app = AccessLog(app, settings.access_log)
+            self.guard.refused = app.refused
         guarded = type("GuardedConnection", (Connection,), {"guard": self.guard})
         sockets = type("GuardedSocket", (SocketConnection,), {"guard": self.guard})
         config = uvicorn.Config(

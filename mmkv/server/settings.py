@@ -55,6 +55,12 @@ def _host(name: str) -> str:
     return f"[{address}]" if address.version == 6 else str(address)
 
 
+def _log_form(given: str | None) -> str | None:
+    if given not in (None, "combined", "json"):
+        raise InputError(f"--access-log {given!r} is no form of a log; give combined or json")
+    return given
+
+
 def _origins(given: list[str] | None) -> tuple[str, ...]:
     """Return origins as browsers name them. Raises InputError."""
     for one in given or ():
@@ -98,6 +104,7 @@ class ServerSettings:
         replicas: how many run on Ray Serve; None: one server, without Ray.
         page: whether ``/`` is a page to chat with.
         drain: seconds that replies under way have when the server is told to stop.
+        access_log: form of the lines of :class:`mmkv.server.run.AccessLog`; None: there are none.
         idle_folder: where idle sessions hibernate without a session folder, if it can be made;
             None: a temporary one.
         max_choices: replies to one request (``n``).
@@ -234,6 +241,11 @@ class ServerSettings:
     )
     page: bool = option("A page to chat with, at /.", bool, True, flags=("--page/--no-page",))
     drain: float = option("Seconds that replies have to end after SIGTERM.", float, 30.0, least=0)
+    access_log: str | None = option(
+        "Write a line of each request to stdout: combined (as Apache and NGINX do) or json.",
+        str | None,
+        read=_log_form,
+    )
     # Those that no option has.
     idle_folder: Path | None = None
     max_choices: int = 8
