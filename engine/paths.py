@@ -68,6 +68,15 @@ def is_folder(path: Path) -> bool:
         return False
 
 
+def is_lfs_pointer(path: Path) -> bool:
+    """Return whether a file of a clone made without Git LFS stands in another one's place."""
+    try:
+        with path.open("rb") as file:
+            return file.read(40).startswith(b"version https://git-lfs")
+    except OSError:
+        return False
+
+
 @contextmanager
 def whole_file(path: Path, private: bool = False, sync: bool = False) -> Iterator[Path]:
     """Yield a draft beside ``path``, which takes its place when it has been written.

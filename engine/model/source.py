@@ -13,7 +13,7 @@ from typing import Any
 from mmkv.engine.errors import ModelError
 from mmkv.engine.model.gguf.config import FILES, gguf_folder, listed_files
 from mmkv.engine.model.gguf.file import SUFFIX
-from mmkv.engine.paths import is_file, is_folder, user_path
+from mmkv.engine.paths import is_file, is_folder, is_lfs_pointer, user_path
 
 _LONGEST_ID = 200
 # What a checkpoint's folder may have besides: reading it is for others, or would run code.
@@ -83,6 +83,8 @@ def locate(name: str) -> str:
         form = _FORMS.get(folder.suffix.lower())
         what = "a file" if form is None else f"{form}"
         raise ModelError(f"{name} is {what}; name the folder of a transformers checkpoint")
+    if page := re.match(r"https?://[^/]+/([\w.-]+/[\w.-]+)", name):
+        raise ModelError(f"{name[:200]!r} is an address; name the hub's id alone: {page[1]}")
     # A hub id is "name" or "owner/name"; all else was meant as a path.
     if name[0] in "./~" or name.count("/") > 1 or "\\" in name or name.endswith("/"):
         shown = repr(name if len(name) <= 200 else f"{name[:200]}...")
@@ -102,6 +104,11 @@ def _require_files(name: str, folder: Path) -> None:
         # Reading a pipe or a device may never end.
         if path.suffix in _READ and path.exists() and not is_file(path):
             raise ModelError(f"{path.name} in {name} is no file but a pipe or device; remove it")
+        if path.suffix in _READ and is_lfs_pointer(path):
+            raise ModelError(
+                f"{path.name} in {name} is a pointer of Git LFS and not the file; run `git lfs "
+                "pull` there"
+            )
     there = {path.suffix.lower() for path in files}
     if not is_file(folder / "config.json"):
         raise ModelError(_without_config(name, folder, there))

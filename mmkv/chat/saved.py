@@ -166,6 +166,8 @@ def _metadata(path: Path) -> dict[str, str]:
         with safe_open(path, framework="numpy") as file:
             return file.metadata() or {}
     except (SafetensorError, OSError, ValueError) as error:
+        if "incomplete" in str(error):
+            raise SessionError(f"{path} is cut off; use a whole copy") from error
         raise SessionError(f"{path} is not a session file of mmkv; name another file") from error
 
 

@@ -33,6 +33,18 @@ def _bytes(text: str | None) -> int | None:
     return None if text is None else parse_bytes(text)
 
 
+def _some_bytes(text: str) -> int:
+    if not (count := parse_bytes(text)):
+        raise InputError(f"--max-body {text!r} lets no request in; give for example 32MiB")
+    return count
+
+
+def _folder(given: Path | None) -> Path | None:
+    if given is not None and not given.is_dir():
+        raise InputError(f"--allowed-local-media-path: no folder {given}; make it, or check it")
+    return given
+
+
 def _all(given: list[Any] | None) -> tuple[Any, ...]:
     return tuple(given or ())
 
@@ -200,9 +212,12 @@ class ServerSettings:
         int | None,
         least=1,
     )
-    body: int = option("Longest request.", str, "32MiB", name="max_body", read=_bytes)
+    body: int = option("Longest request.", str, "32MiB", name="max_body", read=_some_bytes)
     media_folder: Path | None = option(
-        "Folder that file: URLs may name.", Path | None, name="allowed_local_media_path"
+        "Folder that file: URLs may name.",
+        Path | None,
+        name="allowed_local_media_path",
+        read=_folder,
     )
     session_folder: Path | None = option(
         "Folder where sessions are saved, and hibernate (default: none are saved; they hibernate "

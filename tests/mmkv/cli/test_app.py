@@ -325,6 +325,8 @@ def test_help_begins_with_what_one_needs_first(mmkv: Callable[..., Ran]) -> None
     ("arguments", "end"),
     [
         (("chat", "--fsp", "1"), "; see mmkv chat --help"),
+        (("chat", "--max-new-tokens", "0"), "; see mmkv chat --help"),
+        (("serve", "--memory", "64MX"), "; see mmkv serve --help"),
         (("chta",), "Did you mean 'chat'? See mmkv --help"),
         (("distill",), "'--model'; see --help"),
     ],
@@ -428,7 +430,7 @@ def test_idle_threads_sleep_unless_the_environment_says_otherwise(
         (("--image", "corrupt.png", "-p", "x"), "damaged"),
         (("--image", "empty.png", "-p", "x"), "empty"),
         (("--image", "bomb.png", "-p", "x"), "pixels"),
-        (("--video", "corrupt.png", "-p", "x"), "cannot read the video"),
+        (("--video", "corrupt.png", "-p", "x"), "a picture, not a video"),
         (("-p", ""), "the prompt is empty"),
         (("-p", " \n"), "the prompt is empty"),
         ((), "the prompt is empty"),  # an empty pipe
@@ -601,6 +603,8 @@ def test_a_model_name_that_is_too_long_is_cut_in_the_message() -> None:
         with pytest.raises(MmkvError) as error:
             locate(name)
         assert len(str(error.value)) < 400
+    with pytest.raises(MmkvError, match=r"address; name the hub's id alone: Qwen/Qwen3-VL-2B$"):
+        locate("https://huggingface.co/Qwen/Qwen3-VL-2B/tree/main")
 
 
 def test_a_data_file_of_nobody_is_named() -> None:
