@@ -9,6 +9,8 @@ from pathlib import Path
 
 # Names of gates that are at hand and their folders; mmkv puts its own here.
 gate_sets: Callable[[], Mapping[str, Path]] = dict
+# The folder of a model that goes by a name, None for other names; likewise.
+named_model: Callable[[str], Path | None] = dict[str, Path]().get
 
 
 def user_path(name: str | os.PathLike[str]) -> Path:

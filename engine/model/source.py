@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from mmkv.engine import paths
 from mmkv.engine.errors import ModelError
 from mmkv.engine.model.gguf.config import FILES, gguf_folder, listed_files
 from mmkv.engine.model.gguf.file import SUFFIX
@@ -49,18 +50,14 @@ _ADAPTERS = ("adapter_model.safetensors", "adapter_model.bin")
 PICKLED_INDEX, PICKLED = "pytorch_model.bin.index.json", "pytorch_model.bin"
 
 
-# A folder that training.llava wrote, or its name where no such folder is.
-_EYES_ALONE = (
-    "{name} holds eyes alone, without their language model; put both together with `python -m "
-    "mmkv.training.llava join --language-model FOLDER --output FOLDER` "
-    "(eval/notes/smollm2-llava.md), "
-    "and name that folder"
-)
+def at_hand(name: str) -> str:
+    """Return the folder of a model that goes by a name; other names, and folders, as they are.
 
-
-def refuse_bare_adapter(name: str) -> None:
-    """Raise ModelError: ``name`` is that of an adapter which is listed, and no model is there."""
-    raise ModelError(_EYES_ALONE.format(name=name))
+    Raises:
+        ModelError: it has to be fetched first.
+    """
+    found = paths.named_model(name)
+    return name if found is None else str(found)
 
 
 def locate(name: str) -> str:
@@ -73,6 +70,7 @@ def locate(name: str) -> str:
     """
     if not name.strip():
         raise ModelError("the model's name is empty; name a checkpoint folder or a hub id")
+    name = at_hand(name)
     folder = user_path(name)
     if is_folder(folder):
         _require_files(name, folder)
@@ -150,7 +148,10 @@ def find_adapter(name: str) -> tuple[Path, Path]:
 def _without_config(name: str, folder: Path, there: set[str]) -> str:
     """Say what a folder without config.json seems to be."""
     if is_file(folder / "adapter.json"):
-        return _EYES_ALONE.format(name=name)
+        return (
+            f"{name} holds eyes alone, without their language model; `python -m "
+            "mmkv.training.llava join` puts both together (`mmkv pull smollm2-llava` does)"
+        )
     if is_file(folder / _ADAPTER_CONFIG):
         base = _json(folder / _ADAPTER_CONFIG).get("base_model_name_or_path")
         of = ascii(base)[1:120].rstrip("'") if base else "BASE"

@@ -26,6 +26,7 @@ from mmkv.cli.serve import serve
 from mmkv.engine.config import EngineConfig
 from mmkv.engine.errors import STOPS, MmkvError, one_line
 from mmkv.loading import UsageError
+from mmkv.resources import PULLED
 
 
 @arguments.engine_options()
@@ -87,10 +88,10 @@ def models(
 
 
 def pull(
-    name: Annotated[str, typer.Argument(metavar="HUB_ID", help="A checkpoint or gates.")],
+    name: Annotated[str, typer.Argument(metavar="NAME", help=f"A hub id, or {', '.join(PULLED)}.")],
     quiet: Quiet = False,
 ) -> None:
-    """Fetch a checkpoint or gates into the hub's cache: safetensors, settings, tokenizer."""
+    """Fetch a checkpoint or gates: safetensors, settings, tokenizer."""
     from mmkv.engine.budget import format_bytes
     from mmkv.planner import planned
     from mmkv.pull import pull as fetch
@@ -108,6 +109,8 @@ def pull(
     if made := planned(str(folder)):
         sizes = (f"{format_bytes(plan.weights)} ({form})" for form, plan in made.items())
         say(f"weights in memory: {', '.join(sizes)}; --weights chooses")
+        ask = PULLED[name].ask.format(folder=folder) if name in PULLED else ""
+        say(f"talk with it: mmkv chat {name} {ask}".rstrip())
     print(folder)
 
 

@@ -30,7 +30,7 @@ from mmkv.engine.budget import Budget, parse_bytes
 from mmkv.engine.errors import BudgetError, MmkvError
 from mmkv.engine.model.gates import make_random_gates, save_gates
 from mmkv.engine.model.source import locate
-from mmkv.resources import PHOTOS_MADE_BY, asset
+from mmkv.resources import PULLED, asset
 from mmkv.training.data.conversations import DataSource
 from tests.conftest import make_spec
 from tests.support.chat_models import save_llama, save_qwen3_vl
@@ -512,14 +512,14 @@ def test_eyes_without_their_language_model(
 ) -> None:
     """`mmkv models` lists them; the remedy is one command."""
     monkeypatch.chdir(tmp_path)
-    for command in (("chat", "smollm2-photos", "-p", "x"), ("pull", "smollm2-photos")):
-        ran = mmkv(*command)
-        assert PHOTOS_MADE_BY in ran.error_line() and ran.code == 1
-    for name in ("smollm2-llava", str(tmp_path / "eyes")):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    for name in PULLED:
         ran = mmkv("chat", name, "-p", "x")
-        assert "mmkv.training.llava join" in ran.error_line() and ran.code == 1
-        (tmp_path / "eyes").mkdir(exist_ok=True)
-        (tmp_path / "eyes" / "adapter.json").write_text("{}")
+        assert ran.error_line().endswith(f"{name} is not here yet; fetch it: mmkv pull {name}")
+    (tmp_path / "eyes").mkdir()
+    (tmp_path / "eyes" / "adapter.json").write_text("{}")
+    ran = mmkv("chat", "eyes", "-p", "x")
+    assert "`mmkv pull smollm2-llava` does" in ran.error_line() and ran.code == 1
 
 
 def test_the_bundled_model_is_missing(
