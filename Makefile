@@ -104,12 +104,15 @@ lint: $(READY)
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-# The site of README.md, docs/ and eval/notes/ in site/; fails at a link that leads nowhere. It needs neither torch nor .venv.
+# The site of README.md, docs/ and eval/notes/ in site/; fails at a link that leads nowhere, at what a page would load from
+# elsewhere, and at a role that is not a link. It needs neither torch nor .venv.
+UNWANTED = <(script|link|img|iframe|source)[^>]*(src|href)="?(https?:)?//|class="mermaid"|:[a-z]+:<code>
 DOCS_VENV ?= .venv-docs
 DOCS_READY := $(DOCS_VENV)/.mmkv-installed
 
 docs: $(DOCS_READY)
 	NO_MKDOCS_2_WARNING=1 $(DOCS_VENV)/bin/python -m mkdocs build --quiet
+	@! grep -rnoE '$(UNWANTED)' site --include='*.html'
 
 $(DOCS_READY): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(DOCS_VENV)
