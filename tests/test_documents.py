@@ -227,6 +227,22 @@ def test_every_option_is_documented(command: str) -> None:
         assert not names or any(name in text for name in names), f"{command} {names}"
 
 
+def test_what_troubleshooting_quotes_is_said() -> None:
+    """The first column of its table, by the code, whose texts are joined for that."""
+    text = "".join(
+        re.sub(r'"\s*f?"', "", path.read_text())
+        for folder in ("engine", "mmkv")
+        for path in (ROOT / folder).rglob("*.py")
+    )
+    text += (ROOT / "Makefile").read_text()
+    page = (ROOT / "docs" / "how-to" / "troubleshooting.md").read_text()
+    quoted = re.findall(r"`([^`]+)`", "".join(re.findall(r"^\| (.*?) \|", page, re.MULTILINE)))
+    quoted = [one for one in quoted if not one.startswith(("make", "mmkv"))]
+    assert len(quoted) > 12
+    for one in quoted:
+        assert re.search(re.escape(one).replace(r"\.\.\.", ".*?"), text), one
+
+
 @pytest.mark.parametrize("model", [ChatRequest, ResponseRequest, MessagesRequest, ObserveRequest])
 def test_every_field_of_a_request_is_documented(model: Any) -> None:
     text = (ROOT / "docs" / "reference" / "http-api.md").read_text()
@@ -236,7 +252,7 @@ def test_every_field_of_a_request_is_documented(model: Any) -> None:
 
 def test_the_documents_are_short() -> None:
     """What a reader has to get through, in words; and to load, in bytes."""
-    assert len((ROOT / "README.md").read_text().split()) <= 900
+    assert len((ROOT / "README.md").read_text().split()) <= 700
     assert sum(len(page.read_text().split()) for page in (ROOT / "docs").rglob("*.md")) <= 22_000
     assert len((ROOT / "CHANGELOG.md").read_text().splitlines()) <= 60
     pictures = [*(ROOT / "docs" / "figures").iterdir()]
@@ -314,7 +330,7 @@ def test_a_command_of_a_page_runs(command: str, mmkv: Any, monkeypatch: Any) -> 
         assert ran.out == "frog\n"
 
 
-@pytest.mark.long(reason="a server, and a training that takes minutes, each a process of its own")
+@pytest.mark.long(reason="a server, and a training of few steps, each a process of its own")
 @pytest.mark.parametrize("page", ["docs/how-to/serve.md", "docs/how-to/train-gates.md"])
 def test_the_commands_of_a_page_that_take_long_run(page: str, tmp_path: Path) -> None:
     """A page's first block; then what asks the server that it starts."""
@@ -340,7 +356,7 @@ def test_the_commands_of_a_page_that_take_long_run(page: str, tmp_path: Path) ->
     (tmp_path / "assets").symlink_to(ROOT / "assets")
     for command in commands[1:]:
         given = ' -p "what is red?"' if "mmkv chat" in command else ""
-        assert run(command + given, cwd=tmp_path).returncode == 0
+        assert run(command.replace("steps 200", "steps 4") + given, cwd=tmp_path).returncode == 0
 
 
 def test_targets_of_make_exist(document: tuple[Path, str]) -> None:
