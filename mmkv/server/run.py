@@ -52,20 +52,25 @@ def require_packages() -> None:
 def require_address(host: str, port: int) -> None:
     """Raise InputError where no server can listen, before a model is loaded for it."""
     try:
-        kind, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-        with socket.socket(kind) as tried:
-            tried.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            tried.bind(address)
+        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
     except socket.gaierror as error:
         raise InputError(f"--host {host!r} is not known here; give an address") from error
-    except OSError as error:
-        remedies = {
-            errno.EADDRINUSE: "give another --port",
-            errno.EACCES: "give a --port above 1023",
-            errno.EADDRNOTAVAIL: "give a --host that is this machine's (0.0.0.0 for all)",
-        }
-        remedy = remedies.get(error.errno or 0, "give another --host or --port")
-        raise InputError(f"cannot listen at {host}:{port} ({error.strerror}); {remedy}") from error
+    remedies = {
+        errno.EADDRINUSE: "give another --port",
+        errno.EACCES: "give a --port above 1023",
+        errno.EADDRNOTAVAIL: "give a --host that is this machine's (0.0.0.0 for all)",
+    }
+    for number, (kind, *_, address) in enumerate(found, 1):
+        try:
+            with socket.socket(kind) as tried:
+                tried.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                tried.bind(address)
+                return
+        except OSError as error:
+            if number == len(found):
+                remedy = remedies.get(error.errno or 0, "give another --host or --port")
+                why = f"cannot listen at {host}:{port} ({error.strerror})"
+                raise InputError(f"{why}; {remedy}") from error
 
 
 @contextlib.contextmanager

