@@ -4,11 +4,13 @@ Run: python examples/demo.py
 Prints a row each: the answer, whether it is right, and the bytes of keys and values that were held.
 """
 
+from dataclasses import replace
+
 import mmkv
 from mmkv.resources import asset
 
 QUESTION, TRUTH = "what is at row 2, column 3?", "frog"
-BUDGET = 8  # entries a head; the full cache holds 36
+BUDGET = "8"  # entries a head; the full cache holds 36
 CACHES = {
     "full cache": "full",
     "mmkv (dbtrimkv)": "dbtrimkv",
@@ -20,10 +22,17 @@ def main() -> None:
     """Ask each cache, and print a row as soon as it has answered."""
     print(f"\n{QUESTION}  (of assets/scene.png; the answer is {TRUTH})\n")
     print(f"{'cache':<23}{'answer':<16}{'right':<7}keys and values", flush=True)
+    config = mmkv.EngineConfig(
+        model=mmkv.bundled_model(),
+        policy="full",
+        budget=mmkv.Budget.parse(BUDGET),
+        prefill_chunk=12,
+    )
+    loaded = mmkv.Engine.from_config(config)
+    model = loaded.family, loaded.spec, loaded.decoder.weights  # that all three share
     for name, policy in CACHES.items():
-        engine = mmkv.Engine.from_pretrained(
-            mmkv.bundled_model(), policy=policy, budget=BUDGET, prefill_chunk=12
-        )
+        engine = mmkv.Engine.from_parts(replace(config, policy=policy), *model)
+        engine.processor = loaded.processor
         with engine.session() as session:
             said = "".join(session.send(QUESTION, images=[asset("scene.png")]))
             held = session.memory().kv_bytes / 1024
