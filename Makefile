@@ -2,7 +2,9 @@
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
+DEMO_READY := $(VENV)/.mmkv-demo
 READY := $(VENV)/.mmkv-installed
+PIP = $(BIN)/python -m pip --disable-pip-version-check
 # Where a browser is, tests drive it; what drives it is 53 MB, so it is not installed elsewhere.
 FOLDERS := $(subst :, ,$(PATH))
 BROWSER := $(wildcard $(foreach name,chromium chromium-browser google-chrome,$(addsuffix /$(name),$(FOLDERS))))
@@ -10,20 +12,27 @@ EXTRAS := dev
 ifneq ($(BROWSER),)
 EXTRAS := dev,browser
 endif
+# PyPI's torch for Linux brings gigabytes of CUDA. Where there is no NVIDIA card, this index has a build without them;
+# TORCH_INDEX=URL names another (a mirror, ROCm's), TORCH_INDEX= takes PyPI's.
+CARD := $(wildcard /proc/driver/nvidia/version $(addsuffix /nvidia-smi,$(FOLDERS)))
+ifeq ($(shell uname -s)$(CARD),Linux)
+TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
+endif
 # Without its cache of compiled modules, every process that the tests start compiles torch anew.
 unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: vendor demo demo-endless serve-demo test test-fast test-triton test-drawn test-pages test-browser mutants test-newest test-oldest wheel-test rehearse lint docs format clean
 
-demo: $(READY)
-	$(BIN)/mmkv chat --image assets/scene.png --budget 8 --prefill-chunk 12 --cost -p "what is at row 2, column 3?"
+# One question about a picture, put to three caches.
+demo: $(DEMO_READY)
+	@HF_HUB_OFFLINE=1 $(BIN)/python examples/demo.py
 
 # A camera for 18 minutes in one minute, in a third of a megabyte. DEMO="--minutes 60 --speed 60" is longer.
-demo-endless: $(READY)
+demo-endless: $(DEMO_READY)
 	HF_HUB_OFFLINE=1 $(BIN)/python examples/endless.py $(DEMO)
 
 # Starts mmkv serve, asks it about a picture through the openai package, and stops it.
-serve-demo: $(READY)
+serve-demo: $(DEMO_READY)
 	$(BIN)/python examples/serve.py
 
 # Tests run in parallel: a worker a core, at most 8 (PYTEST_XDIST_AUTO_NUM_WORKERS changes that).
@@ -49,12 +58,12 @@ test-pages: $(READY)
 # Small bugs put into a copy of the code, one at a time: which ones do the tests find? An hour of one
 # core. MUTANTS="--seed 7 --count 300" draws others; "--again FILE" runs the survivors of a report.
 mutants: $(READY)
-	$(BIN)/pip install -q --constraint constraints.txt 'mutmut==3.8.*'
+	$(PIP) install --constraint constraints.txt 'mutmut==3.8.*'
 	$(BIN)/python -m tools.mutants --output runs/mutants.json $(MUTANTS)
 
 # The pages of mmkv serve and mmkv explain in headless Chromium (apt-get install chromium), also where it came after .venv.
 test-browser: $(READY)
-	$(BIN)/pip install -q --constraint constraints.txt 'playwright>=1.50'
+	$(PIP) install --constraint constraints.txt 'playwright>=1.50'
 	HF_HUB_OFFLINE=1 $(BIN)/python -m pytest tests/mmkv/server/test_page.py tests/mmkv/explain/test_page.py
 
 # The libraries of both pages, as mmkv/web/vendor.json pins them, from npm; they are part of the repository.
@@ -66,18 +75,19 @@ test-triton: $(READY)
 	TRITON_INTERPRET=1 $(PYTEST) -m triton
 
 # All but the kernels with what pip resolves today, and with the lowest versions that pyproject.toml allows, each in an
-# environment of its own. Both torches come with gigabytes of CUDA; TORCH=torch==2.13.0+cpu gives test-newest another one.
+# environment of its own. TORCH=torch==2.13.0+cpu gives test-newest another torch.
+WITHOUT_CUDA = $(addprefix --extra-index-url ,$(TORCH_INDEX))
 SUITE = -n auto --maxprocesses 8 --dist loadfile --no-loadscope-reorder -m "not triton and not drawn and not long"
 
 test-newest:
 	$(PYTHON) -m venv .venv-newest
-	.venv-newest/bin/python -m pip install --quiet --no-compile --upgrade --upgrade-strategy eager $(TORCH) --editable '.[test]'
+	.venv-newest/bin/python -m pip install --quiet --no-compile --upgrade --upgrade-strategy eager $(WITHOUT_CUDA) $(TORCH) --editable '.[test]'
 	.venv-newest/bin/python -m pip install --quiet --no-compile --no-deps lmms-eval==0.7.3
 	HF_HUB_OFFLINE=1 .venv-newest/bin/python -m pytest $(SUITE)
 
 test-oldest:
 	$(PYTHON) -m venv .venv-oldest
-	.venv-oldest/bin/python -m pip install --quiet --no-compile --constraint constraints-oldest.txt --editable '.[test]'
+	.venv-oldest/bin/python -m pip install --quiet --no-compile --constraint constraints-oldest.txt $(WITHOUT_CUDA) --editable '.[test]'
 	.venv-oldest/bin/python -m pip install --quiet --no-compile --no-deps lmms-eval==0.7.3
 	HF_HUB_OFFLINE=1 .venv-oldest/bin/python -m pytest $(SUITE)
 
@@ -94,32 +104,50 @@ lint: $(READY)
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-# The site of README.md, docs/ and eval/notes/ in site/; fails at a link that leads nowhere. It needs neither torch nor .venv.
+# The site of README.md, docs/ and eval/notes/ in site/; fails at a link that leads nowhere, at what a page would load from
+# elsewhere, and at a role that is not a link. It needs neither torch nor .venv.
+UNWANTED = <(script|link|img|iframe|source)[^>]*(src|href)="?(https?:)?//|class="mermaid"|:[a-z]+:<code>
 DOCS_VENV ?= .venv-docs
 DOCS_READY := $(DOCS_VENV)/.mmkv-installed
 
 docs: $(DOCS_READY)
 	NO_MKDOCS_2_WARNING=1 $(DOCS_VENV)/bin/python -m mkdocs build --quiet
+	@! grep -rnoE '$(UNWANTED)' site --include='*.html'
 
 $(DOCS_READY): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(DOCS_VENV)
 	$(PYTHON) -c 'import tomllib; print(*tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"]["docs"], sep="\n")' > $(DOCS_VENV)/requirements.txt
-	$(DOCS_VENV)/bin/python -m pip install --quiet --constraint constraints.txt --requirement $(DOCS_VENV)/requirements.txt
+	$(DOCS_VENV)/bin/python -m pip --disable-pip-version-check install --constraint constraints.txt --requirement $(DOCS_VENV)/requirements.txt
 	touch $@
 
 format: $(READY)
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
+# torch first, by itself: from a folder that pip is told of (PIP_FIND_LINKS), else from TORCH_INDEX and from nowhere else.
+# --no-compile: Python compiles what is imported; pip would compile all of torch and transformers.
+INSTALL = $(PIP) install --no-compile
+PINNED = --constraint constraints.txt
+TORCH_ALONE = --no-deps $(shell grep '^torch==' constraints.txt)
+
+$(DEMO_READY): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit("mmkv needs Python 3.11 or newer; set PYTHON=...") if sys.version_info < (3, 11) else None'
+	$(PYTHON) -m venv $(VENV)
+ifneq ($(TORCH_INDEX),)
+	@$(INSTALL) --no-index $(TORCH_ALONE) > $(VENV)/torch.log 2>&1 || \
+	$(INSTALL) --retries 2 --index-url $(TORCH_INDEX) $(TORCH_ALONE) 2> $(VENV)/torch.log || \
+	{ echo "mmkv: $(TORCH_INDEX) gave no torch ($$(tail -n 1 $(VENV)/torch.log)); check the network, or give make a mirror" \
+	"(TORCH_INDEX=URL), a folder with the wheel (PIP_FIND_LINKS=FOLDER) or PyPI's, with CUDA (TORCH_INDEX=)" >&2; exit 1; }
+endif
+	$(INSTALL) $(PINNED) --editable '.[serve]'
+	@touch $@
+
 # lmms-eval's own dependencies would bring CUDA and a torchvision that breaks beside a CPU torch;
 # what the tests need of them is the extra eval-light, which dev includes.
-# --no-compile: Python compiles what is imported; pip would compile all of torch and transformers.
-$(READY): pyproject.toml constraints.txt
-	$(PYTHON) -c 'import sys; sys.exit("mmkv needs Python 3.11 or newer; set PYTHON=...") if sys.version_info < (3, 11) else None'
-	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --no-compile --constraint constraints.txt --editable '.[$(EXTRAS)]'
-	$(BIN)/python -m pip install --quiet --no-compile --no-deps lmms-eval==0.7.3
-	touch $@
+$(READY): $(DEMO_READY)
+	$(INSTALL) $(PINNED) 'mmkv[$(EXTRAS)]'
+	$(INSTALL) --no-deps lmms-eval==0.7.3
+	@touch $@
 
 clean:
 	rm -rf $(VENV) $(DOCS_VENV) site build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis

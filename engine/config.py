@@ -25,6 +25,7 @@ from mmkv.engine.errors import (
 )
 from mmkv.engine.model.gguf.config import gguf_folder, is_gguf
 from mmkv.engine.model.gguf.file import SUFFIX
+from mmkv.engine.model.source import at_hand
 
 if TYPE_CHECKING:
     import torch
@@ -252,7 +253,7 @@ class EngineConfig:
             raise ModelError("no model is named; give a checkpoint folder or a hub id")
         if is_gguf(self.model):
             return gguf_folder(self.model, self.mmproj)
-        return str(self.model)
+        return at_hand(str(self.model))
 
 
 def options() -> dict[str, Field[Any]]:

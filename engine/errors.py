@@ -174,4 +174,4 @@ def check_lookahead(steps: float) -> None:
     """
     require_real("lookahead", steps)
     if not (steps == float("inf") or (steps >= 1 and steps % 1 == 0)):
-        raise PolicyError(f"lookahead {steps} is not a whole number >= 1 or inf")
+        raise PolicyError(f"lookahead is {steps:g}; give a whole number of at least 1, or inf")

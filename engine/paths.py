@@ -13,6 +13,8 @@ from typing import BinaryIO
 
 # Names of gates that are at hand and their folders; mmkv puts its own here.
 gate_sets: Callable[[], Mapping[str, Path]] = dict
+# The folder of a model that goes by a name, None for other names; likewise.
+named_model: Callable[[str], Path | None] = dict[str, Path]().get
 
 DRAFT = ".mmkv-draft"  # ends the name of a folder with a file that is not written whole yet
 _ABANDONED = 3600  # seconds after which a draft belongs to no living program
@@ -92,6 +94,15 @@ def open_regular(path: Path, follow: bool = True) -> BinaryIO:
         return os.fdopen(descriptor, "rb")
     os.close(descriptor)
     raise OSError(errno.EINVAL, "it is a folder, a pipe or a device", str(path))
+
+
+def is_lfs_pointer(path: Path) -> bool:
+    """Return whether a file of a clone made without Git LFS stands in another one's place."""
+    try:
+        with path.open("rb") as file:
+            return file.read(40).startswith(b"version https://git-lfs")
+    except OSError:
+        return False
 
 
 @contextmanager

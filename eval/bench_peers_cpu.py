@@ -808,9 +808,9 @@ def take_shape(args: argparse.Namespace) -> None:
         if args.shape in CHECKPOINTS:
             write_checkpoint(args.shape, args.model)
         else:
-            from mmkv.eval.smollm2 import fetch
+            from mmkv.pull import fetch_smollm2
 
-            fetch(args.model)
+            fetch_smollm2(args.model, print)
     if args.gates is None and args.shape in CHECKPOINTS:
         gates = args.files / f"{args.shape}-gates"
         args.gates = str(gates if gates.is_dir() else write_gates(args.model, gates))

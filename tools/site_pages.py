@@ -3,12 +3,16 @@
 mkdocs reads one folder, and what belongs on the site lies in several: README.md is the front page,
 eval/notes/ the laboratory. A link between two pages leads to the page; one to any other file of
 the repository becomes its name, since the site does not hold it.
+
+Nothing is loaded from elsewhere: the graphs of Mermaid's blocks are drawn here.
 """
 
 from __future__ import annotations
 
 import posixpath
 import re
+from graphlib import TopologicalSorter
+from html import escape
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +27,8 @@ _ALSO = {
 }
 _LABORATORY = "eval/notes"
 _LINK = re.compile(r"(!?\[([^\]]*)\])\(([^)\s]+)\)")
+_ROLE = re.compile(r":(?:attr|class|data|exc|func|meth|mod):<code>~?([\w.]+)</code>")
+_ROW, _LABEL = 30, 200  # height of a node, and the width of its name
 
 
 def on_files(files: Files, config: Any) -> Files:
@@ -53,7 +59,53 @@ def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str
         here = posixpath.dirname(page.file.src_uri)
         return f"{found[1]}({posixpath.relpath(to, here or '.')}{hash_}{anchor})"
 
-    return _LINK.sub(linked, markdown)
+    drawn = re.sub(
+        r"```mermaid\n(.*?)```", lambda found: graph(found[1]), markdown, flags=re.DOTALL
+    )
+    return _LINK.sub(linked, drawn)
+
+
+def on_page_content(html: str, page: Any, config: Any, files: Files) -> str:
+    """Make links of Sphinx's roles, as docstrings write them; mkdocs calls this."""
+    places = re.findall(r'\bid="(mmkv\.[\w.]+)"', html)
+
+    def linked(found: re.Match[str]) -> str:
+        name = found[1].rpartition(".")[2]
+        there = {one for one in places if f".{one}".endswith(f".{found[1]}")}
+        code = f"<code>{name}</code>"
+        return f'<a href="#{there.pop()}">{code}</a>' if len(there) == 1 else code
+
+    return _ROLE.sub(linked, html)
+
+
+def graph(source: str) -> str:
+    """Draw a graph of Mermaid's, ``A --> B & C`` a line; all arrows lead down."""
+    names = dict(re.findall(r'^\s*(\w+)\["(.*)"\]$', source, re.MULTILINE))
+    leads = {
+        one: [other.strip() for other in others.split("&")]
+        for one, others in re.findall(r"^\s*(\w+) --> (.+)$", source, re.MULTILINE)
+    }
+    order = [*TopologicalSorter(leads).static_order()][::-1]
+    at = {one: (number + 0.5) * _ROW for number, one in enumerate(order)}
+    parts = [
+        f'<text x="{_LABEL - 12}" y="{at[one] + 5:g}" text-anchor="end">{escape(names[one])}</text>'
+        f'<circle cx="{_LABEL}" cy="{at[one]:g}" r="3"/>'
+        for one in order
+    ]
+    for one, others in leads.items():
+        for other in others:
+            top, foot = at[one] + 3, at[other] - 3
+            far = _LABEL + 8 + 0.6 * (foot - top)
+            curve = f"M{_LABEL + 4} {top:g}C{far:g} {top:g} {far:g} {foot:g} {_LABEL + 9} {foot:g}"
+            tip = f"M{_LABEL + 4} {foot:g}l7-3v6z"
+            parts.append(f'<path d="{curve}" fill="none" stroke="currentColor"/><path d="{tip}"/>')
+    high = len(order) * _ROW
+    wide = _LABEL + 0.5 * high
+    told = ", ".join(f"{names[one]} to {names[to]}" for one, tos in leads.items() for to in tos)
+    return (
+        f'<svg viewBox="0 0 {wide:g} {high}" width="{wide:g}" role="img" fill="currentColor" '
+        f'font-size="14"><title>Arrows lead from {escape(told)}</title>{"".join(parts)}</svg>'
+    )
 
 
 def place(name: str) -> str | None:

@@ -10,10 +10,11 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from mmkv.engine import paths
 from mmkv.engine.errors import ModelError
 from mmkv.engine.model.gguf.config import FILES, gguf_folder, listed_files
 from mmkv.engine.model.gguf.file import SUFFIX
-from mmkv.engine.paths import is_file, is_folder, user_path
+from mmkv.engine.paths import is_file, is_folder, is_lfs_pointer, user_path
 
 _LONGEST_ID = 200
 # What a checkpoint's folder may have besides: reading it is for others, or would run code.
@@ -49,18 +50,14 @@ _ADAPTERS = ("adapter_model.safetensors", "adapter_model.bin")
 PICKLED_INDEX, PICKLED = "pytorch_model.bin.index.json", "pytorch_model.bin"
 
 
-# A folder that training.llava wrote, or its name where no such folder is.
-_EYES_ALONE = (
-    "{name} holds eyes alone, without their language model; put both together with `python -m "
-    "mmkv.training.llava join --language-model FOLDER --output FOLDER` "
-    "(eval/notes/smollm2-llava.md), "
-    "and name that folder"
-)
+def at_hand(name: str) -> str:
+    """Return the folder of a model that goes by a name; other names, and folders, as they are.
 
-
-def refuse_bare_adapter(name: str) -> None:
-    """Raise ModelError: ``name`` is that of an adapter which is listed, and no model is there."""
-    raise ModelError(_EYES_ALONE.format(name=name))
+    Raises:
+        ModelError: it has to be fetched first.
+    """
+    found = paths.named_model(name)
+    return name if found is None else str(found)
 
 
 def locate(name: str) -> str:
@@ -73,6 +70,7 @@ def locate(name: str) -> str:
     """
     if not name.strip():
         raise ModelError("the model's name is empty; name a checkpoint folder or a hub id")
+    name = at_hand(name)
     folder = user_path(name)
     if is_folder(folder):
         _require_files(name, folder)
@@ -83,6 +81,8 @@ def locate(name: str) -> str:
         form = _FORMS.get(folder.suffix.lower())
         what = "a file" if form is None else f"{form}"
         raise ModelError(f"{name} is {what}; name the folder of a transformers checkpoint")
+    if page := re.match(r"https?://[^/]+/([\w.-]+/[\w.-]+)", name):
+        raise ModelError(f"{name[:200]!r} is an address; name the hub's id alone: {page[1]}")
     # A hub id is "name" or "owner/name"; all else was meant as a path.
     if name[0] in "./~" or name.count("/") > 1 or "\\" in name or name.endswith("/"):
         shown = repr(name if len(name) <= 200 else f"{name[:200]}...")
@@ -102,6 +102,11 @@ def _require_files(name: str, folder: Path) -> None:
         # Reading a pipe or a device may never end.
         if path.suffix in _READ and path.exists() and not is_file(path):
             raise ModelError(f"{path.name} in {name} is no file but a pipe or device; remove it")
+        if path.suffix in _READ and is_lfs_pointer(path):
+            raise ModelError(
+                f"{path.name} in {name} is a pointer of Git LFS and not the file; run `git lfs "
+                "pull` there"
+            )
     there = {path.suffix.lower() for path in files}
     if not is_file(folder / "config.json"):
         raise ModelError(_without_config(name, folder, there))
@@ -143,7 +148,10 @@ def find_adapter(name: str) -> tuple[Path, Path]:
 def _without_config(name: str, folder: Path, there: set[str]) -> str:
     """Say what a folder without config.json seems to be."""
     if is_file(folder / "adapter.json"):
-        return _EYES_ALONE.format(name=name)
+        return (
+            f"{name} holds eyes alone, without their language model; `python -m "
+            "mmkv.training.llava join` puts both together (`mmkv pull smollm2-llava` does)"
+        )
     if is_file(folder / _ADAPTER_CONFIG):
         base = _json(folder / _ADAPTER_CONFIG).get("base_model_name_or_path")
         of = ascii(base)[1:120].rstrip("'") if base else "BASE"

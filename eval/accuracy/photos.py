@@ -29,7 +29,7 @@ from torch import Tensor
 
 from mmkv import Engine, Sampling
 from mmkv.engine.errors import InputError, MmkvError, one_line
-from mmkv.training.llava.photos import fetch, member
+from mmkv.pull import fetch_wheels, member
 from mmkv.training.measure.record import require_output, write_results
 
 QUESTIONS = ("what is in this picture?", "what is this?", "Describe the picture.")
@@ -188,7 +188,7 @@ def main(given: Sequence[str] | None = None) -> None:
         with tempfile.TemporaryDirectory() as temporary:
             wheels = args.wheels or Path(temporary)
             if args.wheels is None:
-                fetch(wheels, _SKIMAGE[0], _SKLEARN[0])
+                fetch_wheels(wheels, (_SKIMAGE[0], ""), (_SKLEARN[0], ""))
             rows = [of_picture(asked, *shown) for shown in pictures(wheels)]
         classes = list(of_classes(asked, args.classes, args.seed)) if args.classes else []
     except (MmkvError, OSError) as error:

@@ -18,7 +18,16 @@ from weakref import WeakKeyDictionary
 
 from mmkv.chat.trouble import one_line
 from mmkv.engine.budget import format_bytes
-from mmkv.engine.errors import STOPS, InputError, PolicyError, SessionError, as_exception, shown
+from mmkv.engine.errors import (
+    STOPS,
+    InputError,
+    MmkvError,
+    PolicyError,
+    SessionError,
+    as_exception,
+    shown,
+)
+from mmkv.engine.model.source import at_hand
 from mmkv.engine.paths import is_folder, user_path, whole_file
 from mmkv.resources import state_folder
 
@@ -125,8 +134,8 @@ def elsewhere(options: dict[str, Any]) -> dict[str, str]:
 
 def _is_here(name: str) -> bool:
     try:
-        return name == "random" or user_path(name).exists()
-    except (InputError, OSError):
+        return name == "random" or user_path(name).exists() or at_hand(name) != name
+    except (MmkvError, OSError):
         return False
 
 
@@ -165,6 +174,8 @@ def _metadata(path: Path) -> dict[str, str]:
         with safe_open(path, framework="numpy") as file:
             return file.metadata() or {}
     except (SafetensorError, OSError, ValueError) as error:
+        if "incomplete" in str(error):
+            raise SessionError(f"{path} is cut off; use a whole copy") from error
         raise SessionError(f"{path} is not a session file of mmkv; name another file") from error
 
 

@@ -26,6 +26,7 @@ from mmkv.cli.serve import serve
 from mmkv.engine.config import EngineConfig
 from mmkv.engine.errors import STOPS, MmkvError, one_line
 from mmkv.loading import UsageError
+from mmkv.resources import PULLED
 
 
 @arguments.engine_options()
@@ -87,10 +88,10 @@ def models(
 
 
 def pull(
-    name: Annotated[str, typer.Argument(metavar="HUB_ID", help="A checkpoint or gates.")],
+    name: Annotated[str, typer.Argument(metavar="NAME", help=f"A hub id, or {', '.join(PULLED)}.")],
     quiet: Quiet = False,
 ) -> None:
-    """Fetch a checkpoint or gates into the hub's cache: safetensors, settings, tokenizer."""
+    """Fetch a checkpoint or gates: safetensors, settings, tokenizer."""
     from mmkv.engine.budget import format_bytes
     from mmkv.planner import planned
     from mmkv.pull import pull as fetch
@@ -99,6 +100,7 @@ def pull(
         from huggingface_hub.utils import disable_progress_bars
 
         disable_progress_bars()
+        os.environ["PIP_QUIET"] = "1"
 
     def say(line: str) -> None:
         if not quiet:
@@ -108,6 +110,8 @@ def pull(
     if made := planned(str(folder)):
         sizes = (f"{format_bytes(plan.weights)} ({form})" for form, plan in made.items())
         say(f"weights in memory: {', '.join(sizes)}; --weights chooses")
+        ask = PULLED[name].ask.format(folder=folder) if name in PULLED else ""
+        say(f"talk with it: mmkv chat {name} {ask}".rstrip())
     print(folder)
 
 
@@ -242,7 +246,8 @@ def run(arguments: Sequence[str] | None = None) -> int:
         code = app(args=given or ["--help"], prog_name="mmkv", standalone_mode=False)
     except (UsageError, _CLICK_USAGE_ERROR) as error:
         text = error.format_message() if hasattr(error, "format_message") else str(error)
-        place = getattr(getattr(error, "ctx", None), "command_path", "mmkv")
+        ours = f"mmkv {given[0]}" if isinstance(error, UsageError) and given else "mmkv"
+        place = getattr(getattr(error, "ctx", None), "command_path", ours)
         joint = " See" if text.endswith("?") else "; see"
         return _fail(f"{text.strip().rstrip('.')}{joint} {place} --help", 2)
     except MmkvError as error:

@@ -87,11 +87,12 @@ def _require_agreement(context: typer.Context, settings: ServerSettings) -> None
         raise UsageError(
             "--keep-sessions and --replicas need a --session-folder to keep sessions in"
         )
-    if settings.replicas is not None and settings.connections is not None:
-        raise UsageError(
-            "--max-connections does nothing beside --replicas, whose connections are Ray's; leave "
-            "it out"
-        )
+    for name in ("max_connections", "access_log"):
+        if settings.replicas is not None and arguments.on_command_line(context, name):
+            raise UsageError(
+                f"--{name.replace('_', '-')} does nothing beside --replicas, whose connections and "
+                "logs are Ray's; leave it out"
+            )
     for name in ("shared_floor", "shared_by_risk"):
         if settings.shared_budget is None and arguments.on_command_line(context, name):
             flag = f"--{name.replace('_', '-')}"

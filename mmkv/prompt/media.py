@@ -263,7 +263,7 @@ def decode_image(
     from PIL import Image as pil
 
     most = _pixel_limit if pixels is None else pixels
-    if formats is None and _other_kind(content) == "HEIC":
+    if formats is None and other_kind(content) == "HEIC":
         _read_heic()
     try:
         with warnings.catch_warnings():
@@ -285,7 +285,7 @@ def decode_image(
             f"{name} would unpack to far too many pixels (a decompression bomb?); scale it down"
         ) from error
     except pil.UnidentifiedImageError as error:
-        kind = _other_kind(content)
+        kind = other_kind(content)
         if kind == "video":
             ways = ("--video, or a part of type video", "a part of type video_url")
             how = ways[formats is not None]
@@ -295,14 +295,19 @@ def decode_image(
                 f"{name} is a HEIC picture; run pip install pillow-heif, or convert it to JPEG"
             ) from error
         known = "that Pillow can read" if formats is None else f"in {', '.join(formats)}"
-        raise InputError(f"{name} is not a picture {known}; convert it") from error
+        told = other(content, "a picture") or f"is not a picture {known}; convert it to PNG or JPEG"
+        if content.startswith(_PICTURES):
+            told = "is damaged; get another copy"
+        elif content.startswith(_RAW):
+            told = "is damaged, or a camera's raw file; get another copy, or save it as JPEG"
+        raise InputError(f"{name} {told}") from error
     except STOPS:
         raise
     except BaseException as error:
         raise _damaged(name, error) from error
 
 
-def _other_kind(content: bytes) -> str | None:
+def other_kind(content: bytes) -> str | None:
     """Return "HEIC" or "video" by a file's first bytes, None where they say neither."""
     if content[4:8] == b"ftyp":
         brands = content[8:12] + content[16:64]
@@ -315,6 +320,39 @@ def _other_kind(content: bytes) -> str | None:
     if content.startswith(b"RIFF") and content[8:12] == b"AVI ":
         return "video"
     return "video" if content[:1] == b"\x47" == content[188:189] == content[376:377] else None
+
+
+_PICTURES = (b"\x89PNG", b"\xff\xd8\xff", b"GIF8")
+_RAW = (b"II*\0", b"MM\0*")  # of a TIFF, too
+_STARTS = {
+    b"%PDF": ("a PDF", "save its page as a picture"),
+    b"PK\3\4": ("a ZIP archive", "name a file out of it"),
+    b"\x1f\x8b": ("packed with gzip", "unpack it"),
+    b"ID3": ("a sound", "give another file"),
+    b"fLaC": ("a sound", "give another file"),
+    b"version https://git-lfs": ("a pointer of Git LFS", "run git lfs pull where it lies"),
+}
+
+
+def other(content: bytes, wanted: str) -> str | None:
+    """Return what a file is that is none of ``wanted`` (a picture, a video), and what to do.
+
+    Args:
+        content: its first bytes. Where they do not tell, None is returned.
+    """
+    told = next((told for start, told in _STARTS.items() if content.startswith(start)), None)
+    head = content[:512].strip()
+    if content[8:12] == b"WAVE":
+        told = _STARTS[b"ID3"]
+    elif content.startswith(_PICTURES[:2]) or other_kind(content) == "HEIC":  # a GIF can be both
+        told = ("a picture", "give it as one")
+    elif told is None and head and not re.search(rb"[^\t\n\f\r -~\x80-\xff]", head):
+        told = ("a text", "check the file")
+        if b"<svg" in head:
+            told = ("a drawing in SVG", "save it as PNG")
+        elif re.match(rb"<(!doctype|html|\?xml|head|body)", head, re.IGNORECASE):
+            told = ("a web page", "download the file itself")
+    return told and f"is {told[0]}, not {wanted}; {told[1]}"
 
 
 def _read_heic() -> None:

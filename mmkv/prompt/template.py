@@ -282,7 +282,7 @@ class ChatTemplate:
         if self.source is None:
             text = "".join(self._plain(one.message) for one in fitted)
             return RenderedConversation(text, [-1] * len(messages), len(text))
-        from jinja2 import TemplateError
+        from jinja2 import TemplateError, TemplateSyntaxError
 
         from mmkv.prompt import sandbox
 
@@ -292,6 +292,11 @@ class ChatTemplate:
             text = self._rendered(shaped, self._tools if self.reads_tools else [], opening, marks)
         except InputError:
             raise
+        except TemplateSyntaxError as error:
+            raise InputError(
+                f"the model's chat template is damaged ({first_line(error)}); get another copy of "
+                "chat_template.jinja or tokenizer_config.json"
+            ) from error
         except TemplateError as error:
             if any(map(_has_both, messages)):  # it may want results behind calls that it knows
                 return self.layout([_with_calls_alone(one) for one in messages], opening)

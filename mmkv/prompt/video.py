@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol
 import numpy as np
 
 from mmkv.engine.errors import STOPS, InputError, first_line, require_real, require_whole
-from mmkv.prompt.media import describe, load_image, local_file
+from mmkv.prompt.media import describe, load_image, local_file, other, other_kind
 from mmkv.prompt.part_settings import (
     LOOSE_FPS,
     MAX_FRAMES,
@@ -400,22 +400,43 @@ def _levels(array: np.ndarray) -> np.ndarray:
 def _sample(
     path: Path, name: str, choose: Callable[[int, float], list[int]], size_rule: SizeRule | None
 ) -> Clip:
-    failures: list[str] = []
+    failure: BaseException | None = None
     for package, opener in _READERS.items():
         module = import_reader(package)
         if module is None:
             continue
         try:
             return read_clip(opener(module, str(path)), choose, size_rule, name)
+        except Missing as error:
+            failure = error
         except (InputError, *STOPS):  # the first: of what was asked for
             raise
         # Readers raise types of their own (DECORDError, av.error.*, RuntimeError, ...), and
-        # another reader may know the format: try the next, and report all errors when none does.
+        # another reader may know the format: try the next, and report the last error.
         except BaseException as error:
-            failures.append(f"{package}: {first_line(error)}")
-    if not failures:
+            failure = error
+    if failure is None:
         raise InputError(f"no video reader works here; {REMEDY}")
-    raise InputError(f"cannot read the video {name} ({'; '.join(failures)}); convert it to H.264")
+    with path.open("rb") as file:
+        raise unreadable(name, file.read(1024), failure) from failure
+
+
+def unreadable(name: str, content: bytes, error: BaseException) -> InputError:
+    """Return what is said of a video that no reader could read.
+
+    Args:
+        content: its first bytes; error: the reader's.
+    """
+    told = other(content, "a video")
+    if told is not None or isinstance(error, Missing):
+        return InputError(f"{name} {told or error}")
+    reason = first_line(error)
+    if isinstance(error, OSError | ValueError):  # without FFmpeg's number, and the name again
+        reason = getattr(error, "strerror", None) or reason
+    if other_kind(content) == "video":
+        return InputError(f"{name} is damaged, or its end is missing ({reason}); get another copy")
+    told = f"is no video that can be read here ({reason}); give an MP4, WebM, Matroska or AVI"
+    return InputError(f"{name} {told}")
 
 
 def read_clip(
@@ -519,6 +540,10 @@ class _Decord:
         return np.ascontiguousarray(rows).reshape(height, width, 3)
 
 
+class Missing(InputError):
+    """What a file lacks of a video: the sentence's end, behind the file's name."""
+
+
 class PyAVReader:
     """A video opened by PyAV.
 
@@ -532,8 +557,11 @@ class PyAVReader:
         self.times: Sequence[float] | None = None
         with self._open() as opened:
             if not opened.streams.video:
-                raise ValueError("the file has no video stream")
+                held = "sound and no video" if opened.streams.audio else "no video"
+                raise Missing(f"holds {held}; give a file with one")
             stream = opened.streams.video[0]
+            if stream.codec_context is None:
+                raise Missing("is in a codec that FFmpeg does not know; convert it to H.264")
             self.size = (int(stream.width), int(stream.height))
             # FFmpeg means nothing by the average of a raw stream.
             rates = (stream.average_rate, stream.guessed_rate)
@@ -542,7 +570,7 @@ class PyAVReader:
             self._announced = self._length(opened)
             self._count_packets(opened, stream)
         if self.count < 1:
-            raise ValueError("the video has no frames")
+            raise Missing("has no frames; get another copy")
 
     def read(self, indices: Sequence[int], keep: FrameMap) -> list[np.ndarray]:
         wanted, kept, decoded = set(indices), {}, 0

@@ -14,6 +14,7 @@ import os
 import select
 import socket
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -24,6 +25,7 @@ from uvicorn.protocols.websockets.wsproto_impl import WSProtocol
 
 from mmkv.server.errors import RETRY_AFTER, ApiError
 from mmkv.server.guard import BodyRoom
+from mmkv.server.metrics import AccessLog
 from mmkv.server.settings import RequestBounds
 
 if TYPE_CHECKING:
@@ -84,6 +86,7 @@ class Guard:
     def __init__(self, limits: ConnectionLimits, bodies: BodyRoom | None = None) -> None:
         self.limits, self.bodies = limits, bodies or BodyRoom(limits.message_bytes)
         self.open: set[Connection | SocketConnection] = set()
+        self.refused: Callable[[Any, int, int], None] = lambda *_: None  # logs what no app sees
         self._sweeping = False
 
     def opened(self, one: Connection | SocketConnection) -> bool:
@@ -294,8 +297,14 @@ class Connection(HttpToolsProtocol):
             "Connection: close",
             *([f"Retry-After: {RETRY_AFTER}"] if status == 503 else []),
         ]
+        self.guard.refused(self.client, status, len(body))
         self.transport.write("\r\n".join([*lines, "", ""]).encode() + body)
         self.transport.close()
+
+    def send_400_response(self, msg: str) -> None:
+        """Answer what is no request."""
+        self.guard.refused(self.client, 400, len(msg))
+        super().send_400_response(msg)
 
 
 class SocketConnection(WSProtocol):
@@ -432,6 +441,9 @@ class WebServer(uvicorn.Server):
             answers=settings.bounds.answers,
         )
         self.guard = Guard(limits, state.bodies)
+        if settings.access_log is not None:
+            app = AccessLog(app, settings.access_log)
+            self.guard.refused = app.refused
         guarded = type("GuardedConnection", (Connection,), {"guard": self.guard})
         sockets = type("GuardedSocket", (SocketConnection,), {"guard": self.guard})
         config = uvicorn.Config(

@@ -1,9 +1,21 @@
-"""What /metrics shows, under the names that vLLM uses with another prefix, and some of our own."""
+"""What operators look at: /metrics, under the names that vLLM uses with another prefix and some of
+our own, and the log of requests."""
 
 from __future__ import annotations
 
+import contextlib
+import json
+import re
+import secrets
+import time
+from datetime import UTC, datetime
+from typing import TYPE_CHECKING, Any
+
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
+
+if TYPE_CHECKING:
+    from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 CONTENT_TYPE = CONTENT_TYPE_LATEST
 _SHORT = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 10.0)
@@ -73,3 +85,106 @@ class Metrics:
 
     def _histogram(self, name: str, help: str, buckets: tuple[float, ...]) -> Histogram:
         return Histogram(f"mmkv_{name}", help, registry=self.registry, buckets=buckets)
+
+
+class AccessLog:
+    """Writes a line to stdout when a request is over, in Apache's and NGINX's combined form or as
+    JSON.
+
+    The user is the first half of the tenant's name on disk. Queries, bodies and keys are not
+    written; nor is what a client sends able to end a line or a field. The client is the address
+    that uvicorn gives: of a proxy's header, where the proxy is one of FORWARDED_ALLOW_IPS.
+
+    Args:
+        form: ``combined`` or ``json``.
+    """
+
+    def __init__(self, app: ASGIApp, form: str) -> None:
+        self._app, self._json = app, form == "json"
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Pass a request on, with a header that names it as the log does."""
+        if scope["type"] not in ("http", "websocket"):
+            await self._app(scope, receive, send)
+            return
+        status, sent, began = 0, 0, time.perf_counter()
+        given = dict(scope["headers"]).get(b"x-request-id", b"")
+        name = given if re.fullmatch(rb"[\w.:-]{1,128}", given) else secrets.token_hex(16).encode()
+
+        async def counted(message: Message) -> None:
+            nonlocal status, sent
+            kind = message["type"]
+            if kind.endswith((".start", ".accept")):
+                status = message.get("status", 101)
+                headers = [*(message.get("headers") or ()), (b"x-request-id", name)]
+                message = {**message, "headers": headers}
+            elif kind == "websocket.close":
+                status = status or 403  # closed before it was accepted
+            elif scope.get("method") != "HEAD":
+                piece = message.get("body") or message.get("bytes") or message.get("text") or b""
+                sent += len(piece.encode() if isinstance(piece, str) else piece)
+            await send(message)
+
+        try:
+            await self._app(scope, receive, counted)
+        except Exception:
+            status = status or 500
+            raise
+        finally:
+            # 499, NGINX's word: the client has gone before there was an answer.
+            took = time.perf_counter() - began
+            self.write(scope, status or 499, sent, took, name.decode())
+
+    def refused(self, client: tuple[str, int] | None, status: int, sent: int) -> None:
+        """Write a line of a request that was answered before it could be read."""
+        scope = {"client": client, "headers": (), "method": "", "raw_path": b"", "http_version": ""}
+        self.write(scope, status, sent, 0.0, "")
+
+    def write(self, scope: Scope, status: int, sent: int, took: float, name: str) -> None:
+        """Write a line.
+
+        Args:
+            sent: bytes of the answer's body; took: seconds; name: the request's.
+        """
+        headers = dict(scope["headers"])
+        caller = scope.get("state", {}).get("caller")
+        told: dict[str, Any] = {
+            "remote_addr": (scope.get("client") or ("",))[0],
+            "tenant": caller.tenant[:32] if caller is not None else "",
+            "method": scope.get("method", "GET"),  # a WebSocket has none
+            "path": self._read(scope["raw_path"]),
+            "protocol": f"HTTP/{scope['http_version']}",
+            "status": status,
+            "bytes": sent,
+            "referer": re.sub(r"[?#].*", "", self._read(headers.get(b"referer", b""))),
+            "user_agent": self._read(headers.get(b"user-agent", b"")),
+        }
+        now = datetime.now(UTC)
+        if self._json:
+            told = {"time": now.isoformat(timespec="milliseconds"), **told}
+            line = json.dumps(told | {"seconds": round(took, 4), "request_id": name})
+        else:
+            asked = " ".join(told[key] for key in ("method", "path", "protocol"))
+            quoted = asked if told["method"] else "", told["referer"], told["user_agent"]
+            asked, referer, agent = (_escaped(one, " ") for one in quoted)
+            address, tenant = (_escaped(told[key]) for key in ("remote_addr", "tenant"))
+            when = f"{now:%d/%b/%Y:%H:%M:%S %z}"
+            line = f'{address} - {tenant} [{when}] "{asked}" {status} {sent} "{referer}" "{agent}"'
+        with contextlib.suppress(OSError, ValueError):  # nobody reads it any more
+            print(line, flush=True)
+
+    def _read(self, raw: bytes) -> str:
+        return raw.decode("utf-8", "backslashreplace" if self._json else "surrogateescape")
+
+
+def _escaped(text: str, also: str = "") -> str:
+    """Return a text as NGINX writes it: in hexadecimal what could end a field or a line.
+
+    Args:
+        also: characters that stay; a field in quotation marks may hold spaces.
+    """
+
+    def coded(found: re.Match[str]) -> str:
+        return "".join(f"\\x{byte:02X}" for byte in found[0].encode("utf-8", "surrogateescape"))
+
+    return re.sub(rf"[^{also}!#-\[\]-~]", coded, text) or "-"

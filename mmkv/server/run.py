@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import gc
 import logging
 import signal
+import socket
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
 from mmkv.engine.config import EngineConfig
-from mmkv.engine.errors import ModelError, plain
+from mmkv.engine.errors import InputError, ModelError, plain
 from mmkv.server.settings import ServerSettings
 
 if TYPE_CHECKING:
@@ -45,6 +47,30 @@ def require_packages() -> None:
         raise ModelError(
             f"mmkv serve needs {', '.join(missing)}; install them: pip install 'mmkv[serve]'"
         )
+
+
+def require_address(host: str, port: int) -> None:
+    """Raise InputError where no server can listen, before a model is loaded for it."""
+    try:
+        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    except socket.gaierror as error:
+        raise InputError(f"--host {host!r} is not known here; give an address") from error
+    remedies = {
+        errno.EADDRINUSE: "give another --port",
+        errno.EACCES: "give a --port above 1023",
+        errno.EADDRNOTAVAIL: "give a --host that is this machine's (0.0.0.0 for all)",
+    }
+    for number, (kind, *_, address) in enumerate(found, 1):
+        try:
+            with socket.socket(kind) as tried:
+                tried.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                tried.bind(address)
+                return
+        except OSError as error:
+            if number == len(found):
+                remedy = remedies.get(error.errno or 0, "give another --host or --port")
+                why = f"cannot listen at {host}:{port} ({error.strerror})"
+                raise InputError(f"{why}; {remedy}") from error
 
 
 @contextlib.contextmanager
@@ -97,6 +123,7 @@ def serve(
 ) -> None:
     """Serve until SIGINT or SIGTERM; replies under way are then brought to their end."""
     require_packages()
+    require_address(settings.host, settings.port)
     from mmkv.server.app import make_app
     from mmkv.server.connections import WebServer
     from mmkv.server.guard import allowed_hosts

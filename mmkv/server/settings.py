@@ -33,6 +33,18 @@ def _bytes(text: str | None) -> int | None:
     return None if text is None else parse_bytes(text)
 
 
+def _some_bytes(text: str) -> int:
+    if not (count := parse_bytes(text)):
+        raise InputError(f"--max-body {text!r} lets no request in; give for example 32MiB")
+    return count
+
+
+def _folder(given: Path | None) -> Path | None:
+    if given is not None and not given.is_dir():
+        raise InputError(f"--allowed-local-media-path: no folder {given}; make it, or check it")
+    return given
+
+
 def _all(given: list[Any] | None) -> tuple[Any, ...]:
     return tuple(given or ())
 
@@ -53,6 +65,12 @@ def _host(name: str) -> str:
             ) from None
         return bare
     return f"[{address}]" if address.version == 6 else str(address)
+
+
+def _log_form(given: str | None) -> str | None:
+    if given not in (None, "combined", "json"):
+        raise InputError(f"--access-log {given!r} is no form of a log; give combined or json")
+    return given
 
 
 def _origins(given: list[str] | None) -> tuple[str, ...]:
@@ -137,6 +155,7 @@ class ServerSettings:
         replicas: how many run on Ray Serve; None: one server, without Ray.
         page: whether ``/`` is a page to chat with.
         drain: seconds that replies under way have when the server is told to stop.
+        access_log: form of the lines of :class:`mmkv.server.run.AccessLog`; None: there are none.
         idle_folder: where idle sessions hibernate without a session folder, if it can be made;
             None: a temporary one.
         max_choices: replies to one request (``n``).
@@ -245,9 +264,12 @@ class ServerSettings:
         int | None,
         least=1,
     )
-    body: int = option("Longest request.", str, "32MiB", name="max_body", read=_bytes)
+    body: int = option("Longest request.", str, "32MiB", name="max_body", read=_some_bytes)
     media_folder: Path | None = option(
-        "Folder that file: URLs may name.", Path | None, name="allowed_local_media_path"
+        "Folder that file: URLs may name.",
+        Path | None,
+        name="allowed_local_media_path",
+        read=_folder,
     )
     session_folder: Path | None = option(
         "Folder where sessions are saved, and hibernate (default: none are saved; they hibernate "
@@ -296,6 +318,11 @@ class ServerSettings:
     )
     page: bool = option("A page to chat with, at /.", bool, True, flags=("--page/--no-page",))
     drain: float = option("Seconds that replies have to end after SIGTERM.", float, 30.0, least=0)
+    access_log: str | None = option(
+        "Write a line of each request to stdout: combined (as Apache and NGINX do) or json.",
+        str | None,
+        read=_log_form,
+    )
     # Those that no option has.
     bounds: RequestBounds = RequestBounds()
     idle_folder: Path | None = None

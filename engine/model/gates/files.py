@@ -29,7 +29,7 @@ from mmkv.engine.model.gates.published import (
 )
 from mmkv.engine.model.gates.write import WriteGates, make_random_write_gates, write_gates
 from mmkv.engine.model.spec import DecoderSpec
-from mmkv.engine.paths import is_file, is_folder, open_regular, user_path
+from mmkv.engine.paths import is_file, is_folder, is_lfs_pointer, open_regular, user_path
 
 FORMAT = "mmkv-gates-1"
 # What a gate file may hold in half precision: all but the readout, its bias and gains of norms.
@@ -117,9 +117,10 @@ def _read(source: str | Path) -> tuple[Path, dict[str, Tensor], dict[str, object
         raise
     # A damaged pickle can raise nearly anything: IndexError, KeyError, UnicodeDecodeError, ...
     except BaseException as error:
-        raise GateError(
-            f"cannot read gates from {path}: {first_line(error)}; fetch the file again"
-        ) from error
+        pointer = is_lfs_pointer(path)
+        remedy = "run `git lfs pull` there" if pointer else "fetch the file again"
+        place = path.parent / _INFO if isinstance(error, json.JSONDecodeError) else path
+        raise GateError(f"cannot read gates from {place}: {first_line(error)}; {remedy}") from error
     if path.suffix in _PICKLES:
         own = _published_part(tensors, path)
         require_numbers(own, str(path))
@@ -314,7 +315,7 @@ def _locate(source: str | Path) -> Path:
     if is_file(path):
         return path
     if not is_folder(path):
-        if os.sep in str(source)[:1] or str(source).count("/") != 1:
+        if str(source)[:1] in f"{os.sep}.~" or str(source).count("/") != 1:
             raise GateError(
                 f"no gates at {source}; give a folder, a file, a hub id, 'random', or a name that "
                 "`mmkv models` lists"

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from mmkv.engine.errors import ModelError
-from mmkv.engine.paths import is_file
+from mmkv.engine.paths import is_file, is_lfs_pointer
 
 SUFFIX = ".gguf"
 _MAGIC = b"GGUF"
@@ -259,6 +259,11 @@ class GgufFile:
 
     def _require_head(self, head: bytes) -> None:
         if head[:4] != _MAGIC:
+            if is_lfs_pointer(Path(self.path)):
+                raise ModelError(
+                    f"{self.path} is a pointer of Git LFS and not the file; run `git lfs pull` "
+                    "there"
+                )
             raise ModelError(f"{self.path} is no GGUF file; name one, or a checkpoint's folder")
         if len(head) < _HEAD.size:
             raise self._damaged("it is cut off")

@@ -25,10 +25,18 @@ from PIL import Image as pil
 from PIL import WebPImagePlugin as _webp  # noqa: F401 (else Image.open imports every format)
 
 from mmkv.engine.errors import STOPS, InputError
-from mmkv.prompt.media import NOTE, TooManyPixelsError, decode_image
+from mmkv.prompt.media import NOTE, TooManyPixelsError, decode_image, other
 from mmkv.prompt.part_settings import MediaSettings
 from mmkv.prompt.qwen_vision import VideoRules
-from mmkv.prompt.video import REMEDY, FrameRule, PyAVReader, import_reader, read_clip
+from mmkv.prompt.video import (
+    REMEDY,
+    FrameRule,
+    Missing,
+    PyAVReader,
+    import_reader,
+    read_clip,
+    unreadable,
+)
 from mmkv.server.media.limits import TOO_LARGE, UNREADABLE
 
 HEADER = struct.Struct(">IQ")  # lengths of the JSON text and of the bytes after it
@@ -138,7 +146,8 @@ def _video(task: dict[str, Any], content: bytes) -> tuple[dict[str, Any], memory
         raise InputError(f"this server reads no videos; {REMEDY} on it")
     container = _container(content)
     if container is None:
-        raise InputError(f"{name} is no MP4, WebM, Matroska or AVI; convert it to MP4")
+        told = other(content, "a video") or "is no MP4, WebM, Matroska or AVI; convert it to MP4"
+        raise InputError(f"{name} {told}")
     rule = None if rules is None else VideoRules(**rules)
     settings = MediaSettings(**task["settings"])
     frames = FrameRule(**task["frame_rule"])
@@ -169,11 +178,12 @@ def _video(task: dict[str, Any], content: bytes) -> tuple[dict[str, Any], memory
             return indices
 
         clip = read_clip(reader, choose, scaled, name)
+    except Missing as error:
+        raise unreadable(name, content, error) from error
     except (InputError, MemoryError, *STOPS):
         raise
     except BaseException as error:
-        reason = (str(error).strip() or type(error).__name__).splitlines()[0][:120]
-        raise InputError(f"cannot read the video {name} ({reason}); convert it to H.264") from error
+        raise unreadable(name, content, error) from error
     result = {"shape": clip.frames.shape, "indices": clip.indices, "fps": clip.fps}
     result |= {"total": clip.total, "times": clip.times, "note": clip.note}
     pixels = memoryview(np.ascontiguousarray(clip.frames).reshape(-1))  # type: ignore[arg-type]

@@ -628,6 +628,10 @@ def test_a_refused_pickle_is_not_called_a_bad_download(tmp_path: Path) -> None:
     assert "could run code" in message and "print" in message
     for wrong in ("can still be loaded", "weights_only", "fetch the file again"):
         assert wrong not in message
+    save_gates(make_random_gates(make_spec()), tmp_path, make_spec())
+    (tmp_path / "gates.json").write_text("{")
+    with pytest.raises(GateError, match=r"gates\.json: .*; fetch the file again"):
+        load_gates(tmp_path, make_spec())
 
 
 @pytest.fixture(scope="module")

@@ -159,6 +159,13 @@ def as_compressed_pickle(folder: Path) -> None:
 
 
 NORM = "model.norm.weight"
+POINTER = "version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 9\n"
+
+
+def lose_a_shard(folder: Path) -> None:
+    (folder / SINGLE).unlink()
+    names = {"weight_map": {NORM: "model-00001-of-00002.safetensors"}, "metadata": {}}
+    (folder / INDEX).write_text(json.dumps(names))
 
 
 def configured(**values: Any) -> Callable[[Path], None]:
@@ -173,7 +180,7 @@ def configured(**values: Any) -> Callable[[Path], None]:
     ("damage", "message"),
     [
         (lose_a_tensor, "lacks 1 weights (model.layers.1.mlp.up_proj.weight"),
-        (shrink_a_tensor, "not a readable checkpoint"),
+        (shrink_a_tensor, "other shapes than config.json says; get both from one checkpoint"),
         (truncate, "corrupt"),
         (scribble, "corrupt"),
         (functools.partial(as_pickle, odd=Code()), "holds more than tensors, which could run code"),
@@ -189,9 +196,19 @@ def configured(**values: Any) -> Callable[[Path], None]:
         ),
         (as_older_pickle, "pytorch_model.bin is damaged, or of a torch before 1.6"),
         (as_torn_pickle, "pytorch_model.bin is damaged, or of a torch before 1.6"),
-        (lambda folder: (folder / "model.safetensors").unlink(), "not a readable checkpoint"),
+        (lambda folder: (folder / SINGLE).unlink(), "it has no weights; get its safetensors"),
+        (
+            lambda folder: (folder / SINGLE).write_text(POINTER),
+            "Git LFS and not the file; run `git",
+        ),
+        (lambda folder: (folder / "config.json").write_text(POINTER), "run `git lfs pull` there"),
+        (lose_a_shard, "a file is missing that its index of weights names; get all"),
+        (
+            lambda folder: (folder / "config.json").write_text("{}"),
+            "no model_type; get the original",
+        ),
         (lambda folder: (folder / "config.json").unlink(), "no config.json"),
-        (lambda folder: (folder / "config.json").write_text("{"), "not a readable checkpoint"),
+        (lambda folder: (folder / "config.json").write_text("{"), "config.json is no JSON; get it"),
         (configured(model_type="no_such_model"), "no_such_model"),
         (configured(model_type="mixtral"), "'mixtral' is not supported"),
         (configured(hidden_act="gelu"), "'gelu' is not supported"),

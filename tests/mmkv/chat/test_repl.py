@@ -628,20 +628,6 @@ def test_nothing_evicted_costs_nothing_and_the_rest_is_refused(mmkv: Callable[..
     assert mmkv("chat", "-i", "--cost").code == 2
 
 
-def test_the_demo_evicts_and_says_what_it_cost(mmkv: Callable[..., Ran]) -> None:
-    import shlex
-    from pathlib import Path
-
-    root = Path(__file__).resolve().parents[3]
-    lines = (root / "Makefile").read_text().splitlines()
-    (line,) = [line for line in lines if "mmkv chat --image assets/scene.png" in line]
-    assert line.split("mmkv ", 1)[1] in (root / "README.md").read_text()
-    words = shlex.split(line.split("mmkv ", 1)[1])
-    words[words.index("assets/scene.png")] = str(asset("scene.png"))
-    ran = mmkv(*words)
-    assert ran.out == "frog\n" and "(22 %)" in ran.err and "what eviction cost" in ran.err
-
-
 def test_pictures_that_come_into_a_watched_folder_are_read(
     repl: Repl, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:

@@ -334,6 +334,8 @@ def test_load_and_save_as_options(
     assert "not a session file" in mmkv("chat", "--load", __file__, "-p", "x").error_line()
     both = mmkv("chat", "--resume", "--load", talk, "-i")
     assert both.code == 2 and "exclude each other" in both.error_line()
+    Path(talk).write_bytes(Path(talk).read_bytes()[:-9])
+    assert "is cut off; use a whole copy" in mmkv("chat", "--load", talk, "-p", "x").error_line()
 
 
 def test_a_saved_chat_goes_on_with_its_adapter(

@@ -30,7 +30,7 @@ from mmkv.engine.budget import Budget, parse_bytes
 from mmkv.engine.errors import BudgetError, MmkvError
 from mmkv.engine.model.gates import make_random_gates, save_gates
 from mmkv.engine.model.source import locate
-from mmkv.resources import PHOTOS_MADE_BY, asset
+from mmkv.resources import PULLED, asset
 from mmkv.training.data.conversations import DataSource
 from tests.conftest import make_spec
 from tests.support.chat_models import save_llama, save_qwen3_vl
@@ -325,6 +325,8 @@ def test_help_begins_with_what_one_needs_first(mmkv: Callable[..., Ran]) -> None
     ("arguments", "end"),
     [
         (("chat", "--fsp", "1"), "; see mmkv chat --help"),
+        (("chat", "--max-new-tokens", "0"), "; see mmkv chat --help"),
+        (("serve", "--memory", "64MX"), "; see mmkv serve --help"),
         (("chta",), "Did you mean 'chat'? See mmkv --help"),
         (("distill",), "'--model'; see --help"),
     ],
@@ -428,7 +430,7 @@ def test_idle_threads_sleep_unless_the_environment_says_otherwise(
         (("--image", "corrupt.png", "-p", "x"), "damaged"),
         (("--image", "empty.png", "-p", "x"), "empty"),
         (("--image", "bomb.png", "-p", "x"), "pixels"),
-        (("--video", "corrupt.png", "-p", "x"), "cannot read the video"),
+        (("--video", "corrupt.png", "-p", "x"), "a picture, not a video"),
         (("-p", ""), "the prompt is empty"),
         (("-p", " \n"), "the prompt is empty"),
         ((), "the prompt is empty"),  # an empty pipe
@@ -510,14 +512,14 @@ def test_eyes_without_their_language_model(
 ) -> None:
     """`mmkv models` lists them; the remedy is one command."""
     monkeypatch.chdir(tmp_path)
-    for command in (("chat", "smollm2-photos", "-p", "x"), ("pull", "smollm2-photos")):
-        ran = mmkv(*command)
-        assert PHOTOS_MADE_BY in ran.error_line() and ran.code == 1
-    for name in ("smollm2-llava", str(tmp_path / "eyes")):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    for name in PULLED:
         ran = mmkv("chat", name, "-p", "x")
-        assert "mmkv.training.llava join" in ran.error_line() and ran.code == 1
-        (tmp_path / "eyes").mkdir(exist_ok=True)
-        (tmp_path / "eyes" / "adapter.json").write_text("{}")
+        assert ran.error_line().endswith(f"{name} is not here yet; fetch it: mmkv pull {name}")
+    (tmp_path / "eyes").mkdir()
+    (tmp_path / "eyes" / "adapter.json").write_text("{}")
+    ran = mmkv("chat", "eyes", "-p", "x")
+    assert "`mmkv pull smollm2-llava` does" in ran.error_line() and ran.code == 1
 
 
 def test_the_bundled_model_is_missing(
@@ -601,6 +603,8 @@ def test_a_model_name_that_is_too_long_is_cut_in_the_message() -> None:
         with pytest.raises(MmkvError) as error:
             locate(name)
         assert len(str(error.value)) < 400
+    with pytest.raises(MmkvError, match=r"address; name the hub's id alone: Qwen/Qwen3-VL-2B$"):
+        locate("https://huggingface.co/Qwen/Qwen3-VL-2B/tree/main")
 
 
 def test_a_data_file_of_nobody_is_named() -> None:

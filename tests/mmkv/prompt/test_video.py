@@ -9,7 +9,7 @@ import re
 import struct
 import subprocess
 import sys
-from dataclasses import replace
+from dataclasses import asdict, replace
 from fractions import Fraction
 from pathlib import Path
 from types import SimpleNamespace
@@ -28,10 +28,12 @@ from mmkv import Engine
 from mmkv.engine.errors import InputError, ModelError
 from mmkv.prompt import part_settings, video
 from mmkv.prompt.loading import load_processor
+from mmkv.prompt.media import load_image
 from mmkv.prompt.part_settings import MediaSettings, Sourced, evenly
 from mmkv.prompt.qwen_vision import RUN, VideoRules, frame_rule
 from mmkv.prompt.template import take_media
 from mmkv.prompt.video import Clip, FrameRule, load_video
+from mmkv.server.media import worker
 from mmkv.training.data.conversations import read_row
 from tests.support.chat_models import (
     picture,
@@ -44,7 +46,7 @@ from tests.support.chat_models import (
 from tests.support.media import RATE, write_clip
 from tests.support.theirs import processor_of, video_processor_class
 
-pytest.importorskip("av")
+av = pytest.importorskip("av")
 
 
 @pytest.fixture(scope="module")
@@ -89,7 +91,7 @@ def test_bad_videos_give_one_line(tmp_path: Path) -> None:
     noise.write_bytes(bytes(range(256)) * 20)
     empty.touch()
     for source, says in (
-        (noise, "cannot read the video"),
+        (noise, "is no video that can be read here"),
         (empty, "empty"),
         (tmp_path / "no.mp4", "not found"),
         (tmp_path, "folder"),
@@ -97,6 +99,59 @@ def test_bad_videos_give_one_line(tmp_path: Path) -> None:
         with pytest.raises(InputError, match=says) as caught:
             load_video(source)
         assert "\n" not in str(caught.value)
+
+
+def _sound(path: Path) -> bytes:
+    with av.open(str(path), "w") as file:
+        stream = file.add_stream("aac", rate=8000, layout="mono")
+        frame = av.AudioFrame.from_ndarray(np.zeros((1, 1024), np.float32), "fltp", "mono")
+        frame.rate = 8000
+        file.mux([*stream.encode(frame), *stream.encode()])
+    return path.read_bytes()
+
+
+# What a file is -> what is said of it as a video, and as a picture.
+_CUT, _VIDEO = "its end is missing .*; get another copy", "is a video, not a picture"
+WRONG: dict[str, tuple[str, str]] = {
+    "sound in MP4": ("holds sound and no video; give a file with one", _VIDEO),
+    "MP4 without its last tenth": (_CUT, _VIDEO),
+    "unknown codec": ("a codec that FFmpeg does not know; convert it to H.264", _VIDEO),
+    "PDF": ("is a PDF, not a video; save its page", "is a PDF, not a picture; save its page"),
+    "page": ("is a web page, not a video; download", "is a web page, not a picture; download"),
+    "pointer": ("Git LFS, not a video; run git lfs pull", "Git LFS, not a picture; run git lfs"),
+    "SVG": ("SVG, not a video; save it as PNG", "SVG, not a picture; save it as PNG"),
+    "ZIP": ("archive, not a video; name a file", "archive, not a picture; name a file"),
+    "head of a JPEG": ("a picture, not a video; give it as one", "is damaged; get another copy"),
+    "raw file": ("is no video .* here .*; give an MP4", "a camera's raw file; .*save it as JPEG"),
+}
+
+
+@pytest.mark.parametrize("kind", WRONG)
+def test_what_a_file_is_fits_what_is_to_be_done(kind: str, clip_file: Path, tmp_path: Path) -> None:
+    """In a terminal and in a server's process."""
+    clip, unknown = clip_file.read_bytes(), write_clip(tmp_path / "clip.mkv").read_bytes()
+    content = {
+        "MP4 without its last tenth": clip[: len(clip) * 9 // 10],
+        "unknown codec": unknown.replace(b"V_MPEG4/ISO/ASP", b"V_MPEG9/ISO/ASP"),
+        "PDF": b"%PDF-1.4\n1 0 obj\n",
+        "page": b"\n<!DOCTYPE html><html><body>404</body></html>",
+        "pointer": b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 9\n",
+        "SVG": b"<svg xmlns='http://www.w3.org/2000/svg'/>",
+        "ZIP": b"PK\3\4" + bytes(99),
+        "head of a JPEG": b"\xff\xd8\xff\xe0" + bytes(16),
+        "raw file": b"II*\0\x10\0\0\0CR\2\0" + bytes(99),
+    }.get(kind) or _sound(tmp_path / "sound.mp4")
+    file = tmp_path / "given"
+    file.write_bytes(content)
+    frames = {"frame_rule": asdict(FrameRule()), "pixels": 10**6, "frames": 99}
+    task = {"kind": "video", "name": "given", "rules": None, "settings": {}} | frames
+    as_video, as_picture = WRONG[kind]
+    with pytest.raises(InputError, match=f"^{re.escape(str(file))} .*{as_video}"):
+        load_video(file)
+    served = worker._decoded(task, content)[0]["error"]
+    assert re.search(f"^given .*{as_video}", served) or "is no MP4, WebM" in served
+    with pytest.raises(InputError, match=as_picture):
+        load_image(file)
 
 
 @pytest.mark.parametrize(
@@ -280,8 +335,6 @@ def write_frames(
 
     ``stamps``: their times in milliseconds; else by ``rate``. ``options``: of PyAV's container.
     """
-    import av
-
     with av.open(str(path), "w", **options) as container:
         stream = container.add_stream(codec, rate=rate)
         stream.width, stream.height, stream.pix_fmt = 64, 48, "yuv420p"
@@ -304,8 +357,6 @@ def write_frames(
 
 def test_a_video_of_a_phone_is_turned(tmp_path: Path) -> None:
     """The matrix of the track (ISO 14496-12, 8.3.2) turns by 90 degrees clockwise."""
-    import av
-
     path = tmp_path / "a.mp4"
     with av.open(str(path), "w") as container:
         stream = container.add_stream("mpeg4", rate=8)

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import json
 import logging
+import re
 import socket
 import threading
 import time
@@ -35,6 +36,7 @@ from mmkv.server.guard import (
 from mmkv.server.metrics import Metrics
 from mmkv.server.schema import ChatRequest
 from mmkv.server.settings import RequestBounds, ServerSettings, host_names
+from mmkv.server.state import digest_of_key
 from tests.support.chat_models import save_qwen3_vl
 from tests.support.servers import Server, serving, stopped, until
 
@@ -120,12 +122,13 @@ def rest_of(made: socket.socket, size: int) -> bytes:
 
 
 @contextlib.contextmanager
-def running(**settings: Any) -> Iterator[Running]:
+def running(keys: tuple[str, ...] = (), **settings: Any) -> Iterator[Running]:
     given = {"connections": MOST, "head_seconds": 60, "stall_seconds": 60} | settings
     made = ServerSettings(name="m", **given)
     state: Any = SimpleNamespace(settings=made, bodies=BodyRoom(made.body))
     app = App()
-    web = WebServer(state, app, "127.0.0.1", 0, lifespan="off", log_level="error")
+    asked: Any = guard.CheckKey(app, keys) if keys else app
+    web = WebServer(state, asked, "127.0.0.1", 0, lifespan="off", log_level="error")
     thread = threading.Thread(target=web.run)
     thread.start()
     try:
@@ -708,3 +711,60 @@ def test_who_leaves_on_the_way_leaves_a_place(full_server: Server) -> None:
         until(lambda: not full_server.state.busy)  # the handlers have ended
     full_server.wait_for(lambda _: on_the_way(full_server) == 0)
     assert full_server.chat("there is a place again").status_code == 200
+
+
+# Logstash's COMBINEDAPACHELOG, which takes what Apache and NGINX write.
+COMBINED = re.compile(
+    r"(?P<client>\S+) (?P<ident>\S+) (?P<user>\S+) "
+    r"\[(?P<time>\d\d/\w{3}/\d{4}(?::\d\d){3} [+-]\d{4})\] "
+    r'"(?:(?P<verb>\w+) (?P<request>\S+)(?: HTTP/(?P<version>[\d.]+))?|-)" (?P<status>\d+) '
+    r'(?P<bytes>\d+|-) "(?P<referer>(?:[^"\\]|\\.)*)" "(?P<agent>(?:[^"\\]|\\.)*)"'
+)
+SECRET = "sk-very-secret"
+LOGGED = {  # request line and headers -> status, bytes, path, what stands for the user agent
+    "GET /v1/a?api_key=KEY HTTP/1.1\r\nAuthorization: Bearer KEY": (200, 2, "/v1/a", ""),
+    "HEAD /v1/b HTTP/1.1\r\nx-api-key: KEY\r\nUser-Agent: curl/8\r\n"
+    "Referer: http://a/b?token=KEY\r\nX-Request-Id: mine": (200, 0, "/v1/b", "curl/8"),
+    "POST /v1/c HTTP/1.1\r\nContent-Length: 0": (401, None, "/v1/c", ""),
+    'GET /%0a%22 HTTP/1.1\r\nx-api-key: KEY\r\nUser-Agent: a"b\\c\tå\x9b': (
+        200,
+        2,
+        "/%0a%22",
+        'a"b\\c\t\\xe5\\x9b',
+    ),
+    "GET /\xff HTTP/1.1\r\nx-api-key: KEY": (400, None, "", ""),
+    f"GET /{'a' * 2**16} HTTP/1.1": (431, None, "", ""),
+}
+
+
+@pytest.mark.parametrize("form", ["combined", "json"])
+def test_the_log_of_requests(form: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Each is one line that others read; no client ends it, and no key stands in it."""
+    names = []
+    with running((SECRET,), access_log=form) as made:
+        for asked in LOGGED:
+            sent = asked.replace("KEY", SECRET).encode("latin-1")
+            with made.connect(sent + b"\r\nHost: x\r\nConnection: close\r\n\r\n") as client:
+                names += [re.findall(rb"x-request-id: (\w+)", rest(client))]
+    text = capsys.readouterr().out
+    lines = text.splitlines()
+    assert len(lines) == len(LOGGED) and text.isascii() and SECRET not in text
+    for line, name, (asked, wanted) in zip(lines, names, LOGGED.items(), strict=True):
+        status, size, path, agent = wanted
+        if form == "json":
+            found = json.loads(line)
+            assert (found["path"], found["remote_addr"]) == (path, "127.0.0.1")
+            assert [found["request_id"].encode()] == (name or [b""])
+            assert (found["request_id"] == "mine") == ("mine" in asked)
+            assert found["user_agent"] == agent and found["seconds"] >= 0
+            assert found["tenant"] == (digest_of_key(SECRET).hex()[:32] if status == 200 else "")
+        else:
+            matched = COMBINED.fullmatch(line)
+            assert matched, line
+            found = matched.groupdict()
+            assert (found["request"] or "", found["client"]) == (path, "127.0.0.1"), line
+            assert (found["user"] == digest_of_key(SECRET).hex()[:32]) == (status == 200)
+            assert found["referer"] == ("http://a/b" if "Referer" in asked else "-")
+            if "a" in agent:
+                assert found["agent"] == r"a\x22b\x5Cc\x09\xE5\x9B"
+        assert int(found["status"]) == status and size in (None, int(found["bytes"])), asked

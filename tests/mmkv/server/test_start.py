@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import re
+import socket
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -42,6 +43,22 @@ def test_memory_that_cannot_be(
     assert run(["serve", str(folder), "--policy", "streamingllm", *options]) in (1, 2)
     said = capsys.readouterr().err
     assert says in said and said.count("\n") == 1
+
+
+def test_an_address_and_a_folder_that_cannot_be(capsys: pytest.CaptureFixture[str]) -> None:
+    """Before the model, which is not there, is looked for."""
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        for given, says in {
+            f"--port {taken.getsockname()[1]}": "; give another --port",
+            "--host 198.51.100.1": "; give a --host that is this machine's",
+            "--allowed-local-media-path nowhere": "no folder nowhere; make it",
+            "--max-body 0": "lets no request in; give",
+        }.items():
+            assert run(["serve", "no-model", "--quiet", *given.split()]) in (1, 2)
+            said = capsys.readouterr().err
+            assert says in said and said.count("\n") == 1
 
 
 @pytest.mark.parametrize("origin", ["chat.example", "https://chat.example/", "ftp://a", ""])
