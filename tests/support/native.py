@@ -114,8 +114,11 @@ def equalise(ours: RaggedCache, reference: RaggedCache) -> None:
         mine, theirs = getattr(ours.pool, name), getattr(reference.pool, name)
         if not name.startswith(("key", "value")) or not mine.numel():
             continue
-        share = (mine[held] != theirs[held]).float().mean()
-        assert share < 0.01, f"{name}: {share:.3f} of the codes differ"
+        if name.endswith("_scale"):  # of few entries: one may lie a step of float16 apart
+            torch.testing.assert_close(mine[held], theirs[held], rtol=2e-3, atol=1e-6)
+        else:
+            share = (mine[held] != theirs[held]).float().mean()
+            assert share < 0.01, f"{name}: {share:.3f} of the codes differ"
         mine.copy_(theirs)
 
 
