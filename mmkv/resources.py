@@ -15,6 +15,7 @@ from mmkv.engine.paths import cache_folder
 
 BUNDLED_MODEL = "tiny-vlm"
 BUNDLED_ADAPTER = "smollm2-llava"  # tower and projector without their language model
+BUNDLED_NOTE = "the bundled model answers, which knows drawn scenes alone; see mmkv models"
 PHOTOS = "smollm2-photos"  # what PHOTOS_MADE_BY writes; nothing of it is bundled
 PHOTOS_MADE_BY = (
     "`python -m mmkv.eval.smollm2 smollm2`, then `python -m mmkv.training.llava.photos "

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 from typer.main import get_command
 
+from mmkv.engine.budget import RISK
 from mmkv.engine.cache.choice import best_at
 from mmkv.eval.document_tables import documents, fill, main
 from mmkv.eval.figures import FIGURES, accuracy_values, digest
@@ -143,6 +144,11 @@ def test_pages_that_the_code_names_exist() -> None:
     assert len(named) > 10
     gone = {page: path for page, path in named.items() if not (ROOT / page).exists()}
     assert not gone, f"pages that are named and not there: {gone}"
+
+
+def test_documents_say_of_a_risk_what_is_printed() -> None:
+    for page in ("reference/http-api.md", "reference/glossary.md"):
+        assert RISK in (ROOT / "docs" / page).read_text(), page
 
 
 def _lines(text: str) -> Iterator[list[str]]:

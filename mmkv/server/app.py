@@ -25,6 +25,7 @@ from mmkv.server.completions import add_completions
 from mmkv.server.errors import ApiError, invalid, nearest
 from mmkv.server.footprint import return_memory
 from mmkv.server.guard import BodyRoute, CheckHost, CheckKey, LimitBody, RefuseWhenFull
+from mmkv.server.media.limits import FORMATS
 from mmkv.server.messages import add_messages
 from mmkv.server.metrics import CONTENT_TYPE
 from mmkv.server.page import HEADERS, page_router
@@ -184,6 +185,7 @@ def _model(state: ServerState) -> dict[str, Any]:
         "shared_budget": facts.shared,
         "lookahead": facts.lookahead,
         "images": facts.sees,
+        "picture_formats": FORMATS,
         "videos": facts.watches,
         "trained_context": facts.context,
     }

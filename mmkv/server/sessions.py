@@ -297,7 +297,7 @@ class SessionTable:
             info = conversation.info
             assert info.memory is not None
             given = info.memory, info.seen, conversation.kept(), conversation.most_entries()
-            return Standing(*given)
+            return Standing(*given, info.told)
 
         standing = await self._state.engine_thread.call(measure)
         return shown | standing.shown() | {"bytes": conversation.bytes}

@@ -26,7 +26,7 @@ from mmkv.chat.options import ChatOptions
 from mmkv.chat.repl import Repl
 from mmkv.cli.app import run
 from mmkv.engine.backends.cpu import binding
-from mmkv.engine.budget import Budget, parse_bytes
+from mmkv.engine.budget import RISK, Budget, parse_bytes
 from mmkv.engine.errors import BudgetError, MmkvError
 from mmkv.engine.model.gates import make_random_gates, save_gates
 from mmkv.engine.model.source import locate
@@ -122,6 +122,7 @@ def test_json_numbers_are_consistent(mmkv: Callable[..., Ran], model: str, pictu
         "risk",
         "over_risk",
         "risk_unknown",
+        "notes",
         "memory",
         "time_to_first_token_s",
         "tokens_per_second",
@@ -237,8 +238,9 @@ def test_a_budget_follows_the_risk_and_says_when_it_cannot(
     few = ("--budget", "2", "--gates", "random", "--risk", "0.0001", *FEW)
     asked = ("chat", model, "-p", "tell me of a long day", *few)
     ran = mmkv(*asked, "--budget-max", "3")
-    assert ran.err.count("and the budget cannot grow: answers about it may be made up") == 1
-    assert re.search(r"budget 2 entries per row to 3 .* at risk 0.0001; risk [\d.]+%", ran.err)
+    assert ran.err.count("and the budget cannot grow: answers may be made up") == 1
+    assert re.search(r"budget 2 entries per row to 3 .* at risk 0.0001$", ran.err, re.M)
+    assert re.search(rf"the risk is [\d.]+%, .*\(risk is {RISK}\)", ran.err)
     told = json.loads(mmkv(*asked, "--budget-max", "3", "--json").out)
     assert told["over_risk"] and 0.0001 < told["risk"] < 1
     grown = mmkv(*asked, "--budget-max", "64MiB", "--json")
