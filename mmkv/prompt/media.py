@@ -273,7 +273,7 @@ def decode_image(
     from PIL import Image as pil
 
     most = _pixel_limit if pixels is None else pixels
-    if (formats is None or "HEIF" in formats) and _other_kind(content) == "HEIC":
+    if (formats is None or "HEIF" in formats) and other_kind(content) == "HEIC":
         _read_heic()
     elif formats is not None:  # Pillow has to know those that it is given
         formats = [one for one in formats if one != "HEIF"]
@@ -297,7 +297,7 @@ def decode_image(
             f"{name} would unpack to far too many pixels (a decompression bomb?); scale it down"
         ) from error
     except pil.UnidentifiedImageError as error:
-        kind = _other_kind(content)
+        kind = other_kind(content)
         if kind == "video":
             ways = ("--video, or a part of type video", "a part of type video_url")
             how = ways[formats is not None]
@@ -315,7 +315,7 @@ def decode_image(
         raise _damaged(name, error) from error
 
 
-def _other_kind(content: bytes) -> str | None:
+def other_kind(content: bytes) -> str | None:
     """Return "HEIC" or "video" by a file's first bytes, None where they say neither."""
     if content[4:8] == b"ftyp":
         brands = content[8:12] + content[16:64]

@@ -132,7 +132,7 @@ def make_app(state: ServerState, hosts: frozenset[str] | None = None) -> FastAPI
     _add_open(app, state)
     add_routes_page(app)
     if state.settings.page:
-        app.include_router(page_router())
+        app.include_router(page_router(keyed=bool(state.settings.api_keys)))
     return app
 
 
@@ -188,6 +188,8 @@ def _model(state: ServerState) -> dict[str, Any]:
         "picture_formats": FORMATS,
         "videos": facts.watches,
         "trained_context": facts.context,
+        "saved_sessions": state.settings.session_folder is not None,
+        "note": facts.note,
     }
     most = facts.most_tokens(facts.budget)
     return {

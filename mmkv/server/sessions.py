@@ -237,6 +237,13 @@ class SessionTable:
             session.frames,
         )
 
+    async def describe(self, session: ServerSession, metadata: dict[str, str]) -> None:
+        """Give a session other metadata. Raises as :meth:`commit_turn`."""
+        if self._store is not None and session.record is not None:
+            record = dataclasses.replace(session.record, metadata=metadata)
+            session.record = await asyncio.to_thread(self._store.commit, session.tenant, record)
+        session.metadata = metadata
+
     async def save(self, session: ServerSession, asked: SavedName, caller: Caller) -> None:
         """Write a session to a file of the server's folder."""
         conversation, path = (
@@ -494,6 +501,12 @@ class NewSession(Body):
     metadata: Metadata = Field(default_factory=dict)
 
 
+class SessionMetadata(Body):
+    """What a session gets in place of its metadata."""
+
+    metadata: Metadata
+
+
 class ForkedSession(Body):
     """What a fork has of its own; ``metadata``: by default the session's."""
 
@@ -533,6 +546,12 @@ def sessions_router(state: ServerState, sessions: SessionTable) -> APIRouter:
     @router.get("/{name}", summary="One session")
     async def one(name: str, who: CurrentCaller) -> dict[str, Any]:
         return (await sessions.find(name, who)).shown()
+
+    @router.post("/{name}", summary="Other metadata, such as a title")
+    async def describe(name: str, asked: SessionMetadata, who: CurrentCaller) -> dict[str, Any]:
+        session = await sessions.find(name, who, idle=True)
+        await sessions.describe(session, asked.metadata)
+        return session.shown()
 
     @router.get("/{name}/memory", summary="What a session remembers, and what that takes")
     async def memory(name: str, who: CurrentCaller) -> dict[str, Any]:

@@ -25,6 +25,7 @@ from filelock import FileLock, Timeout
 
 from mmkv.engine.budget import Budget
 from mmkv.engine.errors import BudgetError, SessionError
+from mmkv.prompt.media import other_kind
 from mmkv.server.errors import ApiError
 
 _FOLDER = ".sessions"  # beside the files that users name, which begin with no dot
@@ -376,7 +377,7 @@ def media_type_of(content: bytes) -> str:
     if content[:4] == b"RIFF":
         return "image/webp" if content[8:12] == b"WEBP" else "video/x-msvideo"
     if content[4:8] == b"ftyp":
-        return "video/mp4"
+        return "video/mp4" if other_kind(content) == "video" else "image/heic"
     found = (kind for begin, kind in _BEGINNINGS.items() if content.startswith(begin))
     return next(found, "application/octet-stream")
 

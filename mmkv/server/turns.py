@@ -271,8 +271,8 @@ class SessionObservation(SessionTurn):
                 await self.commit(turn)
                 assert self.call.counts is not None
                 tokens = self.call.counts.prefilled
-            info = None if session.conversation is None else session.conversation.info
-            assert info is not None and info.memory is not None
+            assert session.conversation is not None
+            info = session.conversation.info
             skipped = seen.skipped - before.skipped
             return {
                 "id": session.id,
@@ -282,7 +282,7 @@ class SessionObservation(SessionTurn):
                 "skipped": skipped,
                 "frames_skipped": seen.skipped,
                 "next_position": info.next_position,
-                "bytes": info.memory.kv_bytes,
+                "bytes": session.conversation.bytes,
                 "notes": info.notes,
                 "session": session.shown() | {"busy": False},
             }

@@ -155,8 +155,8 @@ class SessionSocket:
                     await self._send(event)
         conversation, told = session.conversation, session.shown() | {"busy": False}
         notes = [] if conversation is None else conversation.info.notes
-        turn = {"object": "session.turn", "ignored": ignored, "notes": notes, "session": told}
-        await self._send(turn)
+        ended = {"object": "session.turn", "ignored": ignored, "notes": notes, "session": told}
+        await self._send(ended)
 
     async def _send(self, event: dict[str, Any]) -> None:
         await self._socket.send_text(rendered(event, ascii=True).decode())

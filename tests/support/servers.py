@@ -139,15 +139,16 @@ class SocketClient:
 def serving(load: Callable[[], Engine], **settings: Any) -> Iterator[Server]:
     """Serve on a free port of the loopback; in the end nothing may be held."""
     with opened(load, ServerSettings(**{"name": MODEL} | settings)) as state:
-        server = WebServer(state, make_app(state), "127.0.0.1", 0, log_level="error")
+        ports: list[int] = []
+        app = make_app(state)
+        server = WebServer(state, app, "127.0.0.1", 0, ports.append, log_level="error")
         thread = threading.Thread(target=server.run)
         thread.start()
         try:
-            while not server.started:
+            while not ports:
                 assert thread.is_alive(), "the server did not start"
                 time.sleep(0.005)
-            host, port = server.servers[0].sockets[0].getsockname()
-            made = Server(state, f"http://{host}:{port}", server)
+            made = Server(state, f"http://127.0.0.1:{ports[0]}", server)
             yield made
             made.client.close()
         finally:
