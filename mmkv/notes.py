@@ -82,6 +82,7 @@ def conversation_notes(told: Sequence[str], differs: str | None, memory: Memory)
         "compacted": _compacted(memory),
         "worn": _worn(memory),
         "risk": _risk(memory),
+        "nan": _no_numbers(memory),
     }
     found = [Note(text, kind) for kind, text in lines.items() if text is not None]
     return [*map(Note, told), *found]
@@ -136,6 +137,13 @@ def _risk(memory: Memory) -> str | None:
         f"the risk is {memory.risk:.1%}, more than --risk, and the budget cannot grow: answers "
         f"may be made up; a larger --budget-max keeps more (risk is {RISK})"
     )
+
+
+def _no_numbers(memory: Memory) -> str | None:
+    """Say that scores were no numbers; None: they were."""
+    if not memory.evicted_nan:
+        return None
+    return f"{memory.evicted_nan:,} dropped entries had a score that is no number: check the gates"
 
 
 def _are_drawn(pictures: Sequence[Image], clips: Sequence[Clip]) -> bool:

@@ -115,8 +115,6 @@ def memory_line(engine: Engine, session: Session) -> str:
     if not engine.policy.evicts:
         return f"{line} {_without_budget(engine.policy)}"
     line += f", budget {session.budget.describe()}{in_form(engine)}"
-    if memory.evicted_nan:
-        return f"{line}; {memory.evicted_nan:,} evicted entries had a score that is no number"
     return line if memory.evicted else f"{line}: nothing had to be evicted"
 
 

@@ -53,7 +53,7 @@ function Picture({ part, session, kept, label }) {
   if (part.kind === "video") {
     return html`<span class="film" style=${fade} role="img" aria-label=${`${label}${told}`}><${Icon} name="film" /><span>${part.name ?? "video"}</span></span>`;
   }
-  if (gone) return html`<span class="film" style=${fade} role="img" aria-label=${`${label}${told}`} title=${gone}><span>${part.name ?? gone}</span></span>`;
+  if (gone) return html`<span class="film" style=${fade} role="img" aria-label=${`${label}${told}`} title=${gone}><span>${part.name ?? "not shown"}</span></span>`;
   return url ? html`<img src=${url} alt=${`${label}${told}`} style=${fade} onError=${() => setGone("a picture that this browser cannot show")} title=${told ? `The memory keeps ${percent(kept)} of this picture` : undefined} />` : html`<span class="film" aria-label=${label} role="img"></span>`;
 }
 

@@ -17,7 +17,8 @@ from PIL import Image
 
 from mmkv import Engine, Sampling, bundled_model
 from mmkv.engine.contents import Memory
-from mmkv.notes import conversation_notes, media_notes
+from mmkv.engine.errors import SessionError
+from mmkv.notes import MOST_TOLD, conversation_notes, media_notes
 from mmkv.prompt.media import load_image
 from mmkv.prompt.video import load_video
 from mmkv.resources import asset
@@ -50,6 +51,11 @@ def load() -> Engine:
 
 
 @pytest.fixture(scope="module")
+def engine() -> Engine:
+    return load()
+
+
+@pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     saved = tmp_path_factory.mktemp("saved")
     with serving(load, name="small", session_folder=saved) as made:
@@ -67,6 +73,7 @@ def shares_apart(notes: list[str]) -> list[str]:
 
 def test_all_front_ends_say_the_same_of_a_conversation(
     server: Server,
+    engine: Engine,
     files: Path,
     mmkv: Callable[..., Ran],
     monkeypatch: pytest.MonkeyPatch,
@@ -74,7 +81,6 @@ def test_all_front_ends_say_the_same_of_a_conversation(
     monkeypatch.chdir(files)
     pictures, videos = ["steps.gif", "photo.png"], ["cut.mp4"]
     few = Sampling.greedy(max_new_tokens=4)
-    engine = load()
     with engine.session() as session:
         list(session.send(QUESTION, images=pictures, videos=videos, sampling=few))
         notes = list(session.notes)
@@ -167,11 +173,10 @@ def test_forms_without_videos_have_them_too(server: Server, files: Path) -> None
         assert "drawn scenes alone" in note and "is gone: 1 (" in faded, path
 
 
-def test_what_the_bundled_model_knows_is_told_apart(files: Path) -> None:
+def test_what_the_bundled_model_knows_is_told_apart(engine: Engine, files: Path) -> None:
     """Pictures, and videos of what it was and was not trained on."""
     import av
 
-    engine = load()
     scene = Image.open(asset("scene.png")).convert("RGB")
     with av.open(str(files / "scene.mkv"), "w") as container:
         stream = container.add_stream("mpeg4", rate=8)
@@ -192,10 +197,20 @@ def test_what_the_bundled_model_knows_is_told_apart(files: Path) -> None:
     assert ["drawn scenes alone" in str(one.message) for one in caught] == [True]
 
 
+def test_notes_in_a_file_are_checked(engine: Engine) -> None:
+    with engine.session() as session:
+        for wrong in ("{}", "[1]", json.dumps(["x" * 2001]), json.dumps(["a"] * (MOST_TOLD + 1))):
+            with pytest.raises(SessionError, match="is damaged"):
+                session.restore_dialogue({"mmkv.notes": wrong})
+        for number in range(MOST_TOLD + 1):
+            session.tell([f"{number}.gif is animated", "0.gif is animated"])
+        assert len(session.notes) == MOST_TOLD and session.notes[-1].startswith(f"{MOST_TOLD}.")
+
+
 def test_notes_on_what_is_left() -> None:
     """Each kind is said once by who shows them, though numbers change."""
     memory = Memory(9, 1, 1, 1, 1, 1, pictures=(0.2, 0.9, 0.4))
-    more = replace(memory, pictures=(0.1, 0.3, 0.4), compactions=17, worn=True, risk_unknown=True)
+    more = replace(memory, pictures=(0.1, 0.3, 0.4), compactions=17, worn=True, evicted_nan=3)
     over = replace(memory, pictures=(), over_risk=True, risk=0.125)
     told = ("a.gif is animated",)
     first = conversation_notes(told, "2 messages differ", memory)
@@ -204,8 +219,10 @@ def test_notes_on_what_is_left() -> None:
     assert first[:2] == ["a.gif is animated", "2 messages differ"]
     assert "gone: 1 (20% kept), 3 (40% kept)" in first[2]
     assert [one.kind for one in second[:3]] == [one.kind for one in first]
-    for word, note in zip(("moved together and", "17 times", "not known"), second[3:], strict=True):
+    for word, note in zip(("moved together and", "17 times", "3 dropped"), second[3:], strict=True):
         assert word in note
     assert len({one.kind for one in second}) == 6
+    (note,) = conversation_notes((), None, replace(over, risk_unknown=True))
+    assert "is not known" in note
     (note,) = third[1:]
     assert "12.5%" in note and "not the chance of a wrong answer" in note

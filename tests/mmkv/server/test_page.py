@@ -800,11 +800,15 @@ def test_it_is_accessible_and_all_of_it_is_in_reach(
         assert page.evaluate("document.documentElement.scrollWidth") <= width
 
     accessible(page)
+    reachable(".example")
     reachable("#send")
     for colour in ("red", "blue"):
         page.locator("#files").set_input_files(png(colour))
         say(page, "what is this? " * 12)
         reachable("#send")
+    page.get_by_role("button", name="Another reply").click()
+    expect(page.locator(".versions")).to_have_text("2/2")
+    ended(page)
     accessible(page)
     page.get_by_role("button", name="Settings").click()
     accessible(page)
