@@ -262,8 +262,8 @@ class Session(CachedSequence):
                 tokens = made.turn.tokens
                 self._append(made.turn, progress, undoable)
             self.end_observation(made)
-            counts = tokens, made.frames, made.skipped, self.next_position, self.memory()
-            return Observed(*counts, self.notes)
+            counts, memory = (tokens, made.frames, made.skipped, self.next_position), self.memory()
+            return Observed(*counts, memory, conversation_notes(*self.told, memory))
 
     def end_observation(self, made: Observation) -> None:
         """Note that an observation is in the cache."""

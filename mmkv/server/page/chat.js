@@ -600,8 +600,9 @@ async function rename(title) {
 }
 
 async function remove() {
-  const id = current.value;
-  for (const one of familyOf(id)) {
+  const all = familyOf(current.value);
+  if (all.some((one) => one.busy)) throw new Error("a reply is under way in another version; wait for its end");
+  for (const one of all) {
     await server.deleteSession(one.id);
     texts.delete(one.id);
   }
