@@ -19,7 +19,6 @@ import numpy as np
 import pytest
 from PIL import Image
 
-import mmkv as mmkv_package
 from mmkv import Engine
 from mmkv.chat.display import Display
 from mmkv.chat.options import ChatOptions
@@ -294,21 +293,6 @@ def test_the_bundled_model_names_what_it_sees(mmkv: Callable[..., Ran]) -> None:
     assert "kept 432 of " in ran.err and "policy dbtrimkv" in ran.err
     assert ran.err.count("the bundled model answers") == 1  # nobody had named it
     assert "means nothing" not in ran.err
-
-
-def test_the_bundled_model_says_that_it_does_not_know_photos(
-    mmkv: Callable[..., Ran], tmp_path: Path
-) -> None:
-    photo = tmp_path / "photo.png"
-    Image.effect_noise((64, 64), 50).save(photo)
-    ran = mmkv("chat", "tiny-vlm", "--image", str(photo), "-p", "what is this?", *FEW)
-    assert ran.code == 0 and ran.err.count("means nothing; smollm2-photos names what") == 1
-    engine = mmkv_package.Engine.from_pretrained(mmkv_package.bundled_model())
-    few = mmkv_package.Sampling(max_new_tokens=1)
-    with engine.session() as session:
-        for shown, said in ((photo, True), (SCENE, False), (photo, True)):  # each time
-            list(session.send("what?", images=[shown], sampling=few))
-            assert (session.note is not None and "means nothing" in session.note) == said
 
 
 def test_the_bundled_model_has_the_name_that_is_listed(mmkv: Callable[..., Ran]) -> None:
