@@ -60,6 +60,11 @@ class Interval:
 
 
 EVERY_STEP = Interval()
+# What a risk is, wherever one is printed or documented.
+RISK = (
+    "the share of later attention, as the gates predict it, that belongs to dropped entries; not "
+    "the chance of a wrong answer"
+)
 # Tokens of a reply between two looks at the risk, each of which waits for a GPU.
 TURN = 16
 
@@ -72,9 +77,8 @@ class Budget:
         kind: ``entries``: value = M, mean entries per (layer, KV head), the papers' unit;
             ``bytes``: value = physical bytes of pages after a step or a prompt;
             ``fraction``: value = share of the tokens seen, in (0, 1].
-        risk, most: a sequence keeps more than that, at most ``most``, while the share of predicted
-            attention weight that it has forgotten would be above ``risk`` (:class:`Dial`); both or
-            neither.
+        risk, most: a sequence keeps more than that, at most ``most``, while its :data:`RISK` would
+            be above ``risk`` (:class:`Dial`); both or neither.
     """
 
     kind: Literal["entries", "bytes", "fraction"]

@@ -13,7 +13,7 @@ from dataclasses import Field, dataclass, field, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mmkv.engine.budget import Budget, parse_bytes
+from mmkv.engine.budget import RISK, Budget, parse_bytes
 from mmkv.engine.errors import (
     DEFAULT_LOOKAHEAD,
     InputError,
@@ -131,7 +131,7 @@ class EngineConfig:
         default=None,
         metadata=_about(
             float,
-            "Grow the budget while more than this share of what matters would be forgotten (0.02).",
+            f"Grow the budget while the risk would be above this (0.02): {RISK}.",
         ),
     )
     budget_max: Budget | float | str | None = field(

@@ -34,9 +34,10 @@ class Memory:
             (:mod:`mmkv.engine.compaction`).
         worn: whether they were drawn together so often that old keys, which are rounded each time,
             may be far off (:attr:`mmkv.engine.cache.forms.KVForm.most_moves`).
-        risk: share of the predicted weight of all that was read whose entries are gone
-            (:mod:`mmkv.engine.risk`), in 0..1. None: the policy has no retention gates, or the
-            session does not know: it comes from a file of an older mmkv, or was cut back far.
+        risk: the share of later attention, as the gates predict it, that belongs to dropped
+            entries, in 0..1; not the chance of a wrong answer (:mod:`mmkv.engine.risk`). None: the
+            policy has no retention gates, or the session does not know: it comes from a file of an
+            older mmkv, or was cut back far.
         over_risk: whether the risk is above what was asked for, and the budget cannot grow.
         risk_unknown: whether a budget that follows the risk stands still, as there is none.
         vision_bytes: features of pictures that are kept for when the same come again: of this
@@ -61,16 +62,6 @@ class Memory:
     over_risk: bool = False
     risk_unknown: bool = False
     worn: bool = False
-
-    @property
-    def worn_note(self) -> str | None:
-        """Say that keys in few bits were rounded too often; None: they were not."""
-        if not self.worn:
-            return None
-        return (
-            f"the memory was moved together {self.compactions:,} times, and keys in 4 bits are "
-            "rounded each time: what is old may be read wrongly by now (--kv k8v4 stays near)"
-        )
 
     @property
     def physical_bytes(self) -> int:

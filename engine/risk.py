@@ -2,7 +2,7 @@
 
 An entry of retention beta and age a still weighs ``beta^a``, held or not: retention gates are
 trained to predict what later queries would pay to it. The share of the predicted weight whose
-entries are gone is the session's risk::
+entries are gone is the session's risk (:data:`mmkv.engine.budget.RISK` says it to users)::
 
     r = forgotten / (forgotten + held)
 

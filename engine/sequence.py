@@ -359,7 +359,7 @@ class CachedSequence:
 
     @torch.inference_mode()
     def risk(self) -> Risk | None:
-        """Return how much of what was read is forgotten, by what the retention gates predict.
+        """Return the :data:`mmkv.engine.budget.RISK` of what was read, and its parts.
 
         It reads the session's entries once, and waits for the device. What :meth:`forget` has
         dropped counts as never read.

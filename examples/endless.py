@@ -62,13 +62,11 @@ def status(way: ObservedOnce, seconds: int, context: int) -> Text:
     session = way.session
     memory = session.memory()
     full = session.seen * session.engine.spec.rows * 2 * session.engine.spec.head_dim * 4
-    risk = "-" if memory.risk is None else f"{memory.risk:.1%}"
     frames, times = session.frames_seen, session.seen * session.engine.spec.rows / memory.entries
     return Text(
         f"{clock(seconds)}  {frames.kept:,} scenes read, {frames.skipped:,} near-duplicates skipped"
         f" · {session.seen:,} tokens, {times:.0f} x the memory, {session.seen / context:.2f} x the "
-        f"context\n{memory.kv_bytes / 1e6:.2f} MB held; all of it would be {full / 1e6:.1f} · "
-        f"risk {risk}",
+        f"context\n{memory.kv_bytes / 1e6:.2f} MB held; all of it would be {full / 1e6:.1f}",
         style="bold cyan",
     )
 

@@ -20,8 +20,8 @@ from mmkv.engine.errors import InputError, require_list
 from mmkv.engine.interrupts import OpenToCtrlC, whole
 from mmkv.engine.runtime import Runtime
 from mmkv.generation_config import Generation, read_generation
+from mmkv.notes import media_notes
 from mmkv.prompt.loading import load_processor
-from mmkv.prompt.media import notes
 from mmkv.prompt.processing import Processor
 from mmkv.prompt.template import is_blank, take_media
 from mmkv.reply import Reply
@@ -273,7 +273,7 @@ class Engine(Runtime):
         processor = self.processor
         pictures = [processor.load_picture(image) for image in images]
         clips = [processor.load_clip(video) for video in videos]
-        for note in notes(pictures, clips):
+        for note in media_notes(self, pictures, clips):
             warnings.warn(note, stacklevel=2)
         return processor.encode(processor.template.render(messages, opening=True), pictures, clips)
 

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import base64
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import NonNegativeInt
+from annotated_types import Len
+from pydantic import NonNegativeInt, StringConstraints
 
 from mmkv.calls.tools import Tool, ToolUse
 from mmkv.engine.errors import InputError
 from mmkv.engine.strict import InvalidFile, Strict, parse
+from mmkv.notes import MOST_TOLD
 from mmkv.prompt.held import Held, Piece, Place
 from mmkv.prompt.video import SMALL, FramesSeen
+
+_Line = Annotated[str, StringConstraints(max_length=2000)]
 
 
 class _Text(Strict):
@@ -127,6 +131,12 @@ def parse_frames(text: str) -> FramesSeen:
     if len(last) not in (0, SMALL**2):
         raise InvalidFile("the copy of the last frame is none")
     return FramesSeen(made.kept, made.skipped, last)
+
+
+def parse_notes(text: str) -> tuple[str, ...]:
+    """Return the notes in JSON ``text``. Raises InvalidFile."""
+    notes: list[str] = parse(Annotated[list[_Line], Len(0, MOST_TOLD)], text, is_json=True)
+    return tuple(notes)
 
 
 def parse_unfed(text: str, vocabulary: int, placeholders: set[int]) -> list[int]:

@@ -16,7 +16,7 @@ from mmkv.engine.config import EngineConfig
 from mmkv.engine.errors import BudgetError, ModelError, plain
 from mmkv.engine.model.source import locate
 from mmkv.engine.paths import is_folder, user_path
-from mmkv.resources import bundled_model
+from mmkv.resources import BUNDLED_NOTE, bundled_model
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -119,7 +119,7 @@ def load_engine(
         gc.freeze()  # what is imported by now stays
         gc.enable()
     if config.model is None:
-        terminal.note("the bundled model answers, which knows drawn scenes alone; see mmkv models")
+        terminal.note(BUNDLED_NOTE)
     if engine.device.type == "cpu" and "MMKV_NATIVE" not in os.environ and (why := cpu.reason()):
         terminal.note(f"replies run in torch, several times slower than in C, which is {why}")
     packed = engine.decoder.weights.note

@@ -14,6 +14,7 @@ from mmkv.engine.paths import cache_folder, open_regular
 
 BUNDLED_MODEL = "tiny-vlm"
 BUNDLED_ADAPTER = "smollm2-llava"  # tower and projector without their language model
+BUNDLED_NOTE = "the bundled model answers, which knows drawn scenes alone; see mmkv models"
 
 
 class Pulled(NamedTuple):

@@ -20,6 +20,7 @@ from mmkv.engine.interrupts import CtrlC, OpenToCtrlC, whole
 from mmkv.engine.read_ids import with_ids
 from mmkv.engine.sequence import CachedSequence
 from mmkv.engine.session_file import checked_extra
+from mmkv.notes import MOST_TOLD, conversation_notes
 from mmkv.prompt.held import Held, Place, Rewrites
 from mmkv.prompt.special import tokenize
 from mmkv.prompt.template import joined
@@ -45,6 +46,7 @@ if TYPE_CHECKING:
     from mmkv.explain import Trace
     from mmkv.explain.frames import Frame
     from mmkv.prompt.held import Plan, Read
+    from mmkv.prompt.media import Note
     from mmkv.prompt.template import ChatTemplate, Message
 
 
@@ -102,6 +104,7 @@ class TurnStart:
     unfed: tuple[int, ...]
     last: Reply | None
     note: str | None
+    told: tuple[str, ...]
     held: Held
     cuts: int
     tools: tuple[Tool, ...]
@@ -112,9 +115,10 @@ class Session(CachedSequence):
 
     ``history``: its messages in the transformers chat format (pictures and videos as bare
     placeholders). ``tools``: the functions that the model is told of. ``last``: the latest Reply.
-    ``note``: a note for the user about how the turn was rendered, or None. ``rewrites``: what to
-    do where the chat template, or the way in which pictures are read, changes what was said before
-    a new message: ``reread`` goes back and reads it so, ``keep`` leaves it as it was read.
+    ``note``: what the user is to be told of how the latest turn was read, or None; ``notes``: of
+    the whole conversation. ``rewrites``: what to do where the chat template, or the way in which
+    pictures are read, changes what was said before a new message: ``reread`` goes back and reads it
+    so, ``keep`` leaves it as it was read.
     ``forget_thoughts``: whether the entries of a reply's thought are dropped once the reply is
     over; the engine's setting at first. The history then has the answer alone. ``undo_depth``: how
     many turns :meth:`undo` can take back; each costs a copy of the cache, so it is 0 unless asked
@@ -133,6 +137,7 @@ class Session(CachedSequence):
         self.tools: tuple[Tool, ...] = ()
         self.last: Reply | None = None
         self.note: str | None = None
+        self._told: tuple[str, ...] = ()  # notes on what was read, each once
         self.undo_depth = 0
         self.rewrites: Rewrites = "reread"
         self.forget_thoughts = engine.forget_thoughts
@@ -257,14 +262,14 @@ class Session(CachedSequence):
                 tokens = made.turn.tokens
                 self._append(made.turn, progress, undoable)
             self.end_observation(made)
-            counts = tokens, made.frames, made.skipped, self.next_position, self.memory()
-            told = [made.note, None if made.turn is None else self.note]
-            return Observed(*counts, "; ".join(filter(None, told)) or None)
+            counts, memory = (tokens, made.frames, made.skipped, self.next_position), self.memory()
+            return Observed(*counts, memory, conversation_notes(*self.told, memory))
 
     def end_observation(self, made: Observation) -> None:
         """Note that an observation is in the cache."""
         if made.turn is not None:
             self._take_in(made.turn.messages, made.turn.reading)
+        self.tell(made.notes)
         self.frames_seen = made.seen
 
     def _tool_use(self, tools: Sequence[Any] | None, choice: Any, parallel: bool) -> ToolUse | None:
@@ -317,6 +322,7 @@ class Session(CachedSequence):
             other = cast(Session, super().fork())
             other.history, other.last = deepcopy(self.history), self.last
             other.tools, other.frames_seen = self.tools, self.frames_seen
+            other._told = self._told
             other._unfed, other.undo_depth = list(self._unfed), self.undo_depth
             other.held, other.rewrites, other._cuts = self.held.copy(), self.rewrites, self._cuts
             other.forget_thoughts = self.forget_thoughts
@@ -340,6 +346,7 @@ class Session(CachedSequence):
                 "mmkv.held": json.dumps(self.held.as_json()),
                 "mmkv.tools": json.dumps([one.as_json() for one in self.tools]),
                 "mmkv.frames": json.dumps(self.frames_seen.as_json()),
+                "mmkv.notes": json.dumps(self._told),
             }
             super().save(path, kept | dialogue)
 
@@ -355,6 +362,7 @@ class Session(CachedSequence):
             parse_frames,
             parse_held,
             parse_history,
+            parse_notes,
             parse_tools,
             parse_unfed,
         )
@@ -368,18 +376,33 @@ class Session(CachedSequence):
             moved = self.compactions > 0
             held = parse_held(extra.get("mmkv.held", "null"), self.seen, *known, moved)
             frames = parse_frames(extra.get("mmkv.frames", "{}"))
+            told = parse_notes(extra.get("mmkv.notes", "[]"))
         except InvalidFile as error:
             raise SessionError(
                 f"the conversation in the session file is damaged ({error}); use a copy, or begin "
                 "a new session"
             ) from error
         self.history, self._unfed, self.held, self.tools = history, unfed, held, tools
-        self.frames_seen = frames
+        self.frames_seen, self._told = frames, told
 
     def memory(self) -> Memory:
         """Return physical memory, entries, and how what was read differs from a fresh rendering."""
         told = [self.held.differs, self.held.forgotten]
         return replace(super().memory(), differs="; ".join(filter(None, told)) or None)
+
+    def tell(self, notes: Sequence[str]) -> None:
+        """Add notes on what was read, for the user; the latest few are kept."""
+        self._told = tuple(dict.fromkeys((*self._told, *notes)))[-MOST_TOLD:]
+
+    @property
+    def notes(self) -> list[Note]:
+        """What the user is to be told of the conversation as it stands: see :mod:`mmkv.notes`."""
+        return conversation_notes(*self.told, self.memory())
+
+    @property
+    def told(self) -> tuple[tuple[str, ...], str | None]:
+        """The notes on what was read, and how it differs from the conversation rendered afresh."""
+        return self._told, self.held.differs
 
     def close(self) -> None:
         """Return every page, also those held for undo; a stream raises at its next piece."""
@@ -519,7 +542,7 @@ class Session(CachedSequence):
     def turn_start(self) -> TurnStart:
         """Return where the session stands, for :meth:`take_back`."""
         before = self.state(), tuple(self.history), self.unfed, self.last, self.note
-        return TurnStart(*before, self.held.copy(), self._cuts, self.tools)
+        return TurnStart(*before, self._told, self.held.copy(), self._cuts, self.tools)
 
     @property
     def place(self) -> Place:
@@ -580,8 +603,9 @@ class Session(CachedSequence):
         else:
             # Once, not again where only the number has grown.
             again = _kind(reading.differs) == _kind(self.held.differs)
-            told = [reading.note, None if again else reading.differs]
+            told = [*reading.notes, None if again else reading.differs]
             self.note = "; ".join(filter(None, told)) or None
+            self.tell(reading.notes)
             self.note_read(reading.read, reading.differs)
         self._turn_mark = object()  # a stream that was composed before this turn is out of date
 
@@ -661,7 +685,7 @@ class Session(CachedSequence):
                 return False
             self.history[:] = start.history
             self._unfed, self.last, self.note = list(start.unfed), start.last, start.note
-            self.held, self.tools = start.held, start.tools
+            self._told, self.held, self.tools = start.told, start.held, start.tools
             self._turn_mark = object()
             return True
 

@@ -5,42 +5,34 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
 from mmkv.calls.tools import Tool, ToolCall
 from mmkv.engine.errors import InputError, require_list, require_real
+from mmkv.notes import read_notes, times_notes
 from mmkv.prompt.held import Held, Plan, Read, common_length, read_of
-from mmkv.prompt.media import notes
 from mmkv.prompt.part_settings import LOOSE_FPS
 from mmkv.prompt.processing import PER_TOKEN
 from mmkv.prompt.special import CUT, new_marker
 from mmkv.prompt.template import as_parts, is_blank, is_open, joined, take_media
 from mmkv.prompt.video import FramesSeen, check_sampling, load_frames
-from mmkv.resources import PHOTOS
 
 if TYPE_CHECKING:
     from PIL.Image import Image
 
     from mmkv.engine.contents import Memory
+    from mmkv.prompt.media import Note
     from mmkv.prompt.processing import Processor
     from mmkv.prompt.template import ChatTemplate, Message
     from mmkv.prompt.video import Clip
     from mmkv.session import Session
 
 
-# The bundled model was trained on drawn scenes: cells of so many pixels, their corners white.
-_CELL, _WHITE = 32, 0.1
-_SCENES_ALONE = (
-    "the bundled model knows drawn scenes alone (emoji, coloured shapes and letters on white, in "
-    f"cells of 32 pixels); what it says of another picture means nothing; {PHOTOS} names what is "
-    "in a photograph (mmkv models)"
-)
 _KEPT = "stays as it was read"
 _LATEST = 10**8  # seconds: three years
-_NO_TIMES = "this model's prompts hold no times of {}: at was not written"
 _STATELESS = (
     "by the numbers that {} summed up it cannot be taken back, and its pictures are not at hand to "
     "read all again"
@@ -57,7 +49,7 @@ class TurnReading:
         plan: the text from which the session goes back, keeping ``again`` tokens of it; None: it
             stays as it is.
         differs: how what is read will differ from a fresh rendering; None: by nothing new.
-        note: on how the messages were rendered, for the user, or None.
+        notes: on what is read, for the user.
         prefix: the text that the reply begins with, at the end of what is read.
     """
 
@@ -66,7 +58,7 @@ class TurnReading:
     plan: Plan | None = None
     again: int = 0
     differs: str | None = None
-    note: str | None = None
+    notes: list[str] = field(default_factory=list)
     prefix: str = ""
 
 
@@ -144,13 +136,13 @@ class Observation:
     Attributes:
         turn: None: all of its frames were skipped.
         frames: how many of its frames are read; skipped: how many are not.
-        note: for the user, or None. seen: what is remembered of the session's frames then.
+        notes: for the user. seen: what is remembered of the session's frames then.
     """
 
     turn: UserTurn | None
     frames: int
     skipped: int
-    note: str | None
+    notes: list[str]
     seen: FramesSeen
 
 
@@ -162,7 +154,7 @@ class Observed:
         tokens: that were read, with those that end the reply before it.
         frames: that were read; skipped: that were too like the frame kept before them.
         next_position: rope position of the next text token; memory: the session's.
-        note: for the user, such as that the model's prompts have no times; or None.
+        notes: those of the session, see :attr:`mmkv.Session.notes`.
     """
 
     tokens: int
@@ -170,7 +162,7 @@ class Observed:
     skipped: int
     next_position: int
     memory: Memory
-    note: str | None = None
+    notes: list[Note] = field(default_factory=list)
 
 
 def compose_observation(
@@ -208,8 +200,8 @@ def compose_observation(
         if not what.strip():
             raise InputError("the text is blank; give words to observe")
         made = turn([{"type": "text", "text": observed_text(processor, what, at)}])
-        note = times_note(processor, "texts", at)
-        return Observation(made, 0, 0, note, session.frames_seen)
+        told = times_notes(processor, "texts", at)
+        return Observation(made, 0, 0, told, session.frames_seen)
     if fps is not None and at is None:
         raise InputError("fps says when frames after the first were seen; give at, too")
     if skip_similar is not None:
@@ -222,16 +214,16 @@ def compose_observation(
     kept, seen = session.frames_seen.chosen(frames, skip_similar)
     skipped = len(frames) - len(kept)
     if not kept:
-        return Observation(None, 0, skipped, None, seen)
+        return Observation(None, 0, skipped, [], seen)
     pictures = [frames[i] for i in kept]
     if at is not None and processor.watches:
         clip = frames_clip(processor, pictures, kept, at, fps)
-        note = times_note(processor, "frames", at)
+        told = times_notes(processor, "frames", at)
         made = turn([{"type": "video", "video": clip}])
     else:
-        note = times_note(processor, "pictures", at)
+        told = times_notes(processor, "pictures", at)
         made = turn([{"type": "image", "image": picture} for picture in pictures])
-    return Observation(made, len(kept), skipped, note, seen)
+    return Observation(made, len(kept), skipped, told, seen)
 
 
 def frames_clip(
@@ -256,16 +248,6 @@ def observed_text(processor: Processor, text: str, at: float | None) -> str:
     """Return a text that is observed as it is read: behind its time, and with a line's end."""
     time_text = None if at is None else processor.time_text(at)
     return f"{time_text or ''}{text.removesuffix(chr(10))}\n"
-
-
-def times_note(processor: Processor, what: str, at: float | None) -> str | None:
-    """Return a note for the user where the model's prompts have no times of ``what``."""
-    if at is None:
-        return None
-    written = processor.writes_times if what == "frames" else False
-    if what == "texts":
-        written = processor.time_text(at) is not None
-    return None if written else _NO_TIMES.format(what)
 
 
 def compose_results(
@@ -330,31 +312,19 @@ def _turn(
     messages, pictures, films = take_media(given)
     processor = session.engine.processor
     tools = session.tools if tools is None else tools
-    said: list[str] = []
+    seen: list[Image] = []
+    clips: list[Clip] = []
 
     def load() -> tuple[list[Any], list[Any]]:
-        seen = [processor.load_picture(picture) for picture in pictures]
-        clips = [processor.load_clip(film, fps, num_frames) for film in films]
-        said.extend(notes(seen, clips))
-        if seen and session.engine.is_bundled_model and not all(map(_is_drawn, seen)):
-            said.append(_SCENES_ALONE)
+        seen[:] = [processor.load_picture(picture) for picture in pictures]
+        clips[:] = [processor.load_clip(film, fps, num_frames) for film in films]
         if (seen or clips) and processor.sees:
             _ = session.engine.family.hf  # Ctrl-C ends it here, and not while it is appended
         return seen, clips
 
     reading = compose_messages(session, messages, load, prefix, tools, ends)
-    reading.note = "; ".join(filter(None, [reading.note, *said])) or None
+    reading.notes = read_notes(session.engine, session.template_with(tools), seen, clips)
     return UserTurn(messages, reading, started, session.basis, tools)
-
-
-def _is_drawn(picture: Image) -> bool:
-    """Return whether a picture looks like a drawn scene: whole cells, much of it white."""
-    import numpy as np
-
-    if picture.width % _CELL or picture.height % _CELL:
-        return False
-    darkest = np.asarray(picture.convert("RGB")).min(-1)
-    return bool((darkest >= 250).mean() >= _WHITE)
 
 
 def compose_messages(
@@ -551,7 +521,7 @@ def _appended(
     ids, unfed = inputs["input_ids"][0].tolist(), session.unfed
     read = read_of(processor, addition.text, ids, pictures, clips, rule=rule, unfed=unfed)
     inputs = session.with_unfed(inputs)
-    return TurnReading(inputs, read, differs=addition.differs, note=addition.note)
+    return TurnReading(inputs, read, differs=addition.differs)
 
 
 def shown_tools(tools: Sequence[Tool]) -> list[dict[str, Any]]:

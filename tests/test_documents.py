@@ -22,7 +22,9 @@ import pytest
 from typer.main import get_command
 
 from mmkv import Engine, bundled_model
+from mmkv.engine.budget import RISK
 from mmkv.engine.cache.choice import best_at
+from mmkv.engine.contents import Memory
 from mmkv.eval.document_tables import documents, fill, main
 from mmkv.eval.figures import FIGURES, accuracy_values, digest
 from mmkv.eval.serving.tables import agent_values, speed_values
@@ -154,6 +156,12 @@ def test_pages_that_the_code_names_exist() -> None:
     assert len(named) > 10
     gone = {page: path for page, path in named.items() if not (ROOT / page).exists()}
     assert not gone, f"pages that are named and not there: {gone}"
+
+
+def test_documents_say_of_a_risk_what_is_printed() -> None:
+    for page in ("docs/reference/http-api.md", "mmkv/explain/page.html"):
+        assert RISK in (ROOT / page).read_text()
+    assert RISK in " ".join((Memory.__doc__ or "").split()).replace(", in 0..1", "")
 
 
 def _lines(text: str) -> Iterator[list[str]]:

@@ -37,6 +37,7 @@ ROOT = Path(__file__).resolve().parents[1]
 FIGURES = ROOT / "docs" / "figures"
 TOUR = ROOT / "examples" / "tour.ipynb"
 QUESTION = "what is at row 2, column 3?"
+MORE = [f"what is at row {row}, column {column}?" for row, column in ((4, 4), (1, 1), (3, 2))]
 WIDTH, MOST_BYTES = 1200, 200_000
 
 
@@ -95,29 +96,40 @@ def explain(folder: Path) -> None:
 
 
 def chat(_: Path) -> None:
-    """Draw the chat of mmkv serve after an answer about a picture."""
+    """Draw the chat of mmkv serve after a few answers about a picture."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     address = f"http://127.0.0.1:{port}/"
     command = [str(Path(sys.executable).parent / "mmkv"), "serve", "--port", str(port)]
-    server = subprocess.Popen([*command, "--budget", "16", "--prefill-chunk", "12"], cwd=ROOT)
+    server = subprocess.Popen([*command, "--budget", "16"], cwd=ROOT)
     try:
         _until(lambda: _answers(f"{address}health"), server)
-        with window(800) as tab:
+        with window(850) as tab:
             tab.route("**/chat/completions", _greedy)  # the same reply at each run
             tab.goto(address)
-            box = tab.locator("textarea").last
-            tab.locator("input[type=file]").first.set_input_files(str(asset("scene.png")))
-            box.fill(QUESTION)
-            with tab.expect_response("**/chat/completions") as reply:
-                box.press("Enter")
-            reply.value.finished()
-            tab.wait_for_timeout(2000)  # for what the page says of its memory afterwards
+            _replied(tab, tab.locator(".example").click)
+            for question in MORE[:2]:
+                _say(tab, question)
+            tab.get_by_role("button", name="Edit as another version").last.click()
+            _say(tab, MORE[2])
+            tab.mouse.move(0, 0)
+            tab.wait_for_timeout(500)
             save(tab.screenshot(), "chat.webp")
     finally:
         server.terminate()
         server.wait()
+
+
+def _say(tab: Any, text: str) -> None:
+    tab.locator("#text").fill(text)
+    _replied(tab, lambda: tab.locator("#text").press("Enter"))
+
+
+def _replied(tab: Any, ask: Callable[[], None]) -> None:
+    """Wait for a reply, and for what the page says of its memory afterwards."""
+    with tab.expect_response("**/memory"):
+        ask()
 
 
 def _greedy(route: Any) -> None:

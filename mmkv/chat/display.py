@@ -21,7 +21,7 @@ from rich.table import Table
 from rich.text import Text
 
 from mmkv.chat.trouble import one_line
-from mmkv.engine.budget import format_bytes
+from mmkv.engine.budget import RISK, format_bytes
 from mmkv.engine.errors import STOPS, without_codes
 from mmkv.environment import versions
 from mmkv.loading import Terminal
@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from mmkv.engine.contents import Memory
     from mmkv.engine.policies import Policy
     from mmkv.engine.runtime import Runtime
+    from mmkv.prompt.media import Note
     from mmkv.reply import Reply
     from mmkv.sampling import Sampling
 
@@ -46,21 +47,12 @@ class Display(Terminal):
         super().__init__(options.quiet)
         self.said: set[str] = set()  # what is said once in a conversation
 
-    def note_memory(self, memory: Memory) -> None:
-        """Say, each once in a conversation, that pictures are mostly gone, that it has passed the
-        trained context, that its oldest keys are not exact any more, and that more is forgotten
-        than was asked for.
-        """
-        lines = {
-            "faded": faded_line(memory),
-            "compacted": compacted_line(memory),
-            "worn": memory.worn_note,
-            "risk": risk_line(memory),
-        }
-        for kind, line in lines.items():
-            if line is not None and kind not in self.said:
-                self.said.add(kind)
-                self.note(line)
+    def tell(self, notes: Sequence[Note]) -> None:
+        """Print the notes on a conversation that it has not had yet."""
+        for one in notes:
+            if one.kind not in self.said:
+                self.said.add(one.kind)
+                self.note(one)
 
     def error(self, error: Exception) -> None:
         """Print an error that does not end the conversation, in one line."""
@@ -123,52 +115,7 @@ def memory_line(engine: Engine, session: Session) -> str:
     if not engine.policy.evicts:
         return f"{line} {_without_budget(engine.policy)}"
     line += f", budget {session.budget.describe()}{in_form(engine)}"
-    if memory.risk is not None and memory.evicted:
-        line += f"; risk {memory.risk:.1%}"
-    if memory.evicted_nan:
-        return f"{line}; {memory.evicted_nan:,} evicted entries had a score that is no number"
     return line if memory.evicted else f"{line}: nothing had to be evicted"
-
-
-def faded_line(memory: Memory) -> str | None:
-    """Say which pictures have lost most of their entries; None: none has."""
-    if not memory.faded:
-        return None
-    some = ", ".join(f"{i + 1} ({memory.pictures[i]:.0%} kept)" for i in memory.faded[:4])
-    more = f" and {len(memory.faded) - 4} others" if len(memory.faded) > 4 else ""
-    return (
-        f"most of what was read of these pictures is gone: {some}{more}; answers about them may "
-        "be wrong, and a larger budget keeps more"
-    )
-
-
-def compacted_line(memory: Memory) -> str | None:
-    """Say that the conversation is longer than what the model was trained for; None: it is not."""
-    if not memory.compactions:
-        return None
-    return (
-        "the conversation has passed the length that the model was trained for: what is left of it "
-        "was moved together and goes on (--no-endless ends it there)"
-    )
-
-
-def risk_line(memory: Memory) -> str | None:
-    """Say that more is forgotten than --risk allows, and no memory is left, or that nobody knows.
-
-    None: there is nothing to say.
-    """
-    if memory.risk_unknown:
-        return (
-            "how much this conversation has forgotten is not known (an older mmkv saved it, or it "
-            "went far back): its budget does not follow --risk; give a fixed one (/budget), or "
-            "begin a new conversation"
-        )
-    if not memory.over_risk or memory.risk is None:
-        return None
-    return (
-        f"{memory.risk:.1%} of what later questions may need is forgotten, more than --risk, and "
-        "the budget cannot grow: answers about it may be made up; a larger --budget-max keeps more"
-    )
 
 
 def in_form(engine: Runtime) -> str:
@@ -195,7 +142,7 @@ def statistics(engine: Engine, session: Session) -> RenderableType:
         ("entries kept", f"{memory.entries:,} of {total:,} ({kept})"),
         ("entries evicted", f"{memory.evicted:,}"),
         *([("moved together", f"{memory.compactions:,} times")] if memory.compactions else []),
-        *([("risk", f"{memory.risk:.1%}")] if memory.risk is not None else []),
+        *([("risk", f"{memory.risk:.1%}: {RISK}")] if memory.risk is not None else []),
         ("pictures mostly gone", f"{len(memory.faded)} of {len(memory.pictures)}"),
         ("keys and values", f"{format_bytes(memory.kv_bytes)} in {memory.pages:,} pages"),
         ("metadata", format_bytes(memory.metadata_bytes)),
@@ -260,6 +207,7 @@ def record(engine: Engine, session: Session, model: str) -> dict[str, Any]:
         "risk": memory.risk,
         "over_risk": memory.over_risk,
         "risk_unknown": memory.risk_unknown,
+        "notes": session.notes,
         "memory": {
             "pages": memory.pages,
             "kv_bytes": memory.kv_bytes,
@@ -355,11 +303,8 @@ def answer(
         view.close()
     elif finished or line_open:
         view.close()
-    if session.note:
-        display.note(session.note)
+    display.tell(session.notes)
     if session.last is not None:
-        if session.last.memory is not None:
-            display.note_memory(session.last.memory)
         _end_notes(session.last, options, display)
     return finished
 

@@ -626,7 +626,7 @@ if (typeof DecompressionStream === "undefined") {
     fillPlots();
     fillBudgets();
     $("forgotten").hidden = !data.forgotten?.length;
-    table($("regions"), ["picture or turn", "forgotten"], (data.forgotten ?? []).map(([name, share]) => [name, `${(100 * share).toFixed(1)} %`]));
+    table($("regions"), ["picture or turn", "risk"], (data.forgotten ?? []).map(([name, share]) => [name, `${(100 * share).toFixed(1)} %`]));
     listen();
     fillLegends();
     drawTimeline();

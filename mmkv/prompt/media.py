@@ -19,13 +19,13 @@ import urllib.error
 import urllib.parse
 import urllib.request
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from http.client import HTTPException
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Self
 
-from mmkv.engine.errors import STOPS, InputError, as_exception, first_line
+from mmkv.engine.errors import STOPS, InputError, as_exception, first_line, plain
 from mmkv.engine.paths import user_path
 
 if TYPE_CHECKING:
@@ -41,9 +41,9 @@ MAX_VIDEO_BYTES = 1024 * 2**20
 MAX_FILE_BYTES = 1024 * 2**20  # a picture on the disk may be stored without compression
 # 120 megapixels: above phone cameras, far below what a small crafted file can unpack to.
 MAX_PIXELS = 120_000_000
-# In the info of a loaded picture: that it has the size which its message asks for, and what the
-# user is to be told of it.
-SIZED, NOTE = "mmkv.sized", "mmkv.note"
+# In the info of a loaded picture: that it has the size which its message asks for, what the user is
+# to be told of it, and the size that it had before a server scaled it down.
+SIZED, NOTE, FROM = "mmkv.sized", "mmkv.note", "mmkv.from"
 _URL_SAFE = bytes.maketrans(b"-_", b"+/")  # of the other alphabet that base64 has
 _PIECE = 64 * 2**10
 _BAND = 2**18  # pixels that are scaled at a time
@@ -52,7 +52,18 @@ _pixel_limit = MAX_PIXELS
 
 
 class Note(str):
-    """What the user is to be told of a picture; a text in the picture's file is none."""
+    """A line for the user; a text in a picture's file is none.
+
+    ``kind``: what a conversation says once; by default the line itself.
+    """
+
+    kind: str
+
+    def __new__(cls, text: str, kind: str | None = None) -> Self:
+        """Make one."""
+        made = super().__new__(cls, text)
+        made.kind = kind or text
+        return made
 
 
 class TooManyPixelsError(InputError):
@@ -94,17 +105,16 @@ def load_image(source: ImageSource) -> Image:
     return decode_image(_read(str(source), name), name)
 
 
-def notes(pictures: Sequence[Image], clips: Sequence[Any] = ()) -> list[str]:
-    """Return what the user is to be told of loaded pictures and videos, each thing once."""
-    found = [picture.info.get(NOTE) for picture in pictures] + [clip.note for clip in clips]
-    return list(dict.fromkeys(filter(None, found)))
-
-
 def describe(source: object) -> str:
-    """Name a source for messages (a data: URI can be megabytes long, a URL thousands)."""
+    """Name a source for messages (a data: URI can be megabytes long, a URL thousands).
+
+    A data: URI may name its file: ``data:image/png;name=a.png;base64,...``.
+    """
     text = str(source)
     if _is_data(text):
-        return text[:200].split(",", 1)[0][:40] + ",..."
+        header = text[:400].split(",", 1)[0]
+        name = re.search(r";name=([^;]+)", header)
+        return plain(urllib.parse.unquote(name[1])[:80] if name else f"{header[:40]},...", "")
     return text if len(text) <= _LONGEST_NAME else f"{text[:_LONGEST_NAME]}..."
 
 
@@ -248,7 +258,7 @@ def _downloaded(url: str, limit: int, late: threading.Event) -> bytes:
 
 
 def decode_image(
-    content: bytes, name: str, formats: tuple[str, ...] | None = None, pixels: int | None = None
+    content: bytes, name: str, formats: list[str] | None = None, pixels: int | None = None
 ) -> Image:
     """Decode a picture file as RGB, upright. ``name`` is for messages.
 
@@ -263,8 +273,10 @@ def decode_image(
     from PIL import Image as pil
 
     most = _pixel_limit if pixels is None else pixels
-    if formats is None and other_kind(content) == "HEIC":
+    if (formats is None or "HEIF" in formats) and other_kind(content) == "HEIC":
         _read_heic()
+    elif formats is not None:  # Pillow has to know those that it is given
+        formats = [one for one in formats if one != "HEIF"]
     try:
         with warnings.catch_warnings():
             # Pillow warns from 89 megapixels on; the check below is ours and is an error.
@@ -290,10 +302,11 @@ def decode_image(
             ways = ("--video, or a part of type video", "a part of type video_url")
             how = ways[formats is not None]
             raise InputError(f"{name} is a video, not a picture; give it as one ({how})") from error
-        if kind == "HEIC" and formats is None:
-            raise InputError(
-                f"{name} is a HEIC picture; run pip install pillow-heif, or convert it to JPEG"
-            ) from error
+        if kind == "HEIC":
+            how = "it is damaged; get another copy"
+            if "HEIF" not in pil.OPEN:
+                how = "run pip install pillow-heif where mmkv runs, or convert it to JPEG"
+            raise InputError(f"{name} is a HEIC picture; {how}") from error
         known = "that Pillow can read" if formats is None else f"in {', '.join(formats)}"
         told = other(content, "a picture") or f"is not a picture {known}; convert it to PNG or JPEG"
         if content.startswith(_PICTURES):
@@ -436,8 +449,9 @@ def _of_several(picture: Image, name: str) -> Note | None:
     count = getattr(picture, "n_frames", 1) if picture.format != "MPO" else 1
     if count < 2:
         return None
-    if picture.format == "TIFF":
-        return Note(f"{name} has {count} pages; the first one is read")
+    if picture.format in ("TIFF", "HEIF"):
+        parts = "pages" if picture.format == "TIFF" else "pictures"
+        return Note(f"{name} has {count} {parts}; the first one is read")
     return Note(
         f"{name} is animated; the first of its {count} frames is read (as a video, all are)"
     )

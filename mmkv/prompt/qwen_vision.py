@@ -88,8 +88,8 @@ class VideoRules:
         if not self.do_resize:
             if height % factor or width % factor:
                 raise InputError(
-                    f"frames of {width} x {height} are not scaled for this model (do_resize), and "
-                    f"are no multiple of {factor} pixels; scale the video"
+                    f"{width} x {height} pixels are not scaled for this model (do_resize), and are "
+                    f"no multiple of {factor}; scale them"
                 )
             return height, width
         if self.cap_pixels_per_frame:
@@ -118,7 +118,7 @@ class VideoRules:
     def _bounded(self, height: int, width: int, frames: int, filled: int) -> tuple[int, int]:
         """Round to merged patches; ``filled``: frames that the rounded volume counts."""
         if max(height, width) > 200 * min(height, width):
-            raise InputError(f"video frames of {width} x {height} are too thin; crop them")
+            raise InputError(f"{width} x {height} pixels are too thin; crop them")
         factor = self.factor
         rows, columns = round(height / factor) * factor, round(width / factor) * factor
         volume, ideal = filled * rows * columns, frames * height * width

@@ -39,13 +39,12 @@ class Addition:
     """Text that a turn appends.
 
     Attributes:
-        continuing: whether a reply stands before it; note: for the user.
+        continuing: whether a reply stands before it.
         differs: that what stands before it is not what the template shows now; None: it is.
     """
 
     text: str
     continuing: bool
-    note: str | None = None
     differs: str | None = None
 
 
@@ -216,9 +215,8 @@ class ChatTemplate:
             return self.render(messages, opening=True) if ends else self.render_open(messages)
 
         if self.source is None:
-            note = None if self.raw else NO_TEMPLATE
             plain = self.with_tools([]) if history else self  # the first turn has named them
-            return Addition(plain.render(turn, opening=True), bool(history), note)
+            return Addition(plain.render(turn, opening=True), bool(history))
         marker = new_marker()
         if is_open(history):
             marked = joined(history[:-1], [with_more(history[-1], marker)])

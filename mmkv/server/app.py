@@ -25,6 +25,7 @@ from mmkv.server.completions import add_completions
 from mmkv.server.errors import ApiError, invalid, nearest
 from mmkv.server.footprint import return_memory
 from mmkv.server.guard import BodyRoute, CheckHost, CheckKey, LimitBody, RefuseWhenFull
+from mmkv.server.media.limits import FORMATS
 from mmkv.server.messages import add_messages
 from mmkv.server.metrics import CONTENT_TYPE
 from mmkv.server.page import HEADERS, page_router
@@ -132,7 +133,7 @@ def make_app(state: ServerState, hosts: frozenset[str] | None = None) -> FastAPI
     _add_open(app, state)
     add_routes_page(app)
     if state.settings.page:
-        app.include_router(page_router())
+        app.include_router(page_router(keyed=bool(state.settings.api_keys)))
     return app
 
 
@@ -185,8 +186,11 @@ def _model(state: ServerState) -> dict[str, Any]:
         "shared_budget": facts.shared,
         "lookahead": facts.lookahead,
         "images": facts.sees,
+        "picture_formats": FORMATS,
         "videos": facts.watches,
         "trained_context": facts.context,
+        "saved_sessions": state.settings.session_folder is not None,
+        "note": facts.note,
     }
     most = facts.most_tokens(facts.budget)
     return {

@@ -428,10 +428,19 @@ class WebServer(uvicorn.Server):
 
     Args:
         app: the application; options: uvicorn's.
+        ready: called with the port once it listens.
     """
 
-    def __init__(self, state: ServerState, app: Any, host: str, port: int, **options: Any) -> None:
-        settings = state.settings
+    def __init__(
+        self,
+        state: ServerState,
+        app: Any,
+        host: str,
+        port: int,
+        ready: Callable[[int], None] = lambda _: None,
+        **options: Any,
+    ) -> None:
+        settings, self._ready = state.settings, ready
         limits = ConnectionLimits(
             settings.connections or most_connections(),
             head_seconds=settings.head_seconds,
@@ -477,6 +486,9 @@ class WebServer(uvicorn.Server):
             for one in server.sockets:
                 with socket.fromfd(one.fileno(), one.family, one.type) as same:
                     same.listen(_WAITING)
+                    port = same.getsockname()[1]
+        if self.started:
+            self._ready(port)
 
 
 def _on_loop_error(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:

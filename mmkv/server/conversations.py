@@ -17,6 +17,7 @@ from mmkv.calls.tools import Tool, ToolCall, arguments_text
 from mmkv.engine.budgets import why_unbound
 from mmkv.engine.contents import MODALITIES
 from mmkv.engine.errors import CapacityError, ContextError, InputError, SessionError
+from mmkv.notes import conversation_notes
 from mmkv.prompt.template import as_parts
 from mmkv.prompt.video import FramesSeen
 from mmkv.scheduler.conversation import CachedConversation
@@ -28,9 +29,11 @@ if TYPE_CHECKING:
     from mmkv.engine.budget import Budget
     from mmkv.engine.contents import Memory, Span
     from mmkv.prompt.held import Held
+    from mmkv.prompt.media import Note
     from mmkv.scheduler import Scheduler
     from mmkv.server.prompts import Kind, Rendered, Sampled
     from mmkv.server.store import HibernationFolder
+    from mmkv.server.work import Told
     from mmkv.session import Session
 
 
@@ -51,6 +54,7 @@ class ConversationInfo:
         tools: the functions that the model was told of, in OpenAI's form.
         spans: [start, stop) of the tokens of each message; empty where it is not known.
         kept: what is held of each message, where somebody has asked; see :func:`kept_shares`.
+        told: see :attr:`mmkv.Session.told`.
         frames: what is remembered of the frames that were observed.
         next_position: rope position of the next text token.
     """
@@ -64,8 +68,14 @@ class ConversationInfo:
     tools: tuple[dict[str, Any], ...] = ()
     spans: tuple[Span, ...] = ()
     kept: list[dict[str, Any]] | None = None
+    told: Told = ((), None)
     frames: FramesSeen = field(default_factory=FramesSeen)
     next_position: int = 0
+
+    @property
+    def notes(self) -> list[Note]:
+        """Return what the user is to be told, see :mod:`mmkv.notes`."""
+        return [] if self.memory is None else conversation_notes(*self.told, self.memory)
 
     @property
     def digests(self) -> tuple[str, ...]:
@@ -397,7 +407,8 @@ def _read_info(session: Session, extra: dict[str, str], base_key: str) -> Conver
     if not _are_spans(spans, len(messages), session.seen):
         spans = ()
     made = ConversationInfo(tuple(seen), None, messages, base_key, memory, tools=tools, spans=spans)
-    return replace(made, frames=session.frames_seen, next_position=session.next_position)
+    frames, told = session.frames_seen, session.told
+    return replace(made, frames=frames, told=told, next_position=session.next_position)
 
 
 def _are_spans(spans: Sequence[Span], messages: int, seen: int) -> bool:

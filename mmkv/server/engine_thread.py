@@ -18,6 +18,7 @@ from weakref import WeakSet
 from mmkv.engine.budgets import why_unbound
 from mmkv.engine.errors import STOPS, BudgetError, MmkvError, SessionError, as_exception
 from mmkv.engine.memory import keep_freed, resident_bytes
+from mmkv.resources import BUNDLED_NOTE
 from mmkv.sampling import Sampling
 from mmkv.scheduler import Limits, Scheduler
 from mmkv.scheduler.replies import EngineExecutor
@@ -687,6 +688,7 @@ def _facts(engine: Engine, lookahead: float, kept_tokens: int) -> Facts:
         rules=getattr(engine.processor, "rules", None),
         frame_rule=engine.processor.frame_rule,
         picture_rules=_picture_rules(engine),
+        note=BUNDLED_NOTE if engine.is_bundled_model else None,
         template_variables=engine.processor.template.variables,
         call_format=engine.processor.template.call_format,
         thoughts=engine.processor.template.thoughts,

@@ -16,8 +16,8 @@ import torch
 
 from mmkv.engine.budgets import page_bound
 from mmkv.engine.errors import InputError
+from mmkv.notes import read_notes, times_notes
 from mmkv.prompt.held import Read, read_of
-from mmkv.prompt.media import notes
 from mmkv.prompt.template import REWRITES
 from mmkv.reply import Detokenizer
 from mmkv.scheduler.contract import Reservation
@@ -165,6 +165,7 @@ class ConversationLookup:
             sampled=self._sampled(),
             tools=tuple(self.work.tools),
             spans=tuple(spans),
+            told=session.told,
             frames=self.work.frames,
             next_position=session.next_position,
         )
@@ -178,7 +179,6 @@ class ConversationLookup:
         outline: Outline,
         spans: Sequence[Span],
     ) -> None:
-        assert choice.memory is not None
         read = [message.without_urls() for message in self.work.messages]
         messages = (*read, choice.message)
         info = ConversationInfo(
@@ -190,6 +190,7 @@ class ConversationLookup:
             sampled=self._sampled(choice.message),
             tools=tuple(self.work.tools),
             spans=tuple(spans),
+            told=session.told,
             frames=self.work.frames,
             next_position=session.next_position,
         )
@@ -677,8 +678,12 @@ class ChatJob(EngineJob):
         session = self.live
         assert session is not None
         images, videos = self._media_of(segment)
-        self.counts.notes += notes(images, videos)
         processor, total = self.engine.processor, pictures_in(self.work.messages)
+        session.tell(read_notes(self.engine, self._template, images, videos))
+        if (seen := self.work.observes) is not None:
+            what = "pictures" if self.work.messages[-1].media else "texts"
+            what = "frames" if seen.frames and what == "pictures" else what
+            session.tell(times_notes(processor, what, seen.at))
         if self.work.raw:
             inputs = processor.encode_raw(segment.text)
         else:
@@ -763,9 +768,8 @@ class ChatJob(EngineJob):
             thought = self._thought_tokens(reply.token_ids) if message.thought else 0
             if said != reply.text:  # its thought is forgotten
                 message = message.without_thought(said)
-            self.choices.append(
-                Choice(message, tokens, reply.finish_reason, session.memory(), thought)
-            )
+            given = session.memory(), session.told, thought
+            self.choices.append(Choice(message, tokens, reply.finish_reason, *given))
             if self._dropped:
                 session.close()
                 self.conversations.join_shared_budget()
@@ -829,7 +833,8 @@ class ChatJob(EngineJob):
         kept = kept_shares(session, [*read, Message("assistant", ())], self._spans_of(session))
         most = most_entries(self.engine, session.budget, session.seen)
         tokens = len(self.writers[0].token_ids)
-        return Standing(session.memory(), self.counts.seen_by(session), kept, most, tokens)
+        seen = self.counts.seen_by(session)
+        return Standing(session.memory(), seen, kept, most, session.told, tokens)
 
     def evicted_here(self) -> dict[str, int]:
         """Count the entries that this request evicted, by modality; after :meth:`end`."""

@@ -20,7 +20,7 @@ from pathlib import Path
 from mmkv.engine.budget import format_bytes
 from mmkv.engine.errors import SessionError
 from mmkv.engine.paths import open_regular, whole_file
-from mmkv.prompt.media import MAX_IMAGE_BYTES
+from mmkv.prompt.media import MAX_IMAGE_BYTES, other_kind
 from mmkv.server.store import KEPT, TENANT, folder_of
 
 
@@ -138,7 +138,7 @@ def media_type_of(content: bytes) -> str:
     if content[:4] == b"RIFF":
         return "image/webp" if content[8:12] == b"WEBP" else "video/x-msvideo"
     if content[4:8] == b"ftyp":
-        return "video/mp4"
+        return "video/mp4" if other_kind(content) == "video" else "image/heic"
     found = (kind for begin, kind in _BEGINNINGS.items() if content.startswith(begin))
     return next(found, "application/octet-stream")
 

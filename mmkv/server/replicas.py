@@ -106,8 +106,9 @@ def serve_replicas(
         ended = threading.Event()
         for name in (signal.SIGINT, signal.SIGTERM):  # after Ray has set its own
             signal.signal(name, lambda *_: ended.set())
-        where = f"http://{settings.host}:{settings.port}/v1"
-        say(f"serving {settings.name} from {settings.replicas} replicas at {where}")
+        where = f"http://{settings.host}:{settings.port}"
+        many = f"{settings.replicas} replicas"
+        say(f"{settings.name} is ready on {many} at {where}/v1; Ctrl-C stops it")
         ended.wait()
     finally:
         with suppress(Exception):  # whatever Ray makes of its own end

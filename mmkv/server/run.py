@@ -11,6 +11,7 @@ import socket
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
+from mmkv.engine.budget import format_bytes
 from mmkv.engine.config import EngineConfig
 from mmkv.engine.errors import InputError, ModelError, plain
 from mmkv.server.settings import ServerSettings
@@ -115,6 +116,28 @@ def opened(
         thread.stop()
 
 
+def first_lines(state: ServerState, port: int) -> list[str]:
+    """Return what a server says when it is ready: where and what it is, what fits, how it ends."""
+    settings, facts, core = state.settings, state.facts, state.engine_thread.core
+    assert core is not None
+    engine, where = core.engine, f"http://{settings.host}:{port}"
+    pool, pages = engine.cache.pool, engine.budgets.lasting_pages(engine.budget)
+    page = f"a page to chat with at {where}/, " if settings.page else ""
+    lines = [f"{settings.name} is ready: {page}OpenAI's and Anthropic's APIs at {where}/v1"]
+    if pages is None or facts.shared or pool.limit is None:
+        lines.append(f"policy {facts.policy}, budget {facts.bound}")
+    else:
+        entries = engine.budgets.allowed(engine.budget.ceiling, facts.context)
+        each, whole = (format_bytes(count * pool.page_bytes) for count in (pages, pool.limit))
+        lines.append(
+            f"policy {facts.policy} keeps {entries:,} entries of each conversation ({facts.bound}, "
+            f"at most {each}): room for {pool.limit // pages:,} conversations in {whole} of cache"
+        )
+    lines += [facts.note] if facts.note else []
+    lines += [] if state.footprint is None else [state.footprint.describe(settings)]
+    return [*lines, f"Ctrl-C stops it; replies under way get {settings.drain:g} s"]
+
+
 def serve(
     load: Callable[[], Engine],
     settings: ServerSettings,
@@ -128,6 +151,10 @@ def serve(
     from mmkv.server.connections import WebServer
     from mmkv.server.guard import allowed_hosts
 
+    def say_all(lines: list[str]) -> None:
+        for line in lines:
+            say(line)
+
     log = logging.StreamHandler()
     log.setFormatter(PlainFormatter())
     logging.getLogger("mmkv").addHandler(log)
@@ -139,16 +166,11 @@ def serve(
             make_app(state, allowed_hosts(host, bool(settings.api_keys), settings.hosts)),
             host,
             port,
+            lambda port: say_all(first_lines(state, port)),
             log_level="warning",
             timeout_graceful_shutdown=round(settings.drain),
         )
-        facts = state.facts
-        say(
-            f"serving {settings.name} (policy {facts.policy}, budget {facts.bound}) "
-            f"at http://{host}:{port}/v1"
-        )
-        if state.footprint is not None:
-            say(state.footprint.describe(state.settings))
+
         # uvicorn passes the signal on when it is done; the program then ends by itself.
         signal.signal(signal.SIGTERM, lambda *_: None)
         web.run()

@@ -260,6 +260,13 @@ class SessionTable:
             session.frames,
         )
 
+    async def describe(self, session: ServerSession, metadata: dict[str, str]) -> None:
+        """Give a session other metadata. Raises as :meth:`commit_turn`."""
+        if self._store is not None and session.record is not None:
+            record = dataclasses.replace(session.record, metadata=metadata)
+            session.record = await asyncio.to_thread(self._store.commit, session.tenant, record)
+        session.metadata = metadata
+
     async def save(self, session: ServerSession, asked: SavedName, caller: Caller) -> None:
         """Write a session to a file of the server's folder."""
         conversation, path = (
@@ -334,7 +341,7 @@ class SessionTable:
             info = conversation.info
             assert info.memory is not None
             given = info.memory, info.seen, conversation.kept(), conversation.most_entries()
-            return Standing(*given)
+            return Standing(*given, info.told)
 
         standing = await self._state.engine_thread.call(measure)
         return shown | standing.shown() | {"bytes": conversation.bytes}
@@ -566,6 +573,12 @@ class NewSession(Body):
     metadata: Metadata = Field(default_factory=dict)
 
 
+class SessionMetadata(Body):
+    """What a session gets in place of its metadata."""
+
+    metadata: Metadata
+
+
 class ForkedSession(Body):
     """What a fork has of its own; ``metadata``: by default the session's."""
 
@@ -605,6 +618,12 @@ def sessions_router(state: ServerState, sessions: SessionTable) -> APIRouter:
     @router.get("/{name}", summary="One session")
     async def one(name: str, who: CurrentCaller) -> dict[str, Any]:
         return (await sessions.find(name, who)).shown()
+
+    @router.post("/{name}", summary="Other metadata, such as a title")
+    async def describe(name: str, asked: SessionMetadata, who: CurrentCaller) -> dict[str, Any]:
+        session = await sessions.find(name, who, idle=True)
+        await sessions.describe(session, asked.metadata)
+        return session.shown()
 
     @router.get("/{name}/memory", summary="What a session remembers, and what that takes")
     async def memory(name: str, who: CurrentCaller) -> dict[str, Any]:

@@ -363,6 +363,7 @@ class Facts:
         sees, watches: whether the model takes pictures, videos; picture_rules, rules: how it scales
             them; frame_rule: which frames of a video it is shown.
         template_variables: what its chat template reads beside the conversation.
+        note: on the model, for users; None: there is nothing to say.
         call_format: how the model writes calls; thoughts: the marks of its thoughts, if it has any.
     """
 
@@ -385,6 +386,7 @@ class Facts:
     call_format: ToolFormat = field(default_factory=Hermes)
     thoughts: ThoughtMarks | None = None
     picture_rules: VideoRules | None = None
+    note: str | None = None
 
     def most_tokens(self, budget: Budget) -> int:
         """Return how many tokens a conversation may have, evicted ones too.

@@ -22,7 +22,7 @@ from mmkv.server.guard import keep_body, release_body
 from mmkv.server.schema import unsupported
 from mmkv.server.state import Caller, ServerState, TurnMemory, release
 from mmkv.server.work import Observing
-from mmkv.turn import observed_text, times_note
+from mmkv.turn import observed_text
 
 if TYPE_CHECKING:
     from mmkv.engine.budget import Budget
@@ -256,8 +256,6 @@ class SessionObservation(SessionTurn):
             parts.append(part)
         work.messages[-1] = replace(last, parts=tuple(parts), open=True)
         work.observes = Observing(asked.at, asked.fps, asked.skip_similar, frames)
-        what = "texts" if not last.media else "frames" if frames else "pictures"
-        self._note = times_note(processor, what, asked.at)
         self._pictures = len(last.media)
 
     async def whole(self) -> dict[str, Any]:
@@ -267,7 +265,7 @@ class SessionObservation(SessionTurn):
             before = work.frames
             async for _ in self.call.events():
                 pass
-            seen, tokens, notes = work.frames, 0, [self._note]
+            seen, tokens = work.frames, 0
             if self.call.all_skipped:
                 assert session.conversation is not None
                 await self._commit(session, session.conversation, session.turns, seen)
@@ -275,9 +273,9 @@ class SessionObservation(SessionTurn):
             else:
                 await self.commit(turn)
                 assert self.call.counts is not None
-                tokens, notes = self.call.counts.prefilled, [*notes, *self.call.counts.notes]
-            info = None if session.conversation is None else session.conversation.info
-            assert info is not None and info.memory is not None
+                tokens = self.call.counts.prefilled
+            assert session.conversation is not None
+            info = session.conversation.info
             skipped = seen.skipped - before.skipped
             return {
                 "id": session.id,
@@ -287,8 +285,8 @@ class SessionObservation(SessionTurn):
                 "skipped": skipped,
                 "frames_skipped": seen.skipped,
                 "next_position": info.next_position,
-                "bytes": info.memory.kv_bytes,
-                "note": "; ".join(filter(None, notes)) or None,
+                "bytes": session.conversation.bytes,
+                "notes": info.notes,
                 "session": session.shown() | {"busy": False},
             }
 

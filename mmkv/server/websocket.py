@@ -168,8 +168,10 @@ class SessionSocket:
             async for event in events:
                 if isinstance(event, dict):
                     await self._send(event)
-        told = session.shown() | {"busy": False}
-        await self._send({"object": "session.turn", "ignored": ignored, "session": told})
+        conversation, told = session.conversation, session.shown() | {"busy": False}
+        notes = [] if conversation is None else conversation.info.notes
+        ended = {"object": "session.turn", "ignored": ignored, "notes": notes, "session": told}
+        await self._send(ended)
 
     async def _send(self, event: dict[str, Any]) -> None:
         await self._socket.send_text(rendered(event, ascii=True).decode())

@@ -15,6 +15,7 @@ import torch
 
 from mmkv.calls.parser import ReplyParser, ThoughtMarks, parse
 from mmkv.engine.contents import MODALITIES
+from mmkv.notes import conversation_notes
 from mmkv.prompt.video import FramesSeen
 from mmkv.sampling import Settled
 from mmkv.server.prompts import Begun, Message, reply_message
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
 
 
 Resume = Literal["auto", "never", "required"]
+Told = tuple[tuple[str, ...], str | None]  # see mmkv.Session.told
 
 
 @dataclass(frozen=True)
@@ -122,12 +124,14 @@ class Choice:
     Attributes:
         message: what a client sends back of it.
         tokens: all of it; thought_tokens: those of its thought.
+        told: see :attr:`mmkv.Session.told`.
     """
 
     message: Message
     tokens: int
     finish_reason: str
-    memory: Memory | None
+    memory: Memory
+    told: Told
     thought_tokens: int = 0
 
 
@@ -143,13 +147,11 @@ class Usage:
             have lost most of their entries, in the reply with most of those.
         shared_pool: whether all sessions compete for one budget: what is kept depends on others.
         differs: how what was read differs from the conversation rendered afresh; None: it does not.
-        notes: remarks on the media that were read, such as a video whose end is missing, and on
-            keys that are not exact any more.
+        notes: all on the conversation as it stands, see :mod:`mmkv.notes`.
         thought_tokens: of the replies' tokens, those of their thoughts.
-        risk: the share of the predicted weight that is forgotten, of the reply with the most
-            (:mod:`mmkv.engine.risk`), None where it is not known; over_risk: whether it is above
-            what was asked for, and the budget cannot grow; risk_unknown: whether the budget should
-            follow the risk of a reply that has none.
+        risk: of the reply with the most, see :attr:`mmkv.engine.contents.Memory.risk`; over_risk:
+            whether it is above what was asked for, and the budget cannot grow; risk_unknown:
+            whether the budget should follow the risk of a reply that has none.
         compactions: how often positions were drawn together, so that it went on beyond the context.
     """
 
@@ -180,13 +182,14 @@ class Standing:
     Attributes:
         seen: tokens seen, by modality; most: entries that its budget lets it hold, None where
             nothing binds it; tokens: of the reply so far.
-        kept: see :func:`mmkv.server.conversations.kept_shares`.
+        kept: see :func:`mmkv.server.conversations.kept_shares`; told: :attr:`mmkv.Session.told`.
     """
 
     memory: Memory
     seen: Sequence[int]
     kept: list[dict[str, Any]] | None
     most: int | None
+    told: Told
     tokens: int = 0
 
     def shown(self) -> dict[str, Any]:
@@ -195,6 +198,7 @@ class Standing:
             "seen_by_modality": dict(zip(MODALITIES, self.seen, strict=True)),
             "most_entries": self.most,
             "kept_by_message": self.kept,
+            "notes": conversation_notes(*self.told, self.memory),
         }
 
 
@@ -205,14 +209,12 @@ class RequestCounts:
         seen: tokens of the messages that its session holds, by modality.
         prompt_tokens: of the whole conversation.
         resumed: those of them that were not read again; prefilled: those that were.
-        notes: see :class:`mmkv.server.work.Usage`.
     """
 
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
         self.seen = (0,) * len(MODALITIES)
         self.prompt_tokens, self.resumed, self.prefilled = 0, 0, 0
-        self.notes: list[str] = []
         self._gone_before = dict.fromkeys(MODALITIES, 0)
 
     def resume(self, session: Session, seen: Sequence[int]) -> None:
@@ -245,7 +247,8 @@ class RequestCounts:
             bound: the most pages that these may hold between two chunks.
         """
         choices = [choice for _, choice in replies]
-        memories = [one.memory for one in choices if one.memory is not None]
+        memories = [one.memory for one in choices]
+        notes = [note for one in choices for note in conversation_notes(*one.told, one.memory)]
         kept = {name: sum(one.by_modality[name] for one in memories) for name in MODALITIES}
         return Usage(
             self.prompt_tokens,
@@ -260,7 +263,7 @@ class RequestCounts:
             next((one.differs for one in memories if one.differs), None),
             max((len(one.pictures) for one in memories), default=0),
             max((len(one.faded) for one in memories), default=0),
-            list(dict.fromkeys([*self.notes, *filter(None, (one.worn_note for one in memories))])),
+            list(dict.fromkeys(notes)),
             sum(one.thought_tokens for one in choices),
             max((one.risk for one in memories if one.risk is not None), default=None),
             any(one.over_risk for one in memories),
@@ -271,7 +274,6 @@ class RequestCounts:
     def _evicted(self, replies: Iterable[tuple[Session, Choice]]) -> dict[str, int]:
         gone = dict.fromkeys(MODALITIES, 0)
         for session, choice in replies:
-            assert choice.memory is not None
             own = self._gone(self.seen_by(session), choice.memory.by_modality)
             gone = {name: gone[name] + own[name] for name in MODALITIES}
         return gone

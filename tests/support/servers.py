@@ -5,15 +5,19 @@ from __future__ import annotations
 import base64
 import io
 import json
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, TypeVar
+from urllib.parse import urlsplit
 
 import httpx
 import uvicorn
+import wsproto.events
 from PIL.Image import Image
+from wsproto import ConnectionType, WSConnection
 
 from mmkv import Engine
 from mmkv.server.app import make_app
@@ -85,19 +89,66 @@ def picture_part(picture: Image) -> dict[str, Any]:
     return {"type": "image_url", "image_url": {"url": url}}
 
 
+class SocketClient:
+    """A WebSocket to a session; ``rejected``: the status where the server refuses it."""
+
+    def __init__(self, server: Server, name: str, **headers: str) -> None:
+        url = urlsplit(str(server.client.base_url))
+        self.socket = socket.create_connection((url.hostname, url.port), timeout=30)
+        self._events = WSConnection(ConnectionType.CLIENT)
+        more = [(key.replace("_", "-").encode(), value.encode()) for key, value in headers.items()]
+        target = f"/v1/sessions/{name}/socket"
+        self.write(wsproto.events.Request(url.netloc, target, extra_headers=more))
+        self._incoming = self._received()
+        answer = next(self._incoming)
+        self.rejected = getattr(answer, "status_code", None)
+
+    def __enter__(self) -> SocketClient:
+        assert self.rejected is None
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.socket.close()
+
+    def write(self, event: wsproto.events.Event) -> None:
+        self.socket.sendall(self._events.send(event))
+
+    def send(self, **fields: Any) -> None:
+        self.write(wsproto.events.TextMessage(json.dumps(fields)))
+
+    def _received(self) -> Iterator[Any]:
+        while True:
+            data = self.socket.recv(2**16)
+            self._events.receive_data(data or None)
+            yield from self._events.events()
+
+    def receive(self) -> dict[str, Any]:
+        """Return the next message; a closing as {"closed": its code}."""
+        text = ""
+        for event in self._incoming:
+            if isinstance(event, wsproto.events.CloseConnection):
+                return {"closed": event.code}
+            if isinstance(event, wsproto.events.TextMessage):
+                text += event.data
+                if event.message_finished:
+                    return json.loads(text)
+        raise AssertionError
+
+
 @contextmanager
 def serving(load: Callable[[], Engine], **settings: Any) -> Iterator[Server]:
     """Serve on a free port of the loopback; in the end nothing may be held."""
     with opened(load, ServerSettings(**{"name": MODEL} | settings)) as state:
-        server = WebServer(state, make_app(state), "127.0.0.1", 0, log_level="error")
+        ports: list[int] = []
+        app = make_app(state)
+        server = WebServer(state, app, "127.0.0.1", 0, ports.append, log_level="error")
         thread = threading.Thread(target=server.run)
         thread.start()
         try:
-            while not server.started:
+            while not ports:
                 assert thread.is_alive(), "the server did not start"
                 time.sleep(0.005)
-            host, port = server.servers[0].sockets[0].getsockname()
-            made = Server(state, f"http://{host}:{port}", server)
+            made = Server(state, f"http://127.0.0.1:{ports[0]}", server)
             yield made
             made.client.close()
         finally:

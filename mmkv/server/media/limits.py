@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import dataclass, field
+from importlib.util import find_spec
 
 from mmkv.engine.errors import InputError
 from mmkv.prompt.media import MAX_IMAGE_BYTES, MAX_PIXELS
 from mmkv.prompt.video import MAX_FRAMES
 
+# Of pictures, by Pillow's names; JPEG opens MPO, too.
+FORMATS = ["PNG", "JPEG", "WEBP", "GIF", "BMP"]
+FORMATS += ["HEIF"] if find_spec("pillow_heif") else []
 BAD_FORM = 400
 REFUSED = 403
 LATE = 408  # clients try 408 again, and it is no fault of the server

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from mmkv.engine.errors import InputError
-from mmkv.prompt.media import NOTE, SIZED, Note, data_uri_content, describe
+from mmkv.prompt.media import FROM, NOTE, SIZED, Note, data_uri_content, describe
 from mmkv.prompt.part_settings import MediaSettings
 from mmkv.prompt.video import Clip, FrameRule
 from mmkv.server.media.fetch import (
@@ -231,6 +231,7 @@ class MediaResolver:
             picture = pil.frombuffer("RGB", tuple(result["size"]), pixels, "raw", "RGB", 0, 1)
             if settings.scales:
                 picture.info[SIZED] = True
+            picture.info[FROM] = tuple(result["from"])
             if result["note"] is not None:
                 picture.info[NOTE] = Note(result["note"])
             return Medium("image", picture, result["digest"])
@@ -280,7 +281,7 @@ def _scheme(url: str) -> str:
 
 
 def _name(url: str) -> str:
-    return show(describe(url) if _scheme(url) == "data" else url)
+    return describe(url) if _scheme(url) == "data" else show(url)
 
 
 def _first(errors: BaseExceptionGroup) -> BaseException:

@@ -37,11 +37,10 @@ from mmkv.prompt.video import (
     read_clip,
     unreadable,
 )
-from mmkv.server.media.limits import TOO_LARGE, UNREADABLE
+from mmkv.server.media.limits import FORMATS, TOO_LARGE, UNREADABLE
 
 HEADER = struct.Struct(">IQ")  # lengths of the JSON text and of the bytes after it
 
-FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP")  # JPEG opens MPO, too
 MOST_PIXELS = 16 * 10**6  # of a picture, where it is not known what the model reads
 _GRACE_S = 5  # beyond the deadline that the server keeps
 
@@ -85,12 +84,14 @@ def _decoded(task: dict[str, Any], content: bytes) -> tuple[dict[str, Any], byte
         if task["kind"] == "video":
             return _video(task, content)
         picture = decode_image(content, task["name"], FORMATS, task["pixels"])
-        decoded, note = picture.width * picture.height, picture.info.get(NOTE)
-        picture = _sized(picture, task) or _scaled(picture, task["picture_rules"], task["shown"])
+        decoded, note, before = picture.width * picture.height, picture.info.get(NOTE), picture.size
+        asked = _sized(picture, task)
+        picture = asked or _scaled(picture, task["picture_rules"], task["shown"], task["name"])
         decoded = max(decoded, picture.width * picture.height)
         pixels = picture.tobytes()
         result = {"size": picture.size}
         facts = {"digest": _digest(result, pixels), "decoded": decoded, "note": note}
+        facts["from"] = picture.size if asked else before
         return result | facts, pixels
     except TooManyPixelsError as error:
         return {"status": TOO_LARGE, "error": str(error)}, b""
@@ -116,7 +117,7 @@ def _sized(picture: pil.Image, task: dict[str, Any]) -> pil.Image | None:
     return picture.resize((columns, rows), pil.Resampling.BICUBIC)
 
 
-def _scaled(picture: pil.Image, rules: dict[str, Any] | None, shown: int) -> pil.Image:
+def _scaled(picture: pil.Image, rules: dict[str, Any] | None, shown: int, name: str) -> pil.Image:
     """Scale a large picture down here: in the server that would hold up all replies.
 
     By the model's rules the pixels are those that its processor makes, which finds nothing left to
@@ -132,8 +133,8 @@ def _scaled(picture: pil.Image, rules: dict[str, Any] | None, shown: int) -> pil
     rule = VideoRules(**rules)
     try:
         rows, columns = rule.size(1, height, width)
-    except InputError:  # too thin: the processor says so
-        return picture
+    except InputError as error:
+        raise InputError(f"{name}: {error}") from error
     if rows * columns >= width * height or rule.size(1, rows, columns) != (rows, columns):
         return picture
     return picture.resize((columns, rows), pil.Resampling.BICUBIC)

@@ -1,6 +1,9 @@
 // Talks to the server that sent the page. Sessions are conversations; turns go on in the background.
 
-const KEY = "mmkv-key"; // in sessionStorage alone: it goes with the tab
+// The key lies in sessionStorage, which goes with its tab, and a new tab asks the others for it. In
+// localStorage it would stay on the disk for whoever uses the browser next; so it goes with the last
+// tab. Only pages of this origin hear the channel, and they could read either storage.
+const KEY = "mmkv-key";
 const BROWSER = "mmkv-browser"; // in localStorage: whose conversations these are, without keys
 
 export class Refused extends Error {
@@ -27,12 +30,28 @@ try {
   browser = random(32); // no storage: the conversations go with the page
 }
 
+export const wantsKey = document.documentElement.dataset.key !== undefined;
 export const hasKey = () => Boolean(sessionStorage.getItem(KEY));
 
 export function setKey(key) {
   if (key) sessionStorage.setItem(KEY, key);
   else sessionStorage.removeItem(KEY);
 }
+
+const tabs = wantsKey ? new BroadcastChannel(KEY) : null;
+
+// Calls `heard` when another tab has a key for this one, and `gone` when all are to forget it.
+export function shareKey(heard, gone) {
+  if (!tabs) return;
+  tabs.onmessage = ({ data }) => {
+    if (data.wanted && hasKey()) tabs.postMessage({ key: sessionStorage.getItem(KEY) });
+    else if (data.key && !hasKey()) heard(data.key);
+    else if (data.forget) gone();
+  };
+}
+export const askForKey = () => tabs?.postMessage({ wanted: true });
+export const giveKey = () => tabs?.postMessage({ key: sessionStorage.getItem(KEY) });
+export const forgetEverywhere = () => tabs?.postMessage({ forget: true });
 
 export async function ask(path, { method = "GET", body, session, signal } = {}) {
   const key = sessionStorage.getItem(KEY);
@@ -58,6 +77,8 @@ export const models = async () => (await json("models")).data[0];
 export const listSessions = async () => (await json("sessions")).data;
 export const createSession = (fields) =>
   json("sessions", { method: "POST", body: fields, session: `sess_${random(18)}` });
+export const describeSession = (id, metadata) =>
+  json(at(id), { method: "POST", body: { metadata }, session: id });
 export const forkSession = (id, metadata) =>
   json(at(id, "/fork"), { method: "POST", body: { metadata }, session: id });
 export const deleteSession = (id) => json(at(id), { method: "DELETE", session: id });
@@ -66,8 +87,6 @@ export const readMessages = async (id) => (await json(at(id, "/messages"), { ses
 export const readMemory = (id) => json(at(id, "/memory"), { session: id });
 export const stopTurn = (id) => json(at(id, "/turn"), { method: "DELETE", session: id });
 export const savedSessions = async () => (await json("saved_sessions")).data;
-export const deleteSaved = (name) =>
-  json(`saved_sessions/${encodeURIComponent(name)}`, { method: "DELETE" });
 
 export async function* sendTurn(id, body, signal) {
   yield* events(await ask(at(id, "/chat/completions"), { method: "POST", body, session: id, signal }));

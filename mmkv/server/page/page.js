@@ -1,561 +1,18 @@
-// The chat: what is shown follows from the signals below; client.js asks, markdown.js renders.
+// What is shown: it follows from the signals of chat.js; markdown.js renders replies.
 
+import {
+  KINDS, busy, bytes, cancelEdit, canSave, copy, count, current, dialog, draft, drawer, edit, editing, families, familyOf,
+  focusText, follow, guarded, keepSettings, load, locked, log, memory, model, nameOf, notice, number, open, percent, queue,
+  record, refresh, regenerate, remember, remove, rename, rootOf, running, saved, search, searched, send, sessions, settings,
+  shownTitle, speed, start, stop, stored, tell, texts, turnTo, unlock, unused, usage, versionsAt,
+} from "./chat.js";
 import * as server from "./client.js";
+import { EXAMPLE, addFiles, exported, tryExample } from "./files.js";
 import { MarkdownView, copyText } from "./markdown.js";
 
 const { h, render } = globalThis.preact;
 const { useEffect, useRef, useState } = globalThis.preactHooks;
-const { signal, computed, batch } = globalThis.preactSignals;
 const html = globalThis.htm.bind(h);
-
-// --- state ------------------------------------------------------------------------------------
-
-const model = signal(null); // as /v1/models has it
-const locked = signal(false); // the server wants a key
-const sessions = signal([]);
-const current = signal(null); // id of the conversation that is shown; null: a new one
-const log = signal([]); // its messages, see fromServer
-const memory = signal(null); // what it remembers, as /memory has it
-const speed = signal(null); // tokens per second of the latest reply
-const usage = signal(null); // of the latest reply
-const running = signal(null); // the turn that is followed: { id, abort, stopping }
-const queue = signal([]); // pictures and videos that go with the next message
-const draft = signal("");
-const editing = signal(null); // the messages before the one that is edited
-const notice = signal(null); // { text, failed }
-const search = signal("");
-const drawer = signal(null); // on a small screen: "list" or "memory"
-const dialog = signal(null); // "settings", "save" or "delete"
-const canSave = signal(false);
-const saved = signal([]);
-const settings = signal({ tokens: 1024, temperature: "", system: "", budget: "" });
-
-const busy = computed(() => running.value !== null);
-const stored = computed(() => log.value.filter((one) => !one.failed && !one.pending)); // what is sent, or was
-const record = computed(() => sessions.value.find((one) => one.id === current.value) ?? null);
-const SETTINGS = "mmkv-settings";
-const OPEN = "mmkv-open";
-const texts = new Map(); // what was said in the conversations that were looked at, for the search
-
-try {
-  settings.value = { ...settings.value, ...JSON.parse(sessionStorage.getItem(SETTINGS) ?? "{}") };
-} catch { /* as they are */ }
-
-const number = (count) => Math.round(count).toLocaleString("en");
-const percent = (share) => `${Math.round(share * 100)} %`;
-const count = (n, one, many = `${one}s`) => `${number(n)} ${n === 1 ? one : many}`;
-
-function bytes(size) {
-  const power = size < 1024 ? 0 : Math.min(3, Math.floor(Math.log2(size) / 10));
-  return `${(size / 1024 ** power).toFixed(power ? 1 : 0)} ${["B", "KiB", "MiB", "GiB"][power]}`;
-}
-
-function tell(text, failed = false) {
-  const mine = notice.value = text ? { text, failed } : null;
-  if (text && !failed) setTimeout(() => { if (notice.value === mine) notice.value = null; }, 8000);
-}
-
-// Runs what a button asks for; an error is told, whatever it was.
-const guarded = (work) => async (event) => {
-  event?.preventDefault?.();
-  tell("");
-  try {
-    await work(event);
-  } catch (error) {
-    if (error.status === 401) locked.value = true;
-    else if (error.name !== "AbortError") tell(error.message, true);
-  }
-};
-
-// --- messages ---------------------------------------------------------------------------------
-
-const KINDS = { image: "picture", video: "video" };
-
-function fromServer(one) {
-  const content = typeof one.content === "string" ? [{ type: "text", text: one.content }] : one.content ?? [];
-  return {
-    role: one.role,
-    text: content.filter((part) => part.type === "text").map((part) => part.text).join(""),
-    media: content.filter((part) => part.type !== "text").map((part) => ({ kind: part.type, digest: part.digest })),
-    thought: one.reasoning_content ?? "",
-    calls: (one.tool_calls ?? []).map((call) => ({ id: call.id, ...call.function })),
-    callId: one.tool_call_id,
-    name: one.name,
-  };
-}
-
-async function toServer(id, one, lenient = false) {
-  const media = [];
-  for (const part of one.media) {
-    let url = part.url;
-    try {
-      url ??= await server.mediaUrl(id, part.digest);
-    } catch (error) {
-      if (!lenient) throw error;
-      media.push({ type: "text", text: `[a ${KINDS[part.kind]} that is not kept]` });
-      continue;
-    }
-    media.push(part.kind === "video" ? { type: "video_url", video_url: { url } } : { type: "image_url", image_url: { url } });
-  }
-  const text = one.text || !media.length ? [{ type: "text", text: one.text }] : [];
-  const made = { role: one.role, content: [...media, ...text] };
-  if (one.role === "assistant") {
-    made.content = one.text;
-    if (one.thought) made.reasoning_content = one.thought;
-    if (one.calls.length) {
-      made.tool_calls = one.calls.map(({ id: call, name, arguments: given }) => ({ id: call, type: "function", function: { name, arguments: given } }));
-    }
-  }
-  if (one.callId) made.tool_call_id = one.callId;
-  if (one.name) made.name = one.name;
-  return made;
-}
-
-const message = (role, text, media = []) => ({ role, text, media, thought: "", calls: [] });
-
-function titleOf(text, media) {
-  const words = text.trim().split(/\s+/).join(" ");
-  if (!words) return media.length ? `A ${KINDS[media[0].kind]}` : "New chat";
-  if (words.length <= 48) return words;
-  const cut = words.slice(0, 48);
-  return `${cut.slice(0, Math.max(cut.lastIndexOf(" "), 24))}…`;
-}
-
-// The server may have it no more.
-function shownTitle() {
-  if (record.value) return nameOf(record.value);
-  const first = log.value.find((one) => one.role === "user");
-  return first ? titleOf(first.text, first.media) : "New chat";
-}
-
-const nameOf = (one) => one.metadata?.title || one.id.replace(/^sess_/, "").slice(0, 12);
-
-// --- conversations ----------------------------------------------------------------------------
-
-async function refresh() {
-  sessions.value = await server.listSessions();
-}
-
-async function remember() {
-  const id = current.value;
-  if (id === null) return;
-  const found = await server.readMemory(id);
-  if (id === current.value && !running.value) memory.value = found;
-}
-
-function remembered(id) {
-  try {
-    if (id) sessionStorage.setItem(OPEN, id);
-    else sessionStorage.removeItem(OPEN);
-  } catch { /* the newest is opened next time */ }
-}
-
-let opened = 0; // counts what was opened last, so that a late answer shows nothing
-
-async function open(id) {
-  const mine = ++opened, left = record.value, leaving = running.value;
-  leaving?.abort.abort(); // the reply goes on without the page
-  // What the list says may be older than what the page shows.
-  if (left && left.id !== id && unused(left) && !leaving && !stored.value.length) {
-    server.deleteSession(left.id).catch(() => {});
-    sessions.value = sessions.value.filter((one) => one !== left);
-  }
-  const same = id === current.value; // it is looked at again: what was not sent stays with it
-  const unsent = same ? log.value.filter((one) => one.failed) : [];
-  batch(() => {
-    running.value = null;
-    current.value = id;
-    memory.value = usage.value = speed.value = null;
-    if (!same) editing.value = null;
-    log.value = [];
-    drawer.value = null;
-  });
-  remembered(id);
-  document.title = "mmkv";
-  if (leaving) refresh().catch(() => {}); // it says that a reply is under way there
-  if (id === null) {
-    focusText();
-    return;
-  }
-  const known = record.value;
-  document.title = `${known ? nameOf(known) : "Chat"} · mmkv`;
-  const found = (await server.readMessages(id)).map(fromServer);
-  if (mine !== opened) return;
-  log.value = [...found, ...unsent];
-  noteText(id);
-  if (known?.busy || known?.failed) await rejoin(id);
-  else await remember();
-}
-
-// One whose only turn was refused, or that never had one.
-const unused = (one) => one.turns === 0 && !one.busy && !one.failed;
-
-function noteText(id) {
-  texts.set(id, stored.value.map((one) => one.text).join("\n").toLowerCase());
-}
-
-async function start() {
-  model.value = await server.models();
-  locked.value = false;
-  await refresh();
-  server.savedSessions().then((found) => {
-    canSave.value = true;
-    saved.value = found;
-  }, () => { canSave.value = false; });
-  const last = sessionStorage.getItem(OPEN);
-  const there = sessions.value.some((one) => one.id === last);
-  await open(there ? last : null);
-}
-
-function budgetField() {
-  const given = settings.value.budget.trim();
-  if (!given) return {};
-  return { budget: Number.isFinite(Number(given)) ? Number(given) : given };
-}
-
-// --- turns ------------------------------------------------------------------------------------
-
-let reading = Promise.resolve(); // of files that were given
-
-async function send() {
-  if (busy.value) throw new Error("a reply is under way; stop it, or wait for its end");
-  await reading;
-  const text = draft.value, media = queue.value;
-  if (!text.trim() && !media.length) return;
-  const asked = message("user", text, media);
-  const earlier = editing.value;
-  batch(() => {
-    draft.value = "";
-    queue.value = [];
-    editing.value = null;
-  });
-  if (earlier === null && current.value !== null) {
-    await turn(current.value, asked);
-    return;
-  }
-  const system = settings.value.system.trim();
-  try {
-    await branch(earlier ?? (system ? [message("system", system)] : []), asked);
-  } catch (error) {
-    editing.value = earlier;
-    putBack(asked); // there is no conversation for it
-    throw error;
-  }
-}
-
-// Sends messages as a conversation of its own: what earlier turns left of them is not read again.
-async function branch(earlier, asked) {
-  const from = current.value, title = titleOf(asked.text, asked.media);
-  const first = earlier.find((one) => one.role === "user");
-  const metadata = { title: first ? titleOf(first.text, first.media) : title };
-  if (from !== null && earlier.some((one) => one.role !== "system")) metadata.from = from;
-  const sent = [...earlier, asked];
-  for (const one of sent) {
-    for (const part of one.media) part.url ??= await server.mediaUrl(from, part.digest);
-  }
-  const made = await server.createSession({ ...(from === null ? budgetField() : sameBudget()), metadata });
-  await refresh();
-  opened += 1;
-  batch(() => {
-    current.value = made.id;
-    memory.value = usage.value = speed.value = null;
-    log.value = earlier;
-  });
-  remembered(made.id);
-  document.title = `${nameOf(made)} · mmkv`;
-  await turn(made.id, asked, true);
-}
-
-function sameBudget() {
-  const shown = record.value?.budget ?? "";
-  const entries = /^([\d.]+) entries per row$/.exec(shown), size = /^([\d,]+) bytes$/.exec(shown);
-  if (entries) return { budget: Number(entries[1]) };
-  if (size) return { budget: `${size[1].replaceAll(",", "")}B` };
-  return {};
-}
-
-async function turn(id, asked, fresh = false) {
-  const abort = new AbortController();
-  const known = record.value?.messages ?? 0;
-  const sent = [...stored.value.slice(known), asked]; // what the server lacks
-  const stood = log.value;
-  running.value = { id, abort, stopping: false };
-  log.value = [...stood, asked, { ...message("assistant", ""), pending: true }];
-  follow.bottom = true;
-  try {
-    const body = {
-      model: model.value.id, stream: true, stream_options: { include_usage: true },
-      messages: await Promise.all(sent.map((one) => toServer(id, one))),
-      max_tokens: Number(settings.value.tokens) || undefined, mmkv: { background: true },
-    };
-    const temperature = String(settings.value.temperature).trim();
-    if (temperature) body.temperature = Number(temperature); // else as the checkpoint says
-    await read(server.sendTurn(id, body, abort.signal));
-  } catch (error) {
-    if (abort.signal.aborted) return;
-    if (error instanceof TypeError && await rejoined(id, abort, known)) return;
-    if (error.code === "session_not_found" && !fresh && current.value === id) await revive(id, stood, asked);
-    else refused(id, stood, [asked], error);
-  } finally {
-    await ended(id, abort);
-  }
-}
-
-// The server was started anew, or another tab deleted the conversation: it goes on, as one of its
-// own, from what the page shows.
-async function revive(id, stood, asked) {
-  log.value = stood;
-  try {
-    const earlier = [];
-    for (const one of stored.value) {
-      const media = [];
-      let text = one.text;
-      for (const part of one.media) {
-        const url = part.url ?? await server.mediaUrl(id, part.digest).catch(() => null);
-        if (url) media.push({ ...part, url });
-        else text = `[a ${KINDS[part.kind]} that is not kept] ${text}`;
-      }
-      earlier.push({ ...one, media, text });
-    }
-    tell("The server had this conversation no more; it goes on from what this page shows.");
-    await branch(earlier, asked);
-  } catch (error) {
-    refused(id, stood, [asked], error);
-  }
-}
-
-// The server took the turn back: it is shown with the reason, and nothing of it is sent again.
-function refused(id, stood, asked, error) {
-  if (current.value !== id) return;
-  tell("");
-  if (error.status === 401 && asked.length) {
-    log.value = stood;
-    putBack(asked.at(-1)); // it waits for the key
-    locked.value = true;
-    return;
-  }
-  if (error.code === "turn_stopped") {
-    log.value = stood;
-    putBack(asked.at(-1));
-    tell("Stopped before the reply began; your message is back in the box.");
-    return;
-  }
-  const reason = error instanceof TypeError ? "the server cannot be reached" : error.message;
-  const kept = asked.map((one, index) => (index === asked.length - 1 ? { ...one, failed: reason } : one));
-  log.value = [...stood, ...kept];
-}
-
-function putBack(one) {
-  batch(() => {
-    draft.value = one.text;
-    queue.value = one.media;
-  });
-  focusText();
-}
-
-async function rejoin(id) {
-  const abort = new AbortController();
-  running.value = { id, abort, stopping: false };
-  const stood = log.value;
-  let asked = [];
-  follow.bottom = true;
-  try {
-    await read(server.rejoinTurn(id, abort.signal), (found) => {
-      asked = found.map(fromServer);
-      log.value = [...stood, ...asked, { ...message("assistant", ""), pending: true }];
-    });
-  } catch (error) {
-    if (abort.signal.aborted) return;
-    if (error.code === "no_turn") log.value = (await server.readMessages(id)).map(fromServer);
-    else if (!(error instanceof TypeError && await rejoined(id, abort, stood.length))) refused(id, stood, asked, error);
-  } finally {
-    await ended(id, abort);
-  }
-}
-
-// The connection broke: the reply goes on at the server, so the page asks for it again. Returns
-// whether it was there; known: messages that the server had before.
-async function rejoined(id, abort, known) {
-  for (let wait = 500; wait < 20000 && !abort.signal.aborted; wait *= 2) {
-    tell("The connection broke; trying again…");
-    await new Promise((resolve) => setTimeout(resolve, wait));
-    try {
-      const found = (await server.readMessages(id)).map(fromServer);
-      if (abort.signal.aborted) return true;
-      await refresh();
-      tell("");
-      if (!record.value?.busy && found.length <= known) return false; // the turn never came there
-      log.value = found;
-      if (record.value?.busy) {
-        const stood = found;
-        await read(server.rejoinTurn(id, abort.signal), (asked) => {
-          log.value = [...stood, ...asked.map(fromServer), { ...message("assistant", ""), pending: true }];
-        });
-      }
-      return true;
-    } catch (error) {
-      if (!(error instanceof TypeError)) return false;
-    }
-  }
-  return false;
-}
-
-async function ended(id, abort) {
-  if (running.value?.abort !== abort) return;
-  running.value = null;
-  noteText(id);
-  await refresh().then(remember).catch(() => {});
-  // Not away from what somebody uses meanwhile, and no keyboard over the reply on a phone.
-  if (document.activeElement === document.body && !matchMedia("(pointer: coarse)").matches) {
-    document.getElementById("text")?.focus({ preventScroll: true });
-  }
-}
-
-// The first token's time belongs to the prompt.
-function measure(tokens, seconds) {
-  speed.value = tokens > 1 && seconds > 0 ? (tokens - 1) / seconds : null;
-}
-
-async function read(events, joined) {
-  let reply = { ...message("assistant", ""), pending: true };
-  let waits = null;
-  const show = () => {
-    clearTimeout(waits);
-    waits = null;
-    log.value = [...log.value.slice(0, -1), reply];
-  };
-  try {
-    for await (const event of events) {
-      if (event.mmkv?.asked) joined?.(event.mmkv.asked);
-      if (event.mmkv?.memory) {
-        memory.value = { ...event.mmkv.memory, state: "memory" };
-        measure(event.mmkv.tokens, event.mmkv.seconds);
-      }
-      const choice = event.choices[0];
-      if (choice) {
-        reply = grown(reply, choice.delta);
-        if (choice.finish_reason) reply = { ...reply, pending: false, cut: choice.finish_reason === "length" };
-        if (choice.finish_reason) show();
-        else waits ??= setTimeout(show, 30); // a reply may grow faster than a screen
-      }
-      if (event.usage) {
-        usage.value = event.usage;
-        measure(event.usage.completion_tokens, event.mmkv?.seconds);
-      }
-    }
-  } finally {
-    clearTimeout(waits);
-  }
-}
-
-function grown(reply, delta) {
-  const made = { ...reply, text: reply.text + (delta.content ?? ""), thought: reply.thought + (delta.reasoning_content ?? "") };
-  for (const call of delta.tool_calls ?? []) {
-    made.calls = [...made.calls];
-    const before = made.calls[call.index] ?? { id: call.id, name: "", arguments: "" };
-    made.calls[call.index] = {
-      ...before, name: before.name + (call.function.name ?? ""), arguments: before.arguments + (call.function.arguments ?? ""),
-    };
-  }
-  return made;
-}
-
-async function stop() {
-  const turn = running.value;
-  if (!turn) return;
-  running.value = { ...turn, stopping: true };
-  while (running.value?.abort === turn.abort) {
-    try {
-      await server.stopTurn(turn.id);
-      return;
-    } catch (error) {
-      if (error.code !== "no_turn") {
-        if (running.value?.abort === turn.abort) running.value = turn; // to try again
-        throw error;
-      }
-    }
-    await new Promise((resolve) => setTimeout(resolve, 300)); // it has just ended, or is on its way there
-  }
-}
-
-const before = (index) => log.value.slice(0, index).filter((one) => !one.failed);
-
-async function regenerate(index) {
-  if (busy.value) throw new Error("a reply is under way; stop it, or wait for its end");
-  const last = log.value.slice(0, index).findLastIndex((one) => one.role === "user" && !one.failed);
-  await branch(before(last), log.value[last]);
-}
-
-async function edit(index) {
-  if (busy.value) throw new Error("a reply is under way; stop it, or wait for its end");
-  const one = log.value[index];
-  for (const part of one.media) part.url ??= await server.mediaUrl(current.value, part.digest);
-  if (one.failed) log.value = log.value.filter((other) => other !== one); // it was never part of it
-  else editing.value = before(index);
-  putBack({ ...one, media: [...one.media] });
-}
-
-// --- files ------------------------------------------------------------------------------------
-
-let files = 0;
-
-async function addFiles(given) {
-  const able = model.value?.mmkv;
-  if (!able?.images) throw new Error("this model reads no pictures");
-  const coming = (async () => {
-    for (const file of given) {
-      const kind = file.type.startsWith("video/") ? "video" : file.type.startsWith("image/") ? "image" : null;
-      if (!kind) throw new Error(`${file.name} is neither a picture nor a video`);
-      if (kind === "video" && !able.videos) throw new Error("this model watches no videos");
-      const url = await server.dataUrl(file);
-      const one = { key: ++files, kind, url, name: file.name, size: file.size };
-      if (kind === "image") await readable(one);
-      queue.value = [...queue.value, one];
-    }
-  })();
-  reading = Promise.all([reading, coming.catch(() => {})]); // a message waits for them
-  await coming;
-  focusText();
-}
-
-// What the browser cannot read, the server cannot read either, and it is refused before it is sent.
-async function readable(one) {
-  const image = new Image();
-  image.src = one.url;
-  try {
-    await image.decode();
-  } catch {
-    throw new Error(`${one.name} cannot be read as a picture; it was not added`);
-  }
-}
-
-// --- export -----------------------------------------------------------------------------------
-
-async function exported(form) {
-  const id = current.value, whole = stored.value;
-  const messages = await Promise.all(whole.map((one) => toServer(id, one, true)));
-  const title = shownTitle();
-  const name = title.replace(/[^\p{L}\p{N}]+/gu, "-").replace(/^-|-$/g, "").slice(0, 40) || "chat";
-  if (form === "json") {
-    download(`${name}.json`, "application/json", JSON.stringify({ title, model: model.value.id, messages }, null, 2));
-    return;
-  }
-  const parts = messages.map(({ role, content, tool_calls: calls }) => {
-    const text = typeof content === "string" ? content : content.map((part) => (
-      part.type === "text" ? part.text : part.image_url ? `![picture](${part.image_url.url})` : "[video]")).join("\n\n");
-    const called = (calls ?? []).map((call) => `\`\`\`json\n${call.function.name} ${call.function.arguments}\n\`\`\``);
-    return [`## ${role[0].toUpperCase()}${role.slice(1)}`, text, ...called].join("\n\n");
-  });
-  download(`${name}.md`, "text/markdown", `# ${title}\n\n${parts.join("\n\n")}\n`);
-}
-
-function download(name, type, text) {
-  const link = document.createElement("a");
-  link.href = URL.createObjectURL(new Blob([text], { type }));
-  link.download = name;
-  link.click();
-  setTimeout(() => URL.revokeObjectURL(link.href), 10000);
-}
 
 // --- pieces -----------------------------------------------------------------------------------
 
@@ -572,7 +29,8 @@ const PATHS = {
   close: "M6 6l12 12M18 6 6 18",
   gear: "M4 7h10M18 7h2M4 17h2M10 17h10M16 5v4M8 15v4",
   theme: "M12 3v18M12 3a9 9 0 0 1 0 18 9 9 0 0 1 0-18",
-  branch: "M6 4v10M6 14a3 3 0 1 0 .1 0M18 4a3 3 0 1 0 .1 0M18 10c0 5-6 4-9 6",
+  left: "m15 6-6 6 6 6",
+  right: "m9 6 6 6-6 6",
   film: "M4 5h16v14H4zM8 5v14M16 5v14M4 12h16",
   check: "m5 12 5 5L20 7",
 };
@@ -585,7 +43,7 @@ const IconButton = ({ name, label, ...more }) => html`
 
 function Picture({ part, session, kept, label }) {
   const [url, setUrl] = useState(part.url ?? null);
-  const [gone, setGone] = useState(null);
+  const [gone, setGone] = useState(null); // why it is not shown
   useEffect(() => {
     if (part.url) setUrl(part.url);
     else if (part.digest && session) server.mediaUrl(session, part.digest).then(setUrl, (error) => setGone(error.message));
@@ -595,8 +53,8 @@ function Picture({ part, session, kept, label }) {
   if (part.kind === "video") {
     return html`<span class="film" style=${fade} role="img" aria-label=${`${label}${told}`}><${Icon} name="film" /><span>${part.name ?? "video"}</span></span>`;
   }
-  if (gone) return html`<span class="film" title=${gone}>${gone}</span>`;
-  return url ? html`<img src=${url} alt=${`${label}${told}`} style=${fade} title=${told ? `The memory keeps ${percent(kept)} of this picture` : undefined} />` : html`<span class="film" aria-label=${label} role="img"></span>`;
+  if (gone) return html`<span class="film" style=${fade} role="img" aria-label=${`${label}${told}`} title=${gone}><span>${part.name ?? "not shown"}</span></span>`;
+  return url ? html`<img src=${url} alt=${`${label}${told}`} style=${fade} onError=${() => setGone("a picture that this browser cannot show")} title=${told ? `The memory keeps ${percent(kept)} of this picture` : undefined} />` : html`<span class="film" aria-label=${label} role="img"></span>`;
 }
 
 function Markdown({ text }) {
@@ -628,6 +86,15 @@ function Call({ call, result }) {
     </details>`;
 }
 
+function Versions({ index }) {
+  const { ids, shown } = versionsAt(index);
+  if (ids.length < 2 || shown < 0) return null;
+  const step = (by, name, label) => html`<${IconButton} name=${name} label=${label} disabled=${shown + by < 0 || shown + by >= ids.length}
+    onClick=${guarded(() => turnTo(ids[shown + by], index))} />`;
+  return html`<span class="versions" role="group" aria-label=${`Version ${shown + 1} of ${ids.length}`}>
+    ${step(-1, "left", "The version before")}<span class="small number" aria-hidden="true">${shown + 1}/${ids.length}</span>${step(1, "right", "The next version")}</span>`;
+}
+
 function Message({ one, index, share, last }) {
   const id = current.value;
   const said = { user: "You", assistant: "Reply", system: "System prompt", tool: "Result" }[one.role] ?? one.role;
@@ -650,20 +117,15 @@ function Message({ one, index, share, last }) {
       ${waiting && html`<p class="waiting" role="status"><span></span><span class="said">waiting for the reply</span></p>`}
       ${one.failed && html`<p class="note failed" role="alert">Not sent: ${one.failed}</p>`}
       ${!one.pending && html`<div class="acts">
+        ${!one.failed && html`<${Versions} index=${stored.value.indexOf(one)} />`}
         ${one.text && html`<${IconButton} name="copy" label="Copy the message" onClick=${(event) => copyText(one.text, event.currentTarget)} />`}
-        ${one.role === "user" && html`<${IconButton} name="pen" label=${one.failed ? "Edit and send again" : "Edit as a new branch"} onClick=${guarded(() => edit(index))} />`}
-        ${one.role === "assistant" && last && html`<${IconButton} name="again" label="Another reply, as a new branch" onClick=${guarded(() => regenerate(index))} />`}
+        ${one.role === "user" && html`<${IconButton} name="pen" label=${one.failed ? "Edit and send again" : "Edit as another version"} onClick=${guarded(() => edit(index))} />`}
+        ${one.role === "assistant" && last && html`<${IconButton} name="again" label="Another reply" onClick=${guarded(() => regenerate(index))} />`}
         ${one.cut && html`<span class="small muted">cut off</span>`}
         ${share && share.kept !== null && !one.failed && html`<span class="small muted kept" title="of this message's entries in the cache">${percent(share.kept)} kept</span>`}
       </div>`}
     </li>`;
 }
-
-function follow() {
-  const place = document.getElementById("log");
-  if (place && follow.bottom) place.scrollTop = place.scrollHeight;
-}
-follow.bottom = true;
 
 // What is kept of a message; one that was refused is not in the conversation.
 function shareOf(one) {
@@ -684,6 +146,8 @@ function Log() {
       <ol class="messages" aria-live="polite" aria-relevant="additions">
         ${log.value.map((one, index) => shown.includes(one) && html`<${Message} key=${index} one=${one} index=${index} share=${shareOf(one)} last=${index === lastReply} />`)}
       </ol>
+      ${shown.length > 0 && memory.value?.notes?.length > 0 && html`<ul class="messages told small" aria-label="Notes" aria-live="polite">
+        ${memory.value.notes.map((one) => html`<li key=${one}>${one}</li>`)}</ul>`}
     </div>`;
 }
 
@@ -695,12 +159,17 @@ function Welcome() {
       <p class="muted">${able?.images
         ? `Write below${able.videos ? "; paste or drop pictures and videos" : "; paste or drop pictures"}. The memory of this conversation never grows past its budget: what it forgets, you see at the side.`
         : "Write below. The memory of this conversation never grows past its budget: what it forgets, you see at the side."}</p>
-      ${able && html`<p class="small muted">${model.value.id} · ${able.policy} · ${able.budget}</p>`}
+      ${able?.images && html`<button type="button" class="example" disabled=${busy.value} onClick=${guarded(tryExample)}>
+        <${Example} /><span>Try this picture: “${EXAMPLE}”</span></button>`}
+      ${able && html`<p class="small muted as-is">${model.value.id} · ${able.policy} · ${able.budget}</p>`}
+      ${able?.note && html`<p class="small muted">${able.note}</p>`}
     </div>`;
 }
 
-function focusText() {
-  requestAnimationFrame(() => document.getElementById("text")?.focus());
+function Example() {
+  const [url, setUrl] = useState(null);
+  useEffect(() => { fetch("scene.png").then((found) => found.blob()).then(server.dataUrl).then(setUrl, () => {}); }, []);
+  return url && html`<img src=${url} alt="" width="64" height="64" />`;
 }
 
 function Composer() {
@@ -725,11 +194,13 @@ function Composer() {
     await addFiles(given);
   });
   const able = model.value?.mmkv;
-  const accept = `image/png,image/jpeg,image/webp,image/gif,image/bmp${able?.videos ? ",video/mp4,video/webm,video/x-matroska,video/x-msvideo" : ""}`;
+  const formats = able?.picture_formats ?? [];
+  const accept = [...formats.map((one) => `image/${one.toLowerCase()}`), ...(formats.includes("HEIF") ? [".heic"] : []),
+    ...(able?.videos ? ["video/mp4", "video/webm", "video/x-matroska", "video/x-msvideo"] : [])].join();
   const stopping = running.value?.stopping;
   return html`
     <form class="composer" onSubmit=${guarded(send)}>
-      ${editing.value !== null && html`<p class="small muted editing">Editing a message: a new branch begins there, and the old one stays.
+      ${editing.value !== null && html`<p class="small muted editing">Editing a message: this makes another version of it, and the old one stays.
         <button type="button" class="plain" onClick=${cancelEdit}>Cancel</button></p>`}
       ${queue.value.length > 0 && html`<ul class="media queue" aria-label="Goes with the message">${queue.value.map((one, at) => html`
         <li key=${one.key ?? `old ${at}`}><${Picture} part=${one} session=${current.value} label=${one.name ?? `${KINDS[one.kind]} ${at + 1}`} />
@@ -750,32 +221,7 @@ function Composer() {
     </form>`;
 }
 
-function cancelEdit() {
-  batch(() => {
-    editing.value = null;
-    draft.value = "";
-    queue.value = [];
-  });
-  focusText();
-}
-
 // --- the list ---------------------------------------------------------------------------------
-
-let searching = 0;
-
-async function searched(words) {
-  search.value = words;
-  const mine = ++searching;
-  if (words.trim().length < 3) return;
-  for (const one of sessions.value) {
-    if (texts.has(one.id) || one.state === "empty") continue;
-    const found = await server.readMessages(one.id).catch(() => null);
-    if (found) texts.set(one.id, found.map((each) => fromServer(each).text).join("\n").toLowerCase());
-    if (mine !== searching) return;
-    search.value = `${words}`; // what was found shows at once
-    sessions.value = [...sessions.value];
-  }
-}
 
 function day(seconds) {
   const then = new Date(seconds * 1000), today = new Date();
@@ -786,10 +232,21 @@ function day(seconds) {
 
 function List() {
   const words = search.value.trim().toLowerCase();
-  const all = sessions.value.filter((one) => !unused(one) || one.id === current.value).reverse().sort((a, b) => b.created - a.created);
-  const found = all.filter((one) => !words || nameOf(one).toLowerCase().includes(words) || texts.get(one.id)?.includes(words));
+  const all = [...families.value.values()].filter((ones) => ones.some((one) => !unused(one) || one.id === current.value))
+    .reverse().sort((a, b) => b[0].created - a[0].created);
+  const says = (one) => texts.get(one.id)?.includes(words);
+  const found = all.filter((ones) => !words || nameOf(ones[0].id).toLowerCase().includes(words) || ones.some(says));
   const groups = new Map();
-  for (const one of found) groups.set(day(one.created), [...(groups.get(day(one.created)) ?? []), one]);
+  for (const ones of found) groups.set(day(ones[0].created), [...(groups.get(day(ones[0].created)) ?? []), ones]);
+  const here = rootOf(current.value);
+  const entry = (ones) => {
+    const root = rootOf(ones[0].id), used = ones.filter((one) => !unused(one));
+    const one = (words && used.findLast(says)) || used.at(-1) || ones.at(-1); // the newest version
+    const versions = used.length > 1 ? `, ${used.length} versions` : "";
+    return html`<li key=${root}><button type="button" class="plain" aria-current=${root === here ? "true" : undefined}
+      onClick=${guarded(() => open(root === here && !words ? current.value : one.id))} title=${`${nameOf(root)}, ${count(one.turns, "turn")}${versions}`}>
+      <span>${nameOf(root)}</span>${ones.some(({ busy }) => busy) && html`<span class="dot"><span class="said">, a reply is under way</span></span>`}</button></li>`;
+  };
   return html`
     <nav id="list" class=${drawer.value === "list" ? "side open" : "side"} aria-label="Conversations">
       <div class="head"><strong>mmkv</strong><${IconButton} name="close" label="Close the list" class="plain icon small-only" onClick=${() => { drawer.value = null; }} /></div>
@@ -797,25 +254,16 @@ function List() {
       ${sessions.value.length > 0 && html`<label class="said" for="search">Search conversations</label>
         <input id="search" type="search" placeholder="Search" value=${search.value} onInput=${(event) => searched(event.target.value)} />`}
       <div class="scroll" tabindex="-1">
-        ${[...groups].map(([name, ones]) => html`<h2 class="small muted" key=${name}>${name}</h2><ul>${ones.map((one) => html`
-          <li key=${one.id}><button type="button" class="plain" aria-current=${one.id === current.value ? "true" : undefined} onClick=${guarded(() => open(one.id))}
-            title=${`${nameOf(one)}, ${count(one.turns, "turn")}`}>
-            ${one.metadata?.from && html`<${Icon} name="branch" />`}<span>${nameOf(one)}</span>${one.busy && html`<span class="dot"><span class="said">, a reply is under way</span></span>`}</button></li>`)}</ul>`)}
+        ${[...groups].map(([name, ones]) => html`<h2 class="small muted" key=${name}>${name}</h2><ul>${ones.map(entry)}</ul>`)}
         ${words && found.length === 0 && html`<p class="small muted">Nothing found.</p>`}
-        ${canSave.value && saved.value.length > 0 && !words && html`<h2 class="small muted">Saved on the server</h2><ul>${saved.value.map((one) => html`
+        ${saved.value.length > 0 && !words && html`<h2 class="small muted">Saved on the server</h2><ul>${saved.value.map((one) => html`
           <li key=${one.id}><button type="button" class="plain" title=${`Open ${one.id}, ${bytes(one.bytes)}`} onClick=${guarded(() => load(one.id))}><span>${one.id}</span></button></li>`)}</ul>`}
       </div>
       <div class="foot">
         <button type="button" class="plain icon" data-theme-switch aria-label="Colours" ><${Icon} name="theme" /></button>
-        ${server.hasKey() && html`<button type="button" class="plain" onClick=${forgetKey}>Forget the key</button>`}
+        ${server.hasKey() && html`<button type="button" class="plain" onClick=${() => { server.forgetEverywhere(); forgetKey(); }}>Forget the key</button>`}
       </div>
     </nav>`;
-}
-
-async function load(name) {
-  const made = await server.createSession({ file: name, metadata: { title: name } });
-  await refresh();
-  await open(made.id);
 }
 
 function forgetKey() {
@@ -837,7 +285,7 @@ function shares(found) {
 
 function Bar({ found }) {
   const most = Math.max(found.most_entries ?? 0, found.entries) || 1;
-  const words = found.most_entries === null ? `${number(found.entries)} entries, no budget binds them` : `${number(found.entries)} of ${number(found.most_entries)} entries`;
+  const words = found.most_entries === null ? `${number(found.entries)} entries, no budget binds them` : `${number(found.entries)} entries, ${number(found.most_entries)} allowed`;
   return html`<div class="bar" role="img" aria-label=${`Memory: ${words}`}>
     ${shares(found).map((one) => html`<span key=${one.name} class=${`of-${one.name}`} style=${{ width: `${(100 * one.kept) / most}%` }}></span>`)}</div>`;
 }
@@ -857,10 +305,10 @@ function Memory() {
       ${known && html`
         <${Bar} found=${found} />
         <p class="small muted number" data-of="entries" title="An entry is one token in one (layer, KV head) of the cache">${found.most_entries === null
-          ? `${number(found.entries)} entries, no budget` : `${number(found.entries)} of ${number(found.most_entries)} entries`}</p>
+          ? `${number(found.entries)} entries, no budget` : `${number(found.entries)} entries, ${number(found.most_entries)} allowed`}</p>
         <ul class="legend">${shares(found).map((one) => html`<li key=${one.name} data-of=${one.name}>
           <span class=${`swatch of-${one.name}`}></span><span>${one.label}</span><span class="number muted">${percent(one.kept / one.seen)} kept</span></li>`)}</ul>
-        <p data-of="forgotten">${gone > 0 ? `${percent(gone)} of what was read is forgotten.` : "Nothing is forgotten yet."}</p>
+        <p data-of="forgotten" title="Dropped, of all entries that were made">${gone > 0 ? `${percent(gone)} of what was read is forgotten.` : "Nothing is forgotten yet."}</p>
         ${pictures.length > 0 && html`<h3>Pictures</h3><ul class="fading">${pictures.map(({ part, kept, index, at }) => html`
           <li key=${`${index}-${at}`}><button type="button" class="plain" onClick=${() => jump(index)} aria-label=${`${KINDS[part.kind]} ${at + 1} of message ${index + 1}, ${percent(kept)} kept`}>
             <${Picture} part=${part} session=${current.value} kept=${kept} label="" /><span class="small number muted">${percent(kept)}</span></button></li>`)}</ul>`}
@@ -869,7 +317,7 @@ function Memory() {
             <span class="words">${one.text.trim().slice(0, 60) || (one.media.length ? KINDS[one.media[0].kind] : "…")}</span>
             <span class="bar"><span class="of-text" style=${{ width: percent(kept).replace(" ", "") }}></span></span><span class="said">, ${percent(kept)} kept</span></button></li>`)}</ul>`}
         <details class="small"><summary>Details</summary><dl>
-          ${[["tokens read", number(found.tokens_seen)], ["entries kept", number(found.entries)], ["entries dropped", number(found.evicted)],
+          ${[["tokens seen", number(found.tokens_seen)], ["entries kept", number(found.entries)], ["entries dropped", number(found.evicted)],
             ["budget", record.value?.budget ?? "-"], ["policy", model.value?.mmkv.policy], ["keys and values", bytes(found.kv_bytes)], ["pages", number(found.pages)],
             ["lies in", found.state]].map(([name, value]) => html`<div key=${name}><dt>${name}</dt><dd class="number">${value}</dd></div>`)}
         </dl></details>`}
@@ -904,13 +352,7 @@ function Settings() {
   const [given, setGiven] = useState(settings.value);
   const field = (name) => ({ value: given[name], onInput: (event) => setGiven({ ...given, [name]: event.target.value }) });
   const fresh = current.value === null;
-  const keep = () => {
-    settings.value = given;
-    try {
-      sessionStorage.setItem(SETTINGS, JSON.stringify(given));
-    } catch { /* until the page is closed */ }
-  };
-  return html`<${Dialog} name="settings" title="Settings" submit="Keep" onSubmit=${keep}>
+  return html`<${Dialog} name="settings" title="Settings" submit="Keep" onSubmit=${() => keepSettings(given)}>
     <label for="system">System prompt${fresh ? "" : " (next new chat)"}</label>
     <textarea id="system" rows="4" placeholder="None" ...${field("system")}></textarea>
     <div class="fields">
@@ -937,17 +379,18 @@ function Save() {
   <//>`;
 }
 
+function Rename() {
+  const [title, setTitle] = useState(shownTitle());
+  return html`<${Dialog} name="rename" title="Rename" submit="Rename" onSubmit=${guarded(() => rename(title.trim()))}>
+    <label for="title">Title</label>
+    <input id="title" required maxlength="100" pattern=".*\\S.*" autocomplete="off" value=${title} onInput=${(event) => setTitle(event.target.value)} />
+  <//>`;
+}
+
 function Delete() {
-  const remove = guarded(async () => {
-    const id = current.value;
-    await server.deleteSession(id);
-    texts.delete(id);
-    await refresh();
-    await open(null);
-    tell("Deleted.");
-  });
-  return html`<${Dialog} name="delete" title="Delete this conversation?" submit="Delete" danger=${true} onSubmit=${remove}>
-    <p>Its messages, pictures and memory go. Branches and saved files stay.</p>
+  const many = familyOf(current.value).filter((one) => !unused(one)).length;
+  return html`<${Dialog} name="delete" title="Delete this conversation?" submit="Delete" danger=${true} onSubmit=${guarded(remove)}>
+    <p>Its messages, pictures and memory go${many > 1 ? `, in all ${many} versions` : ""}. Saved files stay.</p>
   <//>`;
 }
 
@@ -958,16 +401,15 @@ function Key() {
   useEffect(() => { place.current.focus(); }, []);
   const use = async (event) => {
     event.preventDefault();
-    server.setKey(key);
     try {
-      await start();
+      await unlock(key);
+      server.giveKey();
     } catch (error) {
-      server.setKey("");
       setWrong(error.status === 401 ? "This is no key of this server." : error.message);
     }
   };
   return html`<main class="locked"><form class="card stack" onSubmit=${use}>
-    <h1>mmkv</h1><p>This server asks for an API key. It stays in this tab.</p>
+    <h1>mmkv</h1><p>This server asks for an API key. Your tabs of this page share it, and it goes with the last one.</p>
     <label for="key">API key</label><input id="key" ref=${place} type="password" autocomplete="off" required value=${key} onInput=${(event) => setKey(event.target.value)} />
     ${wrong && html`<p class="note failed" role="alert">${wrong}</p>`}
     <button class="primary">Use</button></form></main>`;
@@ -981,20 +423,14 @@ function Menu() {
     document.addEventListener("click", outside);
     return () => document.removeEventListener("click", outside);
   }, []);
-  const fork = guarded(async () => {
-    const title = `${nameOf(record.value).replace(/ \(copy\)$/, "")} (copy)`;
-    const made = await server.forkSession(current.value, { title, from: current.value });
-    await refresh();
-    await open(made.id);
-    tell("This is a copy; the other one stays as it is.");
-  });
   return html`<details class="menu" ref=${place} onKeyDown=${(event) => { if (event.key === "Escape") place.current.open = false; }}>
     <summary class="button plain icon" aria-label="More" title="More"><${Icon} name="more" /></summary>
     <div class="card" role="group" aria-label="This conversation">
-      <button type="button" class="plain" onClick=${pick(fork)} disabled=${busy.value || !record.value}>Fork</button>
+      <button type="button" class="plain" disabled=${busy.value || !record.value} onClick=${pick(() => { dialog.value = "rename"; })}>Rename</button>
+      <button type="button" class="plain" onClick=${pick(guarded(copy))} disabled=${busy.value || !record.value}>Fork</button>
       <button type="button" class="plain" onClick=${pick(guarded(() => exported("md")))}>Export as Markdown</button>
       <button type="button" class="plain" onClick=${pick(guarded(() => exported("json")))}>Export as JSON</button>
-      ${canSave.value && html`<button type="button" class="plain" disabled=${busy.value || !record.value?.turns} onClick=${pick(() => { dialog.value = "save"; })}>Save on the server</button>`}
+      ${canSave() && html`<button type="button" class="plain" disabled=${busy.value || !record.value?.turns} onClick=${pick(() => { dialog.value = "save"; })}>Save on the server</button>`}
       <button type="button" class="plain danger" disabled=${busy.value || !record.value} onClick=${pick(() => { dialog.value = "delete"; })}>Delete</button>
     </div></details>`;
 }
@@ -1027,6 +463,7 @@ function App() {
     </main>
     <${Memory} />
     ${dialog.value === "settings" && html`<${Settings} />`}
+    ${dialog.value === "rename" && html`<${Rename} />`}
     ${dialog.value === "save" && html`<${Save} />`}
     ${dialog.value === "delete" && html`<${Delete} />`}`;
 }
@@ -1061,5 +498,6 @@ setInterval(() => {
   }).catch(() => {});
 }, 10000);
 
+server.shareKey((key) => unlock(key).catch(() => {}), forgetKey);
 render(html`<${App} />`, document.getElementById("app"));
 guarded(start)();

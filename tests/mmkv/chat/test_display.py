@@ -180,10 +180,8 @@ class Terminal(io.StringIO):
 class Session:
     """Says ``**yes**``, and then raises ``error`` if one is given."""
 
-    note, last = (
-        None,
-        SimpleNamespace(text="**yes**", finish_reason="eos", token_ids=[1], memory=None),
-    )
+    notes: tuple[()] = ()
+    last = SimpleNamespace(text="**yes**", finish_reason="eos", token_ids=[1], memory=None)
 
     def __init__(self, error: BaseException | None) -> None:
         self.history: list[Any] = []

@@ -25,7 +25,7 @@ from PIL.PngImagePlugin import PngInfo
 
 from mmkv.engine.errors import InputError
 from mmkv.prompt import media
-from mmkv.prompt.media import _shallow, decode_image, load_image, notes
+from mmkv.prompt.media import NOTE, _shallow, decode_image, load_image
 from tests.support.media import encoded, png_bomb, two_colours
 
 
@@ -339,12 +339,13 @@ def test_what_is_left_out_of_a_file_with_several_pictures_is_said() -> None:
         content = encoded(steps[0], kind, save_all=True, append_images=steps[1:])
         made = load_image("data:;base64," + base64.b64encode(content).decode())
         assert made.getpixel((0, 0)) == (255, 0, 0)
-        (note,) = media.notes([made, load_image(made)])
+        note = load_image(made).info[NOTE]
+        assert note == made.info[NOTE]
         assert says in note and note.startswith("data:")
-    assert media.notes([load_image(steps[0])]) == []
+    assert not load_image(steps[0]).info
     phone = encoded(steps[0], "MPO", save_all=True, append_images=steps[1:])
     made = load_image("data:;base64," + base64.b64encode(phone).decode())
-    assert media.notes([made]) == []  # a photo with previews beside it
+    assert not made.info  # a photo with previews beside it
 
 
 @pytest.mark.parametrize("mode", ["P", "RGB"])
@@ -360,4 +361,4 @@ def test_a_text_in_a_file_is_no_note_of_ours(chunk: str, mode: str) -> None:
     Image.new(mode, (8, 8)).save(file, "PNG", pnginfo=texts)
     assert Image.open(file).info["mmkv.note"]
     for picture in (decode_image(file.getvalue(), "it"), load_image(Image.open(file))):
-        assert notes([picture]) == [] and picture.mode == "RGB" and not picture.info
+        assert picture.mode == "RGB" and not picture.info

@@ -113,6 +113,13 @@ def test_a_session_goes_on_at_another_server(servers: tuple[Server, Server]) -> 
     assert (shown["turns"], shown["messages"], shown["metadata"]) == (3, 6, {"of": "ann"})
     fork = two.client.post(f"/v1/sessions/{name}/fork").json()["id"]
     assert said(one, fork, "so?") == said(one, alone, "so?")
+    # A title, too.
+    titled = two.client.post(f"/v1/sessions/{name}", json={"metadata": {"title": "Red"}})
+    assert titled.json()["metadata"] == {"title": "Red"} and titled.json()["turns"] == 3
+    there = one.client.get(f"/v1/sessions/{name}").json()
+    assert (there["metadata"], there["turns"]) == ({"title": "Red"}, 3)
+    wrong = one.client.post(f"/v1/sessions/{name}", json={"metadata": {"title": "r" * 513}})
+    assert wrong.status_code == 400
     listed = [one["id"] for one in two.client.get("/v1/sessions").json()["data"]]
     assert {name, alone, fork} <= set(listed)
     assert two.client.delete(f"/v1/sessions/{name}").json()["deleted"]
@@ -642,6 +649,7 @@ def test_no_route_reaches_what_another_key_made(server: Server) -> None:
                 body = asked("tell me") if path.endswith("completions") else {}
                 body = {"name": "notes"} if path.endswith("save") else body
                 body = {"content": "look"} if path.endswith("observe") else body
+                body = {"metadata": {}} if path.endswith("{name}") else body
                 given = {"json": body} if method == "post" else {}
                 answer = client.request(method, there, **given)
                 assert answer.status_code == 404, (method, path, answer.text)
@@ -653,7 +661,7 @@ def test_no_route_reaches_what_another_key_made(server: Server) -> None:
                 names_it = names[kind][:-2] + "zz"
                 assert other.text.replace(names_it, names[kind]) == answer.text
                 tried.append((method, path))
-        assert len(tried) >= 15, tried  # sessions have twelve, responses three, saved ones one
+        assert len(tried) >= 15, tried  # sessions have thirteen, responses three, saved ones one
         assert client.post("/v1/sessions", json={"file": "notes"}).status_code == 404
         going_on = {"model": MODEL, "input": "go on", "previous_response_id": names["responses"]}
         answer = client.post("/v1/responses", json=going_on)

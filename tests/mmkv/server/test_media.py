@@ -16,7 +16,6 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from mmkv.engine.errors import InputError
 from mmkv.prompt.loading import load_processor
 from mmkv.prompt.media import load_image
 from mmkv.prompt.qwen_vision import VideoRules
@@ -26,7 +25,7 @@ from mmkv.server.errors import api_error
 from mmkv.server.media import pool
 from mmkv.server.media import resolver as resolver_module
 from mmkv.server.media.fetch import _open_below, is_public
-from mmkv.server.media.limits import MediaError, MediaLimits
+from mmkv.server.media.limits import FORMATS, MediaError, MediaLimits
 from mmkv.server.media.resolver import MediaResolver, Medium, Source
 from mmkv.server.media.worker import MOST_PIXELS
 from mmkv.server.prompts import Message, Part
@@ -118,7 +117,7 @@ def test_pictures_are_those_that_load_image_makes(
     assert one.digest == two.digest and one.part == {"type": "image", "image": one.content}
 
 
-@pytest.mark.parametrize("size", [(1200, 999), (2000, 31), (70, 60), (5, 1100)])
+@pytest.mark.parametrize("size", [(1200, 999), (2000, 31), (70, 60)])
 def test_large_pictures_come_as_the_model_reads_them(
     size: tuple[int, int],
     tmp_path: Path,
@@ -139,14 +138,30 @@ def test_large_pictures_come_as_the_model_reads_them(
     if size == (1200, 999):
         assert scaled.width * scaled.height <= rules.longest_edge
 
-    def read(picture: Image.Image) -> str | list[Any]:
-        try:
-            inputs = processor.encode("<|vision_start|><|image_pad|><|vision_end|>", [picture])
-        except InputError as error:  # too thin
-            return str(error)
+    def read(picture: Image.Image) -> list[Any]:
+        inputs = processor.encode("<|vision_start|><|image_pad|><|vision_end|>", [picture])
         return [inputs["pixel_values"].tolist(), inputs["image_grid_thw"].tolist()]
 
     assert read(whole) == read(scaled)
+
+
+def test_a_refusal_names_the_file_and_the_cause(
+    tmp_path: Path, runner: asyncio.Runner, resolver: Callable[..., MediaResolver]
+) -> None:
+    """As the page's data: URLs name files; nothing of a name steers a terminal."""
+    rules = load_processor(save_qwen3_vl(tmp_path)).picture_rules
+    whole = encoded(Image.effect_noise((64, 64), 50))
+    heic = b"\0\0\0\x18ftypheic\0\0\0\0mif1heic"
+    for content, cause in (
+        (encoded(Image.new("RGB", (5, 1100))), "5 x 1100 pixels are too thin; crop them"),
+        (whole[: len(whole) // 2], "is damaged (image file is truncated"),
+        (b"words", "is not a picture in PNG, JPEG, "),
+        (heic, "is a HEIC picture; it is dam" if "HEIF" in FORMATS else "pip install pillow-heif"),
+        (b"", "is empty"),
+    ):
+        url = data_url(content).replace(";base64", ";name=in%20Caf%C3%A9%1b%5B31m.png;base64")
+        error = refusal(runner, resolver(picture_rules=rules), url)
+        assert str(error).startswith("in Café\\x1b[31m.png") and cause in str(error)
 
 
 def test_very_large_pictures_are_scaled_where_the_rules_are_not_known(

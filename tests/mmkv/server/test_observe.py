@@ -2,23 +2,20 @@
 
 from __future__ import annotations
 
-import json
-import socket
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
 
 import numpy as np
 import pytest
 import wsproto.events
 from PIL import Image
-from wsproto import ConnectionType, WSConnection
 
 from mmkv import Engine, Sampling, Session
 from tests.support.chat_models import picture
 from tests.support.servers import (
     Server,
+    SocketClient,
     asked,
     paused_in_a_reply,
     picture_part,
@@ -84,7 +81,7 @@ def test_a_session_over_http_reads_what_one_in_python_reads(
                     same.tokens,
                     same.next_position,
                 )
-                assert (ours["frames"], ours["note"]) == (same.frames, same.note)
+                assert (ours["frames"], ours["notes"]) == (same.frames, same.notes)
             saving = {"name": "a", "overwrite": True}
             assert server.client.post(f"/v1/sessions/{name}/save", json=saving).status_code == 200
             (path,) = saved.rglob("a.mmkv")
@@ -153,57 +150,11 @@ def test_near_duplicates_are_counted_and_a_refused_one_changes_nothing(server: S
     assert missing.status_code == 404
 
 
-class Client:
-    """A WebSocket to a session; ``rejected``: the status where the server refuses it."""
-
-    def __init__(self, server: Server, name: str, **headers: str) -> None:
-        url = urlsplit(str(server.client.base_url))
-        self.socket = socket.create_connection((url.hostname, url.port), timeout=30)
-        self._events = WSConnection(ConnectionType.CLIENT)
-        more = [(key.replace("_", "-").encode(), value.encode()) for key, value in headers.items()]
-        target = f"/v1/sessions/{name}/socket"
-        self.write(wsproto.events.Request(url.netloc, target, extra_headers=more))
-        self._incoming = self._received()
-        answer = next(self._incoming)
-        self.rejected = getattr(answer, "status_code", None)
-
-    def __enter__(self) -> Client:
-        assert self.rejected is None
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.socket.close()
-
-    def write(self, event: wsproto.events.Event) -> None:
-        self.socket.sendall(self._events.send(event))
-
-    def send(self, **fields: Any) -> None:
-        self.write(wsproto.events.TextMessage(json.dumps(fields)))
-
-    def _received(self) -> Iterator[Any]:
-        while True:
-            data = self.socket.recv(2**16)
-            self._events.receive_data(data or None)
-            yield from self._events.events()
-
-    def receive(self) -> dict[str, Any]:
-        """Return the next message; a closing as {"closed": its code}."""
-        text = ""
-        for event in self._incoming:
-            if isinstance(event, wsproto.events.CloseConnection):
-                return {"closed": event.code}
-            if isinstance(event, wsproto.events.TextMessage):
-                text += event.data
-                if event.message_finished:
-                    return json.loads(text)
-        raise AssertionError
-
-
 def test_a_websocket_observes_and_asks_as_the_routes_do(
     server: Server, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     one, other = created(server), created(server)
-    with Client(server, one) as client:
+    with SocketClient(server, one) as client:
         for what in ([picture_part(RED)], "a door opens"):
             client.send(type="observe", content=what, at=1)
             ours = client.receive()
@@ -257,7 +208,7 @@ def test_a_client_that_leaves_its_websocket_takes_its_turn_along(server: Server)
     name = created(server)
     observe(server, name, "a")
     with paused_in_a_reply(server) as reached:
-        with Client(server, name) as client:
+        with SocketClient(server, name) as client:
             client.send(type="ask", messages=[{"role": "user", "content": "what?"}], **FEW)
             until(lambda: server.client.get(f"/v1/sessions/{name}").json()["busy"])
             blocked = server.client.post(f"/v1/sessions/{name}/observe", json={"content": "b"})
@@ -275,25 +226,25 @@ def test_a_client_that_leaves_its_websocket_takes_its_turn_along(server: Server)
 
 def test_a_websocket_is_guarded_as_the_routes_are(server: Server, folder: Path) -> None:
     name = created(server)
-    assert Client(server, "none").rejected == 404
-    assert Client(server, name, Origin="http://elsewhere.example").rejected == 403
+    assert SocketClient(server, "none").rejected == 404
+    assert SocketClient(server, name, Origin="http://elsewhere.example").rejected == 403
     own = str(server.client.base_url).rstrip("/")
-    with Client(server, name, Origin=own), Client(server, name):
+    with SocketClient(server, name, Origin=own), SocketClient(server, name):
         pass
     limits = {"api_keys": ("a" * 20,), "body": 2**16, "body_seconds": 0.5, "connections": 8}
     with serving(lambda: load(folder), **limits) as guarded:
         bearer = {"Authorization": "Bearer " + "a" * 20}
         guarded.client.headers.update(bearer)
         name = created(guarded)
-        assert Client(guarded, name).rejected == 401
-        assert Client(guarded, name, Authorization="Bearer b").rejected == 401
-        with Client(guarded, name, **bearer) as client:
+        assert SocketClient(guarded, name).rejected == 401
+        assert SocketClient(guarded, name, Authorization="Bearer b").rejected == 401
+        with SocketClient(guarded, name, **bearer) as client:
             client.send(type="observe", content="a" * 2**16)
             assert client.receive() == {"closed": 1009}
-        with Client(guarded, name, **bearer) as client:  # half a message
+        with SocketClient(guarded, name, **bearer) as client:  # half a message
             client.write(wsproto.events.TextMessage('{"type"', message_finished=False))
             assert client.receive() == {"closed": 1008}
-        with Client(guarded, name, **bearer) as client:
+        with SocketClient(guarded, name, **bearer) as client:
             pings = b"".join([client._events.send(wsproto.events.TextMessage("{}"))] * 64)
             client.socket.sendall(pings)
             while "closed" not in (last := client.receive()):
@@ -301,7 +252,7 @@ def test_a_websocket_is_guarded_as_the_routes_are(server: Server, folder: Path) 
             assert last == {"closed": 1008}
         until(lambda: guarded.state.bodies.bytes == guarded.state.bodies.values == 0)
         # Idle ones make way for others, as connections do.
-        held = [Client(guarded, name, **bearer) for _ in range(9)]
+        held = [SocketClient(guarded, name, **bearer) for _ in range(9)]
         assert [one.rejected for one in held] == [None] * 9
         until(lambda: len(guarded.web.guard.open) <= 8)
         for one in held:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import io
 import json
+import logging
 import re
 import shutil
 import subprocess
@@ -13,9 +14,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from PIL import Image
 
 import mmkv.server.page
 from mmkv import Engine
+from mmkv.resources import asset
+from mmkv.server.media.limits import FORMATS
 from mmkv.server.page import FILES, POLICY
 from mmkv.web import web_file
 from tests.support.browser import browsing
@@ -110,7 +114,8 @@ def test_the_files_come_without_a_key_and_fenced_in(server: Server) -> None:
     for path, (_, kind) in FILES.items():
         answer = server.client.get(path, headers={"Authorization": ""})
         assert answer.status_code == 200
-        assert answer.headers["Content-Type"] == f"{kind}; charset=utf-8"
+        charset = "; charset=utf-8" if kind.startswith("text/") else ""
+        assert answer.headers["Content-Type"] == kind + charset
         rules = dict(
             rule.strip().split(" ", 1)
             for rule in answer.headers["Content-Security-Policy"].split(";")
@@ -118,16 +123,20 @@ def test_the_files_come_without_a_key_and_fenced_in(server: Server) -> None:
         assert rules["default-src"] == "'none'" and rules["script-src"] == "'self'"
         assert not any("unsafe" in rule or "http" in rule for rule in rules.values())
         assert answer.headers["X-Content-Type-Options"] == "nosniff"
-        if path.startswith("/web/vendor/"):
+        if path.startswith("/web/vendor/") or not charset:
             continue  # as published, with licences that name addresses; the policy above binds them
         # Nothing from elsewhere, nothing inline, no text read as HTML.
         assert not re.search(r"https?://|//cdn|nnerHTML|\son\w+=[\"']|style=[\"']", answer.text)
     html = server.client.get("/").text
+    assert "<html data-key " in html  # it asks for a key before anything is refused
     named = set(re.findall(r'(?:src|href)="([^"#]+)"', html)) - {"data:,", "docs"}
     assert {f"/{one}" for one in named} <= set(FILES)
-    scripts = "".join(server.client.get(path).text for path in FILES if path.count("/") == 1)
+    own = [path for path, (_, kind) in FILES.items() if path.count("/") == 1 and "text/" in kind]
+    scripts = "".join(server.client.get(path).text for path in own)
     imported = set(re.findall(r'(?:from|import\() ?"\./([^"]+)"', scripts))
-    assert {f"/{one}" for one in imported} <= set(FILES)
+    fetched = set(re.findall(r'fetch\("([^"]+)"', scripts))
+    assert {f"/{one}" for one in imported | fetched} <= set(FILES) and fetched == {"scene.png"}
+    assert server.client.get("/scene.png").content == asset("scene.png").read_bytes()
     # Text becomes nodes through DOMPurify alone: the browser refuses every other way.
     assert "require-trusted-types-for 'script'; trusted-types dompurify" in POLICY
 
@@ -136,6 +145,18 @@ def test_the_page_can_be_switched_off(folder: Path) -> None:
     with serving(lambda: load(folder), page=False) as made:
         assert [made.client.get(path).status_code for path in FILES] == [404] * len(FILES)
         assert made.client.get("/health").status_code == 200
+
+
+def test_the_page_is_told_what_the_server_can(server: Server, folder: Path) -> None:
+    """So that it asks for nothing that would be refused."""
+
+    def told(made: Server) -> Any:
+        return made.client.get("/v1/models").json()["data"][0]["mmkv"]
+
+    assert told(server)["saved_sessions"] and told(server)["note"] is None
+    assert told(server)["picture_formats"] == FORMATS
+    with serving(lambda: load(folder)) as other:
+        assert not told(other)["saved_sessions"] and "data-key" not in other.client.get("/").text
 
 
 def test_the_messages_of_a_session_are_told(server: Server) -> None:
@@ -172,6 +193,7 @@ class Visit:
 
     def __init__(self, browser: Any, url: str, **options: Any) -> None:
         self.url, self.wrong, self.elsewhere = url, [], []
+        self.refusals: list[str] = []  # what a browser says of an answer that is an error
         self.context = browser.new_context(**options)
         self.context.set_default_timeout(30_000)
         settings = json.dumps(json.dumps(SETTINGS))
@@ -189,8 +211,9 @@ class Visit:
         return page
 
     def _said(self, line: Any) -> None:
-        if "Security" in line.text or "Trusted" in line.text:
-            self.wrong.append(line.text)
+        refused = "Failed to load resource" in line.text
+        if line.type in ("error", "warning"):
+            (self.refusals if refused else self.wrong).append(line.text)
 
     def _asked(self, request: Any) -> None:
         if not request.url.startswith((self.url, "data:", "blob:")):
@@ -198,8 +221,14 @@ class Visit:
 
 
 @pytest.fixture
-def visits(browser: Any, server: Server) -> Iterator[Callable[..., Visit]]:
-    """Return what opens the page, with its key given."""
+def visits(
+    browser: Any, server: Server, caplog: pytest.LogCaptureFixture
+) -> Iterator[Callable[..., Visit]]:
+    """Return what opens the page, with its key given.
+
+    A visit leaves no error in the console or the server's log, but for the answers that a test
+    ``provokes``.
+    """
     from playwright.sync_api import expect
 
     made: list[Visit] = []
@@ -213,10 +242,14 @@ def visits(browser: Any, server: Server) -> Iterator[Callable[..., Visit]]:
             expect(page.locator(".welcome")).to_contain_text("dbtrimkv")
         return made[-1]
 
+    visit.provokes = False
     yield visit
     for one in made:
         one.context.close()
         assert not one.wrong and not one.elsewhere
+        assert not one.refusals or visit.provokes
+    logged = [one for one in caplog.get_records("call") if one.levelno >= logging.WARNING]
+    assert not [one.getMessage() for one in logged if one.name.startswith(("mmkv", "uvicorn"))]
     for one in server.client.get("/v1/sessions").json()["data"]:
         server.client.delete(f"/v1/sessions/{one['id']}")
 
@@ -285,6 +318,7 @@ def text_of(message: dict[str, Any]) -> str:
 
 
 SHADES = ".message .media img"
+HEIC = b"\0\0\0\x18ftypheic\0\0\0\0mif1heic"
 
 
 def test_a_chat_with_pictures_that_survive_a_reload_and_a_fork(page: Any, server: Server) -> None:
@@ -305,7 +339,7 @@ def test_a_chat_with_pictures_that_survive_a_reload_and_a_fork(page: Any, server
     assert text_of(first).startswith("<b>what</b> is red?")
     shown = page.locator(".message.assistant .markdown").inner_text()
     memory = server.client.get(f"/v1/sessions/{record['id']}/memory").json()
-    words = f"{memory['entries']:,} of {memory['most_entries']:,} entries"
+    words = f"{memory['entries']:,} entries, {memory['most_entries']:,} allowed"
     expect(page.locator("#memory [data-of=entries]")).to_have_text(words)
     gone = memory["evicted"] / (memory["entries"] + memory["evicted"])
     expect(page.locator("[data-of=forgotten]")).to_contain_text(f"{gone * 100:.0f} %")
@@ -327,26 +361,49 @@ def test_a_chat_with_pictures_that_survive_a_reload_and_a_fork(page: Any, server
     expect(page.locator("#list [aria-current]")).to_contain_text("(copy)")
     expect(page.locator(SHADES)).to_have_count(2)
     assert [page.locator(SHADES).nth(at).get_attribute("src") for at in range(2)] == sources
-    # The key goes with the tab; what stays is whose conversations these are without one.
+    # What stays in the browser is whose conversations these are without a key.
     assert page.evaluate("Object.keys(localStorage)") == ["mmkv-browser"]
     assert KEY not in page.evaluate("JSON.stringify(localStorage) + document.cookie")
 
 
 def test_a_refused_picture_is_shown_with_its_reason_and_not_sent_again(
-    page: Any, server: Server
+    page: Any, server: Server, visits: Any
 ) -> None:
     from playwright.sync_api import expect
 
-    broken = {"name": "b.png", "mimeType": "image/png", "buffer": b"hello"}
-    page.locator("#files").set_input_files(broken)
-    expect(page.locator(".notices")).to_contain_text("b.png cannot be read as a picture")
-    expect(page.locator(".queue img")).to_have_count(0)
+    visits.provokes = True
+    whole = png("red")["buffer"]
+    cases = {
+        "a.png": (b"hello", "a.png is neither a picture nor a video"),
+        "b.png": (whole[:8] + bytes(60), "b.png is a damaged PNG picture"),
+        "c.jpg": (b"", "c.jpg is empty"),
+        "d.tif": (b"II*\0" + bytes(40), "d.tif is a TIFF picture; this server reads PNG, "),
+        "e.heic": (HEIC, "e.heic is a HEIC picture; this server reads PNG, "),
+    }
+    if "HEIF" in FORMATS:
+        del cases["e.heic"]
+    files = [{"name": name, "mimeType": "", "buffer": one} for name, (one, _) in cases.items()]
+    page.locator("#files").set_input_files([*files, png("blue")])  # which is read
+    for _, says in cases.values():
+        expect(page.locator(".notices")).to_contain_text(says)
+    expect(page.locator(".queue img")).to_have_count(1)
+    page.locator(".queue .remove").click()
+    # What only the server can know has the file's name, too.
+    Image.effect_noise((300, 200), 90).save(cut := io.BytesIO(), "JPEG")
+    half = cut.getvalue()[: len(cut.getvalue()) // 2]
+    page.locator("#files").set_input_files({"name": "cut é.jpg", "mimeType": "", "buffer": half})
+    page.locator("#text").fill("what?")
+    page.locator("#text").press("Enter")
+    failed = page.locator(".message.failed")
+    expect(failed.get_by_role("alert")).to_contain_text("cut é.jpg is damaged (image file is trunc")
+    failed.get_by_role("button", name="Edit and send again").click()
+    page.locator(".queue .remove").click()
     page.locator("#files").set_input_files(png("red", (20_000, 50)))
     expect(page.locator(".queue img")).to_have_count(1)
     say_failed = page.locator(".message.failed")
     page.locator("#text").fill("what?")
     page.locator("#text").press("Enter")
-    expect(say_failed.get_by_role("alert")).to_contain_text("aspect ratio")
+    expect(say_failed.get_by_role("alert")).to_contain_text("red.png: 20000 x 50 pixels are too")
     box = say_failed.locator("img").bounding_box()
     assert box and 40 <= box["height"] <= 230 and box["width"] <= 260
     expect(page.locator(".queue img")).to_have_count(0)
@@ -372,8 +429,12 @@ def test_a_refused_picture_is_shown_with_its_reason_and_not_sent_again(
     assert len(messages_of(server, record)) == 2
 
 
-def test_a_reply_is_stopped_and_rejoined_after_a_reload(page: Any, server: Server) -> None:
+def test_a_reply_is_stopped_and_rejoined_after_a_reload(
+    page: Any, server: Server, visits: Any
+) -> None:
     from playwright.sync_api import expect
+
+    visits.provokes = True
 
     with paused_in_a_reply(server) as reached:
         page.locator("#text").fill("one")
@@ -504,33 +565,42 @@ def test_markdown_is_rendered_and_nothing_of_it_is_run(
     accessible(page)
 
 
-def test_edits_and_other_replies_are_branches_that_read_little_again(
-    page: Any, server: Server
+def version(page: Any, at: int) -> Any:
+    """Return what says which version of a message is shown, and moves to others."""
+    return page.locator(f"#message-{at} .versions")
+
+
+def test_edits_and_other_replies_are_versions_that_read_little_again(
+    page: Any, server: Server, visits: Any
 ) -> None:
     from playwright.sync_api import expect
 
+    visits.provokes = True
     page.get_by_role("button", name="Settings").click()
     page.locator("#system").fill("Be short.")
     page.locator("dialog").get_by_role("button", name="Keep").click()
     page.locator("#files").set_input_files(png("red"))
     say(page, "first " * 40)
     say(page, "second")
+    expect(page.locator(".versions")).to_have_count(0)
     page.locator(".message.assistant").last.hover()
     page.get_by_role("button", name="Another reply").click()
-    expect(page.locator("#list li")).to_have_count(2)
+    expect(version(page, 4)).to_have_text("2/2")
     ended(page)
     page.locator(".message.user").last.hover()
-    page.get_by_role("button", name="Edit as a new branch").last.click()
+    page.get_by_role("button", name="Edit as another version").last.click()
     expect(page.locator("#text")).to_have_value("second")
     say_count = page.locator(".message.assistant")
     page.locator("#text").fill("third")
     page.locator("#text").press("Enter")
-    expect(page.locator("#list li")).to_have_count(3)
+    expect(version(page, 3)).to_have_text("2/2")
     ended(page)
     expect(say_count).to_have_count(2)
     told = page.locator("[data-of=speed]").inner_text()
     read, known = (int(one) for one in re.findall(r"(\d+) (?:tokens? read|from memory)", told))
     assert known > 2 * read
+    # One conversation in the list, and three sessions that say where they depart.
+    expect(page.locator("#list li")).to_have_count(1)
     records = sessions_of(server)
     said = [[text_of(one).strip() for one in messages_of(server, record)] for record in records]
     assert [one[0] for one in said] == ["Be short."] * 3
@@ -538,7 +608,24 @@ def test_edits_and_other_replies_are_branches_that_read_little_again(
     assert len({one[1] for one in said}) == 1
     for record in records:
         assert messages_of(server, record)[1]["content"][0]["type"] == "image"
-    # A branch that the server refuses keeps its earlier messages for the next try.
+    ids = [one["id"] for one in records]
+    places = [(one["metadata"].get("from"), one["metadata"].get("at")) for one in records]
+    assert places == [(None, None), (ids[0], "4"), (ids[1], "3")]
+    # By the keyboard from one to the other, and through a reload.
+    expect(version(page, 4)).to_have_count(0)
+    version(page, 3).get_by_role("button", name="The version before").focus()
+    page.keyboard.press("Enter")
+    expect(version(page, 3)).to_have_text("1/2")
+    expect(version(page, 4)).to_have_text("2/2")
+    expect(version(page, 3).get_by_role("button", name="The next version")).to_be_focused()
+    page.reload()
+    version(page, 4).get_by_role("button", name="The version before").click()
+    expect(version(page, 4)).to_have_text("1/2")
+    shown = page.locator("#message-4 .markdown")
+    expect(shown).to_have_text(" ".join(said[0][4].split()) or "The reply is empty.")
+    version(page, 3).get_by_role("button", name="The next version").click()
+    expect(page.locator("#message-3 .bubble")).to_have_text("third")
+    # One that the server refuses keeps its earlier messages for the next try.
     refusal = {"error": {"message": "no room now", "code": "no_room"}}
     told = {"status": 503, "json": refusal}
     page.route("**/chat/completions", lambda route: route.fulfill(**told), times=1)
@@ -548,15 +635,24 @@ def test_edits_and_other_replies_are_branches_that_read_little_again(
     page.locator("#text").fill("fourth")
     page.locator("#text").press("Enter")
     ended(page)
-    (record,) = [one for one in sessions_of(server) if one not in records and one["turns"]]
+    (record,) = [one for one in sessions_of(server) if one["id"] not in ids and one["turns"]]
     again = [text_of(one).strip() for one in messages_of(server, record)]
     assert again[:3] == said[0][:3] and again[3] == "fourth" and len(again) == 5
+    expect(page.locator(".versions")).to_have_text("3/3")
+    # All of them have the title.
+    pick(page, "Rename")
+    expect(page.locator("#title")).to_have_value(re.compile("^first first"))
+    page.locator("#title").fill("Numbers")
+    page.locator("#title").press("Enter")
+    expect(page.locator("main .title")).to_have_text("Numbers")
     page.get_by_role("button", name="New chat").click()
-    page.locator("#list li").nth(1).get_by_role("button").click()
-    expect(page.locator(".message")).to_have_count(5)
-    # The search finds what was said, not the titles alone.
+    say(page, "elsewhere")
+    expect(page.locator("#list li")).to_have_text(["elsewhere", "Numbers"])
+    # The search finds what was said, not the titles alone, in the version that has it.
     page.get_by_label("Search conversations").fill("third")
-    expect(page.locator("#list li")).to_have_count(1)
+    expect(page.locator("#list li")).to_have_text(["Numbers"])
+    page.locator("#list li button").click()
+    expect(page.locator("#message-3 .bubble")).to_have_text("third")
     page.get_by_label("Search conversations").fill("nowhere")
     expect(page.locator("#list")).to_contain_text("Nothing found.")
     page.get_by_label("Search conversations").fill("")
@@ -571,12 +667,20 @@ def test_edits_and_other_replies_are_branches_that_read_little_again(
         pick(page, "Export as Markdown")
     text = loading.value.path().read_text()
     assert "## System\n\nBe short." in text and "## User\n\nthird" in text
+    # They go together.
+    pick(page, "Delete")
+    expect(page.locator("dialog")).to_contain_text("in all 4 versions")
+    page.locator("dialog").get_by_role("button", name="Delete").click()
+    expect(page.locator("#list li")).to_have_text(["elsewhere"])
+    assert [one["metadata"]["title"] for one in sessions_of(server)] == ["elsewhere"]
 
 
 def test_no_conversation_is_lost_that_the_server_or_its_list_does_not_know(
-    page: Any, server: Server
+    page: Any, server: Server, visits: Any
 ) -> None:
     from playwright.sync_api import expect
+
+    visits.provokes = True
 
     page.locator("#files").set_input_files(png("red"))
     say(page, "first")
@@ -615,7 +719,7 @@ def test_no_conversation_is_lost_that_the_server_or_its_list_does_not_know(
     page.locator("#text").press("Enter")
     expect(page.locator(".message.failed")).to_contain_text("busy")
     page.locator(".message.user").first.hover()
-    page.get_by_role("button", name="Edit as a new branch").first.click()
+    page.get_by_role("button", name="Edit as another version").first.click()
     with page.expect_response("**/messages"):
         page.locator("#list [aria-current]").click()
     expect(page.locator(".message")).to_have_count(3)
@@ -680,6 +784,50 @@ def test_saving_deleting_and_a_video_by_the_keyboard(
         assert other.client.get("/v1/sessions").json()["data"] == []
 
 
+def test_tabs_share_a_key_that_goes_with_the_last_one(visits: Callable[..., Visit]) -> None:
+    from playwright.sync_api import expect
+
+    visit = visits()
+    first, second = visit.page, visit.open()
+    for page in (first, second):
+        expect(page.locator(".welcome")).to_contain_text("dbtrimkv")
+    second.get_by_role("button", name="Forget the key").click()
+    for page in (first, second):
+        expect(page.locator("#key")).to_be_visible()
+        assert page.evaluate("sessionStorage.getItem('mmkv-key')") is None
+    first.locator("#key").fill(KEY)
+    first.locator("#key").press("Enter")
+    for page in (first, second):
+        expect(page.locator(".welcome")).to_contain_text("dbtrimkv")
+    assert KEY not in first.evaluate("JSON.stringify(localStorage) + document.cookie")
+    first.close()
+    second.close()
+    expect(visit.open().locator("#key")).to_be_visible()
+
+
+def test_the_empty_page_has_a_picture_to_try_and_notes_are_shown(page: Any, server: Server) -> None:
+    from playwright.sync_api import expect
+
+    page.locator(".example").click()
+    expect(page.locator(".message.user .bubble")).to_have_text("what is at row 2, column 3?")
+    ended(page)
+    (record,) = sessions_of(server)
+    path = f"/v1/sessions/{record['id']}"
+    (digest,) = [p["digest"] for p in messages_of(server, record)[0]["content"] if "digest" in p]
+    kept = server.client.get(f"{path}/media/{digest}")
+    assert kept.content == asset("scene.png").read_bytes()
+    steps = [picture(colour, (32, 32)) for colour in ("red", "blue")]
+    steps[0].save(file := io.BytesIO(), "GIF", save_all=True, append_images=steps[1:])
+    moving = {"name": "a b.gif", "mimeType": "image/gif", "buffer": file.getvalue()}
+    page.locator("#files").set_input_files(moving)
+    say(page, "and this?")
+    notes = server.client.get(f"{path}/memory").json()["notes"]
+    assert notes[0].startswith("a b.gif is animated")
+    for _ in range(2):
+        expect(page.locator(".told li")).to_have_text(notes)
+        page.reload()
+
+
 AXE = Path(__file__).parents[2] / "support" / "vendor" / "axe.js"
 
 
@@ -710,11 +858,15 @@ def test_it_is_accessible_and_all_of_it_is_in_reach(
         assert page.evaluate("document.documentElement.scrollWidth") <= width
 
     accessible(page)
+    reachable(".example")
     reachable("#send")
     for colour in ("red", "blue"):
         page.locator("#files").set_input_files(png(colour))
         say(page, "what is this? " * 12)
         reachable("#send")
+    page.get_by_role("button", name="Another reply").click()
+    expect(page.locator(".versions")).to_have_text("2/2")
+    ended(page)
     accessible(page)
     page.get_by_role("button", name="Settings").click()
     accessible(page)

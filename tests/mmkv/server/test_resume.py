@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import base64
-import io
 import itertools
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -11,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-from PIL import Image
 
 from mmkv import Engine
 from mmkv.engine.errors import InputError
@@ -529,31 +527,6 @@ def test_how_a_video_is_sampled_is_part_of_it(
     again = usage(server.chat(SYSTEM, "else?"))["mmkv"]["resumed"]
     assert first in (0, again) and after == again < few < more
     assert watched(1)[0] > again and watched(2)[0] > again
-
-
-def test_a_client_is_told_once_what_could_not_be_read(server: Server, tmp_path: Path) -> None:
-    pytest.importorskip("av", reason="videos need PyAV")
-    whole = write_clip(tmp_path / "whole.mp4", movflags="faststart").read_bytes()
-    steps = [Image.new("RGB", (32, 32), colour) for colour in ("red", "blue", "lime")]
-    steps[0].save(file := io.BytesIO(), "GIF", save_all=True, append_images=steps[1:])
-
-    def part(kind: str, content: bytes) -> dict[str, Any]:
-        url = f"data:;base64,{base64.b64encode(content).decode()}"
-        return {"type": f"{kind}_url", f"{kind}_url": {"url": url}}
-
-    cut, moving = part("video", whole[: len(whole) * 6 // 10]), part("image", file.getvalue())
-    asked = {"role": "user", "content": [cut, moving, {"type": "text", "text": QUESTION}]}
-    answer = server.chat(SYSTEM, asked)
-    one, other = usage(answer)["mmkv"]["notes"]
-    assert "first of its 3 frames" in one and "breaks off: " in other
-    assert not any("--" in note or "\n" in note for note in (one, other))
-    reply = answer.json()["choices"][0]["message"]["content"]
-    later = usage(server.chat(SYSTEM, asked, {"role": "assistant", "content": reply}, "else?"))
-    assert later["mmkv"]["resumed"] and later["mmkv"]["notes"] == []  # nothing was read again
-    items = [{"type": "input_image", "image_url": moving["image_url"]["url"]}]
-    body = {"model": "small", "input": [{"role": "user", "content": items}]}
-    response = server.client.post("/v1/responses", json=body | {"max_output_tokens": 2})
-    assert response.json()["usage"]["mmkv"]["notes"] == [one]
 
 
 def test_numbers_of_a_resumed_request_with_two_replies(folder: Path) -> None:

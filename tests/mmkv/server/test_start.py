@@ -16,7 +16,7 @@ from mmkv import Engine
 from mmkv.cli.app import run
 from mmkv.engine.errors import BudgetError, ModelError
 from mmkv.server.engine_thread import EngineCore
-from mmkv.server.run import opened
+from mmkv.server.run import first_lines, opened
 from mmkv.server.settings import ServerSettings
 from tests.support.servers import MODEL, asked, serving
 
@@ -185,6 +185,32 @@ def test_what_has_no_bound_is_priced_by_the_context(folder: Path, options: dict[
     with serving(lambda: load(2**26)) as server:
         usage = server.chat("hello").json()["usage"]
         assert usage["mmkv"]["kv_bytes"] <= usage["mmkv"]["bound_bytes"]
+
+
+def test_the_first_lines_say_what_fits(folder: Path) -> None:
+    def load(**options: Any) -> Engine:
+        return Engine.from_pretrained(folder, dtype="float32", kv_limit=2**22, **options)
+
+    with serving(lambda: load(policy="streamingllm", budget=24, kv="bf16"), drain=7) as server:
+        first, room, *_, last = first_lines(server.state, 8000)
+        assert first == (
+            "small is ready: a page to chat with at http://127.0.0.1:8000/, OpenAI's and "
+            "Anthropic's APIs at http://127.0.0.1:8000/v1"
+        )
+        assert last == "Ctrl-C stops it; replies under way get 7 s"
+        # 24 x 2 layers x 2 heads, in pages of 16 entries, of which each row may half fill one.
+        found = re.fullmatch(
+            r"policy streamingllm keeps 96 entries of each conversation \(24 entries per row, "
+            r"at most (.*) KiB\): room for (\d+) conversations in (.*) MiB of cache",
+            room,
+        )
+        assert found is not None, room
+        each, limit = float(found[1]) * 2**10, float(found[3]) * 2**20
+        assert each >= 96 / 16 * server.inside(lambda core: core.engine.cache.pool.page_bytes)
+        assert int(found[2]) * each <= 1.01 * limit and (int(found[2]) + 1) * each >= 0.99 * limit
+    with serving(lambda: load(policy="full"), page=False) as server:
+        first, room, *_ = first_lines(server.state, 8000)
+        assert "page" not in first and room == "policy full, budget none"
 
 
 def test_the_memory_is_set_aside_at_the_start(folder: Path) -> None:

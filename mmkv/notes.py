@@ -1,0 +1,160 @@
+"""What the user is to be told of a conversation: how it was read, and what is left of it.
+
+Every front end shows these lines, and makes none of its own: the terminal, the page, the answers of
+all APIs, sessions and sockets. They belong to the conversation, so a copy, a file and a turn that
+comes later have them, too.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from mmkv.engine.budget import RISK
+from mmkv.prompt.media import FROM, NOTE, Note
+from mmkv.prompt.template import NO_TEMPLATE
+from mmkv.resources import PHOTOS
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+
+    from mmkv.api import Engine
+    from mmkv.engine.contents import Memory
+    from mmkv.prompt.processing import Processor
+    from mmkv.prompt.template import ChatTemplate
+    from mmkv.prompt.video import Clip
+
+MOST_TOLD = 32  # notes on what was read that a session keeps: one that watches may never end
+# It was trained on drawn scenes: cells of so many pixels, their corners white.
+_CELL, _WHITE = 32, 0.1
+_SCENES_ALONE = (
+    "the bundled model knows drawn scenes alone (emoji, coloured shapes and letters on white, in "
+    f"cells of 32 pixels); what it says of another picture means nothing; {PHOTOS} names what is "
+    "in a photograph (mmkv models)"
+)
+_NO_TIMES = "this model's prompts hold no times of {}: at was not written"
+
+
+def media_notes(engine: Engine, pictures: Sequence[Image], clips: Sequence[Clip]) -> list[str]:
+    """Return the notes on pictures and videos that are read, each once: those that are read in
+    part, and those that the model cannot know.
+    """
+    found = [picture.info.get(NOTE) for picture in pictures] + [clip.note for clip in clips]
+    seen = bool(pictures or clips)
+    if seen and engine.is_bundled_model and not _are_drawn(pictures, clips):
+        found.append(_SCENES_ALONE)
+    return list(dict.fromkeys(filter(None, found)))
+
+
+def read_notes(
+    engine: Engine, template: ChatTemplate, pictures: Sequence[Image], clips: Sequence[Clip]
+) -> list[str]:
+    """Return the notes on messages that are read with a template."""
+    plain = template.source is None and not template.raw
+    return [*([NO_TEMPLATE] if plain else []), *media_notes(engine, pictures, clips)]
+
+
+def times_notes(processor: Processor, what: str, at: float | None) -> list[str]:
+    """Return the note on what is observed ``at`` a time where the model's prompts have no times.
+
+    Args:
+        what: ``texts``, ``pictures``, or ``frames`` of a video.
+    """
+    if at is None:
+        return []
+    written = processor.writes_times if what == "frames" else False
+    if what == "texts":
+        written = processor.time_text(at) is not None
+    return [] if written else [_NO_TIMES.format(what)]
+
+
+def conversation_notes(told: Sequence[str], differs: str | None, memory: Memory) -> list[Note]:
+    """Return all notes on a conversation as it stands.
+
+    Args:
+        told: those on what was read; differs: how it differs from the conversation rendered afresh.
+    """
+    lines = {
+        # Once, not again where only the number has grown.
+        f"differs {re.sub(r'[0-9,]+', '', differs or '')}": differs,
+        "faded": _faded(memory),
+        "compacted": _compacted(memory),
+        "worn": _worn(memory),
+        "risk": _risk(memory),
+        "nan": _no_numbers(memory),
+    }
+    found = [Note(text, kind) for kind, text in lines.items() if text is not None]
+    return [*map(Note, told), *found]
+
+
+def _faded(memory: Memory) -> str | None:
+    """Say which pictures have lost most of their entries; None: none has."""
+    if not memory.faded:
+        return None
+    some = ", ".join(f"{i + 1} ({memory.pictures[i]:.0%} kept)" for i in memory.faded[:4])
+    more = f" and {len(memory.faded) - 4} others" if len(memory.faded) > 4 else ""
+    return (
+        f"most of what was read of these pictures is gone: {some}{more}; answers about them may "
+        "be wrong, and a larger budget keeps more"
+    )
+
+
+def _compacted(memory: Memory) -> str | None:
+    """Say that the conversation is longer than what the model was trained for; None: it is not."""
+    if not memory.compactions:
+        return None
+    return (
+        "the conversation has passed the length that the model was trained for: what is left of it "
+        "was moved together and goes on (--no-endless ends it there)"
+    )
+
+
+def _worn(memory: Memory) -> str | None:
+    """Say that keys in few bits were rounded too often; None: they were not."""
+    if not memory.worn:
+        return None
+    return (
+        f"the memory was moved together {memory.compactions:,} times, and keys in 4 bits are "
+        "rounded each time: what is old may be read wrongly by now (--kv k8v4 stays near)"
+    )
+
+
+def _risk(memory: Memory) -> str | None:
+    """Say that more is forgotten than --risk allows, and no memory is left, or that nobody knows.
+
+    None: there is nothing to say.
+    """
+    if memory.risk_unknown:
+        return (
+            "how much this conversation has forgotten is not known (an older mmkv saved it, or it "
+            "went far back): its budget does not follow --risk; give a fixed one, or begin a new "
+            "conversation"
+        )
+    if not memory.over_risk or memory.risk is None:
+        return None
+    return (
+        f"the risk is {memory.risk:.1%}, more than --risk, and the budget cannot grow: answers "
+        f"may be made up; a larger --budget-max keeps more (risk is {RISK})"
+    )
+
+
+def _no_numbers(memory: Memory) -> str | None:
+    """Say that scores were no numbers; None: they were."""
+    if not memory.evicted_nan:
+        return None
+    return f"{memory.evicted_nan:,} dropped entries had a score that is no number: check the gates"
+
+
+def _are_drawn(pictures: Sequence[Image], clips: Sequence[Clip]) -> bool:
+    """Return whether all look like drawn scenes: whole cells, much of it white."""
+    import numpy as np
+
+    def white(pixels: Any) -> bool:
+        return bool(((pixels.min(-1) >= 250).mean((-2, -1)) >= _WHITE).all())
+
+    sizes = [picture.info.get(FROM, picture.size) for picture in pictures]
+    if any(side % _CELL for size in sizes for side in size):
+        return False
+    shown = (np.asarray(picture.convert("RGB")) for picture in pictures)
+    return all(map(white, [*shown, *(clip.frames for clip in clips)]))
