@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING, Any
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
 
+from mmkv.engine.errors import STOPS
+
 if TYPE_CHECKING:
     from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -127,7 +129,9 @@ class AccessLog:
 
         try:
             await self._app(scope, receive, counted)
-        except Exception:
+        except STOPS:
+            raise
+        except BaseException:
             status = status or 500
             raise
         finally:

@@ -155,7 +155,7 @@ def test_a_refusal_names_the_file_and_the_cause(
     for content, cause in (
         (encoded(Image.new("RGB", (5, 1100))), "5 x 1100 pixels are too thin; crop them"),
         (whole[: len(whole) // 2], "is damaged (image file is truncated"),
-        (b"words", "is not a picture in PNG, JPEG, "),
+        (b"words", "is a text, not a picture"),
         (heic, "is a HEIC picture; it is dam" if "HEIF" in FORMATS else "pip install pillow-heif"),
         (b"", "is empty"),
     ):
