@@ -84,7 +84,8 @@ def distill(
     gate: Annotated[
         str,
         option(
-            "tied (two layers, a block of them per head) or rg (TRIM-KV: one hidden layer).",
+            "tied (two layers, a block of them per head), rg (TRIM-KV: one hidden layer), rg10 "
+            "(as DBTrimKV's authors published) or linear.",
             _GATES,
         ),
     ] = "tied",
@@ -131,6 +132,9 @@ def distill(
         float, option("wgkv: gate from which an entry is admitted, in what is measured.", _GATES)
     ] = 0.1,
     steps: Annotated[int, option("Optimiser steps.", _RUN)] = 1000,
+    epochs: Annotated[
+        float, option("Above 0: steps that read each row of --data so often.", _RUN)
+    ] = 0.0,
     batch: Annotated[int, option("Documents per process and forward pass.", _RUN)] = 1,
     accumulate: Annotated[int, option("Forward passes per step.", _RUN)] = 1,
     lr: Annotated[float, option("Peak learning rate.", _RUN)] = 2e-4,
@@ -187,15 +191,27 @@ def distill(
     if method == "wgkv" and _is_default(context, "recipe"):
         recipe = "wgkv"
     settings = TrainingSettings.of(recipe, **given)
+    if settings.epochs and pack:
+        raise InputError(
+            "--pack fills a pass with as many rows as fit, so nobody knows how many steps "
+            f"{settings.epochs:g} epochs are; give --steps, or leave --pack out"
+        )
     engine = load_backbone(settings)
     console = Console(stderr=True, markup=False)  # file names may hold brackets
-    count = settings.steps * settings.batch * settings.accumulate * processes()
     how: dict[str, Any] = {
         "max_length": max_length,
         "long_chats": long_chats,
         "media_root": media_root,
     }
-    train = examples(model, data, count, seed, report=console.print, pack=pack, **how)
+    train = examples(model, data, 0, seed, report=console.print, pack=pack, **how)
+    step = settings.batch * settings.accumulate * processes()
+    if settings.epochs:
+        rows = sum(map(len, train.mixture.sources))
+        settings = settings.for_rows(rows, processes())
+        console.print(
+            f"{settings.epochs:g} epochs of {rows:,} rows, {step} a step: {settings.steps:,} steps"
+        )
+    train.length = settings.steps * step
     held = []
     if eval_data:
         watched = examples(

@@ -68,7 +68,7 @@ def resume(folder: Path, asked: Mapping[str, Any]) -> Path:
         ) from None
     before.setdefault("weights", "auto")  # a run of before there was a choice
     before.setdefault("pack", False)
-    for name in ("least_budget", "lambda_rank", "rank_window"):
+    for name in ("least_budget", "lambda_rank", "rank_window", "epochs"):
         before.setdefault(name, 0)
     for name in sorted(asked.keys() - _FREE):
         if asked[name] != before.get(name):

@@ -1,19 +1,27 @@
 """The settings of a distillation run, and recipes: numbers of the papers and those that no paper
 gives.
 
+What both retention papers leave to Hugging Face's Trainer is its default: 3 epochs, no warm-up,
+gradient norm 1. Their 4 passes a step are those of each of 4 GPUs: one process gets the same steps
+with ``--accumulate 16``.
+
 ``trimkv``: TRIM-KV (arXiv 2512.03324). Eq. 3 (logits scaled by beta^(t-i)), eq. 4 (forward KL and
 next-token loss), eq. 5 (capacity of each head, 1/(T(T-M))); section 5.1 (lambda 1, M = 512, gate
 d -> 512 -> H per layer, bias 8); appendix B.1 (learning rate 2e-4, weight decay 0.01, one sequence
-a pass, 4 passes a step, sequences of up to 16,384 tokens on 4 GPUs, the rest as Hugging Face's
-Trainer has it: linear schedule, no warm-up, gradient norm 1).
+a pass, 4 passes a step, sequences of up to 16,384 tokens on 4 GPUs, the Trainer's linear schedule).
+Its gates for long contexts had 10,000 steps of one sequence (B.2).
 
 ``dbtrimkv``: DBTrimKV (arXiv 2605.09649). Section 2.2 (weights times beta^(t-i): the logit gets
 (t-i) log beta), eq. 3 (forward KL and next-token loss); section 4 (one readout for all layers and
 heads), section 4.1 (capacity over all heads); section 5.1 (lambda 1, M = 64, hidden 512, bias 18);
 appendix B.1 (learning rate 2e-4, weight decay 1e-6, cosine schedule, one sequence a pass, 4 passes
-a step, sequences of up to 32,768 tokens on 4 GPUs, the rest as the Trainer has it). The paper
-writes the capacity loss as a plain sum over t, and TRIM-KV's without its factor, too; ``relative``
-is what the authors' released training code divides by.
+a step, sequences of up to 32,768 tokens on 4 GPUs). The paper writes the capacity loss as a plain
+sum over t, and TRIM-KV's without its factor, too; ``relative`` is what the authors' released
+training code divides by. Section 4.1 shares one readout among all layers and heads, and does not
+say how the one MLP of a layer (5.1) serves its heads. The gates that the authors published do:
+``rg10``, in which every head reads the whole MLP by a row of its own, shared by all layers. The
+recipe trains these; ``tied`` (recipe ``mmkv``) is the formula to the letter, a block of the MLP
+for each head.
 
 ``wgkv``: write gates, WG-KV (arXiv 2512.17452). Section 3.3 (L2 of the last hidden states, and
 lambda times the mean of g + g (1 - g)); appendix C (AdamW, weight decay 0.01, cosine schedule with
@@ -25,16 +33,16 @@ clipped.
 Means are over a whole step, as the Trainer takes them since transformers 4.46: the predicted tokens
 of all passes count alike.
 
-Not in the recipes: the number of steps (with the default 1,000 a recipe is not a reproduction:
-TRIM-KV names 10,000 for its long-context gates), the data and its ``--max-length``. No paper says
-how the gates' weights start; here they start as ``torch.nn.Linear`` does.
+Not in the recipes: the data and its ``--max-length``; the papers' tables have both
+(``eval/papers/tables.yaml``). No paper says how the gates' weights start; here they start as
+``torch.nn.Linear`` does, those of ``rg10`` as in the released code.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from mmkv.engine.errors import InputError
@@ -43,7 +51,7 @@ from mmkv.training.model import Objective, WriteObjective
 from mmkv.training.student import GATES
 
 DEFAULT = "mmkv"
-_TRAINER = {"warmup": 0.0, "clip": 1.0}
+_TRAINER = {"epochs": 3.0, "warmup": 0.0, "clip": 1.0}
 RECIPES: Mapping[str, Mapping[str, object]] = {
     # Ours: what the fields of Settings say.
     DEFAULT: {},
@@ -54,7 +62,7 @@ RECIPES: Mapping[str, Mapping[str, object]] = {
         "lambda_cap": 1.0,
         "normaliser": "relative",
         "loss": "kl+ntp",
-        "gate": "tied",
+        "gate": "rg10",
         "d_gate": 512,
         "tying": "paper",
         "gate_input": "x",
@@ -91,6 +99,7 @@ RECIPES: Mapping[str, Mapping[str, object]] = {
         "lambda_sparse": 0.04,
         "threshold": 0.1,
         "d_gate": 512,
+        "steps": 7500,
         "batch": 1,
         "accumulate": 1,
         "lr": 1e-3,
@@ -151,6 +160,7 @@ _NOT_BELOW_ZERO = (
     "rank_window",
     "lambda_sparse",
     "threshold",
+    "epochs",
     "clip",
     "weight_decay",
     "capacity_rates",
@@ -173,8 +183,9 @@ class TrainingSettings:
     """The options of a run; :meth:`of` starts from a recipe.
 
     The defaults are this project's own, the recipe ``mmkv``: method and numbers of DBTrimKV
-    (arXiv 2605.09649; the recipe ``dbtrimkv``) but for M = 256 where it has 64, one pass a step
-    for 4, and a warm-up over 3 % of the steps for none.
+    (arXiv 2605.09649; the recipe ``dbtrimkv``) but for M = 256 where it has 64, the gates ``tied``
+    for ``rg10``, one pass a step for 4, a warm-up over 3 % of the steps for none, and 1,000 steps
+    for 3 epochs.
 
     Attributes:
         recipe: where the run started from, one of :data:`mmkv.training.settings.RECIPES`; what it
@@ -193,6 +204,8 @@ class TrainingSettings:
         lambda_sparse: write gates: weight of the sparsity term.
         threshold: write gates: tau, the gate from which an entry is admitted, in log lines and
             held-out runs; training does not depend on it.
+        epochs: above 0: how often every row of the data is read, which decides the steps
+            (:meth:`for_rows`); giving ``steps`` sets it to 0.
         batch, accumulate: documents per process and forward pass; passes per step.
         schedule: of the learning rate, from its peak to 0: ``cosine`` or ``linear``.
         warmup: share of the steps.
@@ -227,6 +240,7 @@ class TrainingSettings:
     lambda_sparse: float = 0.04
     threshold: float = 0.1
     steps: int = 1000
+    epochs: float = 0.0
     batch: int = 1
     accumulate: int = 1
     lr: float = 2e-4
@@ -254,7 +268,12 @@ class TrainingSettings:
             InputError: for an unknown recipe, for settings that do not hold, and for given ones
                 that the method does not have.
         """
-        made = cls(**{**recipe_options(name), **given, "recipe": name})
+        asked = {**recipe_options(name), **given, "recipe": name}
+        if "steps" in given:
+            if given.get("epochs"):
+                raise InputError("--steps and --epochs both say how long to train; give one")
+            asked["epochs"] = 0.0
+        made = cls(**asked)
         for method, options in _OF_METHOD.items():
             if method != made.method and (odd := sorted(options & given.keys())):
                 option = odd[0].replace("_", "-")
@@ -301,6 +320,17 @@ class TrainingSettings:
         if not holds:  # NaN fails, too
             option = name.replace("_", "-")
             raise InputError(f"--{option} is {getattr(self, name)}; give {wanted}")
+
+    def for_rows(self, rows: int, processes: int) -> TrainingSettings:
+        """Return the settings with the steps that ``epochs`` of so many rows take.
+
+        A step has batch x accumulate rows of each process; the last of an epoch may have fewer,
+        as the Trainer counts them.
+        """
+        if not self.epochs:
+            return self
+        each = math.ceil(rows / (self.batch * self.accumulate * processes))
+        return replace(self, steps=math.ceil(self.epochs * each))
 
     def objective(self) -> Objective:
         """Return the loss these settings describe."""

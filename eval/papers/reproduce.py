@@ -81,12 +81,13 @@ class PaperTable:
     rows: tuple[TableRow, ...] = ()
     columns: tuple[TableColumn, ...] = ()
     gates: dict[str, str] = field(default_factory=dict)
-    train: dict[str, str] = field(default_factory=dict)
+    train: dict[str, list[str]] = field(default_factory=dict)
     by_policy: dict[str, str] = field(default_factory=dict)
     options: tuple[str, ...] = ()
     commands: tuple[str, ...] = (_EVAL,)
     budget_as: str | None = None
     samples: int | None = None
+    parts: tuple[dict[str, Any], ...] = ({},)
     hours: int | None = None
     offline: str = ""
     missing: str = ""
@@ -154,7 +155,7 @@ def _table(name: str, given: dict[str, Any], paper: dict[str, str]) -> PaperTabl
         TableColumn(label, task, metric, float(factor))
         for label, (task, metric, factor) in given.get("columns", {}).items()
     ]
-    for key in ("options", "commands"):
+    for key in ("options", "commands", "parts"):
         if key in made:
             made[key] = tuple(made[key])
     return PaperTable(
@@ -217,49 +218,65 @@ def commands(table: PaperTable, row: TableRow, choice: TableChoice) -> list[list
     plain = row.budget if table.budget_as is None else None
     more = [f"{table.budget_as}={row.budget}"] if row.budget and plain is None else []
     more += [interval] if interval else []
-    samples = choice.samples or table.samples
-    values = {
-        "tasks": ",".join(table.tasks),
-        "data": choice.data,
-        "model": choice.model or table.model,
-        "gates": f"--gates {shlex.quote(gates)}" if gates and row.name in table.gates else "",
-        "policy": shlex.quote(row.policy),
-        "budget": f"--budget {shlex.quote(plain)}" if plain else "",
-        "samples": f"--samples {samples}" if samples else "",
-        "options": shlex.join(_options(table, more, choice)),
-        "interval": f"--evict-every {interval.partition('=')[2]}" if interval else "",
-        "limit": f"--limit {choice.limit:g}" if choice.limit else "",
-        "batch": f"--batch-size {choice.batch_size}" if choice.batch_size != 1 else "",
-        "device": f"--device {choice.device}" if choice.device else "",
-        "dtype": f"--dtype {choice.dtype}" if choice.dtype else "",
-        "row": shlex.quote(str(row_folder(table, row, choice))),
-    }
-    quoted = {key: shlex.quote(values[key]) for key in ("tasks", "data", "model")}
-    return [shlex.split(one.format(**values | quoted)) for one in table.commands]
+    made = []
+    for part in table.parts:
+        samples = choice.samples or part.get("samples", table.samples)
+        values = {
+            "tasks": ",".join(part.get("tasks", table.tasks)),
+            "data": choice.data,
+            "model": choice.model or table.model,
+            "gates": f"--gates {shlex.quote(gates)}" if gates and row.name in table.gates else "",
+            "policy": shlex.quote(row.policy),
+            "budget": f"--budget {shlex.quote(plain)}" if plain else "",
+            "samples": f"--samples {samples}" if samples else "",
+            "options": shlex.join(_options(table, part, more, choice)),
+            "interval": f"--evict-every {interval.partition('=')[2]}" if interval else "",
+            "limit": f"--limit {choice.limit:g}" if choice.limit else "",
+            "batch": f"--batch-size {choice.batch_size}" if choice.batch_size != 1 else "",
+            "device": f"--device {choice.device}" if choice.device else "",
+            "dtype": f"--dtype {choice.dtype}" if choice.dtype else "",
+            "row": shlex.quote(str(row_folder(table, row, choice))),
+        }
+        quoted = {key: shlex.quote(values[key]) for key in ("tasks", "data", "model")}
+        made += [shlex.split(one.format(**values | quoted)) for one in table.commands]
+    return made
 
 
-def _options(table: PaperTable, more: Sequence[str], choice: TableChoice) -> list[str]:
-    """Return the table's options, with the row's model arguments and the user's settings."""
-    pairs = dict(zip(table.options[::2], table.options[1::2], strict=True))
-    if more:
-        pairs["--model-args"] = ",".join(filter(None, [pairs.get("--model-args"), *more]))
-    if choice.gen_kwargs:
-        pairs["--gen-kwargs"] = ",".join(
-            filter(None, [pairs.get("--gen-kwargs"), choice.gen_kwargs])
-        )
+def _options(
+    table: PaperTable, part: dict[str, Any], more: Sequence[str], choice: TableChoice
+) -> list[str]:
+    """Return the options of a table and its part, the row's model arguments, the user's settings.
+
+    What is given twice is joined by a comma.
+    """
+    words = [*table.options, *part.get("options", ())]
+    pairs = list(zip(words[::2], words[1::2], strict=True))
+    pairs += [("--model-args", one) for one in more]
+    pairs += [("--gen-kwargs", choice.gen_kwargs)] if choice.gen_kwargs else []
+    made: dict[str, list[str]] = {}
+    for name, value in pairs:
+        made.setdefault(name, []).append(value)
     if choice.limit:
-        pairs.pop("--limit", None)
-    return [word for pair in pairs.items() for word in pair]
+        made.pop("--limit", None)
+    return [word for name, values in made.items() for word in (name, ",".join(values))]
+
+
+def differs(table: PaperTable) -> str:
+    """Return how the table's commands differ from the paper, as a line of shell comment."""
+    return f"# {_one_line(table.note)}"
 
 
 def lines(table: PaperTable, choice: TableChoice) -> list[str]:
-    """Return the commands of all rows that the user wants, those that train gates first."""
+    """Return the commands of all rows that the user wants, those that train first.
+
+    Comments say how they differ from the paper.
+    """
     rows = chosen_rows(table, choice)
-    wanted = {table.gates.get(row.name) for row in rows}
-    own = choice.gates is None
-    trained = [" ".join(text.split()) for name, text in table.train.items() if name in wanted]
+    wanted: set[str | None] = {choice.model or table.model}
+    wanted |= set() if choice.gates else {table.gates.get(row.name) for row in rows}
     return [
-        *(trained if own else []),
+        *(_one_line(one) for name, text in table.train.items() if name in wanted for one in text),
+        differs(table),
         *(shlex.join(command) for row in rows for command in commands(table, row, choice)),
     ]
 
@@ -277,7 +294,7 @@ def missing(table: PaperTable, choice: TableChoice) -> list[str]:
         sources += [("gates", choice.gates or table.gates[row.name])] if needs else []
     for kind, source in dict.fromkeys(sources):
         if source in table.train and not is_folder(Path(source)):
-            found.append(f"gates {source}: train them, see --dry-run")
+            found.append(f"{kind} {source}: to be trained, see --dry-run")
         elif problem := _not_there(kind, source):
             found.append(problem)
     if table.columns and not is_folder(Path(choice.data)):
@@ -331,6 +348,7 @@ def run(table: PaperTable, choice: TableChoice) -> str:
     if lacking := missing(table, choice):
         raise InputError(f"{table.name} cannot run: {'; '.join(lacking)}")
     rows = chosen_rows(table, choice)
+    print(differs(table), file=sys.stderr)
     for number, row in enumerate(rows, 1):
         folder = row_folder(table, row, choice)
         if (folder / _DONE).is_file():
@@ -461,7 +479,7 @@ def _section(table: PaperTable) -> str:
     if any(row.figures for row in table.rows):
         text.append(_paper_rows(table))
     if table.rows:
-        shown = [" ".join(one.split()) for one in table.train.values()]
+        shown = [_one_line(one) for text in table.train.values() for one in text]
         shown += [shlex.join(one) for one in commands(table, table.rows[-1], TableChoice())]
         text.append("```sh\n" + "\n".join(shown) + "\n```")
     return facts[0] + "\n" + "\n\n".join(text) + "\n"
@@ -494,6 +512,12 @@ def check() -> None:
     for table in tables().values():
         if bool(table.rows) == bool(table.missing):
             raise InputError(f"{table.name}: either rows or the reason why there are none")
+        if table.rows and not table.note:
+            raise InputError(f"{table.name}: say how its commands differ from the paper")
+        if odd := [n for n, text in table.train.items() if not text[0].startswith("#")]:
+            raise InputError(
+                f"{table.name}: say how the training of {odd[0]} differs from the paper"
+            )
         if not table.checked:
             raise InputError(f"{table.name}: say what was checked against the paper's text")
         for row in table.rows:

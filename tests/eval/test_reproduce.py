@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shlex
 import subprocess
 from importlib.util import find_spec
@@ -21,6 +22,8 @@ from mmkv.eval.lmms.tasks import local_names
 from mmkv.eval.long_text.benchmarks import tasks as long_texts
 from mmkv.eval.papers import reproduce
 from mmkv.eval.papers.reproduce import TableChoice, chosen_rows, commands, find, lines, tables
+from mmkv.training import adapt, distill
+from mmkv.training.settings import TrainingSettings
 
 ROOT = Path(__file__).resolve().parents[2]
 MODEL = ROOT / "assets" / "tiny-vlm"
@@ -61,16 +64,133 @@ def test_rows_are_chosen_and_options_joined() -> None:
         "evict_every=128 --limit 3 --output out/dbtrimkv-table2/rkv-256"
     )
     both = lines(table, TableChoice(policy="trimkv", budget="64"))
-    assert both[0].startswith("mmkv distill --model Qwen/Qwen3-VL-8B-Thinking --recipe trimkv")
-    assert "--gates runs/trimkv-qwen3-vl-8b-thinking --policy trimkv --budget 64" in both[1]
-    (joined,) = lines(find("epikv:table3"), TableChoice(policy="full", gen_kwargs="top_p=1"))
+    assert both[1].startswith("mmkv distill --model Qwen/Qwen3-VL-8B-Thinking --recipe trimkv")
+    assert "--gates runs/trimkv-qwen3-vl-8b-thinking --policy trimkv --budget 64" in both[3]
+    assert all(both[at].startswith("# ") for at in (0, 2))
+    _, joined = lines(find("epikv:table3"), TableChoice(policy="full", gen_kwargs="top_p=1"))
     assert "--gen-kwargs temperature=0,do_sample=False,top_p=1" in joined
     first = lines(find("dbtrimkv:table1"), TableChoice(policy="dbtrimkv", budget="64"))
-    assert "--policy dbtrimkv --model-args visual_tokens=64 --output" in first[1]
+    assert "--policy dbtrimkv --model-args visual_tokens=64 --output" in first[3]
     with pytest.raises(InputError, match=r"no such row; it has .*trimkv.* budgets 1024"):
         chosen_rows(table, TableChoice(policy="h2o"))
     with pytest.raises(InputError, match="has no command here: no shape of DeepSeek-R1"):
         chosen_rows(find("gkv:table2"), TableChoice())
+
+
+# What the papers say about training, by the folder that a command makes; by hand, not from
+# tables.yaml. "Trainer": Hugging Face's default, which both retention papers refer to.
+_BOTH = {"lambda_cap": 1.0, "d_gate": 512, "loss": "kl+ntp"}  # TRIM-KV 5.1; DBTrimKV 5.1 and eq. 3
+_BOTH |= {"lr": 2e-4, "clip": 1.0, "warmup": 0.0}  # appendices B.1, and the Trainer
+_DBTRIMKV = {
+    **_BOTH,
+    **{"bias": 18.0, "scope": "global", "gating": "log-bias"},  # 5.1, 4.1, 2.2
+    **{"schedule": "cosine", "weight_decay": 1e-6},  # B.1
+    "gate": "rg10",  # as the authors' gate files; the command's comment says how 4.1 differs
+}
+# B.1 is for all that DBTrimKV trained; the gates of its TrimKV are TRIM-KV's (5.1, eq. 3).
+_EXTENDED = {**_DBTRIMKV, "bias": 8.0, "scope": "head", "gating": "logit-scale", "gate": "rg"}
+_3_EPOCHS = {"epochs": 3.0, "step": 16, "max_length": 32768}  # Trainer; B.1: 4 GPUs x 1 x 4
+_64 = {**_3_EPOCHS, "budget": 64.0}  # 5.1
+_WGKV = {  # appendix C; 5.2 (threshold); window and width: the released code
+    **{"steps": 7500, "step": 1, "lr": 1e-3, "warmup": 0.1, "schedule": "cosine"},
+    **{"weight_decay": 0.01, "max_length": 32768, "threshold": 0.1, "window": 256, "d_gate": 512},
+    **{"clip": 0.0, "lambda_sparse": 0.04},  # released code
+}
+_GKV = {  # 7.2 (interval), 7.4; alpha, window and lambda of the policy: 7.2, 7.3, appendix D
+    **{"policy": "gkv", "budget": "2048", "interval": 128, "temperature": 0.6, "full": True},
+    **{"lr": 1e-6, "max_reply": 4096, "data": ["deepscaler"]},
+}
+TRAINED: dict[str, dict[str, Any]] = {
+    "runs/dbtrimkv-llava-1.5-7b": {**_DBTRIMKV, **_64, "data": ["llava-next"]},
+    "runs/trimkv-llava-1.5-7b": {**_EXTENDED, **_64, "data": ["llava-next"]},
+    "runs/trimkv-qwen3-vl-8b-thinking": {**_EXTENDED, **_64, "data": ["mixture:dbtrimkv"]},
+    "runs/trimkv-qwen3-vl-4b-instruct": {**_EXTENDED, **_64, "data": ["mmdu:MMDU-45k.json"]},
+    "runs/dbtrimkv-phi-3-mini-128k": {  # TRIM-KV B.2 and B.3
+        **{**_DBTRIMKV, "steps": 10000, "step": 1, "epochs": 0.0, "budget": 2048.0},
+        **{"max_length": 131072, "data": ["longalpaca"]},
+    },
+    # Figure 16: lambda 0.32. Twice the rows for models that think.
+    "runs/wgkv-qwen3-4b-thinking": {
+        **{**_WGKV, "steps": 15000, "lambda_sparse": 0.32, "d_gate": 192},
+        "data": ["fineweb-edu", "nemotron-math"],
+    },
+    "runs/wgkv-llama-3.1-8b": {**_WGKV, "data": ["fineweb-edu"]},
+    "runs/gkv-distill": {**_GKV, "method": "distill", "steps": 250, "documents": 128},
+    "runs/gkv-rl": {**_GKV, "method": "grpo", "steps": 400, "documents": 16, "group": 8},
+}
+
+
+def asked(line: str) -> dict[str, Any]:
+    """Return the settings that a command for training comes to."""
+    words = shlex.split(line)
+    program, rest = (distill, words[2:]) if words[1] == "distill" else (adapt, words[3:])
+    context = get_command(program.app).make_context("train", rest)
+    found = dict(context.params)
+    if program is distill:
+        names = TrainingSettings.__dataclass_fields__.keys() - {"recipe"}
+        given = {name: found[name] for name in names if not distill._is_default(context, name)}
+        found |= vars(TrainingSettings.of(found["recipe"], **given))
+        found["step"] = found["batch"] * found["accumulate"]
+    return found
+
+
+def test_commands_train_with_the_papers_numbers() -> None:
+    trained = {name: text for table in tables().values() for name, text in table.train.items()}
+    assert trained.keys() == TRAINED.keys()
+    for name, (comment, line) in trained.items():
+        found = asked(line)
+        assert {key: found[key] for key in TRAINED[name]} == TRAINED[name], name
+        assert found["output"] == name and comment.startswith("# ")
+    # LLaVA-NeXT-Data has 779,289 rows; the comment shows what three epochs of it are.
+    assert 3 * -(-779_289 // 16) == 146_118
+    assert "3 x ceil(779,289 rows / 16) = 146,118" in trained["runs/dbtrimkv-llava-1.5-7b"][0]
+
+
+# Of evaluation: words that a row's commands have, and the place in the paper.
+EVALUATED = [
+    # DBTrimKV: 5.1 (visual tokens beside all text), 5.2 (samples as TRIM-KV), C.2.1, C.3.
+    ("dbtrimkv:table1", "dbtrimkv", "32", ["--model-args visual_tokens=32 "]),
+    ("dbtrimkv:figure5", "trimkv", "256", ["aime24 .*--samples 64 ", "gsm8k,.*--samples 8 "]),
+    ("dbtrimkv:table7", "dbtrimkv", "1024", ["--budget 1024 .*prefill_chunk=3072 "]),
+    ("dbtrimkv:table8", "dbtrimkv:lookahead=5", "64", ["lookahead=5 --budget 64 "]),
+    # TRIM-KV: 5.1 (64 samples of AIME24, 8 of the others), 5.3, B.3 (chunk and budget).
+    ("trimkv:figure3", "full", None, ["aime24 .*--samples 64 ", "gsm8k,.*--samples 8 "]),
+    ("trimkv:table4", "trimkv", "4096", ["--budget 4096 --samples 64 "]),
+    ("trimkv:table8", "trimkv", "6000", ["--budget 6000 .*prefill_chunk=3072,template=always "]),
+    ("trimkv:table9", "trimkv", "6000", ["--budget 6000 .*prefill_chunk=3072 "]),
+    # WG-KV: K (10 % of 4,096 entries go at once; the policy's window and pooling are its presets').
+    ("wgkv:figure16", "wgkv+snapkv", "3686", ["--budget 3686 .*evict_every=410 "]),
+    # G-KV: 7.1 (temperature, top_p, 32 samples, 16k and 32k tokens), 7.2 (interval), 7.4 (4,096).
+    (
+        *("gkv:table1", "gkv", "512"),
+        ["--samples 32 .*temperature=0.6,top_p=0.95,max_new_tokens=4096 .*evict_every=128 "],
+    ),
+    (
+        *("gkv:figure5", "snapkv", "512"),
+        [
+            "amc23 .*--samples 32 .*=0.6,top_p=0.95,max_new_tokens=16384 .*evict_every=128 ",
+            "aime24 .*--samples 32 .*=0.6,top_p=0.95,max_new_tokens=32768 .*evict_every=128 ",
+        ],
+    ),
+    # EpiKV: 4.1 (100 problems, greedy), D (the newest min(128, K / 4)).
+    (
+        "epikv:table3",
+        "h2o",
+        "1024",
+        ["recent=0.125 .*--limit 100 .*temperature=0,do_sample=False "],
+    ),
+    ("epikv:table4", "h2o", "8192", ["recent=0.015625 .*temperature=0,do_sample=False "]),
+]
+
+
+@pytest.mark.parametrize(("name", "policy", "budget", "wanted"), EVALUATED, ids=lambda x: str(x))
+def test_commands_evaluate_with_the_papers_numbers(
+    name: str, policy: str, budget: str | None, wanted: list[str]
+) -> None:
+    made = lines(find(name), TableChoice(policy=policy, budget=budget))
+    note, *shown = made[-1 - len(wanted) :]
+    assert note.startswith("# ")
+    assert all(re.search(word, line) for word, line in zip(wanted, shown, strict=True)), shown
 
 
 @pytest.fixture
@@ -104,7 +224,10 @@ def test_what_is_missing_is_said_in_one_line(
 
 
 def test_finished_rows_are_kept_and_figures_stand_beside_the_papers(
-    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    data: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     started: list[list[str]] = []
 
@@ -126,6 +249,7 @@ def test_finished_rows_are_kept_and_figures_stand_beside_the_papers(
     with pytest.raises(InputError, match="trimkv-4096 ended with exit code 1"):
         reproduce.run(table, choice)
     made = reproduce.run(table, choice)
+    assert capsys.readouterr().err.startswith("# temperature and length of replies are not said")
     assert len(started) == 3  # the full cache once
     assert started[0][1:5] == ["-P", "-m", "mmkv", "eval"] and "--gates" not in started[0]
     assert started[2][started[2].index("--gates") + 1] == gates

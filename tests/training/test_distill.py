@@ -331,6 +331,7 @@ def test_recipes_are_the_papers_numbers() -> None:
         "lr": 2e-4,
         "batch": 1,
         "accumulate": 4,
+        "epochs": 3.0,
         "clip": 1.0,
         "warmup": 0.0,
         "loss": "kl+ntp",
@@ -342,7 +343,7 @@ def test_recipes_are_the_papers_numbers() -> None:
         "schedule": ("linear", "cosine"),
         "gating": ("logit-scale", "log-bias"),
         "scope": ("head", "global"),
-        "gate": ("rg", "tied"),
+        "gate": ("rg", "rg10"),
         "tying": ("none", "paper"),
         "normaliser": ("tt", "relative"),
         "recipe": ("trimkv", "dbtrimkv"),
@@ -357,8 +358,45 @@ def test_recipes_are_the_papers_numbers() -> None:
         assert {name for name in ours if found[name] != ours[name]} <= both.keys() | apart.keys()
     # What this project has for numbers that no paper gives, as docs/how-to/train-gates.md says.
     own = {"recipe": "mmkv", "budget": 256.0, "accumulate": 1, "warmup": 0.03, "steps": 1000}
-    own |= {"clip": 1.0, "seed": 0, "capacity_rates": 0, "held_out_budget": 0.0, "bias": 18.0}
+    own |= {
+        "epochs": 0.0,
+        "gate": "tied",
+        "clip": 1.0,
+        "seed": 0,
+        "capacity_rates": 0,
+        "held_out_budget": 0.0,
+        "bias": 18.0,
+    }
     assert {name: ours[name] for name in own} == own
+
+
+def test_epochs_are_steps_as_the_trainer_counts_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """DBTrimKV's table 1: 3 x 779,289 rows, 16 a step. Two processes share the steps of a run."""
+    made = TrainingSettings.of("dbtrimkv", model="m", output="o")
+    assert made.for_rows(779_289, processes=4).steps == 146_118
+    seen: list[tuple[int, int]] = []
+
+    def stop(chosen: TrainingSettings, engine: object, train: Any, *_: object) -> None:
+        seen.append((chosen.steps, len(train)))
+        raise InputError("far enough")
+
+    monkeypatch.setattr("mmkv.training.run.distill", stop)
+    monkeypatch.setattr("mmkv.training.run.load_backbone", lambda _: None)
+    rows = lines(tmp_path / "rows.jsonl", *[{"text": "a b c"}] * 9)
+    given = ["--model", MODEL, "--data", f"text:{rows}", "--output", "o", "--recipe", "trimkv"]
+    assert main([*given, "--epochs", "2"]) == main([*given, "--steps", "5"]) == 1
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert main(given) == 1
+    assert seen == [(2 * 3, 24), (5, 20), (3 * 2, 48)]
+    assert "3 epochs of 9 rows, 8 a step: 6 steps" in capsys.readouterr().err
+    for more, words in (
+        (["--steps", "3", "--epochs", "1"], "--steps and --epochs both say how long"),
+        (["--pack"], "give --steps, or leave --pack out"),
+        (["--epochs", "-1"], "--epochs is -1.0; give 0 or more"),
+    ):
+        assert main([*given, *more]) == 1 and words in capsys.readouterr().err
 
 
 def run_settings(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> TrainingSettings:

@@ -31,6 +31,7 @@ class PublishedSet:
         papers: who trained on it.
         media: what else its rows need.
         prefix: put before each text.
+        shortest: tokens of a document; shorter ones are left out.
     """
 
     hub: str
@@ -40,6 +41,7 @@ class PublishedSet:
     papers: str
     media: str = ""
     prefix: str = ""
+    shortest: int = 0
 
     def needs(self, name: str) -> str:
         """Return one line about what has to be there."""
@@ -127,7 +129,9 @@ PUBLISHED = {
         "text",
         "10 billion tokens, of which the paper used 63 million",
         _WGKV,
-        prefix="Please analyze and summarize the following text: \n\n",  # its appendix C
+        # Its appendix C: the prompt, and texts of 4K to 32K tokens.
+        prefix="Please analyze and summarize the following text: \n\n",
+        shortest=4096,
     ),
     "deepscaler": PublishedSet(
         "agentica-org/DeepScaleR-Preview-Dataset",

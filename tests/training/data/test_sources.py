@@ -191,8 +191,10 @@ def test_a_set_is_found_as_the_hub_lays_it_out(model: Path, tmp_path: Path) -> N
     (tmp_path / "0_30_s_youtube_v0_1" / "x_processed.json").write_text("[]")
     made = examples(str(model), [f"llava-video:{tmp_path}"], 1, 0)
     assert content(made.mixture[0])[0] == [("video", "v.mp4"), "Where?"]
-    book = lines(tmp_path / "web.jsonl", {"text": "abc " * 9})
-    prefixed = examples(str(model), [f"fineweb-edu:{book}"], 1, 0)
+    # WG-KV, appendix C: texts of 4K tokens and more, after a prompt.
+    book = lines(tmp_path / "web.jsonl", *[{"text": "no " * 9}] * 40, {"text": "abc " * 3000})
+    prefixed = examples(str(model), [f"fineweb-edu:{book}"], 1, 0, max_length=2**15)
+    assert 4096 <= len(prefixed[0]["input_ids"][0]) < 2**15
     text = prefixed.encoder.processor.tokenizer.decode(prefixed[0]["input_ids"][0])
     assert text.startswith("Please analyze and summarize the following text: \n\nabc abc")
 
