@@ -112,7 +112,6 @@ def serve(
             host,
             port,
             log_level="warning",
-            timeout_graceful_shutdown=round(settings.drain),
         )
         facts = state.facts
         say(
