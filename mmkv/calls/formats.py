@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, TypeGuard
 
 from mmkv.calls.parser import CallCounter, CallReader, Event, JsonSpan, open_tail
-from mmkv.calls.tools import call_id, read_json
+from mmkv.calls.tools import call_id, closed_bounds, read_json
 
 if TYPE_CHECKING:
     from mmkv.calls.tools import Tool
@@ -83,11 +83,11 @@ class ToolFormat(ABC):
 
 def arguments_rule(tool: Tool, schema: Mapping[str, Any] | None = None) -> str:
     """Return the JSON of a function's arguments, or of one with a schema, for a grammar."""
-    own = dict(tool.schema if schema is None else schema)
+    own = dict(tool.bound if schema is None else schema)
     if own.get("properties"):  # names that a model makes up would be an error of the function
         own.setdefault("additionalProperties", False)
     settings = _JSON if tool.strict else {**_JSON, "lenient": True}
-    return "%json " + json.dumps({**own, "x-guidance": settings})
+    return "%json " + json.dumps({**closed_bounds(own), "x-guidance": settings})
 
 
 class JsonReader(CallReader):
@@ -463,11 +463,11 @@ class QwenXml(ToolFormat):
         rules = []
         for i, tool in enumerate(tools):
             begin, places = spell(f"\n<function={tool.name}>\n"), []
-            required = tool.schema.get("required") or ()
+            required = tool.bound.get("required") or ()
             for k, (key, schema) in enumerate(_properties(tool).items()):
                 places.append(f"p_{i}_{k}" + ("" if key in required else "?"))
                 rules += self._parameter(f"{i}_{k}", tool, key, schema, spell)
-            others = tool.schema.get("additionalProperties", "properties" not in tool.schema)
+            others = tool.bound.get("additionalProperties", "properties" not in tool.bound)
             if others is not False:
                 places.append(f"other{{0,{MOST_CALLS}}}")  # of any name
             rules.append(" ".join([f"call_{i}:", begin, *places, end]))
@@ -492,13 +492,13 @@ class QwenXml(ToolFormat):
 
 
 def _properties(tool: Tool) -> dict[str, Any]:
-    found = tool.schema.get("properties")
+    found = tool.bound.get("properties")
     # A name that would end its own mark cannot be written.
     return {k: v for k, v in found.items() if not set(k) & set("<>\n")} if found else {}
 
 
 def _definitions(tool: Tool) -> dict[str, Any]:
-    return {name: tool.schema[name] for name in ("$defs", "definitions") if name in tool.schema}
+    return {name: tool.bound[name] for name in ("$defs", "definitions") if name in tool.bound}
 
 
 def _is_text(schema: Any) -> bool:

@@ -8,6 +8,7 @@ import re
 import secrets
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from decimal import Decimal
 from typing import Any, Literal
 
 from mmkv.engine.errors import STOPS, InputError, first_line
@@ -26,12 +27,14 @@ class Tool:
     Attributes:
         parameters: a JSON schema of its arguments, an object's; None: it takes none.
         strict: whether a schema that cannot be followed to the letter is refused.
+        followed: the schema without the parts that calls cannot be bound to; None: there are none.
     """
 
     name: str
     description: str = ""
     parameters: Mapping[str, Any] | None = None
     strict: bool = False
+    followed: Mapping[str, Any] | None = None
 
     @classmethod
     def of(cls, given: Any, where: str = "tools") -> Tool:
@@ -81,6 +84,11 @@ class Tool:
             return {"type": "object", "properties": {}, "additionalProperties": False}
         return {"type": "object", **self.parameters}
 
+    @property
+    def bound(self) -> dict[str, Any]:
+        """Return the schema that calls are bound to."""
+        return self.schema if self.followed is None else {"type": "object", **self.followed}
+
     def as_json(self) -> dict[str, Any]:
         """Return it in OpenAI's form."""
         own = {"name": self.name, "description": self.description, "strict": self.strict}
@@ -121,12 +129,14 @@ class ToolUse:
         choice: whether it may call some (``auto``), has to (``required``), or may not (``none``).
         only: the names of those that it may call; None: all.
         parallel: whether it may call several.
+        notes: what of the schemas is not followed.
     """
 
     tools: tuple[Tool, ...]
     choice: Literal["auto", "required", "none"] = "auto"
     only: frozenset[str] | None = None
     parallel: bool = True
+    notes: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         """Raise InputError for names that are not there, or there twice."""
@@ -284,3 +294,44 @@ def parsed_arguments(arguments: str) -> dict[str, Any] | str:
 def arguments_text(given: Any) -> str:
     """Return arguments, an object or JSON text, as JSON text."""
     return given if isinstance(given, str) else json.dumps(given, ensure_ascii=False)
+
+
+# Keywords of schemas whose values are data, and those whose values are schemas by name.
+SCHEMA_DATA = ("const", "enum", "default", "examples")
+SCHEMA_NAMES = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
+_CLOSED = {"exclusiveMinimum": ("minimum", 1, max), "exclusiveMaximum": ("maximum", -1, min)}
+
+
+def closed_bounds(schema: Any, named: bool = False) -> Any:
+    """Return a schema for llguidance with the nearest number in place of a bound that is left out.
+
+    llguidance 1.9 takes an exclusive bound that is a whole number for an inclusive one where
+    another bound has the same whole part: ``{"exclusiveMinimum": 0, "maximum": 0.5}`` lets 0 pass,
+    whether both stand in one schema or come together by ``allOf`` or ``$ref``. (Its authors would
+    look at ``rx_float_range``, where both ends have equal whole parts.) So the bound moves by a
+    billionth, or by as much as a number of its length can show.
+
+    Args:
+        named: whether it is an object of several schemas by their names.
+    """
+    if isinstance(schema, (list, tuple)):
+        return [closed_bounds(one) for one in schema]
+    if not isinstance(schema, Mapping):
+        return schema
+    if named:
+        return {name: closed_bounds(one) for name, one in schema.items()}
+    made = {
+        name: one if name in SCHEMA_DATA else closed_bounds(one, name in SCHEMA_NAMES)
+        for name, one in schema.items()
+    }
+    for name, (other, sign, nearer) in _CLOSED.items():
+        bound: Any = made.get(name)
+        beside: Any = made.get(other)
+        if type(bound) not in (int, float) or schema.get("type") == "integer":
+            continue
+        if abs(bound) < 1e9 and bound == int(bound) and type(beside) in (int, float, type(None)):
+            step = Decimal(10) ** (len(str(abs(int(bound)))) - 10)
+            moved = float(int(bound) + sign * step)
+            del made[name]
+            made[other] = moved if beside is None else nearer(moved, beside)
+    return made
