@@ -77,7 +77,7 @@ class InputVideo(CacheHint):
 InputPart = InputText | RefusalPart | InputImage | InputVideo | OtherPart
 
 
-class Item(OpenModel):
+class KnownItem(OpenModel):
     """One item of the input."""
 
     refused: ClassVar[Refused] = {
@@ -88,7 +88,7 @@ class Item(OpenModel):
     idle: ClassVar[Idle] = dict.fromkeys(("id", "status", "phase"), ECHO)
 
 
-class MessageItem(Item):
+class MessageItem(KnownItem):
     """One message of the input."""
 
     type: Literal["message"] = "message"
@@ -99,7 +99,7 @@ class MessageItem(Item):
     phase: Short | None = None
 
 
-class CallItem(Item):
+class CallItem(KnownItem):
     """A call of a function, in an earlier reply."""
 
     type: Literal["function_call"]
@@ -110,10 +110,10 @@ class CallItem(Item):
     status: Short | None = None
 
 
-class ResultItem(Item):
+class ResultItem(KnownItem):
     """What a function returned."""
 
-    idle = {**Item.idle, "name": ECHO}
+    idle = {**KnownItem.idle, "name": ECHO}
 
     type: Literal["function_call_output"]
     call_id: Short
@@ -129,10 +129,10 @@ class ThoughtText(OpenModel):
     text: str
 
 
-class ThoughtItem(Item):
+class ThoughtItem(KnownItem):
     """A thought, in an earlier reply. What it has without text is not read."""
 
-    idle = {**Item.idle, "summary": ECHO, "encrypted_content": "only who wrote it can read it"}
+    idle = {**KnownItem.idle, "summary": ECHO, "encrypted_content": "only who wrote it can read it"}
 
     type: Literal["reasoning"]
     content: Annotated[list[ThoughtText], Field(fail_fast=True)] | None = None
