@@ -186,8 +186,11 @@ class Engine(Runtime):
 
         return Grammars(self.processor.tokenizer, self.spec.vocab_size, self.eos_token_ids)
 
-    def require_tools(self, use: ToolUse) -> None:
-        """Raise InputError where calls cannot be bound to the functions' schemas."""
+    def require_tools(self, use: ToolUse) -> ToolUse:
+        """Return what may be called, bound to what can be followed of the functions' schemas.
+
+        Raises InputError where calls cannot be bound to them.
+        """
         try:
             import llguidance  # noqa: F401
         except ImportError as error:
@@ -196,7 +199,7 @@ class Engine(Runtime):
             ) from error
         from mmkv.grammar import require_tools
 
-        require_tools(self.processor.template.call_format, use)
+        return require_tools(self.processor.template.call_format, use)
 
     def settled(self, sampling: Sampling | None, prefix: Any = "") -> Settled:
         """Return how a reply that begins with ``prefix`` is drawn.

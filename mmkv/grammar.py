@@ -9,13 +9,13 @@ from __future__ import annotations
 import functools
 import json
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from mmkv.calls.formats import ESCAPES
-from mmkv.calls.tools import LONGEST_SCHEMA, exact_schema
+from mmkv.calls.tools import LONGEST_SCHEMA, SCHEMA_DATA, SCHEMA_NAMES, exact_schema
 from mmkv.engine.errors import STOPS, InputError
 from mmkv.reply import token_bytes
 
@@ -41,11 +41,13 @@ class ReplyRules:
     Attributes:
         answer: a JSON schema of its text; None: any text.
         format: how it writes calls; use: what it may call, and whether it has to.
+        notes: what of the schemas is not followed.
     """
 
     answer: Mapping[str, Any] | None = None
     format: ToolFormat | None = None
     use: ToolUse | None = None
+    notes: tuple[str, ...] = ()
 
     @property
     def bind(self) -> bool:
@@ -64,21 +66,25 @@ class ReplyRules:
         rules = self.format.grammar(use.callable, spell, use.parallel)
         if answer is None or must:
             return rules
-        shown = json.dumps({**answer, "x-guidance": _COMPACT})
+        shown = json.dumps({"x-guidance": _COMPACT, **exact_schema(answer)})
         first, _, others = rules.partition("\n")
         return f"start: calls | answer\n{first.replace('start', 'calls', 1)}\n{others}\n" + (
             f"answer: %json {shown}"
         )
 
 
-def answer_schema(response_format: Any) -> dict[str, Any] | None:
+def answer_schema(response_format: Any) -> tuple[dict[str, Any] | None, tuple[str, ...]]:
     """Return the schema that a request's ``response_format`` asks for, None for plain text.
+
+    Returns:
+        it, without what llguidance cannot follow of one that is not strict, and which parts of it
+        are not followed.
 
     Raises:
         InputError: it is none of OpenAI's, or llguidance cannot follow the schema.
     """
     if response_format is None:
-        return None
+        return None, ()
     kind = response_format.get("type") if isinstance(response_format, dict) else None
     if kind not in ("text", "json_object", "json_schema"):
         raise InputError("response_format has to be of type text, json_object or json_schema")
@@ -86,18 +92,29 @@ def answer_schema(response_format: Any) -> dict[str, Any] | None:
     own = {"json_schema"} if kind == "json_schema" else set()
     _require_known(response_format, {"type", *own}, "")
     if kind == "text":
-        return None
+        return None, ()
     schema: Any = {"type": "object"}
     if kind == "json_schema":
         schema = _schema_of(named)
     if not isinstance(schema, dict):
         raise InputError("response_format.json_schema.schema has to be an object")
-    _require_bearable(schema)
-    if len(json.dumps(schema)) > LONGEST_SCHEMA:
+    schema = {name: value for name, value in schema.items() if name != "x-guidance"}
+    if len(text := json.dumps(schema)) > LONGEST_SCHEMA:
         raise InputError(f"the schema is longer than {LONGEST_SCHEMA:,} characters; shorten it")
-    schema = exact_schema(schema)
-    _require_followed(_json_grammar(schema))
-    return schema
+    if named is not None and named.get("strict"):
+        _require_bearable(schema)
+        _require_followed(_json_grammar(schema))
+        return schema, ()
+    schema["x-guidance"] = _LENIENT
+    wrong, ignored = _tried(schema)
+    if not wrong:
+        return schema, _notes("the answer", ignored)
+    schema, left_out = without_unfollowed(text)
+    schema["x-guidance"] = _LENIENT
+    wrong, ignored = _tried(schema)
+    if wrong:
+        raise _cannot_follow(wrong)
+    return schema, _notes("the answer", (*left_out, *ignored))
 
 
 def _schema_of(named: Any) -> Any:
@@ -119,14 +136,15 @@ def _require_known(given: dict[str, Any], known: Collection[str], where: str) ->
 
 # Small models would go on with blank space; there is none between JSON's marks.
 _COMPACT = {"whitespace_flexible": False, **ESCAPES}
+# What llguidance does not know is not followed, and no error.
+_LENIENT = {**_COMPACT, "lenient": True}
 
 
 def _json_grammar(schema: Mapping[str, Any]) -> str:
     from llguidance import LLMatcher
 
-    own: Any = _COMPACT
     try:
-        return LLMatcher.grammar_from_json_schema(dict(schema), overrides=own)
+        return LLMatcher.grammar_from_json_schema({"x-guidance": _COMPACT, **exact_schema(schema)})
     except STOPS:
         raise
     except BaseException as error:
@@ -138,19 +156,15 @@ def _json_grammar(schema: Mapping[str, Any]) -> str:
 _FATAL = -(2**63) + 512
 
 
-def _require_bearable(schema: Any, strict: bool = True) -> None:
-    """Raise InputError for a number that llguidance dies of.
-
-    If ``strict``, also for ``minProperties`` of names that the model makes up: it counts one twice.
-    """
+def _require_bearable(schema: Any) -> None:
+    """Raise InputError for a number that llguidance dies of, or names that it counts twice."""
     left = [schema]
     while left:
         value = left.pop()
         if isinstance(value, Mapping):
             left += value.values()
-            least, known = value.get("minProperties"), value.get("properties")
-            named = len(known) if isinstance(known, Mapping) else 0
-            if strict and isinstance(least, int) and least > named + 1:
+            if _counts_twice(value):
+                least = value["minProperties"]
                 raise _cannot_follow(f"minProperties {least} needs names that properties lacks")
         elif isinstance(value, (list, tuple)):
             left += value
@@ -158,38 +172,160 @@ def _require_bearable(schema: Any, strict: bool = True) -> None:
             raise _cannot_follow(f"the number {value} is too far below zero")
 
 
+def _counts_twice(schema: Mapping[str, Any]) -> bool:
+    """Whether ``minProperties`` asks for several names that the model makes up."""
+    least, known = schema.get("minProperties"), schema.get("properties")
+    return isinstance(least, int) and least > 1 + (len(known) if isinstance(known, Mapping) else 0)
+
+
 def _require_followed(grammar: str) -> None:
     """Raise InputError for a grammar that llguidance cannot follow."""
-    if wrong := _wrong_in(grammar):
+    if wrong := _wrong_in(grammar)[0]:
         raise _cannot_follow(wrong)
 
 
 @functools.lru_cache(maxsize=16)  # an agent sends the same tools with each of its steps
-def _wrong_in(grammar: str) -> str:
-    """Return why llguidance cannot follow a grammar; nothing where it can."""
+def _wrong_in(grammar: str) -> tuple[str, tuple[str, ...]]:
+    """Return why llguidance cannot follow a grammar, "" where it can, and what it ignores."""
     from llguidance import LLMatcher
 
     try:
-        return LLMatcher.validate_grammar(grammar)
+        failed, said = LLMatcher.validate_grammar_with_warnings(grammar)
     except STOPS:
         raise
     except BaseException as error:  # a panic, where it cuts a long value inside a letter
-        return str(error)
+        return str(error) or "llguidance gave up", ()
+    return (said[0], ()) if failed else ("", tuple(dict.fromkeys(said)))
 
 
-def require_tools(format: ToolFormat, use: ToolUse) -> None:
-    """Raise InputError, which names it, for a function whose schema cannot be followed."""
-    for tool in use.tools:
-        with _naming(tool):
-            _require_bearable(tool.schema, tool.strict)
-            if tool.strict and (ignored := format.unfollowed(tool)) is not None:
-                raise _cannot_follow(f"{ignored} in calls of the form {format.name}")
-    wrong = _wrong_in(format.grammar(use.tools, json.dumps, False))
+def _tried(schema: Mapping[str, Any]) -> tuple[str, tuple[str, ...]]:
+    """Do as :func:`_wrong_in` for a schema."""
+    try:
+        _require_bearable(schema)
+        return _wrong_in(_json_grammar(schema))
+    except InputError as error:
+        return str(error), ()
+
+
+def _notes(whose: str, parts: Sequence[str]) -> tuple[str, ...]:
+    return tuple(f"not followed of the schema of {whose}: {part[:200]}" for part in parts[:_TOLD])
+
+
+_TOLD = 8  # parts that are not followed
+# Keywords whose values llguidance reads and cannot always follow: expressions with look-around,
+# numbers beyond its own. What else it does not know it leaves out by itself.
+_NUMBERS = ("multipleOf", "minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum")
+MOST_TRIED = 64  # values of a schema, of which each takes a millisecond
+
+
+@functools.lru_cache(maxsize=256)
+def _fails(keyword: str, value: Any, kind: str) -> bool:
+    """Whether llguidance cannot follow a keyword by itself."""
+    if isinstance(value, int | float) and value <= _FATAL:
+        return True
+    return bool(_wrong_in(f"start: %json {json.dumps({'type': kind, keyword: value})}")[0])
+
+
+def without_unfollowed(schema: str) -> tuple[dict[str, Any], tuple[str, ...]]:
+    """Return a schema, given as JSON, without the keywords that llguidance cannot follow.
+
+    Returns:
+        it, and where they stand.
+
+    Raises:
+        InputError: too many would have to be tried.
+    """
+    left_out: list[str] = []
+    tried: set[tuple[str, Any, str]] = set()
+
+    def fails(keyword: str, value: Any, kind: str) -> bool:
+        tried.add((keyword, value, kind))
+        if len(tried) > MOST_TRIED:
+            raise _cannot_follow("it has very many patterns and bounds")
+        return _fails(keyword, value, kind)
+
+    def bare(value: Any, place: str, named: bool = False) -> Any:
+        if isinstance(value, list):
+            return [bare(one, f"{place}[{at}]") for at, one in enumerate(value)]
+        if not isinstance(value, dict):
+            return value
+        if named:
+            return {name: bare(one, f"{place}.{name}") for name, one in value.items()}
+        kind = "integer" if value.get("type") == "integer" else "number"
+        made: dict[str, Any] = {}
+        unknown_names = False  # of patterns that are left out
+        for name, inner in value.items():
+            is_text, where = isinstance(inner, str), f"{place}.{name}".removeprefix(".")
+            number = name in _NUMBERS and type(inner) in (int, float)
+            if (
+                (name == "pattern" and is_text and fails("pattern", inner, "string"))
+                or (number and fails(name, inner, kind))
+                or (name == "$ref" and is_text and not inner.startswith("#"))
+                or (name == "minProperties" and _counts_twice(value))
+            ):
+                left_out.append(f"{where} ({str(inner)[:60]})")
+            elif name == "patternProperties" and isinstance(inner, dict):
+                gone = [one for one in inner if fails("pattern", one, "string")]
+                left_out.extend(f"{where} ({one[:60]})" for one in gone)
+                kept = {one: value for one, value in inner.items() if one not in gone}
+                made[name], unknown_names = bare(kept, where, True), bool(gone)
+            else:
+                made[name] = (
+                    inner if name in SCHEMA_DATA else bare(inner, where, name in SCHEMA_NAMES)
+                )
+        if unknown_names:
+            made.pop("additionalProperties", None)
+        return made
+
+    return bare(json.loads(schema), ""), tuple(left_out)
+
+
+def require_tools(format: ToolFormat, use: ToolUse) -> ToolUse:
+    """Return what may be called, bound to what llguidance can follow of the schemas.
+
+    Raises:
+        InputError: names a function whose schema cannot be followed, though it is strict, or at
+            all.
+    """
+    tools, notes = list(use.tools), list[str]()
+    for tool in tools:
+        if (part := format.unfollowed(tool)) is not None:
+            part += f" in calls of the form {format.name}"
+            if tool.strict:
+                with _naming(tool):
+                    raise _cannot_follow(part)
+            notes += _notes(tool.name, (part,))
+    wrong, ignored = _wrong_with(format, tools)
+    if wrong:
+        tools.clear()
     for tool in use.tools if wrong else ():
         with _naming(tool):
-            _require_followed(format.grammar((tool,), json.dumps, False))
+            if tool.strict or tool.parameters is None or not _wrong_with(format, (tool,))[0]:
+                _require_bearable(tool.schema)
+                tools.append(tool)
+                continue
+            followed, left_out = without_unfollowed(json.dumps(tool.parameters))
+            tools.append(replace(tool, followed=followed))
+            notes += _notes(tool.name, left_out)
+    if wrong:
+        wrong, ignored = _wrong_with(format, tools)
+    for tool in tools if wrong else ():
+        with _naming(tool):
+            if named := _wrong_with(format, (tool,))[0]:
+                raise _cannot_follow(named)
     if wrong:
         raise _cannot_follow(wrong)
+    return replace(use, tools=tuple(tools), notes=(*notes, *_notes("the functions", ignored)))
+
+
+def _wrong_with(format: ToolFormat, tools: Sequence[Tool]) -> tuple[str, tuple[str, ...]]:
+    """Do as :func:`_wrong_in` for the calls of some functions."""
+    try:
+        for tool in tools:
+            _require_bearable(tool.bound)
+    except InputError as error:
+        return str(error), ()
+    return _wrong_in(format.grammar(tools, json.dumps, False))
 
 
 @contextmanager
@@ -201,8 +337,10 @@ def _naming(tool: Tool) -> Iterator[None]:
 
 
 def _cannot_follow(reason: str) -> InputError:
-    first = next(iter(reason.strip().splitlines()), "llguidance gave up")[:300]
-    return InputError(f"the schema cannot be followed: {first}; simplify it")
+    lines = reason.strip().splitlines() or ["llguidance gave up"]
+    # Of an expression, the line that says why stands last.
+    said = next((one[7:] for one in lines if one.startswith("error: ")), lines[0])[:300]
+    return InputError(f"the schema cannot be followed: {said}; simplify it")
 
 
 MOST_GRAMMARS = 8

@@ -277,9 +277,7 @@ class Session(CachedSequence):
         if tools is not None:
             require_list("tools", tools, "functions")
         use = tool_use(self.tools if tools is None else tools, choice, parallel)
-        if use is not None:
-            self.engine.require_tools(use)
-        return use
+        return None if use is None else self.engine.require_tools(use)
 
     def template_with(self, tools: Sequence[Tool]) -> ChatTemplate:
         """Return the chat template that tells the model of ``tools``."""
@@ -516,6 +514,8 @@ class Session(CachedSequence):
         logits = self._append(turn, progress)
         self.tools = turn.tools
         self.begin_reply(turn.messages, turn.reading)
+        if use is not None and use.notes:
+            self.note = "; ".join(filter(None, [self.note, *use.notes]))
         try:
             CtrlC.check()
             token = writer.begin(logits, self.read_ids)
@@ -531,7 +531,8 @@ class Session(CachedSequence):
             writer.finish("interrupted")
             rest = writer.take()
             if view is not None:
-                rest = view.push(rest) + view.finish(writer.finish_reason not in ("eos", "stop"))
+                cut = writer.finish_reason != "eos"
+                rest = view.push(rest) + view.finish(cut, writer.stop_text)
             if writer.failure is None or not self.take_back(start):
                 self.end_reply(writer, turn.tokens, None if view is None else view.parsed)
         if writer.failure is not None:

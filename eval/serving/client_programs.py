@@ -8,6 +8,8 @@ A talk has two turns: what is at a place of the picture, and, with the whole con
 another. A loop has two calls of the tool ``look``, both forced by the tool choice: the request
 holds a picture, and so does the result of the first call where the client can send one. Every
 object of the server's is validated as the type that the openai or the anthropic package has for it.
+An agent is a package's own: it has so many steps, in each of which it calls, and is shown a picture
+by each result.
 """
 
 from __future__ import annotations
@@ -17,6 +19,7 @@ import itertools
 import json
 import sys
 from collections.abc import Callable
+from functools import partial
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any, Literal
@@ -398,8 +401,12 @@ def _blocks_loop(url: str, picture: str, ask: Callable[..., Any]) -> dict[str, A
     return {"calls": calls.made, "said": "".join(one.text for one in made.content)}
 
 
-def _agents(url: str, picture: str, form: str, streamed: bool) -> dict[str, Any]:
-    """Run an agent of the OpenAI Agents SDK, which has to call in each of its two turns."""
+def _agents(form: str, streamed: bool, url: str, picture: str, steps: int = 0) -> dict[str, Any]:
+    """Run an agent of the OpenAI Agents SDK, which has to call in each of its turns.
+
+    Args:
+        steps: how many those are, each with a picture as its result; 0: two, the first with one.
+    """
     sdk = import_module("agents")
     sdk.set_tracing_disabled(True)
     client = import_module("openai").AsyncOpenAI(base_url=url, api_key="none", max_retries=0)
@@ -407,7 +414,7 @@ def _agents(url: str, picture: str, form: str, streamed: bool) -> dict[str, Any]
 
     def look(row: Place, column: Place) -> Any:
         said = calls.add("look", {"row": row, "column": column})
-        if rounds:
+        if rounds and not steps:
             return said
         return [sdk.ToolOutputText(text=said), sdk.ToolOutputImage(image_url=picture)]
 
@@ -415,7 +422,7 @@ def _agents(url: str, picture: str, form: str, streamed: bool) -> dict[str, Any]
 
     def enough(_: Any, results: list[Any]) -> Any:
         rounds.append(len(results))
-        done = len(rounds) == 2
+        done = len(rounds) == (steps or 2)
         return sdk.ToolsToFinalOutputResult(
             is_final_output=done, final_output="done" if done else None
         )
@@ -424,7 +431,12 @@ def _agents(url: str, picture: str, form: str, streamed: bool) -> dict[str, Any]
         name="looker",
         instructions="Look at the picture.",
         model=getattr(sdk, form)(model=MODEL, openai_client=client),
-        model_settings=sdk.ModelSettings(tool_choice="required", max_tokens=_LONG, temperature=0),
+        model_settings=sdk.ModelSettings(
+            tool_choice="required",
+            max_tokens=_LONG,
+            temperature=0,
+            parallel_tool_calls=False if steps else None,
+        ),
         tools=[sdk.function_tool(look, description_override=ABOUT)],
         reset_tool_choice=False,
         tool_use_behavior=enough,
@@ -433,14 +445,15 @@ def _agents(url: str, picture: str, form: str, streamed: bool) -> dict[str, Any]
     async def run() -> str:
         given = [_seen(picture, ASKED[0])]
         if not streamed:
-            return str((await sdk.Runner.run(agent, given, max_turns=4)).final_output)
-        result = sdk.Runner.run_streamed(agent, given, max_turns=4)
+            return str((await sdk.Runner.run(agent, given, max_turns=turns)).final_output)
+        result = sdk.Runner.run_streamed(agent, given, max_turns=turns)
         async for _ in result.stream_events():
             pass
         return str(result.final_output)
 
+    turns = (steps or 2) + 2
     _expect("the end", asyncio.run(run()), "done")
-    return {"calls": calls.made}
+    return {"calls": calls.made, "steps": len(rounds)}
 
 
 def _langchain_agent(model: Any, question: dict[str, Any], none: Any = "none") -> dict[str, Any]:
@@ -524,7 +537,53 @@ def litellm_responses_calls(url: str, picture: str) -> dict[str, Any]:
     return _responses_loop(picture, lambda **given: package.responses(**(given | where)))
 
 
+def anthropic_threads(streamed: bool, url: str, picture: str, steps: int) -> dict[str, Any]:
+    """Run the anthropic package's tool runner; each step goes on from the thread of the one before.
+
+    The last step may not call, so that the runner ends by itself.
+    """
+    package, calls, threads = import_module("anthropic"), Calls(), []
+    client = _anthropic(url)
+    create = client.beta.messages.create
+
+    def noted(**given: Any) -> Any:
+        threads.append((given["thread"]["type"], len(given["messages"])))
+        return create(**given)
+
+    client.beta.messages.create = noted
+
+    def look(row: Place, column: Place) -> Any:
+        said = calls.add("look", {"row": row, "column": column})
+        return [{"type": "text", "text": said}, _block(picture)]
+
+    runner = client.beta.messages.tool_runner(
+        messages=[_shown(picture, ASKED[0])],
+        tools=[package.beta_tool(look, description=ABOUT)],
+        tool_choice={"type": "any", "disable_parallel_tool_use": True},
+        max_tokens=_LONG,
+        stream=streamed,
+        **_GREEDY,
+    )
+    count = 0
+    for count, made in enumerate(runner, 1):
+        last = made.get_final_message() if streamed else made
+        if count == steps - 1:
+            quiet = {"tool_choice": {"type": "none"}, "max_tokens": 20}
+            runner.set_messages_params(lambda now, more=quiet: {**now, **more})
+    _expect("the reason of the end", last.stop_reason, "end_turn", "max_tokens")
+    _expect("what was sent", threads, [("create", 1), *[("continue", 1)] * (steps - 1)])
+    read = last.usage.cache_read_input_tokens
+    return {"calls": calls.made, "steps": count, "read before the last step": read}
+
+
 _CHAT, _RESPONSES = "OpenAIChatCompletionsModel", "OpenAIResponsesModel"
+AGENTS: dict[str, Callable[[str, str, int], dict[str, Any]]] = {
+    f"openai-agents, {name}{', stream' * streamed}": partial(_agents, form, streamed)
+    for name, form in (("chat", _CHAT), ("responses", _RESPONSES))
+    for streamed in (False, True)
+}
+AGENTS["anthropic, threads"] = partial(anthropic_threads, False)
+AGENTS["anthropic, threads, stream"] = partial(anthropic_threads, True)
 LOOPS: dict[str, Callable[[str, str], dict[str, Any]]] = {
     "openai": openai_calls,
     "openai, stream": openai_stream_calls,
@@ -533,12 +592,10 @@ LOOPS: dict[str, Callable[[str, str], dict[str, Any]]] = {
     "openai, responses, stream": openai_responses_stream_calls,
     "anthropic": anthropic_calls,
     "anthropic, stream": anthropic_stream_calls,
-    "openai-agents": lambda url, picture: _agents(url, picture, _CHAT, False),
-    "openai-agents, stream": lambda url, picture: _agents(url, picture, _CHAT, True),
-    "openai-agents, responses": lambda url, picture: _agents(url, picture, _RESPONSES, False),
-    "openai-agents, responses, stream": lambda url, picture: _agents(
-        url, picture, _RESPONSES, True
-    ),
+    "openai-agents": partial(_agents, _CHAT, False),
+    "openai-agents, stream": partial(_agents, _CHAT, True),
+    "openai-agents, responses": partial(_agents, _RESPONSES, False),
+    "openai-agents, responses, stream": partial(_agents, _RESPONSES, True),
     "langchain-openai": langchain_calls,
     "langchain-openai, stream": langchain_stream_calls,
     "langchain-openai, responses": langchain_responses_calls,
@@ -558,7 +615,7 @@ def main() -> int:
     """Run one client; what came of it goes to stdout."""
     kind, name = sys.argv[1:]
     given = json.loads(sys.stdin.read())
-    programs: Any = {"talk": TALKS, "loop": LOOPS}[kind]
+    programs: Any = {"talk": TALKS, "loop": LOOPS, "agent": AGENTS}[kind]
     try:
         found: dict[str, Any] = {"version": version(package_of(name))}
         found["result"] = programs[name](*given)

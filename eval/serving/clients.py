@@ -7,13 +7,15 @@ there gets a row that says so.
 A **talk**: a client asks what is at a place of ``assets/scene.png`` and then, with the whole
 conversation, about another place. Both answers have to be right. A **loop**: two of its replies
 have to call a tool, by the tool choice, with a picture in the request and in a result; arguments
-have to satisfy the tool's schema, and objects the client's types (:mod:`client_programs`). The
+have to satisfy the tool's schema, and objects the client's types (:mod:`client_programs`). An
+**agent** is a package's own loop of --steps steps, in each of which a result holds a picture. The
 **checks** are programs that look for what an API of this form has to do. Some need a model that
 ends a text by itself, and with --text-model they are run on that, too: what passes on one passes.
 
     pip install openai anthropic openai-agents litellm llm-comply
     pip install langchain langchain-openai langchain-anthropic
-    npm install ai @ai-sdk/openai-compatible zod opencode-ai @anthropic-ai/claude-code compatcanary
+    npm install ai @ai-sdk/openai @ai-sdk/openai-compatible @ai-sdk/anthropic zod openai \\
+        @anthropic-ai/sdk opencode-ai @anthropic-ai/claude-code compatcanary
 
 ``transformers chat`` sends a picture as one of its examples (``!example NAME``). The bundled model
 calls no tools by itself, and terminal agents have no setting that makes it: a relay between them
@@ -87,6 +89,80 @@ if (schema) for (const streamed of [false, true]) {
 }
 console.log(JSON.stringify([said, calls]));
 """
+# Packages whose own loops run; the last of so many steps may not call.
+_LOOPS = """
+const [name, url, picture, schema, asked, steps, streamed] = JSON.parse(process.argv[2]);
+const model = 'tiny-vlm', description = 'Look at a place of the picture.', said = 'a frog';
+const data = picture.split(',')[1], calls = [], requests = [];
+const counting = (where, given) => { requests.push(where); return fetch(where, given); };
+const options = { apiKey: 'none', maxRetries: 0, fetch: counting };
+const run = (given) => { calls.push(given); return said; };
+if (name === 'openai') {
+  const { default: OpenAI } = await import('openai');
+  const client = new OpenAI({ ...options, baseURL: url });
+  const text = { type: 'text', text: asked };
+  const image = { type: 'image_url', image_url: { url: picture } };
+  const look = { name: 'look', description, parameters: schema, parse: JSON.parse, function: run };
+  const runner = client.chat.completions.runTools({
+    model, temperature: 0, max_tokens: 1000, tool_choice: 'required', parallel_tool_calls: false,
+    messages: [{ role: 'user', content: [image, text] }], stream: streamed,
+    tools: [{ type: 'function', function: look }],
+  }, { maxChatCompletions: steps });
+  await runner.done();
+} else if (name === '@anthropic-ai/sdk') {
+  const { default: Anthropic } = await import('@anthropic-ai/sdk');
+  const client = new Anthropic({ ...options, baseURL: url.replace(/\\/v1$/, '') });
+  const image = { type: 'image', source: { type: 'base64', media_type: 'image/png', data } };
+  const look = { type: 'custom', name: 'look', description, input_schema: schema, parse: (x) => x,
+    run: (given) => [{ type: 'text', text: run(given) }, image] };
+  const runner = client.beta.messages.toolRunner({
+    model, temperature: 0, max_tokens: 1000, stream: streamed, max_iterations: steps, tools: [look],
+    tool_choice: { type: 'any', disable_parallel_tool_use: true },
+    messages: [{ role: 'user', content: [image, { type: 'text', text: asked }] }],
+  });
+  for await (const made of runner) if (streamed) await made.finalMessage();
+} else {
+  const { generateText, jsonSchema, stepCountIs, streamText, tool } = await import('ai');
+  const [, maker, form] = /^@ai-sdk\\/([^.]*)\\.?(.*)$/.exec(name);
+  const module = await import(`@ai-sdk/${maker}`);
+  const own = { ...options, baseURL: url, name: 'mmkv' };
+  const [create] = ['OpenAI', 'Anthropic', 'OpenAICompatible'].map((one) => module[`create${one}`])
+    .filter(Boolean);
+  const made = create(own);
+  // To chats it would send a result's picture as a text of base64: there the user shows it.
+  const shows = form === 'chat' || maker.includes('compatible');
+  const parts = [{ type: 'text', text: said }, { type: 'media', data, mediaType: 'image/png' }];
+  const result = shows ? { type: 'text', value: said } : { type: 'content', value: parts };
+  const look = tool({
+    description, inputSchema: jsonSchema(schema), execute: run, toModelOutput: () => result,
+  });
+  const image = { type: 'image', image: Buffer.from(data, 'base64'), mediaType: 'image/png' };
+  const messages = [{ role: 'user', content: [image, { type: 'text', text: asked }] }];
+  const settings = { model: form ? made[form](model) : made(model), tools: { look }, temperature: 0,
+    maxRetries: 0, maxOutputTokens: 1000, messages, stopWhen: stepCountIs(steps),
+    onError: ({ error }) => { throw error; },
+    providerOptions: { openai: { parallelToolCalls: false }, mmkv: { parallel_tool_calls: false },
+      anthropic: { disableParallelToolUse: true } },
+    prepareStep: ({ stepNumber: at, messages: now }) => ({
+      toolChoice: at < steps - 1 ? 'required' : 'none',
+      messages: now.flatMap((one) => shows && one.role === 'tool'
+        ? [one, { role: 'user', content: [image] }] : [one]),
+    }) };
+  const first = streamed ? streamText(settings) : await generateText(settings);
+  const all = await first.steps;
+  // A conversation goes on with what came of it: one of its messages may be known by its id alone.
+  messages.push(...(await first.response).messages, { role: 'user', content: 'and now?' });
+  const last = await generateText({ ...settings, messages, stopWhen: stepCountIs(1), tools: {},
+    prepareStep: undefined, maxOutputTokens: 20 });
+  if (all.length !== steps || !last.steps.length) throw new Error(`${all.length} steps`);
+  requests.pop();
+}
+console.log(JSON.stringify([calls, requests.length]));
+"""
+NODE_AGENTS = (
+    *("@ai-sdk/openai.responses", "@ai-sdk/openai.chat", "@ai-sdk/openai-compatible"),
+    *("@ai-sdk/anthropic", "openai", "@anthropic-ai/sdk"),
+)
 
 
 def curl(url: str, picture: str) -> list[str]:
@@ -136,14 +212,14 @@ class Packages:
     def __init__(self, pythons: list[str], node: Path | None) -> None:
         self._pythons, self._node = pythons, node
 
-    def python(self, kind: str, name: str, url: str, picture: str) -> Found:
+    def python(self, kind: str, name: str, *given: Any) -> Found:
         """Run a Python client where it is installed. Raises FileNotFoundError."""
         program = str(Path(client_programs.__file__).resolve())
         why = FileNotFoundError(name)
         for python in self._pythons:
             try:
                 # -I: the folder of the program is not where modules are looked for.
-                said = _run([python, "-I", program, kind, name], json.dumps([url, picture]))
+                said = _run([python, "-I", program, kind, name], json.dumps(given))
             except FileNotFoundError as error:
                 why = error
                 continue
@@ -180,6 +256,19 @@ class Packages:
         for one in made:
             calls.add("look", one)
         return {"version": number, "result": {"calls": calls.made} if tools else said}
+
+    def loop(self, name: str, url: str, picture: str, steps: int, streamed: bool) -> Found:
+        """Run the loop of an npm package. Raises FileNotFoundError."""
+        number, _ = self.node(name.partition(".")[0])
+        given = json.dumps([name, url, picture, SCHEMA, ASKED[0], steps, streamed])
+        with tempfile.NamedTemporaryFile("w", suffix=".mjs", dir=self._node) as script:
+            script.write(_LOOPS)
+            script.flush()
+            made, requests = json.loads(_run(["node", script.name, given]))
+        calls = client_programs.Calls()
+        for one in made:
+            calls.add("look", one)
+        return {"version": number, "result": {"calls": calls.made, "steps": requests}}
 
 
 # Programs that check an API.
@@ -513,7 +602,8 @@ def run_all(options: argparse.Namespace) -> dict[str, dict[str, Found]]:
                 greedy = str(_greedy(options.text_model, folder / "text"))
                 settings = ["--budget", "512", "--memory", "256MiB", "--served-model-name", MODEL]
                 urls.append(start(mmkv_serve(greedy, folder / "text.log", *settings)).url)
-            wanted = _programs(packages, [f"{url}/v1" for url in urls], picture, folder)
+            urls = [f"{url}/v1" for url in urls]
+            wanted = _programs(packages, urls, picture, folder, options.steps)
             return {
                 kind: {name: _outcome(run) for name, run in programs.items()}
                 for kind, programs in wanted.items()
@@ -534,12 +624,15 @@ def _greedy(model: Path, folder: Path) -> Path:
 
 
 def _programs(
-    packages: Packages, urls: list[str], picture: str, folder: Path
+    packages: Packages, urls: list[str], picture: str, folder: Path, steps: int
 ) -> dict[str, dict[str, Callable[[], Found]]]:
     url = urls[0]
 
-    def python(kind: str, name: str) -> Callable[[], Found]:
-        return lambda: packages.python(kind, name, url, picture)
+    def python(kind: str, name: str, *more: Any) -> Callable[[], Found]:
+        return lambda: packages.python(kind, name, url, picture, *more)
+
+    def loop(name: str, streamed: bool) -> Callable[[], Found]:
+        return lambda: packages.loop(name, url, picture, steps, streamed)
 
     return {
         "talk": {
@@ -554,6 +647,14 @@ def _programs(
             "opencode": lambda: opencode(packages, url, folder / "opencode"),
             "Codex": lambda: codex(packages, url, folder / "codex"),
             "Claude Code": lambda: claude_code(packages, url, folder / "claude"),
+        },
+        "agent": {
+            **{name: python("agent", name, steps) for name in client_programs.AGENTS},
+            **{
+                f"{name} of npm{', stream' * streamed}": loop(name, streamed)
+                for name in NODE_AGENTS
+                for streamed in (False, True)
+            },
         },
         "check": {
             "llm-comply, chat": lambda: llm_comply(packages, urls, "openai-chat"),
@@ -573,13 +674,15 @@ def _outcome(run: Callable[[], Found]) -> Found:
         return {"failed": f"{type(error).__name__}: {error}"[:400]}
 
 
-def _good(kind: str, one: Found) -> bool:
+def _good(kind: str, one: Found, steps: int) -> bool:
     result = one.get("result")
     if kind == "talk" or result is None:
         return result == RIGHT
     if kind == "check":
         return not result.get("failed")
     calls = result["calls"]
+    if kind == "agent":  # one step may be the answer
+        return result["steps"] == steps and len(calls) in (steps - 1, steps)
     return (calls if isinstance(calls, int) else len(calls)) >= 2
 
 
@@ -590,11 +693,12 @@ def main(arguments: list[str] | None = None) -> int:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    here, kinds = [sys.executable], ["talk", "loop", "check"]
+    here, kinds = [sys.executable], ["talk", "loop", "agent", "check"]
     parser.add_argument("--python", nargs="+", default=here, help="interpreters with packages")
     parser.add_argument("--node", type=Path, default=None, help="folder with node_modules")
     parser.add_argument("--text-model", type=Path, default=None, help="a second model for checks")
     parser.add_argument("--kinds", nargs="+", choices=kinds, default=kinds, help="what is run")
+    parser.add_argument("--steps", type=int, default=20, help="of an agent")
     parser.add_argument("--output", type=Path, default=None, help="folder of the result file")
     parser.add_argument("--name", default=None, help="name of the result file, without .json")
     options = parser.parse_args(arguments)
@@ -602,9 +706,11 @@ def main(arguments: list[str] | None = None) -> int:
     for kind, clients in found.items():
         rows = []
         for name, one in clients.items():
-            good = _good(kind, one)
+            good = _good(kind, one, options.steps)
             bad |= not good and "missing" not in one
             said = one.get("result") or one.get("missing") or one.get("failed")
+            if kind == "agent" and good:
+                said = f"{one['result']['steps']} steps, {len(one['result']['calls'])} calls"
             words = said if isinstance(said, str) else json.dumps(said)
             rows.append([name, one.get("version", ""), "yes" if good else "no", words])
         table(f"Clients: {kind}", ["client", "version", "good", "what came of it"], rows)

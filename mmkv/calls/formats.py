@@ -89,7 +89,7 @@ class ToolFormat(ABC):
 
 def arguments_rule(tool: Tool, schema: Mapping[str, Any] | None = None) -> str:
     """Return the JSON of a function's arguments, or of one with a schema, for a grammar."""
-    own = exact_schema(tool.schema if schema is None else schema)
+    own = exact_schema(tool.bound if schema is None else schema)
     if own.get("properties"):  # names that a model makes up would be an error of the function
         own.setdefault("additionalProperties", False)
     settings = _JSON if tool.strict else {**_JSON, "lenient": True}
@@ -469,11 +469,11 @@ class QwenXml(ToolFormat):
         rules = []
         for i, tool in enumerate(tools):
             begin, places = spell(f"\n<function={tool.name}>\n"), []
-            required = tool.schema.get("required") or ()
+            required = tool.bound.get("required") or ()
             for k, (key, schema) in enumerate(_properties(tool).items()):
                 places.append(f"p_{i}_{k}" + ("" if key in required else "?"))
                 rules += self._parameter(f"{i}_{k}", tool, key, schema, spell)
-            others = tool.schema.get("additionalProperties", "properties" not in tool.schema)
+            others = tool.bound.get("additionalProperties", "properties" not in tool.bound)
             if others is not False:  # of any name but the known ones, which would come twice
                 places.append(f"other_{i}{{0,{MOST_CALLS}}}")
                 known = " | ".join(map(json.dumps, _properties(tool)))
@@ -522,13 +522,13 @@ _NOT_IN_XML = frozenset(
 
 
 def _properties(tool: Tool) -> dict[str, Any]:
-    found = tool.schema.get("properties")
+    found = tool.bound.get("properties")
     # A name that would end its own mark cannot be written.
     return {k: v for k, v in found.items() if not set(k) & set("<>\n")} if found else {}
 
 
 def _definitions(tool: Tool) -> dict[str, Any]:
-    return {name: tool.schema[name] for name in ("$defs", "definitions") if name in tool.schema}
+    return {name: tool.bound[name] for name in ("$defs", "definitions") if name in tool.bound}
 
 
 def _is_text(schema: Any) -> bool:

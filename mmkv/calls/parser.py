@@ -245,10 +245,16 @@ class ReplyParser:
             pass
         return events
 
-    def finish(self, cut: bool = False) -> list[Event]:
-        """End the reply; ``cut``: whether it was cut off, so that a call may be incomplete."""
+    def finish(self, cut: bool = False, stopped_by: str | None = None) -> list[Event]:
+        """End the reply.
+
+        Args:
+            cut: whether it was cut off, so that a call may be incomplete.
+            stopped_by: the stop text that cut it off, which may lie in a mark: what of the mark
+                stands before it is no text.
+        """
         events: list[Event] = []
-        held, self._held = self._held, ""
+        held, self._held = self._without_mark(stopped_by or ""), ""
         if self._mode == "thought":
             self._say(events, held, ThoughtPiece)
         elif self._reader is not None:
@@ -261,6 +267,18 @@ class ReplyParser:
         else:
             self._say(events, held)
         return events
+
+    def _without_mark(self, stopped_by: str) -> str:
+        """Return what is held, without the beginning of a mark that a stop text goes on with."""
+        marks = list(self._openings if self._mode != "thought" else ())
+        if self._marks is not None and self._mode != "text":
+            marks.append(self._marks.close if self._mode == "thought" else self._marks.open)
+        for mark in marks if stopped_by and self._reader is None else ():
+            begun = open_tail(self._held, mark)
+            rest = mark[begun:]
+            if begun and (rest.startswith(stopped_by) or stopped_by.startswith(rest)):
+                return self._held[:-begun].rstrip()
+        return self._held
 
     def _step(self, events: list[Event]) -> bool:
         if not self._held:
@@ -415,9 +433,9 @@ class CallFilter:
         """Take more of the reply; return what of it can be shown now."""
         return self._shown(self._parser.push(text))
 
-    def finish(self, cut: bool) -> str:
-        """End the reply; ``cut``: whether it was cut off. A call that is not whole is left out."""
-        rest = self._shown(self._parser.finish(cut))
+    def finish(self, cut: bool, stopped_by: str | None = None) -> str:
+        """End the reply; see :meth:`ReplyParser.finish`. A call that is not whole is left out."""
+        rest = self._shown(self._parser.finish(cut, stopped_by))
         if not self.parsed.complete:
             self.parsed.calls.pop()
         return rest
@@ -436,9 +454,11 @@ class CallFilter:
         return made
 
 
-def parse(parser: ReplyParser, text: str, cut: bool = False) -> ParsedReply:
-    """Take a whole reply apart."""
+def parse(
+    parser: ReplyParser, text: str, cut: bool = False, stopped_by: str | None = None
+) -> ParsedReply:
+    """Take a whole reply apart; see :meth:`ReplyParser.finish`."""
     made = ParsedReply()
     made.add(parser.push(text))
-    made.add(parser.finish(cut))
+    made.add(parser.finish(cut, stopped_by))
     return made

@@ -26,12 +26,14 @@ class Tool:
     Attributes:
         parameters: a JSON schema of its arguments, an object's; None: it takes none.
         strict: whether a schema that cannot be followed to the letter is refused.
+        followed: the schema without the parts that calls cannot be bound to; None: there are none.
     """
 
     name: str
     description: str = ""
     parameters: Mapping[str, Any] | None = None
     strict: bool = False
+    followed: Mapping[str, Any] | None = None
 
     @classmethod
     def of(cls, given: Any, where: str = "tools") -> Tool:
@@ -81,6 +83,11 @@ class Tool:
             return {"type": "object", "properties": {}, "additionalProperties": False}
         return {"type": "object", **self.parameters}
 
+    @property
+    def bound(self) -> dict[str, Any]:
+        """Return the schema that calls are bound to."""
+        return self.schema if self.followed is None else {"type": "object", **self.followed}
+
     def as_json(self) -> dict[str, Any]:
         """Return it in OpenAI's form."""
         own = {"name": self.name, "description": self.description, "strict": self.strict}
@@ -113,8 +120,8 @@ def _shown(value: Any) -> str:
 
 
 # Keys of a JSON schema whose values are data, and those whose values are schemas by name.
-_DATA = {"const", "default", "enum", "examples"}
-_BY_NAME = {"$defs", "definitions", "dependentSchemas", "patternProperties", "properties"}
+SCHEMA_DATA = {"const", "default", "enum", "examples"}
+SCHEMA_NAMES = {"$defs", "definitions", "dependentSchemas", "patternProperties", "properties"}
 _LEAP = r"(\d\d(0[48]|[2468][048]|[13579][26])|([02468][048]|[13579][26])00)"
 _DATE = rf"(\d{{4}}-(0[13-9]|1[0-2]|02-([01]|2[0-8]))|{_LEAP}-02-29)"
 _TIME = r"\d\d:\d\d:[0-5]"
@@ -136,9 +143,9 @@ def exact_schema(schema: Mapping[str, Any]) -> dict[str, Any]:
             left += value
         elif isinstance(value, dict):
             for key, inner in value.items():
-                if key in _BY_NAME and isinstance(inner, dict):
+                if key in SCHEMA_NAMES and isinstance(inner, dict):
                     left += inner.values()
-                elif key not in _DATA:
+                elif key not in SCHEMA_DATA:
                     left.append(inner)
             _sharpen(value)
     return made
@@ -172,12 +179,14 @@ class ToolUse:
         choice: whether it may call some (``auto``), has to (``required``), or may not (``none``).
         only: the names of those that it may call; None: all.
         parallel: whether it may call several.
+        notes: what of the schemas is not followed.
     """
 
     tools: tuple[Tool, ...]
     choice: Literal["auto", "required", "none"] = "auto"
     only: frozenset[str] | None = None
     parallel: bool = True
+    notes: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         """Raise InputError for names that are not there, or there twice."""

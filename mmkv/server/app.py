@@ -30,7 +30,7 @@ from mmkv.server.messages import add_messages
 from mmkv.server.metrics import CONTENT_TYPE
 from mmkv.server.page import HEADERS, page_router
 from mmkv.server.reply import ReplyResponse, error_response
-from mmkv.server.responses import responses_router
+from mmkv.server.responses import ResponseTable, responses_router
 from mmkv.server.schema import ChatRequest, load_router
 from mmkv.server.sessions import SessionTable, saved_router, sessions_router
 from mmkv.server.state import ServerState
@@ -122,11 +122,12 @@ def make_app(state: ServerState, hosts: frozenset[str] | None = None) -> FastAPI
     keyed = APIRouter(prefix="/v1", dependencies=shown, route_class=BodyRoute)
     _add_keyed(keyed, state)
     add_completions(keyed, state)
-    add_messages(keyed, state)
+    responses = ResponseTable(state)
+    add_messages(keyed, state, responses)
     sessions = SessionTable(state)
     keyed.include_router(sessions_router(state, sessions))
     keyed.include_router(saved_router(state))
-    keyed.include_router(responses_router(state))
+    keyed.include_router(responses_router(state, responses))
     app.include_router(keyed)
     app.router.routes.append(socket_route(state, sessions))
     app.include_router(load_router(state.settings.name))
@@ -209,7 +210,7 @@ def _model(state: ServerState) -> dict[str, Any]:
 
 
 class HeadAsGet:
-    """Handles HEAD as GET; uvicorn leaves the body out."""
+    """Handles HEAD as GET; uvicorn leaves the body out, and a stream ends at once."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
@@ -217,7 +218,7 @@ class HeadAsGet:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Pass a request on."""
         if scope["type"] == "http" and scope["method"] == "HEAD":
-            scope = {**scope, "method": "GET"}
+            scope = {**scope, "method": "GET", "mmkv.head": True}
         await self._app(scope, receive, send)
 
 

@@ -14,7 +14,7 @@ import time
 from collections.abc import AsyncGenerator, Sequence
 from typing import TYPE_CHECKING, Any
 
-from mmkv.calls.parser import CallStart, ParsedReply
+from mmkv.calls.parser import CallEnd, CallStart, ParsedReply
 from mmkv.calls.tools import tool_use
 from mmkv.engine.errors import MmkvError
 from mmkv.grammar import ReplyRules, answer_schema, require_tools
@@ -342,7 +342,7 @@ class ChatCall:
     async def parts(self) -> AsyncGenerator[ReplyPart | Done]:
         """Run the request as :meth:`events` does; yield its replies' thoughts, texts and calls."""
         parsers: dict[int, ReplyParser] = {}
-        called: set[int] = set()
+        whole: dict[int, bool] = {}  # of those that call, whether their latest call is
         async with contextlib.aclosing(self.events()) as events:
             async for event in events:
                 if isinstance(event, Done):
@@ -353,9 +353,12 @@ class ChatCall:
                     parsers[at] = self.work.parser(at)
                 found = parsers[at].push(event.text)
                 if reason is not None:
-                    found += parsers[at].finish(cut=reply.FINISH[reason] == "length")
-                called |= {at for one in found if isinstance(one, CallStart)}
-                if reason is not None and at in called and reply.FINISH[reason] == "stop":
+                    cut = reason != "eos" or event.stop_text is not None
+                    found += parsers[at].finish(cut, event.stop_text)
+                for one in found:
+                    if isinstance(one, (CallStart, CallEnd)):
+                        whole[at] = isinstance(one, CallEnd)
+                if reason in ("eos", "stop") and whole.get(at):  # others could not be run
                     reason = "calls"
                 yield ReplyPart(at, found, event.spelled, reason, event.stop_text)
 
@@ -386,6 +389,9 @@ class ChatCall:
                     if media is not None:  # they were read before the first token
                         media.let_go()
                     self.done, self.counts = isinstance(event, Done), request.counts
+                    if isinstance(event, Done):
+                        notes = self.work.logit_settings.rules.notes
+                        event.usage.notes = [*event.usage.notes, *notes]
                     yield event
                     if self.done:
                         return
@@ -575,11 +581,9 @@ def _tool_use(
     try:
         tools = before if request.tools is None else request.tools
         use = tool_use(tools, request.tool_choice, request.parallel_tool_calls)
-        if use is not None:
-            require_tools(facts.call_format, use)
+        return None if use is None else require_tools(facts.call_format, use)
     except MmkvError as error:
         raise ApiError(400, str(error), "invalid_value", "tools") from error
-    return use
 
 
 def _logit_settings(request: ChatRequest, facts: Facts, use: ToolUse | None) -> LogitSettings:
@@ -600,7 +604,8 @@ def _logit_settings(request: ChatRequest, facts: Facts, use: ToolUse | None) -> 
     top = (request.top_logprobs or 0) if request.logprobs else None
     try:
         form = None if use is None else facts.call_format
-        rules = ReplyRules(answer_schema(request.response_format), form, use)
+        answer, notes = answer_schema(request.response_format)
+        rules = ReplyRules(answer, form, use, (*notes, *(use.notes if use else ())))
     except MmkvError as error:
         raise ApiError(400, str(error), "invalid_value", "response_format") from error
     stop_tokens = frozenset(request.stop_token_ids or ())

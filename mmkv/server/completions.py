@@ -17,18 +17,19 @@ from mmkv.server.errors import ApiError
 from mmkv.server.reply import ReplyResponse, usage_json
 from mmkv.server.schema import (
     NO_TOOLS,
-    UNSUPPORTED,
     ChatRequest,
     Count,
     Limit,
     MmkvOptions,
     Number,
+    Refused,
     SampledRequest,
     Short,
     StreamOptions,
     TokenIds,
     refuse_fields,
     refuse_stream_options,
+    refused_but,
     unsupported,
 )
 from mmkv.server.state import Caller, ServerState
@@ -40,16 +41,13 @@ if TYPE_CHECKING:
 class CompletionRequest(SampledRequest):
     """A request to continue a text."""
 
-    refused: ClassVar[dict[str, tuple[Any, ...]]] = (
-        UNSUPPORTED
-        | NO_TOOLS
-        | {
-            "messages": (),
-            "response_format": ({"type": "text"},),
-            "suffix": ("",),
-            **dict.fromkeys(("chat_template_kwargs", "enable_thinking", "thinking_budget"), ()),
-        }
-    )
+    refused: ClassVar[Refused] = {
+        **refused_but("prompt"),
+        **NO_TOOLS,
+        "response_format": ({"type": "text"},),
+        "suffix": ("",),
+        **dict.fromkeys(("chat_template_kwargs", "enable_thinking", "thinking_budget"), ()),
+    }
 
     model: str
     prompt: str | Annotated[list[Any], Field(max_length=1)]

@@ -11,16 +11,18 @@ import contextlib
 import json
 import logging
 import os
+import re
 import select
 import socket
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from http import HTTPStatus
 from typing import TYPE_CHECKING, Any
 
 import uvicorn
 import wsproto.events
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 from uvicorn.protocols.websockets.wsproto_impl import WSProtocol
 
 from mmkv.server.errors import RETRY_AFTER, ApiError
@@ -42,7 +44,11 @@ _SENT = 64 * 2**10  # bytes of an answer that the system holds, or twice as many
 _PIPELINED = 16  # requests of one connection that were sent before an answer
 _LARGE = 2**20  # bytes of an answer, of which few are under way
 _PROBE = 0.05  # seconds
+_LAST_WORDS = 2  # seconds for the errors of replies that the end of the server cuts off
 _PROBES = 100  # of them until a half-closed connection is written to again
+# RFC 9110, 7.2, and RFC 3986: the name of a host, an address, with or without a port.
+_HOST = re.compile(rb"(\[[0-9A-Fa-f:.]+\]|[\w.~!$&'()*+,;=%-]*)(:\d*)?")
+_ABSOLUTE = re.compile(rb"[A-Za-z][A-Za-z0-9+.-]*://([^/?]*)")
 
 
 @dataclass(frozen=True)
@@ -205,7 +211,64 @@ class Connection(HttpToolsProtocol):
         self._in_body, self._head, self._aside = True, 0, 0
         if len(self.pipeline) >= _PIPELINED:
             raise ValueError("too many requests before an answer")  # a 400 of the parser
+        if (wrong := self._wrong_head()) is not None:
+            self._refuse(*wrong, "invalid_request")
+            raise ValueError(wrong[1])
         super().on_headers_complete()
+
+    def _wrong_head(self) -> tuple[int, str] | None:
+        """Return the status and what is wrong with a head that RFC 9112 has a server refuse.
+
+        Of what it says, the parser refuses the rest: two lengths, or one beside chunks, folded
+        lines, spaces before colons, lines that end without CR LF.
+        """
+        version = self.parser.get_http_version()
+        if version not in ("1.0", "1.1"):
+            return 505, f"HTTP/{version} is not spoken here; use HTTP/1.1"
+        hosts = [value for name, value in self.headers if name == b"host"]
+        coded = [value.lower() for name, value in self.headers if name == b"transfer-encoding"]
+        codings = [one.strip() for value in coded for one in value.split(b",")]
+        if (target := _ABSOLUTE.match(self.url)) is not None:  # it counts, and Host does not
+            hosts = [*hosts[1:], target[1]]
+            self.headers[:] = [one for one in self.headers if one[0] != b"host"]
+            self.headers.append((b"host", target[1]))
+        if len(hosts) != 1 and (hosts or version == "1.1"):
+            return 400, f"the request has {len(hosts)} Host headers; send one"
+        if any(_HOST.fullmatch(one) is None for one in hosts) or b"#" in self.url:
+            return 400, "the host or the target of the request cannot be; send a name and a path"
+        if codings and (version == "1.0" or codings[-1] != b"chunked"):
+            return (
+                400,
+                "nothing tells where the body ends; send Content-Length, or chunks last",
+            )
+        if codings and codings != [b"chunked"]:
+            return 501, "of transfer codings only chunked is read; send the body in it, or plain"
+        return None
+
+    def send_400_response(self, msg: str) -> None:
+        """Answer what the parser cannot read, unless it was answered already."""
+        if not self.transport.is_closing():
+            what = "this is no HTTP/1.1; check the head, the length and the chunks of the request"
+            self._refuse(400, what, "invalid_request")
+
+    def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
+        """Begin to answer; HTTP/1.0 knows no chunks, so that its answers end with the connection.
+
+        (Without this uvicorn chunks what has no Content-Length, whoever asks.)
+        """
+        if cycle.scope["http_version"] != "1.0":
+            super()._start_asgi_task(cycle, app)
+            return
+        cycle.chunked_encoding = False
+
+        async def unchunked(scope: Any, receive: Any, send: Any) -> None:
+            async def sending(message: Any) -> None:
+                cycle.expected_content_length = len(message.get("body", b""))
+                await send(message)
+
+            await app(scope, receive, sending)
+
+        super()._start_asgi_task(cycle, unchunked)
 
     def on_header(self, name: bytes, value: bytes) -> None:
         """Take a header, or a trailer, within the bound of both."""
@@ -291,7 +354,7 @@ class Connection(HttpToolsProtocol):
         """Answer without the application, and close."""
         body = json.dumps(ApiError(status, message, code).body()).encode()
         lines = [
-            f"HTTP/1.1 {status} {_PHRASES[status]}",
+            f"HTTP/1.1 {status} {HTTPStatus(status).phrase}",
             "Content-Type: application/json",
             f"Content-Length: {len(body)}",
             "Connection: close",
@@ -300,11 +363,6 @@ class Connection(HttpToolsProtocol):
         self.guard.refused(self.client, status, len(body))
         self.transport.write("\r\n".join([*lines, "", ""]).encode() + body)
         self.transport.close()
-
-    def send_400_response(self, msg: str) -> None:
-        """Answer what is no request."""
-        self.guard.refused(self.client, 400, len(msg))
-        super().send_400_response(msg)
 
 
 class SocketConnection(WSProtocol):
@@ -316,6 +374,7 @@ class SocketConnection(WSProtocol):
 
     guard: Guard  # of a subclass, see WebServer
     served = 1
+    _ends = False  # whether the server does
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """Take over a connection whose head was read."""
@@ -365,6 +424,14 @@ class SocketConnection(WSProtocol):
         self.guard.bodies.bytes -= size
         self._waiting -= 1
         self.since = self.loop.time()
+        if self._ends:
+            self.shutdown()
+
+    def shutdown(self) -> None:
+        """Close, as the server ends: once what is asked for is answered."""
+        self._ends = True
+        if self.idle:
+            super().shutdown()
 
     def handle_ping(self, event: wsproto.events.Ping) -> None:
         """Answer; who sends these and reads nothing is dropped."""
@@ -398,10 +465,6 @@ class SocketConnection(WSProtocol):
 def size_of(data: str | bytes | bytearray) -> int:
     """Return the bytes of a message."""
     return len(data.encode("utf-8", "surrogatepass")) if isinstance(data, str) else len(data)
-
-
-_PHRASES = {408: "Request Timeout", 431: "Request Header Fields Too Large"}
-_PHRASES[503] = "Service Unavailable"
 
 
 class OncePerMinute(logging.Filter):
@@ -449,7 +512,7 @@ class WebServer(uvicorn.Server):
             message_seconds=settings.body_seconds,
             answers=settings.bounds.answers,
         )
-        self.guard = Guard(limits, state.bodies)
+        self.guard, self._state = Guard(limits, state.bodies), state
         if settings.access_log is not None:
             app = AccessLog(app, settings.access_log)
             self.guard.refused = app.refused
@@ -466,6 +529,7 @@ class WebServer(uvicorn.Server):
             # asyncio accepts as many in one go before any of them is counted.
             backlog=_AT_ONCE,
             timeout_keep_alive=30,
+            timeout_graceful_shutdown=round(settings.drain) + _LAST_WORDS,
             # uvicorn by itself believes whoever connects from this machine.
             proxy_headers=bool(settings.proxies),
             forwarded_allow_ips=list(settings.proxies),
@@ -489,6 +553,13 @@ class WebServer(uvicorn.Server):
                     port = same.getsockname()[1]
         if self.started:
             self._ready(port)
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """End; who still waits for a reply after ``--drain`` seconds is told so."""
+        loop, drain = asyncio.get_running_loop(), self._state.settings.drain
+        ending = loop.call_later(drain, lambda: self._state.engine_thread.end_requests())
+        await super().shutdown(sockets)
+        ending.cancel()
 
 
 def _on_loop_error(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:

@@ -55,7 +55,7 @@ class Admitted:
 
 @dataclass
 class Delta:
-    """A piece of a reply; ``stop_text``: the stop string that ended it, if one did."""
+    """A piece of a reply; ``stop_text``: the stop string, or token, that ended it, if one did."""
 
     index: int
     text: str
@@ -156,6 +156,10 @@ def _size(delta: Delta) -> int:
     return len(delta.text) + _SCORED_BYTES * sum(1 + len(one.top) for one in delta.spelled)
 
 
+def _shutting_down() -> ApiError:
+    return ApiError(503, "the server is shutting down; try another one", "shutdown")
+
+
 def _too_slow(most: int) -> ApiError:
     what = f"over {most >> 20} MiB of the reply were not read; read faster, or ask for less"
     return ApiError(408, what, "client_too_slow")
@@ -253,7 +257,7 @@ class EngineThread(threading.Thread):
         self._commands: queue.SimpleQueue[tuple[Callable[[], Any], Future[Any]] | None]
         self._commands = queue.SimpleQueue()
         self._requests: list[Request] = []
-        self._ending = self.failed = False
+        self._ending = self._drained = self.failed = False
         # Numbers that one thread writes and the other reads: requests sent to the thread and taken
         # by it, and how many more it could take when it looked last.
         self._sent = self._taken = 0
@@ -328,8 +332,8 @@ class EngineThread(threading.Thread):
             arrive()
             core = self.core
             assert core is not None
-            if self._ending:
-                raise ApiError(503, "the server is shutting down; try another one", "shutdown")
+            if self._ending or self._drained:
+                raise _shutting_down()
             job = core.job(work, lambda: self._tell([(request, [Admitted()])]))
             core.scheduler.admit()  # those that came since the latest turn
             request.ticket = core.scheduler.submit(job, user)
@@ -343,6 +347,12 @@ class EngineThread(threading.Thread):
             self.post(arrive)  # unless it never is
             raise
         return request
+
+    def end_requests(self) -> None:
+        """Tell all who wait for a reply that the server ends; in the event loop."""
+        self._drained = True
+        for events in list(self.events):
+            events.put(Failed(_shutting_down()))
 
     def stop(self) -> None:
         """Cancel what is left, return all pages and end the thread."""

@@ -48,8 +48,10 @@ class ApiError(Exception):
         # By these words clients know that they have to sum up.
         too_long = self.code == "context_length_exceeded" and self.param == "messages"
         message = f"prompt is too long: {self}" if too_long else str(self)
-        error = {"type": _ANTHROPIC_TYPES.get(status, usual), "message": message}
-        return status, {"type": "error", "error": error, "request_id": None}
+        error: dict[str, Any] = {"type": _ANTHROPIC_TYPES.get(status, usual), "message": message}
+        if self.code is not None and self.code.startswith("thread_"):
+            error["details"] = {"error_code": self.code}
+        return status, {"type": "error", "error": error}
 
     def body(self) -> dict[str, Any]:
         """Return the error object."""

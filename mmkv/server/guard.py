@@ -394,6 +394,7 @@ class RefuseWhenFull:
 
 
 _LOCAL = ("localhost", "127.0.0.1", "[::1]")
+_HARMLESS = ("GET", "HEAD", "OPTIONS")  # methods that change nothing
 
 
 def allowed_hosts(
@@ -418,8 +419,9 @@ def allowed_hosts(
 
 
 class CheckHost:
-    """Answers 403 to a request whose Host header has another name than ``hosts``, and to a
-    WebSocket that a page from elsewhere opens: browsers ask nobody before they do.
+    """Answers 403 to a request whose Host header has another name than ``hosts``, and to what a
+    page from elsewhere changes or opens: browsers ask nobody before they open a WebSocket, or POST
+    what a form could.
 
     A page can have its own name lead to 127.0.0.1 (DNS rebinding): the browser then takes the
     server's answers for the page's own, and shows them to it.
@@ -433,8 +435,8 @@ class CheckHost:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Pass a request on, if it names this server."""
         headers = dict(scope["headers"]) if scope["type"] in _ASKING else {}
-        if scope["type"] == "websocket" and not self._may_connect(headers):
-            what = "pages of this origin may not connect; start the server with --cors-origin and"
+        if scope.get("method") not in _HARMLESS and not self._is_own_page(headers):
+            what = "pages of this origin may not ask this; start the server with --cors-origin and"
             error = ApiError(403, f"{what} the origin", "origin_refused")
             await error_response(error)(scope, receive, send)
             return
@@ -451,14 +453,19 @@ class CheckHost:
                 return
         await self._app(scope, receive, send)
 
-    def _may_connect(self, headers: dict[bytes, bytes]) -> bool:
-        """Return whether no page asks, one of this server, or one that --cors-origin names."""
-        origin = headers.get(b"origin")
-        if origin is None or "*" in self._origins:
+    def _is_own_page(self, headers: dict[bytes, bytes]) -> bool:
+        """Return whether no page asks, one of this server, or one that --cors-origin names.
+
+        A browser says itself whether a page is of the same origin (Sec-Fetch-Site), also behind a
+        proxy that changes the Host header, but to no plain HTTP of another machine.
+        """
+        origin = headers.get(b"origin", b"").decode("latin-1").lower()
+        if "*" in self._origins or origin in self._origins:
             return True
-        shown = origin.decode("latin-1").lower()
+        if (site := headers.get(b"sec-fetch-site")) is not None:
+            return site in (b"same-origin", b"none")
         own = headers.get(b"host", b"").decode("latin-1").lower()
-        return shown in self._origins or (bool(own) and shown.partition("://")[2] == own)
+        return not origin or (bool(own) and origin.partition("://")[2] == own)
 
 
 def _name(header: str) -> str:

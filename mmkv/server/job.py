@@ -761,9 +761,9 @@ class ChatJob(EngineJob):
             writer, session = one.writer, one.session
             reply = writer.reply(self.counts.prompt_tokens, None)
             said = session.note_reply(writer, reply.text)
-            message = self.work.reply_message(
-                len(self.choices), prefix, reply.text, reply.finish_reason == "length"
-            )
+            stop = writer.stop_text
+            cut = reply.finish_reason != "eos" or stop is not None
+            message = self.work.reply_message(len(self.choices), prefix, reply.text, cut, stop)
             tokens = len(reply.token_ids)
             thought = self._thought_tokens(reply.token_ids) if message.thought else 0
             if said != reply.text:  # its thought is forgotten

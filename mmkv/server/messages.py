@@ -7,7 +7,7 @@ import contextlib
 import hashlib
 import re
 import secrets
-from collections.abc import AsyncGenerator, Callable, Iterable, Iterator
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from fastapi import APIRouter, Request, Response
@@ -20,20 +20,25 @@ from mmkv.server.chat import ChatCall, take_resume
 from mmkv.server.engine_thread import Done
 from mmkv.server.errors import ApiError, api_error
 from mmkv.server.reply import ReplyResponse, usage_json
+from mmkv.server.responses import ResponseTable, StoredResponse
 from mmkv.server.schema import (
+    ECHO,
+    IDLE,
     MOST_MESSAGES,
-    UNSUPPORTED,
     ChatRequest,
     Count,
+    Idle,
     MmkvOptions,
     OpenModel,
+    Refused,
     ReplyRequest,
     SampledRequest,
     Short,
     refuse_fields,
+    refused_but,
     unsupported,
 )
-from mmkv.server.state import Caller, CurrentCaller, ServerState
+from mmkv.server.state import Caller, CurrentCaller, ServerState, TurnMemory
 
 if TYPE_CHECKING:
     from mmkv.calls.parser import Event
@@ -83,13 +88,13 @@ class UrlSource(OpenModel):
 class Other(OpenModel):
     """Documents, tools that run on Anthropic's servers, and what else there is; refused."""
 
-    read = frozenset({"name"})
-
     type: str
 
 
 class ImageBlock(Block):
     """A picture."""
+
+    refused = {"transformations": ({}, {"oversized_image": "downsize"})}
 
     type: Literal["image"]
     source: Annotated[
@@ -103,13 +108,12 @@ class ImageBlock(Block):
 class ToolUseBlock(Block):
     """A call in an earlier message of the assistant."""
 
-    read = frozenset({"name"})
+    refused = {"caller": ({"type": "direct"},), "toolset_name": ()}
 
     type: Literal["tool_use"]
     id: Short
     name: Annotated[str, Field(max_length=128)]
     input: dict[str, Any]
-    caller: Any = None
 
 
 ResultBlock = Annotated[
@@ -122,6 +126,8 @@ ResultBlock = Annotated[
 
 class ToolResultBlock(Block):
     """What a call has come to."""
+
+    refused = {"toolset_name": ()}
 
     type: Literal["tool_result"]
     tool_use_id: Short
@@ -159,6 +165,8 @@ ContentBlock = Annotated[
 class InputMessage(OpenModel):
     """One message."""
 
+    refused = {"clear_at": ("never",), "output_config": ({},)}
+
     role: Literal["user", "assistant", "system"]
     content: str | Annotated[list[ContentBlock], Field(fail_fast=True)]
 
@@ -166,7 +174,11 @@ class InputMessage(OpenModel):
 class ToolParam(OpenModel):
     """A function that may be called; its parts are looked at as those of a chat's tools."""
 
-    read = frozenset({"name"})
+    refused = {"allowed_callers": (["direct"],), "defer_loading": (False,)}
+    idle = {
+        "eager_input_streaming": "arguments are sent as they are written",
+        "input_examples": "templates show schemas alone",
+    }
 
     type: str | None = None
     name: Any = None
@@ -179,8 +191,6 @@ class ToolParam(OpenModel):
 class ToolChoice(OpenModel):
     """Whether functions are called."""
 
-    read = frozenset({"name"})
-
     type: Literal["auto", "any", "tool", "none"]
     name: Annotated[str, Field(max_length=128)] | None = None
     disable_parallel_tool_use: StrictBool | None = None
@@ -188,6 +198,8 @@ class ToolChoice(OpenModel):
 
 class Thinking(OpenModel):
     """Whether the model thinks before it answers; ``omitted``: its thoughts are not shown."""
+
+    idle = {"block_binding": "signatures are not checked"}
 
     type: Literal["enabled", "disabled", "adaptive"]
     budget_tokens: Annotated[int, Field(ge=0, lt=2**31)] | None = None
@@ -197,8 +209,17 @@ class Thinking(OpenModel):
 class OutputConfig(OpenModel):
     """How the answer looks."""
 
+    refused = {"task_budget": ()}
+    idle = {"effort": IDLE["reasoning_effort"]}
+
     effort: Short | None = None
     format: dict[str, Any] | None = None
+
+
+class Diagnostics(OpenModel):
+    """``previous_message_id``: with which request this one is compared, by its answer."""
+
+    previous_message_id: Short | None = None
 
 
 class RequestMetadata(OpenModel):
@@ -218,12 +239,17 @@ _OTHERS = (
 class PromptRequest(ReplyRequest):
     """A prompt, of which the tokens are counted."""
 
-    refused: ClassVar[dict[str, tuple[Any, ...]]] = (
-        {name: harmless for name, harmless in UNSUPPORTED.items() if name != "thinking"}
-        | dict.fromkeys(_OTHERS, ())
-        | {"container": (), "mcp_servers": ([],), "n": (1,)}
-    )
-    read: ClassVar[frozenset[str]] = frozenset({"metadata"})
+    refused: ClassVar[Refused] = {
+        **refused_but("thinking", "messages", "compaction"),
+        **dict.fromkeys(_OTHERS, ()),
+        "n": (1,),
+    }
+    idle: ClassVar[Idle] = {
+        **IDLE,
+        "compaction": "it is no part of what is counted",
+        "cache_control": ECHO,
+        **dict.fromkeys(("fallbacks", "fallback_credit_token"), "nothing is ever declined"),
+    }
 
     model: str
     messages: Annotated[list[InputMessage], Field(min_length=1, max_length=MOST_MESSAGES)]
@@ -234,19 +260,36 @@ class PromptRequest(ReplyRequest):
     output_config: OutputConfig | None = None
     output_format: dict[str, Any] | None = None  # as it was called before
     mmkv: MmkvOptions | None = None
-    # What is read is kept, and nothing is cut out of a prompt: the memory keeps to its budget.
+    # What is read is kept, whatever it says.
     cache_control: Any = None
     context_management: Any = None
 
 
 class MessagesRequest(PromptRequest, SampledRequest):
-    """A request for a message."""
+    """A request for a message.
+
+    Attributes:
+        thread: ``{"type": "create"}``: the conversation is kept, under the message's id;
+            ``{"type": "continue", "previous_message_id": ...}``: it goes on from there.
+        diagnostics: asks what prompt cache there was.
+    """
+
+    refused: ClassVar[Refused] = {
+        name: values for name, values in PromptRequest.refused.items() if name != "thread"
+    } | {"compaction": ()}
+    idle: ClassVar[Idle] = {
+        name: why
+        for name, why in PromptRequest.idle.items()
+        if name not in ("compaction", "metadata")
+    }
 
     max_tokens: Count
     stop_sequences: Annotated[list[str], Field(fail_fast=True)] | None = None
     stream: StrictBool | None = None
     metadata: RequestMetadata | None = None
     service_tier: Short | None = None
+    thread: dict[str, Any] | None = None
+    diagnostics: Diagnostics | None = None
 
 
 _SAME = frozenset(
@@ -488,10 +531,6 @@ def chat_request(asked: PromptRequest, form: ChatForm) -> ChatRequest:
 def unread_of(asked: PromptRequest, form: ChatForm, facts: Facts) -> list[str]:
     """Return what of a request has no effect with this model, beside fields that are not known."""
     found = list(form.unread)
-    if asked.context_management is not None:
-        found.append("context_management")
-    if asked.output_config is not None and asked.output_config.effort is not None:
-        found.append("output_config.effort")
     thinking = asked.thinking
     if thinking is not None and thinking.type != "adaptive":
         never = thinking.type == "disabled" and facts.thoughts is None
@@ -511,7 +550,8 @@ _STOPS = {
 }
 
 
-_NOT_ENDED = dict.fromkeys(("stop_reason", "stop_sequence", "stop_details", "container"))
+# Of fields that may be null, those that the API always shows; clients take no others as null.
+_NOT_ENDED = dict.fromkeys(("stop_reason", "stop_sequence"))
 # Who calls; the other values are for code that Anthropic's servers run.
 _CALLER = {"type": "direct"}
 
@@ -524,7 +564,8 @@ class MessageBuilder:
 
     Attributes:
         content: its blocks that are complete. The input of a call that was cut off, or whose
-            arguments are no object, is empty.
+            arguments are no object, is empty; the reply then does not stop for its calls, because
+            a client would run that one without its arguments.
     """
 
     def __init__(self, shows_thoughts: bool) -> None:
@@ -532,7 +573,8 @@ class MessageBuilder:
         self._shows_thoughts = shows_thoughts
         self._block: dict[str, Any] | None = None  # that grows
         self._pieces: list[str] = []
-        self._cut = False  # whether the latest call cannot be run
+        self._ended = True  # whether the latest call has its end
+        self._broken = False  # whether one of the calls cannot be run
 
     def take(self, events: Iterable[Event]) -> Iterator[dict[str, Any]]:
         """Yield the events of a piece of the reply."""
@@ -542,18 +584,18 @@ class MessageBuilder:
                 shown = {"type": "thinking_delta", "thinking": event.text}
                 yield from self._grown(event.text, shown if self._shows_thoughts else None)
             elif isinstance(event, TextPiece):
-                yield from self._in("text", {"text": "", "citations": None})
+                yield from self._in("text", {"text": ""})
                 yield from self._grown(event.text, {"type": "text_delta", "text": event.text})
             elif isinstance(event, CallStart):
                 yield from self.close()
-                self._cut = True
+                self._ended = False
                 empty = {"id": event.id, "name": event.name, "input": {}, "caller": _CALLER}
                 yield from self._in("tool_use", empty)
             elif isinstance(event, CallPiece):
                 given = {"type": "input_json_delta", "partial_json": event.text}
                 yield from self._grown(event.text, given)
             elif isinstance(event, CallEnd):
-                self._cut = False
+                self._ended = True
                 yield from self.close()
 
     def close(self) -> Iterator[dict[str, Any]]:
@@ -568,17 +610,19 @@ class MessageBuilder:
             yield self._delta({"type": "signature_delta", "signature": signed})
         elif block["type"] == "text":
             block["text"] = text
-        elif not self._cut:
-            given = parsed_arguments(text)
-            self._cut = not isinstance(given, dict)
-            block["input"] = {} if self._cut else given
+        else:
+            given = parsed_arguments(text) if self._ended else text
+            if isinstance(given, dict):
+                block["input"] = given
+            else:
+                self._broken = True
         self._block, self._pieces = None, []
         yield {"type": "content_block_stop", "index": len(self.content)}
         self.content.append(block)
 
     def stop(self, reason: str, text: str | None) -> dict[str, Any]:
         """Return why the reply has ended; ``text``: the stop sequence that was met."""
-        if reason == "calls" and self._cut:  # a client would run it without its arguments
+        if reason == "calls" and self._broken:
             reason = "eos" if text is None else "stop"
         met = text if reason == "stop" else None
         return _NOT_ENDED | {"stop_reason": _STOPS[reason], "stop_sequence": met}
@@ -604,16 +648,31 @@ class MessageBuilder:
 class MessagesCall:
     """One request. Raises ApiError: what can be said before the engine is asked.
 
+    Args:
+        threads: where the conversations of threads are kept.
+
     Attributes:
         unread: what of it has no effect, beside fields that are not known.
     """
 
-    def __init__(self, state: ServerState, asked: PromptRequest, caller: Caller) -> None:
+    def __init__(
+        self, state: ServerState, threads: ResponseTable, asked: PromptRequest, caller: Caller
+    ) -> None:
         refuse_fields(asked)
-        self._form = ChatForm(asked)
+        self._form, self._threads, start = ChatForm(asked), threads, None
+        thread = asked.thread if isinstance(asked, MessagesRequest) else None
+        if thread is not None and (before := _continued(thread, asked)) is not None:
+            start = threads.find(before, caller, "thread").conversation
         with self._form.own_names():
-            self._call = ChatCall(state, chat_request(asked, self._form), caller)
+            made = chat_request(asked, self._form)
+            self._call = ChatCall(state, made, caller, start, keep=thread is not None)
         self._form.messages = []
+        self._told: dict[str, Any] = {}
+        if asked.context_management is not None:
+            self._told["context_management"] = {"applied_edits": []}
+        diagnostics = getattr(asked, "diagnostics", None)
+        if diagnostics is not None and diagnostics.previous_message_id is not None:
+            self._told["diagnostics"] = {"cache_miss_reason": {"type": "unavailable"}}
         self.unread = unread_of(asked, self._form, state.facts)
         shown = asked.thinking is None or asked.thinking.display != "omitted"
         self._builder = MessageBuilder(shown)
@@ -628,9 +687,10 @@ class MessagesCall:
         """Return the message."""
         builder = self._builder
         ended: dict[str, Any] = {}
-        with self._form.own_names():
+        async with self._turn() as turn:
             async for part in self._call.parts():
                 if isinstance(part, Done):
+                    self._keep(turn)
                     return self._message(builder.content, _usage(part.usage)) | ended
                 list(builder.take(part.events))
                 if part.finish_reason is not None:
@@ -642,23 +702,36 @@ class MessagesCall:
         """Yield the events of a stream."""
         builder, begun = self._builder, False
         ended: dict[str, Any] = {}
-        with self._form.own_names():
-            async with contextlib.aclosing(self._call.parts()) as parts:
-                async for part in parts:
-                    if isinstance(part, Done):
-                        yield {"type": "message_delta", "delta": ended, "usage": _usage(part.usage)}
-                        yield {"type": "message_stop"}
-                        return
-                    if not begun:
-                        begun = True
-                        yield {"type": "message_start", "message": self._message([], self._read())}
-                        yield {"type": "ping"}
-                    for event in builder.take(part.events):
+        async with self._turn() as turn, contextlib.aclosing(self._call.parts()) as parts:
+            async for part in parts:
+                if isinstance(part, Done):
+                    self._keep(turn)
+                    yield {"type": "message_delta", "delta": ended, "usage": _usage(part.usage)}
+                    yield {"type": "message_stop"}
+                    return
+                if not begun:
+                    begun = True
+                    yield {"type": "message_start", "message": self._message([], self._read())}
+                    yield {"type": "ping"}
+                for event in builder.take(part.events):
+                    yield event
+                if part.finish_reason is not None:
+                    for event in builder.close():
                         yield event
-                    if part.finish_reason is not None:
-                        for event in builder.close():
-                            yield event
-                        ended = builder.stop(part.finish_reason, part.stop_text)
+                    ended = builder.stop(part.finish_reason, part.stop_text)
+
+    @contextlib.asynccontextmanager
+    async def _turn(self) -> AsyncIterator[TurnMemory]:
+        """Have what the turn goes on from, and its errors in the words of this API."""
+        with self._form.own_names():
+            async with TurnMemory(self._call.state, self._call.work) as turn:
+                yield turn
+
+    def _keep(self, turn: TurnMemory) -> None:
+        """Keep the conversation, under the message's id, if it is a thread's."""
+        if self._call.work.keep:
+            tenant = self._call.caller.tenant
+            self._threads.keep(self._id, StoredResponse(tenant, turn.claim(), b"", b"", None))
 
     def _read(self) -> dict[str, Any]:
         counts = self._call.counts
@@ -667,7 +740,7 @@ class MessagesCall:
 
     def _message(self, content: list[dict[str, Any]], usage: dict[str, Any]) -> dict[str, Any]:
         head = {"id": self._id, "type": "message", "role": "assistant", "model": self._model}
-        return head | {"content": content, **_NOT_ENDED, "usage": usage}
+        return head | {"content": content, **_NOT_ENDED, "usage": usage} | self._told
 
 
 def _tokens(prompt: int, resumed: int, reply: int, thoughts: int = 0) -> dict[str, Any]:
@@ -677,8 +750,6 @@ def _tokens(prompt: int, resumed: int, reply: int, thoughts: int = 0) -> dict[st
         "cache_creation_input_tokens": 0,  # it is part of input_tokens
         "output_tokens": reply,
         "output_tokens_details": {"thinking_tokens": thoughts},
-        # What there is not here.
-        **dict.fromkeys(("cache_creation", "inference_geo", "server_tool_use", "service_tier")),
     }
 
 
@@ -688,8 +759,34 @@ def _usage(usage: Usage) -> dict[str, Any]:
     return _tokens(usage.prompt_tokens, usage.resumed, reply, thoughts) | {"mmkv": own}
 
 
-def add_messages(router: APIRouter, state: ServerState) -> None:
-    """Add the routes to those that need a key."""
+def _continued(thread: dict[str, Any], asked: PromptRequest) -> str | None:
+    """Return the id of the message that a turn of a thread goes on from; None: it begins one.
+
+    Raises:
+        ApiError: it is neither, or names anew what the thread has; Anthropic's packages know the
+            codes, and send the whole conversation again.
+    """
+    match thread:
+        case {"type": "create", **others} if not others:
+            return None
+        case {"type": "continue", "previous_message_id": str(name), **others} if not others:
+            for field in ("system", "tools"):
+                if getattr(asked, field):
+                    what = f"a thread keeps the {field} that it was created with; leave it out, or"
+                    what += " create another thread"
+                    raise ApiError(400, what, "thread_fingerprint_mismatch", field)
+            return name
+    what = 'thread is {"type": "create"} or {"type": "continue", "previous_message_id": ...}; send'
+    what += " the whole conversation without it"
+    raise ApiError(400, what, "thread_unsupported_request", "thread")
+
+
+def add_messages(router: APIRouter, state: ServerState, threads: ResponseTable) -> None:
+    """Add the routes to those that need a key.
+
+    Args:
+        threads: where the conversations of threads are kept.
+    """
 
     @router.post("/messages", summary="Reply to a conversation (Anthropic's form)")
     async def reply(request: Request, body: MessagesRequest, who: CurrentCaller) -> Response:
@@ -701,7 +798,7 @@ def add_messages(router: APIRouter, state: ServerState) -> None:
 
     def answer(request: Request, body: PromptRequest, who: Caller, stream: bool | None) -> Response:
         take_resume(request, body)
-        call = MessagesCall(state, body, who)
+        call = MessagesCall(state, threads, body, who)
         headers = state.headers_for(body, call.unread)
         body.messages = []  # their pictures stand in the call by now
         work: Callable[[], Any] = call.count

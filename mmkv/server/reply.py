@@ -255,6 +255,10 @@ class ReplyResponse(Response):
         """Send events; an error before the first one is an HTTP status, later an event."""
         events: AsyncIterator[Any] = self._work()  # type: ignore[assignment]
         lines = _Lines(send, self._more_headers)
+        if scope.get("mmkv.head"):
+            await lines.write(b"")
+            await send({"type": "http.response.body", "body": b"", "more_body": False})
+            return
         try:
             async with lines.with_comments(self._keep_alive), contextlib.aclosing(events):  # type: ignore[type-var]
                 async for event in events:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import re
 import secrets
 import time
 from collections import OrderedDict
@@ -24,11 +25,15 @@ from mmkv.server.errors import ApiError, api_error
 from mmkv.server.guard import BodyRoute
 from mmkv.server.reply import LogprobRows, ReplyResponse, event_line, rendered
 from mmkv.server.responses_schema import (
+    InputItem,
+    ReferenceItem,
     ResponseRequest,
     chat_request,
     input_items,
+    item_of,
     with_own_field_names,
 )
+from mmkv.server.schema import unsupported
 from mmkv.server.state import Caller, CurrentCaller, ServerState, TurnMemory, release
 
 if TYPE_CHECKING:
@@ -72,10 +77,9 @@ class ResponseBuilder:
         self._completed = self._completed or int(time.time())
         status = self._status(reason)
         if not self._items:
-            self._items.append(self._message("in_progress"))
-        for one in self._items:
-            one["status"] = "completed"
-        self._items[-1]["status"] = status
+            self._items.append(self._message(status))
+        if self._open:
+            self._items[-1]["status"] = self._last_status(reason)
         made = self._response(status, self._items, usage)
         if status == "completed":
             return made | {"completed_at": self._completed}
@@ -117,7 +121,7 @@ class ResponseBuilder:
         """
         if not self._items:
             yield from self._begin("message", None)
-        yield from self._close(self._status(reason))
+        yield from self._close(self._last_status(reason))
         yield self._event(f"response.{self._status(reason)}", response=self.whole(reason, usage))
 
     def failed(self, error: ApiError) -> dict[str, Any]:
@@ -196,6 +200,11 @@ class ResponseBuilder:
 
     def _status(self, reason: str) -> str:
         return "incomplete" if reply.FINISH[reason] == "length" else "completed"
+
+    def _last_status(self, reason: str) -> str:
+        """Return the status of the latest item: a call that goes on at the end was cut off."""
+        called = self._open and self._items[-1]["type"] == "function_call"
+        return "incomplete" if called else self._status(reason)
 
     def _response(
         self, status: str, output: list[dict[str, Any]], usage: Usage | None = None
@@ -293,9 +302,12 @@ def page_of(items: list[dict[str, Any]], limit: int, after: str | None) -> dict[
     return {"object": "list", "data": data, "first_id": first, "last_id": last, "has_more": more}
 
 
+_PREFIXES = {"response": "resp_", "thread": "msg_"}
+
+
 @dataclass
 class StoredResponse:
-    """A response that later requests can continue.
+    """A response that later requests can continue, or a message of a thread.
 
     Attributes:
         shown: as the API shows it; items: its input; both as JSON, whose length is what they take.
@@ -312,7 +324,7 @@ class StoredResponse:
 
 
 class ResponseTable:
-    """The stored responses of a server, within a limit of bytes; in the event loop.
+    """The stored responses of a server, and threads, within a limit of bytes; in the event loop.
 
     The least recently used are deleted first.
     """
@@ -322,21 +334,51 @@ class ResponseTable:
         self._stored: OrderedDict[str, StoredResponse] = OrderedDict()
         self._bytes = 0
 
-    def find(self, name: str, caller: Caller) -> StoredResponse:
-        """Return a response and count it as used. Raises ApiError (404): none of the caller's."""
-        stored = self._stored.get(name)
+    def find(self, name: str, caller: Caller, kind: str = "response") -> StoredResponse:
+        """Return a response and count it as used.
+
+        Args:
+            kind: of what is looked for, which its name begins with.
+
+        Raises:
+            ApiError: 404, there is none of the caller's.
+        """
+        stored = self._stored.get(name) if name.startswith(_PREFIXES[kind]) else None
         if stored is not None and stored.conversation.lost:
             self.delete(name)
             stored = None
         if stored is None or stored.tenant != caller.tenant:
             raise ApiError(
                 404,
-                f"there is no response {name[:60]!r}: it was deleted, not stored, or made way for "
+                f"there is no {kind} {name[:60]!r}: it was deleted, not stored, or made way for "
                 "others; send the whole conversation",
-                "response_not_found",
+                f"{kind}_not_found",
             )
         self._stored.move_to_end(name)
         return stored
+
+    def with_items(self, asked: ResponseRequest, caller: Caller) -> ResponseRequest:
+        """Return a request with the items that it refers to. Raises ApiError (404): one is gone."""
+        given = asked.input
+        if isinstance(given, str) or not any(isinstance(one, ReferenceItem) for one in given):
+            return asked
+        found = [
+            self._item(one.id, caller, f"input[{at}]") if isinstance(one, ReferenceItem) else one
+            for at, one in enumerate(given)
+        ]
+        return asked.model_copy(update={"input": found})
+
+    def _item(self, name: str, caller: Caller, where: str) -> InputItem:
+        """Return an item of a stored response, whose name is part of the item's."""
+        key = re.search("[0-9a-f]{32}", name)
+        try:
+            stored = self.find(f"resp_{key[0] if key else ''}", caller)
+            items = [*json.loads(stored.shown)["output"], *json.loads(stored.items)]
+            return item_of(next(one for one in items if one.get("id") == name))
+        except (ApiError, StopIteration):
+            what = f"there is no item {name[:60]!r}: its response was deleted, not stored, or made "
+            what += f"way for others; send the item itself in {where}"
+            raise ApiError(404, what, "item_not_found", where) from None
 
     def keep(self, name: str, stored: StoredResponse) -> None:
         """Store a response; the least recently used ones are deleted for it."""
@@ -360,9 +402,10 @@ class ResponseCall:
     def __init__(
         self, state: ServerState, responses: ResponseTable, asked: ResponseRequest, caller: Caller
     ) -> None:
-        self._state, self._responses, self._asked, self._caller = state, responses, asked, caller
+        self._state, self._responses, self._caller = state, responses, caller
         self._store = asked.store is not False
         name, before = f"resp_{secrets.token_hex(16)}", None
+        self._asked = asked = responses.with_items(asked, caller)
         if asked.previous_response_id is not None:
             try:
                 before = responses.find(asked.previous_response_id, caller)
@@ -477,9 +520,8 @@ def _instructions(asked: ResponseRequest, before: StoredResponse | None) -> str 
     return before.instructions
 
 
-def responses_router(state: ServerState) -> APIRouter:
+def responses_router(state: ServerState, responses: ResponseTable) -> APIRouter:
     """Return the routes; a :class:`~mmkv.server.guard.CheckKey` has to stand before them."""
-    responses = ResponseTable(state)
     router = APIRouter(prefix="/responses", tags=["responses"], route_class=BodyRoute)
 
     @router.post("", summary="Reply to a conversation, or go on with an earlier response")
@@ -500,7 +542,13 @@ def responses_router(state: ServerState) -> APIRouter:
         )
 
     @router.get("/{name}", summary="A stored response")
-    async def one(name: str, who: CurrentCaller) -> Response:
+    async def one(
+        name: str, who: CurrentCaller, stream: bool = False, starting_after: int | None = None
+    ) -> Response:
+        for param, given in (("stream", stream), ("starting_after", starting_after is not None)):
+            if given:
+                what = "has been streamed, once; get it whole, or set stream when you create one"
+                raise unsupported(param, f"{param}: a stored response {what}")
         return Response(responses.find(name, who).shown, media_type="application/json")
 
     @router.get("/{name}/input_items", summary="What a stored response replied to")

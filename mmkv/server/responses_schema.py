@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, StrictBool
+from pydantic import BaseModel, ConfigDict, Field, StrictBool, TypeAdapter
 
 from mmkv.calls.tools import MOST_TOOLS
 from mmkv.server.errors import ApiError
 from mmkv.server.schema import (
+    ECHO,
+    IDLE,
     MOST_MESSAGES,
-    UNSUPPORTED,
     CacheHint,
     CalledFunction,
     CalledTool,
@@ -20,20 +21,25 @@ from mmkv.server.schema import (
     ChatRequest,
     Count,
     Effort,
+    Idle,
     ImagePart,
     ImageUrl,
     Metadata,
     MmkvOptions,
     OpenModel,
     OtherPart,
+    PromptCacheOptions,
     RefusalPart,
+    Refused,
     SampledRequest,
     Short,
+    StrictModel,
     TextPart,
     VideoPart,
     field_error,
     refuse_fields,
     refuse_stream_options,
+    refused_but,
     unsupported,
 )
 
@@ -71,7 +77,18 @@ class InputVideo(CacheHint):
 InputPart = InputText | RefusalPart | InputImage | InputVideo | OtherPart
 
 
-class MessageItem(OpenModel):
+class KnownItem(OpenModel):
+    """One item of the input."""
+
+    refused: ClassVar[Refused] = {
+        "caller": ({"type": "direct"},),
+        **dict.fromkeys(("agent", "namespace"), ()),
+        "async": (False,),
+    }
+    idle: ClassVar[Idle] = dict.fromkeys(("id", "status", "phase"), ECHO)
+
+
+class MessageItem(KnownItem):
     """One message of the input."""
 
     type: Literal["message"] = "message"
@@ -82,10 +99,8 @@ class MessageItem(OpenModel):
     phase: Short | None = None
 
 
-class CallItem(OpenModel):
+class CallItem(KnownItem):
     """A call of a function, in an earlier reply."""
-
-    read = frozenset({"name"})
 
     type: Literal["function_call"]
     call_id: Short
@@ -95,8 +110,10 @@ class CallItem(OpenModel):
     status: Short | None = None
 
 
-class ResultItem(OpenModel):
+class ResultItem(KnownItem):
     """What a function returned."""
+
+    idle = {**KnownItem.idle, "name": ECHO}
 
     type: Literal["function_call_output"]
     call_id: Short
@@ -112,8 +129,10 @@ class ThoughtText(OpenModel):
     text: str
 
 
-class ThoughtItem(OpenModel):
+class ThoughtItem(KnownItem):
     """A thought, in an earlier reply. What it has without text is not read."""
+
+    idle = {**KnownItem.idle, "summary": ECHO, "encrypted_content": "only who wrote it can read it"}
 
     type: Literal["reasoning"]
     content: Annotated[list[ThoughtText], Field(fail_fast=True)] | None = None
@@ -123,8 +142,15 @@ class ThoughtItem(OpenModel):
     status: Short | None = None
 
 
+class ReferenceItem(StrictModel):
+    """An item of a stored response, its input or its output, by its id."""
+
+    type: Literal["item_reference"] | None = None
+    id: Short
+
+
 class OtherItem(BaseModel):
-    """References, calls of other tools, and what else there is; refused."""
+    """Calls of other tools, and what else there is; refused."""
 
     model_config = ConfigDict(extra="allow")
 
@@ -133,24 +159,39 @@ class OtherItem(BaseModel):
 
 # Left to right: the first that takes an item ends the search.
 InputItem = Annotated[
-    MessageItem | CallItem | ResultItem | ThoughtItem | OtherItem,
+    MessageItem | CallItem | ResultItem | ThoughtItem | ReferenceItem | OtherItem,
     Field(union_mode="left_to_right"),
 ]
 
 
+_ITEM: TypeAdapter[InputItem] = TypeAdapter(InputItem)
 Summary = Literal["auto", "concise", "detailed"]
 
 
 class Reasoning(OpenModel):
-    """How a model reasons; of no consequence here, where none does apart from its reply."""
+    """How a model reasons; of no consequence here, where none does apart from its reply.
+
+    Which of its earlier thoughts it sees again is not: that is the template's to say.
+    """
+
+    refused = {"context": ("auto",)}
+    idle = {"mode": IDLE["reasoning_effort"]}
 
     effort: Effort | None = None
     summary: Summary | None = None
     generate_summary: Summary | None = None
 
 
+class ImageOptions(OpenModel):
+    """How pictures are read: at the model's size."""
+
+    refused = {"context_compression": ("auto", "disabled")}
+
+
 class TextOptions(OpenModel):
     """How the text looks."""
+
+    idle = {"verbosity": IDLE["verbosity"]}
 
     format: dict[str, Any] | None = None
     verbosity: Short | None = None
@@ -159,16 +200,20 @@ class TextOptions(OpenModel):
 class ResponseRequest(SampledRequest):
     """A request for a response."""
 
-    refused = UNSUPPORTED | {
-        "background": (False,),
-        **dict.fromkeys(("conversation", "prompt"), ()),
+    refused = {
+        **refused_but("input", "instructions", "previous_response_id", "store"),
         # What a chat takes, and this API does not have.
         **dict.fromkeys(
-            "messages max_tokens max_completion_tokens response_format logprobs stop "
+            "max_tokens max_completion_tokens response_format logprobs stop "
             "stop_token_ids logit_bias cache_salt generation_config".split(),
             (),
         ),
         "n": (1,),
+    }
+    idle: ClassVar[Idle] = {name: why for name, why in IDLE.items() if name != "metadata"} | {
+        "truncation": "what is too long is refused, and not cut",
+        "reasoning": "thoughts are part of the reply",
+        "max_tool_calls": "of OpenAI's own tools, of which there are none",
     }
 
     model: str
@@ -188,7 +233,9 @@ class ResponseRequest(SampledRequest):
     user: Short | None = None
     safety_identifier: Short | None = None
     prompt_cache_key: Short | None = None
+    prompt_cache_options: PromptCacheOptions | None = None
     prompt_cache_retention: Short | None = None
+    image: ImageOptions | None = None
     service_tier: Short | None = None
     reasoning: Reasoning | None = None
     stream_options: Any = None
@@ -313,11 +360,16 @@ def _messages(items: Sequence[InputItem]) -> tuple[list[ChatMessage], list[int |
         elif isinstance(item, MessageItem):
             content = _content(item.content, f"{where}.content")
             made.append(ChatMessage(role=item.role, content=content))
-        elif item.type in _ITEMS:
-            raise field_error(_ITEMS[item.type], item, where)
+        elif (kind := item.type or "") in _ITEMS:
+            raise field_error(_ITEMS[kind], item, where)
         else:
-            raise unsupported(where, f"items of type {item.type[:40]!r} are not supported")
+            raise unsupported(where, f"items of type {kind[:40]!r} are not supported")
     return made, origins
+
+
+def item_of(given: Any) -> InputItem:
+    """Return an item that is stored as JSON."""
+    return _ITEM.validate_python(given)
 
 
 def _is_reply(item: InputItem) -> bool:
@@ -403,6 +455,7 @@ def _listed(item: InputItem, name: str) -> dict[str, Any]:
         own = "output_text" if item.role == "assistant" else "input_text"
         head = {"id": item.id or f"msg_{name}", "type": "message", "role": item.role}
         return head | {"status": "completed", "content": _listed_parts(item.content, own)}
+    assert isinstance(item, (CallItem, ResultItem, ThoughtItem))
     kinds = {"function_call": "fc", "function_call_output": "fco", "reasoning": "rs"}
     made: dict[str, Any] = {"id": f"{kinds[item.type]}_{name}", "status": "completed"}
     made |= item.model_dump(exclude_none=True)

@@ -168,7 +168,6 @@ def serve(
             port,
             lambda port: say_all(first_lines(state, port)),
             log_level="warning",
-            timeout_graceful_shutdown=round(settings.drain),
         )
 
         # uvicorn passes the signal on when it is done; the program then ends by itself.

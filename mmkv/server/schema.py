@@ -71,14 +71,27 @@ class StrictModel(BaseModel):
     model_config = ConfigDict(extra="forbid")
 
 
+# Why a field has no effect that clients send back as answers had it; nobody has to be told.
+ECHO = "an answer's own"
+Refused = Mapping[str, tuple[Any, ...]]
+Idle = Mapping[str, str]
+
+
 class OpenModel(BaseModel):
-    """An object that clients give fields of their own; :func:`unread_fields` lists them.
+    """An object that clients give fields of their own.
+
+    Each field that the API's own packages know is one of three: it is done, as the class has it and
+    none of these tables; it is refused; or it has no effect. A field that says where a conversation
+    is, or what a reply is of, is never of the third kind. Fields that nobody here knows have no
+    effect (:func:`unread_fields`).
 
     Attributes:
-        read: fields that have an effect, and the names of which other objects have without one.
+        refused: fields that are not done, with the values that ask for what happens anyway.
+        idle: fields without effect, and why that is so.
     """
 
-    read: ClassVar[frozenset[str]] = frozenset()
+    refused: ClassVar[Refused] = {}
+    idle: ClassVar[Idle] = {}
 
     model_config = ConfigDict(extra="allow")
 
@@ -186,8 +199,6 @@ Content = str | Annotated[list[ContentPart], Field(fail_fast=True)]
 class CalledFunction(OpenModel):
     """A function, and its arguments as JSON text."""
 
-    read = frozenset({"name"})
-
     name: Annotated[str, Field(max_length=128)]
     arguments: str | dict[str, Any] | None = None
 
@@ -207,6 +218,12 @@ MOST_CALLS = 128
 class ChatMessage(OpenModel):
     """One message."""
 
+    refused = dict.fromkeys(("function_call", "audio"), ({}, ""))
+    idle: ClassVar[Idle] = {
+        "name": "templates show roles alone; of a tool's result without an id, it is read",
+        "annotations": "sources of an earlier reply, which it names in words",
+    }
+
     role: Literal["system", "developer", "user", "assistant", "tool", "function"]
     content: Content | None = None
     name: str | None = None
@@ -224,6 +241,8 @@ class ChatMessage(OpenModel):
 
 class StreamOptions(OpenModel):
     """Options of a stream."""
+
+    idle: ClassVar[Idle] = {"include_obfuscation": "nothing is padded"}
 
     include_usage: StrictBool | None = None
     include_obfuscation: StrictBool | None = None
@@ -265,13 +284,29 @@ class Body(StrictModel):
 MOST_MESSAGES = 1024
 
 
-# What would change the answer and is not done here: by field, the values that ask for what happens
-# anyway.
-UNSUPPORTED: dict[str, tuple[Any, ...]] = {
+_ALL = ("all", {"type": "all"})  # thoughts of earlier turns
+# Where a conversation is, or what a reply is of, by the names of all APIs: each form refuses those
+# that it does not do, with the values that ask for nothing.
+WHERE: Refused = {
+    **dict.fromkeys("previous_response_id previous_message_id conversation thread".split(), ()),
+    **dict.fromkeys("prompt input messages instructions".split(), ()),
+    **dict.fromkeys("container compaction multi_agent moderation".split(), ()),
+    "context_management": (
+        *([], {}, {"edits": []}),
+        *({"edits": [{"type": "clear_thinking_20251015", "keep": kept}]} for kept in _ALL),
+    ),
+    "background": (False,),
+    "background_options": ({}, {"completion_window": "soonest"}),
+    "store": (False,),
+    "mcp_servers": ([],),
+}
+# What else would change the answer and is not done here.
+UNSUPPORTED: Refused = {
+    **WHERE,
     "functions": ([],),
     "function_call": ("none", "auto"),
     "modalities": (["text"],),
-    **dict.fromkeys(("audio", "web_search_options", "moderation"), ()),
+    **dict.fromkeys(("audio", "web_search_options"), ()),
     # Templates.
     **dict.fromkeys(("chat_template", "documents"), ({}, [], "")),
     "add_special_tokens": (False,),
@@ -312,7 +347,7 @@ UNSUPPORTED: dict[str, tuple[Any, ...]] = {
 
 
 # Of those that call no functions.
-NO_TOOLS: dict[str, tuple[Any, ...]] = {
+NO_TOOLS: Refused = {
     "tools": ([],),
     "tool_choice": ("none", "auto"),
     "parallel_tool_calls": (True, False),
@@ -321,17 +356,25 @@ NO_TOOLS: dict[str, tuple[Any, ...]] = {
 TOLD_TEMPLATES = ("enable_thinking", "thinking_budget")
 
 
-class ReplyRequest(Body):
-    """A request for a reply, with fields of its own that clients add.
+# Of requests for a reply, whatever the API.
+IDLE: Idle = {
+    **dict.fromkeys(("prompt_cache_key", "prompt_cache_retention"), "what is read is kept anyway"),
+    **dict.fromkeys(("service_tier", "speed"), "all requests are served alike, in turn"),
+    **dict.fromkeys(("verbosity", "reasoning_effort"), "the model has no such setting"),
+    "inference_geo": "it runs where it runs",
+    **dict.fromkeys(("billing_policy", "access_programs"), "nothing is paid for or restricted"),
+    "prediction": "every token is decoded",
+    "metadata": "of stored chats, of which there are none",
+}
 
-    Attributes:
-        refused: fields that would change the answer and are not read, with the values that ask for
-            what happens anyway.
-    """
+
+class ReplyRequest(Body, OpenModel):
+    """A request for a reply, with fields of its own that clients add."""
 
     model_config = ConfigDict(extra="allow")
 
-    refused: ClassVar[dict[str, tuple[Any, ...]]] = UNSUPPORTED
+    refused: ClassVar[Refused] = UNSUPPORTED
+    idle: ClassVar[Idle] = IDLE
 
     chat_template_kwargs: TemplateValues | None = None
     enable_thinking: StrictBool | None = None
@@ -370,14 +413,24 @@ class SampledRequest(ReplyRequest):
     seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
 
 
+class PromptCacheOptions(OpenModel):
+    """How OpenAI's prompt cache is used; what is read here is kept anyway."""
+
+    refused = {"prewarm": (False,), "comparison_response_id": ()}
+    idle = dict.fromkeys(("mode", "ttl"), "what is read is kept anyway")
+
+
+def refused_but(*done: str, **more: tuple[Any, ...]) -> Refused:
+    """Return what a form refuses: all that is unsupported but what it does, and ``more``."""
+    return {name: values for name, values in UNSUPPORTED.items() if name not in done} | more
+
+
 class ChatRequest(SampledRequest):
     """A request for replies to a conversation."""
 
-    refused = {
-        name: harmless
-        for name, harmless in UNSUPPORTED.items()
-        if name not in ("add_generation_prompt", "continue_final_message")
-    } | dict.fromkeys("input instructions previous_response_id max_output_tokens".split(), ())
+    refused = refused_but(
+        "messages", "add_generation_prompt", "continue_final_message", max_output_tokens=()
+    )
 
     model: str
     messages: Annotated[list[ChatMessage], Field(min_length=1, max_length=MOST_MESSAGES)]
@@ -407,17 +460,11 @@ class ChatRequest(SampledRequest):
     # Of no consequence here, but with limits of OpenAI's.
     metadata: Metadata | None = None
     prompt_cache_key: Short | None = None
+    prompt_cache_options: PromptCacheOptions | None = None
     prompt_cache_retention: Short | None = None
     service_tier: Short | None = None
     verbosity: Short | None = None
     reasoning_effort: Effort | None = None
-
-
-# Known here, and without effect on an answer.
-HINTS = frozenset(
-    "metadata prompt_cache_key prompt_cache_retention service_tier verbosity reasoning_effort "
-    "truncation reasoning max_tool_calls name annotations include_obfuscation".split()
-)
 
 
 # Far from where Python's recursion ends: values that are passed on are compared and written again.
@@ -487,7 +534,6 @@ def _whole(text: str) -> bool:
     return True
 
 
-_NOT_READ = ("function_call", "audio")
 # What a header and a log can bear of names that a client has chosen.
 MOST_NAMES, _LONGEST_NAME = 32, 64
 
@@ -508,22 +554,21 @@ def unread_fields(request: ReplyRequest, strict: bool) -> list[str]:
     """
     found: set[str] = set()
     for place, part in _open_parts("", request):
+        shown = re.sub(r"\[\d+\]", "", place)
         for name, value in (part.model_extra or {}).items():
-            if value is None or (not place and name in request.refused):
+            if value is None or name in part.refused:
                 continue
-            if strict:
-                shown = ascii(f"{place}{name}"[:200])[1:-1]
-                what = f"{shown} is not a known field; leave it out"
-                raise ApiError(400, what, "invalid_value", shown)
-            shown = re.sub(r"\[\d+\]", "", place) + name
-            found.add(shown_name(shown))
-        read: frozenset[str] = getattr(type(part), "read", frozenset())
-        hints = [n for n in (HINTS & part.model_fields_set) - read if getattr(part, n) is not None]
-        found |= {re.sub(r"\[\d+\]", "", place) + name for name in hints}
+            if strict and name not in part.idle:
+                own = ascii(f"{place}{name}"[:200])[1:-1]
+                what = f"{own} is not a known field; leave it out"
+                raise ApiError(400, what, "invalid_value", own)
+            found.add(shown_name(shown + name))
+        told = (name for name, why in part.idle.items() if why is not ECHO)
+        found |= {shown + name for name in told if getattr(part, name, None) is not None}
     return sorted(found)
 
 
-def _open_parts(place: str, part: BaseModel) -> Iterator[tuple[str, BaseModel]]:
+def _open_parts(place: str, part: OpenModel) -> Iterator[tuple[str, OpenModel]]:
     """Yield an object and those below it that take other fields, with where they stand."""
     yield place, part
     for name, value in vars(part).items():  # its known fields
@@ -537,12 +582,15 @@ def _open_parts(place: str, part: BaseModel) -> Iterator[tuple[str, BaseModel]]:
 
 def refuse_fields(request: ReplyRequest) -> None:
     """Refuse what would change the answer and is not done here. Raises ApiError (400)."""
-    for name, harmless in request.refused.items():
-        value = getattr(request, name, None)
-        if value is not None and not any(
-            value == one and isinstance(value, bool) == isinstance(one, bool) for one in harmless
-        ):
-            raise unsupported(name, f"{name} is not supported by this server; leave it out")
+    for place, part in _open_parts("", request):
+        for name, harmless in part.refused.items():
+            value = getattr(part, name, None)
+            if value is not None and not any(
+                value == one and isinstance(value, bool) == isinstance(one, bool)
+                for one in harmless
+            ):
+                name = f"{place}{name}"
+                raise unsupported(name, f"{name} is not supported by this server; leave it out")
 
 
 def refuse_unsupported(request: ChatRequest) -> None:
@@ -553,9 +601,6 @@ def refuse_unsupported(request: ChatRequest) -> None:
         where = f"messages[{index}]"
         if message.role == "function":
             raise unsupported(f"{where}.role", "messages of role function are old; use role tool")
-        for name in _NOT_READ:
-            if getattr(message, name, None):
-                raise unsupported(f"{where}.{name}", f"{name} in messages is not supported")
 
 
 def refuse_stream_options(request: Any) -> None:

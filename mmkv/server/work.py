@@ -105,14 +105,18 @@ class ChatWork:
         given = (rules.format, rules.use, self.thoughts, self.thought_opened, seed)
         return ReplyParser(*given, self.begun.text)
 
-    def reply_message(self, index: int, prefix: str, text: str, cut: bool) -> Message:
+    def reply_message(
+        self, index: int, prefix: str, text: str, cut: bool, stopped_by: str | None = None
+    ) -> Message:
         """Return a reply as the message that a client sends back.
 
         Args:
-            prefix: what it begins with; cut: whether it was cut off.
+            prefix: what it begins with.
+            cut, stopped_by: see :meth:`mmkv.calls.parser.ReplyParser.finish`.
         """
         whole = replace(self, begun=Begun()).parser(index)
-        made = reply_message(parse(whole, prefix + text, cut), prefix + text)
+        parsed = parse(whole, prefix + text, cut, stopped_by)
+        made = reply_message(parsed, prefix + text)
         thought = self.begun.thought
         return made if thought is None else replace(made, thought=thought, sampled=None)
 

@@ -75,6 +75,8 @@ class ScoredWriter(ReplyWriter):
         self._logit_settings = logit_settings
         self._looks |= logit_settings.changes or logit_settings.top_logprobs is not None
         self._looks |= bool(logit_settings.stop_tokens)
+        self._own_ends = logit_settings.stop_tokens - {*eos}
+        self._ended_at: int | None = None  # which of those ended it
         self.scored: list[TokenLogprob] = []
         self._scored_taken = 0
         self._added: torch.Tensor | None = None  # to the logits [vocab]
@@ -103,6 +105,19 @@ class ScoredWriter(ReplyWriter):
             values, tokens = rest[: len(rest) // 2], map(int, rest[len(rest) // 2 :])
             self.scored.append(TokenLogprob(token, own, tuple(zip(tokens, values, strict=True))))
         return token
+
+    def put(self, token: int) -> int | None:
+        """Add a token to the reply; see :meth:`mmkv.reply.ReplyWriter.put`."""
+        if token in self._own_ends:
+            self._ended_at = token
+        return super().put(token)
+
+    @property
+    def stop_text(self) -> str | None:
+        """Return the stop string, or the text of the request's stop token, that ended the reply."""
+        if self._ended_at is None:
+            return super().stop_text
+        return (token_bytes(self._tokenizer).of(self._ended_at) or b"").decode(errors="replace")
 
     def changed(self, logits: torch.Tensor) -> torch.Tensor:
         """Return logits ``[vocab]`` with :class:`LogitSettings` applied."""

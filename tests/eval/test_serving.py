@@ -22,7 +22,7 @@ import pytest
 from mmkv import Engine
 from mmkv.eval.serving import agent
 from mmkv.eval.serving.client_programs import Calls
-from mmkv.eval.serving.clients import Relay, counted
+from mmkv.eval.serving.clients import NODE_AGENTS, Packages, Relay, counted
 from mmkv.eval.serving.long_dialogue import CHAT, RESPONSES, dialogue
 from mmkv.eval.serving.overload import Arrived, arrive, summary
 from mmkv.eval.serving.servers import mmkv_serve, stream_chat
@@ -33,8 +33,8 @@ from mmkv.prompt import sandbox
 from mmkv.server.engine_thread import EngineCore
 from mmkv.server.media import resolver
 from mmkv.training.data.scenes import render
-from tests.support.chat_models import save_qwen3_vl
-from tests.support.servers import Server, serving
+from tests.support.chat_models import picture, save_qwen3_vl
+from tests.support.servers import Server, picture_part, serving
 from tests.training.data.test_scenes import read_cells
 
 
@@ -337,3 +337,14 @@ def test_a_check_passes_that_passes_on_one_model() -> None:
         "failed": 1,
         "not passed": {"b": ["failed", "no"]},
     }
+
+
+@pytest.mark.skipif("MMKV_NODE" not in os.environ, reason="MMKV_NODE: folder with node_modules")
+@pytest.mark.parametrize("streamed", [False, True])
+@pytest.mark.parametrize("name", NODE_AGENTS)
+def test_packages_of_npm_run_their_loops(server: Server, name: str, streamed: bool) -> None:
+    """Their types and zod schemas take every answer; tests/support/vendor has these as JSON."""
+    shown = picture_part(picture("red", (64, 64)))["image_url"]["url"]
+    packages = Packages([], Path(os.environ["MMKV_NODE"]))
+    found = packages.loop(name, f"{server.url}/v1", shown, 3, streamed)["result"]
+    assert found["steps"] == 3 and len(found["calls"]) >= 2

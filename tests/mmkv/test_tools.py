@@ -5,6 +5,7 @@ Right values: the conversation rendered and tokenized whole, and read by a fresh
 
 from __future__ import annotations
 
+import json
 import re
 import sys
 from collections.abc import Callable, Sequence
@@ -12,10 +13,20 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from llguidance import LLMatcher
 
 import mmkv.reply
 from mmkv import Engine, InputError, Sampling, Session, Tool, ToolCall
+from mmkv.calls.formats import Hermes, QwenXml, arguments_rule
+from mmkv.calls.tools import tool_use
 from mmkv.engine.errors import SessionError
+from mmkv.grammar import (
+    MOST_TRIED,
+    ReplyRules,
+    answer_schema,
+    require_tools,
+    without_unfollowed,
+)
 from tests.support.chat_models import picture
 from tests.support.tool_templates import (
     FORMS,
@@ -486,6 +497,123 @@ def test_a_budget_holds_over_steps(
             assert session.last.prompt_tokens == inputs["input_ids"].shape[-1] - before
             assert session.memory().entries <= 32 * engine.spec.rows
             assert session.memory().differs is None
+
+
+EMAIL = r"^(?!\.)(?!.*\.\.)([A-Za-z0-9_'+\-\.]*)@([A-Za-z0-9][A-Za-z0-9\-]*\.)+[A-Za-z]{2,}$"
+# Parts of schemas as zod, schemars and people write them, and what of each cannot be followed.
+PARTS: list[tuple[Any, list[str]]] = [
+    ({"type": "string", "format": "email", "pattern": EMAIL}, ["pattern"]),  # zod 4
+    ({"type": "string", "pattern": r"\bfoo\b"}, ["pattern"]),
+    ({"type": "string", "pattern": r"(a)\1"}, ["pattern"]),
+    ({"type": "string", "pattern": r"^\d{3}$"}, []),
+    ({"anyOf": [{"type": "string", "pattern": "(?=a)"}, {"type": "null"}]}, ["anyOf[0].pattern"]),
+    ({"type": "array", "items": {"type": "string", "pattern": "(?<=a)b"}}, ["items.pattern"]),
+    ({"type": "integer", "minimum": -(2**63), "maximum": 2**63 - 1}, ["minimum"]),  # schemars
+    ({"type": "integer", "exclusiveMinimum": 10**30}, ["exclusiveMinimum"]),
+    ({"type": "number", "maximum": 1e300, "minimum": 0}, ["maximum"]),
+    ({"type": "integer", "multipleOf": 10**13}, ["multipleOf"]),
+    ({"$ref": "https://example.com/x"}, ["$ref"]),
+    ({"type": "object", "properties": {"pattern": {"const": {"pattern": "(?=a)"}}}}, []),
+    (
+        {"type": "object", "properties": {"default": {"type": "string", "pattern": "(?=a)"}}},
+        ["properties.default.pattern"],
+    ),
+    (
+        {
+            "type": "object",
+            "patternProperties": {"^(?!x)": {}, "^a": {"type": "integer"}},
+            "additionalProperties": False,
+        },
+        ["patternProperties"],
+    ),
+]
+
+
+@pytest.mark.parametrize(("part", "left_out"), PARTS, ids=lambda one: str(one)[:60])
+def test_a_part_of_a_schema_that_cannot_be_followed_is_left_out_and_named(
+    part: Any, left_out: list[str]
+) -> None:
+    """And no other one is: what is left is the schema without those. Strict, it is refused."""
+    schema = {"type": "object", "properties": {"x": part, "y": {"enum": [3]}}, "required": ["x"]}
+    found, names = without_unfollowed(json.dumps(schema))
+    assert [one.split(" (")[0] for one in names] == [f"properties.x.{one}" for one in left_out]
+    tool = {"type": "function", "function": {"name": "f", "parameters": schema}}
+    for form in (Hermes(), QwenXml()):
+        made = tool_use([tool])
+        assert made is not None
+        use = require_tools(form, made)
+        assert use.tools[0].schema == schema, "the model is told of all"
+        bound = form.grammar(use.tools, json.dumps, False)
+        assert not LLMatcher.validate_grammar(bound)
+        if use.notes:
+            assert use.tools[0].bound == found and len(use.notes) == len(left_out)
+        tool["function"]["strict"] = True
+        strict = tool_use([tool])
+        assert strict is not None
+        if form.name == "hermes" and left_out:
+            assert use.notes
+            with pytest.raises(InputError, match="the tool f: the schema cannot be followed"):
+                require_tools(form, strict)
+        tool["function"]["strict"] = False
+    answer = {"type": "json_schema", "json_schema": {"name": "a", "schema": schema}}
+    made, notes = answer_schema(answer)
+    assert made is not None and made.pop("x-guidance") and made == found
+    assert len(notes) == len(left_out)
+    answer["json_schema"]["strict"] = True
+    if left_out:
+        with pytest.raises(InputError, match="cannot be followed"):
+            answer_schema(answer)
+
+
+BOUNDS = [
+    *({"exclusiveMinimum": low, "maximum": low + more} for low in (0, 1, -2) for more in (0.5, 3)),
+    *({"minimum": top - 0.25, "exclusiveMaximum": top} for top in (0, 2, -1, 100)),
+    {"exclusiveMinimum": 0, "exclusiveMaximum": 0.5},
+    {"exclusiveMinimum": 0, "minimum": 0, "maximum": 0.5},
+    {"exclusiveMinimum": 0.25, "maximum": 0.5},
+    {"allOf": [{"exclusiveMinimum": 0}, {"maximum": 0.5}]},
+    {"$ref": "#/$defs/some", "maximum": 0.5},
+]
+
+
+@pytest.mark.parametrize("bounds", BOUNDS, ids=str)
+def test_what_a_bound_leaves_out_is_never_written(hermes: Engine, bounds: dict[str, Any]) -> None:
+    """By llguidance's word for whole calls and answers, beside jsonschema's."""
+    jsonschema = pytest.importorskip("jsonschema", reason="pip install -e '.[test]'")
+    whole = {
+        "type": "object",
+        "properties": {"default": {"type": "number", **bounds}},
+        "required": ["default"],
+        "$defs": {"some": {"exclusiveMinimum": 0}},
+    }
+    check = jsonschema.Draft202012Validator(whole)
+    made = tool_use([{"type": "function", "function": {"name": "f", "parameters": whole}}])
+    assert made is not None
+    form = {"type": "json_schema", "json_schema": {"name": "a", "schema": whole, "strict": True}}
+    answer = ReplyRules(answer_schema(form)[0]).grammar(json.dumps)
+    call = f"start: {arguments_rule(made.tools[0])}"
+    ends = [one for key, one in bounds.items() if "imum" in key] or [0, 0.5]
+    values = {end + by for end in ends for by in (-1, -0.25, -0.125, 0, 0.125, 0.25, 1)}
+    taken = 0
+    for value in sorted(values):
+        for grammar, gap in ((answer, ""), (call, " ")):
+            matcher = LLMatcher(hermes.grammars.known, grammar)
+            text = f'{{"default":{gap}{value:g}}}'
+            tokens = hermes.processor.tokenizer(text, add_special_tokens=False)["input_ids"]
+            read = matcher.consume_tokens(tokens) and matcher.is_accepting()
+            assert not read or check.is_valid(json.loads(text)), text
+            taken += read
+    assert taken > 1
+
+
+def test_very_many_patterns_are_not_tried(hermes: Engine) -> None:
+    parts = {f"x{at}": {"type": "string", "pattern": f"(?=a{at})"} for at in range(MOST_TRIED + 1)}
+    with pytest.raises(InputError, match="very many patterns"):
+        without_unfollowed(json.dumps({"properties": parts}))
+    tool = function("f", x={"type": "string", "pattern": "(?=a)"})
+    with hermes.session() as session:
+        sent(session, tools=[tool], sampling=Sampling(max_new_tokens=1))
+        assert session.note is not None and "properties.x.pattern" in session.note
 
 
 def test_without_llguidance(hermes: Engine, monkeypatch: pytest.MonkeyPatch) -> None:

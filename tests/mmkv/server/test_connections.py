@@ -61,6 +61,7 @@ class App:
         if scope["type"] != "http":
             return
         self.requests += 1
+        self.headers = dict(scope["headers"])
         self.loop = asyncio.get_running_loop()
         path, start = scope["path"], {"type": "http.response.start", "status": 200}
         if path == "/early":  # without a look at the body
@@ -182,6 +183,72 @@ def test_the_bound_is_exact(server: Running) -> None:
     for more, status in ((0, b"200"), (1, b"431")):
         head = (GET % b"")[:-2] + b"X: " + b"a" * (2**15 - base + more) + b"\r\n\r\n"
         assert server.ask(head).split()[1] == status
+
+
+_CODED = b"POST / HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: %b\r\n\r\n2\r\n{}\r\n0\r\n\r\n"
+_SIZED = b"POST / HTTP/1.1\r\nHost: x\r\n%b\r\n\r\n{}"
+# Heads, and what RFC 9112 has a server say to them.
+HEADS: list[tuple[bytes, int]] = [
+    (b"GET / HTTP/1.1\r\n\r\n", 400),  # 3.2
+    (b"GET / HTTP/1.1\r\nHost: a\r\nHost: b\r\n\r\n", 400),
+    (b"GET / HTTP/1.0\r\nHost: a\r\nHost: a\r\n\r\n", 400),
+    (b"GET / HTTP/1.1\r\nHost: a b\r\n\r\n", 400),
+    (b"GET / HTTP/1.1\r\nHost: a/b@c\r\n\r\n", 400),
+    (b"GET http://a@b/ HTTP/1.1\r\nHost: b\r\n\r\n", 400),
+    (b"GET / HTTP/1.1\r\nHost:\r\n\r\n", 200),
+    (b"GET / HTTP/1.1\r\nHost: [::1]:80\r\n\r\n", 200),
+    (b"GET / HTTP/1.0\r\n\r\n", 200),
+    (b"GET http://x/ HTTP/1.1\r\nHost: evil\r\n\r\n", 200),  # 3.2.2: the target counts
+    (b"GET /#a HTTP/1.1\r\nHost: x\r\n\r\n", 400),
+    (b"GET / HTTP/2.0\r\nHost: x\r\n\r\n", 505),  # 2.5
+    (b"GET /\r\n\r\n", 505),
+    (_CODED % b"chunked", 200),
+    (_CODED % b"CHUNKED", 200),
+    (_CODED % b"gzip, chunked", 501),  # 6.1
+    (_CODED % b"gzip\r\nTransfer-Encoding: chunked", 501),
+    (_CODED % b"gzip", 400),  # 6.3
+    (_CODED % b"identity", 400),
+    (_CODED % b"xchunked", 400),
+    (_CODED % b"chunked, identity", 400),
+    (_CODED % b"chunked, chunked", 400),
+    (_CODED % b"chunked\r\nContent-Length: 2", 400),
+    (_CODED.replace(b"1.1", b"1.0") % b"chunked", 400),
+    (_CODED.replace(b"\r\n2\r", b"\r\n2;a=b\r") % b"chunked", 200),  # 7.1.1
+    (_CODED.replace(b"\r\n2\r", b"\r\n2 \r") % b"chunked", 400),
+    (_CODED.replace(b"\r\n2\r", b"\r\n+2\r") % b"chunked", 400),
+    (_CODED.replace(b"2\r\n{}\r\n0\r\n", b"2\n{}\n0\n") % b"chunked", 400),
+    (_SIZED % b"Content-Length: 2", 200),
+    (_SIZED % b"Content-Length: 2\r\nContent-Length: 2", 400),
+    (_SIZED % b"Content-Length: 2, 2", 400),
+    (_SIZED % b"Content-Length: +2", 400),
+    (_SIZED % b"Content-Length : 2", 400),  # 5.1
+    (_SIZED % b"X: a\r\n b", 400),  # 5.2
+    (_SIZED % b"X: a\nContent-Length: 2", 400),  # 2.2
+    (_SIZED % b"X: a\rb", 400),
+]
+
+
+@pytest.mark.parametrize(("head", "status"), HEADS, ids=lambda one: str(one)[:90])
+def test_heads_that_could_be_read_in_two_ways_are_refused(
+    server: Running, head: bytes, status: int
+) -> None:
+    with server.connect(head) as made:
+        found = made.recv(4096)
+        assert int(found.split()[1]) == status
+        if status == 200:
+            assert server.app.headers.get(b"host") != b"evil"
+        else:
+            assert b"Connection: close" in found and json.loads(found.split(b"\r\n\r\n")[1])
+
+
+@pytest.mark.parametrize("path", [b"", b"early", b"large"])
+def test_answers_in_http_1_0_are_not_in_chunks(server: Running, path: bytes) -> None:
+    """Their end is that of the connection, also where a client would like to keep it."""
+    head = b"GET /%b HTTP/1.0\r\nConnection: keep-alive\r\n\r\n" % path
+    with server.connect(head) as made:
+        start, _, body = rest(made).partition(b"\r\n\r\n")
+    assert b"transfer-encoding" not in start.lower() and b"connection: close" in start.lower()
+    assert body == b"ok" * (2**22 if path == b"large" else 1)
 
 
 def test_the_answer_names_the_remedy(server: Running) -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import base64
 import json
+import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -12,10 +14,13 @@ import httpx
 import pytest
 
 from mmkv import Engine
+from mmkv.sampling import Sampler
+from mmkv.scheduler import Scheduler
 from mmkv.server.engine_thread import EngineThread, Request
 from mmkv.server.work import ChatWork
+from tests.mmkv.server.test_observe import Client
 from tests.support.chat_models import picture
-from tests.support.servers import Server, asked, picture_part, serving
+from tests.support.servers import Server, asked, picture_part, serving, until
 
 ORIGIN = "https://chat.example"
 PART = picture_part(picture("red", (48, 40)))
@@ -63,6 +68,95 @@ def test_a_web_page_may_ask_where_its_origin_is_named(server: Server, open_serve
     stranger = open_server.client.get("/v1/models", headers={"Origin": ORIGIN})
     assert stranger.status_code == 401, "the key is asked for all the same"
     assert stranger.headers["Access-Control-Allow-Origin"] == ORIGIN
+
+
+def test_a_page_from_elsewhere_changes_nothing(server: Server) -> None:
+    """By no route, though a browser asks nobody before it POSTs what a form could."""
+    own = str(server.client.base_url).rstrip("/")
+    paths = server.client.get("/openapi.json").json()["paths"]
+    changing = [(m, path) for path, methods in paths.items() for m in methods if m != "get"]
+    assert ("post", "/v1/sessions/{name}/fork") in changing and len(changing) > 12
+    for method, path in changing:
+        answer = server.client.request(method, path.format(name="none"), headers={"Origin": ORIGIN})
+        assert answer.status_code == 403 and "origin" in answer.text, (method, path)
+    for method in ("POST", "DELETE"):
+        path = "/v1/sessions/none" + "/fork" * (method == "POST")
+        for headers, refused in (
+            ({"Origin": "null"}, True),
+            ({"Origin": ORIGIN, "Content-Type": "text/plain"}, True),
+            ({"Origin": own, "Sec-Fetch-Site": "cross-site"}, True),
+            ({"Sec-Fetch-Site": "same-site"}, True),
+            ({"Origin": own}, False),
+            ({"Origin": ORIGIN, "Sec-Fetch-Site": "same-origin"}, False),  # behind a proxy
+            ({}, False),
+        ):
+            answer = server.client.request(method, path, headers=headers)
+            assert (answer.status_code == 403) == refused, (method, path, headers)
+            assert not refused or "origin" in answer.text
+
+
+def test_a_page_that_is_named_changes_what_it_may(open_server: Server) -> None:
+    headers = {"Origin": ORIGIN, "Sec-Fetch-Site": "cross-site", "Authorization": "Bearer one"}
+    made = open_server.client.post("/v1/sessions", json={}, headers=headers)
+    assert made.status_code == 200
+    path = f"/v1/sessions/{made.json()['id']}"
+    assert open_server.client.post(f"{path}/fork", headers=headers).status_code == 200
+    assert open_server.client.delete(path, headers=headers).status_code == 200
+
+
+def test_who_waits_for_a_reply_is_told_that_the_server_ends(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In each API's words, after the time that replies have to end."""
+    turn = Scheduler.turn
+
+    def slow(self: Any) -> Any:
+        time.sleep(0.01)
+        return turn(self)
+
+    monkeypatch.setattr(Scheduler, "turn", slow)
+    monkeypatch.setattr(Sampler, "draw", lambda *_: 70)  # without an end
+    long: dict[str, Any] = {"model": "small", "stream": True}
+    said = {"messages": [{"role": "user", "content": "q"}]}
+    bodies = {
+        "chat/completions": long | said | {"max_tokens": 400},
+        "completions": long | {"prompt": "q", "max_tokens": 400},
+        "messages": long | said | {"max_tokens": 400},
+        "responses": long | {"input": "q", "max_output_tokens": 400},
+        "chat/completions?whole": long | said | {"max_tokens": 400, "stream": False},
+    }
+    found: dict[str, Any] = {}
+    with serving(lambda: load(folder), drain=0.3, max_running=8) as server:
+        name = server.client.post("/v1/sessions", json={}).json()["id"]
+
+        def ask(path: str) -> None:
+            answer = server.client.post(f"/v1/{path}", json=bodies[path])
+            lines = [one for one in answer.text.splitlines() if one.startswith("data: {")]
+            found[path] = len(lines), json.loads(lines[-1][6:] if lines else answer.text)
+
+        threads = [threading.Thread(target=ask, args=[path]) for path in bodies]
+        for one in threads:
+            one.start()
+        with Client(server, name) as client:
+            client.send(type="ask", **said, max_tokens=400)
+            assert "choices" in client.receive()
+            until(lambda: server.inside(lambda core: len(core.scheduler.decoding)) == 6)
+            server.web.should_exit = True
+            while "error" not in (last := client.receive()):
+                assert "choices" in last
+            assert last["error"]["code"] == "shutdown" and client.receive() == {"closed": 1012}
+        for one in threads:
+            one.join(30)
+    assert {path for path, (count, _) in found.items() if count > 1} == bodies.keys() - {
+        "chat/completions?whole"
+    }
+    shown = {path: last for path, (_, last) in found.items()}
+    for path in ("chat/completions", "completions", "chat/completions?whole"):
+        assert shown[path]["error"]["code"] == "shutdown", path
+    assert shown["messages"]["error"]["type"] == "overloaded_error"
+    failed = shown["responses"]
+    assert failed["type"] == "response.failed" and failed["response"]["status"] == "failed"
+    assert "shutting down" in failed["response"]["error"]["message"]
 
 
 def test_metrics_tell_nothing_to_strangers(folder: Path, open_server: Server) -> None:

@@ -247,7 +247,6 @@ def test_instructions_stand_at_the_beginning(server: Server) -> None:
         {"text": {"format": {"type": "no such format"}}},
         {"text": {"format": {"type": "json_schema", "schema": {"type": "no such type"}}}},
         {"input": [{"type": "function_call_output", "call_id": "1", "output": "x"}]},
-        {"input": [{"type": "item_reference", "id": "x"}]},
         {"input": [{"role": "user", "content": [{"type": "input_file", "file_id": "x"}]}]},
         {"input": [{"role": "user", "content": [{"type": "input_image", "file_id": "x"}]}]},
         {"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "/etc/x"}]}]},
@@ -333,6 +332,47 @@ def test_the_events_of_a_call(server: Server) -> None:
     assert done["arguments"] == written and set(json.loads(written)) == {"x"}
     assert kinds[-2:] == ["response.output_item.done", "response.completed"]
     assert events[-1]["response"]["output"][0]["arguments"] == written
+
+
+def test_items_of_stored_responses_may_be_referred_to(server: Server) -> None:
+    """As Vercel's SDK does: the same as if they were sent, and nothing is read twice."""
+    first = responded(server, SCENE)
+    (reply,) = first["output"]
+    listed = server.client.get(f"/v1/responses/{first['id']}/input_items").json()["data"]
+    asked, more = {"role": "user", "content": SCENE}, {"role": "user", "content": "go on"}
+    wanted = responded(server, "", input=[asked, reply, more])
+    for items in (
+        [asked, {"type": "item_reference", "id": reply["id"]}, more],
+        [{"id": listed[0]["id"]}, {"id": reply["id"], "type": None}, more],
+    ):
+        found = responded(server, "", input=items)
+        assert text_of(found) == text_of(wanted)
+        read_before = found["usage"]["input_tokens_details"]["cached_tokens"]
+        assert read_before >= first["usage"]["total_tokens"] - 1
+        shown = server.client.get(f"/v1/responses/{found['id']}/input_items").json()
+        ResponseItemList.model_validate(shown)
+        assert [one["type"] for one in shown["data"]] == ["message"] * 3
+    called = responded(server, "go", **CALLING, max_output_tokens=200)
+    (call,) = called["output"]
+    result = {"type": "function_call_output", "call_id": call["call_id"], "output": "ok"}
+    given = [{"role": "user", "content": "go"}, {"type": "item_reference", "id": call["id"]}]
+    found = responded(server, "", input=[*given, result], **CALLING, max_output_tokens=200)
+    read_before = found["usage"]["input_tokens_details"]["cached_tokens"]
+    assert read_before == called["usage"]["total_tokens"]
+    server.client.delete(f"/v1/responses/{called['id']}")
+    for name in ("msg_none", call["id"], f"{reply['id']}9"):
+        gone = post(server, "", input=[asked, {"type": "item_reference", "id": name}])
+        error = gone.json()["error"]
+        assert gone.status_code == 404 and error["code"] == "item_not_found"
+        assert error["param"] == "input[1]"
+
+
+def test_a_stored_response_is_not_streamed_again(server: Server) -> None:
+    path = f"/v1/responses/{responded(server, 'hello')['id']}"
+    assert server.client.get(path, params={"stream": "false"}).status_code == 200
+    for params, name in (({"stream": "true"}, "stream"), ({"starting_after": 3}, "starting_after")):
+        error = server.client.get(path, params=params).json()["error"]
+        assert (error["code"], error["param"]) == ("unsupported_parameter", name)
 
 
 def test_results_answer_calls(server: Server) -> None:
@@ -464,10 +504,10 @@ def test_what_a_response_took_is_what_its_end_gives_back() -> None:
     for at in range(30):
         kept = SimpleNamespace(bytes=600, lost=False)
         stored = StoredResponse("me", cast(ConversationState, kept), b"{}", b"[]", None)
-        responses.keep(f"{at}", stored)
+        responses.keep(f"resp_{at}", stored)
         kept.bytes = 100  # others have taken the rest
-        assert responses.find(f"{at}", Caller("me", "me")) is stored
-        responses.delete(f"{at}")
+        assert responses.find(f"resp_{at}", Caller("me", "me")) is stored
+        responses.delete(f"resp_{at}")
 
 
 def test_instructions_that_say_nothing_are_none(server: Server) -> None:

@@ -245,6 +245,89 @@ def test_a_call_that_is_cut_off_keeps_what_came(server: Server) -> None:
         assert "tool_call>" not in (choice["message"]["content"] or "")
 
 
+_TOKEN = tool_tokenizer(HERMES)
+_THOUGHT = "<think>\nhm, so\n</think>\n\nwell"
+_TWO = CALLS["hermes"] + CALLS["hermes"].removeprefix("I look.")
+
+
+def _token(text: str) -> int:
+    return _TOKEN(text, add_special_tokens=False)["input_ids"][0]
+
+
+# What is said, what stops it; the answer, the thought, the arguments, the reason of the end.
+STOPS: list[tuple[str, dict[str, Any], tuple[str, str, list[str], str]]] = [
+    (CALLS["hermes"], {"stop": "left"}, ("I look.", "", ['{"x": 7, "'], "stop")),
+    (CALLS["hermes"], {"stop_token_ids": [_token("7")]}, ("I look.", "", ['{"x": '], "stop")),
+    (CALLS["hermes"], {"stop": "}"}, ("I look.", "", ['{"x": 7, "left": true'], "stop")),
+    (CALLS["hermes"], {"stop": "name"}, ("I look.", "", [], "stop")),
+    (CALLS["hermes"], {"stop_token_ids": [_token("p")]}, ("I look.", "", [], "stop")),
+    (CALLS["hermes"], {"stop": "_call>"}, ("I look.", "", [], "stop")),
+    (CALLS["hermes"], {"stop": 'ol_call>\n{"na'}, ("I look.", "", [], "stop")),
+    (
+        CALLS["hermes"],
+        {"stop": "</tool"},
+        ("I look.", "", ['{"x": 7, "left": true}'], "tool_calls"),
+    ),
+    (_TWO, {"stop": "left"}, ("I look.", "", ['{"x": 7, "'], "stop")),
+    (
+        CALLS["hermes"] + CALLS["hermes"].replace("7", "8").removeprefix("I look."),
+        {"stop": "8"},
+        ("I look.", "", ['{"x": 7, "left": true}', '{"x": '], "stop"),
+    ),
+    (_THOUGHT, {"stop": "so"}, ("", "hm, ", [], "stop")),
+    (_THOUGHT, {"stop": "ink>\n\nwell"}, ("", "hm, so", [], "stop")),
+    (_THOUGHT, {"stop_token_ids": [_token("s")]}, ("", "hm, ", [], "stop")),
+    (_THOUGHT, {"stop": "nk>\nhm"}, ("", "", [], "stop")),
+    ("a <tool b", {"stop": " b"}, ("a <tool", "", [], "stop")),  # no mark goes on so
+]
+
+
+@pytest.mark.parametrize(("said", "fields", "wanted"), STOPS, ids=lambda one: str(one)[-40:])
+def test_a_stop_leaves_no_half_of_a_call_or_mark(
+    server: Server,
+    monkeypatch: pytest.MonkeyPatch,
+    said: str,
+    fields: dict[str, Any],
+    wanted: tuple[str, str, list[str], str],
+) -> None:
+    """In a whole reply, in one of two, and in a stream; a client would run what it is told to."""
+    tokens = [*_TOKEN(said, add_special_tokens=False)["input_ids"], _TOKEN.eos_token_id]
+    for n in (1, 2, None):
+        spelled = iter([token for token in tokens for _ in range(n or 1)])
+        monkeypatch.setattr(Sampler, "draw", lambda *_, s=spelled: next(s))
+        if n is None:
+            joined = _joined(_streamed(server, "go", mmkv={"resume": "never"}, **fields))
+            calls = [one["arguments"] for one in joined["calls"]]
+            found = [(joined["content"], joined["reasoning_content"], calls, joined["reason"])]
+        else:
+            made = _replied(server, "go", n=n, mmkv={"resume": "never"}, **fields)
+            found = []
+            for choice in made["choices"]:
+                message = choice["message"]
+                called = [one["function"]["arguments"] for one in message.get("tool_calls", ())]
+                texts = (message["content"] or "", message.get("reasoning_content") or "")
+                found.append((*texts, called, choice["finish_reason"]))
+        assert found == [wanted] * (n or 1)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_what_of_a_schema_is_not_followed_is_said(server: Server, stream: bool) -> None:
+    email = {"type": "string", "pattern": "^(?!x)a", "maxLength": 3}
+    schema = {"type": "object", "properties": {"to": email}, "required": ["to"]}
+    form = {"type": "json_schema", "json_schema": {"name": "n", "schema": schema}}
+    fields: dict[str, Any] = {"tools": [function("send", to=email)], "response_format": form}
+    if stream:
+        options = {"include_usage": True}
+        usage = _streamed(server, "go", **fields, stream_options=options)[-1]["usage"]
+    else:
+        usage = _replied(server, "go", **fields)["usage"]
+    places = [note.partition(": ")[2] for note in usage["mmkv"]["notes"]]
+    assert places == ["properties.to.pattern (^(?!x)a)"] * 2
+    form["json_schema"]["strict"] = True
+    answer = server.chat("go", **fields)
+    assert answer.status_code == 400 and "look-around" in answer.json()["error"]["message"]
+
+
 def _function(**fields: Any) -> dict[str, Any]:
     return {"type": "function", "function": {"name": "f", **fields}}
 
