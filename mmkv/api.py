@@ -162,9 +162,14 @@ class Engine(Runtime):
 
     @property
     def eos_token_ids(self) -> frozenset[int]:
-        """Return the ids that end a reply: the checkpoint's, and the tokenizer's own."""
-        own = self.processor.tokenizer.eos_token_id
-        return frozenset(self.family.eos_token_ids) | ({own} if own is not None else set())
+        """Return the ids that end a reply: the checkpoint's, the tokenizer's own, and what the chat
+        template writes behind a reply: some name no end beside the one of documents.
+        """
+        tokenizer = self.processor.tokenizer
+        ends = {*self.family.eos_token_ids, tokenizer.eos_token_id}
+        if behind := self.processor.template.turn_end:
+            ends.add(tokenizer.convert_tokens_to_ids(behind))
+        return frozenset(ends - {None} - self.media_token_ids)
 
     @property
     def thought_marks(self) -> ThoughtMarks | None:

@@ -63,6 +63,7 @@ FAMILIES: dict[str, tuple[str, str]] = {
     "gemma3": ("Gemma 3 4B to 27B", _PICTURES),
     "llama": ("Llama (text)", f"{_RANDOM}; SmolLM2-135M"),
     "mistral": ("Mistral (text)", _RANDOM),
+    "ministral": ("Ministral, or Mistral with layer_types (text)", _RANDOM),
     "ministral3": ("Ministral 3 (text), its first 16,384 tokens", _RANDOM),
     "qwen2": ("Qwen2, Qwen2.5 (text)", _RANDOM),
     "qwen3": ("Qwen3 (text)", _RANDOM),

@@ -10,7 +10,7 @@ from mmkv.engine.errors import InputError, ModelError, first_line, shown
 from mmkv.engine.model.source import checkpoint_file, locate
 from mmkv.sampling import Settled
 
-FILE = "generation_config.json"
+FILE, _OLDER = "generation_config.json", "config.json"
 _GET_IT = "get it again, or leave it out (--no-generation-config)"
 # What transformers takes where a file asks for sampling and does not say (its GenerationConfig).
 _SAMPLED = {"temperature": 1.0, "top_k": 50}
@@ -50,12 +50,14 @@ class Generation:
             default is temperature 1) or the file says ``do_sample: false``.
         named: the fields that it has.
         ignored: fields that ask for what mmkv does not do.
+        file: what says so.
     """
 
     sampling: Settled = field(default_factory=Settled)
     served: Settled = field(default_factory=lambda: Settled(temperature=1.0))
     named: frozenset[str] = frozenset()
     ignored: tuple[str, ...] = ()
+    file: str = FILE
 
     @property
     def notes(self) -> list[str]:
@@ -63,8 +65,8 @@ class Generation:
         made = []
         if asked := described(self.sampling):
             made.append(
-                f"replies are drawn as the model's {FILE} says: {asked}; temperature 0 takes the "
-                "likeliest token, --no-generation-config leaves the file out"
+                f"replies are drawn as the model's {self.file} says: {asked}; temperature 0 takes "
+                "the likeliest token, --no-generation-config leaves the file out"
             )
         return [*made, self.unfollowed] if self.unfollowed else made
 
@@ -73,7 +75,7 @@ class Generation:
         """Name what cannot be followed, or None."""
         if not self.ignored:
             return None
-        return f"{FILE} asks for {', '.join(self.ignored)}, which mmkv does not follow"
+        return f"{self.file} asks for {', '.join(self.ignored)}, which mmkv does not follow"
 
 
 def described(sampling: Settled) -> str:
@@ -90,7 +92,8 @@ def described(sampling: Settled) -> str:
 
 
 def read_generation(name: str, positions: int) -> Generation:
-    """Read the file of a checkpoint; without one, nothing is asked.
+    """Read the file of a checkpoint, or what an older one has in its config.json, as transformers
+    does; without either, nothing is asked.
 
     Args:
         name: the checkpoint's folder or hub id.
@@ -99,14 +102,32 @@ def read_generation(name: str, positions: int) -> Generation:
     Raises:
         ModelError: it cannot be read, or a value in it cannot be.
     """
-    path = checkpoint_file(locate(name), FILE)
+    source = locate(name)
+    path = checkpoint_file(source, FILE) or checkpoint_file(source, _OLDER)
     try:
         found = {} if path is None else json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
         raise ModelError(f"{path} cannot be read ({first_line(error)}); {_GET_IT}") from error
     if not isinstance(found, dict):
         raise ModelError(f"{path} is no JSON object; {_GET_IT}")
-    return generation_of(found, positions)
+    if path is None or path.name == FILE:
+        return generation_of(found, positions)
+    from transformers import GenerationConfig
+
+    known = vars(GenerationConfig())
+    # What the whole says comes before what its text model does.
+    parts = [part for part in (found.get("text_config"), found) if isinstance(part, dict)]
+    said = {
+        key: value
+        for part in parts
+        for key, value in part.items()
+        if key in known and value is not None
+    }
+    try:
+        made = generation_of(said, positions)
+    except ModelError as error:
+        raise ModelError(str(error).replace(FILE, _OLDER)) from error
+    return replace(made, file=_OLDER)
 
 
 def generation_of(found: dict[str, Any], positions: int) -> Generation:

@@ -338,11 +338,15 @@ def _unpacked(tensors: _Headers, config: Mapping[str, Any]) -> Iterator[tuple[st
     own = next((part[name] for part in (config, text) for name in _DTYPES if part.get(name)), "")
     tensors = list(tensors)
     kinds = {name: dtype for name, dtype, _ in tensors}
+    shapes = {name: shape for name, _, shape in tensors}
     for name, dtype, shape in tensors:
         module, _, part = name.rpartition(".")
         if said and _BESIDE.fullmatch(part):
             continue
         if said and dtype in ("I32", "U8", "I8", "F8_E4M3", "F8_E5M2"):
+            words = shapes.get(f"{module}.qzeros", [])
+            if said.get("dynamic") and len(words) == len(shape) == 2:  # of GPTQ: bits by module
+                bits = 32 * words[1] // shape[1]
             each = {"I32": 32 / int(bits), "U8": 2}.get(dtype, 1)  # 3 bits: over words' ends
             steps = {kinds.get(f"{module}.{one}") for one in ("scales", "weight_scale")}
             wide = "F16" if own == "float16" and "BF16" not in steps else "BF16"

@@ -23,6 +23,7 @@ from torch import Tensor
 
 from mmkv.engine.errors import ModelError
 from mmkv.engine.model.source import (
+    GPTQ_BITS,
     gptq_packing,
     quantisation_method,
     require_known_quantisation,
@@ -376,8 +377,12 @@ class QuantisedTensors(ChangedTensors):
         """Look at GPTQ: inputs lie one behind the other in words, each column is an output."""
         name, scales, zeros, places = (parts[p] for p in ("qweight", "scales", "qzeros", "g_idx"))
         bits = int(self._said.get("bits", 4))
-        mask = 2**bits - 1
         words, rows = self._needed(name, (None, None), _WORDS)
+        if self._said.get("dynamic"):  # some modules have bits of their own: zero points tell
+            bits = 32 * self._needed(zeros, (None, None), _WORDS)[1] // rows
+            if bits not in GPTQ_BITS:
+                self._needed(zeros, (-1, -1))
+        mask = 2**bits - 1
         columns = 32 * words // bits
         if 32 * words % bits:  # 32 inputs of 3 bits are in three words
             self._needed(name, (-1, rows))

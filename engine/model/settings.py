@@ -6,7 +6,14 @@ import math
 from typing import Any
 
 from mmkv.engine.errors import ModelError
-from mmkv.engine.model.spec import DELTA_TYPES, GEMMA_TYPES, GLOBAL, LOCAL, PAIRED_TYPES
+from mmkv.engine.model.spec import (
+    GEMMA_TYPES,
+    GLOBAL,
+    LOCAL,
+    PARTIAL_TYPES,
+    WIDTH_TYPES,
+    head_width,
+)
 
 # From 1 to bounds well above any model: what is made of a larger one would fill the memory first.
 _TEXT = {
@@ -31,6 +38,19 @@ _TEXT = {
     "linear_num_key_heads": 2**10,
     "linear_num_value_heads": 2**10,
 }
+# Of weights with this in their names, the fields that they depend on.
+_FIELDS = {
+    "linear_attn": "layer_types or a linear_ size",
+    "self_attn": "attention_bias, num_attention_heads, num_key_value_heads or head_dim",
+    "shared_expert": "shared_expert_intermediate_size",
+    "expert": "num_experts, mlp_only_layers, decoder_sparse_step or moe_intermediate_size",
+    "mlp": "mlp_bias, mlp_only_layers, decoder_sparse_step, num_experts or intermediate_size",
+    "embed_tokens": "vocab_size or hidden_size",
+    "lm_head": "vocab_size or tie_word_embeddings",
+    "patch_embed": "patch_size, temporal_patch_size or the channels of vision_config",
+    "patch_conv": "patch_size or num_channels of vision_config",
+    "pos": "image_size, patch_size or num_position_embeddings of vision_config",
+}
 # 0 is none of these: a dense model, to transformers too. Files have one name or the other.
 _OR_NONE = {"num_experts": "num_experts or num_local_experts"}
 _VISION = {
@@ -51,16 +71,46 @@ _VISION = {
     "num_position_embeddings": 2**20,
 }
 
+_MOST_LAYERS = 2**12
+_COUNTS = _VISION | _TEXT | {"num_labels": 2**16}
+
+
+def require_counts(raw: Any, where: str = "") -> None:
+    """Raise ModelError for a count in config.json that is beyond any model.
+
+    transformers makes lists of some while it reads a config: of 3,000,000 layers in seconds, of
+    2**31 never.
+
+    Args:
+        raw: the object in the file, or one inside. where: what leads to it.
+    """
+    for name, value in raw.items() if isinstance(raw, dict) else ():
+        if isinstance(value, dict):
+            require_counts(value, f"{where}{name}.")
+        most = _MOST_LAYERS if "layer" in name or name == "depth" else _COUNTS.get(name)
+        if most is not None and type(value) is int and value > most:
+            raise _wrong(f"{where}{name}", value, f"{most:,} at most")
+
 
 def require_sizes(config: Any) -> None:
     """Raise ModelError for sizes that are no whole numbers, below 1, or beyond any model."""
     text = config.get_text_config()
+    if getattr(text, "is_heterogeneous", False):
+        raise ModelError(
+            "per_layer_config gives layers sizes of their own, which this decoder does not have; "
+            "run the model with transformers"
+        )
+    if getattr(config, "is_causal", True) is False:  # by which some vision models mask their text
+        raise _wrong("is_causal", False, "true: an encoder generates nothing")
     _require(text, _TEXT, "")
     vision = getattr(config, "vision_config", None)
     _require(config, {"mm_tokens_per_image": 2**16}, "")
     if vision is not None:
         _require(vision, _VISION, "vision_config.")
         _require_vision_heads(vision)
+        patch = getattr(vision, "patch_size", None)
+        if isinstance(patch, (list, tuple)) and not vision.model_type.startswith("internvl"):
+            raise _wrong("vision_config.patch_size", patch, "a whole number")
     heads = text.num_attention_heads
     pairs = getattr(text, "num_key_value_heads", None) or heads
     if heads % pairs:
@@ -80,12 +130,22 @@ def require_sizes(config: Any) -> None:
     if value_heads % key_heads:
         wanted = f"a multiple of linear_num_key_heads ({key_heads})"
         raise _wrong("linear_num_value_heads", value_heads, wanted)
+    own, width = getattr(text, "head_dim", None), head_width(text)
+    if text.model_type in WIDTH_TYPES and own not in (None, width):
+        wanted = f"{width}: a {text.model_type} model divides hidden_size by num_attention_heads"
+        raise _wrong("head_dim", own, wanted)
     ropes = getattr(text, "rope_parameters", None)
     if text.model_type in GEMMA_TYPES and isinstance(ropes, dict):
-        for kind in (GLOBAL, LOCAL):
+        for kind in {GLOBAL, LOCAL} & {*text.layer_types}:
             _require_rope(text, ropes.get(kind), f"rope_parameters.{kind}")
     else:
         _require_rope(text, ropes)
+
+
+def fields_of(weight: str) -> str:
+    """Name the fields of config.json that decide the shape of such a weight, or if there is one."""
+    own = (fields for part, fields in _FIELDS.items() if part in weight)
+    return next(own, "hidden_size, or a size in vision_config")
 
 
 def _require_vision_heads(vision: Any) -> None:
@@ -105,19 +165,26 @@ def _require_rope(text: Any, rope: Any, name: str = "rope_parameters") -> None:
     if not _real(theta) or not theta > 0:
         raise _wrong(f"{name}.rope_theta", theta, "a number above 0")
     section = rope.get("mrope_section")
-    width = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
-    share = rope.get("partial_rotary_factor", 1.0)
+    width, share = head_width(text), rope.get("partial_rotary_factor", 1.0)
     if not _real(share) or not 0 < share <= 1:
         raise _wrong(f"{name}.partial_rotary_factor", share, "a number above 0, at most 1")
-    if text.model_type in (*DELTA_TYPES, *PAIRED_TYPES):
+    if text.model_type in PARTIAL_TYPES:
         width = int(width * share)
+    if rope["rope_type"] == "longrope":
+        for each in ("short_factor", "long_factor"):
+            factors = rope.get(each)
+            if not isinstance(factors, list) or len(factors) != int(head_width(text) * share) // 2:
+                wanted = "a list of numbers for half of what is rotated of a head (head_dim)"
+                raise _wrong(f"{name}.{each}", factors, wanted)
     if section is not None and not (
         isinstance(section, (list, tuple))
         and len(section) == 3
         and all(_whole(n, 2**14) for n in section)
         and 2 * sum(section) == width
     ):
-        wanted = f"three counts that make {width // 2}, half of what is rotated of a head"
+        wanted = (
+            f"three counts that make {width // 2}, half of what is rotated of a head (head_dim)"
+        )
         raise _wrong(f"{name}.mrope_section", section, wanted)
 
 

@@ -33,6 +33,7 @@ _GROWING = re.compile(rb"Replace|Precompiled|ByteLevel|\\u00[4-7]")
 
 # How checkpoints are quantised that are read, and which packings of compressed-tensors.
 QUANTISED = ("fp8", "compressed-tensors", "awq", "gptq", "bitsandbytes")
+GPTQ_BITS = (2, 3, 4, 8)
 _COMPRESSED = {
     "dense",
     "float-quantized",
@@ -337,7 +338,7 @@ def _unread_variant(method: str, settings: Mapping[str, Any]) -> str:
             return "" if version == "gemm" else f"in the packing {version[:40]!r}"
         case "gptq":
             packing = gptq_packing(settings)
-            if bits not in (2, 3, 4, 8):
+            if bits not in GPTQ_BITS:
                 return f"in {bits!r} bits"
             if settings.get("is_marlin_format"):
                 packing = "marlin"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import functools
 import math
 from collections.abc import Callable, Collection, Sequence
@@ -21,6 +20,13 @@ GLOBAL, LOCAL = "full_attention", "sliding_attention"
 GEMMA_TYPES = ("gemma3_text",)
 # Text models that rotate features 2 i and 2 i + 1 together, not i and i + rot / 2.
 PAIRED_TYPES = ("glm4", "glm4v_text")
+# What transformers' text models read of a config: another field is left over from another model.
+# Windows: none; in all layers; in those that layer_types names.
+_OPEN_TYPES = ("llama", "glm4", "qwen3_vl_text", "qwen3_vl_moe_text", "glm4v_text")
+_WINDOWED_TYPES = ("mistral", "ministral3", "phi3", "qwen3_moe")
+_LAYERED_TYPES = ("ministral", "qwen2", "qwen3", "qwen2_vl_text", "qwen2_5_vl_text", *GEMMA_TYPES)
+# No head_dim.
+WIDTH_TYPES = ("qwen2_vl_text", "qwen2_5_vl_text", "glm4v_text")
 # Norms before attention and before the MLP; some have others, of what these add to the states.
 NORMS = ("input_layernorm", "post_attention_layernorm")
 _FOUR_NORMS = {
@@ -90,11 +96,11 @@ class RopeSpec:
             ModelError: for scalings whose frequencies change with every new token, which
                 would invalidate the keys already cached; for sections that do not fit.
         """
-        if GLOBAL in rotary.config.rope_parameters:  # one embedding for each kind of layer
+        if getattr(rotary.config, "model_type", None) in GEMMA_TYPES:  # one for each kind of layer
             return cls.from_config(rotary.config)
         axes = _axes_of(rotary, section, interleaved) if sees else None
         found = None
-        if _kind(rotary.config) != "longrope":
+        if _kind(rotary.config.rope_parameters) != "longrope":
             found = (rotary.inv_freq, rotary.attention_scaling)
         return cls._read(rotary.config, axes, found)
 
@@ -104,7 +110,7 @@ class RopeSpec:
         config: Any,
         section: tuple[int, ...] | None = None,
         interleaved: bool = True,
-        layer_type: str = GLOBAL,
+        layer_type: str | None = None,
     ) -> RopeSpec:
         """Compute the frequencies as transformers' rotary module of this config would.
 
@@ -112,23 +118,24 @@ class RopeSpec:
             config: of one of mmkv's own text models.
             section: frequencies per axis where the config names none, for M-RoPE.
             interleaved: see :func:`mrope_axes`.
-            layer_type: of which kind of layers, where each has an embedding of its own.
+            layer_type: of which kind of layers, where each has an embedding of its own; None: of
+                those that see all tokens, where there are any.
 
         Raises:
             ModelError: as :meth:`from_rotary`.
         """
-        if GLOBAL in config.rope_parameters:
-            config, own = copy.copy(config), config.rope_parameters[layer_type]
-            config.rope_parameters = own
-        kind = _kind(config)
+        if config.model_type in GEMMA_TYPES:
+            layer_type = layer_type or (GLOBAL if GLOBAL in config.layer_types else LOCAL)
+        parameters = _parameters(config, layer_type)
+        kind = _kind(parameters)
         found: tuple[Tensor, float] | None = None
         if kind == "default":
-            found = (_default_frequencies(config), 1.0)
+            found = (_default_frequencies(config, parameters), 1.0)
         elif kind != "longrope":
-            found = ROPE_INIT_FUNCTIONS[kind](config, device=torch.device("cpu"))
-        section = section and (config.rope_parameters.get("mrope_section") or section)
+            found = _frequencies(config, kind, layer_type)
+        section = section and (parameters.get("mrope_section") or section)
         axes = mrope_axes(section, interleaved) if section else None
-        return cls._read(config, axes, found)
+        return cls._read(config, axes, found, layer_type)
 
     @classmethod
     def _read(
@@ -136,9 +143,10 @@ class RopeSpec:
         config: Any,
         axes: tuple[int, ...] | None,
         found: tuple[Tensor, float] | None,
+        layer_type: str | None = None,
     ) -> RopeSpec:
         """Complete frequencies and scale with what the config says; None: it has two sets."""
-        parameters = config.rope_parameters
+        parameters = _parameters(config, layer_type)
         kind = parameters["rope_type"]
         long_inv_freq, switch_at = None, None
         if found is None:
@@ -146,11 +154,16 @@ class RopeSpec:
                 config, "original_max_position_embeddings", config.max_position_embeddings
             )
             # transformers picks the long factors by the length it is shown.
-            long_inv_freq, _ = ROPE_INIT_FUNCTIONS[kind](
-                config, device=torch.device("cpu"), seq_len=switch_at + 1
-            )
-            found = ROPE_INIT_FUNCTIONS[kind](config, device=torch.device("cpu"), seq_len=switch_at)
+            long_inv_freq, _ = _frequencies(config, kind, layer_type, switch_at + 1)
+            found = _frequencies(config, kind, layer_type, switch_at)
         inv_freq, scale = found
+        whole = getattr(config, "model_type", None) in _WHOLE_TYPES
+        if whole and 2 * len(inv_freq) != head_width(config):
+            raise ModelError(
+                f"partial_rotary_factor leaves {2 * len(inv_freq)} of the {head_width(config)} "
+                f"features of a head to be rotated, and a {config.model_type} model rotates all; "
+                "get the original config.json"
+            )
         if axes is not None and len(axes) != len(inv_freq):
             raise ModelError(
                 f"M-RoPE sections of {len(axes)} frequencies do not fit the {len(inv_freq)} of a "
@@ -197,24 +210,45 @@ def _axes_of(
     return tuple(int(axis) for axis in mixed)
 
 
-def _kind(config: Any) -> str:
-    kind = config.rope_parameters["rope_type"]
+def _parameters(config: Any, layer_type: str | None) -> dict[str, Any]:
+    found: dict[str, Any] = config.rope_parameters
+    return found if layer_type is None else found[layer_type]
+
+
+def _frequencies(
+    config: Any, kind: str, layer_type: str | None, seen: int | None = None
+) -> tuple[Tensor, float]:
+    """Return frequencies and scale of a scaled embedding, as transformers computes them."""
+    made: tuple[Tensor, float] = ROPE_INIT_FUNCTIONS[kind](
+        config, device=torch.device("cpu"), seq_len=seen, layer_type=layer_type
+    )
+    return made
+
+
+def _kind(parameters: dict[str, Any]) -> str:
+    kind: str = parameters["rope_type"]
     if kind not in _STATIC_ROPE:
         raise ModelError(
-            f"rope scaling {kind!r} is not supported; use a checkpoint with one of "
+            f"rope_type {kind!r} is not supported; use a checkpoint with one of "
             f"{', '.join(sorted(_STATIC_ROPE))}"
         )
     return kind
 
 
-def _default_frequencies(config: Any) -> Tensor:
+def head_width(config: Any) -> int:
+    """Return the features of a head of a text model."""
+    own = None if config.model_type in WIDTH_TYPES else getattr(config, "head_dim", None)
+    return own or config.hidden_size // config.num_attention_heads
+
+
+def _default_frequencies(config: Any, parameters: dict[str, Any]) -> Tensor:
     """Compute ``theta ** (-2 i / rot)``, float32 ``[rot/2]``."""
-    rot = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    rot = head_width(config)
     # The other models rotate whole heads, whatever it says.
-    if config.model_type in ("phi3", *PAIRED_TYPES, *DELTA_TYPES):
-        rot = int(rot * config.rope_parameters.get("partial_rotary_factor", 1.0))
+    if config.model_type in PARTIAL_TYPES:
+        rot = int(rot * parameters.get("partial_rotary_factor", 1.0))
     exponents = torch.arange(0, rot, 2, dtype=torch.float) / rot
-    return 1.0 / (config.rope_parameters["rope_theta"] ** exponents)
+    return 1.0 / (parameters["rope_theta"] ** exponents)
 
 
 @dataclass(frozen=True)
@@ -241,7 +275,9 @@ class Routing:
             return None
         # transformers' Qwen3-VL router always normalizes, whatever the config says.
         normalized = config.model_type != "qwen3_moe" or bool(config.norm_topk_prob)
-        shared = getattr(config, "shared_expert_intermediate_size", 0)
+        shared = 0
+        if config.model_type in DELTA_TYPES:
+            shared = config.shared_expert_intermediate_size
         inner = config.moe_intermediate_size
         return cls(experts, config.num_experts_per_tok, normalized, inner, shared)
 
@@ -251,9 +287,11 @@ SPARSE_TYPES = ("qwen3_moe", "qwen3_vl_moe_text", "qwen3_5_moe_text")
 # Text models whose linear layers follow the gated delta rule.
 DELTA_TYPES = ("qwen3_5_text", "qwen3_5_moe_text")
 LINEAR = "linear_attention"
+# Text models that rotate a part of each head.
+PARTIAL_TYPES = ("phi3", *PAIRED_TYPES, *DELTA_TYPES)
+_WHOLE_TYPES = {*_OPEN_TYPES, *_WINDOWED_TYPES, *_LAYERED_TYPES} - {*PARTIAL_TYPES}
 # Text models whose gains are 1 + weight.
 OFFSET_TYPES = (*DELTA_TYPES, *GEMMA_TYPES)
-_ATTENDING = {None, GLOBAL, LOCAL}
 
 
 @dataclass(frozen=True)
@@ -306,10 +344,9 @@ class DeltaSpec:
 def sparse_layers(config: Any) -> tuple[bool, ...]:
     """Return for each layer of a text model whether its MLP is a mixture of experts."""
     layers = config.num_hidden_layers
-    if Routing.of(config) is None:
-        return (False,) * layers
-    dense = getattr(config, "mlp_only_layers", None) or ()
-    every = getattr(config, "decoder_sparse_step", 1)
+    if Routing.of(config) is None or config.model_type in DELTA_TYPES:
+        return (Routing.of(config) is not None,) * layers
+    dense, every = config.mlp_only_layers or (), config.decoder_sparse_step
     return tuple(i not in dense and (i + 1) % every == 0 for i in range(layers))
 
 
@@ -454,28 +491,32 @@ class DecoderSpec:
         Raises:
             ModelError: as :meth:`from_hf`.
         """
-        named = getattr(config, "hidden_activation", None) or getattr(config, "hidden_act", "silu")
         gemma = config.model_type in GEMMA_TYPES
-        if named not in _ACTIVATIONS:
+        activation = "hidden_activation" if gemma else "hidden_act"
+        named, routing = getattr(config, activation, "silu"), Routing.of(config)
+        # Of experts and of the gated delta rule there is no other form.
+        plain = routing is None and config.model_type not in DELTA_TYPES
+        known = [*_ACTIVATIONS] if plain else ["silu"]
+        if named not in known:
             raise ModelError(
                 f"activation {named!r} is not supported; this decoder runs models with "
-                f"hidden_act {' or '.join(map(repr, _ACTIVATIONS))}"
+                f"{activation} {' or '.join(map(repr, known))}"
             )
-        if gemma:
-            _require_plain_gemma(config)
+        _require_plain(config)
         layers = config.num_hidden_layers
         heads = config.num_attention_heads
         delta = DeltaSpec.of(config)
         stateful = {*state_kinds, *([] if delta is None else [LINEAR])}
-        kinds = getattr(config, "layer_types", None) or ()
+        kinds = _kinds(config, layers)
         has_entries = tuple(kind not in stateful for kind in kinds)
-        if has_entries and not any(has_entries):
+        if not any(has_entries):
             raise ModelError(
                 "no layer of this model attends to earlier tokens, so there is no cache to bound; "
                 "run it with transformers"
             )
-        dim = getattr(config, "head_dim", None) or config.hidden_size // heads
-        both = LOCAL in config.rope_parameters and LOCAL in kinds
+        embedding = rope()  # which completes the config's rope_parameters, read below
+        dim = head_width(config)
+        both = gemma and {GLOBAL, LOCAL} <= {*kinds}
         return cls(
             vocab_size=config.vocab_size,
             hidden_size=config.hidden_size,
@@ -486,8 +527,8 @@ class DecoderSpec:
             rms_eps=config.rms_norm_eps,
             max_position=_longest(config),
             sliding_window=attention_windows(config, layers, stateful),
-            rope=rope(),
-            routing=Routing.of(config),
+            rope=embedding,
+            routing=routing,
             has_entries=() if all(has_entries) else has_entries,
             delta=delta,
             output_gate=config.model_type in DELTA_TYPES,
@@ -501,14 +542,19 @@ class DecoderSpec:
         )
 
 
-def _require_plain_gemma(config: Any) -> None:
-    """Refuse what Gemma's config can ask for and this decoder does not do. Raises ModelError."""
-    if config.use_bidirectional_attention:
-        raise ModelError(
-            "use_bidirectional_attention makes an encoder of this model, which generates nothing; "
-            "run it with transformers"
-        )
-    for name in ("final_logit_softcapping", "attn_logit_softcapping"):
+def _require_plain(config: Any) -> None:
+    """Refuse what a config can ask for and this decoder does not do. Raises ModelError."""
+    gemma = config.model_type in GEMMA_TYPES
+    for name, asked in (
+        ("use_bidirectional_attention", gemma and config.use_bidirectional_attention),
+        ("is_causal: false", not getattr(config, "is_causal", True)),
+    ):
+        if asked:
+            raise ModelError(
+                f"{name} makes an encoder of this model, which generates nothing; run it with "
+                "transformers"
+            )
+    for name in ("final_logit_softcapping", "attn_logit_softcapping") if gemma else ():
         if getattr(config, name, None) is not None:
             raise ModelError(f"{name} is not supported; use a Gemma 3 checkpoint, which has none")
 
@@ -518,9 +564,23 @@ def _longest(config: Any) -> int:
     behind its original ones, which this decoder does not.
     """
     longest, rope = int(config.max_position_embeddings), config.rope_parameters
-    if rope.get("llama_4_scaling_beta"):
-        longest = min(longest, int(rope["original_max_position_embeddings"]))
-    return longest
+    if config.model_type != "ministral3":
+        return longest
+    original, beta = (
+        rope.get(name) for name in ("original_max_position_embeddings", "llama_4_scaling_beta")
+    )
+    if original is None or beta is None:
+        raise ModelError(
+            "rope_parameters of a ministral3 model lack llama_4_scaling_beta or "
+            "original_max_position_embeddings; get the original config.json"
+        )
+    return min(longest, int(original)) if beta else longest
+
+
+def _kinds(config: Any, layers: int) -> Sequence[str | None]:
+    """Return the kind of each layer; None: a model that does not tell them apart."""
+    alike = config.model_type in (*_OPEN_TYPES, *_WINDOWED_TYPES)
+    return (not alike and getattr(config, "layer_types", None)) or [None] * layers
 
 
 def attention_windows(
@@ -528,20 +588,30 @@ def attention_windows(
 ) -> tuple[int | None, ...]:
     """Return the sliding window of each layer of a text model; None: all tokens.
 
-    ``others``: kinds of layers that do not attend, which are left out.
+    What transformers' own forward pass does not read is left over from another model.
+
+    Args:
+        others: kinds of layers that do not attend, which are left out.
 
     Raises:
-        ModelError: for layers of another kind.
+        ModelError: for layers of another kind, or for windows of no size.
     """
-    kinds = getattr(config, "layer_types", None) or [None] * layers
-    unknown = set(kinds) - _ATTENDING - set(others)
-    if unknown:
+    kinds = _kinds(config, layers)
+    known = {None, GLOBAL, *others, *([] if config.model_type in DELTA_TYPES else [LOCAL])}
+    if unknown := set(kinds) - known:
         raise ModelError(
-            f"layer types {sorted(unknown)} are not supported; use a checkpoint with full or "
-            "sliding-window attention only"
+            f"layer_types {sorted(map(str, unknown))} are not supported; use a checkpoint with "
+            "full or sliding-window attention only"
         )
     window = getattr(config, "sliding_window", None)
-    if getattr(config, "use_sliding_window", True) is False:
+    if config.model_type in _OPEN_TYPES:
         window = None
+    elif config.model_type not in _WINDOWED_TYPES:
+        window = window if getattr(config, "use_sliding_window", True) else None
+        if window is None and LOCAL in kinds:
+            raise ModelError(
+                "layer_types has sliding_attention, and no sliding_window is set, or "
+                "use_sliding_window is false; get the original config.json"
+            )
     attending = (kind for kind in kinds if kind not in others)
     return tuple(None if kind == GLOBAL else window for kind in attending)

@@ -79,7 +79,7 @@ class StoredShapes:
             case "llama":
                 mlp = bool(getattr(config, "mlp_bias", False))
                 return cls(qkv_bias=bias, out_bias=bias, mlp_bias=mlp)
-            case "mistral" | "ministral3":
+            case "mistral" | "ministral" | "ministral3":
                 return cls()
             case "qwen2" | "qwen2_vl_text" | "qwen2_5_vl_text":
                 return cls(qkv_bias=True)

@@ -7,7 +7,9 @@ such a pass it is transformers' own (sdpa).
 
 from __future__ import annotations
 
+import contextlib
 import threading
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -251,11 +253,33 @@ class Host:
         ids = torch.arange(3, 10, device=model.device) % family.vocab_size
         wanted = model(input_ids=ids[None], use_cache=False).logits[0].float()
         model.set_attn_implementation(ATTENTION)
+        self._find_windows(ids)
         engine = HostedRuntime(family, self.spec, self.weights, None, make_policy("full"))
         with engine.session() as session:
             found = [session.prefill({"input_ids": ids[:4].cpu()}, None)]
             found += [session.decode(int(token)) for token in ids[4:]]
         return float((torch.stack(found) - wanted[3:]).abs().max() / wanted.abs().max())
+
+    def _find_windows(self, ids: Tensor) -> None:
+        """Take the windows off where the model masks by none: sliding_window is then left over
+        from another model. Raises ModelError: it masks by others.
+        """
+        asked: set[int] = set()
+        _current.windows = asked
+        try:
+            # Masks come first; the pass of the engine will say which attention it cannot do.
+            with contextlib.suppress(ValueError):
+                self._model(input_ids=ids[None], use_cache=False)
+        finally:
+            del _current.windows
+        if not asked:
+            none = (None,) * self.spec.num_layers
+            self.spec = replace(self.spec, sliding_window=none)
+        elif asked != {*self.spec.sliding_window} - {None}:
+            raise ModelError(
+                f"a {type(self._model).__name__} sees windows of {sorted(asked)} tokens, which its "
+                "sliding_window and layer_types do not say"
+            )
 
 
 def _spec(model: Any) -> DecoderSpec:
@@ -302,6 +326,8 @@ def _attention(
 
 
 def _mask(*arguments: Any, **named: Any) -> Tensor | None:
+    if (windows := getattr(_current, "windows", None)) is not None and named.get("local_size"):
+        windows.add(named["local_size"])
     return sdpa_mask(*arguments, **named) if _engine_pass() is None else None
 
 

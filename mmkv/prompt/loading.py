@@ -71,6 +71,9 @@ def _load(name: str | Path, min_pixels: int | None, max_pixels: int | None) -> P
     config = read_config(name)
     family = find(str(config.model_type))
     tokenizer = AutoTokenizer.from_pretrained(name, config=config)
+    if "istral" in str(config.model_type) and _splits_as_llama(tokenizer):
+        # Where transformers knows that a file has a wrong expression, it offers the right one.
+        tokenizer = AutoTokenizer.from_pretrained(name, config=config, fix_mistral_regex=True)
     if family is not None and issubclass(family, Qwen3VLFamily) and family.like_qwen:
         return _load_qwen(
             name, tokenizer, config.vision_config, min_pixels, max_pixels, family.frames_apart
@@ -89,6 +92,14 @@ def _load(name: str | Path, min_pixels: int | None, max_pixels: int | None) -> P
     if config.vision_config.model_type == "pixtral":
         return _load_pixtral(name, tokenizer, config)
     return load_hub(name, tokenizer, config)
+
+
+def _splits_as_llama(tokenizer: Any) -> bool:
+    """Whether digits are taken by threes; Mistral's tokenizers take them one by one."""
+    if tokenizer.init_kwargs.get("fix_mistral_regex") is False:  # as the checkpoint wants it
+        return False
+    before = tokenizer.backend_tokenizer.pre_tokenizer
+    return before is not None and b"p{N}{1,3}" in before.__getstate__()
 
 
 def _load_pixtral(name: str | Path, tokenizer: Any, config: Any) -> Processor:

@@ -97,6 +97,11 @@ class Cutter:
         """Whether a special token stands in ``text``."""
         return self._any and self._found.search(text) is not None
 
+    def begins(self, text: str) -> str:
+        """Return the special token that ``text`` begins with; empty: none."""
+        found = self._found.match(text) if self._any else None
+        return "" if found is None else found[1]
+
     def count(self, text: str) -> Counter[str]:
         """Return how often each special token stands in ``text``."""
         return Counter(match[1] for match in self._found.finditer(text) if self._any)

@@ -182,6 +182,21 @@ class ChatTemplate:
         blank = before.removeprefix(opening) if found and before.startswith(opening) else ""
         return blank if blank.isspace() else ""
 
+    @cached_property
+    def turn_end(self) -> str:
+        """The special token that stands right behind what the assistant says in a conversation,
+        where it ends the turn or begins the next one; empty: another text, or no template.
+        """
+        if self.source is None:
+            return ""
+        marker = new_marker()
+        asked, said = {"role": "user", "content": "a"}, {"role": "assistant", "content": marker}
+        try:
+            shown = self.render([asked, said, asked], opening=False)
+        except InputError:  # asked in another way it may not refuse
+            return ""
+        return self._cutter.begins(shown.partition(marker)[2].lstrip())
+
     def before_reply(self, messages: list[Message]) -> str:
         """Render messages and the opening of a reply, of which nothing has been said."""
         return self.with_prefix("").render(messages, opening=True)

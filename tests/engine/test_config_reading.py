@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
+import shutil
+import time
+import tracemalloc
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import transformers
-from transformers import AutoConfig, AutoTokenizer, PreTrainedConfig
+from transformers import AutoConfig, AutoTokenizer
 
-from mmkv.engine.model.families.config import read_config, whole_config
+from mmkv.engine.errors import ModelError
+from mmkv.engine.model.families.config import LlamaConfig, read_config, whole_config
+from mmkv.engine.model.families.loading import load
 from tests.support.chat_models import save_llama
 from tests.support.factories import checkpoint
 
@@ -43,34 +49,8 @@ def of_transformers_4(raw: Raw) -> None:
         raw.pop(key)
 
 
-def unscaled(raw: Raw) -> None:
-    raw.pop("rope_parameters")
-    raw["rope_theta"], raw["rope_scaling"] = 10000, None
-
-
-@pytest.mark.parametrize("name", ["llama", "llama_biased"])
-@pytest.mark.parametrize("change", [lambda raw: None, of_transformers_4, unscaled])
-def test_it_says_what_the_class_says(
-    name: str, change: Callable[[Raw], Any], tmp_path: Path
-) -> None:
-    folder = rewritten(tmp_path, change, name)
-    found, wanted = read_config(folder), AutoConfig.from_pretrained(folder)
-    assert type(found) is PreTrainedConfig and type(wanted) is transformers.LlamaConfig
-    ours, theirs = found.to_dict(), wanted.to_dict()
-    # Not sizes: how the model is run by transformers, and attributes that mmkv does not read.
-    aside = {"use_cache", "model_type", "attention_bias", "mlp_bias", "pretraining_tp"}
-    aside |= {"initializer_range", "attention_dropout", "rope_interleaved", "_model_name_or_path"}
-    aside.add("transformers_version")
-    assert {k: v for k, v in theirs.items() if k not in aside and ours.get(k) != v} == {}
-    assert found.model_type == wanted.model_type and found.dtype == wanted.dtype
-    for bias in ("attention_bias", "mlp_bias"):
-        assert getattr(found, bias, False) == getattr(wanted, bias)
-    assert found.get_text_config() is found
-    assert whole_config(found, folder).to_dict() == theirs
-
-
-def differing() -> list[tuple[str, Callable[[Raw], Any]]]:
-    """Return configs that only the class understands, or refuses."""
+def changes() -> list[tuple[str, Callable[[Raw], Any]]]:
+    """Return changes of a config: some are read, some refused."""
 
     def put(key: str, value: Any) -> Callable[[Raw], Any]:
         return lambda raw: raw.update({key: value})
@@ -80,6 +60,7 @@ def differing() -> list[tuple[str, Callable[[Raw], Any]]]:
         ("hidden_size", "192"),
         ("hidden_size", 193),
         ("num_hidden_layers", 0),
+        ("num_attention_heads", 0),
         ("vocab_size", 1.5),
         ("rms_norm_eps", 2.0),
         ("dtype", "int8"),
@@ -88,25 +69,78 @@ def differing() -> list[tuple[str, Callable[[Raw], Any]]]:
         ("rope_parameters", yarn),
         ("rope_parameters", {"rope_type": "llama3", "rope_theta": 1e4}),
         ("rope_parameters", {"rope_type": "default", "rope_theta": "x"}),
+        ("rope_scaling", LLAMA3),
+        ("rope_scaling", {"type": "linear", "factor": 2.0}),
         ("layer_types", ["x"]),
         ("quantization_config", {"quant_method": "fp8"}),
         ("sliding_window", 8),
     ]
     gone = [("num_key_value_heads", lambda raw: raw.pop("num_key_value_heads"))]
-    return [(f"{key}={value}"[:40], put(key, value)) for key, value in values] + gone
+    named = [(f"{key}={value}"[:40], put(key, value)) for key, value in values]
+    return [("nothing", lambda raw: None), ("older", of_transformers_4), *named, *gone]
 
 
-@pytest.mark.parametrize("change", [pytest.param(c, id=name) for name, c in differing()])
-def test_the_class_is_asked_for_all_else(change: Callable[[Raw], Any], tmp_path: Path) -> None:
+@pytest.mark.parametrize("change", [pytest.param(c, id=name) for name, c in changes()])
+def test_a_llama_is_read_as_by_its_own_class(change: Callable[[Raw], Any], tmp_path: Path) -> None:
     folder = rewritten(tmp_path, change)
 
     def outcome(read: Callable[[Path], Any]) -> Any:
         try:
-            return read(folder).to_dict()
+            config = read(folder)
         except Exception as error:
-            return type(error), str(error)
+            return type(error)
+        return {key: str(value) for key, value in vars(config).items()}, config.to_dict()
 
-    assert outcome(read_config) == outcome(AutoConfig.from_pretrained)
+    wanted = outcome(AutoConfig.from_pretrained)
+    assert outcome(read_config) == wanted
+    if not isinstance(wanted, type):
+        config = read_config(folder)
+        assert type(config) is LlamaConfig and config.get_text_config() is config
+        whole = whole_config(config)
+        assert type(whole) is transformers.LlamaConfig
+        assert vars(whole) == vars(AutoConfig.from_pretrained(folder))
+
+
+def test_it_has_the_fields_of_its_own_class() -> None:
+    both = (LlamaConfig, transformers.LlamaConfig)
+    ours, theirs = ({f.name: f.default for f in dataclasses.fields(kind)} for kind in both)
+    assert ours == theirs
+
+
+# Libraries make a list or names of these.
+COUNTS = ["num_hidden_layers", "num_attention_heads", "num_experts", "num_labels", "hidden_size"]
+INSIDE = [("text_config", "num_hidden_layers"), ("vision_config", "depth")]
+
+
+@pytest.mark.parametrize("count", [3_000_000, 2**31 - 1])
+@pytest.mark.parametrize("path", [*((key,) for key in COUNTS), *INSIDE])
+def test_counts_beyond_any_model_are_refused_at_once(
+    path: tuple[str, ...], count: int, tmp_path: Path
+) -> None:
+    def put(raw: Raw) -> None:
+        for key in path[:-1]:
+            raw = raw.setdefault(key, {})
+        raw[path[-1]] = count
+
+    folder = rewritten(tmp_path, put)
+    tracemalloc.start()
+    started = time.process_time()
+    with pytest.raises(ModelError, match=rf"config\.json: {'.'.join(path)} is {count}, not"):
+        read_config(folder)
+    taken, (_, most) = time.process_time() - started, tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert taken < 0.2 and most < 2**20
+
+
+def test_a_name_for_each_expert_is_made_of_none_that_are_not_there(tmp_path: Path) -> None:
+    """Each count may be a model's, and their product none's."""
+    folder = Path(shutil.copytree(checkpoint("qwen3_moe"), tmp_path / "model"))
+    huge = {"num_hidden_layers": 4096, "num_local_experts": 4096, "num_experts": 4096}
+    rewritten(folder, lambda raw: raw.update(huge), "qwen3_moe")
+    started = time.process_time()
+    with pytest.raises(ModelError, match=r"more numbers than .* num_hidden_layers"):
+        load(folder, "float32", "cpu")
+    assert time.process_time() - started < 1
 
 
 def test_other_families_keep_their_class() -> None:
@@ -115,10 +149,14 @@ def test_other_families_keep_their_class() -> None:
         assert type(read_config(folder)) is type(AutoConfig.from_pretrained(folder))
 
 
-def test_the_tokenizer_is_the_same(tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", ["PreTrainedTokenizerFast", "LlamaTokenizerFast", None])
+def test_the_tokenizer_is_the_same(kind: str | None, tmp_path: Path) -> None:
     folder = save_llama(tmp_path / "llama")
+    file = folder / "tokenizer_config.json"
+    settings = json.loads(file.read_text()) | {"tokenizer_class": kind}
+    file.write_text(json.dumps({key: value for key, value in settings.items() if value}))
     config = read_config(folder)
-    assert type(config) is PreTrainedConfig
+    assert type(config) is LlamaConfig
     ours = AutoTokenizer.from_pretrained(folder, config=config)
     theirs = AutoTokenizer.from_pretrained(folder)
     assert type(ours) is type(theirs)

@@ -34,7 +34,7 @@ from tests.support.tiers import slow_but
 STEPS = 64
 TOLERANCE = 1e-4  # of the largest logit, acceptance 2
 TEXT_TYPES = ("llama", "mistral", "ministral3", "qwen2", "qwen3", "qwen3_moe", "phi3")
-TEXT_TYPES += ("qwen3_5_text", "gemma3_text", "glm4")
+TEXT_TYPES += ("ministral", "qwen3_5_text", "gemma3_text", "glm4")
 VISION = [name for name, spec in CHECKPOINTS.items() if spec.model_type not in TEXT_TYPES]
 # Those that take videos.
 WATCHING = ["qwen3_vl", "qwen3_vl_dim128", "qwen3_vl_moe", "qwen2_5_vl", "qwen3_5", "internvl"]

@@ -114,6 +114,30 @@ def test_it_loads_as_the_plain_checkpoint_of_these_numbers(
     assert {name.removeprefix("layers.0.") for name in kept} >= whole
 
 
+def test_modules_of_gptq_with_bits_of_their_own(tmp_path: Path) -> None:
+    """GPTQModel's ``dynamic``: attention has 4 bits here, and the MLP 3."""
+    methods = {"self_attn": "gptq", "mlp": "gptq_3"}
+    tensors = {
+        name: part
+        for module, method in methods.items()
+        for name, part in load_file(HERE / f"{method}.safetensors").items()
+        if f".{module}." in name
+    }
+    folder = folder_of("gptq", tmp_path / "model", dynamic={r"+:.*\.mlp\..*": {"bits": 3}})
+    damaged(lambda all_of_4: all_of_4.update(tensors))("gptq", folder)
+    stored = QuantisedTensors(
+        StoredTensors([folder / "gptq.safetensors"]),
+        METHODS["gptq"]["settings"] | {"dynamic": {"x": {}}},
+        torch.bfloat16,
+    )
+    for name in stored.names:
+        method = next(of for module, of in methods.items() if f".{module}." in name)
+        assert digest(stored.tensor(name)) == METHODS[method]["sha256"][name]
+    count = load(folder, "float32", "cpu")[2].numbers()
+    made = planned(str(folder))
+    assert made is not None and made["auto"].weights >= 2 * count
+
+
 def test_four_symmetric_bits_stay_those_four_bits() -> None:
     stored, name = opened("compressed-tensors"), "model.layers.0.self_attn.q_proj.weight"
     form = WeightForm("int4", kernels_for("int4"))
@@ -277,6 +301,7 @@ def truncated(method: str, folder: Path) -> None:
         ("gptq", damaged(of_no_group), "down_proj.g_idx names groups that have no steps"),
         ("gptq", said(bits=5), "quantised by gptq in 5 bits, which mmkv does not read"),
         ("gptq", said(bits=2), "down_proj.qzeros is I32 [3, 8], which does not fit"),
+        ("gptq", said(bits=2, dynamic={}), "down_proj.qzeros is I32 [3, 8], which does not fit"),
         ("gptq", said(is_marlin_format=True), "by gptq in the packing 'marlin'"),
         ("awq", said(version="gemv"), "by awq in the packing 'gemv'"),
         ("fp8", said(quant_method="hqq"), "quantised by 'hqq', which mmkv does not read"),

@@ -25,9 +25,9 @@ def begun(grammar: str) -> LLMatcher:
 
 
 def answering(schema: dict[str, Any]) -> LLMatcher:
-    """Return the state before an answer. Raises InputError."""
-    form = {"type": "json_schema", "json_schema": {"schema": schema}}
-    grammar = ReplyRules(answer_schema(form)).grammar(json.dumps)
+    """Return the state before a strict answer. Raises InputError."""
+    form = {"type": "json_schema", "json_schema": {"schema": schema, "strict": True}}
+    grammar = ReplyRules(answer_schema(form)[0]).grammar(json.dumps)
     assert grammar is not None
     return begun(grammar)
 
@@ -121,7 +121,7 @@ def test_arguments_are_what_their_schema_says(
         assert not lets_through(state, begin + twice + end)
 
 
-def test_what_a_grammar_would_ignore_is_refused() -> None:
+def test_what_a_grammar_would_ignore_is_refused_or_said() -> None:
     with pytest.raises(InputError, match="minProperties 2 needs names"):
         answering({"type": "object", "minProperties": 2})
     for own, what in [
@@ -132,7 +132,8 @@ def test_what_a_grammar_would_ignore_is_refused() -> None:
         for strict in (False, True):
             use = ToolUse((Tool("f", "", own, strict),))
             if not strict:
-                require_tools(QwenXml(), use)
+                (note,) = require_tools(QwenXml(), use).notes
+                assert f" {what} in calls of the form qwen-xml" in note
                 continue
             with pytest.raises(InputError, match=f"the tool f: .* {what} in calls of the form"):
                 require_tools(QwenXml(), use)

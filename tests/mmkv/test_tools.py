@@ -545,8 +545,9 @@ def test_a_part_of_a_schema_that_cannot_be_followed_is_left_out_and_named(
         assert use.tools[0].schema == schema, "the model is told of all"
         bound = form.grammar(use.tools, json.dumps, False)
         assert not LLMatcher.validate_grammar(bound)
-        if use.notes:
-            assert use.tools[0].bound == found and len(use.notes) == len(left_out)
+        told = [one for one in use.notes if "in calls of the form qwen-xml" not in one]
+        if told:
+            assert use.tools[0].bound == found and len(told) == len(left_out)
         tool["function"]["strict"] = True
         strict = tool_use([tool])
         assert strict is not None

@@ -181,6 +181,13 @@ CHECKPOINTS: dict[str, Checkpoint] = {
     "llama": Checkpoint("llama", 3, 1, 64, tied=True, text=_LLAMA3),
     "llama_biased": Checkpoint("llama", 8, 2, 32, text={"attention_bias": True, "mlp_bias": True}),
     "mistral": Checkpoint("mistral", 8, 1, 32, text={"sliding_window": 24}),
+    "ministral": Checkpoint(
+        "ministral",
+        4,
+        2,
+        32,
+        text={"sliding_window": 24, "layer_types": ["full_attention", "sliding_attention"]},
+    ),
     "ministral3": Checkpoint("ministral3", 4, 2, 32, text=_SCALED),
     "phi3": Checkpoint("phi3", 4, 4, 64, text=_long_rope(32, original=256)),
     "phi3_long": Checkpoint("phi3", 3, 1, 32, text=_long_rope(16, original=16), seed=1),

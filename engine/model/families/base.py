@@ -138,7 +138,7 @@ class Family:
             embedding: Any = self.text_model(hf_model).embed_tokens
             self.vocab_size = int(embedding.weight.shape[0])
             generation = getattr(hf_model, "generation_config", None)
-            self.eos_token_ids = end_tokens(getattr(generation, "eos_token_id", None), self.config)
+            self.eos_token_ids = end_tokens(generation, self.config, self.config.get_text_config())
         tokens = {IMAGE: "image_token_id", VIDEO: "video_token_id"}
         self.placeholder = {
             modality: int(getattr(self.config, tokens[modality]))
@@ -526,15 +526,16 @@ def _counts(values: Tensor, least: int) -> bool:
     return whole and bool((values >= least).all())
 
 
-def end_tokens(generation: Any, config: Any) -> tuple[int, ...]:
-    """Return the ids that end a reply.
+def end_tokens(*configs: Any) -> tuple[int, ...]:
+    """Return the ids that end a reply: ``eos_token_id`` of the first that has one.
 
     Args:
-        generation: ``eos_token_id`` of the generation config, which knows turn ends that the
-            config does not; None where it names none.
+        configs: objects or dicts; that of generation first, which knows turn ends that the others
+            do not.
     """
-    holders = (config, config.get_text_config())
-    for ids in (generation, *(getattr(holder, "eos_token_id", None) for holder in holders)):
+    for config in configs:
+        fields = config if isinstance(config, dict) else {}
+        ids = fields.get("eos_token_id", getattr(config, "eos_token_id", None))
         if ids is None:
             continue
         found = tuple(ids) if isinstance(ids, (list, tuple)) else (ids,)

@@ -37,7 +37,7 @@ from mmkv.engine.model.lora import AdaptedTensors
 from mmkv.engine.model.panel_files import PanelStore, with_panels
 from mmkv.engine.model.product import Kernels, WeightForm
 from mmkv.engine.model.quantised import QuantisedTensors, settings_of
-from mmkv.engine.model.settings import require_sizes
+from mmkv.engine.model.settings import fields_of, require_sizes
 from mmkv.engine.model.source import (
     PICKLED,
     PICKLED_INDEX,
@@ -141,20 +141,19 @@ def _load(
         )
         with import_beside(family_type, config, pictures):
             weights = _stored_weights(
-                name, source, opened(), family_type, config, spec, precision, where, holding
+                name, opened(), family_type, config, spec, precision, where, holding
             )
         if weights is not None:
             say("preparing the decoder")
-            ends = end_tokens(_generation_config(source).get("eos_token_id"), config)
+            ends = _ends_of(source)
 
             @_explaining(name, source)
             def build(shared: DecoderWeights) -> tuple[Any, str | None]:
                 stored = opened()
                 if stored is None:
                     raise ModelError(f"the weights of {name} are gone; get the checkpoint again")
-                whole = whole_config(config, source, local)
                 how = precision, where, load_whole, stored, holding, name
-                return build_vision(family_type, whole, shared, *how)
+                return build_vision(family_type, whole_config(config), shared, *how)
 
             model = DeferredModel(config, ends, spec.vocab_size, functools.partial(build, weights))
             return family_type(model), spec, weights
@@ -162,7 +161,7 @@ def _load(
     # transformers reads plain safetensors by itself.
     others = stored is not None and type(stored) is not StoredTensors
     tensors = {part: Unread(stored, part) for part in stored.names} if stored and others else None
-    hf_model = load_whole(whole_config(config, source, local), precision, where, tensors)
+    hf_model = load_whole(whole_config(config), precision, where, tensors)
     say("preparing the decoder")
     text_model = family_type.text_model(hf_model)
     family = family_type(hf_model)
@@ -236,7 +235,6 @@ def resolve_dtype(dtype: str | torch.dtype, config: Any, device: torch.device) -
 
 def _stored_weights(
     name: str,
-    source: str,
     stored: StoredTensors | None,
     family_type: type[Family],
     config: Any,
@@ -249,6 +247,16 @@ def _stored_weights(
         return None
     tied = bool(getattr(config, "tie_word_embeddings", False))
     text_config, places = config.get_text_config(), family_type.text_places
+    if spec.matrix_numbers(text_config) > 2 * stored.numbers:
+        if isinstance(stored, GgufTensors):
+            _require_found(None, stored, name, text_config.model_type)
+        # A name for each matrix may fill the memory already, and so would the random numbers that
+        # transformers has for what is not there.
+        raise ModelError(
+            f"config.json describes a text model of more numbers than the {stored.numbers:,} of "
+            f"the weight files in {name}; get the complete checkpoint, or mend vocab_size, "
+            "hidden_size, num_hidden_layers, head_dim or another size"
+        )
 
     def read(panels: PanelStore) -> DecoderWeights | None:
         made = read_text_weights(
@@ -278,12 +286,6 @@ def _stored_weights(
         found.note = "; ".join(filter(None, (stored.note, note))) or None
     if isinstance(stored, GgufTensors):
         _require_found(found, stored, name, text_config.model_type)
-    if found is None and spec.matrix_numbers(text_config) > 2 * stored.numbers:
-        # transformers would fill what is not there with random numbers, whatever its size.
-        raise ModelError(
-            f"config.json describes a text model of more numbers than the {stored.numbers:,} of "
-            f"the weight files in {source}; get the complete checkpoint"
-        )
     return found
 
 
@@ -344,11 +346,20 @@ def _require_found(found: DecoderWeights | None, stored: GgufTensors, name: str,
         found.note = "; ".join(filter(None, (found.note, said)))
 
 
-def _generation_config(source: str) -> dict[str, Any]:
-    """Return what ``generation_config.json`` says; without a readable one, nothing."""
-    path = checkpoint_file(source, "generation_config.json")
+def _ends_of(source: str) -> tuple[int, ...]:
+    """Return the ids that end a reply, as the checkpoint's files say. Raises ModelError.
+
+    What a config's class takes where its file says nothing is the end of another vocabulary.
+    """
+    said = _json(source, "config.json")
+    return end_tokens(_json(source, "generation_config.json"), said, said.get("text_config"))
+
+
+def _json(source: str, name: str) -> dict[str, Any]:
+    """Return the object in a checkpoint's file; without a readable one, nothing."""
+    path = checkpoint_file(source, name)
     try:
-        found = {} if path is None else json.loads(path.read_text())
+        found = {} if path is None else json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return {}
     return found if isinstance(found, dict) else {}
@@ -382,6 +393,7 @@ def _model(
             use_safetensors=True,
             trust_remote_code=False,
             local_files_only=local,
+            ignore_mismatched_sizes=True,  # they are reported, and refused below
             state_dict=tensors,
             device_map={"": device} if direct else None,
         )
@@ -389,7 +401,13 @@ def _model(
     missing = sorted(report["missing_keys"])
     if missing:
         raise ModelError(
-            f"{name} lacks {len(missing)} weights ({missing[0]} ...); get the complete checkpoint"
+            f"{name} lacks {len(missing)} weights ({missing[0]} ...), which config.json asks for; "
+            f"get the complete checkpoint, or mend num_hidden_layers, {fields_of(missing[0])}"
+        )
+    for part, stored, wanted in sorted(report["mismatched_keys"]):
+        raise ModelError(
+            f"{part} of {name} is {list(stored)} in the files and {list(wanted)} by config.json; "
+            f"get the complete checkpoint, or mend {fields_of(part)}"
         )
     # What the decoder would leave out changes what it says; other parts have classes of their own.
     foreign = _foreign(family_type, model, report["unexpected_keys"])
@@ -397,7 +415,7 @@ def _model(
         raise ModelError(
             f"{name} has {len(foreign)} text weights that this decoder does not have "
             f"({foreign[0]} ...); use a checkpoint of one of mmkv's families, or the config.json "
-            "that belongs to these weights"
+            f"that belongs to these weights (num_hidden_layers, {fields_of(foreign[0])})"
         )
     return model.requires_grad_(False).eval().to(device)
 
@@ -490,7 +508,8 @@ def _own_code(source: str) -> str:
 
 def _first_sentence(text: str, longest: int = 160) -> str:
     """Return the start of a library's message that fits one line."""
-    line = (text.strip().splitlines() or [""])[0].strip()
+    first, second, *_ = [*map(str.strip, text.strip().splitlines()), "", ""]
+    line = f"{first} {second}" if first.endswith(":") else first
     return line if len(line) <= longest else line[:longest].rsplit(" ", 1)[0] + " ..."
 
 

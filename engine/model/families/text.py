@@ -1,4 +1,4 @@
-"""Text-only models: Llama, Mistral, Ministral 3, Qwen2/2.5, Qwen3, Qwen3-MoE, GLM-4-0414.
+"""Text-only models: Llama, Mistral, Ministral (3), Qwen2/2.5, Qwen3, Qwen3-MoE, GLM-4-0414.
 
 Phi-3 and Phi-4-mini: fused projections, partial rotary, long-context rope factors.
 """
@@ -18,6 +18,7 @@ class TextFamily(Family):
     model_types: ClassVar[tuple[str, ...]] = (
         "llama",
         "mistral",
+        "ministral",
         "ministral3",
         "qwen2",
         "qwen3",

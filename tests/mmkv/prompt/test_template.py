@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
 from transformers import AutoProcessor, AutoTokenizer, PreTrainedTokenizerFast
 
+from mmkv import Engine
 from mmkv.engine.errors import InputError, ModelError
 from mmkv.eval.fuzz.targets.contents import ENDLESS, ODD, template
 from mmkv.prompt import sandbox, special
@@ -32,6 +33,7 @@ from mmkv.training.data.scene_encoding import CHAT_TEMPLATE, build_tokenizer
 from tests.support.chat_models import (
     CHATML,
     LLAVA_TEMPLATE,
+    SMOLVLM_TEMPLATE,
     SPECIAL,
     byte_tokenizer,
     picture,
@@ -420,3 +422,74 @@ def test_the_limit_grows_with_the_messages(tokenizer: Any) -> None:
     long = [{"role": "user", "content": "x" * 3_000_000}]
     made = ChatTemplate(tokenizer, source, parts=False).render(long, opening=True)
     assert len(made) == 6_000_000
+
+
+# Turns as the published templates write them, and what stands behind a reply: each model's own
+# generation_config.json names that, but for Idefics3's.
+_OF_LLAMA3 = "<|start_header_id|>{{ m.role }}<|end_header_id|>\n\n{{ m.content }}<|eot_id|>"
+_OF_GEMMA = "<start_of_turn>{{ 'model' if m.role == 'assistant' else m.role }}\n{{ m.content }}"
+_OF_GLM = "<|{{ m.role }}|>\n{{ m.content }}"
+_OF_PHI = "<|{{ m.role }}|>\n{{ m.content }}<|end|>\n"
+_OF_LLAMA2 = (
+    "{% if m.role == 'user' %}<s>[INST] {{ m.content }} [/INST]"
+    "{% else %} {{ m.content }} </s>{% endif %}"
+)
+_OF_VICUNA = "{{ m.role | upper }}: {{ m.content }} "
+TURN_ENDS = [
+    (SMOLVLM_TEMPLATE, "<end_of_utterance>"),
+    (CHATML, "<|im_end|>"),
+    *(
+        (f"{{% for m in messages %}}{turn}{{% endfor %}}", end)
+        for turn, end in [
+            (_OF_LLAMA3, "<|eot_id|>"),
+            (f"{_OF_GEMMA}<end_of_turn>\n", "<end_of_turn>"),
+            (_OF_GLM, "<|user|>"),
+            (_OF_PHI, "<|end|>"),
+            (_OF_LLAMA2, "</s>"),
+            (_OF_VICUNA, ""),
+        ]
+    ),
+    ("{{ raise_exception('alone') if messages | length > 1 }}", ""),
+    (None, ""),
+]
+
+
+@pytest.mark.parametrize(("source", "end"), TURN_ENDS)
+def test_the_token_behind_a_reply_ends_it(source: str | None, end: str) -> None:
+    tokenizer = byte_tokenizer()
+    names = [name for _, name in TURN_ENDS if name]
+    tokenizer.add_special_tokens({"additional_special_tokens": names})
+    assert ChatTemplate(tokenizer, source, parts=source == SMOLVLM_TEMPLATE).turn_end == end
+
+
+def test_the_end_that_only_the_template_knows_ends_replies(tmp_path: Path) -> None:
+    tokenizer = byte_tokenizer()
+    tokenizer.eos_token = "<|endoftext|>"
+    folder = save_llama(tmp_path / "model", tokenizer=tokenizer)
+    ends = Engine.from_pretrained(folder).eos_token_ids
+    assert ends == {*tokenizer.convert_tokens_to_ids(["<|endoftext|>", "<|im_end|>"])}
+
+
+@pytest.mark.parametrize("fix", [None, False])
+def test_mistrals_split_is_the_one_that_transformers_offers(
+    fix: bool | None, tmp_path: Path
+) -> None:
+    """It has a wrong expression in files of before transformers 5, which large ones tell."""
+    page = json.loads(byte_tokenizer().backend_tokenizer.to_str())
+    vocabulary = page["model"]["vocab"]
+    for token in ("12", "123", *(f"unused{number}" for number in range(100_001))):
+        vocabulary[token] = len(vocabulary) + len(SPECIAL)
+    page["model"]["merges"] = [["1", "2"], ["12", "3"]]
+    wrong = r"[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s+(?!\S)|\s+"
+    split = {"type": "Split", "pattern": {"Regex": wrong}, "behavior": "Isolated", "invert": False}
+    page["pre_tokenizer"]["use_regex"] = False
+    page["pre_tokenizer"] = {"type": "Sequence", "pretokenizers": [split, page["pre_tokenizer"]]}
+    (tmp_path / "tokenizer.json").write_text(json.dumps(page))
+    change(tmp_path / "tokenizer_config.json", tokenizer_class="PreTrainedTokenizerFast")
+    if fix is not None:
+        change(tmp_path / "tokenizer_config.json", fix_mistral_regex=fix)
+    change(tmp_path / "config.json", model_type="mistral", transformers_version="4.57.1")
+    found = load_processor(tmp_path).tokenizer("NaOH 123")["input_ids"]
+    known = {} if fix is False else {"fix_mistral_regex": True}
+    assert found == AutoTokenizer.from_pretrained(tmp_path, **known)("NaOH 123")["input_ids"]
+    assert (vocabulary["123"] in found) == (fix is False)
