@@ -107,7 +107,8 @@ def _with_cache_inside(
     """Return settings whose cache is a part of the process; an eighth, where nobody says."""
     source = context.get_parameter_source("memory")
     if source is not None and source.name == "DEFAULT":
-        return replace(settings, memory=min(settings.memory, process // 8))
+        # Not less than any model needs: that the process is too small is said when it is loaded.
+        return replace(settings, memory=min(settings.memory, max(process // 8, 2**24)))
     if settings.memory >= process:
         raise UsageError(
             f"--memory of {format_bytes(settings.memory)} does not fit into --process-memory of "

@@ -12,17 +12,19 @@ from typing import TYPE_CHECKING, Any
 from weakref import WeakSet, WeakValueDictionary
 
 import torch
+from pydantic import NonNegativeInt
 
 from mmkv.calls.tools import Tool, ToolCall, arguments_text
 from mmkv.engine.budgets import why_unbound
 from mmkv.engine.contents import MODALITIES
 from mmkv.engine.errors import CapacityError, ContextError, InputError, SessionError
+from mmkv.engine.strict import InvalidFile, Strict, parse
 from mmkv.notes import conversation_notes
 from mmkv.prompt.template import as_parts
 from mmkv.prompt.video import FramesSeen
 from mmkv.scheduler.conversation import CachedConversation
 from mmkv.server.prompts import Message, Part, closed
-from mmkv.server.store import copy_whole
+from mmkv.server.store import Digest, copy_whole
 
 if TYPE_CHECKING:
     from mmkv.api import Engine
@@ -38,6 +40,16 @@ if TYPE_CHECKING:
 
 
 _OWN = "mmkv.server"  # what a file holds beside what every session file does
+
+
+class _Own(Strict):
+    """What it is; older files lack the later fields."""
+
+    seen: tuple[NonNegativeInt, ...] = ()
+    root: str = ""
+    tools: tuple[dict[str, Any], ...] = ()
+    media: tuple[Digest, ...] = ()
+    spans: tuple[tuple[NonNegativeInt, NonNegativeInt], ...] = ()
 
 
 @dataclass
@@ -393,13 +405,11 @@ def _read_info(session: Session, extra: dict[str, str], base_key: str) -> Conver
     elif not messages or messages[-1].role != "assistant":
         raise SessionError("the session file holds no finished turn; save it after a reply")
     try:
-        own = json.loads(extra.get(_OWN, "{}"))
-        seen = [int(count) for count in own.get("seen", ())]
-        tools = tuple(Tool.of(one).for_template() for one in own.get("tools", ()))
-        messages = _with_digests(messages, own.get("media", ()))
-        spans = tuple((int(start), int(stop)) for start, stop in own.get("spans", ()))
-    except (ValueError, TypeError, AttributeError, InputError) as error:
+        own: _Own = parse(_Own, extra.get(_OWN, "{}"), is_json=True)
+        tools = tuple(Tool.of(one).for_template() for one in own.tools)
+    except (InvalidFile, InputError) as error:
         raise SessionError("the session file is damaged; use another one") from error
+    messages, seen, spans = _with_digests(messages, own.media), list(own.seen), own.spans
     if len(seen) != len(MODALITIES) or sum(seen) != session.seen:
         rows = session.engine.spec.rows
         seen = [-(-memory.by_modality[name] // rows) for name in MODALITIES]
@@ -425,7 +435,7 @@ def _with_digests(messages: tuple[Message, ...], digests: Sequence[str]) -> tupl
         replace(
             one,
             parts=tuple(
-                replace(part, digest=str(next(left))) if part.kind != "text" else part
+                replace(part, digest=next(left)) if part.kind != "text" else part
                 for part in one.parts
             ),
         )

@@ -16,7 +16,6 @@ from fastapi.routing import APIRoute
 from starlette.requests import HTTPConnection
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from mmkv.scheduler.loop import queue_is_full
 from mmkv.server.errors import MESSAGES, ApiError
 from mmkv.server.page import FILES
 from mmkv.server.reply import error_response
@@ -378,18 +377,10 @@ class RefuseWhenFull:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Pass a request on if the queue may have a place."""
-        if scope["type"] == "http" and scope["method"] == "POST":
-            state, limit = self._state, self._state.settings.max_queue
-            if scope["path"].endswith(_REPLIES) and not state.engine_thread.has_place():
-                state.metrics.rejected.labels("queue").inc()
-                await error_response(queue_is_full(limit, limit))(scope, receive, send)
-                return
-            if scope["path"].endswith(_REPLIES) and not state.has_memory():
-                state.metrics.rejected.labels("process").inc()
-                what = "the server's memory is taken by other requests; send this one later"
-                error = ApiError(503, what, "process_memory")
-                await error_response(error)(scope, receive, send)
-                return
+        asks = scope["type"] == "http" and scope["method"] == "POST"
+        if asks and scope["path"].endswith(_REPLIES) and (error := self._state.refusal()):
+            await error_response(error)(scope, receive, send)
+            return
         await self._app(scope, receive, send)
 
 

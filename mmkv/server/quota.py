@@ -13,7 +13,6 @@ import os
 import re
 import shutil
 import threading
-from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -54,25 +53,34 @@ class DiskQuota:
         self._folder, self._media, self._most, self._files = folder, media, most, files
         self._idle, self._lock = idle, threading.Lock()
         self._names: dict[str, set[str]] = {}  # folders of each owner's tenants, with files
-        self._coming: Counter[str] = Counter()  # bytes that are being written
+        # What is being written, by owner: a tenant's folder, bytes, files.
+        self._coming: dict[str, list[tuple[str, int, int]]] = {}
 
     @contextlib.contextmanager
     def writing(self, owner: str, tenant: str, size: int, files: int = 1) -> Iterator[None]:
         """Count bytes and files more than there are while they are written. Raises QuotaError."""
+        one = folder_of(tenant), max(size, 0), max(files, 0)
         with self._lock:
-            names = self._names.setdefault(owner, set())
-            names.add(folder_of(tenant))
+            self._names.setdefault(owner, set()).add(one[0])
             if size > 0 or files > 0:
                 self._require(owner, size, files)
-            names.add(folder_of(tenant))  # it may have been forgotten, as it has no file yet
-            self._coming[owner] += size
+            self._names[owner].add(one[0])  # it was forgotten if it has no file yet
+            coming = self._coming.setdefault(owner, [])
+            coming.append(one)
         try:
             yield
         finally:
             with self._lock:
-                self._coming[owner] -= size
-                if not self._coming[owner]:
+                coming.remove(one)
+                if not coming:
                     del self._coming[owner]
+
+    def fits(self, owner: str, size: int, files: int) -> bool:
+        """Return whether an owner has room for so much more; below 0: once so much is removed."""
+        with self._lock, contextlib.suppress(QuotaError):
+            self._require(owner, size, files)
+            return True
+        return False
 
     def owner_of(self, name: str) -> str:
         """Return the owner of a tenant's folder; its own name where nobody has written to it."""
@@ -81,8 +89,9 @@ class DiskQuota:
 
     def _require(self, owner: str, size: int, files: int) -> None:
         held, number = self._idle(owner)
-        sizes = list(self._sizes(owner))
-        held, number = held + sum(sizes) + self._coming[owner], number + len(sizes)
+        coming = self._coming.get(owner, ())
+        found = [*self._sizes(owner), *((size, files) for _, size, files in coming)]
+        held, number = held + sum(size for size, _ in found), number + sum(n for _, n in found)
         most = self._most
         if most is None:
             place = self._media.parent if self._folder is None else self._folder
@@ -98,19 +107,19 @@ class DiskQuota:
                 "that you may have; delete sessions or saved ones"
             )
 
-    def _sizes(self, owner: str) -> Iterator[int]:
-        """Yield the bytes of an owner's files; forget tenants that have none."""
+    def _sizes(self, owner: str) -> Iterator[tuple[int, int]]:
+        """Yield bytes and 1 for each file of an owner; forget tenants that have none."""
         names = self._names[owner]
-        found = Counter[str]()
+        found = {name for name, *_ in self._coming.get(owner, ())}
         places = [] if self._folder is None else [self._folder, self._folder / KEPT]
         for name, place in itertools.product(names, places):
             for _, about in _files_in(place / name):
-                found[name] += 1
-                yield about.st_size
+                found.add(name)
+                yield about.st_size, 1
         for file, about in _files_in(self._media):
             if (name := file.partition("-")[0]) in names:
-                found[name] += 1
-                yield about.st_size
+                found.add(name)
+                yield about.st_size, 1
         names.intersection_update(found)
 
 
@@ -166,6 +175,7 @@ class MediaStore:
                 os.utime(path)
                 return
             self._folder.mkdir(exist_ok=True)
+            own: list[tuple[int, int, Path]] | None = None
             while True:
                 try:
                     with (
@@ -175,9 +185,14 @@ class MediaStore:
                         draft.write_bytes(content)
                     break
                 except QuotaError:
-                    if not (own := self._kept().get(owner)):
+                    if own is None:
+                        own = self._kept().get(owner, [])
+                        held = sum(size for _, size, _ in own)
+                        if not self._quota.fits(owner, len(content) - held, 1 - len(own)):
+                            raise  # they would make way for nothing
+                    if not own:
                         raise
-                    own[-1][2].unlink(missing_ok=True)
+                    own.pop()[2].unlink(missing_ok=True)
             self._make_room()
 
     def get(self, tenant: str, digest: str) -> bytes | None:

@@ -263,7 +263,7 @@ class SessionTable:
     async def describe(self, session: ServerSession, metadata: dict[str, str]) -> None:
         """Give a session other metadata. Raises as :meth:`commit_turn`."""
         if self._store is not None and session.record is not None:
-            record = dataclasses.replace(session.record, metadata=metadata)
+            record = session.record.changed(metadata=metadata)
             session.record = await asyncio.to_thread(self._store.commit, session.tenant, record)
         session.metadata = metadata
 

@@ -109,6 +109,17 @@ class ServerState:
             log.warning(f"fields of a request have no effect here: {', '.join(new)}")
         return {"X-Mmkv-Ignored": ", ".join(names)} if names else {}
 
+    def refusal(self) -> CapacityError | ApiError | None:
+        """Return why no other request for a reply is taken now, and count it; None: one is."""
+        if not self.engine_thread.has_place():
+            self.metrics.rejected.labels("queue").inc()
+            return queue_is_full(self.settings.max_queue, self.settings.max_queue)
+        if not self.has_memory():
+            self.metrics.rejected.labels("process").inc()
+            what = "the server's memory is taken by other requests; send this one later"
+            return ApiError(503, what, "process_memory")
+        return None
+
     def has_memory(self) -> bool:
         """Whether the process may read one more prompt beside what it holds now.
 

@@ -233,7 +233,8 @@ def saved_already(name: str) -> ApiError:
 
 
 _Count = Annotated[int, Field(ge=0, le=2**62)]
-_Digest = Annotated[str, Field(pattern=f"^({_ID}|[0-9a-f]{{64}})?$")]
+# Of a picture or video, by its bytes or at random; empty where it is not known.
+Digest = Annotated[str, Field(pattern=f"^({_ID}|[0-9a-f]{{64}})?$")]
 _LONGEST = 2**24  # bytes of a record, which has 70 for each picture
 
 
@@ -256,7 +257,7 @@ class SessionRecord(Strict):
     messages: _Count = 0
     memory: str | None = None
     version: Annotated[str, Field(pattern=f"^({_ID})?$")] = ""
-    media: tuple[_Digest, ...] = ()
+    media: tuple[Digest, ...] = ()
     skipped: _Count = 0
 
     @model_validator(mode="after")

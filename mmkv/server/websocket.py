@@ -18,7 +18,6 @@ from starlette.routing import WebSocketRoute
 from starlette.websockets import WebSocket, WebSocketDisconnect
 
 from mmkv.engine.errors import STOPS, shown
-from mmkv.scheduler.loop import queue_is_full
 from mmkv.server.connections import SocketConnection, size_of
 from mmkv.server.errors import ApiError, api_error, invalid
 from mmkv.server.guard import values_of
@@ -142,10 +141,8 @@ class SessionSocket:
             room.values -= values
 
     async def _act(self, kind: str, fields: dict[str, Any]) -> None:
-        if not self._state.engine_thread.has_place():
-            self._state.metrics.rejected.labels("queue").inc()
-            most = self._state.settings.max_queue
-            raise queue_is_full(most, most)
+        if error := self._state.refusal():
+            raise error
         session = await self._sessions.find(self._name, self._caller, idle=True)
         given = self._state, self._sessions.commit_turn, self._sessions.require_idle, session
         if kind == "observe":

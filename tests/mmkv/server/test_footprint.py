@@ -37,7 +37,14 @@ from tests.support.chat_models import (
     save_qwen3_vl_moe,
     save_smolvlm,
 )
-from tests.support.servers import Server, paused_in_a_reply, picture_part, serving
+from tests.support.servers import (
+    Server,
+    SocketClient,
+    asked,
+    paused_in_a_reply,
+    picture_part,
+    serving,
+)
 
 MEMORY = 2**22
 
@@ -149,15 +156,23 @@ def test_a_request_waits_for_memory_that_others_take(
     monkeypatch.setattr(state, "settings", limited)
     monkeypatch.setattr("mmkv.server.state.give_back", lambda: trims.append(1))
     assert state.has_memory()
-    with ThreadPoolExecutor(1) as pool, paused_in_a_reply(server) as reached:
+    name = server.client.post("/v1/sessions", json={}).json()["id"]
+    with (
+        ThreadPoolExecutor(1) as pool,
+        SocketClient(server, name) as socket,
+        paused_in_a_reply(server) as reached,
+    ):
         first = pool.submit(server.chat, "talk", max_tokens=4)
         assert reached.wait(60)
         refused = server.chat("me, too")
         assert (refused.status_code, refused.json()["error"]["code"]) == (503, "process_memory")
         assert refused.headers["Retry-After"] and trims
+        socket.send(type="ask", messages=asked("and me")["messages"])
+        assert socket.receive()["error"]["code"] == "process_memory"
         monkeypatch.setattr(state, "settings", replace(limited, process_memory=2**40))
         assert state.has_memory()
     assert first.result().status_code == 200
+    server.client.delete(f"/v1/sessions/{name}")
 
 
 def test_memory_goes_back_when_nobody_asks(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,6 +16,7 @@ from openai.types.chat import ChatCompletion, ChatCompletionChunk
 from safetensors import safe_open
 
 from mmkv import Engine, Sampling
+from mmkv.engine.paths import DRAFT
 from mmkv.server.engine_thread import EngineCore
 from mmkv.server.work import ChatWork
 from tests.support.chat_models import picture, save_qwen3_vl
@@ -241,7 +242,7 @@ def test_of_two_saves_under_one_name_one_stands(server: Server, saved: Path) -> 
     assert sorted(one.status_code for one in answers) == [200, 409]
     refused = next(one for one in answers if one.status_code == 409)
     assert refused.json()["error"]["code"] == "file_exists"
-    assert not list((saved / "public").glob("*.part"))
+    assert not list((saved / "public").glob(f".*{DRAFT}"))
 
 
 def test_a_folder_that_cannot_be_made_is_the_disks_fault(folder: Path, tmp_path: Path) -> None:
@@ -255,17 +256,38 @@ def test_a_folder_that_cannot_be_made_is_the_disks_fault(folder: Path, tmp_path:
         assert made.client.delete(f"/v1/sessions/{name}").status_code == 200
 
 
+OWN = (
+    ("media", ["x"]),
+    ("media", [None]),
+    ("seen", [float("inf")]),
+    ("seen", [-1]),
+    ("spans", [[0]]),
+    ("tools", [7]),
+    ("tools", [{"type": "function"}]),
+    ("root", 7),
+)
+
+
 def test_a_session_file_is_read_whole_or_not_at_all(server: Server, saved: Path) -> None:
     name = created(server)
     said(server, name, TURNS[0])
     server.client.post(f"/v1/sessions/{name}/save", json={"name": "good"})
     content = (saved / "public" / "good.mmkv").read_bytes()
     held = server.inside(lambda core: core.scheduler.ledger.committed)
-    at = len(content) // 2
-    for wrong in (content[:at], content[:at] + b"x" + content[at + 1 :], b"", b"{}"):
-        (saved / "public" / "bad.mmkv").write_bytes(wrong)
+    at, bad = len(content) // 2, saved / "public" / "bad.mmkv"
+
+    def require_refused() -> None:
         answer = server.client.post("/v1/sessions", json={"file": "bad"})
         assert answer.status_code == 409 and str(saved) not in answer.text, answer.text
+
+    for wrong in (content[:at], content[:at] + b"x" + content[at + 1 :], b"", b"{}"):
+        bad.write_bytes(wrong)
+        require_refused()
+    good = server.inside(lambda core: core.engine.load_session(saved / "public" / "good.mmkv"))[0]
+    for key, value in OWN:  # whole, but no server writes this of its own into it
+        good.save(bad, {"mmkv.server": json.dumps({key: value})})
+        require_refused()
+    server.inside(lambda _: good.close())
     assert server.inside(lambda core: core.scheduler.ledger.committed) == held
     assert len(server.client.get("/v1/sessions").json()["data"]) == 1
 

@@ -279,7 +279,7 @@ def test_pictures_have_a_bound_and_who_sends_much_makes_way(tmp_path: Path) -> N
 
 def test_an_owner_has_bytes_and_files_of_its_own(tmp_path: Path) -> None:
     media, saved, kept = tmp_path / ".media", tmp_path / ANN, tmp_path / ".sessions" / ANN
-    idle = {"ann": (0, 0), "bob": (0, 0)}
+    idle = {"ann": (0, 0), "bob": (0, 0), "eve": (0, 0)}
     quota = DiskQuota(tmp_path, media, 1000, 4, idle.__getitem__)
 
     def fits(size: int, owner: str = "ann", tenant: str = ANN, files: int = 1) -> bool:
@@ -297,16 +297,29 @@ def test_an_owner_has_bytes_and_files_of_its_own(tmp_path: Path) -> None:
     assert fits(400) and not fits(401) and fits(1000, "bob", BOB)
     idle["ann"] = 100, 1
     assert fits(300) and not fits(301)
-    with quota.writing("ann", ANN, 200):  # two at once
+    with quota.writing("ann", ANN, 200, 0):  # two at once
         assert fits(100) and not fits(101)
+    with quota.writing("ann", ANN, 0):  # the fourth file
+        assert not fits(0)
     store = MediaStore(media, quota)
     first, second = (put(store, "ann", ANN, letter * 200) for letter in (b"a", b"b"))
     assert store.get(ANN, first) is None and store.get(ANN, second)  # its own make way
+    with pytest.raises(QuotaError):  # one for which all of them would go in vain
+        put(store, "ann", ANN, b"c" * 1000)
+    assert store.get(ANN, second)
     assert not fits(1) and fits(1, "bob", BOB)
     assert not fits(0) and fits(0, files=0) and fits(-5, files=0)  # what does not grow
     os.truncate(saved / "x.mmkv", 0)
     idle["ann"] = 0, 0
     assert fits(1) and not fits(1, files=2)
+    with ExitStack() as writing:  # browsers of one address, all of which write their first file
+        eves = ("e" * 32, "f" * 32)
+        for tenant in eves:
+            writing.enter_context(quota.writing("eve", tenant, 400))
+        for tenant in eves:
+            (tmp_path / tenant).mkdir()
+            (tmp_path / tenant / "x.mmkv").write_bytes(b"." * 400)
+    assert fits(200, "eve", "d" * 32) and not fits(201, "eve", "d" * 32)
     # Without a bound an owner takes no more than it leaves free.
     free = shutil.disk_usage(tmp_path).free
     unbound = DiskQuota(tmp_path, media, None, 100)
