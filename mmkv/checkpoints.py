@@ -260,10 +260,11 @@ def table(listing: Listing) -> RenderableType:
     for kind, (name, tested) in families_with_added().items():
         families.add_row(kind, name, tested)
     published = columns(
-        "\npublished gates (--gates NAME fetches them; their form is tested)",
+        "\npublished gates (--gates NAME fetches them; their form is tested;\n"
+        "M: the budget that they were trained with)",
         "gates",
         "trained for",
-        "at M",
+        "M",
     )
     for known in PUBLISHED:
         published.add_row(known.name, known.base, str(known.budget))

@@ -94,10 +94,8 @@ def _faded(memory: Memory) -> str | None:
         return None
     some = ", ".join(f"{i + 1} ({memory.pictures[i]:.0%} kept)" for i in memory.faded[:4])
     more = f" and {len(memory.faded) - 4} others" if len(memory.faded) > 4 else ""
-    return (
-        f"most of what was read of these pictures is gone: {some}{more}; answers about them may "
-        "be wrong, and a larger budget keeps more"
-    )
+    which = f"pictures {some}{more} are" if len(memory.faded) > 1 else f"picture {some} is"
+    return f"{which} mostly forgotten: answers may be wrong, and a larger budget keeps more"
 
 
 def _compacted(memory: Memory) -> str | None:

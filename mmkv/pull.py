@@ -4,6 +4,7 @@ package index hold, into mmkv's. Torch is imported where weights are converted.
 
 from __future__ import annotations
 
+import difflib
 import importlib.util
 import re
 import shutil
@@ -68,7 +69,9 @@ def pull(name: str, say: Callable[[str], None]) -> Path:
     try:
         validate_repo_id(name)
     except errors.HFValidationError as error:
-        raise InputError(f"{name[:80]!r} is not a hub id; write owner/name") from error
+        raise InputError(_no_name(name)) from error
+    if "/" not in name:
+        raise InputError(_no_name(name))
     if constants.is_offline_mode():
         raise InputError(
             "HF_HUB_OFFLINE is set, so nothing is fetched; unset it, or see `mmkv models` for what "
@@ -110,6 +113,12 @@ def pull(name: str, say: Callable[[str], None]) -> Path:
         raise
     except BaseException as error:  # of the disk, or of the client's network library
         raise ModelError(_failed(name, error)) from error
+
+
+def _no_name(name: str) -> str:
+    close = difflib.get_close_matches(name, PULLED, 1)
+    meant = f"did you mean {close[0]}?" if close else f"write owner/name, or {', '.join(PULLED)}"
+    return f"{name[:80]!r} is not a hub id; {meant}"
 
 
 def _require_space(cache: Path, total: int, name: str, variable: str = "HF_HOME") -> None:

@@ -238,6 +238,7 @@ def build_model(tokenizer: PreTrainedTokenizerFast, seed: int) -> Qwen3VLForCond
         tie_word_embeddings=True,
     )
     model = Qwen3VLForConditionalGeneration(config)
+    model.generation_config.do_sample = False  # there is one right answer
     model.generation_config.eos_token_id = ids["<|im_end|>"]
     model.generation_config.pad_token_id = ids["<|endoftext|>"]
     return model

@@ -246,7 +246,7 @@ def run(arguments: Sequence[str] | None = None) -> int:
         code = app(args=given or ["--help"], prog_name="mmkv", standalone_mode=False)
     except (UsageError, _CLICK_USAGE_ERROR) as error:
         text = error.format_message() if hasattr(error, "format_message") else str(error)
-        ours = f"mmkv {given[0]}" if isinstance(error, UsageError) and given else "mmkv"
+        ours = f"mmkv {given[0]}" if given and not given[0].startswith("-") else "mmkv"
         place = getattr(getattr(error, "ctx", None), "command_path", ours)
         joint = " See" if text.endswith("?") else "; see"
         return _fail(f"{text.strip().rstrip('.')}{joint} {place} --help", 2)

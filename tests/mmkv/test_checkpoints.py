@@ -382,7 +382,8 @@ def test_gates_are_pulled_and_found_by_the_model(
         ("someone/private", "the hub has no 'someone/private', or it is private"),
         ("someone/pickled", "has no weights in safetensors or pytorch_model.bin"),
         ("someone/broken", "was not fetched: "),
-        ("../someone", "is not a hub id"),
+        ("../someone", "is not a hub id; write owner/name, or smollm2-135m, "),
+        ("smollm2-fotos", "is not a hub id; did you mean smollm2-photos?"),
     ],
 )
 def test_refusals_are_one_line(

@@ -157,8 +157,8 @@ function Welcome() {
     <div class="welcome">
       <h1>Ask something</h1>
       <p class="muted">${able?.images
-        ? `Write below${able.videos ? "; paste or drop pictures and videos" : "; paste or drop pictures"}. The memory of this conversation never grows past its budget: what it forgets, you see at the side.`
-        : "Write below. The memory of this conversation never grows past its budget: what it forgets, you see at the side."}</p>
+        ? `Write below${able.videos ? "; paste or drop pictures and videos" : "; paste or drop pictures"}. Its memory never grows past a budget; “Memory” shows what was forgotten.`
+        : "Write below. Its memory never grows past a budget; “Memory” shows what was forgotten."}</p>
       ${able?.images && html`<button type="button" class="example" disabled=${busy.value} onClick=${guarded(tryExample)}>
         <${Example} /><span>Try this picture: “${EXAMPLE}”</span></button>`}
       ${able && html`<p class="small muted as-is">${model.value.id} · ${able.policy} · ${able.budget}</p>`}

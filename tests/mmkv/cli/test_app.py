@@ -51,7 +51,7 @@ def test_only_the_answer_is_on_stdout(mmkv: Callable[..., Ran], model: str, pict
     assert ran.code == 0
     notes = ran.err.splitlines()
     assert len(notes) == 4 and "rkv" in notes[0], ran.err
-    assert "of these pictures is gone: 1 (" in notes[1]
+    assert "picture 1 (" in notes[1]
     assert "cut off after 6 tokens; --max-new-tokens" in notes[2]
     kept = re.search(r"kept ([\d,]+) of ([\d,]+) entries .* physical", notes[3])
     assert kept is not None and kept[1] == "36"  # 8 x 2 layers x 2 heads, and a step of every two
@@ -313,6 +313,7 @@ def test_help_begins_with_what_one_needs_first(mmkv: Callable[..., Ran]) -> None
         (("chat", "--fsp", "1"), "; see mmkv chat --help"),
         (("chat", "--max-new-tokens", "0"), "; see mmkv chat --help"),
         (("serve", "--memory", "64MX"), "; see mmkv serve --help"),
+        (("serve", "--access-log"), "; see mmkv serve --help"),
         (("chta",), "Did you mean 'chat'? See mmkv --help"),
         (("distill",), "'--model'; see --help"),
     ],

@@ -91,7 +91,7 @@ def test_all_front_ends_say_the_same_of_a_conversation(
         list(session.send("and?", sampling=few))
         later = list(session.notes)
     # By hand: what could not be read, what the model cannot know, and what is forgotten.
-    words = ["first of its 2 frames", "breaks off", "drawn scenes alone", "these pictures is gone"]
+    words = ["first of its 2 frames", "breaks off", "drawn scenes alone", "mostly forgotten"]
     assert [words[at] in note for at, note in enumerate(notes)] == [True] * 4
     assert notes[0].startswith("steps.gif ") and notes[1].startswith("cut.mp4 ")
     assert later[:3] == notes[:3] and later != notes
@@ -169,7 +169,7 @@ def test_forms_without_videos_have_them_too(server: Server, files: Path) -> None
     ):
         answer = server.client.post(f"/v1/{path}", json=body | {"model": "small"})
         note, faded = answer.json()["usage"]["mmkv"]["notes"]
-        assert "drawn scenes alone" in note and "is gone: 1 (" in faded, path
+        assert "drawn scenes alone" in note and "picture 1 (" in faded, path
 
 
 def test_what_the_bundled_model_knows_is_told_apart(engine: Engine, files: Path) -> None:
@@ -216,7 +216,7 @@ def test_notes_on_what_is_left() -> None:
     second = conversation_notes(told, "13 messages differ", more)
     third = conversation_notes(told, None, over)
     assert first[:2] == ["a.gif is animated", "2 messages differ"]
-    assert "gone: 1 (20% kept), 3 (40% kept)" in first[2]
+    assert "pictures 1 (20% kept), 3 (40% kept) are" in first[2]
     assert [one.kind for one in second[:3]] == [one.kind for one in first]
     for word, note in zip(("moved together and", "17 times", "3 dropped"), second[3:], strict=True):
         assert word in note
