@@ -118,7 +118,8 @@ def load_session(engine: Runtime, path: Path) -> tuple[CachedSequence, dict[str,
             raise SessionError(
                 f"cannot open {path}: {error.strerror}; close some and try again, it is untouched"
             ) from error
-        reason = shown(error, 300) or type(error).__name__
+        told = error.strerror if isinstance(error, OSError) else None
+        reason = told or shown(error, 300) or type(error).__name__
         raise SessionError(
             f"cannot read the session {path}: {reason}; it is damaged or not a session file: use a "
             "copy, or begin a new session"

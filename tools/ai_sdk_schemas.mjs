@@ -1,8 +1,8 @@
-// Writes tests/support/vendor/ai-sdk.json: the zod schemas by which Vercel's AI SDK checks answers
+// Writes tests/support/ai_sdk_schemas.json: the zod schemas by which Vercel's AI SDK checks answers
 // (Apache-2.0), as JSON schemas, without the parts that this server's answers never have.
 //
 //     npm install @ai-sdk/openai @ai-sdk/openai-compatible @ai-sdk/anthropic zod
-//     node ai_sdk_schemas.mjs > ai-sdk.json       (where node_modules is)
+//     node ai_sdk_schemas.mjs > ai_sdk_schemas.json       (where node_modules is)
 import fs from 'fs';
 import path from 'path';
 

@@ -44,7 +44,7 @@ _FIELDS = {
     "self_attn": "attention_bias, num_attention_heads, num_key_value_heads or head_dim",
     "shared_expert": "shared_expert_intermediate_size",
     "expert": "num_experts, mlp_only_layers, decoder_sparse_step or moe_intermediate_size",
-    "mlp": "mlp_bias, mlp_only_layers, decoder_sparse_step, num_experts or intermediate_size",
+    "mlp": "intermediate_size, mlp_bias, num_experts, mlp_only_layers, decoder_sparse_step",
     "embed_tokens": "vocab_size or hidden_size",
     "lm_head": "vocab_size or tie_word_embeddings",
     "patch_embed": "patch_size, temporal_patch_size or the channels of vision_config",

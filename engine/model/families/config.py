@@ -10,7 +10,7 @@ import transformers
 from huggingface_hub.dataclasses import strict
 from transformers import PreTrainedConfig
 
-from mmkv.engine.errors import ModelError
+from mmkv.engine.errors import STOPS, ModelError
 from mmkv.engine.model.families import find
 from mmkv.engine.model.settings import require_counts
 
@@ -81,7 +81,9 @@ def read_config(source: str | Path, local_files_only: bool = False) -> Any:
         return transformers.AutoConfig.from_pretrained(
             source, trust_remote_code=False, local_files_only=local_files_only
         )
-    except Exception as error:
+    except STOPS:
+        raise
+    except BaseException as error:
         vision = raw.get("vision_config")
         if not isinstance(vision, dict):
             raise

@@ -404,7 +404,7 @@ def test_gates_of_another_checkpoint_of_the_same_shape_are_named(tmp_path: Path)
     save_file(weights, model / "model.safetensors", metadata={"format": "pt"})
     notes.append(Runtime.from_pretrained(str(model)).policy_note)
     for note, part in zip(notes, ("another config.json", "other weights"), strict=True):
-        assert note is not None and "assets/tiny-vlm" in note and str(model) in note
+        assert note is not None and "(tiny-vlm)" in note and str(model) in note
         assert part in note and "\n" not in note
     # Gates that do not say what they were trained for, and models without gates, get no note.
     assert Runtime.from_pretrained(str(model), gates="random").policy_note is None

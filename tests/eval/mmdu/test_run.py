@@ -303,7 +303,7 @@ def test_failing_dialogues_are_named_and_the_others_kept(
     lines = ran.err.splitlines()
     for row, says in (
         (missing, "gone.png is not under"),
-        (damaged, "bad.png is not a picture"),
+        (damaged, "bad.png is a text, not a picture"),
         (mismatch, "place 4 pictures"),
         (long, "the model was trained for 8,192"),
         (malformed, "turns must alternate"),

@@ -18,9 +18,8 @@ from mmkv.sampling import Sampler
 from mmkv.scheduler import Scheduler
 from mmkv.server.engine_thread import EngineThread, Request
 from mmkv.server.work import ChatWork
-from tests.mmkv.server.test_observe import Client
 from tests.support.chat_models import picture
-from tests.support.servers import Server, asked, picture_part, serving, until
+from tests.support.servers import Server, SocketClient, asked, picture_part, serving, until
 
 ORIGIN = "https://chat.example"
 PART = picture_part(picture("red", (48, 40)))
@@ -137,7 +136,7 @@ def test_who_waits_for_a_reply_is_told_that_the_server_ends(
         threads = [threading.Thread(target=ask, args=[path]) for path in bodies]
         for one in threads:
             one.start()
-        with Client(server, name) as client:
+        with SocketClient(server, name) as client:
             client.send(type="ask", **said, max_tokens=400)
             assert "choices" in client.receive()
             until(lambda: server.inside(lambda core: len(core.scheduler.decoding)) == 6)

@@ -268,7 +268,7 @@ BODIES: dict[str, list[dict[str, Any]]] = {
         ASKED | {"max_tokens": 20, "thinking": {"type": "adaptive", "display": "omitted"}},
     ],
 }
-VENDOR = Path(__file__).parents[2] / "support" / "vendor" / "ai-sdk.json"
+VENDOR = Path(__file__).parents[2] / "support" / "ai_sdk_schemas.json"
 
 
 def _types(path: str) -> tuple[list[TypeAdapter[Any]], list[TypeAdapter[Any]]]:
