@@ -40,6 +40,8 @@ _TEXT = {
 }
 # Of weights with this in their names, the fields that they depend on.
 _FIELDS = {
+    "deepstack": "deepstack_visual_indexes or hidden_size of vision_config",
+    "multi_modal_projector": "vision_feature_layer, or hidden_size of a part",
     "linear_attn": "layer_types or a linear_ size",
     "self_attn": "attention_bias, num_attention_heads, num_key_value_heads or head_dim",
     "shared_expert": "shared_expert_intermediate_size",
@@ -51,6 +53,8 @@ _FIELDS = {
     "patch_conv": "patch_size or num_channels of vision_config",
     "pos": "image_size, patch_size or num_position_embeddings of vision_config",
 }
+# Text models whose head_dim may be null.
+_NO_HEAD_WIDTH = ("mistral", "ministral3", *WIDTH_TYPES)
 # 0 is none of these: a dense model, to transformers too. Files have one name or the other.
 _OR_NONE = {"num_experts": "num_experts or num_local_experts"}
 _VISION = {
@@ -134,6 +138,8 @@ def require_sizes(config: Any) -> None:
     if text.model_type in WIDTH_TYPES and own not in (None, width):
         wanted = f"{width}: a {text.model_type} model divides hidden_size by num_attention_heads"
         raise _wrong("head_dim", own, wanted)
+    if own is None and hasattr(text, "head_dim") and text.model_type not in _NO_HEAD_WIDTH:
+        raise _wrong("head_dim", own, "a number, or left out")
     ropes = getattr(text, "rope_parameters", None)
     if text.model_type in GEMMA_TYPES and isinstance(ropes, dict):
         for kind in {GLOBAL, LOCAL} & {*text.layer_types}:

@@ -144,6 +144,12 @@ class Processor:
                 f"({type(error).__name__}: {first_line(error)}); check tokenizer_config.json and "
                 "preprocessor_config.json"
             ) from error
+        except BaseException as error:
+            if type(error) is not Exception:  # tokenizers' own errors are of no other class
+                raise
+            raise ModelError(
+                f"the tokenizer gives up ({first_line(error)}); check tokenizer_config.json"
+            ) from error
         if not continuing:
             return inputs
         return self._without_anchor(inputs, anchor)

@@ -423,6 +423,8 @@ FOUND: list[tuple[str, list[Change], str | None]] = [
     ("mistral3", [("vision_config", "patch_size", 32)], "patch_size"),
     ("qwen3_vl", [("vision_config", "patch_size", [14, 14])], "patch_size"),
     ("qwen3_5_moe", [("text_config", _SHARED, 8)], _SHARED),
+    ("llava_mistral", [("", "vision_feature_layer", GONE)], "vision_feature_layer"),
+    ("ministral", [("", "head_dim", None)], "head_dim"),
 ]
 
 

@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 
 import torch
 
-from mmkv.engine.errors import InputError
+from mmkv.engine.errors import InputError, ModelError
 from mmkv.engine.model.families.base import Family, floats, picture_counts, picture_sizes
 from mmkv.engine.model.families.features import (
     IMAGE,
@@ -221,13 +221,21 @@ class LlavaNextFamily(LlavaFamily):
         model.
         """
         pixels = self.pixels(inputs, "pixel_values", self.pixel_dims, device)
-        output = self.hf.model.get_image_features(
-            pixel_values=pixels,
-            # Sizes steer Python control flow: on the CPU they cost no device round trip.
-            image_sizes=picture_sizes(inputs, len(pixels)),
-            **self.selection(),
-            **self.extra_arguments(inputs, len(pixels)),
-        )
+        try:
+            output = self.hf.model.get_image_features(
+                pixel_values=pixels,
+                # Sizes steer Python control flow: on the CPU they cost no device round trip.
+                image_sizes=picture_sizes(inputs, len(pixels)),
+                **self.selection(),
+                **self.extra_arguments(inputs, len(pixels)),
+            )
+        except RuntimeError as error:
+            if "split_with_sizes" not in str(error):
+                raise
+            raise ModelError(
+                "image_grid_pinpoints of config.json asks for other tiles than pictures were cut "
+                "into; use the config.json and preprocessor_config.json of one checkpoint"
+            ) from error
         return Features(rows_of(output.pooler_output))
 
     def extra_arguments(self, inputs: Mapping[str, Any], pictures: int) -> dict[str, Any]:
