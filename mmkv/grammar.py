@@ -297,17 +297,14 @@ def require_tools(format: ToolFormat, use: ToolUse) -> ToolUse:
             notes += _notes(tool.name, (part,))
     wrong, ignored = _wrong_with(format, tools)
     if wrong:
-        tools.clear()
-    for tool in use.tools if wrong else ():
-        with _naming(tool):
-            if tool.strict or tool.parameters is None or not _wrong_with(format, (tool,))[0]:
-                _require_bearable(tool.schema)
-                tools.append(tool)
-                continue
-            followed, left_out = without_unfollowed(json.dumps(tool.parameters))
-            tools.append(replace(tool, followed=followed))
+        for at, tool in enumerate(tools):
+            with _naming(tool):
+                if tool.strict or tool.parameters is None or not _wrong_with(format, (tool,))[0]:
+                    _require_bearable(tool.schema)
+                    continue
+                followed, left_out = without_unfollowed(json.dumps(tool.parameters))
+            tools[at] = replace(tool, followed=followed)
             notes += _notes(tool.name, left_out)
-    if wrong:
         wrong, ignored = _wrong_with(format, tools)
     for tool in tools if wrong else ():
         with _naming(tool):

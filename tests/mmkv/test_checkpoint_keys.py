@@ -435,6 +435,17 @@ def test_leftovers_and_forms_that_were_read_otherwise(
     assert check(name, made) == (key or "equal")
 
 
+def test_tiles_of_another_grid_are_refused() -> None:
+    key = "image_grid_pinpoints"
+    assert check("llava_next", [("", key, GONE)], picture=True) == key
+
+
+def test_what_tokenizers_raises_is_refused() -> None:
+    """Of no class but Exception: the one that it makes where no class is named has no <unk>."""
+    said = {"add_bos_token": True, "add_eos_token": True, "tokenizer_class": None}
+    assert check_tokenizer("gemma3_text", said) == "tokenizer_config.json"
+
+
 ANY = settings(deadline=None, suppress_health_check=list(HealthCheck))
 
 
