@@ -157,7 +157,7 @@ if (name === 'openai') {
   if (all.length !== steps || !last.steps.length) throw new Error(`${all.length} steps`);
   requests.pop();
 }
-console.log(JSON.stringify([calls, requests.length]));
+console.log(JSON.stringify([requests.length, calls]));
 """
 NODE_AGENTS = (
     *("@ai-sdk/openai.responses", "@ai-sdk/openai.chat", "@ai-sdk/openai-compatible"),
@@ -248,27 +248,26 @@ class Packages:
         number, _ = self.node("ai")
         self.node("@ai-sdk/openai-compatible")
         given = json.dumps([url, picture, SCHEMA if tools else None, *ASKED])
-        with tempfile.NamedTemporaryFile("w", suffix=".mjs", dir=self._node) as script:
-            script.write(_JAVASCRIPT)
-            script.flush()
-            said, made = json.loads(_run(["node", script.name, given]))
-        calls = client_programs.Calls()
-        for one in made:
-            calls.add("look", one)
-        return {"version": number, "result": {"calls": calls.made} if tools else said}
+        said, calls = self._script(_JAVASCRIPT, given)
+        return {"version": number, "result": {"calls": calls} if tools else said}
 
     def loop(self, name: str, url: str, picture: str, steps: int, streamed: bool) -> Found:
         """Run the loop of an npm package. Raises FileNotFoundError."""
         number, _ = self.node(name.partition(".")[0])
         given = json.dumps([name, url, picture, SCHEMA, ASKED[0], steps, streamed])
+        requests, calls = self._script(_LOOPS, given)
+        return {"version": number, "result": {"calls": calls, "steps": requests}}
+
+    def _script(self, text: str, given: str) -> tuple[Any, list[Any]]:
+        """Run a program of node; return what it says first, and its calls of ``look``."""
         with tempfile.NamedTemporaryFile("w", suffix=".mjs", dir=self._node) as script:
-            script.write(_LOOPS)
+            script.write(text)
             script.flush()
-            made, requests = json.loads(_run(["node", script.name, given]))
+            said, made = json.loads(_run(["node", script.name, given]))
         calls = client_programs.Calls()
         for one in made:
             calls.add("look", one)
-        return {"version": number, "result": {"calls": calls.made, "steps": requests}}
+        return said, calls.made
 
 
 # Programs that check an API.
