@@ -104,7 +104,7 @@ lint: $(READY)
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-# The site of README.md, docs/ and eval/notes/ in site/; fails at a link that leads nowhere, at what a page would load from
+# The site of README.md, docs/ and benchmarks/notes/ in site/; fails at a link that leads nowhere, at what a page would load from
 # elsewhere, and at a role that is not a link. It needs neither torch nor .venv.
 UNWANTED = <(script|link|img|iframe|source)[^>]*(src|href)="?(https?:)?//|class="mermaid"|:[a-z]+:<code>
 DOCS_VENV ?= .venv-docs
@@ -155,7 +155,7 @@ clean:
 # On a machine with a GPU. Nothing is installed: the project's own environment if it is there, else
 # $(PYTHON) with the torch, triton and transformers that it has. Each part can be made by itself.
 GPU_PYTHON ?= $(if $(wildcard $(BIN)/python),$(BIN)/python,$(PYTHON))
-RESULTS ?= eval/results
+RESULTS ?= benchmarks/results
 BENCH = HF_HUB_OFFLINE=1 PYTHONUNBUFFERED=1 $(GPU_PYTHON) -m
 BENCH_PARTS = bench-gpu-kernels bench-gpu-4b bench-gpu-8b bench-gpu-llava bench-gpu-grid bench-gpu-largest bench-gpu-batching bench-gpu-prefill bench-gpu-capacity bench-gpu-kv bench-gpu-weights
 DECODE_PEERS = transformers "transformers static+compile" kvpress trimkv
@@ -164,41 +164,41 @@ DECODE_PEERS = transformers "transformers static+compile" kvpress trimkv
 
 test-gpu:
 	HF_HUB_OFFLINE=1 $(GPU_PYTHON) -c 'import sys, torch; sys.exit(None if torch.cuda.is_available() else "no GPU here; make test runs the same tests on the CPU")'
-	HF_HUB_OFFLINE=1 $(GPU_PYTHON) -m pytest tests/engine/backends/test_kernels_*.py tests/engine/backends/test_graph.py tests/eval/bench tests/training/test_capacity.py tests/training/test_gated_attention.py tests/eval/test_quality.py
+	HF_HUB_OFFLINE=1 $(GPU_PYTHON) -m pytest tests/engine/backends/test_kernels_*.py tests/engine/backends/test_graph.py tests/benchmarks/bench tests/training/test_capacity.py tests/training/test_gated_attention.py tests/benchmarks/test_quality.py
 
 bench-gpu:
 	$(MAKE) --keep-going $(BENCH_PARTS)
 
 bench-gpu-kernels:
-	$(BENCH) eval.bench.kernels --output $(RESULTS)
+	$(BENCH) benchmarks.bench.kernels --output $(RESULTS)
 
 bench-gpu-4b:
-	$(BENCH) eval.bench.decode --shape qwen3-4b --cases targets --peers $(DECODE_PEERS) $(BENCH_OPTIONS) --output $(RESULTS)
+	$(BENCH) benchmarks.bench.decode --shape qwen3-4b --cases targets --peers $(DECODE_PEERS) $(BENCH_OPTIONS) --output $(RESULTS)
 
 bench-gpu-8b:
-	$(BENCH) eval.bench.decode --shape qwen3-vl-8b --cases targets --peers transformers $(BENCH_OPTIONS) --output $(RESULTS)
+	$(BENCH) benchmarks.bench.decode --shape qwen3-vl-8b --cases targets --peers transformers $(BENCH_OPTIONS) --output $(RESULTS)
 
 bench-gpu-llava:
-	$(BENCH) eval.bench.decode --shape llava-1.5-7b --cases 1:4096:256 16:4096:256 64:4096:256 --peers --output $(RESULTS)
+	$(BENCH) benchmarks.bench.decode --shape llava-1.5-7b --cases 1:4096:256 16:4096:256 64:4096:256 --peers --output $(RESULTS)
 
 bench-gpu-grid:
-	$(BENCH) eval.bench.decode --shape qwen3-4b --cases grid --rounds 3 --steps 64 --no-eager --no-parts --peers --name gpu-decode-grid-qwen3-4b --output $(RESULTS)
+	$(BENCH) benchmarks.bench.decode --shape qwen3-4b --cases grid --rounds 3 --steps 64 --no-eager --no-parts --peers --name gpu-decode-grid-qwen3-4b --output $(RESULTS)
 
 bench-gpu-largest:
-	$(BENCH) eval.bench.decode --shape qwen3-4b --cases largest --rounds 5 --peers transformers --name gpu-decode-largest-qwen3-4b --output $(RESULTS)
+	$(BENCH) benchmarks.bench.decode --shape qwen3-4b --cases largest --rounds 5 --peers transformers --name gpu-decode-largest-qwen3-4b --output $(RESULTS)
 
 bench-gpu-batching:
-	$(BENCH) eval.bench.decode --shape qwen3-4b --cases 16:4096:256 --rounds 3 --peers "transformers continuous batching" --name gpu-decode-batching-qwen3-4b --output $(RESULTS)
+	$(BENCH) benchmarks.bench.decode --shape qwen3-4b --cases 16:4096:256 --rounds 3 --peers "transformers continuous batching" --name gpu-decode-batching-qwen3-4b --output $(RESULTS)
 
 bench-gpu-prefill:
-	$(BENCH) eval.bench.prefill --output $(RESULTS)
+	$(BENCH) benchmarks.bench.prefill --output $(RESULTS)
 
 bench-gpu-capacity:
-	$(BENCH) eval.bench.capacity --output $(RESULTS)
+	$(BENCH) benchmarks.bench.capacity --output $(RESULTS)
 
 bench-gpu-kv:
-	$(BENCH) eval.bench.kv_forms --shape qwen3-4b --device cuda --dtype bfloat16 --kept 256 4096 --batch 16 --output $(RESULTS)
+	$(BENCH) benchmarks.bench.kv_forms --shape qwen3-4b --device cuda --dtype bfloat16 --kept 256 4096 --batch 16 --output $(RESULTS)
 
 # The same step with weights in fewer bits: bench-gpu-4b has it with all of them.
 bench-gpu-weights:
-	for form in int8 int4; do $(BENCH) eval.bench.decode --shape qwen3-4b --weights $$form --cases 1:16384:256 16:16384:256 64:4096:256 --no-parts --peers --output $(RESULTS) || exit 1; done
+	for form in int8 int4; do $(BENCH) benchmarks.bench.decode --shape qwen3-4b --weights $$form --cases 1:16384:256 16:16384:256 64:4096:256 --no-parts --peers --output $(RESULTS) || exit 1; done

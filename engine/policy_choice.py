@@ -23,7 +23,7 @@ from mmkv.engine.policies import Policy, make_policy
 from mmkv.engine.policies.registry import check_policy
 
 # Without gates, under a budget: what answered best of the policies that need none
-# (quality-no-gates-pictures.json, eval/notes/leaderboard.md). On text rkv is level with
+# (quality-no-gates-pictures.json, benchmarks/notes/leaderboard.md). On text rkv is level with
 # streamingllm and takes four times as long a step.
 BEST_WITH_PICTURES, BEST_WITH_TEXT = "rkv", "streamingllm"
 

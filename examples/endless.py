@@ -13,16 +13,91 @@ import argparse
 import random
 import re
 import time
+from dataclasses import dataclass
 from pathlib import Path
 
+import torch
 from rich.console import Console
 from rich.live import Live
 from rich.text import Text
 
 import mmkv
-from mmkv.eval.streaming import HOLD, Answer, ObservedOnce, SeenScene, StreamQuestion, about, stream
+from mmkv.training.data.dialogues import IGNORE, caption, cell_question, grid
+from mmkv.training.data.scenes import Scene, render
+from mmkv.turn import compose
 
+HOLD, NOTED, LARGEST = 5, 120, 3  # seconds of a scene, between numbered ones; cells a side
+SIMILAR = 2.0  # grey levels up to which a frame counts as the one before
 UNSURE = 0.8  # probability of an answer below which it is called a guess
+
+
+@dataclass(frozen=True)
+class SeenScene:
+    """A scene of the stream, seen from second ``at``; ``number``: how questions call it."""
+
+    at: int
+    scene: Scene
+    number: int | None
+
+
+@dataclass(frozen=True)
+class StreamQuestion:
+    """A question and the true answer; ``kind`` says what time it is about."""
+
+    kind: str
+    text: str
+    answer: str
+
+
+def stream(seed: str, minutes: int) -> list[SeenScene]:
+    """Draw the scenes of a stream; at most nine are numbered, as the model knows numbers."""
+    rng = random.Random(f"watch-{seed}")
+    every = max(NOTED, -(-minutes * 60 // 9 // HOLD) * HOLD)
+    made = []
+    for at in range(0, minutes * 60, HOLD):
+        noted = at % every == 0
+        scene = grid(rng, "heldout", LARGEST, least=4 if noted else 1)
+        made.append(SeenScene(at, scene, 1 + at // every if noted else None))
+    return made
+
+
+def about(shown: SeenScene, kind: str, rng: random.Random, count: int) -> list[StreamQuestion]:
+    """Ask for things in ``count`` cells of a numbered picture."""
+    assert shown.number is not None
+    asked = (
+        cell_question(shown.number, item.cell, item.name)
+        for item in rng.sample(shown.scene.items, count)
+    )
+    return [StreamQuestion(kind, one.text, one.answer) for one in asked]
+
+
+class Watcher:
+    """A session that observes every scene once; copies of it are asked."""
+
+    def __init__(self, engine: mmkv.Engine) -> None:
+        self.session = engine.session()
+
+    def show(self, shown: SeenScene) -> None:
+        """See a scene in every second that it lasts."""
+        self.session.observe(IGNORE if shown.number is None else caption(shown.number))
+        for _ in range(HOLD):
+            self.session.observe(render(shown.scene), skip_similar=SIMILAR)
+
+    @torch.inference_mode()
+    def ask(self, text: str) -> tuple[str, float]:
+        """Answer greedily; return the answer and its probability, all tokens together."""
+        ids, sure = list[int](), 1.0
+        with self.session.fork() as copy:
+            logits = copy.prefill(compose(copy, [{"type": "text", "text": text}]).inputs)
+            while len(ids) < 12:
+                chances = logits.softmax(-1)
+                token = int(chances.argmax())
+                sure *= float(chances[token])
+                if token in copy.engine.eos_token_ids:
+                    break
+                ids.append(token)
+                logits = copy.decode(token)
+        return self.session.engine.processor.tokenizer.decode(ids).strip(), sure
 
 
 def asked_at(seen: list[SeenScene], last: bool) -> list[StreamQuestion]:
@@ -38,11 +113,7 @@ def asked_at(seen: list[SeenScene], last: bool) -> list[StreamQuestion]:
             found.append((f"{(now - past.at + 30) // 60} minutes ago", past))
         if len(noted) > 1:
             found.append(("the beginning", noted[0]))
-    return [
-        question
-        for when, one in found
-        for question in about(one, when, now - one.at, rng, 2 if last else 1)
-    ]
+    return [question for when, one in found for question in about(one, when, rng, 2 if last else 1)]
 
 
 def clock(seconds: int) -> str:
@@ -50,14 +121,14 @@ def clock(seconds: int) -> str:
     return f"{seconds // 60:2d}:{seconds % 60:02d}"
 
 
-def judged(said: Answer, question: StreamQuestion) -> tuple[str, str]:
+def judged(said: str, sure: float, question: StreamQuestion) -> tuple[str, str]:
     """Return what was said and whether it is true, and a colour."""
-    right = said.text == question.answer
-    guess = f" (guess, {said.sure:.0%} sure)" if said.sure < UNSURE else ""
-    return f"{said.text or '-'}{guess} {'✓' if right else '✗'}", "green" if right else "red"
+    right = said == question.answer
+    guess = f" (guess, {sure:.0%} sure)" if sure < UNSURE else ""
+    return f"{said or '-'}{guess} {'✓' if right else '✗'}", "green" if right else "red"
 
 
-def status(way: ObservedOnce, seconds: int, context: int) -> Text:
+def status(way: Watcher, seconds: int, context: int) -> Text:
     """Write the live line."""
     session = way.session
     memory = session.memory()
@@ -92,7 +163,7 @@ def main() -> None:
         )
         for name, policy in (("mmkv", "dbtrimkv"), ("window", "streamingllm"))
     }
-    ways = {name: ObservedOnce(engine) for name, engine in loaded.items()}
+    ways = {name: Watcher(engine) for name, engine in loaded.items()}
     context = loaded["mmkv"].spec.max_position
     console.print(
         f"A camera, {args.minutes} minutes of it"
@@ -113,12 +184,12 @@ def main() -> None:
             for question in asked_at(seen, shown is drawn[-1]):
                 line = Text(f"{clock(shown.at)} {question.kind:>15}: {question.text} ")
                 for name, way in ways.items():
-                    said = way.ask(question.text)
-                    text, colour = judged(said, question)
+                    said, sure = way.ask(question.text)
+                    text, colour = judged(said, sure, question)
                     line.append(f"\n      {name:>6} ", style="dim").append(text, style=colour)
-                    right[name] += said.text == question.answer
-                    if name == "mmkv" and said.text != question.answer:
-                        guesses.append(said.sure < UNSURE)
+                    right[name] += said == question.answer
+                    if name == "mmkv" and said != question.answer:
+                        guesses.append(sure < UNSURE)
                 count += 1
                 live.console.print(line)
             if args.speed:
@@ -133,7 +204,7 @@ def main() -> None:
         # Without the fonts that it would load from another site.
         Path(args.svg).write_text(re.sub(r"@font-face \{.*?\}\s*", "", drawn_svg, flags=re.DOTALL))
     for way in ways.values():
-        way.close()
+        way.session.close()
 
 
 if __name__ == "__main__":

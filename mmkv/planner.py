@@ -20,7 +20,7 @@ from mmkv.engine.model.fingerprint import tensor_shapes
 from mmkv.engine.model.source import checkpoint_file, files_of
 
 FORMS = ("auto", "bf16", "int8", "int4")
-# Python, torch and transformers, measured on Linux (eval/notes/weights.md).
+# Python, torch and transformers, measured on Linux (benchmarks/notes/weights.md).
 PROCESS = 350 * 2**20
 _STATES, _INNER = 16, 6  # vectors of a token's width, and of its MLP's, that a layer makes
 _PICTURE = 1024**2  # pixels of the picture that room is left for

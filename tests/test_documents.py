@@ -21,13 +21,13 @@ from typing import Any
 import pytest
 from typer.main import get_command
 
+from benchmarks.document_tables import documents, fill, main
+from benchmarks.figures import FIGURES, accuracy_values, digest
+from benchmarks.serving.tables import agent_values, speed_values
 from mmkv import Engine, bundled_model
 from mmkv.engine.budget import RISK
 from mmkv.engine.cache.choice import best_at
 from mmkv.engine.contents import Memory
-from mmkv.eval.document_tables import documents, fill, main
-from mmkv.eval.figures import FIGURES, accuracy_values, digest
-from mmkv.eval.serving.tables import agent_values, speed_values
 from mmkv.prompt.loading import load_processor
 from mmkv.server.messages import MessagesRequest
 from mmkv.server.responses_schema import ResponseRequest
@@ -38,10 +38,10 @@ from tests.support.servers import serving
 pytest_plugins = ("tests.support.cli_fixtures",)
 
 DOCUMENTS = [*documents(), ROOT / "CONTRIBUTING.md"]
-PACKAGES = ("engine", "mmkv", "eval", "training", "tests", "docs", "assets", "tools", "examples")
+PACKAGES = tuple("engine mmkv eval training benchmarks tests docs assets tools examples".split())
 SOURCES = {".py", ".c", ".h", ".js", ".html", ".yaml", ".toml", ".ipynb"}
 # What a command of the documents writes, or a user has.
-WRITTEN = re.compile(r"eval/results/(gpu-.*|NAME|histories/)")
+WRITTEN = re.compile(r"benchmarks/results/(gpu-.*|NAME|histories/)")
 
 
 @pytest.fixture(params=DOCUMENTS, ids=lambda path: path.relative_to(ROOT).as_posix())
@@ -52,13 +52,13 @@ def document(request: pytest.FixtureRequest) -> tuple[Path, str]:
 
 def test_no_table_is_stale(document: tuple[Path, str]) -> None:
     path, text = document
-    assert text == fill(text, RESULTS), f"run `python -m mmkv.eval.document_tables`: {path}"
+    assert text == fill(text, RESULTS), f"run `python -m benchmarks.document_tables`: {path}"
 
 
 def test_every_result_is_cited() -> None:
     """A file counts as cited when a document or a table of one names it, with a star or without."""
     text = "".join(path.read_text() for path in DOCUMENTS)
-    tables = (ROOT / "eval" / "document_tables.py").read_text()
+    tables = (ROOT / "benchmarks" / "document_tables.py").read_text()
     cited = {found.replace("*", ".*") for found in re.findall(r"[\w.*-]+\.json", text)}
     for path in RESULTS.glob("*"):
         named = any(re.fullmatch(pattern, path.name) for pattern in cited)
@@ -69,7 +69,7 @@ def test_figures_are_drawn_from_the_results_of_today() -> None:
     drawn_from = {"accuracy": accuracy_values, "serving": speed_values, "agent": agent_values}
     for name, values in drawn_from.items():
         drawn = (FIGURES / f"{name}.svg").read_text()
-        assert digest(values(RESULTS)) in drawn, "run `python -m mmkv.eval.figures`"
+        assert digest(values(RESULTS)) in drawn, "run `python -m benchmarks.figures`"
 
 
 def test_no_form_answered_better_than_the_one_that_bytes_pick() -> None:
@@ -147,11 +147,13 @@ def test_classes_that_are_explained_have_the_names_and_places_given() -> None:
 def test_pages_that_the_code_names_exist() -> None:
     """Error messages, docstrings and settings send their reader to pages that are there."""
     files = [ROOT / "Makefile", ROOT / "pyproject.toml", ROOT / "mkdocs.yml"]
-    for folder in PACKAGES[:5] + PACKAGES[6:] + ("docker",):
+    for folder in sorted({*PACKAGES, "docker"} - {"docs"}):
         files += [path for path in (ROOT / folder).rglob("*") if path.suffix in SOURCES]
     named = {}
     for path in filter(Path.is_file, files):
-        for page in re.findall(r"(?<![\w/])(?:docs|eval/notes)/[\w/-]+\.\w+", path.read_text()):
+        for page in re.findall(
+            r"(?<![\w/])(?:docs|benchmarks/notes)/[\w/-]+\.\w+", path.read_text()
+        ):
             named[page] = path.relative_to(ROOT)
     assert len(named) > 10
     gone = {page: path for page, path in named.items() if not (ROOT / page).exists()}
@@ -397,7 +399,7 @@ def test_a_stale_or_broken_table_ends_the_check(tmp_path: Path, monkeypatch: Any
     (tmp_path / "docs").mkdir()
     readme = tmp_path / "README.md"
     readme.write_text("<!-- table: memory -->\n<!-- end -->\n")
-    monkeypatch.setattr("mmkv.eval.document_tables.documents", lambda: [readme])
+    monkeypatch.setattr("benchmarks.document_tables.documents", lambda: [readme])
     main(["--results", str(RESULTS)])
     main(["--results", str(RESULTS), "--check"])
     filled = readme.read_text()

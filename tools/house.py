@@ -1,9 +1,9 @@
 """Count what a reader of this repository has to get through: ``python -m tools.house``.
 
 Files and lines, how much of a file is docstring and imports, files that only one other file of
-their folder imports, circles of imports (those for a type checker count), the files whose code runs
-for one short reply of the server, and words of the documents. ``--names`` lists the files behind
-the figures, ``--json`` prints all for a program.
+their folder imports, circles of imports (those for a type checker count), long functions, the files
+whose code runs for one short reply of the server, and words of the documents. ``--names`` lists the
+files behind the figures, ``--json`` prints all for a program.
 """
 
 from __future__ import annotations
@@ -95,6 +95,21 @@ def header_lines(path: str) -> int:
     return len((ROOT / path).read_text().splitlines())
 
 
+_BRANCHES = (ast.If, ast.IfExp, ast.For, ast.While, ast.ExceptHandler, ast.comprehension)
+
+
+def complex_functions(path: str) -> int:
+    """Return how many functions of a file have more than 15 ways through them (McCabe)."""
+    found = 0
+    for node in ast.walk(ast.parse((ROOT / path).read_text())):
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+            inner = list(ast.walk(node))
+            ways = 1 + sum(isinstance(one, _BRANCHES) for one in inner)
+            ways += sum(len(one.values) - 1 for one in inner if isinstance(one, ast.BoolOp))
+            found += ways > 15
+    return found
+
+
 def lines(paths: Iterable[str]) -> int:
     """Return the lines of files, together."""
     return sum(len((ROOT / path).read_text().splitlines()) for path in paths)
@@ -113,7 +128,7 @@ def files_of_a_reply() -> list[str]:
 def figures() -> dict[str, Any]:
     """Return all figures by name."""
     python = tracked("*.py")
-    product = [path for path in python if not path.startswith("tests/")]
+    product = [path for path in python if not path.startswith(("tests/", "benchmarks/"))]
     packages = [path for path in product if path.split("/")[0] in TOPS]
     known = {module_name(path): path for path in packages}
     arrows = {path: imported(path, known) for path in packages}
@@ -134,8 +149,9 @@ def figures() -> dict[str, Any]:
             folders[here] |= {"/".join(other.split("/")[:2]) for other in inside} - {here}
     reply = files_of_a_reply()
     return {
-        "Python files outside tests": len(product),
-        "lines outside tests": lines(product),
+        "Python files outside tests and benchmarks": len(product),
+        "their lines": lines(product),
+        "lines of benchmarks": lines(path for path in python if path.startswith("benchmarks/")),
         "lines of tests": lines(path for path in python if path.startswith("tests/")),
         "files": len(tracked()),
         "header lines a file": round(mean(header_lines(path) for path in packages), 1),
@@ -145,9 +161,13 @@ def figures() -> dict[str, Any]:
         ),
         "circles of files": len(rings(arrows)),
         "files in circles": sum(map(len, rings(arrows))),
+        "functions of complexity > 15": sum(map(complex_functions, packages)),
         "files of a reply": len(reply),
         "words of docs": sum(
             len((ROOT / path).read_text().split()) for path in tracked("docs/*.md", "README.md")
+        ),
+        "words of notes": sum(
+            len((ROOT / path).read_text().split()) for path in tracked("benchmarks/notes/*.md")
         ),
         "_alone": sorted(alone),
         "_rings": sorted(sorted(ring) for ring in rings(arrows)),

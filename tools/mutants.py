@@ -1,11 +1,11 @@
 """Put small bugs into the code, one at a time, and see which ones the tests find.
 
-``python -m tools.mutants --seed 36 --count 150 --output eval/results/mutants.json`` draws mutants
-of the files in ROOMS, as mutmut's mutators make them (without those of strings), with two more: a
-call whose result nobody reads is left out, and the condition of an ``if`` is turned round. Each is
-written into a copy of the working tree, where the tests that reach its line run, the quickest
-first. ``--again FILE`` runs the survivors of an earlier report once more, after tests were added,
-with ``--tests`` by those alone.
+``python -m tools.mutants --seed 36 --count 150 --output benchmarks/results/mutants.json`` draws
+mutants of the files in ROOMS, as mutmut's mutators make them (without those of strings), with two
+more: a call whose result nobody reads is left out, and the condition of an ``if`` is turned round.
+Each is written into a copy of the working tree, where the tests that reach its line run, the
+quickest first. ``--again FILE`` runs the survivors of an earlier report once more, after tests were
+added, with ``--tests`` by those alone.
 
 A first run of the tests under coverage says which ones reach a line. Every run is a fork of a
 process that has loaded what the tests import, but for this project. Needs mutmut and coverage
@@ -57,7 +57,10 @@ ROOMS = {
         "tests/mmkv/server/test_http.py "
         "tests/mmkv/server/test_sessions.py tests/mmkv/server/test_responses.py",
     ),
-    "statistics": (["eval/measure/stats.py"], "tests/eval/measure tests/eval/test_quality.py"),
+    "statistics": (
+        ["eval/measure/stats.py"],
+        "tests/eval/measure tests/benchmarks/test_quality.py",
+    ),
     "mmdu": (
         [f"eval/mmdu/{name}.py" for name in "scores judge rubric".split()],
         "tests/eval/mmdu",
@@ -69,7 +72,7 @@ ROOMS = {
         "tests/training/test_capacity.py tests/training/test_model.py",
     ),
 }
-OWN = {"engine", "mmkv", "training", "eval", "tests", "tools", "conftest", "__main__"}
+OWN = {"engine", "mmkv", "training", "eval", "benchmarks", "tests", "tools", "conftest", "__main__"}
 MARKS = "not triton and not drawn and not long"
 
 

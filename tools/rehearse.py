@@ -274,7 +274,7 @@ def speed(rehearsal: Rehearsal) -> str:
     """Run the program of the speed tables on a tiny shape."""
     rehearsal.run(
         [
-            *("python", "-m", "mmkv.eval.bench.decode", "--shape", "tiny", "--cases", "tiny"),
+            *("python", "-m", "benchmarks.bench.decode", "--shape", "tiny", "--cases", "tiny"),
             *("--device", "cpu", "--dtype", "float32", "--rounds", "1", "--steps", "2"),
             *("--peers", "--output", str(rehearsal.work / "speed")),
         ]

@@ -1,8 +1,8 @@
 """Which files of the repository are pages of the site (``make docs``), and where their links lead.
 
 mkdocs reads one folder, and what belongs on the site lies in several: README.md is the front page,
-eval/notes/ the laboratory. A link between two pages leads to the page; one to any other file of
-the repository becomes its name, since the site does not hold it.
+benchmarks/notes/ the laboratory. A link between two pages leads to the page; one to any other file
+of the repository becomes its name, since the site does not hold it.
 
 Nothing is loaded from elsewhere: the graphs of Mermaid's blocks are drawn here.
 """
@@ -25,7 +25,7 @@ _ALSO = {
     "CHANGELOG.md": "changelog.md",
     "CONTRIBUTING.md": "contributing.md",
 }
-_LABORATORY = "eval/notes"
+_LABORATORY = "benchmarks/notes"
 _LINK = re.compile(r"(!?\[([^\]]*)\])\(([^)\s]+)\)")
 _ROLE = re.compile(r":(?:attr|class|data|exc|func|meth|mod):<code>~?([\w.]+)</code>")
 _ROW, _LABEL = 30, 200  # height of a node, and the width of its name

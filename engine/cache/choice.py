@@ -1,8 +1,9 @@
 """Choose how the cache holds keys and values where a budget in bytes leaves that open.
 
 The same bytes hold a few exact entries or more rounded ones. Which of them answers best was
-measured at equal bytes (``python -m mmkv.eval.quality --bytes``: eval/results/quality-bytes-*.json,
-eval/notes/kv-forms.md), and :data:`BEST` is what these figures say; a test compares it with them.
+measured at equal bytes (``python -m benchmarks.quality --bytes``:
+benchmarks/results/quality-bytes-*.json, benchmarks/notes/kv-forms.md), and :data:`BEST` is what
+these figures say; a test compares it with them.
 """
 
 from __future__ import annotations

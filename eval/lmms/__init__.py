@@ -1,1 +1,1 @@
-"""mmkv as a model of lmms-eval (eval/notes/lmms-eval.md)."""
+"""mmkv as a model of lmms-eval (benchmarks/notes/lmms-eval.md)."""

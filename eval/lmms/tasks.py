@@ -10,8 +10,8 @@ The functions that task files name find pictures and videos of local tasks below
 --data names. They take the task's ``lmms_eval_specific_kwargs``, into which ``eval.lmms.tasks`` has
 written the task's folder.
 
-MMDU is a task of whole dialogues, answered round by round (eval/notes/mmdu.md). lmms-eval has no
-history from round to round. So the messages of every round hold the dialogue so far with the
+MMDU is a task of whole dialogues, answered round by round (benchmarks/notes/mmdu.md). lmms-eval has
+no history from round to round. So the messages of every round hold the dialogue so far with the
 model's own answers, and the adapter finds that its session already holds them. Reading, placing of
 pictures and exact scoring are those of ``mmkv mmdu``.
 """

@@ -1,1 +1,1 @@
-"""Override YAMLs for lmms-eval; eval.lmms.tasks fills in the paths (eval/notes/lmms-eval.md)."""
+"""Override YAMLs for lmms-eval; eval.lmms.tasks fills in the paths."""

@@ -1,6 +1,6 @@
 """``mmkv eval --reproduce PAPER:TABLE``: a paper's table by one command.
 
-``tables.yaml`` has the tables. Commands and the page ``eval/notes/reproduce.md`` (``python -m
+``tables.yaml`` has the tables. Commands and the page ``benchmarks/notes/reproduce.md`` (``python -m
 eval.papers.reproduce``) come from it, so that they cannot differ. A row of a table is one command.
 Rows whose results are there are not run again.
 """
@@ -446,7 +446,7 @@ authors' settings; a table that needs others says so.
 
 
 def page() -> str:
-    """Return the text of ``eval/notes/reproduce.md``."""
+    """Return the text of ``benchmarks/notes/reproduce.md``."""
     made = [_HEAD]
     for paper in dict.fromkeys(table.paper for table in tables().values()):
         own = [table for table in tables().values() if table.paper == paper]

@@ -83,7 +83,7 @@ def test_a_config_names_a_model() -> None:
 
 
 def test_the_defaults_are_those_of_the_documents() -> None:
-    """eval/notes/lmms-eval.md, and docs/reference/glossary.md."""
+    """benchmarks/notes/lmms-eval.md, and docs/reference/glossary.md."""
     made = EngineConfig()
     assert (made.lookahead, made.evict_every, made.page_size) == (2, None, 16)
     assert (made.device, made.dtype, made.weights) == ("auto", "auto", "auto")

@@ -77,7 +77,7 @@ def test_a_kernel_is_launched_on_the_gpu_of_its_tensors(
 def test_every_launch_function_is_among_those() -> None:
     """Whoever imports a ``*_triton`` module, but another of them, stands in the list above."""
     importing = set()
-    for package in ("engine", "mmkv", "training", "eval"):
+    for package in ("engine", "mmkv", "training", "eval", "benchmarks"):
         for path in (ROOT / package).rglob("*.py"):
             if re.search(
                 r"^ *(from|import) .*(?<!\bon)_triton\b", path.read_text("utf-8"), re.MULTILINE
@@ -88,7 +88,7 @@ def test_every_launch_function_is_among_those() -> None:
     within = {name for name in importing if name.startswith(root) and name.endswith("_triton.py")}
     # The launch of the first is in the Triton file, because autograd calls it, too; the second
     # compiles and launches nothing.
-    assert importing - within - ours == {"training/capacity.py", "eval/bench/kernel_code.py"}
+    assert importing - within - ours == {"training/capacity.py", "benchmarks/bench/kernel_code.py"}
     assert {m.name for m in pkgutil.iter_modules(kernels.__path__)} >= LAUNCHES.keys()
 
 

@@ -31,8 +31,10 @@ MODEL = ROOT / "assets" / "tiny-vlm"
 
 def test_the_page_is_made_from_the_table() -> None:
     reproduce.check()
-    made = (ROOT / "eval" / "notes" / "reproduce.md").read_text()
-    assert made == reproduce.page(), "python -m eval.papers.reproduce > eval/notes/reproduce.md"
+    made = (ROOT / "benchmarks" / "notes" / "reproduce.md").read_text()
+    assert made == reproduce.page(), (
+        "python -m eval.papers.reproduce > benchmarks/notes/reproduce.md"
+    )
 
 
 @pytest.mark.parametrize("name", [name for name, table in tables().items() if table.rows])

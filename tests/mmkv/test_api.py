@@ -22,13 +22,13 @@ from hypothesis import strategies as st
 from PIL import Image
 
 import mmkv
+from benchmarks.fuzz.target import failure_of
+from benchmarks.fuzz.targets.api import PythonApi
 from mmkv import Budget, Engine, Sampling
 from mmkv.engine.cache import PagePool
 from mmkv.engine.errors import BudgetError, InputError, MmkvError, PolicyError, SessionError
 from mmkv.engine.interrupts import FairLock
 from mmkv.engine.memory import free_bytes
-from mmkv.eval.fuzz.target import failure_of
-from mmkv.eval.fuzz.targets.api import PythonApi
 from mmkv.prompt.template import take_media
 from mmkv.sampling import distribution
 from mmkv.session import Session

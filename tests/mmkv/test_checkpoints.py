@@ -23,6 +23,7 @@ from gguf import GGMLQuantizationType
 from safetensors.torch import load_file
 from transformers import AutoModelForImageTextToText
 
+from benchmarks.quality.methods import ComparedMethod
 from mmkv import Budget, BudgetError, Engine, GateError
 from mmkv import pull as pulling
 from mmkv.checkpoints import FAMILIES, PUBLISHED
@@ -31,7 +32,6 @@ from mmkv.engine.model import families
 from mmkv.engine.model.fingerprint import fingerprint
 from mmkv.engine.model.gates import make_random_gates, make_random_write_gates, save_gates
 from mmkv.engine.runtime import Runtime
-from mmkv.eval.quality.methods import ComparedMethod
 from mmkv.hf import retain
 from mmkv.planner import planned, planned_from_hub
 from mmkv.pull import wanted

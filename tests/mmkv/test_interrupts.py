@@ -15,14 +15,14 @@ from typing import Any
 
 import pytest
 
+from benchmarks.fuzz.target import Wrong
+from benchmarks.fuzz.targets.command_line import CALLS, Interrupts
 from mmkv.api import Engine
 from mmkv.chat.display import Display
 from mmkv.cli.app import run
 from mmkv.engine import interrupts
 from mmkv.engine.interrupts import CtrlC, OpenToCtrlC, quiet_imports, whole
 from mmkv.engine.model.families import loading, vision
-from mmkv.eval.fuzz.target import Wrong
-from mmkv.eval.fuzz.targets.command_line import CALLS, Interrupts
 from mmkv.sampling import Sampling
 from tests.support.chat_models import picture, save_qwen3_vl
 from tests.support.tiers import long_but
@@ -140,7 +140,8 @@ ALIKE |= {"Session.fork_apart", "Session.memory", "Session.prefill", "Session.se
 
 @pytest.mark.parametrize("name", long_but(CALLS.keys() - ALIKE, sorted(CALLS), "1.7 s each"))
 def test_ctrl_c_at_any_bytecode_of_a_public_call(name: str, world: Interrupts) -> None:
-    """A slice of ``python -m eval.fuzz --classes interrupts``: all pages, and the engine as it was.
+    """A slice of ``python -m benchmarks.fuzz --classes interrupts``: all pages, and the engine as
+    it was.
 
     Two of: early in the call, drawn within it, and at its end.
     """

@@ -12,7 +12,7 @@ import sys
 import traceback
 from pathlib import Path
 
-from mmkv.eval.bench.kernel_code import CompiledCase, compile_kernel
+from benchmarks.bench.kernel_code import CompiledCase, compile_kernel
 
 if __name__ == "__main__":
     for line in sys.stdin:

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from mmkv.eval.bench.policies import HostReads, counting
+from benchmarks.bench.policies import HostReads, counting
 
 __all__ = ["HostReads", "host_reads"]
 

@@ -20,6 +20,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from benchmarks.bench.kernel_code import Code, CompiledCase
 from mmkv.engine.backends.cuda.kernels.append import empty_room, make_room
 from mmkv.engine.backends.cuda.kernels.buffers import PageTables
 from mmkv.engine.backends.cuda.kernels.evict import empty_eviction
@@ -29,7 +30,6 @@ from mmkv.engine.cache.forms import AUTO, Codec
 from mmkv.engine.cache.forms import FORMS as KV
 from mmkv.engine.policies import CacheView, Policy
 from mmkv.engine.policies.allocation import FlooredAllocation, GlobalAllocation
-from mmkv.eval.bench.kernel_code import Code, CompiledCase
 
 HAS_TRITON = importlib.util.find_spec("triton") is not None
 HAS_CUDA = torch.cuda.is_available()

@@ -25,7 +25,7 @@ MODEL = ROOT / "assets" / "tiny-vlm"
 
 needs_lmms_eval = pytest.mark.skipif(
     importlib.util.find_spec("lmms_eval") is None,
-    reason="lmms-eval is not installed; see eval/notes/lmms-eval.md",
+    reason="lmms-eval is not installed; see benchmarks/notes/lmms-eval.md",
 )
 
 

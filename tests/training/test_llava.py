@@ -158,7 +158,7 @@ def test_the_bundled_adapter_is_what_the_command_makes() -> None:
     assert (folder / "chat_template.jinja").read_text() == CHAT_TEMPLATE
     assert sum(file.stat().st_size for file in folder.iterdir()) < 6_000_000
     train = "python -m training.llava train --language-model smollm2 --output runs/llava"
-    page = (ROOT / "eval" / "notes" / "smollm2-llava.md").read_text()
+    page = (ROOT / "benchmarks" / "notes" / "smollm2-llava.md").read_text()
     assert "mmkv pull smollm2-llava" in page and train in page
 
 

@@ -18,11 +18,11 @@ from PIL import Image
 from torch import Tensor
 from torch.nn import functional
 
+from benchmarks.accuracy import photos
 from mmkv import Engine, Sampling, Session
 from mmkv.engine.errors import InputError, ModelError
 from mmkv.engine.model.families.photos_model import EfficientNetLite, EfficientNetLiteConfig
 from mmkv.engine.runtime import Runtime
-from mmkv.eval.accuracy import photos
 from mmkv.prompt.loading import load_processor
 from mmkv.resources import PHOTOS, SMOLLM2
 from mmkv.training.llava.photos import NAMES, TOLD, TOWER, folded, main, with_article
@@ -266,7 +266,7 @@ def test_what_is_missing_or_does_not_fit_is_named(
 def test_answers_are_compared_with_the_classifier_and_a_person(
     joined: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """``python -m eval.accuracy.photos``, of a dark cat and light others."""
+    """``python -m benchmarks.accuracy.photos``, of a dark cat and light others."""
     shades = {"chelsea.png": 64, "motorcycle_left.png": 191, "china.jpg": 191}
     monkeypatch.setattr(photos, "THINGS", {name: photos.THINGS[name] for name in shades})
     monkeypatch.setattr(photos, "OTHERS", [])
@@ -317,4 +317,5 @@ def test_one_command_pulls_it(
     ran = mmkv("pull", "smollm2-llava")
     assert ran.code == 1 and "is for a Llama of hidden size 576" in ran.error_line()
     assert {path.name for path in models.iterdir()} == {SMOLLM2, PHOTOS}
-    assert f"mmkv pull {PHOTOS}" in (ROOT / "eval" / "notes" / "smollm2-photos.md").read_text()
+    notes = ROOT / "benchmarks" / "notes"
+    assert f"mmkv pull {PHOTOS}" in (notes / "smollm2-photos.md").read_text()

@@ -2,8 +2,8 @@
 
 ``python -m training.data.texts DIR`` writes ``code.train.jsonl``, ``code.heldout.jsonl`` (modules
 of the standard library) and ``prose.train.jsonl``, ``prose.heldout.jsonl`` (the language reference
-that ``help()`` shows) for ``training.distill`` and ``eval.quality``. A tenth of the files is held
-out, chosen by a hash of their names.
+that ``help()`` shows) for ``training.distill`` and ``benchmarks.quality``. A tenth of the files is
+held out, chosen by a hash of their names.
 """
 
 from __future__ import annotations

@@ -25,8 +25,8 @@ from mmkv.engine.paths import whole_file
 
 # The folder of the packages: a checkout, whose results are kept, or an installation.
 ROOT = Path(str(resources.files("mmkv"))).resolve().parent
-RESULTS = (ROOT if (ROOT / "pyproject.toml").is_file() else Path()) / "eval" / "results"
-_CHANGES = ("status", "--porcelain", "--", ".", ":!eval/results", ":!docs", ":!*.md")
+RESULTS = (ROOT if (ROOT / "pyproject.toml").is_file() else Path()) / "benchmarks" / "results"
+_CHANGES = ("status", "--porcelain", "--", ".", ":!benchmarks/results", ":!docs", ":!*.md")
 _PACKAGES = ("torch", "transformers", "triton", "numpy", "mmkv")
 
 

@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from benchmarks.bench.kernel_code import SHARED_LIMITS, decode, prefill, window
 from mmkv.engine.backends.cuda.kernels.buffers import NewestTokens, Partials, WorkList
 from mmkv.engine.backends.cuda.kernels.decode_attention import empty_partials
 from mmkv.engine.backends.cuda.kernels.worklist import (
@@ -20,7 +21,6 @@ from mmkv.engine.backends.cuda.kernels.worklist import (
     tile_entries,
 )
 from mmkv.engine.backends.torch.attention import chunk_attention, merge
-from mmkv.eval.bench.kernel_code import SHARED_LIMITS, decode, prefill, window
 from tests.support.kernels import (
     DEVICE,
     ONE_SPILL,
@@ -472,7 +472,7 @@ def test_kernel_fits_a_hopper_sm(queries, tmp_path: Path) -> None:
 def test_the_largest_programs_fit_every_card(make, arguments, arch, tmp_path: Path) -> None:
     """SnapKV's window of 64 on Qwen2.5-VL-7B: 448 queries a KV head; and float32.
 
-    ``python -m mmkv.eval.bench.kernel_code`` does the same for all kernels and cards.
+    ``python -m benchmarks.bench.kernel_code`` does the same for all kernels and cards.
     """
     assert compile_case(make(*arguments), tmp_path, arch).shared <= SHARED_LIMITS[arch]
 

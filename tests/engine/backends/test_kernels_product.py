@@ -14,12 +14,12 @@ import pytest
 import torch
 from torch import Tensor
 
+from benchmarks.bench.kernel_code import CompiledCase
+from benchmarks.bench.kernel_code import product as compiled_product
 from mmkv.engine.backends.cuda.kernels import product
 from mmkv.engine.model import product as reference
 from mmkv.engine.model.int8 import BLOCK, IntegerMatrix, code_states
 from mmkv.engine.model.product import INTEGERS
-from mmkv.eval.bench.kernel_code import CompiledCase
-from mmkv.eval.bench.kernel_code import product as compiled_product
 from tests.support.kernels import (
     DEVICE,
     compile_case,
@@ -149,7 +149,7 @@ def test_products_fit_a_hopper_sm(
 ) -> None:
     """Tensor cores, nothing spilled or fused, and nothing in the loop that waits for memory.
 
-    ``python -m mmkv.eval.bench.kernel_code`` compiles more of them.
+    ``python -m benchmarks.bench.kernel_code`` compiles more of them.
     """
     report = compile_case(case, tmp_path)
     assert report.spills == 0 and report.registers <= registers and report.shared <= shared

@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from benchmarks.bench.kernel_code import store
 from mmkv.engine.backends.cuda.kernels.append import empty_room
 from mmkv.engine.backends.cuda.kernels.buffers import GateHead
 from mmkv.engine.backends.cuda.kernels.store import store_layer
@@ -27,7 +28,6 @@ from mmkv.engine.model.gates.module import LayerGate
 from mmkv.engine.model.rope import Rope
 from mmkv.engine.model.spec import RopeSpec
 from mmkv.engine.model.weights import DecoderWeights, LayerWeights
-from mmkv.eval.bench.kernel_code import store
 from tests.conftest import make_spec
 from tests.support.kernels import (
     DEVICE,

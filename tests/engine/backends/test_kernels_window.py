@@ -10,12 +10,12 @@ import pytest
 import torch
 from torch import Tensor
 
+from benchmarks.bench.kernel_code import window
 from mmkv.engine.backends.cuda.kernels.window_scores import window_scores
 from mmkv.engine.cache import PagePool, RaggedCache
 from mmkv.engine.model.spec import DecoderSpec
 from mmkv.engine.policies.base import CacheView, WindowReduction
 from mmkv.engine.scorer_state import QUERIES, window_attention
-from mmkv.eval.bench.kernel_code import window
 from tests.conftest import make_spec
 from tests.support.kernels import DEVICE, compile_case, forms, needs_compiler
 

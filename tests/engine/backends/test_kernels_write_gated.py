@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from benchmarks.bench.kernel_code import SHARED_LIMITS, write_gated
 from mmkv.engine.backends.cuda.kernels.write_gated_attention import (
     GatedRows,
     Ranges,
@@ -20,7 +21,6 @@ from mmkv.engine.backends.torch import write_step
 from mmkv.engine.model.gates import make_random_write_gates
 from mmkv.engine.policies import make_policy
 from mmkv.engine.runtime import Runtime
-from mmkv.eval.bench.kernel_code import SHARED_LIMITS, write_gated
 from tests.support.kernels import DEVICE, compile_case, forms, needs_compiler
 from tests.support.native import loaded
 from tests.support.sessions import text_ids

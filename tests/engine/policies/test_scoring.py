@@ -18,6 +18,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from benchmarks.quality.methods import Cell
 from mmkv.engine.cache import PagePool, RaggedCache
 from mmkv.engine.errors import PolicyError
 from mmkv.engine.model.gates import load_gates, make_random_gates, save_gates, trained_age
@@ -47,7 +48,6 @@ from mmkv.engine.policies.keys import KeyDifference, KeyNorm, NextChunk
 from mmkv.engine.policies.scoring import Retention, log1mexp, lookahead_log_score
 from mmkv.engine.runtime import Runtime
 from mmkv.engine.scorer_state import QUERIES, window_attention
-from mmkv.eval.quality.methods import Cell
 from mmkv.resources import asset
 from tests.engine.model.test_gates import published, write
 from tests.engine.policies.test_policies import make_view

@@ -20,13 +20,13 @@ from PIL import Image
 
 import mmkv
 import mmkv.eval.mmdu.run
+from benchmarks.fuzz.models import small_engine
+from benchmarks.mmdu_make import pack, write
 from mmkv import Engine, Sampling
 from mmkv.cli.app import run
 from mmkv.engine.errors import InputError
-from mmkv.eval.fuzz.models import small_engine
 from mmkv.eval.mmdu import small as mmdu_small
 from mmkv.eval.mmdu.data import AnswerFolder, find_pictures, interleave, read_benchmark, read_row
-from mmkv.eval.mmdu.make import pack, write
 from mmkv.eval.mmdu.run import answer
 from mmkv.eval.mmdu.scores import is_right
 from mmkv.resources import bundled_dialogues, bundled_model
@@ -507,7 +507,7 @@ def test_a_summary_that_cannot_be_written_is_shown(
     assert "Exact answers" in captured.out and "No space left" in captured.err
 
 
-# The program behind the table of eval/notes/mmdu.md, on the first dialogue of the set.
+# The program behind the table of benchmarks/notes/mmdu.md, on the first dialogue of the set.
 
 
 @pytest.mark.slow(reason="runs whole dialogues with the bundled model")

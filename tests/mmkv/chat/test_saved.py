@@ -20,6 +20,9 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 
 import mmkv.chat.saved
+from benchmarks.fuzz import mutate
+from benchmarks.fuzz.target import failure_of
+from benchmarks.fuzz.targets.model_files import POLICIES, SessionFileInputs
 from mmkv import Engine
 from mmkv.chat.repl import Repl
 from mmkv.chat.saved import KEPT, SHARE, chat_extra, chat_options, elsewhere
@@ -28,9 +31,6 @@ from mmkv.engine import session_file
 from mmkv.engine.config import EngineConfig
 from mmkv.engine.errors import MmkvError, SessionError, plain
 from mmkv.engine.strict import InvalidFile
-from mmkv.eval.fuzz import mutate
-from mmkv.eval.fuzz.target import failure_of
-from mmkv.eval.fuzz.targets.model_files import POLICIES, SessionFileInputs
 from tests.support.chat_models import new_repl
 
 if TYPE_CHECKING:

@@ -16,11 +16,11 @@ import pytest
 import torch
 from PIL import Image
 
+from benchmarks.fuzz.models import save_text_model, save_vision_model
+from benchmarks.fuzz.target import failure_of
+from benchmarks.fuzz.targets.model_files import Checkpoints
 from mmkv import Engine, Sampling
 from mmkv.engine.errors import InputError, ModelError
-from mmkv.eval.fuzz.models import save_text_model, save_vision_model
-from mmkv.eval.fuzz.target import failure_of
-from mmkv.eval.fuzz.targets.model_files import Checkpoints
 from mmkv.prompt import sandbox
 from mmkv.prompt.loading import load_processor
 from mmkv.prompt.template import NO_TEMPLATE, REWRITES, ChatTemplate

@@ -19,9 +19,9 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
 from transformers import AutoProcessor, AutoTokenizer, PreTrainedTokenizerFast
 
+from benchmarks.fuzz.targets.contents import ENDLESS, ODD, template
 from mmkv import Engine
 from mmkv.engine.errors import InputError, ModelError
-from mmkv.eval.fuzz.targets.contents import ENDLESS, ODD, template
 from mmkv.prompt import sandbox, special
 from mmkv.prompt.loading import load_processor
 from mmkv.prompt.processing import Processor

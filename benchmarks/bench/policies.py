@@ -1,0 +1,312 @@
+"""The decode step of every policy, in turns: ``python -m benchmarks.bench.decode --policies all``.
+
+Each policy gets an engine on the same random weights, with random gates where it reads gates, and
+sequences that have read CONTEXT random tokens and hold what the policy keeps of them. Policies that
+keep prompts whole then generate until their budget is full. What is timed is the same number of
+decode steps for each, from forks of these sequences, so that every round starts from the same
+cache; the steps are whole intervals between two evictions. On a CPU the times are CPU seconds of
+one thread, on a GPU seconds from idle to idle.
+
+Beside the time stands what the step runs on, and how often the host would wait for a GPU within a
+step: operations whose result, or whose shape, the host has to read. A captured CUDA graph cannot
+hold any. On a CPU they are counted in the torch references that run in place of its kernels.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import math
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+from unittest import mock
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from benchmarks.bench.methods import concerns_one_method
+from benchmarks.bench.output import failure, table
+from benchmarks.bench.shapes import Shape, build_engine
+from mmkv.engine.backends.cuda import CudaBackend, GraphRunner, policy_step, static_step
+from mmkv.engine.backends.cuda.kernels import delta
+from mmkv.engine.backends.cuda.static_step import StaticStep
+from mmkv.engine.policies import PRESETS, Policy, make_policy
+from mmkv.engine.runtime import Runtime
+from mmkv.engine.sequence import CachedSequence
+from mmkv.engine.steps import decode_burst
+from mmkv.eval.measure.timing import ratios, spread, synchronize, take_turns
+
+aten = torch.ops.aten
+# Their result, or its shape, is known to the host once it has waited: .item(), .tolist(), int(),
+# bool(), .nonzero(), torch.unique ... And a tensor made of the host's own numbers is a copy.
+READS = {
+    aten._local_scalar_dense,
+    aten.nonzero,
+    aten.masked_select,
+    aten._unique2,
+    aten.unique_dim,
+    aten.unique_consecutive,
+    aten.bincount,
+    aten.equal,
+    aten.is_nonzero,
+    aten.lift_fresh,
+}
+# What has a form in Triton beside the reference that runs on a CPU.
+KERNELS = {
+    static_step: "make_room build_worklist rms_norm store_layer decode_attention gated evict",
+    policy_step: "drop evict_to_shares window_scores",
+    delta: "conv_step delta_step",
+}
+# The shares of the memory of a GPU that weights leave, for the caches of all policies together.
+_CACHES = 0.7
+
+
+class HostReads(TorchDispatchMode):
+    """Notes what makes the host wait for a GPU, or what a graph cannot hold: on a CPU, too.
+
+    Attributes:
+        found: the operations, in their order; those inside of kernels do not count.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[str] = []
+        self._inside = False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if self._inside:
+            return func(*args, **kwargs)
+        with self:  # an operation that is made of others is seen before these are
+            made = func.decompose(*args, **kwargs)
+        if made is not NotImplemented:
+            return made
+        if self._reads(func, args):
+            self.found.append(str(func))
+        return func(*args, **kwargs)
+
+    @staticmethod
+    def _reads(func: Any, args: Any) -> bool:
+        packet = func.overloadpacket
+        if func in (aten.repeat_interleave.Tensor, aten.repeat_interleave.self_Tensor):
+            return True
+        if packet in (aten.index, aten.index_put, aten.index_put_, aten._index_put_impl_):
+            return any(
+                one is not None and one.dtype in (torch.bool, torch.uint8) for one in args[1]
+            )
+        return packet in READS
+
+    def kernel(self, run: Callable[..., Any]) -> Callable[..., Any]:
+        """Return a kernel's reference, whose own reads do not count."""
+
+        def uncounted(*args: Any, **kwargs: Any) -> Any:
+            before, self._inside = self._inside, True
+            try:
+                return run(*args, **kwargs)
+            finally:
+                self._inside = before
+
+        return uncounted
+
+
+@contextlib.contextmanager
+def counting() -> Iterator[HostReads]:
+    """Count the host reads of each static step within, as it is first run."""
+    reads, run, seen = HostReads(), StaticStep.run, set[tuple[StaticStep, bool]]()
+
+    def counted(step: StaticStep, cut: bool = True) -> None:
+        if (step, cut) in seen:  # what it does is the same each time
+            return run(step, cut)
+        seen.add((step, cut))
+        with reads:
+            return run(step, cut)
+
+    with contextlib.ExitStack() as stack:
+        for module, names in KERNELS.items():
+            for name in names.split():
+                counted_not = reads.kernel(getattr(module, name))
+                stack.enter_context(mock.patch.object(module, name, counted_not))
+        stack.enter_context(mock.patch.object(StaticStep, "run", counted))
+        yield reads
+
+
+@dataclass
+class Measured:
+    """Sequences of one policy that decode again and again from the same cache.
+
+    Attributes:
+        interval: decode steps between two evictions; steps: those of a timed run.
+    """
+
+    engine: Runtime
+    sessions: list[CachedSequence]
+    interval: int
+    steps: int
+
+    @classmethod
+    def of(cls, engine: Runtime, batch: int, context: int, steps: int) -> Measured:
+        """Have the sequences read their prompts, and fill budgets that prompts do not count in."""
+        generator = torch.Generator().manual_seed(0)
+        sessions, vocabulary = [], engine.spec.vocab_size
+        for _ in range(batch):
+            session = engine.session()
+            ids = torch.randint(vocabulary, (1, context), generator=generator)
+            session.prefill({"input_ids": ids})
+            sessions.append(session)
+        policy, rows = engine.policy, engine.spec.rows
+        if not policy.evicts:
+            return cls(engine, sessions, 1, steps)
+        held = context if policy.keeps_prompt else 0
+        allowed = engine.budgets.allowed(engine.budget, context)
+        interval = engine.interval.at(allowed, rows)
+        made = cls(engine, sessions, interval, math.ceil(steps / interval) * interval)
+        made._decode(sessions, (allowed // rows if held else 0) + interval)
+        return made
+
+    def _decode(self, sessions: Sequence[CachedSequence], steps: int) -> None:
+        tokens = [1 + slot % 64 for slot in range(len(sessions))]
+        self.engine.decode_many(sessions, tokens, steps)
+
+    def seconds_per_step(self) -> float:
+        """Time the steps: CPU seconds, or on a GPU seconds from idle to idle.
+
+        Forks copy what they change on the first eviction, which is not timed.
+        """
+        device = self.engine.device
+        clock = time.perf_counter if device.type == "cuda" else time.process_time
+        with contextlib.ExitStack() as stack:
+            forks = [stack.enter_context(session.fork()) for session in self.sessions]
+            self._decode(forks, self.interval)
+            synchronize(device)
+            start = clock()
+            self._decode(forks, self.steps)
+            synchronize(device)
+            return (clock() - start) / self.steps
+
+    def host_reads(self) -> int:
+        """Count the host reads of a step: of the graph's, or of the eager one where there is none.
+
+        A step of a graph on a GPU was captured, which fails where the host would read.
+        """
+        engine = self.engine
+        with contextlib.ExitStack() as stack:
+            forks = [stack.enter_context(session.fork()) for session in self.sessions]
+            tokens = [1] * len(forks)
+            if graph_reason(engine):
+                with HostReads() as reads:
+                    engine.decode(forks, tokens)
+                return len(reads.found)
+            if engine.device.type == "cuda":
+                return 0
+            with counting() as reads:
+                # Up to the first step that evicts.
+                runner = GraphRunner(engine.model, engine.cache)
+                decode_burst(engine, runner.decode, forks, tokens, self.interval)
+            return len(reads.found)
+
+    def row(self) -> dict[str, Any]:
+        """Say what the step runs on, and what it holds."""
+        engine, reason = self.engine, graph_reason(self.engine)
+        entries = sum(session.entries for session in self.sessions)
+        return {
+            "path": engine.reply_path,
+            "evicts_on": engine.evict_path,
+            "interval": self.interval,
+            "entries_per_row": entries / len(self.sessions) / engine.spec.rows,
+            "graph": reason or "yes",
+            "host_reads_per_step": self.host_reads(),
+        }
+
+
+def graph_reason(engine: Runtime) -> str:
+    """Say why bursts are no CUDA graph; empty where they are, or on a GPU would be."""
+    if engine.device.type == "cuda":
+        return "" if engine.many_path == "graph" else engine.many_path
+    return CudaBackend.policy_reason(engine.policy)
+
+
+def named(policies: Sequence[str]) -> dict[str, Policy]:
+    """Make the policies of ``--policies``; ``all``: every preset. Raises PolicyError."""
+    names = [one for name in policies for one in (PRESETS if name == "all" else (name,))]
+    return {name: make_policy(name) for name in dict.fromkeys(["full", *names])}
+
+
+def measure(
+    base: Runtime,
+    shape: Shape,
+    policies: dict[str, Policy],
+    case: Any,
+    steps: int,
+    rounds: int,
+) -> dict[str, Any]:
+    """Time the step of each policy in turns.
+
+    Args:
+        base: an engine whose weights are used; policies: by name, ``full`` among them.
+        case: a :class:`benchmarks.bench.decode.DecodeCase`; steps: of a timed run, at least.
+
+    Returns:
+        by policy: what :meth:`Measured.row` says, ``ms_per_step``, and ``over_full`` (the median
+        ratio to ``full`` of the same round); or ``failed`` with the reason.
+    """
+    settings: dict[str, Any] = {"device": base.device, "dtype": base.dtype, "weights_of": base}
+    if base.device.type == "cuda":
+        free = torch.cuda.mem_get_info(base.device)[0]
+        settings["kv_limit"] = int(_CACHES * free / len(policies))
+    found: dict[str, dict[str, Any]] = {}
+    measured: dict[str, Measured] = {}
+    for name, policy in policies.items():
+        try:
+            engine = build_engine(shape, policy, case.budget, **settings)
+            made = Measured.of(engine, case.batch, case.context, steps)
+            found[name] = made.row()
+            made.seconds_per_step()  # compiles, captures; a fault shows here
+        except Exception as error:
+            if not concerns_one_method(error):
+                raise
+            found[name] = {"failed": failure(error)}
+            gc.collect()
+            continue
+        measured[name] = made
+    times = take_turns(
+        {name: partial(one.seconds_per_step) for name, one in measured.items()}, rounds
+    )
+    for name, each in times.items():
+        found[name]["ms_per_step"] = spread([1e3 * one for one in each])
+        if "full" in times:
+            found[name]["over_full"] = ratios(each, times["full"])["median"]
+    return {
+        "batch": case.batch,
+        "context": case.context,
+        "budget": case.budget,
+        "clock": "seconds" if base.device.type == "cuda" else "CPU seconds, one thread",
+        "policies": found,
+    }
+
+
+def show(shape: str, case: dict[str, Any]) -> None:
+    """Print one case."""
+    rows = []
+    for name, each in case["policies"].items():
+        if "failed" in each:
+            rows.append([name, "-", "-", "-", "-", "-", "-", each["failed"]])
+            continue
+        low, high = each["ms_per_step"]["quartiles"]
+        rows.append(
+            [
+                name,
+                f"{each['ms_per_step']['median']:.3f} ({low:.3f} .. {high:.3f})",
+                f"{each['over_full']:.2f}" if "over_full" in each else "",
+                f"{each['entries_per_row']:.0f}",
+                each["interval"],
+                each["graph"],
+                each["host_reads_per_step"],
+                each["evicts_on"].partition(":")[0],
+            ]
+        )
+    title = f"{shape}: {case['batch']} x {case['context']} tokens read, M = {case['budget']}"
+    names = ("policy", "ms per step", "/ full", "entries per row", "interval")
+    table(title, (*names, "CUDA graph", "host reads", "evicts on"), rows)

@@ -1,0 +1,211 @@
+"""Time how long commands take from their start to their end, beside ``python -c "import torch"``.
+
+``python -m benchmarks.bench.startup`` starts each command in a process of its own, from files that
+the system has read before. The commands take turns, and ``--before DIR`` runs the same commands
+from another checkout of mmkv between them. Wall and processor seconds are kept; the ratios are to
+the best import of torch of the same run. Compiled modules are kept from run to run, as an
+installation has them. On a busy machine only the ratio of processor times means something.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from safetensors.torch import load_file, save_file
+
+from benchmarks.bench.harness import BenchError
+from benchmarks.bench.output import save, table
+from mmkv.engine.errors import MmkvError
+from mmkv.eval.measure.timing import take_turns
+from mmkv.resources import asset, bundled_model
+from mmkv.training.measure.record import RESULTS, ROOT
+
+TORCH = 'python -c "import torch"'
+NOW, BEFORE = "now", "before"
+_TEXT_PART = "model.language_model."
+
+
+@dataclass(frozen=True)
+class Command:
+    """A command of the table: the interpreter's arguments and the exit code it must end with."""
+
+    arguments: tuple[str, ...]
+    code: int = 0
+
+
+@dataclass
+class StartupTimes:
+    """Processor seconds of every run, and what a run printed to stderr when it went wrong."""
+
+    processor: list[float] = field(default_factory=list)
+
+
+def commands(text_model: str, picture: str) -> dict[str, Command]:
+    """Return what is timed, by name, besides the import of torch."""
+
+    def mmkv(*arguments: str, code: int = 0) -> Command:
+        return Command(("-m", "mmkv", *arguments), code)
+
+    few = ("--max-new-tokens", "8", "-p")
+    return {
+        # What every chat imports: transformers' config classes, without its models.
+        'python -c "import torch, transformers"': Command(("-c", "import torch, transformers")),
+        "mmkv --help": mmkv("--help"),
+        "mmkv --version": mmkv("--version"),
+        "an argument error": mmkv("chat", "--fps", "x", code=2),
+        "a missing picture": mmkv("chat", "--image", "missing.png", "-p", "hi", code=1),
+        "a missing model": mmkv("chat", "./missing", "-p", "hi", code=1),
+        "chat -p, text model": mmkv("chat", text_model, *few, "what is this?"),
+        "chat --image -p, bundled model": mmkv("chat", "--image", picture, *few, "what is this?"),
+    }
+
+
+def write_text_model(folder: Path) -> Path:
+    """Write the bundled model's text half as a Qwen3 checkpoint, and return its folder.
+
+    With all three axes of a position alike, as those of text are, M-RoPE is plain RoPE.
+    """
+    source = bundled_model()
+    config = json.loads((source / "config.json").read_text())["text_config"]
+    rope = {"rope_type": "default", "rope_theta": config["rope_parameters"]["rope_theta"]}
+    config |= {"model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"]}
+    folder.mkdir(parents=True)
+    (folder / "config.json").write_text(json.dumps(config | {"rope_parameters": rope}))
+    tensors = load_file(source / "model.safetensors")
+    part = {
+        name.replace(_TEXT_PART, "model."): tensor
+        for name, tensor in tensors.items()
+        if name.startswith(_TEXT_PART)
+    }
+    save_file(part, folder / "model.safetensors", metadata={"format": "pt"})
+    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
+        (folder / name).write_bytes((source / name).read_bytes())
+    return folder
+
+
+def seconds(command: Command, checkout: Path, times: StartupTimes) -> float:
+    """Run a command and return its wall seconds.
+
+    Raises:
+        BenchError: it ended with another exit code than it should.
+    """
+    env = os.environ | {"PYTHONPATH": str(checkout), "HF_HUB_OFFLINE": "1"}
+    env.pop("PYTHONDONTWRITEBYTECODE", None)
+    with tempfile.TemporaryFile("w+") as said:
+        start = time.perf_counter()
+        process = subprocess.Popen(
+            [sys.executable, *command.arguments],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=said,
+            cwd=tempfile.gettempdir(),
+            env=env,
+        )
+        _, status, used = os.wait4(process.pid, 0)
+        took = time.perf_counter() - start
+        process.returncode = os.waitstatus_to_exitcode(status)
+        if process.returncode != command.code:
+            said.seek(0)
+            last = (said.read().strip().splitlines() or [""])[-1]
+            raise BenchError(
+                f"{' '.join(command.arguments)} ended with {process.returncode}: {last[:200]}"
+            )
+    times.processor.append(used.ru_utime + used.ru_stime)
+    return took
+
+
+def measure(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
+    """Time all commands of all checkouts in turns, once more than is counted."""
+    given = None if args.text_model is None else str(Path(args.text_model).resolve())
+    text_model = given or str(write_text_model(folder / "text"))
+    checkouts = {NOW: ROOT} | ({BEFORE: args.before.resolve()} if args.before else {})
+    named = commands(text_model, str(asset("scene.png")))
+    methods: dict[tuple[str, str], Callable[[], float]] = {}
+    times: dict[tuple[str, str], StartupTimes] = {(TORCH, NOW): StartupTimes()}
+    torch = Command(("-c", "import torch"))
+    methods[TORCH, NOW] = partial(seconds, torch, ROOT, times[TORCH, NOW])
+    for name, command in named.items():
+        for checkout, path in checkouts.items():
+            times[name, checkout] = StartupTimes()
+            methods[name, checkout] = partial(seconds, command, path, times[name, checkout])
+    keyed = {" | ".join(key): method for key, method in methods.items()}
+    wall = take_turns(keyed, args.rounds + 1)
+    found: dict[str, Any] = {}
+    for name, checkout in methods:
+        rounds = wall[f"{name} | {checkout}"][1:]  # the first reads files and compiles modules
+        processor = times[name, checkout].processor[1:]
+        found.setdefault(name, {})[checkout] = {
+            "best": min(rounds),
+            "median": statistics.median(rounds),
+            "rounds": rounds,
+            "processor_best": min(processor),
+            "processor_median": statistics.median(processor),
+        }
+    unit = found[TORCH][NOW]
+    for sides in found.values():
+        for figures in sides.values():
+            figures["ratio"] = figures["best"] / unit["best"]
+            figures["ratio_of_medians"] = figures["median"] / unit["median"]
+            figures["processor_ratio"] = figures["processor_best"] / unit["processor_best"]
+    return found
+
+
+def show(found: dict[str, Any]) -> None:
+    """Print the table."""
+    rows = [
+        [
+            name,
+            checkout,
+            f"{figures['best']:.2f}",
+            f"{figures['median']:.2f}",
+            f"{figures['ratio']:.2f}",
+            f"{figures['ratio_of_medians']:.2f}",
+            f"{figures['processor_best']:.2f}",
+            f"{figures['processor_ratio']:.2f}",
+        ]
+        for name, sides in found.items()
+        for checkout, figures in sides.items()
+    ]
+    columns = ["command", "checkout", "best, s", "median, s", "ratio", "of medians"]
+    columns += ["CPU, s", "ratio"]
+    table("Start-up, and its ratio to an import of torch", columns, rows)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Measure, print the table and write the result file; return the exit code."""
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.bench.startup",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--rounds", type=int, default=5, help="timed runs of each command")
+    parser.add_argument("--before", type=Path, default=None, help="checkout to compare with")
+    parser.add_argument("--text-model", default=None, help="default: the bundled one's text half")
+    parser.add_argument("--output", type=Path, default=RESULTS, help="folder of the result file")
+    parser.add_argument("--name", default=None, help="name of the result file, without .json")
+    args = parser.parse_args(arguments)
+    try:
+        with tempfile.TemporaryDirectory(prefix="mmkv-startup-") as folder:
+            found = measure(args, Path(folder))
+    except MmkvError as error:
+        print(f"startup: error: {error}", file=sys.stderr)
+        return 1
+    show(found)
+    print(f"written to {save(args, 'startup-cpu', found)}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,313 @@
+"""Compare policies on equal budgets: accuracy, closeness to the full cache, bytes and speed.
+
+``python -m benchmarks.compare MODEL --data scenes:dense --policies all --budgets 1/8 1/16`` runs
+the held-out dialogues of :mod:`benchmarks.quality` through every policy, times decoding under each,
+and writes a leaderboard: JSON, Markdown, and a plot of accuracy against physical bytes. A killed
+run continues when it is started again; with more policies, budgets or dialogues only those are run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import statistics
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from benchmarks.bench.decode_cpu import MmkvInProcess
+from benchmarks.quality.methods import Cell, ComparedMethod, Comparison
+from benchmarks.quality.report import Runs, difference, interval, row_of
+from benchmarks.quality.run import ComparisonRuns, add_options, finish, running
+from mmkv.engine.errors import InputError
+from mmkv.engine.policies import make_policy, names
+from mmkv.engine.policies.preset import PolicyText
+from mmkv.engine.runtime import Runtime
+from mmkv.training.measure.record import Journal
+from mmkv.training.measure.tables import pipe_table
+
+STEPS, ROUNDS = 48, 3
+
+
+class Speeds:
+    """Measured speeds, from the journal or new ones.
+
+    Args:
+        context: tokens of the random prompt before the timed steps.
+    """
+
+    def __init__(self, comparison: Comparison, journal: Journal, context: int) -> None:
+        self.comparison, self.journal, self.context = comparison, journal, context
+        self._base: Runtime | None = None
+        self._where = f"speed of {comparison.described()} {context}"
+
+    def of(self, cell: Cell) -> dict[str, Any]:
+        """Return ``tokens_per_second`` (median of rounds), ``eviction_share`` and ``path``.
+
+        Raises:
+            InputError: the model's context does not hold the prompt and the steps.
+        """
+        key = cell.key()
+        done = [row for row in self.journal.rows("where", self._where) if row["cell"] == key]
+        if done:
+            return dict(done[-1]["record"])
+        found = self._measure(cell)
+        self.journal.add([{"where": self._where, "cell": key, "record": found}])
+        return found
+
+    def _measure(self, cell: Cell) -> dict[str, Any]:
+        compared = self.comparison
+        if self._base is None:
+            self._base = Runtime.from_pretrained(
+                compared.model, policy="full", dtype=compared.dtype, device=compared.device
+            )
+        base = self._base
+        if self.context + STEPS > base.spec.max_position:
+            raise InputError(
+                f"--context {self.context} and {STEPS} steps pass position "
+                f"{base.spec.max_position:,}, which the model was trained for; give a shorter one"
+            )
+        engine = cell.engine(base, compared.model)
+        if cell.budget is not None:
+            engine.budget = cell.budget_for(self.context)
+        below = min([base.spec.vocab_size, *base.family.placeholder.values()])
+        prompt = torch.randint(3, below, (1, self.context), generator=torch.manual_seed(0))
+        method = MmkvInProcess(engine, prompt)
+        try:
+            method.run(4)  # warms up
+            seconds = [method.run(STEPS)[0] for _ in range(ROUNDS)]
+            share = method.eviction_share(STEPS) if engine.policy.evicts else 0.0
+        finally:
+            for session in method.sessions:
+                session.close()
+        return {
+            "tokens_per_second": STEPS / statistics.median(seconds),
+            "eviction_share": share,
+            "path": engine.reply_path,
+        }
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run the program."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.compare", description=__doc__)
+    add_options(parser, "compare")
+    parser.add_argument(
+        "--data", action="append", required=True, help="as for benchmarks.quality; repeatable"
+    )
+    parser.add_argument(
+        "--policies",
+        default="all",
+        help="names, split by commas, with parameters in brackets; the first is what others are "
+        "compared with (default: all, dbtrimkv first)",
+    )
+    parser.add_argument(
+        "--gates",
+        action="append",
+        default=[],
+        metavar="POLICY=FOLDER[,FOLDER]",
+        help="gates of a policy, one folder per seed; default: dbtrimkv with the model's own",
+    )
+    parser.add_argument("--budgets", nargs="+", default=["1/4", "1/8", "1/16", "1/32"])
+    parser.add_argument("--max-length", type=int, default=8192, help="longest dialogue, tokens")
+    parser.add_argument("--dialogues", type=int, default=120, help="dialogues of each data source")
+    parser.add_argument(
+        "--skip", type=int, default=0, metavar="N", help="leave out the first N dialogues"
+    )
+    parser.add_argument("--context", type=int, default=512, help="tokens before timed steps")
+    args = parser.parse_args(arguments)
+    if args.skip < 0 or args.dialogues < 1 or args.context < 1:
+        parser.error("--skip takes 0 or more, --dialogues and --context 1 or more")
+    with running(args, "benchmarks.compare") as (path, journal):
+        methods = tuple(chosen(args.policies, gates_of(args.gates, args.model)))
+        comparison = Comparison(
+            args.model, args.dtype, methods, tuple(args.budgets), args.max_length, args.device
+        )
+        speeds = Speeds(comparison, journal, args.context)
+        pages = {}
+        with ComparisonRuns(comparison, journal, args.workers) as runs:
+            for source in args.data:
+                raw = runs.of(source, args.dialogues, args.skip)
+                pages[source] = summarise(raw, comparison.cells(), speeds.of)
+        finish(args, path, pages, markdown, draw)
+
+
+def gates_of(texts: Sequence[str], model: str) -> dict[str, tuple[str, ...]]:
+    """Return gate folders by policy: what ``--gates`` names, and the model's own for dbtrimkv.
+
+    Raises:
+        InputError: a text without a policy or a folder.
+    """
+    own = Path(model) / "gates"
+    found: dict[str, tuple[str, ...]] = {}
+    if (own / "gates.json").is_file():
+        found["dbtrimkv"] = (str(own),)
+    for text in texts:
+        policy, _, folders = text.partition("=")
+        if not policy or not folders:
+            raise InputError(f"--gates {text!r}: write POLICY=FOLDER, such as trimkv=FOLDER")
+        found[policy] = tuple(folders.split(","))
+    return found
+
+
+def chosen(policies: str, gates: Mapping[str, tuple[str, ...]]) -> Iterator[ComparedMethod]:
+    """Yield a method for each policy; of ``all``, those that lack gates are named on stderr.
+
+    Raises:
+        InputError: a named policy that needs gates, and none given.
+    """
+    everything = policies == "all"
+    texts = names() if everything else re.split(r",(?![^\[]*\])", policies)
+    for text in texts:
+        policy = make_policy(text)
+        if not policy.evicts and policy.pruner is None and policy.admission is None:
+            continue  # the full cache is always read
+        folders: tuple[str, ...] = ()
+        if policy.gates:
+            name = PolicyText.parse(text).name
+            # Of wgkv+X: X's retention gates, and wgkv's write gates.
+            first, _, last = name.partition("+")
+            like = last if policy.gates == "retention" else first
+            folders = gates.get(text) or gates.get(name) or gates.get(like, ())
+            lacking = "" if folders else name
+            if policy.admission is not None and policy.gates == "retention":
+                if not policy.admission.gates and first in gates:
+                    text = _with_parameter(text, f"write_gates={gates[first][0]}")
+                elif not policy.admission.gates:
+                    lacking = first
+            if lacking:
+                remedy = f"policy {text!r} needs gates: give --gates {lacking}=FOLDER"
+                if not everything:
+                    raise InputError(remedy)
+                print(f"benchmarks.compare: left out, {remedy}", file=sys.stderr)
+                continue
+        yield ComparedMethod(policy.name, text, None, folders)
+
+
+def _with_parameter(text: str, pair: str) -> str:
+    """Return a policy as a command line names it, with one parameter more."""
+    return f"{text[:-1]},{pair}]" if text.endswith("]") else f"{text}[{pair}]"
+
+
+Page = Mapping[str, Any]
+
+
+def summarise(
+    raw: Mapping[str, Runs],
+    cells: Mapping[str, Sequence[Cell]],
+    speed: Callable[[Cell], Mapping[str, Any]],
+) -> dict[str, Any]:
+    """Return a row for the full cache and for every method at every budget.
+
+    Each row has the measures of ``benchmarks.quality``, physical bytes at the end of a dialogue,
+    the speed of its first gates, and paired differences from the first method at the same budget
+    and from the full cache.
+
+    Args:
+        raw: what :meth:`benchmarks.quality.run.ComparisonRuns.of` returns; cells: what it ran.
+    """
+    full = raw["full"][0]
+    questions = [len(row["right"]) for row in full]
+    tokens = [sum(row["tokens"]) for row in full]
+    first: dict[str, str] = {}
+    rows = []
+    for name, runs in raw.items():
+        method, _, budget = name.partition(" at ")
+        row = row_of(method, budget or "1", runs, questions, tokens)
+        del row["entries_by_row"]
+        row["bytes"] = float(np.mean([one["bytes"] for run in runs for one in run]))
+        row["speed"] = dict(speed(cells[name][0]))
+        if name != "full":
+            reference = first.setdefault(budget, name)
+            row["from_full"] = difference(runs, raw["full"], "right", questions)
+            row["from_first"] = {
+                "of": reference.partition(" at ")[0],
+                **difference(runs, raw[reference], "right", questions),
+            }
+        rows.append(row)
+    return {"dialogues": len(full), "questions": sum(questions), "rows": rows}
+
+
+def markdown(pages: Mapping[str, Page]) -> str:
+    """Return the leaderboard: per data source and budget the policies, the most accurate first."""
+    text = []
+    for source, page in pages.items():
+        text.append(f"### {source}: {page['questions']} questions in {page['dialogues']} dialogues")
+        rows = page["rows"]
+        budgets = list(dict.fromkeys(row["budget"] for row in rows if row["method"] != "full"))
+        for budget in budgets:
+            mine = [row for row in rows if row["budget"] == budget and row["method"] != "full"]
+            mine.sort(key=lambda row: -row["accuracy"]["value"])
+            reference = mine[0]["from_first"]["of"]
+            columns = (
+                f"policy at {budget}",
+                "accuracy",
+                f"from {reference}",
+                "p",
+                "KL",
+                "top-1 agreement",
+                "kB",
+                "tokens/s",
+                "in eviction",
+            )
+            lines = [_line(row) for row in [rows[0], *mine]]
+            text += ["", pipe_table(columns, lines, numbers=True)]
+        text.append("")
+    return "\n".join(text)
+
+
+def _line(row: Mapping[str, Any]) -> list[str]:
+    """Return the cells of a row, in the order of the columns above.
+
+    ``from_first`` is the paired difference from the first method at this budget; the full cache
+    has none.
+    """
+    gap, speed = row.get("from_first"), row["speed"]
+    return [
+        row["method"],
+        interval(row["accuracy"]),
+        "" if gap is None else interval(gap, sign=True),
+        "" if gap is None else f"{gap['p']:.4f}",
+        f"{row['kl_per_token']['value']:.3f}",
+        f"{row['agreement']['value']:.3f}",
+        f"{row['bytes'] / 1e3:,.0f}",
+        f"{speed['tokens_per_second']:,.0f}",
+        f"{speed['eviction_share']:.1%}",
+    ]
+
+
+def draw(pages: Mapping[str, Page], path: Path) -> None:
+    """Draw accuracy against physical bytes, a panel per data source and a line per policy."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(6.4 * len(pages), 4.8), layout="constrained")
+    panels = figure.subplots(1, len(pages), squeeze=False)[0]
+    for panel, (source, page) in zip(panels, pages.items(), strict=True):
+        for number, method in enumerate(dict.fromkeys(row["method"] for row in page["rows"])):
+            mine = [row for row in page["rows"] if row["method"] == method]
+            mine.sort(key=lambda row: row["bytes"])
+            values = [row["accuracy"] for row in mine]
+            panel.errorbar(
+                [row["bytes"] / 1e3 for row in mine],
+                [value["value"] for value in values],
+                [
+                    [value["value"] - value["low"] for value in values],
+                    [value["high"] - value["value"] for value in values],
+                ],
+                marker="so^vD*"[number // 10 % 6],
+                markersize=4,
+                linewidth=1,
+                label=method,
+            )
+        panel.set(title=source, xscale="log", ylim=(0, 1.02))
+        panel.set(xlabel="physical bytes of keys and values, kB", ylabel="accuracy")
+        panel.grid(alpha=0.3)
+        panel.legend(fontsize=7, ncols=2)
+    figure.savefig(path, dpi=110)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,597 @@
+"""The comparison with other engines on a CPU: its methods, and the program with a fake one."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from benchmarks import bench_peers_cpu
+from benchmarks.bench import llama_gguf, openvino_files, peer_environments
+from benchmarks.bench.harness import memory
+from benchmarks.bench.llama_gguf import interleaved, renamed, tensors
+from benchmarks.bench.peers_cpu import METHODS, CachedModel, CpuPeerJob
+from benchmarks.bench.shape_files import write_checkpoint, write_gates
+from benchmarks.bench_peers_cpu import (
+    allowed_bytes,
+    case_rows,
+    checks,
+    loss_rows,
+    target_rows,
+)
+from benchmarks.serving.speed import write_llava
+from mmkv.eval.measure.timing import spread
+from mmkv.training.measure.record import ROOT
+from tests.support.chat_models import save_llama
+
+# A llama.cpp whose likeliest token is the last one plus 1: it shows what it was fed, and refuses a
+# token that is not at the end of its sequence.
+FAKE = """
+import ctypes, types
+__version__, WORDS = "0", 264
+class Context:
+    def __init__(self, settings):
+        assert settings.n_ctx >= settings.n_seq_max and settings.n_threads == 1
+        self.ends, self.rows = {}, {}
+def llama_backend_init(): pass
+def llama_model_default_params(): return types.SimpleNamespace(n_gpu_layers=99)
+def llama_model_load_from_file(path, settings):
+    assert settings.n_gpu_layers == 0
+    return open(path.decode()).read()
+def llama_model_get_vocab(model): return model
+def llama_vocab_n_tokens(vocab): return WORDS
+def llama_context_default_params(): return types.SimpleNamespace()
+def llama_init_from_model(model, settings): return Context(settings)
+def llama_n_batch(context): return 5
+def llama_batch_init(count, width, seqs):
+    lists = {name: [None] * count for name in ("token", "pos", "logits", "n_seq_id")}
+    return types.SimpleNamespace(n_tokens=0, seq_id=[[None] for _ in range(count)], **lists)
+def llama_batch_free(batch): pass
+def llama_free(context): pass
+def llama_set_n_threads(context, steps, prompts): assert steps == prompts
+def llama_decode(context, batch):
+    context.rows = {}
+    for i in range(batch.n_tokens):
+        seq = batch.seq_id[i][0]
+        assert batch.pos[i] == context.ends.get(seq, 0)
+        context.ends[seq] = batch.pos[i] + 1
+        if batch.logits[i]:
+            row = context.rows[i] = (ctypes.c_float * WORDS)()
+            row[0], row[(batch.token[i] + 1) % WORDS] = 0.5, 1.0
+    return 0
+def llama_get_logits_ith(context, i):
+    return ctypes.cast(context.rows[i], ctypes.POINTER(ctypes.c_float))
+def llama_get_memory(context): return context
+def llama_memory_clear(memory, data): memory.ends = {}
+def llama_memory_seq_rm(memory, seq, start, stop): memory.ends[seq] = start
+def llama_print_system_info(): return b"fake"
+"""
+WRITER = """
+import enum
+class GGMLQuantizationType(enum.Enum):
+    F32, F16, Q8_0, Q4_0 = range(4)
+class TokenType(enum.Enum):
+    NORMAL, CONTROL = 1, 3
+class quants:
+    @staticmethod
+    def quantize(values, kind): return values
+class GGUFWriter:
+    def __init__(self, path, kind): self.path, self.names = path, []
+    def add_tensor(self, name, values, raw_dtype): self.names.append(f"{name} {raw_dtype.name}")
+    def write_tensors_to_file(self): open(self.path, "w").write("\\n".join(self.names))
+    def __getattr__(self, name): return lambda *values: None
+"""
+
+# An OpenVINO GenAI whose likeliest token is the last one plus 1; a picture is worth 100.
+GENAI = """
+import types
+class Tokenizer:
+    def encode(self, text, add_special_tokens):
+        return types.SimpleNamespace(input_ids=types.SimpleNamespace(shape=(1, len(text))))
+class Handle:
+    def __init__(self, last): self.last, self.new, self.stopped = last, [], False
+    def can_read(self): return bool(self.new)
+    def read(self): return {0: types.SimpleNamespace(generated_ids=[self.new.pop()])}
+    def stop(self): self.stopped = True
+class ContinuousBatchingPipeline:
+    def __init__(self, folder, scheduling, device, properties):
+        assert device == "CPU" and properties == {"INFERENCE_NUM_THREADS": 1}
+        self.folder, self.scheduling, self.requests = folder, scheduling, []
+    def get_tokenizer(self): return Tokenizer()
+    def add_request(self, number, content, *rest, videos_metadata=()):
+        *media, settings = rest
+        frames = [list(range(len(video.data))) for video in (media or [0, []])[1]]
+        assert [one.frames_indices for one in videos_metadata] == frames
+        assert settings.ignore_eos and not settings.apply_chat_template
+        last = len(content) if isinstance(content, str) else int(content.data[0, -1])
+        self.requests.append(Handle(last + 100 * sum(t.data.shape[0] for m in media for t in m)))
+        return self.requests[-1]
+    def has_non_finished_requests(self): return bool(self.requests)
+    def step(self):
+        self.requests = [one for one in self.requests if not one.stopped]
+        for one in self.requests:
+            assert not one.new, "every token is read"
+            one.last += 1
+            one.new.append(one.last)
+class SchedulerConfig: use_cache_eviction = False
+class GenerationConfig: pass
+class VideoMetadata: pass
+class AggregationMode: NORM_SUM = "norm_sum"
+class CacheEvictionConfig:
+    def __init__(self, *sizes): self.sizes = sizes
+"""
+OPENVINO = """
+class Tensor:
+    def __init__(self, data): self.data = data
+"""
+
+
+@pytest.fixture
+def genai(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "openvino.py").write_text(OPENVINO)
+    (tmp_path / "openvino_genai.py").write_text(GENAI)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.syspath_prepend(str(tmp_path))
+    for name in ("openvino", "openvino_genai"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
+
+
+@pytest.fixture(scope="module")
+def seeing(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_checkpoint("qwen3-vl-tiny", tmp_path_factory.mktemp("shape") / "qwen3-vl-tiny")
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_llama(tmp_path_factory.mktemp("peers") / "model")
+
+
+def method(name: str, model: Path, gates: str | None = "random", budget: int = 4) -> CachedModel:
+    sizes = (1, 1, 64, 32, budget)
+    job = CpuPeerJob(name, "bf16", str(model), "", *sizes, "dbtrimkv", gates, "auto")
+    return METHODS[name](job)
+
+
+def test_methods_run_the_same_model_and_take_back_what_they_decode(model: Path) -> None:
+    prompt = [7, 30, 11, 99, 5, 62, 40, 8]
+    found = {}
+    for name in ("mmkv full", "transformers"):
+        made = method(name, model)
+        assert made.obey({"hold": [prompt[:5]]})["logits"]
+        found[name] = made.obey({"hold": [prompt]})["logits"]
+        first, second = (made.obey({"decode": 3}) for _ in range(2))
+        assert first["tokens"] == second["tokens"] and len(first["tokens"]) == 4
+        assert first["cpu"] > 0 and first["wall"] > 0
+        assert made.obey({"read": prompt})["logits"] == pytest.approx(found[name], abs=0.02)
+        two = made.obey({"hold": [prompt[::-1], prompt]})
+        assert two["logits"] != pytest.approx(found[name], abs=0.02), "the first of them"
+        assert len(made.obey({"decode": 2})["tokens"]) == 3
+    assert found["mmkv full"] == pytest.approx(found["transformers"], rel=0.05, abs=0.02)
+
+
+def test_the_budget_holds_in_every_run(model: Path) -> None:
+    made: Any = method("mmkv budget", model)
+    made.obey({"hold": [[7, 30, 11, 99, 5, 62, 40, 8]]})
+    made.before()
+    made.decode(3)
+    rows = made.engine.spec.rows
+    assert made.forks[0].memory().entries == made.sessions[0].memory().entries == 4 * rows
+    made.after()
+
+
+def test_the_program_of_a_method_imports_no_package_at_its_top() -> None:
+    """Some environments lack torch."""
+    code = "import sys, benchmarks.bench.peers_cpu; print(*sys.modules)"
+    run = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert "benchmarks.bench.peers_cpu" in run.stdout
+    heavy = {"torch", "transformers", "mmkv.api", "mmkv.engine.runtime"}
+    assert not heavy & set(run.stdout.split()), run.stderr
+
+
+def test_the_memory_of_this_process_is_read() -> None:
+    held = memory()
+    assert held["rss"] and held["peak_rss"] and held["pss"]
+    assert 2**20 < held["pss"] <= held["rss"] <= held["peak_rss"]
+
+
+def test_tensors_are_read_without_torch(model: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "bf16"
+    folder.mkdir()
+    from safetensors.torch import save_file
+
+    wanted = {
+        name: value.bfloat16() for name, value in load_file(model / "model.safetensors").items()
+    }
+    save_file(wanted, folder / "model.safetensors")
+    found = dict(tensors(folder))
+    assert found.keys() == wanted.keys()
+    for name, values in found.items():
+        assert torch.equal(torch.from_numpy(values), wanted[name].float())
+        assert renamed(name).startswith(("blk.", "token_embd.", "output"))
+    with pytest.raises(ValueError, match="no tensor"):
+        renamed("model.layers.0.mlp.router.weight")
+
+
+def test_turning_neighbours_gives_the_same_scores() -> None:
+    """Rope on halves of a head, and on neighbours after the rows were reordered."""
+    draw = np.random.default_rng(0)
+    heads, size, position = 3, 8, 5
+    weight, x = draw.normal(size=(heads * size, 4)), draw.normal(size=4)
+    angles = position / 10 ** np.arange(size // 2)
+    turn = np.exp(1j * angles)
+    halves = (weight @ x).reshape(heads, 2, size // 2)
+    wanted = (halves[:, 0] + 1j * halves[:, 1]) * turn
+    pairs = (interleaved(weight, heads) @ x).reshape(heads, size // 2, 2)
+    np.testing.assert_allclose((pairs[..., 0] + 1j * pairs[..., 1]) * turn, wanted)
+
+
+LLAMA = ["llama.cpp Q8_0"]
+FEW = ["--contexts", "6", "16", "--prompts", "5", "--batches", "2", "--batch-context", "4"]
+FEW += ["--steps", "2", "--batch-steps", "2", "--rounds", "2", "--repeats", "1", "--budget", "8"]
+FEW += ["--preparing-threads", "1"]
+ROWS = ["cold start", "load", "prompt 5", "context 6", "context 16", "batch 2"]
+
+
+@pytest.fixture
+def fake_llama(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "llama_cpp.py").write_text(FAKE)
+    (tmp_path / "gguf.py").write_text(WRITER)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+
+
+@pytest.mark.usefixtures("fake_llama")
+def test_the_program_with_a_fake_llama_cpp(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    names = ["llama.cpp Q8_0", "mmkv bf16", "kvpress bf16, budget"]
+    where = ["--rounds", "1", "--output", str(tmp_path)]
+    code = bench_peers_cpu.main([str(model), "--methods", *names, *FEW, *where])
+    page = json.loads((tmp_path / "peers-cpu.json").read_text())
+    found, said = page["results"], capsys.readouterr().out
+    assert code == 0 and page["machine"]["cpu"] and page["command"]
+    assert list(found["methods"]) == names[:2], found["not_run"]
+    assert "kvpress bf16, budget was not run: ModuleNotFoundError" in said
+    assert list(found["cases"]) == ROWS and not found["unavailable"]
+    for case in ROWS:
+        for name in names[:2]:
+            assert len(found["cases"][case]["methods"][name]["cpu_ms"]["rounds"]) == 1
+    start, load = (found["cases"][row]["methods"]["mmkv bf16"] for row in ROWS[:2])
+    assert start["cpu_ms"]["median"] > load["cpu_ms"]["median"] > 0
+    assert start["wall_ms"]["median"] > load["wall_ms"]["median"] and start["peak_rss"] > 2**20
+    fake = found["cases"]["context 16"]["methods"]["llama.cpp Q8_0"]["tokens"]
+    assert fake == [fake[0], fake[0] + 1, fake[0] + 2]
+    assert found["methods"]["llama.cpp Q8_0"]["versions"]["build"] == "fake"
+    assert found["methods"]["mmkv bf16"]["memory"]["context"] == 16
+    assert found["methods"]["mmkv bf16"]["logits_apart"]["relative"] > 0.5, "they are two models"
+    assert len(found["commands"]) == 1
+
+
+@pytest.mark.usefixtures("fake_llama")
+def test_an_interrupted_run_goes_on_where_it_was(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    done: list[tuple[int, str]] = []
+    measure = bench_peers_cpu.Bench.measure
+
+    def counted(bench: Any, child: Any, row: str, round_: int) -> dict[str, Any]:
+        if done == [(0, one) for one in ROWS[:4]]:
+            done.append((-1, "stopped"))
+            raise KeyboardInterrupt
+        done.append((round_, row))
+        return measure(bench, child, row, round_)
+
+    monkeypatch.setattr(bench_peers_cpu.Bench, "measure", counted)
+    run = [str(model), "--methods", *LLAMA, *FEW, "--output", str(tmp_path)]
+    with pytest.raises(KeyboardInterrupt):
+        bench_peers_cpu.main(run)
+    with pytest.raises(SystemExit):
+        bench_peers_cpu.main([*run, "--steps", "3"])
+    assert "a run with other settings" in capsys.readouterr().err
+    assert bench_peers_cpu.main(run) == 0
+    assert done == [
+        *((0, row) for row in ROWS[:4]),
+        (-1, "stopped"),
+        *((0, row) for row in ROWS[4:]),
+        *((1, row) for row in ROWS),
+    ]
+    done.clear()
+    assert bench_peers_cpu.main([*run, "--rows", "load", "--rounds", "3"]) == 0
+    assert done == [(2, "load")], "a later command adds to what is there"
+    found = json.loads((tmp_path / "peers-cpu.json").read_text())["results"]
+    rounds = {row: len(case["methods"][LLAMA[0]]["at"]) for row, case in found["cases"].items()}
+    assert rounds == dict.fromkeys(ROWS, 2) | {"load": 3} and len(found["commands"]) == 3
+
+
+@pytest.mark.usefixtures("fake_llama")
+def test_a_row_that_fails_costs_no_other_row(
+    seeing: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The fake has 264 tokens and fails on the ids of a larger vocabulary; nor does it see."""
+    (tmp_path / "llama_cpp.py").write_text(FAKE.replace('WORDS = "0", 264', 'WORDS = "0", 643'))
+    rows = ["load", "picture 448", "context 6", "batch 2"]
+    words = ["--methods", *LLAMA, *FEW, "--rounds", "1", "--output", str(tmp_path)]
+    assert bench_peers_cpu.main([str(seeing), *words, "--rows", *reversed(rows)]) == 0
+    found = json.loads((tmp_path / "peers-cpu.json").read_text())["results"]
+    assert list(found["cases"]) == ["load", "context 6", "batch 2"]
+    (lack,) = found["unavailable"]
+    assert (lack["row"], lack["reason"]) == ("picture 448", "no pictures in this form")
+    assert "picture 448: not available: no pictures" in capsys.readouterr().out
+
+
+def test_a_process_that_dies_is_started_anew_for_the_other_rows(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    dying = FAKE.replace("context.rows = {}", "context.rows = {}; assert len(context.ends) < 2")
+    (tmp_path / "llama_cpp.py").write_text(dying)
+    (tmp_path / "gguf.py").write_text(WRITER)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    words = [*LLAMA, *FEW, "--rounds", "1", "--batches", "2", "1", "--output", str(tmp_path)]
+    rows = ["batch 1", "batch 2", "load"]
+    assert bench_peers_cpu.main([str(model), "--rows", *rows, "--methods", *words]) == 0
+    found = json.loads((tmp_path / "peers-cpu.json").read_text())["results"]
+    assert list(found["cases"]) == ["load", "batch 1"]
+    assert [lack["row"] for lack in found["unavailable"]] == ["batch 2"]
+
+
+def test_weights_that_memory_cannot_hold_are_not_loaded(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    monkeypatch.setattr(bench_peers_cpu, "available_bytes", lambda: 1000)
+    words = ["--methods", "mmkv bf16", *FEW, "--output", str(tmp_path)]
+    assert bench_peers_cpu.main([str(model), *words]) == 1
+    assert "GiB of memory, and 0.0 are available" in capsys.readouterr().out
+
+
+@pytest.mark.usefixtures("genai")
+@pytest.mark.parametrize("name", ["openvino", "openvino budget"])
+def test_openvino_reads_steps_and_sees(name: str, model: Path, seeing: Path) -> None:
+    made: Any = method(name, model, budget=256)
+    made.obey({"hold": [[7, 9], [3, 20]]})
+    assert made.obey({"decode": 2})["tokens"] == [10, 11, 12]
+    assert made.obey({"decode": 1})["tokens"] == [12, 13], "steps go on where they were"
+    made.obey({"read": [5, 30]})
+    assert made.last == [[31]] and len(made.pipeline.requests) == 1, "of the first none is left"
+    made = method(name, seeing, budget=256)
+    made.obey({"read": [5] * 9})
+    assert made.last == [[10]], "a text of nine tokens"
+    for frames, worth in ((0, 100), (3, 300)):
+        assert made.obey({"see": 1, "side": 32, "frames": frames})["cpu"] > 0
+        assert made.last == [[len("what is this?") + worth + 1]]
+    if name.endswith("budget"):
+        assert made.pipeline.scheduling.cache_eviction_config.sizes == (32, 128, 256, "norm_sum")
+    assert made.pipeline.scheduling.use_cache_eviction == name.endswith("budget")
+
+
+def test_both_engines_see_the_same_picture_and_video(seeing: Path) -> None:
+    """Of a checkpoint of random weights; another picture gives other logits."""
+    found = {name: method(name, seeing, gates=None) for name in ("mmkv full", "transformers")}
+    seen: list[list[float]] = []
+    for order in ({"see": 1, "frames": 0}, {"see": 2, "frames": 0}, {"see": 3, "frames": 4}):
+        ours, theirs = (made.obey({**order, "side": 64})["logits"] for made in found.values())
+        assert np.corrcoef(ours, theirs)[0, 1] > 0.99
+        seen.append(ours)
+    assert seen[0] != seen[1] != seen[2]
+    again = found["mmkv full"].obey({"see": 1, "side": 64, "frames": 0, "repeats": 2})
+    assert again["logits"] == seen[0] and again["cpu"] > 0
+
+
+def test_gates_of_a_shape_have_the_published_width(seeing: Path, tmp_path: Path) -> None:
+    folder = write_gates(seeing, tmp_path / "gates", 48)
+    assert json.loads((folder / "gates.json").read_text())["d_gate"] == 48
+    made: Any = method("mmkv budget", seeing, gates=str(folder))
+    made.obey({"hold": [[7, 30, 11, 99, 5, 62, 40, 8]]})
+    assert made.sessions[0].memory().entries == 4 * made.engine.spec.rows
+
+
+def test_a_gguf_of_a_vision_model_has_its_text_half(
+    seeing: Path, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "gguf.py").write_text(WRITER)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.delitem(sys.modules, "gguf", raising=False)
+    target = tmp_path / "made.gguf"
+    assert llama_gguf.main([str(seeing), f"{target}=q4_0"]) == 0
+    lines = target.read_text().splitlines()
+    config = json.loads((seeing / "config.json").read_text())["text_config"]
+    assert len(lines) == config["num_hidden_layers"] * 11 + 2
+    assert "blk.0.attn_q_norm.weight F32" in lines and "token_embd.weight Q4_0" in lines
+    assert llama_gguf.main([str(model), f"{target}=q9"]) == 1
+
+
+def test_a_gguf_of_a_llava_has_both_halves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = write_llava(tmp_path / "llava", side=64, patch=32)
+    config = json.loads((folder / "config.json").read_text())
+    (tmp_path / "gguf.py").write_text(WRITER)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.delitem(sys.modules, "gguf", raising=False)
+    text, tower = tmp_path / "text.gguf", tmp_path / "tower.gguf"
+    assert llama_gguf.main([str(folder), f"{text}=f32+tokenizer", f"{tower}=mmproj"]) == 0
+    lines = text.read_text().splitlines()
+    assert len(lines) == config["text_config"]["num_hidden_layers"] * 9 + 3
+    assert "blk.0.attn_q.weight F32" in lines and "output.weight F32" in lines
+    lines = tower.read_text().splitlines()
+    # Weights and biases: 8 of a layer, 2 norms around them, 2 of the projector, and 3 embeddings.
+    assert len(lines) == config["vision_config"]["num_hidden_layers"] * 16 + 4 + 4 + 3
+    assert {"v.class_embd F32", "v.patch_embd.weight F32", "mm.2.bias F32"} < set(lines)
+
+
+def test_openvino_gets_4_bits_in_the_decoder_and_8_elsewhere(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    parts = ("openvino_language_model", "openvino_vision_embeddings_model", "openvino_tokenizer")
+    source = tmp_path / "fp16"
+    source.mkdir()
+    for name in parts:
+        (source / f"{name}.xml").write_text(name)
+        (source / f"{name}.bin").write_text("")
+    (source / "config.json").write_text("{}")
+    (tmp_path / "nncf.py").write_text(
+        "class CompressWeightsMode: INT8_ASYM, INT4_SYM = 'int8', 'int4'\n"
+        "def compress_weights(part, mode, **how): return f'{part} {mode} {how.get(\"group_size\")}'"
+    )
+    (tmp_path / "openvino.py").write_text(
+        "class Core:\n def read_model(self, path): return path.read_text()\n"
+        "def save_model(part, path, compress_to_fp16): path.write_text(part)"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    for name in ("openvino", "nncf"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    target = tmp_path / "int4"
+    assert openvino_files.main(["model", f"{target}=int4"]) == 0
+    made = {path.name: path.read_text() for path in target.iterdir()}
+    assert made == {
+        "openvino_language_model.xml": "openvino_language_model int4 32",
+        "openvino_vision_embeddings_model.xml": "openvino_vision_embeddings_model int8 None",
+        "openvino_tokenizer.xml": "openvino_tokenizer",
+        "openvino_tokenizer.bin": "",
+        "config.json": "{}",
+    }
+    assert openvino_files.main(["model", f"{target}=int3"]) == 1
+    assert "none of fp16, int8, int4" in capsys.readouterr().err
+
+
+def test_environments_are_made_once_and_a_failure_spares_the_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    commands: list[str] = []
+
+    def run(command: list[str], **_: Any) -> Any:
+        words = [str(word) for word in command]
+        commands.append(" ".join(words))
+        if "venv" in words:
+            python = Path(words[-1]) / "bin" / "python"
+            python.parent.mkdir(parents=True)
+            python.touch()
+        broken = "optimum-intel" in words
+        return subprocess.CompletedProcess(command, int(broken))
+
+    monkeypatch.setattr(peer_environments.subprocess, "run", run)
+    assert peer_environments.main([str(tmp_path), "--torch", "torch==9"]) == 1
+    said = capsys.readouterr()
+    assert "llama.cpp is ready" in said.out and "kvpress is ready" in said.out
+    assert "openvino: " in said.err and "openvino is" not in said.out
+    assert any("--no-binary llama-cpp-python" in command for command in commands)
+    assert any(command.endswith("torch==9 lazy_loader") for command in commands)
+    commands.clear()
+    assert peer_environments.main([str(tmp_path), "kvpress"]) == 0
+    assert len(commands) == 1 and "import kvpress" in commands[0]
+    with pytest.raises(SystemExit):
+        peer_environments.main([str(tmp_path), "vllm"])
+
+
+def test_logits_are_compared_with_those_of_the_first_method_that_has_some() -> None:
+    methods: dict[str, Any] = {"dead": {}, "one": {}, "two": {}}
+    logits = {"dead": [], "one": [3.0, 4.0], "two": [3.0, 4.5]}
+    bench_peers_cpu.compare_logits(methods, logits)
+    assert methods["dead"] == {}
+    assert methods["one"]["logits_apart"] == {"from": "one", "relative": 0.0}
+    assert methods["two"]["logits_apart"] == {"from": "one", "relative": 0.1}
+    for nothing in ({}, {"dead": []}):
+        bench_peers_cpu.compare_logits(methods, nothing)
+
+
+def test_what_cannot_run_says_why(model: Path, tmp_path: Path, capsys: Any) -> None:
+    where = ["--output", str(tmp_path)]
+    for words, wanted in (
+        ([str(tmp_path)], "holds no config.json"),
+        ([str(model), "--python", "vllm=/x"], "is not NAME=PATH"),
+        ([str(model), "--methods", "mmkv before"], "--before DIR"),
+        ([str(model), "--rounds", "0"], "at least 1"),
+        ([str(model), "--rows", "picture 448"], "this model has cold start, load, prompt 64"),
+        ([str(model), "--shape", "smollm2"], "either a MODEL or a --shape"),
+        ([str(model), "--peers", str(tmp_path)], "peer_environments"),
+    ):
+        with pytest.raises(SystemExit):
+            bench_peers_cpu.main([*words, *where])
+        assert wanted in capsys.readouterr().err
+    python = tmp_path / "python"
+    for interpreter, reason in ((python, "cannot start"), (sys.executable, "llama_cpp")):
+        few = ["--methods", "llama.cpp f16", "--python", f"llama.cpp={interpreter}"]
+        assert bench_peers_cpu.main([str(model), *few, *where]) == 1
+        assert reason in capsys.readouterr().out
+
+
+def measured(**times: list[float]) -> dict[str, Any]:
+    return {name: {"cpu_ms": spread(values)} for name, values in times.items()}
+
+
+def test_targets_and_tables() -> None:
+    ours, theirs, vino = "mmkv bf16", "llama.cpp f16", "OpenVINO fp16"
+    about = {"weights": "bf16", "evicts": False, "memory": {"context": 64, "pss": 2**20}}
+    within = about | {"evicts": True, "memory": {"context": 4096, "peak_rss": 2**30}}
+    long = measured(**{f"{ours}, budget": [30], theirs: [100], vino: [60], f"{vino}, budget": [50]})
+    late = measured(**{ours: [9, 26], theirs: [10, 20]})
+    late[ours]["at"], late[theirs]["at"] = [0, 1], [1, 2]
+    found: dict[str, Any] = {
+        "clock": "cpu",
+        "budget": 256,
+        "sizes": {"parameters": 10**8, "numbers_per_token": 10**4},
+        "methods": {theirs: about, "mmkv before": about, ours: about, f"{ours}, budget": within},
+        "cases": {
+            "load": {"methods": measured(**{ours: [9000, 1000], theirs: [800, 500], vino: [1, 1]})},
+            "prompt 64": {
+                "methods": measured(**{ours: [21, 42], theirs: [20, 40], vino: [30, 50]})
+            },
+            "context 64": {"methods": late},
+            "context 8192": {"methods": long},
+            "batch 32": {"methods": measured(**{ours: [100, 100], "mmkv before": [250, 350]})},
+        },
+    }
+    assert allowed_bytes(found, ours) == 260_000_000 + 2 * 64 * 10**4 + 350 * 2**20
+    assert allowed_bytes(found, f"{ours}, budget") == 260_000_000 + 2 * 256 * 10**4 + 350 * 2**20
+    found["targets"] = checks(found)
+    values = {
+        row["target"]: (round(row["value"]["median"], 3), row["met"]) for row in found["targets"]
+    }
+    assert values == {
+        "load, mmkv bf16 / llama.cpp f16": (2.0, False),  # of second starts alone
+        "a prompt of 64 tokens, mmkv bf16 / llama.cpp f16": (1.05, False),
+        "a token at 64, mmkv bf16 / llama.cpp f16": (2.6, False),  # of the round that both have
+        "a token at 8192, mmkv bf16, budget / OpenVINO fp16": (0.5, False),
+        "a token at 8192, mmkv bf16, budget / OpenVINO fp16, budget": (0.6, True),
+        "a step of 32 sequences, mmkv bf16 / mmkv before": (0.343, True),
+        "peak size of the process / allowed, mmkv bf16, budget": (1.699, False),
+    }
+    columns, *rows = case_rows(found)
+    assert columns[1:3] == ["load, s", "prompt of 64, ms"]
+    assert columns[4:6] == ["at 8,192, ms/token", "batch 32, tokens/s"]
+    assert rows[2][1:3] == ["5.00 (3.00 .. 7.00)", "31.5 (26.2 .. 36.8)"]
+    assert rows[2][5].startswith("320 ")
+    assert rows[1][1] == "-" and rows[3][0] == "mmkv bf16, M = 256" and rows[3][-3] == "1,024 MiB"
+    assert list(target_rows(found))[-1][-1] == "no"
+
+
+def test_pictures_are_held_to_the_best_peer_and_peaks_to_transformers() -> None:
+    names = ("mmkv int8", "OpenVINO int8", "mmkv bf16", "transformers bf16")
+    times = measured(**dict(zip(names, ([300], [400], [900], [800]), strict=True)))
+    for name, peak in (("mmkv bf16", 3 * 2**30), ("transformers bf16", 4 * 2**30)):
+        times[name]["peak_rss"] = peak
+    rows = ("cold start", "picture 448", "video 16")
+    found = {
+        "clock": "cpu",
+        "budget": 256,
+        "pictures": True,
+        "methods": {},
+        "cases": {row: {"methods": times} for row in rows},
+    }
+    values = [(round(row["value"]["median"], 3), row["met"]) for row in checks(found)]
+    assert values == [(0.75, True), *[(1.125, False), (0.75, True)] * 2]
+    assert [row[:2] + row[3:] for row in list(loss_rows(found))[1:]] == [
+        ["cold start", "mmkv bf16", "1.12 times as long"],
+        ["a picture of 448 x 448 to its first token", "mmkv bf16", "1.12 times as long"],
+        ["a video of 16 frames to its first token", "mmkv bf16", "1.12 times as long"],
+    ]
+    found["methods"] = {"mmkv bf16": {"memory": {}}}
+    columns, row = case_rows(found)
+    assert columns[1:] == [
+        *("cold start, s", "picture 448 x 448, s", "16 frames, s", "peak at first token"),
+        *("peak RSS", "PSS"),
+    ]
+    assert row[1] == "0.90 (0.90 .. 0.90)" and row[4] == "3,072 MiB"

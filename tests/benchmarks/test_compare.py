@@ -1,0 +1,194 @@
+"""The leaderboard: which policies run, its rows, going on after a stop; and shared budgets."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torch import Tensor
+
+from benchmarks import compare, pool
+from benchmarks.compare import Speeds, chosen, gates_of, main
+from benchmarks.quality.methods import Cell
+from mmkv.engine.errors import InputError
+from mmkv.engine.model.families.base import Turn
+from mmkv.engine.policies import PRESETS, make_policy
+from mmkv.engine.runtime import Runtime
+from mmkv.resources import bundled_model
+from mmkv.training.data.dialogues import scene_example, scene_turns
+from mmkv.training.data.scene_encoding import build_tokenizer
+from mmkv.training.measure.teacher_forced import read
+
+MODEL = str(bundled_model())
+
+
+def test_gates_are_the_models_own_for_dbtrimkv_and_named_for_others() -> None:
+    own = str(Path(MODEL) / "gates")
+    assert gates_of([], MODEL) == {"dbtrimkv": (own,)}
+    found = gates_of(["trimkv=a,b", "dbtrimkv=c"], MODEL)
+    assert found == {"dbtrimkv": ("c",), "trimkv": ("a", "b")}
+    for wrong in ("trimkv", "=a", "trimkv="):
+        with pytest.raises(InputError, match="write POLICY=FOLDER"):
+            gates_of([wrong], MODEL)
+
+
+def test_all_policies_but_those_without_gates(capsys: Any) -> None:
+    methods = {method.name: method for method in chosen("all", gates_of([], MODEL))}
+    gated = {name for name in PRESETS if make_policy(name).gates}
+    assert "wgkv+dbtrimkv" in gated
+    # Those of packages that are installed here come with them.
+    assert set(methods) & set(PRESETS) == set(PRESETS) - {"full"} - (gated - {"dbtrimkv"})
+    assert next(iter(methods)) == "dbtrimkv" and methods["dbtrimkv"].gates
+    assert not methods["snapkv"].gates
+    err = capsys.readouterr().err
+    assert "left out, policy 'trimkv' needs gates: give --gates trimkv=FOLDER" in err
+    with pytest.raises(InputError, match="give --gates trimkv=FOLDER"):
+        list(chosen("trimkv+4", {}))
+
+
+def test_policies_with_parameters_are_split_outside_of_brackets() -> None:
+    gates = {"dbtrimkv": ("g",), "dbtrimkv+4": ("h",)}
+    text = "snapkv[window=32,kernel=7],dbtrimkv+4,dbtrimkv[lookahead=4],full,streamingllm"
+    found = {method.name: method.gates for method in chosen(text, gates)}
+    assert found == {
+        "snapkv:kernel=7,window=32": (),
+        "dbtrimkv+4": ("h",),
+        "dbtrimkv:lookahead=4": ("g",),
+        "streamingllm": (),
+    }
+
+
+def test_gates_of_policies_with_two_sets(capsys: Any) -> None:
+    gates = {"dbtrimkv": ("d",), "wgkv": ("w", "v")}
+    text = "wgkv,wgkv+snapkv,wgkv+dbtrimkv[lookahead=4]"
+    found = {method.name: (method.policy, method.gates) for method in chosen(text, gates)}
+    assert found == {
+        "wgkv": ("wgkv", ("w", "v")),
+        "wgkv+snapkv": ("wgkv+snapkv", ("w", "v")),
+        "wgkv+dbtrimkv:lookahead=4": ("wgkv+dbtrimkv[lookahead=4,write_gates=w]", ("d",)),
+    }
+    with pytest.raises(InputError, match="give --gates wgkv=FOLDER"):
+        list(chosen("wgkv+dbtrimkv", {"dbtrimkv": ("d",)}))
+
+
+def run(right: list[bool], size: int) -> dict[str, Any]:
+    count = len(right)
+    return {
+        "right": right,
+        "tokens": [1] * count,
+        "kl": [0.5] * count,
+        "nll": [0.5] * count,
+        "agree": [1] * count,
+        "seen": 50,
+        "entries": 40,
+        "evicted": 1,
+        "visual": 0,
+        "per_row": [[20, 20]],
+        "bytes": size,
+    }
+
+
+def test_rows_of_the_leaderboard(tmp_path: Path) -> None:
+    """Means over dialogues and seeds, differences from the first method, sorted by accuracy."""
+    raw = {
+        "full": [[run([True, True], 9000), run([True, True], 7000)]],
+        "a at 1/4": [[run([True, False], 3000), run([False, False], 1000)]],
+        "b at 1/4": [  # two seeds
+            [run([True, True], 2000), run([True, False], 2000)],
+            [run([True, True], 2000), run([True, True], 2000)],
+        ],
+    }
+    cells = {name: [Cell(name, None, None, None)] for name in raw}
+    speed = {"tokens_per_second": 123.4, "eviction_share": 0.25}
+    page = compare.summarise(raw, cells, lambda cell: {**speed, "path": cell.policy})
+    full, a, b = page["rows"]
+    assert (full["bytes"], a["bytes"], b["bytes"]) == (8000, 2000, 2000)
+    assert [row["accuracy"]["value"] for row in page["rows"]] == [1, 0.25, 0.875]
+    assert a["from_first"]["value"] == 0 and b["from_first"]["of"] == "a"
+    assert b["from_first"]["value"] == 0.625 and b["from_full"]["value"] == -0.125
+    assert a["speed"]["path"] == "a at 1/4" and page["questions"] == 4
+    lines = compare.markdown({"s": page}).splitlines()
+    order = [line.split("|")[1].strip() for line in lines if line.startswith("|")]
+    assert order == ["policy at 1/4", "---", "full", "b", "a"]
+    assert "| 123 | 25.0% |" in lines[-2]
+    compare.draw({"s": page}, tmp_path / "plot.png")
+    assert (tmp_path / "plot.png").stat().st_size > 1000
+
+
+@pytest.mark.slow(reason="runs dialogues and times the bundled model")
+def test_it_goes_on_where_it_stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    options = [
+        MODEL,
+        *"--data scenes:sparse --budgets 1/8 --context 64 --name c --output".split(),
+        str(tmp_path),
+    ]
+    main([*options, "--policies", "streamingllm", "--dialogues", "1"])
+    first = json.loads((tmp_path / "c.json").read_text())["results"]["scenes:sparse"]
+    full, row = first["rows"]
+    assert row["method"] == "streamingllm" and 0 < row["bytes"] < full["bytes"]
+    assert 0 < row["speed"]["eviction_share"] < 1 and row["speed"]["tokens_per_second"] > 0
+    timed = []
+    measure = Speeds._measure
+    monkeypatch.setattr(
+        Speeds, "_measure", lambda self, cell: timed.append(cell.policy) or measure(self, cell)
+    )
+    main([*options, "--policies", "streamingllm,snapkv", "--dialogues", "1"])
+    again = json.loads((tmp_path / "c.json").read_text())["results"]["scenes:sparse"]
+    assert again["rows"][:2] == first["rows"] and timed == ["snapkv"]
+
+
+# The program that compares one shared budget with equal shares.
+
+
+@pytest.fixture(scope="module")
+def engine() -> Runtime:
+    return Runtime.from_pretrained(bundled_model(), policy="dbtrimkv", dtype="float32")
+
+
+def test_a_group_is_read_as_each_dialogue_alone_while_nothing_is_evicted(engine: Runtime) -> None:
+    dialogues: list[tuple[Turn, Tensor]] = []
+    wanted = []
+    for seed in (3, 4):
+        example = scene_example(scene_turns("dense", seed, "heldout")[:3], build_tokenizer())
+        labels = example.pop("labels")[0]
+        run = read(engine, example, labels, 4096)
+        wanted.append([answer.right for answer in run.answers])
+        dialogues.append((engine.family.turn(example, 0, engine.device), labels))
+    equal = pool.read_group(engine, dialogues, 8192, None)
+    assert equal["right"] == wanted
+    shared = pool.read_group(engine, dialogues, 8192, 0.5)
+    assert shared == equal
+    tight = pool.read_group(engine, dialogues, 16, 0.5)
+    rows = engine.spec.rows
+    assert sum(tight["held"]) <= 16 and all(one >= int(4 * rows) / rows for one in tight["held"])
+    assert engine.cache.pool.free_pages == engine.cache.pool.num_pages
+
+
+def test_the_summary_pairs_each_arm_with_equal_shares() -> None:
+    def row(group: int, setting: str, long: int, short: int) -> dict[str, Any]:
+        right = [[True] * long + [False] * (4 - long)] * pool.LONG
+        right += [[True] * short + [False] * (2 - short)] * (len(pool.KINDS) - pool.LONG)
+        return {
+            "group": group,
+            "budget": "1/8",
+            "setting": setting,
+            "right": right,
+            "held": [1.0] * 8,
+        }
+
+    rows = [
+        row(group, setting, 1 + (setting == "pool"), 2 - group)
+        for group in (0, 1)
+        for setting in pool.SETTINGS
+    ]
+    equal, shared, floored = pool.summarise(rows, ["1/8"])
+    assert equal["long"]["value"] == 1 / 4 and shared["long"]["value"] == 2 / 4
+    assert equal["short"]["value"] == (2 + 1) / 4 == floored["short"]["value"]
+    assert shared["long less equal"]["value"] == 1 / 4 and floored["all less equal"]["value"] == 0
+    answers = 4 * pool.LONG + 2 * (len(pool.KINDS) - pool.LONG)
+    assert shared["all less equal"]["value"] == pytest.approx(pool.LONG / answers)
+    assert shared["held by the long"] == pool.LONG / len(pool.KINDS)
+    head, *lines = pool.table_rows([equal, shared, floored])
+    assert [len(line) for line in lines] == [len(head)] * 3

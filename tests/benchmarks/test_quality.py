@@ -1,0 +1,638 @@
+"""Teacher-forced runs against real decoding, paired comparisons, and options of the programs."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import json
+import re
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import transformers
+from matplotlib.figure import Figure
+
+from benchmarks import dilution, needle, session_stream
+from benchmarks import sessions as dialogue
+from benchmarks.domains import held_out
+from benchmarks.quality import __main__ as quality
+from benchmarks.quality import report as quality_report
+from benchmarks.quality import run as quality_command
+from benchmarks.quality.__main__ import main
+from benchmarks.quality.kept import draw
+from benchmarks.quality.kept import draw as draw_kept
+from benchmarks.quality.kept import main as kept
+from benchmarks.quality.methods import ComparedMethod, Comparison, digest
+from benchmarks.quality.run import ComparisonRuns, Reader
+from mmkv.engine.errors import InputError
+from mmkv.engine.model.decoder import Decoder
+from mmkv.engine.policies import Budget
+from mmkv.engine.runtime import Runtime
+from mmkv.eval.measure.stats import mean, paired
+from mmkv.prompt.loading import load_processor
+from mmkv.resources import bundled_model
+from mmkv.training.data.examples import examples
+from mmkv.training.data.labels import predicted
+from mmkv.training.measure import teacher_forced
+from mmkv.training.measure.record import RESULTS, Journal
+from mmkv.training.measure.teacher_forced import (
+    FullCache,
+    Reading,
+    read,
+    read_at,
+    read_together,
+    spans,
+)
+
+MODEL = str(bundled_model())
+
+
+@pytest.fixture(scope="module")
+def dialogues() -> list[dict[str, torch.Tensor]]:
+    data = examples(MODEL, ["scenes:dense"], 4, 3, split="heldout")
+    return [data[index] for index in range(4)]
+
+
+def test_spans_are_runs_of_labels() -> None:
+    assert spans([-100, 3, 4, -100, -100, 5]) == [(1, 3), (5, 6)]
+    assert spans([-100]) == [] and spans([7]) == [(0, 1)]
+
+
+@pytest.mark.slow(reason="runs whole dialogues with the bundled model")
+def test_a_right_answer_is_what_greedy_decoding_generates(dialogues) -> None:
+    """Every answer of a dialogue, decoded freely from the same teacher-forced history."""
+    engine = Runtime.from_pretrained(MODEL, policy="streamingllm", budget=40, dtype="float32")
+    outcomes = set()
+    for example in dialogues:
+        inputs = {name: value for name, value in example.items() if name != "labels"}
+        labels = example["labels"][0]
+        found = read(engine, inputs, labels)
+        turn = engine.family.turn(inputs, 0)
+        session, done = engine.session(), 0
+        for answer, (start, stop) in zip(found.answers, spans(labels.tolist()), strict=True):
+            logits = session.extend(turn.part(done, start))
+            with session.fork() as free:
+                generated, step = [], logits
+                for _ in range(stop - start):
+                    generated.append(int(step.argmax()))
+                    step = free.decode(generated[-1])
+            assert answer.right == (generated == labels[start:stop].tolist())
+            outcomes.add(answer.right)
+            for token in labels[start:stop].tolist():
+                session.decode(token)
+            done = stop
+        assert found.evicted == session.evicted > 0
+        assert found.entries == session.memory().entries == sum(map(sum, found.per_row))
+    assert outcomes == {True, False}
+
+
+@pytest.mark.slow(reason="runs whole dialogues with the bundled model")
+def test_without_eviction_runs_equal_the_full_cache(dialogues) -> None:
+    engine = Runtime.from_pretrained(MODEL, policy="full", dtype="float32")
+    for example in dialogues[:2]:
+        inputs = {name: value for name, value in example.items() if name != "labels"}
+        labels = example["labels"][0]
+        full = FullCache.of(engine, engine.family.turn(inputs, 0), labels)
+        found = read(engine, inputs, labels, full=full)
+        tokens = sum(answer.tokens for answer in found.answers)
+        assert sum(answer.kl for answer in found.answers) / tokens < 1e-6
+        assert sum(answer.agree for answer in found.answers) == tokens
+        where, target = predicted(labels)
+        logits = torch.stack(list(full.logits()))
+        nll = -logits.log_softmax(-1)[range(len(where)), target].sum()
+        assert sum(answer.nll for answer in found.answers) == pytest.approx(float(nll), rel=1e-4)
+        assert found.evicted == 0 and found.tokens_seen == spans(labels.tolist())[-1][1]
+
+
+@pytest.mark.slow(reason="runs whole dialogues with the bundled model")
+def test_logits_of_the_full_cache_are_computed_in_blocks(dialogues, monkeypatch: Any) -> None:
+    """Answers longer than a block are read as whole ones are, and no more is held at once."""
+    engine = Runtime.from_pretrained(MODEL, policy="streamingllm", budget=40, dtype="float32")
+    example = dialogues[1]
+    inputs = {name: value for name, value in example.items() if name != "labels"}
+    labels, rows = example["labels"][0], []
+    longest = max(stop - start for start, stop in spans(labels.tolist()))
+    plain = Decoder.logits
+
+    def noted(self: Decoder, states: torch.Tensor) -> torch.Tensor:
+        rows.append(len(states))
+        return plain(self, states)
+
+    monkeypatch.setattr(Decoder, "logits", noted)
+    whole = read(engine, inputs, labels)
+    assert max(rows) == len(predicted(labels)[0]) > longest > 2
+    rows.clear()
+    monkeypatch.setattr(teacher_forced, "BLOCK", 2)
+    parts = read(engine, inputs, labels)
+    assert max(rows) == 2
+    for one, two in zip(whole.answers, parts.answers, strict=True):
+        for name in ("kl", "nll"):
+            assert getattr(two, name) == pytest.approx(getattr(one, name), rel=1e-4, abs=1e-5)
+        exact = dataclasses.replace(two, kl=one.kl, nll=one.nll)
+        assert exact == one
+    assert any(index > 1 for answer in parts.answers for index, _ in answer.wrong)
+    assert dataclasses.replace(parts, answers=[]) == dataclasses.replace(whole, answers=[])
+
+
+@pytest.mark.slow(reason="runs whole dialogues with the bundled model")
+def test_the_full_cache_runs_once_for_all_methods(monkeypatch: Any) -> None:
+    methods = tuple(map(ComparedMethod.parse, ("streamingllm", "snapkv", "dbtrimkv:random")))
+    reader, passes = Reader(Comparison(MODEL, "float32", methods, ("1/4", "1/8"))), []
+    plain = teacher_forced.full_attention_states
+    monkeypatch.setattr(
+        teacher_forced, "full_attention_states", lambda *a: passes.append(a) or plain(*a)
+    )
+    cells = [cell for cells in reader.comparison.cells().values() for cell in cells]
+    ((index, found),) = reader.read("scenes:dense", {0: cells})
+    assert index == 0 and len(found) == 7 and len(passes) == 1
+
+
+@pytest.mark.slow(reason="runs whole dialogues with the bundled model")
+def test_dialogues_side_by_side_equal_each_alone(dialogues, tmp_path: Path) -> None:
+    """Three of unlike lengths in one batch, two budgets each; then through the program."""
+    engine = Runtime.from_pretrained(MODEL, policy="streamingllm", dtype="float32")
+    budgets, readings = [Budget.of(20), Budget.of(70)], []
+    for example in dialogues[:3]:
+        inputs = {name: value for name, value in example.items() if name != "labels"}
+        labels, turn = example["labels"][0], engine.family.turn(inputs, 0)
+        full = FullCache.of(engine, turn, labels)
+        readings.append(Reading(turn, labels, budgets, full))
+    assert len({reading.labels.numel() for reading in readings}) == 3
+    for reading, runs in zip(readings, read_together(engine, readings), strict=True):
+        alone = [read_at(engine, reading.turn, reading.labels, [b], reading.full) for b in budgets]
+        for run, (one,) in zip(runs, alone, strict=True):
+            assert dataclasses.replace(run, answers=[]) == dataclasses.replace(one, answers=[])
+            assert [a.wrong for a in run.answers] == [a.wrong for a in one.answers]
+            kl = [answer.kl for answer in one.answers]
+            assert [answer.kl for answer in run.answers] == pytest.approx(kl, rel=1e-3, abs=1e-5)
+        assert runs[0].evicted > runs[1].evicted > 0
+
+    options = [MODEL, *"--data scenes:dense --method snapkv --fractions 1/8".split()]
+    found = []
+    for name, more in (("alone", []), ("together", ["--together", "2"])):
+        main([*options, "--dialogues", "3", "--output", str(tmp_path), "--name", name, *more])
+        rows = map(json.loads, (tmp_path / f"{name}.runs.jsonl").read_text().splitlines())
+        found.append({(r["cell"], r["index"]): r["record"] for r in rows})
+    assert found[0] == found[1] and len(found[0]) == 6
+
+
+def test_the_permutation_test_is_exact_on_a_small_case() -> None:
+    first, second, counts = [3.0, 2.0, 4.0, 5.0], [1.0, 2.0, 1.0, 1.0], [5, 5, 5, 5]
+    gaps = np.subtract(first, second)
+    every = [abs(np.dot(signs, gaps)) for signs in itertools.product((-1, 1), repeat=4)]
+    exact = np.mean(np.array(every) >= abs(gaps.sum()) - 1e-12)
+    found = paired(first, second, counts, draws=20000)
+    assert found.value == pytest.approx(9 / 20)
+    assert found.p == pytest.approx(exact, abs=0.01)
+    assert paired(first, first, counts).p == 1.0
+    assert paired(second, first, counts).value == pytest.approx(-9 / 20)
+
+
+def test_intervals_have_their_stated_coverage() -> None:
+    """95 % intervals of the mean of 60 dialogues of 1 to 12 questions, 200 times over."""
+    generator, hits = np.random.default_rng(5), 0
+    for trial in range(200):
+        counts = generator.integers(1, 13, 60)
+        level = generator.beta(4, 2, 60)  # dialogues differ: questions are not independent
+        sums = generator.binomial(counts, level)
+        found = mean(sums, counts, draws=400, seed=trial)
+        hits += found.low <= 4 / 6 <= found.high
+    assert 0.88 <= hits / 200 <= 0.99
+
+
+def test_a_method_option_is_parsed() -> None:
+    assert ComparedMethod.parse("dbtrimkv@5:a,b") == ComparedMethod(
+        "dbtrimkv@5", "dbtrimkv", 5.0, ("a", "b")
+    )
+    assert ComparedMethod.parse("far=dbtrimkv@inf:a").lookahead == float("inf")
+    assert ComparedMethod.parse("snapkv") == ComparedMethod("snapkv", "snapkv", None, ())
+    assert ComparedMethod.parse("x=snapkv@2/int8:a") == ComparedMethod(
+        "x", "snapkv", 2.0, ("a",), "int8"
+    )
+    with pytest.raises(InputError, match="'int3' is none of auto, bf16, int8, k8v4, int4"):
+        ComparedMethod.parse("snapkv/int3")
+    with pytest.raises(InputError, match="not a number"):
+        ComparedMethod.parse("dbtrimkv@two:a")
+
+
+def test_a_method_holds_its_parameters_in_brackets() -> None:
+    """So that the colon before gates and the = behind a name keep their meaning."""
+    pool = "snapkv[window=32,kernel=7]"
+    assert ComparedMethod.parse(pool) == ComparedMethod(pool, pool, None, ())
+    assert ComparedMethod.parse(f"wide={pool}") == ComparedMethod("wide", pool, None, ())
+    found = ComparedMethod.parse("kept=dbtrimkv+4[age=paper;recent=3]@5:a,b")
+    assert found == ComparedMethod("kept", "dbtrimkv+4[age=paper;recent=3]", 5.0, ("a", "b"))
+    assert ComparedMethod.parse("dbtrimkv[lookahead=4]@5:a").name == "dbtrimkv[lookahead=4]@5"
+    for wrong in ("snapkv[window=32", "snapkv[a=1][b=2]", "[a=1]snapkv", "dbtrimkv@5[a=1]:g"):
+        with pytest.raises(InputError, match="brackets hold the policy's parameters"):
+            ComparedMethod.parse(wrong)
+
+
+@pytest.mark.slow(reason="runs whole dialogues with the bundled model")
+def test_gates_of_another_checkpoint_are_named_before_any_run(tmp_path: Path, capsys: Any) -> None:
+    gates = tmp_path / "gates"
+    shutil.copytree(bundled_model() / "gates", gates)
+    Reader(
+        Comparison(MODEL, "float32", (ComparedMethod.parse(f"dbtrimkv:{gates}"),), ("1/3", "1/8"))
+    )
+    assert "these gates" not in capsys.readouterr().err
+    info = json.loads((gates / "gates.json").read_text())
+    (gates / "gates.json").write_text(json.dumps(info | {"base_fingerprint": "0" * 64}))
+    compared = Comparison(
+        MODEL, "float32", (ComparedMethod.parse(f"dbtrimkv:{gates}"),), ("1/3", "1/8")
+    )
+    base = Reader(compared).base
+    for (cell,) in compared.cells().values():
+        cell.engine(base, MODEL)
+    printed = capsys.readouterr().err
+    assert printed.count("with other weights") == 1 and str(gates) in printed
+
+
+@pytest.mark.slow(reason="runs whole dialogues with the bundled model")
+def test_a_small_run_writes_table_plot_and_json(tmp_path: Path) -> None:
+    main(
+        [
+            MODEL,
+            *"--data scenes:dense --method streamingllm --method dbtrimkv:random".split(),
+            *"--fractions 1/3 1/8 --dialogues 3 --output".split(),
+            str(tmp_path),
+            "--name",
+            "q",
+        ]
+    )
+    page = json.loads((tmp_path / "q.json").read_text())["results"]["scenes:dense"]
+    assert page["dialogues"] == 3
+    rows = {(row["method"], row["budget"]): row for row in page["rows"]}
+    assert rows["full", "1"]["evicted"] == 0 and rows["full", "1"]["kl_per_token"]["value"] < 1e-6
+    for method in ("streamingllm", "dbtrimkv"):
+        assert rows[method, "1/8"]["kept_of_context"] == pytest.approx(1 / 8, rel=0.02)
+        assert rows[method, "1/8"]["evicted"] > rows[method, "1/3"]["evicted"] > 0
+        held = np.array(rows[method, "1/8"]["entries_by_row"])
+        assert held.shape == (6, 3)
+        assert held.sum() == pytest.approx(18 * page["context_tokens"]["mean"] / 8, rel=0.02)
+    # Recency keeps the same number everywhere, but for the one entry more of the first rows; one
+    # budget over all rows does not.
+    assert np.ptp(rows["streamingllm", "1/8"]["entries_by_row"]) <= 1
+    assert np.ptp(rows["dbtrimkv", "1/8"]["entries_by_row"]) > 2
+    kept(["--fraction", "1/8", str(tmp_path / "q.json")])
+    assert (tmp_path / "q-kept.png").stat().st_size > 5000
+    with pytest.raises(SystemExit, match="has no budget 1/7; it has 1/3, 1/8"):
+        kept(["--fraction", "1/7", str(tmp_path / "q.json")])
+    with pytest.raises(SystemExit, match="has no method snapkv; it has streamingllm, dbtrimkv"):
+        kept(["--fraction", "1/8", str(tmp_path / "q.json"), "--methods", "snapkv"])
+    assert "| 1/8 |" in (tmp_path / "q.md").read_text()
+    assert (tmp_path / "q.png").stat().st_size > 5000
+
+
+@pytest.mark.slow(reason="runs whole dialogues with the bundled model")
+def test_whole_texts_are_reported_by_perplexity(tmp_path: Path) -> None:
+    """That of the full cache as transformers has it."""
+    text = "what was at row 1, column 2 of picture 3? a red square. " * 4
+    (tmp_path / "a.jsonl").write_text(json.dumps({"text": text}) + "\n")
+    source = f"text:{tmp_path / 'a.jsonl'}"
+    options = ["--method", "streamingllm", "--fractions", "16", "--dialogues", "1", "--name", "t"]
+    main([MODEL, "--data", source, *options, "--output", str(tmp_path)])
+    page = json.loads((tmp_path / "t.json").read_text())["results"][source]
+    ids = examples(MODEL, [source], 1, 0)[0]["input_ids"]
+    model = transformers.AutoModelForImageTextToText.from_pretrained(MODEL, dtype=torch.float32)
+    with torch.inference_mode():
+        wanted = float(model(input_ids=ids, labels=ids).loss)
+    full, evicting = page["rows"]
+    assert page["answer_tokens"] == ids.shape[1] - 1 and evicting["evicted"] > 0
+    assert full["nll_per_token"]["value"] == pytest.approx(wanted, rel=1e-4)
+    assert full["nll_per_token"]["value"] != pytest.approx(evicting["nll_per_token"]["value"])
+    page_text = (tmp_path / "t.md").read_text()
+    shown = float(re.search(r"Full cache: ([\d.]+) ", page_text)[1])
+    assert shown == pytest.approx(np.exp(wanted), rel=1e-3) and "accuracy" not in page_text
+    assert (tmp_path / "t.png").stat().st_size > 5000
+
+
+def test_plots_label_their_budgets(tmp_path: Path, monkeypatch: Any) -> None:
+    drawn: list[Figure] = []
+    monkeypatch.setattr(Figure, "savefig", lambda figure, path, **_: drawn.append(figure))
+    pages = json.loads((RESULTS / "quality-rules-dense.json").read_text())["results"]
+    entries = "entries per layer and KV head"
+    for budget, label, title in (
+        ("1/5", "budget, share of the context", "Entries kept at 1/5 of the context"),
+        ("64", f"budget, {entries}", f"Entries kept at 64 {entries}"),
+        ("1/8", "budget", "Entries kept at 1/8 of the context"),
+    ):
+        for row in pages["scenes:dense"]["rows"][1:]:
+            row["budget"] = "64" if label == "budget" and row["method"] == "trimkv" else budget
+        quality_report.draw(pages, tmp_path / "q.png")
+        assert {axes.get_xlabel() for axes in drawn[-1].axes} == {label}
+        draw_kept(pages, tmp_path / "k.png", budget, [])
+        assert drawn[-1].get_suptitle() == title
+
+
+@pytest.mark.long(reason="the same run twice, once cut short")
+def test_a_killed_run_continues_with_the_same_result(tmp_path: Path, capfd: Any) -> None:
+    """Two workers, stopped after two of four dialogues in the middle of a line."""
+    options = [
+        MODEL,
+        *"--data scenes:dense --method streamingllm --fractions 1/4 --name q --output".split(),
+    ]
+    main([*options, str(tmp_path / "whole"), "--dialogues", "4"])
+    compared = Comparison(MODEL, "float32", (ComparedMethod.parse("streamingllm"),), ("1/4",))
+    journal = tmp_path / "parts" / "q.runs.jsonl"
+    journal.parent.mkdir()
+    ComparisonRuns(compared, Journal(journal)).of("scenes:dense", 2)
+    journal.write_text(journal.read_text() + '{"key": "an unfinished li')
+    capfd.readouterr()
+    main([*options, str(tmp_path / "parts"), "--dialogues", "4", "--workers", "2"])
+    assert "4 runs are in" in capfd.readouterr().err
+    whole, parts = (
+        json.loads((tmp_path / name / "q.json").read_text())["results"]
+        for name in ("whole", "parts")
+    )
+    assert whole == parts
+
+
+@pytest.mark.slow(reason="runs whole dialogues with the bundled model")
+def test_a_larger_comparison_runs_only_what_is_new(tmp_path: Path, monkeypatch: Any) -> None:
+    small = Comparison(MODEL, "float32", (ComparedMethod.parse("streamingllm"),), ("1/4",))
+    gates = str(bundled_model() / "gates")
+    methods = (*small.methods, ComparedMethod.parse(f"dbtrimkv:{gates},random"))
+    large = dataclasses.replace(small, methods=methods, budgets=("1/4", "1/8"))
+    journal, asked = tmp_path / "journal", []
+    first = ComparisonRuns(small, Journal(journal)).of("scenes:dense", 2)
+    plain = Reader.read
+
+    def noted(self: Reader, source: str, todo: Any) -> Any:
+        for index, cells in todo.items():
+            asked.extend((cell.policy, cell.gates, cell.budget, index) for cell in cells)
+        return plain(self, source, todo)
+
+    monkeypatch.setattr(Reader, "read", noted)
+    second = ComparisonRuns(large, Journal(journal)).of("scenes:dense", 2)
+    new = [
+        ("streamingllm", None, "1/8"),
+        *itertools.product(["dbtrimkv"], [gates, "random"], large.budgets),
+    ]
+    assert sorted(asked, key=str) == sorted(((*cell, i) for cell in new for i in (0, 1)), key=str)
+    assert first["full"] == second["full"]
+    assert first["streamingllm at 1/4"] == second["streamingllm at 1/4"]
+    one, two = second["dbtrimkv at 1/8"]
+    assert len(one) == 2 and one != two
+    keys = {cell.key() for cells in large.cells().values() for cell in cells}
+    assert len(keys) == 7
+
+
+@pytest.mark.slow(reason="runs whole dialogues with the bundled model")
+def test_skip_leaves_out_the_first_dialogues(tmp_path: Path) -> None:
+    """``--skip 2``: the third dialogue, as a run over all three reads it."""
+    compared = Comparison(MODEL, "float32", (ComparedMethod.parse("streamingllm"),), ("1/4",))
+    whole = ComparisonRuns(compared, Journal(tmp_path / "whole")).of("scenes:dense", 3)
+    options = ["--data", "scenes:dense", "--method", "streamingllm", "--fractions", "1/4"]
+    options += ["--dialogues", "1", "--skip", "2", "--output", str(tmp_path), "--name", "q"]
+    main([MODEL, *options])
+    read = ComparisonRuns(compared, Journal(tmp_path / "q.runs.jsonl")).of("scenes:dense", 1, 2)
+    assert read == {name: [[third] for _, _, third in seeds] for name, seeds in whole.items()}
+    rows = [json.loads(line) for line in (tmp_path / "q.runs.jsonl").read_text().splitlines()]
+    assert {row["index"] for row in rows} == {2}
+    written = json.loads((tmp_path / "q.json").read_text())
+    assert written["settings"]["skip"] == 2 and written["results"]["scenes:dense"]["dialogues"] == 1
+    for wrong in (["--skip", "-1"], ["--dialogues", "0"]):
+        with pytest.raises(SystemExit) as ended:
+            main([MODEL, *options, *wrong])
+        assert ended.value.code == 2
+
+
+@pytest.mark.slow(reason="runs whole dialogues with the bundled model")
+def test_the_model_is_loaded_once_and_only_if_runs_are_left(
+    tmp_path: Path, monkeypatch: Any
+) -> None:
+    compared = Comparison(MODEL, "float32", (ComparedMethod.parse("streamingllm"),), ("1/4",))
+    sources, path, loaded = ("scenes:dense", "scenes:clip"), tmp_path / "journal", []
+    plain = Reader.__init__
+    monkeypatch.setattr(Reader, "__init__", lambda self, c: loaded.append(c) or plain(self, c))
+    with ComparisonRuns(compared, Journal(path)) as runs:
+        first = [runs.of(source, 2) for source in sources]
+        again = [runs.of(source, 2) for source in sources]
+    assert loaded == [compared] and first == again and first[0] != first[1]
+    written = path.read_bytes()
+    assert [ComparisonRuns(compared, Journal(path)).of(source, 2) for source in sources] == first
+    assert len(loaded) == 1 and path.read_bytes() == written
+
+
+def test_a_journal_ignores_a_line_cut_off(tmp_path: Path) -> None:
+    path = tmp_path / "journal"
+    assert Journal(path).rows("where", "a") == [] and not path.exists()
+    journal = Journal(path)
+    rows = [{"where": "a", "record": (1, 2)}, {"where": "b", "record": 3}]
+    assert journal.add(rows)[0]["record"] == [1, 2]  # as JSON has it, read back or not
+    path.write_text(path.read_text() + '{"where": "a", "rec')
+    second = Journal(path)
+    second.add([{"where": "a", "record": 4}])
+    for held in (second, Journal(path)):
+        assert [row["record"] for row in held.rows("where", "a")] == [[1, 2], 4]
+    assert [row["record"] for row in journal.rows("where", "b")] == [3]
+
+
+def test_a_method_without_its_gates_is_one_line(tmp_path: Path) -> None:
+    with pytest.raises(SystemExit, match=r"write dbtrimkv:GATES"):
+        main([MODEL, "--data", "scenes:dense", "--method", "dbtrimkv", "--output", str(tmp_path)])
+
+
+def test_at_equal_bytes_fewer_bits_keep_more_entries() -> None:
+    """At head_dim 32 an entry takes 137 bytes in bfloat16, 77 and 49 in codes."""
+    kinds = ("bf16", "int8", "int4")
+    methods = tuple(ComparedMethod.parse(f"streamingllm/{kv}") for kv in kinds)
+    compared = Comparison(MODEL, "float32", methods, ("1/8",), in_bytes=True)
+    cells = [compared.cells()[f"streamingllm/{kv} at 1/8"][0] for kv in kinds]
+    assert len({cell.key() for cell in cells}) == 3
+    assert cells[1].key() == "streamingllm@None:none kv int8 at 1/8 in bytes"
+    reader = Reader(compared)
+    rows = reader.base.spec.rows
+    ((_, records),) = reader.read("scenes:dense", {0: cells})
+    tokens = records[0]["seen"] + 1  # the last one is predicted, not appended
+    for found, nbytes in zip(records, (137, 77, 49), strict=True):
+        assert found["entries"] == int(tokens * 137 / nbytes / 8 * rows)
+
+
+# Options of the comparing programs: refusals, devices and ``--fresh``.
+
+
+SCENES = [MODEL, "--data", "scenes:dense", "--dialogues", "1", "--name", "q", "--fractions", "1/4"]
+
+
+def compared(*methods: str, budgets: tuple[str, ...] = ("1/4",), device: str = "cpu") -> Comparison:
+    return Comparison(
+        MODEL, "float32", tuple(map(ComparedMethod.parse, methods)), budgets, device=device
+    )
+
+
+@pytest.mark.parametrize(
+    ("methods", "message"),
+    [
+        (("dbtrimkv:a", "dbtrimkv:b"), r"'dbtrimkv'.*write --method NAME=POLICY:GATES"),
+        (("a=snapkv", "streamingllm", "a=trimkv:x"), r"'a'.*write --method NAME=POLICY:GATES"),
+        (("full",), r"'full'.*always read.*NAME=POLICY:GATES"),
+    ],
+)
+def test_methods_of_one_name_are_refused(methods: tuple[str, ...], message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        compared(*methods)
+    compared("a=dbtrimkv:a", "b=dbtrimkv:b", "dbtrimkv@5:a", "dbtrimkv:a")
+
+
+@pytest.mark.parametrize("budgets", [("1/4", "16", "1/4"), ("1/4", "0.25"), ("64", "64.0")])
+def test_a_repeated_budget_is_refused(budgets: tuple[str, ...]) -> None:
+    with pytest.raises(InputError, match=rf"budget '{budgets[-1]}' .*leave one out"):
+        compared("snapkv", budgets=budgets)
+
+
+@pytest.mark.parametrize("program", [quality, needle, dialogue])
+def test_programs_refuse_in_one_line(program: Any, tmp_path: Path) -> None:
+    data = ["--data", "scenes:dense"] if program is quality else []
+    options = [MODEL, *data, "--method", "snapkv", "--method", "snapkv", "--output", str(tmp_path)]
+    with pytest.raises(SystemExit, match=r"error: two methods are called 'snapkv'") as caught:
+        program.main(options)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.slow(reason="runs whole dialogues with the bundled model")
+def test_fresh_drops_runs_and_streams_and_writes_its_own_files(tmp_path: Path) -> None:
+    """Sessions that a stopped stream of the same name left behind give no file its name."""
+    options = [*SCENES, "--output", str(tmp_path), "--method"]
+    quality.main([*options, "streamingllm"])
+    left = tmp_path / "q.runs.0123456789ab.session"
+    left.write_bytes(b"a session")
+    (tmp_path / "q.json").unlink()
+    quality.main([*options, "snapkv", "--fresh"])
+    page = json.loads((tmp_path / "q.json").read_text())["results"]["scenes:dense"]
+    assert {row["method"] for row in page["rows"]} == {"full", "snapkv"}
+    names = {"q.json", "q.md", "q.png", "q.runs.jsonl"}
+    assert {path.name for path in tmp_path.iterdir()} == names
+    rows = [json.loads(line) for line in (tmp_path / "q.runs.jsonl").read_text().splitlines()]
+    assert len(rows) == 2
+
+
+@pytest.mark.slow(reason="runs whole dialogues with the bundled model")
+def test_the_journal_of_a_cpu_keeps_its_keys(tmp_path: Path, monkeypatch: Any) -> None:
+    """As written before ``--device``; every other device is named."""
+    quality.main([*SCENES, "--method", "snapkv", "--output", str(tmp_path)])
+    rows = [json.loads(line) for line in (tmp_path / "q.runs.jsonl").read_text().splitlines()]
+    plain = f"{MODEL} {digest(MODEL)} float32"
+    assert {row["where"] for row in rows} == {f"{plain} 8192 scenes:dense Reader"}
+    assert [row["cell"] for row in rows] == ["full@None:none at None", "snapkv@None:none at 1/4"]
+    assert compared("snapkv").described() == plain
+    elsewhere = compared("snapkv", device="cuda")
+    assert elsewhere.described() == f"{plain} cuda"
+    # Nothing that the CPU has read stands for the GPU.
+    monkeypatch.setattr(Reader, "__init__", _refuse)
+    journal = Journal(tmp_path / "q.runs.jsonl")
+    assert ComparisonRuns(compared("snapkv"), journal).of("scenes:dense", 1)
+    with pytest.raises(InputError, match="asked to read"):
+        ComparisonRuns(elsewhere, journal).of("scenes:dense", 1)
+
+
+def _refuse(*_: Any) -> None:
+    raise InputError("asked to read")
+
+
+def test_the_model_is_loaded_on_the_device_asked_for(tmp_path: Path, monkeypatch: Any) -> None:
+    asked: list[str] = []
+
+    def loaded(*_: Any, device: str, **__: Any) -> None:
+        asked.append(device)
+        raise InputError("enough")
+
+    monkeypatch.setattr(Runtime, "from_pretrained", loaded)
+    monkeypatch.setattr(quality_command, "resolve_device", lambda _: torch.device("cuda"))
+    for program, options in (
+        (quality.main, [*SCENES, "--method", "snapkv"]),
+        (needle.main, [MODEL, "--lengths", "128", "--limit", "1"]),
+        (dilution.main, [MODEL, "--lengths", "128", "--limit", "1"]),
+        (dialogue.main, [MODEL, "--domain", "stream", "--budgets", "16"]),
+    ):
+        with pytest.raises(SystemExit, match="enough"):
+            program([*options, "--device", "auto", "--output", str(tmp_path)])
+    with pytest.raises(InputError, match="enough"):
+        Reader(compared("snapkv"))
+    with pytest.raises(InputError, match="enough"):
+        session_stream.run(compared("snapkv", budgets=("16",)), 1, 1, Journal(tmp_path / "j"))
+    assert asked == ["cuda"] * 4 + ["cpu"] * 2
+    with pytest.raises(SystemExit, match=r"--workers 2 .* leave out --workers") as caught:
+        quality.main(
+            [*SCENES, *"--method snapkv --device cuda --workers 2 --output".split(), str(tmp_path)]
+        )
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.slow(reason="runs whole dialogues with the bundled model")
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
+def test_a_gpu_that_is_not_there_is_one_line(tmp_path: Path) -> None:
+    with pytest.raises(SystemExit, match="'cuda' is not there; use") as caught:
+        quality.main([*SCENES, "--method", "snapkv", "--device", "cuda", "--output", str(tmp_path)])
+    assert "\n" not in str(caught.value)
+    quality.main([*SCENES, "--method", "snapkv", "--device", "auto", "--output", str(tmp_path)])
+    assert json.loads((tmp_path / "q.json").read_text())["settings"]["device"] == "cpu"
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize(
+    ("program", "options"),
+    [
+        (quality.main, SCENES[1:]),
+        (needle.main, ["--lengths", "128", "--limit", "1", "--budgets", "16"]),
+        (dilution.main, ["--lengths", "128", "--limit", "1", "--budgets", "16"]),
+        (dialogue.main, ["--limit", "1", "--budgets", "16"]),
+        (dialogue.main, ["--domain", "stream", "--limit", "2", "--budgets", "16"]),
+    ],
+)
+def test_comparisons_run_on_a_gpu(program: Any, options: list[str], tmp_path: Path) -> None:
+    methods = ["--method", "snapkv", "--method", f"dbtrimkv:{MODEL}/gates"]
+    program(
+        [MODEL, *options, *methods, "--device", "cuda", "--name", "g", "--output", str(tmp_path)]
+    )
+    assert " cuda " in (tmp_path / "g.runs.jsonl").read_text()
+
+
+def test_no_piece_of_a_text_is_read_twice(tmp_path: Path) -> None:
+    """Two texts, one of them cut in pieces: all of them once, and no more."""
+    words = "what was at row 1, column 2 of picture 3? a red square. " * 9
+    path = tmp_path / "texts.jsonl"
+    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in (words, "a red square.")))
+    source, most = f"text:{path}", 40
+    data = held_out(MODEL, source, most)
+    tokenizer = load_processor(MODEL).tokenizer
+    whole = tokenizer(words)["input_ids"]
+    pieces = -(-len(whole) // most)
+    assert pieces > 2
+    read = [tuple(data[index]["input_ids"][0].tolist()) for index in range(pieces + 1)]
+    assert len(set(read)) == pieces + 1
+    # Nothing of the texts is left out: pieces lie end to end.
+    assert sum(map(len, read)) == len(whole) + len(tokenizer("a red square.")["input_ids"])
+    with pytest.raises(InputError, match=f"holds {pieces + 1} different"):
+        data[pieces + 1]
+    assert data[0]["input_ids"][0].tolist() == list(read[0])
+
+
+# The figure of kept entries shows the differences that its table lists.
+
+
+def method(name: str, held: list[list[float]], budget: str = "1/8") -> dict[str, Any]:
+    return {"method": name, "budget": budget, "visual_share": 0.4, "entries_by_row": held}
+
+
+def test_colours_reach_the_largest_share(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Shares of 8 and 4 differ on one scale for all panels; a level method is in its middle."""
+    drawn: list[Figure] = []
+    monkeypatch.setattr(Figure, "savefig", lambda figure, path, **_: drawn.append(figure))
+    full = method("full", [[5, 5]], "1")
+    skewed = [method("eight", [[0] * 7 + [40]]), method("four", [[0, 0, 0, 20]])]
+    many = [method(f"level {index}", [[2, 2]]) for index in range(9)]
+    pages = {"one": {"rows": [full, *skewed]}, "two": {"rows": [full, *many]}}
+    draw(pages, tmp_path / "k.png", "1/8", [])
+    images = {axes.get_title(): axes.images[0] for axes in drawn[-1].axes if axes.get_title()}
+    assert set(images) == {"eight", "four", *(f"level {index}" for index in range(9))}
+    tones = {title: np.ma.getdata(image.norm(image.get_array())) for title, image in images.items()}
+    assert {(image.norm.vmin, image.norm.vmax) for image in images.values()} == {(1 / 8, 8)}
+    assert tones["eight"].max() == pytest.approx(1) and tones["eight"].min() == 0  # none held
+    assert tones["four"].max() == pytest.approx(0.5 + np.log(4) / np.log(8) / 2)
+    assert (tones["level 3"] == pytest.approx(0.5)) and len(tones) == 11
