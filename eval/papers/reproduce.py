@@ -1,13 +1,11 @@
 """``mmkv eval --reproduce PAPER:TABLE``: a paper's table by one command.
 
-``tables.yaml`` has the tables. Commands and the page ``benchmarks/notes/reproduce.md`` (``python -m
-eval.papers.reproduce``) come from it, so that they cannot differ. A row of a table is one command.
-Rows whose results are there are not run again.
+``tables.yaml`` has the tables; benchmarks/notes/reproduce.md says how to use them. A row of a table
+is one command. Rows whose results are there are not run again.
 """
 
 from __future__ import annotations
 
-import argparse
 import difflib
 import json
 import os
@@ -28,13 +26,11 @@ import yaml
 from mmkv.engine.errors import InputError, MmkvError
 from mmkv.engine.model.source import locate
 from mmkv.engine.paths import is_folder
-from mmkv.engine.policies import make_policy
 
 _EVAL = (
     "mmkv eval --tasks {tasks} --data {data} --model {model} {gates} --policy {policy} {budget} "
     "{samples} {options} {limit} {batch} {device} {dtype} --output {row}"
 )
-_RANDOM = "random weights"
 
 
 @dataclass(frozen=True)
@@ -73,8 +69,6 @@ class PaperTable:
     """A table or figure; the attributes are those that ``tables.yaml`` names."""
 
     name: str
-    paper: str
-    arxiv: str
     where: str
     shows: str
     model: str
@@ -133,10 +127,7 @@ def tables() -> dict[str, PaperTable]:
     """Read all tables by their names, ``PAPER:TABLE``."""
     text = (resources.files("mmkv.eval.papers") / "tables.yaml").read_text("utf-8")
     content = yaml.safe_load(text)
-    return {
-        name: _table(name, given, content["papers"][name.partition(":")[0]])
-        for name, given in content["tables"].items()
-    }
+    return {name: _table(name, given) for name, given in content["tables"].items()}
 
 
 def find(name: str) -> PaperTable:
@@ -149,7 +140,7 @@ def find(name: str) -> PaperTable:
     return found
 
 
-def _table(name: str, given: dict[str, Any], paper: dict[str, str]) -> PaperTable:
+def _table(name: str, given: dict[str, Any]) -> PaperTable:
     made = {key: value for key, value in given.items() if key not in ("columns", "rows", "grid")}
     columns = [
         TableColumn(label, task, metric, float(factor))
@@ -160,8 +151,6 @@ def _table(name: str, given: dict[str, Any], paper: dict[str, str]) -> PaperTabl
             made[key] = tuple(made[key])
     return PaperTable(
         name=name,
-        paper=paper["title"],
-        arxiv=paper["arxiv"],
         columns=tuple(columns),
         rows=tuple([*_rows(given.get("rows", "")), *_grid(**given.get("grid", {}))]),
         **made,
@@ -266,6 +255,10 @@ def differs(table: PaperTable) -> str:
     return f"# {_one_line(table.note)}"
 
 
+def _one_line(text: str) -> str:
+    return " ".join(text.split())
+
+
 def lines(table: PaperTable, choice: TableChoice) -> list[str]:
     """Return the commands of all rows that the user wants, those that train first.
 
@@ -288,7 +281,7 @@ def missing(table: PaperTable, choice: TableChoice) -> list[str]:
     """List what has to be there before the first command can run: models, gates, data."""
     rows, found = chosen_rows(table, choice), []
     model = choice.model or table.model
-    sources = [] if model == _RANDOM else [("model", model)]
+    sources = [] if model == "random weights" else [("model", model)]
     for row in rows:
         needs = row.name in table.gates
         sources += [("gates", choice.gates or table.gates[row.name])] if needs else []
@@ -418,84 +411,7 @@ def _figure(found: dict[str, dict[str, Any]], column: TableColumn) -> float | No
     return None
 
 
-# --- The page -------------------------------------------------------------------------------------
-
-_HEAD = """# The papers' tables
-
-One command each, made from `eval/papers/tables.yaml` by `python -m eval.papers.reproduce`, as is
-this page. Figures are those that the papers print. GPU hours are guesses for all rows on one
-H100. *Offline* is what runs the same tasks, options and formats on small files here; none of the
-tables has been run as a whole yet.
-
-```sh
-mmkv eval --reproduce list
-mmkv eval --reproduce dbtrimkv:table2 --dry-run                      # prints the commands
-mmkv eval --reproduce dbtrimkv:table2 --data DATA --policy dbtrimkv --budget 256
-```
-
-`--policy` and `--budget` choose rows; `--model` and `--gates` name other checkpoints; `--data`,
-`--output`, `--limit`, `--samples`, `--batch-size`, `--device`, `--dtype`, `--gen-kwargs` are
-handed on. Models, gates and data are looked for before the first row starts, and one line says
-what is missing. Finished rows are kept: the same command goes on after a kill, and prints our
-figures beside the paper's at its end. What lies where below DATA: [lmms-eval](lmms-eval.md).
-
-Replies of models that think have at least 32,768 tokens, whatever the task says
-(`thinking_floor`); mathematics is drawn at temperature 0.6 and top_p 0.95. Both are the models'
-authors' settings; a table that needs others says so.
-"""
-
-
-def page() -> str:
-    """Return the text of ``benchmarks/notes/reproduce.md``."""
-    made = [_HEAD]
-    for paper in dict.fromkeys(table.paper for table in tables().values()):
-        own = [table for table in tables().values() if table.paper == paper]
-        link = f"[arXiv {own[0].arxiv}](https://arxiv.org/abs/{own[0].arxiv})"
-        made.append(f"## {paper}\n\n{link}\n")
-        made += [_section(table) for table in own]
-    return "\n".join(made)
-
-
-def _section(table: PaperTable) -> str:
-    facts = [f"### {table.name}\n", f"{table.where}: {table.shows}. Model: {table.model}."]
-    gates = dict.fromkeys(table.gates.values())
-    if gates:
-        facts.append(f"Gates: {', '.join(f'`{name}`' for name in gates)}.")
-    if table.tasks:
-        names = ", ".join(f"`{task}`" for task in table.tasks)
-        facts.append(f"Tasks: {names}.")
-    if table.hours:
-        facts.append(f"GPU hours: about {table.hours}.")
-    facts.append(f"Offline: `{table.offline}`." if table.offline else "")
-    text = [" ".join(fact for fact in facts[1:] if fact)]
-    if table.missing:
-        text.append(f"No command: {_one_line(table.missing).rstrip('.')}.")
-    if table.note:
-        note = _one_line(table.note).rstrip(".")
-        text.append(f"{note[0].upper()}{note[1:]}.")
-    if table.figures:
-        text.append(f"The paper: {_one_line(table.figures)}")
-    text.append(f"Checked against the paper: {_one_line(table.checked).rstrip('.')}.")
-    if any(row.figures for row in table.rows):
-        text.append(_paper_rows(table))
-    if table.rows:
-        shown = [_one_line(one) for text in table.train.values() for one in text]
-        shown += [shlex.join(one) for one in commands(table, table.rows[-1], TableChoice())]
-        text.append("```sh\n" + "\n".join(shown) + "\n```")
-    return facts[0] + "\n" + "\n\n".join(text) + "\n"
-
-
-def _one_line(text: str) -> str:
-    return " ".join(text.split())
-
-
-def _paper_rows(table: PaperTable) -> str:
-    heads = ["paper", "policy", "budget", *(column.label for column in table.columns)]
-    made = [f"| {' | '.join(heads)} |", f"|{'---|' * len(heads)}"]
-    for row in table.rows:
-        cells = [row.label, f"`{row.policy}`", row.budget or "", *row.figures]
-        made.append(f"| {' | '.join(cells)} |")
-    return "\n".join(made)
+# --- The list ------------------------------------------------------------------------------------
 
 
 def listed() -> str:
@@ -505,43 +421,3 @@ def listed() -> str:
         f"{table.name:{width}}  {table.shows}" + ("" if table.rows else " (no command)")
         for table in tables().values()
     )
-
-
-def check() -> None:
-    """Raise InputError for a row whose figures, policy or gates do not fit its table."""
-    for table in tables().values():
-        if bool(table.rows) == bool(table.missing):
-            raise InputError(f"{table.name}: either rows or the reason why there are none")
-        if table.rows and not table.note:
-            raise InputError(f"{table.name}: say how its commands differ from the paper")
-        if odd := [n for n, text in table.train.items() if not text[0].startswith("#")]:
-            raise InputError(
-                f"{table.name}: say how the training of {odd[0]} differs from the paper"
-            )
-        if not table.checked:
-            raise InputError(f"{table.name}: say what was checked against the paper's text")
-        for row in table.rows:
-            if row.figures and len(row.figures) != len(table.columns):
-                raise InputError(f"{table.name}: {row.folder} has {len(row.figures)} figures")
-            if (
-                bool(make_policy(row.policy).gates) != (row.name in table.gates)
-                and table.model != _RANDOM
-            ):
-                raise InputError(f"{table.name}: gates of {row.folder} do not fit its policy")
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Print the page."""
-    parser = argparse.ArgumentParser(prog="python -m eval.papers.reproduce", description=__doc__)
-    parser.parse_args(arguments)
-    try:
-        check()
-    except MmkvError as error:
-        print(f"mmkv.eval.papers.reproduce: error: {error}", file=sys.stderr)
-        return 1
-    print(page(), end="")
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -17,6 +17,7 @@ from typer.main import get_command
 from mmkv.cli.app import app
 from mmkv.cli.app import run as command
 from mmkv.engine.errors import InputError
+from mmkv.engine.policies import make_policy
 from mmkv.eval.lmms.command import _model_args
 from mmkv.eval.lmms.tasks import local_names
 from mmkv.eval.long_text.benchmarks import tasks as long_texts
@@ -29,12 +30,20 @@ ROOT = Path(__file__).resolve().parents[2]
 MODEL = ROOT / "assets" / "tiny-vlm"
 
 
-def test_the_page_is_made_from_the_table() -> None:
-    reproduce.check()
-    made = (ROOT / "benchmarks" / "notes" / "reproduce.md").read_text()
-    assert made == reproduce.page(), (
-        "python -m eval.papers.reproduce > benchmarks/notes/reproduce.md"
-    )
+def test_every_table_is_whole(capsys: pytest.CaptureFixture[str]) -> None:
+    """Figures, policies and gates of a row fit its table; all tables are listed."""
+    for table in tables().values():
+        assert bool(table.rows) != bool(table.missing), table.name
+        assert table.checked and (table.note or table.missing), table.name
+        assert all(text[0].startswith("#") for text in table.train.values()), table.name
+        for row in table.rows:
+            assert len(row.figures) in (0, len(table.columns)), (table.name, row.folder)
+            if table.model != "random weights":
+                gates = bool(make_policy(row.policy).gates)
+                assert gates == (row.name in table.gates), (table.name, row.folder)
+    assert command(["eval", "--reproduce", "list"]) == 0
+    listed = [line.split()[0] for line in capsys.readouterr().out.splitlines()]
+    assert listed == list(tables())
 
 
 @pytest.mark.parametrize("name", [name for name, table in tables().items() if table.rows])
