@@ -75,8 +75,10 @@ def with_tokens(runs: Runs, token: int, modality: Tensor, positions: Tensor) -> 
 
 def with_text(runs: Runs, token: int, position: int) -> Runs:
     """Return the runs of a sequence to which text is appended, from token and position on."""
-    if runs and not runs[-1].extent and _line(runs[-1], token) == position:
-        return runs
+    if runs:  # every decode step asks
+        start, first, extent = runs[-1]
+        if not extent and first + token - start == position:
+            return runs
     return (*runs, Run(token, position))
 
 

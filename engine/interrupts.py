@@ -126,7 +126,8 @@ def _let_go() -> None:
     if _Hold.previous is not None:
         if _signal.getsignal(_SIGINT) is _remember:
             _signal.signal(_SIGINT, _Hold.previous)
-        _deliver()
+        if _Hold.pressed is not None:
+            _deliver()
 
 
 def _deliver() -> None:

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Generator, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -272,9 +272,7 @@ def extend_together(sessions: Sequence[CachedSequence], turns: Sequence[Turn]) -
         SessionError, BudgetError, NotFiniteError: as :func:`advance_together`; chunks that were
             read before stay.
     """
-    with ExitStack() as claims:
-        for session in sessions:
-            claims.enter_context(session.claimed())
+    with claimed(sessions):
         prefills = [Prefill(*parts) for parts in zip(sessions, turns, strict=True)]
         while waiting := [prefill for prefill in prefills if prefill.logits is None]:
             with sessions[0].engine.lock:  # the pool may grow
@@ -299,6 +297,34 @@ def advance_together(prefills: Sequence[Prefill]) -> None:
 
 class PassMark:
     """Stands for a pass that was left, in its sessions and in the engine."""
+
+
+@contextmanager
+def claimed(sessions: Sequence[CachedSequence], by: PassMark | None = None) -> Iterator[None]:
+    """Have different sessions for one call, which may take the engine's lock several times.
+
+    Ctrl-C is held back meanwhile: the call is made whole.
+
+    Args:
+        by: of the pass that goes on, where that is what they are claimed for.
+
+    Raises:
+        SessionError: one is closed, or in use.
+    """
+    with CtrlC():
+        taken: list[CachedSequence] = []
+        try:
+            for session in sessions:
+                session._take()
+                taken.append(session)
+                session._require_open()
+                session._require_idle()
+                if session.left is not by:
+                    session.require_whole(by)
+            yield
+        finally:
+            for session in taken:
+                session._claim.release()
 
 
 class ChunkPass:
@@ -335,11 +361,8 @@ class ChunkPass:
         until = None if seconds is None else time.perf_counter() + seconds
         engine = self._engine
         try:
-            with ExitStack() as claims:
-                for session in self._sessions:
-                    claims.enter_context(session.claimed(self._mark))
-                claims.enter_context(engine.lock)
-                claims.enter_context(exact_products(engine.device))
+            marked = claimed(self._sessions, self._mark)
+            with marked, engine.lock, exact_products(engine.device):
                 try:
                     over = self._run(until)
                     self._set_left(not over)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -34,7 +34,7 @@ from mmkv.engine.interrupts import CtrlC
 from mmkv.engine.paths import user_path
 from mmkv.engine.policies import Budget, CacheView
 from mmkv.engine.policies.allocation import GlobalAllocation
-from mmkv.engine.prefill import Prefill, run_whole
+from mmkv.engine.prefill import Prefill, claimed, run_whole
 from mmkv.engine.read_ids import with_ids
 from mmkv.engine.risk import Risk, RiskMeter
 from mmkv.engine.scorer_state import RINGS, forget_positions, view_of
@@ -105,24 +105,12 @@ class CachedSequence:
         self.left: PassMark | None = None
         self.recorder: Recorder | None = None
         with engine.lock:
-            self.seq = engine.cache.open()
+            self._own(engine.cache.open())
             engine.budgets.join(self)
 
-    @contextmanager
-    def claimed(self, by: PassMark | None = None) -> Iterator[None]:
-        """Have the session for one call, which may take the engine's lock several times.
-
-        Args:
-            by: of the pass that goes on, where that is what it is claimed for.
-
-        Raises:
-            SessionError: closed, or in use.
-        """
-        with self._taken():
-            self._require_open()
-            self._require_idle()
-            self.require_whole(by)
-            yield
+    def claimed(self) -> AbstractContextManager[None]:
+        """Have the session for one call, as :func:`claimed` does."""
+        return claimed([self])
 
     def require_whole(self, by: PassMark | None = None) -> None:
         """Raise SessionError if a pass was left, but ``by``: some layers then have more tokens."""
@@ -131,28 +119,27 @@ class CachedSequence:
                 "a prompt is being read into the session; wait for it, or take it back"
             )
 
+    def _take(self) -> None:
+        """Have the session, until its claim is released. Raises SessionError: somebody has it."""
+        if not self._claim.acquire(blocking=False):
+            raise SessionError(
+                "the session is in use by another thread; wait for that call to end, or give "
+                "each thread a session of its own"
+            )
+
     @contextmanager
     def _taken(self) -> Iterator[None]:
-        """Have the session, and hold Ctrl-C back: the call is made whole. Raises SessionError."""
+        """Have the session, whatever its state, and hold Ctrl-C back. Raises SessionError."""
         with CtrlC():
-            if not self._claim.acquire(blocking=False):
-                raise SessionError(
-                    "the session is in use by another thread; wait for that call to end, or give "
-                    "each thread a session of its own"
-                )
+            self._take()
             try:
                 yield
             finally:
                 self._claim.release()
 
-    @property
-    def seq(self) -> int:
-        """The sequence of the cache; this session owns it."""
-        return self._owner.seq
-
-    @seq.setter
-    def seq(self, seq: int) -> None:
-        self._owner = self.engine.cache.owner(seq)
+    def _own(self, seq: int) -> None:
+        """Own a sequence of the cache from now on: with the session, it goes."""
+        self.seq, self._owner = seq, self.engine.cache.owner(seq)
 
     def _require_idle(self) -> None:
         """Raise SessionError while the session is in the middle of something of its own."""
@@ -227,16 +214,15 @@ class CachedSequence:
 
     def allowed_at(self, seen: int) -> int:
         """M_global once ``seen`` tokens have been read, and all of a prompt that is to be kept."""
-        kept = self.prompt_tokens * self.engine.spec.rows if self.engine.policy.keeps_prompt else 0
-        return self.budget_at(seen) + kept
-
-    def budget_at(self, seen: int) -> int:
-        """Entries that the budget alone allows once ``seen`` tokens have been read."""
+        engine = self.engine
         if self._dial is not None:
-            return self._dial.allowed
-        if self._fixed_entries is not None:
-            return self._fixed_entries
-        return self.engine.budgets.allowed(self.budget, seen)
+            allowed = self._dial.allowed
+        elif self._fixed_entries is not None:
+            allowed = self._fixed_entries
+        else:
+            allowed = engine.budgets.allowed(self.budget, seen)
+        kept = self.prompt_tokens * engine.spec.rows if engine.policy.keeps_prompt else 0
+        return allowed + kept
 
     @torch.inference_mode()
     def prefill(
@@ -498,7 +484,8 @@ class CachedSequence:
         Args:
             state: as :meth:`state` gave it.
         """
-        own, self.seq = self.seq, seq
+        own = self.seq
+        self._own(seq)
         self.engine.cache.close(own)
         self.restore(state)
 
@@ -704,7 +691,9 @@ class CachedSequence:
         Raises:
             ContextError: there is no room for them.
         """
-        limit, made = self._last_position, None
+        limit, switch, made = self.engine.spec.max_position, self.engine.spec.rope.switch_at, None
+        if self.long_rope is False and switch is not None:
+            limit = min(limit, switch)
         if next_position <= limit:
             return None
         if self.may_compact and self.runs is not None and self.seen:
@@ -769,13 +758,6 @@ class CachedSequence:
         Not under a share of the tokens: it would grow with them, past any bound on its pages.
         """
         return self.engine.endless and self._fixed_entries is not None
-
-    @property
-    def _last_position(self) -> int:
-        """The rope position that no token may pass."""
-        switch = self.engine.spec.rope.switch_at
-        limit = self.engine.spec.max_position
-        return min(limit, switch) if self.long_rope is False and switch is not None else limit
 
     def _needs_long(self, next_position: int) -> bool:
         switch = self.engine.spec.rope.switch_at

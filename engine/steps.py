@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -31,6 +30,7 @@ from mmkv.engine.errors import (
     require_list,
 )
 from mmkv.engine.interrupts import CtrlC
+from mmkv.engine.prefill import claimed
 from mmkv.engine.scorer_state import revise_state
 
 if TYPE_CHECKING:
@@ -47,7 +47,7 @@ def decode_step(
 ) -> Tensor:
     """Append one token to each of B sessions; see :meth:`mmkv.engine.runtime.Runtime.decode`."""
     require_list("sessions", sessions, "sessions")
-    with _claimed(sessions), engine.lock, exact_products(engine.device):
+    with claimed(sessions), engine.lock, exact_products(engine.device):
         token_ids = _checked(engine, sessions, token_ids)
         for session, token in zip(sessions, token_ids, strict=True):
             if session.recorder is not None:
@@ -68,7 +68,7 @@ def decode_step(
             engine.budgets.cut(sessions, interval)  # where the step stands
             raise
         for session, token in zip(sessions, token_ids, strict=True):
-            session.note_ids([token])
+            session.read_ids |= 1 << token
         if engine.model.has_on_step:
             for session in sessions:
                 entries = engine.cache.entries(session.seq)
@@ -89,7 +89,7 @@ def decode_steps(
 ) -> list[list[int]]:
     """Append ``steps`` tokens to each; see :meth:`mmkv.engine.runtime.Runtime.decode_many`."""
     require_list("sessions", sessions, "sessions")
-    with _claimed(sessions):
+    with claimed(sessions):
         with engine.lock:
             token_ids = _checked(engine, sessions, token_ids)
             whole = _reserved(sessions, steps)
@@ -194,15 +194,6 @@ def _step_by_step(
     return generated
 
 
-@contextmanager
-def _claimed(sessions: Sequence[CachedSequence]) -> Iterator[None]:
-    """Have all ``sessions`` for one call. Raises SessionError."""
-    with ExitStack() as claims:
-        for session in sessions:
-            claims.enter_context(session.claimed())
-        yield
-
-
 def _checked(
     engine: Runtime, sessions: Sequence[CachedSequence], token_ids: Sequence[int]
 ) -> list[int]:
@@ -217,19 +208,22 @@ def _checked(
         )
     if len({id(session) for session in sessions}) != len(sessions):
         raise InputError("a session stands twice in the batch; fork it to decode it twice")
-    checked, moves = [_token_id(token) for token in token_ids], False
+    checked = [token if type(token) is int else _token_id(token) for token in token_ids]
+    moves, vocabulary = False, engine.model.decoder.weights.embed.shape[0]
     for session, token in zip(sessions, checked, strict=True):
         if session.engine is not engine:
             raise SessionError("a session of another engine; decode it with its own engine")
         session._require_open()
         moves |= session.require_context(1, session.next_position + 1) is not None
-        if not 0 <= token < engine.decoder.weights.embed.shape[0]:
+        if not 0 <= token < vocabulary:
             raise InputError(f"token id {token} is outside the vocabulary")
     if moves:  # nothing refuses once positions have moved
         engine.cache.pool.reserve(sum(engine.cache.pages_for(one.seq, 1) for one in sessions))
+        for session in sessions:
+            session.make_context(1, session.next_position + 1)
     for session in sessions:
-        session.make_context(1, session.next_position + 1)
-        session.turn_dial(decoding=True)
+        if session.budget.risk is not None:
+            session.turn_dial(decoding=True)
     return checked
 
 

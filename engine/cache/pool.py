@@ -23,6 +23,8 @@ class PagePool(Columns):
 
     Attributes:
         limit: most pages that may be held, or None: the pool grows no further.
+        free_pages: that no row holds; a kernel that takes from the stack or gives back has its
+            caller set it.
         beside: pages' worth of what open sequences hold beside the pool, which count to the limit.
         state_size: K, the numbers of the policy's state in each entry.
         dtype: the model's; form: how keys and values lie there.
@@ -60,19 +62,14 @@ class PagePool(Columns):
             setattr(self, name, zeros(shape, self.layout.dtype_of(column), self.device))
         # Growing copies the pool. On a GPU it moves what a captured graph reads, too.
         self.doubles = self.device.type == "cuda"
-        # A stack of free page ids: the last `_free` of them, lowest id on top.
+        # A stack of free page ids: the first `free_pages` of it, lowest id on top.
         self._stack = torch.arange(num_pages - 1, -1, -1, device=device)
-        self._free = num_pages
+        self.free_pages = num_pages
 
     @property
     def num_pages(self) -> int:
         """Count the pages, free ones included."""
         return self._stack.numel()
-
-    @property
-    def free_pages(self) -> int:
-        """Return the number of pages that no row holds."""
-        return self._free
 
     def take(self, count: int) -> Tensor:
         """Hand out ``count`` free pages as int64 ids ``[count]``; grows the pool when short.
@@ -81,21 +78,17 @@ class PagePool(Columns):
             BudgetError: the pool would pass its limit; nothing has changed then.
         """
         self._require_limit(count)
-        if count > self._free:
+        if count > self.free_pages:
             spare = self.num_pages if self.doubles else self.num_pages // 8
-            self._enlarge(count - self._free, spare)
-        self._free -= count
-        return self._stack[self._free : self._free + count].flip(0)
+            self._enlarge(count - self.free_pages, spare)
+        self.free_pages -= count
+        return self._stack[self.free_pages : self.free_pages + count].flip(0)
 
     def give(self, pages: Tensor) -> None:
         """Return pages ``[n]``; the most recently returned are handed out first."""
         count = pages.numel()
-        self._stack[self._free : self._free + count] = pages
-        self._free += count
-
-    def set_free(self, count: int) -> None:
-        """Note how many pages are free once a kernel has taken from the stack or given back."""
-        self._free = count
+        self._stack[self.free_pages : self.free_pages + count] = pages
+        self.free_pages += count
 
     def reserve(self, count: int) -> None:
         """Make sure ``count`` pages are free, so that a later :meth:`take` cannot fail.
@@ -104,7 +97,7 @@ class PagePool(Columns):
             BudgetError: the pool would pass its limit; nothing has changed then.
         """
         self._require_limit(count)
-        short = count - self._free
+        short = count - self.free_pages
         if short > 0:
             self._enlarge(short, self.num_pages if self.doubles else 0)
 
@@ -123,7 +116,7 @@ class PagePool(Columns):
 
     def prepare(self, count: int) -> None:
         """Have up to ``count`` pages free, as far as the limit and free memory allow."""
-        short = count - self._free
+        short = count - self.free_pages
         if short > 0:
             self._enlarge(0, max(short, self.num_pages if self.doubles else 0))
 
@@ -134,7 +127,7 @@ class PagePool(Columns):
             BudgetError: they would pass its limit or the memory.
         """
         self._require_limit(count)
-        short = count - self._free
+        short = count - self.free_pages
         if short > 0:
             self._cap(short)
             self._require_memory(self.num_pages + short)
@@ -161,9 +154,9 @@ class PagePool(Columns):
             setattr(self, name, larger)
             del tensor, larger
         fresh = torch.arange(num_pages - 1, old - 1, -1, device=self.device)
-        free = self._stack[: self._free]
-        stack = torch.cat([fresh, free, self._stack.new_zeros(old - self._free)])
-        self._stack, self._free = stack, self._free + num_pages - old
+        free = self._stack[: self.free_pages]
+        stack = torch.cat([fresh, free, self._stack.new_zeros(old - self.free_pages)])
+        self._stack, self.free_pages = stack, self.free_pages + num_pages - old
 
     def keep_only(self, pages: Tensor) -> None:
         """Shrink to the pages ``[n]`` given; page ``pages[i]`` becomes page i, and none is free.
@@ -173,11 +166,11 @@ class PagePool(Columns):
         kept = [column[pages] for column in self.columns()]
         for name, column in zip(COLUMNS, kept, strict=True):
             setattr(self, name, column)
-        self._stack, self._free = self._stack.new_zeros(pages.numel()), 0
+        self._stack, self.free_pages = self._stack.new_zeros(pages.numel()), 0
 
     def free_list(self) -> Tensor:
         """Return the ids of all free pages, for the invariant checks."""
-        return self._stack[: self._free]
+        return self._stack[: self.free_pages]
 
     @property
     def stored_keys(self) -> Tensor | EncodedKV:
@@ -220,7 +213,7 @@ class PagePool(Columns):
         needed = (num_pages - self.num_pages) * self.page_bytes
         if self.device.type == "cpu":
             # What was promised before and is not used may not have taken its memory yet.
-            needed += self._free * self.page_bytes
+            needed += self.free_pages * self.page_bytes
         # The largest column stands twice while it is copied.
         return needed + max(column.numel() * column.element_size() for column in self.columns())
 
@@ -241,7 +234,7 @@ class PagePool(Columns):
         """Raise BudgetError where so many pages more do not fit beside all that is held."""
         if not self.beside or self.limit is None:
             return  # what the pool may grow to is all there is
-        wanted = self.num_pages - self._free + self.beside + count
+        wanted = self.num_pages - self.free_pages + self.beside + count
         if wanted > self.limit:
             raise BudgetError(
                 f"{wanted:,} pages of {self.page_bytes:,} bytes are needed, {self.beside:,} for "

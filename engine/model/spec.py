@@ -406,7 +406,7 @@ class DecoderSpec:
         windowed = entry is not None and self.sliding_window[entry] is not None
         return self.local_rope is not None and windowed
 
-    @property
+    @functools.cached_property
     def entry_layers(self) -> int:
         """Return L of cache, budget and gates: the number of layers that have entries."""
         return sum(self.has_entries) if self.has_entries else self.num_layers
@@ -421,7 +421,7 @@ class DecoderSpec:
             for index, there in enumerate(self.has_entries)
         )
 
-    @property
+    @functools.cached_property
     def rows(self) -> int:
         """Return the number of cache rows of one sequence: layers with entries x KV heads."""
         return self.entry_layers * self.num_kv_heads

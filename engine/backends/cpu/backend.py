@@ -104,14 +104,15 @@ class CpuBackend(Backend):
             evictor = None
         requests = None if evictor is None else evictor.request(batch)
         writes = model.write_step(model.angles(batch)) if gated else None
-        decoder.reset()
+        decoder.latest.done = 0
         try:
             return decoder.step(self.cache, batch, requests)
         finally:
-            if decoder.stepped:
+            if decoder.latest.done:
                 counts.log_beta, counts.step = decoder.log_beta, decoder.noted
                 counts.appended = 1
-                batch.store_positions(self.cache)
+                if self.cache.memory:
+                    batch.store_positions(self.cache)
                 if evictor is None:
                     counts.uncut = range(len(batch.seqs))
                 else:

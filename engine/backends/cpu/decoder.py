@@ -120,11 +120,12 @@ class NativeDecoder:
         self.log_beta: Tensor | None = None
         self.noted, self._log_beta_at = 0, 0
         scales = spec.rope.scale, (spec.local_rope or spec.rope).scale
-        self._step, self._batch_slots = Step(rope_scale=scales), (BatchSlot * 0)()
-        self._step.mass = 1 + JOINS.index(mass) if mass else 0
-        self._step.taps, self._step.tap_layer = len(taps), self._tap_layers.data_ptr()
+        # `done` of it: whether C has made the latest step, which is whole then.
+        self.latest, self._batch_slots = Step(rope_scale=scales), (BatchSlot * 0)()
+        self.latest.mass = 1 + JOINS.index(mass) if mass else 0
+        self.latest.taps, self.latest.tap_layer = len(taps), self._tap_layers.data_ptr()
         self._batch_slot: list[BatchSlot] = []  # to take one out of the array anew is slow
-        self._model_ref, self._step_ref = byref(self._model), byref(self._step)
+        self._model_ref, self._step_ref = byref(self._model), byref(self.latest)
 
     @staticmethod
     def unsupported_reason(
@@ -160,20 +161,9 @@ class NativeDecoder:
         return sum(2 * short.numel() for short in self._bf16.kept)
 
     @property
-    def stepped(self) -> bool:
-        """Return whether C made the last step: then it is whole, even if Ctrl-C came when C
-        returned.
-        """
-        return bool(self._step.done)
-
-    def reset(self) -> None:
-        """No step has been made: what :attr:`stepped` says until the next one is."""
-        self._step.done = 0
-
-    @property
     def eviction_seconds(self) -> float:
         """Time that C has spent on eviction in all steps so far."""
-        return self._step.evicting / 1e9
+        return self.latest.evicting / 1e9
 
     def step(
         self, cache: RaggedCache, batch: Batch, requests: ctypes.Array[Eviction] | None = None
@@ -192,7 +182,7 @@ class NativeDecoder:
         Raises:
             BudgetError: the pool would pass its limit; nothing has changed then.
         """
-        seqs, step = batch.seqs, self._step
+        seqs, step = batch.seqs, self.latest
         batch_slots = len(seqs)
         if batch_slots > len(self._batch_slot):
             self._batch_slots = (BatchSlot * batch_slots)()
@@ -214,7 +204,8 @@ class NativeDecoder:
             )
             batch_slot.states = seq
             batch_slot.inv_freq = self._frequencies[far]
-        self._show_memory(cache, seqs)
+        if cache.memory or cache.states or step.taps:
+            self._show_memory(cache, seqs)
         threads = min(torch.get_num_threads(), self._most_threads * batch_slots)
         logits = torch.empty(batch_slots, self._vocab)
         step.batch_slots, step.threads, step.logits = batch_slots, threads, logits.data_ptr()
@@ -222,10 +213,16 @@ class NativeDecoder:
         if self._entry_shape is not None:
             self._make_log_beta(batch_slots, self._entry_shape)
         self._make_scratch(0, threads, batch_slots)
-        while not self._run(cache, seqs):
+        while True:
+            views = self._views.of(cache, seqs)
+            try:
+                self._library.mmkv_step(self._model_ref, views, self._step_ref)
+            finally:  # Ctrl-C may land the moment C returns
+                cache.pool.free_pages = views[0].free
+            if step.done:
+                return logits
             self._make_room(cache)
             self._make_scratch(step.longest, threads, batch_slots)
-        return logits
 
     def _make_log_beta(self, batch_slots: int, shape: tuple[int, int]) -> None:
         """Have room for the log betas of the next step; a tensor a step would cost as much time
@@ -237,11 +234,11 @@ class NativeDecoder:
             noted = torch.empty(_NOTED_STEPS, batch_slots, *shape)
             self.log_beta, self.noted, self._log_beta_at = noted, 0, noted.data_ptr()
         size = batch_slots * shape[0] * shape[1] * 4
-        self._step.log_beta = self._log_beta_at + self.noted * size
+        self.latest.log_beta = self._log_beta_at + self.noted * size
 
     def _show_memory(self, cache: RaggedCache, seqs: Sequence[int]) -> None:
         """Say where C leaves what the policy keeps beside the entries."""
-        step, ring = self._step, cache.memory.get(QUERIES)
+        step, ring = self.latest, cache.memory.get(QUERIES)
         if ring is not None:
             step.window = ring.shape[3]
             start, each = ring.data_ptr(), ring[0].nbytes
@@ -264,14 +261,9 @@ class NativeDecoder:
                 layer.delta_states = cache.states[state_name(index, "delta")].data_ptr()
         self._states = first
 
-    def _run(self, cache: RaggedCache, seqs: Sequence[int]) -> bool:
-        with self._views.of(cache, seqs) as views:
-            self._library.mmkv_step(self._model_ref, views, self._step_ref)
-        return bool(self._step.done)
-
     def _make_room(self, cache: RaggedCache) -> None:
         """Grow pool and table to what C wants for one entry more per row."""
-        step = self._step
+        step = self.latest
         if step.pages > cache.pool.free_pages:
             # take() grows the pool by an eighth at least; handed back in the order they lay.
             cache.pool.give(cache.pool.take(step.pages).flip(0))
@@ -287,8 +279,8 @@ class NativeDecoder:
             # torch aligns tensors to cache lines, which the C code counts on for speed only.
             scratch = torch.empty(count)
             # C has the new one before the old one goes, even when Ctrl-C comes in between.
-            self._step.scratch, old, self._scratch = scratch.data_ptr(), self._scratch, scratch
-            self._step.room, self._scratch_for = room, (room, threads, batch_slots)
+            self.latest.scratch, old, self._scratch = scratch.data_ptr(), self._scratch, scratch
+            self.latest.room, self._scratch_for = room, (room, threads, batch_slots)
             del old
 
 

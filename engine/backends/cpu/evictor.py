@@ -117,9 +117,12 @@ class NativeEvictor:
         if scores is not None:
             self._each[0].given = scores.data_ptr()
         try:
-            with self._views.of(cache, batch.seqs) as views:
+            views = self._views.of(cache, batch.seqs)
+            try:
                 self._library.mmkv_evict(views, requests, len(batch.seqs), torch.get_num_threads())
-        finally:  # Ctrl-C may land the moment C returns
+            finally:  # Ctrl-C may land the moment C returns
+                cache.pool.free_pages = views[0].free
+        finally:
             self.commit(batch, counts)
 
     @staticmethod

@@ -341,8 +341,8 @@ def native_window_attention(
     room = loaded.mmkv_window_scratch(byref(what), dim, int(length.max()), threads)
     scratch, out = torch.empty(room), torch.empty(int(length.sum()))
     what.scratch, what.out = scratch.data_ptr(), out.data_ptr()
-    with CacheViews().of(cache, [seq]) as views:
-        loaded.mmkv_window(views, byref(what), threads)
+    views = CacheViews().of(cache, [seq])
+    loaded.mmkv_window(views, byref(what), threads)
     return out
 
 
@@ -385,14 +385,14 @@ class NativeChunkAttention:
             query = query.contiguous()
         out, threads = query.new_empty(tokens, heads * dim), c_int64()
         rows = layer * cache.kv_heads, cache.kv_heads, heads // cache.kv_heads
-        with self._views.of(cache, [seq]) as views:
-            most = torch.get_num_threads()
-            size = self._library.mmkv_attend_chunk_plan(views, *rows, tokens, most, byref(threads))
-            if self._scratch.numel() < threads.value * size:
-                self._scratch = torch.empty(threads.value * size)
-            places = self._scratch.data_ptr(), out.data_ptr()
-            asked = query.data_ptr(), query.stride(0), tokens
-            self._library.mmkv_attend_chunk(views, *rows, *asked, threads.value, size, *places)
+        views = self._views.of(cache, [seq])
+        most = torch.get_num_threads()
+        size = self._library.mmkv_attend_chunk_plan(views, *rows, tokens, most, byref(threads))
+        if self._scratch.numel() < threads.value * size:
+            self._scratch = torch.empty(threads.value * size)
+        places = self._scratch.data_ptr(), out.data_ptr()
+        asked = query.data_ptr(), query.stride(0), tokens
+        self._library.mmkv_attend_chunk(views, *rows, *asked, threads.value, size, *places)
         return out
 
 

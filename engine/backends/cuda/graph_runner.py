@@ -98,7 +98,7 @@ class GraphRunner:
                     graphs[cut].replay()
         finally:
             # The first read from the device since the replay began.
-            cache.pool.set_free(int(step.top))
+            cache.pool.free_pages = int(step.top)
             seen, entries = step.seen.tolist(), cache.length.flatten(1).sum(1).tolist()
             nan = step.evicted_nan.tolist()
             for batch_slot, index in enumerate(going):

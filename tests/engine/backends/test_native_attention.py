@@ -47,9 +47,9 @@ def test_attention_of_a_row(form: str, level: str, monkeypatch: pytest.MonkeyPat
             for group in (1, 2, 3, 4, 5, 9):
                 query = 2 * torch.randn(group, dim, generator=torch.Generator().manual_seed(group))
                 out, scores = torch.full_like(query, torch.nan), torch.empty(group, length)
-                with CacheViews().of(cache, [0]) as views:
-                    places = query.data_ptr(), group, 0, 0, scores.data_ptr(), out.data_ptr()
-                    loaded.mmkv_attend(views, 0, *places)
+                views = CacheViews().of(cache, [0])
+                places = query.data_ptr(), group, 0, 0, scores.data_ptr(), out.data_ptr()
+                loaded.mmkv_attend(views, 0, *places)
                 shares = (query.double() @ keys.double().T / dim**0.5).softmax(-1)
                 torch.testing.assert_close(scores.double(), shares, rtol=0, atol=2e-5)
                 wanted = shares @ values.double()
@@ -164,9 +164,9 @@ def test_c_rounds_as_torch_does_bit_by_bit(
         vectors[:, 44:48] = 7e4 + vectors[:, 44:48].abs() / size[:, 44:48]  # beyond float16
         pools[0].store(torch.arange(160), *vectors)
         cache = RaggedCache(pools[1], 1, 1)
-        view = CacheViews().of(cache, [cache.open()])
+        views = CacheViews().of(cache, [cache.open()])
         for slot, (key, value) in enumerate(vectors.transpose(0, 1).clone()):
-            loaded.mmkv_store(view._views, slot, key.data_ptr(), value.data_ptr())
+            loaded.mmkv_store(views, slot, key.data_ptr(), value.data_ptr())
         for name in COLUMNS:
             ours, theirs = getattr(pools[1], name), getattr(pools[0], name)
             assert torch.equal(ours.view(torch.uint8), theirs.view(torch.uint8)), (name, dim)
@@ -181,7 +181,7 @@ def test_c_stores_nothing_finite_of_what_is_not(wrong: float, kv: str) -> None:
     cache = RaggedCache(pool, 1, 1)
     key, value = torch.ones(32), torch.ones(32)
     key[3] = wrong
-    view = CacheViews().of(cache, [cache.open()])
-    loaded.mmkv_store(view._views, 2, key.data_ptr(), value.data_ptr())
+    views = CacheViews().of(cache, [cache.open()])
+    loaded.mmkv_store(views, 2, key.data_ptr(), value.data_ptr())
     assert not pool.keys_at(torch.tensor([2])).isfinite().any()
     assert pool.values_at(torch.tensor([2])).isfinite().all()
