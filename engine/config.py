@@ -38,6 +38,7 @@ if TYPE_CHECKING:
 # Positions are int32. No sensible page has more than a few hundred entries, and each row of the
 # cache holds a page at least.
 _MOST_POSITIONS, _MOST_PAGE = 2**31 - 1, 1024
+DEFAULT_POLICY = "dbtrimkv"  # where there are retention gates and nobody named one
 DEFAULT_BUDGET = 256  # entries per layer and KV head, where a policy evicts and nobody named one
 # How matrices lie on a CPU; engine/model/product.py says what each means.
 WEIGHT_FORMS = ("auto", "bf16", "int8", "int4")
@@ -110,8 +111,9 @@ class EngineConfig:
         "LoRA adapter (PEFT folder, or hub id) to merge into the weights.", kind=str | None
     )
     policy: str | Policy | None = option(
-        "What to keep, NAME or NAME:key=value,...; mmkv policies lists all. Default: dbtrimkv "
-        "with gates; without: rkv (pictures) or streamingllm (text) under a budget, else full.",
+        "What to keep, NAME or NAME:key=value,...; mmkv policies lists all. Default: "
+        f"{DEFAULT_POLICY} with gates; without: rkv (pictures) or streamingllm (text) under a "
+        "budget, else full.",
         kind=str | None,
     )
     budget: Budget | float | str | None = option(

@@ -25,6 +25,10 @@ CACHE, SERVER = "Model and cache", "Server"
 
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="No notes or progress.")]
 
+# typer carries its own copy of click in some versions and uses the package in others; the class
+# that both derive usage mistakes from is the base of typer's own public one.
+CLICK_USAGE_ERROR: Any = typer.BadParameter.__mro__[1]
+
 # The budget has an option for each unit; kv_limit is for programs.
 _BUDGETS = {
     "budget": Annotated[
@@ -141,13 +145,13 @@ def chat_options(*names: str) -> Decorator:
     """Give a command options of ChatOptions, these or all; it gets them as ``options``."""
     known = _declared(ChatOptions)
     added = {name: known[name] for name in names or known}
-    return options_as("options", added, partial(_held, ChatOptions), _behind_engine(added))
+    return options_as("options", added, partial(held, ChatOptions), _behind_engine(added))
 
 
 def server_options(command: Callable[..., Any]) -> Callable[..., Any]:
     """Give a command the options of ServerSettings; it gets them as ``settings``."""
     added = _declared(ServerSettings, SERVER)
-    build = partial(_held, ServerSettings)
+    build = partial(held, ServerSettings)
     return options_as("settings", added, build, _behind_engine(added))(command)
 
 
@@ -269,7 +273,7 @@ def _config(given: dict[str, Any], others: dict[str, Any]) -> EngineConfig:
     return EngineConfig(**given, budget=budget)
 
 
-def _held(holder: type[Any], given: dict[str, Any], _: dict[str, Any]) -> Any:
+def held(holder: type[Any], given: dict[str, Any], _: dict[str, Any]) -> Any:
     """Return the dataclass of what was given. Raises UsageError."""
     read, known = {}, declared(holder)
     for name, value in given.items():
