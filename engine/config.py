@@ -1,4 +1,4 @@
-"""Every option of an engine, once: its type, default, check and one line of help.
+"""Every option of an engine, once: its type, default, bounds and one line of help.
 
 The Python interface, ``mmkv chat``, ``mmkv mmdu``, ``mmkv bench`` and lmms-eval's adapter all build
 an :class:`EngineConfig`. Nothing here imports torch: a command line can answer ``--help`` with it.
@@ -7,11 +7,12 @@ an :class:`EngineConfig`. Nothing here imports torch: a command line can answer 
 from __future__ import annotations
 
 import difflib
+import functools
 import sys
 from collections.abc import Iterable
-from dataclasses import Field, dataclass, field, fields
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from mmkv.engine.budget import RISK, Budget, parse_bytes
 from mmkv.engine.errors import (
@@ -26,6 +27,7 @@ from mmkv.engine.errors import (
 from mmkv.engine.model.gguf.config import gguf_folder, is_gguf
 from mmkv.engine.model.gguf.file import SUFFIX
 from mmkv.engine.model.source import at_hand
+from mmkv.engine.options import Option, declared, option
 
 if TYPE_CHECKING:
     import torch
@@ -33,16 +35,10 @@ if TYPE_CHECKING:
     from mmkv.engine.policies import Policy
 
 
-def _about(
-    kind: type, help: str, least: int | None = None, most: int | None = None
-) -> dict[str, Any]:
-    """Return the metadata of a field. ``kind``: the type of its text on a command line."""
-    return {"kind": kind, "help": help, "least": least, "most": most}
-
-
 # Positions are int32. No sensible page has more than a few hundred entries, and each row of the
 # cache holds a page at least.
 _MOST_POSITIONS, _MOST_PAGE = 2**31 - 1, 1024
+DEFAULT_POLICY = "dbtrimkv"  # where there are retention gates and nobody named one
 DEFAULT_BUDGET = 256  # entries per layer and KV head, where a policy evicts and nobody named one
 # How matrices lie on a CPU; engine/model/product.py says what each means.
 WEIGHT_FORMS = ("auto", "bf16", "int8", "int4")
@@ -105,93 +101,64 @@ class EngineConfig:
         TypeError: for a value of another type.
     """
 
-    model: str | Path | None = field(
-        default=None,
-        metadata=_about(str, "Model folder, hub id or GGUF file. Default: the bundled model."),
+    model: str | Path | None = option(
+        "Model folder, hub id or GGUF file. Default: the bundled model.", kind=str | None
     )
-    mmproj: str | Path | None = field(
-        default=None, metadata=_about(str, "The vision tower (mmproj) of a GGUF model: its file.")
+    mmproj: str | Path | None = option(
+        "The vision tower (mmproj) of a GGUF model: its file.", kind=str | None
     )
-    adapter: str | Path | None = field(
-        default=None,
-        metadata=_about(str, "LoRA adapter (PEFT folder, or hub id) to merge into the weights."),
+    adapter: str | Path | None = option(
+        "LoRA adapter (PEFT folder, or hub id) to merge into the weights.", kind=str | None
     )
-    policy: str | Policy | None = field(
-        default=None,
-        metadata=_about(
-            str,
-            "What to keep, NAME or NAME:key=value,...; mmkv policies lists all. Default: dbtrimkv "
-            "with gates; without: rkv (pictures) or streamingllm (text) under a budget, else full.",
-        ),
+    policy: str | Policy | None = option(
+        "What to keep, NAME or NAME:key=value,...; mmkv policies lists all. Default: "
+        f"{DEFAULT_POLICY} with gates; without: rkv (pictures) or streamingllm (text) under a "
+        "budget, else full.",
+        kind=str | None,
     )
-    budget: Budget | float | str | None = field(
-        default=None, metadata=_about(str, "Entries per row (256), a share (25%) or bytes (64MiB).")
+    budget: Budget | float | str | None = option(
+        "Entries per row (256), a share (25%) or bytes (64MiB).", kind=str | None
     )
-    risk: float | None = field(
-        default=None,
-        metadata=_about(
-            float,
-            f"Grow the budget while the risk would be above this (0.02): {RISK}.",
-        ),
+    risk: float | None = option(
+        f"Grow the budget while the risk would be above this (0.02): {RISK}."
     )
-    budget_max: Budget | float | str | None = field(
-        default=None, metadata=_about(str, "How far --risk may grow it: 64MiB, or entries per row.")
+    budget_max: Budget | float | str | None = option(
+        "How far --risk may grow it: 64MiB, or entries per row.", kind=str | None
     )
-    lookahead: float = field(
-        default=DEFAULT_LOOKAHEAD, metadata=_about(float, "Steps that scores look ahead, or inf.")
+    lookahead: float = option("Steps that scores look ahead, or inf.", DEFAULT_LOOKAHEAD)
+    evict_every: int | None = option(
+        "Decode steps between evictions. Default: the policy's.", least=1, most=sys.maxsize
     )
-    evict_every: int | None = field(
-        default=None,
-        metadata=_about(
-            int, "Decode steps between evictions. Default: the policy's.", 1, sys.maxsize
-        ),
+    prefill_chunk: int = option(
+        "Prompt tokens per prefill chunk.", 2048, least=1, most=_MOST_POSITIONS
     )
-    prefill_chunk: int = field(
-        default=2048, metadata=_about(int, "Prompt tokens per prefill chunk.", 1, _MOST_POSITIONS)
+    page_size: int = option("Entries per cache page.", 16, least=1, most=_MOST_PAGE)
+    gates: str | Path | None = option(
+        "Gates: path, hub id, short name, or 'random' for speed runs.", kind=str | None
     )
-    page_size: int = field(
-        default=16, metadata=_about(int, "Entries per cache page.", 1, _MOST_PAGE)
+    device: str = option("auto, cpu, cuda, cuda:1, ...", "auto")
+    dtype: str | torch.dtype = option("auto, float32, bfloat16 or float16.", "auto", kind=str)
+    weights: str = option(
+        "Weights: auto (exact), bf16, int8, int4 (rounded, faster).", "auto", choices=WEIGHT_FORMS
     )
-    gates: str | Path | None = field(
-        default=None,
-        metadata=_about(str, "Gates: path, hub id, short name, or 'random' for speed runs."),
+    kv: str | None = option(
+        "Cached keys and values: auto (dtype), bf16, int8, k8v4 or int4. Default: auto; the "
+        "best one at these bytes for a budget in bytes.",
+        choices=KV_FORMS,
     )
-    device: str = field(default="auto", metadata=_about(str, "auto, cpu, cuda, cuda:1, ..."))
-    dtype: str | torch.dtype = field(
-        default="auto", metadata=_about(str, "auto, float32, bfloat16 or float16.")
+    kv_limit: int | None = option("Most bytes that the cache may take.", least=0, most=2**62)
+    vision_cache: int | str = option(
+        "Memory for features of pictures: the same ones are encoded once; 0: none.",
+        "256MiB",
+        kind=str,
     )
-    weights: str = field(
-        default="auto",
-        metadata=_about(str, "Weights: auto (exact), bf16, int8, int4 (rounded, faster)."),
+    endless: bool = option(
+        "Go on beyond the trained context: close the gaps that evicted tokens left.",
+        True,
+        flags=("--endless/--no-endless",),
     )
-    kv: str | None = field(
-        default=None,
-        metadata=_about(
-            str,
-            "Cached keys and values: auto (dtype), bf16, int8, k8v4 or int4. Default: auto; the "
-            "best one at these bytes for a budget in bytes.",
-        ),
-    )
-    kv_limit: int | None = field(
-        default=None, metadata=_about(int, "Most bytes that the cache may take.", 0, 2**62)
-    )
-    vision_cache: int | str = field(
-        default="256MiB",
-        metadata=_about(
-            str, "Memory for features of pictures: the same ones are encoded once; 0: none."
-        ),
-    )
-    endless: bool = field(
-        default=True,
-        metadata=_about(
-            bool, "Go on beyond the trained context: close the gaps that evicted tokens left."
-        ),
-    )
-    threads: int | None = field(
-        default=None,
-        metadata=_about(
-            int, "Threads on a CPU (default: its cores); 1 where others use them.", 1, 1024
-        ),
+    threads: int | None = option(
+        "Threads on a CPU (default: its cores); 1 where others use them.", least=1, most=1024
     )
 
     def __post_init__(self) -> None:
@@ -211,26 +178,22 @@ class EngineConfig:
             given = getattr(self, name)
             if type(given).__module__ != "torch":  # torch.device, torch.dtype
                 require_type(name, given, str, f"text or a torch.{name}")
-        for name, forms, error in (
-            ("kv", KV_FORMS, PolicyError),
-            ("weights", WEIGHT_FORMS, ModelError),
-        ):
-            given = getattr(self, name)
-            if given is None and name == "kv":
-                continue
-            require_type(name, given, str, "text")
-            if given not in forms:
-                named = f"{', '.join(forms[:-1])} or {forms[-1]}"
-                raise error(f"{name} is {given!r}; give {named}")
         for name, setting in options().items():
-            value, least, most = getattr(self, name), *map(setting.metadata.get, ("least", "most"))
-            if least is None or (value is None and setting.default is None):
+            value = getattr(self, name)
+            if value is None and setting.default is None:
                 continue
-            require_whole(name, value)
-            if not least <= value <= most:
-                bound = f"at least {least}" if value < least else f"at most {most:,}"
-                raise PolicyError(f"{name} is {value}; give a whole number of {bound}")
-
+            if setting.choices:
+                require_type(name, value, str, "text")
+                if value not in setting.choices:
+                    error = ModelError if name == "weights" else PolicyError
+                    named = f"{', '.join(setting.choices[:-1])} or {setting.choices[-1]}"
+                    raise error(f"{name} is {value!r}; give {named}")
+            if setting.least is not None and setting.most is not None:
+                require_whole(name, value)
+                if not setting.least <= value <= setting.most:
+                    least = f"at least {setting.least}"
+                    bound = least if value < setting.least else f"at most {setting.most:,}"
+                    raise PolicyError(f"{name} is {value}; give a whole number of {bound}")
         require_type("endless", self.endless, bool, "True or False")
         if not isinstance(self.vision_cache, str):
             require_whole("vision_cache", self.vision_cache)
@@ -256,9 +219,10 @@ class EngineConfig:
         return at_hand(str(self.model))
 
 
-def options() -> dict[str, Field[Any]]:
-    """Return the fields of :class:`EngineConfig` by name, in their order."""
-    return {setting.name: setting for setting in fields(EngineConfig)}
+@functools.cache
+def options() -> dict[str, Option]:
+    """Return the options of :class:`EngineConfig` by name, in their order."""
+    return declared(EngineConfig)
 
 
 def require_options(given: Iterable[str], caller: str, also: Iterable[str] = ()) -> None:

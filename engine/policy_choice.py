@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Literal
 
 from mmkv.engine.backends.torch.write_step import check_named
-from mmkv.engine.config import EngineConfig
+from mmkv.engine.config import DEFAULT_POLICY, EngineConfig
 from mmkv.engine.errors import GateError, PolicyError
 from mmkv.engine.model.gates import (
     Gates,
@@ -113,7 +113,7 @@ def named_policy(config: EngineConfig, age: Literal["paper", "released"] = "pape
     """Return the policy that ``config`` names or holds; ``age``: its gates'. Raises PolicyError."""
     policy = config.policy
     if policy is None or isinstance(policy, str):
-        return make_policy(policy or "dbtrimkv", config.lookahead, age)
+        return make_policy(policy or DEFAULT_POLICY, config.lookahead, age)
     if not isinstance(policy, Policy):
         raise PolicyError(
             f"policy is a {type(policy).__name__}; give a name such as 'dbtrimkv' or a mmkv.Policy"

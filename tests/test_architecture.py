@@ -17,7 +17,7 @@ APART = {
     "engine": {
         f"engine/{name}"
         for name in (
-            "backends/base budget config device errors hub memory paths read_ids registry "
+            "backends/base budget config device errors hub memory options paths read_ids registry "
             "scorer_state"
         ).split()
     },

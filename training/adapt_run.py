@@ -8,7 +8,6 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 import random
 import re
 import shutil
@@ -38,9 +37,8 @@ from mmkv.training.measure.record import page_text, provenance, require_output
 from mmkv.training.measure.tables import pipe_table
 from mmkv.training.measure.teacher_forced import spans
 from mmkv.training.run import DistillTrainer, History, arguments_of, own_device
+from mmkv.training.settings import AdaptSettings
 
-METHODS = ("distill", "grpo")
-REPLIES = ("teacher", "data")
 PARTS = dict.fromkeys(("kl", "agreement", "held", "mask_bytes"), "documents")
 _BLOCK = 128  # tokens whose probabilities stand at once
 
@@ -69,127 +67,6 @@ REWARDS: Mapping[str, Callable[[str, str], bool]] = {
     "contains": contains,
     "number": number,
 }
-_ONE_OF = {
-    "method": METHODS,
-    "replies": REPLIES,
-    "reward": tuple(REWARDS),
-    "schedule": ("cosine", "linear"),
-}
-_WHOLE = (
-    "rank",
-    "alpha",
-    "steps",
-    "documents",
-    "max_reply",
-    "log_every",
-    "save_every",
-    "prefill_chunk",
-)
-_ABOVE_ZERO = ("lr", "temperature")
-_NOT_BELOW_ZERO = ("warmup", "weight_decay", "clip", "seed")
-_OF_METHOD = {"distill": ("replies",), "grpo": ("group", "reward", "epsilon")}
-
-
-@dataclass(frozen=True)
-class AdaptSettings:
-    """The options of a run.
-
-    G-KV (section 7.4) trains all weights at a learning rate of 1e-6, 128 documents or 16 prompts of
-    8 replies a step, replies of up to 4,096 tokens at temperature 0.6, 250 or 400 steps. The
-    defaults here are for an adapter.
-
-    Attributes:
-        budget: entries per layer and KV head (``64``), or a share of the document (``1/16``).
-        interval: decode steps between two evictions; None: the policy's own.
-        full: train all text weights; rank, alpha and targets are those of an adapter.
-        replies: distill: drawn from the teacher, as in the paper, or those of the data.
-        temperature: of drawn replies, and of the loss of distill (its eq. 7).
-        documents: per step; with grpo prompts. group: grpo: replies to each.
-        max_reply: most tokens of a drawn reply. A longer one of grpo has the advantage 0.
-        reward: grpo: when a reply is right, one of :data:`REWARDS`.
-        epsilon: grpo: the clip of its eq. 6.
-    """
-
-    model: str
-    output: str
-    method: str = "distill"
-    policy: str = "dbtrimkv"
-    gates: str | None = None
-    budget: str = "256"
-    prefill_chunk: int = EngineConfig.prefill_chunk
-    interval: int | None = None
-    full: bool = False
-    rank: int = 16
-    alpha: int = 32
-    targets: tuple[str, ...] = ()
-    replies: str = "teacher"
-    temperature: float = 0.6
-    max_reply: int = 256
-    documents: int = 4
-    group: int = 8
-    reward: str = "exact"
-    epsilon: float = 0.2
-    steps: int = 100
-    lr: float = 1e-4
-    schedule: str = "cosine"
-    warmup: float = 0.03
-    weight_decay: float = 0.0
-    clip: float = 1.0
-    checkpointing: bool = False
-    dtype: str = "auto"
-    device: str = "auto"
-    seed: int = 0
-    log_every: int = 1
-    save_every: int = 50
-    resume: bool = False
-
-    def __post_init__(self) -> None:
-        for name, allowed in _ONE_OF.items():
-            if (given := getattr(self, name)) not in allowed:
-                raise InputError(f"--{name} is {given!r}; choose one of {', '.join(allowed)}")
-        for names, least, wanted in (
-            (_WHOLE, 1, "1 or more"),
-            (("group",), 2, "2 or more: a reply is judged by the others"),
-            (_NOT_BELOW_ZERO, 0, "0 or more"),
-        ):
-            for name in names:
-                self._require(name, getattr(self, name) >= least, wanted)
-        for name in _ABOVE_ZERO:
-            self._require(name, 0 < getattr(self, name) < math.inf, "a finite number above 0")
-        self._require("epsilon", 0 < self.epsilon < 1, "a number between 0 and 1")
-        self._require("interval", self.interval is None or self.interval >= 1, "1 or more")
-        self._require("warmup", self.warmup <= 1, "a share of the steps, 0 to 1")
-        budget_of(self.budget, 1)
-        rows = self.documents * (self.group if self.method == "grpo" else 1)
-        if rows % processes():
-            raise InputError(
-                f"a step has {rows} passes, which {processes()} processes cannot share; give a "
-                "multiple"
-            )
-
-    def _require(self, name: str, holds: bool, wanted: str) -> None:
-        if not holds:  # NaN fails, too
-            option = name.replace("_", "-")
-            raise InputError(f"--{option} is {getattr(self, name)}; give {wanted}")
-
-    @property
-    def passes(self) -> int:
-        """Passes of a step in each process."""
-        rows = self.documents * (self.group if self.method == "grpo" else 1)
-        return rows // processes()
-
-    @property
-    def unread(self) -> set[str]:
-        """The settings that this run does not read."""
-        out = {n for method, names in _OF_METHOD.items() if method != self.method for n in names}
-        out |= {"rank", "alpha", "targets"} if self.full else set()
-        return out | (
-            {"max_reply"} if (self.method, self.replies) == ("distill", "data") else set()
-        )
-
-    def described(self) -> dict[str, Any]:
-        """Return the settings without those that this run does not read."""
-        return {n: v for n, v in dataclasses.asdict(self).items() if n not in self.unread}
 
 
 def load_compressed(settings: AdaptSettings) -> CompressedModel:

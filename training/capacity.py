@@ -30,8 +30,9 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from mmkv.training.settings import LEAST_RATES
+
 NEGLIGIBLE = -80.0  # exp(-80) = 2e-35 is nothing beside S >= 1, and just above the denormals
-LEAST_RATES = 4  # of retained_total_grouped: its interpolation is cubic
 TILE = 1 << 18  # elements of one block of exponentials
 
 

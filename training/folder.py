@@ -25,8 +25,8 @@ _STATE = "trainer_state.json"  # what the Trainer writes last of a checkpoint
 # Options that a resumed run may change, because training does not depend on them. (A recipe fills
 # in settings, and those are compared.)
 _FREE = frozenset(
-    "output recipe resume device checkpointing log_every save_every eval_every held_out_budget "
-    "store threshold eval_data eval_samples".split()
+    "output recipe resume device threads checkpointing log_every save_every eval_every "
+    "held_out_budget store threshold eval_data eval_samples".split()
 )
 
 

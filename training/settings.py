@@ -1,5 +1,5 @@
-"""The settings of a distillation run, and recipes: numbers of the papers and those that no paper
-gives.
+"""The settings of runs that train, each declared once, and the recipes of distillation: numbers of
+the papers and those that no paper gives. Nothing here imports torch: commands are made of it.
 
 What both retention papers leave to Hugging Face's Trainer is its default: 3 epochs, no warm-up,
 gradient norm 1. Their 4 passes a step are those of each of 4 GPUs: one process gets the same steps
@@ -41,15 +41,20 @@ Not in the recipes: the data and its ``--max-length``; the papers' tables have b
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
-from typing import Any
+from dataclasses import MISSING, asdict, dataclass, replace
+from typing import TYPE_CHECKING, Any
 
+from mmkv.engine.config import DEFAULT_BUDGET, DEFAULT_POLICY, EngineConfig
 from mmkv.engine.errors import InputError
-from mmkv.training.capacity import LEAST_RATES
-from mmkv.training.model import Objective, WriteObjective
-from mmkv.training.student import GATES
+from mmkv.engine.options import declared, option
 
+if TYPE_CHECKING:
+    from mmkv.training.model import Objective, WriteObjective
+
+# Headings of the help.
+_DATA, _GATES, _CACHE, _WEIGHTS, _LOSS, _RUN = "Data", "Gates", "Cache", "Weights", "Loss", "Run"
 DEFAULT = "mmkv"
 _TRAINER = {"epochs": 3.0, "warmup": 0.0, "clip": 1.0}
 RECIPES: Mapping[str, Mapping[str, object]] = {
@@ -129,45 +134,7 @@ _LOSSES = {
     "reverse-kl": (1.0, 0.0, True),
     "reverse-kl+ntp": (1.0, 1.0, True),
 }
-_CHOICES = {
-    "method": ("retention", "wgkv"),
-    "gating": ("log-bias", "logit-scale"),
-    "scope": ("global", "head"),
-    "gate": GATES,
-    "tying": ("paper", "layer", "none"),
-    "gate_input": ("x", "kv"),
-    "store": ("float32", "float16"),
-    "weights": ("auto", "bf16"),
-    "normaliser": ("relative", "tt"),
-    "schedule": ("cosine", "linear"),
-    "loss": tuple(_LOSSES),
-}
-_ABOVE_ZERO = (
-    "budget",
-    "steps",
-    "batch",
-    "accumulate",
-    "d_gate",
-    "lr",
-    "window",
-    "log_every",
-    "save_every",
-)
-_NOT_BELOW_ZERO = (
-    "lambda_cap",
-    "least_budget",
-    "lambda_rank",
-    "rank_window",
-    "lambda_sparse",
-    "threshold",
-    "epochs",
-    "clip",
-    "weight_decay",
-    "capacity_rates",
-    "eval_every",
-    "held_out_budget",
-    "seed",
-)
+LEAST_RATES = 4  # of mmkv.training.capacity.retained_total_grouped: its interpolation is cubic
 # Options of one method only.
 _OF_METHOD = {
     "retention": frozenset(
@@ -176,6 +143,79 @@ _OF_METHOD = {
     ),
     "wgkv": frozenset("window lambda_sparse threshold".split()),
 }
+
+
+@dataclass(frozen=True)
+class DataSettings:
+    """Where a run's documents come from."""
+
+    data: list[str] = option(
+        "[WEIGHT*][KIND:]PATH, kinds chat, llava, mmdu, pairs, text (found by content when left "
+        "out); or [WEIGHT*]NAME[:FOLDER], a paper's set: m4-instruct, llava-video, r1-onevision, "
+        "openr1-math, llava-next, synthlong, booksum, buddhi, longalpaca, fineweb-edu, "
+        "nemotron-math, deepscaler; or niah[:LOW-HIGH], needles in texts of so many tokens; or "
+        "mixture:FILE (also FILE.toml), mixture:dbtrimkv[:FOLDER] and "
+        "mixture:trimkv-long[:FOLDER], the papers'; or [WEIGHT*]scenes:KIND for the bundled "
+        "model (dense, sparse, clip, stream, 40-pictures, 96-distractors, 256-distractors); or "
+        "[WEIGHT*]tasks:KIND (recall, needles, memory, far-needles, far-memory, records, "
+        "assigned, haystack). Repeatable.",
+        MISSING,
+        panel=_DATA,
+    )
+    eval_data: list[str] | None = option(
+        "Held-out data, as --data. Without it nothing is measured.", panel=_DATA
+    )
+    eval_samples: int = option("Held-out conversations to use.", 32, panel=_DATA, least=0)
+    max_length: int = option("Longest document, in tokens.", 4096, panel=_DATA)
+    long_chats: str = option(
+        "Chats longer than that: drop them, or cut them after a reply.", "cut", panel=_DATA
+    )
+    pack: bool = option(
+        "Fill each pass up to --max-length with documents; none sees another.",
+        False,
+        panel=_DATA,
+        flags=("--pack/--no-pack",),
+    )
+    media_root: str | None = option(
+        "Folder that relative paths of pictures start from.", panel=_DATA
+    )
+
+    def __post_init__(self) -> None:
+        check(self)
+
+    @property
+    def how(self) -> dict[str, Any]:
+        """How documents are read, as :func:`mmkv.training.data.examples.examples` takes it."""
+        names = ("max_length", "long_chats", "media_root")
+        return {name: getattr(self, name) for name in names}
+
+
+def check(settings: Any) -> None:
+    """Check a dataclass against the choices and bounds of its options.
+
+    Raises:
+        InputError: for the first value outside them; NaN is outside all.
+    """
+    for name, known in declared(type(settings)).items():
+        value, bounds = getattr(settings, known.field), []
+        if value is None:
+            continue
+        if known.choices and value not in known.choices:
+            chosen = ", ".join(known.choices)
+            raise InputError(f"{_flag(name)} is {value!r}; choose one of {chosen}")
+        if known.least is not None:
+            bounds.append((value >= known.least, f"{known.least:g} or more"))
+        if known.above is not None:
+            bounds.append((value > known.above, f"more than {known.above:g}"))
+        if known.most is not None:
+            bounds.append((value <= known.most, f"{known.most:g} or less"))
+        for holds, wanted in bounds:
+            if not holds:
+                raise InputError(f"{_flag(name)} is {value}; give {known.asked or wanted}")
+
+
+def _flag(name: str) -> str:
+    return f"--{name.replace('_', '-')}"
 
 
 @dataclass(frozen=True)
@@ -193,72 +233,167 @@ class TrainingSettings:
         method: ``retention`` trains retention gates, ``wgkv`` write gates (WG-KV, arXiv
             2512.17452), which read only what says so here, ``d_gate``, and what is said of the
             run: steps, data, optimiser, files.
-        gate: ``tied`` or ``rg``, see :class:`mmkv.training.student.TrainableGates`.
+        gate, tying, gate_input: see :class:`mmkv.training.student.TrainableGates`.
         budget: M, mean entries per (layer, KV head), that the capacity term aims at.
         least_budget: 0, or the least M that documents draw, see
             :class:`mmkv.training.model.Objective`; ``budget`` is then where the temperature is 1.
         lambda_rank, rank_window: of the rank term, see :class:`mmkv.training.model.Objective`.
-        lambda_cap: weight of the capacity term.
-        gate_input: ``x`` or ``kv``, see :class:`mmkv.training.student.TrainableGates`.
         window: write gates: W_local, tokens that every entry stays for, its own included.
-        lambda_sparse: write gates: weight of the sparsity term.
-        threshold: write gates: tau, the gate from which an entry is admitted, in log lines and
-            held-out runs; training does not depend on it.
+        threshold: write gates: tau, in log lines and held-out runs; training does not depend on it.
         epochs: above 0: how often every row of the data is read, which decides the steps
             (:meth:`for_rows`); giving ``steps`` sets it to 0.
-        batch, accumulate: documents per process and forward pass; passes per step.
-        schedule: of the learning rate, from its peak to 0: ``cosine`` or ``linear``.
-        warmup: share of the steps.
-        clip: largest gradient norm; 0 for none.
-        capacity_rates: 0 counts exactly; K groups log_beta into K decay rates.
         weights: ``bf16`` rounds states, gradients and the gates' trunks to bfloat16 for products on
             a CPU; ``auto`` does not.
         store: dtype of the trunks in the gate file; training itself is in float32.
-        held_out_budget: M of the held-out runs, ``budget`` when 0.
     """
 
-    model: str
-    output: str
-    recipe: str = DEFAULT
-    method: str = "retention"
-    gating: str = "log-bias"
-    scope: str = "global"
-    budget: float = 256.0
-    least_budget: float = 0.0
-    lambda_rank: float = 0.0
-    rank_window: int = 0
-    lambda_cap: float = 1.0
-    normaliser: str = "relative"
-    loss: str = "kl+ntp"
-    gate: str = "tied"
-    d_gate: int = 512
-    tying: str = "paper"
-    gate_input: str = "x"
-    bias: float = 18.0
-    capacity_rates: int = 0
-    window: int = 256
-    lambda_sparse: float = 0.04
-    threshold: float = 0.1
-    steps: int = 1000
-    epochs: float = 0.0
-    batch: int = 1
-    accumulate: int = 1
-    lr: float = 2e-4
-    schedule: str = "cosine"
-    warmup: float = 0.03
-    weight_decay: float = 1e-6
-    clip: float = 1.0
-    checkpointing: bool = False
-    seed: int = 0
-    dtype: str = "auto"
-    weights: str = "auto"
-    device: str = "auto"
-    log_every: int = 10
-    save_every: int = 200
-    eval_every: int = 200
-    held_out_budget: float = 0.0
-    store: str = "float32"
-    resume: bool = False
+    model: str = option("Checkpoint folder or hub id; stays frozen.", MISSING, panel=_RUN)
+    output: str = option("Folder for gates, checkpoints, curve and card.", MISSING, panel=_RUN)
+    recipe: str = option(
+        "mmkv (the defaults shown here), or the papers' numbers: dbtrimkv, trimkv, wgkv (the "
+        "default with --method wgkv); options that are given override it.",
+        DEFAULT,
+        panel=_RUN,
+    )
+    method: str = option(
+        "retention gates, or wgkv: write gates, with recipe wgkv (WG-KV).",
+        "retention",
+        panel=_RUN,
+        choices=("retention", "wgkv"),
+    )
+    gating: str = option(
+        "log-bias (DBTrimKV) or logit-scale (TRIM-KV).",
+        "log-bias",
+        panel=_GATES,
+        choices=("log-bias", "logit-scale"),
+    )
+    loss: str = option(
+        "kl+ntp, kl, ntp, reverse-kl or reverse-kl+ntp.",
+        "kl+ntp",
+        panel=_LOSS,
+        choices=tuple(_LOSSES),
+    )
+    scope: str = option(
+        "Capacity over all heads (global) or each (head).",
+        "global",
+        panel=_LOSS,
+        choices=("global", "head"),
+    )
+    budget: float = option("M, mean entries per layer and KV head.", 256.0, panel=_LOSS, above=0)
+    least_budget: float = option(
+        "Above 0: each document draws its M log-uniformly from this to half of its tokens.",
+        0.0,
+        panel=_LOSS,
+        least=0,
+    )
+    lambda_rank: float = option(
+        "Weight of the term that ranks entries by their future attention.",
+        0.0,
+        panel=_LOSS,
+        least=0,
+    )
+    rank_window: int = option(
+        "Of that term: tokens ahead whose queries count; 0: all.", 0, panel=_LOSS, least=0
+    )
+    lambda_cap: float = option("Weight of the capacity term.", 1.0, panel=_LOSS, least=0)
+    normaliser: str = option(
+        "relative or tt (TRIM-KV).", "relative", panel=_LOSS, choices=("relative", "tt")
+    )
+    gate: str = option(
+        "tied (two layers, a block of them per head), rg (TRIM-KV: one hidden layer), rg10 (as "
+        "DBTrimKV's authors published) or linear.",
+        "tied",
+        panel=_GATES,
+        choices=("tied", "rg", "rg10", "linear"),
+    )
+    d_gate: int = option("Width of the gates' hidden layers.", 512, panel=_GATES, above=0)
+    tying: str = option(
+        "One readout for all (paper), per layer, or per head (none).",
+        "paper",
+        panel=_GATES,
+        choices=("paper", "layer", "none"),
+    )
+    gate_input: str = option(
+        "Input of the gates: the layer's normed input (x) or keys and values (kv).",
+        "x",
+        panel=_GATES,
+        choices=("x", "kv"),
+    )
+    bias: float = option("Start value of the readout's bias.", 18.0, panel=_GATES)
+    capacity_rates: int = option(
+        "0: exact count; K: approximate it with K decay rates.", 0, panel=_LOSS, least=0
+    )
+    window: int = option(
+        "wgkv: tokens that every entry stays for (W_local).", 256, panel=_GATES, above=0
+    )
+    lambda_sparse: float = option("wgkv: weight of the sparsity term.", 0.04, panel=_LOSS, least=0)
+    threshold: float = option(
+        "wgkv: gate from which an entry is admitted, in what is measured.",
+        0.1,
+        panel=_GATES,
+        least=0,
+        most=1,
+        asked="0 to 1: gates lie between",
+    )
+    steps: int = option("Optimiser steps.", 1000, panel=_RUN, above=0)
+    epochs: float = option(
+        "Above 0: steps that read each row of --data so often.", 0.0, panel=_RUN, least=0
+    )
+    batch: int = option("Documents per process and forward pass.", 1, panel=_RUN, above=0)
+    accumulate: int = option("Forward passes per step.", 1, panel=_RUN, above=0)
+    lr: float = option("Peak learning rate.", 2e-4, panel=_RUN, above=0)
+    schedule: str = option(
+        "Schedule of the learning rate to 0: cosine or linear.",
+        "cosine",
+        panel=_RUN,
+        choices=("cosine", "linear"),
+    )
+    warmup: float = option(
+        "Share of steps for warm-up.",
+        0.03,
+        panel=_RUN,
+        least=0,
+        most=1,
+        asked="a share of the steps, 0 to 1",
+    )
+    weight_decay: float = option("AdamW's.", 1e-6, panel=_RUN, least=0)
+    clip: float = option("Largest gradient norm; 0: any.", 1.0, panel=_RUN, least=0)
+    checkpointing: bool = option(
+        "Recompute layers instead of keeping activations.",
+        False,
+        panel=_RUN,
+        flags=("--checkpointing/--no-checkpointing",),
+    )
+    dtype: str = option("auto, float32 or bfloat16.", "auto", panel=_RUN)
+    weights: str = option(
+        "On a CPU: auto, or bf16: products of bfloat16, faster.",
+        "auto",
+        panel=_RUN,
+        choices=("auto", "bf16"),
+    )
+    device: str = option("auto, cpu or cuda.", "auto", panel=_RUN)
+    seed: int = option("Seed of gates and data order.", 0, panel=_RUN, least=0)
+    log_every: int = option("Steps between log lines.", 10, panel=_RUN, above=0)
+    save_every: int = option("Steps between checkpoints.", 200, panel=_RUN, above=0)
+    eval_every: int = option(
+        "Steps between held-out runs; 0: at the end.", 200, panel=_RUN, least=0
+    )
+    held_out_budget: float = option(
+        "M of the held-out runs; 0: --budget.", 0.0, panel=_RUN, least=0
+    )
+    threads: int = option("Torch threads; 0: its default.", 0, panel=_RUN, least=0)
+    store: str = option(
+        "Trunks in the gate file: float32, or float16 at half the size.",
+        "float32",
+        panel=_RUN,
+        choices=("float32", "float16"),
+    )
+    resume: bool = option(
+        "Continue from the last checkpoint in --output.",
+        False,
+        panel=_RUN,
+        flags=("--resume/--no-resume",),
+    )
 
     @classmethod
     def of(cls, name: str, **given: Any) -> TrainingSettings:
@@ -276,30 +411,23 @@ class TrainingSettings:
         made = cls(**asked)
         for method, options in _OF_METHOD.items():
             if method != made.method and (odd := sorted(options & given.keys())):
-                option = odd[0].replace("_", "-")
                 raise InputError(
-                    f"--{option} is an option of --method {method}, and this run's method is "
+                    f"{_flag(odd[0])} is an option of --method {method}, and this run's method is "
                     f"{made.method}; leave it out"
                 )
         return made
 
     def __post_init__(self) -> None:
         recipe_options(self.recipe)
-        for name, allowed in _CHOICES.items():
-            if (given := getattr(self, name)) not in allowed:
-                option = name.replace("_", "-")
-                raise InputError(f"--{option} is {given!r}; choose one of {', '.join(allowed)}")
         for name, value in vars(self).items():
-            if isinstance(value, float):
-                self._require(name, math.isfinite(value), "a finite number")
-        for name in _ABOVE_ZERO:
-            self._require(name, getattr(self, name) > 0, "more than 0")
-        for name in _NOT_BELOW_ZERO:
-            self._require(name, getattr(self, name) >= 0, "0 or more")
-        self._require("warmup", 0 <= self.warmup <= 1, "a share of the steps, 0 to 1")
-        self._require("threshold", self.threshold <= 1, "0 to 1: gates lie between")
-        few = 0 < self.capacity_rates < LEAST_RATES
-        self._require("capacity_rates", not few, f"0 for the exact count, or {LEAST_RATES} or more")
+            if isinstance(value, float) and not math.isfinite(value):
+                raise InputError(f"{_flag(name)} is {value}; give a finite number")
+        check(self)
+        if 0 < self.capacity_rates < LEAST_RATES:
+            raise InputError(
+                f"--capacity-rates is {self.capacity_rates}; give 0 for the exact count, or "
+                f"{LEAST_RATES} or more"
+            )
         if self.gate in ("rg", "linear") and self.tying != "none":
             raise InputError(
                 f"--gate {self.gate} has one readout per layer and head, --tying is {self.tying}; "
@@ -316,11 +444,6 @@ class TrainingSettings:
                 "head, which counts every head alone"
             )
 
-    def _require(self, name: str, holds: bool, wanted: str) -> None:
-        if not holds:  # NaN fails, too
-            option = name.replace("_", "-")
-            raise InputError(f"--{option} is {getattr(self, name)}; give {wanted}")
-
     def for_rows(self, rows: int, processes: int) -> TrainingSettings:
         """Return the settings with the steps that ``epochs`` of so many rows take.
 
@@ -334,6 +457,8 @@ class TrainingSettings:
 
     def objective(self) -> Objective:
         """Return the loss these settings describe."""
+        from mmkv.training.model import Objective
+
         kl, ntp, reverse = _LOSSES[self.loss]
         return Objective(
             kl,
@@ -351,16 +476,183 @@ class TrainingSettings:
         )
 
     def described(self) -> dict[str, Any]:
-        """Return the settings without those of other methods."""
+        """Return the settings that decide the gates: without those of other methods."""
         others = [names for method, names in _OF_METHOD.items() if method != self.method]
-        left_out = frozenset().union(*others)
+        left_out = frozenset({"threads"}).union(*others)
         return {name: v for name, v in asdict(self).items() if name not in left_out}
 
     def write_objective(self) -> WriteObjective:
         """Return the loss these settings describe for write gates."""
+        from mmkv.training.model import WriteObjective
+
         return WriteObjective(self.lambda_sparse, self.window, self.threshold)
 
     @property
     def policy(self) -> str:
         """Return the preset whose rule these retention gates are trained for."""
         return "dbtrimkv" if self.scope == "global" else "trimkv"
+
+
+# Options of one method of adapt only.
+_OF_ADAPT = {"distill": ("replies",), "grpo": ("group", "reward", "epsilon")}
+_FINITE: dict[str, Any] = {
+    "above": 0,
+    "most": sys.float_info.max,
+    "asked": "a finite number above 0",
+}
+
+
+@dataclass(frozen=True)
+class AdaptSettings:
+    """The options of a run of ``python -m mmkv.training.adapt``.
+
+    G-KV (section 7.4) trains all weights at a learning rate of 1e-6, 128 documents or 16 prompts of
+    8 replies a step, replies of up to 4,096 tokens at temperature 0.6, 250 or 400 steps. The
+    defaults here are for an adapter.
+
+    Attributes:
+        temperature: of drawn replies, and of the loss of distill (its eq. 7).
+        max_reply: most tokens of a drawn reply. A longer one of grpo has the advantage 0.
+        reward: grpo: when a reply is right, one of :data:`mmkv.training.adapt_run.REWARDS`.
+        epsilon: grpo: the clip of its eq. 6.
+    """
+
+    model: str = option("Checkpoint folder or hub id.", MISSING, panel=_RUN)
+    output: str = option("Folder for the adapter, checkpoints and card.", MISSING, panel=_RUN)
+    method: str = option(
+        "distill (predictions of the full cache), or grpo (rewards for right replies).",
+        "distill",
+        panel=_RUN,
+        choices=("distill", "grpo"),
+    )
+    policy: str = option("What evicts, as mmkv chat --policy.", DEFAULT_POLICY, panel=_CACHE)
+    gates: str | None = option("Gates of the policy; else those of the checkpoint.", panel=_CACHE)
+    budget: str = option(
+        "Entries per layer and KV head (64), or a share of each document (1/16).",
+        str(DEFAULT_BUDGET),
+        panel=_CACHE,
+    )
+    prefill_chunk: int = option(
+        "Tokens of a prompt between cuts.", EngineConfig.prefill_chunk, panel=_CACHE, least=1
+    )
+    interval: int | None = option(
+        "Decode steps between cuts; else the policy's own.", panel=_CACHE, least=1
+    )
+    full: bool = option(
+        "Train all text weights, without an adapter.",
+        False,
+        panel=_WEIGHTS,
+        flags=("--full/--no-full",),
+    )
+    rank: int = option("Rank of the LoRA adapter.", 16, panel=_WEIGHTS, least=1)
+    alpha: int = option("Its scale, divided by the rank.", 32, panel=_WEIGHTS, least=1)
+    targets: tuple[str, ...] = option(
+        "Matrix that gets one, such as q_proj; else all.",
+        kind=list[str] | None,
+        name="target",
+        panel=_WEIGHTS,
+        read=lambda given: tuple(given or ()),
+    )
+    replies: str = option(
+        "distill: replies drawn from the teacher, or those of the data.",
+        "teacher",
+        panel=_LOSS,
+        choices=("teacher", "data"),
+    )
+    temperature: float = option(
+        "Of drawn replies, and of distill's loss.", 0.6, panel=_LOSS, **_FINITE
+    )
+    max_reply: int = option("Most tokens of a drawn reply.", 256, panel=_LOSS, least=1)
+    documents: int = option("Documents (grpo: prompts) of a step.", 4, panel=_RUN, least=1)
+    group: int = option(
+        "grpo: replies to each prompt.",
+        8,
+        panel=_LOSS,
+        least=2,
+        asked="2 or more: a reply is judged by the others",
+    )
+    reward: str = option(
+        "grpo: a reply is right that is exact, contains the answer, or its number.",
+        "exact",
+        panel=_LOSS,
+        choices=("exact", "contains", "number"),
+    )
+    epsilon: float = option("grpo: clip of the ratio.", 0.2, panel=_LOSS)
+    steps: int = option("Optimiser steps.", 100, panel=_RUN, least=1)
+    lr: float = option(
+        "Peak learning rate; G-KV has 1e-6 with --full.", 1e-4, panel=_RUN, **_FINITE
+    )
+    schedule: str = option(
+        "Of the learning rate: cosine or linear.",
+        "cosine",
+        panel=_RUN,
+        choices=("cosine", "linear"),
+    )
+    warmup: float = option(
+        "Share of steps for warm-up.",
+        0.03,
+        panel=_RUN,
+        least=0,
+        most=1,
+        asked="a share of the steps, 0 to 1",
+    )
+    weight_decay: float = option("AdamW's.", 0.0, panel=_RUN, least=0)
+    clip: float = option("Largest gradient norm; 0: any.", 1.0, panel=_RUN, least=0)
+    checkpointing: bool = option(
+        "Recompute layers instead of keeping activations.",
+        False,
+        panel=_RUN,
+        flags=("--checkpointing/--no-checkpointing",),
+    )
+    dtype: str = option("auto, float32 or bfloat16.", "auto", panel=_RUN)
+    device: str = option("auto, cpu or cuda.", "auto", panel=_RUN)
+    seed: int = option("Seed of the adapter, data order and draws.", 0, panel=_RUN, least=0)
+    log_every: int = option("Steps between log lines.", 1, panel=_RUN, least=1)
+    save_every: int = option("Steps between checkpoints.", 50, panel=_RUN, least=1)
+    threads: int = option("Torch threads; 0: its default.", 0, panel=_RUN)
+    resume: bool = option(
+        "Continue from the last checkpoint in --output.",
+        False,
+        panel=_RUN,
+        flags=("--resume/--no-resume",),
+    )
+
+    def __post_init__(self) -> None:
+        from mmkv.training.compressed import budget_of
+        from mmkv.training.folder import processes
+
+        check(self)
+        if not 0 < self.epsilon < 1:
+            raise InputError(f"--epsilon is {self.epsilon}; give a number between 0 and 1")
+        budget_of(self.budget, 1)
+        if self._rows % processes():
+            raise InputError(
+                f"a step has {self._rows} passes, which {processes()} processes cannot share; give "
+                "a multiple"
+            )
+
+    @property
+    def _rows(self) -> int:
+        """Passes of a step in all processes."""
+        return self.documents * (self.group if self.method == "grpo" else 1)
+
+    @property
+    def passes(self) -> int:
+        """Passes of a step in each process."""
+        from mmkv.training.folder import processes
+
+        return self._rows // processes()
+
+    @property
+    def unread(self) -> set[str]:
+        """The settings that this run does not read."""
+        out = {n for method, names in _OF_ADAPT.items() if method != self.method for n in names}
+        out |= {"rank", "alpha", "targets"} if self.full else set()
+        return out | (
+            {"max_reply"} if (self.method, self.replies) == ("distill", "data") else set()
+        )
+
+    def described(self) -> dict[str, Any]:
+        """Return the settings that decide the model: without those that this run does not read."""
+        left_out = self.unread | {"threads"}
+        return {n: v for n, v in asdict(self).items() if n not in left_out}

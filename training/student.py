@@ -183,9 +183,6 @@ def write_gated_states(
     return hidden, torch.stack(log_g, 1)
 
 
-GATES = ("tied", "rg", "rg10", "linear")
-
-
 class TrainableGates(nn.Module):
     """The parameters of gates in one of four layouts.
 
@@ -207,7 +204,7 @@ class TrainableGates(nn.Module):
             DBTrimKV, section 5.4): keys and values of all KV heads as they are projected, before
             norm and RoPE. These are linear in x, so :meth:`file_tensors` folds the projection into
             the gates' first layer, and the engine runs them like any others.
-        gate: one of :data:`GATES`.
+        gate: ``tied``, ``rg``, ``rg10`` or ``linear``.
     """
 
     def __init__(

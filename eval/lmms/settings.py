@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 from mmkv.engine.config import EngineConfig, options
 from mmkv.engine.errors import InputError
+from mmkv.engine.options import Option, declared, option
 from mmkv.eval.lmms.messages import Frames
 from mmkv.prompt.qwen_vision import VideoRules
 from mmkv.resources import bundled_model_name
@@ -57,56 +58,65 @@ class LmmsSettings:
 
     Attributes:
         engine: those of :class:`mmkv.engine.config.EngineConfig`; ``pretrained`` is its model.
-        max_prompt_tokens: bound on a prompt of the long-text tasks, beside the model's own.
-        template: ``always`` where the model's chat template frames also those prompts that a
-            benchmark publishes without one; ``task``: as the benchmark does it.
-        min_pixels, max_pixels: bounds on a picture, and on a video frame; None: those that
-            lmms-eval's Qwen3-VL adapter applies (:mod:`mmkv.eval.lmms.settings`).
-        max_num_frames, fps: frames of a video; total_pixels: bound on all of them together.
-        system_prompt: empty for none; None: that adapter's for Qwen3-VL, none for other models.
-        seed: of sampling, where a task asks for a temperature.
-        thinking_floor: new tokens that a model which thinks may write at least, whatever limit the
-            task sets; 0: the task's limit holds.
-        visual_tokens: V: a document's budget is as many entries per row as its prompt has text
-            tokens, and V more (DBTrimKV, arXiv 2605.09649, table 1); None: ``budget``.
     """
 
     engine: EngineConfig
-    max_prompt_tokens: int | None = None
-    template: str = "task"
-    min_pixels: int | None = None
-    max_pixels: int | None = None
-    max_num_frames: int = FRAMES
-    fps: float | None = None
-    total_pixels: int | None = None
-    system_prompt: str | None = None
-    seed: int = 1234
-    thinking_floor: int = THINKING_FLOOR
-    batch_size: int = 1
-    visual_tokens: int | None = None
+    max_prompt_tokens: int | None = option(
+        "Bound on a prompt of the long-text tasks, beside the model's own.", least=1
+    )
+    template: str = option(
+        "always: the model's chat template frames also those prompts that a benchmark publishes "
+        "without one; task: as the benchmark does it.",
+        "task",
+        choices=("task", "always"),
+    )
+    min_pixels: int | None = option(
+        "Bound on a picture, and on a video frame; None: lmms-eval's Qwen3-VL adapter's.", least=1
+    )
+    max_pixels: int | None = option("The upper one.", least=1)
+    max_num_frames: int = option("Most frames of a video.", FRAMES, least=1)
+    fps: float | None = option("Frames of a video in a second.")
+    total_pixels: int | None = option("Bound on all frames of a video together.", least=1)
+    system_prompt: str | None = option(
+        "Empty for none; None: that adapter's for Qwen3-VL, none for other models."
+    )
+    seed: int = option("Of sampling, where a task asks for a temperature.", 1234, least=0)
+    thinking_floor: int = option(
+        "New tokens that a model which thinks may write at least, whatever limit the task sets; "
+        "0: the task's limit holds.",
+        THINKING_FLOOR,
+        least=0,
+    )
+    batch_size: int = option("Most documents in a decode step.", 1, least=1)
+    visual_tokens: int | None = option(
+        "V: a document's budget is as many entries per row as its prompt has text tokens, and V "
+        "more (DBTrimKV, arXiv 2605.09649, table 1); None: --budget.",
+        least=1,
+    )
 
     def __post_init__(self) -> None:
-        if self.template not in ("task", "always"):
-            raise InputError(f"template={self.template} is unknown; write task or always")
+        choices = declared(LmmsSettings)["template"].choices
+        if self.template not in choices:
+            raise InputError(f"template={self.template} is unknown; write {' or '.join(choices)}")
 
     @classmethod
     def of(cls, given: dict[str, Any]) -> Self:
         """Read the settings from lmms-eval's arguments. Raises InputError for a name or value."""
-        kinds = _kinds()
-        unknown = sorted(set(given) - set(kinds))
+        known = _known()
+        unknown = sorted(set(given) - set(known))
         if unknown:
             hints = [f"{name}: {_ELSEWHERE[name]}" for name in unknown if name in _ELSEWHERE]
             raise InputError(
                 f"mmkv does not know the model argument {', '.join(unknown)}"
                 + (f" ({'; '.join(hints)})" if hints else "")
-                + f"; it knows {', '.join(name for name in kinds if name != 'batch_size')}"
+                + f"; it knows {', '.join(name for name in known if name != 'batch_size')}"
             )
         if not given.get("pretrained"):
             raise InputError(
                 "no model is named; add pretrained=FOLDER_OR_HUB_ID to --model_args "
                 f"({bundled_model_name()} is the bundled one)"
             )
-        typed = {name: _typed(name, value, kinds[name]) for name, value in given.items()}
+        typed = {name: _typed(name, value, known[name]) for name, value in given.items()}
         if typed.get("visual_tokens") is not None and typed.get("budget") is not None:
             raise InputError(
                 "visual_tokens sets the budget of each document, its text tokens and so many more; "
@@ -184,38 +194,28 @@ def model_type(pretrained: str) -> str:
         ) from error
 
 
-def _kinds() -> dict[str, tuple[type, bool]]:
-    """Return each argument's type, and whether ``None`` may be written: the engine's, then ours."""
-    kinds: dict[str, tuple[type, bool]] = {"pretrained": (str, False)}
-    for name, option in options().items():
-        if name not in ("model", "kv_limit"):
-            kinds[name] = (option.metadata["kind"], option.default is None)
-    for own in fields(LmmsSettings):
-        if own.name != "engine":
-            # Annotations are texts here, such as "int | None" (the __future__ import).
-            kind, *empty = str(own.type).split(" | ")
-            kinds[own.name] = ({"int": int, "float": float, "str": str}[kind], bool(empty))
-    return kinds
+def _known() -> dict[str, Option]:
+    """Return every argument by name: the engine's, then ours."""
+    known = {"pretrained": replace(options()["model"], kind=str)}
+    known |= {n: made for n, made in options().items() if n not in ("model", "kv_limit")}
+    return known | declared(LmmsSettings)
 
 
-_MAY_BE_0 = ("seed", "thinking_floor")
-
-
-def _typed(name: str, value: Any, kind: tuple[type, bool]) -> Any:
+def _typed(name: str, value: Any, made: Option) -> Any:
     """Convert ``value`` to the field's type: lmms-eval guesses types (256.0, True) from text."""
-    wanted, may_be_none = kind
-    if value is None or (may_be_none and str(value).lower() == "none"):
+    wanted = made.type
+    if value is None or (made.optional and str(value).lower() == "none"):
         return None
+    least = 1 if made.least is None else made.least
     try:
         if wanted is bool:
             return {"true": True, "false": False}[str(value).lower()]
         if wanted is not int:
             return wanted(value)
-        if int(value) != float(value) or int(value) < (name not in _MAY_BE_0):
+        if int(value) != float(value) or int(value) < least:
             raise ValueError
         return int(value)
     except (ValueError, OverflowError, KeyError) as error:
-        least = int(name not in _MAY_BE_0)
         nouns = {int: f"a whole number of at least {least}", bool: "true or false"}
         noun = nouns.get(wanted, "a number")
         raise InputError(f"the model argument {name}={value} is not {noun}; correct it") from error

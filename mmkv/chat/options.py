@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 from mmkv.engine.budget import parse_bytes
 from mmkv.engine.config import EngineConfig
 from mmkv.engine.errors import InputError
+from mmkv.engine.options import option
 from mmkv.loading import UsageError, model_name
-from mmkv.options import option
 
 if TYPE_CHECKING:
     from mmkv.calls.tools import Tool
@@ -54,122 +54,93 @@ class ChatOptions:
 
     engine: EngineConfig = field(default_factory=EngineConfig)
     prompt: str | None = option(
-        "Ask this and exit; - reads it from stdin.", str | None, flags=("--prompt", "-p")
+        "Ask this and exit; - reads it from stdin.", flags=("--prompt", "-p")
     )
     memory: int | None = option(
         "Memory of the process on a CPU, for example 8GiB: says before loading what fits, and "
         "the cache gets the rest.",
-        str | None,
+        kind=str | None,
         read=_bytes,
     )
     interactive: bool = option(
-        "Converse, also after -p or with piped input.",
-        bool,
-        False,
-        flags=("--interactive", "-i"),
+        "Converse, also after -p or with piped input.", False, flags=("--interactive", "-i")
     )
-    system: str | None = option("System message.", str | None)
+    system: str | None = option("System message.")
     image: list[str] = option(
-        "Picture: path, URL or data: URI. Repeatable.", list[str] | None, panel=MEDIA, read=_all
+        "Picture: path, URL or data: URI. Repeatable.",
+        kind=list[str] | None,
+        panel=MEDIA,
+        read=_all,
     )
     video: list[str] = option(
-        "Video: path or URL. Repeatable.", list[str] | None, panel=MEDIA, read=_all
+        "Video: path or URL. Repeatable.", kind=list[str] | None, panel=MEDIA, read=_all
     )
-    fps: float | None = option("Frames per second to take (default 2).", float | None, panel=MEDIA)
-    num_frames: int | None = option(
-        "Number of frames to take, instead of --fps.", int | None, panel=MEDIA
-    )
-    min_pixels: int | None = option("Enlarge pictures below this.", int | None, panel=MEDIA)
-    max_pixels: int | None = option("Shrink pictures above this.", int | None, panel=MEDIA)
+    fps: float | None = option("Frames per second to take (default 2).", panel=MEDIA)
+    num_frames: int | None = option("Number of frames to take, instead of --fps.", panel=MEDIA)
+    min_pixels: int | None = option("Enlarge pictures below this.", panel=MEDIA)
+    max_pixels: int | None = option("Shrink pictures above this.", panel=MEDIA)
     pixel_limit: int | None = option(
-        "Refuse picture files of more pixels (default 120 million).", int | None, panel=MEDIA
+        "Refuse picture files of more pixels (default 120 million).", panel=MEDIA
     )
-    max_new_tokens: int | None = option(
-        "Longest reply, in tokens (default 512).", int | None, panel=SAMPLING
-    )
+    max_new_tokens: int | None = option("Longest reply, in tokens (default 512).", panel=SAMPLING)
     temperature: float | None = option(
         "Sampling temperature; 0 takes the likeliest token (default: as the model's "
         "generation_config.json says, or 0; likewise what follows).",
-        float | None,
         panel=SAMPLING,
     )
     top_p: float | None = option(
-        "Sample from the likeliest tokens of this total probability; 1: all.",
-        float | None,
-        panel=SAMPLING,
+        "Sample from the likeliest tokens of this total probability; 1: all.", panel=SAMPLING
     )
-    top_k: int | None = option(
-        "Sample from this many likeliest tokens; 0: all.", int | None, panel=SAMPLING
-    )
+    top_k: int | None = option("Sample from this many likeliest tokens; 0: all.", panel=SAMPLING)
     min_p: float | None = option(
-        "Drop tokens below this share of the likeliest one's probability; 0: none.",
-        float | None,
-        panel=SAMPLING,
+        "Drop tokens below this share of the likeliest one's probability; 0: none.", panel=SAMPLING
     )
     repeat_penalty: float | None = option(
         "Make tokens that the conversation has less likely, for example 1.1; 1: off.",
-        float | None,
         panel=SAMPLING,
     )
     presence_penalty: float | None = option(
-        "Taken from the logit of a token that the reply has; 0: off.",
-        float | None,
-        panel=SAMPLING,
+        "Taken from the logit of a token that the reply has; 0: off.", panel=SAMPLING
     )
     frequency_penalty: float | None = option(
-        "Taken from it for each time that the reply has it; 0: off.",
-        float | None,
-        panel=SAMPLING,
+        "Taken from it for each time that the reply has it; 0: off.", panel=SAMPLING
     )
     generation_config: bool = option(
-        "Do not draw replies as the model's generation_config.json says.",
-        bool,
-        True,
-        panel=SAMPLING,
+        "Do not draw replies as the model's generation_config.json says.", True, panel=SAMPLING
     )
-    seed: int | None = option("Seed of sampling.", int | None, panel=SAMPLING)
-    stop: list[str] | None = option(
-        "End the reply before this text. Repeatable.", list[str] | None, panel=SAMPLING
-    )
+    seed: int | None = option("Seed of sampling.", panel=SAMPLING)
+    stop: list[str] | None = option("End the reply before this text. Repeatable.", panel=SAMPLING)
     tools: str | None = option(
         "Let the model call the functions in this JSON file (OpenAI's list of tools); the chat "
         "asks you for what they return.",
-        str | None,
         panel=CONVERSATIONS,
     )
     functions: tuple[Tool, ...] | None = None
     load: str | None = None
-    save: str | None = option(
-        "Save the conversation there at the end.", str | None, panel=CONVERSATIONS
-    )
-    autosave: bool = option("Keep nothing for --resume.", bool, True, panel=CONVERSATIONS)
+    save: str | None = option("Save the conversation there at the end.", panel=CONVERSATIONS)
+    autosave: bool = option("Keep nothing for --resume.", True, panel=CONVERSATIONS)
     rebudget: bool = False
-    raw: bool = option("Send the text as it is, without a chat template.", bool, False)
+    raw: bool = option("Send the text as it is, without a chat template.", False)
     thinking: str | None = option(
         "on, off or a number: whether the model thinks first, if its chat template lets one "
         "choose, or the most tokens of a thought.",
-        str | None,
         read=_thinking,
     )
     forget_thoughts: bool = option(
-        "Drop the cached entries of a thought once its reply is over.", bool, False
+        "Drop the cached entries of a thought once its reply is over.", False
     )
-    no_stream: bool = option("Print replies whole.", bool, False, panel=OUTPUT)
-    plain: bool = option("Show replies as they are, no Markdown.", bool, False, panel=OUTPUT)
-    json: bool = option("Print replies as JSON.", bool, False, panel=OUTPUT)
+    no_stream: bool = option("Print replies whole.", False, panel=OUTPUT)
+    plain: bool = option("Show replies as they are, no Markdown.", False, panel=OUTPUT)
+    json: bool = option("Print replies as JSON.", False, panel=OUTPUT)
     cost: bool = option(
         "After one answer, say what eviction cost it (reads it again with a full cache).",
-        bool,
         False,
         panel=OUTPUT,
     )
     stats: bool = option(
-        "After each reply, say its tokens, its speed and what was read.",
-        bool,
-        False,
-        panel=OUTPUT,
+        "After each reply, say its tokens, its speed and what was read.", False, panel=OUTPUT
     )
-    quiet: bool = option("No notes or progress.", bool, False, flags=("--quiet", "-q"))
+    quiet: bool = option("No notes or progress.", False, flags=("--quiet", "-q"))
     report: str | None = None
     figures: str | None = None
     compare: str | None = None

@@ -228,23 +228,19 @@ app.command()(pull)
 app.command()(cache)
 app.command()(serve)
 
-# typer carries its own copy of click in some versions and uses the package in others; the class
-# that both derive usage mistakes from is the base of typer's own public one.
-_CLICK_USAGE_ERROR: Any = typer.BadParameter.__mro__[1]
-
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the command line; always ends with SystemExit."""
     sys.exit(run(arguments))
 
 
-def run(arguments: Sequence[str] | None = None) -> int:
+def run(words: Sequence[str] | None = None) -> int:
     """Run the command line and return the exit code; without arguments it shows the help."""
-    given = list(sys.argv[1:] if arguments is None else arguments)
+    given = list(sys.argv[1:] if words is None else words)
     _replace_closed_streams()
     try:
         code = app(args=given or ["--help"], prog_name="mmkv", standalone_mode=False)
-    except (UsageError, _CLICK_USAGE_ERROR) as error:
+    except (UsageError, arguments.CLICK_USAGE_ERROR) as error:
         text = error.format_message() if hasattr(error, "format_message") else str(error)
         ours = f"mmkv {given[0]}" if given and not given[0].startswith("-") else "mmkv"
         place = getattr(getattr(error, "ctx", None), "command_path", ours)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import os
 from collections.abc import Callable
+from dataclasses import MISSING
 from functools import partial, wraps
 from typing import Annotated, Any
 
@@ -14,15 +15,19 @@ from mmkv.chat.options import ChatOptions
 from mmkv.engine.budget import Budget, parse_bytes
 from mmkv.engine.config import DEFAULT_BUDGET, EngineConfig, options
 from mmkv.engine.errors import BudgetError, MmkvError, SessionError
+from mmkv.engine.options import Option, declared
 from mmkv.engine.paths import user_path
 from mmkv.loading import UsageError
-from mmkv.options import declared
 from mmkv.resources import BUNDLED_MODEL, bundled_model, gates_source
 from mmkv.server.settings import ServerSettings
 
 CACHE, SERVER = "Model and cache", "Server"
 
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="No notes or progress.")]
+
+# typer carries its own copy of click in some versions and uses the package in others; the class
+# that both derive usage mistakes from is the base of typer's own public one.
+CLICK_USAGE_ERROR: Any = typer.BadParameter.__mro__[1]
 
 # The budget has an option for each unit; kv_limit is for programs.
 _BUDGETS = {
@@ -120,24 +125,34 @@ def engine_options(model: str = "argument") -> Decorator:
     Args:
         model: ``argument`` (the command's first) or ``option`` (``--model``).
     """
-    added = _parameters(model)
-    first = [added["model"]] if model == "argument" else []
+    added: dict[str, inspect.Parameter] = {}
+    for name, setting in options().items():
+        if name == "budget":
+            for unit, annotation in _BUDGETS.items():
+                added[unit] = _parameter(unit, annotation, None)
+        elif name not in _NOT_HERE:
+            added[name] = parameter(name, setting, CACHE, bounded=False)
+    first = []
+    if model == "argument":
+        taken = typer.Argument(help=options()["model"].help)
+        added["model"] = _parameter("model", Annotated[str | None, taken], None)
+        first = [added["model"]]
     rest = [one for one in added.values() if one not in first]
-    return _options_as("engine", added, _config, lambda own: [*first, *own, *rest])
+    return options_as("engine", added, _config, lambda own: [*first, *own, *rest])
 
 
 def chat_options(*names: str) -> Decorator:
     """Give a command options of ChatOptions, these or all; it gets them as ``options``."""
     known = _declared(ChatOptions)
     added = {name: known[name] for name in names or known}
-    return _options_as("options", added, partial(_held, ChatOptions), _behind_engine(added))
+    return options_as("options", added, partial(held, ChatOptions), _behind_engine(added))
 
 
 def server_options(command: Callable[..., Any]) -> Callable[..., Any]:
     """Give a command the options of ServerSettings; it gets them as ``settings``."""
     added = _declared(ServerSettings, SERVER)
-    build = partial(_held, ServerSettings)
-    return _options_as("settings", added, build, _behind_engine(added))(command)
+    build = partial(held, ServerSettings)
+    return options_as("settings", added, build, _behind_engine(added))(command)
 
 
 def _behind_engine(added: dict[str, inspect.Parameter]) -> Placed:
@@ -152,25 +167,35 @@ def _behind_engine(added: dict[str, inspect.Parameter]) -> Placed:
 
 def _declared(holder: type[Any], panel: str | None = None) -> dict[str, inspect.Parameter]:
     """Return typer's parameter of each option that a dataclass declares."""
-    parameters = {}
-    for name, (_, found) in declared(holder).items():
-        flags = found.flags
-        if found.kind is bool and not flags:
-            dashed = name.replace("_", "-")
-            flags = (f" /--no-{dashed}",) if found.default else (f"--{dashed}",)
-        made = typer.Option(
-            *flags,
-            help=found.help,
-            min=found.least,
-            max=found.most,
-            envvar=found.variable,
-            rich_help_panel=found.panel or panel,
-        )
-        parameters[name] = _parameter(name, Annotated[found.kind, made], found.default)
-    return parameters
+    return {name: parameter(name, made, panel) for name, made in declared(holder).items()}
 
 
-def _options_as(
+def parameter(
+    name: str, made: Option, panel: str | None = None, bounded: bool = True
+) -> inspect.Parameter:
+    """Return typer's parameter for an option.
+
+    Args:
+        panel: the heading of the help, where the option names none.
+        bounded: whether typer checks the bounds of numbers; otherwise what reads the value does.
+    """
+    flags, dashed = made.flags, name.replace("_", "-")
+    if made.kind is bool and not flags:
+        flags = (f" /--no-{dashed}",) if made.default else (f"--{dashed}",)
+    given = typer.Option(
+        *flags,
+        help=made.help,
+        min=made.least if bounded else None,
+        max=made.most if bounded else None,
+        envvar=made.variable,
+        rich_help_panel=made.panel or panel,
+    )
+    needed = made.default is MISSING
+    default = inspect.Parameter.empty if needed else made.default
+    return _parameter(name, Annotated[made.kind, given], default)
+
+
+def options_as(
     name: str,
     added: dict[str, inspect.Parameter],
     build: Callable[[dict[str, Any], dict[str, Any]], Any],
@@ -210,26 +235,7 @@ def _options_as(
 
 def option(name: str) -> Any:
     """Return typer's option for a field of EngineConfig."""
-    return typer.Option(help=options()[name].metadata["help"], rich_help_panel=CACHE)
-
-
-def _parameters(model: str) -> dict[str, inspect.Parameter]:
-    found: dict[str, inspect.Parameter] = {}
-    for name, setting in options().items():
-        if name in _NOT_HERE:
-            continue
-        if name == "budget":
-            for unit, annotation in _BUDGETS.items():
-                found[unit] = _parameter(unit, annotation, None)
-            continue
-        kind: Any = setting.metadata["kind"]
-        if setting.default is None:
-            kind = kind | None
-        made = option(name)
-        if name == "model" and model == "argument":
-            made = typer.Argument(help=setting.metadata["help"])
-        found[name] = _parameter(name, Annotated[kind, made], setting.default)
-    return found
+    return typer.Option(help=options()[name].help, rich_help_panel=CACHE)
 
 
 def _parameter(name: str, annotation: Any, default: Any) -> inspect.Parameter:
@@ -267,13 +273,13 @@ def _config(given: dict[str, Any], others: dict[str, Any]) -> EngineConfig:
     return EngineConfig(**given, budget=budget)
 
 
-def _held(holder: type[Any], given: dict[str, Any], _: dict[str, Any]) -> Any:
+def held(holder: type[Any], given: dict[str, Any], _: dict[str, Any]) -> Any:
     """Return the dataclass of what was given. Raises UsageError."""
     read, known = {}, declared(holder)
     for name, value in given.items():
-        field, found = known[name]
+        made = known[name]
         try:
-            read[field] = found.read(value)
+            read[made.field] = value if made.read is None else made.read(value)
         except MmkvError as error:
             flag = f"--{name.replace('_', '-')}"
             said = str(error)

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from mmkv.calls.formats import Hermes
 from mmkv.engine.budget import parse_bytes
 from mmkv.engine.errors import InputError
-from mmkv.options import option
+from mmkv.engine.options import option
 
 if TYPE_CHECKING:
     from mmkv.calls.formats import ToolFormat
@@ -165,43 +165,39 @@ class ServerSettings:
             that the first one is as fast as others.
     """
 
-    host: str = option("Address to listen on.", str, "127.0.0.1")
-    port: int = option("Port; 0 takes a free one.", int, 8000, least=0, most=65535)
+    host: str = option("Address to listen on.", "127.0.0.1")
+    port: int = option("Port; 0 takes a free one.", 8000, least=0, most=65535)
     memory: int = option(
         "Most memory of the cache, all sessions together, for example 8GiB.",
-        str,
         "1GiB",
+        kind=str,
         read=_bytes,
     )
     process_memory: int | None = option(
         "Most memory of the process, for example 2GiB: fewer and smaller requests are served at a "
         "time (default: what their bounds come to, which the start line says).",
-        str | None,
+        kind=str | None,
         read=_bytes,
     )
     snapshot_bytes: int | None = option(
         "Most of --memory for copies by which chats resume (default: what is free).",
-        str | None,
+        kind=str | None,
         name="snapshots",
         read=_bytes,
     )
     shared_budget: float | None = option(
         "Entries per row of all sessions together, which compete for them (dbtrimkv); instead of "
-        "--budget for each.",
-        float | None,
+        "--budget for each."
     )
-    shared_floor: float = option(
-        "Entries per row that each session is sure of.", float, 0.0, least=0
-    )
+    shared_floor: float = option("Entries per row that each session is sure of.", 0.0, least=0)
     shared_by_risk: bool = option(
         "Sessions that have forgotten more get room in --shared-budget from those that have "
         "forgotten less.",
-        bool,
         False,
     )
     api_keys: tuple[str, ...] = option(
         "Key that requests have to show. Repeatable.",
-        list[str] | None,
+        kind=list[str] | None,
         shown=False,
         name="api_key",
         variable=KEY_VARIABLE,
@@ -210,117 +206,106 @@ class ServerSettings:
     key_weights: tuple[float, ...] = option(
         "What the sessions of each --api-key weigh in --shared-budget, in the same order "
         "(default: 1).",
-        list[float] | None,
+        kind=list[float] | None,
         name="key_weight",
         read=_all,
     )
     hosts: tuple[str, ...] = option(
         "Name that requests may call this server, beside localhost. Repeatable. Default: all, but "
         "on a loopback address without keys localhost alone.",
-        list[str] | None,
+        kind=list[str] | None,
         name="allowed_host",
         read=host_names,
     )
     cors: tuple[str, ...] = option(
         "Origin of web pages that may ask this server, such as https://chat.example; * is all. "
         "Repeatable. Default: none but its own page.",
-        list[str] | None,
+        kind=list[str] | None,
         name="cors_origin",
         read=_origins,
     )
     open_metrics: bool = option(
-        "/metrics needs no key, though others do: it tells how much is asked.",
-        bool,
-        False,
+        "/metrics needs no key, though others do: it tells how much is asked.", False
     )
-    max_queue: int = option("Requests that may wait.", int, 64, least=1)
-    max_running: int = option("Requests served at a time.", int, 8, least=1)
+    max_queue: int = option("Requests that may wait.", 64, least=1)
+    max_running: int = option("Requests served at a time.", 8, least=1)
     gap: float = option(
         "Seconds between two tokens of a reply, as far as a CPU can keep them while it reads "
         "prompts.",
-        float,
         0.2,
         least=0,
     )
-    max_per_key: int | None = option(
-        "Requests of one key or address at a time.", int | None, least=1
-    )
+    max_per_key: int | None = option("Requests of one key or address at a time.", least=1)
     connections: int | None = option(
         "Open connections (default: as many as file descriptors allow, 1024 at most).",
-        int | None,
         name="max_connections",
         least=1,
     )
     proxies: tuple[str, ...] = option(
         "Address or network of a proxy whose X-Forwarded-For says who asks. Repeatable. Default: "
         "none; the address of the connection counts.",
-        list[str] | None,
+        kind=list[str] | None,
         name="trusted_proxy",
         read=_networks,
     )
     max_tokens: int | None = option(
         "Longest reply where a request names none (default: as generation_config.json says, or "
         "512).",
-        int | None,
         least=1,
     )
-    body: int = option("Longest request.", str, "32MiB", name="max_body", read=_some_bytes)
+    body: int = option("Longest request.", "32MiB", kind=str, name="max_body", read=_some_bytes)
     media_folder: Path | None = option(
-        "Folder that file: URLs may name.",
-        Path | None,
-        name="allowed_local_media_path",
-        read=_folder,
+        "Folder that file: URLs may name.", name="allowed_local_media_path", read=_folder
     )
     session_folder: Path | None = option(
         "Folder where sessions are saved, and hibernate (default: none are saved; they hibernate "
-        "in ~/.local/state/mmkv).",
-        Path | None,
+        "in ~/.local/state/mmkv)."
     )
     keep_sessions: bool = option(
         "Write each session to --session-folder after its turns: sessions outlast the server, and "
         "servers with one folder share them.",
-        bool,
         False,
     )
     forget_thoughts: bool = option(
-        "Drop the cached entries of a thought once its reply is over.", bool, False
+        "Drop the cached entries of a thought once its reply is over.", False
     )
-    max_sessions: int = option("Sessions that may be open.", int, 1000, least=0)
+    max_sessions: int = option("Sessions that may be open.", 1000, least=0)
     tenant_bytes: int | None = option(
         "Most that the files of one key (one address, without keys) take on disk: sessions that "
         "are saved, kept or idle, and pictures (default: as much as is left free).",
-        str | None,
+        kind=str | None,
         name="max_tenant_bytes",
         read=_bytes,
     )
     tenant_files: int = option(
-        "Files that one of these may have.", int, 10_000, name="max_tenant_files", least=1
+        "Files that one of these may have.", 10_000, name="max_tenant_files", least=1
     )
     store_bytes: int = option(
-        "Most memory of stored responses, in files too.", str, "1GiB", name="store", read=_bytes
+        "Most memory of stored responses, in files too.",
+        "1GiB",
+        kind=str,
+        name="store",
+        read=_bytes,
     )
     name: str = option(
         "The model's name in requests.",
-        str | None,
+        kind=str | None,
         flags=("--served-model-name",),
         read=lambda name: name or "",
     )
     strict: bool = option(
         "Refuse fields of requests that are not known, instead of naming them in X-Mmkv-Ignored.",
-        bool,
         False,
     )
     replicas: int | None = option(
         "Run as many replicas on Ray Serve (extra ray), each with --memory; sessions stick to "
         "theirs by X-Session-Id, and go on at another one when it is lost.",
-        int | None,
         least=1,
     )
-    page: bool = option("A page to chat with, at /.", bool, True, flags=("--page/--no-page",))
-    drain: float = option("Seconds that replies have to end after SIGTERM.", float, 30.0, least=0)
+    page: bool = option("A page to chat with, at /.", True, flags=("--page/--no-page",))
+    drain: float = option("Seconds that replies have to end after SIGTERM.", 30.0, least=0)
     access_log: str | None = option(
         "Write a line of each request to stdout: combined (as Apache and NGINX do) or json.",
-        str | None,
         read=_log_form,
     )
     # Those that no option has.

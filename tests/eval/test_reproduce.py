@@ -138,9 +138,8 @@ def asked(line: str) -> dict[str, Any]:
     context = get_command(program.app).make_context("train", rest)
     found = dict(context.params)
     if program is distill:
-        names = TrainingSettings.__dataclass_fields__.keys() - {"recipe"}
-        given = {name: found[name] for name in names if not distill._is_default(context, name)}
-        found |= vars(TrainingSettings.of(found["recipe"], **given))
+        names = TrainingSettings.__dataclass_fields__
+        found |= vars(distill.chosen({name: found[name] for name in names}, {"context": context}))
         found["step"] = found["batch"] * found["accumulate"]
     return found
 
