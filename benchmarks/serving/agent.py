@@ -38,8 +38,6 @@ import httpx
 from benchmarks.bench.harness import BenchError
 from benchmarks.bench.output import plain_parser, save, table
 from benchmarks.bench.shape_files import write_gates
-from benchmarks.documents import Document, scene_document
-from benchmarks.domains import GeneratedDocuments
 from benchmarks.quality.methods import ComparedMethod, Comparison
 from benchmarks.quality.report import comparisons, interval
 from benchmarks.quality.run import ComparisonRuns, Reader
@@ -50,6 +48,7 @@ from benchmarks.serving.servers import (
     transformers_serve,
 )
 from benchmarks.serving.speed import write_llava
+from benchmarks.tasks.documents import Document, GeneratedDocuments, scene_document
 from mmkv.eval.measure.stats import mean, paired
 from mmkv.prompt.loading import load_processor
 from mmkv.resources import bundled_model_name

@@ -13,7 +13,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from benchmarks import weight_forms
 from benchmarks.bench import admission as bench_admission
 from benchmarks.bench import capacity as bench_capacity
 from benchmarks.bench import decode as bench_decode
@@ -28,11 +27,8 @@ from benchmarks.bench.kernels import TINY as TINY_CASES
 from benchmarks.bench.methods import dense_count, plan, synthetic_sessions
 from benchmarks.bench.peer import DYNAMIC, EAGER, FULL, OWN, PEERS, STATIC, TRIMKV, PeerJob
 from benchmarks.bench.shapes import SHAPES, build_engine
-from benchmarks.domains import held_out
 from mmkv.engine.errors import BudgetError
 from mmkv.engine.policies import CacheView, Needs, make_policy
-from mmkv.engine.runtime import Runtime
-from mmkv.resources import bundled_model
 from tests.support.chat_models import save_llama
 from tests.support.kernels import DEVICE
 
@@ -339,52 +335,6 @@ def test_forms_of_the_cache(tmp_path: Path) -> None:
         assert row["physical_bytes"] >= held * row["entry_bytes"]
         assert len(row["ms_per_step"]["rounds"]) == 2 and min(row["ms_per_step"]["rounds"]) > 0
     assert rows[0]["times_as_fast"]["median"] == 1
-
-
-def test_forms_of_weights(tmp_path: Path) -> None:
-    """Perplexity, KL and greedy tokens are those of sessions that read the same piece."""
-    few = ["--data", "scenes:dense", "--pieces", "1", "--max-length", "512", "--rounds", "1"]
-    weight_forms.main([*few, "--name", "x", "--output", str(tmp_path)])
-    found = results(tmp_path, "weights-x")
-    forms, read = found["forms"], found["sources"]["scenes:dense"]
-    assert list(forms) == list(weight_forms.FORMS) and read["pieces"] == 1
-    assert read["auto"] | {"perplexity": 0} == {
-        "perplexity": 0,
-        "kl_per_token": 0,
-        "greedy_same": 1,
-        "greedy_before": 64,
-    }
-    example = held_out(str(bundled_model()), "scenes:dense", 512)[0]
-    labels = example.pop("labels")[0].tolist()
-    inputs = {name: value for name, value in example.items() if name != "cuts"}
-    first = next(at for at, label in enumerate(labels) if label != -100)
-    logs: dict[str, list[torch.Tensor]] = {"auto": [], "int4": []}
-    chosen: dict[str, list[int]] = {"auto": [], "int4": []}
-    for form in logs:
-        engine = Runtime.from_pretrained(bundled_model(), device="cpu", policy="full", weights=form)
-        assert forms[form]["bytes"] == engine.decoder.weights.nbytes()
-        turn = engine.family.turn(inputs, 0, engine.device)
-        with engine.session() as session, session.fork() as other:
-            logits = session.extend(turn.part(0, first))
-            for at, label in enumerate(labels[first:], first):
-                if label != -100:
-                    logs[form].append(logits.log_softmax(-1))
-                logits = session.extend(turn.part(at, at + 1))
-            logits = other.extend(turn.part(0, first))
-            for step in range(64):
-                chosen[form].append(int(logits.argmax()))
-                logits = other.decode(chosen["auto"][step])
-    target = [label for label in labels if label != -100]
-    ours, exact = torch.stack(logs["int4"]), torch.stack(logs["auto"])
-    nll = torch.nn.functional.nll_loss(ours, torch.tensor(target))
-    assert read["int4"]["perplexity"] == pytest.approx(float(nll.exp()), rel=1e-3)
-    kl = float((exact.exp() * (exact - ours)).sum(-1).mean())
-    assert read["int4"]["kl_per_token"] == pytest.approx(kl, rel=0.1, abs=1e-4)
-    same = [a == b for a, b in zip(*chosen.values(), strict=True)]
-    assert read["int4"]["greedy_same"] == pytest.approx(sum(same) / 64, abs=1 / 64)
-    assert forms["int4"]["errors"]["median"] == pytest.approx(
-        sorted(e for n, e in engine.decoder.weights.errors().items() if "layers" in n)[12], rel=1e-3
-    )
 
 
 def test_generate_with_and_without_a_bound(tmp_path: Path) -> None:

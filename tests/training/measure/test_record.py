@@ -74,3 +74,29 @@ def test_rows_stand_on_lines_of_their_own() -> None:
     rows = [{"method": name, "accuracy": {"value": 0.5}} for name in ("full", "snapkv")]
     text = record.page_text({"results": {"rows": rows}})
     assert [json.loads(line.rstrip(",")) for line in text.splitlines()[3:5]] == rows
+
+
+def test_tables_stand_beside_the_results(tmp_path: Path) -> None:
+    rows = [["policy", "right"], ["full", "0.9"]]
+    file = record.write_results(tmp_path / "made" / "x.json", {"n": 1}, [2], {"accuracy": rows})
+    page = json.loads(file.read_text())
+    assert (page["settings"], page["results"], page["tables"]) == (
+        {"n": 1},
+        [2],
+        {"accuracy": rows},
+    )
+    assert "tables" not in json.loads(record.write_results(file, {}, [2]).read_text())
+
+
+def test_a_journal_ignores_a_line_cut_off(tmp_path: Path) -> None:
+    path = tmp_path / "journal"
+    assert record.Journal(path).rows("where", "a") == [] and not path.exists()
+    journal = record.Journal(path)
+    rows = [{"where": "a", "record": (1, 2)}, {"where": "b", "record": 3}]
+    assert journal.add(rows)[0]["record"] == [1, 2]  # as JSON has it, read back or not
+    path.write_text(path.read_text() + '{"where": "a", "rec')
+    second = record.Journal(path)
+    second.add([{"where": "a", "record": 4}])
+    for held in (second, record.Journal(path)):
+        assert [row["record"] for row in held.rows("where", "a")] == [[1, 2], 4]
+    assert [row["record"] for row in journal.rows("where", "b")] == [3]
