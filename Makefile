@@ -194,7 +194,7 @@ bench-gpu-prefill:
 	$(BENCH) benchmarks.bench.prefill --output $(RESULTS)
 
 bench-gpu-kv:
-	$(BENCH) benchmarks.bench.kv_forms --shape qwen3-4b --device cuda --dtype bfloat16 --kept 256 4096 --batch 16 --output $(RESULTS)
+	$(BENCH) benchmarks.bench.decode --shape qwen3-4b --kv all --cases 16:1024:256 16:8192:4096 --output $(RESULTS)
 
 # The same step with weights in fewer bits: bench-gpu-4b has it with all of them.
 bench-gpu-weights:

@@ -13,9 +13,11 @@ random weights in published sizes instead, for time alone. The figures go to
 from __future__ import annotations
 
 import argparse
+import contextlib
 import math
 import os
 import statistics
+import time
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
@@ -28,7 +30,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from benchmarks.bench.kv_forms import seconds
+from benchmarks.bench.harness import ratios, take_turns
 from benchmarks.bench.shapes import SHAPES, build_engine
 from benchmarks.domains import held_out
 from mmkv.engine.backends import kernels_for
@@ -37,7 +39,8 @@ from mmkv.engine.model.families.base import Turn
 from mmkv.engine.model.product import INTEGERS, Matrix, WeightForm, plain
 from mmkv.engine.model.weights import DecoderWeights, LayerWeights
 from mmkv.engine.runtime import Runtime
-from mmkv.eval.measure.timing import ratios, spread, take_turns
+from mmkv.engine.sequence import CachedSequence
+from mmkv.eval.step import spread, synchronize
 from mmkv.resources import bundled_model_name
 from mmkv.training.data.labels import predicted
 from mmkv.training.measure.record import RESULTS, write_results
@@ -47,6 +50,25 @@ from mmkv.training.measure.teacher_forced import FullCache, spans
 EXACT, WHOLE = "auto", "int4, embedding and head too"
 FORMS = (EXACT, "int8", "int4", WHOLE)
 GREEDY = 64  # tokens
+
+
+def seconds(sessions: Sequence[CachedSequence], tokens: int, clock: str) -> float:
+    """Decode ``tokens`` greedily in copies of ``sessions``, all in a batch; seconds per step.
+
+    Args:
+        clock: ``wall``, or ``cpu`` for that of this process, which a loaded machine disturbs less.
+    """
+    now = {"wall": time.perf_counter, "cpu": time.process_time}[clock]
+    engine = sessions[0].engine
+    with contextlib.ExitStack() as stack:
+        copies = [stack.enter_context(session.fork()) for session in sessions]
+        first = [1] * len(copies)
+        engine.decode_many(copies, first, 2)  # takes the copies' first pages; records a graph
+        synchronize(engine.device)
+        start = now()
+        engine.decode_many(copies, first, tokens)
+        synchronize(engine.device)
+        return (now() - start) / tokens
 
 
 def in_form(base: Runtime, form: str) -> Runtime:

@@ -26,6 +26,7 @@ from unittest import mock
 import torch
 from torch import Tensor
 
+from benchmarks.bench.harness import take_turns, time_calls
 from benchmarks.bench.shapes import Shape
 from mmkv.engine.backends.cuda import GraphRunner
 from mmkv.engine.backends.cuda import static_step as static_step
@@ -33,19 +34,10 @@ from mmkv.engine.backends.cuda.static_step import StaticStep
 from mmkv.engine.cache import PagePool, RaggedCache
 from mmkv.engine.cache.forms import Codec
 from mmkv.engine.config import EngineConfig
-from mmkv.engine.errors import MmkvError
 from mmkv.engine.runtime import Runtime
 from mmkv.engine.sequence import CachedSequence
 from mmkv.engine.steps import decode_burst
-from mmkv.eval.measure.timing import (
-    StepBytes,
-    entry_bytes,
-    spread,
-    step_bytes,
-    take_turns,
-    time_calls,
-    wall,
-)
+from mmkv.eval.step import StepBytes, entry_bytes, spread, step_bytes, wall
 
 
 def row_lengths(rows: int, total: int, longest: int, skew: float = 1.0, seed: int = 0) -> Tensor:
@@ -243,7 +235,7 @@ class Own:
         if self.engine.policy.evicts:
             return found
         grown = len(self.sessions) * self.engine.spec.rows * self.steps // 2
-        return StepBytes(found.weights, found.kv + grown * entry_bytes(self.engine), found.gates)
+        return StepBytes(found.weights, found.kv + grown * entry_bytes(self.engine))
 
     def memory(self) -> dict[str, Any]:
         """Count physical bytes of the entries, and the bytes of the entries alone."""
@@ -316,12 +308,16 @@ class MmkvInProcess:
         return spent / seconds
 
 
-def concerns_one_method(error: BaseException) -> bool:
-    """Return whether only this method failed; otherwise the GPU is lost."""
-    if isinstance(error, MmkvError | torch.OutOfMemoryError):
-        return True
-    lost = ("device-side assert", "illegal memory", "misaligned", "launch failure")
-    return isinstance(error, RuntimeError) and not any(word in str(error) for word in lost)
+def gate_bytes(engine: Runtime) -> int:
+    """Count the bytes of the gates that a step reads, 0 without gates."""
+    if engine.decoder.gates is None:
+        return 0
+    tensors = [
+        tensor
+        for gate in engine.decoder.gates.layers
+        for tensor in (*(t for pair in gate.trunk for t in pair), gate.readout, gate.bias)
+    ]
+    return sum(tensor.nbytes for tensor in tensors)
 
 
 # Memory besides weights and cache: activations of a chunk and of a step, libraries.

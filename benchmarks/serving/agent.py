@@ -35,8 +35,8 @@ from typing import Any
 
 import httpx
 
-from benchmarks.bench.harness import BenchError
-from benchmarks.bench.output import plain_parser, save, table
+from benchmarks.bench.child import BenchError
+from benchmarks.bench.harness import plain_parser, save, table
 from benchmarks.bench.shape_files import write_gates
 from benchmarks.documents import Document, scene_document
 from benchmarks.domains import GeneratedDocuments

@@ -28,8 +28,8 @@ from typing import Any
 
 import httpx
 
-from benchmarks.bench.harness import BenchError
-from benchmarks.bench.output import plain_parser, save, table
+from benchmarks.bench.child import BenchError
+from benchmarks.bench.harness import plain_parser, save, table
 from benchmarks.serving.servers import (
     Streamed,
     mmkv_serve,

@@ -25,7 +25,7 @@ from typing import Any, Self
 import httpx
 import numpy as np
 
-from benchmarks.bench.harness import BenchError
+from benchmarks.bench.child import BenchError
 from mmkv.engine.errors import MmkvError
 from mmkv.training.measure.record import ROOT
 

@@ -29,8 +29,8 @@ from typing import Any
 
 import httpx
 
-from benchmarks.bench.harness import BenchError
-from benchmarks.bench.output import plain_parser, save, table
+from benchmarks.bench.child import BenchError
+from benchmarks.bench.harness import plain_parser, save, table
 from benchmarks.bench.startup import write_text_model
 from benchmarks.serving.servers import (
     ServerProcess,

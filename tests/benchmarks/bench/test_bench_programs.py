@@ -17,11 +17,10 @@ from benchmarks import weight_forms
 from benchmarks.bench import admission as bench_admission
 from benchmarks.bench import decode as bench_decode
 from benchmarks.bench import kernels as bench_kernels
-from benchmarks.bench import kv_forms as bench_forms
 from benchmarks.bench import policies as bench_policies
 from benchmarks.bench import prefill as bench_prefill
+from benchmarks.bench.child import BenchError
 from benchmarks.bench.decode import checks
-from benchmarks.bench.harness import BenchError
 from benchmarks.bench.kernels import TINY as TINY_CASES
 from benchmarks.bench.peer import DYNAMIC, EAGER, FULL, OWN, PEERS, STATIC, TRIMKV, PeerJob
 from benchmarks.bench.shapes import SHAPES
@@ -247,7 +246,6 @@ def test_mistakes_give_one_line(capsys: pytest.CaptureFixture[str]) -> None:
         (bench_decode.main, ["--python", "x=y"], "PEER=PATH"),
         (bench_kernels.main, ["--device", "cuda:77"], "is not there"),
         (bench_prefill.main, ["--device", "tpu"], "unknown device"),
-        (bench_forms.main, ["--kept", "9000"], "trained for 8,192 positions"),
     ]:
         with pytest.raises(SystemExit) as left:
             main(arguments)
@@ -265,7 +263,7 @@ def test_without_a_gpu_long_programs_refuse(capsys: pytest.CaptureFixture[str]) 
 
 
 def test_mmkv_bench(mmkv: Callable[..., Ran], model: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("mmkv.eval.measure.timing.copy_bandwidth", lambda device: 2e9)
+    monkeypatch.setattr("mmkv.eval.step.copy_bandwidth", lambda device: 2e9)
     options = ["--batch", "2", "--context", "60", "--budget", "8", "--steps", "4", "--rounds", "2"]
     where = ["--gates", "random", "--device", "cpu"]
     ran = mmkv("bench", model, *options, *where, "--json")
@@ -292,20 +290,14 @@ def test_admission(tmp_path: Path) -> None:
 
 
 def test_forms_of_the_cache(tmp_path: Path) -> None:
-    few = ["--kept", "8", "--tokens", "3", "--rounds", "2", "--output", str(tmp_path)]
-    bench_forms.main([*few, "--shape", "tiny", "--batch", "3", "--device", DEVICE.type])
-    rows = results(tmp_path, f"decode-{DEVICE.type}-kv-tiny")["rows"]
-    assert {row["kv"]: row["entry_bytes"] for row in rows} == {
-        "bf16": 137,
-        "int8": 77,
-        "k8v4": 63,
-        "int4": 49,
-    }
-    (held,) = {row["entries"] for row in rows}  # all hold as many
-    for row in rows:
-        assert row["physical_bytes"] >= held * row["entry_bytes"]
-        assert len(row["ms_per_step"]["rounds"]) == 2 and min(row["ms_per_step"]["rounds"]) > 0
-    assert rows[0]["times_as_fast"]["median"] == 1
+    options = ["--kv", "all", "--cases", "3:40:12", "--steps", "3", "--output", str(tmp_path)]
+    assert bench_decode.main([*WHERE, *options]) == 0
+    (case,) = results(tmp_path, f"decode-kv-{DEVICE.type}-tiny")["cases"]
+    sizes = {name: each["entry_bytes"] for name, each in case["kv"].items()}
+    assert sizes == {"bf16": 137, "int8": 77, "k8v4": 63, "int4": 49}
+    for each in case["kv"].values():  # all hold as many
+        assert each["entries_per_row"] == 12 and min(each["ms_per_step"]["rounds"]) > 0
+    assert case["kv"]["bf16"]["over_bf16"] == 1
 
 
 def test_forms_of_weights(tmp_path: Path) -> None:
