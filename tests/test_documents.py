@@ -21,7 +21,7 @@ from typing import Any
 import pytest
 from typer.main import get_command
 
-from benchmarks.document_tables import documents, fill, main
+from benchmarks.document_tables import documents, fill, main, sources
 from benchmarks.figures import FIGURES, accuracy_values, digest
 from benchmarks.serving.tables import agent_values, speed_values
 from mmkv import Engine, bundled_model
@@ -56,13 +56,13 @@ def test_no_table_is_stale(document: tuple[Path, str]) -> None:
 
 
 def test_every_result_is_cited() -> None:
-    """A file counts as cited when a document or a table of one names it, with a star or without."""
+    """A document names it, with a star or without, or shows a table of it."""
     text = "".join(path.read_text() for path in DOCUMENTS)
-    tables = (ROOT / "benchmarks" / "document_tables.py").read_text()
     cited = {found.replace("*", ".*") for found in re.findall(r"[\w.*-]+\.json", text)}
+    shown = sources(text)
     for path in RESULTS.glob("*"):
         named = any(re.fullmatch(pattern, path.name) for pattern in cited)
-        assert named or f'"{path.stem}"' in tables, f"no page cites {path.name}"
+        assert named or path.stem in shown, f"no page cites {path.name}"
 
 
 def test_figures_are_drawn_from_the_results_of_today() -> None:
@@ -377,37 +377,52 @@ def test_targets_of_make_exist(document: tuple[Path, str]) -> None:
             assert target in made, f"{path.name}: make {target}"
 
 
+def _carry(folder: Path, file: str, **tables: list[list[str]]) -> None:
+    (folder / f"{file}.json").write_text(json.dumps({"tables": tables, "results": []}))
+
+
 def test_tables_are_put_between_their_marks(tmp_path: Path) -> None:
-    held = {"policy": "full", "prompt_tokens": 1024, "kv_bytes": 2**21, "peak_growth_bytes": 2**30}
-    cases = [
-        held | {"policy": policy, "prompt_tokens": tokens, "physical_over_logical": 1.0625}
-        for policy in ("full", "dbtrimkv")
-        for tokens in (1024, 8192, 32768, 131072)
-    ]
-    (tmp_path / "memory-cpu.json").write_text(json.dumps({"results": cases}))
-    text = "A\n<!-- table: memory -->\n| old |\n<!-- end -->\nB | 1 |\n"
+    """One file's; those of two below each other; those of two beside each other."""
+    _carry(tmp_path, "a", shares=[["of", "share"], ["x", "0.5"]], sizes=[["of", "KiB"], ["x", "1"]])
+    _carry(tmp_path, "b", shares=[["of", "share"], ["y", "0.25"]], sizes=[["of", "s"], ["x", "2"]])
+    text = "A\n<!-- table: shares:a -->\n| old |\n<!-- end -->\nB | 1 |\n"
     made = fill(text, tmp_path)
-    assert made.startswith("A\n<!-- table: memory -->\n| prompt tokens |")
-    assert made.endswith("|\n<!-- end -->\nB | 1 |\n") and "old" not in made
-    assert "| 32,768 | 2.00 MiB | 1.062 | 1,024 MiB | 2.00 MiB | 1,024 MiB |\n" in made
-    assert fill(made, tmp_path) == made
-    with pytest.raises(KeyError, match="nothing"):
-        fill("<!-- table: nothing -->\n<!-- end -->", tmp_path)
+    alone = "| of | share |\n|---|---|\n| x | 0.5 |\n"
+    assert made == f"A\n<!-- table: shares:a -->\n{alone}<!-- end -->\nB | 1 |\n"
+    assert fill(made, tmp_path) == made and sources(made) == {"a"}
+    both = "<!-- table: {}:a,b -->\n<!-- end -->"
+    assert f"{alone}| y | 0.25 |\n<!-- end" in fill(both.format("shares"), tmp_path)
+    beside = "| of | KiB | s |\n|---|---|---|\n| x | 1 | 2 |\n<!-- end"
+    assert beside in fill(both.format("sizes"), tmp_path)
+    assert sources(text + both.format("sizes")) == {"a", "b"}
+
+
+def test_a_table_that_no_file_carries_is_refused(tmp_path: Path) -> None:
+    _carry(tmp_path, "a", sizes=[["of", "KiB"], ["x", "1"]])
+    _carry(tmp_path, "b", sizes=[["by", "KiB"], ["y", "1"]])
+    for mark, message in (
+        ("shares:a", r"a.json has no table 'shares'; it has sizes"),
+        ("sizes:a,b", "no table has both"),
+        ("sizes", "a mark is not"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            fill(f"<!-- table: {mark} -->\n<!-- end -->", tmp_path)
+    with pytest.raises(ValueError, match="a mark is not"):
+        fill("<!-- table: sizes:a -->\n", tmp_path)
 
 
 def test_a_stale_or_broken_table_ends_the_check(tmp_path: Path, monkeypatch: Any) -> None:
-    (tmp_path / "docs").mkdir()
-    readme = tmp_path / "README.md"
-    readme.write_text("<!-- table: memory -->\n<!-- end -->\n")
-    monkeypatch.setattr("benchmarks.document_tables.documents", lambda: [readme])
+    page = tmp_path / "page.md"
+    page.write_text("<!-- table: memory:memory-cpu -->\n<!-- end -->\n")
+    monkeypatch.setattr("benchmarks.document_tables.documents", lambda: [page])
     main(["--results", str(RESULTS)])
     main(["--results", str(RESULTS), "--check"])
-    filled = readme.read_text()
-    readme.write_text(filled.replace("MiB", "KiB"))
+    filled = page.read_text()
+    page.write_text(filled.replace("MiB", "KiB"))
     with pytest.raises(SystemExit, match="stale; run python"):
         main(["--results", str(RESULTS), "--check"])
     (tmp_path / "memory-cpu.json").write_text("{")
     with pytest.raises(SystemExit, match="cannot be made"):
         main(["--results", str(tmp_path)])
     main(["--results", str(RESULTS)])
-    assert readme.read_text() == filled
+    assert page.read_text() == filled

@@ -30,19 +30,26 @@ _CHANGES = ("status", "--porcelain", "--", ".", ":!benchmarks/results", ":!docs"
 _PACKAGES = ("torch", "transformers", "triton", "numpy", "mmkv")
 
 
-def write_results(path: str | Path, settings: Mapping[str, Any], results: Any) -> Path:
+def write_results(
+    path: str | Path,
+    settings: Mapping[str, Any],
+    results: Any,
+    tables: Mapping[str, Sequence[Sequence[str]]] | None = None,
+) -> Path:
     """Write ``results`` beside all that is needed to judge and repeat them.
 
     Args:
         path: the JSON file; its folder is made. settings: what the run was asked to do.
-        results: anything JSON can hold.
+        results: anything JSON can hold. tables: what documents show of them, by name: rows of
+            cells, the heading first.
 
     Returns:
         The path written. The file is replaced whole, never left half written.
     """
     target = Path(path)
     target.parent.mkdir(parents=True, exist_ok=True)
-    page = {**provenance(), "settings": dict(settings), "results": results}
+    shown = {"tables": dict(tables)} if tables else {}
+    page = {**provenance(), "settings": dict(settings), **shown, "results": results}
     with whole_file(target) as draft:
         draft.write_text(page_text(page))
     return target

@@ -74,3 +74,15 @@ def test_rows_stand_on_lines_of_their_own() -> None:
     rows = [{"method": name, "accuracy": {"value": 0.5}} for name in ("full", "snapkv")]
     text = record.page_text({"results": {"rows": rows}})
     assert [json.loads(line.rstrip(",")) for line in text.splitlines()[3:5]] == rows
+
+
+def test_tables_stand_beside_the_results(tmp_path: Path) -> None:
+    rows = [["policy", "right"], ["full", "0.9"]]
+    file = record.write_results(tmp_path / "made" / "x.json", {"n": 1}, [2], {"accuracy": rows})
+    page = json.loads(file.read_text())
+    assert (page["settings"], page["results"], page["tables"]) == (
+        {"n": 1},
+        [2],
+        {"accuracy": rows},
+    )
+    assert "tables" not in json.loads(record.write_results(file, {}, [2]).read_text())
