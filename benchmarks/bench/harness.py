@@ -71,10 +71,18 @@ def settings(args: argparse.Namespace) -> dict[str, Any]:
     return {k: v for k, v in vars(args).items() if k not in ("output", "name")}
 
 
-def save(args: argparse.Namespace, name: str, found: Any) -> Path:
-    """Write what has been found so far; called after each case, so that nothing is lost."""
+def save(
+    args: argparse.Namespace,
+    name: str,
+    found: Any,
+    tables: Mapping[str, Sequence[Sequence[str]]] | None = None,
+) -> Path:
+    """Write what has been found so far, and the tables that pages show of it.
+
+    Called after each case, so that nothing is lost.
+    """
     path: Path = args.output / f"{args.name or name}.json"
-    return write_results(path, settings(args), found)
+    return write_results(path, settings(args), found, tables)
 
 
 def device_note(device: torch.device) -> str:

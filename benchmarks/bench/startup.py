@@ -10,7 +10,6 @@ installation has them. On a busy machine only the ratio of processor times means
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import statistics
 import subprocess
@@ -22,17 +21,15 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from safetensors.torch import load_file, save_file
-
 from benchmarks.bench.child import BenchError
 from benchmarks.bench.harness import plain_parser, save, table, take_turns
+from benchmarks.bench.shape_files import write_text_model
 from mmkv.engine.errors import MmkvError
-from mmkv.resources import asset, bundled_model
+from mmkv.resources import asset
 from mmkv.training.measure.record import ROOT
 
 TORCH = 'python -c "import torch"'
 NOW, BEFORE = "now", "before"
-_TEXT_PART = "model.language_model."
 
 
 @dataclass(frozen=True)
@@ -61,29 +58,6 @@ def commands(text_model: str, picture: str) -> dict[str, Command]:
         "chat -p, text model": mmkv("chat", text_model, *few, "what is this?"),
         "chat --image -p, bundled model": mmkv("chat", "--image", picture, *few, "what is this?"),
     }
-
-
-def write_text_model(folder: Path) -> Path:
-    """Write the bundled model's text half as a Qwen3 checkpoint, and return its folder.
-
-    With all three axes of a position alike, as those of text are, M-RoPE is plain RoPE.
-    """
-    source = bundled_model()
-    config = json.loads((source / "config.json").read_text())["text_config"]
-    rope = {"rope_type": "default", "rope_theta": config["rope_parameters"]["rope_theta"]}
-    config |= {"model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"]}
-    folder.mkdir(parents=True)
-    (folder / "config.json").write_text(json.dumps(config | {"rope_parameters": rope}))
-    tensors = load_file(source / "model.safetensors")
-    part = {
-        name.replace(_TEXT_PART, "model."): tensor
-        for name, tensor in tensors.items()
-        if name.startswith(_TEXT_PART)
-    }
-    save_file(part, folder / "model.safetensors", metadata={"format": "pt"})
-    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
-        (folder / name).write_bytes((source / name).read_bytes())
-    return folder
 
 
 def seconds(command: Command, checkout: Path) -> tuple[float, float]:
