@@ -157,7 +157,7 @@ clean:
 GPU_PYTHON ?= $(if $(wildcard $(BIN)/python),$(BIN)/python,$(PYTHON))
 RESULTS ?= benchmarks/results
 BENCH = HF_HUB_OFFLINE=1 PYTHONUNBUFFERED=1 $(GPU_PYTHON) -m
-BENCH_PARTS = bench-gpu-kernels bench-gpu-4b bench-gpu-8b bench-gpu-llava bench-gpu-grid bench-gpu-largest bench-gpu-batching bench-gpu-prefill bench-gpu-capacity bench-gpu-kv bench-gpu-weights
+BENCH_PARTS = bench-gpu-kernels bench-gpu-4b bench-gpu-8b bench-gpu-llava bench-gpu-grid bench-gpu-largest bench-gpu-batching bench-gpu-prefill bench-gpu-kv bench-gpu-weights
 DECODE_PEERS = transformers "transformers static+compile" kvpress trimkv
 
 .PHONY: test-gpu bench-gpu $(BENCH_PARTS)
@@ -193,11 +193,8 @@ bench-gpu-batching:
 bench-gpu-prefill:
 	$(BENCH) benchmarks.bench.prefill --output $(RESULTS)
 
-bench-gpu-capacity:
-	$(BENCH) benchmarks.bench.capacity --output $(RESULTS)
-
 bench-gpu-kv:
-	$(BENCH) benchmarks.bench.kv_forms --shape qwen3-4b --device cuda --dtype bfloat16 --kept 256 4096 --batch 16 --output $(RESULTS)
+	$(BENCH) benchmarks.bench.decode --shape qwen3-4b --kv all --cases 16:1024:256 16:8192:4096 --output $(RESULTS)
 
 # The same step with weights in fewer bits: bench-gpu-4b has it with all of them.
 bench-gpu-weights:

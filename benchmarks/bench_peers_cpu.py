@@ -35,13 +35,13 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.bench.harness import BenchError, Child
-from benchmarks.bench.output import failure, plain_parser, save, settings
+from benchmarks.bench.child import BenchError, Child
+from benchmarks.bench.harness import failure, plain_parser, ratios, save, settings
 from benchmarks.bench.peer_environments import ENVIRONMENTS, interpreter
 from benchmarks.bench.peers_cpu import CpuPeerJob
 from benchmarks.bench.shape_files import CHECKPOINTS, write_checkpoint, write_gates
 from mmkv.engine.errors import MmkvError
-from mmkv.eval.measure.timing import ratios, spread
+from mmkv.eval.step import spread
 from mmkv.training.measure.record import ROOT, Journal, command, commit, require_output
 from mmkv.training.measure.tables import Table
 
@@ -473,7 +473,7 @@ class Bench:
 
     def drop(self, name: str, error: BaseException) -> None:
         """Go on without a method."""
-        self.failed[name] = failure(error).removeprefix("BenchError: ")
+        self.failed[name] = failure(error)
         self.commands.pop(name, None)
         print(f"{name}: {self.failed[name]}", file=sys.stderr)
 

@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from benchmarks.bench.decode_cpu import MmkvInProcess
+from benchmarks.bench.methods import MmkvInProcess
 from benchmarks.quality.methods import Cell, ComparedMethod, Comparison
 from benchmarks.quality.report import Runs, difference, interval, row_of
 from benchmarks.quality.run import ComparisonRuns, add_options, finish, running

@@ -19,7 +19,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from benchmarks.serving.tables import agent_values, draw_agent, draw_speed, speed_values
+from benchmarks.serving.agent import agent_values, draw_agent
+from benchmarks.serving.load import draw_speed, speed_values
 from mmkv.engine.cache.layout import Layout
 from mmkv.engine.policies import Budget
 from mmkv.engine.runtime import Runtime

@@ -1,7 +1,7 @@
-"""Get SmolLM2-135M-Instruct as ``mmkv pull smollm2-135m`` does, check it and time it.
+"""Get SmolLM2-135M-Instruct as ``mmkv pull smollm2-135m`` does, and check it.
 
 ``python -m benchmarks.smollm2 DIR`` writes the model to DIR. ``--compare`` then compares the greedy
-tokens of mmkv (policy ``full``) with transformers, ``--bench`` times decoding beside it.
+tokens of mmkv (policy ``full``) with transformers.
 """
 
 from __future__ import annotations
@@ -96,7 +96,6 @@ def main() -> None:
     parser.add_argument(
         "--compare", action="store_true", help="compare greedy tokens with transformers: minutes"
     )
-    parser.add_argument("--bench", action="store_true", help="also time decoding")
     args = parser.parse_args()
     transformers_logging.set_verbosity_error()
     transformers_logging.disable_progress_bar()
@@ -113,10 +112,6 @@ def main() -> None:
             f"{row['logit_error']:.1e}: {row['prompt']}"
         )
         print(f"    {' '.join(row['reply'].split())[:160]}")
-    if args.bench:
-        from benchmarks.bench.decode_cpu import main as bench
-
-        bench([str(args.folder)])
     if any(row["same"] < row["tokens"] for row in rows):
         sys.exit("mmkv and transformers differ")
 

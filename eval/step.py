@@ -8,6 +8,9 @@ can be faster than the floor. Heavy imports wait until the command runs.
 from __future__ import annotations
 
 import json
+import statistics
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -17,7 +20,10 @@ from mmkv.cli import arguments
 from mmkv.engine.config import EngineConfig
 
 if TYPE_CHECKING:
+    import torch
+
     from mmkv.engine.runtime import Runtime
+    from mmkv.engine.sequence import CachedSequence
 
 
 app = typer.Typer(add_completion=False, rich_markup_mode="rich")
@@ -115,7 +121,6 @@ def measure(
     import torch
 
     from mmkv.engine.errors import ContextError
-    from mmkv.eval.measure.timing import copy_bandwidth, entry_bytes, spread, step_bytes, wall
 
     longest = engine.spec.max_position - steps
     context = context or max(1, min(2048, longest))
@@ -174,6 +179,110 @@ def measure(
         kv_bytes=sum(memory.kv_bytes for memory in held),
         logical_bytes=sum(memory.entries for memory in held) * entry_bytes(engine),
     )
+
+
+def spread(values: list[float]) -> dict[str, Any]:
+    """Compute median, quartiles and all rounds of a measurement."""
+    if len(values) == 1:
+        return {"median": values[0], "quartiles": [values[0], values[0]], "rounds": values}
+    low, middle, high = statistics.quantiles(values, n=4, method="inclusive")
+    return {"median": middle, "quartiles": [low, high], "rounds": values}
+
+
+def synchronize(device: torch.device) -> None:
+    """Wait until ``device`` has done all it was given."""
+    if device.type == "cuda":
+        import torch
+
+        torch.cuda.synchronize(device)
+
+
+def wall(call: Callable[[], Any], device: torch.device) -> float:
+    """Time one call in seconds, from an idle device to an idle device."""
+    synchronize(device)
+    start = time.perf_counter()
+    call()
+    synchronize(device)
+    return time.perf_counter() - start
+
+
+def copy_bandwidth(device: torch.device, nbytes: int | None = None, rounds: int = 9) -> float:
+    """Measure the bytes per second of a copy within the device's memory, bytes read plus bytes
+    written.
+
+    Args:
+        nbytes: of the source; None: 2 GiB on a GPU, 256 MiB on a CPU.
+    """
+    import torch
+
+    cuda = device.type == "cuda"
+    count = (nbytes or (2**31 if cuda else 2**28)) // 4
+    source = torch.empty(count, device=device).normal_()
+    target = torch.zeros_like(source)
+    copies = 8 if cuda else 1  # a GPU is given the next one while it copies
+
+    def copy() -> None:
+        for _ in range(copies):
+            target.copy_(source)
+
+    wall(copy, device)
+    times = [wall(copy, device) / copies for _ in range(rounds)]
+    return 2 * 4 * count / statistics.median(times)
+
+
+@dataclass(frozen=True)
+class StepBytes:
+    """Bytes that one decode step reads.
+
+    Attributes:
+        weights: of the decoder and the output head, once for the whole batch.
+        kv: keys and values of all entries, the new ones included.
+    """
+
+    weights: int
+    kv: int
+
+    def floor(self, bandwidth: float) -> float:
+        """Compute the seconds to read them at ``bandwidth`` bytes per second."""
+        return (self.weights + self.kv) / bandwidth
+
+
+def step_bytes(engine: Runtime, sessions: Sequence[CachedSequence]) -> StepBytes:
+    """Count the bytes that the next step of these sessions reads; those of gates are left out."""
+    entries = sum(session.entries + engine.spec.rows for session in sessions)
+    return StepBytes(weight_bytes(engine, len(sessions)), entries * entry_bytes(engine))
+
+
+def weight_bytes(engine: Runtime, sequences: int = 1) -> int:
+    """Count the bytes of the weights that a step of so many sequences reads, at most.
+
+    A step reads single rows of an embedding that is not also the head, and of a mixture's experts
+    those that its tokens choose: no two the same, where there are enough.
+    """
+    weights = engine.decoder.weights
+    untied = weights.head.data_ptr() != weights.embed.data_ptr()
+    native = engine.backends.cpu.decoder
+    spared = 0 if native is None else native.bytes_spared
+    if untied:
+        spared += weights.embed.nbytes
+    return weights.nbytes() - spared - _idle(engine, sequences)
+
+
+def _idle(engine: Runtime, sequences: int) -> int:
+    """Count the bytes of the experts that a step cannot read."""
+    routing = engine.spec.routing
+    if routing is None:
+        return 0
+    idle = max(0, routing.experts - sequences * routing.chosen)
+    layers = [each for each in engine.decoder.weights.layers if each.router is not None]
+    experts = sum(each.gate_up.nbytes + each.down.nbytes for each in layers)
+    return experts // routing.experts * idle
+
+
+def entry_bytes(engine: Runtime) -> int:
+    """Count the bytes of the key and value of one entry."""
+    pool = engine.cache.pool
+    return pool.kv_page_bytes // pool.page_size
 
 
 def _machine(device: Any) -> str:

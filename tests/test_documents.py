@@ -23,7 +23,8 @@ from typer.main import get_command
 
 from benchmarks.document_tables import documents, fill, main, sources
 from benchmarks.figures import FIGURES, accuracy_values, digest
-from benchmarks.serving.tables import agent_values, speed_values
+from benchmarks.serving.agent import agent_values
+from benchmarks.serving.load import speed_values
 from mmkv import Engine, bundled_model
 from mmkv.engine.budget import RISK
 from mmkv.engine.cache.choice import best_at

@@ -10,7 +10,7 @@ import pytest
 import transformers
 from packaging.version import Version
 
-from benchmarks.bench.startup import write_text_model
+from benchmarks.bench.shape_files import write_text_model
 from tests.support.chat_models import save_llama
 
 # Runs commands in turn within one process; prints what each has imported of a list of names.

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks.bench.output import device_note, parser, save, table, where
+from benchmarks.bench.harness import device_note, parser, save, shown, table, take_turns, where
 from benchmarks.bench.shapes import Shape, build_engine
 from mmkv.engine.backends.torch.write_step import WriteGatePass
 from mmkv.engine.errors import MmkvError
@@ -27,7 +27,7 @@ from mmkv.engine.model.gates import WriteGates
 from mmkv.engine.model.gates.write import make_random_write_gates
 from mmkv.engine.policies import make_policy
 from mmkv.engine.runtime import Runtime
-from mmkv.eval.measure.timing import spread, take_turns, wall
+from mmkv.eval.step import spread, wall
 
 # SmolLM2-135M has 30 of these layers; a small vocabulary, since one row of logits is computed.
 SHAPE = Shape("llama", 2, 576, 9, 3, 64, 1536, 512, True, 1e5, 1e-5)
@@ -120,33 +120,22 @@ def main(argv: list[str] | None = None) -> int:
     }
     times = take_turns(timed, args.rounds)
     found: dict[str, Any] = {"length": args.length, "methods": {}}
-    base = spread(times[FULL])["median"]
+    base, rows = spread(times[FULL])["median"], []
     for name, seconds in times.items():
-        stated = spread(seconds)
-        found["methods"][name] = {
-            "seconds": stated,
-            "times_faster": base / stated["median"],
+        one = found["methods"][name] = {
+            "seconds": spread(seconds),
+            "times_faster": base / spread(seconds)["median"],
             "held": held[name],
             "tiles": share_of_tiles(running[name], prompt),
         }
+        tiles = "-" if one["tiles"] is None else f"{100 * one['tiles']:.0f} %"
+        held_share = f"{100 * one['held']:.0f} %"
+        faster = f"{one['times_faster']:.2f}"
+        rows.append([name, shown(one["seconds"], ".2f"), faster, held_share, tiles])
     device = running[FULL].device
     on = f"{args.threads} thread" if device.type == "cpu" else device_note(device)
-    rows = [
-        [
-            name,
-            f"{one['seconds']['median']:.2f} "
-            f"({one['seconds']['quartiles'][0]:.2f} .. {one['seconds']['quartiles'][1]:.2f})",
-            f"{one['times_faster']:.2f}",
-            f"{100 * one['held']:.0f} %",
-            "-" if one["tiles"] is None else f"{100 * one['tiles']:.0f} %",
-        ]
-        for name, one in found["methods"].items()
-    ]
-    table(
-        f"Prefill of {args.length:,} tokens, two layers of SmolLM2's sizes, {on}",
-        ["method", "seconds, median (quartiles)", "times faster", "entries held", "tiles computed"],
-        rows,
-    )
+    columns = ("method", "seconds", "times faster", "entries held", "tiles computed")
+    table(f"Prefill of {args.length:,} tokens, two layers of SmolLM2's sizes, {on}", columns, rows)
     print(f"written to {save(args, f'admission-{device.type}', found)}")
     return 0
 

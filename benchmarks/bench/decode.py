@@ -7,8 +7,9 @@ runs in its own process, in turns with our graph path. A method that cannot run 
 ``--memory`` is listed with the reason. ms/step is the slope between a short and a long run;
 tokens/s of ours includes the fixed cost of a call.
 
-``--policies all`` (or some names) times the decode step of each policy instead, see
-:mod:`benchmarks.bench.policies`; figures go to ``decode-policies-<device>-<shape>.json``.
+``--policies all`` (or some names) times the decode step of each policy instead, ``--kv all`` that
+of each form of keys and values, see :mod:`benchmarks.bench.policies`; figures go to
+``decode-policies-<device>-<shape>.json`` and ``decode-kv-<device>-<shape>.json``.
 
 Cases are ``B:CONTEXT:M``, or a set: ``targets``, ``grid``, ``largest`` (each method at the largest
 batch that fits ``--largest-memory``), ``tiny``. Figures go to ``gpu-decode-<shape>.json`` after
@@ -18,43 +19,40 @@ each case. Measured speeds are compared with the project's targets (one H200).
 from __future__ import annotations
 
 import argparse
-import gc
 import json
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from benchmarks.bench import policies as bench_policies
-from benchmarks.bench.harness import BenchError, Child
-from benchmarks.bench.methods import (
-    EAGER_STEPS,
-    Own,
-    concerns_one_method,
-    own_bytes,
-    peer_bytes,
-    split,
-)
-from benchmarks.bench.output import (
+from benchmarks.bench.child import BenchError, Child
+from benchmarks.bench.harness import (
+    attempt,
     curves,
     device_note,
-    failure,
     on_gpu,
     parser,
+    ratios,
+    release,
     save,
+    shown,
     table,
+    take_turns,
 )
+from benchmarks.bench.methods import EAGER_STEPS, Own, gate_bytes, own_bytes, peer_bytes, split
 from benchmarks.bench.peer import BOUNDED, DYNAMIC, EAGER, FULL, OWN, PEERS, PeerJob
 from benchmarks.bench.shapes import SHAPES, build_engine
 from mmkv.engine.backends.cuda import GraphRunner
-from mmkv.engine.config import WEIGHT_FORMS
+from mmkv.engine.config import KV_FORMS, WEIGHT_FORMS
 from mmkv.engine.errors import MmkvError
 from mmkv.engine.runtime import Runtime
-from mmkv.eval.measure.timing import copy_bandwidth, ratios, spread, take_turns
+from mmkv.eval.step import copy_bandwidth, spread
 
 
 @dataclass(frozen=True)
@@ -148,31 +146,19 @@ def checks(shape: str, case: dict[str, Any]) -> Iterator[dict[str, Any]]:
 
 def show(shape: str, case: dict[str, Any]) -> None:
     """Print one case."""
-    rows = []
+    rows: list[list[Any]] = []
     for name, method in case["methods"].items():
         if "failed" in method:
             rows.append([name, "-", "-", "-", "-", method["failed"]])
             continue
-        low, high = method["ms_per_step"]["quartiles"]
         over = f"{method['step_over_floor']:.2f}" if "step_over_floor" in method else ""
-        memory = method.get("memory")
-        kv = f"{memory['kv_bytes'] / 1e9:.3f} GB KV" if memory else ""
-        rows.append(
-            [
-                name,
-                method["batch"],
-                f"{method['ms_per_step']['median']:.3f} ({low:.3f} .. {high:.3f})",
-                f"{method['tokens_per_second']:,.0f}",
-                over,
-                kv,
-            ]
-        )
-    for name, speed in PUBLISHED.get(
-        (shape, case["batch"], case["context"], case["budget"]), {}
-    ).items():
-        rows.append(
-            [f"{name} (paper)", case["batch"], "", f"{speed:,}", "", "published, on one H200"]
-        )
+        kv = f"{method['memory']['kv_bytes'] / 1e9:.3f} GB KV" if "memory" in method else ""
+        speed = f"{method['tokens_per_second']:,.0f}"
+        rows.append([name, method["batch"], shown(method["ms_per_step"]), speed, over, kv])
+    where = shape, case["batch"], case["context"], case["budget"]
+    for name, published in PUBLISHED.get(where, {}).items():
+        speed = f"{published:,}"
+        rows.append([f"{name} (paper)", case["batch"], "", speed, "", "published, on one H200"])
     names = ("method", "batch", "ms per step", "tokens/s", "step / floor", "")
     kind = f"{case['kind']}: {case['context']} tokens seen, M = {case['budget']}"
     table(f"{shape}, {kind}", names, rows)
@@ -186,32 +172,16 @@ def show(shape: str, case: dict[str, Any]) -> None:
 
 def figure(args: argparse.Namespace, cases: Sequence[dict[str, Any]]) -> Path | None:
     """Plot the tokens per second against the batch, for the cases of the grid."""
-    lines: dict[str, tuple[list[Any], list[Any]]] = {}
+    lines: dict[str, list[tuple[float, float]]] = {}
     for case in cases:
         for method, name in ((OWN, f"M = {case['budget']}"), (FULL, f"full, {case['context']}")):
             speed = case["methods"].get(method, {}).get("tokens_per_second")
             if case["kind"] == "grid" and speed:
-                x, y = lines.setdefault(name, ([], []))
-                x.append(case["batch"])
-                y.append(speed)
+                lines.setdefault(name, []).append((case["batch"], speed))
     if not lines:
         return None
     path: Path = args.output / f"{args.name or f'gpu-decode-{args.shape}'}.png"
     return curves(path, args.shape, ("sequences in a batch", "tokens/s"), lines)
-
-
-def show_targets(targets: Sequence[dict[str, Any]]) -> None:
-    """Print which targets are met."""
-    rows = [
-        [
-            target["target"],
-            f"{target['value']:.3f}",
-            target["wanted"],
-            "yes" if target["met"] else "NO",
-        ]
-        for target in targets
-    ]
-    table("Targets", ("target", "value", "wanted", "met"), rows)
 
 
 class DecodeBench:
@@ -239,16 +209,9 @@ class DecodeBench:
 
     def need(self, case: DecodeCase, full: bool) -> int:
         """Estimate the bytes of one of our methods, weights included."""
-        budget = None if full else case.budget
-        return own_bytes(
-            self.shape,
-            case.batch,
-            case.context,
-            budget,
-            self.args.steps,
-            self.dtype,
-            skew=self.args.skew,
-        )
+        budget, steps = None if full else case.budget, self.args.steps
+        sizes = case.batch, case.context, budget, steps, self.dtype
+        return own_bytes(self.shape, *sizes, skew=self.args.skew)
 
     def _peer_need(self, case: DecodeCase) -> int:
         """Estimate the bytes of a peer that keeps everything."""
@@ -266,21 +229,17 @@ class DecodeBench:
             if need > left:
                 reason = f"needs {need / 1e9:.0f} GB beside the weights, {left / 1e9:.0f} are left"
                 found["methods"][name] = {"failed": reason}
-                continue
-            try:
-                owns[name] = self._open(case, full)
+            elif own := attempt(found["methods"], name, partial(self._open, case, full)):
+                owns[name] = own
                 left -= need
-            except Exception as error:
-                self._or_raise(error)
-                found["methods"][name] = {"failed": failure(error)}
         self._measure_own(case, owns, found)
         owns.pop(FULL, None)  # frees memory for the peers
-        self._release()
+        release()
         if OWN in owns and self._wants_peers(case):
             for peer in self.args.peers:
                 self._measure_peer(case, peer, owns[OWN], found)
         owns.clear()
-        self._release()
+        release()
         return found
 
     def _open(self, case: DecodeCase, full: bool) -> Own:
@@ -294,12 +253,8 @@ class DecodeBench:
             methods[name], called[name] = self._graph_method(own)
         if OWN in owns and self.args.eager:
             methods[EAGER] = lambda: owns[OWN].eager() / EAGER_STEPS
-        for name in list(methods):
-            try:
-                methods[name]()  # compiles, captures
-            except Exception as error:
-                self._or_raise(error)
-                found["methods"][name] = {"failed": failure(error)}
+        for name in list(methods):  # compiles, captures
+            if attempt(found["methods"], name, methods[name]) is None:
                 del methods[name]
         for times in called.values():
             times.clear()
@@ -307,14 +262,10 @@ class DecodeBench:
             own = owns[OWN if name == EAGER else name]
             found["methods"][name] = self._method(own, times, called.get(name) or times)
         if OWN in methods and self.args.parts and case.kind != "largest":
-            found["parts"] = self._parts(owns[OWN])
-
-    def _parts(self, own: Own) -> dict[str, Any]:
-        try:
-            return split(own, self.bandwidth, max(3, self.args.rounds // 2), self.args.steps)
-        except Exception as error:
-            self._or_raise(error)
-            return {"failed": failure(error)}
+            rounds = max(3, self.args.rounds // 2)
+            timed = partial(split, owns[OWN], self.bandwidth, rounds, self.args.steps)
+            if parts := attempt(found, "parts", timed):
+                found["parts"] = parts
 
     def _graph_method(self, own: Own) -> tuple[Callable[[], float], list[float]]:
         runner, called = GraphRunner(own.engine.model, own.engine.cache), list[float]()
@@ -336,7 +287,7 @@ class DecodeBench:
             "tokens_per_second": len(own.sessions) / spread(called)["median"],
             "floor_ms": 1e3 * floor,
             "step_over_floor": step["median"] / (1e3 * floor),
-            "bytes": asdict(size),
+            "bytes": {**asdict(size), "gates": gate_bytes(own.engine)},
             "memory": own.memory(),
         }
 
@@ -358,37 +309,28 @@ class DecodeBench:
             found["methods"][peer] = {"failed": reason}
             return
         mine, called = self._graph_method(own)
-        try:
+
+        def timed() -> dict[str, list[float]]:
             with self._start(job) as process:
                 mine()  # captures the graph; not a figure
                 called.clear()
-                times = take_turns(
-                    {"mine": mine, "peer": lambda: _seconds(process, tokens) / tokens},
-                    self.args.rounds,
-                )
+                both: dict[str, Callable[[], float]] = {"mine": mine}
+                both["peer"] = partial(_seconds, process, tokens)
+                times = take_turns(both, self.args.rounds)
                 found["methods"][peer] = _peer_method(job.batch, process, times["peer"])
-        except Exception as error:
-            self._or_raise(error)
-            found["methods"][peer] = {"failed": failure(error).removeprefix("BenchError: ")}
-            return
-        ours = self._method(own, times["mine"], called)
-        found.setdefault("beside", {})[peer] = {
-            "ours_ms_per_step": ours["ms_per_step"],
-            # Seconds per step, the peer's over ours.
-            "ours_over_peers_tokens_per_second": ratios(times["peer"], called),
-        }
+                return times
+
+        if times := attempt(found["methods"], peer, timed):
+            ours = self._method(own, times["mine"], called)
+            found.setdefault("beside", {})[peer] = {
+                "ours_ms_per_step": ours["ms_per_step"],
+                # Seconds per step, the peer's over ours.
+                "ours_over_peers_tokens_per_second": ratios(times["peer"], called),
+            }
 
     def _job(self, peer: str, case: DecodeCase) -> PeerJob:
-        return PeerJob(
-            peer,
-            self.args.shape,
-            case.batch,
-            case.context,
-            case.budget,
-            self.args.peer_tokens,
-            str(self.device),
-            self.args.dtype,
-        )
+        sizes = case.batch, case.context, case.budget, self.args.peer_tokens
+        return PeerJob(peer, self.args.shape, *sizes, str(self.device), self.args.dtype)
 
     def _start(self, job: PeerJob) -> Child:
         python = self.args.python.get(job.peer, sys.executable)
@@ -399,45 +341,35 @@ class DecodeBench:
         """Time each method alone at the largest batch that fits the stated memory."""
         memory = self.args.largest_memory * 1e9
         found: dict[str, Any] = {**asdict(case), "memory_bytes": memory, "methods": {}}
-        for name, full in ((OWN, False), (FULL, True)):
+        peer = [DYNAMIC] if DYNAMIC in self.args.peers else []
+        for name in (OWN, FULL, *peer):
 
-            def need(batch: int, full: bool = full) -> int:
-                return self.need(_sized(case, batch), full)
+            def need(batch: int, name: str = name) -> int:
+                sized = replace(case, batch=batch)
+                return self._peer_need(sized) if name == DYNAMIC else self.need(sized, name == FULL)
 
             size = self._most(memory, need)
             if not size:
                 found["methods"][name] = {"failed": f"not one sequence fits {memory / 1e9:g} GB"}
                 continue
             found["batch"] = found["batch"] or size
-            try:
-                found["methods"][name] = self._alone(_sized(case, size), full)
-            except Exception as error:
-                self._or_raise(error)
-                found["methods"][name] = {"failed": failure(error)}
-            self._release()
-        if DYNAMIC in self.args.peers:
-            found["methods"][DYNAMIC] = self._largest_peer(case, memory)
+            alone = partial(self._alone, replace(case, batch=size), name)
+            if method := attempt(found["methods"], name, alone):
+                found["methods"][name] = method
+            release()
         return found
 
-    def _alone(self, case: DecodeCase, full: bool) -> dict[str, Any]:
-        own = self._open(case, full)
+    def _alone(self, case: DecodeCase, name: str) -> dict[str, Any]:
+        if name == DYNAMIC:
+            with self._start(self._job(DYNAMIC, case)) as process:
+                tokens = self.args.peer_tokens
+                times = [_seconds(process, tokens) for _ in range(self.args.rounds)]
+                return _peer_method(case.batch, process, times)
+        own = self._open(case, name == FULL)
         timed, called = self._graph_method(own)
         timed()
         called.clear()
         return self._method(own, [timed() for _ in range(self.args.rounds)], called)
-
-    def _largest_peer(self, case: DecodeCase, memory: float) -> dict[str, Any]:
-        batch = self._most(memory, lambda size: self._peer_need(_sized(case, size)))
-        if not batch:
-            return {"failed": f"not one sequence fits {memory / 1e9:g} GB"}
-        try:
-            with self._start(self._job(DYNAMIC, _sized(case, batch))) as process:
-                tokens = self.args.peer_tokens
-                times = [_seconds(process, tokens) / tokens for _ in range(self.args.rounds)]
-                return _peer_method(batch, process, times)
-        except Exception as error:
-            self._or_raise(error)
-            return {"failed": failure(error).removeprefix("BenchError: ")}
 
     def _most(self, memory: float, need: Callable[[int], int]) -> int:
         """Find the largest batch up to ``--most-batch`` whose ``need`` is within ``memory``."""
@@ -447,20 +379,6 @@ class DecodeBench:
             low, high = (middle, high) if need(middle) <= memory else (low, middle - 1)
         return low
 
-    def _or_raise(self, error: Exception) -> None:
-        if not concerns_one_method(error):
-            raise error
-        self._release()
-
-    def _release(self) -> None:
-        gc.collect()
-        if self.device.type == "cuda":
-            torch.cuda.empty_cache()
-
-
-def _sized(case: DecodeCase, batch: int) -> DecodeCase:
-    return DecodeCase(batch, case.context, case.budget, case.kind)
-
 
 def start_peer(job: PeerJob, python: str, patience: float, log: Path) -> Child:
     """Start a peer with the interpreter of its environment; see :class:`Child`."""
@@ -469,9 +387,9 @@ def start_peer(job: PeerJob, python: str, patience: float, log: Path) -> Child:
 
 
 def _seconds(process: Child, tokens: int) -> float:
-    """Have a peer decode; return the seconds of all steps. Raises BenchError with the reason."""
+    """Have a peer decode; return the seconds of a step. Raises BenchError with the reason."""
     seconds: float = process.ask({"decode": tokens})["wall"]
-    return seconds
+    return seconds / tokens
 
 
 def _peer_method(batch: int, process: Child, times: list[float]) -> dict[str, Any]:
@@ -495,12 +413,19 @@ def _assignments(pairs: Sequence[str]) -> dict[str, str]:
     return found
 
 
-def _time_policies(args: argparse.Namespace) -> int:
-    """Time the policies that ``args`` names; 1 when one of them failed."""
-    policies = bench_policies.named(args.policies)
-    cases = [case for name in args.cases for case in SETS.get(name) or [DecodeCase.parse(name)]]
+def _cases(args: argparse.Namespace) -> list[DecodeCase]:
+    return [case for name in args.cases for case in SETS.get(name) or [DecodeCase.parse(name)]]
+
+
+def _time_alike(args: argparse.Namespace) -> int:
+    """Time the policies or the forms that ``args`` names; 1 when one of them failed."""
+    what = "policies" if args.policies else "kv"
+    engines = (
+        bench_policies.named(args.policies) if args.policies else bench_policies.forms(args.kv)
+    )
+    cases = _cases(args)
     if any(case.kind == "largest" for case in cases):
-        raise BenchError("the set largest is not for --policies; give B:CONTEXT:M")
+        raise BenchError(f"the set largest is not for --{what}; give B:CONTEXT:M")
     device, dtype = on_gpu(args)
     if device.type == "cpu":
         torch.set_num_threads(1)
@@ -508,11 +433,15 @@ def _time_policies(args: argparse.Namespace) -> int:
     base = build_engine(shape, "full", device=device, dtype=dtype, form=args.weights)
     found: list[dict[str, Any]] = []
     for case in cases:
-        found.append(bench_policies.measure(base, shape, policies, case, args.steps, args.rounds))
-        path = save(args, f"decode-policies-{device.type}-{args.shape}", {"cases": found})
-        bench_policies.show(args.shape, found[-1])
+        times = bench_policies.measure(base, shape, engines, case, args.steps, args.rounds)
+        where = {"batch": case.batch, "context": case.context, "budget": case.budget}
+        clock = "seconds" if device.type == "cuda" else "CPU seconds, one thread"
+        found.append({**where, "clock": clock, what: times})
+        path = save(args, f"decode-{what}-{device.type}-{args.shape}", {"cases": found})
+        title = f"{args.shape}: {case.batch} x {case.context} tokens read, M = {case.budget}"
+        bench_policies.show(title, times)
     print(f"in {path}")
-    return int(any("failed" in each for case in found for each in case["policies"].values()))
+    return int(any("failed" in each for case in found for each in case[what].values()))
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -547,12 +476,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
         metavar="NAME",
         help="time these policies' steps instead, in turns; all: every preset",
     )
+    options.add_argument(
+        "--kv",
+        nargs="+",
+        choices=["all", *KV_FORMS],
+        metavar="FORM",
+        help="time dbtrimkv's step with keys and values in these forms instead",
+    )
     args = options.parse_args(arguments)
     try:
-        if args.policies:
-            return _time_policies(args)
+        if args.policies or args.kv:
+            return _time_alike(args)
         args.python = _assignments(args.python)
-        cases = [case for name in args.cases for case in SETS.get(name) or [DecodeCase.parse(name)]]
+        cases = _cases(args)
         bench = DecodeBench(args)
     except MmkvError as error:
         options.error(str(error))
@@ -571,7 +507,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if curve := figure(args, found):
         print(f"figure in {curve}")
     if targets and bench.device.type == "cuda":
-        show_targets(targets)
+        rows = [[one["target"], f"{one['value']:.3f}", one["wanted"]] for one in targets]
+        met = [["yes" if one["met"] else "NO"] for one in targets]
+        columns = ("target", "value", "wanted", "met")
+        table("Targets", columns, [[*a, *b] for a, b in zip(rows, met, strict=True)])
     print(f"in {path}; what the peers printed: {bench.logs}")
     return int(any("failed" in case["methods"].get(OWN, {}) for case in found))
 

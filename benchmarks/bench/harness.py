@@ -1,240 +1,237 @@
-"""One way to time peers: a method in a process of its own, which takes turns with others.
+"""One harness for the speed programs: settings, rounds in turns, tables and result files.
 
-The child's end: a :class:`Method` obeys orders that :func:`serve` reads from stdin, one JSON object
-a line, and answers each with the time it took. The parent's end is :class:`Child`. Turns, medians
-and quartiles are those of :mod:`mmkv.eval.measure.timing`, result files those of
-:mod:`benchmarks.bench.output`.
-
-At its top this module imports nothing but Python's own and mmkv's errors: a peer may need another
-interpreter, without torch, and the runtime of another checkout may be measured.
+A program adds its own options to those of :func:`parser`, times its methods with
+:func:`take_turns`, writes what it has after each case (:func:`save`) and shows it as a table.
 """
 
 from __future__ import annotations
 
-import importlib
-import importlib.metadata
-import json
-import os
-import queue
-import subprocess
-import sys
-import threading
-import time
-import traceback
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+import argparse
+import gc
+import statistics
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, TypeVar
 
+import torch
+
+from benchmarks.bench.child import BenchError
 from mmkv.engine.errors import MmkvError
+from mmkv.eval.step import spread, wall
+from mmkv.training.measure.record import RESULTS, write_results
+from mmkv.training.measure.tables import Table
+
+T = TypeVar("T")
 
 
-class BenchError(MmkvError):
-    """Wrong arguments of a speed program, or a method that cannot be timed."""
-
-
-class Method(ABC):
-    """A method that is timed.
-
-    Attributes:
-        packages: those whose versions decide its speed.
-    """
-
-    packages: tuple[str, ...] = ()
-
-    @abstractmethod
-    def obey(self, order: dict[str, Any]) -> dict[str, Any]:
-        """Do what an order asks for.
-
-        Returns:
-            the seconds of what is timed, under ``wall`` and ``cpu`` or one of them, and whatever
-            else it says.
-        """
-
-    def about(self) -> dict[str, Any]:
-        """Return versions and settings."""
-        found = {}
-        for name in self.packages:
-            with suppress(importlib.metadata.PackageNotFoundError):
-                found[name] = importlib.metadata.version(name)
-        return found
-
-
-def serve(make: Callable[[], Method]) -> int:
-    """Make a method, say that it is ready, and obey every line of stdin; return the exit code.
-
-    Every answer is a line of stdout and says the memory of the process. An error is an answer, too,
-    in one line.
-    """
-    # Libraries print: only our own lines may reach the real stdout.
-    with os.fdopen(os.dup(1), "w") as answers:
-        os.dup2(2, 1)
-
-        def say(answer: dict[str, Any]) -> None:
-            answers.write(json.dumps(answer) + "\n")
-            answers.flush()
-
-        try:
-            method = make()
-            say({"ready": True, "versions": method.about(), "memory": memory()})
-            for line in sys.stdin:
-                say({**method.obey(json.loads(line)), "memory": memory()})
-        except BaseException as error:
-            traceback.print_exc()
-            first = (str(error).strip().splitlines() or [""])[0]
-            say({"failed": f"{type(error).__name__}: {first}"[:240]})
-            return 1
-    return 0
-
-
-def memory() -> dict[str, int | None]:
-    """Return bytes of this process: resident now and at most, and its share of what it shares."""
-    found: dict[str, int | None] = {"rss": None, "peak_rss": None, "pss": None}
-    for path, names in (
-        ("/proc/self/status", {"VmRSS": "rss", "VmHWM": "peak_rss"}),
-        ("/proc/self/smaps_rollup", {"Pss": "pss"}),
-    ):
-        try:
-            lines = Path(path).read_text().splitlines()
-        except OSError:
-            continue
-        for line in lines:
-            name, _, rest = line.partition(":")
-            if name in names:
-                found[names[name]] = int(rest.split()[0]) * 1024
-    return found
-
-
-def timed(call: Callable[[], Any]) -> tuple[dict[str, float], Any]:
-    """Run ``call``: its seconds on the clock and of all threads of this process, and its result."""
-    wall, cpu = time.perf_counter(), time.process_time()
-    made = call()
-    return {"cpu": time.process_time() - cpu, "wall": time.perf_counter() - wall}, made
-
-
-def token_times(
-    model: Any, clock: Callable[[], float] = time.perf_counter, **inputs: Any
-) -> tuple[list[float], Any]:
-    """Call a transformers model's ``generate``, greedily.
-
-    Returns:
-        the time of every new token by ``clock``, and the ids ``[B, prompt + new]``.
-    """
-    import torch
-    import transformers
-
-    times: list[float] = []
-
-    def note(ids: Any, scores: Any, **_: Any) -> Any:
-        """Note the time: a stopping criterion that never stops."""
-        times.append(clock())
-        return torch.zeros(ids.shape[0], dtype=torch.bool, device=ids.device)
-
-    criteria = transformers.StoppingCriteriaList([note])
-    made = model.generate(**inputs, do_sample=False, stopping_criteria=criteria)
-    return times, made
-
-
-def decoding_press(budget: int) -> Any:
-    """Return kvpress's cheapest decoding press: it cuts to the budget again every 16 steps."""
-    kvpress = importlib.import_module("kvpress")
-    return kvpress.DecodingPress(
-        base_press=kvpress.KnormPress(), compression_interval=16, target_size=budget
+def plain_parser(name: str, about: str | None) -> argparse.ArgumentParser:
+    """Make a parser with the arguments that say where results go."""
+    made = argparse.ArgumentParser(
+        prog=f"python -m benchmarks.{name}",
+        description=about,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
+    made.add_argument("--output", type=Path, default=RESULTS, help="folder of the result files")
+    made.add_argument("--name", default=None, help="name of the result file, without .json")
+    return made
 
 
-class Child:
-    """A process that answers one line of JSON to each line it is sent; a context manager.
+def parser(name: str, about: str | None) -> argparse.ArgumentParser:
+    """Make a parser with the arguments of all speed programs that a GPU may run."""
+    made = plain_parser(name, about)
+    made.add_argument("--device", default="auto", help="auto, cpu or cuda")
+    made.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float16", "float32"])
+    made.add_argument("--rounds", type=int, default=7, help="timed runs of each method")
+    return made
 
-    Args:
-        command: what to run; patience: seconds to wait for an answer; log: a file for what it
-            prints; path: folders to import from, before those of the environment.
+
+def where(args: argparse.Namespace) -> tuple[torch.device, torch.dtype]:
+    """Return the device and dtype asked for. Raises ModelError for a device that is not there."""
+    from mmkv.engine.model.families.loading import resolve_device
+
+    return resolve_device(args.device), getattr(torch, args.dtype)
+
+
+def on_gpu(args: argparse.Namespace) -> tuple[torch.device, torch.dtype]:
+    """Return what :func:`where` returns; refuse a CPU, where these programs take hours.
 
     Raises:
-        BenchError: it could not start, with the reason in one line.
+        BenchError: there is no GPU, and the CPU was not asked for.
     """
+    device, dtype = where(args)
+    if device.type != "cuda" and args.device == "auto" and args.shape != "tiny":
+        raise BenchError(
+            "no GPU here; --shape tiny shows that it runs, --device cpu insists (slow)"
+        )
+    return device, dtype
 
-    def __init__(
-        self, command: Sequence[str], patience: float, log: Path, path: Path | None = None
-    ) -> None:
-        from mmkv.training.measure.record import ROOT
 
-        self.patience, path = patience, path or ROOT
-        imports = os.pathsep.join([str(path), *filter(None, [os.environ.get("PYTHONPATH")])])
-        log.parent.mkdir(parents=True, exist_ok=True)
-        with log.open("w") as errors:
-            try:
-                self._process = subprocess.Popen(
-                    command,
-                    cwd=path,
-                    stdin=subprocess.PIPE,
-                    stdout=subprocess.PIPE,
-                    stderr=errors,
-                    text=True,
-                    env=os.environ | {"PYTHONPATH": imports},
-                )
-            except OSError as error:
-                raise BenchError(f"cannot start {command[0]}: {error.strerror}") from error
-        self._answers: queue.Queue[str] = queue.Queue()
-        threading.Thread(target=self._read, daemon=True).start()
-        try:
-            self.ready = self.last = self._answer()
-        except BaseException:
-            self.close()
+def settings(args: argparse.Namespace) -> dict[str, Any]:
+    """Return the arguments that change what is measured."""
+    return {k: v for k, v in vars(args).items() if k not in ("output", "name")}
+
+
+def save(
+    args: argparse.Namespace,
+    name: str,
+    found: Any,
+    tables: Mapping[str, Sequence[Sequence[str]]] | None = None,
+) -> Path:
+    """Write what has been found so far, and the tables that pages show of it.
+
+    Called after each case, so that nothing is lost.
+    """
+    path: Path = args.output / f"{args.name or name}.json"
+    return write_results(path, settings(args), found, tables)
+
+
+def device_note(device: torch.device) -> str:
+    """Return the machine that the figures were measured on."""
+    if device.type == "cuda":
+        return f"measured on {torch.cuda.get_device_name(device)}"
+    return "a CPU: the kernels' torch references ran; this shows that the program works, no more"
+
+
+def table(title: str, columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:
+    """Print rows, the first column as a name."""
+    Table(title, columns, [[str(cell) for cell in row] for row in rows]).show()
+
+
+def shown(value: Mapping[str, Any], form: str = ".3f", scale: float = 1) -> str:
+    """Return a median with its quartiles, in text."""
+    middle, low, high = (
+        format(scale * one, form) for one in (value["median"], *value["quartiles"])
+    )
+    return f"{middle} ({low} .. {high})"
+
+
+def failure(error: BaseException) -> str:
+    """Return the first line of an error, short enough for a table."""
+    kind = "" if isinstance(error, BenchError) else f"{type(error).__name__}: "
+    return f"{kind}{(str(error).strip().splitlines() or [''])[0]}"[:240]
+
+
+def attempt(found: dict[str, Any], name: str, call: Callable[[], T]) -> T | None:
+    """Return what a method returns; where it fails, note why under its name and return None.
+
+    An error after which a GPU cannot be used any more by this process is raised.
+    """
+    try:
+        return call()
+    except (MmkvError, RuntimeError) as error:
+        lost = ("device-side assert", "illegal memory", "misaligned", "launch failure")
+        if isinstance(error, RuntimeError) and any(word in str(error) for word in lost):
             raise
+        found[name] = {"failed": failure(error)}
+    release()
+    return None
 
-    @property
-    def versions(self) -> dict[str, str]:
-        """Return what the process said of its packages."""
-        found: dict[str, str] = self.ready["versions"]
-        return found
 
-    def ask(self, order: dict[str, Any]) -> dict[str, Any]:
-        """Send an order and return the answer. Raises BenchError with the reason there is none."""
-        assert self._process.stdin is not None
-        try:
-            self._process.stdin.write(json.dumps(order) + "\n")
-            self._process.stdin.flush()
-        except OSError as error:
-            raise BenchError("the process has ended") from error
-        self.last = self._answer()
-        return self.last
+def release() -> None:
+    """Give memory that nothing holds back to the device."""
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
 
-    def close(self) -> None:
-        """End it."""
-        self._process.kill()
-        self._process.wait()
-        for pipe in (self._process.stdin, self._process.stdout):
-            if pipe is not None:
-                try:
-                    pipe.close()
-                except OSError:  # input for a process that has ended
-                    continue
 
-    def __enter__(self) -> Self:
-        return self
+def curves(
+    path: Path,
+    title: str,
+    labels: tuple[str, str],
+    lines: Mapping[str, Sequence[tuple[float, float]]],
+) -> Path | None:
+    """Draw the points ``(x, y)`` of each name on logarithmic axes; None without matplotlib."""
+    try:
+        import matplotlib
+    except ImportError:
+        return None
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
 
-    def __exit__(self, *_: object) -> None:
-        self.close()
+    figure, axes = pyplot.subplots(figsize=(7, 4.5), constrained_layout=True)
+    for name, points in lines.items():
+        axes.plot(*zip(*points, strict=True), marker="o", label=name)
+    axes.set(title=title, xlabel=labels[0], ylabel=labels[1], xscale="log", yscale="log")
+    axes.grid(True, which="major", alpha=0.3)
+    axes.legend()
+    figure.savefig(path, dpi=120)
+    pyplot.close(figure)
+    return path
 
-    def _read(self) -> None:
-        assert self._process.stdout is not None
-        try:
-            for line in self._process.stdout:
-                self._answers.put(line)
-        except ValueError:  # closed
-            pass
-        self._answers.put("")
 
-    def _answer(self) -> dict[str, Any]:
-        try:
-            line = self._answers.get(timeout=self.patience)
-        except queue.Empty:
-            raise BenchError(f"no answer within {self.patience:g} s") from None
-        if not line:
-            raise BenchError(f"ended with exit code {self._process.wait(10)}")
-        answer: dict[str, Any] = json.loads(line)
-        if "failed" in answer:
-            raise BenchError(answer["failed"])
-        return answer
+def ratios(over: Sequence[float], under: Sequence[float]) -> dict[str, Any]:
+    """Compute the spread of what one method has over another, round by round."""
+    return spread([a / b for a, b in zip(over, under, strict=True)])
+
+
+def take_turns(methods: Mapping[str, Callable[[], T]], rounds: int) -> dict[str, list[T]]:
+    """Run every method once a round, in an order that turns round each time.
+
+    Drift of the machine then falls on all methods alike. The methods return what they measured.
+    """
+    measured: dict[str, list[T]] = {name: [] for name in methods}
+    for round_ in range(rounds):
+        for name in list(methods) if round_ % 2 == 0 else reversed(list(methods)):
+            measured[name].append(methods[name]())
+    return measured
+
+
+def matmul_rate(device: torch.device, dtype: torch.dtype, size: int = 8192) -> float:
+    """Measure floating-point operations per second of a square product of random matrices."""
+    left, right = (torch.empty(size, size, device=device).normal_().to(dtype) for _ in range(2))
+    out = torch.empty_like(left)
+    times = time_calls(lambda: torch.matmul(left, right, out=out), device, 5)
+    return 2 * size**3 / statistics.median(times)
+
+
+def time_calls(
+    call: Callable[[], Any], device: torch.device, rounds: int = 7, least: float = 0.02
+) -> list[float]:
+    """Time calls: seconds per call, one figure a round.
+
+    On a GPU the call is captured as a CUDA graph and its replays are timed with events: gaps
+    between launches, which a graph of the whole step does not have either, stay out. The call
+    must not read anything back, and must leave its inputs such that it can be repeated.
+
+    Args:
+        least: seconds of one round; it decides how often the call is repeated in it.
+    """
+    if device.type == "cuda":
+        return _time_graph(call, device, rounds, least)
+    once = min(wall(call, device) for _ in range(2))
+    repeats = max(1, round(least / max(once, 1e-9)))
+
+    def repeated() -> None:
+        for _ in range(repeats):
+            call()
+
+    return [wall(repeated, device) / repeats for _ in range(rounds)]
+
+
+def _time_graph(
+    call: Callable[[], Any], device: torch.device, rounds: int, least: float
+) -> list[float]:
+    side = torch.cuda.Stream(device)
+    side.wait_stream(torch.cuda.current_stream(device))
+    with torch.cuda.stream(side):  # libraries allocate and kernels compile before the capture
+        for _ in range(3):
+            call()
+    torch.cuda.current_stream(device).wait_stream(side)
+    torch.cuda.synchronize(device)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        call()
+
+    def replay(times: int) -> float:
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        for _ in range(times):
+            graph.replay()
+        end.record()
+        end.synchronize()
+        return start.elapsed_time(end) / 1e3 / times
+
+    replay(2)
+    repeats = max(2, min(2000, round(least / max(replay(3), 1e-9))))
+    replay(repeats)  # brings the clocks up
+    return [replay(repeats) for _ in range(rounds)]

@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.bench.output import table
+from benchmarks.bench.harness import table
 from mmkv.training.measure.record import RESULTS
 
 # Bytes of shared memory that a program may take: CUDA C++ Programming Guide, technical

@@ -16,15 +16,26 @@ from __future__ import annotations
 import math
 import statistics
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from benchmarks.bench.harness import (
+    attempt,
+    device_note,
+    matmul_rate,
+    on_gpu,
+    parser,
+    save,
+    shown,
+    table,
+    time_calls,
+)
 from benchmarks.bench.methods import fill_sequence, pages_for, row_lengths, scatter_pages
-from benchmarks.bench.output import device_note, failure, on_gpu, parser, save, table
 from benchmarks.bench.shapes import SHAPES, Shape
 from mmkv.engine.backends.cuda.kernels.append import empty_room, make_room
 from mmkv.engine.backends.cuda.kernels.buffers import (
@@ -49,7 +60,7 @@ from mmkv.engine.cache import PagePool, RaggedCache
 from mmkv.engine.errors import MmkvError
 from mmkv.engine.model.product import INTEGERS, Matrix
 from mmkv.engine.policies import make_policy
-from mmkv.eval.measure.timing import copy_bandwidth, matmul_rate, spread, time_calls
+from mmkv.eval.step import copy_bandwidth, spread
 
 # Products with matrices in a form: as the dtype has them, and as ``--weights`` rounds them.
 PRODUCTS = {"product auto": 0, "product int8": 8, "product int4": 4}
@@ -434,27 +445,9 @@ def measure(
     return found
 
 
-def run(
-    cases: Sequence[KernelCase], shape: Shape, device: torch.device, dtype: torch.dtype, rounds: int
-) -> Iterator[dict[str, Any]]:
-    """Measure the machine, then each case; a case that fails is named with its reason."""
-    bandwidth = copy_bandwidth(device)
-    matmul = matmul_rate(device, dtype, 8192 if device.type == "cuda" else 256)
-    yield {"copy_bandwidth": bandwidth, "matmul_rate": matmul, "note": device_note(device)}
-    for case in cases:
-        try:
-            yield measure(case, shape, device, dtype, rounds, bandwidth, matmul)
-        except (RuntimeError, MmkvError) as error:
-            if "device-side assert" in str(error) or "illegal memory" in str(error):
-                raise  # the GPU cannot be used any more by this process
-            yield {"case": str(case), **asdict(case), "failed": failure(error)}
-        if device.type == "cuda":
-            torch.cuda.empty_cache()
-
-
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the program; 1 if a case failed."""
-    options = parser("bench_kernels", __doc__)
+    options = parser("bench.kernels", __doc__)
     options.add_argument("--shape", default="qwen3-vl-8b", choices=SHAPES)
     options.add_argument("--cases", default="all", choices=["all", "quick", "tiny"])
     args = options.parse_args(arguments)
@@ -462,33 +455,28 @@ def main(arguments: Sequence[str] | None = None) -> int:
         device, dtype = on_gpu(args)
     except MmkvError as error:
         options.error(str(error))
-    cases = {"all": CASES, "quick": QUICK, "tiny": TINY}[args.cases]
-    machine: dict[str, Any] = {}
+    bandwidth = copy_bandwidth(device)
+    matmul = matmul_rate(device, dtype, 8192 if device.type == "cuda" else 256)
+    machine = {"copy_bandwidth": bandwidth, "matmul_rate": matmul, "note": device_note(device)}
+    print(f"copy: {bandwidth / 1e9:,.0f} GB/s; {machine['note']}")
     found: list[dict[str, Any]] = []
-    for result in run(cases, SHAPES[args.shape], device, dtype, args.rounds):
-        if not machine:
-            machine = result
-            print(f"copy: {result['copy_bandwidth'] / 1e9:,.0f} GB/s; {result['note']}")
-            continue
-        found.append(result)
+    where = SHAPES[args.shape], device, dtype, args.rounds, bandwidth, matmul
+    for case in {"all": CASES, "quick": QUICK, "tiny": TINY}[args.cases]:
+        failed: dict[str, Any] = {}
+        one = attempt(failed, str(case), partial(measure, case, *where))
+        found.append(one or {"case": str(case), **asdict(case), **failed[str(case)]})
         path = save(args, "gpu-kernels", {**machine, "cases": found})
+        if device.type == "cuda":
+            torch.cuda.empty_cache()
     rows = []
     for r in found:
         if "failed" in r:
-            rows.append([r["case"], "failed", r["failed"], "", ""])
+            rows.append([r["case"], "failed", r["failed"], ""])
             continue
-        low, high = (1e6 * q for q in r["seconds"]["quartiles"])
         rate = f"{r['of_matmul_rate']:.0%}" if "of_matmul_rate" in r else ""
-        rows.append(
-            [
-                r["case"],
-                f"{r['seconds']['median'] * 1e6:,.1f}",
-                f"{low:,.1f} .. {high:,.1f}",
-                f"{r['of_copy_bandwidth']:.1%}",
-                rate,
-            ]
-        )
-    names = ("kernel and state", "us", "quartiles", "of copy bandwidth", "of matmul")
+        us = shown(r["seconds"], ",.1f", 1e6)
+        rows.append([r["case"], us, f"{r['of_copy_bandwidth']:.1%}", rate])
+    names = ("kernel and state", "us", "of copy bandwidth", "of matmul")
     table(f"Kernels, {args.shape}", names, rows)
     print(f"in {path}")
     return int(any("failed" in r for r in found))

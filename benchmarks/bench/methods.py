@@ -17,8 +17,8 @@ from __future__ import annotations
 import contextlib
 import math
 import statistics
+import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 from unittest import mock
@@ -26,6 +26,7 @@ from unittest import mock
 import torch
 from torch import Tensor
 
+from benchmarks.bench.harness import take_turns, time_calls
 from benchmarks.bench.shapes import Shape
 from mmkv.engine.backends.cuda import GraphRunner
 from mmkv.engine.backends.cuda import static_step as static_step
@@ -33,19 +34,10 @@ from mmkv.engine.backends.cuda.static_step import StaticStep
 from mmkv.engine.cache import PagePool, RaggedCache
 from mmkv.engine.cache.forms import Codec
 from mmkv.engine.config import EngineConfig
-from mmkv.engine.errors import MmkvError
 from mmkv.engine.runtime import Runtime
 from mmkv.engine.sequence import CachedSequence
 from mmkv.engine.steps import decode_burst
-from mmkv.eval.measure.timing import (
-    StepBytes,
-    entry_bytes,
-    spread,
-    step_bytes,
-    take_turns,
-    time_calls,
-    wall,
-)
+from mmkv.eval.step import StepBytes, entry_bytes, spread, step_bytes, wall
 
 
 def row_lengths(rows: int, total: int, longest: int, skew: float = 1.0, seed: int = 0) -> Tensor:
@@ -243,7 +235,7 @@ class Own:
         if self.engine.policy.evicts:
             return found
         grown = len(self.sessions) * self.engine.spec.rows * self.steps // 2
-        return StepBytes(found.weights, found.kv + grown * entry_bytes(self.engine), found.gates)
+        return StepBytes(found.weights, found.kv + grown * entry_bytes(self.engine))
 
     def memory(self) -> dict[str, Any]:
         """Count physical bytes of the entries, and the bytes of the entries alone."""
@@ -261,17 +253,75 @@ class Own:
         }
 
 
-def concerns_one_method(error: BaseException) -> bool:
-    """Return whether only this method failed; otherwise the GPU is lost."""
-    if isinstance(error, MmkvError | torch.OutOfMemoryError):
-        return True
-    lost = ("device-side assert", "illegal memory", "misaligned", "launch failure")
-    return isinstance(error, RuntimeError) and not any(word in str(error) for word in lost)
+class MmkvInProcess:
+    """Runs sessions that hold the prompts, forked for every run; one batched step per token."""
+
+    def __init__(self, engine: Runtime, prompts: Tensor) -> None:
+        self.engine = engine
+        self.sessions = [engine.session() for _ in prompts]
+        logits = [
+            session.prefill({"input_ids": prompt[None]})
+            for session, prompt in zip(self.sessions, prompts, strict=True)
+        ]
+        self.first = torch.stack(logits).argmax(-1).tolist()
+
+    def run(self, tokens: int) -> tuple[float, list[list[int]]]:
+        """Decode greedily; return the seconds of all steps, and the tokens of each sequence."""
+        with contextlib.ExitStack() as stack:
+            sessions = [stack.enter_context(session.fork()) for session in self.sessions]
+            chosen = [self.first]
+            start = time.perf_counter()
+            for _ in range(tokens):
+                chosen.append(self.engine.decode(sessions, chosen[-1]).argmax(-1).tolist())
+            seconds = time.perf_counter() - start
+        return seconds, [list(row) for row in zip(*chosen, strict=True)]
+
+    def eviction_share(self, tokens: int) -> float:
+        """Measure the part of the decode time that goes into eviction: inside C by its clock, and
+        around it.
+        """
+        spent, engine = 0.0, self.engine
+
+        def timed(function: Callable[..., Any]) -> Callable[..., Any]:
+            def call(*args: Any, **options: Any) -> Any:
+                nonlocal spent
+                start = time.perf_counter()
+                made = function(*args, **options)
+                spent += time.perf_counter() - start
+                return made
+
+            return call
+
+        cpu = engine.backends.cpu
+        native = cpu.decoder if engine.decode_path == "native" else None
+        inside = 0.0 if native is None else native.eviction_seconds
+        places: list[tuple[Any, str]] = [(engine.budgets, "cut")]
+        if native is not None and cpu.evictor is not None:
+            places += [(cpu.evictor, "request"), (cpu.evictor, "commit")]
+        with contextlib.ExitStack() as stack:
+            for owner, name in places:
+                function = timed(getattr(owner, name))
+                stack.enter_context(mock.patch.object(owner, name, function))
+            seconds, _ = self.run(tokens)
+        if native is not None:
+            spent += native.eviction_seconds - inside
+        return spent / seconds
+
+
+def gate_bytes(engine: Runtime) -> int:
+    """Count the bytes of the gates that a step reads, 0 without gates."""
+    if engine.decoder.gates is None:
+        return 0
+    tensors = [
+        tensor
+        for gate in engine.decoder.gates.layers
+        for tensor in (*(t for pair in gate.trunk for t in pair), gate.readout, gate.bias)
+    ]
+    return sum(tensor.nbytes for tensor in tensors)
 
 
 # Memory besides weights and cache: activations of a chunk and of a step, libraries.
-WORKSPACE = 3 * 10**9
-_OWN_REST, _PEER_REST = 2 * 10**9, 3 * 10**9  # the same for one method of the decode benchmark
+_OWN_REST, _PEER_REST = 2 * 10**9, 3 * 10**9
 
 
 def own_bytes(
@@ -309,54 +359,6 @@ def peer_bytes(shape: Shape, batch: int, tokens: int, dtype: torch.dtype) -> int
     held = batch * tokens * shape.kv_token_bytes(dtype.itemsize)
     rest = _rest(shape, _PEER_REST)
     return shape.weight_bytes(dtype.itemsize) + held + 2 * held // shape.layers + rest
-
-
-@dataclass(frozen=True)
-class DecodePlan:
-    """The bytes that ``count`` sequences need.
-
-    Attributes:
-        budget: M, or None when everything is kept; pages: the most one sequence holds.
-    """
-
-    budget: int | None
-    count: int
-    sequence_bytes: int
-    pages: int
-    chunk_bytes: int
-    left: int
-
-
-def plan(
-    shape: Shape,
-    budget: int | None,
-    context: int,
-    memory: float,
-    dtype: torch.dtype,
-    chunk: int = EngineConfig.prefill_chunk,
-    page: int = 16,
-    workspace: int = WORKSPACE,
-) -> DecodePlan:
-    """Compute how many sequences of ``context`` tokens fit ``memory`` bytes with the weights."""
-    rows = shape.rows
-    kept = context if budget is None else min(budget, context)
-    entries = (kept + (budget is not None)) * rows  # a step appends before it evicts
-    pages = pages_for(entries, rows, page)
-    page_bytes = _page_bytes(shape, dtype, page)
-    # Columns for the longest row: all of a head's tokens at worst, but not more than four means.
-    width = min(context, 4 * kept) // page + 2
-    each = pages * page_bytes + rows * (width + 1) * 8
-    growing = 0 if budget is None else min(chunk, context) * rows // page * page_bytes
-    left = int(memory) - shape.weight_bytes(dtype.itemsize) - workspace - growing
-    return DecodePlan(budget, max(0, left // each), each, pages, growing, max(left, 0))
-
-
-def dense_count(
-    shape: Shape, context: int, memory: float, dtype: torch.dtype, workspace: int
-) -> int:
-    """Count the sequences that a dense cache of exactly their tokens would allow."""
-    left = int(memory) - shape.weight_bytes(dtype.itemsize) - workspace
-    return max(0, left // (context * shape.kv_token_bytes(dtype.itemsize)))
 
 
 def _page_bytes(shape: Shape, dtype: torch.dtype, page: int) -> int:

@@ -4,7 +4,7 @@ JSON``.
 Peers run in their own process because they need other versions of transformers than mmkv
 (``--python`` of the benchmark names their environment), and because a failing peer must not end the
 benchmark. The process builds the model of ``shapes``, fills a cache and decodes as often as it is
-asked (:mod:`benchmarks.bench.harness`). Only decode steps are timed, from the first new token to
+asked (:mod:`benchmarks.bench.child`). Only decode steps are timed, from the first new token to
 the last.
 
 It needs torch, transformers (4.57 to 5) and the peer's own package.
@@ -27,7 +27,7 @@ import torch
 import transformers
 from torch import Tensor
 
-from benchmarks.bench.harness import Method, decoding_press, serve, token_times
+from benchmarks.bench.child import Method, decoding_press, serve, token_times
 from benchmarks.bench.shapes import SHAPES, Shape, build_model, config_arguments, randomise
 
 # Names of the methods of the decode benchmark, in its results and on its command line.

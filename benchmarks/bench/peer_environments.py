@@ -17,7 +17,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from benchmarks.bench.harness import BenchError
+from benchmarks.bench.child import BenchError
 
 TORCH = "torch==2.13.0"
 # All that importing mmkv's modules for the peers takes.

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.bench.harness import Method, decoding_press, serve, timed
+from benchmarks.bench.child import Method, decoding_press, serve, timed
 
 # Every how many-th logit is compared between methods.
 SAMPLE = 64

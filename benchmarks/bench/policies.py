@@ -1,11 +1,12 @@
-"""The decode step of every policy, in turns: ``python -m benchmarks.bench.decode --policies all``.
+"""The decode step of every policy, or over every form of keys and values, in turns.
 
-Each policy gets an engine on the same random weights, with random gates where it reads gates, and
-sequences that have read CONTEXT random tokens and hold what the policy keeps of them. Policies that
-keep prompts whole then generate until their budget is full. What is timed is the same number of
-decode steps for each, from forks of these sequences, so that every round starts from the same
-cache; the steps are whole intervals between two evictions. On a CPU the times are CPU seconds of
-one thread, on a GPU seconds from idle to idle.
+``python -m benchmarks.bench.decode --policies all`` and ``--kv all`` give each policy or form an
+engine on the same random weights, with random gates where it reads gates, and sequences that have
+read CONTEXT random tokens and hold what the policy keeps of them. Policies that keep prompts whole
+then generate until their budget is full. What is timed is the same number of decode steps for each,
+from forks of these sequences, so that every round starts from the same cache; the steps are whole
+intervals between two evictions. On a CPU the times are CPU seconds of one thread, on a GPU seconds
+from idle to idle.
 
 Beside the time stands what the step runs on, and how often the host would wait for a GPU within a
 step: operations whose result, or whose shape, the host has to read. A captured CUDA graph cannot
@@ -15,7 +16,6 @@ hold any. On a CPU they are counted in the torch references that run in place of
 from __future__ import annotations
 
 import contextlib
-import gc
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -27,17 +27,17 @@ from unittest import mock
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from benchmarks.bench.methods import concerns_one_method
-from benchmarks.bench.output import failure, table
+from benchmarks.bench.harness import attempt, ratios, shown, table, take_turns
 from benchmarks.bench.shapes import Shape, build_engine
 from mmkv.engine.backends.cuda import CudaBackend, GraphRunner, policy_step, static_step
 from mmkv.engine.backends.cuda.kernels import delta
 from mmkv.engine.backends.cuda.static_step import StaticStep
-from mmkv.engine.policies import PRESETS, Policy, make_policy
+from mmkv.engine.config import KV_FORMS
+from mmkv.engine.policies import PRESETS, make_policy
 from mmkv.engine.runtime import Runtime
 from mmkv.engine.sequence import CachedSequence
 from mmkv.engine.steps import decode_burst
-from mmkv.eval.measure.timing import ratios, spread, synchronize, take_turns
+from mmkv.eval.step import spread, synchronize
 
 aten = torch.ops.aten
 # Their result, or its shape, is known to the host once it has waited: .item(), .tolist(), int(),
@@ -216,6 +216,7 @@ class Measured:
             "evicts_on": engine.evict_path,
             "interval": self.interval,
             "entries_per_row": entries / len(self.sessions) / engine.spec.rows,
+            "entry_bytes": engine.cache.pool.layout.entry_bytes(),
             "graph": reason or "yes",
             "host_reads_per_step": self.host_reads(),
         }
@@ -228,85 +229,76 @@ def graph_reason(engine: Runtime) -> str:
     return CudaBackend.policy_reason(engine.policy)
 
 
-def named(policies: Sequence[str]) -> dict[str, Policy]:
-    """Make the policies of ``--policies``; ``all``: every preset. Raises PolicyError."""
+def named(policies: Sequence[str]) -> dict[str, dict[str, Any]]:
+    """Return settings of an engine for each of ``--policies``; ``all``: every preset.
+
+    Raises:
+        PolicyError: one is not known.
+    """
     names = [one for name in policies for one in (PRESETS if name == "all" else (name,))]
-    return {name: make_policy(name) for name in dict.fromkeys(["full", *names])}
+    return {name: {"policy": make_policy(name)} for name in dict.fromkeys(["full", *names])}
+
+
+def forms(kv: Sequence[str]) -> dict[str, dict[str, Any]]:
+    """Return settings of an engine for each of ``--kv``; ``all``: every form."""
+    names = [form for form in KV_FORMS if form != "auto"] if "all" in kv else kv
+    return {form: {"policy": "dbtrimkv", "kv": form} for form in names}
 
 
 def measure(
     base: Runtime,
     shape: Shape,
-    policies: dict[str, Policy],
+    engines: dict[str, dict[str, Any]],
     case: Any,
     steps: int,
     rounds: int,
-) -> dict[str, Any]:
-    """Time the step of each policy in turns.
+) -> dict[str, dict[str, Any]]:
+    """Time the step of each engine in turns.
 
     Args:
-        base: an engine whose weights are used; policies: by name, ``full`` among them.
+        base: an engine whose weights are used; engines: settings by name.
         case: a :class:`benchmarks.bench.decode.DecodeCase`; steps: of a timed run, at least.
 
     Returns:
-        by policy: what :meth:`Measured.row` says, ``ms_per_step``, and ``over_full`` (the median
-        ratio to ``full`` of the same round); or ``failed`` with the reason.
+        by name: what :meth:`Measured.row` says, ``ms_per_step``, and ``over_<first>`` (the median
+        ratio to the first engine's of the same round); or ``failed`` with the reason.
     """
     settings: dict[str, Any] = {"device": base.device, "dtype": base.dtype, "weights_of": base}
     if base.device.type == "cuda":
         free = torch.cuda.mem_get_info(base.device)[0]
-        settings["kv_limit"] = int(_CACHES * free / len(policies))
+        settings["kv_limit"] = int(_CACHES * free / len(engines))
     found: dict[str, dict[str, Any]] = {}
-    measured: dict[str, Measured] = {}
-    for name, policy in policies.items():
-        try:
-            engine = build_engine(shape, policy, case.budget, **settings)
-            made = Measured.of(engine, case.batch, case.context, steps)
-            found[name] = made.row()
-            made.seconds_per_step()  # compiles, captures; a fault shows here
-        except Exception as error:
-            if not concerns_one_method(error):
-                raise
-            found[name] = {"failed": failure(error)}
-            gc.collect()
-            continue
-        measured[name] = made
-    times = take_turns(
-        {name: partial(one.seconds_per_step) for name, one in measured.items()}, rounds
-    )
+
+    def opened(own: dict[str, Any]) -> tuple[Measured, dict[str, Any]]:
+        engine = build_engine(shape, budget=case.budget, **own, **settings)
+        made = Measured.of(engine, case.batch, case.context, steps)
+        row = made.row()
+        made.seconds_per_step()  # compiles, captures; a fault shows here
+        return made, row
+
+    runs: dict[str, Callable[[], float]] = {}
+    for name, own in engines.items():
+        if made := attempt(found, name, partial(opened, own)):
+            runs[name], found[name] = made[0].seconds_per_step, made[1]
+    times, first = take_turns(runs, rounds), next(iter(engines))
     for name, each in times.items():
         found[name]["ms_per_step"] = spread([1e3 * one for one in each])
-        if "full" in times:
-            found[name]["over_full"] = ratios(each, times["full"])["median"]
-    return {
-        "batch": case.batch,
-        "context": case.context,
-        "budget": case.budget,
-        "clock": "seconds" if base.device.type == "cuda" else "CPU seconds, one thread",
-        "policies": found,
-    }
+        if first in times:
+            found[name][f"over_{first}"] = ratios(each, times[first])["median"]
+    return found
 
 
-def show(shape: str, case: dict[str, Any]) -> None:
+def show(title: str, found: dict[str, dict[str, Any]]) -> None:
     """Print one case."""
-    rows = []
-    for name, each in case["policies"].items():
+    rows, over = [], f"over_{next(iter(found))}"
+    for name, each in found.items():
         if "failed" in each:
-            rows.append([name, "-", "-", "-", "-", "-", "-", each["failed"]])
+            rows.append([name, *["-"] * 7, each["failed"]])
             continue
-        low, high = each["ms_per_step"]["quartiles"]
-        rows.append(
-            [
-                name,
-                f"{each['ms_per_step']['median']:.3f} ({low:.3f} .. {high:.3f})",
-                f"{each['over_full']:.2f}" if "over_full" in each else "",
-                f"{each['entries_per_row']:.0f}",
-                each["interval"],
-                each["graph"],
-                each["host_reads_per_step"],
-                each["evicts_on"].partition(":")[0],
-            ]
-        )
-    title = f"{shape}: {case['batch']} x {case['context']} tokens read, M = {case['budget']}"
-    names = ("policy", "ms per step", "/ full", "entries per row", "interval")
-    table(title, (*names, "CUDA graph", "host reads", "evicts on"), rows)
+        ratio = f"{each[over]:.2f}" if over in each else ""
+        held = f"{each['entries_per_row']:.0f}", each["entry_bytes"], each["interval"]
+        reads, evicts = each["host_reads_per_step"], each["evicts_on"].partition(":")[0]
+        time = shown(each["ms_per_step"])
+        rows.append([name, time, ratio, *held, each["graph"], reads, evicts])
+    names = ("", "ms per step", over.replace("over_", "/ "), "entries per row", "bytes per entry")
+    table(title, (*names, "interval", "CUDA graph", "host reads", "evicts on"), rows)

@@ -9,7 +9,6 @@ weights. Figures go to ``gpu-prefill-<shape>.json`` after each length.
 from __future__ import annotations
 
 import argparse
-import gc
 import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
@@ -19,13 +18,24 @@ from typing import Any
 
 import torch
 
-from benchmarks.bench.methods import concerns_one_method
-from benchmarks.bench.output import curves, device_note, failure, on_gpu, parser, save, table, where
+from benchmarks.bench.harness import (
+    attempt,
+    curves,
+    device_note,
+    on_gpu,
+    parser,
+    release,
+    save,
+    shown,
+    table,
+    take_turns,
+    where,
+)
 from benchmarks.bench.shapes import SHAPES, Shape, build_engine, build_model
 from mmkv.engine.config import EngineConfig
 from mmkv.engine.errors import MmkvError
 from mmkv.engine.runtime import Runtime
-from mmkv.eval.measure.timing import spread, take_turns, wall
+from mmkv.eval.step import spread, wall
 
 LENGTHS = (4096, 16384, 65536, 131072, 200_000, 524_288)
 EVICTING, FULL, PEER = "mmkv, evicting", "mmkv, full cache", "transformers, one pass"
@@ -51,10 +61,9 @@ class PrefillMethod(ABC):
 
     def run(self, prompt: torch.Tensor) -> float:
         """Time a prefill, in seconds to the first token."""
-        gc.collect()
+        release()
         cuda = self.device.type == "cuda"
         if cuda:
-            torch.cuda.empty_cache()
             torch.cuda.reset_peak_memory_stats(self.device)
         before = torch.cuda.memory_allocated(self.device) if cuda else 0
         self.prepare()
@@ -151,16 +160,11 @@ def measure(
             found["methods"][name] = {"failed": f"not asked for above {longest[name]} tokens"}
             continue
         method.peak = None
-        try:
-            if length == args.lengths[0]:
-                method.run(prompt)  # compiles
-            first[name] = [method.run(prompt)]
-        except Exception as error:
-            if not concerns_one_method(error):
-                raise
-            found["methods"][name] = {"failed": failure(error)}
+        run = partial(method.run, prompt)
+        if length == args.lengths[0] and attempt(found["methods"], name, run) is None:  # compiles
             continue
-        running[name] = partial(method.run, prompt)
+        if seconds := attempt(found["methods"], name, run):
+            first[name], running[name] = [seconds], run
     once = sum(times[0] for times in first.values())
     rounds = min(args.rounds, int(args.seconds / max(once, 1e-9)))
     for name, times in (take_turns(running, rounds) if rounds else first).items():
@@ -179,27 +183,18 @@ def measure(
 def show(args: argparse.Namespace, found: Sequence[dict[str, Any]]) -> Path | None:
     """Print the table and draw the figure."""
     rows: list[list[Any]] = []
-    lines: dict[str, tuple[list[Any], list[Any]]] = {}
+    lines: dict[str, list[tuple[float, float]]] = {}
     for case in found:
+        length = f"{case['length']:,}"
         for name, method in case["methods"].items():
             if "failed" in method:
-                rows.append([f"{case['length']:,}", name, "-", "-", "-", method["failed"]])
+                rows.append([length, name, "-", "-", "-", method["failed"]])
                 continue
-            low, high = method["seconds"]["quartiles"]
-            middle = method["seconds"]["median"]
-            rows.append(
-                [
-                    f"{case['length']:,}",
-                    name,
-                    f"{middle:.3f} ({low:.3f} .. {high:.3f})",
-                    f"{method['over_evicting']:.2f}" if "over_evicting" in method else "-",
-                    "-" if method["peak_bytes"] is None else f"{method['peak_bytes'] / 1e9:.2f}",
-                    f"{method['kv_bytes'] / 1e9:.3f} GB KV at the end",
-                ]
-            )
-            x, y = lines.setdefault(name, ([], []))
-            x.append(case["length"])
-            y.append(middle)
+            over = f"{method['over_evicting']:.2f}" if "over_evicting" in method else "-"
+            peak = "-" if method["peak_bytes"] is None else f"{method['peak_bytes'] / 1e9:.2f}"
+            kv = f"{method['kv_bytes'] / 1e9:.3f} GB KV at the end"
+            rows.append([length, name, shown(method["seconds"]), over, peak, kv])
+            lines.setdefault(name, []).append((case["length"], method["seconds"]["median"]))
     names = ("tokens", "method", "seconds to first token", "x evicting", "peak GB", "")
     table(f"Prefill, {args.shape}, M = {args.budget:g}, chunks of {args.chunk}", names, rows)
     path = args.output / f"{args.name or f'gpu-prefill-{args.shape}'}.png"

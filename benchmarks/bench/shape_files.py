@@ -1,8 +1,9 @@
-"""Write checkpoints in published shapes, with random weights, for engines that read files.
+"""Write checkpoints for engines that read files: random weights, or a part of the bundled model.
 
 :mod:`benchmarks.bench.shapes` has the sizes of text decoders for models built in memory. Here a
-whole vision-language model gets a folder that transformers, mmkv and OpenVINO's exporter load: one
-tensor at a time, so that it takes little memory. Tokenizer and processor are the bundled model's.
+whole vision-language model in a published shape gets a folder that transformers, mmkv and
+OpenVINO's exporter load: one tensor at a time, so that it takes little memory. Tokenizer and
+processor are the bundled model's.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 from mmkv.resources import bundled_model
 
@@ -138,3 +139,115 @@ def _write_tensors(shapes: Mapping[str, torch.Tensor], folder: Path, seed: int) 
     total = sum(like.numel() * 2 for name, like in shapes.items() if name in index)
     page = {"metadata": {"total_size": total}, "weight_map": index}
     (folder / "model.safetensors.index.json").write_text(json.dumps(page))
+
+
+# Small checkpoints of the bundled model's sizes, for servers.
+
+NEVER = 642  # a token that these models do not draw, in place of the end of a reply
+
+
+def write_text_model(folder: Path) -> Path:
+    """Write the bundled model's text half as a Qwen3 checkpoint, and return its folder.
+
+    With all three axes of a position alike, as those of text are, M-RoPE is plain RoPE.
+    """
+    source, text = bundled_model(), "model.language_model."
+    config = json.loads((source / "config.json").read_text())["text_config"]
+    rope = {"rope_type": "default", "rope_theta": config["rope_parameters"]["rope_theta"]}
+    config |= {"model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"]}
+    folder.mkdir(parents=True)
+    (folder / "config.json").write_text(json.dumps(config | {"rope_parameters": rope}))
+    tensors = load_file(source / "model.safetensors")
+    part = {
+        name.replace(text, "model."): tensor
+        for name, tensor in tensors.items()
+        if name.startswith(text)
+    }
+    save_file(part, folder / "model.safetensors", metadata={"format": "pt"})
+    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
+        (folder / name).write_bytes((source / name).read_bytes())
+    return folder
+
+
+def write_llava(
+    folder: Path, side: int = 224, patch: int = 14, sizes: Mapping[str, int] | None = None
+) -> Path:
+    """Write a LLaVA of the bundled model's sizes with random weights: 256 tokens a picture.
+
+    Args:
+        side, patch: of a picture, pixels; sizes: of the text half, where it has others.
+
+    Its file is float32, and bfloat16 holds its numbers, as it does those of published models.
+    """
+    import torch
+    from transformers import (
+        AutoTokenizer,
+        LlavaConfig,
+        LlavaForConditionalGeneration,
+        LlavaProcessor,
+    )
+    from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
+
+    source = bundled_model()
+    given = json.loads((source / "config.json").read_text())
+    text, vision = given["text_config"], given["vision_config"]
+    names = "vocab_size hidden_size intermediate_size num_hidden_layers head_dim"
+    names += " num_attention_heads num_key_value_heads max_position_embeddings"
+    sizes = {name: text[name] for name in names.split()} | dict(sizes or {})
+    tokenizer = AutoTokenizer.from_pretrained(source)
+    template = (source / "chat_template.jinja").read_text()
+    torch.manual_seed(0)
+    config = LlavaConfig(
+        text_config={"model_type": "llama", **sizes, "bos_token_id": None, "eos_token_id": NEVER},
+        vision_config={
+            "model_type": "clip_vision_model",
+            "hidden_size": vision["hidden_size"],
+            "intermediate_size": vision["intermediate_size"],
+            "num_hidden_layers": vision["depth"],
+            "num_attention_heads": vision["num_heads"],
+            "image_size": side,
+            "patch_size": patch,
+        },
+        image_token_index=given["image_token_id"],
+        image_seq_length=(side // patch) ** 2,
+        eos_token_id=NEVER,
+    )
+    model = LlavaForConditionalGeneration(config).bfloat16().float()
+    texts = tokenizer.batch_decode(
+        [[token] for token in range(config.text_config.vocab_size)], True
+    )
+    silent = [token for token, text in enumerate(texts) if not (text.isascii() and text.strip())]
+    model.lm_head.weight.data[[*silent, NEVER]] = 0  # another token is always likelier
+    model.save_pretrained(folder)
+    pictures = CLIPImageProcessorPil(
+        size={"shortest_edge": side}, crop_size={"height": side, "width": side}
+    )
+    LlavaProcessor(
+        image_processor=pictures,
+        tokenizer=tokenizer,
+        patch_size=patch,
+        vision_feature_select_strategy="default",
+        chat_template=template,
+        image_token="<|image_pad|>",
+        num_additional_image_tokens=1,
+    ).save_pretrained(folder)
+    _rename_end(folder)
+    return folder
+
+
+def write_endless_text_model(folder: Path) -> Path:
+    """Write the bundled model's text half, with an end token that is never drawn."""
+    made = write_text_model(folder)
+    config = json.loads((made / "config.json").read_text())
+    (made / "config.json").write_text(json.dumps(config | {"eos_token_id": NEVER}))
+    _rename_end(made)
+    return made
+
+
+def _rename_end(folder: Path) -> None:
+    """Have the tokenizer call a token the end that is never drawn."""
+    from transformers import AutoTokenizer
+
+    path = folder / "tokenizer_config.json"
+    end = AutoTokenizer.from_pretrained(folder).convert_ids_to_tokens(NEVER)
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"eos_token": end}))

@@ -10,31 +10,26 @@ installation has them. On a busy machine only the ratio of processor times means
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from safetensors.torch import load_file, save_file
-
-from benchmarks.bench.harness import BenchError
-from benchmarks.bench.output import save, table
+from benchmarks.bench.child import BenchError
+from benchmarks.bench.harness import plain_parser, save, table, take_turns
+from benchmarks.bench.shape_files import write_text_model
 from mmkv.engine.errors import MmkvError
-from mmkv.eval.measure.timing import take_turns
-from mmkv.resources import asset, bundled_model
-from mmkv.training.measure.record import RESULTS, ROOT
+from mmkv.resources import asset
+from mmkv.training.measure.record import ROOT
 
 TORCH = 'python -c "import torch"'
 NOW, BEFORE = "now", "before"
-_TEXT_PART = "model.language_model."
 
 
 @dataclass(frozen=True)
@@ -43,13 +38,6 @@ class Command:
 
     arguments: tuple[str, ...]
     code: int = 0
-
-
-@dataclass
-class StartupTimes:
-    """Processor seconds of every run, and what a run printed to stderr when it went wrong."""
-
-    processor: list[float] = field(default_factory=list)
 
 
 def commands(text_model: str, picture: str) -> dict[str, Command]:
@@ -72,31 +60,8 @@ def commands(text_model: str, picture: str) -> dict[str, Command]:
     }
 
 
-def write_text_model(folder: Path) -> Path:
-    """Write the bundled model's text half as a Qwen3 checkpoint, and return its folder.
-
-    With all three axes of a position alike, as those of text are, M-RoPE is plain RoPE.
-    """
-    source = bundled_model()
-    config = json.loads((source / "config.json").read_text())["text_config"]
-    rope = {"rope_type": "default", "rope_theta": config["rope_parameters"]["rope_theta"]}
-    config |= {"model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"]}
-    folder.mkdir(parents=True)
-    (folder / "config.json").write_text(json.dumps(config | {"rope_parameters": rope}))
-    tensors = load_file(source / "model.safetensors")
-    part = {
-        name.replace(_TEXT_PART, "model."): tensor
-        for name, tensor in tensors.items()
-        if name.startswith(_TEXT_PART)
-    }
-    save_file(part, folder / "model.safetensors", metadata={"format": "pt"})
-    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
-        (folder / name).write_bytes((source / name).read_bytes())
-    return folder
-
-
-def seconds(command: Command, checkout: Path, times: StartupTimes) -> float:
-    """Run a command and return its wall seconds.
+def seconds(command: Command, checkout: Path) -> tuple[float, float]:
+    """Run a command and return its seconds on the clock and of processors.
 
     Raises:
         BenchError: it ended with another exit code than it should.
@@ -122,8 +87,7 @@ def seconds(command: Command, checkout: Path, times: StartupTimes) -> float:
             raise BenchError(
                 f"{' '.join(command.arguments)} ended with {process.returncode}: {last[:200]}"
             )
-    times.processor.append(used.ru_utime + used.ru_stime)
-    return took
+    return took, used.ru_utime + used.ru_stime
 
 
 def measure(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
@@ -131,25 +95,20 @@ def measure(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
     given = None if args.text_model is None else str(Path(args.text_model).resolve())
     text_model = given or str(write_text_model(folder / "text"))
     checkouts = {NOW: ROOT} | ({BEFORE: args.before.resolve()} if args.before else {})
-    named = commands(text_model, str(asset("scene.png")))
-    methods: dict[tuple[str, str], Callable[[], float]] = {}
-    times: dict[tuple[str, str], StartupTimes] = {(TORCH, NOW): StartupTimes()}
     torch = Command(("-c", "import torch"))
-    methods[TORCH, NOW] = partial(seconds, torch, ROOT, times[TORCH, NOW])
-    for name, command in named.items():
+    methods = {f"{TORCH} | {NOW}": partial(seconds, torch, ROOT)}
+    for name, command in commands(text_model, str(asset("scene.png"))).items():
         for checkout, path in checkouts.items():
-            times[name, checkout] = StartupTimes()
-            methods[name, checkout] = partial(seconds, command, path, times[name, checkout])
-    keyed = {" | ".join(key): method for key, method in methods.items()}
-    wall = take_turns(keyed, args.rounds + 1)
+            methods[f"{name} | {checkout}"] = partial(seconds, command, path)
     found: dict[str, Any] = {}
-    for name, checkout in methods:
-        rounds = wall[f"{name} | {checkout}"][1:]  # the first reads files and compiles modules
-        processor = times[name, checkout].processor[1:]
+    for key, runs in take_turns(methods, args.rounds + 1).items():
+        # The first reads files and compiles modules.
+        wall, processor = (list(each) for each in zip(*runs[1:], strict=True))
+        name, _, checkout = key.rpartition(" | ")
         found.setdefault(name, {})[checkout] = {
-            "best": min(rounds),
-            "median": statistics.median(rounds),
-            "rounds": rounds,
+            "best": min(wall),
+            "median": statistics.median(wall),
+            "rounds": wall,
             "processor_best": min(processor),
             "processor_median": statistics.median(processor),
         }
@@ -164,17 +123,9 @@ def measure(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
 
 def show(found: dict[str, Any]) -> None:
     """Print the table."""
+    keys = ("best", "median", "ratio", "ratio_of_medians", "processor_best", "processor_ratio")
     rows = [
-        [
-            name,
-            checkout,
-            f"{figures['best']:.2f}",
-            f"{figures['median']:.2f}",
-            f"{figures['ratio']:.2f}",
-            f"{figures['ratio_of_medians']:.2f}",
-            f"{figures['processor_best']:.2f}",
-            f"{figures['processor_ratio']:.2f}",
-        ]
+        [name, checkout, *(f"{figures[key]:.2f}" for key in keys)]
         for name, sides in found.items()
         for checkout, figures in sides.items()
     ]
@@ -185,16 +136,10 @@ def show(found: dict[str, Any]) -> None:
 
 def main(arguments: list[str] | None = None) -> int:
     """Measure, print the table and write the result file; return the exit code."""
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.bench.startup",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = plain_parser("bench.startup", __doc__)
     parser.add_argument("--rounds", type=int, default=5, help="timed runs of each command")
     parser.add_argument("--before", type=Path, default=None, help="checkout to compare with")
     parser.add_argument("--text-model", default=None, help="default: the bundled one's text half")
-    parser.add_argument("--output", type=Path, default=RESULTS, help="folder of the result file")
-    parser.add_argument("--name", default=None, help="name of the result file, without .json")
     args = parser.parse_args(arguments)
     try:
         with tempfile.TemporaryDirectory(prefix="mmkv-startup-") as folder:

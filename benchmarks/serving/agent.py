@@ -1,18 +1,15 @@
-"""Run an agent of 300 steps with a drawn screen each, and ask about screens of 50 steps ago.
+"""Run an agent of 300 steps, each with a drawn screen, on several servers.
 
-``python -m benchmarks.serving.agent`` plays the same loop on several servers: the assistant calls a
-tool, and the tool's result is a picture of a screen. All serve one LLaVA of the bundled model's
-sizes with random weights, as :mod:`benchmarks.serving.speed` does, with one token per cell of 32
-pixels and a context that holds all steps. A call is forced by ``tool_choice``; where a server makes
-none, a written one goes into the history. Noted are the tokens that a step read, the time and
-processor seconds to the first piece of the call, and the bytes held. ``mmkv serve`` under a budget
-is asked at every step. With a full cache some steps are left out, and read with the next one;
-``transformers serve`` keeps nothing between requests and is asked at the steps that are shown.
+``python -m benchmarks.serving.agent`` plays the same loop on each: the assistant calls a tool, and
+the tool's result is a picture of a screen. All serve one LLaVA of the bundled model's sizes with
+random weights, as the load ``speed`` of :mod:`benchmarks.serving.load` does, with one token per
+cell of 32 pixels and a context that holds all steps. A call is forced by ``tool_choice``; where a
+server makes none, a written one goes into the history. Noted are the tokens that a step read, the
+time and processor seconds to the first piece of the call, and the bytes held. ``mmkv serve`` under
+a budget is asked at every step. With a full cache some steps are left out, and read with the next
+one; ``transformers serve`` keeps nothing between requests and is asked at the steps that are shown.
 ``--llama DIR`` adds llama.cpp's server: the folder has ``llama-server`` and ``python``, an
 interpreter with gguf and numpy.
-
-``python -m benchmarks.serving.agent --remember`` asks the bundled model, in dialogues of 66 steps,
-about screens of 5, 10, 20 and 50 steps ago under several policies with the same bytes.
 """
 
 from __future__ import annotations
@@ -27,56 +24,32 @@ import shutil
 import statistics
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import httpx
 
-from benchmarks.bench.harness import BenchError
-from benchmarks.bench.output import plain_parser, save, table
-from benchmarks.bench.shape_files import write_gates
-from benchmarks.quality.methods import ComparedMethod, Comparison
-from benchmarks.quality.report import comparisons, interval
-from benchmarks.quality.run import ComparisonRuns, Reader
+from benchmarks.bench.child import BenchError
+from benchmarks.bench.harness import plain_parser, save, table
+from benchmarks.bench.shape_files import write_gates, write_llava
 from benchmarks.serving.servers import (
     ServerProcess,
     mmkv_serve,
     run_in_folder,
+    stream_reply,
+    thread_seconds,
     transformers_serve,
 )
-from benchmarks.serving.speed import write_llava
-from benchmarks.tasks.documents import Document, GeneratedDocuments, scene_document
-from mmkv.eval.measure.stats import mean, paired
-from mmkv.prompt.loading import load_processor
-from mmkv.resources import bundled_model_name
-from mmkv.training.data.dialogues import caption, cell_question, grid
-from mmkv.training.data.scenes import (
-    CELL,
-    Item,
-    Question,
-    Scene,
-    SceneTurn,
-    object_names,
-    place,
-    render,
-)
-from mmkv.training.measure.record import ROOT, Journal
-from mmkv.training.measure.teacher_forced import Reading
+from mmkv.training.data.scenes import CELL, Item, Scene, object_names, render
+from mmkv.training.measure.record import ROOT
 
-RESULT, REMEMBERED = "serving-agent", "serving-agent-remember"
+RESULT = "serving-agent"
 CHAT, RESPONSES = "chat", "responses"
 BUDGET, FULL = "mmkv serve, budget", "mmkv serve, full cache"
 BUDGET_RESPONSES = "mmkv serve, budget, responses"
 THEIRS, LLAMA = "transformers serve", "llama-server"
-# The bundled model's gates, of two seeds, and policies without.
-METHODS = (
-    "dbtrimkv:assets/tiny-vlm/gates,assets/gates/tiny-vlm-dbtrimkv-1",
-    "snapkv",
-    "streamingllm",
-)
 _SIDE = 4  # cells of a screen, each way
 TOOL = {
     "name": "click",
@@ -179,70 +152,6 @@ def write_model(folder: Path, steps: int) -> Path:
     return made
 
 
-class Clock:
-    """The processor seconds of a server's threads: finer than those of ``stat``, which tick."""
-
-    def __init__(self, server: ServerProcess) -> None:
-        self._tasks = Path(f"/proc/{server.process.pid}/task")
-
-    def seconds(self) -> float:
-        """Return those of the threads that live."""
-        total = 0
-        for path in self._tasks.glob("*/schedstat"):
-            try:
-                total += int(path.read_text().split()[0])
-            except OSError:  # it has ended
-                continue
-        return total / 1e9
-
-
-def ask(client: httpx.Client, clock: Clock, path: str, body: Mapping[str, Any]) -> dict[str, Any]:
-    """Stream a reply; return its numbers: seconds to its first piece, processor seconds, usage.
-
-    Raises:
-        BenchError: the server refused, with what it said.
-    """
-    found: dict[str, Any] = {"first": None, "cpu": None, "usage": None, "id": None, "call": None}
-    content = json.dumps({**body, "stream": True}).encode()
-    made, said, cut = {"id": "", "arguments": ""}, False, False
-    started, before = time.perf_counter(), clock.seconds()
-    kind = {"Content-Type": "application/json"}
-    with client.stream("POST", path, content=content, headers=kind) as answer:
-        if answer.status_code != 200:
-            refusal = answer.read()[:300].decode("utf-8", "replace")
-            raise BenchError(f"{answer.status_code}: {refusal}")
-        for line in answer.iter_lines():
-            if not line.startswith("data: {"):
-                continue
-            event = json.loads(line[6:])
-            if event.get("error"):
-                raise BenchError(str(event["error"])[:300])
-            whole = event.get("response") or {}
-            said |= isinstance(event.get("delta"), str)
-            for choice in event.get("choices") or ():
-                delta = choice.get("delta") or {}
-                said |= bool(delta.get("content") or delta.get("tool_calls"))
-                cut |= choice.get("finish_reason") == "length"
-                for piece in delta.get("tool_calls") or ():
-                    made["id"] = piece.get("id") or made["id"]
-                    made["arguments"] += (piece.get("function") or {}).get("arguments") or ""
-            for item in whole.get("output") or ():
-                if item["type"] == "function_call":
-                    made = {"id": item["call_id"], "arguments": item["arguments"]}
-            if said and found["first"] is None:
-                found["first"] = time.perf_counter() - started
-                found["cpu"] = clock.seconds() - before
-            found["usage"] = event.get("usage") or whole.get("usage") or found["usage"]
-            found["id"] = whole.get("id") or found["id"]
-    found["whole"], found["whole_cpu"] = time.perf_counter() - started, clock.seconds() - before
-    found["body"] = len(content)
-    if found["first"] is None:
-        raise BenchError("the reply had no text")
-    if made["id"] and not cut:
-        found["call"] = made
-    return found
-
-
 def play(
     server: ServerProcess,
     model: str,
@@ -260,8 +169,10 @@ def play(
         steps: those for which a reply is asked, ascending.
         way: ``chat`` sends the whole history each time, ``responses`` the result alone.
     """
-    clock, rows, messages = Clock(server), [], opening(seed)
+    rows: list[dict[str, Any]] = []
+    messages, clock = opening(seed), partial(thread_seconds, server.process.pid)
     body: dict[str, Any] = {"model": model, "temperature": 0, "parallel_tool_calls": False}
+    body["stream"] = True
     if way == CHAT:
         path, body["max_tokens"] = "/v1/chat/completions", tokens
         body["tools"] = [{"type": "function", "function": TOOL}]
@@ -284,19 +195,21 @@ def play(
                 if way == RESPONSES:
                     own = {"input": [_item(one) for one in messages]}
                     own |= {"previous_response_id": before} if before else {}
+                content = json.dumps(body | own).encode()
                 try:
-                    row = ask(client, clock, path, body | own)
-                    if way == RESPONSES and row["call"] is None:
-                        raise BenchError("the response made no call")
+                    reply = stream_reply(client, path, content, clock)
+                    if reply.first is None or (way == RESPONSES and reply.call is None):
+                        raise BenchError("the reply had no text or made no call")
                 except (BenchError, httpx.HTTPError) as error:
                     rows.append({"step": step, "stopped": str(error) or type(error).__name__})
                     break
-                usage, before, made = row.pop("usage"), row.pop("id"), row.pop("call")
-                prompt, new, cached = _counts(usage)
+                before, prompt, new, cached = reply.id, *reply.counts()
+                made = None if reply.finish_reason == "length" else reply.call
+                row = {"step": step, "first": reply.first, "cpu": reply.cpu}
+                row |= {"whole": reply.whole, "whole_cpu": reply.whole_cpu, "body": len(content)}
                 row |= {"prompt": prompt, "read": prompt - cached, "again": held - cached}
-                row["kv_bytes"] = usage.get("mmkv", {}).get("kv_bytes")
-                row["called"] = made is not None
-                rows.append({"step": step, **row, "rss": server.rss()})
+                row["kv_bytes"] = (reply.usage or {}).get("mmkv", {}).get("kv_bytes")
+                rows.append({**row, "called": made is not None, "rss": server.rss()})
                 held, call = (prompt, call) if made is None else (prompt + new, made)
                 if way == RESPONSES:
                     messages = []
@@ -304,13 +217,6 @@ def play(
                 messages.append(called(call))
             messages.append(result(seed, step + 1, call))
     return rows
-
-
-def _counts(usage: Mapping[str, Any]) -> tuple[int, int, int]:
-    """Return the tokens of a prompt and of its reply, and those of the prompt that were held."""
-    prompt, new = ("prompt", "completion") if "prompt_tokens" in usage else ("input", "output")
-    details = usage.get(f"{prompt}_tokens_details") or {}
-    return usage[f"{prompt}_tokens"], usage[f"{new}_tokens"], details.get("cached_tokens") or 0
 
 
 def _item(message: Mapping[str, Any]) -> dict[str, Any]:
@@ -419,158 +325,76 @@ def measure(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
         asked = str(model) if name == THEIRS else model.name
         with start() as server:
             found[name] = page(play(server, asked, 1, steps, way, args.tokens), args.steps)
-        save(args, RESULT, found)
-        show({name: found[name]})
+        save(args, RESULT, found, {RESULT: rows_of(found)})
+        print(f"{name}: {found[name]['tokens_read_again']} tokens read again")
     return found
 
 
-def show(found: Mapping[str, Any]) -> None:
-    """Print what each server took at the steps."""
-    columns = ["server, step", "first token, s", "CPU s", "read", "KV, MiB", "RSS, MiB"]
-    rows = [
-        [
-            f"{name}, {step}",
-            f"{at['first']:.3f}",
-            f"{at['cpu']:.3f}",
-            f"{at['read']:,.0f}",
-            "" if at["kv_bytes"] is None else f"{at['kv_bytes'] / 2**20:.1f}",
-            f"{at['rss'] / 2**20:,.0f}",
-        ]
-        for name, one in found.items()
-        for step, at in one["at"].items()
-        if at
-    ]
-    table("An agent of pictures", columns, rows)
+def rows_of(found: Mapping[str, Any]) -> list[list[str]]:
+    """Return what steps of an agent took on each server, the heading first."""
+    rows = [["server", "step", "tokens so far", "read", "first token: CPU s", "... s"]]
+    rows[0] += ["cache, MiB", "process, MiB"]
     for name, one in found.items():
-        print(f"{name}: {one['tokens_read_again']} tokens read again; {one['stopped'] or ''}")
+        for step, at in one["at"].items():
+            if at:
+                cache = "" if at["kv_bytes"] is None else f"{at['kv_bytes'] / 2**20:,.1f}"
+                counts = (f"{at[key]:,.0f}" for key in ("prompt", "read"))
+                times = (f"{at[key]:,.2f}" for key in ("cpu", "first"))
+                server = f"`{name}`" if "," not in name else name
+                rows.append([server, step, *counts, *times, cache, f"{at['rss'] / 2**20:,.0f}"])
+    return rows
 
 
-STEPS, MARKED, DISTANCES = 66, (1, 16), (5, 10, 20, 50)
-_QUESTIONS = 2  # about a marked screen, at each distance
-
-
-def screens(index: int) -> tuple[list[SceneTurn], list[int]]:
-    """Make a dialogue of 66 steps with a drawn screen each, and questions about two of them.
-
-    Every step asks what its own screen shows in a cell. Two screens have a number, and 5, 10, 20
-    and 50 steps later two more of their cells are asked about; no cell is asked about twice.
-
-    Returns:
-        the turns, and per turn how many steps ago the screen was that it asks about.
-    """
-    rng = random.Random(f"agent-{index}")
-    turns: list[SceneTurn] = []
-    ages: list[int] = []
-    marked: dict[int, tuple[int, list[Item]]] = {}
-    for step in range(1, STEPS + 1):
-        least = 1 + _QUESTIONS * len(DISTANCES) if step in MARKED else 1
-        scene = grid(rng, "heldout", least=least)
-        item, *others = rng.sample(scene.items, len(scene.items))
-        question = Question("cell", f"what is at {place(*item.cell)}?", item.name)
-        words_before: tuple[str, ...] = ()
-        if step in MARKED:
-            marked[step] = (len(marked) + 1, others)
-            words_before = (caption(len(marked)),)
-        turns.append(SceneTurn((scene,), question, words_before))
-        ages.append(0)
-        for shown, (number, left) in marked.items():
-            if step - shown in DISTANCES:
-                for item in [left.pop() for _ in range(_QUESTIONS)]:
-                    turns.append(SceneTurn((), cell_question(number, item.cell, item.name)))
-                    ages.append(step - shown)
-    return turns, ages
-
-
-class ScreenReader(Reader):
-    """Reads the dialogues of :func:`screens`, under whatever name."""
-
-    def _reading(self, source: str, index: int) -> Reading:
-        if source not in self._data:
-            tokenizer = load_processor(self.comparison.model).tokenizer
-
-            def make(index: int) -> Document:
-                turns, ages = screens(index)
-                return Document(scene_document(turns, tokenizer), ages)
-
-            self._data[source] = GeneratedDocuments(make)
-        return super()._reading(source, index)
-
-
-def remember(args: argparse.Namespace) -> dict[str, Any]:
-    """Ask about earlier screens under every policy; return shares by distance and paired tests."""
-    methods = tuple(ComparedMethod.parse(text) for text in args.method or METHODS)
-    compared = Comparison(
-        bundled_model_name(), "float32", methods, tuple(args.budgets), in_bytes=True
-    )
-    journal = Journal(args.output / f"{args.name or REMEMBERED}.runs.jsonl")
-    with ComparisonRuns(compared, journal, reader=ScreenReader, together=args.together) as runs:
-        raw = runs.of("agent-screens", args.dialogues)
-    ages = [screens(index)[1] for index in range(args.dialogues)]
-    return by_distance(raw, ages, [method.name for method in methods], args.budgets)
-
-
-def by_distance(
-    raw: Mapping[str, Sequence[Sequence[Mapping[str, Any]]]],
-    ages: Sequence[Sequence[int]],
-    methods: Sequence[str],
-    budgets: Sequence[str],
-) -> dict[str, Any]:
-    """Return the shares of right answers and paired differences by the age of the screen.
-
-    Args:
-        raw: of :meth:`benchmarks.quality.run.ComparisonRuns.of`; ages: of the screen that each
-            answer of each dialogue is about.
-    """
-    found: dict[str, Any] = {
-        "dialogues": len(ages),
-        "tokens": [min(r["seen"] for r in raw["full"][0]), max(r["seen"] for r in raw["full"][0])],
-        "bytes": {
-            name: statistics.fmean(row["bytes"] for run in runs for row in run)
-            for name, runs in raw.items()
-        },
-        "ages": {},
-    }
-    for age in sorted(set(ages[0])):
-        counts = [sum(one == age for one in each) for each in ages]
-
-        def sums(name: str, age: int = age) -> list[float]:
-            return [
-                statistics.fmean(
-                    sum(
-                        right
-                        for right, one in zip(run[index]["right"], each, strict=True)
-                        if one == age
-                    )
-                    for run in raw[name]
-                )
-                for index, each in enumerate(ages)
-            ]
-
-        found["ages"][str(age)] = {
-            "questions": sum(counts),
-            "right": {name: asdict(mean(sums(name), counts)) for name in raw},
-            "tests": {
-                f"{of} at {budget}": asdict(paired(sums(one), sums(two), counts))
-                for budget in budgets
-                for of, one, two in comparisons({name: name for name in raw}, methods, budget)
-            },
-        }
+def _agents(results: Path) -> dict[str, Any]:
+    """Return what was found of each server, the latest run of each: ours, then others."""
+    found: dict[str, Any] = {}
+    for end in ("-full", "", "-peers", "-llama"):
+        page = json.loads((results / f"{RESULT}{end}.json").read_text())
+        found |= page["results"]
     return found
 
 
-def show_remembered(found: Mapping[str, Any]) -> None:
-    """Print the shares of right answers."""
-    ages = found["ages"]
-    columns = ["method", "KiB", *(f"{age} steps ago" for age in ages)]
-    rows = [
-        [
-            name,
-            f"{found['bytes'][name] / 1024:,.0f}",
-            *(interval(one["right"][name]) for one in ages.values()),
+def agent_values(results: Path) -> dict[str, Any]:
+    """Return what the figure of the agent draws: steps, CPU seconds and MiB by server.
+
+    A step that was read with others before it, for which no reply was asked, is left out.
+    """
+    drawn = {}
+    for name, one in _agents(results).items():
+        rows = one["rows"]
+        before = dict(zip(rows["step"], [0, *rows["step"]], strict=False))
+        whole = dict(zip(rows["step"], zip(rows["read"], rows["prompt"], strict=True), strict=True))
+        own = [n == before[n] + 1 or whole[n][0] == whole[n][1] for n in rows["step"]]
+        drawn[name] = [
+            [value for value, kept in zip(rows[key], own, strict=True) if kept]
+            for key in ("step", "cpu", "rss")
         ]
-        for name in next(iter(ages.values()))["right"]
-    ]
-    table(f"Answers about earlier screens, {found['dialogues']} dialogues", columns, rows)
+    return drawn
+
+
+def draw_agent(values: Mapping[str, Any]) -> Any:
+    """Return a figure: CPU seconds to the first token and memory by step of an agent."""
+    from matplotlib.figure import Figure
+
+    colours = ("#0b6e4f", "#7fb69e", "#3d7ea6", "#d1495b", "#8d99ae")
+    figure = Figure(figsize=(9, 3.2), layout="constrained")
+    times, sizes = figure.subplots(1, 2)
+    for (name, (steps, seconds, size)), colour in zip(values.items(), colours, strict=False):
+        mark = "o-" if len(steps) < 40 else "-"
+        times.plot(steps, seconds, mark, color=colour, label=name, markersize=3, linewidth=1)
+        sizes.plot(
+            steps, [one / 2**20 for one in size], mark, color=colour, markersize=3, linewidth=1
+        )
+    times.set(title="CPU seconds to the first token", yscale="log")
+    sizes.set(title="memory of the process, MiB", yscale="log")
+    for panel in (times, sizes):
+        panel.set_xlabel("step, a picture each", fontsize=8)
+        panel.title.set_fontsize(9)
+        panel.grid(alpha=0.25)
+    figure.legend(
+        *times.get_legend_handles_labels(), loc="outside upper center", ncols=5, fontsize=7
+    )
+    return figure
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -583,24 +407,17 @@ def main(arguments: list[str] | None = None) -> int:
     names = [BUDGET_RESPONSES, BUDGET, FULL, THEIRS, LLAMA]
     parser.add_argument("--servers", nargs="+", choices=names, help="default: all")
     parser.add_argument("--llama", type=Path, metavar="DIR", help="llama-server and a python")
-    parser.add_argument("--remember", action="store_true", help="ask about earlier screens instead")
-    parser.add_argument(
-        "--method", action="append", help="of --remember, as benchmarks.quality has it"
-    )
-    parser.add_argument("--budgets", nargs="+", default=["64", "128"], help="of --remember")
-    parser.add_argument("--dialogues", type=int, default=56, help="of --remember")
-    parser.add_argument("--together", type=int, default=1, help="dialogues in a pass")
     args = parser.parse_args(arguments)
-    if args.remember:
-        found = remember(args)
-        show_remembered(found)
-        print(f"written to {save(args, REMEMBERED, found)}")
-        return 0
     folder, found = run_in_folder(measure, args)
     if found is None:
         return 1
     shutil.rmtree(folder)
-    print(f"written to {save(args, RESULT, found)}")
+    columns, *rows = rows_of(found)
+    table("An agent of pictures", columns, rows)
+    for name, one in found.items():
+        if one["stopped"]:
+            print(f"{name}: {one['stopped']}")
+    print(f"written to {save(args, RESULT, found, {RESULT: rows_of(found)})}")
     return 0
 
 

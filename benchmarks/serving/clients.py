@@ -43,7 +43,7 @@ from typing import Any
 
 import httpx
 
-from benchmarks.bench.output import save, table
+from benchmarks.bench.harness import save, table
 from benchmarks.serving import client_programs
 from benchmarks.serving.client_programs import ASKED, MISSING, MODEL, SCHEMA
 from benchmarks.serving.servers import mmkv_serve

@@ -1,4 +1,4 @@
-"""Start and stop real servers on the loopback, and stream chats from them.
+"""Start and stop real servers on the loopback, and stream replies from them.
 
 The client notes when the pieces of a reply come.
 """
@@ -25,7 +25,7 @@ from typing import Any, Self
 import httpx
 import numpy as np
 
-from benchmarks.bench.harness import BenchError
+from benchmarks.bench.child import BenchError
 from mmkv.engine.errors import MmkvError
 from mmkv.training.measure.record import ROOT
 
@@ -33,14 +33,11 @@ PATIENCE_S = 180
 
 
 class ServerProcess:
-    """A server in a process of its own; a context manager that ends it.
+    """A server in a process of its own, with one thread for its tensors; a context manager.
 
     Args:
         command: after the interpreter; ``{port}`` stands for the port.
-        threads: of its tensors; log: a file for what it prints.
-        descriptors: most files that it may open; None: as many as this process.
-        file_blocks: of 512 bytes, the longest file that it may write, as if the disk were full.
-        environment: variables beside those of this process.
+        log: a file for what it prints.
 
     Attributes:
         url: where it answers.
@@ -49,33 +46,21 @@ class ServerProcess:
         BenchError: it did not come up.
     """
 
-    def __init__(
-        self,
-        command: Sequence[str],
-        log: Path,
-        threads: int = 1,
-        descriptors: int | None = None,
-        environment: Mapping[str, str] | None = None,
-        file_blocks: int | None = None,
-    ) -> None:
-        port = _free_port()
+    def __init__(self, command: Sequence[str], log: Path) -> None:
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = free.getsockname()[1]
         self.url, self.log = f"http://127.0.0.1:{port}", log
         path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
-        given = {"PYTHONPATH": path, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": str(threads)}
-        interpreter = [sys.executable]
-        limits = {"n": descriptors, "f": file_blocks}
-        wanted = [f"ulimit -{name} {most}" for name, most in limits.items() if most is not None]
-        if wanted:
-            limited = "; ".join([*wanted, 'exec "$@"'])
-            interpreter = ["sh", "-c", limited, "sh", *interpreter]
+        given = {"PYTHONPATH": path, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
         with log.open("ab") as said:
             self.process = subprocess.Popen(
-                [*interpreter, *(part.replace("{port}", str(port)) for part in command)],
+                [sys.executable, *(part.replace("{port}", str(port)) for part in command)],
                 cwd=log.parent,
                 stdin=subprocess.DEVNULL,
                 stdout=said,
                 stderr=said,
-                env=os.environ | given | dict(environment or {}),
+                env=os.environ | given,
                 start_new_session=True,
             )
         self._about = Path(f"/proc/{self.process.pid}")
@@ -99,7 +84,7 @@ class ServerProcess:
         raise BenchError(f"the server was not up within {PATIENCE_S} s")
 
     def cpu_seconds(self) -> float:
-        """Return the processor seconds of the server's own process so far."""
+        """Return the processor seconds of the server's own process so far; its clock ticks."""
         numbers = (self._about / "stat").read_text().rpartition(")")[2].split()
         return (int(numbers[11]) + int(numbers[12])) / os.sysconf("SC_CLK_TCK")
 
@@ -108,7 +93,7 @@ class ServerProcess:
         return int((self._about / "statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
     def peak(self) -> int:
-        """Return the most bytes that were resident since the peak was last taken back."""
+        """Return the most bytes that were resident so far."""
         return _peak(self._about)
 
     def decoders_peak(self) -> int:
@@ -140,26 +125,34 @@ class ServerProcess:
         self.close()
 
 
-def mmkv_serve(
-    model: str | None,
-    log: Path,
-    *options: str,
-    threads: int = 1,
-    descriptors: int | None = None,
-    environment: Mapping[str, str] | None = None,
-    file_blocks: int | None = None,
-) -> ServerProcess:
+def _peak(process: Path) -> int:
+    lines = (process / "status").read_text().splitlines()
+    return next(int(one.split()[1]) for one in lines if one.startswith("VmHWM:")) * 1024
+
+
+def thread_seconds(pid: int) -> float:
+    """Return the processor seconds of a process's threads that live, without a clock's ticks."""
+    total = 0
+    for path in Path(f"/proc/{pid}/task").glob("*/schedstat"):
+        try:
+            total += int(path.read_text().split()[0])
+        except OSError:  # it has ended
+            continue
+    return total / 1e9
+
+
+def mmkv_serve(model: str | None, log: Path, *options: str) -> ServerProcess:
     """Start ``mmkv serve``; None: the bundled model. For the rest see :class:`ServerProcess`."""
     named = [] if model is None else [model]
     command = ["-m", "mmkv", "serve", *named, "--port", "{port}", "--quiet", *options]
-    return ServerProcess(command, log, threads, descriptors, environment, file_blocks)
+    return ServerProcess(command, log)
 
 
-def transformers_serve(model: str, log: Path, *options: str, threads: int = 1) -> ServerProcess:
+def transformers_serve(model: str, log: Path, *options: str) -> ServerProcess:
     """Start ``transformers serve`` of the same environment."""
     start = "import sys; from transformers.cli.transformers import main; sys.exit(main())"
     command = ["-c", start, "serve", model, "--host", "127.0.0.1", "--port", "{port}"]
-    return ServerProcess([*command, "--device", "cpu", *options], log, threads)
+    return ServerProcess([*command, "--device", "cpu", *options], log)
 
 
 def run_in_folder(
@@ -179,23 +172,16 @@ def run_in_folder(
         return folder, None
 
 
-def _free_port() -> int:
-    with socket.socket() as made:
-        made.bind(("127.0.0.1", 0))
-        port: int = made.getsockname()[1]
-        return port
-
-
-_WORDS = "what is at row column the red blue green cat frog tree star moon left right two".split()
-
-
 @dataclass
 class Streamed:
-    """What came of one request; times are seconds since it was sent.
+    """What came of one request, by chat completions or responses; times are seconds since it.
 
     Attributes:
-        status: of HTTP; 0: the connection broke. first: until the first piece of text.
-        gaps: between two pieces; usage: as the server gave it; error: its error object.
+        status: of HTTP; 0: the connection broke. first: until the first piece of text or a call.
+        gaps: between two pieces; whole: until the end.
+        usage: as the server gave it; error: its error object; id: of a response.
+        call: of a tool, with its id and arguments; finish_reason: as chat completions name it.
+        clock: returns processor seconds; cpu, whole_cpu: those until ``first`` and the end.
     """
 
     status: int = 0
@@ -205,56 +191,110 @@ class Streamed:
     whole: float = 0.0
     usage: dict[str, Any] | None = None
     error: dict[str, Any] | None = None
+    id: str | None = None
+    call: dict[str, str] | None = None
     finish_reason: str | None = None
+    clock: Callable[[], float] = time.process_time
+    cpu: float | None = None
+    whole_cpu: float = 0.0
+
+    def __post_init__(self) -> None:
+        self._started = self._latest = time.perf_counter()
+        self._cpu = self.clock()
+
+    def take(self, line: str) -> None:
+        """Read a line of the stream."""
+        if not line.startswith("data: {"):
+            return
+        event = json.loads(line[6:])
+        self.error = event.get("error") or self.error
+        whole, delta = event.get("response") or {}, event.get("delta")
+        text, called = delta if isinstance(delta, str) else "", False
+        for choice in event.get("choices") or ():
+            text += choice["delta"].get("content") or ""
+            self.finish_reason = choice.get("finish_reason") or self.finish_reason
+            for piece in choice["delta"].get("tool_calls") or ():
+                called = True
+                made = self.call = self.call or {"id": "", "arguments": ""}
+                made["id"] = piece.get("id") or made["id"]
+                made["arguments"] += (piece.get("function") or {}).get("arguments") or ""
+        for item in whole.get("output") or ():
+            if item["type"] == "function_call":
+                self.call = {"id": item["call_id"], "arguments": item["arguments"]}
+        if whole.get("status") == "incomplete":
+            self.finish_reason = "length"
+        self.usage = event.get("usage") or whole.get("usage") or self.usage
+        self.id = whole.get("id") or self.id
+        if not text and not called:
+            return
+        now = time.perf_counter()
+        if self.first is None:
+            self.first, self.cpu = now - self._started, self.clock() - self._cpu
+        else:
+            self.gaps.append(now - self._latest)
+        self._latest, self.text = now, self.text + text
+
+    def end(self, status: int, refusal: bytes) -> Streamed:
+        """Note the end of the stream, or what the server said in its place; returns itself."""
+        self.status, self.whole = status, time.perf_counter() - self._started
+        self.whole_cpu = self.clock() - self._cpu
+        if status != 200:
+            try:
+                self.error = json.loads(refusal)["error"]
+            except (ValueError, KeyError, TypeError):
+                said = refusal[:200].decode("utf-8", "replace")
+                self.error = {"message": said, "code": None}
+        return self
+
+    def counts(self) -> tuple[int, int, int]:
+        """Return the tokens of the prompt and of the reply, and those of the prompt held before."""
+        usage = self.usage or {}
+        prompt, new = ("prompt", "completion") if "prompt_tokens" in usage else ("input", "output")
+        held = (usage.get(f"{prompt}_tokens_details") or {}).get("cached_tokens") or 0
+        return usage[f"{prompt}_tokens"], usage[f"{new}_tokens"], held
 
 
 async def stream_chat(client: httpx.AsyncClient, body: Mapping[str, Any]) -> Streamed:
     """Ask for a reply as a stream, and read it to its end."""
-    found, started = Streamed(), time.perf_counter()
-    latest = started
-    request = {**body, "stream": True}
+    found, request = Streamed(), {**body, "stream": True}
     async with client.stream("POST", "/v1/chat/completions", json=request) as answer:
-        found.status = answer.status_code
         if answer.status_code != 200:
-            content = await answer.aread()
-            found.error = _error(content)
-            found.whole = time.perf_counter() - started
-            return found
+            return found.end(answer.status_code, await answer.aread())
         async for line in answer.aiter_lines():
-            if not line.startswith("data: {"):
-                continue
-            event = json.loads(line[6:])
-            if "error" in event:
-                found.error = event["error"]
-                break
-            found.usage = event.get("usage") or found.usage
-            for choice in event.get("choices") or ():
-                found.finish_reason = choice.get("finish_reason") or found.finish_reason
-                piece = (choice.get("delta") or {}).get("content")
-                if not piece:
-                    continue
-                now = time.perf_counter()
-                if found.first is None:
-                    found.first = now - started
-                else:
-                    found.gaps.append(now - latest)
-                latest = now
-                found.text += piece
-    found.whole = time.perf_counter() - started
+            found.take(line)
+    return found.end(200, b"")
+
+
+def stream_reply(
+    client: httpx.Client,
+    path: str,
+    content: bytes,
+    clock: Callable[[], float] = time.process_time,
+) -> Streamed:
+    """Send a body of JSON that asks for a stream, and read it to its end.
+
+    Raises:
+        BenchError: the server refused or failed, with what it said, or the reply was empty.
+    """
+    found, kind = Streamed(clock=clock), {"Content-Type": "application/json"}
+    with client.stream("POST", path, content=content, headers=kind) as answer:
+        if answer.status_code != 200:
+            found.end(answer.status_code, answer.read())
+            raise BenchError(f"{found.status}: {str(found.error)[:300]}")
+        for line in answer.iter_lines():
+            found.take(line)
+    found.end(200, b"")
+    if found.error is not None or found.usage is None:
+        raise BenchError(str(found.error or "the reply has no usage")[:300])
     return found
 
 
-def _error(content: bytes) -> dict[str, Any]:
-    try:
-        made: dict[str, Any] = json.loads(content)["error"]
-    except (ValueError, KeyError, TypeError):
-        made = {"message": content[:200].decode("utf-8", "replace"), "code": None}
-    return made
+_WORDS = "what is at row column the red blue green cat frog tree star moon left right two".split()
 
 
-def _peak(process: Path) -> int:
-    lines = (process / "status").read_text().splitlines()
-    return next(int(one.split()[1]) for one in lines if one.startswith("VmHWM:")) * 1024
+def words(rng: Random, count: int) -> str:
+    """Return a drawn text of ``count`` words that the bundled model's tokenizer knows."""
+    return " ".join(rng.choice(_WORDS) for _ in range(count))
 
 
 def picture_url(seed: int, size: int = 96) -> str:
@@ -274,11 +314,6 @@ def question(text: str, picture: str | None = None) -> dict[str, Any]:
         return {"role": "user", "content": text}
     part = {"type": "image_url", "image_url": {"url": picture}}
     return {"role": "user", "content": [part, {"type": "text", "text": text}]}
-
-
-def words(rng: Random, count: int) -> str:
-    """Return a drawn text of ``count`` words that the bundled model's tokenizer knows."""
-    return " ".join(rng.choice(_WORDS) for _ in range(count))
 
 
 def quantiles(values: Sequence[float]) -> dict[str, float] | None:

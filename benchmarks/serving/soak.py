@@ -30,8 +30,8 @@ from urllib.parse import urlsplit
 import httpx
 import numpy as np
 
-from benchmarks.bench.harness import BenchError
-from benchmarks.bench.output import plain_parser, save, table
+from benchmarks.bench.child import BenchError
+from benchmarks.bench.harness import plain_parser, save, table
 from benchmarks.serving.servers import (
     ServerProcess,
     mmkv_serve,

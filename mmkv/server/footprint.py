@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from mmkv.server.settings import ServerSettings
     from mmkv.server.state import ServerState
 
-# Measured on CPython 3.11 with pydantic 2 (python -m benchmarks.serving.floods), rounded up.
+# Measured on CPython 3.11 with pydantic 2, rounded up (benchmarks/serving/floods.py of 2562fd54).
 _BODY = 1.5  # bytes held for a byte of a body that arrives
 _HANDLED = 4  # the same for the one that is parsed, and for each URL that is made into bytes
 _VALUE = 200  # bytes of a JSON value that was checked

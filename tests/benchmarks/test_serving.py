@@ -7,7 +7,6 @@ import contextlib
 import copy
 import json
 import os
-import re
 import time
 from argparse import Namespace
 from collections import Counter
@@ -20,22 +19,17 @@ from unittest import mock
 import pytest
 
 from benchmarks.serving import agent
+from benchmarks.serving import load as loads
 from benchmarks.serving.client_programs import Calls
 from benchmarks.serving.clients import NODE_AGENTS, Packages, Relay, counted
-from benchmarks.serving.long_dialogue import CHAT, RESPONSES, dialogue
-from benchmarks.serving.overload import Arrived, arrive, summary
 from benchmarks.serving.servers import mmkv_serve, stream_chat
 from benchmarks.serving.soak import MODEL, kill_while_saving, slope, soak
-from benchmarks.serving.streams import load, with_context
-from benchmarks.serving.tables import agent_values
 from mmkv import Engine
 from mmkv.prompt import sandbox
 from mmkv.server.engine_thread import EngineCore
 from mmkv.server.media import resolver
-from mmkv.training.data.scenes import render
 from tests.support.chat_models import picture, save_qwen3_vl
 from tests.support.servers import Server, picture_part, serving
-from tests.training.data.test_scenes import read_cells
 
 
 @pytest.fixture(scope="module")
@@ -73,9 +67,9 @@ def test_nothing_is_lost_when_clients_misbehave(server: Server) -> None:
     assert server.inside(held_by_something)
 
 
-@pytest.mark.parametrize("way", [CHAT, RESPONSES])
+@pytest.mark.parametrize("way", [loads.CHAT, loads.RESPONSES])
 def test_a_turn_reads_its_own_tokens(server: Server, way: str) -> None:
-    rows = dialogue(server, way, 7, 4, 3)  # type: ignore[arg-type]
+    rows = loads.long_dialogue(server, way, 7, 4, 3)  # type: ignore[arg-type]
     assert all(row["read"] == row["own"] > 0 for row in rows[1:])
     assert [row["prompt"] for row in rows] == sorted({row["prompt"] for row in rows})
 
@@ -119,7 +113,7 @@ def test_a_step_renders_once_and_decodes_its_own_picture(agents: Server, way: st
     """Whatever the number of messages before it."""
     counts: list[Counter[str]] = []
     wrapped = {sandbox.render: sandbox, resolver.data_uri_content: resolver}
-    ask = agent.ask
+    ask = agent.stream_reply
 
     def noted(*given: Any) -> dict[str, Any]:
         found: Counter[str] = Counter()
@@ -135,7 +129,7 @@ def test_a_step_renders_once_and_decodes_its_own_picture(agents: Server, way: st
             counts.append(found)
             return ask(*given)
 
-    with mock.patch.object(agent, "ask", noted):
+    with mock.patch.object(agent, "stream_reply", noted):
         rows = agent.play(agents, MODEL, 20 + len(way), range(1, 8), way)  # type: ignore[arg-type]
     assert all("stopped" not in row for row in rows)
     # One picture is decoded to know it, and to read it. The second step looks at the template, too.
@@ -173,48 +167,8 @@ def test_the_figure_leaves_out_steps_that_were_read_with_others(tmp_path: Path) 
     ):
         page = json.dumps({"results": {name: {"rows": kept}}})
         (tmp_path / f"serving-agent{end}.json").write_text(page)
-    drawn = {name: steps for name, (steps, *_) in agent_values(tmp_path).items()}
+    drawn = {name: steps for name, (steps, *_) in agent.agent_values(tmp_path).items()}
     assert drawn == {"ours": [1, 2, 6], "reads all": [1, 10], "another": [3, 4]}
-
-
-def test_screens_hold_the_answers_of_their_questions() -> None:
-    for index in range(2):
-        turns, ages = agent.screens(index)
-        shown: list[Any] = []
-        asked: set[tuple[int, int, int]] = set()
-        numbered: list[int] = []
-        for turn, age in zip(turns, ages, strict=True):
-            shown += turn.pictures
-            numbered += [len(shown)] * len(turn.captions)
-            row, column, *number = map(int, re.findall(r"\d+", turn.question.text))
-            at = numbered[number[0] - 1] if number else len(shown)
-            assert at == len(shown) - age
-            assert read_cells(render(shown[at - 1]))[row - 1][column - 1] == turn.question.answer
-            assert (at, row, column) not in asked
-            asked.add((at, row, column))
-        assert len(shown) == agent.STEPS and [ages.count(age) for age in (0, 5, 10, 20, 50)] == [
-            agent.STEPS,
-            4,
-            4,
-            4,
-            4,
-        ]
-
-
-def test_answers_are_counted_by_the_age_of_their_screen() -> None:
-    def run(*right: list[int]) -> list[dict[str, Any]]:
-        return [{"right": each, "bytes": 10, "seen": 7} for each in right]
-
-    raw = {
-        "full": [run([1, 1, 1], [1, 1, 1])],
-        "a at 8": [run([1, 1, 0], [0, 1, 0]), run([1, 1, 1], [1, 1, 0])],
-        "b at 8": [run([0, 0, 0], [0, 0, 0])],
-    }
-    found = agent.by_distance(raw, [[0, 5, 5], [0, 5, 5]], ["a", "b"], ["8"])["ages"]
-    assert found["0"]["right"]["a at 8"]["value"] == 3 / 4 and found["0"]["questions"] == 2
-    assert found["5"]["right"]["a at 8"]["value"] == 5 / 8
-    assert found["5"]["tests"]["a - b at 8"]["value"] == 5 / 8
-    assert found["5"]["tests"]["a - full at 8"]["value"] == -3 / 8
 
 
 def test_streams_are_counted_side_by_side(
@@ -222,11 +176,11 @@ def test_streams_are_counted_side_by_side(
 ) -> None:
     monkeypatch.setattr(server, "cpu_seconds", time.process_time)
     args = Namespace(model=f"somewhere/{MODEL}", turns=2, words=4, tokens=5)
-    found = load(server, args, 3)  # type: ignore[arg-type]
+    found = loads.waiting(server, args, 3)  # type: ignore[arg-type]
     assert found["replies"] == 6 and 6 <= found["tokens"] <= 30
     assert found["prompt_tokens"] > 6 * 4 and found["tokens_per_cpu_second"] > 0
     assert 0 < found["first_token_s"]["p50"] <= found["whole_reply_s"]["p99"]
-    short = with_context(folder, 96, tmp_path)
+    short = loads.with_context(folder, 96, tmp_path)
     assert short.name == folder.name
     assert Engine.from_pretrained(short, gates="random").spec.max_position == 96
 
@@ -236,9 +190,9 @@ def test_what_cannot_be_taken_on_is_refused(server: Server) -> None:
 
     How many depends on how fast they come; tests/mmkv/server/test_engine_thread.py counts refusals.
     """
-    arrived = Arrived()
-    asyncio.run(arrive(server.url, 1e6, 40, 2, 0, arrived, lambda: 0.0))
-    found = summary(arrived)
+    arrived = loads.Arrived()
+    asyncio.run(arrived.arrive(server, 1e6, 40, 2, 0))  # type: ignore[arg-type]
+    found = arrived.summary()
     assert found["refused"] < 40
     assert arrived.own_count == 40 - found["refused"] and arrived.own_first > 0
     assert len(arrived.late) == 40 and found["client_cpu_share"] > 0

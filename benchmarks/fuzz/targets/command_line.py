@@ -171,7 +171,7 @@ class CommandLine(Target):
             mock.patch.multiple(sys, stdin=stdin, stdout=stdout, stderr=stderr),
             mock.patch("mmkv.training.run.distill", _trained),
             mock.patch("mmkv.eval.lmms.command.subprocess", SimpleNamespace(run=_ended)),
-            mock.patch("mmkv.eval.measure.timing.copy_bandwidth", lambda *_: 1e9),
+            mock.patch("mmkv.eval.step.copy_bandwidth", lambda *_: 1e9),
             mock.patch("os.dup2"),
             mock.patch("typer.main.get_command", self._command),
             mock.patch("mmkv.engine.registry.entry_points", self._entry_points),

@@ -14,22 +14,16 @@ import torch
 from torch import Tensor
 
 from benchmarks.bench import admission as bench_admission
-from benchmarks.bench import capacity as bench_capacity
 from benchmarks.bench import decode as bench_decode
-from benchmarks.bench import generate_cpu as bench_generate
 from benchmarks.bench import kernels as bench_kernels
-from benchmarks.bench import kv_forms as bench_forms
 from benchmarks.bench import policies as bench_policies
 from benchmarks.bench import prefill as bench_prefill
+from benchmarks.bench.child import BenchError
 from benchmarks.bench.decode import checks
-from benchmarks.bench.harness import BenchError
 from benchmarks.bench.kernels import TINY as TINY_CASES
-from benchmarks.bench.methods import dense_count, plan, synthetic_sessions
 from benchmarks.bench.peer import DYNAMIC, EAGER, FULL, OWN, PEERS, STATIC, TRIMKV, PeerJob
-from benchmarks.bench.shapes import SHAPES, build_engine
-from mmkv.engine.errors import BudgetError
+from benchmarks.bench.shapes import SHAPES
 from mmkv.engine.policies import CacheView, Needs, make_policy
-from tests.support.chat_models import save_llama
 from tests.support.kernels import DEVICE
 
 if TYPE_CHECKING:
@@ -242,41 +236,12 @@ def test_prefill(tmp_path: Path) -> None:
     assert short["methods"][bench_prefill.PEER]["kv_bytes"] == 30 * TINY.kv_token_bytes(4)
 
 
-def test_capacity(tmp_path: Path) -> None:
-    options = ["--memory", "0.001", "--context", "100", "--budgets", "10", "--workspace", "0.0002"]
-    options += ["--chunk", "20", "--try", "always", "--output", str(tmp_path)]
-    assert bench_capacity.main([*WHERE, *options]) == 0
-    full, bounded = results(tmp_path, "gpu-capacity-tiny")["cases"]
-    for case in (full, bounded):
-        assert case["tried"]["sessions"] == case["count"] > 1
-        assert case["tried"]["pages"] <= case["tried"]["limit"]
-    assert bounded["count"] > 3 * full["count"] and full["count"] <= full["dense"]
-    assert not full["tried"]["one_more_fits"]
-
-
-def test_a_plan_counts_what_the_pages_allow() -> None:
-    """Under the plan's page limit its sequences fit, at their worst, and one more does not."""
-    options = {"device": DEVICE, "dtype": torch.float32}
-    base = build_engine(TINY, "full", **options)
-    made = plan(TINY, None, 97, 1.2e6, torch.float32, workspace=0)
-    page_bytes = base.cache.pool.page_bytes
-    limit = made.count * made.pages * page_bytes
-    engine = build_engine(TINY, "full", weights_of=base, kv_limit=limit, **options)
-    synthetic_sessions(engine, made.count, 97, steps=0)
-    assert engine.cache.pool.free_pages < made.pages  # 97 entries: a last page with one in it
-    with pytest.raises(BudgetError):
-        synthetic_sessions(engine, 1, 97, steps=0)
-    assert made.left < (made.count + 1) * made.sequence_bytes
-    assert dense_count(TINY, 97, 1.2e6, torch.float32, 0) >= made.count
-
-
 def test_mistakes_give_one_line(capsys: pytest.CaptureFixture[str]) -> None:
     for main, arguments, message in [
         (bench_decode.main, ["--cases", "1:2"], "B:CONTEXT:M"),
         (bench_decode.main, ["--python", "x=y"], "PEER=PATH"),
         (bench_kernels.main, ["--device", "cuda:77"], "is not there"),
-        (bench_capacity.main, ["--device", "tpu"], "unknown device"),
-        (bench_forms.main, ["--kept", "9000"], "trained for 8,192 positions"),
+        (bench_prefill.main, ["--device", "tpu"], "unknown device"),
     ]:
         with pytest.raises(SystemExit) as left:
             main(arguments)
@@ -294,7 +259,7 @@ def test_without_a_gpu_long_programs_refuse(capsys: pytest.CaptureFixture[str]) 
 
 
 def test_mmkv_bench(mmkv: Callable[..., Ran], model: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("mmkv.eval.measure.timing.copy_bandwidth", lambda device: 2e9)
+    monkeypatch.setattr("mmkv.eval.step.copy_bandwidth", lambda device: 2e9)
     options = ["--batch", "2", "--context", "60", "--budget", "8", "--steps", "4", "--rounds", "2"]
     where = ["--gates", "random", "--device", "cpu"]
     ran = mmkv("bench", model, *options, *where, "--json")
@@ -321,29 +286,11 @@ def test_admission(tmp_path: Path) -> None:
 
 
 def test_forms_of_the_cache(tmp_path: Path) -> None:
-    few = ["--kept", "8", "--tokens", "3", "--rounds", "2", "--output", str(tmp_path)]
-    bench_forms.main([*few, "--shape", "tiny", "--batch", "3", "--device", DEVICE.type])
-    rows = results(tmp_path, f"decode-{DEVICE.type}-kv-tiny")["rows"]
-    assert {row["kv"]: row["entry_bytes"] for row in rows} == {
-        "bf16": 137,
-        "int8": 77,
-        "k8v4": 63,
-        "int4": 49,
-    }
-    (held,) = {row["entries"] for row in rows}  # all hold as many
-    for row in rows:
-        assert row["physical_bytes"] >= held * row["entry_bytes"]
-        assert len(row["ms_per_step"]["rounds"]) == 2 and min(row["ms_per_step"]["rounds"]) > 0
-    assert rows[0]["times_as_fast"]["median"] == 1
-
-
-def test_generate_with_and_without_a_bound(tmp_path: Path) -> None:
-    folder = save_llama(tmp_path / "model")
-    few = ["--tokens", "3", "--prompt", "9", "40", "--batch", "2", "--rounds", "1"]
-    bench_generate.main([str(folder), *few, "--budget", "8", "--output", str(tmp_path)])
-    found = results(tmp_path, "generate-cpu-model")["prompts"]
-    assert list(found) == ["9", "40"]
-    for parts in found.values():
-        for speeds in parts.values():
-            ours, theirs = (speeds[name]["median"] for name in ("mmkv", "transformers"))
-            assert speeds["ratio"]["median"] == pytest.approx(ours / theirs)
+    options = ["--kv", "all", "--cases", "3:40:12", "--steps", "3", "--output", str(tmp_path)]
+    assert bench_decode.main([*WHERE, *options]) == 0
+    (case,) = results(tmp_path, f"decode-kv-{DEVICE.type}-tiny")["cases"]
+    sizes = {name: each["entry_bytes"] for name, each in case["kv"].items()}
+    assert sizes == {"bf16": 137, "int8": 77, "k8v4": 63, "int4": 49}
+    for each in case["kv"].values():  # all hold as many
+        assert each["entries_per_row"] == 12 and min(each["ms_per_step"]["rounds"]) > 0
+    assert case["kv"]["bf16"]["over_bf16"] == 1

@@ -8,9 +8,11 @@ from unittest import mock
 import pytest
 import torch
 
+from benchmarks.bench.harness import take_turns, time_calls
 from benchmarks.bench.methods import (
     Own,
     Undo,
+    gate_bytes,
     own_bytes,
     pages_for,
     rewind,
@@ -26,7 +28,7 @@ from mmkv.engine.backends.cuda import static_step as static_step
 from mmkv.engine.budgets import batch_of
 from mmkv.engine.model.families.config import read_config
 from mmkv.engine.runtime import Runtime
-from mmkv.eval.measure import timing
+from mmkv.eval import step
 from tests.support.factories import checkpoint
 from tests.support.kernels import DEVICE
 
@@ -117,17 +119,17 @@ def test_synthetic_sessions_decode_as_real_ones(policy: str) -> None:
 def test_the_floor_counts_what_a_step_reads() -> None:
     engine = tiny(budget=10)
     sessions = synthetic_sessions(engine, 2, 30)
-    size = timing.step_bytes(engine, sessions)
+    size = step.step_bytes(engine, sessions)
     assert size.weights == WEIGHTS  # tied: the head is the embedding, once
     assert size.kv == 2 * 11 * TINY.rows * 2 * TINY.head_dim * 4
     width = TINY.gate
     trunk = width * (TINY.hidden + width + 2)
-    assert size.gates == 4 * TINY.layers * (trunk + TINY.kv_heads * (width + 1))
+    assert gate_bytes(engine) == 4 * TINY.layers * (trunk + TINY.kv_heads * (width + 1))
     assert size.floor(1e9) == (size.weights + size.kv) / 1e9
     untied = dataclasses.replace(TINY, kind="llama", tied=False)
     llava = build_engine(untied, "full", device=DEVICE, dtype=torch.float32)
     embedding = TINY.vocab * TINY.hidden * 4
-    assert timing.weight_bytes(llava) == llava.decoder.weights.nbytes() - embedding
+    assert step.weight_bytes(llava) == llava.decoder.weights.nbytes() - embedding
 
 
 def test_the_floor_counts_the_experts_that_a_step_can_choose() -> None:
@@ -136,7 +138,7 @@ def test_the_floor_counts_the_experts_that_a_step_can_choose() -> None:
     expert = 3 * text.moe_intermediate_size * text.hidden_size * 4 * text.num_hidden_layers
     experts, chosen = text.num_experts, text.num_experts_per_tok
     assert 2 * chosen < experts < 3 * chosen
-    sizes = [timing.weight_bytes(engine, sequences) for sequences in (1, 2, 3)]
+    sizes = [step.weight_bytes(engine, sequences) for sequences in (1, 2, 3)]
     assert sizes[1] - sizes[0] == chosen * expert
     assert sizes[2] - sizes[0] == (experts - chosen) * expert
 
@@ -173,8 +175,8 @@ def test_the_parts_of_a_step_add_up_and_leave_the_cache_whole(policy: str) -> No
     assert [s.memory().entries for s in method.sessions] == [entries] * 3
     ms = dict(found["ms"])
     floors = ms.pop("weights floor"), ms.pop("KV floor")
-    step = ms.pop("step")
-    assert floors[0] == 1e3 * WEIGHTS / 1e9 and sum(ms.values()) == pytest.approx(step)
+    whole = ms.pop("step")
+    assert floors[0] == 1e3 * WEIGHTS / 1e9 and sum(ms.values()) == pytest.approx(whole)
     evicts = policy == "dbtrimkv"
     assert ("without eviction" in found["variants"]) == evicts
     assert (ms["eviction"] == 0, ms["gates"] == 0) == (not evicts, not evicts)
@@ -215,17 +217,18 @@ def test_methods_take_turns() -> None:
     def method(name: str):
         return lambda: float(order.append(name) or len(order))
 
-    times = timing.take_turns({"a": method("a"), "b": method("b")}, 3)
+    times = take_turns({"a": method("a"), "b": method("b")}, 3)
     assert "".join(order) == "abbaab" and times == {"a": [1.0, 4.0, 5.0], "b": [2.0, 3.0, 6.0]}
-    assert timing.spread([4.0, 1.0, 2.0, 3.0])["median"] == 2.5
+    assert step.spread([4.0, 1.0, 2.0, 3.0])["median"] == 2.5
 
 
 def test_a_copy_is_read_and_written() -> None:
-    with mock.patch.object(timing, "time_calls", return_value=[0.5, 0.5, 2.0]):
-        assert timing.copy_bandwidth(DEVICE, 4000) == 2 * 4000 / 0.5
+    copies = 8 if DEVICE.type == "cuda" else 1
+    with mock.patch.object(step, "wall", side_effect=[9, 0.5, 0.5, 2.0]):
+        assert step.copy_bandwidth(DEVICE, 4000, rounds=3) == 2 * 4000 / 0.5 * copies
 
 
 def test_short_calls_are_repeated() -> None:
     calls = []
-    times = timing.time_calls(lambda: calls.append(1), torch.device("cpu"), 3, 1e-3)
+    times = time_calls(lambda: calls.append(1), torch.device("cpu"), 3, 1e-3)
     assert len(times) == 3 and len(calls) > 30 and all(0 < t < 1e-3 for t in times)

@@ -15,10 +15,10 @@ from safetensors.torch import load_file
 
 from benchmarks import bench_peers_cpu
 from benchmarks.bench import llama_gguf, openvino_files, peer_environments
-from benchmarks.bench.harness import memory
+from benchmarks.bench.child import memory
 from benchmarks.bench.llama_gguf import interleaved, renamed, tensors
 from benchmarks.bench.peers_cpu import METHODS, CachedModel, CpuPeerJob
-from benchmarks.bench.shape_files import write_checkpoint, write_gates
+from benchmarks.bench.shape_files import write_checkpoint, write_gates, write_llava
 from benchmarks.bench_peers_cpu import (
     allowed_bytes,
     case_rows,
@@ -26,8 +26,7 @@ from benchmarks.bench_peers_cpu import (
     loss_rows,
     target_rows,
 )
-from benchmarks.serving.speed import write_llava
-from mmkv.eval.measure.timing import spread
+from mmkv.eval.step import spread
 from mmkv.training.measure.record import ROOT
 from tests.support.chat_models import save_llama
 

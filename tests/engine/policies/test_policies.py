@@ -14,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from benchmarks.bench.methods import gate_bytes
 from mmkv.engine.backends.cuda.static_step import StaticStep
 from mmkv.engine.budget import Interval
 from mmkv.engine.errors import BudgetError, PolicyError, SessionError
@@ -25,7 +26,6 @@ from mmkv.engine.policies.scoring import Recency, Retention, WindowAttention
 from mmkv.engine.policies.selection import Shares
 from mmkv.engine.policies.selection import lowest as select_lowest
 from mmkv.engine.runtime import Runtime
-from mmkv.eval.measure.timing import gate_bytes
 from mmkv.resources import bundled_model
 from tests.support.oracle import log_score
 from tests.support.sessions import PICTURES, advance, load, run, text_ids
