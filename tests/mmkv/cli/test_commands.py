@@ -20,7 +20,7 @@ from torch import Tensor
 from mmkv import policies
 from mmkv.cli import app as cli
 from mmkv.cli.app import chat
-from mmkv.cli.config import described
+from mmkv.cli.arguments import described
 from mmkv.engine.policies import (
     PRESETS,
     CacheView,
