@@ -110,7 +110,7 @@ class EngineConfig:
         metadata=_about(str, "Model folder, hub id or GGUF file. Default: the bundled model."),
     )
     mmproj: str | Path | None = field(
-        default=None, metadata=_about(str, "The vision tower (mmproj) of a GGUF model: its file.")
+        default=None, metadata=_about(str, "File of a GGUF model's vision tower (mmproj).")
     )
     adapter: str | Path | None = field(
         default=None,
@@ -135,7 +135,8 @@ class EngineConfig:
         ),
     )
     budget_max: Budget | float | str | None = field(
-        default=None, metadata=_about(str, "How far --risk may grow it: 64MiB, or entries per row.")
+        default=None,
+        metadata=_about(str, "Largest budget that --risk may use: 64MiB, or entries per row."),
     )
     lookahead: float = field(
         default=DEFAULT_LOOKAHEAD, metadata=_about(float, "Steps that scores look ahead, or inf.")
@@ -168,8 +169,8 @@ class EngineConfig:
         default=None,
         metadata=_about(
             str,
-            "Cached keys and values: auto (dtype), bf16, int8, k8v4 or int4. Default: auto; the "
-            "best one at these bytes for a budget in bytes.",
+            "Cached keys and values: auto (dtype), bf16, int8, k8v4 or int4. Default: auto; for a "
+            "budget in bytes the best form at that size.",
         ),
     )
     kv_limit: int | None = field(
@@ -178,7 +179,7 @@ class EngineConfig:
     vision_cache: int | str = field(
         default="256MiB",
         metadata=_about(
-            str, "Memory for features of pictures: the same ones are encoded once; 0: none."
+            str, "Memory for features of pictures, so that each is encoded only once; 0: none."
         ),
     )
     endless: bool = field(
@@ -190,7 +191,7 @@ class EngineConfig:
     threads: int | None = field(
         default=None,
         metadata=_about(
-            int, "Threads on a CPU (default: its cores); 1 where others use them.", 1, 1024
+            int, "Threads on a CPU (default: its cores); use 1 if others share it.", 1, 1024
         ),
     )
 

@@ -40,9 +40,9 @@ def adapt(
             "distill (predictions of the full cache), or grpo (rewards for right replies).", _RUN
         ),
     ] = "distill",
-    policy: Annotated[str, option("What evicts, as mmkv chat --policy.", _CACHE)] = "dbtrimkv",
+    policy: Annotated[str, option("Eviction policy, as mmkv chat --policy.", _CACHE)] = "dbtrimkv",
     gates: Annotated[
-        str | None, option("Gates of the policy; else those of the checkpoint.", _CACHE)
+        str | None, option("Gates of the policy; default: those of the checkpoint.", _CACHE)
     ] = None,
     budget: Annotated[
         str,
@@ -50,24 +50,27 @@ def adapt(
     ] = "256",
     prefill_chunk: Annotated[int, option("Tokens of a prompt between cuts.", _CACHE)] = 2048,
     interval: Annotated[
-        int | None, option("Decode steps between cuts; else the policy's own.", _CACHE)
+        int | None, option("Decode steps between cuts; default: the policy's own.", _CACHE)
     ] = None,
     full: Annotated[bool, option("Train all text weights, without an adapter.", _WEIGHTS)] = False,
     rank: Annotated[int, option("Rank of the LoRA adapter.", _WEIGHTS)] = 16,
-    alpha: Annotated[int, option("Its scale, divided by the rank.", _WEIGHTS)] = 32,
+    alpha: Annotated[int, option("Scale of the adapter, divided by the rank.", _WEIGHTS)] = 32,
     target: Annotated[
-        list[str] | None, option("Matrix that gets one, such as q_proj; else all.", _WEIGHTS)
+        list[str] | None,
+        option("Matrix that gets an adapter, such as q_proj; default: all.", _WEIGHTS),
     ] = None,
     replies: Annotated[
         str, option("distill: replies drawn from the teacher, or those of the data.", _LOSS)
     ] = "teacher",
-    temperature: Annotated[float, option("Of drawn replies, and of distill's loss.", _LOSS)] = 0.6,
+    temperature: Annotated[
+        float, option("Temperature of drawn replies, and of distill's loss.", _LOSS)
+    ] = 0.6,
     max_reply: Annotated[int, option("Most tokens of a drawn reply.", _LOSS)] = 256,
     documents: Annotated[int, option("Documents (grpo: prompts) of a step.", _RUN)] = 4,
     group: Annotated[int, option("grpo: replies to each prompt.", _LOSS)] = 8,
     reward: Annotated[
         str,
-        option("grpo: a reply is right that is exact, contains the answer, or its number.", _LOSS),
+        option("grpo: a reply is right if it is exact, contains the answer, or its number.", _LOSS),
     ] = "exact",
     epsilon: Annotated[float, option("grpo: clip of the ratio.", _LOSS)] = 0.2,
     max_length: Annotated[int, option("Longest document, in tokens.", _DATA)] = 4096,
@@ -79,7 +82,9 @@ def adapt(
     ] = None,
     steps: Annotated[int, option("Optimiser steps.", _RUN)] = 100,
     lr: Annotated[float, option("Peak learning rate; G-KV has 1e-6 with --full.", _RUN)] = 1e-4,
-    schedule: Annotated[str, option("Of the learning rate: cosine or linear.", _RUN)] = "cosine",
+    schedule: Annotated[
+        str, option("Schedule of the learning rate: cosine or linear.", _RUN)
+    ] = "cosine",
     warmup: Annotated[float, option("Share of steps for warm-up.", _RUN)] = 0.03,
     weight_decay: Annotated[float, option("AdamW's.", _RUN)] = 0.0,
     clip: Annotated[float, option("Largest gradient norm; 0: any.", _RUN)] = 1.0,

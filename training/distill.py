@@ -61,7 +61,10 @@ def distill(
         str, option("Chats longer than that: drop them, or cut them after a reply.", _DATA)
     ] = "cut",
     pack: Annotated[
-        bool, option("Fill each pass up to --max-length with documents; none sees another.", _DATA)
+        bool,
+        option(
+            "Fill each pass up to --max-length with documents, which do not see each other.", _DATA
+        ),
     ] = False,
     media_root: Annotated[
         str | None, option("Folder that relative paths of pictures start from.", _DATA)
@@ -70,7 +73,7 @@ def distill(
         str,
         option(
             "mmkv (the defaults shown here), or the papers' numbers: dbtrimkv, trimkv, wgkv (the "
-            "default with --method wgkv); options that are given override it.",
+            "default with --method wgkv); options that you give override it.",
             _RUN,
         ),
     ] = "mmkv",
@@ -117,7 +120,7 @@ def distill(
         option("Weight of the term that ranks entries by their future attention.", _LOSS),
     ] = 0.0,
     rank_window: Annotated[
-        int, option("Of that term: tokens ahead whose queries count; 0: all.", _LOSS)
+        int, option("Tokens ahead whose queries count for --lambda-rank; 0: all.", _LOSS)
     ] = 0,
     lambda_cap: Annotated[float, option("Weight of the capacity term.", _LOSS)] = 1.0,
     normaliser: Annotated[str, option("relative or tt (TRIM-KV).", _LOSS)] = "relative",
@@ -125,15 +128,16 @@ def distill(
         int, option("0: exact count; K: approximate it with K decay rates.", _LOSS)
     ] = 0,
     window: Annotated[
-        int, option("wgkv: tokens that every entry stays for (W_local).", _GATES)
+        int, option("wgkv: tokens for which every entry stays (W_local).", _GATES)
     ] = 256,
     lambda_sparse: Annotated[float, option("wgkv: weight of the sparsity term.", _LOSS)] = 0.04,
     threshold: Annotated[
-        float, option("wgkv: gate from which an entry is admitted, in what is measured.", _GATES)
+        float,
+        option("wgkv: gate value from which measurements count an entry as admitted.", _GATES),
     ] = 0.1,
     steps: Annotated[int, option("Optimiser steps.", _RUN)] = 1000,
     epochs: Annotated[
-        float, option("Above 0: steps that read each row of --data so often.", _RUN)
+        float, option("Above 0: as many steps as read each row of --data this often.", _RUN)
     ] = 0.0,
     batch: Annotated[int, option("Documents per process and forward pass.", _RUN)] = 1,
     accumulate: Annotated[int, option("Forward passes per step.", _RUN)] = 1,

@@ -53,7 +53,7 @@ def answer_once(
         calls = [] if session.last is None else session.last.tool_calls
         if calls and not options.json:
             display.show(calls_shown([(one.name, one.arguments) for one in calls]))
-            display.note("--json prints calls; mmkv chat -i asks for what they return")
+            display.note("--json prints calls; mmkv chat -i asks for their results")
         if finished:
             display.note(memory_line(engine, session))
         if trace is not None and options.report is not None and session.history:

@@ -31,7 +31,7 @@ def run_chat(options: ChatOptions) -> int:
     display = Display(options)
     prompt = _prompt(options)
     if options.cost and prompt is None:
-        raise UsageError("--cost is of one answer to one prompt; give it with -p")
+        raise UsageError("--cost measures one answer to one prompt; give it with -p")
     if options.report is not None and prompt is None:
         raise UsageError("mmkv explain shows one answer to one prompt; give it with -p")
     # Check everything that needs no model before the model is loaded.
