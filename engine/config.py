@@ -105,7 +105,7 @@ class EngineConfig:
         "Model folder, hub id or GGUF file. Default: the bundled model.", kind=str | None
     )
     mmproj: str | Path | None = option(
-        "The vision tower (mmproj) of a GGUF model: its file.", kind=str | None
+        "File of a GGUF model's vision tower (mmproj).", kind=str | None
     )
     adapter: str | Path | None = option(
         "LoRA adapter (PEFT folder, or hub id) to merge into the weights.", kind=str | None
@@ -123,7 +123,7 @@ class EngineConfig:
         f"Grow the budget while the risk would be above this (0.02): {RISK}."
     )
     budget_max: Budget | float | str | None = option(
-        "How far --risk may grow it: 64MiB, or entries per row.", kind=str | None
+        "Largest budget that --risk may use: 64MiB, or entries per row.", kind=str | None
     )
     lookahead: float = option("Steps that scores look ahead, or inf.", DEFAULT_LOOKAHEAD)
     evict_every: int | None = option(
@@ -142,13 +142,13 @@ class EngineConfig:
         "Weights: auto (exact), bf16, int8, int4 (rounded, faster).", "auto", choices=WEIGHT_FORMS
     )
     kv: str | None = option(
-        "Cached keys and values: auto (dtype), bf16, int8, k8v4 or int4. Default: auto; the "
-        "best one at these bytes for a budget in bytes.",
+        "Cached keys and values: auto (dtype), bf16, int8, k8v4 or int4. Default: auto; for a"
+        " budget in bytes the best form at that size.",
         choices=KV_FORMS,
     )
     kv_limit: int | None = option("Most bytes that the cache may take.", least=0, most=2**62)
     vision_cache: int | str = option(
-        "Memory for features of pictures: the same ones are encoded once; 0: none.",
+        "Memory for features of pictures, so that each is encoded only once; 0: none.",
         "256MiB",
         kind=str,
     )
@@ -158,7 +158,7 @@ class EngineConfig:
         flags=("--endless/--no-endless",),
     )
     threads: int | None = option(
-        "Threads on a CPU (default: its cores); 1 where others use them.", least=1, most=1024
+        "Threads on a CPU (default: its cores); use 1 if others share it.", least=1, most=1024
     )
 
     def __post_init__(self) -> None:

@@ -171,7 +171,7 @@ class DataSettings:
         "Chats longer than that: drop them, or cut them after a reply.", "cut", panel=_DATA
     )
     pack: bool = option(
-        "Fill each pass up to --max-length with documents; none sees another.",
+        "Fill each pass up to --max-length with documents, which do not see each other.",
         False,
         panel=_DATA,
         flags=("--pack/--no-pack",),
@@ -251,7 +251,7 @@ class TrainingSettings:
     output: str = option("Folder for gates, checkpoints, curve and card.", MISSING, panel=_RUN)
     recipe: str = option(
         "mmkv (the defaults shown here), or the papers' numbers: dbtrimkv, trimkv, wgkv (the "
-        "default with --method wgkv); options that are given override it.",
+        "default with --method wgkv); options that you give override it.",
         DEFAULT,
         panel=_RUN,
     )
@@ -293,7 +293,7 @@ class TrainingSettings:
         least=0,
     )
     rank_window: int = option(
-        "Of that term: tokens ahead whose queries count; 0: all.", 0, panel=_LOSS, least=0
+        "Tokens ahead whose queries count for --lambda-rank; 0: all.", 0, panel=_LOSS, least=0
     )
     lambda_cap: float = option("Weight of the capacity term.", 1.0, panel=_LOSS, least=0)
     normaliser: str = option(
@@ -324,11 +324,11 @@ class TrainingSettings:
         "0: exact count; K: approximate it with K decay rates.", 0, panel=_LOSS, least=0
     )
     window: int = option(
-        "wgkv: tokens that every entry stays for (W_local).", 256, panel=_GATES, above=0
+        "wgkv: tokens for which every entry stays (W_local).", 256, panel=_GATES, above=0
     )
     lambda_sparse: float = option("wgkv: weight of the sparsity term.", 0.04, panel=_LOSS, least=0)
     threshold: float = option(
-        "wgkv: gate from which an entry is admitted, in what is measured.",
+        "wgkv: gate value from which measurements count an entry as admitted.",
         0.1,
         panel=_GATES,
         least=0,
@@ -337,7 +337,7 @@ class TrainingSettings:
     )
     steps: int = option("Optimiser steps.", 1000, panel=_RUN, above=0)
     epochs: float = option(
-        "Above 0: steps that read each row of --data so often.", 0.0, panel=_RUN, least=0
+        "Above 0: as many steps as read each row of --data this often.", 0.0, panel=_RUN, least=0
     )
     batch: int = option("Documents per process and forward pass.", 1, panel=_RUN, above=0)
     accumulate: int = option("Forward passes per step.", 1, panel=_RUN, above=0)
@@ -525,8 +525,10 @@ class AdaptSettings:
         panel=_RUN,
         choices=("distill", "grpo"),
     )
-    policy: str = option("What evicts, as mmkv chat --policy.", DEFAULT_POLICY, panel=_CACHE)
-    gates: str | None = option("Gates of the policy; else those of the checkpoint.", panel=_CACHE)
+    policy: str = option("Eviction policy, as mmkv chat --policy.", DEFAULT_POLICY, panel=_CACHE)
+    gates: str | None = option(
+        "Gates of the policy; default: those of the checkpoint.", panel=_CACHE
+    )
     budget: str = option(
         "Entries per layer and KV head (64), or a share of each document (1/16).",
         str(DEFAULT_BUDGET),
@@ -536,7 +538,7 @@ class AdaptSettings:
         "Tokens of a prompt between cuts.", EngineConfig.prefill_chunk, panel=_CACHE, least=1
     )
     interval: int | None = option(
-        "Decode steps between cuts; else the policy's own.", panel=_CACHE, least=1
+        "Decode steps between cuts; default: the policy's own.", panel=_CACHE, least=1
     )
     full: bool = option(
         "Train all text weights, without an adapter.",
@@ -545,9 +547,9 @@ class AdaptSettings:
         flags=("--full/--no-full",),
     )
     rank: int = option("Rank of the LoRA adapter.", 16, panel=_WEIGHTS, least=1)
-    alpha: int = option("Its scale, divided by the rank.", 32, panel=_WEIGHTS, least=1)
+    alpha: int = option("Scale of the adapter, divided by the rank.", 32, panel=_WEIGHTS, least=1)
     targets: tuple[str, ...] = option(
-        "Matrix that gets one, such as q_proj; else all.",
+        "Matrix that gets an adapter, such as q_proj; default: all.",
         kind=list[str] | None,
         name="target",
         panel=_WEIGHTS,
@@ -560,7 +562,7 @@ class AdaptSettings:
         choices=("teacher", "data"),
     )
     temperature: float = option(
-        "Of drawn replies, and of distill's loss.", 0.6, panel=_LOSS, **_FINITE
+        "Temperature of drawn replies, and of distill's loss.", 0.6, panel=_LOSS, **_FINITE
     )
     max_reply: int = option("Most tokens of a drawn reply.", 256, panel=_LOSS, least=1)
     documents: int = option("Documents (grpo: prompts) of a step.", 4, panel=_RUN, least=1)
@@ -572,7 +574,7 @@ class AdaptSettings:
         asked="2 or more: a reply is judged by the others",
     )
     reward: str = option(
-        "grpo: a reply is right that is exact, contains the answer, or its number.",
+        "grpo: a reply is right if it is exact, contains the answer, or its number.",
         "exact",
         panel=_LOSS,
         choices=("exact", "contains", "number"),
@@ -583,7 +585,7 @@ class AdaptSettings:
         "Peak learning rate; G-KV has 1e-6 with --full.", 1e-4, panel=_RUN, **_FINITE
     )
     schedule: str = option(
-        "Of the learning rate: cosine or linear.",
+        "Schedule of the learning rate: cosine or linear.",
         "cosine",
         panel=_RUN,
         choices=("cosine", "linear"),

@@ -67,7 +67,7 @@ def evaluate(
     ] = None,
     data: Annotated[
         Path | None,
-        typer.Option(help="Folder of local data; tasks read nothing else then."),
+        typer.Option(help="Folder of local data; tasks then read nothing else."),
     ] = None,
     output: Annotated[
         Path, typer.Option(help="Folder for results and samples.", rich_help_panel=_RUN)
@@ -120,7 +120,7 @@ def evaluate(
         if tasks or model_args or force_simple or more:
             raise InputError(
                 "a table names its tasks and model arguments; leave out --tasks, --model-args, "
-                "--force-simple and what follows --, or run what --dry-run prints yourself"
+                "--force-simple and options after --, or run the commands of --dry-run yourself"
             )
         choice: dict[str, Any] = {
             "data": None if data is None else str(data),

@@ -35,7 +35,7 @@ Unused = Annotated[
     bool,
     typer.Option(
         "--allow-unused-images",
-        help="Accept rows that list more pictures than they place.",
+        help="Accept rows that list more pictures than they use.",
         rich_help_panel=_DATA,
     ),
 ]
@@ -127,7 +127,7 @@ def judge(
     asks: Annotated[
         int,
         typer.Option(
-            help="How often to ask until scores can be read.", rich_help_panel=_JUDGE, min=1
+            help="How often to ask for scores that can be read.", rich_help_panel=_JUDGE, min=1
         ),
     ] = 3,
     retry_failed: Annotated[

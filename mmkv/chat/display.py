@@ -127,8 +127,8 @@ def in_form(engine: Runtime) -> str:
 def _without_budget(policy: Policy) -> str:
     """Say what bounds the memory of a policy that no budget binds."""
     if policy.admission is not None:
-        return "keeps what its write gates admit; no budget binds it"
-    return "never evicts" if policy.pruner is None else "prunes pictures; no budget binds it"
+        return "keeps the entries that its write gates admit, whatever the budget"
+    return "never evicts" if policy.pruner is None else "prunes pictures, whatever the budget"
 
 
 def statistics(engine: Engine, session: Session) -> RenderableType:

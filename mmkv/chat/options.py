@@ -57,8 +57,8 @@ class ChatOptions:
         "Ask this and exit; - reads it from stdin.", flags=("--prompt", "-p")
     )
     memory: int | None = option(
-        "Memory of the process on a CPU, for example 8GiB: says before loading what fits, and "
-        "the cache gets the rest.",
+        "Memory for the whole process on a CPU, for example 8GiB: checks before loading "
+        "whether the model fits; the cache gets the rest.",
         kind=str | None,
         read=_bytes,
     )
@@ -84,8 +84,8 @@ class ChatOptions:
     )
     max_new_tokens: int | None = option("Longest reply, in tokens (default 512).", panel=SAMPLING)
     temperature: float | None = option(
-        "Sampling temperature; 0 takes the likeliest token (default: as the model's "
-        "generation_config.json says, or 0; likewise what follows).",
+        "Sampling temperature; 0 takes the likeliest token (default: that of the model's "
+        "generation_config.json, or 0; the options below follow it, too).",
         panel=SAMPLING,
     )
     top_p: float | None = option(
@@ -93,52 +93,56 @@ class ChatOptions:
     )
     top_k: int | None = option("Sample from this many likeliest tokens; 0: all.", panel=SAMPLING)
     min_p: float | None = option(
-        "Drop tokens below this share of the likeliest one's probability; 0: none.", panel=SAMPLING
+        "Drop tokens below this share of the likeliest token's probability; 0: none.",
+        panel=SAMPLING,
     )
     repeat_penalty: float | None = option(
-        "Make tokens that the conversation has less likely, for example 1.1; 1: off.",
+        "Make tokens less likely that are already in the conversation, for example 1.1; 1: off.",
         panel=SAMPLING,
     )
     presence_penalty: float | None = option(
-        "Taken from the logit of a token that the reply has; 0: off.", panel=SAMPLING
+        "Lower the logit of each token already in the reply by this; 0: off.", panel=SAMPLING
     )
     frequency_penalty: float | None = option(
-        "Taken from it for each time that the reply has it; 0: off.", panel=SAMPLING
+        "Lower the logit of a token by this for each time it is in the reply; 0: off.",
+        panel=SAMPLING,
     )
     generation_config: bool = option(
-        "Do not draw replies as the model's generation_config.json says.", True, panel=SAMPLING
+        "Ignore the model's generation_config.json when replies are drawn.", True, panel=SAMPLING
     )
     seed: int | None = option("Seed of sampling.", panel=SAMPLING)
     stop: list[str] | None = option("End the reply before this text. Repeatable.", panel=SAMPLING)
     tools: str | None = option(
-        "Let the model call the functions in this JSON file (OpenAI's list of tools); the chat "
-        "asks you for what they return.",
+        "Let the model call the functions in this JSON file (OpenAI's list of tools); the "
+        "chat asks you for their results.",
         panel=CONVERSATIONS,
     )
     functions: tuple[Tool, ...] | None = None
     load: str | None = None
-    save: str | None = option("Save the conversation there at the end.", panel=CONVERSATIONS)
+    save: str | None = option("Save the conversation to this file at the end.", panel=CONVERSATIONS)
     autosave: bool = option("Keep nothing for --resume.", True, panel=CONVERSATIONS)
     rebudget: bool = False
     raw: bool = option("Send the text as it is, without a chat template.", False)
     thinking: str | None = option(
-        "on, off or a number: whether the model thinks first, if its chat template lets one "
-        "choose, or the most tokens of a thought.",
+        "Whether the model thinks first, on or off, if its chat template has a choice; or a "
+        "number: the most tokens of a thought.",
         read=_thinking,
     )
     forget_thoughts: bool = option(
-        "Drop the cached entries of a thought once its reply is over.", False
+        "Drop the cached entries of a thought when its reply is complete.", False
     )
     no_stream: bool = option("Print replies whole.", False, panel=OUTPUT)
-    plain: bool = option("Show replies as they are, no Markdown.", False, panel=OUTPUT)
+    plain: bool = option(
+        "Show replies as plain text, without rendering Markdown.", False, panel=OUTPUT
+    )
     json: bool = option("Print replies as JSON.", False, panel=OUTPUT)
     cost: bool = option(
-        "After one answer, say what eviction cost it (reads it again with a full cache).",
+        "After one answer, measure the cost of eviction (reads it again with a full cache).",
         False,
         panel=OUTPUT,
     )
     stats: bool = option(
-        "After each reply, say its tokens, its speed and what was read.", False, panel=OUTPUT
+        "After each reply, show its tokens, its speed and the tokens read.", False, panel=OUTPUT
     )
     quiet: bool = option("No notes or progress.", False, flags=("--quiet", "-q"))
     report: str | None = None
@@ -155,7 +159,9 @@ class ChatOptions:
         if self.fps is not None and self.num_frames is not None:
             raise UsageError("--fps and --num-frames exclude each other; give one")
         if self.cost and (self.load is not None or self.interactive):
-            raise UsageError("--cost is of one answer to one prompt; drop --load, --resume and -i")
+            raise UsageError(
+                "--cost measures one answer to one prompt; drop --load, --resume and -i"
+            )
         about = self.thinking is not None, self.forget_thoughts
         if self.raw and any(about):
             name = "--thinking" if about[0] else "--forget-thoughts"
@@ -164,7 +170,7 @@ class ChatOptions:
             other = "--raw, which uses no chat template" if self.raw else "--cost"
             raise UsageError(f"--tools cannot be with {other}; drop one")
         if self.raw and self.system is not None:
-            raise UsageError("--raw sends the text alone; put what --system says into the prompt")
+            raise UsageError("--raw sends the text alone; put the --system message into the prompt")
         try:
             if self.pixel_limit is not None:
                 from mmkv.prompt.media import set_pixel_limit

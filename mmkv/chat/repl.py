@@ -88,7 +88,9 @@ def _system(repl: Repl, text: str) -> None:
     if text:
         repl.system = text
         if repl.session.history:
-            repl.display.say("a system message opens a conversation: /clear starts one with it")
+            repl.display.say(
+                "a system message comes first in a conversation; /clear starts one with it"
+            )
             return
     repl.display.say(f"system message: {repl.system or '(none)'}")
 
@@ -264,7 +266,7 @@ def _explain(repl: Repl, name: str, force: bool = False) -> None:
 
 def _watch(repl: Repl, _: str) -> None:
     if not repl.display.animated:
-        raise InputError("/watch draws on a terminal, and stderr is none; /stats shows the same")
+        raise InputError("/watch needs a terminal, and stderr is not one; /stats shows the same")
     repl.watching = not repl.watching
     if repl.watching:
         repl.display.show(panel(repl.engine, repl.session, 0.0))
@@ -275,7 +277,7 @@ def _watch(repl: Repl, _: str) -> None:
 
 def _watch_folder(repl: Repl, name: str) -> None:
     if name == "off":
-        repl.display.say("no folder is read any more" if repl.folder else "no folder was read")
+        repl.display.say("the folder is no longer read" if repl.folder else "no folder was read")
         repl.folder = None
     elif name:
         processor = repl.engine.processor
@@ -332,18 +334,24 @@ COMMANDS = {
     "budget": SlashCommand("[256|25%|64MiB]", "show or change the budget", _budget),
     "undo": SlashCommand("", "take back the latest turn; its pictures are queued again", _undo),
     "retry": SlashCommand("", "take back the latest reply and ask for another", _retry),
-    "results": SlashCommand("", "say what the latest calls return, if it was put off", _results),
+    "results": SlashCommand(
+        "", "give the results of the latest calls, if you postponed them", _results
+    ),
     "history": SlashCommand("", "show the conversation", _history),
     "clear": SlashCommand("", "start a new conversation", _clear),
     "save": SlashCommand("PATH", "save the conversation with its cache (/save! overwrites)", _save),
     "load": SlashCommand("PATH", "continue a saved conversation", _load),
     "export": SlashCommand("PATH.md", "write the conversation as Markdown", _export),
-    "explain": SlashCommand("PATH.html", "write a page of what was kept, when and why", _explain),
+    "explain": SlashCommand(
+        "PATH.html", "write a page that shows what was kept, when and why", _explain
+    ),
     "watch": SlashCommand("", "show the memory while replies are made; again: hide it", _watch),
     "watch-folder": SlashCommand(
         "PATH|off", "read pictures that come into a folder, before each input", _watch_folder
     ),
-    "fork": SlashCommand("[NAME]", "copy the conversation under a name, or go to that one", _fork),
+    "fork": SlashCommand(
+        "[NAME]", "copy the conversation under a new name, or go to one of that name", _fork
+    ),
     "help": SlashCommand("", "this list", _help),
     "exit": SlashCommand("", "leave (also /quit, Ctrl-D)", _exit),
 }
@@ -556,7 +564,7 @@ class Repl:
                     return
                 results.append((call["id"], said))
         except KeyboardInterrupt:
-            self.display.say("(put off; /results asks again)")
+            self.display.say("(postponed; /results asks again)")
             return
         except EOFError as error:
             raise Leave from error

@@ -46,7 +46,7 @@ def run_chat(options: ChatOptions) -> int:
     display = Display(options)
     prompt = _prompt(options)
     if options.cost and prompt is None:
-        raise UsageError("--cost is of one answer to one prompt; give it with -p")
+        raise UsageError("--cost measures one answer to one prompt; give it with -p")
     if options.report is not None and prompt is None:
         raise UsageError("mmkv explain shows one answer to one prompt; give it with -p")
     # Check everything that needs no model before the model is loaded.
@@ -189,7 +189,7 @@ def answer_once(
         calls = [] if session.last is None else session.last.tool_calls
         if calls and not options.json:
             display.show(calls_shown([(one.name, one.arguments) for one in calls]))
-            display.note("--json prints calls; mmkv chat -i asks for what they return")
+            display.note("--json prints calls; mmkv chat -i asks for their results")
         if finished:
             display.note(memory_line(engine, session))
         if trace is not None and options.report is not None and session.history:

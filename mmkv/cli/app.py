@@ -63,7 +63,7 @@ def explain(
         str | None,
         typer.Option(
             metavar="PAGE",
-            help="Show beside it a page written before: another policy, budget or model.",
+            help="Show an earlier page beside it: another policy, budget or model.",
         ),
     ] = None,
 ) -> None:
@@ -125,7 +125,7 @@ def cache(
         typer.Argument(metavar="[NAME]", help="Only those of this checkpoint."),
     ] = None,
     delete: Annotated[
-        bool, typer.Option("--clear", help="Delete them; who has them mapped keeps them.")
+        bool, typer.Option("--clear", help="Delete them; running processes keep the ones they use.")
     ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
@@ -462,7 +462,7 @@ def chat(
     load: Annotated[
         str | None,
         typer.Option(
-            help="Go on with a saved conversation.",
+            help="Continue a saved conversation.",
             callback=arguments.take_saved_options,
             is_eager=True,
             rich_help_panel=CONVERSATIONS,
@@ -472,7 +472,7 @@ def chat(
         bool,
         typer.Option(
             "--resume",
-            help="Go on with the latest conversation.",
+            help="Continue the latest conversation.",
             callback=arguments.take_latest_options,
             is_eager=True,
             rich_help_panel=CONVERSATIONS,

@@ -254,8 +254,8 @@ def _config(given: dict[str, Any], others: dict[str, Any]) -> EngineConfig:
     """Return the config of what was given. Raises UsageError, GateError, what EngineConfig does."""
     if others.get("shared_budget") is not None and budget_given(others["context"]):
         raise UsageError(
-            "--shared-budget stands instead of --budget, --budget-bytes, --budget-fraction and "
-            "--budget-max; give one of them, and --shared-by-risk in place of --risk"
+            "--shared-budget takes the place of --budget, --budget-bytes, --budget-fraction and "
+            "--budget-max; give one of them, and --shared-by-risk instead of --risk"
         )
     units = [name for name in _BUDGETS if given[name] is not None]
     if len(units) > 1:

@@ -174,13 +174,13 @@ class ServerSettings:
         read=_bytes,
     )
     process_memory: int | None = option(
-        "Most memory of the process, for example 2GiB: fewer and smaller requests are served at a "
-        "time (default: what their bounds come to, which the start line says).",
+        "Most memory of the process, for example 2GiB: fewer and smaller requests are served "
+        "at a time (default: the sum of their bounds, printed at the start).",
         kind=str | None,
         read=_bytes,
     )
     snapshot_bytes: int | None = option(
-        "Most of --memory for copies by which chats resume (default: what is free).",
+        "Most of --memory for copies from which chats resume (default: all free pages).",
         kind=str | None,
         name="snapshots",
         read=_bytes,
@@ -189,14 +189,16 @@ class ServerSettings:
         "Entries per row of all sessions together, which compete for them (dbtrimkv); instead of "
         "--budget for each."
     )
-    shared_floor: float = option("Entries per row that each session is sure of.", 0.0, least=0)
+    shared_floor: float = option(
+        "Entries per row that each session keeps in any case.", 0.0, least=0
+    )
     shared_by_risk: bool = option(
         "Sessions that have forgotten more get room in --shared-budget from those that have "
         "forgotten less.",
         False,
     )
     api_keys: tuple[str, ...] = option(
-        "Key that requests have to show. Repeatable.",
+        "Key that requests must carry. Repeatable.",
         kind=list[str] | None,
         shown=False,
         name="api_key",
@@ -204,34 +206,32 @@ class ServerSettings:
         read=_all,
     )
     key_weights: tuple[float, ...] = option(
-        "What the sessions of each --api-key weigh in --shared-budget, in the same order "
-        "(default: 1).",
+        "Weight of each --api-key's sessions in --shared-budget, in the same order (default: 1).",
         kind=list[float] | None,
         name="key_weight",
         read=_all,
     )
     hosts: tuple[str, ...] = option(
-        "Name that requests may call this server, beside localhost. Repeatable. Default: all, but "
-        "on a loopback address without keys localhost alone.",
+        "Host name that requests may use, besides localhost. Repeatable. Default: any; on a "
+        "loopback address without keys only localhost.",
         kind=list[str] | None,
         name="allowed_host",
         read=host_names,
     )
     cors: tuple[str, ...] = option(
-        "Origin of web pages that may ask this server, such as https://chat.example; * is all. "
-        "Repeatable. Default: none but its own page.",
+        "Origin of web pages that may call this server, such as https://chat.example; *: any."
+        " Repeatable. Default: only its own page.",
         kind=list[str] | None,
         name="cors_origin",
         read=_origins,
     )
     open_metrics: bool = option(
-        "/metrics needs no key, though others do: it tells how much is asked.", False
+        "Open /metrics without a key; it shows how much the server is used.", False
     )
     max_queue: int = option("Requests that may wait.", 64, least=1)
     max_running: int = option("Requests served at a time.", 8, least=1)
     gap: float = option(
-        "Seconds between two tokens of a reply, as far as a CPU can keep them while it reads "
-        "prompts.",
+        "Seconds between two tokens of a reply that a CPU aims at while it reads prompts.",
         0.2,
         least=0,
     )
@@ -242,15 +242,14 @@ class ServerSettings:
         least=1,
     )
     proxies: tuple[str, ...] = option(
-        "Address or network of a proxy whose X-Forwarded-For says who asks. Repeatable. Default: "
-        "none; the address of the connection counts.",
+        "Address or network of a proxy whose X-Forwarded-For names the client. Repeatable. "
+        "Default: none; the address of the connection counts.",
         kind=list[str] | None,
         name="trusted_proxy",
         read=_networks,
     )
     max_tokens: int | None = option(
-        "Longest reply where a request names none (default: as generation_config.json says, or "
-        "512).",
+        "Longest reply if a request names none (default: that of generation_config.json, or 512).",
         least=1,
     )
     body: int = option("Longest request.", "32MiB", kind=str, name="max_body", read=_some_bytes)
@@ -258,8 +257,8 @@ class ServerSettings:
         "Folder that file: URLs may name.", name="allowed_local_media_path", read=_folder
     )
     session_folder: Path | None = option(
-        "Folder where sessions are saved, and hibernate (default: none are saved; they hibernate "
-        "in ~/.local/state/mmkv)."
+        "Folder for saved and idle sessions (default: none are saved; idle ones lie in "
+        "~/.local/state/mmkv)."
     )
     keep_sessions: bool = option(
         "Write each session to --session-folder after its turns: sessions outlast the server, and "
@@ -267,18 +266,18 @@ class ServerSettings:
         False,
     )
     forget_thoughts: bool = option(
-        "Drop the cached entries of a thought once its reply is over.", False
+        "Drop the cached entries of a thought when its reply is complete.", False
     )
     max_sessions: int = option("Sessions that may be open.", 1000, least=0)
     tenant_bytes: int | None = option(
-        "Most that the files of one key (one address, without keys) take on disk: sessions that "
-        "are saved, kept or idle, and pictures (default: as much as is left free).",
+        "Most disk space of a key (without keys, an address): saved, kept and idle sessions, "
+        "and pictures (default: as much as is left free).",
         kind=str | None,
         name="max_tenant_bytes",
         read=_bytes,
     )
     tenant_files: int = option(
-        "Files that one of these may have.", 10_000, name="max_tenant_files", least=1
+        "Files on disk that a key may have.", 10_000, name="max_tenant_files", least=1
     )
     store_bytes: int = option(
         "Most memory of stored responses, in files too.",
@@ -294,16 +293,16 @@ class ServerSettings:
         read=lambda name: name or "",
     )
     strict: bool = option(
-        "Refuse fields of requests that are not known, instead of naming them in X-Mmkv-Ignored.",
+        "Refuse unknown fields of requests, instead of naming them in X-Mmkv-Ignored.",
         False,
     )
     replicas: int | None = option(
-        "Run as many replicas on Ray Serve (extra ray), each with --memory; sessions stick to "
-        "theirs by X-Session-Id, and go on at another one when it is lost.",
+        "Run this many replicas on Ray Serve (extra ray), each with --memory; X-Session-Id "
+        "keeps a session at its replica, or moves it to another when that is lost.",
         least=1,
     )
     page: bool = option("A page to chat with, at /.", True, flags=("--page/--no-page",))
-    drain: float = option("Seconds that replies have to end after SIGTERM.", 30.0, least=0)
+    drain: float = option("Seconds after SIGTERM in which replies may end.", 30.0, least=0)
     access_log: str | None = option(
         "Write a line of each request to stdout: combined (as Apache and NGINX do) or json.",
         read=_log_form,

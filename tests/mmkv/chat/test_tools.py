@@ -136,5 +136,5 @@ def test_results_are_put_off(chat: Callable[..., Ran], monkeypatch: pytest.Monke
     monkeypatch.setattr(LineReader, "ask", interrupted)
     ran = chat(CALL, "done", options=("-i",), lines=["go", "/results", "hit", "/results"])
     assert ran.out == "I look.\ndone\n" and len(asked) == 2
-    assert "(put off; /results asks again)" in ran.err
+    assert "(postponed; /results asks again)" in ran.err
     assert "the latest reply calls no function" in ran.err

@@ -127,7 +127,7 @@ def test_a_conversation_is_shown_from_its_beginning(
     assert "mine.html is not a page of mmkv explain" in said and "needs a file name" in said
     assert "not a usable file name" in said
     assert "cannot make the folder" in said or "matplotlib" in said
-    assert "/watch draws on a terminal" in said
+    assert "/watch needs a terminal" in said
     assert "page.html exists and stays as it is" in said
     # Taken back before it was written, the second turn is not on the page.
     assert mine.read_bytes() == page.read_bytes()

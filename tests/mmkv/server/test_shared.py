@@ -228,4 +228,4 @@ def test_what_a_session_cannot_have_of_its_own(
         ["--budget-fraction", "0.5"],
     ):
         assert run(["serve", "--shared-budget", "8", *other]) == 2
-        assert "--shared-budget stands instead" in capsys.readouterr().err
+        assert "--shared-budget takes the place" in capsys.readouterr().err
