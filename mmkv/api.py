@@ -6,7 +6,7 @@ import mmkv.prompt.torchvision_guard  # noqa: F401 (before anything that imports
 
 # isort: split
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
@@ -14,26 +14,28 @@ from typing import TYPE_CHECKING, Any, Self
 import torch
 
 from mmkv.calls.parser import ThoughtMarks, thought_marks
+from mmkv.calls.tools import Tool, tool_use
 from mmkv.engine.budget import Budget
 from mmkv.engine.config import EngineConfig, require_options
 from mmkv.engine.errors import InputError, require_list
 from mmkv.engine.interrupts import OpenToCtrlC, whole
 from mmkv.engine.runtime import Runtime
 from mmkv.generation_config import Generation, read_generation
+from mmkv.grammar import reply_rules, require_tools
 from mmkv.notes import media_notes
 from mmkv.prompt.loading import load_processor
 from mmkv.prompt.processing import Processor
 from mmkv.prompt.template import is_blank, take_media
-from mmkv.reply import Reply
+from mmkv.reply import LogitSettings, Reply, checked_bias
 from mmkv.resources import is_bundled
 from mmkv.sampling import Sampling, Settled, checked
-from mmkv.scheduler.replies import Prompt, ReplyJob, answer_all
+from mmkv.scheduler.replies import ReplyJob, answer_all
 from mmkv.session import Session
 from mmkv.shipped import with_shipped_gates
 from mmkv.thoughts import marks_if_first
+from mmkv.turn import Prompt, shown_tools
 
 if TYPE_CHECKING:
-    from mmkv.calls.tools import ToolUse
     from mmkv.engine.model.families.base import Family
     from mmkv.engine.model.gates import Gates, WriteGates
     from mmkv.engine.model.spec import DecoderSpec
@@ -191,20 +193,39 @@ class Engine(Runtime):
 
         return Grammars(self.processor.tokenizer, self.spec.vocab_size, self.eos_token_ids)
 
-    def require_tools(self, use: ToolUse) -> ToolUse:
-        """Return what may be called, bound to what can be followed of the functions' schemas.
+    def logit_settings(
+        self,
+        tools: Sequence[Any] = (),
+        tool_choice: Any = "auto",
+        parallel_tool_calls: bool = True,
+        response_format: dict[str, Any] | None = None,
+        logit_bias: Mapping[int, float] | None = None,
+        prefix: Any = "",
+    ) -> LogitSettings:
+        """Return what a reply has to follow; the arguments are those of :meth:`Session.send`.
 
-        Raises InputError where calls cannot be bound to them.
+        Raises InputError: they cannot be, or cannot be followed.
         """
+        require_list("tools", tools, "functions")
+        use = tool_use(tools, tool_choice, parallel_tool_calls)
+        bias = checked_bias(logit_bias, self.spec.vocab_size)
+        if use is None and response_format is None:
+            return LogitSettings(bias=bias)
         try:
             import llguidance  # noqa: F401
         except ImportError as error:
+            what = "response_format needs" if use is None else "functions need"
             raise InputError(
-                "functions need llguidance, which is not installed; pip install 'mmkv[serve]'"
+                f"{what} llguidance, which is not installed; pip install 'mmkv[serve]'"
             ) from error
-        from mmkv.grammar import require_tools
-
-        return require_tools(self.processor.template.call_format, use)
+        form = self.processor.template.call_format
+        rules = reply_rules(response_format, form, use and require_tools(form, use))
+        if prefix and rules.answer is not None:
+            raise InputError(
+                "response_format is the form of a whole reply, and prefix has begun this one; "
+                "leave one of them out"
+            )
+        return LogitSettings(bias=bias, rules=rules)
 
     def settled(self, sampling: Sampling | None, prefix: Any = "") -> Settled:
         """Return how a reply that begins with ``prefix`` is drawn.
@@ -256,34 +277,57 @@ class Engine(Runtime):
         conversations: Sequence[Sequence[Message]] | Sequence[Message],
         sampling: Sampling | None = None,
         budget: Budget | float | None = None,
+        tools: Sequence[Any] | None = None,
+        tool_choice: Any = "auto",
+        parallel_tool_calls: bool = True,
+        response_format: dict[str, Any] | None = None,
+        logit_bias: Mapping[int, float] | None = None,
     ) -> list[Reply]:
         """Answer a batch of conversations, each in a session (and budget) of its own.
 
         A conversation is a list of messages in the transformers chat format, ending with the
-        user's; pictures and videos are named inside the messages. Decoding is batched; each reply
-        is what the conversation alone would get. Conversations for which ``kv_limit`` leaves no
-        room wait for those before them. Raises MmkvError; no session stays open.
+        user's or with what functions returned; pictures and videos are named inside the messages.
+        ``tools`` and what follows are as for :meth:`mmkv.Session.send`, for all conversations.
+        Decoding is batched; each reply is what the conversation alone would get. Conversations for
+        which ``kv_limit`` leaves no room wait for those before them. Raises MmkvError; no session
+        stays open.
         """
         require_list("conversations", conversations, "conversations or messages")
-        sampling = self.settled(sampling)
+        drawn = self.settled(sampling)
+        settings = self.logit_settings(
+            () if tools is None else tools,
+            tool_choice,
+            parallel_tool_calls,
+            response_format,
+            logit_bias,
+        )
+        for note in settings.rules.notes:
+            warnings.warn(note, stacklevel=2)
         batch: list[Any] = list(conversations)
         if batch and isinstance(batch[0], dict):
             batch = [batch]
-        prepared = [self.inputs(conversation) for conversation in batch]
-        jobs = [ReplyJob(self, Prompt(inputs), sampling, budget) for inputs in prepared]
+        prompts = [self._prompt(conversation, settings.tools) for conversation in batch]
+        jobs = [ReplyJob(self, each, drawn, budget, settings=settings) for each in prompts]
         return answer_all(self, jobs)
 
     def inputs(self, conversation: Sequence[Message]) -> dict[str, torch.Tensor]:
         """Return model inputs of a whole conversation, ready for the assistant's next message."""
+        return self._prompt(conversation).inputs
+
+    def _prompt(self, conversation: Sequence[Message], tools: Sequence[Tool] = ()) -> Prompt:
         messages, images, videos = take_media(conversation)
-        if messages[-1]["role"] != "user" or is_blank(messages[-1]):
+        last = messages[-1]
+        if last["role"] != "tool" and (last["role"] != "user" or is_blank(last)):
             raise InputError("the conversation must end with a user message that says something")
         processor = self.processor
         pictures = [processor.load_picture(image) for image in images]
         clips = [processor.load_clip(video) for video in videos]
         for note in media_notes(self, pictures, clips):
-            warnings.warn(note, stacklevel=2)
-        return processor.encode(processor.template.render(messages, opening=True), pictures, clips)
+            warnings.warn(note, stacklevel=3)
+        template = processor.template
+        template = template.with_tools(shown_tools(tools)) if tools else template
+        text = template.render(messages, opening=True)
+        return Prompt(processor.encode(text, pictures, clips), text=text)
 
     def _open(self, budget: Budget) -> Session:
         return Session(self, budget)

@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any
 
 from mmkv.calls.formats import ESCAPES
 from mmkv.calls.tools import LONGEST_SCHEMA, SCHEMA_DATA, SCHEMA_NAMES, exact_schema
+from mmkv.detokenizer import token_bytes
 from mmkv.engine.errors import STOPS, InputError
-from mmkv.reply import token_bytes
 
 if TYPE_CHECKING:
     import torch
@@ -71,6 +71,14 @@ class ReplyRules:
         return f"start: calls | answer\n{first.replace('start', 'calls', 1)}\n{others}\n" + (
             f"answer: %json {shown}"
         )
+
+
+def reply_rules(response_format: Any, format: ToolFormat, use: ToolUse | None) -> ReplyRules:
+    """Return what a reply has to follow. Raises InputError: :func:`answer_schema` says when."""
+    answer, notes = answer_schema(response_format)
+    if use is None:
+        return ReplyRules(answer, notes=notes)
+    return ReplyRules(answer, format, use, (*notes, *use.notes))
 
 
 def answer_schema(response_format: Any) -> tuple[dict[str, Any] | None, tuple[str, ...]]:

@@ -1,231 +1,35 @@
 """Write one reply, or several together: sample, make text of token ids, keep the numbers.
 
-A stream of token ids becomes text of whole characters only, without stop strings
-(:class:`Detokenizer`). Several replies decode together by one step, or by several where a graph
-runs.
+Sessions, batches and the server write their replies with :class:`ReplyWriter`. Several replies
+decode together by one step, or by several where a graph runs.
 """
 
 from __future__ import annotations
 
-import codecs
-import json
-import re
+import math
+import secrets
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeVar
-from weakref import WeakKeyDictionary
 
-from mmkv.calls.parser import ReplyParser, ThoughtMarks, parse
-from mmkv.engine.errors import BROKEN, STOPS, NotFiniteError, as_exception
+import torch
+
+from mmkv.calls.parser import CallFilter, ReplyParser, parse
+from mmkv.calls.tools import Tool, ToolCall
+from mmkv.detokenizer import Detokenizer, StopStrings, token_bytes
+from mmkv.engine.errors import BROKEN, STOPS, InputError, NotFiniteError, as_exception, shown
 from mmkv.engine.steps import BURST
+from mmkv.grammar import ReplyRules
 from mmkv.sampling import Sampler, Sampling, likeliest_of
-from mmkv.thoughts import PROMPT_END, Thought, closing
+from mmkv.thoughts import PROMPT_END, Thought, closing, marks_if_first
 
 if TYPE_CHECKING:
-    import torch
-
     from mmkv.api import Engine
-    from mmkv.calls.tools import ToolCall
     from mmkv.engine.backends.cuda.kernels.sample import Draw
     from mmkv.engine.contents import Memory
     from mmkv.engine.sequence import CachedSequence
-    from mmkv.grammar import Constraint
-
-
-# What decoders put in place of bytes that do not (yet) form a character.
-_REPLACEMENT = "\ufffd"
-_BYTE_TOKEN = re.compile("<0x([0-9A-F]{2})>")
-_BLANK = "\u2581"  # SentencePiece's mark of a space
-
-
-def _byte_of() -> dict[str, int]:
-    """Return the byte that each character of a byte-level vocabulary stands for (GPT-2)."""
-    shown = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    hidden = [byte for byte in range(256) if byte not in shown]
-    found = {chr(byte): byte for byte in shown}
-    return found | {chr(256 + index): byte for index, byte in enumerate(hidden)}
-
-
-_BYTES = _byte_of()
-
-
-class TokenBytes:
-    """What each token of a vocabulary stands for, in bytes: several may make up one character.
-
-    Attributes:
-        level: whether the vocabulary's tokens are bytes (byte-level BPE).
-    """
-
-    def __init__(self, tokenizer: Any) -> None:
-        self._tokenizer = tokenizer
-        self._added = {
-            token: (str(one), bool(one.special))
-            for token, one in getattr(tokenizer, "added_tokens_decoder", {}).items()
-        }
-        steps = _decoder_steps(tokenizer)
-        kinds = {step["type"] for step in steps}
-        self.level = "ByteLevel" in kinds
-        self._fallback = "ByteFallback" in kinds
-        self._blanks = any(
-            step["type"] == "Metaspace"
-            or (step["type"] == "Replace" and step.get("pattern") == {"String": _BLANK})
-            for step in steps
-        )
-
-    def of(self, token: int) -> bytes | None:
-        """Return the bytes of a token wherever it stands, of a special one those of its name.
-
-        None where the vocabulary does not tell: half a character of an unknown kind.
-        """
-        if token in self._added:
-            return self._added[token][0].encode()
-        raw = self.raw(token)
-        if raw is not None:
-            return raw
-        if self._blanks:
-            name = self._tokenizer.convert_ids_to_tokens(token)
-            return None if name is None else name.replace(_BLANK, " ").encode()
-        text = self._tokenizer.decode([token], clean_up_tokenization_spaces=False)
-        return None if _REPLACEMENT in text else text.encode()
-
-    def raw(self, token: int) -> bytes | None:
-        """Return the bytes that a token adds to a text, None where its neighbours decide that."""
-        if self.level:
-            name, special = self._added.get(token) or (self._name(token), False)
-            if special:
-                return b""  # not shown
-            if all(mark in _BYTES for mark in name):
-                return bytes(_BYTES[mark] for mark in name)
-            return name.encode()  # as the tokenizer does with added tokens
-        if self._fallback and token not in self._added:
-            found = _BYTE_TOKEN.fullmatch(self._name(token))
-            return bytes([int(found[1], 16)]) if found else None
-        return None
-
-    def _name(self, token: int) -> str:
-        return self._tokenizer.convert_ids_to_tokens(token) or ""
-
-
-def _decoder_steps(tokenizer: Any) -> list[dict[str, Any]]:
-    """Return the steps of a fast tokenizer's decoder; none for another tokenizer."""
-    decoder = getattr(getattr(tokenizer, "backend_tokenizer", None), "decoder", None)
-    if decoder is None:
-        return []
-    state = json.loads(decoder.__getstate__())
-    return state["decoders"] if state["type"] == "Sequence" else [state]
-
-
-_known: WeakKeyDictionary[Any, TokenBytes] = WeakKeyDictionary()
-
-
-def token_bytes(tokenizer: Any) -> TokenBytes:
-    """Return what a tokenizer's tokens stand for; made once for each tokenizer."""
-    if tokenizer not in _known:
-        _known[tokenizer] = TokenBytes(tokenizer)
-    return _known[tokenizer]
-
-
-class Detokenizer:
-    """Decodes ids one by one; returns a piece once its characters are complete.
-
-    Tokens that are bytes go through a UTF-8 decoder, so what counts is bytes: a token may end one
-    character and begin the next. Of other tokens a short window of ids that were shown already is
-    decoded again with each new one, because some tokenizers (SentencePiece) decode a token
-    differently at the start of a text.
-
-    Args:
-        shown: special tokens whose names are part of the text; others are not shown.
-    """
-
-    def __init__(self, tokenizer: Any, shown: Collection[int] = ()) -> None:
-        self._tokenizer, self._bytes = tokenizer, token_bytes(tokenizer)
-        self._named = frozenset(shown)
-        self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
-        self._window: list[int] = []
-        self._shown = 0  # number of ids of the window whose text was returned
-
-    def follow(self, ids: Sequence[int]) -> None:
-        """Decode what comes next as it stands behind the tokens ``ids``."""
-        self._window, self._shown = list(ids), len(ids)
-
-    def push(self, token_id: int) -> str:
-        """Add one id; return the text that became certain (possibly empty)."""
-        if token_id in self._named:
-            self._window, self._shown = [], 0
-            return self._broken_off() + (self._bytes.of(token_id) or b"").decode()
-        raw = self._bytes.raw(token_id)
-        if raw is not None:
-            if not self._bytes.level:
-                self._window, self._shown = [token_id], 1
-            return self._utf8.decode(raw)
-        self._window.append(token_id)
-        before = self._decode(self._window[: self._shown])
-        piece = self._decode(self._window)[len(before) :]
-        if not piece:
-            return ""
-        # The ids just shown become the context for the next ones. An id that decodes to
-        # nothing (a special token) must not become the whole context, so it is kept waiting.
-        self._window = self._window[self._shown :]
-        self._shown = len(self._window)
-        return self._broken_off() + piece
-
-    def flush(self) -> str:
-        """End the text; an unfinished character is dropped."""
-        self._utf8.reset()
-        return ""
-
-    def _broken_off(self) -> str:
-        """Return what stands for a character whose bytes broke off."""
-        rest = self._utf8.decode(b"", final=True)
-        self._utf8.reset()
-        return rest
-
-    def _decode(self, ids: list[int]) -> str:
-        return self._tokenizer.decode(
-            ids, skip_special_tokens=True, clean_up_tokenization_spaces=False
-        )
-
-
-class StopStrings:
-    """Cuts a text stream at the first stop string, also when it spans several pieces.
-
-    Attributes:
-        hit: the one that was found.
-    """
-
-    def __init__(self, stops: Sequence[str]) -> None:
-        self._stops = tuple(stops)
-        self._held = ""
-        self.hit: str | None = None
-
-    def push(self, piece: str) -> str:
-        """Return the part of the stream that can no longer belong to a stop string."""
-        if self.hit:
-            return ""
-        text = self._held + piece
-        found = [(at, stop) for stop in self._stops if (at := text.find(stop)) >= 0]
-        if found:
-            at, self.hit = min(found)
-            self._held = ""
-            return text[:at]
-        keep = self._open_tail(text)
-        self._held = text[len(text) - keep :]
-        return text[: len(text) - keep]
-
-    def flush(self) -> str:
-        """Return what was held back in case a stop string had been about to begin."""
-        held, self._held = self._held, ""
-        return held
-
-    def _open_tail(self, text: str) -> int:
-        """Return the length of the longest end of ``text`` that begins one of the stop strings."""
-        longest = max((len(stop) for stop in self._stops), default=1) - 1
-        for size in range(min(longest, len(text)), 0, -1):
-            if any(stop.startswith(text[-size:]) for stop in self._stops):
-                return size
-        return 0
 
 
 T = TypeVar("T")
@@ -258,66 +62,161 @@ class Reply:
     tool_calls: list[ToolCall] = field(default_factory=list)
 
 
+@dataclass(frozen=True)
+class LogitSettings:
+    """What is done with the logits of each token, beside :class:`mmkv.Sampling`.
+
+    Attributes:
+        top_logprobs: how many of the likeliest tokens are reported; None: no log probabilities.
+        bias: added to logits, by token id.
+        rules: what the reply has to follow.
+        stop_tokens: ids that end a reply, beside the model's own.
+    """
+
+    top_logprobs: int | None = None
+    bias: dict[int, float] = field(default_factory=dict)
+    rules: ReplyRules = field(default_factory=ReplyRules)
+    stop_tokens: frozenset[int] = frozenset()
+
+    @property
+    def tools(self) -> tuple[Tool, ...]:
+        """Return the functions that the model is told of."""
+        return () if self.rules.use is None else self.rules.use.tools
+
+
+def checked_bias(given: Any, vocabulary: int) -> dict[int, float]:
+    """Return what is added to logits by token id. Raises InputError: it cannot be."""
+    if given is None:
+        return {}
+    if not isinstance(given, Mapping):
+        raise InputError(f"logit_bias is {shown(given)}; give a dict of numbers by token id")
+    for token, value in given.items():
+        if type(token) is not int or not 0 <= token < vocabulary:
+            raise InputError(
+                f"logit_bias names {shown(token)}; token ids are numbers below {vocabulary}"
+            )
+        if type(value) not in (int, float) or not math.isfinite(value):
+            raise InputError(f"logit_bias of token {token} is {shown(value)}; give a number")
+    return dict(given)
+
+
+@dataclass(frozen=True)
+class TokenLogprob:
+    """A token with its natural log probability; ``top``: the likeliest ones at its place."""
+
+    token: int
+    logprob: float
+    top: tuple[tuple[int, float], ...] = ()
+
+
 class ReplyWriter:
     """Samples the tokens of one reply, turns them into text, and ends it.
 
     ``unfed`` is the token that was sampled but that the session does not hold yet: part of the
     reply, so it must be appended before the next turn. ``failure``: why the reply ended where no
-    token could be chosen or written; ``finish_reason`` is ``interrupted`` then.
+    token could be chosen or written; ``finish_reason`` is ``interrupted`` then. ``scored``: where
+    log probabilities were asked for, a row per token that was not taken yet: those of the model,
+    before bias, penalties, grammar, temperature, top-p and top-k.
 
     Args:
-        eos: token ids that end it; never: those that are not to be drawn.
-        constraint: what binds its tokens; None: nothing.
-        shown: special tokens whose names are part of the text.
-        marks: of thoughts; None: it has none.
+        engine: whose tokenizer, grammars and ends of replies count.
+        sampling: how its tokens are drawn; settings: what else is done with their logits.
         prompt: the tokens that it follows, or the latest of them: they may open a thought.
+        text: the prompt as it was rendered, which may open a thought.
+        prefix: words at the end of the prompt that are the beginning of the reply.
+        raw: whether there is no template, and so no thought.
+        apart: whether its reader takes the text apart with a :meth:`parser`; otherwise
+            :meth:`take` leaves calls out.
+        started: from when the time to the first token counts (time.perf_counter()); None: now.
     """
 
     def __init__(
         self,
-        tokenizer: Any,
+        engine: Engine,
         sampling: Sampling,
-        eos: Collection[int],
-        never: Collection[int] = (),
-        constraint: Constraint | None = None,
-        shown: Collection[int] = (),
-        marks: ThoughtMarks | None = None,
+        settings: LogitSettings = LogitSettings(),
+        *,
         prompt: Sequence[int] = (),
+        text: str = "",
+        prefix: str = "",
+        raw: bool = False,
+        apart: bool = False,
+        started: float | None = None,
     ) -> None:
-        self._sampler, self._eos = Sampler(sampling, never), frozenset(eos)
-        self._shown_ids = frozenset(shown)
+        self._tokenizer = tokenizer = engine.processor.tokenizer
+        self._logit_settings, rules = settings, settings.rules
+        self._around = around = None if raw else engine.thought_marks
+        self._opened = around is not None and (
+            text.removesuffix(prefix).rstrip().endswith(around.open)
+        )
+        self.prefix, self._seed = prefix, secrets.token_hex(16)
+        parser = self.parser()
+        self._view = None
+        if rules.use is not None and not apart:
+            self._view = CallFilter(parser, around, parser.thinks)
+        self._marks = marks_if_first(around, prefix)
+        self._constraint = None
+        if rules.bind:
+            first = around if parser.thinks else self._marks
+            self._constraint = engine.grammars.begin(rules, first, parser.thinks)
+        # Special tokens whose names are part of the text.
+        self._shown_ids = frozenset[int]()
+        if apart or rules.use is not None:
+            self._shown_ids = engine.grammars.shown(rules.format, around)
+        eos = engine.eos_token_ids
+        self._eos, self._own_ends = eos | settings.stop_tokens, settings.stop_tokens - eos
+        self._ended_at: int | None = None  # which of its own ends
+        self._sampler = Sampler(sampling, engine.media_token_ids)
         self._detokenizer = Detokenizer(tokenizer, self._shown_ids)
-        self._stops, self._constraint = StopStrings(sampling.stop), constraint
-        self._tokenizer, self._limit = tokenizer, self._sampler.sampling.max_new_tokens
+        self._before: list[int] = []  # tokens of a word, where the reply stands behind some
+        if prefix:  # SentencePiece drops a space at the beginning of a text
+            self._before = tokenizer("a", add_special_tokens=False)["input_ids"]
+            self._detokenizer.follow(self._before)
+        drawn = self._sampler.sampling
+        self._stops, self._limit = StopStrings(drawn.stop), drawn.max_new_tokens
         # At every token: for stop strings, and for what the GPU's sampler cannot do.
-        self._looks = bool(sampling.stop) or self._sampler.looks or constraint is not None
-        self._marks, self._prompt = marks, tuple(prompt[-PROMPT_END:])
+        self._looks = bool(drawn.stop or settings.bias or settings.stop_tokens)
+        self._looks |= self._sampler.looks or self._constraint is not None
+        self._looks |= settings.top_logprobs is not None
+        self._prompt = tuple(prompt[-PROMPT_END:])
         # Followed token by token only where the thought has a budget.
-        self._budget = None if marks is None else self._sampler.sampling.thinking_budget
+        self._budget = None if self._marks is None else drawn.thinking_budget
         self._thought = None if self._budget is None else self._new_thought()
         self._forced: deque[int] = deque()
         self._ready = ""
-        self._before: list[int] = []  # tokens of a word, where the reply stands behind some
         self._text: list[str] = []
-        self._started = self._mark = time.perf_counter()
+        self._mark = time.perf_counter()
+        self._started = self._mark if started is None else started
         self._first: float | None = None
         self._decoding = 0.0
+        self._added: torch.Tensor | None = None  # to the logits [vocab]
+        self.scored: list[TokenLogprob] = []
+        self._scored_taken = 0
         self.token_ids: list[int] = []
         self.unfed: int | None = None
         self.finish_reason: str | None = None
         self.failure: Exception | None = None
 
-    def follow_text(self) -> None:
-        """Write the reply as it stands behind words, which keeps a space that it begins with.
+    def parser(self, whole: bool = False) -> ReplyParser:
+        """Return what takes the reply apart; the ids of its calls are always the same.
 
-        (SentencePiece drops it at the beginning of a text.)
+        Args:
+            whole: whether it is given the reply's prefix, too.
         """
-        self._before = self._tokenizer("a", add_special_tokens=False)["input_ids"]
-        self._detokenizer.follow(self._before)
+        rules, begun = self._logit_settings.rules, "" if whole else self.prefix
+        return ReplyParser(rules.format, rules.use, self._around, self._opened, self._seed, begun)
 
-    def start_clock(self, at: float) -> None:
-        """Count the time to the first token from ``at`` (time.perf_counter())."""
-        self._started = at
+    @property
+    def thought_tokens(self) -> int:
+        """Count the tokens up to the end of its thought, as its text is taken apart."""
+        detokenizer = Detokenizer(self._tokenizer, self._shown_ids)
+        parser, end = self.parser(), 0
+        for count, token in enumerate(self.token_ids, 1):
+            thinks = parser.thinks
+            parser.push(detokenizer.push(token))
+            if thinks or parser.thinks:
+                end = count
+        return end
 
     def begin(self, logits: torch.Tensor, read: int) -> int | None:
         """Sample the first token; the one to feed next, or None when the reply ends.
@@ -349,21 +248,42 @@ class ReplyWriter:
             token = self._forced.popleft()
         else:
             try:
-                token = self._sampler.draw(logits, self.changed(logits), likeliest)
+                token = self._sampler.draw(logits, self._changed(logits), likeliest)
             except NotFiniteError:
                 token = BROKEN
-        if bound is None:
-            return token
-        self.failure = bound.failure
-        if token == BROKEN or self.failure is not None:
-            return BROKEN
-        bound.take(token)
+        if bound is not None:
+            self.failure = bound.failure
+            if token == BROKEN or self.failure is not None:
+                return BROKEN
+            bound.take(token)
+        if self._logit_settings.top_logprobs is not None and token != BROKEN:
+            logprobs = logits.float().log_softmax(-1)
+            best = logprobs.topk(min(self._logit_settings.top_logprobs, logprobs.numel()))
+            # All in one read: float64 holds token ids and float32 as they are.
+            own, *rest = torch.cat(
+                [logprobs[token, None].double(), best.values.double(), best.indices.double()]
+            ).tolist()
+            values, tokens = rest[: len(rest) // 2], map(int, rest[len(rest) // 2 :])
+            self.scored.append(TokenLogprob(token, own, tuple(zip(tokens, values, strict=True))))
         return token
 
-    def changed(self, logits: torch.Tensor) -> torch.Tensor:
-        """Return what a token is drawn from: the model's logits [vocab], but for what is bound."""
+    def _changed(self, logits: torch.Tensor) -> torch.Tensor:
+        """Return what a token is drawn from: the model's logits [vocab], biased and bound."""
         bound = self._constraint
+        if self._logit_settings.bias:
+            if self._added is None:
+                self._added = torch.zeros_like(logits, dtype=torch.float32)
+                for token, bias in self._logit_settings.bias.items():
+                    self._added[token] += bias
+            logits = logits + self._added
         return logits if bound is None or not bound.masks else bound.allowed(logits)
+
+    def take_scored(self) -> list[TokenLogprob]:
+        """Return the log probabilities that are new since the last call."""
+        count = len(self.token_ids) - self._scored_taken
+        taken, self.scored = self.scored[:count], self.scored[count:]
+        self._scored_taken += len(taken)
+        return taken
 
     @property
     def ahead(self) -> int:
@@ -407,6 +327,8 @@ class ReplyWriter:
             self.finish("interrupted")
             return None
         if token in self._eos:
+            if token in self._own_ends:
+                self._ended_at = token
             self.finish("eos")
             return None
         self.token_ids.append(token)
@@ -442,8 +364,10 @@ class ReplyWriter:
 
     @property
     def stop_text(self) -> str | None:
-        """Return the stop string that ended the reply, if one did."""
-        return self._stops.hit
+        """Return the stop string, or the text of its own stop token, that ended the reply."""
+        if self._ended_at is None:
+            return self._stops.hit
+        return (token_bytes(self._tokenizer).of(self._ended_at) or b"").decode(errors="replace")
 
     def attempt(self, call: Callable[..., T], *given: Any) -> T | None:
         """Call one of its own methods; what that raises ends this reply, and no other one."""
@@ -458,11 +382,26 @@ class ReplyWriter:
             return None
 
     def take(self) -> str:
-        """Return the text that became certain since the last call."""
+        """Return the text that became certain since the last call, without calls."""
         piece, self._ready = self._ready, ""
         if piece:
             self._text.append(piece)
+        if self._view is not None:
+            piece = self._view.push(piece)
+            if self.finish_reason is not None:
+                piece += self._view.finish(self.cut, self.stop_text)
+                self._view = None
         return piece
+
+    @property
+    def text(self) -> str:
+        """Return what has been written, calls included."""
+        return "".join(self._text) + self._ready
+
+    @property
+    def cut(self) -> bool:
+        """Whether it was cut off, so that its last call may be incomplete."""
+        return self.finish_reason != "eos" or self.stop_text is not None
 
     @property
     def thought(self) -> Thought | None:
@@ -544,18 +483,27 @@ class ReplyWriter:
     def reply(self, prompt_tokens: int, memory: Memory | None) -> Reply:
         """Return the finished reply."""
         decoded = len(self.token_ids) - 1 + (self.finish_reason == "eos")
-        text = "".join(self._text) + self._ready
-        reasoning, content = self.split(text)
+        text, reason, calls = self.text, self.finish_reason or "interrupted", list[ToolCall]()
+        if self._logit_settings.rules.use is None:
+            thought, content = self.split(text)
+        else:
+            parsed = parse(self.parser(), text, self.cut, self.stop_text)
+            thought, content, calls = parsed.thought, parsed.text, parsed.calls
+            if not parsed.complete:
+                calls.pop()
+            elif calls and reason in ("eos", "stop"):
+                reason = "tool_calls"
         return Reply(
             text=text,
             token_ids=list(self.token_ids),
             prompt_tokens=prompt_tokens,
-            finish_reason=self.finish_reason or "interrupted",
+            finish_reason=reason,
             seconds_to_first_token=self._first or 0.0,
             tokens_per_second=decoded / self._decoding if self._decoding > 0 else 0.0,
             memory=memory,
-            reasoning=reasoning,
+            reasoning=thought,
             content=content,
+            tool_calls=calls,
         )
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import dataclass, replace
@@ -13,9 +13,8 @@ from typing import TYPE_CHECKING, Any, Self, cast
 
 import torch
 
-from mmkv.calls.parser import CallFilter, ParsedReply, ReplyParser
-from mmkv.calls.tools import Tool, ToolUse, tool_use
-from mmkv.engine.errors import ContextError, SessionError, require_list
+from mmkv.calls.tools import Tool
+from mmkv.engine.errors import ContextError, SessionError
 from mmkv.engine.interrupts import CtrlC, OpenToCtrlC, whole
 from mmkv.engine.read_ids import with_ids
 from mmkv.engine.sequence import CachedSequence
@@ -25,14 +24,13 @@ from mmkv.prompt.held import Held, Place, Rewrites
 from mmkv.prompt.special import tokenize
 from mmkv.prompt.template import joined
 from mmkv.prompt.video import FramesSeen
-from mmkv.reply import Reply, ReplyWriter, step
+from mmkv.reply import LogitSettings, Reply, ReplyWriter, step
 from mmkv.sampling import Sampling, Settled
-from mmkv.thoughts import PROMPT_END, marks_if_first
 from mmkv.turn import (
     Observation,
     Observed,
+    Prompt,
     TurnReading,
-    UserTurn,
     compose,
     compose_observation,
     compose_results,
@@ -166,6 +164,8 @@ class Session(CachedSequence):
         tools: Sequence[Any] | None = None,
         tool_choice: Any = "auto",
         parallel_tool_calls: bool = True,
+        response_format: dict[str, Any] | None = None,
+        logit_bias: Mapping[int, float] | None = None,
     ) -> ReplyStream:
         """Append a user's turn and stream the reply as pieces of text.
 
@@ -180,6 +180,8 @@ class Session(CachedSequence):
         call none any more; None: as before. ``tool_choice``: ``auto``, ``required``, ``none`` or
         the function to call, as a dict in OpenAI's form. The pieces leave calls out then; ``last``
         has them, and :meth:`send_results` goes on. A call fits its function's schema.
+        ``response_format``: the JSON that the reply has to be, as a dict in OpenAI's form;
+        ``logit_bias``: numbers that are added to the logits of tokens, by their ids.
 
         Nothing changes until the first piece is asked for, and an error before that piece leaves
         the session as it was. Ctrl-C, or closing the iterator, ends the reply where it stands
@@ -188,13 +190,19 @@ class Session(CachedSequence):
         where a token cannot be chosen (NotFiniteError) or written, that takes the turn back if
         :meth:`take_back` can.
         """
-        settings = self.engine.settled(sampling, prefix)
+        drawn = self.engine.settled(sampling, prefix)
         with self.claimed(), OpenToCtrlC():  # pictures may take their time
-            use = self._tool_use(tools, tool_choice, parallel_tool_calls)
-            named = () if use is None else use.tools
-            given = (text, images, videos, system, fps, num_frames, prefix)
-            turn = compose(self, *given, named)
-        return ReplyStream(self, lambda: self._stream(turn, settings, progress, use))
+            settings = self.engine.logit_settings(
+                self.tools if tools is None else tools,
+                tool_choice,
+                parallel_tool_calls,
+                response_format,
+                logit_bias,
+                prefix,
+            )
+            told = settings.tools
+            turn = compose(self, text, images, videos, system, fps, num_frames, prefix, told)
+        return ReplyStream(self, lambda: self._stream(turn, drawn, settings, progress))
 
     def send_results(
         self,
@@ -206,18 +214,25 @@ class Session(CachedSequence):
         tools: Sequence[Any] | None = None,
         tool_choice: Any = "auto",
         parallel_tool_calls: bool = True,
+        response_format: dict[str, Any] | None = None,
+        logit_bias: Mapping[int, float] | None = None,
     ) -> ReplyStream:
         """Append what the latest reply's calls returned and stream the next reply.
 
         ``results``: for each call a pair: the :class:`mmkv.ToolCall` or its id, and a text or a
         list of parts in the chat format, which may be pictures. All else is as for :meth:`send`.
         """
-        settings = self.engine.settled(sampling)
+        drawn = self.engine.settled(sampling)
         with self.claimed(), OpenToCtrlC():
-            use = self._tool_use(tools, tool_choice, parallel_tool_calls)
-            named = () if use is None else use.tools
-            turn = compose_results(self, results, fps, num_frames, named)
-        return ReplyStream(self, lambda: self._stream(turn, settings, progress, use))
+            settings = self.engine.logit_settings(
+                self.tools if tools is None else tools,
+                tool_choice,
+                parallel_tool_calls,
+                response_format,
+                logit_bias,
+            )
+            turn = compose_results(self, results, fps, num_frames, settings.tools)
+        return ReplyStream(self, lambda: self._stream(turn, drawn, settings, progress))
 
     def observe(
         self,
@@ -271,13 +286,6 @@ class Session(CachedSequence):
             self._take_in(made.turn.messages, made.turn.reading)
         self.tell(made.notes)
         self.frames_seen = made.seen
-
-    def _tool_use(self, tools: Sequence[Any] | None, choice: Any, parallel: bool) -> ToolUse | None:
-        """Return what a reply may call; None where there are no tools. Raises InputError."""
-        if tools is not None:
-            require_list("tools", tools, "functions")
-        use = tool_use(self.tools if tools is None else tools, choice, parallel)
-        return None if use is None else self.engine.require_tools(use)
 
     def template_with(self, tools: Sequence[Tool]) -> ChatTemplate:
         """Return the chat template that tells the model of ``tools``."""
@@ -465,7 +473,7 @@ class Session(CachedSequence):
         }
 
     def _stream(
-        self, turn: UserTurn, sampling: Settled, progress: Progress | None, use: ToolUse | None
+        self, turn: Prompt, drawn: Settled, settings: LogitSettings, progress: Progress | None
     ) -> Generator[str, None, None]:
         self._require_open()
         if self._streaming or turn.basis != self.basis:
@@ -475,66 +483,41 @@ class Session(CachedSequence):
             )
         self._streaming = True
         try:
-            yield from self._reply(turn, sampling, progress, use)
+            yield from self._reply(turn, drawn, settings, progress)
         finally:
             self._streaming = False
 
     def _reply(
-        self, turn: UserTurn, sampling: Settled, progress: Progress | None, use: ToolUse | None
+        self, turn: Prompt, drawn: Settled, settings: LogitSettings, progress: Progress | None
     ) -> Generator[str, None, None]:
-        engine, start, marks = self.engine, self.turn_start(), self.engine.thought_marks
-        view: CallFilter | None = None
-        bound, shown = None, frozenset[int]()
-        if use is not None:
-            from mmkv.grammar import ReplyRules
-
-            form = engine.processor.template.call_format
-            begun = turn.reading.prefix
-            before = turn.reading.read.text.removesuffix(begun).rstrip()
-            opened = marks is not None and before.endswith(marks.open)
-            parser = ReplyParser(form, use, marks, opened, begun=begun)
-            view = CallFilter(parser, marks, parser.thinks)
-            first = marks if parser.thinks else marks_if_first(marks, begun)
-            bound = engine.grammars.begin(ReplyRules(format=form, use=use), first, parser.thinks)
-            shown = engine.grammars.shown(form, marks)
+        start = self.turn_start()
         writer = ReplyWriter(
-            engine.processor.tokenizer,
-            sampling,
-            engine.eos_token_ids,
-            engine.media_token_ids,
-            bound,
-            shown,
-            marks=marks_if_first(marks, turn.reading.prefix),
-            prompt=turn.inputs["input_ids"][0, -PROMPT_END:].tolist(),
+            self.engine,
+            drawn,
+            settings,
+            prompt=turn.end,
+            text=turn.text,
+            prefix=turn.prefix,
+            started=turn.started,
         )
-        writer.start_clock(turn.started)
-        if turn.reading.prefix:
-            writer.follow_text()
         # The stream holds Ctrl-C back: it is delivered where the session stands for what was shown.
         logits = self._append(turn, progress)
-        self.tools = turn.tools
-        self.begin_reply(turn.messages, turn.reading)
-        if use is not None and use.notes:
-            self.note = "; ".join(filter(None, [self.note, *use.notes]))
+        self.begin_reply(turn, settings.rules.notes)
         try:
             CtrlC.check()
             token = writer.begin(logits, self.read_ids)
             while token is not None:
-                piece = writer.take()
-                if piece := piece if view is None else view.push(piece):
+                if piece := writer.take():
                     yield piece
-                (token,) = step(engine, [(self, writer, token)])
+                (token,) = step(self.engine, [(self, writer, token)])
                 CtrlC.check()
         except ContextError:
             writer.finish("context")
         finally:
             writer.finish("interrupted")
             rest = writer.take()
-            if view is not None:
-                cut = writer.finish_reason != "eos"
-                rest = view.push(rest) + view.finish(cut, writer.stop_text)
             if writer.failure is None or not self.take_back(start):
-                self.end_reply(writer, turn.tokens, None if view is None else view.parsed)
+                self.end_reply(writer, turn.tokens)
         if writer.failure is not None:
             raise writer.failure
         if rest:
@@ -584,16 +567,18 @@ class Session(CachedSequence):
                 read = with_ids(read, [*ids, *self.engine.media_token_ids])
         self.read_ids = read
 
-    def begin_reply(self, messages: Sequence[Message], reading: TurnReading | None) -> None:
-        """Note that a turn of ``messages`` is in the cache, and that a reply follows, of which
-        nothing has been written.
+    def begin_reply(self, turn: Prompt, notes: Sequence[str] = ()) -> None:
+        """Note that a turn is in the cache, and that a reply follows, of which there is nothing.
 
         Args:
-            reading: what was read for it; None: that is not known as text.
+            notes: on the reply, for the user.
         """
-        said = "" if reading is None else reading.prefix
         self.last = None
-        self._take_in([*messages, {"role": "assistant", "content": said}], reading)
+        said = {"role": "assistant", "content": turn.prefix}
+        self._take_in([*turn.messages, said], turn.reading)
+        if turn.tools is not None:
+            self.tools = turn.tools
+        self.note = "; ".join(filter(None, [self.note, *notes])) or None
 
     def _take_in(self, messages: Sequence[Message], reading: TurnReading | None) -> None:
         """Note that ``messages`` are in the cache, but for a reply, of which there is nothing."""
@@ -639,14 +624,8 @@ class Session(CachedSequence):
         self.held.add_reply(answer, ids, self.place, tuple(others))
         return answer
 
-    def end_reply(
-        self, writer: ReplyWriter, prompt_tokens: int, parsed: ParsedReply | None = None
-    ) -> Reply:
-        """Put the reply that ``writer`` has finished into the history.
-
-        Args:
-            parsed: it, taken apart, where functions may be called.
-        """
+    def end_reply(self, writer: ReplyWriter, prompt_tokens: int) -> Reply:
+        """Put the reply that ``writer`` has finished into the history."""
         message, text = self.history[-1], writer.held_text()
         said = self.note_reply(writer, text)
         # What begins a thought that is forgotten goes with it.
@@ -655,21 +634,10 @@ class Session(CachedSequence):
             message["content"] = said.removeprefix(self.engine.processor.template.reply_blank)
         with self.engine.lock:
             memory = None if self.closed else self.memory()
-        reply = writer.reply(prompt_tokens, memory)
-        if parsed is not None:
-            calls, reason = parsed.calls, reply.finish_reason
-            if calls:
-                message |= {"sampled": True, "tool_calls": [one.for_template() for one in calls]}
-            if calls and parsed.complete and reason in ("eos", "stop"):
-                reason = "tool_calls"
-            reply = replace(
-                reply,
-                content=parsed.text,
-                reasoning=parsed.thought,
-                tool_calls=calls,
-                finish_reason=reason,
-            )
-        self.last = reply
+        reply = self.last = writer.reply(prompt_tokens, memory)
+        if reply.tool_calls:
+            calls = [one.for_template() for one in reply.tool_calls]
+            message |= {"sampled": True, "tool_calls": calls}
         return reply
 
     def take_back(self, start: TurnStart) -> bool:
@@ -691,10 +659,11 @@ class Session(CachedSequence):
             return True
 
     def _append(
-        self, turn: UserTurn, progress: Progress | None, undoable: bool = True
+        self, turn: Prompt, progress: Progress | None, undoable: bool = True
     ) -> torch.Tensor:
         """Prefill a turn whole, or leave the session as it was."""
         reading = turn.reading
+        assert reading is not None
         appends = reading.plan is None
         frames = self._frames(reading) if appends else []  # what fails here changes nothing
         kept = bool(self.undo_depth) and undoable

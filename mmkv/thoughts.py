@@ -13,7 +13,7 @@ from mmkv.prompt.special import tokenize
 
 if TYPE_CHECKING:
     from mmkv.calls.parser import ThoughtMarks
-    from mmkv.reply import TokenBytes
+    from mmkv.detokenizer import TokenBytes
 
 
 # Tokens at the end of a prompt that may open a thought, or hold an empty one.

@@ -19,6 +19,7 @@ from mmkv.prompt.processing import PER_TOKEN
 from mmkv.prompt.special import CUT, new_marker
 from mmkv.prompt.template import as_parts, is_blank, is_open, joined, take_media
 from mmkv.prompt.video import FramesSeen, check_sampling, load_frames
+from mmkv.thoughts import PROMPT_END
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -63,31 +64,41 @@ class TurnReading:
 
 
 @dataclass
-class UserTurn:
-    """A turn, ready to be appended.
+class Prompt:
+    """What a session appends before a reply.
 
     Attributes:
-        messages: what the history gets; reading: what is appended.
+        inputs: the processor's tensors, one row, with what the cache lacks of the latest reply.
+        messages: what the history gets.
+        reading: how far the session goes back for it, and what is read; None: it only appends.
+        text: of which the inputs were made; empty: not known.
         started: when composing began, on ``time.perf_counter``'s clock.
-        basis: what it was composed for, :attr:`mmkv.Session.basis`.
-        tools: the functions that the model is told of.
+        basis: what it was composed for, :attr:`mmkv.Session.basis`; None: for any session.
+        tools: the functions that the model is told of; None: those of the session.
     """
 
-    messages: list[Message]
-    reading: TurnReading
-    started: float
-    basis: tuple[object, int]
-    tools: tuple[Tool, ...] = ()
-
-    @property
-    def inputs(self) -> dict[str, Tensor]:
-        """Return the processor's tensors, one row."""
-        return self.reading.inputs
+    inputs: dict[str, Tensor]
+    messages: Sequence[Message] = ()
+    reading: TurnReading | None = None
+    text: str = ""
+    started: float = field(default_factory=time.perf_counter)
+    basis: tuple[object, int] | None = None
+    tools: tuple[Tool, ...] | None = None
 
     @property
     def tokens(self) -> int:
         """Count the tokens."""
         return self.inputs["input_ids"].shape[-1]
+
+    @property
+    def end(self) -> list[int]:
+        """Return the latest tokens, which may open a thought."""
+        return self.inputs["input_ids"][0, -PROMPT_END:].tolist()
+
+    @property
+    def prefix(self) -> str:
+        """Return the text that the reply begins with, at the end of what is read."""
+        return "" if self.reading is None else self.reading.prefix
 
 
 def compose(
@@ -100,7 +111,7 @@ def compose(
     num_frames: int | None = None,
     prefix: str = "",
     tools: tuple[Tool, ...] | None = None,
-) -> UserTurn:
+) -> Prompt:
     """Compose all of a turn that can be wrong, and leave the session as it is.
 
     The arguments are those of :meth:`mmkv.Session.send`. Raises MmkvError.
@@ -139,7 +150,7 @@ class Observation:
         notes: for the user. seen: what is remembered of the session's frames then.
     """
 
-    turn: UserTurn | None
+    turn: Prompt | None
     frames: int
     skipped: int
     notes: list[str]
@@ -189,7 +200,7 @@ def compose_observation(
     if system is not None:
         opening = [{"role": "system", "content": system}]
 
-    def turn(content: list[dict[str, Any]]) -> UserTurn:
+    def turn(content: list[dict[str, Any]]) -> Prompt:
         messages = [*opening, {"role": "user", "content": content}]
         return _turn(session, messages, None, None, "", None, started, ends=False)
 
@@ -256,7 +267,7 @@ def compose_results(
     fps: float | None = None,
     num_frames: int | None = None,
     tools: tuple[Tool, ...] | None = None,
-) -> UserTurn:
+) -> Prompt:
     """Do as :func:`compose` with :meth:`mmkv.Session.send_results`'s arguments."""
     started = time.perf_counter()
     messages = _tool_messages(session, results)
@@ -307,7 +318,7 @@ def _turn(
     tools: tuple[Tool, ...] | None,
     started: float,
     ends: bool = True,
-) -> UserTurn:
+) -> Prompt:
     """Return the turn of messages with their media in them; ``ends``: see compose_messages."""
     messages, pictures, films = take_media(given)
     processor = session.engine.processor
@@ -324,7 +335,9 @@ def _turn(
 
     reading = compose_messages(session, messages, load, prefix, tools, ends)
     reading.notes = read_notes(session.engine, session.template_with(tools), seen, clips)
-    return UserTurn(messages, reading, started, session.basis, tools)
+    return Prompt(
+        reading.inputs, messages, reading, reading.read.text, started, session.basis, tools
+    )
 
 
 def compose_messages(

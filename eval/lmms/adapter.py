@@ -51,8 +51,8 @@ from mmkv.eval.lmms.settings import (
 from mmkv.prompt.template import Message, take_media
 from mmkv.reply import Reply
 from mmkv.scheduler.conversation import CachedConversation
-from mmkv.scheduler.replies import Prompt, ReplyJob, batch_scheduler
-from mmkv.turn import compose_messages
+from mmkv.scheduler.replies import ReplyJob, batch_scheduler
+from mmkv.turn import Prompt, compose_messages
 
 if TYPE_CHECKING:
     from mmkv import Engine, Session

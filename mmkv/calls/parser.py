@@ -417,9 +417,6 @@ class CallFilter:
 
     Args:
         marks, opened: as :class:`ReplyParser` takes them.
-
-    Attributes:
-        parsed: what has come, taken apart.
     """
 
     def __init__(
@@ -427,21 +424,16 @@ class CallFilter:
     ) -> None:
         self._parser, self._marks = parser, marks
         self._opened, self._thinks = opened, False
-        self.parsed = ParsedReply()
 
     def push(self, text: str) -> str:
         """Take more of the reply; return what of it can be shown now."""
         return self._shown(self._parser.push(text))
 
     def finish(self, cut: bool, stopped_by: str | None = None) -> str:
-        """End the reply; see :meth:`ReplyParser.finish`. A call that is not whole is left out."""
-        rest = self._shown(self._parser.finish(cut, stopped_by))
-        if not self.parsed.complete:
-            self.parsed.calls.pop()
-        return rest
+        """End the reply; see :meth:`ReplyParser.finish`."""
+        return self._shown(self._parser.finish(cut, stopped_by))
 
     def _shown(self, events: Sequence[Event]) -> str:
-        self.parsed.add(events)
         made = ""
         for event in events:
             thinks = isinstance(event, ThoughtPiece)

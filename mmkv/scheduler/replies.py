@@ -7,7 +7,7 @@ import math
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
 
 from mmkv.engine.budgets import SequenceSize, page_bound
@@ -21,20 +21,16 @@ from mmkv.engine.errors import (
 )
 from mmkv.engine.interrupts import CtrlC, whole
 from mmkv.engine.prefill import ChunkPass, needed_pages, pass_tokens, reserve_together
-from mmkv.reply import Reply, ReplyWriter, step
+from mmkv.reply import LogitSettings, Reply, ReplyWriter, step
 from mmkv.sampling import Sampling
 from mmkv.scheduler.contract import Job, Reservation
 from mmkv.scheduler.loop import Limits, Scheduler
-from mmkv.thoughts import PROMPT_END
-from mmkv.turn import TurnReading, compose
+from mmkv.turn import Prompt, compose
 
 if TYPE_CHECKING:
-    import torch
-
     from mmkv.api import Engine
     from mmkv.engine.budget import Budget
     from mmkv.engine.prefill import Prefill
-    from mmkv.prompt.template import Message
     from mmkv.scheduler.conversation import CachedConversation
     from mmkv.session import Session, TurnStart
 
@@ -42,34 +38,9 @@ if TYPE_CHECKING:
 log = logging.getLogger("mmkv.scheduler")
 
 
-@dataclass
-class Prompt:
-    """What a request appends to a session.
-
-    Attributes:
-        inputs: model inputs of the new tokens, with what the cache lacks of the latest reply.
-        messages: what is added to the session's history once the prompt is read.
-        reading: how far the session goes back for it, and what is read; None: it only appends.
-    """
-
-    inputs: dict[str, torch.Tensor]
-    messages: Sequence[Message] = field(default_factory=list)
-    reading: TurnReading | None = None
-
-    @property
-    def tokens(self) -> int:
-        """Count the tokens."""
-        return self.inputs["input_ids"].shape[-1]
-
-
 def message(text: str | Sequence[dict[str, Any]], **more: Any) -> Callable[[Session], Prompt]:
     """Return a function that makes the prompt of a message; arguments as in Session.send."""
-
-    def prepare(session: Session) -> Prompt:
-        turn = compose(session, text, **more)
-        return Prompt(turn.inputs, turn.messages, turn.reading)
-
-    return prepare
+    return lambda session: compose(session, text, **more)
 
 
 @dataclass
@@ -135,6 +106,7 @@ class ReplyJob(EngineJob):
         chunk: tokens in a chunk; None: the engine's.
         undo: whether a reply that is cancelled or fails takes its whole turn back, as a cancelled
             prompt does. A copy of the kept session's pages is held until the reply ends.
+        settings: what else is done with the logits, and what the reply has to follow.
 
     Attributes:
         reply: set when the job has ended.
@@ -151,11 +123,12 @@ class ReplyJob(EngineJob):
         prompt_tokens: int | None = None,
         chunk: int | None = None,
         undo: bool = False,
+        settings: LogitSettings = LogitSettings(),  # noqa: B008 (frozen)
     ) -> None:
         own = engine.budgets.checked(budget) if session is None else session.budget
         super().__init__(engine, own, chunk or engine.prefill_chunk)
         self._kept = session
-        self.sampling = engine.settled(sampling)
+        self.sampling, self.settings = engine.settled(sampling), settings
         if isinstance(prompt, Prompt) and prompt_tokens is None:
             prompt_tokens = prompt.tokens
         self._given, self.prompt_tokens = prompt, prompt_tokens
@@ -252,10 +225,7 @@ class ReplyJob(EngineJob):
             return False
         session, prompt, writer = self.live, self._prompt, self.writer
         assert session is not None and prompt is not None and writer is not None
-        session.begin_reply(prompt.messages, prompt.reading)
-        if prompt.reading is not None and prompt.reading.prefix:
-            writer.follow_text()
-        assert self._prefill.logits is not None
+        session.begin_reply(prompt, self.settings.rules.notes)
         token = writer.begin(self._prefill.logits, session.read_ids)
         self.decoding = [] if token is None else [DecodingReply(session, writer, token)]
         return True
@@ -313,14 +283,14 @@ class ReplyJob(EngineJob):
         given = self._given
         prompt = self._prompt = given if isinstance(given, Prompt) else given(self.live)
         self.writer = ReplyWriter(
-            engine.processor.tokenizer,
+            engine,
             self.sampling,
-            engine.eos_token_ids,
-            engine.media_token_ids,
-            marks=engine.thought_marks,
-            prompt=prompt.inputs["input_ids"][0, -PROMPT_END:].tolist(),
+            self.settings,
+            prompt=prompt.end,
+            text=prompt.text,
+            prefix=prompt.prefix,
+            started=started,
         )
-        self.writer.start_clock(started)
         if self.prompt_tokens is not None and prompt.tokens > self.prompt_tokens:
             raise InputError(
                 f"the prompt has {prompt.tokens:,} tokens and was announced with "

@@ -17,8 +17,9 @@ from typing import TYPE_CHECKING, Any
 from mmkv.calls.parser import CallEnd, CallStart, ParsedReply
 from mmkv.calls.tools import tool_use
 from mmkv.engine.errors import MmkvError
-from mmkv.grammar import ReplyRules, answer_schema, require_tools
+from mmkv.grammar import reply_rules, require_tools
 from mmkv.prompt.video import FramesSeen
+from mmkv.reply import LogitSettings
 from mmkv.sampling import Sampling, Settled
 from mmkv.server import reply
 from mmkv.server.engine_thread import Admitted, Delta, Done, Failed, Request
@@ -39,7 +40,6 @@ from mmkv.server.schema import (
     unsupported,
 )
 from mmkv.server.work import ChatWork
-from mmkv.server.writer import LogitSettings
 from mmkv.thoughts import marks_if_first
 from mmkv.turn import frames_clip
 
@@ -53,11 +53,11 @@ if TYPE_CHECKING:
     from mmkv.server.conversations import ConversationState
     from mmkv.server.job import ChatJob
     from mmkv.server.messages import PromptRequest
+    from mmkv.server.reply import Spelled
     from mmkv.server.responses_schema import ResponseRequest
     from mmkv.server.settings import Facts, ServerSettings
     from mmkv.server.state import Caller, ServerState
     from mmkv.server.work import RequestCounts
-    from mmkv.server.writer import Spelled
 
 
 class RequestMedia:
@@ -350,7 +350,8 @@ class ChatCall:
                     return
                 at, reason = event.index, event.finish_reason
                 if at not in parsers:
-                    parsers[at] = self.work.parser(at)
+                    assert self.taken is not None
+                    parsers[at] = self.taken.parser(at)
                 found = parsers[at].push(event.text)
                 if reason is not None:
                     cut = reason != "eos" or event.stop_text is not None
@@ -603,9 +604,7 @@ def _logit_settings(request: ChatRequest, facts: Facts, use: ToolUse | None) -> 
         raise ApiError(400, "top_logprobs needs logprobs", "invalid_value", "top_logprobs")
     top = (request.top_logprobs or 0) if request.logprobs else None
     try:
-        form = None if use is None else facts.call_format
-        answer, notes = answer_schema(request.response_format)
-        rules = ReplyRules(answer, form, use, (*notes, *(use.notes if use else ())))
+        rules = reply_rules(request.response_format, facts.call_format, use)
     except MmkvError as error:
         raise ApiError(400, str(error), "invalid_value", "response_format") from error
     stop_tokens = frozenset(request.stop_token_ids or ())

@@ -35,7 +35,7 @@ from mmkv.server.schema import (
 from mmkv.server.state import Caller, ServerState
 
 if TYPE_CHECKING:
-    from mmkv.server.writer import Spelled
+    from mmkv.server.reply import Spelled
 
 
 class CompletionRequest(SampledRequest):

@@ -27,14 +27,14 @@ from mmkv.server.errors import ApiError
 from mmkv.server.footprint import UNSENT_TOGETHER, fitted
 from mmkv.server.job import ChatJob, ConversationLookup
 from mmkv.server.prompts import ContextBounds, digest_of
-from mmkv.server.reply import FINISH
+from mmkv.server.reply import FINISH, Spelled, spell
 from mmkv.server.settings import Facts, RequestBounds
 from mmkv.server.store import HibernationFolder
 from mmkv.server.work import ChatWork
-from mmkv.server.writer import Spelled, spell
 
 if TYPE_CHECKING:
     from mmkv.api import Engine
+    from mmkv.calls.parser import ReplyParser
     from mmkv.prompt.qwen_vision import VideoRules
     from mmkv.scheduler import Ticket
     from mmkv.server.metrics import Metrics
@@ -202,6 +202,11 @@ class Request:
             return call(ticket.job)
 
         return await self._thread.call(run)
+
+    def parser(self, index: int) -> ReplyParser:
+        """Return what takes a reply apart that has begun."""
+        assert self.ticket is not None
+        return self.ticket.job.writers[index].parser()
 
     def cancel(self) -> None:
         """Cancel it in any state; its pages are free within two turns."""
@@ -531,7 +536,7 @@ class EngineCore:
         """Return the job of a request. Raises MmkvError."""
         chunk = self.engine.prefill_chunk
         memories = ConversationLookup(self.engine, work, self.prefix_cache, self.conversations)
-        return ChatJob(self.engine, work, memories, self.engine.grammars, chunk, admitted)
+        return ChatJob(self.engine, work, memories, chunk, admitted)
 
     def close(self) -> None:
         """Cancel what is left, and return all pages and files."""

@@ -14,12 +14,13 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from mmkv.calls.parser import ReplyParser
 from mmkv.engine.budgets import page_bound
 from mmkv.engine.errors import InputError
 from mmkv.notes import read_notes, times_notes
 from mmkv.prompt.held import Read, read_of
 from mmkv.prompt.template import REWRITES
-from mmkv.reply import Detokenizer
+from mmkv.reply import ReplyWriter
 from mmkv.scheduler.contract import Reservation
 from mmkv.scheduler.replies import DecodingReply, EngineJob
 from mmkv.server.conversations import ConversationInfo, kept_shares, most_entries
@@ -38,14 +39,12 @@ from mmkv.server.prompts import (
     with_sampled,
 )
 from mmkv.server.work import ChatWork, Choice, RequestCounts, Standing, Usage
-from mmkv.server.writer import ScoredWriter
-from mmkv.thoughts import PROMPT_END, marks_if_first
+from mmkv.thoughts import PROMPT_END
 from mmkv.turn import agreed, kept_tokens, text_before_media, text_behind, without_first
 
 if TYPE_CHECKING:
     from mmkv.api import Engine
     from mmkv.engine.contents import Span
-    from mmkv.grammar import Grammars
     from mmkv.prompt.template import ChatTemplate
     from mmkv.server.conversations import ConversationState, ConversationStore, PrefixCache
     from mmkv.session import Session
@@ -83,7 +82,9 @@ class ConversationLookup:
         elif self._shares:
             keys = list(self._keys)
             if begun := self.work.begun.text:
-                keys.append(link(keys[-1], self.work.reply_message(0, begun, "", cut=True)))
+                rules = self.work.logit_settings.rules
+                parser = ReplyParser(rules.format, rules.use, self.work.thoughts)
+                keys.append(link(keys[-1], self.work.reply_message(parser, begun, cut=True)))
             for count in range(len(keys), 0, -1):
                 for table in (self._prefix_cache, self._conversations):
                     if (found := table.at(keys[count - 1])) is not None:
@@ -282,13 +283,12 @@ class ChatJob(EngineJob):
         engine: Engine,
         work: ChatWork,
         conversations: ConversationLookup,
-        grammars: Grammars,
         chunk: int,
         admitted: Callable[[], None],
     ) -> None:
         super().__init__(engine, engine.budgets.checked(work.budget), chunk)
         self.work = work
-        self.conversations, self.grammars = conversations, grammars
+        self.conversations = conversations
         self.counts = RequestCounts(engine)
         self._admitted = admitted
         parts = (part for message in work.messages for part in message.media)
@@ -298,7 +298,7 @@ class ChatJob(EngineJob):
         self._continues: ConversationState | None = None
         self._read: Read | None = None
         self._prompt_end: list[int] = []  # its latest tokens
-        self.writers: list[ScoredWriter] = []
+        self.writers: list[ReplyWriter] = []
         self.choices: list[Choice] = []
         self._dropped = self.observed = False
         self._spans: list[Span] = []  # of the messages that are read
@@ -707,31 +707,21 @@ class ChatJob(EngineJob):
         images = [one for kind, one in pairs if kind == "image"]
         return images, [one for kind, one in pairs if kind == "video"]
 
-    @cached_property
-    def _shown(self) -> frozenset[int]:
-        """The special tokens that are part of a reply's text."""
-        return self.grammars.shown(self.work.logit_settings.rules.format, self.work.thoughts)
-
     def _begin_replies(self, logits: torch.Tensor) -> None:
-        engine, sampling, session = self.engine, self.work.sampling, self.live
-        assert session is not None
-        changes, tokenizer = self.work.logit_settings, engine.processor.tokenizer
-        marks, outline = self.work.thoughts, self._outline
-        prefix = "" if outline is None else self._template.prefix_in(outline.text)
-        if marks is not None and outline is not None:
-            before = outline.text.removesuffix(prefix)
-            self.work.thought_opened = before.rstrip().endswith(marks.open)
-        thinks = marks is not None and self.work.parser(0).thinks
-        first = marks if thinks else marks_if_first(marks, prefix)
-        for at in range(self.work.choices):
-            seed = None if sampling.seed is None else (sampling.seed + at) % 2**63
-            own = replace(sampling, seed=seed)
-            bound = self.grammars.begin(changes.rules, first, thinks)
-            never = engine.media_token_ids
-            given = (tokenizer, own, engine.eos_token_ids, changes, bound, never, self._shown)
-            writer = ScoredWriter(*given, marks_if_first(marks, prefix), self._prompt_end)
-            if self.work.begun.text:
-                writer.follow_text()
+        session, outline, work = self.live, self._outline, self.work
+        assert session is not None and outline is not None
+        for at in range(work.choices):
+            seed = None if work.sampling.seed is None else (work.sampling.seed + at) % 2**63
+            writer = ReplyWriter(
+                self.engine,
+                replace(work.sampling, seed=seed),
+                work.logit_settings,
+                prompt=self._prompt_end,
+                text=outline.text,
+                prefix=self._template.prefix_in(outline.text),
+                raw=work.raw,
+                apart=True,
+            )
             token = writer.begin(logits, session.read_ids)
             fork = session if at == 0 else session.fork()
             self.decoding.append(DecodingReply(fork, writer, -1 if token is None else token))
@@ -755,21 +745,18 @@ class ChatJob(EngineJob):
 
         Sessions of interrupted replies are closed at once.
         """
-        outline = self._outline
-        prefix = "" if outline is None else self._template.prefix_in(outline.text)
         for one in self.decoding:
-            writer, session = one.writer, one.session
-            reply = writer.reply(self.counts.prompt_tokens, None)
-            said = session.note_reply(writer, reply.text)
-            stop = writer.stop_text
-            cut = reply.finish_reason != "eos" or stop is not None
-            message = self.work.reply_message(len(self.choices), prefix, reply.text, cut, stop)
-            tokens = len(reply.token_ids)
-            thought = self._thought_tokens(reply.token_ids) if message.thought else 0
-            if said != reply.text:  # its thought is forgotten
+            writer, session, text = one.writer, one.session, one.writer.text
+            said = session.note_reply(writer, text)
+            message = self.work.reply_message(
+                writer.parser(whole=True), writer.prefix + text, writer.cut, writer.stop_text
+            )
+            tokens, reason = len(writer.token_ids), writer.finish_reason or "interrupted"
+            thought = writer.thought_tokens if message.thought else 0
+            if said != text:  # its thought is forgotten
                 message = message.without_thought(said)
-            given = session.memory(), session.told, thought
-            self.choices.append(Choice(message, tokens, reply.finish_reason, *given))
+            memory = session.memory()
+            self.choices.append(Choice(message, tokens, reason, memory, session.told, thought))
             if self._dropped:
                 session.close()
                 self.conversations.join_shared_budget()
@@ -777,17 +764,6 @@ class ChatJob(EngineJob):
         if self.observed and self._dropped and self.live is not None:
             self.live.close()
             self.conversations.join_shared_budget()
-
-    def _thought_tokens(self, ids: Sequence[int]) -> int:
-        """Count the tokens of a reply up to the end of its thought."""
-        detokenizer = Detokenizer(self.engine.processor.tokenizer, self._shown)
-        parser, end = self.work.parser(0), 0
-        for count, token in enumerate(ids, 1):
-            thinks = parser.thinks
-            parser.push(detokenizer.push(token))
-            if thinks or parser.thinks:
-                end = count
-        return end
 
     def leave(self) -> None:
         """Keep each session after its reply, or close it; after :meth:`end`."""

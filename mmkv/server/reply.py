@@ -16,6 +16,7 @@ from fastapi.responses import JSONResponse
 from starlette.types import Message, Receive, Scope, Send
 
 from mmkv.calls.parser import CallPiece, CallStart, TextPiece, ThoughtPiece
+from mmkv.detokenizer import token_bytes
 from mmkv.engine.errors import STOPS
 from mmkv.server.errors import api_error
 
@@ -23,9 +24,9 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from mmkv.calls.parser import Event, ParsedReply
+    from mmkv.reply import TokenLogprob
     from mmkv.server.errors import ApiError
     from mmkv.server.work import Usage
-    from mmkv.server.writer import Spelled
 
 
 FINISH = {"eos": "stop", "stop": "stop", "length": "length", "context": "length"}
@@ -177,6 +178,42 @@ def usage_json(usage: Usage) -> dict[str, Any]:
         "completion_tokens_details": {"reasoning_tokens": thoughts},
         "mmkv": own,
     }
+
+
+_LOWEST = -9999.0  # JSON has no infinity
+
+
+@dataclasses.dataclass(frozen=True)
+class Spelled:
+    """A token as text with its log probability.
+
+    Attributes:
+        bytes: of the token; those of several may make up one character. None: not known.
+    """
+
+    text: str
+    logprob: float
+    bytes: list[int] | None
+    top: tuple[Spelled, ...] = ()
+
+
+def spell(tokenizer: Any, scored: Sequence[TokenLogprob]) -> list[Spelled]:
+    """Return tokens as text."""
+    return [
+        _spelled(
+            tokenizer, one.token, one.logprob, tuple(_spelled(tokenizer, *two) for two in one.top)
+        )
+        for one in scored
+    ]
+
+
+def _spelled(tokenizer: Any, token: int, logprob: float, top: tuple[Spelled, ...] = ()) -> Spelled:
+    raw = token_bytes(tokenizer).of(token)
+    if raw is None:
+        text = tokenizer.decode([token], clean_up_tokenization_spaces=False)
+    else:
+        text = raw.decode("utf-8", errors="replace")
+    return Spelled(text, max(logprob, _LOWEST), None if raw is None else list(raw), top)
 
 
 def logprobs(spelled: list[Spelled]) -> dict[str, Any]:

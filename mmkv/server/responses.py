@@ -40,8 +40,8 @@ if TYPE_CHECKING:
     from mmkv.calls.parser import Event
     from mmkv.sampling import Settled
     from mmkv.server.conversations import ConversationState
+    from mmkv.server.reply import Spelled
     from mmkv.server.work import Usage
-    from mmkv.server.writer import Spelled
 
 
 class ResponseBuilder:

@@ -6,7 +6,6 @@ and entries evicted on the way, by modality.
 
 from __future__ import annotations
 
-import secrets
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal
@@ -17,9 +16,9 @@ from mmkv.calls.parser import ReplyParser, ThoughtMarks, parse
 from mmkv.engine.contents import MODALITIES
 from mmkv.notes import conversation_notes
 from mmkv.prompt.video import FramesSeen
+from mmkv.reply import LogitSettings
 from mmkv.sampling import Settled
 from mmkv.server.prompts import Begun, Message, reply_message
-from mmkv.server.writer import LogitSettings
 
 if TYPE_CHECKING:
     from mmkv.api import Engine
@@ -62,8 +61,7 @@ class ChatWork:
         template_values, tools: what the chat template is told beside the messages.
         raw: whether there is no template, and the messages' texts are read as they stand.
         begun: what the reply begins with; it is read, and not part of the answer.
-        thoughts: the marks of thoughts, where the model has some; thought_opened: whether the
-            prompt ended with one's opening, but for what the reply begins with, once that is known.
+        thoughts: the marks of thoughts, where the model has some.
         observes: how its last message, which is open, is observed; no reply follows then. None:
             it asks for a reply.
         frames: what is remembered of observed frames, with those of the request.
@@ -89,34 +87,20 @@ class ChatWork:
     raw: bool = False
     begun: Begun = field(default_factory=Begun)
     thoughts: ThoughtMarks | None = None
-    thought_opened: bool = False
     observes: Observing | None = None
     frames: FramesSeen = field(default_factory=FramesSeen)
     result: ConversationState | None = None
-    _seed: str = field(default_factory=lambda: secrets.token_hex(16))
-
-    def parser(self, index: int) -> ReplyParser:
-        """Return what takes the reply of an index apart; the ids of its calls are always the same.
-
-        To be called once ``thought_opened`` is known: when a reply has begun.
-        """
-        rules = self.logit_settings.rules
-        seed = f"{self._seed}:{index}"
-        given = (rules.format, rules.use, self.thoughts, self.thought_opened, seed)
-        return ReplyParser(*given, self.begun.text)
 
     def reply_message(
-        self, index: int, prefix: str, text: str, cut: bool, stopped_by: str | None = None
+        self, parser: ReplyParser, text: str, cut: bool, stopped_by: str | None = None
     ) -> Message:
         """Return a reply as the message that a client sends back.
 
         Args:
-            prefix: what it begins with.
+            text: all of it, with what it begins with, which ``parser`` takes apart.
             cut, stopped_by: see :meth:`mmkv.calls.parser.ReplyParser.finish`.
         """
-        whole = replace(self, begun=Begun()).parser(index)
-        parsed = parse(whole, prefix + text, cut, stopped_by)
-        made = reply_message(parsed, prefix + text)
+        made = reply_message(parse(parser, text, cut, stopped_by), text)
         thought = self.begun.thought
         return made if thought is None else replace(made, thought=thought, sampled=None)
 

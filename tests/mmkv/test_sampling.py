@@ -30,6 +30,7 @@ from transformers.generation import (
 
 import mmkv
 from mmkv import Engine, Session
+from mmkv.detokenizer import Detokenizer, StopStrings, token_bytes
 from mmkv.engine.backends.cuda import GraphRunner
 from mmkv.engine.backends.cuda.kernels.sample import (
     Draw,
@@ -41,12 +42,12 @@ from mmkv.engine.backends.cuda.kernels.sample import (
 from mmkv.engine.errors import BROKEN, InputError, ModelError, NotFiniteError
 from mmkv.engine.read_ids import mask_of, with_ids
 from mmkv.generation_config import _FOLLOWED, _HARMLESS, Generation, generation_of
-from mmkv.reply import Detokenizer, StopStrings, token_bytes
+from mmkv.reply import TokenLogprob
 from mmkv.sampling import Sampler, Sampling, Settled, _likely, distribution, likeliest_of
 from mmkv.scheduler import Limits, Scheduler
 from mmkv.scheduler.conversation import CachedConversation
 from mmkv.scheduler.replies import EngineExecutor, ReplyJob, message
-from mmkv.server.writer import TokenLogprob, spell
+from mmkv.server.reply import spell
 from tests.support.bursts import Bursts
 from tests.support.chat_models import byte_tokenizer, picture, save_llama, save_qwen3_vl, watch
 from tests.support.sessions import state

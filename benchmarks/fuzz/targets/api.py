@@ -20,10 +20,11 @@ from benchmarks.fuzz import mutate
 from benchmarks.fuzz.models import SharedModels, save_text_model, small_engine
 from benchmarks.fuzz.target import Case, Target, Wrong
 from mmkv.api import Engine
+from mmkv.detokenizer import Detokenizer
 from mmkv.engine.errors import ForeignError, MmkvError
 from mmkv.hf import RetainedCache, retain
 from mmkv.prompt import sandbox, special
-from mmkv.reply import Detokenizer, ReplyWriter
+from mmkv.reply import ReplyWriter
 from mmkv.sampling import Sampling
 from mmkv.scheduler import Limits, Scheduler
 from mmkv.scheduler.replies import EngineExecutor, ReplyJob, message

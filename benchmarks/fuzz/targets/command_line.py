@@ -37,8 +37,9 @@ from mmkv.resources import asset
 from mmkv.sampling import Sampling
 from mmkv.scheduler import Limits, Scheduler
 from mmkv.scheduler.conversation import CachedConversation
-from mmkv.scheduler.replies import EngineExecutor, Prompt, ReplyJob, message
+from mmkv.scheduler.replies import EngineExecutor, ReplyJob, message
 from mmkv.session import Session
+from mmkv.turn import Prompt
 
 _ENGINE = (
     "--budget --budget-bytes --budget-fraction --policy --lookahead --evict-every --prefill-chunk "

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 from random import Random
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -245,10 +246,14 @@ def test_a_space_behind_the_prefix_is_the_replys() -> None:
     inner.decoder = decoders.Metaspace(prepend_scheme="first")
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=inner, eos_token="</s>")
     ids = [vocabulary[piece] for piece in ("\u2581", "b", "\u2581", "c")]
-    for follows, wanted in ((False, "b c"), (True, " b c")):
-        writer = ReplyWriter(tokenizer, checked(Sampling(9)), [1])
-        if follows:
-            writer.follow_text()
+    engine: Any = SimpleNamespace(
+        processor=SimpleNamespace(tokenizer=tokenizer),
+        thought_marks=None,
+        eos_token_ids=frozenset({1}),
+        media_token_ids=frozenset(),
+    )
+    for prefix, wanted in (("", "b c"), ("a", " b c")):
+        writer = ReplyWriter(engine, checked(Sampling(9)), prefix=prefix)
         for token in ids:
             writer.put(token)
         assert writer.take() == writer.held_text() == wanted

@@ -15,8 +15,9 @@ from mmkv.reply import ReplyWriter
 from mmkv.scheduler import Limits, Scheduler
 from mmkv.scheduler.contract import Reservation
 from mmkv.scheduler.conversation import CachedConversation
-from mmkv.scheduler.replies import EngineExecutor, Prompt, ReplyJob, message
+from mmkv.scheduler.replies import EngineExecutor, ReplyJob, message
 from mmkv.session import Session
+from mmkv.turn import Prompt
 from tests.support.chat_models import picture
 from tests.support.replies import CHUNK, LONG, REPLY, ask, load, watch
 from tests.support.sessions import assert_same_rows

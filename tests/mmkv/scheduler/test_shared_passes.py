@@ -13,7 +13,8 @@ from mmkv import Engine
 from mmkv.engine.errors import BudgetError, NotFiniteError
 from mmkv.scheduler import Limits, Scheduler
 from mmkv.scheduler.conversation import CachedConversation
-from mmkv.scheduler.replies import EngineExecutor, Prompt, ReplyJob, message
+from mmkv.scheduler.replies import EngineExecutor, ReplyJob, message
+from mmkv.turn import Prompt
 from tests.support.replies import CHUNK, REPLY, ids, load, watch
 
 

@@ -20,6 +20,7 @@ import pytest
 from mmkv import Engine
 from mmkv.engine.errors import STOPS, ForeignError, InputError
 from mmkv.prompt import special
+from mmkv.reply import ReplyWriter
 from mmkv.scheduler import Ticket
 from mmkv.server.engine_thread import (
     Delta,
@@ -29,8 +30,8 @@ from mmkv.server.engine_thread import (
 )
 from mmkv.server.footprint import UNSENT_TOGETHER
 from mmkv.server.job import ChatJob, ConversationLookup
+from mmkv.server.reply import Spelled
 from mmkv.server.settings import RequestBounds
-from mmkv.server.writer import ScoredWriter, Spelled
 from tests.support.chat_models import picture, save_llama
 from tests.support.servers import Server, asked, held_pages, picture_part, serving
 
@@ -293,14 +294,14 @@ def test_a_prompt_whose_replies_cannot_begin_fails_alone(
 def test_a_reply_that_cannot_be_written_fails_alone(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    put = ScoredWriter.put
+    put = ReplyWriter.put
 
-    def fails(writer: ScoredWriter, token: int) -> int | None:
+    def fails(writer: ReplyWriter, token: int) -> int | None:
         if writer._limit == 7 and len(writer.token_ids) == 1:
             raise ZeroDivisionError("a defect")
         return put(writer, token)
 
-    monkeypatch.setattr(ScoredWriter, "put", fails)
+    monkeypatch.setattr(ReplyWriter, "put", fails)
     with serving(lambda: load(folder)) as server:
         other = Client(server, asked("first", max_tokens=FOREVER))
         server.wait_for(lambda core: states(core) == ["decode"])
@@ -542,7 +543,6 @@ def test_a_panic_anywhere_ends_one_request(
     """In the prompt, in choosing a token, in the step, in what is told: others go on."""
     from mmkv.prompt.template import ChatTemplate
     from mmkv.server import engine_thread as workers
-    from mmkv.server.writer import ScoredWriter
 
     def once(owner: type, name: str, when: Any) -> None:
         real = getattr(owner, name)
@@ -561,10 +561,10 @@ def test_a_panic_anywhere_ends_one_request(
                 once(ChatTemplate, "render", lambda self, messages, *_: "stop me" in str(messages))
                 once(ChatTemplate, "layout", lambda self, messages, *_: "stop me" in str(messages))
             elif place == "draw":
-                once(ScoredWriter, "choose", lambda self, *_: bool(self._logit_settings.bias))
+                once(ReplyWriter, "choose", lambda self, *_: bool(self._logit_settings.bias))
             elif place == "decode":
                 once(
-                    ScoredWriter,
+                    ReplyWriter,
                     "put",
                     lambda self, *_: bool(self._logit_settings.bias) and len(self.token_ids) > 1,
                 )
