@@ -23,7 +23,6 @@ from mmkv.engine.cache.layout import Layout
 from mmkv.engine.config import DEFAULT_BUDGET, EngineConfig, require_options
 from mmkv.engine.errors import GateError, InputError, PolicyError
 from mmkv.engine.interrupts import FairLock, whole
-from mmkv.engine.memory import give_back
 from mmkv.engine.model.decoder import Decoder
 from mmkv.engine.model.families.base import Family, Turn
 from mmkv.engine.model.families.loading import load, resolve_device
@@ -45,6 +44,7 @@ from mmkv.engine.scorer_state import has_on_append, has_on_step, sequence_memory
 from mmkv.engine.sequence import CachedSequence
 from mmkv.engine.session_file import load_session
 from mmkv.engine.steps import decode_step, decode_steps
+from mmkv.engine.system import give_back
 
 _LOADING = {"model", "adapter", "lookahead", "device", "dtype", "weights", "threads"}
 _FEATURES = 8  # the share of a limit that features of pictures may take: one of so many

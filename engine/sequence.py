@@ -28,7 +28,6 @@ from mmkv.engine.compaction import (
     without_after,
 )
 from mmkv.engine.contents import Memory, Span, held_shares, memory_of, retained_tokens
-from mmkv.engine.device import exact_products
 from mmkv.engine.errors import ContextError, SessionError
 from mmkv.engine.interrupts import CtrlC
 from mmkv.engine.paths import user_path
@@ -38,6 +37,7 @@ from mmkv.engine.prefill import Prefill, claimed, run_whole
 from mmkv.engine.read_ids import with_ids
 from mmkv.engine.risk import Risk, RiskMeter
 from mmkv.engine.scorer_state import RINGS, forget_positions, view_of
+from mmkv.engine.system import exact_products
 from mmkv.engine.trace import FORGOTTEN, Recorder
 
 if TYPE_CHECKING:
@@ -81,7 +81,7 @@ class CachedSequence:
             that is not known; compactions: how often they were drawn together
             (:mod:`mmkv.engine.compaction`).
         read_ids: a bit for each token id that it has read, evicted or not
-            (:mod:`mmkv.engine.read_ids`).
+            (:mod:`mmkv.engine.contents`).
         cache_salt: only sessions with the same one find each other's features of pictures.
 
     Threads may share an engine, not a session: a call on a session that another thread is using

@@ -20,7 +20,6 @@ from mmkv.engine.backends.cuda.kernels.sample import (
     uniform,
 )
 from mmkv.engine.budgets import batch_of, count, give_room
-from mmkv.engine.device import exact_products
 from mmkv.engine.errors import (
     BROKEN,
     ContextError,
@@ -32,6 +31,7 @@ from mmkv.engine.errors import (
 from mmkv.engine.interrupts import CtrlC
 from mmkv.engine.prefill import claimed
 from mmkv.engine.scorer_state import revise_state
+from mmkv.engine.system import exact_products
 
 if TYPE_CHECKING:
     from mmkv.engine.runtime import Runtime

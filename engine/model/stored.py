@@ -22,10 +22,10 @@ from safetensors import safe_open
 from torch import Tensor
 
 from mmkv.engine.errors import ModelError
-from mmkv.engine.model.int8 import BLOCK
 from mmkv.engine.model.panel_files import MappedFile, PanelStore
 from mmkv.engine.model.panels import room
 from mmkv.engine.model.product import INTEGERS, Matrix, WeightForm, equal, multiply
+from mmkv.engine.model.rounded import BLOCK
 from mmkv.engine.model.spec import DecoderSpec, DeltaSpec, Routing, sparse_layers
 from mmkv.engine.model.state_layer import DeltaLayer
 from mmkv.engine.model.weights import (

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import hashlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,9 +12,9 @@ import torch
 from torch import Tensor, nn
 
 from mmkv.engine.errors import ModelError
-from mmkv.engine.model.int8 import IntegerMatrix
 from mmkv.engine.model.panels import Panels, sampled
 from mmkv.engine.model.product import Matrix, Product, WeightForm, multiply
+from mmkv.engine.model.rounded import IntegerMatrix
 from mmkv.engine.model.spec import DecoderSpec
 from mmkv.engine.model.state_layer import DeltaLayer, StateLayer, StateShapes
 
@@ -444,3 +444,31 @@ def _take_delta(module: Any, spec: DecoderSpec, fuse: _Fuse) -> dict[str, Any]:
 
 def _bias(linear: nn.Linear) -> Tensor | None:
     return None if linear.bias is None else linear.bias.data
+
+
+def find_not_finite(tensors: Iterable[tuple[str, Tensor | Panels]]) -> str | None:
+    """Return the name of the first tensor that holds NaN or an infinity, None where none does.
+
+    The least and the greatest number are numbers only if all are, and are found in one pass.
+    """
+    for name, held in tensors:
+        tensor = held.held()[-1] if isinstance(held, Panels) else held
+        if not tensor.numel():
+            continue
+        least, greatest = tensor.detach().aminmax()
+        if not (torch.isfinite(least) and torch.isfinite(greatest)):
+            return name
+    return None
+
+
+def require_finite(tensors: Iterable[tuple[str, Tensor | Panels]], checkpoint: str) -> None:
+    """Check weights of a checkpoint, in one pass over their bytes.
+
+    Raises:
+        ModelError: one holds NaN or an infinity, so that every answer would be noise.
+    """
+    if odd := find_not_finite(tensors):
+        raise ModelError(
+            f"the weights of {checkpoint} hold NaN or infinity (in {odd}); get the complete "
+            "checkpoint again, or load it in another dtype"
+        )

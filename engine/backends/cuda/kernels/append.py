@@ -11,7 +11,7 @@ from torch import Tensor
 
 from mmkv.engine.backends.cuda.kernels.available import on_triton
 from mmkv.engine.backends.cuda.kernels.buffers import AppendBuffers, PageTables
-from mmkv.engine.device import on_device
+from mmkv.engine.system import on_device
 
 
 def empty_room(batch: int, rows: PageTables) -> AppendBuffers:

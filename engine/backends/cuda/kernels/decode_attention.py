@@ -8,7 +8,7 @@ from torch import Tensor
 from mmkv.engine.backends.cuda.kernels.available import on_triton
 from mmkv.engine.backends.cuda.kernels.buffers import NewestTokens, Partials, WorkList
 from mmkv.engine.cache import EncodedKV
-from mmkv.engine.device import on_device
+from mmkv.engine.system import on_device
 
 
 def empty_partials(work: WorkList, group: int, head_dim: int) -> Partials:

@@ -25,10 +25,10 @@ from mmkv.engine.backends.cuda.kernels.buffers import (
 )
 from mmkv.engine.budget import EVERY_STEP, Interval
 from mmkv.engine.cache import Columns
-from mmkv.engine.device import on_device
 from mmkv.engine.policies.allocation import FlooredAllocation, GlobalAllocation, HeadAllocation
 from mmkv.engine.policies.base import CacheView, Policy, kernel_of
 from mmkv.engine.policies.selection import Shares, lowest
+from mmkv.engine.system import on_device
 
 # Selecting programs that an H200 holds at once, or nearly: the sequences share them.
 PROGRAMS = 384

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from mmkv.engine.backends.cuda.kernels.available import on_triton
 from mmkv.engine.cache import EncodedKV
-from mmkv.engine.device import on_device
+from mmkv.engine.system import on_device
 
 
 def prefill_attention_reference(

@@ -51,7 +51,7 @@ class Draw:
 
     Attributes:
         seed: of its noise.
-        read: a bit for each id that stands before the next token (:mod:`mmkv.engine.read_ids`).
+        read: a bit for each id that stands before the next token (:mod:`mmkv.engine.contents`).
         counts: how often the reply has each id so far.
     """
 

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from mmkv.engine.backends.cuda.kernels.available import on_triton
 from mmkv.engine.backends.cuda.kernels.buffers import WorkList
-from mmkv.engine.device import on_device
+from mmkv.engine.system import on_device
 
 # A tile holds about this many bytes of keys and values. A program of the attention kernel has two
 # tiles on their way from memory and four programs share a multiprocessor: 128 KiB in flight, five

@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 from mmkv.engine.backends.cuda.kernels.available import on_triton
-from mmkv.engine.device import on_device
 from mmkv.engine.policies.base import admitted
 from mmkv.engine.policies.write_gate import visible
+from mmkv.engine.system import on_device
 
 LAST = torch.iinfo(torch.int64).max
 

@@ -1,4 +1,4 @@
-"""RMSNorm, together with the residual sum before it."""
+"""RMSNorm with the residual sum before it, and the gated activation of the MLP."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from mmkv.engine.backends.cuda.kernels.available import on_triton
-from mmkv.engine.device import on_device
+from mmkv.engine.system import on_device
 
 
 def rms_norm(x: Tensor, residual: Tensor | None, gain: Tensor, eps: float) -> tuple[Tensor, Tensor]:
@@ -25,10 +25,10 @@ def rms_norm(x: Tensor, residual: Tensor | None, gain: Tensor, eps: float) -> tu
         normed ``[T, d]`` and the sum ``[T, d]`` (``x`` itself without a residual).
     """
     if on_triton(x):
-        from mmkv.engine.backends.cuda.kernels import norm_triton
+        from mmkv.engine.backends.cuda.kernels import pointwise_triton
 
         with on_device(x.device):
-            return norm_triton.rms_norm(x, residual, gain, eps)
+            return pointwise_triton.rms_norm(x, residual, gain, eps)
     return rms_norm_reference(x, residual, gain, eps)
 
 
@@ -40,3 +40,28 @@ def rms_norm_reference(
     if gain.dtype != total.dtype:
         return F.rms_norm(total.float(), gain.shape, gain, eps).to(total.dtype), total
     return F.rms_norm(total, gain.shape, gain, eps), total
+
+
+def gated(gate_up: Tensor, activation: str = "silu") -> Tensor:
+    """Compute ``activation(gate) * up``, ``[T, f]``.
+
+    As in the eager decoder the activation is rounded to the dtype before it is multiplied, and
+    the product again.
+
+    Args:
+        gate_up: ``[T, 2 f]``, the gate first, rows contiguous.
+        activation: ``silu`` or ``gelu_tanh``.
+    """
+    if on_triton(gate_up):
+        from mmkv.engine.backends.cuda.kernels import pointwise_triton
+
+        with on_device(gate_up.device):
+            return pointwise_triton.gated(gate_up, activation)
+    return gated_reference(gate_up, activation)
+
+
+def gated_reference(gate_up: Tensor, activation: str = "silu") -> Tensor:
+    """Compute :func:`gated` in torch, as the reference."""
+    gate, up = gate_up.chunk(2, -1)
+    active = F.silu(gate) if activation == "silu" else F.gelu(gate, approximate="tanh")
+    return active * up
