@@ -341,8 +341,7 @@ def _take_layer(
     state_layer: StateLayerOf | None = None,
     fuse: _Fuse = _fuse,
 ) -> LayerWeights:
-    attends = spec.entry_index[index] is not None
-    own = not attends and spec.delta is None and state_layer is not None
+    own = spec.entry_index[index] is None and spec.delta is None and state_layer is not None
     extra = {name for name, _ in layer.named_children()} - _EXPECTED - {*spec.norms}
     mlp = layer.mlp
     wanted = _SHARED if spec.routing is not None and spec.routing.shared else _SPARSE
@@ -355,7 +354,7 @@ def _take_layer(
             f"({', '.join(sorted(extra)) or type(mlp).__name__}); use a checkpoint of a supported "
             "family"
         )
-    if attends:
+    if spec.entry_index[index] is not None:
         mixing = _take_attention(layer.self_attn, spec, fuse)
     elif own:
         assert state_layer is not None
@@ -364,27 +363,31 @@ def _take_layer(
         mixing["state_layer"] = state_layer(layer)
     else:
         mixing = _take_delta(layer.linear_attn, spec, fuse)
+    gains = [gain_of(getattr(layer, name).weight.data, spec) for name in spec.norms]
+    return LayerWeights(**norms_of(gains), **mixing, **_take_mlp(mlp, sparse, fuse))
+
+
+def _take_mlp(mlp: Any, sparse: bool, fuse: _Fuse) -> dict[str, Any]:
+    """Take a dense MLP, or a mixture with the expert that every token goes through, if any."""
     if sparse:
         gate_up, gate_up_bias = mlp.experts.gate_up_proj.data, None
     elif hasattr(mlp, "gate_up_proj"):
         gate_up, gate_up_bias = mlp.gate_up_proj.weight.data, _bias(mlp.gate_up_proj)
     else:
         gate_up, gate_up_bias = fuse([mlp.gate_proj, mlp.up_proj])
-    if sparse and wanted is _SHARED:
+    made = {
+        "gate_up": gate_up,
+        "gate_up_bias": gate_up_bias,
+        "down": mlp.experts.down_proj.data if sparse else mlp.down_proj.weight.data,
+        "down_bias": None if sparse else _bias(mlp.down_proj),
+        "router": mlp.gate.weight.data if sparse else None,
+    }
+    if sparse and hasattr(mlp, "shared_expert"):
         shared = mlp.shared_expert
-        mixing["shared_gate"] = mlp.shared_expert_gate.weight.data
-        mixing["shared_gate_up"], _ = fuse([shared.gate_proj, shared.up_proj])
-        mixing["shared_down"] = shared.down_proj.weight.data
-    gains = [gain_of(getattr(layer, name).weight.data, spec) for name in spec.norms]
-    return LayerWeights(
-        **norms_of(gains),
-        gate_up=gate_up,
-        gate_up_bias=gate_up_bias,
-        down=mlp.experts.down_proj.data if sparse else mlp.down_proj.weight.data,
-        down_bias=None if sparse else _bias(mlp.down_proj),
-        router=mlp.gate.weight.data if sparse else None,
-        **mixing,
-    )
+        made["shared_gate"] = mlp.shared_expert_gate.weight.data
+        made["shared_gate_up"], _ = fuse([shared.gate_proj, shared.up_proj])
+        made["shared_down"] = shared.down_proj.weight.data
+    return made
 
 
 def norms_of(gains: Sequence[Tensor]) -> dict[str, Any]:
