@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 from weakref import WeakKeyDictionary
 
 import torch
@@ -91,109 +91,9 @@ def page_bound(
     return PageBound(steady + beside, chunks)
 
 
-def lasting_pages(engine: Runtime, budget: Budget) -> int | None:
-    """Bound the pages of a sequence of any length under a budget of its own, between its chunks.
-
-    None: there is no bound.
-    """
-    if not engine.policy.evicts or engine.policy.keeps_prompt or budget.kind == "fraction":
-        return None
-    rows, pool = engine.spec.rows, engine.cache.pool
-    size, each = pool.page_size, pool.page_bytes
-    kept = budget.ceiling.entries(rows, 0, size, each, engine.interval)
-    steady = _pages(kept + engine.interval.at(kept, rows) * rows, rows, pool.page_size)
-    return steady + engine.cache.state_pages
-
-
 def _pages(entries: int, rows: int, page_size: int) -> int:
     """Count pages at the worst: every row's last page holds one entry."""
     return math.ceil((entries + rows * (page_size - 1)) / page_size)
-
-
-class Budgets(Protocol):
-    """Bounds open sequences: each by its own budget, or all by one that they share.
-
-    Attributes:
-        graph_obstacle: why a CUDA graph cannot cut to it, or "".
-    """
-
-    graph_obstacle: str
-
-    @property
-    def fixed_pages(self) -> int:
-        """Bound the pages beside the :meth:`lasting_pages` of every sequence."""
-        ...
-
-    def checked(self, budget: Budget | float | None) -> Budget:
-        """Return the budget that a new session gets; None: the engine's.
-
-        Raises:
-            BudgetError: it cannot have this, or this would bind nothing.
-        """
-        ...
-
-    def saved(self, budget: Budget) -> Budget:
-        """Return the budget of a session that was saved with ``budget``. Raises BudgetError."""
-        ...
-
-    def changed(self, budget: Budget | float) -> Budget:
-        """Return the budget that an open session may change to. Raises BudgetError."""
-        ...
-
-    def join(self, session: CachedSequence, weight: float = 1.0) -> None:
-        """Bound a sequence that has been opened."""
-        ...
-
-    def leave(self, session: CachedSequence) -> None:
-        """Bound it no more together with others."""
-        ...
-
-    def weight(self, session: CachedSequence) -> float:
-        """Return the weight of its entries beside those of others."""
-        ...
-
-    def allowed(self, budget: Budget, seen: int) -> int:
-        """Count the entries that ``budget`` leaves a sequence which has read ``seen`` tokens.
-
-        Raises:
-            BudgetError: fewer than one per row.
-        """
-        ...
-
-    def dial(self, budget: Budget) -> Dial | None:
-        """Return a dial for a budget that grows with the risk; None: it is fixed.
-
-        Raises:
-            BudgetError: fewer than one entry per row, or a bound below the budget.
-            PolicyError: the policy predicts no weights.
-        """
-        ...
-
-    def competing(self, session: CachedSequence) -> int:
-        """Count the entries that may stay of all with which this sequence's entries compete."""
-        ...
-
-    def lasting_pages(self, budget: Budget) -> int | None:
-        """Bound the pages of a sequence of any length between its chunks; None: no bound."""
-        ...
-
-    def reserve(self, session: CachedSequence, tokens: int, chunk: int) -> None:
-        """Have pages ready for a prompt of ``tokens``, in chunks. Raises BudgetError."""
-        ...
-
-    def cut(
-        self,
-        sessions: Sequence[CachedSequence],
-        interval: Interval = EVERY_STEP,
-        tried: Backend | None = None,
-    ) -> None:
-        """Evict from sequences that stand above their budget and what ``interval`` lets be.
-
-        Args:
-            sessions: different open sequences of the engine.
-            tried: a backend that has refused to cut these sequences, and is not asked again.
-        """
-        ...
 
 
 def why_unbound(policy: Policy) -> str | None:
@@ -295,16 +195,29 @@ def _drop_unadmitted(session: CachedSequence) -> None:
         session.recorder.died(view, victims, log_g, REFUSED)
 
 
-class OwnBudgets:
-    """Each sequence has a budget of its own. See :class:`Budgets`."""
+class Budgets:
+    """Bounds open sequences: each by a budget of its own; :class:`SharedBudget`: all by one.
+
+    Attributes:
+        graph_obstacle: why a CUDA graph cannot cut to it, or "".
+    """
 
     graph_obstacle = ""
-    fixed_pages = 0
 
     def __init__(self, engine: Runtime) -> None:
         self._engine = engine
 
+    @property
+    def fixed_pages(self) -> int:
+        """Bound the pages beside the :meth:`lasting_pages` of every sequence."""
+        return 0
+
     def checked(self, budget: Budget | float | None) -> Budget:
+        """Return the budget that a new session gets; None: the engine's.
+
+        Raises:
+            BudgetError: it cannot have this, or this would bind nothing.
+        """
         made = self._engine.budget if budget is None else Budget.of(budget)
         self.allowed(made, 0)
         why = why_unbound(self._engine.policy)
@@ -314,12 +227,14 @@ class OwnBudgets:
         return made
 
     def saved(self, budget: Budget) -> Budget:
+        """Return the budget of a session that was saved with ``budget``. Raises BudgetError."""
         if why_unbound(self._engine.policy) is None:
             return self.checked(budget)
         self.allowed(budget, 0)  # one that cannot be says that the file is damaged
         return self._engine.budget
 
     def changed(self, budget: Budget | float) -> Budget:
+        """Return the budget that an open session may change to. Raises BudgetError."""
         why = why_unbound(self._engine.policy)
         if why is not None:
             raise BudgetError(why)
@@ -328,21 +243,32 @@ class OwnBudgets:
         return made
 
     def join(self, session: CachedSequence, weight: float = 1.0) -> None:
-        """See :class:`Budgets`."""
+        """Bound a sequence that has been opened."""
 
     def leave(self, session: CachedSequence) -> None:
-        """See :class:`Budgets`."""
+        """Bound it no more together with others."""
 
     def weight(self, session: CachedSequence) -> float:
+        """Return the weight of its entries beside those of others."""
         return 1.0
 
     def allowed(self, budget: Budget, seen: int) -> int:
+        """Count the entries that ``budget`` leaves a sequence which has read ``seen`` tokens.
+
+        Raises:
+            BudgetError: fewer than one per row.
+        """
         engine, pool = self._engine, self._engine.cache.pool
         size, each = pool.page_size, pool.page_bytes
         return budget.entries(engine.spec.rows, seen, size, each, engine.interval)
 
     def dial(self, budget: Budget) -> Dial | None:
-        """See :class:`Budgets`."""
+        """Return a dial for a budget that grows with the risk; None: it is fixed.
+
+        Raises:
+            BudgetError: fewer than one entry per row, or a bound below the budget.
+            PolicyError: the policy predicts no weights.
+        """
         if budget.risk is None:
             return None
         policy = self._engine.policy
@@ -357,12 +283,20 @@ class OwnBudgets:
         return Dial(budget.risk, least, most, self._engine.cache.pool.page_size)
 
     def competing(self, session: CachedSequence) -> int:
+        """Count the entries that may stay of all with which this sequence's entries compete."""
         return session.allowed_entries
 
     def lasting_pages(self, budget: Budget) -> int | None:
-        return lasting_pages(self._engine, budget)
+        """Bound the pages of a sequence of any length between its chunks; None: no bound."""
+        engine = self._engine
+        if not engine.policy.evicts or engine.policy.keeps_prompt or budget.kind == "fraction":
+            return None
+        rows, kept = engine.spec.rows, self.allowed(budget.ceiling, 0)
+        kept += engine.interval.at(kept, rows) * rows
+        return _pages(kept, rows, engine.cache.pool.page_size) + engine.cache.state_pages
 
     def reserve(self, session: CachedSequence, tokens: int, chunk: int) -> None:
+        """Have pages ready for a prompt of ``tokens``, in chunks. Raises BudgetError."""
         cache = self._engine.cache
         bound = page_bound(self._engine, session.budget, tokens, 0, session.extent, chunk)
         cache.pool.reserve(bound.steady + bound.chunk - cache.held_pages(session.seq))
@@ -373,10 +307,15 @@ class OwnBudgets:
         interval: Interval = EVERY_STEP,
         tried: Backend | None = None,
     ) -> None:
-        """See :class:`Budgets`: where a group of rows stands above its share and its slack.
+        """Evict from sequences that stand above their budget and what ``interval`` lets be.
 
-        Before that goes what write gates have not admitted. The backends are asked in their order,
-        each for all that the ones before it have left.
+        That is where a group of rows stands above its share and its slack. Before that goes what
+        write gates have not admitted. The backends are asked in their order, each for all that the
+        ones before it have left.
+
+        Args:
+            sessions: different open sequences of the engine.
+            tried: a backend that has refused to cut these sequences, and is not asked again.
         """
         if not sessions:
             return
@@ -390,10 +329,8 @@ class OwnBudgets:
                 due = _cut_on(backend, due)
 
 
-class SharedBudget:
+class SharedBudget(Budgets):
     """Keeps the best entries of all its sequences together, and some of each.
-
-    A :class:`mmkv.engine.budgets.Budgets`.
 
     An entry's score is the policy's plus the log of its sequence's weight; entries that the policy
     protects go last. Each sequence's best ``floor`` entries per row, or as many as an equal share
@@ -443,7 +380,7 @@ class SharedBudget:
             )
         if engine.cache.open_count:  # those without an entry, too: they would never join
             raise SessionError("sessions are open already; share a budget before them")
-        self._engine = engine
+        super().__init__(engine)
         self.entries = budget.entries(rows, 0, pool.page_size, pool.page_bytes)
         self.floor = int(floor * rows)
         self.by_risk = by_risk
@@ -473,11 +410,11 @@ class SharedBudget:
         return self._engine.spec.rows + self._engine.cache.state_pages
 
     def lasting_pages(self, budget: Budget) -> int:
-        """See :class:`mmkv.engine.budgets.Budgets`: :attr:`pages_each`."""
+        """See :class:`Budgets`: :attr:`pages_each`."""
         return self.pages_each
 
     def checked(self, budget: Budget | float | None) -> Budget:
-        """See :class:`mmkv.engine.budgets.Budgets`: the shared one, and no other."""
+        """See :class:`Budgets`: the shared one, and no other."""
         ours = self._engine.budget
         if budget is not None and Budget.of(budget) != ours:
             raise BudgetError(
@@ -487,7 +424,7 @@ class SharedBudget:
         return ours
 
     def saved(self, budget: Budget) -> Budget:
-        """See :class:`mmkv.engine.budgets.Budgets`: a file's own budget binds no more."""
+        """See :class:`Budgets`: a file's own budget binds no more."""
         Budget.of(budget)  # one that cannot be says that the file is damaged
         return self._engine.budget
 
@@ -496,18 +433,18 @@ class SharedBudget:
         raise BudgetError("the session shares a budget; it has none of its own to change")
 
     def allowed(self, budget: Budget, seen: int) -> int:
-        """See :class:`mmkv.engine.budgets.Budgets`: a sequence by itself may keep all."""
+        """See :class:`Budgets`: a sequence by itself may keep all."""
         return MOST_ENTRIES
 
     def dial(self, budget: Budget) -> None:
-        """See :class:`mmkv.engine.budgets.Budgets`: no sequence has one of its own."""
+        """See :class:`Budgets`: no sequence has one of its own."""
 
     def competing(self, session: CachedSequence) -> int:
-        """See :class:`mmkv.engine.budgets.Budgets`: those of all sequences."""
+        """See :class:`Budgets`: those of all sequences."""
         return self.entries
 
     def reserve(self, session: CachedSequence, tokens: int, chunk: int) -> None:
-        """See :class:`mmkv.engine.budgets.Budgets`: chunk after chunk, the same pages come free."""
+        """See :class:`Budgets`: chunk after chunk, the same pages come free."""
         pool, rows = self._engine.cache.pool, self._engine.spec.rows
         pool.reserve(rows + math.ceil(min(chunk, tokens) * rows / pool.page_size))
 

@@ -21,13 +21,12 @@ from mmkv.engine.backends.torch.step import PackedChunks, PrefillChunk
 from mmkv.engine.cache.ragged import Owner
 from mmkv.engine.compaction import with_tokens
 from mmkv.engine.contents import with_pictures
-from mmkv.engine.device import exact_products
 from mmkv.engine.errors import InputError, NotFiniteError, SessionError
 from mmkv.engine.interrupts import CtrlC
-from mmkv.engine.memory import MANY_TOKENS, give_back
 from mmkv.engine.model.panels import Panels
 from mmkv.engine.model.state_layer import DeltaLayer
 from mmkv.engine.scorer_state import store_positions
+from mmkv.engine.system import MANY_TOKENS, exact_products, give_back
 from mmkv.engine.trace import PRUNED
 
 # Tokens of one pass on a CPU. Products gain nothing from more, and the states of more tokens leave

@@ -19,13 +19,17 @@ fresh entry's, 0.1 % of its own while it weighs more than a tenth, 0.5 % at e^-5
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from mmkv.engine.budget import Dial
 from mmkv.engine.contents import MODALITIES
+from mmkv.engine.policies.allocation import GlobalAllocation
+from mmkv.engine.policies.base import CacheView, Policy
 
 _LEAST, _MOST, _EACH = -24, 4, 16  # octaves of -log beta, and bins of one
 BINS = (_MOST - _LEAST) * _EACH + 2
@@ -64,6 +68,44 @@ def exact_risk(log_beta: Tensor, age: Tensor, modality: Tensor, held: Tensor) ->
         for kind in range(len(MODALITIES))
     ]
     return _risk([(float(there.sum()), float(gone.sum())) for there, gone in parts])
+
+
+def entries_needed(risk: Risk, dial: Dial, view: CacheView, policy: Policy) -> tuple[int, int]:
+    """Count the entries that have to stay so that the risk is at most the dial's; at most half.
+
+    An eviction drops the entries with the lowest scores, so what it does to the risk is known.
+
+    Args:
+        risk: of the sequence now; view: its entries.
+
+    Returns:
+        both counts, of all rows together; more than there are where the risk is above the dial's
+        already.
+    """
+    scores = policy.scores(view, dial.allowed).value
+    weights = (view.log_beta * (view.seen - view.position)).double().exp()
+    total = risk.forgotten + weights.sum()
+    marks = torch.stack([dial.risk * total, dial.risk / 2 * total])
+    every = scores.numel()
+    if policy.shares(dial.allowed, view.layers, view.kv_heads).share.numel() > 1:
+        every = view.rows * int(view.length.max())  # what leaves the longest row whole
+    if risk.total > dial.risk:  # all stay, and one more
+        return every + 1, every + 1
+    if type(policy.allocation) is GlobalAllocation:
+        gone = risk.forgotten + weights[scores.argsort()].cumsum(0)
+        enough, plenty = (every - torch.searchsorted(gone, marks, right=True)).tolist()
+        return enough, plenty
+    # Which entries go depends on the rows' shares of the budget.
+    budgets = range(dial.least, min(every, dial.most + 1))
+
+    def minus_gone(budget: int) -> float:
+        victims = policy.lowest(scores, view, budget)
+        return -risk.forgotten - float(weights[victims].sum())
+
+    enough, plenty = (
+        dial.least + bisect_left(budgets, -mark, key=minus_gone) for mark in marks.tolist()
+    )
+    return enough, plenty
 
 
 class RiskMeter:

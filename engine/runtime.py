@@ -16,14 +16,13 @@ from mmkv.engine.backends import Backends, delta_functions, kernels_for
 from mmkv.engine.backends.base import LoadedModel
 from mmkv.engine.backends.cuda.kernels.sample import Draw
 from mmkv.engine.backends.torch.write_step import attach_write_gates
-from mmkv.engine.budgets import Budgets, OwnBudgets, SharedBudget, batch_of
+from mmkv.engine.budgets import Budgets, SharedBudget, batch_of
 from mmkv.engine.cache import PagePool, RaggedCache
 from mmkv.engine.cache.choice import choose_form
 from mmkv.engine.cache.layout import Layout
 from mmkv.engine.config import DEFAULT_BUDGET, EngineConfig, require_options
 from mmkv.engine.errors import GateError, InputError, PolicyError
 from mmkv.engine.interrupts import FairLock, whole
-from mmkv.engine.memory import give_back
 from mmkv.engine.model.decoder import Decoder
 from mmkv.engine.model.families.base import Family, Turn
 from mmkv.engine.model.families.loading import load, resolve_device
@@ -45,6 +44,7 @@ from mmkv.engine.scorer_state import has_on_append, has_on_step, sequence_memory
 from mmkv.engine.sequence import CachedSequence
 from mmkv.engine.session_file import load_session
 from mmkv.engine.steps import decode_step, decode_steps
+from mmkv.engine.system import give_back
 
 _LOADING = {"model", "adapter", "lookahead", "device", "dtype", "weights", "threads"}
 _FEATURES = 8  # the share of a limit that features of pictures may take: one of so many
@@ -92,18 +92,7 @@ class Runtime:
             )
         config = EngineConfig(policy=policy, budget=budget, **options)
         check_policy(policy)
-        if policy.pruner is not None and spec.has_entries:
-            raise PolicyError(
-                f"policy {policy.name!r} drops tokens on their way through the layers, and this "
-                "model has linear layers that must see them all; choose another policy"
-            )
-        if policy.admission is not None and family.whole_pictures:
-            raise PolicyError(
-                f"policy {policy.name!r}: write gates are not made for tokens that see those "
-                "behind them in their picture; choose another policy"
-            )
-        if policy.pruner is not None:
-            check_pruner(policy.pruner, spec.num_layers, tuple(spec.sliding_window))
+        _require_fit(policy, family, spec)
         self.family, self.spec, self.policy = family, spec, policy
         self.device, self.dtype = weights.embed.device, weights.dtype
         self.budget = Budget.of(DEFAULT_BUDGET if config.budget is None else config.budget)
@@ -154,7 +143,7 @@ class Runtime:
         self.lock.taken = self.cache.free_lost
         self.left: WeakSet[object] = WeakSet()  # passes over prompts
         self.policy_note: str | None = None
-        self.budgets: Budgets = OwnBudgets(self)
+        self.budgets = Budgets(self)
         self.backends = Backends(self.model, self.cache)
         # A budget that can never hold is the user's mistake now, not at the first eviction.
         self.budgets.allowed(self.budget, 0)
@@ -504,6 +493,23 @@ class Runtime:
 
     def _open(self, budget: Budget) -> CachedSequence:
         return CachedSequence(self, budget)
+
+
+def _require_fit(policy: Policy, family: Family, spec: DecoderSpec) -> None:
+    """Raise PolicyError where a policy cannot run on a model."""
+    if policy.admission is not None and family.whole_pictures:
+        raise PolicyError(
+            f"policy {policy.name!r}: write gates are not made for tokens that see those "
+            "behind them in their picture; choose another policy"
+        )
+    if policy.pruner is None:
+        return
+    if spec.has_entries:
+        raise PolicyError(
+            f"policy {policy.name!r} drops tokens on their way through the layers, and this "
+            "model has linear layers that must see them all; choose another policy"
+        )
+    check_pruner(policy.pruner, spec.num_layers, tuple(spec.sliding_window))
 
 
 def _use_threads(config: EngineConfig) -> None:

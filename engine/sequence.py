@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-from bisect import bisect_left
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
@@ -28,16 +27,15 @@ from mmkv.engine.compaction import (
     without_after,
 )
 from mmkv.engine.contents import Memory, Span, held_shares, memory_of, retained_tokens
-from mmkv.engine.device import exact_products
 from mmkv.engine.errors import ContextError, SessionError
 from mmkv.engine.interrupts import CtrlC
 from mmkv.engine.paths import user_path
 from mmkv.engine.policies import Budget, CacheView
-from mmkv.engine.policies.allocation import GlobalAllocation
 from mmkv.engine.prefill import Prefill, claimed, run_whole
 from mmkv.engine.read_ids import with_ids
-from mmkv.engine.risk import Risk, RiskMeter
+from mmkv.engine.risk import Risk, RiskMeter, entries_needed
 from mmkv.engine.scorer_state import RINGS, forget_positions, view_of
+from mmkv.engine.system import exact_products
 from mmkv.engine.trace import FORGOTTEN, Recorder
 
 if TYPE_CHECKING:
@@ -177,34 +175,11 @@ class CachedSequence:
         dial = self._dial
         if dial is None or (decoding and 0 < dial.turned_at > self.seen - TURN):
             return
-        engine, risk = self.engine, self._risk()
+        risk = self._risk()
         if risk is None:  # the dial stays where it is, and Memory.risk_unknown says so
             return
-        view = self.view()
-        scores = engine.policy.scores(view, dial.allowed).value
-        weights = (view.log_beta * (self.seen - view.position)).double().exp()
-        total = risk.forgotten + weights.sum()
-        marks = torch.stack([dial.risk * total, dial.risk / 2 * total])
-        every, policy = scores.numel(), engine.policy
-        if policy.shares(dial.allowed, view.layers, view.kv_heads).share.numel() > 1:
-            every = view.rows * int(view.length.max())  # what leaves the longest row whole
-        if risk.total > dial.risk:  # all stay, and one more
-            enough = plenty = every + 1
-        elif type(policy.allocation) is GlobalAllocation:
-            gone = risk.forgotten + weights[scores.argsort()].cumsum(0)
-            few = torch.searchsorted(gone, marks, right=True)
-            enough, plenty = (every - few).tolist()
-        else:  # which entries go depends on the rows' shares of the budget
-            budgets = range(dial.least, min(every, dial.most + 1))
-
-            def gone_of(budget: int) -> float:
-                victims = policy.lowest(scores, view, budget)
-                return -risk.forgotten - float(weights[victims].sum())
-
-            enough, plenty = (
-                dial.least + bisect_left(budgets, -mark, key=gone_of) for mark in marks.tolist()
-            )
-        dial.turn(enough, plenty, TURN * engine.spec.rows if decoding else 0)
+        enough, plenty = entries_needed(risk, dial, self.view(), self.engine.policy)
+        dial.turn(enough, plenty, TURN * self.engine.spec.rows if decoding else 0)
         dial.turned_at = self.seen if decoding else 0
 
     @property
@@ -701,29 +676,32 @@ class CachedSequence:
             last = min(limit // 2, limit - (next_position - self.next_position))
             flat = self.engine.spec.rope.mrope_axes is None
             made = plan(live, self.runs, self.seen, self.next_position, last, flat)
-        if made is None and limit < self.engine.spec.max_position:
+        if made is not None:
+            return made
+        if limit < self.engine.spec.max_position:
             raise ContextError(
                 f"this session began with the short rope factors and cannot pass position "
                 f"{limit:,}; send the long text in the first prompt"
             )
-        if made is None:
-            remedy = "give it a smaller budget (set_budget)"
-            if self.engine.decoder.hosted:
-                remedy = "leave it: a model that runs on transformers' layers ends here"
-            elif not self.engine.endless:
-                remedy = "let sessions go on beyond it (endless)"
-            elif not self.engine.policy.evicts:
-                remedy = "use a policy that evicts"
-            elif self.budget.kind == "fraction":
-                remedy = "give it a budget in entries or bytes: a share grows with the session"
-            elif self.may_compact and self.runs is None:
-                remedy = "read the conversation again: an older mmkv saved it without its positions"
-            raise ContextError(
-                f"{count:,} more tokens after {self.seen:,} reach position {next_position:,}, the "
-                f"model was trained for {limit:,}; shorten the prompt, start a new session, or "
-                f"{remedy}"
-            )
-        return made
+        raise ContextError(
+            f"{count:,} more tokens after {self.seen:,} reach position {next_position:,}, the "
+            f"model was trained for {limit:,}; shorten the prompt, start a new session, or "
+            f"{self._remedy()}"
+        )
+
+    def _remedy(self) -> str:
+        """Say what would let the session go on beyond the trained context."""
+        if self.engine.decoder.hosted:
+            return "leave it: a model that runs on transformers' layers ends here"
+        if not self.engine.endless:
+            return "let sessions go on beyond it (endless)"
+        if not self.engine.policy.evicts:
+            return "use a policy that evicts"
+        if self.budget.kind == "fraction":
+            return "give it a budget in entries or bytes: a share grows with the session"
+        if self.may_compact and self.runs is None:
+            return "read the conversation again: an older mmkv saved it without its positions"
+        return "give it a smaller budget (set_budget)"
 
     def make_context(self, count: int, next_position: int) -> int:
         """Draw positions together where :meth:`require_context` says so.
@@ -737,16 +715,8 @@ class CachedSequence:
         made = self.require_context(count, next_position)
         if made is None:
             return 0
-        engine, before = self.engine, self.next_position
-        spec = engine.spec
-        common = spec.rope.long_inv_freq if self.long_rope else spec.rope.inv_freq
-        assert common is not None
-        there = (layer for layer, index in enumerate(spec.entry_index) if index is not None)
-        frequencies = [
-            spec.local_rope.inv_freq if spec.local_rope and spec.is_local(layer) else common
-            for layer in there
-        ]
-        move(engine.cache, self.seq, self.seen, made, frequencies)
+        before, frequencies = self.next_position, self.engine.spec.frequencies(bool(self.long_rope))
+        move(self.engine.cache, self.seq, self.seen, made, frequencies)
         self.runs, self.next_position = made.runs, made.next_position
         self.compactions += 1
         return before - self.next_position

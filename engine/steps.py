@@ -10,17 +10,8 @@ import torch
 from torch import Tensor
 
 from mmkv.engine.backends.base import Burst, Counts
-from mmkv.engine.backends.cuda.kernels.sample import (
-    Draw,
-    PenaltyState,
-    columns_of,
-    guard,
-    penalise,
-    sample,
-    uniform,
-)
+from mmkv.engine.backends.cuda.kernels.sample import Draw, Draws, guard
 from mmkv.engine.budgets import batch_of, count, give_room
-from mmkv.engine.device import exact_products
 from mmkv.engine.errors import (
     BROKEN,
     ContextError,
@@ -32,6 +23,7 @@ from mmkv.engine.errors import (
 from mmkv.engine.interrupts import CtrlC
 from mmkv.engine.prefill import claimed
 from mmkv.engine.scorer_state import revise_state
+from mmkv.engine.system import exact_products
 
 if TYPE_CHECKING:
     from mmkv.engine.runtime import Runtime
@@ -159,36 +151,30 @@ def _step_by_step(
     """:func:`decode_steps` without a graph."""
     generated: list[list[int]] = [[] for _ in sessions]
     token, going = list(token_ids), list(range(len(sessions)))
-    said: PenaltyState | None = None
-    if draws is not None and any(draw.penalises for draw in draws):
-        said = PenaltyState.empty(len(draws), engine.decoder.weights.head.shape[0], engine.device)
-        said.fill(draws)
+    drawn: Draws | None = None
+    if draws is not None:
+        drawn = Draws(draws, engine.decoder.weights.head.shape[0], engine.device)
     ends = {*stop, BROKEN}
     for done in range(steps):
         if done and done % BURST == 0:
             CtrlC.check()
         logits = engine.decode([sessions[i] for i in going], [token[i] for i in going])
         broken = guard(logits, engine.never_chosen)
-        if draws is None:
+        if drawn is None:
             chosen_ids = logits.argmax(-1)
         else:
-            columns, seed = columns_of([draws[i] for i in going], engine.device)
             seen = torch.tensor([sessions[i].seen for i in going], device=engine.device)
-            if said is not None:
-                at = torch.tensor(going, device=engine.device)
-                own = PenaltyState(said.read[at], said.count[at])
-                logits = penalise(logits, columns, own)
-            chosen_ids = sample(logits, columns, uniform(seed, seen))
-            if said is not None:
-                own.add(chosen_ids, torch.ones_like(chosen_ids, dtype=torch.bool))
-                said.read[at], said.count[at] = own.read, own.count
+            chosen_ids = drawn.next(logits, seen)
         chosen_ids = chosen_ids.masked_fill(broken, BROKEN)
         for index, chosen in zip(going, chosen_ids.tolist(), strict=True):
             token[index] = chosen
             generated[index].append(chosen)
-        going = [index for index in going if token[index] not in ends]
-        if not going:
+        rows = [row for row, index in enumerate(going) if token[index] not in ends]
+        if not rows:
             break
+        if drawn is not None and len(rows) < len(going):
+            drawn.keep(rows)
+        going = [going[row] for row in rows]
     if BROKEN in token:
         raise NotFiniteError(generated)
     return generated

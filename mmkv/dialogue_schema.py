@@ -166,13 +166,7 @@ def parse_held(
     pieces, at = [], Place()
     for one in made.pieces:
         end, ids = Place(*one.end), one.ids
-        grown = [end.seen - at.seen, end.position - at.position, end.prompt - at.prompt]
-        if moved:
-            grown[1] = grown[0]
-        left_out = grown[0] - len(ids or ())  # of a thought that is forgotten
-        counted = ids is None or (grown[0] == grown[1] and not (left_out and not one.forgot))
-        counted &= left_out >= 0
-        if min(grown) < 0 or not counted or (one.text is None and ids is None):
+        if not _adds_up(one, at, moved):
             raise InvalidFile("the numbers of what was read do not add up")
         if any(not 0 <= token < vocabulary or token in placeholders for token in ids or ()):
             raise InvalidFile("a token of what was read is none of a text")
@@ -197,3 +191,17 @@ def parse_held(
         raise InvalidFile("what was read is not as long as the session")
     unread = None if made.unread else ((), ())
     return Held(tuple(pieces), made.differs, unread, made.thoughts)
+
+
+def _adds_up(one: _Piece, start: Place, moved: bool) -> bool:
+    """Whether a piece that begins at ``start`` ends where its token ids, if any, lead."""
+    end = Place(*one.end)
+    tokens, positions = end.seen - start.seen, end.position - start.position
+    if moved:
+        positions = tokens
+    if min(tokens, positions, end.prompt - start.prompt) < 0:
+        return False
+    if one.ids is None:
+        return one.text is not None
+    left_out = tokens - len(one.ids)  # of a thought that is forgotten
+    return tokens == positions and left_out >= 0 and (one.forgot or not left_out)

@@ -176,8 +176,8 @@ def require_room(config: EngineConfig, cache: int) -> None:
 
     What nothing is known of is let through. Raises ModelError.
     """
-    from mmkv.engine.memory import free_bytes
     from mmkv.engine.model.families.loading import resolve_device
+    from mmkv.engine.system import free_bytes
 
     device = resolve_device(config.device)
     made = planner.planned(_source(config)) if device.type == "cpu" else None

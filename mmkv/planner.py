@@ -258,7 +258,7 @@ def planned_from_hub(
     from huggingface_hub import HfApi, hf_hub_download
     from huggingface_hub.errors import HfHubHTTPError, NotASafetensorsRepoError
 
-    from mmkv.engine.hub import hub_reachable
+    from mmkv.engine.model.source import hub_reachable
 
     if not hub_reachable():
         return None

@@ -15,10 +15,10 @@ import zipfile
 from collections.abc import Callable
 from pathlib import Path
 
-from mmkv.engine import hub
 from mmkv.engine.budget import format_bytes
 from mmkv.engine.errors import STOPS, InputError, ModelError, plain
 from mmkv.engine.model.gguf.file import SUFFIX
+from mmkv.engine.model.source import hub_reachable
 from mmkv.engine.registry import offered
 from mmkv.resources import PULLED, SMOLLM2, pulled_folder
 
@@ -77,7 +77,7 @@ def pull(name: str, say: Callable[[str], None]) -> Path:
             "HF_HUB_OFFLINE is set, so nothing is fetched; unset it, or see `mmkv models` for what "
             "is here"
         )
-    if not hub.hub_reachable():
+    if not hub_reachable():
         raise ModelError(
             f"{name} was not fetched: {constants.ENDPOINT} cannot be reached; {_AGAIN}"
         )

@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from mmkv.engine.budget import Budget
     from mmkv.engine.contents import Memory
     from mmkv.explain import Trace
-    from mmkv.explain.frames import Frame
+    from mmkv.explain.snapshot import Frame
     from mmkv.prompt.held import Plan, Read
     from mmkv.prompt.media import Note
     from mmkv.prompt.template import ChatTemplate, Message
@@ -700,7 +700,7 @@ class Session(CachedSequence):
         read = reading.read
         if self.recorder is None or not (read.pictures or read.clips):
             return []
-        from mmkv.explain.frames import frames_of
+        from mmkv.explain.snapshot import frames_of
 
         family, known = self.engine.family, self.recorder.media
         given = (reading.inputs, family.placeholder, read.pictures, read.clips)

@@ -17,8 +17,7 @@ APART = {
     "engine": {
         f"engine/{name}"
         for name in (
-            "backends/base budget config device errors hub memory options paths read_ids registry "
-            "scorer_state"
+            "backends/base budget config errors options paths read_ids registry scorer_state system"
         ).split()
     },
 }

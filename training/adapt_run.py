@@ -25,10 +25,9 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.data import Dataset
 from transformers import TrainingArguments
 
-from mmkv.engine import hub
 from mmkv.engine.config import EngineConfig
 from mmkv.engine.errors import InputError
-from mmkv.engine.model.source import locate
+from mmkv.engine.model.source import config_digest, locate
 from mmkv.engine.paths import whole_file
 from mmkv.training.compressed import CompressedModel, budget_of
 from mmkv.training.data.labels import predicted
@@ -260,7 +259,7 @@ def adapt(
     described = {
         **provenance(),
         "base_model": settings.model,
-        "base_config_sha256": hub.config_digest(settings.model),
+        "base_config_sha256": config_digest(settings.model),
         "settings": settings.described(),
         "data": list(data),
         "data_options": dict(options or {}),

@@ -24,7 +24,7 @@ import triton.language as tl
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from mmkv.engine.device import on_device
+from mmkv.engine.system import on_device
 
 BLOCK = 64
 WARPS = 8

@@ -22,7 +22,6 @@ import transformers
 from torch import Tensor, nn
 from transformers import AttentionInterface
 
-from mmkv.engine import hub
 from mmkv.engine.backends.cuda.kernels.sample import Draw, columns_of, guard, sample, uniform
 from mmkv.engine.config import EngineConfig
 from mmkv.engine.errors import InputError, ModelError
@@ -31,7 +30,7 @@ from mmkv.engine.model.families.base import Turn
 from mmkv.engine.model.families.config import read_config
 from mmkv.engine.model.families.loading import resolve_device, resolve_dtype
 from mmkv.engine.model.quantised import settings_of
-from mmkv.engine.model.source import locate
+from mmkv.engine.model.source import hub_reachable, locate
 from mmkv.engine.model.spec import DecoderSpec
 from mmkv.engine.model.weights import DecoderWeights, separate
 from mmkv.engine.policies import Budget
@@ -470,7 +469,7 @@ def with_replies(
 def _load(name: str, dtype: str, device: torch.device) -> tuple[Any, Any]:
     """Return a transformers model and its family. Raises ModelError."""
     source = locate(name)
-    config = read_config(source, not hub.hub_reachable())
+    config = read_config(source, not hub_reachable())
     if settings_of(config) is not None:
         raise ModelError(f"{name} holds quantised weights, which cannot be trained; take its base")
     kind = family_for(config)

@@ -23,10 +23,10 @@ from torch.utils.data import Dataset, SequentialSampler
 from tqdm import tqdm
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
-from mmkv.engine import hub
 from mmkv.engine.errors import ModelError
 from mmkv.engine.model.fingerprint import fingerprint
 from mmkv.engine.model.gates import Gates, WriteGates, as_stored, save_gates
+from mmkv.engine.model.source import config_digest
 from mmkv.engine.policies import make_policy
 from mmkv.engine.policies.base import admitted
 from mmkv.engine.runtime import Runtime
@@ -603,7 +603,7 @@ def distill(
         "base_model": settings.model,
         "base_sha256": before,
         "base_dtype": str(engine.dtype).removeprefix("torch."),
-        "base_config_sha256": hub.config_digest(settings.model),
+        "base_config_sha256": config_digest(settings.model),
         "base_fingerprint": fingerprint(settings.model),
         "trained": True,
         "settings": settings.described(),

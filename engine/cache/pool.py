@@ -11,7 +11,7 @@ from torch import Tensor
 from mmkv.engine.cache.forms import AUTO, EncodedKV, KVForm
 from mmkv.engine.cache.layout import COLUMNS, Columns, Layout
 from mmkv.engine.errors import BudgetError
-from mmkv.engine.memory import free_bytes
+from mmkv.engine.system import free_bytes
 
 SMALL = 64 * 2**20  # growing by less is not worth asking the system for free memory
 _ALIGNED = 64  # bytes, as torch aligns its own

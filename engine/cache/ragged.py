@@ -16,7 +16,7 @@ from torch import Tensor
 from mmkv.engine.cache.layout import COLUMNS
 from mmkv.engine.cache.pool import SMALL, SPARE_SHARE, PagePool
 from mmkv.engine.errors import BudgetError
-from mmkv.engine.memory import free_bytes
+from mmkv.engine.system import free_bytes
 
 _FIRST_SLOTS = 4  # sequences that a new cache has tables for
 

@@ -32,7 +32,6 @@ import torch
 from torch import Tensor
 
 from mmkv.engine.budget import format_bytes
-from mmkv.engine.memory import count_mapped, free_bytes, give_back
 from mmkv.engine.model.fingerprint import identity
 from mmkv.engine.model.kept_files import (
     FOREIGN,
@@ -46,6 +45,7 @@ from mmkv.engine.model.kept_files import (
 )
 from mmkv.engine.model.panels import Panels, reused_memory
 from mmkv.engine.paths import open_regular, whole_file
+from mmkv.engine.system import count_mapped, free_bytes, give_back
 
 # To pack less takes less than a tenth of a second.
 LEAST_BYTES = 2**26

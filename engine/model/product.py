@@ -12,11 +12,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from mmkv.engine.errors import ModelError
-from mmkv.engine.model.bf16 import Bf16Matrix
 from mmkv.engine.model.elementwise import Elementwise, TorchElementwise
-from mmkv.engine.model.int4 import Int4Matrix
-from mmkv.engine.model.int8 import Int8Matrix, IntegerMatrix
-from mmkv.engine.model.panels import Panels
+from mmkv.engine.model.panels import Bf16Matrix, Panels
+from mmkv.engine.model.rounded import Int4Matrix, Int8Matrix, IntegerMatrix
 
 # Numbers that are looked at first: those of most float32 checkpoints show at once.
 _FIRST = 2**16

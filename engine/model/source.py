@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import hashlib
 import json
 import re
 import unicodedata
@@ -12,7 +13,7 @@ from typing import Any
 
 from mmkv.engine import paths
 from mmkv.engine.errors import ModelError
-from mmkv.engine.model.gguf.config import FILES, gguf_folder, listed_files
+from mmkv.engine.model.gguf.config import FILES, gguf_folder, is_gguf, listed_files
 from mmkv.engine.model.gguf.file import SUFFIX
 from mmkv.engine.paths import is_file, is_folder, is_lfs_pointer, user_path
 
@@ -350,3 +351,41 @@ def _unread_variant(method: str, settings: Mapping[str, Any]) -> str:
                 return f"in the format {kind if sparse == 'dense' else sparse!r:.40}"
             return "with rotations (transform_config)" if settings.get("transform_config") else ""
     return ""
+
+
+def hub_reachable() -> bool:
+    """Return whether the hub resolves; its client would retry for half a minute offline."""
+    import socket
+    import urllib.request
+    from urllib.parse import urlsplit
+
+    import huggingface_hub.constants as hub
+
+    if hub.is_offline_mode():
+        return False
+    host = urlsplit(hub.ENDPOINT).hostname
+    if host is None or urllib.request.getproxies():
+        return True
+    try:
+        socket.getaddrinfo(host, None)
+    except OSError:
+        return False
+    return True
+
+
+def config_digest(model: str) -> str:
+    """Return SHA-256 of the ``config.json`` of a model, as ``sha256sum`` gives it.
+
+    Args:
+        model: a folder, hub id or GGUF file.
+
+    Raises:
+        OSError: there is none, or it is out of reach.
+    """
+    from transformers.utils import cached_file
+
+    if is_gguf(model):
+        model = gguf_folder(model)
+    local = Path(model).is_dir() or not hub_reachable()
+    found = cached_file(model, "config.json", local_files_only=local)
+    return hashlib.sha256(Path(found).read_bytes()).hexdigest()

@@ -426,6 +426,20 @@ class DecoderSpec:
         """Return the number of cache rows of one sequence: layers with entries x KV heads."""
         return self.entry_layers * self.num_kv_heads
 
+    def frequencies(self, long: bool) -> list[Tensor]:
+        """Return the rope's frequencies ``[rot / 2]`` of each layer that has entries.
+
+        Args:
+            long: whether by the long factors, where there are any.
+        """
+        common = self.rope.long_inv_freq if long else self.rope.inv_freq
+        assert common is not None
+        there = (layer for layer, index in enumerate(self.entry_index) if index is not None)
+        return [
+            self.local_rope.inv_freq if self.local_rope and self.is_local(layer) else common
+            for layer in there
+        ]
+
     def state_bytes(self, dtype: torch.dtype) -> int:
         """Return the bytes that layers of the gated delta rule keep of a sequence."""
         if self.delta is None:

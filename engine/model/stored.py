@@ -12,7 +12,7 @@ import math
 import pickle
 import zipfile
 from abc import abstractmethod
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,10 +22,10 @@ from safetensors import safe_open
 from torch import Tensor
 
 from mmkv.engine.errors import ModelError
-from mmkv.engine.model.int8 import BLOCK
 from mmkv.engine.model.panel_files import MappedFile, PanelStore
 from mmkv.engine.model.panels import room
 from mmkv.engine.model.product import INTEGERS, Matrix, WeightForm, equal, multiply
+from mmkv.engine.model.rounded import BLOCK
 from mmkv.engine.model.spec import DecoderSpec, DeltaSpec, Routing, sparse_layers
 from mmkv.engine.model.state_layer import DeltaLayer
 from mmkv.engine.model.weights import (
@@ -505,18 +505,7 @@ def _read(
     }
     if head in stored.names or not tied:
         shapes[head] = (spec.vocab_size, spec.hidden_size)
-    present = {
-        name
-        for name in stored.names
-        if (name.startswith(prefix) or name == head) and not name.endswith(COMPUTED)
-    }
-    # GPTQ's tools write biases of zeros to layers that have none.
-    extra = {name for name in present - shapes.keys() if name.endswith(".bias")}
-    present -= {name for name in extra if not stored.tensor(name).any()}
-    if present != set(shapes) or any(
-        stored.shape(name) not in (shape, _turned(shape)) or not stored.is_float(name)
-        for name, shape in shapes.items()
-    ):
+    if not _holds(stored, shapes, prefix, head):
         return None
 
     def read(*names: str, kind: torch.dtype = dtype) -> Tensor:
@@ -559,6 +548,24 @@ def _read(
         made.product, made.form = holding.product, holding.name
     made.gains_apart = None if norm.dtype == dtype else dtype
     return made
+
+
+def _holds(
+    stored: StoredTensors, shapes: Mapping[str, tuple[int, ...]], prefix: str, head: str
+) -> bool:
+    """Whether the files have exactly these tensors of the text model, as numbers."""
+    present = {
+        name
+        for name in stored.names
+        if (name.startswith(prefix) or name == head) and not name.endswith(COMPUTED)
+    }
+    # GPTQ's tools write biases of zeros to layers that have none.
+    extra = {name for name in present - shapes.keys() if name.endswith(".bias")}
+    present -= {name for name in extra if not stored.tensor(name).any()}
+    return present == shapes.keys() and all(
+        stored.shape(name) in (shape, _turned(shape)) and stored.is_float(name)
+        for name, shape in shapes.items()
+    )
 
 
 def _turned(shape: tuple[int, ...]) -> tuple[int, ...]:

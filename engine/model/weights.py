@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import hashlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,9 +12,9 @@ import torch
 from torch import Tensor, nn
 
 from mmkv.engine.errors import ModelError
-from mmkv.engine.model.int8 import IntegerMatrix
 from mmkv.engine.model.panels import Panels, sampled
 from mmkv.engine.model.product import Matrix, Product, WeightForm, multiply
+from mmkv.engine.model.rounded import IntegerMatrix
 from mmkv.engine.model.spec import DecoderSpec
 from mmkv.engine.model.state_layer import DeltaLayer, StateLayer, StateShapes
 
@@ -341,8 +341,7 @@ def _take_layer(
     state_layer: StateLayerOf | None = None,
     fuse: _Fuse = _fuse,
 ) -> LayerWeights:
-    attends = spec.entry_index[index] is not None
-    own = not attends and spec.delta is None and state_layer is not None
+    own = spec.entry_index[index] is None and spec.delta is None and state_layer is not None
     extra = {name for name, _ in layer.named_children()} - _EXPECTED - {*spec.norms}
     mlp = layer.mlp
     wanted = _SHARED if spec.routing is not None and spec.routing.shared else _SPARSE
@@ -355,7 +354,7 @@ def _take_layer(
             f"({', '.join(sorted(extra)) or type(mlp).__name__}); use a checkpoint of a supported "
             "family"
         )
-    if attends:
+    if spec.entry_index[index] is not None:
         mixing = _take_attention(layer.self_attn, spec, fuse)
     elif own:
         assert state_layer is not None
@@ -364,27 +363,31 @@ def _take_layer(
         mixing["state_layer"] = state_layer(layer)
     else:
         mixing = _take_delta(layer.linear_attn, spec, fuse)
+    gains = [gain_of(getattr(layer, name).weight.data, spec) for name in spec.norms]
+    return LayerWeights(**norms_of(gains), **mixing, **_take_mlp(mlp, sparse, fuse))
+
+
+def _take_mlp(mlp: Any, sparse: bool, fuse: _Fuse) -> dict[str, Any]:
+    """Take a dense MLP, or a mixture with the expert that every token goes through, if any."""
     if sparse:
         gate_up, gate_up_bias = mlp.experts.gate_up_proj.data, None
     elif hasattr(mlp, "gate_up_proj"):
         gate_up, gate_up_bias = mlp.gate_up_proj.weight.data, _bias(mlp.gate_up_proj)
     else:
         gate_up, gate_up_bias = fuse([mlp.gate_proj, mlp.up_proj])
-    if sparse and wanted is _SHARED:
+    made = {
+        "gate_up": gate_up,
+        "gate_up_bias": gate_up_bias,
+        "down": mlp.experts.down_proj.data if sparse else mlp.down_proj.weight.data,
+        "down_bias": None if sparse else _bias(mlp.down_proj),
+        "router": mlp.gate.weight.data if sparse else None,
+    }
+    if sparse and hasattr(mlp, "shared_expert"):
         shared = mlp.shared_expert
-        mixing["shared_gate"] = mlp.shared_expert_gate.weight.data
-        mixing["shared_gate_up"], _ = fuse([shared.gate_proj, shared.up_proj])
-        mixing["shared_down"] = shared.down_proj.weight.data
-    gains = [gain_of(getattr(layer, name).weight.data, spec) for name in spec.norms]
-    return LayerWeights(
-        **norms_of(gains),
-        gate_up=gate_up,
-        gate_up_bias=gate_up_bias,
-        down=mlp.experts.down_proj.data if sparse else mlp.down_proj.weight.data,
-        down_bias=None if sparse else _bias(mlp.down_proj),
-        router=mlp.gate.weight.data if sparse else None,
-        **mixing,
-    )
+        made["shared_gate"] = mlp.shared_expert_gate.weight.data
+        made["shared_gate_up"], _ = fuse([shared.gate_proj, shared.up_proj])
+        made["shared_down"] = shared.down_proj.weight.data
+    return made
 
 
 def norms_of(gains: Sequence[Tensor]) -> dict[str, Any]:
@@ -444,3 +447,31 @@ def _take_delta(module: Any, spec: DecoderSpec, fuse: _Fuse) -> dict[str, Any]:
 
 def _bias(linear: nn.Linear) -> Tensor | None:
     return None if linear.bias is None else linear.bias.data
+
+
+def find_not_finite(tensors: Iterable[tuple[str, Tensor | Panels]]) -> str | None:
+    """Return the name of the first tensor that holds NaN or an infinity, None where none does.
+
+    The least and the greatest number are numbers only if all are, and are found in one pass.
+    """
+    for name, held in tensors:
+        tensor = held.held()[-1] if isinstance(held, Panels) else held
+        if not tensor.numel():
+            continue
+        least, greatest = tensor.detach().aminmax()
+        if not (torch.isfinite(least) and torch.isfinite(greatest)):
+            return name
+    return None
+
+
+def require_finite(tensors: Iterable[tuple[str, Tensor | Panels]], checkpoint: str) -> None:
+    """Check weights of a checkpoint, in one pass over their bytes.
+
+    Raises:
+        ModelError: one holds NaN or an infinity, so that every answer would be noise.
+    """
+    if odd := find_not_finite(tensors):
+        raise ModelError(
+            f"the weights of {checkpoint} hold NaN or infinity (in {odd}); get the complete "
+            "checkpoint again, or load it in another dtype"
+        )

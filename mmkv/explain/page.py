@@ -347,7 +347,7 @@ def _pictures(snapshot: Snapshot) -> dict[str, Any]:
 def _smaller(jpeg: bytes, edge: int) -> bytes:
     from PIL import Image
 
-    from mmkv.explain.frames import encoded
+    from mmkv.explain.snapshot import encoded
 
     return encoded(Image.open(io.BytesIO(jpeg)), edge)
 

@@ -17,7 +17,7 @@ from weakref import WeakSet
 
 from mmkv.engine.budgets import why_unbound
 from mmkv.engine.errors import STOPS, BudgetError, MmkvError, SessionError, as_exception
-from mmkv.engine.memory import keep_freed, resident_bytes
+from mmkv.engine.system import keep_freed, resident_bytes
 from mmkv.resources import BUNDLED_NOTE
 from mmkv.sampling import Sampling
 from mmkv.scheduler import Limits, Scheduler

@@ -12,7 +12,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from mmkv.engine.errors import BudgetError
-from mmkv.engine.memory import give_back, resident_bytes
+from mmkv.engine.system import give_back, resident_bytes
 from mmkv.planner import patch_side, states_bytes
 from mmkv.server import connections
 from mmkv.server.guard import FEW, VALUES, always_accepted

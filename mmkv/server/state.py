@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Self, TypeVar
 from fastapi import Depends, Request
 
 from mmkv.engine.errors import CapacityError
-from mmkv.engine.memory import give_back, resident_bytes
+from mmkv.engine.system import give_back, resident_bytes
 from mmkv.scheduler.loop import queue_is_full
 from mmkv.server.errors import ApiError
 from mmkv.server.schema import MOST_NAMES, TOLD_TEMPLATES, ReplyRequest, shown_name, unread_fields

@@ -20,12 +20,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from mmkv.engine.backends import kernels_for
 from mmkv.engine.errors import ModelError
-from mmkv.engine.model import int8, panel_files, quantised
+from mmkv.engine.model import panel_files, quantised, rounded
 from mmkv.engine.model.families.loading import load
-from mmkv.engine.model.int4 import Int4Matrix
-from mmkv.engine.model.int8 import IntegerMatrix
 from mmkv.engine.model.product import Kernels, WeightForm
 from mmkv.engine.model.quantised import QuantisedTensors
+from mmkv.engine.model.rounded import Int4Matrix, IntegerMatrix
 from mmkv.engine.model.source import INDEX, SINGLE
 from mmkv.engine.model.stored import StoredTensors
 from mmkv.engine.model.weights import DecoderWeights
@@ -348,7 +347,7 @@ def test_no_more_memory_than_the_form_and_one_layer(
 ) -> None:
     # What is made together is small beside such a layer, too.
     monkeypatch.setattr(quantised, "_AT_ONCE", 2**12)
-    monkeypatch.setattr(int8, "_ROWS_AT_ONCE", 16)
+    monkeypatch.setattr(rounded, "_ROWS_AT_ONCE", 16)
     folder, layers = folder_of("gptq", tmp_path / "model"), 8
     tensors = load_file(folder / "gptq.safetensors") | load_file(folder / "plain.safetensors")
     for index in range(1, layers):

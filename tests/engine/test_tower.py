@@ -34,9 +34,9 @@ from mmkv.engine.model.families import (
 )
 from mmkv.engine.model.families.loading import load
 from mmkv.engine.model.families.tower import HeldLinear, HeldPatches, held_matrices, hold_tower
-from mmkv.engine.model.int8 import Int8Matrix
 from mmkv.engine.model.panels import Panels
 from mmkv.engine.model.product import Kernels, WeightForm, attend_rounded, multiply
+from mmkv.engine.model.rounded import Int8Matrix
 from mmkv.hf import retain
 from tests.support.factories import checkpoint, make_turn
 from tests.support.hf_models import model_of, prompts_of

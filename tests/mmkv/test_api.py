@@ -28,7 +28,7 @@ from mmkv import Budget, Engine, Sampling
 from mmkv.engine.cache import PagePool
 from mmkv.engine.errors import BudgetError, InputError, MmkvError, PolicyError, SessionError
 from mmkv.engine.interrupts import FairLock
-from mmkv.engine.memory import free_bytes
+from mmkv.engine.system import free_bytes
 from mmkv.prompt.template import take_media
 from mmkv.sampling import distribution
 from mmkv.session import Session

@@ -1,4 +1,4 @@
-/* Products with weights in bfloat16 (engine/model/bf16.py). They lie in panels of BF16_PANEL rows, and
+/* Products with weights in bfloat16 (engine/model/panels.py). They lie in panels of BF16_PANEL rows, and
  * in a panel two columns of every row lie together: one load gives the weights of both columns, each
  * in the half of a lane that makes it a float, and the CPU reads memory in one stream.
  *

@@ -1,4 +1,4 @@
-/* Products with weights in 8 or 4 bits, as engine/model/int8.py and int4.py define them: the states are
+/* Products with weights in 8 or 4 bits, as engine/model/rounded.py defines them: the states are
  * rounded to 8 bits in blocks, and whole numbers are multiplied and summed; each block's sum is then
  * scaled.
  *
@@ -174,7 +174,7 @@ static void round_8(const float *restrict x, float size, struct rounded *made)
     made->wrong = wrong;
 }
 
-#define TRIED 16 /* steps that a block in 4 bits is rounded by, as DIVISORS of int4.py has it */
+#define TRIED 16 /* steps that a block in 4 bits is rounded by, as DIVISORS of rounded.py has it */
 
 INLINE int32_t code_4(float x)
 {

@@ -29,9 +29,8 @@ from mmkv.engine.backends.cpu.cache_views import CacheViews
 from mmkv.engine.cache import RaggedCache
 from mmkv.engine.model import delta as torch_delta
 from mmkv.engine.model import product as reference
-from mmkv.engine.model.bf16 import PANEL, Bf16Matrix
 from mmkv.engine.model.elementwise import Elementwise, TorchElementwise
-from mmkv.engine.model.int8 import IntegerMatrix
+from mmkv.engine.model.panels import PANEL, Bf16Matrix
 from mmkv.engine.model.product import (
     INTEGERS,
     Kernels,
@@ -41,6 +40,7 @@ from mmkv.engine.model.product import (
     attend_rounded,
     narrowed,
 )
+from mmkv.engine.model.rounded import IntegerMatrix
 from mmkv.engine.policies.base import WindowReduction
 
 # Multiplications that a further thread is worth: some 10 microseconds of one.

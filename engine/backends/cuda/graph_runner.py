@@ -12,8 +12,8 @@ from mmkv.engine.backends.cuda.kernels.sample import Draw, columns_of
 from mmkv.engine.backends.cuda.static_step import StaticStep
 from mmkv.engine.budget import Budget
 from mmkv.engine.cache import RaggedCache
-from mmkv.engine.device import exact_products, on_device
 from mmkv.engine.errors import BROKEN, BudgetError
+from mmkv.engine.system import exact_products, on_device
 
 # Of one step: with what cuts to a budget, and without it where not each step evicts.
 Graphs = dict[bool, torch.cuda.CUDAGraph]

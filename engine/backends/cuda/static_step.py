@@ -22,8 +22,7 @@ from mmkv.engine.backends.cuda.kernels.append import empty_room, make_room
 from mmkv.engine.backends.cuda.kernels.buffers import GateHead, NewestTokens, PageTables
 from mmkv.engine.backends.cuda.kernels.decode_attention import decode_attention, empty_partials
 from mmkv.engine.backends.cuda.kernels.evict import empty_eviction, evict, unsupported_reason
-from mmkv.engine.backends.cuda.kernels.gated import gated
-from mmkv.engine.backends.cuda.kernels.norm import rms_norm
+from mmkv.engine.backends.cuda.kernels.pointwise import gated, rms_norm
 from mmkv.engine.backends.cuda.kernels.sample import (
     PenaltyState,
     SamplingColumns,

@@ -179,6 +179,7 @@ def _attend(
     N]``.
     """
     if query.device.type == "cpu":
+        # What scaled_dot_product_attention calls: it alone gives the sums that parts are merged by.
         kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
         mask = bias[:, None, None].expand(-1, 1, query.shape[1], -1)
         out, lse = kernel(

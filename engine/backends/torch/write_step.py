@@ -43,15 +43,14 @@ class WriteGatePass:
         scale: float,
     ) -> None:
         self.gates, self.admission = gates, admission
-        self._back = rope[0], -rope[1]
-        self._scale = scale
+        cos, sin = rope
+        if scale != 1:  # keys carry it once, and turned back by these angles they would twice
+            cos, sin = cos / scale**2, sin / scale**2
+        self._back = cos, -sin
 
     def log_g(self, layer: int, key: Tensor) -> Tensor:
         """Log g of keys ``[T, H, D]`` after RoPE, float32 ``[T, H]``."""
-        before = rotate(key, *self._back)
-        if self._scale != 1:
-            before = before / self._scale**2
-        return self.gates.log_g(layer, before, key)
+        return self.gates.log_g(layer, rotate(key, *self._back), key)
 
     def attend(
         self,

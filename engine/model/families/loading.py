@@ -16,13 +16,11 @@ import transformers
 from safetensors import SafetensorError
 from transformers.utils import logging as transformers_logging
 
-from mmkv.engine import hub
 from mmkv.engine.budget import format_bytes
 from mmkv.engine.errors import STOPS, MmkvError, ModelError
 from mmkv.engine.model.families import FAMILIES, Family, family_for
-from mmkv.engine.model.families.base import end_tokens
+from mmkv.engine.model.families.base import DeferredModel, end_tokens
 from mmkv.engine.model.families.config import read_config, whole_config
-from mmkv.engine.model.families.deferred import DeferredModel
 from mmkv.engine.model.families.tower import hold_tower
 from mmkv.engine.model.families.vision import (
     Unread,
@@ -30,7 +28,6 @@ from mmkv.engine.model.families.vision import (
     import_beside,
     require_finite_rest,
 )
-from mmkv.engine.model.finite import require_finite
 from mmkv.engine.model.gguf.file import SUFFIX
 from mmkv.engine.model.gguf.tensors import GgufTensors
 from mmkv.engine.model.lora import AdaptedTensors
@@ -44,6 +41,7 @@ from mmkv.engine.model.source import (
     checkpoint_file,
     files_of,
     find_adapter,
+    hub_reachable,
     locate,
 )
 from mmkv.engine.model.spec import DecoderSpec, RopeSpec, sparse_layers
@@ -53,7 +51,7 @@ from mmkv.engine.model.stored import (
     StoredTensors,
     read_text_weights,
 )
-from mmkv.engine.model.weights import DecoderWeights
+from mmkv.engine.model.weights import DecoderWeights, require_finite
 
 _DTYPES = {
     "float32": torch.float32,
@@ -118,7 +116,7 @@ def _load(
     holding_of: Callable[[torch.dtype, torch.device, bool], WeightForm | None],
     adapter: str | Path | None,
 ) -> tuple[Family, DecoderSpec, DecoderWeights]:
-    local = Path(source).is_dir() or not hub.hub_reachable()
+    local = Path(source).is_dir() or not hub_reachable()
     say("reading the config")
     config = read_config(source, local)
     quantised = settings_of(config)

@@ -15,9 +15,9 @@ import torch
 import transformers
 from torch import Tensor, nn
 
-from mmkv.engine.memory import give_back
 from mmkv.engine.model.families.base import Family
 from mmkv.engine.model.product import Matrix, PatchAttention, Product, WeightForm
+from mmkv.engine.system import give_back
 
 MANY_BYTES = 2**26  # that are freed before the heap gives them back
 

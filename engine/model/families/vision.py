@@ -15,16 +15,15 @@ import transformers
 from torch import Tensor, nn
 
 from mmkv.engine.errors import STOPS
-from mmkv.engine.memory import give_back
 from mmkv.engine.model.families.base import Family
 from mmkv.engine.model.families.tower import MANY_BYTES, hold_tower, layers_to_hold, move
-from mmkv.engine.model.finite import require_finite
 from mmkv.engine.model.panel_files import PanelStore, with_panels
 from mmkv.engine.model.panels import Panels
 from mmkv.engine.model.product import Matrix, WeightForm
 from mmkv.engine.model.spec import OFFSET_TYPES
 from mmkv.engine.model.stored import StoredTensors, text_place
-from mmkv.engine.model.weights import DecoderWeights
+from mmkv.engine.model.weights import DecoderWeights, require_finite
+from mmkv.engine.system import give_back
 
 _CPU = torch.device("cpu")
 

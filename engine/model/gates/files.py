@@ -16,10 +16,9 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from mmkv.engine import hub, paths
+from mmkv.engine import paths
 from mmkv.engine.errors import STOPS, GateError, first_line
 from mmkv.engine.model.fingerprint import fingerprint, language_fingerprint
-from mmkv.engine.model.finite import find_not_finite
 from mmkv.engine.model.gates.module import Gates, make_random_gates, tied_gates, tying_of
 from mmkv.engine.model.gates.published import (
     GATE_KEY,
@@ -28,7 +27,9 @@ from mmkv.engine.model.gates.published import (
     published_write_gates,
 )
 from mmkv.engine.model.gates.write import WriteGates, make_random_write_gates, write_gates
+from mmkv.engine.model.source import config_digest, hub_reachable
 from mmkv.engine.model.spec import DecoderSpec
+from mmkv.engine.model.weights import find_not_finite
 from mmkv.engine.paths import is_file, is_folder, is_lfs_pointer, open_regular, user_path
 
 FORMAT = "mmkv-gates-1"
@@ -242,7 +243,7 @@ def foreign_note(gates: Gates | WriteGates, model: str) -> str | None:
         part = "other weights"
     else:
         theirs, part = gates.info.get("base_config_sha256"), "another config.json"
-        same = theirs is None or theirs == hub.config_digest(model)
+        same = theirs is None or theirs == config_digest(model)
     if same:
         return None
     return (
@@ -325,7 +326,7 @@ def _locate(source: str | Path) -> Path:
                 snapshot_download(
                     str(source),
                     allow_patterns=["gates.*", _PUBLISHED, "*.json"],
-                    local_files_only=not hub.hub_reachable(),
+                    local_files_only=not hub_reachable(),
                 )
             )
         except STOPS:

@@ -56,41 +56,7 @@ def published_gates(
         )
     kind = "rg10" if "linear3.weight" in parts[0] else "rg"
     last = "linear3" if kind == "rg10" else "linear2"
-    layers = []
-    for index in range(spec.entry_layers):
-        part = parts[index]
-        try:
-            readout, bias = part[f"{last}.weight"], _bias(part, last)
-            trunk = [(part["linear1.weight"], part["linear1.bias"])]
-            if kind == "rg10":
-                width = part["linear2.weight"].shape[:1]
-                second = part.get("linear2.bias", torch.zeros(width))
-                trunk.append((part["linear2.weight"], second))
-        except KeyError as error:
-            raise GateError(
-                f"layer {index} of the gates lacks {error.args[0]!r}; layouts rg and rg10 are read"
-            ) from error
-        matrices = [weight for weight, _ in trunk] + [readout]
-        if odd := [weight for weight in matrices if weight.dim() != 2 or not weight.numel()]:
-            raise GateError(
-                f"layer {index} of the gates has a weight of the shape {list(odd[0].shape)}, which "
-                "is no matrix; the file is damaged, use another"
-            )
-        hidden, heads = trunk[0][0].shape[1], readout.shape[0]
-        if (hidden, heads) != (spec.hidden_size, spec.num_kv_heads):
-            raise GateError(
-                f"the gates are for hidden size {hidden} and {heads} KV heads; this model has "
-                f"{spec.hidden_size} and {spec.num_kv_heads}; use gates trained for it"
-            )
-        for (weight, offset), inner in zip(
-            [*trunk, (readout, bias)], [hidden, *(w.shape[0] for w, _ in trunk)], strict=True
-        ):
-            if weight.shape != (offset.numel(), inner) or offset.dim() != 1:
-                raise GateError(
-                    f"layer {index} of the gates has a weight {list(weight.shape)} between "
-                    f"{inner} inputs and {offset.numel()} outputs; the file is damaged"
-                )
-        layers.append(LayerGate(trunk, readout, bias))
+    layers = [_layer(index, parts[index], last, spec) for index in range(spec.entry_layers)]
     if kind == "rg10":
         tied = all(
             torch.equal(layer.readout, layers[0].readout)
@@ -103,6 +69,42 @@ def published_gates(
                 "scores comparable does not hold; use the original file"
             )
     return Gates(kind, layers, tensors, {"layout": kind, **(info or {})})
+
+
+def _layer(index: int, part: dict[str, Tensor], last: str, spec: DecoderSpec) -> LayerGate:
+    """Build the gate of one layer from its tensors; ``last`` is the readout. Raises GateError."""
+    try:
+        readout, bias = part[f"{last}.weight"], _bias(part, last)
+        trunk = [(part["linear1.weight"], part["linear1.bias"])]
+        if last == "linear3":
+            width = part["linear2.weight"].shape[:1]
+            second = part.get("linear2.bias", torch.zeros(width))
+            trunk.append((part["linear2.weight"], second))
+    except KeyError as error:
+        raise GateError(
+            f"layer {index} of the gates lacks {error.args[0]!r}; layouts rg and rg10 are read"
+        ) from error
+    matrices = [weight for weight, _ in trunk] + [readout]
+    if odd := [weight for weight in matrices if weight.dim() != 2 or not weight.numel()]:
+        raise GateError(
+            f"layer {index} of the gates has a weight of the shape {list(odd[0].shape)}, which "
+            "is no matrix; the file is damaged, use another"
+        )
+    hidden, heads = trunk[0][0].shape[1], readout.shape[0]
+    if (hidden, heads) != (spec.hidden_size, spec.num_kv_heads):
+        raise GateError(
+            f"the gates are for hidden size {hidden} and {heads} KV heads; this model has "
+            f"{spec.hidden_size} and {spec.num_kv_heads}; use gates trained for it"
+        )
+    for (weight, offset), inner in zip(
+        [*trunk, (readout, bias)], [hidden, *(w.shape[0] for w, _ in trunk)], strict=True
+    ):
+        if weight.shape != (offset.numel(), inner) or offset.dim() != 1:
+            raise GateError(
+                f"layer {index} of the gates has a weight {list(weight.shape)} between "
+                f"{inner} inputs and {offset.numel()} outputs; the file is damaged"
+            )
+    return LayerGate(trunk, readout, bias)
 
 
 def _bias(part: dict[str, Tensor], last: str) -> Tensor:

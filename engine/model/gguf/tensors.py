@@ -14,8 +14,8 @@ from torch import Tensor
 from mmkv.engine.errors import ModelError
 from mmkv.engine.model.gguf.file import PLAIN, GgufFile, GgufTensor, parts_of, read_gguf
 from mmkv.engine.model.gguf.text import unread
-from mmkv.engine.model.int8 import BLOCK
 from mmkv.engine.model.panel_files import MappedFile
+from mmkv.engine.model.rounded import BLOCK
 from mmkv.engine.model.spec import DELTA_TYPES, LINEAR, OFFSET_TYPES
 from mmkv.engine.model.stored import Grid, StoredShapes, StoredTensors
 

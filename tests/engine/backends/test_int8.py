@@ -22,9 +22,8 @@ from mmkv.engine.backends.cuda.kernels.product import product_for
 from mmkv.engine.errors import ModelError, SessionError
 from mmkv.engine.model import product as reference
 from mmkv.engine.model.families.tower import HeldLinear, held_matrices, move
-from mmkv.engine.model.int4 import DIVISORS
-from mmkv.engine.model.int8 import BLOCK, IntegerMatrix
 from mmkv.engine.model.product import INTEGERS, Kernels, WeightForm, plain
+from mmkv.engine.model.rounded import BLOCK, DIVISORS, IntegerMatrix
 from mmkv.engine.runtime import Runtime
 from mmkv.resources import bundled_model
 from tests.support.factories import checkpoint

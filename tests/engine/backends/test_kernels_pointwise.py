@@ -17,8 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from mmkv.engine.backends.cuda.kernels.gated import gated
-from mmkv.engine.backends.cuda.kernels.norm import rms_norm
+from mmkv.engine.backends.cuda.kernels.pointwise import gated, rms_norm
 from mmkv.engine.backends.cuda.kernels.sample import (
     Draw,
     SamplingColumns,
@@ -61,7 +60,7 @@ def allowance(form: Callable[..., Tensor], dtype: torch.dtype, roundings: int) -
     return {torch.float32: 8.0}.get(dtype, 1.0 * roundings) + roundings * cut_off
 
 
-@pytest.mark.parametrize("form", forms("norm", "rms_norm"))
+@pytest.mark.parametrize("form", forms("pointwise", "rms_norm"))
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("tokens", "width"), [(1, 1), (3, 24), (2, 2560), (2, 4096), (1, 5120)])
 @pytest.mark.parametrize("with_residual", [False, True])
@@ -92,7 +91,7 @@ def test_rms_norm(
         assert torch.equal(residual, before)
 
 
-@pytest.mark.parametrize("form", forms("norm", "rms_norm"))
+@pytest.mark.parametrize("form", forms("pointwise", "rms_norm"))
 def test_rms_norm_of_extreme_values(form: Callable[..., tuple[Tensor, Tensor]]) -> None:
     """Zeros stay zeros; eps decides for small rows; strided rows are read where they lie."""
     gain = normal(48, seed=1)
@@ -111,7 +110,7 @@ def test_rms_norm_of_extreme_values(form: Callable[..., tuple[Tensor, Tensor]]) 
     assert torch.equal(got[0], want[0]) and torch.equal(got[1], want[1])
 
 
-@pytest.mark.parametrize("form", forms("gated", "gated"))
+@pytest.mark.parametrize("form", forms("pointwise", "gated"))
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("tokens", "width"), [(1, 1), (3, 37), (2, 1024), (2, 2100)])
 def test_gated(form: Callable[..., Tensor], dtype: torch.dtype, tokens: int, width: int) -> None:
@@ -132,7 +131,7 @@ def test_gated(form: Callable[..., Tensor], dtype: torch.dtype, tokens: int, wid
             assert (error <= units * unit + 4e-7 * (gate * up).abs()).all()
 
 
-@pytest.mark.parametrize("form", forms("gated", "gated"))
+@pytest.mark.parametrize("form", forms("pointwise", "gated"))
 def test_swiglu_of_extreme_values(form: Callable[..., Tensor]) -> None:
     """exp overflows for large negative gates: the result is 0, not NaN. Strided rows are read."""
     gate = torch.tensor([[-200.0, -88.8, -20.0, 0.0, 20.0, 200.0]], device=DEVICE)
@@ -288,16 +287,16 @@ def test_sampling_is_captured_in_a_graph() -> None:
 @pytest.mark.parametrize("width", [2560, 4096])
 def test_rms_norm_fits_a_hopper_sm(width: int, add: bool, tmp_path: Path) -> None:
     """bf16, 16 warps for d up to 4096: <= 40 registers, nothing spilled, 16-byte accesses."""
-    from mmkv.engine.backends.cuda.kernels import norm_triton
+    from mmkv.engine.backends.cuda.kernels import pointwise_triton
 
     types = dict.fromkeys(("x", "residual", "gain", "normed", "total"), "*bf16")
     types |= {"x_row": "i32", "residual_row": "i32", "eps": "fp32"}
     report = compile_for_hopper(
-        norm_triton.__name__,
+        pointwise_triton.__name__,
         "rms_norm_kernel",
         types,
         {"ADD": add, "WIDTH": width, "BLOCK": 4096},
-        norm_triton.warps(4096),
+        pointwise_triton.warps(4096),
         tmp_path,
     )
     assert report.spills == 0 and report.registers <= 40 and report.shared <= 128
@@ -307,14 +306,14 @@ def test_rms_norm_fits_a_hopper_sm(width: int, add: bool, tmp_path: Path) -> Non
 @needs_compiler
 def test_swiglu_fits_a_hopper_sm(tmp_path: Path) -> None:
     """bf16, f of Qwen3-8B: <= 32 registers (full occupancy), no shared memory."""
-    from mmkv.engine.backends.cuda.kernels import gated_triton
+    from mmkv.engine.backends.cuda.kernels import pointwise_triton
 
     report = compile_for_hopper(
-        gated_triton.__name__,
+        pointwise_triton.__name__,
         "gated_kernel",
         {"gate_up": "*bf16", "out": "*bf16", "row_stride": "i32"},
-        {"WIDTH": 12288, "GELU": True, "BLOCK": gated_triton.BLOCK},
-        gated_triton.WARPS,
+        {"WIDTH": 12288, "GELU": True, "BLOCK": pointwise_triton.BLOCK},
+        pointwise_triton.WARPS,
         tmp_path,
     )
     assert report.spills == 0 and report.registers <= 32 and report.shared == 0

@@ -18,8 +18,8 @@ from benchmarks.bench.kernel_code import CompiledCase
 from benchmarks.bench.kernel_code import product as compiled_product
 from mmkv.engine.backends.cuda.kernels import product
 from mmkv.engine.model import product as reference
-from mmkv.engine.model.int8 import BLOCK, IntegerMatrix, code_states
 from mmkv.engine.model.product import INTEGERS
+from mmkv.engine.model.rounded import BLOCK, IntegerMatrix, code_states
 from tests.support.kernels import (
     DEVICE,
     compile_case,

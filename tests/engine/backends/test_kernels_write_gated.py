@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,6 +20,7 @@ from mmkv.engine.backends.cuda.kernels.write_gated_attention import (
 )
 from mmkv.engine.backends.torch import write_step
 from mmkv.engine.model.gates import make_random_write_gates
+from mmkv.engine.model.rope import rotate
 from mmkv.engine.policies import make_policy
 from mmkv.engine.runtime import Runtime
 from tests.support.kernels import DEVICE, compile_case, forms, needs_compiler
@@ -127,3 +129,15 @@ def test_a_prompt_is_read_by_the_kernel_as_in_torch(
 def test_write_gated_kernel_fits_a_hopper_sm(dtype: torch.dtype, tmp_path: Path) -> None:
     code = compile_case(write_gated(4, 128, dtype), tmp_path)
     assert code.spills == 0 and code.shared <= SHARED_LIMITS[86 if dtype == torch.float32 else 90]
+
+
+@pytest.mark.parametrize("scale", [1.0, 1.25])
+@pytest.mark.parametrize("rotary", [16, 24])
+def test_write_gates_see_keys_as_they_were_before_rope(rotary: int, scale: float) -> None:
+    """Features that rope leaves alone, and the factor that angles of a long rope carry."""
+    key, angle = torch.randn(5, 2, 24), torch.rand(5, rotary // 2) * 9
+    cos, sin = angle.cos().repeat(1, 2), torch.cat([-angle.sin(), angle.sin()], -1)
+    rope, seen = (cos * scale, sin * scale), list[torch.Tensor]()
+    gates = SimpleNamespace(log_g=lambda layer, before, after: seen.append(before))
+    write_step.WriteGatePass(gates, None, rope, scale).log_g(0, rotate(key, *rope))  # type: ignore[arg-type]
+    torch.testing.assert_close(seen[0], key)

@@ -15,10 +15,9 @@ from mmkv.engine.backends.cpu import kernels as native
 from mmkv.engine.backends.cpu.binding import BF16_FORMS, Library, library
 from mmkv.engine.errors import SessionError
 from mmkv.engine.model import product as reference
-from mmkv.engine.model.bf16 import Bf16Matrix
-from mmkv.engine.model.finite import find_not_finite
+from mmkv.engine.model.panels import Bf16Matrix
 from mmkv.engine.model.product import Kernels, Matrix
-from mmkv.engine.model.weights import DecoderWeights
+from mmkv.engine.model.weights import DecoderWeights, find_not_finite
 from mmkv.engine.runtime import Runtime
 from mmkv.resources import bundled_model
 from tests.support.factories import checkpoint

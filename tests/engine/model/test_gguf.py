@@ -31,17 +31,16 @@ from torch import Tensor
 from mmkv.engine.backends import kernels_for
 from mmkv.engine.config import EngineConfig
 from mmkv.engine.errors import ModelError
-from mmkv.engine.hub import config_digest
 from mmkv.engine.model import panel_files
 from mmkv.engine.model.families.loading import load
 from mmkv.engine.model.fingerprint import fingerprint, identity, language_fingerprint
 from mmkv.engine.model.gguf.config import FILES, gguf_folder
 from mmkv.engine.model.gguf.file import GgufFile
 from mmkv.engine.model.gguf.tokenizer import tokenizer_json
-from mmkv.engine.model.int8 import IntegerMatrix
 from mmkv.engine.model.kept_files import kept
 from mmkv.engine.model.panels import Panels
-from mmkv.engine.model.source import SINGLE, checkpoint_file, files_of
+from mmkv.engine.model.rounded import IntegerMatrix
+from mmkv.engine.model.source import SINGLE, checkpoint_file, config_digest, files_of
 from mmkv.engine.model.weights import DecoderWeights
 from mmkv.planner import FORMS, planned
 from mmkv.prompt.loading import load_processor

@@ -23,16 +23,14 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from mmkv.engine import memory
+from mmkv.engine import system
 from mmkv.engine.errors import ModelError
 from mmkv.engine.model import kept_files, panel_files, stored
-from mmkv.engine.model.bf16 import Bf16Matrix
 from mmkv.engine.model.families import loading
-from mmkv.engine.model.int4 import Int4Matrix
-from mmkv.engine.model.int8 import Int8Matrix
 from mmkv.engine.model.kept_files import clear, kept
 from mmkv.engine.model.panel_files import PanelStore, with_panels
-from mmkv.engine.model.panels import Panels
+from mmkv.engine.model.panels import Bf16Matrix, Panels
+from mmkv.engine.model.rounded import Int4Matrix, Int8Matrix
 from mmkv.engine.runtime import Runtime
 from tests.support.factories import make_model
 from tests.support.native import needs_native
@@ -177,12 +175,12 @@ def test_what_is_mapped_is_no_free_memory(model: Path) -> None:
     load(model)
     (file,) = kept()
     gc.collect()
-    before = sum(memory._mapped.values())
+    before = sum(system._mapped.values())
     engine = load(model)
-    assert sum(memory._mapped.values()) == before + file.bytes
+    assert sum(system._mapped.values()) == before + file.bytes
     del engine
     gc.collect()
-    assert sum(memory._mapped.values()) == before
+    assert sum(system._mapped.values()) == before
 
 
 def change(model: Path, name: str = "layers.0.mlp.down_proj.weight") -> None:
@@ -425,12 +423,12 @@ def test_where_a_disk_is_full_nothing_is_held_twice(
     model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     gc.collect()
-    before, read, mapped = sum(memory._mapped.values()), loading.read_text_weights, []
+    before, read, mapped = sum(system._mapped.values()), loading.read_text_weights, []
 
     def noted(*given: Any) -> Any:
-        mapped.append(sum(memory._mapped.values()))
+        mapped.append(sum(system._mapped.values()))
         made = read(*given)
-        mapped.append(sum(memory._mapped.values()))
+        mapped.append(sum(system._mapped.values()))
         return made
 
     monkeypatch.setattr(loading, "read_text_weights", noted)

@@ -136,14 +136,14 @@ def test_who_holds_towers_alike_shares_their_file(model: Path, packed: list[str]
 
 
 def test_panels_are_mapped(model: Path) -> None:
-    from mmkv.engine import memory
+    from mmkv.engine import system
 
     seen(model)
     family = load(model, "auto", "cpu", kernels=kernels_for("auto"))[0]
-    before = sum(memory._mapped.values())
+    before = sum(system._mapped.values())
     _ = family.hf
     (file,) = of_tower()
-    assert sum(memory._mapped.values()) == before + file.bytes
+    assert sum(system._mapped.values()) == before + file.bytes
     assert family.vision_note is None
 
 

@@ -23,9 +23,10 @@ from mmkv.engine.policies.scoring import Retention
 from mmkv.engine.runtime import Runtime
 from mmkv.engine.sequence import CachedSequence
 from mmkv.engine.trace import _BLOCK, DEATH, KINDS, PRUNED, REFUSED, Record, Recorder
-from mmkv.explain import Trace, frames
-from mmkv.explain.frames import layout
+from mmkv.explain import Trace
+from mmkv.explain import snapshot as snapshots
 from mmkv.explain.page import render
+from mmkv.explain.snapshot import layout
 from mmkv.explain.trace import texts_of
 from mmkv.resources import asset
 from tests.support.factories import checkpoint
@@ -489,11 +490,11 @@ def test_pictures_of_a_record_are_bounded_and_cannot_spoil_a_turn(
         raise OSError("no JPEG")
 
     with monkeypatch.context() as patched:
-        patched.setattr(frames, "encoded", fail)
+        patched.setattr(snapshots, "encoded", fail)
         with pytest.raises(OSError, match="no JPEG"):
             list(session.send("what?", images=[picture], sampling=short))
     assert session.seen == 0 and session.history == []
-    monkeypatch.setattr(frames, "MOST_BYTES", 1)
+    monkeypatch.setattr(snapshots, "MOST_BYTES", 1)
     for _ in range(2):
         list(session.send("what?", images=[picture], videos=[clip()], sampling=short))
     assert [frame.caption for _, frame, _ in recorder.media] == ["picture 1"]

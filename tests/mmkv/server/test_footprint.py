@@ -19,7 +19,7 @@ from PIL import Image
 from mmkv import Engine
 from mmkv.cli.app import run
 from mmkv.engine.errors import BudgetError
-from mmkv.engine.memory import resident_bytes
+from mmkv.engine.system import resident_bytes
 from mmkv.server import footprint
 from mmkv.server.metrics import Metrics
 from mmkv.server.reply import LogprobRows, rendered

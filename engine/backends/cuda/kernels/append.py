@@ -9,9 +9,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from mmkv.engine.backends.cuda.kernels.available import on_triton
+from mmkv.engine.backends.cuda.kernels.available import in_triton
 from mmkv.engine.backends.cuda.kernels.buffers import AppendBuffers, PageTables
-from mmkv.engine.device import on_device
 
 
 def empty_room(batch: int, rows: PageTables) -> AppendBuffers:
@@ -28,7 +27,7 @@ def empty_room(batch: int, rows: PageTables) -> AppendBuffers:
     )
 
 
-def make_room(room: AppendBuffers, rows: PageTables, seqs: Tensor) -> Tensor:
+def make_room_reference(room: AppendBuffers, rows: PageTables, seqs: Tensor) -> Tensor:
     """Lengthen every row of the sequences ``seqs`` by one entry, which the caller fills.
 
     Rows at the end of a page take a new one, in the order batch slot, layer, head. When the free
@@ -44,16 +43,6 @@ def make_room(room: AppendBuffers, rows: PageTables, seqs: Tensor) -> Tensor:
     Returns:
         ``room.slots``.
     """
-    if on_triton(seqs):
-        from mmkv.engine.backends.cuda.kernels import append_triton
-
-        with on_device(seqs.device):
-            return append_triton.make_room(room, rows, seqs)
-    return make_room_reference(room, rows, seqs)
-
-
-def make_room_reference(room: AppendBuffers, rows: PageTables, seqs: Tensor) -> Tensor:
-    """Compute :func:`make_room` in torch, as the reference."""
     size, width = rows.page_size, rows.table.shape[-1]
     live = seqs >= 0
     seq = seqs[live]
@@ -73,3 +62,6 @@ def make_room_reference(room: AppendBuffers, rows: PageTables, seqs: Tensor) -> 
     rows.top.sub_(count)
     room.slots[live] = page * size + before % size
     return room.slots
+
+
+make_room = in_triton(make_room_reference, "seqs")

@@ -3,9 +3,18 @@
 from __future__ import annotations
 
 import functools
+import importlib
 import importlib.util
+import inspect
+from collections.abc import Callable
+from typing import Any, ParamSpec, TypeVar
 
 from torch import Tensor
+
+from mmkv.engine.system import on_device
+
+P = ParamSpec("P")
+T = TypeVar("T")
 
 
 def on_triton(tensor: Tensor) -> bool:
@@ -17,3 +26,27 @@ def on_triton(tensor: Tensor) -> bool:
 def triton_installed() -> bool:
     """Return whether Triton can be imported."""
     return importlib.util.find_spec("triton") is not None
+
+
+def in_triton(reference: Callable[P, T], where: str) -> Callable[P, T]:
+    """Return a function that runs in Triton on the GPU of its argument ``where``, else in torch.
+
+    The Triton form of ``name_reference`` in a module ``x`` is ``name`` in ``x_triton``, which is
+    imported when it first runs.
+    """
+    name = reference.__name__.removesuffix("_reference")
+    place = list(inspect.signature(reference).parameters).index(where)
+
+    @functools.wraps(reference)
+    def run(*args: P.args, **named: P.kwargs) -> T:
+        tensor: Any = named[where] if where in named else args[place]
+        if not on_triton(tensor):
+            return reference(*args, **named)
+        form: Callable[P, T] = getattr(
+            importlib.import_module(f"{reference.__module__}_triton"), name
+        )
+        with on_device(tensor.device):
+            return form(*args, **named)
+
+    run.__name__ = run.__qualname__ = name
+    return run

@@ -5,10 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from mmkv.engine.backends.cuda.kernels.available import on_triton
+from mmkv.engine.backends.cuda.kernels.available import in_triton
 from mmkv.engine.backends.cuda.kernels.buffers import NewestTokens, Partials, WorkList
 from mmkv.engine.cache import EncodedKV
-from mmkv.engine.device import on_device
 
 
 def empty_partials(work: WorkList, group: int, head_dim: int) -> Partials:
@@ -26,37 +25,6 @@ def empty_partials(work: WorkList, group: int, head_dim: int) -> Partials:
 
 
 def decode_attention_reference(
-    query: Tensor,
-    keys: Tensor | EncodedKV,
-    values: Tensor | EncodedKV,
-    table: Tensor,
-    work: WorkList,
-    layer: int,
-    partials: Partials,
-    scale: float,
-    out: Tensor,
-    lse: Tensor | None = None,
-    window: NewestTokens | None = None,
-) -> None:
-    """Compute :func:`decode_attention` in torch: one row after the other, in float32."""
-    grouped = query.reshape(query.shape[0] * work.heads, -1, query.shape[2])
-    result = out.view(grouped.shape)
-    logs = None if lse is None else lse.view(grouped.shape[:2])
-    for row, (entries, source, _, _) in enumerate(work.rows[layer].tolist()):
-        held = -(-entries // keys.shape[1])
-        pages = table.view(-1, table.shape[-1])[source, :held]
-        key = keys[pages].flatten(0, 1)[:entries].float()
-        value = values[pages].flatten(0, 1)[:entries].float()
-        scores = grouped[row].float() @ key.T * scale
-        if window is not None:
-            back = window.now[row // work.heads] - window.position[pages].flatten()[:entries]
-            scores = scores.masked_fill(back >= window.tokens, -torch.inf)
-        result[row] = (scores.softmax(-1) @ value).to(out.dtype)  # of no entries: 0
-        if logs is not None:
-            logs[row] = scores.logsumexp(-1)  # of no entries: -inf
-
-
-def decode_attention(
     query: Tensor,
     keys: Tensor | EncodedKV,
     values: Tensor | EncodedKV,
@@ -88,11 +56,21 @@ def decode_attention(
             -inf without entries.
         window: which entries are near enough to be seen; None: all.
     """
-    if on_triton(query):
-        from mmkv.engine.backends.cuda.kernels import decode_attention_triton
+    grouped = query.reshape(query.shape[0] * work.heads, -1, query.shape[2])
+    result = out.view(grouped.shape)
+    logs = None if lse is None else lse.view(grouped.shape[:2])
+    for row, (entries, source, _, _) in enumerate(work.rows[layer].tolist()):
+        held = -(-entries // keys.shape[1])
+        pages = table.view(-1, table.shape[-1])[source, :held]
+        key = keys[pages].flatten(0, 1)[:entries].float()
+        value = values[pages].flatten(0, 1)[:entries].float()
+        scores = grouped[row].float() @ key.T * scale
+        if window is not None:
+            back = window.now[row // work.heads] - window.position[pages].flatten()[:entries]
+            scores = scores.masked_fill(back >= window.tokens, -torch.inf)
+        result[row] = (scores.softmax(-1) @ value).to(out.dtype)  # of no entries: 0
+        if logs is not None:
+            logs[row] = scores.logsumexp(-1)  # of no entries: -inf
 
-        run = decode_attention_triton.decode_attention
-    else:
-        run = decode_attention_reference
-    with on_device(query.device):
-        run(query, keys, values, table, work, layer, partials, scale, out, lse, window)
+
+decode_attention = in_triton(decode_attention_reference, "query")

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from mmkv.engine.backends.cuda.kernels.available import on_triton
-from mmkv.engine.device import on_device
 from mmkv.engine.model import delta
+from mmkv.engine.system import on_device
 
 
 def causal_conv(x: Tensor, weight: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:

@@ -13,7 +13,7 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from mmkv.engine.backends.cuda.kernels.available import on_triton
+from mmkv.engine.backends.cuda.kernels.available import in_triton
 from mmkv.engine.backends.cuda.kernels.buffers import (
     BINS,
     BLOCK,
@@ -25,7 +25,6 @@ from mmkv.engine.backends.cuda.kernels.buffers import (
 )
 from mmkv.engine.budget import EVERY_STEP, Interval
 from mmkv.engine.cache import Columns
-from mmkv.engine.device import on_device
 from mmkv.engine.policies.allocation import FlooredAllocation, GlobalAllocation, HeadAllocation
 from mmkv.engine.policies.base import CacheView, Policy, kernel_of
 from mmkv.engine.policies.selection import Shares, lowest
@@ -96,7 +95,7 @@ def empty_drop(batch: int, rows: PageTables, cells: int) -> EvictionBuffers:
     )
 
 
-def drop(
+def drop_reference(
     work: EvictionBuffers,
     rows: PageTables,
     pool: Columns,
@@ -112,24 +111,6 @@ def drop(
         victims: bool ``[B, R, cells]``, False where a row has no entry; nan: ``[B]`` int64, how
             many of them have a score that is NaN.
     """
-    if on_triton(seqs):
-        from mmkv.engine.backends.cuda.kernels import evict_triton
-
-        with on_device(seqs.device):
-            evict_triton.drop(work, rows, pool, seqs, victims, nan)
-    else:
-        drop_reference(work, rows, pool, seqs, victims, nan)
-
-
-def drop_reference(
-    work: EvictionBuffers,
-    rows: PageTables,
-    pool: Columns,
-    seqs: Tensor,
-    victims: Tensor,
-    nan: Tensor,
-) -> None:
-    """The torch reference of :func:`drop`, sequence after sequence."""
     work.dropped.zero_()
     for batch_slot, seq in enumerate(seqs.tolist()):
         if seq < 0:
@@ -140,6 +121,9 @@ def drop_reference(
         work.nan[batch_slot] += nan[batch_slot]
         _drop(rows, pool, seq, row, offset, slot, gone)
         work.dropped[batch_slot] = gone.numel()
+
+
+drop = in_triton(drop_reference, "seqs")
 
 
 def _entries(rows: PageTables, seq: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -171,7 +155,7 @@ def scores_in_torch(policy: Policy) -> bool:
     return kernel_of(policy.scoring) == "torch"
 
 
-def evict(
+def evict_reference(
     work: EvictionBuffers,
     policy: Policy,
     rows: PageTables,
@@ -197,25 +181,6 @@ def evict(
     Returns:
         ``work.dropped``.
     """
-    if on_triton(seqs):
-        from mmkv.engine.backends.cuda.kernels import evict_triton
-
-        with on_device(seqs.device):
-            return evict_triton.evict(work, policy, rows, pool, seqs, seen, allowed, interval)
-    return evict_reference(work, policy, rows, pool, seqs, seen, allowed, interval)
-
-
-def evict_reference(
-    work: EvictionBuffers,
-    policy: Policy,
-    rows: PageTables,
-    pool: Columns,
-    seqs: Tensor,
-    seen: Tensor,
-    allowed: Tensor,
-    interval: Interval = EVERY_STEP,
-) -> Tensor:
-    """The torch reference of :func:`evict`: the policy's own victims, sequence after sequence."""
     work.dropped.zero_()
     for batch_slot, seq in enumerate(seqs.tolist()):
         length = rows.length[max(seq, 0)].flatten()
@@ -234,7 +199,10 @@ def evict_reference(
     return work.dropped
 
 
-def evict_to_shares(
+evict = in_triton(evict_reference, "seqs")
+
+
+def evict_to_shares_reference(
     work: EvictionBuffers,
     policy: Policy,
     rows: PageTables,
@@ -257,27 +225,6 @@ def evict_to_shares(
     Returns:
         ``work.dropped``.
     """
-    if on_triton(seqs):
-        from mmkv.engine.backends.cuda.kernels import evict_triton
-
-        run = evict_triton.evict_to_shares
-    else:
-        run = evict_to_shares_reference
-    with on_device(seqs.device):
-        return run(work, policy, rows, pool, seqs, seen, limits, scores)
-
-
-def evict_to_shares_reference(
-    work: EvictionBuffers,
-    policy: Policy,
-    rows: PageTables,
-    pool: Columns,
-    seqs: Tensor,
-    seen: Tensor,
-    limits: EvictionLimits,
-    scores: Tensor | None = None,
-) -> Tensor:
-    """The torch reference of :func:`evict_to_shares`, sequence after sequence."""
     work.dropped.zero_()
     count, groups = rows.length[0].numel(), limits.share.shape[1]
     group = torch.arange(count).div(count // groups, rounding_mode="floor")
@@ -305,6 +252,9 @@ def evict_to_shares_reference(
         _drop(rows, pool, seq, view.row, offset, slot, victims)
         work.dropped[batch_slot] = victims.numel()
     return work.dropped
+
+
+evict_to_shares = in_triton(evict_to_shares_reference, "seqs")
 
 
 def _view(rows: PageTables, pool: Columns, seq: int, seen: int) -> tuple[CacheView, Tensor, Tensor]:

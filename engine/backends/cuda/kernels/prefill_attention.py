@@ -5,35 +5,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from mmkv.engine.backends.cuda.kernels.available import on_triton
+from mmkv.engine.backends.cuda.kernels.available import in_triton
 from mmkv.engine.cache import EncodedKV
-from mmkv.engine.device import on_device
 
 
 def prefill_attention_reference(
-    query: Tensor,
-    keys: Tensor | EncodedKV,
-    values: Tensor | EncodedKV,
-    length: Tensor,
-    table: Tensor,
-    scale: float,
-) -> tuple[Tensor, Tensor]:
-    """Compute :func:`prefill_attention` in torch: one KV head after the other, in float32."""
-    group = query.shape[0] // length.shape[0]
-    out = torch.empty_like(query)
-    lse = torch.empty(query.shape[:2], device=query.device)
-    for head, entries in enumerate(length.tolist()):
-        pages = table[head, : -(-entries // keys.shape[1])]
-        key = keys[pages].flatten(0, 1)[:entries].float()
-        value = values[pages].flatten(0, 1)[:entries].float()
-        mine = slice(head * group, (head + 1) * group)
-        scores = query[mine].float() @ key.T * scale
-        out[mine] = (scores.softmax(-1) @ value).to(out.dtype)  # of no entries: 0
-        lse[mine] = scores.logsumexp(-1)  # of no entries: -inf
-    return out, lse
-
-
-def prefill_attention(
     query: Tensor,
     keys: Tensor | EncodedKV,
     values: Tensor | EncodedKV,
@@ -58,10 +34,18 @@ def prefill_attention(
         output ``[Hq, C, D]`` in the query's dtype and strides, zeros where a KV head has no
         entries; log-sum-exp ``[Hq, C]`` float32, -inf there.
     """
-    if on_triton(query):
-        from mmkv.engine.backends.cuda.kernels import prefill_attention_triton
+    group = query.shape[0] // length.shape[0]
+    out = torch.empty_like(query)
+    lse = torch.empty(query.shape[:2], device=query.device)
+    for head, entries in enumerate(length.tolist()):
+        pages = table[head, : -(-entries // keys.shape[1])]
+        key = keys[pages].flatten(0, 1)[:entries].float()
+        value = values[pages].flatten(0, 1)[:entries].float()
+        mine = slice(head * group, (head + 1) * group)
+        scores = query[mine].float() @ key.T * scale
+        out[mine] = (scores.softmax(-1) @ value).to(out.dtype)  # of no entries: 0
+        lse[mine] = scores.logsumexp(-1)  # of no entries: -inf
+    return out, lse
 
-        run = prefill_attention_triton.prefill_attention
-        with on_device(query.device):
-            return run(query, keys, values, length, table, scale)
-    return prefill_attention_reference(query, keys, values, length, table, scale)
+
+prefill_attention = in_triton(prefill_attention_reference, "query")

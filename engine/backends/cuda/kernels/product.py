@@ -6,10 +6,10 @@ import torch
 from torch import Tensor
 
 from mmkv.engine.backends.cuda.kernels.available import on_triton
-from mmkv.engine.device import on_device
 from mmkv.engine.model import product as reference
-from mmkv.engine.model.int8 import IntegerMatrix
 from mmkv.engine.model.product import Matrix, Product
+from mmkv.engine.model.rounded import IntegerMatrix
+from mmkv.engine.system import on_device
 
 
 def product_for(form: str) -> Product:

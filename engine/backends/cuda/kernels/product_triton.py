@@ -15,10 +15,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from mmkv.engine.model.int8 import BLOCK, IntegerMatrix
+from mmkv.engine.model.rounded import BLOCK, IntegerMatrix
 
 LARGEST = tl.constexpr(127.0)
-LEAST_CODED = tl.constexpr(1e-30)  # as in mmkv.engine.model.int8
+LEAST_CODED = tl.constexpr(1e-30)  # as in mmkv.engine.model.rounded
 # Added and taken away again, it rounds to the nearest whole number, to the even one of two.
 ROUNDER = tl.constexpr(12582912.0)
 
@@ -90,7 +90,7 @@ def _grid(tokens: int, rows: int, size: dict[str, int]) -> tuple[int, int]:
 
 
 def code_states(x: Tensor, bits: int) -> tuple[Tensor, Tensor]:
-    """Round states ``[T, in]`` as :func:`mmkv.engine.model.int8.code_states` does.
+    """Round states ``[T, in]`` as :func:`mmkv.engine.model.rounded.code_states` does.
 
     Args:
         bits: of the weights, which decide in what order the codes of a block lie.

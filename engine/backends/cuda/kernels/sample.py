@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 
 import torch
 from torch import Tensor
@@ -154,6 +154,43 @@ def penalise(logits: Tensor, columns: SamplingColumns, said: PenaltyState) -> Te
     logits = torch.where(said.read, torch.where(logits < 0, logits * by, logits / by), logits)
     less = said.count * columns.frequency[:, None]
     return logits - less - (said.count > 0) * columns.presence[:, None]
+
+
+class Draws:
+    """Draws a token for each of some sequences, step after step.
+
+    Args:
+        draws: one a sequence, before the first token.
+        vocab: of the logits.
+    """
+
+    def __init__(self, draws: Sequence[Draw], vocab: int, device: torch.device) -> None:
+        self._columns, self._seed = columns_of(draws, device)
+        self._said: PenaltyState | None = None
+        if any(draw.penalises for draw in draws):
+            self._said = PenaltyState.empty(len(draws), vocab, device)
+            self._said.fill(draws)
+
+    def next(self, logits: Tensor, seen: Tensor) -> Tensor:
+        """Draw token ids ``[B]`` int64; penalties count them from then on.
+
+        Args:
+            logits: float32 ``[B, vocab]``; seen: int64 ``[B]``, tokens of each sequence so far.
+        """
+        if self._said is not None:
+            logits = penalise(logits, self._columns, self._said)
+        chosen = sample(logits, self._columns, uniform(self._seed, seen))
+        if self._said is not None:
+            self._said.add(chosen, torch.ones_like(chosen, dtype=torch.bool))
+        return chosen
+
+    def keep(self, rows: Sequence[int]) -> None:
+        """Go on with some of the sequences, by their indices; the others have ended."""
+        at = torch.tensor(rows, device=self._seed.device)
+        of = {each.name: getattr(self._columns, each.name)[at] for each in fields(SamplingColumns)}
+        self._columns, self._seed = SamplingColumns(**of), self._seed[at]
+        if self._said is not None:
+            self._said = PenaltyState(self._said.read[at], self._said.count[at])
 
 
 def guard(logits: Tensor, never: Tensor) -> Tensor:

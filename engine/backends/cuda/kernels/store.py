@@ -12,9 +12,9 @@ from torch import Tensor
 from mmkv.engine.backends.cuda.kernels.available import on_triton
 from mmkv.engine.backends.cuda.kernels.buffers import GateHead
 from mmkv.engine.cache import Columns
-from mmkv.engine.device import on_device
 from mmkv.engine.model.elementwise import normed_heads
 from mmkv.engine.model.rope import rotate
+from mmkv.engine.system import on_device
 
 
 def store_layer(

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from mmkv.engine.backends.cuda.kernels.available import on_triton
-from mmkv.engine.device import on_device
+from mmkv.engine.system import on_device
 
 
 def window_scores(

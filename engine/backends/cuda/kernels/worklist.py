@@ -18,9 +18,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from mmkv.engine.backends.cuda.kernels.available import on_triton
+from mmkv.engine.backends.cuda.kernels.available import in_triton
 from mmkv.engine.backends.cuda.kernels.buffers import WorkList
-from mmkv.engine.device import on_device
 
 # A tile holds about this many bytes of keys and values. A program of the attention kernel has two
 # tiles on their way from memory and four programs share a multiprocessor: 128 KiB in flight, five
@@ -53,7 +52,13 @@ def empty_worklist(
 
 
 def build_worklist_reference(work: WorkList, seqs: Tensor, length: Tensor) -> None:
-    """Compute :func:`build_worklist` in torch."""
+    """Fill ``work`` for the present lengths; no host sync, so it may stand in a CUDA graph.
+
+    Args:
+        work: buffers whose batch is B.
+        seqs: ``[B]`` int64 sequence slots; -1 marks an idle batch slot, whose rows count as empty.
+        length: ``[S, L, H]`` int64 entries per row, those appended in this step included.
+    """
     rows, runs = work.rows, work.runs
     layers, count = rows.shape[:2]
     slot = seqs.clamp(min=0)
@@ -81,18 +86,4 @@ def build_worklist_reference(work: WorkList, seqs: Tensor, length: Tensor) -> No
     runs[..., :5] = torch.stack([column.where(active, 0) for column in columns], -1).int()
 
 
-def build_worklist(work: WorkList, seqs: Tensor, length: Tensor) -> None:
-    """Fill ``work`` for the present lengths; no host sync, so it may stand in a CUDA graph.
-
-    Args:
-        work: buffers whose batch is B.
-        seqs: ``[B]`` int64 sequence slots; -1 marks an idle batch slot, whose rows count as empty.
-        length: ``[S, L, H]`` int64 entries per row, those appended in this step included.
-    """
-    if on_triton(seqs):
-        from mmkv.engine.backends.cuda.kernels import worklist_triton
-
-        with on_device(seqs.device):
-            worklist_triton.build_worklist(work, seqs, length)
-    else:
-        build_worklist_reference(work, seqs, length)
+build_worklist = in_triton(build_worklist_reference, "seqs")

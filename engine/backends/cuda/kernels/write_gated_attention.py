@@ -13,8 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from mmkv.engine.backends.cuda.kernels.available import on_triton
-from mmkv.engine.device import on_device
+from mmkv.engine.backends.cuda.kernels.available import in_triton
 from mmkv.engine.policies.base import admitted
 from mmkv.engine.policies.write_gate import visible
 
@@ -77,7 +76,7 @@ class Ranges:
         return far + near, whole
 
 
-def write_gated_attention(
+def write_gated_attention_reference(
     query: Tensor,
     position: Tensor,
     keys: Tensor,
@@ -99,28 +98,6 @@ def write_gated_attention(
         ``[H, G, C, D]``; tiles of entries that each block of tokens was multiplied with, and those
         that plain causal attention has, int32 ``[H, n]``. No host sync on CUDA.
     """
-    if on_triton(query):
-        from mmkv.engine.backends.cuda.kernels import write_gated_attention_triton
-
-        run = write_gated_attention_triton.write_gated_attention
-        with on_device(query.device):
-            return run(query, position, keys, values, rows, window, threshold, scale)
-    return write_gated_attention_reference(
-        query, position, keys, values, rows, window, threshold, scale
-    )
-
-
-def write_gated_attention_reference(
-    query: Tensor,
-    position: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    rows: GatedRows,
-    window: int,
-    threshold: float,
-    scale: float,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Compute :func:`write_gated_attention` with the whole mask; it reads every tile."""
     key, value = keys[rows.slot].float()[:, None], values[rows.slot].float()[:, None]
     seen = torch.stack(
         [
@@ -132,3 +109,6 @@ def write_gated_attention_reference(
     shares = scores.masked_fill(~seen[:, None], -torch.inf).softmax(-1)
     _, whole = Ranges.of(rows, position, window, threshold, 16).tiles(16)
     return (shares @ value).to(query.dtype), whole, whole
+
+
+write_gated_attention = in_triton(write_gated_attention_reference, "query")

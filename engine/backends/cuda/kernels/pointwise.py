@@ -1,15 +1,16 @@
-"""RMSNorm, together with the residual sum before it."""
+"""RMSNorm with the residual sum before it, and the gated activation of the MLP."""
 
 from __future__ import annotations
 
 import torch.nn.functional as F
 from torch import Tensor
 
-from mmkv.engine.backends.cuda.kernels.available import on_triton
-from mmkv.engine.device import on_device
+from mmkv.engine.backends.cuda.kernels.available import in_triton
 
 
-def rms_norm(x: Tensor, residual: Tensor | None, gain: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+def rms_norm_reference(
+    x: Tensor, residual: Tensor | None, gain: Tensor, eps: float
+) -> tuple[Tensor, Tensor]:
     """Add ``residual`` and normalise over the features.
 
     Rounding is the eager decoder's: the sum is rounded to the dtype before anything reads it,
@@ -24,19 +25,28 @@ def rms_norm(x: Tensor, residual: Tensor | None, gain: Tensor, eps: float) -> tu
     Returns:
         normed ``[T, d]`` and the sum ``[T, d]`` (``x`` itself without a residual).
     """
-    if on_triton(x):
-        from mmkv.engine.backends.cuda.kernels import norm_triton
-
-        with on_device(x.device):
-            return norm_triton.rms_norm(x, residual, gain, eps)
-    return rms_norm_reference(x, residual, gain, eps)
-
-
-def rms_norm_reference(
-    x: Tensor, residual: Tensor | None, gain: Tensor, eps: float
-) -> tuple[Tensor, Tensor]:
-    """Compute :func:`rms_norm` in torch as the eager decoder does: the reference."""
     total = x if residual is None else residual + x
     if gain.dtype != total.dtype:
         return F.rms_norm(total.float(), gain.shape, gain, eps).to(total.dtype), total
     return F.rms_norm(total, gain.shape, gain, eps), total
+
+
+rms_norm = in_triton(rms_norm_reference, "x")
+
+
+def gated_reference(gate_up: Tensor, activation: str = "silu") -> Tensor:
+    """Compute ``activation(gate) * up``, ``[T, f]``.
+
+    As in the eager decoder the activation is rounded to the dtype before it is multiplied, and
+    the product again.
+
+    Args:
+        gate_up: ``[T, 2 f]``, the gate first, rows contiguous.
+        activation: ``silu`` or ``gelu_tanh``.
+    """
+    gate, up = gate_up.chunk(2, -1)
+    active = F.silu(gate) if activation == "silu" else F.gelu(gate, approximate="tanh")
+    return active * up
+
+
+gated = in_triton(gated_reference, "gate_up")

@@ -16,8 +16,8 @@ import pytest
 import torch
 
 from mmkv.engine.backends.cuda import GraphRunner, kernels
-from mmkv.engine.device import exact_products, on_device
 from mmkv.engine.model.product import INTEGERS
+from mmkv.engine.system import exact_products, on_device
 from tests.support.bursts import Bursts
 from tests.support.native import engine_for
 from tests.support.sessions import text_ids
@@ -32,8 +32,8 @@ LAUNCHES = {
     "decode_attention": ("decode_attention", (ON_SECOND, *[None] * 8)),
     "delta": ("delta_step", (None, None, ON_SECOND, *[None] * 4)),
     "evict": ("evict", (None, None, None, None, ON_SECOND, None, None)),
-    "gated": ("gated", (ON_SECOND,)),
-    "norm": ("rms_norm", (ON_SECOND, None, None, 0.0)),
+    "pointwise": ("gated", (ON_SECOND,)),
+    "pointwise, norm": ("rms_norm", (ON_SECOND, None, None, 0.0)),
     "prefill_attention": ("prefill_attention", (ON_SECOND, *[None] * 5)),
     "product": ("multiply", (ON_SECOND, INTEGERS[8].of(torch.zeros(1, 1)))),
     "store": ("store_layer", (ON_SECOND, None, None, 0.0, SimpleNamespace(form=None), None, None)),
@@ -68,9 +68,10 @@ def test_a_kernel_is_launched_on_the_gpu_of_its_tensors(
     function, arguments = LAUNCHES[name]
     if name == "store":
         arguments = (*arguments[:4], SimpleNamespace(form=form), *arguments[5:])
-    launcher = importlib.import_module(f"{kernels.__name__}.{name}_triton")
+    module = f"{kernels.__name__}.{name.split(',')[0]}"
+    launcher = importlib.import_module(f"{module}_triton")
     monkeypatch.setattr(launcher, function, lambda *args: seen.append(current.device))
-    getattr(importlib.import_module(f"{kernels.__name__}.{name}"), function)(*arguments)
+    getattr(importlib.import_module(module), function)(*arguments)
     assert seen == [SECOND] and current.device.index == 0
 
 
@@ -84,12 +85,13 @@ def test_every_launch_function_is_among_those() -> None:
             ):
                 importing.add(path.relative_to(ROOT).as_posix())
     root = "engine/backends/cuda/kernels/"
-    ours = {f"{root}{name}.py" for name in LAUNCHES}
+    names = {name.split(",")[0] for name in LAUNCHES}
+    ours = {f"{root}{name}.py" for name in names}
     within = {name for name in importing if name.startswith(root) and name.endswith("_triton.py")}
     # The launch of the first is in the Triton file, because autograd calls it, too; the second
     # compiles and launches nothing.
     assert importing - within - ours == {"training/capacity.py", "benchmarks/bench/kernel_code.py"}
-    assert {m.name for m in pkgutil.iter_modules(kernels.__path__)} >= LAUNCHES.keys()
+    assert {m.name for m in pkgutil.iter_modules(kernels.__path__)} >= names
 
 
 def test_training_launches_on_the_gpu_of_its_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
