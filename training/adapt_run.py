@@ -7,7 +7,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import random
 import re
 import shutil
@@ -31,8 +30,8 @@ from mmkv.engine.model.source import config_digest, locate
 from mmkv.engine.paths import whole_file
 from mmkv.training.compressed import CompressedModel, budget_of
 from mmkv.training.data.labels import predicted
-from mmkv.training.folder import Stopping, begin, first_process, processes, resume
-from mmkv.training.measure.record import page_text, provenance, require_output
+from mmkv.training.folder import Stopping, open_run
+from mmkv.training.measure.record import page_text, provenance
 from mmkv.training.measure.tables import pipe_table
 from mmkv.training.measure.teacher_forced import spans
 from mmkv.training.run import DistillTrainer, History, arguments_of, own_device
@@ -228,20 +227,7 @@ def adapt(
         KeyboardInterrupt: Ctrl-C was pressed; a checkpoint holds the run so far.
     """
     folder = Path(settings.output)
-    asked = {
-        **dataclasses.asdict(settings),
-        "targets": list(settings.targets),
-        "data": list(data),
-        "processes": processes(),
-        **(options or {}),
-    }
-    last = None
-    if first_process():
-        require_output(folder)
-    if settings.resume:
-        last = str(resume(folder, asked))
-    else:
-        begin(folder, asked)
+    last = open_run(settings, data, options or {})
     stopping = Stopping()
     callbacks = [History(folder), stopping]
     trainer: Any

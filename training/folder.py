@@ -10,7 +10,8 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any, Self
@@ -18,7 +19,7 @@ from typing import Any, Self
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from mmkv.engine.errors import InputError
-from mmkv.training.measure.record import whole_rows
+from mmkv.training.measure.record import require_output, whole_rows
 
 ASKED, HISTORY = "run.json", "history.jsonl"
 _STATE = "trainer_state.json"  # what the Trainer writes last of a checkpoint
@@ -28,6 +29,30 @@ _FREE = frozenset(
     "output recipe resume device threads checkpointing log_every save_every eval_every "
     "held_out_budget store threshold eval_data eval_samples".split()
 )
+
+
+def open_run(settings: Any, data: Sequence[str], options: Mapping[str, Any]) -> str | None:
+    """Make the folder of a run, or take up the run that it holds.
+
+    Args:
+        settings: a dataclass with ``output`` and ``resume``.
+        data: what it trains on; options: how that is read.
+
+    Returns:
+        The checkpoint to go on from; None: it starts anew.
+
+    Raises:
+        InputError: as :func:`begin` and :func:`resume`, or the folder cannot be written.
+    """
+    folder = Path(settings.output)
+    asked = {**asdict(settings), "data": data, "processes": processes(), **options}
+    asked = json.loads(json.dumps(asked))  # tuples are lists, as in the file
+    if first_process():
+        require_output(folder)
+    if settings.resume:
+        return str(resume(folder, asked))
+    begin(folder, asked)
+    return None
 
 
 def begin(folder: Path, asked: Mapping[str, Any]) -> None:

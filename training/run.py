@@ -6,7 +6,6 @@ Face's Trainer runs the steps of :mod:`mmkv.training.model`.
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import math
 import os
@@ -31,8 +30,8 @@ from mmkv.engine.policies import make_policy
 from mmkv.engine.policies.base import admitted
 from mmkv.engine.runtime import Runtime
 from mmkv.training.data.labels import IGNORED
-from mmkv.training.folder import HISTORY, Stopping, begin, first_process, history, processes, resume
-from mmkv.training.measure.record import provenance, require_output
+from mmkv.training.folder import HISTORY, Stopping, history, open_run, processes
+from mmkv.training.measure.record import provenance
 from mmkv.training.measure.tables import pipe_table
 from mmkv.training.measure.teacher_forced import (
     DialogueRun,
@@ -569,19 +568,7 @@ def distill(
         KeyboardInterrupt: Ctrl-C was pressed; a checkpoint holds the run so far.
     """
     folder = Path(settings.output)
-    asked = {
-        **dataclasses.asdict(settings),
-        "data": list(data),
-        "processes": processes(),
-        **(options or {}),
-    }
-    last = None
-    if first_process():
-        require_output(folder)
-    if settings.resume:
-        last = str(resume(folder, asked))
-    else:
-        begin(folder, asked)
+    last = open_run(settings, data, options or {})
     before = backbone_digest(engine)
     make = _write_gates if settings.method == "wgkv" else _retention_gates
     model, evaluate = make(settings, engine, HeldOutData(engine, held_out))

@@ -23,6 +23,7 @@ from mmkv.chat.display import (
 )
 from mmkv.chat.folder import WatchedFolder
 from mmkv.chat.lines import LineReader, MessageReader, Words
+from mmkv.chat.options import SAMPLING, ChatOptions
 from mmkv.chat.saved import (
     Autosave,
     chat_extra,
@@ -40,6 +41,7 @@ from mmkv.chat.saved import (
 from mmkv.chat.trouble import require_utf8
 from mmkv.engine.budget import Budget
 from mmkv.engine.errors import STOPS, InputError, MmkvError, as_exception, plain
+from mmkv.engine.options import declared
 from mmkv.engine.paths import is_folder, user_path
 from mmkv.prompt.held import Rewrites
 from mmkv.prompt.media import load_image
@@ -48,7 +50,6 @@ from mmkv.prompt.video import check_sampling
 if TYPE_CHECKING:
     from mmkv.api import Engine, Session
     from mmkv.chat.display import Display
-    from mmkv.chat.options import ChatOptions
 
 
 class Leave(Exception):
@@ -115,9 +116,12 @@ def _set(repl: Repl, rest: str) -> None:
     repl.display.say(", ".join(f"{key} {value}" for key, value in values.items()))
 
 
-def _sampling_setting(name: str, parse: Callable[[str], Any]) -> Callable[[Repl, str], None]:
+def _sampling_setting(name: str, kind: Any) -> Callable[[Repl, str], None]:
+    """Return what changes a setting of sampling; no text for a seed or a thought's length: none."""
+
     def change(repl: Repl, value: str) -> None:
-        repl.set_sampling(**{name: parse(value)})
+        nothing = not value and name in ("seed", "thinking_budget")
+        repl.set_sampling(**{name: None if nothing else kind(value)})
 
     return change
 
@@ -141,20 +145,20 @@ def _set_num_frames(repl: Repl, value: str) -> None:
     repl.fps, repl.num_frames = None, count
 
 
+def _sampling_settings() -> dict[str, Callable[[Repl, str], None]]:
+    """Return the settings that are options of ``mmkv chat``, by name."""
+    made = {}
+    for name, option in declared(ChatOptions).items():
+        if option.panel == SAMPLING and option.type is not bool:
+            kind = option.type if name != "stop" else lambda value: (value,) if value else ()
+            field = "repetition_penalty" if name == "repeat_penalty" else name
+            made[name] = _sampling_setting(field, kind)
+    return made
+
+
 SETTINGS: dict[str, Callable[[Repl, str], None]] = {
-    "max_new_tokens": _sampling_setting("max_new_tokens", int),
-    "temperature": _sampling_setting("temperature", float),
-    "top_p": _sampling_setting("top_p", float),
-    "top_k": _sampling_setting("top_k", int),
-    "min_p": _sampling_setting("min_p", float),
-    "repeat_penalty": _sampling_setting("repetition_penalty", float),
-    "presence_penalty": _sampling_setting("presence_penalty", float),
-    "frequency_penalty": _sampling_setting("frequency_penalty", float),
-    "seed": _sampling_setting("seed", lambda value: int(value) if value else None),
-    "thinking_budget": _sampling_setting(
-        "thinking_budget", lambda value: int(value) if value else None
-    ),
-    "stop": _sampling_setting("stop", lambda value: (value,) if value else ()),
+    **_sampling_settings(),
+    "thinking_budget": _sampling_setting("thinking_budget", int),
     "fps": _set_fps,
     "num_frames": _set_num_frames,
     "rewrites": _set_rewrites,

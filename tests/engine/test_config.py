@@ -15,9 +15,9 @@ from typer.main import get_command
 
 from mmkv.cli.app import app
 from mmkv.engine.budget import Budget
-from mmkv.engine.config import EngineConfig, options
+from mmkv.engine.config import DEFAULT_BUDGET, DEFAULT_POLICY, EngineConfig, options
 from mmkv.engine.errors import BudgetError, InputError, MmkvError, ModelError, PolicyError
-from mmkv.engine.policies import make_policy
+from mmkv.engine.policies import Policy, make_policy
 from mmkv.engine.runtime import Runtime
 from mmkv.eval.lmms.settings import LmmsSettings
 from tests.support.sessions import load
@@ -88,6 +88,8 @@ def test_the_defaults_are_those_of_the_documents() -> None:
     assert (made.lookahead, made.evict_every, made.page_size) == (2, None, 16)
     assert (made.device, made.dtype, made.weights) == ("auto", "auto", "auto")
     assert (made.gates, made.kv, made.kv_limit) == (None, None, None)
+    assert (made.prefill_chunk, Policy.interval) == (2048, 1)
+    assert (DEFAULT_BUDGET, DEFAULT_POLICY) == (256, "dbtrimkv")
 
 
 @pytest.mark.parametrize("lookahead", [1, 2.0, float("inf")])

@@ -36,7 +36,8 @@ TOLERANCE = 2e-5
 
 @functools.cache
 def base() -> Runtime:
-    return Runtime.from_pretrained(checkpoint(NAME), policy="full", device="cpu", dtype="float32")
+    exact = {"device": "cpu", "dtype": "float32", "kv": "auto"}
+    return Runtime.from_pretrained(checkpoint(NAME), policy="full", **exact)
 
 
 def load(policy: str = "streamingllm", budget: Any = 9, **options: Any) -> Runtime:
@@ -45,7 +46,7 @@ def load(policy: str = "streamingllm", budget: Any = 9, **options: Any) -> Runti
     parts = (made.family, made.spec, made.decoder.weights, None)
     from mmkv.engine.policies import make_policy
 
-    options = {"prefill_chunk": 12, "page_size": 8, **options}
+    options = {"prefill_chunk": 12, "page_size": 8, "kv": "auto", **options}
     return Runtime(*parts, make_policy(policy), budget, **options)
 
 

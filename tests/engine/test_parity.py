@@ -68,7 +68,12 @@ def reference(name: str, inputs: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
 @functools.cache
 def engine_of(name: str, chunk: int = 2048) -> Runtime:
     return Runtime.from_pretrained(
-        checkpoint(name), policy="full", prefill_chunk=chunk, device="cpu", dtype="float32"
+        checkpoint(name),
+        policy="full",
+        prefill_chunk=chunk,
+        device="cpu",
+        dtype="float32",
+        kv="auto",
     )
 
 

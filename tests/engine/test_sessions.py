@@ -19,7 +19,7 @@ from torch import Tensor
 
 import mmkv.engine.session_file as session_file
 from mmkv import Engine, bundled_model, resources
-from mmkv.cli import config
+from mmkv.cli import arguments
 from mmkv.engine.budgets import page_bound
 from mmkv.engine.contents import MOST_PICTURES, with_pictures
 from mmkv.engine.errors import BudgetError, ContextError, GateError, InputError, SessionError
@@ -164,7 +164,7 @@ def test_evict_every_bounds_the_peak(folders: dict[str, Path]) -> None:
         ("gkv", None, {20: 5, 33: 8, 3: 1}),  # 128 in its paper, at most a quarter of the budget
         ("rkv:interval=6", None, {20: 5, 33: 6}),
         ("gkv:interval=6", 9, {20: 9, 3: 9}),  # what the engine is told goes before it
-        ("snapkv", None, {20: 1}),
+        ("snapkv", None, {20: Policy.interval}),
     ],
 )
 def test_a_policy_has_an_interval_of_its_own(
@@ -872,7 +872,7 @@ def test_pipes_in_the_place_of_files_are_not_waited_for(
     monkeypatch.setattr(resources, "bundled_gates", lambda: {"x": gates})
     assert resources.gates_made_for(str(bundled_model())) == {}
     with pytest.raises(InputError, match="a pipe or a device"):
-        config._read(tmp_path / "mmkv.toml")
+        arguments._read(tmp_path / "mmkv.toml")
 
 
 def test_a_file_that_is_cut_short_while_it_is_read_ends_no_process(

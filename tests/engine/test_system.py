@@ -152,7 +152,7 @@ def test_graphs_are_captured_and_replayed_on_their_gpu_and_share_their_memory(
     cuda = FakeCuda(current, monkeypatch)
     module = "mmkv.engine.backends.cuda.graph_runner"
     monkeypatch.setattr(f"{module}.on_device", lambda device: torch.cuda.device(SECOND))
-    engine = engine_for("odd", "full")
+    engine = engine_for("odd", "full", evict_every=1)
     runner = Bursts(engine)
     monkeypatch.setattr(runner.runner, "_captured", lambda step: cuda.captured(runner.runner, step))
     sessions = [engine.session() for _ in range(3)]

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedModel
 
+from mmkv.engine.errors import DEFAULT_LOOKAHEAD
 from mmkv.engine.model.gates import Gates, WriteGates, load_gates, load_write_gates
 from mmkv.engine.policies import PRESETS, make_policy
 from mmkv.engine.policies.preset import PolicyText
@@ -95,19 +96,20 @@ def reference_model(folder: Path) -> PreTrainedModel:
 @cache
 def loaded(folder: Path) -> Runtime:
     """An engine whose weights others take over: to load them takes longer than a short dialogue."""
-    return Runtime.from_pretrained(folder, policy="full", device="cpu", dtype="float32")
+    return Runtime.from_pretrained(folder, policy="full", device="cpu", dtype="float32", kv="auto")
 
 
 def engine_of(
     folder: Path,
     text: str,
     budget: float,
-    lookahead: float = 2,
+    lookahead: float = DEFAULT_LOOKAHEAD,
     gates: Path | str = "random",
     **options: Any,
 ) -> Runtime:
     """A float32 engine under a policy, as a command line names it, with the gates that it reads."""
     base, policy = loaded(folder), make_policy(text, lookahead)
+    options = {"kv": "auto"} | options
     held: Gates | WriteGates | None = None
     if policy.gates:
         load = load_write_gates if policy.gates == "write" else load_gates

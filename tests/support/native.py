@@ -66,7 +66,8 @@ def loaded(model: str, fresh: bool = False) -> Runtime:
 
 def engine_for(model: str, policy: str = "dbtrimkv", ahead: float = 2, **options: Any) -> Runtime:
     disk = loaded(model)
-    options = {"gates": disk._gates, "budget": 12, "prefill_chunk": 16, "page_size": 8} | options
+    own = {"gates": disk._gates, "budget": 12, "prefill_chunk": 16, "page_size": 8, "kv": "auto"}
+    options = own | options
     return Runtime(
         disk.family, disk.spec, disk.decoder.weights, policy=make_policy(policy, ahead), **options
     )

@@ -120,5 +120,8 @@ def talk(engine: Engine) -> tuple[Session, Trace]:
 
 
 def bundled(**options: Any) -> Engine:
-    """Load the bundled model with a small budget and short chunks."""
-    return Engine.from_pretrained(bundled_model(), **({"budget": 8, "prefill_chunk": 12} | options))
+    """Load the bundled model with a small budget and short chunks; dbtrimkv cuts at each step."""
+    own: dict[str, Any] = {"budget": 8, "prefill_chunk": 12}
+    if "policy" not in options:
+        own |= {"policy": "dbtrimkv", "evict_every": 1}
+    return Engine.from_pretrained(bundled_model(), **(own | options))

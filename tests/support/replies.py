@@ -19,7 +19,8 @@ LONG = "a question that is long enough to be read in several chunks of sixteen t
 
 
 def load(qwen: Path, **options: Any) -> Engine:
-    given = {"policy": "dbtrimkv", "gates": "random", "budget": 24, "page_size": 4} | options
+    own = {"policy": "dbtrimkv", "gates": "random", "budget": 24, "page_size": 4, "kv": "auto"}
+    given = own | options
     return Engine.from_pretrained(qwen, dtype="float32", prefill_chunk=CHUNK, **given)
 
 

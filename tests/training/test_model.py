@@ -28,7 +28,6 @@ from mmkv.training.data.examples import examples
 from mmkv.training.data.labels import predicted
 from mmkv.training.distill import main
 from mmkv.training.folder import history
-from mmkv.training.future_attention import largest_weights, rank_loss, watched_states
 from mmkv.training.measure.teacher_forced import full_attention_states, lay_out
 from mmkv.training.model import (
     DistillModel,
@@ -36,8 +35,11 @@ from mmkv.training.model import (
     WriteGateModel,
     WriteObjective,
     backbone_digest,
+    largest_weights,
     quality_losses,
+    rank_loss,
     sparsity_loss,
+    watched_states,
     weights_at_end,
 )
 from mmkv.training.run import HeldOutData

@@ -195,6 +195,7 @@ def test_code_of_others_stays_out_and_would_be_seen(host_reads: HostReads) -> No
     ours = engine("snapkv")
     policy = replace(make_policy("snapkv"), name="mine", scoring=Reading())
     assert ours.backends.cuda.policy_reason(policy) == "policy 'mine' has code of its own"
-    own = Runtime(ours.family, ours.spec, ours.decoder.weights, None, policy, budget=12)
+    parts = (ours.family, ours.spec, ours.decoder.weights, None, policy)
+    own = Runtime(*parts, budget=12, evict_every=1)
     Bursts(own).decode(opened(own, 1), [3], 1)
     assert host_reads.found == ["aten._local_scalar_dense.default"]

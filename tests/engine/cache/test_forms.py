@@ -122,7 +122,7 @@ BYTES = {"auto": 265, "bf16": 137, "int8": 77, "k8v4": 63, "int4": 49}
 
 @pytest.mark.parametrize("kv", FORMS)
 def test_memory_and_budgets_count_the_bytes_of_the_form(kv: str, folders: dict[str, Path]) -> None:
-    engine = load(folders["vl"], kv=kv, budget="12KiB", page_size=8)
+    engine = load(folders["vl"], kv=kv, budget="12KiB", page_size=8, evict_every=1)
     pool = engine.cache.pool
     assert pool.page_bytes == 8 * BYTES[kv]
     session = engine.session()
@@ -180,19 +180,20 @@ def test_bytes_that_hold_the_whole_context_lose_no_bits() -> None:
 
 
 def test_an_engine_says_why_it_has_its_form(folders: dict[str, Path], tmp_path: Path) -> None:
-    picked = load(folders["vl"], budget="12KiB", page_size=8)
+    picked = load(folders["vl"], budget="12KiB", page_size=8, evict_every=1)
     name = picked.cache.pool.form.name
     assert name != "auto" and picked.form_note is not None
     held = picked.budget.entries(picked.spec.rows, 0, 8, picked.cache.pool.page_bytes)
     assert f"holds {held / picked.spec.rows:,.0f} entries per row" in picked.form_note
-    plain = load(folders["vl"], budget=10)
+    plain = load(folders["vl"], budget=10, evict_every=1)
     assert plain.form_note is None and plain.cache.pool.form.name == "auto"
     session = picked.session()
     session.prefill(PICTURES)
     session.save(tmp_path / "session")
     with pytest.raises(SessionError, match=f"load it with kv={name}"):
         plain.load_session(tmp_path / "session")
-    read, _ = load(folders["vl"], kv=name, budget=10).load_session(tmp_path / "session")
+    other = load(folders["vl"], kv=name, budget=10, evict_every=1)
+    read, _ = other.load_session(tmp_path / "session")
     assert_same_rows(session, read)
     # Policies that never evict have nothing to gain.
     assert load(folders["vl"], budget="12KiB", policy="full").cache.pool.form.name == "auto"

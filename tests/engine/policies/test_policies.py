@@ -343,7 +343,12 @@ def test_the_newest_tokens_can_be_kept_whatever_their_scores(tmp_path: Path) -> 
         kept = []
         for policy in ("dbtrimkv", "dbtrimkv+6"):
             engine = Runtime.from_pretrained(
-                bundled_model(), policy=policy, budget=8, dtype="float32", device="cpu"
+                bundled_model(),
+                policy=policy,
+                budget=8,
+                evict_every=1,
+                dtype="float32",
+                device="cpu",
             )
             if path == "torch":
                 engine.backends.cpu.switch_off()

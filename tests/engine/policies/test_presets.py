@@ -755,9 +755,9 @@ def test_an_unknown_scorer_runs_in_a_batch_as_alone(
     folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Over several turns; a step in C with eviction in torch as one that is torch throughout."""
-    engine = load(folders["vl"], policy=KEY_SIZE, budget=9)
+    engine = load(folders["vl"], policy=KEY_SIZE, budget=9, evict_every=1)
     monkeypatch.setenv("MMKV_NATIVE", "0")
-    plain = load(folders["vl"], policy=KEY_SIZE, budget=9)
+    plain = load(folders["vl"], policy=KEY_SIZE, budget=9, evict_every=1)
     assert "torch: switched off" in plain.decode_path
     assert "torch: switched off" in plain.evict_path
     texts = [text_ids(6, 3), text_ids(6, 4)]

@@ -648,7 +648,7 @@ def test_runs_of_eval_quality_with_other_ages_are_other_runs() -> None:
         for text in ("dbtrimkv", "trimkv", "dbtrimkv:age=released")
     }
     assert "age" not in cells["dbtrimkv"]  # runs of old journals stay
-    assert " age 0 at" in cells["trimkv"] and " age 3 at" in cells["dbtrimkv:age=released"]
+    assert " age 0 " in cells["trimkv"] and " age 3 " in cells["dbtrimkv:age=released"]
 
 
 # Scores given at creation, over passes of any length, against loops over single tokens.

@@ -29,6 +29,7 @@ from mmkv.chat.folder import WatchedFolder
 from mmkv.chat.options import ChatOptions
 from mmkv.chat.repl import Leave, Repl
 from mmkv.engine.cache import RaggedCache
+from mmkv.engine.config import DEFAULT_POLICY
 from mmkv.engine.errors import ContextError, InputError
 from mmkv.engine.model.decoder import Decoder
 from mmkv.prompt.media import load_image
@@ -602,7 +603,7 @@ def test_the_cost_is_that_of_the_two_caches(mmkv: Callable[..., Ran]) -> None:
     assert found, ran.err
     turn = [{"type": "image", "image": picture}, {"type": "text", "text": QUESTION}]
     logits = []
-    for policy in ("full", "dbtrimkv"):
+    for policy in ("full", DEFAULT_POLICY):
         engine = Engine.from_pretrained(
             bundled_model(), policy=policy, budget=16, prefill_chunk=12, device="cpu"
         )

@@ -92,7 +92,7 @@ def test_under_a_budget_each_row_is_a_session_of_an_engine(name: str) -> None:
 
 def test_a_cache_of_its_own_is_not_kept() -> None:
     model, prompt = model_of("llama"), prompts_of("llama")[0]
-    with retain(model, policy="streamingllm", budget=8) as handle:
+    with retain(model, policy="streamingllm", budget=8, evict_every=1) as handle:
         greedy(model, prompt)
         pool = handle.engine.cache.pool
         assert pool.free_pages == pool.num_pages and handle.memory().rows[0].entries == 16
@@ -116,7 +116,7 @@ def test_a_long_prompt_stays_within_its_bound() -> None:
     mask = torch.ones_like(ids)
     mask[1, :192] = 0
     taken: list[int] = []
-    with retain(model, gates="random", budget=32, prefill_chunk=512) as handle:
+    with retain(model, gates="random", budget=32, prefill_chunk=512, evict_every=1) as handle:
         engine = handle.engine
         pool = engine.cache.pool
 
@@ -561,7 +561,7 @@ def test_a_reply_ends_at_the_last_position() -> None:
     ids = torch.randint(3, 140, (2, 506), generator=torch.Generator().manual_seed(0))
     mask = torch.ones_like(ids)
     mask[1, :20] = 0
-    bounded = {"policy": "streamingllm", "budget": 16}
+    bounded = {"policy": "streamingllm", "budget": 16, "evict_every": 1}
     with (
         retain(model, **bounded, endless=False),
         pytest.warns(UserWarning, match="row 0"),

@@ -1,4 +1,7 @@
-"""Eviction by one full sort, under write gates too, and pruning of visual tokens at prefill."""
+"""Eviction by one full sort, under write gates too, and pruning of visual tokens at prefill.
+
+Where a test says nothing of it, the defaults are the engine's own.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from mmkv.engine.config import EngineConfig
+from mmkv.engine.errors import DEFAULT_LOOKAHEAD
+from mmkv.engine.policies import Policy
 from tests.support.oracle.methods import PAPER_WINDOW, make_method
 from tests.support.oracle.simulation import GateFunction, Group, Row, Simulation
 
@@ -46,9 +52,9 @@ class Oracle(Simulation):
         budget: float = 1e9,
         *,
         fraction: float | None = None,
-        lookahead: float = 2,
+        lookahead: float = DEFAULT_LOOKAHEAD,
         evict_every: int | None = None,
-        prefill_chunk: int = 2048,
+        prefill_chunk: int = EngineConfig.prefill_chunk,
         **parameters: Any,
     ) -> None:
         """Begin a conversation.
@@ -121,11 +127,14 @@ class Oracle(Simulation):
         return self._logits(out)
 
     def _let_be(self) -> int:
-        """Entries of a row above its budget: below the method's interval and a quarter of it."""
+        """Entries of a row above what it may keep: below the method's interval and a quarter of
+        that, prompts that are kept beside the budget included.
+        """
         if self.evict_every is not None:
             return self.evict_every - 1
-        interval = getattr(self.method, "interval", 1)
-        return max(min(interval, self.total // self.rows // 4), 1) - 1
+        interval = getattr(self.method, "interval", Policy.interval)
+        kept = sum(group.share for group in self.method.groups(self, self.total))
+        return max(min(interval, max(kept, self.total) // self.rows // 4), 1) - 1
 
     def set_budget(self, budget: float) -> None:
         self.budget = budget
@@ -336,7 +345,12 @@ class Pruned(Oracle):
     """
 
     def __init__(
-        self, hf: nn.Module, policy: str, *, prefill_chunk: int = 2048, **parameters: Any
+        self,
+        hf: nn.Module,
+        policy: str,
+        *,
+        prefill_chunk: int = EngineConfig.prefill_chunk,
+        **parameters: Any,
     ) -> None:
         super().__init__(hf, None, "full", prefill_chunk=prefill_chunk)
         first = policy in ("divprune", "cdpruner")
