@@ -243,7 +243,7 @@ def test_prefill(tmp_path: Path) -> None:
 def test_mistakes_give_one_line(capsys: pytest.CaptureFixture[str]) -> None:
     for main, arguments, message in [
         (bench_decode.main, ["--cases", "1:2"], "B:CONTEXT:M"),
-        (bench_decode.main, ["--python", "x=y"], "PEER=PATH"),
+        (bench_decode.main, ["--python", "x=y"], "NAME=PATH"),
         (bench_kernels.main, ["--device", "cuda:77"], "is not there"),
         (bench_prefill.main, ["--device", "tpu"], "unknown device"),
     ]:
