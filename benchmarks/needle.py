@@ -1,7 +1,7 @@
 """Measure needles found in a haystack, by depth, length, policy and budget.
 
 ``python -m benchmarks.needle MODEL --domain text|pictures|video --lengths 1024 2048 --method ...``
-hides several keys with several values in text or pictures (``benchmarks.needle_tasks``), evicts
+hides several keys with several values in text or pictures (``benchmarks.tasks.needles``), evicts
 down to the budget, and only then asks. Answers are teacher-forced with eviction after each token. A
 value is found when each of its tokens is the most likely one after the true answer so far. The
 program writes JSON, a Markdown table and heat maps over depth and length. A killed run continues
@@ -18,8 +18,6 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.domains import maker
-from benchmarks.needle_tasks import SIZES, Haystack, Needle
 from benchmarks.quality import report as quality_report
 from benchmarks.quality.report import interval
 from benchmarks.quality.run import (
@@ -31,8 +29,10 @@ from benchmarks.quality.run import (
     finish,
     running,
 )
+from benchmarks.tasks.needles import SIZES, Haystack, Needle, maker
 from mmkv.engine.errors import InputError
 from mmkv.eval.measure.stats import mean
+from mmkv.prompt.loading import load_processor
 from mmkv.training.measure.tables import pipe_table
 
 LENGTHS = {"text": [512, 1024, 2048], "pictures": [256, 512, 1024, 2048], "video": [256, 512, 1024]}
@@ -69,8 +69,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
                     f"needle:{args.domain}:{tokens}:{args.keys or keys}:{args.values or values}:"
                     f"{args.queries or queries}"
                 )
-                make = maker(args.model, kind.name)
-                assert make is not None
+                make = maker(kind.name, args.model, load_processor(args.model))
                 make(0)  # errors show before the long run starts
                 raw = runs.of(kind.name, args.limit)
                 read.append((kind, raw, [make(index).notes for index in range(args.limit)]))

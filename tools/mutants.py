@@ -59,7 +59,7 @@ ROOMS = {
     ),
     "statistics": (
         ["eval/measure/stats.py"],
-        "tests/eval/measure tests/benchmarks/test_quality.py",
+        "tests/eval/measure",
     ),
     "mmdu": (
         [f"eval/mmdu/{name}.py" for name in "scores judge rubric".split()],

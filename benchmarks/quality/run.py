@@ -23,18 +23,44 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
-from benchmarks.domains import held_out
 from benchmarks.quality.methods import Cell, ComparedMethod, Comparison
+from benchmarks.tasks import needles
+from benchmarks.tasks.documents import ENDLESS, DistinctDocuments, GeneratedDocuments
 from mmkv.engine.cache.forms import FORMS
 from mmkv.engine.cache.layout import Layout
 from mmkv.engine.errors import InputError, MmkvError
 from mmkv.engine.model.families.loading import resolve_device
 from mmkv.engine.runtime import Runtime
+from mmkv.prompt.loading import load_processor
 from mmkv.resources import bundled_model_name
+from mmkv.training.data.examples import Examples, examples
 from mmkv.training.measure.record import RESULTS, Journal, write_results
 from mmkv.training.measure.teacher_forced import DialogueRun, FullCache, Reading, read_together
 
 Record = dict[str, Any]
+
+
+def held_out(
+    model: str, name: str, max_length: int
+) -> GeneratedDocuments | DistinctDocuments | Examples:
+    """Make held-out dialogues as processor outputs with ``labels [1, T]``, some with ``cuts``.
+
+    A name decides its dialogues completely, and dialogue n does not depend on how many are read.
+    Those of a file are all different.
+
+    Args:
+        name: of a kind of needles (:attr:`benchmarks.tasks.needles.Haystack.name`), or a source of
+            :mod:`mmkv.training.data.examples`.
+
+    Raises:
+        InputError: an unknown source, or one that the model cannot read.
+    """
+    if name.startswith("needle:"):
+        return GeneratedDocuments(needles.maker(name, model, load_processor(model)))
+    data = examples(model, [name], ENDLESS, seed=0, max_length=max_length, split="heldout")
+    # Generated ones differ by their seed.
+    generated = name.rpartition("*")[2].startswith(("scenes:", "tasks:"))
+    return data if generated else DistinctDocuments(name, data)
 
 
 class Reader:
@@ -306,8 +332,6 @@ def running(args: argparse.Namespace, program: str) -> Iterator[tuple[Path, Jour
         args.output.mkdir(parents=True, exist_ok=True)
         if args.fresh:
             journal.unlink(missing_ok=True)
-            for left in journal.parent.glob(f"{journal.stem}.*.session"):
-                left.unlink()
         yield path, Journal(journal)
     except (MmkvError, OSError) as error:
         raise SystemExit(f"{program}: error: {error}") from error

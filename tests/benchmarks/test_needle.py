@@ -12,12 +12,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from benchmarks import needle_tasks
-from benchmarks.domains import maker
 from benchmarks.needle import found, main
-from benchmarks.needle_tasks import Haystack, Needle, place_needles
 from benchmarks.quality.methods import ComparedMethod, Comparison
 from benchmarks.quality.run import ComparisonRuns
+from benchmarks.tasks import needles
+from benchmarks.tasks.needles import Haystack, Needle, maker, place_needles
 from mmkv.engine.errors import InputError
 from mmkv.engine.policies import Budget
 from mmkv.engine.runtime import Runtime
@@ -34,22 +33,20 @@ STATED = re.compile(r"The special magic numbers for (\w+) are: ([\d, ]+)\.\n")
 
 
 def made(name: str, index: int) -> Any:
-    make = maker(MODEL, name)
-    assert make is not None
-    return make(index)
+    return maker(name, MODEL, load_processor(MODEL))(index)
 
 
 @pytest.fixture
 def turns(monkeypatch: pytest.MonkeyPatch) -> list[list[SceneTurn]]:
     """Return the turns behind the documents that a test makes."""
     seen: list[list[SceneTurn]] = []
-    plain = needle_tasks.scene_document
+    plain = needles.scene_document
 
     def noted(made: list[SceneTurn], tokenizer: Any) -> Any:
         seen.append(made)
         return plain(made, tokenizer)
 
-    monkeypatch.setattr(needle_tasks, "scene_document", noted)
+    monkeypatch.setattr(needles, "scene_document", noted)
     return seen
 
 
@@ -250,7 +247,6 @@ def test_mistakes_give_one_line(options: list[str], message: str, tmp_path: Path
 
 
 def test_malformed_names_are_refused() -> None:
-    assert maker(MODEL, "scenes:dense") is None
     with pytest.raises(InputError, match="choose one of text, pictures, video"):
         Haystack.parse("needle:maze:100:1:1:1")
     with pytest.raises(InputError, match="write needle:DOMAIN:LENGTH"):

@@ -16,9 +16,7 @@ import torch
 import transformers
 from matplotlib.figure import Figure
 
-from benchmarks import dilution, needle, session_stream
-from benchmarks import sessions as dialogue
-from benchmarks.domains import held_out
+from benchmarks import needle
 from benchmarks.quality import __main__ as quality
 from benchmarks.quality import report as quality_report
 from benchmarks.quality import run as quality_command
@@ -27,115 +25,16 @@ from benchmarks.quality.kept import draw
 from benchmarks.quality.kept import draw as draw_kept
 from benchmarks.quality.kept import main as kept
 from benchmarks.quality.methods import ComparedMethod, Comparison, digest
-from benchmarks.quality.run import ComparisonRuns, Reader
+from benchmarks.quality.run import ComparisonRuns, Reader, held_out
 from mmkv.engine.errors import InputError
-from mmkv.engine.model.decoder import Decoder
-from mmkv.engine.policies import Budget
 from mmkv.engine.runtime import Runtime
-from mmkv.eval.measure.stats import mean, paired
 from mmkv.prompt.loading import load_processor
 from mmkv.resources import bundled_model
 from mmkv.training.data.examples import examples
-from mmkv.training.data.labels import predicted
 from mmkv.training.measure import teacher_forced
 from mmkv.training.measure.record import RESULTS, Journal
-from mmkv.training.measure.teacher_forced import (
-    FullCache,
-    Reading,
-    read,
-    read_at,
-    read_together,
-    spans,
-)
 
 MODEL = str(bundled_model())
-
-
-@pytest.fixture(scope="module")
-def dialogues() -> list[dict[str, torch.Tensor]]:
-    data = examples(MODEL, ["scenes:dense"], 4, 3, split="heldout")
-    return [data[index] for index in range(4)]
-
-
-def test_spans_are_runs_of_labels() -> None:
-    assert spans([-100, 3, 4, -100, -100, 5]) == [(1, 3), (5, 6)]
-    assert spans([-100]) == [] and spans([7]) == [(0, 1)]
-
-
-@pytest.mark.slow(reason="runs whole dialogues with the bundled model")
-def test_a_right_answer_is_what_greedy_decoding_generates(dialogues) -> None:
-    """Every answer of a dialogue, decoded freely from the same teacher-forced history."""
-    engine = Runtime.from_pretrained(MODEL, policy="streamingllm", budget=40, dtype="float32")
-    outcomes = set()
-    for example in dialogues:
-        inputs = {name: value for name, value in example.items() if name != "labels"}
-        labels = example["labels"][0]
-        found = read(engine, inputs, labels)
-        turn = engine.family.turn(inputs, 0)
-        session, done = engine.session(), 0
-        for answer, (start, stop) in zip(found.answers, spans(labels.tolist()), strict=True):
-            logits = session.extend(turn.part(done, start))
-            with session.fork() as free:
-                generated, step = [], logits
-                for _ in range(stop - start):
-                    generated.append(int(step.argmax()))
-                    step = free.decode(generated[-1])
-            assert answer.right == (generated == labels[start:stop].tolist())
-            outcomes.add(answer.right)
-            for token in labels[start:stop].tolist():
-                session.decode(token)
-            done = stop
-        assert found.evicted == session.evicted > 0
-        assert found.entries == session.memory().entries == sum(map(sum, found.per_row))
-    assert outcomes == {True, False}
-
-
-@pytest.mark.slow(reason="runs whole dialogues with the bundled model")
-def test_without_eviction_runs_equal_the_full_cache(dialogues) -> None:
-    engine = Runtime.from_pretrained(MODEL, policy="full", dtype="float32")
-    for example in dialogues[:2]:
-        inputs = {name: value for name, value in example.items() if name != "labels"}
-        labels = example["labels"][0]
-        full = FullCache.of(engine, engine.family.turn(inputs, 0), labels)
-        found = read(engine, inputs, labels, full=full)
-        tokens = sum(answer.tokens for answer in found.answers)
-        assert sum(answer.kl for answer in found.answers) / tokens < 1e-6
-        assert sum(answer.agree for answer in found.answers) == tokens
-        where, target = predicted(labels)
-        logits = torch.stack(list(full.logits()))
-        nll = -logits.log_softmax(-1)[range(len(where)), target].sum()
-        assert sum(answer.nll for answer in found.answers) == pytest.approx(float(nll), rel=1e-4)
-        assert found.evicted == 0 and found.tokens_seen == spans(labels.tolist())[-1][1]
-
-
-@pytest.mark.slow(reason="runs whole dialogues with the bundled model")
-def test_logits_of_the_full_cache_are_computed_in_blocks(dialogues, monkeypatch: Any) -> None:
-    """Answers longer than a block are read as whole ones are, and no more is held at once."""
-    engine = Runtime.from_pretrained(MODEL, policy="streamingllm", budget=40, dtype="float32")
-    example = dialogues[1]
-    inputs = {name: value for name, value in example.items() if name != "labels"}
-    labels, rows = example["labels"][0], []
-    longest = max(stop - start for start, stop in spans(labels.tolist()))
-    plain = Decoder.logits
-
-    def noted(self: Decoder, states: torch.Tensor) -> torch.Tensor:
-        rows.append(len(states))
-        return plain(self, states)
-
-    monkeypatch.setattr(Decoder, "logits", noted)
-    whole = read(engine, inputs, labels)
-    assert max(rows) == len(predicted(labels)[0]) > longest > 2
-    rows.clear()
-    monkeypatch.setattr(teacher_forced, "BLOCK", 2)
-    parts = read(engine, inputs, labels)
-    assert max(rows) == 2
-    for one, two in zip(whole.answers, parts.answers, strict=True):
-        for name in ("kl", "nll"):
-            assert getattr(two, name) == pytest.approx(getattr(one, name), rel=1e-4, abs=1e-5)
-        exact = dataclasses.replace(two, kl=one.kl, nll=one.nll)
-        assert exact == one
-    assert any(index > 1 for answer in parts.answers for index, _ in answer.wrong)
-    assert dataclasses.replace(parts, answers=[]) == dataclasses.replace(whole, answers=[])
 
 
 @pytest.mark.slow(reason="runs whole dialogues with the bundled model")
@@ -152,25 +51,7 @@ def test_the_full_cache_runs_once_for_all_methods(monkeypatch: Any) -> None:
 
 
 @pytest.mark.slow(reason="runs whole dialogues with the bundled model")
-def test_dialogues_side_by_side_equal_each_alone(dialogues, tmp_path: Path) -> None:
-    """Three of unlike lengths in one batch, two budgets each; then through the program."""
-    engine = Runtime.from_pretrained(MODEL, policy="streamingllm", dtype="float32")
-    budgets, readings = [Budget.of(20), Budget.of(70)], []
-    for example in dialogues[:3]:
-        inputs = {name: value for name, value in example.items() if name != "labels"}
-        labels, turn = example["labels"][0], engine.family.turn(inputs, 0)
-        full = FullCache.of(engine, turn, labels)
-        readings.append(Reading(turn, labels, budgets, full))
-    assert len({reading.labels.numel() for reading in readings}) == 3
-    for reading, runs in zip(readings, read_together(engine, readings), strict=True):
-        alone = [read_at(engine, reading.turn, reading.labels, [b], reading.full) for b in budgets]
-        for run, (one,) in zip(runs, alone, strict=True):
-            assert dataclasses.replace(run, answers=[]) == dataclasses.replace(one, answers=[])
-            assert [a.wrong for a in run.answers] == [a.wrong for a in one.answers]
-            kl = [answer.kl for answer in one.answers]
-            assert [answer.kl for answer in run.answers] == pytest.approx(kl, rel=1e-3, abs=1e-5)
-        assert runs[0].evicted > runs[1].evicted > 0
-
+def test_dialogues_read_together_give_the_same_records(tmp_path: Path) -> None:
     options = [MODEL, *"--data scenes:dense --method snapkv --fractions 1/8".split()]
     found = []
     for name, more in (("alone", []), ("together", ["--together", "2"])):
@@ -178,30 +59,6 @@ def test_dialogues_side_by_side_equal_each_alone(dialogues, tmp_path: Path) -> N
         rows = map(json.loads, (tmp_path / f"{name}.runs.jsonl").read_text().splitlines())
         found.append({(r["cell"], r["index"]): r["record"] for r in rows})
     assert found[0] == found[1] and len(found[0]) == 6
-
-
-def test_the_permutation_test_is_exact_on_a_small_case() -> None:
-    first, second, counts = [3.0, 2.0, 4.0, 5.0], [1.0, 2.0, 1.0, 1.0], [5, 5, 5, 5]
-    gaps = np.subtract(first, second)
-    every = [abs(np.dot(signs, gaps)) for signs in itertools.product((-1, 1), repeat=4)]
-    exact = np.mean(np.array(every) >= abs(gaps.sum()) - 1e-12)
-    found = paired(first, second, counts, draws=20000)
-    assert found.value == pytest.approx(9 / 20)
-    assert found.p == pytest.approx(exact, abs=0.01)
-    assert paired(first, first, counts).p == 1.0
-    assert paired(second, first, counts).value == pytest.approx(-9 / 20)
-
-
-def test_intervals_have_their_stated_coverage() -> None:
-    """95 % intervals of the mean of 60 dialogues of 1 to 12 questions, 200 times over."""
-    generator, hits = np.random.default_rng(5), 0
-    for trial in range(200):
-        counts = generator.integers(1, 13, 60)
-        level = generator.beta(4, 2, 60)  # dialogues differ: questions are not independent
-        sums = generator.binomial(counts, level)
-        found = mean(sums, counts, draws=400, seed=trial)
-        hits += found.low <= 4 / 6 <= found.high
-    assert 0.88 <= hits / 200 <= 0.99
 
 
 def test_a_method_option_is_parsed() -> None:
@@ -419,20 +276,6 @@ def test_the_model_is_loaded_once_and_only_if_runs_are_left(
     assert len(loaded) == 1 and path.read_bytes() == written
 
 
-def test_a_journal_ignores_a_line_cut_off(tmp_path: Path) -> None:
-    path = tmp_path / "journal"
-    assert Journal(path).rows("where", "a") == [] and not path.exists()
-    journal = Journal(path)
-    rows = [{"where": "a", "record": (1, 2)}, {"where": "b", "record": 3}]
-    assert journal.add(rows)[0]["record"] == [1, 2]  # as JSON has it, read back or not
-    path.write_text(path.read_text() + '{"where": "a", "rec')
-    second = Journal(path)
-    second.add([{"where": "a", "record": 4}])
-    for held in (second, Journal(path)):
-        assert [row["record"] for row in held.rows("where", "a")] == [[1, 2], 4]
-    assert [row["record"] for row in journal.rows("where", "b")] == [3]
-
-
 def test_a_method_without_its_gates_is_one_line(tmp_path: Path) -> None:
     with pytest.raises(SystemExit, match=r"write dbtrimkv:GATES"):
         main([MODEL, "--data", "scenes:dense", "--method", "dbtrimkv", "--output", str(tmp_path)])
@@ -486,7 +329,7 @@ def test_a_repeated_budget_is_refused(budgets: tuple[str, ...]) -> None:
         compared("snapkv", budgets=budgets)
 
 
-@pytest.mark.parametrize("program", [quality, needle, dialogue])
+@pytest.mark.parametrize("program", [quality, needle])
 def test_programs_refuse_in_one_line(program: Any, tmp_path: Path) -> None:
     data = ["--data", "scenes:dense"] if program is quality else []
     options = [MODEL, *data, "--method", "snapkv", "--method", "snapkv", "--output", str(tmp_path)]
@@ -496,12 +339,9 @@ def test_programs_refuse_in_one_line(program: Any, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow(reason="runs whole dialogues with the bundled model")
-def test_fresh_drops_runs_and_streams_and_writes_its_own_files(tmp_path: Path) -> None:
-    """Sessions that a stopped stream of the same name left behind give no file its name."""
+def test_fresh_drops_runs(tmp_path: Path) -> None:
     options = [*SCENES, "--output", str(tmp_path), "--method"]
     quality.main([*options, "streamingllm"])
-    left = tmp_path / "q.runs.0123456789ab.session"
-    left.write_bytes(b"a session")
     (tmp_path / "q.json").unlink()
     quality.main([*options, "snapkv", "--fresh"])
     page = json.loads((tmp_path / "q.json").read_text())["results"]["scenes:dense"]
@@ -547,16 +387,12 @@ def test_the_model_is_loaded_on_the_device_asked_for(tmp_path: Path, monkeypatch
     for program, options in (
         (quality.main, [*SCENES, "--method", "snapkv"]),
         (needle.main, [MODEL, "--lengths", "128", "--limit", "1"]),
-        (dilution.main, [MODEL, "--lengths", "128", "--limit", "1"]),
-        (dialogue.main, [MODEL, "--domain", "stream", "--budgets", "16"]),
     ):
         with pytest.raises(SystemExit, match="enough"):
             program([*options, "--device", "auto", "--output", str(tmp_path)])
     with pytest.raises(InputError, match="enough"):
         Reader(compared("snapkv"))
-    with pytest.raises(InputError, match="enough"):
-        session_stream.run(compared("snapkv", budgets=("16",)), 1, 1, Journal(tmp_path / "j"))
-    assert asked == ["cuda"] * 4 + ["cpu"] * 2
+    assert asked == ["cuda"] * 2 + ["cpu"]
     with pytest.raises(SystemExit, match=r"--workers 2 .* leave out --workers") as caught:
         quality.main(
             [*SCENES, *"--method snapkv --device cuda --workers 2 --output".split(), str(tmp_path)]
@@ -580,9 +416,6 @@ def test_a_gpu_that_is_not_there_is_one_line(tmp_path: Path) -> None:
     [
         (quality.main, SCENES[1:]),
         (needle.main, ["--lengths", "128", "--limit", "1", "--budgets", "16"]),
-        (dilution.main, ["--lengths", "128", "--limit", "1", "--budgets", "16"]),
-        (dialogue.main, ["--limit", "1", "--budgets", "16"]),
-        (dialogue.main, ["--domain", "stream", "--limit", "2", "--budgets", "16"]),
     ],
 )
 def test_comparisons_run_on_a_gpu(program: Any, options: list[str], tmp_path: Path) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import json
 import shutil
 import zipfile
 from collections.abc import Callable, Iterator
@@ -18,7 +17,6 @@ from PIL import Image
 from torch import Tensor
 from torch.nn import functional
 
-from benchmarks.accuracy import photos
 from mmkv import Engine, Sampling, Session
 from mmkv.engine.errors import InputError, ModelError
 from mmkv.engine.model.families.photos_model import EfficientNetLite, EfficientNetLiteConfig
@@ -36,7 +34,6 @@ pytest_plugins = ("tests.support.cli_fixtures",)
 
 THINGS = ["tiger cat", "espresso", "moped", "Egyptian cat", "palace"]
 SURE = 0.5
-SKLEARN = ("scikit-learn==1.9.1", "sklearn/datasets/images/")
 # Lite0 as its authors describe it: kernel, stride, expansion and width of each block.
 LAYOUT = [(3, 1, 1, 16), (3, 2, 6, 24), (3, 1, 6, 24), (5, 2, 6, 40), (5, 1, 6, 40)]
 LAYOUT += [(3, 2, 6, 80)] + [(3, 1, 6, 80)] * 2 + [(5, 1, 6, 112)] * 3
@@ -261,34 +258,6 @@ def test_what_is_missing_or_does_not_fit_is_named(
     (tmp_path / "empty" / f"{name}-py3-none-any.whl").write_bytes(b"no wheel")
     assert "download it again" in refusal(language, tmp_path / "empty")
     assert not (tmp_path / "made").exists()
-
-
-def test_answers_are_compared_with_the_classifier_and_a_person(
-    joined: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """``python -m benchmarks.accuracy.photos``, of a dark cat and light others."""
-    shades = {"chelsea.png": 64, "motorcycle_left.png": 191, "china.jpg": 191}
-    monkeypatch.setattr(photos, "THINGS", {name: photos.THINGS[name] for name in shades})
-    monkeypatch.setattr(photos, "OTHERS", [])
-    for package, place in (("scikit-image==0.26.0", "skimage/data/"), SKLEARN):
-        wheel = package.replace("-", "_").replace("==", "-")
-        with zipfile.ZipFile(tmp_path / f"{wheel}-cp311.whl", "w") as archive:
-            for name, grey in shades.items():
-                held = io.BytesIO()
-                Image.new("RGB", (64, 64), (grey, grey, grey)).save(held, "PNG")
-                archive.writestr(place + name, held.getvalue())
-    monkeypatch.setattr(photos.PhotoModel, "answer", lambda *_: "Perhaps it is a moped.")
-    file = tmp_path / "found.json"
-    photos.main([str(joined), f"--wheels={tmp_path}", "--classes=5", f"--output={file}"])
-    found = json.loads(file.read_text())["results"]
-    rows = {row["picture"]: row for row in found["photographs"]}
-    told = {name: (row["class"], row["seen"], row["named"][0]) for name, row in rows.items()}
-    assert told.pop("chelsea.png") == ("Egyptian cat", "near", False)
-    assert told.pop("motorcycle_left.png") == ("moped", "near", True)
-    assert told == {"china.jpg": ("moped", "wrong", True)}
-    assert all(row["hedged"] == [True] * 3 and row["quarters_new"] == 0 for row in rows.values())
-    counts = [(row["named"], row["hedged"], row["of"]) for row in found["classes"]]
-    assert counts == [(1, 5, 5)] * 6
 
 
 def test_one_command_pulls_it(

@@ -86,3 +86,17 @@ def test_tables_stand_beside_the_results(tmp_path: Path) -> None:
         {"accuracy": rows},
     )
     assert "tables" not in json.loads(record.write_results(file, {}, [2]).read_text())
+
+
+def test_a_journal_ignores_a_line_cut_off(tmp_path: Path) -> None:
+    path = tmp_path / "journal"
+    assert record.Journal(path).rows("where", "a") == [] and not path.exists()
+    journal = record.Journal(path)
+    rows = [{"where": "a", "record": (1, 2)}, {"where": "b", "record": 3}]
+    assert journal.add(rows)[0]["record"] == [1, 2]  # as JSON has it, read back or not
+    path.write_text(path.read_text() + '{"where": "a", "rec')
+    second = record.Journal(path)
+    second.add([{"where": "a", "record": 4}])
+    for held in (second, record.Journal(path)):
+        assert [row["record"] for row in held.rows("where", "a")] == [[1, 2], 4]
+    assert [row["record"] for row in journal.rows("where", "b")] == [3]

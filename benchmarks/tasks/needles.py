@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from benchmarks.documents import Document, TextBuilder, scene_document
+from benchmarks.tasks.documents import Document, TextBuilder, scene_document
 from mmkv.engine.errors import InputError
 from mmkv.prompt.processing import Processor
 from mmkv.training.data.dialogues import (
@@ -74,7 +74,7 @@ class Haystack:
 
     @property
     def name(self) -> str:
-        """Return the name for ``benchmarks.domains``."""
+        """Return the name of the kind, as ``--data`` has it."""
         return f"needle:{self.domain}:{self.length}:{self.keys}:{self.values}:{self.queries}"
 
     @property
@@ -108,7 +108,7 @@ class Haystack:
 
 
 def maker(name: str, model: str, processor: Processor) -> Callable[[int], Document]:
-    """Return what makes document n of :attr:`Haystack.name` (``benchmarks.domains``)."""
+    """Return what makes document n of :attr:`Haystack.name`."""
     kind = Haystack.parse(name)
     if kind.domain == "text":
         return lambda index: _text(kind, index, processor.tokenizer)

@@ -5,17 +5,21 @@ Memory is brought down to the budget at every cut, before the question that foll
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from transformers import PreTrainedTokenizerFast
 
+from mmkv.engine.errors import InputError
 from mmkv.training.data.dialogues import scene_example
+from mmkv.training.data.examples import Examples
 from mmkv.training.data.labels import IGNORED
 from mmkv.training.data.scenes import SceneTurn
 from mmkv.training.measure.teacher_forced import spans
+
+ENDLESS = 2**31  # the length of a source
 
 
 @dataclass(frozen=True)
@@ -98,3 +102,48 @@ def _scene_cuts(
         for turn, (start, _) in zip(turns, answers, strict=True)
         if turn.pictures
     ]
+
+
+class GeneratedDocuments(Sequence[dict[str, Any]]):
+    """The sequence of the documents that ``make`` returns for an index."""
+
+    def __init__(self, make: Callable[[int], Document]) -> None:
+        self.make = make
+
+    def __len__(self) -> int:
+        return ENDLESS
+
+    def __getitem__(self, index: int) -> dict[str, Any]:  # type: ignore[override]
+        return self.make(index).example
+
+
+class DistinctDocuments(Sequence[dict[str, Any]]):
+    """The different documents among those of a file, which come again and again, in order.
+
+    A long text is cut into pieces and every visit takes one, so a piece may come twice: counted
+    twice it would make intervals too narrow.
+    """
+
+    _PATIENCE = 200  # visits without a new document after which there is none
+
+    def __init__(self, name: str, visits: Examples) -> None:
+        self.name, self.visits = name, visits
+        self._visited = 0
+        self._found: dict[bytes, int] = {}
+
+    def __len__(self) -> int:
+        return ENDLESS
+
+    def __getitem__(self, index: int) -> dict[str, Any]:  # type: ignore[override]
+        last = self._visited
+        while len(self._found) <= index:
+            if self._visited - last >= self._PATIENCE:
+                raise InputError(
+                    f"{self.name} holds {len(self._found)} different documents or pieces of "
+                    "documents; give at most as many --dialogues"
+                )
+            key = self.visits[self._visited]["input_ids"].numpy().tobytes()
+            if key not in self._found:
+                self._found[key] = last = self._visited
+            self._visited += 1
+        return self.visits[list(self._found.values())[index]]
