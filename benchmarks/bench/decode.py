@@ -33,6 +33,7 @@ import torch
 from benchmarks.bench import policies as bench_policies
 from benchmarks.bench.child import BenchError, Child
 from benchmarks.bench.harness import (
+    assignments,
     attempt,
     curves,
     device_note,
@@ -403,16 +404,6 @@ def _peer_method(batch: int, process: Child, times: list[float]) -> dict[str, An
     }
 
 
-def _assignments(pairs: Sequence[str]) -> dict[str, str]:
-    found = {}
-    for pair in pairs:
-        peer, _, path = pair.partition("=")
-        if peer not in PEERS or not path:
-            raise BenchError(f"--python {pair!r} is not PEER=PATH with one of {', '.join(PEERS)}")
-        found[peer] = path
-    return found
-
-
 def _cases(args: argparse.Namespace) -> list[DecodeCase]:
     return [case for name in args.cases for case in SETS.get(name) or [DecodeCase.parse(name)]]
 
@@ -463,7 +454,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "--python",
         nargs="*",
         default=[],
-        metavar="PEER=PATH",
+        metavar="NAME=PATH",
         help="Python interpreter of a peer's environment",
     )
     options.add_argument("--patience", type=float, default=240, help="seconds to wait for a peer")
@@ -487,7 +478,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         if args.policies or args.kv:
             return _time_alike(args)
-        args.python = _assignments(args.python)
+        args.python = assignments(args.python, PEERS)
         cases = _cases(args)
         bench = DecodeBench(args)
     except MmkvError as error:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import argparse
 import gc
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -64,6 +64,17 @@ def on_gpu(args: argparse.Namespace) -> tuple[torch.device, torch.dtype]:
             "no GPU here; --shape tiny shows that it runs, --device cpu insists (slow)"
         )
     return device, dtype
+
+
+def assignments(pairs: Sequence[str], known: Iterable[str]) -> dict[str, str]:
+    """Read ``--python NAME=PATH``, an interpreter for each peer. Raises BenchError."""
+    found, known = dict[str, str](), list(known)
+    for pair in pairs:
+        name, _, path = pair.partition("=")
+        if name not in known or not path:
+            raise BenchError(f"--python {pair!r} is not NAME=PATH with one of {', '.join(known)}")
+        found[name] = path
+    return found
 
 
 def settings(args: argparse.Namespace) -> dict[str, Any]:

@@ -1,6 +1,6 @@
 """Write a Llama, Qwen3 or LLaVA as GGUF: ``python -m benchmarks.bench.llama_gguf MODEL FILE=FORM``.
 
-``python -m benchmarks.bench_peers_cpu`` runs it in llama.cpp's environment, which needs ``numpy``
+``python -m benchmarks.bench.peers_cpu`` runs it in llama.cpp's environment, which needs ``numpy``
 and ``gguf`` for it and no torch. FORM is f32, f16, q8_0 or q4_0, of every matrix; vectors are
 float32. No tokenizer is written: the comparison gives every method the same token ids. Of Qwen3-VL
 the text half is written, which is a Qwen3 for tokens of text. For ``python -m

@@ -1,7 +1,7 @@
 """Export a checkpoint for OpenVINO: ``python -m benchmarks.bench.openvino_files MODEL DIR=FORM
 ...``.
 
-``python -m benchmarks.bench_peers_cpu`` runs it in OpenVINO's environment. FORM is fp16, int8 or
+``python -m benchmarks.bench.peers_cpu`` runs it in OpenVINO's environment. FORM is fp16, int8 or
 int4. optimum-intel writes fp16, nncf makes the others of that, as ``optimum-cli export openvino``
 does; here every matrix of the decoder gets 4 bits (symmetric, groups of 32), as in llama.cpp's
 Q4_0, and those of a vision tower get 8. Nothing is fetched: the checkpoint is a folder.

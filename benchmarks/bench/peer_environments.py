@@ -1,7 +1,7 @@
 """Make the environments of the peers: ``python -m benchmarks.bench.peer_environments DIR [NAME
 ...]``.
 
-``python -m benchmarks.bench_peers_cpu --peers DIR`` runs each peer with ``DIR/NAME``, since they
+``python -m benchmarks.bench.peers_cpu --peers DIR`` runs each peer with ``DIR/NAME``, since they
 want other versions than mmkv does. Packages come from the package index, torch in its CPU build
 where the index or the ``--torch`` requirement gives one; llama.cpp is compiled for this CPU. An
 environment that is complete is left alone; to make one anew, remove its folder.

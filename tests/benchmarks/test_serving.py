@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import copy
 import json
 import os
 import time
@@ -20,16 +19,14 @@ import pytest
 
 from benchmarks.serving import agent
 from benchmarks.serving import load as loads
-from benchmarks.serving.client_programs import Calls
-from benchmarks.serving.clients import NODE_AGENTS, Packages, Relay, counted
 from benchmarks.serving.servers import mmkv_serve, stream_chat
 from benchmarks.serving.soak import MODEL, kill_while_saving, slope, soak
 from mmkv import Engine
 from mmkv.prompt import sandbox
 from mmkv.server.engine_thread import EngineCore
 from mmkv.server.media import resolver
-from tests.support.chat_models import picture, save_qwen3_vl
-from tests.support.servers import Server, picture_part, serving
+from tests.support.chat_models import save_qwen3_vl
+from tests.support.servers import Server, serving
 
 
 @pytest.fixture(scope="module")
@@ -229,77 +226,3 @@ def test_files_are_whole_after_a_server_was_killed(tmp_path: Path) -> None:
     )
     assert counts["kills"] == 2 and counts["saves_answered"] > 0 and counts["files_read"] > 0
     assert counts["files_unreadable"] == 0
-
-
-def test_a_relay_forces_two_calls_and_leaves_one_value() -> None:
-    """Bodies of a terminal agent, by chat completions and by messages."""
-    narrow = {
-        "type": "object",
-        "properties": {"path": {"type": "string", "enum": ["a.png"]}},
-        "required": ["path"],
-        "additionalProperties": False,
-    }
-    wide = {"type": "object", "properties": {"path": {"type": "string"}, "offset": {}}}
-    other = {"type": "object", "properties": {}}
-    chat: dict[str, Any] = {
-        "tools": [
-            {"type": "function", "function": {"name": "read", "parameters": wide}},
-            {"type": "function", "function": {"name": "list", "parameters": other}},
-        ]
-    }
-    messages: dict[str, Any] = {"tools": [{"name": "read", "input_schema": wide}]}
-    named = {"type": "function", "function": {"name": "read"}}
-    chat["messages"] = [{"role": "user", "content": "a"}, {"role": "tool", "content": "b"}]
-    block = {"type": "tool_result", "content": "b"}
-    messages["messages"] = [{"role": "user", "content": [block, block | {"is_error": True}]}]
-    flat: dict[str, Any] = {"tools": [{"type": "function", "name": "read", "parameters": wide}]}
-    flat["input"] = [{"role": "user", "content": "a"}, {"type": "function_call_output"}]
-    asked = (
-        (chat, "/v1/chat/completions", named, "none"),
-        (flat, "/v1/responses", {"type": "function", "name": "read"}, "none"),
-        (messages, "/v1/messages?beta=true", {"type": "tool", "name": "read"}, {"type": "none"}),
-    )
-    for body, path, call, none in asked:
-        with Relay("http://127.0.0.1:1", "read", "path", "a.png") as relay:
-            assert relay.changed(path, {"messages": []}) == {"messages": []}  # a title, say
-            made = [relay.changed(path, copy.deepcopy(body)) for _ in range(3)]
-        assert [one["tool_choice"] for one in made] == [call, call, none]
-        assert (relay.forced, relay.results) == (2, 1)
-        first = made[0]["tools"][0]
-        assert first.get("function", first).get("parameters", first.get("input_schema")) == narrow
-
-
-@pytest.mark.parametrize(
-    "given",
-    [{"row": 5, "column": 1}, {"row": 1}, {"row": 1, "column": 1, "more": 1}, {"row": "1"}, []],
-)
-def test_a_call_that_the_schema_forbids_is_noticed(given: Any) -> None:
-    calls = Calls()
-    assert calls.add("look", '{"row": 2, "column": 3}') and calls.made == [{"row": 2, "column": 3}]
-    with pytest.raises(ValueError, match="does not allow"):
-        calls.add("look", given)
-    with pytest.raises(ValueError, match="does not allow"):
-        calls.add("see", {"row": 2, "column": 3})
-
-
-def test_a_check_passes_that_passes_on_one_model() -> None:
-    first = [{"id": "a", "status": "pass"}, {"id": "b", "status": "fail", "summary": "no"}]
-    second = [{"id": "a", "status": "failed"}, {"id": "b", "status": "passed"}]
-    found = counted([first, second], "summary")
-    assert found == {"passed": 2, "not passed": {}}
-    assert counted([first], "summary") == {
-        "passed": 1,
-        "failed": 1,
-        "not passed": {"b": ["failed", "no"]},
-    }
-
-
-@pytest.mark.skipif("MMKV_NODE" not in os.environ, reason="MMKV_NODE: folder with node_modules")
-@pytest.mark.parametrize("streamed", [False, True])
-@pytest.mark.parametrize("name", NODE_AGENTS)
-def test_packages_of_npm_run_their_loops(server: Server, name: str, streamed: bool) -> None:
-    """Their types and zod schemas take every answer; tests/support/vendor has these as JSON."""
-    shown = picture_part(picture("red", (64, 64)))["image_url"]["url"]
-    packages = Packages([], Path(os.environ["MMKV_NODE"]))
-    found = packages.loop(name, f"{server.url}/v1", shown, 3, streamed)["result"]
-    assert found["steps"] == 3 and len(found["calls"]) >= 2

@@ -19,8 +19,6 @@ from benchmarks.bench import kernels as bench_kernels
 from benchmarks.bench import policies as bench_policies
 from benchmarks.bench import prefill as bench_prefill
 from benchmarks.bench.child import BenchError
-from benchmarks.bench.decode import checks
-from benchmarks.bench.kernels import TINY as TINY_CASES
 from benchmarks.bench.peer import DYNAMIC, EAGER, FULL, OWN, PEERS, STATIC, TRIMKV, PeerJob
 from benchmarks.bench.shapes import SHAPES
 from mmkv.engine.policies import CacheView, Needs, make_policy
@@ -41,53 +39,36 @@ def results(folder: Path, name: str) -> dict[str, Any]:
     return page["results"]
 
 
-def test_kernels(tmp_path: Path) -> None:
-    code = bench_kernels.main([*WHERE, "--cases", "tiny", "--output", str(tmp_path)])
-    found = results(tmp_path, "gpu-kernels")
-    assert code == 0 and found["copy_bandwidth"] > 0
-    *cases, whole, eight, four = found["cases"]
-    assert [c["kernel"] for c in cases[::2]] == [
-        "attention",
-        "work list",
-        "append",
-        "eviction",
-        "prefill",
-        "window scores",
-    ]
-    for case in found["cases"]:
-        seconds = case["seconds"]["median"]
-        assert case["of_copy_bandwidth"] == pytest.approx(
-            case["bytes"] / seconds / found["copy_bandwidth"]
-        )
-    for case in cases:
-        assert case["rows"]["mean"] == 12
-        assert (case["rows"]["longest"] == 12) == (case["skew"] == 1)
-    assert cases[0]["bytes"] == 3 * 12 * TINY.kv_token_bytes(4)
-    assert [c["kernel"] for c in (whole, eight, four)] == list(bench_kernels.PRODUCTS)
-    # Two layers of four matrices, of float32, of 8.5 bits and of 4.5; and three states of each.
-    numbers, through = (
-        2 * (64 * 256 + 128 * 64 + 64 * 192 + 96 * 64),
-        3 * 4 * 2 * (320 + 192 + 256 + 160),
-    )
-    for case, bits in ((whole, 32), (eight, 8.5), (four, 4.5)):
-        assert case["bytes"] == numbers * bits / 8 + through
-
-
-def test_a_kernel_that_fails_is_named_and_the_others_go_on(
+def test_kernels(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    """One that fails is named, and the others go on."""
+
     def broken(state: object) -> None:
         raise RuntimeError("no such thing\nsecond line")
 
     monkeypatch.setitem(bench_kernels.PREPARE, "prefill", broken)
-    kernels = ("prefill", "window scores")
-    monkeypatch.setattr(bench_kernels, "TINY", [c for c in TINY_CASES if c.kernel in kernels])
-    code = bench_kernels.main([*WHERE, "--cases", "tiny", "--output", str(tmp_path)])
-    cases = results(tmp_path, "gpu-kernels")["cases"]
-    failed = [c for c in cases if "failed" in c]
-    assert code == 1 and len(failed) == 2 and len(cases) == 4
+    assert bench_kernels.main([*WHERE, "--cases", "tiny", "--output", str(tmp_path)]) == 1
+    found = results(tmp_path, "gpu-kernels")
+    failed = [case for case in found["cases"] if "failed" in case]
+    assert [case["kernel"] for case in failed] == ["prefill"] * 2
     assert failed[0]["failed"] == "RuntimeError: no such thing"
     assert "no such thing" in capsys.readouterr().out
+    *cases, whole, eight, four = (case for case in found["cases"] if "failed" not in case)
+    kernels = ["attention", "work list", "append", "eviction", "window scores"]
+    assert [case["kernel"] for case in cases[::2]] == kernels
+    for case in (*cases, whole, eight, four):
+        rate = case["bytes"] / case["seconds"]["median"] / found["copy_bandwidth"]
+        assert case["of_copy_bandwidth"] == pytest.approx(rate)
+    for case in cases:
+        assert case["rows"]["mean"] == 12
+        assert (case["rows"]["longest"] == 12) == (case["skew"] == 1)
+    assert cases[0]["bytes"] == 3 * 12 * TINY.kv_token_bytes(4)
+    # Two layers of four matrices, of float32, of 8.5 bits and of 4.5; and three states of each.
+    numbers = 2 * (64 * 256 + 128 * 64 + 64 * 192 + 96 * 64)
+    through = 3 * 4 * 2 * (320 + 192 + 256 + 160)
+    for case, bits in ((whole, 32), (eight, 8.5), (four, 4.5)):
+        assert case["bytes"] == numbers * bits / 8 + through
 
 
 @dataclass(frozen=True)
@@ -129,7 +110,18 @@ def test_the_step_of_each_policy_in_turns(
     assert "host reads" in " ".join(capsys.readouterr().out.split())
 
 
-@pytest.mark.long(reason="times every program of the benchmark once")
+def test_forms_of_the_cache(tmp_path: Path) -> None:
+    options = ["--kv", "all", "--cases", "3:40:12", "--steps", "3", "--output", str(tmp_path)]
+    assert bench_decode.main([*WHERE, *options]) == 0
+    (case,) = results(tmp_path, f"decode-kv-{DEVICE.type}-tiny")["cases"]
+    sizes = {name: each["entry_bytes"] for name, each in case["kv"].items()}
+    assert sizes == {"bf16": 137, "int8": 77, "k8v4": 63, "int4": 49}
+    for each in case["kv"].values():  # all hold as many
+        assert each["entries_per_row"] == 12 and min(each["ms_per_step"]["rounds"]) > 0
+    assert case["kv"]["bf16"]["over_bf16"] == 1
+
+
+@pytest.mark.long(reason="times every method of the benchmark once")
 def test_decode(tmp_path: Path) -> None:
     options = ["--steps", "6", "--peers", DYNAMIC, TRIMKV, "--peer-tokens", "3"]
     options += ["--copy-bytes", "1000000", "--largest-memory", "0.05", "--most-batch", "3"]
@@ -149,16 +141,12 @@ def test_decode(tmp_path: Path) -> None:
     assert own["floor_ms"] == pytest.approx(1e3 * floor)
     assert case["parts"]["ms"]["step"] > 0
     peer = case["methods"][DYNAMIC]
-    assert peer["versions"]["transformers"] and peer["tokens_per_second"] == pytest.approx(
-        3e3 / peer["ms_per_step"]["median"]
-    )
+    speed = 3e3 / peer["ms_per_step"]["median"]
+    assert peer["versions"]["transformers"] and peer["tokens_per_second"] == pytest.approx(speed)
     batches = [largest["methods"][method]["batch"] for method in (FULL, DYNAMIC, OWN)]
     assert 1 <= batches[0] < batches[2] == 3 and batches[1] < 3, "bounded memory holds more"
-    assert {target["target"].split(",")[0] for target in found["targets"]} == {
-        "eviction / step",
-        "physical / logical KV",
-        "tokens/s over own full",
-    }
+    named = {"eviction / step", "physical / logical KV", "tokens/s over own full"}
+    assert {target["target"].split(",")[0] for target in found["targets"]} == named
 
 
 def test_what_does_not_fit_is_named(tmp_path: Path) -> None:
@@ -181,21 +169,17 @@ def test_peers_decode_and_restore_their_caches(peer: str) -> None:
 
 
 @pytest.mark.slow(reason="a process that loads torch")
-def test_a_peer_without_its_package_says_so(tmp_path: Path) -> None:
+def test_a_peer_that_cannot_run_or_hangs_says_so(tmp_path: Path) -> None:
     job = PeerJob("kvpress", "tiny", 1, 20, 8, 4, "cpu", "float32")
     log = tmp_path / "log"
     with pytest.raises(BenchError, match="No module named 'kvpress'"):
         bench_decode.start_peer(job, sys.executable, 120, log)
     assert "Traceback" in log.read_text(), "the log keeps what the line leaves out"
-
-
-def test_a_peer_that_hangs_is_given_up(tmp_path: Path) -> None:
     script = tmp_path / "python"
     script.write_text("#!/bin/sh\nexec sleep 60\n")
     script.chmod(0o755)
-    job = PeerJob("transformers", "tiny", 1, 20, 8, 4, "cpu", "float32")
     with pytest.raises(BenchError, match=r"no answer within 0\.2 s"):
-        bench_decode.start_peer(job, str(script), 0.2, tmp_path / "log")
+        bench_decode.start_peer(job, str(script), 0.2, log)
 
 
 def test_targets() -> None:
@@ -206,22 +190,20 @@ def test_targets() -> None:
     case = {"batch": 16, "context": 16384, "budget": 256, "kind": "targets"}
     case |= {"methods": {OWN: own, FULL: full}, "parts": {"eviction_of_step": 0.02}}
     case["beside"] = {DYNAMIC: {"ours_over_peers_tokens_per_second": {"median": 7.5}}}
-    found = {b["target"].split(",")[0]: (round(b["value"], 3), b["met"]) for b in checks("x", case)}
-    assert found == {
+    targets = bench_decode.checks("x", case)
+    assert {t["target"].split(",")[0]: (round(t["value"], 3), t["met"]) for t in targets} == {
         "step / floor": (1.1, True),
         "eviction / step": (0.02, True),
         "physical / logical KV": (1.2, False),
         "speed-up over own full / what the bytes allow": (0.8, False),
         "tokens/s over transformers": (7.5, False),
     }
-    four = case | {"batch": 4, "context": 32768, "budget": 1024}
-    assert {"tokens/s"} == {
-        b["target"].split(",")[0] for b in checks("qwen3-4b", four) if b["value"] == 1600
-    }
-    assert list(checks("x", case | {"methods": {OWN: {"failed": "why"}}})) == []
+    four = bench_decode.checks("qwen3-4b", case | {"batch": 4, "context": 32768, "budget": 1024})
+    assert [t["target"].split(",")[0] for t in four if t["value"] == 1600] == ["tokens/s"]
+    assert not list(bench_decode.checks("x", case | {"methods": {OWN: {"failed": "why"}}}))
 
 
-@pytest.mark.slow(reason="times every program of the benchmark once")
+@pytest.mark.slow(reason="times every method of the benchmark once")
 def test_prefill(tmp_path: Path) -> None:
     options = ["--lengths", "90", "30", "--budget", "9", "--chunk", "16", "--peer-longest", "30"]
     assert bench_prefill.main([*WHERE, *options, "--output", str(tmp_path)]) == 0
@@ -236,26 +218,42 @@ def test_prefill(tmp_path: Path) -> None:
     assert short["methods"][bench_prefill.PEER]["kv_bytes"] == 30 * TINY.kv_token_bytes(4)
 
 
-def test_mistakes_give_one_line(capsys: pytest.CaptureFixture[str]) -> None:
-    for main, arguments, message in [
+def test_admission(tmp_path: Path) -> None:
+    arguments = ["--length", "96", "--window", "16", "--chunk", "32", "--rates", "1", "0.2"]
+    assert bench_admission.main([*arguments, "--rounds", "1", "--output", str(tmp_path)]) == 0
+    methods = results(tmp_path, "admission-cpu")["methods"]
+    assert list(methods) == [bench_admission.FULL, "1 admitted", "0.2 admitted"]
+    assert methods["1 admitted"]["held"] == 1 > methods["0.2 admitted"]["held"] > 16 / 96
+
+
+@pytest.mark.parametrize(
+    ("main", "arguments", "message"),
+    [
         (bench_decode.main, ["--cases", "1:2"], "B:CONTEXT:M"),
-        (bench_decode.main, ["--python", "x=y"], "PEER=PATH"),
+        (bench_decode.main, ["--python", "x=y"], "NAME=PATH"),
         (bench_kernels.main, ["--device", "cuda:77"], "is not there"),
         (bench_prefill.main, ["--device", "tpu"], "unknown device"),
-    ]:
-        with pytest.raises(SystemExit) as left:
-            main(arguments)
-        assert left.value.code == 2
-        last = capsys.readouterr().err.strip().splitlines()[-1]
-        assert message in last
-
-
-@pytest.mark.skipif(DEVICE.type == "cuda", reason="says what happens without a GPU")
-def test_without_a_gpu_long_programs_refuse(capsys: pytest.CaptureFixture[str]) -> None:
-    for main in (bench_kernels.main, bench_decode.main, bench_prefill.main):
-        with pytest.raises(SystemExit):
-            main([])
-        assert "no GPU here" in capsys.readouterr().err
+        *(
+            pytest.param(
+                main,
+                [],
+                "no GPU here",
+                marks=pytest.mark.skipif(DEVICE.type == "cuda", reason="there is a GPU"),
+            )
+            for main in (bench_kernels.main, bench_decode.main, bench_prefill.main)
+        ),
+    ],
+)
+def test_mistakes_give_one_line(
+    main: Callable[[list[str]], int],
+    arguments: list[str],
+    message: str,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    with pytest.raises(SystemExit) as left:
+        main(arguments)
+    assert left.value.code == 2
+    assert message in capsys.readouterr().err.strip().splitlines()[-1]
 
 
 def test_mmkv_bench(mmkv: Callable[..., Ran], model: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -275,22 +273,3 @@ def test_mmkv_bench(mmkv: Callable[..., Ran], model: str, monkeypatch: pytest.Mo
     shown = mmkv("bench", model, *options, *where).out
     assert f"{1e3 * report['floor']:.3f} ms a step" in shown and "tokens/s" in shown
     assert "--context of at most" in mmkv("bench", model, "--context", "999999999").error_line()
-
-
-def test_admission(tmp_path: Path) -> None:
-    arguments = ["--length", "96", "--window", "16", "--chunk", "32", "--rates", "1", "0.2"]
-    assert bench_admission.main([*arguments, "--rounds", "1", "--output", str(tmp_path)]) == 0
-    methods = results(tmp_path, "admission-cpu")["methods"]
-    assert list(methods) == [bench_admission.FULL, "1 admitted", "0.2 admitted"]
-    assert methods["1 admitted"]["held"] == 1 > methods["0.2 admitted"]["held"] > 16 / 96
-
-
-def test_forms_of_the_cache(tmp_path: Path) -> None:
-    options = ["--kv", "all", "--cases", "3:40:12", "--steps", "3", "--output", str(tmp_path)]
-    assert bench_decode.main([*WHERE, *options]) == 0
-    (case,) = results(tmp_path, f"decode-kv-{DEVICE.type}-tiny")["cases"]
-    sizes = {name: each["entry_bytes"] for name, each in case["kv"].items()}
-    assert sizes == {"bf16": 137, "int8": 77, "k8v4": 63, "int4": 49}
-    for each in case["kv"].values():  # all hold as many
-        assert each["entries_per_row"] == 12 and min(each["ms_per_step"]["rounds"]) > 0
-    assert case["kv"]["bf16"]["over_bf16"] == 1

@@ -13,19 +13,18 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from benchmarks import bench_peers_cpu
-from benchmarks.bench import llama_gguf, openvino_files, peer_environments
+from benchmarks.bench import llama_gguf, openvino_files, peer_environments, peers_cpu
 from benchmarks.bench.child import memory
+from benchmarks.bench.cpu_methods import METHODS, CachedModel, CpuPeerJob
 from benchmarks.bench.llama_gguf import interleaved, renamed, tensors
-from benchmarks.bench.peers_cpu import METHODS, CachedModel, CpuPeerJob
-from benchmarks.bench.shape_files import write_checkpoint, write_gates, write_llava
-from benchmarks.bench_peers_cpu import (
+from benchmarks.bench.peers_cpu import (
     allowed_bytes,
     case_rows,
     checks,
     loss_rows,
     target_rows,
 )
+from benchmarks.bench.shape_files import write_checkpoint, write_gates, write_llava
 from mmkv.eval.step import spread
 from mmkv.training.measure.record import ROOT
 from tests.support.chat_models import save_llama
@@ -187,9 +186,9 @@ def test_the_budget_holds_in_every_run(model: Path) -> None:
 
 def test_the_program_of_a_method_imports_no_package_at_its_top() -> None:
     """Some environments lack torch."""
-    code = "import sys, benchmarks.bench.peers_cpu; print(*sys.modules)"
+    code = "import sys, benchmarks.bench.cpu_methods; print(*sys.modules)"
     run = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
-    assert "benchmarks.bench.peers_cpu" in run.stdout
+    assert "benchmarks.bench.cpu_methods" in run.stdout
     heavy = {"torch", "transformers", "mmkv.api", "mmkv.engine.runtime"}
     assert not heavy & set(run.stdout.split()), run.stderr
 
@@ -251,7 +250,7 @@ def test_the_program_with_a_fake_llama_cpp(
 ) -> None:
     names = ["llama.cpp Q8_0", "mmkv bf16", "kvpress bf16, budget"]
     where = ["--rounds", "1", "--output", str(tmp_path)]
-    code = bench_peers_cpu.main([str(model), "--methods", *names, *FEW, *where])
+    code = peers_cpu.main([str(model), "--methods", *names, *FEW, *where])
     page = json.loads((tmp_path / "peers-cpu.json").read_text())
     found, said = page["results"], capsys.readouterr().out
     assert code == 0 and page["machine"]["cpu"] and page["command"]
@@ -277,7 +276,7 @@ def test_an_interrupted_run_goes_on_where_it_was(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
 ) -> None:
     done: list[tuple[int, str]] = []
-    measure = bench_peers_cpu.Bench.measure
+    measure = peers_cpu.Bench.measure
 
     def counted(bench: Any, child: Any, row: str, round_: int) -> dict[str, Any]:
         if done == [(0, one) for one in ROWS[:4]]:
@@ -286,14 +285,14 @@ def test_an_interrupted_run_goes_on_where_it_was(
         done.append((round_, row))
         return measure(bench, child, row, round_)
 
-    monkeypatch.setattr(bench_peers_cpu.Bench, "measure", counted)
+    monkeypatch.setattr(peers_cpu.Bench, "measure", counted)
     run = [str(model), "--methods", *LLAMA, *FEW, "--output", str(tmp_path)]
     with pytest.raises(KeyboardInterrupt):
-        bench_peers_cpu.main(run)
+        peers_cpu.main(run)
     with pytest.raises(SystemExit):
-        bench_peers_cpu.main([*run, "--steps", "3"])
+        peers_cpu.main([*run, "--steps", "3"])
     assert "a run with other settings" in capsys.readouterr().err
-    assert bench_peers_cpu.main(run) == 0
+    assert peers_cpu.main(run) == 0
     assert done == [
         *((0, row) for row in ROWS[:4]),
         (-1, "stopped"),
@@ -301,7 +300,7 @@ def test_an_interrupted_run_goes_on_where_it_was(
         *((1, row) for row in ROWS),
     ]
     done.clear()
-    assert bench_peers_cpu.main([*run, "--rows", "load", "--rounds", "3"]) == 0
+    assert peers_cpu.main([*run, "--rows", "load", "--rounds", "3"]) == 0
     assert done == [(2, "load")], "a later command adds to what is there"
     found = json.loads((tmp_path / "peers-cpu.json").read_text())["results"]
     rounds = {row: len(case["methods"][LLAMA[0]]["at"]) for row, case in found["cases"].items()}
@@ -316,7 +315,7 @@ def test_a_row_that_fails_costs_no_other_row(
     (tmp_path / "llama_cpp.py").write_text(FAKE.replace('WORDS = "0", 264', 'WORDS = "0", 643'))
     rows = ["load", "picture 448", "context 6", "batch 2"]
     words = ["--methods", *LLAMA, *FEW, "--rounds", "1", "--output", str(tmp_path)]
-    assert bench_peers_cpu.main([str(seeing), *words, "--rows", *reversed(rows)]) == 0
+    assert peers_cpu.main([str(seeing), *words, "--rows", *reversed(rows)]) == 0
     found = json.loads((tmp_path / "peers-cpu.json").read_text())["results"]
     assert list(found["cases"]) == ["load", "context 6", "batch 2"]
     (lack,) = found["unavailable"]
@@ -333,7 +332,7 @@ def test_a_process_that_dies_is_started_anew_for_the_other_rows(
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     words = [*LLAMA, *FEW, "--rounds", "1", "--batches", "2", "1", "--output", str(tmp_path)]
     rows = ["batch 1", "batch 2", "load"]
-    assert bench_peers_cpu.main([str(model), "--rows", *rows, "--methods", *words]) == 0
+    assert peers_cpu.main([str(model), "--rows", *rows, "--methods", *words]) == 0
     found = json.loads((tmp_path / "peers-cpu.json").read_text())["results"]
     assert list(found["cases"]) == ["load", "batch 1"]
     assert [lack["row"] for lack in found["unavailable"]] == ["batch 2"]
@@ -342,9 +341,9 @@ def test_a_process_that_dies_is_started_anew_for_the_other_rows(
 def test_weights_that_memory_cannot_hold_are_not_loaded(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
 ) -> None:
-    monkeypatch.setattr(bench_peers_cpu, "available_bytes", lambda: 1000)
+    monkeypatch.setattr(peers_cpu, "available_bytes", lambda: 1000)
     words = ["--methods", "mmkv bf16", *FEW, "--output", str(tmp_path)]
-    assert bench_peers_cpu.main([str(model), *words]) == 1
+    assert peers_cpu.main([str(model), *words]) == 1
     assert "GiB of memory, and 0.0 are available" in capsys.readouterr().out
 
 
@@ -488,12 +487,12 @@ def test_environments_are_made_once_and_a_failure_spares_the_others(
 def test_logits_are_compared_with_those_of_the_first_method_that_has_some() -> None:
     methods: dict[str, Any] = {"dead": {}, "one": {}, "two": {}}
     logits = {"dead": [], "one": [3.0, 4.0], "two": [3.0, 4.5]}
-    bench_peers_cpu.compare_logits(methods, logits)
+    peers_cpu.compare_logits(methods, logits)
     assert methods["dead"] == {}
     assert methods["one"]["logits_apart"] == {"from": "one", "relative": 0.0}
     assert methods["two"]["logits_apart"] == {"from": "one", "relative": 0.1}
     for nothing in ({}, {"dead": []}):
-        bench_peers_cpu.compare_logits(methods, nothing)
+        peers_cpu.compare_logits(methods, nothing)
 
 
 def test_what_cannot_run_says_why(model: Path, tmp_path: Path, capsys: Any) -> None:
@@ -508,12 +507,12 @@ def test_what_cannot_run_says_why(model: Path, tmp_path: Path, capsys: Any) -> N
         ([str(model), "--peers", str(tmp_path)], "peer_environments"),
     ):
         with pytest.raises(SystemExit):
-            bench_peers_cpu.main([*words, *where])
+            peers_cpu.main([*words, *where])
         assert wanted in capsys.readouterr().err
     python = tmp_path / "python"
     for interpreter, reason in ((python, "cannot start"), (sys.executable, "llama_cpp")):
         few = ["--methods", "llama.cpp f16", "--python", f"llama.cpp={interpreter}"]
-        assert bench_peers_cpu.main([str(model), *few, *where]) == 1
+        assert peers_cpu.main([str(model), *few, *where]) == 1
         assert reason in capsys.readouterr().out
 
 
