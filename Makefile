@@ -21,7 +21,7 @@ endif
 # Without its cache of compiled modules, every process that the tests start compiles torch anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: vendor demo demo-endless serve-demo test test-fast test-triton test-drawn test-pages test-browser mutants test-newest test-oldest wheel-test rehearse lint docs format clean
+.PHONY: vendor demo demo-endless serve-demo test test-fast test-triton test-drawn fuzz test-pages test-browser mutants test-newest test-oldest wheel-test rehearse lint docs format clean
 
 # One question about a picture, put to three caches.
 demo: $(DEMO_READY)
@@ -50,6 +50,12 @@ test-fast: $(READY)
 # Every preset beside its reference under 50 drawn settings, and what is too long for make test: half an hour of two cores, before a release.
 test-drawn: $(READY)
 	$(PYTEST) -m "drawn or long"
+
+# Odd inputs for every door of mmkv, fifty times as many as make test draws, and others in each run: an hour of two cores.
+# FUZZ="tests/fuzz/test_http.py" is a part of them.
+FUZZ ?= tests/fuzz
+fuzz: $(READY)
+	$(PYTEST) $(FUZZ) --hypothesis-profile=long -m "not triton"
 
 # A million operations on the page pool, all invariants after each: half an hour of one core. PAGES="--seed N" repeats a run.
 test-pages: $(READY)

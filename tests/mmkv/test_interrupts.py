@@ -10,22 +10,17 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from random import Random
 from typing import Any
 
 import pytest
 
-from benchmarks.fuzz.target import Wrong
-from benchmarks.fuzz.targets.command_line import CALLS, Interrupts
 from mmkv.api import Engine
 from mmkv.chat.display import Display
 from mmkv.cli.app import run
-from mmkv.engine import interrupts
 from mmkv.engine.interrupts import CtrlC, OpenToCtrlC, quiet_imports, whole
 from mmkv.engine.model.families import loading, vision
 from mmkv.sampling import Sampling
 from tests.support.chat_models import picture, save_qwen3_vl
-from tests.support.tiers import long_but
 
 
 def press() -> None:
@@ -123,42 +118,6 @@ def test_another_thread_holds_nothing_back() -> None:
         press()
     over.set()
     thread.join()
-
-
-@pytest.fixture(scope="module")
-def world(tmp_path_factory: pytest.TempPathFactory) -> Interrupts:
-    made = Interrupts()
-    made.prepare(tmp_path_factory.mktemp("interrupts"))
-    return made
-
-
-# Each does much of what another call does.
-ALIKE = {"Engine.decode_many", "Engine.inputs", "Engine.trim", "Prefill.roll_back"}
-ALIKE |= {"Scheduler.close", "Session.begin_prefill", "Session.close", "Session.decode"}
-ALIKE |= {"Session.fork_apart", "Session.memory", "Session.prefill", "Session.set_budget"}
-
-
-@pytest.mark.parametrize("name", long_but(CALLS.keys() - ALIKE, sorted(CALLS), "1.7 s each"))
-def test_ctrl_c_at_any_bytecode_of_a_public_call(name: str, world: Interrupts) -> None:
-    """A slice of ``python -m benchmarks.fuzz --classes interrupts``: all pages, and the engine as
-    it was.
-
-    Two of: early in the call, drawn within it, and at its end.
-    """
-    draw = Random(name)
-    before = world.interrupted
-    for at in draw.sample((draw.random() * 0.1, draw.random(), 0.999), 2):
-        case: dict[str, Any] = {"call": name, "at": at, "shared": draw.random() < 0.3}
-        world.run(case)
-    assert world.interrupted > before, "no case was interrupted"
-
-
-def test_a_ctrl_c_that_is_lost_would_be_found(
-    world: Interrupts, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(interrupts, "_deliver", lambda: None)
-    with pytest.raises(Wrong, match="was swallowed"):
-        world.run({"call": "Session.decode", "at": 0.5, "shared": False})
 
 
 # Ctrl-C while the vision side of a checkpoint is read ends the wait, and harms nothing.

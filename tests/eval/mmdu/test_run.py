@@ -20,16 +20,16 @@ from PIL import Image
 
 import mmkv
 import mmkv.eval.mmdu.run
-from benchmarks.fuzz.models import small_engine
+from benchmarks import mmdu_small
 from benchmarks.mmdu_make import pack, write
 from mmkv import Engine, Sampling
 from mmkv.cli.app import run
 from mmkv.engine.errors import InputError
-from mmkv.eval.mmdu import small as mmdu_small
 from mmkv.eval.mmdu.data import AnswerFolder, find_pictures, interleave, read_benchmark, read_row
 from mmkv.eval.mmdu.run import answer
 from mmkv.eval.mmdu.scores import is_right
 from mmkv.resources import bundled_dialogues, bundled_model
+from tests.support.chat_models import save_qwen3_vl
 
 if TYPE_CHECKING:
     from tests.support.cli_fixtures import Ran
@@ -371,7 +371,8 @@ def damage_a_row(name: str = "one") -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def engine(tmp_path_factory: pytest.TempPathFactory) -> Engine:
-    return small_engine(tmp_path_factory.mktemp("model"))
+    folder = save_qwen3_vl(tmp_path_factory.mktemp("model"))
+    return Engine.from_pretrained(folder, budget=24, page_size=4)
 
 
 @pytest.fixture

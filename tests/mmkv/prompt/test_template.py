@@ -11,15 +11,11 @@ from pathlib import Path
 from random import Random
 from types import MappingProxyType
 from typing import Any
-from unittest import mock
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
 from transformers import AutoProcessor, AutoTokenizer, PreTrainedTokenizerFast
 
-from benchmarks.fuzz.targets.contents import ENDLESS, ODD, template
 from mmkv import Engine
 from mmkv.engine.errors import InputError, ModelError
 from mmkv.prompt import sandbox, special
@@ -30,6 +26,7 @@ from mmkv.prompt.template import REWRITES, ChatTemplate
 from mmkv.server.prompts import outline
 from mmkv.training.data.labels import TurnFinder
 from mmkv.training.data.scene_encoding import CHAT_TEMPLATE, build_tokenizer
+from tests.fuzz.templates import ENDLESS, ODD
 from tests.support.chat_models import (
     CHATML,
     LLAVA_TEMPLATE,
@@ -385,16 +382,6 @@ def test_no_template_raises_anything_else(tokenizer: Any, source: str) -> None:
         render(tokenizer, source)
     except InputError as error:
         assert "chat template" in str(error) and "\n" not in str(error)
-
-
-@settings(max_examples=100, deadline=None)
-@given(st.randoms(use_true_random=False))
-def test_templates_of_a_generator_are_refused_or_run(rng: Any) -> None:
-    with mock.patch.object(sandbox, "SECONDS", 0.1):
-        try:
-            render(_TOKENIZER, template(rng))
-        except InputError as error:
-            assert "chat template" in str(error)
 
 
 # Reads fields that are there, that are not, and that dicts have of their own; all of a loop's.
