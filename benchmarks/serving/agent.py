@@ -38,9 +38,8 @@ import httpx
 from benchmarks.bench.harness import BenchError
 from benchmarks.bench.output import plain_parser, save, table
 from benchmarks.bench.shape_files import write_gates
+from benchmarks.experiment import ComparisonRuns, Reader, comparisons, interval
 from benchmarks.quality.methods import ComparedMethod, Comparison
-from benchmarks.quality.report import comparisons, interval
-from benchmarks.quality.run import ComparisonRuns, Reader
 from benchmarks.serving.servers import (
     ServerProcess,
     mmkv_serve,
@@ -518,7 +517,7 @@ def by_distance(
     """Return the shares of right answers and paired differences by the age of the screen.
 
     Args:
-        raw: of :meth:`benchmarks.quality.run.ComparisonRuns.of`; ages: of the screen that each
+        raw: of :meth:`benchmarks.experiment.ComparisonRuns.of`; ages: of the screen that each
             answer of each dialogue is about.
     """
     found: dict[str, Any] = {
