@@ -20,15 +20,27 @@ import numpy as np
 import torch
 
 from benchmarks.bench.methods import MmkvInProcess
+from benchmarks.experiment import (
+    ComparisonRuns,
+    Page,
+    Runs,
+    Table,
+    add_options,
+    curve,
+    difference,
+    finish,
+    interval,
+    named,
+    row_at,
+    row_of,
+    running,
+)
 from benchmarks.quality.methods import Cell, ComparedMethod, Comparison
-from benchmarks.quality.report import Runs, difference, interval, row_of
-from benchmarks.quality.run import ComparisonRuns, add_options, finish, running
 from mmkv.engine.errors import InputError
 from mmkv.engine.policies import make_policy, names
 from mmkv.engine.policies.preset import PolicyText
 from mmkv.engine.runtime import Runtime
 from mmkv.training.measure.record import Journal
-from mmkv.training.measure.tables import pipe_table
 
 STEPS, ROUNDS = 48, 3
 
@@ -132,7 +144,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             for source in args.data:
                 raw = runs.of(source, args.dialogues, args.skip)
                 pages[source] = summarise(raw, comparison.cells(), speeds.of)
-        finish(args, path, pages, markdown, draw)
+        finish(args, path, pages, tables(pages), draw)
 
 
 def gates_of(texts: Sequence[str], model: str) -> dict[str, tuple[str, ...]]:
@@ -192,9 +204,6 @@ def _with_parameter(text: str, pair: str) -> str:
     return f"{text[:-1]},{pair}]" if text.endswith("]") else f"{text}[{pair}]"
 
 
-Page = Mapping[str, Any]
-
-
 def summarise(
     raw: Mapping[str, Runs],
     cells: Mapping[str, Sequence[Cell]],
@@ -207,7 +216,7 @@ def summarise(
     and from the full cache.
 
     Args:
-        raw: what :meth:`benchmarks.quality.run.ComparisonRuns.of` returns; cells: what it ran.
+        raw: what :meth:`ComparisonRuns.of` returns; cells: what it ran.
     """
     full = raw["full"][0]
     questions = [len(row["right"]) for row in full]
@@ -231,52 +240,37 @@ def summarise(
     return {"dialogues": len(full), "questions": sum(questions), "rows": rows}
 
 
-def markdown(pages: Mapping[str, Page]) -> str:
-    """Return the leaderboard: per data source and budget the policies, the most accurate first."""
-    text = []
-    for source, page in pages.items():
-        text.append(f"### {source}: {page['questions']} questions in {page['dialogues']} dialogues")
-        rows = page["rows"]
-        budgets = list(dict.fromkeys(row["budget"] for row in rows if row["method"] != "full"))
-        for budget in budgets:
-            mine = [row for row in rows if row["budget"] == budget and row["method"] != "full"]
-            mine.sort(key=lambda row: -row["accuracy"]["value"])
-            reference = mine[0]["from_first"]["of"]
-            columns = (
-                f"policy at {budget}",
-                "accuracy",
-                f"from {reference}",
-                "p",
-                "KL",
-                "top-1 agreement",
-                "kB",
-                "tokens/s",
-                "in eviction",
-            )
-            lines = [_line(row) for row in [rows[0], *mine]]
-            text += ["", pipe_table(columns, lines, numbers=True)]
-        text.append("")
-    return "\n".join(text)
+def tables(pages: Mapping[str, Page]) -> dict[str, Table]:
+    """Make a leaderboard and paired differences; of several sources one each, by their number."""
+    made: dict[str, Table] = {}
+    for number, page in enumerate(pages.values(), 1):
+        end = f"-{number}" if len(pages) > 1 else ""
+        made[f"leaderboard{end}"] = leaderboard(page)
+        made[f"differences{end}"] = rows = [["policy", "budget", "less", "accuracy", "p"]]
+        for row in page["rows"][1:]:
+            gap = row["from_first"]
+            cells = (gap["of"], interval(gap, sign=True), f"{gap['p']:.4f}")
+            rows.append([f"`{row['method']}`", row["budget"], *cells])
+    return made
 
 
-def _line(row: Mapping[str, Any]) -> list[str]:
-    """Return the cells of a row, in the order of the columns above.
-
-    ``from_first`` is the paired difference from the first method at this budget; the full cache
-    has none.
-    """
-    gap, speed = row.get("from_first"), row["speed"]
-    return [
-        row["method"],
-        interval(row["accuracy"]),
-        "" if gap is None else interval(gap, sign=True),
-        "" if gap is None else f"{gap['p']:.4f}",
-        f"{row['kl_per_token']['value']:.3f}",
-        f"{row['agreement']['value']:.3f}",
-        f"{row['bytes'] / 1e3:,.0f}",
-        f"{speed['tokens_per_second']:,.0f}",
-        f"{speed['eviction_share']:.1%}",
-    ]
+def leaderboard(page: Page) -> Table:
+    """Tabulate all policies, the most accurate at the first budget first."""
+    budgets, full = named(page, "budget"), page["rows"][0]
+    head = [f"{of} at {budget}" for budget in budgets for of in ("accuracy", "kB")]
+    ranked = sorted(
+        ([row_at(page, method, budget) for budget in budgets] for method in named(page, "method")),
+        key=lambda found: (-found[0]["accuracy"]["value"], found[0]["method"]),
+    )
+    made = [["policy", *head, f"KL at {budgets[0]}", "tokens/s", "in eviction"]]
+    for found in [[full] * len(budgets), *ranked]:
+        first, speed = found[0], found[0]["speed"]
+        made.append([f"`{first['method']}`"])
+        for row in found:
+            made[-1] += [interval(row["accuracy"]), f"{row['bytes'] / 1e3:,.0f}"]
+        made[-1] += [f"{first['kl_per_token']['value']:.3f}"]
+        made[-1] += [f"{speed['tokens_per_second']:,.0f}", f"{speed['eviction_share']:.0%}"]
+    return made
 
 
 def draw(pages: Mapping[str, Page], path: Path) -> None:
@@ -286,22 +280,12 @@ def draw(pages: Mapping[str, Page], path: Path) -> None:
     figure = Figure(figsize=(6.4 * len(pages), 4.8), layout="constrained")
     panels = figure.subplots(1, len(pages), squeeze=False)[0]
     for panel, (source, page) in zip(panels, pages.items(), strict=True):
-        for number, method in enumerate(dict.fromkeys(row["method"] for row in page["rows"])):
+        for number, method in enumerate(["full", *named(page, "method")]):
             mine = [row for row in page["rows"] if row["method"] == method]
             mine.sort(key=lambda row: row["bytes"])
-            values = [row["accuracy"] for row in mine]
-            panel.errorbar(
-                [row["bytes"] / 1e3 for row in mine],
-                [value["value"] for value in values],
-                [
-                    [value["value"] - value["low"] for value in values],
-                    [value["high"] - value["value"] for value in values],
-                ],
-                marker="so^vD*"[number // 10 % 6],
-                markersize=4,
-                linewidth=1,
-                label=method,
-            )
+            x = [row["bytes"] / 1e3 for row in mine]
+            # Ten colours: policies of one colour differ by their mark.
+            curve(panel, x, [row["accuracy"] for row in mine], method, "so^vD*"[number // 10 % 6])
         panel.set(title=source, xscale="log", ylim=(0, 1.02))
         panel.set(xlabel="physical bytes of keys and values, kB", ylabel="accuracy")
         panel.grid(alpha=0.3)

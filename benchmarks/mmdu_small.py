@@ -11,7 +11,7 @@ import argparse
 import json
 import os
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -62,6 +62,16 @@ def answered(policy: str, budget: int | None, limit: int | None = None) -> dict[
     return {"policy": policy, "budget": budget, **everything, **kept}
 
 
+def table(rows: Sequence[Mapping[str, Any]]) -> list[list[str]]:
+    """Tabulate right answers and their share, as benchmarks/notes/mmdu.md shows them."""
+    made = [["policy, budget", "right", "share", "95 % interval"]]
+    for row in rows:
+        name = f"`{row['policy']}`" + (f", {row['budget']}" if row["budget"] else "")
+        low, high = row["ci"]
+        made.append([name, str(row["right"]), f"{row['share']:.3f}", f"{low:.3f} .. {high:.3f}"])
+    return made
+
+
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the program."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.mmdu_small", description=__doc__)
@@ -72,7 +82,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
         rows = [answered(policy, budget, args.limit) for policy, budget in ROWS]
     except MmkvError as error:
         parser.error(str(error))
-    write_results(args.output / "mmdu-small.json", {"limit": args.limit}, rows)
+    write_results(
+        args.output / "mmdu-small.json", {"limit": args.limit}, rows, {"mmdu": table(rows)}
+    )
 
 
 if __name__ == "__main__":

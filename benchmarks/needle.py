@@ -18,22 +18,13 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.quality import report as quality_report
-from benchmarks.quality.report import interval
-from benchmarks.quality.run import (
-    ComparisonRuns,
-    Record,
-    add_methods,
-    add_options,
-    comparison,
-    finish,
-    running,
-)
+from benchmarks import experiment
+from benchmarks.experiment import ComparisonRuns, Record, add_options, finish, interval, running
+from benchmarks.quality.methods import ComparedMethod, Comparison
 from benchmarks.tasks.needles import SIZES, Haystack, Needle, maker
 from mmkv.engine.errors import InputError
 from mmkv.eval.measure.stats import mean
 from mmkv.prompt.loading import load_processor
-from mmkv.training.measure.tables import pipe_table
 
 LENGTHS = {"text": [512, 1024, 2048], "pictures": [256, 512, 1024, 2048], "video": [256, 512, 1024]}
 
@@ -42,7 +33,19 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Run the program."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.needle", description=__doc__)
     add_options(parser, "needle")
-    add_methods(parser, ("32", "64", "128", "256"))
+    parser.add_argument(
+        "--method",
+        action="append",
+        default=[],
+        metavar="[NAME=]POLICY[@N][:GATES,..]",
+        help="repeatable; default: dbtrimkv with the model's own gates, snapkv, streamingllm",
+    )
+    parser.add_argument(
+        "--budgets",
+        nargs="+",
+        default=["32", "64", "128", "256"],
+        help="mean entries per layer and KV head, or shares of the dialogue such as 1/8",
+    )
     parser.add_argument("--domain", choices=list(SIZES), default="pictures")
     parser.add_argument(
         "--lengths",
@@ -61,7 +64,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     with running(args, "benchmarks.needle") as (path, journal):
         if args.limit < 1:
             raise InputError(f"--limit {args.limit} reads nothing; give at least 1")
-        compared = comparison(args)
+        methods = tuple(map(ComparedMethod.parse, args.method or default_methods(args.model)))
+        budgets = tuple(args.budgets)
+        compared = Comparison(args.model, args.dtype, methods, budgets, device=args.device)
         read = []
         with ComparisonRuns(compared, journal, args.workers) as runs:
             for tokens in sorted(set(args.lengths)):
@@ -73,8 +78,15 @@ def main(arguments: Sequence[str] | None = None) -> None:
                 make(0)  # errors show before the long run starts
                 raw = runs.of(kind.name, args.limit)
                 read.append((kind, raw, [make(index).notes for index in range(args.limit)]))
-        page = summarise(read, [method.name for method in compared.methods], args.budgets)
-        finish(args, path, page, markdown, draw)
+        page = summarise(read, [method.name for method in methods], args.budgets)
+        finish(args, path, page, tables(page), draw)
+
+
+def default_methods(model: str) -> list[str]:
+    """Return the methods that are compared where none is named."""
+    gates = Path(model) / "gates"
+    own = [f"dbtrimkv:{gates}"] if (gates / "gates.json").is_file() else []
+    return [*own, "snapkv", "streamingllm"]
 
 
 def length(text: str) -> int:
@@ -120,11 +132,11 @@ def summarise(
     """Compute everything the result file holds.
 
     Args:
-        read: per length the kind of document, what :meth:`benchmarks.quality.run.ComparisonRuns.of`
+        read: per length the kind of document, what :meth:`ComparisonRuns.of`
             returned, and per document the notes of its answers.
 
     Returns:
-        ``lengths``: per length a page of :func:`benchmarks.quality.report.summarise` over values;
+        ``lengths``: per length a page of :func:`benchmarks.experiment.summarise` over values;
         ``all``: that of all lengths together; ``queries``: share of queries all of whose values
         were found, by method and budget; ``heat``: by method and budget the share found,
         ``[part of the depth][length]``, and ``counted``: values per cell.
@@ -150,10 +162,10 @@ def summarise(
         "methods": list(methods),
         "budgets": list(budgets),
         "lengths": {
-            str(kind.length): quality_report.summarise(raw, methods, budgets)
+            str(kind.length): experiment.summarise(raw, methods, budgets)
             for kind, raw, _ in by_value
         },
-        "all": quality_report.summarise(together, methods, budgets),
+        "all": experiment.summarise(together, methods, budgets),
         "queries": queries,
         "heat": heat,
         "counted": [[column[part][1] for column in counted] for part in range(kind.parts)],
@@ -191,38 +203,17 @@ def _queries(
     return asdict(mean(sums, counts))
 
 
-def markdown(page: Mapping[str, Any]) -> str:
-    """Tabulate accuracy by length, budget and method; whole answers; paired tests."""
-    whole = page["all"]
-    lines = [
-        f"### Needles in {page['domain']}: {page['keys']} keys, {page['values']} values, "
-        f"{page['queries_asked']} queries; {whole['questions']} values in {whole['dialogues']} "
-        "documents\n",
-        "Share of values found, with 95 % interval.\n",
-    ]
-    table = []
-    for length, part in [*page["lengths"].items(), ("all", whole)]:
-        full = interval(part["rows"][0]["accuracy"])
-        for budget in page["budgets"]:
-            rows = {row["method"]: row for row in part["rows"] if row["budget"] == budget}
-            cells = [interval(rows[method]["accuracy"]) for method in page["methods"]]
-            table.append((length, budget, full, *cells))
-    lines.append(pipe_table(("haystack", "budget", "full", *page["methods"]), table))
+def tables(page: Mapping[str, Any]) -> dict[str, experiment.Table]:
+    """Make the tables of all lengths; ``queries``: whole answers, where one has several values."""
+    pages = page["lengths"] | {"all": page["all"]}
+    made = experiment.tables(pages, f"tokens of {page['domain']}")
     if page["values"] > 1 and page["domain"] == "text":
-        table = []
+        rows = [["budget", "full", *page["methods"]]]
         for budget in page["budgets"]:
-            cells = [
-                interval(page["queries"][f"{method} at {budget}"]) for method in page["methods"]
-            ]
-            full = interval(page["queries"]["full"])
-            table.append((budget, full, *cells))
-        lines.append("\nShare of queries whose values were all found:\n")
-        lines.append(pipe_table(("budget", "full", *page["methods"]), table))
-    lines += ["", *quality_report.paired_lines(whole["tests"])]
-    for length, part in page["lengths"].items():
-        to_full = [test for test in part["tests"] if test["of"].endswith(" - full")]
-        lines += ["", *quality_report.paired_lines(to_full, f" at {length} tokens")]
-    return "\n".join(lines) + "\n"
+            names = ["full", *(f"{method} at {budget}" for method in page["methods"])]
+            rows.append([budget, *(interval(page["queries"][name]) for name in names)])
+        made["queries"] = rows
+    return made
 
 
 def draw(page: Mapping[str, Any], path: Path) -> None:

@@ -12,9 +12,16 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 
-from benchmarks.quality import report
+from benchmarks.experiment import (
+    ComparisonRuns,
+    add_options,
+    draw,
+    finish,
+    running,
+    summarise,
+    tables,
+)
 from benchmarks.quality.methods import ComparedMethod, Comparison
-from benchmarks.quality.run import ComparisonRuns, add_options, finish, running
 
 FRACTIONS = ("1/2", "1/3", "1/4", "1/5", "1/8", "1/16", "1/32")
 
@@ -79,10 +86,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
         with ComparisonRuns(comparison, journal, args.workers, together=args.together) as runs:
             for source in args.data:
                 raw = runs.of(source, args.dialogues, args.skip)
-                pages[source] = report.summarise(
-                    raw, [method.name for method in methods], args.fractions
-                )
-        finish(args, path, pages, report.markdown, report.draw)
+                names = [method.name for method in methods]
+                pages[source] = summarise(raw, names, args.fractions)
+        finish(args, path, pages, tables(pages), draw)
 
 
 if __name__ == "__main__":

@@ -12,10 +12,11 @@ import argparse
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 
+from benchmarks.experiment import named
 from benchmarks.quality.methods import in_words
 from mmkv.training.measure.tables import pipe_table
 
@@ -141,24 +142,22 @@ def main(arguments: Sequence[str] | None = None) -> None:
     try:
         pages = json.loads(args.result.read_text())["results"]
     except (OSError, ValueError, KeyError) as error:
-        raise SystemExit(
-            f"benchmarks.quality.kept: error: cannot read {args.result}: {error}"
-        ) from error
-    budgets = list(dict.fromkeys(r["budget"] for page in pages.values() for r in page["rows"]))
-    if args.fraction not in budgets[1:]:
-        raise SystemExit(
-            f"benchmarks.quality.kept: error: {args.result} has no budget {args.fraction}; it has "
-            f"{', '.join(budgets[1:])}"
-        )
-    known = list(dict.fromkeys(r["method"] for page in pages.values() for r in page["rows"][1:]))
-    for method in args.methods:
-        if method not in known:
-            raise SystemExit(
-                f"benchmarks.quality.kept: error: {args.result} has no method {method}; it has "
-                f"{', '.join(known)}"
-            )
+        refuse(f"cannot read {args.result}: {error}")
+    known = {
+        what: list(dict.fromkeys(name for page in pages.values() for name in named(page, what)))
+        for what in ("budget", "method")
+    }
+    for what, asked in (("budget", [args.fraction]), ("method", args.methods)):
+        for name in asked:
+            if name not in known[what]:
+                refuse(f"{args.result} has no {what} {name}; it has {', '.join(known[what])}")
     draw(pages, args.result.with_name(f"{args.result.stem}-kept.png"), args.fraction, args.methods)
     print(table(pages, args.fraction, args.methods))
+
+
+def refuse(reason: str) -> NoReturn:
+    """End the program with one line."""
+    raise SystemExit(f"benchmarks.quality.kept: error: {reason}")
 
 
 if __name__ == "__main__":

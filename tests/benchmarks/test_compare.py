@@ -103,10 +103,19 @@ def test_rows_of_the_leaderboard(tmp_path: Path) -> None:
     assert a["from_first"]["value"] == 0 and b["from_first"]["of"] == "a"
     assert b["from_first"]["value"] == 0.625 and b["from_full"]["value"] == -0.125
     assert a["speed"]["path"] == "a at 1/4" and page["questions"] == 4
-    lines = compare.markdown({"s": page}).splitlines()
-    order = [line.split("|")[1].strip() for line in lines if line.startswith("|")]
-    assert order == ["policy at 1/4", "---", "full", "b", "a"]
-    assert "| 123 | 25.0% |" in lines[-2]
+    made = compare.tables({"s": page})
+    heading, *rows = made["leaderboard"]
+    assert heading[1:3] == ["accuracy at 1/4", "kB at 1/4"] and heading[-1] == "in eviction"
+    assert [row[0] for row in rows] == ["`full`", "`b`", "`a`"]
+    assert rows[1][1].startswith("0.875 [") and rows[1][2:] == ["2", "0.500", "123", "25%"]
+    assert [row[:3] for row in made["differences"][1:]] == [
+        ["`a`", "1/4", "a"],
+        ["`b`", "1/4", "a"],
+    ]
+    assert made["differences"][2][3].startswith("+0.625 [")
+    assert list(compare.tables({"s": page, "t": page})) == [
+        *("leaderboard-1", "differences-1", "leaderboard-2", "differences-2")
+    ]
     compare.draw({"s": page}, tmp_path / "plot.png")
     assert (tmp_path / "plot.png").stat().st_size > 1000
 

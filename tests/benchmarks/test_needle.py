@@ -13,8 +13,6 @@ import numpy as np
 import pytest
 
 from benchmarks.needle import found, main
-from benchmarks.quality.methods import ComparedMethod, Comparison
-from benchmarks.quality.run import ComparisonRuns
 from benchmarks.tasks import needles
 from benchmarks.tasks.needles import Haystack, Needle, maker, place_needles
 from mmkv.engine.errors import InputError
@@ -23,7 +21,6 @@ from mmkv.engine.runtime import Runtime
 from mmkv.prompt.loading import load_processor
 from mmkv.resources import bundled_model
 from mmkv.training.data.scenes import SceneClip, SceneTurn, render
-from mmkv.training.measure.record import Journal
 from mmkv.training.measure.teacher_forced import FullCache, read_at, spans
 from tests.training.data.test_dialogues import check
 from tests.training.data.test_scenes import read_cells
@@ -177,56 +174,30 @@ def test_a_value_is_found_when_all_its_tokens_are() -> None:
     assert found(record, notes) == [[True, False], [True]]
 
 
-OPTIONS = [
-    MODEL,
-    *"--domain pictures --lengths 128 256 --values 2 --queries 2 --method streamingllm".split(),
-    "--method",
-    f"dbtrimkv:{MODEL}/gates",
-    *"--budgets 16 1/2 --name n --output".split(),
-]
-
-
-@pytest.mark.long(reason="as of test_quality.py: the same run twice, once cut short")
-def test_a_killed_run_gives_the_same_files(tmp_path: Path, capfd: Any) -> None:
-    """Stopped in the middle of the first length, in the middle of a line."""
-    main([*OPTIONS, str(tmp_path / "whole"), "--limit", "3"])
-    methods = (
-        ComparedMethod.parse("streamingllm"),
-        ComparedMethod.parse(f"dbtrimkv:{MODEL}/gates"),
-    )
-    compared = Comparison(MODEL, "float32", methods, ("16", "1/2"))
-    journal = tmp_path / "parts" / "n.runs.jsonl"
-    journal.parent.mkdir()
-    ComparisonRuns(compared, Journal(journal)).of("needle:pictures:128:4:2:2", 2)
-    journal.write_text(journal.read_text() + '{"where": "an unfinished li')
-    capfd.readouterr()
-    main([*OPTIONS, str(tmp_path / "parts"), "--limit", "3"])
-    assert "10 runs are in" in capfd.readouterr().err
-    whole, parts = (
-        json.loads((tmp_path / name / "n.json").read_text())["results"]
-        for name in ("whole", "parts")
-    )
-    assert whole == parts
-    assert (tmp_path / "whole/n.md").read_text() == (tmp_path / "parts/n.md").read_text()
-    assert (tmp_path / "whole/n.png").stat().st_size > 5000
-
-    # The heat maps hold the same values as the table, and the journal the same as both.
-    rows = {(row["method"], row["budget"]): row for row in whole["all"]["rows"]}
+@pytest.mark.slow(reason="runs whole dialogues with the bundled model")
+def test_a_small_run(tmp_path: Path) -> None:
+    """Heat map, table and journal hold the same values."""
+    options = "--domain pictures --lengths 128 256 --values 2 --queries 2 --budgets 16 --limit 3"
+    methods = ["--method", "streamingllm", "--method", f"dbtrimkv:{MODEL}/gates"]
+    main([MODEL, *options.split(), *methods, "--name", "n", "--output", str(tmp_path)])
+    written = json.loads((tmp_path / "n.json").read_text())
+    found, journal = written["results"], tmp_path / "n.runs.jsonl"
+    rows = {(row["method"], row["budget"]): row for row in found["all"]["rows"]}
     for method, budget, cell in (("full", "1", "full"), ("dbtrimkv", "16", "dbtrimkv at 16")):
-        counted = np.array(whole["counted"])
-        share = np.array([[x or 0 for x in line] for line in whole["heat"][cell]])
+        counted = np.array(found["counted"])
+        share = np.array([[x or 0 for x in line] for line in found["heat"][cell]])
         accuracy = (share * counted).sum() / counted.sum()
         assert rows[method, budget]["accuracy"]["value"] == pytest.approx(accuracy)
-    assert counted.sum() == 2 * 3 * 4 == whole["all"]["questions"]
-    lines = [json.loads(x) for x in journal.read_text().splitlines() if x.endswith("}")]
-    right = [
-        sum(x["record"]["right"])
-        for x in lines
-        if x["cell"].startswith("streamingllm@None:") and x["cell"].endswith(" at 16")
-    ]
+    assert counted.sum() == 2 * 3 * 4 == found["all"]["questions"]
+    lines = map(json.loads, journal.read_text().splitlines())
+    right = [sum(x["record"]["right"]) for x in lines if x["cell"].startswith("streamingllm@")]
     assert sum(right) / 24 == pytest.approx(rows["streamingllm", "16"]["accuracy"]["value"])
-    held = rows["dbtrimkv", "16"]["kept_of_context"] * whole["all"]["context_tokens"]["mean"]
+    held = rows["dbtrimkv", "16"]["kept_of_context"] * found["all"]["context_tokens"]["mean"]
     assert held == pytest.approx(16)
+    table = written["tables"]["accuracy"]
+    assert [row[:2] for row in table[1:]] == [["128", "16"], ["256", "16"], ["all", "16"]]
+    assert table[3][2].startswith(f"{rows['full', '1']['accuracy']['value']:.3f} [")
+    assert (tmp_path / "n.png").stat().st_size > 5000
 
 
 @pytest.mark.parametrize(

@@ -1,12 +1,8 @@
-"""Teacher-forced runs against real decoding, paired comparisons, and options of the programs."""
+"""``benchmarks.quality`` and the figure of what was kept, on few dialogues."""
 
 from __future__ import annotations
 
-import dataclasses
-import itertools
 import json
-import re
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -17,96 +13,16 @@ import transformers
 from matplotlib.figure import Figure
 
 from benchmarks import needle
-from benchmarks.quality import __main__ as quality
-from benchmarks.quality import report as quality_report
-from benchmarks.quality import run as quality_command
+from benchmarks.experiment import draw as draw_curves
 from benchmarks.quality.__main__ import main
-from benchmarks.quality.kept import draw
 from benchmarks.quality.kept import draw as draw_kept
 from benchmarks.quality.kept import main as kept
-from benchmarks.quality.methods import ComparedMethod, Comparison, digest
-from benchmarks.quality.run import ComparisonRuns, Reader, held_out
-from mmkv.engine.errors import InputError
-from mmkv.engine.runtime import Runtime
-from mmkv.prompt.loading import load_processor
 from mmkv.resources import bundled_model
 from mmkv.training.data.examples import examples
-from mmkv.training.measure import teacher_forced
-from mmkv.training.measure.record import RESULTS, Journal
+from mmkv.training.measure.record import RESULTS
 
 MODEL = str(bundled_model())
-
-
-@pytest.mark.slow(reason="runs whole dialogues with the bundled model")
-def test_the_full_cache_runs_once_for_all_methods(monkeypatch: Any) -> None:
-    methods = tuple(map(ComparedMethod.parse, ("streamingllm", "snapkv", "dbtrimkv:random")))
-    reader, passes = Reader(Comparison(MODEL, "float32", methods, ("1/4", "1/8"))), []
-    plain = teacher_forced.full_attention_states
-    monkeypatch.setattr(
-        teacher_forced, "full_attention_states", lambda *a: passes.append(a) or plain(*a)
-    )
-    cells = [cell for cells in reader.comparison.cells().values() for cell in cells]
-    ((index, found),) = reader.read("scenes:dense", {0: cells})
-    assert index == 0 and len(found) == 7 and len(passes) == 1
-
-
-@pytest.mark.slow(reason="runs whole dialogues with the bundled model")
-def test_dialogues_read_together_give_the_same_records(tmp_path: Path) -> None:
-    options = [MODEL, *"--data scenes:dense --method snapkv --fractions 1/8".split()]
-    found = []
-    for name, more in (("alone", []), ("together", ["--together", "2"])):
-        main([*options, "--dialogues", "3", "--output", str(tmp_path), "--name", name, *more])
-        rows = map(json.loads, (tmp_path / f"{name}.runs.jsonl").read_text().splitlines())
-        found.append({(r["cell"], r["index"]): r["record"] for r in rows})
-    assert found[0] == found[1] and len(found[0]) == 6
-
-
-def test_a_method_option_is_parsed() -> None:
-    assert ComparedMethod.parse("dbtrimkv@5:a,b") == ComparedMethod(
-        "dbtrimkv@5", "dbtrimkv", 5.0, ("a", "b")
-    )
-    assert ComparedMethod.parse("far=dbtrimkv@inf:a").lookahead == float("inf")
-    assert ComparedMethod.parse("snapkv") == ComparedMethod("snapkv", "snapkv", None, ())
-    assert ComparedMethod.parse("x=snapkv@2/int8:a") == ComparedMethod(
-        "x", "snapkv", 2.0, ("a",), "int8"
-    )
-    with pytest.raises(InputError, match="'int3' is none of auto, bf16, int8, k8v4, int4"):
-        ComparedMethod.parse("snapkv/int3")
-    with pytest.raises(InputError, match="not a number"):
-        ComparedMethod.parse("dbtrimkv@two:a")
-
-
-def test_a_method_holds_its_parameters_in_brackets() -> None:
-    """So that the colon before gates and the = behind a name keep their meaning."""
-    pool = "snapkv[window=32,kernel=7]"
-    assert ComparedMethod.parse(pool) == ComparedMethod(pool, pool, None, ())
-    assert ComparedMethod.parse(f"wide={pool}") == ComparedMethod("wide", pool, None, ())
-    found = ComparedMethod.parse("kept=dbtrimkv+4[age=paper;recent=3]@5:a,b")
-    assert found == ComparedMethod("kept", "dbtrimkv+4[age=paper;recent=3]", 5.0, ("a", "b"))
-    assert ComparedMethod.parse("dbtrimkv[lookahead=4]@5:a").name == "dbtrimkv[lookahead=4]@5"
-    for wrong in ("snapkv[window=32", "snapkv[a=1][b=2]", "[a=1]snapkv", "dbtrimkv@5[a=1]:g"):
-        with pytest.raises(InputError, match="brackets hold the policy's parameters"):
-            ComparedMethod.parse(wrong)
-
-
-@pytest.mark.slow(reason="runs whole dialogues with the bundled model")
-def test_gates_of_another_checkpoint_are_named_before_any_run(tmp_path: Path, capsys: Any) -> None:
-    gates = tmp_path / "gates"
-    shutil.copytree(bundled_model() / "gates", gates)
-    Reader(
-        Comparison(MODEL, "float32", (ComparedMethod.parse(f"dbtrimkv:{gates}"),), ("1/3", "1/8"))
-    )
-    assert "these gates" not in capsys.readouterr().err
-    info = json.loads((gates / "gates.json").read_text())
-    (gates / "gates.json").write_text(json.dumps(info | {"base_fingerprint": "0" * 64}))
-    compared = Comparison(
-        MODEL, "float32", (ComparedMethod.parse(f"dbtrimkv:{gates}"),), ("1/3", "1/8")
-    )
-    base = Reader(compared).base
-    for (cell,) in compared.cells().values():
-        cell.engine(base, MODEL)
-    printed = capsys.readouterr().err
-    assert printed.count("with other weights") == 1 and str(gates) in printed
+SCENES = "--data scenes:dense --dialogues 1 --fractions 1/4".split()
 
 
 @pytest.mark.slow(reason="runs whole dialogues with the bundled model")
@@ -141,7 +57,7 @@ def test_a_small_run_writes_table_plot_and_json(tmp_path: Path) -> None:
         kept(["--fraction", "1/7", str(tmp_path / "q.json")])
     with pytest.raises(SystemExit, match="has no method snapkv; it has streamingllm, dbtrimkv"):
         kept(["--fraction", "1/8", str(tmp_path / "q.json"), "--methods", "snapkv"])
-    assert "| 1/8 |" in (tmp_path / "q.md").read_text()
+    assert "| scenes:dense | 1/8 |" in (tmp_path / "q.md").read_text()
     assert (tmp_path / "q.png").stat().st_size > 5000
 
 
@@ -162,9 +78,10 @@ def test_whole_texts_are_reported_by_perplexity(tmp_path: Path) -> None:
     assert page["answer_tokens"] == ids.shape[1] - 1 and evicting["evicted"] > 0
     assert full["nll_per_token"]["value"] == pytest.approx(wanted, rel=1e-4)
     assert full["nll_per_token"]["value"] != pytest.approx(evicting["nll_per_token"]["value"])
-    page_text = (tmp_path / "t.md").read_text()
-    shown = float(re.search(r"Full cache: ([\d.]+) ", page_text)[1])
-    assert shown == pytest.approx(np.exp(wanted), rel=1e-3) and "accuracy" not in page_text
+    tables = json.loads((tmp_path / "t.json").read_text())["tables"]
+    assert list(tables) == ["data", "perplexity", "perplexity-differences"]
+    shown = float(tables["perplexity"][1][2].partition(" ")[0])
+    assert shown == pytest.approx(np.exp(wanted), rel=1e-3)
     assert (tmp_path / "t.png").stat().st_size > 5000
 
 
@@ -180,241 +97,17 @@ def test_plots_label_their_budgets(tmp_path: Path, monkeypatch: Any) -> None:
     ):
         for row in pages["scenes:dense"]["rows"][1:]:
             row["budget"] = "64" if label == "budget" and row["method"] == "trimkv" else budget
-        quality_report.draw(pages, tmp_path / "q.png")
+        draw_curves(pages, tmp_path / "q.png")
         assert {axes.get_xlabel() for axes in drawn[-1].axes} == {label}
         draw_kept(pages, tmp_path / "k.png", budget, [])
         assert drawn[-1].get_suptitle() == title
-
-
-@pytest.mark.long(reason="the same run twice, once cut short")
-def test_a_killed_run_continues_with_the_same_result(tmp_path: Path, capfd: Any) -> None:
-    """Two workers, stopped after two of four dialogues in the middle of a line."""
-    options = [
-        MODEL,
-        *"--data scenes:dense --method streamingllm --fractions 1/4 --name q --output".split(),
-    ]
-    main([*options, str(tmp_path / "whole"), "--dialogues", "4"])
-    compared = Comparison(MODEL, "float32", (ComparedMethod.parse("streamingllm"),), ("1/4",))
-    journal = tmp_path / "parts" / "q.runs.jsonl"
-    journal.parent.mkdir()
-    ComparisonRuns(compared, Journal(journal)).of("scenes:dense", 2)
-    journal.write_text(journal.read_text() + '{"key": "an unfinished li')
-    capfd.readouterr()
-    main([*options, str(tmp_path / "parts"), "--dialogues", "4", "--workers", "2"])
-    assert "4 runs are in" in capfd.readouterr().err
-    whole, parts = (
-        json.loads((tmp_path / name / "q.json").read_text())["results"]
-        for name in ("whole", "parts")
-    )
-    assert whole == parts
-
-
-@pytest.mark.slow(reason="runs whole dialogues with the bundled model")
-def test_a_larger_comparison_runs_only_what_is_new(tmp_path: Path, monkeypatch: Any) -> None:
-    small = Comparison(MODEL, "float32", (ComparedMethod.parse("streamingllm"),), ("1/4",))
-    gates = str(bundled_model() / "gates")
-    methods = (*small.methods, ComparedMethod.parse(f"dbtrimkv:{gates},random"))
-    large = dataclasses.replace(small, methods=methods, budgets=("1/4", "1/8"))
-    journal, asked = tmp_path / "journal", []
-    first = ComparisonRuns(small, Journal(journal)).of("scenes:dense", 2)
-    plain = Reader.read
-
-    def noted(self: Reader, source: str, todo: Any) -> Any:
-        for index, cells in todo.items():
-            asked.extend((cell.policy, cell.gates, cell.budget, index) for cell in cells)
-        return plain(self, source, todo)
-
-    monkeypatch.setattr(Reader, "read", noted)
-    second = ComparisonRuns(large, Journal(journal)).of("scenes:dense", 2)
-    new = [
-        ("streamingllm", None, "1/8"),
-        *itertools.product(["dbtrimkv"], [gates, "random"], large.budgets),
-    ]
-    assert sorted(asked, key=str) == sorted(((*cell, i) for cell in new for i in (0, 1)), key=str)
-    assert first["full"] == second["full"]
-    assert first["streamingllm at 1/4"] == second["streamingllm at 1/4"]
-    one, two = second["dbtrimkv at 1/8"]
-    assert len(one) == 2 and one != two
-    keys = {cell.key() for cells in large.cells().values() for cell in cells}
-    assert len(keys) == 7
-
-
-@pytest.mark.slow(reason="runs whole dialogues with the bundled model")
-def test_skip_leaves_out_the_first_dialogues(tmp_path: Path) -> None:
-    """``--skip 2``: the third dialogue, as a run over all three reads it."""
-    compared = Comparison(MODEL, "float32", (ComparedMethod.parse("streamingllm"),), ("1/4",))
-    whole = ComparisonRuns(compared, Journal(tmp_path / "whole")).of("scenes:dense", 3)
-    options = ["--data", "scenes:dense", "--method", "streamingllm", "--fractions", "1/4"]
-    options += ["--dialogues", "1", "--skip", "2", "--output", str(tmp_path), "--name", "q"]
-    main([MODEL, *options])
-    read = ComparisonRuns(compared, Journal(tmp_path / "q.runs.jsonl")).of("scenes:dense", 1, 2)
-    assert read == {name: [[third] for _, _, third in seeds] for name, seeds in whole.items()}
-    rows = [json.loads(line) for line in (tmp_path / "q.runs.jsonl").read_text().splitlines()]
-    assert {row["index"] for row in rows} == {2}
-    written = json.loads((tmp_path / "q.json").read_text())
-    assert written["settings"]["skip"] == 2 and written["results"]["scenes:dense"]["dialogues"] == 1
-    for wrong in (["--skip", "-1"], ["--dialogues", "0"]):
-        with pytest.raises(SystemExit) as ended:
-            main([MODEL, *options, *wrong])
-        assert ended.value.code == 2
-
-
-@pytest.mark.slow(reason="runs whole dialogues with the bundled model")
-def test_the_model_is_loaded_once_and_only_if_runs_are_left(
-    tmp_path: Path, monkeypatch: Any
-) -> None:
-    compared = Comparison(MODEL, "float32", (ComparedMethod.parse("streamingllm"),), ("1/4",))
-    sources, path, loaded = ("scenes:dense", "scenes:clip"), tmp_path / "journal", []
-    plain = Reader.__init__
-    monkeypatch.setattr(Reader, "__init__", lambda self, c: loaded.append(c) or plain(self, c))
-    with ComparisonRuns(compared, Journal(path)) as runs:
-        first = [runs.of(source, 2) for source in sources]
-        again = [runs.of(source, 2) for source in sources]
-    assert loaded == [compared] and first == again and first[0] != first[1]
-    written = path.read_bytes()
-    assert [ComparisonRuns(compared, Journal(path)).of(source, 2) for source in sources] == first
-    assert len(loaded) == 1 and path.read_bytes() == written
-
-
-def test_a_method_without_its_gates_is_one_line(tmp_path: Path) -> None:
-    with pytest.raises(SystemExit, match=r"write dbtrimkv:GATES"):
-        main([MODEL, "--data", "scenes:dense", "--method", "dbtrimkv", "--output", str(tmp_path)])
-
-
-def test_at_equal_bytes_fewer_bits_keep_more_entries() -> None:
-    """At head_dim 32 an entry takes 137 bytes in bfloat16, 77 and 49 in codes."""
-    kinds = ("bf16", "int8", "int4")
-    methods = tuple(ComparedMethod.parse(f"streamingllm/{kv}") for kv in kinds)
-    compared = Comparison(MODEL, "float32", methods, ("1/8",), in_bytes=True)
-    cells = [compared.cells()[f"streamingllm/{kv} at 1/8"][0] for kv in kinds]
-    assert len({cell.key() for cell in cells}) == 3
-    assert cells[1].key() == "streamingllm@None:none kv int8 at 1/8 in bytes"
-    reader = Reader(compared)
-    rows = reader.base.spec.rows
-    ((_, records),) = reader.read("scenes:dense", {0: cells})
-    tokens = records[0]["seen"] + 1  # the last one is predicted, not appended
-    for found, nbytes in zip(records, (137, 77, 49), strict=True):
-        assert found["entries"] == int(tokens * 137 / nbytes / 8 * rows)
-
-
-# Options of the comparing programs: refusals, devices and ``--fresh``.
-
-
-SCENES = [MODEL, "--data", "scenes:dense", "--dialogues", "1", "--name", "q", "--fractions", "1/4"]
-
-
-def compared(*methods: str, budgets: tuple[str, ...] = ("1/4",), device: str = "cpu") -> Comparison:
-    return Comparison(
-        MODEL, "float32", tuple(map(ComparedMethod.parse, methods)), budgets, device=device
-    )
-
-
-@pytest.mark.parametrize(
-    ("methods", "message"),
-    [
-        (("dbtrimkv:a", "dbtrimkv:b"), r"'dbtrimkv'.*write --method NAME=POLICY:GATES"),
-        (("a=snapkv", "streamingllm", "a=trimkv:x"), r"'a'.*write --method NAME=POLICY:GATES"),
-        (("full",), r"'full'.*always read.*NAME=POLICY:GATES"),
-    ],
-)
-def test_methods_of_one_name_are_refused(methods: tuple[str, ...], message: str) -> None:
-    with pytest.raises(InputError, match=message):
-        compared(*methods)
-    compared("a=dbtrimkv:a", "b=dbtrimkv:b", "dbtrimkv@5:a", "dbtrimkv:a")
-
-
-@pytest.mark.parametrize("budgets", [("1/4", "16", "1/4"), ("1/4", "0.25"), ("64", "64.0")])
-def test_a_repeated_budget_is_refused(budgets: tuple[str, ...]) -> None:
-    with pytest.raises(InputError, match=rf"budget '{budgets[-1]}' .*leave one out"):
-        compared("snapkv", budgets=budgets)
-
-
-@pytest.mark.parametrize("program", [quality, needle])
-def test_programs_refuse_in_one_line(program: Any, tmp_path: Path) -> None:
-    data = ["--data", "scenes:dense"] if program is quality else []
-    options = [MODEL, *data, "--method", "snapkv", "--method", "snapkv", "--output", str(tmp_path)]
-    with pytest.raises(SystemExit, match=r"error: two methods are called 'snapkv'") as caught:
-        program.main(options)
-    assert "\n" not in str(caught.value)
-
-
-@pytest.mark.slow(reason="runs whole dialogues with the bundled model")
-def test_fresh_drops_runs(tmp_path: Path) -> None:
-    options = [*SCENES, "--output", str(tmp_path), "--method"]
-    quality.main([*options, "streamingllm"])
-    (tmp_path / "q.json").unlink()
-    quality.main([*options, "snapkv", "--fresh"])
-    page = json.loads((tmp_path / "q.json").read_text())["results"]["scenes:dense"]
-    assert {row["method"] for row in page["rows"]} == {"full", "snapkv"}
-    names = {"q.json", "q.md", "q.png", "q.runs.jsonl"}
-    assert {path.name for path in tmp_path.iterdir()} == names
-    rows = [json.loads(line) for line in (tmp_path / "q.runs.jsonl").read_text().splitlines()]
-    assert len(rows) == 2
-
-
-@pytest.mark.slow(reason="runs whole dialogues with the bundled model")
-def test_the_journal_of_a_cpu_keeps_its_keys(tmp_path: Path, monkeypatch: Any) -> None:
-    """As written before ``--device``; every other device is named."""
-    quality.main([*SCENES, "--method", "snapkv", "--output", str(tmp_path)])
-    rows = [json.loads(line) for line in (tmp_path / "q.runs.jsonl").read_text().splitlines()]
-    plain = f"{MODEL} {digest(MODEL)} float32"
-    assert {row["where"] for row in rows} == {f"{plain} 8192 scenes:dense Reader"}
-    assert [row["cell"] for row in rows] == ["full@None:none at None", "snapkv@None:none at 1/4"]
-    assert compared("snapkv").described() == plain
-    elsewhere = compared("snapkv", device="cuda")
-    assert elsewhere.described() == f"{plain} cuda"
-    # Nothing that the CPU has read stands for the GPU.
-    monkeypatch.setattr(Reader, "__init__", _refuse)
-    journal = Journal(tmp_path / "q.runs.jsonl")
-    assert ComparisonRuns(compared("snapkv"), journal).of("scenes:dense", 1)
-    with pytest.raises(InputError, match="asked to read"):
-        ComparisonRuns(elsewhere, journal).of("scenes:dense", 1)
-
-
-def _refuse(*_: Any) -> None:
-    raise InputError("asked to read")
-
-
-def test_the_model_is_loaded_on_the_device_asked_for(tmp_path: Path, monkeypatch: Any) -> None:
-    asked: list[str] = []
-
-    def loaded(*_: Any, device: str, **__: Any) -> None:
-        asked.append(device)
-        raise InputError("enough")
-
-    monkeypatch.setattr(Runtime, "from_pretrained", loaded)
-    monkeypatch.setattr(quality_command, "resolve_device", lambda _: torch.device("cuda"))
-    for program, options in (
-        (quality.main, [*SCENES, "--method", "snapkv"]),
-        (needle.main, [MODEL, "--lengths", "128", "--limit", "1"]),
-    ):
-        with pytest.raises(SystemExit, match="enough"):
-            program([*options, "--device", "auto", "--output", str(tmp_path)])
-    with pytest.raises(InputError, match="enough"):
-        Reader(compared("snapkv"))
-    assert asked == ["cuda"] * 2 + ["cpu"]
-    with pytest.raises(SystemExit, match=r"--workers 2 .* leave out --workers") as caught:
-        quality.main(
-            [*SCENES, *"--method snapkv --device cuda --workers 2 --output".split(), str(tmp_path)]
-        )
-    assert "\n" not in str(caught.value)
-
-
-@pytest.mark.slow(reason="runs whole dialogues with the bundled model")
-@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
-def test_a_gpu_that_is_not_there_is_one_line(tmp_path: Path) -> None:
-    with pytest.raises(SystemExit, match="'cuda' is not there; use") as caught:
-        quality.main([*SCENES, "--method", "snapkv", "--device", "cuda", "--output", str(tmp_path)])
-    assert "\n" not in str(caught.value)
-    quality.main([*SCENES, "--method", "snapkv", "--device", "auto", "--output", str(tmp_path)])
-    assert json.loads((tmp_path / "q.json").read_text())["settings"]["device"] == "cpu"
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 @pytest.mark.parametrize(
     ("program", "options"),
     [
-        (quality.main, SCENES[1:]),
+        (main, SCENES),
         (needle.main, ["--lengths", "128", "--limit", "1", "--budgets", "16"]),
     ],
 )
@@ -424,26 +117,6 @@ def test_comparisons_run_on_a_gpu(program: Any, options: list[str], tmp_path: Pa
         [MODEL, *options, *methods, "--device", "cuda", "--name", "g", "--output", str(tmp_path)]
     )
     assert " cuda " in (tmp_path / "g.runs.jsonl").read_text()
-
-
-def test_no_piece_of_a_text_is_read_twice(tmp_path: Path) -> None:
-    """Two texts, one of them cut in pieces: all of them once, and no more."""
-    words = "what was at row 1, column 2 of picture 3? a red square. " * 9
-    path = tmp_path / "texts.jsonl"
-    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in (words, "a red square.")))
-    source, most = f"text:{path}", 40
-    data = held_out(MODEL, source, most)
-    tokenizer = load_processor(MODEL).tokenizer
-    whole = tokenizer(words)["input_ids"]
-    pieces = -(-len(whole) // most)
-    assert pieces > 2
-    read = [tuple(data[index]["input_ids"][0].tolist()) for index in range(pieces + 1)]
-    assert len(set(read)) == pieces + 1
-    # Nothing of the texts is left out: pieces lie end to end.
-    assert sum(map(len, read)) == len(whole) + len(tokenizer("a red square.")["input_ids"])
-    with pytest.raises(InputError, match=f"holds {pieces + 1} different"):
-        data[pieces + 1]
-    assert data[0]["input_ids"][0].tolist() == list(read[0])
 
 
 # The figure of kept entries shows the differences that its table lists.
@@ -461,7 +134,7 @@ def test_colours_reach_the_largest_share(tmp_path: Path, monkeypatch: pytest.Mon
     skewed = [method("eight", [[0] * 7 + [40]]), method("four", [[0, 0, 0, 20]])]
     many = [method(f"level {index}", [[2, 2]]) for index in range(9)]
     pages = {"one": {"rows": [full, *skewed]}, "two": {"rows": [full, *many]}}
-    draw(pages, tmp_path / "k.png", "1/8", [])
+    draw_kept(pages, tmp_path / "k.png", "1/8", [])
     images = {axes.get_title(): axes.images[0] for axes in drawn[-1].axes if axes.get_title()}
     assert set(images) == {"eight", "four", *(f"level {index}" for index in range(9))}
     tones = {title: np.ma.getdata(image.norm(image.get_array())) for title, image in images.items()}
