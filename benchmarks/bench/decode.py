@@ -35,7 +35,6 @@ from benchmarks.bench.child import BenchError, Child
 from benchmarks.bench.harness import (
     assignments,
     attempt,
-    curves,
     device_note,
     on_gpu,
     parser,
@@ -171,20 +170,6 @@ def show(shape: str, case: dict[str, Any]) -> None:
         table("ms of our evicting step", list(parts), [[f"{v:.3f}" for v in parts.values()]])
 
 
-def figure(args: argparse.Namespace, cases: Sequence[dict[str, Any]]) -> Path | None:
-    """Plot the tokens per second against the batch, for the cases of the grid."""
-    lines: dict[str, list[tuple[float, float]]] = {}
-    for case in cases:
-        for method, name in ((OWN, f"M = {case['budget']}"), (FULL, f"full, {case['context']}")):
-            speed = case["methods"].get(method, {}).get("tokens_per_second")
-            if case["kind"] == "grid" and speed:
-                lines.setdefault(name, []).append((case["batch"], speed))
-    if not lines:
-        return None
-    path: Path = args.output / f"{args.name or f'gpu-decode-{args.shape}'}.png"
-    return curves(path, args.shape, ("sequences in a batch", "tokens/s"), lines)
-
-
 class DecodeBench:
     """One shape on one device: its weights, the measured bandwidth, the options."""
 
@@ -233,6 +218,7 @@ class DecodeBench:
             elif own := attempt(found["methods"], name, partial(self._open, case, full)):
                 owns[name] = own
                 left -= need
+        own = None  # so that what leaves ``owns`` is freed
         self._measure_own(case, owns, found)
         owns.pop(FULL, None)  # frees memory for the peers
         release()
@@ -428,9 +414,11 @@ def _time_alike(args: argparse.Namespace) -> int:
         where = {"batch": case.batch, "context": case.context, "budget": case.budget}
         clock = "seconds" if device.type == "cuda" else "CPU seconds, one thread"
         found.append({**where, "clock": clock, what: times})
-        path = save(args, f"decode-{what}-{device.type}-{args.shape}", {"cases": found})
+        rows = bench_policies.table_of(times)
+        name = f"decode-{what}-{device.type}-{args.shape}"
+        path = save(args, name, {"cases": found}, {what: rows})
         title = f"{args.shape}: {case.batch} x {case.context} tokens read, M = {case.budget}"
-        bench_policies.show(title, times)
+        table(title, rows[0], rows[1:])
     print(f"in {path}")
     return int(any("failed" in each for case in found for each in case[what].values()))
 
@@ -495,8 +483,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         name = f"gpu-decode-{args.shape}{form}"
         path = save(args, name, {**machine, "cases": found, "targets": targets})
         show(args.shape, found[-1])
-    if curve := figure(args, found):
-        print(f"figure in {curve}")
     if targets and bench.device.type == "cuda":
         rows = [[one["target"], f"{one['value']:.3f}", one["wanted"]] for one in targets]
         met = [["yes" if one["met"] else "NO"] for one in targets]

@@ -145,31 +145,6 @@ def release() -> None:
         torch.cuda.empty_cache()
 
 
-def curves(
-    path: Path,
-    title: str,
-    labels: tuple[str, str],
-    lines: Mapping[str, Sequence[tuple[float, float]]],
-) -> Path | None:
-    """Draw the points ``(x, y)`` of each name on logarithmic axes; None without matplotlib."""
-    try:
-        import matplotlib
-    except ImportError:
-        return None
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, axes = pyplot.subplots(figsize=(7, 4.5), constrained_layout=True)
-    for name, points in lines.items():
-        axes.plot(*zip(*points, strict=True), marker="o", label=name)
-    axes.set(title=title, xlabel=labels[0], ylabel=labels[1], xscale="log", yscale="log")
-    axes.grid(True, which="major", alpha=0.3)
-    axes.legend()
-    figure.savefig(path, dpi=120)
-    pyplot.close(figure)
-    return path
-
-
 def ratios(over: Sequence[float], under: Sequence[float]) -> dict[str, Any]:
     """Compute the spread of what one method has over another, round by round."""
     return spread([a / b for a, b in zip(over, under, strict=True)])

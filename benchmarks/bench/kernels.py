@@ -108,15 +108,6 @@ CASES = [
         for name in PRODUCTS
     ),
 ]
-QUICK = [
-    CASES[0],
-    CASES[2],
-    CASES[3],
-    KernelCase("append", 16, 256, 10),
-    KernelCase("eviction", 16, 256, 10),
-    KernelCase("prefill", 1, 1024, 10, 36, 2048),
-    *(KernelCase(name, 16, 1, layers=2) for name in PRODUCTS),
-]
 TINY = [
     KernelCase(kernel, 3, 12, skew, 2, chunk=6 if kernel == "prefill" else 0)
     for kernel in ("attention", "work list", "append", "eviction", "prefill", "window scores")
@@ -449,7 +440,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the program; 1 if a case failed."""
     options = parser("bench.kernels", __doc__)
     options.add_argument("--shape", default="qwen3-vl-8b", choices=SHAPES)
-    options.add_argument("--cases", default="all", choices=["all", "quick", "tiny"])
+    options.add_argument("--cases", default="all", choices=["all", "tiny"])
     args = options.parse_args(arguments)
     try:
         device, dtype = on_gpu(args)
@@ -461,7 +452,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     print(f"copy: {bandwidth / 1e9:,.0f} GB/s; {machine['note']}")
     found: list[dict[str, Any]] = []
     where = SHAPES[args.shape], device, dtype, args.rounds, bandwidth, matmul
-    for case in {"all": CASES, "quick": QUICK, "tiny": TINY}[args.cases]:
+    for case in CASES if args.cases == "all" else TINY:
         failed: dict[str, Any] = {}
         one = attempt(failed, str(case), partial(measure, case, *where))
         found.append(one or {"case": str(case), **asdict(case), **failed[str(case)]})

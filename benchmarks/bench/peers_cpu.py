@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import random
 import statistics
@@ -596,16 +597,23 @@ class Bench:
                     memory = rounds[max(rounds)]["memory"]
                     made[name]["memory"] = {"context": int(row.split()[1]), **memory}
         if contexts:
-            compare_logits(made, self.first_logits(contexts[0]))
+            self.compare_logits(made, contexts[0])
         return made
 
-    def first_logits(self, row: str) -> dict[str, list[float]]:
-        """Return the logits that each method had in its first round of a row."""
-        found = {}
-        for name in SIDES:
-            rounds = self.answers.get((name, row))
-            found[name] = rounds[min(rounds)].get("logits", []) if rounds else []
-        return found
+    def compare_logits(self, methods: dict[str, Any], row: str) -> None:
+        """Note how far logits lie from those of the first method that has some.
+
+        All run the same weights.
+        """
+        logits: dict[str, list[float]] = {}
+        for name in methods:
+            rounds = self.answers.get((name, row)) or {0: {}}
+            if values := rounds[min(rounds)].get("logits"):
+                logits[name] = values
+        for name, values in logits.items():
+            first, base = next(iter(logits.items()))
+            relative = math.dist(values, base) / math.hypot(*base)
+            methods[name]["logits_apart"] = {"from": first, "relative": relative}
 
     def found(self) -> dict[str, Any]:
         """Return all that has been measured."""
@@ -630,22 +638,6 @@ class Bench:
         """Write the result file."""
         found = self.found()
         return save(self.args, self.name, found, tables(self.args, found))
-
-
-def compare_logits(methods: dict[str, Any], logits: Mapping[str, Sequence[float]]) -> None:
-    """Note how far logits lie from those of the first method that has some.
-
-    All run the same weights.
-    """
-    found = {name: values for name, values in logits.items() if values}
-    if not found:
-        return
-    first, base = next(iter(found.items()))
-    size = sum(x * x for x in base) ** 0.5
-    for name, values in found.items():
-        if name in methods:
-            apart = sum((x - y) ** 2 for x, y in zip(values, base, strict=True)) ** 0.5
-            methods[name]["logits_apart"] = {"from": first, "relative": apart / size}
 
 
 def rows_of(args: argparse.Namespace, sees: bool) -> list[str]:
@@ -683,10 +675,7 @@ def sizes(folder: Path, config: dict[str, Any]) -> dict[str, int]:
     for path in folder.glob("*.safetensors"):
         with safe_open(path, "pt") as file:
             for key in file.keys():  # noqa: SIM118 (safe_open is no mapping)
-                size = 1
-                for side in file.get_slice(key).get_shape():
-                    size *= side
-                count += size
+                count += math.prod(file.get_slice(key).get_shape())
     head_dim = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
     rows = config["num_hidden_layers"] * config["num_key_value_heads"]
     return {"parameters": count, "numbers_per_token": 2 * head_dim * rows}

@@ -27,7 +27,7 @@ from unittest import mock
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from benchmarks.bench.harness import attempt, ratios, shown, table, take_turns
+from benchmarks.bench.harness import attempt, ratios, shown, take_turns
 from benchmarks.bench.shapes import Shape, build_engine
 from mmkv.engine.backends.cuda import CudaBackend, GraphRunner, policy_step, static_step
 from mmkv.engine.backends.cuda.kernels import delta
@@ -288,17 +288,18 @@ def measure(
     return found
 
 
-def show(title: str, found: dict[str, dict[str, Any]]) -> None:
-    """Print one case."""
-    rows, over = [], f"over_{next(iter(found))}"
+def table_of(found: dict[str, dict[str, Any]]) -> list[list[str]]:
+    """Return the rows of one case, the heading first."""
+    over = f"over_{next(iter(found))}"
+    head = ["", "ms", over.replace("over_", "/ "), "entries a row", "bytes an entry", "interval"]
+    rows = [[*head, "graph", "host reads", "evicts on"]]
     for name, each in found.items():
         if "failed" in each:
-            rows.append([name, *["-"] * 7, each["failed"]])
+            rows.append([f"`{name}`", *["-"] * 7, each["failed"]])
             continue
         ratio = f"{each[over]:.2f}" if over in each else ""
-        held = f"{each['entries_per_row']:.0f}", each["entry_bytes"], each["interval"]
-        reads, evicts = each["host_reads_per_step"], each["evicts_on"].partition(":")[0]
-        time = shown(each["ms_per_step"])
-        rows.append([name, time, ratio, *held, each["graph"], reads, evicts])
-    names = ("", "ms per step", over.replace("over_", "/ "), "entries per row", "bytes per entry")
-    table(title, (*names, "interval", "CUDA graph", "host reads", "evicts on"), rows)
+        cells = [f"`{name}`", shown(each["ms_per_step"], ".2f"), ratio]
+        cells += [f"{each['entries_per_row']:.0f}"]
+        cells += [str(each[k]) for k in ("entry_bytes", "interval", "graph", "host_reads_per_step")]
+        rows.append([*cells, each["evicts_on"].partition(":")[0]])
+    return rows

@@ -13,14 +13,12 @@ import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from benchmarks.bench.harness import (
     attempt,
-    curves,
     device_note,
     on_gpu,
     parser,
@@ -180,10 +178,9 @@ def measure(
     return found
 
 
-def show(args: argparse.Namespace, found: Sequence[dict[str, Any]]) -> Path | None:
-    """Print the table and draw the figure."""
+def show(args: argparse.Namespace, found: Sequence[dict[str, Any]]) -> None:
+    """Print the table."""
     rows: list[list[Any]] = []
-    lines: dict[str, list[tuple[float, float]]] = {}
     for case in found:
         length = f"{case['length']:,}"
         for name, method in case["methods"].items():
@@ -194,11 +191,8 @@ def show(args: argparse.Namespace, found: Sequence[dict[str, Any]]) -> Path | No
             peak = "-" if method["peak_bytes"] is None else f"{method['peak_bytes'] / 1e9:.2f}"
             kv = f"{method['kv_bytes'] / 1e9:.3f} GB KV at the end"
             rows.append([length, name, shown(method["seconds"]), over, peak, kv])
-            lines.setdefault(name, []).append((case["length"], method["seconds"]["median"]))
     names = ("tokens", "method", "seconds to first token", "x evicting", "peak GB", "")
     table(f"Prefill, {args.shape}, M = {args.budget:g}, chunks of {args.chunk}", names, rows)
-    path = args.output / f"{args.name or f'gpu-prefill-{args.shape}'}.png"
-    return curves(path, f"Prefill, {args.shape}", ("prompt tokens", "s to first token"), lines)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -227,8 +221,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for length in args.lengths:
         found.append(measure(args, methods, length))
         path = save(args, f"gpu-prefill-{args.shape}", {"note": note, "lengths": found})
-    picture = show(args, found)
-    print(f"in {path}" + (f", {picture}" if picture else ""))
+    show(args, found)
+    print(f"in {path}")
     return int(any("failed" in case["methods"][EVICTING] for case in found))
 
 

@@ -121,17 +121,16 @@ def measure(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
     return found
 
 
-def show(found: dict[str, Any]) -> None:
-    """Print the table."""
-    keys = ("best", "median", "ratio", "ratio_of_medians", "processor_best", "processor_ratio")
-    rows = [
-        [name, checkout, *(f"{figures[key]:.2f}" for key in keys)]
-        for name, sides in found.items()
-        for checkout, figures in sides.items()
-    ]
-    columns = ["command", "checkout", "best, s", "median, s", "ratio", "of medians"]
-    columns += ["CPU, s", "ratio"]
-    table("Start-up, and its ratio to an import of torch", columns, rows)
+def table_of(found: dict[str, Any]) -> list[list[str]]:
+    """Return the best seconds of each command in each checkout, the heading first."""
+    rows = [["seconds (times an import of torch)", NOW, BEFORE]]
+    for name, sides in found.items():
+        cells = (
+            f"{sides[at]['best']:.2f} ({sides[at]['ratio']:.2f})" if at in sides else ""
+            for at in (NOW, BEFORE)
+        )
+        rows.append([f"`{name}`" if name.startswith(("mmkv", "python")) else name, *cells])
+    return rows
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -147,8 +146,9 @@ def main(arguments: list[str] | None = None) -> int:
     except MmkvError as error:
         print(f"startup: error: {error}", file=sys.stderr)
         return 1
-    show(found)
-    print(f"written to {save(args, 'startup-cpu', found)}")
+    rows = table_of(found)
+    table("Start-up", rows[0], rows[1:])
+    print(f"written to {save(args, 'startup-cpu', found, {'startup': rows})}")
     return 0
 
 

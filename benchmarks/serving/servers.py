@@ -6,6 +6,7 @@ The client notes when the pieces of a reply come.
 from __future__ import annotations
 
 import argparse
+import asyncio
 import base64
 import io
 import json
@@ -254,13 +255,16 @@ class Streamed:
         return usage[f"{prompt}_tokens"], usage[f"{new}_tokens"], held
 
 
-async def stream_chat(client: httpx.AsyncClient, body: Mapping[str, Any]) -> Streamed:
-    """Ask for a reply as a stream, and read it to its end."""
+async def stream_chat(
+    client: httpx.AsyncClient, body: Mapping[str, Any], pause: float = 0
+) -> Streamed:
+    """Ask for a reply as a stream, and read it to its end, with pauses of so many seconds."""
     found, request = Streamed(), {**body, "stream": True}
     async with client.stream("POST", "/v1/chat/completions", json=request) as answer:
         if answer.status_code != 200:
             return found.end(answer.status_code, await answer.aread())
         async for line in answer.aiter_lines():
+            await asyncio.sleep(pause)
             found.take(line)
     return found.end(200, b"")
 

@@ -21,7 +21,7 @@ import re
 import shutil
 import sys
 from collections import Counter
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -34,10 +34,12 @@ from benchmarks.bench.child import BenchError
 from benchmarks.bench.harness import plain_parser, save, table
 from benchmarks.serving.servers import (
     ServerProcess,
+    Streamed,
     mmkv_serve,
     picture_url,
     question,
     run_in_folder,
+    stream_chat,
     words,
 )
 from mmkv.engine.budget import parse_bytes
@@ -101,37 +103,29 @@ class Client:
         body |= {"n": 2} if rng.random() < 0.05 else {}
         return body
 
-    def _note(self, kind: str, status: int) -> None:
-        self.seen[f"{kind} {status}"] += 1
+    async def _post(self, kind: str, path: str, **given: Any) -> httpx.Response:
+        answer = await self._http.post(path, **given)
+        self.seen[f"{kind} {answer.status_code}"] += 1
+        return answer
+
+    async def _stream(self, kind: str, body: dict[str, Any], pause: float = 0) -> Streamed:
+        reply = await stream_chat(self._http, body, pause)
+        self.seen[f"{kind} {reply.status}"] += 1
+        return reply
 
     async def _chat(self) -> None:
         body = self._asked()
         if self._rng.random() < 0.5:
-            answer = await self._http.post("/v1/chat/completions", json=body)
-            text = ""
-            if answer.status_code == 200:
-                text = answer.json()["choices"][0]["message"]["content"]
-            self._note("chat", answer.status_code)
-            status = answer.status_code
+            answer = await self._post("chat", "/v1/chat/completions", json=body)
+            if answer.status_code != 200:
+                return
+            text = answer.json()["choices"][0]["message"]["content"]
         else:
-            status, text = await self._stream(body, 0)
-            self._note("stream", status)
-        if status == 200:
-            said = {"role": "assistant", "content": text}
-            self._messages = [*body["messages"], said]
-
-    async def _stream(self, body: dict[str, Any], pause: float) -> tuple[int, str]:
-        text = ""
-        async with self._http.stream(
-            "POST", "/v1/chat/completions", json=body | {"stream": True}
-        ) as answer:
-            async for line in answer.aiter_lines():
-                await asyncio.sleep(pause)
-                if line.startswith("data: {"):
-                    event = json.loads(line[6:])
-                    for choice in event.get("choices", ()):
-                        text += choice["delta"].get("content") or ""
-            return answer.status_code, text
+            reply = await self._stream("stream", body)
+            if reply.status != 200:
+                return
+            text = reply.text
+        self._messages = [*body["messages"], {"role": "assistant", "content": text}]
 
     async def _leave(self) -> None:
         """Go away, at a drawn byte of the request or a drawn moment of the answer."""
@@ -160,51 +154,46 @@ class Client:
         body = {"model": MODEL, "input": words(self._rng, 6), "max_output_tokens": 8}
         if self._response is not None:
             body["previous_response_id"] = self._response
-        answer = await self._http.post("/v1/responses", json=body)
-        self._note("response", answer.status_code)
+        answer = await self._post("response", "/v1/responses", json=body)
         good = answer.status_code == 200 and self._rng.random() < 0.8
         self._response = answer.json()["id"] if good else None
 
     async def _turn(self) -> None:
-        http, rng = self._http, self._rng
+        rng = self._rng
         if self._session is None:
-            answer = await http.post("/v1/sessions", json={})
-            self._note("session", answer.status_code)
+            answer = await self._post("session", "/v1/sessions", json={})
             self._session = answer.json()["id"] if answer.status_code == 200 else None
             return
         path = f"/v1/sessions/{self._session}"
         drawn = rng.random()
         if drawn < 0.1:
-            answer, self._session = await http.delete(path), None
+            answer, self._session = await self._http.delete(path), None
+            self.seen[f"session {answer.status_code}"] += 1
         elif drawn < 0.2:
-            answer = await http.post(f"{path}/fork")
+            answer = await self._post("session", f"{path}/fork")
             if answer.status_code == 200:
-                self._session, old = answer.json()["id"], path
-                await http.delete(old)
+                self._session = answer.json()["id"]
+                await self._http.delete(path)
         else:
             body = {"model": MODEL, "messages": [question(words(rng, 8))], "max_tokens": 8}
-            answer = await http.post(f"{path}/chat/completions", json=body)
-        self._note("session", answer.status_code)
+            answer = await self._post("session", f"{path}/chat/completions", json=body)
         if answer.status_code == 404:
             self._session = None
 
     async def _read_slowly(self) -> None:
-        status, _ = await self._stream(self._asked() | {"max_tokens": 16}, 0.03)
-        self._note("slow reader", status)
+        await self._stream("slow reader", self._asked() | {"max_tokens": 16}, 0.03)
 
     async def _send_no_picture(self) -> None:
         body = self._asked()
         body["messages"][-1] = question("what?", self._rng.choice(_BAD_PICTURES))
-        answer = await self._http.post("/v1/chat/completions", json=body)
-        self._note("no picture", answer.status_code)
+        await self._post("no picture", "/v1/chat/completions", json=body)
 
     async def _send_much(self) -> None:
         rng = self._rng
         shown = picture_url(rng.randrange(10**6), rng.choice((400, 800, 1600)))
         body = {"model": MODEL, "messages": [question(words(rng, 400), shown)], "max_tokens": 64}
         body |= {"logprobs": True, "top_logprobs": 20}
-        answer = await self._http.post("/v1/chat/completions", json=body)
-        self._note("large", answer.status_code)
+        await self._post("large", "/v1/chat/completions", json=body)
 
     async def _send_nonsense(self) -> None:
         rng = self._rng
@@ -213,8 +202,7 @@ class Client:
         text = rng.choice((whole[:cut], whole[:cut] + "\ud800" + whole[cut:], "[]", "{}"))
         kind = {"Content-Type": "application/json"}
         content = text.encode("utf-8", "surrogatepass")
-        answer = await self._http.post("/v1/chat/completions", content=content, headers=kind)
-        self._note("nonsense", answer.status_code)
+        await self._post("nonsense", "/v1/chat/completions", content=content, headers=kind)
 
     async def close(self) -> None:
         """Let the session go."""
@@ -375,6 +363,35 @@ def measure(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
     return found
 
 
+def table_of(found: Mapping[str, Any]) -> list[list[str]]:
+    """Return what the requests of misbehaving clients came to, under an empty heading."""
+    one = found["summary"]
+    return [
+        ["", ""],
+        [
+            "requests, of which clients left",
+            f"{one['requests']:,}, {one['left_by_the_client']:,}",
+        ],
+        ["pages lost", f"{one['pages_lost']:.0f}"],
+        [
+            "resident memory per request after the first 1,000",
+            f"{one['rss_bytes_per_request'] or 0:.0f} bytes",
+        ],
+        [
+            "server errors other than 503; tracebacks",
+            f"{one['server_errors']}; {one['tracebacks']}",
+        ],
+        [
+            "SIGKILL while four sessions were saved: times; saves answered",
+            f"{one['kills']}; {one['saves_answered']:,}",
+        ],
+        [
+            "session files read afterwards; unreadable or missing",
+            f"{one['files_read']:,}; {one['files_unreadable']}",
+        ],
+    ]
+
+
 def main(arguments: list[str] | None = None) -> int:
     """Measure, print the table and write the result file; exit code 1 if something was lost."""
     parser = plain_parser("serving.soak", __doc__)
@@ -389,9 +406,10 @@ def main(arguments: list[str] | None = None) -> int:
     folder, found = run_in_folder(measure, args)
     if found is None:
         return 1
-    table("Soak", ["", ""], [[key, value] for key, value in found["summary"].items()])
+    rows = table_of(found)
+    table("Soak", rows[0], rows[1:])
     table("Answers", ["", ""], list(found["answers"].items()))
-    print(f"written to {save(args, 'serving-soak', found)}")
+    print(f"written to {save(args, 'serving-soak', found, {'serving-soak': rows})}")
     summary = found["summary"]
     bad = ("pages_lost", "server_errors", "tracebacks", "files_unreadable", "above_process_memory")
     lost = any(summary[key] for key in bad)

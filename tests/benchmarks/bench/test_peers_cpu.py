@@ -13,18 +13,16 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from benchmarks.bench import llama_gguf, openvino_files, peer_environments, peers_cpu
-from benchmarks.bench.child import memory
+from benchmarks.bench import llama_gguf, peers_cpu
 from benchmarks.bench.cpu_methods import METHODS, CachedModel, CpuPeerJob
 from benchmarks.bench.llama_gguf import interleaved, renamed, tensors
 from benchmarks.bench.peers_cpu import (
     allowed_bytes,
     case_rows,
     checks,
-    loss_rows,
     target_rows,
 )
-from benchmarks.bench.shape_files import write_checkpoint, write_gates, write_llava
+from benchmarks.bench.shape_files import write_checkpoint, write_llava
 from mmkv.eval.step import spread
 from mmkv.training.measure.record import ROOT
 from tests.support.chat_models import save_llama
@@ -193,12 +191,6 @@ def test_the_program_of_a_method_imports_no_package_at_its_top() -> None:
     assert not heavy & set(run.stdout.split()), run.stderr
 
 
-def test_the_memory_of_this_process_is_read() -> None:
-    held = memory()
-    assert held["rss"] and held["peak_rss"] and held["pss"]
-    assert 2**20 < held["pss"] <= held["rss"] <= held["peak_rss"]
-
-
 def test_tensors_are_read_without_torch(model: Path, tmp_path: Path) -> None:
     folder = tmp_path / "bf16"
     folder.mkdir()
@@ -323,30 +315,6 @@ def test_a_row_that_fails_costs_no_other_row(
     assert "picture 448: not available: no pictures" in capsys.readouterr().out
 
 
-def test_a_process_that_dies_is_started_anew_for_the_other_rows(
-    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    dying = FAKE.replace("context.rows = {}", "context.rows = {}; assert len(context.ends) < 2")
-    (tmp_path / "llama_cpp.py").write_text(dying)
-    (tmp_path / "gguf.py").write_text(WRITER)
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    words = [*LLAMA, *FEW, "--rounds", "1", "--batches", "2", "1", "--output", str(tmp_path)]
-    rows = ["batch 1", "batch 2", "load"]
-    assert peers_cpu.main([str(model), "--rows", *rows, "--methods", *words]) == 0
-    found = json.loads((tmp_path / "peers-cpu.json").read_text())["results"]
-    assert list(found["cases"]) == ["load", "batch 1"]
-    assert [lack["row"] for lack in found["unavailable"]] == ["batch 2"]
-
-
-def test_weights_that_memory_cannot_hold_are_not_loaded(
-    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
-) -> None:
-    monkeypatch.setattr(peers_cpu, "available_bytes", lambda: 1000)
-    words = ["--methods", "mmkv bf16", *FEW, "--output", str(tmp_path)]
-    assert peers_cpu.main([str(model), *words]) == 1
-    assert "GiB of memory, and 0.0 are available" in capsys.readouterr().out
-
-
 @pytest.mark.usefixtures("genai")
 @pytest.mark.parametrize("name", ["openvino", "openvino budget"])
 def test_openvino_reads_steps_and_sees(name: str, model: Path, seeing: Path) -> None:
@@ -380,29 +348,6 @@ def test_both_engines_see_the_same_picture_and_video(seeing: Path) -> None:
     assert again["logits"] == seen[0] and again["cpu"] > 0
 
 
-def test_gates_of_a_shape_have_the_published_width(seeing: Path, tmp_path: Path) -> None:
-    folder = write_gates(seeing, tmp_path / "gates", 48)
-    assert json.loads((folder / "gates.json").read_text())["d_gate"] == 48
-    made: Any = method("mmkv budget", seeing, gates=str(folder))
-    made.obey({"hold": [[7, 30, 11, 99, 5, 62, 40, 8]]})
-    assert made.sessions[0].memory().entries == 4 * made.engine.spec.rows
-
-
-def test_a_gguf_of_a_vision_model_has_its_text_half(
-    seeing: Path, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "gguf.py").write_text(WRITER)
-    monkeypatch.syspath_prepend(str(tmp_path))
-    monkeypatch.delitem(sys.modules, "gguf", raising=False)
-    target = tmp_path / "made.gguf"
-    assert llama_gguf.main([str(seeing), f"{target}=q4_0"]) == 0
-    lines = target.read_text().splitlines()
-    config = json.loads((seeing / "config.json").read_text())["text_config"]
-    assert len(lines) == config["num_hidden_layers"] * 11 + 2
-    assert "blk.0.attn_q_norm.weight F32" in lines and "token_embd.weight Q4_0" in lines
-    assert llama_gguf.main([str(model), f"{target}=q9"]) == 1
-
-
 def test_a_gguf_of_a_llava_has_both_halves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = write_llava(tmp_path / "llava", side=64, patch=32)
     config = json.loads((folder / "config.json").read_text())
@@ -418,81 +363,6 @@ def test_a_gguf_of_a_llava_has_both_halves(tmp_path: Path, monkeypatch: pytest.M
     # Weights and biases: 8 of a layer, 2 norms around them, 2 of the projector, and 3 embeddings.
     assert len(lines) == config["vision_config"]["num_hidden_layers"] * 16 + 4 + 4 + 3
     assert {"v.class_embd F32", "v.patch_embd.weight F32", "mm.2.bias F32"} < set(lines)
-
-
-def test_openvino_gets_4_bits_in_the_decoder_and_8_elsewhere(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    parts = ("openvino_language_model", "openvino_vision_embeddings_model", "openvino_tokenizer")
-    source = tmp_path / "fp16"
-    source.mkdir()
-    for name in parts:
-        (source / f"{name}.xml").write_text(name)
-        (source / f"{name}.bin").write_text("")
-    (source / "config.json").write_text("{}")
-    (tmp_path / "nncf.py").write_text(
-        "class CompressWeightsMode: INT8_ASYM, INT4_SYM = 'int8', 'int4'\n"
-        "def compress_weights(part, mode, **how): return f'{part} {mode} {how.get(\"group_size\")}'"
-    )
-    (tmp_path / "openvino.py").write_text(
-        "class Core:\n def read_model(self, path): return path.read_text()\n"
-        "def save_model(part, path, compress_to_fp16): path.write_text(part)"
-    )
-    monkeypatch.syspath_prepend(str(tmp_path))
-    for name in ("openvino", "nncf"):
-        monkeypatch.delitem(sys.modules, name, raising=False)
-    target = tmp_path / "int4"
-    assert openvino_files.main(["model", f"{target}=int4"]) == 0
-    made = {path.name: path.read_text() for path in target.iterdir()}
-    assert made == {
-        "openvino_language_model.xml": "openvino_language_model int4 32",
-        "openvino_vision_embeddings_model.xml": "openvino_vision_embeddings_model int8 None",
-        "openvino_tokenizer.xml": "openvino_tokenizer",
-        "openvino_tokenizer.bin": "",
-        "config.json": "{}",
-    }
-    assert openvino_files.main(["model", f"{target}=int3"]) == 1
-    assert "none of fp16, int8, int4" in capsys.readouterr().err
-
-
-def test_environments_are_made_once_and_a_failure_spares_the_others(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    commands: list[str] = []
-
-    def run(command: list[str], **_: Any) -> Any:
-        words = [str(word) for word in command]
-        commands.append(" ".join(words))
-        if "venv" in words:
-            python = Path(words[-1]) / "bin" / "python"
-            python.parent.mkdir(parents=True)
-            python.touch()
-        broken = "optimum-intel" in words
-        return subprocess.CompletedProcess(command, int(broken))
-
-    monkeypatch.setattr(peer_environments.subprocess, "run", run)
-    assert peer_environments.main([str(tmp_path), "--torch", "torch==9"]) == 1
-    said = capsys.readouterr()
-    assert "llama.cpp is ready" in said.out and "kvpress is ready" in said.out
-    assert "openvino: " in said.err and "openvino is" not in said.out
-    assert any("--no-binary llama-cpp-python" in command for command in commands)
-    assert any(command.endswith("torch==9 lazy_loader") for command in commands)
-    commands.clear()
-    assert peer_environments.main([str(tmp_path), "kvpress"]) == 0
-    assert len(commands) == 1 and "import kvpress" in commands[0]
-    with pytest.raises(SystemExit):
-        peer_environments.main([str(tmp_path), "vllm"])
-
-
-def test_logits_are_compared_with_those_of_the_first_method_that_has_some() -> None:
-    methods: dict[str, Any] = {"dead": {}, "one": {}, "two": {}}
-    logits = {"dead": [], "one": [3.0, 4.0], "two": [3.0, 4.5]}
-    peers_cpu.compare_logits(methods, logits)
-    assert methods["dead"] == {}
-    assert methods["one"]["logits_apart"] == {"from": "one", "relative": 0.0}
-    assert methods["two"]["logits_apart"] == {"from": "one", "relative": 0.1}
-    for nothing in ({}, {"dead": []}):
-        peers_cpu.compare_logits(methods, nothing)
 
 
 def test_what_cannot_run_says_why(model: Path, tmp_path: Path, capsys: Any) -> None:
@@ -564,32 +434,3 @@ def test_targets_and_tables() -> None:
     assert rows[2][5].startswith("320 ")
     assert rows[1][1] == "-" and rows[3][0] == "mmkv bf16, M = 256" and rows[3][-3] == "1,024 MiB"
     assert list(target_rows(found))[-1][-1] == "no"
-
-
-def test_pictures_are_held_to_the_best_peer_and_peaks_to_transformers() -> None:
-    names = ("mmkv int8", "OpenVINO int8", "mmkv bf16", "transformers bf16")
-    times = measured(**dict(zip(names, ([300], [400], [900], [800]), strict=True)))
-    for name, peak in (("mmkv bf16", 3 * 2**30), ("transformers bf16", 4 * 2**30)):
-        times[name]["peak_rss"] = peak
-    rows = ("cold start", "picture 448", "video 16")
-    found = {
-        "clock": "cpu",
-        "budget": 256,
-        "pictures": True,
-        "methods": {},
-        "cases": {row: {"methods": times} for row in rows},
-    }
-    values = [(round(row["value"]["median"], 3), row["met"]) for row in checks(found)]
-    assert values == [(0.75, True), *[(1.125, False), (0.75, True)] * 2]
-    assert [row[:2] + row[3:] for row in list(loss_rows(found))[1:]] == [
-        ["cold start", "mmkv bf16", "1.12 times as long"],
-        ["a picture of 448 x 448 to its first token", "mmkv bf16", "1.12 times as long"],
-        ["a video of 16 frames to its first token", "mmkv bf16", "1.12 times as long"],
-    ]
-    found["methods"] = {"mmkv bf16": {"memory": {}}}
-    columns, row = case_rows(found)
-    assert columns[1:] == [
-        *("cold start, s", "picture 448 x 448, s", "16 frames, s", "peak at first token"),
-        *("peak RSS", "PSS"),
-    ]
-    assert row[1] == "0.90 (0.90 .. 0.90)" and row[4] == "3,072 MiB"
