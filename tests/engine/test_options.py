@@ -39,7 +39,7 @@ def test_options_are_read_from_the_fields() -> None:
 
 def test_defaults_are_made_of_the_options_text() -> None:
     one, two = Holder("a"), Holder("a")
-    assert one.size == 2 and one.many == [] and one.many is not two.many
+    assert one.size == 2048 and one.many == [] and one.many is not two.many
     assert Holder.key == "hidden" and "hidden" not in repr(one)
     with pytest.raises(TypeError, match="name"):
         Holder()  # type: ignore[call-arg]

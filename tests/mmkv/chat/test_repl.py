@@ -190,6 +190,8 @@ def test_an_error_keeps_the_conversation(
 ) -> None:
     broken = tmp_path / "broken.mmkv"
     broken.write_bytes(b"\x08\0\0\0\0\0\0\0nonsense")
+    # In one chunk, so that the long message is refused and not read piece by piece.
+    options = ("--json", "--prefill-chunk", "2048", *BOUND)
     ran = converse(
         mmkv,
         model,
@@ -199,9 +201,9 @@ def test_an_error_keeps_the_conversation(
         "/budget 0.1",
         "/image -",
         "and?",
-        options=("--json", *BOUND),
+        options=options,
     )
-    plain = converse(mmkv, model, "hello", "and?", options=("--json", *BOUND))
+    plain = converse(mmkv, model, "hello", "and?", options=options)
     assert [r["text"] for r in records(ran)] == [r["text"] for r in records(plain)]
     assert ran.err.count("mmkv: error: ") == 3
 
