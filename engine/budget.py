@@ -106,8 +106,8 @@ class Budget:
         """Return ``budget`` with a risk that it grows by, up to ``most``.
 
         Args:
-            budget: what a sequence may always keep; None: an eighth of ``most``. Without ``risk``
-                and ``most`` it is returned as :meth:`of` reads it, or None.
+            budget: the part that a sequence may always keep; None: an eighth of ``most``. Without
+                ``risk`` and ``most`` it is returned as :meth:`of` reads it, or None.
 
         Raises:
             BudgetError: one of ``risk`` and ``most`` is missing, or they cannot be.

@@ -110,10 +110,10 @@ class CachedSequence:
 
     @contextmanager
     def claimed(self, by: PassMark | None = None) -> Iterator[None]:
-        """Have the session for one call, which may take the engine's lock several times.
+        """Claim the session for one call, which may take the engine's lock several times.
 
         Args:
-            by: of the pass that goes on, where that is what it is claimed for.
+            by: the pass that goes on, if the session is claimed for it.
 
         Raises:
             SessionError: closed, or in use.
@@ -133,7 +133,7 @@ class CachedSequence:
 
     @contextmanager
     def _taken(self) -> Iterator[None]:
-        """Have the session, and hold Ctrl-C back: the call is made whole. Raises SessionError."""
+        """Claim the session, and hold Ctrl-C back: the call is made whole. Raises SessionError."""
         with CtrlC():
             if not self._claim.acquire(blocking=False):
                 raise SessionError(
@@ -167,7 +167,7 @@ class CachedSequence:
 
     @property
     def dial(self) -> tuple[int, int, int, bool] | None:
-        """Where the dial of a budget with a risk stands; None: the budget is fixed.
+        """State of the dial of a budget with a risk; None: the budget is fixed.
 
         ``allowed``, ``room``, ``turned_at`` and ``full`` of :class:`mmkv.engine.budget.Dial`.
         """
@@ -184,7 +184,7 @@ class CachedSequence:
     def turn_dial(self, decoding: bool = False) -> None:
         """Let the budget follow the risk: after a chunk, and every few tokens of a reply.
 
-        Who calls it holds the engine's lock. What is above the budget goes with the next cut; a
+        The caller holds the engine's lock. Entries above the budget go with the next cut; a
         reply gets room for the tokens until it is turned again.
         """
         dial = self._dial
@@ -307,12 +307,12 @@ class CachedSequence:
 
     @property
     def decode_path(self) -> str:
-        """What :meth:`decode` runs on now; as :attr:`mmkv.engine.runtime.Runtime.decode_path`."""
+        """Backend of :meth:`decode` now; as :attr:`mmkv.engine.runtime.Runtime.decode_path`."""
         return self.engine.path_of([self])
 
     @property
     def reply_path(self) -> str:
-        """What replies are decoded on; as :attr:`mmkv.engine.runtime.Runtime.reply_path`."""
+        """Backend of replies; as :attr:`mmkv.engine.runtime.Runtime.reply_path`."""
         return self.engine.reply_path_of([self])
 
     @property
@@ -673,7 +673,7 @@ class CachedSequence:
         return RiskMeter(self.engine.device)
 
     def recount_meter(self) -> None:
-        """Have a meter that counts all that was read, or none where some of it was evicted."""
+        """Make a meter that counts all that was read, or none if some of it was evicted."""
         self.meter = None if self.evicted else self.new_meter()
         if self.meter is not None:
             view = self.view()
