@@ -134,7 +134,7 @@ class Budget:
         return Budget(self.kind, self.value / 8, risk, self)
 
     def as_list(self) -> list[Any]:
-        """Return what files hold of it: unit and value; of one with a risk, that and its bound."""
+        """Return its form in files: unit and value; with a risk, that and its bound."""
         own: list[Any] = [self.kind, self.value]
         return own if self.most is None else [*own, self.risk, self.most.kind, self.most.value]
 

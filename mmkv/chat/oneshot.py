@@ -1,6 +1,6 @@
 """``mmkv chat -p``: one question, one answer on stdout, one line on memory on stderr.
 
-With ``--cost`` also what eviction cost the answer: the same reply, read again with the full cache.
+With ``--cost`` also the cost of eviction: the same reply, read again with the full cache.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def answer_once(
                 try:
                     trace.measure_attention(engine.inputs(turn))
                 except MmkvError as error:  # the page is worth having without
-                    display.note(f"what the answer looked at is not known: {error}")
+                    display.note(f"cannot tell what the answer looked at: {error}")
             display.note(write_report(trace, Path(options.report), options.compare))
             if options.figures is not None:
                 display.note(write_figures(trace, Path(options.figures)))
@@ -127,7 +127,7 @@ def cost_line(engine: Engine, session: Session, conversation: list[dict[str, Any
     )
     rounding = engine.decoder.weights.rounding()
     line = (
-        f"what eviction cost: the full cache ranks {same} of {len(full)} tokens of the reply "
+        f"cost of eviction: the full cache ranks {same} of {len(full)} tokens of the reply "
         f"first, KL {float(divergence):.4f} nats a token; {format_bytes(kept_bytes)} of keys and "
         f"values instead of {format_bytes(full_bytes)}{in_form(engine)}"
     )
