@@ -106,8 +106,8 @@ class Budget:
         """Return ``budget`` with a risk that it grows by, up to ``most``.
 
         Args:
-            budget: what a sequence may always keep; None: an eighth of ``most``. Without ``risk``
-                and ``most`` it is returned as :meth:`of` reads it, or None.
+            budget: the part that a sequence may always keep; None: an eighth of ``most``. Without
+                ``risk`` and ``most`` it is returned as :meth:`of` reads it, or None.
 
         Raises:
             BudgetError: one of ``risk`` and ``most`` is missing, or they cannot be.
@@ -134,7 +134,7 @@ class Budget:
         return Budget(self.kind, self.value / 8, risk, self)
 
     def as_list(self) -> list[Any]:
-        """Return what files hold of it: unit and value; of one with a risk, that and its bound."""
+        """Return its form in files: unit and value; with a risk, that and its bound."""
         own: list[Any] = [self.kind, self.value]
         return own if self.most is None else [*own, self.risk, self.most.kind, self.most.value]
 

@@ -70,8 +70,8 @@ class EngineConfig:
             equation 9): a whole number of at least 1, or inf. Other presets do not read it.
         evict_every: decode steps between evictions, exactly. None: the policy's own interval
             (:attr:`Policy.interval`), 1 for most.
-        prefill_chunk: prompt tokens per prefill chunk; of models that see a picture at once
-            (Gemma 3), as many as one has at least.
+        prefill_chunk: prompt tokens per prefill chunk; at least those of a picture for models that
+            see one at once (Gemma 3).
         page_size: entries per page of the cache; 8 to 64 are sensible.
         gates: a gate folder, file or hub id; ``"random"`` for tests and speed runs. None takes the
             checkpoint's own ``gates/`` folder if it has one.
@@ -83,7 +83,7 @@ class EngineConfig:
             multiplied by, too. Under ``int4`` towers are held in 8 bits.
         kv: how keys and values lie in the cache: ``auto`` (in the dtype), ``bf16``, or rounded
             entry by entry: ``int8``; ``k8v4``, keys in 8 bits and values in 4; ``int4``. None:
-            ``auto``, or under a budget in bytes the form that answered best at so many bytes
+            ``auto``, or under a budget in bytes the form that answered best at that size
             (:mod:`mmkv.engine.cache.choice`).
         kv_limit: most bytes that the page pool may take, together with the features of pictures;
             None: no limit but the memory.

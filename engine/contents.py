@@ -15,7 +15,7 @@ MODALITIES = ("text", "image", "video")
 
 @dataclass(frozen=True)
 class Memory:
-    """What a session has seen and what it physically holds.
+    """The tokens that a session has seen, and the memory that it holds.
 
     Attributes:
         tokens_seen: tokens of the sequence so far, evicted ones included.
@@ -23,12 +23,12 @@ class Memory:
             pruned tokens and of forgotten thoughts included.
         evicted_nan: how many of those had a score that is not a number.
         pages: pages held; kv_bytes: bytes of their keys and values.
-        state_bytes: what layers without entries keep of the sequence, the same at any length.
+        state_bytes: states of layers without entries, the same at any length.
         metadata_bytes: log_beta, position, modality and state of those pages, block tables, and
             what a scorer keeps of the sequence, such as recent queries.
         by_modality: live entries per modality.
-        differs: how what was read differs from the conversation rendered afresh, in a line; None:
-            it does not, or nobody compared them.
+        differs: how the cache differs from the conversation rendered afresh, in a line; None: it
+            does not, or they were not compared.
         pictures: of each picture (each frame of a video) the share of its entries that is held.
         compactions: how often rope positions were drawn together to stay inside the trained context
             (:mod:`mmkv.engine.compaction`).
@@ -38,7 +38,7 @@ class Memory:
             entries, in 0..1; not the chance of a wrong answer (:mod:`mmkv.engine.risk`). None: the
             policy has no retention gates, or the session does not know: it comes from a file of an
             older mmkv, or was cut back far.
-        over_risk: whether the risk is above what was asked for, and the budget cannot grow.
+        over_risk: whether the risk is above its bound, and the budget cannot grow.
         risk_unknown: whether a budget that follows the risk stands still, as there is none.
         vision_bytes: features of pictures that are kept for when the same come again: of this
             session and of all others with its salt, which share them. It says nothing of the

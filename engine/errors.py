@@ -43,7 +43,7 @@ class CapacityError(BudgetError):
     """No room for a request now, or ever.
 
     Attributes:
-        needed, committed, limit: what it asks for, what others may take, and what there is of it.
+        needed, committed, limit: the amounts that it asks for, that others may take, and in all.
         unit: ``pages``, or ``requests`` where a queue is full.
     """
 

@@ -493,7 +493,7 @@ class ChunkPass:
         self._set_left(False)
 
     def _set_left(self, left: bool) -> None:
-        """Have the sessions and the engine know whether the pass was left."""
+        """Tell the sessions and the engine whether the pass was left."""
         for session in self._sessions:
             if left or session.left is self._mark:
                 session.left = self._mark if left else None

@@ -307,14 +307,14 @@ class Runtime:
     def share(
         self, budget: Budget | float | str, floor: float = 0.0, by_risk: bool = False
     ) -> None:
-        """Have all sessions of this engine compete for one budget from now on.
+        """Let all sessions of this engine compete for one budget from now on.
 
         What a session keeps then depends on the others (:class:`SharedBudget`), and its own
         budget binds no more. The form of the cache stays, also where a budget in bytes chose it.
 
         Args:
             budget: entries per row, of all sessions together.
-            floor: entries per row that each session is sure of, while an equal share has as many.
+            floor: entries per row that each session keeps in any case, up to an equal share.
             by_risk: whether sessions that have forgotten more (:mod:`mmkv.engine.risk`) get room
                 from those that have forgotten less.
 
@@ -437,13 +437,13 @@ class Runtime:
 
     @property
     def many_path(self) -> str:
-        """``graph``, or ``step by step: `` and why: what :meth:`decode_many` runs on."""
+        """Backend of :meth:`decode_many`: ``graph``, or ``step by step: `` and why."""
         why = self.backends.for_bursts().burst_reason() or self.budgets.graph_obstacle
         return f"step by step: {why}" if why else "graph"
 
     @property
     def decode_path(self) -> str:
-        """What :meth:`decode` runs on: ``native``, or ``torch: `` and why.
+        """Backend of :meth:`decode`: ``native``, or ``torch: `` and why.
 
         ``CUDA graph`` is of the bursts that replies ask for (:meth:`decode_many`); a single
         :meth:`decode` on a GPU is a torch step. A batch runs on torch when one of its sessions
@@ -453,14 +453,14 @@ class Runtime:
 
     @property
     def reply_path(self) -> str:
-        """What replies are decoded on: as :attr:`decode_path`; on a GPU ``CUDA graph``, or
-        ``torch: `` and why it is no graph.
+        """Backend of replies: as :attr:`decode_path`; on a GPU ``CUDA graph``, or ``torch: `` and
+        why there is none.
         """
         return self.reply_path_of(())
 
     @property
     def evict_path(self) -> str:
-        """What scores and evicts while a reply is decoded: as :attr:`reply_path`, or ``never``.
+        """Backend of scores and evictions in a reply: as :attr:`reply_path`, or ``never``.
 
         A step may run in C or on Triton kernels with its scores in torch: the kernels know some
         scorers, others are computed by their own torch code.

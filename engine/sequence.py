@@ -152,7 +152,7 @@ class CachedSequence:
 
     @property
     def dial(self) -> tuple[int, int, int, bool] | None:
-        """Where the dial of a budget with a risk stands; None: the budget is fixed.
+        """State of the dial of a budget with a risk; None: the budget is fixed.
 
         ``allowed``, ``room``, ``turned_at`` and ``full`` of :class:`mmkv.engine.budget.Dial`.
         """
@@ -169,7 +169,7 @@ class CachedSequence:
     def turn_dial(self, decoding: bool = False) -> None:
         """Let the budget follow the risk: after a chunk, and every few tokens of a reply.
 
-        Who calls it holds the engine's lock. What is above the budget goes with the next cut; a
+        The caller holds the engine's lock. Entries above the budget go with the next cut; a
         reply gets room for the tokens until it is turned again.
         """
         dial = self._dial
@@ -268,12 +268,12 @@ class CachedSequence:
 
     @property
     def decode_path(self) -> str:
-        """What :meth:`decode` runs on now; as :attr:`mmkv.engine.runtime.Runtime.decode_path`."""
+        """Backend of :meth:`decode` now; as :attr:`mmkv.engine.runtime.Runtime.decode_path`."""
         return self.engine.path_of([self])
 
     @property
     def reply_path(self) -> str:
-        """What replies are decoded on; as :attr:`mmkv.engine.runtime.Runtime.reply_path`."""
+        """Backend of replies; as :attr:`mmkv.engine.runtime.Runtime.reply_path`."""
         return self.engine.reply_path_of([self])
 
     @property
@@ -635,7 +635,7 @@ class CachedSequence:
         return RiskMeter(self.engine.device)
 
     def recount_meter(self) -> None:
-        """Have a meter that counts all that was read, or none where some of it was evicted."""
+        """Make a meter that counts all that was read, or none if some of it was evicted."""
         self.meter = None if self.evicted else self.new_meter()
         if self.meter is not None:
             view = self.view()

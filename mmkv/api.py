@@ -53,7 +53,7 @@ class Engine(Runtime):
     prompts; each reply is what it would be alone.
 
     Attributes:
-        generation: what the checkpoint's generation_config.json asks for.
+        generation: the settings of the checkpoint's generation_config.json.
         forget_thoughts: whether new sessions drop the entries of thoughts that are over.
     """
 
@@ -107,8 +107,8 @@ class Engine(Runtime):
     ) -> Self:
         """Load what ``config`` names; see :meth:`from_pretrained`.
 
-        A policy that reads gates takes those that ship for the checkpoint where none are named and
-        none lie in it (``policy_note`` says which).
+        Where no gates are named and the checkpoint holds none, a policy that reads gates takes
+        those that ship for it (``policy_note`` says which).
         """
         config, note = with_shipped_gates(config)  # of a checkpoint that is here already
         engine = super().from_config(config, progress, pictures=pictures)
@@ -159,13 +159,13 @@ class Engine(Runtime):
 
     @property
     def default_sampling(self) -> Settled:
-        """Return how replies are drawn where a call says nothing; see :class:`Sampling`."""
+        """Return the settings of replies for calls that give none; see :class:`Sampling`."""
         return self.generation.sampling
 
     @property
     def eos_token_ids(self) -> frozenset[int]:
-        """Return the ids that end a reply: the checkpoint's, the tokenizer's own, and what the chat
-        template writes behind a reply: some name no end beside the one of documents.
+        """Return the ids that end a reply: the checkpoint's, the tokenizer's, and those that the
+        chat template writes after it, since some checkpoints name only the end of documents.
         """
         tokenizer = self.processor.tokenizer
         ends = {*self.family.eos_token_ids, tokenizer.eos_token_id}
@@ -175,7 +175,7 @@ class Engine(Runtime):
 
     @property
     def thought_marks(self) -> ThoughtMarks | None:
-        """Return what stands around a thought of this model; None where it has none."""
+        """Return the marks around a thought of this model; None if it has no thoughts."""
         return thought_marks(self.processor.template.source)
 
     def require_thoughts(self, what: str) -> None:
@@ -188,7 +188,7 @@ class Engine(Runtime):
 
     @cached_property
     def grammars(self) -> Grammars:
-        """What binds replies to schemas, made on first use."""
+        """The grammars that bind replies to schemas, made on first use."""
         from mmkv.grammar import Grammars
 
         return Grammars(self.processor.tokenizer, self.spec.vocab_size, self.eos_token_ids)

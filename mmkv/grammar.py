@@ -41,7 +41,7 @@ class ReplyRules:
     Attributes:
         answer: a JSON schema of its text; None: any text.
         format: how it writes calls; use: what it may call, and whether it has to.
-        notes: what of the schemas is not followed.
+        notes: on the parts of the schemas that are not followed.
     """
 
     answer: Mapping[str, Any] | None = None

@@ -47,7 +47,7 @@ class Reply:
     ``tokens_per_second`` counts decoding alone. ``reasoning``: the thought at the beginning of
     ``text``, None where the model has not thought;
     ``content``: the answer behind it, without calls. ``tool_calls``: the functions that it calls,
-    in order; one that was cut off is left out.
+    in order; a call that was cut off is left out.
     """
 
     text: str

@@ -47,20 +47,20 @@ _REAL = {
 class Sampling:
     """Sampling settings of one reply.
 
-    What is None is as the checkpoint's ``generation_config.json`` says
-    (:attr:`mmkv.Engine.default_sampling`), and where that says nothing: 512 tokens, greedy, no
-    penalties. :meth:`greedy` leaves nothing to the checkpoint.
+    Settings that are None come from the checkpoint's ``generation_config.json``
+    (:attr:`mmkv.Engine.default_sampling`); what that file leaves open is 512 tokens, greedy, no
+    penalties. :meth:`greedy` takes nothing from the checkpoint.
 
     ``temperature`` 0 takes the likeliest token and ignores ``top_k``, ``top_p`` and ``min_p``;
     ``top_k`` 0, ``top_p`` 1 and ``min_p`` 0 switch those filters off. ``min_p`` drops tokens with
-    less than that share of the likeliest one's probability. ``repetition_penalty`` divides the
+    less than that share of the likeliest token's probability. ``repetition_penalty`` divides the
     logits above 0 of all tokens that the conversation has (prompts and replies, evicted or not),
-    and multiplies those below; 1 is off. ``presence_penalty`` and ``frequency_penalty`` are taken
-    from the logit of a token that this reply has, once and for each time. ``bad_words`` holds
-    token ids in a row that no reply has. ``seed`` None draws a fresh seed for each reply; ``stop``
-    holds strings that end the reply (they are not part of the shown text), beside the checkpoint's.
-    ``thinking_budget``: tokens that a thought may have before its end is written for the model;
-    None: as many as it likes.
+    and multiplies those below; 1 is off. ``presence_penalty`` and ``frequency_penalty`` are
+    subtracted from the logit of a token in this reply, once and for each time it occurs.
+    ``bad_words`` holds token ids in a row that no reply has. ``seed`` None draws a fresh seed for
+    each reply; ``stop`` holds strings that end the reply (they are not part of the shown text),
+    beside the checkpoint's. ``thinking_budget``: tokens that a thought may have before its end is
+    written for the model; None: as many as it likes.
 
     The order is that of transformers: penalties, bad words, temperature, top-k, top-p, min-p.
     Raises InputError when a value is out of its range, TypeError when it is of another type.
@@ -104,9 +104,9 @@ class Sampling:
 
     @staticmethod
     def greedy(**settings: Any) -> Settled:
-        """Return settings that leave nothing to the checkpoint: the likeliest token, no penalties.
+        """Return settings that take nothing from the checkpoint: the likeliest token, no penalties.
 
-        ``settings``: what is to differ, for example ``max_new_tokens=64``.
+        ``settings``: those that differ, for example ``max_new_tokens=64``.
         """
         return Settled(**settings)
 

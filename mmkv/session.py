@@ -53,8 +53,8 @@ class ReplyStream(Iterator[str]):
 
     The session belongs to the stream from its first piece to its end: other calls on the session
     are refused meanwhile, but for reading and closing it. A stream that is closed, or that nobody
-    refers to any more, ends the reply where it stands. Threads may pass a stream on; two that ask
-    at the same time are told so (SessionError), and the reply goes on.
+    refers to any more, ends the reply where it stands. Threads may pass a stream on; if two ask at
+    the same time, one gets a SessionError, and the reply goes on.
     """
 
     def __init__(self, session: Session, pieces: Callable[[], Generator[str, None, None]]) -> None:
@@ -112,15 +112,14 @@ class Session(CachedSequence):
     """One conversation.
 
     ``history``: its messages in the transformers chat format (pictures and videos as bare
-    placeholders). ``tools``: the functions that the model is told of. ``last``: the latest Reply.
-    ``note``: what the user is to be told of how the latest turn was read, or None; ``notes``: of
-    the whole conversation. ``rewrites``: what to do where the chat template, or the way in which
-    pictures are read, changes what was said before a new message: ``reread`` goes back and reads it
-    so, ``keep`` leaves it as it was read.
-    ``forget_thoughts``: whether the entries of a reply's thought are dropped once the reply is
-    over; the engine's setting at first. The history then has the answer alone. ``undo_depth``: how
-    many turns :meth:`undo` can take back; each costs a copy of the cache, so it is 0 unless asked
-    for.
+    placeholders). ``tools``: the functions that the model may call. ``last``: the latest Reply.
+    ``note``: a remark for the user on how the latest turn was read, or None; ``notes``: those on
+    the whole conversation. ``rewrites``: where the chat template, or the way in which pictures are
+    read, changes earlier messages, ``reread`` goes back and reads them again, and ``keep`` leaves
+    them as they were read. ``forget_thoughts``: whether the entries of a reply's thought are
+    dropped once the reply is over; the engine's setting at first. The history then has the answer
+    alone. ``undo_depth``: how many turns :meth:`undo` can take back; each costs a copy of the
+    cache, so it is 0 unless asked for.
 
     From the first piece of a stream to its end only the stream changes the session: another call
     raises :class:`SessionError`, unless it reads or closes the session. Threads may share an
@@ -217,7 +216,7 @@ class Session(CachedSequence):
         response_format: dict[str, Any] | None = None,
         logit_bias: Mapping[int, float] | None = None,
     ) -> ReplyStream:
-        """Append what the latest reply's calls returned and stream the next reply.
+        """Append the results of the latest reply's calls and stream the next reply.
 
         ``results``: for each call a pair: the :class:`mmkv.ToolCall` or its id, and a text or a
         list of parts in the chat format, which may be pictures. All else is as for :meth:`send`.
@@ -293,11 +292,11 @@ class Session(CachedSequence):
         return plain.with_tools(shown_tools(tools)) if tools else plain
 
     def trace(self) -> Trace:
-        """Record from now on what is kept and what goes, to be shown; see :class:`Trace`.
+        """Record from now on which entries stay and which go; see :class:`Trace`.
 
-        It takes 64 MiB for what goes and 16 MiB for pictures; beyond, the oldest steps go, and
-        later pictures are not shown. One step with more than that stays whole. Pictures are known
-        of turns sent with :meth:`send`.
+        The record of evictions takes at most 64 MiB, then the oldest steps are dropped (a single
+        step stays whole); pictures take 16 MiB, then later ones are not shown. Only pictures of
+        turns sent with :meth:`send` are known.
         """
         from mmkv.explain import Trace
 
@@ -392,7 +391,7 @@ class Session(CachedSequence):
         self.frames_seen, self._told = frames, told
 
     def memory(self) -> Memory:
-        """Return physical memory, entries, and how what was read differs from a fresh rendering."""
+        """Return physical memory, entries, and how the cache differs from a fresh rendering."""
         told = [self.held.differs, self.held.forgotten]
         return replace(super().memory(), differs="; ".join(filter(None, told)) or None)
 
@@ -402,7 +401,7 @@ class Session(CachedSequence):
 
     @property
     def notes(self) -> list[Note]:
-        """What the user is to be told of the conversation as it stands: see :mod:`mmkv.notes`."""
+        """Remarks for the user on the conversation as it is now: see :mod:`mmkv.notes`."""
         return conversation_notes(*self.told, self.memory())
 
     @property
@@ -422,7 +421,7 @@ class Session(CachedSequence):
 
     @contextmanager
     def streaming(self) -> Iterator[None]:
-        """Have the session for the next piece of its stream. Raises SessionError."""
+        """Claim the session for the next piece of its stream. Raises SessionError."""
         with self._taken():
             before, self._in_stream = self._in_stream, True
             try:
@@ -432,7 +431,7 @@ class Session(CachedSequence):
 
     @contextmanager
     def stopping(self) -> Iterator[None]:
-        """Have the session to end its stream, once a piece that another thread makes is done."""
+        """Claim the session to end its stream, once a piece that another thread makes is done."""
         with self._claim:
             yield
 
@@ -534,7 +533,7 @@ class Session(CachedSequence):
         return Place(self.seen, self.next_position, self.prompt_tokens, self.evicted)
 
     def go_back(self, plan: Plan, again: int) -> str | None:
-        """Let go what is to be read again.
+        """Drop the part that is to be read again.
 
         Args:
             plan: from where; again: how many of its tokens stay.

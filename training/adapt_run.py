@@ -195,8 +195,8 @@ def question_of(example: Mapping[str, Any], seed: int, eos: Sequence[int]) -> Ch
             found.append((start, stop, (*eos, int(ids[stop]))))
     if not found:
         raise InputError(
-            "grpo needs a reply with an end in each document of --data; give it chats, or texts "
-            "with questions"
+            "a document of --data has no reply with an end, which grpo needs; give it chats, or "
+            "texts with questions"
         )
     start, stop, ends = random.Random(seed).choice(found)
     inputs = {name: value for name, value in example.items() if name != "labels"}

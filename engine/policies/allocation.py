@@ -20,13 +20,13 @@ class GlobalAllocation:
 
 @dataclass(frozen=True)
 class FlooredAllocation:
-    """One budget for all rows, of which each row's best entries are sure.
+    """One budget for all rows, with a floor for each row's best entries.
 
     Where all compete, some rows can be left with nearly nothing (on long documents at mild budgets
     the first layers take most); a floor bounds that.
 
     Attributes:
-        floor: the part that is sure of what an equal share has above ``free``, in [0, 1].
+        floor: the part of an equal share above ``free`` that each row keeps, in [0, 1].
         free: entries of an equal share that always compete.
     """
 
@@ -97,7 +97,7 @@ class PyramidAllocation:
 
 @dataclass(frozen=True)
 class LayerAllocation:
-    """Heads of a layer compete for its share, and each is sure of a part (Ada-KV, 2407.11550).
+    """Heads of a layer compete for its share, and each keeps a part (Ada-KV, 2407.11550).
 
     Attributes:
         floor: that part, of an equal share in the layer.

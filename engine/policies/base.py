@@ -95,7 +95,7 @@ class WindowReduction:
 
 
 class EntrySource(Protocol):
-    """Where a view reads what it does not hold; N entries in the view's order."""
+    """The source of what a view does not hold; N entries in the view's order."""
 
     def keys(self) -> Tensor:
         """``[N, D]`` after RoPE."""
@@ -254,7 +254,7 @@ class CacheView:
 
 @dataclass(frozen=True)
 class Scores:
-    """A score per entry, and what the scorer wants to be kept with the entries.
+    """A score per entry, and numbers that the scorer keeps with the entries.
 
     Attributes:
         value: float32 ``[N]``.
@@ -387,7 +387,7 @@ _COMPILED: dict[type, Literal["retention", "recency", "state"]] = {}
 
 
 def compiled(kernel: Literal["retention", "recency", "state"]) -> Callable[[type[S]], type[S]]:
-    """Say of a scorer's class that C and Triton compute its score, too.
+    """Mark a scorer's class whose score C and Triton compute, too.
 
     Of this very class: a subclass may score in another way.
 

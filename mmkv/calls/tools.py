@@ -175,11 +175,11 @@ class ToolUse:
     """The functions that a reply may or has to call.
 
     Attributes:
-        tools: those that the model is told of.
+        tools: those offered to the model.
         choice: whether it may call some (``auto``), has to (``required``), or may not (``none``).
         only: the names of those that it may call; None: all.
         parallel: whether it may call several.
-        notes: what of the schemas is not followed.
+        notes: on the parts of the schemas that are not followed.
     """
 
     tools: tuple[Tool, ...]
@@ -284,7 +284,7 @@ class ToolCall:
     """A call of a function by a model.
 
     Attributes:
-        arguments: JSON text as the model wrote it, which may be none: it can be cut off.
+        arguments: JSON text as the model wrote it; not valid JSON if it was cut off.
     """
 
     name: str

@@ -199,7 +199,7 @@ def answer_once(
                 try:
                     trace.measure_attention(engine.inputs(turn))
                 except MmkvError as error:  # the page is worth having without
-                    display.note(f"what the answer looked at is not known: {error}")
+                    display.note(f"cannot tell what the answer looked at: {error}")
             display.note(write_report(trace, Path(options.report), options.compare))
             if options.figures is not None:
                 display.note(write_figures(trace, Path(options.figures)))
@@ -268,7 +268,7 @@ def cost_line(engine: Engine, session: Session, conversation: list[dict[str, Any
     )
     rounding = engine.decoder.weights.rounding()
     line = (
-        f"what eviction cost: the full cache ranks {same} of {len(full)} tokens of the reply "
+        f"cost of eviction: the full cache ranks {same} of {len(full)} tokens of the reply "
         f"first, KL {float(divergence):.4f} nats a token; {format_bytes(kept_bytes)} of keys and "
         f"values instead of {format_bytes(full_bytes)}{in_form(engine)}"
     )

@@ -67,7 +67,7 @@ def explain(
         ),
     ] = None,
 ) -> None:
-    """Answer once and write a page of what was kept, when, and why (docs/how-to/explain.md)."""
+    """Answer once and show on a page what was kept, when, and why (docs/how-to/explain.md)."""
     options = replace(options, engine=engine, report=output, figures=figures, compare=compare)
     options.check()
     from mmkv.chat.run import run_chat

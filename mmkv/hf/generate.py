@@ -352,8 +352,8 @@ class RetainedCache(Cache):
     model is no longer retained.
 
     Args:
-        only_new: ids are always those that come after the latest reply. Otherwise they are so where
-            the attention mask covers what came before them, too, as for transformers' own caches.
+        only_new: ids are always those that come after the latest reply. Otherwise they are so if
+            the attention mask covers earlier tokens, too, as for transformers' own caches.
     """
 
     def __init__(self, *, only_new: bool = False) -> None:
@@ -384,7 +384,7 @@ class RetainedCache(Cache):
         return max((len(row.ids) for row in self.rows), default=0)
 
     def get_max_length(self, layer_idx: int | None = None) -> int:
-        """Return -1: there is no most."""
+        """Return -1: there is no limit."""
         return -1
 
     @property
@@ -393,7 +393,7 @@ class RetainedCache(Cache):
         return False
 
     def memory(self) -> tuple[Memory, ...]:
-        """Return what each conversation has seen and what it physically holds."""
+        """Return the tokens that each conversation has seen, and the memory that it holds."""
         return tuple(row.session.memory() for row in self.rows)
 
     def retained(self) -> list[list[list[Tensor]]]:
@@ -413,7 +413,7 @@ class RetainedCache(Cache):
 
     @contextmanager
     def in_use(self) -> Iterator[None]:
-        """Have the cache for one call. Raises SessionError while another one has it."""
+        """Claim the cache for one call. Raises SessionError while another call has it."""
         with CtrlC():
             if not self._use.acquire(blocking=False):
                 raise SessionError(

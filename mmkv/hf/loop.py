@@ -293,7 +293,7 @@ class Loop:
         ]
 
     def _step(self, going: Sequence[int]) -> None:
-        """Have the sessions read their rows' latest tokens."""
+        """Let the sessions read their rows' latest tokens."""
         rows = [self.rows[i] for i in going]
         tokens = [_pending(row) for row in rows]
         fresh = self.engine.decode([row.session for row in rows], tokens)

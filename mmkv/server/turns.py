@@ -176,7 +176,7 @@ class SessionTurn:
 
     @contextlib.asynccontextmanager
     async def begun(self) -> AsyncIterator[TurnMemory]:
-        """Have the session for this turn. Raises ApiError: it is not idle, or went on."""
+        """Claim the session for this turn. Raises ApiError: it is not idle, or went on."""
         session = self.session
         self._require_idle(session)  # others may have come first
         if session.conversation is not self.call.work.start:

@@ -214,7 +214,7 @@ class GgufFile:
         return float(found)
 
     def _same(self, name: str, default: Any) -> Any:
-        """Return one value, or that which a list has for each layer."""
+        """Return a value; of a list, the number that all layers share, else the list."""
         found = self.get(name, default)
         return found[0] if isinstance(found, list) and found == found[:1] * len(found) else found
 
