@@ -177,8 +177,8 @@ class Session(CachedSequence):
         ``tools``: functions that the model may call, from now on: dicts in OpenAI's form,
         :class:`mmkv.Tool`, or functions of Python with type hints and a docstring; none: it may
         call none any more; None: as before. ``tool_choice``: ``auto``, ``required``, ``none`` or
-        the function to call, as a dict in OpenAI's form. The pieces leave calls out then; ``last``
-        has them, and :meth:`send_results` goes on. A call fits its function's schema.
+        the function to call, as a dict in OpenAI's form. The pieces then leave calls out; ``last``
+        has them, and :meth:`send_results` continues. A call fits its function's schema.
         ``response_format``: the JSON that the reply has to be, as a dict in OpenAI's form;
         ``logit_bias``: numbers that are added to the logits of tokens, by their ids.
 
