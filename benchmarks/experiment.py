@@ -4,7 +4,7 @@ A program parses its options (:func:`add_options`), reads every dialogue through
 (:class:`ComparisonRuns`), and hands what it found with tables and a figure to :func:`finish`. Each
 run of a dialogue is one row of a journal: a killed comparison continues from it, and a larger one
 runs only what is new. Rows become means with intervals and paired tests over dialogues
-(:func:`summarise`), these tables (:func:`tables`) and curves (:func:`draw`).
+(:func:`summarise`), and these tables (:func:`tables`) and curves (:func:`draw`).
 """
 
 from __future__ import annotations
