@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from mmkv.engine.budget import format_bytes
+from mmkv.engine.config import EngineConfig
 from mmkv.engine.errors import MmkvError, ModelError
 from mmkv.engine.model.fingerprint import tensor_shapes
 from mmkv.engine.model.source import checkpoint_file, files_of
@@ -24,7 +25,7 @@ FORMS = ("auto", "bf16", "int8", "int4")
 PROCESS = 350 * 2**20
 _STATES, _INNER = 16, 6  # vectors of a token's width, and of its MLP's, that a layer makes
 _PICTURE = 1024**2  # pixels of the picture that room is left for
-CHUNK = 2048  # tokens that are read at once where nothing else is said
+CHUNK = EngineConfig.prefill_chunk  # tokens that are read at once where nothing else is said
 _LEAST = 16  # entries of a row below which nothing can be kept
 _UNUSED = "mtp."  # weights that guess several tokens at once, which no part here reads
 _DTYPES = ("dtype", "torch_dtype")  # where a config says in which it is stored

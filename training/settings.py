@@ -44,6 +44,7 @@ import math
 import sys
 from collections.abc import Mapping
 from dataclasses import MISSING, asdict, dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from mmkv.engine.config import DEFAULT_BUDGET, DEFAULT_POLICY, EngineConfig
@@ -53,8 +54,11 @@ from mmkv.engine.options import declared, option
 if TYPE_CHECKING:
     from mmkv.training.model import Objective, WriteObjective
 
-# Headings of the help.
-_DATA, _GATES, _CACHE, _WEIGHTS, _LOSS, _RUN = "Data", "Gates", "Cache", "Weights", "Loss", "Run"
+# Options under a heading of the help.
+_data, _gates, _cache, _weights, _loss, _run = (
+    partial(option, panel=heading)
+    for heading in ("Data", "Gates", "Cache", "Weights", "Loss", "Run")
+)
 DEFAULT = "mmkv"
 _TRAINER = {"epochs": 3.0, "warmup": 0.0, "clip": 1.0}
 RECIPES: Mapping[str, Mapping[str, object]] = {
@@ -149,7 +153,7 @@ _OF_METHOD = {
 class DataSettings:
     """Where a run's documents come from."""
 
-    data: list[str] = option(
+    data: list[str] = _data(  # noqa: RUF009 - makes a field
         "[WEIGHT*][KIND:]PATH, kinds chat, llava, mmdu, pairs, text (found by content when left "
         "out); or [WEIGHT*]NAME[:FOLDER], a paper's set: m4-instruct, llava-video, r1-onevision, "
         "openr1-math, llava-next, synthlong, booksum, buddhi, longalpaca, fineweb-edu, "
@@ -160,25 +164,19 @@ class DataSettings:
         "[WEIGHT*]tasks:KIND (recall, needles, memory, far-needles, far-memory, records, "
         "assigned, haystack). Repeatable.",
         MISSING,
-        panel=_DATA,
     )
-    eval_data: list[str] | None = option(
-        "Held-out data, as --data. Without it nothing is measured.", panel=_DATA
+    eval_data: list[str] | None = _data(  # noqa: RUF009
+        "Held-out data, as --data. Without it nothing is measured."
     )
-    eval_samples: int = option("Held-out conversations to use.", 32, panel=_DATA, least=0)
-    max_length: int = option("Longest document, in tokens.", 4096, panel=_DATA)
-    long_chats: str = option(
-        "Chats longer than that: drop them, or cut them after a reply.", "cut", panel=_DATA
-    )
-    pack: bool = option(
+    eval_samples: int = _data("Held-out conversations to use.", 32, least=0)
+    max_length: int = _data("Longest document, in tokens.", 4096)
+    long_chats: str = _data("Chats longer than that: drop them, or cut them after a reply.", "cut")
+    pack: bool = _data(
         "Fill each pass up to --max-length with documents, which do not see each other.",
         False,
-        panel=_DATA,
         flags=("--pack/--no-pack",),
     )
-    media_root: str | None = option(
-        "Folder that relative paths of pictures start from.", panel=_DATA
-    )
+    media_root: str | None = _data("Folder that relative paths of pictures start from.")
 
     def __post_init__(self) -> None:
         check(self)
@@ -247,152 +245,111 @@ class TrainingSettings:
         store: dtype of the trunks in the gate file; training itself is in float32.
     """
 
-    model: str = option("Checkpoint folder or hub id; stays frozen.", MISSING, panel=_RUN)
-    output: str = option("Folder for gates, checkpoints, curve and card.", MISSING, panel=_RUN)
-    recipe: str = option(
+    model: str = _run("Checkpoint folder or hub id; stays frozen.", MISSING)
+    output: str = _run("Folder for gates, checkpoints, curve and card.", MISSING)
+    recipe: str = _run(
         "mmkv (the defaults shown here), or the papers' numbers: dbtrimkv, trimkv, wgkv (the "
         "default with --method wgkv); options that you give override it.",
         DEFAULT,
-        panel=_RUN,
     )
-    method: str = option(
+    method: str = _run(
         "retention gates, or wgkv: write gates, with recipe wgkv (WG-KV).",
         "retention",
-        panel=_RUN,
         choices=("retention", "wgkv"),
     )
-    gating: str = option(
+    gating: str = _gates(
         "log-bias (DBTrimKV) or logit-scale (TRIM-KV).",
         "log-bias",
-        panel=_GATES,
         choices=("log-bias", "logit-scale"),
     )
-    loss: str = option(
-        "kl+ntp, kl, ntp, reverse-kl or reverse-kl+ntp.",
-        "kl+ntp",
-        panel=_LOSS,
-        choices=tuple(_LOSSES),
+    loss: str = _loss(
+        "kl+ntp, kl, ntp, reverse-kl or reverse-kl+ntp.", "kl+ntp", choices=tuple(_LOSSES)
     )
-    scope: str = option(
-        "Capacity over all heads (global) or each (head).",
-        "global",
-        panel=_LOSS,
-        choices=("global", "head"),
+    scope: str = _loss(
+        "Capacity over all heads (global) or each (head).", "global", choices=("global", "head")
     )
-    budget: float = option("M, mean entries per layer and KV head.", 256.0, panel=_LOSS, above=0)
-    least_budget: float = option(
+    budget: float = _loss("M, mean entries per layer and KV head.", 256.0, above=0)
+    least_budget: float = _loss(
         "Above 0: each document draws its M log-uniformly from this to half of its tokens.",
         0.0,
-        panel=_LOSS,
         least=0,
     )
-    lambda_rank: float = option(
-        "Weight of the term that ranks entries by their future attention.",
-        0.0,
-        panel=_LOSS,
-        least=0,
+    lambda_rank: float = _loss(
+        "Weight of the term that ranks entries by their future attention.", 0.0, least=0
     )
-    rank_window: int = option(
-        "Tokens ahead whose queries count for --lambda-rank; 0: all.", 0, panel=_LOSS, least=0
+    rank_window: int = _loss(
+        "Tokens ahead whose queries count for --lambda-rank; 0: all.", 0, least=0
     )
-    lambda_cap: float = option("Weight of the capacity term.", 1.0, panel=_LOSS, least=0)
-    normaliser: str = option(
-        "relative or tt (TRIM-KV).", "relative", panel=_LOSS, choices=("relative", "tt")
-    )
-    gate: str = option(
+    lambda_cap: float = _loss("Weight of the capacity term.", 1.0, least=0)
+    normaliser: str = _loss("relative or tt (TRIM-KV).", "relative", choices=("relative", "tt"))
+    gate: str = _gates(
         "tied (two layers, a block of them per head), rg (TRIM-KV: one hidden layer), rg10 (as "
         "DBTrimKV's authors published) or linear.",
         "tied",
-        panel=_GATES,
         choices=("tied", "rg", "rg10", "linear"),
     )
-    d_gate: int = option("Width of the gates' hidden layers.", 512, panel=_GATES, above=0)
-    tying: str = option(
+    d_gate: int = _gates("Width of the gates' hidden layers.", 512, above=0)
+    tying: str = _gates(
         "One readout for all (paper), per layer, or per head (none).",
         "paper",
-        panel=_GATES,
         choices=("paper", "layer", "none"),
     )
-    gate_input: str = option(
+    gate_input: str = _gates(
         "Input of the gates: the layer's normed input (x) or keys and values (kv).",
         "x",
-        panel=_GATES,
         choices=("x", "kv"),
     )
-    bias: float = option("Start value of the readout's bias.", 18.0, panel=_GATES)
-    capacity_rates: int = option(
-        "0: exact count; K: approximate it with K decay rates.", 0, panel=_LOSS, least=0
-    )
-    window: int = option(
-        "wgkv: tokens for which every entry stays (W_local).", 256, panel=_GATES, above=0
-    )
-    lambda_sparse: float = option("wgkv: weight of the sparsity term.", 0.04, panel=_LOSS, least=0)
-    threshold: float = option(
+    bias: float = _gates("Start value of the readout's bias.", 18.0)
+    capacity_rates: int = _loss("0: exact count; K: approximate it with K decay rates.", 0, least=0)
+    window: int = _gates("wgkv: tokens for which every entry stays (W_local).", 256, above=0)
+    lambda_sparse: float = _loss("wgkv: weight of the sparsity term.", 0.04, least=0)
+    threshold: float = _gates(
         "wgkv: gate value from which measurements count an entry as admitted.",
         0.1,
-        panel=_GATES,
         least=0,
         most=1,
         asked="0 to 1: gates lie between",
     )
-    steps: int = option("Optimiser steps.", 1000, panel=_RUN, above=0)
-    epochs: float = option(
-        "Above 0: as many steps as read each row of --data this often.", 0.0, panel=_RUN, least=0
+    steps: int = _run("Optimiser steps.", 1000, above=0)
+    epochs: float = _run(
+        "Above 0: as many steps as read each row of --data this often.", 0.0, least=0
     )
-    batch: int = option("Documents per process and forward pass.", 1, panel=_RUN, above=0)
-    accumulate: int = option("Forward passes per step.", 1, panel=_RUN, above=0)
-    lr: float = option("Peak learning rate.", 2e-4, panel=_RUN, above=0)
-    schedule: str = option(
+    batch: int = _run("Documents per process and forward pass.", 1, above=0)
+    accumulate: int = _run("Forward passes per step.", 1, above=0)
+    lr: float = _run("Peak learning rate.", 2e-4, above=0)
+    schedule: str = _run(
         "Schedule of the learning rate to 0: cosine or linear.",
         "cosine",
-        panel=_RUN,
         choices=("cosine", "linear"),
     )
-    warmup: float = option(
-        "Share of steps for warm-up.",
-        0.03,
-        panel=_RUN,
-        least=0,
-        most=1,
-        asked="a share of the steps, 0 to 1",
+    warmup: float = _run(
+        "Share of steps for warm-up.", 0.03, least=0, most=1, asked="a share of the steps, 0 to 1"
     )
-    weight_decay: float = option("AdamW's.", 1e-6, panel=_RUN, least=0)
-    clip: float = option("Largest gradient norm; 0: any.", 1.0, panel=_RUN, least=0)
-    checkpointing: bool = option(
+    weight_decay: float = _run("AdamW's.", 1e-6, least=0)
+    clip: float = _run("Largest gradient norm; 0: any.", 1.0, least=0)
+    checkpointing: bool = _run(
         "Recompute layers instead of keeping activations.",
         False,
-        panel=_RUN,
         flags=("--checkpointing/--no-checkpointing",),
     )
-    dtype: str = option("auto, float32 or bfloat16.", "auto", panel=_RUN)
-    weights: str = option(
-        "On a CPU: auto, or bf16: products of bfloat16, faster.",
-        "auto",
-        panel=_RUN,
-        choices=("auto", "bf16"),
+    dtype: str = _run("auto, float32 or bfloat16.", "auto")
+    weights: str = _run(
+        "On a CPU: auto, or bf16: products of bfloat16, faster.", "auto", choices=("auto", "bf16")
     )
-    device: str = option("auto, cpu or cuda.", "auto", panel=_RUN)
-    seed: int = option("Seed of gates and data order.", 0, panel=_RUN, least=0)
-    log_every: int = option("Steps between log lines.", 10, panel=_RUN, above=0)
-    save_every: int = option("Steps between checkpoints.", 200, panel=_RUN, above=0)
-    eval_every: int = option(
-        "Steps between held-out runs; 0: at the end.", 200, panel=_RUN, least=0
-    )
-    held_out_budget: float = option(
-        "M of the held-out runs; 0: --budget.", 0.0, panel=_RUN, least=0
-    )
-    threads: int = option("Torch threads; 0: its default.", 0, panel=_RUN, least=0)
-    store: str = option(
+    device: str = _run("auto, cpu or cuda.", "auto")
+    seed: int = _run("Seed of gates and data order.", 0, least=0)
+    log_every: int = _run("Steps between log lines.", 10, above=0)
+    save_every: int = _run("Steps between checkpoints.", 200, above=0)
+    eval_every: int = _run("Steps between held-out runs; 0: at the end.", 200, least=0)
+    held_out_budget: float = _run("M of the held-out runs; 0: --budget.", 0.0, least=0)
+    threads: int = _run("Torch threads; 0: its default.", 0, least=0)
+    store: str = _run(
         "Trunks in the gate file: float32, or float16 at half the size.",
         "float32",
-        panel=_RUN,
         choices=("float32", "float16"),
     )
-    resume: bool = option(
-        "Continue from the last checkpoint in --output.",
-        False,
-        panel=_RUN,
-        flags=("--resume/--no-resume",),
+    resume: bool = _run(
+        "Continue from the last checkpoint in --output.", False, flags=("--resume/--no-resume",)
     )
 
     @classmethod
@@ -517,106 +474,79 @@ class AdaptSettings:
         epsilon: grpo: the clip of its eq. 6.
     """
 
-    model: str = option("Checkpoint folder or hub id.", MISSING, panel=_RUN)
-    output: str = option("Folder for the adapter, checkpoints and card.", MISSING, panel=_RUN)
-    method: str = option(
+    model: str = _run("Checkpoint folder or hub id.", MISSING)
+    output: str = _run("Folder for the adapter, checkpoints and card.", MISSING)
+    method: str = _run(
         "distill (predictions of the full cache), or grpo (rewards for right replies).",
         "distill",
-        panel=_RUN,
         choices=("distill", "grpo"),
     )
-    policy: str = option("Eviction policy, as mmkv chat --policy.", DEFAULT_POLICY, panel=_CACHE)
-    gates: str | None = option(
-        "Gates of the policy; default: those of the checkpoint.", panel=_CACHE
-    )
-    budget: str = option(
+    policy: str = _cache("Eviction policy, as mmkv chat --policy.", DEFAULT_POLICY)
+    gates: str | None = _cache("Gates of the policy; default: those of the checkpoint.")
+    budget: str = _cache(
         "Entries per layer and KV head (64), or a share of each document (1/16).",
         str(DEFAULT_BUDGET),
-        panel=_CACHE,
     )
-    prefill_chunk: int = option(
-        "Tokens of a prompt between cuts.", EngineConfig.prefill_chunk, panel=_CACHE, least=1
+    prefill_chunk: int = _cache(
+        "Tokens of a prompt between cuts.", EngineConfig.prefill_chunk, least=1
     )
-    interval: int | None = option(
-        "Decode steps between cuts; default: the policy's own.", panel=_CACHE, least=1
+    interval: int | None = _cache("Decode steps between cuts; default: the policy's own.", least=1)
+    full: bool = _weights(
+        "Train all text weights, without an adapter.", False, flags=("--full/--no-full",)
     )
-    full: bool = option(
-        "Train all text weights, without an adapter.",
-        False,
-        panel=_WEIGHTS,
-        flags=("--full/--no-full",),
-    )
-    rank: int = option("Rank of the LoRA adapter.", 16, panel=_WEIGHTS, least=1)
-    alpha: int = option("Scale of the adapter, divided by the rank.", 32, panel=_WEIGHTS, least=1)
-    targets: tuple[str, ...] = option(
+    rank: int = _weights("Rank of the LoRA adapter.", 16, least=1)
+    alpha: int = _weights("Scale of the adapter, divided by the rank.", 32, least=1)
+    targets: tuple[str, ...] = _weights(
         "Matrix that gets an adapter, such as q_proj; default: all.",
         kind=list[str] | None,
         name="target",
-        panel=_WEIGHTS,
         read=lambda given: tuple(given or ()),
     )
-    replies: str = option(
+    replies: str = _loss(
         "distill: replies drawn from the teacher, or those of the data.",
         "teacher",
-        panel=_LOSS,
         choices=("teacher", "data"),
     )
-    temperature: float = option(
-        "Temperature of drawn replies, and of distill's loss.", 0.6, panel=_LOSS, **_FINITE
+    temperature: float = _loss(
+        "Temperature of drawn replies, and of distill's loss.", 0.6, **_FINITE
     )
-    max_reply: int = option("Most tokens of a drawn reply.", 256, panel=_LOSS, least=1)
-    documents: int = option("Documents (grpo: prompts) of a step.", 4, panel=_RUN, least=1)
-    group: int = option(
+    max_reply: int = _loss("Most tokens of a drawn reply.", 256, least=1)
+    documents: int = _run("Documents (grpo: prompts) of a step.", 4, least=1)
+    group: int = _loss(
         "grpo: replies to each prompt.",
         8,
-        panel=_LOSS,
         least=2,
         asked="2 or more: a reply is judged by the others",
     )
-    reward: str = option(
+    reward: str = _loss(
         "grpo: a reply is right if it is exact, contains the answer, or its number.",
         "exact",
-        panel=_LOSS,
         choices=("exact", "contains", "number"),
     )
-    epsilon: float = option("grpo: clip of the ratio.", 0.2, panel=_LOSS)
-    steps: int = option("Optimiser steps.", 100, panel=_RUN, least=1)
-    lr: float = option(
-        "Peak learning rate; G-KV has 1e-6 with --full.", 1e-4, panel=_RUN, **_FINITE
+    epsilon: float = _loss("grpo: clip of the ratio.", 0.2)
+    steps: int = _run("Optimiser steps.", 100, least=1)
+    lr: float = _run("Peak learning rate; G-KV has 1e-6 with --full.", 1e-4, **_FINITE)
+    schedule: str = _run(
+        "Schedule of the learning rate: cosine or linear.", "cosine", choices=("cosine", "linear")
     )
-    schedule: str = option(
-        "Schedule of the learning rate: cosine or linear.",
-        "cosine",
-        panel=_RUN,
-        choices=("cosine", "linear"),
+    warmup: float = _run(
+        "Share of steps for warm-up.", 0.03, least=0, most=1, asked="a share of the steps, 0 to 1"
     )
-    warmup: float = option(
-        "Share of steps for warm-up.",
-        0.03,
-        panel=_RUN,
-        least=0,
-        most=1,
-        asked="a share of the steps, 0 to 1",
-    )
-    weight_decay: float = option("AdamW's.", 0.0, panel=_RUN, least=0)
-    clip: float = option("Largest gradient norm; 0: any.", 1.0, panel=_RUN, least=0)
-    checkpointing: bool = option(
+    weight_decay: float = _run("AdamW's.", 0.0, least=0)
+    clip: float = _run("Largest gradient norm; 0: any.", 1.0, least=0)
+    checkpointing: bool = _run(
         "Recompute layers instead of keeping activations.",
         False,
-        panel=_RUN,
         flags=("--checkpointing/--no-checkpointing",),
     )
-    dtype: str = option("auto, float32 or bfloat16.", "auto", panel=_RUN)
-    device: str = option("auto, cpu or cuda.", "auto", panel=_RUN)
-    seed: int = option("Seed of the adapter, data order and draws.", 0, panel=_RUN, least=0)
-    log_every: int = option("Steps between log lines.", 1, panel=_RUN, least=1)
-    save_every: int = option("Steps between checkpoints.", 50, panel=_RUN, least=1)
-    threads: int = option("Torch threads; 0: its default.", 0, panel=_RUN)
-    resume: bool = option(
-        "Continue from the last checkpoint in --output.",
-        False,
-        panel=_RUN,
-        flags=("--resume/--no-resume",),
+    dtype: str = _run("auto, float32 or bfloat16.", "auto")
+    device: str = _run("auto, cpu or cuda.", "auto")
+    seed: int = _run("Seed of the adapter, data order and draws.", 0, least=0)
+    log_every: int = _run("Steps between log lines.", 1, least=1)
+    save_every: int = _run("Steps between checkpoints.", 50, least=1)
+    threads: int = _run("Torch threads; 0: its default.", 0)
+    resume: bool = _run(
+        "Continue from the last checkpoint in --output.", False, flags=("--resume/--no-resume",)
     )
 
     def __post_init__(self) -> None:

@@ -143,7 +143,7 @@ def test_a_reply_that_was_cut_off_goes_on(policy: str, folder: Path) -> None:
 
     A reply that was cut off lacks its last token in the cache, so that nothing is let go.
     """
-    options: dict[str, Any] = {"policy": policy}
+    options: dict[str, Any] = {"policy": policy, "evict_every": 1}
     if policy != "full":
         options |= {"budget": 48, "gates": "random"}
     printable = {str(token): -100.0 for token in range(264) if not 33 <= token < 90}

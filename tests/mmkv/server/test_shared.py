@@ -28,7 +28,7 @@ LONG = {
 def server(folder: Path) -> Iterator[Server]:
     def load() -> Engine:
         options = {"gates": "random", "policy": "dbtrimkv", "page_size": 16, "dtype": "float32"}
-        engine = Engine.from_pretrained(folder, prefill_chunk=32, **options)
+        engine = Engine.from_pretrained(folder, prefill_chunk=32, evict_every=1, **options)
         engine.share(BUDGET, floor=2, by_risk=True)
         shared = engine.shared
         assert shared is not None
