@@ -20,7 +20,8 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from mmkv import __version__
 from mmkv.engine.errors import MmkvError
-from mmkv.server.chat import ChatCall, take_resume
+from mmkv.server.chat import ChatCall
+from mmkv.server.checked import checked, take_resume
 from mmkv.server.completions import add_completions
 from mmkv.server.errors import ApiError, invalid, nearest
 from mmkv.server.footprint import return_memory
@@ -145,7 +146,8 @@ def _add_keyed(router: APIRouter, state: ServerState) -> None:
     async def chat(request: Request, body: ChatRequest) -> Response:
         headers = state.headers_for(body)
         take_resume(request, body)
-        call = ChatCall(state, body, request.state.caller)
+        caller = request.state.caller
+        call = ChatCall(state, checked(state, body, caller), caller)
         work: Any = call.stream if body.stream else call.whole
         return ReplyResponse(work, bool(body.stream), settings.keep_alive, headers)
 

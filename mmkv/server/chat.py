@@ -15,47 +15,22 @@ from collections.abc import AsyncGenerator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from mmkv.calls.parser import CallEnd, CallStart, ParsedReply
-from mmkv.calls.tools import tool_use
-from mmkv.engine.errors import MmkvError
-from mmkv.grammar import reply_rules, require_tools
-from mmkv.prompt.video import FramesSeen
-from mmkv.reply import LogitSettings
-from mmkv.sampling import Sampling, Settled
 from mmkv.server import reply
+from mmkv.server.checked import source
 from mmkv.server.engine_thread import Admitted, Delta, Done, Failed, Request
-from mmkv.server.errors import ApiError
 from mmkv.server.guard import release_body
 from mmkv.server.media.limits import Allowance
-from mmkv.server.media.resolver import MediaResolver, Medium, Source
-from mmkv.server.prompts import Message, Part, digest_of, thought_apart
+from mmkv.server.media.resolver import MediaResolver, Medium
+from mmkv.server.prompts import Message, Part, digest_of
 from mmkv.server.reply import LogprobRows, ReplyHead
-from mmkv.server.schema import (
-    ChatRequest,
-    MmkvOptions,
-    budget_of,
-    conversation,
-    refuse_unsupported,
-    reply_prefix,
-    take_generation_config,
-    unsupported,
-)
-from mmkv.server.work import ChatWork
-from mmkv.thoughts import marks_if_first
 from mmkv.turn import frames_clip
 
 if TYPE_CHECKING:
-    from starlette.requests import HTTPConnection
-
     from mmkv.calls.parser import Event, ReplyParser
-    from mmkv.calls.tools import ToolUse
-    from mmkv.engine.budget import Budget
     from mmkv.prompt.processing import Processor
-    from mmkv.server.conversations import ConversationState
+    from mmkv.server.checked import CheckedChat
     from mmkv.server.job import ChatJob
-    from mmkv.server.messages import PromptRequest
     from mmkv.server.reply import Spelled
-    from mmkv.server.responses_schema import ResponseRequest
-    from mmkv.server.settings import Facts, ServerSettings
     from mmkv.server.state import Caller, ServerState
     from mmkv.server.work import RequestCounts
 
@@ -121,17 +96,8 @@ class RequestMedia:
         self._allowance.let_go()
 
 
-def source(part: Part) -> Source:
-    """Return a part as :mod:`mmkv.server.media` takes it."""
-    assert part.kind != "text"
-    return Source(part.kind, part.url, dict(part.options))
-
-
 def _inside(part: Part) -> bool:
     return part.url[:5].lower() == "data:"
-
-
-MOST_STOPS = 16
 
 
 @dataclasses.dataclass
@@ -155,12 +121,8 @@ class ChatCall:
     """One request to the chat endpoint.
 
     Args:
-        caller: whose memory it may resume, and in whose queue it waits; a request that names a
-            ``user`` waits in that user's.
-        start: the conversation that it continues; the request's messages come after its own.
-        keep: whether the conversation after the reply is kept.
-        budget: of the reply's session; None: the request's, or else the server's.
-        raw: whether the texts are read without a chat template, and from the beginning.
+        checked: what it asks for.
+        caller: in whose queue it waits; a request that names a ``user`` waits in that user's.
 
     Attributes:
         work: what the engine is asked for; done: whether it has been answered.
@@ -168,137 +130,17 @@ class ChatCall:
         keeps_body: whether the body is needed to the end, and not freed early.
         counts: of the prompt's tokens; right once a reply has begun.
         taken: the request, once the engine thread has it.
-
-    Raises:
-        ApiError: what can be checked without the engine.
     """
 
-    def __init__(
-        self,
-        state: ServerState,
-        request: ChatRequest,
-        caller: Caller,
-        start: ConversationState | None = None,
-        keep: bool = False,
-        budget: Budget | None = None,
-        raw: bool = False,
-    ) -> None:
-        facts, settings = state.facts, state.settings
-        refuse_unsupported(request)
-        take_generation_config(request, facts.sampling)
-        if request.model != settings.name:
-            raise ApiError(
-                404,
-                f"the model {request.model[:100]!r} is not served here; ask for {settings.name!r}",
-                "model_not_found",
-                "model",
-            )
-        _require_same(request, facts)
-        self.state, self.request, self.caller = state, request, caller
-        earlier = () if start is None else start.info.messages
-        messages = conversation(request.messages, facts.sees, facts.watches, earlier)
-        messages, begun = reply_prefix(request, messages)
-        if (marks := facts.thoughts) is not None and not raw:
-            messages = [thought_apart(message, marks) for message in messages]
-        sources = [source(part) for message in messages for part in message.media]
-        if sources:
-            state.media.check(sources)
-        own = budget_of(request.mmkv)
-        refuse_budget(facts, own is not None, "mmkv.budget")
-        refuse_if_shared(facts, (request.n or 1) > 1, "n")
-        budget = own or budget
-        resume = None if request.mmkv is None else request.mmkv.resume
-        base_key = None
-        if start is not None:
-            if budget not in (None, start.budget) or resume == "never":
-                raise ApiError(
-                    400,
-                    f"the memory that is gone on from has a budget of {start.budget.describe()} "
-                    "and is resumed; leave out mmkv.budget, mmkv.resume and X-Mmkv-Resume",
-                    "invalid_value",
-                    "mmkv",
-                )
-            messages, base_key = [*earlier, *messages], start.info.base_key
-            budget = start.budget
-        self._most_tokens = facts.most_tokens(budget or facts.budget)
-        lengths = [sum(map(len, one.texts)) for one in messages]
-        facts.context_bounds.require_possible([*lengths, len(begun.text)], self._most_tokens)
-        chosen = (budget or facts.budget).describe()
-        self._most_scored = settings.bounds.scored
-        self.choices = request.n or 1
-        if self.choices > settings.max_choices:
-            raise ApiError(400, f"n is at most {settings.max_choices} here", "invalid_value", "n")
+    def __init__(self, state: ServerState, checked: CheckedChat, caller: Caller) -> None:
+        self.state, self.caller = state, caller
+        self.request, self.work = checked.request, checked.work
+        self.choices, self._most_tokens = checked.work.choices, checked.most_tokens
         self.done = self.keeps_body = self.all_skipped = False
         self.counts: RequestCounts | None = None
         self.taken: Request | None = None
-        use = _tool_use(request, facts, () if start is None else start.info.tools)
-        given = request.template_values()
-        if request.thought_limit == 0:  # where a template can leave the thought out
-            given.setdefault("enable_thinking", False)
-        values = {name: given[name] for name in sorted(facts.template_variables & given.keys())}
-        tools = [] if use is None else use.for_template()
-        told = [one for one in (values, tools) if one]
-        if start is not None and tools != list(start.info.tools):
-            base_key = digest_of([start.info.base_key, tools])
-        memory = [facts.base_key, chosen, caller.tenant, request.cache_salt]
-        self.work = ChatWork(
-            messages,
-            base_key or digest_of([*memory, *told]),
-            _sampling(request, settings, facts),
-            _logit_settings(request, facts, use),
-            self.choices,
-            budget,
-            "never" if raw else resume or "auto",
-            asked=resume is not None,
-            weight=state.weights.get(caller.tenant, 1.0),
-            start=start,
-            frames=FramesSeen() if start is None else start.info.frames,
-            keep=keep,
-            rewrites=(request.mmkv and request.mmkv.rewrites) or "reread",
-            template_values=values,
-            tools=tools,
-            thoughts=None if raw else facts.thoughts,
-            raw=raw,
-            begun=begun,
-        )
-        rules = self.work.logit_settings.rules
-        must = use is not None and use.choice == "required"
-        limit = self.work.sampling.thinking_budget
-        if limit is not None and marks_if_first(facts.thoughts, begun.text) is None:
-            what = "counts a thought from its beginning, and the assistant's last message has begun"
-            raise ApiError(
-                400,
-                f"thinking_budget {what} the reply behind it; leave one of them out",
-                "invalid_value",
-                "thinking_budget",
-            )
-        if begun.text and (rules.answer is not None or must):
-            name = "tool_choice" if must else "response_format"
-            raise unsupported(
-                name,
-                f"{name} is the form of a whole reply, and the assistant's last message has begun "
-                "this one; leave one of them out",
-            )
-        if not request.stream:
-            self.require_few_scored()
-        self.head = ReplyHead(f"chatcmpl-{secrets.token_hex(12)}", int(time.time()), settings.name)
-
-    def require_few_scored(self) -> None:
-        """Refuse more log probabilities than an answer may hold. Raises ApiError."""
-        top = self.work.logit_settings.top_logprobs
-        if top is None:
-            return
-        scored = self.choices * self.work.sampling.max_new_tokens * (1 + top)
-        most = self._most_scored
-        if scored > most:
-            raise ApiError(
-                400,
-                f"the answer may have {scored:,} log probabilities (n * max_tokens * (1 + "
-                f"top_logprobs)), the limit is {most:,}; lower one of them, or ask for a "
-                "stream of a chat",
-                "too_many_logprobs",
-                "top_logprobs",
-            )
+        name = state.settings.name
+        self.head = ReplyHead(f"chatcmpl-{secrets.token_hex(12)}", int(time.time()), name)
 
     async def whole(self) -> dict[str, Any]:
         """Return the answer."""
@@ -505,129 +347,3 @@ def _as_videos(
         digest = digest_of([[one.digest for one in pictures], own, at, fps])
         made.append(Part("video", digest=digest))
     return made, clips
-
-
-def refuse_if_shared(facts: Facts, given: bool, field: str) -> None:
-    """Refuse a setting per request where all sessions share one budget. Raises ApiError."""
-    if facts.shared and given:
-        raise ApiError(
-            400, "all sessions of this server share one budget; leave this out", "shared", field
-        )
-
-
-def refuse_budget(facts: Facts, given: bool, field: str) -> None:
-    """Refuse a budget where all sessions share one, or where none is used. Raises ApiError."""
-    refuse_if_shared(facts, given, field)
-    if facts.unbound and given:
-        what = f"policy {facts.policy!r} evicts nothing, so that {field} would bind nothing"
-        raise unsupported(field, f"{what}; leave it out, or ask another server")
-
-
-def _require_same(request: ChatRequest, facts: Facts) -> None:
-    """Refuse what a server cannot change from request to request. Raises ApiError."""
-    options = request.mmkv
-    if options is not None and options.background:
-        raise unsupported(
-            "mmkv.background", "mmkv.background is for streamed turns of a session; leave it out"
-        )
-    for name in ("policy", "lookahead") if options is not None else ():
-        wanted, there = getattr(options, name), getattr(facts, name)
-        if wanted is not None and wanted != there:
-            raise unsupported(
-                f"mmkv.{name}", f"this server runs with {name} {there}; start another for {wanted}"
-            )
-
-
-def _sampling(request: ChatRequest, settings: ServerSettings, facts: Facts) -> Settled:
-    most = request.max_completion_tokens or request.max_tokens or settings.max_tokens
-    if most is None:
-        most = min(facts.sampling.max_new_tokens, facts.context)
-    stop = (request.stop,) if isinstance(request.stop, str) else tuple(request.stop or ())
-    if len(stop) > MOST_STOPS:
-        raise ApiError(400, f"there are at most {MOST_STOPS} stop texts", "invalid_value", "stop")
-    if most > facts.context:
-        raise ApiError(
-            400,
-            f"max_tokens is {most:,}, the model's context has {facts.context:,} positions",
-            "context_length_exceeded",
-            "max_tokens",
-        )
-    try:
-        return Sampling(
-            max_new_tokens=most,
-            temperature=request.temperature,
-            top_p=request.top_p,
-            top_k=None if request.top_k is None else max(request.top_k, 0),
-            min_p=request.min_p,
-            repetition_penalty=request.repetition_penalty,
-            presence_penalty=request.presence_penalty,
-            frequency_penalty=request.frequency_penalty,
-            seed=None if request.seed is None else request.seed % 2**63,
-            stop=stop,
-            thinking_budget=request.thought_limit if facts.thoughts else None,
-        ).settled(facts.sampling)
-    except MmkvError as error:
-        raise ApiError(400, str(error), "invalid_value") from error
-
-
-def _tool_use(
-    request: ChatRequest, facts: Facts, before: Sequence[dict[str, Any]]
-) -> ToolUse | None:
-    """Return what may be called.
-
-    Args:
-        before: the functions of the conversation that is gone on from, which hold where the request
-            names none.
-    """
-    try:
-        tools = before if request.tools is None else request.tools
-        use = tool_use(tools, request.tool_choice, request.parallel_tool_calls)
-        return None if use is None else require_tools(facts.call_format, use)
-    except MmkvError as error:
-        raise ApiError(400, str(error), "invalid_value", "tools") from error
-
-
-def _logit_settings(request: ChatRequest, facts: Facts, use: ToolUse | None) -> LogitSettings:
-    bias = {}
-    for text, value in (request.logit_bias or {}).items():
-        # Python refuses to read numbers of very many digits.
-        number = int(text) if text.isascii() and text.isdecimal() and len(text) < 20 else None
-        if number is None or number >= facts.vocabulary:
-            raise ApiError(
-                400,
-                f"logit_bias names {text[:20]!r}; token ids are below {facts.vocabulary}",
-                "invalid_value",
-                "logit_bias",
-            )
-        bias[number] = value
-    if request.top_logprobs and not request.logprobs:
-        raise ApiError(400, "top_logprobs needs logprobs", "invalid_value", "top_logprobs")
-    top = (request.top_logprobs or 0) if request.logprobs else None
-    try:
-        rules = reply_rules(request.response_format, facts.call_format, use)
-    except MmkvError as error:
-        raise ApiError(400, str(error), "invalid_value", "response_format") from error
-    stop_tokens = frozenset(request.stop_token_ids or ())
-    if any(token >= facts.vocabulary for token in stop_tokens):
-        raise ApiError(
-            400,
-            f"stop_token_ids names {max(stop_tokens)}; token ids are below {facts.vocabulary}",
-            "invalid_value",
-            "stop_token_ids",
-        )
-    return LogitSettings(top, bias, rules, stop_tokens)
-
-
-def take_resume(
-    request: HTTPConnection, body: ChatRequest | ResponseRequest | PromptRequest
-) -> None:
-    """Take ``mmkv.resume`` from the header X-Mmkv-Resume if it is not set. Raises ApiError."""
-    given = request.headers.get("x-mmkv-resume")
-    if given is None:
-        return
-    if given not in ("auto", "never", "required"):
-        raise ApiError(
-            400, "X-Mmkv-Resume is auto, never or required", "invalid_value", "X-Mmkv-Resume"
-        )
-    body.mmkv = body.mmkv or MmkvOptions()
-    body.mmkv.resume = body.mmkv.resume or given  # type: ignore[assignment]

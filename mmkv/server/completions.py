@@ -12,6 +12,7 @@ from pydantic import Field, StrictBool
 
 from mmkv.server import reply
 from mmkv.server.chat import ChatCall
+from mmkv.server.checked import checked
 from mmkv.server.engine_thread import Done
 from mmkv.server.errors import ApiError
 from mmkv.server.reply import ReplyResponse, usage_json
@@ -92,12 +93,12 @@ class CompletionCall:
         options = asked.stream_options
         self._with_usage = options is not None and bool(options.include_usage)
         self._scored = asked.logprobs is not None
-        self._call = ChatCall(state, asked.as_chat(), caller, raw=True)
+        request = checked(state, asked.as_chat(), caller, raw=True)
+        self._call = ChatCall(state, request, caller)
         self._call.head.id = f"cmpl-{secrets.token_hex(12)}"
 
     async def whole(self) -> dict[str, Any]:
         """Return the answer."""
-        self._call.require_few_scored()
         texts = [""] * self._call.choices
         reasons: list[str | None] = [None] * len(texts)
         spelled: list[list[Spelled]] = [[] for _ in texts]

@@ -16,7 +16,8 @@ from pydantic import Discriminator, Field, StrictBool, Tag, ValidationError
 from mmkv.calls.parser import CallEnd, CallPiece, CallStart, TextPiece, ThoughtPiece
 from mmkv.calls.tools import MOST_TOOLS, parsed_arguments
 from mmkv.engine.errors import MmkvError
-from mmkv.server.chat import ChatCall, take_resume
+from mmkv.server.chat import ChatCall
+from mmkv.server.checked import checked, take_resume
 from mmkv.server.engine_thread import Done
 from mmkv.server.errors import ApiError, api_error
 from mmkv.server.reply import ReplyResponse, usage_json
@@ -665,7 +666,8 @@ class MessagesCall:
             start = threads.find(before, caller, "thread").conversation
         with self._form.own_names():
             made = chat_request(asked, self._form)
-            self._call = ChatCall(state, made, caller, start, keep=thread is not None)
+            request = checked(state, made, caller, start=start, keep=thread is not None)
+        self._call = ChatCall(state, request, caller)
         self._form.messages = []
         self._told: dict[str, Any] = {}
         if asked.context_management is not None:

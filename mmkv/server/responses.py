@@ -19,7 +19,8 @@ from mmkv.calls.parser import CallEnd, CallPiece, CallStart, TextPiece, ThoughtP
 from mmkv.calls.tools import Tool
 from mmkv.engine.errors import STOPS, MmkvError
 from mmkv.server import reply
-from mmkv.server.chat import ChatCall, ReplyPart, take_resume
+from mmkv.server.chat import ChatCall, ReplyPart
+from mmkv.server.checked import checked, take_resume
 from mmkv.server.engine_thread import Done
 from mmkv.server.errors import ApiError, api_error
 from mmkv.server.guard import BodyRoute
@@ -419,8 +420,8 @@ class ResponseCall:
         request, self._origins = chat_request(asked, before is not None)
         conversation = None if before is None else before.conversation
         with self._own_names():
-            self._call = ChatCall(state, request, caller, conversation, self._store)
-            self._call.require_few_scored()
+            made = checked(state, request, caller, start=conversation, keep=self._store)
+        self._call = ChatCall(state, made, caller)
         self._call.keeps_body = True  # what was sent is stored, too
         self._name = name
         self._builder = ResponseBuilder(

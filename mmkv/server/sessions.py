@@ -19,7 +19,7 @@ from pydantic import Field
 
 from mmkv.engine.budget import Budget
 from mmkv.engine.errors import SessionError
-from mmkv.server.chat import refuse_budget, take_resume
+from mmkv.server.checked import refuse_budget, take_resume
 from mmkv.server.errors import ApiError
 from mmkv.server.guard import BodyRoute
 from mmkv.server.prompts import digest_of

@@ -16,6 +16,7 @@ from mmkv.prompt.media import data_uri_content
 from mmkv.prompt.video import FramesSeen
 from mmkv.server import reply
 from mmkv.server.chat import ChatCall
+from mmkv.server.checked import checked
 from mmkv.server.engine_thread import Done
 from mmkv.server.errors import ApiError, api_error
 from mmkv.server.guard import keep_body, release_body
@@ -151,7 +152,9 @@ class SessionTurn:
             own.background = None
         self.state, self.session, self.caller = state, session, caller
         self._commit, self._require_idle = commit, require_idle
-        self.call = ChatCall(state, request, caller, session.conversation, True, session.budget)
+        start, budget = session.conversation, session.budget
+        made = checked(state, request, caller, start=start, keep=True, budget=budget)
+        self.call = ChatCall(state, made, caller)
         self.call.work.snapshots = self.background
         if session.frames is not None:
             self.call.work.frames = session.frames
