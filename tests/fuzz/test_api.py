@@ -25,7 +25,7 @@ from mmkv.reply import Detokenizer, ReplyWriter
 from mmkv.sampling import Sampling
 from mmkv.scheduler import Limits, Scheduler
 from mmkv.scheduler.replies import EngineExecutor, ReplyJob, message
-from tests.fuzz.strategies import edited, values
+from tests.fuzz.strategies import edited, texts, values
 from tests.fuzz.trial import Wrong, check_pages, examples, trial
 from tests.support.chat_models import save_llama, save_qwen3_vl
 
@@ -110,6 +110,8 @@ def _calls(draw: st.DrawFn) -> tuple[str, dict[str, Any]]:
         odd = st.sampled_from(_OBJECTS).map(lambda make: make()) | values
         if isinstance(arguments[name], (list, dict)):
             odd |= edited(arguments[name])
+        elif isinstance(arguments[name], str):
+            odd |= texts
         arguments[name] = draw(odd)
     return call, arguments
 

@@ -105,6 +105,8 @@ def _arguments(draw: st.DrawFn) -> list[str]:
         argv += draw(st.sampled_from(([], ["-p", "what?"], ["-p", "what?"])))
     for name in draw(st.lists(st.sampled_from(_OPTIONS[command] or _FLAGS), max_size=2)):
         argv += [name, draw(_odd)]
+    if command == "chat" and draw(st.integers(0, 3)) == 0:
+        argv.append("-i")
     argv += draw(st.lists(st.sampled_from(_FLAGS), max_size=1))
     return argv if draw(st.integers(0, 9)) else draw(st.permutations(argv))
 
@@ -137,10 +139,17 @@ def quick() -> Iterator[None]:
 
 @pytest.mark.usefixtures("loaded_once", "quick")
 @examples(25)
-@given(argv=_arguments(), stdin=st.one_of(_lines, _lines, texts), streams=st.sampled_from(_STREAMS))
-def test_command_line(model: str, argv: list[str], stdin: str, streams: str) -> None:
-    if "-i" in argv or "--interactive" in argv:
-        stdin = "/help"
+@given(
+    argv=_arguments(),
+    lines=_lines,
+    other=st.none() | texts,
+    streams=st.sampled_from(_STREAMS),
+)
+def test_command_line(
+    model: str, argv: list[str], lines: str, other: str | None, streams: str
+) -> None:
+    talks = "-i" in argv or "--interactive" in argv
+    stdin = lines if talks or other is None else other
     content = io.BytesIO(stdin.encode("utf-8", "surrogatepass"))
     given: Any = io.TextIOWrapper(content, encoding="utf-8")
     stdout: Any = io.TextIOWrapper(io.BytesIO(), encoding="utf-8", errors="surrogateescape")

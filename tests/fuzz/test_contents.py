@@ -84,6 +84,7 @@ def _pictures(draw: st.DrawFn) -> bytes:
     return draw(flipped(whole[:head])) + whole[head:]
 
 
+@pytest.mark.filterwarnings("ignore::UserWarning")  # Pillow's, of such files
 @examples(80)
 @given(content=_pictures(), how=st.sampled_from(("file", "file", "uri", "object")))
 def test_pictures(content: bytes, how: str) -> None:

@@ -1,1 +1,0 @@
-"""Random and malformed inputs for every door of mmkv, all made from a seed."""
