@@ -129,7 +129,7 @@ def quick() -> Iterator[None]:
     with (
         mock.patch("mmkv.training.run.distill", lambda *_, **__: {"results": None}),
         mock.patch("mmkv.eval.lmms.command.subprocess", nothing),
-        mock.patch("mmkv.eval.measure.timing.copy_bandwidth", lambda *_: 1e9),
+        mock.patch("mmkv.eval.step.copy_bandwidth", lambda *_: 1e9),
         mock.patch("os.dup2"),
         mock.patch("typer.main.get_command", known),
         mock.patch("mmkv.engine.registry.entry_points", entry_points),
