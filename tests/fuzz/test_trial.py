@@ -58,7 +58,7 @@ def test_work_and_refusals_pass() -> None:
     assert made.refusal is None
     for does, kind in (
         (refused_by_us, InputError),
-        (lambda: Sampling(max_new_tokens=0), ValueError),
+        (lambda: Sampling(max_new_tokens=0), InputError),
         (lambda: Sampling(max_new_tokens="x"), TypeError),
     ):
         with trial.trial() as made:
