@@ -6,6 +6,7 @@ import itertools
 import json
 import shutil
 from collections.abc import Callable, Mapping
+from dataclasses import fields
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -67,7 +68,7 @@ def plain(spec: DecoderSpec | RopeSpec) -> dict[str, Any]:
             return plain(part)
         return part.tolist() if isinstance(part, Tensor) else part
 
-    return {name: value(part) for name, part in vars(spec).items()}
+    return {one.name: value(getattr(spec, one.name)) for one in fields(spec)}
 
 
 def buffers_of(model: Any) -> dict[str, Tensor]:

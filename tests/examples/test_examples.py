@@ -309,7 +309,7 @@ def test_what_the_guide_to_server_options_shows_is_there() -> None:
     """Where the setting acts, and its test; its option is the guide's to add."""
     text = (ROOT / "docs" / "how-to" / "add-a-server-option.md").read_text()
     code = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
-    for shown, name in zip(code[1:], ("mmkv/server/chat.py", HTTP_TESTS), strict=True):
+    for shown, name in zip(code[1:], ("mmkv/server/checked.py", HTTP_TESTS), strict=True):
         source = (ROOT / name).read_text()
         lines = [line.strip() for line in shown.strip().splitlines()]
         assert "\n".join(lines) in re.sub(r"^ +", "", source, flags=re.MULTILINE), name

@@ -161,8 +161,11 @@ class _Watch:
 
 @functools.cache
 def _not_ours(file: str) -> bool:
-    """Whether Ctrl-C in such a file is the same as where it was called: torch's are slow."""
-    return "/tests/" in file or "/torch/" in file or "importlib" in file
+    """Whether Ctrl-C in such a file is the same as where it was called: torch's are slow.
+
+    Python itself swallows what is raised in a callback of a weak reference.
+    """
+    return any(part in file for part in ("/tests/", "/torch/", "importlib", "weakref"))
 
 
 def _forget(error: BaseException | None) -> None:

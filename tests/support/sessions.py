@@ -64,7 +64,8 @@ def load(folder: Path, fresh: bool = False, **settings: Any) -> Runtime:
         fresh: read them anew, for a test that changes them.
     """
     defaults = {"policy": "dbtrimkv", "budget": 10, "prefill_chunk": 12, "page_size": 8}
-    if not isinstance(settings.get("budget"), str):  # a budget in bytes chooses the form
+    # A budget in bytes chooses the form.
+    if not any(isinstance(settings.get(name), str) for name in ("budget", "budget_max")):
         defaults["kv"] = "auto"
     options = {"gates": "random", "device": "cpu", "dtype": "float32", **(defaults | settings)}
     stats = [(path.name, path.stat()) for path in sorted(Path(folder).iterdir())]

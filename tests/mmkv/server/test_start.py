@@ -273,7 +273,6 @@ def test_the_server_imports_nothing_of_the_chat() -> None:
     root = Path(mmkv.__file__).parent
     files = [*root.glob("server/**/*.py"), *root.glob("scheduler/*.py"), root / "loading.py"]
     assert len(files) > 30
-    # The command has a few options of the chat's, which are declared there.
-    for file, but in (*((file, "$") for file in files), (root / "cli" / "serve.py", ".options")):
-        found = re.findall(r"^\s*(?:from|import) mmkv\.chat\b(\S*)", file.read_text(), re.MULTILINE)
-        assert set(found) <= {but}, file
+    for file in files:
+        found = re.search(r"^\s*(?:from|import) mmkv\.chat\b", file.read_text(), re.MULTILINE)
+        assert not found, file
