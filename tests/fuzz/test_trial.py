@@ -98,17 +98,17 @@ def test_pages_that_are_held_are_found(engine: Engine) -> None:
 
 
 def test_files_elsewhere_cannot_be_changed(tmp_path: Path) -> None:
-    outside = Path(__file__).with_name("never-written")
+    outside = Path(Path.cwd().anchor, "never-written")
     for change in (
         lambda: outside.write_text("x"),
         lambda: outside.mkdir(),
-        lambda: os.rename(__file__, outside),
-        lambda: os.symlink(__file__, outside),
-        lambda: os.utime(__file__),
+        lambda: os.rename(tmp_path, outside),
+        lambda: os.symlink(tmp_path, outside),
+        lambda: os.utime(outside.parent),
     ):
-        with pytest.raises(PermissionError), trial.trial():
+        with pytest.raises(PermissionError, match="outside the folders"), trial.trial():
             change()
-    assert not outside.exists() and Path(__file__).exists()
+    assert not outside.exists() and tmp_path.exists()
     with trial.trial():
         (tmp_path / "ours").write_text("x")
 
