@@ -243,7 +243,6 @@ class ComparisonRuns:
     Args:
         journal: finished runs. They are kept under what decides them, so methods, seeds, budgets
             and dialogues can be added later.
-        reader: what reads them, for programs whose dialogues have no name of their own.
         together: dialogues that share the passes of one process.
     """
 
@@ -252,11 +251,10 @@ class ComparisonRuns:
         comparison: Comparison,
         journal: Journal,
         workers: int = 1,
-        reader: type[Reader] = Reader,
         together: int = 1,
     ) -> None:
         self.comparison, self.journal = comparison, journal
-        self.workers, self.kind, self.together = workers, reader, together
+        self.workers, self.together = workers, together
         self._reader: Reader | None = None
         self._pool: ProcessPoolExecutor | None = None
 
@@ -277,7 +275,7 @@ class ComparisonRuns:
         compared = self.comparison
         cells = compared.cells()
         keys = {cell: cell.key() for cell in itertools.chain.from_iterable(cells.values())}
-        where = f"{compared.described()} {compared.max_length} {source} {self.kind.__name__}"
+        where = f"{compared.described()} {compared.max_length} {source} Reader"
         done = {
             (row["cell"], row["index"]): row["record"] for row in self.journal.rows("where", where)
         }
@@ -313,7 +311,7 @@ class ComparisonRuns:
             for first in range(0, len(rows), self.together)
         ]
         if self.workers <= 1:
-            self._reader = self._reader or self.kind(self.comparison)
+            self._reader = self._reader or Reader(self.comparison)
             for batch in batches:
                 yield from self._reader.read(source, batch)
             return
@@ -323,7 +321,7 @@ class ComparisonRuns:
                 self.workers,
                 multiprocessing.get_context("spawn"),
                 _start,
-                (self.kind, self.comparison, torch.get_num_threads()),
+                (self.comparison, torch.get_num_threads()),
             )
         for future in as_completed(self._pool.submit(_read, source, batch) for batch in batches):
             yield from future.result()
@@ -332,10 +330,10 @@ class ComparisonRuns:
 _reader: Reader | None = None
 
 
-def _start(kind: type[Reader], comparison: Comparison, threads: int) -> None:
+def _start(comparison: Comparison, threads: int) -> None:
     global _reader
     torch.set_num_threads(threads)
-    _reader = kind(comparison)
+    _reader = Reader(comparison)
 
 
 def _read(source: str, batch: dict[int, list[Cell]]) -> list[tuple[int, list[Record]]]:

@@ -300,12 +300,12 @@ class PassMark:
 
 @contextmanager
 def claimed(sessions: Sequence[CachedSequence], by: PassMark | None = None) -> Iterator[None]:
-    """Have different sessions for one call, which may take the engine's lock several times.
+    """Claim different sessions for one call, which may take the engine's lock several times.
 
     Ctrl-C is held back meanwhile: the call is made whole.
 
     Args:
-        by: of the pass that goes on, where that is what they are claimed for.
+        by: the mark of the pass that goes on; None: they are claimed for another call.
 
     Raises:
         SessionError: one is closed, or in use.

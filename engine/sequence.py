@@ -107,7 +107,7 @@ class CachedSequence:
             engine.budgets.join(self)
 
     def claimed(self) -> AbstractContextManager[None]:
-        """Have the session for one call, as :func:`claimed` does."""
+        """Claim the session for one call, as :func:`claimed` does."""
         return claimed([self])
 
     def require_whole(self, by: PassMark | None = None) -> None:
@@ -118,7 +118,7 @@ class CachedSequence:
             )
 
     def _take(self) -> None:
-        """Have the session, until its claim is released. Raises SessionError: somebody has it."""
+        """Claim the session until the claim is released. Raises SessionError: it is in use."""
         if not self._claim.acquire(blocking=False):
             raise SessionError(
                 "the session is in use by another thread; wait for that call to end, or give "
@@ -127,7 +127,7 @@ class CachedSequence:
 
     @contextmanager
     def _taken(self) -> Iterator[None]:
-        """Have the session, whatever its state, and hold Ctrl-C back. Raises SessionError."""
+        """Claim the session, whatever its state, and hold Ctrl-C back. Raises SessionError."""
         with CtrlC():
             self._take()
             try:

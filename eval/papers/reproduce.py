@@ -251,8 +251,9 @@ def _options(
 
 
 def differs(table: PaperTable) -> str:
-    """Return how the table's commands differ from the paper, as a line of shell comment."""
-    return f"# {_one_line(table.note)}"
+    """Return where a table stands, its hours, and how its commands differ, as a shell comment."""
+    hours = "" if table.hours is None else f", a guess of {table.hours} hours on one H100"
+    return f"# {table.where}{hours}: {_one_line(table.note)}"
 
 
 def _one_line(text: str) -> str:

@@ -259,7 +259,9 @@ def test_finished_rows_are_kept_and_figures_stand_beside_the_papers(
     with pytest.raises(InputError, match="trimkv-4096 ended with exit code 1"):
         reproduce.run(table, choice)
     made = reproduce.run(table, choice)
-    assert capsys.readouterr().err.startswith("# temperature and length of replies are not said")
+    assert capsys.readouterr().err.startswith(
+        "# Table 4, a guess of 15 hours on one H100: temperature and length of replies"
+    )
     assert len(started) == 3  # the full cache once
     assert started[0][1:5] == ["-P", "-m", "mmkv", "eval"] and "--gates" not in started[0]
     assert started[2][started[2].index("--gates") + 1] == gates
