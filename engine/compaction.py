@@ -14,7 +14,7 @@ section 3.2), whose positions are those inside the cache.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import NamedTuple
@@ -55,22 +55,27 @@ def with_tokens(runs: Runs, token: int, modality: Tensor, positions: Tensor) -> 
     """
     low, high = (x.cpu().numpy() for x in (positions.amin(0), positions.amax(0)))
     seen = modality.cpu().numpy() > 0
-    starts = np.ones(seen.size, bool)
-    starts[1:] = (seen[1:] != seen[:-1]) | (~seen[1:] & (low[1:] != low[:-1] + 1))
-    edges = [*starts.nonzero()[0].tolist(), seen.size]
     made = list(runs)
-    for start, stop in pairwise(edges):
-        first, extent = int(low[start:stop].min()), 0
+    for start, stop in _spans(seen, low):
+        run = Run(token + start, int(low[start:stop].min()))
         if seen[start]:
-            extent = int(high[start:stop].max()) + 1 - first
+            run = run._replace(extent=int(high[start:stop].max()) + 1 - run.position)
         last = made[-1] if made else None
-        if last is not None and last.extent and extent and not start:
-            # A chunk ended inside a picture; two that touch move together.
-            end = max(last.position + last.extent, first + extent)
+        if last is not None and last.extent and run.extent and start == 0:
+            # The chunk before ended inside this picture; two that touch move together.
+            end = max(last.position + last.extent, run.position + run.extent)
             made[-1] = last._replace(extent=end - last.position)
-        elif last is None or extent or last.extent or _line(last, token + start) != first:
-            made.append(Run(token + start, first, extent))
+        elif last is None or run.extent or last.extent or _line(last, run.token) != run.position:
+            made.append(run)  # else the text goes on where the last run's tokens would stand
     return tuple(made)
+
+
+def _spans(seen: np.ndarray, low: np.ndarray) -> Iterator[tuple[int, int]]:
+    """Yield begin and end of each picture and text; a text ends where its positions jump, too."""
+    starts = np.ones(seen.size, bool)
+    changes, jumps = seen[1:] != seen[:-1], low[1:] != low[:-1] + 1
+    starts[1:] = changes | (jumps & ~seen[1:])
+    yield from pairwise([*np.flatnonzero(starts).tolist(), seen.size])
 
 
 def with_text(runs: Runs, token: int, position: int) -> Runs:
@@ -101,6 +106,7 @@ def without_after(runs: Runs, token: int) -> Runs:
 
 
 def _line(run: Run, token: int) -> int:
+    """Return the position of a token as if all behind the run's first were text."""
     return run.position + token - run.token
 
 

@@ -29,6 +29,7 @@ from mmkv import Engine, bundled_model
 from mmkv.engine.budget import RISK
 from mmkv.engine.cache.choice import best_at
 from mmkv.engine.contents import Memory
+from mmkv.engine.policies import PRESETS
 from mmkv.prompt.loading import load_processor
 from mmkv.server.messages import MessagesRequest
 from mmkv.server.responses_schema import ResponseRequest
@@ -259,6 +260,11 @@ def test_every_field_of_a_request_is_documented(model: Any) -> None:
     text = (ROOT / "docs" / "reference" / "http-api.md").read_text()
     missing = [name for name in model.model_fields if not re.search(rf"`{name}[`:.]", text)]
     assert not missing
+
+
+def test_the_readme_counts_the_policies() -> None:
+    text = (ROOT / "README.md").read_text()
+    assert f" {len(PRESETS.keys() - {'full'})} policies in one engine" in text.replace("\n", " ")
 
 
 def test_the_documents_are_short() -> None:

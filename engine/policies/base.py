@@ -515,6 +515,7 @@ class Policy:
         """Name every part and setting that decides what is evicted; ``source`` does not."""
         more = "" if self.recent_share is None else f", at most {self.recent_share} of the budget"
         more += ", prompts kept" if self.keeps_prompt else ""
+        # Session files hold this text: 1 goes without saying, whatever the default is.
         more += "" if self.interval == 1 else f", every {self.interval} steps"
         more += "" if self.pruner is None else f", {self.pruner!r}"
         more += "" if self.admission is None else f", {self.admission!r}"

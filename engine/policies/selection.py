@@ -39,7 +39,7 @@ class Shares:
         Args:
             length: ``[rows]`` int64, entries of each row.
         """
-        slack = min(slack, MOST_ENTRIES // self.group.numel())
+        slack = min(slack, MOST_ENTRIES // self.group.numel())  # the product fits int64
         allowed = self.share + slack * self.group.bincount(minlength=self.share.numel())
         held = torch.zeros_like(allowed).index_add_(0, self.group, length.to(allowed.device))
         return bool((held > allowed).any())

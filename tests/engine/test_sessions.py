@@ -197,7 +197,8 @@ def test_a_policy_has_an_interval_of_its_own(
 
 @pytest.mark.slow(reason="long dialogues at several budgets")
 @pytest.mark.parametrize("share", [0.1, 0.5, 1.0])
-def test_fraction_budget(engine: Runtime, share: float) -> None:
+def test_fraction_budget(share: float, folders: dict[str, Path]) -> None:
+    engine = load(folders["vl"], evict_every=1)
     session, rows = engine.session(Budget.fraction(share)), engine.spec.rows
     session.prefill(turn(37))
     for seen in range(38, 50):
