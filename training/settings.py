@@ -364,7 +364,7 @@ class TrainingSettings:
         if "steps" in given:
             if given.get("epochs"):
                 raise InputError("--steps and --epochs both say how long to train; give one")
-            asked["epochs"] = 0.0
+            asked["epochs"] = 0.0  # a recipe may count in epochs
         made = cls(**asked)
         for method, options in _OF_METHOD.items():
             if method != made.method and (odd := sorted(options & given.keys())):

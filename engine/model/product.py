@@ -125,7 +125,7 @@ def embedded(token_ids: Tensor, weight: Matrix) -> Tensor:
 
 
 def plain(weight: Matrix) -> Tensor:
-    """Return a matrix that is held as numbers, one row after the other; of panels, a copy.
+    """Return a matrix as rows of numbers: itself, or a copy where it lies in bfloat16 panels.
 
     Raises:
         ModelError: it is held in 8 or 4 bits.

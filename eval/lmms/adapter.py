@@ -664,12 +664,13 @@ class MmkvSimple(Adapter):
     def _rounds(self, request: Instance, sampling: Any, record: LmmsRecord) -> Script:
         context, _, doc_to_visual, doc_to_text, doc_id, task, split = request.args
         doc = self._document(task, split, doc_id)
-        yield from ask_in_rounds(
-            [doc_to_visual(doc), context],
-            partial(doc_to_text, doc),
-            lambda given: Ask(self._messages(given[1], given[0]), sampling),
-            record,
-        )
+
+        def ask(given: Sequence[Any]) -> Ask:
+            visuals, text = given
+            return Ask(self._messages(text, visuals), sampling)
+
+        first = [doc_to_visual(doc), context]
+        yield from ask_in_rounds(first, partial(doc_to_text, doc), ask, record)
 
     def _messages(self, context: str, visuals: Any) -> list[Message]:
         parts = [visual_part(visual) for visual in (visuals or [])]

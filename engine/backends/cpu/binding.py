@@ -294,6 +294,7 @@ def levels() -> list[str]:
 
 @functools.cache
 def _best() -> Library | str:
+    """Return the best level that loads, else why the last, the baseline, does not."""
     found: Library | str = ""
     for level in LEVELS:
         found = _load(level)
