@@ -745,9 +745,7 @@ def checked(args: argparse.Namespace) -> argparse.Namespace:
         take_shape(args)
     args.model = args.model.resolve()
     if not (args.model / "config.json").is_file():
-        raise BenchError(
-            f"{args.model} holds no config.json; python -m benchmarks.smollm2 DIR fetches a model"
-        )
+        raise BenchError(f"{args.model} holds no config.json; --shape smollm2 fetches a model")
     if args.before is not None:
         args.before = args.before.resolve()
     if args.rows:

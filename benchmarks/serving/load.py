@@ -13,7 +13,7 @@ each reply at once, so that prompts wait all the while. A server of its own answ
 under a budget, with the time between tokens that it aims at (``--gap``) and with passes over
 prompts that are read whole; and with the full cache. Each gets the memory that so many streams
 need with the full cache, so that all are admitted: those count with the whole context, which is
-cut to ``--context`` for that. ``python -m benchmarks.smollm2 FOLDER`` gets a model for it,
+cut to ``--context`` for that. ``mmkv pull smollm2-135m`` gets a model for it,
 ``assets/gates/smollm2-135m`` has its gates.
 
 ``overload`` sends more requests than the server can answer, whether or not it answers. It first
