@@ -73,8 +73,6 @@ WRITER = """
 import enum
 class GGMLQuantizationType(enum.Enum):
     F32, F16, Q8_0, Q4_0 = range(4)
-class TokenType(enum.Enum):
-    NORMAL, CONTROL = 1, 3
 class quants:
     @staticmethod
     def quantize(values, kind): return values
@@ -348,21 +346,19 @@ def test_both_engines_see_the_same_picture_and_video(seeing: Path) -> None:
     assert again["logits"] == seen[0] and again["cpu"] > 0
 
 
-def test_a_gguf_of_a_llava_has_both_halves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    folder = write_llava(tmp_path / "llava", side=64, patch=32)
+def test_a_gguf_of_a_llava_has_its_text_half(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = write_llava(tmp_path / "llava")
     config = json.loads((folder / "config.json").read_text())
     (tmp_path / "gguf.py").write_text(WRITER)
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.delitem(sys.modules, "gguf", raising=False)
-    text, tower = tmp_path / "text.gguf", tmp_path / "tower.gguf"
-    assert llama_gguf.main([str(folder), f"{text}=f32+tokenizer", f"{tower}=mmproj"]) == 0
+    text = tmp_path / "text.gguf"
+    assert llama_gguf.main([str(folder), f"{text}=f32"]) == 0
     lines = text.read_text().splitlines()
     assert len(lines) == config["text_config"]["num_hidden_layers"] * 9 + 3
     assert "blk.0.attn_q.weight F32" in lines and "output.weight F32" in lines
-    lines = tower.read_text().splitlines()
-    # Weights and biases: 8 of a layer, 2 norms around them, 2 of the projector, and 3 embeddings.
-    assert len(lines) == config["vision_config"]["num_hidden_layers"] * 16 + 4 + 4 + 3
-    assert {"v.class_embd F32", "v.patch_embd.weight F32", "mm.2.bias F32"} < set(lines)
 
 
 def test_what_cannot_run_says_why(model: Path, tmp_path: Path, capsys: Any) -> None:
