@@ -115,6 +115,11 @@ def lines(paths: Iterable[str]) -> int:
     return sum(len((ROOT / path).read_text().splitlines()) for path in paths)
 
 
+def words(paths: Iterable[str]) -> int:
+    """Return the words of files, together."""
+    return sum(len((ROOT / path).read_text().split()) for path in paths)
+
+
 def files_of_a_reply() -> list[str]:
     """Return the files whose functions run while the server answers a chat with four tokens."""
     from mmkv import Engine
@@ -125,6 +130,26 @@ def files_of_a_reply() -> list[str]:
     return sorted(http_road(lambda: serving(lambda: Engine.from_pretrained(bundled_model()))))
 
 
+def _one_neighbour(path: str, arrows: dict[str, set[str]]) -> bool:
+    """Return whether one file alone imports a file, and lies in the same folder."""
+    users = [Path(other) for other, imports in arrows.items() if path in imports]
+    return [user.parent for user in users] == [Path(path).parent]
+
+
+def _between_folders(arrows: dict[str, set[str]]) -> dict[str, set[str]]:
+    """Return which folders of ``engine`` import which, from the imports of files.
+
+    A file beside the folders is by itself: errors.py lies below them, runtime.py above.
+    """
+    folders: dict[str, set[str]] = defaultdict(set)
+    for path, others in arrows.items():
+        if path.startswith("engine/"):
+            here = "/".join(path.split("/")[:2])
+            inside = (other for other in others if other.startswith("engine/"))
+            folders[here] |= {"/".join(other.split("/")[:2]) for other in inside} - {here}
+    return folders
+
+
 def figures() -> dict[str, Any]:
     """Return all figures by name."""
     python = tracked("*.py")
@@ -132,21 +157,8 @@ def figures() -> dict[str, Any]:
     packages = [path for path in product if path.split("/")[0] in TOPS]
     known = {module_name(path): path for path in packages}
     arrows = {path: imported(path, known) for path in packages}
-    users = defaultdict(set)
-    for path, others in arrows.items():
-        for other in others:
-            users[other].add(path)
     judged = [p for p in packages if not p.startswith("eval/") and not p.endswith("__init__.py")]
-    alone = [
-        path for path in judged if [Path(one).parent for one in users[path]] == [Path(path).parent]
-    ]
-    folders: dict[str, set[str]] = defaultdict(set)
-    for path, others in arrows.items():
-        if path.startswith("engine/"):
-            # A file beside the folders is by itself: errors.py lies below them, runtime.py above.
-            here = "/".join(path.split("/")[:2])
-            inside = (other for other in others if other.startswith("engine/"))
-            folders[here] |= {"/".join(other.split("/")[:2]) for other in inside} - {here}
+    alone = [path for path in judged if _one_neighbour(path, arrows)]
     reply = files_of_a_reply()
     return {
         "Python files outside tests and benchmarks": len(product),
@@ -157,18 +169,14 @@ def figures() -> dict[str, Any]:
         "header lines a file": round(mean(header_lines(path) for path in packages), 1),
         "files that one neighbour imports (%)": round(100 * len(alone) / len(judged), 1),
         "circles between folders of engine": sum(
-            any((ROOT / node).is_dir() for node in ring) for ring in rings(folders)
+            any((ROOT / node).is_dir() for node in ring) for ring in rings(_between_folders(arrows))
         ),
         "circles of files": len(rings(arrows)),
         "files in circles": sum(map(len, rings(arrows))),
         "functions of complexity > 15": sum(map(complex_functions, packages)),
         "files of a reply": len(reply),
-        "words of docs": sum(
-            len((ROOT / path).read_text().split()) for path in tracked("docs/*.md", "README.md")
-        ),
-        "words of notes": sum(
-            len((ROOT / path).read_text().split()) for path in tracked("benchmarks/notes/*.md")
-        ),
+        "words of docs": words(tracked("docs/*.md", "README.md")),
+        "words of notes": words(tracked("benchmarks/notes/*.md")),
         "_alone": sorted(alone),
         "_rings": sorted(sorted(ring) for ring in rings(arrows)),
         "_reply": reply,

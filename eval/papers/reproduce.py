@@ -214,21 +214,26 @@ def commands(table: PaperTable, row: TableRow, choice: TableChoice) -> list[list
             "tasks": ",".join(part.get("tasks", table.tasks)),
             "data": choice.data,
             "model": choice.model or table.model,
-            "gates": f"--gates {shlex.quote(gates)}" if gates and row.name in table.gates else "",
+            "gates": _given("gates", gates if row.name in table.gates else None),
             "policy": shlex.quote(row.policy),
-            "budget": f"--budget {shlex.quote(plain)}" if plain else "",
-            "samples": f"--samples {samples}" if samples else "",
+            "budget": _given("budget", plain),
+            "samples": _given("samples", samples),
             "options": shlex.join(_options(table, part, more, choice)),
-            "interval": f"--evict-every {interval.partition('=')[2]}" if interval else "",
-            "limit": f"--limit {choice.limit:g}" if choice.limit else "",
-            "batch": f"--batch-size {choice.batch_size}" if choice.batch_size != 1 else "",
-            "device": f"--device {choice.device}" if choice.device else "",
-            "dtype": f"--dtype {choice.dtype}" if choice.dtype else "",
+            "interval": _given("evict-every", (interval or "").partition("=")[2]),
+            "limit": _given("limit", choice.limit and f"{choice.limit:g}"),
+            "batch": _given("batch-size", choice.batch_size if choice.batch_size != 1 else None),
+            "device": _given("device", choice.device),
+            "dtype": _given("dtype", choice.dtype),
             "row": shlex.quote(str(row_folder(table, row, choice))),
         }
         quoted = {key: shlex.quote(values[key]) for key in ("tasks", "data", "model")}
         made += [shlex.split(one.format(**values | quoted)) for one in table.commands]
     return made
+
+
+def _given(name: str, value: object) -> str:
+    """Return an option with its value, as a shell reads it; nothing for what is not set."""
+    return f"--{name} {shlex.quote(str(value))}" if value else ""
 
 
 def _options(

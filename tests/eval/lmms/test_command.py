@@ -423,10 +423,15 @@ def test_a_policy_keeps_its_parameters_on_the_way_through_lmms_eval() -> None:
         assert make_policy(LmmsSettings.of(arguments).engine.policy) == wanted
 
 
-def test_a_length_of_the_users_own_holds_for_models_that_think() -> None:
-    own = eval_command._own_floor
-    assert own("temperature=0.6,max_new_tokens=64") == "0"
-    assert own(None) is None and own("temperature=0.6") is None
+def test_a_length_of_the_users_own_holds_for_models_that_think(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    asked: list[str] = []
+    monkeypatch.setattr(eval_command.EvalJob, "run", lambda job: asked.append(job.model_args) or 0)
+    for own in (["temperature=0.6, max_new_tokens=64"], ["temperature=0.6"], []):
+        options = ["--gen-kwargs", *own] if own else []
+        assert mmkv_command(["eval", "--tasks", "mme", *options]) == 0
+    assert ["thinking_floor=0" in one for one in asked] == [True, False, False]
 
 
 def test_without_lmms_eval_it_says_what_to_install(
