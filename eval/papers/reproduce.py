@@ -83,7 +83,6 @@ class PaperTable:
     samples: int | None = None
     parts: tuple[dict[str, Any], ...] = ({},)
     hours: int | None = None
-    offline: str = ""
     missing: str = ""
     figures: str = ""
     checked: str = ""
@@ -375,9 +374,14 @@ def _started(words: Sequence[str]) -> list[str]:
 
 
 def compared(table: PaperTable, choice: TableChoice) -> str:
-    """Return a Markdown table: for each row and column our figure, and the paper's in brackets."""
+    """Return a Markdown table: for each row and column our figure, and the paper's in brackets.
+
+    Of a table that is not made by ``mmkv eval``: where its results are, and the paper's figures.
+    """
     if not table.evaluates:
-        return f"results are below {Path(choice.output) / table.name.replace(':', '-')}"
+        place = Path(choice.output) / table.name.replace(":", "-")
+        paper = f"\nthe paper's figures: {_one_line(table.figures)}" if table.figures else ""
+        return f"results are below {place}{paper}"
     heads = ["", *(column.label for column in table.columns)]
     made = [f"| {' | '.join(heads)} |", f"|{'---|' * len(heads)}"]
     for row in chosen_rows(table, choice):
