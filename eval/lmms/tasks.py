@@ -35,7 +35,7 @@ import yaml
 
 from mmkv.engine.errors import InputError, MmkvError
 from mmkv.engine.paths import is_file, is_folder
-from mmkv.eval.long_text.benchmarks import expanded, task_file, tasks
+from mmkv.eval.long_text.benchmarks import data_files, expanded, task_file, tasks
 from mmkv.eval.mmdu.data import Dialogue, find_pictures, interleave, read_benchmark, read_row
 from mmkv.eval.mmdu.scores import is_right
 from mmkv.resources import bundled_dialogues
@@ -347,7 +347,8 @@ def _local(name: str, data: Path, shipped: Path) -> dict[str, Any]:
         made["include"] = str(source)
         kwargs = merged(source).get(_KWARGS) or {}
     (split, patterns), *_ = made["dataset_kwargs"]["data_files"].items()
-    folder, files = _files(name, data, patterns)
+    files = data_files(data, patterns, name)
+    folder = data / Path(files[0]).relative_to(data).parts[0]
     if name == "mmdu":
         folder = check(files, folder)
     made["dataset_path"] = "parquet" if files[0].endswith(".parquet") else "json"
@@ -370,16 +371,6 @@ def _require(name: str) -> None:
     module, package = _NEEDS.get(name, (None, None))
     if module is not None and find_spec(module) is None:
         raise InputError(f"lmms-eval's task {name} needs {module}; run pip install {package}")
-
-
-def _files(name: str, data: Path, patterns: Sequence[str]) -> tuple[Path, list[str]]:
-    """Return the task's folder, and its files by the first pattern that finds any."""
-    if not is_folder(data):
-        raise InputError(f"no folder {data}; --data names the folder that holds {patterns[0]}")
-    for pattern in patterns:
-        if files := sorted(map(str, data.glob(pattern))):
-            return data / pattern.split("/", 1)[0], files
-    raise InputError(f"task {name} has no data: no {' and no '.join(patterns)} below {data}")
 
 
 def _prompts(name: str, shipped: Path) -> dict[str, Any] | None:

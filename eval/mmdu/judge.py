@@ -326,10 +326,10 @@ def run_judge(options: JudgeOptions) -> int:
     if not tasks:
         raise InputError(f"no dialogue of {options.answers} can be judged, for the reasons above")
     verdicts = Verdicts(options.folder() / JOURNAL_FILE, _identity(options))
-    standing = _standing(verdicts, tasks)
+    judged = standing(verdicts, tasks)
     if options.retry_failed:
-        standing = {key: verdict for key, verdict in standing.items() if not verdict.failure}
-    todo = [task for task in tasks if task.key not in standing]
+        judged = {key: verdict for key, verdict in judged.items() if not verdict.failure}
+    todo = [task for task in tasks if task.key not in judged]
     if not options.quiet and len(todo) < len(tasks):
         _say(
             console, f"mmkv: {len(tasks) - len(todo)} of {len(tasks)} questions are judged already"
@@ -393,7 +393,7 @@ def _tasks(
     return tasks, missing
 
 
-def _standing(verdicts: Verdicts, tasks: Sequence[Task]) -> dict[Key, Verdict]:
+def standing(verdicts: Verdicts, tasks: Sequence[Task]) -> dict[Key, Verdict]:
     """Return the verdicts on what the tasks ask now; one on another prompt is left out."""
     known = verdicts.by_key
     return {
@@ -471,7 +471,7 @@ def _write(
 ) -> tuple[dict[str, Any], Table]:
     """Write scores.json, scores.md and the official files; return the scores and their table."""
     folder = options.folder()
-    valid = _standing(verdicts, tasks)
+    valid = standing(verdicts, tasks)
     result = aggregate(dialogues, missing, valid)
     run = AnswerFolder(options.answers).settings()
     page = {"judge": _identity(options), "run": run, **result}
