@@ -268,23 +268,10 @@ def target_rows(found: Mapping[str, Any]) -> Iterator[Sequence[str]]:
         yield [label(row["target"], found), measured, row["wanted"], holds]
 
 
-def loss_rows(found: Mapping[str, Any]) -> Iterator[Sequence[str]]:
-    """Yield a row for everything in which a peer of equal bits is faster than mmkv's full cache."""
-    yield ["what", "mmkv", "faster", "mmkv takes"]
-    for row in found["cases"]:
-        for ours, peers in EQUALS.items():
-            for loss in _ratio(found, row, ours, peers, 1.0):
-                if not loss["met"]:
-                    theirs = loss["target"].rpartition(" / ")[2]
-                    times = f"{loss['value']['median']:.2f} times as long"
-                    yield [_named(row), ours, theirs, times]
-
-
 def tables(args: argparse.Namespace, found: Mapping[str, Any]) -> dict[str, list[Sequence[str]]]:
     """Return what pages show of a run, by name."""
     name = f"peers-{args.shape}" if args.shape else "peers"
-    ways = (("", case_rows), ("-targets", target_rows), ("-losses", loss_rows))
-    return {f"{name}{end}": list(rows(found)) for end, rows in ways}
+    return {name: list(case_rows(found)), f"{name}-targets": list(target_rows(found))}
 
 
 def label(name: str, found: Mapping[str, Any]) -> str:
@@ -795,8 +782,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         found = bench.run()
         path = bench.save()
     for name, rows in tables(args, found).items():
-        if not name.endswith("losses"):
-            table(name, rows[0], rows[1:])
+        table(name, rows[0], rows[1:])
     for name, reason in found["not_run"].items():
         print(f"{name} was not run: {reason}")
     for lack in found["unavailable"]:

@@ -164,13 +164,12 @@ def run_in_folder(
 
 @dataclass
 class Streamed:
-    """What came of one request, by chat completions or responses; times are seconds since it.
+    """What came of one chat completion; times are seconds since its request.
 
     Attributes:
         status: of HTTP; 0: the connection broke. first: until the first piece of text.
         gaps: between two pieces; whole: until the end.
-        usage: as the server gave it; error: its error object; id: of a response.
-        finish_reason: as chat completions name it.
+        usage: as the server gave it; error: its error object.
     """
 
     status: int = 0
@@ -180,7 +179,6 @@ class Streamed:
     whole: float = 0.0
     usage: dict[str, Any] | None = None
     error: dict[str, Any] | None = None
-    id: str | None = None
     finish_reason: str | None = None
 
     def __post_init__(self) -> None:
@@ -192,15 +190,11 @@ class Streamed:
             return
         event = json.loads(line[6:])
         self.error = event.get("error") or self.error
-        whole, delta = event.get("response") or {}, event.get("delta")
-        text = delta if isinstance(delta, str) else ""
+        self.usage = event.get("usage") or self.usage
+        text = ""
         for choice in event.get("choices") or ():
             text += choice["delta"].get("content") or ""
             self.finish_reason = choice.get("finish_reason") or self.finish_reason
-        if whole.get("status") == "incomplete":
-            self.finish_reason = "length"
-        self.usage = event.get("usage") or whole.get("usage") or self.usage
-        self.id = whole.get("id") or self.id
         if not text:
             return
         now = time.perf_counter()
@@ -221,12 +215,10 @@ class Streamed:
                 self.error = {"message": said, "code": None}
         return self
 
-    def counts(self) -> tuple[int, int, int]:
-        """Return the tokens of the prompt and of the reply, and those of the prompt held before."""
+    def counts(self) -> tuple[int, int]:
+        """Return the tokens of the prompt and of the reply."""
         usage = self.usage or {}
-        prompt, new = ("prompt", "completion") if "prompt_tokens" in usage else ("input", "output")
-        held = (usage.get(f"{prompt}_tokens_details") or {}).get("cached_tokens") or 0
-        return usage[f"{prompt}_tokens"], usage[f"{new}_tokens"], held
+        return usage["prompt_tokens"], usage["completion_tokens"]
 
 
 async def stream_chat(
@@ -241,25 +233,6 @@ async def stream_chat(
             await asyncio.sleep(pause)
             found.take(line)
     return found.end(200, b"")
-
-
-def stream_reply(client: httpx.Client, path: str, content: bytes) -> Streamed:
-    """Send a body of JSON that asks for a stream, and read it to its end.
-
-    Raises:
-        BenchError: the server refused or failed, with what it said, or the reply was empty.
-    """
-    found, kind = Streamed(), {"Content-Type": "application/json"}
-    with client.stream("POST", path, content=content, headers=kind) as answer:
-        if answer.status_code != 200:
-            found.end(answer.status_code, answer.read())
-            raise BenchError(f"{found.status}: {str(found.error)[:300]}")
-        for line in answer.iter_lines():
-            found.take(line)
-    found.end(200, b"")
-    if found.error is not None or found.usage is None:
-        raise BenchError(str(found.error or "the reply has no usage")[:300])
-    return found
 
 
 _WORDS = "what is at row column the red blue green cat frog tree star moon left right two".split()

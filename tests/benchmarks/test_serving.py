@@ -55,13 +55,6 @@ def test_nothing_is_lost_when_clients_misbehave(server: Server) -> None:
     assert server.inside(held_by_something)
 
 
-@pytest.mark.parametrize("way", [loads.CHAT, loads.RESPONSES])
-def test_a_turn_reads_its_own_tokens(server: Server, way: str) -> None:
-    rows = loads.long_dialogue(server, way, 7, 4, 3)  # type: ignore[arg-type]
-    assert all(row["read"] == row["own"] > 0 for row in rows[1:])
-    assert [row["prompt"] for row in rows] == sorted({row["prompt"] for row in rows})
-
-
 def test_streams_are_counted_side_by_side(
     server: Server, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
