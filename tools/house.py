@@ -1,9 +1,9 @@
 """Count what a reader of this repository has to get through: ``python -m tools.house``.
 
 Files and lines, how much of a file is docstring and imports, files that only one other file of
-their folder imports, circles of imports (those for a type checker count), long functions, the files
-whose code runs for one short reply of the server, and words of the documents. ``--names`` lists the
-files behind the figures, ``--json`` prints all for a program.
+their folder imports, circles of imports (those for a type checker count), functions with many ways
+through them, the files whose code runs for one short reply of the server, and words of the
+documents. ``--names`` lists what is behind the figures, ``--json`` prints all for a program.
 """
 
 from __future__ import annotations
@@ -98,15 +98,15 @@ def header_lines(path: str) -> int:
 _BRANCHES = (ast.If, ast.IfExp, ast.For, ast.While, ast.ExceptHandler, ast.comprehension)
 
 
-def complex_functions(path: str) -> int:
-    """Return how many functions of a file have more than 15 ways through them (McCabe)."""
-    found = 0
+def complex_functions(path: str) -> list[str]:
+    """Return the functions of a file with more than 15 ways through them (McCabe)."""
+    found = []
     for node in ast.walk(ast.parse((ROOT / path).read_text())):
         if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
             inner = list(ast.walk(node))
             ways = 1 + sum(isinstance(one, _BRANCHES) for one in inner)
             ways += sum(len(one.values) - 1 for one in inner if isinstance(one, ast.BoolOp))
-            found += ways > 15
+            found += [f"{path} {node.name} {ways}"] if ways > 15 else []
     return found
 
 
@@ -160,6 +160,7 @@ def figures() -> dict[str, Any]:
     judged = [p for p in packages if not p.startswith("eval/") and not p.endswith("__init__.py")]
     alone = [path for path in judged if _one_neighbour(path, arrows)]
     reply = files_of_a_reply()
+    tangled = [name for path in packages for name in complex_functions(path)]
     return {
         "Python files outside tests and benchmarks": len(product),
         "their lines": lines(product),
@@ -173,13 +174,14 @@ def figures() -> dict[str, Any]:
         ),
         "circles of files": len(rings(arrows)),
         "files in circles": sum(map(len, rings(arrows))),
-        "functions of complexity > 15": sum(map(complex_functions, packages)),
+        "functions of complexity > 15": len(tangled),
         "files of a reply": len(reply),
         "words of docs": words(tracked("docs/*.md", "README.md")),
         "words of notes": words(tracked("benchmarks/notes/*.md")),
         "_alone": sorted(alone),
         "_rings": sorted(sorted(ring) for ring in rings(arrows)),
         "_reply": reply,
+        "_complex": sorted(tangled),
     }
 
 
@@ -197,7 +199,7 @@ def main() -> None:
         if not name.startswith("_"):
             print(f"{name:40} {value:>8}")
     if args.names:
-        for name in ("_alone", "_rings", "_reply"):
+        for name in filter(lambda name: name.startswith("_"), found):
             print(f"\n{name[1:]}:")
             for value in found[name]:
                 print("  ", value if isinstance(value, str) else " ".join(value))
