@@ -51,6 +51,7 @@ from benchmarks.bench.harness import (
 from benchmarks.bench.peer_environments import ENVIRONMENTS, interpreter
 from benchmarks.bench.shape_files import CHECKPOINTS, write_checkpoint, write_gates
 from mmkv.engine.errors import MmkvError
+from mmkv.engine.system import free_bytes
 from mmkv.eval.step import spread
 from mmkv.training.measure.record import ROOT, Journal, command, commit, require_output
 
@@ -394,7 +395,9 @@ class Bench:
     def require_memory(self, side: Side) -> None:
         """Raise BenchError for weights that the memory at hand cannot hold."""
         needed = LOADING * self.sizes["parameters"] * BITS[side.weights] / 8
-        there = available_bytes()
+        import torch
+
+        there = free_bytes(torch.device("cpu"))
         if there is not None and needed > there:
             raise BenchError(
                 f"needs {needed / 2**30:.1f} GiB of memory, and {there / 2**30:.1f} are available"
@@ -638,16 +641,6 @@ def rows_of(args: argparse.Namespace, sees: bool) -> list[str]:
         *(f"context {count}" for count in sorted(args.contexts)),
         *(f"batch {count}" for count in sorted(args.batches)),
     ]
-
-
-def available_bytes() -> int | None:
-    """Return the memory that new processes can have, None where the system does not say."""
-    try:
-        lines = Path("/proc/meminfo").read_text().splitlines()
-    except OSError:
-        return None
-    found = [line.split()[1] for line in lines if line.startswith("MemAvailable:")]
-    return int(found[0]) * 1024 if found else None
 
 
 def sizes(folder: Path, config: dict[str, Any]) -> dict[str, int]:
