@@ -149,20 +149,10 @@ def checks(found: Mapping[str, Any]) -> list[dict[str, Any]]:
 def _checks(found: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
     """Yield the targets: ratios to the best peer of equal bits, round by round."""
     for row, case in found["cases"].items():
-        kind, _, size = row.partition(" ")
         for ours, peers in EQUALS.items():
-            if kind in WANTED and ours in WANTED[kind]:
-                yield from _ratio(found, row, ours, peers, WANTED[kind][ours])
-            if row == LOAD:  # a second start: what the first one of a run keeps is there
-                theirs = tuple(peer for peer in peers if peer.startswith("llama.cpp"))
-                yield from _ratio(found, row, ours, theirs, WANTED_LOAD, skipped=1)
-            if kind == "context" and int(size) == SHORT:
-                yield from _ratio(found, row, ours, peers, WANTED_SHORT)
-            if kind == "context" and int(size) == LONG:
-                within = f"{ours}, budget"
-                evicting = next(f"{peer}, budget" for peer in peers if "OpenVINO" in peer)
-                yield from _ratio(found, row, within, peers, WANTED_LONG)
-                yield from _ratio(found, row, within, (evicting,), WANTED_EVICTING)
+            for method, others, wanted in _targets_of(row, ours, peers):
+                # Of loads a second start: what the first one of a run keeps is there.
+                yield from _ratio(found, row, method, others, wanted, skipped=int(row == LOAD))
         if row == COLD:
             pair = [case["methods"].get(name) for name in ("mmkv bf16", "transformers bf16")]
             if all(pair):
@@ -179,6 +169,23 @@ def _checks(found: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
         if ours and about.get("memory", {}).get("peak_rss"):
             value = about["memory"]["peak_rss"] / allowed_bytes(found, name)
             yield _target(f"peak size of the process / allowed, {name}", spread([value]), 1)
+
+
+def _targets_of(
+    row: str, ours: str, peers: Sequence[str]
+) -> Iterator[tuple[str, Sequence[str], float]]:
+    """Yield the targets of a row and a form of ours: method, whom it is compared with, bound."""
+    kind = row.partition(" ")[0]
+    if ours in WANTED.get(kind, {}):
+        yield ours, peers, WANTED[kind][ours]
+    if row == LOAD:
+        yield ours, [peer for peer in peers if peer.startswith("llama.cpp")], WANTED_LOAD
+    if row == f"context {SHORT}":
+        yield ours, peers, WANTED_SHORT
+    if row == f"context {LONG}":
+        within = f"{ours}, budget"
+        yield within, peers, WANTED_LONG
+        yield within, [f"{peer}, budget" for peer in peers if "OpenVINO" in peer], WANTED_EVICTING
 
 
 def _ratio(
