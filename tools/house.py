@@ -15,6 +15,7 @@ import subprocess
 import sys
 from collections import defaultdict
 from collections.abc import Iterable
+from itertools import chain
 from pathlib import Path
 from statistics import mean
 from typing import Any
@@ -160,7 +161,7 @@ def figures() -> dict[str, Any]:
     judged = [p for p in packages if not p.startswith("eval/") and not p.endswith("__init__.py")]
     alone = [path for path in judged if _one_neighbour(path, arrows)]
     reply = files_of_a_reply()
-    tangled = [name for path in packages for name in complex_functions(path)]
+    tangled = list(chain.from_iterable(map(complex_functions, packages)))
     return {
         "Python files outside tests and benchmarks": len(product),
         "their lines": lines(product),

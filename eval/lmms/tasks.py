@@ -318,7 +318,6 @@ def _override(
 ) -> dict[str, Any] | None:
     """Return the settings of one task that :func:`write` writes; None: it runs as it is."""
     known, name = local_names(), given.removesuffix("_local")
-    lacking = InputError(f"task {given} reads local files; add --data FOLDER")
     if name in tasks():
         if data is None:
             raise InputError(f"task {name} reads local files; add --data FOLDER")
@@ -327,13 +326,13 @@ def _override(
         if name == "mmdu" and data is None:
             data = bundled_dialogues().parent
         if data is None:
-            raise lacking
+            raise InputError(f"task {given} reads local files; add --data FOLDER")
         return _with_samples(_local(name, data.resolve(), shipped), samples)
     if data is not None and name != given:
         raise InputError(f"no local form of task {given}; there is one of {', '.join(known)}")
     made = _prompts(given, shipped)
     if made is None and name in known and find(name, shipped) is None:
-        raise lacking
+        raise InputError(f"task {given} reads local files; add --data FOLDER")
     return made
 
 
