@@ -9,17 +9,19 @@ run continues when it is started again; with more policies, budgets or dialogues
 from __future__ import annotations
 
 import argparse
+import contextlib
 import re
 import statistics
 import sys
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import torch
 
-from benchmarks.bench.methods import MmkvInProcess
 from benchmarks.experiment import (
     ComparisonRuns,
     Page,
@@ -40,6 +42,7 @@ from mmkv.engine.errors import InputError
 from mmkv.engine.policies import make_policy, names
 from mmkv.engine.policies.preset import PolicyText
 from mmkv.engine.runtime import Runtime
+from mmkv.engine.sequence import CachedSequence
 from mmkv.training.measure.record import Journal
 
 STEPS, ROUNDS = 48, 3
@@ -88,19 +91,57 @@ class Speeds:
             engine.budget = cell.budget_for(self.context)
         below = min([base.spec.vocab_size, *base.family.placeholder.values()])
         prompt = torch.randint(3, below, (1, self.context), generator=torch.manual_seed(0))
-        method = MmkvInProcess(engine, prompt)
-        try:
-            method.run(4)  # warms up
-            seconds = [method.run(STEPS)[0] for _ in range(ROUNDS)]
-            share = method.eviction_share(STEPS) if engine.policy.evicts else 0.0
-        finally:
-            for session in method.sessions:
-                session.close()
+        with engine.session() as session:
+            first = int(session.prefill({"input_ids": prompt}).argmax())
+            greedy(session, first, 4)  # warms up
+            seconds = [greedy(session, first, STEPS) for _ in range(ROUNDS)]
+            share = eviction_share(session, first) if engine.policy.evicts else 0.0
         return {
             "tokens_per_second": STEPS / statistics.median(seconds),
             "eviction_share": share,
             "path": engine.reply_path,
         }
+
+
+def greedy(session: CachedSequence, token: int, steps: int) -> float:
+    """Time greedy steps of a copy of the session, in seconds."""
+    with session.fork() as copy:
+        start = time.perf_counter()
+        for _ in range(steps):
+            token = int(session.engine.decode([copy], [token]).argmax())
+        return time.perf_counter() - start
+
+
+def eviction_share(session: CachedSequence, token: int) -> float:
+    """Measure the part of the decode time that goes into eviction: inside C by its clock, and
+    around it.
+    """
+    spent, engine = 0.0, session.engine
+
+    def timed(function: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **options: Any) -> Any:
+            nonlocal spent
+            start = time.perf_counter()
+            made = function(*args, **options)
+            spent += time.perf_counter() - start
+            return made
+
+        return call
+
+    cpu = engine.backends.cpu
+    native = cpu.decoder if engine.decode_path == "native" else None
+    inside = 0.0 if native is None else native.eviction_seconds
+    places: list[tuple[Any, str]] = [(engine.budgets, "cut")]
+    if native is not None and cpu.evictor is not None:
+        places += [(cpu.evictor, "request"), (cpu.evictor, "commit")]
+    with contextlib.ExitStack() as stack:
+        for owner, name in places:
+            function = timed(getattr(owner, name))
+            stack.enter_context(mock.patch.object(owner, name, function))
+        seconds = greedy(session, token, STEPS)
+    if native is not None:
+        spent += native.eviction_seconds - inside
+    return spent / seconds
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

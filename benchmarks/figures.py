@@ -19,7 +19,6 @@ from typing import Any
 import numpy as np
 import torch
 
-from benchmarks.serving.agent import agent_values, draw_agent
 from benchmarks.serving.load import draw_speed, speed_values
 from mmkv.engine.cache.layout import Layout
 from mmkv.engine.policies import Budget
@@ -212,8 +211,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
     draw_kept(kept / "kept.svg")
     speeds = speed_values(RESULTS)
     _save(draw_speed(speeds), figures / "serving.svg", digest(speeds))
-    steps = agent_values(RESULTS)
-    _save(draw_agent(steps), figures / "agent.svg", digest(steps))
 
 
 if __name__ == "__main__":

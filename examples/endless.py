@@ -142,6 +142,37 @@ def status(way: Watcher, seconds: int, context: int) -> Text:
     )
 
 
+def watch(
+    drawn: list[SeenScene], ways: dict[str, Watcher], console: Console, speed: float, context: int
+) -> str:
+    """Show a stream to all sessions, ask them on the way, and return how many were right."""
+    right, guesses, count = dict.fromkeys(ways, 0), list[bool](), 0
+    started = time.perf_counter()
+    with Live(console=console, refresh_per_second=8) as live:
+        for number, shown in enumerate(drawn, 1):
+            for way in ways.values():
+                way.show(shown)
+            live.update(status(ways["mmkv"], shown.at + HOLD, context))
+            for question in asked_at(drawn[:number], number == len(drawn)):
+                line = Text(f"{clock(shown.at)} {question.kind:>15}: {question.text} ")
+                for name, way in ways.items():
+                    said, sure = way.ask(question.text)
+                    text, colour = judged(said, sure, question)
+                    line.append(f"\n      {name:>6} ", style="dim").append(text, style=colour)
+                    right[name] += said == question.answer
+                    if name == "mmkv" and said != question.answer:
+                        guesses.append(sure < UNSURE)
+                count += 1
+                live.console.print(line)
+            if speed:
+                behind = (shown.at + HOLD) / speed - (time.perf_counter() - started)
+                time.sleep(max(0.0, behind))
+    return (
+        f"Right: mmkv {right['mmkv']} of {count}, window {right['window']} of {count}. Of mmkv's "
+        f"{len(guesses)} wrong answers {sum(guesses)} were called a guess."
+    )
+
+
 def main() -> None:
     """Watch, ask, and count."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
@@ -171,34 +202,8 @@ def main() -> None:
         f"{args.budget:g} entries a head.\nmmkv keeps what learned gates score highest; the window "
         "keeps the newest. ✓ and ✗: beside what was drawn.\n"
     )
-    right = {name: 0 for name in ways}
-    guesses: list[bool] = []
-    count, seen, drawn = 0, list[SeenScene](), stream(args.seed, args.minutes)
-    started = time.perf_counter()
-    with Live(console=console, refresh_per_second=8) as live:
-        for shown in drawn:
-            seen.append(shown)
-            for way in ways.values():
-                way.show(shown)
-            live.update(status(ways["mmkv"], shown.at + HOLD, context))
-            for question in asked_at(seen, shown is drawn[-1]):
-                line = Text(f"{clock(shown.at)} {question.kind:>15}: {question.text} ")
-                for name, way in ways.items():
-                    said, sure = way.ask(question.text)
-                    text, colour = judged(said, sure, question)
-                    line.append(f"\n      {name:>6} ", style="dim").append(text, style=colour)
-                    right[name] += said == question.answer
-                    if name == "mmkv" and said != question.answer:
-                        guesses.append(sure < UNSURE)
-                count += 1
-                live.console.print(line)
-            if args.speed:
-                behind = (shown.at + HOLD) / args.speed - (time.perf_counter() - started)
-                time.sleep(max(0.0, behind))
-    console.print(
-        f"\nRight: mmkv {right['mmkv']} of {count}, window {right['window']} of {count}. Of mmkv's "
-        f"{len(guesses)} wrong answers {sum(guesses)} were called a guess."
-    )
+    found = watch(stream(args.seed, args.minutes), ways, console, args.speed, context)
+    console.print(f"\n{found}")
     if args.svg:
         drawn_svg = console.export_svg(title="make demo-endless")
         # Without the fonts that it would load from another site.

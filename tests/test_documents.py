@@ -23,7 +23,6 @@ from typer.main import get_command
 
 from benchmarks.document_tables import documents, fill, main, sources
 from benchmarks.figures import FIGURES, accuracy_values, digest
-from benchmarks.serving.agent import agent_values
 from benchmarks.serving.load import speed_values
 from mmkv import Engine, bundled_model
 from mmkv.engine.budget import RISK
@@ -68,7 +67,7 @@ def test_every_result_is_cited() -> None:
 
 
 def test_figures_are_drawn_from_the_results_of_today() -> None:
-    drawn_from = {"accuracy": accuracy_values, "serving": speed_values, "agent": agent_values}
+    drawn_from = {"accuracy": accuracy_values, "serving": speed_values}
     for name, values in drawn_from.items():
         drawn = (FIGURES / f"{name}.svg").read_text()
         assert digest(values(RESULTS)) in drawn, "run `python -m benchmarks.figures`"

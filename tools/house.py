@@ -1,9 +1,9 @@
 """Count what a reader of this repository has to get through: ``python -m tools.house``.
 
 Files and lines, how much of a file is docstring and imports, files that only one other file of
-their folder imports, circles of imports (those for a type checker count), long functions, the files
-whose code runs for one short reply of the server, and words of the documents. ``--names`` lists the
-files behind the figures, ``--json`` prints all for a program.
+their folder imports, circles of imports (those for a type checker count), functions with many ways
+through them, the files whose code runs for one short reply of the server, and words of the
+documents. ``--names`` lists what is behind the figures, ``--json`` prints all for a program.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import subprocess
 import sys
 from collections import defaultdict
 from collections.abc import Iterable
+from itertools import chain
 from pathlib import Path
 from statistics import mean
 from typing import Any
@@ -98,21 +99,26 @@ def header_lines(path: str) -> int:
 _BRANCHES = (ast.If, ast.IfExp, ast.For, ast.While, ast.ExceptHandler, ast.comprehension)
 
 
-def complex_functions(path: str) -> int:
-    """Return how many functions of a file have more than 15 ways through them (McCabe)."""
-    found = 0
+def complex_functions(path: str) -> list[str]:
+    """Return the functions of a file with more than 15 ways through them (McCabe)."""
+    found = []
     for node in ast.walk(ast.parse((ROOT / path).read_text())):
         if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
             inner = list(ast.walk(node))
             ways = 1 + sum(isinstance(one, _BRANCHES) for one in inner)
             ways += sum(len(one.values) - 1 for one in inner if isinstance(one, ast.BoolOp))
-            found += ways > 15
+            found += [f"{path} {node.name} {ways}"] if ways > 15 else []
     return found
 
 
 def lines(paths: Iterable[str]) -> int:
     """Return the lines of files, together."""
     return sum(len((ROOT / path).read_text().splitlines()) for path in paths)
+
+
+def words(paths: Iterable[str]) -> int:
+    """Return the words of files, together."""
+    return sum(len((ROOT / path).read_text().split()) for path in paths)
 
 
 def files_of_a_reply() -> list[str]:
@@ -125,6 +131,26 @@ def files_of_a_reply() -> list[str]:
     return sorted(http_road(lambda: serving(lambda: Engine.from_pretrained(bundled_model()))))
 
 
+def _one_neighbour(path: str, arrows: dict[str, set[str]]) -> bool:
+    """Return whether one file alone imports a file, and lies in the same folder."""
+    users = [Path(other) for other, imports in arrows.items() if path in imports]
+    return [user.parent for user in users] == [Path(path).parent]
+
+
+def _between_folders(arrows: dict[str, set[str]]) -> dict[str, set[str]]:
+    """Return which folders of ``engine`` import which, from the imports of files.
+
+    A file beside the folders is by itself: errors.py lies below them, runtime.py above.
+    """
+    folders: dict[str, set[str]] = defaultdict(set)
+    for path, others in arrows.items():
+        if path.startswith("engine/"):
+            here = "/".join(path.split("/")[:2])
+            inside = (other for other in others if other.startswith("engine/"))
+            folders[here] |= {"/".join(other.split("/")[:2]) for other in inside} - {here}
+    return folders
+
+
 def figures() -> dict[str, Any]:
     """Return all figures by name."""
     python = tracked("*.py")
@@ -132,22 +158,10 @@ def figures() -> dict[str, Any]:
     packages = [path for path in product if path.split("/")[0] in TOPS]
     known = {module_name(path): path for path in packages}
     arrows = {path: imported(path, known) for path in packages}
-    users = defaultdict(set)
-    for path, others in arrows.items():
-        for other in others:
-            users[other].add(path)
     judged = [p for p in packages if not p.startswith("eval/") and not p.endswith("__init__.py")]
-    alone = [
-        path for path in judged if [Path(one).parent for one in users[path]] == [Path(path).parent]
-    ]
-    folders: dict[str, set[str]] = defaultdict(set)
-    for path, others in arrows.items():
-        if path.startswith("engine/"):
-            # A file beside the folders is by itself: errors.py lies below them, runtime.py above.
-            here = "/".join(path.split("/")[:2])
-            inside = (other for other in others if other.startswith("engine/"))
-            folders[here] |= {"/".join(other.split("/")[:2]) for other in inside} - {here}
+    alone = [path for path in judged if _one_neighbour(path, arrows)]
     reply = files_of_a_reply()
+    tangled = list(chain.from_iterable(map(complex_functions, packages)))
     return {
         "Python files outside tests and benchmarks": len(product),
         "their lines": lines(product),
@@ -157,21 +171,18 @@ def figures() -> dict[str, Any]:
         "header lines a file": round(mean(header_lines(path) for path in packages), 1),
         "files that one neighbour imports (%)": round(100 * len(alone) / len(judged), 1),
         "circles between folders of engine": sum(
-            any((ROOT / node).is_dir() for node in ring) for ring in rings(folders)
+            any((ROOT / node).is_dir() for node in ring) for ring in rings(_between_folders(arrows))
         ),
         "circles of files": len(rings(arrows)),
         "files in circles": sum(map(len, rings(arrows))),
-        "functions of complexity > 15": sum(map(complex_functions, packages)),
+        "functions of complexity > 15": len(tangled),
         "files of a reply": len(reply),
-        "words of docs": sum(
-            len((ROOT / path).read_text().split()) for path in tracked("docs/*.md", "README.md")
-        ),
-        "words of notes": sum(
-            len((ROOT / path).read_text().split()) for path in tracked("benchmarks/notes/*.md")
-        ),
+        "words of docs": words(tracked("docs/*.md", "README.md")),
+        "words of notes": words(tracked("benchmarks/notes/*.md")),
         "_alone": sorted(alone),
         "_rings": sorted(sorted(ring) for ring in rings(arrows)),
         "_reply": reply,
+        "_complex": sorted(tangled),
     }
 
 
@@ -189,7 +200,7 @@ def main() -> None:
         if not name.startswith("_"):
             print(f"{name:40} {value:>8}")
     if args.names:
-        for name in ("_alone", "_rings", "_reply"):
+        for name in filter(lambda name: name.startswith("_"), found):
             print(f"\n{name[1:]}:")
             for value in found[name]:
                 print("  ", value if isinstance(value, str) else " ".join(value))

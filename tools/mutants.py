@@ -74,6 +74,7 @@ ROOMS = {
 }
 OWN = {"engine", "mmkv", "training", "eval", "benchmarks", "tests", "tools", "conftest", "__main__"}
 MARKS = "not triton and not drawn and not long"
+MISSED = ("survived", "not reached")
 
 
 @dataclass
@@ -416,6 +417,25 @@ def counts(mutants: Sequence[Mutant]) -> list[dict[str, object]]:
     return rows
 
 
+def reported(report: Path) -> list[Mutant]:
+    """Read the mutants of a report."""
+    return [Mutant(**row) for row in json.loads(report.read_text())["results"]["mutants"]]
+
+
+def survivors(report: Path, every: dict[str, list[Mutant]]) -> list[Mutant]:
+    """Return a report's mutants; those of the rooms of ``every`` as the code has them today."""
+    now = {mutant.name: mutant for room in every.values() for mutant in room}
+    old = reported(report)
+    for one in old:
+        one.first = one.first or one.outcome
+        if one.name in now:
+            one.lines, one.made = now[one.name].lines, now[one.name].made
+            one.line = now[one.name].line
+        elif one.outcome in MISSED and one.room in every:
+            one.outcome = "gone"  # its code was changed since
+    return old
+
+
 def main() -> None:
     """Run the program."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
@@ -432,28 +452,14 @@ def main() -> None:
 
     every = all_mutants(args.rooms)
     if args.again:
-        old = [Mutant(**row) for row in json.loads(args.again.read_text())["results"]["mutants"]]
-        now = {m.name: m for room in every.values() for m in room}
-        mutants = []
-        for one in old:
-            one.first = one.first or one.outcome
-            if one.room not in args.rooms:
-                pass
-            elif one.name in now:
-                one.lines, one.made = now[one.name].lines, now[one.name].made
-                one.line = now[one.name].line
-            elif one.outcome in ("survived", "not reached"):
-                one.outcome = "gone"  # its code was changed since
-            mutants.append(one)
-        missed = ("survived", "not reached")
-        todo = [m for m in mutants if m.outcome in missed and m.room in args.rooms]
+        mutants = survivors(args.again, every)
+        todo = [m for m in mutants if m.outcome in MISSED and m.room in args.rooms]
     else:
-        mutants = todo = draw(every, args.count, args.seed)
+        mutants = draw(every, args.count, args.seed)
         if args.output and args.output.exists():  # a run that was ended goes on
-            page = json.loads(args.output.read_text())["results"]["mutants"]
-            done = {one.name: one for one in (Mutant(**row) for row in page)}
+            done = {one.name: one for one in reported(args.output)}
             mutants = [done.get(m.name, m) for m in mutants]
-            todo = [m for m in mutants if not m.outcome]
+        todo = [m for m in mutants if not m.outcome]
 
     import hypothesis  # noqa: F401
     import PIL.Image  # noqa: F401

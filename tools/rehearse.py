@@ -232,35 +232,30 @@ def _table(rehearsal: Rehearsal, name: str) -> str:
     from mmkv.eval.papers.reproduce import without_data
 
     table = tables()[name]
-    row, output = _row(table), str(rehearsal.work / "results")
-    gates = str(rehearsal.gates[row.name]) if row.name in table.gates else None
-    choice = TableChoice(
-        data=str(rehearsal.data),
-        output=output,
-        model=str(MODEL),
-        gates=gates,
-        limit=2,  # MME scores pairs
-        samples=2 if table.samples else None,
-        device="cpu",
-        gen_kwargs="max_new_tokens=8",
-    )
+    row = _row(table)
+    choice: dict[str, Any] = {
+        "data": str(rehearsal.data),
+        "output": str(rehearsal.work / "results"),
+        "model": str(MODEL),
+        "gates": str(rehearsal.gates[row.name]) if row.name in table.gates else None,
+        "limit": 2,  # MME scores pairs
+        "samples": 2 if table.samples else None,
+        "device": "cpu",
+        "gen_kwargs": "max_new_tokens=8" if table.evaluates else None,
+    }
     lacking = [task for task in table.tasks if without_data([task], rehearsal.data)]
     if len(lacking) == len(table.tasks):
         raise StageError(f"no rows of {', '.join(lacking)}")
     if lacking:
-        for words in commands(table, row, choice):
+        for words in commands(table, row, TableChoice(**choice)):
             here = [task for task in table.tasks if task not in lacking]
             words[words.index("--tasks") + 1] = ",".join(here)
             rehearsal.run(words)
         return f"{row.folder}; {len(lacking)} of {len(table.tasks)} tasks have no rows here"
-    words = ["mmkv", "eval", "--reproduce", name, "--policy", row.policy, "--limit", "2"]
-    words += ["--budget", row.budget] if row.budget else []
-    words += ["--samples", "2"] if table.samples else []
-    words += ["--gates", gates] if gates else []
-    words += ["--data", choice.data, "--model", str(MODEL), "--output", output]
-    words += ["--device", "cpu"]
-    words += ["--gen-kwargs", "max_new_tokens=8"] if table.evaluates else []
-    rehearsal.run(words)
+    asked = {"policy": row.policy, "budget": row.budget, **choice}
+    given = {f"--{key.replace('_', '-')}": value for key, value in asked.items() if value}
+    options = [str(word) for pair in given.items() for word in pair]
+    rehearsal.run(["mmkv", "eval", "--reproduce", name, *options])
     return row.folder
 
 

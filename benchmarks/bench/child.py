@@ -111,29 +111,6 @@ def timed(call: Callable[[], Any]) -> tuple[dict[str, float], Any]:
     return {"cpu": time.process_time() - cpu, "wall": time.perf_counter() - wall}, made
 
 
-def token_times(
-    model: Any, clock: Callable[[], float] = time.perf_counter, **inputs: Any
-) -> tuple[list[float], Any]:
-    """Call a transformers model's ``generate``, greedily.
-
-    Returns:
-        the time of every new token by ``clock``, and the ids ``[B, prompt + new]``.
-    """
-    import torch
-    import transformers
-
-    times: list[float] = []
-
-    def note(ids: Any, scores: Any, **_: Any) -> Any:
-        """Note the time: a stopping criterion that never stops."""
-        times.append(clock())
-        return torch.zeros(ids.shape[0], dtype=torch.bool, device=ids.device)
-
-    criteria = transformers.StoppingCriteriaList([note])
-    made = model.generate(**inputs, do_sample=False, stopping_criteria=criteria)
-    return times, made
-
-
 def decoding_press(budget: int) -> Any:
     """Return kvpress's cheapest decoding press: it cuts to the budget again every 16 steps."""
     kvpress = importlib.import_module("kvpress")

@@ -72,20 +72,6 @@ def pictures(seed: int, side: int, frames: int) -> Any:
     return numpy.random.default_rng(seed).integers(0, 256, shape, dtype=numpy.uint8)
 
 
-def model_inputs(processor: Any, frames: Any, moving: bool) -> dict[str, Any]:
-    """Return what mmkv's processor makes of frames and the question, for either engine."""
-    from PIL import Image
-
-    if moving:
-        from mmkv.prompt.video import Clip
-
-        clip = Clip(frames, tuple(range(len(frames))), FPS)
-        text = f"<|vision_start|><|video_pad|><|vision_end|>{QUESTION}"
-        return dict(processor.encode(text, [], [clip]))
-    text = f"<|vision_start|><|image_pad|><|vision_end|>{QUESTION}"
-    return dict(processor.encode(text, [Image.fromarray(frame) for frame in frames], []))
-
-
 class CachedModel(Method):
     """A model with some sequences in its cache."""
 
@@ -202,7 +188,41 @@ class CachedModel(Method):
         return {**took, "tokens": [row[0] for row in chosen]}
 
 
-class Transformers(CachedModel):
+class TorchModel(CachedModel):
+    """A model that runs in torch, in this process, and reads what mmkv's processor makes."""
+
+    def __init__(self, job: CpuPeerJob) -> None:
+        super().__init__(job)
+        import torch
+
+        self.torch = torch
+        torch.set_num_threads(job.threads)
+        self.last = torch.empty(0)  # logits [B, V]
+        self._processor: Any = None
+
+    def use(self, threads: int) -> None:
+        self.torch.set_num_threads(threads)
+
+    def inputs(self, frames: Any, moving: bool) -> dict[str, Any]:
+        """Return what the processor makes of frames and the question."""
+        from PIL import Image
+
+        from mmkv.prompt.loading import load_processor
+        from mmkv.prompt.video import Clip
+
+        self._processor = self._processor or load_processor(self.job.model)
+        if moving:
+            clip = Clip(frames, tuple(range(len(frames))), FPS)
+            text = f"<|vision_start|><|video_pad|><|vision_end|>{QUESTION}"
+            return dict(self._processor.encode(text, [], [clip]))
+        text = f"<|vision_start|><|image_pad|><|vision_end|>{QUESTION}"
+        return dict(self._processor.encode(text, [Image.fromarray(one) for one in frames], []))
+
+    def logits(self) -> list[float]:
+        return list(self.last[0, ::SAMPLE].float().tolist())
+
+
+class Transformers(TorchModel):
     """transformers' model, stepped without ``generate``, which would cost more."""
 
     packages: tuple[str, ...] = ("torch", "transformers")
@@ -211,23 +231,15 @@ class Transformers(CachedModel):
 
     def __init__(self, job: CpuPeerJob) -> None:
         super().__init__(job)
-        import torch
         import transformers
 
         transformers.utils.logging.disable_progress_bar()
-        self.torch = torch
-        torch.set_num_threads(job.threads)
         sees = has_vision(job.model)
         name = "AutoModelForImageTextToText" if sees else "AutoModelForCausalLM"
-        dtype = {"bf16": torch.bfloat16, "float32": torch.float32}[job.weights]
+        dtype = {"bf16": self.torch.bfloat16, "float32": self.torch.float32}[job.weights]
         self.model = getattr(transformers, name).from_pretrained(job.model, dtype=dtype).eval()
-        self.processor: Any = None
         self.empty = transformers.DynamicCache
         self.cache: Any = None
-        self.last = torch.empty(0)
-
-    def use(self, threads: int) -> None:
-        self.torch.set_num_threads(threads)
 
     def forget(self, count: int) -> None:
         self.cache, self.seen = self.empty(), 0
@@ -250,11 +262,7 @@ class Transformers(CachedModel):
         self.seen += ids.shape[1]
 
     def see(self, frames: Any, moving: bool) -> None:
-        if self.processor is None:
-            from mmkv.prompt.loading import load_processor
-
-            self.processor = load_processor(self.job.model)
-        inputs = model_inputs(self.processor, frames, moving)
+        inputs = self.inputs(frames, moving)
         with self.torch.inference_mode():
             self.last = self.model(
                 **inputs, past_key_values=self.cache, use_cache=True, logits_to_keep=1
@@ -276,9 +284,6 @@ class Transformers(CachedModel):
         self.seen, self.last = self.kept
         if appended:
             self.cache.crop(-appended)
-
-    def logits(self) -> list[float]:
-        return list(self.last[0, ::SAMPLE].float().tolist())
 
 
 class Kvpress(Transformers):
@@ -569,7 +574,7 @@ class OpenVinoBudget(OpenVino):
         return made
 
 
-class Mmkv(CachedModel):
+class Mmkv(TorchModel):
     """mmkv; ``full`` keeps every entry."""
 
     packages = ("torch",)
@@ -578,8 +583,6 @@ class Mmkv(CachedModel):
 
     def __init__(self, job: CpuPeerJob) -> None:
         super().__init__(job)
-        import torch
-
         from mmkv.engine.config import options
         from mmkv.engine.runtime import Runtime
 
@@ -590,18 +593,11 @@ class Mmkv(CachedModel):
             given["weights"] = job.weights
         elif job.weights != "bf16":
             raise RuntimeError(f"not available: this version of mmkv has no {job.weights} weights")
-        self.torch = torch
-        torch.set_num_threads(job.threads)
         self.engine = Runtime.from_pretrained(job.model, device="cpu", **given)
         if has_vision(job.model):
             _ = self.engine.family.hf  # read with the first picture else; others' loads have it
         self.sessions: list[Any] = []
         self.forks: list[Any] = []
-        self.last = torch.empty(0)
-        self.processor: Any = None
-
-    def use(self, threads: int) -> None:
-        self.torch.set_num_threads(threads)
 
     def forget(self, count: int) -> None:
         for session in self.sessions:
@@ -616,12 +612,7 @@ class Mmkv(CachedModel):
         self.last = self.torch.stack(rows)
 
     def see(self, frames: Any, moving: bool) -> None:
-        if self.processor is None:
-            from mmkv.prompt.loading import load_processor
-
-            self.processor = load_processor(self.job.model)
-        inputs = model_inputs(self.processor, frames, moving)
-        self.last = self.sessions[0].prefill(inputs)[None]
+        self.last = self.sessions[0].prefill(self.inputs(frames, moving))[None]
 
     def before(self) -> None:
         self.forks = [session.fork() for session in self.sessions]
@@ -636,9 +627,6 @@ class Mmkv(CachedModel):
         for fork in self.forks:
             fork.close()
         self.forks = []
-
-    def logits(self) -> list[float]:
-        return list(self.last[0, ::SAMPLE].tolist())
 
     def about(self) -> dict[str, Any]:
         path, size = self.engine.decode_path, self.engine.cache.pool.form.name

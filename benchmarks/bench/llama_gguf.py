@@ -1,11 +1,9 @@
-"""Write a Llama, Qwen3 or LLaVA as GGUF: ``python -m benchmarks.bench.llama_gguf MODEL FILE=FORM``.
+"""Write a Llama or Qwen3 as GGUF: ``python -m benchmarks.bench.llama_gguf MODEL FILE=FORM``.
 
 ``python -m benchmarks.bench.peers_cpu`` runs it in llama.cpp's environment, which needs ``numpy``
 and ``gguf`` for it and no torch. FORM is f32, f16, q8_0 or q4_0, of every matrix; vectors are
-float32. No tokenizer is written: the comparison gives every method the same token ids. Of Qwen3-VL
-the text half is written, which is a Qwen3 for tokens of text. For ``python -m
-benchmarks.serving.agent``, ``f32+tokenizer`` adds the bundled model's tokenizer, and ``mmproj``
-writes the tower of a LLaVA.
+float32. No tokenizer is written: the comparison gives every method the same token ids. Of a
+vision-language model the text half is written, which is a Llama or Qwen3 for tokens of text.
 """
 
 from __future__ import annotations
@@ -58,25 +56,6 @@ def tensors(folder: Path) -> Iterator[tuple[str, np.ndarray]]:
             yield name, values.astype(np.float32).reshape(about["shape"])
 
 
-# The same of a CLIP tower and of LLaVA's projector.
-_TOWER_LAYER = {
-    "self_attn.q_proj": "attn_q",
-    "self_attn.k_proj": "attn_k",
-    "self_attn.v_proj": "attn_v",
-    "self_attn.out_proj": "attn_out",
-    "layer_norm1": "ln1",
-    "layer_norm2": "ln2",
-    "mlp.fc1": "ffn_up",
-    "mlp.fc2": "ffn_down",
-}
-_TOWER = {
-    "vision_tower.embeddings.patch_embedding": "v.patch_embd",
-    "vision_tower.embeddings.position_embedding": "v.position_embd",
-    "vision_tower.pre_layrnorm": "v.pre_ln",
-    "vision_tower.post_layernorm": "v.post_ln",
-    "multi_modal_projector.linear_1": "mm.0",
-    "multi_modal_projector.linear_2": "mm.2",
-}
 _TOWER_PARTS = ("model.visual.", "vision_tower.", "multi_modal_projector.")
 
 
@@ -118,7 +97,6 @@ def write(folder: Path, target: Path, form: str) -> None:
         known = ", ".join(_KINDS)
         raise ValueError(f"{folder} is a {config['model_type']}; written as GGUF are {known}")
     types = gguf.GGMLQuantizationType
-    form, _, tokenizer = form.partition("+")
     kinds = {"f32": types.F32, "f16": types.F16, "q8_0": types.Q8_0, "q4_0": types.Q4_0}
     if form not in kinds:
         raise ValueError(f"form {form!r} is none of {', '.join(kinds)}")
@@ -139,10 +117,7 @@ def write(folder: Path, target: Path, form: str) -> None:
     writer.add_key_length(head_dim)
     writer.add_value_length(head_dim)
     writer.add_vocab_size(config["vocab_size"])
-    if tokenizer:
-        _add_tokenizer(writer, folder, gguf.TokenType)
-    else:
-        writer.add_tokenizer_model("no_vocab")
+    writer.add_tokenizer_model("no_vocab")
     for name, values in tensors(folder):
         name = name.replace("model.language_model.", "model.")
         if name.startswith(_TOWER_PARTS):
@@ -152,72 +127,11 @@ def write(folder: Path, target: Path, form: str) -> None:
             values = interleaved(values, heads if "q_proj" in name else kv_heads)
         form_of = kinds[form] if values.ndim > 1 else types.F32
         writer.add_tensor(renamed(name), gguf.quants.quantize(values, form_of), raw_dtype=form_of)
-    _finish(writer, draft, target)
-
-
-def _finish(writer: Any, draft: Path, target: Path) -> None:
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
     draft.replace(target)
-
-
-def _add_tokenizer(writer: Any, folder: Path, kinds: Any) -> None:
-    """Write a byte-level tokenizer without merges, as the bundled model's is, and its template."""
-    page = json.loads((folder / "tokenizer.json").read_text())
-    ids = dict(page["model"]["vocab"])
-    special = {one["content"]: one["id"] for one in page["added_tokens"]}
-    tokens = sorted(ids | special, key=(ids | special).__getitem__)
-    writer.add_tokenizer_model("gpt2")
-    writer.add_tokenizer_pre("llama-bpe")  # whole words are looked up before any merge
-    writer.add_token_list(tokens)
-    writer.add_token_types([kinds.CONTROL if t in special else kinds.NORMAL for t in tokens])
-    # There are none, but it wants one: what this makes is no token, and falls into bytes again.
-    writer.add_token_merges(["\u0120 \u0120"])
-    end = json.loads((folder / "config.json").read_text())["eos_token_id"]
-    writer.add_eos_token_id(end)
-    writer.add_bos_token_id(end)
-    writer.add_add_bos_token(False)
-    writer.add_chat_template((folder / "chat_template.jinja").read_text())
-
-
-def write_tower(folder: Path, target: Path) -> None:
-    """Write the CLIP tower and the projector of a LLaVA."""
-    gguf: Any = importlib.import_module("gguf")
-    config = json.loads((folder / "config.json").read_text())
-    vision = config["vision_config"]
-    pictures = json.loads((folder / "processor_config.json").read_text())["image_processor"]
-    draft = target.with_name(f"{target.name}.part")
-    writer = gguf.GGUFWriter(str(draft), "clip")
-    writer.add_bool("clip.has_vision_encoder", True)
-    writer.add_string("clip.projector_type", "mlp")
-    for name, key in (
-        ("image_size", "image_size"),
-        ("patch_size", "patch_size"),
-        ("embedding_length", "hidden_size"),
-        ("feed_forward_length", "intermediate_size"),
-        ("block_count", "num_hidden_layers"),
-        ("attention.head_count", "num_attention_heads"),
-    ):
-        writer.add_uint32(f"clip.vision.{name}", vision[key])
-    writer.add_uint32("clip.vision.projection_dim", config["text_config"]["hidden_size"])
-    writer.add_float32("clip.vision.attention.layer_norm_epsilon", vision["layer_norm_eps"])
-    writer.add_array("clip.vision.image_mean", pictures["image_mean"])
-    writer.add_array("clip.vision.image_std", pictures["image_std"])
-    for name, values in tensors(folder):
-        if not name.startswith(_TOWER_PARTS):
-            continue
-        stem, _, kind = name.rpartition(".")
-        layer = re.fullmatch(r"vision_tower\.encoder\.layers\.(\d+)\.(.+)", stem)
-        if kind == "class_embedding":
-            made = "v.class_embd"
-        elif layer:
-            made = f"v.blk.{layer[1]}.{_TOWER_LAYER[layer[2]]}.{kind}"
-        else:
-            made = f"{_TOWER[stem]}.{kind}"
-        writer.add_tensor(made, values, raw_dtype=gguf.GGMLQuantizationType.F32)
-    _finish(writer, draft, target)
 
 
 def main(arguments: list[str]) -> int:
@@ -226,10 +140,7 @@ def main(arguments: list[str]) -> int:
     try:
         for pair in wanted:
             target, _, form = pair.rpartition("=")
-            if form == "mmproj":
-                write_tower(Path(folder), Path(target))
-            else:
-                write(Path(folder), Path(target), form)
+            write(Path(folder), Path(target), form)
     except (OSError, ValueError, KeyError, ImportError) as error:
         print(f"{type(error).__name__}: {error}", file=sys.stderr)
         return 1

@@ -17,7 +17,6 @@ from __future__ import annotations
 import contextlib
 import math
 import statistics
-import time
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
@@ -251,61 +250,6 @@ class Own:
             "longest_row": int(length.max()),
             "empty_rows": float((length == 0).float().mean()),
         }
-
-
-class MmkvInProcess:
-    """Runs sessions that hold the prompts, forked for every run; one batched step per token."""
-
-    def __init__(self, engine: Runtime, prompts: Tensor) -> None:
-        self.engine = engine
-        self.sessions = [engine.session() for _ in prompts]
-        logits = [
-            session.prefill({"input_ids": prompt[None]})
-            for session, prompt in zip(self.sessions, prompts, strict=True)
-        ]
-        self.first = torch.stack(logits).argmax(-1).tolist()
-
-    def run(self, tokens: int) -> tuple[float, list[list[int]]]:
-        """Decode greedily; return the seconds of all steps, and the tokens of each sequence."""
-        with contextlib.ExitStack() as stack:
-            sessions = [stack.enter_context(session.fork()) for session in self.sessions]
-            chosen = [self.first]
-            start = time.perf_counter()
-            for _ in range(tokens):
-                chosen.append(self.engine.decode(sessions, chosen[-1]).argmax(-1).tolist())
-            seconds = time.perf_counter() - start
-        return seconds, [list(row) for row in zip(*chosen, strict=True)]
-
-    def eviction_share(self, tokens: int) -> float:
-        """Measure the part of the decode time that goes into eviction: inside C by its clock, and
-        around it.
-        """
-        spent, engine = 0.0, self.engine
-
-        def timed(function: Callable[..., Any]) -> Callable[..., Any]:
-            def call(*args: Any, **options: Any) -> Any:
-                nonlocal spent
-                start = time.perf_counter()
-                made = function(*args, **options)
-                spent += time.perf_counter() - start
-                return made
-
-            return call
-
-        cpu = engine.backends.cpu
-        native = cpu.decoder if engine.decode_path == "native" else None
-        inside = 0.0 if native is None else native.eviction_seconds
-        places: list[tuple[Any, str]] = [(engine.budgets, "cut")]
-        if native is not None and cpu.evictor is not None:
-            places += [(cpu.evictor, "request"), (cpu.evictor, "commit")]
-        with contextlib.ExitStack() as stack:
-            for owner, name in places:
-                function = timed(getattr(owner, name))
-                stack.enter_context(mock.patch.object(owner, name, function))
-            seconds, _ = self.run(tokens)
-        if native is not None:
-            spent += native.eviction_seconds - inside
-        return spent / seconds
 
 
 def gate_bytes(engine: Runtime) -> int:

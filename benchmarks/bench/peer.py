@@ -27,7 +27,7 @@ import torch
 import transformers
 from torch import Tensor
 
-from benchmarks.bench.child import Method, decoding_press, serve, token_times
+from benchmarks.bench.child import Method, decoding_press, serve
 from benchmarks.bench.shapes import SHAPES, Shape, build_model, config_arguments, randomise
 
 # Names of the methods of the decode benchmark, in its results and on its command line.
@@ -131,16 +131,22 @@ class Generate(Method):
     @torch.inference_mode()
     def run(self, tokens: int) -> float:
         """Time ``tokens`` decode steps."""
-        prompt = self.prompt()
-        times, _ = token_times(
-            self.model,
-            self.now,
+        prompt, times = self.prompt(), list[float]()
+
+        def note(ids: Tensor, scores: Any, **_: Any) -> Tensor:
+            """Note the time of a new token: a stopping criterion that never stops."""
+            times.append(self.now())
+            return torch.zeros(ids.shape[0], dtype=torch.bool, device=ids.device)
+
+        self.model.generate(
             input_ids=prompt,
             attention_mask=torch.ones_like(prompt),
             past_key_values=self.cache,
             max_new_tokens=tokens + 1,
             min_new_tokens=tokens + 1,
             use_cache=True,
+            do_sample=False,
+            stopping_criteria=transformers.StoppingCriteriaList([note]),
         )
         self.restore()
         if len(times) != tokens + 1:

@@ -51,6 +51,7 @@ from benchmarks.bench.harness import (
 from benchmarks.bench.peer_environments import ENVIRONMENTS, interpreter
 from benchmarks.bench.shape_files import CHECKPOINTS, write_checkpoint, write_gates
 from mmkv.engine.errors import MmkvError
+from mmkv.engine.system import free_bytes
 from mmkv.eval.step import spread
 from mmkv.training.measure.record import ROOT, Journal, command, commit, require_output
 
@@ -148,20 +149,10 @@ def checks(found: Mapping[str, Any]) -> list[dict[str, Any]]:
 def _checks(found: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
     """Yield the targets: ratios to the best peer of equal bits, round by round."""
     for row, case in found["cases"].items():
-        kind, _, size = row.partition(" ")
         for ours, peers in EQUALS.items():
-            if kind in WANTED and ours in WANTED[kind]:
-                yield from _ratio(found, row, ours, peers, WANTED[kind][ours])
-            if row == LOAD:  # a second start: what the first one of a run keeps is there
-                theirs = tuple(peer for peer in peers if peer.startswith("llama.cpp"))
-                yield from _ratio(found, row, ours, theirs, WANTED_LOAD, skipped=1)
-            if kind == "context" and int(size) == SHORT:
-                yield from _ratio(found, row, ours, peers, WANTED_SHORT)
-            if kind == "context" and int(size) == LONG:
-                within = f"{ours}, budget"
-                evicting = next(f"{peer}, budget" for peer in peers if "OpenVINO" in peer)
-                yield from _ratio(found, row, within, peers, WANTED_LONG)
-                yield from _ratio(found, row, within, (evicting,), WANTED_EVICTING)
+            for method, others, wanted in _targets_of(row, ours, peers):
+                # Of loads a second start: what the first one of a run keeps is there.
+                yield from _ratio(found, row, method, others, wanted, skipped=int(row == LOAD))
         if row == COLD:
             pair = [case["methods"].get(name) for name in ("mmkv bf16", "transformers bf16")]
             if all(pair):
@@ -178,6 +169,23 @@ def _checks(found: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
         if ours and about.get("memory", {}).get("peak_rss"):
             value = about["memory"]["peak_rss"] / allowed_bytes(found, name)
             yield _target(f"peak size of the process / allowed, {name}", spread([value]), 1)
+
+
+def _targets_of(
+    row: str, ours: str, peers: Sequence[str]
+) -> Iterator[tuple[str, Sequence[str], float]]:
+    """Yield the targets of a row and a form of ours: method, whom it is compared with, bound."""
+    kind = row.partition(" ")[0]
+    if ours in WANTED.get(kind, {}):
+        yield ours, peers, WANTED[kind][ours]
+    if row == LOAD:
+        yield ours, [peer for peer in peers if peer.startswith("llama.cpp")], WANTED_LOAD
+    if row == f"context {SHORT}":
+        yield ours, peers, WANTED_SHORT
+    if row == f"context {LONG}":
+        within = f"{ours}, budget"
+        yield within, peers, WANTED_LONG
+        yield within, [f"{peer}, budget" for peer in peers if "OpenVINO" in peer], WANTED_EVICTING
 
 
 def _ratio(
@@ -268,23 +276,10 @@ def target_rows(found: Mapping[str, Any]) -> Iterator[Sequence[str]]:
         yield [label(row["target"], found), measured, row["wanted"], holds]
 
 
-def loss_rows(found: Mapping[str, Any]) -> Iterator[Sequence[str]]:
-    """Yield a row for everything in which a peer of equal bits is faster than mmkv's full cache."""
-    yield ["what", "mmkv", "faster", "mmkv takes"]
-    for row in found["cases"]:
-        for ours, peers in EQUALS.items():
-            for loss in _ratio(found, row, ours, peers, 1.0):
-                if not loss["met"]:
-                    theirs = loss["target"].rpartition(" / ")[2]
-                    times = f"{loss['value']['median']:.2f} times as long"
-                    yield [_named(row), ours, theirs, times]
-
-
 def tables(args: argparse.Namespace, found: Mapping[str, Any]) -> dict[str, list[Sequence[str]]]:
     """Return what pages show of a run, by name."""
     name = f"peers-{args.shape}" if args.shape else "peers"
-    ways = (("", case_rows), ("-targets", target_rows), ("-losses", loss_rows))
-    return {f"{name}{end}": list(rows(found)) for end, rows in ways}
+    return {name: list(case_rows(found)), f"{name}-targets": list(target_rows(found))}
 
 
 def label(name: str, found: Mapping[str, Any]) -> str:
@@ -407,7 +402,9 @@ class Bench:
     def require_memory(self, side: Side) -> None:
         """Raise BenchError for weights that the memory at hand cannot hold."""
         needed = LOADING * self.sizes["parameters"] * BITS[side.weights] / 8
-        there = available_bytes()
+        import torch
+
+        there = free_bytes(torch.device("cpu"))
         if there is not None and needed > there:
             raise BenchError(
                 f"needs {needed / 2**30:.1f} GiB of memory, and {there / 2**30:.1f} are available"
@@ -653,16 +650,6 @@ def rows_of(args: argparse.Namespace, sees: bool) -> list[str]:
     ]
 
 
-def available_bytes() -> int | None:
-    """Return the memory that new processes can have, None where the system does not say."""
-    try:
-        lines = Path("/proc/meminfo").read_text().splitlines()
-    except OSError:
-        return None
-    found = [line.split()[1] for line in lines if line.startswith("MemAvailable:")]
-    return int(found[0]) * 1024 if found else None
-
-
 def sizes(folder: Path, config: dict[str, Any]) -> dict[str, int]:
     """Count a checkpoint's parameters, and the numbers that one token adds to its cache.
 
@@ -745,9 +732,7 @@ def checked(args: argparse.Namespace) -> argparse.Namespace:
         take_shape(args)
     args.model = args.model.resolve()
     if not (args.model / "config.json").is_file():
-        raise BenchError(
-            f"{args.model} holds no config.json; python -m benchmarks.smollm2 DIR fetches a model"
-        )
+        raise BenchError(f"{args.model} holds no config.json; --shape smollm2 fetches a model")
     if args.before is not None:
         args.before = args.before.resolve()
     if args.rows:
@@ -797,8 +782,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         found = bench.run()
         path = bench.save()
     for name, rows in tables(args, found).items():
-        if not name.endswith("losses"):
-            table(name, rows[0], rows[1:])
+        table(name, rows[0], rows[1:])
     for name, reason in found["not_run"].items():
         print(f"{name} was not run: {reason}")
     for lack in found["unavailable"]:

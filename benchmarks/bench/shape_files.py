@@ -169,13 +169,8 @@ def write_text_model(folder: Path) -> Path:
     return folder
 
 
-def write_llava(
-    folder: Path, side: int = 224, patch: int = 14, sizes: Mapping[str, int] | None = None
-) -> Path:
+def write_llava(folder: Path) -> Path:
     """Write a LLaVA of the bundled model's sizes with random weights: 256 tokens a picture.
-
-    Args:
-        side, patch: of a picture, pixels; sizes: of the text half, where it has others.
 
     Its file is float32, and bfloat16 holds its numbers, as it does those of published models.
     """
@@ -193,7 +188,8 @@ def write_llava(
     text, vision = given["text_config"], given["vision_config"]
     names = "vocab_size hidden_size intermediate_size num_hidden_layers head_dim"
     names += " num_attention_heads num_key_value_heads max_position_embeddings"
-    sizes = {name: text[name] for name in names.split()} | dict(sizes or {})
+    sizes = {name: text[name] for name in names.split()}
+    side, patch = 224, 14  # pixels of a picture
     tokenizer = AutoTokenizer.from_pretrained(source)
     template = (source / "chat_template.jinja").read_text()
     torch.manual_seed(0)

@@ -34,17 +34,10 @@ from mmkv.engine.policies import Budget, Policy, make_policy
 from mmkv.engine.policies.scoring import Retention
 from mmkv.engine.runtime import Runtime
 
-_ENTRIES = "entries per layer and KV head"
-
 
 def is_share(budget: str) -> bool:
     """Return whether a budget is a share, which grows with the dialogue."""
     return Fraction(budget) <= 1
-
-
-def in_words(budget: str) -> str:
-    """Return the words for a budget in titles."""
-    return f"{budget} of the context" if is_share(budget) else f"{budget} {_ENTRIES}"
 
 
 def axis_label(budgets: Sequence[str]) -> str:
@@ -52,7 +45,9 @@ def axis_label(budgets: Sequence[str]) -> str:
     kinds = {is_share(budget) for budget in budgets}
     if len(kinds) > 1:
         return "budget"
-    return "budget, share of the context" if kinds == {True} else f"budget, {_ENTRIES}"
+    if kinds == {True}:
+        return "budget, share of the context"
+    return "budget, entries per layer and KV head"
 
 
 _BRACKETS = re.compile(r"\[[^\[\]]*\]")

@@ -1,4 +1,4 @@
-"""Put a load on ``mmkv serve``, and count tokens, times and refusals: one program, four loads.
+"""Put a load on ``mmkv serve``, and count tokens, times and refusals: one program, three loads.
 
 ``python -m benchmarks.serving.load speed`` has dialogues of 10 turns with ``mmkv serve`` and with
 ``transformers serve`` of the same checkpoint, some at a time, in turns. Every reply has the same
@@ -13,7 +13,7 @@ each reply at once, so that prompts wait all the while. A server of its own answ
 under a budget, with the time between tokens that it aims at (``--gap``) and with passes over
 prompts that are read whole; and with the full cache. Each gets the memory that so many streams
 need with the full cache, so that all are admitted: those count with the whole context, which is
-cut to ``--context`` for that. ``python -m benchmarks.smollm2 FOLDER`` gets a model for it,
+cut to ``--context`` for that. ``mmkv pull smollm2-135m`` gets a model for it,
 ``assets/gates/smollm2-135m`` has its gates.
 
 ``overload`` sends more requests than the server can answer, whether or not it answers. It first
@@ -22,11 +22,6 @@ requests arrive at random (Poisson) at shares of that rate, each with a picture 
 that are admitted have to get their first token about as soon as below capacity; the others have to
 be refused at once, with 503 and before their picture is decoded. What the client is late with
 itself counts, too, so it stands beside the times.
-
-``long-dialogue`` asks about one more picture with each turn, once by chat completions (the whole
-conversation is sent) and once by responses that go on from the one before (the new turn is sent).
-A turn has to read its own tokens and no others, both ways have to get the same replies (the exit
-code says so), and the time to the first token must not grow with the dialogue.
 """
 
 from __future__ import annotations
@@ -61,7 +56,6 @@ from benchmarks.serving.servers import (
     question,
     run_in_folder,
     stream_chat,
-    stream_reply,
     transformers_serve,
     words,
 )
@@ -516,96 +510,6 @@ def overload_rows(found: Mapping[str, Any]) -> Rows:
     return rows
 
 
-# A long dialogue of pictures.
-
-CHAT, RESPONSES = "chat completions", "responses"
-EARLY = 5  # the turn that the last one is compared with
-
-
-def long_dialogue(
-    server: ServerProcess, way: str, seed: int, turns: int, tokens: int
-) -> list[dict[str, Any]]:
-    """Have one dialogue; a row per turn."""
-    rng, messages, rows = Random(seed), [], []
-    kept, before = 0, None  # tokens that the memory holds; the latest response
-    with httpx.Client(base_url=server.url, timeout=600, trust_env=False) as client:
-        for turn in range(turns):
-            asked, picture = words(rng, 12), picture_url(1000 * seed + turn)
-            messages.append(question(asked, picture))
-            body: dict[str, Any] = {"model": "tiny-vlm", "temperature": 0, "stream": True}
-            if way == CHAT:
-                path, body["messages"] = "/v1/chat/completions", messages
-                body |= {"max_tokens": tokens, "stream_options": {"include_usage": True}}
-            else:
-                shown = {"type": "input_image", "image_url": picture}
-                parts = [shown, {"type": "input_text", "text": asked}]
-                path, body["input"] = "/v1/responses", [{"role": "user", "content": parts}]
-                body["max_output_tokens"] = tokens
-                body |= {"previous_response_id": before} if before else {}
-            cpu = server.cpu_seconds()
-            reply = stream_reply(client, path, json.dumps(body).encode())
-            (prompt, new, held), before = reply.counts(), reply.id
-            row = {"text": reply.text, "first": reply.first or reply.whole, "prompt": prompt}
-            row |= {"new": new, "read": prompt - held, "own": prompt - kept}
-            rows.append(row | {"cpu": server.cpu_seconds() - cpu})
-            # The last token of a reply that was cut short is read with the next turn.
-            kept = prompt + new - (reply.finish_reason == "length")
-            messages.append({"role": "assistant", "content": reply.text})
-    return rows
-
-
-def measure_long(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
-    """Have all dialogues, in turns of both ways."""
-    options = ["--budget", str(args.budget), "--memory", "512MiB"]
-    found: dict[str, list[list[dict[str, Any]]]] = {CHAT: [], RESPONSES: []}
-    with mmkv_serve(None, folder / "mmkv.log", *options) as server:
-        for way in found:
-            long_dialogue(server, way, 10**6, 2, args.tokens)
-        for seed in range(args.rounds):
-            for way, dialogues in found.items():
-                dialogues.append(long_dialogue(server, way, seed, args.turns, args.tokens))
-    page: dict[str, Any] = {}
-    for way, dialogues in found.items():
-        turns = zip(*dialogues, strict=True)
-        firsts = [statistics.median(row["first"] for row in turn) for turn in turns]
-        early = statistics.median(firsts[EARLY - 2 : EARLY + 1])
-        late = statistics.median(firsts[-3:])
-        # The first turn of a dialogue may go on from the other way's, whose question is the same.
-        rows = [row for each in dialogues for row in each[1:]]
-        page[way] = {
-            "turns_that_read_other_tokens": sum(row["read"] != row["own"] for row in rows),
-            "turns": len(rows),
-            "tokens_of_a_turn": statistics.median(row["own"] for row in rows),
-            "tokens_of_the_dialogue": max(row["prompt"] for row in rows),
-            f"first_token_s_turn_{EARLY}": early,
-            f"first_token_s_turn_{args.turns}": late,
-            "late_over_early": late / early,
-            # The clock of the processor is coarse: means over ten turns of all dialogues.
-            "cpu_s_turns_2_to_11": _mean_cpu(dialogues, slice(1, 11)),
-            "cpu_s_last_10_turns": _mean_cpu(dialogues, slice(-10, None)),
-            "first_token_s": firsts,
-        }
-    texts = ([row["text"] for each in dialogues for row in each] for dialogues in found.values())
-    page["replies_that_differ"] = sum(a != b for a, b in zip(*texts, strict=True))
-    return page
-
-
-def _mean_cpu(dialogues: list[list[dict[str, Any]]], turns: slice) -> float:
-    return statistics.fmean(row["cpu"] for each in dialogues for row in each[turns])
-
-
-def long_rows(found: Mapping[str, Any]) -> Rows:
-    """Return what the turns of both ways read, and their times."""
-    ways = [found[way] for way in (CHAT, RESPONSES)]
-    rows = [["", CHAT, RESPONSES]]
-    for key in ways[0]:
-        if key != "first_token_s":
-            scale, digits = (1e3, 0) if "_s_" in key else (1, 2 if key == "late_over_early" else 0)
-            about = key.replace("_s_", ", ms, ").replace("_", " ")
-            rows.append([about, *(f"{scale * one[key]:,.{digits}f}" for one in ways)])
-    return rows
-
-
 @dataclass(frozen=True)
 class Load:
     """A load: what measures it, its table and result file, and its options with their defaults."""
@@ -665,13 +569,6 @@ LOADS = {
             "queue": 2,
         },
     ),
-    "long-dialogue": Load(
-        measure_long,
-        long_rows,
-        "serving-long-dialogue",
-        "serving-long-dialogue",
-        {"turns": 50, "tokens": 8, "budget": 64, "rounds": 5},
-    ),
 }
 _HELP = {
     "kinds": "texts or pictures; of streams: the servers, by their names in its table",
@@ -728,7 +625,7 @@ def keep(args: argparse.Namespace, found: dict[str, Any]) -> Path:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Measure, print the table, write the result file; 1 where a server or a check failed."""
+    """Measure, print the table, write the result file; 1 where a server failed."""
     args = parsed(arguments)
     load = LOADS[args.load]
     folder, found = run_in_folder(load.measure, args)
@@ -738,11 +635,7 @@ def main(arguments: list[str] | None = None) -> int:
     columns, *rows = load.rows(found)
     table(args.load, columns, rows)
     print(f"written to {keep(args, found)}")
-    if args.load != "long-dialogue":
-        return 0
-    print(f"replies that differ between the two: {found['replies_that_differ']}")
-    more = sum(found[way]["turns_that_read_other_tokens"] for way in (CHAT, RESPONSES))
-    return int(bool(more or found["replies_that_differ"]))
+    return 0
 
 
 if __name__ == "__main__":

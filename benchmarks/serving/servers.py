@@ -131,17 +131,6 @@ def _peak(process: Path) -> int:
     return next(int(one.split()[1]) for one in lines if one.startswith("VmHWM:")) * 1024
 
 
-def thread_seconds(pid: int) -> float:
-    """Return the processor seconds of a process's threads that live, without a clock's ticks."""
-    total = 0
-    for path in Path(f"/proc/{pid}/task").glob("*/schedstat"):
-        try:
-            total += int(path.read_text().split()[0])
-        except OSError:  # it has ended
-            continue
-    return total / 1e9
-
-
 def mmkv_serve(model: str | None, log: Path, *options: str) -> ServerProcess:
     """Start ``mmkv serve``; None: the bundled model. For the rest see :class:`ServerProcess`."""
     named = [] if model is None else [model]
@@ -175,14 +164,12 @@ def run_in_folder(
 
 @dataclass
 class Streamed:
-    """What came of one request, by chat completions or responses; times are seconds since it.
+    """What came of one chat completion; times are seconds since its request.
 
     Attributes:
-        status: of HTTP; 0: the connection broke. first: until the first piece of text or a call.
+        status: of HTTP; 0: the connection broke. first: until the first piece of text.
         gaps: between two pieces; whole: until the end.
-        usage: as the server gave it; error: its error object; id: of a response.
-        call: of a tool, with its id and arguments; finish_reason: as chat completions name it.
-        clock: returns processor seconds; cpu, whole_cpu: those until ``first`` and the end.
+        usage: as the server gave it; error: its error object.
     """
 
     status: int = 0
@@ -192,16 +179,10 @@ class Streamed:
     whole: float = 0.0
     usage: dict[str, Any] | None = None
     error: dict[str, Any] | None = None
-    id: str | None = None
-    call: dict[str, str] | None = None
     finish_reason: str | None = None
-    clock: Callable[[], float] = time.process_time
-    cpu: float | None = None
-    whole_cpu: float = 0.0
 
     def __post_init__(self) -> None:
         self._started = self._latest = time.perf_counter()
-        self._cpu = self.clock()
 
     def take(self, line: str) -> None:
         """Read a line of the stream."""
@@ -209,28 +190,16 @@ class Streamed:
             return
         event = json.loads(line[6:])
         self.error = event.get("error") or self.error
-        whole, delta = event.get("response") or {}, event.get("delta")
-        text, called = delta if isinstance(delta, str) else "", False
+        self.usage = event.get("usage") or self.usage
+        text = ""
         for choice in event.get("choices") or ():
             text += choice["delta"].get("content") or ""
             self.finish_reason = choice.get("finish_reason") or self.finish_reason
-            for piece in choice["delta"].get("tool_calls") or ():
-                called = True
-                made = self.call = self.call or {"id": "", "arguments": ""}
-                made["id"] = piece.get("id") or made["id"]
-                made["arguments"] += (piece.get("function") or {}).get("arguments") or ""
-        for item in whole.get("output") or ():
-            if item["type"] == "function_call":
-                self.call = {"id": item["call_id"], "arguments": item["arguments"]}
-        if whole.get("status") == "incomplete":
-            self.finish_reason = "length"
-        self.usage = event.get("usage") or whole.get("usage") or self.usage
-        self.id = whole.get("id") or self.id
-        if not text and not called:
+        if not text:
             return
         now = time.perf_counter()
         if self.first is None:
-            self.first, self.cpu = now - self._started, self.clock() - self._cpu
+            self.first = now - self._started
         else:
             self.gaps.append(now - self._latest)
         self._latest, self.text = now, self.text + text
@@ -238,7 +207,6 @@ class Streamed:
     def end(self, status: int, refusal: bytes) -> Streamed:
         """Note the end of the stream, or what the server said in its place; returns itself."""
         self.status, self.whole = status, time.perf_counter() - self._started
-        self.whole_cpu = self.clock() - self._cpu
         if status != 200:
             try:
                 self.error = json.loads(refusal)["error"]
@@ -247,12 +215,10 @@ class Streamed:
                 self.error = {"message": said, "code": None}
         return self
 
-    def counts(self) -> tuple[int, int, int]:
-        """Return the tokens of the prompt and of the reply, and those of the prompt held before."""
+    def counts(self) -> tuple[int, int]:
+        """Return the tokens of the prompt and of the reply."""
         usage = self.usage or {}
-        prompt, new = ("prompt", "completion") if "prompt_tokens" in usage else ("input", "output")
-        held = (usage.get(f"{prompt}_tokens_details") or {}).get("cached_tokens") or 0
-        return usage[f"{prompt}_tokens"], usage[f"{new}_tokens"], held
+        return usage["prompt_tokens"], usage["completion_tokens"]
 
 
 async def stream_chat(
@@ -267,30 +233,6 @@ async def stream_chat(
             await asyncio.sleep(pause)
             found.take(line)
     return found.end(200, b"")
-
-
-def stream_reply(
-    client: httpx.Client,
-    path: str,
-    content: bytes,
-    clock: Callable[[], float] = time.process_time,
-) -> Streamed:
-    """Send a body of JSON that asks for a stream, and read it to its end.
-
-    Raises:
-        BenchError: the server refused or failed, with what it said, or the reply was empty.
-    """
-    found, kind = Streamed(clock=clock), {"Content-Type": "application/json"}
-    with client.stream("POST", path, content=content, headers=kind) as answer:
-        if answer.status_code != 200:
-            found.end(answer.status_code, answer.read())
-            raise BenchError(f"{found.status}: {str(found.error)[:300]}")
-        for line in answer.iter_lines():
-            found.take(line)
-    found.end(200, b"")
-    if found.error is not None or found.usage is None:
-        raise BenchError(str(found.error or "the reply has no usage")[:300])
-    return found
 
 
 _WORDS = "what is at row column the red blue green cat frog tree star moon left right two".split()

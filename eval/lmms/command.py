@@ -117,7 +117,7 @@ def evaluate(
     from mmkv.resources import bundled_model, gates_source
 
     if reproduce is not None:
-        if tasks or model_args or force_simple or more:
+        if any((tasks, model_args, force_simple, more)):
             raise InputError(
                 "a table names its tasks and model arguments; leave out --tasks, --model-args, "
                 "--force-simple and options after --, or run the commands of --dry-run yourself"
@@ -133,18 +133,33 @@ def evaluate(
         return
     if dry_run:
         raise InputError("--dry-run prints the commands of a table; add --reproduce PAPER:TABLE")
-    if model is not None:
-        locate(model)
     named = {
-        "pretrained": model or str(bundled_model()),
+        "pretrained": str(bundled_model()) if model is None else model,
         "budget": budget,
         "policy": policy,
         "gates": None if gates is None else gates_source(gates),
         "device": device,
         "dtype": dtype,
-        "thinking_floor": _own_floor(gen_kwargs),
     }
+    locate(str(named["pretrained"]))
+    if gen_kwargs:
+        generation = _split([gen_kwargs])
+        if (samples or 1) > 1 and {"temperature=0", "do_sample=False"} & set(generation):
+            raise InputError("greedy replies to a question are all the same; drop --samples")
+        if any(pair.partition("=")[0].strip() == "max_new_tokens" for pair in generation):
+            # The user's length of replies holds for models that think, too.
+            named["thinking_floor"] = "0"
+    settings = _model_args(named, model_args)
     options = ["--batch_size", str(batch_size), "--output_path", str(output), "--log_samples"]
+    options += _lmms_options(limit, gen_kwargs, force_simple, more or ())
+    raise typer.Exit(EvalJob(_split(tasks or ()), settings, options, output, data, samples).run())
+
+
+def _lmms_options(
+    limit: float | None, gen_kwargs: str | None, force_simple: bool, more: Sequence[str]
+) -> list[str]:
+    """Return the options that lmms-eval takes as they are. Raises InputError."""
+    options: list[str] = []
     if limit is not None:
         if not limit > 0:
             raise InputError(f"--limit is {limit:g}; give a number of documents, or a share")
@@ -153,13 +168,12 @@ def evaluate(
         options += ["--gen_kwargs", gen_kwargs]
     if force_simple:
         options.append("--force_simple")
-    given = [pair.strip() for pair in (gen_kwargs or "").split(",")]
-    if (samples or 1) > 1 and {"temperature=0", "do_sample=False"} & set(given):
-        raise InputError("greedy replies to a question are all the same; drop --samples")
-    wanted = [name.strip() for group in tasks or () for name in group.split(",") if name.strip()]
-    settings = _model_args(named, model_args)
-    job = EvalJob(wanted, settings, [*options, *(more or [])], output, data, samples)
-    raise typer.Exit(job.run())
+    return [*options, *more]
+
+
+def _split(given: Sequence[str]) -> list[str]:
+    """Return the words between commas, white space and empty ones left out."""
+    return [word.strip() for group in given for word in group.split(",") if word.strip()]
 
 
 def _reproduce(name: str, given: dict[str, Any], dry_run: bool) -> None:
@@ -320,12 +334,6 @@ def _model_args(named: dict[str, str | None], more: str | None) -> str:
         raise InputError("batch_size is not a model argument; write --batch-size")
     LmmsSettings.of(given)
     return ",".join(f"{name}={value}" for name, value in given.items())
-
-
-def _own_floor(gen_kwargs: str | None) -> str | None:
-    """Return 0 where the user gives a length of replies: it holds for models that think, too."""
-    names = [pair.partition("=")[0].strip() for pair in (gen_kwargs or "").split(",")]
-    return "0" if "max_new_tokens" in names else None
 
 
 def _environment() -> dict[str, str]:

@@ -103,14 +103,29 @@ def fitted(
     ids = tokenize(tokenizer, text)
     keep = len(ids)
     if context.most is not None and keep > context.most:
-        keep = context.most - len(tokenize(tokenizer, context.omitted or ""))
-    if context.cut is not None and context.room is not None:
-        keep = min(keep, limit - context.room)
-    elif context.cut is not None:
-        keep = min(keep, limit - _count(engine, messages) + len(ids))
+        keep = context.most - len(tokenize(tokenizer, context.omitted))
+    if context.cut is not None:
+        others = context.room
+        if others is None:
+            others = _count(engine, messages) - len(ids)
+        keep = min(keep, limit - others)
     if keep >= len(ids):
         return list(messages), None
-    made, left = list(messages), keep
+    made = _shortened(engine, messages, context, ids, keep, limit)
+    return made, (len(ids), len(tokenize(tokenizer, _text(made, context))))
+
+
+def _shortened(
+    engine: Engine,
+    messages: Sequence[Message],
+    context: Context,
+    ids: Sequence[int],
+    keep: int,
+    limit: int,
+) -> list[Message]:
+    """Cut the long text to ``keep`` of its tokens ``ids``, or fewer until all of it fits."""
+    tokenizer = engine.processor.tokenizer
+    made = list(messages)
     for _ in range(_TRIES):
         if keep < 1:
             raise InputError(
@@ -118,12 +133,14 @@ def fitted(
                 "with a longer context, or a larger max_prompt_tokens"
             )
         made = _with_text(messages, context, _cut(tokenizer, ids, keep, context))
-        left = len(tokenize(tokenizer, _text(made, context)))
-        over = left - keep if context.room is not None else _count(engine, made) - limit
+        if context.room is not None:
+            over = len(tokenize(tokenizer, _text(made, context))) - keep
+        else:
+            over = _count(engine, made) - limit
         if context.cut is None or over <= 0:
             break
         keep -= over
-    return made, (len(ids), left)
+    return made
 
 
 def _cut(tokenizer: Any, ids: Sequence[int], keep: int, context: Context) -> str:

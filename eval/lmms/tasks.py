@@ -35,7 +35,7 @@ import yaml
 
 from mmkv.engine.errors import InputError, MmkvError
 from mmkv.engine.paths import is_file, is_folder
-from mmkv.eval.long_text.benchmarks import expanded, task_file, tasks
+from mmkv.eval.long_text.benchmarks import data_files, expanded, task_file, tasks
 from mmkv.eval.mmdu.data import Dialogue, find_pictures, interleave, read_benchmark, read_row
 from mmkv.eval.mmdu.scores import is_right
 from mmkv.resources import bundled_dialogues
@@ -298,33 +298,42 @@ def write(
     """
     shipped = shipped_folder()
     output.mkdir(parents=True, exist_ok=True)
-    known, found = local_names(), []
-    made: dict[str, Any] | None
+    found = []
     for given in names:
         name = given.removesuffix("_local")
         _require(name)
-        if samples is not None and (name not in known or "repeats" not in local_form(name)):
+        repeats = name in local_names() and "repeats" in local_form(name)
+        if samples is not None and not repeats:
             raise InputError(f"task {given} scores one reply to each question; drop --samples")
-        if name in tasks():
-            if data is None:
-                raise InputError(f"task {name} reads local files; add --data FOLDER")
-            made = task_file(name, data.resolve(), output, Function)
-        elif name in known and (data is not None or given.endswith("_local") or name == "mmdu"):
-            if data is None and name != "mmdu":
-                raise InputError(f"task {given} reads local files; add --data FOLDER")
-            folder = (data or bundled_dialogues().parent).resolve()
-            made = _with_samples(_local(name, folder, shipped), samples)
-        elif data is not None and given.endswith("_local"):
-            raise InputError(f"no local form of task {given}; there is one of {', '.join(known)}")
-        else:
-            made = _prompts(given, shipped)
-            if made is None and name in known and find(name, shipped) is None:
-                raise InputError(f"task {given} reads local files; add --data FOLDER")
+        made = _override(given, output, data, samples, shipped)
         if made is not None:
             text = yaml.dump(made, Dumper=_Dumper, sort_keys=False)
             (output / f"{made['task']}.yaml").write_text(text)
         found.append(given if made is None else made["task"])
     return found
+
+
+def _override(
+    given: str, output: Path, data: Path | None, samples: int | None, shipped: Path
+) -> dict[str, Any] | None:
+    """Return the settings of one task that :func:`write` writes; None: it runs as it is."""
+    known, name = local_names(), given.removesuffix("_local")
+    if name in tasks():
+        if data is None:
+            raise InputError(f"task {name} reads local files; add --data FOLDER")
+        return task_file(name, data.resolve(), output, Function)
+    if name == "mmdu" or (name in known and (data is not None or name != given)):
+        if name == "mmdu" and data is None:
+            data = bundled_dialogues().parent
+        if data is None:
+            raise InputError(f"task {given} reads local files; add --data FOLDER")
+        return _with_samples(_local(name, data.resolve(), shipped), samples)
+    if data is not None and name != given:
+        raise InputError(f"no local form of task {given}; there is one of {', '.join(known)}")
+    made = _prompts(given, shipped)
+    if made is None and name in known and find(name, shipped) is None:
+        raise InputError(f"task {given} reads local files; add --data FOLDER")
+    return made
 
 
 def _local(name: str, data: Path, shipped: Path) -> dict[str, Any]:
@@ -337,7 +346,8 @@ def _local(name: str, data: Path, shipped: Path) -> dict[str, Any]:
         made["include"] = str(source)
         kwargs = merged(source).get(_KWARGS) or {}
     (split, patterns), *_ = made["dataset_kwargs"]["data_files"].items()
-    folder, files = _files(name, data, patterns)
+    files = data_files(data, patterns, name)
+    folder = data / Path(files[0]).relative_to(data).parts[0]
     if name == "mmdu":
         folder = check(files, folder)
     made["dataset_path"] = "parquet" if files[0].endswith(".parquet") else "json"
@@ -360,16 +370,6 @@ def _require(name: str) -> None:
     module, package = _NEEDS.get(name, (None, None))
     if module is not None and find_spec(module) is None:
         raise InputError(f"lmms-eval's task {name} needs {module}; run pip install {package}")
-
-
-def _files(name: str, data: Path, patterns: Sequence[str]) -> tuple[Path, list[str]]:
-    """Return the task's folder, and its files by the first pattern that finds any."""
-    if not is_folder(data):
-        raise InputError(f"no folder {data}; --data names the folder that holds {patterns[0]}")
-    for pattern in patterns:
-        if files := sorted(map(str, data.glob(pattern))):
-            return data / pattern.split("/", 1)[0], files
-    raise InputError(f"task {name} has no data: no {' and no '.join(patterns)} below {data}")
 
 
 def _prompts(name: str, shipped: Path) -> dict[str, Any] | None:

@@ -19,6 +19,7 @@ from typing import Any
 import yaml
 
 from mmkv.engine.errors import InputError
+from mmkv.engine.paths import is_folder
 from mmkv.eval.lmms.contexts import LEFT_OUT, context_part
 from mmkv.eval.long_text import scores
 from mmkv.eval.long_text.readers import (
@@ -249,7 +250,7 @@ class LongTask:
         Raises:
             InputError: names the file, row and key that is missing.
         """
-        found = _first(data, self.spec["files"], self.name)
+        found = data_files(data, self.spec["files"], self.name)
         demos = self._demos(data)
         made, keys = [], dict[int, int]()
         for file in found:
@@ -276,7 +277,7 @@ class LongTask:
 
     def _demos(self, data: Path) -> str | None:
         pattern = self.spec.get("demos")
-        return _first(data, [pattern], self.name)[0] if pattern else pattern
+        return data_files(data, [pattern], self.name)[0] if pattern else pattern
 
     def _check(self, file: str, rows: Sequence[Row]) -> None:
         for number, row in enumerate(rows, 1):
@@ -309,8 +310,9 @@ def _together(docs: Sequence[dict[str, Any]], keys: Mapping[int, int]) -> list[d
     return [{**doc, "shared": len(group) > 1} for group in groups.values() for doc in group]
 
 
-def _first(data: Path, patterns: Sequence[str], name: str) -> list[str]:
-    if not data.is_dir():
+def data_files(data: Path, patterns: Sequence[str], name: str) -> list[str]:
+    """Return a task's files by the first pattern that finds any. Raises InputError."""
+    if not is_folder(data):
         raise InputError(f"no folder {data}; --data names the folder that holds {patterns[0]}")
     for pattern in patterns:
         if found := sorted(str(path) for path in data.glob(pattern) if path.is_file()):

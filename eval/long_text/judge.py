@@ -23,7 +23,7 @@ from mmkv.eval.long_text.benchmarks import LongTask, question, table, tasks
 from mmkv.eval.long_text.readers import Row
 from mmkv.eval.mmdu.client import Endpoint
 from mmkv.eval.mmdu.data import write_json
-from mmkv.eval.mmdu.judge import JOURNAL_FILE, SCORES_FILE, Task, ask_all, confirmed
+from mmkv.eval.mmdu.judge import JOURNAL_FILE, SCORES_FILE, Task, ask_all, confirmed, standing
 from mmkv.eval.mmdu.scores import Verdicts
 from mmkv.training.measure.tables import Table
 
@@ -120,20 +120,17 @@ def run(
     identity = {"model": endpoint.model, "extra": endpoint.extra, "asks": 1}
     verdicts = Verdicts(output / JOURNAL_FILE, identity)
 
-    def standing() -> dict[str, int]:
-        found = {}
-        for _, task in pairs:
-            verdict = verdicts.by_key.get(task.key)
-            if verdict and verdict.prompt == task.prompt and verdict.scores:
-                found[task.dialogue] = verdict.scores["right"]
-        return found
+    def right() -> dict[str, int]:
+        valid = standing(verdicts, [task for _, task in pairs]).values()
+        return {one.dialogue: one.scores["right"] for one in valid if one.scores}
 
-    todo = [task for _, task in pairs if task.dialogue not in standing()]
+    judged = right()
+    todo = [task for _, task in pairs if task.dialogue not in judged]
     if todo:
         if not confirmed(endpoint, console, todo, yes):
             return 1
         ask_all(endpoint, console, verdicts, todo, 1, workers, False, read_verdict)
-    result = aggregate([row for row, _ in pairs], standing())
+    result = aggregate([row for row, _ in pairs], right())
     write_json(output / SCORES_FILE, {"judge": identity, "samples": str(samples), **result})
     score_table(result, f"LongMemEval_S, {samples.name}, {endpoint.model}").show()
     left = result["questions"] - result["judged"]

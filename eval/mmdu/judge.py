@@ -326,13 +326,10 @@ def run_judge(options: JudgeOptions) -> int:
     if not tasks:
         raise InputError(f"no dialogue of {options.answers} can be judged, for the reasons above")
     verdicts = Verdicts(options.folder() / JOURNAL_FILE, _identity(options))
-    standing = {
-        task.key: verdicts.by_key[task.key]
-        for task in tasks
-        if task.key in verdicts.by_key and verdicts.by_key[task.key].prompt == task.prompt
-    }
-    redo = {key for key, verdict in standing.items() if verdict.failure and options.retry_failed}
-    todo = [task for task in tasks if task.key not in standing or task.key in redo]
+    judged = standing(verdicts, tasks)
+    if options.retry_failed:
+        judged = {key: verdict for key, verdict in judged.items() if not verdict.failure}
+    todo = [task for task in tasks if task.key not in judged]
     if not options.quiet and len(todo) < len(tasks):
         _say(
             console, f"mmkv: {len(tasks) - len(todo)} of {len(tasks)} questions are judged already"
@@ -348,17 +345,24 @@ def run_judge(options: JudgeOptions) -> int:
             _write(options, dialogues, missing, tasks, verdicts)
     result, table = _write(options, dialogues, missing, tasks, verdicts)
     table.show()
+    _require_verdicts(options, console, result, problems)
+    return 0
+
+
+def _require_verdicts(
+    options: JudgeOptions, console: Console, result: dict[str, Any], problems: Sequence[Problem]
+) -> None:
+    """Say how many verdicts failed. Raises InputError: some questions have none."""
     if result["failures"]:
         kinds = ", ".join(f"{count} {kind}" for kind, count in result["failures"].items())
         _say(console, f"mmkv: failures: {kinds}; {options.folder() / JOURNAL_FILE} has the replies")
-    open_ones = sum(result["failures"].get(kind, 0) for kind in (NOT_JUDGED, NO_ANSWER))
+    open_ones = result["failures"].get(NOT_JUDGED, 0) + result["failures"].get(NO_ANSWER, 0)
     if open_ones or problems:
         raise InputError(
             f"{open_ones} of {result['questions']} questions have no verdict"
             + (f" and {len(problems)} dialogues could not be judged" if problems else "")
             + "; the causes are above; correct them and run the same command again"
         )
-    return 0
 
 
 def _tasks(
@@ -387,6 +391,14 @@ def _tasks(
             text = judge_prompt(question, reference, answer, rubric)
             tasks.append(Task(dialogue.id, turn, text, found))
     return tasks, missing
+
+
+def standing(verdicts: Verdicts, tasks: Sequence[Task]) -> dict[Key, Verdict]:
+    """Return the verdicts on what the tasks ask now; one on another prompt is left out."""
+    known = verdicts.by_key
+    return {
+        t.key: known[t.key] for t in tasks if t.key in known and known[t.key].prompt == t.prompt
+    }
 
 
 def _identity(options: JudgeOptions) -> dict[str, Any]:
@@ -459,11 +471,7 @@ def _write(
 ) -> tuple[dict[str, Any], Table]:
     """Write scores.json, scores.md and the official files; return the scores and their table."""
     folder = options.folder()
-    valid = {
-        task.key: verdicts.by_key[task.key]
-        for task in tasks
-        if task.key in verdicts.by_key and verdicts.by_key[task.key].prompt == task.prompt
-    }
+    valid = standing(verdicts, tasks)
     result = aggregate(dialogues, missing, valid)
     run = AnswerFolder(options.answers).settings()
     page = {"judge": _identity(options), "run": run, **result}

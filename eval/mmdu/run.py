@@ -6,9 +6,8 @@ score`` counts exact answers in a folder of answers.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -168,16 +167,32 @@ def _answer_all(
     skipped = 0
     # A benchmark is greedy, whatever the checkpoint's generation_config.json says.
     sampling = Sampling.greedy(max_new_tokens=options.max_new_tokens or 512)
-    with _progress(display, sum(len(d.questions) for d, _ in jobs)) as bar:
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TextColumn("questions"),
+        TimeRemainingColumn(),
+    )
+    hidden = not display.animated
+    with Progress(*columns, console=display.console, transient=True, disable=hidden) as progress:
+        bar = progress.add_task("", total=sum(len(dialogue.questions) for dialogue, _ in jobs))
+        done = 0
         for dialogue, pictures in jobs:
-            bar.begin(dialogue)
+            progress.update(bar, completed=done, description=f"dialogue {dialogue.id}")
+            done += len(dialogue.questions)
             try:
                 row = folder.load(dialogue)
                 if row is None:
-                    folder.save(
+                    made = answer(
+                        engine,
                         dialogue,
-                        *answer(engine, dialogue, pictures, sampling, options.system, bar.turn),
+                        pictures,
+                        sampling,
+                        options.system,
+                        lambda: progress.advance(bar),
                     )
+                    folder.save(dialogue, *made)
                     row = folder.load(dialogue)
                 else:
                     skipped += 1
@@ -188,7 +203,7 @@ def _answer_all(
             except MmkvError as error:
                 problems.append(Problem(dialogue.id, str(error)))
                 _report(display, problems[-1])
-            bar.end(dialogue)
+            progress.update(bar, completed=done)
     if skipped:
         display.note(f"{skipped} dialogues were already answered and were left as they are")
     return finished
@@ -199,86 +214,27 @@ def _report(display: Display, problem: Problem) -> None:
     display.say(f"mmkv: failed: dialogue {problem.dialogue}: {cause}")
 
 
-class _Bar:
-    """Shows questions done and the time left; prints nothing without a terminal."""
-
-    def __init__(self, progress: Progress | None, questions: int) -> None:
-        self._progress, self._done = progress, 0
-        self._task = None if progress is None else progress.add_task("", total=questions)
-
-    def begin(self, dialogue: Dialogue) -> None:
-        self._update(0, dialogue.id)
-
-    def turn(self, done: int) -> None:
-        self._update(done)
-
-    def end(self, dialogue: Dialogue) -> None:
-        self._done += len(dialogue.questions)
-        self._update(0)
-
-    def _update(self, within: int, name: str | None = None) -> None:
-        if self._progress is not None and self._task is not None:
-            self._progress.update(self._task, completed=self._done + within)
-            if name is not None:
-                self._progress.update(self._task, description=f"dialogue {name}")
-
-
-@contextmanager
-def _progress(display: Display, questions: int) -> Iterator[_Bar]:
-    if not display.animated:
-        yield _Bar(None, questions)
-        return
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TextColumn("questions"),
-        TimeRemainingColumn(),
-    )
-    with Progress(*columns, console=display.console, transient=True) as progress:
-        yield _Bar(progress, questions)
-
-
-@dataclass(frozen=True)
-class TurnRecord:
-    """Numbers of one turn, written beside its answer.
-
-    Attributes:
-        prompt_tokens: tokens that the turn added before its answer (the last token of the answer
-            before is among them). generated: tokens of the answer.
-        tokens_seen: tokens of the session so far. The last token of an answer enters with the
-            next turn.
-        entries_kept, entries_evicted: (layer, head, token) entries, now and in all.
-        pages, kv_bytes: physical pages held, whole, and the bytes of their keys and values. (Not
-            the metadata: block tables are as wide as the longest dialogue so far needed, and the
-            numbers of a dialogue must not depend on those before it.)
-    """
-
-    prompt_tokens: int
-    generated: int
-    finish_reason: str
-    tokens_seen: int
-    entries_kept: int
-    entries_evicted: int
-    pages: int
-    kv_bytes: int
-
-
 def answer(
     engine: Engine,
     dialogue: Dialogue,
     pictures: Sequence[Path],
     sampling: Sampling,
     system: str | None = None,
-    progress: Callable[[int], None] | None = None,
+    answered: Callable[[], None] = lambda: None,
 ) -> tuple[list[str], list[dict[str, Any]]]:
     """Ask the questions in order; the history holds the model's own answers.
 
     Args:
-        pictures: files of ``dialogue.images``. progress: called with the turns answered so far.
+        pictures: files of ``dialogue.images``. answered: called after each turn.
 
     Returns:
-        The answers, and a :class:`TurnRecord` as a dict for each.
+        The answers, and the numbers of each turn: ``prompt_tokens`` that it added before its answer
+        (the last token of the answer before is among them) and ``generated`` ones,
+        ``finish_reason``, ``tokens_seen`` of the session so far (the last token of an answer
+        enters with the next turn), ``entries_kept`` now and ``entries_evicted`` in all (layer,
+        head, token), ``pages`` held, whole, and ``kv_bytes`` of their keys and values. Not those
+        of metadata: block tables are as wide as the longest dialogue so far needed, and the
+        numbers of a dialogue must not depend on those before it.
 
     Raises:
         MmkvError: a picture or question cannot be used, or the dialogue is too long for the
@@ -301,21 +257,18 @@ def answer(
                     "--max-pixels, or take a model with a longer context"
                 )
             records.append(
-                asdict(
-                    TurnRecord(
-                        prompt_tokens=reply.prompt_tokens,
-                        generated=len(reply.token_ids),
-                        finish_reason=reply.finish_reason,
-                        tokens_seen=reply.memory.tokens_seen,
-                        entries_kept=reply.memory.entries,
-                        entries_evicted=reply.memory.evicted,
-                        pages=reply.memory.pages,
-                        kv_bytes=reply.memory.kv_bytes,
-                    )
-                )
+                {
+                    "prompt_tokens": reply.prompt_tokens,
+                    "generated": len(reply.token_ids),
+                    "finish_reason": reply.finish_reason,
+                    "tokens_seen": reply.memory.tokens_seen,
+                    "entries_kept": reply.memory.entries,
+                    "entries_evicted": reply.memory.evicted,
+                    "pages": reply.memory.pages,
+                    "kv_bytes": reply.memory.kv_bytes,
+                }
             )
-            if progress is not None:
-                progress(number)
+            answered()
     return answers, records
 
 

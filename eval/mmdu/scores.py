@@ -256,19 +256,23 @@ def summarize(
         "failed": failed,
         "questions": sum(len(dialogue.questions) for dialogue in done),
         "cut_at_max_new_tokens": sum(record["finish_reason"] == "length" for record in every),
-        "answer_tokens_mean": _mean([record["generated"] for record in every]),
-        "tokens_seen_mean": _mean([record["tokens_seen"] for record in last]),
-        "tokens_seen_max": max((record["tokens_seen"] for record in last), default=0),
-        "entries_kept_mean": _mean([record["entries_kept"] for record in last]),
-        "entries_evicted_mean": _mean([record["entries_evicted"] for record in last]),
-        "kv_bytes_mean": _mean([record["kv_bytes"] for record in last]),
-        "kv_bytes_max": max((record["kv_bytes"] for record in every), default=0),
+        "answer_tokens_mean": _mean(every, "generated"),
+        "tokens_seen_mean": _mean(last, "tokens_seen"),
+        "tokens_seen_max": _most(last, "tokens_seen"),
+        "entries_kept_mean": _mean(last, "entries_kept"),
+        "entries_evicted_mean": _mean(last, "entries_evicted"),
+        "kv_bytes_mean": _mean(last, "kv_bytes"),
+        "kv_bytes_max": _most(every, "kv_bytes"),
         "exact": as_rows(shares(done, answers)),
     }
 
 
-def _mean(values: Sequence[float]) -> float:
-    return sum(values) / len(values) if values else 0.0
+def _mean(records: Sequence[Mapping[str, Any]], key: str) -> float:
+    return sum(record[key] for record in records) / len(records) if records else 0.0
+
+
+def _most(records: Sequence[Mapping[str, Any]], key: str) -> int:
+    return max((record[key] for record in records), default=0)
 
 
 def memory_table(summary: dict[str, Any], title: str) -> Table:

@@ -83,7 +83,6 @@ class PaperTable:
     samples: int | None = None
     parts: tuple[dict[str, Any], ...] = ({},)
     hours: int | None = None
-    offline: str = ""
     missing: str = ""
     figures: str = ""
     checked: str = ""
@@ -214,21 +213,26 @@ def commands(table: PaperTable, row: TableRow, choice: TableChoice) -> list[list
             "tasks": ",".join(part.get("tasks", table.tasks)),
             "data": choice.data,
             "model": choice.model or table.model,
-            "gates": f"--gates {shlex.quote(gates)}" if gates and row.name in table.gates else "",
+            "gates": _given("gates", gates if row.name in table.gates else None),
             "policy": shlex.quote(row.policy),
-            "budget": f"--budget {shlex.quote(plain)}" if plain else "",
-            "samples": f"--samples {samples}" if samples else "",
+            "budget": _given("budget", plain),
+            "samples": _given("samples", samples),
             "options": shlex.join(_options(table, part, more, choice)),
-            "interval": f"--evict-every {interval.partition('=')[2]}" if interval else "",
-            "limit": f"--limit {choice.limit:g}" if choice.limit else "",
-            "batch": f"--batch-size {choice.batch_size}" if choice.batch_size != 1 else "",
-            "device": f"--device {choice.device}" if choice.device else "",
-            "dtype": f"--dtype {choice.dtype}" if choice.dtype else "",
+            "interval": _given("evict-every", (interval or "").partition("=")[2]),
+            "limit": _given("limit", choice.limit and f"{choice.limit:g}"),
+            "batch": _given("batch-size", choice.batch_size if choice.batch_size != 1 else None),
+            "device": _given("device", choice.device),
+            "dtype": _given("dtype", choice.dtype),
             "row": shlex.quote(str(row_folder(table, row, choice))),
         }
         quoted = {key: shlex.quote(values[key]) for key in ("tasks", "data", "model")}
         made += [shlex.split(one.format(**values | quoted)) for one in table.commands]
     return made
+
+
+def _given(name: str, value: object) -> str:
+    """Return an option with its value, as a shell reads it; nothing for what is not set."""
+    return f"--{name} {shlex.quote(str(value))}" if value else ""
 
 
 def _options(
@@ -370,9 +374,14 @@ def _started(words: Sequence[str]) -> list[str]:
 
 
 def compared(table: PaperTable, choice: TableChoice) -> str:
-    """Return a Markdown table: for each row and column our figure, and the paper's in brackets."""
+    """Return a Markdown table: for each row and column our figure, and the paper's in brackets.
+
+    Of a table that is not made by ``mmkv eval``: where its results are, and the paper's figures.
+    """
     if not table.evaluates:
-        return f"results are below {Path(choice.output) / table.name.replace(':', '-')}"
+        place = Path(choice.output) / table.name.replace(":", "-")
+        paper = f"\nthe paper's figures: {_one_line(table.figures)}" if table.figures else ""
+        return f"results are below {place}{paper}"
     heads = ["", *(column.label for column in table.columns)]
     made = [f"| {' | '.join(heads)} |", f"|{'---|' * len(heads)}"]
     for row in chosen_rows(table, choice):

@@ -190,11 +190,6 @@ def test_the_model_is_loaded_once_and_only_if_runs_are_left(
     assert len(loaded) == 1 and path.read_bytes() == written
 
 
-def test_a_method_without_its_gates_is_one_line(tmp_path: Path) -> None:
-    with pytest.raises(SystemExit, match=r"write dbtrimkv:GATES"):
-        main([MODEL, "--data", "scenes:dense", "--method", "dbtrimkv", "--output", str(tmp_path)])
-
-
 def test_at_equal_bytes_fewer_bits_keep_more_entries() -> None:
     """At head_dim 32 an entry takes 137 bytes in bfloat16, 77 and 49 in codes."""
     kinds = ("bf16", "int8", "int4")

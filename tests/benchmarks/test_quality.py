@@ -1,4 +1,4 @@
-"""``benchmarks.quality`` and the figure of what was kept, on few dialogues."""
+"""``benchmarks.quality`` on few dialogues."""
 
 from __future__ import annotations
 
@@ -15,8 +15,6 @@ from matplotlib.figure import Figure
 from benchmarks import needle
 from benchmarks.experiment import draw as draw_curves
 from benchmarks.quality.__main__ import main
-from benchmarks.quality.kept import draw as draw_kept
-from benchmarks.quality.kept import main as kept
 from mmkv.resources import bundled_model
 from mmkv.training.data.examples import examples
 from mmkv.training.measure.record import RESULTS
@@ -51,12 +49,6 @@ def test_a_small_run_writes_table_plot_and_json(tmp_path: Path) -> None:
     # budget over all rows does not.
     assert np.ptp(rows["streamingllm", "1/8"]["entries_by_row"]) <= 1
     assert np.ptp(rows["dbtrimkv", "1/8"]["entries_by_row"]) > 2
-    kept(["--fraction", "1/8", str(tmp_path / "q.json")])
-    assert (tmp_path / "q-kept.png").stat().st_size > 5000
-    with pytest.raises(SystemExit, match="has no budget 1/7; it has 1/3, 1/8"):
-        kept(["--fraction", "1/7", str(tmp_path / "q.json")])
-    with pytest.raises(SystemExit, match="has no method snapkv; it has streamingllm, dbtrimkv"):
-        kept(["--fraction", "1/8", str(tmp_path / "q.json"), "--methods", "snapkv"])
     assert "| scenes:dense | 1/8 |" in (tmp_path / "q.md").read_text()
     assert (tmp_path / "q.png").stat().st_size > 5000
 
@@ -89,18 +81,15 @@ def test_plots_label_their_budgets(tmp_path: Path, monkeypatch: Any) -> None:
     drawn: list[Figure] = []
     monkeypatch.setattr(Figure, "savefig", lambda figure, path, **_: drawn.append(figure))
     pages = json.loads((RESULTS / "quality-rules-dense.json").read_text())["results"]
-    entries = "entries per layer and KV head"
-    for budget, label, title in (
-        ("1/5", "budget, share of the context", "Entries kept at 1/5 of the context"),
-        ("64", f"budget, {entries}", f"Entries kept at 64 {entries}"),
-        ("1/8", "budget", "Entries kept at 1/8 of the context"),
+    for budget, label in (
+        ("1/5", "budget, share of the context"),
+        ("64", "budget, entries per layer and KV head"),
+        ("1/8", "budget"),
     ):
         for row in pages["scenes:dense"]["rows"][1:]:
             row["budget"] = "64" if label == "budget" and row["method"] == "trimkv" else budget
         draw_curves(pages, tmp_path / "q.png")
         assert {axes.get_xlabel() for axes in drawn[-1].axes} == {label}
-        draw_kept(pages, tmp_path / "k.png", budget, [])
-        assert drawn[-1].get_suptitle() == title
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
@@ -117,28 +106,3 @@ def test_comparisons_run_on_a_gpu(program: Any, options: list[str], tmp_path: Pa
         [MODEL, *options, *methods, "--device", "cuda", "--name", "g", "--output", str(tmp_path)]
     )
     assert " cuda " in (tmp_path / "g.runs.jsonl").read_text()
-
-
-# The figure of kept entries shows the differences that its table lists.
-
-
-def method(name: str, held: list[list[float]], budget: str = "1/8") -> dict[str, Any]:
-    return {"method": name, "budget": budget, "visual_share": 0.4, "entries_by_row": held}
-
-
-def test_colours_reach_the_largest_share(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Shares of 8 and 4 differ on one scale for all panels; a level method is in its middle."""
-    drawn: list[Figure] = []
-    monkeypatch.setattr(Figure, "savefig", lambda figure, path, **_: drawn.append(figure))
-    full = method("full", [[5, 5]], "1")
-    skewed = [method("eight", [[0] * 7 + [40]]), method("four", [[0, 0, 0, 20]])]
-    many = [method(f"level {index}", [[2, 2]]) for index in range(9)]
-    pages = {"one": {"rows": [full, *skewed]}, "two": {"rows": [full, *many]}}
-    draw_kept(pages, tmp_path / "k.png", "1/8", [])
-    images = {axes.get_title(): axes.images[0] for axes in drawn[-1].axes if axes.get_title()}
-    assert set(images) == {"eight", "four", *(f"level {index}" for index in range(9))}
-    tones = {title: np.ma.getdata(image.norm(image.get_array())) for title, image in images.items()}
-    assert {(image.norm.vmin, image.norm.vmax) for image in images.values()} == {(1 / 8, 8)}
-    assert tones["eight"].max() == pytest.approx(1) and tones["eight"].min() == 0  # none held
-    assert tones["four"].max() == pytest.approx(0.5 + np.log(4) / np.log(8) / 2)
-    assert (tones["level 3"] == pytest.approx(0.5)) and len(tones) == 11

@@ -3,28 +3,19 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import json
-import os
 import time
 from argparse import Namespace
-from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
-from unittest import mock
 
 import pytest
 
-from benchmarks.serving import agent
 from benchmarks.serving import load as loads
 from benchmarks.serving.servers import mmkv_serve, stream_chat
 from benchmarks.serving.soak import MODEL, kill_while_saving, slope, soak
 from mmkv import Engine
-from mmkv.prompt import sandbox
 from mmkv.server.engine_thread import EngineCore
-from mmkv.server.media import resolver
 from tests.support.chat_models import save_qwen3_vl
 from tests.support.servers import Server, serving
 
@@ -62,110 +53,6 @@ def test_nothing_is_lost_when_clients_misbehave(server: Server) -> None:
         return pool.num_pages - pool.free_pages == residents.copy_pages + kept
 
     assert server.inside(held_by_something)
-
-
-@pytest.mark.parametrize("way", [loads.CHAT, loads.RESPONSES])
-def test_a_turn_reads_its_own_tokens(server: Server, way: str) -> None:
-    rows = loads.long_dialogue(server, way, 7, 4, 3)  # type: ignore[arg-type]
-    assert all(row["read"] == row["own"] > 0 for row in rows[1:])
-    assert [row["prompt"] for row in rows] == sorted({row["prompt"] for row in rows})
-
-
-@pytest.fixture(scope="module")
-def agents(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    folder = agent.write_model(tmp_path_factory.mktemp("agent"), 8)
-
-    def load() -> Engine:
-        options = {"gates": "random", "policy": "dbtrimkv", "budget": 24, "dtype": "float32"}
-        options |= {"prefill_chunk": 64, "endless": False}
-        return Engine.from_pretrained(folder, kv_limit=8 * 2**20, **options)
-
-    with serving(load, name=MODEL, store_bytes=2**20) as made:
-        made.process = SimpleNamespace(pid=os.getpid())  # type: ignore[attr-defined]
-        made.rss = lambda: 0  # type: ignore[attr-defined]
-        yield made
-
-
-@pytest.mark.parametrize("way", [agent.CHAT, agent.RESPONSES])
-def test_an_agent_reads_nothing_twice(agents: Server, way: str) -> None:
-    seed = len(way)
-    rows = agent.play(agents, MODEL, seed, range(1, 5), way)  # type: ignore[arg-type]
-    assert [(row["step"], row["called"]) for row in rows] == [(n, True) for n in range(1, 5)]
-    # What the system says may be held from another conversation.
-    assert rows[0]["again"] <= 0 and [row["again"] for row in rows[1:]] == [0] * 3
-    read = [row["read"] for row in rows]
-    # A screen is 16 tokens; all its results are as long.
-    assert 16 < read[1] == read[2] == read[3]
-    prompts = [row["prompt"] for row in rows]
-    assert sum(read) < prompts[-1] and prompts == sorted(prompts)
-    assert all(0 < row["cpu"] <= row["whole_cpu"] and row["kv_bytes"] > 0 for row in rows)
-    found = agent.page(rows, [2, 8])
-    assert found["tokens_read_again"] == 0 and found["tokens_read"] == sum(read)
-    assert found["at"]["2"]["prompt"] == (prompts[1] + prompts[2]) / 2 and found["calls"] == 4
-    assert not found["at"]["8"] and found["stopped"] is None
-
-
-@pytest.mark.parametrize("way", [agent.CHAT, agent.RESPONSES])
-def test_a_step_renders_once_and_decodes_its_own_picture(agents: Server, way: str) -> None:
-    """Whatever the number of messages before it."""
-    counts: list[Counter[str]] = []
-    wrapped = {sandbox.render: sandbox, resolver.data_uri_content: resolver}
-    ask = agent.stream_reply
-
-    def noted(*given: Any) -> dict[str, Any]:
-        found: Counter[str] = Counter()
-        with contextlib.ExitStack() as stack:
-            for function, module in wrapped.items():
-                name = function.__name__
-
-                def call(*own: Any, name: str = name, function: Any = function) -> Any:
-                    found[name] += 1
-                    return function(*own)
-
-                stack.enter_context(mock.patch.object(module, name, call))
-            counts.append(found)
-            return ask(*given)
-
-    with mock.patch.object(agent, "stream_reply", noted):
-        rows = agent.play(agents, MODEL, 20 + len(way), range(1, 8), way)  # type: ignore[arg-type]
-    assert all("stopped" not in row for row in rows)
-    # One picture is decoded to know it, and to read it. The second step looks at the template, too.
-    assert counts[2:] == [{"render": 1, "data_uri_content": 2}] * 5
-
-
-def test_steps_that_are_left_out_are_read_with_the_next(agents: Server) -> None:
-    rows = agent.play(agents, MODEL, 1, [1, 2, 4], agent.CHAT)  # type: ignore[arg-type]
-    assert rows[2]["again"] == 0
-    # The call between them is read, with its mark and the opening of a reply, and two screens.
-    assert rows[2]["read"] == rows[2]["prompt"] - rows[1]["prompt"] - (
-        rows[1]["prompt"] - rows[0]["prompt"] - rows[1]["read"]
-    )
-
-
-def test_an_agent_notes_where_a_server_stops(agents: Server) -> None:
-    rows = agent.play(agents, "another", 3, [1, 2])  # type: ignore[arg-type]
-    assert [row["step"] for row in rows] == [1] and "404" in rows[0]["stopped"]
-    assert agent.page(rows, [1])["stopped"] == rows[0]
-    # Its context holds 8 steps.
-    rows = agent.play(agents, MODEL, 4, [1, 30])  # type: ignore[arg-type]
-    assert "context" in rows[1]["stopped"]
-
-
-def test_the_figure_leaves_out_steps_that_were_read_with_others(tmp_path: Path) -> None:
-    def rows(step: list[int], read: list[int]) -> dict[str, Any]:
-        prompt = [50 * n for n in step]
-        return {"step": step, "read": read, "prompt": prompt, "cpu": step, "rss": step}
-
-    for end, name, kept in (
-        ("", "ours", rows([1, 2, 5, 6], [50, 40, 140, 40])),
-        ("-peers", "reads all", rows([1, 10], [50, 500])),
-        ("-full", "ours", rows([9], [1])),
-        ("-llama", "another", rows([3, 4], [150, 40])),
-    ):
-        page = json.dumps({"results": {name: {"rows": kept}}})
-        (tmp_path / f"serving-agent{end}.json").write_text(page)
-    drawn = {name: steps for name, (steps, *_) in agent.agent_values(tmp_path).items()}
-    assert drawn == {"ours": [1, 2, 6], "reads all": [1, 10], "another": [3, 4]}
 
 
 def test_streams_are_counted_side_by_side(

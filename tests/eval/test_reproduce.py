@@ -38,6 +38,7 @@ def test_every_table_is_whole(capsys: pytest.CaptureFixture[str]) -> None:
         assert all(text[0].startswith("#") for text in table.train.values()), table.name
         for row in table.rows:
             assert len(row.figures) in (0, len(table.columns)), (table.name, row.folder)
+            assert not table.figures or not table.evaluates, (table.name, "figures are in its rows")
             if table.model != "random weights":
                 gates = bool(make_policy(row.policy).gates)
                 assert gates == (row.name in table.gates), (table.name, row.folder)
@@ -266,3 +267,6 @@ def test_finished_rows_are_kept_and_figures_stand_beside_the_papers(
     assert started[0][1:5] == ["-P", "-m", "mmkv", "eval"] and "--gates" not in started[0]
     assert started[2][started[2].index("--gates") + 1] == gates
     assert made.splitlines()[2:] == ["| Full KV | 51.0 (65.5) |", "| TRIM-KV, 4096 | 53.0 (74.0) |"]
+    speed = reproduce.compared(find("trimkv:table5"), choice).splitlines()
+    assert speed[0] == f"results are below {tmp_path / 'out' / 'trimkv-table5'}"
+    assert speed[1].startswith("the paper's figures: Tokens a second, FullKV") and len(speed) == 2

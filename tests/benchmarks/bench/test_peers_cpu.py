@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -13,7 +14,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from benchmarks.bench import llama_gguf, peers_cpu
+from benchmarks.bench import llama_gguf, openvino_files, peer_environments, peers_cpu
 from benchmarks.bench.cpu_methods import METHODS, CachedModel, CpuPeerJob
 from benchmarks.bench.llama_gguf import interleaved, renamed, tensors
 from benchmarks.bench.peers_cpu import (
@@ -73,8 +74,6 @@ WRITER = """
 import enum
 class GGMLQuantizationType(enum.Enum):
     F32, F16, Q8_0, Q4_0 = range(4)
-class TokenType(enum.Enum):
-    NORMAL, CONTROL = 1, 3
 class quants:
     @staticmethod
     def quantize(values, kind): return values
@@ -348,21 +347,19 @@ def test_both_engines_see_the_same_picture_and_video(seeing: Path) -> None:
     assert again["logits"] == seen[0] and again["cpu"] > 0
 
 
-def test_a_gguf_of_a_llava_has_both_halves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    folder = write_llava(tmp_path / "llava", side=64, patch=32)
+def test_a_gguf_of_a_llava_has_its_text_half(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = write_llava(tmp_path / "llava")
     config = json.loads((folder / "config.json").read_text())
     (tmp_path / "gguf.py").write_text(WRITER)
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.delitem(sys.modules, "gguf", raising=False)
-    text, tower = tmp_path / "text.gguf", tmp_path / "tower.gguf"
-    assert llama_gguf.main([str(folder), f"{text}=f32+tokenizer", f"{tower}=mmproj"]) == 0
+    text = tmp_path / "text.gguf"
+    assert llama_gguf.main([str(folder), f"{text}=f32"]) == 0
     lines = text.read_text().splitlines()
     assert len(lines) == config["text_config"]["num_hidden_layers"] * 9 + 3
     assert "blk.0.attn_q.weight F32" in lines and "output.weight F32" in lines
-    lines = tower.read_text().splitlines()
-    # Weights and biases: 8 of a layer, 2 norms around them, 2 of the projector, and 3 embeddings.
-    assert len(lines) == config["vision_config"]["num_hidden_layers"] * 16 + 4 + 4 + 3
-    assert {"v.class_embd F32", "v.patch_embd.weight F32", "mm.2.bias F32"} < set(lines)
 
 
 def test_what_cannot_run_says_why(model: Path, tmp_path: Path, capsys: Any) -> None:
@@ -384,6 +381,83 @@ def test_what_cannot_run_says_why(model: Path, tmp_path: Path, capsys: Any) -> N
         few = ["--methods", "llama.cpp f16", "--python", f"llama.cpp={interpreter}"]
         assert peers_cpu.main([str(model), *few, *where]) == 1
         assert reason in capsys.readouterr().out
+
+
+def test_openvino_gets_4_bits_for_the_decoder_and_8_for_its_tower(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """With stand-ins for the exporter and the rounding; a folder appears when it is whole."""
+    parts = ("openvino_language_model", "openvino_vision_embeddings_model", "openvino_tokenizer")
+
+    def exported(model: str, output: str, task: str, **_: Any) -> None:
+        Path(output).mkdir()
+        for name in parts:
+            (Path(output) / f"{name}.xml").write_text(f"{name} of {task}")
+            (Path(output) / f"{name}.bin").write_text("numbers")
+
+    def rounded(part: str, mode: str, **how: Any) -> str:
+        return f"{part}: {mode} {how.get('group_size')}"
+
+    core = SimpleNamespace(read_model=lambda path: path.stem)
+    stand_ins: dict[str, Any] = {
+        "torchvision": {},
+        "optimum.exporters.openvino": {"main_export": exported},
+        "optimum.intel": {"OVConfig": lambda dtype: dtype},
+        "openvino": {
+            "Core": lambda: core,
+            "save_model": lambda part, path, **_: path.write_text(part),
+        },
+        "nncf": {
+            "CompressWeightsMode": SimpleNamespace(INT8_ASYM="8", INT4_SYM="4"),
+            "compress_weights": rounded,
+        },
+    }
+    for name, members in stand_ins.items():
+        monkeypatch.setitem(sys.modules, name, SimpleNamespace(**members))
+    model = save_llama(tmp_path / "model")
+    (model / "preprocessor_config.json").write_text("{}")
+    assert (
+        openvino_files.main([str(model), *(f"{tmp_path / f}={f}" for f in ("fp16", "int4"))]) == 0
+    )
+    plain, four = tmp_path / "fp16", tmp_path / "int4"
+    assert (plain / f"{parts[0]}.xml").read_text() == f"{parts[0]} of text-generation-with-past"
+    assert (four / f"{parts[0]}.xml").read_text() == f"{parts[0]}: 4 32"
+    assert (four / f"{parts[1]}.xml").read_text() == f"{parts[1]}: 8 None"
+    assert (four / f"{parts[2]}.bin").read_text() == "numbers"  # as it was
+    assert {path.name for path in four.glob("*.bin")} == {f"{parts[2]}.bin"}
+    assert all((folder / "preprocessor_config.json").is_file() for folder in (plain, four))
+    assert openvino_files.main([str(model), f"{tmp_path / 'int2'}=int2"]) == 1
+    assert "'int2' is none of fp16, int8, int4" in capsys.readouterr().err
+    assert not list(tmp_path.glob("*.part")) and not (tmp_path / "int2").exists()
+
+
+def test_environments_of_peers_are_made_apart(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """One that fails does not keep the others from being made; a complete one is left alone."""
+    ran: list[list[str]] = []
+
+    def run(command: list[Any], **_: Any) -> SimpleNamespace:
+        ran.append([str(word) for word in command])
+        if "venv" in ran[-1]:
+            python = peer_environments.interpreter(Path(ran[-1][-1]).parent, Path(ran[-1][-1]).name)
+            python.parent.mkdir(parents=True)
+            python.touch()
+        return SimpleNamespace(returncode=int("nncf" in ran[-1]))
+
+    monkeypatch.setattr(peer_environments.subprocess, "run", run)
+    assert peer_environments.main([str(tmp_path), "--torch", "torch==9"]) == 1
+    said = capsys.readouterr()
+    assert said.out.splitlines() == ["llama.cpp is ready", "kvpress is ready"]
+    assert "openvino: " in said.err and "failed; its reason is above" in said.err
+    installed = [command[5:] for command in ran if "install" in command]
+    assert installed[1] == ["--no-binary", "llama-cpp-python", "llama-cpp-python"]
+    assert ["torch==9", "kvpress==0.5.5", "transformers<5.3"] in installed
+    ran.clear()
+    assert peer_environments.main([str(tmp_path), "kvpress"]) == 0
+    assert len(ran) == 1 and "kvpress is complete" in capsys.readouterr().out
+    with pytest.raises(SystemExit):
+        peer_environments.main([str(tmp_path), "vllm"])
 
 
 def measured(**times: list[float]) -> dict[str, Any]:

@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from types import SimpleNamespace, TracebackType
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
 import pytest
 from PIL import Image
@@ -35,7 +35,7 @@ from mmkv.eval.mmdu.client import (
 )
 from mmkv.eval.mmdu.data import AnswerFolder, Dialogue, read_benchmark
 from mmkv.eval.mmdu.judge import data_uri, estimate, picture_tokens
-from mmkv.eval.mmdu.rubric import SCORES, UnreadableScoresError, judge_prompt, read_scores
+from mmkv.eval.mmdu.rubric import SCORES, judge_prompt, read_scores
 from mmkv.resources import bundled_dialogues
 
 if TYPE_CHECKING:
@@ -67,7 +67,7 @@ class Clock:
         self.time = max(self.time, started + seconds)
 
 
-# (text of the prompt, how often it was asked before) -> one of FakeJudge.ACTIONS
+# (text of the prompt, how often it was asked before) -> what _Handler does: "ok", "stall" ...
 Behaviour = Callable[[str, int], str]
 
 
@@ -83,31 +83,6 @@ class FakeJudge:
     ``asked``: prompts and how often each came. ``bodies``, ``keys``, ``times``: of each request.
     ``now``: the clock of ``times``. What stalls or trickles does so until the judge closes.
     """
-
-    ACTIONS: ClassVar = (
-        "ok",
-        "garbage",
-        "plain refusal",
-        "filter",
-        "filter 400",
-        "stall",
-        "limit",
-        "fault",
-        "too high",
-        "fraction",
-        "missing",
-        "code",
-        "yes",
-        "no",
-        "no completion",
-        "denied",
-        "rejected",
-        "redirect",
-        "quota",
-        "come back tomorrow",
-        "drop",
-        "trickle",
-    )
 
     def __init__(
         self,
@@ -243,48 +218,6 @@ def direct(monkeypatch: pytest.MonkeyPatch) -> None:
     """No proxy between this process and its own server, and no key of somebody's."""
     monkeypatch.setenv("no_proxy", "127.0.0.1")
     monkeypatch.delenv("OPENAI_API_KEY", raising=False)
-
-
-GOOD = dict.fromkeys(SCORES, 4)
-
-
-@pytest.mark.parametrize(
-    "reply",
-    [
-        f"Well. {GOOD}",
-        f"{{'Creativity': 1}} no, wait: {GOOD} Done.",
-        f"```json\n{json.dumps(GOOD, indent=2)}\n```",
-        str({name.lower().replace(" ", "_"): 4 for name in SCORES}),
-    ],
-)
-def test_scores_are_read_from_the_last_dictionary(reply: str) -> None:
-    assert read_scores(reply) == GOOD
-
-
-@pytest.mark.parametrize(
-    ("reply", "kind"),
-    [
-        ("", "no scores"),
-        ("I'm sorry, I can't help with that.", "no scores"),
-        ("7 7 } {", "no scores"),
-        (f"{GOOD} {{}}", "bad scores"),
-        (str({**GOOD, "Richness": 11}), "bad scores"),
-        (str({**GOOD, "Richness": 0}), "bad scores"),
-        (str({**GOOD, "Richness": 7.5}), "bad scores"),
-        (str({**GOOD, "Richness": True}), "bad scores"),
-        (str({**GOOD, "Richness": "9"}), "bad scores"),
-        ("{'Creativity': 5}", "bad scores"),
-        ("{1, 2}", "bad scores"),
-        ("{[]: 1}", "bad scores"),
-        ("{'Creativity': __import__('os').abort()}", "bad scores"),
-        ("{" + "(" * 5000 + "}", "bad scores"),
-        ("{" + "-" * 1900 + "1: 1}", "bad scores"),
-    ],
-)
-def test_other_replies_do_not_count_as_scores(reply: str, kind: str) -> None:
-    with pytest.raises(UnreadableScoresError) as caught:
-        read_scores(reply)
-    assert caught.value.kind == kind
 
 
 def test_retry_after_is_a_number_or_a_date() -> None:

@@ -20,7 +20,6 @@ from PIL import Image
 
 import mmkv
 import mmkv.eval.mmdu.run
-from benchmarks import mmdu_small
 from benchmarks.mmdu_make import pack, write
 from mmkv import Engine, Sampling
 from mmkv.cli.app import run
@@ -508,11 +507,9 @@ def test_a_summary_that_cannot_be_written_is_shown(
     assert "Exact answers" in captured.out and "No space left" in captured.err
 
 
-# The program behind the table of benchmarks/notes/mmdu.md, on the first dialogue of the set.
-
-
 @pytest.mark.slow(reason="runs whole dialogues with the bundled model")
-def test_rows_are_counted_as_a_session_answers(tmp_path: Path, monkeypatch: Any) -> None:
+def test_right_answers_are_counted_as_a_session_gives_them(tmp_path: Path) -> None:
+    """On the first dialogue of the bundled set."""
     folder = bundled_dialogues()
     [dialogue, *_] = json.loads((folder / "benchmark.json").read_text())
     spoken = [turn["value"] for turn in dialogue["conversations"]]
@@ -528,18 +525,17 @@ def test_rows_are_counted_as_a_session_answers(tmp_path: Path, monkeypatch: Any)
         answer = "".join(session.send(parts))
         right += answer.split() == reference.split()
 
-    monkeypatch.setattr(mmdu_small, "ROWS", (("full", None), ("streamingllm", 16)))
-    mmdu_small.main(["--limit", "1", "--output", str(tmp_path)])
-    written = json.loads((tmp_path / "mmdu-small.json").read_text())
-    full, evicting = written["results"]
-    assert (full["policy"], full["budget"]) == ("full", None)
+    summaries = []
+    for options in (["full"], ["streamingllm", "--budget", "16"]):
+        output = tmp_path / options[0]
+        command = ["mmdu", "--limit", "1", "--quiet", "--output", str(output), "--policy"]
+        assert run([*command, *options]) == 0
+        summaries.append(json.loads((output / "mmkv-summary.json").read_text()))
+    full, evicting = (
+        next(row for row in summary["exact"] if row["kind"] == "all") for summary in summaries
+    )
     assert full["of"] == evicting["of"] == len(spoken) // 2
     assert evicting["right"] == right < full["right"]
     rows = engine.spec.num_layers * engine.spec.num_kv_heads
-    assert evicting["entries_kept_mean"] <= 16 * rows < full["entries_kept_mean"]
-
-
-def test_a_failed_command_ends_the_program(capsys: Any) -> None:
-    with pytest.raises(SystemExit) as ended:
-        mmdu_small.answered("streamingllm", 0, 1)
-    assert ended.value.code and "budget" in capsys.readouterr().err
+    everything, kept = (summary["entries_kept_mean"] for summary in summaries)
+    assert kept <= 16 * rows < everything

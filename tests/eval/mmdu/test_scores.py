@@ -255,15 +255,22 @@ FIVES = dict.fromkeys(NAMES, 5)
 @pytest.mark.parametrize(
     ("reply", "kind", "says"),
     [
-        ("no numbers", "no scores", "holds no dictionary"),
-        ("{'Creativity': 1", "no scores", "holds no dictionary"),
+        ("", "no scores", "holds no dictionary"),
+        ("I'm sorry, I can't help with that.", "no scores", "holds no dictionary"),
+        ("7 7 } {'Creativity': 1", "no scores", "holds no dictionary"),
         ("{1, 2}", "bad scores", "no dictionary"),
         ("{open(}", "bad scores", "cannot be read"),
+        ("{[]: 1}", "bad scores", "cannot be read"),
+        ("{'Creativity': __import__('os').abort()}", "bad scores", "cannot be read"),
+        ("{" + "(" * 5000 + "}", "bad scores", "no dictionary"),
+        ("{" + "-" * 1900 + "1: 1}", "bad scores", "cannot be read"),
+        (f"{FIVES} {{}}", "bad scores", "Creativity is missing"),
         (str(dict.fromkeys(NAMES[:-1], 5)), "bad scores", "Overall Score is missing"),
         (str(FIVES | {"Richness": 0}), "bad scores", "Richness is '0', no integer from 1 to 10"),
         (str(FIVES | {"Richness": 11}), "bad scores", "Richness is '11'"),
         (str(FIVES | {"Richness": True}), "bad scores", "Richness is 'True'"),
         (str(FIVES | {"Richness": 5.0}), "bad scores", r"Richness is '5\.0'"),
+        (str(FIVES | {"Richness": "9"}), "bad scores", "Richness is '9'"),
         (str(FIVES).replace("}", " " * 2000 + "}"), "bad scores", "no dictionary"),
     ],
 )
@@ -277,6 +284,7 @@ def test_the_last_dictionary_of_a_reply_counts_whatever_its_spelling() -> None:
     given = dict(zip(NAMES, (1, 10, 3, 4, 5, 6, 7), strict=True))
     early = dict.fromkeys(NAMES, 2)
     assert read_scores(f"At first {early}, then {given}.") == given
+    assert read_scores(f"```json\n{json.dumps(given, indent=2)}\n```") == given
     spelled = {name.replace(" ", "_").upper(): value for name, value in given.items()}
     assert read_scores(json.dumps(spelled)) == given
 

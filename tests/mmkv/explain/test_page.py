@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import base64
 import json
 import random
 import re
+import zlib
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -85,6 +87,13 @@ def shown(browser: Any, snapshot: Snapshot, folder: Path) -> None:
 
 def data_of(text: str) -> dict[str, Any]:
     return json.loads(text.partition('id="data">')[2].partition("</script>")[0])
+
+
+def numbers(blob: dict[str, Any]) -> np.ndarray:
+    """Read a page's packed numbers as its script does: planes of bytes, the lowest first."""
+    raw = np.frombuffer(zlib.decompress(base64.b64decode(blob["base64"])), np.uint8)
+    planes = np.ascontiguousarray(raw.reshape(blob["width"], -1).T)
+    return planes.view(f"<{blob['kind']}").ravel()
 
 
 def synthetic(layers: int, heads: int, tokens: int, gated: bool = True) -> Snapshot:
@@ -431,6 +440,29 @@ def test_everybody_can_use_the_page(
         browser.locator("[data-theme-switch]").click()
     fill = "document.querySelector('#timeline rect').getAttribute('fill')"
     assert browser.evaluate(fill) != seen and browser.evaluate(colour) != seen
+
+
+def test_a_page_holds_when_every_entry_went_and_its_log_beta(trace: Trace) -> None:
+    """Read as the page's script reads them, without a browser."""
+    data, snapshot = data_of(render(trace.snapshot())), trace.snapshot()
+    shape = len(data["rows"]), len(data["texts"])
+    life = numbers(data["blobs"]["lives"]).reshape(shape).astype(int)
+    seen = np.asarray(data["seen"])
+    born = np.searchsorted(seen, np.arange(shape[1]), side="right")
+    gone = seen[np.clip(born + life - 1, 0, len(seen) - 1)]
+    gone = np.where(life == 0, 0, np.where(life == 65535, shape[1] + 1, gone))
+    moments = [(step, n) for step, n in enumerate(snapshot.record.seen.tolist()) if n]
+    for step, after in moments[:: max(1, len(moments) // 5)]:
+        kept = [row.tolist() for layer in trace.retained(step) for row in layer]
+        there = (np.arange(shape[1]) < after) & (gone > after)
+        assert [np.flatnonzero(row).tolist() for row in there] == [kept[r] for r in data["rows"]]
+    assert data["range"] is None  # so little is written as it stands
+    beta = numbers(data["blobs"]["beta"]).reshape(shape)
+    row, token, wanted = (snapshot.record.deaths[k] for k in ("row", "position", "log_beta"))
+    place = {row: at for at, row in enumerate(data["rows"])}
+    found = [beta[place[r], t] for r, t in zip(row.tolist(), token.tolist(), strict=True)]
+    assert len(found) > 100
+    np.testing.assert_allclose(found, wanted, rtol=0.01)
 
 
 @pytest.mark.parametrize("number", range(len(DIALOGUES)))

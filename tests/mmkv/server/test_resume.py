@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import itertools
+from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -14,11 +15,13 @@ import torch
 from mmkv import Engine
 from mmkv.engine.errors import InputError
 from mmkv.engine.policies import make_policy
+from mmkv.prompt import sandbox
 from mmkv.prompt.template import ChatTemplate
 from mmkv.reply import Sampler
 from mmkv.server import prompts
 from mmkv.server.engine_thread import EngineCore
 from mmkv.server.job import ChatJob
+from mmkv.server.media import resolver
 from mmkv.server.prompts import Rendered, outline
 from tests.mmkv.prompt.test_held import THOUGHTS, fresh_inputs
 from tests.support.chat_models import (
@@ -113,14 +116,28 @@ def test_a_resumed_memory_is_that_of_a_fresh_run(
 
 
 def test_a_dialogue_reads_each_turn_once(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Twelve turns with pictures: each reads its own tokens, and replies as one session does."""
+    """Twelve turns with pictures: each reads its own tokens, and replies as one session does.
+
+    However many came before it, it is rendered once, and its own picture alone is decoded: to know
+    it, and to read it.
+    """
     watch = Watch(monkeypatch)
+    work = Counter[str]()
+    for module, function in ((sandbox, sandbox.render), (resolver, resolver.data_uri_content)):
+
+        def counted(*given: Any, function: Callable[..., Any] = function) -> Any:
+            work[function.__name__] += 1
+            return function(*given)
+
+        monkeypatch.setattr(module, function.__name__, counted)
     messages: list[Any] = []
     before = 0
     for turn in range(12):
         look = picture_part(picture("blue", (24 + 8 * turn, 24)))
         messages.append({"role": "user", "content": [look, {"type": "text", "text": f"{turn}?"}]})
+        work.clear()
         answer = server.chat(*messages, max_tokens=6)
+        assert turn < 2 or work == {"render": 1, "data_uri_content": 2}
         used = usage(answer)
         new = used["prompt_tokens"] - before
         # The last sampled token is fed with the next turn.
