@@ -27,7 +27,7 @@ from mmkv.engine.model.product import plain as numbers
 from mmkv.engine.model.spec import DecoderSpec, RopeSpec
 from mmkv.engine.model.stored import StoredTensors
 from mmkv.engine.model.weights import DecoderWeights
-from tests.support.factories import CHECKPOINTS, FAMILIES, checkpoint
+from tests.support.factories import CHECKPOINTS, FAMILIES, checkpoint, stored_in_bfloat16
 from tests.support.model_configs import config_of
 from tests.support.tiers import long_but
 
@@ -98,9 +98,8 @@ def test_every_family(name: str) -> None:
     assert_loads_alike(checkpoint(name), torch.float32)
 
 
-def stored_in_bfloat16(folder: Path) -> None:
-    tensors = load_file(folder / "model.safetensors")
-    rewrite(folder, {name: tensor.bfloat16() for name, tensor in tensors.items()})
+def narrow(folder: Path) -> None:
+    stored_in_bfloat16("llama_biased", folder)
 
 
 def head_beside_the_embedding(folder: Path) -> None:
@@ -188,7 +187,7 @@ def rewrite(folder: Path, tensors: dict[str, Tensor]) -> None:
 @pytest.mark.parametrize(
     ("name", "change", "direct"),
     [
-        ("llama_biased", stored_in_bfloat16, True),
+        ("llama_biased", narrow, True),
         ("llama", head_beside_the_embedding, True),
         ("llama", copy_of_the_embedding, True),
         ("llama", computed_buffer, True),
@@ -343,8 +342,8 @@ def peak_growth(make: Callable[[], Any]) -> int:
 
 
 def test_a_tower_takes_no_memory_for_the_embedding(tmp_path: Path) -> None:
-    folder = Path(shutil.copytree(checkpoint("qwen3_vl"), tmp_path / "model"))
-    tensors = {name: t.bfloat16() for name, t in load_file(folder / "model.safetensors").items()}
+    folder = stored_in_bfloat16("qwen3_vl", tmp_path / "model")
+    tensors = load_file(folder / "model.safetensors")
     width = tensors["model.language_model.norm.weight"].numel()
     rows, first = 400_000, tensors["model.language_model.embed_tokens.weight"]
     tensors["model.language_model.embed_tokens.weight"] = first[:1].expand(rows, width).contiguous()
@@ -418,8 +417,8 @@ def is_text(name: str) -> bool:
 
 @pytest.mark.parametrize("number", [float("nan"), float("inf")])
 def test_a_tower_of_broken_numbers_is_refused(number: float, tmp_path: Path) -> None:
-    folder = Path(shutil.copytree(checkpoint("qwen3_vl"), tmp_path / "model"))
-    tensors = {name: t.bfloat16() for name, t in load_file(folder / "model.safetensors").items()}
+    folder = stored_in_bfloat16("qwen3_vl", tmp_path / "model")
+    tensors = load_file(folder / "model.safetensors")
     tensors["model.visual.merger.norm.weight"][1] = number
     rewrite(folder, tensors)
     for kernels in (None, Kernels(multiply)):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -113,15 +114,6 @@ def test_a_short_distillation_beats_random_gates_and_recency(tmp_path: Path) -> 
 
 
 @pytest.mark.slow(reason="trains the gates for several steps")
-def test_the_capacity_term_meets_its_budget(tmp_path: Path) -> None:
-    """With only that term, soft entries per head fall to M and stay near it."""
-    train(short_run(tmp_path, steps=30, batch=1, loss="kl", lambda_cap=1000.0, lr=2e-2, warmup=0.0))
-    history = [json.loads(line) for line in (tmp_path / HISTORY).read_text().splitlines()]
-    kept = [line["kept"] for line in history if "kept" in line]
-    assert kept[0] > 48 and 8 < kept[-1] < 30, kept
-
-
-@pytest.mark.slow(reason="trains the gates for several steps")
 @pytest.mark.parametrize(
     "changes",
     [
@@ -133,20 +125,19 @@ def test_a_resumed_run_ends_where_an_uninterrupted_one_does(
     tmp_path: Path, changes: dict[str, Any]
 ) -> None:
     whole, cut = tmp_path / "whole", tmp_path / "cut"
-    train(short_run(whole, steps=6, save_every=3, **changes))
-    train(short_run(cut, steps=6, save_every=3, **changes))
-    # As after a kill past the third step: later checkpoints and the result are not there.
-    for made in cut.glob("checkpoint-6/*"):
-        made.unlink()
-    (cut / "checkpoint-6").rmdir()
+    usual: dict[str, Any] = {"steps": 4, "save_every": 2, "batch": 1} | changes
+    train(short_run(whole, **usual))
+    shutil.copytree(whole, cut)
+    # As after a kill past the second step: later checkpoints and the result are not there.
+    shutil.rmtree(cut / "checkpoint-4")
     (cut / "gates.safetensors").unlink()
-    train(short_run(cut, steps=6, save_every=3, **changes, resume=True))
+    train(short_run(cut, **usual, resume=True))
     first, second = (load_file(folder / "gates.safetensors") for folder in (whole, cut))
     assert first.keys() == second.keys()
     for name in first:
         torch.testing.assert_close(first[name], second[name], rtol=0, atol=0)
-    # What was logged of steps 4 to 6 before the kill is not there twice.
-    assert [line["step"] for line in history(cut) if "loss" in line] == [1, 2, 3, 4, 5, 6]
+    # What was logged of steps 3 and 4 before the kill is not there twice.
+    assert [line["step"] for line in history(cut) if "loss" in line] == [1, 2, 3, 4]
 
 
 @pytest.mark.slow(reason="trains the gates for several steps")
@@ -555,16 +546,6 @@ NUMBERS = sorted(f.name for f in fields(TrainingSettings) if isinstance(f.defaul
 def test_numbers_that_are_not_finite_are_refused(name: str, value: str) -> None:
     with pytest.raises(InputError, match=f"--{name.replace('_', '-')} is {value}; give"):
         TrainingSettings(MODEL, "out", **{name: float(value)})
-
-
-@pytest.mark.parametrize(("option", "value"), [("--lr", "inf"), ("--bias", "nan")])
-def test_such_a_run_ends_with_an_error_and_saves_nothing(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], option: str, value: str
-) -> None:
-    out = tmp_path / "gates"
-    given = ["--model", MODEL, "--data", "scenes:dense", "--output", str(out), option, value]
-    assert main(given) == 1
-    assert f"{option} is {value}" in capsys.readouterr().err and not out.exists()
 
 
 def run_of(folder: Path, *more: str) -> list[str]:

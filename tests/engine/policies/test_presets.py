@@ -42,13 +42,9 @@ from tests.support.packages import install
 from tests.support.sessions import PICTURES, advance, assert_same_rows, load, text_ids
 
 
-@pytest.fixture
-def registered() -> Iterator[None]:
-    """Forget what a test registers."""
-    before = dict(registry._REGISTRY.registered)
-    yield
-    registry._REGISTRY.registered.clear()
-    registry._REGISTRY.registered.update(before)
+@pytest.fixture(autouse=True)
+def nothing_registered(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(registry._REGISTRY, "registered", {})
 
 
 # The papers' numbers (places: docs/reference/policies.md), as text that changes nothing.
@@ -285,7 +281,6 @@ def test_a_value_has_the_type_of_its_default(
             parameter.parse(text)
 
 
-@pytest.mark.usefixtures("registered")
 def test_a_registered_preset_has_parameters() -> None:
     def make(first: int, note: str) -> Policy:
         return Policy("any", Recency(), HeadAllocation(), protect_first=first, source="mine")
@@ -301,27 +296,12 @@ def test_a_registered_preset_has_parameters() -> None:
         make_policy("oldest+3")
 
 
-@pytest.mark.usefixtures("registered")
 def test_a_registered_policy_without_parameters_says_so() -> None:
     register_policy("plain", make_policy("streamingllm"))
     with pytest.raises(PolicyError, match="takes no parameters; register a Preset"):
         make_policy("plain:sinks=3")
     register_policy("kept", make_policy("trimkv"))
     assert make_policy("kept+5").name == "kept+5" and make_policy("kept+5").protect_recent == 5
-
-
-@pytest.mark.usefixtures("registered")
-@pytest.mark.parametrize(
-    ("make", "says"),
-    [
-        (lambda first: None, "is a NoneType; it must be a Policy"),
-        (lambda last: make_policy("full"), "cannot be made: TypeError"),
-    ],
-)
-def test_a_preset_that_makes_no_policy(make: Any, says: str) -> None:
-    register_policy("x", Preset(make, parameters={"first": Parameter(2, "")}))
-    with pytest.raises(PolicyError, match=says):
-        make_policy("x")
 
 
 def test_an_engine_takes_parameters_in_its_policy(tmp_path: Path) -> None:
@@ -364,11 +344,7 @@ class KeySize:
 
 OLDEST = Policy("oldest", Oldest(), HeadAllocation())
 KEY_SIZE = Policy("key-size", KeySize(), GlobalAllocation())
-
-
-@pytest.fixture(autouse=True)
-def nothing_registered(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(registry._REGISTRY, "registered", {})
+FIRST = {"first": Parameter(2, "")}
 
 
 @pytest.fixture
@@ -434,9 +410,11 @@ def test_what_cannot_be_registered(name: str, policy: Any, says: str) -> None:
     [
         (lambda steps: None, "policy 'x' is a NoneType; it must be a Policy"),
         (lambda: OLDEST, "policy 'x' cannot be made: TypeError"),
+        (Preset(lambda first: None, parameters=FIRST), "is a NoneType; it must be a Policy"),
+        (Preset(lambda last: OLDEST, parameters=FIRST), "cannot be made: TypeError"),
     ],
 )
-def test_a_function_that_makes_no_policy(made: Any, says: str) -> None:
+def test_what_makes_no_policy(made: Any, says: str) -> None:
     register_policy("x", made)
     with pytest.raises(PolicyError, match=says):
         make_policy("x")
