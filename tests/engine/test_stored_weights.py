@@ -378,18 +378,23 @@ def test_a_tower_reads_its_own_tensors_once(name: str, monkeypatch: pytest.Monke
 
 
 @pytest.mark.parametrize(
-    ("name", "dtype"),
+    ("name", "dtype", "several"),
     [
-        *((name, torch.bfloat16) for name in SEEING if name not in ALIKE),
+        *((name, torch.bfloat16, True) for name in SEEING if name not in ALIKE),
         *(
-            (name, dtype)
+            (name, dtype, False)
             for name in ("qwen3_vl", "llava")
-            for dtype in (torch.float16, torch.float32)
+            for dtype in (torch.bfloat16, torch.float16, torch.float32)
         ),
     ],
 )
-def test_a_tower_stored_in_another_dtype(name: str, dtype: torch.dtype, tmp_path: Path) -> None:
-    """Beside a decoder whose matrices stay narrow the tower is widened tensor by tensor."""
+def test_a_tower_stored_in_another_dtype(
+    name: str, dtype: torch.dtype, several: bool, tmp_path: Path
+) -> None:
+    """Beside a decoder whose matrices stay narrow the tower is widened tensor by tensor.
+
+    ``several``: one of its tensors is wider in the file, too, and torch multiplies.
+    """
     folder = Path(shutil.copytree(checkpoint(name), tmp_path / "model"))
     tensors = load_file(folder / "model.safetensors")
     some = ("norm", "stem.bias")
@@ -397,18 +402,18 @@ def test_a_tower_stored_in_another_dtype(name: str, dtype: torch.dtype, tmp_path
         part for part in sorted(tensors) if "language" not in part and any(o in part for o in some)
     )
     changed = {p: t.to(dtype) if t.is_floating_point() else t for p, t in tensors.items()}
-    for kept, kernels in (({}, kernels_for("auto")), ({odd: tensors[odd]}, Kernels(multiply))):
-        rewrite(folder, changed | kept)  # of one dtype, then of several
-        family = loading.load(folder, "float32", "cpu", kernels=kernels)[0]
-        theirs = through_transformers(folder, torch.float32)[0].hf
-        wanted = {k: t for k, t in theirs.named_parameters() if not is_text(k)}
-        ours = {k: t for k, t in family.hf.named_parameters() if not is_text(k)}
-        held = dict(held_matrices(family.hf))
-        assert bool(held) == (dtype == torch.bfloat16)
-        ours |= {k: numbers(matrix).float().view_as(wanted[k]) for k, matrix in held.items()}
-        assert_same(ours, wanted)
-        assert_same(buffers_of(family.hf), buffers_of(theirs))
-        assert family.hf.dtype == family.hf.config.vision_config.dtype == torch.float32
+    kernels = Kernels(multiply) if several else kernels_for("auto")
+    rewrite(folder, changed | ({odd: tensors[odd]} if several else {}))
+    family = loading.load(folder, "float32", "cpu", kernels=kernels)[0]
+    theirs = through_transformers(folder, torch.float32)[0].hf
+    wanted = {k: t for k, t in theirs.named_parameters() if not is_text(k)}
+    ours = {k: t for k, t in family.hf.named_parameters() if not is_text(k)}
+    held = dict(held_matrices(family.hf))
+    assert bool(held) == (dtype == torch.bfloat16)
+    ours |= {k: numbers(matrix).float().view_as(wanted[k]) for k, matrix in held.items()}
+    assert_same(ours, wanted)
+    assert_same(buffers_of(family.hf), buffers_of(theirs))
+    assert family.hf.dtype == family.hf.config.vision_config.dtype == torch.float32
 
 
 def is_text(name: str) -> bool:

@@ -88,23 +88,19 @@ def held_out(count: int) -> list[dict[str, Tensor]]:
     return [watched[index] for index in range(count)]
 
 
-@pytest.mark.slow(reason="the one test that shows a whole distillation to be worth it: 40 steps")
+@pytest.mark.slow(reason="the one test that shows a whole distillation to be worth it: 28 steps")
 def test_a_short_distillation_beats_random_gates_and_recency(tmp_path: Path) -> None:
-    """KL to the full cache on held-out dialogues, evicting at M = 64 of 370 to 600 tokens.
-
-    Seen with seeds 0 to 2: 0.18 to 0.32 trained; 4.4 and 2.1 random, 2.7 recency.
-    """
-    chosen = short_run(tmp_path, steps=40, batch=1, lr=6e-3)
+    """KL to the full cache on held-out dialogues, evicting at M = 64 of 370 to 600 tokens."""
+    chosen = short_run(tmp_path, steps=28, batch=1, lr=6e-3)
     engine, described = train(chosen, source="scenes:sparse")
-    data = HeldOutData(engine, held_out(4))
-    trained = load_gates(tmp_path, engine.spec)
-    kl = {"trained": summary(data.read(trained, "dbtrimkv", 64))["kl"]}
-    for seed in (0, 1):
-        untrained = make_random_gates(engine.spec, seed)
-        kl[f"random {seed}"] = summary(data.read(untrained, "dbtrimkv", 64))["kl"]
-    kl["recency"] = summary(data.read(None, "streamingllm", 64))["kl"]
-    others = [value for name, value in kl.items() if name != "trained"]
-    assert kl["trained"] < 0.3 * min(others), kl
+    data = HeldOutData(engine, held_out(3))
+    trained, untrained = load_gates(tmp_path, engine.spec), make_random_gates(engine.spec, 1)
+    kl = {
+        "trained": summary(data.read(trained, "dbtrimkv", 64))["kl"],
+        "random": summary(data.read(untrained, "dbtrimkv", 64))["kl"],
+        "recency": summary(data.read(None, "streamingllm", 64))["kl"],
+    }
+    assert kl["trained"] < 0.3 * min(kl["random"], kl["recency"]), kl
     config = (Path(MODEL) / "config.json").read_bytes()
     assert described["base_config_sha256"] == hashlib.sha256(config).hexdigest()
     assert described["base_fingerprint"] == fingerprint(described["base_model"])

@@ -143,7 +143,7 @@ def evictor_at(level: str, policy: Policy) -> NativeEvictor:
 
 
 @needs_native
-@pytest.mark.parametrize(("level", "examples"), drawn(20, 80, 500))
+@pytest.mark.parametrize(("level", "examples"), drawn(20, 40, 500))
 def test_victims_and_pages_are_those_of_torch(level: str, examples: int) -> None:
     policies, budgets = st.sampled_from(POLICIES[1:]), st.integers(0, 130)
     drawn_from = given(st.just(level), LENGTHS, LEVELS, policies, AGES, ENDS, budgets)
@@ -178,7 +178,7 @@ def assert_evicts_as_torch(
 
 
 @needs_native
-@pytest.mark.parametrize(("level", "examples"), drawn(8, 30, 200))
+@pytest.mark.parametrize(("level", "examples"), drawn(8, 15, 200))
 def test_scores_that_differ_by_one_rounding(level: str, examples: int) -> None:
     """Steps of a decode loop, whose search is in single precision where nothing hangs on it."""
     drawn_from = given(
