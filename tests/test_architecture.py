@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 import re
 from collections import defaultdict
-from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -36,27 +36,28 @@ def pictures() -> dict[str, tuple[set[str], set[tuple[str, str]]]]:
     return found
 
 
-def imports(path: Path) -> Iterator[str]:
-    """Yield the modules that a file imports, as paths from the top of the repository.
+@cache
+def imports(path: Path, for_types: bool = True) -> list[str]:
+    """Return what a file imports, inside functions, too, as paths from the top of the repository.
 
-    What only a type checker reads is no import.
+    Args:
+        for_types: also what only a type checker reads.
     """
-    for name in _imports(path):
-        linked = re.match(r"mmkv[./](engine|eval|training)\b", name)
-        yield (name[5:] if linked else name).replace(".", "/")
-
-
-def _imports(path: Path) -> Iterator[str]:
     tree = ast.parse(path.read_text())
     for node in ast.walk(tree):
-        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
+        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test) and not for_types:
             node.body = []
+    names = []
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names)
+            names += [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path} line {node.lineno}: a relative import"
             # ``from mmkv.engine import hub`` imports a module, too.
-            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+            names += [f"{node.module}.{alias.name}" for alias in node.names]
+    # Folders at the top, to which mmkv/ has links.
+    linked = r"^mmkv\.(?=(engine|eval|training)\b)"
+    return [re.sub(linked, "", name).replace(".", "/") for name in names]
 
 
 def place(path: str, nodes: set[str]) -> str | None:
@@ -77,7 +78,7 @@ def test_a_picture_has_the_arrows_of_the_code(name: str) -> None:
     for package in {node.split("/")[0] for node in nodes}:
         for file in sorted((ROOT / package).rglob("*.py")):
             one = place(file.relative_to(ROOT).with_suffix("").as_posix(), known)
-            for two in (place(module, known) for module in imports(file)):
+            for two in (place(module, known) for module in imports(file, for_types=False)):
                 if one and two and one != two and not {one, two} & ends:
                     wanted.add((one, two))
     assert drawn == wanted, f"missing: {wanted - drawn}; too many: {drawn - wanted}"
@@ -109,33 +110,17 @@ def test_tensors_of_cache_and_policies_are_made_where_they_are_used() -> None:
 # tests.
 
 
-# Folders at the top; mmkv/ has links to the others, and their names are mmkv.engine and so on.
 ORDER = ("engine", "mmkv", "training", "eval", "benchmarks")
-
-
-def imported(path: Path) -> Iterator[list[str]]:
-    """Yield the dotted names that a file imports, in parts; inside functions, too."""
-    for node in ast.walk(ast.parse(path.read_text())):
-        if isinstance(node, ast.Import):
-            yield from (alias.name.split(".") for alias in node.names)
-        elif isinstance(node, ast.ImportFrom):
-            assert node.level == 0, f"{path} line {node.lineno}: a relative import"
-            yield (node.module or "").split(".")
-
-
-def package_of(parts: list[str]) -> str:
-    """Return the folder at the top of the repository that a dotted name lies in."""
-    return parts[1] if parts[0] == "mmkv" and parts[1:2] and parts[1] in ORDER else parts[0]
 
 
 @pytest.mark.parametrize("package", ORDER)
 def test_a_package_imports_only_those_before_it(package: str) -> None:
     later = {"tests", *ORDER[ORDER.index(package) + 1 :]}
     wrong = [
-        f"{path.relative_to(ROOT)} imports {'.'.join(name)}"
+        f"{path.relative_to(ROOT)} imports {name}"
         for path in sorted((ROOT / package).rglob("*.py"))
-        for name in imported(path)
-        if package_of(name) in later
+        for name in imports(path)
+        if name.split("/")[0] in later
     ]
     assert not wrong, "\n".join(wrong)
 
@@ -145,17 +130,15 @@ CORE = ("budgets", "prefill", "runtime", "sequence", "session_file", "steps", "t
 
 
 def test_no_backend_imports_the_core_not_even_for_types() -> None:
-    core = {f"mmkv.engine.{name}" for name in CORE}
-    assert all((ROOT / "engine" / f"{name}.py").is_file() for name in CORE)
-    wrong, files = [], sorted((ROOT / "engine" / "backends").rglob("*.py"))
-    for path in files:
-        for node in ast.walk(ast.parse(path.read_text())):
-            names = []
-            if isinstance(node, ast.Import):
-                names = [alias.name for alias in node.names]
-            elif isinstance(node, ast.ImportFrom):
-                names = [str(node.module), *(f"{node.module}.{one.name}" for one in node.names)]
-            wrong += [f"{path.relative_to(ROOT)}: {name}" for name in names if name in core]
+    core = {f"engine/{name}" for name in CORE}
+    assert all((ROOT / f"{name}.py").is_file() for name in core)
+    files = sorted((ROOT / "engine" / "backends").rglob("*.py"))
+    wrong = [
+        f"{path.relative_to(ROOT)}: {name}"
+        for path in files
+        for name in imports(path)
+        if place(name, core)
+    ]
     assert not wrong and len(files) > 30, wrong
 
 

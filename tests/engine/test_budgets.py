@@ -209,18 +209,6 @@ def test_a_session_at_risk_gets_room_that_another_gives_up(folder: Path) -> None
     assert equal[3] < moved[3] < moved[2] + 0.05 and moved[2] < equal[2]
 
 
-def test_alone_a_session_keeps_what_it_would_under_its_own_budget(folder: Path) -> None:
-    alone, shared = load(folder), load(folder)
-    shared.share(10, floor=4)
-    sessions = [engine.session() for engine in (alone, shared)]
-    for session in sessions:
-        session.prefill(PICTURES)
-        for token in text_ids(6, seed=3).tolist():
-            session.decode(token)
-    kept = [entries_of(session) for session in sessions]
-    assert kept[0] == kept[1] and sessions[0].evicted > 0
-
-
 def test_copies_take_part_and_files_come_back(folder: Path, tmp_path: Path) -> None:
     engine = load(folder)
     engine.share(10)

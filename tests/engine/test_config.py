@@ -92,11 +92,6 @@ def test_the_defaults_are_those_of_the_documents() -> None:
     assert (DEFAULT_BUDGET, DEFAULT_POLICY) == (256, "dbtrimkv")
 
 
-@pytest.mark.parametrize("lookahead", [1, 2.0, float("inf")])
-def test_lookaheads_that_can_be(lookahead: float) -> None:
-    assert EngineConfig(lookahead=lookahead).lookahead == lookahead
-
-
 def test_an_engine_takes_its_options_from_the_config(folders: dict[str, Path]) -> None:
     """Keywords and a config give the same engine; none of the options is lost."""
     given: dict[str, Any] = {"budget": "25%", "evict_every": 3, "prefill_chunk": 5, "page_size": 8}

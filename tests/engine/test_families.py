@@ -384,7 +384,7 @@ MUTATIONS: list[Callable[[Tensor], Any]] = [
     lambda x: x.bool(),
     lambda x: -x,
     lambda x: x.double() * math.nan,
-    lambda x: x * 10**6,
+    lambda x: x * 10**5,
     lambda x: x.T if x.dim() == 2 else x,
     lambda x: x.reshape(-1),
     lambda x: [[1], [2, 3]],

@@ -51,8 +51,10 @@ def passes_of(engine: Runtime, monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return counts
 
 
-@pytest.mark.parametrize("model", ["vl3", "llava3"])
-@pytest.mark.parametrize("name", KINDS + OTHERS)
+@pytest.mark.parametrize(
+    ("name", "model"),
+    [*((name, "vl3") for name in KINDS + OTHERS), ("dbtrimkv", "llava3"), ("fastv", "llava3")],
+)
 def test_each_keeps_what_it_keeps_alone(
     name: str, model: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -83,8 +83,13 @@ def test_each_matrix_is_bit_for_bit_what_its_library_reads(method: str) -> None:
     assert ("activations" in str(stored.note)) == (method == "compressed-tensors")
 
 
-@pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize("form", ["torch", "auto", "bf16", "int8", "int4"])
+@pytest.mark.parametrize(
+    ("method", "form"),
+    [
+        *((method, form) for method in METHODS for form in ("auto", "int8", "int4")),
+        *(("gptq", form) for form in ("torch", "bf16")),
+    ],
+)
 def test_it_loads_as_the_plain_checkpoint_of_these_numbers(
     method: str, form: str, tmp_path: Path
 ) -> None:

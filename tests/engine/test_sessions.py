@@ -32,7 +32,7 @@ from mmkv.engine.sequence import CachedSequence
 from mmkv.resources import asset
 from mmkv.sampling import Sampling
 from tests.support.factories import checkpoint, make_turn
-from tests.support.policies import ALL, EVICTING, EVICTING_KINDS
+from tests.support.policies import EVICTING_KINDS, KINDS
 from tests.support.sessions import (
     LATER,
     PICTURES,
@@ -47,7 +47,7 @@ from tests.support.sessions import (
 from tests.support.tiers import slow_but
 
 
-@pytest.mark.parametrize("policy", slow_but(("dbtrimkv",), ALL, "the other policies"))
+@pytest.mark.parametrize("policy", slow_but(("dbtrimkv",), KINDS, "the other kinds"))
 def test_interleaved_sessions_are_bit_equal(policy: str, folders: dict[str, Path]) -> None:
     """Two dialogues taking turns on one engine give the very bits each gives alone.
 
@@ -72,7 +72,7 @@ def test_interleaved_sessions_are_bit_equal(policy: str, folders: dict[str, Path
     assert engine.cache.pool.free_pages == engine.cache.pool.num_pages
 
 
-@pytest.mark.parametrize("policy", slow_but(("dbtrimkv",), EVICTING, "the other policies"))
+@pytest.mark.parametrize("policy", slow_but(("dbtrimkv",), EVICTING_KINDS, "the other kinds"))
 def test_a_batch_equals_its_sessions_alone(policy: str, folders: dict[str, Path]) -> None:
     """Different budgets, lengths and M-RoPE offsets in one step; sessions join and leave.
 
@@ -145,19 +145,6 @@ def test_set_budget_acts_at_once_and_frees_pages(engine: Runtime) -> None:
     assert session.memory() == kept and session.budget == Budget.of(9)
 
 
-def test_evict_every_bounds_the_peak(folders: dict[str, Path]) -> None:
-    """Entries stay within M L H + (s - 1) L H after a step, and are cut to exactly M L H."""
-    engine = load(folders["vl"], evict_every=4)
-    session, rows = engine.session(), engine.spec.rows
-    session.prefill(turn(30))
-    seen = [session.memory().entries]
-    for token in text_ids(13, 3).tolist():
-        session.decode(token)
-        seen.append(session.memory().entries)
-    cycle = [10 * rows, 11 * rows, 12 * rows, 13 * rows]
-    assert seen == [*cycle, *cycle, *cycle, *cycle[:2]]
-
-
 @pytest.mark.parametrize(
     ("policy", "given", "steps"),
     [
@@ -193,47 +180,6 @@ def test_a_policy_has_an_interval_of_its_own(
         # The most pages are taken where each row's last one holds a single entry.
         most = (budget + every) * rows + rows * (engine.cache.pool.page_size - 1)
         assert bound.steady == -(-most // engine.cache.pool.page_size)
-
-
-@pytest.mark.slow(reason="long dialogues at several budgets")
-@pytest.mark.parametrize("share", [0.1, 0.5, 1.0])
-def test_fraction_budget(share: float, folders: dict[str, Path]) -> None:
-    engine = load(folders["vl"], evict_every=1)
-    session, rows = engine.session(Budget.fraction(share)), engine.spec.rows
-    session.prefill(turn(37))
-    for seen in range(38, 50):
-        session.decode(5)
-        entries = session.memory().entries
-        # Eviction cuts back when above, so entries never pass the share of what was seen.
-        assert entries <= max(rows, math.floor(share * seen * rows))
-        assert entries >= max(rows, math.floor(share * (seen - 1) * rows))
-
-
-def test_byte_budget_holds_physically(engine: Runtime) -> None:
-    pool = engine.cache.pool
-    for count in (30_000, 77_777):
-        with engine.session(Budget.bytes(count)) as session:
-            session.prefill(turn(200))
-            for token in text_ids(20, 1).tolist():
-                session.decode(token)
-                pages = session.memory().pages
-                assert pages * pool.page_bytes <= count
-            assert session.memory().pages * pool.page_bytes > 0.5 * count
-
-
-def test_full_never_evicts(folders: dict[str, Path]) -> None:
-    engine = load(folders["vl"], policy="full", budget=1)
-    session = engine.session()
-    session.prefill(PICTURES)
-    run(session, text_ids(9, 0))
-    memory = session.memory()
-    assert memory.evicted == 0
-    assert memory.entries == memory.tokens_seen * engine.spec.rows
-    assert all(
-        torch.equal(row, torch.arange(memory.tokens_seen))
-        for layer in session.retained()
-        for row in layer
-    )
 
 
 def test_memory_equals_a_count_of_pages(engine: Runtime) -> None:
@@ -317,7 +263,7 @@ def later_life(session: CachedSequence) -> list[Tensor]:
     return [*out, run(session, text_ids(6, 12)), session.prefill(turn(5, seed=4))]
 
 
-@pytest.mark.parametrize("policy", slow_but(("dbtrimkv",), ALL, "the other policies"))
+@pytest.mark.parametrize("policy", slow_but(("dbtrimkv",), KINDS, "the other kinds"))
 @pytest.mark.parametrize("how", ["save", "fork"])
 def test_a_copy_continues_bit_identically(
     how: str, policy: str, folders: dict[str, Path], tmp_path: Path
@@ -617,21 +563,14 @@ def test_a_name_that_no_file_can_have_opens_no_session(engine: Runtime, name: st
         engine.load_session(name)
 
 
-def test_a_pool_limit_refuses_before_anything_changes(folders: dict[str, Path]) -> None:
-    engine = load(folders["vl"], policy="full", kv_limit=60_000)
-    session = engine.session()
-    session.prefill(turn(10))
-    before = state(session)
-    with pytest.raises(BudgetError) as error:
-        session.prefill(turn(500))
-    assert any(char.isdigit() for char in str(error.value))
-    assert state(session) == before
-    engine.cache.check()
-
-
 @pytest.mark.slow(reason="interrupts each of five ways to run, layer by layer")
-@pytest.mark.parametrize("policy", EVICTING_KINDS)
-@pytest.mark.parametrize("where", ["prefill", "decode", "native", "batch", "native batch"])
+@pytest.mark.parametrize(
+    ("where", "policy"),
+    [
+        *((where, policy) for where in ("prefill", "decode") for policy in EVICTING_KINDS),
+        *((where, "dbtrimkv") for where in ("native", "batch", "native batch")),
+    ],
+)
 def test_an_interrupted_pass_is_undone(
     where: str, policy: str, folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -27,7 +27,7 @@ from mmkv.engine.model.product import plain as numbers
 from mmkv.engine.model.spec import DecoderSpec, RopeSpec
 from mmkv.engine.model.stored import StoredTensors
 from mmkv.engine.model.weights import DecoderWeights
-from tests.support.factories import CHECKPOINTS, FAMILIES, checkpoint
+from tests.support.factories import CHECKPOINTS, FAMILIES, checkpoint, stored_in_bfloat16
 from tests.support.model_configs import config_of
 from tests.support.tiers import long_but
 
@@ -98,9 +98,8 @@ def test_every_family(name: str) -> None:
     assert_loads_alike(checkpoint(name), torch.float32)
 
 
-def stored_in_bfloat16(folder: Path) -> None:
-    tensors = load_file(folder / "model.safetensors")
-    rewrite(folder, {name: tensor.bfloat16() for name, tensor in tensors.items()})
+def narrow(folder: Path) -> None:
+    stored_in_bfloat16("llama_biased", folder)
 
 
 def head_beside_the_embedding(folder: Path) -> None:
@@ -188,7 +187,7 @@ def rewrite(folder: Path, tensors: dict[str, Tensor]) -> None:
 @pytest.mark.parametrize(
     ("name", "change", "direct"),
     [
-        ("llama_biased", stored_in_bfloat16, True),
+        ("llama_biased", narrow, True),
         ("llama", head_beside_the_embedding, True),
         ("llama", copy_of_the_embedding, True),
         ("llama", computed_buffer, True),
@@ -343,8 +342,8 @@ def peak_growth(make: Callable[[], Any]) -> int:
 
 
 def test_a_tower_takes_no_memory_for_the_embedding(tmp_path: Path) -> None:
-    folder = Path(shutil.copytree(checkpoint("qwen3_vl"), tmp_path / "model"))
-    tensors = {name: t.bfloat16() for name, t in load_file(folder / "model.safetensors").items()}
+    folder = stored_in_bfloat16("qwen3_vl", tmp_path / "model")
+    tensors = load_file(folder / "model.safetensors")
     width = tensors["model.language_model.norm.weight"].numel()
     rows, first = 400_000, tensors["model.language_model.embed_tokens.weight"]
     tensors["model.language_model.embed_tokens.weight"] = first[:1].expand(rows, width).contiguous()
@@ -379,18 +378,23 @@ def test_a_tower_reads_its_own_tensors_once(name: str, monkeypatch: pytest.Monke
 
 
 @pytest.mark.parametrize(
-    ("name", "dtype"),
+    ("name", "dtype", "several"),
     [
-        *((name, torch.bfloat16) for name in SEEING if name not in ALIKE),
+        *((name, torch.bfloat16, True) for name in SEEING if name not in ALIKE),
         *(
-            (name, dtype)
+            (name, dtype, False)
             for name in ("qwen3_vl", "llava")
-            for dtype in (torch.float16, torch.float32)
+            for dtype in (torch.bfloat16, torch.float16, torch.float32)
         ),
     ],
 )
-def test_a_tower_stored_in_another_dtype(name: str, dtype: torch.dtype, tmp_path: Path) -> None:
-    """Beside a decoder whose matrices stay narrow the tower is widened tensor by tensor."""
+def test_a_tower_stored_in_another_dtype(
+    name: str, dtype: torch.dtype, several: bool, tmp_path: Path
+) -> None:
+    """Beside a decoder whose matrices stay narrow the tower is widened tensor by tensor.
+
+    ``several``: one of its tensors is wider in the file, too, and torch multiplies.
+    """
     folder = Path(shutil.copytree(checkpoint(name), tmp_path / "model"))
     tensors = load_file(folder / "model.safetensors")
     some = ("norm", "stem.bias")
@@ -398,18 +402,18 @@ def test_a_tower_stored_in_another_dtype(name: str, dtype: torch.dtype, tmp_path
         part for part in sorted(tensors) if "language" not in part and any(o in part for o in some)
     )
     changed = {p: t.to(dtype) if t.is_floating_point() else t for p, t in tensors.items()}
-    for kept, kernels in (({}, kernels_for("auto")), ({odd: tensors[odd]}, Kernels(multiply))):
-        rewrite(folder, changed | kept)  # of one dtype, then of several
-        family = loading.load(folder, "float32", "cpu", kernels=kernels)[0]
-        theirs = through_transformers(folder, torch.float32)[0].hf
-        wanted = {k: t for k, t in theirs.named_parameters() if not is_text(k)}
-        ours = {k: t for k, t in family.hf.named_parameters() if not is_text(k)}
-        held = dict(held_matrices(family.hf))
-        assert bool(held) == (dtype == torch.bfloat16)
-        ours |= {k: numbers(matrix).float().view_as(wanted[k]) for k, matrix in held.items()}
-        assert_same(ours, wanted)
-        assert_same(buffers_of(family.hf), buffers_of(theirs))
-        assert family.hf.dtype == family.hf.config.vision_config.dtype == torch.float32
+    kernels = Kernels(multiply) if several else kernels_for("auto")
+    rewrite(folder, changed | ({odd: tensors[odd]} if several else {}))
+    family = loading.load(folder, "float32", "cpu", kernels=kernels)[0]
+    theirs = through_transformers(folder, torch.float32)[0].hf
+    wanted = {k: t for k, t in theirs.named_parameters() if not is_text(k)}
+    ours = {k: t for k, t in family.hf.named_parameters() if not is_text(k)}
+    held = dict(held_matrices(family.hf))
+    assert bool(held) == (dtype == torch.bfloat16)
+    ours |= {k: numbers(matrix).float().view_as(wanted[k]) for k, matrix in held.items()}
+    assert_same(ours, wanted)
+    assert_same(buffers_of(family.hf), buffers_of(theirs))
+    assert family.hf.dtype == family.hf.config.vision_config.dtype == torch.float32
 
 
 def is_text(name: str) -> bool:
@@ -418,8 +422,8 @@ def is_text(name: str) -> bool:
 
 @pytest.mark.parametrize("number", [float("nan"), float("inf")])
 def test_a_tower_of_broken_numbers_is_refused(number: float, tmp_path: Path) -> None:
-    folder = Path(shutil.copytree(checkpoint("qwen3_vl"), tmp_path / "model"))
-    tensors = {name: t.bfloat16() for name, t in load_file(folder / "model.safetensors").items()}
+    folder = stored_in_bfloat16("qwen3_vl", tmp_path / "model")
+    tensors = load_file(folder / "model.safetensors")
     tensors["model.visual.merger.norm.weight"][1] = number
     rewrite(folder, tensors)
     for kernels in (None, Kernels(multiply)):

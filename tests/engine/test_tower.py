@@ -38,7 +38,7 @@ from mmkv.engine.model.panels import Panels
 from mmkv.engine.model.product import Kernels, WeightForm, attend_rounded, multiply
 from mmkv.engine.model.rounded import Int8Matrix
 from mmkv.hf import retain
-from tests.support.factories import checkpoint, make_turn
+from tests.support.factories import checkpoint, make_turn, stored_in_bfloat16
 from tests.support.hf_models import model_of, prompts_of
 from tests.support.native import needs_native
 
@@ -52,15 +52,7 @@ ON_VIDEO = {"qwen3_vl", "qwen2_5_vl", "qwen2_vl", "llava_onevision"}
 @pytest.fixture(scope="module", params=NAMES)
 def stored(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A checkpoint whose tensors lie in bfloat16, as those on the hub."""
-    folder = tmp_path_factory.mktemp(request.param)
-    for file in checkpoint(request.param).iterdir():
-        (folder / file.name).write_bytes(file.read_bytes())
-    tensors = load_file(folder / "model.safetensors")
-    save_file(
-        {name: tensor.bfloat16() for name, tensor in tensors.items()},
-        folder / "model.safetensors",
-        metadata={"format": "pt"},
-    )
+    folder = stored_in_bfloat16(request.param, tmp_path_factory.mktemp(request.param))
     (folder / "name").write_text(request.param)
     return folder
 
@@ -152,6 +144,7 @@ def test_in_8_bits_c_and_torch_agree_and_the_error_is_small(stored: Path) -> Non
 
 
 @needs_native
+@pytest.mark.parametrize("stored", ["qwen3_vl"], indirect=True)
 def test_models_with_other_kernels_leave_each_other_theirs(stored: Path) -> None:
     inputs, native = turn_for(stored), held_in(stored, "int8")
     wanted = read(native, inputs)
@@ -176,15 +169,11 @@ def test_in_bfloat16_the_error_is_smaller(kernels: Kernels | None, stored: Path)
     assert not layers_left(family)
 
 
-@pytest.mark.parametrize("value", [torch.nan, torch.inf])
-@pytest.mark.parametrize("form", ["auto", "int8"])
+@pytest.mark.parametrize(("form", "value"), [("auto", torch.nan), ("int8", torch.inf)])
 def test_a_held_matrix_that_is_no_number_is_refused(
     form: str, value: float, tmp_path: Path
 ) -> None:
-    for file in checkpoint("qwen3_vl").iterdir():
-        (tmp_path / file.name).write_bytes(file.read_bytes())
-    tensors = load_file(tmp_path / "model.safetensors")
-    tensors = {name: tensor.bfloat16() for name, tensor in tensors.items()}
+    tensors = load_file(stored_in_bfloat16("qwen3_vl", tmp_path) / "model.safetensors")
     name = "model.visual.blocks.1.mlp.linear_fc2.weight"
     tensors[name][-1, -1] = value
     save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})

@@ -69,16 +69,6 @@ def test_a_picture_that_comes_again_is_encoded_once(name: str) -> None:
     assert not torch.equal(found[0], found[1])
 
 
-@pytest.mark.parametrize("name", ["qwen3_vl", "qwen2_5_vl", "llava_onevision"])
-def test_videos_too(name: str) -> None:
-    engine, without = open_engine(name), open_engine(name, vision_cache=0)
-    turn = make_turn(name, [3, ("video", 4, 16, 16), 4])
-    with counted(engine) as passes:
-        assert torch.equal(read(engine, turn), read(engine, turn))
-        assert len(passes) == 1
-    assert torch.equal(read(without, turn), read(engine, turn))
-
-
 APART = ["qwen3_vl", "qwen2_5_vl", "llava", "internvl", "smolvlm"]
 
 
@@ -178,22 +168,6 @@ def test_who_changes_weights_in_place_clears() -> None:
     assert before is not None and after is not None and not torch.equal(before, after)
 
 
-def test_the_question_does_not_matter() -> None:
-    engine = open_engine("qwen3_vl")
-    turn = make_turn("qwen3_vl", SHOWN)
-    longer = {
-        key: torch.cat([value, value[:, :3]], 1)
-        if key in ("input_ids", "attention_mask")
-        else value
-        for key, value in turn.items()
-        if key != "mm_token_type_ids"
-    }
-    with counted(engine) as passes:
-        read(engine, turn)
-        read(engine, longer)
-    assert len(passes) == 1
-
-
 def test_other_settings_of_the_same_pixels_are_others() -> None:
     """Other grids, other numbers, other kinds."""
     engine = open_engine("qwen3_vl")
@@ -282,9 +256,8 @@ def test_forks_share() -> None:
     assert len(passes) == 1
 
 
-@pytest.mark.parametrize("off", [0, "0", "0MiB"])
-def test_zero_keeps_nothing(off: int | str) -> None:
-    engine = open_engine("qwen3_vl", vision_cache=off)
+def test_zero_keeps_nothing() -> None:
+    engine = open_engine("qwen3_vl", vision_cache="0MiB")
     turn = make_turn("qwen3_vl", SHOWN)
     with counted(engine) as passes:
         read(engine, turn)

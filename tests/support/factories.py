@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import math
+import shutil
 import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -15,6 +16,7 @@ from typing import Any
 
 import torch
 import transformers
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers.image_processing_utils import select_best_resolution
 
@@ -211,6 +213,15 @@ def checkpoint(name: str) -> Path:
     """Return the folder of checkpoint ``name``, built on first use and removed with the process."""
     folder = Path(_home.name) / name
     make_model(CHECKPOINTS[name]).save_pretrained(folder)
+    return folder
+
+
+def stored_in_bfloat16(name: str, folder: Path) -> Path:
+    """Write checkpoint ``name`` with its tensors in bfloat16, as those on the hub; ``folder``."""
+    shutil.copytree(checkpoint(name), folder, dirs_exist_ok=True)
+    tensors = load_file(folder / "model.safetensors")
+    narrow = {part: tensor.bfloat16() for part, tensor in tensors.items()}
+    save_file(narrow, folder / "model.safetensors", {"format": "pt"})
     return folder
 
 

@@ -8,7 +8,6 @@ terms are positive), and for the gradient relative to the sum of its terms' abso
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from pathlib import Path
 
@@ -87,27 +86,6 @@ def check(
 
 
 @pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("beta", [0.5, 0.9, 0.999])
-def test_counts_of_one_beta_are_geometric_sums(form: Callable[..., Tensor], beta: float) -> None:
-    """``S_t = (1 - beta ** (t + 1)) / (1 - beta)``, with ``(t - i) beta ** (t - i)`` as gradient.
-
-    In the second document from its own first token on.
-    """
-    steps, cut = 150, 70
-    log_beta = torch.full((2, steps), math.log(beta)).requires_grad_()
-    start = torch.where(torch.arange(steps) < cut, 0, cut)
-    counts = form(log_beta, start)
-    own = [t if t < cut else t - cut for t in range(steps)]
-    wanted = torch.tensor([(1 - beta ** (t + 1)) / (1 - beta) for t in own])
-    torch.testing.assert_close(counts, wanted.expand(2, -1), rtol=1e-5, atol=0)
-    (pull,) = torch.autograd.grad(counts[1, steps - 1], log_beta)
-    left = [steps - 1 - i for i in range(steps)]
-    wanted = torch.tensor([n * beta**n if n < steps - cut else 0.0 for n in left])
-    torch.testing.assert_close(pull[1], wanted, rtol=1e-4, atol=1e-7)
-    assert not pull[0].any()
-
-
-@pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize("steps", [1, 2, 31, 64, 65, 200])
 def test_counts_match_the_definition(form: Callable[..., Tensor], packed: bool, steps: int) -> None:
@@ -129,29 +107,6 @@ def test_counts_do_not_depend_on_the_blocks(
 @pytest.mark.parametrize("rate", [-50.0, -1.0, -0.2])
 def test_blocks_without_contributions_are_skipped(form: Callable[..., Tensor], rate: float) -> None:
     check(form, torch.full((1, 300), rate), None)
-
-
-@pytest.mark.parametrize("rate", [-1.5e-8, -1e-9, 0.0])
-def test_kept_entries_count_one_each_and_still_get_a_gradient(rate: float) -> None:
-    log_beta = torch.full((1, 500), rate).requires_grad_()
-    counts = retained_counts(log_beta)
-    torch.testing.assert_close(counts[0], torch.arange(1.0, 501), rtol=1e-5, atol=0)
-    counts[0, -1].backward()
-    torch.testing.assert_close(log_beta.grad[0], torch.arange(499.0, -1, -1), rtol=1e-5, atol=0)
-
-
-def test_documents_are_counted_alone() -> None:
-    log_beta = rates(2, 90)
-    start = torch.zeros(90, dtype=torch.int64)
-    start[37:] = 37
-    parts = [retained_counts(log_beta[:, :37]), retained_counts(log_beta[:, 37:])]
-    torch.testing.assert_close(retained_counts(log_beta, start), torch.cat(parts, 1))
-
-
-def test_gradient_in_float64_by_finite_differences() -> None:
-    log_beta = -torch.rand(2, 70, dtype=torch.float64)
-    log_beta.requires_grad_()
-    assert torch.autograd.gradcheck(lambda x: retained_counts(x, documents(70, 3)), log_beta)
 
 
 def test_memory_grows_with_rows_times_steps(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -177,12 +132,6 @@ def test_memory_grows_with_rows_times_steps(monkeypatch: pytest.MonkeyPatch) -> 
         counts.sum().backward()
     assert sum(x.numel() for x in saved) <= rows * steps
     assert largest <= 8 * rows * steps  # T * T would be 750 * rows * steps
-
-
-def test_total_is_the_sum_over_rows() -> None:
-    log_beta, start = rates(5, 130), documents(130, 3)
-    want = by_definition(log_beta, start).sum(0).float()
-    torch.testing.assert_close(retained_total(log_beta, start), want)
 
 
 GROUPED_LIMITS = {8: (2e-1, 3e-1), 16: (1e-2, 4e-2), 32: (7e-4, 3e-3), 64: (8e-5, 4e-4)}
@@ -289,17 +238,6 @@ def test_tt_loss_counts_the_unmasked_steps_of_each_document() -> None:
     mask = torch.tensor([True] * 4 + [False] + [True] * 3 + [False] * 2)
     found = capacity_loss(counts, 2, "tt", document_start=start, mask=mask)
     assert found.item() == pytest.approx((3 / (4 * (4 - 2)) + 1 / (3 * (3 - 2))) / 2)
-
-
-@pytest.mark.parametrize("normaliser", ["relative", "tt"])
-def test_global_and_per_head_losses_agree_when_every_head_is_over(normaliser: str) -> None:
-    counts = torch.arange(1.0, 9).repeat(6, 1)
-    whole = capacity_loss(counts.sum(0), 6 * 0.5, normaliser, rows=6)
-    heads = capacity_loss(counts, 0.5, normaliser)
-    # `relative` divides by at least 1 entry: at the first step 0.5 of a head's, but 3 of all.
-    assert heads.item() == pytest.approx(
-        whole.item(), rel=0.08 if normaliser == "relative" else 1e-6
-    )
 
 
 def test_bad_arguments_are_named() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -87,38 +88,25 @@ def held_out(count: int) -> list[dict[str, Tensor]]:
     return [watched[index] for index in range(count)]
 
 
-@pytest.mark.slow(reason="the one test that shows a whole distillation to be worth it: 40 steps")
+@pytest.mark.slow(reason="the one test that shows a whole distillation to be worth it: 28 steps")
 def test_a_short_distillation_beats_random_gates_and_recency(tmp_path: Path) -> None:
-    """KL to the full cache on held-out dialogues, evicting at M = 64 of 370 to 600 tokens.
-
-    Seen with seeds 0 to 2: 0.18 to 0.32 trained; 4.4 and 2.1 random, 2.7 recency.
-    """
-    chosen = short_run(tmp_path, steps=40, batch=1, lr=6e-3)
+    """KL to the full cache on held-out dialogues, evicting at M = 64 of 370 to 600 tokens."""
+    chosen = short_run(tmp_path, steps=28, batch=1, lr=6e-3)
     engine, described = train(chosen, source="scenes:sparse")
-    data = HeldOutData(engine, held_out(4))
-    trained = load_gates(tmp_path, engine.spec)
-    kl = {"trained": summary(data.read(trained, "dbtrimkv", 64))["kl"]}
-    for seed in (0, 1):
-        untrained = make_random_gates(engine.spec, seed)
-        kl[f"random {seed}"] = summary(data.read(untrained, "dbtrimkv", 64))["kl"]
-    kl["recency"] = summary(data.read(None, "streamingllm", 64))["kl"]
-    others = [value for name, value in kl.items() if name != "trained"]
-    assert kl["trained"] < 0.3 * min(others), kl
+    data = HeldOutData(engine, held_out(3))
+    trained, untrained = load_gates(tmp_path, engine.spec), make_random_gates(engine.spec, 1)
+    kl = {
+        "trained": summary(data.read(trained, "dbtrimkv", 64))["kl"],
+        "random": summary(data.read(untrained, "dbtrimkv", 64))["kl"],
+        "recency": summary(data.read(None, "streamingllm", 64))["kl"],
+    }
+    assert kl["trained"] < 0.3 * min(kl["random"], kl["recency"]), kl
     config = (Path(MODEL) / "config.json").read_bytes()
     assert described["base_config_sha256"] == hashlib.sha256(config).hexdigest()
     assert described["base_fingerprint"] == fingerprint(described["base_model"])
     assert described["base_sha256"] and (tmp_path / "curve.png").stat().st_size > 5000
     card = (tmp_path / "README.md").read_text()
     assert described["base_sha256"] in card and "scenes:sparse" in card
-
-
-@pytest.mark.slow(reason="trains the gates for several steps")
-def test_the_capacity_term_meets_its_budget(tmp_path: Path) -> None:
-    """With only that term, soft entries per head fall to M and stay near it."""
-    train(short_run(tmp_path, steps=30, batch=1, loss="kl", lambda_cap=1000.0, lr=2e-2, warmup=0.0))
-    history = [json.loads(line) for line in (tmp_path / HISTORY).read_text().splitlines()]
-    kept = [line["kept"] for line in history if "kept" in line]
-    assert kept[0] > 48 and 8 < kept[-1] < 30, kept
 
 
 @pytest.mark.slow(reason="trains the gates for several steps")
@@ -133,20 +121,19 @@ def test_a_resumed_run_ends_where_an_uninterrupted_one_does(
     tmp_path: Path, changes: dict[str, Any]
 ) -> None:
     whole, cut = tmp_path / "whole", tmp_path / "cut"
-    train(short_run(whole, steps=6, save_every=3, **changes))
-    train(short_run(cut, steps=6, save_every=3, **changes))
-    # As after a kill past the third step: later checkpoints and the result are not there.
-    for made in cut.glob("checkpoint-6/*"):
-        made.unlink()
-    (cut / "checkpoint-6").rmdir()
+    usual: dict[str, Any] = {"steps": 4, "save_every": 2, "batch": 1} | changes
+    train(short_run(whole, **usual))
+    shutil.copytree(whole, cut)
+    # As after a kill past the second step: later checkpoints and the result are not there.
+    shutil.rmtree(cut / "checkpoint-4")
     (cut / "gates.safetensors").unlink()
-    train(short_run(cut, steps=6, save_every=3, **changes, resume=True))
+    train(short_run(cut, **usual, resume=True))
     first, second = (load_file(folder / "gates.safetensors") for folder in (whole, cut))
     assert first.keys() == second.keys()
     for name in first:
         torch.testing.assert_close(first[name], second[name], rtol=0, atol=0)
-    # What was logged of steps 4 to 6 before the kill is not there twice.
-    assert [line["step"] for line in history(cut) if "loss" in line] == [1, 2, 3, 4, 5, 6]
+    # What was logged of steps 3 and 4 before the kill is not there twice.
+    assert [line["step"] for line in history(cut) if "loss" in line] == [1, 2, 3, 4]
 
 
 @pytest.mark.slow(reason="trains the gates for several steps")
@@ -555,16 +542,6 @@ NUMBERS = sorted(f.name for f in fields(TrainingSettings) if isinstance(f.defaul
 def test_numbers_that_are_not_finite_are_refused(name: str, value: str) -> None:
     with pytest.raises(InputError, match=f"--{name.replace('_', '-')} is {value}; give"):
         TrainingSettings(MODEL, "out", **{name: float(value)})
-
-
-@pytest.mark.parametrize(("option", "value"), [("--lr", "inf"), ("--bias", "nan")])
-def test_such_a_run_ends_with_an_error_and_saves_nothing(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], option: str, value: str
-) -> None:
-    out = tmp_path / "gates"
-    given = ["--model", MODEL, "--data", "scenes:dense", "--output", str(out), option, value]
-    assert main(given) == 1
-    assert f"{option} is {value}" in capsys.readouterr().err and not out.exists()
 
 
 def run_of(folder: Path, *more: str) -> list[str]:

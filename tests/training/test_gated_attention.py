@@ -90,10 +90,16 @@ def test_three_tokens_by_hand(gating: str, backend: str) -> None:
 
 
 @pytest.mark.parametrize("gating", GATINGS)
-@pytest.mark.parametrize("packed", [False, True])
-@pytest.mark.parametrize("block", [16, 96])
 @pytest.mark.parametrize(
-    ("heads", "group", "steps"), [(2, 1, 1), (3, 3, 50), (1, 4, 96), (2, 8, 97), (2, 3, 230)]
+    ("packed", "block", "heads", "group", "steps"),
+    [
+        (False, 16, 2, 1, 1),
+        (True, 96, 3, 3, 50),
+        (False, 96, 1, 4, 96),
+        (True, 96, 2, 8, 97),
+        (True, 16, 2, 3, 230),
+        (False, 16, 2, 3, 230),
+    ],
 )
 def test_blocked_form_matches_the_reference(
     monkeypatch: pytest.MonkeyPatch,
@@ -121,16 +127,15 @@ def test_blocked_form_matches_the_reference(
         assert (got_grad - want_grad).abs().max() <= GRADIENT * (want_grad.abs().max() + 1e-6)
 
 
-@pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize(
-    "window", slow_but({13}, [1, 5, 13, 96, 400], "a reference that is written out pair by pair")
+    ("window", "packed"), [(13, True), (13, False), (1, False), (50, True), (400, False)]
 )
 def test_write_gates_spare_the_window(
-    packed: bool, window: int, monkeypatch: pytest.MonkeyPatch
+    window: int, packed: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The blocked form against m_ij written out pair by pair (WG-KV, section 3.2)."""
-    monkeypatch.setattr(module, "BLOCK", 32)
-    steps, group = 110, 2
+    monkeypatch.setattr(module, "BLOCK", 16)
+    steps, group = 60, 2
     tensors = inputs(1, 2, group, steps)
     start = documents(1, steps, 3) if packed else torch.zeros(1, steps, dtype=torch.int64)
     query, key, value, log_g = references = doubled(tensors)
@@ -252,33 +257,6 @@ def test_flex_gradients_on_cuda(gating: str, packed: bool) -> None:
 
 
 @pytest.mark.parametrize("gating", GATINGS)
-def test_gradients_by_finite_differences(gating: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "BLOCK", 4)
-    tensors = inputs(1, 1, 2, 7, 3, torch.float64)
-    tensors[3] = (-torch.rand(1, 1, 7, dtype=torch.float64) - 0.01).requires_grad_()
-    start = torch.tensor([[0, 0, 2, 2, 2, 2, 6]])
-    assert torch.autograd.gradcheck(
-        lambda *x: gated_attention(
-            *x, scale=0.7, document_start=start, gating=gating, backend="sdpa"
-        ),
-        tensors,
-    )
-
-
-@pytest.mark.parametrize("gating", GATINGS)
-@pytest.mark.parametrize("backend", ["sdpa", "reference"])
-def test_full_retention_equals_plain_attention(gating: str, backend: str) -> None:
-    query, key, value, log_beta = inputs(2, 2, 3, 120)
-    got = gated_attention(
-        query, key, value, torch.zeros_like(log_beta), scale=0.3, gating=gating, backend=backend
-    )
-    want = torch.nn.functional.scaled_dot_product_attention(
-        query, key, value, is_causal=True, scale=0.3, enable_gqa=True
-    )
-    torch.testing.assert_close(got, want, rtol=0, atol=OUT)
-
-
-@pytest.mark.parametrize("gating", GATINGS)
 @pytest.mark.parametrize("rate", [-50.0, -1e4, -1e30])
 def test_gates_that_drop_everything_stay_finite(gating: str, rate: float) -> None:
     query, key, value, log_beta = inputs(1, 2, 2, 130)
@@ -289,16 +267,6 @@ def test_gates_that_drop_everything_stay_finite(gating: str, rate: float) -> Non
         torch.testing.assert_close(out, value.repeat_interleave(2, 1))
     for grad in torch.autograd.grad(out.square().sum(), tensors):
         assert grad.isfinite().all()
-
-
-def test_documents_are_attended_alone() -> None:
-    tensors = inputs(1, 2, 2, 150)
-    start = torch.zeros(1, 150, dtype=torch.int64)
-    start[:, 61:] = 61
-    whole = gated_attention(*tensors, scale=0.3, document_start=start)
-    for part in (slice(0, 61), slice(61, 150)):
-        alone = gated_attention(*(x[:, :, part] for x in tensors), scale=0.3)
-        torch.testing.assert_close(whole[:, :, part], alone, rtol=0, atol=OUT)
 
 
 def test_only_the_inputs_are_saved() -> None:

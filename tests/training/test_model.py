@@ -38,7 +38,6 @@ from mmkv.training.model import (
     largest_weights,
     quality_losses,
     rank_loss,
-    sparsity_loss,
     watched_states,
     weights_at_end,
 )
@@ -153,29 +152,6 @@ def test_teacher_is_the_engine_without_eviction(name: str) -> None:
     with engine.session() as session:
         expected = session.prefill(inputs)
     torch.testing.assert_close(engine.decoder.logits(states[-1:])[0], expected)
-
-
-@pytest.mark.slow(reason="compares all families with transformers")
-@pytest.mark.parametrize("gating", ["log-bias", "logit-scale"])
-def test_gates_with_full_retention_change_nothing(gating: str) -> None:
-    engine = load("qwen3_vl")
-    documents = lay_out(engine, [make_turn("qwen3_vl", PICTURE["qwen3_vl"], 3)])
-    open_gates = TrainableGates(engine.spec, d_gate=16, bias=40.0).gates()
-    with torch.no_grad():
-        student, _ = student_states(engine, documents, open_gates, gating)
-    torch.testing.assert_close(
-        student, full_attention_states(engine, documents), rtol=1e-4, atol=1e-4
-    )
-
-
-def test_documents_laid_end_to_end_do_not_see_each_other() -> None:
-    engine = load("qwen3_vl")
-    rows = [make_turn("qwen3_vl", PICTURE["qwen3_vl"], 4), document("qwen3_vl", 11, 5)]
-    gates = lively(engine).gates()
-    with torch.no_grad():
-        together, _ = student_states(engine, lay_out(engine, rows), gates)
-        apart = [student_states(engine, lay_out(engine, [row]), gates)[0] for row in rows]
-    torch.testing.assert_close(together, torch.cat(apart), rtol=1e-5, atol=1e-5)
 
 
 def test_recomputing_layers_changes_no_gradient() -> None:
@@ -616,30 +592,6 @@ def test_what_held_out_runs_count() -> None:
     assert got["visual_share"] == visual / kept
 
 
-def test_write_documents_laid_end_to_end_do_not_see_each_other() -> None:
-    engine = load("qwen3_vl")
-    rows = [make_turn("qwen3_vl", WRITE_PICTURE, 4), make_turn("qwen3_vl", [11], 5)]
-    gates = write_lively(engine).gates()
-    with torch.no_grad():
-        together, _ = write_gated_states(engine, lay_out(engine, rows), gates, WINDOW)
-        apart = [write_gated_states(engine, lay_out(engine, [r]), gates, WINDOW)[0] for r in rows]
-    torch.testing.assert_close(together, torch.cat(apart), rtol=1e-5, atol=1e-5)
-
-
-def test_a_window_over_the_whole_document_changes_nothing() -> None:
-    engine = load("qwen3_vl")
-    documents = lay_out(engine, [make_turn("qwen3_vl", WRITE_PICTURE, 3)])
-    length, gates = documents.lengths[0], write_lively(engine).gates()
-    full = full_attention_states(engine, documents)
-    with torch.no_grad():
-        whole, log_g = write_gated_states(engine, documents, gates, length)
-        one_less, _ = write_gated_states(engine, documents, gates, length - 1)
-    torch.testing.assert_close(whole, full, rtol=1e-4, atol=1e-4)
-    assert (one_less[-1] - full[-1]).abs().max() > 1e-4
-    torch.testing.assert_close(one_less[:-1], full[:-1], rtol=1e-4, atol=1e-4)
-    assert float(sparsity_loss(log_g, [length], length)) == 0.0
-
-
 def test_write_recomputing_layers_changes_no_gradient() -> None:
     engine = load("qwen3_vl")
     row = make_turn("qwen3_vl", WRITE_PICTURE, 6)
@@ -652,21 +604,6 @@ def test_write_recomputing_layers_changes_no_gradient() -> None:
     for a, b in zip(*gradients, strict=True):
         assert a is not None and a.abs().sum() > 0
         torch.testing.assert_close(a, b)
-
-
-def test_write_only_gates_are_trained() -> None:
-    engine = load("qwen3_vl")
-    before = backbone_digest(engine)
-    row = make_turn("qwen3_vl", WRITE_PICTURE, 6)
-    model = WriteGateModel(engine, write_lively(engine), WriteObjective(1.0, WINDOW))
-    assert {name.split(".")[0] for name, _ in model.named_parameters()} == {"gates"}
-    optimizer = torch.optim.SGD(model.parameters(), 0.5)
-    first = model([{**row, "labels": row["input_ids"]}])
-    first["loss"].backward()
-    optimizer.step()
-    second = model([{**row, "labels": row["input_ids"]}])
-    assert float(second["sparsity"]) < float(first["sparsity"])
-    assert backbone_digest(engine) == before
 
 
 def test_gates_start_in_the_middle() -> None:

@@ -23,7 +23,6 @@ from mmkv.engine.policies import make_policy
 from tests.support.native import engine_for
 from tests.support.policies import KINDS
 from tests.support.sessions import assert_same_rows, text_ids
-from tests.support.tiers import slow_but
 
 RAGGED = {"reference": ragged_attention_reference, "fast": ragged_attention}
 EVEN = [[33, 30], [31, 32]]
@@ -238,9 +237,12 @@ def test_h2o_gives_nothing_to_what_a_window_hides() -> None:
 # On a CPU the kernels' torch references stand in for them.
 
 
-@pytest.mark.parametrize("policy", KINDS)
 @pytest.mark.parametrize(
-    "model", slow_but(["odd"], ["qwen3_vl", "llama_biased", "odd", "mistral"], "the other models")
+    ("model", "policy"),
+    [
+        *(("odd", policy) for policy in KINDS),
+        *((m, p) for m in ("qwen3_vl", "llama_biased", "mistral") for p in ("dbtrimkv", "snapkv")),
+    ],
 )
 def test_chunks_and_window_scores_read_pages(
     model: str, policy: str, monkeypatch: pytest.MonkeyPatch

@@ -70,15 +70,12 @@ def test_the_static_step_is_the_eager_step_with_rounded_weights(model: str, form
 
 KERNEL_CASES = [("odd", "adakv"), ("odd", "gkv")]
 KERNEL_CASES += [(model, "dbtrimkv") for model in OTHERS[:2]]
-MATRIX = [(m, *p) for m in MODELS for p in [*POLICIES, ("dbtrimkv", 5)]]
-MATRIX += [(model, "dbtrimkv", 2) for model in ("qwen3_moe", "glm4v")]
-# Every model, and with one of them every policy.
-QUICK = [case for case in MATRIX if case[0] == "odd" or case[1:] == ("dbtrimkv", 2)]
+# Every policy with one of the models, and every model.
+MATRIX = [("odd", *policy) for policy in [*POLICIES, ("dbtrimkv", 5)]]
+MATRIX += [(m, "dbtrimkv", 2) for m in ("qwen3_vl", "llama_biased", "qwen3_moe", "glm4v")]
 
 
-@pytest.mark.parametrize(
-    ("model", "policy", "lookahead"), slow_but(QUICK, MATRIX, "the rest of the matrix")
-)
+@pytest.mark.parametrize(("model", "policy", "lookahead"), MATRIX)
 def test_the_static_step_is_the_eager_step(model: str, policy: str, lookahead: float) -> None:
     ours, reference = (engine_for(model, policy, lookahead) for _ in range(2))
     runner = Bursts(ours)
@@ -222,7 +219,7 @@ def append_alone(step: StaticStep, cut: bool = True) -> None:
 
 
 def long_context(policy: str, budget: Any, monkeypatch: pytest.MonkeyPatch) -> Runtime:
-    """An engine on which a reply of 2,000 tokens takes no arithmetic, with a pool as on a GPU."""
+    """An engine on which a reply of 1,000 tokens takes no arithmetic, with a pool as on a GPU."""
     monkeypatch.setattr(StaticStep, "run", append_alone)
     engine = engine_for("odd", policy, budget=budget)
     engine.spec = engine.model.spec = dataclasses.replace(engine.spec, max_position=4096)
@@ -250,8 +247,8 @@ def reply(runner: Bursts, sessions: list[CachedSequence], tokens: int) -> None:
 @pytest.mark.parametrize(
     ("policy", "budget", "count", "tokens"),
     [
-        ("full", 8, 1, 2000),
-        ("full", 8, 4, 1008),
+        ("full", 8, 1, 1008),
+        ("full", 8, 4, 496),
         ("dbtrimkv", 400, 2, 480),
         ("dbtrimkv", Budget.fraction(0.5), 1, 480),
     ],
@@ -259,7 +256,7 @@ def reply(runner: Bursts, sessions: list[CachedSequence], tokens: int) -> None:
 def test_a_growing_reply_is_captured_once_for_each_doubling(
     policy: str, budget: Any, count: int, tokens: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Room for 256 entries per row first, then 512, 1,024, 2,048: at most so many captures."""
+    """Room for 256 entries per row first, then 512, 1,024: at most so many captures."""
     engine = long_context(policy, budget, monkeypatch)
     runner = Bursts(engine)
     reply(runner, begun(engine, count), tokens)
@@ -271,7 +268,7 @@ def test_sessions_that_come_and_go_are_not_captured_anew(monkeypatch: pytest.Mon
     engine = long_context("dbtrimkv", 12, monkeypatch)
     runner = Bursts(engine)
     captures = []
-    for turn in range(6):
+    for turn in range(4):
         sessions = begun(engine, 3 - turn % 3)
         for session in sessions:
             reply(runner, [session], 32)
@@ -279,13 +276,13 @@ def test_sessions_that_come_and_go_are_not_captured_anew(monkeypatch: pytest.Mon
             session.close()
         captures.append(runner.captures)
     assert captures[-1] == captures[0]
-    # More at a time than ever before: once for each doubling of pages or of rows, from 4 to 32.
+    # More at a time than ever before: once for each doubling of pages or of rows, from 4 to 16.
     held = []
-    for count in range(1, 33):
+    for count in range(1, 17):
         held += begun(engine, 1)
         reply(runner, held[-1:], 16)
         assert engine.cache.open_count == count
-    assert runner.captures - captures[0] <= 7
+    assert runner.captures - captures[0] <= 5
     engine.cache.check()
 
 
@@ -418,8 +415,8 @@ def test_a_gpu_without_triton_has_no_graph(monkeypatch: pytest.MonkeyPatch) -> N
     assert ours.reply_path == "torch: Triton is not installed"
 
 
-@pytest.mark.slow(reason="160 tokens on three paths")
-def test_the_bundled_model_says_the_same_for_160_tokens() -> None:
+@pytest.mark.slow(reason="96 tokens on three paths")
+def test_the_bundled_model_says_the_same_for_96_tokens() -> None:
     """Three paths: static step, eager torch, and the native one that the CPU takes by itself."""
     picture = {"type": "image", "image": str(bundled_model().parent / "scene.png")}
     message = {"role": "user", "content": [picture, {"type": "text", "text": "Describe."}]}
@@ -431,12 +428,12 @@ def test_the_bundled_model_says_the_same_for_160_tokens() -> None:
         session = engine.session()
         first = int(session.prefill(engine.inputs([message])).argmax())
         if path == "static":
-            generated.append(Bursts(engine).decode([session], [first], 160)[0])
+            generated.append(Bursts(engine).decode([session], [first], 96)[0])
         elif path == "torch":
-            generated.append(eager(engine, [session], [first], 160)[0])
+            generated.append(eager(engine, [session], [first], 96)[0])
         else:
             token, mine = first, []
-            for _ in range(160):
+            for _ in range(96):
                 token = int(session.decode(token).argmax())
                 mine.append(token)
             generated.append(mine)
@@ -532,12 +529,7 @@ def talk(engine: Engine, sampling: Sampling) -> tuple[Session, list[Any]]:
     return session, [replies, session.history, session.seen]
 
 
-LIMITS = [(limit, stop) for stop in ((), ("e",)) for limit in (1, 5, 64)]
-
-
-@pytest.mark.parametrize(
-    ("limit", "stop"), slow_but([(5, ()), (64, ("e",))], LIMITS, "each talks three turns twice")
-)
+@pytest.mark.parametrize(("limit", "stop"), [(1, ()), (64, ()), (64, ("e",))])
 def test_bursts_generate_and_retain_the_same_as_single_tokens(
     limit: int, stop: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -557,13 +549,13 @@ def test_batches_and_draws(monkeypatch: pytest.MonkeyPatch) -> None:
         for question in QUESTIONS
     ]
     engine = bursts_engine_for(True, monkeypatch)
-    drawn = Sampling(max_new_tokens=40, temperature=5.0, top_p=0.9, seed=5)
+    drawn = Sampling(max_new_tokens=20, temperature=5.0, top_p=0.9, seed=5)
     together = [reply.token_ids for reply in engine.generate(conversations, drawn)]
     monkeypatch.setattr(mmkv.reply, "BURST", 7)
     alone = [engine.generate(each, drawn)[0].token_ids for each in conversations]
     assert together == alone and any(len(row) > 16 for row in together)
     assert len({tuple(row) for row in together}) > 1
-    other = engine.generate(conversations, Sampling(max_new_tokens=40, temperature=5.0, seed=6))
+    other = engine.generate(conversations, Sampling(max_new_tokens=20, temperature=5.0, seed=6))
     assert [reply.token_ids for reply in other] != together
 
 

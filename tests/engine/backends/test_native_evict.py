@@ -143,7 +143,7 @@ def evictor_at(level: str, policy: Policy) -> NativeEvictor:
 
 
 @needs_native
-@pytest.mark.parametrize(("level", "examples"), drawn(20, 80, 500))
+@pytest.mark.parametrize(("level", "examples"), drawn(20, 40, 500))
 def test_victims_and_pages_are_those_of_torch(level: str, examples: int) -> None:
     policies, budgets = st.sampled_from(POLICIES[1:]), st.integers(0, 130)
     drawn_from = given(st.just(level), LENGTHS, LEVELS, policies, AGES, ENDS, budgets)
@@ -178,7 +178,7 @@ def assert_evicts_as_torch(
 
 
 @needs_native
-@pytest.mark.parametrize(("level", "examples"), drawn(8, 30, 200))
+@pytest.mark.parametrize(("level", "examples"), drawn(8, 15, 200))
 def test_scores_that_differ_by_one_rounding(level: str, examples: int) -> None:
     """Steps of a decode loop, whose search is in single precision where nothing hangs on it."""
     drawn_from = given(
@@ -327,13 +327,6 @@ def pair(folder: Path, policy: Policy, **options: Any) -> list[Runtime]:
     return engines
 
 
-@pytest.mark.parametrize(
-    "name", ["mass", "greatest mass", "mass and floors", "change, prompts kept"]
-)
-def test_c_scores_what_is_compiled_as_state(name: str, folders: dict[str, Path]) -> None:
-    assert pair(folders["vl"], ASKING[name])[0].evict_path == "native"
-
-
 def test_only_state_can_be_compiled_by_others() -> None:
     with pytest.raises(PolicyError, match='C computes "state" alone'):
         compiled("retention")(Decayed)
@@ -346,8 +339,9 @@ def test_only_state_can_be_compiled_by_others() -> None:
 def test_c_and_torch_keep_the_same(name: str, evict_every: int, folders: dict[str, Path]) -> None:
     """Turns with pictures, batches of three with budgets of their own, and a fork."""
     policy = ASKING[name]
-    lives = []
-    for engine in pair(folders["vl"], policy, evict_every=evict_every):
+    engines, lives = pair(folders["vl"], policy, evict_every=evict_every), []
+    assert (engines[0].evict_path == "native") == ("mass" in name or "change" in name)
+    for engine in engines:
         sessions = [engine.session(budget) for budget in (10, 14, 19)]
         found: list[Any] = []
         for turn in (PICTURES, LATER):

@@ -46,6 +46,7 @@ def rounded_forms() -> list[str]:
 
 # (out, in): whole panels, neither rows nor columns that fill one, and two stretches of columns.
 SHAPES = [(96, 64), (33, 51), (3, 7), (9, 16), (33, 257)]
+BIASED = [(shape, at % 2 == 1) for at, shape in enumerate(SHAPES)]
 
 
 @pytest.fixture(params=FORMS)
@@ -79,8 +80,7 @@ def nearest_bf16(x: Tensor) -> np.ndarray:
     return np.ldexp(np.round(mantissa * 256), exponent - 8)
 
 
-@pytest.mark.parametrize("biased", [False, True])
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize(("shape", "biased"), BIASED, ids=str)
 def test_a_product_is_what_numpy_makes_of_it(
     multiply: native.Product, shape: tuple[int, int], biased: bool
 ) -> None:
@@ -102,8 +102,7 @@ def test_sums_of_thousands_of_columns_are_no_worse_than_torchs(multiply: native.
     assert (multiply(x, packed(weight)) - wanted).abs().max() <= 1.5 * theirs
 
 
-@pytest.mark.parametrize("biased", [False, True])
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize(("shape", "biased"), BIASED, ids=str)
 def test_a_product_of_rounded_states_is_what_numpy_makes_of_them(
     multiply_rounded: native.Product, shape: tuple[int, int], biased: bool
 ) -> None:
@@ -172,40 +171,30 @@ def test_a_form_runs_where_the_cpu_has_its_instructions(monkeypatch: pytest.Monk
         loaded.take_bf16()
 
 
-@needs_native
-@pytest.mark.parametrize("level", levels())
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("shape", [(33, 51), (33, 257)], ids=str)
 def test_a_row_does_not_depend_on_its_company_or_on_threads(
-    shape: tuple[int, int], level: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("MMKV_NATIVE", level)
-    rows_are_alike_in_any_company(native.multiply, shape, monkeypatch)
-
-
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_a_row_of_rounded_states_does_not_depend_on_them_either(
     multiply_rounded: native.Product, shape: tuple[int, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Torch's own products do."""
     if multiply_rounded is reference.multiply_rounded:
         pytest.skip("torch's products do")
-    rows_are_alike_in_any_company(multiply_rounded, shape, monkeypatch)
-
-
-def rows_are_alike_in_any_company(
-    multiply: native.Product, shape: tuple[int, int], monkeypatch: pytest.MonkeyPatch
-) -> None:
     monkeypatch.setattr(native, "PER_THREAD", 1)
     weight, x = Bf16Matrix.of(random(*shape).bfloat16()), random(23, shape[1])
-    monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
-    together = multiply(x, weight)
-    monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
-    for tokens in (1, 2, 3, 4, 5, 6, 9, 17):
-        assert torch.equal(multiply(x[-tokens:], weight), together[-tokens:])
+    for multiply in (native.multiply, multiply_rounded):
+        monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
+        together = multiply(x, weight)
+        monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
+        for tokens in (1, 2, 3, 4, 5, 6, 9, 17):
+            assert torch.equal(multiply(x[-tokens:], weight), together[-tokens:])
 
 
-@pytest.mark.parametrize("shape", [(), (4,), (3, 5)])
-def test_gradients_reach_the_states(multiply: native.Product, shape: tuple[int, ...]) -> None:
-    weight, bias = random(24, 40).bfloat16(), random(24)
+@pytest.mark.parametrize(("shape", "rows"), [((), 24), ((4,), 24), ((3, 5), 70)])
+def test_gradients_reach_the_states(
+    multiply: native.Product, shape: tuple[int, ...], rows: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In parts of the matrix where it has many rows."""
+    monkeypatch.setattr(native, "_ROWS_BACK", 32)
+    weight, bias = random(rows, 40).bfloat16(), random(rows)
     x = random(*shape, 40).requires_grad_()
     multiply(x, Bf16Matrix.of(weight), bias).square().sum().backward()
     ours, x.grad = x.grad, None
@@ -224,14 +213,6 @@ def test_gradients_pass_the_rounding(
     multiply_rounded(x, Bf16Matrix.of(weight), random(rows)).backward(grad)
     most = 3 * 2**-8 * (grad.abs() @ weight.float().abs())
     assert ((x.grad - grad @ weight.float()).abs() <= most).all()
-
-
-def test_gradients_come_in_parts_of_the_matrix(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(native, "_ROWS_BACK", 32)
-    weight, x = random(70, 41).bfloat16(), random(3, 5, 41).requires_grad_()
-    grad = random(3, 5, 70)
-    native.multiply(x, Bf16Matrix.of(weight), random(70)).backward(grad)
-    torch.testing.assert_close(x.grad, grad @ weight.float(), rtol=1e-5, atol=1e-5)
 
 
 @needs_native

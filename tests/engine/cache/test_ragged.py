@@ -11,10 +11,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
-from hypothesis import HealthCheck, assume, given, settings
+from hypothesis import HealthCheck, assume, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
     RuleBasedStateMachine,
@@ -24,12 +23,11 @@ from hypothesis.stateful import (
     rule,
     run_state_machine_as_test,
 )
-from safetensors import safe_open
 from torch import Tensor
 
 from mmkv.engine.cache import KVForm, PagePool, RaggedCache
 from mmkv.engine.cache.forms import FORMS
-from mmkv.engine.errors import BudgetError, SessionError
+from mmkv.engine.errors import BudgetError
 from mmkv.engine.policies import Budget
 from mmkv.engine.runtime import Runtime
 from mmkv.engine.sequence import CachedSequence
@@ -317,25 +315,6 @@ def test_cache_state_machine(examples: int) -> None:
     )
 
 
-@settings(max_examples=100, deadline=None)
-@given(
-    shares=st.lists(st.floats(0, 1), min_size=1, max_size=30).filter(any),
-    size=st.sampled_from([1, 8, 16, 64]),
-    pages=st.floats(1, 20),
-    page_bytes=st.integers(1, 5000),
-)
-def test_pages_never_exceed_a_budget_in_bytes(
-    shares: list[float], size: int, pages: float, page_bytes: int
-) -> None:
-    """However the entries that such a budget allows lie in the rows."""
-    rows = len(shares)
-    budget = math.ceil(pages * rows) * page_bytes
-    entries = Budget.bytes(budget).entries(rows, 0, size, page_bytes)
-    lengths = [int(entries * share / sum(shares)) for share in shares]
-    lengths[-1] += entries - sum(lengths)
-    assert sum(math.ceil(n / size) for n in lengths) * page_bytes <= budget
-
-
 def test_check_names_the_broken_invariant() -> None:
     """The invariant checker itself can fail."""
     cache = RaggedCache(PagePool(4, 2, 8), 1, 2)
@@ -352,19 +331,6 @@ def test_check_names_the_broken_invariant() -> None:
         cache.check()
     cache.length[seq, 0, 0] = 5
     cache.check()
-
-
-def test_freed_pages_are_used_again() -> None:
-    """A long life under a budget needs no more pages than its peak."""
-    cache = RaggedCache(PagePool(16, 2, 0), 2, 2)
-    seq = cache.open()
-    for _ in range(300):
-        cache.append(torch.tensor([seq]), 1)
-        entries = cache.entries(seq)
-        excess = entries.row.numel() - 128
-        if excess > 0:
-            cache.drop(seq, torch.arange(excess))
-    assert cache.pool.num_pages <= (128 + 4 * 16 + 4) // 16 + 4
 
 
 def test_a_pool_promises_and_hands_out_no_more_than_its_limit(
@@ -586,42 +552,6 @@ def test_the_next_position_inside_a_picture_follows_its_highest(folders: dict[st
             read = positions[:, : session.seen]
             assert session.next_position == int(read.max()) + 1
         assert session.seen == tokens and session.next_position == int(positions.max()) + 1
-
-
-@pytest.mark.parametrize("chunks", [1, 2, 3])
-def test_a_turn_of_whole_chunks_is_taken_back(chunks: int, folders: dict[str, Path]) -> None:
-    engine = load(folders["vl"], policy="streamingllm", budget=9)
-    with engine.session() as session, engine.session() as other:
-        for each in (session, other):
-            each.prefill(turn(30, seed=1))
-        prefill = session.begin_prefill(turn(8 * chunks, seed=2), 8)
-        for _ in range(chunks - 1):
-            prefill.advance()
-        prefill.roll_back()
-        assert session.state() == other.state()
-        assert torch.equal(run(session, text_ids(9, 4)), run(other, text_ids(9, 4)))
-
-
-@pytest.mark.parametrize("column", ["keys", "values", "position", "log_beta", "modality", "length"])
-def test_a_flipped_byte_of_any_column_is_found(
-    column: str, folders: dict[str, Path], tmp_path: Path
-) -> None:
-    engine = load(folders["vl"], policy="dbtrimkv", budget=9)
-    path = tmp_path / "saved.mmkv"
-    with engine.session() as session:
-        session.prefill(PICTURES)
-        session.save(path)
-    content = bytearray(path.read_bytes())
-    header = int.from_bytes(content[:8], "little")
-    with safe_open(path, framework="np") as file:
-        first = np.ascontiguousarray(file.get_tensor(column)).tobytes()
-    at = content.index(first, 8 + header)
-    assert content.count(first, 8 + header) == 1 or column in ("log_beta", "modality", "length")
-    content[at + len(first) // 2] ^= 1  # the lowest bit of a byte
-    path.write_bytes(content)
-    with pytest.raises(SessionError, match="damaged"):
-        engine.load_session(path)
-    assert free(engine)
 
 
 def forget_one(engine: Runtime) -> None:

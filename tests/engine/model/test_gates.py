@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -13,7 +14,7 @@ import mpmath
 import pytest
 import torch
 import torch.nn.functional as F
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
@@ -31,7 +32,6 @@ from mmkv.engine.model.gates import (
 from mmkv.engine.model.spec import DecoderSpec
 from mmkv.engine.runtime import Runtime
 from mmkv.resources import bundled_model
-from mmkv.training.settings import recipe_options
 from mmkv.training.student import TrainableGates
 from tests.conftest import make_spec
 from tests.support.chat_models import save_llama
@@ -103,21 +103,21 @@ def test_published_layouts(kind: str, heads: int, tmp_path: Path) -> None:
             torch.testing.assert_close(got.double(), expected, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("kind", ["rg", "rg10"])
+@pytest.mark.parametrize("kind", ["tied", "rg", "rg10"])
 @pytest.mark.parametrize(
     ("field", "value"), [("hidden", 32), ("layers", 4), ("layers", 2), ("kv_heads", 4)]
 )
-def test_published_gates_of_another_model(
-    kind: str, field: str, value: int, tmp_path: Path
-) -> None:
-    made, asked = make_spec(layers=3, kv_heads=2, hidden=24), {"layers": 3, "kv_heads": 2}
-    folder = write(published(made, kind), tmp_path / "gates")
-    other = make_spec(**{**asked, "hidden": 24, field: value})
-    ours = {"hidden": 24, "layers": 3, "kv_heads": 2}[field]
+def test_gates_of_another_model(kind: str, field: str, value: int, tmp_path: Path) -> None:
+    sizes = {"layers": 3, "kv_heads": 2, "hidden": 24}
+    made = make_spec(**sizes)
+    if kind == "tied":
+        save_gates(make_random_gates(made), tmp_path / "gates", made)
+    else:
+        write(published(made, kind), tmp_path / "gates")
     with pytest.raises(GateError) as error:
-        load_gates(folder, other)
+        load_gates(tmp_path / "gates", make_spec(**(sizes | {field: value})))
     message = str(error.value)
-    assert str(value) in message and str(ours) in message and "\n" not in message
+    assert str(value) in message and str(sizes[field]) in message and "\n" not in message
 
 
 @pytest.mark.parametrize("what", ["linear3.weight", "bias"])
@@ -141,21 +141,6 @@ def test_other_published_layouts_are_refused(tmp_path: Path) -> None:
     tensors["model.layers.0.self_attn.retention_gate.linear2.weight"] = torch.ones(INNER, 9)
     with pytest.raises(GateError):
         load_gates(write(tensors, tmp_path / "c"), spec)
-
-
-def test_a_pickle_runs_no_code(tmp_path: Path) -> None:
-    """weights_only=True: a file that would execute something on loading is refused."""
-
-    class Payload:
-        def __reduce__(self) -> tuple[object, tuple[str]]:
-            return (Path.touch, (tmp_path / "executed",))  # type: ignore[return-value]
-
-    folder = tmp_path / "gates"
-    folder.mkdir()
-    torch.save({"x": Payload()}, folder / "trimkv_weights.pth")
-    with pytest.raises(GateError):
-        load_gates(folder, make_spec())
-    assert not (tmp_path / "executed").exists()
 
 
 @pytest.mark.parametrize("damage", ["empty", "truncated", "noise"])
@@ -191,15 +176,6 @@ def test_own_format_round_trip(tmp_path: Path) -> None:
         for layer in range(3):
             assert torch.equal(again.log_beta(layer, hidden), gates.log_beta(layer, hidden))
         assert again.info["base_model"] == "some/model"
-
-
-@pytest.mark.parametrize(("field", "value"), [("hidden", 32), ("layers", 1), ("kv_heads", 4)])
-def test_own_gates_of_another_model(field: str, value: int, tmp_path: Path) -> None:
-    save_gates(make_random_gates(make_spec()), tmp_path, make_spec())
-    with pytest.raises(GateError) as error:
-        load_gates(tmp_path, make_spec(**{field: value}))
-    ours = {"hidden": 24, "layers": 2, "kv_heads": 2}[field]
-    assert str(value) in str(error.value) and str(ours) in str(error.value)
 
 
 def test_files_that_are_not_there(tmp_path: Path) -> None:
@@ -543,11 +519,13 @@ SHAPES: dict[str, Callable[[Tensor], object]] = {
 }
 
 
-@quick
-@given(st.sampled_from(["rg", "rg10"]), st.sampled_from(sorted(SHAPES)), st.data())
-def test_published_gates_of_odd_tensors_are_refused(
+@settings(quick, max_examples=80)
+@given(st.sampled_from(LAYOUTS), st.sampled_from(sorted(SHAPES)), st.data())
+def test_gates_of_odd_tensors_are_refused(
     gate_folders: dict[str, Path], tmp_path: Path, layout: str, shape: str, data: st.DataObject
 ) -> None:
+    """A safetensors file holds plain tensors alone."""
+    assume(layout.startswith("rg") or shape in ("0-d", "1-d", "empty"))
     shapes: list[object] = []
 
     def change(tensors: dict[str, Tensor]) -> None:
@@ -561,28 +539,8 @@ def test_published_gates_of_odd_tensors_are_refused(
     if shapes[0]:
         return
     with pytest.raises(GateError) as error:
-        load_gates(folder, make_spec())
-    assert "\n" not in str(error.value)
-
-
-@quick
-@given(st.sampled_from(["tied", "write"]), st.sampled_from(["0-d", "1-d", "empty"]), st.data())
-def test_own_gates_of_odd_shapes_are_refused(
-    gate_folders: dict[str, Path], tmp_path: Path, layout: str, shape: str, data: st.DataObject
-) -> None:
-    shapes: list[object] = []
-
-    def change(tensors: dict[str, Tensor]) -> None:
-        name = data.draw(st.sampled_from(sorted(tensors)))
-        shapes.append(tensors[name].shape)
-        tensors[name] = SHAPES[shape](tensors[name])  # type: ignore[assignment]
-        shapes.append(tensors[name].shape)
-
-    folder = changed(gate_folders[layout], change, tmp_path / f"{layout}-changed")
-    if shapes[0] == shapes[1]:
-        return
-    with pytest.raises(GateError):
         load(layout, folder, make_spec())
+    assert "\n" not in str(error.value)
 
 
 @pytest.mark.parametrize("value", ODD_VALUES)
@@ -616,16 +574,18 @@ def test_gates_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.Monkey
         save_gates(make_random_gates(make_spec()), tmp_path, make_spec())
 
 
-def test_a_refused_pickle_is_not_called_a_bad_download(tmp_path: Path) -> None:
+def test_a_pickle_runs_no_code_and_is_not_called_a_bad_download(tmp_path: Path) -> None:
     class Payload:
-        def __reduce__(self) -> tuple[object, tuple[str]]:
-            return (print, ("executed",))
+        def __reduce__(self) -> tuple[object, tuple[str, str]]:
+            return (os.rename, (str(tmp_path / "a"), str(tmp_path / "ran")))
 
+    (tmp_path / "a").touch()
     torch.save({"x": Payload()}, tmp_path / "trimkv_weights.pth")
     with pytest.raises(GateError) as error:
         load_gates(tmp_path, make_spec())
     message = str(error.value)
-    assert "could run code" in message and "print" in message
+    assert "could run code" in message and "rename" in message
+    assert not (tmp_path / "ran").exists()
     for wrong in ("can still be loaded", "weights_only", "fetch the file again"):
         assert wrong not in message
     save_gates(make_random_gates(make_spec()), tmp_path, make_spec())
@@ -639,15 +599,15 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_llama(tmp_path_factory.mktemp("llama"))
 
 
-@pytest.mark.parametrize("value", ODD_VALUES)
-def test_weights_that_are_no_numbers_are_refused(checkpoint: Path, value: float) -> None:
+def test_weights_that_are_no_numbers_are_refused(checkpoint: Path) -> None:
     from mmkv.engine.model.families.loading import load as load_checkpoint
 
     file = checkpoint / "model.safetensors"
     whole = load_file(file)
     load_checkpoint(checkpoint)
     names = sorted(whole)
-    for name in (names[0], names[len(names) // 2], names[-1]):
+    ends = (names[0], names[len(names) // 2], names[-1])
+    for name, value in zip(ends, ODD_VALUES, strict=True):
         odd = {key: tensor.clone() for key, tensor in whole.items()}
         odd[name].view(-1)[-1] = value
         save_file(odd, file, metadata={"format": "pt"})
@@ -676,38 +636,6 @@ def test_the_gates_of_smollm2_fit_it_and_the_repository(name: str) -> None:
     log_beta = torch.stack([gates.log_beta(layer, hidden) for layer in range(30)])
     assert bool((log_beta <= 0).all()) and bool(log_beta.isfinite().all())
     assert log_beta.quantile(0.05) < -0.03 and log_beta.quantile(0.95) > -0.003
-
-
-@pytest.mark.parametrize("name", ["dbtrimkv-1", "trimkv-0", "trimkv-1"])
-def test_the_gates_that_results_compare_with_differ_in_what_their_names_say(name: str) -> None:
-    """The methods and seeds of the README's table: one recipe, other seed or other method."""
-    folder = bundled_model().parent / "gates" / f"tiny-vlm-{name}"
-    engine = Runtime.from_pretrained(str(bundled_model()), gates=str(folder))
-    assert engine.policy_note is None, "trained for other weights of the bundled model"
-    ours = json.loads((bundled_model() / "gates" / "gates.json").read_text())
-    theirs = json.loads((folder / "gates.json").read_text())
-    assert theirs["base_sha256"] == ours["base_sha256"] and theirs["data"] == ours["data"]
-    changed = {k: v for k, v in theirs["settings"].items() if ours["settings"][k] != v}
-    del changed["output"]
-    method, seed = name.split("-")
-    wanted: dict[str, object] = {"scope": "head", "tying": "none"} if method == "trimkv" else {}
-    assert changed == (wanted | {"seed": 1} if seed == "1" else wanted)
-
-
-@pytest.mark.parametrize("seed", [0, 1])
-def test_the_gates_of_trim_kvs_recipe_saw_what_the_others_did(seed: int) -> None:
-    folder = bundled_model().parent / "gates" / f"tiny-vlm-trimkv-recipe-{seed}"
-    engine = Runtime.from_pretrained(str(bundled_model()), gates=str(folder))
-    assert engine.policy_note is None, "trained for other weights of the bundled model"
-    assert load_gates(folder, engine.spec).kind == "rg"
-    theirs = json.loads((folder / "gates.json").read_text())
-    ours = json.loads((bundled_model() / "gates" / "gates.json").read_text())
-    assert theirs["base_sha256"] == ours["base_sha256"] and theirs["data"] == ours["data"]
-    numbers = dict(recipe_options("trimkv")) | {"seed": seed}
-    del numbers["epochs"]  # the run had steps
-    for name in ("budget", "steps", "batch", "accumulate", "lr", "d_gate"):
-        numbers[name] = ours["settings"][name]
-    assert {name: theirs["settings"][name] for name in numbers} == numbers
 
 
 def test_committed_gates_are_small_and_keep_what_decides_in_float32() -> None:

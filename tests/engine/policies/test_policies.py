@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -17,7 +17,7 @@ from torch import Tensor
 from benchmarks.bench.methods import gate_bytes
 from mmkv.engine.backends.cuda.static_step import StaticStep
 from mmkv.engine.budget import Interval
-from mmkv.engine.errors import BudgetError, PolicyError, SessionError
+from mmkv.engine.errors import BudgetError, PolicyError
 from mmkv.engine.model.gates import Gates, LayerGate
 from mmkv.engine.policies import PRESETS, Budget, CacheView, Needs, NewTokens, make_policy
 from mmkv.engine.policies.allocation import GlobalAllocation, HeadAllocation
@@ -27,7 +27,6 @@ from mmkv.engine.policies.selection import Shares
 from mmkv.engine.policies.selection import lowest as select_lowest
 from mmkv.engine.runtime import Runtime
 from mmkv.resources import bundled_model
-from tests.support.oracle import log_score
 from tests.support.sessions import PICTURES, advance, load, run, text_ids
 
 
@@ -174,54 +173,17 @@ def test_a_group_above_its_share_is_exceeded_below_the_budget(slack: int, exceed
     assert not GlobalAllocation().shares(42, 2, 2).exceeded(torch.tensor([42, 0, 0, 0]), 0)
 
 
-def test_infinite_scores_go_last_and_then_by_position() -> None:
-    view = make_view([[6, 6]])
-    scores = torch.full((12,), torch.inf)
-    scores[3] = 0.0
-    for allocation in (GlobalAllocation(), HeadAllocation()):
-        assert 3 in cut(allocation, scores, view, 10).tolist()
-    # All protected: the budget still holds, and the smallest positions go.
-    victims = cut(GlobalAllocation(), scores, view, 4)
-    assert set(victims.tolist()) == lowest(scores, view, 8)
-
-
-def test_ties_fall_on_position_then_layer_then_head() -> None:
-    row = torch.tensor([0, 0, 1, 1, 2, 2, 3, 3])
-    position = torch.tensor([5, 2, 2, 5, 5, 2, 2, 5])
-    view = make_view([[2, 2], [2, 2]])
-    view = CacheView(10, 2, 2, row, view.length, position, view.log_beta, view.modality)
-    order = []
-    for budget in range(7, -1, -1):
-        victims = set(cut(GlobalAllocation(), torch.zeros(8), view, budget).tolist())
-        order += list(victims - set(order))
-    assert order == [1, 2, 5, 6, 0, 3, 4, 7]
-
-
-@pytest.mark.parametrize("n", [1, 2, 5, math.inf])
-def test_retention_scorer(n: float) -> None:
-    view = make_view([[7, 0], [20, 3]])
-    expected = log_score(view.log_beta, view.seen - view.position.long(), n)
-    torch.testing.assert_close(Retention(n).score(view).double(), expected, rtol=1e-6, atol=1e-6)
-
-
-def test_the_newest_entry_has_age_one() -> None:
-    view = make_view([[50]])
-    newest = int(view.position.argmax())
-    assert Retention(1).score(view)[newest] == view.log_beta[newest]
-
-
-def test_recency_scorer() -> None:
-    view = make_view([[5, 9]])
-    assert torch.equal(Recency().score(view).argsort(), view.position.argsort())
-
-
 @settings(max_examples=60, deadline=None)
-@given(LENGTHS, st.sampled_from([1, 3, 5, 7]), st.integers(0, 10**6))
-def test_window_attention_scorer(lengths: list[list[int]], kernel: int, seed: int) -> None:
-    """Average pooling over the neighbours before the window, zeros counted at the ends."""
+@given(
+    LENGTHS, st.sampled_from([1, 3, 5, 7]), st.sampled_from(["avg", "max"]), st.integers(0, 10**6)
+)
+def test_window_attention_scorer(
+    lengths: list[list[int]], kernel: int, pool: Any, seed: int
+) -> None:
+    """Pooling over the neighbours before the window, zeros counted at the ends."""
     values = torch.rand(sum(map(sum, lengths)), generator=torch.Generator().manual_seed(seed))
     view = make_view(lengths, seed=seed, attention=lambda _: values)
-    got = WindowAttention(window=16, kernel=kernel).score(view)
+    got = WindowAttention(16, kernel, pool).score(view)
     expected = torch.full_like(got, torch.inf)  # the window itself always stays
     for row in range(view.rows):
         mine = (view.row == row).nonzero().flatten().tolist()
@@ -229,16 +191,9 @@ def test_window_attention_scorer(lengths: list[list[int]], kernel: int, seed: in
         prefix.sort(key=lambda i: int(view.position[i]))
         for place, i in enumerate(prefix):
             near = prefix[max(place - kernel // 2, 0) : place + kernel // 2 + 1]
-            expected[i] = values[near].sum() / kernel
+            pooled = {"avg": values[near].sum() / kernel, "max": values[near].max()}
+            expected[i] = pooled[pool]
     torch.testing.assert_close(got, expected)
-
-
-def test_attention_to_the_window_itself_does_not_reach_the_prefix() -> None:
-    """The entries before the window would else be kept for what their neighbours in it get."""
-    view = make_view([[50]], attention=lambda view: (view.position >= 50 - 16).float())
-    scores = WindowAttention(window=16, kernel=5).score(view)
-    assert bool((scores[view.position < 50 - 16] == 0).all())
-    assert bool(scores[view.position >= 50 - 16].isinf().all())
 
 
 class MiddleFirst:
@@ -306,17 +261,7 @@ def test_protection_outranks_scores() -> None:
     assert int(kept.sum()) == 30
 
 
-def test_streamingllm_keeps_sinks_and_the_newest() -> None:
-    view = make_view([[40, 40]], seen=40)
-    kept = torch.ones(80, dtype=torch.bool)
-    kept[make_policy("streamingllm").victims(view, 20)] = False
-    for row in (0, 1):
-        held = sorted(view.position[kept & (view.row == row)].tolist())
-        assert held == [0, 1, 2, 3, *range(34, 40)]
-
-
 def test_registry() -> None:
-    assert {"full", "dbtrimkv", "trimkv", "streamingllm", "snapkv"} <= set(PRESETS)
     for name in PRESETS:
         policy = make_policy(name)
         assert policy.name == name and policy.source
@@ -327,47 +272,9 @@ def test_registry() -> None:
     with pytest.raises(PolicyError) as error:
         make_policy("nonsense")
     assert all(name in str(error.value) for name in ("nonsense", *PRESETS))
-    assert "\n" not in str(error.value)
     for bad in (0, -1, 1.5, -math.inf, math.nan):
         with pytest.raises(PolicyError):
             make_policy("dbtrimkv", bad)
-
-
-def test_the_newest_tokens_can_be_kept_whatever_their_scores(tmp_path: Path) -> None:
-    """As many as are asked for, in every row, where the gates alone would let some of them go."""
-    assert make_policy("dbtrimkv", 5) == replace(
-        make_policy("dbtrimkv+24", 5), name="dbtrimkv", protect_recent=0
-    )
-    newest = set(range(49, 55))
-    for path in ("native", "torch"):
-        kept = []
-        for policy in ("dbtrimkv", "dbtrimkv+6"):
-            engine = Runtime.from_pretrained(
-                bundled_model(),
-                policy=policy,
-                budget=8,
-                evict_every=1,
-                dtype="float32",
-                device="cpu",
-            )
-            if path == "torch":
-                engine.backends.cpu.switch_off()
-            session = engine.session()
-            session.prefill({"input_ids": torch.arange(3, 43)[None]})
-            for token in range(50, 65):
-                session.decode(token)
-            assert session.seen == 55 and session.entries == 8 * engine.spec.rows
-            rows = [set(row.tolist()) for layer in session.retained() for row in layer]
-            kept.append(sum(newest <= row for row in rows) / len(rows))
-        assert kept[0] < 0.5 and kept[1] == 1
-    session.save(tmp_path / "kept.mmkv")
-    other = Runtime.from_pretrained(bundled_model(), policy="dbtrimkv", dtype="float32")
-    with pytest.raises(SessionError):
-        other.load_session(tmp_path / "kept.mmkv")
-    for bad in ("dbtrimkv+", "dbtrimkv+-1", "trimkv+2.5", "snapkv+4", "full+4"):
-        with pytest.raises(PolicyError, match=r"only dbtrimkv, trimkv, .* take \+N") as error:
-            make_policy(bad)
-        assert "\n" not in str(error.value)
 
 
 def test_budget_units() -> None:

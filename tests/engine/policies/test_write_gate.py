@@ -288,17 +288,6 @@ def test_what_a_token_sees(window: int, threshold: float) -> None:
     assert bool(got[:, 0, key.index(13)].all()), "a token always sees itself"
 
 
-def test_later_tokens_never_need_what_was_not_admitted() -> None:
-    """Dropping an entry that left the window and was not admitted changes no later token's view."""
-    generator = torch.Generator().manual_seed(5)
-    log_g = F.logsigmoid(2 * torch.randn(2, 30, generator=generator))
-    mask = visible(torch.arange(30), torch.arange(30), log_g, 6)
-    for now in range(30):
-        gone = (now - torch.arange(30) >= 6) & ~admitted(log_g, 0.1)
-        later = mask[:, now:] & gone[:, None]
-        assert not later.any()
-
-
 def test_the_stored_gates_are_the_bundled_models() -> None:
     folder = bundled_model().parent / "gates" / "tiny-vlm-wgkv-0"
     engine = Runtime.from_pretrained(str(bundled_model()))

@@ -343,7 +343,7 @@ def texts_of(row: Any) -> list[tuple[Any, Any]]:
 
 
 @settings(
-    max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+    max_examples=20, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )
 @given(
     st.sampled_from(sorted(GOOD)),
@@ -368,25 +368,6 @@ def test_half_a_character_costs_one_row(
     assert f"{file}:2: skipped" in said[0] and "half of a character" in said[0]
     assert "skipped 1 of 3 rows" in said[1]
     "".join(said).encode()
-
-
-def test_a_run_goes_on_without_it(tmp_path: Path) -> None:
-    file = tmp_path / "rows.jsonl"
-    odd = json.loads(json.dumps(GOOD["chat"]))
-    odd["messages"][1]["content"] = "\udc80"
-    file.write_text("\n".join(json.dumps(row) for row in (odd, GOOD["chat"])))
-    said: list[str] = []
-    made = examples(str(bundled_model()), [str(file)], 4, 0, report=said.append)
-    assert all(made[n]["input_ids"].numel() for n in range(4))
-    assert any("skipped" in line for line in said)
-
-
-@pytest.mark.parametrize("kind", sorted(GOOD))
-def test_whole_rows_are_kept(tmp_path: Path, kind: str) -> None:
-    file = tmp_path / "rows.jsonl"
-    row = json.dumps(GOOD[kind], ensure_ascii=False).replace("red", "\U0001f600 ä 漢")
-    file.write_text(row, encoding="utf-8")
-    assert RowFile(file, kind).broken == 0
 
 
 def test_a_row_that_calls_tools_is_no_row(tmp_path: Path) -> None:

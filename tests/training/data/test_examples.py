@@ -317,8 +317,8 @@ def test_rows_that_cannot_be_encoded_are_counted(bundled: Processor, tmp_path: P
 
 def test_a_dataset_replaces_unusable_examples(bundled: Processor) -> None:
     good = [chat(turns(f"What is at row {n}?", "a red circle")) for n in range(6)]
-    long = [chat(turns("What is at row? " * 200, "no"))] * 6
-    text = [ConversationDocument("What is at row 1? " * 60, "f", 1)]
+    long = [chat(turns("What is at row? " * 20, "no"))] * 6
+    text = [ConversationDocument("What is at row 1? " * 30, "f", 1)]
 
     def dataset() -> Examples:
         encoder = Encoder(bundled, 96, report=lambda line: None)
