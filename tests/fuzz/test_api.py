@@ -15,7 +15,6 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
-from torch import nn
 
 import mmkv
 from mmkv.engine.errors import ForeignError, MmkvError
@@ -27,6 +26,7 @@ from mmkv.scheduler import Limits, Scheduler
 from mmkv.scheduler.replies import EngineExecutor, ReplyJob, message
 from tests.fuzz.strategies import edited, texts, values
 from tests.fuzz.trial import Wrong, check_pages, examples, trial
+from tests.support.changed_weights import CHANGES
 from tests.support.chat_models import save_llama, save_qwen3_vl
 
 _TURN = {"role": "user", "content": "what?"}
@@ -269,93 +269,10 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Any:
     return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
 
 
-def _drawn(shape: torch.Size, seed: int) -> torch.Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
-
-
-def _all(model: Any, seed: int) -> dict[str, torch.Tensor]:
-    return {
-        name: 0.3 * _drawn(part.shape, seed).to(part) for name, part in model.state_dict().items()
-    }
-
-
-def _linear(model: Any, seed: int) -> nn.Linear:
-    found = [one for one in model.modules() if isinstance(one, nn.Linear)]
-    return found[seed % len(found)]
-
-
-@torch.no_grad()
-def _write(model: Any, seed: int) -> None:
-    part = _linear(model, seed).weight
-    part += 0.5 * _drawn(part.shape, seed)
-
-
-def _write_data(model: Any, seed: int) -> None:
-    part = _linear(model, seed).weight.data
-    part += 0.5 * _drawn(part.shape, seed)
-
-
-def _other_data(model: Any, seed: int) -> None:
-    part = _linear(model, seed).weight
-    part.data = _drawn(part.shape, seed)
-
-
-def _other_parameter(model: Any, seed: int) -> None:
-    module = _linear(model, seed)
-    module.weight = nn.Parameter(_drawn(module.weight.shape, seed))
-
-
-class _Adapted(nn.Module):
-    """As PEFT does: another module around the matrix."""
-
-    def __init__(self, base: nn.Linear, seed: int) -> None:
-        super().__init__()
-        self.base, self.more = base, nn.Parameter(_drawn(base.weight.shape, seed))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.base(x) + x @ self.more.T
-
-
-def _adapter(model: Any, seed: int) -> None:
-    attention = model.model.layers[0].self_attn
-    if isinstance(attention.q_proj, nn.Linear):
-        attention.q_proj = _Adapted(attention.q_proj, seed)
-
-
-def _other_head(model: Any, seed: int) -> None:
-    head = nn.Linear(model.config.hidden_size, model.config.vocab_size, bias=False)
-    head.weight.data = _drawn(head.weight.shape, seed)
-    model.set_output_embeddings(head)
-
-
-@torch.no_grad()
-def _norm(model: Any, seed: int) -> None:
-    part = model.model.norm.weight
-    part.copy_(1 + _drawn(part.shape, seed).abs())
-
-
-_CHANGES: dict[str, Callable[[Any, int], Any]] = {
-    "nothing": lambda model, _: None,
-    "load_state_dict": lambda model, seed: model.load_state_dict(_all(model, seed)),
-    "load_state_dict(assign=True)": lambda model, seed: model.load_state_dict(
-        _all(model, seed), assign=True
-    ),
-    "an in-place write": _write,
-    "a write through .data": _write_data,
-    "other .data": _other_data,
-    "another parameter": _other_parameter,
-    "an adapter": _adapter,
-    "another head": _other_head,
-    "the last norm": _norm,
-    "to(bfloat16) and back": lambda model, _: model.to(torch.bfloat16).to(torch.float32),
-    "half": lambda model, _: model.half().float(),
-}
-
-
 @examples(5)
 @given(
     changes=st.lists(
-        st.tuples(st.sampled_from(sorted(_CHANGES)), st.integers(0, 2**31 - 1)),
+        st.tuples(st.sampled_from(sorted(CHANGES)), st.integers(0, 2**31 - 1)),
         min_size=1,
         max_size=3,
     ),
@@ -371,7 +288,7 @@ def test_weights_that_change_under_a_retained_model(
         with retain(model, policy="full") as handle:
             said = _said(model.generate, ids, **given)
             for name, seed in changes:
-                _CHANGES[name](model, seed)
+                CHANGES[name](model, seed)
                 if copied:
                     twin = copy.deepcopy(model)
                     if not torch.equal(_said(twin.generate, ids), _plainly(twin, ids)):

@@ -301,12 +301,6 @@ def test_the_bundled_model_has_the_name_that_is_listed(mmkv: Callable[..., Ran])
     assert ran.out == mmkv("chat", "-p", "hello", *FEW).out
 
 
-def test_help_begins_with_what_one_needs_first(mmkv: Callable[..., Ran]) -> None:
-    shown = re.findall(r"^\W*(\w+)  ", mmkv("--help").out.split("Commands")[1], re.M)
-    assert shown[:3] == ["chat", "models", "pull"]
-    assert sorted(shown) == sorted({*shown} | {"eval", "mmdu", "policies", "distill"})
-
-
 @pytest.mark.parametrize(
     ("arguments", "end"),
     [
