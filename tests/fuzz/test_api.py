@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -20,6 +21,7 @@ import mmkv
 from mmkv.engine.errors import ForeignError, MmkvError
 from mmkv.hf import RetainedCache, retain
 from mmkv.prompt import sandbox, special
+from mmkv.prompt.template import take_media
 from mmkv.reply import Detokenizer, ReplyWriter
 from mmkv.sampling import Sampling
 from mmkv.scheduler import Limits, Scheduler
@@ -43,6 +45,9 @@ _OBJECTS: tuple[Callable[[], Any], ...] = (
     lambda: Path("nowhere"),
     lambda: torch.zeros(3),
     lambda: torch.tensor([[1, 2, 3]]),
+    lambda: torch.tensor(2),
+    lambda: np.float32(0.5),
+    lambda: np.int64(3),
     lambda: torch.zeros(0),
     lambda: torch.tensor(float("nan")),
     lambda: Image.new("RGB", (20, 20)),
@@ -79,6 +84,7 @@ _CALLS: dict[str, dict[str, Any]] = {
     "Budget": {"kind": "entries", "value": 20},
     "Budget.of": {"budget": 20},
     "EngineConfig": {"model": "", **_OPTIONS},
+    "messages": {"messages": [_TURN, {"role": "user", "content": [{"type": "text", "text": "a"}]}]},
     "Engine": {**_OPTIONS, "min_pixels": None, "max_pixels": None},
     "generate": {"conversations": [_TURN], "sampling": _SHORT, "budget": 24},
     "session": {"budget": 24},
@@ -100,10 +106,14 @@ _CALLS: dict[str, dict[str, Any]] = {
 }
 
 
+# Those that need no model.
+_LIGHT = ("Sampling", "Budget", "Budget.of", "EngineConfig", "messages")
+
+
 @st.composite
-def _calls(draw: st.DrawFn) -> tuple[str, dict[str, Any]]:
+def _calls(draw: st.DrawFn, light: bool) -> tuple[str, dict[str, Any]]:
     """Draw a call, one or two of its arguments replaced."""
-    call = draw(st.sampled_from(sorted(_CALLS)))
+    call = draw(st.sampled_from(sorted(one for one in _CALLS if (one in _LIGHT) == light)))
     arguments = dict(_CALLS[call])
     names = st.lists(st.sampled_from(sorted(arguments)), min_size=1, max_size=2, unique=True)
     for name in draw(names):
@@ -126,24 +136,33 @@ def engine(model: Path) -> mmkv.Engine:
     return mmkv.Engine.from_pretrained(model, budget=24, page_size=4)
 
 
+@examples(200)
+@given(call=_calls(light=True))
+def test_odd_settings_and_messages(call: tuple[str, dict[str, Any]]) -> None:
+    name, arguments = call
+    with trial():
+        if name == "Budget":
+            mmkv.Budget.of(mmkv.Budget(**arguments))
+        elif name == "Budget.of":
+            mmkv.Budget.of(**arguments)
+        elif name == "messages":
+            take_media(**arguments)
+        else:
+            getattr(mmkv, name)(**arguments)
+
+
 @pytest.mark.usefixtures("loaded_once")
-@examples(60)
-@given(call=_calls())
+@examples(50)
+@given(call=_calls(light=False))
 def test_odd_arguments_of_any_call(
     model: Path, engine: mmkv.Engine, call: tuple[str, dict[str, Any]]
 ) -> None:
     name, arguments = call
     with trial(engine):
-        if name == "Budget":
-            mmkv.Budget.of(mmkv.Budget(**arguments))
-        elif name == "Budget.of":
-            mmkv.Budget.of(**arguments)
-        elif name == "Engine":
+        if name == "Engine":
             made = mmkv.Engine.from_pretrained(model, **arguments)
             made.generate([_TURN], _SHORT)
             check_pages(made)
-        elif name in ("Sampling", "EngineConfig"):
-            getattr(mmkv, name)(**arguments)
         elif name == "generate":
             engine.generate(**arguments)
         elif name == "session":
