@@ -10,23 +10,25 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
-from torch import nn
 
 import mmkv
 from mmkv.engine.errors import ForeignError, MmkvError
 from mmkv.hf import RetainedCache, retain
 from mmkv.prompt import sandbox, special
+from mmkv.prompt.template import take_media
 from mmkv.reply import Detokenizer, ReplyWriter
 from mmkv.sampling import Sampling
 from mmkv.scheduler import Limits, Scheduler
 from mmkv.scheduler.replies import EngineExecutor, ReplyJob, message
 from tests.fuzz.strategies import edited, texts, values
 from tests.fuzz.trial import Wrong, check_pages, examples, trial
+from tests.support.changed_weights import CHANGES
 from tests.support.chat_models import save_llama, save_qwen3_vl
 
 _TURN = {"role": "user", "content": "what?"}
@@ -43,6 +45,9 @@ _OBJECTS: tuple[Callable[[], Any], ...] = (
     lambda: Path("nowhere"),
     lambda: torch.zeros(3),
     lambda: torch.tensor([[1, 2, 3]]),
+    lambda: torch.tensor(2),
+    lambda: np.float32(0.5),
+    lambda: np.int64(3),
     lambda: torch.zeros(0),
     lambda: torch.tensor(float("nan")),
     lambda: Image.new("RGB", (20, 20)),
@@ -79,6 +84,7 @@ _CALLS: dict[str, dict[str, Any]] = {
     "Budget": {"kind": "entries", "value": 20},
     "Budget.of": {"budget": 20},
     "EngineConfig": {"model": "", **_OPTIONS},
+    "messages": {"messages": [_TURN, {"role": "user", "content": [{"type": "text", "text": "a"}]}]},
     "Engine": {**_OPTIONS, "min_pixels": None, "max_pixels": None},
     "generate": {"conversations": [_TURN], "sampling": _SHORT, "budget": 24},
     "session": {"budget": 24},
@@ -100,10 +106,14 @@ _CALLS: dict[str, dict[str, Any]] = {
 }
 
 
+# Those that need no model.
+_LIGHT = ("Sampling", "Budget", "Budget.of", "EngineConfig", "messages")
+
+
 @st.composite
-def _calls(draw: st.DrawFn) -> tuple[str, dict[str, Any]]:
+def _calls(draw: st.DrawFn, light: bool) -> tuple[str, dict[str, Any]]:
     """Draw a call, one or two of its arguments replaced."""
-    call = draw(st.sampled_from(sorted(_CALLS)))
+    call = draw(st.sampled_from(sorted(one for one in _CALLS if (one in _LIGHT) == light)))
     arguments = dict(_CALLS[call])
     names = st.lists(st.sampled_from(sorted(arguments)), min_size=1, max_size=2, unique=True)
     for name in draw(names):
@@ -126,24 +136,33 @@ def engine(model: Path) -> mmkv.Engine:
     return mmkv.Engine.from_pretrained(model, budget=24, page_size=4)
 
 
+@examples(200)
+@given(call=_calls(light=True))
+def test_odd_settings_and_messages(call: tuple[str, dict[str, Any]]) -> None:
+    name, arguments = call
+    with trial():
+        if name == "Budget":
+            mmkv.Budget.of(mmkv.Budget(**arguments))
+        elif name == "Budget.of":
+            mmkv.Budget.of(**arguments)
+        elif name == "messages":
+            take_media(**arguments)
+        else:
+            getattr(mmkv, name)(**arguments)
+
+
 @pytest.mark.usefixtures("loaded_once")
-@examples(60)
-@given(call=_calls())
+@examples(50)
+@given(call=_calls(light=False))
 def test_odd_arguments_of_any_call(
     model: Path, engine: mmkv.Engine, call: tuple[str, dict[str, Any]]
 ) -> None:
     name, arguments = call
     with trial(engine):
-        if name == "Budget":
-            mmkv.Budget.of(mmkv.Budget(**arguments))
-        elif name == "Budget.of":
-            mmkv.Budget.of(**arguments)
-        elif name == "Engine":
+        if name == "Engine":
             made = mmkv.Engine.from_pretrained(model, **arguments)
             made.generate([_TURN], _SHORT)
             check_pages(made)
-        elif name in ("Sampling", "EngineConfig"):
-            getattr(mmkv, name)(**arguments)
         elif name == "generate":
             engine.generate(**arguments)
         elif name == "session":
@@ -269,93 +288,10 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Any:
     return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
 
 
-def _drawn(shape: torch.Size, seed: int) -> torch.Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
-
-
-def _all(model: Any, seed: int) -> dict[str, torch.Tensor]:
-    return {
-        name: 0.3 * _drawn(part.shape, seed).to(part) for name, part in model.state_dict().items()
-    }
-
-
-def _linear(model: Any, seed: int) -> nn.Linear:
-    found = [one for one in model.modules() if isinstance(one, nn.Linear)]
-    return found[seed % len(found)]
-
-
-@torch.no_grad()
-def _write(model: Any, seed: int) -> None:
-    part = _linear(model, seed).weight
-    part += 0.5 * _drawn(part.shape, seed)
-
-
-def _write_data(model: Any, seed: int) -> None:
-    part = _linear(model, seed).weight.data
-    part += 0.5 * _drawn(part.shape, seed)
-
-
-def _other_data(model: Any, seed: int) -> None:
-    part = _linear(model, seed).weight
-    part.data = _drawn(part.shape, seed)
-
-
-def _other_parameter(model: Any, seed: int) -> None:
-    module = _linear(model, seed)
-    module.weight = nn.Parameter(_drawn(module.weight.shape, seed))
-
-
-class _Adapted(nn.Module):
-    """As PEFT does: another module around the matrix."""
-
-    def __init__(self, base: nn.Linear, seed: int) -> None:
-        super().__init__()
-        self.base, self.more = base, nn.Parameter(_drawn(base.weight.shape, seed))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.base(x) + x @ self.more.T
-
-
-def _adapter(model: Any, seed: int) -> None:
-    attention = model.model.layers[0].self_attn
-    if isinstance(attention.q_proj, nn.Linear):
-        attention.q_proj = _Adapted(attention.q_proj, seed)
-
-
-def _other_head(model: Any, seed: int) -> None:
-    head = nn.Linear(model.config.hidden_size, model.config.vocab_size, bias=False)
-    head.weight.data = _drawn(head.weight.shape, seed)
-    model.set_output_embeddings(head)
-
-
-@torch.no_grad()
-def _norm(model: Any, seed: int) -> None:
-    part = model.model.norm.weight
-    part.copy_(1 + _drawn(part.shape, seed).abs())
-
-
-_CHANGES: dict[str, Callable[[Any, int], Any]] = {
-    "nothing": lambda model, _: None,
-    "load_state_dict": lambda model, seed: model.load_state_dict(_all(model, seed)),
-    "load_state_dict(assign=True)": lambda model, seed: model.load_state_dict(
-        _all(model, seed), assign=True
-    ),
-    "an in-place write": _write,
-    "a write through .data": _write_data,
-    "other .data": _other_data,
-    "another parameter": _other_parameter,
-    "an adapter": _adapter,
-    "another head": _other_head,
-    "the last norm": _norm,
-    "to(bfloat16) and back": lambda model, _: model.to(torch.bfloat16).to(torch.float32),
-    "half": lambda model, _: model.half().float(),
-}
-
-
 @examples(5)
 @given(
     changes=st.lists(
-        st.tuples(st.sampled_from(sorted(_CHANGES)), st.integers(0, 2**31 - 1)),
+        st.tuples(st.sampled_from(sorted(CHANGES)), st.integers(0, 2**31 - 1)),
         min_size=1,
         max_size=3,
     ),
@@ -371,7 +307,7 @@ def test_weights_that_change_under_a_retained_model(
         with retain(model, policy="full") as handle:
             said = _said(model.generate, ids, **given)
             for name, seed in changes:
-                _CHANGES[name](model, seed)
+                CHANGES[name](model, seed)
                 if copied:
                     twin = copy.deepcopy(model)
                     if not torch.equal(_said(twin.generate, ids), _plainly(twin, ids)):

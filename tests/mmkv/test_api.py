@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import math
 import signal
-import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -13,12 +12,10 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from PIL import Image
 
 import mmkv
 from mmkv import Budget, Engine, Sampling
@@ -307,82 +304,7 @@ def test_bad_conversations(engine: Engine, conversation: list[Any]) -> None:
     assert engine.cache.pool.free_pages == engine.cache.pool.num_pages
 
 
-def test_importing_mmkv_does_not_import_torch() -> None:
-    code = "import sys, mmkv, mmkv.cli; print('torch' in sys.modules, mmkv.__version__)"
-    made = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert made.stdout.split()[0] == "False"
-
-
 # Arguments of other types and beyond their limits: one sentence, whatever they are.
-
-
-ODD = st.one_of(
-    st.none(),
-    st.booleans(),
-    st.integers(-(2**70), 2**70),
-    st.floats(),
-    st.text(max_size=5),
-    st.binary(max_size=3),
-    st.lists(st.integers(), max_size=2),
-    st.dictionaries(st.text(max_size=2), st.integers(), max_size=2),
-    st.sampled_from(
-        [
-            object(),
-            int,
-            print,
-            1j,
-            (1, 2),
-            {1},
-            Path("x"),
-            torch.zeros(3),
-            torch.tensor(2),
-            torch.zeros(0),
-            np.float32(0.5),
-            np.int64(3),
-            Image.new("RGB", (2, 2)),
-            mmkv.Budget("entries", 20),
-        ]
-    ),
-)
-CALLS: dict[str, Any] = {
-    **{
-        f"Sampling {name}": lambda value, name=name: mmkv.Sampling(**{name: value})
-        for name in ("max_new_tokens", "temperature", "top_p", "top_k", "seed", "stop")
-    },
-    **{
-        f"EngineConfig {name}": lambda value, name=name: mmkv.EngineConfig(**{name: value})
-        for name in (
-            "model budget lookahead evict_every prefill_chunk page_size gates device dtype kv "
-            "kv_limit"
-        ).split()
-    },
-    "Budget.of": mmkv.Budget.of,
-    "Budget value": lambda value: mmkv.Budget.of(mmkv.Budget("entries", value)),
-    "Budget kind": lambda value: mmkv.Budget.of(mmkv.Budget(value, 20)),
-    "messages": lambda value: take_media(value),
-    "message": lambda value: take_media([value]),
-    "role": lambda value: take_media([{"role": value, "content": "x"}]),
-    "content": lambda value: take_media([{"role": "user", "content": value}]),
-    "part": lambda value: take_media([{"role": "user", "content": [value]}]),
-}
-
-
-@settings(max_examples=300, deadline=None)
-@given(st.sampled_from(sorted(CALLS)), ODD)
-def test_odd_arguments_get_one_sentence(call: str, value: Any) -> None:
-    try:
-        CALLS[call](value)
-    except (MmkvError, TypeError) as error:
-        text = str(error)
-        assert text and "\n" not in text
-        if isinstance(error, TypeError):  # in our words, not by an operator that failed
-            assert "must be" in text or "is a list of messages" in text, text
-
-
-@pytest.mark.parametrize("name", [name for name in mmkv.__all__ if name.endswith("Error")])
-def test_errors_are_exported(name: str) -> None:
-    assert issubclass(getattr(mmkv, name), mmkv.MmkvError)
-    assert name in dir(mmkv)
 
 
 def test_every_error_of_the_engine_is_exported() -> None:

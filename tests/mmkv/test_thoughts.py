@@ -86,8 +86,12 @@ POLICIES = [
 ]
 
 
-@pytest.mark.parametrize(("policy", "budget"), POLICIES)
-@pytest.mark.parametrize("kind", TURNS)
+# Every kind, and every policy with the first of them.
+@pytest.mark.parametrize(
+    ("kind", "policy", "budget"),
+    [(kind, *POLICIES[at % 5]) for at, kind in enumerate(TURNS)]
+    + [("thoughts", *each) for each in POLICIES[1:]],
+)
 def test_a_thought_is_forgotten_and_nothing_read_again(
     engines: Callable[..., Engine],
     monkeypatch: pytest.MonkeyPatch,
@@ -484,8 +488,8 @@ def test_bursts_of_a_gpu_come_to_the_same(
             engine.backends.cpu.switch_off()
         with engine.session() as session:
             session.forget_thoughts = True
-            for budget in (7, 0, 30, 45):
-                sampling = Sampling.greedy(max_new_tokens=60, thinking_budget=budget)
+            for budget in (7, 0, 30):
+                sampling = Sampling.greedy(max_new_tokens=48, thinking_budget=budget)
                 list(session.send("a question", sampling=sampling))
                 assert session.last is not None
                 end = count("</think>\n\n" if not budget else "\n</think>\n\n")
@@ -496,7 +500,7 @@ def test_bursts_of_a_gpu_come_to_the_same(
                 made.append((session.last.token_ids, flat(session), *told))
         assert (engine.backends.cuda.runner is not None) == burst
         engine.cache.check()
-    assert made[:4] == made[4:]
+    assert made[:3] == made[3:]
 
 
 @pytest.mark.parametrize("budget", [-1, 1.5, "many", True])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 import random
 import threading
@@ -91,7 +90,11 @@ def test_kept_sets_are_the_oracles_at_20_random_steps(number: int) -> None:
 
 @pytest.mark.parametrize(
     ("path", "policy"),
-    [*itertools.product(["native", "torch"], EVICTING_KINDS), ("hybrid", "dbtrimkv")],
+    [
+        *(("native", policy) for policy in EVICTING_KINDS),
+        *(("torch", policy) for policy in EVICTING_KINDS[::4]),
+        ("hybrid", "dbtrimkv"),
+    ],
 )
 def test_every_kind_of_policy_is_recorded(path: str, policy: str, folders: dict[str, Path]) -> None:
     engine = load(checkpoint("qwen3_5") if path == "hybrid" else folders["vl"], policy=policy)

