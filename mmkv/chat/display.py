@@ -9,7 +9,7 @@ import json
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from typing import TYPE_CHECKING, Any
 
 from rich.bar import Bar
@@ -253,11 +253,7 @@ def answer(
     Raises OutputClosed, MmkvError, or whatever else fails; the session may hold the
     turn then.
     """
-    whole = options.no_stream or options.json
-    watch = _watch(engine, session, display) if watching else None
-    late = watch is not None and sys.stdout.isatty() and not whole
-    finished, line_open = True, False
-    view = _view(options)
+    output = _Output(engine, session, options, display, watching)
     with display.prefilling() as bar:
         try:
             if images or videos:
@@ -270,43 +266,74 @@ def answer(
                 pieces = session.send(text, **more)
         except KeyboardInterrupt:
             return False
-        before, said = len(session.history), ""
-        try:
-            for piece in pieces:
-                bar.close()
-                said += piece
-                if watch is not None:
-                    watch.feed(piece)
-                if not whole and not late:
-                    line_open = True
-                    view.feed(piece)
-        except KeyboardInterrupt:
-            finished = False
-        except STOPS:
-            raise
-        except BaseException:
-            if line_open:
-                view.close()
-            raise
-        finally:
-            pieces.close()
-            if watch is not None:
-                watch.close()
+        before, finished = len(session.history), True
+        with output, closing(pieces):
+            try:
+                for piece in pieces:
+                    bar.close()
+                    output.feed(piece)
+            except KeyboardInterrupt:
+                finished = False
     if len(session.history) == before:  # stopped while the prompt was read: nothing was appended
-        if line_open:
-            view.close()
+        output.break_off()
         return False
-    if options.json and session.last is not None:
+    if not options.json:
+        output.end(finished)
+    elif session.last is not None:
         _write(json.dumps(record(engine, session, options.model), indent=indent) + "\n")
-    elif (whole or late) and session.last is not None:
-        view.feed(said)
-        view.close()
-    elif finished or line_open:
-        view.close()
     display.tell(session.notes)
     if session.last is not None:
         _end_notes(session.last, options, display)
     return finished
+
+
+class _Output:
+    """Where the pieces of a reply go: to stdout as they come, or whole; and to the panel.
+
+    A context manager for the time in which they come: an error ends the line that was begun.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        session: Session,
+        options: ChatOptions,
+        display: Display,
+        watching: bool,
+    ) -> None:
+        shown = sys.stdout.isatty()
+        self._watch = Watch(engine, session, display.console, echo=shown) if watching else None
+        self._whole = options.no_stream or options.json or (watching and shown)
+        self._view, self._text = _view(options), ""
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is not None and not issubclass(kind, STOPS):
+            self.break_off()
+        if self._watch is not None:
+            self._watch.close()
+
+    def feed(self, piece: str) -> None:
+        """Take the next piece."""
+        self._text += piece
+        if self._watch is not None:
+            self._watch.feed(piece)
+        if not self._whole:
+            self._view.feed(piece)
+
+    def break_off(self) -> None:
+        """End the line that the reply has begun."""
+        if self._text and not self._whole:
+            self._view.close()
+
+    def end(self, finished: bool) -> None:
+        """Show what has not been shown yet; one of no words is an empty line if ``finished``."""
+        if self._whole:
+            self._view.feed(self._text)
+        if finished or self._text:
+            self._view.close()
 
 
 def calls_shown(calls: Sequence[tuple[str, str]]) -> RenderableType:
@@ -342,11 +369,6 @@ def _prepare_to_see(engine: Engine, options: ChatOptions, display: Display) -> N
             _ = engine.family.hf
         if note := engine.family.vision_note:
             display.note(note)
-
-
-def _watch(engine: Engine, session: Session, display: Display) -> Watch:
-
-    return Watch(engine, session, display.console, echo=sys.stdout.isatty())
 
 
 class _Plain:
