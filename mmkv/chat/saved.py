@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from mmkv.api import Engine, Session
     from mmkv.engine.config import EngineConfig
     from mmkv.explain import Trace
-    from mmkv.prompt.template import Message
+    from mmkv.prompt.messages import Message
 
 
 _KEY = "mmkv.chat"
