@@ -87,7 +87,7 @@ def thought_marks(source: str | None) -> ThoughtMarks | None:
 class JsonSpan:
     """Finds the end of one JSON object, array, text or plain value in a text that grows."""
 
-    _MARKS = re.compile(r'[{}\[\]"\\]')
+    _OUTSIDE, _QUOTED = re.compile(r'[{}\[\]"]'), re.compile(r'["\\]')
     _PLAIN = re.compile(r"[\s,}\]]")
 
     def __init__(self) -> None:
@@ -101,30 +101,26 @@ class JsonSpan:
 
     def end(self, text: str) -> int:
         """Take more text; return where in it the value ends, -1 where it does not."""
-        at = 0
+        if not text:
+            return -1
         if not self._begun:
-            if not text:
-                return -1
             self._begun, self._plain = True, text[0] not in '{["'
         if self._plain:
             found = self._PLAIN.search(text)
             return -1 if found is None else found.start()
-        if self._escaped and text:
-            self._escaped, at = False, 1
-        while (found := self._MARKS.search(text, at)) is not None:
+        at, self._escaped = int(self._escaped), False
+        while found := (self._QUOTED if self._quoted else self._OUTSIDE).search(text, at):
             at, mark = found.end(), found[0]
             if mark == "\\":
-                if self._quoted:
-                    self._escaped = at == len(text)
-                    at += 1
-            elif mark == '"':
+                self._escaped = at == len(text)
+                at += 1
+                continue
+            if mark == '"':
                 self._quoted = not self._quoted
-                if not self._quoted and not self._depth:
-                    return at
-            elif not self._quoted:
+            else:
                 self._depth += 1 if mark in "{[" else -1
-                if not self._depth:
-                    return at
+            if not self._quoted and not self._depth:
+                return at
         return -1
 
 
