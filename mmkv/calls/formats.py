@@ -34,6 +34,7 @@ class ToolFormat(ABC):
         listed: whether one opening is followed by all calls.
         special: of its marks, those that some tokenizers have as special tokens, which are not
             shown otherwise.
+        shown_by: marks, of which a chat template has all of one group.
     """
 
     name: ClassVar[str]
@@ -43,11 +44,12 @@ class ToolFormat(ABC):
     separator: ClassVar[str] = "\n"
     listed: ClassVar[bool] = False
     special: ClassVar[tuple[str, ...]] = ()
+    shown_by: ClassVar[tuple[tuple[str, ...], ...]]
 
     @classmethod
-    @abstractmethod
     def writes(cls, source: str) -> bool:
         """Whether a chat template's calls look so."""
+        return any(all(mark in source for mark in marks) for marks in cls.shown_by)
 
     @abstractmethod
     def reader(self, tools: Mapping[str, Tool], calls: CallCounter, opening: str) -> CallReader:
@@ -245,10 +247,7 @@ class JsonReader(CallReader):
         """End where the reply ends."""
         events: list[Event] = []
         if self._stage == "head" and not self.wrong:
-            call = whole_call(self._held)
-            self.wrong = call is None or call[0] not in self.tools
-            if call is not None and not self.wrong:
-                events += [self.calls.start(call[0]), self.calls.piece(call[1]), self.calls.end()]
+            self._take_whole(self._held, len(self._held), events)
         elif self._stage == "list":
             self.wrong = True
         elif self._stage == "value":
@@ -323,13 +322,9 @@ class Hermes(ToolFormat):
 
     name = "hermes"
     openings = ("<tool_call>",)
+    shown_by = (openings,)
     _close = "</tool_call>"
     special = (*openings, _close)
-
-    @classmethod
-    def writes(cls, source: str) -> bool:
-        """Whether a chat template's calls look so."""
-        return cls.openings[0] in source
 
     def reader(self, tools: Mapping[str, Tool], calls: CallCounter, opening: str) -> CallReader:
         """Return what reads on behind ``opening``."""
@@ -352,11 +347,7 @@ class Llama3(ToolFormat):
     between = string.whitespace + ";"
     separator = "; "
     special = ("<|python_tag|>",)
-
-    @classmethod
-    def writes(cls, source: str) -> bool:
-        """Whether a chat template's calls look so."""
-        return "<|python_tag|>" in source or ("ipython" in source and '"parameters": ' in source)
+    shown_by = (special, ("ipython", '"parameters": '))
 
     def reader(self, tools: Mapping[str, Tool], calls: CallCounter, opening: str) -> CallReader:
         """Return what reads on behind ``opening``."""
@@ -377,11 +368,7 @@ class Mistral(ToolFormat):
     openings = ("[TOOL_CALLS]",)
     listed = True
     special: ClassVar[tuple[str, ...]] = openings
-
-    @classmethod
-    def writes(cls, source: str) -> bool:
-        """Whether a chat template's calls look so."""
-        return cls.openings[0] in source and "[ARGS]" not in source
+    shown_by: ClassVar[tuple[tuple[str, ...], ...]] = (openings,)
 
     def reader(self, tools: Mapping[str, Tool], calls: CallCounter, opening: str) -> CallReader:
         """Return what reads on behind ``opening``."""
@@ -405,11 +392,7 @@ class MistralNamed(Mistral):
     listed = False
     separator = ""
     special = ("[TOOL_CALLS]", "[ARGS]", "[CALL_ID]")
-
-    @classmethod
-    def writes(cls, source: str) -> bool:
-        """Whether a chat template's calls look so."""
-        return cls.openings[0] in source and "[ARGS]" in source
+    shown_by = (("[TOOL_CALLS]", "[ARGS]"),)
 
     def reader(self, tools: Mapping[str, Tool], calls: CallCounter, opening: str) -> CallReader:
         """Return what reads on behind ``opening``."""
@@ -449,13 +432,9 @@ class QwenXml(ToolFormat):
 
     name = "qwen-xml"
     openings = ("<tool_call>",)
+    shown_by = (("<function=",),)
     _close = "</tool_call>"
     special = (*openings, _close)
-
-    @classmethod
-    def writes(cls, source: str) -> bool:
-        """Whether a chat template's calls look so."""
-        return "<function=" in source
 
     def reader(self, tools: Mapping[str, Tool], calls: CallCounter, opening: str) -> CallReader:
         """Return what reads on behind ``opening``."""
@@ -632,6 +611,7 @@ def _value(text: str) -> str:
         return json.dumps(text, ensure_ascii=False)
 
 
+# The first that a template shows: some have the marks of another, and more.
 FORMATS: tuple[type[ToolFormat], ...] = (QwenXml, MistralNamed, Mistral, Llama3, Hermes)
 
 
