@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import functools
 import json
-from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -409,7 +408,7 @@ class Grammars:
 
     def begin(
         self, rules: ReplyRules, marks: ThoughtMarks | None = None, opened: bool = False
-    ) -> Constraint | None:
+    ) -> RuleState | None:
         """Return the state before a reply's first token; None where nothing binds it.
 
         Args:
@@ -434,30 +433,7 @@ class Grammars:
         return made.deep_copy()
 
 
-class Constraint(ABC):
-    """What binds the tokens of one reply.
-
-    Attributes:
-        masks: whether the next token is bound.
-    """
-
-    masks: bool
-
-    @abstractmethod
-    def allowed(self, logits: torch.Tensor) -> torch.Tensor:
-        """Return ``logits`` [vocab] with -inf for tokens that may not come next."""
-
-    @abstractmethod
-    def take(self, token: int) -> None:
-        """Go on by a token."""
-
-    @property
-    @abstractmethod
-    def failure(self) -> InputError | None:
-        """Why no token can come next."""
-
-
-class RuleState(Constraint):
+class RuleState:
     """Where one reply stands in its rules.
 
     Text is free where they let it be; behind the opening of a call they bind it to the end of that.
@@ -479,7 +455,7 @@ class RuleState(Constraint):
             self._bind()
 
     @property
-    def masks(self) -> bool:  # type: ignore[override]
+    def masks(self) -> bool:
         """Whether the next token is bound."""
         return self._matcher is not None
 

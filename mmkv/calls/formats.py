@@ -327,13 +327,11 @@ class Hermes(ToolFormat):
     special = (*openings, _close)
 
     def reader(self, tools: Mapping[str, Tool], calls: CallCounter, opening: str) -> CallReader:
-        """Return what reads on behind ``opening``."""
         return JsonReader(tools, calls, self._close)
 
     def body(
         self, tools: Sequence[Tool], opening: str, spell: Spell, parallel: bool
     ) -> list[str] | None:
-        """Return rules of a grammar: ``body`` is what stands behind ``opening``."""
         line = spell(chr(10))
         return _json_rules(tools, spell, "arguments", around=(line, f"{line} {spell(self._close)}"))
 
@@ -350,13 +348,11 @@ class Llama3(ToolFormat):
     shown_by = (special, ("ipython", '"parameters": '))
 
     def reader(self, tools: Mapping[str, Tool], calls: CallCounter, opening: str) -> CallReader:
-        """Return what reads on behind ``opening``."""
         return JsonReader(tools, calls, begun="" if opening in self.special else opening)
 
     def body(
         self, tools: Sequence[Tool], opening: str, spell: Spell, parallel: bool
     ) -> list[str] | None:
-        """Return rules of a grammar: ``body`` is what stands behind ``opening``."""
         before = "" if opening in self.special else opening
         return _json_rules(tools, spell, "parameters", before)
 
@@ -371,13 +367,11 @@ class Mistral(ToolFormat):
     shown_by: ClassVar[tuple[tuple[str, ...], ...]] = (openings,)
 
     def reader(self, tools: Mapping[str, Tool], calls: CallCounter, opening: str) -> CallReader:
-        """Return what reads on behind ``opening``."""
         return JsonReader(tools, calls, listed=True)
 
     def body(
         self, tools: Sequence[Tool], opening: str, spell: Spell, parallel: bool
     ) -> list[str] | None:
-        """Return rules of a grammar: ``body`` is what stands behind ``opening``."""
         return _json_rules(tools, spell, "arguments", several=parallel)
 
     def call_id(self, digits: str) -> str:
@@ -395,13 +389,11 @@ class MistralNamed(Mistral):
     shown_by = (("[TOOL_CALLS]", "[ARGS]"),)
 
     def reader(self, tools: Mapping[str, Tool], calls: CallCounter, opening: str) -> CallReader:
-        """Return what reads on behind ``opening``."""
         return _NamedReader(tools, calls)
 
     def body(
         self, tools: Sequence[Tool], opening: str, spell: Spell, parallel: bool
     ) -> list[str] | None:
-        """Return rules of a grammar: ``body`` is what stands behind ``opening``."""
         calls = [
             f"call_{i}: {spell(one.name)} {spell('[ARGS]')} arguments_{i}"
             for i, one in enumerate(tools)
@@ -437,13 +429,11 @@ class QwenXml(ToolFormat):
     special = (*openings, _close)
 
     def reader(self, tools: Mapping[str, Tool], calls: CallCounter, opening: str) -> CallReader:
-        """Return what reads on behind ``opening``."""
         return _XmlReader(tools, calls, self._close)
 
     def body(
         self, tools: Sequence[Tool], opening: str, spell: Spell, parallel: bool
     ) -> list[str] | None:
-        """Return rules of a grammar: ``body`` is what stands behind ``opening``."""
         end = spell("</function>\n") + " " + spell(self._close)
         rules = []
         for i, tool in enumerate(tools):

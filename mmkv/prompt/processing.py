@@ -304,7 +304,6 @@ class QwenProcessor(Processor):
 
     @property
     def writes_times(self) -> bool:
-        """Whether the frames of a video stand behind their times."""
         return self.rules.frames_apart
 
     def time_text(self, seconds: float) -> str | None:
@@ -326,7 +325,6 @@ class QwenProcessor(Processor):
 
     @property
     def picture_rules(self) -> VideoRules | None:
-        """Return the sizes that pictures are scaled to; None where they are not known."""
         from mmkv.prompt.qwen_vision import VideoRules
 
         if not self.sees:
@@ -352,9 +350,9 @@ class QwenProcessor(Processor):
         from mmkv.prompt.qwen_vision import prepare
 
         pictures = self.image_processor if images else None
-        expanded, pixels = prepare(text, images, clips, pictures, self.rules, self.image_size)
-        special = not continuing and not self._starts_itself(text)
-        inputs = self._tokenized(expanded, special)
+        fills, pixels = prepare(images, clips, pictures, self.rules, self.image_size)
+        parts = {token: [(fill, None) for fill in texts] for token, texts in fills.items()}
+        inputs, _ = self._expanded(text, parts, continuing)
         ids = inputs["input_ids"]
         image, video = self.tokenizer.convert_tokens_to_ids([self.image_token, self.video_token])
         inputs["mm_token_type_ids"] = (ids == image).long() + 2 * (ids == video).long()
@@ -619,7 +617,6 @@ class IdeficsProcessor(Processor):
 
     @property
     def writes_times(self) -> bool:
-        """Whether the frames of a video stand behind their times."""
         return self.watches
 
     def _scaler(self, frames: int, height: int, width: int) -> FrameMap:
