@@ -41,8 +41,8 @@ if TYPE_CHECKING:
     from mmkv.api import Engine
     from mmkv.engine.budget import Budget
     from mmkv.engine.contents import Memory
-    from mmkv.explain import Trace
     from mmkv.explain.snapshot import Frame
+    from mmkv.explain.trace import Trace
     from mmkv.prompt.held import Plan, Read
     from mmkv.prompt.media import Note
     from mmkv.prompt.messages import Message
@@ -299,7 +299,7 @@ class Session(CachedSequence):
         step stays whole); pictures take 16 MiB, then later ones are not shown. Only pictures of
         turns sent with :meth:`send` are known.
         """
-        from mmkv.explain import Trace
+        from mmkv.explain.trace import Trace
 
         return Trace(self)
 

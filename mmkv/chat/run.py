@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from mmkv.api import Engine
-    from mmkv.explain import Trace
+    from mmkv.explain.trace import Trace
     from mmkv.reply import Reply
     from mmkv.session import Session
 
