@@ -22,8 +22,7 @@ if TYPE_CHECKING:
     import torch
     from llguidance import LLMatcher, LLTokenizer
 
-    from mmkv.calls.formats import Spell, ToolFormat
-    from mmkv.calls.parser import ThoughtMarks
+    from mmkv.calls.parser import Spell, ThoughtMarks, ToolFormat
     from mmkv.calls.tools import Tool, ToolUse
 
 _TYPES = {

@@ -5,88 +5,28 @@ from __future__ import annotations
 import json
 import re
 import string
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, TypeGuard
 
-from mmkv.calls.parser import CallCounter, CallReader, Event, JsonSpan, open_tail
-from mmkv.calls.tools import call_id, exact_schema, read_json
+from mmkv.calls.parser import (
+    MOST_CALLS,
+    CallCounter,
+    CallReader,
+    Event,
+    JsonSpan,
+    Spell,
+    ToolFormat,
+    open_tail,
+)
+from mmkv.calls.tools import exact_schema, read_json
 
 if TYPE_CHECKING:
     from mmkv.calls.tools import Tool
 
-# Writes a text in a grammar of llguidance: quoted, or as a special token by its number.
-Spell = Callable[[str], str]
 # Of JSON's escapes all but \\u, which could spell a known name so that it counts as another one.
 ESCAPES = {"json_allowed_escapes": 'nrbtf\\"'}
 # JSON as templates write it (json.dumps), so that a call reads alike when it is shown again.
 _JSON = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": ", **ESCAPES}
-MOST_CALLS = 16  # in one reply that has to call
-
-
-class ToolFormat(ABC):
-    """One way to write calls.
-
-    Attributes:
-        openings: texts that begin a call, the usual one first; only_first: whether they do so only
-            at the beginning of a reply.
-        between: characters that stand between calls; separator: the text that does.
-        listed: whether one opening is followed by all calls.
-        special: of its marks, those that some tokenizers have as special tokens, which are not
-            shown otherwise.
-        shown_by: marks, of which a chat template has all of one group.
-    """
-
-    name: ClassVar[str]
-    openings: ClassVar[tuple[str, ...]]
-    only_first: ClassVar[bool] = False
-    between: ClassVar[str] = string.whitespace
-    separator: ClassVar[str] = "\n"
-    listed: ClassVar[bool] = False
-    special: ClassVar[tuple[str, ...]] = ()
-    shown_by: ClassVar[tuple[tuple[str, ...], ...]]
-
-    @classmethod
-    def writes(cls, source: str) -> bool:
-        """Whether a chat template's calls look so."""
-        return any(all(mark in source for mark in marks) for marks in cls.shown_by)
-
-    @abstractmethod
-    def reader(self, tools: Mapping[str, Tool], calls: CallCounter, opening: str) -> CallReader:
-        """Return what reads on behind ``opening``."""
-
-    @abstractmethod
-    def body(
-        self, tools: Sequence[Tool], opening: str, spell: Spell, parallel: bool
-    ) -> list[str] | None:
-        """Return rules of a grammar: ``body`` is what stands behind ``opening``.
-
-        None where that opening is followed by what has no grammar.
-        """
-
-    def call_id(self, digits: str) -> str:
-        """Return the id of a call, of at least 24 hexadecimal digits."""
-        return call_id(digits)
-
-    def unfollowed(self, tool: Tool) -> str | None:
-        """Return what a function's schema asks for that a call of this form may ignore."""
-        return None
-
-    def grammar_behind(
-        self, tools: Sequence[Tool], opening: str, spell: Spell, parallel: bool
-    ) -> str | None:
-        """Return the grammar of what follows an opening, as :meth:`body` does."""
-        rules = self.body(tools, opening, spell, parallel)
-        return None if rules is None else "\n".join(["start: body", *rules])
-
-    def grammar(self, tools: Sequence[Tool], spell: Spell, parallel: bool) -> str:
-        """Return the grammar of a reply that is one call, or several."""
-        rules = self.body(tools, self.openings[0], spell, parallel)
-        assert rules is not None
-        call = f"{spell(self.openings[0])} body"
-        more = f" ({spell(self.separator)} {call}){{0,{MOST_CALLS - 1}}}"
-        several = parallel and not self.listed
-        return "\n".join([f"start: {call}{more if several else ''}", *rules])
 
 
 def arguments_rule(tool: Tool, schema: Mapping[str, Any] | None = None) -> str:

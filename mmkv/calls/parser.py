@@ -2,7 +2,8 @@
 
 A reply comes in pieces that end anywhere. What may still turn out to be a marker is held back; no
 marker is ever part of a text. A call is one where its function is one of those that the model was
-told of: other texts between the markers are text.
+told of: other texts between the markers are text. How a model writes them is a
+:class:`ToolFormat`; those that are known stand in :mod:`mmkv.calls.formats`.
 """
 
 from __future__ import annotations
@@ -10,15 +11,15 @@ from __future__ import annotations
 import hashlib
 import re
 import secrets
+import string
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Literal, cast
+from typing import TYPE_CHECKING, ClassVar, Literal, cast
 
 from mmkv.calls.tools import ToolCall, call_id
 
 if TYPE_CHECKING:
-    from mmkv.calls.formats import ToolFormat
     from mmkv.calls.tools import Tool, ToolUse
 
 
@@ -183,6 +184,76 @@ class CallReader(ABC):
     @abstractmethod
     def finish(self) -> list[Event]:
         """End where the reply ends; ``wrong`` if no call has begun."""
+
+
+# Writes a text in a grammar of llguidance: quoted, or as a special token by its number.
+Spell = Callable[[str], str]
+MOST_CALLS = 16  # in one reply that has to call
+
+
+class ToolFormat(ABC):
+    """One way to write calls.
+
+    Attributes:
+        openings: texts that begin a call, the usual one first; only_first: whether they do so only
+            at the beginning of a reply.
+        between: characters that stand between calls; separator: the text that does.
+        listed: whether one opening is followed by all calls.
+        special: of its marks, those that some tokenizers have as special tokens, which are not
+            shown otherwise.
+        shown_by: marks, of which a chat template has all of one group.
+    """
+
+    name: ClassVar[str]
+    openings: ClassVar[tuple[str, ...]]
+    only_first: ClassVar[bool] = False
+    between: ClassVar[str] = string.whitespace
+    separator: ClassVar[str] = "\n"
+    listed: ClassVar[bool] = False
+    special: ClassVar[tuple[str, ...]] = ()
+    shown_by: ClassVar[tuple[tuple[str, ...], ...]]
+
+    @classmethod
+    def writes(cls, source: str) -> bool:
+        """Whether a chat template's calls look so."""
+        return any(all(mark in source for mark in marks) for marks in cls.shown_by)
+
+    @abstractmethod
+    def reader(self, tools: Mapping[str, Tool], calls: CallCounter, opening: str) -> CallReader:
+        """Return what reads on behind ``opening``."""
+
+    @abstractmethod
+    def body(
+        self, tools: Sequence[Tool], opening: str, spell: Spell, parallel: bool
+    ) -> list[str] | None:
+        """Return rules of a grammar: ``body`` is what stands behind ``opening``.
+
+        None where that opening is followed by what has no grammar.
+        """
+
+    def call_id(self, digits: str) -> str:
+        """Return the id of a call, of at least 24 hexadecimal digits."""
+        return call_id(digits)
+
+    def unfollowed(self, tool: Tool) -> str | None:
+        """Return what a function's schema asks for that a call of this form may ignore."""
+        return None
+
+    def grammar_behind(
+        self, tools: Sequence[Tool], opening: str, spell: Spell, parallel: bool
+    ) -> str | None:
+        """Return the grammar of what follows an opening, as :meth:`body` does."""
+        rules = self.body(tools, opening, spell, parallel)
+        return None if rules is None else "\n".join(["start: body", *rules])
+
+    def grammar(self, tools: Sequence[Tool], spell: Spell, parallel: bool) -> str:
+        """Return the grammar of a reply that is one call, or several."""
+        rules = self.body(tools, self.openings[0], spell, parallel)
+        assert rules is not None
+        call = f"{spell(self.openings[0])} body"
+        more = f" ({spell(self.separator)} {call}){{0,{MOST_CALLS - 1}}}"
+        several = parallel and not self.listed
+        return "\n".join([f"start: {call}{more if several else ''}", *rules])
 
 
 class ReplyParser:
