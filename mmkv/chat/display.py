@@ -102,9 +102,9 @@ def total_entries(engine: Engine, memory: Memory) -> int:
     return memory.tokens_seen * engine.spec.entry_layers * engine.spec.num_kv_heads
 
 
-def memory_line(engine: Engine, session: Session) -> str:
+def memory_line(session: Session) -> str:
     """Write one line: what was kept, what it takes, and who decided."""
-    memory = session.memory()
+    engine, memory = session.engine, session.memory()
     total = total_entries(engine, memory)
     share = 100 * memory.entries / total if total else 100
     physical = format_bytes(memory.physical_bytes)
@@ -131,9 +131,9 @@ def _without_budget(policy: Policy) -> str:
     return "never evicts" if policy.pruner is None else "prunes pictures, whatever the budget"
 
 
-def statistics(engine: Engine, session: Session) -> RenderableType:
+def statistics(session: Session) -> RenderableType:
     """Draw the table and chart of /stats."""
-    memory = session.memory()
+    engine, memory = session.engine, session.memory()
     total = total_entries(engine, memory)
     facts = Table.grid(padding=(0, 2))
     kept = ", ".join(f"{count:,} {kind}" for kind, count in memory.by_modality.items())
@@ -170,9 +170,9 @@ def layer_chart(entries: list[int], heads: int) -> Table:
     return chart
 
 
-def record(engine: Engine, session: Session, model: str) -> dict[str, Any]:
+def record(session: Session, model: str) -> dict[str, Any]:
     """Return what --json prints after a reply of ``session`` (its ``last``)."""
-    reply, memory = session.last, session.memory()
+    engine, reply, memory = session.engine, session.last, session.memory()
     assert reply is not None
     pool = engine.cache.pool
     return {
@@ -227,7 +227,6 @@ class OutputClosed(BrokenPipeError):
 
 
 def answer(
-    engine: Engine,
     session: Session,
     options: ChatOptions,
     display: Display,
@@ -253,11 +252,11 @@ def answer(
     Raises OutputClosed, MmkvError, or whatever else fails; the session may hold the
     turn then.
     """
-    output = _Output(engine, session, options, display, watching)
+    output = _Output(session, options, display, watching)
     with display.prefilling() as bar:
         try:
             if images or videos:
-                _prepare_to_see(engine, options, display)
+                _prepare_to_see(session.engine, options, display)
             more: dict[str, Any] = {"sampling": sampling, "progress": bar, "tools": tools}
             if results is not None:
                 pieces = session.send_results(results, **more)
@@ -280,7 +279,7 @@ def answer(
     if not options.json:
         output.end(finished)
     elif session.last is not None:
-        _write(json.dumps(record(engine, session, options.model), indent=indent) + "\n")
+        _write(json.dumps(record(session, options.model), indent=indent) + "\n")
     display.tell(session.notes)
     if session.last is not None:
         _end_notes(session.last, options, display)
@@ -294,15 +293,10 @@ class _Output:
     """
 
     def __init__(
-        self,
-        engine: Engine,
-        session: Session,
-        options: ChatOptions,
-        display: Display,
-        watching: bool,
+        self, session: Session, options: ChatOptions, display: Display, watching: bool
     ) -> None:
         shown = sys.stdout.isatty()
-        self._watch = Watch(engine, session, display.console, echo=shown) if watching else None
+        self._watch = Watch(session, display.console, echo=shown) if watching else None
         self._whole = options.no_stream or options.json or (watching and shown)
         self._view, self._text = _view(options), ""
 
@@ -416,8 +410,8 @@ class Watch:
         echo: whether the reply's last lines are shown, too: where it goes to the same terminal.
     """
 
-    def __init__(self, engine: Engine, session: Session, console: Console, echo: bool) -> None:
-        self._engine, self._session, self._echo = engine, session, echo
+    def __init__(self, session: Session, console: Console, echo: bool) -> None:
+        self._session, self._echo = session, echo
         self._text = ""
         self._begun, self._seen, self._drawn = time.monotonic(), session.seen, 0.0
         self._live = Live(console=console, auto_refresh=False, transient=True)
@@ -440,15 +434,15 @@ class Watch:
 
     def _render(self, now: float) -> RenderableType:
         took, made = now - self._begun, self._session.seen - self._seen
-        shown = panel(self._engine, self._session, made / took if took > 0 and made else 0.0)
+        shown = panel(self._session, made / took if took > 0 and made else 0.0)
         if not self._echo:
             return shown
         return Group(Text("\n".join(self._text.splitlines()[-_LINES:])), shown)
 
 
-def panel(engine: Engine, session: Session, rate: float) -> Panel:
+def panel(session: Session, rate: float) -> Panel:
     """Draw bytes, entries by modality against the budget, bars per layer, and tokens/s."""
-    memory = session.memory()
+    engine, memory = session.engine, session.memory()
     physical = memory.physical_bytes
     facts = Table.grid(padding=(0, 1))
     facts.add_row("bytes", "", f"{format_bytes(physical)} in {memory.pages:,} pages")

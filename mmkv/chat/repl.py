@@ -167,11 +167,11 @@ SETTINGS: dict[str, Callable[[Repl, str], None]] = {
 
 
 def _stats(repl: Repl, _: str) -> None:
-    repl.display.show(statistics(repl.engine, repl.session))
+    repl.display.show(statistics(repl.session))
 
 
 def _memory(repl: Repl, _: str) -> None:
-    repl.display.say(memory_line(repl.engine, repl.session))
+    repl.display.say(memory_line(repl.session))
     if differs := repl.session.memory().differs:
         repl.display.say(differs)
 
@@ -182,7 +182,7 @@ def _budget(repl: Repl, value: str) -> None:
         repl.session.set_budget(Budget.parse(value))
         if followed:
             repl.display.say("this budget is fixed: it does not follow --risk any more")
-    repl.display.say(memory_line(repl.engine, repl.session))
+    repl.display.say(memory_line(repl.session))
 
 
 def _undo(repl: Repl, _: str) -> None:
@@ -262,7 +262,7 @@ def _watch(repl: Repl, _: str) -> None:
         raise InputError("/watch needs a terminal, and stderr is not one; /stats shows the same")
     repl.watching = not repl.watching
     if repl.watching:
-        repl.display.show(panel(repl.engine, repl.session, 0.0))
+        repl.display.show(panel(repl.session, 0.0))
         repl.display.say("shown while replies are made; /watch again hides it")
     else:
         repl.display.say("hidden")
@@ -595,7 +595,6 @@ class Repl:
         before = len(self.session.history)
         try:
             finished = answer(
-                self.engine,
                 self.session,
                 self.options,
                 self.display,

@@ -181,7 +181,6 @@ def answer_once(
     with _opened(engine, options) as session:
         trace = session.trace() if options.report is not None else None
         finished = answer(
-            engine,
             session,
             options,
             display,
@@ -197,7 +196,7 @@ def answer_once(
         if last is not None and not options.json:
             _show_calls(last, display)
         if finished:
-            display.note(memory_line(engine, session))
+            display.note(memory_line(session))
         if session.history:
             if trace is not None:
                 _write_pages(engine, trace, options, display, said if finished else None)
@@ -205,7 +204,7 @@ def answer_once(
                 session.save(options.save, chat_extra(engine, options.engine, options.model))
                 display.note(f"saved to {options.save}")
         if finished and options.cost and last is not None and last.token_ids:
-            display.note(cost_line(engine, session, said))
+            display.note(cost_line(session, said))
     return 0 if finished else 130
 
 
@@ -259,7 +258,7 @@ def _opened(engine: Engine, options: ChatOptions) -> Session:
     return session
 
 
-def cost_line(engine: Engine, session: Session, conversation: list[dict[str, Any]]) -> str:
+def cost_line(session: Session, conversation: list[dict[str, Any]]) -> str:
     """Compare the latest reply of ``session`` with what the full cache makes of it.
 
     Both caches are fed the prompt and the tokens of the reply, its end token too. The difference
@@ -274,7 +273,8 @@ def cost_line(engine: Engine, session: Session, conversation: list[dict[str, Any
     from mmkv.engine.policies import make_policy
 
     assert session.last is not None
-    tokens, inputs = session.last.token_ids, engine.inputs(conversation)
+    engine, tokens = session.engine, session.last.token_ids
+    inputs = engine.inputs(conversation)
     whole = Engine(
         engine.family,
         engine.spec,
