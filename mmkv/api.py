@@ -24,8 +24,8 @@ from mmkv.generation_config import Generation, read_generation
 from mmkv.grammar import reply_rules, require_tools
 from mmkv.notes import media_notes
 from mmkv.prompt.loading import load_processor
+from mmkv.prompt.messages import is_blank, take_media
 from mmkv.prompt.processing import Processor
-from mmkv.prompt.template import is_blank, take_media
 from mmkv.reply import LogitSettings, Reply, checked_bias
 from mmkv.resources import is_bundled
 from mmkv.sampling import Sampling, Settled, checked
@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from mmkv.engine.model.spec import DecoderSpec
     from mmkv.engine.model.weights import DecoderWeights
     from mmkv.grammar import Grammars
-    from mmkv.prompt.template import Message
+    from mmkv.prompt.messages import Message
 
 __all__ = ["Engine", "Session"]
 

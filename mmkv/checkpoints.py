@@ -189,11 +189,9 @@ def listed() -> Listing:
     sets = [_gates(name, folder, "bundled") for name, folder in bundled_gates().items()]
     with suppress(MmkvError):
         found.append((BUNDLED_MODEL, bundled_model(), "bundled", _size(bundled_model())))
-    own = [(name, pulled_folder(name), "pulled", -1) for name in PULLED]
-    here = [(str(folder), folder, "folder", -1) for folder in _folders(Path(), _DEEPEST)]
     known = {folder.resolve() for _, folder, _, _ in found}
     known |= {Path(one.path).resolve() for one in sets}
-    others = [*own, *here, *_cached()]
+    others = list(_others())
     for name, folder, where, size in others:
         if folder.resolve() in known:
             continue
@@ -202,16 +200,9 @@ def listed() -> Listing:
         elif any((folder / file).is_file() for file in _GATE_FILES):
             sets.append(_gates(name, folder, where))
     models = [_checkpoint(*one, sets) for one in found]
-    for _, folder, where, _ in others:
-        files = sorted(folder.glob(f"*{SUFFIX}"), reverse=True)
-        there = {parts_of(file)[0]: file for file in files}  # the first part that is there
-        models += [_gguf(there[first], first, where) for first in sorted(there)]
+    models += [one for _, folder, where, _ in others for one in _ggufs(folder, where)]
     named = {one.name for one in models}
-    models += [
-        Checkpoint(name, "", "pull", one.family, one.megabytes * 10**6, [], f"{one.what}; {how}")
-        for name, one in PULLED.items()
-        if name not in named and (how := f"fetch it: mmkv pull {name}")
-    ]
+    models += [_not_pulled(name) for name in PULLED if name not in named]
     return Listing(models, sets)
 
 
@@ -238,15 +229,9 @@ def table(listing: Listing) -> RenderableType:
 
     models: list[RenderableType] = [Text("models", style="italic")]
     for one in listing.models:
-        where = "not here" if one.where == "pull" else one.where
-        size = f"{format_bytes(one.size)} {'to fetch' if one.where == 'pull' else 'on disk'}"
-        facts = f"{one.name}  ({where}, {one.family}, {size})"
-        models.append(Text(plain(facts), style="bold"))
-        sizes = ", ".join(f"{format_bytes(count)} ({form})" for form, count in one.memory.items())
-        told = [one.problem] if one.problem else []
-        told += [f"weights in memory: {sizes}"] if sizes else []
-        told += [f"gates for it: {', '.join(one.gates)}"] if one.gates else []
-        models += [Padding(Text(plain(line)), (0, 0, 0, 4)) for line in told]
+        first, *rest = map(plain, _described(one))
+        models.append(Text(first, style="bold"))
+        models += [Padding(Text(line), (0, 0, 0, 4)) for line in rest]
     gates = columns("\ngates", "gates", "where", "kind", "trained for")
     for set_ in listing.gates:
         facts_of = (set_.name, set_.where, set_.kind, set_.base or "-")
@@ -269,6 +254,31 @@ def table(listing: Listing) -> RenderableType:
     for known in PUBLISHED:
         published.add_row(known.name, known.base, str(known.budget))
     return Group(*models, *([gates] if listing.gates else []), families, published)
+
+
+def _described(one: Checkpoint) -> Iterator[str]:
+    """Yield the lines of a model in the table."""
+    away = one.where == "pull"
+    size = f"{format_bytes(one.size)} {'to fetch' if away else 'on disk'}"
+    yield f"{one.name}  ({'not here' if away else one.where}, {one.family}, {size})"
+    if one.problem:
+        yield one.problem
+    if one.memory:
+        sizes = (f"{format_bytes(count)} ({form})" for form, count in one.memory.items())
+        yield f"weights in memory: {', '.join(sizes)}"
+    if one.gates:
+        yield f"gates for it: {', '.join(one.gates)}"
+
+
+def _others() -> Iterator[tuple[str, Path, str, int]]:
+    """Yield where models and gates may lie that are not bundled: name, folder, kind of place,
+    bytes or -1.
+    """
+    for name in PULLED:
+        yield name, pulled_folder(name), "pulled", -1
+    for folder in _folders(Path(), _DEEPEST):
+        yield str(folder), folder, "folder", -1
+    yield from _cached()
 
 
 def _folders(top: Path, depth: int) -> Iterator[Path]:
@@ -313,6 +323,20 @@ def _checkpoint(
     made = {} if problem else planned(str(folder)) or {}
     memory = {form: plan.weights for form, plan in made.items()}
     return Checkpoint(name, str(folder), where, family, size, gates, problem, memory)
+
+
+def _not_pulled(name: str) -> Checkpoint:
+    """Describe a model of PULLED that is not here."""
+    one = PULLED[name]
+    told = f"{one.what}; fetch it: mmkv pull {name}"
+    return Checkpoint(name, "", "pull", one.family, one.megabytes * 10**6, [], told)
+
+
+def _ggufs(folder: Path, where: str) -> list[Checkpoint]:
+    """Describe the GGUF files of a folder, a split one once."""
+    files = sorted(folder.glob(f"*{SUFFIX}"), reverse=True)
+    there = {parts_of(file)[0]: file for file in files}  # the first part that is there
+    return [_gguf(there[first], first, where) for first in sorted(there)]
 
 
 def _gguf(path: Path, first: Path, where: str) -> Checkpoint:

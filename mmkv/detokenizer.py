@@ -9,6 +9,8 @@ from collections.abc import Collection, Sequence
 from typing import Any
 from weakref import WeakKeyDictionary
 
+from mmkv.calls.parser import open_tail
+
 # What decoders put in place of bytes that do not (yet) form a character.
 _REPLACEMENT = "\ufffd"
 _BYTE_TOKEN = re.compile("<0x([0-9A-F]{2})>")
@@ -185,7 +187,7 @@ class StopStrings:
             at, self.hit = min(found)
             self._held = ""
             return text[:at]
-        keep = self._open_tail(text)
+        keep = max((open_tail(text, stop) for stop in self._stops), default=0)
         self._held = text[len(text) - keep :]
         return text[: len(text) - keep]
 
@@ -193,11 +195,3 @@ class StopStrings:
         """Return what was held back in case a stop string had been about to begin."""
         held, self._held = self._held, ""
         return held
-
-    def _open_tail(self, text: str) -> int:
-        """Return the length of the longest end of ``text`` that begins one of the stop strings."""
-        longest = max((len(stop) for stop in self._stops), default=1) - 1
-        for size in range(min(longest, len(text)), 0, -1):
-            if any(stop.startswith(text[-size:]) for stop in self._stops):
-                return size
-        return 0

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import functools
 import json
-from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -23,8 +22,7 @@ if TYPE_CHECKING:
     import torch
     from llguidance import LLMatcher, LLTokenizer
 
-    from mmkv.calls.formats import Spell, ToolFormat
-    from mmkv.calls.parser import ThoughtMarks
+    from mmkv.calls.parser import Spell, ThoughtMarks, ToolFormat
     from mmkv.calls.tools import Tool, ToolUse
 
 _TYPES = {
@@ -243,49 +241,66 @@ def without_unfollowed(schema: str) -> tuple[dict[str, Any], tuple[str, ...]]:
     Raises:
         InputError: too many would have to be tried.
     """
-    left_out: list[str] = []
-    tried: set[tuple[str, Any, str]] = set()
+    bare = _Bare()
+    return bare.schema(json.loads(schema), ""), tuple(bare.left_out)
 
-    def fails(keyword: str, value: Any, kind: str) -> bool:
-        tried.add((keyword, value, kind))
-        if len(tried) > MOST_TRIED:
-            raise _cannot_follow("it has very many patterns and bounds")
-        return _fails(keyword, value, kind)
 
-    def bare(value: Any, place: str, named: bool = False) -> Any:
+class _Bare:
+    """Goes through a schema and leaves out what llguidance cannot follow."""
+
+    def __init__(self) -> None:
+        self.left_out: list[str] = []
+        self._tried: set[tuple[str, Any, str]] = set()
+
+    def schema(self, value: Any, place: str) -> Any:
+        """Return a schema, or what holds some."""
         if isinstance(value, list):
-            return [bare(one, f"{place}[{at}]") for at, one in enumerate(value)]
+            return [self.schema(one, f"{place}[{at}]") for at, one in enumerate(value)]
         if not isinstance(value, dict):
             return value
-        if named:
-            return {name: bare(one, f"{place}.{name}") for name, one in value.items()}
-        kind = "integer" if value.get("type") == "integer" else "number"
         made: dict[str, Any] = {}
         unknown_names = False  # of patterns that are left out
         for name, inner in value.items():
-            is_text, where = isinstance(inner, str), f"{place}.{name}".removeprefix(".")
-            number = name in _NUMBERS and type(inner) in (int, float)
-            if (
-                (name == "pattern" and is_text and fails("pattern", inner, "string"))
-                or (number and fails(name, inner, kind))
-                or (name == "$ref" and is_text and not inner.startswith("#"))
-                or (name == "minProperties" and _counts_twice(value))
-            ):
-                left_out.append(f"{where} ({str(inner)[:60]})")
-            elif name == "patternProperties" and isinstance(inner, dict):
-                gone = [one for one in inner if fails("pattern", one, "string")]
-                left_out.extend(f"{where} ({one[:60]})" for one in gone)
-                kept = {one: value for one, value in inner.items() if one not in gone}
-                made[name], unknown_names = bare(kept, where, True), bool(gone)
+            where = f"{place}.{name}".removeprefix(".")
+            if self._is_beyond(name, inner, value):
+                self.left_out.append(f"{where} ({str(inner)[:60]})")
+            elif name in SCHEMA_NAMES and isinstance(inner, dict):
+                made[name] = self._named(name, inner, where)
+                unknown_names |= len(made[name]) < len(inner)
             else:
-                made[name] = (
-                    inner if name in SCHEMA_DATA else bare(inner, where, name in SCHEMA_NAMES)
-                )
+                made[name] = inner if name in SCHEMA_DATA else self.schema(inner, where)
         if unknown_names:
             made.pop("additionalProperties", None)
         return made
 
-    return bare(json.loads(schema), ""), tuple(left_out)
+    def _named(self, keyword: str, schemas: dict[str, Any], place: str) -> dict[str, Any]:
+        """Return schemas by name, without those of patterns that cannot be followed."""
+        made = {}
+        for name, inner in schemas.items():
+            if keyword == "patternProperties" and self._fails("pattern", name, "string"):
+                self.left_out.append(f"{place} ({name[:60]})")
+            else:
+                made[name] = self.schema(inner, f"{place}.{name}")
+        return made
+
+    def _is_beyond(self, name: str, inner: Any, schema: dict[str, Any]) -> bool:
+        """Whether a keyword of a schema has to be left out."""
+        if name == "minProperties":
+            return _counts_twice(schema)
+        if name in _NUMBERS and type(inner) in (int, float):
+            kind = "integer" if schema.get("type") == "integer" else "number"
+            return self._fails(name, inner, kind)
+        if not isinstance(inner, str):
+            return False
+        if name == "pattern":
+            return self._fails("pattern", inner, "string")
+        return name == "$ref" and not inner.startswith("#")
+
+    def _fails(self, keyword: str, value: Any, kind: str) -> bool:
+        self._tried.add((keyword, value, kind))
+        if len(self._tried) > MOST_TRIED:
+            raise _cannot_follow("it has very many patterns and bounds")
+        return _fails(keyword, value, kind)
 
 
 def require_tools(format: ToolFormat, use: ToolUse) -> ToolUse:
@@ -392,7 +407,7 @@ class Grammars:
 
     def begin(
         self, rules: ReplyRules, marks: ThoughtMarks | None = None, opened: bool = False
-    ) -> Constraint | None:
+    ) -> RuleState | None:
         """Return the state before a reply's first token; None where nothing binds it.
 
         Args:
@@ -417,30 +432,7 @@ class Grammars:
         return made.deep_copy()
 
 
-class Constraint(ABC):
-    """What binds the tokens of one reply.
-
-    Attributes:
-        masks: whether the next token is bound.
-    """
-
-    masks: bool
-
-    @abstractmethod
-    def allowed(self, logits: torch.Tensor) -> torch.Tensor:
-        """Return ``logits`` [vocab] with -inf for tokens that may not come next."""
-
-    @abstractmethod
-    def take(self, token: int) -> None:
-        """Go on by a token."""
-
-    @property
-    @abstractmethod
-    def failure(self) -> InputError | None:
-        """Why no token can come next."""
-
-
-class RuleState(Constraint):
+class RuleState:
     """Where one reply stands in its rules.
 
     Text is free where they let it be; behind the opening of a call they bind it to the end of that.
@@ -462,7 +454,7 @@ class RuleState(Constraint):
             self._bind()
 
     @property
-    def masks(self) -> bool:  # type: ignore[override]
+    def masks(self) -> bool:
         """Whether the next token is bound."""
         return self._matcher is not None
 

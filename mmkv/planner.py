@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -89,12 +89,7 @@ class WeightCount:
         for name, dtype, shape in tensors:
             if (tied and name.endswith("lm_head.weight")) or name.startswith(_UNUSED):
                 continue
-            text = _is_text(name)
-            kind = "layers" if ".layers." in name else "tables"
-            eyes = "plain" if "embed" in name and "patch" not in name else "eyes"
-            kind = "plain" if len(shape) < 2 else kind if text else eyes
-            if text and (mixed := _MIXED.search(name)):
-                kind = "experts" if mixed[1] else "plain"
+            kind = _kind(name, shape)
             found[kind] += math.prod(shape)
             if kind == "eyes" and dtype in ("F32", "F16"):
                 seen = 4
@@ -327,34 +322,50 @@ def _unpacked(tensors: _Headers, config: Mapping[str, Any]) -> Iterator[tuple[st
     Raises:
         ValueError: such bits cannot be.
     """
-    text = text_config(config)
-    names = ("compression_config", "quantization_config")
-    said: Mapping[str, Any] = next(
-        (part[name] for part in (config, text) for name in names if part.get(name)), {}
-    )
+    said: Mapping[str, Any] = _first(config, ("compression_config", "quantization_config"), {})
+    if not said:
+        yield from tensors
+        return
     groups = (said.get("config_groups") or {}).values()
     bits = next((group["weights"]["num_bits"] for group in groups), said.get("bits", 4))
     if bits not in range(1, 17):
         raise ValueError(f"{bits} bits")
-    own = next((part[name] for part in (config, text) for name in _DTYPES if part.get(name)), "")
-    tensors = list(tensors)
-    kinds = {name: dtype for name, dtype, _ in tensors}
-    shapes = {name: shape for name, _, shape in tensors}
+    own, tensors = _first(config, _DTYPES, ""), list(tensors)
+    known = {name: (dtype, shape) for name, dtype, shape in tensors}
     for name, dtype, shape in tensors:
         module, _, part = name.rpartition(".")
-        if said and _BESIDE.fullmatch(part):
+        if _BESIDE.fullmatch(part):
             continue
-        if said and dtype in ("I32", "U8", "I8", "F8_E4M3", "F8_E5M2"):
-            words = shapes.get(f"{module}.qzeros", [])
-            if said.get("dynamic") and len(words) == len(shape) == 2:  # of GPTQ: bits by module
-                bits = 32 * words[1] // shape[1]
-            each = {"I32": 32 / int(bits), "U8": 2}.get(dtype, 1)  # 3 bits: over words' ends
-            steps = {kinds.get(f"{module}.{one}") for one in ("scales", "weight_scale")}
-            wide = "F16" if own == "float16" and "BF16" not in steps else "BF16"
-            count = int(math.prod(shape) * each)
-            yield f"{module}.weight", "F16" if "F16" in steps else wide, [1, count]
-        else:
+        if dtype not in ("I32", "U8", "I8", "F8_E4M3", "F8_E5M2"):
             yield name, dtype, shape
+            continue
+        _, words = known.get(f"{module}.qzeros", ("", []))
+        if said.get("dynamic") and len(words) == len(shape) == 2:  # of GPTQ: bits by module
+            bits = 32 * words[1] // shape[1]
+        each = {"I32": 32 / int(bits), "U8": 2}.get(dtype, 1)  # 3 bits: over words' ends
+        steps = {known.get(f"{module}.{one}", ("",))[0] for one in ("scales", "weight_scale")}
+        wide = "F16" if own == "float16" and "BF16" not in steps else "BF16"
+        count = int(math.prod(shape) * each)
+        yield f"{module}.weight", "F16" if "F16" in steps else wide, [1, count]
+
+
+def _first(config: Mapping[str, Any], names: Sequence[str], otherwise: Any) -> Any:
+    """Return the first setting that is there under one of ``names``, the text model's after all."""
+    parts = (config, text_config(config))
+    return next((part[name] for part in parts for name in names if part.get(name)), otherwise)
+
+
+def _kind(name: str, shape: list[int]) -> str:
+    """Return the field of :class:`WeightCount` that a tensor counts for."""
+    if len(shape) < 2:
+        kind = "plain"
+    elif _is_text(name):
+        kind = "layers" if ".layers." in name else "tables"
+    else:
+        kind = "plain" if "embed" in name and "patch" not in name else "eyes"
+    if _is_text(name) and (mixed := _MIXED.search(name)):
+        kind = "experts" if mixed[1] else "plain"
+    return kind
 
 
 def _is_text(name: str) -> bool:

@@ -63,15 +63,9 @@ def pull(name: str, say: Callable[[str], None]) -> Path:
     """
     if name in PULLED and not Path(name).is_dir():
         return _pull_packages(name, say)
-    from huggingface_hub import HfApi, constants, errors, snapshot_download
-    from huggingface_hub.utils import validate_repo_id
+    from huggingface_hub import constants, errors
 
-    try:
-        validate_repo_id(name)
-    except errors.HFValidationError as error:
-        raise InputError(_no_name(name)) from error
-    if "/" not in name:
-        raise InputError(_no_name(name))
+    _require_id(name)
     if constants.is_offline_mode():
         raise InputError(
             "HF_HUB_OFFLINE is set, so nothing is fetched; unset it, or see `mmkv models` for what "
@@ -82,23 +76,7 @@ def pull(name: str, say: Callable[[str], None]) -> Path:
             f"{name} was not fetched: {constants.ENDPOINT} cannot be reached; {_AGAIN}"
         )
     try:
-        info = HfApi().model_info(name, files_metadata=True)
-        sizes = {file.rfilename: file.size or 0 for file in info.siblings or ()}
-        files = wanted(list(sizes))
-        if not any(file.endswith((_WEIGHTS, _GATES, ".bin")) for file in files):
-            if any(file.endswith(SUFFIX) for file in sizes):
-                raise ModelError(
-                    f"{name} holds GGUF files; fetch one with `hf download {name} FILE`, and name "
-                    "the file where a model is asked for"
-                )
-            raise ModelError(
-                f"{name} has no weights in safetensors or pytorch_model.bin, and no gates; name a "
-                "repository that has some"
-            )
-        total = sum(sizes[file] for file in files)
-        say(f"{name}: {len(files)} files, {format_bytes(total)}")
-        _require_space(Path(constants.HF_HUB_CACHE), total, name)
-        return Path(snapshot_download(name, allow_patterns=files))
+        return _pull_from_hub(name, say)
     except errors.GatedRepoError as error:
         raise ModelError(
             f"{name} is gated: accept its terms at {constants.ENDPOINT}/{name}, then log in with "
@@ -115,10 +93,44 @@ def pull(name: str, say: Callable[[str], None]) -> Path:
         raise ModelError(_failed(name, error)) from error
 
 
-def _no_name(name: str) -> str:
+def _require_id(name: str) -> None:
+    """Raise InputError for what is no hub id."""
+    from huggingface_hub.errors import HFValidationError
+    from huggingface_hub.utils import validate_repo_id
+
+    cause = None
+    try:
+        validate_repo_id(name)
+    except HFValidationError as error:
+        cause = error
+    if cause is None and "/" in name:
+        return
     close = difflib.get_close_matches(name, PULLED, 1)
     meant = f"did you mean {close[0]}?" if close else f"write owner/name, or {', '.join(PULLED)}"
-    return f"{name[:80]!r} is not a hub id; {meant}"
+    raise InputError(f"{name[:80]!r} is not a hub id; {meant}") from cause
+
+
+def _pull_from_hub(name: str, say: Callable[[str], None]) -> Path:
+    """Fetch what mmkv reads of a repository. Raises ModelError, and what the hub's client does."""
+    from huggingface_hub import HfApi, constants, snapshot_download
+
+    info = HfApi().model_info(name, files_metadata=True)
+    sizes = {file.rfilename: file.size or 0 for file in info.siblings or ()}
+    files = wanted(list(sizes))
+    if not any(file.endswith((_WEIGHTS, _GATES, ".bin")) for file in files):
+        if any(file.endswith(SUFFIX) for file in sizes):
+            raise ModelError(
+                f"{name} holds GGUF files; fetch one with `hf download {name} FILE`, and name "
+                "the file where a model is asked for"
+            )
+        raise ModelError(
+            f"{name} has no weights in safetensors or pytorch_model.bin, and no gates; name a "
+            "repository that has some"
+        )
+    total = sum(sizes[file] for file in files)
+    say(f"{name}: {len(files)} files, {format_bytes(total)}")
+    _require_space(Path(constants.HF_HUB_CACHE), total, name)
+    return Path(snapshot_download(name, allow_patterns=files))
 
 
 def _require_space(cache: Path, total: int, name: str, variable: str = "HF_HOME") -> None:

@@ -21,8 +21,8 @@ from mmkv.engine.sequence import CachedSequence
 from mmkv.engine.session_file import checked_extra
 from mmkv.notes import MOST_TOLD, conversation_notes
 from mmkv.prompt.held import Held, Place, Rewrites
+from mmkv.prompt.messages import joined
 from mmkv.prompt.special import tokenize
-from mmkv.prompt.template import joined
 from mmkv.prompt.video import FramesSeen
 from mmkv.reply import LogitSettings, Reply, ReplyWriter, step
 from mmkv.sampling import Sampling, Settled
@@ -41,11 +41,12 @@ if TYPE_CHECKING:
     from mmkv.api import Engine
     from mmkv.engine.budget import Budget
     from mmkv.engine.contents import Memory
-    from mmkv.explain import Trace
     from mmkv.explain.snapshot import Frame
+    from mmkv.explain.trace import Trace
     from mmkv.prompt.held import Plan, Read
     from mmkv.prompt.media import Note
-    from mmkv.prompt.template import ChatTemplate, Message
+    from mmkv.prompt.messages import Message
+    from mmkv.prompt.template import ChatTemplate
 
 
 class ReplyStream(Iterator[str]):
@@ -298,7 +299,7 @@ class Session(CachedSequence):
         step stays whole); pictures take 16 MiB, then later ones are not shown. Only pictures of
         turns sent with :meth:`send` are known.
         """
-        from mmkv.explain import Trace
+        from mmkv.explain.trace import Trace
 
         return Trace(self)
 

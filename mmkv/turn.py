@@ -14,10 +14,10 @@ from mmkv.calls.tools import Tool, ToolCall
 from mmkv.engine.errors import InputError, require_list, require_real
 from mmkv.notes import read_notes, times_notes
 from mmkv.prompt.held import Held, Plan, Read, common_length, read_of
+from mmkv.prompt.messages import as_parts, is_blank, is_open, joined, take_media
 from mmkv.prompt.part_settings import LOOSE_FPS
 from mmkv.prompt.processing import PER_TOKEN
 from mmkv.prompt.special import CUT, new_marker
-from mmkv.prompt.template import as_parts, is_blank, is_open, joined, take_media
 from mmkv.prompt.video import FramesSeen, check_sampling, load_frames
 from mmkv.thoughts import PROMPT_END
 
@@ -26,8 +26,9 @@ if TYPE_CHECKING:
 
     from mmkv.engine.contents import Memory
     from mmkv.prompt.media import Note
+    from mmkv.prompt.messages import Message
     from mmkv.prompt.processing import Processor
-    from mmkv.prompt.template import ChatTemplate, Message
+    from mmkv.prompt.template import ChatTemplate
     from mmkv.prompt.video import Clip
     from mmkv.session import Session
 

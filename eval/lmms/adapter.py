@@ -48,7 +48,7 @@ from mmkv.eval.lmms.settings import (
     sampling_of,
     thinks,
 )
-from mmkv.prompt.template import Message, take_media
+from mmkv.prompt.messages import Message, take_media
 from mmkv.reply import Reply
 from mmkv.scheduler.conversation import CachedConversation
 from mmkv.scheduler.replies import ReplyJob, batch_scheduler

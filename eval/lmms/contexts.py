@@ -16,8 +16,9 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from mmkv.engine.errors import InputError
 from mmkv.prompt.held import read_of
+from mmkv.prompt.messages import Message
 from mmkv.prompt.special import tokenize
-from mmkv.prompt.template import Message, new_marker
+from mmkv.prompt.template import new_marker
 
 if TYPE_CHECKING:
     from mmkv import Engine, Session

@@ -14,8 +14,8 @@ import numpy as np
 from PIL import Image
 
 from mmkv.engine.errors import InputError
+from mmkv.prompt.messages import Message
 from mmkv.prompt.part_settings import taken_apart
-from mmkv.prompt.template import Message
 from mmkv.prompt.video import Clip
 
 if TYPE_CHECKING:

@@ -5,86 +5,28 @@ from __future__ import annotations
 import json
 import re
 import string
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, TypeGuard
 
-from mmkv.calls.parser import CallCounter, CallReader, Event, JsonSpan, open_tail
-from mmkv.calls.tools import call_id, exact_schema, read_json
+from mmkv.calls.parser import (
+    MOST_CALLS,
+    CallCounter,
+    CallReader,
+    Event,
+    JsonSpan,
+    Spell,
+    ToolFormat,
+    open_tail,
+)
+from mmkv.calls.tools import exact_schema, read_json
 
 if TYPE_CHECKING:
     from mmkv.calls.tools import Tool
 
-# Writes a text in a grammar of llguidance: quoted, or as a special token by its number.
-Spell = Callable[[str], str]
 # Of JSON's escapes all but \\u, which could spell a known name so that it counts as another one.
 ESCAPES = {"json_allowed_escapes": 'nrbtf\\"'}
 # JSON as templates write it (json.dumps), so that a call reads alike when it is shown again.
 _JSON = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": ", **ESCAPES}
-MOST_CALLS = 16  # in one reply that has to call
-
-
-class ToolFormat(ABC):
-    """One way to write calls.
-
-    Attributes:
-        openings: texts that begin a call, the usual one first; only_first: whether they do so only
-            at the beginning of a reply.
-        between: characters that stand between calls; separator: the text that does.
-        listed: whether one opening is followed by all calls.
-        special: of its marks, those that some tokenizers have as special tokens, which are not
-            shown otherwise.
-    """
-
-    name: ClassVar[str]
-    openings: ClassVar[tuple[str, ...]]
-    only_first: ClassVar[bool] = False
-    between: ClassVar[str] = string.whitespace
-    separator: ClassVar[str] = "\n"
-    listed: ClassVar[bool] = False
-    special: ClassVar[tuple[str, ...]] = ()
-
-    @classmethod
-    @abstractmethod
-    def writes(cls, source: str) -> bool:
-        """Whether a chat template's calls look so."""
-
-    @abstractmethod
-    def reader(self, tools: Mapping[str, Tool], calls: CallCounter, opening: str) -> CallReader:
-        """Return what reads on behind ``opening``."""
-
-    @abstractmethod
-    def body(
-        self, tools: Sequence[Tool], opening: str, spell: Spell, parallel: bool
-    ) -> list[str] | None:
-        """Return rules of a grammar: ``body`` is what stands behind ``opening``.
-
-        None where that opening is followed by what has no grammar.
-        """
-
-    def call_id(self, digits: str) -> str:
-        """Return the id of a call, of at least 24 hexadecimal digits."""
-        return call_id(digits)
-
-    def unfollowed(self, tool: Tool) -> str | None:
-        """Return what a function's schema asks for that a call of this form may ignore."""
-        return None
-
-    def grammar_behind(
-        self, tools: Sequence[Tool], opening: str, spell: Spell, parallel: bool
-    ) -> str | None:
-        """Return the grammar of what follows an opening, as :meth:`body` does."""
-        rules = self.body(tools, opening, spell, parallel)
-        return None if rules is None else "\n".join(["start: body", *rules])
-
-    def grammar(self, tools: Sequence[Tool], spell: Spell, parallel: bool) -> str:
-        """Return the grammar of a reply that is one call, or several."""
-        rules = self.body(tools, self.openings[0], spell, parallel)
-        assert rules is not None
-        call = f"{spell(self.openings[0])} body"
-        more = f" ({spell(self.separator)} {call}){{0,{MOST_CALLS - 1}}}"
-        several = parallel and not self.listed
-        return "\n".join([f"start: {call}{more if several else ''}", *rules])
 
 
 def arguments_rule(tool: Tool, schema: Mapping[str, Any] | None = None) -> str:
@@ -245,10 +187,7 @@ class JsonReader(CallReader):
         """End where the reply ends."""
         events: list[Event] = []
         if self._stage == "head" and not self.wrong:
-            call = whole_call(self._held)
-            self.wrong = call is None or call[0] not in self.tools
-            if call is not None and not self.wrong:
-                events += [self.calls.start(call[0]), self.calls.piece(call[1]), self.calls.end()]
+            self._take_whole(self._held, len(self._held), events)
         elif self._stage == "list":
             self.wrong = True
         elif self._stage == "value":
@@ -323,22 +262,16 @@ class Hermes(ToolFormat):
 
     name = "hermes"
     openings = ("<tool_call>",)
+    shown_by = (openings,)
     _close = "</tool_call>"
     special = (*openings, _close)
 
-    @classmethod
-    def writes(cls, source: str) -> bool:
-        """Whether a chat template's calls look so."""
-        return cls.openings[0] in source
-
     def reader(self, tools: Mapping[str, Tool], calls: CallCounter, opening: str) -> CallReader:
-        """Return what reads on behind ``opening``."""
         return JsonReader(tools, calls, self._close)
 
     def body(
         self, tools: Sequence[Tool], opening: str, spell: Spell, parallel: bool
     ) -> list[str] | None:
-        """Return rules of a grammar: ``body`` is what stands behind ``opening``."""
         line = spell(chr(10))
         return _json_rules(tools, spell, "arguments", around=(line, f"{line} {spell(self._close)}"))
 
@@ -352,20 +285,14 @@ class Llama3(ToolFormat):
     between = string.whitespace + ";"
     separator = "; "
     special = ("<|python_tag|>",)
-
-    @classmethod
-    def writes(cls, source: str) -> bool:
-        """Whether a chat template's calls look so."""
-        return "<|python_tag|>" in source or ("ipython" in source and '"parameters": ' in source)
+    shown_by = (special, ("ipython", '"parameters": '))
 
     def reader(self, tools: Mapping[str, Tool], calls: CallCounter, opening: str) -> CallReader:
-        """Return what reads on behind ``opening``."""
         return JsonReader(tools, calls, begun="" if opening in self.special else opening)
 
     def body(
         self, tools: Sequence[Tool], opening: str, spell: Spell, parallel: bool
     ) -> list[str] | None:
-        """Return rules of a grammar: ``body`` is what stands behind ``opening``."""
         before = "" if opening in self.special else opening
         return _json_rules(tools, spell, "parameters", before)
 
@@ -377,20 +304,14 @@ class Mistral(ToolFormat):
     openings = ("[TOOL_CALLS]",)
     listed = True
     special: ClassVar[tuple[str, ...]] = openings
-
-    @classmethod
-    def writes(cls, source: str) -> bool:
-        """Whether a chat template's calls look so."""
-        return cls.openings[0] in source and "[ARGS]" not in source
+    shown_by: ClassVar[tuple[tuple[str, ...], ...]] = (openings,)
 
     def reader(self, tools: Mapping[str, Tool], calls: CallCounter, opening: str) -> CallReader:
-        """Return what reads on behind ``opening``."""
         return JsonReader(tools, calls, listed=True)
 
     def body(
         self, tools: Sequence[Tool], opening: str, spell: Spell, parallel: bool
     ) -> list[str] | None:
-        """Return rules of a grammar: ``body`` is what stands behind ``opening``."""
         return _json_rules(tools, spell, "arguments", several=parallel)
 
     def call_id(self, digits: str) -> str:
@@ -405,20 +326,14 @@ class MistralNamed(Mistral):
     listed = False
     separator = ""
     special = ("[TOOL_CALLS]", "[ARGS]", "[CALL_ID]")
-
-    @classmethod
-    def writes(cls, source: str) -> bool:
-        """Whether a chat template's calls look so."""
-        return cls.openings[0] in source and "[ARGS]" in source
+    shown_by = (("[TOOL_CALLS]", "[ARGS]"),)
 
     def reader(self, tools: Mapping[str, Tool], calls: CallCounter, opening: str) -> CallReader:
-        """Return what reads on behind ``opening``."""
         return _NamedReader(tools, calls)
 
     def body(
         self, tools: Sequence[Tool], opening: str, spell: Spell, parallel: bool
     ) -> list[str] | None:
-        """Return rules of a grammar: ``body`` is what stands behind ``opening``."""
         calls = [
             f"call_{i}: {spell(one.name)} {spell('[ARGS]')} arguments_{i}"
             for i, one in enumerate(tools)
@@ -449,22 +364,16 @@ class QwenXml(ToolFormat):
 
     name = "qwen-xml"
     openings = ("<tool_call>",)
+    shown_by = (("<function=",),)
     _close = "</tool_call>"
     special = (*openings, _close)
 
-    @classmethod
-    def writes(cls, source: str) -> bool:
-        """Whether a chat template's calls look so."""
-        return "<function=" in source
-
     def reader(self, tools: Mapping[str, Tool], calls: CallCounter, opening: str) -> CallReader:
-        """Return what reads on behind ``opening``."""
         return _XmlReader(tools, calls, self._close)
 
     def body(
         self, tools: Sequence[Tool], opening: str, spell: Spell, parallel: bool
     ) -> list[str] | None:
-        """Return rules of a grammar: ``body`` is what stands behind ``opening``."""
         end = spell("</function>\n") + " " + spell(self._close)
         rules = []
         for i, tool in enumerate(tools):
@@ -632,6 +541,7 @@ def _value(text: str) -> str:
         return json.dumps(text, ensure_ascii=False)
 
 
+# The first that a template shows: some have the marks of another, and more.
 FORMATS: tuple[type[ToolFormat], ...] = (QwenXml, MistralNamed, Mistral, Llama3, Hermes)
 
 

@@ -2,7 +2,8 @@
 
 A reply comes in pieces that end anywhere. What may still turn out to be a marker is held back; no
 marker is ever part of a text. A call is one where its function is one of those that the model was
-told of: other texts between the markers are text.
+told of: other texts between the markers are text. How a model writes them is a
+:class:`ToolFormat`; those that are known stand in :mod:`mmkv.calls.formats`.
 """
 
 from __future__ import annotations
@@ -10,15 +11,15 @@ from __future__ import annotations
 import hashlib
 import re
 import secrets
+import string
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Literal, cast
+from typing import TYPE_CHECKING, ClassVar, Literal, cast
 
 from mmkv.calls.tools import ToolCall, call_id
 
 if TYPE_CHECKING:
-    from mmkv.calls.formats import ToolFormat
     from mmkv.calls.tools import Tool, ToolUse
 
 
@@ -87,7 +88,7 @@ def thought_marks(source: str | None) -> ThoughtMarks | None:
 class JsonSpan:
     """Finds the end of one JSON object, array, text or plain value in a text that grows."""
 
-    _MARKS = re.compile(r'[{}\[\]"\\]')
+    _OUTSIDE, _QUOTED = re.compile(r'[{}\[\]"]'), re.compile(r'["\\]')
     _PLAIN = re.compile(r"[\s,}\]]")
 
     def __init__(self) -> None:
@@ -101,30 +102,26 @@ class JsonSpan:
 
     def end(self, text: str) -> int:
         """Take more text; return where in it the value ends, -1 where it does not."""
-        at = 0
+        if not text:
+            return -1
         if not self._begun:
-            if not text:
-                return -1
             self._begun, self._plain = True, text[0] not in '{["'
         if self._plain:
             found = self._PLAIN.search(text)
             return -1 if found is None else found.start()
-        if self._escaped and text:
-            self._escaped, at = False, 1
-        while (found := self._MARKS.search(text, at)) is not None:
+        at, self._escaped = int(self._escaped), False
+        while found := (self._QUOTED if self._quoted else self._OUTSIDE).search(text, at):
             at, mark = found.end(), found[0]
             if mark == "\\":
-                if self._quoted:
-                    self._escaped = at == len(text)
-                    at += 1
-            elif mark == '"':
+                self._escaped = at == len(text)
+                at += 1
+                continue
+            if mark == '"':
                 self._quoted = not self._quoted
-                if not self._quoted and not self._depth:
-                    return at
-            elif not self._quoted:
+            else:
                 self._depth += 1 if mark in "{[" else -1
-                if not self._depth:
-                    return at
+            if not self._quoted and not self._depth:
+                return at
         return -1
 
 
@@ -187,6 +184,76 @@ class CallReader(ABC):
     @abstractmethod
     def finish(self) -> list[Event]:
         """End where the reply ends; ``wrong`` if no call has begun."""
+
+
+# Writes a text in a grammar of llguidance: quoted, or as a special token by its number.
+Spell = Callable[[str], str]
+MOST_CALLS = 16  # in one reply that has to call
+
+
+class ToolFormat(ABC):
+    """One way to write calls.
+
+    Attributes:
+        openings: texts that begin a call, the usual one first; only_first: whether they do so only
+            at the beginning of a reply.
+        between: characters that stand between calls; separator: the text that does.
+        listed: whether one opening is followed by all calls.
+        special: of its marks, those that some tokenizers have as special tokens, which are not
+            shown otherwise.
+        shown_by: marks, of which a chat template has all of one group.
+    """
+
+    name: ClassVar[str]
+    openings: ClassVar[tuple[str, ...]]
+    only_first: ClassVar[bool] = False
+    between: ClassVar[str] = string.whitespace
+    separator: ClassVar[str] = "\n"
+    listed: ClassVar[bool] = False
+    special: ClassVar[tuple[str, ...]] = ()
+    shown_by: ClassVar[tuple[tuple[str, ...], ...]]
+
+    @classmethod
+    def writes(cls, source: str) -> bool:
+        """Whether a chat template's calls look so."""
+        return any(all(mark in source for mark in marks) for marks in cls.shown_by)
+
+    @abstractmethod
+    def reader(self, tools: Mapping[str, Tool], calls: CallCounter, opening: str) -> CallReader:
+        """Return what reads on behind ``opening``."""
+
+    @abstractmethod
+    def body(
+        self, tools: Sequence[Tool], opening: str, spell: Spell, parallel: bool
+    ) -> list[str] | None:
+        """Return rules of a grammar: ``body`` is what stands behind ``opening``.
+
+        None where that opening is followed by what has no grammar.
+        """
+
+    def call_id(self, digits: str) -> str:
+        """Return the id of a call, of at least 24 hexadecimal digits."""
+        return call_id(digits)
+
+    def unfollowed(self, tool: Tool) -> str | None:
+        """Return what a function's schema asks for that a call of this form may ignore."""
+        return None
+
+    def grammar_behind(
+        self, tools: Sequence[Tool], opening: str, spell: Spell, parallel: bool
+    ) -> str | None:
+        """Return the grammar of what follows an opening, as :meth:`body` does."""
+        rules = self.body(tools, opening, spell, parallel)
+        return None if rules is None else "\n".join(["start: body", *rules])
+
+    def grammar(self, tools: Sequence[Tool], spell: Spell, parallel: bool) -> str:
+        """Return the grammar of a reply that is one call, or several."""
+        rules = self.body(tools, self.openings[0], spell, parallel)
+        assert rules is not None
+        call = f"{spell(self.openings[0])} body"
+        more = f" ({spell(self.separator)} {call}){{0,{MOST_CALLS - 1}}}"
+        several = parallel and not self.listed
+        return "\n".join([f"start: {call}{more if several else ''}", *rules])
 
 
 class ReplyParser:

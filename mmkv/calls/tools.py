@@ -17,6 +17,12 @@ MOST_TOOLS = 128
 LONGEST_SCHEMA = 64 * 2**10
 LONGEST_SCHEMAS = 512 * 2**10  # of all functions of a request
 _NAME = re.compile(r"[A-Za-z0-9_.:/-]{1,128}")
+# What the fields of a function may be, beside null.
+_FIELDS: dict[str, tuple[type, str]] = {
+    "description": (str, "the description of {} has to be a text"),
+    "parameters": (Mapping, "the parameters of {} have to be a JSON schema"),
+    "strict": (bool, "strict of {} has to be true or false"),
+}
 
 
 @dataclass(frozen=True)
@@ -59,22 +65,18 @@ class Tool:
                 f"{where}: a function's name is 1 to 128 letters, digits and _ . : / -, "
                 f"not {_shown(name)}"
             )
-        description, schema = own.get("description"), own.get("parameters")
-        if not isinstance(description, (str, type(None))):
-            raise InputError(f"{where}: the description of {name} has to be a text")
-        if not isinstance(schema, (Mapping, type(None))):
-            raise InputError(f"{where}: the parameters of {name} have to be a JSON schema")
+        for key, (kind, wrong) in _FIELDS.items():
+            if not isinstance(own.get(key), (kind, type(None))):
+                raise InputError(f"{where}: {wrong.format(name)}")
+        schema = own.get("parameters")
         if schema and schema.get("type", "object") != "object":
             raise InputError(f"{where}: the parameters of {name} have to be of type object")
-        strict = own.get("strict")
-        if not isinstance(strict, (bool, type(None))):
-            raise InputError(f"{where}: strict of {name} has to be true or false")
         if len(json.dumps(schema)) > LONGEST_SCHEMA:
             raise InputError(
                 f"{where}: the schema of {name} is longer than {LONGEST_SCHEMA:,} characters; "
                 "shorten it"
             )
-        return cls(name, description or "", schema or None, bool(strict))
+        return cls(name, **{key: own[key] for key in _FIELDS if own.get(key)})
 
     @property
     def schema(self) -> dict[str, Any]:

@@ -9,7 +9,7 @@ import json
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from typing import TYPE_CHECKING, Any
 
 from rich.bar import Bar
@@ -102,9 +102,9 @@ def total_entries(engine: Engine, memory: Memory) -> int:
     return memory.tokens_seen * engine.spec.entry_layers * engine.spec.num_kv_heads
 
 
-def memory_line(engine: Engine, session: Session) -> str:
+def memory_line(session: Session) -> str:
     """Write one line: what was kept, what it takes, and who decided."""
-    memory = session.memory()
+    engine, memory = session.engine, session.memory()
     total = total_entries(engine, memory)
     share = 100 * memory.entries / total if total else 100
     physical = format_bytes(memory.physical_bytes)
@@ -131,9 +131,9 @@ def _without_budget(policy: Policy) -> str:
     return "never evicts" if policy.pruner is None else "prunes pictures, whatever the budget"
 
 
-def statistics(engine: Engine, session: Session) -> RenderableType:
+def statistics(session: Session) -> RenderableType:
     """Draw the table and chart of /stats."""
-    memory = session.memory()
+    engine, memory = session.engine, session.memory()
     total = total_entries(engine, memory)
     facts = Table.grid(padding=(0, 2))
     kept = ", ".join(f"{count:,} {kind}" for kind, count in memory.by_modality.items())
@@ -170,9 +170,9 @@ def layer_chart(entries: list[int], heads: int) -> Table:
     return chart
 
 
-def record(engine: Engine, session: Session, model: str) -> dict[str, Any]:
+def record(session: Session, model: str) -> dict[str, Any]:
     """Return what --json prints after a reply of ``session`` (its ``last``)."""
-    reply, memory = session.last, session.memory()
+    engine, reply, memory = session.engine, session.last, session.memory()
     assert reply is not None
     pool = engine.cache.pool
     return {
@@ -227,7 +227,6 @@ class OutputClosed(BrokenPipeError):
 
 
 def answer(
-    engine: Engine,
     session: Session,
     options: ChatOptions,
     display: Display,
@@ -253,15 +252,11 @@ def answer(
     Raises OutputClosed, MmkvError, or whatever else fails; the session may hold the
     turn then.
     """
-    whole = options.no_stream or options.json
-    watch = _watch(engine, session, display) if watching else None
-    late = watch is not None and sys.stdout.isatty() and not whole
-    finished, line_open = True, False
-    view = _view(options)
+    output = _Output(session, options, display, watching)
     with display.prefilling() as bar:
         try:
             if images or videos:
-                _prepare_to_see(engine, options, display)
+                _prepare_to_see(session.engine, options, display)
             more: dict[str, Any] = {"sampling": sampling, "progress": bar, "tools": tools}
             if results is not None:
                 pieces = session.send_results(results, **more)
@@ -270,43 +265,69 @@ def answer(
                 pieces = session.send(text, **more)
         except KeyboardInterrupt:
             return False
-        before, said = len(session.history), ""
-        try:
-            for piece in pieces:
-                bar.close()
-                said += piece
-                if watch is not None:
-                    watch.feed(piece)
-                if not whole and not late:
-                    line_open = True
-                    view.feed(piece)
-        except KeyboardInterrupt:
-            finished = False
-        except STOPS:
-            raise
-        except BaseException:
-            if line_open:
-                view.close()
-            raise
-        finally:
-            pieces.close()
-            if watch is not None:
-                watch.close()
+        before, finished = len(session.history), True
+        with output, closing(pieces):
+            try:
+                for piece in pieces:
+                    bar.close()
+                    output.feed(piece)
+            except KeyboardInterrupt:
+                finished = False
     if len(session.history) == before:  # stopped while the prompt was read: nothing was appended
-        if line_open:
-            view.close()
+        output.break_off()
         return False
-    if options.json and session.last is not None:
-        _write(json.dumps(record(engine, session, options.model), indent=indent) + "\n")
-    elif (whole or late) and session.last is not None:
-        view.feed(said)
-        view.close()
-    elif finished or line_open:
-        view.close()
+    if not options.json:
+        output.end(finished)
+    elif session.last is not None:
+        _write(json.dumps(record(session, options.model), indent=indent) + "\n")
     display.tell(session.notes)
     if session.last is not None:
         _end_notes(session.last, options, display)
     return finished
+
+
+class _Output:
+    """Where the pieces of a reply go: to stdout as they come, or whole; and to the panel.
+
+    A context manager for the time in which they come: an error ends the line that was begun.
+    """
+
+    def __init__(
+        self, session: Session, options: ChatOptions, display: Display, watching: bool
+    ) -> None:
+        shown = sys.stdout.isatty()
+        self._watch = Watch(session, display.console, echo=shown) if watching else None
+        self._whole = options.no_stream or options.json or (watching and shown)
+        self._view, self._text = _view(options), ""
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is not None and not issubclass(kind, STOPS):
+            self.break_off()
+        if self._watch is not None:
+            self._watch.close()
+
+    def feed(self, piece: str) -> None:
+        """Take the next piece."""
+        self._text += piece
+        if self._watch is not None:
+            self._watch.feed(piece)
+        if not self._whole:
+            self._view.feed(piece)
+
+    def break_off(self) -> None:
+        """End the line that the reply has begun."""
+        if self._text and not self._whole:
+            self._view.close()
+
+    def end(self, finished: bool) -> None:
+        """Show what has not been shown yet; one of no words is an empty line if ``finished``."""
+        if self._whole:
+            self._view.feed(self._text)
+        if finished or self._text:
+            self._view.close()
 
 
 def calls_shown(calls: Sequence[tuple[str, str]]) -> RenderableType:
@@ -342,11 +363,6 @@ def _prepare_to_see(engine: Engine, options: ChatOptions, display: Display) -> N
             _ = engine.family.hf
         if note := engine.family.vision_note:
             display.note(note)
-
-
-def _watch(engine: Engine, session: Session, display: Display) -> Watch:
-
-    return Watch(engine, session, display.console, echo=sys.stdout.isatty())
 
 
 class _Plain:
@@ -394,8 +410,8 @@ class Watch:
         echo: whether the reply's last lines are shown, too: where it goes to the same terminal.
     """
 
-    def __init__(self, engine: Engine, session: Session, console: Console, echo: bool) -> None:
-        self._engine, self._session, self._echo = engine, session, echo
+    def __init__(self, session: Session, console: Console, echo: bool) -> None:
+        self._session, self._echo = session, echo
         self._text = ""
         self._begun, self._seen, self._drawn = time.monotonic(), session.seen, 0.0
         self._live = Live(console=console, auto_refresh=False, transient=True)
@@ -418,15 +434,15 @@ class Watch:
 
     def _render(self, now: float) -> RenderableType:
         took, made = now - self._begun, self._session.seen - self._seen
-        shown = panel(self._engine, self._session, made / took if took > 0 and made else 0.0)
+        shown = panel(self._session, made / took if took > 0 and made else 0.0)
         if not self._echo:
             return shown
         return Group(Text("\n".join(self._text.splitlines()[-_LINES:])), shown)
 
 
-def panel(engine: Engine, session: Session, rate: float) -> Panel:
+def panel(session: Session, rate: float) -> Panel:
     """Draw bytes, entries by modality against the budget, bars per layer, and tokens/s."""
-    memory = session.memory()
+    engine, memory = session.engine, session.memory()
     physical = memory.physical_bytes
     facts = Table.grid(padding=(0, 1))
     facts.add_row("bytes", "", f"{format_bytes(physical)} in {memory.pages:,} pages")

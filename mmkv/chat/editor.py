@@ -17,13 +17,13 @@ from prompt_toolkit.key_binding import KeyBindings, KeyPressEvent
 from prompt_toolkit.output import create_output
 from prompt_toolkit.shortcuts import CompleteStyle
 
-from mmkv.chat.lines import BLOCK, Words, is_yes
+from mmkv.chat.inputs import BLOCK, MessageReader, Words
 from mmkv.resources import state_folder
 
 HISTORY_SIZE = 1000  # messages
 
 
-class Editor:
+class Editor(MessageReader):
     """Reads messages from a terminal.
 
     Enter sends. Alt-Enter, or Enter after a backslash, begins a new line; so does Enter in a block
@@ -51,22 +51,14 @@ class Editor:
         )
 
     def read(self) -> str:
-        """Read the next message. Raises EOFError at the end, KeyboardInterrupt on Ctrl-C."""
         text = self._session.prompt()
         bare = text.strip()
         if bare.startswith(BLOCK) and _closes(bare):
             return bare[len(BLOCK) : -len(BLOCK)].strip("\n")
         return text
 
-    def agrees(self, question: str) -> bool:
-        """Ask for a yes; the answer stays out of the history."""
-        try:
-            return is_yes(self.ask(f"{question} [y/N] "))
-        except EOFError:
-            return False
-
     def ask(self, question: str) -> str:
-        """Read a line, which stays out of the history. Raises EOFError, KeyboardInterrupt."""
+        """Read a line, which stays out of the history. Raises as :meth:`read`."""
         asked: PromptSession[str] = PromptSession(output=self._output)
         return asked.prompt(question)
 

@@ -39,6 +39,28 @@ def _thinking(given: str | None) -> str | None:
     return given
 
 
+_COST = "--cost measures one answer to one prompt; drop --load, --resume and -i"
+# Options that contradict each other, with what is said of it.
+_EXCLUSIVE = (
+    ("fps", "num_frames", "--fps and --num-frames exclude each other; give one"),
+    ("cost", "load", _COST),
+    ("cost", "interactive", _COST),
+    ("raw", "thinking", "--raw uses no chat template, which --thinking needs; drop one"),
+    (
+        "raw",
+        "forget_thoughts",
+        "--raw uses no chat template, which --forget-thoughts needs; drop one",
+    ),
+    ("raw", "tools", "--tools cannot be with --raw, which uses no chat template; drop one"),
+    ("cost", "tools", "--tools cannot be with --cost; drop one"),
+    (
+        "raw",
+        "system",
+        "--raw sends the text alone; put the --system message into the prompt",
+    ),
+)
+
+
 @dataclass
 class ChatOptions:
     """What a chat was started with; ``engine`` holds the options of the engine.
@@ -156,21 +178,13 @@ class ChatOptions:
 
     def check(self) -> None:
         """Raise UsageError for options that contradict each other or are out of range."""
-        if self.fps is not None and self.num_frames is not None:
-            raise UsageError("--fps and --num-frames exclude each other; give one")
-        if self.cost and (self.load is not None or self.interactive):
-            raise UsageError(
-                "--cost measures one answer to one prompt; drop --load, --resume and -i"
-            )
-        about = self.thinking is not None, self.forget_thoughts
-        if self.raw and any(about):
-            name = "--thinking" if about[0] else "--forget-thoughts"
-            raise UsageError(f"--raw uses no chat template, which {name} needs; drop one")
-        if self.tools is not None and (self.raw or self.cost):
-            other = "--raw, which uses no chat template" if self.raw else "--cost"
-            raise UsageError(f"--tools cannot be with {other}; drop one")
-        if self.raw and self.system is not None:
-            raise UsageError("--raw sends the text alone; put the --system message into the prompt")
+        # A number may be 0, which is given, too.
+        given = [
+            name for name, value in vars(self).items() if not (value is None or value is False)
+        ]
+        for one, other, wrong in _EXCLUSIVE:
+            if one in given and other in given:
+                raise UsageError(wrong)
         try:
             if self.pixel_limit is not None:
                 from mmkv.prompt.media import set_pixel_limit

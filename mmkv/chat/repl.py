@@ -21,8 +21,7 @@ from mmkv.chat.display import (
     panel,
     statistics,
 )
-from mmkv.chat.folder import WatchedFolder
-from mmkv.chat.lines import LineReader, MessageReader, Words
+from mmkv.chat.inputs import LineReader, MessageReader, WatchedFolder, Words
 from mmkv.chat.options import SAMPLING, ChatOptions
 from mmkv.chat.saved import (
     Autosave,
@@ -81,7 +80,8 @@ def _video(repl: Repl, source: str) -> None:
     if source:
         if not repl.engine.processor.watches:
             raise InputError("this model takes no videos here; it cannot take this one")
-        repl.add_video(source)
+        read = repl.engine.processor.load_clip
+        repl.videos.append(read(source, repl.fps, repl.num_frames))
     _image(repl, "")
 
 
@@ -121,7 +121,8 @@ def _sampling_setting(name: str, kind: Any) -> Callable[[Repl, str], None]:
 
     def change(repl: Repl, value: str) -> None:
         nothing = not value and name in ("seed", "thinking_budget")
-        repl.set_sampling(**{name: None if nothing else kind(value)})
+        changed: dict[str, Any] = {name: None if nothing else kind(value)}
+        repl.sampling = replace(repl.sampling, **changed)
 
     return change
 
@@ -166,11 +167,11 @@ SETTINGS: dict[str, Callable[[Repl, str], None]] = {
 
 
 def _stats(repl: Repl, _: str) -> None:
-    repl.display.show(statistics(repl.engine, repl.session))
+    repl.display.show(statistics(repl.session))
 
 
 def _memory(repl: Repl, _: str) -> None:
-    repl.display.say(memory_line(repl.engine, repl.session))
+    repl.display.say(memory_line(repl.session))
     if differs := repl.session.memory().differs:
         repl.display.say(differs)
 
@@ -181,7 +182,7 @@ def _budget(repl: Repl, value: str) -> None:
         repl.session.set_budget(Budget.parse(value))
         if followed:
             repl.display.say("this budget is fixed: it does not follow --risk any more")
-    repl.display.say(memory_line(repl.engine, repl.session))
+    repl.display.say(memory_line(repl.session))
 
 
 def _undo(repl: Repl, _: str) -> None:
@@ -222,13 +223,8 @@ def _clear(repl: Repl, _: str) -> None:
 
 def _save(repl: Repl, name: str, force: bool = False) -> None:
     name = _named(name, "/save", "talk.mmkv")
-    path = checked_target(
-        name,
-        "a session file",
-        is_session,
-        lambda path: repl.agrees(f"{path} exists; overwrite it?"),
-        None if force else f"/save! {name} overwrites it",
-    )
+    words = None if force else f"/save! {name} overwrites it"
+    path = checked_target(name, "a session file", is_session, repl.may_overwrite, words)
     repl.session.save(path, repl.extra)
     repl.display.say(f"saved to {path}")
 
@@ -239,13 +235,9 @@ def _load(repl: Repl, path: str) -> None:
 
 def _export(repl: Repl, name: str, force: bool = False) -> None:
     name = _named(name, "/export", "talk.md")
-    path = checked_target(
-        name,
-        "an exported conversation",
-        is_transcript,
-        lambda path: repl.agrees(f"{path} exists; overwrite it?"),
-        None if force else f"/export! {name} overwrites it",
-    )
+    words = None if force else f"/export! {name} overwrites it"
+    what = "an exported conversation"
+    path = checked_target(name, what, is_transcript, repl.may_overwrite, words)
     export(repl.session, Path(repl.options.model).name, path)
     repl.display.say(f"exported to {path}")
 
@@ -260,11 +252,8 @@ def _explain(repl: Repl, name: str, force: bool = False) -> None:
     if name.endswith("/") or is_folder(user_path(name)):
         repl.display.say(write_figures(trace, figures_folder(name)))
         return
-    path = report_target(
-        name,
-        lambda path: repl.agrees(f"{path} exists; overwrite it?"),
-        None if force else f"/explain! {name} overwrites it",
-    )
+    words = None if force else f"/explain! {name} overwrites it"
+    path = report_target(name, repl.may_overwrite, words)
     repl.display.say(write_report(trace, path))
 
 
@@ -273,7 +262,7 @@ def _watch(repl: Repl, _: str) -> None:
         raise InputError("/watch needs a terminal, and stderr is not one; /stats shows the same")
     repl.watching = not repl.watching
     if repl.watching:
-        repl.display.show(panel(repl.engine, repl.session, 0.0))
+        repl.display.show(panel(repl.session, 0.0))
         repl.display.say("shown while replies are made; /watch again hides it")
     else:
         repl.display.say("hidden")
@@ -606,7 +595,6 @@ class Repl:
         before = len(self.session.history)
         try:
             finished = answer(
-                self.engine,
                 self.session,
                 self.options,
                 self.display,
@@ -686,14 +674,9 @@ class Repl:
             f"loaded {path}: {turns} turn(s), {session.seen:,} tokens{_latest(session)}"
         )
 
-    def agrees(self, question: str) -> bool:
-        """Ask at the terminal; False where nobody can answer."""
-        return self.reader is not None and self.reader.agrees(question)
-
-    def add_video(self, source: str) -> None:
-        """Queue a video's frames for the next message. Raises InputError."""
-        read = self.engine.processor.load_clip
-        self.videos.append(read(source, self.fps, self.num_frames))
+    def may_overwrite(self, path: Path) -> bool:
+        """Ask whether a file may be overwritten; False where nobody can answer."""
+        return self.reader is not None and self.reader.agrees(f"{path} exists; overwrite it?")
 
     def new_session(self) -> Session:
         """Open an empty conversation under the present budget."""
@@ -717,10 +700,6 @@ class Repl:
         old, self.session = self.session, self._prepared(session)
         self.branches[self.branch] = session
         old.close()
-
-    def set_sampling(self, **changes: Any) -> None:
-        """Change sampling settings. Raises InputError; they stay as they were then."""
-        self.sampling = replace(self.sampling, **changes)
 
 
 def _latest(session: Session) -> str:

@@ -35,6 +35,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from mmkv.api import Engine
+    from mmkv.explain.trace import Trace
+    from mmkv.reply import Reply
     from mmkv.session import Session
 
 
@@ -49,23 +51,7 @@ def run_chat(options: ChatOptions) -> int:
         raise UsageError("--cost measures one answer to one prompt; give it with -p")
     if options.report is not None and prompt is None:
         raise UsageError("mmkv explain shows one answer to one prompt; give it with -p")
-    # Check everything that needs no model before the model is loaded.
-    images = [load_image(source) for source in options.image]
-    check_sampling(options.fps, options.num_frames)
-    for source in options.video:
-        check_source(source)
-    if options.tools is not None:
-        options.functions = read_tools(options.tools)
-    if options.save is not None:
-        options.save = str(_save_target(options))
-    if options.report is not None:
-        options.report = str(report_target(options.report))
-    if options.compare is not None:
-        from mmkv.explain.page import read_page
-
-        read_page(options.compare)
-    if options.figures is not None:
-        options.figures = str(figures_folder(options.figures))
+    images = _read_beforehand(options)
     engine = load_engine(
         options.engine,
         display,
@@ -83,6 +69,27 @@ def run_chat(options: ChatOptions) -> int:
     from mmkv.chat.repl import Repl
 
     return Repl(engine, options, display, images, videos).run(prompt)
+
+
+def _read_beforehand(options: ChatOptions) -> list[Any]:
+    """Check all that needs no model, read the tools, and name the files to write; the pictures."""
+    images = [load_image(source) for source in options.image]
+    check_sampling(options.fps, options.num_frames)
+    for source in options.video:
+        check_source(source)
+    if options.tools is not None:
+        options.functions = read_tools(options.tools)
+    if options.save is not None:
+        options.save = str(_save_target(options))
+    if options.report is not None:
+        options.report = str(report_target(options.report))
+    if options.compare is not None:
+        from mmkv.explain.page import read_page
+
+        read_page(options.compare)
+    if options.figures is not None:
+        options.figures = str(figures_folder(options.figures))
+    return images
 
 
 def _choose_template(engine: Engine, options: ChatOptions) -> None:
@@ -174,7 +181,6 @@ def answer_once(
     with _opened(engine, options) as session:
         trace = session.trace() if options.report is not None else None
         finished = answer(
-            engine,
             session,
             options,
             display,
@@ -186,31 +192,27 @@ def answer_once(
             indent=2,
             tools=options.functions,
         )
-        calls = [] if session.last is None else session.last.tool_calls
-        if calls and not options.json:
-            display.show(calls_shown([(one.name, one.arguments) for one in calls]))
-            display.note("--json prints calls; mmkv chat -i asks for their results")
+        last, said = session.last, _conversation(options.system, prompt, images, videos)
+        if last is not None and not options.json:
+            _show_calls(last, display)
         if finished:
-            display.note(memory_line(engine, session))
-        if trace is not None and options.report is not None and session.history:
-            if finished and options.load is None:
-                turn = _conversation(options.system, prompt, images, videos)
-                display.note("reading it again with a full cache: what did the answer look at?")
-                try:
-                    trace.measure_attention(engine.inputs(turn))
-                except MmkvError as error:  # the page is worth having without
-                    display.note(f"cannot tell what the answer looked at: {error}")
-            display.note(write_report(trace, Path(options.report), options.compare))
-            if options.figures is not None:
-                display.note(write_figures(trace, Path(options.figures)))
-        if options.save is not None and session.history:
-            session.save(options.save, chat_extra(engine, options.engine, options.model))
-            display.note(f"saved to {options.save}")
-        last = session.last
+            display.note(memory_line(session))
+        if session.history:
+            if trace is not None:
+                _write_pages(engine, trace, options, display, said if finished else None)
+            if options.save is not None:
+                session.save(options.save, chat_extra(engine, options.engine, options.model))
+                display.note(f"saved to {options.save}")
         if finished and options.cost and last is not None and last.token_ids:
-            turn = _conversation(options.system, prompt, images, videos)
-            display.note(cost_line(engine, session, turn))
+            display.note(cost_line(session, said))
     return 0 if finished else 130
+
+
+def _show_calls(reply: Reply, display: Display) -> None:
+    """Show the calls of a reply, which nobody answers here."""
+    if reply.tool_calls:
+        display.show(calls_shown([(one.name, one.arguments) for one in reply.tool_calls]))
+        display.note("--json prints calls; mmkv chat -i asks for their results")
 
 
 def _conversation(
@@ -223,6 +225,30 @@ def _conversation(
     return [turn] if system is None else [{"role": "system", "content": system}, turn]
 
 
+def _write_pages(
+    engine: Engine,
+    trace: Trace,
+    options: ChatOptions,
+    display: Display,
+    said: list[dict[str, Any]] | None,
+) -> None:
+    """Write the page of ``mmkv explain``, and its figures where they are asked for.
+
+    Args:
+        said: the messages before the reply; None: it was stopped.
+    """
+    assert options.report is not None
+    if said is not None and options.load is None:
+        display.note("reading it again with a full cache: what did the answer look at?")
+        try:
+            trace.measure_attention(engine.inputs(said))
+        except MmkvError as error:  # the page is worth having without
+            display.note(f"cannot tell what the answer looked at: {error}")
+    display.note(write_report(trace, Path(options.report), options.compare))
+    if options.figures is not None:
+        display.note(write_figures(trace, Path(options.figures)))
+
+
 def _opened(engine: Engine, options: ChatOptions) -> Session:
     if options.load is None:
         return engine.session()
@@ -232,7 +258,7 @@ def _opened(engine: Engine, options: ChatOptions) -> Session:
     return session
 
 
-def cost_line(engine: Engine, session: Session, conversation: list[dict[str, Any]]) -> str:
+def cost_line(session: Session, conversation: list[dict[str, Any]]) -> str:
     """Compare the latest reply of ``session`` with what the full cache makes of it.
 
     Both caches are fed the prompt and the tokens of the reply, its end token too. The difference
@@ -247,7 +273,8 @@ def cost_line(engine: Engine, session: Session, conversation: list[dict[str, Any
     from mmkv.engine.policies import make_policy
 
     assert session.last is not None
-    tokens, inputs = session.last.token_ids, engine.inputs(conversation)
+    engine, tokens = session.engine, session.last.token_ids
+    inputs = engine.inputs(conversation)
     whole = Engine(
         engine.family,
         engine.spec,

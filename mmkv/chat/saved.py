@@ -34,8 +34,8 @@ from mmkv.resources import state_folder
 if TYPE_CHECKING:
     from mmkv.api import Engine, Session
     from mmkv.engine.config import EngineConfig
-    from mmkv.explain import Trace
-    from mmkv.prompt.template import Message
+    from mmkv.explain.trace import Trace
+    from mmkv.prompt.messages import Message
 
 
 _KEY = "mmkv.chat"
@@ -72,9 +72,13 @@ def chat_extra(engine: Engine, config: EngineConfig, model: str) -> dict[str, st
 def is_session(path: Path) -> bool:
     """Return whether ``path`` is a session file by its header."""
     try:
-        return str(_metadata(path).get("format", "")).startswith("mmkv-session")
+        return _is_session(_metadata(path))
     except SessionError:
         return False
+
+
+def _is_session(metadata: dict[str, str]) -> bool:
+    return metadata.get("format", "").startswith("mmkv-session")
 
 
 def chat_options(path: Path) -> dict[str, Any]:
@@ -86,13 +90,13 @@ def chat_options(path: Path) -> dict[str, Any]:
         SessionError: there is no file, it is no session file, or what it says of options is
             damaged.
     """
-    if not is_session(path):
-        _metadata(path)
+    metadata = _metadata(path)
+    if not _is_session(metadata):
         raise SessionError(f"{path} is not a session file of mmkv; name another file")
     from mmkv.dialogue_schema import InvalidFile, parse_options
 
     try:
-        return {"kv": _form(path), **parse_options(_metadata(path).get("extra", ""), _KEY)}
+        return {"kv": _form(metadata), **parse_options(metadata.get("extra", ""), _KEY)}
     except InvalidFile as error:
         raise SessionError(
             f"the options in the session file {path} are damaged ({error}); use a copy, or begin a "
@@ -100,12 +104,12 @@ def chat_options(path: Path) -> dict[str, Any]:
         ) from error
 
 
-def _form(path: Path) -> str:
+def _form(metadata: dict[str, str]) -> str:
     """Return the form that a session file says it has; ``auto`` is that of files without one."""
     from mmkv.engine.config import KV_FORMS
 
     try:
-        named = json.loads(_metadata(path).get("identity", "{}")).get("kv")
+        named = json.loads(metadata.get("identity", "{}")).get("kv")
     except (ValueError, AttributeError, RecursionError):  # loading says what is wrong
         named = None
     return named if named in KV_FORMS else "auto"
@@ -195,22 +199,20 @@ class Autosave:
 
     def __init__(self, extra: dict[str, str], warn: Callable[[str], None]) -> None:
         self._extra, self._warn = extra, warn
-        self._paths: WeakKeyDictionary[Session, Path] = WeakKeyDictionary()
-        self._written: WeakKeyDictionary[Session, Any] = WeakKeyDictionary()
+        # The file of each conversation, and how that stood when it was written.
+        self._written: WeakKeyDictionary[Session, tuple[Path, Any]] = WeakKeyDictionary()
         self._rest_until, self._warned = 0.0, False
 
     def adopt(self, session: Session, path: Path) -> None:
         """Go on writing ``session`` to the autosaved file that it came from."""
-        self._paths[session], self._written[session] = path, _version(session)
+        self._written[session] = path, _version(session)
 
     def save(self, session: Session, last: bool = False) -> None:
         """Write ``session`` if it has changed; while saving takes too much time only if ``last``.
 
         Never raises; the first failure is shown.
         """
-        if session.closed or not session.history:
-            return
-        if self._written.get(session) == _version(session):
+        if session.closed or not session.history or self.path(session) is not None:
             return
         begun = time.monotonic()
         if begun < self._rest_until and not last:
@@ -231,15 +233,15 @@ class Autosave:
 
     def path(self, session: Session) -> Path | None:
         """Return the file that holds ``session`` as it is now, if one does."""
-        same = self._written.get(session) == _version(session)
-        return self._paths.get(session) if same else None
+        path, version = self._written.get(session, (None, None))
+        return path if version == _version(session) else None
 
     def _write(self, session: Session) -> None:
         folder = _folder()
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        path = self._paths.get(session) or _new_file(folder)
+        path, _ = self._written.get(session) or (_new_file(folder), None)
         session.save(path, self._extra)
-        self._paths[session], self._written[session] = path, _version(session)
+        self._written[session] = path, _version(session)
         _drop_old(folder)
 
 
@@ -334,14 +336,8 @@ def checked_target(
 
 
 def _described(mode: int) -> str:
-    for test, words in (
-        (stat.S_ISDIR, "a folder"),
-        (stat.S_ISFIFO, "a pipe"),
-        (stat.S_ISSOCK, "a socket"),
-    ):
-        if test(mode):
-            return words
-    return "a device"
+    kinds = {stat.S_IFDIR: "a folder", stat.S_IFIFO: "a pipe", stat.S_IFSOCK: "a socket"}
+    return kinds.get(stat.S_IFMT(mode), "a device")
 
 
 _MARK = b"<title>What the cache kept</title>"
@@ -349,24 +345,27 @@ _MARK = b"<title>What the cache kept</title>"
 
 def is_report(path: Path) -> bool:
     """Return whether a file is a page of a trace, by its head."""
+    return _MARK in _head(path, 2048)
+
+
+def _head(path: Path, count: int) -> bytes:
+    """Return the first bytes of a file, none of one that cannot be read."""
     try:
         with path.open("rb") as file:
-            return _MARK in file.read(2048)
+            return file.read(count)
     except OSError:
-        return False
+        return b""
 
 
 def report_target(
-    name: str, agreed: Callable[[Path], bool] = lambda _: True, force: str | None = ""
+    name: str,
+    agreed: Callable[[Path], bool] = lambda _: True,
+    force: str | None = "move that file away first",
 ) -> Path:
-    """Return where a page may be written: nowhere over a file of another kind. Raises InputError.
-
-    Args:
-        agreed: asks whether an older page may be overwritten.
-        force: the words that overwrite anything, or None where they have been said.
+    """Return where a page may be written: nowhere over a file of another kind; see
+    :func:`checked_target`. Raises InputError.
     """
-    words = None if force is None else force or "move that file away first"
-    return checked_target(name, "a page of mmkv explain", is_report, agreed, words)
+    return checked_target(name, "a page of mmkv explain", is_report, agreed, force)
 
 
 def figures_folder(name: str) -> Path:
@@ -425,11 +424,7 @@ def markdown(session: Session, model: str) -> str:
 
 def is_transcript(path: Path) -> bool:
     """Return whether a file is one that /export wrote, by its first line."""
-    try:
-        with path.open("rb") as file:
-            return file.read(len(_TITLE)) == _TITLE.encode()
-    except OSError:
-        return False
+    return _head(path, len(_TITLE)) == _TITLE.encode()
 
 
 def export(session: Session, model: str, path: Path) -> None:

@@ -106,10 +106,7 @@ def pull(
         disable_progress_bars()
         os.environ["PIP_QUIET"] = "1"
 
-    def say(line: str) -> None:
-        if not quiet:
-            print(f"mmkv: {line}", file=sys.stderr)
-
+    say = Terminal(quiet).note
     folder = fetch(name, say)
     if made := planned(str(folder)):
         sizes = (f"{format_bytes(plan.weights)} ({form})" for form, plan in made.items())

@@ -69,7 +69,7 @@ def take_saved_options(context: typer.Context, path: str | None) -> str | None:
 
         stored = chat_options(user_path(path))
         context.meta[_ELSEWHERE] = elsewhere(stored)
-        _set_defaults(context, stored)
+        context.default_map = {**(context.default_map or {}), **stored}
     return path
 
 
@@ -116,10 +116,6 @@ def on_command_line(context: typer.Context, name: str) -> bool:
     """Return whether an option was given there, not in a file and not by default."""
     source = context.get_parameter_source(name)
     return source is not None and source.name == "COMMANDLINE"
-
-
-def _set_defaults(context: typer.Context, values: dict[str, Any]) -> None:
-    context.default_map = {**(context.default_map or {}), **values}
 
 
 Decorator = Callable[[Callable[..., Any]], Callable[..., Any]]

@@ -24,7 +24,7 @@ import numpy as np
 from mmkv.engine.errors import InputError
 from mmkv.engine.paths import user_path
 from mmkv.engine.trace import KINDS
-from mmkv.explain.snapshot import Region, Snapshot
+from mmkv.explain.snapshot import Region, Rule, Snapshot
 from mmkv.web import web_file
 
 MOST_BYTES = 2_900_000  # of a page
@@ -167,7 +167,6 @@ def _data(
     room = max(detail.cells // max(tokens, 1), 1)
     rows = np.sort(np.argsort(-per_row.sum(1), kind="stable")[:room])
     cells = _cells(snapshot, rows, first, tokens, steps)
-    few = cells["life"].size <= _FEW_CELLS
     shape = (len(rows), len(steps), tokens)
     if shape not in packed:
         packed[shape] = _blob(cells["life"], "u2")
@@ -175,15 +174,8 @@ def _data(
         "lives": packed[shape],
         "curves": _blob(snapshot.counts()[:, steps], "u4"),
     }
-    scale = None
-    if rule.kernel == "retention":
-        if detail.levels:
-            codes, scale = _coded(cells["log_beta"], detail.levels)
-            blobs["beta"] = _blob(codes, "u1")
-        else:
-            blobs["beta"] = _blob(cells["log_beta"], "f4")
-    elif few:
-        blobs["lastScores"] = _blob(cells["score"], "f4")
+    made, scale = _score_blobs(rule, detail, cells)
+    blobs |= made
     if cells["cause"].any():
         blobs["causes"] = _blob(cells["cause"], "u1")
     cuts = _by_frame(snapshot.cuts(), steps)
@@ -235,6 +227,19 @@ def _data(
         "sampleSteps": [step for step, _ in samples],
         "blobs": blobs,
     }
+
+
+def _score_blobs(
+    rule: Rule, detail: _Detail, cells: dict[str, np.ndarray]
+) -> tuple[dict[str, Any], list[float] | None]:
+    """Return what the page makes scores of, and the range of log betas that are rounded."""
+    if rule.kernel == "retention" and detail.levels:
+        codes, scale = _coded(cells["log_beta"], detail.levels)
+        return {"beta": _blob(codes, "u1")}, scale
+    if rule.kernel == "retention":
+        return {"beta": _blob(cells["log_beta"], "f4")}, None
+    few = cells["score"].size <= _FEW_CELLS
+    return {"lastScores": _blob(cells["score"], "f4")} if few else {}, None
 
 
 def _chosen(steps: int, most: int) -> np.ndarray:

@@ -377,7 +377,6 @@ def frames_of(
     """
     vision = getattr(config, "vision_config", None)
     ids, merge = inputs["input_ids"][0].numpy(), getattr(vision, "spatial_merge_size", 1)
-    side, tiled = _side(config, vision), getattr(config, "model_type", "") == "internvl"
     found: list[tuple[int, Frame, int]] = []
     known = max((frame.media + 1 for _, frame, _ in before), default=0)
     room = MOST_BYTES - sum(taken for *_, taken in before)
@@ -385,22 +384,14 @@ def frames_of(
     at = np.flatnonzero(ids == placeholder.get(kinds["image"], -1)) + start
     grids = inputs.get("image_grid_thw")
     if grids is not None:
-        sizes = [(h // merge, w // merge) for _, h, w in grids.tolist()]
+        places = _grid_places(at, grids.tolist(), merge)
     else:
-        sizes = [(0, 0)] * len(pictures)
-    runs = [] if grids is not None else np.split(at, np.flatnonzero(np.diff(at) > 1) + 1)
-    for number, (picture, (high, wide)) in enumerate(zip(pictures, sizes, strict=True)):
+        tiled = getattr(config, "model_type", "") == "internvl"
+        places = _run_places(at, pictures, _side(config, vision), tiled)
+    for media, (picture, (first, parts)) in enumerate(zip(pictures, places, strict=False), known):
         if room <= 0:
             return found
-        if grids is not None:
-            first, at = int(at[0]), at[high * wide :]
-            parts = [(0, high, wide, wide)]
-        elif number < len(runs) and len(runs) == len(pictures):
-            first, count = int(runs[number][0]), len(runs[number])
-            parts = layout(count, *picture.size, side, tiled)
-        else:
-            break  # pictures whose tokens touch cannot be told apart
-        jpeg, media = encoded(picture, PICTURE_EDGE), known + number
+        jpeg = encoded(picture, PICTURE_EDGE)
         for part, (offset, rows, columns, stride) in enumerate(parts):
             caption = f"picture {media + 1}" + (", close up" if part else "")
             place = (first + offset, rows, columns, stride)
@@ -427,6 +418,31 @@ def frames_of(
             room -= len(jpeg)
             at = at[high * wide :]
     return found
+
+
+# Position of a picture's first token, and its parts as :func:`layout` gives them.
+_Place = tuple[int, list[tuple[int, int, int, int]]]
+
+
+def _grid_places(at: np.ndarray, grids: list[list[int]], merge: int) -> list[_Place]:
+    """Return where pictures lie whose tokens fill grids, one behind the other."""
+    places: list[_Place] = []
+    for _, *edges in grids:
+        high, wide = (edge // merge for edge in edges)
+        places.append((int(at[0]), [(0, high, wide, wide)]))
+        at = at[high * wide :]
+    return places
+
+
+def _run_places(at: np.ndarray, pictures: Sequence[Image], side: int, tiled: bool) -> list[_Place]:
+    """Return where pictures lie that each are a run of tokens; [] where runs touch."""
+    runs = np.split(at, np.flatnonzero(np.diff(at) > 1) + 1)
+    if len(runs) != len(pictures):
+        return []
+    return [
+        (int(run[0]), layout(len(run), *picture.size, side, tiled))
+        for run, picture in zip(runs, pictures, strict=True)
+    ]
 
 
 def _side(config: Any, vision: Any) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, cast
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 
@@ -19,7 +19,6 @@ from mmkv.explain.snapshot import Rule, Snapshot, write
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from mmkv.api import Engine
     from mmkv.engine.sequence import CachedSequence
 
 _MOST_QUERIES = 64  # of a reply that are asked what they look at
@@ -88,7 +87,7 @@ class Trace:
         session, last = self._session, getattr(self._session, "last", None)
         if last is None or not last.token_ids:
             return False
-        engine, tokens = cast("Engine", session.engine), last.token_ids
+        engine, tokens = session.engine, last.token_ids
         ids = inputs["input_ids"][0].tolist()
         spec, seen = engine.spec, len(ids) + len(tokens)
         with engine.lock:

@@ -1,42 +1,50 @@
 """A retained model's ``generate``: transformers prepares, the engine decodes.
 
-What ``generate`` can be asked for and this cache cannot give is refused by its name.
+What ``generate`` can be asked for and this cache cannot give is refused by its name. The decoding
+loop runs transformers' processors and criteria on the engine's logits; each row of a batch is a
+session of its own.
 """
 
 from __future__ import annotations
 
 import copy
 import inspect
-import threading
-import weakref
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
-from dataclasses import fields
-from typing import Any, NoReturn
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, fields
+from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import GenerationConfig
-from transformers.cache_utils import Cache
 from transformers.generation import (
+    EosTokenCriteria,
     GenerateDecoderOnlyOutput,
     GenerationMode,
     LogitsProcessorList,
+    MaxLengthCriteria,
+    MinPLogitsWarper,
     StoppingCriteriaList,
     StopStringCriteria,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
 )
 
+from mmkv.engine.backends.cuda.kernels.sample import Draw
 from mmkv.engine.contents import Memory
-from mmkv.engine.errors import InputError, SessionError
-from mmkv.engine.interrupts import CtrlC, whole
+from mmkv.engine.errors import InputError
+from mmkv.engine.interrupts import OpenToCtrlC
 from mmkv.engine.model.families.vision_cache import looks
 from mmkv.engine.prefill import extend_together
 from mmkv.engine.runtime import Runtime
-from mmkv.hf.loop import (
+from mmkv.engine.steps import BURST
+from mmkv.hf.cache import (
     BatchRow,
-    Generated,
-    Loop,
-    LoopSettings,
+    Looks,
+    RetainedCache,
+    close_rows,
     masked_before,
     tokens_to_read,
     without_padding,
@@ -339,148 +347,216 @@ def _retained_cache(given: object, engine: Runtime) -> RetainedCache | None:
     )
 
 
-# Hashes of pictures per modality (mmkv.engine.model.families.vision_cache.looks).
-Looks = dict[int, list[bytes | None]]
+@dataclass(frozen=True)
+class LoopSettings:
+    """What decides the tokens of one call.
 
-
-class RetainedCache(Cache):
-    """The conversations of a batch, for a later ``generate`` to go on with.
-
-    Pass it as ``past_key_values``, with the ids of the whole conversation and all its pictures or
-    the new ones. A new one is empty and belongs to the first model that fills it. ``copy.deepcopy``
-    gives an independent copy. Its memory is returned when it is closed, collected, or when the
-    model is no longer retained.
-
-    Args:
-        only_new: ids are always those that come after the latest reply. Otherwise they are so if
-            the attention mask covers earlier tokens, too, as for transformers' own caches.
+    Attributes:
+        pad: the id that follows a reply that has ended, or None.
+        keep_scores, keep_logits: whether those of every step are returned.
+        streamer: takes the tokens of each step, or None.
     """
 
-    def __init__(self, *, only_new: bool = False) -> None:
-        super().__init__(layers=[])
-        self.only_new = only_new
-        self.rows: list[BatchRow] = []
-        self._looks: list[Looks] = []  # of the pictures of each call, or all of one conversation's
-        self._use = threading.Lock()
-        self.owner: weakref.WeakSet[RetainedCache] | None = None  # closes it, with the others
+    processors: LogitsProcessorList
+    criteria: StoppingCriteriaList
+    do_sample: bool
+    pad: int | None
+    keep_scores: bool
+    keep_logits: bool
+    streamer: Any
 
-    def __repr__(self) -> str:
-        return f"RetainedCache({len(self.rows)} conversations, {self.get_seq_length()} tokens)"
 
-    @whole
-    def __deepcopy__(self, memo: dict[int, Any]) -> RetainedCache:
-        made = RetainedCache(only_new=self.only_new)
-        with self.in_use():
-            made._looks = [dict(looks) for looks in self._looks]
-            for row in self.rows:  # one by one: what was forked before an error is closed
-                made.rows.append(row.fork())
-        if self.owner is not None:
-            made.owner = self.owner
-            self.owner.add(made)
-        return made
+@dataclass
+class Generated:
+    """The ids ``[B, W + new]`` and, where asked for, float32 ``[B, vocab]`` of every step."""
 
-    def get_seq_length(self, layer_idx: int = 0) -> int:
-        """Return the tokens that the longest conversation has seen, evicted ones included."""
-        return max((len(row.ids) for row in self.rows), default=0)
+    ids: Tensor
+    scores: tuple[Tensor, ...] | None
+    logits: tuple[Tensor, ...] | None
 
-    def get_max_length(self, layer_idx: int | None = None) -> int:
-        """Return -1: there is no limit."""
-        return -1
 
-    @property
-    def is_croppable(self) -> bool:
-        """Return False: evicted tokens cannot come back."""
-        return False
+class Loop:
+    """Generates the replies of B rows, one step of all at a time, as transformers does.
 
-    def memory(self) -> tuple[Memory, ...]:
-        """Return the tokens that each conversation has seen, and the memory that it holds."""
-        return tuple(row.session.memory() for row in self.rows)
+    A row that has ended takes no more steps; its logits in later steps are its last ones.
 
-    def retained(self) -> list[list[list[Tensor]]]:
-        """Return the token indices kept, ``[row][layer][kv_head]``, each ascending int64."""
-        return [row.session.retained() for row in self.rows]
+    Args:
+        logits: float32 ``[B, vocab]`` of the prompts' last tokens.
+        input_ids: ``[B, W]``, as the caller passed them.
+    """
 
-    @whole
-    def reset(self) -> None:
-        """Forget all conversations and return their memory."""
-        with self.in_use():
-            self.close()
-
-    def close(self) -> None:
-        """Return the memory; the cache is empty afterwards."""
-        close_rows(self.rows)
-        self._looks = []
-
-    @contextmanager
-    def in_use(self) -> Iterator[None]:
-        """Claim the cache for one call. Raises SessionError while another call has it."""
-        with CtrlC():
-            if not self._use.acquire(blocking=False):
-                raise SessionError(
-                    "the cache is in use by another generate call; wait for it, or give each its "
-                    "own (copy.deepcopy)"
-                )
-            try:
-                yield
-            finally:
-                self._use.release()
-
-    @whole
-    def replace(self, rows: Sequence[BatchRow], looks: Looks, again: Collection[int]) -> None:
-        """Take over other rows and close those held so far.
-
-        Args:
-            looks: of the pictures that came with the ids.
-            again: the modalities of which all came, not only the new ones.
-        """
-        before = list(self.rows)
-        self.rows[:] = rows
-        if self._looks and len(rows) == 1:
-            old = self._looks.pop()
-            for kind, now in looks.items():
-                seen = old.get(kind, [])
-                old[kind] = max(seen, now, key=len) if kind in again else [*seen, *now]
-            looks = old
-        self._looks.append(looks)
-        close_rows(before)
-
-    def check_looks(self, kind: int, looks: Looks) -> None:
-        """Check pixels that cover pictures read before. Raises InputError where they are others."""
-        now = looks[kind]
-        for old in self._looks:
-            seen = old.get(kind, [])
-            # Of several rows it is not known whose pictures are which.
-            same = now[: len(seen)] == seen if len(self.rows) == 1 else _in_order(seen, now)
-            if not (same or _in_order(now, seen)):
-                raise InputError(
-                    "the pixels of earlier pictures or videos are not those that the cache has "
-                    "read; pass a new RetainedCache(), or the pixels of the new ones alone"
-                )
-
-    def update(self, *_: Any, **__: Any) -> NoReturn:
-        """Refuse a forward pass of the model itself."""
-        raise InputError(
-            "a RetainedCache is read by generate of a model under mmkv.hf.retain alone; for the "
-            "model's own forward pass use a DynamicCache"
+    def __init__(
+        self,
+        engine: Runtime,
+        rows: Sequence[BatchRow],
+        logits: Tensor,
+        input_ids: Tensor,
+        how: LoopSettings,
+    ) -> None:
+        self.engine, self.rows, self.how, self.logits = engine, rows, how, logits
+        self.made = Generated(
+            input_ids, () if how.keep_scores else None, () if how.keep_logits else None
         )
+        self._unfinished = torch.ones(len(rows), dtype=torch.long, device=input_ids.device)
+        self._alive = [1] * len(rows)  # what the host has read of it
+        self.ends_at_eos = any(hasattr(criterion, "eos_token_id") for criterion in how.criteria)
+        self._full: set[int] = set()
+        self._burst = _Burst.of(engine, how, len(rows))
 
-    def crop(self, *_: Any) -> NoReturn:
-        """Refuse: evicted tokens cannot come back."""
-        raise InputError("a RetainedCache cannot be cropped; copy.deepcopy it before it goes on")
+    def run(self) -> Generated:
+        """Generate until every row has ended.
 
-    def reorder_cache(self, *_: Any) -> NoReturn:
-        """Refuse beam search."""
-        raise InputError("a RetainedCache does not run beam search; set num_beams=1")
+        Ctrl-C is let through while others' processors, criteria and streamers run.
+        """
+        self._read(self._chosen())
+        while any(self._alive):
+            going = self._going()
+            if not going:
+                break
+            if self._burst is None:
+                self._step(going)
+                self._read(self._chosen())
+            else:
+                columns = self._burst.columns(self, going)
+                with OpenToCtrlC():
+                    for column in columns:
+                        self._take(column)
+                self._alive = self._unfinished.tolist()
+        return self.made
+
+    def _going(self) -> list[int]:
+        """Return the rows that take the next step. Those without a position left have ended."""
+        going = self._running()
+        for i in going:
+            if not self.rows[i].session.has_room:
+                warnings.warn(
+                    f"row {i} ended at the model's last position; start a new conversation",
+                    stacklevel=2,
+                )
+                self._full.add(i)
+                self._unfinished[i] = self._alive[i] = 0
+        return [i for i in going if i not in self._full]
+
+    def _running(self) -> list[int]:
+        """Return the rows that had not ended when the host last looked."""
+        return [
+            i
+            for i, alive in enumerate(self._alive)
+            if i not in self._full and (alive or not self.ends_at_eos)
+        ]
+
+    def _step(self, going: Sequence[int]) -> None:
+        """Let the sessions read their rows' latest tokens."""
+        rows = [self.rows[i] for i in going]
+        tokens = [_pending(row) for row in rows]
+        fresh = self.engine.decode([row.session for row in rows], tokens)
+        for row, token in zip(rows, tokens, strict=True):
+            row.fed(token)
+        if len(going) < len(self.rows):
+            at = torch.tensor(going, device=self.logits.device)
+            fresh = self.logits.index_copy(0, at, fresh)
+        self.logits = fresh
+
+    def _chosen(self) -> Tensor:
+        with OpenToCtrlC():
+            return self._take(self._choose())
+
+    def _choose(self) -> Tensor:
+        """Return the next token of every row, int64 ``[B]``."""
+        ids, made = self.made.ids, self.made
+        logits = self.logits.to(ids.device, copy=True)
+        scores = self.how.processors(ids, logits)
+        if made.scores is not None:
+            made.scores += (scores,)
+        if made.logits is not None:
+            made.logits += (logits,)
+        if not self.how.do_sample:
+            return scores.argmax(-1)
+        return torch.multinomial(scores.softmax(-1), num_samples=1).squeeze(1)
+
+    def _take(self, chosen: Tensor) -> Tensor:
+        """Append a token to every row, padding to those that have ended; the tokens ``[B]``."""
+        made, how = self.made, self.how
+        if self.ends_at_eos and how.pad is not None:
+            chosen = torch.where(self._unfinished.bool(), chosen, how.pad)
+        made.ids = torch.cat([made.ids, chosen[:, None]], dim=-1)
+        self._unfinished = self._unfinished & ~how.criteria(made.ids, made.scores)
+        if how.streamer is not None:
+            how.streamer.put(chosen.cpu())
+        return chosen
+
+    def _read(self, chosen: Tensor) -> None:
+        """Read the tokens and which rows go on: the one time a step that the host waits."""
+        tokens, alive = torch.stack([chosen, self._unfinished]).tolist()
+        for i in self._running():
+            self.rows[i].pending = tokens[i]
+        self._alive = alive
 
 
-def _in_order(part: Sequence[Any], of: Sequence[Any]) -> bool:
-    """Return whether all of ``part`` are found in ``of``, in this order."""
-    rest = iter(of)
-    return all(one in rest for one in part)
+# What the sampler of bursts does, in its order, and the settings of that.
+_WARPERS: dict[type, str] = {
+    TemperatureLogitsWarper: "temperature",
+    TopKLogitsWarper: "top_k",
+    TopPLogitsWarper: "top_p",
+    MinPLogitsWarper: "min_p",
+}
 
 
-@whole
-def close_rows(rows: list[BatchRow]) -> None:
-    """Return the pages of all rows and empty the list."""
-    while rows:
-        rows.pop().session.close()
+class _Burst:
+    """Several steps by one call, where a CUDA graph runs them and nothing has to look between."""
+
+    def __init__(self, how: LoopSettings, draws: list[Draw] | None) -> None:
+        self._draws = draws
+        lengths = [c.max_length for c in how.criteria if isinstance(c, MaxLengthCriteria)]
+        self._most = min(lengths, default=None)
+        ends = [c.eos_token_id for c in how.criteria if isinstance(c, EosTokenCriteria)]
+        self._stop = [int(token) for ids in ends for token in ids.tolist()]
+
+    @classmethod
+    def of(cls, engine: Runtime, how: LoopSettings, rows: int) -> _Burst | None:
+        """Return None where each token has to be looked at, or nothing is gained."""
+        given: dict[type, Any] = {type(one): one for one in how.processors}
+        # The sampler has one order: a user's own warpers may come in another, or twice.
+        plain = [type(one) for one in how.processors] == [one for one in _WARPERS if one in given]
+        plain &= all(type(one) in (MaxLengthCriteria, EosTokenCriteria) for one in how.criteria)
+        plain &= all(getattr(one, "min_tokens_to_keep", 1) == 1 for one in how.processors)
+        if not plain or how.keep_scores or how.keep_logits or not in_bursts(engine):
+            return None
+        if not how.do_sample:
+            return None if how.processors else cls(how, None)
+        drawn = {_WARPERS[kind]: getattr(one, _WARPERS[kind]) for kind, one in given.items()}
+        # From torch's own generator, so that torch.manual_seed decides.
+        seeds = torch.randint(2**62, (rows,)).tolist()
+        return cls(how, [Draw(**drawn, seed=seed) for seed in seeds])
+
+    def columns(self, loop: Loop, going: Sequence[int]) -> list[Tensor]:
+        """Return the next tokens ``[B]`` of some steps; the sessions have read all but the last."""
+        engine, rows = loop.engine, [loop.rows[i] for i in going]
+        ids = loop.made.ids
+        left = BURST if self._most is None else self._most - ids.shape[1]
+        room = min(engine.spec.max_position - row.session.next_position for row in rows)
+        generated = engine.decode_many(
+            [row.session for row in rows],
+            [_pending(row) for row in rows],
+            max(1, min(BURST, left, room)),
+            self._stop,
+            None if self._draws is None else [self._draws[i] for i in going],
+        )
+        for row, tokens in zip(rows, generated, strict=True):
+            for token in [_pending(row), *tokens[:-1]]:
+                row.fed(token)
+            row.pending = tokens[-1]
+        block = torch.zeros((max(map(len, generated)), ids.shape[0]), dtype=torch.long)
+        for i, tokens in zip(going, generated, strict=True):
+            block[: len(tokens), i] = torch.tensor(tokens)
+        return list(block.to(ids.device))
+
+
+def in_bursts(engine: Runtime) -> bool:
+    """Return whether several steps cost less by one call."""
+    return engine.many_path == "graph"
+
+
+def _pending(row: BatchRow) -> int:
+    assert row.pending is not None
+    return row.pending

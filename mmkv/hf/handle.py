@@ -25,7 +25,8 @@ from mmkv.engine.model.spec import DecoderSpec
 from mmkv.engine.model.weights import DecoderWeights, separate
 from mmkv.engine.policies import Policy
 from mmkv.engine.runtime import Runtime
-from mmkv.hf.generate import Call, RetainedCache
+from mmkv.hf.cache import RetainedCache
+from mmkv.hf.generate import Call
 from mmkv.hf.hosted import Host, HostedFamily, HostedRuntime
 from mmkv.shipped import with_shipped_gates
 

@@ -290,7 +290,8 @@ def _spec(model: Any) -> DecoderSpec:
             "and other text models that use transformers' attention interface"
         )
     rope = getattr(config, "rope_parameters", None) or {}
-    kinds = {rope.get("rope_type"), *(p.get("rope_type") for p in rope.values() if _is_dict(p))}
+    parts = [rope, *(part for part in rope.values() if isinstance(part, dict))]
+    kinds: set[Any] = {part.get("rope_type") for part in parts}
     if grows := kinds & _GROWS_WITH_LENGTH:
         raise ModelError(f"rope scaling {min(grows)!r} changes keys that the cache holds already")
     layers, heads = config.num_hidden_layers, config.num_attention_heads
@@ -306,10 +307,6 @@ def _spec(model: Any) -> DecoderSpec:
         sliding_window=attention_windows(config, layers),
         rope=RopeSpec("own", torch.zeros(1)),
     )
-
-
-def _is_dict(value: object) -> bool:
-    return isinstance(value, dict)
 
 
 def _engine_pass() -> _Pass | None:

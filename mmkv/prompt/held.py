@@ -13,6 +13,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Sequence
 from dataclasses import astuple, dataclass, field, replace
+from itertools import chain
 from typing import TYPE_CHECKING, Any, Literal
 
 from mmkv.engine.errors import InputError
@@ -25,6 +26,9 @@ if TYPE_CHECKING:
 Rewrites = Literal["reread", "keep"]
 # Bytes of loaded pictures and videos that a session holds, in case a later turn changes them.
 MOST_MEDIA = 2**26
+
+
+_Media = tuple[tuple[Any, ...], tuple[Any, ...]] | None  # pictures and videos
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +72,7 @@ class Piece:
     end: Place
     pictures: int = 0
     rule: Any = None
-    media: tuple[tuple[Any, ...], tuple[Any, ...]] | None = None
+    media: _Media = None
     reply: bool = False
     known: Sequence[int] = ()
     forgot: bool = False
@@ -103,7 +107,7 @@ class Plan:
     start: Place
     text: str
     ids: tuple[int, ...] = ()
-    media: tuple[tuple[Any, ...], tuple[Any, ...]] | None = ((), ())
+    media: _Media = ((), ())
     appends: bool = True
     evicted: int = 0
 
@@ -122,7 +126,7 @@ class Held:
 
     pieces: tuple[Piece, ...] | None = ()
     differs: str | None = None
-    unread: tuple[tuple[Any, ...], tuple[Any, ...]] | None = ((), ())
+    unread: _Media = ((), ())
     thoughts: int = 0
 
     @property
@@ -169,12 +173,7 @@ class Held:
                 break  # a picture, or what stood before a thought that is forgotten
             ids += piece.ids
             seen = piece.end.seen
-        media: Any = ((), ())
-        for piece in again:
-            if piece.ids is None:
-                shown = piece.media
-                media = _joined(media, shown)
-        media = _joined(media, self.unread)
+        media = _joined(*(piece.media for piece in again if piece.ids is None), self.unread)
         text, before = _from(whole, begins[kept]), self._end(first).evicted
         return Plan(kept, self._end(kept), text, tuple(ids), media, False, before)
 
@@ -392,8 +391,9 @@ def _from(raw: str, plain: int) -> str:
     return ""
 
 
-def _joined(one: Any, other: Any) -> Any:
-    """Return the pictures and videos of both; None where those of one are not at hand."""
-    if one is None or other is None:
+def _joined(*media: _Media) -> _Media:
+    """Return pictures and videos together; None where some are not at hand."""
+    there = [one for one in media if one is not None]
+    if len(there) < len(media):
         return None
-    return ((*one[0], *other[0]), (*one[1], *other[1]))
+    return tuple(chain(*(one[0] for one in there))), tuple(chain(*(one[1] for one in there)))

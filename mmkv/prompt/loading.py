@@ -11,25 +11,22 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from importlib import import_module
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 from mmkv.engine.errors import STOPS, InputError, MmkvError, ModelError, first_line
 from mmkv.engine.model.gguf.config import FILES, TOKENIZER, gguf_folder, is_gguf
-from mmkv.prompt.expanding import (
-    END,
-    ROW,
-    IdeficsProcessor,
-    PixtralProcessor,
-    marks_of,
-)
 from mmkv.prompt.processing import (
+    END,
     PICTURES,
+    ROW,
     HubProcessor,
+    IdeficsProcessor,
     InternVLProcessor,
     OneVisionProcessor,
+    PixtralProcessor,
     Processor,
     QwenProcessor,
+    marks_of,
 )
 from mmkv.prompt.template import ChatTemplate
 
@@ -361,7 +358,7 @@ def load_hub(name: str | Path, tokenizer: Any, config: Any) -> HubProcessor:
         require_settings(settings, file, vision, pixels=False)
         require_frames(settings, file, either=False)
         if settings.get("size") is not None:
-            require_tile(SimpleNamespace(size=settings["size"], resample=3), file)
+            require_tile({"size": settings["size"], "resample": 3}, file)
         kind = partial(InternVLProcessor, videos=settings)
         placeholders["video"] = processor.video_token + "\n"
         tokens += [processor.video_token, processor.start_image_token, processor.end_image_token]
@@ -417,48 +414,26 @@ def require_settings(settings: Any, file: str, vision: Any, pixels: bool) -> Non
         file: for messages. vision: the vision part of the model's config.
         pixels: ``size`` bounds a picture's pixels; otherwise its edges.
     """
-
-    def of(name: str) -> Any:
-        return (
-            settings.get(name) if isinstance(settings, Mapping) else getattr(settings, name, None)
-        )
-
-    def require(right: bool, name: str, wanted: str) -> None:
-        if not right:
-            raise _wrong(file, name, of(name), wanted)
-
     for name, theirs in _PATCHES.items() if pixels else ():
         own = getattr(vision, theirs, None)
-        value = of(name)
-        require(
-            value is None or (_whole(value, _MOST_EDGE) and own in (None, value)),
-            name,
-            f"{own}, as the model's config has it" if own else "a whole number",
-        )
-    for name in ("image_mean", "image_std"):
-        value = of(name)
-        some = value is None or (
-            isinstance(value, (list, tuple)) and len(value) == 3 and all(map(_real, value))
-        )
-        require(some and not (name == "image_std" and 0 in (value or ())), name, "three numbers")
-    factor = of("rescale_factor")
-    require(factor is None or (_real(factor) and factor != 0), "rescale_factor", "a number")
-    for name in ("size", "crop_size"):
-        value = of(name)
-        most = _MOST_PIXELS if pixels else _MOST_EDGE
-        edges = _edges(value)
-        upper = edges.pop("longest_edge", None) if pixels else None
-        require(
-            value is None
-            or (
-                bool(edges or upper)
-                and all(_whole(each, most) for each in edges.values())
-                and (upper is None or _whole(upper, 2**62))
-                and (upper is None or upper >= edges.get("shortest_edge", 1))
-            ),
-            name,
-            f"sizes from 1 to {most:,}",
-        )
+        words = f"{own}, as the model's config has it" if own else "a whole number"
+        _require(settings, file, {name: (partial(_patch, own=own), words)})
+    _require(settings, file, _COLOURS)
+    most = _MOST_PIXELS if pixels else _MOST_EDGE
+    sized = partial(_bounds, most=most, pixels=pixels), f"sizes from 1 to {most:,}"
+    _require(settings, file, dict.fromkeys(("size", "crop_size"), sized))
+
+
+def _require(settings: Any, file: str, rules: _Rules) -> None:
+    """Raise ModelError for a setting that is there and not as a rule wants it."""
+    for name, (right, wanted) in rules.items():
+        value = _setting(settings, name)
+        if value is not None and not right(value):
+            raise _wrong(file, name, value, wanted)
+
+
+def _setting(settings: Any, name: str) -> Any:
+    return settings.get(name) if isinstance(settings, Mapping) else getattr(settings, name, None)
 
 
 def require_frames(settings: Mapping[str, Any], file: str, either: bool) -> None:
@@ -466,26 +441,12 @@ def require_frames(settings: Mapping[str, Any], file: str, either: bool) -> None
 
     ``either``: ``fps`` and ``num_frames`` exclude each other, as transformers has it for Qwen-VL.
     """
-    for name in ("num_frames", "min_frames", "max_frames", "max_video_tokens"):
-        value = settings.get(name)
-        most = 2**31 if name == "max_video_tokens" else _MOST_FRAMES
-        if value is not None and not _whole(value, most):
-            raise _wrong(file, name, value, f"a number of frames from 1 to {most:,}")
-    rate, shift = settings.get("fps"), settings.get("initial_shift")
-    if rate is not None and not (_real(rate) and 0 < rate <= 1000):
-        raise _wrong(file, "fps", rate, "frames a second above 0")
-    if shift is not None and not isinstance(shift, bool) and not (_real(shift) and shift >= 0):
-        raise _wrong(file, "initial_shift", shift, "true, false or a number of frames")
-    least, most_frames = settings.get("min_frames"), settings.get("max_frames")
-    if least is not None and most_frames is not None and least > most_frames:
-        raise _wrong(file, "min_frames", least, f"at most max_frames ({most_frames})")
-    if either and rate is not None and settings.get("num_frames") is not None:
+    _require(settings, file, _FRAMES)
+    least, most = settings.get("min_frames"), settings.get("max_frames")
+    if least is not None and most is not None and least > most:
+        raise _wrong(file, "min_frames", least, f"at most max_frames ({most})")
+    if either and settings.get("fps") is not None and settings.get("num_frames") is not None:
         raise ModelError(f"{file}: fps and num_frames exclude each other; set one of them to null")
-    for name in ("do_resize", "do_rescale", "do_normalize", "cap_pixels_per_frame"):
-        if not isinstance(settings.get(name), (bool, type(None))):
-            raise _wrong(file, name, settings[name], "true or false")
-    if settings.get("resample") not in (None, *range(6)):
-        raise _wrong(file, "resample", settings["resample"], "a filter from 0 to 5")
 
 
 def require_tile(settings: Any, file: str) -> None:
@@ -493,7 +454,7 @@ def require_tile(settings: Any, file: str) -> None:
 
     Args: as of :func:`require_settings`.
     """
-    size, resample = getattr(settings, "size", None), getattr(settings, "resample", None)
+    size, resample = _setting(settings, "size"), _setting(settings, "resample")
     if not {"height", "width"} <= _edges(size).keys():
         raise _wrong(file, "size", size, "height and width of a tile")
     if resample not in range(6):
@@ -505,10 +466,7 @@ def _edges(value: Any) -> dict[str, Any]:
     if isinstance(value, int):
         return {"edge": value}
     names = ("height", "width", "shortest_edge", "longest_edge", "max_height", "max_width")
-    found = {
-        name: value.get(name) if isinstance(value, Mapping) else getattr(value, name, None)
-        for name in names
-    }
+    found = {name: _setting(value, name) for name in names}
     return {name: each for name, each in found.items() if each is not None}
 
 
@@ -523,6 +481,44 @@ def _real(value: Any) -> bool:
         and math.isfinite(value)
         and abs(value) < 1e6
     )
+
+
+def _patch(value: Any, own: int | None) -> bool:
+    return _whole(value, _MOST_EDGE) and own in (None, value)
+
+
+def _bounds(value: Any, most: int, pixels: bool) -> bool:
+    """Whether sizes are whole numbers up to ``most``; one that bounds ``pixels`` may be larger."""
+    edges = _edges(value)
+    upper = edges.pop("longest_edge", None) if pixels else None
+    if not (edges or upper) or not all(_whole(each, most) for each in edges.values()):
+        return False
+    return upper is None or (_whole(upper, 2**62) and upper >= edges.get("shortest_edge", 1))
+
+
+def _colours(value: Any) -> bool:
+    return isinstance(value, (list, tuple)) and len(value) == 3 and all(map(_real, value))
+
+
+_Rules = Mapping[str, tuple[Callable[[Any], bool], str]]
+_COLOURS: _Rules = {
+    "image_mean": (_colours, "three numbers"),
+    "image_std": (lambda value: _colours(value) and 0 not in value, "three numbers"),
+    "rescale_factor": (lambda value: _real(value) and value != 0, "a number"),
+}
+_COUNT = partial(_whole, most=_MOST_FRAMES), f"a number of frames from 1 to {_MOST_FRAMES:,}"
+_SWITCH = (lambda value: isinstance(value, bool)), "true or false"
+_FRAMES: _Rules = {
+    **dict.fromkeys(("num_frames", "min_frames", "max_frames"), _COUNT),
+    "max_video_tokens": (partial(_whole, most=2**31), f"a number of frames from 1 to {2**31:,}"),
+    "fps": (lambda value: _real(value) and 0 < value <= 1000, "frames a second above 0"),
+    "initial_shift": (
+        lambda value: isinstance(value, bool) or (_real(value) and value >= 0),
+        "true, false or a number of frames",
+    ),
+    **dict.fromkeys(("do_resize", "do_rescale", "do_normalize", "cap_pixels_per_frame"), _SWITCH),
+    "resample": (lambda value: value in range(6), "a filter from 0 to 5"),
+}
 
 
 def _wrong(file: str, name: str, value: Any, wanted: str) -> ModelError:

@@ -19,7 +19,7 @@ import urllib.error
 import urllib.parse
 import urllib.request
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from http.client import HTTPException
 from pathlib import Path
@@ -29,6 +29,7 @@ from mmkv.engine.errors import STOPS, InputError, as_exception, first_line, plai
 from mmkv.engine.paths import user_path
 
 if TYPE_CHECKING:
+    import numpy as np
     from PIL.Image import Image
 
     ImageSource = str | Path | Image
@@ -297,27 +298,33 @@ def decode_image(
             f"{name} would unpack to far too many pixels (a decompression bomb?); scale it down"
         ) from error
     except pil.UnidentifiedImageError as error:
-        kind = other_kind(content)
-        if kind == "video":
-            ways = ("--video, or a part of type video", "a part of type video_url")
-            how = ways[formats is not None]
-            raise InputError(f"{name} is a video, not a picture; give it as one ({how})") from error
-        if kind == "HEIC":
-            how = "it is damaged; get another copy"
-            if "HEIF" not in pil.OPEN:
-                how = "run pip install pillow-heif where mmkv runs, or convert it to JPEG"
-            raise InputError(f"{name} is a HEIC picture; {how}") from error
-        known = "that Pillow can read" if formats is None else f"in {', '.join(formats)}"
-        told = other(content, "a picture") or f"is not a picture {known}; convert it to PNG or JPEG"
-        if content.startswith(_PICTURES):
-            told = "is damaged; get another copy"
-        elif content.startswith(_RAW):
-            told = "is damaged, or a camera's raw file; get another copy, or save it as JPEG"
-        raise InputError(f"{name} {told}") from error
+        raise InputError(f"{name} {_unknown(content, formats)}") from error
     except STOPS:
         raise
     except BaseException as error:
         raise _damaged(name, error) from error
+
+
+def _unknown(content: bytes, formats: list[str] | None) -> str:
+    """Say what a file is that Pillow reads no picture of, and what to do."""
+    from PIL import Image as pil
+
+    kind = other_kind(content)
+    if kind == "video":
+        how = "--video, or a part of type video" if formats is None else "a part of type video_url"
+        return f"is a video, not a picture; give it as one ({how})"
+    if kind == "HEIC" and "HEIF" in pil.OPEN:
+        return "is a HEIC picture; it is damaged; get another copy"
+    if kind == "HEIC":
+        remedy = "run pip install pillow-heif where mmkv runs, or convert it to JPEG"
+        return f"is a HEIC picture; {remedy}"
+    if content.startswith(_PICTURES):
+        return "is damaged; get another copy"
+    if content.startswith(_RAW):
+        return "is damaged, or a camera's raw file; get another copy, or save it as JPEG"
+    known = "that Pillow can read" if formats is None else f"in {', '.join(formats)}"
+    told = other(content, "a picture")
+    return told or f"is not a picture {known}; convert it to PNG or JPEG"
 
 
 def other_kind(content: bytes) -> str | None:
@@ -424,14 +431,7 @@ def _upright_rgb(picture: Image, name: str) -> Image:
         raise
     except BaseException:  # EXIF that cannot be read says nothing about the orientation
         upright = picture.copy()
-    if upright.mode == "La":
-        upright = upright.convert("LA")
-    if upright.mode in ("I", "F") or upright.mode.startswith("I;16"):
-        # Pillow scales those of a PGM to 16 bits, and knows no deeper PNG.
-        upright = _shallow(upright, upright.mode != "F" and picture.format in ("PPM", "PNG"))
-    elif upright.mode == "RGB" and max(upright.info.get("transparency") or (0,)) > 255:
-        # 16-bit colours, of which Pillow keeps the upper byte.
-        upright.info["transparency"] = tuple(c >> 8 for c in upright.info["transparency"])
+    upright = _eight_bits(upright, picture.format)
     if upright.has_transparency_data:
         layer = upright.convert("RGBA")
         white = pil.new("RGBA", layer.size, "white")
@@ -442,6 +442,20 @@ def _upright_rgb(picture: Image, name: str) -> Image:
     if noted is not None:
         made.info[NOTE] = noted
     return made
+
+
+def _eight_bits(picture: Image, format: str | None) -> Image:
+    """Return a picture of at most 8 bits a colour, in a mode that Pillow converts."""
+    if picture.mode == "La":
+        return picture.convert("LA")
+    if picture.mode in ("I", "F") or picture.mode.startswith("I;16"):
+        # Pillow scales those of a PGM to 16 bits, and knows no deeper PNG.
+        return _shallow(picture, picture.mode != "F" and format in ("PPM", "PNG"))
+    clear = picture.info.get("transparency") or (0,)
+    if picture.mode == "RGB" and max(clear) > 255:
+        # 16-bit colours, of which Pillow keeps the upper byte.
+        picture.info["transparency"] = tuple(colour >> 8 for colour in clear)
+    return picture
 
 
 def _of_several(picture: Image, name: str) -> Note | None:
@@ -473,22 +487,27 @@ def _shallow(picture: Image, sixteen: bool) -> Image:
     # Rows at a time: as float64 a picture at the limit takes gigabytes.
     rows = max(1, _BAND // max(picture.width, 1))
     bands = [levels[top : top + rows] for top in range(0, len(levels), rows)]
-    clear = picture.info.get("transparency")
-    least, most = 0.0, 65535.0
-    if not sixteen:
-        finite = (band[np.isfinite(band)] for band in bands)
-        ends = [(float(some.min()), float(some.max())) for some in finite if some.size]
-        least = min((low for low, _ in ends), default=0.0)
-        most = max((high for _, high in ends), default=0.0)
-    if not sixteen and least >= 0 and most <= 65535:
-        whites = (1.0, 255.0, 65535.0) if picture.mode == "F" else (255.0, 65535.0)
-        least, most = 0.0, next(white for white in whites if most <= white)
+    least, most = (0.0, 65535.0) if sixteen else _range(bands, picture.mode)
     shown = np.empty(levels.shape, np.uint8)
     for top, band in zip(range(0, len(levels), rows), bands, strict=True):
         scaled = (band.astype(np.float64) - least) * (255 / (most - least))
         scaled = np.nan_to_num(scaled, copy=False, nan=0, posinf=255, neginf=0)
         shown[top : top + rows] = np.clip(scaled.round(), 0, 255)
-    made = pil.fromarray(shown)
+    made, clear = pil.fromarray(shown), picture.info.get("transparency")
     if isinstance(clear, int):
         made.putalpha(pil.fromarray(np.where(levels == clear, 0, 255).astype(np.uint8)))
     return made
+
+
+def _range(bands: Sequence[np.ndarray], mode: str) -> tuple[float, float]:
+    """Return the levels of black and white in a picture of 32 bits or floats."""
+    import numpy as np
+
+    finite = (band[np.isfinite(band)] for band in bands)
+    ends = [(float(some.min()), float(some.max())) for some in finite if some.size]
+    least = min((low for low, _ in ends), default=0.0)
+    most = max((high for _, high in ends), default=0.0)
+    if least < 0 or most > 65535:
+        return least, most
+    whites = (1.0, 255.0, 65535.0) if mode == "F" else (255.0, 65535.0)
+    return 0.0, next(white for white in whites if most <= white)

@@ -11,7 +11,7 @@ from __future__ import annotations
 import importlib
 import math
 import sys
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, fields
 from functools import cache
 from types import SimpleNamespace
@@ -33,11 +33,12 @@ LOOSE_FPS = 2.0  # of frames that are given one by one
 _PIXELS = ("min_pixels", "max_pixels")
 _EDGES = ("resized_height", "resized_width")
 _OF_A_PICTURE = (*_PIXELS, *_EDGES)
+_SCALING = (*_OF_A_PICTURE, "total_pixels")
 _RATES = ("fps", "nframes", "num_frames")
 _SAMPLING = (*_RATES, "min_frames", "max_frames", "video_start", "video_end")
 _OF_FRAMES = ("fps", "sample_fps", "raw_fps")  # of those given one by one
 _COUNTS = ("nframes", "num_frames", "min_frames", "max_frames")
-_WHOLE = (*_OF_A_PICTURE, "total_pixels", *_COUNTS)
+_WHOLE = (*_SCALING, *_COUNTS)
 
 
 @dataclass(frozen=True)
@@ -100,33 +101,31 @@ class MediaSettings:
     @property
     def scales(self) -> bool:
         """Return whether it says which size a picture or frame gets."""
-        return any(name in (*_OF_A_PICTURE, "total_pixels") for name in self.given())
+        return any(name in _SCALING for name in self.given())
 
     def refuse_scaling(self) -> None:
         """Raise InputError, for a model that gives pictures a size of its own."""
-        for name in self.given():
-            if name in (*_OF_A_PICTURE, "total_pixels"):
-                raise InputError(
-                    f"this model has a size of its own for pictures and frames; drop {name}"
-                )
+        self._refuse(_SCALING, "this model has a size of its own for pictures and frames; drop {}")
 
     def refuse_sampling(self) -> None:
         """Raise InputError, for a video whose frames are given one by one."""
-        for name in self.given():
-            if name in _SAMPLING and name not in _OF_FRAMES:
-                raise InputError(
-                    f"the frames of this video are given one by one, so {name} cannot be followed; "
-                    "leave frames out yourself, and give their rate as fps"
-                )
+        self._refuse(
+            [name for name in _SAMPLING if name not in _OF_FRAMES],
+            "the frames of this video are given one by one, so {} cannot be followed; leave frames "
+            "out yourself, and give their rate as fps",
+        )
 
     def refuse_rates(self) -> None:
         """Raise InputError for rates of frames given one by one, of a video in a file."""
-        for name in ("sample_fps", "raw_fps"):
-            if name in self.given():
-                raise InputError(
-                    f"{name} is for frames that are given one by one; of a video in a file, give "
-                    "fps"
-                )
+        self._refuse(
+            ("sample_fps", "raw_fps"),
+            "{} is for frames that are given one by one; of a video in a file, give fps",
+        )
+
+    def _refuse(self, names: Collection[str], words: str) -> None:
+        for name in self.given():
+            if name in names:
+                raise InputError(words.format(name))
 
     def _check(self) -> None:
         rates = [name for name in _RATES if name in self.given()]

@@ -8,7 +8,6 @@ frames are cut into patches here by the same rules and give the same numbers on 
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
@@ -262,14 +261,14 @@ def frame_rule(config: Mapping[str, Any], apart: bool) -> FrameRule:
 
 
 def prepare(
-    text: str,
     images: Sequence[Image],
     clips: Sequence[Clip],
     image_processor: Any,
     rules: VideoRules,
     image_size: dict[str, int] | None,
-) -> tuple[str, dict[str, Any]]:
-    """Expand the placeholders of ``text`` and make the pixel inputs (torch tensors).
+) -> tuple[dict[str, list[str]], dict[str, Any]]:
+    """Return what stands for each picture and video in the text, by placeholder, and the pixel
+    inputs (torch tensors).
 
     ``image_size``: bounds on a picture's pixels as {"shortest_edge", "longest_edge"}, or None
     for the checkpoint's own.
@@ -300,6 +299,4 @@ def prepare(
         fills[VIDEO] = [
             rules.expand(clip, grid) for clip, (_, grid) in zip(clips, cut, strict=True)
         ]
-    waiting = {token: iter(fill) for token, fill in fills.items()}
-    pattern = "|".join(map(re.escape, waiting))
-    return re.sub(pattern, lambda match: next(waiting[match[0]]), text), pixels
+    return fills, pixels

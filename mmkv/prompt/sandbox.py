@@ -348,29 +348,34 @@ class _Limited(ImmutableSandboxedEnvironment):
         return guarded
 
     def _expect_of_filter(self, name: str, value: Any, rest: list[Any]) -> None:
-        if name in _SLOW or (name == "tojson" and rest):
+        if name == "tojson" and rest:
             # What is given, such as tools, may be shown with indents.
-            most = max(_SLOW_INPUT, self.meter.given) if name == "tojson" else _SLOW_INPUT
-            if extent(value, most) > most:
-                raise _stopped(f"it gives {name} more than {most:,} characters")
+            most = max(_SLOW_INPUT, self.meter.given)
+            size = self._bounded_input(name, value, most)
             self._expect_width(*rest)
-            if name == "tojson":
-                width = max([len(each) for each in rest if isinstance(each, str)], default=0)
-                width = max([width, *(each for each in rest if isinstance(each, int))])
-                self.meter.expect(extent(value, most) + width * _indents(value, most))
+            self.meter.expect(size + _width(rest) * _indents(value, most))
+        elif name in _SLOW:
+            self._bounded_input(name, value, _SLOW_INPUT)
+            self._expect_width(*rest)
         elif name == "join":
-            between = max([len(each) for each in rest if isinstance(each, str)], default=0)
+            between = _width(each for each in rest if isinstance(each, str))
             self.meter.expect(extent(value, self.meter.largest) + between * len(value))
-        elif name in ("batch", "center", "indent", "round", "slice"):
+        elif name == "indent":
             self._expect_width(*rest)
-            if name == "indent":
-                width = max([len(each) for each in rest if isinstance(each, str)], default=0)
-                width = max([width, 4, *(each for each in rest if isinstance(each, int))])
-                self.meter.expect((str(value).count("\n") + 1) * width)
+            self.meter.expect((str(value).count("\n") + 1) * max(4, _width(rest)))
+        elif name in ("batch", "center", "round", "slice"):
+            self._expect_width(*rest)
         elif name == "format":
             self._expect_format(str(value))
         elif name == "replace" and rest:
             self._expect_replaced(str(value), *map(str, rest[:2]))
+
+    def _bounded_input(self, name: str, value: Any, most: int) -> int:
+        """Return the extent of what a slow filter is given. Raises InputError above ``most``."""
+        size = extent(value, most)
+        if size > most:
+            raise _stopped(f"it gives {name} more than {most:,} characters")
+        return size
 
     def _expect_of_method(
         self, owner: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -439,6 +444,12 @@ def extent(value: Any, most: int) -> int:
             waiting += value.keys()
             waiting += value.values()
     return total
+
+
+def _width(values: Iterable[Any]) -> int:
+    """Return the widest indent or separator of those that texts and numbers name."""
+    widths = [len(each) if isinstance(each, str) else each for each in values]
+    return max([0, *(each for each in widths if isinstance(each, int))])
 
 
 def _indents(value: Any, most: int) -> int:

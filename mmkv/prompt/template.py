@@ -9,7 +9,7 @@ does not depend on what the reply was, and the tokens the model sampled stay as 
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import groupby
@@ -18,14 +18,23 @@ from typing import TYPE_CHECKING, Any
 from mmkv.calls.formats import format_of
 from mmkv.calls.parser import thought_marks
 from mmkv.engine.errors import STOPS, InputError, first_line
-from mmkv.prompt.part_settings import MediaSettings, Sourced
+from mmkv.prompt.messages import (
+    Fitted,
+    Message,
+    TemplateSupport,
+    as_parts,
+    fit,
+    is_open,
+    joined,
+    plain_tools,
+    probe,
+    text_of,
+    with_more,
+)
 from mmkv.prompt.special import CUT, Cutter, new_marker
-from mmkv.prompt.tool_messages import Fitted, TemplateSupport, fit, plain_calls, plain_tools, probe
 
 if TYPE_CHECKING:
     from mmkv.prompt import sandbox
-
-Message = dict[str, Any]
 
 NO_TEMPLATE = "this model's tokenizer has no chat template: the text is continued as it stands"
 REWRITES = (
@@ -259,8 +268,7 @@ class ChatTemplate:
         stable = before == self.before_reply(history[:reply])
         before, end = before.replace(CUT, ""), after.replace(CUT, "")
         if _is_written_out(history[reply]):
-            said = "".join(part.get("text", "") for part in as_parts(history[reply]["content"]))
-            stable &= rendered == before + said + end
+            stable &= rendered == before + text_of(history[reply]) + end
         else:  # only the template knows the words of its calls and thoughts
             stable &= rendered.startswith(before) and rendered[len(before) :].endswith(end)
         return Addition(after, True, differs=None if stable else REWRITES)
@@ -295,36 +303,20 @@ class ChatTemplate:
         if self.source is None:
             text = "".join(self._plain(one.message) for one in fitted)
             return RenderedConversation(text, [-1] * len(messages), len(text))
-        from jinja2 import TemplateError, TemplateSyntaxError
-
         from mmkv.prompt import sandbox
 
         shaped = [self._shape(one.message) for one in fitted]
         marks = sandbox.Marks(dict.fromkeys(map(id, shaped), -1))
         try:
             text = self._rendered(shaped, self._tools if self.reads_tools else [], opening, marks)
-        except InputError:
-            raise
-        except TemplateSyntaxError as error:
-            raise InputError(
-                f"the model's chat template is damaged ({first_line(error)}); get another copy of "
-                "chat_template.jinja or tokenizer_config.json"
-            ) from error
-        except TemplateError as error:
-            if any(map(_has_both, messages)):  # it may want results behind calls that it knows
-                return self.layout([_with_calls_alone(one) for one in messages], opening)
-            raise InputError(
-                f"the model's chat template refuses these messages ({first_line(error)}); "
-                "drop the system message or reorder the turns"
-            ) from error
-        except STOPS:
+        except (InputError, *STOPS):
             raise
         # A template can fail in any way that a program can.
         except BaseException as error:
-            raise InputError(
-                f"the model's chat template is broken ({type(error).__name__}: "
-                f"{first_line(error)}); use another model, or --raw"
-            ) from error
+            if _refuses(error) and any(map(_has_both, messages)):
+                # It may want results behind calls that it knows.
+                return self.layout([_with_calls_alone(one) for one in messages], opening)
+            raise _failed(error) from error
         end = marks.end if opening else len(text)
         begins = [-1] * len(messages)
         for one, message in zip(fitted, shaped, strict=True):
@@ -412,31 +404,22 @@ class ChatTemplate:
     def _cut(self, messages: list[Message]) -> list[Message]:
         """Return the messages, their contents as parts, with special tokens in texts cut."""
         made = [self._plain_message(message) for message in messages]
-        texts = [part["text"] for one in made for part in one["content"] if part["type"] == "text"]
-        returned = [one["content"] for one in made if one["role"] == "tool"]
-        results = [part.get("text", "") for content in returned for part in content]
+        results = [text_of(one) for one in made if one["role"] == "tool"]
         # All at once: a conversation can be long.
-        found = self._cutter.finds("".join(texts))
+        found = self._cutter.finds("".join(map(text_of, made)))
         if not found and not self._cutter_of_results.finds("".join(results)):
             return made
-        for message in made:
+        together: list[tuple[dict[str, Any], Collection[str]]] = []
+        for given, message in zip(messages, made, strict=True):
             message["content"] = [dict(part) for part in message["content"]]
-        contents = [
-            [(part, self.markers if given.get("sampled") else ()) for part in message["content"]]
-            for given, message in zip(messages, made, strict=True)
-        ]
-        cutters = [
-            self._cutter_of_results if one["role"] == "tool" else self._cutter for one in made
-        ]
-        if self.source is None:  # nothing stands between them then
-            contents, cutters = [[part for content in contents for part in content]], [self._cutter]
-        for content, cutter in zip(contents, cutters, strict=True):
-            for is_text, group in groupby(content, lambda pair: pair[0]["type"] == "text"):
-                side_by_side = list(group) if is_text else []
-                texts = [part["text"] for part, _ in side_by_side]
-                cut = cutter.cut(texts, [kept for _, kept in side_by_side])
-                for (part, _), text in zip(side_by_side, cut, strict=True):
-                    part["text"] = text
+            kept = self.markers if given.get("sampled") else ()
+            parts = [(part, kept) for part in message["content"]]
+            if self.source is None:  # nothing stands between messages then
+                together += parts
+            else:
+                tool = message["role"] == "tool"
+                _cut_parts(self._cutter_of_results if tool else self._cutter, parts)
+        _cut_parts(self._cutter, together)
         return made
 
     def _plain_message(self, message: Message) -> Message:
@@ -472,6 +455,45 @@ class ChatTemplate:
         )
 
 
+def _cut_parts(cutter: Cutter, parts: Sequence[tuple[dict[str, Any], Collection[str]]]) -> None:
+    """Cut special tokens in parts, but those that each keeps; one can begin in one text and end in
+    the next.
+    """
+    for is_text, group in groupby(parts, lambda pair: pair[0]["type"] == "text"):
+        side_by_side = list(group) if is_text else []
+        texts = [part["text"] for part, _ in side_by_side]
+        cut = cutter.cut(texts, [kept for _, kept in side_by_side])
+        for (part, _), text in zip(side_by_side, cut, strict=True):
+            part["text"] = text
+
+
+def _refuses(error: BaseException) -> bool:
+    """Whether a template ran, and wants no such messages."""
+    from jinja2 import TemplateError, TemplateSyntaxError
+
+    return isinstance(error, TemplateError) and not isinstance(error, TemplateSyntaxError)
+
+
+def _failed(error: BaseException) -> InputError:
+    """Say why a template renders nothing."""
+    from jinja2 import TemplateSyntaxError
+
+    if _refuses(error):
+        return InputError(
+            f"the model's chat template refuses these messages ({first_line(error)}); "
+            "drop the system message or reorder the turns"
+        )
+    if isinstance(error, TemplateSyntaxError):
+        return InputError(
+            f"the model's chat template is damaged ({first_line(error)}); get another copy of "
+            "chat_template.jinja or tokenizer_config.json"
+        )
+    return InputError(
+        f"the model's chat template is broken ({type(error).__name__}: {first_line(error)}); use "
+        "another model, or --raw"
+    )
+
+
 def _marks_in(source: str | None, tokenizer: Any) -> list[str]:
     """Return the tokens that a template writes and that are not special, as </tool_response>.
 
@@ -480,30 +502,6 @@ def _marks_in(source: str | None, tokenizer: Any) -> list[str]:
     added = map(str, getattr(tokenizer, "added_tokens_decoder", {}).values())
     marks = [one for one in added if one.strip() and not (one[0].isalnum() or one[-1].isalnum())]
     return [one for one in marks if one in (source or "")]
-
-
-def as_parts(content: str | list[dict[str, Any]] | None) -> list[dict[str, Any]]:
-    """Return a message's content as a list of parts."""
-    return [{"type": "text", "text": content}] if isinstance(content, str) else list(content or ())
-
-
-def is_open(history: Sequence[Message]) -> bool:
-    """Return whether a conversation ends with a user's message to which more may come."""
-    return bool(history) and history[-1]["role"] == "user"
-
-
-def joined(history: Sequence[Message], messages: Sequence[Message]) -> list[Message]:
-    """Return both, the first of ``messages`` as the rest of an open one of the user."""
-    if not (is_open(history) and messages and messages[0]["role"] == "user"):
-        return [*history, *messages]
-    content = [*as_parts(history[-1]["content"]), *as_parts(messages[0]["content"])]
-    return [*history[:-1], {**history[-1], "content": content}, *messages[1:]]
-
-
-def with_more(message: Message, text: str) -> Message:
-    """Return a message with one more text behind what it says."""
-    more = {"type": "text", "text": text}
-    return {**message, "content": [*as_parts(message["content"]), more]}
 
 
 def _is_written_out(message: Message) -> bool:
@@ -519,101 +517,3 @@ def _has_both(message: Message) -> bool:
 def _with_calls_alone(message: Message) -> Message:
     """Return a sampled reply without its text, where its calls are known."""
     return {**message, "content": [], "sampled": False} if _has_both(message) else message
-
-
-_ROLES = ("system", "user", "assistant", "tool")
-# Keys under which common formats put the picture or video of a part.
-_SOURCE_KEYS = ("image", "video", "url", "path", "image_url", "video_url")
-
-
-def take_media(messages: Sequence[Message]) -> tuple[list[Message], list[Any], list[Any]]:
-    """Split ``messages`` into messages with bare placeholders, pictures, and videos, in order.
-
-    A part is {"type": "text", "text": ...}, or of type image / video (or image_url / video_url)
-    with its source under "image", "video", "url", "path" or "image_url", and settings of it
-    (:class:`~mmkv.prompt.part_settings.MediaSettings`): its source is then a
-    :class:`~mmkv.prompt.part_settings.Sourced`. An assistant's message may have ``tool_calls``,
-    ``reasoning_content`` and ``sampled``, a tool's ``tool_call_id`` and ``name``. Raises InputError
-    for anything else.
-    """
-    plain: list[Message] = []
-    images: list[Any] = []
-    videos: list[Any] = []
-    if isinstance(messages, (str, bytes, dict)) or not isinstance(messages, Sequence):
-        raise TypeError(f"a conversation is a list of messages, not a {type(messages).__name__}")
-    if not messages:
-        raise InputError("the conversation is empty; give at least one user message")
-    for message in messages:
-        role = message.get("role") if isinstance(message, dict) else None
-        if not isinstance(message, dict) or not isinstance(role, str) or role not in _ROLES:
-            raise InputError(f"a message needs a role out of {', '.join(_ROLES)}, and a content")
-        content: Any = message.get("content")
-        if content is not None and not isinstance(content, (str, list, tuple)):
-            raise InputError(
-                f"a message's content is {type(content).__name__}; give a text or a list of parts"
-            )
-        parts: list[dict[str, Any]] = []
-        for part in as_parts(list(content) if isinstance(content, tuple) else content):
-            if not isinstance(part, dict):
-                raise InputError(
-                    f"a message part is {type(part).__name__}; give a dict with a type"
-                )
-            kind = str(part.get("type", "")).removesuffix("_url")
-            if kind == "text" and isinstance(part.get("text"), str):
-                parts.append({"type": "text", "text": part["text"]})
-            elif kind in ("image", "video"):
-                (images if kind == "image" else videos).append(_source(part, kind))
-                parts.append({"type": kind})
-            else:
-                raise InputError(
-                    f"a message part of type {part.get('type')!r} is not understood; "
-                    "use text, image or video"
-                )
-        plain.append({"role": role, "content": parts, **_said_apart(message, role)})
-    return plain, images, videos
-
-
-def _said_apart(message: Message, role: str) -> Message:
-    """Return what a message says beside its content; fields that are None are left out."""
-    calls = message.get("tool_calls")
-    if calls and role != "assistant":
-        raise InputError(f"a message of role {role} has tool_calls; only the assistant's may")
-    if role == "tool" and message.get("content") is None:
-        raise InputError("a message of role tool has no content; give what the tool returned")
-    texts = {"assistant": ("reasoning_content",), "tool": ("tool_call_id", "name")}.get(role, ())
-    made = {key: message[key] for key in texts if message.get(key) is not None}
-    for key, value in made.items():
-        if not isinstance(value, str):
-            raise InputError(f"{key} is {type(value).__name__}; give a text")
-    if calls is not None and role == "assistant":
-        made |= {"tool_calls": plain_calls(calls)} if calls != [] else {}
-    if role == "assistant" and message.get("sampled"):
-        made["sampled"] = True
-    return made
-
-
-def is_blank(message: Message) -> bool:
-    """Return whether a message says nothing in words."""
-    return not any(
-        part["type"] == "text" and part["text"].strip() for part in as_parts(message.get("content"))
-    )
-
-
-def _source(part: dict[str, Any], kind: str) -> Any:
-    """Return the source of a part, with its settings where it has any."""
-    settings = {key: value for key, value in part.items() if value is not None}
-    del settings["type"]
-    found = None
-    for key in _SOURCE_KEYS:
-        value = settings.pop(key, None)
-        if isinstance(value, dict):  # {"image_url": {"url": ...}}
-            settings |= {name: each for name, each in value.items() if each is not None}
-            value = settings.pop("url", None)
-        found = value if found is None else found
-    if found is None:
-        raise InputError(
-            f"a message part of type {part['type']!r} names no source; add 'url' or 'path'"
-        )
-    if kind == "image":
-        settings.pop("detail", None)  # OpenAI's; pictures are read at the model's size
-    return Sourced(found, MediaSettings.of(kind, settings)) if settings else found

@@ -20,7 +20,7 @@ from mmkv.engine.contents import MODALITIES
 from mmkv.engine.errors import CapacityError, ContextError, InputError, SessionError
 from mmkv.engine.strict import InvalidFile, Strict, parse
 from mmkv.notes import conversation_notes
-from mmkv.prompt.template import as_parts
+from mmkv.prompt.messages import as_parts
 from mmkv.prompt.video import FramesSeen
 from mmkv.scheduler.conversation import CachedConversation
 from mmkv.server.prompts import Message, Part, closed

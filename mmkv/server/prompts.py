@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any, Literal
 from mmkv.calls.parser import ReplyParser, parse
 from mmkv.calls.tools import parsed_arguments
 from mmkv.engine.errors import ContextError, InputError
+from mmkv.prompt.messages import as_parts
 from mmkv.prompt.special import new_marker, reading, require_no_long_run
-from mmkv.prompt.template import as_parts
 
 if TYPE_CHECKING:
     from mmkv.calls.parser import ParsedReply, ThoughtMarks

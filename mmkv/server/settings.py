@@ -18,8 +18,7 @@ from mmkv.engine.errors import InputError
 from mmkv.engine.options import option
 
 if TYPE_CHECKING:
-    from mmkv.calls.formats import ToolFormat
-    from mmkv.calls.parser import ThoughtMarks
+    from mmkv.calls.parser import ThoughtMarks, ToolFormat
     from mmkv.engine.budget import Budget
     from mmkv.prompt.qwen_vision import VideoRules
     from mmkv.prompt.video import FrameRule

@@ -23,7 +23,7 @@ from mmkv.engine.cache import PagePool
 from mmkv.engine.errors import BudgetError, InputError, MmkvError, PolicyError, SessionError
 from mmkv.engine.interrupts import FairLock
 from mmkv.engine.system import free_bytes
-from mmkv.prompt.template import take_media
+from mmkv.prompt.messages import take_media
 from mmkv.sampling import distribution
 from mmkv.session import Session
 from tests.support.chat_models import picture, save_qwen3_vl, script, watch

@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 from llguidance import LLMatcher, LLTokenizer
 
-from mmkv.calls.formats import Hermes, QwenXml, ToolFormat
+from mmkv.calls.formats import Hermes, QwenXml
+from mmkv.calls.parser import ToolFormat
 from mmkv.calls.tools import Tool, ToolUse
 from mmkv.engine.errors import InputError
 from mmkv.grammar import ReplyRules, answer_schema, require_tools

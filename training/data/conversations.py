@@ -27,8 +27,8 @@ from typing import Any
 from mmkv.engine.errors import InputError, plain
 from mmkv.engine.paths import user_path
 from mmkv.prompt.media import check_source, describe
+from mmkv.prompt.messages import Message, is_blank, take_media
 from mmkv.prompt.part_settings import taken_apart
-from mmkv.prompt.template import Message, is_blank, take_media
 
 KINDS = ("chat", "llava", "mmdu", "pairs", "text")
 

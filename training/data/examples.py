@@ -19,8 +19,8 @@ from torch.utils.data import Dataset
 
 from mmkv.engine.errors import InputError
 from mmkv.prompt.loading import load_processor
+from mmkv.prompt.messages import Message, take_media
 from mmkv.prompt.processing import Processor
-from mmkv.prompt.template import Message, take_media
 from mmkv.training.data.conversations import (
     Conversation,
     ConversationDocument,

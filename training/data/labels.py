@@ -15,8 +15,8 @@ from typing import Any
 
 from torch import Tensor
 
+from mmkv.prompt.messages import Message
 from mmkv.prompt.special import CUT, reading, tokenize
-from mmkv.prompt.template import Message
 from mmkv.training.data.conversations import DataError
 
 IGNORED = -100  # a label that losses ignore

@@ -8,13 +8,14 @@ from typing import Any
 
 import pytest
 
-from mmkv.calls.formats import FORMATS, QwenXml, ToolFormat, format_of, whole_call
+from mmkv.calls.formats import FORMATS, QwenXml, format_of, whole_call
 from mmkv.calls.parser import (
     THOUGHT_MARKS,
     CallPiece,
     ParsedReply,
     ReplyParser,
     ThoughtMarks,
+    ToolFormat,
     parse,
 )
 from mmkv.calls.tools import Tool, ToolUse, parsed_arguments

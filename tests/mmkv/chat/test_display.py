@@ -205,7 +205,7 @@ def said(
     made = ChatOptions(**options)
     session: Any = Session(error)
     with suppress(RuntimeError):
-        answer(None, session, made, Display(made), "?", [], [], None, made.sampling())  # type: ignore[arg-type]
+        answer(session, made, Display(made), "?", [], [], None, made.sampling())  # type: ignore[arg-type]
     return stream.getvalue()
 
 
@@ -326,13 +326,13 @@ class Said:
 def test_forks_are_listed_and_what_is_kept_is_drawn() -> None:
     engine = Engine.from_pretrained(bundled_model(), policy="streamingllm", budget=8)
     session = engine.session()
-    assert "kept 0 of 0 entries (100 %)" in memory_line(engine, session)
+    assert "kept 0 of 0 entries (100 %)" in memory_line(session)
     list(session.send("what is at row 2, column 3?", sampling=Sampling(max_new_tokens=3)))
     memory, rows = session.memory(), engine.spec.num_layers * engine.spec.num_kv_heads
     total = memory.tokens_seen * rows
     assert memory.entries == 8 * rows < total
     share = f"({100 * 8 / memory.tokens_seen:.0f} %)"
-    line = memory_line(engine, session)
+    line = memory_line(session)
     assert f"kept {memory.entries:,} of {total:,} entries {share}" in line
     display = Said()
     repl: Any = SimpleNamespace(engine=engine, session=session, display=display, watching=False)

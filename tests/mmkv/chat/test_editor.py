@@ -17,7 +17,7 @@ from prompt_toolkit.input.base import PipeInput
 from prompt_toolkit.input.defaults import create_pipe_input
 
 from mmkv.chat.editor import HISTORY_SIZE, Editor, continuation, open_history
-from mmkv.chat.lines import Words
+from mmkv.chat.inputs import Words
 from mmkv.chat.repl import COMMANDS, HIDDEN, SETTINGS
 from mmkv.resources import state_folder
 
@@ -149,7 +149,7 @@ def test_tab_completes(
 
 PROGRAM = """
 import sys
-from mmkv.chat.lines import Words
+from mmkv.chat.inputs import Words
 from mmkv.chat.repl import open_reader
 reader = open_reader(Words())
 sys.stderr.write(type(reader).__name__ + "\\n")

@@ -25,7 +25,7 @@ import mmkv.session
 import mmkv.turn
 from mmkv import Engine, Session, bundled_model
 from mmkv.chat.display import Display, OutputClosed
-from mmkv.chat.folder import WatchedFolder
+from mmkv.chat.inputs import WatchedFolder
 from mmkv.chat.options import ChatOptions
 from mmkv.chat.repl import Leave, Repl
 from mmkv.engine.cache import RaggedCache

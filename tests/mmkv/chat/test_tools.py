@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from mmkv.chat.lines import LineReader
+from mmkv.chat.inputs import LineReader
 from mmkv.reply import Sampler
 from tests.mmkv.test_tools import BOTH, CALL, TOOLS
 from tests.support.chat_models import picture

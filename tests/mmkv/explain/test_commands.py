@@ -138,7 +138,7 @@ def test_the_panel_shows_what_the_session_holds() -> None:
     engine = bundled()
     session = engine.session()
     console = Console(file=io.StringIO(), width=100, force_terminal=True, legacy_windows=False)
-    watch = Watch(engine, session, console, echo=True)
+    watch = Watch(session, console, echo=True)
     pieces = session.send(
         "what is at row 2, column 3?",
         images=[asset("scene.png")],
@@ -151,7 +151,7 @@ def test_the_panel_shows_what_the_session_holds() -> None:
     drawn = console.file.getvalue()
     assert "frog" in drawn and "tokens/s" in drawn and "layer 5" in drawn
     plain = Console(file=io.StringIO(), width=100)
-    plain.print(panel(engine, session, 12.34))
+    plain.print(panel(session, 12.34))
     shown = plain.file.getvalue()  # type: ignore[attr-defined]
     memory = session.memory()
     assert f"{memory.entries:,} of {memory.tokens_seen * 18:,}, 144 allowed" in shown
@@ -181,7 +181,6 @@ def test_a_watched_reply_is_printed_once_it_is_whole(monkeypatch: pytest.MonkeyP
             patched.setattr(answering, "_write", writes.append)
             sampling = options.sampling()
             assert answering.answer(
-                engine,
                 session,
                 options,
                 display,

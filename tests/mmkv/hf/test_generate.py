@@ -14,11 +14,11 @@ from torch import Tensor, nn
 from transformers import LogitsProcessorList, StoppingCriteriaList, TextIteratorStreamer
 
 import mmkv
-import mmkv.hf.loop
+import mmkv.hf.generate
 from mmkv import InputError, MmkvError, ModelError
 from mmkv.engine.backends.cuda.kernels.sample import Draw, columns_of, sample
 from mmkv.engine.budgets import page_bound
-from mmkv.hf import RetainedCache, generate, hosted, loop, retain
+from mmkv.hf import RetainedCache, generate, hosted, retain
 from tests.support.chat_models import picture, save_llama, save_llava
 from tests.support.factories import CHECKPOINTS, checkpoint, make_model, pad_left
 from tests.support.hf_models import TOKENS, greedy, model_of, prompts_of
@@ -255,10 +255,10 @@ def test_what_is_used_of_transformers_is_there() -> None:
         assert hasattr(config, name), name
     made = generate.GenerateDecoderOnlyOutput(sequences=None)
     assert {"scores", "logits", generate._CACHE_FIELD} <= {f for f in type(made).__annotations__}
-    assert loop.MaxLengthCriteria(max_length=3).max_length == 3
-    assert loop.EosTokenCriteria(eos_token_id=[1, 2]).eos_token_id.tolist() == [1, 2]
-    assert loop.TemperatureLogitsWarper(0.5).temperature == 0.5
-    assert loop.TopKLogitsWarper(3).top_k == 3 and loop.TopPLogitsWarper(0.5).top_p == 0.5
+    assert generate.MaxLengthCriteria(max_length=3).max_length == 3
+    assert generate.EosTokenCriteria(eos_token_id=[1, 2]).eos_token_id.tolist() == [1, 2]
+    assert generate.TemperatureLogitsWarper(0.5).temperature == 0.5
+    assert generate.TopKLogitsWarper(3).top_k == 3 and generate.TopPLogitsWarper(0.5).top_p == 0.5
     assert Cache(layers=[]).layers == [] and hasattr(Cache, "is_croppable")
     # For models that run themselves.
     assert {"can_generate", "_can_set_attn_implementation"} <= set(
@@ -471,7 +471,7 @@ def test_steps_in_bursts(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(
             engine, "decode_many", lambda *call: counted.append(call[2]) or many(*call)
         )
-        monkeypatch.setattr(mmkv.hf.loop, "in_bursts", lambda engine: True)
+        monkeypatch.setattr(mmkv.hf.generate, "in_bursts", lambda engine: True)
         assert torch.equal(greedy(model, inputs, max_new_tokens=37), plain)
         assert counted == [16, 16, 4]
         made = greedy(model, inputs, max_new_tokens=37, return_dict_in_generate=True, **ends)
@@ -514,7 +514,7 @@ def test_bursts_draw_from_the_distribution_of_transformers(
     model, inputs = model_of("qwen3_vl"), batch()
     draws: list[Draw] = []
     chains: list[LogitsProcessorList] = []
-    prepared = mmkv.hf.loop._Burst.of.__func__
+    prepared = mmkv.hf.generate._Burst.of.__func__
 
     def seen(cls: Any, engine: Any, how: Any, rows: int) -> Any:
         chains.append(how.processors)
@@ -522,8 +522,8 @@ def test_bursts_draw_from_the_distribution_of_transformers(
 
     with retain(model, **FULL) as handle:
         many = handle.engine.decode_many
-        monkeypatch.setattr(mmkv.hf.loop, "in_bursts", lambda engine: True)
-        monkeypatch.setattr(mmkv.hf.loop._Burst, "of", classmethod(seen))
+        monkeypatch.setattr(mmkv.hf.generate, "in_bursts", lambda engine: True)
+        monkeypatch.setattr(mmkv.hf.generate._Burst, "of", classmethod(seen))
         monkeypatch.setattr(
             handle.engine, "decode_many", lambda *call: draws.extend(call[4]) or many(*call)
         )
@@ -550,7 +550,7 @@ def test_processors_in_another_order_look_at_every_token(monkeypatch: pytest.Mon
 
     wanted = run()
     with retain(model, **FULL) as handle:
-        monkeypatch.setattr(mmkv.hf.loop, "in_bursts", lambda engine: True)
+        monkeypatch.setattr(mmkv.hf.generate, "in_bursts", lambda engine: True)
         monkeypatch.setattr(handle.engine, "decode_many", None)  # not callable
         assert torch.equal(run(), wanted)
 
@@ -602,7 +602,7 @@ def test_the_host_waits_once_a_step(bursts: bool, monkeypatch: pytest.MonkeyPatc
     model, inputs = model_of("qwen3_vl"), batch()
     plain = greedy(model, inputs, max_new_tokens=33, eos_token_id=[1], pad_token_id=1)
     reads: list[str] = []
-    loop = mmkv.hf.loop.Loop
+    loop = mmkv.hf.generate.Loop
     looking = [False]
 
     def watched(call: Any, name: str) -> Any:
@@ -626,7 +626,7 @@ def test_the_host_waits_once_a_step(bursts: bool, monkeypatch: pytest.MonkeyPatc
     for name in ("tolist", "item", "cpu", "__bool__", "__int__", "__index__"):
         monkeypatch.setattr(torch.Tensor, name, watched(getattr(torch.Tensor, name), name))
     monkeypatch.setattr(loop, "run", during(loop.run, True))
-    monkeypatch.setattr(mmkv.hf.loop, "in_bursts", lambda engine: bursts)
+    monkeypatch.setattr(mmkv.hf.generate, "in_bursts", lambda engine: bursts)
     with retain(model, **FULL) as handle:
         for name in ("decode", "decode_many"):
             monkeypatch.setattr(handle.engine, name, during(getattr(handle.engine, name), False))

@@ -15,8 +15,9 @@ from transformers import PreTrainedTokenizerFast
 
 from mmkv import Engine, Sampling, Session
 from mmkv.engine.errors import InputError
+from mmkv.prompt.messages import as_parts
 from mmkv.prompt.special import CUT, tokenize
-from mmkv.prompt.template import ChatTemplate, as_parts
+from mmkv.prompt.template import ChatTemplate
 from mmkv.reply import ReplyWriter
 from mmkv.sampling import checked
 from mmkv.scheduler import Scheduler

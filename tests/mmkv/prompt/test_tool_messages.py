@@ -11,8 +11,9 @@ import pytest
 
 from mmkv.engine.errors import InputError
 from mmkv.prompt.loading import load_processor
+from mmkv.prompt.messages import take_media
 from mmkv.prompt.special import CUT, tokenize
-from mmkv.prompt.template import ChatTemplate, take_media
+from mmkv.prompt.template import ChatTemplate
 from mmkv.server.prompts import outline
 from tests.support.chat_models import (
     CHATML,

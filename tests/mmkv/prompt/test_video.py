@@ -29,9 +29,9 @@ from mmkv.engine.errors import InputError, ModelError
 from mmkv.prompt import part_settings, video
 from mmkv.prompt.loading import load_processor
 from mmkv.prompt.media import load_image
+from mmkv.prompt.messages import take_media
 from mmkv.prompt.part_settings import MediaSettings, Sourced, evenly
 from mmkv.prompt.qwen_vision import RUN, VideoRules, frame_rule
-from mmkv.prompt.template import take_media
 from mmkv.prompt.video import Clip, FrameRule, load_video
 from mmkv.server.media import worker
 from mmkv.training.data.conversations import read_row

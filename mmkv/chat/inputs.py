@@ -1,10 +1,13 @@
-"""A folder whose pictures a chat reads as they come."""
+"""What comes into a chat: messages, from a pipe or a terminal, and a folder's pictures."""
 
 from __future__ import annotations
 
 import os
+import sys
 import time
-from collections.abc import Iterator
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -13,6 +16,91 @@ from mmkv.prompt.media import load_image
 
 if TYPE_CHECKING:
     from PIL.Image import Image
+
+BLOCK = '"""'
+
+
+@dataclass(frozen=True)
+class Words:
+    """What Tab completes.
+
+    Attributes:
+        commands: name -> its arguments as the help shows them; hidden: the same of commands that
+            are not offered.
+        values: command -> gives the names that may follow it.
+    """
+
+    commands: Mapping[str, str] = field(default_factory=dict)
+    hidden: Mapping[str, str] = field(default_factory=dict)
+    values: Mapping[str, Callable[[], Iterable[str]]] = field(default_factory=dict)
+
+
+class MessageReader(ABC):
+    """Where messages come from."""
+
+    @abstractmethod
+    def read(self) -> str:
+        """Read the next message. Raises EOFError at the end, KeyboardInterrupt on Ctrl-C."""
+
+    @abstractmethod
+    def ask(self, question: str) -> str:
+        """Read a line. Raises as :meth:`read`."""
+
+    def agrees(self, question: str) -> bool:
+        """Ask for a yes; False where nobody can answer."""
+        try:
+            return self.ask(f"{question} [y/N] ").strip().lower() in ("y", "yes")
+        except EOFError:
+            return False
+
+
+class LineReader(MessageReader):
+    """Reads messages from stdin.
+
+    A line ending in a backslash continues in the next one; three double quotes open and close a
+    block of lines.
+    """
+
+    def __init__(self) -> None:
+        self._terminal = sys.stdin.isatty()
+
+    def read(self) -> str:
+        lines = [self._line(">>> ")]
+        if lines[0].strip().startswith(BLOCK):
+            return self._block(lines[0].strip()[len(BLOCK) :])
+        while lines[-1].endswith("\\"):
+            lines[-1] = lines[-1][:-1]
+            lines.append(self._line("... "))
+        return "\n".join(lines)
+
+    def ask(self, question: str) -> str:
+        return self._line(question)
+
+    def agrees(self, question: str) -> bool:
+        return self._terminal and super().agrees(question)
+
+    def _block(self, line: str) -> str:
+        lines = []
+        while not line.rstrip().endswith(BLOCK):
+            lines.append(line)
+            line = self._line("... ")
+        lines.append(line.rstrip()[: -len(BLOCK)])
+        return "\n".join(lines).strip("\n")
+
+    def _line(self, prompt: str) -> str:
+        if self._terminal:
+            print(prompt, end="", file=sys.stderr, flush=True)
+        # Bytes that are no UTF-8 become surrogates: the whole message is read before it is refused.
+        try:
+            line = sys.stdin.buffer.readline().decode(errors="surrogateescape")
+        except KeyboardInterrupt:
+            if self._terminal:
+                print(file=sys.stderr)
+            raise
+        if not line:
+            raise EOFError
+        return line.rstrip("\r\n")
+
 
 _PICTURES = {".bmp", ".gif", ".heic", ".jpeg", ".jpg", ".png", ".ppm", ".tif", ".tiff", ".webp"}
 _WRITTEN_S = 2.0  # a file that has not changed for so long is whole
