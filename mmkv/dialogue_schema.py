@@ -139,12 +139,12 @@ def parse_notes(text: str) -> tuple[str, ...]:
     return tuple(notes)
 
 
-def parse_unfed(text: str, vocabulary: int, placeholders: set[int]) -> list[int]:
+def parse_unfed(text: str, vocabulary: int, placeholders: set[int]) -> tuple[int, ...]:
     """Return the token ids in JSON ``text``; none may stand for a picture. Raises InvalidFile."""
     ids: list[int] = parse(list[int], text, is_json=True)
     if any(not 0 <= token < vocabulary or token in placeholders for token in ids):
         raise InvalidFile("a token of the latest reply cannot have been generated")
-    return ids
+    return tuple(ids)
 
 
 def parse_held(

@@ -311,13 +311,15 @@ class ReplyWriter:
         """
         following: int | None = None
         for token in tokens:
-            self.fed()
             following = self.put(token)
         return following
 
     def put(self, token: int) -> int | None:
-        """Add a token to the reply; the token to feed next, or None when the reply ends."""
-        now = time.perf_counter()
+        """Add a token to the reply; the token to feed next, or None when the reply ends.
+
+        The session holds every token before it by then.
+        """
+        now, self.unfed = time.perf_counter(), None
         if self._first is None:
             self._first = now - self._started
         else:
@@ -346,10 +348,6 @@ class ReplyWriter:
             return None
         self._mark = time.perf_counter()
         return token
-
-    def fed(self) -> None:
-        """Note that the session now holds every token sampled so far."""
-        self.unfed = None
 
     def feeding(self) -> None:
         """Start the clock of the next token: the reader's own time does not count."""
@@ -539,7 +537,7 @@ def step(
                 for writer, *row in zip(writers, logits, read, strict=True)
             ]
         for writer, token in zip(writers, chosen, strict=True):
-            writer.fed()
+            writer.unfed = None  # the session holds it now
             following.append(None if token is None else writer.attempt(writer.put, token))
         return following
     draws = [writer.draw for writer in writers]

@@ -25,6 +25,7 @@ class Ticket(Generic[J]):
 
     Attributes:
         job: the request; user: whose it is.
+        owner: of its reservation: the session if it is kept, else the ticket.
         state: ``waiting`` for room, ``preparing`` what is not ready yet, in ``prefill`` or
             ``decode``, or over: ``done``, ``cancelled``, ``failed``.
         error: why it failed.
@@ -34,15 +35,11 @@ class Ticket(Generic[J]):
 
     def __init__(self, job: J, user: str, number: int, turn: int = 0) -> None:
         self.job, self.user, self.number, self.turn = job, user, number, turn
+        self.owner: Hashable = self if job.session is None else job.session
         self.state: State = "waiting"
         self.error: Exception | None = None
         self.overtaken = 0
         self.cancel_asked = False
-
-    @property
-    def owner(self) -> Hashable:
-        """Return who owns the reservation: the session if it is kept, else the ticket."""
-        return self if self.job.session is None else self.job.session
 
     @property
     def over(self) -> bool:
@@ -452,42 +449,38 @@ class Scheduler:
                 continue
             if full and ticket.job.fetches:
                 continue
-            try:
-                if not self._admit(ticket):
-                    refused.append(ticket)
-                    continue
-            except STOPS:
-                raise
-            except BaseException as error:
-                self._end(ticket, "failed", as_exception(error))
-                continue
-            self.queues.to_the_end(ticket.user)
-            for other in refused:
-                other.overtaken += other.number < ticket.number
+            if self._admit(ticket):
+                self.queues.to_the_end(ticket.user)
+                for other in refused:
+                    other.overtaken += other.number < ticket.number
+            elif not ticket.over:
+                refused.append(ticket)
         if self._impatient is None:
             overdue = [one for one in refused if one.overtaken >= self.limits.patience]
             self._impatient = min(overdue, key=lambda one: one.number, default=None)
 
     def _admit(self, ticket: Ticket[Any]) -> bool:
-        """Reserve the pages of a request, if they fit. Raises CapacityError if they never can."""
+        """Reserve the pages of a request, if they fit, and let it prepare; one that fails ends."""
         job, wait = ticket.job, self.running > 0
-        if not self.capacity.commit(ticket.owner, job.reservation(), job.session, wait):
+        try:
+            if not self.capacity.commit(ticket.owner, job.reservation(), job.session, wait):
+                return False
+            self.waiting -= 1
+            self._moved = True
+            if ticket is self._impatient:
+                self._impatient = None
+            ticket.state = "prefill"
+            job.prepare()
+        except STOPS:
+            raise
+        except BaseException as error:
+            self._end(ticket, "failed", as_exception(error))
             return False
-        self.waiting -= 1
-        self._moved = True
-        if ticket is self._impatient:
-            self._impatient = None
-        self._prepare(ticket)
-        return True
-
-    def _prepare(self, ticket: Ticket[Any]) -> None:
-        """Let the job prepare; one that is not ready at once does not hold up its user's others."""
-        ticket.state = "prefill"
-        ticket.job.prepare()
-        if not ticket.job.ready:
+        if not job.ready:  # others of its user need not wait for it
             self.queues.remove(ticket)
             self.preparing.append(ticket)
             ticket.state = "preparing"
+        return True
 
     def _read_chunks(self) -> bool:
         """Read the next chunks of a pass, or go on with it; whether there was one."""

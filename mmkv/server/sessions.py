@@ -73,9 +73,8 @@ class SessionTable:
         self._saved.sweep()
         if self._store is not None:
             self._store.sweep()
-        core = state.engine_thread.core
-        assert core is not None
-        media = (core.folder.path if not lasts or folder is None else folder) / ".media"
+        idle = state.engine_thread.core.folder.path
+        media = (idle if not lasts or folder is None else folder) / ".media"
         settings = state.settings
         bounds = settings.tenant_bytes, settings.tenant_files, self._in_idle_files
         self._quota = DiskQuota(folder, media, *bounds)

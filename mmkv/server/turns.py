@@ -236,9 +236,8 @@ class SessionObservation(SessionTurn):
             what = "a system message opens a conversation; open a new session for it"
             raise invalid_value("system", what)
         super().__init__(state, commit, require_idle, session, request, caller)
-        work, core = self.call.work, state.engine_thread.core
-        assert core is not None
-        processor, last = core.engine.processor, work.messages[-1]
+        work, processor = self.call.work, state.engine_thread.core.engine.processor
+        last = work.messages[-1]
         if not last.media and not any(map(str.strip, last.texts)):
             raise invalid_value(None, "content is blank; give words or pictures")
         if any(part.kind == "video" for part in last.media):
