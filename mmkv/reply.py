@@ -175,9 +175,10 @@ class ReplyWriter:
         drawn = self._sampler.sampling
         self._stops, self._limit = StopStrings(drawn.stop), drawn.max_new_tokens
         # At every token: for stop strings, and for what the GPU's sampler cannot do.
-        self._looks = bool(drawn.stop or settings.bias or settings.stop_tokens)
-        self._looks |= self._sampler.looks or self._constraint is not None
-        self._looks |= settings.top_logprobs is not None
+        bound = self._constraint is not None or settings.top_logprobs is not None
+        self._looks = bound or any(
+            (drawn.stop, drawn.bad_words, settings.bias, settings.stop_tokens)
+        )
         self._prompt = tuple(prompt[-PROMPT_END:])
         # Followed token by token only where the thought has a budget.
         self._budget = None if self._marks is None else drawn.thinking_budget
@@ -520,8 +521,7 @@ def step(
     Raises:
         ContextError: a session has no position left; nothing has changed.
     """
-    sessions, writers = [session for session, *_ in going], [writer for _, writer, _ in going]
-    tokens = [token for *_, token in going]
+    sessions, writers, tokens = zip(*going, strict=True)
     for writer in writers:
         writer.feeding()
     steps = _ahead(engine, sessions, writers)

@@ -290,11 +290,6 @@ class Sampler:
         first = self._first_draw
         return replace(first, read=self._before).after(self._said) if first.penalises else first
 
-    @property
-    def looks(self) -> bool:
-        """Whether the GPU's sampler cannot do it: each token has to come to the host."""
-        return bool(self.sampling.bad_words)
-
 
 def _values(logits: torch.Tensor) -> np.ndarray:
     """Return a row of logits, or several, as float32 of the host; those there are not copied."""

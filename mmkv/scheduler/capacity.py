@@ -216,22 +216,17 @@ class Capacity:
         if short > 0 and not self.residents.make_room(short, None):
             raise self._refusal(Reservation(pages), limit)
 
-    def copy_fits(self, pages: int, most: int | None) -> bool:
-        """Whether a copy would fit in place of others; see :meth:`keep_copy`."""
-        limit, held = self.executor.limit(), self.residents.copy_pages
-        free = None if limit is None else limit - self.ledger.committed + held
-        return pages <= min((one for one in (free, most) if one is not None), default=pages)
-
     def keep_copy(
         self, pages: int, make: Callable[[], S], dropped: Callable[[S], None], most: int | None
-    ) -> S:
+    ) -> S | None:
         """Make a copy, in place of the least recently used ones where that is needed.
 
-        Args:
-            pages: what it will hold; dropped: called with it once it has been closed to make room.
-            most: pages that all copies may hold together; None: no limit but the executor's.
+        See :meth:`mmkv.scheduler.Scheduler.keep_copy`.
         """
         limit, residents = self.executor.limit(), self.residents
+        free = None if limit is None else limit - self.ledger.committed + residents.copy_pages
+        if any(bound is not None and pages > bound for bound in (free, most)):
+            return None
         while most is not None and residents.copy_pages + pages > most:
             residents.drop_oldest_copy()
         while limit is not None and self.ledger.committed + pages > limit:
