@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+from collections.abc import Collection, Sequence
 from typing import Annotated, Any, Literal
 
 from annotated_types import Len
@@ -139,12 +140,17 @@ def parse_notes(text: str) -> tuple[str, ...]:
     return tuple(notes)
 
 
-def parse_unfed(text: str, vocabulary: int, placeholders: set[int]) -> list[int]:
+def parse_unfed(text: str, vocabulary: int, placeholders: set[int]) -> tuple[int, ...]:
     """Return the token ids in JSON ``text``; none may stand for a picture. Raises InvalidFile."""
     ids: list[int] = parse(list[int], text, is_json=True)
-    if any(not 0 <= token < vocabulary or token in placeholders for token in ids):
+    if not _are_known(ids, vocabulary, placeholders):
         raise InvalidFile("a token of the latest reply cannot have been generated")
-    return ids
+    return tuple(ids)
+
+
+def _are_known(ids: Sequence[int], vocabulary: int, besides: Collection[int] = frozenset()) -> bool:
+    """Whether all ids are of the vocabulary, and none is among ``besides``."""
+    return all(0 <= token < vocabulary and token not in besides for token in ids)
 
 
 def parse_held(
@@ -168,9 +174,9 @@ def parse_held(
         end, ids = Place(*one.end), one.ids
         if not _adds_up(one, at, moved):
             raise InvalidFile("the numbers of what was read do not add up")
-        if any(not 0 <= token < vocabulary or token in placeholders for token in ids or ()):
+        if not _are_known(ids or (), vocabulary, placeholders):
             raise InvalidFile("a token of what was read is none of a text")
-        if any(not 0 <= token < vocabulary for token in one.known):
+        if not _are_known(one.known, vocabulary):
             raise InvalidFile("a token of what was read is none of the model's")
         held = None if ids is None else tuple(ids)
         pieces.append(

@@ -8,7 +8,7 @@ comes later have them, too.
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from mmkv.engine.budget import RISK
@@ -75,73 +75,48 @@ def conversation_notes(told: Sequence[str], differs: str | None, memory: Memory)
     Args:
         told: those on what was read; differs: how it differs from the conversation rendered afresh.
     """
-    lines = {
-        # Once, not again where only the number has grown.
-        f"differs {re.sub(r'[0-9,]+', '', differs or '')}": differs,
-        "faded": _faded(memory),
-        "compacted": _compacted(memory),
-        "worn": _worn(memory),
-        "risk": _risk(memory),
-        "nan": _no_numbers(memory),
-    }
-    found = [Note(text, kind) for kind, text in lines.items() if text is not None]
-    return [*map(Note, told), *found]
+    found = [*map(Note, told)]
+    if differs is not None:  # once, not again where only the number has grown
+        found.append(Note(differs, f"differs {re.sub(r'[0-9,]+', '', differs)}"))
+    return [*found, *_memory_notes(memory)]
 
 
-def _faded(memory: Memory) -> str | None:
-    """Say which pictures have lost most of their entries; None: none has."""
-    if not memory.faded:
-        return None
-    some = ", ".join(f"{i + 1} ({memory.pictures[i]:.0%} kept)" for i in memory.faded[:4])
-    more = f" and {len(memory.faded) - 4} others" if len(memory.faded) > 4 else ""
-    which = f"pictures {some}{more} are" if len(memory.faded) > 1 else f"picture {some} is"
-    return f"{which} mostly forgotten: answers may be wrong, and a larger budget keeps more"
-
-
-def _compacted(memory: Memory) -> str | None:
-    """Say that the conversation is longer than what the model was trained for; None: it is not."""
-    if not memory.compactions:
-        return None
-    return (
-        "the conversation has passed the length that the model was trained for: what is left of it "
-        "was moved together and goes on (--no-endless ends it there)"
-    )
-
-
-def _worn(memory: Memory) -> str | None:
-    """Say that keys in few bits were rounded too often; None: they were not."""
-    if not memory.worn:
-        return None
-    return (
-        f"the memory was moved together {memory.compactions:,} times, and keys in 4 bits are "
-        "rounded each time: what is old may be read wrongly by now (--kv k8v4 stays near)"
-    )
-
-
-def _risk(memory: Memory) -> str | None:
-    """Say that more is forgotten than --risk allows, and no memory is left, or that nobody knows.
-
-    None: there is nothing to say.
-    """
+def _memory_notes(memory: Memory) -> Iterator[Note]:
+    """Yield the notes on what a conversation has forgotten."""
+    if memory.faded:
+        some = ", ".join(f"{i + 1} ({memory.pictures[i]:.0%} kept)" for i in memory.faded[:4])
+        more = f" and {len(memory.faded) - 4} others" if len(memory.faded) > 4 else ""
+        which = f"pictures {some}{more} are" if len(memory.faded) > 1 else f"picture {some} is"
+        what = "mostly forgotten: answers may be wrong, and a larger budget keeps more"
+        yield Note(f"{which} {what}", "faded")
+    if memory.compactions:
+        yield Note(
+            "the conversation has passed the length that the model was trained for: what is left "
+            "of it was moved together and goes on (--no-endless ends it there)",
+            "compacted",
+        )
+    if memory.worn:
+        yield Note(
+            f"the memory was moved together {memory.compactions:,} times, and keys in 4 bits are "
+            "rounded each time: what is old may be read wrongly by now (--kv k8v4 stays near)",
+            "worn",
+        )
     if memory.risk_unknown:
-        return (
+        yield Note(
             "how much this conversation has forgotten is not known (an older mmkv saved it, or it "
             "went far back): its budget does not follow --risk; give a fixed one, or begin a new "
-            "conversation"
+            "conversation",
+            "risk",
         )
-    if not memory.over_risk or memory.risk is None:
-        return None
-    return (
-        f"the risk is {memory.risk:.1%}, more than --risk, and the budget cannot grow: answers "
-        f"may be made up; a larger --budget-max keeps more (risk is {RISK})"
-    )
-
-
-def _no_numbers(memory: Memory) -> str | None:
-    """Say that scores were no numbers; None: they were."""
-    if not memory.evicted_nan:
-        return None
-    return f"{memory.evicted_nan:,} dropped entries had a score that is no number: check the gates"
+    elif memory.over_risk and memory.risk is not None:
+        yield Note(
+            f"the risk is {memory.risk:.1%}, more than --risk, and the budget cannot grow: answers "
+            f"may be made up; a larger --budget-max keeps more (risk is {RISK})",
+            "risk",
+        )
+    if memory.evicted_nan:
+        what = "dropped entries had a score that is no number: check the gates"
+        yield Note(f"{memory.evicted_nan:,} {what}", "nan")
 
 
 def _are_drawn(pictures: Sequence[Image], clips: Sequence[Clip]) -> bool:

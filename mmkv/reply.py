@@ -175,9 +175,10 @@ class ReplyWriter:
         drawn = self._sampler.sampling
         self._stops, self._limit = StopStrings(drawn.stop), drawn.max_new_tokens
         # At every token: for stop strings, and for what the GPU's sampler cannot do.
-        self._looks = bool(drawn.stop or settings.bias or settings.stop_tokens)
-        self._looks |= self._sampler.looks or self._constraint is not None
-        self._looks |= settings.top_logprobs is not None
+        bound = self._constraint is not None or settings.top_logprobs is not None
+        self._looks = bound or any(
+            (drawn.stop, drawn.bad_words, settings.bias, settings.stop_tokens)
+        )
         self._prompt = tuple(prompt[-PROMPT_END:])
         # Followed token by token only where the thought has a budget.
         self._budget = None if self._marks is None else drawn.thinking_budget
@@ -311,13 +312,15 @@ class ReplyWriter:
         """
         following: int | None = None
         for token in tokens:
-            self.fed()
             following = self.put(token)
         return following
 
     def put(self, token: int) -> int | None:
-        """Add a token to the reply; the token to feed next, or None when the reply ends."""
-        now = time.perf_counter()
+        """Add a token to the reply; the token to feed next, or None when the reply ends.
+
+        The session holds every token before it by then.
+        """
+        now, self.unfed = time.perf_counter(), None
         if self._first is None:
             self._first = now - self._started
         else:
@@ -346,10 +349,6 @@ class ReplyWriter:
             return None
         self._mark = time.perf_counter()
         return token
-
-    def fed(self) -> None:
-        """Note that the session now holds every token sampled so far."""
-        self.unfed = None
 
     def feeding(self) -> None:
         """Start the clock of the next token: the reader's own time does not count."""
@@ -522,8 +521,7 @@ def step(
     Raises:
         ContextError: a session has no position left; nothing has changed.
     """
-    sessions, writers = [session for session, *_ in going], [writer for _, writer, _ in going]
-    tokens = [token for *_, token in going]
+    sessions, writers, tokens = zip(*going, strict=True)
     for writer in writers:
         writer.feeding()
     steps = _ahead(engine, sessions, writers)
@@ -539,7 +537,7 @@ def step(
                 for writer, *row in zip(writers, logits, read, strict=True)
             ]
         for writer, token in zip(writers, chosen, strict=True):
-            writer.fed()
+            writer.unfed = None  # the session holds it now
             following.append(None if token is None else writer.attempt(writer.put, token))
         return following
     draws = [writer.draw for writer in writers]

@@ -9,7 +9,7 @@ import secrets
 from collections import Counter
 from collections.abc import Collection
 from dataclasses import dataclass, fields, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 
@@ -79,6 +79,8 @@ class Sampling:
     bad_words: tuple[tuple[int, ...], ...] | None = None
     thinking_budget: int | None = None
 
+    _may_be_none: ClassVar[Collection[str]] = {*_WHOLE, *_REAL}
+
     def __post_init__(self) -> None:
         # A single string would otherwise be read as its letters.
         texts = (self.stop,) if isinstance(self.stop, str) else self.stop
@@ -87,20 +89,18 @@ class Sampling:
             require_type("each text of stop", text, str, "a text")
         stop = tuple(texts)
         object.__setattr__(self, "stop", stop)
-        _require(all(stop), "stop", "an empty string", "at least one character")
+        if not all(stop):
+            raise _wrong("stop", "an empty string", "at least one character")
         for checks, kind in ((_WHOLE, require_whole), (_REAL, require_real)):
             for name, (holds, wanted) in checks.items():
                 value = getattr(self, name)
                 if value is None and name in self._may_be_none:
                     continue
                 kind(name, value)
-                _require(holds(value), name, value, wanted)
+                if not holds(value):
+                    raise _wrong(name, value, wanted)
         if self.bad_words is not None:
             object.__setattr__(self, "bad_words", _checked_words(self.bad_words))
-
-    @property
-    def _may_be_none(self) -> Collection[str]:
-        return {*_WHOLE, *_REAL}
 
     @staticmethod
     def greedy(**settings: Any) -> Settled:
@@ -137,9 +137,7 @@ class Settled(Sampling):
     frequency_penalty: float = 0.0
     bad_words: tuple[tuple[int, ...], ...] = ()
 
-    @property
-    def _may_be_none(self) -> Collection[str]:
-        return {"seed", "thinking_budget"}
+    _may_be_none: ClassVar[Collection[str]] = {"seed", "thinking_budget"}
 
     def settled(self, defaults: Settled | None = None) -> Settled:
         """Return these settings: none is left open."""
@@ -165,14 +163,15 @@ def _checked_words(words: Any) -> tuple[tuple[int, ...], ...]:
         require_type("each of bad_words", word, (tuple, list), "a list of token ids")
         for token in word:
             require_whole("each token id of bad_words", token)
-            _require(0 <= token < 2**31, "a token id of bad_words", token, "0 or more")
-        _require(bool(word), "one of bad_words", "empty", "at least one token id")
+            if not 0 <= token < 2**31:
+                raise _wrong("a token id of bad_words", token, "0 or more")
+        if not word:
+            raise _wrong("one of bad_words", "empty", "at least one token id")
     return tuple(tuple(map(int, word)) for word in words)
 
 
-def _require(holds: bool, name: str, value: object, wanted: str) -> None:
-    if not holds:
-        raise InputError(f"{name} is {value}; it must be {wanted}")
+def _wrong(name: str, value: object, wanted: str) -> InputError:
+    return InputError(f"{name} is {value}; it must be {wanted}")
 
 
 class Sampler:
@@ -228,12 +227,14 @@ class Sampler:
         own = changed is None or changed is logits
         if chosen.temperature == 0 and own and not chosen.penalises:
             [(token, read)] = likeliest_of(logits[None]) if likeliest is None else [likeliest]
-            _require_finite(read)
+            if not math.isfinite(read):
+                raise NotFiniteError
             if int(token) not in self._never:
                 return int(token)
             return int(self._allowed(_values(logits)).argmax())
         values = _values(logits)
-        _require_finite(_total(values))
+        if not math.isfinite(_total(values)):
+            raise NotFiniteError
         values = self._allowed(values if changed is None or own else _values(changed))
         if chosen.temperature == 0:
             return int(values.argmax())
@@ -289,11 +290,6 @@ class Sampler:
         first = self._first_draw
         return replace(first, read=self._before).after(self._said) if first.penalises else first
 
-    @property
-    def looks(self) -> bool:
-        """Whether the GPU's sampler cannot do it: each token has to come to the host."""
-        return bool(self.sampling.bad_words)
-
 
 def _values(logits: torch.Tensor) -> np.ndarray:
     """Return a row of logits, or several, as float32 of the host; those there are not copied."""
@@ -318,11 +314,6 @@ def likeliest_of(logits: torch.Tensor) -> list[tuple[float, float]]:
         return [(float(row.argmax()), _total(row)) for row in _values(logits)]
     both = torch.stack([logits.argmax(-1).double(), logits.sum(-1, dtype=torch.float64)], 1)
     return [(token, total) for token, total in both.tolist()]
-
-
-def _require_finite(total: float) -> None:
-    if not math.isfinite(total):
-        raise NotFiniteError
 
 
 def distribution(logits: torch.Tensor, sampling: Sampling) -> torch.Tensor:

@@ -120,7 +120,7 @@ class Session(CachedSequence):
     them as they were read. ``forget_thoughts``: whether the entries of a reply's thought are
     dropped once the reply is over; the engine's setting at first. The history then has the answer
     alone. ``undo_depth``: how many turns :meth:`undo` can take back; each costs a copy of the
-    cache, so it is 0 unless asked for.
+    cache, so it is 0 unless asked for. ``unfed``: tokens of the latest reply that the cache lacks.
 
     From the first piece of a stream to its end only the stream changes the session: another call
     raises :class:`SessionError`, unless it reads or closes the session. Threads may share an
@@ -144,7 +144,7 @@ class Session(CachedSequence):
         self._cuts = 0  # how often the session went back
         # Sampled tokens that are part of the latest reply but not yet in the cache; the next turn
         # begins with them. (The last token of a reply is never needed to produce the reply.)
-        self._unfed: list[int] = []
+        self.unfed: tuple[int, ...] = ()
         self._snapshots: list[Session] = []
         self._streaming = False  # from the first piece of a stream to its end
         self._in_stream = False  # while a piece of it is made
@@ -329,7 +329,7 @@ class Session(CachedSequence):
             other.history, other.last = deepcopy(self.history), self.last
             other.tools, other.frames_seen = self.tools, self.frames_seen
             other._told = self._told
-            other._unfed, other.undo_depth = list(self._unfed), self.undo_depth
+            other.unfed, other.undo_depth = self.unfed, self.undo_depth
             other.held, other.rewrites, other._cuts = self.held.copy(), self.rewrites, self._cuts
             other.forget_thoughts = self.forget_thoughts
             other._turn_mark = self._turn_mark
@@ -348,7 +348,7 @@ class Session(CachedSequence):
         with self.claimed():
             dialogue = {
                 "mmkv.history": json.dumps(self.history),
-                "mmkv.unfed": json.dumps(self._unfed),
+                "mmkv.unfed": json.dumps(self.unfed),
                 "mmkv.held": json.dumps(self.held.as_json()),
                 "mmkv.tools": json.dumps([one.as_json() for one in self.tools]),
                 "mmkv.frames": json.dumps(self.frames_seen.as_json()),
@@ -388,7 +388,7 @@ class Session(CachedSequence):
                 f"the conversation in the session file is damaged ({error}); use a copy, or begin "
                 "a new session"
             ) from error
-        self.history, self._unfed, self.held, self.tools = history, unfed, held, tools
+        self.history, self.unfed, self.held, self.tools = history, unfed, held, tools
         self.frames_seen, self._told = frames, told
 
     def memory(self) -> Memory:
@@ -447,20 +447,11 @@ class Session(CachedSequence):
         """What a turn is composed for: another one once the session has changed."""
         return self._turn_mark, self.seen
 
-    @property
-    def unfed(self) -> tuple[int, ...]:
-        """Return the tokens of the latest reply that the cache lacks."""
-        return tuple(self._unfed)
-
-    def set_unfed(self, token: int | None) -> None:
-        """Note which token of the latest reply the cache lacks; the next turn puts it first."""
-        self._unfed = [] if token is None else [token]
-
     def with_unfed(self, inputs: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """Put the tokens of the latest reply that the cache lacks before the new ones."""
-        if not self._unfed:
+        if not self.unfed:
             return inputs
-        front = torch.tensor([self._unfed])
+        front = torch.tensor([self.unfed])
         fills = {
             "input_ids": front,
             "attention_mask": torch.ones_like(front),
@@ -544,7 +535,7 @@ class Session(CachedSequence):
         """
         place = self.held.back(plan, again)
         self.cut_back(place.seen, place.position, place.prompt)
-        self._unfed, self._cuts = [], self._cuts + 1
+        self.unfed, self._cuts = (), self._cuts + 1
         self._recount_ids()
         lost = self.evicted - plan.evicted
         if not place.seen:
@@ -583,7 +574,7 @@ class Session(CachedSequence):
     def _take_in(self, messages: Sequence[Message], reading: TurnReading | None) -> None:
         """Note that ``messages`` are in the cache, but for a reply, of which there is nothing."""
         self.history[:] = joined(self.history, messages)
-        self._unfed, self.note = [], None
+        self.unfed, self.note = (), None
         if reading is None:
             self.held = Held(None)
         else:
@@ -607,7 +598,7 @@ class Session(CachedSequence):
         Returns:
             what the history has of it: the answer alone where the thought is forgotten.
         """
-        self.set_unfed(writer.unfed)
+        self.unfed = () if writer.unfed is None else (writer.unfed,)
         fed = writer.token_ids if writer.unfed is None else writer.token_ids[:-1]
         thought = writer.thought if self.forget_thoughts and writer.failure is None else None
         # One that is not over stays, also where the next prompt brings its last token.
@@ -653,7 +644,7 @@ class Session(CachedSequence):
             elif start.cuts != self._cuts or not self.rewind(start.state):
                 return False
             self.history[:] = start.history
-            self._unfed, self.last, self.note = list(start.unfed), start.last, start.note
+            self.unfed, self.last, self.note = start.unfed, start.last, start.note
             self._told, self.held, self.tools = start.told, start.held, start.tools
             self._turn_mark = object()
             return True

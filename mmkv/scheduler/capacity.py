@@ -53,13 +53,10 @@ class Ledger:
 
     def committed_with(self, owner: Hashable, reservation: Reservation) -> int:
         """Return :attr:`committed` as it would be with another reservation of ``owner``."""
-        before = self._reservations.get(owner)
-        self.commit(owner, reservation)
-        total = self.committed
-        self.release(owner)
-        if before is not None:
-            self.commit(owner, before)
-        return total
+        before = self.of(owner)
+        more = reservation.steady + reservation.snapshot - before.steady - before.snapshot
+        chunks = [pages for one, pages in self._chunks.items() if one != owner]
+        return self._sum + more + max([reservation.chunk, *chunks])
 
 
 class Residents:
@@ -104,16 +101,17 @@ class Residents:
         session.hibernate()
         self.drop(session)
 
-    def movable(self, besides: PersistentSession | None) -> int:
-        """Count the pages that can be freed: copies, and idle sessions other than ``besides``."""
-        return self.copy_pages + (self._resting(besides) if self.to_files else 0)
-
     def pinned(self, besides: PersistentSession | None) -> int:
         """Count the pages of idle sessions other than ``besides`` that cannot hibernate."""
         return 0 if self.to_files else self._resting(besides)
 
     def make_room(self, pages: int, besides: PersistentSession | None) -> bool:
-        """Drop copies, then move idle sessions to files; whether ``pages`` were freed."""
+        """Drop copies, then move idle sessions to files; whether ``pages`` were freed.
+
+        Nothing moves where copies and sessions other than ``besides`` have fewer.
+        """
+        if pages > self.copy_pages + (self._resting(besides) if self.to_files else 0):
+            return False
         while pages > 0 and self.copies:
             pages -= self.drop_oldest_copy()
         if not self.to_files:
@@ -199,10 +197,8 @@ class Capacity:
         limit = self.executor.limit()
         if limit is not None:
             short = self.ledger.committed_with(owner, reservation) - limit
-            possible = short <= self.residents.movable(session)
-            if not possible:
+            if short > 0 and not self.residents.make_room(short, session):
                 self.require_possible(reservation, session)
-            if not possible or not self.residents.make_room(short, session):
                 if wait:
                     return False
                 raise self._refusal(reservation, limit)
@@ -217,25 +213,20 @@ class Capacity:
         if limit is None:
             return
         short = self.ledger.committed + pages - limit
-        if short > self.residents.movable(None) or not self.residents.make_room(short, None):
+        if short > 0 and not self.residents.make_room(short, None):
             raise self._refusal(Reservation(pages), limit)
-
-    def copy_fits(self, pages: int, most: int | None) -> bool:
-        """Whether a copy would fit in place of others; see :meth:`keep_copy`."""
-        limit, held = self.executor.limit(), self.residents.copy_pages
-        free = None if limit is None else limit - self.ledger.committed + held
-        return pages <= min((one for one in (free, most) if one is not None), default=pages)
 
     def keep_copy(
         self, pages: int, make: Callable[[], S], dropped: Callable[[S], None], most: int | None
-    ) -> S:
+    ) -> S | None:
         """Make a copy, in place of the least recently used ones where that is needed.
 
-        Args:
-            pages: what it will hold; dropped: called with it once it has been closed to make room.
-            most: pages that all copies may hold together; None: no limit but the executor's.
+        See :meth:`mmkv.scheduler.Scheduler.keep_copy`.
         """
         limit, residents = self.executor.limit(), self.residents
+        free = None if limit is None else limit - self.ledger.committed + residents.copy_pages
+        if any(bound is not None and pages > bound for bound in (free, most)):
+            return None
         while most is not None and residents.copy_pages + pages > most:
             residents.drop_oldest_copy()
         while limit is not None and self.ledger.committed + pages > limit:

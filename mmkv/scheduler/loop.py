@@ -25,6 +25,7 @@ class Ticket(Generic[J]):
 
     Attributes:
         job: the request; user: whose it is.
+        owner: of its reservation: the session if it is kept, else the ticket.
         state: ``waiting`` for room, ``preparing`` what is not ready yet, in ``prefill`` or
             ``decode``, or over: ``done``, ``cancelled``, ``failed``.
         error: why it failed.
@@ -34,15 +35,11 @@ class Ticket(Generic[J]):
 
     def __init__(self, job: J, user: str, number: int, turn: int = 0) -> None:
         self.job, self.user, self.number, self.turn = job, user, number, turn
+        self.owner: Hashable = self if job.session is None else job.session
         self.state: State = "waiting"
         self.error: Exception | None = None
         self.overtaken = 0
         self.cancel_asked = False
-
-    @property
-    def owner(self) -> Hashable:
-        """Return who owns the reservation: the session if it is kept, else the ticket."""
-        return self if self.job.session is None else self.job.session
 
     @property
     def over(self) -> bool:
@@ -90,10 +87,14 @@ class UserQueues:
         if not queue:
             del self._queues[ticket.user]
 
-    def heads(self, behind: Collection[Ticket] = ()) -> list[Ticket]:
-        """Return the first request of each user that is not among ``behind``, in their order."""
+    def heads(self, state: State, behind: Collection[Ticket] = ()) -> list[Ticket]:
+        """Return the first request of each user that is not among ``behind``, in their order.
+
+        Args:
+            state: of the requests wanted; a user whose first one is in another has none.
+        """
         firsts = (next((t for t in q if t not in behind), None) for q in self._queues.values())
-        return [ticket for ticket in firsts if ticket is not None]
+        return [ticket for ticket in firsts if ticket is not None and ticket.state == state]
 
     def to_the_end(self, user: str) -> None:
         """Let all other users go first the next time."""
@@ -169,9 +170,9 @@ class SharedPass:
         Users who have fewer prompts in the pass go first.
 
         Args:
-            heads: the first request of each user that is not in the pass.
+            heads: the first request of each user that is not in the pass and can be read.
         """
-        ready = [one for one in heads if one.state == "prefill" and one not in self._tried]
+        ready = [one for one in heads if one not in self._tried]
         users = Counter(one.user for one in self.tickets)
         ticket = min(ready, key=lambda one: users[one.user], default=None)
         if ticket is not None:
@@ -287,10 +288,9 @@ class Scheduler:
     @property
     def blocked(self) -> bool:
         """Whether a turn would do nothing until a request is ready, cancelled or submitted."""
-        reading = any(one.state == "prefill" for one in self.queues.heads())
+        reading = self.queues.heads("prefill")
         asked = any(one.cancel_asked for one in self._open())
-        ready = any(one.job.ready for one in self._taking_up())
-        return not (self._moved or reading or self.decoding or asked or ready)
+        return not (self._moved or reading or self.decoding or asked or self._taking_up())
 
     @whole
     def submit(self, job: J, user: str = "") -> Ticket[J]:
@@ -328,7 +328,8 @@ class Scheduler:
         self._moved = False
         self._end_cancelled()
         self.admit()
-        self._take_up_ready()
+        if self.preparing:
+            self._take_up_ready()
         read = self._read_chunks()
         self._end_cancelled()
         if self.decoding and (self.limits.interleave or not read):
@@ -353,8 +354,6 @@ class Scheduler:
         Returns:
             the copy, None where there is no room for it.
         """
-        if not self.capacity.copy_fits(pages, most):
-            return None
         self._moved = True
         return self.capacity.keep_copy(pages, make, dropped, most)
 
@@ -439,7 +438,7 @@ class Scheduler:
             beside: requests that are being read; the next of the same users are admitted, too.
         """
         refused: list[Ticket[Any]] = []
-        for ticket in self.queues.heads(beside):
+        for ticket in self.queues.heads("waiting", beside):
             fetching = self._fetching()
             # What was fetched has a place before others.
             if self.places <= sum(one.job.ready for one in fetching):
@@ -448,46 +447,40 @@ class Scheduler:
             late = self._impatient
             if late is not None and late.job.fetches and full:
                 late = None  # it waits for other servers, not for room
-            if ticket.state != "waiting" or late not in (None, ticket):
+            if late not in (None, ticket) or (full and ticket.job.fetches):
                 continue
-            if full and ticket.job.fetches:
-                continue
-            try:
-                if not self._admit(ticket):
-                    refused.append(ticket)
-                    continue
-            except STOPS:
-                raise
-            except BaseException as error:
-                self._end(ticket, "failed", as_exception(error))
-                continue
-            self.queues.to_the_end(ticket.user)
-            for other in refused:
-                other.overtaken += other.number < ticket.number
+            if self._admit(ticket):
+                self.queues.to_the_end(ticket.user)
+                for other in refused:
+                    other.overtaken += other.number < ticket.number
+            elif not ticket.over:
+                refused.append(ticket)
         if self._impatient is None:
             overdue = [one for one in refused if one.overtaken >= self.limits.patience]
             self._impatient = min(overdue, key=lambda one: one.number, default=None)
 
     def _admit(self, ticket: Ticket[Any]) -> bool:
-        """Reserve the pages of a request, if they fit. Raises CapacityError if they never can."""
+        """Reserve the pages of a request, if they fit, and let it prepare; one that fails ends."""
         job, wait = ticket.job, self.running > 0
-        if not self.capacity.commit(ticket.owner, job.reservation(), job.session, wait):
+        try:
+            if not self.capacity.commit(ticket.owner, job.reservation(), job.session, wait):
+                return False
+            self.waiting -= 1
+            self._moved = True
+            if ticket is self._impatient:
+                self._impatient = None
+            ticket.state = "prefill"
+            job.prepare()
+        except STOPS:
+            raise
+        except BaseException as error:
+            self._end(ticket, "failed", as_exception(error))
             return False
-        self.waiting -= 1
-        self._moved = True
-        if ticket is self._impatient:
-            self._impatient = None
-        self._prepare(ticket)
-        return True
-
-    def _prepare(self, ticket: Ticket[Any]) -> None:
-        """Let the job prepare; one that is not ready at once does not hold up its user's others."""
-        ticket.state = "prefill"
-        ticket.job.prepare()
-        if not ticket.job.ready:
+        if not job.ready:  # others of its user need not wait for it
             self.queues.remove(ticket)
             self.preparing.append(ticket)
             ticket.state = "preparing"
+        return True
 
     def _read_chunks(self) -> bool:
         """Read the next chunks of a pass, or go on with it; whether there was one."""
@@ -515,7 +508,7 @@ class Scheduler:
         Returns:
             none where the one that was chosen could not begin; None where there is none.
         """
-        reading = {one.user: one for one in self.queues.heads() if one.state == "prefill"}
+        reading = {one.user: one for one in self.queues.heads("prefill")}
         if not reading:
             return None
         costs = {user: one.job.next_chunk for user, one in reading.items()}
@@ -555,9 +548,11 @@ class Scheduler:
         Args:
             slow: whether a job that was slow to begin has begun in this turn.
         """
+        if len(self.queues) == 1:  # as mostly: nothing else waits or is read
+            return [first]
         shared = SharedPass(self.executor, self.ledger, first, slow)
         while shared.tokens > 0:
-            ticket = shared.candidate(self.queues.heads(shared.tickets))
+            ticket = shared.candidate(self.queues.heads("prefill", shared.tickets))
             if ticket is None:
                 before = self.waiting
                 self.admit(shared.tickets)

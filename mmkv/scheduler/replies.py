@@ -177,12 +177,8 @@ class ReplyJob(EngineJob):
         engine, kept = self.engine, self._kept
         extent = SequenceSize() if kept is None else kept.extent
         tokens = self.prompt_tokens
-        many_chunks = tokens is None or tokens > self.chunk
-        snapshot = kept.pages if kept is not None and many_chunks and not self.undo else 0
-        undo_copy = kept.pages if kept is not None and self.undo else 0
+        undo_copy, snapshot = self._copies()
         of_budget = engine.budgets.lasting_pages(self.budget)
-        if engine.shared is not None and kept is not None and not kept.resident:
-            snapshot = kept.pages  # woken, it holds what it held until all are cut
         if of_budget is not None and (kept is not None or tokens is None or engine.shared):
             rows, size = engine.spec.rows, engine.cache.pool.page_size
             chunk = math.ceil(self.chunk * rows / size)
@@ -198,6 +194,17 @@ class ReplyJob(EngineJob):
             "length decides how much memory a request takes; give prompt_tokens, or a budget in "
             "entries or bytes"
         )
+
+    def _copies(self) -> tuple[int, int]:
+        """Count the pages of the copy for undo, and of the one that a cancelled prompt needs."""
+        kept, tokens = self._kept, self.prompt_tokens
+        if kept is None:
+            return 0, 0
+        many_chunks = tokens is None or tokens > self.chunk
+        # Woken, a session that shares a budget holds what it held until all are cut.
+        woken = self.engine.shared is not None and not kept.resident
+        snapshot = kept.pages if woken or (many_chunks and not self.undo) else 0
+        return kept.pages if self.undo else 0, snapshot
 
     @property
     def held_pages(self) -> int:
@@ -361,17 +368,7 @@ class EngineExecutor:
             raise
         except BaseException as error:
             self._left = None
-            if isinstance(error, NotFiniteError) and len(taken) > 1:
-                return [_taken(*each, error) for each in zip(taken, before, strict=True)]
-            if len(taken) == 1:
-                return [as_exception(error)]
-            expected = isinstance(error, (MmkvError, MemoryError))
-            level = logging.DEBUG if expected else logging.WARNING
-            log.log(level, "a pass of several prompts failed", exc_info=True)
-            return [
-                _read_alone(job) if job.prefill.done == done else as_exception(error)
-                for job, done in zip(taken, before, strict=True)
-            ]
+            return _after_failure(taken, before, error)
         self._left = None
         return [_taken(*each) for each in zip(taken, before, strict=True)]
 
@@ -404,6 +401,27 @@ class EngineExecutor:
         for one, token in zip(decoding, step(self.engine, fed), strict=True):
             if token is not None:
                 one.token = token
+
+
+def _after_failure(
+    jobs: Sequence[EngineJob], before: Sequence[int], error: BaseException
+) -> list[bool | Exception]:
+    """Return what has become of each job of a pass that failed.
+
+    Args:
+        before: tokens that each had read before the pass.
+    """
+    if len(jobs) == 1:
+        return [as_exception(error)]
+    if isinstance(error, NotFiniteError):
+        return [_taken(*each, error) for each in zip(jobs, before, strict=True)]
+    expected = isinstance(error, (MmkvError, MemoryError))
+    level = logging.DEBUG if expected else logging.WARNING
+    log.log(level, "a pass of several prompts failed", exc_info=error)
+    return [
+        _read_alone(job) if job.prefill.done == done else as_exception(error)
+        for job, done in zip(jobs, before, strict=True)
+    ]
 
 
 def _read_alone(job: EngineJob) -> bool | Exception:

@@ -168,9 +168,8 @@ def _add_open(app: FastAPI, state: ServerState) -> None:
     async def health() -> Response:
         alive = state.engine_thread.is_alive() and not state.engine_thread.failed
         shown: dict[str, Any] = {"status": "ok" if alive else "the engine has stopped"}
-        core = state.engine_thread.core
-        if core is not None and core.folder.trouble is not None:
-            shown["warnings"] = [core.folder.trouble]
+        if (trouble := state.engine_thread.core.folder.trouble) is not None:
+            shown["warnings"] = [trouble]
         return JSONResponse(shown, 200 if alive else 503)
 
     @app.get("/metrics", summary="Numbers in Prometheus' format")

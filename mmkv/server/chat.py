@@ -239,7 +239,8 @@ class ChatCall:
                     if self.done:
                         return
             finally:
-                request.cancel()
+                if not self.done:
+                    request.cancel()
                 if media is not None:
                     media.let_go()
 
@@ -265,9 +266,9 @@ class ChatCall:
 
     async def _observed(self, messages: list[Message], media: RequestMedia) -> list[Any]:
         """Return the media that are observed; the last of ``messages`` becomes what is read."""
-        work, core = self.work, self.state.engine_thread.core
-        assert work.observes is not None and core is not None
-        asked, last, processor = work.observes, messages[-1], core.engine.processor
+        work, processor = self.work, self.state.engine_thread.core.engine.processor
+        assert work.observes is not None
+        asked, last = work.observes, messages[-1]
         contents = await media.contents([last])
 
         def compose() -> tuple[list[Part], list[Any]]:

@@ -12,7 +12,7 @@ from mmkv.grammar import reply_rules, require_tools
 from mmkv.prompt.video import FramesSeen
 from mmkv.reply import LogitSettings
 from mmkv.sampling import Sampling, Settled
-from mmkv.server.errors import ApiError
+from mmkv.server.errors import ApiError, invalid_value, unsupported
 from mmkv.server.media.resolver import Source
 from mmkv.server.prompts import Begun, Message, Part, digest_of, thought_apart
 from mmkv.server.schema import (
@@ -23,7 +23,6 @@ from mmkv.server.schema import (
     refuse_unsupported,
     reply_prefix,
     take_generation_config,
-    unsupported,
 )
 from mmkv.server.work import ChatWork
 from mmkv.thoughts import marks_if_first
@@ -105,7 +104,7 @@ def checked(
     facts.context_bounds.require_possible([*lengths, len(begun.text)], most_tokens)
     choices = request.n or 1
     if choices > settings.max_choices:
-        raise ApiError(400, f"n is at most {settings.max_choices} here", "invalid_value", "n")
+        raise invalid_value("n", f"n is at most {settings.max_choices} here")
     use = _tool_use(request, facts, () if start is None else start.info.tools)
     tools, values = [] if use is None else use.for_template(), _template_values(request, facts)
     if start is None:
@@ -176,12 +175,10 @@ def _budget(
         return budget
     never = request.mmkv is not None and request.mmkv.resume == "never"
     if budget not in (None, start.budget) or never:
-        raise ApiError(
-            400,
+        raise invalid_value(
+            "mmkv",
             f"the memory that is gone on from has a budget of {start.budget.describe()} "
             "and is resumed; leave out mmkv.budget, mmkv.resume and X-Mmkv-Resume",
-            "invalid_value",
-            "mmkv",
         )
     return start.budget
 
@@ -199,11 +196,8 @@ def _require_whole(work: ChatWork, facts: Facts, use: ToolUse | None) -> None:
     limit, begun = work.sampling.thinking_budget, work.begun.text
     if limit is not None and marks_if_first(facts.thoughts, begun) is None:
         what = "counts a thought from its beginning, and the assistant's last message has begun"
-        raise ApiError(
-            400,
-            f"thinking_budget {what} the reply behind it; leave one of them out",
-            "invalid_value",
-            "thinking_budget",
+        raise invalid_value(
+            "thinking_budget", f"thinking_budget {what} the reply behind it; leave one of them out"
         )
     must = use is not None and use.choice == "required"
     if begun and (work.logit_settings.rules.answer is not None or must):
@@ -259,7 +253,7 @@ def _sampling(request: ChatRequest, settings: ServerSettings, facts: Facts) -> S
         most = min(facts.sampling.max_new_tokens, facts.context)
     stop = (request.stop,) if isinstance(request.stop, str) else tuple(request.stop or ())
     if len(stop) > MOST_STOPS:
-        raise ApiError(400, f"there are at most {MOST_STOPS} stop texts", "invalid_value", "stop")
+        raise invalid_value("stop", f"there are at most {MOST_STOPS} stop texts")
     if most > facts.context:
         raise ApiError(
             400,
@@ -282,7 +276,7 @@ def _sampling(request: ChatRequest, settings: ServerSettings, facts: Facts) -> S
             thinking_budget=request.thought_limit if facts.thoughts else None,
         ).settled(facts.sampling)
     except MmkvError as error:
-        raise ApiError(400, str(error), "invalid_value") from error
+        raise invalid_value(None, str(error)) from error
 
 
 def _tool_use(
@@ -299,7 +293,7 @@ def _tool_use(
         use = tool_use(tools, request.tool_choice, request.parallel_tool_calls)
         return None if use is None else require_tools(facts.call_format, use)
     except MmkvError as error:
-        raise ApiError(400, str(error), "invalid_value", "tools") from error
+        raise invalid_value("tools", str(error)) from error
 
 
 def _logit_settings(request: ChatRequest, facts: Facts, use: ToolUse | None) -> LogitSettings:
@@ -308,27 +302,23 @@ def _logit_settings(request: ChatRequest, facts: Facts, use: ToolUse | None) -> 
         # Python refuses to read numbers of very many digits.
         number = int(text) if text.isascii() and text.isdecimal() and len(text) < 20 else None
         if number is None or number >= facts.vocabulary:
-            raise ApiError(
-                400,
-                f"logit_bias names {text[:20]!r}; token ids are below {facts.vocabulary}",
-                "invalid_value",
+            raise invalid_value(
                 "logit_bias",
+                f"logit_bias names {text[:20]!r}; token ids are below {facts.vocabulary}",
             )
         bias[number] = value
     if request.top_logprobs and not request.logprobs:
-        raise ApiError(400, "top_logprobs needs logprobs", "invalid_value", "top_logprobs")
+        raise invalid_value("top_logprobs", "top_logprobs needs logprobs")
     top = (request.top_logprobs or 0) if request.logprobs else None
     try:
         rules = reply_rules(request.response_format, facts.call_format, use)
     except MmkvError as error:
-        raise ApiError(400, str(error), "invalid_value", "response_format") from error
+        raise invalid_value("response_format", str(error)) from error
     stop_tokens = frozenset(request.stop_token_ids or ())
     if any(token >= facts.vocabulary for token in stop_tokens):
-        raise ApiError(
-            400,
-            f"stop_token_ids names {max(stop_tokens)}; token ids are below {facts.vocabulary}",
-            "invalid_value",
+        raise invalid_value(
             "stop_token_ids",
+            f"stop_token_ids names {max(stop_tokens)}; token ids are below {facts.vocabulary}",
         )
     return LogitSettings(top, bias, rules, stop_tokens)
 
@@ -341,8 +331,6 @@ def take_resume(
     if given is None:
         return
     if given not in ("auto", "never", "required"):
-        raise ApiError(
-            400, "X-Mmkv-Resume is auto, never or required", "invalid_value", "X-Mmkv-Resume"
-        )
+        raise invalid_value("X-Mmkv-Resume", "X-Mmkv-Resume is auto, never or required")
     body.mmkv = body.mmkv or MmkvOptions()
     body.mmkv.resume = body.mmkv.resume or given  # type: ignore[assignment]

@@ -14,7 +14,7 @@ from mmkv.server import reply
 from mmkv.server.chat import ChatCall
 from mmkv.server.checked import checked
 from mmkv.server.engine_thread import Done
-from mmkv.server.errors import ApiError
+from mmkv.server.errors import invalid_value, unsupported
 from mmkv.server.reply import ReplyResponse, usage_json
 from mmkv.server.schema import (
     NO_TOOLS,
@@ -31,7 +31,6 @@ from mmkv.server.schema import (
     refuse_fields,
     refuse_stream_options,
     refused_but,
-    unsupported,
 )
 from mmkv.server.state import Caller, ServerState
 
@@ -69,7 +68,7 @@ class CompletionRequest(SampledRequest):
         if not isinstance(text, str):
             raise unsupported("prompt", "prompt is one text here; token ids are not supported")
         if not text:
-            raise ApiError(400, "prompt is empty; send a text", "invalid_value", "prompt")
+            raise invalid_value("prompt", "prompt is empty; send a text")
         return text
 
     def as_chat(self) -> ChatRequest:

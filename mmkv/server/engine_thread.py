@@ -176,9 +176,7 @@ class Request:
 
     def __init__(self, thread: EngineThread) -> None:
         self._thread = thread
-        core = thread.core
-        assert core is not None
-        self.events = Events(thread.events, core.settings.bounds.unsent)
+        self.events = Events(thread.events, thread.core.settings.bounds.unsent)
         self.loop = asyncio.get_running_loop()
         self.ticket: Ticket[ChatJob] | None = None
         self.times, self.counted, self.longest = RequestTimes(), 0, 0
@@ -229,8 +227,9 @@ class Request:
                 self._ended.add(index)
             if piece or scored or ended:
                 tokenizer = ticket.job.engine.processor.tokenizer
-                spelled, stop = spell(tokenizer, scored), writer.stop_text
-                found.append(Delta(index, piece, spelled, ended, stop if ended else None))
+                spelled = spell(tokenizer, scored) if scored else []
+                stop = writer.stop_text if ended else None
+                found.append(Delta(index, piece, spelled, ended, stop))
         if ticket.state == "done":
             found.append(Done(ticket.job.usage()))
         return found
@@ -253,8 +252,11 @@ class EngineThread(threading.Thread):
         start: makes the core, in the thread.
 
     Attributes:
+        core: once it is made: :meth:`facts` waits for it.
         failed: whether the thread has ended by an error; every request is refused then.
     """
+
+    core: EngineCore
 
     def __init__(self, start: Callable[[], EngineCore]) -> None:
         super().__init__(name="mmkv-engine", daemon=True)
@@ -267,7 +269,6 @@ class EngineThread(threading.Thread):
         # by it, and how many more it could take when it looked last.
         self._sent = self._taken = 0
         self._places = 1
-        self.core: EngineCore | None = None
         self.events: WeakSet[Events] = WeakSet()  # of all requests; the event loop's
 
     async def call(self, command: Callable[[], T]) -> T:
@@ -282,32 +283,20 @@ class EngineThread(threading.Thread):
 
     def new_job(self, work: ChatWork) -> ChatJob:
         """Return a job that is not scheduled; for commands that run in the thread."""
-        assert self.core is not None
         return self.core.job(work, lambda: None)
 
     @property
     def conversations(self) -> ConversationStore:
         """Return the conversations of the core; for commands that run in the thread."""
-        assert self.core is not None
         return self.core.conversations
 
     def facts(self) -> Facts:
         """Return what is known of the engine once it is loaded. Raises what loading it raises."""
-
-        def read() -> Facts:
-            assert self.core is not None
-            return self.core.facts
-
-        return self.post(read).result()
+        return self.post(lambda: self.core.facts).result()
 
     async def report(self) -> None:
         """Update the gauges. Raises what the thread failed with."""
-
-        def run() -> None:
-            assert self.core is not None
-            self.core.report()
-
-        await self.call(run)
+        await self.call(lambda: self.core.report())
 
     def wake(self) -> None:
         """Wake the thread if it waits for a command."""
@@ -336,7 +325,6 @@ class EngineThread(threading.Thread):
         def run() -> None:
             arrive()
             core = self.core
-            assert core is not None
             if self._ending or self._drained:
                 raise _shutting_down()
             job = core.job(work, lambda: self._tell([(request, [Admitted()])]))
@@ -376,7 +364,9 @@ class EngineThread(threading.Thread):
             self._count_places()
             while not self._ending:
                 self._take_commands(self._idle())
-                self._turn()
+                self.core.scheduler.turn()
+                self._count_places()
+                self._publish()
             self.core.close()
             self._publish()
         except BaseException as error:
@@ -392,7 +382,6 @@ class EngineThread(threading.Thread):
             self._refuse(stopped)
 
     def _idle(self) -> bool:
-        assert self.core is not None
         return not self._requests or self.core.scheduler.blocked
 
     def _take_commands(self, wait: bool) -> None:
@@ -413,16 +402,8 @@ class EngineThread(threading.Thread):
                 # asyncio hands on what is no Exception past every handler of a request.
                 future.set_exception(error if isinstance(error, STOPS) else as_exception(error))
 
-    def _turn(self) -> None:
-        core = self.core
-        assert core is not None
-        core.scheduler.turn()
-        self._count_places()
-        self._publish()
-
     def _count_places(self) -> None:
         """Update how many more requests there is a place for."""
-        assert self.core is not None
         scheduler = self.core.scheduler
         limits, waiting = scheduler.limits, scheduler.waiting
         free = max(scheduler.places, 0)  # one for each, if there is memory
@@ -431,7 +412,6 @@ class EngineThread(threading.Thread):
     def _publish(self) -> None:
         """Send each request its news, and remove those that are over."""
         news: list[tuple[Request, list[Event]]] = []
-        assert self.core is not None
         for request in list(self._requests):
             try:
                 events = self._published(request)
@@ -451,7 +431,7 @@ class EngineThread(threading.Thread):
     def _published(self, request: Request) -> list[Event]:
         """Return the news of a request, which is removed if it is over."""
         ticket = request.ticket
-        assert ticket is not None and self.core is not None
+        assert ticket is not None
         try:
             events = [] if ticket.state == "cancelled" or request.broken else request.news()
             self.core.observe(request, events)
@@ -623,7 +603,7 @@ class EngineCore:
         for reason in reasons if ticket.state == "done" else [ticket.state]:
             metrics.finished.labels(FINISH.get(reason, reason)).inc()
         if any(isinstance(event, Done) for event in events):
-            for name, count in job.evicted_here().items():
+            for name, count in job.counts.evicted_here(job.replies()).items():
                 metrics.evicted.labels(name).inc(count)
 
 

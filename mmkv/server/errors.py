@@ -64,6 +64,16 @@ class ApiError(Exception):
         return {"error": error | self.extra}
 
 
+def invalid_value(param: str | None, message: str) -> ApiError:
+    """Return the error of a field whose value cannot be; ``param``: its name, where it has one."""
+    return ApiError(400, message, "invalid_value", param)
+
+
+def unsupported(param: str, message: str) -> ApiError:
+    """Return the error of a request that asks for what this server cannot do."""
+    return ApiError(400, message, "unsupported_parameter", param)
+
+
 MESSAGES = "/v1/messages"
 _ANTHROPIC_TYPES = {
     401: "authentication_error",

@@ -16,7 +16,7 @@ from fastapi.routing import APIRoute
 from starlette.requests import HTTPConnection
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from mmkv.server.errors import MESSAGES, ApiError
+from mmkv.server.errors import MESSAGES, ApiError, invalid_value
 from mmkv.server.page import FILES
 from mmkv.server.reply import error_response
 from mmkv.server.settings import RequestBounds
@@ -77,7 +77,7 @@ class CheckKey:
             browser = request.headers.get(BROWSER, "")
             if browser and not re.fullmatch(r"[A-Za-z0-9_-]{32,128}", browser):
                 what = "is 32 to 128 letters, digits, dashes and underscores, at random"
-                error = ApiError(400, f"{BROWSER} {what}", "invalid_value", BROWSER)
+                error = invalid_value(BROWSER, f"{BROWSER} {what}")
                 await error_response(error)(scope, receive, send)
                 return
             request.state.caller = Caller(tenant_of_browser(browser), address)

@@ -640,7 +640,7 @@ class ChatJob(EngineJob):
             self.conversations.require_tokens(tokens, self._continues)
             session.cache_salt = self.work.base_key
             self._prefill = session.begin_prefill(inputs, self.chunk, undoable=False)
-            session.set_unfed(None)
+            session.unfed = ()
 
     def finish_chunk(self, tokens: int) -> bool:
         """Count a chunk; return whether all is read and each reply has its first token."""
@@ -775,7 +775,7 @@ class ChatJob(EngineJob):
             except BaseException:
                 self.live.close()
                 raise
-        for session, choice in self._replies():
+        for session, choice in self.replies():
             if session.closed:
                 continue
             assert self._outline is not None
@@ -812,16 +812,12 @@ class ChatJob(EngineJob):
         seen = self.counts.seen_by(session)
         return Standing(session.memory(), seen, kept, most, session.told, tokens)
 
-    def evicted_here(self) -> dict[str, int]:
-        """Count the entries that this request evicted, by modality; after :meth:`end`."""
-        return self.counts.evicted_here(self._replies())
-
     def usage(self) -> Usage:
         """Return the request's usage; after :meth:`end`."""
         bound = self.reservation().steady + self.engine.budgets.fixed_pages
-        return self.counts.usage(self._replies(), bound)
+        return self.counts.usage(self.replies(), bound)
 
-    def _replies(self) -> list[tuple[Session, Choice]]:
-        """Return all replies with their sessions."""
+    def replies(self) -> list[tuple[Session, Choice]]:
+        """Return all replies with their sessions; after :meth:`end`."""
         sessions = [one.session for one in self.decoding]
         return list(zip(sessions, self.choices, strict=True))

@@ -19,7 +19,7 @@ from mmkv.engine.errors import MmkvError
 from mmkv.server.chat import ChatCall
 from mmkv.server.checked import checked, take_resume
 from mmkv.server.engine_thread import Done
-from mmkv.server.errors import ApiError, api_error
+from mmkv.server.errors import ApiError, api_error, invalid_value, unsupported
 from mmkv.server.reply import ReplyResponse, usage_json
 from mmkv.server.responses import ResponseTable, StoredResponse
 from mmkv.server.schema import (
@@ -37,7 +37,6 @@ from mmkv.server.schema import (
     Short,
     refuse_fields,
     refused_but,
-    unsupported,
 )
 from mmkv.server.state import Caller, CurrentCaller, ServerState, TurnMemory
 
@@ -433,7 +432,7 @@ class ChatForm:
 def _require_role(role: str, message: InputMessage, block: Any, place: str) -> None:
     if message.role != role:
         what = f"{place}: {block.type} stands in messages of the {role}, not of the {message.role}"
-        raise ApiError(400, what, "invalid_value", place)
+        raise invalid_value(place, what)
 
 
 def _part(block: TextBlock | ImageBlock, place: str) -> dict[str, Any]:
@@ -460,7 +459,7 @@ def _tools(asked: PromptRequest) -> dict[str, Any]:
     if choice.type == "tool":
         if choice.name is None:
             what = "tool_choice.name is missing; name the tool that has to be called"
-            raise ApiError(400, what, "invalid_value", "tool_choice.name")
+            raise invalid_value("tool_choice.name", what)
         found["tool_choice"] = {"type": "function", "function": {"name": choice.name}}
     else:
         found["tool_choice"] = "required" if choice.type == "any" else choice.type
@@ -478,7 +477,7 @@ def _tool(given: ToolParam, where: str) -> dict[str, Any]:
         )
     if given.input_schema is None:
         what = f"{where}.input_schema is missing; give a JSON schema of type object"
-        raise ApiError(400, what, "invalid_value", where)
+        raise invalid_value(where, what)
     own = {"name": given.name, "description": given.description, "strict": given.strict}
     return {"type": "function", "function": own | {"parameters": given.input_schema}}
 
@@ -491,7 +490,7 @@ def _answer_format(asked: PromptRequest) -> dict[str, Any] | None:
         return None
     if given.get("type") != "json_schema" or given.keys() - {"type", "schema"}:
         what = 'output_config.format is {"type": "json_schema", "schema": ...}'
-        raise ApiError(400, what, "invalid_value", "output_config.format")
+        raise invalid_value("output_config.format", what)
     named = {"name": "answer", "schema": given.get("schema"), "strict": True}
     return {"type": "json_schema", "json_schema": named}
 
@@ -524,9 +523,9 @@ def chat_request(asked: PromptRequest, form: ChatForm) -> ChatRequest:
                 f"messages: a chat has {len(form.messages):,} of these, results of calls counted "
                 f"one by one, and may have {MOST_MESSAGES:,}; leave the oldest out, or sum them up"
             )
-            raise ApiError(400, what, "invalid_value", where) from error
+            raise invalid_value(where, what) from error
         where += f"[{inner[0]}]" if where == "messages" else ""
-        raise ApiError(400, f"{where}: {first['msg']}"[:500], "invalid_value", where) from error
+        raise invalid_value(where, f"{where}: {first['msg']}"[:500]) from error
 
 
 def unread_of(asked: PromptRequest, form: ChatForm, facts: Facts) -> list[str]:

@@ -22,7 +22,7 @@ from mmkv.server import reply
 from mmkv.server.chat import ChatCall, ReplyPart
 from mmkv.server.checked import checked, take_resume
 from mmkv.server.engine_thread import Done
-from mmkv.server.errors import ApiError, api_error
+from mmkv.server.errors import ApiError, api_error, invalid_value, unsupported
 from mmkv.server.guard import BodyRoute
 from mmkv.server.reply import LogprobRows, ReplyResponse, event_line, rendered
 from mmkv.server.responses_schema import (
@@ -34,7 +34,6 @@ from mmkv.server.responses_schema import (
     item_of,
     with_own_field_names,
 )
-from mmkv.server.schema import unsupported
 from mmkv.server.state import Caller, CurrentCaller, ServerState, TurnMemory, release
 
 if TYPE_CHECKING:
@@ -291,11 +290,9 @@ def page_of(items: list[dict[str, Any]], limit: int, after: str | None) -> dict[
     """Return a page of a list, from the item that follows ``after`` on. Raises ApiError (400)."""
     names = [one["id"] for one in items]
     if after is not None and after not in names:
-        raise ApiError(
-            400,
-            f"after names no item of the list: {after[:60]!r}; take last_id of the page before",
-            "invalid_value",
+        raise invalid_value(
             "after",
+            f"after names no item of the list: {after[:60]!r}; take last_id of the page before",
         )
     start = 0 if after is None else names.index(after) + 1
     data, more = items[start : start + limit], start + limit < len(items)
@@ -511,12 +508,10 @@ def _instructions(asked: ResponseRequest, before: StoredResponse | None) -> str 
     if before is None:
         return asked.instructions
     if (asked.instructions or None) not in (None, before.instructions):
-        raise ApiError(
-            400,
+        raise invalid_value(
+            "instructions",
             "the conversation has other instructions, which its memory holds; leave them out, or "
             "send the whole conversation without previous_response_id",
-            "invalid_value",
-            "instructions",
         )
     return before.instructions
 

@@ -9,7 +9,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import BaseModel, ConfigDict, Field, StrictBool, TypeAdapter
 
 from mmkv.calls.tools import MOST_TOOLS
-from mmkv.server.errors import ApiError
+from mmkv.server.errors import ApiError, invalid_value, unsupported
 from mmkv.server.schema import (
     ECHO,
     IDLE,
@@ -40,7 +40,6 @@ from mmkv.server.schema import (
     refuse_fields,
     refuse_stream_options,
     refused_but,
-    unsupported,
 )
 
 _MESSAGE = re.compile(r"\bmessages\[(-?\d+)\]")
@@ -265,9 +264,7 @@ def chat_request(asked: ResponseRequest, goes_on: bool) -> tuple[ChatRequest, li
             raise unsupported("include", f"include: {name[:60]!r} is not supported")
     messages, origins = _messages(_items(asked))
     if messages[-1].role == "assistant":
-        raise ApiError(
-            400, "the last message has to be the user's", "invalid_value", "input[-1].role"
-        )
+        raise invalid_value("input[-1].role", "the last message has to be the user's")
     if asked.instructions:
         messages.insert(0, ChatMessage(role="system", content=asked.instructions))
         origins.insert(0, None)

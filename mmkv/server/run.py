@@ -100,7 +100,6 @@ def opened(
     try:
         facts = thread.facts()
         core = thread.core
-        assert core is not None
         settings = core.settings
         media = MediaResolver(
             media_limits(settings),
@@ -118,9 +117,8 @@ def opened(
 
 def first_lines(state: ServerState, port: int) -> list[str]:
     """Return what a server says when it is ready: where and what it is, what fits, how it ends."""
-    settings, facts, core = state.settings, state.facts, state.engine_thread.core
-    assert core is not None
-    engine, where = core.engine, f"http://{settings.host}:{port}"
+    settings, facts, engine = state.settings, state.facts, state.engine_thread.core.engine
+    where = f"http://{settings.host}:{port}"
     pool, pages = engine.cache.pool, engine.budgets.lasting_pages(engine.budget)
     page = f"a page to chat with at {where}/, " if settings.page else ""
     lines = [f"{settings.name} is ready: {page}OpenAI's and Anthropic's APIs at {where}/v1"]

@@ -27,7 +27,7 @@ from pydantic import (
 from mmkv.calls.tools import MOST_TOOLS, ToolCall, arguments_text
 from mmkv.engine.budget import Budget
 from mmkv.engine.errors import MmkvError
-from mmkv.server.errors import ApiError
+from mmkv.server.errors import ApiError, invalid_value, unsupported
 from mmkv.server.prompts import Begun, Message, Part
 from mmkv.server.reply import event_line
 
@@ -394,9 +394,7 @@ class ReplyRequest(Body, OpenModel):
         given = self.template_values().get("thinking_budget")
         if given is not None and (type(given) is not int or not 0 <= given < 2**31):
             where = "chat_template_kwargs.thinking_budget"
-            raise ApiError(
-                400, f"{where} is {given!r}; give a number of tokens", "invalid_value", where
-            )
+            raise invalid_value(where, f"{where} is {given!r}; give a number of tokens")
         return given
 
 
@@ -494,7 +492,7 @@ class ObserveRequest(Body):
         """Return it as a request for a reply, which has the same checks. Raises ApiError."""
         if self.fps is not None and self.at is None:
             what = "fps says when pictures after the first were seen; give at, too"
-            raise ApiError(400, what, "invalid_value", "fps")
+            raise invalid_value("fps", what)
         said = [] if self.system is None else [ChatMessage(role="system", content=self.system)]
         said.append(ChatMessage(role="user", content=self.content))
         made = ChatRequest(model=model, messages=said, max_tokens=1)
@@ -561,7 +559,7 @@ def unread_fields(request: ReplyRequest, strict: bool) -> list[str]:
             if strict and name not in part.idle:
                 own = ascii(f"{place}{name}"[:200])[1:-1]
                 what = f"{own} is not a known field; leave it out"
-                raise ApiError(400, what, "invalid_value", own)
+                raise invalid_value(own, what)
             found.add(shown_name(shown + name))
         told = (name for name, why in part.idle.items() if why is not ECHO)
         found |= {shown + name for name in told if getattr(part, name, None) is not None}
@@ -606,17 +604,9 @@ def refuse_unsupported(request: ChatRequest) -> None:
 def refuse_stream_options(request: Any) -> None:
     """Refuse options of a stream in a request that wants none, as OpenAI does. Raises ApiError."""
     if request.stream_options is not None and not request.stream:
-        raise ApiError(
-            400,
-            "stream_options need stream: true; set it, or leave them out",
-            "invalid_value",
-            "stream_options",
+        raise invalid_value(
+            "stream_options", "stream_options need stream: true; set it, or leave them out"
         )
-
-
-def unsupported(param: str, message: str) -> ApiError:
-    """Return the error of a request that asks for what this server cannot do."""
-    return ApiError(400, message, "unsupported_parameter", param)
 
 
 def conversation(
@@ -652,7 +642,7 @@ def conversation(
             parts.append(part)
         role = "system" if message.role == "developer" else message.role
         if not parts and role not in ("assistant", "tool"):
-            raise ApiError(400, f"{where} is empty; say something", "invalid_value", where)
+            raise invalid_value(where, f"{where} is empty; say something")
         own = tuple(part for part in parts if part.url or part.text)
         more = _more_of(message, f"messages[{index}]", called)
         if thoughts:
@@ -662,12 +652,10 @@ def conversation(
     last = found[-1]
     begins = last.role == "assistant" and not last.calls and any(map(str.strip, last.texts))
     if last.role not in ("user", "tool") and not begins:
-        raise ApiError(
-            400,
+        raise invalid_value(
+            "messages[-1].role",
             "the last message has to be the user's, or the assistant's with words that the reply "
             "begins with",
-            "invalid_value",
-            "messages[-1].role",
         )
     return found
 
@@ -682,23 +670,19 @@ def reply_prefix(request: ChatRequest, messages: list[Message]) -> tuple[list[Me
     for name, value in (("continue_final_message", begun), ("add_generation_prompt", not begun)):
         if getattr(request, name) is (not value):
             what = "is" if begun else "is not"
-            raise ApiError(
-                400,
+            raise invalid_value(
+                name,
                 f"{name} has to be {str(value).lower()} here: the last message {what} the "
                 "assistant's, which the reply continues; set it so, or leave it out",
-                "invalid_value",
-                name,
             )
     if not begun:
         return messages, Begun()
     *before, last = messages
     if not before or before[-1].role in ("system", "assistant"):
-        raise ApiError(
-            400,
+        raise invalid_value(
+            "messages[-1].role",
             "the assistant's last message is the beginning of a reply, so a message of the user's "
             "has to stand before it",
-            "invalid_value",
-            "messages[-1].role",
         )
     return before, Begun("".join(last.texts), last.thought)
 
@@ -717,13 +701,13 @@ def _more_of(message: ChatMessage, where: str, called: Mapping[str, str]) -> dic
         return {"calls": tuple(calls), "thought": message.reasoning_content or None}
     if message.tool_calls:
         what = f"calls stand in messages of the assistant, not {message.role}"
-        raise ApiError(400, what, "invalid_value", f"{where}.tool_calls")
+        raise invalid_value(f"{where}.tool_calls", what)
     if message.role != "tool":
         return {}
     name = message.tool_call_id
     if not called or (name is not None and name not in called):
         what = f"{where}.tool_call_id names no call of a message before it"
-        raise ApiError(400, what, "invalid_value", f"{where}.tool_call_id")
+        raise invalid_value(f"{where}.tool_call_id", what)
     return {"call_id": name, "name": message.name if name is None else called[name]}
 
 
@@ -747,8 +731,8 @@ def field_error(model: type[BaseModel], given: BaseModel, where: str) -> ApiErro
         message = f"{place}: {first['msg']}"
         if first["type"] == "extra_forbidden":
             message = f"{place} is not a known field; leave it out"
-        return ApiError(400, message, "invalid_value", where)
-    return ApiError(400, f"{where} cannot be read; check its fields", "invalid_value", where)
+        return invalid_value(where, message)
+    return invalid_value(where, f"{where} cannot be read; check its fields")
 
 
 def _part(given: Any, where: str) -> Part:
@@ -777,7 +761,7 @@ def _medium(kind: Literal["image", "video"], source: BaseModel | str, other: Seq
 
 def _require_taken(part: Part, role: str, sees: bool, watches: bool, where: str) -> None:
     if not part.url:
-        raise ApiError(400, f"{where} has an empty url", "invalid_value", where)
+        raise invalid_value(where, f"{where} has an empty url")
     if not (sees if part.kind == "image" else watches):
         raise unsupported(where, f"this model takes no {part.kind}s")
     if role not in ("user", "tool"):
@@ -797,7 +781,7 @@ def parse_budget(given: float | str | None, param: str) -> Budget | None:
     try:
         return Budget.of(given)
     except MmkvError as error:
-        raise ApiError(400, str(error), "invalid_value", param) from error
+        raise invalid_value(param, str(error)) from error
 
 
 class GenerationFields(StrictModel):
@@ -829,10 +813,10 @@ def take_generation_config(request: ChatRequest, default: Settled) -> None:
     except ValidationError as error:
         first = error.errors()[0]
         place = ascii(".".join(["generation_config", *map(str, first["loc"])])[:200])[1:-1]
-        raise ApiError(400, f"{place}: {first['msg']}", "invalid_value", place) from error
+        raise invalid_value(place, f"{place}: {first['msg']}") from error
     except (ValueError, RecursionError) as error:
         what = "generation_config is no JSON object; send one as a text, or leave it out"
-        raise ApiError(400, what, "invalid_value", "generation_config") from error
+        raise invalid_value("generation_config", what) from error
     temperature = 0.0 if given.do_sample is False else given.temperature
     if given.do_sample and temperature is None and not default.temperature:
         temperature = 1.0  # of a checkpoint that is greedy by itself

@@ -20,7 +20,7 @@ from pydantic import Field
 from mmkv.engine.budget import Budget
 from mmkv.engine.errors import SessionError
 from mmkv.server.checked import refuse_budget, take_resume
-from mmkv.server.errors import ApiError
+from mmkv.server.errors import ApiError, invalid_value
 from mmkv.server.guard import BodyRoute
 from mmkv.server.prompts import digest_of
 from mmkv.server.quota import DiskQuota, MediaStore, media_type_of
@@ -73,9 +73,8 @@ class SessionTable:
         self._saved.sweep()
         if self._store is not None:
             self._store.sweep()
-        core = state.engine_thread.core
-        assert core is not None
-        media = (core.folder.path if not lasts or folder is None else folder) / ".media"
+        idle = state.engine_thread.core.folder.path
+        media = (idle if not lasts or folder is None else folder) / ".media"
         settings = state.settings
         bounds = settings.tenant_bytes, settings.tenant_files, self._in_idle_files
         self._quota = DiskQuota(folder, media, *bounds)
@@ -222,7 +221,7 @@ class SessionTable:
             self._require_place(caller.tenant, caller.name)
             return await self._add(caller, budget, asked.metadata, name)
         if asked.budget is not None:
-            raise ApiError(400, "a saved session has its own budget", "invalid_value", "budget")
+            raise invalid_value("budget", "a saved session has its own budget")
         path = self._saved.path(asked.file, caller.tenant)
         if not await asyncio.to_thread(path.is_file):  # nobody makes way for it
             raise no_such_file(asked.file, "file")
@@ -274,7 +273,7 @@ class SessionTable:
             self._saved.path(asked.name, caller.tenant),
         )
         if conversation is None:
-            raise ApiError(400, "the session is empty; save it after a turn", "invalid_value")
+            raise invalid_value(None, "the session is empty; save it after a turn")
         if path.exists() and not asked.overwrite:
             raise saved_already(asked.name)
         if session.frames is not None:
@@ -440,7 +439,7 @@ class SessionTable:
     async def _require_new(self, name: str, caller: Caller) -> None:
         """Raise ApiError: the name cannot be one, or is a session's."""
         if not re.fullmatch(NAME, name):
-            raise ApiError(400, f"X-Session-Id is {NAMED}", "invalid_value")
+            raise invalid_value(None, f"X-Session-Id is {NAMED}")
         try:
             await self.find(name, caller)
         except ApiError:

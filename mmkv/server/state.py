@@ -18,7 +18,7 @@ from fastapi import Depends, Request
 from mmkv.engine.errors import CapacityError
 from mmkv.engine.system import give_back, resident_bytes
 from mmkv.scheduler.loop import queue_is_full
-from mmkv.server.errors import ApiError
+from mmkv.server.errors import ApiError, invalid_value
 from mmkv.server.schema import MOST_NAMES, TOLD_TEMPLATES, ReplyRequest, shown_name, unread_fields
 
 if TYPE_CHECKING:
@@ -93,11 +93,9 @@ class ServerState:
         read = {*self.facts.template_variables, *bounded}
         unknown = sorted(given.keys() - read)
         if strict and unknown:
-            raise ApiError(
-                400,
-                f"the model's chat template does not read {unknown[0]!r}; leave it out",
-                "invalid_value",
+            raise invalid_value(
                 "chat_template_kwargs",
+                f"the model's chat template does not read {unknown[0]!r}; leave it out",
             )
         own = {one for one in TOLD_TEMPLATES if getattr(request, one) is not None}
         where = [one if one in own else f"chat_template_kwargs.{one}" for one in unknown]

@@ -28,7 +28,7 @@ from mmkv.engine.errors import BudgetError, SessionError
 from mmkv.engine.paths import drop_drafts, open_regular, whole_file
 from mmkv.engine.session_file import SavedBudget
 from mmkv.engine.strict import Strict
-from mmkv.server.errors import ApiError
+from mmkv.server.errors import ApiError, invalid_value
 from mmkv.server.schema import Metadata
 
 log = logging.getLogger("mmkv.server")
@@ -136,7 +136,7 @@ class SavedSessions:
                 "no_session_folder",
             )
         if not re.fullmatch(NAME, name):
-            raise ApiError(400, f"a file is {NAMED}", "invalid_value", "name")
+            raise invalid_value("name", f"a file is {NAMED}")
         return self._folder.path(tenant, f"{name}{_SUFFIX}")
 
     def of(self, tenant: str) -> list[SavedSession]:

@@ -18,9 +18,8 @@ from mmkv.server import reply
 from mmkv.server.chat import ChatCall
 from mmkv.server.checked import checked
 from mmkv.server.engine_thread import Done
-from mmkv.server.errors import ApiError, api_error
+from mmkv.server.errors import ApiError, api_error, invalid_value, unsupported
 from mmkv.server.guard import keep_body, release_body
-from mmkv.server.schema import unsupported
 from mmkv.server.state import Caller, ServerState, TurnMemory, release
 from mmkv.server.work import Observing
 from mmkv.turn import observed_text
@@ -134,15 +133,13 @@ class SessionTurn:
     ) -> None:
         own = request.mmkv
         if own is not None and (own.budget is not None or own.resume is not None):
-            raise ApiError(
-                400,
+            raise invalid_value(
+                "mmkv",
                 "a session has its budget and goes on from itself; leave out mmkv.budget, "
                 "mmkv.resume and X-Mmkv-Resume",
-                "invalid_value",
-                "mmkv",
             )
         if (request.n or 1) != 1:
-            raise ApiError(400, "a turn of a session has one reply", "invalid_value", "n")
+            raise invalid_value("n", "a turn of a session has one reply")
         self.background = own is not None and bool(own.background)
         if own is not None and self.background:
             if not request.stream:
@@ -237,20 +234,19 @@ class SessionObservation(SessionTurn):
         request = asked.as_chat(state.settings.name)
         if asked.system is not None and session.conversation is not None:
             what = "a system message opens a conversation; open a new session for it"
-            raise ApiError(400, what, "invalid_value", "system")
+            raise invalid_value("system", what)
         super().__init__(state, commit, require_idle, session, request, caller)
-        work, core = self.call.work, state.engine_thread.core
-        assert core is not None
-        processor, last = core.engine.processor, work.messages[-1]
+        work, processor = self.call.work, state.engine_thread.core.engine.processor
+        last = work.messages[-1]
         if not last.media and not any(map(str.strip, last.texts)):
-            raise ApiError(400, "content is blank; give words or pictures", "invalid_value")
+            raise invalid_value(None, "content is blank; give words or pictures")
         if any(part.kind == "video" for part in last.media):
             what = "a video is observed by its frames; send them as image_url"
-            raise ApiError(400, what, "invalid_value", "content")
+            raise invalid_value("content", what)
         frames = asked.at is not None and processor.watches
         if frames and any(part.options for part in last.media):
             what = "frames have the model's size; leave out sizes of pictures, or at"
-            raise ApiError(400, what, "invalid_value", "content")
+            raise invalid_value("content", what)
         parts = []
         for number, part in enumerate(last.parts):
             if part.kind == "text":

@@ -19,7 +19,7 @@ from starlette.websockets import WebSocket, WebSocketDisconnect
 
 from mmkv.engine.errors import STOPS, shown
 from mmkv.server.connections import SocketConnection, size_of
-from mmkv.server.errors import ApiError, api_error, invalid
+from mmkv.server.errors import ApiError, api_error, invalid, invalid_value
 from mmkv.server.guard import values_of
 from mmkv.server.reply import error_response, rendered
 from mmkv.server.schema import ChatRequest, ObserveRequest
@@ -154,13 +154,13 @@ class SessionSocket:
         body = _checked(ChatRequest, usual | fields)
         if not body.stream:
             what = "a reply over a WebSocket comes in pieces; leave out stream"
-            raise ApiError(400, what, "invalid_value", "stream")
+            raise invalid_value("stream", what)
         ignored = self._state.headers_for(body).get("X-Mmkv-Ignored")
         await self._sessions.load_memory(session)
         turn = SessionTurn(*given, body, self._caller)
         if turn.background:
             what = "a reply over a WebSocket ends with it; leave out mmkv.background"
-            raise ApiError(400, what, "invalid_value", "mmkv.background")
+            raise invalid_value("mmkv.background", what)
         async with contextlib.aclosing(turn.stream()) as events:
             async for event in events:
                 if isinstance(event, dict):

@@ -565,7 +565,7 @@ def standing(session: Session) -> tuple[Any, ...]:
 
 
 def whole(session: Session) -> tuple[Any, ...]:
-    last, unfed, history = session.last, list(session._unfed), [*session.history]
+    last, unfed, history = session.last, session.unfed, [*session.history]
     cache = session.engine.cache.export(session.seq)
     content = {name: tensor.tolist() for name, tensor in cache.items()}
     return (*standing(session), last, unfed, history, content)

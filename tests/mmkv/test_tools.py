@@ -340,7 +340,7 @@ def test_tools_stay_until_others_are_named(hermes: Engine, says: Callable[..., N
             sent(session, "more", tools=tools, sampling=Sampling(max_new_tokens=4))
             text = session.template_with(session.tools).render(session.history[:-1], opening=True)
             assert text.count('"description": "Does ') == len(tools) == len(session.tools)
-            session.set_unfed(None)
+            session.unfed = ()
         ids = session.last.token_ids
         assert ids == greedy(fresh, whole(session), 4) and session.memory().differs is None
 

@@ -40,12 +40,8 @@ class Server:
 
     def inside(self, call: Callable[[EngineCore], T]) -> T:
         """Call something on the engine's thread, between two turns."""
-
-        def run() -> T:
-            assert self.state.engine_thread.core is not None
-            return call(self.state.engine_thread.core)
-
-        return self.state.engine_thread.post(run).result(timeout=60)
+        thread = self.state.engine_thread
+        return thread.post(lambda: call(thread.core)).result(timeout=60)
 
     def chat(self, *messages: Any, **fields: Any) -> httpx.Response:
         """Ask for a reply; texts are the user's and the assistant's in turn."""
@@ -155,7 +151,6 @@ def serving(load: Callable[[], Engine], **settings: Any) -> Iterator[Server]:
             server.should_exit = True
             thread.join()
     core = state.engine_thread.core
-    assert core is not None
     pool = core.engine.cache.pool
     assert pool.free_pages == pool.num_pages, "pages are held by nobody"
     assert core.scheduler.ledger.committed == 0

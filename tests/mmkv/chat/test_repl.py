@@ -453,7 +453,7 @@ def survives_repl(model: str) -> Iterator[Repl]:
 def state(repl: Repl) -> tuple[Any, ...]:
     session = repl.session
     rows = [row.tolist() for layer in session.retained() for row in layer]
-    return (list(session.history), session.state(), session._unfed, rows, len(repl.images))
+    return (list(session.history), session.state(), session.unfed, rows, len(repl.images))
 
 
 def test_any_exception_anywhere_in_a_turn_is_one_line_and_changes_nothing(

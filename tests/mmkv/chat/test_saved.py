@@ -457,7 +457,7 @@ def test_a_picture_token_that_was_generated_is_refused(engine: Engine, tmp_path:
     picture = engine.processor.tokenizer.convert_tokens_to_ids("<|image_pad|>")
     path = tmp_path / "s.mmkv"
     with engine.session() as session:
-        session._unfed = [picture]
+        session.unfed = (picture,)
         session.save(path)
     with pytest.raises(SessionError, match="conversation in the session file is damaged"):
         engine.load_session(path)

@@ -342,7 +342,7 @@ def test_a_cancelled_reply_ends_where_it_stands(engine: Engine, scheduler: Sched
     reply = ticket.job.reply
     assert reply is not None and reply.finish_reason == "interrupted" and len(reply.token_ids) == 3
     assert stored.live is not None and stored.live.history[-1]["role"] == "assistant"
-    assert stored.live._unfed == reply.token_ids[-1:]
+    assert list(stored.live.unfed) == reply.token_ids[-1:]
 
 
 @pytest.mark.parametrize("turns", [1, 4, 9])
@@ -369,7 +369,7 @@ def test_a_turn_is_taken_back_whole_where_that_was_asked(
     ticket.cancel()
     scheduler.turn()
     assert ticket.state == "cancelled" and stored.live is live and stored.pages == held
-    assert live.history == before.history and live._unfed == before._unfed
+    assert live.history == before.history and live.unfed == before.unfed
     assert_same_rows(live, before)
     before.close()
     again = scheduler.submit(job("second"))

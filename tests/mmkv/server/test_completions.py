@@ -46,7 +46,6 @@ def test_a_text_is_continued_as_transformers_does(
 ) -> None:
     """What looks like a special token is text: it is spelled out."""
     core = server.state.engine_thread.core
-    assert core is not None
     tokenizer, text = core.engine.processor.tokenizer, "".join(prompt)
     start = tokenizer("", add_special_tokens=True)["input_ids"]
     spelled = tokenizer(text, add_special_tokens=False, split_special_tokens=True)["input_ids"]

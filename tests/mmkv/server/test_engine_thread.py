@@ -235,7 +235,6 @@ def test_an_error_of_the_thread_ends_all_requests(
 
     with serving(lambda: load(folder)) as server:
         core = server.state.engine_thread.core
-        assert core is not None
         monkeypatch.setattr(core.scheduler, "turn", fails)
         for _ in range(2):
             answer = server.chat("hello")

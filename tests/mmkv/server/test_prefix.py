@@ -84,7 +84,6 @@ def test_the_reply_is_that_of_the_engine(server: Server, folder: Path) -> None:
 def said(server: Server, monkeypatch: pytest.MonkeyPatch, *replies: str) -> None:
     """Make the model say this."""
     core = server.state.engine_thread.core
-    assert core is not None
     script(monkeypatch, core.engine, list(replies))
 
 

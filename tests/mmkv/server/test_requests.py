@@ -328,7 +328,6 @@ def test_what_changes_an_answer_is_done_or_refused_by_name(kind: type[ReplyReque
 def thinking(server: Server, monkeypatch: pytest.MonkeyPatch) -> Server:
     """Give the server's template a thought to leave out, of 12 bytes."""
     core = server.state.engine_thread.core
-    assert core is not None
     processor = core.engine.processor
     source = (
         f"{processor.template.source}{{% if enable_thinking is false %}}(no thought){{% endif %}}"
