@@ -166,19 +166,8 @@ class Decoder:
                 hidden, rope = hidden[going], (rope[0][going], rope[1][going])
             x = self.gate_input(index, hidden)
             entry = self.spec.entry_index[index]
-            if self.on_gate_input is not None and entry is not None:
-                self.on_gate_input(entry, x)
-            if self.gates is not None and entry is not None:
-                found = self._gate_logits(self.gates, entry, x, chunks)
-                if torch.is_inference_mode_enabled():
-                    # All layers in one tensor from the start: small ones that stay would keep the
-                    # heap between them from being used again.
-                    if not gate_logits:
-                        shape = (found.shape[0], self.spec.entry_layers, found.shape[1])
-                        gate_logits = list(found.new_empty(shape).unbind(1))
-                    gate_logits[entry].copy_(found)
-                else:
-                    gate_logits.append(found)
+            if entry is not None:
+                self._gate(entry, x, chunks, gate_logits)
             if index == final and ending is not None:
                 hidden = self._last_layer(hidden, x, rope, ending)
             else:
@@ -189,18 +178,36 @@ class Decoder:
         if chunks is not None and ending is None:
             hidden = hidden[chunks.ends()]
         if tapped is not None:
-            tapped += [kept[index] for index in self.taps]
+            tapped.extend(map(kept.__getitem__, self.taps))
         log_beta = F.logsigmoid(torch.stack(gate_logits, 1)) if gate_logits else None
         return hidden, log_beta
 
-    @staticmethod
-    def _gate_logits(gates: Gates, index: int, x: Tensor, chunks: ChunkAttention | None) -> Tensor:
-        """Compute the gates of a layer; on a CPU chunk by chunk, so that none of their bits, which
-        decide what is kept, depend on what a chunk is read with.
+    def _gate(
+        self, entry: int, x: Tensor, chunks: ChunkAttention | None, made: list[Tensor]
+    ) -> None:
+        """Add the logits of a layer's gates to ``made``, those of the layers before it.
+
+        On a CPU they are computed chunk by chunk, so that none of their bits, which decide what is
+        kept, depend on what a chunk is read with.
         """
+        if self.on_gate_input is not None:
+            self.on_gate_input(entry, x)
+        if self.gates is None:
+            return
         if chunks is None or len(chunks.counts) < 2 or x.device.type != "cpu":
-            return gates.logits(index, x)
-        return torch.cat([gates.logits(index, part) for part in x.split(list(chunks.counts))])
+            logits = self.gates.logits(entry, x)
+        else:
+            parts = x.split(list(chunks.counts))
+            logits = torch.cat([self.gates.logits(entry, part) for part in parts])
+        if not torch.is_inference_mode_enabled():
+            made.append(logits)
+            return
+        # All layers in one tensor from the start: small ones that stay would keep the heap between
+        # them from being used again.
+        if not made:
+            shape = (logits.shape[0], self.spec.entry_layers, logits.shape[1])
+            made += logits.new_empty(shape).unbind(1)
+        made[entry].copy_(logits)
 
     def gate_input(self, index: int, hidden: Tensor) -> Tensor:
         """Compute the output ``[T, d]`` of the input_layernorm of layer ``index``: what its gate

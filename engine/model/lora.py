@@ -155,17 +155,25 @@ class AdaptedTensors(ChangedTensors):
                 f"has {key[:120]}, which this model has no place for",
                 "take the base that it was trained for, or another adapter",
             )
-        if not factor:
-            self._replaced[name] = key
-            there = name if name in self.below.names else self._embedding()
-            if self._own.shape(key) != self.below.shape(there):
-                raise self._wrong(
-                    f"has {key[:120]} of the shape {list(self._own.shape(key))} for "
-                    f"{list(self.below.shape(there))} in the model",
-                    "take the base that it was trained for",
-                )
-            self._show(name, there)
-            return
+        if factor:
+            self._take_factor(name, key, part)
+        else:
+            self._replace(name, key)
+
+    def _replace(self, name: str, key: str) -> None:
+        """Note that a tensor of the adapter takes the place of the model's."""
+        self._replaced[name] = key
+        there = name if name in self.below.names else self._embedding()
+        if self._own.shape(key) != self.below.shape(there):
+            raise self._wrong(
+                f"has {key[:120]} of the shape {list(self._own.shape(key))} for "
+                f"{list(self.below.shape(there))} in the model",
+                "take the base that it was trained for",
+            )
+        self._show(name, there)
+
+    def _take_factor(self, name: str, key: str, part: str) -> None:
+        """Note one of the two factors of what is added to a matrix."""
         delta = self._deltas.setdefault(name, _Delta(turned="embedding" in part))
         side = "down" if part.endswith("A") else "up"
         if getattr(delta, side):
@@ -227,21 +235,10 @@ class AdaptedTensors(ChangedTensors):
         rank, own = self._own.shape(delta.down)[0], self._own.shape
         shape = self.changed[name][0]
         (rows, columns) = shape[::-1] if delta.turned and len(shape) == 2 else (*shape, 0, 0)[:2]
-        patterns = said.get("rank_pattern") or {}, said.get("alpha_pattern") or {}
-        for pattern in {**patterns[0], **patterns[1]}:
-            if len(pattern) > 300 or _SLOW.search(pattern):
-                raise self._wrong(
-                    f"has the pattern {pattern[:60]!a}, which may take forever to compare",
-                    "write the names of its modules there",
-                )
         key = _KEY.fullmatch(delta.down)
         module = key["module"] if key else ""
-        said_rank, alpha = (
-            next((v for k, v in pattern.items() if re.match(rf"(.*\.)?({k})$", module)), whole)
-            for pattern, whole in zip(
-                patterns, (said.get("r", 8), said.get("lora_alpha", 8)), strict=True
-            )
-        )
+        said_rank = self._of_module(module, said.get("rank_pattern"), said.get("r", 8))
+        alpha = self._of_module(module, said.get("alpha_pattern"), said.get("lora_alpha", 8))
         fits = (own(delta.down), own(delta.up)) == ((rank, columns), (rows, rank))
         if not fits or len(shape) != 2 or rank != said_rank:
             raise self._wrong(
@@ -250,6 +247,18 @@ class AdaptedTensors(ChangedTensors):
                 "take the base that it was trained for",
             )
         delta.scale = alpha / (rank**0.5 if said.get("use_rslora") else rank)
+
+    def _of_module(self, module: str, patterns: Mapping[str, Any] | None, whole: Any) -> Any:
+        """Return what the first pattern that fits says of a module; without one, ``whole``."""
+        patterns = patterns or {}
+        for pattern in patterns:
+            if len(pattern) > 300 or _SLOW.search(pattern):
+                raise self._wrong(
+                    f"has the pattern {pattern[:60]!a}, which may take forever to compare",
+                    "write the names of its modules there",
+                )
+        found = (v for k, v in patterns.items() if re.match(rf"(.*\.)?({k})$", module))
+        return next(found, whole)
 
 
 def _settings(config: Path) -> dict[str, Any]:

@@ -423,8 +423,8 @@ class QuantisedTensors(ChangedTensors):
             rows, columns = map(int, said["shape"])
             size, dtype = int(said["blocksize"]), getattr(torch, said["dtype"])
             nested = parts["nested_absmax"] in self._names
-            offset = float(said["nested_offset"]) if nested else 0.0
-            nested_size = int(said["nested_blocksize"]) if nested else 1
+            said |= {} if nested else {"nested_offset": 0, "nested_blocksize": 1}
+            offset, nested_size = float(said["nested_offset"]), int(said["nested_blocksize"])
         except (ValueError, LookupError, TypeError, AttributeError) as error:
             raise ModelError(f"{state} cannot be read; get the original file") from error
         count, whole = rows * columns, self.below.shape(name)

@@ -107,39 +107,15 @@ def require_sizes(config: Any) -> None:
     if getattr(config, "is_causal", True) is False:  # by which some vision models mask their text
         raise _wrong("is_causal", False, "true: an encoder generates nothing")
     _require(text, _TEXT, "")
-    vision = getattr(config, "vision_config", None)
     _require(config, {"mm_tokens_per_image": 2**16}, "")
-    if vision is not None:
+    if (vision := getattr(config, "vision_config", None)) is not None:
         _require(vision, _VISION, "vision_config.")
-        _require_vision_heads(vision)
-        patch = getattr(vision, "patch_size", None)
-        if isinstance(patch, (list, tuple)) and not vision.model_type.startswith("internvl"):
-            raise _wrong("vision_config.patch_size", patch, "a whole number")
-    heads = text.num_attention_heads
-    pairs = getattr(text, "num_key_value_heads", None) or heads
-    if heads % pairs:
-        raise _wrong("num_key_value_heads", pairs, f"a divisor of num_attention_heads ({heads})")
-    chosen, experts = (getattr(text, n, None) for n in ("num_experts_per_tok", "num_experts"))
-    if experts and chosen is not None and chosen > experts:
-        raise _wrong("num_experts_per_tok", chosen, f"at most num_experts ({experts})")
+        _require_vision(vision)
     epsilon = getattr(text, "rms_norm_eps", 1e-6)
     if not _real(epsilon) or not 0 <= epsilon <= 1:
         raise _wrong("rms_norm_eps", epsilon, "a number from 0 to 1")
-    kinds = getattr(text, "layer_types", None)
-    if kinds is not None and (
-        not isinstance(kinds, (list, tuple)) or len(kinds) != text.num_hidden_layers
-    ):
-        raise _wrong("layer_types", kinds, f"a list of {text.num_hidden_layers} names")
-    key_heads, value_heads = (getattr(text, f"linear_num_{n}_heads", 1) for n in ("key", "value"))
-    if value_heads % key_heads:
-        wanted = f"a multiple of linear_num_key_heads ({key_heads})"
-        raise _wrong("linear_num_value_heads", value_heads, wanted)
-    own, width = getattr(text, "head_dim", None), head_width(text)
-    if text.model_type in WIDTH_TYPES and own not in (None, width):
-        wanted = f"{width}: a {text.model_type} model divides hidden_size by num_attention_heads"
-        raise _wrong("head_dim", own, wanted)
-    if own is None and hasattr(text, "head_dim") and text.model_type not in _NO_HEAD_WIDTH:
-        raise _wrong("head_dim", own, "a number, or left out")
+    _require_heads(text)
+    _require_layers(text)
     ropes = getattr(text, "rope_parameters", None)
     if text.model_type in GEMMA_TYPES and isinstance(ropes, dict):
         for kind in {GLOBAL, LOCAL} & {*text.layer_types}:
@@ -154,7 +130,35 @@ def fields_of(weight: str) -> str:
     return next(own, "hidden_size, or a size in vision_config")
 
 
-def _require_vision_heads(vision: Any) -> None:
+def _require_heads(text: Any) -> None:
+    heads = text.num_attention_heads
+    pairs = getattr(text, "num_key_value_heads", None) or heads
+    if heads % pairs:
+        raise _wrong("num_key_value_heads", pairs, f"a divisor of num_attention_heads ({heads})")
+    key_heads, value_heads = (getattr(text, f"linear_num_{n}_heads", 1) for n in ("key", "value"))
+    if value_heads % key_heads:
+        wanted = f"a multiple of linear_num_key_heads ({key_heads})"
+        raise _wrong("linear_num_value_heads", value_heads, wanted)
+    own, width = getattr(text, "head_dim", None), head_width(text)
+    if text.model_type in WIDTH_TYPES and own not in (None, width):
+        wanted = f"{width}: a {text.model_type} model divides hidden_size by num_attention_heads"
+        raise _wrong("head_dim", own, wanted)
+    if own is None and hasattr(text, "head_dim") and text.model_type not in _NO_HEAD_WIDTH:
+        raise _wrong("head_dim", own, "a number, or left out")
+
+
+def _require_layers(text: Any) -> None:
+    """Check which layers there are, and their experts."""
+    kinds, count = getattr(text, "layer_types", None), text.num_hidden_layers
+    if kinds is not None and (not isinstance(kinds, (list, tuple)) or len(kinds) != count):
+        raise _wrong("layer_types", kinds, f"a list of {count} names")
+    chosen, experts = (getattr(text, n, None) for n in ("num_experts_per_tok", "num_experts"))
+    if experts and chosen is not None and chosen > experts:
+        raise _wrong("num_experts_per_tok", chosen, f"at most num_experts ({experts})")
+
+
+def _require_vision(vision: Any) -> None:
+    """Check the heads and patches of a vision tower."""
     width = getattr(vision, "hidden_size", None)
     for name in ("num_heads", "num_attention_heads"):
         heads = getattr(vision, name, None)
@@ -162,6 +166,9 @@ def _require_vision_heads(vision: Any) -> None:
         each = 4 if hasattr(vision, "spatial_merge_size") else 1
         if heads is not None and width is not None and width % (each * heads):
             raise _wrong(f"vision_config.{name}", heads, f"a divisor of {width // each}")
+    patch = getattr(vision, "patch_size", None)
+    if isinstance(patch, (list, tuple)) and not vision.model_type.startswith("internvl"):
+        raise _wrong("vision_config.patch_size", patch, "a whole number")
 
 
 def _require_rope(text: Any, rope: Any, name: str = "rope_parameters") -> None:
@@ -170,28 +177,26 @@ def _require_rope(text: Any, rope: Any, name: str = "rope_parameters") -> None:
     theta = rope.get("rope_theta", 1.0)
     if not _real(theta) or not theta > 0:
         raise _wrong(f"{name}.rope_theta", theta, "a number above 0")
-    section = rope.get("mrope_section")
     width, share = head_width(text), rope.get("partial_rotary_factor", 1.0)
     if not _real(share) or not 0 < share <= 1:
         raise _wrong(f"{name}.partial_rotary_factor", share, "a number above 0, at most 1")
-    if text.model_type in PARTIAL_TYPES:
-        width = int(width * share)
-    if rope["rope_type"] == "longrope":
-        for each in ("short_factor", "long_factor"):
-            factors = rope.get(each)
-            if not isinstance(factors, list) or len(factors) != int(head_width(text) * share) // 2:
-                wanted = "a list of numbers for half of what is rotated of a head (head_dim)"
-                raise _wrong(f"{name}.{each}", factors, wanted)
-    if section is not None and not (
-        isinstance(section, (list, tuple))
-        and len(section) == 3
-        and all(_whole(n, 2**14) for n in section)
-        and 2 * sum(section) == width
-    ):
-        wanted = (
-            f"three counts that make {width // 2}, half of what is rotated of a head (head_dim)"
-        )
+    rotated = int(width * share)
+    for each in ("short_factor", "long_factor") if rope["rope_type"] == "longrope" else ():
+        factors = rope.get(each)
+        if not isinstance(factors, list) or len(factors) != rotated // 2:
+            wanted = "a list of numbers for half of what is rotated of a head (head_dim)"
+            raise _wrong(f"{name}.{each}", factors, wanted)
+    section = rope.get("mrope_section")
+    half = (rotated if text.model_type in PARTIAL_TYPES else width) / 2
+    if section is not None and not _makes(section, half):
+        wanted = f"three counts that make {int(half)}, half of what is rotated of a head (head_dim)"
         raise _wrong(f"{name}.mrope_section", section, wanted)
+
+
+def _makes(section: Any, half: float) -> bool:
+    """Whether these are three counts of that sum."""
+    three = isinstance(section, (list, tuple)) and len(section) == 3
+    return three and all(_whole(n, 2**14) for n in section) and sum(section) == half
 
 
 def _require(config: Any, bounds: dict[str, int], where: str) -> None:

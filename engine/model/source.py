@@ -101,14 +101,8 @@ def _require_files(name: str, folder: Path) -> None:
     except OSError as error:
         raise ModelError(f"cannot read the folder {name} ({error.strerror}); mend that") from error
     for path in files:
-        # Reading a pipe or a device may never end.
-        if path.suffix in _READ and path.exists() and not is_file(path):
-            raise ModelError(f"{path.name} in {name} is no file but a pipe or device; remove it")
-        if path.suffix in _READ and is_lfs_pointer(path):
-            raise ModelError(
-                f"{path.name} in {name} is a pointer of Git LFS and not the file; run `git lfs "
-                "pull` there"
-            )
+        if path.suffix in _READ:
+            _require_content(name, path)
     there = {path.suffix.lower() for path in files}
     if not is_file(folder / "config.json"):
         raise ModelError(_without_config(name, folder, there))
@@ -121,6 +115,17 @@ def _require_files(name: str, folder: Path) -> None:
             "save_pretrained(NEW)"
         )
     require_normal_growth(name, folder / "tokenizer.json")
+
+
+def _require_content(name: str, path: Path) -> None:
+    """Raise ModelError for a file whose reading may never end, and one that is a pointer."""
+    if path.exists() and not is_file(path):
+        raise ModelError(f"{path.name} in {name} is no file but a pipe or device; remove it")
+    if is_lfs_pointer(path):
+        raise ModelError(
+            f"{path.name} in {name} is a pointer of Git LFS and not the file; run `git lfs "
+            "pull` there"
+        )
 
 
 def find_adapter(name: str) -> tuple[Path, Path]:

@@ -12,7 +12,7 @@ import math
 import pickle
 import zipfile
 from abc import abstractmethod
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -52,6 +52,7 @@ _SHORT = _READ_AS | {torch.float64: "F64", torch.int64: "I64", torch.bool: "BOOL
 # Buffers that older checkpoints hold and that follow from the config.
 COMPUTED = ("rotary_emb.inv_freq",)
 _STACK = "experts.gate_up_proj"
+_GATE_UP = ("gate_proj", "up_proj")
 
 
 @dataclass(frozen=True)
@@ -223,15 +224,12 @@ class StoredTensors:
         """
         if holding is None:
             return self.read(names, dtype, device)
-        if (bits := holding.bits(part)) is not None:
-            grids = [grid for name in names if (grid := self.grid(name)) is not None]
-            if len(grids) == len(names) and all(grid.fits(bits) for grid in grids):
-                codes, steps = zip(*(grid.blocks() for grid in grids), strict=True)
-                return INTEGERS[bits].kept(torch.cat(codes), torch.cat(steps))
-        if self.kinds(names) != {"BF16"}:
-            return holding.hold(self.read(names, dtype, device).flatten(1), part)
-        if not holding.packs or not all(map(self.in_place, names)):
-            return holding.hold(self.read(names, torch.bfloat16, device).flatten(1), part)
+        if (whole := self._integers(names, holding.bits(part))) is not None:
+            return whole
+        exact = self.kinds(names) == {"BF16"}
+        if not (exact and holding.packs and all(map(self.in_place, names))):
+            wide = self.read(names, torch.bfloat16 if exact else dtype, device)
+            return holding.hold(wide.flatten(1), part)
         mapped = (self._mapped_at(name).tensor(*self._place(name)) for name in names)
         parts = [tensor.flatten(1) for tensor in mapped]
         weight = parts[0]
@@ -242,6 +240,16 @@ class StoredTensors:
         for name, tensor in zip(names, parts, strict=True):
             self._mapped_at(name).forget(self._place(name)[0], tensor.nbytes)
         return held
+
+    def _integers(self, names: Sequence[str], bits: int | None) -> Matrix | None:
+        """Return the whole numbers that these are, None where they do not fit so many bits."""
+        if bits is None:
+            return None
+        grids = [grid for name in names if (grid := self.grid(name)) is not None]
+        if len(grids) < len(names) or not all(grid.fits(bits) for grid in grids):
+            return None
+        codes, steps = zip(*(grid.blocks() for grid in grids), strict=True)
+        return INTEGERS[bits].kept(torch.cat(codes), torch.cat(steps))
 
     def _mapped_at(self, name: str) -> MappedFile:
         path = self._file[name]
@@ -387,6 +395,16 @@ class ChangedTensors(StoredTensors):
     def made(self, name: str) -> Tensor:
         """Return a tensor of ``changed``."""
 
+    def _integers(self, names: Sequence[str], bits: int | None) -> Matrix | None:
+        """Return the whole numbers that these are, None where they do not fit so many bits."""
+        if bits is None:
+            return None
+        grids = [grid for name in names if (grid := self.grid(name)) is not None]
+        if len(grids) < len(names) or not all(grid.fits(bits) for grid in grids):
+            return None
+        codes, steps = zip(*(grid.blocks() for grid in grids), strict=True)
+        return INTEGERS[bits].kept(torch.cat(codes), torch.cat(steps))
+
     def _mapped_at(self, name: str) -> MappedFile:
         return self.below._mapped_at(name)
 
@@ -455,8 +473,8 @@ def read_text_weights(
     tied: bool,
     dtype: torch.dtype,
     device: torch.device,
-    holding: WeightForm | None = None,
-    panels: PanelStore | None = None,
+    holding: WeightForm | None,
+    panels: PanelStore,
 ) -> DecoderWeights | None:
     """Read the text weights in ``dtype`` onto ``device``; fused matrices are written in place.
 
@@ -465,7 +483,7 @@ def read_text_weights(
         places: where text weights may stand: (prefix of the text model, name of the head).
         tied: the head is the embedding, unless another one is stored.
         holding: how float32 matrices are held; None: in ``dtype``.
-        panels: where they are, if they were packed before; None: nowhere.
+        panels: where they are, if they were packed before.
 
     Returns:
         None when a tensor is missing, has another shape or is none of this model's.
@@ -473,81 +491,34 @@ def read_text_weights(
     layout, place = StoredShapes.of(config), text_place(stored, places)
     if layout is None or place is None:
         return None
+    prefix, head = place
     if spec.paired:
-        stored = HalvedTensors(stored, place[0], spec)
-    kept = panels or PanelStore()
-    return _read(stored, layout, config, spec, *place, tied, dtype, device, holding, kept)
+        stored = HalvedTensors(stored, prefix, spec)
+    # transformers saves the matrices of each expert; older checkpoints stack them.
+    stacked = any(name.endswith(_STACK) for name in stored.names)
+    shapes = _shapes(layout, config, spec, prefix, stacked)
+    if head in stored.names or not tied:
+        shapes[head] = (spec.vocab_size, spec.hidden_size)
+    if not _holds(stored, shapes, prefix, head):
+        return None
+    text = _TextReader(stored, layout, spec, prefix, shapes, dtype, device, holding, panels)
+    embed = text.matrix("embed_tokens.weight")
+    output = text.held("lm_head", head) if head in shapes else embed
+    if tied and output is not embed and panels.fact("tied", lambda: equal(output, embed)):
+        output = embed
+    layers = [text.layer(index, sparse) for index, sparse in enumerate(sparse_layers(config))]
+    norm = gain_of(text.read("norm.weight"), spec)
+    made = DecoderWeights(embed, layers, norm, output, multiply)
+    if holding is not None:
+        made.product, made.form = holding.product, holding.name
+    made.gains_apart = None if norm.dtype == dtype else dtype
+    return made
 
 
 def text_place(stored: StoredTensors, places: Sequence[tuple[str, str]]) -> tuple[str, str] | None:
     """Return at which of ``places`` the files hold the text model, None where at none."""
     there = (place for place in places if f"{place[0]}embed_tokens.weight" in stored.names)
     return next(there, None)
-
-
-def _read(
-    stored: StoredTensors,
-    layout: StoredShapes,
-    config: Any,
-    spec: DecoderSpec,
-    prefix: str,
-    head: str,
-    tied: bool,
-    dtype: torch.dtype,
-    device: torch.device,
-    holding: WeightForm | None,
-    panels: PanelStore,
-) -> DecoderWeights | None:
-    # transformers saves the matrices of each expert; older checkpoints stack them.
-    stacked = any(name.endswith(_STACK) for name in stored.names)
-    shapes = {
-        f"{prefix}{name}": shape for name, shape in _shapes(layout, config, spec, stacked).items()
-    }
-    if head in stored.names or not tied:
-        shapes[head] = (spec.vocab_size, spec.hidden_size)
-    if not _holds(stored, shapes, prefix, head):
-        return None
-
-    def read(*names: str, kind: torch.dtype = dtype) -> Tensor:
-        return stored.read([f"{prefix}{name}" for name in names], kind, device)
-
-    def read_stack(name: str) -> Tensor:
-        return stored.read_stack(f"{prefix}{name}", shapes[f"{prefix}{name}"], dtype, device)
-
-    def held(part: str, *names: str) -> Matrix:
-        def make() -> Matrix:
-            # What is rounded is the same, whatever the states are and wherever the model runs.
-            wide = (dtype, device) if holding is None else (torch.float32, _CPU)
-            return stored.read_matrix(names, *wide, holding, part)
-
-        made = panels.matrix("+".join(names), make)
-        rows = sum(shapes[name][0] for name in names)
-        fits = tuple(made.shape) == (rows, *shapes[names[0]][1:])
-        return (made if fits else make()).to(device)
-
-    def matrix(*names: str) -> Matrix:
-        return held(names[0], *(f"{prefix}{name}" for name in names))
-
-    embed = matrix("embed_tokens.weight")
-    output = held("lm_head", head) if head in shapes else embed
-    if tied and output is not embed and panels.fact("tied", lambda: equal(output, embed)):
-        output = embed
-    layers = []
-    for index, sparse in enumerate(sparse_layers(config)):
-        at, experts = f"layers.{index}.", None
-        if sparse and spec.routing is not None:
-            experts = _experts(read, read_stack if stacked else None, f"{at}mlp.", spec.routing)
-        mixing = _delta if spec.entry_index[index] is None else _attention
-        parts = mixing(read, matrix, at, layout, spec)
-        if experts is not None and spec.routing is not None and spec.routing.shared:
-            parts |= _shared(read, f"{at}mlp.")
-        layers.append(_layer(read, matrix, at, layout, spec, experts, parts))
-    norm = gain_of(read("norm.weight"), spec)
-    made = DecoderWeights(embed, layers, norm, output, multiply)
-    if holding is not None:
-        made.product, made.form = holding.product, holding.name
-    made.gains_apart = None if norm.dtype == dtype else dtype
-    return made
 
 
 def _holds(
@@ -573,158 +544,177 @@ def _turned(shape: tuple[int, ...]) -> tuple[int, ...]:
     return (shape[0], shape[2], shape[1]) if len(shape) == 3 else shape
 
 
-def _experts(
-    read: Callable[..., Tensor],
-    read_stack: Callable[[str], Tensor] | None,
-    mlp: str,
-    routing: Routing,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Return router, gate_up and down of a mixture of experts."""
-    router, each = read(f"{mlp}gate.weight"), routing.experts
-    if read_stack is not None:
-        return router, read_stack(f"{mlp}{_STACK}"), read_stack(f"{mlp}experts.down_proj")
-    pairs = [(e, part) for e in range(each) for part in ("gate_proj", "up_proj")]
-    gate_up = read(*(f"{mlp}experts.{e}.{part}.weight" for e, part in pairs))
-    down = read(*(f"{mlp}experts.{e}.down_proj.weight" for e in range(each)))
-    return router, gate_up.unflatten(0, (each, -1)), down.unflatten(0, (each, -1))
+@dataclass(frozen=True)
+class _TextReader:
+    """Reads the layers of a text model.
 
+    Attributes:
+        prefix: of all names that its methods are given.
+        shapes: of all tensors, by their whole names.
+        holding, panels: as of :func:`read_text_weights`.
+    """
 
-def _layer(
-    read: Callable[..., Tensor],
-    matrix: Callable[..., Matrix],
-    at: str,
-    layout: StoredShapes,
-    spec: DecoderSpec,
-    experts: tuple[Tensor, Tensor, Tensor] | None,
-    mixing: dict[str, Any],
-) -> LayerWeights:
-    mlp = f"{at}mlp."
-    wide = ("gate_up_proj",) if layout.fused_mlp else ("gate_proj", "up_proj")
-    router, gate_up, down = experts or (
-        None,
-        matrix(*(f"{mlp}{part}.weight" for part in wide)),
-        matrix(f"{mlp}down_proj.weight"),
-    )
-    mlp_bias = layout.mlp_bias and router is None
-    gains = [gain_of(read(f"{at}{name}.weight"), spec) for name in spec.norms]
-    return LayerWeights(
-        **norms_of(gains),
-        gate_up=gate_up,
-        gate_up_bias=_biases(read, mlp, wide) if mlp_bias else None,
-        down=down,
-        down_bias=_biases(read, mlp, ["down_proj"]) if mlp_bias else None,
-        router=router,
-        **mixing,
-    )
+    stored: StoredTensors
+    layout: StoredShapes
+    spec: DecoderSpec
+    prefix: str
+    shapes: Mapping[str, tuple[int, ...]]
+    dtype: torch.dtype
+    device: torch.device
+    holding: WeightForm | None
+    panels: PanelStore
 
+    def read(self, *names: str, kind: torch.dtype | None = None) -> Tensor:
+        """Return tensors, one below the other."""
+        whole = [f"{self.prefix}{name}" for name in names]
+        return self.stored.read(whole, kind or self.dtype, self.device)
 
-def _shared(read: Callable[..., Tensor], mlp: str) -> dict[str, Tensor]:
-    """Return the parts of :class:`LayerWeights` of the expert that every token goes through."""
-    own = f"{mlp}shared_expert."
-    return {
-        "shared_gate": read(f"{mlp}shared_expert_gate.weight"),
-        "shared_gate_up": read(f"{own}gate_proj.weight", f"{own}up_proj.weight"),
-        "shared_down": read(f"{own}down_proj.weight"),
-    }
+    def matrix(self, *names: str) -> Matrix:
+        """Return matrices, one below the other, in the form that they are held in."""
+        return self.held(names[0], *(f"{self.prefix}{name}" for name in names))
 
+    def held(self, part: str, *names: str) -> Matrix:
+        """Do as :meth:`matrix` of whole names; ``part`` is as :meth:`WeightForm.bits` takes it."""
 
-def _biases(read: Callable[..., Tensor], where: str, parts: Sequence[str]) -> Tensor:
-    return read(*(f"{where}{part}.bias" for part in parts))
+        def make() -> Matrix:
+            # What is rounded is the same, whatever the states are and wherever the model runs.
+            whole = self.holding is None
+            wide = (self.dtype, self.device) if whole else (torch.float32, _CPU)
+            return self.stored.read_matrix(names, *wide, self.holding, part)
 
+        made = self.panels.matrix("+".join(names), make)
+        rows = sum(self.shapes[name][0] for name in names)
+        fits = tuple(made.shape) == (rows, *self.shapes[names[0]][1:])
+        return (made if fits else make()).to(self.device)
 
-def _attention(
-    read: Callable[..., Tensor],
-    matrix: Callable[..., Matrix],
-    at: str,
-    layout: StoredShapes,
-    spec: DecoderSpec,
-) -> dict[str, Any]:
-    """Return the parts of :class:`LayerWeights` of an attention."""
-    attention, qk_norm = f"{at}self_attn.", None
-    qkv = ("qkv_proj",) if layout.fused else ("q_proj", "k_proj", "v_proj")
-    if layout.qk_norm:
-        query, key = (read(f"{attention}{part}_norm.weight") for part in "qk")
-        qk_norm = head_gains(query, key, spec)
-    return {
-        "qkv": matrix(*(f"{attention}{part}.weight" for part in qkv)),
-        "qkv_bias": _biases(read, attention, qkv) if layout.qkv_bias else None,
-        "qk_norm": qk_norm,
-        "out": matrix(f"{attention}o_proj.weight"),
-        "out_bias": _biases(read, attention, ["o_proj"]) if layout.out_bias else None,
-    }
+    def layer(self, index: int, sparse: bool) -> LayerWeights:
+        """Return a layer; ``sparse``: it is a mixture of experts."""
+        at, attends = f"layers.{index}.", self.spec.entry_index[index] is not None
+        routing = self.spec.routing if sparse else None
+        mlp = self._dense(f"{at}mlp.") if routing is None else self._experts(f"{at}mlp.", routing)
+        mixing = self._attention(f"{at}self_attn.") if attends else self._delta(f"{at}linear_attn.")
+        gains = [gain_of(self.read(f"{at}{name}.weight"), self.spec) for name in self.spec.norms]
+        return LayerWeights(**norms_of(gains), **mlp, **mixing)
 
+    def _dense(self, mlp: str) -> dict[str, Any]:
+        wide = ("gate_up_proj",) if self.layout.fused_mlp else _GATE_UP
+        biased = self.layout.mlp_bias
+        return {
+            "gate_up": self.matrix(*(f"{mlp}{part}.weight" for part in wide)),
+            "gate_up_bias": self._biases(mlp, *wide) if biased else None,
+            "down": self.matrix(f"{mlp}down_proj.weight"),
+            "down_bias": self._biases(mlp, "down_proj") if biased else None,
+        }
 
-def _delta(
-    read: Callable[..., Tensor],
-    matrix: Callable[..., Matrix],
-    at: str,
-    layout: StoredShapes,
-    spec: DecoderSpec,
-) -> dict[str, Any]:
-    """Return the parts of :class:`LayerWeights` of a layer of the gated delta rule."""
-    own, delta = f"{at}linear_attn.", spec.delta
-    assert delta is not None
-    layer = DeltaLayer(
-        delta,
-        spec.rms_eps,
-        conv=read(f"{own}conv1d.weight")[:, 0],
-        rates=read(f"{own}in_proj_b.weight", f"{own}in_proj_a.weight"),
-        log_decay=read(f"{own}A_log", kind=torch.float32),
-        step_bias=read(f"{own}dt_bias", kind=torch.float32),
-        gain=read(f"{own}norm.weight"),
-    )
-    return {
-        "qkv": matrix(f"{own}in_proj_qkv.weight", f"{own}in_proj_z.weight"),
-        "qkv_bias": None,
-        "qk_norm": None,
-        "out": matrix(f"{own}out_proj.weight"),
-        "out_bias": None,
-        "state_layer": layer,
-    }
+    def _biases(self, where: str, *parts: str) -> Tensor:
+        return self.read(*(f"{where}{part}.bias" for part in parts))
+
+    def _experts(self, mlp: str, routing: Routing) -> dict[str, Any]:
+        """Return a mixture of experts, with the one that every token goes through, if any."""
+        each, down = routing.experts, f"{mlp}experts.down_proj"
+        made: dict[str, Any] = {"gate_up_bias": None, "down_bias": None}
+        made["router"] = self.read(f"{mlp}gate.weight")
+        if f"{self.prefix}{down}" in self.shapes:
+            made |= {"gate_up": self._stack(f"{mlp}{_STACK}"), "down": self._stack(down)}
+        else:
+            pairs = [(e, part) for e in range(each) for part in _GATE_UP]
+            gate_up = self.read(*(f"{mlp}experts.{e}.{part}.weight" for e, part in pairs))
+            made["gate_up"] = gate_up.unflatten(0, (each, -1))
+            downs = self.read(*(f"{mlp}experts.{e}.down_proj.weight" for e in range(each)))
+            made["down"] = downs.unflatten(0, (each, -1))
+        if routing.shared:
+            own = f"{mlp}shared_expert."
+            made["shared_gate"] = self.read(f"{mlp}shared_expert_gate.weight")
+            made["shared_gate_up"] = self.read(f"{own}gate_proj.weight", f"{own}up_proj.weight")
+            made["shared_down"] = self.read(f"{own}down_proj.weight")
+        return made
+
+    def _stack(self, name: str) -> Tensor:
+        whole = f"{self.prefix}{name}"
+        return self.stored.read_stack(whole, self.shapes[whole], self.dtype, self.device)
+
+    def _attention(self, own: str) -> dict[str, Any]:
+        layout, qk_norm = self.layout, None
+        qkv = ("qkv_proj",) if layout.fused else ("q_proj", "k_proj", "v_proj")
+        if layout.qk_norm:
+            query, key = (self.read(f"{own}{part}_norm.weight") for part in "qk")
+            qk_norm = head_gains(query, key, self.spec)
+        return {
+            "qkv": self.matrix(*(f"{own}{part}.weight" for part in qkv)),
+            "qkv_bias": self._biases(own, *qkv) if layout.qkv_bias else None,
+            "qk_norm": qk_norm,
+            "out": self.matrix(f"{own}o_proj.weight"),
+            "out_bias": self._biases(own, "o_proj") if layout.out_bias else None,
+        }
+
+    def _delta(self, own: str) -> dict[str, Any]:
+        """Return what a layer of the gated delta rule has in an attention's place."""
+        delta = self.spec.delta
+        assert delta is not None
+        layer = DeltaLayer(
+            delta,
+            self.spec.rms_eps,
+            conv=self.read(f"{own}conv1d.weight")[:, 0],
+            rates=self.read(f"{own}in_proj_b.weight", f"{own}in_proj_a.weight"),
+            log_decay=self.read(f"{own}A_log", kind=torch.float32),
+            step_bias=self.read(f"{own}dt_bias", kind=torch.float32),
+            gain=self.read(f"{own}norm.weight"),
+        )
+        return {
+            "qkv": self.matrix(f"{own}in_proj_qkv.weight", f"{own}in_proj_z.weight"),
+            "qkv_bias": None,
+            "qk_norm": None,
+            "out": self.matrix(f"{own}out_proj.weight"),
+            "out_bias": None,
+            "state_layer": layer,
+        }
 
 
 def _shapes(
-    layout: StoredShapes, config: Any, spec: DecoderSpec, stacked: bool
+    layout: StoredShapes, config: Any, spec: DecoderSpec, prefix: str, stacked: bool
 ) -> dict[str, tuple[int, ...]]:
     """Return the shape of every tensor of the text model, the head left out."""
-    hidden, dim = spec.hidden_size, spec.head_dim
+    hidden = spec.hidden_size
     inner = getattr(config, "intermediate_size", 0)  # some have experts alone
-    query, pair = spec.num_heads * dim, spec.num_kv_heads * dim
-    attention = {"q_proj": query, "k_proj": pair, "v_proj": pair}
-    if layout.output_gate:
-        attention["q_proj"] = 2 * query
-    wide = {"gate_proj": inner, "up_proj": inner}
-    if layout.fused:
-        attention = {"qkv_proj": query + 2 * pair}
-    if layout.fused_mlp:
-        wide = {"gate_up_proj": 2 * inner}
     norms: dict[str, tuple[int, ...]] = {f"{name}.weight": (hidden,) for name in spec.norms}
-    layer = norms | {"self_attn.o_proj.weight": (hidden, query)}
-    dense: dict[str, tuple[int, ...]] = {"mlp.down_proj.weight": (hidden, inner)}
-    for part, rows in attention.items():
-        layer[f"self_attn.{part}.weight"] = (rows, hidden)
-        if layout.qkv_bias:
-            layer[f"self_attn.{part}.bias"] = (rows,)
-    for part, rows in wide.items():
-        dense[f"mlp.{part}.weight"] = (rows, hidden)
-        if layout.mlp_bias:
-            dense[f"mlp.{part}.bias"] = (rows,)
-    if layout.out_bias:
-        layer["self_attn.o_proj.bias"] = (hidden,)
-    if layout.mlp_bias:
-        dense["mlp.down_proj.bias"] = (hidden,)
-    if layout.qk_norm:
-        layer |= {"self_attn.q_norm.weight": (dim,), "self_attn.k_norm.weight": (dim,)}
+    attention = norms | _attention_shapes(layout, spec)
+    wide = {"gate_up_proj": 2 * inner} if layout.fused_mlp else dict.fromkeys(_GATE_UP, inner)
+    dense = _linear_shapes("mlp.", wide, hidden, layout.mlp_bias)
+    dense |= _linear_shapes("mlp.", {"down_proj": hidden}, inner, layout.mlp_bias)
     sparse = {} if spec.routing is None else _sparse_shapes(spec.routing, hidden, stacked)
     linear = {} if spec.delta is None else norms | _delta_shapes(spec.delta, hidden)
-    shapes = {
-        f"layers.{i}.{k}": shape
-        for i, mixed in enumerate(sparse_layers(config))
-        for k, shape in (
-            (linear if spec.entry_index[i] is None else layer) | (sparse if mixed else dense)
-        ).items()
+    shapes: dict[str, tuple[int, ...]] = {
+        f"{prefix}embed_tokens.weight": (spec.vocab_size, hidden),
+        f"{prefix}norm.weight": (hidden,),
     }
-    return shapes | {"embed_tokens.weight": (spec.vocab_size, hidden), "norm.weight": (hidden,)}
+    for index, mixed in enumerate(sparse_layers(config)):
+        layer = linear if spec.entry_index[index] is None else attention
+        for name, shape in (layer | (sparse if mixed else dense)).items():
+            shapes[f"{prefix}layers.{index}.{name}"] = shape
+    return shapes
+
+
+def _linear_shapes(
+    where: str, rows: Mapping[str, int], columns: int, bias: bool
+) -> dict[str, tuple[int, ...]]:
+    """Return the shapes of linear layers of so many rows each."""
+    made: dict[str, tuple[int, ...]] = {
+        f"{where}{name}.weight": (count, columns) for name, count in rows.items()
+    }
+    return made | ({f"{where}{name}.bias": (n,) for name, n in rows.items()} if bias else {})
+
+
+def _attention_shapes(layout: StoredShapes, spec: DecoderSpec) -> dict[str, tuple[int, ...]]:
+    hidden, dim = spec.hidden_size, spec.head_dim
+    query, pair = spec.num_heads * dim, spec.num_kv_heads * dim
+    asked = 2 * query if layout.output_gate else query
+    rows = {"q_proj": asked, "k_proj": pair, "v_proj": pair}
+    if layout.fused:
+        rows = {"qkv_proj": query + 2 * pair}
+    shapes = _linear_shapes("self_attn.", rows, hidden, layout.qkv_bias)
+    shapes |= _linear_shapes("self_attn.", {"o_proj": hidden}, query, layout.out_bias)
+    gains = ("q_norm", "k_norm") if layout.qk_norm else ()
+    return shapes | {f"self_attn.{name}.weight": (dim,) for name in gains}
 
 
 def _delta_shapes(delta: DeltaSpec, hidden: int) -> dict[str, tuple[int, ...]]:

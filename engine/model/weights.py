@@ -341,30 +341,35 @@ def _take_layer(
     state_layer: StateLayerOf | None = None,
     fuse: _Fuse = _fuse,
 ) -> LayerWeights:
-    own = spec.entry_index[index] is None and spec.delta is None and state_layer is not None
+    attends = spec.entry_index[index] is not None
+    own = None if attends or spec.delta is not None else state_layer
+    mlp, sparse = layer.mlp, _is_mixture(layer.mlp, spec)
     extra = {name for name, _ in layer.named_children()} - _EXPECTED - {*spec.norms}
-    mlp = layer.mlp
-    wanted = _SHARED if spec.routing is not None and spec.routing.shared else _SPARSE
-    sparse = spec.routing is not None and {n for n, _ in mlp.named_children()} == wanted
-    if (extra and not own) or not (
-        sparse or hasattr(mlp, "gate_proj") or hasattr(mlp, "gate_up_proj")
-    ):
+    dense = hasattr(mlp, "gate_proj") or hasattr(mlp, "gate_up_proj")
+    if (extra and own is None) or not (sparse or dense):
         raise ModelError(
             f"layers of type {type(layer).__name__} have parts this decoder does not run "
             f"({', '.join(sorted(extra)) or type(mlp).__name__}); use a checkpoint of a supported "
             "family"
         )
-    if spec.entry_index[index] is not None:
+    if attends:
         mixing = _take_attention(layer.self_attn, spec, fuse)
-    elif own:
-        assert state_layer is not None
+    elif own is not None:
         none = layer.input_layernorm.weight.data.new_zeros(0, spec.hidden_size)
         mixing = {"qkv": none, "qkv_bias": None, "qk_norm": None, "out": none, "out_bias": None}
-        mixing["state_layer"] = state_layer(layer)
+        mixing["state_layer"] = own(layer)
     else:
         mixing = _take_delta(layer.linear_attn, spec, fuse)
     gains = [gain_of(getattr(layer, name).weight.data, spec) for name in spec.norms]
     return LayerWeights(**norms_of(gains), **mixing, **_take_mlp(mlp, sparse, fuse))
+
+
+def _is_mixture(mlp: Any, spec: DecoderSpec) -> bool:
+    """Whether this is the mixture of experts that the sizes describe, and nothing else."""
+    if spec.routing is None:
+        return False
+    wanted = _SHARED if spec.routing.shared else _SPARSE
+    return {name for name, _ in mlp.named_children()} == wanted
 
 
 def _take_mlp(mlp: Any, sparse: bool, fuse: _Fuse) -> dict[str, Any]:

@@ -306,7 +306,7 @@ class Family:
         self, kind: int, pictures: Sequence[Mapping[str, Any]], device: torch.device | str
     ) -> list[Features]:
         """Return the features of each of some that :meth:`pictures` returned."""
-        reader = self.image_features if kind == IMAGE else self.video_features
+        reader = self._reader(kind)
         return [reader(picture, device) for picture in pictures]
 
     def encode_together(
@@ -321,7 +321,7 @@ class Family:
         Args:
             rows: how many features each has, or in what proportion.
         """
-        reader = self.image_features if kind == IMAGE else self.video_features
+        reader = self._reader(kind)
         made = reader(
             {key: torch.cat([one[key] for one in pictures]) for key in pictures[0]}, device
         )
@@ -401,44 +401,41 @@ class Family:
                     + (" or pictures" if self.has_vision else " only")
                 )
         made: dict[int, Features] = {}
-        readers: dict[int, Callable[..., Features]] = {
-            IMAGE: self.image_features,
-            VIDEO: self.video_features,
-        }
         for kind in self.placeholder:
             wanted, noun = int((modality == kind).sum()), _NOUNS[kind]
             older = 0 if held is None else int((held == kind).sum())
-            pixels = inputs.get(self.pixel_keys[kind])
-            # Processors of some versions hand on an empty tensor for "no pictures".
-            given = pixels is not None and as_tensor(pixels, self.pixel_keys[kind]).numel() > 0
-            if not given:
+            if not self._holds_pixels(inputs, kind):
                 if wanted:
                     raise InputError(
                         f"the prompt has {wanted} {noun} tokens but no {noun} came with it; pass "
                         f"{self.pixel_keys[kind]} as the processor returns it"
                     )
                 continue
-            if not wanted and older:
-                # All of them have been seen: they are not encoded again.
-                made[kind] = Features(torch.empty(older, 0))
-                if seen_again is not None:
-                    seen_again(kind)
-                continue
-            if not wanted:
+            if not wanted and not older:
                 raise InputError(
                     f"{self.pixel_keys[kind]} came without {noun} tokens in the prompt; name the "
                     f"{noun} in the message and let the processor expand it"
                 )
-            features = read(kind, readers[kind])
-            if features.rows.shape[0] not in (wanted, wanted + older):
+            # Where all of them have been seen, they are not encoded again.
+            features = read(kind, self._reader(kind)) if wanted else Features(torch.empty(older, 0))
+            count = features.rows.shape[0]
+            if count not in (wanted, wanted + older):
                 raise InputError(
                     f"the prompt has {wanted} {noun} tokens and its {noun}s give "
-                    f"{features.rows.shape[0]} features; pass the processor's output unchanged"
+                    f"{count} features; pass the processor's output unchanged"
                 )
-            if seen_again is not None and features.rows.shape[0] > wanted:
+            if seen_again is not None and count > wanted:
                 seen_again(kind)
             made[kind] = features
         return made
+
+    def _holds_pixels(self, inputs: Mapping[str, Any], kind: int) -> bool:
+        """Whether pixels came; processors of some versions say so by an empty tensor."""
+        pixels, key = inputs.get(self.pixel_keys[kind]), self.pixel_keys[kind]
+        return pixels is not None and as_tensor(pixels, key).numel() > 0
+
+    def _reader(self, kind: int) -> Callable[..., Features]:
+        return self.image_features if kind == IMAGE else self.video_features
 
     def placeholder_keys(self) -> tuple[str, ...]:
         """Return the pixel inputs this family reads."""

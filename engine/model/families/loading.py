@@ -224,11 +224,15 @@ def resolve_dtype(dtype: str | torch.dtype, config: Any, device: torch.device) -
     elif device.type == "cpu":
         return torch.float32
     else:
-        own = getattr(config, "dtype", None) or getattr(config.get_text_config(), "dtype", None)
+        own = _own_dtype(config)
         chosen = own if isinstance(own, torch.dtype) else torch.float32
     if chosen not in _DTYPES.values():
         raise ModelError(f"dtype {str(dtype)!r} is not supported; use auto, {', '.join(_DTYPES)}")
     return chosen
+
+
+def _own_dtype(config: Any) -> Any:
+    return getattr(config, "dtype", None) or getattr(config.get_text_config(), "dtype", None)
 
 
 def _stored_weights(
@@ -243,18 +247,9 @@ def _stored_weights(
 ) -> DecoderWeights | None:
     if stored is None:
         return None
+    _require_enough(stored, spec, config, name)
     tied = bool(getattr(config, "tie_word_embeddings", False))
     text_config, places = config.get_text_config(), family_type.text_places
-    if spec.matrix_numbers(text_config) > 2 * stored.numbers:
-        if isinstance(stored, GgufTensors):
-            _require_found(None, stored, name, text_config.model_type)
-        # A name for each matrix may fill the memory already, and so would the random numbers that
-        # transformers has for what is not there.
-        raise ModelError(
-            f"config.json describes a text model of more numbers than the {stored.numbers:,} of "
-            f"the weight files in {name}; get the complete checkpoint, or mend vocab_size, "
-            "hidden_size, num_hidden_layers, head_dim or another size"
-        )
 
     def read(panels: PanelStore) -> DecoderWeights | None:
         made = read_text_weights(
@@ -268,23 +263,49 @@ def _stored_weights(
     if holding is None or not holding.packs:
         found, note = read(PanelStore()), None
     else:
-        below = tuple(prefix for prefix, _ in places) + tuple(head for _, head in places)
-        text = [part for part in stored.names if part.startswith(below) and ".experts." not in part]
-        # What is stored in bfloat16 needs no rounding: both forms are one.
-        exact = holding.name == "auto" and stored.kinds(text) <= {"BF16"}
-        form = "bf16" if exact else holding.name
-        numbers = stored.numbers_of(text)
-        layers = [part for part in text if ".layers." in part]
-        inside = stored.numbers_of(layers)
-        size = holding.bytes_of(inside, "layers.") + holding.bytes_of(numbers - inside)
-        found, note = with_panels(
-            read, stored.files, name, form, numbers, size, settings=stored.settings
-        )
+        found, note = _with_kept(read, stored, holding, places, name)
     if found is not None:
         found.note = "; ".join(filter(None, (stored.note, note))) or None
     if isinstance(stored, GgufTensors):
         _require_found(found, stored, name, text_config.model_type)
     return found
+
+
+def _require_enough(stored: StoredTensors, spec: DecoderSpec, config: Any, name: str) -> None:
+    """Raise ModelError where the files have less than half of a text model's numbers.
+
+    A name for each matrix may fill the memory already, and so would the random numbers that
+    transformers has for what is not there.
+    """
+    text_config = config.get_text_config()
+    if spec.matrix_numbers(text_config) <= 2 * stored.numbers:
+        return
+    if isinstance(stored, GgufTensors):
+        _require_found(None, stored, name, text_config.model_type)
+    raise ModelError(
+        f"config.json describes a text model of more numbers than the {stored.numbers:,} of "
+        f"the weight files in {name}; get the complete checkpoint, or mend vocab_size, "
+        "hidden_size, num_hidden_layers, head_dim or another size"
+    )
+
+
+def _with_kept(
+    read: Callable[[PanelStore], DecoderWeights | None],
+    stored: StoredTensors,
+    holding: WeightForm,
+    places: Sequence[tuple[str, str]],
+    name: str,
+) -> tuple[DecoderWeights | None, str | None]:
+    """Run ``read`` as :func:`with_panels` does, with the packed weights of the text model."""
+    below = tuple(part for place in places for part in place)
+    text = [part for part in stored.names if part.startswith(below) and ".experts." not in part]
+    # What is stored in bfloat16 needs no rounding: both forms are one.
+    exact = holding.name == "auto" and stored.kinds(text) <= {"BF16"}
+    form = "bf16" if exact else holding.name
+    numbers = stored.numbers_of(text)
+    inside = stored.numbers_of(part for part in text if ".layers." in part)
+    size = holding.bytes_of(inside, "layers.") + holding.bytes_of(numbers - inside)
+    return with_panels(read, stored.files, name, form, numbers, size, settings=stored.settings)
 
 
 def _opened(
@@ -310,7 +331,7 @@ def _opened(
     elif (files := files_of(find, PICKLED, PICKLED_INDEX)) is not None:
         stored = PickledTensors(files)
     if stored is not None and quantised is not None:
-        own = getattr(config, "dtype", None) or getattr(config.get_text_config(), "dtype", None)
+        own = _own_dtype(config)
         dtype = own if own in _16_BITS else torch.bfloat16
         stored = QuantisedTensors(stored, quantised, dtype)
     if adapter is None:
@@ -496,11 +517,9 @@ def _explained(name: str, source: str, error: BaseException) -> Exception:
 def _own_code(source: str) -> str:
     """Return the module that config.json has a checkpoint's classes from; empty without one."""
     try:
-        path = checkpoint_file(source, "config.json")
-        found = {} if path is None else json.loads(path.read_text(encoding="utf-8"))
-        named = next(iter(found["auto_map"].values()))
+        named = next(iter(_json(source, "config.json")["auto_map"].values()))
         return ascii(named if isinstance(named, str) else named[0])[1:80].rstrip("'")
-    except (OSError, ValueError, LookupError, TypeError, AttributeError, StopIteration):
+    except (LookupError, TypeError, AttributeError, StopIteration):
         return ""
 
 

@@ -180,9 +180,7 @@ def _attend(
     causal = options.get("is_causal")
     masked = attention_mask is not None or (module.is_causal if causal is None else causal)
     three = (query, key, value)
-    here = all(x.dtype == torch.float32 and x.device.type == "cpu" for x in three)
-    asked = torch.is_grad_enabled() and any(x.requires_grad for x in three)
-    if here and query.shape == key.shape == value.shape and not (masked or dropout or asked):
+    if _plain(three) and not (masked or dropout):
         return kernel(query, key, value, scale, starts), None
     torchs = transformers.AttentionInterface()["sdpa"]
     made = [
@@ -197,6 +195,13 @@ def _attend(
         for first, after in pairwise(starts)
     ]
     return torch.cat(made, 1), None
+
+
+def _plain(three: tuple[Tensor, Tensor, Tensor]) -> bool:
+    """Whether these are what kernels read: float32 on the CPU, of one shape, without gradients."""
+    here = all(x.dtype == torch.float32 and x.device.type == "cpu" for x in three)
+    asked = torch.is_grad_enabled() and any(x.requires_grad for x in three)
+    return here and len({x.shape for x in three}) == 1 and not asked
 
 
 def move(model: nn.Module, device: torch.device) -> None:

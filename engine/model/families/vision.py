@@ -60,16 +60,7 @@ def build_vision(
     if family.has_vision:
         _imports.start(family, config)
         _imports.wait()
-    shorter = copy.deepcopy(config)
-    text_config = config.get_text_config()
-    whole = {
-        name: getattr(text_config, name)
-        for name in ("num_hidden_layers", "layer_types")
-        if getattr(text_config, name, None) is not None
-    }
-    vars(shorter.get_text_config()).update(
-        {name: 0 if name == "num_hidden_layers" else [] for name in whole}
-    )
+    shorter, layers = _without_layers(config)
     names = _names_beside_text(family, stored)
     first = dtype if form is None else stored.one_dtype(names) or dtype
     tensors: dict[str, Any] = {name: Unread(stored, name) for name in names}
@@ -79,18 +70,9 @@ def build_vision(
     if packing and not packing.all_are_in(model):
         # This version of transformers makes others of them: it gets their numbers.
         packing, model = None, load(shorter, first, _CPU, tensors)
-    text_model: Any = family.text_model(model)
-    for part in (model.config.get_text_config(), text_model.config):
-        vars(part).update(whole)
-    embed = _parameter(weights.embed, dtype)
-    text_model.embed_tokens.weight = embed
-    norm, place = weights.norm, text_place(stored, family.text_places)
-    if text_config.model_type in OFFSET_TYPES and place is not None:
-        # As the module has it: the decoder's gain is 1 + weight.
-        norm = stored.read([f"{place[0]}norm.weight"], dtype, _CPU)
-    text_model.norm.weight = nn.Parameter(norm, requires_grad=False)
-    tied = weights.head.data_ptr() == weights.embed.data_ptr()
-    model.get_output_embeddings().weight = embed if tied else _parameter(weights.head, dtype)
+    for part in (model.config.get_text_config(), family.text_model(model).config):
+        vars(part).update(layers)
+    _share_text(model, family, weights, dtype, stored)
     note = None if packing is None else packing.pack(model, family, name)
     require_finite_rest(model, weights, name)
     if form is not None and packing is None:
@@ -102,6 +84,35 @@ def build_vision(
         return model, note
     give_back()
     return model, note
+
+
+def _without_layers(config: Any) -> tuple[Any, dict[str, Any]]:
+    """Return a copy of a config whose text model has no layers, and what says how many it had."""
+    shorter = copy.deepcopy(config)
+    text = shorter.get_text_config()
+    said = {name: getattr(text, name, None) for name in ("num_hidden_layers", "layer_types")}
+    layers = {name: value for name, value in said.items() if value is not None}
+    vars(text).update({name: 0 if name == "num_hidden_layers" else [] for name in layers})
+    return shorter, layers
+
+
+def _share_text(
+    model: Any,
+    family: type[Family],
+    weights: DecoderWeights,
+    dtype: torch.dtype,
+    stored: StoredTensors,
+) -> None:
+    """Give a model the decoder's embedding, norm and head."""
+    text: Any = family.text_model(model)
+    text.embed_tokens.weight = embed = _parameter(weights.embed, dtype)
+    norm, place = weights.norm, text_place(stored, family.text_places)
+    if text.config.model_type in OFFSET_TYPES and place is not None:
+        # As the module has it: the decoder's gain is 1 + weight.
+        norm = stored.read([f"{place[0]}norm.weight"], dtype, _CPU)
+    text.norm.weight = nn.Parameter(norm, requires_grad=False)
+    tied = weights.head.data_ptr() == weights.embed.data_ptr()
+    model.get_output_embeddings().weight = embed if tied else _parameter(weights.head, dtype)
 
 
 def require_finite_rest(model: Any, text: DecoderWeights, name: str) -> None:

@@ -48,6 +48,12 @@ _NEWER = (65536, 16777216)
 _PIXELS |= dict.fromkeys(("qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe"), _NEWER)
 # What stands for a picture in prompts; files may lack it.
 _IMAGE = {"llava": "<image>", "gemma3": "<image_soft_token>"}
+_QWEN_MARKS = {
+    "image": "image_pad",
+    "video": "video_pad",
+    "vision_start": "vision_start",
+    "vision_end": "vision_end",
+}
 # LLaVA-1.5's prompts, for the files of its makers' form, which have no template and no IMAGE.
 _LLAVA_TEMPLATE = (
     "{{ bos_token }}{% for m in messages %}"
@@ -150,15 +156,40 @@ def config_of(text: GgufFile, tower: GgufFile | None) -> dict[str, Any]:
             f"{text.path} is a vision tower (mmproj); name the language model's file, and this one "
             "with --mmproj"
         )
-    if text.metadata.get("general.type", "model") != "model" or text.architecture not in TEXTS:
-        kind = text.metadata.get("general.type", "model")
-        what = text.architecture if kind == "model" else kind
+    kind = text.metadata.get("general.type", "model")
+    what = text.architecture if kind == "model" else kind
+    if kind != "model" or what not in TEXTS:
         raise ModelError(
             f"{text.path} is of the kind {ascii(what)[:60]}, which mmkv does not read from GGUF; "
             f"it reads {', '.join(TEXTS)}"
         )
     if tower is None:
         return text_config(text, TEXTS[text.architecture], sees=False)
+    kind, hidden = _kind_of(text, tower), text.whole("embedding_length")
+    if (width := _out(tower)) != hidden:
+        raise ModelError(
+            f"{tower.path} gives features of {width} numbers and {text.path} takes {hidden}; name "
+            "the tower of this model"
+        )
+    mark = _IMAGE.get(kind)
+    inner = f"{kind}_text" if mark is None else TEXTS[text.architecture]
+    whole = text_config(text, inner, sees=mark is None)
+    common = {name: whole[name] for name in ("tie_word_embeddings", "dtype")}
+    common["text_config"] = whole
+    if mark is not None:
+        if mark not in tokens(text) and len(tokens(text)) == whole["vocab_size"]:
+            whole["vocab_size"] += 1  # it is added to them
+        common["image_token_index"] = _image_id(text, whole, mark)
+        return common | (_gemma3(text, tower) if kind == "gemma3" else _llava(tower))
+    vision = _qwen_vision(tower, kind) | {"out_hidden_size": hidden}
+    if kind == "qwen2_vl":
+        vision |= {"embed_dim": vision["hidden_size"], "hidden_size": hidden}
+    ids = {f"{name}_token_id": _id_of(text, f"<|{mark}|>") for name, mark in _QWEN_MARKS.items()}
+    return common | ids | {"model_type": kind, "vision_config": vision}
+
+
+def _kind_of(text: GgufFile, tower: GgufFile) -> str:
+    """Return the type of the whole model. Raises ModelError where there is none of these two."""
     if tower.architecture != "clip":
         raise ModelError(f"{tower.path} is no vision tower (mmproj), but {tower.architecture}")
     projector = _projector(tower)
@@ -169,28 +200,7 @@ def config_of(text: GgufFile, tower: GgufFile | None) -> dict[str, Any]:
             f"{tower.path} has a projector of kind {ascii(projector)[:40]}, which mmkv does not "
             f"read beside a {text.architecture}; it reads {known}"
         )
-    width, hidden = _out(tower), text.whole("embedding_length")
-    if width != hidden:
-        raise ModelError(
-            f"{tower.path} gives features of {width} numbers and {text.path} takes {hidden}; name "
-            "the tower of this model"
-        )
-    mark = _IMAGE.get(kind)
-    inner = f"{kind}_text" if mark is None else TEXTS[text.architecture]
-    whole = text_config(text, inner, sees=mark is None)
-    common = {name: whole[name] for name in ("tie_word_embeddings", "dtype")}
-    if mark is not None:
-        if mark not in tokens(text) and len(tokens(text)) == whole["vocab_size"]:
-            whole["vocab_size"] += 1  # it is added to them
-        common |= {"text_config": whole, "image_token_index": _image_id(text, whole, mark)}
-        return common | (_gemma3(text, tower) if kind == "gemma3" else _llava(tower))
-    vision = _qwen_vision(tower, kind) | {"out_hidden_size": hidden}
-    if kind == "qwen2_vl":
-        vision |= {"embed_dim": vision["hidden_size"], "hidden_size": hidden}
-    marks = {"image": "image_pad", "video": "video_pad"}
-    marks |= {"vision_start": "vision_start", "vision_end": "vision_end"}
-    ids = {f"{name}_token_id": _id_of(text, f"<|{mark}|>") for name, mark in marks.items()}
-    return common | ids | {"model_type": kind, "text_config": whole, "vision_config": vision}
+    return kind
 
 
 def generation(file: GgufFile) -> dict[str, Any]:

@@ -7,6 +7,7 @@ place of every tensor, and their numbers.
 from __future__ import annotations
 
 import functools
+import math
 import mmap
 import re
 import struct
@@ -96,10 +97,7 @@ class GgufTensor:
     @property
     def rows(self) -> int:
         """Count the rows of all but the last axis."""
-        total = 1
-        for size in self.shape[:-1]:
-            total *= size
-        return total
+        return math.prod(self.shape[:-1])
 
     @property
     def row_bytes(self) -> int:
@@ -147,9 +145,9 @@ class GgufFile:
         named = parts_of(self.path)
         if count == 1 and len(named) == 1:
             return
-        if number != 0 or (len(named) > 1 and named[0] != self.path):
-            if named[0] != self.path and not is_file(named[0]):
-                raise _missing(named[0], 1, len(named))
+        if named[0] != self.path and not is_file(named[0]):
+            raise _missing(named[0], 1, len(named))
+        if number != 0 or named[0] != self.path:
             raise ModelError(
                 f"{self.path} is not the first part of a split GGUF file; name that one, "
                 "...-00001-of-0000N.gguf"
@@ -282,7 +280,7 @@ class GgufFile:
     def _read(self, data: mmap.mmap, tensors: int, entries: int) -> None:
         if max(tensors, entries) > _MOST:
             raise self._damaged("its counts make no sense")
-        reader, size = _Reader(data, _HEAD.size), len(data)
+        reader = _Reader(data, _HEAD.size)
         for _ in range(entries):
             name = reader.text()
             self.metadata[name] = reader.value()
@@ -295,24 +293,26 @@ class GgufFile:
             raise self._damaged("its alignment makes no sense")
         begin = -(-reader.at // aligned) * aligned
         for name, shape, number, offset in found:
-            if number not in _TYPES:
-                raise ModelError(
-                    f"{self.path}: {ascii(name)[:80]} is of ggml's type {number}, which mmkv does "
-                    "not read; take a file of another type, such as Q8_0 or Q4_K"
-                )
-            kind, block, width = _TYPES[number]
-            if name in self.tensors or offset % 8 or not shape or min(shape) < 1:
-                raise self._damaged(f"its tensor {ascii(name)[:80]} makes no sense")
-            if shape[-1] % block:
-                raise self._damaged(f"rows of {ascii(name)[:80]} are no whole blocks of {kind}")
-            numbers = 1
-            for axis in shape:
-                numbers *= axis
-            place = begin + offset, numbers // block * width
-            made = GgufTensor(self.path, name, kind, number, shape, *place)
-            if made.begin + made.nbytes > size:
-                raise self._damaged(f"it ends before its tensor {ascii(name)[:80]} does")
-            self.tensors[name] = made
+            self._place_tensor(name, shape, number, begin + offset, len(data))
+
+    def _place_tensor(
+        self, name: str, shape: tuple[int, ...], number: int, begin: int, end: int
+    ) -> None:
+        """Note a tensor. Raises ModelError: it cannot lie there in a file of ``end`` bytes."""
+        if number not in _TYPES:
+            raise ModelError(
+                f"{self.path}: {ascii(name)[:80]} is of ggml's type {number}, which mmkv does "
+                "not read; take a file of another type, such as Q8_0 or Q4_K"
+            )
+        kind, block, width = _TYPES[number]
+        if name in self.tensors or begin % 8 or not shape or min(shape) < 1:
+            raise self._damaged(f"its tensor {ascii(name)[:80]} makes no sense")
+        if shape[-1] % block:
+            raise self._damaged(f"rows of {ascii(name)[:80]} are no whole blocks of {kind}")
+        nbytes = math.prod(shape) // block * width
+        if begin + nbytes > end:
+            raise self._damaged(f"it ends before its tensor {ascii(name)[:80]} does")
+        self.tensors[name] = GgufTensor(self.path, name, kind, number, shape, begin, nbytes)
 
 
 def read_gguf(path: Path) -> GgufFile:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,7 @@ from mmkv.engine.model.rounded import BLOCK
 from mmkv.engine.model.spec import DELTA_TYPES, LINEAR, OFFSET_TYPES
 from mmkv.engine.model.stored import Grid, StoredShapes, StoredTensors
 
-# llama.cpp's names and transformers', without ".weight" or ".bias".
+# llama.cpp's names and transformers', without ".weight" or ".bias" where both have these.
 _TEXT = {"token_embd": "embed_tokens", "output_norm": "norm"}
 _LAYER = {
     "attn_norm": "input_layernorm",
@@ -47,6 +48,12 @@ _DELTA = {
     "ffn_gate_shexp": "mlp.shared_expert.gate_proj",
     "ffn_up_shexp": "mlp.shared_expert.up_proj",
     "ffn_down_shexp": "mlp.shared_expert.down_proj",
+}
+# Those of the same layers whose ends differ.
+_DELTA_WHOLE = {
+    "attn_qkv.weight": "linear_attn.in_proj_qkv.weight",
+    "ssm_dt.bias": "linear_attn.dt_bias",
+    "ssm_a": "linear_attn.A_log",
 }
 # What differs from _LAYER, by architecture.
 _OWN = {
@@ -130,6 +137,7 @@ _QWEN2_VL_LAYER = _QWEN25_VL_LAYER | {"ffn_up": "mlp.fc1", "ffn_down": "mlp.fc2"
 _SIGLIP = {
     **{name: _CLIP[name] for name in ("v.patch_embd", "v.position_embd", "v.post_ln")},
     "mm.soft_emb_norm": "multi_modal_projector.mm_soft_emb_norm",
+    "mm.input_projection.weight": "multi_modal_projector.mm_input_projection_weight",
 }
 # Names, names in a layer, what is before all of them and before the layers, by type of the model.
 _TOWERS = {
@@ -139,6 +147,7 @@ _TOWERS = {
     "qwen2_5_vl": (_QWEN25_VL, _QWEN25_VL_LAYER, "visual.", "blocks"),
     "qwen3_vl": (_QWEN3_VL, _QWEN3_VL_LAYER, "model.visual.", "blocks"),
 }
+_TOWER_LAYER = re.compile(r"v\.blk\.(\d+)\.")
 _AT_ONCE = 2**24  # numbers that are made of their codes at a time
 _DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
@@ -427,9 +436,10 @@ def _layer(
     gated = 2 if config.model_type in DELTA_TYPES else 1
     pair = width * config.num_key_value_heads
     qkv = {"attn_q": gated * width * heads, "attn_k": pair, "attn_v": pair}
+    plain = ending in ("weight", "bias")
     if kind == LINEAR and part in ("attn_qkv", *_DELTA, "ssm_a", "ssm_dt"):
-        yield from _linear(file, config, tensor, part, ending)
-    elif part == "attn_qkv" and ending in ("weight", "bias"):
+        yield _linear(file, config, tensor, part, ending)
+    elif part == "attn_qkv" and plain:
         _require_rows(file, tensor, sum(qkv.values()))
         first = 0
         for own, rows in qkv.items():
@@ -437,7 +447,7 @@ def _layer(
             piece = _Piece(tensor, first, first + rows, order)
             yield f"{names[own]}.{ending}", _Source((rows, *tensor.shape[1:]), (piece,))
             first += rows
-    elif part in names and ending in ("weight", "bias"):
+    elif part in names and plain:
         if part in qkv:
             _require_rows(file, tensor, qkv[part])
         change = _offset(config) if part.endswith("_norm") else None
@@ -446,16 +456,20 @@ def _layer(
             source = replace(source, shape=(1, *tensor.shape))
         yield f"{names[part]}.{ending}", source
     elif part in _EXPERTS and len(tensor.shape) == 3:
-        experts, rows, columns = tensor.shape
-        parts = _EXPERTS[part]
-        wide = rows // len(parts)
-        for number in range(experts * len(parts)):
-            expert, at = divmod(number, len(parts))
-            piece = _Piece(tensor, number * wide, (number + 1) * wide)
-            name = f"mlp.experts.{expert}.{parts[at]}.{ending}"
-            yield name, _Source((wide, columns), (piece,))
+        yield from _experts(tensor, part, ending)
     else:
         raise _foreign(file, tensor.name)
+
+
+def _experts(tensor: GgufTensor, part: str, ending: str) -> Iterator[tuple[str, _Source]]:
+    """Yield the matrices of each expert, which llama.cpp has one behind the other."""
+    experts, rows, columns = tensor.shape
+    parts = _EXPERTS[part]
+    wide = rows // len(parts)
+    for number in range(experts * len(parts)):
+        expert, at = divmod(number, len(parts))
+        piece = _Piece(tensor, number * wide, (number + 1) * wide)
+        yield f"mlp.experts.{expert}.{parts[at]}.{ending}", _Source((wide, columns), (piece,))
 
 
 def _order(file: GgufFile, config: Any, part: str) -> _Order | None:
@@ -472,8 +486,8 @@ def _order(file: GgufFile, config: Any, part: str) -> _Order | None:
 
 def _linear(
     file: GgufFile, config: Any, tensor: GgufTensor, part: str, ending: str
-) -> Iterator[tuple[str, _Source]]:
-    """Yield the source of a tensor of a layer that follows the gated delta rule.
+) -> tuple[str, _Source]:
+    """Return name and source of a tensor of a layer that follows the gated delta rule.
 
     Value heads that share a key head are neighbours here; llama.cpp has the first of each key
     head, then the second.
@@ -481,36 +495,28 @@ def _linear(
     keys, values = config.linear_num_key_heads, config.linear_num_value_heads
     share, width = values // keys, config.linear_value_head_dim
     both = 2 * keys * config.linear_key_head_dim
-
-    def ordered(first: int, each: int) -> tuple[_Piece, ...]:
-        """Return the rows of value heads behind ``first`` others."""
+    name = _DELTA_WHOLE.get(f"{part}.{ending}".rstrip(".")) or f"{_DELTA.get(part, '')}.{ending}"
+    if name.startswith("."):
+        raise _foreign(file, tensor.name)
+    # How many rows lie before those of the value heads, and how many each of these has.
+    behind = {"attn_qkv": (both, width), "ssm_conv1d": (both, width), "attn_gate": (0, width)}
+    behind |= dict.fromkeys(("ssm_beta", "ssm_alpha", "ssm_dt", "ssm_a"), (0, 1))
+    source = _whole(tensor)
+    if part in behind:
+        first, each = behind[part]
         _require_rows(file, tensor, first + values * each)
         order = _Order(values * each, lambda rows: _swapped(rows, share, keys))
         own = _Piece(tensor, first, first + values * each, order)
-        return (*([_Piece(tensor, 0, first)] if first else []), own)
-
-    name = f"{_DELTA.get(part)}.{ending}"
-    if part == "attn_qkv" and ending == "weight":
-        yield "linear_attn.in_proj_qkv.weight", _Source(tensor.shape, ordered(both, width))
-    elif part == "ssm_conv1d" and len(tensor.shape) == 2:
-        shape = (tensor.shape[0], 1, tensor.shape[1])
-        yield name, _Source(shape, ordered(both, width))
-    elif part == "attn_gate":
-        yield name, _Source(tensor.shape, ordered(0, width))
-    elif part in ("ssm_beta", "ssm_alpha"):
-        yield name, _Source(tensor.shape, ordered(0, 1))
-    elif part == "ssm_dt" and ending == "bias":
-        yield "linear_attn.dt_bias", _Source(tensor.shape, ordered(0, 1))
-    elif part == "ssm_a" and not ending:
-        logs = _Source(tensor.shape, ordered(0, 1), change=lambda decays: (-decays).log())
-        yield "linear_attn.A_log", logs
+        source = replace(source, pieces=(_Piece(tensor, 0, first), own) if first else (own,))
+    if part == "ssm_conv1d":
+        source = replace(source, shape=(tensor.shape[0], 1, *tensor.shape[1:]))
+    elif part == "ssm_a":
+        source = replace(source, change=lambda decays: (-decays).log())
     elif part == "ssm_out" and tensor.shape[1:] == (values * width,):
-        yield name, replace(_whole(tensor), columns=(share, keys, width))
-    elif part in _DELTA:
-        change = _offset(config) if part == "post_attention_norm" else None
-        yield name, replace(_whole(tensor), change=change)
-    else:
-        raise _foreign(file, tensor.name)
+        source = replace(source, columns=(share, keys, width))
+    elif part == "post_attention_norm":
+        source = replace(source, change=_offset(config))
+    return name, source
 
 
 def _complete(file: GgufFile, config: Any, made: dict[str, _Source], at: str) -> None:
@@ -519,18 +525,24 @@ def _complete(file: GgufFile, config: Any, made: dict[str, _Source], at: str) ->
     layout = StoredShapes.of(config) or StoredShapes()
     if layout.fused:
         parts = [made.pop(f"{name}.weight", None) for name in three]
-        whole = [source for source in parts if source is not None]
-        if len(whole) == len(three):
-            shape = (sum(source.shape[0] for source in whole), *whole[0].shape[1:])
-            pieces = tuple(piece for source in whole for piece in source.pieces)
-            made[f"{at}self_attn.qkv_proj.weight"] = _Source(shape, pieces)
+        if None not in parts:
+            made[f"{at}self_attn.qkv_proj.weight"] = _below(filter(None, parts))
         return
-    biased = three if layout.qkv_bias else []
-    biased += [f"{at}self_attn.o_proj"] if layout.out_bias else []
-    biased += [f"{at}mlp.{p}_proj" for p in ("gate", "up", "down")] if layout.mlp_bias else []
-    for name in biased:
-        if (matrix := made.get(f"{name}.weight")) is not None and f"{name}.bias" not in made:
-            made[f"{name}.bias"] = _Source(matrix.shape[:1], ())
+    biased = {
+        **dict.fromkeys(three, layout.qkv_bias),
+        f"{at}self_attn.o_proj": layout.out_bias,
+        **{f"{at}mlp.{part}_proj": layout.mlp_bias for part in ("gate", "up", "down")},
+    }
+    for name, there in biased.items():
+        if there and f"{name}.weight" in made and f"{name}.bias" not in made:
+            made[f"{name}.bias"] = _Source(made[f"{name}.weight"].shape[:1], ())
+
+
+def _below(sources: Iterable[_Source]) -> _Source:
+    """Return matrices of as many columns each, one below the other."""
+    parts = list(sources)
+    shape = (sum(part.shape[0] for part in parts), *parts[0].shape[1:])
+    return _Source(shape, tuple(piece for part in parts for piece in part.pieces))
 
 
 def _require_rows(file: GgufFile, tensor: GgufTensor, rows: int) -> None:
@@ -544,43 +556,57 @@ def _require_rows(file: GgufFile, tensor: GgufTensor, rows: int) -> None:
 def _tower_sources(file: GgufFile, config: Any) -> dict[str, _Source]:
     """Return the tensors of the tower and the projector."""
     kind = config.model_type
-    names, layers, prefix, blocks = _TOWERS.get(kind, _TOWERS["qwen3_vl"])
-    levels = list(getattr(config.vision_config, "deepstack_visual_indexes", ()) or ())
+    names, thirds = _tower_names(file, config)
     made: dict[str, _Source] = {}
     parts: dict[str, dict[str, GgufTensor]] = {}
     for name, tensor in file.tensors.items():
         stem, ending = _split(name)
-        layer = re.fullmatch(r"v\.blk\.(\d+)\.(\w+)", stem)
-        level = re.fullmatch(r"v\.deepstack\.(\d+)\.(\w+)", stem)
-        if (stem == "v.patch_embd" and ending == "weight.1") or name == "v.patch_embd.weight.1":
+        if name == "v.patch_embd.weight.1":
             continue  # with its first frame
-        if name == "v.class_embd":
-            made[names[name]] = _Source((tensor.rows * tensor.shape[-1],), (_all_of(tensor),))
-        elif name == "mm.input_projection.weight" and kind == "gemma3":
-            made["multi_modal_projector.mm_input_projection_weight"] = _whole(tensor)
+        if stem in thirds:
+            parts.setdefault(f"{thirds[stem]}.{ending}", {})[stem[-1]] = tensor
         elif stem in names:
             change = (lambda gains: gains - 1) if stem == "mm.soft_emb_norm" else None
-            made[f"{prefix}{names[stem]}.{ending}"] = replace(_whole(tensor), change=change)
-        elif layer and layer[2] in layers:
-            made[f"{prefix}{blocks}.{layer[1]}.{layers[layer[2]]}.{ending}"] = _whole(tensor)
-        elif layer and "attn_qkv" in layers and layer[2] in ("attn_q", "attn_k", "attn_v"):
-            at = f"{prefix}{blocks}.{layer[1]}.{layers['attn_qkv']}.{ending}"
-            parts.setdefault(at, {})[layer[2]] = tensor
-        elif level and level[2] in _LEVEL and int(level[1]) in levels:
-            at = f"{prefix}deepstack_merger_list.{levels.index(int(level[1]))}"
-            made[f"{at}.{_LEVEL[level[2]]}.{ending}"] = _whole(tensor)
+            made[f"{names[stem]}.{ending}"] = replace(_whole(tensor), change=change)
+        elif name == "v.class_embd" and name in names:
+            made[names[name]] = replace(_whole(tensor), shape=(math.prod(tensor.shape),))
+        elif name in names:
+            made[names[name]] = _whole(tensor)
         else:
             raise _foreign(file, name)
     for at, three in parts.items():
-        made[at] = _joined(file, at, [three.get(f"attn_{part}") for part in "qkv"])
+        made[at] = _joined(file, at, [three.get(part) for part in "qkv"])
     if kind == "llava":
         made |= _unused_norm(made, config.vision_config.hidden_size)
+    _, _, prefix, blocks = _tower_of(config)
     if kind in ("llava", "qwen2_vl"):
         _name_by_shape(made, f"{prefix}{blocks}")
     if "qwen" in kind:
-        at = f"{prefix}{names['v.patch_embd']}.weight"
-        made[at] = _frames(file)
+        made[f"{names['v.patch_embd']}.weight"] = _frames(file)
     return made
+
+
+def _tower_of(config: Any) -> tuple[dict[str, str], dict[str, str], str, str]:
+    return _TOWERS.get(config.model_type, _TOWERS["qwen3_vl"])
+
+
+def _tower_names(file: GgufFile, config: Any) -> tuple[dict[str, str], dict[str, str]]:
+    """Return the names of here by llama.cpp's, and those of which it has q, k and v apart."""
+    own, layers, prefix, blocks = _tower_of(config)
+    names = {theirs: f"{prefix}{ours}" for theirs, ours in own.items()}
+    thirds: dict[str, str] = {}
+    for layer in {found[1] for name in file.tensors if (found := _TOWER_LAYER.match(name))}:
+        there = {f"v.blk.{layer}.{theirs}": ours for theirs, ours in layers.items()}
+        names |= {theirs: f"{prefix}{blocks}.{layer}.{ours}" for theirs, ours in there.items()}
+        if (whole := names.get(f"v.blk.{layer}.attn_qkv")) is not None:
+            thirds |= {f"v.blk.{layer}.attn_{part}": whole for part in "qkv"}
+    levels = getattr(config.vision_config, "deepstack_visual_indexes", ()) or ()
+    for place, level in enumerate(levels):
+        at = f"{prefix}deepstack_merger_list.{place}"
+        names |= {
+            f"v.deepstack.{level}.{theirs}": f"{at}.{ours}" for theirs, ours in _LEVEL.items()
+        }
+    return names, thirds
 
 
 def _unused_norm(made: dict[str, _Source], width: int) -> dict[str, _Source]:
@@ -617,8 +643,7 @@ def _joined(file: GgufFile, at: str, three: Sequence[GgufTensor | None]) -> _Sou
     there = [tensor for tensor in three if tensor is not None]
     if len(there) != 3 or len({tensor.shape[1:] for tensor in there}) != 1:
         raise ModelError(f"{file.path} lacks a part of {at}; get the original file")
-    shape = (sum(tensor.shape[0] for tensor in there), *there[0].shape[1:])
-    return _Source(shape, tuple(_all_of(tensor) for tensor in there))
+    return _below(map(_whole, there))
 
 
 def _whole(tensor: GgufTensor, order: _Order | None = None) -> _Source:

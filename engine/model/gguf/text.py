@@ -245,47 +245,12 @@ def _rope(file: GgufFile, width: int, rotated: int, sees: bool) -> dict[str, Any
     Args:
         width: of a head. rotated: so many of its numbers are.
     """
-    made: dict[str, Any] = {
-        "rope_type": "default",
-        "rope_theta": file.real("rope.freq_base", 10000.0),
-    }
+    theta = file.real("rope.freq_base", 10000.0)
+    made: dict[str, Any] = {"rope_type": "default", "rope_theta": theta}
     if file.architecture in _PARTIAL:
         share = rotated / max(width, 1)
         made["partial_rotary_factor"] = share if int(width * share) == rotated else share + 1e-9
-    kind = file.get("rope.scaling.type", "linear")
-    if kind not in _SCALINGS:
-        raise ModelError(
-            f"{file.path} has rope scaling {ascii(kind)[:40]}, which mmkv does not read from GGUF; "
-            "name the transformers checkpoint that it was made of"
-        )
-    older = file.real("rope.scale_linear", 0.0)  # an older name of the next
-    factor = file.real("rope.scaling.factor", older) or 1.0
-    factor = 1.0 if kind == "none" else factor
-    scale, original = file.real("rope.scaling.attn_factor", 1.0), _original(file)
-    fast, slow = 32.0, 1.0
-    if kind == "yarn":
-        scale *= _magnitude(factor)
-        if file.architecture == "mistral3":
-            fast = file.real("rope.scaling.yarn_beta_fast", fast)
-            slow = file.real("rope.scaling.yarn_beta_slow", slow)
-            scale /= _magnitude(factor, file.real("rope.scaling.yarn_log_multiplier", 0.0))
-    factors = _factors(file, kind, rotated)
-    bare = file.architecture == "phi3"  # whose config takes factors alone
-    if kind == "yarn" and factors is None and not bare:
-        made |= {"rope_type": "yarn", "factor": factor, "attention_factor": scale}
-        made |= {"beta_fast": fast, "beta_slow": slow}
-        made["original_max_position_embeddings"] = original
-    elif kind != "yarn" and factors is None and scale == 1.0 and (factor == 1.0 or not bare):
-        made |= {"rope_type": "linear", "factor": factor} if factor != 1.0 else {}
-    else:
-        slower = [factor] * (rotated // 2)  # what scaling divides each frequency by
-        if kind == "yarn":
-            slower = _yarn(factor, made["rope_theta"], rotated, original, fast, slow)
-        if factors is None or factors[0] is factors[1]:
-            original = file.whole("context_length")
-        made |= _divided(slower, factors, scale, original)
-        if not bare:
-            made |= _llama3(made) or {}
+    made |= _scaling(file, theta, rotated)
     if sees:
         sections = file.get("rope.dimension_sections")
         if not isinstance(sections, list) or len(sections) < 3:
@@ -296,20 +261,69 @@ def _rope(file: GgufFile, width: int, rotated: int, sees: bool) -> dict[str, Any
     return made
 
 
+def _scaling(file: GgufFile, theta: float, rotated: int) -> dict[str, Any]:
+    """Return what scales a rope: linearly, by yarn, or by a number for each frequency."""
+    kind = file.get("rope.scaling.type", "linear")
+    if kind not in _SCALINGS:
+        raise ModelError(
+            f"{file.path} has rope scaling {ascii(kind)[:40]}, which mmkv does not read from GGUF; "
+            "name the transformers checkpoint that it was made of"
+        )
+    factor = 1.0 if kind == "none" else _factor(file)
+    scale = file.real("rope.scaling.attn_factor", 1.0)
+    factors = _factors(file, kind, rotated)
+    bare = file.architecture == "phi3"  # whose config takes factors alone
+    if kind == "yarn":
+        yarn = _yarn(file, factor, scale)
+        if factors is None and not bare:
+            return yarn
+        scale, slower = yarn["attention_factor"], _slowed(yarn, theta, rotated)
+    else:
+        if factors is None and scale == 1.0 and (factor == 1.0 or not bare):
+            return {} if factor == 1.0 else {"rope_type": "linear", "factor": factor}
+        slower = [factor] * (rotated // 2)
+    long = factors is not None and factors[0] is not factors[1]
+    original = _original(file) if long else file.whole("context_length")
+    divided = _divided(slower, factors, scale, original)
+    return divided if bare else _llama3(theta, divided) or divided
+
+
+def _factor(file: GgufFile) -> float:
+    """Return what a scaling stretches the positions by."""
+    older = file.real("rope.scale_linear", 0.0)  # an older name of the next
+    return file.real("rope.scaling.factor", older) or 1.0
+
+
+def _yarn(file: GgufFile, factor: float, scale: float) -> dict[str, Any]:
+    """Return yarn's parameters; ``scale``: on cos and sin, beside its own."""
+    scale, fast, slow = scale * _magnitude(factor), 32.0, 1.0
+    if file.architecture == "mistral3":
+        fast = file.real("rope.scaling.yarn_beta_fast", fast)
+        slow = file.real("rope.scaling.yarn_beta_slow", slow)
+        scale /= _magnitude(factor, file.real("rope.scaling.yarn_log_multiplier", 0.0))
+    return {
+        "rope_type": "yarn",
+        "factor": factor,
+        "attention_factor": scale,
+        "beta_fast": fast,
+        "beta_slow": slow,
+        "original_max_position_embeddings": _original(file),
+    }
+
+
 def _magnitude(factor: float, share: float = 1.0) -> float:
     """Return yarn's factor on cos and sin."""
     return 1.0 if factor <= 1.0 else 0.1 * share * math.log(factor) + 1.0
 
 
-def _yarn(
-    factor: float, theta: float, rotated: int, original: int, fast: float, slow: float
-) -> list[float]:
+def _slowed(yarn: dict[str, Any], theta: float, rotated: int) -> list[float]:
     """Return what yarn divides each frequency by: nothing where it turns often in the original
     positions, all of the factor where it turns less than once or so.
     """
+    original, factor = yarn["original_max_position_embeddings"], yarn["factor"]
     low, high = (
         rotated * math.log(original / (turns * 2 * math.pi)) / (2 * math.log(theta))
-        for turns in (fast, slow)
+        for turns in (yarn["beta_fast"], yarn["beta_slow"])
     )
     begin, end = max(0, math.floor(low)), min(rotated - 1, math.ceil(high))
     ramps = (min(max((n - begin) / max(0.001, end - begin), 0), 1) for n in range(rotated // 2))
@@ -353,26 +367,28 @@ def _divided(
     }
 
 
-def _llama3(rope: dict[str, Any]) -> dict[str, Any] | None:
+def _llama3(theta: float, divided: dict[str, Any]) -> dict[str, Any] | None:
     """Return the same as Llama 3.1 and later say it, None where they cannot.
 
     A file has the outcome of their four numbers, of which three are always alike but for the
     length.
     """
-    factors = rope["short_factor"]
-    if rope["attention_factor"] != 1.0 or factors != rope["long_factor"]:
+    factors = divided["short_factor"]
+    if divided["attention_factor"] != 1.0 or factors != divided["long_factor"]:
         return None
-    waves = [2 * math.pi * rope["rope_theta"] ** (n / len(factors)) for n in range(len(factors))]
+    waves = [2 * math.pi * theta ** (n / len(factors)) for n in range(len(factors))]
     factor, low, high = max(factors, default=1.0), 1.0, 4.0
     for power in range(4, 21):
         length = 2.0**power
         smooth = [min(max((length / wave - low) / (high - low), 0.0), 1.0) for wave in waves]
         if all(map(_near, (1 / ((1 - s) / factor + s) for s in smooth), factors)):
-            for name in ("short_factor", "long_factor", "attention_factor"):
-                del rope[name]
-            made = {"rope_type": "llama3", "factor": factor}
-            made |= {"low_freq_factor": low, "high_freq_factor": high}
-            return made | {"original_max_position_embeddings": int(length)}
+            return {
+                "rope_type": "llama3",
+                "factor": factor,
+                "low_freq_factor": low,
+                "high_freq_factor": high,
+                "original_max_position_embeddings": int(length),
+            }
     return None
 
 
