@@ -11,7 +11,7 @@ import pytest
 
 from mmkv.engine.budget import EVERY_STEP
 from mmkv.engine.errors import BudgetError, PolicyError, SessionError
-from mmkv.engine.model.decoder import Decoder
+from mmkv.engine.model.gates import Gates
 from mmkv.engine.runtime import Runtime
 from mmkv.engine.sequence import CachedSequence
 from tests.support.sessions import (
@@ -185,7 +185,7 @@ def test_what_is_kept_is_the_best_of_all(
 
 def test_a_session_at_risk_gets_room_that_another_gives_up(folder: Path) -> None:
     """One whose gates predict that all it read will matter, beside one that forgets anyway."""
-    found, gate_logits = {}, Decoder._gate_logits
+    found, gate_logits = {}, Gates.logits
     for by_risk in (False, True):
         engine = load(folder)
         engine.share(24, floor=0 if by_risk else 12, by_risk=by_risk)
@@ -194,8 +194,7 @@ def test_a_session_at_risk_gets_room_that_another_gives_up(folder: Path) -> None
         dense, plain = engine.session(), engine.session()
         for session, more in ((dense, 5.0), (plain, -8.0)):
             with pytest.MonkeyPatch.context() as patched:
-                shifted = staticmethod(lambda *a, by=more: gate_logits(*a) + by)
-                patched.setattr(Decoder, "_gate_logits", shifted)
+                patched.setattr(Gates, "logits", lambda *a, by=more: gate_logits(*a) + by)
                 for seed in range(3):
                     session.prefill(turn(20, seed=seed))
                     assert shared.held <= 24 * rows  # exact, whoever grows

@@ -21,7 +21,7 @@ import mmkv
 from mmkv.engine.errors import ForeignError, MmkvError
 from mmkv.hf import RetainedCache, retain
 from mmkv.prompt import sandbox, special
-from mmkv.prompt.template import take_media
+from mmkv.prompt.messages import take_media
 from mmkv.reply import Detokenizer, ReplyWriter
 from mmkv.sampling import Sampling
 from mmkv.scheduler import Limits, Scheduler

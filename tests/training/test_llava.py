@@ -157,7 +157,8 @@ def test_the_bundled_adapter_is_what_the_command_makes() -> None:
     assert {name: facts["settings"][name] for name in asked} == asked
     assert (folder / "chat_template.jinja").read_text() == CHAT_TEMPLATE
     assert sum(file.stat().st_size for file in folder.iterdir()) < 6_000_000
-    train = "python -m training.llava train --language-model smollm2 --output runs/llava"
+    fetched = "$(mmkv pull smollm2-135m)"
+    train = f"python -m training.llava train --language-model {fetched} --output runs/llava"
     page = (ROOT / "benchmarks" / "notes" / "smollm2-llava.md").read_text()
     assert "mmkv pull smollm2-llava" in page and train in page
 
