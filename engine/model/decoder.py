@@ -178,7 +178,7 @@ class Decoder:
         if chunks is not None and ending is None:
             hidden = hidden[chunks.ends()]
         if tapped is not None:
-            tapped.extend(map(kept.__getitem__, self.taps))
+            tapped += [kept[index] for index in self.taps]
         log_beta = F.logsigmoid(torch.stack(gate_logits, 1)) if gate_logits else None
         return hidden, log_beta
 

@@ -395,16 +395,6 @@ class ChangedTensors(StoredTensors):
     def made(self, name: str) -> Tensor:
         """Return a tensor of ``changed``."""
 
-    def _integers(self, names: Sequence[str], bits: int | None) -> Matrix | None:
-        """Return the whole numbers that these are, None where they do not fit so many bits."""
-        if bits is None:
-            return None
-        grids = [grid for name in names if (grid := self.grid(name)) is not None]
-        if len(grids) < len(names) or not all(grid.fits(bits) for grid in grids):
-            return None
-        codes, steps = zip(*(grid.blocks() for grid in grids), strict=True)
-        return INTEGERS[bits].kept(torch.cat(codes), torch.cat(steps))
-
     def _mapped_at(self, name: str) -> MappedFile:
         return self.below._mapped_at(name)
 
