@@ -322,7 +322,7 @@ class Engine(Runtime):
         processor = self.processor
         pictures = [processor.load_picture(image) for image in images]
         clips = [processor.load_clip(video) for video in videos]
-        for note in media_notes(self, pictures, clips):
+        for note in media_notes(pictures, clips, self.is_bundled_model):
             warnings.warn(note, stacklevel=3)
         template = processor.template
         template = template.with_tools(shown_tools(tools)) if tools else template

@@ -19,7 +19,6 @@ from mmkv.resources import PHOTOS
 if TYPE_CHECKING:
     from PIL.Image import Image
 
-    from mmkv.api import Engine
     from mmkv.engine.contents import Memory
     from mmkv.prompt.processing import Processor
     from mmkv.prompt.template import ChatTemplate
@@ -36,23 +35,22 @@ _SCENES_ALONE = (
 _NO_TIMES = "this model's prompts hold no times of {}: at was not written"
 
 
-def media_notes(engine: Engine, pictures: Sequence[Image], clips: Sequence[Clip]) -> list[str]:
+def media_notes(pictures: Sequence[Image], clips: Sequence[Clip], bundled: bool) -> list[str]:
     """Return the notes on pictures and videos that are read, each once: those that are read in
-    part, and those that the model cannot know.
+    part, and those that the model cannot know, which the ``bundled`` one has.
     """
     found = [picture.info.get(NOTE) for picture in pictures] + [clip.note for clip in clips]
-    seen = bool(pictures or clips)
-    if seen and engine.is_bundled_model and not _are_drawn(pictures, clips):
+    if bundled and (pictures or clips) and not _are_drawn(pictures, clips):
         found.append(_SCENES_ALONE)
     return list(dict.fromkeys(filter(None, found)))
 
 
 def read_notes(
-    engine: Engine, template: ChatTemplate, pictures: Sequence[Image], clips: Sequence[Clip]
+    template: ChatTemplate, pictures: Sequence[Image], clips: Sequence[Clip], bundled: bool
 ) -> list[str]:
-    """Return the notes on messages that are read with a template."""
+    """Return the notes on messages that are read with a template; see :func:`media_notes`."""
     plain = template.source is None and not template.raw
-    return [*([NO_TEMPLATE] if plain else []), *media_notes(engine, pictures, clips)]
+    return [*([NO_TEMPLATE] if plain else []), *media_notes(pictures, clips, bundled)]
 
 
 def times_notes(processor: Processor, what: str, at: float | None) -> list[str]:

@@ -192,11 +192,7 @@ def compose_observation(
     started, processor = time.perf_counter(), session.engine.processor
     if system is not None and session.history:
         raise InputError("a system message opens a conversation; start a new session for it")
-    if at is not None:
-        require_real("at", at)
-        if not 0 <= at < _LATEST:
-            raise InputError(f"at is {at}; give seconds since the beginning, 0 or more")
-    check_sampling(fps, None)
+    _check_observed(what, at, fps, skip_similar)
     opening: list[Message] = []
     if system is not None:
         opening = [{"role": "system", "content": system}]
@@ -206,20 +202,9 @@ def compose_observation(
         return _turn(session, messages, None, None, "", None, started, ends=False)
 
     if isinstance(what, str):
-        for name, given in (("fps", fps), ("skip_similar", skip_similar)):
-            if given is not None:
-                raise InputError(f"{name} is for frames; leave it out for a text")
-        if not what.strip():
-            raise InputError("the text is blank; give words to observe")
         made = turn([{"type": "text", "text": observed_text(processor, what, at)}])
         told = times_notes(processor, "texts", at)
         return Observation(made, 0, 0, told, session.frames_seen)
-    if fps is not None and at is None:
-        raise InputError("fps says when frames after the first were seen; give at, too")
-    if skip_similar is not None:
-        require_real("skip_similar", skip_similar)
-        if not 0 <= skip_similar <= 255:
-            raise InputError(f"skip_similar is {skip_similar}; give grey levels, 0 to 255")
     frames = load_frames(what)
     if not frames:
         raise InputError("there is nothing to observe; give at least one frame")
@@ -236,6 +221,30 @@ def compose_observation(
         told = times_notes(processor, "pictures", at)
         made = turn([{"type": "image", "image": picture} for picture in pictures])
     return Observation(made, len(kept), skipped, told, seen)
+
+
+def _check_observed(
+    what: Any, at: float | None, fps: float | None, skip_similar: float | None
+) -> None:
+    """Raise InputError for an observation that cannot be, as far as its settings say."""
+    if at is not None:
+        require_real("at", at)
+        if not 0 <= at < _LATEST:
+            raise InputError(f"at is {at}; give seconds since the beginning, 0 or more")
+    check_sampling(fps, None)
+    if isinstance(what, str):
+        for name, given in (("fps", fps), ("skip_similar", skip_similar)):
+            if given is not None:
+                raise InputError(f"{name} is for frames; leave it out for a text")
+        if not what.strip():
+            raise InputError("the text is blank; give words to observe")
+        return
+    if fps is not None and at is None:
+        raise InputError("fps says when frames after the first were seen; give at, too")
+    if skip_similar is not None:
+        require_real("skip_similar", skip_similar)
+        if not 0 <= skip_similar <= 255:
+            raise InputError(f"skip_similar is {skip_similar}; give grey levels, 0 to 255")
 
 
 def frames_clip(
@@ -286,9 +295,7 @@ def _tool_messages(session: Session, results: Sequence[Any]) -> list[Message]:
     for pair in results:
         if not isinstance(pair, (tuple, list)) or len(pair) != 2:
             raise InputError("a result is a pair: a call, or its id, and what it returned")
-        given, content = pair
-        id = given.id if isinstance(given, ToolCall) else given
-        id = id.get("id") if isinstance(id, Mapping) else id
+        id, content = _id_of(pair[0]), pair[1]
         if not isinstance(id, str) or id not in names:
             raise InputError(
                 f"the latest reply has no call {ascii(id)[:80]}; its calls are {', '.join(names)}"
@@ -308,6 +315,13 @@ def _tool_messages(session: Session, results: Sequence[Any]) -> list[Message]:
         {"role": "tool", "tool_call_id": id, "name": name, "content": found[id]}
         for id, name in names.items()
     ]
+
+
+def _id_of(call: Any) -> Any:
+    """Return the id of a call: it, a ToolCall, or a dict in OpenAI's form."""
+    if isinstance(call, ToolCall):
+        return call.id
+    return call.get("id") if isinstance(call, Mapping) else call
 
 
 def _turn(
@@ -335,7 +349,8 @@ def _turn(
         return seen, clips
 
     reading = compose_messages(session, messages, load, prefix, tools, ends)
-    reading.notes = read_notes(session.engine, session.template_with(tools), seen, clips)
+    bundled = session.engine.is_bundled_model
+    reading.notes = read_notes(session.template_with(tools), seen, clips, bundled)
     return Prompt(
         reading.inputs, messages, reading, reading.read.text, started, session.basis, tools
     )
@@ -384,17 +399,20 @@ def _composed(
     """Do as :func:`compose_messages`; ``others``: whether the tools have changed."""
     processor, held = session.engine.processor, session.held
     talk = joined(session.history, messages)
-    total = sum(part["type"] == "image" for one in talk for part in as_parts(one["content"]))
+    total = _pictures_in(talk)
     rule = processor.rule(total)
+
+    def appended(why: str) -> TurnReading:
+        if others:
+            raise _cannot_change(why)
+        return _appended(session, template, messages, load, total, rule, ends)
+
     # Tokens may have come in that nobody noted as text: going back would lose them.
     if template.source is None or held.pieces is None or held.seen != session.seen:
-        if others:
-            raise _cannot_change("what it has read is not known as a template's text")
-        return _appended(session, template, messages, load, total, rule, ends)
-    text = None
-    if not (ends or others) and rule is None and is_open(session.history):
+        return appended("what it has read is not known as a template's text")
+    text, whole, why = None, "", None
+    if not ends and rule is None and is_open(session.history):
         text = text_behind(held, template, session.history[-1], messages[0])
-    whole, why = "", None
     if text is not None:
         plan = held.appending(text)
     else:
@@ -403,23 +421,47 @@ def _composed(
     if not plan.appends:
         plan, why = agreed(session, plan, whole, rule)
     if why is not None or plan.media is None:
-        if others:
-            raise _cannot_change(why or "its pictures are not at hand any more")
-        made = _appended(session, template, messages, load, total, rule, ends)
+        made = appended(why or "its pictures are not at hand any more")
         made.differs = why
         return made
-    pictures, clips = ([*old, *new] for old, new in zip(plan.media, load(), strict=True))
+
+    def stays() -> int:
+        return (
+            _stays(processor, template, talk, whole, total, ends) if text is None else sys.maxsize
+        )
+
+    return _planned(session, plan, load(), total, rule, stays)
+
+
+def _pictures_in(talk: Sequence[Message]) -> int:
+    """Count the pictures of a conversation, without videos."""
+    return sum(part["type"] == "image" for one in talk for part in as_parts(one["content"]))
+
+
+def _planned(
+    session: Session,
+    plan: Plan,
+    new: tuple[Sequence[Any], Sequence[Any]],
+    total: int,
+    rule: Any,
+    stays: Callable[[], int],
+) -> TurnReading:
+    """Return what a session reads by a plan.
+
+    Args:
+        new: pictures and videos behind those of the plan; total: pictures of the conversation;
+            rule: by which they are read.
+        stays: counts the characters of the text that another turn is likely to leave as they are.
+    """
+    processor, held = session.engine.processor, session.held
+    pictures, clips = ([*old, *more] for old, more in zip(plan.media or ((), ()), new, strict=True))
     inputs = processor.encode(plan.text, pictures, clips, plan.start.seen > 0, total)
     ids = inputs["input_ids"][0].tolist()
     unfed = session.unfed if plan.appends else ()
     read = read_of(processor, plan.text, ids, pictures, clips, rule=rule, unfed=unfed)
     if pictures or clips or held.has_media:
         # Where a session goes back to its beginning, all pictures are read again.
-        stays = 0
-        if session.can_cut_back:
-            known = text is None
-            stays = _stays(processor, template, talk, whole, total, ends) if known else sys.maxsize
-        read = replace(read, stays=stays)
+        read = replace(read, stays=stays() if session.can_cut_back else 0)
     if plan.appends:
         return TurnReading(session.with_unfed(inputs), read)
     again = kept_tokens(session, plan, ids)

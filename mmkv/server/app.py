@@ -20,9 +20,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from mmkv import __version__
 from mmkv.engine.errors import MmkvError
-from mmkv.server.chat import ChatCall
-from mmkv.server.checked import checked, take_resume
-from mmkv.server.completions import add_completions
+from mmkv.server.chat import add_chats
 from mmkv.server.errors import ApiError, invalid, nearest
 from mmkv.server.footprint import return_memory
 from mmkv.server.guard import BodyRoute, CheckHost, CheckKey, LimitBody, RefuseWhenFull
@@ -30,9 +28,9 @@ from mmkv.server.media.limits import FORMATS
 from mmkv.server.messages import add_messages
 from mmkv.server.metrics import CONTENT_TYPE
 from mmkv.server.page import HEADERS, page_router
-from mmkv.server.reply import ReplyResponse, error_response
+from mmkv.server.reply import error_response, event_line
 from mmkv.server.responses import ResponseTable, responses_router
-from mmkv.server.schema import ChatRequest, load_router
+from mmkv.server.schema import StrictModel
 from mmkv.server.sessions import SessionTable, saved_router, sessions_router
 from mmkv.server.state import ServerState
 from mmkv.server.websocket import socket_route
@@ -50,14 +48,6 @@ _PAGE = """<!doctype html>
 </html>
 """
 _ROW = "<tr><td>{}</td><td><code>{}</code></td><td>{}</td></tr>"
-
-
-def add_routes_page(app: FastAPI) -> None:
-    """Add the page to an application."""
-
-    @app.get("/docs", include_in_schema=False)
-    async def docs() -> Response:
-        return Response(_page(app.openapi()), headers=HEADERS, media_type="text/html")
 
 
 def _page(schema: dict[str, Any]) -> str:
@@ -80,7 +70,7 @@ def make_app(state: ServerState, hosts: frozenset[str] | None = None) -> FastAPI
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
         if state.settings.warm and state.facts.sees:
             await state.media.warm()
-        returning = asyncio.ensure_future(return_memory(state))
+        returning = asyncio.ensure_future(return_memory(lambda: state.engine_thread.busy))
         yield
         returning.cancel()
         for turn in state.background:
@@ -121,8 +111,8 @@ def make_app(state: ServerState, hosts: frozenset[str] | None = None) -> FastAPI
     schemes = HTTPBearer(auto_error=False), APIKeyHeader(name="x-api-key", auto_error=False)
     shown = [Depends(one) for one in schemes]
     keyed = APIRouter(prefix="/v1", dependencies=shown, route_class=BodyRoute)
+    add_chats(keyed, state)
     _add_keyed(keyed, state)
-    add_completions(keyed, state)
     responses = ResponseTable(state)
     add_messages(keyed, state, responses)
     sessions = SessionTable(state)
@@ -131,25 +121,20 @@ def make_app(state: ServerState, hosts: frozenset[str] | None = None) -> FastAPI
     keyed.include_router(responses_router(state, responses))
     app.include_router(keyed)
     app.router.routes.append(socket_route(state, sessions))
-    app.include_router(load_router(state.settings.name))
     _add_open(app, state)
-    add_routes_page(app)
     if state.settings.page:
         app.include_router(page_router(keyed=bool(state.settings.api_keys)))
     return app
 
 
+class LoadRequest(StrictModel):
+    """A model that has to be there before a chat begins: the one that is served is."""
+
+    model: str
+
+
 def _add_keyed(router: APIRouter, state: ServerState) -> None:
     settings = state.settings
-
-    @router.post("/chat/completions", summary="Reply to a conversation")
-    async def chat(request: Request, body: ChatRequest) -> Response:
-        headers = state.headers_for(body)
-        take_resume(request, body)
-        caller = request.state.caller
-        call = ChatCall(state, checked(state, body, caller), caller)
-        work: Any = call.stream if body.stream else call.whole
-        return ReplyResponse(work, bool(body.stream), settings.keep_alive, headers)
 
     @router.get("/models", summary="The model that is served")
     async def models() -> dict[str, Any]:
@@ -164,6 +149,15 @@ def _add_keyed(router: APIRouter, state: ServerState) -> None:
 
 
 def _add_open(app: FastAPI, state: ServerState) -> None:
+    @app.post("/load_model", include_in_schema=False)  # what transformers chat asks for first
+    async def load(asked: LoadRequest) -> Response:
+        name = state.settings.name
+        found: dict[str, Any] = {"status": "ready", "model": asked.model, "cached": True}
+        if asked.model != name:
+            message = f"the model {asked.model[:100]!r} is not served here; ask for {name!r}"
+            found = {"status": "error", "model": asked.model, "message": message}
+        return Response(event_line(found), media_type="text/event-stream")
+
     @app.get("/health", summary="Whether the engine runs")
     async def health() -> Response:
         alive = state.engine_thread.is_alive() and not state.engine_thread.failed
@@ -174,9 +168,14 @@ def _add_open(app: FastAPI, state: ServerState) -> None:
 
     @app.get("/metrics", summary="Numbers in Prometheus' format")
     async def metrics() -> Response:
-        if not state.engine_thread.failed:
-            await state.engine_thread.report()
+        thread = state.engine_thread
+        if not thread.failed:
+            await thread.call(lambda: thread.core.report())
         return Response(state.metrics.text(), media_type=CONTENT_TYPE)
+
+    @app.get("/docs", include_in_schema=False)
+    async def docs() -> Response:
+        return Response(_page(app.openapi()), headers=HEADERS, media_type="text/html")
 
 
 def _model(state: ServerState) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""POST /v1/chat/completions, from the request's media to its reply.
+"""/v1/chat/completions, from a request's media to its reply; /v1/completions, a chat without them.
 
 Media are hashed to find the memory of a conversation again, and decoded only when they are read.
 """
@@ -12,17 +12,31 @@ import itertools
 import secrets
 import time
 from collections.abc import AsyncGenerator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar
+
+from fastapi import APIRouter, Response
+from pydantic import Field
+from starlette.requests import Request as HttpRequest
 
 from mmkv.calls.parser import CallEnd, CallStart, ParsedReply
 from mmkv.server import reply
-from mmkv.server.checked import source
+from mmkv.server.checked import checked, source, take_resume
 from mmkv.server.engine_thread import Admitted, Delta, Done, Failed, Request
+from mmkv.server.errors import invalid_value, unsupported
 from mmkv.server.guard import release_body
 from mmkv.server.media.limits import Allowance
 from mmkv.server.media.resolver import MediaResolver, Medium
 from mmkv.server.prompts import Message, Part, digest_of
-from mmkv.server.reply import LogprobRows, ReplyHead
+from mmkv.server.reply import LogprobRows, ReplyHead, ReplyResponse, usage_json
+from mmkv.server.schema import (
+    NO_TOOLS,
+    ChatRequest,
+    OpenAIRequest,
+    Refused,
+    refuse_fields,
+    refuse_stream_options,
+    refused_but,
+)
 from mmkv.turn import frames_clip
 
 if TYPE_CHECKING:
@@ -307,7 +321,7 @@ class ChatCall:
             await self._count_texts()
             try:
                 named = await media.named(work.messages)
-                job = await counts.call(lambda: thread.new_job(work))
+                job = await counts.call(lambda: thread.core.job(work, lambda: None))
                 held = await counts.call(lambda: job.begin_count(named))
                 contents = await media.contents(named[held:])
                 await counts.call(lambda: job.supply_media(contents))
@@ -348,3 +362,136 @@ def _as_videos(
         digest = digest_of([[one.digest for one in pictures], own, at, fps])
         made.append(Part("video", digest=digest))
     return made, clips
+
+
+class CompletionRequest(OpenAIRequest):
+    """A request to continue a text."""
+
+    refused: ClassVar[Refused] = {
+        **refused_but("prompt"),
+        **NO_TOOLS,
+        "response_format": ({"type": "text"},),
+        "suffix": ("",),
+        **dict.fromkeys(("chat_template_kwargs", "enable_thinking", "thinking_budget"), ()),
+    }
+
+    prompt: str | Annotated[list[Any], Field(max_length=1)]
+    logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
+
+    def text(self) -> str:
+        """Return the text that is continued. Raises ApiError: it is no text."""
+        (text,) = [self.prompt] if isinstance(self.prompt, str) else (self.prompt or [None])
+        if not isinstance(text, str):
+            raise unsupported("prompt", "prompt is one text here; token ids are not supported")
+        if not text:
+            raise invalid_value("prompt", "prompt is empty; send a text")
+        return text
+
+    def as_chat(self) -> ChatRequest:
+        """Return the chat request that draws the same reply to the text as a message."""
+        refuse_stream_options(self)
+        same = self.model_dump(
+            exclude={"prompt", "logprobs", "stream_options", *(self.model_extra or {})},
+            exclude_unset=True,
+        )
+        if self.logprobs is not None:
+            same |= {"logprobs": True, "top_logprobs": self.logprobs}
+        said = {"role": "user", "content": self.text()}
+        return ChatRequest.model_validate({**same, "messages": [said]})
+
+
+class CompletionCall:
+    """One request. Raises ApiError: what can be said before the engine is asked."""
+
+    def __init__(self, state: ServerState, asked: CompletionRequest, caller: Caller) -> None:
+        refuse_fields(asked)
+        options = asked.stream_options
+        self._with_usage = options is not None and bool(options.include_usage)
+        self._scored = asked.logprobs is not None
+        request = checked(state, asked.as_chat(), caller, raw=True)
+        self._call = ChatCall(state, request, caller)
+        self._call.head.id = f"cmpl-{secrets.token_hex(12)}"
+
+    async def whole(self) -> dict[str, Any]:
+        """Return the answer."""
+        texts = [""] * self._call.choices
+        reasons: list[str | None] = [None] * len(texts)
+        spelled: list[list[Spelled]] = [[] for _ in texts]
+        async for event in self._call.events():
+            if isinstance(event, Done):
+                choices = [
+                    self._choice(index, text, 0, spelled[index], reasons[index])
+                    for index, text in enumerate(texts)
+                ]
+                return self._completion(choices) | {"usage": usage_json(event.usage)}
+            texts[event.index] += event.text
+            spelled[event.index] += event.spelled or ()
+            reasons[event.index] = event.finish_reason
+        raise AssertionError("a request ends with Done or an error")
+
+    async def stream(self) -> AsyncGenerator[dict[str, Any] | str]:
+        """Yield the events of a stream."""
+        sent = [0] * self._call.choices
+        usage = {"usage": None} if self._with_usage else {}
+        async with contextlib.aclosing(self._call.events()) as events:
+            async for event in events:
+                if isinstance(event, Done):
+                    if self._with_usage:
+                        yield self._completion([]) | {"usage": usage_json(event.usage)}
+                    yield "[DONE]"
+                    return
+                start, spelled = sent[event.index], event.spelled or []
+                sent[event.index] += sum(len(one.text) for one in spelled)
+                choice = self._choice(event.index, event.text, start, spelled, event.finish_reason)
+                yield self._completion([choice]) | usage
+
+    def _completion(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
+        return self._call.head.fields("text_completion") | {"choices": choices}
+
+    def _choice(
+        self, index: int, text: str, start: int, spelled: list[Spelled], reason: str | None
+    ) -> dict[str, Any]:
+        return {
+            "index": index,
+            "text": text,
+            "logprobs": _logprobs(spelled, start) if self._scored else None,
+            "finish_reason": None if reason is None else reply.FINISH[reason],
+        }
+
+
+def _logprobs(spelled: list[Spelled], start: int) -> dict[str, Any]:
+    """Return the log probabilities of some tokens, of which the first begins at ``start``."""
+    offsets, best = [], []
+    for one in spelled:
+        offsets.append(start)
+        start += len(one.text)
+        shown: dict[str, float] = {}
+        for other in (*one.top, one):  # parts of characters may look alike
+            shown.setdefault(other.text, other.logprob)
+        best.append(shown)
+    return {
+        "tokens": [one.text for one in spelled],
+        "token_logprobs": [one.logprob for one in spelled],
+        "top_logprobs": best,
+        "text_offset": offsets,
+    }
+
+
+def add_chats(router: APIRouter, state: ServerState) -> None:
+    """Add the routes to those that need a key."""
+
+    @router.post("/chat/completions", summary="Reply to a conversation")
+    async def chat(request: HttpRequest, body: ChatRequest) -> Response:
+        headers = state.headers_for(body)
+        take_resume(request, body)
+        caller = request.state.caller
+        call = ChatCall(state, checked(state, body, caller), caller)
+        work: Any = call.stream if body.stream else call.whole
+        return ReplyResponse(work, bool(body.stream), state.settings.keep_alive, headers)
+
+    @router.post("/completions", summary="Continue a text")
+    async def complete(request: HttpRequest, body: CompletionRequest) -> Response:
+        headers = state.headers_for(body)
+        call = CompletionCall(state, body, request.state.caller)
+        work: Any = call.stream if body.stream else call.whole
+        return ReplyResponse(work, bool(body.stream), state.settings.keep_alive, headers)

@@ -9,17 +9,18 @@ from typing import TYPE_CHECKING, Any
 from mmkv.calls.tools import tool_use
 from mmkv.engine.errors import MmkvError
 from mmkv.grammar import reply_rules, require_tools
-from mmkv.prompt.video import FramesSeen
 from mmkv.reply import LogitSettings
 from mmkv.sampling import Sampling, Settled
+from mmkv.server.conversations import ConversationInfo
 from mmkv.server.errors import ApiError, invalid_value, unsupported
 from mmkv.server.media.resolver import Source
 from mmkv.server.prompts import Begun, Message, Part, digest_of, thought_apart
 from mmkv.server.schema import (
     ChatRequest,
     MmkvOptions,
-    budget_of,
+    ReplyRequest,
     conversation,
+    parse_budget,
     refuse_unsupported,
     reply_prefix,
     take_generation_config,
@@ -33,8 +34,6 @@ if TYPE_CHECKING:
     from mmkv.calls.tools import ToolUse
     from mmkv.engine.budget import Budget
     from mmkv.server.conversations import ConversationState
-    from mmkv.server.messages import PromptRequest
-    from mmkv.server.responses_schema import ResponseRequest
     from mmkv.server.settings import Facts, ServerSettings
     from mmkv.server.state import Caller, ServerState
 
@@ -91,31 +90,30 @@ def checked(
     Raises:
         ApiError: it cannot be answered here.
     """
-    facts, settings = state.facts, state.settings
+    facts, settings, own = state.facts, state.settings, request.mmkv or MmkvOptions()
     refuse_unsupported(request)
     take_generation_config(request, facts.sampling)
-    _require_served(request, settings, facts)
-    earlier = () if start is None else start.info.messages
-    messages, begun = _messages(state, request, earlier, raw)
-    budget = _budget(request, facts, start, budget)
-    messages = [*earlier, *messages]
-    most_tokens = facts.most_tokens(budget or facts.budget)
+    _require_served(request.model, own, settings, facts)
+    choices = request.n or 1
+    before = ConversationInfo(()) if start is None else start.info
+    messages, begun = _messages(state, request, before.messages, raw)
+    budget = _budget(own, choices, facts, start, budget)
+    messages = [*before.messages, *messages]
+    bound = budget or facts.budget
+    most_tokens = facts.most_tokens(bound)
     lengths = [sum(map(len, one.texts)) for one in messages]
     facts.context_bounds.require_possible([*lengths, len(begun.text)], most_tokens)
-    choices = request.n or 1
     if choices > settings.max_choices:
         raise invalid_value("n", f"n is at most {settings.max_choices} here")
-    use = _tool_use(request, facts, () if start is None else start.info.tools)
+    use = _tool_use(request, facts, before.tools)
     tools, values = [] if use is None else use.for_template(), _template_values(request, facts)
     if start is None:
-        named = (budget or facts.budget).describe()
-        memory = [facts.base_key, named, caller.tenant, request.cache_salt]
-        base_key = digest_of([*memory, *(one for one in (values, tools) if one)])
-    elif tools == list(start.info.tools):
-        base_key = start.info.base_key
+        memory = [facts.base_key, bound.describe(), caller.tenant, request.cache_salt]
+        base_key = digest_of([*memory, *filter(None, (values, tools))])
+    elif tools == list(before.tools):
+        base_key = before.base_key
     else:
-        base_key = digest_of([start.info.base_key, tools])
-    own = request.mmkv or MmkvOptions()
+        base_key = digest_of([before.base_key, tools])
     work = ChatWork(
         messages,
         base_key,
@@ -127,7 +125,7 @@ def checked(
         asked=own.resume is not None,
         weight=state.weights.get(caller.tenant, 1.0),
         start=start,
-        frames=FramesSeen() if start is None else start.info.frames,
+        frames=before.frames,
         keep=keep,
         rewrites=own.rewrites or "reread",
         template_values=values,
@@ -164,17 +162,20 @@ def source(part: Part) -> Source:
 
 
 def _budget(
-    request: ChatRequest, facts: Facts, start: ConversationState | None, budget: Budget | None
+    options: MmkvOptions,
+    choices: int,
+    facts: Facts,
+    start: ConversationState | None,
+    budget: Budget | None,
 ) -> Budget | None:
     """Return the budget of the reply's session; None: the server's."""
-    own = budget_of(request.mmkv)
+    own = parse_budget(options.budget, "mmkv.budget")
     refuse_budget(facts, own is not None, "mmkv.budget")
-    refuse_if_shared(facts, (request.n or 1) > 1, "n")
+    refuse_if_shared(facts, choices > 1, "n")
     budget = own or budget
     if start is None:
         return budget
-    never = request.mmkv is not None and request.mmkv.resume == "never"
-    if budget not in (None, start.budget) or never:
+    if budget not in (None, start.budget) or options.resume == "never":
         raise invalid_value(
             "mmkv",
             f"the memory that is gone on from has a budget of {start.budget.describe()} "
@@ -225,21 +226,22 @@ def refuse_budget(facts: Facts, given: bool, field: str) -> None:
         raise unsupported(field, f"{what}; leave it out, or ask another server")
 
 
-def _require_served(request: ChatRequest, settings: ServerSettings, facts: Facts) -> None:
+def _require_served(
+    model: str, options: MmkvOptions, settings: ServerSettings, facts: Facts
+) -> None:
     """Refuse another model, or what a server cannot change by request. Raises ApiError."""
-    if request.model != settings.name:
+    if model != settings.name:
         raise ApiError(
             404,
-            f"the model {request.model[:100]!r} is not served here; ask for {settings.name!r}",
+            f"the model {model[:100]!r} is not served here; ask for {settings.name!r}",
             "model_not_found",
             "model",
         )
-    options = request.mmkv
-    if options is not None and options.background:
+    if options.background:
         raise unsupported(
             "mmkv.background", "mmkv.background is for streamed turns of a session; leave it out"
         )
-    for name in ("policy", "lookahead") if options is not None else ():
+    for name in ("policy", "lookahead"):
         wanted, there = getattr(options, name), getattr(facts, name)
         if wanted is not None and wanted != there:
             raise unsupported(
@@ -297,16 +299,6 @@ def _tool_use(
 
 
 def _logit_settings(request: ChatRequest, facts: Facts, use: ToolUse | None) -> LogitSettings:
-    bias = {}
-    for text, value in (request.logit_bias or {}).items():
-        # Python refuses to read numbers of very many digits.
-        number = int(text) if text.isascii() and text.isdecimal() and len(text) < 20 else None
-        if number is None or number >= facts.vocabulary:
-            raise invalid_value(
-                "logit_bias",
-                f"logit_bias names {text[:20]!r}; token ids are below {facts.vocabulary}",
-            )
-        bias[number] = value
     if request.top_logprobs and not request.logprobs:
         raise invalid_value("top_logprobs", "top_logprobs needs logprobs")
     top = (request.top_logprobs or 0) if request.logprobs else None
@@ -320,12 +312,26 @@ def _logit_settings(request: ChatRequest, facts: Facts, use: ToolUse | None) -> 
             "stop_token_ids",
             f"stop_token_ids names {max(stop_tokens)}; token ids are below {facts.vocabulary}",
         )
+    bias = _bias(request.logit_bias, facts.vocabulary) if request.logit_bias else {}
     return LogitSettings(top, bias, rules, stop_tokens)
 
 
-def take_resume(
-    request: HTTPConnection, body: ChatRequest | ResponseRequest | PromptRequest
-) -> None:
+def _bias(given: dict[str, float], vocabulary: int) -> dict[int, float]:
+    """Return what is added to logits by token id. Raises ApiError."""
+    bias = {}
+    for text, value in given.items():
+        # Python refuses to read numbers of very many digits.
+        number = int(text) if text.isascii() and text.isdecimal() and len(text) < 20 else None
+        if number is None or number >= vocabulary:
+            raise invalid_value(
+                "logit_bias",
+                f"logit_bias names {text[:20]!r}; token ids are below {vocabulary}",
+            )
+        bias[number] = value
+    return bias
+
+
+def take_resume(request: HTTPConnection, body: ReplyRequest) -> None:
     """Take ``mmkv.resume`` from the header X-Mmkv-Resume if it is not set. Raises ApiError."""
     given = request.headers.get("x-mmkv-resume")
     if given is None:

@@ -10,7 +10,6 @@ import asyncio
 import contextlib
 import json
 import logging
-import os
 import re
 import select
 import socket
@@ -26,17 +25,14 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResp
 from uvicorn.protocols.websockets.wsproto_impl import WSProtocol
 
 from mmkv.server.errors import RETRY_AFTER, ApiError
-from mmkv.server.guard import BodyRoom
-from mmkv.server.metrics import AccessLog
-from mmkv.server.settings import RequestBounds
+from mmkv.server.metrics import AccessLog, size_of
+from mmkv.server.settings import MOST_CONNECTIONS, RequestBounds, most_connections
+from mmkv.server.state import BodyRoom
 
 if TYPE_CHECKING:
     from mmkv.server.state import ServerState
 
 log = logging.getLogger("mmkv.server")
-RESERVE = 48  # descriptors for session files, locks, decoding processes and fetched pictures
-MOST = 1024  # connections, however many descriptors there are
-_FEWEST = 8
 _AT_ONCE = 8  # connections that are accepted before the loop looks at them
 _WAITING = 1024  # connections that the system holds meanwhile
 _GRACE = 0.5  # seconds for a first request to come
@@ -63,27 +59,13 @@ class ConnectionLimits:
         answers: bytes of all answers that wait for their clients.
     """
 
-    most: int = MOST
+    most: int = MOST_CONNECTIONS
     head_bytes: int = 32 * 2**10
     head_seconds: float = 20.0
     stall_seconds: float = 30.0
     message_bytes: int = 2**26
     message_seconds: float = 60.0
     answers: int = RequestBounds.answers
-
-
-def most_connections() -> int:
-    """Return how many connections the descriptors at hand are enough for."""
-    try:
-        import resource
-
-        soft = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-        if soft == resource.RLIM_INFINITY:
-            return MOST
-        there = len(os.listdir("/dev/fd"))
-    except (ImportError, OSError):  # Windows counts otherwise
-        return MOST
-    return max(_FEWEST, min(MOST, soft - there - RESERVE))
 
 
 class Guard:
@@ -94,6 +76,7 @@ class Guard:
         self.open: set[Connection | SocketConnection] = set()
         self.refused: Callable[[Any, int, int], None] = lambda *_: None  # logs what no app sees
         self._sweeping = False
+        self._every = min(1.0, limits.head_seconds / 4, limits.stall_seconds / 4)
 
     def opened(self, one: Connection | SocketConnection) -> bool:
         """Register a connection; whether it may stay. The longest idle one is closed for it."""
@@ -131,10 +114,6 @@ class Guard:
                 return
             unsent -= sizes[one]
             one.transport.abort()
-
-    @property
-    def _every(self) -> float:
-        return min(1.0, self.limits.head_seconds / 4, self.limits.stall_seconds / 4)
 
     def _sweep(self, loop: asyncio.AbstractEventLoop) -> None:
         now = loop.time()
@@ -226,8 +205,6 @@ class Connection(HttpToolsProtocol):
         if version not in ("1.0", "1.1"):
             return 505, f"HTTP/{version} is not spoken here; use HTTP/1.1"
         hosts = [value for name, value in self.headers if name == b"host"]
-        coded = [value.lower() for name, value in self.headers if name == b"transfer-encoding"]
-        codings = [one.strip() for value in coded for one in value.split(b",")]
         if (target := _ABSOLUTE.match(self.url)) is not None:  # it counts, and Host does not
             hosts = [*hosts[1:], target[1]]
             self.headers[:] = [one for one in self.headers if one[0] != b"host"]
@@ -236,6 +213,11 @@ class Connection(HttpToolsProtocol):
             return 400, f"the request has {len(hosts)} Host headers; send one"
         if any(_HOST.fullmatch(one) is None for one in hosts) or b"#" in self.url:
             return 400, "the host or the target of the request cannot be; send a name and a path"
+        return self._wrong_coding(version)
+
+    def _wrong_coding(self, version: str) -> tuple[int, str] | None:
+        coded = [value.lower() for name, value in self.headers if name == b"transfer-encoding"]
+        codings = [one.strip() for value in coded for one in value.split(b",")]
         if codings and (version == "1.0" or codings[-1] != b"chunked"):
             return (
                 400,
@@ -460,11 +442,6 @@ class SocketConnection(WSProtocol):
         closing = wsproto.events.CloseConnection(code=code, reason=reason)
         self.transport.write(self.conn.send(closing))
         self.transport.close()
-
-
-def size_of(data: str | bytes | bytearray) -> int:
-    """Return the bytes of a message."""
-    return len(data.encode("utf-8", "surrogatepass")) if isinstance(data, str) else len(data)
 
 
 class OncePerMinute(logging.Filter):

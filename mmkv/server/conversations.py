@@ -35,10 +35,10 @@ if TYPE_CHECKING:
     from mmkv.scheduler import Scheduler
     from mmkv.server.prompts import Kind, Rendered, Sampled
     from mmkv.server.store import HibernationFolder
-    from mmkv.server.work import Told
     from mmkv.session import Session
 
 
+Told = tuple[tuple[str, ...], str | None]  # see mmkv.Session.told
 _OWN = "mmkv.server"  # what a file holds beside what every session file does
 
 

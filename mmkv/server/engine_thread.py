@@ -281,22 +281,9 @@ class EngineThread(threading.Thread):
         self._commands.put((command, future))
         return future
 
-    def new_job(self, work: ChatWork) -> ChatJob:
-        """Return a job that is not scheduled; for commands that run in the thread."""
-        return self.core.job(work, lambda: None)
-
-    @property
-    def conversations(self) -> ConversationStore:
-        """Return the conversations of the core; for commands that run in the thread."""
-        return self.core.conversations
-
     def facts(self) -> Facts:
         """Return what is known of the engine once it is loaded. Raises what loading it raises."""
         return self.post(lambda: self.core.facts).result()
-
-    async def report(self) -> None:
-        """Update the gauges. Raises what the thread failed with."""
-        await self.call(lambda: self.core.report())
 
     def wake(self) -> None:
         """Wake the thread if it waits for a command."""
@@ -363,7 +350,7 @@ class EngineThread(threading.Thread):
         try:
             self._count_places()
             while not self._ending:
-                self._take_commands(self._idle())
+                self._take_commands(wait=not self._requests or self.core.scheduler.blocked)
                 self.core.scheduler.turn()
                 self._count_places()
                 self._publish()
@@ -380,9 +367,6 @@ class EngineThread(threading.Thread):
             for request in self._requests:
                 self._tell([(request, [Failed(stopped)])])
             self._refuse(stopped)
-
-    def _idle(self) -> bool:
-        return not self._requests or self.core.scheduler.blocked
 
     def _take_commands(self, wait: bool) -> None:
         while True:
@@ -590,8 +574,15 @@ class EngineCore:
             times.latest = now
         metrics.generated_tokens.inc(tokens - request.counted)
         request.counted, request.longest = tokens, longest
-        if not ticket.over:
-            return
+        if ticket.over:
+            self._observe_end(ticket, times, now)
+        if any(isinstance(event, Done) for event in events):
+            for name, count in job.counts.evicted_here(job.replies()).items():
+                metrics.evicted.labels(name).inc(count)
+
+    def _observe_end(self, ticket: Ticket[ChatJob], times: RequestTimes, now: float) -> None:
+        """Count a request that is over."""
+        metrics, job = self.metrics, ticket.job
         if ticket.state == "done":
             metrics.whole_time.observe(now - times.submitted)
             if times.first is not None:
@@ -602,9 +593,6 @@ class EngineCore:
         reasons = [one.finish_reason for one in job.choices] or ["observed"]
         for reason in reasons if ticket.state == "done" else [ticket.state]:
             metrics.finished.labels(FINISH.get(reason, reason)).inc()
-        if any(isinstance(event, Done) for event in events):
-            for name, count in job.counts.evicted_here(job.replies()).items():
-                metrics.evicted.labels(name).inc(count)
 
 
 def _hibernation_folder(settings: ServerSettings) -> HibernationFolder:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from mmkv.engine.errors import CapacityError, ContextError, MmkvError, SessionError
@@ -126,6 +127,15 @@ def api_error(error: BaseException) -> ApiError:
         status, code = getattr(error, "status", 400), getattr(error, "code", "invalid_value")
         return ApiError(status, str(error), code)
     return ApiError(500, "the server met an error of its own; its log has the details", "internal")
+
+
+@contextlib.contextmanager
+def reworded(reword: Callable[[ApiError], ApiError]) -> Iterator[None]:
+    """Raise what fails within as an ApiError in the words of another API: ``reword`` puts it so."""
+    try:
+        yield
+    except (ApiError, MmkvError) as error:
+        raise reword(api_error(error)) from error
 
 
 # What pydantic says of the types of a value that could be several things.

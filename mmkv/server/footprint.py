@@ -8,22 +8,27 @@ with the sum.
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from mmkv.engine.errors import BudgetError
 from mmkv.engine.system import give_back, resident_bytes
 from mmkv.planner import patch_side, states_bytes
-from mmkv.server import connections
-from mmkv.server.guard import FEW, VALUES, always_accepted
 from mmkv.server.media.limits import DECODED, MediaLimits
 from mmkv.server.media.resolver import TEXTS
-from mmkv.server.settings import Footprint, mib
+from mmkv.server.settings import (
+    FEW,
+    VALUES,
+    Footprint,
+    always_accepted,
+    mib,
+    most_connections,
+)
 
 if TYPE_CHECKING:
     from mmkv.api import Engine
     from mmkv.server.settings import ServerSettings
-    from mmkv.server.state import ServerState
 
 # Measured on CPython 3.11 with pydantic 2, rounded up (benchmarks/serving/floods.py of 2562fd54).
 _BODY = 1.5  # bytes held for a byte of a body that arrives
@@ -65,7 +70,7 @@ def fitted(engine: Engine, settings: ServerSettings) -> tuple[ServerSettings, Fo
     resident = resident_bytes() or 0
     most = settings.process_memory
     contexts = settings.max_sessions + settings.most_taken
-    settings = replace(settings, connections=settings.connections or connections.most_connections())
+    settings = replace(settings, connections=settings.connections or most_connections())
     whole = footprint(engine, settings, resident)
     if most is None or whole.total <= most:
         return settings, whole
@@ -115,7 +120,7 @@ def media_limits(settings: ServerSettings) -> MediaLimits:
 def footprint(engine: Engine, settings: ServerSettings, resident: int) -> Footprint:
     """Add up what the process may take, with what is resident now that the engine is ready."""
     body, bounds, pool = settings.body, settings.bounds, engine.cache.pool
-    most = settings.connections or connections.most_connections()
+    most = settings.connections or most_connections()
     running = settings.max_running
     on_host, sees = engine.device.type == "cpu", engine.processor.sees
     weights = engine.decoder.weights.nbytes() if on_host else 0
@@ -166,16 +171,19 @@ def _reading(engine: Engine, shown: int, running: int, on_host: bool, choices: i
     return _TENSORS * pixels + tower + read + states + logits
 
 
-async def return_memory(state: ServerState) -> None:
+async def return_memory(busy: Callable[[], bool]) -> None:
     """Give back to the system what clients that left had taken, while no request is under way.
 
     The heap keeps it otherwise: what was freed in its middle, whatever its own limit says.
+
+    Args:
+        busy: whether a request is.
     """
     after = resident_bytes()
     while after is not None:
         await asyncio.sleep(_EVERY)
         now = resident_bytes() or 0
-        if now > after + _SLACK and not state.engine_thread.busy:
+        if now > after + _SLACK and not busy():
             await asyncio.to_thread(give_back)
             now = after = resident_bytes() or 0
         after = min(after, now)

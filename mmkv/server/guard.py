@@ -19,8 +19,8 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from mmkv.server.errors import MESSAGES, ApiError, invalid_value
 from mmkv.server.page import FILES
 from mmkv.server.reply import error_response
-from mmkv.server.settings import RequestBounds
-from mmkv.server.state import Caller, digest_of_key
+from mmkv.server.settings import VALUES
+from mmkv.server.state import BodyRoom, Caller, digest_of_key
 
 if TYPE_CHECKING:
     from mmkv.server.state import ServerState
@@ -32,11 +32,6 @@ _OPEN = frozenset(("/health", "/docs", "/openapi.json", *FILES))
 
 BROWSER = "X-Mmkv-Browser"
 _ASKING = ("http", "websocket")  # what may ask for something, by the type of its scope
-
-
-def tenant_of_browser(secret: str) -> str:
-    """Return whose sessions a browser sees on a server without keys; those of all without one."""
-    return digest_of_key(f"browser {secret}").hex() if secret else ""
 
 
 def network_of(address: str) -> str:
@@ -80,7 +75,9 @@ class CheckKey:
                 error = invalid_value(BROWSER, f"{BROWSER} {what}")
                 await error_response(error)(scope, receive, send)
                 return
-            request.state.caller = Caller(tenant_of_browser(browser), address)
+            # Without a secret it sees the sessions of all who have none.
+            tenant = digest_of_key(f"browser {browser}").hex() if browser else ""
+            request.state.caller = Caller(tenant, address)
         elif (name := self._fitting(*_keys(request))) is not None:
             request.state.caller = Caller(name, name)
         else:
@@ -108,48 +105,6 @@ def _keys(request: HTTPConnection) -> tuple[str, str]:
     scheme, _, key = request.headers.get("authorization", "").partition(" ")
     bearer = key.strip() if scheme.lower() == "bearer" else ""
     return bearer, request.headers.get("x-api-key", "").strip()
-
-
-# Values of one body. An empty list takes 64 bytes where its text has 3, and the error of a field
-# that is refused a thousand.
-VALUES = 2**15
-_SMALL = 512  # part of the most bytes: a body that is taken however many there are
-FEW = 128  # values of such a body
-
-
-def always_accepted(most: int) -> int:
-    """Return the bytes of a body that is accepted however many others arrive."""
-    return most // _SMALL
-
-
-class BodyRoom:
-    """What bodies and messages of WebSockets take together, as long as they are under way.
-
-    Args:
-        most: bytes of one; bounds: of all.
-
-    Attributes:
-        bytes, values: of those that are counted.
-    """
-
-    def __init__(self, most: int, bounds: RequestBounds | None = None) -> None:
-        bounds = bounds or RequestBounds()
-        self._most, self._bytes, self._values = most, bounds.bodies * most, bounds.values
-        self.bytes = self.values = 0
-
-    def full(self, size: int, values: int) -> bool:
-        """Whether all pass a bound, and one of ``size`` bytes and so many values is not small."""
-        too_long = self.bytes > self._bytes and size > always_accepted(self._most)
-        return too_long or (self.values > self._values and values > FEW)
-
-    def error(self) -> ApiError:
-        """Return the answer where it is full."""
-        return ApiError(
-            503,
-            f"requests of over {self._bytes / 2**20:g} MiB or {self._values:,} values together are "
-            "under way; send this one later",
-            "bodies_arriving",
-        )
 
 
 _release: ContextVar[Callable[[], None]] = ContextVar("release")

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
@@ -35,6 +36,7 @@ from mmkv.server.prompts import (
     is_open,
     link,
     outline,
+    outline_unread,
     pictures_in,
     with_sampled,
 )
@@ -44,9 +46,11 @@ from mmkv.turn import agreed, kept_tokens, text_before_media, text_behind, witho
 
 if TYPE_CHECKING:
     from mmkv.api import Engine
-    from mmkv.engine.contents import Span
+    from mmkv.engine.contents import Memory, Span
+    from mmkv.prompt.held import Held
     from mmkv.prompt.template import ChatTemplate
     from mmkv.server.conversations import ConversationState, ConversationStore, PrefixCache
+    from mmkv.server.prompts import Rendered
     from mmkv.session import Session
 
 
@@ -58,6 +62,9 @@ class ConversationLookup:
 
     The prefix cache has those for requests that send the same messages again; the conversation
     store has those of sessions and responses.
+
+    Attributes:
+        store: see :class:`~mmkv.server.conversations.ConversationStore`.
     """
 
     def __init__(
@@ -68,7 +75,7 @@ class ConversationLookup:
         conversations: ConversationStore,
     ) -> None:
         self.engine, self.work = engine, work
-        self._prefix_cache, self._conversations = snapshots, conversations
+        self._prefix_cache, self.store = snapshots, conversations
 
     def find(self) -> Iterator[tuple[int, ConversationState]]:
         """Yield conversations to continue, and how many messages each holds; the longest first.
@@ -86,28 +93,24 @@ class ConversationLookup:
                 parser = ReplyParser(rules.format, rules.use, self.work.thoughts)
                 keys.append(link(keys[-1], self.work.reply_message(parser, begun, cut=True)))
             for count in range(len(keys), 0, -1):
-                for table in (self._prefix_cache, self._conversations):
+                for table in (self._prefix_cache, self.store):
                     if (found := table.at(keys[count - 1])) is not None:
                         yield count, found
 
-    def require_tokens(self, tokens: int, start: ConversationState | None) -> None:
-        """Have room for the texts of so many tokens. Raises ContextError, CapacityError."""
-        self._conversations.require_tokens(tokens, start)
-
     def touch(self, memory: ConversationState) -> None:
         """Note that a conversation is the most recently used."""
-        table = self._prefix_cache if memory.keys else self._conversations
+        table = self._prefix_cache if memory.keys else self.store
         table.touch(memory)
 
     def leave_shared_budget(self) -> None:
         """Keep others from evicting from what the request continues: its copy competes instead."""
         if self.work.start is not None:
-            self._conversations.leave_shared_budget(self.work.start, self.work)
+            self.store.leave_shared_budget(self.work.start, self.work)
 
     def join_shared_budget(self) -> None:
         """Let what the request continued compete again: its copy is closed."""
         if self.work.start is not None:
-            self._conversations.join_shared_budget(self.work.start, self.work)
+            self.store.join_shared_budget(self.work.start, self.work)
 
     def keep_at(
         self,
@@ -147,7 +150,12 @@ class ConversationLookup:
             seen: tokens that the session has seen, by modality; spans: of its messages.
         """
         if self.work.keep:
-            self._keep_whole(session, choice, seen, outline, spans)
+            made = self._keep_whole(
+                session, seen, spans, choice.memory, outline.rendered(), (choice.message,)
+            )
+            self._keep_start()
+            if self.work.start is None and self._shares and choice.finish_reason != "stop":
+                self.store.name(made, self._keys_after(choice))
         # After a stop text the session holds words that the client never saw.
         elif choice.finish_reason == "stop" or not self._keep_reply(session, choice, seen, outline):
             session.close()
@@ -158,47 +166,33 @@ class ConversationLookup:
         Args:
             seen: tokens that the session has seen, by modality; spans: of its messages.
         """
-        info = ConversationInfo(
-            seen,
-            messages=tuple(message.without_urls() for message in self.work.messages),
-            base_key=self.work.base_key,
-            memory=session.memory(),
-            sampled=self._sampled(),
-            tools=tuple(self.work.tools),
-            spans=tuple(spans),
-            told=session.told,
-            frames=self.work.frames,
-            next_position=session.next_position,
-        )
-        self.work.result = self._conversations.keep(session, info)
+        self._keep_whole(session, seen, spans, session.memory())
 
     def _keep_whole(
         self,
         session: Session,
-        choice: Choice,
         seen: tuple[int, ...],
-        outline: Outline,
         spans: Sequence[Span],
-    ) -> None:
-        read = [message.without_urls() for message in self.work.messages]
-        messages = (*read, choice.message)
+        memory: Memory,
+        rendered: Rendered | None = None,
+        reply: tuple[Message, ...] = (),
+    ) -> ConversationState:
+        """Keep a session for its turns to come; ``reply``: what it ends with behind the request."""
         info = ConversationInfo(
             seen,
-            outline.rendered(),
-            messages,
+            rendered,
+            (*(message.without_urls() for message in self.work.messages), *reply),
             self.work.base_key,
-            choice.memory,
-            sampled=self._sampled(choice.message),
+            memory,
+            sampled=self._sampled(*reply),
             tools=tuple(self.work.tools),
             spans=tuple(spans),
             told=session.told,
             frames=self.work.frames,
             next_position=session.next_position,
         )
-        self.work.result = self._conversations.keep(session, info)
-        self._keep_start()
-        if self.work.start is None and self._shares and choice.finish_reason != "stop":
-            self._conversations.name(self.work.result, self._keys_after(choice))
+        made = self.work.result = self.store.keep(session, info)
+        return made
 
     def _keep_start(self) -> None:
         """Put what the turn went on from into the prefix cache, for who edits its message."""
@@ -424,17 +418,15 @@ class ChatJob(EngineJob):
         if not plan.appends or plan.text:
             return None
         session, rule = memory.fork(), self._rule
-        try:
+        with ExitStack() as unless_kept:
+            unless_kept.callback(session.close)
             plan, why = agreed(session, held.plan(whole, rule, plan.kept - 1), whole, rule)
             same = kept_tokens(session, plan, text_before_media(self.engine.processor, plan))
             again = session.seen - plan.start.seen - same
             if why is not None or not same or again > (not session.evicted):
-                session.close()
                 return None
             session.go_back(plan, same)
-        except BaseException:
-            session.close()
-            raise
+            unless_kept.pop_all()
         self.work.begun = replace(self.work.begun, text=said)
         return session, Outline(whole, [Segment(plan.text, count, count, same)])
 
@@ -457,7 +449,7 @@ class ChatJob(EngineJob):
                 plan = held.plan(whole, rule)
                 return plan.text if plan.appends else None
 
-            made = outline(template, shown, count, unread=unread)
+            made = outline_unread(template, shown, count, unread)
             if made is not None:  # mostly; all is rendered once then
                 return (memory.fork(), made) if made.segments else None
         fits = outline(template, shown, count, memory.replied, memory.info.rendered)
@@ -467,32 +459,26 @@ class ChatJob(EngineJob):
             return None
         session = memory.fork()
         session.rewrites = work.rewrites
-        try:
+        with ExitStack() as unless_kept:
+            unless_kept.callback(session.close)
             made = self._left_to_read(session, shown, count, fits, named)
-        except BaseException:
-            session.close()
-            raise
-        if made is None:
-            session.close()
-        return None if made is None else (session, made)
+            if made is None:
+                return None
+            unless_kept.pop_all()
+        return session, made
 
     def _continued_open(
         self, messages: list[Message], count: int, memory: ConversationState
     ) -> tuple[Session, Outline]:
         """Do as :meth:`_continued` where something is observed, or was: it is read in one piece."""
         template, rule, processor = self._template, self._rule, self.engine.processor
-        session, same = memory.fork(), 0
+        session, same, why = memory.fork(), 0, None
         held = session.held
-        try:
-            text, why = None, None
-            if rule is None and self.work.observes is not None and messages[count - 1].open:
-                opened = closed(messages[max(count - _FEW_OPEN, 0) : count])[0][-1]
-                given = opened.for_template(), messages[count].for_template()
-                text = text_behind(held, template, *given)
-            if text is not None:
-                return session, Outline(text, [Segment(text, count, len(messages))])
-            whole = self._whole_open(messages)
-            if held.pieces is not None and template.source is not None:
+        with ExitStack() as unless_kept:
+            unless_kept.callback(session.close)
+            text = self._behind_open(messages, count, held)
+            whole = self._whole_open(messages) if text is None else text
+            if text is None and held.pieces is not None and template.source is not None:
                 plan = held.plan(whole, rule)
                 if not plan.appends:
                     plan, why = agreed(session, plan, whole, rule)
@@ -505,10 +491,16 @@ class ChatJob(EngineJob):
                 before, after = ([one.for_template() for one in part] for part in parts)
                 text = template.addition(before, after, self.work.observes is None).text
                 held.differs = why or held.differs
-        except BaseException:
-            session.close()
-            raise
+            unless_kept.pop_all()
         return session, Outline(whole, [Segment(text, count, len(messages), same)])
+
+    def _behind_open(self, messages: list[Message], count: int, held: Held) -> str | None:
+        """Return the text of what is observed behind a long open message; None: all is rendered."""
+        if self._rule is not None or self.work.observes is None or not messages[count - 1].open:
+            return None
+        opened = closed(messages[max(count - _FEW_OPEN, 0) : count])[0][-1]
+        given = opened.for_template(), messages[count].for_template()
+        return text_behind(held, self._template, *given)
 
     def _whole_open(self, messages: list[Message]) -> str:
         """Return the text of messages some of which are open, and of the reply's opening."""
@@ -535,10 +527,11 @@ class ChatJob(EngineJob):
             plan = held.plan(whole, rule := self._rule)
             if plan.appends:
                 return fits or Outline(whole, [Segment(plan.text, count, last)])
-            if fits is not None and session.evicted and self._only_spaces(session, shown, count):
-                return fits
-            if session.evicted and not named:
-                return None
+            if session.evicted:
+                if fits is not None and self._only_spaces(session, shown, count):
+                    return fits
+                if not named:
+                    return None
             plan, why = agreed(session, plan, whole, rule)
             if why is None:
                 same = kept_tokens(session, plan, text_before_media(processor, plan))
@@ -637,7 +630,7 @@ class ChatJob(EngineJob):
         if self._prefill is None:
             inputs = self._inputs(self._outline.segments[0])
             tokens = session.seen + inputs["input_ids"].shape[1]
-            self.conversations.require_tokens(tokens, self._continues)
+            self.conversations.store.require_tokens(tokens, self._continues)
             session.cache_salt = self.work.base_key
             self._prefill = session.begin_prefill(inputs, self.chunk, undoable=False)
             session.unfed = ()
@@ -679,7 +672,8 @@ class ChatJob(EngineJob):
         assert session is not None
         images, videos = self._media_of(segment)
         processor, total = self.engine.processor, pictures_in(self.work.messages)
-        session.tell(read_notes(self.engine, self._template, images, videos))
+        bundled = self.engine.is_bundled_model
+        session.tell(read_notes(self._template, images, videos, bundled))
         if (seen := self.work.observes) is not None:
             what = "pictures" if self.work.messages[-1].media else "texts"
             what = "frames" if seen.frames and what == "pictures" else what

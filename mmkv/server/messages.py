@@ -15,11 +15,10 @@ from pydantic import Discriminator, Field, StrictBool, Tag, ValidationError
 
 from mmkv.calls.parser import CallEnd, CallPiece, CallStart, TextPiece, ThoughtPiece
 from mmkv.calls.tools import MOST_TOOLS, parsed_arguments
-from mmkv.engine.errors import MmkvError
 from mmkv.server.chat import ChatCall
 from mmkv.server.checked import checked, take_resume
 from mmkv.server.engine_thread import Done
-from mmkv.server.errors import ApiError, api_error, invalid_value, unsupported
+from mmkv.server.errors import ApiError, invalid_value, reworded, unsupported
 from mmkv.server.reply import ReplyResponse, usage_json
 from mmkv.server.responses import ResponseTable, StoredResponse
 from mmkv.server.schema import (
@@ -29,7 +28,6 @@ from mmkv.server.schema import (
     ChatRequest,
     Count,
     Idle,
-    MmkvOptions,
     OpenModel,
     Refused,
     ReplyRequest,
@@ -251,7 +249,6 @@ class PromptRequest(ReplyRequest):
         **dict.fromkeys(("fallbacks", "fallback_credit_token"), "nothing is ever declined"),
     }
 
-    model: str
     messages: Annotated[list[InputMessage], Field(min_length=1, max_length=MOST_MESSAGES)]
     system: str | Annotated[list[TextBlock], Field(fail_fast=True)] | None = None
     tools: Annotated[list[ToolParam], Field(max_length=MOST_TOOLS)] | None = None
@@ -259,7 +256,6 @@ class PromptRequest(ReplyRequest):
     thinking: Thinking | None = None
     output_config: OutputConfig | None = None
     output_format: dict[str, Any] | None = None  # as it was called before
-    mmkv: MmkvOptions | None = None
     # What is read is kept, whatever it says.
     cache_control: Any = None
     context_management: Any = None
@@ -292,10 +288,8 @@ class MessagesRequest(PromptRequest, SampledRequest):
     diagnostics: Diagnostics | None = None
 
 
-_SAME = frozenset(
-    "model max_tokens temperature top_p top_k min_p repetition_penalty presence_penalty "
-    "frequency_penalty seed stream mmkv chat_template_kwargs thinking_budget".split()
-)
+# What a chat has under the same names.
+_SAME = {*SampledRequest.model_fields, "max_tokens", "stream"}
 # A line that a client writes for its own server, another one in each request.
 _BILLING = "x-anthropic-billing-header:"
 _FAILED = "Error: "
@@ -398,19 +392,13 @@ class ChatForm:
             made["content"].append(_part(one, inner))
             places.append(inner)
 
-    @contextlib.contextmanager
-    def own_names(self) -> Iterator[None]:
-        """Make errors name the fields of this API in place of the chat request's."""
-        try:
-            yield
-        except (ApiError, MmkvError) as error:
-            found = api_error(error)
-            name = found.param or ""
-            text, param = self._own(str(found)), self._own(_NAMES.get(name, name))
-            if param != "messages" and param not in text:  # it is not shown by itself
-                text = f"{param}: {text}"
-            made = ApiError(found.status, text, found.code, param or None, **found.extra)
-            raise made from error
+    def own_names(self, error: ApiError) -> ApiError:
+        """Return an error with the fields of this API in place of the chat request's."""
+        name = error.param or ""
+        text, param = self._own(str(error)), self._own(_NAMES.get(name, name))
+        if param != "messages" and param not in text:  # it is not shown by itself
+            text = f"{param}: {text}"
+        return ApiError(error.status, text, error.code, param or None, **error.extra)
 
     def _own(self, text: str) -> str:
         def place(found: re.Match[str]) -> str:
@@ -497,7 +485,7 @@ def _answer_format(asked: PromptRequest) -> dict[str, Any] | None:
 
 def chat_request(asked: PromptRequest, form: ChatForm) -> ChatRequest:
     """Return the chat request that asks for the same reply. Raises ApiError."""
-    same: dict[str, Any] = asked.model_dump(include=set(_SAME), exclude_unset=True)
+    same: dict[str, Any] = asked.model_dump(include=_SAME, exclude_unset=True)
     same |= _tools(asked) | {"messages": form.messages}
     if (answer := _answer_format(asked)) is not None:
         same["response_format"] = answer
@@ -663,7 +651,7 @@ class MessagesCall:
         thread = asked.thread if isinstance(asked, MessagesRequest) else None
         if thread is not None and (before := _continued(thread, asked)) is not None:
             start = threads.find(before, caller, "thread").conversation
-        with self._form.own_names():
+        with reworded(self._form.own_names):
             made = chat_request(asked, self._form)
             request = checked(state, made, caller, start=start, keep=thread is not None)
         self._call = ChatCall(state, request, caller)
@@ -681,7 +669,7 @@ class MessagesCall:
 
     async def count(self) -> dict[str, Any]:
         """Return how many tokens the prompt has."""
-        with self._form.own_names():
+        with reworded(self._form.own_names):
             return {"input_tokens": await self._call.count_prompt()}
 
     async def whole(self) -> dict[str, Any]:
@@ -724,7 +712,7 @@ class MessagesCall:
     @contextlib.asynccontextmanager
     async def _turn(self) -> AsyncIterator[TurnMemory]:
         """Have what the turn goes on from, and its errors in the words of this API."""
-        with self._form.own_names():
+        with reworded(self._form.own_names):
             async with TurnMemory(self._call.state, self._call.work) as turn:
                 yield turn
 

@@ -89,6 +89,11 @@ class Metrics:
         return Histogram(f"mmkv_{name}", help, registry=self.registry, buckets=buckets)
 
 
+def size_of(data: str | bytes | bytearray) -> int:
+    """Return the bytes of a message."""
+    return len(data.encode("utf-8", "surrogatepass")) if isinstance(data, str) else len(data)
+
+
 class AccessLog:
     """Writes a line to stdout when a request is over, in Apache's and NGINX's combined form or as
     JSON.
@@ -123,8 +128,8 @@ class AccessLog:
             elif kind == "websocket.close":
                 status = status or 403  # closed before it was accepted
             elif scope.get("method") != "HEAD":
-                piece = message.get("body") or message.get("bytes") or message.get("text") or b""
-                sent += len(piece.encode() if isinstance(piece, str) else piece)
+                pieces = (message.get(part) for part in ("body", "bytes", "text"))
+                sent += sum(size_of(piece) for piece in pieces if piece)
             await send(message)
 
         try:

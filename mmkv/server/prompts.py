@@ -88,7 +88,6 @@ def outline(
     held: int = 0,
     replied: bool = False,
     known: Rendered | None = None,
-    unread: Callable[[str], str | None] | None = None,
 ) -> Outline | None:
     """Return what follows the first ``held`` messages, a segment per message and the opening.
 
@@ -101,8 +100,6 @@ def outline(
             (an end marker) is still to come, and comes with the next message.
         known: the text that was read of those held, but for such a reply. While the template shows
             it still, they need not be rendered by themselves.
-        unread: returns the end of the whole text that has not been read, or None where that goes
-            on from another text; then nothing else is asked.
 
     Returns:
         None where the template would render the held messages in another way now than before.
@@ -110,19 +107,13 @@ def outline(
     Raises:
         InputError: the template refuses the messages.
     """
-    shown = list(messages)
+    shown, done = list(messages), 0
     marker = new_marker()
-    if replied and unread is None:
+    if replied:
         shown[held - 1] = {"role": "assistant", "content": marker}
     layout = template.layout(shown, opening=True)
     text = whole = layout.text
-    done = 0
-    if unread is not None:
-        rest_of_text = unread(whole)
-        if rest_of_text is None:
-            return None
-        done = len(whole) - len(rest_of_text)
-    elif replied:
+    if replied:
         before, found, after = whole.rpartition(marker)
         same = known is not None and known.length == len(before) and known.begins(before)
         if not found or not (same or before == template.before_reply(shown[: held - 1])):
@@ -137,22 +128,49 @@ def outline(
         if not whole.startswith(before):
             return None
         done = len(before)
-    found_segments, first = [], held
-    for last, end in _ends(template, shown, held, layout):
+    return Outline(text, _cut(messages, whole, held, done, _ends(template, shown, held, layout)))
+
+
+def outline_unread(
+    template: ChatTemplate,
+    messages: list[dict[str, Any]],
+    held: int,
+    unread: Callable[[str], str | None],
+) -> Outline | None:
+    """Do as :func:`outline` where it is known which text the ``held`` messages were read as.
+
+    Args:
+        unread: returns the end of the whole text that has not been read, or None where that goes
+            on from another text.
+    """
+    layout = template.layout(messages, opening=True)
+    rest = unread(layout.text)
+    if rest is None:
+        return None
+    done, ends = len(layout.text) - len(rest), _ends(template, messages, held, layout)
+    return Outline(layout.text, _cut(messages, layout.text, held, done, ends))
+
+
+def _cut(
+    messages: Sequence[dict[str, Any]],
+    whole: str,
+    first: int,
+    done: int,
+    ends: Sequence[tuple[int, int]],
+) -> list[Segment]:
+    """Cut what follows the first ``done`` characters, and ``first`` messages, at ``ends``."""
+    found = []
+    for last, end in ends:
         if end > done:
-            found_segments.append(Segment(whole[done:end], first, last))
+            found.append(Segment(whole[done:end], first, last))
             done, first = end, last
     if done < len(whole):
-        rest = Segment(whole[done:], first, len(shown))
-        if (
-            found_segments
-            and first == len(shown)
-            and _is_short(messages[found_segments[-1].first :])
-        ):
-            question = found_segments.pop()
-            rest = Segment(question.text + rest.text, question.first, len(shown))
-        found_segments.append(rest)
-    return Outline(text, found_segments)
+        rest, last = whole[done:], len(messages)
+        if found and first == last and _is_short(messages[found[-1].first :]):
+            question = found.pop()
+            rest, first = question.text + rest, question.first
+        found.append(Segment(rest, first, last))
+    return found
 
 
 def _is_short(messages: Sequence[dict[str, Any]]) -> bool:

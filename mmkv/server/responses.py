@@ -17,12 +17,12 @@ from fastapi import APIRouter, Query, Request, Response
 
 from mmkv.calls.parser import CallEnd, CallPiece, CallStart, TextPiece, ThoughtPiece
 from mmkv.calls.tools import Tool
-from mmkv.engine.errors import STOPS, MmkvError
+from mmkv.engine.errors import STOPS
 from mmkv.server import reply
 from mmkv.server.chat import ChatCall, ReplyPart
 from mmkv.server.checked import checked, take_resume
 from mmkv.server.engine_thread import Done
-from mmkv.server.errors import ApiError, api_error, invalid_value, unsupported
+from mmkv.server.errors import ApiError, api_error, invalid_value, reworded, unsupported
 from mmkv.server.guard import BodyRoute
 from mmkv.server.reply import LogprobRows, ReplyResponse, event_line, rendered
 from mmkv.server.responses_schema import (
@@ -416,7 +416,7 @@ class ResponseCall:
             asked = asked.model_copy(update={"instructions": None})
         request, self._origins = chat_request(asked, before is not None)
         conversation = None if before is None else before.conversation
-        with self._own_names():
+        with reworded(self._own_names):
             made = checked(state, request, caller, start=conversation, keep=self._store)
         self._call = ChatCall(state, made, caller)
         self._call.keeps_body = True  # what was sent is stored, too
@@ -430,16 +430,11 @@ class ResponseCall:
             self._call.work.sampling,
         )
 
-    @contextlib.contextmanager
-    def _own_names(self) -> Iterator[None]:
-        """Make errors name the fields of this API in place of the chat request's."""
-        try:
-            yield
-        except (ApiError, MmkvError) as error:
-            raise with_own_field_names(api_error(error), self._origins) from error
+    def _own_names(self, error: ApiError) -> ApiError:
+        return with_own_field_names(error, self._origins)
 
     async def _parts(self) -> AsyncGenerator[ReplyPart | Done]:
-        with self._own_names():
+        with reworded(self._own_names):
             async with contextlib.aclosing(self._call.parts()) as parts:
                 async for part in parts:
                     yield part

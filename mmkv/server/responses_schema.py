@@ -25,7 +25,6 @@ from mmkv.server.schema import (
     ImagePart,
     ImageUrl,
     Metadata,
-    MmkvOptions,
     OpenModel,
     OtherPart,
     PromptCacheOptions,
@@ -215,7 +214,6 @@ class ResponseRequest(SampledRequest):
         "max_tool_calls": "of OpenAI's own tools, of which there are none",
     }
 
-    model: str
     input: str | Annotated[list[InputItem], Field(min_length=1, max_length=MOST_MESSAGES)]
     instructions: str | None = None
     previous_response_id: str | None = None
@@ -226,7 +224,6 @@ class ResponseRequest(SampledRequest):
     include: Annotated[list[str], Field(fail_fast=True)] | None = None
     metadata: Metadata | None = None
     text: TextOptions | None = None
-    mmkv: MmkvOptions | None = None
     # Of no consequence here, or hints that are free to be followed. Nothing is ever truncated.
     truncation: Literal["auto", "disabled"] | None = None
     user: Short | None = None
@@ -242,6 +239,10 @@ class ResponseRequest(SampledRequest):
     tools: Annotated[list[Any], Field(max_length=MOST_TOOLS)] | None = None
     tool_choice: Any = None
     parallel_tool_calls: StrictBool | None = None
+
+
+# What a chat has under the same names.
+_SAME = {*SampledRequest.model_fields, "user", "safety_identifier", "tools", "parallel_tool_calls"}
 
 
 def chat_request(asked: ResponseRequest, goes_on: bool) -> tuple[ChatRequest, list[int | None]]:
@@ -270,27 +271,13 @@ def chat_request(asked: ResponseRequest, goes_on: bool) -> tuple[ChatRequest, li
         origins.insert(0, None)
     logprobs = LOGPROBS in (asked.include or ()) or bool(asked.top_logprobs)
     made = ChatRequest(
-        model=asked.model,
+        **asked.model_dump(include=_SAME, exclude_unset=True),
         messages=messages,
         max_tokens=asked.max_output_tokens,
-        temperature=asked.temperature,
-        top_p=asked.top_p,
-        top_k=asked.top_k,
-        min_p=asked.min_p,
-        repetition_penalty=asked.repetition_penalty,
-        seed=asked.seed,
-        presence_penalty=asked.presence_penalty,
-        frequency_penalty=asked.frequency_penalty,
         logprobs=logprobs,
         top_logprobs=asked.top_logprobs if logprobs else None,
         response_format=_format(asked.text),
-        user=asked.user,
-        safety_identifier=asked.safety_identifier,
-        mmkv=asked.mmkv,
-        chat_template_kwargs=asked.template_values() or None,
-        tools=asked.tools,
         tool_choice="none" if goes_on and asked.tools is None else asked.tool_choice,
-        parallel_tool_calls=asked.parallel_tool_calls,
     )
     return made, origins
 

@@ -1,7 +1,4 @@
-"""The requests of /v1/chat/completions: what is understood, and what is refused by name.
-
-What ``transformers chat`` asks of a server beside OpenAI's API is here, too.
-"""
+"""The requests of /v1/chat/completions: what is understood, and what is refused by name."""
 
 from __future__ import annotations
 
@@ -11,7 +8,6 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
-from fastapi import APIRouter, Response
 from pydantic import (
     AliasChoices,
     BaseModel,
@@ -29,7 +25,6 @@ from mmkv.engine.budget import Budget
 from mmkv.engine.errors import MmkvError
 from mmkv.server.errors import ApiError, invalid_value, unsupported
 from mmkv.server.prompts import Begun, Message, Part
-from mmkv.server.reply import event_line
 
 if TYPE_CHECKING:
     from mmkv.sampling import Settled
@@ -270,14 +265,48 @@ class MmkvOptions(StrictModel):
     background: StrictBool | None = None
 
 
+# Far from where Python's recursion ends: values that are passed on are compared and written again.
+DEEPEST = 128
+
+
 class Body(StrictModel):
     """A whole request."""
 
     @model_validator(mode="before")
     @classmethod
     def _is_proper(cls, given: Any) -> Any:
-        require_proper(given)
+        """Raise ValueError for what JSON does not have, or what is nested too deep.
+
+        That is NaN, infinities, and texts that UTF-8 cannot write (half a surrogate pair).
+        """
+        level, depth = [given], 0
+        while level:
+            if depth > DEEPEST:
+                raise ValueError(f"the body is nested more than {DEEPEST} deep; send a flatter one")
+            inner: list[Any] = []
+            for value in level:
+                if isinstance(value, str):
+                    if not (value.isascii() or _whole(value)):
+                        raise ValueError(
+                            "a text has half of a surrogate pair; send whole characters"
+                        )
+                elif isinstance(value, dict):
+                    inner += value.keys()
+                    inner += value.values()
+                elif isinstance(value, list):
+                    inner += value
+                elif isinstance(value, float) and not math.isfinite(value):
+                    raise ValueError("a number is NaN or infinite; send finite numbers")
+            level, depth = inner, depth + 1
         return given
+
+
+def _whole(text: str) -> bool:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 # Rendered on the engine thread, mostly once; see mmkv.server.prompts for templates that need more.
@@ -376,6 +405,8 @@ class ReplyRequest(Body, OpenModel):
     refused: ClassVar[Refused] = UNSUPPORTED
     idle: ClassVar[Idle] = IDLE
 
+    model: str
+    mmkv: MmkvOptions | None = None
     chat_template_kwargs: TemplateValues | None = None
     enable_thinking: StrictBool | None = None
     thinking_budget: Annotated[StrictInt, Field(ge=0, lt=2**31)] | None = None
@@ -411,6 +442,19 @@ class SampledRequest(ReplyRequest):
     seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
 
 
+class OpenAIRequest(SampledRequest):
+    """What OpenAI's chats and completions have alike."""
+
+    max_tokens: Limit = None
+    n: Count | None = None
+    stop: str | Annotated[list[str], Field(fail_fast=True)] | None = None
+    stop_token_ids: TokenIds | None = None
+    logit_bias: dict[str, Annotated[Number, Field(ge=-100, le=100)]] | None = None
+    stream: StrictBool | None = None
+    stream_options: StreamOptions | None = None
+    user: Short | None = None  # in whose turn a request waits
+
+
 class PromptCacheOptions(OpenModel):
     """How OpenAI's prompt cache is used; what is read here is kept anyway."""
 
@@ -423,31 +467,20 @@ def refused_but(*done: str, **more: tuple[Any, ...]) -> Refused:
     return {name: values for name, values in UNSUPPORTED.items() if name not in done} | more
 
 
-class ChatRequest(SampledRequest):
+class ChatRequest(OpenAIRequest):
     """A request for replies to a conversation."""
 
     refused = refused_but(
         "messages", "add_generation_prompt", "continue_final_message", max_output_tokens=()
     )
 
-    model: str
     messages: Annotated[list[ChatMessage], Field(min_length=1, max_length=MOST_MESSAGES)]
-    max_tokens: Limit = None
     max_completion_tokens: Limit = None
-    n: Count | None = None
-    stop: str | Annotated[list[str], Field(fail_fast=True)] | None = None
-    stop_token_ids: TokenIds | None = None
-    stream: StrictBool | None = None
-    stream_options: StreamOptions | None = None
     logprobs: StrictBool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
-    logit_bias: dict[str, Annotated[Number, Field(ge=-100, le=100)]] | None = None
-    mmkv: MmkvOptions | None = None
     cache_salt: str | None = None
     generation_config: str | None = None  # of transformers chat
-    # In whose turn a request waits.
-    user: Short | None = None
-    safety_identifier: Short | None = None
+    safety_identifier: Short | None = None  # as ``user``
     response_format: Any = None
     # Of a last message of the assistant's, see reply_prefix.
     continue_final_message: StrictBool | None = None
@@ -463,10 +496,6 @@ class ChatRequest(SampledRequest):
     service_tier: Short | None = None
     verbosity: Short | None = None
     reasoning_effort: Effort | None = None
-
-
-# Far from where Python's recursion ends: values that are passed on are compared and written again.
-DEEPEST = 128
 
 
 class ObserveRequest(Body):
@@ -498,38 +527,6 @@ class ObserveRequest(Body):
         made = ChatRequest(model=model, messages=said, max_tokens=1)
         made.temperature = 0
         return made
-
-
-def require_proper(given: Any) -> None:
-    """Raise ValueError for what JSON does not have, or what is nested too deep.
-
-    That is NaN, infinities, and texts that UTF-8 cannot write (half a surrogate pair).
-    """
-    level, depth = [given], 0
-    while level:
-        if depth > DEEPEST:
-            raise ValueError(f"the body is nested more than {DEEPEST} deep; send a flatter one")
-        inner: list[Any] = []
-        for value in level:
-            if isinstance(value, str):
-                if not (value.isascii() or _whole(value)):
-                    raise ValueError("a text has half of a surrogate pair; send whole characters")
-            elif isinstance(value, dict):
-                inner += value.keys()
-                inner += value.values()
-            elif isinstance(value, list):
-                inner += value
-            elif isinstance(value, float) and not math.isfinite(value):
-                raise ValueError("a number is NaN or infinite; send finite numbers")
-        level, depth = inner, depth + 1
-
-
-def _whole(text: str) -> bool:
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        return False
-    return True
 
 
 # What a header and a log can bear of names that a client has chosen.
@@ -624,49 +621,58 @@ def conversation(
     found: list[Message] = []
     called = {one.id: one.name for said in before for one in said.calls}
     for index, message in enumerate(messages):
-        where = f"messages[{index}].content"
-        content = message.content if message.content is not None else message.refusal
-        parts: list[Part] = []
-        if isinstance(content, str):
-            parts, content = [Part("text", content)], None
-        thoughts: list[str] = []
-        for place, one in enumerate(content or []):
-            if message.role == "assistant" and isinstance(one, OtherPart) and one.thought:
-                thoughts.append(one.thought)
-                continue
-            part = _part(one, f"{where}[{place}]")
-            if part.kind != "text":
-                _require_taken(part, message.role, sees, watches, f"{where}[{place}]")
-            if parts and part.kind == parts[-1].kind == "text":
-                part = Part("text", parts.pop().text + part.text)
-            parts.append(part)
+        where = f"messages[{index}]"
+        parts, thoughts = _parts(message, f"{where}.content", sees, watches)
         role = "system" if message.role == "developer" else message.role
         if not parts and role not in ("assistant", "tool"):
-            raise invalid_value(where, f"{where} is empty; say something")
+            what = f"{where}.content is empty; say something"
+            raise invalid_value(f"{where}.content", what)
         own = tuple(part for part in parts if part.url or part.text)
-        more = _more_of(message, f"messages[{index}]", called)
+        more = _more_of(message, where, called)
         if thoughts:
             more["thought"] = more["thought"] or "\n".join(thoughts)
         found.append(Message(role, own, **more))
         called |= {one.id: one.name for one in found[-1].calls}
-    last = found[-1]
-    begins = last.role == "assistant" and not last.calls and any(map(str.strip, last.texts))
-    if last.role not in ("user", "tool") and not begins:
-        raise invalid_value(
-            "messages[-1].role",
-            "the last message has to be the user's, or the assistant's with words that the reply "
-            "begins with",
-        )
     return found
+
+
+def _parts(
+    message: ChatMessage, where: str, sees: bool, watches: bool
+) -> tuple[list[Part], list[str]]:
+    """Return a message's parts, neighbouring texts put together, and thoughts among them."""
+    content = message.content if message.content is not None else message.refusal
+    if isinstance(content, str):
+        return [Part("text", content)], []
+    parts: list[Part] = []
+    thoughts: list[str] = []
+    for at, one in enumerate(content or ()):
+        if message.role == "assistant" and isinstance(one, OtherPart) and one.thought:
+            thoughts.append(one.thought)
+            continue
+        part = _part(one, f"{where}[{at}]")
+        if part.kind != "text":
+            _require_taken(part, message.role, sees, watches, f"{where}[{at}]")
+        if parts and part.kind == parts[-1].kind == "text":
+            part = Part("text", parts.pop().text + part.text)
+        parts.append(part)
+    return parts, thoughts
 
 
 def reply_prefix(request: ChatRequest, messages: list[Message]) -> tuple[list[Message], Begun]:
     """Take the assistant's last message off, if there is one: the reply goes on with its text.
 
     Raises:
-        ApiError: the request asks for something else, or no question stands before it.
+        ApiError: the last message is of another role, or without words; the request asks for
+            something else, or no question stands before it.
     """
-    begun = messages[-1].role == "assistant"
+    last = messages[-1]
+    begun = last.role == "assistant" and not last.calls and any(map(str.strip, last.texts))
+    if last.role not in ("user", "tool") and not begun:
+        raise invalid_value(
+            "messages[-1].role",
+            "the last message has to be the user's, or the assistant's with words that the reply "
+            "begins with",
+        )
     for name, value in (("continue_final_message", begun), ("add_generation_prompt", not begun)):
         if getattr(request, name) is (not value):
             what = "is" if begun else "is not"
@@ -677,7 +683,7 @@ def reply_prefix(request: ChatRequest, messages: list[Message]) -> tuple[list[Me
             )
     if not begun:
         return messages, Begun()
-    *before, last = messages
+    before = messages[:-1]
     if not before or before[-1].role in ("system", "assistant"):
         raise invalid_value(
             "messages[-1].role",
@@ -769,11 +775,6 @@ def _require_taken(part: Part, role: str, sees: bool, watches: bool, where: str)
         raise unsupported(where, what)
 
 
-def budget_of(options: MmkvOptions | None) -> Budget | None:
-    """Return the budget that a request names, None for the server's. Raises ApiError."""
-    return None if options is None else parse_budget(options.budget, "mmkv.budget")
-
-
 def parse_budget(given: float | str | None, param: str) -> Budget | None:
     """Return the budget that a field names, None for none. Raises ApiError."""
     if given is None:
@@ -827,24 +828,3 @@ def take_generation_config(request: ChatRequest, default: Settled) -> None:
     for name in ("top_p", "top_k", "min_p", "repetition_penalty"):
         if getattr(request, name) is None:
             setattr(request, name, getattr(given, name))
-
-
-class LoadRequest(StrictModel):
-    """A model that has to be there before a chat begins."""
-
-    model: str
-
-
-def load_router(name: str) -> APIRouter:
-    """Return the route that says whether a model is loaded: the one that is served is."""
-    router = APIRouter()
-
-    @router.post("/load_model", include_in_schema=False)
-    async def load(asked: LoadRequest) -> Response:
-        state: dict[str, Any] = {"status": "ready", "model": asked.model, "cached": True}
-        if asked.model != name:
-            message = f"the model {asked.model[:100]!r} is not served here; ask for {name!r}"
-            state = {"status": "error", "model": asked.model, "message": message}
-        return Response(event_line(state), media_type="text/event-stream")
-
-    return router

@@ -399,7 +399,9 @@ class SessionTable:
         # What other settings or cuts it was made with is not known: it resumes nothing else.
         base_key = digest_of([self._state.facts.base_key, secrets.token_hex(16)])
         weight = self._state.weights.get(tenant, 1.0)
-        return await thread.call(lambda: thread.conversations.load(path, name, base_key, weight))
+        return await thread.call(
+            lambda: thread.core.conversations.load(path, name, base_key, weight)
+        )
 
     def _close(self, session: ServerSession) -> None:
         """Close a session on this server, if it is open."""

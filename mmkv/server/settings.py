@@ -6,6 +6,7 @@ Nothing here imports torch: ``mmkv serve --help`` is made of it.
 from __future__ import annotations
 
 import ipaddress
+import os
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -91,6 +92,37 @@ def _networks(given: list[str] | None) -> tuple[str, ...]:
         raise InputError(
             f"--trusted-proxy: {error}; give an address or a network, such as 10.0.0.0/8"
         ) from None
+
+
+# Values of one body. An empty list takes 64 bytes where its text has 3, and the error of a field
+# that is refused a thousand.
+VALUES = 2**15
+_SMALL = 512  # part of the most bytes: a body that is taken however many there are
+FEW = 128  # values of such a body
+
+
+def always_accepted(most: int) -> int:
+    """Return the bytes of a body that is accepted however many others arrive."""
+    return most // _SMALL
+
+
+MOST_CONNECTIONS = 1024  # however many descriptors there are
+_FEWEST = 8
+RESERVE = 48  # descriptors for session files, locks, decoding processes and fetched pictures
+
+
+def most_connections() -> int:
+    """Return how many connections the descriptors at hand are enough for."""
+    try:
+        import resource
+
+        soft = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+        if soft == resource.RLIM_INFINITY:
+            return MOST_CONNECTIONS
+        there = len(os.listdir("/dev/fd"))
+    except (ImportError, OSError):  # Windows counts otherwise
+        return MOST_CONNECTIONS
+    return max(_FEWEST, min(MOST_CONNECTIONS, soft - there - RESERVE))
 
 
 @dataclass(frozen=True)

@@ -20,11 +20,11 @@ from mmkv.engine.system import give_back, resident_bytes
 from mmkv.scheduler.loop import queue_is_full
 from mmkv.server.errors import ApiError, invalid_value
 from mmkv.server.schema import MOST_NAMES, TOLD_TEMPLATES, ReplyRequest, shown_name, unread_fields
+from mmkv.server.settings import FEW, RequestBounds, always_accepted
 
 if TYPE_CHECKING:
     from mmkv.server.conversations import ConversationState
     from mmkv.server.engine_thread import EngineThread
-    from mmkv.server.guard import BodyRoom
     from mmkv.server.media.resolver import MediaResolver
     from mmkv.server.metrics import Metrics
     from mmkv.server.settings import Facts, Footprint, ServerSettings
@@ -43,6 +43,36 @@ class Caller:
 
     tenant: str
     name: str
+
+
+class BodyRoom:
+    """What bodies and messages of WebSockets take together, as long as they are under way.
+
+    Args:
+        most: bytes of one; bounds: of all.
+
+    Attributes:
+        bytes, values: of those that are counted.
+    """
+
+    def __init__(self, most: int, bounds: RequestBounds | None = None) -> None:
+        bounds = bounds or RequestBounds()
+        self._most, self._bytes, self._values = most, bounds.bodies * most, bounds.values
+        self.bytes = self.values = 0
+
+    def full(self, size: int, values: int) -> bool:
+        """Whether all pass a bound, and one of ``size`` bytes and so many values is not small."""
+        too_long = self.bytes > self._bytes and size > always_accepted(self._most)
+        return too_long or (self.values > self._values and values > FEW)
+
+    def error(self) -> ApiError:
+        """Return the answer where it is full."""
+        return ApiError(
+            503,
+            f"requests of over {self._bytes / 2**20:g} MiB or {self._values:,} values together are "
+            "under way; send this one later",
+            "bodies_arriving",
+        )
 
 
 @dataclass
@@ -71,8 +101,6 @@ class ServerState:
     _trimmed: float = 0.0
 
     def __post_init__(self) -> None:
-        from mmkv.server.guard import BodyRoom  # which needs what is here
-
         self.bodies = BodyRoom(self.settings.body, self.settings.bounds)
         self.counts = PromptCounts(self.engine_thread, self.settings.max_queue)
 
@@ -239,9 +267,9 @@ class TurnMemory:
         def end() -> None:
             for conversation in (work.start, None if claimed else work.result):
                 if conversation is not None:
-                    thread.conversations.release(conversation)
+                    thread.core.conversations.release(conversation)
             if work.start is not None and work.result is not None:
-                thread.conversations.join_shared_budget(work.start, work)
+                thread.core.conversations.join_shared_budget(work.start, work)
 
         thread.post(end)
 
@@ -249,10 +277,10 @@ class TurnMemory:
 def hold(state: ServerState, conversation: ConversationState) -> None:
     """Add a reference to a conversation, on the engine thread."""
     thread = state.engine_thread
-    thread.post(lambda: thread.conversations.hold(conversation))
+    thread.post(lambda: thread.core.conversations.hold(conversation))
 
 
 def release(state: ServerState, conversation: ConversationState) -> None:
     """Take a reference away, on the engine thread; the last one frees the conversation."""
     thread = state.engine_thread
-    thread.post(lambda: thread.conversations.release(conversation))
+    thread.post(lambda: thread.core.conversations.release(conversation))

@@ -18,14 +18,15 @@ from starlette.routing import WebSocketRoute
 from starlette.websockets import WebSocket, WebSocketDisconnect
 
 from mmkv.engine.errors import STOPS, shown
-from mmkv.server.connections import SocketConnection, size_of
 from mmkv.server.errors import ApiError, api_error, invalid, invalid_value
 from mmkv.server.guard import values_of
+from mmkv.server.metrics import size_of
 from mmkv.server.reply import error_response, rendered
 from mmkv.server.schema import ChatRequest, ObserveRequest
 from mmkv.server.turns import SessionObservation, SessionTurn
 
 if TYPE_CHECKING:
+    from mmkv.server.connections import SocketConnection
     from mmkv.server.sessions import SessionTable
     from mmkv.server.state import Caller, ServerState
 

@@ -25,12 +25,11 @@ if TYPE_CHECKING:
     from mmkv.engine.budget import Budget
     from mmkv.engine.contents import Memory
     from mmkv.prompt.held import Rewrites
-    from mmkv.server.conversations import ConversationState
+    from mmkv.server.conversations import ConversationState, Told
     from mmkv.session import Session
 
 
 Resume = Literal["auto", "never", "required"]
-Told = tuple[tuple[str, ...], str | None]  # see mmkv.Session.told
 
 
 @dataclass(frozen=True)
@@ -239,24 +238,24 @@ class RequestCounts:
         notes = [note for one in choices for note in conversation_notes(*one.told, one.memory)]
         kept = {name: sum(one.by_modality[name] for one in memories) for name in MODALITIES}
         return Usage(
-            self.prompt_tokens,
-            sum(one.tokens for one in choices),
-            self.resumed,
-            sum(one.entries for one in memories),
-            sum(self._evicted(replies).values()),
-            kept,
-            sum(one.kv_bytes for one in memories),
-            bound * self.engine.cache.pool.kv_page_bytes,
-            self.engine.shared is not None,
-            next((one.differs for one in memories if one.differs), None),
-            max((len(one.pictures) for one in memories), default=0),
-            max((len(one.faded) for one in memories), default=0),
-            list(dict.fromkeys(notes)),
-            sum(one.thought_tokens for one in choices),
-            max((one.risk for one in memories if one.risk is not None), default=None),
-            any(one.over_risk for one in memories),
-            max((one.compactions for one in memories), default=0),
-            any(one.risk_unknown for one in memories),
+            prompt_tokens=self.prompt_tokens,
+            completion_tokens=sum(one.tokens for one in choices),
+            resumed=self.resumed,
+            kept=sum(one.entries for one in memories),
+            evicted=sum(self._evicted(replies).values()),
+            by_modality=kept,
+            kv_bytes=sum(one.kv_bytes for one in memories),
+            bound_bytes=bound * self.engine.cache.pool.kv_page_bytes,
+            shared_pool=self.engine.shared is not None,
+            differs=next((one.differs for one in memories if one.differs), None),
+            pictures=max((len(one.pictures) for one in memories), default=0),
+            faded_pictures=max((len(one.faded) for one in memories), default=0),
+            notes=list(dict.fromkeys(notes)),
+            thought_tokens=sum(one.thought_tokens for one in choices),
+            risk=max((one.risk for one in memories if one.risk is not None), default=None),
+            over_risk=any(one.over_risk for one in memories),
+            compactions=max((one.compactions for one in memories), default=0),
+            risk_unknown=any(one.risk_unknown for one in memories),
         )
 
     def _evicted(self, replies: Iterable[tuple[Session, Choice]]) -> dict[str, int]:

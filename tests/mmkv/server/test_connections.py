@@ -24,10 +24,8 @@ from starlette.types import Message, Receive, Scope, Send
 from mmkv import Engine
 from mmkv.engine.errors import InputError
 from mmkv.server import connections, guard
-from mmkv.server.connections import OncePerMinute, WebServer, most_connections
+from mmkv.server.connections import OncePerMinute, WebServer
 from mmkv.server.guard import (
-    FEW,
-    BodyRoom,
     CheckHost,
     LimitBody,
     allowed_hosts,
@@ -35,8 +33,14 @@ from mmkv.server.guard import (
 )
 from mmkv.server.metrics import Metrics
 from mmkv.server.schema import ChatRequest
-from mmkv.server.settings import RequestBounds, ServerSettings, host_names
-from mmkv.server.state import digest_of_key
+from mmkv.server.settings import (
+    FEW,
+    RequestBounds,
+    ServerSettings,
+    host_names,
+    most_connections,
+)
+from mmkv.server.state import BodyRoom, digest_of_key
 from tests.support.chat_models import save_qwen3_vl
 from tests.support.servers import Server, serving, stopped, until
 
@@ -409,7 +413,7 @@ def test_descriptors_bound_connections(monkeypatch: pytest.MonkeyPatch) -> None:
     resource = pytest.importorskip("resource", reason="descriptors are bounded on Unix alone")
     for soft, there, most in ((128, 30, 50), (64, 40, 8), (20_000, 30, 1024)):
         monkeypatch.setattr(resource, "getrlimit", lambda _, soft=soft: (soft, soft))
-        monkeypatch.setattr(connections.os, "listdir", lambda _, there=there: range(there))
+        monkeypatch.setattr("os.listdir", lambda _, there=there: range(there))
         assert most_connections() == most
     monkeypatch.setattr(resource, "getrlimit", lambda _: (resource.RLIM_INFINITY,) * 2)
     assert most_connections() == 1024

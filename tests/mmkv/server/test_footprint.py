@@ -190,8 +190,7 @@ def test_memory_goes_back_when_nobody_asks(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(footprint, "give_back", give_back)
 
     async def run() -> None:
-        state: Any = SimpleNamespace(engine_thread=worker)
-        task = asyncio.ensure_future(footprint.return_memory(state))
+        task = asyncio.ensure_future(footprint.return_memory(lambda: worker.busy))
 
         async def look() -> list[int]:
             for _ in range(20):

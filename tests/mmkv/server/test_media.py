@@ -22,7 +22,6 @@ from mmkv.prompt.qwen_vision import VideoRules
 from mmkv.prompt.video import Clip, load_video
 from mmkv.server.chat import RequestMedia
 from mmkv.server.errors import api_error
-from mmkv.server.media import pool
 from mmkv.server.media import resolver as resolver_module
 from mmkv.server.media.fetch import _open_below, is_public
 from mmkv.server.media.limits import FORMATS, MediaError, MediaLimits
@@ -383,14 +382,14 @@ def test_a_decoder_that_crashes_is_replaced(
     runner.run(stopped(runner, resolver(), lambda pid, _: os.kill(pid, signal.SIGKILL)))
 
     async def dies_each_time() -> None:
-        made, exchange = resolver(), pool._exchange
+        made, exchange = resolver(), resolver_module._exchange
 
         async def killed(process: Any, *given: Any) -> Any:
             process.kill()
             return await exchange(process, *given)
 
         with pytest.MonkeyPatch.context() as patched:
-            patched.setattr(pool, "_exchange", killed)
+            patched.setattr(resolver_module, "_exchange", killed)
             await made.resolve([Source("image", data_url(PICTURE))])
 
     with pytest.raises(MediaError, match="broke the decoder") as caught:

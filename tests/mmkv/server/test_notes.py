@@ -187,7 +187,7 @@ def test_what_the_bundled_model_knows_is_told_apart(engine: Engine, files: Path)
     cases = [([scene], ["scene.mkv"], 0), ([scene, white], [], 1), ([], ["whole.mp4"], 1)]
     for pictures, videos, count in cases:
         clips = [load_video(files / one) for one in videos]
-        found = media_notes(engine, [load_image(one) for one in pictures], clips)
+        found = media_notes([load_image(one) for one in pictures], clips, engine.is_bundled_model)
         assert len(found) == count, (videos, found)
     parts = [{"type": "image", "image": white}, {"type": "text", "text": "what?"}]
     with warnings.catch_warnings(record=True) as caught:

@@ -18,8 +18,7 @@ from pydantic import BaseModel, TypeAdapter
 from typing_extensions import get_type_hints, is_typeddict
 
 from mmkv import Engine
-from mmkv.server.chat import ChatCall
-from mmkv.server.completions import CompletionRequest
+from mmkv.server.chat import ChatCall, CompletionRequest
 from mmkv.server.messages import MessagesRequest, PromptRequest, ToolParam
 from mmkv.server.responses_schema import ResponseRequest
 from mmkv.server.schema import WHERE, ChatRequest, OpenModel, OtherPart, StrictModel

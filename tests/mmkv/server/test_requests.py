@@ -12,7 +12,7 @@ import httpx
 import pytest
 
 from mmkv.prompt.template import ChatTemplate
-from mmkv.server.completions import CompletionRequest
+from mmkv.server.chat import CompletionRequest
 from mmkv.server.errors import ApiError
 from mmkv.server.messages import MessagesRequest, PromptRequest
 from mmkv.server.responses_schema import ResponseRequest
