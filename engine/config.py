@@ -12,7 +12,7 @@ import sys
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from mmkv.engine.budget import RISK, Budget, parse_bytes
 from mmkv.engine.errors import (
@@ -182,18 +182,7 @@ class EngineConfig:
             value = getattr(self, name)
             if value is None and setting.default is None:
                 continue
-            if setting.choices:
-                require_type(name, value, str, "text")
-                if value not in setting.choices:
-                    error = ModelError if name == "weights" else PolicyError
-                    named = f"{', '.join(setting.choices[:-1])} or {setting.choices[-1]}"
-                    raise error(f"{name} is {value!r}; give {named}")
-            if setting.least is not None and setting.most is not None:
-                require_whole(name, value)
-                if not setting.least <= value <= setting.most:
-                    least = f"at least {setting.least}"
-                    bound = least if value < setting.least else f"at most {setting.most:,}"
-                    raise PolicyError(f"{name} is {value}; give a whole number of {bound}")
+            _require_bounds(name, value, setting)
         require_type("endless", self.endless, bool, "True or False")
         if not isinstance(self.vision_cache, str):
             require_whole("vision_cache", self.vision_cache)
@@ -217,6 +206,21 @@ class EngineConfig:
         if is_gguf(self.model):
             return gguf_folder(self.model, self.mmproj)
         return at_hand(str(self.model))
+
+
+def _require_bounds(name: str, value: Any, setting: Option) -> None:
+    if setting.choices:
+        require_type(name, value, str, "text")
+        if value not in setting.choices:
+            error = ModelError if name == "weights" else PolicyError
+            named = f"{', '.join(setting.choices[:-1])} or {setting.choices[-1]}"
+            raise error(f"{name} is {value!r}; give {named}")
+    if setting.least is not None and setting.most is not None:
+        require_whole(name, value)
+        if not setting.least <= value <= setting.most:
+            least = f"at least {setting.least}"
+            bound = least if value < setting.least else f"at most {setting.most:,}"
+            raise PolicyError(f"{name} is {value}; give a whole number of {bound}")
 
 
 @functools.cache

@@ -66,17 +66,9 @@ class Prefill:
         self.chunk = chunk or session.engine.prefill_chunk
         self.tokens, self.done = turn.token_ids.numel(), 0
         # Where chunks may end, if some pictures must be in one each; those make room for them.
-        self._ends: list[int] | None = None
-        if turn.whole_pictures and turn.visual is not None:
-            behind = session.pictures[-1][1] if session.pictures else 0
-            if self.tokens and behind == session.seen > 0 and int(turn.modality[0]):
-                raise InputError(
-                    "this turn begins with a picture right behind one of the turn before, and this "
-                    "model sees such a pair as one; put text between, or both into one turn"
-                )
-            self._ends = turn.whole_ends()
-            spans = (at - end for at, end in enumerate(self._ends))
-            self.chunk = max(self.chunk, 1 + max(spans))
+        self._ends = _whole_ends(session, turn)
+        if self._ends is not None:
+            self.chunk = max(self.chunk, 1 + max(at - end for at, end in enumerate(self._ends)))
         self.logits: Tensor | None = None
         if not self.tokens:
             raise InputError("the prompt is empty; give at least one token")
@@ -236,6 +228,23 @@ class Prefill:
         if self._snapshot is not None:
             self._session.engine.cache.close(self._snapshot.seq)
         self._snapshot, self.snapshot_pages = None, 0
+
+
+def _whole_ends(session: CachedSequence, turn: Turn) -> list[int] | None:
+    """Return where chunks of a turn may end; None: anywhere.
+
+    Raises:
+        InputError: its first picture would be seen together with one of the turn before.
+    """
+    if not turn.whole_pictures or turn.visual is None:
+        return None
+    behind = session.pictures[-1][1] if session.pictures else 0
+    if turn.token_ids.numel() and behind == session.seen > 0 and int(turn.modality[0]):
+        raise InputError(
+            "this turn begins with a picture right behind one of the turn before, and this "
+            "model sees such a pair as one; put text between, or both into one turn"
+        )
+    return turn.whole_ends()
 
 
 def run_whole(prefill: Prefill, progress: Callable[[int, int], None] | None = None) -> Tensor:

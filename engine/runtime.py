@@ -82,14 +82,7 @@ class Runtime:
         **options: Any,
     ) -> None:
         self.lock = FairLock()
-        loading = options.keys() & _LOADING
-        if isinstance(gates, (str, Path)):
-            loading = loading | {"gates"}
-        if loading:
-            raise InputError(
-                f"Runtime(...) loads nothing and cannot read {', '.join(sorted(loading))}; "
-                "Runtime.from_pretrained(PATH, ...) does"
-            )
+        _require_running(options, gates)
         config = EngineConfig(policy=policy, budget=budget, **options)
         check_policy(policy)
         _require_fit(policy, family, spec)
@@ -123,23 +116,7 @@ class Runtime:
         )
         self.endless = config.endless and not self.decoder.hosted
         state = self.model.needs.state if policy.admission is None else 1  # log g
-        size = config.page_size
-        # A budget that binds nothing chooses nothing.
-        binding = self.budget.ceiling if policy.evicts else Budget.of(DEFAULT_BUDGET)
-        layout = Layout(size, spec.head_dim, self.dtype, state=state)
-        form, self.form_note = choose_form(
-            config.kv, binding, spec.rows, spec.max_position, layout, self.interval
-        )
-        pool = PagePool(size, spec.head_dim, 0, self.dtype, self.device, None, state, form)
-        features = config.vision_cache_bytes if family.has_vision else 0
-        if config.kv_limit is not None:
-            features = min(features, config.kv_limit // _FEATURES)
-            pool.limit = (config.kv_limit - features) // pool.page_bytes
-        self.vision_cache = VisionCache(features)
-        memory = sequence_memory(policy, spec, self.dtype)
-        self.cache = RaggedCache(
-            pool, spec.entry_layers, spec.num_kv_heads, memory, weights.states()
-        )
+        self._make_cache(config, state, weights)
         self.lock.taken = self.cache.free_lost
         self.left: WeakSet[object] = WeakSet()  # passes over prompts
         self.policy_note: str | None = None
@@ -148,6 +125,30 @@ class Runtime:
         # A budget that can never hold is the user's mistake now, not at the first eviction.
         self.budgets.allowed(self.budget, 0)
         self.budgets.dial(self.budget)
+
+    def _make_cache(self, config: EngineConfig, state: int, weights: DecoderWeights) -> None:
+        """Have an empty cache, and one for features of pictures; both share ``kv_limit``.
+
+        Args:
+            state: numbers that the policy keeps of an entry.
+        """
+        size, spec = config.page_size, self.spec
+        # A budget that binds nothing chooses nothing.
+        binding = self.budget.ceiling if self.policy.evicts else Budget.of(DEFAULT_BUDGET)
+        layout = Layout(size, spec.head_dim, self.dtype, state=state)
+        form, self.form_note = choose_form(
+            config.kv, binding, spec.rows, spec.max_position, layout, self.interval
+        )
+        pool = PagePool(size, spec.head_dim, 0, self.dtype, self.device, None, state, form)
+        features = config.vision_cache_bytes if self.family.has_vision else 0
+        if config.kv_limit is not None:
+            features = min(features, config.kv_limit // _FEATURES)
+            pool.limit = (config.kv_limit - features) // pool.page_bytes
+        self.vision_cache = VisionCache(features)
+        memory = sequence_memory(self.policy, spec, self.dtype)
+        self.cache = RaggedCache(
+            pool, spec.entry_layers, spec.num_kv_heads, memory, weights.states()
+        )
 
     @classmethod
     def from_pretrained(
@@ -493,6 +494,18 @@ class Runtime:
 
     def _open(self, budget: Budget) -> CachedSequence:
         return CachedSequence(self, budget)
+
+
+def _require_running(options: Mapping[str, Any], gates: object) -> None:
+    """Raise InputError for an option that only loading a checkpoint reads."""
+    loading = options.keys() & _LOADING
+    if isinstance(gates, (str, Path)):
+        loading = loading | {"gates"}
+    if loading:
+        raise InputError(
+            f"Runtime(...) loads nothing and cannot read {', '.join(sorted(loading))}; "
+            "Runtime.from_pretrained(PATH, ...) does"
+        )
 
 
 def _require_fit(policy: Policy, family: Family, spec: DecoderSpec) -> None:

@@ -551,11 +551,17 @@ class CachedSequence:
             self.entries = int(self.engine.cache.length[self.seq].sum())
             before, self.evicted = self.evicted, seen * self.engine.spec.rows - self.entries
             self.evicted_nan = min(nan, self.evicted)
-            if recorder is not None and before:  # who died later of what stays is not told apart
-                self.recorder = None
-                self.record(recorder.limit).media = [m for m in recorder.media if m[0] < seen]
-            elif recorder is not None:
-                recorder.rewind(seen)
+            if recorder is not None:
+                self._rewind(recorder, seen, before)
+
+    def _rewind(self, recorder: Recorder, seen: int, evicted: int) -> None:
+        """Have the record end after ``seen`` tokens; ``evicted``: entries, before it went back."""
+        if not evicted:
+            recorder.rewind(seen)
+            return
+        # Who died later of what stays is not told apart.
+        self.recorder = None
+        self.record(recorder.limit).media = [one for one in recorder.media if one[0] < seen]
 
     @torch.inference_mode()
     def forget(self, start: int, stop: int) -> int:

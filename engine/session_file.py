@@ -9,6 +9,8 @@ from __future__ import annotations
 import errno
 import hashlib
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -95,7 +97,7 @@ def load_session(engine: Runtime, path: Path) -> tuple[CachedSequence, dict[str,
     """
     from mmkv.engine.strict import InvalidFile, parse
 
-    try:
+    with _explaining(path):
         open_regular(path).close()  # safe_open says that a file is not there, whatever is wrong
         # A file that is mapped and then cut short would end the process.
         with safe_open(path, framework="pt", backend="pread") as file:
@@ -111,24 +113,6 @@ def load_session(engine: Runtime, path: Path) -> tuple[CachedSequence, dict[str,
         del metadata["digest"]
         if header.digest != _digest(tensors, metadata):
             raise InvalidFile("its checksum does not match its content")
-    except FileNotFoundError as error:
-        raise SessionError(f"no session file at {path}; check the path") from error
-    except (SafetensorError, OSError, ValueError) as error:
-        if isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ENFILE):
-            raise SessionError(
-                f"cannot open {path}: {error.strerror}; close some and try again, it is untouched"
-            ) from error
-        told = error.strerror if isinstance(error, OSError) else None
-        reason = told or shown(error, 300) or type(error).__name__
-        raise SessionError(
-            f"cannot read the session {path}: {reason}; it is damaged or not a session file: use a "
-            "copy, or begin a new session"
-        ) from error
-    except (MemoryError, RuntimeError) as error:  # torch's, where it cannot map the file
-        raise SessionError(
-            f"the session {path} does not fit into memory ({shown(error, 200)}); use a machine "
-            "with more, or begin a new session"
-        ) from error
     with engine.lock:
         session = engine.session(budget)
         try:
@@ -147,6 +131,31 @@ def load_session(engine: Runtime, path: Path) -> tuple[CachedSequence, dict[str,
             session.close()
             raise
     return session, header.extra
+
+
+@contextmanager
+def _explaining(path: Path) -> Iterator[None]:
+    """Raise a SessionError of one line for whatever reading the file raises."""
+    try:
+        yield
+    except FileNotFoundError as error:
+        raise SessionError(f"no session file at {path}; check the path") from error
+    except (SafetensorError, OSError, ValueError) as error:
+        if isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ENFILE):
+            raise SessionError(
+                f"cannot open {path}: {error.strerror}; close some and try again, it is untouched"
+            ) from error
+        told = error.strerror if isinstance(error, OSError) else None
+        reason = told or shown(error, 300) or type(error).__name__
+        raise SessionError(
+            f"cannot read the session {path}: {reason}; it is damaged or not a session file: use a "
+            "copy, or begin a new session"
+        ) from error
+    except (MemoryError, RuntimeError) as error:  # torch's, where it cannot map the file
+        raise SessionError(
+            f"the session {path} does not fit into memory ({shown(error, 200)}); use a machine "
+            "with more, or begin a new session"
+        ) from error
 
 
 def _check_identity(engine: Runtime, identity: dict[str, str | int], path: Path) -> None:

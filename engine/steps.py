@@ -158,15 +158,9 @@ def _step_by_step(
     for done in range(steps):
         if done and done % BURST == 0:
             CtrlC.check()
-        logits = engine.decode([sessions[i] for i in going], [token[i] for i in going])
-        broken = guard(logits, engine.never_chosen)
-        if drawn is None:
-            chosen_ids = logits.argmax(-1)
-        else:
-            seen = torch.tensor([sessions[i].seen for i in going], device=engine.device)
-            chosen_ids = drawn.next(logits, seen)
-        chosen_ids = chosen_ids.masked_fill(broken, BROKEN)
-        for index, chosen in zip(going, chosen_ids.tolist(), strict=True):
+        stepped = [sessions[index] for index in going]
+        logits = engine.decode(stepped, [token[index] for index in going])
+        for index, chosen in zip(going, _next_ids(engine, stepped, logits, drawn), strict=True):
             token[index] = chosen
             generated[index].append(chosen)
         rows = [row for row, index in enumerate(going) if token[index] not in ends]
@@ -178,6 +172,19 @@ def _step_by_step(
     if BROKEN in token:
         raise NotFiniteError(generated)
     return generated
+
+
+def _next_ids(
+    engine: Runtime, sessions: Sequence[CachedSequence], logits: torch.Tensor, drawn: Draws | None
+) -> list[int]:
+    """Return the id that follows in each, or BROKEN where its logits are no numbers."""
+    broken = guard(logits, engine.never_chosen)
+    if drawn is None:
+        chosen = logits.argmax(-1)
+    else:
+        seen = torch.tensor([session.seen for session in sessions], device=engine.device)
+        chosen = drawn.next(logits, seen)
+    return chosen.masked_fill(broken, BROKEN).tolist()
 
 
 def _checked(
@@ -203,14 +210,19 @@ def _checked(
         moves |= session.require_context(1, session.next_position + 1) is not None
         if not 0 <= token < vocabulary:
             raise InputError(f"token id {token} is outside the vocabulary")
-    if moves:  # nothing refuses once positions have moved
-        engine.cache.pool.reserve(sum(engine.cache.pages_for(one.seq, 1) for one in sessions))
-        for session in sessions:
-            session.make_context(1, session.next_position + 1)
+    if moves:
+        _move_positions(engine, sessions)
     for session in sessions:
         if session.budget.risk is not None:
             session.turn_dial(decoding=True)
     return checked
+
+
+def _move_positions(engine: Runtime, sessions: Sequence[CachedSequence]) -> None:
+    """Have rope positions for a step, and its pages first: nothing refuses once they have moved."""
+    engine.cache.pool.reserve(sum(engine.cache.pages_for(one.seq, 1) for one in sessions))
+    for session in sessions:
+        session.make_context(1, session.next_position + 1)
 
 
 def _token_id(token: Any) -> int:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import importlib.util
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from mmkv.engine.interrupts import quiet_imports
@@ -77,13 +77,13 @@ def distill(context: typer.Context, settings: TrainingSettings, documents: DataS
             f"{settings.epochs:g} epochs of {rows:,} rows, {step} a step: {settings.steps:,} steps"
         )
     train.length = settings.steps * step
-    held, eval_data, count = [], documents.eval_data or [], documents.eval_samples
-    if eval_data:
-        watched = examples(model, eval_data, count, 0, split="heldout", report=console.print, **how)
-        held = [watched[index] for index in range(count)]
-        if left_out := watched.encoder.summary():
-            console.print(f"held out: {left_out}")
-    options = {**how, "pack": documents.pack, "eval_data": eval_data, "eval_samples": len(held)}
+    held = _held_out(model, documents, console.print)
+    options = {
+        **how,
+        "pack": documents.pack,
+        "eval_data": documents.eval_data or [],
+        "eval_samples": len(held),
+    }
     passes = PackedExamples(train) if documents.pack else train
     described = run(settings, engine, passes, held, data, options)
     if left_out := train.encoder.summary():
@@ -91,6 +91,22 @@ def distill(context: typer.Context, settings: TrainingSettings, documents: DataS
     if first_process():
         outcome = described["results"] or "no held-out data given"
         console.print(f"saved gates in {settings.output}: {outcome}")
+
+
+def _held_out(model: str, documents: DataSettings, report: Callable[[str], None]) -> list[Any]:
+    """Return the examples of ``--eval-data``, which are not trained on."""
+    from mmkv.training.data.examples import examples
+
+    if not documents.eval_data:
+        return []
+    count = documents.eval_samples
+    watched = examples(
+        model, documents.eval_data, count, 0, split="heldout", report=report, **documents.how
+    )
+    held = [watched[index] for index in range(count)]
+    if left_out := watched.encoder.summary():
+        report(f"held out: {left_out}")
+    return held
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from mmkv.engine.model.decoder import Decoder
-from mmkv.engine.model.families.tower import held_matrices
+from mmkv.engine.model.families.vision import held_matrices
 from mmkv.engine.model.product import plain
 from mmkv.engine.policies.base import admitted
 from mmkv.engine.runtime import Runtime

@@ -18,8 +18,8 @@ from torch.utils.checkpoint import checkpoint
 
 from mmkv.engine.model.decoder import Decoder
 from mmkv.engine.model.gates import Gates, WriteGates, write_gates
+from mmkv.engine.model.gates.files import layer_name, published_gates
 from mmkv.engine.model.gates.module import tied_gates
-from mmkv.engine.model.gates.published import layer_name, published_gates
 from mmkv.engine.model.product import Matrix, plain
 from mmkv.engine.model.spec import DecoderSpec
 from mmkv.engine.model.weights import LayerWeights
@@ -80,15 +80,25 @@ def student_states(
         step = GatedAttention(engine, documents, gating, log_beta)
         return decoder.layer(index, hidden, x, rope, step, documents.deepstack), log_beta
 
-    hidden, log_beta = documents.hidden, []
-    for index in range(engine.spec.num_layers):
+    return _through_layers(engine.spec, run, documents.hidden, checkpointing)
+
+
+def _through_layers(
+    spec: DecoderSpec,
+    run: Callable[[int, Tensor], tuple[Tensor, Tensor | None]],
+    hidden: Tensor,
+    checkpointing: bool,
+) -> tuple[Tensor, Tensor]:
+    """Run all layers; their last states ``[T, d]``, and what the gates said ``[T, L, H]``."""
+    said = []
+    for index in range(spec.num_layers):
         if checkpointing:
             hidden, gate = checkpoint(run, index, hidden, use_reentrant=False)
         else:
             hidden, gate = run(index, hidden)
         if gate is not None:
-            log_beta.append(gate)
-    return hidden, torch.stack(log_beta, 1)
+            said.append(gate)
+    return hidden, torch.stack(said, 1)
 
 
 def with_trunks_in_bf16(gates: Gates) -> Gates:
@@ -172,15 +182,7 @@ def write_gated_states(
         hidden = decoder.layer(index, hidden, x, rope, step, documents.deepstack, read)
         return hidden, found[0] if found else None
 
-    hidden, log_g = documents.hidden, []
-    for index in range(engine.spec.num_layers):
-        if checkpointing:
-            hidden, gate = checkpoint(run, index, hidden, use_reentrant=False)
-        else:
-            hidden, gate = run(index, hidden)
-        if gate is not None:
-            log_g.append(gate)
-    return hidden, torch.stack(log_g, 1)
+    return _through_layers(engine.spec, run, documents.hidden, checkpointing)
 
 
 class TrainableGates(nn.Module):
@@ -189,7 +191,7 @@ class TrainableGates(nn.Module):
     ``tied``: a trunk of two layers per decoder layer, of which each KV head reads a block of its
     own (:func:`mmkv.engine.model.gates.module.tied_gates`; DBTrimKV, arXiv 2605.09649, sections 4
     and 5.1). ``rg``: ``d -> d_gate -> H`` per decoder layer, every head reading the whole
-    hidden layer (:func:`mmkv.engine.model.gates.published.published_gates`; TRIM-KV, arXiv
+    hidden layer (:func:`mmkv.engine.model.gates.files.published_gates`; TRIM-KV, arXiv
     2512.03324, section 5.1). ``rg10``: what DBTrimKV's authors published: two hidden layers, of
     which each head reads all; the heads' readouts are one for all layers. It starts as there:
     weights are normal with a deviation of 0.02. ``linear``: ``z = W x + b`` per decoder layer, the

@@ -395,11 +395,6 @@ class DecoderSpec:
     local_rope: RopeSpec | None = None
     paired: bool = False
 
-    @property
-    def post_norms(self) -> bool:
-        """Return whether what attention and MLP add to the states is normed first."""
-        return len(self.norms) > len(NORMS)
-
     def is_local(self, layer: int) -> bool:
         """Return whether a layer, of all layers, has the angles of :attr:`local_rope`."""
         entry = self.entry_index[layer]

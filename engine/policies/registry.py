@@ -131,28 +131,15 @@ def check_policy(policy: Policy) -> None:
         PolicyError: a scorer without needs or score, or one that is not a dataclass.
     """
     scorer = policy.scoring
-    kind = type(scorer).__name__
-    if isinstance(scorer, type):
-        raise PolicyError(
-            f"policy {policy.name!r} has the class {scorer.__name__} for a scorer; give an "
-            f"instance: {scorer.__name__}()"
-        )
-    if not isinstance(getattr(scorer, "needs", None), Needs) or not callable(
-        getattr(scorer, "score", None)
-    ):
-        raise PolicyError(
-            f"the scorer {kind} of policy {policy.name!r} lacks needs = Needs(...) or score(view); "
-            "see docs/how-to/add-a-policy.md"
-        )
+    _check_scorer(policy)
     if type(policy.interval) is not int or policy.interval < 1:
         raise PolicyError(
             f"policy {policy.name!r} has interval={policy.interval!r}; give a whole number of "
             "decode steps, at least 1"
         )
     needs = scorer.needs
-    if policy.pruner is not None and (
-        needs.gates or needs.queries or needs.state or needs.taps or policy.keeps_prompt
-    ):
+    reads = needs.gates or needs.queries or needs.state or needs.taps
+    if policy.pruner is not None and (reads or policy.keeps_prompt):
         raise PolicyError(
             f"policy {policy.name!r} prunes visual tokens, which have no entries in some layers; "
             "its scorer may read keys, values and positions only"
@@ -161,6 +148,21 @@ def check_policy(policy: Policy) -> None:
         raise PolicyError(
             f"policy {policy.name!r} has write gates, whose numbers lie where a scorer's state "
             "would; give it a scorer without state, and no pruner or kept prompts"
+        )
+
+
+def _check_scorer(policy: Policy) -> None:
+    scorer, kind = policy.scoring, type(policy.scoring).__name__
+    if isinstance(scorer, type):
+        raise PolicyError(
+            f"policy {policy.name!r} has the class {scorer.__name__} for a scorer; give an "
+            f"instance: {scorer.__name__}()"
+        )
+    scores = callable(getattr(scorer, "score", None))
+    if not scores or not isinstance(getattr(scorer, "needs", None), Needs):
+        raise PolicyError(
+            f"the scorer {kind} of policy {policy.name!r} lacks needs = Needs(...) or score(view); "
+            "see docs/how-to/add-a-policy.md"
         )
     if not is_dataclass(scorer):
         raise PolicyError(

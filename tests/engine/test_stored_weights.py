@@ -21,7 +21,7 @@ from mmkv.engine.backends import kernels_for
 from mmkv.engine.errors import ModelError
 from mmkv.engine.model.families import Family, TextFamily, family_for, loading
 from mmkv.engine.model.families.base import DeferredModel
-from mmkv.engine.model.families.tower import held_matrices
+from mmkv.engine.model.families.vision import held_matrices
 from mmkv.engine.model.product import Kernels, WeightForm, multiply
 from mmkv.engine.model.product import plain as numbers
 from mmkv.engine.model.spec import DecoderSpec, RopeSpec

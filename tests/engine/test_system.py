@@ -150,7 +150,7 @@ def test_graphs_are_captured_and_replayed_on_their_gpu_and_share_their_memory(
 ) -> None:
     current = Current(monkeypatch)
     cuda = FakeCuda(current, monkeypatch)
-    module = "mmkv.engine.backends.cuda.graph_runner"
+    module = "mmkv.engine.backends.cuda.static_step"
     monkeypatch.setattr(f"{module}.on_device", lambda device: torch.cuda.device(SECOND))
     engine = engine_for("odd", "full", evict_every=1)
     runner = Bursts(engine)

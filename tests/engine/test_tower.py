@@ -30,10 +30,10 @@ from mmkv.engine.model.families import (
     family_for,
     features,
     qwen_vl,
-    tower,
+    vision,
 )
 from mmkv.engine.model.families.loading import load
-from mmkv.engine.model.families.tower import HeldLinear, HeldPatches, held_matrices, hold_tower
+from mmkv.engine.model.families.vision import HeldLinear, HeldPatches, held_matrices, hold_tower
 from mmkv.engine.model.panels import Panels
 from mmkv.engine.model.product import Kernels, WeightForm, attend_rounded, multiply
 from mmkv.engine.model.rounded import Int8Matrix
@@ -372,7 +372,7 @@ def test_what_c_does_not_do_is_torchs(why: str, monkeypatch: pytest.MonkeyPatch)
     def refuse(*_: Any) -> Tensor:
         raise AssertionError("C was called")
 
-    attend = functools.partial(tower._attend, refuse)
+    attend = functools.partial(vision._attend, refuse)
     query, key, value = three(9, 2, 8)
     options: dict[str, Any] = {"attention_mask": None, "scaling": 0.3, "is_causal": False}
     if why == "mask":

@@ -29,7 +29,7 @@ from mmkv.engine.model.gates import (
     make_random_write_gates,
     save_gates,
 )
-from mmkv.engine.model.gates.published import layer_name
+from mmkv.engine.model.gates.files import layer_name
 from mmkv.resources import asset
 from mmkv.sampling import Sampling
 from tests.fuzz.strategies import edited, flipped, json_files

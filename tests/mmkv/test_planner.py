@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from mmkv import Engine
-from mmkv.engine.model.families.tower import HeldLinear
+from mmkv.engine.model.families.vision import HeldLinear
 from mmkv.planner import FORMS, MemoryPlan, WeightCount, advice, planned, plans
 from mmkv.resources import bundled_model
 from tests.support.factories import checkpoint

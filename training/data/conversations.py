@@ -19,6 +19,7 @@ from array import array
 from bisect import bisect_right
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
@@ -214,9 +215,8 @@ def _from_pair(value: Any) -> list[Message]:
     asked, reply = value[name], value[answer]
     if isinstance(asked, list) and isinstance(reply, list):
         return _from_messages({**value, "messages": asked + reply})
-    if isinstance(reply, list):  # summaries by several hands
-        found = (one.get("text") for one in reply if isinstance(one, dict))
-        reply = next((text for text in found if isinstance(text, str) and text.strip()), "")
+    if isinstance(reply, list):
+        reply = _first_text(reply)
     parts = [asked] if given is None else [asked, value[given]]
     if name == "question":
         parts.reverse()
@@ -232,6 +232,12 @@ def _from_pair(value: Any) -> list[Message]:
         {"role": "assistant", "content": reply},
     ]
     return _from_messages({**value, "messages": messages})
+
+
+def _first_text(summaries: list[Any]) -> str:
+    """Return the first text of summaries by several hands, or nothing."""
+    found = (one.get("text") for one in summaries if isinstance(one, dict))
+    return next((text for text in found if isinstance(text, str) and text.strip()), "")
 
 
 def _put_first(messages: list[Message], waiting: dict[str, Iterator[Any]]) -> None:
@@ -285,13 +291,18 @@ def _from_turns(value: Any, kind: str) -> list[Message]:
             raise RowError(f"a turn is from {turn.get('from')!r}; known are {', '.join(_ROLES)}")
         messages.append({"role": role, "content": list(_parts(text, kind, waiting))})
     if waiting["image"] is waiting["video"]:
-        for part in (part for message in messages for part in message["content"]):
-            if part["type"] == "image":
-                part.update(type="video", video=part.pop("image"))
         waiting.pop("image")
+        _name_videos(messages)
     _put_first(messages, waiting)
     _require_used(waiting)
     return messages
+
+
+def _name_videos(messages: list[Message]) -> None:
+    """Make videos of what was put in the places of pictures."""
+    for part in (part for message in messages for part in message["content"]):
+        if part["type"] == "image":
+            part.update(type="video", video=part.pop("image"))
 
 
 def _parts(text: str, kind: str, waiting: dict[str, Iterator[Any]]) -> Iterator[dict[str, Any]]:
@@ -355,6 +366,25 @@ def _require_used(waiting: dict[str, Iterator[Any]]) -> None:
 
 def _checked(messages: list[Message], root: Path) -> list[Message]:
     """Find the media of the messages, or the reason why they cannot be trained on."""
+    made = _with_media(messages, root)
+    for part in (part for message in made for part in message["content"]):
+        found = part[part["type"]]
+        for text in found if isinstance(found, list) else [found]:
+            _require_unicode(text)
+    answers = [message for message in made if message["role"] == "assistant"]
+    if not answers:
+        raise RowError("the assistant says nothing in it")
+    if any(is_blank(message) for message in answers):
+        raise RowError("a message of the assistant is blank")
+    if any(part["type"] != "text" for message in answers for part in message["content"]):
+        raise RowError("a message of the assistant holds a picture or video")
+    if next(m["role"] for m in made if m["role"] != "system") == "assistant":
+        raise RowError("the assistant speaks before the user")
+    return made
+
+
+def _with_media(messages: list[Message], root: Path) -> list[Message]:
+    """Return the messages as lists of parts, those of media with absolute paths."""
     try:
         plain, images, videos = take_media(messages)
         waiting = {"image": iter(images), "video": iter(videos)}
@@ -369,20 +399,6 @@ def _checked(messages: list[Message], root: Path) -> list[Message]:
             made.append({"role": message["role"], "content": parts})
     except InputError as error:
         raise RowError(str(error)) from error
-    for message in made:
-        for part in message["content"]:
-            found = part[part["type"]]
-            for text in found if isinstance(found, list) else [found]:
-                _require_unicode(text)
-    answers = [message for message in made if message["role"] == "assistant"]
-    if not answers:
-        raise RowError("the assistant says nothing in it")
-    if any(is_blank(message) for message in answers):
-        raise RowError("a message of the assistant is blank")
-    if any(part["type"] != "text" for message in answers for part in message["content"]):
-        raise RowError("a message of the assistant holds a picture or video")
-    if next(m["role"] for m in made if m["role"] != "system") == "assistant":
-        raise RowError("the assistant speaks before the user")
     return made
 
 
@@ -503,22 +519,22 @@ class RowFile(Sequence[Row]):
             raise DataError(f"{kind!r} is no kind of data; choose one of {', '.join(KINDS)}")
         paths = [Path(path)] if isinstance(path, str | Path) else list(path)
         self.path = paths[0]
-        if len(paths) == 1 and "*" in self.path.name and not self.path.exists():
-            paths = [Path(found) for found in sorted(glob.glob(str(self.path)))] or paths
+        if len(paths) == 1:
+            paths = _matching(self.path)
         self._root = None if media_root is None else Path(media_root)
-        self._raw: _Lines | _Values | _Parquet | _Joined
+        self._raw: _Parquet | _Joined
         if all(each.suffix.lower() == ".parquet" for each in paths):
             self._raw = _Parquet(paths)
-        elif len(paths) == 1:
-            self._raw = _open(paths[0], kind, separator)
         else:
             self._raw = _Joined([_open(each, kind, separator) for each in paths])
         self.kind = kind or self._recognise()
         self._good, self.broken = array("q"), 0
         self.groups = self._raw.groups if isinstance(self._raw, _Parquet) else None
-        if self.groups is not None:
-            return
-        report = report or logging.getLogger(__name__).warning
+        if self.groups is None:
+            self._check_all(report or logging.getLogger(__name__).warning)
+
+    def _check_all(self, report: Report) -> None:
+        """Find the usable rows. Raises DataError: there is none."""
         reasons = Reasons(report)
         for index in range(len(self._raw)):
             try:
@@ -573,6 +589,13 @@ class RowFile(Sequence[Row]):
             f"{self.path}: no row has messages, conversations, text, or a question and its reply; "
             f"give one of these formats: {', '.join(KINDS)}"
         )
+
+
+def _matching(path: Path) -> list[Path]:
+    """Return the files that fit a pattern with ``*``, or the one that is named."""
+    if "*" not in path.name or path.exists():
+        return [path]
+    return [Path(found) for found in sorted(glob.glob(str(path)))] or [path]
 
 
 class _Lines:
@@ -707,7 +730,7 @@ class _Parquet:
 
 
 def _open(path: Path, kind: str | None, separator: str | None) -> _Lines | _Values:
-    try:
+    with _reading(path):
         with path.open("rb") as file:
             head = file.read(4096).removeprefix(b"\xef\xbb\xbf").lstrip()
         suffix = path.suffix.lower()
@@ -727,6 +750,16 @@ def _open(path: Path, kind: str | None, separator: str | None) -> _Lines | _Valu
                 return _Lines(path)
         if suffix in _JSON or head.startswith(b"{"):
             return _Lines(path)
+    raise DataError(
+        f"{path} is neither JSON, CSV, Parquet nor .txt; write text:{path} to read it as plain text"
+    )
+
+
+@contextmanager
+def _reading(path: Path) -> Iterator[None]:
+    """Raise a DataError of one line for whatever reading a file raises."""
+    try:
+        yield
     except FileNotFoundError as error:
         raise DataError(f"data file not found: {path}; check the path") from error
     except IsADirectoryError as error:
@@ -735,9 +768,6 @@ def _open(path: Path, kind: str | None, separator: str | None) -> _Lines | _Valu
         raise DataError(f"cannot read {path}: {error.strerror or error}") from error
     except (ValueError, RecursionError, csv.Error) as error:
         raise DataError(f"cannot read {path}: {error}; check that it is UTF-8 and whole") from error
-    raise DataError(
-        f"{path} is neither JSON, CSV, Parquet nor .txt; write text:{path} to read it as plain text"
-    )
 
 
 def _whole(path: Path) -> Any:

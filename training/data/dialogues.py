@@ -196,14 +196,20 @@ def beside(scene: Scene, rng: random.Random) -> Question:
 
 def about(shown: list[Scene], rng: random.Random, number: int, search: bool = True) -> Question:
     """Ask about picture ``number`` (1-based) of those shown, mostly about one cell."""
-    scene = shown[number - 1]
-    where = picture_name(number)
+    scene, where = shown[number - 1], picture_name(number)
     if scene.kind == "text":
         return _earlier("read", f"what was written in {where}?", scene.text)
-    if scene.kind == "free":
-        return _earlier("count", f"how many objects were in {where}?", str(len(scene.items)))
-    weights = [12, 3, 2, 2, 1] if search else [12, 3, 2, 0, 0]
-    kind = rng.choices(["cell", "same", "colour", "locate", "count"], weights)[0]
+    if scene.kind == "grid":
+        weights = [12, 3, 2, 2, 1] if search else [12, 3, 2, 0, 0]
+        kind = rng.choices(["cell", "same", "colour", "locate", "count"], weights)[0]
+        if kind != "count":
+            return _about_cells(kind, shown, rng, number)
+    return _earlier("count", f"how many objects were in {where}?", str(len(scene.items)))
+
+
+def _about_cells(kind: str, shown: list[Scene], rng: random.Random, number: int) -> Question:
+    """Ask about some of a picture's cells; about one where it has nothing for this kind."""
+    scene, where = shown[number - 1], picture_name(number)
     others = [n for n, s in enumerate(shown, 1) if s.kind == "grid" and n != number]
     if kind == "same" and others:
         return _same(scene, where, shown, rng.choice(others), rng)
@@ -217,8 +223,6 @@ def about(shown: list[Scene], rng: random.Random, number: int, search: bool = Tr
         item = rng.choice(shapes)
         text = f"which colour was at {place(*item.cell)} of {where}?"
         return _earlier("colour", text, item.name.split()[0])
-    if kind == "count":
-        return _earlier("count", f"how many objects were in {where}?", str(len(names)))
     cell = _cell(scene, rng)
     return cell_question(number, cell, scene.at(*cell))
 

@@ -196,19 +196,25 @@ def needle_chat(
     left = length - _AROUND - sum(count([opening, question, reply, *needles]))
     if left < 0:
         raise ValueError(f"{keys * values} needles do not fit in {length} tokens")
-    lines: list[str] = []
-    while left > 0:
-        some = [small_talk(rng) for _ in range(256)]
-        for line, size in zip(some, count(some), strict=True):
-            left -= size
-            if left < 0:
-                break
-            lines.append(line)
+    lines = _filling(left, rng, count)
     places = sorted(rng.randint(0, len(lines)) for _ in needles)
     rng.shuffle(needles)
     for needle, place in zip(reversed(needles), reversed(places), strict=True):
         lines.insert(place, needle)
     return opening + "".join(lines) + question, reply
+
+
+def _filling(tokens: int, rng: random.Random, count: Callable[[list[str]], list[int]]) -> list[str]:
+    """Return as many invented sentences as fit into so many tokens."""
+    lines: list[str] = []
+    while tokens > 0:
+        some = [small_talk(rng) for _ in range(256)]
+        for line, size in zip(some, count(some), strict=True):
+            tokens -= size
+            if tokens < 0:
+                break
+            lines.append(line)
+    return lines
 
 
 def opening(name: str, values: int = 1) -> str:

@@ -375,14 +375,24 @@ def _walk(
                 for token in target.tolist():
                     given.append(logits)
                     logits = yield sessions, token
-                theirs = F.log_softmax(torch.stack([next(reference) for _ in given]), -1)
-                for index, found in enumerate(blocks):
-                    ours = F.log_softmax(torch.stack([step[index] for step in given]), -1)
-                    found.append(_answer(ours, theirs, target))
+                theirs = torch.stack([next(reference) for _ in given])
+                _compare(blocks, torch.stack(given, 1), theirs, target)
             done = stop
             for kept, found in zip(answers, blocks, strict=True):
                 kept.append(_joined(found))
         return [_dialogue_run(*pair) for pair in zip(sessions, answers, strict=True)]
+
+
+def _compare(blocks: list[list[ReadAnswer]], ours: Tensor, theirs: Tensor, target: Tensor) -> None:
+    """Record a part of an answer for each budget.
+
+    Args:
+        blocks: of each budget. ours: logits ``[B, T, vocab]`` under each; theirs: ``[T, vocab]``
+            with all entries.
+    """
+    theirs = F.log_softmax(theirs, -1)
+    for found, own in zip(blocks, ours, strict=True):
+        found.append(_answer(F.log_softmax(own, -1), theirs, target))
 
 
 def _answer(ours: Tensor, theirs: Tensor, target: Tensor) -> ReadAnswer:

@@ -9,27 +9,31 @@ from __future__ import annotations
 import ctypes
 import functools
 import os
-from ctypes import POINTER, Structure, byref, c_char_p, c_double, c_int64, c_void_p
+from ctypes import POINTER, Structure, c_char_p, c_double, c_int64, c_void_p
 from importlib.util import find_spec
+from typing import Any
 
 from mmkv.engine.cache import COLUMNS
 
 MAX_TRUNK = 2
 JOINS = ("mean", "max", "sum")  # JOIN_MEAN, JOIN_MAX, JOIN_SUM
 LEVELS = ("v4", "v3", "sve", "baseline")  # best first; v3 and v4: of x86-64
-
-
 # Best first; "portable" runs everywhere.
 INT8_FORMS = ("avx512vnni", "avxvnni", "avx2", "neon", "portable")
 BF16_FORMS = ("avx512bf16", "widened")
+
+
+def _each(kind: type[Any], names: str) -> list[tuple[str, type[Any]]]:
+    """Return fields of one type."""
+    return [(name, kind) for name in names.split()]
 
 
 class Linear(Structure):
     """``struct linear`` of native.h."""
 
     _fields_ = [
-        *((name, c_void_p) for name in ("weight", "bias", "bf16", "codes", "scales")),
-        *((name, c_int64) for name in ("rows", "width", "bits", "rounds")),
+        *_each(c_void_p, "weight bias bf16 codes scales"),
+        *_each(c_int64, "rows width bits rounds"),
     ]
 
 
@@ -43,19 +47,17 @@ class Layer(Structure):
     """``struct layer``."""
 
     _fields_ = [
-        *((name, c_void_p) for name in ("input_norm", "post_norm", "qk_norm")),
-        *((name, c_void_p) for name in ("attention_out_norm", "mlp_out_norm")),
-        *((name, c_int64) for name in ("angle", "window")),
-        *((name, Linear) for name in ("qkv", "out", "gate_up", "down")),
+        *_each(c_void_p, "input_norm post_norm qk_norm attention_out_norm mlp_out_norm"),
+        *_each(c_int64, "angle window"),
+        *_each(Linear, "qkv out gate_up down"),
         ("trunk", Linear * MAX_TRUNK),
         ("readout", Linear),
         ("entry", c_int64),
         ("rates", Linear),
-        *((name, c_void_p) for name in ("conv", "log_decay", "step_bias", "gain")),
-        *((name, c_void_p) for name in ("conv_states", "delta_states")),
+        *_each(c_void_p, "conv log_decay step_bias gain conv_states delta_states"),
         ("router", Linear),
         ("experts", POINTER(Expert)),
-        *((name, Linear) for name in ("shared_gate", "shared_gate_up", "shared_down")),
+        *_each(Linear, "shared_gate shared_gate_up shared_down"),
     ]
 
 
@@ -63,29 +65,10 @@ class Model(Structure):
     """``struct model``."""
 
     _fields_ = [
-        *(
-            (name, c_int64)
-            for name in (
-                "layers",
-                "hidden",
-                "heads",
-                "kv_heads",
-                "head_dim",
-                "rotary",
-                "trunk",
-                "angles",
-                "gelu",
-                "output_gate",
-                "key_heads",
-                "value_heads",
-                "key_dim",
-                "value_dim",
-                "taps",
-                "chosen",
-                "normalized",
-            )
-        ),
-        *((name, c_double) for name in ("eps", "embed_scale")),
+        *_each(c_int64, "layers hidden heads kv_heads head_dim rotary trunk angles gelu"),
+        *_each(c_int64, "output_gate key_heads value_heads key_dim value_dim taps"),
+        *_each(c_int64, "chosen normalized"),
+        *_each(c_double, "eps embed_scale"),
         ("embed", Linear),
         ("norm", c_void_p),
         ("head", Linear),
@@ -98,20 +81,8 @@ class Cache(Structure):
 
     _fields_ = [
         *((name, c_void_p) for name in (*COLUMNS, "length", "table", "stack")),
-        *(
-            (name, c_int64)
-            for name in (
-                "free",
-                "rows",
-                "width",
-                "page_size",
-                "head_dim",
-                "state_size",
-                "key_bits",
-                "value_bits",
-                "rotated",
-            )
-        ),
+        *_each(c_int64, "free rows width page_size head_dim state_size"),
+        *_each(c_int64, "key_bits value_bits rotated"),
     ]
 
 
@@ -119,9 +90,8 @@ class BatchSlot(Structure):
     """``struct batch_slot``."""
 
     _fields_ = [
-        *((name, c_int64) for name in ("token", "position", "rope_position", "states")),
-        ("inv_freq", c_void_p),
-        ("queries", c_void_p),
+        *_each(c_int64, "token position rope_position states"),
+        *_each(c_void_p, "inv_freq queries"),
     ]
 
 
@@ -129,29 +99,12 @@ class Eviction(Structure):
     """``struct eviction``."""
 
     _fields_ = [
-        *(
-            (name, c_int64)
-            for name in (
-                "scorer",
-                "allocation",
-                "seen",
-                "budget",
-                "protect_first",
-                "protect_recent",
-                "age_shift",
-            )
-        ),
-        ("lookahead", c_double),
-        ("guess", c_double),
-        ("margin", c_double),
-        ("slack", c_int64),
-        ("entries", c_int64),
-        ("most", c_int64),
-        ("found", c_int64),
-        ("nan", c_int64),
+        *_each(c_int64, "scorer allocation seen budget protect_first protect_recent age_shift"),
+        *_each(c_double, "lookahead guess margin"),
+        *_each(c_int64, "slack entries most found nan"),
         ("given", c_void_p),
         ("groups", c_int64),
-        *((name, c_void_p) for name in ("first_row", "share", "floor", "scratch", "trace")),
+        *_each(c_void_p, "first_row share floor scratch trace"),
     ]
 
 
@@ -160,8 +113,8 @@ class Window(Structure):
 
     _fields_ = [
         ("queries", c_void_p),
-        *((name, c_int64) for name in ("group", "size", "seen", "join", "logits", "greatest")),
-        *((name, c_void_p) for name in ("scratch", "out")),
+        *_each(c_int64, "group size seen join logits greatest"),
+        *_each(c_void_p, "scratch out"),
     ]
 
 
@@ -169,10 +122,10 @@ class Patches(Structure):
     """``struct patches``."""
 
     _fields_ = [
-        *((name, c_void_p) for name in ("query", "key", "value")),
+        *_each(c_void_p, "query key value"),
         ("stride", c_int64 * 3 * 3),
         ("out", c_void_p),
-        *((name, c_int64) for name in ("batch", "heads", "tokens", "dim", "parts")),
+        *_each(c_int64, "batch heads tokens dim parts"),
         ("start", c_void_p),
         ("scale", c_double),
         ("rounds", c_int64),
@@ -183,9 +136,9 @@ class DeltaTokens(Structure):
     """``struct delta_tokens``."""
 
     _fields_ = [
-        *((name, c_void_p) for name in ("query", "key", "value", "g", "beta", "out")),
+        *_each(c_void_p, "query key value g beta out"),
         ("stride", c_int64 * 3),
-        *((name, c_int64) for name in ("tokens", "key_heads", "value_heads", "dk", "dv")),
+        *_each(c_int64, "tokens key_heads value_heads dk dv"),
     ]
 
 
@@ -193,15 +146,14 @@ class Step(Structure):
     """``struct step``."""
 
     _fields_ = [
-        *((name, c_int64) for name in ("batch_slots", "threads")),
+        *_each(c_int64, "batch_slots threads"),
         ("rope_scale", c_double * 2),
-        ("scratch", c_void_p),
-        ("logits", c_void_p),
+        *_each(c_void_p, "scratch logits"),
         ("batch_slot", POINTER(BatchSlot)),
         ("requests", POINTER(Eviction)),
-        *((n, c_int64) for n in ("window", "mass")),
-        *((n, c_void_p) for n in ("tap_layer", "tapped", "log_beta")),
-        *((n, c_int64) for n in ("taps", "room", "pages", "width", "longest", "done", "evicting")),
+        *_each(c_int64, "window mass"),
+        *_each(c_void_p, "tap_layer tapped log_beta"),
+        *_each(c_int64, "taps room pages width longest done evicting"),
     ]
 
 
@@ -347,25 +299,3 @@ def _load(level: str) -> Library | str:
     loaded.take_int8()
     loaded.take_bf16()
     return loaded
-
-
-__all__ = [
-    "BF16_FORMS",
-    "INT8_FORMS",
-    "JOINS",
-    "MAX_TRUNK",
-    "BatchSlot",
-    "Cache",
-    "DeltaTokens",
-    "Eviction",
-    "Expert",
-    "Layer",
-    "Linear",
-    "Model",
-    "Patches",
-    "Step",
-    "Window",
-    "byref",
-    "levels",
-    "library",
-]

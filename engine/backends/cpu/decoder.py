@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import functools
 from collections.abc import Callable, Sequence
+from ctypes import byref
 from typing import Literal
 
 import torch
@@ -21,13 +22,12 @@ from mmkv.engine.backends.cpu.binding import (
     Linear,
     Model,
     Step,
-    byref,
     library,
 )
 from mmkv.engine.backends.cpu.cache_views import CacheViews
 from mmkv.engine.backends.cpu.kernels import Bf16Copies, linear
 from mmkv.engine.cache import RaggedCache
-from mmkv.engine.model.gates import Gates, LayerGate
+from mmkv.engine.model.gates import Gates
 from mmkv.engine.model.product import plain
 from mmkv.engine.model.spec import DecoderSpec, DeltaSpec, Routing
 from mmkv.engine.model.state_layer import DeltaLayer
@@ -64,16 +64,10 @@ class NativeDecoder:
         if refused or isinstance(loaded, str):
             raise RuntimeError(refused)
         self._library, self._kept = loaded, (weights, gates)
-        self._layers = (Layer * spec.num_layers)()
         self._bf16 = Bf16Copies()
         matrix = functools.partial(linear, bf16=self._bf16, rounds=weights.form == "bf16")
-        for index, layer in enumerate(weights.layers):
-            entry = spec.entry_index[index]
-            gate = None if gates is None or entry is None else gates.layers[entry]
-            self._layers[index] = _layer(layer, gate, matrix)
-            self._layers[index].entry = -1 if entry is None else entry
-            self._layers[index].window = 0 if entry is None else spec.sliding_window[entry] or 0
-            self._layers[index].angle = spec.is_local(index) * spec.rope.inv_freq.numel()
+        layers = (_layer(n, layer, spec, gates, matrix) for n, layer in enumerate(weights.layers))
+        self._layers = (Layer * spec.num_layers)(*layers)
         # Where the layers without entries have their states: the cache replaces them as it grows.
         self._states: Tensor | None = None
         delta = spec.delta or DeltaSpec(0, 0, 0, 0, 0)
@@ -284,8 +278,18 @@ class NativeDecoder:
             del old
 
 
-def _layer(layer: LayerWeights, gate: LayerGate | None, matrix: Callable[..., Linear]) -> Layer:
+def _layer(
+    index: int,
+    layer: LayerWeights,
+    spec: DecoderSpec,
+    gates: Gates | None,
+    matrix: Callable[..., Linear],
+) -> Layer:
+    entry = spec.entry_index[index]
     made = Layer(
+        entry=-1 if entry is None else entry,
+        window=0 if entry is None else spec.sliding_window[entry] or 0,
+        angle=spec.is_local(index) * spec.rope.inv_freq.numel(),
         input_norm=layer.input_norm.data_ptr(),
         post_norm=layer.post_norm.data_ptr(),
         qk_norm=_place(layer.qk_norm),
@@ -309,9 +313,10 @@ def _layer(layer: LayerWeights, gate: LayerGate | None, matrix: Callable[..., Li
         made.rates = linear(by.rates)
         for name in ("conv", "log_decay", "step_bias", "gain"):
             setattr(made, name, getattr(by, name).data_ptr())
-    if gate is not None:
-        for index, (weight, bias) in enumerate(gate.trunk):
-            made.trunk[index] = linear(weight, bias)
+    if gates is not None and entry is not None:
+        gate = gates.layers[entry]
+        for stage, (weight, bias) in enumerate(gate.trunk):
+            made.trunk[stage] = linear(weight, bias)
         made.readout = linear(gate.readout, gate.bias)
     return made
 

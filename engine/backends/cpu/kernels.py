@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 import sys
 from collections.abc import Sequence
-from ctypes import c_int64
+from ctypes import byref, c_int64
 from itertools import pairwise
 from typing import Any
 
@@ -22,7 +22,6 @@ from mmkv.engine.backends.cpu.binding import (
     Linear,
     Patches,
     Window,
-    byref,
     library,
 )
 from mmkv.engine.backends.cpu.cache_views import CacheViews

@@ -7,11 +7,11 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from mmkv.engine.backends.base import HOSTED, Backend, Batch, Burst, LoadedModel
-from mmkv.engine.backends.cuda.graph_runner import GraphRunner
 from mmkv.engine.backends.cuda.kernels.available import on_triton, triton_installed
 from mmkv.engine.backends.cuda.kernels.sample import Draw
 from mmkv.engine.backends.cuda.kernels.window_scores import window_scores
 from mmkv.engine.backends.cuda.policy_step import ON_PAGES, own_code
+from mmkv.engine.backends.cuda.static_step import GraphRunner
 from mmkv.engine.cache import Entries, RaggedCache
 from mmkv.engine.model.state_layer import DeltaLayer
 from mmkv.engine.policies.base import CacheView, Policy, WindowReduction

@@ -26,6 +26,8 @@ from mmkv.engine.model.weights import state_name
 from mmkv.engine.policies.base import ChunkStates, Group, Needs, Pruner, Scorer, shaped
 from mmkv.engine.scorer_state import QUERIES, Rows, attention_mass, store_queries, write_state
 
+_Reads = Literal["", "all", "last", "keys"]
+
 
 class PrefillChunk:
     """C new tokens of one sequence: causal among themselves, full towards what is retained.
@@ -109,19 +111,12 @@ class PrefillChunk:
         if self._dropped is not None:
             slot = slot[:, ~self._dropped]
         pruner = self._pruner
-        reads = pruner.reads if pruner is not None and layer == pruner.layer - 1 else ""
+        reads: _Reads = pruner.reads if pruner is not None and layer == pruner.layer - 1 else ""
         if reads == "keys":
             self._keys = key.transpose(0, 1).flatten(1)
         key, value = pool.store(slot, key, value)
         query = pool.form.rotate(query)
-        if self.needs.queries:
-            self._queries.append(query[:, -self.needs.queries :].clone())
-        if self.needs.mass:
-            where = self.position, self._until
-            rows, mass = self._mass_of(layer, query, where, self.needs.mass)
-            self._mass.append((rows.slot[rows.live], mass[rows.live]))
-        if reads and reads != "keys":
-            self._received = self._paid_to_chunk(layer, query, reads)
+        self._note(layer, query, reads)
         query = query[:, -1:] if last else query
         count = query.shape[1]
         grouped = query.reshape(spec.num_kv_heads, spec.group * count, spec.head_dim)
@@ -155,18 +150,32 @@ class PrefillChunk:
             out = pool.form.rotate(out.view(count, spec.num_heads, -1))
             return out.view(count, -1)
         else:
-            seen = None
-            if self._whole_pictures and count > 1:
-                at, until = self.position, self._until
-                if self._dropped is not None:
-                    at, until = at[~self._dropped], until[~self._dropped]
-                seen = at <= until[:, None]
-            out, lse = chunk_attention(query, key, value, scale, seen)
+            out, lse = chunk_attention(query, key, value, scale, self._visible(count))
             past = self._attend_to_past(layer, query, grouped, scale)
             if past is not None:
                 out, _ = merge(past, (out, lse))
         out = pool.form.rotate(out.reshape(spec.num_heads, count, -1))
         return out.transpose(0, 1).reshape(count, -1)
+
+    def _note(self, layer: int, query: Tensor, reads: _Reads) -> None:
+        """Keep what scorer and pruner read of a layer's queries ``[Hq, C, D]``."""
+        if self.needs.queries:
+            self._queries.append(query[:, -self.needs.queries :].clone())
+        if self.needs.mass:
+            where = self.position, self._until
+            rows, mass = self._mass_of(layer, query, where, self.needs.mass)
+            self._mass.append((rows.slot[rows.live], mass[rows.live]))
+        if reads and reads != "keys":
+            self._received = self._paid_to_chunk(layer, query, reads)
+
+    def _visible(self, count: int) -> Tensor | None:
+        """Return bool ``[C, C]``, which of the chunk's tokens each sees; None: those before it."""
+        if not self._whole_pictures or count == 1:
+            return None
+        at, until = self.position, self._until
+        if self._dropped is not None:
+            at, until = at[~self._dropped], until[~self._dropped]
+        return at <= until[:, None]
 
     def mix(self, layer: int, by: StateLayer, inputs: tuple[Tensor, ...]) -> Tensor:
         """See :class:`mmkv.engine.model.decoder.StepAttention`; :meth:`put_states` ends it."""

@@ -19,8 +19,8 @@ from mmkv.engine.model.families.llava import (
     LlavaNextVideoFamily,
     LlavaOnevisionFamily,
     Mistral3Family,
+    PhotosFamily,
 )
-from mmkv.engine.model.families.photos import PhotosFamily
 from mmkv.engine.model.families.qwen_vl import (
     Glm4vFamily,
     Qwen2VLFamily,

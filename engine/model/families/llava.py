@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from importlib import import_module
 from typing import Any, ClassVar
 
 import torch
@@ -289,3 +290,18 @@ class LlavaOnevisionFamily(LlavaNextVideoFamily):
             newline = self.hf.model.image_newline.to(pooled)
             pooled = torch.cat([pooled, newline.expand(videos, 1, -1)], dim=1)
         return Features(rows_of(pooled))
+
+
+class PhotosFamily(LlavaFamily):
+    """A classifier and a table of words in place of LLaVA's tower and projector.
+
+    A picture becomes the words that name what it shows, in front of a Llama; ``python -m
+    mmkv.training.llava.photos`` writes such checkpoints.
+    """
+
+    model_types: ClassVar[tuple[str, ...]] = ("mmkv_photos",)
+
+    @classmethod
+    def prepare(cls) -> None:
+        """Add config and model to transformers' auto classes; they import its modelling code."""
+        import_module("mmkv.engine.model.families.photos_model")

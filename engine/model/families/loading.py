@@ -21,10 +21,10 @@ from mmkv.engine.errors import STOPS, MmkvError, ModelError
 from mmkv.engine.model.families import FAMILIES, Family, family_for
 from mmkv.engine.model.families.base import DeferredModel, end_tokens
 from mmkv.engine.model.families.config import read_config, whole_config
-from mmkv.engine.model.families.tower import hold_tower
 from mmkv.engine.model.families.vision import (
     Unread,
     build_vision,
+    hold_tower,
     import_beside,
     require_finite_rest,
 )

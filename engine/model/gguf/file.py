@@ -99,11 +99,6 @@ class GgufTensor:
         """Count the rows of all but the last axis."""
         return math.prod(self.shape[:-1])
 
-    @property
-    def row_bytes(self) -> int:
-        """Return the bytes of a row, which lie together."""
-        return self.nbytes // self.rows
-
 
 class GgufFile:
     """The head of a GGUF file; of one that is split, of all its parts.

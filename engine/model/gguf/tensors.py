@@ -117,6 +117,7 @@ _QWEN3_VL_LAYER = {
     "ffn_up": "mlp.linear_fc1",
     "ffn_down": "mlp.linear_fc2",
 }
+_THIRDS = (".attn_q", ".attn_k", ".attn_v")  # of a matrix that towers of Qwen have as one
 _LEVEL = {"norm": "norm", "fc1": "linear_fc1", "fc2": "linear_fc2"}
 _QWEN25_VL = {
     "v.patch_embd": "patch_embed.proj",
@@ -147,7 +148,6 @@ _TOWERS = {
     "qwen2_5_vl": (_QWEN25_VL, _QWEN25_VL_LAYER, "visual.", "blocks"),
     "qwen3_vl": (_QWEN3_VL, _QWEN3_VL_LAYER, "model.visual.", "blocks"),
 }
-_TOWER_LAYER = re.compile(r"v\.blk\.(\d+)\.")
 _AT_ONCE = 2**24  # numbers that are made of their codes at a time
 _DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
@@ -556,33 +556,32 @@ def _require_rows(file: GgufFile, tensor: GgufTensor, rows: int) -> None:
 def _tower_sources(file: GgufFile, config: Any) -> dict[str, _Source]:
     """Return the tensors of the tower and the projector."""
     kind = config.model_type
-    names, thirds = _tower_names(file, config)
+    names, layers, prefix, blocks = _tower_of(config)
     made: dict[str, _Source] = {}
     parts: dict[str, dict[str, GgufTensor]] = {}
     for name, tensor in file.tensors.items():
         stem, ending = _split(name)
+        ours = _tower_name(config, stem)
         if name == "v.patch_embd.weight.1":
             continue  # with its first frame
-        if stem in thirds:
-            parts.setdefault(f"{thirds[stem]}.{ending}", {})[stem[-1]] = tensor
-        elif stem in names:
+        if ours is not None and "attn_qkv" in layers and stem.endswith(_THIRDS):
+            parts.setdefault(f"{ours}.{ending}", {})[stem[-1]] = tensor
+        elif ours is not None:
             change = (lambda gains: gains - 1) if stem == "mm.soft_emb_norm" else None
-            made[f"{names[stem]}.{ending}"] = replace(_whole(tensor), change=change)
-        elif name == "v.class_embd" and name in names:
-            made[names[name]] = replace(_whole(tensor), shape=(math.prod(tensor.shape),))
+            made[f"{ours}.{ending}"] = replace(_whole(tensor), change=change)
         elif name in names:
-            made[names[name]] = _whole(tensor)
+            shape = (math.prod(tensor.shape),) if name == "v.class_embd" else tensor.shape
+            made[names[name]] = replace(_whole(tensor), shape=shape)
         else:
             raise _foreign(file, name)
     for at, three in parts.items():
         made[at] = _joined(file, at, [three.get(part) for part in "qkv"])
     if kind == "llava":
         made |= _unused_norm(made, config.vision_config.hidden_size)
-    _, _, prefix, blocks = _tower_of(config)
     if kind in ("llava", "qwen2_vl"):
         _name_by_shape(made, f"{prefix}{blocks}")
     if "qwen" in kind:
-        made[f"{names['v.patch_embd']}.weight"] = _frames(file)
+        made[f"{prefix}{names['v.patch_embd']}.weight"] = _frames(file)
     return made
 
 
@@ -590,23 +589,23 @@ def _tower_of(config: Any) -> tuple[dict[str, str], dict[str, str], str, str]:
     return _TOWERS.get(config.model_type, _TOWERS["qwen3_vl"])
 
 
-def _tower_names(file: GgufFile, config: Any) -> tuple[dict[str, str], dict[str, str]]:
-    """Return the names of here by llama.cpp's, and those of which it has q, k and v apart."""
-    own, layers, prefix, blocks = _tower_of(config)
-    names = {theirs: f"{prefix}{ours}" for theirs, ours in own.items()}
-    thirds: dict[str, str] = {}
-    for layer in {found[1] for name in file.tensors if (found := _TOWER_LAYER.match(name))}:
-        there = {f"v.blk.{layer}.{theirs}": ours for theirs, ours in layers.items()}
-        names |= {theirs: f"{prefix}{blocks}.{layer}.{ours}" for theirs, ours in there.items()}
-        if (whole := names.get(f"v.blk.{layer}.attn_qkv")) is not None:
-            thirds |= {f"v.blk.{layer}.attn_{part}": whole for part in "qkv"}
-    levels = getattr(config.vision_config, "deepstack_visual_indexes", ()) or ()
-    for place, level in enumerate(levels):
-        at = f"{prefix}deepstack_merger_list.{place}"
-        names |= {
-            f"v.deepstack.{level}.{theirs}": f"{at}.{ours}" for theirs, ours in _LEVEL.items()
-        }
-    return names, thirds
+def _tower_name(config: Any, stem: str) -> str | None:
+    """Return the name that a tensor has here, None where a tower has no such; ends left out."""
+    names, layers, prefix, blocks = _tower_of(config)
+    if stem in names:
+        return f"{prefix}{names[stem]}"
+    found = re.fullmatch(r"v\.(blk|deepstack)\.(\d+)\.(\w+)", stem)
+    if found is None:
+        return None
+    _, number, part = found.groups()
+    if found[1] == "blk":
+        if stem.endswith(_THIRDS):
+            part = "attn_qkv" if "attn_qkv" in layers else part
+        return f"{prefix}{blocks}.{number}.{layers[part]}" if part in layers else None
+    levels = list(getattr(config.vision_config, "deepstack_visual_indexes", ()) or ())
+    if part not in _LEVEL or int(number) not in levels:
+        return None
+    return f"{prefix}deepstack_merger_list.{levels.index(int(number))}.{_LEVEL[part]}"
 
 
 def _unused_norm(made: dict[str, _Source], width: int) -> dict[str, _Source]:

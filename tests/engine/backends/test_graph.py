@@ -332,7 +332,7 @@ def test_a_pool_whose_growth_was_interrupted_is_seen(monkeypatch: pytest.MonkeyP
 def test_long_runs_are_lent_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     ours, reference = (engine_for("odd", "full") for _ in range(2))
     one, two = opened(ours, 1), opened(reference, 1)
-    monkeypatch.setattr("mmkv.engine.backends.cuda.graph_runner.MOST_STEPS", 8)
+    monkeypatch.setattr("mmkv.engine.backends.cuda.static_step.MOST_STEPS", 8)
     assert Bursts(ours).decode(one, [3], 30) == eager(reference, two, [3], 30)
     same(one, two)
 

@@ -21,7 +21,7 @@ from mmkv.engine.backends.cpu.binding import INT8_FORMS, Library, library
 from mmkv.engine.backends.cuda.kernels.product import product_for
 from mmkv.engine.errors import ModelError, SessionError
 from mmkv.engine.model import product as reference
-from mmkv.engine.model.families.tower import HeldLinear, held_matrices, move
+from mmkv.engine.model.families.vision import HeldLinear, held_matrices, move
 from mmkv.engine.model.product import INTEGERS, Kernels, WeightForm, plain
 from mmkv.engine.model.rounded import BLOCK, DIVISORS, IntegerMatrix
 from mmkv.engine.runtime import Runtime

@@ -16,7 +16,7 @@ from mmkv.engine.errors import ModelError
 from mmkv.engine.model import panel_files, stored
 from mmkv.engine.model.families import vision
 from mmkv.engine.model.families.loading import load
-from mmkv.engine.model.families.tower import held_matrices
+from mmkv.engine.model.families.vision import held_matrices
 from mmkv.engine.model.kept_files import KeptFile, kept
 from mmkv.engine.model.panels import Panels
 from tests.support.factories import checkpoint, make_turn, stored_in_bfloat16
