@@ -20,7 +20,7 @@ with quiet_imports(__name__ == "__main__"):
     from mmkv.cli.arguments import on_command_line
     from mmkv.engine.errors import InputError
     from mmkv.training.command import options_of, run_program
-    from mmkv.training.settings import DEFAULT, DataSettings, TrainingSettings
+    from mmkv.training.settings import DEFAULT, RECIPES, DataSettings, TrainingSettings
 
 app = typer.Typer(add_completion=False, pretty_exceptions_show_locals=False)
 
@@ -34,7 +34,8 @@ def chosen(values: dict[str, Any], others: dict[str, Any]) -> TrainingSettings:
     """
     context = others["context"]
     given = {name: value for name, value in values.items() if on_command_line(context, name)}
-    recipe = given.pop("recipe", "wgkv" if given.get("method") == "wgkv" else DEFAULT)
+    method = given.get("method")
+    recipe = given.pop("recipe", method if method in RECIPES else DEFAULT)
     return TrainingSettings.of(recipe, **given)
 
 
@@ -42,7 +43,7 @@ def chosen(values: dict[str, Any], others: dict[str, Any]) -> TrainingSettings:
 @options_of("settings", TrainingSettings, chosen)
 @options_of("documents", DataSettings)
 def distill(context: typer.Context, settings: TrainingSettings, documents: DataSettings) -> None:
-    """Train retention gates or write gates for a frozen checkpoint by distillation."""
+    """Train retention gates or write gates for a frozen checkpoint."""
     if not all(map(importlib.util.find_spec, ("accelerate", "matplotlib"))):
         raise InputError("training needs the train extra: pip install 'mmkv[train]'")
     import torch

@@ -95,6 +95,8 @@ def resume(folder: Path, asked: Mapping[str, Any]) -> Path:
     before.setdefault("pack", False)
     for name in ("least_budget", "lambda_rank", "rank_window", "epochs"):
         before.setdefault(name, 0)
+    before.setdefault("init", None)
+    before.setdefault("cuts", asked.get("cuts"))  # of a method that there was not
     for name in sorted(asked.keys() - _FREE):
         if asked[name] != before.get(name):
             raise InputError(

@@ -24,7 +24,14 @@ from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState,
 
 from mmkv.engine.errors import ModelError
 from mmkv.engine.model.fingerprint import fingerprint
-from mmkv.engine.model.gates import Gates, WriteGates, as_stored, save_gates
+from mmkv.engine.model.gates import (
+    Gates,
+    WriteGates,
+    as_stored,
+    load_gates,
+    load_write_gates,
+    save_gates,
+)
 from mmkv.engine.model.source import config_digest
 from mmkv.engine.policies import make_policy
 from mmkv.engine.policies.base import admitted
@@ -42,8 +49,15 @@ from mmkv.training.measure.teacher_forced import (
     read,
 )
 from mmkv.training.model import UNITS, DistillModel, WriteGateModel, backbone_digest
+from mmkv.training.rank import RankModel
 from mmkv.training.settings import TrainingSettings
-from mmkv.training.student import TrainableGates, TrainableWriteGates, binary, write_gated_states
+from mmkv.training.student import (
+    TrainableGates,
+    TrainableWriteGates,
+    binary,
+    take_parameters,
+    write_gated_states,
+)
 
 
 def only_list(examples: list[Any]) -> dict[str, Any]:
@@ -336,7 +350,7 @@ def _method(settings: Mapping[str, Any], model: str) -> tuple[str, str, str]:
         window, threshold = settings["window"], settings["threshold"]
         usage = f"```sh\nmmkv chat {model} --gates THIS_FOLDER --policy wgkv\n```"
         return "write", usage, f"with W_local = {window} and tau = {threshold:g}"
-    policy = "dbtrimkv" if settings["scope"] == "global" else "trimkv"
+    policy = "trimkv" if settings.get("scope") == "head" else "dbtrimkv"
     budget = settings["budget"]
     held = settings["held_out_budget"] or budget
     command = f"mmkv chat {model} --gates THIS_FOLDER --policy {policy} --budget {budget:g}"
@@ -368,6 +382,11 @@ _RETENTION = (
     ("shares", ("agreement", "visual_share")),
     ("held out, with eviction", _HELD_OUT),
 )
+_RANK = (
+    ("losses", ("rank",)),
+    ("share of an eighth, by worth, that gates keep", ("overlap",)),
+    ("held out, with eviction", _HELD_OUT),
+)
 _WRITE = (
     ("losses", ("distill", "sparsity")),
     ("share of entries admitted", ("admitted", "admitted_least", "admitted_most")),
@@ -376,12 +395,17 @@ _WRITE = (
 )
 
 
-def draw_curve(history: Sequence[Mapping[str, Any]], path: Path, budget: float | None) -> None:
+_PANELS = {"retention": _RETENTION, "rank": _RANK, "wgkv": _WRITE}
+
+
+def draw_curve(
+    history: Sequence[Mapping[str, Any]], path: Path, method: str, budget: float
+) -> None:
     """Draw losses, retained or admitted entries and held-out figures over the steps.
 
     Args:
-        history: log lines with ``step``; path: the PNG to write; budget: M, drawn as a line;
-            None for write gates, which have none.
+        history: log lines with ``step``; path: the PNG to write; method: of the run; budget: M,
+            drawn as a line beside soft entries.
 
     Raises:
         ImportError: naming the extra, without matplotlib.
@@ -391,7 +415,7 @@ def draw_curve(history: Sequence[Mapping[str, Any]], path: Path, budget: float |
     except ImportError as error:
         raise ImportError("the curve needs matplotlib: pip install 'mmkv[train]'") from error
     figure = Figure(figsize=(14, 3.4), layout="constrained")
-    groups = _RETENTION if budget is not None else _WRITE
+    groups = _PANELS[method]
     panels = figure.subplots(1, len(groups))
     for panel, (title, names) in zip(panels, groups, strict=True):
         for name in names:
@@ -401,7 +425,7 @@ def draw_curve(history: Sequence[Mapping[str, Any]], path: Path, budget: float |
         panel.set(title=title, xlabel="step")
         if title == "losses":
             panel.set_yscale("symlog", linthresh=1e-3)
-        if "kept" in names and budget is not None:
+        if "kept" in names:
             panel.set_yscale("log")
             panel.axhline(budget, color="0.6", linestyle="--", label=f"M = {budget:g}")
         if panel.has_data():
@@ -601,14 +625,13 @@ def distill(
     if trainer.is_world_process_zero():
         made = model.gates.built(model.gates.file_tensors())
         save_gates(made, folder, engine.spec, getattr(torch, settings.store), **described)
-        budget = settings.budget if settings.method == "retention" else None
-        draw_curve(history(folder), folder / "curve.png", budget)
+        draw_curve(history(folder), folder / "curve.png", settings.method, settings.budget)
         write_card(folder, described)
     return described
 
 
 def _idle(settings: TrainingSettings) -> Idle:
-    if settings.method == "wgkv":
+    if settings.method != "retention":
         return Idle("raise --lr, or give more steps")
     return Idle(
         f"a bias of {settings.bias:g} begins with gates that forget nothing, and a short run does "
@@ -622,7 +645,7 @@ _Evaluate = Callable[[], dict[str, float]]
 
 def _retention_gates(
     settings: TrainingSettings, engine: Runtime, watched: HeldOutData
-) -> tuple[DistillModel, _Evaluate]:
+) -> tuple[DistillModel | RankModel, _Evaluate]:
     """Return what trains retention gates, and the figures of a run with real eviction."""
     gates = TrainableGates(
         engine.spec,
@@ -633,6 +656,8 @@ def _retention_gates(
         engine.decoder.weights.layers if settings.gate_input == "kv" else None,
         settings.gate,
     )
+    if settings.init is not None:
+        gates.start_from(load_gates(settings.init, engine.spec))
     budget = settings.held_out_budget or settings.budget
 
     def evaluate() -> dict[str, float]:
@@ -640,6 +665,8 @@ def _retention_gates(
         made = gates.built(as_stored(gates.file_tensors(), getattr(torch, settings.store)))
         return summary(watched.read(made, settings.policy, budget))
 
+    if settings.method == "rank":
+        return RankModel(engine, gates, settings.cuts, settings.rank_window), evaluate
     return DistillModel(engine, gates, settings.objective(), settings.checkpointing), evaluate
 
 
@@ -648,6 +675,8 @@ def _write_gates(
 ) -> tuple[WriteGateModel, _Evaluate]:
     """Return what trains write gates, and the figures of a run with real admission."""
     gates = TrainableWriteGates(engine.spec, settings.d_gate, settings.seed)
+    if settings.init is not None:
+        take_parameters(gates, load_write_gates(settings.init, engine.spec).tensors)
 
     def evaluate() -> dict[str, float]:
         # Measure the gates as the file will hold them.

@@ -102,6 +102,13 @@ RECIPES: Mapping[str, Mapping[str, object]] = {
         "weight_decay": 0.01,
         **_TRAINER,
     },
+    # Ours, for --method rank.
+    "rank": {
+        "method": "rank",
+        "bias": 6.0,
+        "steps": 400,
+        "lr": 3e-3,
+    },
     "wgkv": {
         "method": "wgkv",
         "window": 256,
@@ -139,12 +146,14 @@ _LOSSES = {
     "reverse-kl+ntp": (1.0, 1.0, True),
 }
 LEAST_RATES = 4  # of mmkv.training.capacity.retained_total_grouped: its interpolation is cubic
-# Options of one method only.
+# Options that not every method has.
+_RETENTION = "gate tying gate_input bias budget held_out_budget rank_window".split()
 _OF_METHOD = {
     "retention": frozenset(
-        "gating gate tying gate_input bias loss scope budget lambda_cap normaliser capacity_rates "
-        "held_out_budget least_budget lambda_rank rank_window".split()
+        "gating loss scope lambda_cap normaliser capacity_rates least_budget lambda_rank".split()
+        + _RETENTION
     ),
+    "rank": frozenset(["cuts", *_RETENTION]),
     "wgkv": frozenset("window lambda_sparse threshold".split()),
 }
 
@@ -228,14 +237,17 @@ class TrainingSettings:
     Attributes:
         recipe: where the run started from, one of :data:`mmkv.training.settings.RECIPES`; what it
             asked may have been overridden since.
-        method: ``retention`` trains retention gates, ``wgkv`` write gates (WG-KV, arXiv
-            2512.17452), which read only what says so here, ``d_gate``, and what is said of the
-            run: steps, data, optimiser, files.
+        method: ``retention`` distils retention gates, ``rank`` trains them on the order of future
+            attention alone (:mod:`mmkv.training.rank`), ``wgkv`` write gates (WG-KV, arXiv
+            2512.17452); each has the options of :data:`_OF_METHOD`, ``d_gate``, and what is said of
+            the run: steps, data, optimiser, files.
+        init: gates that a run starts from, of the same layout and size; None: drawn ones.
         gate, tying, gate_input: see :class:`mmkv.training.student.TrainableGates`.
         budget: M, mean entries per (layer, KV head), that the capacity term aims at.
         least_budget: 0, or the least M that documents draw, see
             :class:`mmkv.training.model.Objective`; ``budget`` is then where the temperature is 1.
         lambda_rank, rank_window: of the rank term, see :class:`mmkv.training.model.Objective`.
+        cuts: see :class:`mmkv.training.rank.RankModel`.
         window: write gates: W_local, tokens that every entry stays for, its own included.
         threshold: write gates: tau, in log lines and held-out runs; training does not depend on it.
         epochs: above 0: how often every row of the data is read, which decides the steps
@@ -248,15 +260,18 @@ class TrainingSettings:
     model: str = _run("Checkpoint folder or hub id; stays frozen.", MISSING)
     output: str = _run("Folder for gates, checkpoints, curve and card.", MISSING)
     recipe: str = _run(
-        "mmkv (the defaults shown here), or the papers' numbers: dbtrimkv, trimkv, wgkv (the "
-        "default with --method wgkv); options that you give override it.",
+        "mmkv (the defaults shown here), the papers' numbers: dbtrimkv, trimkv, wgkv (the "
+        "default with --method wgkv), or rank (with --method rank); options that you give override "
+        "it.",
         DEFAULT,
     )
     method: str = _run(
-        "retention gates, or wgkv: write gates, with recipe wgkv (WG-KV).",
+        "retention gates; rank: these in minutes, from attention alone, with recipe rank; or wgkv: "
+        "write gates, with recipe wgkv (WG-KV).",
         "retention",
-        choices=("retention", "wgkv"),
+        choices=tuple(_OF_METHOD),
     )
+    init: str | None = _run("Gates to start from, as --gates of mmkv chat; same layout and size.")
     gating: str = _gates(
         "log-bias (DBTrimKV) or logit-scale (TRIM-KV).",
         "log-bias",
@@ -278,8 +293,9 @@ class TrainingSettings:
         "Weight of the term that ranks entries by their future attention.", 0.0, least=0
     )
     rank_window: int = _loss(
-        "Tokens ahead whose queries count for --lambda-rank; 0: all.", 0, least=0
+        "Tokens ahead whose queries count for rank and --lambda-rank; 0: all.", 0, least=0
     )
+    cuts: int = _loss("rank: tokens of each document at which entries are ranked.", 6, above=0)
     lambda_cap: float = _loss("Weight of the capacity term.", 1.0, least=0)
     normaliser: str = _loss("relative or tt (TRIM-KV).", "relative", choices=("relative", "tt"))
     gate: str = _gates(
@@ -366,11 +382,12 @@ class TrainingSettings:
                 raise InputError("--steps and --epochs both say how long to train; give one")
             asked["epochs"] = 0.0  # a recipe may count in epochs
         made = cls(**asked)
-        for method, options in _OF_METHOD.items():
-            if method != made.method and (odd := sorted(options & given.keys())):
+        for name in sorted(given.keys() & frozenset().union(*_OF_METHOD.values())):
+            methods = [method for method, options in _OF_METHOD.items() if name in options]
+            if made.method not in methods:
                 raise InputError(
-                    f"{_flag(odd[0])} is an option of --method {method}, and this run's method is "
-                    f"{made.method}; leave it out"
+                    f"{_flag(name)} is an option of --method {' and '.join(methods)}, and this "
+                    f"run's method is {made.method}; leave it out"
                 )
         return made
 
@@ -434,8 +451,8 @@ class TrainingSettings:
 
     def described(self) -> dict[str, Any]:
         """Return the settings that decide the gates: without those of other methods."""
-        others = [names for method, names in _OF_METHOD.items() if method != self.method]
-        left_out = frozenset({"threads"}).union(*others)
+        others = frozenset().union(*_OF_METHOD.values()) - _OF_METHOD[self.method]
+        left_out = others | {"threads"}
         return {name: v for name, v in asdict(self).items() if name not in left_out}
 
     def write_objective(self) -> WriteObjective:

@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from mmkv.engine.errors import InputError
 from mmkv.engine.model.decoder import Decoder
 from mmkv.engine.model.gates import Gates, WriteGates, write_gates
 from mmkv.engine.model.gates.files import layer_name, published_gates
@@ -282,6 +283,31 @@ class TrainableGates(nn.Module):
         self.readout.weight = uniform(*lead, block)
         self.readout.bias = nn.Parameter(torch.full(lead, float(bias)))
 
+    def start_from(self, gates: Gates) -> None:
+        """Take the parameters of other gates, of the same layout and sizes.
+
+        Raises:
+            InputError: for others, and for parameters that a gate file folds.
+        """
+        if self._projections is not None or gates.kind != self.gate:
+            reads = "" if self._projections is None else " on keys and values"
+            raise InputError(
+                f"the gates of --init are {gates.kind}, and this run trains {self.gate}{reads}; "
+                f"give --gate {gates.kind} and leave --gate-input out"
+            )
+        tensors = dict(gates.tensors)
+        if self.gate != "tied":
+            tensors = {}
+            for index, layer in enumerate(gates.layers):
+                name = f"layers.{index}."
+                for number, (weight, bias) in enumerate(layer.trunk, 1):
+                    tensors[f"{name}linear{number}.weight"] = plain(weight)
+                    tensors[f"{name}linear{number}.bias"] = bias
+                last = f"{name}linear2." if self.gate == "rg" else "linear3."
+                tensors[f"{last}weight"] = layer.readout
+                tensors[f"{name if self.gate == 'rg' else ''}bias"] = layer.bias
+        take_parameters(self, tensors)
+
     def gates(self) -> Gates:
         """Return the engine's gates over the live parameters: gradients reach them."""
         return self.built(self._folded())
@@ -325,6 +351,25 @@ class TrainableGates(nn.Module):
             found[f"{name}.linear2.weight"] = torch.cat([eye, -eye], 1)
             found[f"{name}.bias"] = tensors[f"{name}.bias"]
         return found
+
+
+def take_parameters(gates: nn.Module, tensors: Mapping[str, Tensor]) -> None:
+    """Set all parameters of gates that train; their names and shapes have to be those of a file.
+
+    Raises:
+        InputError: naming the first that differs.
+    """
+    own = dict(gates.named_parameters())
+    for name in sorted(own.keys() | tensors.keys()):
+        ours, theirs = (list(of[name].shape) if name in of else None for of in (own, tensors))
+        if ours != theirs:
+            raise InputError(
+                f"the gates of --init have {theirs or 'nothing'} as {name}, these "
+                f"{ours or 'nothing'}; give the --d-gate and --tying that they were trained with"
+            )
+    with torch.no_grad():
+        for name, parameter in own.items():
+            parameter.copy_(tensors[name])
 
 
 def _normal(generator: torch.Generator, *shape: int) -> Tensor:

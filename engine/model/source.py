@@ -263,8 +263,12 @@ def _json(file: Path) -> dict[str, Any]:
 
 
 def checkpoint_file(source: str, name: str) -> Path | None:
-    """Return a file of a folder or of a hub id in the cache; None where there is none."""
-    folder = Path(source)
+    """Return a file of a folder, or of a hub id in the cache; None where there is none.
+
+    Raises:
+        ModelError: the model goes by a name, and has to be fetched first.
+    """
+    folder = Path(at_hand(source))
     if not folder.is_dir():
         from huggingface_hub import try_to_load_from_cache
 
@@ -389,6 +393,7 @@ def config_digest(model: str) -> str:
     """
     from transformers.utils import cached_file
 
+    model = at_hand(model)
     if is_gguf(model):
         model = gguf_folder(model)
     local = Path(model).is_dir() or not hub_reachable()

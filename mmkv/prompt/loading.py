@@ -15,6 +15,7 @@ from typing import Any
 
 from mmkv.engine.errors import STOPS, InputError, MmkvError, ModelError, first_line
 from mmkv.engine.model.gguf.config import FILES, TOKENIZER, gguf_folder, is_gguf
+from mmkv.engine.model.source import at_hand
 from mmkv.prompt.processing import (
     END,
     PICTURES,
@@ -37,14 +38,15 @@ _TEMPLATE = "chat_template"
 def load_processor(
     name: str | Path, min_pixels: int | None = None, max_pixels: int | None = None
 ) -> Processor:
-    """Load what the checkpoint at ``name`` (directory or hub id) needs besides its weights.
+    """Load what the checkpoint ``name`` needs besides its weights: a folder, a hub id, or a name
+    that ``mmkv models`` lists.
 
     ``min_pixels``, ``max_pixels``: bounds on a picture's pixels, for models that take pictures
     of any size. Raises ModelError when files are missing or damaged, InputError for pixel bounds
     that the model does not take.
     """
     try:
-        return _load(name, min_pixels, max_pixels)
+        return _load(at_hand(str(name)), min_pixels, max_pixels)
     except (MmkvError, *STOPS):
         raise
     # Damaged files surface as nearly anything, the tokenizers library's bare Exception among it.

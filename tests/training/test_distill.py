@@ -114,6 +114,7 @@ def test_a_short_distillation_beats_random_gates_and_recency(tmp_path: Path) -> 
     "changes",
     [
         {"least_budget": 8.0, "lambda_rank": 0.5},  # both draw in every step
+        {"method": "rank", "cuts": 2},
         pytest.param({"weights": "bf16"}, marks=pytest.mark.long(reason="again, rounded")),
     ],
 )

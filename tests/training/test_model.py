@@ -35,10 +35,7 @@ from mmkv.training.model import (
     WriteGateModel,
     WriteObjective,
     backbone_digest,
-    largest_weights,
     quality_losses,
-    rank_loss,
-    watched_states,
     weights_at_end,
 )
 from mmkv.training.run import HeldOutData
@@ -337,70 +334,6 @@ def test_capacity_follows_the_formula(scope: str, least: float) -> None:
     assert extremes[0] < extremes[1]
 
 
-@pytest.mark.parametrize("window", [0, 5])
-def test_worth_is_the_largest_weight_of_the_full_matrix(window: int) -> None:
-    """Two documents, cut at different tokens, against attention of all tokens in float64."""
-    engine = load("qwen3")
-    rows, cuts = [document("qwen3", 11, 1), document("qwen3", 17, 2)], [4, 9]
-    documents = lay_out(engine, rows)
-    states, worth = watched_states(engine, documents, cuts, window)
-    torch.testing.assert_close(states, full_attention_states(engine, documents))
-    model = transformers.AutoModelForCausalLM.from_pretrained(
-        checkpoint("qwen3"), dtype=torch.float64, attn_implementation="eager"
-    ).eval()
-    for row, cut, found in zip(rows, cuts, worth, strict=True):
-        with torch.no_grad():
-            layers = model(input_ids=row["input_ids"], output_attentions=True).attentions
-        end = cut + 1 + window if window else row["input_ids"].numel()
-        seen = torch.cat([layer[0] for layer in layers])[:, cut + 1 : end, : cut + 1]
-        wanted = seen.amax(1).unflatten(0, (-1, CHECKPOINTS["qwen3"].group)).amax(1)
-        torch.testing.assert_close(found.double(), wanted, rtol=1e-4, atol=1e-5)
-
-
-def test_blocks_of_queries_do_not_change_the_worth() -> None:
-    generator = torch.Generator().manual_seed(0)
-    query, key = (torch.randn(n, 40, 8, generator=generator) for n in (4, 2))
-    rows = torch.tensor([12, 13, 20, 33, 39])
-    wanted = largest_weights(query, key, rows, 11, 0.4)
-    torch.testing.assert_close(largest_weights(query, key, rows, 11, 0.4, block=2), wanted)
-    assert wanted.shape == (2, 12) and float(wanted.min()) > 0
-    assert not largest_weights(query, key, rows[:0], 11, 0.4).any()
-
-
-def test_the_rank_term_puts_entries_in_the_order_of_their_worth() -> None:
-    """Its mean over draws against all pairs and every K; descent ends in the teacher's order."""
-    generator = torch.Generator().manual_seed(1)
-    log_beta = -torch.rand(2, 4, generator=generator).exp()
-    worth = torch.rand(2, 4, generator=generator)
-    order = worth.flatten().argsort(descending=True).tolist()
-    age = torch.tensor([4.0, 3.0, 2.0, 1.0])
-    score, value = (x.flatten().tolist() for x in (-(age * -log_beta).log(), worth))
-    total = 0.0
-    steps = 4000  # of the integral over K = 4 ** u entries kept
-    for step in range(steps):
-        kept = 4 ** ((step + 0.5) / steps)
-        for place in range(math.ceil(kept)):
-            high = order[place]
-            chance = min(1.0, kept - place) / kept
-            lows = order[int(kept) :]
-            for low in lows:
-                weight = max(0.0, 1 - value[low] / value[high])
-                costs = weight * math.log1p(math.exp(score[low] - score[high]))
-                total += chance / len(lows) * costs / steps
-    torch.manual_seed(0)
-    found = rank_loss(log_beta, worth, pairs=200_000)
-    assert float(found) == pytest.approx(total, rel=0.02)
-
-    z = torch.zeros(2, 4, requires_grad=True)
-    optimizer = torch.optim.Adam([z], 0.1)
-    for _ in range(150):
-        optimizer.zero_grad()
-        rank_loss(F.logsigmoid(z), worth, pairs=256).backward()
-        optimizer.step()
-    learned = (age * F.logsigmoid(z.detach())).flatten().argsort(descending=True)
-    assert learned[:4].tolist() == order[:4]
-
-
 def test_weights_at_the_end_of_each_document() -> None:
     log_beta = torch.tensor([[0.0, -9e9, -1.0, -9e9, 0.0, 0.0], [-0.5, 0.0, 0.0, -9e9, 0.0, -9e9]])
     start = torch.tensor([0, 0, 0, 3, 3, 3])
@@ -634,14 +567,15 @@ def test_options_of_another_method_are_refused(
     for arguments, words in (
         (["--method", "wgkv", "--scope", "head"], "--scope is an option of --method retention"),
         (["--window", "32"], "--window is an option of --method wgkv"),
-        (["--method", "gates"], "choose one of retention, wgkv"),
+        (["--method", "rank", "--loss", "kl"], "--loss is an option of --method retention, and"),
+        (["--method", "gates"], "choose one of retention, rank, wgkv"),
         (["--method", "wgkv", "--threshold", "1.5"], "--threshold is 1.5; give 0 to 1"),
         (["--method", "wgkv", "--window", "0"], "--window is 0; give more than 0"),
     ):
         assert main([*common, *arguments]) == 1
         lines = capsys.readouterr().err.splitlines()
         assert len(lines) == 1 and words in lines[0], lines
-    with pytest.raises(InputError, match="--budget is an option of --method retention"):
+    with pytest.raises(InputError, match="--budget is an option of --method retention and rank"):
         TrainingSettings.of("wgkv", model="m", output="o", budget=32.0)
 
 

@@ -56,12 +56,14 @@ def lay_out(engine: Runtime, inputs: Sequence[Mapping[str, Any]]) -> Documents:
     """Run the vision side of every document and lay them end to end.
 
     Args:
-        inputs: per document what the processor returns (``input_ids [1, t]``, pixels, ...).
+        inputs: per document what the processor returns (``input_ids [1, t]``, pixels, ...);
+            ``labels`` beside that are not looked at.
 
     Raises:
         InputError: for a malformed document.
     """
-    return lay_out_turns(engine, [engine.family.turn(row, 0, engine.device) for row in inputs])
+    rows = [{name: own for name, own in row.items() if name != "labels"} for row in inputs]
+    return lay_out_turns(engine, [engine.family.turn(row, 0, engine.device) for row in rows])
 
 
 def lay_out_turns(engine: Runtime, turns: Sequence[Turn]) -> Documents:
