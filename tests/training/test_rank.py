@@ -175,7 +175,8 @@ def test_the_command_makes_gates_that_help_and_another_run_starts_from_them(
     """The model goes by a name, as one that was pulled does."""
     monkeypatch.setattr(paths, "named_model", {"drawn": bundled_model()}.get)
     model, folder, next_folder = "drawn", tmp_path / "rank", tmp_path / "next"
-    common = f"--model {model} --data scenes:dense --max-length 512 --d-gate 48 --device cpu --dtype float32 --threads 1"
+    common = f"--model {model} --data scenes:dense --max-length 512 --d-gate 48 --device cpu"
+    common += " --dtype float32 --threads 1"
     ranked = f"--method rank --steps 24 --cuts 4 --lr 6e-3 --log-every 8 --output {folder}"
     assert main([*common.split(), *ranked.split()]) == 0, capsys.readouterr().err
     engine = Runtime.from_pretrained(model, policy="full", dtype="float32", device="cpu")
