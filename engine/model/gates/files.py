@@ -93,8 +93,7 @@ def load_write_gates(source: str | Path, spec: DecoderSpec) -> WriteGates:
     if info is None or info.get("kind") != "write":
         raise GateError(
             f"{path} holds retention gates, and the policy reads write gates; train those "
-            "with `python -m mmkv.training.distill --method wgkv`, or choose a policy for "
-            "retention gates"
+            "with `mmkv distill --method wgkv`, or choose a policy for retention gates"
         )
     _check_shape(info, spec, (*_SIZES, "head_dim"))
     return write_gates(tensors, spec, info)
@@ -257,7 +256,7 @@ def foreign_note(gates: Gates | WriteGates, model: str) -> str | None:
     return (
         f"these gates were trained for a checkpoint with {part} "
         f"({gates.info.get('base_model', 'not named')}); if {model} is another model, their scores "
-        "mean nothing for it: train gates for it with `python -m mmkv.training.distill`"
+        "mean nothing for it: train gates for it with `mmkv distill --method rank`"
     )
 
 
