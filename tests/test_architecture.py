@@ -36,28 +36,38 @@ def pictures() -> dict[str, tuple[set[str], set[tuple[str, str]]]]:
     return found
 
 
-@cache
 def imports(path: Path, for_types: bool = True) -> list[str]:
     """Return what a file imports, inside functions, too, as paths from the top of the repository.
 
     Args:
         for_types: also what only a type checker reads.
     """
-    tree = ast.parse(path.read_text())
-    for node in ast.walk(tree):
-        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test) and not for_types:
-            node.body = []
-    names = []
-    for node in ast.walk(tree):
+    return [name for name, typed in all_imports(path) if for_types or not typed]
+
+
+@cache
+def all_imports(path: Path) -> list[tuple[str, bool]]:
+    """Return what a file imports, and whether only a type checker reads it."""
+    found: list[tuple[str, bool]] = []
+    nodes: list[tuple[ast.AST, bool]] = [(ast.parse(path.read_text()), False)]
+    while nodes:
+        node, typed = nodes.pop()
+        names = []
         if isinstance(node, ast.Import):
-            names += [alias.name for alias in node.names]
+            names = [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, f"{path} line {node.lineno}: a relative import"
             # ``from mmkv.engine import hub`` imports a module, too.
-            names += [f"{node.module}.{alias.name}" for alias in node.names]
-    # Folders at the top, to which mmkv/ has links.
-    linked = r"^mmkv\.(?=(engine|eval|training)\b)"
-    return [re.sub(linked, "", name).replace(".", "/") for name in names]
+            names = [f"{node.module}.{alias.name}" for alias in node.names]
+        elif isinstance(node, (ast.stmt, ast.Module, ast.ExceptHandler, ast.match_case)):
+            inside = isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test)
+            body = node.body if inside else ()  # type: ignore[attr-defined]
+            for part in ast.iter_child_nodes(node):
+                nodes.append((part, typed or part in body))
+        # Folders at the top, to which mmkv/ has links.
+        linked = r"^mmkv\.(?=(engine|eval|training)\b)"
+        found += [(re.sub(linked, "", name).replace(".", "/"), typed) for name in names]
+    return found
 
 
 def place(path: str, nodes: set[str]) -> str | None:

@@ -65,18 +65,13 @@ def test_help_and_mistakes_import_nothing_heavy() -> None:
 
 @needs_light_settings
 @pytest.mark.slow(reason="a process that starts torch")
-def test_a_text_model_needs_no_modelling_code(tmp_path: Path) -> None:
+def test_no_model_needs_modelling_code_before_its_first_picture(tmp_path: Path) -> None:
+    """The bundled model, which sees, and two text models."""
     qwen, llama = write_text_model(tmp_path / "qwen"), save_llama(tmp_path / "llama")
     few = ("-p", "hi", "--max-new-tokens", "2")
-    answers = [("chat", str(folder), *few) for folder in (qwen, llama)]
-    assert imported(MODELLING, *answers) == ["0 []", "0 []"]
-
-
-@needs_light_settings
-@pytest.mark.slow(reason="a process that starts torch")
-def test_a_picture_model_needs_none_before_its_first_picture() -> None:
-    answer = ("chat", "-p", "hi", "--max-new-tokens", "2")
-    assert imported(f"{MODELLING},transformers.processing_utils", answer) == ["0 []"]
+    answers = [("chat", *few), *(("chat", str(folder), *few) for folder in (qwen, llama))]
+    heavy = f"{MODELLING},transformers.processing_utils"
+    assert imported(heavy, *answers) == ["0 []"] * 3
 
 
 def test_the_program_ends_with_the_exit_code_and_all_output(tmp_path: Path) -> None:

@@ -175,9 +175,12 @@ class Int8Matrix(IntegerMatrix):
 
         A step is the smallest bfloat16 that is not below the block's greatest number over 127.
         """
-        scale = _at_least(weight.abs().amax(-1) / _LARGEST)
+        most = weight.abs().amax(-1)
+        scale = _at_least(most / _LARGEST)
         steps = scale.float().unsqueeze(-1)
-        return (weight / torch.where(steps == 0, 1.0, steps)).round_(), scale
+        codes = (weight / torch.where(steps == 0, 1.0, steps)).round_()
+        finite = most.isfinite()
+        return codes.where(finite[..., None], 0.0), scale.where(finite, torch.nan)
 
     @staticmethod
     def stored(codes: Tensor) -> Tensor:

@@ -74,13 +74,18 @@ class NextChunk:
         return torch.where(whole[view.row] < 2, view.position.float(), score)
 
     def _ranks(self, view: CacheView, source: Tensor) -> Tensor:
-        """Rank of each entry ``source [R, chunks, lag]`` in its chunk, divided by ``lag``."""
+        """Rank each entry in its chunk, divided by ``lag``.
+
+        Args:
+            source: ``[R, chunks, lag]``, columns of :meth:`CacheView.to_rows` of a chunk's entries.
+        """
         # In float64: shares of a wide spread round to 0 and 1 in float32, and their sums tie.
         total = torch.zeros(source.shape, dtype=torch.float64, device=source.device)
         for entries in (view.keys(), view.values()):
             x = view.to_rows(entries.float(), 0.0)
             chunk = x.gather(1, source.flatten(1)[..., None].expand(-1, -1, x.shape[-1]))
             chunk = chunk.unflatten(1, source.shape[1:])
+            # The next chunk's range, by feature; the last one, which is not ranked, gets another.
             least, most = (m.roll(-1, 1) for m in (chunk.amin(2), chunk.amax(2)))
             spread = scaled(chunk, least[:, :, None], most[:, :, None]).std(-1)
             total += spread.double().softmax(-1)

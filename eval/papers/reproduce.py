@@ -202,31 +202,31 @@ def row_folder(table: PaperTable, row: TableRow, choice: TableChoice) -> Path:
 def commands(table: PaperTable, row: TableRow, choice: TableChoice) -> list[list[str]]:
     """Return the commands of a row, as words."""
     gates = choice.gates or table.gates.get(row.name)
-    interval = table.by_policy.get(row.name)
-    plain = row.budget if table.budget_as is None else None
-    more = [f"{table.budget_as}={row.budget}"] if row.budget and plain is None else []
-    more += [interval] if interval else []
+    # evict_every=N: mmkv eval takes it as a model argument, other commands as --evict-every N.
+    evict_every = table.by_policy.get(row.name)
+    budget_option = row.budget if table.budget_as is None else None
+    model_args = [f"{table.budget_as}={row.budget}"] if row.budget and table.budget_as else []
+    model_args += [evict_every] if evict_every else []
     made = []
     for part in table.parts:
         samples = choice.samples or part.get("samples", table.samples)
         values = {
-            "tasks": ",".join(part.get("tasks", table.tasks)),
-            "data": choice.data,
-            "model": choice.model or table.model,
+            "tasks": shlex.quote(",".join(part.get("tasks", table.tasks))),
+            "data": shlex.quote(choice.data),
+            "model": shlex.quote(choice.model or table.model),
             "gates": _given("gates", gates if row.name in table.gates else None),
             "policy": shlex.quote(row.policy),
-            "budget": _given("budget", plain),
+            "budget": _given("budget", budget_option),
             "samples": _given("samples", samples),
-            "options": shlex.join(_options(table, part, more, choice)),
-            "interval": _given("evict-every", (interval or "").partition("=")[2]),
+            "options": shlex.join(_options(table, part, model_args, choice)),
+            "interval": _given("evict-every", (evict_every or "").partition("=")[2]),
             "limit": _given("limit", choice.limit and f"{choice.limit:g}"),
             "batch": _given("batch-size", choice.batch_size if choice.batch_size != 1 else None),
             "device": _given("device", choice.device),
             "dtype": _given("dtype", choice.dtype),
             "row": shlex.quote(str(row_folder(table, row, choice))),
         }
-        quoted = {key: shlex.quote(values[key]) for key in ("tasks", "data", "model")}
-        made += [shlex.split(one.format(**values | quoted)) for one in table.commands]
+        made += [shlex.split(one.format(**values)) for one in table.commands]
     return made
 
 
@@ -236,7 +236,7 @@ def _given(name: str, value: object) -> str:
 
 
 def _options(
-    table: PaperTable, part: dict[str, Any], more: Sequence[str], choice: TableChoice
+    table: PaperTable, part: dict[str, Any], model_args: Sequence[str], choice: TableChoice
 ) -> list[str]:
     """Return the options of a table and its part, the row's model arguments, the user's settings.
 
@@ -244,7 +244,7 @@ def _options(
     """
     words = [*table.options, *part.get("options", ())]
     pairs = list(zip(words[::2], words[1::2], strict=True))
-    pairs += [("--model-args", one) for one in more]
+    pairs += [("--model-args", one) for one in model_args]
     pairs += [("--gen-kwargs", choice.gen_kwargs)] if choice.gen_kwargs else []
     made: dict[str, list[str]] = {}
     for name, value in pairs:

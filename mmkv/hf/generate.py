@@ -231,7 +231,7 @@ class Call:
         return given[0] if given else None
 
     def _take_stop_strings(self, stop: str | list[str] | None) -> None:
-        """Look for stop strings here: to a decoding function transformers gives no tokenizer."""
+        """Look for stop strings here: transformers gives a decoding function no tokenizer."""
         tokenizer = self._given.get("tokenizer")
         if stop and tokenizer is not None:
             own = StopStringCriteria(tokenizer, stop)

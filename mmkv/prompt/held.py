@@ -263,12 +263,17 @@ class Held:
         return last.text[at:]
 
     def let_go(self, stays: int) -> None:
-        """Let the pictures go that stand in the first ``stays`` characters, which stay so.
+        """Let go the pictures of text that no later rendering changes: it is not read again.
 
-        Where the others take more than :data:`MOST_MEDIA` bytes, all go.
+        Where the others take more than :data:`MOST_MEDIA` bytes, all go: a plan needs all or none.
+
+        Args:
+            stays: how many characters that is, see :class:`Read`.
         """
+        if self.pieces is None:
+            return
         at, pieces, size = 0, [], 0
-        for piece in self.pieces or ():
+        for piece in self.pieces:
             at += len(piece.text or "")
             if piece.media is not None and at > stays:
                 size += sum(map(_size, (*piece.media[0], *piece.media[1])))
@@ -277,8 +282,7 @@ class Held:
             pieces.append(piece)
         if size > MOST_MEDIA:
             pieces = [replace(piece, media=None) for piece in pieces]
-        if self.pieces is not None:
-            self.pieces = tuple(pieces)
+        self.pieces = tuple(pieces)
 
     def as_json(self) -> dict[str, Any]:
         """Return it as JSON can hold it, without pictures."""

@@ -94,7 +94,7 @@ _PIECES = 64  # of a text, after which the clock is read; loops and calls read i
 # Filters whose time or output grows faster than their input.
 _SLOW = frozenset(("pprint", "striptags", "sum", "urlize", "wordwrap", "xmlattr"))
 _LONG_WIDTH = re.compile(r"%(\([^)]*\))?[-+ #0]*(\d*\.)?(\d{5,}|\*)")
-_OF_DICTS = frozenset(dir(dict))
+_OF_DICTS = frozenset(dir(dict))  # methods, which Jinja's checked way looks up
 _OF_LOOPS = frozenset(("first", "last", "index", "index0", "revindex", "revindex0", "length"))
 
 

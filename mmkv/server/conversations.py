@@ -224,7 +224,7 @@ class ConversationState(CachedConversation):
             return
         with self.engine.lock, torch.inference_mode():
             shared.join(self.live, self._weight)
-            shared.cut([], self.engine.interval)
+            shared.cut([], self.engine.interval)  # all its sessions, whichever are named
 
     def save(self, path: Path) -> None:
         """Write it to another file, whole or not at all. Raises SessionError."""

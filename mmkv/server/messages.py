@@ -376,18 +376,20 @@ class ChatForm:
         return made
 
     def _take_result(self, block: ToolResultBlock, place: str) -> None:
+        """Take a call's result as a message of the tool, and note where each part stood."""
         made = self._begin("tool", place) | {"tool_call_id": block.tool_use_id, "content": []}
         self.messages[-1], places = made, self._places[-1][1]
         if block.is_error:
             made["content"].append({"type": "text", "text": _FAILED})
             places.append(place)
-        given = [{"type": "text", "text": block.content}] if isinstance(block.content, str) else []
-        made["content"] += given
-        for index, one in enumerate([] if given else block.content or []):
+        if isinstance(block.content, str):
+            made["content"].append({"type": "text", "text": block.content})
+            places.append(f"{place}.content")
+            return
+        for index, one in enumerate(block.content or ()):
             inner = f"{place}.content[{index}]"
-            if isinstance(one, (Other, str)):
-                kind = getattr(one, "type", "text")
-                what = f"{inner} is of type {kind[:40]!r}; results hold text and image"
+            if isinstance(one, Other):
+                what = f"{inner} is of type {one.type[:40]!r}; results hold text and image"
                 raise unsupported(inner, what)
             made["content"].append(_part(one, inner))
             places.append(inner)

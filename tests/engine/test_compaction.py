@@ -137,14 +137,17 @@ def close(ours: Tensor, theirs: Tensor) -> None:
     assert error <= 1e-4, f"logits differ by {error:.2e}"
 
 
+TWICE = pytest.mark.long(reason="twice the context; the first of each kind of positions is here")
+
+
 @pytest.mark.parametrize(
     ("model", "policy", "limit"),
     [
         ("vl3", "dbtrimkv", 64),
         ("text3", "snapkv:window=3", 64),
         ("qwen2_5_vl", "expected-attention:window=3,sinks=1", 64),
-        ("llava3", "keydiff", 128),
-        ("glm4v", "dbtrimkv", 128),
+        pytest.param("llava3", "keydiff", 128, marks=TWICE),
+        pytest.param("glm4v", "dbtrimkv", 128, marks=TWICE),
         ("gemma3_text", "snapkv:window=3", 64),
         ("llava3", "dbtrimkv", 64),  # pictures have to shrink
     ],

@@ -20,6 +20,7 @@ from tests.support.factories import (
     pad_left,
 )
 from tests.support.model_configs import IMAGE_ID, VIDEO_ID, VOCAB
+from tests.support.tiers import long_but
 
 CPU = torch.device("cpu")
 
@@ -393,7 +394,14 @@ MUTATIONS: list[Callable[[Tensor], Any]] = [
 ]
 
 
-@pytest.mark.parametrize("name", READERS)
+@pytest.mark.parametrize(
+    "name",
+    long_but(
+        ("qwen3_vl", "llava", "llava_onevision", "internvl", "mistral3"),
+        READERS,
+        "they read tensors as one of the others does",
+    ),
+)
 def test_odd_tensors_get_one_sentence(name: str) -> None:
     """Every tensor of a caller, changed in every way, is read or refused in our words."""
     reader, pieces = family(name), [3, ("image", 32, 32), 2, ("image", 16, 48), 1]

@@ -29,7 +29,7 @@ from tests.support.factories import (
     pad_left,
 )
 from tests.support.hf_models import with_positions_of_the_paper
-from tests.support.tiers import slow_but
+from tests.support.tiers import long_but, slow_but
 
 STEPS = 64
 FEW = 16  # where a prompt is read in another way: what follows is that of one turn
@@ -211,11 +211,15 @@ def test_a_lone_picture_is_tiled() -> None:
 @pytest.mark.slow(reason="more of the parity matrix; test_one_turn has each family")
 @pytest.mark.parametrize(
     "name",
-    [
-        name
-        for name in FAMILIES
-        if name not in ("llava_onevision", "qwen2", "qwen3", "qwen3_5_text", "qwen3_5_moe")
-    ],
+    long_but(
+        ("qwen3_vl", "qwen2_5_vl", "glm4v", "gemma3", "qwen3_5", "llava", "llama"),
+        [
+            name
+            for name in FAMILIES
+            if name not in ("llava_onevision", "qwen2", "qwen3", "qwen3_5_text", "qwen3_5_moe")
+        ],
+        "positions of the other families are like these",
+    ),
 )
 def test_left_padded_batch(name: str) -> None:
     """Sessions of different lengths and rope offsets, decoded in one batch."""

@@ -20,6 +20,7 @@ from tests.engine.test_oracle import text_of
 from tests.support.dialogues import engine_of, folder_of, prompt
 from tests.support.policies import KINDS, OTHERS
 from tests.support.sessions import assert_same_rows, load, run, text_ids, turn
+from tests.support.tiers import long_but
 
 # A turn of each row, twice: with pictures and without, longer and shorter than a chunk.
 TURNS: list[list[list[Any]]] = [
@@ -51,9 +52,18 @@ def passes_of(engine: Runtime, monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return counts
 
 
+# Other pruners drop tokens where these do; write gates beside a policy are those alone and it.
+ALIKE = ("dart", "cdpruner", "wgkv+dbtrimkv")
+
+
 @pytest.mark.parametrize(
     ("name", "model"),
-    [*((name, "vl3") for name in KINDS + OTHERS), ("dbtrimkv", "llava3"), ("fastv", "llava3")],
+    [
+        *((name, "vl3") for name in KINDS + OTHERS if name not in ALIKE),
+        *long_but((), [(name, "vl3") for name in ALIKE], "as one of the others"),
+        ("dbtrimkv", "llava3"),
+        ("fastv", "llava3"),
+    ],
 )
 def test_each_keeps_what_it_keeps_alone(
     name: str, model: str, monkeypatch: pytest.MonkeyPatch
@@ -146,7 +156,11 @@ def begun(sessions: list[CachedSequence], *prompts: dict[str, Tensor]) -> list[P
     return [Prefill(*parts) for parts in zip(sessions, turns, strict=True)]
 
 
-@pytest.mark.parametrize("name", KINDS + OTHERS)
+# A layer that is left alone sees no policy but by what it keeps beside the entries.
+LEFT = ("dbtrimkv", "snapkv", "h2o", "wgkv", "fastv")
+
+
+@pytest.mark.parametrize("name", long_but(LEFT, KINDS + OTHERS, "the other kinds"))
 def test_a_pass_that_is_left_after_each_layer_computes_the_same_bits(name: str) -> None:
     """Others are opened, read and decoded meanwhile, for which pool and tables grow."""
     text = text_of(name)

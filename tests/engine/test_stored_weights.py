@@ -380,7 +380,11 @@ def test_a_tower_reads_its_own_tensors_once(name: str, monkeypatch: pytest.Monke
 @pytest.mark.parametrize(
     ("name", "dtype", "several"),
     [
-        *((name, torch.bfloat16, True) for name in SEEING if name not in ALIKE),
+        *long_but(
+            [(name, torch.bfloat16, True) for name in ("qwen3_vl", "internvl", "gemma3")],
+            [(name, torch.bfloat16, True) for name in SEEING if name not in ALIKE],
+            "test_a_tower_reads_its_own_tensors_once has every family",
+        ),
         *(
             (name, dtype, False)
             for name in ("qwen3_vl", "llava")

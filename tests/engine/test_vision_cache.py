@@ -22,8 +22,10 @@ from mmkv.engine.runtime import Runtime
 from tests.support.factories import CHECKPOINTS, FAMILIES, QWEN_VL, checkpoint, make_turn
 from tests.support.model_configs import config_of
 from tests.support.sessions import load
+from tests.support.tiers import long_but
 
 SEEING = [name for name in FAMILIES if hasattr(config_of(CHECKPOINTS[name]), "vision_config")]
+APART = ["qwen3_vl", "qwen2_5_vl", "llava", "internvl", "smolvlm"]
 SHOWN = [3, ("image", 16, 16), 4]
 
 
@@ -54,7 +56,10 @@ def read(engine: Runtime, turn: dict[str, Tensor], salt: str = "") -> Tensor:
         return session.prefill(turn)
 
 
-@pytest.mark.parametrize("name", SEEING)
+@pytest.mark.parametrize(
+    "name",
+    long_but(APART, SEEING, "the others are read as one of these"),
+)
 def test_a_picture_that_comes_again_is_encoded_once(name: str) -> None:
     engine, without = open_engine(name), open_engine(name, vision_cache=0)
     turn, other = make_turn(name, SHOWN), make_turn(name, SHOWN, seed=1)
@@ -67,9 +72,6 @@ def test_a_picture_that_comes_again_is_encoded_once(name: str) -> None:
     assert len(passes) == 2 * alone
     assert all(map(torch.equal, found, wanted))
     assert not torch.equal(found[0], found[1])
-
-
-APART = ["qwen3_vl", "qwen2_5_vl", "llava", "internvl", "smolvlm"]
 
 
 def part_of(name: str, turn: dict[str, Tensor], first: int, after: int) -> dict[str, Tensor]:

@@ -11,6 +11,7 @@ import gc
 import signal
 import sys
 import weakref
+import zlib
 from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
@@ -399,13 +400,15 @@ ALIKE |= {"Session.fork_apart", "Session.memory", "Session.prefill", "Session.se
 
 
 @pytest.mark.parametrize("name", long_but(CALLS.keys() - ALIKE, sorted(CALLS), "1.7 s each"))
-@examples(2)
-@given(ahead=st.integers(1, 10_000), shared=st.booleans())
+@examples(1)
+@given(ahead=st.integers(0, 9_999), shared=st.booleans())
 def test_ctrl_c_at_any_bytecode_of_a_public_call(
     world: World, name: str, ahead: int, shared: bool
 ) -> None:
+    # The first that is drawn is 0 and False: each call has a place and an engine of its own.
+    own = zlib.crc32(name.encode())
     with trial():
-        world.interrupt(name, 1 - ahead / 10_000, shared)
+        world.interrupt(name, (own + ahead) % 10_000 / 10_000, shared ^ bool(own & 1))
 
 
 def test_a_ctrl_c_that_is_lost_would_be_found(

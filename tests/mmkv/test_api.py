@@ -27,7 +27,7 @@ from mmkv.prompt.messages import take_media
 from mmkv.sampling import distribution
 from mmkv.session import Session
 from tests.support.chat_models import picture, save_qwen3_vl, script, watch
-from tests.support.tiers import slow_but
+from tests.support.tiers import long_but
 
 
 @pytest.fixture(scope="module")
@@ -456,7 +456,7 @@ def life(engine: Engine, number: int, folder: Path) -> list[Any]:
     return seen
 
 
-@pytest.mark.parametrize("backend", slow_but(["native"], ["native", "torch"], "the other path"))
+@pytest.mark.parametrize("backend", long_but(["native"], ["native", "torch"], "the other path"))
 def test_eight_threads_say_what_they_say_one_after_the_other(
     backend: str, qwen: Path, tmp_path: Path, quick_switches: None
 ) -> None:

@@ -18,6 +18,7 @@ from pathlib import Path
 import pytest
 
 from mmkv import __version__
+from tests.support.lmms_runs import few_tasks, needs_lmms_eval
 
 ROOT = Path(__file__).resolve().parents[2]
 SOURCES = ("pyproject.toml", "setup.py", "MANIFEST.in", "README.md", "LICENSE")
@@ -32,11 +33,13 @@ pytestmark = [
 ]
 
 
-def run(*command: str | Path, cwd: Path) -> str:
-    """Return the output of a command, which must succeed."""
+def run(*command: str | Path, cwd: Path, modules: Path | None = None) -> str:
+    """Return the output of a command, which must succeed and may import from ``modules``."""
     env = os.environ | {"HF_HUB_OFFLINE": "1"}
     for name in ("PYTHONPATH", "MMKV_ASSETS"):
         env.pop(name, None)
+    if modules is not None:
+        env["PYTHONPATH"] = str(modules)
     ran = subprocess.run(command, cwd=cwd, env=env, capture_output=True, text=True)
     assert ran.returncode == 0, f"{ran.stdout}\n{ran.stderr}"
     return ran.stdout
@@ -62,13 +65,17 @@ def archive(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def wheel(archive: Path) -> Path:
     """Return the wheel of the source archive.
 
-    Its lowest level is compiled from the archive; the others, which take longest, are this
-    checkout's where it has them.
+    Its lowest level is compiled from the archive, without optimisation; the others, which take
+    longest, are this checkout's where it has them.
     """
     folder = archive.parent
     with tarfile.open(archive) as file:
         file.extractall(folder, filter="data")
     source = folder / archive.name.removesuffix(".tar.gz")
+    setup = source / "setup.py"
+    flags = setup.read_text("utf-8")
+    assert '"-O3"' in flags
+    setup.write_text(flags.replace('"-O3"', '"-O0"'), "utf-8")
     platform = f"lib.{sysconfig.get_platform()}-{sys.implementation.cache_tag}"
     built = source / "build" / platform / "mmkv/engine/backends/cpu"
     built.mkdir(parents=True)
@@ -187,7 +194,16 @@ def test_chat_bench_and_mmdu(installed: Path, traps: None, tmp_path: Path) -> No
     assert "--output" in usage
 
 
-@pytest.mark.skipif(find_spec("lmms_eval") is None, reason="needs lmms-eval")
-def test_eval(mmkv: Callable[..., str], tmp_path: Path) -> None:
-    mmkv("eval", "--tasks", "mmdu", "--limit", "1", "--output", "results")
+@needs_lmms_eval
+@pytest.mark.parametrize(
+    "whole",
+    [False, pytest.param(True, marks=pytest.mark.long(reason="reads lmms-eval's 2,000 tasks"))],
+)
+def test_eval(installed: Path, traps: None, tmp_path: Path, whole: bool) -> None:
+    """With lmms-eval's tasks that have a local form, or with all of them."""
+    if not whole:
+        few_tasks(tmp_path / "modules")
+    modules = None if whole else tmp_path / "modules"
+    arguments = "eval --tasks mmdu --limit 1 --output results".split()
+    run(installed / "mmkv", *arguments, cwd=tmp_path, modules=modules)
     assert list((tmp_path / "results").rglob("*_results.json"))

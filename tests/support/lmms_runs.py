@@ -2,7 +2,7 @@
 
 A start of lmms-eval reads all of its 2,000 task files, which takes longer than these runs. They see
 its own code with the folders of the tasks that have a local form and no others, as links;
-``tests/packaging/test_wheel.py`` runs it whole.
+``tests/packaging/test_wheel.py`` runs it whole, with ``make test-drawn``.
 """
 
 from __future__ import annotations

@@ -88,12 +88,12 @@ def held_out(count: int) -> list[dict[str, Tensor]]:
     return [watched[index] for index in range(count)]
 
 
-@pytest.mark.slow(reason="the one test that shows a whole distillation to be worth it: 28 steps")
+@pytest.mark.slow(reason="the one test that shows a whole distillation to be worth it: 18 steps")
 def test_a_short_distillation_beats_random_gates_and_recency(tmp_path: Path) -> None:
     """KL to the full cache on held-out dialogues, evicting at M = 64 of 370 to 600 tokens."""
-    chosen = short_run(tmp_path, steps=28, batch=1, lr=6e-3)
-    engine, described = train(chosen, source="scenes:sparse")
-    data = HeldOutData(engine, held_out(3))
+    chosen = short_run(tmp_path, steps=18, batch=1, lr=1.2e-2)
+    engine, described = train(chosen)
+    data = HeldOutData(engine, held_out(2))
     trained, untrained = load_gates(tmp_path, engine.spec), make_random_gates(engine.spec, 1)
     kl = {
         "trained": summary(data.read(trained, "dbtrimkv", 64))["kl"],
@@ -106,7 +106,7 @@ def test_a_short_distillation_beats_random_gates_and_recency(tmp_path: Path) -> 
     assert described["base_fingerprint"] == fingerprint(described["base_model"])
     assert described["base_sha256"] and (tmp_path / "curve.png").stat().st_size > 5000
     card = (tmp_path / "README.md").read_text()
-    assert described["base_sha256"] in card and "scenes:sparse" in card
+    assert described["base_sha256"] in card and "scenes:dense" in card
 
 
 @pytest.mark.slow(reason="trains the gates for several steps")
@@ -125,8 +125,8 @@ def test_a_resumed_run_ends_where_an_uninterrupted_one_does(
     usual: dict[str, Any] = {"steps": 4, "save_every": 2, "batch": 1} | changes
     train(short_run(whole, **usual))
     shutil.copytree(whole, cut)
-    # As after a kill past the second step: later checkpoints and the result are not there.
-    shutil.rmtree(cut / "checkpoint-4")
+    # As after a kill in the fourth step: its checkpoint is not whole, and is passed over.
+    (cut / "checkpoint-4" / "trainer_state.json").unlink()
     (cut / "gates.safetensors").unlink()
     train(short_run(cut, **usual, resume=True))
     first, second = (load_file(folder / "gates.safetensors") for folder in (whole, cut))
@@ -144,14 +144,6 @@ def test_resuming_a_finished_run_keeps_its_figures(tmp_path: Path) -> None:
     _, again = train(short_run(tmp_path, **short, resume=True), held=1)
     assert first["results"]["held_out_kl"] > 0 and again["results"] == first["results"]
     assert "No held-out data" not in (tmp_path / "README.md").read_text()
-
-
-@pytest.mark.slow(reason="trains the gates for several steps")
-def test_a_checkpoint_that_was_cut_off_is_passed_over(tmp_path: Path) -> None:
-    train(short_run(tmp_path, steps=4, batch=1, save_every=2))
-    (tmp_path / "checkpoint-4" / "trainer_state.json").unlink()
-    train(short_run(tmp_path, steps=4, batch=1, save_every=2, resume=True))
-    assert [line["step"] for line in history(tmp_path) if "loss" in line] == [1, 2, 3, 4]
 
 
 @pytest.mark.slow(reason="trains the gates for several steps")

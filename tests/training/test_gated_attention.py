@@ -17,7 +17,7 @@ from torch.nn.attention.flex_attention import create_block_mask
 
 from mmkv.training import gated_attention as module
 from mmkv.training.gated_attention import GATINGS, gated_attention, gated_attention_reference
-from tests.support.tiers import slow_but
+from tests.support.tiers import long_but
 
 OUT, GRADIENT = 4e-6, 1e-5
 
@@ -179,7 +179,7 @@ def test_write_gates_that_admit_nothing_leave_the_window() -> None:
 
 @pytest.mark.parametrize("gating", GATINGS)
 @pytest.mark.parametrize("packed", [False, True])
-@pytest.mark.parametrize("group", slow_but({3}, [1, 3], "the other group size"))
+@pytest.mark.parametrize("group", long_but({3}, [1, 3], "the other group size"))
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
 def test_flex_form_matches_the_reference(gating: str, packed: bool, group: int) -> None:
     """Values only, and eager: FlexAttention has no backward pass on CPUs."""

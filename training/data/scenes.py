@@ -279,7 +279,7 @@ def questions(scene: Scene, rng: random.Random) -> list[Question]:
 
 
 def compare(shown: list[Scene], rng: random.Random) -> Question:
-    """Make a question about two pictures, which must be grids.
+    """Make a question about the first two pictures, which must be grids.
 
     With two pictures it may ask which of them holds an object, otherwise what the first one
     showed in some cell.

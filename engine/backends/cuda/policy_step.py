@@ -351,16 +351,17 @@ class PolicyStep:
                 state[where, 0] = torch.where(self._write, log_g, state[where, 0])
 
     def evict(self, seqs: Tensor, seen: Tensor, index: Tensor, cut: bool) -> None:
-        """Drop what write gates refuse, then what stands above the budget.
+        """Let the scorer revise its state, drop what write gates refuse and what is over budget.
 
         Args:
             seqs: ``[B]``; seen: ``[B]`` tokens seen; index: ``[1]`` the step's number.
-            cut: whether a sequence may stand above its budget.
+            cut: False: no sequence can be above its budget, so nothing is looked at.
         """
         model = self.model
         if model.has_on_step:
             self._read(seqs)
-            # A sequence's memory is read as one number each: one after the other.
+            # on_step gets the memory of one sequence, without a batch dimension: one batch slot
+            # at a time. Queries are not part of it, and are read for all together.
             alone = any(name != QUERIES for name in self.cache.memory)
             for part in self._parts(1 if alone else seqs.numel()):
                 self._on_step(part, seen)

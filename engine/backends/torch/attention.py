@@ -176,7 +176,7 @@ def _attend(
     query: Tensor, key: Tensor, value: Tensor, bias: Tensor, scale: float
 ) -> tuple[Tensor, Tensor]:
     """Compute the attention of ``query [W, Q, D]`` to ``key, value [W, N, D]`` under ``bias [W,
-    N]``.
+    N]``: outputs ``[W, Q, D]``, log-sum-exp ``[W, Q]``.
     """
     if query.device.type == "cpu":
         # What scaled_dot_product_attention calls: it alone gives the sums that parts are merged by.

@@ -34,7 +34,7 @@ from tests.support.kernels import HAS_TRITON, INTERPRETED
 from tests.support.native import POLICIES, content, engine_for
 from tests.support.policies import STATIC
 from tests.support.sessions import load, state, text_ids
-from tests.support.tiers import slow_but
+from tests.support.tiers import long_but
 
 __all__ = ["host_reads"]
 MODELS = ["qwen3_vl", "llama_biased", "odd"]
@@ -97,7 +97,7 @@ def test_the_static_step_is_the_eager_step(model: str, policy: str, lookahead: f
     assert len(held[0]) == 3
 
 
-@pytest.mark.parametrize("model", slow_but(OTHERS[:2], OTHERS, "two have all that is special"))
+@pytest.mark.parametrize("model", long_but(OTHERS[:2], OTHERS, "two have all that is special"))
 def test_states_and_windows_over_many_steps(
     model: str, host_reads: HostReads, tmp_path: Path
 ) -> None:

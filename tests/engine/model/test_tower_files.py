@@ -21,6 +21,7 @@ from mmkv.engine.model.kept_files import KeptFile, kept
 from mmkv.engine.model.panels import Panels
 from tests.support.factories import checkpoint, make_turn, stored_in_bfloat16
 from tests.support.native import needs_native
+from tests.support.tiers import long_but
 
 pytestmark = needs_native
 NAMES = ["qwen3_vl", "qwen2_5_vl", "internvl", "llava", "llava_next", "llava_onevision"]
@@ -79,7 +80,12 @@ def packed(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 @pytest.mark.parametrize(
-    ("name", "form"), [*((name, "auto") for name in NAMES), ("qwen3_vl", "int8"), ("llava", "int8")]
+    ("name", "form"),
+    long_but(
+        (("qwen3_vl", "auto"), ("llava", "auto"), ("internvl", "auto"), ("qwen3_vl", "int8")),
+        [*((name, "auto") for name in NAMES), ("qwen3_vl", "int8"), ("llava", "int8")],
+        "their towers are held as these are",
+    ),
 )
 def test_features_from_a_file_are_bit_equal(
     name: str, form: str, tmp_path: Path, packed: list[str]

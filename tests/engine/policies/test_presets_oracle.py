@@ -268,7 +268,7 @@ def test_presets_follow_their_references(
     name: str, record_property: Callable[[str, object], None]
 ) -> None:
     found: list[Oracle] = []
-    compare_drawn(name, 3, 2, found)
+    compare_drawn(name, 2, 2, found)
     report(record_property, name, found)
 
 

@@ -318,6 +318,9 @@ def test_a_process_leaves_the_group_before_it_exits(home: Path) -> None:
     assert done.stdout.splitlines()[-1:] == ["inside False"], done.stdout + done.stderr
 
 
+@pytest.mark.long(
+    reason="loads transformers' model, too; test_replies_are_the_engines_own has ours"
+)
 def test_replies_are_those_of_lmms_evals_own_adapter(
     ours: Written, data: Path, home: Path, tmp_path: Path
 ) -> None:

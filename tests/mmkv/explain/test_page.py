@@ -160,6 +160,7 @@ def test_the_same_dialogue_gives_the_same_bytes(
     assert all((tmp_path / "figures" / name).read_bytes().startswith(PNG) for name in names)
 
 
+@pytest.mark.long(reason="a full-size page; test_a_page_never_takes_more_than_it_may has the bound")
 def test_a_page_of_4k_tokens_on_a_4b_model_is_below_3_mb() -> None:
     """36 layers of 8 KV heads; with what has to be left out the page says so."""
     text = render(synthetic(36, 8, 4096))

@@ -432,7 +432,7 @@ def check_refusals(
 
 
 @pytest.mark.parametrize("family", SAVES)
-@settings(max_examples=3, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=2, deadline=None, suppress_health_check=list(HealthCheck))
 @given(st.data())
 def test_drawn_conversations(family: str, data: st.DataObject) -> None:
     check(family, data.draw(cases(family)))

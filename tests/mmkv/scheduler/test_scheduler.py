@@ -14,6 +14,7 @@ from mmkv.scheduler.capacity import Ledger
 from mmkv.scheduler.loop import DeficitRoundRobin
 from tests.mmkv.scheduler.fake import CHUNK, FakeExecutor, FakeJob, FakePool, FakeSession
 from tests.mmkv.scheduler.machine import UNEVEN, Machine
+from tests.support.tiers import long_but
 
 
 def scheduler_of(pool: FakePool, to_files: bool = True, **limits: int) -> Scheduler:
@@ -24,7 +25,7 @@ def prompt(count: int) -> list[int]:
     return list(range(count))
 
 
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", long_but(range(3), range(6), "2,000 operations each"))
 def test_random_operations_keep_every_promise(seed: int) -> None:
     Machine(seed).run(2_000)
 

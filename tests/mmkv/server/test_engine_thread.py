@@ -611,7 +611,8 @@ def test_no_handler_lets_a_panic_through() -> None:
     for root in (CHECKOUT / "engine", CHECKOUT / "mmkv"):
         for path in root.rglob("*.py"):
             name = f"{root.name}/{path.relative_to(root)}"
-            for node in ast.walk(ast.parse(path.read_text())):
+            text = path.read_text()
+            for node in ast.walk(ast.parse(text)) if "except Exception" in text else ():
                 kind = node.type if isinstance(node, ast.ExceptHandler) else None
                 if isinstance(kind, ast.Name) and kind.id == "Exception" and name not in CANCELLED:
                     found.append(f"{name}:{node.lineno}")

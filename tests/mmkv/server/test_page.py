@@ -824,8 +824,7 @@ def accessible(page: Any) -> None:
     assert not told
 
 
-@pytest.mark.parametrize("scheme", ["light", "dark"])
-@pytest.mark.parametrize("width", [390, 1440])
+@pytest.mark.parametrize(("width", "scheme"), [(390, "dark"), (1440, "light")])
 def test_it_is_accessible_and_all_of_it_is_in_reach(
     visits: Callable[..., Visit], width: int, scheme: str
 ) -> None:

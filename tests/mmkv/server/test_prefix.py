@@ -18,6 +18,7 @@ from tests.mmkv.prompt.test_held import THOUGHTS, TRIMMED, held_ids, with_templa
 from tests.mmkv.prompt.test_prefix import TEMPLATES
 from tests.support.chat_models import picture, save_llama, script
 from tests.support.servers import MODEL, Server, asked, picture_part, serving
+from tests.support.tiers import long_but
 
 QUESTION = "a question that is long enough to be kept apart from what follows it" * 5
 FORMAT = {"type": "json_schema", "json_schema": {"name": "a", "schema": {"type": "object"}}}
@@ -197,7 +198,14 @@ def test_a_template_that_trims_says_what_was_read(
         assert read(second)[1] == read(first)[0] + len(" I can.")
 
 
-@pytest.mark.parametrize("name", ["chatml", "thoughts", "trimmed", "empty thoughts", "headers"])
+@pytest.mark.parametrize(
+    "name",
+    long_but(
+        ("thoughts", "trimmed"),
+        ["chatml", "thoughts", "trimmed", "empty thoughts", "headers"],
+        "these two show earlier messages in other ways; test_the_prompt has all templates",
+    ),
+)
 def test_drawn_conversations_are_held_as_they_are_shown(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -34,7 +34,7 @@ from tests.support.chat_models import (
 from tests.support.media import write_clip
 from tests.support.policies import EVICTING
 from tests.support.servers import Server, picture_part, serving
-from tests.support.tiers import slow_but
+from tests.support.tiers import long_but
 
 LONG = "a text that is long enough to be read in several chunks of sixteen tokens each"
 QUESTION = " ".join([LONG] * 4)  # long enough to be kept apart from what follows it
@@ -86,7 +86,7 @@ def usage(answer: Any) -> dict[str, Any]:
 @pytest.mark.parametrize(
     "policy",
     [
-        *slow_but(CAUSAL[:3], CAUSAL, "the other policies"),
+        *long_but((*CAUSAL[:3], "h2o", "snapkv:window=4"), CAUSAL, "a second each"),
         *(pytest.param(name, marks=pytest.mark.long(reason="a second each")) for name in REST),
     ],
 )

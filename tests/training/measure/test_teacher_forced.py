@@ -26,7 +26,7 @@ from mmkv.training.measure.teacher_forced import (
     read_together,
     spans,
 )
-from tests.support.tiers import slow_but
+from tests.support.tiers import long_but
 
 MODEL = str(bundled_model())
 
@@ -166,8 +166,8 @@ def latest(turns: list[SceneTurn], found: DialogueRun) -> float:
 # Answers come from the synthetic scenes, whose rules are tested against pixels (test_dialogues).
 @pytest.mark.parametrize(
     ("policy", "budget"),
-    slow_but(
-        [("dbtrimkv+48", 64.0)], [("full", None), ("dbtrimkv+48", 64.0)], "reads 2,000 tokens"
+    long_but(
+        [("dbtrimkv+48", 64.0)], [("full", None), ("dbtrimkv+48", 64.0)], "other weights alone"
     ),
 )
 def test_a_stream_of_2000_tokens_is_followed(policy: str, budget: float | None) -> None:
@@ -179,7 +179,7 @@ def test_a_stream_of_2000_tokens_is_followed(policy: str, budget: float | None) 
         assert found.entries <= budget * len(found.per_row) * len(found.per_row[0])
 
 
-@pytest.mark.slow(reason="reads 2,000 tokens")
+@pytest.mark.long(reason="what the bundled model can do: only other weights change it")
 def test_one_of_2000_tokens_of_distractors_is_remembered() -> None:
     turns = sparse(5, "heldout", 160, 2, 8, search=False)
     found = run(turns, "full", None)

@@ -217,16 +217,17 @@ def evict_to_shares_reference(
     Args:
         work: of :func:`empty_eviction` with ``groups``; see :func:`evict`.
         rows, pool, seqs, seen: see :func:`evict`.
-        limits: read on the device.
+        limits: see :class:`EvictionLimits`; read on the device.
         scores: float32 ``[B, R, M]``, contiguous, of the entries as they lie, without protection.
             A sequence with a row of more than M entries that had to evict drops nothing and gives
-            -1. None: they are computed here, where :func:`scores_in_torch` allows it.
+            -1. None: they are computed here, which needs a policy without :func:`scores_in_torch`.
 
     Returns:
         ``work.dropped``.
     """
     work.dropped.zero_()
     count, groups = rows.length[0].numel(), limits.share.shape[1]
+    # Group g: rows from g R / G to before (g + 1) R / G.
     group = torch.arange(count).div(count // groups, rounding_mode="floor")
     for batch_slot, seq in enumerate(seqs.tolist()):
         length = rows.length[max(seq, 0)].flatten()
@@ -241,14 +242,14 @@ def evict_to_shares_reference(
             continue
         view, offset, slot = _view(rows, pool, seq, int(seen[batch_slot]))
         if scores is not None:
-            made = scores[batch_slot][view.row, offset]
+            scored = scores[batch_slot][view.row, offset]
         elif kernel_of(policy.scoring) == "state":
-            made = pool.state.flatten(0, 1)[slot, 0]
+            scored = pool.state.flatten(0, 1)[slot, 0]
         else:
-            made = cast(Tensor, policy.scoring.score(view))
-        made = policy.protected(made, view, int(limits.recent[batch_slot]))
-        victims = lowest(made, view, shares)
-        work.nan[batch_slot] += made[victims].isnan().sum()
+            scored = cast(Tensor, policy.scoring.score(view))
+        scored = policy.protected(scored, view, int(limits.recent[batch_slot]))
+        victims = lowest(scored, view, shares)
+        work.nan[batch_slot] += scored[victims].isnan().sum()
         _drop(rows, pool, seq, view.row, offset, slot, victims)
         work.dropped[batch_slot] = victims.numel()
     return work.dropped

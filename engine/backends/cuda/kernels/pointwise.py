@@ -14,8 +14,8 @@ def rms_norm_reference(
     """Add ``residual`` and normalise over the features.
 
     Rounding is the eager decoder's: the sum is rounded to the dtype before anything reads it,
-    the normed value once, after the gain. The sum therefore agrees to the last bit, and the
-    normed value to one rounding (the squares are summed in another order).
+    the normed value once, after the gain. The kernel's sum therefore agrees to the
+    last bit, and the normed value to one rounding (the squares are summed in another order).
 
     Args:
         x: ``[T, d]`` in the model's dtype, rows contiguous.
