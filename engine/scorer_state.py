@@ -489,6 +489,7 @@ def write_state(
     position: Tensor,
     prompt: bool,
     taps: Sequence[Tensor],
+    outputs: Callable[[int], Tensor],
     write: Tensor | None = None,
 ) -> None:
     """Ask the scorer for the state of new entries and store it; its memory changes last.
@@ -498,10 +499,16 @@ def write_state(
     Args:
         seqs: ``[B]`` sequence slots; slots: ``[B, L, H, T]`` flat slots of the new entries.
         position: ``[B, T]`` token indices; taps: ``[B, T, d]`` each.
+        outputs: :meth:`mmkv.engine.model.decoder.Decoder.output` of the model.
         write: a bool on the device: False leaves everything as it is. None: True.
     """
     batch, layers, heads, count = slots.shape
     pool = cache.pool
+
+    def asked(layer: int) -> Tensor:
+        if not scorer.needs.outputs:
+            raise PolicyError(_undeclared("output matrices", "state=1, outputs=True"))
+        return outputs(layer)
 
     new = NewTokens(
         position=position,
@@ -510,6 +517,7 @@ def write_state(
         memory={name: kept[seqs] for name, kept in cache.memory.items() if name not in RINGS},
         keys=lambda: pool.keys_at(slots).float(),
         values=lambda: pool.values_at(slots).float(),
+        outputs=asked,
     )
     call = f"{type(scorer).__name__}.on_append"
     first = int(bool(scorer.needs.mass))

@@ -1,4 +1,4 @@
-"""Policies that read attention: H2O, SnapKV and its kin, R-KV, Expected Attention.
+"""Policies that read attention: H2O, SnapKV's kin, CriticalKV, R-KV, Expected Attention.
 
 What they score by is the mass of all passes, what the newest queries pay or the next ones are
 expected to, or attention weighed against redundancy: entries whose keys resemble others' go first.
@@ -116,11 +116,7 @@ class LayerPreferences:
         varied = view.attention(queries="variance")
         indicator = (view.attention() + self.gamma * varied).masked_fill(~prefix, 0.0)
         indicator = pooled(indicator, view, self.kernel, "avg").masked_fill(~prefix, -1.0)
-        newest_first = view.to_rows(view.position, -1).argsort(-1, descending=True)
-        rows = view.to_rows(indicator, -2.0).gather(1, newest_first)
-        best_first = newest_first.gather(1, rows.argsort(dim=-1, descending=True, stable=True))
-        column = torch.arange(best_first.shape[1], device=best_first.device)
-        rank = torch.zeros_like(best_first).scatter_(1, best_first, column.expand_as(best_first))
+        rank = _ranks(indicator, view)
         # Means over a group's heads: what they lack of sums is one factor for all layers.
         dispersion = self._of_layers(view.attention(queries="entropy"), prefix, view)
         shift = self._of_layers(varied, prefix, view)
@@ -130,12 +126,53 @@ class LayerPreferences:
         some = preference.amax(1, keepdim=True) > 0
         preference = torch.where(some, preference, torch.ones_like(preference)).flatten()
         own = preference.repeat_interleave(view.kv_heads)[view.row]
-        return -(view.from_rows(rank) + 1) / own
+        return -(rank + 1) / own
 
     def _of_layers(self, values: Tensor, prefix: Tensor, view: CacheView) -> Tensor:
         """Add up ``values [N]`` of the prefix, ``[layers]``."""
         by_row = view.to_rows(values.masked_fill(~prefix, 0.0), 0.0).sum(1)
         return by_row.view(view.layers, -1).sum(1)
+
+
+@dataclass(frozen=True)
+class CriticalAttention(WindowAttention):
+    """Window attention times what an entry adds to the stream (CriticalKV, arXiv 2502.03805).
+
+    State 0 is that size: the L1 norm of the value behind a head's part of the output matrix, the
+    mean over the group's heads. ``alpha`` of a row's share, without the window, goes by attention
+    alone, so that what is kept has most of it (assumption of the paper's bound).
+    """
+
+    alpha: float = 0.5
+    epsilon: float = 1e-4
+
+    @property
+    def needs(self) -> Needs:
+        """The last ``window`` queries, output matrices for state 0, and what a row may keep."""
+        return Needs(queries=self.window, state=1, outputs=True, shares=True)
+
+    def on_append(self, new: NewTokens) -> Tensor:
+        """The size of what each entry adds, ``[B, T, L, H, 1]``."""
+        values = new.values()
+        batch, layers, heads, count, _ = values.shape
+        sizes = []
+        for layer, value in enumerate(values.permute(1, 2, 0, 3, 4).flatten(2, 3)):  # [H, B T, D]
+            output = new.outputs(layer).unflatten(0, (heads, -1))  # [H, G, D, d]
+            block = max(1, _BLOCK_ELEMENTS // output[:, :, 0].numel())
+            added = (part[:, None] @ output for part in value.split(block, 1))
+            sizes.append(torch.cat([one.abs().sum(-1).mean(1) for one in added], -1))
+        return torch.stack(sizes).view(layers, heads, batch, count).permute(2, 3, 0, 1)[..., None]
+
+    def score(self, view: CacheView) -> Tensor:
+        """``(attention + epsilon)`` times state 0; infinity for the best by attention alone."""
+        observing = view.position >= view.seen - self.window
+        paid = super().score(view)
+        rank = _ranks(paid.masked_fill(observing, -1.0), view)
+        assert view.share is not None
+        free = (view.share - self.window).clamp(min=0)
+        first = rank < (self.alpha * free.double()).long()[view.row]
+        weighed = (paid + self.epsilon) * view.state()[:, 0]
+        return weighed.masked_fill(first | observing, torch.inf)
 
 
 @compiled("state")
@@ -320,6 +357,15 @@ def redundancy(view: CacheView, threshold: float, only_similar: bool = False) ->
     return view.from_rows(share.scatter(-1, order, share))
 
 
+def _ranks(values: Tensor, view: CacheView) -> Tensor:
+    """Rank each entry in its row by ``values [N]``: int64, 0 the best; of equal ones the newer."""
+    newest_first = view.to_rows(view.position, -1).argsort(-1, descending=True)
+    rows = view.to_rows(values, -torch.inf).gather(1, newest_first)
+    best_first = newest_first.gather(1, rows.argsort(dim=-1, descending=True, stable=True))
+    column = torch.arange(best_first.shape[1], device=best_first.device)
+    return view.from_rows(best_first.scatter(1, best_first, column.expand_as(best_first)))
+
+
 def _over_greatest(values: Tensor, prefix: Tensor, view: CacheView) -> Tensor:
     """Divide ``values [N]``, from 0, by the greatest of the row's prefix; 0 outside it."""
     values = values.masked_fill(~prefix, 0.0)
@@ -338,6 +384,18 @@ def _tova() -> Policy:
 def _snapkv(window: int, kernel: int, pool: Literal["avg", "max"], group: Group) -> Policy:
     scoring = WindowAttention(window, kernel, pool, group)
     return Policy("snapkv", scoring, HeadAllocation(), protect_recent=window)
+
+
+def _criticalkv(
+    alpha: float,
+    epsilon: float,
+    window: int,
+    kernel: int,
+    pool: Literal["avg", "max"],
+    group: Group,
+) -> Policy:
+    scoring = CriticalAttention(window, kernel, pool, group, alpha, epsilon)
+    return Policy("criticalkv", scoring, HeadAllocation(), protect_recent=window)
 
 
 def _morphkv(window: int, fusion: Literal["sum", "max"], group: Group) -> Policy:
@@ -420,6 +478,22 @@ ATTENTION_PRESETS: dict[str, Preset] = {
         "arXiv 2404.14469",
         "SnapKV: LLM Knows What You are Looking for Before Generation",
         _WINDOW_ATTENTION,
+    ),
+    "criticalkv": Preset(
+        _criticalkv,
+        "arXiv 2502.03805",
+        "CriticalKV: Optimizing KV Cache Eviction from an Output Perturbation Perspective",
+        {
+            "alpha": Parameter(
+                0.5,
+                "part of the budget that goes by attention alone",
+                "experiments",
+                least=0,
+                most=1,
+            ),
+            "epsilon": Parameter(1e-4, "what attention is raised by", "released code", least=0),
+            **_WINDOW_ATTENTION,
+        },
     ),
     "h2o": Preset(
         _h2o,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal, Protocol, TypeVar, get_args
 
 import torch
@@ -39,6 +39,8 @@ class Needs:
             shall add up the attention that every query pays to the entry, its own included.
         taps: depths in [0, 1], as shares of the layers, after which ``on_append`` reads the
             residual stream; two numbers stand for all layers from the one's to the other's.
+        outputs: whether ``on_append`` reads the layers' output matrices.
+        shares: whether :attr:`CacheView.share` is read.
     """
 
     gates: Literal["", "retention"] = ""
@@ -49,6 +51,8 @@ class Needs:
     state: int = 0
     mass: Literal["", "mean", "max", "sum"] = ""
     taps: tuple[Tap, ...] = ()
+    outputs: bool = False
+    shares: bool = False
 
     def __post_init__(self) -> None:
         if (
@@ -139,6 +143,8 @@ class CacheView:
         source: reads keys, values, state and window attention when asked for.
         prompt_tokens: tokens that came in prompts, for policies that keep them all.
         sequences: of which the layers are.
+        share: ``[layers * kv_heads]`` int64, for a scorer with ``needs.shares``: what each row may
+            keep, an even part of its group's share.
     """
 
     seen: int
@@ -152,6 +158,7 @@ class CacheView:
     source: EntrySource | None = None
     prompt_tokens: int = 0
     sequences: int = 1
+    share: Tensor | None = None
 
     def keys(self) -> Tensor:
         """Gather the keys after RoPE, ``[N, D]`` in the cache's dtype; a copy at each call.
@@ -276,6 +283,8 @@ class NewTokens:
         memory: by name float32 ``[B, ...]``: what ``memory`` of the scorer asked for, as the last
             pass left it and zero at first. ``on_append`` puts what is to be kept in its place.
         keys, values: float32 ``[B, L, H, T, D]``, gathered when called.
+        outputs: called with a layer, returns the matrix that takes its query heads to the residual
+            stream, float32 ``[Hq, D, d]``, for a scorer with ``needs.outputs``.
     """
 
     position: Tensor
@@ -284,6 +293,7 @@ class NewTokens:
     memory: dict[str, Tensor]
     keys: Callable[[], Tensor]
     values: Callable[[], Tensor]
+    outputs: Callable[[int], Tensor]
 
 
 class Scorer(Protocol):
@@ -543,6 +553,9 @@ class Policy:
 
     def scores(self, view: CacheView, budget: int) -> Scores:
         """The scorer's float32 ``[N]``, infinite where protected, and the state it hands back."""
+        if self.scoring.needs.shares:
+            share = self.shares(budget, view.layers, view.kv_heads).of_rows()
+            view = replace(view, share=share.to(view.row.device))
         made: object = self.scoring.score(view)
         wanted = "one number an entry, a tensor [N] in the view's order"
         call = f"the scorer {type(self.scoring).__name__} of policy {self.name!r}"

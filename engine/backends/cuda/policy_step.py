@@ -229,6 +229,8 @@ class PolicyStep:
         self.cuts = policy.evicts and bool(unsupported_reason(policy))
         if self.cuts:
             shares = policy.shares(count, *rows.length.shape[1:])
+            self._group = shares.group.to(device)
+            self._group_rows = shares.group.bincount(minlength=shares.share.numel()).to(device)
             groups, floors = shares.share.numel(), shares.floor is not None
             most = min(most_entries, count * self.cells)
             self.work = replace(empty_eviction(batch, rows, most, groups), nan=nan)
@@ -339,6 +341,7 @@ class PolicyStep:
                 self._position[:, None],
                 False,
                 self._taps,
+                model.decoder.output,
                 self._write,
             )
         cos, sin = rope
@@ -445,6 +448,9 @@ class PolicyStep:
     def _scores(self, part: slice, seen: Tensor, limits: EvictionLimits) -> Tensor:
         """Score the cells of some batch slots; keep the state that the scorer hands back."""
         view = self._view(part, seen)
+        if self.model.needs.shares:
+            share = (limits.share[part] // self._group_rows)[:, self._group].flatten()
+            view = replace(view, share=share)
         made: Tensor | Scores = self.model.policy.scoring.score(view)
         if isinstance(made, Tensor):
             return made.float().contiguous()

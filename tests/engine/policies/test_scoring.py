@@ -32,6 +32,7 @@ from mmkv.engine.policies.allocation import (
 from mmkv.engine.policies.attention import (
     AttentionAndRedundancy,
     AttentionMass,
+    CriticalAttention,
     FusedAttention,
     GlobalAttention,
     NewestAttention,
@@ -281,6 +282,43 @@ def test_global_attention(lengths: list[list[int]], seed: int, form: Any, spare:
             if spare:
                 score = 0.6 * score - 0.4 * alike[i] / max(alike[j] for j in prefix)
             assert float(found.value[i]) == pytest.approx(score, rel=1e-4, abs=1e-6)
+
+
+def test_critical_entries_by_hand() -> None:
+    """Half of what the window leaves goes by attention alone, the rest by what values add."""
+    view = replace(make_view([[6]], seen=6), position=torch.arange(6))
+    paid = torch.tensor([0.30, 0.05, 0.25, 0.10, 0.20, 0.10])
+    size = torch.tensor([[1.0], [9.0], [1.0], [2.0], [1.0], [1.0]])
+    view = replace(view, source=Source(size, torch.empty(0), torch.empty(0), paid))
+    policy = make_policy("criticalkv:window=1,kernel=1,epsilon=0.1")
+    found = policy.scores(view, 5).value.tolist()
+    assert found == pytest.approx([math.inf, 0.15 * 9, math.inf, 0.2 * 2, 0.3, math.inf])
+    assert policy.victims(view, 5).tolist() == [4]
+    # Two of three by attention; of equal attention the newer one.
+    paid[4] = 0.25
+    assert policy.scores(view, 4).value.isinf().tolist() == [True, False, False, False, False, True]
+    assert policy.scores(view, 5).value.isinf().tolist() == [True, False, False, False, True, True]
+
+
+def test_what_a_value_adds_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of (1, 2) the first head makes (1, 4), the second (-1, 3): their L1 norms are 5 and 4."""
+    monkeypatch.setattr("mmkv.engine.policies.attention._BLOCK_ELEMENTS", 1)
+    first = torch.tensor([[[1.0, 0.0], [0.0, 2.0]], [[1.0, 1.0], [-1.0, 1.0]]])
+    values = torch.tensor([[1.0, 2.0], [0.0, 0.0], [-1.0, -2.0]]).view(1, 1, 1, 3, 2)
+    values = torch.cat([values, -2 * values]).expand(2, 2, 1, 3, 2)  # two sequences, two layers
+    new = NewTokens(
+        torch.arange(3).expand(2, 3),
+        True,
+        torch.empty(0),
+        {},
+        lambda: values,
+        lambda: values,
+        lambda layer: first * (layer + 1),
+    )
+    found = CriticalAttention().on_append(new)
+    assert found.shape == (2, 3, 2, 1, 1)
+    assert found[0, :, 0, 0, 0].tolist() == [4.5, 0.0, 4.5]
+    assert found[1, :, 1, 0, 0].tolist() == [18.0, 0.0, 18.0]
 
 
 def test_attention_of_nothing_is_no_nan() -> None:
@@ -610,6 +648,7 @@ def frozen_by(scorer: Any, tokens: Tokens, passes: list[int], prompt: bool = Fal
             kept,
             lambda: tokens.part(keys, where),
             lambda: tokens.part(values, where),
+            lambda layer: torch.empty(0),
         )
         found = scorer.on_append(new)
         assert found.shape == (*where.shape, 1, 1, 1)

@@ -255,6 +255,33 @@ def pooled(values: Tensor, kernel: int, how: str) -> Tensor:
 
 
 @dataclass
+class CriticalKV(SnapKV):
+    """CriticalKV (arXiv 2502.03805), algorithm 1, over SnapKV.
+
+    Of a row's budget a part ``alpha`` goes to the entries with the most attention A; the rest to
+    those with the greatest ``(A + epsilon) |V W_O|_1``. Choices: the budget is what the window
+    leaves; the norm's mean over the group (kvpress); A pooled as SnapKV's.
+    """
+
+    alpha: float = 0.5
+    epsilon: float = 1e-4
+
+    def score(self, sim: Simulation) -> Tensor:
+        paid = super().score(sim)
+        size = [sim.contributions(layer).abs().sum(-1) for layer in range(sim.layers)]
+        size = [x.view(sim.heads, sim.group, -1).mean(1) for x in size]
+        score = (paid + self.epsilon) * torch.stack(size)
+        for group in self.groups(sim, sim.total):
+            ((layer, head),) = group.rows
+            prefix = prefix_of(sim, layer, head, self.window).tolist()
+            first = int(self.alpha * max(group.share - self.window, 0))
+            by_attention = sorted(prefix, key=lambda t: (float(paid[layer, head, t]), t))
+            for t in by_attention[len(prefix) - min(first, len(prefix)) :]:
+                score[layer, head, t] = torch.inf
+        return score
+
+
+@dataclass
 class PyramidKV(SnapKV):
     """PyramidKV (arXiv 2406.02069), section 4.2: SnapKV's score, fewer entries in higher layers.
 
@@ -916,6 +943,7 @@ METHODS: dict[str, Callable[..., Method]] = {
     "balanced": FlooredRetention,
     "streamingllm": Streaming,
     "snapkv": SnapKV,
+    "criticalkv": CriticalKV,
     "h2o": H2O,
     "tova": Tova,
     "pyramidkv": PyramidKV,

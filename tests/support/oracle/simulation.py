@@ -199,8 +199,8 @@ class Simulation:
         self.layers = sum(attending)
         self.heads = config.num_key_value_heads
         self.group = config.num_attention_heads // self.heads
-        attention = self.text.layers[attending.index(True)].self_attn
-        self.dim, self.scale = attention.head_dim, attention.scaling
+        self.attentions = [x.self_attn for x in self.text.layers if hasattr(x, "self_attn")]
+        self.dim, self.scale = self.attentions[0].head_dim, self.attentions[0].scaling
         self.config_window = getattr(config, "sliding_window", None)
         self.past: dict[str, list[Tensor]] = {}
         self.seen = self.new = 0
@@ -255,15 +255,31 @@ class Simulation:
 
         A rotation is linear in cos and sin, so it is that of their means.
         """
-        attending = [block.self_attn for block in self.text.layers if hasattr(block, "self_attn")]
         shape = (3, 1, -1) if len(self.rope_position) == 3 else (1, -1)
         where = torch.tensor(positions).expand(shape)
-        kind = [attending[layer].layer_type] if hasattr(self.text.rotary_emb, "layer_types") else []
+        kind = (
+            [self.attentions[layer].layer_type]
+            if hasattr(self.text.rotary_emb, "layer_types")
+            else []
+        )
         turned = self.text.rotary_emb(torch.zeros(1), where, *kind)
         cos, sin = (x.double().mean(-2, keepdim=True) for x in turned)
         each = torch.eye(self.dim, dtype=torch.float64)[None, :, None]  # a head for each feature
         matrix: Tensor = self.rotate(each, each, cos, sin)[0][0, :, 0].T
         return matrix
+
+    @torch.no_grad()
+    def contributions(self, layer: int) -> Tensor:
+        """What each query head adds to the stream if it attends to one entry alone.
+
+        Returns:
+            float64 ``[Hq, T, d]``, by the module itself: all heads but one are 0.
+        """
+        project = self.attentions[layer].o_proj
+        values = self.value[layer].double().repeat_interleave(self.group, 0)
+        alone = torch.eye(len(values), dtype=torch.float64)[:, None, :, None] * values[:, :, None]
+        weight = project.weight.double()
+        return nn.functional.linear(alone.flatten(2), weight)
 
     # --- the model -----------------------------------------------------------------------
 
