@@ -191,6 +191,7 @@ def future_queries(
     ahead: int,
     rope: Rope,
     long: bool = False,
+    doubling: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """Compute :meth:`mmkv.engine.policies.base.CacheView.future_queries`.
 
@@ -200,7 +201,7 @@ def future_queries(
     """
     at = window_positions(seen, queries.shape[2], queries.device)
     at = at.masked_fill(positions[0] <= GONE, -1)
-    turns = rope.ahead(positions, at >= 0, ahead, len(queries), long)
+    turns = rope.ahead(positions, at >= 0, ahead, len(queries), long, doubling)
     turned = [
         rotate(form.rotate(layer.float()).transpose(0, 1), *turn).transpose(0, 1)
         for layer, turn in zip(queries, turns, strict=True)
@@ -355,13 +356,20 @@ class CacheEntries:
         queries, keys = cache.memory[QUERIES][self._seq], cache.pool.stored_keys.flatten(0, 1)
         return newest_entropy(queries, keys, self._entries.slot, view)
 
-    def future_queries(self, view: CacheView, ahead: int) -> tuple[Tensor, Tensor]:
+    def future_queries(self, view: CacheView, ahead: int, doubling: bool) -> tuple[Tensor, Tensor]:
         """See :meth:`mmkv.engine.policies.base.CacheView.future_queries`."""
-        memory, seq = self._cache.memory, self._seq
-        if POSITIONS not in memory or self._rope is None:
-            raise PolicyError(_undeclared("future queries", "queries=128, positions=True"))
+        memory, seq, rope = self._cache.memory, self._seq, self._turns("future queries")
         rings, form = (memory[QUERIES][seq], memory[POSITIONS][seq]), self._cache.pool.form
-        return future_queries(*rings, form, view.seen, ahead, self._rope, self._long)
+        return future_queries(*rings, form, view.seen, ahead, rope, self._long, doubling)
+
+    def bands(self, vectors: Tensor) -> Tensor:
+        """See :meth:`mmkv.engine.policies.base.CacheView.bands`."""
+        return self._turns("bands").bands(vectors)
+
+    def _turns(self, what: str) -> Rope:
+        if POSITIONS not in self._cache.memory or self._rope is None:
+            raise PolicyError(_undeclared(what, "queries=128, positions=True"))
+        return self._rope
 
     def _check_queries(self, what: str) -> None:
         if QUERIES not in self._cache.memory:

@@ -1,7 +1,7 @@
-"""Policies that read attention: H2O, SnapKV's kin, CriticalKV, R-KV, Expected Attention.
+"""Policies that read attention: H2O, SnapKV and its kin, CriticalKV, R-KV.
 
-What they score by is the mass of all passes, what the newest queries pay or the next ones are
-expected to, or attention weighed against redundancy: entries whose keys resemble others' go first.
+What they score by is the mass of all passes, what the newest queries pay, or attention weighed
+against redundancy: entries whose keys resemble others' go first.
 """
 
 from __future__ import annotations
@@ -20,7 +20,16 @@ from mmkv.engine.policies.allocation import (
     PyramidAllocation,
 )
 from mmkv.engine.policies.base import CacheView, Group, Needs, NewTokens, Policy, Scores, compiled
-from mmkv.engine.policies.preset import INTERVAL, KERNEL, POOL, WINDOW, Parameter, Preset, group
+from mmkv.engine.policies.preset import (
+    FLOOR,
+    INTERVAL,
+    KERNEL,
+    POOL,
+    WINDOW,
+    Parameter,
+    Preset,
+    group,
+)
 from mmkv.engine.policies.scoring import WindowAttention, check_pooling, pooled
 
 # Elements of one block of logits or cosines: temporaries stay near 16 MiB however long rows are.
@@ -207,53 +216,6 @@ class Milestones:
 
 
 @dataclass(frozen=True)
-class ExpectedAttention:
-    """Attention that queries to come will pay on average (Expected Attention, arXiv 2510.00636).
-
-    Queries are taken to be normally distributed before RoPE, as the last ``window`` were; the first
-    ``sinks`` tokens count neither among them nor among what is attended to.
-    """
-
-    window: int = 256
-    ahead: int = 512
-    sinks: int = 4
-    epsilon: float = 0.01
-
-    @property
-    def needs(self) -> Needs:
-        """The last ``window`` queries and where they were asked; keys and values."""
-        return Needs(queries=self.window, positions=True, keys=True, values=True)
-
-    def score(self, view: CacheView) -> Tensor:
-        """``(epsilon + E) |v|``, with E the mean over the group of the expected shares.
-
-        Of a normal query, the mean of ``exp(q.k)`` is ``exp(m + s / 2)``, with m and s the mean
-        and the variance of ``q.k``: no covariance matrix of queries is needed.
-        """
-        queries, at = view.future_queries(self.ahead)  # [L, Hq, w, D]
-        counts = at >= self.sinks
-        counts = torch.where(counts.any(), counts, at >= 0).float()[:, None]  # [w, 1]
-        total = counts.sum().clamp(min=1)
-        keys = view.to_rows(view.keys().float(), 0.0).unflatten(0, (view.layers, -1))
-        attended = view.live() & (view.to_rows(view.position, -1) >= self.sinks)
-        attended = attended.view(view.layers, view.kv_heads, 1, -1)
-        block = max(1, _BLOCK_ELEMENTS // queries[0, ..., 0].numel())  # keys, each by itself
-        shares = []
-        for asked, key, there in zip(queries, keys, attended, strict=True):
-            grouped = asked.unflatten(0, (view.kv_heads, -1)) * asked.shape[-1] ** -0.5
-            parts = []
-            for some in key.split(block, 1):
-                logits = grouped @ some[:, None].transpose(-1, -2)  # [H, G, w, block]
-                mean = (logits * counts).sum(2, keepdim=True) / total
-                variance = ((logits - mean).square() * counts).sum(2) / total
-                parts.append(mean[:, :, 0] + variance / 2)
-            expected = torch.cat(parts, -1).masked_fill(~there, -torch.inf)
-            shares.append(expected.softmax(-1).nan_to_num(0.0).mean(1))
-        share = view.from_rows(torch.cat(shares))
-        return (share + self.epsilon) * view.values().float().norm(dim=-1)
-
-
-@dataclass(frozen=True)
 class AttentionAndRedundancy:
     """Window attention minus redundancy (R-KV, arXiv 2505.24133)."""
 
@@ -427,14 +389,6 @@ def _cake(window: int, kernel: int, gamma: float, tau1: float, tau2: float) -> P
     return Policy("cake", scoring, GlobalAllocation(), protect_recent=window)
 
 
-def _expected(
-    window: int, ahead: int, sinks: int, epsilon: float, floor: float, interval: int
-) -> Policy:
-    scoring = ExpectedAttention(window, ahead, sinks, epsilon)
-    sharing = LayerAllocation(floor)
-    return Policy("expected-attention", scoring, sharing, protect_first=sinks, interval=interval)
-
-
 def _raas(alpha: float, group: Group) -> Policy:
     return Policy("raas", Milestones(alpha, group), HeadAllocation(), keeps_prompt=True)
 
@@ -463,9 +417,6 @@ def _ada_pyramidkv(
 
 _BETA = Parameter(
     20, "steepness: the top layer's share is 1 / beta of the mean; 1: level", "section 5", least=1
-)
-_FLOOR = Parameter(
-    0.2, "part of an equal share that a head is sure of", "its safeguard", least=0, most=1
 )
 _WINDOW_ATTENTION = {"window": WINDOW, "kernel": KERNEL, "pool": POOL, "group": group()}
 _OBSERVERS = "newest queries, which observe and always stay"
@@ -518,13 +469,13 @@ ATTENTION_PRESETS: dict[str, Preset] = {
         "arXiv 2407.11550",
         "Ada-KV: Optimizing KV Cache Eviction by Adaptive Budget Allocation for Efficient LLM "
         "Inference",
-        {"floor": _FLOOR, **_WINDOW_ATTENTION},
+        {"floor": FLOOR, **_WINDOW_ATTENTION},
     ),
     "ada-pyramidkv": Preset(
         _ada_pyramidkv,
         "arXiv 2407.11550",
         "Ada-KV over PyramidKV (arXiv 2406.02069)",
-        {"beta": _BETA, "floor": _FLOOR, **_WINDOW_ATTENTION},
+        {"beta": _BETA, "floor": FLOOR, **_WINDOW_ATTENTION},
     ),
     "morphkv": Preset(
         _morphkv,
@@ -597,24 +548,6 @@ ATTENTION_PRESETS: dict[str, Preset] = {
             ),
             "tau1": Parameter(1.6, "how little the entropy counts", _QWEN, least=0.01),
             "tau2": Parameter(0.6, "how little the variance counts", _QWEN, least=0.01),
-        },
-    ),
-    "expected-attention": Preset(
-        _expected,
-        "arXiv 2510.00636",
-        "Expected Attention: KV Cache Compression by Estimating Attention from Future Queries "
-        "Distribution",
-        {
-            "window": Parameter(
-                256, "newest queries, whose statistics count", "released code, decoding", least=1
-            ),
-            "ahead": Parameter(512, "positions to come", "released code", least=1),
-            "sinks": Parameter(4, "first tokens, which always stay", "released code", least=0),
-            "epsilon": Parameter(
-                0.01, "what each expected share is raised by", "kvpress's evaluation", least=0
-            ),
-            "floor": _FLOOR,
-            "interval": replace(INTERVAL, default=512, place="released code, decoding"),
         },
     ),
     "raas": Preset(

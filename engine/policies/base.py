@@ -121,8 +121,12 @@ class EntrySource(Protocol):
         """Float32 without dimensions, see :meth:`CacheView.entropy`."""
         ...
 
-    def future_queries(self, view: CacheView, ahead: int) -> tuple[Tensor, Tensor]:
+    def future_queries(self, view: CacheView, ahead: int, doubling: bool) -> tuple[Tensor, Tensor]:
         """``[L, Hq, w, D]`` and ``[w]``, see :meth:`CacheView.future_queries`."""
+        ...
+
+    def bands(self, vectors: Tensor) -> Tensor:
+        """``[..., F]``, see :meth:`CacheView.bands`."""
         ...
 
 
@@ -218,11 +222,14 @@ class CacheView:
         """
         return self._source().entropy(self)
 
-    def future_queries(self, ahead: int) -> tuple[Tensor, Tensor]:
-        """Turn the last ``needs.queries`` queries as if the next ``ahead`` tokens asked them.
+    def future_queries(self, ahead: int, doubling: bool = False) -> tuple[Tensor, Tensor]:
+        """Turn the last ``needs.queries`` queries as if tokens to come asked them.
 
         Each is taken back to what it was before RoPE and turned by the mean of the rotations at the
         next ``ahead`` positions, which follow the largest of the window's.
+
+        Args:
+            doubling: of these positions, the 1st, 2nd, 4th and so on alone.
 
         Returns:
             float32 ``[L, Hq, w, D]``, to be compared with :meth:`keys`; int64 ``[w]``, the token
@@ -231,7 +238,21 @@ class CacheView:
         Raises:
             PolicyError: the scorer does not declare ``needs.queries`` and ``needs.positions``.
         """
-        return self._source().future_queries(self, ahead)
+        return self._source().future_queries(self, ahead, doubling)
+
+    def bands(self, vectors: Tensor) -> Tensor:
+        """Return the norms of what RoPE turns together in queries or keys, the same before it.
+
+        Args:
+            vectors: ``[..., D]``.
+
+        Returns:
+            ``[..., F]``: of each pair of features with one angle, then of each that is not turned.
+
+        Raises:
+            PolicyError: the scorer does not declare ``needs.positions``.
+        """
+        return self._source().bands(vectors)
 
     @property
     def rows(self) -> int:

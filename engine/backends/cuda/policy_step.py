@@ -164,11 +164,16 @@ class FixedEntries:
         queries = queries.reshape(whole.layers, -1, *queries.shape[3:])
         return newest_entropy(queries, keys, self._slot, whole)
 
-    def future_queries(self, view: CacheView, ahead: int) -> tuple[Tensor, Tensor]:
+    def future_queries(self, view: CacheView, ahead: int, doubling: bool) -> tuple[Tensor, Tensor]:
         """See :meth:`mmkv.engine.policies.base.CacheView.future_queries`; of one sequence."""
         positions = self._cache.memory[POSITIONS].index_select(0, self._seqs)[0]
         form, queries = self._cache.pool.form, self._queries()[0]
-        return future_queries(queries, positions, form, self._seen[0], ahead, self._rope)
+        rope, seen = self._rope, self._seen[0]
+        return future_queries(queries, positions, form, seen, ahead, rope, doubling=doubling)
+
+    def bands(self, vectors: Tensor) -> Tensor:
+        """See :meth:`mmkv.engine.policies.base.CacheView.bands`."""
+        return self._rope.bands(vectors)
 
     def _queries(self) -> Tensor:
         return self._cache.memory[QUERIES].index_select(0, self._seqs)

@@ -68,6 +68,7 @@ PUBLISHED = {
     "keydiff": "recent=0",
     "knorm": "recent=0",
     "expected-attention": "window=256,ahead=512,sinks=4,epsilon=0.01,floor=0.2,interval=512",
+    "triattention": "window=256,ahead=65536,interval=128",
     "cake": "window=32,kernel=5,gamma=200,tau1=1.6,tau2=0.6",
     "raas": "alpha=1e-4,group=max",
     "lagkv": "sinks=4,lag=128",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import cmath
 import itertools
 import math
 import statistics
@@ -22,6 +23,8 @@ from benchmarks.quality.methods import Cell
 from mmkv.engine.cache import PagePool, RaggedCache
 from mmkv.engine.errors import PolicyError
 from mmkv.engine.model.gates import load_gates, make_random_gates, save_gates, trained_age
+from mmkv.engine.model.rope import Rope
+from mmkv.engine.model.spec import RopeSpec
 from mmkv.engine.policies import CacheView, NewTokens, make_policy
 from mmkv.engine.policies.allocation import (
     EvenLayerAllocation,
@@ -45,10 +48,11 @@ from mmkv.engine.policies.frozen import (
     PreviousChunk,
     StreamChange,
 )
+from mmkv.engine.policies.future import TrigonometricSeries
 from mmkv.engine.policies.keys import KeyDifference, KeyNorm, NextChunk
 from mmkv.engine.policies.scoring import Retention, lookahead_log_score
 from mmkv.engine.runtime import Runtime
-from mmkv.engine.scorer_state import QUERIES, window_attention
+from mmkv.engine.scorer_state import QUERIES, future_queries, window_attention
 from mmkv.resources import asset
 from tests.engine.model.test_gates import published, write
 from tests.engine.policies.test_policies import make_view
@@ -319,6 +323,61 @@ def test_what_a_value_adds_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
     assert found.shape == (2, 3, 2, 1, 1)
     assert found[0, :, 0, 0, 0].tolist() == [4.5, 0.0, 4.5]
     assert found[1, :, 1, 0, 0].tolist() == [18.0, 0.0, 18.0]
+
+
+def test_the_series_of_distances() -> None:
+    """Term by term: ``|E q_f| |k_f| cos(w_f distance + phase)``, and what is apart from the center.
+
+    Two query heads of one KV head, with four features that two frequencies turn and one that none
+    does; six queries, of which the window of eight has two places free.
+    """
+    generator = torch.Generator().manual_seed(3)
+    frequency, ahead = [1.0, 0.1], 9
+    query = torch.randn(2, 6, 5, generator=generator) + 1
+    key, at = torch.randn(7, 5, generator=generator), [0, 1, 2, 3, 4, 6, 9]
+
+    def turned(x: Tensor, position: int) -> Tensor:
+        turns = [cmath.exp(1j * w * position) for w in frequency]
+        pairs = [complex(x[f], x[2 + f]) * turn for f, turn in enumerate(turns)]
+        return torch.tensor([z.real for z in pairs] + [z.imag for z in pairs] + [float(x[4])])
+
+    spec = RopeSpec("default", torch.tensor(frequency))
+    rope = Rope(spec, torch.device("cpu"), torch.float32)
+    ring, places = torch.zeros(1, 2, 8, 5), torch.full((1, 8), -1)
+    for number, position in enumerate(range(4, 10)):
+        ring[0, :, position % 8] = torch.stack([turned(x, position) for x in query[:, number]])
+        places[0, position % 8] = position
+
+    class Turning(Source):
+        def future_queries(self, view: CacheView, ahead: int, doubling: bool) -> Any:
+            form = PagePool(8, 5, 1, torch.float32, torch.device("cpu")).form
+            return future_queries(ring, places, form, view.seen, ahead, rope, doubling=doubling)
+
+        def bands(self, vectors: Tensor) -> Tensor:
+            return rope.bands(vectors)
+
+    stored = torch.stack([turned(k, p) for k, p in zip(key, at, strict=True)])
+    view = replace(make_view([[7]], seen=10), position=torch.tensor(at))
+    view = replace(view, source=Turning(stored, stored, stored, stored))
+    scores = []
+    for head in query.double():
+        found = []
+        for k, position in zip(key.double(), at, strict=True):
+            total = float(head[:, 4].mean() * k[4])
+            total += float(head[:, 4].abs().mean() - head[:, 4].mean().abs()) * abs(float(k[4]))
+            for f, w in enumerate(frequency):
+                asked = [complex(q[f], q[2 + f]) for q in head]
+                center, own = sum(asked) / 6, complex(k[f], k[2 + f])
+                phase = cmath.phase(center) - cmath.phase(own)
+                series = [math.cos(w * (9 + d - position) + phase) for d in (1, 2, 4, 8)]
+                total += abs(center) * abs(own) * sum(series) / 4
+                total += (sum(map(abs, asked)) / 6 - abs(center)) * abs(own)
+            found.append(total)
+        mean, deviation = statistics.fmean(found), statistics.pstdev(found)
+        scores.append([(x - mean) / deviation for x in found])
+    expected = [max(pair) for pair in zip(*scores, strict=True)]
+    assert expected != scores[0] and expected != scores[1]
+    assert TrigonometricSeries(8, ahead).score(view).tolist() == pytest.approx(expected, abs=1e-4)
 
 
 def test_attention_of_nothing_is_no_nan() -> None:

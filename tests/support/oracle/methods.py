@@ -400,6 +400,47 @@ class Expected(Method):
         return layer_groups(sim, equal(total, sim.layers), self.floor)
 
 
+@dataclass
+class TriAttention(Method):
+    """TriAttention (arXiv 2604.04921), section 4, of each KV head of each layer by itself.
+
+    With ``q_f`` the part of a query, before rope, that one frequency turns: ``S_trig`` is the
+    logit of a query at the center ``E[q]``, its mean over the distances 1, 2, 4, ... from the
+    newest token; ``S_norm`` the sum over f of ``(E|q_f| - |E q_f|) |k_f|``. Of each query head, the
+    z-score of their sum over the row; the greatest of the group. Choices: ``E`` over the newest
+    ``window`` tokens, not over a calibration set; prompts go, too.
+    """
+
+    scale: ClassVar[float] = 10.0
+    window: int = 256
+    ahead: int = 65536
+    interval: int = 128
+
+    def score(self, sim: Simulation) -> Tensor:
+        score = torch.full(sim.keep.shape, -torch.inf, dtype=torch.float64)
+        newest_at = int(sim.rope_position[:, -self.window :].max())
+        distances = [2**n for n in range(64) if 2**n <= self.ahead]
+        for layer in range(sim.layers):
+            turn = sim.mean_rotation(layer, [newest_at + distance for distance in distances])
+            once = sim.mean_rotation(layer, [1])
+            bands = once.ne(0).unique(dim=0).double()  # [F, D]: what a single turn mixes
+
+            def norms(x: Tensor, bands: Tensor = bands) -> Tensor:
+                return (x.square() @ bands.T).sqrt()
+
+            for head in range(sim.heads * sim.group):
+                row = head // sim.group
+                kept = sim.kept(layer, row)
+                asked = sim.unrotated[layer][head, -self.window :].double()
+                key = sim.key[layer][row, kept].double()
+                found = key @ (turn @ asked.mean(0))
+                left = norms(asked).mean(0) - norms(asked.mean(0))
+                found = found + norms(key) @ left * once[0].norm()
+                found = (found - found.mean()) / found.std(correction=0).clamp_min(1e-6)
+                score[layer, row, kept] = torch.maximum(score[layer, row, kept], found)
+        return score
+
+
 # R-KV and G-KV: attention against redundancy of keys, and attention remembered.
 
 
@@ -954,6 +995,7 @@ METHODS: dict[str, Callable[..., Method]] = {
     "gkv": GKV,
     "cake": CAKE,
     "expected-attention": Expected,
+    "triattention": TriAttention,
     "raas": RaaS,
     "keydiff": KeyDiff,
     "knorm": KNorm,
