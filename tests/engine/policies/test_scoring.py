@@ -325,6 +325,18 @@ def test_what_a_value_adds_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
     assert found[1, :, 1, 0, 0].tolist() == [18.0, 0.0, 18.0]
 
 
+@pytest.mark.parametrize("weights", ["auto", "bf16", "int8", "int4"])
+def test_output_matrices_in_every_form(weights: str, generator: torch.Generator) -> None:
+    """By heads, beside the product that a decoder computes, which may round states."""
+    engine = Runtime.from_pretrained(checkpoint("qwen3"), device="cpu", weights=weights)
+    decoder, spec = engine.decoder, engine.spec
+    mixed = torch.randn(3, spec.num_heads, spec.head_dim, generator=generator)
+    out = decoder.weights.layers[1].out
+    expected = decoder.weights.product(mixed.flatten(1), out)
+    found = torch.einsum("thd,hde->te", mixed, decoder.output(1))
+    assert float((found - expected).abs().max()) < 0.02 * float(expected.abs().max())
+
+
 def test_the_series_of_distances() -> None:
     """Term by term: ``|E q_f| |k_f| cos(w_f distance + phase)``, and what is apart from the center.
 
