@@ -457,7 +457,7 @@ class ChunkPass:
         if engine.model.has_on_append:
             taps = list(zip(*(tap.split(self._counts) for tap in self._tapped), strict=True))
             for chunk, own in zip(chunks, taps or [()] * len(chunks), strict=True):
-                chunk.write_state(engine.policy.scoring, own)
+                chunk.write_state(engine.policy.scoring, own, engine.decoder.output)
         if engine.model.needs.positions:
             for chunk, turn in zip(chunks, self._turns, strict=True):
                 seqs = torch.tensor([chunk.seq], device=engine.device)

@@ -191,6 +191,7 @@ def future_queries(
     ahead: int,
     rope: Rope,
     long: bool = False,
+    doubling: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """Compute :meth:`mmkv.engine.policies.base.CacheView.future_queries`.
 
@@ -200,7 +201,7 @@ def future_queries(
     """
     at = window_positions(seen, queries.shape[2], queries.device)
     at = at.masked_fill(positions[0] <= GONE, -1)
-    turns = rope.ahead(positions, at >= 0, ahead, len(queries), long)
+    turns = rope.ahead(positions, at >= 0, ahead, len(queries), long, doubling)
     turned = [
         rotate(form.rotate(layer.float()).transpose(0, 1), *turn).transpose(0, 1)
         for layer, turn in zip(queries, turns, strict=True)
@@ -355,13 +356,20 @@ class CacheEntries:
         queries, keys = cache.memory[QUERIES][self._seq], cache.pool.stored_keys.flatten(0, 1)
         return newest_entropy(queries, keys, self._entries.slot, view)
 
-    def future_queries(self, view: CacheView, ahead: int) -> tuple[Tensor, Tensor]:
+    def future_queries(self, view: CacheView, ahead: int, doubling: bool) -> tuple[Tensor, Tensor]:
         """See :meth:`mmkv.engine.policies.base.CacheView.future_queries`."""
-        memory, seq = self._cache.memory, self._seq
-        if POSITIONS not in memory or self._rope is None:
-            raise PolicyError(_undeclared("future queries", "queries=128, positions=True"))
+        memory, seq, rope = self._cache.memory, self._seq, self._turns("future queries")
         rings, form = (memory[QUERIES][seq], memory[POSITIONS][seq]), self._cache.pool.form
-        return future_queries(*rings, form, view.seen, ahead, self._rope, self._long)
+        return future_queries(*rings, form, view.seen, ahead, rope, self._long, doubling)
+
+    def bands(self, vectors: Tensor) -> Tensor:
+        """See :meth:`mmkv.engine.policies.base.CacheView.bands`."""
+        return self._turns("bands").bands(vectors)
+
+    def _turns(self, what: str) -> Rope:
+        if POSITIONS not in self._cache.memory or self._rope is None:
+            raise PolicyError(_undeclared(what, "queries=128, positions=True"))
+        return self._rope
 
     def _check_queries(self, what: str) -> None:
         if QUERIES not in self._cache.memory:
@@ -489,6 +497,7 @@ def write_state(
     position: Tensor,
     prompt: bool,
     taps: Sequence[Tensor],
+    outputs: Callable[[int], Tensor],
     write: Tensor | None = None,
 ) -> None:
     """Ask the scorer for the state of new entries and store it; its memory changes last.
@@ -498,10 +507,16 @@ def write_state(
     Args:
         seqs: ``[B]`` sequence slots; slots: ``[B, L, H, T]`` flat slots of the new entries.
         position: ``[B, T]`` token indices; taps: ``[B, T, d]`` each.
+        outputs: :meth:`mmkv.engine.model.decoder.Decoder.output` of the model.
         write: a bool on the device: False leaves everything as it is. None: True.
     """
     batch, layers, heads, count = slots.shape
     pool = cache.pool
+
+    def asked(layer: int) -> Tensor:
+        if not scorer.needs.outputs:
+            raise PolicyError(_undeclared("output matrices", "state=1, outputs=True"))
+        return outputs(layer)
 
     new = NewTokens(
         position=position,
@@ -510,6 +525,7 @@ def write_state(
         memory={name: kept[seqs] for name, kept in cache.memory.items() if name not in RINGS},
         keys=lambda: pool.keys_at(slots).float(),
         values=lambda: pool.values_at(slots).float(),
+        outputs=asked,
     )
     call = f"{type(scorer).__name__}.on_append"
     first = int(bool(scorer.needs.mass))

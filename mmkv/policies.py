@@ -25,6 +25,8 @@ _NEEDS = {
     "state": ("1 number an entry", "{} numbers an entry"),
     "mass": ("", "attention mass ({} of a group)"),
     "taps": ("", "hidden states"),
+    "outputs": ("output matrices", ""),
+    "shares": ("what a row may keep", ""),
 }
 
 

@@ -107,6 +107,15 @@ class Decoder:
         hidden = hidden.index_copy(0, where, turn.visual.to(hidden.dtype))
         return hidden, tuple((where, level.to(hidden.dtype)) for level in turn.deepstack)
 
+    def output(self, entry: int) -> Tensor:
+        """Return the output matrix of a layer's attention by heads, float32 ``[Hq, D, d]``.
+
+        ``entry`` counts the layers with entries.
+        """
+        matrix = self.weights.layers[self.spec.entry_index.index(entry)].out
+        wide = matrix.float() if isinstance(matrix, Tensor) else matrix.wide()
+        return wide.T.unflatten(0, (self.spec.num_heads, -1))
+
     def forward(
         self,
         hidden: Tensor,

@@ -55,7 +55,13 @@ class Rope:
         return self._both(positions[:, None].float() * self._inv_freq[long], positions)
 
     def ahead(
-        self, positions: Tensor, known: Tensor, count: int, layers: int, long: bool = False
+        self,
+        positions: Tensor,
+        known: Tensor,
+        count: int,
+        layers: int,
+        long: bool = False,
+        doubling: bool = False,
     ) -> list[tuple[Tensor, Tensor]]:
         """Compute how a vector rotated at its position turns to the ``count`` positions to come.
 
@@ -64,13 +70,17 @@ class Rope:
 
         Args:
             positions: ``[A, w]`` int64; known: bool ``[w]``, which of them count.
+            doubling: of the positions to come, the 1st, 2nd, 4th and so on alone.
 
         Returns:
             of each of ``layers`` layers with entries, cos and signed sin ``[w, rot]`` float32.
         """
         last = positions.masked_fill(~known, -1).amax()
-        back = (last + 1 - positions).double()
-        steps = torch.arange(count, device=positions.device).double()
+        back = (last - positions).double()
+        if doubling:
+            steps = 2 ** torch.arange(count.bit_length(), device=positions.device).double()
+        else:
+            steps = torch.arange(1, count + 1, device=positions.device).double()
         made = {}
         for local in {False, *self._local_layers}:
             freq = self._local_freq if local else self._inv_freq[long]
@@ -86,6 +96,12 @@ class Rope:
             cos, sin = torch.cat([cos, cos], -1), torch.cat([-sin, sin], -1)
             made[local] = cos.float(), sin.float()
         return [made[local] for local in self._local_layers or (False,) * layers]
+
+    def bands(self, vectors: Tensor) -> Tensor:
+        """Compute :meth:`mmkv.engine.policies.base.CacheView.bands`."""
+        half = self._inv_freq[False].numel()
+        pairs = torch.hypot(vectors[..., :half], vectors[..., half : 2 * half])
+        return torch.cat([pairs, vectors[..., 2 * half :].abs()], -1)
 
     def _both(self, angle: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
         made = self._finish(angle)

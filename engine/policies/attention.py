@@ -1,7 +1,7 @@
-"""Policies that read attention: H2O, SnapKV and its kin, R-KV, Expected Attention.
+"""Policies that read attention: H2O, SnapKV and its kin, CriticalKV, R-KV.
 
-What they score by is the mass of all passes, what the newest queries pay or the next ones are
-expected to, or attention weighed against redundancy: entries whose keys resemble others' go first.
+What they score by is the mass of all passes, what the newest queries pay, or attention weighed
+against redundancy: entries whose keys resemble others' go first.
 """
 
 from __future__ import annotations
@@ -20,7 +20,16 @@ from mmkv.engine.policies.allocation import (
     PyramidAllocation,
 )
 from mmkv.engine.policies.base import CacheView, Group, Needs, NewTokens, Policy, Scores, compiled
-from mmkv.engine.policies.preset import INTERVAL, KERNEL, POOL, WINDOW, Parameter, Preset, group
+from mmkv.engine.policies.preset import (
+    FLOOR,
+    INTERVAL,
+    KERNEL,
+    POOL,
+    WINDOW,
+    Parameter,
+    Preset,
+    group,
+)
 from mmkv.engine.policies.scoring import WindowAttention, check_pooling, pooled
 
 # Elements of one block of logits or cosines: temporaries stay near 16 MiB however long rows are.
@@ -116,11 +125,7 @@ class LayerPreferences:
         varied = view.attention(queries="variance")
         indicator = (view.attention() + self.gamma * varied).masked_fill(~prefix, 0.0)
         indicator = pooled(indicator, view, self.kernel, "avg").masked_fill(~prefix, -1.0)
-        newest_first = view.to_rows(view.position, -1).argsort(-1, descending=True)
-        rows = view.to_rows(indicator, -2.0).gather(1, newest_first)
-        best_first = newest_first.gather(1, rows.argsort(dim=-1, descending=True, stable=True))
-        column = torch.arange(best_first.shape[1], device=best_first.device)
-        rank = torch.zeros_like(best_first).scatter_(1, best_first, column.expand_as(best_first))
+        rank = _ranks(indicator, view)
         # Means over a group's heads: what they lack of sums is one factor for all layers.
         dispersion = self._of_layers(view.attention(queries="entropy"), prefix, view)
         shift = self._of_layers(varied, prefix, view)
@@ -130,12 +135,53 @@ class LayerPreferences:
         some = preference.amax(1, keepdim=True) > 0
         preference = torch.where(some, preference, torch.ones_like(preference)).flatten()
         own = preference.repeat_interleave(view.kv_heads)[view.row]
-        return -(view.from_rows(rank) + 1) / own
+        return -(rank + 1) / own
 
     def _of_layers(self, values: Tensor, prefix: Tensor, view: CacheView) -> Tensor:
         """Add up ``values [N]`` of the prefix, ``[layers]``."""
         by_row = view.to_rows(values.masked_fill(~prefix, 0.0), 0.0).sum(1)
         return by_row.view(view.layers, -1).sum(1)
+
+
+@dataclass(frozen=True)
+class CriticalAttention(WindowAttention):
+    """Window attention times what an entry adds to the stream (CriticalKV, arXiv 2502.03805).
+
+    State 0 is that size: the L1 norm of the value behind a head's part of the output matrix, the
+    mean over the group's heads. ``alpha`` of a row's share, without the window, goes by attention
+    alone, so that what is kept has most of it (assumption of the paper's bound).
+    """
+
+    alpha: float = 0.5
+    epsilon: float = 1e-4
+
+    @property
+    def needs(self) -> Needs:
+        """The last ``window`` queries, output matrices for state 0, and what a row may keep."""
+        return Needs(queries=self.window, state=1, outputs=True, shares=True)
+
+    def on_append(self, new: NewTokens) -> Tensor:
+        """The size of what each entry adds, ``[B, T, L, H, 1]``."""
+        values = new.values()
+        batch, layers, heads, count, _ = values.shape
+        sizes = []
+        for layer, value in enumerate(values.permute(1, 2, 0, 3, 4).flatten(2, 3)):  # [H, B T, D]
+            output = new.outputs(layer).unflatten(0, (heads, -1))  # [H, G, D, d]
+            block = max(1, _BLOCK_ELEMENTS // output[:, :, 0].numel())
+            added = (part[:, None] @ output for part in value.split(block, 1))
+            sizes.append(torch.cat([one.abs().sum(-1).mean(1) for one in added], -1))
+        return torch.stack(sizes).view(layers, heads, batch, count).permute(2, 3, 0, 1)[..., None]
+
+    def score(self, view: CacheView) -> Tensor:
+        """``(attention + epsilon)`` times state 0; infinity for the best by attention alone."""
+        observing = view.position >= view.seen - self.window
+        paid = super().score(view)
+        rank = _ranks(paid.masked_fill(observing, -1.0), view)
+        assert view.share is not None
+        free = (view.share - self.window).clamp(min=0)
+        first = rank < (self.alpha * free.double()).long()[view.row]
+        weighed = (paid + self.epsilon) * view.state()[:, 0]
+        return weighed.masked_fill(first | observing, torch.inf)
 
 
 @compiled("state")
@@ -167,53 +213,6 @@ class Milestones:
     def score(self, view: CacheView) -> Tensor:
         """The timestamp."""
         return view.state()[:, 0]
-
-
-@dataclass(frozen=True)
-class ExpectedAttention:
-    """Attention that queries to come will pay on average (Expected Attention, arXiv 2510.00636).
-
-    Queries are taken to be normally distributed before RoPE, as the last ``window`` were; the first
-    ``sinks`` tokens count neither among them nor among what is attended to.
-    """
-
-    window: int = 256
-    ahead: int = 512
-    sinks: int = 4
-    epsilon: float = 0.01
-
-    @property
-    def needs(self) -> Needs:
-        """The last ``window`` queries and where they were asked; keys and values."""
-        return Needs(queries=self.window, positions=True, keys=True, values=True)
-
-    def score(self, view: CacheView) -> Tensor:
-        """``(epsilon + E) |v|``, with E the mean over the group of the expected shares.
-
-        Of a normal query, the mean of ``exp(q.k)`` is ``exp(m + s / 2)``, with m and s the mean
-        and the variance of ``q.k``: no covariance matrix of queries is needed.
-        """
-        queries, at = view.future_queries(self.ahead)  # [L, Hq, w, D]
-        counts = at >= self.sinks
-        counts = torch.where(counts.any(), counts, at >= 0).float()[:, None]  # [w, 1]
-        total = counts.sum().clamp(min=1)
-        keys = view.to_rows(view.keys().float(), 0.0).unflatten(0, (view.layers, -1))
-        attended = view.live() & (view.to_rows(view.position, -1) >= self.sinks)
-        attended = attended.view(view.layers, view.kv_heads, 1, -1)
-        block = max(1, _BLOCK_ELEMENTS // queries[0, ..., 0].numel())  # keys, each by itself
-        shares = []
-        for asked, key, there in zip(queries, keys, attended, strict=True):
-            grouped = asked.unflatten(0, (view.kv_heads, -1)) * asked.shape[-1] ** -0.5
-            parts = []
-            for some in key.split(block, 1):
-                logits = grouped @ some[:, None].transpose(-1, -2)  # [H, G, w, block]
-                mean = (logits * counts).sum(2, keepdim=True) / total
-                variance = ((logits - mean).square() * counts).sum(2) / total
-                parts.append(mean[:, :, 0] + variance / 2)
-            expected = torch.cat(parts, -1).masked_fill(~there, -torch.inf)
-            shares.append(expected.softmax(-1).nan_to_num(0.0).mean(1))
-        share = view.from_rows(torch.cat(shares))
-        return (share + self.epsilon) * view.values().float().norm(dim=-1)
 
 
 @dataclass(frozen=True)
@@ -320,6 +319,15 @@ def redundancy(view: CacheView, threshold: float, only_similar: bool = False) ->
     return view.from_rows(share.scatter(-1, order, share))
 
 
+def _ranks(values: Tensor, view: CacheView) -> Tensor:
+    """Rank each entry in its row by ``values [N]``: int64, 0 the best; of equal ones the newer."""
+    newest_first = view.to_rows(view.position, -1).argsort(-1, descending=True)
+    rows = view.to_rows(values, -torch.inf).gather(1, newest_first)
+    best_first = newest_first.gather(1, rows.argsort(dim=-1, descending=True, stable=True))
+    column = torch.arange(best_first.shape[1], device=best_first.device)
+    return view.from_rows(best_first.scatter(1, best_first, column.expand_as(best_first)))
+
+
 def _over_greatest(values: Tensor, prefix: Tensor, view: CacheView) -> Tensor:
     """Divide ``values [N]``, from 0, by the greatest of the row's prefix; 0 outside it."""
     values = values.masked_fill(~prefix, 0.0)
@@ -338,6 +346,18 @@ def _tova() -> Policy:
 def _snapkv(window: int, kernel: int, pool: Literal["avg", "max"], group: Group) -> Policy:
     scoring = WindowAttention(window, kernel, pool, group)
     return Policy("snapkv", scoring, HeadAllocation(), protect_recent=window)
+
+
+def _criticalkv(
+    alpha: float,
+    epsilon: float,
+    window: int,
+    kernel: int,
+    pool: Literal["avg", "max"],
+    group: Group,
+) -> Policy:
+    scoring = CriticalAttention(window, kernel, pool, group, alpha, epsilon)
+    return Policy("criticalkv", scoring, HeadAllocation(), protect_recent=window)
 
 
 def _morphkv(window: int, fusion: Literal["sum", "max"], group: Group) -> Policy:
@@ -369,14 +389,6 @@ def _cake(window: int, kernel: int, gamma: float, tau1: float, tau2: float) -> P
     return Policy("cake", scoring, GlobalAllocation(), protect_recent=window)
 
 
-def _expected(
-    window: int, ahead: int, sinks: int, epsilon: float, floor: float, interval: int
-) -> Policy:
-    scoring = ExpectedAttention(window, ahead, sinks, epsilon)
-    sharing = LayerAllocation(floor)
-    return Policy("expected-attention", scoring, sharing, protect_first=sinks, interval=interval)
-
-
 def _raas(alpha: float, group: Group) -> Policy:
     return Policy("raas", Milestones(alpha, group), HeadAllocation(), keeps_prompt=True)
 
@@ -406,9 +418,6 @@ def _ada_pyramidkv(
 _BETA = Parameter(
     20, "steepness: the top layer's share is 1 / beta of the mean; 1: level", "section 5", least=1
 )
-_FLOOR = Parameter(
-    0.2, "part of an equal share that a head is sure of", "its safeguard", least=0, most=1
-)
 _WINDOW_ATTENTION = {"window": WINDOW, "kernel": KERNEL, "pool": POOL, "group": group()}
 _OBSERVERS = "newest queries, which observe and always stay"
 _QWEN = "as DBTrimKV's authors run it"
@@ -420,6 +429,22 @@ ATTENTION_PRESETS: dict[str, Preset] = {
         "arXiv 2404.14469",
         "SnapKV: LLM Knows What You are Looking for Before Generation",
         _WINDOW_ATTENTION,
+    ),
+    "criticalkv": Preset(
+        _criticalkv,
+        "arXiv 2502.03805",
+        "CriticalKV: Optimizing KV Cache Eviction from an Output Perturbation Perspective",
+        {
+            "alpha": Parameter(
+                0.5,
+                "part of the budget that goes by attention alone",
+                "experiments",
+                least=0,
+                most=1,
+            ),
+            "epsilon": Parameter(1e-4, "what attention is raised by", "released code", least=0),
+            **_WINDOW_ATTENTION,
+        },
     ),
     "h2o": Preset(
         _h2o,
@@ -444,13 +469,13 @@ ATTENTION_PRESETS: dict[str, Preset] = {
         "arXiv 2407.11550",
         "Ada-KV: Optimizing KV Cache Eviction by Adaptive Budget Allocation for Efficient LLM "
         "Inference",
-        {"floor": _FLOOR, **_WINDOW_ATTENTION},
+        {"floor": FLOOR, **_WINDOW_ATTENTION},
     ),
     "ada-pyramidkv": Preset(
         _ada_pyramidkv,
         "arXiv 2407.11550",
         "Ada-KV over PyramidKV (arXiv 2406.02069)",
-        {"beta": _BETA, "floor": _FLOOR, **_WINDOW_ATTENTION},
+        {"beta": _BETA, "floor": FLOOR, **_WINDOW_ATTENTION},
     ),
     "morphkv": Preset(
         _morphkv,
@@ -523,24 +548,6 @@ ATTENTION_PRESETS: dict[str, Preset] = {
             ),
             "tau1": Parameter(1.6, "how little the entropy counts", _QWEN, least=0.01),
             "tau2": Parameter(0.6, "how little the variance counts", _QWEN, least=0.01),
-        },
-    ),
-    "expected-attention": Preset(
-        _expected,
-        "arXiv 2510.00636",
-        "Expected Attention: KV Cache Compression by Estimating Attention from Future Queries "
-        "Distribution",
-        {
-            "window": Parameter(
-                256, "newest queries, whose statistics count", "released code, decoding", least=1
-            ),
-            "ahead": Parameter(512, "positions to come", "released code", least=1),
-            "sinks": Parameter(4, "first tokens, which always stay", "released code", least=0),
-            "epsilon": Parameter(
-                0.01, "what each expected share is raised by", "kvpress's evaluation", least=0
-            ),
-            "floor": _FLOOR,
-            "interval": replace(INTERVAL, default=512, place="released code, decoding"),
         },
     ),
     "raas": Preset(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal, Protocol, TypeVar, get_args
 
 import torch
@@ -39,6 +39,8 @@ class Needs:
             shall add up the attention that every query pays to the entry, its own included.
         taps: depths in [0, 1], as shares of the layers, after which ``on_append`` reads the
             residual stream; two numbers stand for all layers from the one's to the other's.
+        outputs: whether ``on_append`` reads the layers' output matrices.
+        shares: whether :attr:`CacheView.share` is read.
     """
 
     gates: Literal["", "retention"] = ""
@@ -49,6 +51,8 @@ class Needs:
     state: int = 0
     mass: Literal["", "mean", "max", "sum"] = ""
     taps: tuple[Tap, ...] = ()
+    outputs: bool = False
+    shares: bool = False
 
     def __post_init__(self) -> None:
         if (
@@ -117,8 +121,12 @@ class EntrySource(Protocol):
         """Float32 without dimensions, see :meth:`CacheView.entropy`."""
         ...
 
-    def future_queries(self, view: CacheView, ahead: int) -> tuple[Tensor, Tensor]:
+    def future_queries(self, view: CacheView, ahead: int, doubling: bool) -> tuple[Tensor, Tensor]:
         """``[L, Hq, w, D]`` and ``[w]``, see :meth:`CacheView.future_queries`."""
+        ...
+
+    def bands(self, vectors: Tensor) -> Tensor:
+        """``[..., F]``, see :meth:`CacheView.bands`."""
         ...
 
 
@@ -139,6 +147,8 @@ class CacheView:
         source: reads keys, values, state and window attention when asked for.
         prompt_tokens: tokens that came in prompts, for policies that keep them all.
         sequences: of which the layers are.
+        share: ``[layers * kv_heads]`` int64, for a scorer with ``needs.shares``: what each row may
+            keep, an even part of its group's share.
     """
 
     seen: int
@@ -152,6 +162,7 @@ class CacheView:
     source: EntrySource | None = None
     prompt_tokens: int = 0
     sequences: int = 1
+    share: Tensor | None = None
 
     def keys(self) -> Tensor:
         """Gather the keys after RoPE, ``[N, D]`` in the cache's dtype; a copy at each call.
@@ -211,11 +222,14 @@ class CacheView:
         """
         return self._source().entropy(self)
 
-    def future_queries(self, ahead: int) -> tuple[Tensor, Tensor]:
-        """Turn the last ``needs.queries`` queries as if the next ``ahead`` tokens asked them.
+    def future_queries(self, ahead: int, doubling: bool = False) -> tuple[Tensor, Tensor]:
+        """Turn the last ``needs.queries`` queries as if tokens to come asked them.
 
         Each is taken back to what it was before RoPE and turned by the mean of the rotations at the
         next ``ahead`` positions, which follow the largest of the window's.
+
+        Args:
+            doubling: of these positions, the 1st, 2nd, 4th and so on alone.
 
         Returns:
             float32 ``[L, Hq, w, D]``, to be compared with :meth:`keys`; int64 ``[w]``, the token
@@ -224,7 +238,21 @@ class CacheView:
         Raises:
             PolicyError: the scorer does not declare ``needs.queries`` and ``needs.positions``.
         """
-        return self._source().future_queries(self, ahead)
+        return self._source().future_queries(self, ahead, doubling)
+
+    def bands(self, vectors: Tensor) -> Tensor:
+        """Return the norms of what RoPE turns together in queries or keys, the same before it.
+
+        Args:
+            vectors: ``[..., D]``.
+
+        Returns:
+            ``[..., F]``: of each pair of features with one angle, then of each that is not turned.
+
+        Raises:
+            PolicyError: the scorer does not declare ``needs.positions``.
+        """
+        return self._source().bands(vectors)
 
     @property
     def rows(self) -> int:
@@ -276,6 +304,8 @@ class NewTokens:
         memory: by name float32 ``[B, ...]``: what ``memory`` of the scorer asked for, as the last
             pass left it and zero at first. ``on_append`` puts what is to be kept in its place.
         keys, values: float32 ``[B, L, H, T, D]``, gathered when called.
+        outputs: called with a layer, returns the matrix that takes its query heads to the residual
+            stream, float32 ``[Hq, D, d]``, for a scorer with ``needs.outputs``.
     """
 
     position: Tensor
@@ -284,6 +314,7 @@ class NewTokens:
     memory: dict[str, Tensor]
     keys: Callable[[], Tensor]
     values: Callable[[], Tensor]
+    outputs: Callable[[int], Tensor]
 
 
 class Scorer(Protocol):
@@ -543,6 +574,9 @@ class Policy:
 
     def scores(self, view: CacheView, budget: int) -> Scores:
         """The scorer's float32 ``[N]``, infinite where protected, and the state it hands back."""
+        if self.scoring.needs.shares:
+            share = self.shares(budget, view.layers, view.kv_heads).of_rows()
+            view = replace(view, share=share.to(view.row.device))
         made: object = self.scoring.score(view)
         wanted = "one number an entry, a tensor [N] in the view's order"
         call = f"the scorer {type(self.scoring).__name__} of policy {self.name!r}"

@@ -204,6 +204,9 @@ RECENT = Parameter(0, "newest tokens of every row that stay, whatever their scor
 WINDOW = Parameter(16, "newest queries, which observe and always stay", least=1)
 KERNEL = Parameter(5, "positions that are pooled together, an odd number", least=1)
 INTERVAL = Parameter(1, "decode steps between evictions, fewer under a small budget", least=1)
+FLOOR = Parameter(
+    0.2, "part of an equal share that a head is sure of", "its safeguard", least=0, most=1
+)
 POOL = Parameter("avg", "pooling over neighbouring positions", choices=("avg", "max"))
 
 

@@ -44,6 +44,10 @@ class Shares:
         held = torch.zeros_like(allowed).index_add_(0, self.group, length.to(allowed.device))
         return bool((held > allowed).any())
 
+    def of_rows(self) -> Tensor:
+        """Return what each row may keep, an even part of its group's share: int64 ``[rows]``."""
+        return (self.share // self.group.bincount(minlength=self.share.numel()))[self.group]
+
 
 def lowest(scores: Tensor, view: CacheView, shares: Shares) -> Tensor:
     """Indices ``[K]`` of the entries to drop, so that each group keeps at most its share.

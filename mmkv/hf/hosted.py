@@ -183,7 +183,9 @@ class HostedRuntime(Runtime):
     def __init__(self, family: HostedFamily, *parts: Any, **options: Any) -> None:
         super().__init__(family, *parts, **options)
         policy = self.policy
-        if policy.pruner is not None or policy.admission is not None or self.decoder.taps:
+        needs = policy.scoring.needs
+        more = self.decoder.taps or needs.outputs or needs.positions
+        if policy.pruner is not None or policy.admission is not None or more:
             raise PolicyError(
                 f"policy {policy.name!r} reads more of a model than its attention; for a "
                 f"{family.config.model_type!r} model use one such as 'dbtrimkv' or 'snapkv'"

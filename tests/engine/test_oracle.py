@@ -133,6 +133,15 @@ CASES += [
 CASES += [
     Case("vl3", "expected-attention:window=24,sinks=2,ahead=2,epsilon=0", 2, 1, 7, "late", 9.4),
     Case("gemma3", "expected-attention:window=24,sinks=2,ahead=2,epsilon=0", 2, 1, 7, "late", 9.4),
+    Case("gemma3", "triattention:window=24,ahead=2", 2, 1, 7, "late", 9.4),
+]
+# Pairs of features side by side, some not turned; a bias and a gate before the output matrix.
+CASES += [
+    Case("glm4v", "expected-attention:window=24,sinks=2,ahead=2,epsilon=0", 2, 1, 7, "late", 9.4),
+    Case("glm4v", "triattention:window=24", 2, 1, 7, "late", 9.4),
+    Case("qwen3_5", "triattention:window=24", 2, 1, 7, "late", 9.4),
+    Case("qwen3_5", "criticalkv:window=2", 2, 1, 7, "late", 9.4),
+    Case("llama_biased", "criticalkv:window=2", 2, 1, 7, "long", 9.4),
 ]
 
 # One dialogue for each other family and for sliding windows; test_parity has all their variants.

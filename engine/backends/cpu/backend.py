@@ -162,7 +162,8 @@ class CpuBackend(Backend):
         slots = self._newest_slots(batch.seqs)[..., None]
         taps = [tap[:, None] for tap in decoder.tapped]
         position = torch.tensor(batch.seen)[:, None]
-        write_state(self.cache, self.model.policy.scoring, seqs, slots, position, False, taps)
+        scorer, outputs = self.model.policy.scoring, self.model.decoder.output
+        write_state(self.cache, scorer, seqs, slots, position, False, taps, outputs)
 
     def _newest_slots(self, sequences: Sequence[int]) -> Tensor:
         """Flat slots ``[B, L, H]`` of the last entry of every row."""

@@ -164,11 +164,16 @@ class FixedEntries:
         queries = queries.reshape(whole.layers, -1, *queries.shape[3:])
         return newest_entropy(queries, keys, self._slot, whole)
 
-    def future_queries(self, view: CacheView, ahead: int) -> tuple[Tensor, Tensor]:
+    def future_queries(self, view: CacheView, ahead: int, doubling: bool) -> tuple[Tensor, Tensor]:
         """See :meth:`mmkv.engine.policies.base.CacheView.future_queries`; of one sequence."""
         positions = self._cache.memory[POSITIONS].index_select(0, self._seqs)[0]
         form, queries = self._cache.pool.form, self._queries()[0]
-        return future_queries(queries, positions, form, self._seen[0], ahead, self._rope)
+        rope, seen = self._rope, self._seen[0]
+        return future_queries(queries, positions, form, seen, ahead, rope, doubling=doubling)
+
+    def bands(self, vectors: Tensor) -> Tensor:
+        """See :meth:`mmkv.engine.policies.base.CacheView.bands`."""
+        return self._rope.bands(vectors)
 
     def _queries(self) -> Tensor:
         return self._cache.memory[QUERIES].index_select(0, self._seqs)
@@ -229,6 +234,8 @@ class PolicyStep:
         self.cuts = policy.evicts and bool(unsupported_reason(policy))
         if self.cuts:
             shares = policy.shares(count, *rows.length.shape[1:])
+            self._group = shares.group.to(device)
+            self._group_rows = shares.group.bincount(minlength=shares.share.numel()).to(device)
             groups, floors = shares.share.numel(), shares.floor is not None
             most = min(most_entries, count * self.cells)
             self.work = replace(empty_eviction(batch, rows, most, groups), nan=nan)
@@ -339,6 +346,7 @@ class PolicyStep:
                 self._position[:, None],
                 False,
                 self._taps,
+                model.decoder.output,
                 self._write,
             )
         cos, sin = rope
@@ -446,6 +454,9 @@ class PolicyStep:
     def _scores(self, part: slice, seen: Tensor, limits: EvictionLimits) -> Tensor:
         """Score the cells of some batch slots; keep the state that the scorer hands back."""
         view = self._view(part, seen)
+        if self.model.needs.shares:
+            share = (limits.share[part] // self._group_rows)[:, self._group].flatten()
+            view = replace(view, share=share)
         made: Tensor | Scores = self.model.policy.scoring.score(view)
         if isinstance(made, Tensor):
             return made.float().contiguous()

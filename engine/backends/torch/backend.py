@@ -58,7 +58,7 @@ class TorchBackend(Backend):
         if model.has_on_append:
             taps = [tap[:, None] for tap in tapped]
             slots, scorer = step.slots[..., None], model.policy.scoring
-            write_state(cache, scorer, seqs, slots, position[:, None], False, taps)
+            write_state(cache, scorer, seqs, slots, position[:, None], False, taps, decoder.output)
         logits = decoder.logits(hidden)
         step.put_states()
         counts.log_beta = None if log_beta is None else log_beta[None]

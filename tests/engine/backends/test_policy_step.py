@@ -30,6 +30,7 @@ IN_TORCH = [name for name in EVICTING if unsupported_reason(make_policy(name))]
 SMALL = {name: 4 for name in IN_TORCH if make_policy(name).keeps_prompt}
 QUICK = {
     "balanced": "balanced:floor=0.5,free=2",
+    "criticalkv": "criticalkv:window=2,kernel=1,alpha=1",
     "segments-hs": "segments-hs:segment=4,r=3,e=2,t=1",
     "lagkv": "lagkv:sinks=1,lag=3",
 }
@@ -64,7 +65,12 @@ def test_a_policy_steps_without_the_host(name: str, host_reads: HostReads) -> No
 
 @pytest.mark.parametrize(
     ("name", "paged"),
-    [("cake:window=4", False), ("gkv:window=3", False), ("adakv:window=14,group=sum", True)],
+    [
+        ("cake:window=4", False),
+        ("gkv:window=3", False),
+        ("criticalkv:window=2,kernel=1,alpha=1", False),
+        ("adakv:window=14,group=sum", True),
+    ],
 )
 def test_heads_of_several_sequences_are_told_apart(
     name: str, paged: bool, monkeypatch: pytest.MonkeyPatch
@@ -121,7 +127,8 @@ def test_write_gates_step_without_the_host(name: str, host_reads: HostReads) -> 
 
 
 @pytest.mark.parametrize(
-    ("name", "every"), [("adakv", 2), ("epikv", 2), ("gkv", None), ("balanced", 2)]
+    ("name", "every"),
+    [("adakv", 2), ("epikv", 2), ("gkv", None), ("balanced", 2), ("criticalkv", 1)],
 )
 def test_budgets_that_grow_with_the_tokens(
     name: str, every: int | None, monkeypatch: pytest.MonkeyPatch

@@ -55,6 +55,7 @@ PUBLISHED = {
     "balanced": "floor=1,free=32,lookahead=2,recent=0,age=paper",
     "streamingllm": "sinks=4",
     "snapkv": "window=16,kernel=5,pool=avg,group=mean",
+    "criticalkv": "alpha=0.5,epsilon=1e-4,window=16,kernel=5,pool=avg,group=mean",
     "h2o": "recent=0.5,group=mean",
     "tova": "",
     "pyramidkv": "beta=20,window=16,kernel=5,pool=avg,group=mean",
@@ -67,6 +68,7 @@ PUBLISHED = {
     "keydiff": "recent=0",
     "knorm": "recent=0",
     "expected-attention": "window=256,ahead=512,sinks=4,epsilon=0.01,floor=0.2,interval=512",
+    "triattention": "window=256,ahead=65536,interval=128",
     "cake": "window=32,kernel=5,gamma=200,tau1=1.6,tau2=0.6",
     "raas": "alpha=1e-4,group=max",
     "lagkv": "sinks=4,lag=128",
@@ -95,6 +97,7 @@ PROTECTED = {
     **dict.fromkeys(["morphkv", "cake"], (0, 32, None)),
     "rkv": (0, 8, None),
     **dict.fromkeys(["snapkv", "pyramidkv", "adakv", "ada-pyramidkv", "gkv"], (0, 16, None)),
+    "criticalkv": (0, 16, None),
     **dict.fromkeys(["epikv", "hs-variance", "band-adaptive"], (0, 128, 0.25)),
     **dict.fromkeys(["kv-key", "kv-val", "lag-kv"], (0, 128, 0.25)),
     **dict.fromkeys(["attention-hs", "segments-hs"], (0, 128, 0.25)),
@@ -547,6 +550,16 @@ class Undeclared:
 
 
 @dataclass(frozen=True)
+class UndeclaredOutputs(Oldest):
+    """Reads output matrices, and does not ask for them."""
+
+    needs: ClassVar[Needs] = Needs(state=1)
+
+    def on_append(self, new: NewTokens) -> Tensor:
+        return new.outputs(0)
+
+
+@dataclass(frozen=True)
 class OnePerRow:
     needs: ClassVar[Needs] = Needs()
 
@@ -662,6 +675,7 @@ def test_what_a_scorer_must_not_return_is_one_line(
     [
         (Undeclared("keys"), r"give it needs = Needs\(keys=True\)"),
         (Undeclared("attention"), r"give it needs = Needs\(queries=16\)"),
+        (UndeclaredOutputs(), r"give it needs = Needs\(state=1, outputs=True\)"),
         (OnePerRow(), r"OnePerRow of policy 'key-size' returned shape \[4\] for \d+ entries"),
     ],
 )

@@ -51,7 +51,7 @@ VALUES: dict[str, st.SearchStrategy[Any]] = {
     "a": st.sampled_from([0.0, 0.3125, 0.5]),
     "b": st.sampled_from([0.0, 0.65625, 0.9]),
     "epsilon": st.sampled_from([0.0, 0.01, 0.1]),
-    "ahead": st.sampled_from([1, 7, 512]),
+    "ahead": st.sampled_from([1, 7, 512, 65536]),
     "eps": st.sampled_from([1e-6, 0.1]),
     "segment": st.integers(2, 5),
     "r": st.integers(1, 4),
@@ -68,6 +68,7 @@ VALUES: dict[str, st.SearchStrategy[Any]] = {
 # Where a name means something of its own.
 OWN: dict[tuple[str, str], st.SearchStrategy[Any]] = {
     ("raas", "alpha"): st.sampled_from([0.0001, 0.05, 0.1, 0.3]),
+    ("expected-attention", "ahead"): st.sampled_from([1, 7, 512]),
     ("h2o", "recent"): st.sampled_from([0.0, 0.25, 0.5, 0.75]),
     # The range of two values may be a rounding of both, and this score divides by it squared.
     ("lag-kv", "lag"): st.integers(3, 6),
@@ -344,5 +345,5 @@ def test_queries_that_were_cut_off_are_not_asked(monkeypatch: pytest.MonkeyPatch
     held = at >= 0
     torch.testing.assert_close(queries[:, :, held], expected[:, :, held], rtol=1e-4, atol=1e-4)
     score = engine.policy.scoring.score(cut.view())
-    monkeypatch.setattr("mmkv.engine.policies.attention._BLOCK_ELEMENTS", 1)
+    monkeypatch.setattr("mmkv.engine.policies.future._BLOCK_ELEMENTS", 1)
     torch.testing.assert_close(engine.policy.scoring.score(cut.view()), score)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import cmath
 import itertools
 import math
 import statistics
@@ -22,6 +23,8 @@ from benchmarks.quality.methods import Cell
 from mmkv.engine.cache import PagePool, RaggedCache
 from mmkv.engine.errors import PolicyError
 from mmkv.engine.model.gates import load_gates, make_random_gates, save_gates, trained_age
+from mmkv.engine.model.rope import Rope
+from mmkv.engine.model.spec import RopeSpec
 from mmkv.engine.policies import CacheView, NewTokens, make_policy
 from mmkv.engine.policies.allocation import (
     EvenLayerAllocation,
@@ -32,6 +35,7 @@ from mmkv.engine.policies.allocation import (
 from mmkv.engine.policies.attention import (
     AttentionAndRedundancy,
     AttentionMass,
+    CriticalAttention,
     FusedAttention,
     GlobalAttention,
     NewestAttention,
@@ -44,10 +48,11 @@ from mmkv.engine.policies.frozen import (
     PreviousChunk,
     StreamChange,
 )
+from mmkv.engine.policies.future import TrigonometricSeries
 from mmkv.engine.policies.keys import KeyDifference, KeyNorm, NextChunk
 from mmkv.engine.policies.scoring import Retention, lookahead_log_score
 from mmkv.engine.runtime import Runtime
-from mmkv.engine.scorer_state import QUERIES, window_attention
+from mmkv.engine.scorer_state import QUERIES, future_queries, window_attention
 from mmkv.resources import asset
 from tests.engine.model.test_gates import published, write
 from tests.engine.policies.test_policies import make_view
@@ -281,6 +286,110 @@ def test_global_attention(lengths: list[list[int]], seed: int, form: Any, spare:
             if spare:
                 score = 0.6 * score - 0.4 * alike[i] / max(alike[j] for j in prefix)
             assert float(found.value[i]) == pytest.approx(score, rel=1e-4, abs=1e-6)
+
+
+def test_critical_entries_by_hand() -> None:
+    """Half of what the window leaves goes by attention alone, the rest by what values add."""
+    view = replace(make_view([[6]], seen=6), position=torch.arange(6))
+    paid = torch.tensor([0.30, 0.05, 0.25, 0.10, 0.20, 0.10])
+    size = torch.tensor([[1.0], [9.0], [1.0], [2.0], [1.0], [1.0]])
+    view = replace(view, source=Source(size, torch.empty(0), torch.empty(0), paid))
+    policy = make_policy("criticalkv:window=1,kernel=1,epsilon=0.1")
+    found = policy.scores(view, 5).value.tolist()
+    assert found == pytest.approx([math.inf, 0.15 * 9, math.inf, 0.2 * 2, 0.3, math.inf])
+    assert policy.victims(view, 5).tolist() == [4]
+    # Two of three by attention; of equal attention the newer one.
+    paid[4] = 0.25
+    assert policy.scores(view, 4).value.isinf().tolist() == [True, False, False, False, False, True]
+    assert policy.scores(view, 5).value.isinf().tolist() == [True, False, False, False, True, True]
+
+
+def test_what_a_value_adds_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of (1, 2) the first head makes (1, 4), the second (-1, 3): their L1 norms are 5 and 4."""
+    monkeypatch.setattr("mmkv.engine.policies.attention._BLOCK_ELEMENTS", 1)
+    first = torch.tensor([[[1.0, 0.0], [0.0, 2.0]], [[1.0, 1.0], [-1.0, 1.0]]])
+    values = torch.tensor([[1.0, 2.0], [0.0, 0.0], [-1.0, -2.0]]).view(1, 1, 1, 3, 2)
+    values = torch.cat([values, -2 * values]).expand(2, 2, 1, 3, 2)  # two sequences, two layers
+    new = NewTokens(
+        torch.arange(3).expand(2, 3),
+        True,
+        torch.empty(0),
+        {},
+        lambda: values,
+        lambda: values,
+        lambda layer: first * (layer + 1),
+    )
+    found = CriticalAttention().on_append(new)
+    assert found.shape == (2, 3, 2, 1, 1)
+    assert found[0, :, 0, 0, 0].tolist() == [4.5, 0.0, 4.5]
+    assert found[1, :, 1, 0, 0].tolist() == [18.0, 0.0, 18.0]
+
+
+@pytest.mark.parametrize("weights", ["auto", "bf16", "int8", "int4"])
+def test_output_matrices_in_every_form(weights: str, generator: torch.Generator) -> None:
+    """By heads, beside the product that a decoder computes, which may round states."""
+    engine = Runtime.from_pretrained(checkpoint("qwen3"), device="cpu", weights=weights)
+    decoder, spec = engine.decoder, engine.spec
+    mixed = torch.randn(3, spec.num_heads, spec.head_dim, generator=generator)
+    out = decoder.weights.layers[1].out
+    expected = decoder.weights.product(mixed.flatten(1), out)
+    found = torch.einsum("thd,hde->te", mixed, decoder.output(1))
+    assert float((found - expected).abs().max()) < 0.02 * float(expected.abs().max())
+
+
+def test_the_series_of_distances() -> None:
+    """Term by term: ``|E q_f| |k_f| cos(w_f distance + phase)``, and what is apart from the center.
+
+    Two query heads of one KV head, with four features that two frequencies turn and one that none
+    does; six queries, of which the window of eight has two places free.
+    """
+    generator = torch.Generator().manual_seed(3)
+    frequency, ahead = [1.0, 0.1], 9
+    query = torch.randn(2, 6, 5, generator=generator) + 1
+    key, at = torch.randn(7, 5, generator=generator), [0, 1, 2, 3, 4, 6, 9]
+
+    def turned(x: Tensor, position: int) -> Tensor:
+        turns = [cmath.exp(1j * w * position) for w in frequency]
+        pairs = [complex(x[f], x[2 + f]) * turn for f, turn in enumerate(turns)]
+        return torch.tensor([z.real for z in pairs] + [z.imag for z in pairs] + [float(x[4])])
+
+    spec = RopeSpec("default", torch.tensor(frequency))
+    rope = Rope(spec, torch.device("cpu"), torch.float32)
+    ring, places = torch.zeros(1, 2, 8, 5), torch.full((1, 8), -1)
+    for number, position in enumerate(range(4, 10)):
+        ring[0, :, position % 8] = torch.stack([turned(x, position) for x in query[:, number]])
+        places[0, position % 8] = position
+
+    class Turning(Source):
+        def future_queries(self, view: CacheView, ahead: int, doubling: bool) -> Any:
+            form = PagePool(8, 5, 1, torch.float32, torch.device("cpu")).form
+            return future_queries(ring, places, form, view.seen, ahead, rope, doubling=doubling)
+
+        def bands(self, vectors: Tensor) -> Tensor:
+            return rope.bands(vectors)
+
+    stored = torch.stack([turned(k, p) for k, p in zip(key, at, strict=True)])
+    view = replace(make_view([[7]], seen=10), position=torch.tensor(at))
+    view = replace(view, source=Turning(stored, stored, stored, stored))
+    scores = []
+    for head in query.double():
+        found = []
+        for k, position in zip(key.double(), at, strict=True):
+            total = float(head[:, 4].mean() * k[4])
+            total += float(head[:, 4].abs().mean() - head[:, 4].mean().abs()) * abs(float(k[4]))
+            for f, w in enumerate(frequency):
+                asked = [complex(q[f], q[2 + f]) for q in head]
+                center, own = sum(asked) / 6, complex(k[f], k[2 + f])
+                phase = cmath.phase(center) - cmath.phase(own)
+                series = [math.cos(w * (9 + d - position) + phase) for d in (1, 2, 4, 8)]
+                total += abs(center) * abs(own) * sum(series) / 4
+                total += (sum(map(abs, asked)) / 6 - abs(center)) * abs(own)
+            found.append(total)
+        mean, deviation = statistics.fmean(found), statistics.pstdev(found)
+        scores.append([(x - mean) / deviation for x in found])
+    expected = [max(pair) for pair in zip(*scores, strict=True)]
+    assert expected != scores[0] and expected != scores[1]
+    assert TrigonometricSeries(8, ahead).score(view).tolist() == pytest.approx(expected, abs=1e-4)
 
 
 def test_attention_of_nothing_is_no_nan() -> None:
@@ -610,6 +719,7 @@ def frozen_by(scorer: Any, tokens: Tokens, passes: list[int], prompt: bool = Fal
             kept,
             lambda: tokens.part(keys, where),
             lambda: tokens.part(values, where),
+            lambda layer: torch.empty(0),
         )
         found = scorer.on_append(new)
         assert found.shape == (*where.shape, 1, 1, 1)

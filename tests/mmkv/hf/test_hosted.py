@@ -117,4 +117,5 @@ def test_what_cannot_run_itself() -> None:
     soft = transformers.Gemma2ForCausalLM(transformers.Gemma2Config(**SIZES, **caps))
     refused("a softcap", soft)
     assert soft.config._attn_implementation != "mmkv"
-    refused("reads more of a model", unknown("olmo2"), policy="fastv")
+    for policy in ("fastv", "epikv", "criticalkv", "expected-attention"):
+        refused("reads more of a model", unknown("olmo2"), policy=policy)

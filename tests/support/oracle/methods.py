@@ -255,6 +255,33 @@ def pooled(values: Tensor, kernel: int, how: str) -> Tensor:
 
 
 @dataclass
+class CriticalKV(SnapKV):
+    """CriticalKV (arXiv 2502.03805), algorithm 1, over SnapKV.
+
+    Of a row's budget a part ``alpha`` goes to the entries with the most attention A; the rest to
+    those with the greatest ``(A + epsilon) |V W_O|_1``. Choices: the budget is what the window
+    leaves; the norm's mean over the group (kvpress); A pooled as SnapKV's.
+    """
+
+    alpha: float = 0.5
+    epsilon: float = 1e-4
+
+    def score(self, sim: Simulation) -> Tensor:
+        paid = super().score(sim)
+        size = [sim.contributions(layer).abs().sum(-1) for layer in range(sim.layers)]
+        size = [x.view(sim.heads, sim.group, -1).mean(1) for x in size]
+        score = (paid + self.epsilon) * torch.stack(size)
+        for group in self.groups(sim, sim.total):
+            ((layer, head),) = group.rows
+            prefix = prefix_of(sim, layer, head, self.window).tolist()
+            first = int(self.alpha * max(group.share - self.window, 0))
+            by_attention = sorted(prefix, key=lambda t: (float(paid[layer, head, t]), t))
+            for t in by_attention[len(prefix) - min(first, len(prefix)) :]:
+                score[layer, head, t] = torch.inf
+        return score
+
+
+@dataclass
 class PyramidKV(SnapKV):
     """PyramidKV (arXiv 2406.02069), section 4.2: SnapKV's score, fewer entries in higher layers.
 
@@ -371,6 +398,47 @@ class Expected(Method):
 
     def groups(self, sim: Simulation, total: int) -> list[Group]:
         return layer_groups(sim, equal(total, sim.layers), self.floor)
+
+
+@dataclass
+class TriAttention(Method):
+    """TriAttention (arXiv 2604.04921), section 4, of each KV head of each layer by itself.
+
+    With ``q_f`` the part of a query, before rope, that one frequency turns: ``S_trig`` is the
+    logit of a query at the center ``E[q]``, its mean over the distances 1, 2, 4, ... from the
+    newest token; ``S_norm`` the sum over f of ``(E|q_f| - |E q_f|) |k_f|``. Of each query head, the
+    z-score of their sum over the row; the greatest of the group. Choices: ``E`` over the newest
+    ``window`` tokens, not over a calibration set; prompts go, too.
+    """
+
+    scale: ClassVar[float] = 10.0
+    window: int = 256
+    ahead: int = 65536
+    interval: int = 128
+
+    def score(self, sim: Simulation) -> Tensor:
+        score = torch.full(sim.keep.shape, -torch.inf, dtype=torch.float64)
+        newest_at = int(sim.rope_position[:, -self.window :].max())
+        distances = [2**n for n in range(64) if 2**n <= self.ahead]
+        for layer in range(sim.layers):
+            turn = sim.mean_rotation(layer, [newest_at + distance for distance in distances])
+            once = sim.mean_rotation(layer, [1])
+            bands = once.ne(0).unique(dim=0).double()  # [F, D]: what a single turn mixes
+
+            def norms(x: Tensor, bands: Tensor = bands) -> Tensor:
+                return (x.square() @ bands.T).sqrt()
+
+            for head in range(sim.heads * sim.group):
+                row = head // sim.group
+                kept = sim.kept(layer, row)
+                asked = sim.unrotated[layer][head, -self.window :].double()
+                key = sim.key[layer][row, kept].double()
+                found = key @ (turn @ asked.mean(0))
+                left = norms(asked).mean(0) - norms(asked.mean(0))
+                found = found + norms(key) @ left * once[0].norm()
+                found = (found - found.mean()) / found.std(correction=0).clamp_min(1e-6)
+                score[layer, row, kept] = torch.maximum(score[layer, row, kept], found)
+        return score
 
 
 # R-KV and G-KV: attention against redundancy of keys, and attention remembered.
@@ -916,6 +984,7 @@ METHODS: dict[str, Callable[..., Method]] = {
     "balanced": FlooredRetention,
     "streamingllm": Streaming,
     "snapkv": SnapKV,
+    "criticalkv": CriticalKV,
     "h2o": H2O,
     "tova": Tova,
     "pyramidkv": PyramidKV,
@@ -926,6 +995,7 @@ METHODS: dict[str, Callable[..., Method]] = {
     "gkv": GKV,
     "cake": CAKE,
     "expected-attention": Expected,
+    "triattention": TriAttention,
     "raas": RaaS,
     "keydiff": KeyDiff,
     "knorm": KNorm,

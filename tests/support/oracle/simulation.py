@@ -11,7 +11,7 @@ import contextlib
 import importlib
 import itertools
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any
@@ -199,8 +199,8 @@ class Simulation:
         self.layers = sum(attending)
         self.heads = config.num_key_value_heads
         self.group = config.num_attention_heads // self.heads
-        attention = self.text.layers[attending.index(True)].self_attn
-        self.dim, self.scale = attention.head_dim, attention.scaling
+        self.attentions = [x.self_attn for x in self.text.layers if hasattr(x, "self_attn")]
+        self.dim, self.scale = self.attentions[0].head_dim, self.attentions[0].scaling
         self.config_window = getattr(config, "sliding_window", None)
         self.past: dict[str, list[Tensor]] = {}
         self.seen = self.new = 0
@@ -250,20 +250,38 @@ class Simulation:
         return logits.masked_fill(~visible, -torch.inf).softmax(-1).nan_to_num(0.0)
 
     @torch.no_grad()
-    def mean_rotation(self, layer: int, positions: range) -> Tensor:
+    def mean_rotation(self, layer: int, positions: Sequence[int]) -> Tensor:
         """The mean ``[D, D]`` of the matrices of RoPE at the positions of text tokens.
 
         A rotation is linear in cos and sin, so it is that of their means.
         """
-        attending = [block.self_attn for block in self.text.layers if hasattr(block, "self_attn")]
-        shape = (3, 1, -1) if len(self.rope_position) == 3 else (1, -1)
-        where = torch.tensor(positions).expand(shape)
-        kind = [attending[layer].layer_type] if hasattr(self.text.rotary_emb, "layer_types") else []
-        turned = self.text.rotary_emb(torch.zeros(1), where, *kind)
-        cos, sin = (x.double().mean(-2, keepdim=True) for x in turned)
+        rotary, kind = self.text.rotary_emb, []
+        if hasattr(rotary, "layer_types"):
+            kind = [self.attentions[layer].layer_type]
+        frequency = getattr(rotary, "_".join([*kind, "inv_freq"])).double()
+        scale = getattr(rotary, "_".join([*kind, "attention_scaling"]))
+        # Far positions need float64, in the order of features that transformers has in float32.
+        one = torch.ones((3, 1, 1) if len(self.rope_position) == 3 else (1, 1))
+        sine = rotary(torch.zeros(1), one, *kind)[1].flatten().double() / scale
+        angle = frequency[(sine[:, None] - frequency.sin()).abs().argmin(1)]
+        angle = torch.tensor(positions).double()[:, None] * angle
+        cos, sin = (scale * x.mean(0)[None, None] for x in (angle.cos(), angle.sin()))
         each = torch.eye(self.dim, dtype=torch.float64)[None, :, None]  # a head for each feature
         matrix: Tensor = self.rotate(each, each, cos, sin)[0][0, :, 0].T
         return matrix
+
+    @torch.no_grad()
+    def contributions(self, layer: int) -> Tensor:
+        """What each query head adds to the stream if it attends to one entry alone.
+
+        Returns:
+            float64 ``[Hq, T, d]``, by the module itself: all heads but one are 0.
+        """
+        project = self.attentions[layer].o_proj
+        values = self.value[layer].double().repeat_interleave(self.group, 0)
+        alone = torch.eye(len(values), dtype=torch.float64)[:, None, :, None] * values[:, :, None]
+        weight = project.weight.double()
+        return nn.functional.linear(alone.flatten(2), weight)
 
     # --- the model -----------------------------------------------------------------------
 
