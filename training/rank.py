@@ -1,12 +1,13 @@
 """Train retention gates on the order of future attention: the model reads, only gates learn.
 
 A document is cut at some of its tokens. At a cut c, what entry i <= c of a KV head is still *worth*
-is the largest weight that any of the head's queries gives it after c, times the norm of its value:
-what its loss can do to attention's output (values count as in VATP, arXiv 2406.12335). Under a
-budget the entries of all layers and heads compete by ``(c + 1 - i) * log_beta_i``, so the loss is
-one of ranks over all of them (:func:`rank_loss`): a pair on both sides of a budget costs when the
-gates order it otherwise than the teacher. KVpop (arXiv 2607.05061) and KVzap learn such scores head
-by head.
+is how far the output of any of the head's queries after c would move without it. A query that gives
+it the weight w of a softmax, and has the output o, would have ``(o - w v) / (1 - w)``, which lies
+``w / (1 - w) |o - v|`` apart. So first tokens, whose values are small and whose weights are large,
+count as what they are. Under a budget the entries of all layers and heads compete by
+``(c + 1 - i) * log_beta_i``, so the loss is one of ranks over all of them (:func:`rank_loss`): a
+pair on both sides of a budget costs when the gates order it otherwise than the teacher. KVpop
+(arXiv 2607.05061) and KVzap learn the attention to come head by head.
 
 One pass of the frozen model notes the worth, blocks of queries at a time; no gradient goes through
 the model. ``--method rank`` has this loss alone, ``--lambda-rank`` adds it to distillation's.
@@ -29,6 +30,7 @@ from mmkv.training.student import TrainableGates, with_trunks_in_bf16
 
 _BLOCK = 96  # queries whose weights stand at once
 _PAIRS = 4096  # of a cut
+_LEAST_REST = 1e-3  # of a softmax without one entry, lest rounding be divided by 0
 
 
 def future_worth(
@@ -41,7 +43,7 @@ def future_worth(
     window: int = 0,
     block: int = _BLOCK,
 ) -> list[Tensor]:
-    """Return what each entry up to each cut is worth to the queries after it.
+    """Return what each entry up to each cut is worth to the queries after it: see above.
 
     Args:
         query: ``[Hq, T, D]``; key, value: ``[H, T, D]``, one document, H a divisor of Hq.
@@ -53,8 +55,8 @@ def future_worth(
         float32 ``[H, cut + 1]`` for each cut; 0 without queries.
     """
     heads, steps = key.shape[:2]
-    grouped, key = query.unflatten(0, (heads, -1)), key.float()
-    norm, step = value.float().norm(dim=-1), torch.arange(steps, device=key.device)
+    grouped, key, value = query.unflatten(0, (heads, -1)), key.float(), value.float()
+    square, step = value.square().sum(-1)[:, None], torch.arange(steps, device=key.device)
     largest, last, found = key.new_zeros(heads, steps), steps, list[Tensor]()
     for cut in reversed(cuts):
         if window:  # else the queries after the next cut count for this one, too
@@ -64,11 +66,14 @@ def future_worth(
         for part in rows.split(block) if rows.numel() else ():
             end = int(part[-1]) + 1
             logits = (grouped[:, :, part].float() * scale).flatten(1, 2) @ key[:, :end].mT
-            logits = logits.unflatten(1, (-1, len(part)))
-            logits.masked_fill_(step[:end] > part[:, None], -torch.inf)
-            weights = torch.softmax(logits, -1).amax((1, 2))
-            largest[:, :end] = torch.maximum(largest[:, :end], weights)
-        found.append(largest[:, : cut + 1] * norm[:, : cut + 1])
+            unseen = step[:end] > part.repeat(grouped.shape[1])[:, None]
+            weights = torch.softmax(logits.masked_fill_(unseen, -torch.inf), -1)
+            out = weights @ value[:, :end]
+            apart = out.square().sum(-1, keepdim=True) - 2 * out @ value[:, :end].mT
+            apart = (apart + square[..., :end]).clamp_(min=0).sqrt_()
+            moved = apart.mul_(weights).div_((1 - weights).clamp_(min=_LEAST_REST)).amax(1)
+            largest[:, :end] = torch.maximum(largest[:, :end], moved)
+        found.append(largest[:, : cut + 1].clone())
         last = cut + 1
     return found[::-1]
 
