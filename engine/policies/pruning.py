@@ -166,11 +166,12 @@ class ConditionallyDiverse:
 
 @dataclass(frozen=True)
 class DominantAndContextual:
-    """Keeps the patches that get most attention, and merges the others (VisionZip, 2412.04467).
+    """Keeps the patches that get most attention, and merges the others (VisionZip).
 
-    Section 3: dominant patches are those that the class token attends to the most. Of the others,
-    in order, evenly spaced ones are targets; each that is left goes to the target with the most
-    similar key (cosine of the means over heads), which adds the mean of its patches.
+    arXiv 2412.04467, section 3: dominant patches are those that the class token attends to the
+    most. Of the others, in order, evenly spaced ones are targets; each that is left goes to the
+    target with the most similar key (cosine of the means over heads), which adds the mean of its
+    patches.
     """
 
     share: float = 0.111

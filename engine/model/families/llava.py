@@ -128,9 +128,11 @@ class LlavaFamily(Family):
         at = self.config.vision_feature_layer % len(states)
         layers = getattr(tower, "vision_model", tower).encoder.layers  # transformers has had both
         classed = self.config.vision_feature_select_strategy == "default"
-        received, keys = _attended(layers[at - 1], states[at - 1], classed)
-        each = zip(states[at][:, int(classed) :], received, keys, strict=True)
-        found = [merger.merge(*picture) for picture in each]
+        given = states[at][:, int(classed) :]
+        found = [
+            merger.merge(own, *_attended(layers[at - 1], read, classed))
+            for own, read in zip(given, states[at - 1], strict=True)
+        ]
         rows = model.multi_modal_projector(torch.stack([states for states, _ in found]))
         return rows, torch.stack([kept for _, kept in found])
 
@@ -196,19 +198,19 @@ def _attended(layer: Any, states: torch.Tensor, classed: bool) -> tuple[torch.Te
     Computed anew: a tower's own attention may keep no shares.
 
     Args:
-        states: ``[n, T, d]`` that the layer reads.
+        states: ``[T, d]`` of one grid of patches, which the layer reads.
         classed: whether the first of T is the class token, whose attention it is.
 
     Returns:
-        float32 ``[n, P]``, mean over heads and queries; ``[n, P, H, D]``.
+        float32 ``[P]``, mean over heads and queries; ``[P, H, D]``.
     """
     attention, states = layer.self_attn, layer.layer_norm1(states)
     keys = attention.k_proj(states).unflatten(-1, (attention.num_heads, -1))
-    asking = states[:, :1] if classed else states
+    asking = states[:1] if classed else states
     query = attention.q_proj(asking).unflatten(-1, (attention.num_heads, -1))
-    logits = torch.einsum("nqhd,nkhd->nhqk", query.float(), keys.float())
-    shares = (logits * keys.shape[-1] ** -0.5).softmax(-1).mean((1, 2))
-    return shares[:, int(classed) :], keys[:, int(classed) :]
+    logits = torch.einsum("qhd,khd->hqk", query.float(), keys.float())
+    shares = (logits * keys.shape[-1] ** -0.5).softmax(-1).mean((0, 1))
+    return shares[int(classed) :], keys[int(classed) :]
 
 
 class InternVLFamily(LlavaFamily):

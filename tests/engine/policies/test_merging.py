@@ -24,6 +24,7 @@ from mmkv.engine.policies import make_policy
 from mmkv.engine.policies.preset import PolicyText
 from mmkv.engine.prefill import extend_together
 from mmkv.engine.runtime import Runtime
+from mmkv.hf import retain
 from tests.support.factories import CHECKPOINTS, checkpoint, enliven, make_turn
 from tests.support.model_configs import IMAGE_ID, PATCH, Checkpoint, config_of
 from tests.support.oracle import Oracle
@@ -306,6 +307,20 @@ def test_an_engine_without_a_merger_reads_all_patches_with_a_family_that_had_one
     parts = merging.family, merging.spec, merging.decoder.weights
     plain = Runtime(*parts, None, make_policy("divprune"))
     assert plain.turn(inputs, 0).kept is None and merging.turn(inputs, 0).kept is not None
+
+
+def test_a_model_that_is_retained_merges_as_an_engine_does(folders: dict[str, Path]) -> None:
+    kind, inputs = transformers.AutoModelForImageTextToText, make_turn("llava", TURNS[1], 1)
+    model, tokens = kind.from_pretrained(folders["llava"]).eval(), []
+    retain(model, policy="prumerge:tokens=3")
+    made = model.generate(**inputs, max_new_tokens=5, do_sample=False)
+    engine = load(folders["llava"], policy="prumerge:tokens=3", prefill_chunk=512)
+    session = engine.session()
+    logits = session.prefill(inputs)
+    for _ in range(5):
+        tokens.append(int(logits.argmax()))
+        logits = session.decode(tokens[-1])
+    assert made[0, -5:].tolist() == tokens
 
 
 def changed(**fields: Any) -> Checkpoint:
