@@ -218,6 +218,13 @@ def chosen(policies: str, gates: Mapping[str, tuple[str, ...]]) -> Iterator[Comp
         policy = make_policy(text)
         if not policy.evicts and policy.pruner is None and policy.admission is None:
             continue  # the full cache is always read
+        if everything and policy.merger is not None:
+            print(
+                f"benchmarks.compare: left out, policy {text!r} merges what CLIP's tower gives; "
+                "name it for a model that has one",
+                file=sys.stderr,
+            )
+            continue
         folders: tuple[str, ...] = ()
         if policy.gates:
             name = PolicyText.parse(text).name

@@ -591,6 +591,7 @@ def _chunk(session: CachedSequence, turn: Turn, rope: tuple[Tensor, Tensor]) -> 
         engine.model.write_step(rope),
         engine.backends.chunk_attention,
         turn.whole_pictures and turn.visual is not None and turn.visual.numel() > 0,
+        turn.kept,
     )
 
 

@@ -86,7 +86,7 @@ class Runtime:
         config = EngineConfig(policy=policy, budget=budget, **options)
         check_policy(policy)
         _require_fit(policy, family, spec)
-        self.family, self.spec, self.policy = family, spec, policy
+        self.family, self.spec, self.policy = family.merging(policy.merger), spec, policy
         self.device, self.dtype = weights.embed.device, weights.dtype
         self.budget = Budget.of(DEFAULT_BUDGET if config.budget is None else config.budget)
         self.interval = policy.every(config.evict_every)

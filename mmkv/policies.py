@@ -127,6 +127,7 @@ def _row(name: str, base: Runtime) -> ListedPolicy:
 def needs_of(policy: Policy) -> list[str]:
     """Return what the scorer declares, a few words for each need, and what a pruner prunes."""
     found = [] if policy.pruner is None else ["pictures of prompts"]
+    found += [] if policy.merger is None else ["CLIP's tower (LLaVA)"]
     found += [] if policy.admission is None else ["write gates"]
     for need in fields(policy.scoring.needs):
         value = getattr(policy.scoring.needs, need.name)
@@ -146,6 +147,8 @@ def _on_cpu(policy: Policy, base: Runtime) -> str:
         gates = make_random_write_gates(base.spec)
     elif policy.admission is not None:
         policy = replace(policy, admission=replace(policy.admission, gates="random"))
+    if policy.merger is not None:  # which asks for another tower, and a step is the same without it
+        policy = replace(policy, pruner=None)
     engine = Runtime(base.family, base.spec, base.decoder.weights, gates, policy)
     step = engine.decode_path.replace("native", "C step").replace("torch: ", "torch step: ")
     if not policy.evicts and policy.admission is None:

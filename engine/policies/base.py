@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import Literal, Protocol, TypeVar, get_args
+from typing import Literal, Protocol, TypeVar, get_args, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -364,6 +364,29 @@ class Pruner(Protocol):
         ...
 
 
+@runtime_checkable
+class Merger(Pruner, Protocol):
+    """A pruner that chooses patches behind the vision tower, and merges what goes into what stays.
+
+    A model family asks it before the projector, picture by picture; its ``keep`` then returns
+    ``chunk.merged``.
+    """
+
+    def merge(self, states: Tensor, received: Tensor, keys: Tensor) -> tuple[Tensor, Tensor]:
+        """Choose among the P patches of a picture, or of a tile.
+
+        Args:
+            states: ``[P, d]``, what the tower gives the projector.
+            received: float32 ``[P]``, the attention that the class token pays each in the layer
+                these states come from, mean over heads; without one, all patches' mean.
+            keys: ``[P, H, D]`` of that layer.
+
+        Returns:
+            ``[P, d]``, with merged states for those that stay; bool ``[P]``, which stay.
+        """
+        ...
+
+
 @dataclass(frozen=True)
 class ChunkStates:
     """What a pruner may read of a chunk of C tokens.
@@ -373,12 +396,14 @@ class ChunkStates:
         visual: ``[V]`` int64, which of them are visual, ascending.
         received: float32 ``[V]`` attention paid to each, mean over heads; None unless asked for.
         keys: ``[C, H D]`` after RoPE, all heads side by side; None unless asked for.
+        merged: bool ``[V]``, which a :class:`Merger` has kept; None for other pruners.
     """
 
     hidden: Tensor
     visual: Tensor
     received: Tensor | None = None
     keys: Tensor | None = None
+    merged: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -532,6 +557,11 @@ class Policy:
     def evicts(self) -> bool:
         """Whether a budget binds this policy."""
         return self.allocation is not None
+
+    @property
+    def merger(self) -> Merger | None:
+        """The pruner, where it merges patches before the projector."""
+        return self.pruner if isinstance(self.pruner, Merger) else None
 
     @property
     def gates(self) -> Literal["", "retention", "write"]:

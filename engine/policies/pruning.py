@@ -2,6 +2,7 @@
 
 A pruner acts once for each prefill chunk. The tokens that it drops are not computed in the layers
 behind it and have no entries there; a token's position stays its own. Text is never dropped.
+Mergers choose before that: among the patches of a picture, between vision tower and projector.
 """
 
 from __future__ import annotations
@@ -163,6 +164,88 @@ class ConditionallyDiverse:
         return kept
 
 
+@dataclass(frozen=True)
+class DominantAndContextual:
+    """Keeps the patches that get most attention, and merges the others (VisionZip).
+
+    arXiv 2412.04467, section 3: dominant patches are those that the class token attends to the
+    most. Of the others, in order, evenly spaced ones are targets; each that is left goes to the
+    target with the most similar key (cosine of the means over heads), which adds the mean of its
+    patches.
+    """
+
+    share: float = 0.111
+    tokens: int = 0
+    contextual: float = 0.156
+    layer: int = 0
+    reads: Literal[""] = ""
+
+    def merge(self, states: Tensor, received: Tensor, keys: Tensor) -> tuple[Tensor, Tensor]:
+        """Keep the ``share`` of the patches; ``contextual`` is the share of these that are merged.
+
+        Of patches with equal attention the earlier is dominant.
+        """
+        total = len(states)
+        count = kept_count(self.share, total, self.tokens)
+        targets = round(self.contextual * count)
+        order = received.argsort(descending=True, stable=True)
+        kept = _mask(order[: count - targets], total)
+        if not targets:
+            return states, kept
+        rest = (~kept).nonzero().flatten()
+        target = rest[:: len(rest) // targets][:targets]
+        kept = kept | _mask(target, total)
+        left = (~kept).nonzero().flatten()
+        unit = F.normalize(keys.float().mean(1), dim=-1)
+        nearest = (unit[left] @ unit[target].T).argmax(-1)
+        given = F.one_hot(nearest, targets).T.float()
+        means = given @ states[left].float() / given.sum(-1, keepdim=True).clamp(min=1)
+        return states.index_add(0, target, means.to(states.dtype)), kept
+
+    def keep(self, chunk: ChunkStates) -> Tensor:
+        """Those that :meth:`merge` has kept."""
+        assert chunk.merged is not None
+        return chunk.merged
+
+
+@dataclass(frozen=True)
+class OutliersWithNeighbours:
+    """Keeps patches whose attention stands out, with their neighbours' states (LLaVA-PruMerge).
+
+    arXiv 2403.15388, sections 3.2 and 3.3: attention of the class token is an outlier above the
+    third quartile plus 1.5 times the distance of the quartiles. Each patch that stays adds the
+    states of those with the most similar keys (cosine, all heads side by side), kept ones too,
+    weighted with their attention.
+    """
+
+    tokens: int = 0
+    neighbours: int = 32
+    layer: int = 0
+    reads: Literal[""] = ""
+
+    def merge(self, states: Tensor, received: Tensor, keys: Tensor) -> tuple[Tensor, Tensor]:
+        """Keep the outliers, one patch at least, or ``tokens`` of them; of equal ones the first."""
+        total = len(states)
+        order = received.argsort(descending=True, stable=True)
+        kept = _mask(order[: kept_count(0, total, self.tokens)], total)
+        if not self.tokens:
+            low, high = received.quantile(received.new_tensor([0.25, 0.75])).unbind()
+            kept = kept | (received > high + 1.5 * (high - low))
+        unit = F.normalize(keys.flatten(1).float(), dim=-1)
+        alike = (unit @ unit.T).fill_diagonal_(-torch.inf)[kept]
+        near = alike.argsort(dim=-1, descending=True, stable=True)
+        near = near[:, : min(self.neighbours, total - 1)]
+        weight = torch.zeros_like(alike).scatter(1, near, received[near])
+        merged = states.clone()
+        merged[kept] += (weight @ states.float()).to(states.dtype)
+        return merged, kept
+
+    def keep(self, chunk: ChunkStates) -> Tensor:
+        """Those that :meth:`merge` has kept."""
+        assert chunk.merged is not None
+        return chunk.merged
+
+
 def check_pruner(pruner: Pruner, layers: int, windows: tuple[int | None, ...]) -> None:
     """Check that a model can be pruned so.
 
@@ -195,6 +278,15 @@ def _dart(layer: int, keep: float, tokens: int, visual_pivots: int, text_pivots:
 
 def _cdpruner(keep: float, tokens: int) -> Policy:
     return Policy("cdpruner", Recency(), None, pruner=ConditionallyDiverse(keep, tokens))
+
+
+def _visionzip(keep: float, tokens: int, contextual: float) -> Policy:
+    pruner = DominantAndContextual(keep, tokens, contextual)
+    return Policy("visionzip", Recency(), None, pruner=pruner)
+
+
+def _prumerge(tokens: int, neighbours: int) -> Policy:
+    return Policy("prumerge", Recency(), None, pruner=OutliersWithNeighbours(tokens, neighbours))
 
 
 _TOKENS = Parameter(0, "visual tokens of a chunk that stay; 0: a share of them", least=0)
@@ -248,5 +340,28 @@ PRUNING_PRESETS: dict[str, Preset] = {
         "Beyond Attention or Similarity: Maximizing Conditional Diversity for Token Pruning in "
         "MLLMs",
         {"keep": _keep(0.111, "64 of 576"), "tokens": _TOKENS},
+    ),
+    "visionzip": Preset(
+        _visionzip,
+        "arXiv 2412.04467",
+        "VisionZip: Longer is Better but Not Necessary in Vision Language Models",
+        {
+            "keep": _keep(0.111, "64 of 576"),
+            "tokens": Parameter(0, "patches of a picture that stay; 0: a share of them", least=0),
+            "contextual": Parameter(
+                0.156, "share of those that are merged ones", "10 of 64", least=0.0, most=1.0
+            ),
+        },
+    ),
+    "prumerge": Preset(
+        _prumerge,
+        "arXiv 2403.15388",
+        "LLaVA-PruMerge: Adaptive Token Reduction for Efficient Large Multimodal Models",
+        {
+            "tokens": Parameter(0, "patches of a picture that stay; 0: the outliers", least=0),
+            "neighbours": Parameter(
+                32, "patches that each of them adds up", "released code", least=1
+            ),
+        },
     ),
 }

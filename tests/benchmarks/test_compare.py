@@ -14,6 +14,7 @@ from benchmarks.quality.methods import Cell
 from mmkv.engine.errors import InputError
 from mmkv.engine.policies import PRESETS, make_policy
 from mmkv.resources import bundled_model
+from tests.support.policies import MERGERS
 
 MODEL = str(bundled_model())
 
@@ -33,11 +34,13 @@ def test_all_policies_but_those_without_gates(capsys: Any) -> None:
     gated = {name for name in PRESETS if make_policy(name).gates}
     assert "wgkv+dbtrimkv" in gated
     # Those of packages that are installed here come with them.
-    assert set(methods) & set(PRESETS) == set(PRESETS) - {"full"} - (gated - {"dbtrimkv"})
+    left = {"full", *MERGERS, *(gated - {"dbtrimkv"})}
+    assert set(methods) & set(PRESETS) == set(PRESETS) - left
     assert next(iter(methods)) == "dbtrimkv" and methods["dbtrimkv"].gates
     assert not methods["snapkv"].gates
     err = capsys.readouterr().err
     assert "left out, policy 'trimkv' needs gates: give --gates trimkv=FOLDER" in err
+    assert "left out, policy 'visionzip' merges what CLIP's tower gives; name it" in err
     with pytest.raises(InputError, match="give --gates trimkv=FOLDER"):
         list(chosen("trimkv+4", {}))
 

@@ -17,7 +17,7 @@ from mmkv.engine.sequence import CachedSequence
 from tests.support.dialogues import engine_of, folder_of, oracle_of, prefill_both, prompt
 from tests.support.model_configs import IMAGE_ID
 from tests.support.oracle import Oracle
-from tests.support.policies import GATED, KINDS, OTHERS
+from tests.support.policies import GATED, KINDS, MERGERS, OTHERS
 from tests.support.sessions import text_ids
 from tests.support.tiers import long_but, slow_but
 
@@ -370,9 +370,10 @@ def text_of(name: str) -> str:
 
 
 # Every preset with pictures; without, or in another family, one of each kind and those apart.
-CHUNKED = [(name, "qwen3_vl", "chunked") for name in PRESETS]
+TESTED = [name for name in PRESETS if name not in MERGERS]
+CHUNKED = [(name, "qwen3_vl", "chunked") for name in TESTED]
 CHUNKED += [(n, ("llava", "text")[at % 2], "chunked") for at, n in enumerate(KINDS + OTHERS)]
-WHOLE = [(name, family, "whole") for name in PRESETS for family in MATRIX_FAMILIES]
+WHOLE = [(name, family, "whole") for name in TESTED for family in MATRIX_FAMILIES]
 _MORE = pytest.mark.drawn(reason="policies of the kinds that others are of")
 # Linear layers take part in no policy, but pruners drop tokens that they would have to see.
 PRUNERS = {name for name in PRESETS if make_policy(text_of(name)).pruner is not None}

@@ -44,7 +44,9 @@ KINDS = tuple(
     for at, name in enumerate(ALL)
     if _kind(_MADE[name]) not in {_kind(_MADE[other]) for other in ALL[:at]}
 )
+# Those that few towers can be read with: test_merging.py has them.
+MERGERS = tuple(name for name, policy in _ALL.items() if policy.merger is not None)
 # And those that stand apart.
-OTHERS = tuple(name for name in _ALL if name not in _MADE)
+OTHERS = tuple(name for name in _ALL if name not in (*_MADE, *MERGERS))
 EVICTING_KINDS = tuple(name for name in KINDS if name in EVICTING)
 EVICTING_STATIC = tuple(name for name in STATIC if name in EVICTING)

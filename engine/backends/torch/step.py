@@ -42,6 +42,7 @@ class PrefillChunk:
         native: attends in C where nothing limits what a token sees, or None:
             :class:`mmkv.engine.backends.cpu.kernels.NativeChunkAttention`.
         whole_pictures: some are in the chunk whose tokens see all of their picture.
+        merged: bool ``[V]``, which of its visual tokens a merger has kept, or None.
 
     Attributes:
         before: the states of layers without entries that :meth:`put_states` has replaced.
@@ -63,6 +64,7 @@ class PrefillChunk:
         writes: WriteGatePass | None = None,
         native: Callable[[RaggedCache, int, int, Tensor], Tensor] | None = None,
         whole_pictures: bool = False,
+        merged: Tensor | None = None,
     ) -> None:
         self.cache, self.spec, self.seq, self.needs = cache, spec, seq, needs or Needs()
         self._native = None if pruner is not None or whole_pictures else native
@@ -91,7 +93,7 @@ class PrefillChunk:
         # Until the pass is over, so that a chunk that fails has changed nothing.
         self._queries: list[Tensor] = []
         self._mass: list[tuple[Tensor, Tensor]] = []
-        self._visual, self._pruner = modality > 0, pruner
+        self._visual, self._pruner, self._merged = modality > 0, pruner, merged
         self._writes = writes
         self._received: Tensor | None = None
         self._keys: Tensor | None = None
@@ -216,7 +218,7 @@ class PrefillChunk:
         if self._pruner is None or layer != self._pruner.layer or not visual.numel():
             return None
         received = None if self._received is None else self._received[visual]
-        made = self._pruner.keep(ChunkStates(hidden, visual, received, self._keys))
+        made = self._pruner.keep(ChunkStates(hidden, visual, received, self._keys, self._merged))
         call = f"{type(self._pruner).__name__}.keep"
         kept = shaped(made, tuple(visual.shape), call, "bool [V], for each visual token").bool()
         self._dropped = torch.zeros_like(self._visual)

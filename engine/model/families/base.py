@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import copy
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 import torch
 from torch import Tensor, nn
 
-from mmkv.engine.errors import InputError, ModelError
+from mmkv.engine.errors import InputError, ModelError, PolicyError
 from mmkv.engine.model.families.features import (
     IMAGE,
     VIDEO,
@@ -23,6 +24,7 @@ from mmkv.engine.model.families.features import (
 if TYPE_CHECKING:
     from mmkv.engine.model.families.vision_cache import VisionCache
     from mmkv.engine.model.state_layer import StateLayer
+    from mmkv.engine.policies.base import Merger
 
 
 _NOUNS = {IMAGE: "image", VIDEO: "video"}
@@ -42,6 +44,7 @@ class Turn:
             after decoder layer i.
         next_position: rope position of the text token that follows the turn.
         whole_pictures: the tokens of a picture see all of it, also those behind them.
+        kept: bool ``[V]``, which visual tokens a policy's merger keeps; None: it has none.
     """
 
     token_ids: Tensor
@@ -51,6 +54,7 @@ class Turn:
     deepstack: tuple[Tensor, ...]
     next_position: int
     whole_pictures: bool = False
+    kept: Tensor | None = None
 
     def whole_ends(self) -> list[int]:
         """Return for each token, and for the end of the turn, where the last chunk may end that
@@ -77,11 +81,12 @@ class Turn:
                 "elsewhere"
             )
         span = slice(start, stop)
-        visual, deepstack = self.visual, self.deepstack
+        visual, deepstack, kept = self.visual, self.deepstack, self.kept
         if visual is not None:
             first = int((self.modality[:start] > 0).sum())
             rows = slice(first, first + int((self.modality[span] > 0).sum()))
             visual, deepstack = visual[rows], tuple(level[rows] for level in deepstack)
+            kept = None if kept is None else kept[rows]
         positions = self.positions[:, span]
         return Turn(
             self.token_ids[span],
@@ -91,6 +96,7 @@ class Turn:
             deepstack,
             int(self.positions[:, :stop].max()) + 1,
             self.whole_pictures,
+            kept,
         )
 
 
@@ -114,6 +120,7 @@ class Family:
         whole_pictures: the tokens of a picture see all of it, also those behind them.
         state_kinds: what ``layer_types`` of its configs calls layers that keep a state in place of
             entries, which :meth:`state_layer` makes.
+        merger: what chooses among patches before the projector; None: all go on.
     """
 
     model_types: ClassVar[tuple[str, ...]] = ()
@@ -129,6 +136,7 @@ class Family:
     mrope_interleaved: ClassVar[bool] = True
     whole_pictures: ClassVar[bool] = False
     state_kinds: ClassVar[tuple[str, ...]] = ()
+    merger: Merger | None = None
 
     def __init__(self, hf_model: Any) -> None:
         self._hf = hf_model
@@ -170,6 +178,28 @@ class Family:
     def vision_note(self) -> str | None:
         """Return a line on packed weights of the vision side; None: there is nothing to say."""
         return self._hf.note if isinstance(self._hf, DeferredModel) else None
+
+    @property
+    def merges(self) -> bool:
+        """Return whether it can ask a merger: of one projection a patch, behind CLIP's layers."""
+        return False
+
+    def merging(self, merger: Merger | None) -> Self:
+        """Return this family as one that asks ``merger``; None: that asks nothing.
+
+        Both read with the same tower. Raises PolicyError: this one cannot.
+        """
+        if merger is self.merger:
+            return self
+        if merger is not None and not self.merges:
+            raise PolicyError(
+                "the policy merges patches between a tower of CLIP's form and its projector, and "
+                f"this model ({self.config.model_type}) has none that mmkv knows; choose another "
+                "policy, such as divprune or cdpruner"
+            )
+        made = copy.copy(self)
+        made.merger = merger
+        return made
 
     @classmethod
     def prepare(cls) -> None:
@@ -252,7 +282,11 @@ class Family:
             others = {key for other, key in self.pixel_keys.items() if other != kind}
             own = {key: value for key, value in inputs.items() if key not in others}
             return cache.features(
-                kind, self.pictures(kind, own), salt, lambda new: self.encode(kind, new, device)
+                kind,
+                self.pictures(kind, own),
+                salt,
+                lambda new: self.encode(kind, new, device),
+                "" if self.merger is None else repr(self.merger),
             )
 
         features = self._features(inputs, torch.cat(new), older, read, seen_again)
@@ -264,7 +298,7 @@ class Family:
         for row, modality, given, shown, offset in zip(
             rows, new, own, visible, offsets, strict=True
         ):
-            visual, deepstack = in_token_order(shown, modality)
+            made_of = in_token_order(shown, modality)
             positions = self.positions(row, modality, given)
             following = int(positions.max()) + 1 if row.numel() else 0
             made.append(
@@ -272,10 +306,11 @@ class Family:
                     token_ids=row.to(device),
                     modality=modality.to(device),
                     positions=(positions + offset).to(device),
-                    visual=visual,
-                    deepstack=deepstack,
+                    visual=None if made_of is None else made_of.rows,
+                    deepstack=() if made_of is None else made_of.deepstack,
                     next_position=offset + following,
                     whole_pictures=self.whole_pictures,
+                    kept=None if made_of is None else made_of.kept,
                 )
             )
         return made
@@ -326,10 +361,7 @@ class Family:
             {key: torch.cat([one[key] for one in pictures]) for key in pictures[0]}, device
         )
         each = len(made.rows) // sum(rows)
-        counts = [count * each for count in rows]
-        levels = zip(*(level.split(counts) for level in made.deepstack), strict=True)
-        stacks: list[tuple[Tensor, ...]] = [*levels] or [()] * len(counts)
-        return [Features(*both) for both in zip(made.rows.split(counts), stacks, strict=True)]
+        return made.split([count * each for count in rows])
 
     def image_features(self, inputs: Mapping[str, Any], device: torch.device | str) -> Features:
         """Return the features of all pictures of a turn, in order."""

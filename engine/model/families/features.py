@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import operator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -19,10 +21,31 @@ MOST_PATCHES = 8192
 
 @dataclass(frozen=True)
 class Features:
-    """Output of the vision side for one modality: rows ``[V, hidden]``, deepstack likewise."""
+    """Output of the vision side for one modality: rows ``[V, hidden]``, deepstack likewise.
+
+    Attributes:
+        kept: bool ``[V]``, which a policy's merger keeps; None: nothing was merged.
+    """
 
     rows: Tensor
     deepstack: tuple[Tensor, ...] = ()
+    kept: Tensor | None = None
+
+    @property
+    def parts(self) -> tuple[Tensor, ...]:
+        """Return all its tensors."""
+        return (self.rows, *self.deepstack) + (() if self.kept is None else (self.kept,))
+
+    def each(self, change: Callable[[Tensor], Tensor]) -> Features:
+        """Return these with every tensor changed in the same way."""
+        kept = None if self.kept is None else change(self.kept)
+        return Features(change(self.rows), tuple(map(change, self.deepstack)), kept)
+
+    def split(self, counts: Sequence[int]) -> list[Features]:
+        """Return parts of so many rows each."""
+        ends = list(accumulate(counts))
+        spans = [slice(end - count, end) for count, end in zip(counts, ends, strict=True)]
+        return [self.each(operator.itemgetter(span)) for span in spans]
 
 
 def rows_of(features: Any) -> Tensor:
@@ -53,18 +76,21 @@ def joined(parts: Sequence[Features]) -> Features:
     if len(parts) == 1:
         return parts[0]
     levels = zip(*(part.deepstack for part in parts), strict=True)
-    return Features(torch.cat([part.rows for part in parts]), tuple(map(torch.cat, levels)))
+    kept = [part.kept for part in parts if part.kept is not None]
+    return Features(
+        torch.cat([part.rows for part in parts]),
+        tuple(map(torch.cat, levels)),
+        torch.cat(kept) if kept else None,
+    )
 
 
-def in_token_order(
-    features: dict[int, Features], modality: Tensor
-) -> tuple[Tensor | None, tuple[Tensor, ...]]:
-    """Merge the features of all modalities into the order of their tokens."""
-    if not features:
-        return None, ()
-    if len(features) == 1:
-        (only,) = features.values()
-        return only.rows, only.deepstack
+def in_token_order(features: dict[int, Features], modality: Tensor) -> Features | None:
+    """Merge the features of all modalities into the order of their tokens.
+
+    No family that merges patches has more than one modality.
+    """
+    if len(features) < 2:
+        return next(iter(features.values()), None)
     kinds = modality[modality != TEXT]
 
     def merge(parts: dict[int, Tensor]) -> Tensor:
@@ -75,7 +101,7 @@ def in_token_order(
         return merged
 
     levels = min(len(part.deepstack) for part in features.values())
-    return (
+    return Features(
         merge({kind: part.rows for kind, part in features.items()}),
         tuple(
             merge({kind: part.deepstack[i] for kind, part in features.items()})
@@ -106,8 +132,7 @@ def shared_out(features: dict[int, Features], spans: Sequence[Tensor]) -> list[d
     shares: list[dict[int, Features]] = [{} for _ in spans]
     for kind, made in features.items():
         counts = [int((span == kind).sum()) for span in spans]
-        levels = [level.split(counts) for level in made.deepstack]
-        for i, rows in enumerate(made.rows.split(counts)):
+        for i, part in enumerate(made.split(counts)):
             if counts[i]:
-                shares[i][kind] = Features(rows, tuple(level[i] for level in levels))
+                shares[i][kind] = part
     return shares

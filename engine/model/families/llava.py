@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from importlib import import_module
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
@@ -25,6 +25,13 @@ from mmkv.engine.model.families.features import (
     passes,
     rows_of,
 )
+
+if TYPE_CHECKING:
+    from mmkv.engine.policies.base import Merger
+
+
+# Towers whose patches can be merged, with what is done about a class token.
+_MERGING = {("clip_vision_model", "default"), ("siglip_vision_model", "full")}
 
 
 class LlavaFamily(Family):
@@ -91,8 +98,43 @@ class LlavaFamily(Family):
             if sizes is not None:
                 arguments["image_sizes"] = sizes[these]
                 shown = self._cropped(shown, sizes[these])
-            made.append(Features(self._rows(shown, arguments)))
+            if self.merger is None:
+                made.append(Features(self._rows(shown, arguments)))
+            else:
+                rows, kept = self.merged(shown, self.merger)
+                made.append(Features(rows.flatten(0, 1), kept=kept.flatten()))
         return joined(made)
+
+    @property
+    def merges(self) -> bool:
+        """Return whether it can ask a merger: of LLaVA-1.5 and NeXT, with one layer of CLIP's or
+        SigLIP's tower, whose class token, if it has one, is cut off.
+        """
+        config, layer = self.config, getattr(self.config, "vision_feature_layer", None)
+        if config.model_type not in ("llava", "llava_next") or not isinstance(layer, int):
+            return False
+        vision = config.vision_config
+        tower = vision.model_type, config.vision_feature_select_strategy
+        return tower in _MERGING and layer % (vision.num_hidden_layers + 1) > 0
+
+    def merged(self, pixels: torch.Tensor, merger: Merger) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the features ``[n, P, d]`` of n grids of patches, and bool ``[n, P]``, which stay.
+
+        Patches that go have features, too: a chunk may end at one.
+        """
+        model: Any = self.hf.model
+        tower = model.vision_tower
+        states = tower(pixels, output_hidden_states=True, return_dict=True).hidden_states
+        at = self.config.vision_feature_layer % len(states)
+        layers = getattr(tower, "vision_model", tower).encoder.layers  # transformers has had both
+        classed = self.config.vision_feature_select_strategy == "default"
+        given = states[at][:, int(classed) :]
+        found = [
+            merger.merge(own, *_attended(layers[at - 1], read, classed))
+            for own, read in zip(given, states[at - 1], strict=True)
+        ]
+        rows = model.multi_modal_projector(torch.stack([states for states, _ in found]))
+        return rows, torch.stack([kept for _, kept in found])
 
     def _rows(self, pixels: torch.Tensor, arguments: dict[str, Any]) -> torch.Tensor:
         """Return the features ``[V, d]`` of the pictures of one pass."""
@@ -148,6 +190,27 @@ class LlavaFamily(Family):
                 f"vision tower reads {size[0]}x{size[1]}; use this checkpoint's processor"
             )
         return pixels.to(device=device, dtype=self.hf.model.vision_tower.dtype)
+
+
+def _attended(layer: Any, states: torch.Tensor, classed: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the attention that patches get in a layer of CLIP's form, and their keys.
+
+    Computed anew: a tower's own attention may keep no shares.
+
+    Args:
+        states: ``[T, d]`` of one grid of patches, which the layer reads.
+        classed: whether the first of T is the class token, whose attention it is.
+
+    Returns:
+        float32 ``[P]``, mean over heads and queries; ``[P, H, D]``.
+    """
+    attention, states = layer.self_attn, layer.layer_norm1(states)
+    keys = attention.k_proj(states).unflatten(-1, (attention.num_heads, -1))
+    asking = states[:1] if classed else states
+    query = attention.q_proj(asking).unflatten(-1, (attention.num_heads, -1))
+    logits = torch.einsum("qhd,khd->hqk", query.float(), keys.float())
+    shares = (logits * keys.shape[-1] ** -0.5).softmax(-1).mean((0, 1))
+    return shares[int(classed) :], keys[int(classed) :]
 
 
 class InternVLFamily(LlavaFamily):
@@ -222,11 +285,14 @@ class LlavaNextFamily(LlavaFamily):
         model.
         """
         pixels = self.pixels(inputs, "pixel_values", self.pixel_dims, device)
+        # Sizes steer Python control flow: on the CPU they cost no device round trip.
+        sizes = picture_sizes(inputs, len(pixels))
         try:
+            if self.merger is not None:
+                return self._packed(pixels, sizes, self.merger)
             output = self.hf.model.get_image_features(
                 pixel_values=pixels,
-                # Sizes steer Python control flow: on the CPU they cost no device round trip.
-                image_sizes=picture_sizes(inputs, len(pixels)),
+                image_sizes=sizes,
                 **self.selection(),
                 **self.extra_arguments(inputs, len(pixels)),
             )
@@ -238,6 +304,25 @@ class LlavaNextFamily(LlavaFamily):
                 "into; use the config.json and preprocessor_config.json of one checkpoint"
             ) from error
         return Features(rows_of(output.pooler_output))
+
+    def _packed(self, pixels: torch.Tensor, sizes: torch.Tensor, merger: Merger) -> Features:
+        """Return the features of pictures whose tiles are merged one by one; row ends all stay."""
+        model: Any = self.hf.model
+        module = import_module("transformers.models.llava_next.modeling_llava_next")
+        grids, side = self.config.image_grid_pinpoints, self.config.vision_config.image_size
+        counts = [module.image_size_to_num_patches(size, grids, side) for size in sizes]
+        if pixels.dim() == 5:
+            pixels = torch.cat([own[:n] for own, n in zip(pixels, counts, strict=True)])
+
+        def packed(tiles: torch.Tensor, newline: torch.Tensor) -> torch.Tensor:
+            strategy = self.config.vision_feature_select_strategy
+            return rows_of(
+                model.pack_image_features(tiles.split(counts), sizes, strategy, newline)[0]
+            )
+
+        rows, kept = self.merged(pixels, merger)
+        stays = packed(kept[..., None], kept.new_ones(1))
+        return Features(packed(rows, model.image_newline), kept=stays.flatten())
 
     def extra_arguments(self, inputs: Mapping[str, Any], pictures: int) -> dict[str, Any]:
         """Return further arguments of this family's vision tower, for so many pictures."""

@@ -60,6 +60,7 @@ class VisionCache:
         pictures: Sequence[Mapping[str, Any]],
         salt: str,
         encode: Callable[[list[Mapping[str, Any]]], list[Features]],
+        merger: str = "",
     ) -> Features:
         """Return the features of pictures or videos, in order.
 
@@ -67,11 +68,13 @@ class VisionCache:
             kind: which of both. pictures: the inputs of each.
             salt: whose entries may be found.
             encode: computes the features of those that are not found, each once.
+            merger: names what merges patches, with its settings; other entries are not found.
 
         Raises:
             whatever ``encode`` does; nothing is kept then.
         """
-        keys = [_key(kind, picture, salt) if self.limit else None for picture in pictures]
+        keyed = salt if not merger else f"{salt}\0{merger}"
+        keys = [_key(kind, picture, keyed) if self.limit else None for picture in pictures]
         found: dict[Any, Features] = {}
         with self._lock:
             for key in keys:
@@ -87,7 +90,7 @@ class VisionCache:
         if new:
             for name, made in zip(new, encode(list(new.values())), strict=True):
                 if isinstance(name, bytes):
-                    made = Features(_own(made.rows), tuple(map(_own, made.deepstack)))
+                    made = made.each(_own)
                     self._keep(name, salt, made)
                 found[name] = made
         return joined([found[name] for name in names])
@@ -109,7 +112,7 @@ class VisionCache:
         return self._bytes
 
     def _keep(self, key: bytes, salt: str, features: Features) -> None:
-        size = sum(part.nbytes for part in (features.rows, *features.deepstack))
+        size = sum(part.nbytes for part in features.parts)
         if size > self.limit:
             return
         with self._lock:

@@ -84,6 +84,8 @@ PUBLISHED = {
     "divprune": "keep=0.098,tokens=0",
     "dart": "layer=2,keep=0.222,tokens=0,visual_pivots=4,text_pivots=4",
     "cdpruner": "keep=0.111,tokens=0",
+    "visionzip": "keep=0.111,tokens=0,contextual=0.156",
+    "prumerge": "tokens=0,neighbours=32",
     "wgkv": "window=0,threshold=0.1",
     "wgkv+dbtrimkv": "window=0,threshold=0.1,lookahead=2,age=paper",
     "wgkv+snapkv": "window=0,threshold=0.1,observed=0,kernel=5,pool=max,group=max",
@@ -142,9 +144,9 @@ def test_the_documents_name_every_parameter_with_its_default() -> None:
 
 # By name, the values next to what can be: shares, counts from 1, and counts from 0.
 IMPOSSIBLE = {
-    **dict.fromkeys("floor lambda threshold keep a b alpha".split(), ("-0.01", "1.01")),
+    **dict.fromkeys("floor lambda threshold keep a b alpha contextual".split(), ("-0.01", "1.01")),
     **dict.fromkeys("window lag segment layer beta kernel interval ahead".split(), ("0", "-1")),
-    **dict.fromkeys(["visual_pivots", "tau1", "tau2"], ("0", "-1")),
+    **dict.fromkeys(["visual_pivots", "tau1", "tau2", "neighbours"], ("0", "-1")),
     "gamma": ("-0.1",),
     **dict.fromkeys("sinks r e t free observed tokens text_pivots".split(), ("-1",)),
     "lookahead": ("0.5", "0"),

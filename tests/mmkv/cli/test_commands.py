@@ -240,6 +240,9 @@ def test_needs_are_said_in_words() -> None:
         return policies.needs_of(Policy("x", Reads(Needs(**needs)), None))
 
     assert words() == []
+    merging = ["pictures of prompts", "CLIP's tower (LLaVA)"]
+    assert policies.needs_of(make_policy("visionzip")) == merging
+    assert policies.needs_of(make_policy("fastv")) == merging[:1]
     assert words(gates="retention", queries=1) == ["retention gates", "1 query"]
     assert words(queries=16, keys=True, values=True) == ["16 queries", "keys", "values"]
     assert words(queries=16, positions=True) == ["16 queries", "their positions"]
