@@ -61,8 +61,8 @@ def choose(
         if config.policy is not None:
             raise GateError(
                 f"policy {chosen.name!r} needs retention gates and {name} has none; name "
-                "them with gates=PATH (--gates PATH), train them in minutes with `mmkv distill "
-                "--method rank`, or choose policy 'streamingllm' or 'snapkv'"
+                "them with gates=PATH (--gates PATH), train them with `mmkv distill`, or "
+                "choose policy 'streamingllm' or 'snapkv'"
             )
         best = BEST_WITH_PICTURES if pictures else BEST_WITH_TEXT
         chosen = make_policy("full" if config.budget is None else best)
@@ -70,7 +70,7 @@ def choose(
         note += (
             f"nothing is evicted; with a budget policy {best!r} would decide what stays"
             if config.budget is None
-            else f"running policy {best!r}; `mmkv distill --method rank` trains some in minutes"
+            else f"running policy {best!r}"
         )
     return chosen, gates, note
 

@@ -256,7 +256,7 @@ def foreign_note(gates: Gates | WriteGates, model: str) -> str | None:
     return (
         f"these gates were trained for a checkpoint with {part} "
         f"({gates.info.get('base_model', 'not named')}); if {model} is another model, their scores "
-        "mean nothing for it: train gates for it with `mmkv distill --method rank`"
+        "mean nothing for it: train gates for it with `mmkv distill`"
     )
 
 

@@ -433,7 +433,7 @@ def test_idle_threads_sleep_unless_the_environment_says_otherwise(
         (("-p", "x", "--budget-bytes", "10"), "at least 1 entry per row"),
         (("-p", "x", "--budget-fraction", "1.5"), "fraction"),
         (("-p", "x", "--policy", "nope"), "unknown policy 'nope'; choose one of"),
-        (("-p", "x", "--policy", "dbtrimkv"), "mmkv distill --method rank"),
+        (("-p", "x", "--policy", "dbtrimkv"), "mmkv distill"),
         (("-p", "x", "--gates", "gates"), "hidden"),
         (("-p", "x", "--gates", "no-such-gates"), "no-such-gates"),
         (("-p", "x" * 3000), "2,048"),
