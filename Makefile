@@ -49,7 +49,8 @@ test-fast: $(READY)
 
 # Every preset beside its reference under 50 drawn settings, and what is too long for make test: half an hour of two cores, before a release.
 test-drawn: $(READY)
-	$(PYTEST) -m "drawn or long"
+	$(PYTEST) -m "(drawn or long) and not triton"
+	TRITON_INTERPRET=1 $(PYTEST) -m "triton and long"
 
 # Odd inputs for every door of mmkv, fifty times as many as make test draws, and others in each run: an hour of two cores.
 # FUZZ="tests/fuzz/test_http.py" is a part of them.
@@ -78,7 +79,7 @@ vendor: $(READY)
 
 # The Triton kernels in Triton's interpreter, on the CPU, and compiled for Hopper (no GPU needed).
 test-triton: $(READY)
-	TRITON_INTERPRET=1 $(PYTEST) -m triton
+	TRITON_INTERPRET=1 $(PYTEST) -m "triton and not long"
 
 # All but the kernels with what pip resolves today, and with the lowest versions that pyproject.toml allows, each in an
 # environment of its own. TORCH=torch==2.13.0+cpu gives test-newest another torch.

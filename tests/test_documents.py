@@ -35,6 +35,7 @@ from mmkv.server.responses_schema import ResponseRequest
 from mmkv.server.schema import ChatRequest, ObserveRequest
 from mmkv.training.measure.record import RESULTS, ROOT
 from tests.support.servers import serving
+from tests.support.tiers import long_but
 
 pytest_plugins = ("tests.support.cli_fixtures",)
 
@@ -308,7 +309,14 @@ def _given(page: str) -> Iterator[dict[str, Any]]:
         yield {}
 
 
-@pytest.mark.parametrize("page", _blocks("python"))
+@pytest.mark.parametrize(
+    "page",
+    long_but(
+        _blocks("python").keys() - {"docs/how-to/explain.md"},
+        _blocks("python"),
+        "test_page.py makes such pages",
+    ),
+)
 def test_the_python_of_a_page_runs(
     page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -124,6 +124,7 @@ def test_rows_of_the_leaderboard(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow(reason="runs dialogues and times the bundled model")
+@pytest.mark.long(reason="the same run twice")
 def test_it_goes_on_where_it_stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     options = [
         MODEL,

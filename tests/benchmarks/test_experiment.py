@@ -124,6 +124,7 @@ def test_a_killed_run_continues_with_the_same_result(tmp_path: Path, capfd: Any)
 
 
 @pytest.mark.slow(reason="runs whole dialogues with the bundled model")
+@pytest.mark.long(reason="a run of an experiment; what it writes, one other shows")
 def test_a_larger_comparison_runs_only_what_is_new(tmp_path: Path, monkeypatch: Any) -> None:
     small = Comparison(MODEL, "float32", (ComparedMethod.parse("streamingllm"),), ("1/4",))
     gates = str(bundled_model() / "gates")
@@ -154,6 +155,7 @@ def test_a_larger_comparison_runs_only_what_is_new(tmp_path: Path, monkeypatch: 
 
 
 @pytest.mark.slow(reason="runs whole dialogues with the bundled model")
+@pytest.mark.long(reason="a run of an experiment; what it writes, one other shows")
 def test_skip_leaves_out_the_first_dialogues(tmp_path: Path) -> None:
     """``--skip 2``: the third dialogue, as a run over all three reads it."""
     compared = Comparison(MODEL, "float32", (ComparedMethod.parse("streamingllm"),), ("1/4",))
@@ -174,6 +176,7 @@ def test_skip_leaves_out_the_first_dialogues(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow(reason="runs whole dialogues with the bundled model")
+@pytest.mark.long(reason="a run of an experiment; what it writes, one other shows")
 def test_the_model_is_loaded_once_and_only_if_runs_are_left(
     tmp_path: Path, monkeypatch: Any
 ) -> None:
@@ -248,6 +251,7 @@ def test_programs_refuse_in_one_line(program: Any, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow(reason="runs whole dialogues with the bundled model")
+@pytest.mark.long(reason="a run of an experiment; what it writes, one other shows")
 def test_fresh_drops_runs(tmp_path: Path) -> None:
     options = [*SCENES, "--output", str(tmp_path), "--method"]
     quality.main([*options, "streamingllm"])
@@ -262,6 +266,7 @@ def test_fresh_drops_runs(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow(reason="runs whole dialogues with the bundled model")
+@pytest.mark.long(reason="a run of an experiment; what it writes, one other shows")
 def test_the_journal_of_a_cpu_keeps_its_keys(tmp_path: Path, monkeypatch: Any) -> None:
     """As written before ``--device``; every other device is named."""
     quality.main([*SCENES, "--method", "snapkv", "--output", str(tmp_path)])

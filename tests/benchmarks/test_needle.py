@@ -134,6 +134,7 @@ def test_placed_needles_keep_order_length_and_depth() -> None:
 
 
 @pytest.mark.slow(reason="runs whole dialogues with the bundled model")
+@pytest.mark.long(reason="a run for each budget")
 def test_several_budgets_at_once_equal_each_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """Against sessions fed one after the other with nothing shared, the prompt cut in two."""
     engine = Runtime.from_pretrained(MODEL, policy="snapkv", dtype="float32")

@@ -37,6 +37,7 @@ def server(folder: Path) -> Iterator[Server]:
         yield made
 
 
+@pytest.mark.long(reason="a server and its load for five seconds")
 def test_nothing_is_lost_when_clients_misbehave(server: Server) -> None:
     found = asyncio.run(soak(server, 60, 6, 30, 1, False))  # type: ignore[arg-type]
     answers = found["answers"]

@@ -197,6 +197,7 @@ def test_the_notebook(
     assert all(base64.b64decode(one).startswith(b"\x89PNG") for one in pictures)
 
 
+@pytest.mark.long(reason="test_distill.py trains some")
 def test_training_gates(capsys: pytest.CaptureFixture[str]) -> None:
     run("train_gates.py", "3")
     printed = capsys.readouterr().out
@@ -315,7 +316,7 @@ def test_what_the_guide_to_server_options_shows_is_there() -> None:
         assert "\n".join(lines) in re.sub(r"^ +", "", source, flags=re.MULTILINE), name
 
 
-@pytest.mark.slow(reason="a process that loads torch and a model")
+@pytest.mark.long(reason="a process that loads torch and a model")
 @pytest.mark.parametrize("guide", ["add-a-family.md"], indirect=True)
 def test_the_family_of_the_guide_chats(guide: Path) -> None:
     """In a process of its own: transformers does not know its type until it is imported."""

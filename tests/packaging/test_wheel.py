@@ -195,10 +195,8 @@ def test_chat_bench_and_mmdu(installed: Path, traps: None, tmp_path: Path) -> No
 
 
 @needs_lmms_eval
-@pytest.mark.parametrize(
-    "whole",
-    [False, pytest.param(True, marks=pytest.mark.long(reason="reads lmms-eval's 2,000 tasks"))],
-)
+@pytest.mark.long(reason="lmms-eval twice; test_lmms_eval.py has it from the checkout")
+@pytest.mark.parametrize("whole", [False, True])
 def test_eval(installed: Path, traps: None, tmp_path: Path, whole: bool) -> None:
     """With lmms-eval's tasks that have a local form, or with all of them."""
     if not whole:

@@ -7,6 +7,8 @@ from typing import Any
 
 import pytest
 
+BROWSER = pytest.mark.long(reason="make test-browser has every part of the page")
+
 
 def slow_but(quick: Container[Any], values: Iterable[Any], reason: str) -> list[Any]:
     """Parameters for ``values``, of which all but ``quick`` are marked slow.

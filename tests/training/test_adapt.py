@@ -33,6 +33,7 @@ from tests.support.dialogues import engine_of, folder_of, oracle_of, prefill_bot
 from tests.support.factories import join_turns
 from tests.support.policies import EVICTING_KINDS, GATED
 from tests.support.sessions import text_ids
+from tests.support.tiers import long_but
 
 for package in ("peft", "trl"):
     pytest.importorskip(package, reason="adapters need it: pip install 'mmkv[adapt]'")
@@ -221,7 +222,7 @@ def test_groups_are_normalised_and_cut_off_replies_teach_nothing(tmp_path: Path)
         torch.testing.assert_close(found[name], parameter.grad, atol=1e-6, rtol=1e-3)
 
 
-@pytest.mark.parametrize("method", ["distill", "grpo"])
+@pytest.mark.parametrize("method", long_but(["grpo"], ["distill", "grpo"], "four runs"))
 def test_a_resumed_run_ends_in_the_same_bytes_and_mmkv_runs_what_it_saved(
     method: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

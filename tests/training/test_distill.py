@@ -114,7 +114,7 @@ def test_a_short_distillation_beats_random_gates_and_recency(tmp_path: Path) -> 
     "changes",
     [
         {"least_budget": 8.0, "lambda_rank": 0.5},  # both draw in every step
-        {"method": "rank", "cuts": 2},
+        pytest.param({"method": "rank", "cuts": 2}, marks=pytest.mark.long(reason="by ranks")),
         pytest.param({"weights": "bf16"}, marks=pytest.mark.long(reason="again, rounded")),
     ],
 )
@@ -138,6 +138,7 @@ def test_a_resumed_run_ends_where_an_uninterrupted_one_does(
 
 
 @pytest.mark.slow(reason="trains the gates for several steps")
+@pytest.mark.long(reason="two runs; test_runs_do_not_mix resumes a finished one")
 def test_resuming_a_finished_run_keeps_its_figures(tmp_path: Path) -> None:
     short: dict[str, Any] = dict(steps=2, batch=1, save_every=1, held_out_budget=16.0)
     _, first = train(short_run(tmp_path, **short), held=1)
@@ -238,6 +239,7 @@ def test_two_processes_give_the_loss_curve_of_one(
             torch.testing.assert_close(gates[name], others[name], rtol=1e-3, atol=1e-5)
 
 
+@pytest.mark.long(reason="another recipe of the same program")
 def test_trim_kvs_recipe_trains_gates_that_the_engine_reads(tmp_path: Path) -> None:
     given = asdict(short_run(tmp_path))
     chosen = {name: given[name] for name in ("model", "output", "device", "dtype", "log_every")}
@@ -271,6 +273,7 @@ def test_gates_of_a_hybrid_model_hang_at_the_layers_with_entries(tmp_path: Path)
         assert session.entries == 9 * loaded.spec.rows
 
 
+@pytest.mark.long(reason="a run; test_conversations.py mixes them")
 def test_a_run_on_a_mixture_of_published_sets(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -515,6 +518,7 @@ def test_gradients_next_to_nothing_are_said_once(
     assert ("--bias 10 --lr 3e-3 --lambda-cap 16 --d-gate 96" in err) == bool(said)
 
 
+@pytest.mark.long(reason="a run; a longer one says it in another test")
 def test_a_run_shorter_than_its_log_lines_says_so_too(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -68,6 +68,7 @@ def test_training_changes_the_adapter_and_not_the_language_model(
     assert [lines[-1]["step"] for lines in phases] == [3, 2]
 
 
+@pytest.mark.long(reason="a second run")
 def test_a_finished_run_resumes_to_the_same_adapter(
     trained: tuple[Path, dict[str, Any]],
     language: Path,

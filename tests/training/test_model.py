@@ -614,6 +614,7 @@ def test_the_command_trains_write_gates(tmp_path: Path, capsys: pytest.CaptureFi
     assert load_write_gates(folder, engine.spec).fingerprint() == gates.fingerprint()
 
 
+@pytest.mark.long(reason="both passes of a model, twice")
 def test_products_in_bfloat16_change_losses_and_gradients_little() -> None:
     """``--weights bf16`` on the bundled model: 2^-9 of each state, gradient and trunk weight."""
     found = []

@@ -169,6 +169,7 @@ def test_peers_decode_and_restore_their_caches(peer: str) -> None:
 
 
 @pytest.mark.slow(reason="a process that loads torch")
+@pytest.mark.long(reason="waits for a peer that hangs")
 def test_a_peer_that_cannot_run_or_hangs_says_so(tmp_path: Path) -> None:
     job = PeerJob("kvpress", "tiny", 1, 20, 8, 4, "cpu", "float32")
     log = tmp_path / "log"

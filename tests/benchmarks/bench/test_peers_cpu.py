@@ -236,6 +236,7 @@ def fake_llama(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("fake_llama")
+@pytest.mark.long(reason="every method once, beside a peer")
 def test_the_program_with_a_fake_llama_cpp(
     model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

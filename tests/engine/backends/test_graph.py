@@ -68,6 +68,7 @@ def test_the_static_step_is_the_eager_step_with_rounded_weights(model: str, form
     assert all(session.evicted > 0 for session in one)
 
 
+SCORED = [name for name in STATIC if name != "balanced"]
 KERNEL_CASES = [("odd", "adakv"), ("odd", "gkv")]
 KERNEL_CASES += [(model, "dbtrimkv") for model in OTHERS[:2]]
 # Every policy with one of the models, and every model.
@@ -416,6 +417,7 @@ def test_a_gpu_without_triton_has_no_graph(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 @pytest.mark.slow(reason="96 tokens on three paths")
+@pytest.mark.long(reason="the small models show it, over fewer tokens")
 def test_the_bundled_model_says_the_same_for_96_tokens() -> None:
     """Three paths: static step, eager torch, and the native one that the CPU takes by itself."""
     picture = {"type": "image", "image": str(bundled_model().parent / "scene.png")}
@@ -447,11 +449,15 @@ def test_the_bundled_model_says_the_same_for_96_tokens() -> None:
 @pytest.mark.skipif(
     not (HAS_TRITON and INTERPRETED), reason="needs Triton and TRITON_INTERPRET=1 (the interpreter)"
 )
-# Every model with what the kernels score (floors: test_kernels_evict.py); and what scores in torch
-# between them.
+# Every model and all that the kernels score (floors: test_kernels_evict.py); and what scores in
+# torch between them.
 @pytest.mark.parametrize(
     ("model", "policy"),
-    [case for case in itertools.product(MODELS, STATIC) if "balanced" not in case] + KERNEL_CASES,
+    long_but(
+        [*zip(itertools.cycle(MODELS), SCORED), *KERNEL_CASES],
+        [*itertools.product(MODELS, SCORED), *KERNEL_CASES],
+        "the other pairs",
+    ),
 )
 def test_the_kernels_together_are_the_eager_step(
     model: str, policy: str, monkeypatch: pytest.MonkeyPatch

@@ -36,7 +36,6 @@ VIDEOS = {
     "videomme": (16, "videomme/videomme", "videomme/data/{videoID}.mp4"),
     "videomathqa_mcq": (16, "videomathqa/mcq", "videomathqa/data/{videoID}.mp4"),
     "video_mmmu_adaptation": (1024, "video_mmmu/Adaptation", "video_mmmu/data/Art/{id}.mp4"),
-    "video_mmmu_comprehension": (1024, "video_mmmu/Comprehension", "video_mmmu/data/Art/{id}.mp4"),
 }
 COUNT = 4
 LONG = ("longbench_qasper", "longmemeval_s", "scbench_kv", "helmet_nq_8k")

@@ -155,6 +155,7 @@ def test_pictures_stand_where_the_question_has_them() -> None:
     assert next(waiting) == Path("3")
 
 
+@pytest.mark.long(reason="makes the bundled set again")
 def test_the_bundled_set_is_small_reproducible_and_in_the_official_form(tmp_path: Path) -> None:
     write(tmp_path)
     assert (tmp_path / "benchmark.json").read_bytes() == BENCHMARK.read_bytes()

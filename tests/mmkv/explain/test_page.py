@@ -24,6 +24,7 @@ from mmkv.explain.snapshot import Rule
 from mmkv.resources import asset, bundled_model
 from tests.support.browser import axe_findings, browsing
 from tests.support.recorded import DIALOGUES, bundled, recorded, talk
+from tests.support.tiers import BROWSER
 
 MARKUP = '</script><b>bold</b><!-- $x^2$ & "quoted"'
 PNG = b"\x89PNG\r\n\x1a\n"
@@ -171,6 +172,7 @@ def test_a_page_of_4k_tokens_on_a_4b_model_is_below_3_mb() -> None:
     assert "4,096 of 4,097 steps are shown." in data["notes"]
 
 
+@BROWSER
 def test_more_than_fits_is_left_out_and_said(
     browser: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -336,6 +338,7 @@ def test_why_opens_with_the_most_telling_loss(
     assert f"Layer {row // 3}, KV head {row % 3} lost" in browser.evaluate(said)
 
 
+@BROWSER
 def test_the_timeline_goes_where_it_is_clicked_and_plays_to_the_end(
     browser: Any, asked: tuple[Snapshot, Any, Any], tmp_path: Path
 ) -> None:
@@ -412,7 +415,7 @@ def test_two_runs_lie_side_by_side(
             read_page(tmp_path / "wrong.html")
 
 
-@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("scheme", [pytest.param("light", marks=BROWSER), "dark"])
 def test_everybody_can_use_the_page(
     scheme: str, browser: Any, trace: Trace, asked: tuple[Snapshot, Any, Any], tmp_path: Path
 ) -> None:
@@ -563,6 +566,7 @@ def test_clicks_and_keys_ask_why(browser: Any, trace: Trace, tmp_path: Path) -> 
     )
 
 
+@BROWSER
 def test_a_page_of_any_policy_opens(browser: Any, tmp_path: Path) -> None:
     """Also where scores do not follow from the record, and where nothing is evicted."""
     for policy in ("full", "h2o", "wgkv:window=4"):

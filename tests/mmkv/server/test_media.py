@@ -163,6 +163,7 @@ def test_a_refusal_names_the_file_and_the_cause(
         assert str(error).startswith("in Café\\x1b[31m.png") and cause in str(error)
 
 
+@pytest.mark.long(reason="a picture of many megapixels")
 def test_very_large_pictures_are_scaled_where_the_rules_are_not_known(
     runner: asyncio.Runner, resolver: Callable[..., MediaResolver]
 ) -> None:

@@ -26,6 +26,7 @@ from tests.support.browser import browsing
 from tests.support.chat_models import picture
 from tests.support.media import write_clip
 from tests.support.servers import Server, paused_in_a_reply, serving, stopped, until
+from tests.support.tiers import BROWSER
 
 KEY = "a-key-of-the-test"
 
@@ -350,6 +351,7 @@ def test_a_chat_with_pictures_that_survive_a_reload_and_a_fork(page: Any, server
     assert KEY not in page.evaluate("JSON.stringify(localStorage) + document.cookie")
 
 
+@BROWSER
 def test_a_refused_picture_is_shown_with_its_reason_and_not_sent_again(
     page: Any, server: Server, visits: Any
 ) -> None:
@@ -554,6 +556,7 @@ def version(page: Any, at: int) -> Any:
     return page.locator(f"#message-{at} .versions")
 
 
+@BROWSER
 def test_edits_and_other_replies_are_versions_that_read_little_again(
     page: Any, server: Server, visits: Any
 ) -> None:
@@ -722,6 +725,7 @@ def test_no_conversation_is_lost_that_the_server_or_its_list_does_not_know(
     expect(page.locator("#text")).to_have_value("fourth")
 
 
+@BROWSER
 def test_saving_deleting_and_a_video_by_the_keyboard(
     visits: Callable[..., Visit], server: Server, folder: Path, tmp_path: Path
 ) -> None:
@@ -768,6 +772,7 @@ def test_saving_deleting_and_a_video_by_the_keyboard(
         assert other.client.get("/v1/sessions").json()["data"] == []
 
 
+@BROWSER
 def test_tabs_share_a_key_that_goes_with_the_last_one(visits: Callable[..., Visit]) -> None:
     from playwright.sync_api import expect
 
@@ -789,6 +794,7 @@ def test_tabs_share_a_key_that_goes_with_the_last_one(visits: Callable[..., Visi
     expect(visit.open().locator("#key")).to_be_visible()
 
 
+@BROWSER
 def test_the_empty_page_has_a_picture_to_try_and_notes_are_shown(page: Any, server: Server) -> None:
     from playwright.sync_api import expect
 
@@ -824,7 +830,9 @@ def accessible(page: Any) -> None:
     assert not told
 
 
-@pytest.mark.parametrize(("width", "scheme"), [(390, "dark"), (1440, "light")])
+@pytest.mark.parametrize(
+    ("width", "scheme"), [(390, "dark"), pytest.param(1440, "light", marks=BROWSER)]
+)
 def test_it_is_accessible_and_all_of_it_is_in_reach(
     visits: Callable[..., Visit], width: int, scheme: str
 ) -> None:

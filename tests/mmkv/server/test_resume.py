@@ -85,10 +85,7 @@ def usage(answer: Any) -> dict[str, Any]:
 
 @pytest.mark.parametrize(
     "policy",
-    [
-        *long_but((*CAUSAL[:3], "h2o", "snapkv:window=4"), CAUSAL, "a second each"),
-        *(pytest.param(name, marks=pytest.mark.long(reason="a second each")) for name in REST),
-    ],
+    long_but(("dbtrimkv", "snapkv:window=4"), [*CAUSAL, *REST], "a second each"),
 )
 def test_a_resumed_memory_is_that_of_a_fresh_run(
     policy: str, folder: Path, monkeypatch: pytest.MonkeyPatch
@@ -746,6 +743,7 @@ def test_under_eviction_usage_and_memory_say_what_was_lost(
         assert used["prompt_tokens"] == wanted
 
 
+@pytest.mark.long(reason="another family")
 def test_onevision_reads_pictures_by_how_many_there_are(tmp_path: Path, says: list[str]) -> None:
     says += ["red", "blue", "green", "red", "blue"]
     folder = save_llava_onevision(tmp_path)

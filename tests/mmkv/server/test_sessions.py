@@ -378,6 +378,7 @@ def test_idle_sessions_hibernate_and_come_back_bit_for_bit(
         assert one == two
 
 
+@pytest.mark.long(reason="another family")
 def test_a_hybrid_model_hibernates_with_its_states(tmp_path: Path) -> None:
     """As above: what linear layers keep counts to the limit, and comes back from the file."""
     folder = save_qwen3_vl(tmp_path / "model", kind="qwen3_5")

@@ -240,6 +240,7 @@ def first(walk: Iterator[Any], count: int) -> list[Any]:
     return list(islice(walk, count))
 
 
+@pytest.mark.long(reason="two seconds; the resumed mixture has its order")
 def test_mixture_order_is_a_function_of_the_seed() -> None:
     whole = first(mixture().walk(), 9000)  # over two blocks of draws
     assert whole == first(mixture().walk(), 9000)

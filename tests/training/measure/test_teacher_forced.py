@@ -170,6 +170,7 @@ def latest(turns: list[SceneTurn], found: DialogueRun) -> float:
         [("dbtrimkv+48", 64.0)], [("full", None), ("dbtrimkv+48", 64.0)], "other weights alone"
     ),
 )
+@pytest.mark.long(reason="two thousand tokens")
 def test_a_stream_of_2000_tokens_is_followed(policy: str, budget: float | None) -> None:
     turns = stream(3, "heldout", 32)
     found = run(turns, policy, budget)
