@@ -57,7 +57,7 @@ def longmemeval() -> list[Row]:
 
     def row(name: str, kind: str, answer: Any) -> Row:
         sessions = [
-            [{"role": "user", "content": "I moved to Bergen.", "has_answer": True}],
+            [{"role": "user", "content": "Bergen is home.", "has_answer": True}],
             [
                 {"role": "user", "content": "I have 3 cats."},
                 {"role": "assistant", "content": "Lovely."},
@@ -110,7 +110,7 @@ OTHER = "def show(text):\n    for line in text:\n        print(line, end='')\n"
 
 
 def scbench_mixed() -> list[Row]:
-    """SCBench: functions of a repository and values of keys, in two rows of one repository."""
+    """SCBench: functions and values of keys, in two rows of one repository and one of another."""
 
     def function(name: str, code: str) -> Row:
         task = {"task": "scbench_repoqa", "name": name}
@@ -121,6 +121,7 @@ def scbench_mixed() -> list[Row]:
     return [
         {**about, "multi_turns": [function("add", CODE), value]},
         {**about, "multi_turns": [function("show", OTHER)]},
+        {**about, "repo": "c/d", "multi_turns": [function("else", CODE)]},
     ]
 
 
