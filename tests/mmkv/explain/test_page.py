@@ -262,9 +262,9 @@ def test_the_headline_says_what_the_session_holds_and_the_model_looks_at(
     share = round(100 * theirs[holding, frog].sum() / theirs[:, frog].sum())
     assert snapshot.detail().endswith(f"the heads that still hold it pay {share} % of that.")
     # A word may be several tokens; the marks of a template are none.
-    tokens = ["<s>", "user", "\n", "Is", " Ger", "man", "y", " big", "?", "<s>"]
+    tokens = ["In", "<s>", "user", "\n", " Ger", "man", "y", " big", "?", "<s>"]
     record = replace(synthetic(1, 1, 10).record, modality=np.zeros(10, np.uint8))
-    paid = np.arange(10, dtype=np.float32)[None]
+    paid = np.array([[30, 29, 28, 27, 4, 5, 6, 7, 25, 24]], np.float32)
     said = Snapshot(record, snapshot.rule, tokens, [], "", "", "", attention=paid)
     assert said.needed() == 7 and said.name(7) == "the word “big”"
     assert said.name(5) == "the “man” of “Germany”"

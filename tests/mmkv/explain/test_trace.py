@@ -442,6 +442,9 @@ def test_scores_under_a_shared_budget_are_those_that_were_computed(
         found = snapshot.scores(int(step), dead["position"].astype(np.int64), dead["log_beta"])
         np.testing.assert_allclose(found, dead["score"], rtol=1e-5, atol=1e-6)
     assert '"shared":true,"bonus":-1.38' in render(snapshot).replace(" ", "")
+    assert snapshot.rule.kernel == "retention"
+    engine.shared.by_risk = True  # then scores alone do not decide
+    assert Trace(one).snapshot().rule.kernel == "other"
 
 
 def test_bursts_on_a_gpu_are_recorded(
@@ -517,6 +520,7 @@ def test_frames_name_the_tokens_of_their_patches(engine_of_pictures: Engine) -> 
     assert cells == np.flatnonzero(snapshot.record.modality).tolist()
     captions = [frame.caption for frame in snapshot.frames]
     assert captions == ["picture 1", *(f"video 1 at {s:.1f} s" for s in (0, 0.5, 1, 1.5))]
+    assert [frame.media for frame in snapshot.frames] == [0, 1, 1, 1, 1]
     assert "".join(snapshot.texts).count('</script><b>bold</b><!-- $x^2$ & "quoted"') == 1
     session.close()
 
