@@ -612,6 +612,17 @@ def test_a_kill_inside_the_first_checkpoint_is_no_dead_end(tmp_path: Path, left:
     assert resume(tmp_path, asked) == cut
     with pytest.raises(InputError, match="continue it with --resume"):
         begin(tmp_path, asked)
+    # Steps are numbers: 1000 comes behind 200, and what was logged after it goes.
+    for step in (1000, 200):
+        (tmp_path / f"checkpoint-{step}").mkdir()
+        (tmp_path / f"checkpoint-{step}" / "trainer_state.json").write_text("{}")
+    lines = [{"step": step} for step in (200, 999, 1000, 1001)]
+    (tmp_path / HISTORY).write_text("".join(json.dumps(line) + "\n" for line in lines))
+    assert resume(tmp_path, asked).name == "checkpoint-1000" and history(tmp_path) == lines[:3]
+    for made in tmp_path.glob("checkpoint-*"):
+        shutil.rmtree(made)
+    begin(tmp_path, asked)
+    assert history(tmp_path) == []
 
 
 @pytest.mark.parametrize(
