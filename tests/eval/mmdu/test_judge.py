@@ -181,8 +181,8 @@ class _Handler(BaseHTTPRequestHandler):
             self.close_connection = True
         elif action == "redirect":
             self._send(302, {}, {"Location": "http://127.0.0.1:9/elsewhere"})
-        elif action == "come back tomorrow":
-            self._send(429, _error("rate limit"), {"Retry-After": "86400"})
+        elif action == "come back later":
+            self._send(429, _error("rate limit"), {"Retry-After": "601"})
         elif action == "limit":
             self._send(429, _error("rate limit"), {"Retry-After": self.fake.retry_after})
         elif action == "no completion":
@@ -407,7 +407,7 @@ def judge(mmkv: Callable[..., Ran], answers: Path) -> Callable[..., Ran]:
         ("lost", "--base-url"),
         ("redirect", "refuses: HTTP 302"),
         ("quota", "account is empty"),
-        ("come back tomorrow", "86,400 s"),
+        ("come back later", "in 601 s"),
     ],
 )
 def test_permanent_errors_end_the_run(
