@@ -193,7 +193,7 @@ def write_all(folder: Path) -> Path:
         "scbench/data/scbench_choice_eng": scbench_choice(),
         "scbench/data/scbench_repoqa_and_kv": scbench_mixed(),
         "helmet/data/kilt/nq-dev-multikilt_1000_k50_dep6": kilt(("ann", "bob", "cid"), 4),
-        "helmet/data/kilt/nq-train-multikilt_1000_k3_dep6": kilt(("dan", "dan", "eve", "fay"), 1),
+        "helmet/data/kilt/nq-train-multikilt_1000_k3_dep6": kilt(["dan"] * 4 + ["eve", "fay"], 1),
         "helmet/data/msmarco/test_reranking_data_k50_dep3": msmarco("abc"),
         "helmet/data/msmarco/test_reranking_data_k10_dep3": msmarco("abcdefgh"),
         "helmet/infinitebench/longbook_choice_eng": books(),

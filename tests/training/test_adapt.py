@@ -254,6 +254,7 @@ def test_groups_are_normalised_and_cut_off_replies_teach_nothing(
     for advantage, rollout in zip(batch["advantages"], made[:3], strict=False):
         never = compressed.teacher.never_chosen
         logits = grpo.reply_logits(compressed, compressed.model, rollout, never)
+        assert never.numel() and bool((logits[:, never] == -torch.inf).all())
         log_p = (logits / 1.5).log_softmax(-1)[range(len(rollout.ids)), rollout.ids]
         total = total - advantage * log_p.mean() / 4
     total.backward()
@@ -412,5 +413,6 @@ def test_a_question_ends_where_its_document_says() -> None:
     labels = torch.tensor([[-100, -100, -100, -100, -100, 6, 9]])
     found = question_of({"input_ids": ids, "labels": labels}, 0, (9,))
     assert (found.ends, found.answer) == ((9,), [6])
-    with pytest.raises(InputError, match="no reply with an end"):
-        question_of({"input_ids": ids, "labels": torch.full_like(ids, -100)}, 0, (9,))
+    for none in ([-100] * 7, [-100] * 6 + [9]):  # an end alone is no reply
+        with pytest.raises(InputError, match="no reply with an end"):
+            question_of({"input_ids": ids, "labels": torch.tensor([none])}, 0, (9,))

@@ -33,7 +33,7 @@ from mmkv.resources import bundled_model
 from mmkv.training import distill as command_line
 from mmkv.training.data.examples import examples
 from mmkv.training.distill import main
-from mmkv.training.folder import ASKED, HISTORY, Stopping, begin, history, resume
+from mmkv.training.folder import ASKED, HISTORY, Stopping, begin, history, open_run, resume
 from mmkv.training.model import PARTS
 from mmkv.training.run import (
     HeldOutData,
@@ -146,23 +146,23 @@ def test_resuming_a_finished_run_keeps_its_figures(tmp_path: Path) -> None:
     assert "No held-out data" not in (tmp_path / "README.md").read_text()
 
 
-@pytest.mark.slow(reason="trains the gates for several steps")
 def test_runs_do_not_mix(tmp_path: Path) -> None:
-    short: dict[str, Any] = dict(steps=2, batch=1, save_every=1)
-    train(short_run(tmp_path, **short))
-    written = (tmp_path / "gates.json").read_bytes()
+    def opened(**changes: Any) -> str | None:
+        return open_run(short_run(tmp_path, **{"steps": 2, "batch": 1, **changes}), ["d"], {})
+
+    assert opened() is None
+    (tmp_path / "checkpoint-2").mkdir()
+    (tmp_path / "checkpoint-2" / "trainer_state.json").write_text("{}")
     with pytest.raises(InputError, match=r"checkpoint-2 of an earlier run; .*--resume"):
-        train(short_run(tmp_path, steps=2, batch=1))
+        opened()
     for change in ({"bias": 3.0}, {"d_gate": 96}, {"seed": 9}, {"steps": 4}):
-        (name,) = change
-        option = name.replace("_", "-")
+        option = next(iter(change)).replace("_", "-")
         with pytest.raises(InputError, match=f"--{option} is .*the run in .* has"):
-            train(short_run(tmp_path, **(short | change), resume=True))
-    assert (tmp_path / "gates.json").read_bytes() == written
-    train(short_run(tmp_path, steps=2, batch=1, log_every=2, store="float16", resume=True))
+            opened(**change, resume=True)
+    assert opened(log_every=2, store="float16", resume=True) == str(tmp_path / "checkpoint-2")
     (tmp_path / ASKED).unlink()
     with pytest.raises(InputError, match="does not say what its run was asked"):
-        train(short_run(tmp_path, steps=2, batch=1, resume=True))
+        opened(resume=True)
 
 
 def test_each_process_takes_its_own_gpu(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -243,7 +243,7 @@ def test_helmet_draws_questions_and_examples_as_published(data: Path) -> None:
     assert asked["raw"] and asked["stop"] == ["\n"] and asked["begin"] == "\nAnswer:"
     text = text_of(asked)
     assert text.endswith("Document (Title: T3): ann 3.\n\nQuestion: who is ann")
-    # Two examples, of two questions; "dan" stands in the file twice.
+    # Two examples, of two questions; "dan" stands in the file four times.
     for doc in docs:
         found = re.findall(r"Question: who is (\w+)", text_of(task.messages(doc, 0, [])[0]))
         assert len(found) == len(set(found)) == 3
