@@ -293,6 +293,9 @@ def test_finished_rows_are_kept_and_figures_stand_beside_the_papers(
         column = TableColumn("T", "t", None, 100.0)
         assert reproduce._figure({"t": {"acc,none": 0.1}, named: scored}, column) == 50
     assert [reproduce._digits(one) for one in ("-", "53", "5.0", "53.01")] == [1, 1, 1, 2]
+    many = find("dbtrimkv:table2")
+    (row,) = chosen_rows(many, wide := TableChoice(policy="rkv", budget="256"))
+    assert tuple(re.findall(r"- \((.*?)\)", reproduce.compared(many, wide))) == row.figures
     speed = reproduce.compared(find("trimkv:table5"), choice).splitlines()
     assert speed[0] == f"results are below {tmp_path / 'out' / 'trimkv-table5'}"
     assert speed[1].startswith("the paper's figures: Tokens a second, FullKV") and len(speed) == 2

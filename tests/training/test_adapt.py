@@ -38,6 +38,7 @@ from mmkv.training.compressed import (
 )
 from mmkv.training.data.examples import examples
 from mmkv.training.folder import history
+from mmkv.training.measure.teacher_forced import spans
 from tests.support.dialogues import engine_of, folder_of, oracle_of, prefill_both, prompt
 from tests.support.factories import join_turns
 from tests.support.policies import EVICTING_KINDS, GATED
@@ -380,6 +381,27 @@ def test_a_reply_ends_at_its_end_or_at_its_length() -> None:
                 (found,) = replies(engine, [one], logits[None], most, ends, greedy)
             assert found == wanted[:count]
         assert engine.never_chosen.numel() and torch.isfinite(logits).all()
+
+
+def test_replies_of_the_teacher_follow_each_other_and_later_pictures_stay(tmp_path: Path) -> None:
+    compressed = load_compressed(short_run(tmp_path))
+    ids, labels = torch.arange(20, 40)[None], torch.full((1, 20), -100)
+    for start, stop in ((5, 8), (12, 14)):  # without an end: as many tokens as there are
+        labels[0, start:stop] = ids[0, start:stop]
+    found = compressed.answered({"input_ids": ids, "labels": labels}, 8, 0.0, 1)
+    wanted, step = [], torch.zeros(())
+    with compressed.teacher.session() as session:
+        for token, label in zip(ids[0].tolist(), labels[0].tolist(), strict=True):
+            wanted.append(token if label < 0 else int(step.argmax()))
+            step = session.prefill({"input_ids": torch.tensor([wanted[-1:]])})
+    assert found["input_ids"].tolist() == [wanted] and wanted != ids[0].tolist()
+    example = examples(MODEL, ["scenes:dense"], 1, 0)[0]
+    own = spans(example["labels"][0].tolist())
+    tokens = example["input_ids"].shape[1]
+    for (start, stop), whole in ((own[0], True), (own[-1], False)):
+        made = compressed.up_to(example, start, stop, [21, 22])["input_ids"][0]
+        assert len(made) == (tokens - (stop - start) + 2 if whole else start + 2)
+        assert made[start : start + 2].tolist() == [21, 22]
 
 
 def test_replies_are_put_in_and_labels_are_theirs_alone() -> None:
