@@ -12,7 +12,7 @@ import sys
 from dataclasses import asdict, fields
 from inspect import signature
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -36,6 +36,7 @@ from mmkv.training.distill import main
 from mmkv.training.folder import ASKED, HISTORY, Stopping, begin, history, open_run, resume
 from mmkv.training.model import PARTS
 from mmkv.training.run import (
+    HeldOut,
     HeldOutData,
     History,
     _arguments,
@@ -137,13 +138,18 @@ def test_a_resumed_run_ends_where_an_uninterrupted_one_does(
     assert [line["step"] for line in history(cut) if "loss" in line] == [1, 2, 3, 4]
 
 
-@pytest.mark.slow(reason="trains the gates for several steps")
-def test_resuming_a_finished_run_keeps_its_figures(tmp_path: Path) -> None:
-    short: dict[str, Any] = dict(steps=2, batch=1, save_every=1, held_out_budget=16.0)
-    _, first = train(short_run(tmp_path, **short), held=1)
-    _, again = train(short_run(tmp_path, **short, resume=True), held=1)
-    assert first["results"]["held_out_kl"] > 0 and again["results"] == first["results"]
-    assert "No held-out data" not in (tmp_path / "README.md").read_text()
+def test_figures_of_held_out_data_come_every_so_often_and_at_the_end(tmp_path: Path) -> None:
+    """And are found again by a run that is resumed after its end; none where Ctrl-C ends it."""
+    state, none, stopping = TrainerState(max_steps=5), cast(Any, None), Stopping()
+    made = HeldOut(lambda: {"kl": float(state.global_step)}, 2, tmp_path, stopping)
+    assert made.latest() == {}
+    for step in range(1, 6):
+        state.global_step = step
+        made.on_step_end(none, state, none)
+    stopping.pressed, state.global_step = True, 4
+    made.on_step_end(none, state, none)
+    assert [line["step"] for line in history(tmp_path)] == [2, 4, 5]
+    assert HeldOut(none, 0, tmp_path, stopping).latest() == {"held_out_kl": 5.0}
 
 
 def test_runs_do_not_mix(tmp_path: Path) -> None:
@@ -180,7 +186,8 @@ def test_several_gpus_do_not_split_documents(
     """The Trainer wraps a model in nn.DataParallel when its arguments count several GPUs."""
     monkeypatch.setattr(TrainingArguments, "_setup_devices", torch.device("cpu"))
     monkeypatch.setattr(TrainingArguments, "_n_gpu", 4, raising=False)
-    assert _arguments(short_run(tmp_path), tmp_path).n_gpu == 1
+    made = _arguments(short_run(tmp_path, steps=10, warmup=0.25), tmp_path)
+    assert made.n_gpu == 1 and made.warmup_steps == 3
 
 
 @pytest.mark.long(reason="two processes train for twenty seconds")
