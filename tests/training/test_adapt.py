@@ -386,7 +386,7 @@ def test_a_reply_ends_at_its_end_or_at_its_length() -> None:
 def test_replies_of_the_teacher_follow_each_other_and_later_pictures_stay(tmp_path: Path) -> None:
     compressed = load_compressed(short_run(tmp_path))
     ids, labels = torch.arange(20, 40)[None], torch.full((1, 20), -100)
-    for start, stop in ((5, 8), (12, 14)):  # without an end: as many tokens as there are
+    for start, stop in ((5, 8), (9, 15)):  # without an end: as many tokens as there are
         labels[0, start:stop] = ids[0, start:stop]
     found = compressed.answered({"input_ids": ids, "labels": labels}, 8, 0.0, 1)
     wanted, step = [], torch.zeros(())

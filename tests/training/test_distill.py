@@ -157,6 +157,8 @@ def test_runs_do_not_mix(tmp_path: Path) -> None:
         return open_run(short_run(tmp_path, **{"steps": 2, "batch": 1, **changes}), ["d"], {})
 
     assert opened() is None
+    with pytest.raises(InputError, match="is a file; name a folder with --output"):
+        open_run(short_run(tmp_path / "run.json"), ["d"], {})
     (tmp_path / "checkpoint-2").mkdir()
     (tmp_path / "checkpoint-2" / "trainer_state.json").write_text("{}")
     with pytest.raises(InputError, match=r"checkpoint-2 of an earlier run; .*--resume"):
