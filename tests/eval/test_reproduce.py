@@ -22,7 +22,15 @@ from mmkv.eval.lmms.command import _model_args
 from mmkv.eval.lmms.tasks import local_names
 from mmkv.eval.long_text.benchmarks import tasks as long_texts
 from mmkv.eval.papers import reproduce
-from mmkv.eval.papers.reproduce import TableChoice, chosen_rows, commands, find, lines, tables
+from mmkv.eval.papers.reproduce import (
+    TableChoice,
+    TableColumn,
+    chosen_rows,
+    commands,
+    find,
+    lines,
+    tables,
+)
 from mmkv.training import adapt, distill
 from mmkv.training.settings import TrainingSettings
 
@@ -81,8 +89,15 @@ def test_rows_are_chosen_and_options_joined() -> None:
     assert all(both[at].startswith("# ") for at in (0, 2))
     _, joined = lines(find("epikv:table3"), TableChoice(policy="full", gen_kwargs="top_p=1"))
     assert "--gen-kwargs temperature=0,do_sample=False,top_p=1" in joined
+    assert "--limit 100 " in joined
+    _, fewer = lines(find("epikv:table3"), TableChoice(policy="full", limit=2))
+    assert fewer.count("--limit") == 1 and "--limit 2 " in fewer
     first = lines(find("dbtrimkv:table1"), TableChoice(policy="dbtrimkv", budget="64"))
     assert "--policy dbtrimkv --model-args visual_tokens=64 --output" in first[3]
+    parts = find("dbtrimkv:figure5")
+    for chosen, counts in ((None, ["64", "8"]), (3, ["3", "3"])):
+        made = commands(parts, parts.rows[0], TableChoice(samples=chosen))
+        assert [words[words.index("--samples") + 1] for words in made] == counts
     with pytest.raises(InputError, match=r"no such row; it has .*trimkv.* budgets 1024"):
         chosen_rows(table, TableChoice(policy="h2o"))
     with pytest.raises(InputError, match="has no command here: no shape of DeepSeek-R1"):
@@ -244,12 +259,14 @@ def test_finished_rows_are_kept_and_figures_stand_beside_the_papers(
 
     def fake(words: list[str]) -> SimpleNamespace:
         started.append(words)
+        folder = Path(words[words.index("--output") + 1]) / "model"
+        folder.mkdir(parents=True, exist_ok=True)
         if "trimkv" in words and len(started) == 2:
             return SimpleNamespace(returncode=1)
-        folder = Path(words[words.index("--output") + 1]) / "model"
-        folder.mkdir(parents=True)
         scores = {"pass_at_1,samples": 0.5 + len(started) / 100, "pass_at_1_stderr,samples": "N/A"}
         content = {"results": {"aime24_local": scores}}
+        older = {"aime24_local": {"pass_at_1,samples": 0.9}, "other_local": {}}
+        (folder / "0_results.json").write_text(json.dumps({"results": older}))
         (folder / "1_results.json").write_text(json.dumps(content))
         return SimpleNamespace(returncode=0)
 
@@ -267,6 +284,18 @@ def test_finished_rows_are_kept_and_figures_stand_beside_the_papers(
     assert started[0][1:5] == ["-P", "-m", "mmkv", "eval"] and "--gates" not in started[0]
     assert started[2][started[2].index("--gates") + 1] == gates
     assert made.splitlines()[2:] == ["| Full KV | 51.0 (65.5) |", "| TRIM-KV, 4096 | 53.0 (74.0) |"]
+    assert reproduce._results(Path(started[2][started[2].index("--output") + 1])).keys() == {
+        "aime24_local",
+        "other_local",
+    }
+    scored = {"alias": "x", "acc_stderr,none": 0.1, "acc,none": 0.5, "size": 7}
+    for named in ("t_local", "t_mmkv", "t"):  # whatever comes first and has a filter's name
+        column = TableColumn("T", "t", None, 100.0)
+        assert reproduce._figure({"t": {"acc,none": 0.1}, named: scored}, column) == 50
+    assert [reproduce._digits(one) for one in ("-", "53", "5.0", "53.01")] == [1, 1, 1, 2]
+    many = find("dbtrimkv:table2")
+    (row,) = chosen_rows(many, wide := TableChoice(policy="rkv", budget="256"))
+    assert tuple(re.findall(r"- \((.*?)\)", reproduce.compared(many, wide))) == row.figures
     speed = reproduce.compared(find("trimkv:table5"), choice).splitlines()
     assert speed[0] == f"results are below {tmp_path / 'out' / 'trimkv-table5'}"
     assert speed[1].startswith("the paper's figures: Tokens a second, FullKV") and len(speed) == 2

@@ -57,7 +57,7 @@ def longmemeval() -> list[Row]:
 
     def row(name: str, kind: str, answer: Any) -> Row:
         sessions = [
-            [{"role": "user", "content": "I moved to Bergen.", "has_answer": True}],
+            [{"role": "user", "content": "Bergen is home.", "has_answer": True}],
             [
                 {"role": "user", "content": "I have 3 cats."},
                 {"role": "assistant", "content": "Lovely."},
@@ -110,7 +110,7 @@ OTHER = "def show(text):\n    for line in text:\n        print(line, end='')\n"
 
 
 def scbench_mixed() -> list[Row]:
-    """SCBench: functions of a repository and values of keys, in two rows of one repository."""
+    """SCBench: functions and values of keys, in two rows of one repository and one of another."""
 
     def function(name: str, code: str) -> Row:
         task = {"task": "scbench_repoqa", "name": name}
@@ -121,6 +121,7 @@ def scbench_mixed() -> list[Row]:
     return [
         {**about, "multi_turns": [function("add", CODE), value]},
         {**about, "multi_turns": [function("show", OTHER)]},
+        {**about, "repo": "c/d", "multi_turns": [function("else", CODE)]},
     ]
 
 
@@ -192,7 +193,7 @@ def write_all(folder: Path) -> Path:
         "scbench/data/scbench_choice_eng": scbench_choice(),
         "scbench/data/scbench_repoqa_and_kv": scbench_mixed(),
         "helmet/data/kilt/nq-dev-multikilt_1000_k50_dep6": kilt(("ann", "bob", "cid"), 4),
-        "helmet/data/kilt/nq-train-multikilt_1000_k3_dep6": kilt(("dan", "dan", "eve", "fay"), 1),
+        "helmet/data/kilt/nq-train-multikilt_1000_k3_dep6": kilt(["dan"] * 4 + ["eve", "fay"], 1),
         "helmet/data/msmarco/test_reranking_data_k50_dep3": msmarco("abc"),
         "helmet/data/msmarco/test_reranking_data_k10_dep3": msmarco("abcdefgh"),
         "helmet/infinitebench/longbook_choice_eng": books(),

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import importlib.util
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from mmkv.cli.app import run
+from mmkv.engine.backends.cuda.kernels.sample import Draw
 from mmkv.engine.errors import InputError
 from mmkv.engine.runtime import Runtime
 from mmkv.resources import bundled_model
@@ -26,9 +28,17 @@ from mmkv.training.adapt_run import (
     question_of,
     soft_target_loss,
 )
-from mmkv.training.compressed import CompressedModel, Visible, budget_of, read_as_decoded
+from mmkv.training.compressed import (
+    CompressedModel,
+    Visible,
+    budget_of,
+    read_as_decoded,
+    replies,
+    with_replies,
+)
 from mmkv.training.data.examples import examples
 from mmkv.training.folder import history
+from mmkv.training.measure.teacher_forced import spans
 from tests.support.dialogues import engine_of, folder_of, oracle_of, prefill_both, prompt
 from tests.support.factories import join_turns
 from tests.support.policies import EVICTING_KINDS, GATED
@@ -176,13 +186,16 @@ def train(chosen: AdaptSettings) -> CompressedModel:
     return compressed
 
 
-def test_groups_are_normalised_and_cut_off_replies_teach_nothing(tmp_path: Path) -> None:
-    """Rewards 1, 0, 0, 0 with the last reply cut off: mean 1/4, standard deviation 1/2, so
-    advantages 1.5, -0.5, -0.5 and 0; the gradient is that of their weighted log-probabilities.
+def test_groups_are_normalised_and_cut_off_replies_teach_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rewards 1, 0, 0, 0 with the last reply cut off, though what it says is right: mean 1/4,
+    standard deviation 1/2, so advantages 1.5, -0.5, -0.5 and 0; the gradient is that of their
+    weighted log-probabilities.
     """
     from mmkv.training import grpo
 
-    chosen = short_run(tmp_path, method="grpo", group=4)
+    chosen = short_run(tmp_path, method="grpo", group=4, epsilon=0.3)
     compressed = load_compressed(chosen)
     data = examples(MODEL, ["scenes:dense"], 10, 0)
     trainer = grpo.grpo_trainer(compressed, chosen, data, [])
@@ -194,12 +207,41 @@ def test_groups_are_normalised_and_cut_off_replies_teach_nothing(tmp_path: Path)
     until = torch.full((6, 3, tokens), tokens, dtype=torch.int32)
     until[:, 0, 5:20] = question.start  # an early part was gone before the reply
     visible = Visible(until, compressed.spec.entry_index)
-    made = [
-        grpo.Rollout(question, row, visible, row[-1] in eos, float(index == 0))
-        for index, row in enumerate(ids)
-    ]
+
+    def said(some: Sequence[int]) -> str:
+        return " ".join(map(str, some))
+
+    right = said(question.answer), said(ids[-1])
+    with monkeypatch.context() as patch:
+        patch.setattr(grpo, "replies", lambda *_: ids)
+        patch.setitem(REWARDS, "exact", lambda reply, answer: reply in right and answer == right[0])
+        drawn = grpo.draw_replies(compressed, question, range(4), chosen, said)
+    assert [one.visible.until.shape[2] - question.start for one in drawn] == [*map(len, ids)]
+    assert [(one.reward, one.complete) for one in drawn] == [(1, 1), (0, 1), (0, 1), (0, 0)]
+    made = [replace(one, visible=visible) for one in drawn]
+    seeds: list[int] = []
+
+    def draw(_: Any, asked: Any, given: Sequence[int], *__: Any) -> list[Any]:
+        assert asked.start == question_of(data[asked_for[-1]], asked_for[-1], eos).start
+        seeds.extend(given)
+        asked_for.pop()
+        return made[: len(given)]
+
+    trainer.draw, asked_for = draw, [1, 2, 0]
+    rolled = trainer._roll_out(["0"] * 4, trainer)
+    assert rolled["right"] == [1, 0, 0, 0] and trainer._metrics["train"]["cut_off"] == [1 / 4]
+    assert rolled["prompt_ids"] == [question.inputs["input_ids"][0, : question.start].tolist()] * 4
+    trainer.state.global_step = 1
+    trainer._roll_out(["2", "2", "1", "1"], trainer)
+    assert len(set(seeds)) == 8 and trainer.args.epsilon == 0.3
+    trainer.state.global_step = 0
     trainer.draw = lambda *_: made
     disturb(compressed.model)
+    held = [layer.get_base_layer().weight for layer, _ in compressed._lora]
+    before = [weight.clone() for weight in held]
+    with compressed.decoding():
+        assert not any(map(torch.equal, held, before))
+    assert all(map(torch.equal, held, before))  # bit for bit, however often they decode
     trainer.model.train()
     batch = trainer._generate_and_score_completions([{"prompt": "0"} for _ in made])
     wanted = torch.tensor([1.5, -0.5, -0.5, 0.0])
@@ -214,6 +256,7 @@ def test_groups_are_normalised_and_cut_off_replies_teach_nothing(tmp_path: Path)
     for advantage, rollout in zip(batch["advantages"], made[:3], strict=False):
         never = compressed.teacher.never_chosen
         logits = grpo.reply_logits(compressed, compressed.model, rollout, never)
+        assert never.numel() and bool((logits[:, never] == -torch.inf).all())
         log_p = (logits / 1.5).log_softmax(-1)[range(len(rollout.ids)), rollout.ids]
         total = total - advantage * log_p.mean() / 4
     total.backward()
@@ -238,7 +281,9 @@ def test_a_resumed_run_ends_in_the_same_bytes_and_mmkv_runs_what_it_saved(
     train(short_run(cut, **how, resume=True))
     first, second = ((folder / "adapter_model.safetensors").read_bytes() for folder in (whole, cut))
     assert first == second
-    assert [line["step"] for line in history(cut) if "loss" in line] == [1, 2]
+    lines = [line for line in history(cut) if "loss" in line]
+    assert [line["step"] for line in lines] == [1, 2]
+    assert method == "grpo" or all(line["held"] > 1 for line in lines)
     ups = [
         x for name, x in load_file(whole / "adapter_model.safetensors").items() if "lora_B" in name
     ]
@@ -322,6 +367,55 @@ def test_a_budget_is_entries_or_a_share_below_one() -> None:
     assert [budget_of(text, 160).value for text in texts] == [64, 1, 1.5, 10, 80, 1]
 
 
+def test_a_reply_ends_at_its_end_or_at_its_length() -> None:
+    engine = Runtime.from_pretrained(MODEL, policy="full", dtype="float32", device="cpu")
+    greedy = [Draw(temperature=0.0, seed=1)]
+    with engine.session() as session:
+        logits = session.prefill({"input_ids": torch.arange(20, 40)[None]})
+        wanted, step = [], logits
+        with session.fork() as free:
+            for _ in range(4):
+                wanted.append(int(step.argmax()))
+                step = free.decode(wanted[-1])
+        for most, ends, count in ((4, (), 4), (1, (), 1), (4, wanted[:1], 1)):
+            with session.fork() as one:
+                (found,) = replies(engine, [one], logits[None], most, ends, greedy)
+            assert found == wanted[:count]
+        assert engine.never_chosen.numel() and torch.isfinite(logits).all()
+
+
+def test_replies_of_the_teacher_follow_each_other_and_later_pictures_stay(tmp_path: Path) -> None:
+    compressed = load_compressed(short_run(tmp_path))
+    ids, labels = torch.arange(20, 40)[None], torch.full((1, 20), -100)
+    for start, stop in ((5, 8), (9, 15)):  # without an end: as many tokens as there are
+        labels[0, start:stop] = ids[0, start:stop]
+    found = compressed.answered({"input_ids": ids, "labels": labels}, 8, 0.0, 1)
+    wanted, step = [], torch.zeros(())
+    with compressed.teacher.session() as session:
+        for token, label in zip(ids[0].tolist(), labels[0].tolist(), strict=True):
+            wanted.append(token if label < 0 else int(step.argmax()))
+            step = session.prefill({"input_ids": torch.tensor([wanted[-1:]])})
+    assert found["input_ids"].tolist() == [wanted] and wanted != ids[0].tolist()
+    example = examples(MODEL, ["scenes:dense"], 1, 0)[0]
+    own = spans(example["labels"][0].tolist())
+    tokens = example["input_ids"].shape[1]
+    for (start, stop), whole in ((own[0], True), (own[-1], False)):
+        made = compressed.up_to(example, start, stop, [21, 22])["input_ids"][0]
+        assert len(made) == (tokens - (stop - start) + 2 if whole else start + 2)
+        assert made[start : start + 2].tolist() == [21, 22]
+
+
+def test_replies_are_put_in_and_labels_are_theirs_alone() -> None:
+    ids, labels = torch.arange(10)[None], torch.tensor([[-100, 1, 2, -100, 4, 5, -100, 7, -100, 9]])
+    types = torch.arange(10)[None] % 3
+    inputs = {"input_ids": ids, "labels": labels, "mm_token_type_ids": types, "more": 1}
+    made = with_replies(inputs, [(1, 3, [21]), (4, 6, [24, 25, 26])])
+    assert made["input_ids"].tolist() == [[0, 21, 3, 24, 25, 26, 6, 7, 8, 9]]
+    assert made["labels"].tolist() == [[-100, 21, -100, 24, 25, 26, -100, -100, -100, -100]]
+    assert made["mm_token_type_ids"].tolist() == [[0, 0, 0, 0, 0, 0, 0, 1, 2, 0]]
+    assert made["more"] == 1
+
+
 def test_rewards_by_hand() -> None:
     cases = [("exact", " 12", "12 ", True), ("exact", "12.", "12", False)]
     cases += [("contains", "it is 12.", "12", True), ("contains", "1 2", "12", False)]
@@ -336,8 +430,12 @@ def test_a_question_ends_where_its_document_says() -> None:
     labels = torch.tensor([[-100, -100, 3, 4, -100, -100, -100]])
     found = question_of({"input_ids": ids, "labels": labels}, 0, (9,))
     assert (found.start, found.stop, found.ends, found.answer) == (2, 4, (9, 5), [3, 4])
+    labels[0, 0] = 1  # as of a text: no token predicts the first one
+    assert question_of({"input_ids": ids, "labels": labels}, 0, (9,)).labels.tolist() == [-100] * 2
+    assert labels[0, 0] == 1
     labels = torch.tensor([[-100, -100, -100, -100, -100, 6, 9]])
     found = question_of({"input_ids": ids, "labels": labels}, 0, (9,))
     assert (found.ends, found.answer) == ((9,), [6])
-    with pytest.raises(InputError, match="no reply with an end"):
-        question_of({"input_ids": ids, "labels": torch.full_like(ids, -100)}, 0, (9,))
+    for none in ([-100] * 7, [-100] * 6 + [9]):  # an end alone is no reply
+        with pytest.raises(InputError, match="no reply with an end"):
+            question_of({"input_ids": ids, "labels": torch.tensor([none])}, 0, (9,))

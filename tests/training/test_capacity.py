@@ -193,6 +193,11 @@ def test_relative_loss() -> None:
     assert loss.item() == pytest.approx(0.5 * 8 / 10)  # steps 3 .. 10
     assert capacity_loss(counts, budget, rows=rows, mask=seen > 2).item() == pytest.approx(0.5)
     assert capacity_loss(counts, budget, rows=rows, mask=seen > 99).item() == 0.0
+    # Documents that lie end to end: what each token could be over is counted from its own first.
+    start = torch.tensor([0, 0, 0, 3, 3, 3, 3])
+    many = torch.tensor([1.0, 2.0, 3.0, 1.0, 2.0, 3.0, 4.0]) - 0.25
+    each = [capacity_loss(part, 1.0) * len(part) for part in (many[:3], many[3:])]
+    torch.testing.assert_close(capacity_loss(many, 1.0, document_start=start), sum(each) / 7)
 
 
 def test_tt_loss_is_equation_5() -> None:

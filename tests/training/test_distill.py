@@ -12,7 +12,7 @@ import sys
 from dataclasses import asdict, fields
 from inspect import signature
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -33,9 +33,10 @@ from mmkv.resources import bundled_model
 from mmkv.training import distill as command_line
 from mmkv.training.data.examples import examples
 from mmkv.training.distill import main
-from mmkv.training.folder import ASKED, HISTORY, Stopping, begin, history, resume
+from mmkv.training.folder import ASKED, HISTORY, Stopping, begin, history, open_run, resume
 from mmkv.training.model import PARTS
 from mmkv.training.run import (
+    HeldOut,
     HeldOutData,
     History,
     _arguments,
@@ -137,33 +138,39 @@ def test_a_resumed_run_ends_where_an_uninterrupted_one_does(
     assert [line["step"] for line in history(cut) if "loss" in line] == [1, 2, 3, 4]
 
 
-@pytest.mark.slow(reason="trains the gates for several steps")
-@pytest.mark.long(reason="two runs; test_runs_do_not_mix resumes a finished one")
-def test_resuming_a_finished_run_keeps_its_figures(tmp_path: Path) -> None:
-    short: dict[str, Any] = dict(steps=2, batch=1, save_every=1, held_out_budget=16.0)
-    _, first = train(short_run(tmp_path, **short), held=1)
-    _, again = train(short_run(tmp_path, **short, resume=True), held=1)
-    assert first["results"]["held_out_kl"] > 0 and again["results"] == first["results"]
-    assert "No held-out data" not in (tmp_path / "README.md").read_text()
+def test_figures_of_held_out_data_come_every_so_often_and_at_the_end(tmp_path: Path) -> None:
+    """And are found again by a run that is resumed after its end; none where Ctrl-C ends it."""
+    state, none, stopping = TrainerState(max_steps=5), cast(Any, None), Stopping()
+    made = HeldOut(lambda: {"kl": float(state.global_step)}, 2, tmp_path, stopping)
+    assert made.latest() == {}
+    for step in range(1, 6):
+        state.global_step = step
+        made.on_step_end(none, state, none)
+    stopping.pressed, state.global_step = True, 4
+    made.on_step_end(none, state, none)
+    assert [line["step"] for line in history(tmp_path)] == [2, 4, 5]
+    assert HeldOut(none, 0, tmp_path, stopping).latest() == {"held_out_kl": 5.0}
 
 
-@pytest.mark.slow(reason="trains the gates for several steps")
 def test_runs_do_not_mix(tmp_path: Path) -> None:
-    short: dict[str, Any] = dict(steps=2, batch=1, save_every=1)
-    train(short_run(tmp_path, **short))
-    written = (tmp_path / "gates.json").read_bytes()
+    def opened(**changes: Any) -> str | None:
+        return open_run(short_run(tmp_path, **{"steps": 2, "batch": 1, **changes}), ["d"], {})
+
+    assert opened() is None
+    with pytest.raises(InputError, match="is a file; name a folder with --output"):
+        open_run(short_run(tmp_path / "run.json"), ["d"], {})
+    (tmp_path / "checkpoint-2").mkdir()
+    (tmp_path / "checkpoint-2" / "trainer_state.json").write_text("{}")
     with pytest.raises(InputError, match=r"checkpoint-2 of an earlier run; .*--resume"):
-        train(short_run(tmp_path, steps=2, batch=1))
+        opened()
     for change in ({"bias": 3.0}, {"d_gate": 96}, {"seed": 9}, {"steps": 4}):
-        (name,) = change
-        option = name.replace("_", "-")
+        option = next(iter(change)).replace("_", "-")
         with pytest.raises(InputError, match=f"--{option} is .*the run in .* has"):
-            train(short_run(tmp_path, **(short | change), resume=True))
-    assert (tmp_path / "gates.json").read_bytes() == written
-    train(short_run(tmp_path, steps=2, batch=1, log_every=2, store="float16", resume=True))
+            opened(**change, resume=True)
+    assert opened(log_every=2, store="float16", resume=True) == str(tmp_path / "checkpoint-2")
     (tmp_path / ASKED).unlink()
     with pytest.raises(InputError, match="does not say what its run was asked"):
-        train(short_run(tmp_path, steps=2, batch=1, resume=True))
+        opened(resume=True)
 
 
 def test_each_process_takes_its_own_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -181,7 +188,8 @@ def test_several_gpus_do_not_split_documents(
     """The Trainer wraps a model in nn.DataParallel when its arguments count several GPUs."""
     monkeypatch.setattr(TrainingArguments, "_setup_devices", torch.device("cpu"))
     monkeypatch.setattr(TrainingArguments, "_n_gpu", 4, raising=False)
-    assert _arguments(short_run(tmp_path), tmp_path).n_gpu == 1
+    made = _arguments(short_run(tmp_path, steps=10, warmup=0.25), tmp_path)
+    assert made.n_gpu == 1 and made.warmup_steps == 3
 
 
 @pytest.mark.long(reason="two processes train for twenty seconds")
@@ -616,6 +624,17 @@ def test_a_kill_inside_the_first_checkpoint_is_no_dead_end(tmp_path: Path, left:
     assert resume(tmp_path, asked) == cut
     with pytest.raises(InputError, match="continue it with --resume"):
         begin(tmp_path, asked)
+    # Steps are numbers: 1000 comes behind 200, and what was logged after it goes.
+    for step in (1000, 200):
+        (tmp_path / f"checkpoint-{step}").mkdir()
+        (tmp_path / f"checkpoint-{step}" / "trainer_state.json").write_text("{}")
+    lines = [{"step": step} for step in (200, 999, 1000, 1001)]
+    (tmp_path / HISTORY).write_text("".join(json.dumps(line) + "\n" for line in lines))
+    assert resume(tmp_path, asked).name == "checkpoint-1000" and history(tmp_path) == lines[:3]
+    for made in tmp_path.glob("checkpoint-*"):
+        shutil.rmtree(made)
+    begin(tmp_path, asked)
+    assert history(tmp_path) == []
 
 
 @pytest.mark.parametrize(

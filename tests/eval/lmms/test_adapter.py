@@ -6,6 +6,7 @@ import random
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -15,11 +16,13 @@ from PIL import Image
 
 import mmkv
 from mmkv.engine.errors import InputError, MmkvError
+from mmkv.eval.lmms import contexts
 from mmkv.eval.lmms.messages import Frames, conversation, keys, visual_part
 from mmkv.eval.lmms.settings import (
     SYSTEM_PROMPT,
     FrameRules,
     LmmsSettings,
+    apply_frame_rule,
     sampling_of,
     stop_strings,
     thinks,
@@ -77,6 +80,7 @@ def test_wrong_model_arguments_are_named(given: dict[str, Any], message: str) ->
 def test_model_arguments_have_their_types() -> None:
     made = LmmsSettings.of({"pretrained": "m", "budget": 64, "fps": 2, "seed": 0, "policy": "None"})
     assert (made.engine.budget, made.fps, made.seed, made.engine.policy) == ("64", 2.0, 0, None)
+    assert not made.engine.endless and LmmsSettings.of({"pretrained": "m", "endless": True})
 
 
 def test_generation_kwargs_follow_the_built_in_adapter() -> None:
@@ -116,8 +120,8 @@ def test_what_a_task_does_not_say_is_the_checkpoints_as_in_transformers() -> Non
 @pytest.mark.parametrize("name", ["num_beams", "num_return_sequences"])
 def test_several_sequences_are_refused(name: str) -> None:
     assert sampling_of({name: 1}, 0, Generation(), True)[1] == []
-    with pytest.raises(InputError, match=f"{name}=4; mmkv decodes one sequence"):
-        sampling_of({name: 4}, 0, Generation(), True)
+    with pytest.raises(InputError, match=f"{name}=2; mmkv decodes one sequence"):
+        sampling_of({name: 2}, 0, Generation(), True)
 
 
 def test_blank_lines_do_not_stop() -> None:
@@ -190,6 +194,8 @@ def test_messages_compare_by_their_content() -> None:
     assert same == keys(conversation([user(shown, "a"), assistant("b")], ""))
     assert same != keys(conversation([user(picture(2), "a"), assistant("b")], ""))
     assert same != keys(conversation([user(shown, "a "), assistant("b")], ""))
+    flat, high = (Image.new("RGB", size) for size in ((2, 1), (1, 2)))  # of the same bytes
+    assert keys(conversation([user(flat, "a")], "")) != keys(conversation([user(high, "a")], ""))
 
 
 @pytest.mark.parametrize(
@@ -205,6 +211,56 @@ def test_frames_are_scaled_as_by_the_built_in_adapter(
     frames: int, size: tuple[int, int], wanted: tuple[int, int]
 ) -> None:
     assert FrameRules().size(frames, *size) == wanted
+
+
+def test_a_frame_has_a_bound_whatever_a_picture_may_take() -> None:
+    for asked, largest in ((10**9, FrameRules.largest), (300_000, 300_000), (None, 768 * 1024)):
+        processor = SimpleNamespace(rules=FrameRules())
+        apply_frame_rule(processor, LmmsSettings.of({"pretrained": "m", "max_pixels": asked}))
+        assert processor.rules.largest == largest
+
+
+# What is left of a text of 30 letters, a token each, behind a question of 5.
+LONG = "abcdefghijklmnopqrstuvwxyz0123"
+
+
+@pytest.mark.parametrize(
+    ("asked", "limit", "left"),
+    [
+        ({"cut": "middle"}, 20, LONG[:7] + LONG[-8:]),
+        ({"cut": "end"}, 20, LONG[:15]),
+        ({"cut": "end", "room": 12}, 20, LONG[:8]),
+        ({"cut": "end", "most": 10, "omitted": ".."}, 20, f"{LONG[:8]}.."),
+        ({"cut": "end", "most": 10, "omitted": ".."}, 11, f"{LONG[:4]}.."),
+        ({"most": 10, "omitted": ".."}, 9, f"{LONG[:8]}.."),
+        ({"cut": "end"}, 35, LONG),
+        ({"cut": "leave"}, 35, LONG),
+        ({"cut": "leave"}, 34, None),
+    ],
+)
+def test_what_is_left_of_a_long_text(
+    asked: dict[str, Any], limit: int, left: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def render(messages: Any, opening: bool) -> str:
+        return "".join(part["text"] for part in messages[0]["content"])
+
+    processor = SimpleNamespace(
+        tokenizer=SimpleNamespace(decode=lambda ids, **_: "".join(map(chr, ids))),
+        template=SimpleNamespace(render=render),
+        encode=lambda text: {"input_ids": torch.zeros(1, len(text))},
+    )
+    monkeypatch.setattr(contexts, "tokenize", lambda _, text: [*map(ord, text)])
+    asked_for = {"type": "text", "text": "Why? "}
+    given = [{"role": "user", "content": [asked_for, contexts.context_part(LONG, **asked)]}]
+    found = contexts.context_of(given, 0)
+    engine: Any = SimpleNamespace(processor=processor)
+    if left is None:
+        with pytest.raises(contexts.LeftOutError, match="35 tokens, 34 are read"):
+            contexts.fitted(engine, given, found, limit)
+        return
+    made, cut = contexts.fitted(engine, given, found, limit)
+    assert render(made, True) == f"Why? {left}"
+    assert cut == (None if left == LONG else (30, len(left)))
 
 
 def test_loose_frames_are_a_video() -> None:

@@ -19,7 +19,7 @@ from PIL import Image
 from mmkv.cli.app import run as mmkv_command
 from mmkv.engine.errors import InputError
 from mmkv.engine.policies import make_policy
-from mmkv.eval.lmms import answers, tasks
+from mmkv.eval.lmms import answers, reports, tasks
 from mmkv.eval.lmms import command as eval_command
 from mmkv.eval.lmms.command import _CHILD_IGNORES_CTRL_C, EvalJob, EvaluationError, problems
 from mmkv.eval.lmms.contexts import LEFT_OUT
@@ -195,6 +195,7 @@ def test_rounds_are_scored_question_by_question() -> None:
     one = tasks.score(dialogue(), [["Cake", "3"]])["exact_match"]
     two = tasks.score(dialogue(), [[" Cake", "2"]])["exact_match"]
     assert (one["right"], two["right"], tasks.share([one, two])) == (1, 2, 0.75)
+    assert tasks.share([{"right": 1, "of": 1}, {"right": 0, "of": 3}]) == 1 / 4  # not 1 / 2
     other = tasks.score(dialogue(exact=None), [["", "2"]])
     assert other == {"answered": {"right": 1, "of": 2, "score": 0.5}}
 
@@ -497,6 +498,19 @@ def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def rows(file: Path) -> list[Any]:
     return [json.loads(line) for line in file.read_text().splitlines()]
+
+
+def test_the_longer_place_comes_first_and_a_file_wins_over_what_it_includes(
+    tmp_path: Path, temporary: Path
+) -> None:
+    places = tmp_path / "r.jsonl", temporary / "r.jsonl"
+    for sizes in ((1, 2), (2, 1)):
+        for place, size in zip(places, sizes, strict=True):
+            place.write_text("x" * size)
+        assert [path.stat().st_size for path in reports.found(places[0])] == [2, 1]
+    (tmp_path / "base.yaml").write_text("a: 1\nb: 2\n")
+    (tmp_path / "own.yaml").write_text("include: base.yaml\nb: 3\n")
+    assert tasks.merged(tmp_path / "own.yaml") == {"a": 1, "b": 3}
 
 
 def test_replies_are_written_as_they_come(tmp_path: Path) -> None:

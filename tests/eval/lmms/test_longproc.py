@@ -60,6 +60,7 @@ CASES = [
     ("countdown", row(**SUM), solved(SOLUTION.replace("14", "15")), (0, 1)),
     ("countdown", row(**SUM), solved("open('x')\n1 + 1 = 2\n1 / 0 = 1"), (0, 1)),
     ("countdown", row(**SUM), SOLUTION, (0, 0)),
+    ("countdown", row(nums=[40, 19, 23, 7, 5], target=37), solved(SOLUTION), (0, 1)),  # 5 is left
     ("countdown", row(**NEGATIVE), solved("5 - 7 = -2\n-2 + 4 = 2\n2 + 3 = 5"), (1, 1)),
     (
         "countdown",
@@ -77,6 +78,7 @@ CASES = [
     ("travel_planning", row(**TRIP), f"<Plan>{PLAN.replace('Riga', 'Bern')}</Plan>", (0, 1)),
     ("travel_planning", row(**TRIP), f"<Plan>{PLAN.replace('7-8', '7-9')}</Plan>", (0, 1)),
     ("travel_planning", row(**TRIP), f"<Plan>{PLAN[:90]}</Plan>", (0, 1)),
+    ("travel_planning", row(**TRIP), f"<Plan>{PLAN}\n**Day 8:** from Riga to Bern.</Plan>", (1, 1)),
     ("travel_planning", row(**TRIP), "<Plan></Plan>", (0, 1)),
     ("travel_planning", row(**TRIP), PLAN, (0, 0)),
 ]
@@ -100,6 +102,7 @@ TABLE = "name\tyear\tprice\nThe Duck\t1989\t$5.00\nA Goose\t1990\t6\nSwan\t1991\
         (f"```tsv\n{TABLE}", 1, 1),  # cut off before the fence
         ("```tsv\nNAME\tyear\tprice\ngoose\t1990\t6\nduck\t1989\t500\n```", 1, 1 / 2),  # any order
         ("n\ty\tp\nSwan\t1991\t7\nSwan\t1991\t9\nCoot\t1992\t8\nHeron", 2 / 3, 1 / 2),
+        ("n\ty\tp\nSwan\t1991\t7\nSwan\t1991\t7", 1, 1 / 4),  # twice
         ("n\ty\tp\nSwan\t1991\nCoot\t1992\t8", 1 / 2, 1 / 4),  # a broken row in between
         ("n\ty\nSwan\t1991\nCoot\t1992", 0, 0),  # a column is missing
         ("no table", 0, 0),

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
+import random
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -25,7 +28,7 @@ from mmkv.eval.long_text.benchmarks import (
     task_file,
     tasks,
 )
-from mmkv.eval.long_text.readers import READERS, drawn, read_rows, split_places
+from mmkv.eval.long_text.readers import READERS, drawn, read_rows, split_places, turn_values
 from mmkv.eval.long_text.scores import porter_stem
 from tests.support.long_text_rows import ARTICLE, CODE, OTHER, write_all, write_banking
 
@@ -71,6 +74,37 @@ def test_every_row_of_the_table_can_be_used() -> None:
         assert task.spec["prompt"].count("{context}") == 1, name
     assert len(groups()["longbench"]) == 16 and len(groups()["helmet_32k"]) == 19
     assert expanded(["scbench", "mme"])[-2:] == ["scbench_repoqa_and_kv", "mme"]
+
+
+@pytest.mark.parametrize(
+    ("name", "reply", "values", "wanted"),
+    [
+        ("qa_f1_first_line", "\noak tree\nno", {"answers": ["x", "oak tree"]}, 1),
+        ("rouge_l_first_line", "\na cat\nno", {"answers": ["x", "a cat"]}, 1),
+        ("count", "5 or 7", {"answers": ["7"]}, 1 / 2),
+        ("retrieval", "Paragraph 3 or 4", {"answers": ["Paragraph 3"]}, 1 / 2),
+        ("stands_in_reply", "it is 94.", {"answer": 94}, 1),
+        ("stands_in_reply", "9", {"answer": 94}, 0),
+        ("any_stands_in_reply", "b", {"answer": "xB"}, 1),
+        ("whole_stands_in_reply", " It is OSLO, yes", {"answer": " Oslo"}, 1),
+        ("whole_stands_in_reply", "os", {"answer": "Oslo"}, 0),
+        ("chinese_f1", "北京", {"answer": ["上海", "北京"]}, 1),
+        ("same_number", "94", {"answer": [94, 5]}, 1),
+        ("first_number", "12, 13", {"answer": [12, 13]}, 1),
+        ("first_number", "13, 12", {"answer": 12}, 0),
+        ("rouge_lsum", "a b\nc", {"answer": "a\nc d e"}, 4 / 7),
+        ("share_found", "a", {"answer": ["a", "b"]}, 1 / 2),
+        ("share_found", "a", {"answer": "b", "answers": ["a"]}, 1),
+        ("has_answer", "Answer: Oslo\nBergen", {"answers": ["Bergen"]}, 1),
+        ("same_label", "label: 7\nlabel: 8", {"answers": ["7"]}, 1),
+        ("option", "I say b. bob", {"answers": ["B", "B. Bob"]}, 1),
+        ("option", "Answer: B\nC", {"answers": ["B", "B. Bob"]}, 1),
+    ],
+)
+def test_a_measure_reads_what_its_benchmark_does(
+    name: str, reply: str, values: dict[str, Any], wanted: float
+) -> None:
+    assert MEASURES[name](reply, values) == pytest.approx(wanted)
 
 
 def test_longbench(data: Path) -> None:
@@ -133,7 +167,7 @@ def test_longmemeval(data: Path) -> None:
     task, docs = of("longmemeval_s", data)
     (asked,) = task.messages(docs[0], 0, [])
     history = context_of(asked)
-    said = json.dumps([{"role": "user", "content": "I moved to Bergen."}])
+    said = json.dumps([{"role": "user", "content": "Bergen is home."}])
     assert history["text"].endswith(
         f"### Session 2:\nSession Date: 2023/05/21 (Sun) 02:00\nSession Content:\n\n{said}\n"
     )
@@ -155,6 +189,7 @@ def test_scbench_asks_each_question_behind_the_context_alone(data: Path) -> None
     assert len(asked) == 3 and all(len(one) == 1 for one in asked)
     assert len({context_of(one[0])["text"] for one in asked}) == 1
     assert context_of(asked[0][0])["shared"]
+    assert context_of(asked[0][0])["room"] == 1000 + 2 * 150  # for the replies in between
     assert text_of(asked[1][0]).startswith("Extract the value corresponding to the specified key")
     assert text_of(asked[1][0]).endswith(
         '}\nKey: "k2"\nThe value associated with the specified key is: '
@@ -194,6 +229,9 @@ def test_scbench_scores_functions_among_those_of_the_repository(data: Path) -> N
     assert (good["function_found"], good["stands_in_reply"]) == ([1], [1])
     # The other function of the repository, which stands in another row.
     assert task.score(docs[0], [f"```\n{OTHER}```", "v"])["function_found"] == [0]
+    row = task.row(docs[0])
+    asked = turn_values(row, row["multi_turns"][0], docs[0])["functions"]
+    assert asked == [("add", CODE), ("show", OTHER)]
     task, docs = of("scbench_choice_eng", data)
     assert task.score(docs[0], ["B"])["choice"] == [1]
 
@@ -205,8 +243,12 @@ def test_helmet_draws_questions_and_examples_as_published(data: Path) -> None:
     assert asked["raw"] and asked["stop"] == ["\n"] and asked["begin"] == "\nAnswer:"
     text = text_of(asked)
     assert text.endswith("Document (Title: T3): ann 3.\n\nQuestion: who is ann")
-    # Two examples, of two questions; "dan" stands in the file twice.
-    assert text.count("Question: who is") == 3 and text.count("who is dan") <= 1
+    # Two examples, of two questions; "dan" stands in the file four times.
+    for doc in docs:
+        found = re.findall(r"Question: who is (\w+)", text_of(task.messages(doc, 0, [])[0]))
+        assert len(found) == len(set(found)) == 3
+    rare = [{"question": str(at), "s_pop": 10**at} for at in range(1, 6)]
+    assert drawn(rare, {"samples": 9, "reader": "rag", "popularity": 3}) == [0, 1]
     assert task.score(docs[0], [" it is Ann\n"]) == {"has_answer": [1]}
     assert context_of(asked)["cut"] == "end"
 
@@ -215,6 +257,8 @@ def test_helmet_draws_questions_and_examples_as_published(data: Path) -> None:
     (asked,) = task.messages(docs[0], 0, [])
     assert context_of(asked)["most"] == 8192 - 200 - 10
     assert text_of(asked).count("[story text]") == 2
+    for doc in docs:  # the examples are of other books
+        assert text_of(task.messages(doc, 0, [])[0]).count(f"Who in {doc['row']}?") == 1
     scored = [task.score(docs[0], [one])["option"] for one in ("B", "Answer: b", "A", "b. ann3")]
     assert scored == [[1], [1], [0], [1]]
     rest, asked_of = split_places(25, train=True), split_places(25, train=False)
@@ -235,10 +279,15 @@ def test_helmet_ranks_and_labels(data: Path) -> None:
     (asked,) = task.messages(docs[0], 0, [])
     shown = [part.split("\nlabel: ") for part in context_of(asked)["text"].split("\n\n")]
     assert len(shown) == 360
-    # Each text of one label has the same number, and the numbers are as many as the labels.
+    # Each text of one label has the same number; the numbers are drawn by the question's hash.
+    names = list(range(77))
+    drawn_by = int(hashlib.sha256(b"my card is lost").hexdigest(), 16)
+    random.Random((drawn_by + 42) % 2**31).shuffle(names)
     numbers = {int(text.split()[1]) % 3: number for text, number in shown}
-    assert len(numbers) == 3 == len({number for _, number in shown})
+    assert {(int(text.split()[1]) % 3, number) for text, number in shown} == set(numbers.items())
+    assert [numbers[label] for label in range(3)] == [str(name) for name in names[:3]]
     assert task.score(docs[0], [f" {numbers[2]}\n"]) == {"same_label": [1]}
+    assert task.score(docs[0], [f" x\nlabel: {numbers[2]}"]) == {"same_label": [0]}
 
 
 def test_helmet_recalls(data: Path) -> None:

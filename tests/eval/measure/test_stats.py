@@ -60,6 +60,7 @@ def test_a_paired_difference_is_that_of_the_same_dialogues() -> None:
     every = resampled_means([2.0, 1.0, 0.0, 3.0, 1.0], counts)
     assert np.quantile(every, 0.015) <= found.low <= np.quantile(every, 0.035)
     assert np.quantile(every, 0.965) <= found.high <= np.quantile(every, 0.985)
+    assert len({paired(first, second, counts, 99, seed).p for seed in range(9)}) > 1
     back = paired(second, first, counts)
     assert back.value == -found.value and back.p == found.p
     assert back.low == pytest.approx(-found.high) and back.high == pytest.approx(-found.low)

@@ -506,37 +506,3 @@ def test_a_summary_that_cannot_be_written_is_shown(
     assert start([damage_a_row("one")], tmp_path / "answers") == 1
     captured = capsys.readouterr()
     assert "Exact answers" in captured.out and "No space left" in captured.err
-
-
-@pytest.mark.slow(reason="runs whole dialogues with the bundled model")
-def test_right_answers_are_counted_as_a_session_gives_them(tmp_path: Path) -> None:
-    """On the first dialogue of the bundled set."""
-    folder = bundled_dialogues()
-    [dialogue, *_] = json.loads((folder / "benchmark.json").read_text())
-    spoken = [turn["value"] for turn in dialogue["conversations"]]
-    pictures = iter(dialogue["image"])
-    engine = mmkv.Engine.from_pretrained(str(bundled_model()), policy="streamingllm", budget=16)
-    session, right = engine.session(), 0
-    for question, reference in zip(spoken[::2], spoken[1::2], strict=True):
-        before, *after = question.split("<ImageHere>")
-        parts = [{"type": "text", "text": before}]
-        for text in after:
-            parts.append({"type": "image", "image": str(folder / next(pictures))})
-            parts.append({"type": "text", "text": text})
-        answer = "".join(session.send(parts))
-        right += answer.split() == reference.split()
-
-    summaries = []
-    for options in (["full"], ["streamingllm", "--budget", "16"]):
-        output = tmp_path / options[0]
-        command = ["mmdu", "--limit", "1", "--quiet", "--output", str(output), "--policy"]
-        assert run([*command, *options]) == 0
-        summaries.append(json.loads((output / "mmkv-summary.json").read_text()))
-    full, evicting = (
-        next(row for row in summary["exact"] if row["kind"] == "all") for summary in summaries
-    )
-    assert full["of"] == evicting["of"] == len(spoken) // 2
-    assert evicting["right"] == right < full["right"]
-    rows = engine.spec.num_layers * engine.spec.num_kv_heads
-    everything, kept = (summary["entries_kept_mean"] for summary in summaries)
-    assert kept <= 16 * rows < everything

@@ -168,7 +168,9 @@ def test_a_run_is_summed_up_at_the_end_of_each_dialogue() -> None:
                 turn(generated=8, tokens_seen=30, entries_kept=12, entries_evicted=18),
             ],
         ),
-        "b": row(["answer 0"], [turn(generated=6, tokens_seen=20, kv_bytes=3072)]),
+        "b": row(
+            ["answer 0"], [turn(generated=6, tokens_seen=20, kv_bytes=3072, finish_reason="stop")]
+        ),
         "c": row(["answer 0"], None),  # another program's, with answers and no numbers
     }
     found = summarize(dialogues, rows, failed=1)
@@ -301,3 +303,6 @@ def test_verdicts_come_back_and_a_damaged_line_is_asked_again(tmp_path: Path) ->
     assert again.by_key["a", 2].failure == "refused"
     with pytest.raises(InputError, match="another judge"):
         Verdicts(path, {"model": "y"})
+    path.write_text(path.read_text().partition("\n")[2])  # nobody says who judged
+    with pytest.raises(InputError, match="another judge"):
+        Verdicts(path, judge)

@@ -442,6 +442,9 @@ def test_scores_under_a_shared_budget_are_those_that_were_computed(
         found = snapshot.scores(int(step), dead["position"].astype(np.int64), dead["log_beta"])
         np.testing.assert_allclose(found, dead["score"], rtol=1e-5, atol=1e-6)
     assert '"shared":true,"bonus":-1.38' in render(snapshot).replace(" ", "")
+    assert snapshot.rule.kernel == "retention"
+    engine.shared.by_risk = True  # then scores alone do not decide
+    assert Trace(one).snapshot().rule.kernel == "other"
 
 
 def test_bursts_on_a_gpu_are_recorded(
@@ -517,6 +520,7 @@ def test_frames_name_the_tokens_of_their_patches(engine_of_pictures: Engine) -> 
     assert cells == np.flatnonzero(snapshot.record.modality).tolist()
     captions = [frame.caption for frame in snapshot.frames]
     assert captions == ["picture 1", *(f"video 1 at {s:.1f} s" for s in (0, 0.5, 1, 1.5))]
+    assert [frame.media for frame in snapshot.frames] == [0, 1, 1, 1, 1]
     assert "".join(snapshot.texts).count('</script><b>bold</b><!-- $x^2$ & "quoted"') == 1
     session.close()
 
@@ -541,41 +545,19 @@ def test_texts_join_to_the_whole_text(engine_of_pictures: Engine) -> None:
     assert texts_of(None, [3, -1]) == ["3 ", "-1 "]
 
 
-def test_what_is_forgotten_adds_up_by_picture_and_turn() -> None:
-    """Entry by entry: every one that was written, by what the session holds of it at the end."""
+def test_what_is_forgotten_is_the_risk_of_the_session() -> None:
     engine = bundled(budget=6)
     session, trace = talk(engine)
-    snapshot = trace.snapshot()
-    regions = {one.name: one for one in snapshot.regions()}
-    frames = {frame.caption: frame for frame in snapshot.frames}
-    assert list(regions) == ["turn 1", "turn 2", "turn 3", *frames] and len(frames) > 2
-    beta = {}
-    for dead in snapshot.record.deaths:
-        beta[int(dead["row"]), int(dead["position"])] = float(dead["log_beta"])
-    view = session.view()
-    held = list(zip(view.row.tolist(), view.position.tolist(), strict=True))
-    beta |= dict(zip(held, view.log_beta.tolist(), strict=True))
-    assert len(beta) == session.seen * engine.spec.rows
-    where = {
-        p: f.caption for f in snapshot.frames for p in range(f.start, f.start + f.high * f.wide)
-    }
-    wanted = {name: [0.0, 0.0] for name in frames}
-    for (row, position), log_beta in beta.items():
-        if position in where:
-            weight = float(np.exp(log_beta * (session.seen - position)))
-            wanted[where[position]][(row, position) in held] += weight
-    for name, (gone, there) in wanted.items():
-        assert regions[name].forgotten == pytest.approx(gone, rel=1e-5)
-        assert regions[name].held == pytest.approx(there, rel=1e-5)
-    total = sum(one.forgotten for one in regions.values())
-    every = sum(np.exp(b * (session.seen - at)) for (_, at), b in beta.items())
-    risk = session.risk()
-    assert risk is not None
-    assert total / every == pytest.approx(risk.total, rel=0.02)  # which bins the betas
-    assert snapshot.forgetting().startswith("forgotten, as the gates predict: ")
+    snapshot, risk = trace.snapshot(), session.risk()
+    regions = snapshot.regions()
+    names = ["turn 1", "turn 2", "turn 3", *(frame.caption for frame in snapshot.frames)]
+    assert [one.name for one in regions] == names and risk is not None
+    gone = sum(one.forgotten for one in regions)
+    assert gone / (gone + sum(one.held for one in regions)) == pytest.approx(
+        risk.total, rel=0.02
+    )  # which bins the betas
     page = render(snapshot).partition('id="data">')[2].partition("</script>")[0]
-    assert json.loads(page)["forgotten"] == [
-        [one.name, round(one.risk, 4)] for one in snapshot.regions()
-    ]
+    shown = [[one.name, round(one.risk, 4)] for one in regions]
+    assert json.loads(page)["forgotten"] == shown
     session.close()
     assert recorded(4).snapshot.regions() == [] and recorded(4).snapshot.forgetting() == ""

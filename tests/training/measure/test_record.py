@@ -35,24 +35,18 @@ def test_a_checkout_names_its_commit(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert record.commit() == f"{head}+changes"
 
 
-@pytest.mark.parametrize("inside", [".venv/lib/site-packages", "."])
-def test_installed_into_another_repository_it_names_none(
-    inside: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("inside", "own"), [(".venv/lib/site-packages", ""), (".", THEIRS), ("copy", OURS)]
+)
+def test_inside_another_repository_it_names_none(
+    inside: str, own: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     repository(tmp_path, THEIRS)
     root = (tmp_path / inside).resolve()
     root.mkdir(parents=True, exist_ok=True)
+    if own:
+        (root / "pyproject.toml").write_text(own)
     monkeypatch.setattr(record, "ROOT", root)
-    assert record.commit() is None
-
-
-def test_a_copy_inside_another_repository_names_none(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    repository(tmp_path, THEIRS)
-    (tmp_path / "copy").mkdir()
-    (tmp_path / "copy/pyproject.toml").write_text(OURS)
-    monkeypatch.setattr(record, "ROOT", tmp_path / "copy")
     assert record.commit() is None
 
 

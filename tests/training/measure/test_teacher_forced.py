@@ -11,14 +11,10 @@ from mmkv.engine.model.decoder import Decoder
 from mmkv.engine.policies import Budget
 from mmkv.engine.runtime import Runtime
 from mmkv.resources import bundled_model
-from mmkv.training.data.dialogues import scene_example, sparse, stream
 from mmkv.training.data.examples import examples
 from mmkv.training.data.labels import predicted
-from mmkv.training.data.scene_encoding import build_tokenizer
-from mmkv.training.data.scenes import SceneTurn
 from mmkv.training.measure import teacher_forced
 from mmkv.training.measure.teacher_forced import (
-    DialogueRun,
     FullCache,
     Reading,
     read,
@@ -26,7 +22,6 @@ from mmkv.training.measure.teacher_forced import (
     read_together,
     spans,
 )
-from tests.support.tiers import long_but
 
 MODEL = str(bundled_model())
 
@@ -143,46 +138,3 @@ def test_dialogues_side_by_side_equal_each_alone(dialogues: list[dict[str, torch
             kl = [answer.kl for answer in one.answers]
             assert [answer.kl for answer in run.answers] == pytest.approx(kl, rel=1e-3, abs=1e-5)
         assert runs[0].evicted > runs[1].evicted > 0
-
-
-# The bundled model answers correctly over thousands of tokens with few entries.
-
-
-def run(turns: list[SceneTurn], policy: str, budget: float | None) -> DialogueRun:
-    engine = Runtime.from_pretrained(bundled_model(), policy=policy, dtype="float32", device="cpu")
-    example = scene_example(turns, build_tokenizer())
-    labels = example.pop("labels")[0]
-    return read(engine, example, labels, budget)
-
-
-def latest(turns: list[SceneTurn], found: DialogueRun) -> float:
-    """Return the share of the questions about the newest pictures that were answered right."""
-    right = [
-        answer.right for turn, answer in zip(turns, found.answers, strict=True) if turn.pictures
-    ]
-    return sum(right) / len(right)
-
-
-# Answers come from the synthetic scenes, whose rules are tested against pixels (test_dialogues).
-@pytest.mark.parametrize(
-    ("policy", "budget"),
-    long_but(
-        [("dbtrimkv+48", 64.0)], [("full", None), ("dbtrimkv+48", 64.0)], "other weights alone"
-    ),
-)
-@pytest.mark.long(reason="two thousand tokens")
-def test_a_stream_of_2000_tokens_is_followed(policy: str, budget: float | None) -> None:
-    turns = stream(3, "heldout", 32)
-    found = run(turns, policy, budget)
-    assert found.tokens_seen > 2000 and latest(turns, found) >= 0.9
-    if budget is not None:
-        assert found.evicted > 20 * found.entries
-        assert found.entries <= budget * len(found.per_row) * len(found.per_row[0])
-
-
-@pytest.mark.long(reason="what the bundled model can do: only other weights change it")
-def test_one_of_2000_tokens_of_distractors_is_remembered() -> None:
-    turns = sparse(5, "heldout", 160, 2, 8, search=False)
-    found = run(turns, "full", None)
-    assert found.tokens_seen > 2000
-    assert sum(answer.right for answer in found.answers) >= 7
