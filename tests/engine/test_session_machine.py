@@ -295,7 +295,11 @@ class SessionMachine(RuleBasedStateMachine):
         calls, place = _first_calls(self.calls, int(share * before), _place(session))
         if not place[0] or (not self.known and not calls):
             return
+        session.evicted_nan = session.evicted  # as if no score had been a number
         session.cut_back(*place)
+        assert session.evicted_nan == session.evicted
+        # It is turned again where it was, or sooner.
+        assert session.dial is None or session.dial[2] <= session.seen
         session.read_ids = with_ids(0, [token for one in calls for token in one.ids])
         assert session.seen == place[0]
         assert session.entries + session.evicted == session.seen * self.rows
@@ -316,8 +320,6 @@ class SessionMachine(RuleBasedStateMachine):
         self._compare_rings(before)
         if not self.engine.policy.evicts:
             return
-        if session.dial is not None:  # it is turned again where it was, or sooner
-            assert session.dial[2] <= session.seen
         for one in (session, self.twin):
             one.set_budget(90)
         for token in text_ids(W, 9).tolist():  # which stand in the place of those cut off
