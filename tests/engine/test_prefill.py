@@ -203,6 +203,59 @@ def test_what_a_chunk_leaves_on_the_heap_is_given_back(
     assert chunks > 0 and len(given) == chunks, "a short prompt leaves little"
 
 
+# What cuts work into blocks, by module, and a size that cuts every call of a small model.
+BLOCKS = {
+    "backends.torch.attention._BLOCK_ELEMENTS": 1,
+    "backends.torch.attention._QUERY_ELEMENTS": 1,
+    "backends.torch.attention._QUERIES": 3,
+    "backends.cpu.decoder._NOTED_STEPS": 3,
+    "backends.cpu.evictor._MOST_SHARES": 1,
+    "compaction._AT_ONCE": 5,
+    "model.decoder._MLP_TOKENS": 5,
+    "policies.attention._BLOCK_ELEMENTS": 1,
+    "policies.future._BLOCK_ELEMENTS": 1,
+    "risk._WAITING": 3,
+    "scorer_state._MASS_BLOCK_ELEMENTS": 1,
+    "trace._BLOCK": 1100,  # room for all that one step in C may drop
+    "trace._MOST_WAITING": 3,
+}
+
+
+@pytest.mark.parametrize(
+    ("policy", "native"),
+    [
+        ("dbtrimkv", True),
+        ("dbtrimkv", False),
+        ("expected-attention:window=8,sinks=1", False),
+        ("h2o", False),
+        ("criticalkv:window=4", False),
+        ("rkv:window=4", False),
+    ],
+)
+def test_blocks_of_any_size_come_to_the_same(
+    policy: str, native: bool, folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Prompts and a reply past the model's context, recorded."""
+    made = []
+    for lowered in (False, True):
+        for name, size in BLOCKS.items() if lowered else ():
+            monkeypatch.setattr(f"mmkv.engine.{name}", size)
+        engine = load(folders["text"], policy=policy, budget=9, prefill_chunk=20)
+        if not native:
+            engine.backends.cpu.switch_off()
+        session = engine.session()
+        recorder = session.record()
+        logits = [session.prefill(turn(25, seed=1)), run(session, text_ids(30, 2))]
+        logits += [session.prefill(turn(22, seed=3)), run(session, text_ids(9, 4))]
+        record = recorder.read(session)
+        deaths = sorted(zip(*(record.deaths[n].tolist() for n in ("row", "position")), strict=True))
+        rows = [row.tolist() for layer in session.retained() for row in layer]
+        made.append((torch.cat([x.flatten() for x in logits]), rows, deaths, session.memory()))
+    (wanted, *told), (found, *same) = made
+    torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-4)
+    assert same == told and session.compactions
+
+
 def test_blocks_of_tokens_are_put_together(monkeypatch: pytest.MonkeyPatch) -> None:
     """In place where nothing is trained; else so that gradients reach every token."""
     monkeypatch.setattr("mmkv.engine.model.decoder._MLP_TOKENS", 5)

@@ -132,11 +132,19 @@ class SessionMachine(RuleBasedStateMachine):
     @initialize(tight=st.booleans())
     def start(self, tight: bool) -> None:
         """A budget that evicts from the first prompt on, or one that a later call makes small."""
-        budget = None if tight or not self.engine.policy.evicts else 50
+        budget = None if tight else self.of(50)
         self.session, self.twin = self.engine.session(budget), self.fresh.session(budget)
         self.calls: list[Call] = []
         self.known = True  # the calls are all that made the session
         self.seed = 0
+
+    def of(self, entries: int) -> Budget | None:
+        """A budget, with a dial where the engine's has one; None: the policy evicts nothing."""
+        own = self.engine.budget
+        if not self.engine.policy.evicts:
+            return None
+        most = None if own.risk is None else Budget.of(90)
+        return Budget("entries", entries, own.risk, most)
 
     def turn(self, pieces: tuple[Piece, ...]) -> dict[str, Tensor]:
         self.seed += 1
@@ -170,7 +178,8 @@ class SessionMachine(RuleBasedStateMachine):
     @rule(entries=st.sampled_from([5, 30]))
     @precondition(lambda self: self.engine.policy.evicts)
     def set_budget(self, entries: int) -> None:
-        self.stands(Call(lambda one: one.set_budget(entries), _place(self.session)))
+        budget = self.of(entries)
+        self.stands(Call(lambda one: one.set_budget(budget), _place(self.session)))
 
     @rule(start=st.floats(0, 1), count=st.sampled_from([1, 5]))
     @precondition(lambda self: self.session.seen)
@@ -314,20 +323,20 @@ class SessionMachine(RuleBasedStateMachine):
             self.twin, _ = self.fresh.load_session(self.folder / "cut")
             self.twin.read_ids = session.read_ids
             return
-        self.twin = self.fresh.session(50 if self.engine.policy.evicts else None)
+        self.twin = self.fresh.session(self.of(50))
         for one in calls:
             one.make(self.twin)
         self._compare_rings(before)
         if not self.engine.policy.evicts:
             return
         for one in (session, self.twin):
-            one.set_budget(90)
+            one.set_budget(self.of(90))
         for token in text_ids(W, 9).tolist():  # which stand in the place of those cut off
             self.stands(_decoding(token, _place(session)))
 
     def _compare_counts(self, calls: list[Call]) -> None:
         """With a session that has read the same, whatever is left of it."""
-        with self.fresh.session(99 if self.engine.policy.evicts else None) as other:
+        with self.fresh.session(self.of(90)) as other:
             for one in calls:
                 if one.ids:
                     one.make(other)
