@@ -13,8 +13,8 @@ from mmkv.engine.errors import BudgetError, InputError, PolicyError, SessionErro
 from mmkv.engine.model.decoder import Decoder
 from mmkv.engine.runtime import Runtime
 from tests.support.factories import checkpoint, make_turn
-from tests.support.policies import EVICTING_KINDS, KINDS
-from tests.support.sessions import LATER, PICTURES, assert_same_rows, load, run, text_ids, turn
+from tests.support.policies import KINDS
+from tests.support.sessions import PICTURES, assert_same_rows, load, run, text_ids, turn
 from tests.support.tiers import slow_but
 
 POLICIES = slow_but(("dbtrimkv", "snapkv", "full"), KINDS, "the other kinds of policies")
@@ -43,40 +43,6 @@ def test_chunks_between_other_sequences_give_the_same_bits(
     assert_same_rows(session, reference)
     assert torch.equal(run(session, text_ids(9, 5)), run(reference, text_ids(9, 5)))
     engine.cache.check()
-
-
-@pytest.mark.parametrize("policy", POLICIES)
-@pytest.mark.parametrize("chunks", [0, 2])
-def test_a_prompt_is_taken_back_whole(chunks: int, policy: str, folders: dict[str, Path]) -> None:
-    engine = load(folders["vl"], policy=policy, budget=18)
-    session, reference = engine.session(), engine.session()
-    for each in (session, reference):
-        each.prefill(PICTURES)
-        run(each, text_ids(5, 4))
-    before, held = session.state(), engine.cache.held_pages(session.seq)
-    prefill = session.begin_prefill(LONG)
-    for _ in range(chunks):
-        assert not prefill.advance()
-    if chunks and policy in EVICTING_KINDS and not engine.policy.keeps_prompt:
-        assert session.evicted > before["evicted"]
-    prefill.roll_back()
-    assert session.state() == before and engine.cache.held_pages(session.seq) == held
-    assert engine.cache.pool.num_pages - engine.cache.pool.free_pages == 2 * held
-    assert_same_rows(session, reference)
-    for prompt in (LONG, LATER):
-        assert torch.equal(session.prefill(prompt), reference.prefill(prompt))
-        assert torch.equal(run(session, text_ids(6, 8)), run(reference, text_ids(6, 8)))
-        assert_same_rows(session, reference)
-    engine.cache.check()
-
-
-def test_an_empty_session_is_empty_again(engine: Runtime) -> None:
-    session = engine.session()
-    prefill = session.begin_prefill(LONG)
-    prefill.advance()
-    prefill.roll_back()
-    assert engine.cache.pool.free_pages == engine.cache.pool.num_pages
-    assert torch.equal(session.prefill(LONG), engine.session().prefill(LONG))
 
 
 def test_a_chunk_length_of_its_own(folders: dict[str, Path]) -> None:

@@ -34,7 +34,7 @@ from mmkv.engine.runtime import Runtime
 from mmkv.engine.sequence import CachedSequence
 from mmkv.engine.steps import decode_burst
 from tests.support.bursts import Bursts
-from tests.support.policies import EVICTING_KINDS, STATIC
+from tests.support.policies import STATIC
 from tests.support.sessions import PICTURES, assert_same_rows, load, run, text_ids, turn
 from tests.support.tiers import slow_but
 
@@ -533,23 +533,6 @@ def free(engine: Runtime) -> bool:
         engine.cache.check()
         pool = engine.cache.pool
         return pool.free_pages == pool.num_pages and engine.cache.open_count == 0
-
-
-@pytest.mark.parametrize("policy", EVICTING_KINDS)
-def test_a_session_after_another_is_one_on_a_fresh_engine(
-    policy: str, folders: dict[str, Path]
-) -> None:
-    used = load(folders["vl"], policy=policy, budget=14)
-    with used.session() as before:
-        before.prefill(PICTURES)
-        run(before, text_ids(30, 1))
-    fresh = load(folders["vl"], policy=policy, budget=14)
-    with used.session() as second, fresh.session() as first:
-        for session in (second, first):
-            session.prefill(turn(25, seed=3))
-        made, wanted = (run(session, text_ids(30, 2)) for session in (second, first))
-        assert torch.equal(made, wanted)
-        assert second.memory() == first.memory()
 
 
 def test_a_pool_never_grows_beyond_its_limit(folders: dict[str, Path]) -> None:
