@@ -217,6 +217,10 @@ def test_a_chunk_that_is_being_read_does_not_count_yet() -> None:
     while not prompt.run(0):
         pass
     assert session.risk() != before
+    kept = session.state()
+    session.restore(kept)
+    session.decode(3)
+    assert session.meter is not None and session.meter.tokens == kept["meter"].tokens + 1
 
 
 def test_an_older_file_of_a_session_that_forgot_nothing_has_a_risk(tmp_path: Path) -> None:

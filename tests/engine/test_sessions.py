@@ -205,6 +205,9 @@ def test_memory_equals_a_count_of_pages(engine: Runtime) -> None:
     assert memory.entries + memory.evicted == tokens * engine.spec.rows
     assert sum(session.entries_per_layer()) == memory.entries
     assert pool.keys.nbytes + pool.values.nbytes == pool.num_pages * pool.kv_page_bytes
+    session.count_evicted(3, 2), session.count_evicted(2, 1)
+    assert session.memory().evicted_nan == 3 and session.evicted == memory.evicted + 5
+    session.count_evicted(-5, 0)
 
 
 def test_closing_returns_every_page(engine: Runtime) -> None:
