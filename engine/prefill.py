@@ -458,11 +458,12 @@ class ChunkPass:
             taps = list(zip(*(tap.split(self._counts) for tap in self._tapped), strict=True))
             for chunk, own in zip(chunks, taps or [()] * len(chunks), strict=True):
                 chunk.write_state(engine.policy.scoring, own, engine.decoder.output)
-        if engine.model.needs.positions:
+        pruned = [chunk.finish(beta) for chunk, beta in zip(chunks, betas, strict=True)]
+        if engine.model.needs.positions:  # last: of a pass that fails before, none is left
             for chunk, turn in zip(chunks, self._turns, strict=True):
                 seqs = torch.tensor([chunk.seq], device=engine.device)
                 store_positions(engine.cache, seqs, chunk.position[None], turn.positions[:, None])
-        return [chunk.finish(beta) for chunk, beta in zip(chunks, betas, strict=True)]
+        return pruned
 
     def _finish(self, ends: Tensor) -> None:
         """Compute the logits of prompts that are complete, and cut to the budgets."""

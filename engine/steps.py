@@ -40,6 +40,7 @@ def decode_step(
     """Append one token to each of B sessions; see :meth:`mmkv.engine.runtime.Runtime.decode`."""
     require_list("sessions", sessions, "sessions")
     with claimed(sessions), engine.lock, exact_products(engine.device):
+        before = [(session.seen, session.dial) for session in sessions]
         token_ids = _checked(engine, sessions, token_ids)
         for session, token in zip(sessions, token_ids, strict=True):
             if session.recorder is not None:
@@ -55,8 +56,10 @@ def decode_step(
             finally:  # also where an interrupt came when the step was made
                 count(sessions, counts)
         except BaseException:
-            for session in sessions:
+            for session, (seen, dial) in zip(sessions, before, strict=True):
                 session.roll_back()
+                if session.seen == seen:
+                    session.dial = dial  # it was turned for the step
             engine.budgets.cut(sessions, interval)  # where the step stands
             raise
         for session, token in zip(sessions, token_ids, strict=True):

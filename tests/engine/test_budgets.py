@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
+import re
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from mmkv.engine.budget import EVERY_STEP
+from mmkv.engine.budget import EVERY_STEP, Budget, Interval
 from mmkv.engine.errors import BudgetError, PolicyError, SessionError
 from mmkv.engine.model.gates import Gates
 from mmkv.engine.runtime import Runtime
@@ -247,6 +248,18 @@ def test_no_more_pages_than_the_bound_says(folder: Path) -> None:
         assert held <= shared.fixed_pages + len(sessions) * shared.pages_each
     for session in sessions:
         session.close()
+
+
+@pytest.mark.parametrize("page", [1, 8])
+@pytest.mark.parametrize("steps", [1, 4])
+def test_a_refusal_names_the_least_bytes(steps: int, page: int) -> None:
+    given = 6, 0, page, 100, Interval(steps)
+    with pytest.raises(BudgetError, match="at least 1 entry per row") as refused:
+        Budget.bytes(1).entries(*given)
+    least = int(re.findall(r"([\d,]+) bytes of pages", str(refused.value))[0].replace(",", ""))
+    assert Budget.bytes(least).entries(*given) >= 6
+    with pytest.raises(BudgetError):
+        Budget.bytes(least - 1).entries(*given)
 
 
 def test_what_cannot_share_is_refused(folder: Path) -> None:

@@ -76,6 +76,8 @@ def test_a_dial_keeps_its_bounds_and_stands_still(
         again = replace(dial)
         again.turn(dial.allowed - min(further, 3), dial.allowed + further)
         assert again.allowed == dial.allowed  # between the two marks it does not move
+        again.turn(0, (dial.allowed - 1) // page * page + 1)
+        assert again.allowed == dial.allowed  # nor within a page
 
 
 def test_the_risk_stays_at_its_target_while_there_is_room(folder: Path) -> None:

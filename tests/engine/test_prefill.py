@@ -13,8 +13,8 @@ from mmkv.engine.errors import BudgetError, InputError, PolicyError, SessionErro
 from mmkv.engine.model.decoder import Decoder
 from mmkv.engine.runtime import Runtime
 from tests.support.factories import checkpoint, make_turn
-from tests.support.policies import EVICTING_KINDS, KINDS
-from tests.support.sessions import LATER, PICTURES, assert_same_rows, load, run, text_ids, turn
+from tests.support.policies import KINDS
+from tests.support.sessions import PICTURES, assert_same_rows, load, run, text_ids, turn
 from tests.support.tiers import slow_but
 
 POLICIES = slow_but(("dbtrimkv", "snapkv", "full"), KINDS, "the other kinds of policies")
@@ -43,40 +43,6 @@ def test_chunks_between_other_sequences_give_the_same_bits(
     assert_same_rows(session, reference)
     assert torch.equal(run(session, text_ids(9, 5)), run(reference, text_ids(9, 5)))
     engine.cache.check()
-
-
-@pytest.mark.parametrize("policy", POLICIES)
-@pytest.mark.parametrize("chunks", [0, 2])
-def test_a_prompt_is_taken_back_whole(chunks: int, policy: str, folders: dict[str, Path]) -> None:
-    engine = load(folders["vl"], policy=policy, budget=18)
-    session, reference = engine.session(), engine.session()
-    for each in (session, reference):
-        each.prefill(PICTURES)
-        run(each, text_ids(5, 4))
-    before, held = session.state(), engine.cache.held_pages(session.seq)
-    prefill = session.begin_prefill(LONG)
-    for _ in range(chunks):
-        assert not prefill.advance()
-    if chunks and policy in EVICTING_KINDS and not engine.policy.keeps_prompt:
-        assert session.evicted > before["evicted"]
-    prefill.roll_back()
-    assert session.state() == before and engine.cache.held_pages(session.seq) == held
-    assert engine.cache.pool.num_pages - engine.cache.pool.free_pages == 2 * held
-    assert_same_rows(session, reference)
-    for prompt in (LONG, LATER):
-        assert torch.equal(session.prefill(prompt), reference.prefill(prompt))
-        assert torch.equal(run(session, text_ids(6, 8)), run(reference, text_ids(6, 8)))
-        assert_same_rows(session, reference)
-    engine.cache.check()
-
-
-def test_an_empty_session_is_empty_again(engine: Runtime) -> None:
-    session = engine.session()
-    prefill = session.begin_prefill(LONG)
-    prefill.advance()
-    prefill.roll_back()
-    assert engine.cache.pool.free_pages == engine.cache.pool.num_pages
-    assert torch.equal(session.prefill(LONG), engine.session().prefill(LONG))
 
 
 def test_a_chunk_length_of_its_own(folders: dict[str, Path]) -> None:
@@ -201,6 +167,59 @@ def test_what_a_chunk_leaves_on_the_heap_is_given_back(
         chunks = len(given)
         session.prefill({"input_ids": torch.tensor([[3, 4, 5]])})
     assert chunks > 0 and len(given) == chunks, "a short prompt leaves little"
+
+
+# What cuts work into blocks, by module, and a size that cuts every call of a small model.
+BLOCKS = {
+    "backends.torch.attention._BLOCK_ELEMENTS": 1,
+    "backends.torch.attention._QUERY_ELEMENTS": 1,
+    "backends.torch.attention._QUERIES": 3,
+    "backends.cpu.decoder._NOTED_STEPS": 3,
+    "backends.cpu.evictor._MOST_SHARES": 1,
+    "compaction._AT_ONCE": 5,
+    "model.decoder._MLP_TOKENS": 5,
+    "policies.attention._BLOCK_ELEMENTS": 1,
+    "policies.future._BLOCK_ELEMENTS": 1,
+    "risk._WAITING": 3,
+    "scorer_state._MASS_BLOCK_ELEMENTS": 1,
+    "trace._BLOCK": 1100,  # room for all that one step in C may drop
+    "trace._MOST_WAITING": 3,
+}
+
+
+@pytest.mark.parametrize(
+    ("policy", "native"),
+    [
+        ("dbtrimkv", True),
+        ("dbtrimkv", False),
+        ("expected-attention:window=8,sinks=1", False),
+        ("h2o", False),
+        ("criticalkv:window=4", False),
+        ("rkv:window=4", False),
+    ],
+)
+def test_blocks_of_any_size_come_to_the_same(
+    policy: str, native: bool, folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Prompts and a reply past the model's context, recorded."""
+    made = []
+    for lowered in (False, True):
+        for name, size in BLOCKS.items() if lowered else ():
+            monkeypatch.setattr(f"mmkv.engine.{name}", size)
+        engine = load(folders["text"], policy=policy, budget=9, prefill_chunk=20)
+        if not native:
+            engine.backends.cpu.switch_off()
+        session = engine.session()
+        recorder = session.record()
+        logits = [session.prefill(turn(25, seed=1)), run(session, text_ids(30, 2))]
+        logits += [session.prefill(turn(22, seed=3)), run(session, text_ids(9, 4))]
+        record = recorder.read(session)
+        deaths = sorted(zip(*(record.deaths[n].tolist() for n in ("row", "position")), strict=True))
+        rows = [row.tolist() for layer in session.retained() for row in layer]
+        made.append((torch.cat([x.flatten() for x in logits]), rows, deaths, session.memory()))
+    (wanted, *told), (found, *same) = made
+    torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-4)
+    assert same == told and session.compactions
 
 
 def test_blocks_of_tokens_are_put_together(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
+import random
 from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor
 
+from mmkv.engine import risk
 from mmkv.engine.contents import MODALITIES
 from mmkv.engine.errors import SessionError
 from mmkv.engine.prefill import ChunkPass
@@ -49,6 +51,57 @@ def test_the_meter_is_near_the_exact_sums(rate: float) -> None:
         assert found.held == pytest.approx(exact.held, rel=1e-9)
         assert found.total == pytest.approx(exact.total, rel=ERROR, abs=1e-4)
         assert rate > 0.1 or found.by_modality == pytest.approx(exact.by_modality, rel=ERROR)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_a_meter_counts_what_a_list_counts(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Added, stepped in either place of a batch, removed, remembered and gone back to, copied."""
+    monkeypatch.setattr(risk, "_WAITING", 9)
+    draw, generator = random.Random(seed), torch.Generator().manual_seed(seed)
+    rows, meter = 3, RiskMeter(torch.device("cpu"))
+    steps = -torch.rand(4000, 2, rows, generator=generator) / 9
+    betas, kinds, gone = torch.zeros(0, rows), torch.zeros(0, dtype=torch.uint8), set[int]()
+    known: list[int] = []
+    for at in range(0, 4000, 20):
+        what = draw.choice(["add", "step", "step", "remove", "remember", "go back", "copy"])
+        if what == "add":
+            kind = torch.randint(3, (5,), generator=generator).to(torch.uint8)
+            meter.add(steps[at : at + 5, 0], kind)
+            betas, kinds = torch.cat([betas, steps[at : at + 5, 0]]), torch.cat([kinds, kind])
+        elif what == "step":
+            for step in range(at, at + draw.choice([1, 4, 20])):
+                index = draw.randrange(2)
+                meter.step(steps, step, index)
+                betas = torch.cat([betas, steps[step, index][None]])
+                kinds = torch.cat([kinds, kinds.new_zeros(1)])
+        elif what == "remove" and len(kinds):
+            token = draw.randrange(max(len(kinds) - 9, 0), len(kinds))
+            if token not in gone:
+                gone.add(token)
+                position = torch.full((rows,), token)
+                meter.remove(betas[token], position, kinds[token].expand(rows))
+        elif what == "remember":
+            meter.remember()
+            known = [*(one for one in known if one != len(kinds)), len(kinds)][-4:]
+        elif what == "go back":
+            place = draw.choice([*known, 10_000])
+            assert meter.go_back(place) == (place in known)
+            if place in known:
+                known = [one for one in known if one <= place]
+                betas, kinds, gone = betas[:place], kinds[:place], {t for t in gone if t < place}
+        elif what == "copy":
+            other = meter.copy()
+            other.step(steps, at + 19, 0), other.remember()
+            other.add(steps[:30, 1]), other.go_back(known[0] if known else 0)
+        assert meter.tokens == len(kinds) < meter._at + 9
+        position = torch.arange(len(kinds)).repeat_interleave(rows)
+        there = ~torch.isin(position, torch.tensor(sorted(gone)).long())
+        held = there & (position % 3 == 0)
+        beta, kind = betas.flatten(), kinds.repeat_interleave(rows)
+        found = meter.risk(beta[held], position[held], kind[held])
+        exact = exact_risk(beta[there], len(kinds) - position[there], kind[there], held[there])
+        assert found.held == pytest.approx(exact.held, rel=1e-6)
+        assert found.forgotten == pytest.approx(exact.forgotten, rel=ERROR, abs=2e-3)
 
 
 def _modality(session: CachedSequence, kind: str) -> Tensor:
@@ -164,6 +217,10 @@ def test_a_chunk_that_is_being_read_does_not_count_yet() -> None:
     while not prompt.run(0):
         pass
     assert session.risk() != before
+    kept = session.state()
+    session.restore(kept)
+    session.decode(3)
+    assert session.meter is not None and session.meter.tokens == kept["meter"].tokens + 1
 
 
 def test_an_older_file_of_a_session_that_forgot_nothing_has_a_risk(tmp_path: Path) -> None:
@@ -221,6 +278,7 @@ def test_a_broken_model_spoils_no_sums() -> None:
     )
     exact = 2 * math.exp(-0.2) + 3 * math.exp(-0.1)
     assert found.total == 1 and found.forgotten == pytest.approx(exact, rel=ERROR)
+    assert found.by_modality == {"text": 1.0}
 
 
 @pytest.mark.parametrize("policy", ["full", "snapkv"])

@@ -241,9 +241,14 @@ def test_a_saved_conversation_continues_identically(
 ) -> None:
     few = Sampling(max_new_tokens=4)
     list(session.send("what?", images=[picture()], system="Hm.", sampling=few))
+    session.tell(["A remark."])
     session.save(tmp_path / "talk.mmkv")
     with Session.load(engine, tmp_path / "talk.mmkv") as loaded, session.fork() as forked:
         assert loaded.history == session.history == forked.history
+        assert loaded.told == session.told == forked.told
+        forked.history[0]["role"] = "tool"  # whoever changes a copy's
+        assert session.history[0]["role"] == "system"
+        forked.history[0]["role"] = "system"
         texts = ["".join(one.send("go on", sampling=few)) for one in (session, loaded, forked)]
         assert len(set(texts)) == 1 and session.seen == loaded.seen == forked.seen
         assert continues_alike(session, loaded)

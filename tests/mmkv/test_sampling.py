@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import random
 from collections.abc import Callable
 from dataclasses import replace
@@ -78,17 +79,29 @@ def test_stop_strings_over_piece_borders() -> None:
             assert shown in {text[:end] for end in ends}
 
 
-@pytest.mark.parametrize(("top_k", "top_p"), [(0, 1.0), (5, 1.0), (0, 0.7), (8, 0.5), (1, 1.0)])
-def test_the_distribution_is_that_of_transformers(top_k: int, top_p: float) -> None:
-    from transformers import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
-
-    logits = torch.randn(4, 50, generator=torch.Generator().manual_seed(0)) * 3
-    wanted = TemperatureLogitsWarper(0.8)(None, logits)
-    wanted = TopKLogitsWarper(top_k)(None, wanted) if top_k else wanted
-    wanted = TopPLogitsWarper(top_p)(None, wanted) if top_p < 1 else wanted
-    sampling = Sampling(temperature=0.8, top_k=top_k, top_p=top_p)
-    for row, expected in zip(logits, wanted.softmax(-1), strict=True):
-        assert torch.allclose(distribution(row, sampling), expected, atol=1e-6)
+@pytest.mark.parametrize("spread", [0.0, 0.5, 3.0, 12.0])  # from equal logits to peaked ones
+@pytest.mark.parametrize(("top_k", "min_p"), [(0, 0.0), (7, 0.0), (50, 0.2), (51, 0.9), (1, 1.0)])
+def test_the_distribution_is_its_definition(top_k: int, min_p: float, spread: float) -> None:
+    """In float64; which of equal logits stay at top-p's edge is open."""
+    logits = torch.randn(50, generator=torch.Generator().manual_seed(0)) * spread
+    tail = torch.zeros(50)  # most tokens have little each, and nearly half together
+    tail[3] = 0.8 * math.log(0.6 * 49 / 0.4)
+    for row in (logits, logits.round(), tail):
+        for top_p in (1.0, 0.9, 0.5, 0.3, 1e-3):
+            wanted = (row.double() / 0.8).softmax(-1).sort(descending=True).values
+            if top_k:
+                wanted = wanted[wanted >= wanted[min(top_k, 50) - 1]]
+            wanted /= wanted.sum()
+            if top_p < 1:
+                wanted = wanted[wanted.cumsum(0) - wanted < top_p - 1e-9]
+            wanted = wanted[wanted >= min_p * wanted.max() * (1 - 1e-6)]
+            sampling = Sampling(temperature=0.8, top_k=top_k, top_p=top_p, min_p=min_p)
+            made = distribution(row, sampling).double()
+            kept = made > 0
+            share = (row.double() / 0.8).softmax(-1) * kept
+            torch.testing.assert_close(made, share / share.sum(), rtol=1e-5, atol=1e-7)
+            assert int(kept.sum()) == len(wanted[wanted > 1e-38])
+            assert bool(kept.all()) or row[kept].min() >= row[~kept].max()
 
 
 def test_draws_follow_the_distribution_and_the_seed() -> None:
@@ -272,7 +285,8 @@ def test_penalties_and_filters_are_transformers_processors(seed: int) -> None:
     logits = torch.from_numpy(rng.normal(0, 4, (1, 200)).astype(np.float32))
     if seed == 3:
         logits = logits.round()  # ties
-    prompt, reply = rng.integers(0, 200, 30), rng.integers(0, 200, 20).tolist()
+    prompt = rng.integers(0, 200, 30)
+    reply = logits[0].topk(9).indices[rng.integers(0, 9, 20)].tolist()  # likely ones, repeatedly
     settings: dict[str, Any] = {"temperature": 0.8, "top_k": 60, "top_p": 0.9, "min_p": 0.05}
     ids = torch.tensor([[*prompt.tolist(), *reply]])
     scores = RepetitionPenaltyLogitsProcessor(1.3)(ids, logits.clone())

@@ -191,8 +191,17 @@ def test_a_thought_that_is_not_over_stays(engine: Engine, monkeypatch: pytest.Mo
     with engine.session() as session:
         session.forget_thoughts = True
         # Its last token comes with the next prompt.
-        list(session.send("one", sampling=Sampling(max_new_tokens=len("<think>a</think>"))))
+        thought = len("<think>a</think>")
+        list(session.send("one", sampling=Sampling(max_new_tokens=thought)))
         assert session.memory().evicted == 0
+    script(monkeypatch, engine, ["<think>a</think>xyz"])
+    with engine.session() as session:  # that of the answer comes, the thought goes as a whole
+        session.forget_thoughts = True
+        list(session.send("one", sampling=Sampling(max_new_tokens=thought + 2)))
+        assert session.last is not None
+        begin = session.last.prompt_tokens
+        left = [*range(begin), *range(begin + thought, session.seen)]
+        assert all(row.tolist() == left for layer in session.retained() for row in layer)
 
 
 def test_a_reply_that_is_broken_off_forgets_a_thought_that_is_over(

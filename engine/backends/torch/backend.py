@@ -50,6 +50,7 @@ class TorchBackend(Backend):
         step = self.make_step(cache, model.spec, seqs, position, seen, model.needs)
         tapped: list[Tensor] = []
         hidden, log_beta = decoder.forward(decoder.embed(ids), rope, step, tapped=tapped)
+        logits = decoder.logits(hidden)  # first: of a step that fails here, nothing is left
         step.finish(log_beta)
         batch.store_positions(cache)
         writes = model.write_step(rope)
@@ -59,7 +60,6 @@ class TorchBackend(Backend):
             taps = [tap[:, None] for tap in tapped]
             slots, scorer = step.slots[..., None], model.policy.scoring
             write_state(cache, scorer, seqs, slots, position[:, None], False, taps, decoder.output)
-        logits = decoder.logits(hidden)
         step.put_states()
         counts.log_beta = None if log_beta is None else log_beta[None]
         counts.appended, counts.uncut = 1, range(len(batch.seqs))

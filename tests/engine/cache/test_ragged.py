@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import math
 import os
@@ -33,7 +34,7 @@ from mmkv.engine.runtime import Runtime
 from mmkv.engine.sequence import CachedSequence
 from mmkv.engine.steps import decode_burst
 from tests.support.bursts import Bursts
-from tests.support.policies import EVICTING_KINDS, STATIC
+from tests.support.policies import STATIC
 from tests.support.sessions import PICTURES, assert_same_rows, load, run, text_ids, turn
 from tests.support.tiers import slow_but
 
@@ -74,16 +75,29 @@ class CacheMachine(RuleBasedStateMachine):
         head_dim=st.sampled_from([2, 5]),
         pages=st.integers(0, 40),
         form=st.sampled_from(list(FORMS.values())),
+        state=st.sampled_from([0, 7, 500]),
     )
     def start(
-        self, page_size: int, layers: int, heads: int, head_dim: int, pages: int, form: KVForm
+        self,
+        page_size: int,
+        layers: int,
+        heads: int,
+        head_dim: int,
+        pages: int,
+        form: KVForm,
+        state: int,
     ) -> None:
         if 4 in (form.key.bits, form.value.bits):
             head_dim *= 2  # codes of 4 bits come in pairs
         self.pool = PagePool(page_size, head_dim, pages, form=form)
-        self.cache = RaggedCache(self.pool, layers, heads)
+        kept = {"m": ((3, 2), torch.float32)}
+        states = {"s": ((state,), torch.float64)} if state else {}
+        self.cache = RaggedCache(self.pool, layers, heads, kept, states)
+        self.state_pages = math.ceil(8 * state / self.pool.page_bytes)
         self.model: dict[int, Rows] = {}
-        self.saved: list[tuple[dict[str, Tensor], Rows, int | None]] = []
+        self.beside: dict[int, float] = {}  # what memory and states hold
+        self.opened = 0  # sequences that stand in tensors
+        self.saved: list[tuple[dict[str, Tensor], Rows, int | None, float]] = []
         self.budgets: dict[int, int] = {}
         self.serial = 0
 
@@ -93,6 +107,7 @@ class CacheMachine(RuleBasedStateMachine):
         seq = self.cache.open()
         assert seq not in self.model, "an open slot was handed out again"
         self.model[seq] = [[] for _ in range(self.cache.rows)]
+        self.beside[seq] = 0.0
 
     @rule(data=st.data(), count=st.one_of(st.just(1), st.integers(1, 40)))
     @precondition(lambda self: self.model)
@@ -111,6 +126,9 @@ class CacheMachine(RuleBasedStateMachine):
             self.budgets.pop(seq, None)
             for row, new in zip(self.model[seq], mine, strict=True):
                 row.extend(new)
+            self.beside[seq] = float(self.serial)
+            for _, kept in self.cache._beside():
+                kept[seq] = self.serial
 
     @rule(data=st.data(), share=st.sampled_from([0.0, 0.02, 0.3, 0.9, 1.0]), given_=st.booleans())
     @precondition(lambda self: self.model)
@@ -162,6 +180,7 @@ class CacheMachine(RuleBasedStateMachine):
         other = self.cache.fork(seq)
         assert other not in self.model
         self.model[other] = [list(row) for row in self.model[seq]]
+        self.beside[other] = self.beside[seq]
         if seq in self.budgets:
             self.budgets[other] = self.budgets[seq]
         assert self._stored(other) == order, "a fork keeps the storage order"
@@ -172,13 +191,18 @@ class CacheMachine(RuleBasedStateMachine):
         seq = data.draw(st.sampled_from(sorted(self.model)))
         # The order in storage must survive too: a continued session is bit-identical.
         exported = self.cache.export(seq)
-        self.saved.append((exported, self._stored(seq), self.budgets.get(seq)))
+        self.saved.append((exported, self._stored(seq), self.budgets.get(seq), self.beside[seq]))
 
     @rule(data=st.data())
     @precondition(lambda self: self.saved and len(self.model) < 6)
     def load(self, data: st.DataObject) -> None:
-        tensors, order, budget = data.draw(st.sampled_from(self.saved))
+        tensors, order, budget, beside = data.draw(st.sampled_from(self.saved))
+        assert tensors["length"].flatten().tolist() == [len(row) for row in order]
+        with pytest.raises(KeyError):  # no page is held then
+            self.cache.import_({k: x for k, x in tensors.items() if k != "memory.m"})
+        self.cache.check()
         seq = self.cache.import_(tensors)
+        self.beside[seq] = beside
         assert seq not in self.model
         assert self._stored(seq) == order
         self.model[seq] = [list(row) for row in order]
@@ -189,10 +213,10 @@ class CacheMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.model)
     def close(self, data: st.DataObject) -> None:
         seq = data.draw(st.sampled_from(sorted(self.model)))
-        free, held = self.pool.free_pages, self.cache.held_pages(seq)
+        free, held = self.pool.free_pages, self.cache.held_pages(seq) - self.state_pages
         self.cache.close(seq)
         assert self.pool.free_pages == free + held, "closing returns every page"
-        del self.model[seq]
+        del self.model[seq], self.beside[seq]
         self.budgets.pop(seq, None)
 
     @rule(extra=st.integers(1, 20))
@@ -202,27 +226,51 @@ class CacheMachine(RuleBasedStateMachine):
 
     @rule()
     def trim(self) -> None:
-        """Only held pages are left, and every row keeps its order."""
+        """Only held pages are left, in memory, too, and every row keeps its order."""
         order = {seq: self._stored(seq) for seq in self.model}
         unused, total = self.pool.free_pages, self.pool.num_pages
-        assert self.cache.trim() == unused * self.pool.page_bytes
+        gone = self.opened - max(self.model, default=-1) - 1
+        freed = unused * self.pool.page_bytes + gone * self.cache.state_bytes
+        assert self.cache.trim() == freed
+        self.opened -= gone if self.cache.states else 0
         assert (self.pool.free_pages, self.pool.num_pages) == (0, total - unused)
+        tensors = [*self.pool.columns(), self.cache.table, *self.cache.states.values()]
+        assert all(x.untyped_storage().nbytes() == x.nbytes for x in tensors if unused or gone)
         assert {column.shape[0] for column in self.pool.columns()} == {total - unused}
         assert {seq: self._stored(seq) for seq in self.model} == order
 
-    @rule(data=st.data(), count=st.integers(1, 40))
-    @precondition(lambda self: self.model)
-    def refused(self, data: st.DataObject, count: int) -> None:
-        """An append that the pool refuses changes nothing (the invariants then see to it)."""
+    @rule(
+        data=st.data(), count=st.integers(1, 40), what=st.sampled_from(["append", "open", "fork"])
+    )
+    @precondition(lambda self: self.model and len(self.model) < 6)
+    def refused(self, data: st.DataObject, count: int, what: str) -> None:
+        """A page less than is needed changes nothing (the invariants then see to it)."""
+        cache, pool, size = self.cache, self.pool, self.pool.page_size
         seq = data.draw(st.sampled_from(sorted(self.model)))
-        size = self.pool.page_size
         lengths = [len(row) for row in self.model[seq]]
         need = sum(math.ceil((n + count) / size) - math.ceil(n / size) for n in lengths)
-        assume(need > self.pool.free_pages)
-        self.pool.limit = self.pool.num_pages + (need - self.pool.free_pages) - 1
+        call: Callable[[], Any] = functools.partial(cache.append, torch.tensor([seq]), count)
+        if what != "append":
+            need = self.state_pages
+            need += sum(math.ceil(n / size) for n in lengths) if what == "fork" else 0
+            call = cache.open if what == "open" else functools.partial(cache.fork, seq)
+        used = pool.num_pages - pool.free_pages + self.state_pages * len(self.model)
+        assume(self.state_pages or (need > pool.free_pages and what != "open"))
+        pool.limit = used + need - 1
         with pytest.raises(BudgetError):
-            self.cache.append(torch.tensor([seq]), count)
-        self.pool.limit = None
+            call()
+        pool.limit = None
+        self.pages(), self.contents()
+        pool.limit = used + need
+        if what == "append":
+            pool.require(need)
+            with pytest.raises(BudgetError):
+                pool.require(need + 1)
+        elif used + need >= pool.num_pages:
+            other = call()
+            cache.close(other)
+            self.opened = max(self.opened, other + 1)
+        pool.limit = None
 
     def teardown(self) -> None:
         if not hasattr(self, "model"):
@@ -237,6 +285,9 @@ class CacheMachine(RuleBasedStateMachine):
         """Every page is free or in exactly one row; a row holds ceil(len / P) pages."""
         cache, size = self.cache, self.pool.page_size
         cache.check()
+        self.opened = max([self.opened, *(seq + 1 for seq in self.model)])
+        assert self.pool.beside == self.state_pages * len(self.model)
+        assert cache.memory_bytes() == (24 if len(cache.memory["m"]) else 0)
         held: list[int] = []
         for seq, rows in self.model.items():
             lengths = cache.length[seq].flatten().tolist()
@@ -244,7 +295,8 @@ class CacheMachine(RuleBasedStateMachine):
             mine = []
             for table, length in zip(cache.table[seq].flatten(0, 1).tolist(), lengths, strict=True):
                 mine += table[: math.ceil(length / size)]
-            assert cache.held_pages(seq) == len(mine)
+            assert cache.held_pages(seq) == len(mine) + self.state_pages
+            assert all(bool((kept[seq] == self.beside[seq]).all()) for _, kept in cache._beside())
             held += mine
         free = self.pool.free_list().tolist()
         assert len(free) == self.pool.free_pages
@@ -309,6 +361,7 @@ def test_cache_state_machine(examples: int) -> None:
         settings=settings(
             max_examples=examples,
             stateful_step_count=STEPS,
+            derandomize=examples == FEW,
             deadline=None,
             suppress_health_check=list(HealthCheck),
         ),
@@ -368,6 +421,15 @@ def test_a_pool_promises_and_hands_out_no_more_than_its_limit(
     monkeypatch.setattr("mmkv.engine.cache.pool.free_bytes", lambda _: needed)
     pool.require(100)
     assert pool.num_pages == 10
+    # What is taken beyond is a quarter of what is left of it.
+    pool = PagePool(4, 2, 64)
+    needed = pool.page_bytes + max(column.nbytes for column in pool.columns())
+    pool.free_pages = 0
+    left = 4 * 3 * pool.page_bytes + 1
+    monkeypatch.setattr("mmkv.engine.cache.pool.SMALL", 0)
+    monkeypatch.setattr("mmkv.engine.cache.pool.free_bytes", lambda _: needed + left)
+    pool.take(1)
+    assert pool.num_pages == 64 + 1 + 3
 
 
 def test_state_of_an_entry_begins_at_0_where_another_stood() -> None:
@@ -473,23 +535,6 @@ def free(engine: Runtime) -> bool:
         engine.cache.check()
         pool = engine.cache.pool
         return pool.free_pages == pool.num_pages and engine.cache.open_count == 0
-
-
-@pytest.mark.parametrize("policy", EVICTING_KINDS)
-def test_a_session_after_another_is_one_on_a_fresh_engine(
-    policy: str, folders: dict[str, Path]
-) -> None:
-    used = load(folders["vl"], policy=policy, budget=14)
-    with used.session() as before:
-        before.prefill(PICTURES)
-        run(before, text_ids(30, 1))
-    fresh = load(folders["vl"], policy=policy, budget=14)
-    with used.session() as second, fresh.session() as first:
-        for session in (second, first):
-            session.prefill(turn(25, seed=3))
-        made, wanted = (run(session, text_ids(30, 2)) for session in (second, first))
-        assert torch.equal(made, wanted)
-        assert second.memory() == first.memory()
 
 
 def test_a_pool_never_grows_beyond_its_limit(folders: dict[str, Path]) -> None:
@@ -615,13 +660,25 @@ def test_pages_that_come_free_in_the_middle_of_a_call_wait_for_its_end(
     assert free(engine)
 
 
+def test_who_was_closed_before_it_was_lost_frees_nothing_of_the_next() -> None:
+    cache = RaggedCache(PagePool(4, 2, 8), 1, 1)
+    owner = cache.owner(cache.open())
+    del owner
+    cache.close(0)
+    kept = cache.owner(cache.open())
+    cache.free_lost()
+    assert cache.open_count == 1 and kept.seq == 0
+
+
 def test_what_a_policy_keeps_of_sessions_has_to_fit(monkeypatch: pytest.MonkeyPatch) -> None:
     """A window of a hundred million queries, say."""
     kept = {"queries": ((2**24,), torch.float32)}
-    cache = RaggedCache(PagePool(4, 2, 8), 1, 1, kept)
+    states = {"s": ((9,), torch.float32)}
+    cache = RaggedCache(PagePool(4, 2, 8), 1, 1, kept, states)
     monkeypatch.setattr("mmkv.engine.cache.ragged.free_bytes", lambda _: 4 * 2**26 - 1)
     with pytest.raises(BudgetError, match="4 sessions"):
         cache.open()
     assert not cache.open_count and cache.memory["queries"].shape[0] == 0
+    cache.check()
     monkeypatch.setattr("mmkv.engine.cache.ragged.free_bytes", lambda _: 4 * 2**26)
     assert cache.open() == 0

@@ -459,7 +459,7 @@ def brute_window(
     """Attention of ``queries [G, w, D]`` at ``at`` over ``keys [N, D]``, one number at a time."""
     heads, scale = queries.shape[0], queries.shape[-1] ** -0.5
     join = {"mean": lambda x: sum(x) / len(x), "max": max, "sum": sum}
-    paid: list[list[float]] = []
+    paid: list[list[list[float]]] = []
     for index, when in enumerate(at):
         seen = [j for j, p in enumerate(position) if p <= when]
         logits = [
@@ -472,21 +472,28 @@ def brute_window(
         for row in logits:
             total = sum(map(math.exp, row.values()))
             shares.append([math.exp(row[j]) / total if j in row else 0.0 for j in range(len(keys))])
-        paid.append([join[reduction.group](list(column)) for column in zip(*shares, strict=True)])
-    over = join[reduction.queries]
-    return [over(list(column)) for column in zip(*paid, strict=True)]
+        paid.append(shares)
+    over = join | {
+        "variance": lambda x: statistics.variance(x) if len(x) > 1 else 0.0,
+        "entropy": lambda x: -sum(a * math.log(a) for a in x if a),
+    }
+    first, last = over[reduction.queries], join[reduction.group]
+    cells = (torch.tensor(paid, dtype=torch.float64).permute(2, 0, 1)).tolist()  # [N][w][heads]
+    if reduction.queries in join:
+        return [first([last(heads) for heads in cell]) for cell in cells]
+    return [last([first(list(shares)) for shares in zip(*cell, strict=True)]) for cell in cells]
 
 
 REDUCTIONS = [
     WindowReduction(group, of, queries)
     for group in ("mean", "max", "sum")
     for of in ("shares", "logits")
-    for queries in ("mean", "max")
+    for queries in ("mean", "max", "variance", "entropy")
 ]
 
 
 @pytest.mark.parametrize("reduction", REDUCTIONS)
-@pytest.mark.parametrize("seen", [3, 14])
+@pytest.mark.parametrize("seen", [2, 3, 14])
 def test_every_reading_of_the_window(seen: int, reduction: WindowReduction) -> None:
     """Over rows of unequal length, one of them without any entry that the first query saw."""
     torch.manual_seed(seen)
