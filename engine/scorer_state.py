@@ -476,7 +476,8 @@ def revise_state(
     cache: RaggedCache, scorer: Scorer, seq: int, entries: Entries, view: CacheView
 ) -> None:
     """Let the scorer change the state of a sequence's ``entries`` after a step."""
-    memory = {name: kept[seq] for name, kept in cache.memory.items() if name not in RINGS}
+    # Copies: what is moved from one name to another must not change with the first.
+    memory = {name: kept[seq].clone() for name, kept in cache.memory.items() if name not in RINGS}
     state = scorer.on_step(view, memory)  # type: ignore[attr-defined]
     call = f"{type(scorer).__name__}.on_step"
     if state is not None:

@@ -446,10 +446,10 @@ class RuleState:
         self._matcher: LLMatcher | None = None
         self._whole = rules.grammar(grammars.spell)
         self._thought_end = marks.close.encode() if marks is not None and opened else None
-        # Those of a thought that the model may begin by itself.
+        # Of a thought that the model may begin; not where a grammar binds its first token.
         self._marks = marks if not opened and self._whole is None else None
-        self._written = b""  # since a mark was found, or the last bytes of it
-        self._only_blank = True
+        self._written = b""  # since the last mark; only the end of it, as long as a mark may be
+        self._may_call = True  # where calls stand only first: nothing else is written yet
         if self._thought_end is None:
             self._bind()
 
@@ -523,11 +523,12 @@ class RuleState:
         format, use = self._rules.format, self._rules.use
         if format is None or use is None or not use.callable:
             return
-        if format.only_first and not self._only_blank:
+        if format.only_first and not self._may_call:
             return
+        between = format.between.encode()
         for opening in format.openings:
             at = self._written.find(opening.encode())
-            if at < 0 or (format.only_first and self._written[:at].strip()):
+            if at < 0 or (format.only_first and self._written[:at].strip(between)):
                 continue
             behind = self._written[at + len(opening.encode()) :]
             spell = self._grammars.spell
@@ -542,8 +543,7 @@ class RuleState:
             return
         longest = max(map(len, format.openings))
         if format.only_first:
-            bare = self._written.lstrip(format.between.encode())
-            self._only_blank = len(bare) < longest
+            self._may_call = len(self._written.lstrip(between)) < longest
         else:
             self._written = self._written[-4 * longest :]
 
@@ -551,7 +551,7 @@ class RuleState:
         """Let text be free again behind a call, if more may come than the end of the reply."""
         use = self._rules.use
         if self._whole is None and use is not None and use.parallel:
-            self._matcher, self._written, self._only_blank = None, b"", True
+            self._matcher, self._written, self._may_call = None, b"", True
 
     @property
     def failure(self) -> InputError | None:

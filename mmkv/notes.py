@@ -61,9 +61,13 @@ def times_notes(processor: Processor, what: str, at: float | None) -> list[str]:
     """
     if at is None:
         return []
-    written = processor.writes_times if what == "frames" else False
-    if what == "texts":
-        written = processor.time_text(at) is not None
+    match what:
+        case "texts":
+            written = processor.time_text(at) is not None
+        case "frames":
+            written = processor.writes_times
+        case _:
+            written = False  # no model's prompt gives a picture a time
     return [] if written else [_NO_TIMES.format(what)]
 
 

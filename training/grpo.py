@@ -88,9 +88,10 @@ def reply_logits(
     """Return logits ``[n, vocab]`` before each token of a reply, under its mask.
 
     Args:
-        never: ids that no reply is drawn from.
+        never: ids that are never drawn.
     """
     question, start = rollout.question, rollout.question.start
+    # The document with this reply in place of its own; a token's logits stand at the one before.
     inputs = compressed.up_to(question.inputs, start, question.stop, rollout.ids)
     where = torch.arange(start - 1, start - 1 + len(rollout.ids))
     found = compressed.logits(model, inputs, where, rollout.visible)

@@ -13,7 +13,7 @@ import io
 import json
 import math
 import zlib
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from dataclasses import dataclass
 from importlib.resources import files
 from pathlib import Path
@@ -201,7 +201,7 @@ def _data(
         "reply": snapshot.reply,
         "run": f"{snapshot.policy}, {snapshot.budget}",
         "facts": _facts(snapshot),
-        "notes": _notes(snapshot, detail, rows, steps, first),
+        "notes": _notes(snapshot, detail, rows, steps, first, blobs),
         "rows": rows.tolist(),
         "names": [f"layer {row // heads}, KV head {row % heads}" for row in rows.tolist()],
         "heads": heads,
@@ -375,7 +375,12 @@ def _facts(snapshot: Snapshot) -> str:
 
 
 def _notes(
-    snapshot: Snapshot, detail: _Detail, rows: np.ndarray, steps: np.ndarray, first: int
+    snapshot: Snapshot,
+    detail: _Detail,
+    rows: np.ndarray,
+    steps: np.ndarray,
+    first: int,
+    blobs: Container[str],
 ) -> list[str]:
     """Say what the page leaves out."""
     notes, record = [], snapshot.record
@@ -401,9 +406,11 @@ def _notes(
             "approximate; what was kept is exact."
         )
     if snapshot.rule.kernel == "other" and len(record.deaths):
+        places = {"lastScores": "where an entry went", "sampled": "of others at some steps"}
+        shown = [place for name, place in places.items() if name in blobs]
         notes.append(
-            "This policy's scores do not follow from what is recorded: they are known where an "
-            "entry went, and of others at some steps."
+            "This policy's scores do not follow from what is recorded: they are "
+            + (f"known {', and '.join(shown)}." if shown else "not shown, for want of room.")
         )
     if snapshot.frames and not detail.pictures:
         notes.append("Pictures and video frames are not shown.")

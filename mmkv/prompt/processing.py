@@ -201,7 +201,7 @@ class Processor:
 
     def _tokenized(self, text: str, special: bool) -> dict[str, torch.Tensor]:
         """Tokenize rendered text; ``special``: whether the tokenizer adds what begins a text."""
-        if CUT not in text:
+        if CUT not in text:  # which keeps a special token that a user wrote text: see tokenize()
             return dict(self.tokenizer(text, add_special_tokens=special, return_tensors="pt"))
         import torch
 

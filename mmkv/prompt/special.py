@@ -86,6 +86,7 @@ class Cutter:
         names |= {*map(str, getattr(tokenizer, "all_special_tokens", ()))}
         names |= {*more}
         longest_first = sorted((name for name in names if len(name) > 1), key=len, reverse=True)
+        # A name of one character has no place for a cut, which goes behind the first.
         # Looks ahead: the beginnings of tokens may overlap.
         self._found = re.compile(f"(?=({'|'.join(map(re.escape, longest_first))}))")
         self._any = bool(longest_first)

@@ -196,12 +196,13 @@ class ReplyJob(EngineJob):
         )
 
     def _copies(self) -> tuple[int, int]:
-        """Count the pages of the copy for undo, and of the one that a cancelled prompt needs."""
+        """Count the pages of the copy for undo, and of what a cancelled prompt or waking needs."""
         kept, tokens = self._kept, self.prompt_tokens
         if kept is None:
             return 0, 0
         many_chunks = tokens is None or tokens > self.chunk
-        # Woken, a session that shares a budget holds what it held until all are cut.
+        # Read from its file, a session that shares a budget holds what it held until load_session
+        # has cut all of them. No snapshot is made before: the same pages serve.
         woken = self.engine.shared is not None and not kept.resident
         snapshot = kept.pages if woken or (many_chunks and not self.undo) else 0
         return kept.pages if self.undo else 0, snapshot

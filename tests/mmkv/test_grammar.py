@@ -6,16 +6,17 @@ import itertools
 import json
 import random
 from decimal import Decimal
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from llguidance import LLMatcher, LLTokenizer
 
-from mmkv.calls.formats import Hermes, QwenXml
+from mmkv.calls.formats import Hermes, Llama3, QwenXml
 from mmkv.calls.parser import ToolFormat
 from mmkv.calls.tools import Tool, ToolUse
 from mmkv.engine.errors import InputError
-from mmkv.grammar import ReplyRules, answer_schema, require_tools
+from mmkv.grammar import ReplyRules, RuleState, answer_schema, require_tools
 
 BYTES = LLTokenizer("byte")
 
@@ -120,6 +121,23 @@ def test_arguments_are_what_their_schema_says(
     if others is True:
         twice = "".join(f"<parameter=a>\n{one}\n</parameter>\n" for one in (1, "b"))
         assert not lets_through(state, begin + twice + end)
+
+
+@pytest.mark.parametrize("between", ["", "\n", "; ", ";", ", ", "and "])
+def test_a_second_call_is_bound_behind_what_stands_between_calls(
+    between: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one_byte = SimpleNamespace(of=lambda token: bytes([token]))
+    monkeypatch.setattr("mmkv.grammar.token_bytes", lambda _: one_byte)
+    grammars: Any = SimpleNamespace(known=BYTES, tokenizer=None, spell=json.dumps, matcher=begun)
+    rules = ReplyRules(format=Llama3(), use=ToolUse((Tool("f", "", {"type": "object"}),)))
+    state = RuleState(grammars, rules, None, opened=False)
+    bound = []
+    for text in ('{"name"', ': "f", "parameters": {}}', between, '{"name"'):
+        for token in text.encode():
+            state.take(token)
+        bound.append(state.masks)
+    assert bound == [True, False, False, between not in (", ", "and ")]
 
 
 def test_what_a_grammar_would_ignore_is_refused_or_said() -> None:

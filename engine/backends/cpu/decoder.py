@@ -142,7 +142,7 @@ class NativeDecoder:
         if gates is not None and any(len(gate.trunk) > MAX_TRUNK for gate in gates.layers):
             return f"gates with more than {MAX_TRUNK} trunk stages"
         matrices = [each for each in weights.matrices() if isinstance(each, Tensor)]
-        for tensor in [*_vectors(weights, gates), *matrices]:
+        for tensor in [*_float32_parts(weights, gates), *matrices]:
             if tensor.dtype != torch.float32:
                 return f"{str(tensor.dtype).removeprefix('torch.')} weights"
             if not tensor.is_contiguous():
@@ -335,8 +335,11 @@ def _place(tensor: Tensor | None) -> int | None:
     return None if tensor is None else tensor.data_ptr()
 
 
-def _vectors(weights: DecoderWeights, gates: Gates | None) -> list[Tensor]:
-    """Return what is read as float32: gains, biases and the gates."""
+def _float32_parts(weights: DecoderWeights, gates: Gates | None) -> list[Tensor]:
+    """Return what C reads as float32: all but the matrices (gains, biases, routers), and the gates.
+
+    What is held in another form is no Tensor, and left out.
+    """
     matrices = {id(matrix) for matrix in weights.matrices()}
     named = [part for _, part in weights.named() if id(part) not in matrices]
     found = [part for part in named if isinstance(part, Tensor)]

@@ -303,9 +303,10 @@ def write_gated_attention(
 
 
 def _slice(rows: SortedRows, first: Tensor, count: int) -> SortedRows:
-    """``count`` entries from position ``first`` on: those of as many positions, and later ones.
+    """Return ``count`` entries of each row from position ``first`` on.
 
-    Where a row ends before, what follows is padding.
+    A row has at most one entry a position: all of the next ``count`` positions are among them.
+    Later ones may be, too, and are masked by the caller. Where a row ends, padding follows.
     """
     longest = rows.position.shape[1]
     begin = (rows.position < first).sum(-1, keepdim=True)

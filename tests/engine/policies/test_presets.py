@@ -688,6 +688,27 @@ def test_a_wrong_scorer_is_one_line(scorer: Any, says: str, folders: dict[str, P
     assert "\n" not in str(caught.value)
 
 
+class StepBefore(Oldest):
+    """Remembers how many steps there were, and how many before the last one."""
+
+    def memory(self, *_: int) -> dict[str, tuple[int, ...]]:
+        return {"now": (1,), "before": (1,)}
+
+    def on_step(self, view: CacheView, memory: dict[str, Tensor]) -> None:
+        memory["before"], memory["now"] = memory["now"], memory["now"] + 1
+
+
+def test_what_a_scorer_remembers_moves_from_name_to_name(folders: dict[str, Path]) -> None:
+    engine = load(folders["vl"], policy=replace(OLDEST, scoring=StepBefore()), budget=7)
+    with engine.session() as session:
+        session.prefill(PICTURES)
+        start = float(engine.cache.memory["now"][session.seq])
+        for _ in range(3):
+            session.decode(5)
+        kept = {name: float(x[session.seq]) for name, x in engine.cache.memory.items()}
+    assert kept == {"now": start + 3, "before": start + 2}
+
+
 def test_needs_that_cannot_be() -> None:
     for wrong in ({"gates": "retain"}, {"queries": -1}, {"positions": True}):
         with pytest.raises(PolicyError, match="cannot be"):

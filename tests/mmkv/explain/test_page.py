@@ -129,6 +129,15 @@ def synthetic(layers: int, heads: int, tokens: int, gated: bool = True) -> Snaps
     return Snapshot(record, rule, texts, [], "dbtrimkv", "256 entries per head", "a model")
 
 
+@pytest.mark.parametrize(
+    ("layers", "said"), [(2, "known where an entry went."), (8, "not shown, for want of room.")]
+)
+def test_a_page_says_whether_it_has_scores_that_it_cannot_make(layers: int, said: str) -> None:
+    data = data_of(render(synthetic(layers, 8, 1024, gated=False)))
+    assert ("lastScores" in data["blobs"]) == said.startswith("known")
+    assert any(note.endswith(f"recorded: they are {said}") for note in data["notes"])
+
+
 def test_a_page_asks_for_nothing_and_lets_no_text_out(trace: Trace) -> None:
     text = render(trace.snapshot())
     assert len(text) < 400_000
