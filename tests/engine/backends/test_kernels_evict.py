@@ -54,6 +54,7 @@ from tests.support.kernels import (
     to_device,
     unchanged,
 )
+from tests.support.tiers import long_but
 
 FORMS = forms("evict", "evict")
 METHODS = [
@@ -67,7 +68,7 @@ METHODS = [
     ("streamingllm", 1),
 ]
 # A part of the budget is sure to each row.
-FLOORED = "balanced:floor=0.7,free=2"
+FLOORED = ("balanced:floor=0.7,free=2", 2, "not a number")
 # All methods where scores tie or are missing; one where they are alike or apart.
 ROUNDS = [
     (*method, levels)
@@ -79,7 +80,7 @@ ROUNDS = [
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize(
     ("name", "ahead", "levels"),
-    [*ROUNDS, (FLOORED, 2, "not a number")],
+    long_but([*ROUNDS[::2], FLOORED], [*ROUNDS, FLOORED], "one after the other"),
 )
 def test_rounds_of_append_and_evict(form: Any, name: str, ahead: float, levels: str) -> None:
     seeds, rounds = (1, 3) if is_triton(form) else (4, 12)
@@ -94,7 +95,7 @@ def test_rounds_of_append_and_evict(form: Any, name: str, ahead: float, levels: 
 
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("name", ["dbtrimkv", "streamingllm"])
-@pytest.mark.parametrize("ends", [(4, 0), (0, 10), (4, 10), (1000, 0), (0, 1000)], ids=str)
+@pytest.mark.parametrize("ends", [(4, 10), (1000, 0), (0, 1000)], ids=str)
 def test_protected_first_and_recent_tokens(form: Any, name: str, ends: tuple[int, int]) -> None:
     """Also where everything is protected: the budget holds, and the smallest positions go."""
     policy = replace(make_policy(name), protect_first=ends[0], protect_recent=ends[1])
@@ -348,7 +349,7 @@ def test_what_shares_cannot_cut_is_reported(form: Any, why: str) -> None:
 
 
 def test_which_policies_are_supported() -> None:
-    assert not any(unsupported_reason(make_policy(*method)) for method in [*METHODS, (FLOORED, 2)])
+    assert not any(unsupported_reason(make_policy(*method)) for method in [*METHODS, FLOORED[:2]])
     assert unsupported_reason(make_policy("full")) == "policy 'full'"  # never evicts
     assert unsupported_reason(make_policy("snapkv")) == "policy 'snapkv'"  # reads attention
     assert unsupported_reason(make_policy("h2o")) and not scores_in_torch(make_policy("h2o"))
@@ -431,7 +432,8 @@ def test_an_entry_of_age_0_has_the_score_of_torch(form: Any, ahead: float) -> No
     policy = replace(policy, scoring=replace(policy.scoring, newest_age=0))
     rows, columns = to_device(cache)
     work, nans = empty_eviction(1, rows), 0
-    for budget in range(11, 0, -1):  # one at a time: the order of all
+    # One at a time shows the order of all; the interpreter takes its time.
+    for budget in (10, 8, 5, 2) if is_triton(form) else range(11, 0, -1):
         gone, nan = eager_counts(cache, policy, 0, now, budget)
         form(work, policy, rows, columns, on_device([0]), on_device([now]), on_device([budget]))
         nans += nan

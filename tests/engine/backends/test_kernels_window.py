@@ -152,28 +152,27 @@ def assert_close(got: Tensor, want: Tensor) -> None:
 
 # Rows: empty, one entry, a page less one, a page, a page and one, several blocks of 64.
 @pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 @pytest.mark.parametrize(
-    ("group", "head_dim", "window", "page"),
+    ("group", "head_dim", "window", "page", "dtype"),
     [
-        (1, 32, 16, 8),
-        (2, 64, 16, 16),
-        (3, 96, 5, 8),
-        (4, 128, 16, 16),
-        (8, 128, 16, 64),
-        (7, 32, 16, 8),
-        (5, 64, 1, 8),
-        (6, 32, 32, 16),
-        (7, 32, 64, 16),  # more queries than a tile
+        (1, 32, 16, 8, torch.float32),
+        (2, 64, 16, 16, torch.float16),
+        (3, 96, 5, 8, torch.float32),
+        (4, 128, 16, 16, torch.float16),
+        (8, 128, 16, 64, torch.float32),
+        (7, 32, 16, 8, torch.float16),
+        (5, 64, 1, 8, torch.float32),
+        (6, 32, 32, 16, torch.float16),
+        (7, 32, 64, 16, torch.float32),  # more queries than a tile
     ],
 )
 def test_matches_the_eager_window(
     form: Callable[..., Tensor],
-    dtype: torch.dtype,
     group: int,
     head_dim: int,
     window: int,
     page: int,
+    dtype: torch.dtype,
 ) -> None:
     lengths = [[0, 1, 7, 8], [9, 64, 65, 130]] if page == 8 else [[1, 16], [17, 200]]
     case = Case.make(lengths, group, head_dim, window, page, layers=2, dtype=dtype)
