@@ -13,7 +13,6 @@ from mmkv.engine.policies.allocation import HeadAllocation
 from mmkv.engine.policies.attention import ATTENTION_PRESETS
 from mmkv.engine.policies.base import Needs, Policy
 from mmkv.engine.policies.frozen import FROZEN_PRESETS
-from mmkv.engine.policies.future import FUTURE_PRESETS
 from mmkv.engine.policies.keys import KEY_PRESETS
 from mmkv.engine.policies.preset import NEWEST, Parameter, PolicyText, Preset, Value, full_name
 from mmkv.engine.policies.pruning import PRUNING_PRESETS
@@ -40,7 +39,6 @@ PRESETS: dict[str, Preset] = {
         {"sinks": Parameter(4, "first tokens, which always stay", "table 2", least=0)},
     ),
     **ATTENTION_PRESETS,
-    **FUTURE_PRESETS,
     **KEY_PRESETS,
     **FROZEN_PRESETS,
     **PRUNING_PRESETS,
