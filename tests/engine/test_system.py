@@ -16,6 +16,7 @@ import pytest
 import torch
 
 from mmkv.engine.backends.cuda import GraphRunner, kernels
+from mmkv.engine.backends.cuda.kernels.available import in_triton
 from mmkv.engine.model.product import INTEGERS
 from mmkv.engine.system import exact_products, on_device
 from tests.support.bursts import Bursts
@@ -70,6 +71,11 @@ def test_a_kernel_is_launched_on_the_gpu_of_its_tensors(
     monkeypatch.setattr(launcher, function, lambda *args: seen.append(current.device))
     getattr(importlib.import_module(module), function)(*arguments)
     assert seen == [SECOND] and current.device.index == 0
+
+
+def test_torch_computes_what_gradients_are_asked_of() -> None:
+    learning = SimpleNamespace(is_cuda=True, requires_grad=True, device=SECOND)
+    assert in_triton(lambda x: "torch", "x", learns=True)(learning) == "torch"
 
 
 def test_every_launch_function_is_among_those() -> None:
