@@ -25,8 +25,8 @@ from mmkv.engine.errors import GateError, InputError, PolicyError
 from mmkv.engine.interrupts import FairLock, whole
 from mmkv.engine.model.decoder import Decoder
 from mmkv.engine.model.families.base import Family, Turn
+from mmkv.engine.model.families.features import VisionCache
 from mmkv.engine.model.families.loading import load, resolve_device
-from mmkv.engine.model.families.vision_cache import VisionCache
 from mmkv.engine.model.gates import (
     Gates,
     WriteGates,

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import importlib.util
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 from mmkv.engine.interrupts import quiet_imports
 
@@ -55,10 +56,28 @@ def adapt(context: typer.Context, settings: AdaptSettings, documents: DataSettin
     train = examples(
         settings.model, documents.data, count, settings.seed, report=console.print, **documents.how
     )
-    run(settings, load_compressed(settings), train, tuple(documents.data), documents.how)
+    run(
+        settings,
+        load_compressed(settings),
+        train,
+        trainer_of(settings.method),
+        tuple(documents.data),
+        documents.how,
+    )
     if left_out := train.encoder.summary():
         console.print(left_out)
     console.print(f"saved {'the model' if settings.full else 'the adapter'} in {settings.output}")
+
+
+def trainer_of(method: str) -> Callable[..., Any]:
+    """Return what makes the trainer of a method; only grpo imports TRL."""
+    if method == "grpo":
+        from mmkv.training.grpo import grpo_trainer
+
+        return grpo_trainer
+    from mmkv.training.adapt_run import distill_trainer
+
+    return distill_trainer
 
 
 def require_packages(method: str) -> None:

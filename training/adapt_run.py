@@ -22,7 +22,7 @@ from huggingface_hub import ModelCard, ModelCardData
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import Dataset
-from transformers import TrainingArguments
+from transformers import TrainerCallback, TrainingArguments
 
 from mmkv.engine.config import EngineConfig
 from mmkv.engine.errors import InputError
@@ -148,6 +148,17 @@ class AdaptTrainer(DistillTrainer):
         return {"loss": loss * shares["documents"], **parts}
 
 
+def distill_trainer(
+    compressed: CompressedModel,
+    settings: AdaptSettings,
+    train: Dataset[Any],
+    callbacks: list[TrainerCallback],
+) -> AdaptTrainer:
+    """Return the trainer of a run that distils; ``train``: documents."""
+    args = arguments_of(settings, Path(settings.output), 1, settings.passes, TrainingArguments)
+    return AdaptTrainer(compressed, settings, args=args, train_dataset=train, callbacks=callbacks)
+
+
 @dataclass(frozen=True)
 class CheckablePrompt:
     """A prompt whose reply can be checked.
@@ -209,6 +220,7 @@ def adapt(
     settings: AdaptSettings,
     compressed: CompressedModel,
     train: Dataset[Any],
+    trainer_of: Callable[..., Any],
     data: tuple[str, ...] = (),
     options: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
@@ -216,6 +228,7 @@ def adapt(
 
     Args:
         train: example n of the run; at least steps x documents of them.
+        trainer_of: makes the trainer of the settings' method, as :func:`distill_trainer` does.
         data: what the card names as training data; options: how it was read.
 
     Returns:
@@ -229,17 +242,7 @@ def adapt(
     folder = Path(settings.output)
     last = open_run(settings, data, options or {})
     stopping = Stopping()
-    callbacks = [History(folder), stopping]
-    trainer: Any
-    if settings.method == "grpo":
-        from mmkv.training.grpo import grpo_trainer
-
-        trainer = grpo_trainer(compressed, settings, train, callbacks)
-    else:
-        args = arguments_of(settings, folder, 1, settings.passes, TrainingArguments)
-        trainer = AdaptTrainer(
-            compressed, settings, args=args, train_dataset=train, callbacks=callbacks
-        )
+    trainer = trainer_of(compressed, settings, train, [History(folder), stopping])
     with stopping:
         trainer.train(resume_from_checkpoint=last)
     described = {

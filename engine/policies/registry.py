@@ -13,11 +13,9 @@ from mmkv.engine.policies.allocation import HeadAllocation
 from mmkv.engine.policies.attention import ATTENTION_PRESETS
 from mmkv.engine.policies.base import Needs, Policy
 from mmkv.engine.policies.frozen import FROZEN_PRESETS
-from mmkv.engine.policies.future import FUTURE_PRESETS
-from mmkv.engine.policies.keys import KEY_PRESETS
 from mmkv.engine.policies.preset import NEWEST, Parameter, PolicyText, Preset, Value, full_name
 from mmkv.engine.policies.pruning import PRUNING_PRESETS
-from mmkv.engine.policies.scoring import RETENTION_PRESETS, Age, Recency, Retention
+from mmkv.engine.policies.scoring import KEY_PRESETS, RETENTION_PRESETS, Age, Recency, Retention
 from mmkv.engine.policies.write_gate import WRITE_PRESETS
 from mmkv.engine.registry import Registry
 
@@ -40,7 +38,6 @@ PRESETS: dict[str, Preset] = {
         {"sinks": Parameter(4, "first tokens, which always stay", "table 2", least=0)},
     ),
     **ATTENTION_PRESETS,
-    **FUTURE_PRESETS,
     **KEY_PRESETS,
     **FROZEN_PRESETS,
     **PRUNING_PRESETS,

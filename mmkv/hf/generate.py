@@ -36,7 +36,6 @@ from mmkv.engine.backends.cuda.kernels.sample import Draw
 from mmkv.engine.contents import Memory
 from mmkv.engine.errors import InputError
 from mmkv.engine.interrupts import OpenToCtrlC
-from mmkv.engine.model.families.vision_cache import looks
 from mmkv.engine.prefill import extend_together
 from mmkv.engine.runtime import Runtime
 from mmkv.engine.steps import BURST
@@ -281,7 +280,7 @@ class Call:
         given = without_padding(input_ids, mask)
         begun = [(0, ids) for ids in given]
         if cache is not None:
-            held, self._looks = cache.rows, looks(engine.family, self._media)
+            held, self._looks = cache.rows, engine.family.looks(self._media)
             if held:
                 before = masked_before(input_ids, mask)
                 begun = tokens_to_read(held, given, before, cache.only_new)

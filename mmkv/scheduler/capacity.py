@@ -8,10 +8,68 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Hashable
-from typing import TypeVar
+from dataclasses import dataclass
+from typing import Protocol, TypeVar
 
 from mmkv.engine.errors import CapacityError, SessionError
-from mmkv.scheduler.contract import CachedCopy, Executor, PersistentSession, Reservation
+
+
+@dataclass(frozen=True)
+class Reservation:
+    """The most pages that a job takes.
+
+    Attributes:
+        steady: of its session, from the first chunk until it is closed or idle again.
+        chunk: more while a chunk is stored; also the bound of a pass that several jobs share.
+        snapshot: more while the prompt is read, for the copy that a cancelled one returns to.
+    """
+
+    steady: int
+    chunk: int = 0
+    snapshot: int = 0
+
+    @property
+    def total(self) -> int:
+        """Return the pages that the job needs when it runs alone."""
+        return self.steady + self.chunk + self.snapshot
+
+
+class PersistentSession(Protocol):
+    """A session that stays open between its requests."""
+
+    def __hash__(self) -> int: ...
+
+    @property
+    def resident(self) -> bool:
+        """Whether it may hold pages; a new session, or one in a file, holds none."""
+        ...
+
+    def resting(self) -> int:
+        """Bound the pages that it holds while it is idle."""
+        ...
+
+    def hibernate(self) -> None:
+        """Move it to a file and return its pages. Raises SessionError; it is resident then."""
+        ...
+
+    def close(self) -> None:
+        """Return its pages and remove its file."""
+        ...
+
+
+class CachedCopy(Protocol):
+    """A copy of a session that is kept while nobody needs its pages."""
+
+    def __hash__(self) -> int: ...
+
+    @property
+    def pages(self) -> int:
+        """Count the pages that it holds; they do not change."""
+        ...
+
+    def close(self) -> None:
+        """Return its pages."""
+        ...
 
 
 class Ledger:
@@ -165,16 +223,17 @@ class Capacity:
     Where pages are short, copies are dropped first; then idle sessions that can hibernate do.
 
     Args:
+        limit: gives the most pages that there may be; None: no limit.
         to_files: whether sessions can hibernate.
     """
 
-    def __init__(self, executor: Executor, to_files: bool) -> None:
-        self.executor, self.ledger = executor, Ledger()
+    def __init__(self, limit: Callable[[], int | None], to_files: bool) -> None:
+        self._limit, self.ledger = limit, Ledger()
         self.residents = Residents(self.ledger, to_files)
 
     def require_possible(self, reservation: Reservation, session: PersistentSession | None) -> None:
         """Refuse a request that would not fit even alone. Raises CapacityError."""
-        limit = self.executor.limit()
+        limit = self._limit()
         if limit is not None and reservation.total + self.residents.pinned(session) > limit:
             raise self._refusal(reservation, limit)
 
@@ -194,7 +253,7 @@ class Capacity:
         Raises:
             CapacityError: it does not fit, and there is nothing to wait for.
         """
-        limit = self.executor.limit()
+        limit = self._limit()
         if limit is not None:
             short = self.ledger.committed_with(owner, reservation) - limit
             if short > 0 and not self.residents.make_room(short, session):
@@ -209,7 +268,7 @@ class Capacity:
 
     def free_up(self, pages: int) -> None:
         """Drop copies and move idle sessions to files until there is room. Raises CapacityError."""
-        limit = self.executor.limit()
+        limit = self._limit()
         if limit is None:
             return
         short = self.ledger.committed + pages - limit
@@ -223,7 +282,7 @@ class Capacity:
 
         See :meth:`mmkv.scheduler.Scheduler.keep_copy`.
         """
-        limit, residents = self.executor.limit(), self.residents
+        limit, residents = self._limit(), self.residents
         free = None if limit is None else limit - self.ledger.committed + residents.copy_pages
         if any(bound is not None and pages > bound for bound in (free, most)):
             return None

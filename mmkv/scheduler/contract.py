@@ -1,68 +1,11 @@
-"""Protocols between the scheduler and an engine: jobs, conversations, the executor."""
+"""Protocols between the scheduler and an engine: jobs, the executor."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Protocol
 
-
-@dataclass(frozen=True)
-class Reservation:
-    """The most pages that a job takes.
-
-    Attributes:
-        steady: of its session, from the first chunk until it is closed or idle again.
-        chunk: more while a chunk is stored; also the bound of a pass that several jobs share.
-        snapshot: more while the prompt is read, for the copy that a cancelled one returns to.
-    """
-
-    steady: int
-    chunk: int = 0
-    snapshot: int = 0
-
-    @property
-    def total(self) -> int:
-        """Return the pages that the job needs when it runs alone."""
-        return self.steady + self.chunk + self.snapshot
-
-
-class PersistentSession(Protocol):
-    """A session that stays open between its requests."""
-
-    def __hash__(self) -> int: ...
-
-    @property
-    def resident(self) -> bool:
-        """Whether it may hold pages; a new session, or one in a file, holds none."""
-        ...
-
-    def resting(self) -> int:
-        """Bound the pages that it holds while it is idle."""
-        ...
-
-    def hibernate(self) -> None:
-        """Move it to a file and return its pages. Raises SessionError; it is resident then."""
-        ...
-
-    def close(self) -> None:
-        """Return its pages and remove its file."""
-        ...
-
-
-class CachedCopy(Protocol):
-    """A copy of a session that is kept while nobody needs its pages."""
-
-    def __hash__(self) -> int: ...
-
-    @property
-    def pages(self) -> int:
-        """Count the pages that it holds; they do not change."""
-        ...
-
-    def close(self) -> None:
-        """Return its pages."""
-        ...
+from mmkv.scheduler.capacity import PersistentSession, Reservation
 
 
 class Job(Protocol):

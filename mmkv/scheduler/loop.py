@@ -13,8 +13,8 @@ from typing import Any, Generic, Literal, TypeVar
 
 from mmkv.engine.errors import STOPS, CapacityError, MmkvError, SessionError, as_exception
 from mmkv.engine.interrupts import whole
-from mmkv.scheduler.capacity import Capacity, Ledger, S
-from mmkv.scheduler.contract import Executor, Job, PersistentSession, Reservation
+from mmkv.scheduler.capacity import Capacity, Ledger, PersistentSession, Reservation, S
+from mmkv.scheduler.contract import Executor, Job
 
 State = Literal["waiting", "preparing", "prefill", "decode", "done", "cancelled", "failed"]
 J = TypeVar("J", bound=Job)
@@ -258,7 +258,7 @@ class Scheduler:
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self.executor, self.limits = executor, limits or Limits()
-        self.capacity = Capacity(executor, to_files)
+        self.capacity = Capacity(executor.limit, to_files)
         self.ledger, self.residents = self.capacity.ledger, self.capacity.residents
         self.queues = UserQueues()
         self.preparing: list[Ticket[Any]] = []

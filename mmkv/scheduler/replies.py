@@ -23,7 +23,8 @@ from mmkv.engine.interrupts import CtrlC, whole
 from mmkv.engine.prefill import ChunkPass, needed_pages, pass_tokens, reserve_together
 from mmkv.reply import LogitSettings, Reply, ReplyWriter, step
 from mmkv.sampling import Sampling
-from mmkv.scheduler.contract import Job, Reservation
+from mmkv.scheduler.capacity import Reservation
+from mmkv.scheduler.contract import Job
 from mmkv.scheduler.loop import Limits, Scheduler
 from mmkv.turn import Prompt, compose
 

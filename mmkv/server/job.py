@@ -22,7 +22,7 @@ from mmkv.notes import read_notes, times_notes
 from mmkv.prompt.held import Read, read_of
 from mmkv.prompt.template import REWRITES
 from mmkv.reply import ReplyWriter
-from mmkv.scheduler.contract import Reservation
+from mmkv.scheduler.capacity import Reservation
 from mmkv.scheduler.replies import DecodingReply, EngineJob
 from mmkv.server.conversations import ConversationInfo, kept_shares, most_entries
 from mmkv.server.errors import ApiError

@@ -16,6 +16,7 @@ import pytest
 import torch
 
 from mmkv.engine.backends.cuda import GraphRunner, kernels
+from mmkv.engine.backends.cuda.kernels.available import in_triton
 from mmkv.engine.model.product import INTEGERS
 from mmkv.engine.system import exact_products, on_device
 from tests.support.bursts import Bursts
@@ -36,7 +37,7 @@ LAUNCHES = {
     "pointwise, norm": ("rms_norm", (ON_SECOND, None, None, 0.0)),
     "prefill_attention": ("prefill_attention", (ON_SECOND, *[None] * 5)),
     "product": ("multiply", (ON_SECOND, INTEGERS[8].of(torch.zeros(1, 1)))),
-    "store": ("store_layer", (ON_SECOND, None, None, 0.0, SimpleNamespace(form=None), None, None)),
+    "store": ("store_layer", (ON_SECOND, None, None, 0.0, None, None, None)),
     "window_scores": ("window_scores", (None, None, ON_SECOND, *[None] * 4, 0.0, ON_SECOND)),
     "worklist": ("build_worklist", (None, ON_SECOND, None)),
     "write_gated_attention": ("write_gated_attention", (ON_SECOND, *[None] * 7)),
@@ -64,15 +65,17 @@ def test_a_kernel_is_launched_on_the_gpu_of_its_tensors(
 ) -> None:
     pytest.importorskip("triton", reason="the launch functions import it")
     current, seen = Current(monkeypatch), []
-    form = SimpleNamespace(rotate=lambda x: x)
     function, arguments = LAUNCHES[name]
-    if name == "store":
-        arguments = (*arguments[:4], SimpleNamespace(form=form), *arguments[5:])
     module = f"{kernels.__name__}.{name.split(',')[0]}"
     launcher = importlib.import_module(f"{module}_triton")
     monkeypatch.setattr(launcher, function, lambda *args: seen.append(current.device))
     getattr(importlib.import_module(module), function)(*arguments)
     assert seen == [SECOND] and current.device.index == 0
+
+
+def test_torch_computes_what_gradients_are_asked_of() -> None:
+    learning = SimpleNamespace(is_cuda=True, requires_grad=True, device=SECOND)
+    assert in_triton(lambda x: "torch", "x", learns=True)(learning) == "torch"
 
 
 def test_every_launch_function_is_among_those() -> None:

@@ -17,7 +17,7 @@ import mmkv.hf
 from mmkv.engine.config import EngineConfig
 from mmkv.engine.errors import BudgetError, InputError, PolicyError
 from mmkv.engine.model.families import IMAGE, VIDEO, Features
-from mmkv.engine.model.families.vision_cache import VisionCache
+from mmkv.engine.model.families.features import VisionCache
 from mmkv.engine.runtime import Runtime
 from tests.support.factories import CHECKPOINTS, FAMILIES, QWEN_VL, checkpoint, make_turn
 from tests.support.model_configs import config_of

@@ -182,7 +182,8 @@ def short_run(folder: Path, **changes: Any) -> AdaptSettings:
 def train(chosen: AdaptSettings) -> CompressedModel:
     """Train; dense dialogues are the shortest."""
     compressed = load_compressed(chosen)
-    adapt(chosen, compressed, examples(MODEL, ["scenes:dense"], 10_000, chosen.seed))
+    rows = examples(MODEL, ["scenes:dense"], 10_000, chosen.seed)
+    adapt(chosen, compressed, rows, command_line.trainer_of(chosen.method))
     return compressed
 
 

@@ -22,7 +22,18 @@ from mmkv.engine.model.gates import foreign_note, load_gates, make_random_gates,
 from mmkv.engine.runtime import Runtime
 from mmkv.resources import BUNDLED_ADAPTER, asset
 from mmkv.training.data.scenes import EMPTY, Question
-from mmkv.training.llava.__main__ import arguments, main
+from mmkv.training.llava.__main__ import (
+    Eyes,
+    Language,
+    WordTable,
+    arguments,
+    caption,
+    encode,
+    entries,
+    install,
+    main,
+    opening,
+)
 from mmkv.training.llava.adapter import (
     CHAT_TEMPLATE,
     LlavaAdapter,
@@ -32,16 +43,6 @@ from mmkv.training.llava.adapter import (
     with_image_token,
 )
 from mmkv.training.llava.pictures import PLACES, EasyVQA, PictureTurn, Shown, all_names, talk
-from mmkv.training.llava.teach import (
-    Eyes,
-    Language,
-    WordTable,
-    caption,
-    encode,
-    entries,
-    install,
-    opening,
-)
 from mmkv.training.measure.record import ROOT
 from tests.support.chat_models import save_llama
 from tests.support.llava import HIDDEN, SYSTEM, options

@@ -23,10 +23,9 @@ from mmkv.training import pretrain_tiny
 from mmkv.training.data.examples import examples
 from mmkv.training.data.scene_encoding import build_tokenizer, collate, encode
 from mmkv.training.folder import first_process, processes
-from mmkv.training.llava.__main__ import Phase, load_language
+from mmkv.training.llava.__main__ import Answers, Eyes, Phase, WordTable, load_language
 from mmkv.training.llava.adapter import LlavaAdapter, vision_config
 from mmkv.training.llava.pictures import EasyVQA, talk
-from mmkv.training.llava.teach import Answers, Eyes, WordTable
 from mmkv.training.model import DistillModel, WriteGateModel
 from mmkv.training.run import DistillTrainer, StepTrainer, arguments_of
 from mmkv.training.settings import TrainingSettings

@@ -10,9 +10,9 @@ from transformers import PreTrainedConfig
 from mmkv.engine.errors import ModelError
 from mmkv.engine.model.families.base import Family, Turn
 from mmkv.engine.model.families.features import IMAGE, TEXT, VIDEO, Features
-from mmkv.engine.model.families.idefics import IdeficsFamily
 from mmkv.engine.model.families.llava import (
     Gemma3Family,
+    IdeficsFamily,
     InternVLFamily,
     LlavaFamily,
     LlavaNextFamily,

@@ -16,13 +16,15 @@ from mmkv.engine.model.families.features import (
     IMAGE,
     VIDEO,
     Features,
+    VisionCache,
+    as_tensor,
     covers_seen,
+    hash_of,
     in_token_order,
     shared_out,
 )
 
 if TYPE_CHECKING:
-    from mmkv.engine.model.families.vision_cache import VisionCache
     from mmkv.engine.model.state_layer import StateLayer
     from mmkv.engine.policies.base import Merger
 
@@ -279,11 +281,9 @@ class Family:
         def read(kind: int, encode: Callable[..., Features]) -> Features:
             if cache is None or not cache.limit:
                 return encode(inputs, device)
-            others = {key for other, key in self.pixel_keys.items() if other != kind}
-            own = {key: value for key, value in inputs.items() if key not in others}
             return cache.features(
                 kind,
-                self.pictures(kind, own),
+                self.pictures(kind, self._of_kind(kind, inputs)),
                 salt,
                 lambda new: self.encode(kind, new, device),
                 "" if self.merger is None else repr(self.merger),
@@ -336,6 +336,31 @@ class Family:
         What is computed of one must not depend on the others. Here all of a turn are one.
         """
         return [inputs]
+
+    def looks(self, inputs: Mapping[str, Any]) -> dict[int, list[bytes | None]]:
+        """Hash each picture and video, or each of its tiles and frames, per modality.
+
+        Raises:
+            InputError: pixels that are no tensor.
+        """
+        made: dict[int, list[bytes | None]] = {}
+        for kind, key in self.pixel_keys.items():
+            if inputs.get(key) is None:
+                continue
+            parts: list[Mapping[str, Any]] = []
+            for picture in self.pictures(kind, self._of_kind(kind, inputs)):
+                pixels = as_tensor(picture[key], key)
+                if pixels.dim() < 4:
+                    parts.append(picture)
+                else:  # tiles of zeros fill up a batch, with other pictures more or fewer of them
+                    parts += [{key: tile} for tile in pixels.flatten(0, -4) if bool(tile.any())]
+            made[kind] = [hash_of(kind, part) for part in parts]
+        return made
+
+    def _of_kind(self, kind: int, inputs: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the inputs without the pixels of the other kinds."""
+        others = {key for other, key in self.pixel_keys.items() if other != kind}
+        return {key: value for key, value in inputs.items() if key not in others}
 
     def encode(
         self, kind: int, pictures: Sequence[Mapping[str, Any]], device: torch.device | str
@@ -472,23 +497,6 @@ class Family:
     def placeholder_keys(self) -> tuple[str, ...]:
         """Return the pixel inputs this family reads."""
         return tuple(self.pixel_keys.values()) if self.has_vision else ()
-
-
-def as_tensor(value: Any, name: str) -> Tensor:
-    """Return ``value`` as a tensor on the CPU's terms: tensors pass through, lists are converted.
-
-    Raises:
-        InputError: for ragged or non-numeric values.
-    """
-    if isinstance(value, Tensor):
-        return value
-    try:
-        return torch.as_tensor(value)
-    except (TypeError, ValueError, RuntimeError) as error:
-        raise InputError(
-            f"{name} is not a tensor ({type(value).__name__}); ask the processor for "
-            "return_tensors='pt'"
-        ) from error
 
 
 def required(inputs: Mapping[str, Any], key: str) -> Tensor:

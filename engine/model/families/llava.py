@@ -1,9 +1,10 @@
-"""LLaVA-1.5 and those that give a picture a row of features as it does: InternVL, NeXT, OneVision.
+"""LLaVA-1.5 and those that give a picture a row of features as it does.
 
 They differ in tiles: one fixed grid a picture (1.5), tiles of a picture through one tower with four
 patches a token (InternVL3), a thumbnail plus the tiles of the best fitting grid (NeXT; with video:
 NeXT-Video), tiles for a single picture but one grid each for several, and video (OneVision), none
-but a grid of the picture's own size (Mistral 3).
+but a grid of the picture's own size (Mistral 3), tiles and a thumbnail of one size, a square of
+whose patches becomes one token by pixel shuffle (Idefics3, SmolVLM).
 """
 
 from __future__ import annotations
@@ -14,9 +15,16 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
+from torch import Tensor, nn
 
 from mmkv.engine.errors import InputError, ModelError
-from mmkv.engine.model.families.base import Family, floats, picture_counts, picture_sizes
+from mmkv.engine.model.families.base import (
+    Family,
+    floats,
+    picture_counts,
+    picture_sizes,
+    required,
+)
 from mmkv.engine.model.families.features import (
     IMAGE,
     VIDEO,
@@ -32,6 +40,7 @@ if TYPE_CHECKING:
 
 # Towers whose patches can be merged, with what is done about a class token.
 _MERGING = {("clip_vision_model", "default"), ("siglip_vision_model", "full")}
+_MASK = "pixel_attention_mask"
 
 
 class LlavaFamily(Family):
@@ -117,7 +126,7 @@ class LlavaFamily(Family):
         tower = vision.model_type, config.vision_feature_select_strategy
         return tower in _MERGING and layer % (vision.num_hidden_layers + 1) > 0
 
-    def merged(self, pixels: torch.Tensor, merger: Merger) -> tuple[torch.Tensor, torch.Tensor]:
+    def merged(self, pixels: Tensor, merger: Merger) -> tuple[Tensor, Tensor]:
         """Return the features ``[n, P, d]`` of n grids of patches, and bool ``[n, P]``, which stay.
 
         Patches that go have features, too: a chunk may end at one.
@@ -136,12 +145,12 @@ class LlavaFamily(Family):
         rows = model.multi_modal_projector(torch.stack([states for states, _ in found]))
         return rows, torch.stack([kept for _, kept in found])
 
-    def _rows(self, pixels: torch.Tensor, arguments: dict[str, Any]) -> torch.Tensor:
+    def _rows(self, pixels: Tensor, arguments: dict[str, Any]) -> Tensor:
         """Return the features ``[V, d]`` of the pictures of one pass."""
         output = self.hf.model.get_image_features(pixel_values=pixels, **arguments)
         return rows_of(output.pooler_output)
 
-    def _cropped(self, pixels: torch.Tensor, sizes: torch.Tensor) -> torch.Tensor:
+    def _cropped(self, pixels: Tensor, sizes: Tensor) -> Tensor:
         """Return one picture without padding. Raises InputError for a size it cannot have."""
         height, width = (int(edge) for edge in sizes[0])
         least = self.config.vision_config.patch_size * getattr(self.config, "spatial_merge_size", 1)
@@ -170,7 +179,7 @@ class LlavaFamily(Family):
         key: str,
         dims: tuple[int, ...],
         device: torch.device | str,
-    ) -> torch.Tensor:
+    ) -> Tensor:
         """Return ``inputs[key]`` on ``device`` in the tower's dtype.
 
         Raises:
@@ -192,7 +201,7 @@ class LlavaFamily(Family):
         return pixels.to(device=device, dtype=self.hf.model.vision_tower.dtype)
 
 
-def _attended(layer: Any, states: torch.Tensor, classed: bool) -> tuple[torch.Tensor, torch.Tensor]:
+def _attended(layer: Any, states: Tensor, classed: bool) -> tuple[Tensor, Tensor]:
     """Return the attention that patches get in a layer of CLIP's form, and their keys.
 
     Computed anew: a tower's own attention may keep no shares.
@@ -238,7 +247,7 @@ class Mistral3Family(LlavaFamily):
             "return_dict": True,
         }
 
-    def _rows(self, pixels: torch.Tensor, arguments: dict[str, Any]) -> torch.Tensor:
+    def _rows(self, pixels: Tensor, arguments: dict[str, Any]) -> Tensor:
         """Return the features ``[V, d]`` of one picture.
 
         transformers fails where V is 1 (it squeezes that axis): such a picture is read twice.
@@ -305,7 +314,7 @@ class LlavaNextFamily(LlavaFamily):
             ) from error
         return Features(rows_of(output.pooler_output))
 
-    def _packed(self, pixels: torch.Tensor, sizes: torch.Tensor, merger: Merger) -> Features:
+    def _packed(self, pixels: Tensor, sizes: Tensor, merger: Merger) -> Features:
         """Return the features of pictures whose tiles are merged one by one; row ends all stay."""
         model: Any = self.hf.model
         module = import_module("transformers.models.llava_next.modeling_llava_next")
@@ -314,7 +323,7 @@ class LlavaNextFamily(LlavaFamily):
         if pixels.dim() == 5:
             pixels = torch.cat([own[:n] for own, n in zip(pixels, counts, strict=True)])
 
-        def packed(tiles: torch.Tensor, newline: torch.Tensor) -> torch.Tensor:
+        def packed(tiles: Tensor, newline: Tensor) -> Tensor:
             strategy = self.config.vision_feature_select_strategy
             return rows_of(
                 model.pack_image_features(tiles.split(counts), sizes, strategy, newline)[0]
@@ -390,3 +399,73 @@ class PhotosFamily(LlavaFamily):
     def prepare(cls) -> None:
         """Add config and model to transformers' auto classes; they import its modelling code."""
         import_module("mmkv.engine.model.families.photos_model")
+
+
+class IdeficsFamily(Family):
+    """How many tiles a picture has is in the number of its tokens alone.
+
+    The processor gives the frames of a video as pictures, with picture tokens.
+    """
+
+    model_types: ClassVar[tuple[str, ...]] = ("idefics3", "smolvlm")
+    text_places: ClassVar[tuple[tuple[str, str], ...]] = (("model.text_model.", "lm_head.weight"),)
+
+    @staticmethod
+    def text_model(hf_model: Any) -> nn.Module:
+        """Return the module with embed_tokens, layers, norm and rotary_emb."""
+        return hf_model.model.text_model
+
+    def pictures(self, kind: int, inputs: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+        """Return the pixels of each tile; what will be refused is one."""
+        try:
+            tiles = self._tiles(inputs)
+        except InputError:
+            return [inputs]
+        return [{"pixel_values": tile[None]} for tile in tiles.split(1)]
+
+    def encode(
+        self, kind: int, pictures: Sequence[Mapping[str, Any]], device: torch.device | str
+    ) -> list[Features]:
+        """Return the features of each of some tiles, which are read together."""
+        if len(pictures) == 1:
+            return super().encode(kind, pictures, device)
+        return self.encode_together(kind, pictures, [1] * len(pictures), device)
+
+    def image_features(self, inputs: Mapping[str, Any], device: torch.device | str) -> Features:
+        """Return the features of all pictures of a turn, in order."""
+        tiles, vision = self._tiles(inputs), self.hf.model.vision_model
+        side = self.config.vision_config.patch_size
+        made = []
+        for these in passes([tiles.shape[-1] * tiles.shape[-2] // side**2] * len(tiles)):
+            pixels = tiles[these].to(device=device, dtype=vision.dtype)
+            output = self.hf.model.get_image_features(pixel_values=pixels[None], return_dict=True)
+            made.append(Features(rows_of(output.pooler_output)))
+        return joined(made)
+
+    def _tiles(self, inputs: Mapping[str, Any]) -> Tensor:
+        """Return ``[tiles, 3, height, width]``; those that fill up a batch, all zeros, are left
+        out, as transformers leaves them.
+
+        Raises:
+            InputError: for another shape, or a tile of which a part is padding.
+        """
+        pixels, size = floats(inputs, "pixel_values"), self.config.vision_config.image_size
+        if pixels.dim() != 5 or tuple(pixels.shape[2:]) != (3, size, size):
+            raise InputError(
+                f"pixel_values has shape {list(pixels.shape)}, not [prompts, tiles, 3, {size}, "
+                f"{size}]; use this checkpoint's processor"
+            )
+        there = (pixels != 0).flatten(2).any(-1)
+        if inputs.get(_MASK) is not None:
+            mask = required(inputs, _MASK)
+            if mask.shape != (*pixels.shape[:2], size, size):
+                raise InputError(
+                    f"{_MASK} has shape {list(mask.shape)} for pixel_values of "
+                    f"{list(pixels.shape)}; pass the processor's output unchanged"
+                )
+            if not bool(mask.to(there.device)[there].bool().all()):
+                raise InputError(
+                    f"{_MASK} masks a part of a tile, which this tower does not do here; let the "
+                    "processor scale pictures (do_resize)"
+                )
+        return pixels[there]

@@ -256,10 +256,11 @@ def test_equal_and_huge_logits(form: Callable[..., Tensor]) -> None:
     assert got[40] == 1 and got.sum() == 1
 
 
-def test_dispatch_allocates_zeros() -> None:
+@pytest.mark.parametrize("form", [pytest.param(window_scores, id="dispatch"), *FORMS[1:]])
+def test_without_a_place_it_makes_zeros(form: Callable[..., Tensor]) -> None:
     case = Case.make([[12, 3], [4, 9]], 2, 32, 4)
     cache, seqs = case.cache, torch.tensor([1, -1], device=DEVICE)
-    got = window_scores(
+    got = form(
         case.query,
         case.query_position,
         cache.pool.keys,

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from mmkv.engine.errors import PolicyError
 from mmkv.engine.model.families import IMAGE, Features
-from mmkv.engine.model.families.vision_cache import VisionCache
+from mmkv.engine.model.families.features import VisionCache
 from mmkv.engine.policies import make_policy
 from mmkv.engine.policies.preset import PolicyText
 from mmkv.engine.prefill import extend_together

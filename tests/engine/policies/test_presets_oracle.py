@@ -345,5 +345,5 @@ def test_queries_that_were_cut_off_are_not_asked(monkeypatch: pytest.MonkeyPatch
     held = at >= 0
     torch.testing.assert_close(queries[:, :, held], expected[:, :, held], rtol=1e-4, atol=1e-4)
     score = engine.policy.scoring.score(cut.view())
-    monkeypatch.setattr("mmkv.engine.policies.future._BLOCK_ELEMENTS", 1)
+    monkeypatch.setattr("mmkv.engine.policies.attention._BLOCK_ELEMENTS", 1)
     torch.testing.assert_close(engine.policy.scoring.score(cut.view()), score)

@@ -39,6 +39,7 @@ from mmkv.engine.policies.attention import (
     FusedAttention,
     GlobalAttention,
     NewestAttention,
+    TrigonometricSeries,
     redundancy,
 )
 from mmkv.engine.policies.base import WindowReduction, tapped_layers
@@ -48,9 +49,13 @@ from mmkv.engine.policies.frozen import (
     PreviousChunk,
     StreamChange,
 )
-from mmkv.engine.policies.future import TrigonometricSeries
-from mmkv.engine.policies.keys import KeyDifference, KeyNorm, NextChunk
-from mmkv.engine.policies.scoring import Retention, lookahead_log_score
+from mmkv.engine.policies.scoring import (
+    KeyDifference,
+    KeyNorm,
+    NextChunk,
+    Retention,
+    lookahead_log_score,
+)
 from mmkv.engine.runtime import Runtime
 from mmkv.engine.scorer_state import QUERIES, future_queries, window_attention
 from mmkv.resources import asset

@@ -18,7 +18,7 @@ import mmkv.hf.generate
 from mmkv import InputError, MmkvError, ModelError
 from mmkv.engine.backends.cuda.kernels.sample import Draw, columns_of, sample
 from mmkv.engine.budgets import page_bound
-from mmkv.hf import RetainedCache, generate, hosted, retain
+from mmkv.hf import RetainedCache, generate, handle, retain
 from tests.support.chat_models import picture, save_llama, save_llava
 from tests.support.factories import CHECKPOINTS, checkpoint, make_model, pad_left
 from tests.support.hf_models import TOKENS, greedy, model_of, prompts_of
@@ -269,9 +269,9 @@ def test_what_is_used_of_transformers_is_there() -> None:
     assert {"can_generate", "_can_set_attn_implementation"} <= set(
         dir(transformers.PreTrainedModel)
     )
-    assert hosted.AttentionInterface.register and hosted.AttentionMaskInterface.register
+    assert handle.AttentionInterface.register and handle.AttentionMaskInterface.register
     assert model_of("llama").config._attn_implementation == "sdpa"
-    taken = list(inspect.signature(hosted.sdpa_attention_forward).parameters)
+    taken = list(inspect.signature(handle.sdpa_attention_forward).parameters)
     assert taken[:5] == ["module", "query", "key", "value", "attention_mask"]
 
 

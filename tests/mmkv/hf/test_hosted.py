@@ -12,7 +12,7 @@ from torch import Tensor
 import mmkv.hf.handle
 from mmkv import ModelError, PolicyError
 from mmkv.hf import RetainedCache, retain
-from mmkv.hf.hosted import HostedRuntime
+from mmkv.hf.handle import HostedRuntime
 from tests.support.factories import CHECKPOINTS, enliven, make_model, pad_left
 from tests.support.hf_models import greedy, prompts_of, registered
 from tests.support.model_configs import NO_SPECIALS, VOCAB

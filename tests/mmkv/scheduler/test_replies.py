@@ -13,7 +13,7 @@ from mmkv.engine.backends.cuda import GraphRunner
 from mmkv.engine.errors import BudgetError, CapacityError, InputError, SessionError
 from mmkv.reply import ReplyWriter
 from mmkv.scheduler import Limits, Scheduler
-from mmkv.scheduler.contract import Reservation
+from mmkv.scheduler.capacity import Reservation
 from mmkv.scheduler.conversation import CachedConversation
 from mmkv.scheduler.replies import EngineExecutor, ReplyJob, message
 from mmkv.session import Session

@@ -28,11 +28,14 @@ def triton_installed() -> bool:
     return importlib.util.find_spec("triton") is not None
 
 
-def in_triton(reference: Callable[P, T], where: str) -> Callable[P, T]:
+def in_triton(reference: Callable[P, T], where: str, learns: bool = False) -> Callable[P, T]:
     """Return a function that runs in Triton on the GPU of its argument ``where``, else in torch.
 
     The Triton form of ``name_reference`` in a module ``x`` is ``name`` in ``x_triton``, which is
     imported when it first runs.
+
+    Args:
+        learns: whether gradients may be asked for at ``where``; Triton has none, torch runs then.
     """
     name = reference.__name__.removesuffix("_reference")
     place = list(inspect.signature(reference).parameters).index(where)
@@ -40,7 +43,7 @@ def in_triton(reference: Callable[P, T], where: str) -> Callable[P, T]:
     @functools.wraps(reference)
     def run(*args: P.args, **named: P.kwargs) -> T:
         tensor: Any = named[where] if where in named else args[place]
-        if not on_triton(tensor):
+        if not on_triton(tensor) or (learns and tensor.requires_grad):
             return reference(*args, **named)
         form: Callable[P, T] = getattr(
             importlib.import_module(f"{reference.__module__}_triton"), name

@@ -9,15 +9,14 @@ from __future__ import annotations
 import torch.nn.functional as F
 from torch import Tensor
 
-from mmkv.engine.backends.cuda.kernels.available import on_triton
+from mmkv.engine.backends.cuda.kernels.available import in_triton
 from mmkv.engine.backends.cuda.kernels.buffers import GateHead
 from mmkv.engine.cache import Columns
 from mmkv.engine.model.elementwise import normed_heads
 from mmkv.engine.model.rope import rotate
-from mmkv.engine.system import on_device
 
 
-def store_layer(
+def store_layer_reference(
     qkv: Tensor,
     rope: tuple[Tensor, Tensor],
     qk_norm: Tensor | None,
@@ -49,28 +48,6 @@ def store_layer(
     Returns:
         queries ``[B, Hq, D]``, normalised and rotated; and turned where the pool's form is.
     """
-    if on_triton(qkv):
-        from mmkv.engine.backends.cuda.kernels import store_triton
-
-        run = store_triton.store_layer
-    else:
-        run = store_layer_reference
-    with on_device(qkv.device):
-        query = run(qkv, rope, qk_norm, eps, pool, slots, position, readout)
-    return pool.form.rotate(query)
-
-
-def store_layer_reference(
-    qkv: Tensor,
-    rope: tuple[Tensor, Tensor],
-    qk_norm: Tensor | None,
-    eps: float,
-    pool: Columns,
-    slots: Tensor,
-    position: Tensor,
-    readout: GateHead | None = None,
-) -> Tensor:
-    """Compute :func:`store_layer` by the eager decoder's own operations: the reference."""
     batch_slots, heads = slots.shape
     head_dim = pool.form.key.head_dim(pool.keys.shape[-1])
     fused = qkv.reshape(batch_slots, -1, head_dim)
@@ -87,4 +64,7 @@ def store_layer_reference(
     if readout is not None:
         z = F.linear(F.silu(readout.trunk).float(), readout.weight, readout.bias)
         pool.log_beta.view(-1)[where] = F.logsigmoid(z)[live]
-    return query
+    return pool.form.rotate(query)
+
+
+store_layer = in_triton(store_layer_reference, "qkv")

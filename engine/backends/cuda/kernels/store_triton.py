@@ -84,7 +84,7 @@ def store_layer(
         key, value = form.rotate(pool.keys), form.rotate(pool.values)
         encode(key, slots, rounded.keys, rounded.key_scale, form.key)
         encode(value, slots, rounded.values, rounded.value_scale, form.value)
-    return query
+    return pool.form.rotate(query)
 
 
 def sizes(group: int, head_dim: int, trunk: int) -> dict[str, int]:

@@ -5,11 +5,16 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from mmkv.engine.backends.cuda.kernels.available import on_triton
-from mmkv.engine.system import on_device
+from mmkv.engine.backends.cuda.kernels.available import in_triton
 
 
-def window_scores(
+def empty_shares(keys: Tensor, table: Tensor, seqs: Tensor) -> Tensor:
+    """Return zeros for :func:`window_scores`: ``[B, L, H, W P]`` float32."""
+    shape = (seqs.shape[0], *table.shape[1:3], table.shape[3] * keys.shape[1])
+    return torch.zeros(shape, device=keys.device)
+
+
+def window_scores_reference(
     query: Tensor,
     query_position: Tensor,
     keys: Tensor,
@@ -39,30 +44,7 @@ def window_scores(
         ``out``: the probability of the entry at each storage offset, 0 past the row's length.
     """
     if out is None:
-        shape = (seqs.shape[0], *table.shape[1:3], table.shape[3] * keys.shape[1])
-        out = torch.zeros(shape, device=keys.device)
-    if on_triton(keys):
-        from mmkv.engine.backends.cuda.kernels import window_scores_triton
-
-        run = window_scores_triton.window_scores
-    else:
-        run = window_scores_reference
-    with on_device(keys.device):
-        return run(query, query_position, keys, position, length, table, seqs, scale, out)
-
-
-def window_scores_reference(
-    query: Tensor,
-    query_position: Tensor,
-    keys: Tensor,
-    position: Tensor,
-    length: Tensor,
-    table: Tensor,
-    seqs: Tensor,
-    scale: float,
-    out: Tensor,
-) -> Tensor:
-    """Compute :func:`window_scores` in torch, row after row. Syncs with the host."""
+        out = empty_shares(keys, table, seqs)
     size, (layers, heads) = keys.shape[1], length.shape[1:]
     group = query.shape[2] // heads
     for batch_slot, seq in enumerate(seqs.tolist()):
@@ -83,3 +65,6 @@ def window_scores_reference(
                 share = scores.masked_fill(~allowed, -torch.inf).softmax(-1).nan_to_num(0.0)
                 out[batch_slot, layer, head, :count] = share.sum(0) / max(at.numel(), 1)
     return out
+
+
+window_scores = in_triton(window_scores_reference, "keys")

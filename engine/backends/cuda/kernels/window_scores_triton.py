@@ -15,6 +15,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from mmkv.engine.backends.cuda.kernels.window_scores import empty_shares
+
 LOG2_E = 1.4426950408889634
 # Entries of a row's table per program, and the most programs for a row.
 SHARE, MOST_SPLITS = 256, 8
@@ -31,9 +33,11 @@ def window_scores(
     table: Tensor,
     seqs: Tensor,
     scale: float,
-    out: Tensor,
+    out: Tensor | None = None,
 ) -> Tensor:
     """See :func:`mmkv.engine.backends.cuda.kernels.window_scores.window_scores`."""
+    if out is None:
+        out = empty_shares(keys, table, seqs)
     batch_slots, layers, heads, capacity = out.shape
     window, head_dim = query.shape[3:]
     queries = query.shape[2] // heads * window
