@@ -175,7 +175,7 @@ def test_a_value_is_found_when_all_its_tokens_are() -> None:
     assert found(record, notes) == [[True, False], [True]]
 
 
-@pytest.mark.slow(reason="runs whole dialogues with the bundled model")
+@pytest.mark.long(reason="runs whole dialogues; test_quality.py has such a run")
 def test_a_small_run(tmp_path: Path) -> None:
     """Heat map, table and journal hold the same values."""
     options = "--domain pictures --lengths 128 256 --values 2 --queries 2 --budgets 16 --limit 3"

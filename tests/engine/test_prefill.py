@@ -179,7 +179,6 @@ BLOCKS = {
     "compaction._AT_ONCE": 5,
     "model.decoder._MLP_TOKENS": 5,
     "policies.attention._BLOCK_ELEMENTS": 1,
-    "policies.future._BLOCK_ELEMENTS": 1,
     "risk._WAITING": 3,
     "scorer_state._MASS_BLOCK_ELEMENTS": 1,
     "trace._BLOCK": 1100,  # room for all that one step in C may drop

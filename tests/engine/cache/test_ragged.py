@@ -40,7 +40,7 @@ from tests.support.tiers import slow_but
 
 Rows = list[list[int]]  # [layers * heads] -> serial numbers
 EXAMPLES = int(os.environ.get("MMKV_CACHE_EXAMPLES", "100"))
-FEW = 15
+FEW = 8
 STEPS = 60
 
 
