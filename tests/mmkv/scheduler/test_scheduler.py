@@ -42,18 +42,6 @@ def test_what_can_never_fit_is_refused_with_its_numbers() -> None:
     assert error.value.final and isinstance(error.value, BudgetError)
 
 
-def test_a_full_queue_refuses_with_its_numbers() -> None:
-    pool = FakePool(limit=8)
-    scheduler = scheduler_of(pool, waiting=2)
-    for _ in range(2):
-        scheduler.submit(FakeJob(pool, prompt(4), 4))
-    with pytest.raises(CapacityError, match="2 requests wait") as error:
-        scheduler.submit(FakeJob(pool, prompt(4), 4))
-    assert (error.value.unit, error.value.final) == ("requests", False)
-    scheduler.turn()
-    scheduler.submit(FakeJob(pool, prompt(4), 4))
-
-
 def test_a_large_request_is_not_overtaken_forever() -> None:
     """Small requests of others would fit at any time; the large one needs all pages at once."""
 

@@ -391,7 +391,8 @@ def talked(
         asked_for = row["says"] != "stopped" and not told[-1].get("tool_call_id")
         assert ("as wanted" in differs) == (prompt != fresh and asked_for)
         wrote = replies[0]
-        assert len({one["id"] for one in answers[0].calls}) == wrote.calls
+        ids = [one["id"] for answer in answers for one in answer.calls]
+        assert len(set(ids)) == len(ids)
         seen = [*prompt, *wrote.ids]  # the last one of a reply that did not end is not read yet
         held = seen if wrote.end in ("stop", "tool_calls") else seen[:-1]
         kept = row["resume"] == "auto" and (row["rewrites"] == "keep" or wrote.calls > 0)
@@ -418,7 +419,10 @@ def talked(
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: "-".join(map(str, row.values()))[:60])
 def test_two_turns(server: Server, model: LlamaForCausalLM, log: list[bytes], row: Row) -> None:
     keys = ("one-key", "other-key")[: row["clients"]]
+    before = len(server.inside(lambda core: core.scheduler.sessions))
     with ThreadPoolExecutor() as pool:
         own = log if len(keys) == 1 else None
         for done in [pool.submit(talked, server, model, key, row, own) for key in keys]:
             done.result()
+    kept = {"chat": 0, "session": 1, "background": 1}.get(row["way"], 2)  # the others are stored
+    assert len(server.inside(lambda core: core.scheduler.sessions)) == before + kept * len(keys)
