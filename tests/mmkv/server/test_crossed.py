@@ -189,6 +189,9 @@ class Talk:
         self.sizes = tuple(self.usage[name] for name in usages)
         named = "thinking_tokens" if self.way == "thread" else "reasoning_tokens"
         self.thoughts = self.usage[f"{usages[1]}_details"][named]
+        cached = self.usage.get(f"{usages[0]}_details", {}).get("cached_tokens")
+        cached = self.usage["cache_read_input_tokens"] if self.way == "thread" else cached
+        assert cached == self.usage["mmkv"]["resumed"]
         return found
 
     def said(self, wrote: Said, answer: Answer) -> None:
@@ -214,6 +217,7 @@ class Talk:
                     call["function"] | {"id": call["id"]} for call in one.get("tool_calls", ())
                 ]
                 thought = one.get("reasoning_content") or ""
+                assert (one["content"] is None) == (bool(calls) and not one["content"])
                 rows = scores(choice["logprobs"])
                 given = one["content"] or "", thought, calls, choice["finish_reason"], rows
                 found.append(Answer(made["id"], *given))
