@@ -177,16 +177,18 @@ class Machine:
             self.copies.remove(cached)
 
         oldest, most = list(self.copies), self.random.choice((None, 8))
+        stay, limit = list(oldest), self.pool.limit or 0
+        room = limit - self.scheduler.ledger.committed - pages
+        while stay and (room < 0 or sum(one.pages for one in stay) + pages > (most or limit)):
+            room += stay.pop(0).pages
         made = self.scheduler.keep_copy(pages, make, dropped, most)
         if made is None:
             self.seen["no room for a copy"] += 1
-            assert self.copies == oldest
-        else:
-            self.pool.set(made, pages)
-            self.seen["copies kept"] += 1
-            assert most is None or sum(one.pages for one in self.copies) <= most
-            left = len(self.copies) - 1
-            assert self.copies[:left] == oldest[len(oldest) - left :], "others than the oldest went"
+            assert room < 0 and self.copies == oldest
+            return
+        self.pool.set(made, pages)
+        self.seen["copies kept"] += 1
+        assert self.copies == [*stay, made], "others went than the oldest, or more than had to"
 
     def use_copy(self) -> None:
         if self.copies:

@@ -112,14 +112,15 @@ def test_a_turn_that_may_be_undone_pays_for_the_copy_it_goes_back_to(
     list(session.send(LONG, sampling=REPLY))
     tokens = engine.inputs([{"role": "user", "content": "why?"}])["input_ids"].shape[-1] + 8
 
-    def reservation(undo: bool) -> Reservation:
-        job = ReplyJob(
-            engine, message("why?"), REPLY, session=stored, prompt_tokens=tokens, undo=undo
-        )
-        return job.reservation()
+    def reservation(undo: bool, most: int = tokens) -> Reservation:
+        given = {"session": stored, "prompt_tokens": most, "undo": undo}
+        return ReplyJob(engine, message("why?"), REPLY, **given).reservation()  # type: ignore[arg-type]
 
     held = stored.pages
     assert held == engine.cache.pool.num_pages - engine.cache.pool.free_pages > 0
+    # A prompt of one chunk has nothing to go back to before it is read.
+    copies = [reservation(False, most).snapshot for most in (CHUNK, CHUNK + 1)]
+    assert copies == [0, held] and reservation(True, CHUNK + 1).snapshot == 0
     plain, undone = reservation(False), reservation(True)
     assert undone.steady == plain.steady + held and undone.chunk == plain.chunk
     scheduler = Scheduler(EngineExecutor(engine), Limits(quantum=CHUNK))

@@ -9,11 +9,10 @@ import sys
 import pytest
 
 from mmkv.engine.errors import BudgetError, CapacityError, SessionError
-from mmkv.scheduler import Limits, Reservation, Scheduler, Ticket
-from mmkv.scheduler.capacity import Ledger
+from mmkv.scheduler import Limits, Scheduler, Ticket
 from mmkv.scheduler.loop import DeficitRoundRobin
 from tests.mmkv.scheduler.fake import CHUNK, FakeExecutor, FakeJob, FakePool, FakeSession
-from tests.mmkv.scheduler.machine import UNEVEN, Machine
+from tests.mmkv.scheduler.machine import Machine
 from tests.support.tiers import long_but
 
 
@@ -43,18 +42,6 @@ def test_what_can_never_fit_is_refused_with_its_numbers() -> None:
     assert error.value.final and isinstance(error.value, BudgetError)
 
 
-def test_a_full_queue_refuses_with_its_numbers() -> None:
-    pool = FakePool(limit=8)
-    scheduler = scheduler_of(pool, waiting=2)
-    for _ in range(2):
-        scheduler.submit(FakeJob(pool, prompt(4), 4))
-    with pytest.raises(CapacityError, match="2 requests wait") as error:
-        scheduler.submit(FakeJob(pool, prompt(4), 4))
-    assert (error.value.unit, error.value.final) == ("requests", False)
-    scheduler.turn()
-    scheduler.submit(FakeJob(pool, prompt(4), 4))
-
-
 def test_a_large_request_is_not_overtaken_forever() -> None:
     """Small requests of others would fit at any time; the large one needs all pages at once."""
 
@@ -72,36 +59,6 @@ def test_a_large_request_is_not_overtaken_forever() -> None:
         return large.over
 
     assert served(patience=8) and not served(patience=10**6)
-
-
-def test_users_share_the_chunks_of_prompts() -> None:
-    """One user asks for 30 long prompts, the other for a short one at a time."""
-    pool = FakePool(limit=None)
-    scheduler = scheduler_of(pool, waiting=99, running=99)
-    for _ in range(30):
-        scheduler.submit(FakeJob(pool, prompt(40), 1), "greedy")
-    for _ in range(5):
-        scheduler.turn()
-        modest = scheduler.submit(FakeJob(pool, prompt(8), 1), "modest")
-        turns = 0
-        while not modest.over:
-            scheduler.turn()
-            turns += 1
-        assert turns <= 4  # two chunks, and two of the other user's
-
-
-def test_short_prompts_share_a_pass_also_of_one_user() -> None:
-    pool = FakePool(limit=None)
-    executor = FakeExecutor(pool, pass_tokens=CHUNK)
-    scheduler = Scheduler(executor, Limits(quantum=CHUNK))
-    jobs = [FakeJob(pool, prompt(count), 9) for count in (1, 3, 2, 1)]
-    for job, user in zip(jobs, ("ann", "ann", "bob", "ann"), strict=True):
-        scheduler.submit(job, user)
-    scheduler.turn()  # Ann's second one leaves no room where Bob's goes first
-    assert [sorted(len(job.prompt) for job in one) for one in executor.passes] == [[1, 2]]
-    scheduler.turn()
-    assert executor.passes[1] == [jobs[1], jobs[3]]
-    assert scheduler.running == len(jobs) and not scheduler.waiting
 
 
 def test_what_is_read_beside_counts_as_its_users() -> None:
@@ -348,25 +305,6 @@ def test_deficits_make_up_for_unequal_chunks(beside: int, comes_and_goes: bool) 
     assert robin.next({"short": 3}) == "short" and robin.next({"new": 9}) == "new"
 
 
-@pytest.mark.parametrize("comes_and_goes", [False, True])
-def test_users_get_equal_numbers_of_tokens_from_unequal_chunks(comes_and_goes: bool) -> None:
-    """Whole chunks of one user and shorter ones of another, with a third that comes and goes."""
-    executor = FakeExecutor(FakePool(limit=None))
-    scheduler = Scheduler(executor, Limits(quantum=CHUNK, running=99))
-    lengths = {"whole": 5 * CHUNK, "short": CHUNK - 1}
-    asked: dict[str, list[FakeJob]] = {"whole": [], "short": []}
-    for turn in range(400):
-        for user, length in lengths.items():
-            while sum(job.read < length for job in asked[user]) < 3:
-                asked[user].append(FakeJob(executor.pool, prompt(length), 1))
-                scheduler.submit(asked[user][-1], user)
-        if comes_and_goes and turn % 5 == 0:
-            scheduler.submit(FakeJob(executor.pool, prompt(CHUNK), 1), "third")
-        scheduler.turn()
-        whole, short = (sum(job.read for job in jobs) for jobs in asked.values())
-        assert abs(whole - short) <= UNEVEN
-
-
 @pytest.mark.parametrize("end", ["cancelled", "admitted"])
 def test_a_request_whose_patience_is_over_holds_nobody_up_after_its_end(end: str) -> None:
     """Neither once its client has gone, nor once it was admitted itself."""
@@ -387,48 +325,6 @@ def test_a_request_whose_patience_is_over_holds_nobody_up_after_its_end(end: str
     for _ in range(2):
         scheduler.turn()
     assert small.over and large.over == (end == "cancelled")
-
-
-def test_idle_sessions_make_way_while_others_run() -> None:
-    """Though what waits could wait for their end; a session whose disk is full stays."""
-    pool = FakePool(limit=20)
-    scheduler = scheduler_of(pool)
-    idle = [FakeSession(pool, bound=4) for _ in range(3)]
-    for session in idle:
-        scheduler.submit(FakeJob(pool, prompt(4), 2, session))
-        while scheduler.turn():
-            pass
-    idle[0].disk_full = True
-    long = scheduler.submit(FakeJob(pool, prompt(1), 99, bound=1))
-    scheduler.turn()
-    large = scheduler.submit(FakeJob(pool, prompt(24), 99, bound=11))
-    scheduler.turn()
-    assert (long.state, large.state) == ("decode", "prefill")
-    assert [session.resident for session in idle] == [True, False, False]
-
-
-@pytest.mark.parametrize("turns", range(8))
-def test_a_cancelled_request_returns_its_pages_in_two_turns(turns: int) -> None:
-    pool = FakePool(limit=20)
-    scheduler, session = scheduler_of(pool), FakeSession(pool, bound=4)
-    scheduler.submit(FakeJob(pool, prompt(6), 3, session))
-    while scheduler.turn():
-        pass
-    before = session.state()
-    kept = scheduler.submit(FakeJob(pool, prompt(12), 9, session))
-    alone = scheduler.submit(FakeJob(pool, prompt(12), 9), "another")
-    for _ in range(turns):
-        scheduler.turn()
-    for ticket in (kept, alone):
-        ticket.cancel()
-    for _ in range(2):
-        scheduler.turn()
-    assert kept.state == alone.state == "cancelled"
-    assert set(pool.held) == {session} and scheduler.ledger.committed == session.bound
-    if kept.job.read < 12:
-        assert session.state() == before
-    scheduler.close()
-    assert not pool.held
 
 
 def test_idle_sessions_hibernate_the_one_used_longest_ago_first() -> None:
@@ -465,20 +361,6 @@ def test_without_files_a_pinned_session_is_named() -> None:
         scheduler.close_session(sessions[1])
 
 
-def test_a_disk_that_refuses_leaves_the_session_where_it_is() -> None:
-    pool = FakePool(limit=10)
-    scheduler = scheduler_of(pool)
-    kept, other = FakeSession(pool, bound=4), FakeSession(pool, bound=4)
-    scheduler.submit(FakeJob(pool, prompt(4), 2, kept))
-    while scheduler.turn():
-        pass
-    kept.disk_full = True
-    ticket = scheduler.submit(FakeJob(pool, prompt(4), 2, other))
-    scheduler.turn()
-    assert ticket.state == "failed" and isinstance(ticket.error, CapacityError)
-    assert kept.resident and pool.held[kept] == 2 + 1
-
-
 def test_a_reply_that_cannot_be_decoded_leaves_the_others_alone() -> None:
     pool = FakePool(limit=None)
     scheduler = scheduler_of(pool)
@@ -508,13 +390,3 @@ def test_replies_wait_for_prompts_where_nobody_watches() -> None:
     for turn in range(3):
         assert scheduler.turn() == (turn < 2)
     assert scheduler.executor.steps == 3  # type: ignore[attr-defined]
-
-
-def test_only_the_largest_chunk_counts() -> None:
-    ledger = Ledger()
-    ledger.commit("a", Reservation(5, 3, 2))
-    ledger.commit("b", Reservation(4, 7))
-    assert ledger.committed == 5 + 2 + 4 + 7
-    assert ledger.committed_with("b", Reservation(4)) == 5 + 2 + 4 + 3
-    ledger.release("b")
-    assert ledger.committed == 10

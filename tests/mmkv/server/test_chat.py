@@ -9,9 +9,8 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-import openai
 import pytest
-from openai.types.chat import ChatCompletion, ChatCompletionChunk
+from openai.types.chat import ChatCompletion
 from openai.types.model import Model
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
@@ -32,22 +31,6 @@ def load(folder: Path, **options: Any) -> Engine:
 def server(folder: Path) -> Iterator[Server]:
     with serving(lambda: load(folder)) as made:
         yield made
-
-
-def events(server: Server, *messages: Any, **fields: Any) -> list[dict[str, Any]]:
-    """Return a stream's events, each of them of OpenAI's type."""
-    body = asked(*messages, stream=True, **fields)
-    found = []
-    with server.client.stream("POST", "/v1/chat/completions", json=body) as answer:
-        assert answer.status_code == 200, answer.read()
-        assert answer.headers["content-type"].startswith("text/event-stream")
-        lines = [line for line in answer.iter_lines() if line and not line.startswith(":")]
-    assert lines.pop() == "data: [DONE]"
-    for line in lines:
-        event = json.loads(line.removeprefix("data: "))
-        ChatCompletionChunk.model_validate(event, strict=True)
-        found.append(event)
-    return found
 
 
 def replied(server: Server, *messages: Any, **fields: Any) -> dict[str, Any]:
@@ -84,40 +67,6 @@ def test_a_reply_is_the_engines_own(server: Server, folder: Path) -> None:
     assert usage["mmkv"]["kept"] == wanted.memory.entries
     assert usage["mmkv"]["by_modality"] == wanted.memory.by_modality
     assert usage["mmkv"]["kv_bytes"] <= usage["mmkv"]["bound_bytes"]
-
-
-def test_a_stream_is_the_whole_reply_in_pieces(server: Server) -> None:
-    fields: dict[str, Any] = {"max_tokens": 30, "n": 2, "temperature": 1.5, "seed": 4}
-    whole = replied(server, "tell me more", logprobs=True, top_logprobs=2, **fields)
-    pieces = events(
-        server,
-        "tell me more",
-        logprobs=True,
-        top_logprobs=2,
-        stream_options={"include_usage": True},
-        **fields,
-    )
-    assert pieces[-1]["choices"] == []
-    same = {"prompt_tokens": whole["usage"]["prompt_tokens"]}
-    assert pieces[-1]["usage"].items() >= same.items()
-    assert text_of(whole, 0) != text_of(whole, 1)
-    for choice in whole["choices"]:
-        own = [p["choices"][0] for p in pieces[:-1] if p["choices"][0]["index"] == choice["index"]]
-        assert "".join(p["delta"].get("content") or "" for p in own) == choice["message"]["content"]
-        assert own[0]["delta"]["role"] == "assistant"
-        assert [p["finish_reason"] for p in own if p["finish_reason"]] == [choice["finish_reason"]]
-        rows = [row for p in own if p["logprobs"] for row in p["logprobs"]["content"]]
-        assert rows == choice["logprobs"]["content"]
-
-
-def test_the_likeliest_tokens_have_the_highest_log_probabilities(server: Server) -> None:
-    plain = replied(server, "go on", max_tokens=8, logprobs=True, top_logprobs=3)
-    rows = plain["choices"][0]["logprobs"]["content"]
-    assert len(rows) == plain["usage"]["completion_tokens"] == 8
-    for row in rows:
-        assert row["logprob"] == max(one["logprob"] for one in row["top_logprobs"])
-    assert plain["choices"][0]["finish_reason"] == "length"
-    assert replied(server, "go on", max_completion_tokens=3)["usage"]["completion_tokens"] == 3
 
 
 def test_the_checkpoints_generation_config_is_the_default(tmp_path: Path) -> None:
@@ -304,33 +253,6 @@ def test_what_transformers_chat_asks_for(server: Server) -> None:
         ("[]", "generation_config"),
     ):
         assert reply(generation_config=wrong)["error"]["param"] == param
-
-
-def test_openais_clients_talk_with_it(server: Server) -> None:
-    """Two turns with a picture: at once, as a stream, and from asyncio."""
-    url = f"{server.url}/v1"
-    asked: dict[str, Any] = {"model": MODEL, "temperature": 0, "max_tokens": 6}
-    shown = [picture_part(picture("green", (32, 32))), {"type": "text", "text": "what?"}]
-    messages: list[Any] = [{"role": "user", "content": shown}]
-    with openai.OpenAI(base_url=url, api_key="none", max_retries=0) as client:
-        first = client.chat.completions.create(messages=messages, **asked).choices[0].message
-        messages += [first.model_dump(exclude_none=True), {"role": "user", "content": "why?"}]
-        whole = client.chat.completions.create(messages=messages, **asked)
-        pieces = client.chat.completions.create(messages=messages, stream=True, **asked)
-        text = "".join(piece.choices[0].delta.content or "" for piece in pieces)
-        with pytest.raises(openai.NotFoundError, match="not served"):
-            client.chat.completions.create(messages=messages, model="other")
-        assert [one.id for one in client.models.list()] == [MODEL]
-    assert text == whole.choices[0].message.content
-    assert whole.usage is not None and whole.usage.prompt_tokens_details is not None
-    assert whole.usage.prompt_tokens_details.cached_tokens
-
-    async def later() -> str | None:
-        async with openai.AsyncOpenAI(base_url=url, api_key="none") as client:
-            answer = await client.chat.completions.create(messages=messages, **asked)
-            return answer.choices[0].message.content
-
-    assert asyncio.run(later()) == text
 
 
 def test_other_routes(server: Server) -> None:

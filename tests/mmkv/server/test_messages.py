@@ -181,35 +181,6 @@ def test_forced_calls_are_those_of_a_chat(server: Server) -> None:
     assert counted(server, "go") < prompt_of(made["usage"])
 
 
-def test_a_stream_of_thought_text_and_calls(
-    server: Server, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    said = f"<think>\nwhy not\n</think>\n\nwell:\n{CALL}\n{CALL}"
-    engine = server.inside(lambda core: core.engine)
-    fields: dict[str, Any] = {"tools": TOOL_PARAMS, "max_tokens": 400}
-    script(monkeypatch, engine, [said, said])
-    events = streamed(server, "press it", **fields)
-    made = message(server, "press it", **fields)
-    assert [one["type"] for one in events[:2]] == ["message_start", "ping"]
-    assert [one["type"] for one in events[-2:]] == ["message_delta", "message_stop"]
-    opening = events[0]["message"]
-    assert opening["content"] == [] and opening["stop_reason"] is None
-    assert prompt_of(opening["usage"]) == prompt_of(made["usage"])
-    assert sum(one["type"] == "content_block_delta" for one in events) > 8
-    found = put_together(events)
-    kinds = [one["type"] for one in found["content"]]
-    assert kinds == ["thinking", "text", "tool_use", "tool_use"]
-    thought, words, first, second = found["content"]
-    assert thought["thinking"] == "why not" and thought["signature"]
-    assert words == text("well:")
-    assert first["input"] == second["input"] == {"key": "ä<b>"} and first["id"] != second["id"]
-    assert found["stop_reason"] == made["stop_reason"] == "tool_use"
-    for one in (*found["content"], *made["content"]):
-        one.pop("id", None)  # each reply has its own
-    assert found["content"] == made["content"]
-    assert found["usage"]["output_tokens"] == made["usage"]["output_tokens"]
-
-
 def test_thoughts_that_are_not_to_be_shown(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
     engine = server.inside(lambda core: core.engine)
     script(monkeypatch, engine, ["<think>\nhm\n</think>\n\nyes"] * 2)

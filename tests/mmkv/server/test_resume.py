@@ -585,12 +585,6 @@ def rewritten_load(folder: Path, budget: int) -> Engine:
     )
 
 
-@pytest.fixture(scope="module")
-def roomy(rewritten_folder: Path) -> Iterator[Server]:
-    with serving(lambda: rewritten_load(rewritten_folder, 600)) as made:
-        yield made
-
-
 @pytest.fixture
 def says(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """What the model says next, a reply after the other; and what each prompt came to."""
@@ -607,22 +601,6 @@ def says(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return queue
 
 
-class Prompts:
-    """The logits behind each prompt, and its tokens as the session says them."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.seen: list[tuple[torch.Tensor, list[int]]] = []
-        begin = ChatJob._begin_replies
-
-        def watched(job: ChatJob, logits: torch.Tensor) -> None:
-            assert job.live is not None and job.live.held.pieces is not None
-            ids = [token for piece in job.live.held.pieces for token in piece.ids or ()]
-            self.seen.append((logits.clone(), ids))
-            begin(job, logits)
-
-        monkeypatch.setattr(ChatJob, "_begin_replies", watched)
-
-
 def rendered(*texts: str) -> list[int]:
     talk = [
         {"role": ("user", "assistant")[at % 2], "content": text} for at, text in enumerate(texts)
@@ -630,88 +608,6 @@ def rendered(*texts: str) -> list[int]:
     return TOKENIZER.apply_chat_template(talk, chat_template=THOUGHTS, add_generation_prompt=True)[
         "input_ids"
     ]
-
-
-@pytest.mark.parametrize("way", ["chat", "stripped chat", "session", "response"])
-def test_a_later_turn_holds_what_a_fresh_rendering_holds(
-    roomy: Server, says: list[str], monkeypatch: pytest.MonkeyPatch, way: str
-) -> None:
-    prompts = Prompts(monkeypatch)
-    # Long enough to be kept apart from its opening, and other words each time.
-    first = f"{way}: a question of some length " * 12
-    says += [REPLY, "z", "u"]
-    shown = "y" if way == "stripped chat" else REPLY
-    asked = [first, "b?", "c?"]
-    if way.endswith("chat"):
-        made = [
-            roomy.chat(first, max_tokens=60),
-            roomy.chat(first, shown, "b?", max_tokens=60),
-            roomy.chat(first, shown, "b?", "z", "c?", max_tokens=60),
-        ]
-    elif way == "session":
-        name = roomy.client.post("/v1/sessions", json={}).json()["id"]
-        url = f"/v1/sessions/{name}/chat/completions"
-        made = [
-            roomy.client.post(
-                url,
-                json={
-                    "model": "small",
-                    "messages": [{"role": "user", "content": text}],
-                    "max_tokens": 60,
-                },
-            )
-            for text in asked
-        ]
-    else:
-        made = []
-        for text in asked:
-            before = made[-1].json()["id"] if made else None
-            body = {"model": "small", "input": text, "previous_response_id": before}
-            made.append(roomy.client.post("/v1/responses", json=body))
-    for answer in made:
-        assert answer.status_code == 200, answer.text
-        assert answer.json()["usage"]["mmkv"]["differs"] is None
-    counts = [len(ids) for _, ids in prompts.seen]
-    assert [ids for _, ids in prompts.seen] == [
-        rendered(first),
-        rendered(first, shown, "b?"),
-        rendered(first, shown, "b?", "z", "c?"),
-    ]
-    used = [one.json()["usage"] for one in made]
-    assert [one.get("prompt_tokens", one.get("input_tokens")) for one in used] == counts
-    assert all(one["mmkv"]["resumed"] > len(first) for one in used[1:])  # it was not read again
-    resumed = [one["mmkv"]["resumed"] for one in used[1:]]
-    engine = roomy.inside(lambda core: core.engine)
-
-    def exact(ids: list[int]) -> torch.Tensor:
-        with engine.session() as fresh:
-            return fresh.prefill({"input_ids": torch.tensor([ids])})
-
-    for logits, ids in prompts.seen:
-        wanted = roomy.inside(lambda _, ids=ids: exact(ids))
-        torch.testing.assert_close(logits, wanted, atol=1e-5, rtol=1e-5)
-    assert resumed == sorted(resumed)
-
-
-def test_thoughts_are_kept_where_a_session_asks_for_it(roomy: Server, says: list[str]) -> None:
-    says += [REPLY, "z"]
-    name = roomy.client.post("/v1/sessions", json={}).json()["id"]
-    for text in ("a?", "b?"):
-        made = roomy.client.post(
-            f"/v1/sessions/{name}/chat/completions",
-            json={
-                "model": "small",
-                "messages": [{"role": "user", "content": text}],
-                "max_tokens": 60,
-                "mmkv": {"rewrites": "keep"},
-            },
-        )
-    used = made.json()["usage"]
-    assert "as wanted" in used["mmkv"]["differs"]
-    kept = len(rendered("a?")) + len(REPLY) + len(rendered("b?")) + 2  # end and line of the reply
-    assert used["prompt_tokens"] == kept
-    memory = roomy.client.get(f"/v1/sessions/{name}/memory").json()
-    assert memory["differs"] == used["mmkv"]["differs"]
 
 
 def test_under_eviction_usage_and_memory_say_what_was_lost(
@@ -776,16 +672,3 @@ def test_onevision_reads_pictures_by_how_many_there_are(tmp_path: Path, says: li
                 json={"model": "small", "messages": [message], "max_tokens": 9},
             ).json()
         assert "an earlier picture stays as it was read" in made["usage"]["mmkv"]["differs"]
-
-
-def test_a_chat_keeps_thoughts_where_it_asks_for_it(roomy: Server, says: list[str]) -> None:
-    says += [REPLY, "z", "z"]
-    first = "kept: a question of some length"
-    roomy.chat(first, max_tokens=60)
-    kept = roomy.chat(first, REPLY, "b?", max_tokens=60, mmkv={"rewrites": "keep"})
-    used = kept.json()["usage"]
-    assert "as wanted" in used["mmkv"]["differs"] and used["mmkv"]["resumed"] > len(REPLY)
-    fresh = roomy.chat(first, REPLY, "c?", max_tokens=60, mmkv={"resume": "never"})
-    used = fresh.json()["usage"]
-    assert used["mmkv"]["differs"] is None
-    assert used["prompt_tokens"] == len(rendered(first, REPLY, "c?"))

@@ -11,7 +11,7 @@ from typing import Any
 import httpx
 import pytest
 import torch
-from openai.types.chat import ChatCompletion, ChatCompletionChunk
+from openai.types.chat import ChatCompletion
 from safetensors import safe_open
 
 from mmkv import Engine, Sampling
@@ -98,12 +98,6 @@ def caches(core: EngineCore) -> list[dict[str, torch.Tensor]]:
     return found
 
 
-def test_an_answer_shows_the_session_as_it_stands_then(server: Server) -> None:
-    name = created(server)
-    said_of_it = turn(server, name, "hello")["session"]
-    assert said_of_it == shown(server, name) and not said_of_it["busy"]
-
-
 def test_turns_are_those_of_a_chat_that_is_sent_whole(server: Server) -> None:
     name = created(server)
     messages: list[Any] = []
@@ -123,24 +117,6 @@ def test_turns_are_those_of_a_chat_that_is_sent_whole(server: Server) -> None:
     assert memory["entries"] == own["mmkv"]["kept"]
     assert sum(memory["seen_by_modality"].values()) == memory["tokens_seen"]
     assert sum(memory["by_modality"].values()) == memory["entries"]
-
-
-def test_a_streamed_turn_stands_as_a_whole_one(server: Server) -> None:
-    whole, streamed = created(server), created(server)
-    texts = [said(server, whole, asks) for asks in TURNS[:2]]
-    said(server, streamed, TURNS[0])
-    path = f"/v1/sessions/{streamed}/chat/completions"
-    body = asked(TURNS[1], max_tokens=12, stream=True)
-    with server.client.stream("POST", path, json=body) as answer:
-        lines = [line for line in answer.iter_lines() if line.startswith("data: ")]
-    assert lines.pop() == "data: [DONE]"
-    pieces = [
-        ChatCompletionChunk.model_validate(json.loads(line[6:]), strict=True) for line in lines
-    ]
-    assert "".join(one.choices[0].delta.content or "" for one in pieces) == texts[1]
-    assert said(server, whole, TURNS[2]) == said(server, streamed, TURNS[2])
-    one, two = server.inside(caches)
-    assert all(torch.equal(one[key], two[key]) for key in one)
 
 
 def test_forks_go_on_alone(server: Server) -> None:

@@ -95,7 +95,7 @@ def _streamed(server: Server, *messages: Any, **fields: Any) -> list[dict[str, A
     return chunks
 
 
-def _joined(chunks: list[dict[str, Any]]) -> dict[str, Any]:
+def joined_pieces(chunks: list[dict[str, Any]]) -> dict[str, Any]:
     """Return the message that a stream's pieces make, as clients put it together."""
     made: dict[str, Any] = {"content": "", "reasoning_content": "", "calls": [], "reason": None}
     for choice in (one["choices"][0] for one in chunks if one["choices"]):
@@ -147,25 +147,6 @@ def test_a_random_model_may_have_to_call_one_of_some(formed: tuple[str, Server])
     made = _replied(server, "go", tool_choice=some, temperature=2, seed=1)
     for call in made["choices"][0]["message"]["tool_calls"]:
         assert call["function"]["name"] == "press"
-
-
-def test_what_a_model_calls_by_itself(
-    formed: tuple[str, Server], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Whole and as a stream; the arguments come in pieces, and no mark is shown."""
-    form, server = formed
-    text = "I look." if CALLS[form].startswith("I look.") else None
-    _script(monkeypatch, form, CALLS[form], CALLS[form])
-    made = _replied(server, "go", logprobs=True)
-    message = made["choices"][0]["message"]
-    assert message["content"] == text and _arguments(made) == {"x": 7, "left": True}
-    assert made["choices"][0]["finish_reason"] == "tool_calls"
-    chunks = _streamed(server, "go", mmkv={"resume": "never"})
-    joined = _joined(chunks)
-    assert joined["content"] == (text or "") and joined["reason"] == "tool_calls"
-    (call,) = joined["calls"]
-    assert call["name"] == "point" and json.loads(call["arguments"]) == {"x": 7, "left": True}
-    assert sum("tool_calls" in c["delta"] for one in chunks for c in one["choices"]) > 3
 
 
 def test_a_step_reads_what_is_new(
@@ -256,7 +237,7 @@ def test_a_stop_leaves_no_half_of_a_call_or_mark(
         spelled = iter([token for token in tokens for _ in range(n or 1)])
         monkeypatch.setattr(Sampler, "draw", lambda *_, s=spelled: next(s))
         if n is None:
-            joined = _joined(_streamed(server, "go", mmkv={"resume": "never"}, **fields))
+            joined = joined_pieces(_streamed(server, "go", mmkv={"resume": "never"}, **fields))
             calls = [one["arguments"] for one in joined["calls"]]
             found = [(joined["content"], joined["reasoning_content"], calls, joined["reason"])]
         else:
@@ -318,25 +299,6 @@ def test_results_answer_calls(server: Server) -> None:
     tool = {"role": "tool", "tool_call_id": "call_none", "content": "x"}
     answer = server.chat({"role": "user", "content": "go"}, tool, tools=TOOLS)
     assert answer.status_code == 400 and "names no call" in answer.json()["error"]["message"]
-
-
-def test_a_session_keeps_tools_and_calls(
-    server: Server, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    name = server.client.post("/v1/sessions", json={}).json()["id"]
-    path = f"/v1/sessions/{name}/chat/completions"
-    _script(monkeypatch, "hermes", CALLS["hermes"], "done")
-    body = {"model": "small", "messages": [{"role": "user", "content": "go"}], "tools": TOOLS}
-    made = server.client.post(path, json=body | {"max_tokens": 200}).json()
-    call = made["choices"][0]["message"]["tool_calls"][0]
-    tool = {"role": "tool", "tool_call_id": call["id"], "content": "fine"}
-    made = server.client.post(path, json={"model": "small", "messages": [tool]}).json()
-    assert made["choices"][0]["message"]["content"] == "done"
-    assert made["usage"]["mmkv"]["differs"] is None
-    told = server.client.get(f"/v1/sessions/{name}/messages").json()["data"]
-    assert [one["role"] for one in told] == ["user", "assistant", "tool", "assistant"]
-    assert told[1]["tool_calls"] == [call] and told[2]["tool_call_id"] == call["id"]
-    server.client.delete(f"/v1/sessions/{name}")
 
 
 def test_a_mark_of_calls_in_a_thought_binds_nothing(
@@ -407,20 +369,6 @@ def _responded(server: Server, said: list[Any], **fields: Any) -> dict[str, Any]
     assert answer.status_code == 200, answer.text
     made: dict[str, Any] = answer.json()
     return made
-
-
-def test_a_stored_response_is_gone_on_from_as_the_model_wrote_it(
-    server: Server, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Found by its messages, which a template would write in another way."""
-    reply = "<think>\nA\n</think>\n\n" + CALLS["hermes"].replace("\n", "\n\n", 1)
-    _script(monkeypatch, "hermes", reply, "done")
-    said: list[Any] = [{"role": "user", "content": "store it"}]
-    first = _responded(server, said)
-    result = {"type": "function_call_output", "output": "fine"}
-    result["call_id"] = first["output"][-1]["call_id"]
-    again = _responded(server, [*said, *first["output"], result])
-    assert again["usage"]["mmkv"]["resumed"] == first["usage"]["total_tokens"]
 
 
 def test_a_turn_with_other_tools_leaves_nothing_to_those_with_the_first(

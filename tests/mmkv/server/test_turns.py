@@ -19,8 +19,12 @@ import httpx
 import pytest
 
 from mmkv import Engine
+from mmkv.server.errors import ApiError
 from mmkv.server.guard import LimitBody, keep_body, release_body
+from mmkv.server.schema import ChatRequest
+from mmkv.server.state import Caller, release
 from mmkv.server.store import SessionRecord, SessionStore
+from mmkv.server.turns import ServerSession, SessionTurn
 from tests.support.chat_models import picture
 from tests.support.servers import (
     Server,
@@ -145,6 +149,27 @@ def test_a_turn_that_is_stopped_before_its_reply_is_taken_back(server: Server) -
     assert (answers[0].status_code, answers[0].json()["error"]["code"]) == (409, "turn_stopped")
     record = server.client.get(path).json()
     assert (record["turns"], record["busy"], record["failed"]) == (0, False, False)
+
+
+def test_a_turn_from_a_state_that_is_past_is_refused(server: Server) -> None:
+    """Two are asked for at once; the first is over before the second begins."""
+    session = ServerSession("s", "", server.state.facts.budget, {})
+    request = [ChatRequest.model_validate(asked("hello")) for _ in range(2)]
+
+    async def commit(*_: Any) -> None:
+        pass
+
+    async def both() -> None:
+        given = server.state, commit, lambda _: None, session
+        first, second = (SessionTurn(*given, one, Caller("", "")) for one in request)
+        await first.whole()
+        with pytest.raises(ApiError) as error:
+            await second.whole()
+        assert (error.value.status, error.value.code, session.turns) == (409, "conflict", 1)
+
+    asyncio.run(both())
+    assert session.conversation is not None
+    release(server.state, session.conversation)
 
 
 def test_the_body_of_a_turn_that_goes_on_counts_until_it_is_read() -> None:
