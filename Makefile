@@ -47,7 +47,7 @@ test: $(READY)
 test-fast: $(READY)
 	$(PYTEST) -m "not triton and not slow and not drawn and not long"
 
-# Every preset beside its reference under 50 drawn settings, and what is too long for make test: half an hour of two cores, before a release.
+# Every preset beside its reference under 50 drawn settings, and what is too long for make test: three quarters of an hour of two cores, before a release.
 test-drawn: $(READY)
 	$(PYTEST) -m "(drawn or long) and not triton"
 	TRITON_INTERPRET=1 $(PYTEST) -m "triton and long"

@@ -37,7 +37,7 @@ from mmkv.engine.sequence import CachedSequence
 from tests.support.factories import Piece, checkpoint
 from tests.support.model_configs import Checkpoint
 from tests.support.sessions import load, save_checkpoint, text_ids, turn
-from tests.support.tiers import slow_but
+from tests.support.tiers import long_but
 
 W = 6  # queries of a window; a picture has as many tokens or more
 CONTEXT = 120  # of the model that sees: a session that evicts goes on behind it
@@ -406,15 +406,15 @@ CASES: dict[str, dict[str, Any]] = {
     f"expected-attention:window={W},sinks=1": {},
     "epikv:window=4": {},
     "linear layers": {"policy": "dbtrimkv"},
+    "trimkv, native": {"policy": "trimkv"},
     "h2o": {},
     "full": {},
     "streamingllm": {},
-    "trimkv, native": {"policy": "trimkv"},
     f"triattention:window={W}": {},
 }
 
 
-@pytest.mark.parametrize("case", slow_but(list(CASES)[:5], CASES, "the others are like these"))
+@pytest.mark.parametrize("case", long_but(list(CASES)[:6], CASES, "the others are like these"))
 def test_what_is_left_is_what_a_fresh_session_has(
     case: str, folders_of: dict[str, Path], tmp_path: Path
 ) -> None:
