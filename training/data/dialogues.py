@@ -305,9 +305,9 @@ def _earlier(kind: str, text: str, answer: str) -> Question:
     return Question(kind, text, answer, "earlier")
 
 
-def _scene(rng: random.Random, split: Split, largest: int, before: int, search: bool) -> Scene:
-    # Mostly grids: a line of letters allows few questions.
-    if before and rng.random() < 0.3:
+def _scene(rng: random.Random, split: Split, largest: int, shown: int, search: bool) -> Scene:
+    # The first is a grid, and later ones are mostly: a line of letters allows few questions.
+    if shown and rng.random() < 0.3:
         scene = make_scene(rng, split, largest)
         if search or scene.kind != "free":  # a free layout has no cells to name
             return scene

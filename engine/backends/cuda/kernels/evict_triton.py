@@ -576,7 +576,8 @@ def fill_kernel(
 
     Victims inside the new length, in ascending order, are replaced by the survivors beyond it, in
     ascending order. The pairs are found MOVES at a time, by counting: rows lose about one entry
-    per step, and nothing has to be written down.
+    per step, and nothing has to be written down. Buffers: see EvictionBuffers; the threshold is a
+    key, a tie, and how many go; a score that is no number has key 0.
     """
     batch_slot = tl.program_id(0)
     row = tl.program_id(1)
