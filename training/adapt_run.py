@@ -220,7 +220,7 @@ def adapt(
     settings: AdaptSettings,
     compressed: CompressedModel,
     train: Dataset[Any],
-    trainer_of: Callable[..., Any],
+    make_trainer: Callable[..., Any],
     data: tuple[str, ...] = (),
     options: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
@@ -228,7 +228,7 @@ def adapt(
 
     Args:
         train: example n of the run; at least steps x documents of them.
-        trainer_of: makes the trainer of the settings' method, as :func:`distill_trainer` does.
+        make_trainer: makes the trainer of the settings' method, as :func:`distill_trainer` does.
         data: what the card names as training data; options: how it was read.
 
     Returns:
@@ -242,7 +242,7 @@ def adapt(
     folder = Path(settings.output)
     last = open_run(settings, data, options or {})
     stopping = Stopping()
-    trainer = trainer_of(compressed, settings, train, [History(folder), stopping])
+    trainer = make_trainer(compressed, settings, train, [History(folder), stopping])
     with stopping:
         trainer.train(resume_from_checkpoint=last)
     described = {

@@ -4,8 +4,9 @@ A document is cut at some of its tokens. At a cut c, what entry i <= c of a KV h
 is how far the output of any of the head's queries after c would move without it. A query that gives
 it the weight w of a softmax, and has the output o, would have ``(o - w v) / (1 - w)``, which lies
 ``w / (1 - w) |o - v|`` apart. So first tokens, whose values are small and whose weights are large,
-count as what they are. Under a budget the entries of all layers and heads compete by
-``(c + 1 - i) * log_beta_i``, so the loss is one of ranks over all of them (:func:`rank_loss`): a
+count as what they are. The layers' outputs are not brought to one scale: on SmolLM2 the early ones,
+whose numbers are small, keep too little. Under a budget the entries of all layers and heads compete
+by ``(c + 1 - i) * log_beta_i``, so the loss is one of ranks over all of them (:func:`rank_loss`): a
 pair on both sides of a budget costs when the gates order it otherwise than the teacher. KVpop
 (arXiv 2607.05061) and KVzap learn the attention to come head by head.
 
