@@ -30,7 +30,7 @@ class Shape:
     """Sizes of one text decoder, as its published config.json gives them.
 
     Attributes:
-        kind: ``qwen3`` or ``llama``; inner: width f of the MLP; theta: base of the rope.
+        kind: ``qwen3``, ``qwen2`` or ``llama``; inner: width f of the MLP; theta: base of the rope.
         tied: whether the output head is the embedding; gate: width of the retention gates' trunk.
     """
 
@@ -59,6 +59,8 @@ class Shape:
         layer = self.hidden * (2 * wide + 2 * narrow + 3 * self.inner) + 2 * self.hidden
         if self.kind == "qwen3":
             layer += 2 * self.head_dim
+        if self.kind == "qwen2":
+            layer += wide + 2 * narrow
         ends = self.vocab * self.hidden * (1 if self.tied else 2) + self.hidden
         return self.layers * layer + ends
 
@@ -77,6 +79,8 @@ SHAPES = {
     "qwen3-4b": Shape("qwen3", 36, 2560, 32, 8, 128, 9728, 151936, True, 1e6, 1e-6),
     "qwen3-vl-4b": Shape("qwen3", 36, 2560, 32, 8, 128, 9728, 151936, True, 5e6, 1e-6),
     "qwen3-vl-8b": Shape("qwen3", 36, 4096, 32, 8, 128, 12288, 151936, False, 5e6, 1e-6),
+    "llama-3.1-8b": Shape("llama", 32, 4096, 32, 8, 128, 14336, 128256, False, 5e5, 1e-5),
+    "qwen2.5-7b": Shape("qwen2", 28, 3584, 28, 4, 128, 18944, 152064, False, 1e6, 1e-6),
     "llava-1.5-7b": Shape("llama", 32, 4096, 32, 32, 128, 11008, 32064, False, 1e4, 1e-5),
     "smollm2-135m": Shape("llama", 30, 576, 9, 3, 64, 1536, 49152, True, 1e5, 1e-5, gate=96),
     "tiny-vlm": Shape("qwen3", 6, 192, 6, 3, 32, 576, 643, True, 1e4, 1e-6, gate=96),
@@ -86,7 +90,7 @@ SHAPES = {
 
 def config_of(shape: Shape) -> Any:
     """Return the transformers config of a shape (transformers 4.57 to 5)."""
-    kind = getattr(transformers, {"qwen3": "Qwen3Config", "llama": "LlamaConfig"}[shape.kind])
+    kind = getattr(transformers, f"{shape.kind.capitalize()}Config")
     return kind(**config_arguments(shape))
 
 
@@ -116,10 +120,9 @@ def config_arguments(shape: Shape) -> dict[str, Any]:
 @torch.no_grad()
 def build_model(shape: Shape, device: torch.device | str, dtype: torch.dtype, seed: int = 0) -> Any:
     """Build a transformers model of this shape, made where it stays; equal for equal seeds."""
-    names = {"qwen3": "Qwen3ForCausalLM", "llama": "LlamaForCausalLM"}
     config = config_of(shape)
     with torch.device("meta"):
-        model = getattr(transformers, names[shape.kind])(config)
+        model = getattr(transformers, f"{shape.kind.capitalize()}ForCausalLM")(config)
     return randomise(model, config, device, dtype, seed)
 
 

@@ -72,7 +72,7 @@ class PaperTable:
     where: str
     shows: str
     model: str
-    rows: tuple[TableRow, ...] = ()
+    rows: tuple[TableRow, ...]
     columns: tuple[TableColumn, ...] = ()
     gates: dict[str, str] = field(default_factory=dict)
     train: dict[str, list[str]] = field(default_factory=dict)
@@ -83,7 +83,6 @@ class PaperTable:
     samples: int | None = None
     parts: tuple[dict[str, Any], ...] = ({},)
     hours: int | None = None
-    missing: str = ""
     figures: str = ""
     checked: str = ""
     note: str = ""
@@ -176,9 +175,7 @@ def _grid(policies: Sequence[str] = (), budgets: Sequence[int] = ()) -> list[Tab
 
 
 def chosen_rows(table: PaperTable, choice: TableChoice) -> list[TableRow]:
-    """Return the rows that the user wants. Raises InputError: there is none, or no command."""
-    if not table.rows:
-        raise InputError(f"{table.name} has no command here: {' '.join(table.missing.split())}")
+    """Return the rows that the user wants. Raises InputError: there is none."""
     rows = [
         row
         for row in table.rows
@@ -202,6 +199,7 @@ def row_folder(table: PaperTable, row: TableRow, choice: TableChoice) -> Path:
 def commands(table: PaperTable, row: TableRow, choice: TableChoice) -> list[list[str]]:
     """Return the commands of a row, as words."""
     gates = choice.gates or table.gates.get(row.name)
+    gates = gates if row.name in table.gates else None
     # evict_every=N: mmkv eval takes it as a model argument, other commands as --evict-every N.
     evict_every = table.by_policy.get(row.name)
     budget_option = row.budget if table.budget_as is None else None
@@ -214,8 +212,9 @@ def commands(table: PaperTable, row: TableRow, choice: TableChoice) -> list[list
             "tasks": shlex.quote(",".join(part.get("tasks", table.tasks))),
             "data": shlex.quote(choice.data),
             "model": shlex.quote(choice.model or table.model),
-            "gates": _given("gates", gates if row.name in table.gates else None),
+            "gates": _given("gates", gates),
             "policy": shlex.quote(row.policy),
+            "method": shlex.quote(f"{row.policy}:{gates}" if gates else row.policy),
             "budget": _given("budget", budget_option),
             "samples": _given("samples", samples),
             "options": shlex.join(_options(table, part, model_args, choice)),
@@ -353,12 +352,12 @@ def run(table: PaperTable, choice: TableChoice) -> str:
             print(f"mmkv: {row.folder} is there ({folder})", file=sys.stderr)
             continue
         wanted = commands(table, row, choice)
+        folder.mkdir(parents=True, exist_ok=True)
         for words in wanted:
             print(f"mmkv: {number} of {len(rows)}: {shlex.join(words)}", file=sys.stderr)
             code = subprocess.run(_started(words)).returncode
             if code:
                 raise InputError(f"{row.folder} ended with exit code {code}; its message is above")
-        folder.mkdir(parents=True, exist_ok=True)
         (folder / _DONE).write_text("\n".join(map(shlex.join, wanted)) + "\n")
     return compared(table, choice)
 
@@ -427,7 +426,4 @@ def _figure(found: dict[str, dict[str, Any]], column: TableColumn) -> float | No
 def listed() -> str:
     """Return a line for each table."""
     width = max(map(len, tables()))
-    return "\n".join(
-        f"{table.name:{width}}  {table.shows}" + ("" if table.rows else " (no command)")
-        for table in tables().values()
-    )
+    return "\n".join(f"{table.name:{width}}  {table.shows}" for table in tables().values())
