@@ -695,6 +695,9 @@ def test_the_share_of_each_picture_is_counted_from_what_is_retained(tmp_path: Pa
         with pytest.raises(SessionError, match="pictures do not follow"):
             engine.load_session(tmp_path / "t")
         opened.close()
+        for seen, whole in ((stops[1], 2), (stops[1] - 1, 1), (stops[0], 1), (starts[0] + 1, 0)):
+            session.cut_back(seen, seen, seen)
+            assert session.pictures == tuple(zip(starts, stops, strict=True))[:whole]
 
 
 def test_a_turn_that_is_taken_back_takes_its_pictures_along() -> None:
