@@ -226,6 +226,7 @@ def test_what_cannot_be_is_refused_in_a_line(
     with pytest.raises((BudgetError, PolicyError), match=said) as caught:
         dialled(folder, **settings)
     assert "\n" not in str(caught.value) and isinstance(caught.value, MmkvError)
+    dialled(folder, budget_max=4)  # both ends may be one
 
 
 def test_a_config_folds_the_dial_into_its_budget() -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
 from unittest import mock
@@ -27,7 +28,14 @@ from torch import Tensor
 
 from mmkv.engine.backends.torch.step import PrefillChunk
 from mmkv.engine.cache.layout import COLUMNS
-from mmkv.engine.errors import BudgetError, ContextError, InputError, NotFiniteError, SessionError
+from mmkv.engine.errors import (
+    BudgetError,
+    ContextError,
+    InputError,
+    NotFiniteError,
+    PolicyError,
+    SessionError,
+)
 from mmkv.engine.policies import Budget
 from mmkv.engine.prefill import ChunkPass
 from mmkv.engine.read_ids import with_ids
@@ -272,12 +280,16 @@ class SessionMachine(RuleBasedStateMachine):
     @torch.inference_mode()
     def refuse(self) -> None:
         session, engine, pool = self.session, self.engine, self.engine.cache.pool
-        wrong = {"input_ids": torch.tensor([[5, 10_000]])}
+        wrong = [[5, 10_000]], [[5, -2]], [[5, 6], [7, 8]], [[]]
+        prompts = [{"input_ids": torch.tensor(ids, dtype=torch.int64)} for ids in wrong]
+        risky = Budget("entries", 4, 0.1, Budget.bytes(1))
         for error, call in (
-            (InputError, lambda: session.prefill(wrong)),
+            *((InputError, partial(session.prefill, each)) for each in [*prompts, {}]),
             (InputError, lambda: session.decode(-1)),
             (InputError, lambda: engine.decode([session, session], [5, 5])),
             (BudgetError, lambda: session.set_budget(Budget.bytes(1))),
+            # Under most policies a risk means nothing, under the others nothing fits in a byte.
+            ((BudgetError, PolicyError), lambda: session.set_budget(risky)),
         ):
             with pytest.raises(error):
                 call()

@@ -305,11 +305,12 @@ def _qwen2_5_vl(spec: Checkpoint) -> Any:
     )
 
 
-# Two value heads a key head; as in the real models, every fourth layer or so attends.
+# Not as many value heads for a key head as there are key heads, so that no order of them is
+# another; as in the real models, every fourth layer or so attends.
 LINEAR: dict[str, Any] = {
     "layer_types": ["linear_attention", "full_attention", "linear_attention", "full_attention"],
     "linear_num_key_heads": 2,
-    "linear_num_value_heads": 4,
+    "linear_num_value_heads": 6,
     "linear_key_head_dim": 16,
     "linear_value_head_dim": 24,
 }

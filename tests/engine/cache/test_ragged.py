@@ -411,6 +411,12 @@ def test_a_pool_promises_and_hands_out_no_more_than_its_limit(
     pool = PagePool(4, 2, 64)
     pool.take(65)
     assert pool.num_pages == 72
+    # On a GPU by as many as there are, whoever asks.
+    for ask in ("take", "reserve", "prepare"):
+        pool = PagePool(4, 2, 72)
+        pool.doubles = True
+        getattr(pool, ask)(73)
+        assert pool.num_pages == 144
     # And no more than the memory: 90 pages of a mebibyte more, and the largest column once more.
     pool = PagePool(2**11, 64, 10)
     largest = max(column.nbytes for column in pool.columns())

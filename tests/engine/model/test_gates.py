@@ -565,6 +565,12 @@ def test_trunks_that_pass_half_precision_are_not_saved_in_it(tmp_path: Path) -> 
     save_gates(gates, tmp_path, spec)
 
 
+@pytest.mark.parametrize("name", ["gates", "a/b/c", "./a", "/a/b", "~/a"])
+def test_what_is_no_folder_and_no_hub_id_is_not_asked_for(name: str) -> None:
+    with pytest.raises(GateError, match="give a folder, a file, a hub id"):
+        load_gates(name, make_spec())
+
+
 def test_gates_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(*_: object) -> None:
         raise OSError(28, "No space left on device")

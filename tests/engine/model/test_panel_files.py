@@ -332,6 +332,9 @@ def test_the_draft_of_the_next_one_stays(
     monkeypatch.setattr(kept_files.fcntl, "flock", late)
     kept_files._drop_left_drafts(cache)
     assert draft.read_text() == "the next one"
+    monkeypatch.setattr(kept_files.fcntl, "flock", lock)
+    kept_files.clear()
+    assert not draft.exists()
 
 
 def test_a_file_of_another_checkpoint_is_not_taken(model: Path, original: Path) -> None:
