@@ -38,7 +38,7 @@ from mmkv.engine.errors import (
 )
 from mmkv.engine.policies import Budget
 from mmkv.engine.prefill import ChunkPass
-from mmkv.engine.read_ids import with_ids
+from mmkv.engine.read_ids import mask_of, with_ids
 from mmkv.engine.runtime import Runtime
 from mmkv.engine.scorer_state import GONE, POSITIONS, QUERIES, RINGS, window_positions
 from mmkv.engine.sequence import CachedSequence
@@ -383,6 +383,14 @@ class SessionMachine(RuleBasedStateMachine):
         for name in ("session", "twin"):
             if hasattr(self, name):
                 getattr(self, name).close()
+
+
+def test_a_mask_of_ids_ends_with_the_vocabulary() -> None:
+    """Of ids behind the last one that has a logit, as well."""
+    read = with_ids(0, [0, 3, 8, 20, 300])
+    for vocabulary in (1, 8, 9, 16, 21, 301, 400):
+        wanted = [at in (0, 3, 8, 20, 300) for at in range(vocabulary)]
+        assert mask_of(read, vocabulary).tolist() == wanted
 
 
 def _first_calls(

@@ -125,6 +125,9 @@ def test_bfloat16_copies_change_nothing_but_the_order_of_sums(
     for tensor in [*matrices, weights.head]:
         tensor.copy_(tensor.bfloat16())
     matrices[1][-1, -1] += 2.0**-20  # one that does not fit
+    least = 2 * min(matrix.numel() for matrix in [*matrices, weights.head])
+    monkeypatch.setattr("mmkv.engine.backends.cpu.kernels._MOST_BF16_BYTES", least - 1)
+    assert not NativeDecoder(engine.spec, weights, engine.decoder.gates)._bf16.kept
     generated = []
     for room in (0, 2**31):
         monkeypatch.setattr("mmkv.engine.backends.cpu.kernels._MOST_BF16_BYTES", room)
