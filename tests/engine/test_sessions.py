@@ -692,16 +692,17 @@ def test_the_old_file_is_there_until_the_new_one_is_whole(tmp_path: Path, privat
     umask = os.umask(0)
     os.umask(umask)
     assert allowed == (0o600 if private else 0o666 & ~umask)
-
-
-@pytest.mark.parametrize("private", [False, True])
-def test_an_error_leaves_the_old_file_alone(tmp_path: Path, private: bool) -> None:
-    path = tmp_path / "kept.json"
-    path.write_text("old")
     with pytest.raises(KeyboardInterrupt), whole_file(path, private) as draft:
         draft.write_text("ne")
         raise KeyboardInterrupt
-    assert path.read_text() == "old" and os.listdir(tmp_path) == ["kept.json"]
+    assert path.read_text() == "new" and os.listdir(tmp_path) == ["kept.json"]
+    with whole_file(path, private=True) as one, whole_file(path, private=True) as two:
+        one.write_text("one"), two.write_text("two")
+    assert path.read_text() == "one" and os.listdir(tmp_path) == ["kept.json"]
+    for nowhere in (tmp_path / "missing" / "a", tmp_path):
+        with pytest.raises(OSError), whole_file(nowhere, private) as draft:
+            draft.write_text("x")
+    assert os.listdir(tmp_path) == ["kept.json"]
 
 
 def test_what_killed_writers_left_goes_with_the_next_that_writes(tmp_path: Path) -> None:
@@ -774,19 +775,3 @@ def test_a_file_that_is_cut_short_while_it_is_read_ends_no_process(
     with pytest.raises(SessionError, match="damaged or not a session file"):
         engine.load_session(path)
     assert engine.cache.pool.free_pages == engine.cache.pool.num_pages
-
-
-def test_what_cannot_be_written_is_said(tmp_path: Path) -> None:
-    for path in (tmp_path / "missing" / "a", tmp_path):
-        for private in (False, True):
-            with pytest.raises(OSError), whole_file(path, private) as draft:
-                draft.write_text("x")
-    assert os.listdir(tmp_path) == []
-
-
-def test_two_write_the_same_file(tmp_path: Path) -> None:
-    path = tmp_path / "kept.json"
-    with whole_file(path, private=True) as one, whole_file(path, private=True) as two:
-        one.write_text("one")
-        two.write_text("two")
-    assert path.read_text() == "one" and os.listdir(tmp_path) == ["kept.json"]
