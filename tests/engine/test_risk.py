@@ -270,8 +270,9 @@ def _damaged_risk(path: Path, session: CachedSequence) -> None:
     rewrite_tensors(path, lambda tensors: tensors["risk"].fill_(torch.inf))
 
 
-def test_a_burst_counts_what_single_steps_count() -> None:
-    """The step of the CUDA graph, of two sequences, with a stop token."""
+def test_a_burst_counts_what_single_steps_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The step of the CUDA graph, of two sequences, with a stop token; in several parts."""
+    monkeypatch.setattr("mmkv.engine.backends.cuda.static_step.MOST_STEPS", 16)
     ours, reference = (engine_for("odd", budget=7) for _ in range(2))
     reference.backends.cpu.switch_off()
     sessions, others = (_opened(engine) for engine in (ours, reference))

@@ -280,16 +280,17 @@ def test_shares_and_floors_take_the_victims_of_the_selection(
         if scored == "torch":
             scores = levels[torch.randint(8, (3, ROWS, cells), generator=source)].to(DEVICE)
         work = empty_eviction(3, rows, groups=groups)
+        work.nan.copy_(on_device([1, 2, 3]))  # of steps before, to which these are added
         seen = [40, 33, 40]
         now = on_device([seen[max(seq, 0)] for seq in seqs])
         form(work, policy, rows, columns, on_device(seqs), now, limits, scores)
-        dropped, nan = [0, 0, 0], [0, 0, 0]
+        dropped, nan = [0, 0, 0], [1, 2, 3]
         for slot, seq in enumerate(seqs):
             if seq < 0:
                 continue
             given = None if scores is None else scores[slot].cpu()
             counts = eager_cut(cache, policy, seq, now[slot], limits, slot, given)
-            dropped[slot], nan[slot] = counts[:2]
+            dropped[slot], nan[slot] = counts[0], nan[slot] + counts[1]
             guarded += counts[2]
         assert (work.dropped.tolist(), work.nan.tolist()) == (dropped, nan)
         assert_same(cache, rows, columns)

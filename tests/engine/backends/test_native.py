@@ -18,7 +18,7 @@ import pytest
 import torch
 
 from mmkv.engine.backends.cpu import NativeDecoder, binding, level, levels, reason
-from mmkv.engine.backends.cpu.binding import LEVELS
+from mmkv.engine.backends.cpu.binding import LEVELS, MAX_TRUNK
 from mmkv.engine.cache import COLUMNS
 from mmkv.engine.errors import BudgetError
 from mmkv.engine.runtime import Runtime
@@ -328,6 +328,12 @@ def test_what_runs_on_torch_and_why(monkeypatch: pytest.MonkeyPatch) -> None:
     assert engine_for("odd", "snapkv").decode_path == "native"
     half = Runtime.from_pretrained(checkpoint("qwen2"), device="cpu", dtype="bfloat16")
     assert half.decode_path == "torch: bfloat16 weights" and half.backends.cpu.evictor is None
+    first, *others = engine.decoder.gates.layers
+    long = replace(first, trunk=first.trunk * (MAX_TRUNK // len(first.trunk) + 1))
+    for layers in ([long, *others], [first, *others[:-1], long]):  # one is enough
+        gates = replace(engine.decoder.gates, layers=layers)
+        reason = NativeDecoder.unsupported_reason(engine.decoder.weights, gates)
+        assert reason == f"gates with more than {MAX_TRUNK} trunk stages"
     native, plain = open_both("mistral")
     for token in text_ids(6, 1).tolist():  # 21 tokens before, a window of 24
         assert native.decode_path == "native"

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from mmkv.engine import system
 from mmkv.engine.errors import ModelError
-from mmkv.engine.model import kept_files, panel_files, stored
+from mmkv.engine.model import kept_files, panel_files, panels, stored
 from mmkv.engine.model.families import loading
 from mmkv.engine.model.kept_files import clear, kept
 from mmkv.engine.model.panel_files import PanelStore, with_panels
@@ -124,6 +124,7 @@ def test_both_names_of_exact_weights_share_a_file(model: Path, packing: list[str
 
 def test_it_is_a_safetensors_file(model: Path) -> None:
     weights = load(model, "int8").decoder.weights
+    assert panels._workspace.memory is None  # in which it was packed
     (file,) = kept()
     assert (file.model, file.form) == (str(model), "int8")
     assert file.bytes == file.path.stat().st_size and not list(file.path.parent.glob("*.part"))
