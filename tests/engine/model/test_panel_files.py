@@ -172,16 +172,22 @@ def places(matrix: Any) -> list[int]:
     return [part.data_ptr() for part in matrix.held()]
 
 
-def test_what_is_mapped_is_no_free_memory(model: Path) -> None:
+def test_what_is_mapped_is_no_free_memory(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, found in (("_available", 10**12), ("_in_group", 10**9), ("_below_limit", None)):
+        monkeypatch.setattr(system, name, lambda found=found: found)
     load(model)
     (file,) = kept()
     gc.collect()
-    before = sum(system._mapped.values())
+    before = system.free_bytes(torch.device("cpu"))
+    assert before == 10**9 - sum(system._mapped.values())
     engine = load(model)
-    assert sum(system._mapped.values()) == before + file.bytes
+    assert system.free_bytes(torch.device("cpu")) == before - file.bytes
+    monkeypatch.setattr(system, "_in_group", lambda: 5)
+    assert system.free_bytes(torch.device("cpu")) == 0
     del engine
     gc.collect()
-    assert sum(system._mapped.values()) == before
+    monkeypatch.setattr(system, "_in_group", lambda: 10**9)
+    assert system.free_bytes(torch.device("cpu")) == before
 
 
 def change(model: Path, name: str = "layers.0.mlp.down_proj.weight") -> None:
