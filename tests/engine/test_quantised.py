@@ -17,13 +17,14 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import AutoConfig
 
 from mmkv.engine.backends import kernels_for
 from mmkv.engine.errors import ModelError
 from mmkv.engine.model import panel_files, quantised, rounded
 from mmkv.engine.model.families.loading import load
 from mmkv.engine.model.product import Kernels, WeightForm
-from mmkv.engine.model.quantised import QuantisedTensors
+from mmkv.engine.model.quantised import QuantisedTensors, settings_of
 from mmkv.engine.model.rounded import Int4Matrix, IntegerMatrix
 from mmkv.engine.model.source import INDEX, SINGLE
 from mmkv.engine.model.stored import StoredTensors
@@ -173,6 +174,16 @@ def test_codes_that_no_byte_holds_are_no_grid(zero: int, monkeypatch: pytest.Mon
 
     monkeypatch.setattr(stored, "_part", changed)
     assert stored.grid(name) is None
+
+
+@pytest.mark.parametrize("inside", [False, True])
+@pytest.mark.parametrize("key", ["quantization_config", "compression_config"])
+def test_settings_stand_in_the_whole_config_or_in_its_text(key: str, inside: bool) -> None:
+    config = AutoConfig.from_pretrained(checkpoint("qwen3_vl"))
+    part, said = config.get_text_config() if inside else config, METHODS["gptq"]["settings"]
+    setattr(part, key, said)
+    assert settings_of(config) == said and key not in vars(part)
+    assert settings_of(config) is None
 
 
 def test_text_in_fp8_beside_a_plain_tower(tmp_path: Path) -> None:

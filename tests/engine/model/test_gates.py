@@ -377,6 +377,8 @@ def test_random_gates_are_spread_and_seeded() -> None:
     assert bool((log_beta < 0).all())
     low, high = log_beta.quantile(0.02).item(), log_beta.quantile(0.98).item()
     assert low < -2 and -0.05 < high < 0
+    uneven = make_random_gates(make_spec(kv_heads=3), d_gate=64)  # as many for each head, or more
+    assert len(uneven.tensors["layers.0.linear1.bias"]) == 66
 
 
 @pytest.mark.parametrize("kind", ["tied", "rg", "rg10"])

@@ -328,6 +328,18 @@ def test_every_preset_follows_its_reference_in_every_form(
     follow_in_fewer_bits(name, kv, 5, record_property)
 
 
+@pytest.mark.parametrize("sinks", [2, 3])
+def test_queries_of_sinks_count_where_there_are_no_others(sinks: int) -> None:
+    text = f"expected-attention:window=8,sinks={sinks}"
+    for tokens in range(sinks + 1, 8):
+        engine = engine_of(folder_of("text3"), text, 4)
+        session, oracle = engine.session(), oracle_of(engine, folder_of("text3"), text, 4)
+        prefill_both(session, oracle, prompt("text3", tokens, seed=tokens))
+        for token in text_ids(3, tokens).tolist():
+            session.decode(token), oracle.decode(token)
+            oracle.follow(session.retained())
+
+
 def test_queries_that_were_cut_off_are_not_asked(monkeypatch: pytest.MonkeyPatch) -> None:
     """Those before them in their slots are lost; the others' next positions follow what is left.
 
