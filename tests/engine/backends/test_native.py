@@ -345,7 +345,9 @@ def test_what_runs_on_torch_and_why(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.skipif(shutil.which("cc") is None, reason="no C compiler on PATH")
 def test_a_machine_with_a_compiler_has_the_library() -> None:
+    """And takes the best that loads: without one, the tests of it are skipped."""
     assert not isinstance(binding._load("baseline"), str), binding._load("baseline")
+    assert level() == levels()[0]
 
 
 # The library of every level of the instruction set that this CPU runs, and which one is loaded.
