@@ -181,6 +181,7 @@ def test_draws_follow_their_seed_whatever_the_company() -> None:
     engine = engine_for("qwen3_vl")
     sessions = opened(engine, 3)
     draws = [Draw(temperature=2.0, seed=seed) for seed in (1, 2, 3)]
+    draws[2] = Draw(temperature=2.0, seed=3, presence=2.0)  # and whether others are penalised
     alone = []
     for session, draw in zip(sessions, draws, strict=True):
         with session.fork() as fork:
