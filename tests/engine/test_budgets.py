@@ -307,3 +307,18 @@ def test_who_shares_changes_under_the_lock(folder: Path) -> None:
         shared.join(session, 2.0)
         shared.leave(session)
     assert held == [True] * 4
+
+
+def test_a_prompt_is_refused_before_a_chunk_has_no_page(folder: Path) -> None:
+    """Nine more entries in a row that fills its page take two pages, in each of four rows."""
+    engine = load(folder, page_size=8)
+    engine.share(100)
+    session, prompt = engine.session(), {"input_ids": text_ids(9, 2)[None]}
+    session.prefill({"input_ids": text_ids(8, 1)[None]})
+    engine.trim()
+    pool = engine.cache.pool
+    pool.limit = pool.num_pages + 7
+    with pytest.raises(BudgetError):
+        session.begin_prefill(prompt)
+    pool.limit += 2  # and one that no rounding needs
+    assert session.prefill(prompt).isfinite().all()

@@ -97,16 +97,8 @@ def test_an_engine_takes_its_options_from_the_config(folders: dict[str, Path]) -
     given: dict[str, Any] = {"budget": "25%", "evict_every": 3, "prefill_chunk": 5, "page_size": 8}
     given |= {"kv": "k8v4", "vision_cache": "100KiB"}
     made = load(folders["vl"], policy="dbtrimkv", lookahead=5, kv_limit=10**6, **given)
-    config = EngineConfig(
-        model=folders["vl"],
-        policy="dbtrimkv",
-        lookahead=5,
-        gates="random",
-        device="cpu",
-        dtype="float32",
-        kv_limit=10**6,
-        **given,
-    )
+    loading = {"model": folders["vl"], "gates": "random", "device": "cpu", "dtype": "float32"}
+    config = EngineConfig(policy="dbtrimkv", lookahead=5, kv_limit=10**6, **loading, **given)
     for engine in (made, Runtime.from_config(config)):
         assert engine.budget == Budget.fraction(0.25)
         assert (engine.interval.named, engine.prefill_chunk) == (3, 5)
@@ -167,27 +159,9 @@ def test_lmms_eval_takes_every_option_as_text() -> None:
     }
     assert set(texts) == set(options()) - {"model", "kv_limit"}
     made = LmmsSettings.of({"pretrained": "here.gguf", **texts}).engine
-    assert made == EngineConfig(
-        model="here.gguf",
-        mmproj="tower.gguf",
-        adapter="tuned",
-        policy="trimkv",
-        budget="25",
-        risk=0.02,
-        budget_max="64",
-        lookahead=3.0,
-        evict_every=4,
-        prefill_chunk=64,
-        page_size=32,
-        weights="int8",
-        kv="k8v4",
-        gates="random",
-        device="cpu",
-        dtype="float32",
-        vision_cache="1GiB",
-        endless=False,
-        threads=1,
-    )
+    read: dict[str, Any] = {"risk": 0.02, "lookahead": 3.0, "evict_every": 4, "prefill_chunk": 64}
+    read |= {"page_size": 32, "endless": False, "threads": 1}
+    assert made == EngineConfig(model="here.gguf", **texts | read)
     assert LmmsSettings.of({"pretrained": "here"}).engine == EngineConfig(
         model="here", endless=False
     )

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mmkv.engine.budget import Dial
+from mmkv.engine.budget import TURN, Dial
 from mmkv.engine.budgets import page_bound
 from mmkv.engine.config import EngineConfig
 from mmkv.engine.errors import BudgetError, MmkvError, PolicyError, SessionError
@@ -139,6 +139,22 @@ def test_a_bound_in_bytes_holds_at_every_step(folder: Path) -> None:
     session.close()
 
 
+def test_a_reply_turns_the_dial_every_few_tokens(folder: Path) -> None:
+    session, stood = dialled(folder).session(), []
+    session.prefill(PICTURES)
+    begin = session.seen
+    for token in text_ids(2 * TURN + 3, 1).tolist():
+        session.decode(token)
+        assert session.dial is not None
+        stood.append(session.dial[2])
+    assert stood == [begin + step // TURN * TURN for step in range(len(stood))]
+    session.cut_back(stood[-1] - 5, session.next_position, begin)
+    assert session.dial[2] == session.seen == stood[-1] - 5  # not ahead of what is left
+    session.cut_back(begin + 1, session.next_position, begin)
+    session.decode(7)
+    assert session.dial[2] == begin + 1
+
+
 def test_files_and_forks_keep_where_the_dial_stands(folder: Path, tmp_path: Path) -> None:
     engine = dialled(folder)
     session = engine.session()
@@ -210,6 +226,7 @@ def test_what_cannot_be_is_refused_in_a_line(
     with pytest.raises((BudgetError, PolicyError), match=said) as caught:
         dialled(folder, **settings)
     assert "\n" not in str(caught.value) and isinstance(caught.value, MmkvError)
+    dialled(folder, budget_max=4)  # both ends may be one
 
 
 def test_a_config_folds_the_dial_into_its_budget() -> None:

@@ -279,6 +279,23 @@ def test_a_picture_of_one_token_is_read() -> None:
     assert alone is not None and alone.shape == (1, reader.config.text_config.hidden_size)
 
 
+def test_tiles_that_fill_a_batch_up_are_no_part_of_a_picture() -> None:
+    """SmolVLM's: all of one is 0, and masked; a black pixel is none, and no part is masked."""
+    reader, turn = family("smolvlm"), make_turn("smolvlm", [3, ("image", 32, 32), 2])
+    pixels = turn["pixel_values"]
+    pixels[0, :, :, 0, 0] = 0.0
+    wanted = reader.turn(turn, 0, CPU)
+    assert wanted.visual is not None and len(wanted.visual) == int((ids_of(turn) == IMAGE_ID).sum())
+    count, side = pixels.shape[1], pixels.shape[-1]
+    more = torch.nn.functional.pad(pixels, (0,) * 7 + (2,))
+    mask = (torch.arange(count + 2) < count)[None, :, None, None].repeat(1, 1, side, side)
+    given = turn | {"pixel_values": more, "pixel_attention_mask": mask}
+    assert_same_turn(reader.turn(given, 0, CPU), wanted)
+    mask[0, 1, 0, 0] = False
+    with pytest.raises(InputError, match="masks a part of a tile"):
+        reader.turn(given, 0, CPU)
+
+
 def test_pixels_of_the_whole_conversation_give_the_new_turn_its_own(qwen: Family) -> None:
     """Two conversations; in the first, the later turn has a video and a picture, too."""
     first, second, third = conversation()

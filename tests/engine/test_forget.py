@@ -145,33 +145,6 @@ def test_entries_in_fewer_bits_are_forgotten_alike(policy: str, kv: str, tmp_pat
     converse("text3", policy, tmp_path, native=False, kv=kv)
 
 
-def test_pages_of_what_is_forgotten_come_free() -> None:
-    """Of 64 tokens in pages of 8, 48 are forgotten: six of eight pages of each row."""
-    engine = engine_of(folder_of("text3"), "full", 99, page_size=8)
-    session = engine.session()
-    session.prefill(prompt("text3", 64))
-    before = session.memory()
-    assert session.forget(8, 56) == 48 * engine.spec.rows
-    after = session.memory()
-    assert (before.pages, after.pages) == (8 * engine.spec.rows, 2 * engine.spec.rows)
-    assert after.kv_bytes * 4 == before.kv_bytes
-    assert session.forget(8, 56) == 0
-    kept = [*range(8), *range(56, 64)]
-    assert all(row.tolist() == kept for layer in session.retained() for row in layer)
-
-
-def test_a_batch_forgets_in_one_session_alone() -> None:
-    engine = engine_of(folder_of("text3"), "dbtrimkv", 9)
-    session, other = engine.session(), engine.session()
-    for one in (session, other):
-        one.prefill(prompt("text3", 30))
-    kept = flat(other.retained())
-    session.forget(10, 30)
-    assert flat(other.retained()) == kept
-    engine.decode([session, other], [3, 3])
-    engine.cache.check()
-
-
 def flat(retained: Retained) -> list[list[int]]:
     return [row.tolist() for layer in retained for row in layer]
 

@@ -15,7 +15,6 @@ from mmkv.engine.policies import PRESETS, Budget, make_policy
 from mmkv.engine.runtime import Runtime
 from mmkv.engine.sequence import CachedSequence
 from tests.support.dialogues import engine_of, folder_of, oracle_of, prefill_both, prompt
-from tests.support.model_configs import IMAGE_ID
 from tests.support.oracle import Oracle
 from tests.support.policies import GATED, KINDS, MERGERS, OTHERS
 from tests.support.sessions import text_ids
@@ -324,20 +323,6 @@ def test_entries_without_a_score_go_first(
         assert session.memory().evicted_nan == oracle.evicted_nan > 0
     held = len(session.retained()[1][0])
     assert held == (0 if policy == "dbtrimkv" else 7)
-
-
-def test_rows_are_uneven_and_pictures_are_evicted() -> None:
-    """The cases above would prove little if every row kept the same tokens."""
-    engine = load(folder_of("vl3"), Case("vl3", "dbtrimkv", 2, 1, 16, "late"))
-    session = engine.session()
-    inputs = prompt("vl3", 9, ("image", 32, 32), 5)
-    session.prefill(inputs)
-    lengths = [row.numel() for layer in session.retained() for row in layer]
-    assert len(set(lengths)) > 2, lengths
-    held = session.memory().by_modality
-    assert sum(held.values()) == sum(lengths)
-    pictures = int((inputs["input_ids"] == IMAGE_ID).sum()) * engine.spec.rows
-    assert 0 < held["image"] < pictures and held["video"] == 0
 
 
 # Every preset of the registry, on three families, with prompts read whole and in chunks.

@@ -21,30 +21,6 @@ POLICIES = slow_but(("dbtrimkv", "snapkv", "full"), KINDS, "the other kinds of p
 LONG = turn(9, ("image", 24, 16), 25, seed=7)
 
 
-@pytest.mark.parametrize("policy", POLICIES)
-def test_chunks_between_other_sequences_give_the_same_bits(
-    policy: str, folders: dict[str, Path]
-) -> None:
-    engine = load(folders["vl"], policy=policy, budget=18)
-    session, reference, other = engine.session(), engine.session(), engine.session()
-    other.prefill(turn(20, seed=3))
-    for each in (session, reference):
-        each.prefill(PICTURES)
-        run(each, text_ids(5, 4))
-    wanted = reference.prefill(LONG)
-    prefill = session.begin_prefill(LONG)
-    chunks = 0
-    while not prefill.advance():
-        chunks += 1
-        run(other, text_ids(3, chunks))
-        engine.session().prefill(turn(7, seed=chunks))
-    assert chunks > 2 and prefill.done == prefill.tokens and prefill.snapshot_pages == 0
-    assert prefill.logits is not None and torch.equal(prefill.logits, wanted)
-    assert_same_rows(session, reference)
-    assert torch.equal(run(session, text_ids(9, 5)), run(reference, text_ids(9, 5)))
-    engine.cache.check()
-
-
 def test_a_chunk_length_of_its_own(folders: dict[str, Path]) -> None:
     engine, other = load(folders["vl"]), load(folders["vl"], prefill_chunk=5)
     session, reference = engine.session(), other.session()

@@ -113,40 +113,6 @@ def test_the_last_layer_computes_the_last_tokens_alone(monkeypatch: pytest.Monke
     assert tokens == [3]
 
 
-def test_a_pass_that_fails_changes_no_sequence(
-    folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    engine = load(folders["vl"])
-    sessions = [engine.session() for _ in range(3)]
-    for session in sessions:
-        session.prefill(turn(9))
-    before = [session.state() for session in sessions]
-    held = [engine.cache.held_pages(session.seq) for session in sessions]
-    prefills = [
-        Prefill(s, engine.family.turn(turn(4, seed=7), s.next_position, engine.device))
-        for s in sessions
-    ]
-
-    def broken(*_: Any) -> Tensor:
-        raise KeyboardInterrupt
-
-    with monkeypatch.context() as patched:
-        patched.setattr(engine.decoder, "layer", broken)
-        with pytest.raises(KeyboardInterrupt):
-            advance_together(prefills)
-    assert [session.state() for session in sessions] == before
-    assert [engine.cache.held_pages(session.seq) for session in sessions] == held
-    engine.cache.check()
-    advance_together(prefills)
-    assert all(prefill.logits is not None for prefill in prefills)
-    sessions[1].decode(5)
-    others = [Prefill(s, engine.family.turn(turn(4), 30, engine.device)) for s in sessions[:2]]
-    sessions[1].decode(5)
-    with pytest.raises(SessionError, match="take the prompt back"):
-        advance_together(others)
-    assert sessions[0].seen == 13
-
-
 def begun(sessions: list[CachedSequence], *prompts: dict[str, Tensor]) -> list[Prefill]:
     engine = sessions[0].engine
     turns = [

@@ -17,13 +17,14 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import AutoConfig
 
 from mmkv.engine.backends import kernels_for
 from mmkv.engine.errors import ModelError
 from mmkv.engine.model import panel_files, quantised, rounded
 from mmkv.engine.model.families.loading import load
 from mmkv.engine.model.product import Kernels, WeightForm
-from mmkv.engine.model.quantised import QuantisedTensors
+from mmkv.engine.model.quantised import QuantisedTensors, settings_of
 from mmkv.engine.model.rounded import Int4Matrix, IntegerMatrix
 from mmkv.engine.model.source import INDEX, SINGLE
 from mmkv.engine.model.stored import StoredTensors
@@ -74,11 +75,19 @@ def numbers(weights: DecoderWeights) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_each_matrix_is_bit_for_bit_what_its_library_reads(method: str) -> None:
+def test_each_matrix_is_bit_for_bit_what_its_library_reads(
+    method: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Five rows of 64 or three of 96 at a time; its codes times steps are the same numbers."""
+    monkeypatch.setattr(quantised, "_AT_ONCE", 5 * 64)
     stored, expected = opened(method), METHODS[method]["sha256"]
     assert len(expected) == 7
     for name, wanted in expected.items():
-        assert digest(stored.tensor(name)) == wanted, name
+        tensor = stored.tensor(name)
+        assert digest(tensor) == wanted, name
+        if (grid := stored.grid(name)) is not None:
+            steps = grid.steps.repeat_interleave(tensor.shape[1] // grid.steps.shape[1], 1)
+            torch.testing.assert_close(grid.codes * steps, tensor.float(), rtol=2**-8, atol=0)
     assert stored.names == {*expected, *load_file(HERE / "plain.safetensors")}
     assert ("activations" in str(stored.note)) == (method == "compressed-tensors")
 
@@ -151,6 +160,30 @@ def test_four_symmetric_bits_stay_those_four_bits() -> None:
     assert torch.equal(held.wide().bfloat16(), stored.tensor(name))
     again = form.hold(stored.tensor(name).float(), "layers.0.self_attn.q_proj")
     assert isinstance(again, Int4Matrix) and again.error > 0.005
+
+
+@pytest.mark.parametrize("zero", [0, -1])
+def test_codes_that_no_byte_holds_are_no_grid(zero: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of 8 bits less a zero point of 0, or of 255."""
+    stored, name = opened("gptq_v2"), "model.layers.0.self_attn.q_proj.weight"
+    part = stored._part
+    assert stored.grid(name) is not None
+
+    def changed(name: str) -> Tensor:
+        return part(name).fill_(zero) if name.endswith("qzeros") else part(name)
+
+    monkeypatch.setattr(stored, "_part", changed)
+    assert stored.grid(name) is None
+
+
+@pytest.mark.parametrize("inside", [False, True])
+@pytest.mark.parametrize("key", ["quantization_config", "compression_config"])
+def test_settings_stand_in_the_whole_config_or_in_its_text(key: str, inside: bool) -> None:
+    config = AutoConfig.from_pretrained(checkpoint("qwen3_vl"))
+    part, said = config.get_text_config() if inside else config, METHODS["gptq"]["settings"]
+    setattr(part, key, said)
+    assert settings_of(config) == said and key not in vars(part)
+    assert settings_of(config) is None
 
 
 def test_text_in_fp8_beside_a_plain_tower(tmp_path: Path) -> None:
@@ -273,6 +306,11 @@ def of_no_group(tensors: dict[str, Tensor]) -> None:
     tensors["model.layers.0.mlp.down_proj.g_idx"][5] = -1
 
 
+def of_uneven_groups(tensors: dict[str, Tensor]) -> None:
+    name = "model.layers.0.self_attn.q_proj.weight_scale"
+    tensors[name] = tensors[name][:, :1].repeat(1, 3)
+
+
 def stacked_experts(tensors: dict[str, Tensor]) -> None:
     """As no library of those here names them: their steps would be left out."""
     name = "model.layers.0.mlp.down_proj.weight"
@@ -313,6 +351,7 @@ def truncated(method: str, folder: Path) -> None:
         ("compressed-tensors", said(format="marlin-24"), "in the format 'marlin-24'"),
         ("compressed-tensors", said(transform_config={"a": 1}), "with rotations"),
         ("fp8", damaged(stacked_experts), "experts.gate_up_proj holds F8_E4M3 without the parts"),
+        ("compressed-tensors", damaged(of_uneven_groups), "q_proj.weight_scale is BF16 [64, 3]"),
         (
             "compressed-tensors",
             without("self_attn.q_proj.weight_scale"),

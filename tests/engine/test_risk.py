@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import random
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,12 +12,15 @@ import torch
 from torch import Tensor
 
 from mmkv.engine import risk
+from mmkv.engine.budget import Dial
 from mmkv.engine.contents import MODALITIES
 from mmkv.engine.errors import SessionError
+from mmkv.engine.policies import make_policy
 from mmkv.engine.prefill import ChunkPass
-from mmkv.engine.risk import RiskMeter, exact_risk
+from mmkv.engine.risk import Risk, RiskMeter, entries_needed, exact_risk
 from mmkv.engine.runtime import Runtime
 from mmkv.engine.sequence import CachedSequence
+from tests.engine.policies.test_policies import make_view
 from tests.support.bursts import Bursts
 from tests.support.dialogues import engine_of, folder_of, oracle_of, prefill_both, prompt
 from tests.support.native import engine_for
@@ -102,6 +106,30 @@ def test_a_meter_counts_what_a_list_counts(seed: int, monkeypatch: pytest.Monkey
         exact = exact_risk(beta[there], len(kinds) - position[there], kind[there], held[there])
         assert found.held == pytest.approx(exact.held, rel=1e-6)
         assert found.forgotten == pytest.approx(exact.forgotten, rel=ERROR, abs=2e-3)
+
+
+@pytest.mark.parametrize("name", ["dbtrimkv", "trimkv", "balanced:free=2"])
+@pytest.mark.parametrize("decays", [False, True])
+def test_as_few_entries_stay_as_the_risk_allows(name: str, decays: bool) -> None:
+    """The smallest budget whose victims weigh the target's share at most, and half of it: of
+    entries that weigh 1 exactly as much, too.
+    """
+    view = make_view([[9, 3], [1, 11]], seen=12)
+    view = view if decays else replace(view, log_beta=torch.zeros(24))
+    weights = (view.log_beta * (view.seen - view.position)).double().exp()
+    policy, dial, every = make_policy(name), Dial(0.25, 1, 44, 8), float(weights.sum())
+    scores = policy.scores(view, dial.allowed).value
+    gone = [float(weights[policy.lowest(scores, view, budget)].sum()) for budget in range(45)]
+    for lost in (0.0, every / 9):
+        total = lost + every
+        known = Risk(lost / total, {}, lost, every)
+        wanted = [
+            next(budget for budget in range(1, 45) if lost + gone[budget] <= share * total)
+            for share in (0.25, 0.125)
+        ]
+        assert [*entries_needed(known, dial, view, policy)] == wanted
+    above = entries_needed(Risk(0.5, {}, every, every), dial, view, policy)
+    assert above == ((45, 45) if name == "trimkv" else (25, 25))  # all, and one more
 
 
 def _modality(session: CachedSequence, kind: str) -> Tensor:
@@ -242,8 +270,9 @@ def _damaged_risk(path: Path, session: CachedSequence) -> None:
     rewrite_tensors(path, lambda tensors: tensors["risk"].fill_(torch.inf))
 
 
-def test_a_burst_counts_what_single_steps_count() -> None:
-    """The step of the CUDA graph, of two sequences, with a stop token."""
+def test_a_burst_counts_what_single_steps_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The step of the CUDA graph, of two sequences, with a stop token; in several parts."""
+    monkeypatch.setattr("mmkv.engine.backends.cuda.static_step.MOST_STEPS", 16)
     ours, reference = (engine_for("odd", budget=7) for _ in range(2))
     reference.backends.cpu.switch_off()
     sessions, others = (_opened(engine) for engine in (ours, reference))

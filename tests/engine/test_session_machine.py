@@ -7,6 +7,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
 from unittest import mock
@@ -27,10 +28,17 @@ from torch import Tensor
 
 from mmkv.engine.backends.torch.step import PrefillChunk
 from mmkv.engine.cache.layout import COLUMNS
-from mmkv.engine.errors import BudgetError, ContextError, InputError, NotFiniteError, SessionError
+from mmkv.engine.errors import (
+    BudgetError,
+    ContextError,
+    InputError,
+    NotFiniteError,
+    PolicyError,
+    SessionError,
+)
 from mmkv.engine.policies import Budget
 from mmkv.engine.prefill import ChunkPass
-from mmkv.engine.read_ids import with_ids
+from mmkv.engine.read_ids import mask_of, with_ids
 from mmkv.engine.runtime import Runtime
 from mmkv.engine.scorer_state import GONE, POSITIONS, QUERIES, RINGS, window_positions
 from mmkv.engine.sequence import CachedSequence
@@ -272,12 +280,16 @@ class SessionMachine(RuleBasedStateMachine):
     @torch.inference_mode()
     def refuse(self) -> None:
         session, engine, pool = self.session, self.engine, self.engine.cache.pool
-        wrong = {"input_ids": torch.tensor([[5, 10_000]])}
+        wrong = [[5, 10_000]], [[5, -2]], [[5, 6], [7, 8]], [[]]
+        prompts = [{"input_ids": torch.tensor(ids, dtype=torch.int64)} for ids in wrong]
+        risky = Budget("entries", 4, 0.1, Budget.bytes(1))
         for error, call in (
-            (InputError, lambda: session.prefill(wrong)),
+            *((InputError, partial(session.prefill, each)) for each in [*prompts, {}]),
             (InputError, lambda: session.decode(-1)),
             (InputError, lambda: engine.decode([session, session], [5, 5])),
             (BudgetError, lambda: session.set_budget(Budget.bytes(1))),
+            # Under most policies a risk means nothing, under the others nothing fits in a byte.
+            ((BudgetError, PolicyError), lambda: session.set_budget(risky)),
         ):
             with pytest.raises(error):
                 call()
@@ -371,6 +383,14 @@ class SessionMachine(RuleBasedStateMachine):
         for name in ("session", "twin"):
             if hasattr(self, name):
                 getattr(self, name).close()
+
+
+def test_a_mask_of_ids_ends_with_the_vocabulary() -> None:
+    """Of ids behind the last one that has a logit, as well."""
+    read = with_ids(0, [0, 3, 8, 20, 300])
+    for vocabulary in (1, 8, 9, 16, 21, 301, 400):
+        wanted = [at in (0, 3, 8, 20, 300) for at in range(vocabulary)]
+        assert mask_of(read, vocabulary).tolist() == wanted
 
 
 def _first_calls(

@@ -241,6 +241,7 @@ def test_axes_of_a_rotary_module_and_of_its_family_agree(tmp_path: Path) -> None
     assert read(Plain()).mrope_axes is None
     assert read(Plain(mrope_section=[2, 1, 1]), None, False).mrope_axes == (0, 0, 1, 2)
     assert read(Plain(mrope_section=[2, 1, 1]), (1, 1, 2)).mrope_axes == (0, 1, 2, 0)
+    assert read(Plain(mrope_section=[2, 1, 1]), (1, 1, 2), False).mrope_axes == (0, 0, 1, 2)
     assert read(Plain(), (1, 1, 2), False).mrope_axes == (0, 1, 2, 2)
     with pytest.raises(ModelError, match="sections of 64 frequencies do not fit the 4 of a head"):
         read(Plain(), (16, 24, 24))

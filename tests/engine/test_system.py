@@ -197,21 +197,6 @@ def allow_by_the_new_one() -> None:
 
 @pytest.mark.usefixtures("own_settings")
 @pytest.mark.parametrize("allow", [allow_by_the_old_call, allow_by_the_new_one])
-@pytest.mark.parametrize("kind", PRODUCTS)
-def test_products_are_whole_for_the_time_of_a_step(kind: str, allow: Any) -> None:
-    allow()
-    before = PRODUCTS[kind].fp32_precision
-    assert before not in ("none", "ieee")
-    with exact_products(torch.device(kind)):
-        assert PRODUCTS[kind].fp32_precision == "ieee"
-    assert PRODUCTS[kind].fp32_precision == before
-    with pytest.raises(KeyError), exact_products(torch.device(kind)):
-        raise KeyError
-    assert PRODUCTS[kind].fp32_precision == before
-
-
-@pytest.mark.usefixtures("own_settings")
-@pytest.mark.parametrize("allow", [allow_by_the_old_call, allow_by_the_new_one])
 @pytest.mark.parametrize("kinds", itertools.product(PRODUCTS, PRODUCTS))
 def test_the_first_of_two_steps_to_end_leaves_the_other_exact(
     kinds: tuple[str, str], allow: Any
@@ -228,6 +213,9 @@ def test_the_first_of_two_steps_to_end_leaves_the_other_exact(
         assert PRODUCTS[kinds[goes_on]].fp32_precision == "ieee"
         steps[goes_on].__exit__(None, None, None)
         assert [product.fp32_precision for product in PRODUCTS.values()] == before
+    with pytest.raises(KeyError), exact_products(torch.device(kinds[0])):
+        raise KeyError
+    assert [product.fp32_precision for product in PRODUCTS.values()] == before
 
 
 @pytest.mark.usefixtures("own_settings")

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -356,29 +355,6 @@ def test_what_fails_is_not_kept() -> None:
     odd: dict[str, Any] = {"pixel_values": object()}
     assert call_twice(cache, IMAGE, odd, Features(torch.ones(2, 2))) == 2
     assert cache.nbytes == 0
-
-
-def test_threads_share_it() -> None:
-    cache, failed = VisionCache(LIMIT), []
-
-    def work(seed: int) -> None:
-        numbers = torch.Generator().manual_seed(seed)
-        for number in torch.randint(0, 20, (200,), generator=numbers).tolist():
-            inputs = {"pixel_values": torch.tensor([number])}
-            found = cache.features(IMAGE, [inputs], "", _rows_of(number))
-            if float(found.rows[0, 0]) != number or cache.nbytes > LIMIT:
-                failed.append(number)
-
-    threads = [threading.Thread(target=work, args=(seed,)) for seed in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert not failed and cache.bytes_of("") == cache.nbytes
-
-
-def _rows_of(number: int) -> Callable[[Any], list[Features]]:
-    return lambda new: [Features(torch.full((8, 16), float(number)))]
 
 
 def test_pixels_in_a_narrow_dtype() -> None:

@@ -41,53 +41,31 @@ from tests.support.model_configs import (
 _home = tempfile.TemporaryDirectory(prefix="mmkv-checkpoints-")
 
 
+def _rope(kind: str, **values: Any) -> dict[str, Any]:
+    return {"rope_parameters": {"rope_type": kind, "rope_theta": 10000.0, **values}}
+
+
 def _long_rope(rot: int, original: int) -> dict[str, Any]:
-    return {
-        "max_position_embeddings": 512,
-        "original_max_position_embeddings": original,
-        "rope_parameters": {
-            "rope_type": "longrope",
-            "rope_theta": 10000.0,
-            "short_factor": [1.0 + 0.05 * i for i in range(rot // 2)],
-            "long_factor": [1.5 + 0.4 * i for i in range(rot // 2)],
-            "original_max_position_embeddings": original,
-            "partial_rotary_factor": 0.5,
-        },
+    sizes = {"original_max_position_embeddings": original}
+    factors = {
+        "short_factor": [1.0 + 0.05 * i for i in range(rot // 2)],
+        "long_factor": [1.5 + 0.4 * i for i in range(rot // 2)],
     }
+    rope = _rope("longrope", **factors, **sizes, partial_rotary_factor=0.5)
+    return {"max_position_embeddings": 512, **sizes, **rope}
 
 
-_LLAMA3 = {
-    "rope_parameters": {
-        "rope_type": "llama3",
-        "rope_theta": 10000.0,
-        "factor": 8.0,
-        "low_freq_factor": 1.0,
-        "high_freq_factor": 4.0,
-        "original_max_position_embeddings": 32,
-    }
-}
-_YARN = {
-    "rope_parameters": {
-        "rope_type": "yarn",
-        "rope_theta": 10000.0,
-        "factor": 4.0,
-        "original_max_position_embeddings": 64,
-    }
-}
-
-_HALF_TURNED = {
-    "rope_parameters": {
-        "rope_type": "default",
-        "rope_theta": 10000.0,
-        "partial_rotary_factor": 0.5,
-    }
-}
-
+_LLAMA3 = _rope(
+    "llama3",
+    factor=8.0,
+    low_freq_factor=1.0,
+    high_freq_factor=4.0,
+    original_max_position_embeddings=32,
+)
+_YARN = _rope("yarn", factor=4.0, original_max_position_embeddings=64)
+_HALF_TURNED = _rope("default", partial_rotary_factor=0.5)
 # Queries of later positions are scaled.
-_SCALED = {
-    "rope_parameters": _YARN["rope_parameters"]
-    | {"original_max_position_embeddings": 192, "llama_4_scaling_beta": 0.1}
-}
+_SCALED = _rope("yarn", factor=4.0, original_max_position_embeddings=192, llama_4_scaling_beta=0.1)
 
 # Three experts of eight; the first layer of the variant is dense.
 _MIXED: dict[str, Any] = {

@@ -83,45 +83,39 @@ def _text_config(spec: Checkpoint, text_type: str) -> Any:
     return transformers.CONFIG_MAPPING[text_type](**values)
 
 
-def _clip(spec: Checkpoint) -> Any:
-    return transformers.CLIPVisionConfig(
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=3,
-        num_attention_heads=2,
-        image_size=TILE,
-        patch_size=PATCH,
-        projection_dim=16,
+# A tower of layers as CLIP has them, and one as Qwen has it.
+_TOWER = {
+    **{"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2},
+    **{"num_attention_heads": 2, "image_size": TILE, "patch_size": PATCH},
+}
+_MERGING = {
+    **{"depth": 2, "hidden_size": 32, "intermediate_size": 48, "num_heads": 2},
+    **{"patch_size": PATCH, "spatial_merge_size": 2, "temporal_patch_size": 2},
+}
+
+
+def _clip(_: Checkpoint) -> Any:
+    return transformers.CLIPVisionConfig(**_TOWER | {"num_hidden_layers": 3}, projection_dim=16)
+
+
+def _around(spec: Checkpoint, vision: Any, **values: Any) -> Any:
+    """Return the configuration of a tower before a text model, with the tokens it is given."""
+    return transformers.CONFIG_MAPPING[spec.model_type](
+        vision_config=vision,
+        text_config=_text_config(spec, spec.text_type),
+        tie_word_embeddings=spec.tied,
+        **values | spec.extra,
     )
 
 
 def _llava(spec: Checkpoint) -> Any:
-    values = {"vision_feature_layer": -2, "vision_feature_select_strategy": "default", **spec.extra}
-    return transformers.LlavaConfig(
-        vision_config=_clip(spec),
-        text_config=_text_config(spec, spec.text_type),
-        image_token_index=IMAGE_ID,
-        tie_word_embeddings=spec.tied,
-        **values,
-    )
+    values = {"vision_feature_layer": -2, "vision_feature_select_strategy": "default"}
+    return _around(spec, _clip(spec), image_token_index=IMAGE_ID, **values | spec.extra)
 
 
 def _mistral3(spec: Checkpoint) -> Any:
-    vision = transformers.PixtralVisionConfig(
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        image_size=64,
-        patch_size=PATCH,
-    )
-    return transformers.Mistral3Config(
-        vision_config=vision,
-        text_config=_text_config(spec, spec.text_type),
-        image_token_index=IMAGE_ID,
-        tie_word_embeddings=spec.tied,
-        **spec.extra,
-    )
+    vision = transformers.PixtralVisionConfig(**_TOWER | {"image_size": 64})
+    return _around(spec, vision, image_token_index=IMAGE_ID)
 
 
 def _photos(spec: Checkpoint) -> Any:
@@ -148,17 +142,8 @@ def _photos(spec: Checkpoint) -> Any:
 
 
 def _gemma3(spec: Checkpoint) -> Any:
-    vision = transformers.SiglipVisionConfig(
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        image_size=TILE,
-        patch_size=PATCH,
-        vision_use_head=False,
-    )
     return transformers.Gemma3Config(
-        vision_config=vision,
+        vision_config=transformers.SiglipVisionConfig(**_TOWER, vision_use_head=False),
         text_config=_text_config(spec, "gemma3_text"),
         image_token_index=IMAGE_ID,
         boi_token_index=VISION_START,
@@ -169,30 +154,20 @@ def _gemma3(spec: Checkpoint) -> Any:
     )
 
 
-def _glm4v(spec: Checkpoint) -> Any:
-    turned = spec.head_dim // 4  # frequencies of a half of a head
+def _turned(spec: Checkpoint, text_type: str, share: float = 1.0, **more: Any) -> Any:
+    """Return a text model whose heads turn in a share of their numbers, by three axes."""
+    text, turned = _text_config(spec, text_type), int(spec.head_dim * share) // 2
     side = turned // 3
-    text = _text_config(spec, "glm4v_text")
-    text.rope_parameters = {
-        "rope_type": "default",
-        "rope_theta": 10000.0,
-        "partial_rotary_factor": 0.5,
-        "mrope_section": [turned - 2 * side, side, side],
-    }
-    vision = {
-        "depth": 2,
-        "hidden_size": 32,
-        "intermediate_size": 48,
-        "num_heads": 2,
-        "image_size": 2 * TILE,
-        "patch_size": PATCH,
-        "spatial_merge_size": 2,
-        "temporal_patch_size": 2,
-        "out_hidden_size": spec.heads * spec.head_dim,
-    }
+    text.rope_parameters = {"rope_type": "default", "rope_theta": 10000.0}
+    text.rope_parameters |= {} if share == 1 else {"partial_rotary_factor": share}
+    text.rope_parameters |= {"mrope_section": [turned - 2 * side, side, side], **more}
+    return text
+
+
+def _glm4v(spec: Checkpoint) -> Any:
     return transformers.CONFIG_MAPPING[spec.model_type](
-        text_config=text.to_dict(),
-        vision_config=vision,
+        text_config=_turned(spec, "glm4v_text", 0.5).to_dict(),
+        vision_config=_MERGING | _wide(spec) | {"image_size": 2 * TILE},
         image_token_id=IMAGE_ID,
         video_token_id=VIDEO_ID,
         image_start_token_id=VISION_START,
@@ -203,199 +178,79 @@ def _glm4v(spec: Checkpoint) -> Any:
     )
 
 
+def _wide(spec: Checkpoint) -> dict[str, int]:
+    return {"out_hidden_size": spec.heads * spec.head_dim}
+
+
 def _idefics(spec: Checkpoint) -> Any:
-    vision = {
-        "hidden_size": 32,
-        "intermediate_size": 48,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 2,
-        "image_size": TILE,
-        "patch_size": PATCH,
-    }
-    return transformers.CONFIG_MAPPING[spec.model_type](
-        vision_config=vision,
-        text_config=_text_config(spec, spec.text_type),
-        image_token_id=IMAGE_ID,
-        scale_factor=2,
-        tie_word_embeddings=spec.tied,
-        **spec.extra,
-    )
+    return _around(spec, dict(_TOWER), image_token_id=IMAGE_ID, scale_factor=2)
 
 
 def _llava_next(spec: Checkpoint) -> Any:
     video = {"video_token_index": VIDEO_ID} if spec.model_type == "llava_next_video" else {}
-    return transformers.CONFIG_MAPPING[spec.model_type](
-        vision_config=_clip(spec),
-        text_config=_text_config(spec, spec.text_type),
-        image_token_index=IMAGE_ID,
-        image_grid_pinpoints=PINPOINTS,
-        tie_word_embeddings=spec.tied,
-        **video,
-        **spec.extra,
-    )
+    tokens = {"image_token_index": IMAGE_ID, "image_grid_pinpoints": PINPOINTS}
+    return _around(spec, _clip(spec), **tokens, **video)
 
 
 def _llava_onevision(spec: Checkpoint) -> Any:
-    vision = transformers.SiglipVisionConfig(
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=3,
-        num_attention_heads=2,
-        image_size=TILE,
-        patch_size=PATCH,
-        vision_use_head=False,
-    )
-    return transformers.LlavaOnevisionConfig(
-        vision_config=vision,
-        text_config=_text_config(spec, spec.text_type),
+    tower = _TOWER | {"num_hidden_layers": 3, "vision_use_head": False}
+    return _around(
+        spec,
+        transformers.SiglipVisionConfig(**tower),
         image_token_index=IMAGE_ID,
         video_token_index=VIDEO_ID,
         image_grid_pinpoints=PINPOINTS,
         # Fewer tiles than the largest grid has, so that the shrinking path runs too.
         vision_aspect_ratio="anyres_max_2",
-        tie_word_embeddings=spec.tied,
-        **spec.extra,
     )
 
 
 def _internvl(spec: Checkpoint) -> Any:
-    vision = transformers.InternVLVisionConfig(
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        image_size=TILE,
-        patch_size=PATCH,
-    )
-    return transformers.InternVLConfig(
-        vision_config=vision,
-        text_config=_text_config(spec, spec.text_type),
+    vision = transformers.InternVLVisionConfig(**_TOWER)
+    tokens = {"image_token_id": IMAGE_ID, "image_seq_length": SIDE * SIDE // 4}
+    return _around(spec, vision, **tokens)
+
+
+def _qwen(spec: Checkpoint, text: Any, **vision: Any) -> Any:
+    return transformers.CONFIG_MAPPING[spec.model_type](
+        text_config=text.to_dict(),
+        vision_config=_MERGING | vision,
         image_token_id=IMAGE_ID,
-        image_seq_length=SIDE * SIDE // 4,
+        video_token_id=VIDEO_ID,
+        vision_start_token_id=VISION_START,
+        vision_end_token_id=VISION_END,
         tie_word_embeddings=spec.tied,
-        **spec.extra,
     )
-
-
-def _qwen2_5_vl(spec: Checkpoint) -> Any:
-    half = spec.head_dim // 2
-    side = half // 3
-    text = _text_config(spec, "qwen2_5_vl_text")
-    text.rope_parameters = {
-        "rope_type": "default",
-        "rope_theta": 10000.0,
-        "mrope_section": [half - 2 * side, side, side],
-    }
-    vision = {
-        "depth": 2,
-        "hidden_size": 32,
-        "intermediate_size": 48,
-        "num_heads": 2,
-        "patch_size": PATCH,
-        "spatial_merge_size": 2,
-        "temporal_patch_size": 2,
-        "tokens_per_second": 2,
-        "out_hidden_size": spec.heads * spec.head_dim,
-        # One of the layers sees windows of 2 x 2 merged patches.
-        "window_size": 4 * PATCH,
-        "fullatt_block_indexes": [1],
-    }
-    return transformers.Qwen2_5_VLConfig(
-        text_config=text.to_dict(), vision_config=vision, **_qwen_tokens(spec)
-    )
-
-
-# Two value heads a key head; as in the real models, every fourth layer or so attends.
-LINEAR: dict[str, Any] = {
-    "layer_types": ["linear_attention", "full_attention", "linear_attention", "full_attention"],
-    "linear_num_key_heads": 2,
-    "linear_num_value_heads": 4,
-    "linear_key_head_dim": 16,
-    "linear_value_head_dim": 24,
-}
-
-
-def _qwen3_5(spec: Checkpoint) -> Any:
-    turned = spec.head_dim // 8  # frequencies of a quarter of a head
-    side = turned // 3
-    text = _text_config(spec, f"{spec.model_type}_text")
-    text.rope_parameters = {
-        "rope_type": "default",
-        "rope_theta": 10000.0,
-        "partial_rotary_factor": 0.25,
-        "mrope_section": [turned - 2 * side, side, side],
-        "mrope_interleaved": True,
-    }
-    vision = {
-        "depth": 2,
-        "hidden_size": 32,
-        "intermediate_size": 48,
-        "num_heads": 2,
-        "patch_size": PATCH,
-        "spatial_merge_size": 2,
-        "temporal_patch_size": 2,
-        "out_hidden_size": spec.heads * spec.head_dim,
-        "num_position_embeddings": 64,
-    }
-    kind = transformers.CONFIG_MAPPING[spec.model_type]
-    return kind(text_config=text.to_dict(), vision_config=vision, **_qwen_tokens(spec))
 
 
 def _qwen2_vl(spec: Checkpoint) -> Any:
-    half = spec.head_dim // 2
-    side = half // 3
-    text = _text_config(spec, "qwen2_vl_text")
-    text.rope_parameters = {
-        "rope_type": "default",
-        "rope_theta": 10000.0,
-        "mrope_section": [half - 2 * side, side, side],
-    }
-    vision = {
-        "depth": 2,
-        "embed_dim": 32,
-        "mlp_ratio": 2,
-        "num_heads": 2,
-        "patch_size": PATCH,
-        "spatial_merge_size": 2,
-        "temporal_patch_size": 2,
-        "hidden_size": spec.heads * spec.head_dim,
-    }
-    return transformers.Qwen2VLConfig(
-        text_config=text.to_dict(), vision_config=vision, **_qwen_tokens(spec)
-    )
+    vision = {"embed_dim": 32, "mlp_ratio": 2, "hidden_size": spec.heads * spec.head_dim}
+    return _qwen(spec, _turned(spec, "qwen2_vl_text"), **vision)
 
 
-def _qwen_tokens(spec: Checkpoint) -> dict[str, Any]:
-    return {
-        "image_token_id": IMAGE_ID,
-        "video_token_id": VIDEO_ID,
-        "vision_start_token_id": VISION_START,
-        "vision_end_token_id": VISION_END,
-        "tie_word_embeddings": spec.tied,
-    }
+def _qwen2_5_vl(spec: Checkpoint) -> Any:
+    # One of the layers sees windows of 2 x 2 merged patches.
+    windows = {"window_size": 4 * PATCH, "fullatt_block_indexes": [1], "tokens_per_second": 2}
+    return _qwen(spec, _turned(spec, "qwen2_5_vl_text"), **windows, **_wide(spec))
 
 
 def _qwen3_vl(spec: Checkpoint) -> Any:
-    half = spec.head_dim // 2
-    side = half // 3
-    text = _text_config(spec, f"{spec.model_type}_text")
-    text.rope_parameters = {
-        "rope_type": "default",
-        "rope_theta": 10000.0,
-        "mrope_section": [half - 2 * side, side, side],
-        "mrope_interleaved": True,
-    }
-    vision = {
-        "depth": 3,
-        "hidden_size": 32,
-        "intermediate_size": 48,
-        "num_heads": 2,
-        "patch_size": PATCH,
-        "spatial_merge_size": 2,
-        "temporal_patch_size": 2,
-        "out_hidden_size": spec.heads * spec.head_dim,
-        "num_position_embeddings": 64,
-        "deepstack_visual_indexes": [0, 1],
-    }
-    kind = transformers.CONFIG_MAPPING[spec.model_type]
-    return kind(text_config=text.to_dict(), vision_config=vision, **_qwen_tokens(spec))
+    text = _turned(spec, f"{spec.model_type}_text", mrope_interleaved=True)
+    deep = {"depth": 3, "num_position_embeddings": 64, "deepstack_visual_indexes": [0, 1]}
+    return _qwen(spec, text, **deep, **_wide(spec))
+
+
+def _qwen3_5(spec: Checkpoint) -> Any:
+    text = _turned(spec, f"{spec.model_type}_text", 0.25, mrope_interleaved=True)
+    return _qwen(spec, text, num_position_embeddings=64, **_wide(spec))
+
+
+# Not as many value heads for a key head as there are key heads, so that no order of them is
+# another; as in the real models, every fourth layer or so attends.
+LINEAR: dict[str, Any] = {
+    "layer_types": ["linear_attention", "full_attention", "linear_attention", "full_attention"],
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 6,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 24,
+}

@@ -280,16 +280,17 @@ def test_shares_and_floors_take_the_victims_of_the_selection(
         if scored == "torch":
             scores = levels[torch.randint(8, (3, ROWS, cells), generator=source)].to(DEVICE)
         work = empty_eviction(3, rows, groups=groups)
+        work.nan.copy_(on_device([1, 2, 3]))  # of steps before, to which these are added
         seen = [40, 33, 40]
         now = on_device([seen[max(seq, 0)] for seq in seqs])
         form(work, policy, rows, columns, on_device(seqs), now, limits, scores)
-        dropped, nan = [0, 0, 0], [0, 0, 0]
+        dropped, nan = [0, 0, 0], [1, 2, 3]
         for slot, seq in enumerate(seqs):
             if seq < 0:
                 continue
             given = None if scores is None else scores[slot].cpu()
             counts = eager_cut(cache, policy, seq, now[slot], limits, slot, given)
-            dropped[slot], nan[slot] = counts[:2]
+            dropped[slot], nan[slot] = counts[0], nan[slot] + counts[1]
             guarded += counts[2]
         assert (work.dropped.tolist(), work.nan.tolist()) == (dropped, nan)
         assert_same(cache, rows, columns)
@@ -486,43 +487,15 @@ def test_append_and_evict_in_one_cuda_graph(name: str) -> None:
 
 
 LONG, INT = "*i64", "*i32"
-LONGS = [
-    "seqs",
-    "seen",
-    "allowed",
-    "length",
-    "table",
-    "top",
-    "top_before",
-    "stack",
-    "plan",
-    "dropped",
-    "nan",
-    "state",
-    "threshold",
-    "above",
-    "share",
-    "floor",
-    "recent",
-]
+LONGS = (
+    "seqs seen allowed length table top top_before stack plan dropped nan state "
+    "threshold above share floor recent"
+).split()
 INTS = ["starts", "keys", "ties", "counts", "freed", "position", "pool_position"]
-SCALARS = [
-    "rows",
-    "width",
-    "capacity",
-    "batch_slots",
-    "chunks",
-    "slack",
-    "most_entries",
-    "most_seen",
-    "protect_first",
-    "protect_recent",
-    "groups",
-    "per_group",
-    "most_row",
-    "free",
-    "cells",
-]
+SCALARS = (
+    "rows width capacity batch_slots chunks slack most_entries most_seen "
+    "protect_first protect_recent groups per_group most_row free cells"
+).split()
 TYPES = (
     dict.fromkeys(LONGS, LONG)
     | dict.fromkeys(INTS, INT)
@@ -534,25 +507,11 @@ TYPES = (
     | {"lookahead": "fp32", "given": "*fp32"}
 )
 SIZES = {
-    "PAGE": 16,
-    "KEY": 128,
-    "KEY_BLOCK": 128,
-    "VALUE": 128,
-    "VALUE_BLOCK": 128,
-    "KEY_SCALE": 0,
-    "KEY_SCALE_BLOCK": 1,
-    "VALUE_SCALE": 0,
-    "VALUE_SCALE_BLOCK": 1,
-    "STATE": 0,
-    "STATE_BLOCK": 1,
-    "MOVES": 4,
-    "ROWS": 512,
-    "TURNS": TURNS,
-    "BINS": 256,
-    "SHIFT": 0,
-    "STATES": 2,
-    "KNOWN": False,
-    "FLOOR": 0.0,
+    **dict.fromkeys(("KEY", "KEY_BLOCK", "VALUE", "VALUE_BLOCK"), 128),
+    **dict.fromkeys(("KEY_SCALE", "VALUE_SCALE", "STATE", "SHIFT"), 0),
+    **dict.fromkeys(("KEY_SCALE_BLOCK", "VALUE_SCALE_BLOCK", "STATE_BLOCK"), 1),
+    **{"PAGE": 16, "MOVES": 4, "ROWS": 512, "TURNS": TURNS, "BINS": 256, "STATES": 2},
+    **{"KNOWN": False, "FLOOR": 0.0},
 }
 PLAN = {"BLOCK": 512, "PART": 0}
 # Module, kernel, what varies, warps; then the most registers and bytes of shared memory.

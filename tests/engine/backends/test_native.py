@@ -18,7 +18,7 @@ import pytest
 import torch
 
 from mmkv.engine.backends.cpu import NativeDecoder, binding, level, levels, reason
-from mmkv.engine.backends.cpu.binding import LEVELS
+from mmkv.engine.backends.cpu.binding import LEVELS, MAX_TRUNK
 from mmkv.engine.cache import COLUMNS
 from mmkv.engine.errors import BudgetError
 from mmkv.engine.runtime import Runtime
@@ -125,6 +125,9 @@ def test_bfloat16_copies_change_nothing_but_the_order_of_sums(
     for tensor in [*matrices, weights.head]:
         tensor.copy_(tensor.bfloat16())
     matrices[1][-1, -1] += 2.0**-20  # one that does not fit
+    least = 2 * min(matrix.numel() for matrix in [*matrices, weights.head])
+    monkeypatch.setattr("mmkv.engine.backends.cpu.kernels._MOST_BF16_BYTES", least - 1)
+    assert not NativeDecoder(engine.spec, weights, engine.decoder.gates)._bf16.kept
     generated = []
     for room in (0, 2**31):
         monkeypatch.setattr("mmkv.engine.backends.cpu.kernels._MOST_BF16_BYTES", room)
@@ -325,6 +328,12 @@ def test_what_runs_on_torch_and_why(monkeypatch: pytest.MonkeyPatch) -> None:
     assert engine_for("odd", "snapkv").decode_path == "native"
     half = Runtime.from_pretrained(checkpoint("qwen2"), device="cpu", dtype="bfloat16")
     assert half.decode_path == "torch: bfloat16 weights" and half.backends.cpu.evictor is None
+    first, *others = engine.decoder.gates.layers
+    long = replace(first, trunk=first.trunk * (MAX_TRUNK // len(first.trunk) + 1))
+    for layers in ([long, *others], [first, *others[:-1], long]):  # one is enough
+        gates = replace(engine.decoder.gates, layers=layers)
+        reason = NativeDecoder.unsupported_reason(engine.decoder.weights, gates)
+        assert reason == f"gates with more than {MAX_TRUNK} trunk stages"
     native, plain = open_both("mistral")
     for token in text_ids(6, 1).tolist():  # 21 tokens before, a window of 24
         assert native.decode_path == "native"
@@ -336,7 +345,9 @@ def test_what_runs_on_torch_and_why(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.skipif(shutil.which("cc") is None, reason="no C compiler on PATH")
 def test_a_machine_with_a_compiler_has_the_library() -> None:
+    """And takes the best that loads: without one, the tests of it are skipped."""
     assert not isinstance(binding._load("baseline"), str), binding._load("baseline")
+    assert level() == levels()[0]
 
 
 # The library of every level of the instruction set that this CPU runs, and which one is loaded.

@@ -175,6 +175,36 @@ def test_a_sequence_that_stops_keeps_what_its_policy_noted() -> None:
             torch.testing.assert_close(ours.cache.memory[name], kept)
 
 
+@dataclass(frozen=True)
+class CountsSteps:
+    """Notes how many steps a sequence has made."""
+
+    needs: ClassVar[Needs] = Needs()
+
+    def memory(self, *_: int) -> dict[str, tuple[int, ...]]:
+        return {"steps": (1,)}
+
+    def score(self, view: CacheView) -> Tensor:
+        return view.position.float()
+
+    def on_step(self, view: CacheView, memory: dict[str, Tensor]) -> None:
+        memory["steps"] = memory["steps"] + 1
+
+
+def test_an_idle_batch_slot_makes_no_step() -> None:
+    plain = engine("snapkv")
+    policy = replace(make_policy("tova"), name="mine", scoring=CountsSteps())
+    parts = (plain.family, plain.spec, plain.decoder.weights, None, policy)
+    ours = Runtime(*parts, budget=12, evict_every=1)
+    sessions = opened(ours, 3)
+    first = eager(ours, [sessions[0].fork()], [3], 3)[0]
+    before = ours.cache.memory["steps"].clone()
+    said = Bursts(ours).decode(sessions[:2], [3, 4], 6, stop=first[2:])
+    steps = ours.cache.memory["steps"] - before
+    made = [len(row) for row in said]
+    assert [int(steps[one.seq]) for one in sessions] == [*made, 0] and made[0] < made[1]
+
+
 def test_sessions_that_come_and_go_find_their_graph_again() -> None:
     """The graph has the address of the policy's memory: it grows as tables do."""
     ours = engine("snapkv")

@@ -257,32 +257,6 @@ def test_write_gates_work_in_fewer_bits(kv: str, folders: dict[str, Path]) -> No
     assert (ours - theirs).abs().max() < 0.02 * theirs.abs().max()
 
 
-@pytest.mark.parametrize("kv", ROUNDED)
-def test_forks_files_and_trims_change_no_code(
-    kv: str, folders: dict[str, Path], tmp_path: Path
-) -> None:
-    engine = load(folders["vl"], kv=kv, policy="snapkv", budget=9)
-    session = engine.session()
-    session.prefill(PICTURES)
-    run(session, text_ids(9, 1))
-    session.set_budget(7)
-    before = engine.cache.export(session.seq)
-    fork = session.fork()
-    session.save(tmp_path / "session")
-    read, _ = engine.load_session(tmp_path / "session")
-    engine.session().prefill(LATER)
-    engine.trim()
-    for other in (session, fork, read):
-        now = engine.cache.export(other.seq)
-        assert list(now) == list(before)
-        assert all(torch.equal(now[name], before[name]) for name in before)
-    tails = []
-    for other in (session, fork, read):
-        tails.append(torch.cat([other.prefill(LATER)[None], run(other, text_ids(5, 2))]))
-        assert_same_rows(session, other)
-    assert torch.equal(tails[0], tails[1]) and torch.equal(tails[0], tails[2])
-
-
 def test_bf16_is_the_form_auto_of_a_bfloat16_model(
     folders: dict[str, Path], tmp_path: Path
 ) -> None:

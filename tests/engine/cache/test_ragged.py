@@ -30,6 +30,7 @@ from mmkv.engine.cache import KVForm, PagePool, RaggedCache
 from mmkv.engine.cache.forms import FORMS
 from mmkv.engine.errors import BudgetError
 from mmkv.engine.policies import Budget
+from mmkv.engine.prefill import Prefill
 from mmkv.engine.runtime import Runtime
 from mmkv.engine.sequence import CachedSequence
 from mmkv.engine.steps import decode_burst
@@ -410,6 +411,12 @@ def test_a_pool_promises_and_hands_out_no_more_than_its_limit(
     pool = PagePool(4, 2, 64)
     pool.take(65)
     assert pool.num_pages == 72
+    # On a GPU by as many as there are, whoever asks.
+    for ask in ("take", "reserve", "prepare"):
+        pool = PagePool(4, 2, 72)
+        pool.doubles = True
+        getattr(pool, ask)(73)
+        assert pool.num_pages == 144
     # And no more than the memory: 90 pages of a mebibyte more, and the largest column once more.
     pool = PagePool(2**11, 64, 10)
     largest = max(column.nbytes for column in pool.columns())
@@ -502,6 +509,54 @@ def test_a_trimmed_pool_changes_no_bit(path: str, policy: str, folders: dict[str
             assert ours.state() == theirs.state()
     forked, saved = both[0][0].fork(), both[1][0].fork()
     assert torch.equal(forked.prefill(turn(9)), saved.prefill(turn(9)))
+
+
+def live_bytes() -> int:
+    """Bytes of all storages that a tensor refers to: a view counts the whole that it keeps."""
+    gc.collect()
+    held = [x.untyped_storage() for x in gc.get_objects() if isinstance(x, Tensor)]
+    return sum({storage.data_ptr(): storage.nbytes() for storage in held}.values())
+
+
+def read(session: CachedSequence, count: int = 300, chunks: int | None = None) -> Prefill:
+    """Read a prompt, or some chunks of it."""
+    prefill = session.begin_prefill({"input_ids": text_ids(count, count)[None]})
+    while prefill.logits is None and chunks != 0:
+        prefill.advance()
+        chunks = None if chunks is None else chunks - 1
+    return prefill
+
+
+WAYS: dict[str, Callable[[CachedSequence], object]] = {
+    "another is closed": lambda one: read(one.fork()),  # by its owner, who is gone
+    "cut back": lambda one: (read(one), one.cut_back(20, 20, 20)),
+    "forgotten": lambda one: (read(one), one.forget(20, 320)),
+    "taken back": lambda one: read(one, chunks=3).roll_back(),
+    "a smaller budget": lambda one: (read(one), one.set_budget(20)),
+    "chunk after chunk": lambda one: (one.set_budget(20), read(one)),
+}
+
+
+NOT_UNDER = {"full": ("a smaller budget", "chunk after chunk"), "h2o": ("cut back",)}
+
+
+@pytest.mark.parametrize("policy", ["full", "snapkv:window=6", "h2o"])
+def test_what_is_given_back_is_held_by_nothing(policy: str, folders: dict[str, Path]) -> None:
+    """Not by a view of it either: as many bytes as before the prompt, once the pool is trimmed."""
+    engine = load(folders["vl"], policy=policy, budget=1000, prefill_chunk=50)
+    with engine.session() as session:  # whose passes leave what the others compute in
+        read(session)
+        if engine.policy.evicts:
+            WAYS["chunk after chunk"](session)
+    for way, go in WAYS.items():
+        if way not in NOT_UNDER.get(policy, ()):
+            with engine.session() as session:
+                read(session, 20)
+                engine.trim()
+                before = live_bytes()
+                go(session)
+                engine.trim()
+                assert live_bytes() == before, way
 
 
 def test_an_empty_pool_can_be_trimmed(folders: dict[str, Path]) -> None:

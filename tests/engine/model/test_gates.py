@@ -224,62 +224,43 @@ def test_tied_formula(tying: str, tmp_path: Path) -> None:
             torch.testing.assert_close(got, F.logsigmoid(z), rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("stored", [None, torch.float16])
-def test_trained_rg_gates_are_trim_kvs(stored: torch.dtype | None, tmp_path: Path) -> None:
-    """d -> d_gate -> H per layer, the published names and start of the bias, through a file."""
+@pytest.mark.parametrize(
+    ("gate", "stored"), [("rg", None), ("rg", torch.float16), ("rg10", None), ("linear", None)]
+)
+def test_trained_gates_are_kept_and_learn(
+    gate: str, stored: torch.dtype | None, tmp_path: Path
+) -> None:
+    """Under the names and with the start of their authors; a linear one is W x + b, kept as rg."""
     spec = make_spec(layers=3, kv_heads=2)
-    trained = TrainableGates(spec, d_gate=10, tying="none", bias=8.0, seed=2, gate="rg")
-    tensors = trained.file_tensors()
-    wanted = published(spec, "rg")
-    assert tensors.keys() == wanted.keys()
-    for name, tensor in tensors.items():
-        assert tensor.shape == tuple(10 if n == INNER else n for n in wanted[name].shape), name
-        if name.endswith("gate.bias"):
-            assert torch.equal(tensor, torch.full((2,), 8.0))
+    tying: Any = "none" if gate == "rg" else "paper"
+    trained = TrainableGates(spec, d_gate=64, tying=tying, bias=18.0, seed=2, gate=gate)
+    own, tensors = dict(trained.named_parameters()), trained.file_tensors()
+    if gate != "linear":
+        shapes = {
+            name: tuple(64 if n == INNER else n for n in tensor.shape)
+            for name, tensor in published(spec, gate).items()
+        }
+        assert {name: tuple(tensor.shape) for name, tensor in tensors.items()} == shapes
+        assert all((x == 18.0).all() for name, x in tensors.items() if name.endswith("gate.bias"))
+    if gate == "rg10":
+        assert float(own["layers.1.linear2.weight"].detach().std()) == pytest.approx(0.02, rel=0.1)
+        assert not own["layers.1.linear2.bias"].any()
     save_gates(trained.gates(), tmp_path, spec, stored)
     held = load_file(tmp_path / "gates.safetensors")
     half = {name for name, tensor in held.items() if tensor.dtype == torch.float16}
     assert half == {name for name in held if stored and ".linear1." in name}
-    gates = load_gates(tmp_path, spec)
-    assert gates.kind == "rg" and gates.info["layout"] == "rg" and gates.info["d_gate"] == 10
+    gates, kind = load_gates(tmp_path, spec), "rg10" if gate == "rg10" else "rg"
+    assert gates.kind == gates.info["layout"] == kind
+    assert gate == "linear" or gates.info["d_gate"] == 64
     hidden = torch.randn(6, spec.hidden_size, generator=torch.Generator().manual_seed(3))
     for layer in range(spec.num_layers):
-        expected = sequential(tensors, layer, "rg")(hidden.double())
-        got = gates.logits(layer, hidden)
-        torch.testing.assert_close(got.double(), expected, rtol=1e-5, atol=1e-3 if stored else 1e-6)
-    trained.gates().log_beta(1, hidden).sum().backward()
-    learns = dict(trained.named_parameters())
-    assert all(
-        learns[f"layers.1.{name}"].grad.abs().sum() > 0
-        for name in ("linear1.weight", "linear1.bias", "linear2.weight", "bias")
-    )
-
-
-@pytest.mark.parametrize("gate", ["rg10", "linear"])
-def test_gates_of_other_layouts_are_trained_and_kept(gate: str, tmp_path: Path) -> None:
-    """``rg10`` starts as its authors start it; a linear gate is W x + b, in the layout of rg."""
-    spec = make_spec(layers=3, kv_heads=2)
-    trained = TrainableGates(spec, d_gate=64, bias=18.0, seed=2, gate=gate)
-    own = dict(trained.named_parameters())
-    tensors = trained.file_tensors()
-    if gate == "rg10":
-        wanted = published(spec, "rg10")
-        shapes = {k: tuple(64 if n == INNER else n for n in t.shape) for k, t in wanted.items()}
-        assert {name: tuple(tensor.shape) for name, tensor in tensors.items()} == shapes
-        assert float(own["layers.1.linear2.weight"].detach().std()) == pytest.approx(0.02, rel=0.1)
-        assert not own["layers.1.linear2.bias"].any() and (own["bias"] == 18.0).all()
-    save_gates(trained.gates(), tmp_path, spec)
-    gates = load_gates(tmp_path, spec)
-    assert gates.kind == ("rg10" if gate == "rg10" else "rg")
-    hidden = torch.randn(6, spec.hidden_size, generator=torch.Generator().manual_seed(3))
-    for layer in range(spec.num_layers):
-        if gate == "rg10":
-            expected = sequential(tensors, layer, "rg10")(hidden.double())
+        if gate != "linear":
+            expected = sequential(tensors, layer, gate)(hidden.double())
         else:
             weight, bias = (own[f"layers.{layer}.{name}"].double() for name in ("weight", "bias"))
             expected = hidden.double() @ weight.T + bias
         got = gates.logits(layer, hidden)
-        torch.testing.assert_close(got.double(), expected, rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(got.double(), expected, rtol=1e-5, atol=1e-3 if stored else 1e-5)
     sum(trained.gates().log_beta(layer, hidden).sum() for layer in range(3)).backward()
     assert all(parameter.grad.abs().sum() > 0 for parameter in own.values())
 
@@ -396,6 +377,8 @@ def test_random_gates_are_spread_and_seeded() -> None:
     assert bool((log_beta < 0).all())
     low, high = log_beta.quantile(0.02).item(), log_beta.quantile(0.98).item()
     assert low < -2 and -0.05 < high < 0
+    uneven = make_random_gates(make_spec(kv_heads=3), d_gate=64)  # as many for each head, or more
+    assert len(uneven.tensors["layers.0.linear1.bias"]) == 66
 
 
 @pytest.mark.parametrize("kind", ["tied", "rg", "rg10"])
@@ -563,6 +546,12 @@ def test_trunks_that_pass_half_precision_are_not_saved_in_it(tmp_path: Path) -> 
     with pytest.raises(GateError, match="infinity"):
         save_gates(gates, tmp_path, spec, torch.float16)
     save_gates(gates, tmp_path, spec)
+
+
+@pytest.mark.parametrize("name", ["gates", "a/b/c", "./a", "/a/b", "~/a"])
+def test_what_is_no_folder_and_no_hub_id_is_not_asked_for(name: str) -> None:
+    with pytest.raises(GateError, match="give a folder, a file, a hub id"):
+        load_gates(name, make_spec())
 
 
 def test_gates_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

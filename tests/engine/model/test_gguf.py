@@ -72,7 +72,6 @@ TEXTS = [
 ]
 # What a GGUF file can say of such models.
 _LINEAR = LINEAR | {"linear_key_head_dim": 32, "linear_value_head_dim": 32}
-_LINEAR |= {"linear_num_value_heads": 6}  # not as many for a key head as there are key heads
 OWN = {
     "mistral3": replace(CHECKPOINTS["ministral3"], head_dim=64),
     "gemma3": replace(

@@ -245,6 +245,12 @@ def draw_sizes(draw: Draw, spec: Checkpoint, name: str, said: Said) -> None:
             said.metadata[key] = None
 
 
+def predict_further(said: Said, layers: int) -> None:
+    said.metadata |= {".block_count": layers + 1, ".nextn_predict_layers": 1}
+    for part in ("attn_norm", "nextn.enorm", "nextn.hnorm"):
+        said.more[f"blk.{layers}.{part}.weight"] = np.ones(128, np.float32)
+
+
 def draw_tensors(draw: Draw, name: str, said: Said, stored: dict[str, Tensor]) -> None:
     """Draw a head that is the embedding, biases of queries alone, q, k and v as one matrix, and
     layers that predict further tokens, which do not run.
@@ -265,9 +271,7 @@ def draw_tensors(draw: Draw, name: str, said: Said, stored: dict[str, Tensor]) -
     if name == "qwen3vlmoe" and draw(st.booleans()):
         said.more["blk.0.attn_k.bias"] = np.zeros(spec.kv_heads * spec.head_dim, np.float32)
     if name in ("glm4", "qwen35", "qwen35moe") and draw(st.booleans()):
-        said.metadata |= {".block_count": spec.layers + 1, ".nextn_predict_layers": 1}
-        for part in ("attn_norm", "nextn.enorm", "nextn.hnorm"):
-            said.more[f"blk.{spec.layers}.{part}.weight"] = np.ones(128, np.float32)
+        predict_further(said, spec.layers)
     if name.startswith("qwen35") and draw(st.booleans()):
         linear = [kind == "linear_attention" for kind in LINEAR["layer_types"]]
         linear += [False] * (".block_count" in said.metadata)
@@ -437,6 +441,14 @@ def test_metadata_mean_what_llama_cpp_makes_of_them() -> None:
 def test_a_factor_without_a_type_is_linear(key: str) -> None:
     freqs = 10000.0 ** (-2.0 * np.arange(16) / 32) / 4
     check("llama", Said({".rope.scaling.type": None, key: 4.0}, freqs=freqs))
+
+
+@pytest.mark.parametrize("name", ["glm4", "qwen35"])
+def test_layers_that_predict_further_tokens_are_left_out(name: str) -> None:
+    turned = PARTIAL[name]
+    said = Said(freqs=10000.0 ** (-2.0 * np.arange(turned // 2) / turned))
+    predict_further(said, MODELS[name].layers)
+    check(name, said)
 
 
 def test_a_key_that_llama_cpp_does_not_read_is_named(tmp_path: Path) -> None:

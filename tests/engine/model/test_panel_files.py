@@ -25,7 +25,7 @@ from torch import Tensor
 
 from mmkv.engine import system
 from mmkv.engine.errors import ModelError
-from mmkv.engine.model import kept_files, panel_files, stored
+from mmkv.engine.model import kept_files, panel_files, panels, stored
 from mmkv.engine.model.families import loading
 from mmkv.engine.model.kept_files import clear, kept
 from mmkv.engine.model.panel_files import PanelStore, with_panels
@@ -124,6 +124,7 @@ def test_both_names_of_exact_weights_share_a_file(model: Path, packing: list[str
 
 def test_it_is_a_safetensors_file(model: Path) -> None:
     weights = load(model, "int8").decoder.weights
+    assert panels._workspace.memory is None  # in which it was packed
     (file,) = kept()
     assert (file.model, file.form) == (str(model), "int8")
     assert file.bytes == file.path.stat().st_size and not list(file.path.parent.glob("*.part"))
@@ -171,16 +172,22 @@ def places(matrix: Any) -> list[int]:
     return [part.data_ptr() for part in matrix.held()]
 
 
-def test_what_is_mapped_is_no_free_memory(model: Path) -> None:
+def test_what_is_mapped_is_no_free_memory(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, found in (("_available", 10**12), ("_in_group", 10**9), ("_below_limit", None)):
+        monkeypatch.setattr(system, name, lambda found=found: found)
     load(model)
     (file,) = kept()
     gc.collect()
-    before = sum(system._mapped.values())
+    before = system.free_bytes(torch.device("cpu"))
+    assert before == 10**9 - sum(system._mapped.values())
     engine = load(model)
-    assert sum(system._mapped.values()) == before + file.bytes
+    assert system.free_bytes(torch.device("cpu")) == before - file.bytes
+    monkeypatch.setattr(system, "_in_group", lambda: 5)
+    assert system.free_bytes(torch.device("cpu")) == 0
     del engine
     gc.collect()
-    assert sum(system._mapped.values()) == before
+    monkeypatch.setattr(system, "_in_group", lambda: 10**9)
+    assert system.free_bytes(torch.device("cpu")) == before
 
 
 def change(model: Path, name: str = "layers.0.mlp.down_proj.weight") -> None:
@@ -332,6 +339,9 @@ def test_the_draft_of_the_next_one_stays(
     monkeypatch.setattr(kept_files.fcntl, "flock", late)
     kept_files._drop_left_drafts(cache)
     assert draft.read_text() == "the next one"
+    monkeypatch.setattr(kept_files.fcntl, "flock", lock)
+    kept_files.clear()
+    assert not draft.exists()
 
 
 def test_a_file_of_another_checkpoint_is_not_taken(model: Path, original: Path) -> None:
@@ -496,9 +506,12 @@ def test_small_models_and_those_who_want_none_leave_no_file(
     monkeypatch.setenv("MMKV_PANELS", "0")
     assert load(model).decoder.weights.note is None
     monkeypatch.setenv("MMKV_PANELS", "")
-    monkeypatch.setattr(panel_files, "LEAST_BYTES", 2**26)
+    numbers = sum(part.numel() for part in load_file(next(model.glob("*.safetensors"))).values())
+    monkeypatch.setattr(panel_files, "LEAST_BYTES", 2 * numbers + 1)
     assert load(model).decoder.weights.note is None
     assert not cache.exists()
+    monkeypatch.setattr(panel_files, "LEAST_BYTES", numbers)  # as text alone, in two bytes each
+    assert load(model).decoder.weights.note is not None and cache.exists()
     monkeypatch.setenv("MMKV_PANELS", "much")
     with pytest.raises(ModelError, match="MMKV_PANELS: 'much' is not an amount of memory"):
         load(model)

@@ -154,8 +154,8 @@ def as_compressed_pickle(folder: Path) -> None:
     with zipfile.ZipFile(folder / PICKLED) as stored:
         parts = {one.filename: stored.read(one) for one in stored.infolist()}
     with zipfile.ZipFile(folder / PICKLED, "w", zipfile.ZIP_DEFLATED) as made:
-        for name, raw in parts.items():
-            made.writestr(name, raw)
+        for name, raw in parts.items():  # a single part is enough
+            made.writestr(name, raw, None if name.endswith("/0") else zipfile.ZIP_STORED)
 
 
 NORM = "model.norm.weight"
@@ -252,6 +252,34 @@ def test_no_experts_are_a_dense_model() -> None:
     config = transformers.AutoConfig.from_pretrained(checkpoint("qwen3_moe"), num_experts=0)
     require_sizes(config)
     assert Routing.of(config) is None
+
+
+@pytest.mark.parametrize(
+    ("name", "part", "values", "wrong"),
+    [
+        ("llama", "text_config", {"rms_norm_eps": 0.0}, None),
+        ("llama", "text_config", {"rms_norm_eps": 1.01}, "rms_norm_eps"),
+        ("llama", "text_config", {"rms_norm_eps": -1e-9}, "rms_norm_eps"),
+        ("qwen3_vl", "vision_config", {"hidden_size": 48, "num_heads": 4}, None),
+        ("qwen3_vl", "vision_config", {"hidden_size": 40, "num_heads": 4}, "num_heads"),
+        ("llava", "vision_config", {"hidden_size": 40, "num_attention_heads": 4}, None),
+        ("llava", "vision_config", {"hidden_size": 42, "num_attention_heads": 4}, "num_attention"),
+        ("qwen3_5", "text_config", {"linear_num_value_heads": 5}, "linear_num_value_heads"),
+        ("llama", "text_config", {"num_key_value_heads": 5}, "num_key_value_heads"),
+    ],
+)
+def test_sizes_at_their_bounds(
+    name: str, part: str, values: dict[str, Any], wrong: str | None
+) -> None:
+    """Half of a head turns by rows and half by columns in towers that merge patches."""
+    config = transformers.AutoConfig.from_pretrained(checkpoint(name))
+    for key, value in values.items():
+        setattr(config.get_text_config() if part[0] == "t" else config.vision_config, key, value)
+    if wrong is None:
+        require_sizes(config)
+    else:
+        with pytest.raises(ModelError, match=wrong):
+            require_sizes(config)
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,6 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from mmkv.engine.backends import kernels_for
-from mmkv.engine.errors import ModelError
 from mmkv.engine.model import panel_files, stored
 from mmkv.engine.model.families import vision
 from mmkv.engine.model.families.loading import load
@@ -138,28 +137,6 @@ def test_the_first_start_alone_says_where_they_are(model: Path) -> None:
         assert family.vision_note is None
         _ = family.hf
         assert said in str(family.vision_note)
-
-
-def test_a_changed_tower_is_packed_anew(model: Path) -> None:
-    old = seen(model)
-    tensors = load_file(model / "model.safetensors")
-    tensors["model.visual.blocks.1.mlp.linear_fc2.weight"] *= 2
-    save_file(tensors, model / "model.safetensors", {"format": "pt"})
-    changed = seen(model)
-    assert same(changed, anew(model)) and not torch.equal(changed[0], old[0])
-    assert len(of_tower()) == 1, "it takes the place of the old file"
-
-
-def test_numbers_that_are_none_leave_no_file(model: Path) -> None:
-    tensors = load_file(model / "model.safetensors")
-    name = "model.visual.blocks.0.attn.qkv.weight"
-    tensors[name][0, 0] = torch.nan
-    save_file(tensors, model / "model.safetensors", {"format": "pt"})
-    family = load(model, "auto", "cpu", kernels=kernels_for("auto"))[0]
-    for _ in range(2):
-        with pytest.raises(ModelError, match=f"NaN or infinity .in {name}"):
-            _ = family.hf
-    assert of_tower() == []
 
 
 def test_where_transformers_makes_others_of_tensors_it_gets_them(

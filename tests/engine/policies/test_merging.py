@@ -288,18 +288,6 @@ def test_prompts_in_one_pass_keep_what_they_keep_alone(folders: dict[str, Path])
     ]
 
 
-def test_sessions_are_saved_and_forked(folders: dict[str, Path], tmp_path: Path) -> None:
-    engine = load(folders["llava"], policy="prumerge", prefill_chunk=9)
-    session, second = engine.session(), make_turn("llava", TURNS[1], 2)
-    session.prefill(make_turn("llava", TURNS[0], 1))
-    fork = session.fork()
-    session.save(tmp_path / "s")
-    other = load(folders["llava"], policy="prumerge", prefill_chunk=9)
-    copy, _ = other.load_session(tmp_path / "s")
-    wanted = session.prefill(second)
-    assert torch.equal(fork.prefill(second), wanted) and torch.equal(copy.prefill(second), wanted)
-
-
 def test_an_engine_without_a_merger_reads_all_patches_with_a_family_that_had_one(
     folders: dict[str, Path],
 ) -> None:

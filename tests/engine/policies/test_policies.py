@@ -308,7 +308,8 @@ def test_budget_units() -> None:
         with pytest.raises(BudgetError):
             Budget.of(value)
     with pytest.raises(BudgetError):
-        Budget.of(Budget.fraction(1.5))
+        Budget.of(Budget.fraction(1.001))
+    assert Budget.of("100%") == Budget.fraction(1.0)
 
 
 # State that scorers give new entries, beside the attention that passes add up.

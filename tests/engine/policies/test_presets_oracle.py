@@ -19,12 +19,14 @@ from hypothesis import strategies as st
 
 from mmkv.engine.policies import PRESETS, Policy, make_policy
 from mmkv.engine.runtime import Runtime
+from mmkv.engine.scorer_state import POSITIONS, QUERIES
 from mmkv.engine.sequence import CachedSequence
 from tests.support.dialogues import Notes, engine_of, folder_of, oracle_of, prefill_both, prompt
+from tests.support.factories import checkpoint
 from tests.support.oracle import METHODS, Oracle, Quantiser
 from tests.support.oracle.simulation import FORMS
 from tests.support.policies import KINDS
-from tests.support.sessions import text_ids
+from tests.support.sessions import load, text_ids
 from tests.support.tiers import long_but
 
 TOLERANCE = 1e-4
@@ -326,6 +328,18 @@ def test_every_preset_follows_its_reference_in_every_form(
     follow_in_fewer_bits(name, kv, 5, record_property)
 
 
+@pytest.mark.parametrize("sinks", [2, 3])
+def test_queries_of_sinks_count_where_there_are_no_others(sinks: int) -> None:
+    text = f"expected-attention:window=8,sinks={sinks}"
+    for tokens in range(sinks + 1, 8):
+        engine = engine_of(folder_of("text3"), text, 4)
+        session, oracle = engine.session(), oracle_of(engine, folder_of("text3"), text, 4)
+        prefill_both(session, oracle, prompt("text3", tokens, seed=tokens))
+        for token in text_ids(3, tokens).tolist():
+            session.decode(token), oracle.decode(token)
+            oracle.follow(session.retained())
+
+
 def test_queries_that_were_cut_off_are_not_asked(monkeypatch: pytest.MonkeyPatch) -> None:
     """Those before them in their slots are lost; the others' next positions follow what is left.
 
@@ -342,8 +356,27 @@ def test_queries_that_were_cut_off_are_not_asked(monkeypatch: pytest.MonkeyPatch
     queries, at = cut.view().future_queries(3)
     expected, _ = whole.view().future_queries(3)
     assert at.tolist() == [16, 17, 18, 19, -1, -1, 14, 15]
+    engine.cache.memory[POSITIONS][cut.seq] -= 5  # as if positions had been drawn together
+    assert torch.equal(cut.view().future_queries(3)[1], at)
+    engine.cache.memory[POSITIONS][cut.seq] += 5
     held = at >= 0
     torch.testing.assert_close(queries[:, :, held], expected[:, :, held], rtol=1e-4, atol=1e-4)
     score = engine.policy.scoring.score(cut.view())
     monkeypatch.setattr("mmkv.engine.policies.attention._BLOCK_ELEMENTS", 1)
     torch.testing.assert_close(engine.policy.scoring.score(cut.view()), score)
+
+
+@pytest.mark.parametrize("tokens", [10, 30])
+def test_queries_of_the_next_token_are_turned_by_the_session_s_factors(tokens: int) -> None:
+    """Phi-3's short ones up to 16 tokens, its long ones in a session that began beyond."""
+    engine = load(checkpoint("phi3_long"), policy="expected-attention:window=8", budget=40)
+    session, rope = engine.session(), engine.spec.rope
+    session.prefill({"input_ids": text_ids(tokens, 1)[None]})
+    queries, at = session.view().future_queries(1)
+    assert session.long_rope == (tokens > 16) and rope.long_inv_freq is not None
+    angle = (tokens - at)[:, None] * (rope.long_inv_freq if tokens > 16 else rope.inv_freq)
+    first, second, rest = engine.cache.memory[QUERIES][session.seq].split(
+        [angle.shape[1], angle.shape[1], engine.spec.head_dim - 2 * angle.shape[1]], -1
+    )
+    turned = first * angle.cos() - second * angle.sin(), first * angle.sin() + second * angle.cos()
+    torch.testing.assert_close(queries, torch.cat([*turned, rest], -1), rtol=1e-4, atol=1e-4)

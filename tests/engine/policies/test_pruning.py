@@ -138,6 +138,8 @@ def test_single_and_equal_tokens() -> None:
         assert pruner.keep(one).tolist() == [True]
         fewer = replace(pruner, tokens=9).keep(every)
         assert fewer.all(), "no more than there are"
+    told = ChunkStates(torch.eye(5)[[0, 0, 1, 2, 4]], torch.arange(4))  # all as near to the text
+    assert ConditionallyDiverse(0.5).keep(told).tolist() == [True, False, True, False]
     assert LeastAttended(1, 0.5).keep(every).tolist() == [False, True, True, False, False]
 
 

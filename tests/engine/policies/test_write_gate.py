@@ -23,6 +23,7 @@ from mmkv.engine.backends.torch.attention import (
     write_gated_attention,
     write_gated_attention_reference,
 )
+from mmkv.engine.config import EngineConfig
 from mmkv.engine.errors import GateError, PolicyError, SessionError
 from mmkv.engine.model.decoder import Decoder
 from mmkv.engine.model.gates import (
@@ -40,6 +41,7 @@ from mmkv.engine.policies import Policy
 from mmkv.engine.policies.attention import AttentionMass
 from mmkv.engine.policies.base import Admission, admitted
 from mmkv.engine.policies.write_gate import visible
+from mmkv.engine.policy_choice import named_gates
 from mmkv.engine.runtime import Runtime
 from mmkv.resources import bundled_model
 from mmkv.training.measure.teacher_forced import FullAttention, lay_out
@@ -288,34 +290,26 @@ def test_what_a_token_sees(window: int, threshold: float) -> None:
     assert bool(got[:, 0, key.index(13)].all()), "a token always sees itself"
 
 
-def test_the_stored_gates_are_the_bundled_models() -> None:
-    folder = bundled_model().parent / "gates" / "tiny-vlm-wgkv-0"
-    engine = Runtime.from_pretrained(str(bundled_model()))
-    gates = load_write_gates(folder, engine.spec)
-    assert foreign_note(gates, str(bundled_model())) is None
-    ours = json.loads((bundled_model() / "gates" / "gates.json").read_text())
-    assert gates.info["base_sha256"] == ours["base_sha256"] and gates.info["data"] == ours["data"]
-    settings = gates.info["settings"]
-    assert isinstance(settings, dict) and settings["window"] == 32 and settings["method"] == "wgkv"
-    held = load_file(folder / "gates.safetensors")
-    assert {n for n, t in held.items() if t.dtype == torch.float16} == {
-        name for name in held if ".linear1." in name
-    }
-    # The gates decide: some keys of a picture's tokens stay, most do not.
-    results = gates.info["results"]
-    assert isinstance(results, dict) and 0.05 < results["held_out_admitted"] < 0.5
-
-
-def test_the_gates_of_smollm2_fit_it() -> None:
-    """30 layers, 3 KV heads of 64, 576 features: what SmolLM2-135M's config says."""
+@pytest.mark.parametrize(
+    ("name", "beside", "window"),
+    [
+        ("tiny-vlm-wgkv-0", "../tiny-vlm/gates", 32),
+        ("smollm2-135m-wgkv-0", "smollm2-135m-trimkv-0", 64),
+    ],
+)
+def test_the_stored_gates_fit_and_decide(name: str, beside: str, window: int) -> None:
+    """Some keys stay, most do not."""
     assets = bundled_model().parent / "gates"
-    spec = make_spec(layers=30, kv_heads=3, hidden=576, head_dim=64)
-    gates = load_write_gates(assets / "smollm2-135m-wgkv-0", spec)
-    others = json.loads((assets / "smollm2-135m-trimkv-0" / "gates.json").read_text())
-    assert gates.info["base_sha256"] == others["base_sha256"] and gates.width == 64
+    spec = make_spec(layers=30, kv_heads=3, hidden=576, head_dim=64)  # of SmolLM2-135M
+    if name.startswith("tiny"):
+        spec = Runtime.from_pretrained(str(bundled_model())).spec
+    gates = load_write_gates(assets / name, spec)
+    assert name[0] == "s" or foreign_note(gates, str(bundled_model())) is None
+    others = json.loads((assets / beside / "gates.json").read_text())
+    assert gates.info["base_sha256"] == others["base_sha256"]
     settings, results = gates.info["settings"], gates.info["results"]
-    assert isinstance(settings, dict) and settings["window"] == 64
-    assert isinstance(results, dict) and 0.05 < results["held_out_admitted"] < 0.3
+    assert isinstance(settings, dict) and settings["window"] == window
+    assert isinstance(results, dict) and 0.05 < results["held_out_admitted"] < 0.5
 
 
 # Attention under write gates (WG-KV), and what is refused; test_oracle.py has dialogues.
@@ -427,6 +421,23 @@ def test_a_budget_beside_write_gates_has_both_sets_of_gates(tmp_path: Path) -> N
         engine(f"wgkv+dbtrimkv:write_gates={write}", gates=write)
     with pytest.raises(GateError, match="holds retention gates"):
         engine(f"wgkv+dbtrimkv:write_gates={bundled_model() / 'gates'}")
+
+
+@pytest.mark.parametrize(
+    ("policy", "gates", "taken"),
+    [
+        *((policy, None, "own") for policy in (None, "dbtrimkv", "snapkv", "full")),
+        ("wgkv", None, None),  # the model's are of the other kind
+        ("wgkv+dbtrimkv", None, "own"),
+        ("snapkv", "random", "random"),
+    ],
+)
+def test_a_model_s_own_gates_are_taken_where_they_fit(
+    policy: str | None, gates: str | None, taken: str | None
+) -> None:
+    config = EngineConfig(model=str(bundled_model()), policy=policy, gates=gates)
+    own = bundled_model() / "gates"
+    assert named_gates(config) == (own if taken == "own" else taken)
 
 
 def test_two_sets_of_gates_without_retention_gates(text_model: Path) -> None:
