@@ -175,24 +175,6 @@ def test_skip_leaves_out_the_first_dialogues(tmp_path: Path) -> None:
         assert ended.value.code == 2
 
 
-@pytest.mark.slow(reason="runs whole dialogues with the bundled model")
-@pytest.mark.long(reason="a run of an experiment; what it writes, one other shows")
-def test_the_model_is_loaded_once_and_only_if_runs_are_left(
-    tmp_path: Path, monkeypatch: Any
-) -> None:
-    compared = Comparison(MODEL, "float32", (ComparedMethod.parse("streamingllm"),), ("1/4",))
-    sources, path, loaded = ("scenes:dense", "scenes:clip"), tmp_path / "journal", []
-    plain = Reader.__init__
-    monkeypatch.setattr(Reader, "__init__", lambda self, c: loaded.append(c) or plain(self, c))
-    with ComparisonRuns(compared, Journal(path)) as runs:
-        first = [runs.of(source, 2) for source in sources]
-        again = [runs.of(source, 2) for source in sources]
-    assert loaded == [compared] and first == again and first[0] != first[1]
-    written = path.read_bytes()
-    assert [ComparisonRuns(compared, Journal(path)).of(source, 2) for source in sources] == first
-    assert len(loaded) == 1 and path.read_bytes() == written
-
-
 def test_at_equal_bytes_fewer_bits_keep_more_entries() -> None:
     """At head_dim 32 an entry takes 137 bytes in bfloat16, 77 and 49 in codes."""
     kinds = ("bf16", "int8", "int4")
@@ -248,21 +230,6 @@ def test_programs_refuse_in_one_line(program: Any, tmp_path: Path) -> None:
     with pytest.raises(SystemExit, match=r"error: two methods are called 'snapkv'") as caught:
         program.main(options)
     assert "\n" not in str(caught.value)
-
-
-@pytest.mark.slow(reason="runs whole dialogues with the bundled model")
-@pytest.mark.long(reason="a run of an experiment; what it writes, one other shows")
-def test_fresh_drops_runs(tmp_path: Path) -> None:
-    options = [*SCENES, "--output", str(tmp_path), "--method"]
-    quality.main([*options, "streamingllm"])
-    (tmp_path / "q.json").unlink()
-    quality.main([*options, "snapkv", "--fresh"])
-    page = json.loads((tmp_path / "q.json").read_text())["results"]["scenes:dense"]
-    assert {row["method"] for row in page["rows"]} == {"full", "snapkv"}
-    names = {"q.json", "q.md", "q.png", "q.runs.jsonl"}
-    assert {path.name for path in tmp_path.iterdir()} == names
-    rows = [json.loads(line) for line in (tmp_path / "q.runs.jsonl").read_text().splitlines()]
-    assert len(rows) == 2
 
 
 @pytest.mark.slow(reason="runs whole dialogues with the bundled model")

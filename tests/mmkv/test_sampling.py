@@ -685,6 +685,9 @@ def test_no_placeholder_is_chosen(
     """With a head that prefers them to all else; the second choice is taken."""
     media = sorted(engine.media_token_ids)
     assert len(media) == 2
+    with monkeypatch.context() as patch:  # nor does one end a reply
+        patch.setattr(engine.family, "eos_token_ids", {7, media[0]})
+        assert 7 in engine.eos_token_ids and engine.eos_token_ids.isdisjoint(media)
     engine.backends.cpu.switch_off()
     head = engine.decoder.weights.head
     rest = [i for i in range(head.shape[0]) if i not in media]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import re
 import shutil
 import signal
 import subprocess
@@ -49,8 +48,7 @@ from mmkv.training.run import (
 )
 from mmkv.training.settings import TrainingSettings
 from tests.support.chat_models import save_qwen3_vl
-from tests.training.data.test_conversations import image, lines
-from tests.training.data.test_sources import shard, talk
+from tests.training.data.test_conversations import lines
 
 MODEL = str(bundled_model())
 
@@ -247,21 +245,6 @@ def test_two_processes_give_the_loss_curve_of_one(
             torch.testing.assert_close(gates[name], others[name], rtol=1e-3, atol=1e-5)
 
 
-@pytest.mark.long(reason="another recipe of the same program")
-def test_trim_kvs_recipe_trains_gates_that_the_engine_reads(tmp_path: Path) -> None:
-    given = asdict(short_run(tmp_path))
-    chosen = {name: given[name] for name in ("model", "output", "device", "dtype", "log_every")}
-    made = TrainingSettings.of("trimkv", **chosen, d_gate=16, budget=24.0, steps=2, accumulate=1)
-    engine, described = train(made, held=1)
-    assert described["settings"]["recipe"] == "trimkv"
-    assert described["settings"]["normaliser"] == "tt" and described["results"]
-    gates = load_gates(tmp_path, engine.spec)
-    assert gates.kind == "rg" and gates.info["settings"]["recipe"] == "trimkv"
-    assert "| recipe | trimkv |" in (tmp_path / "README.md").read_text()
-    rates = [line["learning_rate"] for line in history(tmp_path) if "learning_rate" in line]
-    assert rates == pytest.approx([2e-4, 1e-4])  # linear, no warm-up
-
-
 def test_gates_of_a_hybrid_model_hang_at_the_layers_with_entries(tmp_path: Path) -> None:
     model = save_qwen3_vl(tmp_path / "model", kind="qwen3_5")
     words = "what is two and two and three, and what follows from it"
@@ -279,34 +262,6 @@ def test_gates_of_a_hybrid_model_hang_at_the_layers_with_entries(tmp_path: Path)
     with loaded.session() as session:
         session.prefill({"input_ids": torch.arange(3, 40)})
         assert session.entries == 9 * loaded.spec.rows
-
-
-@pytest.mark.long(reason="a run; test_conversations.py mixes them")
-def test_a_run_on_a_mixture_of_published_sets(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
-    """Two steps of packed documents; a skipped row is counted and its reason said once."""
-    model = save_qwen3_vl(tmp_path / "model")
-    raw = (tmp_path / image(tmp_path / "a.png")).read_bytes()
-    gone = {"image": {"bytes": b"no picture", "path": None}}
-    asked = {"conversations": talk("<image>\nwhat?", "red")}
-    rows = [asked | {"image": {"bytes": raw, "path": None}}, asked | gone, asked | gone]
-    shard(tmp_path / "next" / "data" / "train-0.parquet", rows)
-    lines(tmp_path / "long.json", {"instruction": "A book. Who?", "output": "He.", "file": "b"})
-    (tmp_path / "mix.toml").write_text(
-        '[[source]]\ndata = "llava-next:next"\n[[source]]\ndata = "longalpaca:long.json"\n'
-        '[[source]]\ndata = "niah:300-400"\nweight = 0.5\n'
-    )
-    out = tmp_path / "gates"
-    sizes = "--d-gate 8 --steps 2 --bias 4 --budget 8 --log-every 1 --device cpu --max-length 600"
-    given = ["--model", str(model), "--data", str(tmp_path / "mix.toml"), "--output", str(out)]
-    assert main([*given, *sizes.split(), "--pack"]) == 0
-    assert load_file(out / "gates.safetensors")
-    history = [json.loads(line) for line in (out / "history.jsonl").read_text().splitlines()]
-    assert [line["step"] for line in history if "loss" in line] == [1, 2]
-    said = " ".join(capfd.readouterr().err.split())
-    assert said.count("is a text, not a picture") == 1
-    assert re.search(r"of \d+ rows .*\d broken", said)
 
 
 def recipe_numbers(name: str) -> dict[str, Any]:
@@ -524,16 +479,6 @@ def test_gradients_next_to_nothing_are_said_once(
     err = capsys.readouterr().err
     assert err.count("learn next to nothing") == said
     assert ("--bias 10 --lr 3e-3 --lambda-cap 16 --d-gate 96" in err) == bool(said)
-
-
-@pytest.mark.long(reason="a run; a longer one says it in another test")
-def test_a_run_shorter_than_its_log_lines_says_so_too(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """A bias of 20 is a gate of 1 - 2e-9: whatever the data, next to nothing moves it."""
-    run: dict[str, Any] = {"bias": 20.0, "lambda_cap": 0.0, "loss": "ntp", "log_every": 10}
-    train(short_run(tmp_path, steps=1, **run))
-    assert "mmkv: these gates learn next to nothing: up to step 1" in capsys.readouterr().err
 
 
 # Runs that cannot end well are refused before they start, and stopped ones can go on.

@@ -12,7 +12,6 @@ import pytest
 import torch
 import transformers
 from PIL import Image
-from safetensors.torch import load_file
 from tokenizers import Tokenizer, models
 
 from mmkv import Engine, Sampling
@@ -67,25 +66,6 @@ def test_training_changes_the_adapter_and_not_the_language_model(
     assert sum(row["of"] for row in counted.values()) == 4 * 6
     phases = [json.loads((adapter / name / "log.json").read_text()) for name in ("words", "eyes")]
     assert [lines[-1]["step"] for lines in phases] == [3, 2]
-
-
-@pytest.mark.long(reason="a second run")
-def test_a_finished_run_resumes_to_the_same_adapter(
-    trained: tuple[Path, dict[str, Any]],
-    language: Path,
-    easy: Path,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    adapter, _ = trained
-    first = load_file(adapter / "adapter.safetensors")
-    given = options(language, easy, adapter)
-    assert main(["train", *given]) == 1
-    assert "--resume" in capsys.readouterr().err
-    assert main(["train", *given, "--resume", "--seed=1"]) == 1
-    assert "seed" in capsys.readouterr().err
-    assert main(["train", *given, "--resume"]) == 0
-    again = load_file(adapter / "adapter.safetensors")
-    assert all(torch.equal(first[name], again[name]) for name in first)
 
 
 def test_a_language_model_is_read_as_its_own_template_says(language: Path, easy: Path) -> None:

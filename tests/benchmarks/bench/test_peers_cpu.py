@@ -236,34 +236,6 @@ def fake_llama(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("fake_llama")
-@pytest.mark.long(reason="every method once, beside a peer")
-def test_the_program_with_a_fake_llama_cpp(
-    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    names = ["llama.cpp Q8_0", "mmkv bf16", "kvpress bf16, budget"]
-    where = ["--rounds", "1", "--output", str(tmp_path)]
-    code = peers_cpu.main([str(model), "--methods", *names, *FEW, *where])
-    page = json.loads((tmp_path / "peers-cpu.json").read_text())
-    found, said = page["results"], capsys.readouterr().out
-    assert code == 0 and page["machine"]["cpu"] and page["command"]
-    assert list(found["methods"]) == names[:2], found["not_run"]
-    assert "kvpress bf16, budget was not run: ModuleNotFoundError" in said
-    assert list(found["cases"]) == ROWS and not found["unavailable"]
-    for case in ROWS:
-        for name in names[:2]:
-            assert len(found["cases"][case]["methods"][name]["cpu_ms"]["rounds"]) == 1
-    start, load = (found["cases"][row]["methods"]["mmkv bf16"] for row in ROWS[:2])
-    assert start["cpu_ms"]["median"] > load["cpu_ms"]["median"] > 0
-    assert start["wall_ms"]["median"] > load["wall_ms"]["median"] and start["peak_rss"] > 2**20
-    fake = found["cases"]["context 16"]["methods"]["llama.cpp Q8_0"]["tokens"]
-    assert fake == [fake[0], fake[0] + 1, fake[0] + 2]
-    assert found["methods"]["llama.cpp Q8_0"]["versions"]["build"] == "fake"
-    assert found["methods"]["mmkv bf16"]["memory"]["context"] == 16
-    assert found["methods"]["mmkv bf16"]["logits_apart"]["relative"] > 0.5, "they are two models"
-    assert len(found["commands"]) == 1
-
-
-@pytest.mark.usefixtures("fake_llama")
 def test_an_interrupted_run_goes_on_where_it_was(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
 ) -> None:

@@ -235,6 +235,10 @@ def test_a_benchmark_that_lmms_eval_would_misread_is_refused(shipped: Path, tmp_
     (data / "mmdu" / "benchmark.json").write_text(json.dumps({"d": dialogue()}))
     with pytest.raises(InputError, match="holds no list"):
         tasks.write(["mmdu"], tmp_path / "out", data)
+    rows = [dialogue(id=one, image=[]) for one in "de"]
+    (data / "mmdu" / "benchmark.json").write_text(json.dumps(rows))
+    with pytest.raises(InputError, match=r"dialogue d: .* \(1 more have problems\)"):
+        tasks.write(["mmdu"], tmp_path / "out", data)
 
 
 def test_samples_become_answers_for_the_judge(

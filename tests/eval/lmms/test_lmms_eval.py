@@ -346,24 +346,3 @@ def test_replies_are_those_of_lmms_evals_own_adapter(
         ]
         assert theirs.texts(name) == ours.texts(name)
         assert theirs.results[name] == ours.results[name]
-
-
-@pytest.mark.long(reason="a program of its own, which imports lmms-eval")
-def test_a_failed_evaluation_fails_the_command(data: Path, home: Path, tmp_path: Path) -> None:
-    """lmms-eval itself ends with exit code 0 here."""
-    done = run(
-        [
-            *"mmkv eval --tasks mmstar --model".split(),
-            str(MODEL),
-            "--data",
-            str(data),
-            "--output",
-            str(tmp_path),
-            "--gates",
-            str(tmp_path / "missing"),
-        ],
-        home,
-    )
-    assert done.returncode == 1
-    last = done.stderr.strip().splitlines()[-1]
-    assert last.startswith(f"mmkv: error: no gates at {tmp_path}/missing"), last

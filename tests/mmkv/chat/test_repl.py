@@ -271,18 +271,6 @@ def test_ctrl_c_ends_a_single_answer_with_code_130(patient_model: str) -> None:
     assert process.returncode == 130 and "Traceback" not in err
 
 
-@pytest.mark.slow(reason="a process that loads torch and a model")
-@pytest.mark.long(reason="a process that loads torch and a model")
-def test_a_closed_pipe_gives_no_traceback(patient_model: str) -> None:
-    process = start("chat", patient_model, "-p", "hello", "--max-new-tokens", str(ENDLESS))
-    assert process.stdout is not None and process.stderr is not None
-    process.stdout.read(1)
-    process.stdout.close()
-    assert process.wait(timeout=HANGS) != 0
-    assert "Traceback" not in process.stderr.read()
-    process.stderr.close()
-
-
 # Turns of the chat that are taken back, tried again, and listed: /undo, /retry, /history.
 
 

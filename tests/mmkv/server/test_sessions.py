@@ -18,7 +18,7 @@ from mmkv import Engine, Sampling
 from mmkv.engine.paths import DRAFT
 from mmkv.server.engine_thread import EngineCore
 from mmkv.server.work import ChatWork
-from tests.support.chat_models import picture, save_qwen3_vl
+from tests.support.chat_models import picture
 from tests.support.servers import (
     Server,
     asked,
@@ -352,32 +352,6 @@ def test_idle_sessions_hibernate_and_come_back_bit_for_bit(
             digest(place / "public" / f"hibernated{at}.mmkv") for place in (saved, tmp_path)
         )
         assert one == two
-
-
-@pytest.mark.long(reason="another family")
-def test_a_hybrid_model_hibernates_with_its_states(tmp_path: Path) -> None:
-    """As above: what linear layers keep counts to the limit, and comes back from the file."""
-    folder = save_qwen3_vl(tmp_path / "model", kind="qwen3_5")
-
-    def told(memory: int, place: Path) -> tuple[list[str], list[str], list[str], int]:
-        with serving(lambda: load(folder, memory), session_folder=place) as server:
-            texts = conversations(server, 2)
-            states = [one["state"] for one in server.client.get("/v1/sessions").json()["data"]]
-            need = server.inside(bytes_of_a_request)
-            server.inside(lambda core: core.engine.cache.check())
-        digests = [digest(file) for file in sorted((place / "public").glob("hibernated*.mmkv"))]
-        return texts, digests, states, need
-
-    texts, digests, states, need = told(2**23, tmp_path / "all")
-    assert "file" not in states and len(digests) == 2
-    assert told(need, tmp_path / "one")[:3] == (texts, digests, ["file", "memory"])
-
-
-def bytes_of_a_request(core: EngineCore) -> int:
-    cache = core.engine.cache
-    assert cache.state_pages > 0
-    pages = core.job(ChatWork([], "", Sampling()), lambda: None).reservation().total
-    return (pages + 1) * cache.pool.page_bytes
 
 
 def test_a_key_has_its_share_of_the_sessions(folder: Path) -> None:
