@@ -17,7 +17,7 @@ from benchmarks import experiment, needle
 from benchmarks.experiment import ComparisonRuns, Reader, held_out, summarise, tables
 from benchmarks.quality import __main__ as quality
 from benchmarks.quality.__main__ import main
-from benchmarks.quality.methods import ComparedMethod, Comparison, digest
+from benchmarks.quality.methods import ComparedMethod, Comparison
 from mmkv.engine.errors import InputError
 from mmkv.engine.runtime import Runtime
 from mmkv.prompt.loading import load_processor
@@ -154,27 +154,6 @@ def test_a_larger_comparison_runs_only_what_is_new(tmp_path: Path, monkeypatch: 
     assert len(keys) == 7
 
 
-@pytest.mark.slow(reason="runs whole dialogues with the bundled model")
-@pytest.mark.long(reason="a run of an experiment; what it writes, one other shows")
-def test_skip_leaves_out_the_first_dialogues(tmp_path: Path) -> None:
-    """``--skip 2``: the third dialogue, as a run over all three reads it."""
-    compared = Comparison(MODEL, "float32", (ComparedMethod.parse("streamingllm"),), ("1/4",))
-    whole = ComparisonRuns(compared, Journal(tmp_path / "whole")).of("scenes:dense", 3)
-    options = ["--data", "scenes:dense", "--method", "streamingllm", "--fractions", "1/4"]
-    options += ["--dialogues", "1", "--skip", "2", "--output", str(tmp_path), "--name", "q"]
-    main([MODEL, *options])
-    read = ComparisonRuns(compared, Journal(tmp_path / "q.runs.jsonl")).of("scenes:dense", 1, 2)
-    assert read == {name: [[third] for _, _, third in seeds] for name, seeds in whole.items()}
-    rows = [json.loads(line) for line in (tmp_path / "q.runs.jsonl").read_text().splitlines()]
-    assert {row["index"] for row in rows} == {2}
-    written = json.loads((tmp_path / "q.json").read_text())
-    assert written["settings"]["skip"] == 2 and written["results"]["scenes:dense"]["dialogues"] == 1
-    for wrong in (["--skip", "-1"], ["--dialogues", "0"]):
-        with pytest.raises(SystemExit) as ended:
-            main([MODEL, *options, *wrong])
-        assert ended.value.code == 2
-
-
 def test_at_equal_bytes_fewer_bits_keep_more_entries() -> None:
     """At head_dim 32 an entry takes 137 bytes in bfloat16, 77 and 49 in codes."""
     kinds = ("bf16", "int8", "int4")
@@ -230,30 +209,6 @@ def test_programs_refuse_in_one_line(program: Any, tmp_path: Path) -> None:
     with pytest.raises(SystemExit, match=r"error: two methods are called 'snapkv'") as caught:
         program.main(options)
     assert "\n" not in str(caught.value)
-
-
-@pytest.mark.slow(reason="runs whole dialogues with the bundled model")
-@pytest.mark.long(reason="a run of an experiment; what it writes, one other shows")
-def test_the_journal_of_a_cpu_keeps_its_keys(tmp_path: Path, monkeypatch: Any) -> None:
-    """As written before ``--device``; every other device is named."""
-    quality.main([*SCENES, "--method", "snapkv", "--output", str(tmp_path)])
-    rows = [json.loads(line) for line in (tmp_path / "q.runs.jsonl").read_text().splitlines()]
-    plain = f"{MODEL} {digest(MODEL)} float32"
-    assert {row["where"] for row in rows} == {f"{plain} 8192 scenes:dense Reader"}
-    assert [row["cell"] for row in rows] == ["full@None:none at None", "snapkv@None:none at 1/4"]
-    assert compared("snapkv").described() == plain
-    elsewhere = compared("snapkv", device="cuda")
-    assert elsewhere.described() == f"{plain} cuda"
-    # Nothing that the CPU has read stands for the GPU.
-    monkeypatch.setattr(Reader, "__init__", _refuse)
-    journal = Journal(tmp_path / "q.runs.jsonl")
-    assert ComparisonRuns(compared("snapkv"), journal).of("scenes:dense", 1)
-    with pytest.raises(InputError, match="asked to read"):
-        ComparisonRuns(elsewhere, journal).of("scenes:dense", 1)
-
-
-def _refuse(*_: Any) -> None:
-    raise InputError("asked to read")
 
 
 def test_the_model_is_loaded_on_the_device_asked_for(tmp_path: Path, monkeypatch: Any) -> None:

@@ -16,7 +16,14 @@ from mmkv.calls.formats import Hermes, Llama3, QwenXml
 from mmkv.calls.parser import ToolFormat
 from mmkv.calls.tools import Tool, ToolUse
 from mmkv.engine.errors import InputError
-from mmkv.grammar import ReplyRules, RuleState, answer_schema, require_tools
+from mmkv.grammar import (
+    MOST_GRAMMARS,
+    Grammars,
+    ReplyRules,
+    RuleState,
+    answer_schema,
+    require_tools,
+)
 
 BYTES = LLTokenizer("byte")
 
@@ -241,3 +248,15 @@ def test_texts_of_drawn_schemas_are_valid() -> None:
                     wrong = [error.message for error in judge.iter_errors(value)]
                     assert not wrong, (schema, said)
     assert found > 3_000
+
+
+def test_the_latest_grammars_are_kept() -> None:
+    grammars = Grammars(None, 256, [])
+    vars(grammars)["known"] = BYTES
+    texts = [f'start: "{at}"' for at in range(MOST_GRAMMARS + 1)]
+    for at in [*range(MOST_GRAMMARS), 0, MOST_GRAMMARS]:
+        state = grammars.matcher(texts[at])
+        assert lets_through(state, str(at))
+        state.consume_token(ord(str(at)))  # which nobody else's has read
+        assert lets_through(grammars.matcher(texts[at]), str(at))
+    assert list(grammars._made) == [*texts[2:-1], texts[0], texts[-1]]

@@ -191,7 +191,7 @@ def test_several_gpus_do_not_split_documents(
 
 
 @pytest.mark.long(reason="two processes train for twenty seconds")
-@pytest.mark.slow(reason="six processes, launchers with them, load torch and transformers")
+@pytest.mark.slow(reason="three processes, a launcher with them, load torch and transformers")
 def test_two_processes_give_the_loss_curve_of_one(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -208,15 +208,8 @@ def test_two_processes_give_the_loss_curve_of_one(
         *"-m torch.distributed.run --nproc-per-node 2 --standalone --no-python".split(),
         *distill,
     ]
-    # --multi_gpu is what makes it start several processes; they find no GPU, and talk by gloo.
-    accelerate = [
-        sys.executable,
-        *"-m accelerate.commands.launch --multi_gpu --num_processes 2 --num_machines 1".split(),
-        *"--mixed_precision no --dynamo_backend no --main_process_port 0 --no_python".split(),
-        *distill,
-    ]
     curves = []
-    for name, command in (("alone", None), ("torchrun", torchrun), ("accelerate", accelerate)):
+    for name, command in (("alone", None), ("torchrun", torchrun)):
         folder = tmp_path / name
         options = [*common, "--output", str(folder)]
         if command is None:
@@ -236,13 +229,12 @@ def test_two_processes_give_the_loss_curve_of_one(
         assert said.count("saved gates in") == 1
         report = json.loads((folder / "run.json").read_text())
         assert report["processes"] == (1 if name == "alone" else 2)
-    (one, gates), *pairs = curves
-    for two, others in pairs:
-        assert len(one) == len(two) == 3
-        for left, right in zip(one, two, strict=True):
-            assert left == pytest.approx(right, rel=1e-3, abs=2e-5)
-        for name in gates:
-            torch.testing.assert_close(gates[name], others[name], rtol=1e-3, atol=1e-5)
+    (one, gates), (two, others) = curves
+    assert len(one) == len(two) == 3
+    for left, right in zip(one, two, strict=True):
+        assert left == pytest.approx(right, rel=1e-3, abs=2e-5)
+    for name in gates:
+        torch.testing.assert_close(gates[name], others[name], rtol=1e-3, atol=1e-5)
 
 
 def test_gates_of_a_hybrid_model_hang_at_the_layers_with_entries(tmp_path: Path) -> None:
@@ -410,53 +402,38 @@ def test_the_card_says_what_decides_the_gates(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "code", "words"),
+    ("arguments", "words"),
     [
-        (["--model", MODEL, "--data", "scenes:round"], 1, "dense, sparse, clip, stream"),
-        (["--model", "/nowhere", "--data", "scenes:dense"], 1, "/nowhere"),
-        (["--model", MODEL, "--data", "scenes:dense", "--tying", "loose"], 1, "--tying"),
-        (["--model", MODEL, "--data", "scenes:dense", "--budget", "-3"], 1, "--budget"),
-        (
-            ["--model", MODEL, "--data", "scenes:dense", "--recipe", "paper"],
-            1,
-            "choose one of mmkv, dbtrimkv, trimkv",
-        ),
-        (["--model", MODEL, "--data", "scenes:dense", "--gate", "rg"], 1, "--tying none"),
-        (["--model", MODEL, "--data", "scenes:dense", "--schedule", "step"], 1, "cosine, linear"),
-        (["--model", MODEL, "--data", "scenes:dense", "--resume"], 1, "no checkpoint"),
-        (["--model", MODEL, "--data", "scenes:dense", "--capacity-rates", "2"], 1, "4 or more"),
-        (["--model", MODEL, "--data", "scenes:dense", "--log-every", "0"], 1, "--log-every"),
-        (["--model", MODEL, "--data", "scenes:dense", "--threads", "-1"], 1, "--threads"),
-        (["--model", MODEL, "--data", "scenes:dense", "--threads", "10000000"], 1, "or fewer"),
-        (["--model", MODEL, "--data", "scenes:dense", "--warmup", "7"], 1, "--warmup"),
-        (["--model", MODEL, "--data", "scenes:dense", "--lambda-cap", "nan"], 1, "--lambda-cap"),
-        (
-            [
-                "--model",
-                MODEL,
-                "--data",
-                "scenes:dense",
-                "--scope",
-                "head",
-                "--capacity-rates",
-                "8",
-            ],
-            1,
-            "--scope head",
-        ),
-        (["--model", MODEL, "--data", "0*scenes:dense"], 1, "weight"),
-        (["--model", MODEL, "--data", "/nowhere/chats.jsonl"], 1, "/nowhere/chats.jsonl"),
-        (["--model", MODEL], 2, "--data"),
+        ("--data scenes:round", "dense, sparse, clip, stream"),
+        ("--model /nowhere", "/nowhere"),
+        ("--tying loose", "--tying"),
+        ("--budget -3", "--budget"),
+        ("--recipe paper", "choose one of mmkv, dbtrimkv, trimkv"),
+        ("--gate rg", "--tying none"),
+        ("--schedule step", "cosine, linear"),
+        ("--resume", "no checkpoint"),
+        ("--capacity-rates 2", "4 or more"),
+        ("--log-every 0", "--log-every"),
+        ("--threads -1", "--threads"),
+        ("--threads 10000000", "or fewer"),
+        ("--warmup 7", "--warmup"),
+        ("--lambda-cap nan", "--lambda-cap"),
+        ("--scope head --capacity-rates 8", "--scope head"),
+        ("--data 0*scenes:dense", "weight"),
+        ("--data /nowhere/chats.jsonl", "/nowhere/chats.jsonl"),
     ],
 )
 def test_mistakes_get_one_line(
-    arguments: list[str], code: int, words: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+    arguments: str, words: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    assert main([*arguments, "--output", str(tmp_path), "--device", "cpu"]) == code
-    lines = [
-        x for x in capfd.readouterr().err.splitlines() if x.startswith("mmkv.training.distill:")
-    ]
-    assert len(lines) == 1 and words in lines[0]
+    given = ["--model", MODEL, "--output", str(tmp_path), "--device", "cpu"]
+    data = [] if "--data" in arguments else ["--data", "scenes:dense"]
+    for code, more, said in ((2, [], "--data"), (1, [*data, *arguments.split()], words)):
+        capfd.readouterr()
+        assert main([*given, *more]) == code
+        lines = capfd.readouterr().err.splitlines()
+        (line,) = [one for one in lines if one.startswith("mmkv.training.distill:")]
+        assert said in line
 
 
 # A run that teaches its gates nothing says so, once.

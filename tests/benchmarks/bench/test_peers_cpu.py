@@ -6,7 +6,6 @@ import json
 import subprocess
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -14,7 +13,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from benchmarks.bench import llama_gguf, openvino_files, peer_environments, peers_cpu
+from benchmarks.bench import llama_gguf, peers_cpu
 from benchmarks.bench.cpu_methods import METHODS, CachedModel, CpuPeerJob
 from benchmarks.bench.llama_gguf import interleaved, renamed, tensors
 from benchmarks.bench.peers_cpu import (
@@ -354,83 +353,6 @@ def test_what_cannot_run_says_why(model: Path, tmp_path: Path, capsys: Any) -> N
         few = ["--methods", "llama.cpp f16", "--python", f"llama.cpp={interpreter}"]
         assert peers_cpu.main([str(model), *few, *where]) == 1
         assert reason in capsys.readouterr().out
-
-
-def test_openvino_gets_4_bits_for_the_decoder_and_8_for_its_tower(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """With stand-ins for the exporter and the rounding; a folder appears when it is whole."""
-    parts = ("openvino_language_model", "openvino_vision_embeddings_model", "openvino_tokenizer")
-
-    def exported(model: str, output: str, task: str, **_: Any) -> None:
-        Path(output).mkdir()
-        for name in parts:
-            (Path(output) / f"{name}.xml").write_text(f"{name} of {task}")
-            (Path(output) / f"{name}.bin").write_text("numbers")
-
-    def rounded(part: str, mode: str, **how: Any) -> str:
-        return f"{part}: {mode} {how.get('group_size')}"
-
-    core = SimpleNamespace(read_model=lambda path: path.stem)
-    stand_ins: dict[str, Any] = {
-        "torchvision": {},
-        "optimum.exporters.openvino": {"main_export": exported},
-        "optimum.intel": {"OVConfig": lambda dtype: dtype},
-        "openvino": {
-            "Core": lambda: core,
-            "save_model": lambda part, path, **_: path.write_text(part),
-        },
-        "nncf": {
-            "CompressWeightsMode": SimpleNamespace(INT8_ASYM="8", INT4_SYM="4"),
-            "compress_weights": rounded,
-        },
-    }
-    for name, members in stand_ins.items():
-        monkeypatch.setitem(sys.modules, name, SimpleNamespace(**members))
-    model = save_llama(tmp_path / "model")
-    (model / "preprocessor_config.json").write_text("{}")
-    assert (
-        openvino_files.main([str(model), *(f"{tmp_path / f}={f}" for f in ("fp16", "int4"))]) == 0
-    )
-    plain, four = tmp_path / "fp16", tmp_path / "int4"
-    assert (plain / f"{parts[0]}.xml").read_text() == f"{parts[0]} of text-generation-with-past"
-    assert (four / f"{parts[0]}.xml").read_text() == f"{parts[0]}: 4 32"
-    assert (four / f"{parts[1]}.xml").read_text() == f"{parts[1]}: 8 None"
-    assert (four / f"{parts[2]}.bin").read_text() == "numbers"  # as it was
-    assert {path.name for path in four.glob("*.bin")} == {f"{parts[2]}.bin"}
-    assert all((folder / "preprocessor_config.json").is_file() for folder in (plain, four))
-    assert openvino_files.main([str(model), f"{tmp_path / 'int2'}=int2"]) == 1
-    assert "'int2' is none of fp16, int8, int4" in capsys.readouterr().err
-    assert not list(tmp_path.glob("*.part")) and not (tmp_path / "int2").exists()
-
-
-def test_environments_of_peers_are_made_apart(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """One that fails does not keep the others from being made; a complete one is left alone."""
-    ran: list[list[str]] = []
-
-    def run(command: list[Any], **_: Any) -> SimpleNamespace:
-        ran.append([str(word) for word in command])
-        if "venv" in ran[-1]:
-            python = peer_environments.interpreter(Path(ran[-1][-1]).parent, Path(ran[-1][-1]).name)
-            python.parent.mkdir(parents=True)
-            python.touch()
-        return SimpleNamespace(returncode=int("nncf" in ran[-1]))
-
-    monkeypatch.setattr(peer_environments.subprocess, "run", run)
-    assert peer_environments.main([str(tmp_path), "--torch", "torch==9"]) == 1
-    said = capsys.readouterr()
-    assert said.out.splitlines() == ["llama.cpp is ready", "kvpress is ready"]
-    assert "openvino: " in said.err and "failed; its reason is above" in said.err
-    installed = [command[5:] for command in ran if "install" in command]
-    assert installed[1] == ["--no-binary", "llama-cpp-python", "llama-cpp-python"]
-    assert ["torch==9", "kvpress==0.5.5", "transformers<5.3"] in installed
-    ran.clear()
-    assert peer_environments.main([str(tmp_path), "kvpress"]) == 0
-    assert len(ran) == 1 and "kvpress is complete" in capsys.readouterr().out
-    with pytest.raises(SystemExit):
-        peer_environments.main([str(tmp_path), "vllm"])
 
 
 def measured(**times: list[float]) -> dict[str, Any]:

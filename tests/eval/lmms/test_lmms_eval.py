@@ -17,7 +17,7 @@ from mmkv.eval.lmms.tasks import merged, shipped_folder, write
 from mmkv.eval.long_text.benchmarks import tasks as long_tasks
 from mmkv.eval.mmdu.data import AnswerFolder, read_benchmark
 from mmkv.prompt.video import load_video
-from tests.support.lmms_runs import MODEL, Written, needs_lmms_eval, run, run_python, written
+from tests.support.lmms_runs import MODEL, Written, needs_lmms_eval, run, written
 
 pytestmark = [
     needs_lmms_eval,
@@ -299,22 +299,6 @@ def test_two_processes_write_what_one_does(
         assert theirs.texts(task) == ours.texts(task)
         # Standard errors are summed in another order.
         assert theirs.results[task] == pytest.approx(ours.results[task])
-
-
-@pytest.mark.long(reason="two processes load lmms-eval")
-def test_a_process_leaves_the_group_before_it_exits(home: Path) -> None:
-    """Two processes that left inside it aborted about once in fifty runs."""
-    program = (
-        "import atexit\n"
-        "from torch import distributed\n"
-        "atexit.register(lambda: print('inside', distributed.is_initialized()))\n"
-        "store = distributed.HashStore()\n"
-        "distributed.init_process_group('gloo', store=store, rank=0, world_size=1)\n"
-        "from mmkv.eval.lmms.adapter import MmkvChat\n"
-        f"MmkvChat(pretrained={str(MODEL)!r}, device='cpu')\n"
-    )
-    done = run_python(["-c", program], home)
-    assert done.stdout.splitlines()[-1:] == ["inside False"], done.stdout + done.stderr
 
 
 @pytest.mark.long(

@@ -14,6 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -26,7 +27,7 @@ from mmkv.chat.repl import Repl
 from mmkv.cli.app import run
 from mmkv.engine.backends.cpu import binding
 from mmkv.engine.budget import RISK, Budget, parse_bytes
-from mmkv.engine.errors import BudgetError, MmkvError
+from mmkv.engine.errors import BudgetError, InputError, MmkvError
 from mmkv.engine.model.gates import make_random_gates, save_gates
 from mmkv.engine.model.source import locate
 from mmkv.resources import PULLED, asset
@@ -616,6 +617,13 @@ def test_a_reader_that_has_gone_ends_the_command(
     monkeypatch.setattr(sys, "stdout", gone)
     assert run(list(arguments)) == 1
     assert "Traceback" not in capfd.readouterr().err
+
+
+def test_how_a_command_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    ends: list[tuple[Any, int]] = [(None, 0), (3, 3), (SystemExit(5), 5), (SystemExit("x"), 1)]
+    for end, code in [*ends, (KeyboardInterrupt(), 130), (InputError("no"), 1)]:
+        monkeypatch.setattr("mmkv.cli.app.app", mock.Mock(side_effect=[end]))
+        assert run(["env"]) == code
 
 
 @pytest.mark.parametrize("option", ["--batch", "--rounds", "--steps"])
