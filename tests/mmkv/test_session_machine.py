@@ -122,25 +122,27 @@ class ChatMachine(RuleBasedStateMachine):
         other.observe("more")
         other.close()
 
-    @rule(text=st.sampled_from(TEXTS), where=st.sampled_from(["start", "prompt", "logits"]))
+    @rule(text=st.sampled_from(TEXTS), where=st.sampled_from(["start", "prompt", "logits", "step"]))
     def fail(self, text: str, where: str) -> None:
         """An error takes the turn back; where it cannot, the turn stands with an empty reply."""
-        nothing = torch.full((1, self.engine.family.vocab_size), torch.nan)
 
         def stop(done: int, total: int) -> None:
             raise InputError("enough")
 
         def call(one: Session) -> None:
-            broken = mock.patch.object(one.engine.decoder, "logits", lambda _: nothing)
+            owner: Any = one.engine.decoder if where == "logits" else one.engine
+            name = "logits" if where == "logits" else "decode"
+            real = getattr(owner, name)
+            broken = mock.patch.object(owner, name, lambda *given: real(*given) * torch.nan)
             with broken, pytest.raises(NotFiniteError):
                 "".join(one.send(text, [animated()]))
 
-        if where == "logits":
+        if where in ("logits", "step"):
             said = len(self.session.history)
             call(self.session)
             self.places = [*self.places, 0][-DEPTH:][:-1]
             if len(self.session.history) > said:
-                assert not self.depth
+                assert not self.depth and not self.session.unfed  # it is in the cache
                 call(self.twin)
                 self.calls.append(call)
             return

@@ -17,6 +17,7 @@ from PIL import Image
 
 from mmkv import Engine, Sampling
 from mmkv.engine.errors import InputError, ModelError
+from mmkv.prompt import loading
 from mmkv.prompt.loading import load_processor
 from mmkv.prompt.template import NO_TEMPLATE, REWRITES, ChatTemplate
 from mmkv.resources import bundled_model
@@ -292,6 +293,13 @@ def test_settings_of_smolvlm_are_checked(tmp_path: Path, path: tuple[str, ...], 
     _changed(model, "preprocessor_config.json", *path, to=value)
     with pytest.raises(ModelError, match=rf"preprocessor_config\.json: {path[-1]} is "):
         load_processor(model)
+
+
+def test_what_stands_for_pictures_is_one_token() -> None:
+    tokenizer = byte_tokenizer()
+    assert loading._known_token(tokenizer, "<|im_end|>") == "<|im_end|>"
+    with pytest.raises(ModelError, match="does not know '<none>'"):
+        loading._known_token(tokenizer, "<none>")
 
 
 PICTURES, VIDEOS = "preprocessor_config.json", "video_preprocessor_config.json"

@@ -15,7 +15,7 @@ import pytest
 from mmkv import Engine
 from mmkv.calls.parser import CallEnd, CallPiece, CallStart, TextPiece, ThoughtPiece
 from mmkv.resources import bundled_model
-from mmkv.server.messages import MessageBuilder
+from mmkv.server.messages import MessageBuilder, MessagesCall, MessagesRequest
 from tests.support.chat_models import picture, script
 from tests.support.servers import MODEL, Server, picture_part, serving, stopped, until
 from tests.support.tool_templates import TOOLS as SOME_TOOLS
@@ -345,6 +345,23 @@ def test_a_loop_of_calls_and_pictures_reads_only_what_is_new() -> None:
         fresh = message(server, *said[:-2], **fields, mmkv=never)["usage"]
         wanted = counted(server, *said[:-2], tools=TOOL_PARAMS, tool_choice=FORCED, mmkv=never)
         assert (fresh["cache_read_input_tokens"], fresh["input_tokens"]) == (0, wanted)
+
+
+def test_a_body_is_let_go_once_it_is_read(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    bodies: list[Any] = []
+    begin, whole = MessagesCall.__init__, MessagesCall.whole
+
+    def noted(call: MessagesCall, *given: Any) -> None:
+        begin(call, *given)
+        bodies.extend(one for one in given if isinstance(one, MessagesRequest))
+
+    async def looked(call: MessagesCall) -> Any:
+        assert [one.messages for one in bodies] == [[]]  # it would stay as long as the reply takes
+        return await whole(call)
+
+    monkeypatch.setattr(MessagesCall, "__init__", noted)
+    monkeypatch.setattr(MessagesCall, "whole", looked)
+    assert message(server, SCENE)["content"]
 
 
 def test_a_prompt_that_is_counted_is_not_read(server: Server) -> None:

@@ -160,7 +160,10 @@ def test_a_saved_session_goes_on_from_its_file(server: Server, saved: Path) -> N
     assert len(session.history) == 4
     session.save(saved / "public" / "chat.mmkv")
     session.close()
-    assert said(server, created(server, file="chat"), "and now?")
+    opened = created(server, file="chat")
+    told = shown(server, opened, "/memory")
+    assert sum(told["seen_by_modality"].values()) == told["tokens_seen"]  # which it does not say
+    assert said(server, opened, "and now?")
 
 
 def test_saved_sessions_are_listed_and_removed(folder: Path, tmp_path: Path) -> None:
