@@ -13,7 +13,7 @@ import pytest
 from llguidance import LLMatcher, LLTokenizer
 
 from mmkv.calls.formats import Hermes, Llama3, QwenXml
-from mmkv.calls.parser import ToolFormat
+from mmkv.calls.parser import ThoughtMarks, ToolFormat
 from mmkv.calls.tools import Tool, ToolUse
 from mmkv.engine.errors import InputError
 from mmkv.grammar import (
@@ -145,6 +145,20 @@ def test_a_second_call_is_bound_behind_what_stands_between_calls(
             state.take(token)
         bound.append(state.masks)
     assert bound == [True, False, False, between not in (", ", "and ")]
+
+
+@pytest.mark.parametrize("answers", [True, False])
+def test_a_thought_is_begun_where_no_answer_is_bound(
+    answers: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one_byte = SimpleNamespace(of=lambda token: bytes([token]))
+    monkeypatch.setattr("mmkv.grammar.token_bytes", lambda _: one_byte)
+    grammars: Any = SimpleNamespace(known=BYTES, tokenizer=None, spell=json.dumps, matcher=begun)
+    use = ToolUse((Tool("f", "", {"type": "object"}),))
+    answer = answer_schema({"type": "json_object"})[0] if answers else None
+    rules = ReplyRules(answer) if answers else ReplyRules(format=Llama3(), use=use)
+    state = RuleState(grammars, rules, ThoughtMarks("<t>", "</t>"), opened=False)
+    assert (state.masks, state._marks is None) == (answers, answers)
 
 
 def test_what_a_grammar_would_ignore_is_refused_or_said() -> None:

@@ -20,6 +20,7 @@ from mmkv.engine.errors import InputError
 from mmkv.engine.runtime import Runtime
 from mmkv.resources import bundled_model
 from mmkv.training import adapt as command_line
+from mmkv.training import compressed
 from mmkv.training.adapt_run import (
     REWARDS,
     AdaptSettings,
@@ -40,7 +41,7 @@ from mmkv.training.data.examples import examples
 from mmkv.training.folder import history
 from mmkv.training.measure.teacher_forced import spans
 from tests.support.dialogues import engine_of, folder_of, oracle_of, prefill_both, prompt
-from tests.support.factories import join_turns
+from tests.support.factories import checkpoint, join_turns
 from tests.support.policies import EVICTING_KINDS, GATED
 from tests.support.sessions import text_ids
 from tests.support.tiers import long_but
@@ -440,3 +441,11 @@ def test_a_question_ends_where_its_document_says() -> None:
     for none in ([-100] * 7, [-100] * 6 + [9]):  # an end alone is no reply
         with pytest.raises(InputError, match="no reply with an end"):
             question_of({"input_ids": ids, "labels": torch.tensor([none])}, 0, (9,))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_model_is_trained_in_the_numbers_asked_for(dtype: torch.dtype) -> None:
+    name = str(dtype).removeprefix("torch.")
+    model, _ = compressed._load(str(checkpoint("qwen3")), name, torch.device("cpu"))
+    assert {one.dtype for one in model.parameters()} == {dtype}
+    assert not any(one.requires_grad for one in model.parameters())

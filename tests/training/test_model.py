@@ -151,6 +151,15 @@ def test_teacher_is_the_engine_without_eviction(name: str) -> None:
     torch.testing.assert_close(engine.decoder.logits(states[-1:])[0], expected)
 
 
+def test_a_linear_gate_is_one_in_the_layout_of_its_file() -> None:
+    spec = load("qwen3").spec
+    made = TrainableGates(spec, gate="linear", bias=1.0, seed=2)
+    x = 3 * torch.randn(7, spec.hidden_size, generator=torch.Generator().manual_seed(0))
+    for index, layer in enumerate(made.layers):
+        wanted = F.logsigmoid(x @ layer.weight.T + layer.bias)
+        torch.testing.assert_close(made.gates().log_beta(index, x), wanted)
+
+
 def test_recomputing_layers_changes_no_gradient() -> None:
     engine = load("qwen3_vl")
     documents = lay_out(engine, [make_turn("qwen3_vl", PICTURE["qwen3_vl"], 6)])

@@ -645,3 +645,8 @@ def test_the_child_does_not_see_ctrl_c() -> None:
         text=True,
     )
     assert ran.returncode == 0 and ran.stdout == "went on\n" and not ran.stderr
+
+
+def test_samples_are_counted_by_their_lines(tmp_path: Path) -> None:
+    (tmp_path / "samples").write_text('{"a": "b c"}\n{"a": "d"}\n')
+    assert [eval_command._lines(tmp_path / name) for name in ("samples", "none")] == [2, 0]

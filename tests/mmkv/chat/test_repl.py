@@ -610,7 +610,10 @@ def test_pictures_that_come_into_a_watched_folder_are_read(
             return text
 
         def typed(self) -> Iterator[str]:
+            yield "/watch-folder"
+            assert repl.folder is None
             yield f"/watch-folder {folder}"
+            yield "/watch-folder"
             (folder / "half.png").write_bytes(whole[:40])
             (folder / "note.txt").write_text("no picture")
             red.save(folder / "one.jpg")
@@ -643,6 +646,7 @@ def test_pictures_that_come_into_a_watched_folder_are_read(
     assert repl.run() == 0
     said = capfd.readouterr().err
     assert "the 1 in it are left out" in said and said.count("broken.png") == 1
+    assert said.count("needs a folder") == said.count(f"come into {folder} are read\n") == 1
     assert said.count("(stopped; nothing was sent)") == 1
     assert said.count("read one.jpg") == said.count("read half.png") == 1
     assert "late.png" not in said and "camera cannot be read (No such file" in said

@@ -302,6 +302,17 @@ def test_what_stands_for_pictures_is_one_token() -> None:
         loading._known_token(tokenizer, "<none>")
 
 
+def test_a_part_of_a_prompt_reads_pictures_as_the_whole_does(tmp_path: Path) -> None:
+    """LLaVA-OneVision cuts one alone into tiles, and none of several."""
+    processor = load_processor(save_llava_onevision(tmp_path))
+    image = Image.new("RGB", (64, 32))
+    sizes = [
+        processor.encode("<image>", [image], pictures=count)["input_ids"].shape[1]
+        for count in (None, 1, 2)
+    ]
+    assert sizes[0] == sizes[1] > sizes[2]
+
+
 PICTURES, VIDEOS = "preprocessor_config.json", "video_preprocessor_config.json"
 
 

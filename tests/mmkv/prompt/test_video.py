@@ -31,6 +31,7 @@ from mmkv.prompt.loading import load_processor
 from mmkv.prompt.media import load_image
 from mmkv.prompt.messages import take_media
 from mmkv.prompt.part_settings import MediaSettings, Sourced, evenly
+from mmkv.prompt.processing import IdeficsProcessor
 from mmkv.prompt.qwen_vision import RUN, VideoRules, frame_rule
 from mmkv.prompt.video import Clip, FrameRule, load_video
 from mmkv.server.media import worker
@@ -494,6 +495,14 @@ def test_frames_of_smolvlm_stand_behind_their_times(
     for found, clip in zip(inputs["pixel_values"][0].split([6, 21]), clips, strict=True):
         wanted = torch.tensor((clip.frames / 255 - 0.5) / 0.5).permute(0, 3, 1, 2).float()
         torch.testing.assert_close(found[: len(wanted)], wanted, rtol=1e-5, atol=1e-5)
+
+
+def test_frames_of_smolvlm_have_a_longest_edge(tmp_path: Path) -> None:
+    made = load_processor(save_smolvlm(tmp_path))
+    given = made.tokenizer, made.template, made.image_processor, made.tile, 4
+    for said, edge in ((None, 4 * made.tile), (40, 40), (8000, 4096)):
+        other = IdeficsProcessor(*given, {"size": {"longest_edge": said}, "fps": 2})
+        assert other._frame_edge == edge and other.frame_rule.fps == 2
 
 
 @pytest.mark.parametrize("seed", range(3))
