@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import dataclasses
-import itertools
 import json
 import shutil
 from pathlib import Path
@@ -121,37 +119,6 @@ def test_a_killed_run_continues_with_the_same_result(tmp_path: Path, capfd: Any)
         for name in ("whole", "parts")
     )
     assert whole == parts
-
-
-@pytest.mark.slow(reason="runs whole dialogues with the bundled model")
-@pytest.mark.long(reason="a run of an experiment; what it writes, one other shows")
-def test_a_larger_comparison_runs_only_what_is_new(tmp_path: Path, monkeypatch: Any) -> None:
-    small = Comparison(MODEL, "float32", (ComparedMethod.parse("streamingllm"),), ("1/4",))
-    gates = str(bundled_model() / "gates")
-    methods = (*small.methods, ComparedMethod.parse(f"dbtrimkv:{gates},random"))
-    large = dataclasses.replace(small, methods=methods, budgets=("1/4", "1/8"))
-    journal, asked = tmp_path / "journal", []
-    first = ComparisonRuns(small, Journal(journal)).of("scenes:dense", 2)
-    plain = Reader.read
-
-    def noted(self: Reader, source: str, todo: Any) -> Any:
-        for index, cells in todo.items():
-            asked.extend((cell.policy, cell.gates, cell.budget, index) for cell in cells)
-        return plain(self, source, todo)
-
-    monkeypatch.setattr(Reader, "read", noted)
-    second = ComparisonRuns(large, Journal(journal)).of("scenes:dense", 2)
-    new = [
-        ("streamingllm", None, "1/8"),
-        *itertools.product(["dbtrimkv"], [gates, "random"], large.budgets),
-    ]
-    assert sorted(asked, key=str) == sorted(((*cell, i) for cell in new for i in (0, 1)), key=str)
-    assert first["full"] == second["full"]
-    assert first["streamingllm at 1/4"] == second["streamingllm at 1/4"]
-    one, two = second["dbtrimkv at 1/8"]
-    assert len(one) == 2 and one != two
-    keys = {cell.key() for cells in large.cells().values() for cell in cells}
-    assert len(keys) == 7
 
 
 def test_at_equal_bytes_fewer_bits_keep_more_entries() -> None:

@@ -48,7 +48,7 @@ class ChatMachine(RuleBasedStateMachine):
     fresh: ClassVar[Engine]
     folder: ClassVar[Path]
 
-    @initialize(depth=st.sampled_from([0, DEPTH]))
+    @initialize(depth=st.sampled_from([0, DEPTH, DEPTH]))
     def start(self, depth: int) -> None:
         self.session, self.twin = self.engine.session(), self.fresh.session()
         self.session.undo_depth = self.depth = depth
@@ -171,8 +171,8 @@ def test_what_is_left_is_what_a_fresh_session_has(tmp_path: Path) -> None:
         engine, fresh, folder = load(model), load(model), tmp_path
 
     chosen = settings(
-        max_examples=4,
-        stateful_step_count=20,
+        max_examples=8,
+        stateful_step_count=15,
         deadline=None,
         database=None,
         derandomize=True,
@@ -180,3 +180,15 @@ def test_what_is_left_is_what_a_fresh_session_has(tmp_path: Path) -> None:
         phases=[Phase.generate],
     )
     run_state_machine_as_test(Chosen, settings=chosen)  # type: ignore[no-untyped-call]
+
+
+def test_a_token_that_was_read_is_not_read_again(tmp_path: Path) -> None:
+    """Where a reply breaks off behind it, and what was evicted meanwhile does not come back."""
+    engine = load(save_qwen3_vl(tmp_path))
+    decode = engine.decode
+    with engine.session() as session:
+        "".join(session.send(LONG, sampling=Sampling(max_new_tokens=2)))
+        broken = mock.patch.object(engine, "decode", lambda *given: decode(*given) * torch.nan)
+        with broken, pytest.raises(NotFiniteError):
+            "".join(session.send(LONG))
+        assert len(session.history) == 4 and session.unfed == ()

@@ -322,6 +322,8 @@ def test_a_model_that_was_trained_whole_is_a_folder_of_its_own(tmp_path: Path) -
                 found.append(session.prefill(ids))
     torch.testing.assert_close(found[0], found[1], atol=1e-4, rtol=0)
     torch.testing.assert_close(found[2], found[3], atol=1e-4, rtol=0)
+    taught = compressed.teacher_logits(ids, torch.tensor([19])).float()
+    torch.testing.assert_close(taught.view(-1), found[3], atol=1e-4, rtol=0)
     assert float((found[1] - found[3]).abs().max()) > 1e-3
     assert run(["chat", str(tmp_path), "-p", "hello", "--max-new-tokens", "2", "-q"]) == 0
 

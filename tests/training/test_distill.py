@@ -8,9 +8,10 @@ import shutil
 import signal
 import subprocess
 import sys
-from dataclasses import asdict, fields
+from dataclasses import asdict, fields, replace
 from inspect import signature
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -40,6 +41,7 @@ from mmkv.training.run import (
     History,
     _arguments,
     _idle,
+    _means,
     distill,
     load_backbone,
     own_device,
@@ -148,6 +150,13 @@ def test_figures_of_held_out_data_come_every_so_often_and_at_the_end(tmp_path: P
     made.on_step_end(none, state, none)
     assert [line["step"] for line in history(tmp_path)] == [2, 4, 5]
     assert HeldOut(none, 0, tmp_path, stopping).latest() == {"held_out_kl": 5.0}
+
+
+def test_means_are_of_tokens_but_for_answers_that_are_exact() -> None:
+    first = SimpleNamespace(tokens=3, kl=1.5, nll=3.0, agree=2, right=True)
+    second = SimpleNamespace(tokens=1, kl=0.5, nll=2.0, agree=0, right=False)
+    wanted = {"kl": 0.5, "nll": 1.25, "agreement": 0.5, "exact": 0.5, "answers": 2}
+    assert _means([first, second]) == wanted  # type: ignore[list-item]
 
 
 def test_runs_do_not_mix(tmp_path: Path) -> None:
@@ -314,6 +323,7 @@ def test_epochs_are_steps_as_the_trainer_counts_them(
     """DBTrimKV's table 1: 3 x 779,289 rows, 16 a step. Two processes share the steps of a run."""
     made = TrainingSettings.of("dbtrimkv", model="m", output="o")
     assert made.for_rows(779_289, processes=4).steps == 146_118
+    assert replace(made, epochs=1.5).for_rows(9 * 16 - 1, processes=4).steps == 14
     seen: list[tuple[int, int]] = []
 
     def stop(chosen: TrainingSettings, engine: object, train: Any, *_: object) -> None:

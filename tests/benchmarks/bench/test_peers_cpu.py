@@ -83,59 +83,6 @@ class GGUFWriter:
     def __getattr__(self, name): return lambda *values: None
 """
 
-# An OpenVINO GenAI whose likeliest token is the last one plus 1; a picture is worth 100.
-GENAI = """
-import types
-class Tokenizer:
-    def encode(self, text, add_special_tokens):
-        return types.SimpleNamespace(input_ids=types.SimpleNamespace(shape=(1, len(text))))
-class Handle:
-    def __init__(self, last): self.last, self.new, self.stopped = last, [], False
-    def can_read(self): return bool(self.new)
-    def read(self): return {0: types.SimpleNamespace(generated_ids=[self.new.pop()])}
-    def stop(self): self.stopped = True
-class ContinuousBatchingPipeline:
-    def __init__(self, folder, scheduling, device, properties):
-        assert device == "CPU" and properties == {"INFERENCE_NUM_THREADS": 1}
-        self.folder, self.scheduling, self.requests = folder, scheduling, []
-    def get_tokenizer(self): return Tokenizer()
-    def add_request(self, number, content, *rest, videos_metadata=()):
-        *media, settings = rest
-        frames = [list(range(len(video.data))) for video in (media or [0, []])[1]]
-        assert [one.frames_indices for one in videos_metadata] == frames
-        assert settings.ignore_eos and not settings.apply_chat_template
-        last = len(content) if isinstance(content, str) else int(content.data[0, -1])
-        self.requests.append(Handle(last + 100 * sum(t.data.shape[0] for m in media for t in m)))
-        return self.requests[-1]
-    def has_non_finished_requests(self): return bool(self.requests)
-    def step(self):
-        self.requests = [one for one in self.requests if not one.stopped]
-        for one in self.requests:
-            assert not one.new, "every token is read"
-            one.last += 1
-            one.new.append(one.last)
-class SchedulerConfig: use_cache_eviction = False
-class GenerationConfig: pass
-class VideoMetadata: pass
-class AggregationMode: NORM_SUM = "norm_sum"
-class CacheEvictionConfig:
-    def __init__(self, *sizes): self.sizes = sizes
-"""
-OPENVINO = """
-class Tensor:
-    def __init__(self, data): self.data = data
-"""
-
-
-@pytest.fixture
-def genai(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "openvino.py").write_text(OPENVINO)
-    (tmp_path / "openvino_genai.py").write_text(GENAI)
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    monkeypatch.syspath_prepend(str(tmp_path))
-    for name in ("openvino", "openvino_genai"):
-        monkeypatch.delitem(sys.modules, name, raising=False)
-
 
 @pytest.fixture(scope="module")
 def seeing(tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -284,26 +231,6 @@ def test_a_row_that_fails_costs_no_other_row(
     (lack,) = found["unavailable"]
     assert (lack["row"], lack["reason"]) == ("picture 448", "no pictures in this form")
     assert "picture 448: not available: no pictures" in capsys.readouterr().out
-
-
-@pytest.mark.usefixtures("genai")
-@pytest.mark.parametrize("name", ["openvino", "openvino budget"])
-def test_openvino_reads_steps_and_sees(name: str, model: Path, seeing: Path) -> None:
-    made: Any = method(name, model, budget=256)
-    made.obey({"hold": [[7, 9], [3, 20]]})
-    assert made.obey({"decode": 2})["tokens"] == [10, 11, 12]
-    assert made.obey({"decode": 1})["tokens"] == [12, 13], "steps go on where they were"
-    made.obey({"read": [5, 30]})
-    assert made.last == [[31]] and len(made.pipeline.requests) == 1, "of the first none is left"
-    made = method(name, seeing, budget=256)
-    made.obey({"read": [5] * 9})
-    assert made.last == [[10]], "a text of nine tokens"
-    for frames, worth in ((0, 100), (3, 300)):
-        assert made.obey({"see": 1, "side": 32, "frames": frames})["cpu"] > 0
-        assert made.last == [[len("what is this?") + worth + 1]]
-    if name.endswith("budget"):
-        assert made.pipeline.scheduling.cache_eviction_config.sizes == (32, 128, 256, "norm_sum")
-    assert made.pipeline.scheduling.use_cache_eviction == name.endswith("budget")
 
 
 def test_both_engines_see_the_same_picture_and_video(seeing: Path) -> None:

@@ -273,34 +273,6 @@ def test_mmdu_is_answered_and_scored_as_by_its_own_command(
     assert ours.results["mmdu_local"]["answered,none"] == 1
 
 
-@pytest.mark.long(reason="two programs, each of which imports lmms-eval")
-def test_two_processes_write_what_one_does(
-    ours: Written, data: Path, home: Path, tmp_path: Path
-) -> None:
-    done = run(
-        [
-            *"accelerate.commands.launch --multi_gpu --num_processes 2 --num_machines 1".split(),
-            *"--main_process_port 0 --mixed_precision no --dynamo_backend no".split(),
-            *"-m mmkv eval --tasks mmstar,mmdu".split(),
-            "--model",
-            str(MODEL),
-            "--data",
-            str(data),
-            "--output",
-            str(tmp_path),
-            *"--policy full --dtype float32".split(),
-        ],
-        home,
-    )
-    assert done.returncode == 0, done.stdout[-2000:] + done.stderr
-    assert "on rank 1" in done.stdout + done.stderr
-    theirs = written(tmp_path)
-    for task in ("mmstar_local", "mmdu_local"):
-        assert theirs.texts(task) == ours.texts(task)
-        # Standard errors are summed in another order.
-        assert theirs.results[task] == pytest.approx(ours.results[task])
-
-
 @pytest.mark.long(
     reason="loads transformers' model, too; test_replies_are_the_engines_own has ours"
 )

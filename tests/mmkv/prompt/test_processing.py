@@ -89,9 +89,9 @@ def test_pixel_bounds(qwen: Path) -> None:
     text, image = "<|image_pad|>", [picture("red", (64, 64))]
     cells = [
         load_processor(qwen, *bounds).encode(text, image)["input_ids"].shape[1]
-        for bounds in ((None, None), (None, 32 * 32), (128 * 128, 128 * 128))
+        for bounds in ((None, None), (None, 32 * 32), (128 * 128, 128 * 128), (64 * 64, None))
     ]
-    assert cells == [16, 4, 64]
+    assert cells == [16, 4, 64, 16]
     with pytest.raises(InputError, match="min <= max"):
         load_processor(qwen, 5000, 100)
 

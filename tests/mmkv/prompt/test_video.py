@@ -777,6 +777,7 @@ def test_a_video_of_frames(tmp_path: Path) -> None:
         array.astype(np.float64),
         array.transpose(0, 3, 1, 2),
         torch.from_numpy(array),
+        (torch.from_numpy(array) / 255).requires_grad_(),
     ]
     for form in forms:
         clip = load_video(form)
@@ -889,3 +890,11 @@ def test_qwen_vl_utils_is_asked_where_it_is_installed(monkeypatch: pytest.Monkey
     assert asked == [{"fps": 1.0, "min_frames": 4, "max_frames": 24}]
     monkeypatch.delitem(sys.modules, "torch")  # as in a process that decodes
     assert MediaSettings(fps=1.0).frame_count(24, 8.0, 2.0, 4, 768) == 4
+
+
+@pytest.mark.parametrize(("rate", "wanted"), [(12.5, 12.5), (None, 24.0)])
+def test_torchcodec_tells_the_rate_of_frames(rate: float | None, wanted: float) -> None:
+    told = SimpleNamespace(metadata=SimpleNamespace(num_frames=5, average_fps=rate))
+    module = SimpleNamespace(decoders=SimpleNamespace(VideoDecoder=lambda path, **_: told))
+    reader = video._TorchCodec(module, "x.mp4")
+    assert (reader.count, reader.fps, reader.times) == (5, wanted, None)

@@ -7,6 +7,7 @@ import itertools
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,9 +21,9 @@ from mmkv.prompt.template import ChatTemplate
 from mmkv.reply import Sampler
 from mmkv.server import prompts
 from mmkv.server.engine_thread import EngineCore
-from mmkv.server.job import ChatJob
+from mmkv.server.job import ChatJob, ConversationLookup
 from mmkv.server.media import resolver
-from mmkv.server.prompts import Rendered, outline
+from mmkv.server.prompts import Message, Part, Rendered, outline
 from tests.mmkv.prompt.test_held import THOUGHTS
 from tests.support.chat_models import (
     CHATML,
@@ -493,6 +494,15 @@ def test_a_template_that_forgets_replies_is_not_resumed_after_them() -> None:
     assert cut(template, messages, 2, replied=True) is None
     found: Callable[[int], Any] = lambda held: cut(template, messages, held)  # noqa: E731
     assert [one.text for one in found(1)] == [f"[{said}]", ">"]
+
+
+def test_how_pictures_are_cut_is_part_of_a_conversation() -> None:
+    processor: Any = SimpleNamespace(rule=lambda count: f"rule of {count}")
+    shown = Message("user", (Part("image", url="x", digest="d"), Part("text", "what?")))
+    work: Any = SimpleNamespace(base_key="k", messages=[shown])
+    lookup = ConversationLookup(SimpleNamespace(processor=processor), work, None, None)  # type: ignore[arg-type]
+    assert lookup._keys == prompts.chain("k", [shown], "rule of 1")
+    assert lookup._keys != prompts.chain("k", [shown], None)
 
 
 def test_who_said_a_message_is_part_of_it(server: Server) -> None:

@@ -311,7 +311,9 @@ def test_a_turn_that_is_cut_off_is_taken_back(server: Server) -> None:
     with paused_in_a_reply(server) as reached, server.client.stream("POST", path, json=body):
         assert reached.wait(60) and shown(server, name)["busy"]
         assert post(server, name, "me too").status_code == 409
-        assert server.client.delete(f"/v1/sessions/{name}").status_code == 409
+        path, named = f"/v1/sessions/{name}", {"metadata": {"title": "x"}}
+        assert server.client.delete(path).status_code == 409
+        assert server.client.post(path, json=named).status_code == 409
     server.wait_for(lambda core: core.scheduler.running == 0)
     server.wait_for(lambda _: not shown(server, name)["busy"])
     assert server.held == held and shown(server, name)["turns"] == 1
@@ -321,13 +323,18 @@ def test_a_turn_that_is_cut_off_is_taken_back(server: Server) -> None:
 
 
 def conversations(server: Server, count: int) -> list[str]:
-    """Hold some conversations side by side; what was replied, and each session's file."""
-    names = [created(server) for _ in range(count)]
-    texts = [
-        said(server, name, f"{at} {asks}")
-        for asks in ("who?", "where?", "when?")
-        for at, name in enumerate(names)
-    ]
+    """Hold some conversations side by side; what was replied, and each session's file.
+
+    Two go on from one memory: one of them ends, the other hibernates where room is short.
+    """
+    names, texts, ends = [created(server) for _ in range(count)], list[str](), ""
+    for asks in ("who?", "where?", "when?"):
+        texts += [said(server, name, f"{at} {asks}") for at, name in enumerate(names)]
+        if asks == "who?":
+            ends = server.client.post(f"/v1/sessions/{names[0]}/fork").json()["id"]
+        if asks == "where?":
+            texts.append(said(server, ends, "elsewhere?"))
+            assert server.client.delete(f"/v1/sessions/{ends}").json()["deleted"]
     for at, name in enumerate(names):
         save = server.client.post(f"/v1/sessions/{name}/save", json={"name": f"hibernated{at}"})
         assert save.status_code == 200, save.text
