@@ -187,8 +187,13 @@ def test_a_token_that_was_read_is_not_read_again(tmp_path: Path) -> None:
     engine = load(save_qwen3_vl(tmp_path))
     decode = engine.decode
     with engine.session() as session:
-        "".join(session.send(LONG, sampling=Sampling(max_new_tokens=2)))
-        broken = mock.patch.object(engine, "decode", lambda *given: decode(*given) * torch.nan)
-        with broken, pytest.raises(NotFiniteError):
-            "".join(session.send(LONG))
-        assert len(session.history) == 4 and session.unfed == ()
+        for said in ([], ["user", "assistant"] * 2):  # nothing stood before the first one
+            broken = mock.patch.object(engine, "decode", lambda *given: decode(*given) * torch.nan)
+            with broken, pytest.raises(NotFiniteError):
+                "".join(session.send(LONG, [animated()]))
+            assert [one["role"] for one in session.history] == said and session.unfed == ()
+            assert bool(session.told[0]) is bool(said)
+            if not said:
+                "".join(session.send(LONG, sampling=Sampling(max_new_tokens=2)))
+                session.save(tmp_path / "saved")
+                assert engine.load_session(tmp_path / "saved")[0].unfed == session.unfed != ()
