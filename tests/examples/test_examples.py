@@ -197,6 +197,15 @@ def test_the_notebook(
     assert all(base64.b64decode(one).startswith(b"\x89PNG") for one in pictures)
 
 
+@pytest.mark.long(reason="test_distill.py trains some")
+def test_training_gates(capsys: pytest.CaptureFixture[str]) -> None:
+    run("train_gates.py", "3")
+    printed = capsys.readouterr().out
+    assert (
+        "loss" in printed and "of 3 steps" in printed and "dbtrimkv with the new gates: " in printed
+    )
+
+
 @pytest.mark.parametrize("native", ["1", "0"])
 def test_the_custom_policy_keeps_what_a_dense_computation_keeps(
     native: str, folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch
