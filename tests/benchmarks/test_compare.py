@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from benchmarks import compare
-from benchmarks.compare import Speeds, chosen, gates_of, main
+from benchmarks.compare import chosen, gates_of
 from benchmarks.quality.methods import Cell
 from mmkv.engine.errors import InputError
 from mmkv.engine.policies import PRESETS, make_policy
@@ -121,26 +120,3 @@ def test_rows_of_the_leaderboard(tmp_path: Path) -> None:
     ]
     compare.draw({"s": page}, tmp_path / "plot.png")
     assert (tmp_path / "plot.png").stat().st_size > 1000
-
-
-@pytest.mark.slow(reason="runs dialogues and times the bundled model")
-@pytest.mark.long(reason="the same run twice")
-def test_it_goes_on_where_it_stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    options = [
-        MODEL,
-        *"--data scenes:sparse --budgets 1/8 --context 64 --name c --output".split(),
-        str(tmp_path),
-    ]
-    main([*options, "--policies", "streamingllm", "--dialogues", "1"])
-    first = json.loads((tmp_path / "c.json").read_text())["results"]["scenes:sparse"]
-    full, row = first["rows"]
-    assert row["method"] == "streamingllm" and 0 < row["bytes"] < full["bytes"]
-    assert 0 < row["speed"]["eviction_share"] < 1 and row["speed"]["tokens_per_second"] > 0
-    timed = []
-    measure = Speeds._measure
-    monkeypatch.setattr(
-        Speeds, "_measure", lambda self, cell: timed.append(cell.policy) or measure(self, cell)
-    )
-    main([*options, "--policies", "streamingllm,snapkv", "--dialogues", "1"])
-    again = json.loads((tmp_path / "c.json").read_text())["results"]["scenes:sparse"]
-    assert again["rows"][:2] == first["rows"] and timed == ["snapkv"]

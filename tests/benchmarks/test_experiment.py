@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import dataclasses
-import itertools
 import json
 import shutil
 from pathlib import Path
@@ -17,7 +15,7 @@ from benchmarks import experiment, needle
 from benchmarks.experiment import ComparisonRuns, Reader, held_out, summarise, tables
 from benchmarks.quality import __main__ as quality
 from benchmarks.quality.__main__ import main
-from benchmarks.quality.methods import ComparedMethod, Comparison, digest
+from benchmarks.quality.methods import ComparedMethod, Comparison
 from mmkv.engine.errors import InputError
 from mmkv.engine.runtime import Runtime
 from mmkv.prompt.loading import load_processor
@@ -123,76 +121,6 @@ def test_a_killed_run_continues_with_the_same_result(tmp_path: Path, capfd: Any)
     assert whole == parts
 
 
-@pytest.mark.slow(reason="runs whole dialogues with the bundled model")
-@pytest.mark.long(reason="a run of an experiment; what it writes, one other shows")
-def test_a_larger_comparison_runs_only_what_is_new(tmp_path: Path, monkeypatch: Any) -> None:
-    small = Comparison(MODEL, "float32", (ComparedMethod.parse("streamingllm"),), ("1/4",))
-    gates = str(bundled_model() / "gates")
-    methods = (*small.methods, ComparedMethod.parse(f"dbtrimkv:{gates},random"))
-    large = dataclasses.replace(small, methods=methods, budgets=("1/4", "1/8"))
-    journal, asked = tmp_path / "journal", []
-    first = ComparisonRuns(small, Journal(journal)).of("scenes:dense", 2)
-    plain = Reader.read
-
-    def noted(self: Reader, source: str, todo: Any) -> Any:
-        for index, cells in todo.items():
-            asked.extend((cell.policy, cell.gates, cell.budget, index) for cell in cells)
-        return plain(self, source, todo)
-
-    monkeypatch.setattr(Reader, "read", noted)
-    second = ComparisonRuns(large, Journal(journal)).of("scenes:dense", 2)
-    new = [
-        ("streamingllm", None, "1/8"),
-        *itertools.product(["dbtrimkv"], [gates, "random"], large.budgets),
-    ]
-    assert sorted(asked, key=str) == sorted(((*cell, i) for cell in new for i in (0, 1)), key=str)
-    assert first["full"] == second["full"]
-    assert first["streamingllm at 1/4"] == second["streamingllm at 1/4"]
-    one, two = second["dbtrimkv at 1/8"]
-    assert len(one) == 2 and one != two
-    keys = {cell.key() for cells in large.cells().values() for cell in cells}
-    assert len(keys) == 7
-
-
-@pytest.mark.slow(reason="runs whole dialogues with the bundled model")
-@pytest.mark.long(reason="a run of an experiment; what it writes, one other shows")
-def test_skip_leaves_out_the_first_dialogues(tmp_path: Path) -> None:
-    """``--skip 2``: the third dialogue, as a run over all three reads it."""
-    compared = Comparison(MODEL, "float32", (ComparedMethod.parse("streamingllm"),), ("1/4",))
-    whole = ComparisonRuns(compared, Journal(tmp_path / "whole")).of("scenes:dense", 3)
-    options = ["--data", "scenes:dense", "--method", "streamingllm", "--fractions", "1/4"]
-    options += ["--dialogues", "1", "--skip", "2", "--output", str(tmp_path), "--name", "q"]
-    main([MODEL, *options])
-    read = ComparisonRuns(compared, Journal(tmp_path / "q.runs.jsonl")).of("scenes:dense", 1, 2)
-    assert read == {name: [[third] for _, _, third in seeds] for name, seeds in whole.items()}
-    rows = [json.loads(line) for line in (tmp_path / "q.runs.jsonl").read_text().splitlines()]
-    assert {row["index"] for row in rows} == {2}
-    written = json.loads((tmp_path / "q.json").read_text())
-    assert written["settings"]["skip"] == 2 and written["results"]["scenes:dense"]["dialogues"] == 1
-    for wrong in (["--skip", "-1"], ["--dialogues", "0"]):
-        with pytest.raises(SystemExit) as ended:
-            main([MODEL, *options, *wrong])
-        assert ended.value.code == 2
-
-
-@pytest.mark.slow(reason="runs whole dialogues with the bundled model")
-@pytest.mark.long(reason="a run of an experiment; what it writes, one other shows")
-def test_the_model_is_loaded_once_and_only_if_runs_are_left(
-    tmp_path: Path, monkeypatch: Any
-) -> None:
-    compared = Comparison(MODEL, "float32", (ComparedMethod.parse("streamingllm"),), ("1/4",))
-    sources, path, loaded = ("scenes:dense", "scenes:clip"), tmp_path / "journal", []
-    plain = Reader.__init__
-    monkeypatch.setattr(Reader, "__init__", lambda self, c: loaded.append(c) or plain(self, c))
-    with ComparisonRuns(compared, Journal(path)) as runs:
-        first = [runs.of(source, 2) for source in sources]
-        again = [runs.of(source, 2) for source in sources]
-    assert loaded == [compared] and first == again and first[0] != first[1]
-    written = path.read_bytes()
-    assert [ComparisonRuns(compared, Journal(path)).of(source, 2) for source in sources] == first
-    assert len(loaded) == 1 and path.read_bytes() == written
-
-
 def test_at_equal_bytes_fewer_bits_keep_more_entries() -> None:
     """At head_dim 32 an entry takes 137 bytes in bfloat16, 77 and 49 in codes."""
     kinds = ("bf16", "int8", "int4")
@@ -248,45 +176,6 @@ def test_programs_refuse_in_one_line(program: Any, tmp_path: Path) -> None:
     with pytest.raises(SystemExit, match=r"error: two methods are called 'snapkv'") as caught:
         program.main(options)
     assert "\n" not in str(caught.value)
-
-
-@pytest.mark.slow(reason="runs whole dialogues with the bundled model")
-@pytest.mark.long(reason="a run of an experiment; what it writes, one other shows")
-def test_fresh_drops_runs(tmp_path: Path) -> None:
-    options = [*SCENES, "--output", str(tmp_path), "--method"]
-    quality.main([*options, "streamingllm"])
-    (tmp_path / "q.json").unlink()
-    quality.main([*options, "snapkv", "--fresh"])
-    page = json.loads((tmp_path / "q.json").read_text())["results"]["scenes:dense"]
-    assert {row["method"] for row in page["rows"]} == {"full", "snapkv"}
-    names = {"q.json", "q.md", "q.png", "q.runs.jsonl"}
-    assert {path.name for path in tmp_path.iterdir()} == names
-    rows = [json.loads(line) for line in (tmp_path / "q.runs.jsonl").read_text().splitlines()]
-    assert len(rows) == 2
-
-
-@pytest.mark.slow(reason="runs whole dialogues with the bundled model")
-@pytest.mark.long(reason="a run of an experiment; what it writes, one other shows")
-def test_the_journal_of_a_cpu_keeps_its_keys(tmp_path: Path, monkeypatch: Any) -> None:
-    """As written before ``--device``; every other device is named."""
-    quality.main([*SCENES, "--method", "snapkv", "--output", str(tmp_path)])
-    rows = [json.loads(line) for line in (tmp_path / "q.runs.jsonl").read_text().splitlines()]
-    plain = f"{MODEL} {digest(MODEL)} float32"
-    assert {row["where"] for row in rows} == {f"{plain} 8192 scenes:dense Reader"}
-    assert [row["cell"] for row in rows] == ["full@None:none at None", "snapkv@None:none at 1/4"]
-    assert compared("snapkv").described() == plain
-    elsewhere = compared("snapkv", device="cuda")
-    assert elsewhere.described() == f"{plain} cuda"
-    # Nothing that the CPU has read stands for the GPU.
-    monkeypatch.setattr(Reader, "__init__", _refuse)
-    journal = Journal(tmp_path / "q.runs.jsonl")
-    assert ComparisonRuns(compared("snapkv"), journal).of("scenes:dense", 1)
-    with pytest.raises(InputError, match="asked to read"):
-        ComparisonRuns(elsewhere, journal).of("scenes:dense", 1)
-
-
-def _refuse(*_: Any) -> None:
-    raise InputError("asked to read")
 
 
 def test_the_model_is_loaded_on_the_device_asked_for(tmp_path: Path, monkeypatch: Any) -> None:

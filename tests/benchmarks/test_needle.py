@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import random
 import re
 from collections import Counter
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
 from benchmarks.needle import found, main
@@ -173,32 +171,6 @@ def test_a_value_is_found_when_all_its_tokens_are() -> None:
     notes = [Needle(0.1, ((0, 2), (3, 5))), Needle(0.9, ((0, 1),))]
     record = {"wrong": [[[2, 7], [4, 9]], []]}
     assert found(record, notes) == [[True, False], [True]]
-
-
-@pytest.mark.long(reason="runs whole dialogues; test_quality.py has such a run")
-def test_a_small_run(tmp_path: Path) -> None:
-    """Heat map, table and journal hold the same values."""
-    options = "--domain pictures --lengths 128 256 --values 2 --queries 2 --budgets 16 --limit 3"
-    methods = ["--method", "streamingllm", "--method", f"dbtrimkv:{MODEL}/gates"]
-    main([MODEL, *options.split(), *methods, "--name", "n", "--output", str(tmp_path)])
-    written = json.loads((tmp_path / "n.json").read_text())
-    found, journal = written["results"], tmp_path / "n.runs.jsonl"
-    rows = {(row["method"], row["budget"]): row for row in found["all"]["rows"]}
-    for method, budget, cell in (("full", "1", "full"), ("dbtrimkv", "16", "dbtrimkv at 16")):
-        counted = np.array(found["counted"])
-        share = np.array([[x or 0 for x in line] for line in found["heat"][cell]])
-        accuracy = (share * counted).sum() / counted.sum()
-        assert rows[method, budget]["accuracy"]["value"] == pytest.approx(accuracy)
-    assert counted.sum() == 2 * 3 * 4 == found["all"]["questions"]
-    lines = map(json.loads, journal.read_text().splitlines())
-    right = [sum(x["record"]["right"]) for x in lines if x["cell"].startswith("streamingllm@")]
-    assert sum(right) / 24 == pytest.approx(rows["streamingllm", "16"]["accuracy"]["value"])
-    held = rows["dbtrimkv", "16"]["kept_of_context"] * found["all"]["context_tokens"]["mean"]
-    assert held == pytest.approx(16)
-    table = written["tables"]["accuracy"]
-    assert [row[:2] for row in table[1:]] == [["128", "16"], ["256", "16"], ["all", "16"]]
-    assert table[3][2].startswith(f"{rows['full', '1']['accuracy']['value']:.3f} [")
-    assert (tmp_path / "n.png").stat().st_size > 5000
 
 
 @pytest.mark.parametrize(

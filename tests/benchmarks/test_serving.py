@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from benchmarks.serving import load as loads
-from benchmarks.serving.servers import mmkv_serve, stream_chat
-from benchmarks.serving.soak import MODEL, kill_while_saving, slope, soak
+from benchmarks.serving.servers import stream_chat
+from benchmarks.serving.soak import MODEL, slope, soak
 from mmkv import Engine
 from mmkv.server.engine_thread import EngineCore
 from tests.support.chat_models import save_qwen3_vl
@@ -104,13 +104,3 @@ def test_the_slope_of_memory() -> None:
     stops[0]["rss"] = 0  # while it warms up
     assert slope(stops) == pytest.approx(3)
     assert slope(stops[:2]) is None
-
-
-@pytest.mark.long(reason="starts the program three times")
-def test_files_are_whole_after_a_server_was_killed(tmp_path: Path) -> None:
-    options = ["--budget", "24", "--memory", "24MiB", "--session-folder", str(tmp_path / "saved")]
-    counts = asyncio.run(
-        kill_while_saving(lambda: mmkv_serve(None, tmp_path / "log", *options), 2, 0)
-    )
-    assert counts["kills"] == 2 and counts["saves_answered"] > 0 and counts["files_read"] > 0
-    assert counts["files_unreadable"] == 0

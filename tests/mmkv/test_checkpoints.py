@@ -337,6 +337,7 @@ def test_what_was_pulled_is_listed_and_answers_without_the_network(
     quiet = mmkv("pull", "someone/small", "--quiet")
     assert (quiet.out, quiet.err) == (ran.out, "") and len(fetched) == len(files_of(model))
     older = {"config.json", "pytorch_model-1.bin", "pytorch_model.bin.index.json"}
+    older.add("gates/gates.safetensors")  # which are no weights
     assert set(wanted([*older, "training_args.bin", "onnx/pytorch_model.bin"])) == older
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
     (row,) = [row for row in listed(mmkv)["models"] if row["where"] == "hub cache"]
@@ -367,7 +368,8 @@ def test_gates_are_pulled_and_found_by_the_model(
     save_gates(make_random_gates(spec), "made", spec, None, base_fingerprint=fingerprint(model))
     repositories["someone/gates"] = files_of("made")
     shutil.rmtree("made")
-    assert mmkv("pull", "someone/gates").code == 0
+    ran = mmkv("pull", "someone/gates")
+    assert ran.code == 0 and Path(ran.out.strip(), "gates.safetensors").is_file()
     shutil.copytree(model, "small")
     found = listed(mmkv)
     assert ("someone/gates", "hub cache") in {(g["name"], g["where"]) for g in found["gates"]}

@@ -13,10 +13,17 @@ import pytest
 from llguidance import LLMatcher, LLTokenizer
 
 from mmkv.calls.formats import Hermes, Llama3, QwenXml
-from mmkv.calls.parser import ToolFormat
+from mmkv.calls.parser import ThoughtMarks, ToolFormat
 from mmkv.calls.tools import Tool, ToolUse
 from mmkv.engine.errors import InputError
-from mmkv.grammar import ReplyRules, RuleState, answer_schema, require_tools
+from mmkv.grammar import (
+    MOST_GRAMMARS,
+    Grammars,
+    ReplyRules,
+    RuleState,
+    answer_schema,
+    require_tools,
+)
 
 BYTES = LLTokenizer("byte")
 
@@ -140,6 +147,20 @@ def test_a_second_call_is_bound_behind_what_stands_between_calls(
     assert bound == [True, False, False, between not in (", ", "and ")]
 
 
+@pytest.mark.parametrize("answers", [True, False])
+def test_a_thought_is_begun_where_no_answer_is_bound(
+    answers: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one_byte = SimpleNamespace(of=lambda token: bytes([token]))
+    monkeypatch.setattr("mmkv.grammar.token_bytes", lambda _: one_byte)
+    grammars: Any = SimpleNamespace(known=BYTES, tokenizer=None, spell=json.dumps, matcher=begun)
+    use = ToolUse((Tool("f", "", {"type": "object"}),))
+    answer = answer_schema({"type": "json_object"})[0] if answers else None
+    rules = ReplyRules(answer) if answers else ReplyRules(format=Llama3(), use=use)
+    state = RuleState(grammars, rules, ThoughtMarks("<t>", "</t>"), opened=False)
+    assert (state.masks, state._marks is None) == (answers, answers)
+
+
 def test_what_a_grammar_would_ignore_is_refused_or_said() -> None:
     with pytest.raises(InputError, match="minProperties 2 needs names"):
         answering({"type": "object", "minProperties": 2})
@@ -241,3 +262,15 @@ def test_texts_of_drawn_schemas_are_valid() -> None:
                     wrong = [error.message for error in judge.iter_errors(value)]
                     assert not wrong, (schema, said)
     assert found > 3_000
+
+
+def test_the_latest_grammars_are_kept() -> None:
+    grammars = Grammars(None, 256, [])
+    vars(grammars)["known"] = BYTES
+    texts = [f'start: "{at}"' for at in range(MOST_GRAMMARS + 1)]
+    for at in [*range(MOST_GRAMMARS), 0, MOST_GRAMMARS]:
+        state = grammars.matcher(texts[at])
+        assert lets_through(state, str(at))
+        state.consume_token(ord(str(at)))  # which nobody else's has read
+        assert lets_through(grammars.matcher(texts[at]), str(at))
+    assert list(grammars._made) == [*texts[2:-1], texts[0], texts[-1]]

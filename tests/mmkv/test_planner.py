@@ -6,7 +6,7 @@ import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 from safetensors.torch import load_file, save_file
@@ -14,7 +14,7 @@ from torch import nn
 
 from mmkv import Engine
 from mmkv.engine.model.families.vision import HeldLinear
-from mmkv.planner import FORMS, MemoryPlan, WeightCount, advice, planned, plans
+from mmkv.planner import FORMS, MemoryPlan, WeightCount, _unpacked, advice, planned, plans
 from mmkv.resources import bundled_model
 from tests.support.factories import checkpoint
 from tests.support.model_configs import Checkpoint
@@ -110,6 +110,32 @@ def test_the_arithmetic_by_hand() -> None:
     plan = plans({"text_config": shape}, count, chunk=8)["bf16"]
     assert plan.entry == 2 * 2 * (2 * 2 * 16 + 9)
     assert plan.work == 4 * 8 * (16 * 64 + 6 * 128) + 8 * plan.entry + 4 * 100
+
+
+@pytest.mark.parametrize(
+    ("config", "tensors", "said"),
+    [
+        ({"bits": 4, "group_size": 32}, {"qweight": ("I32", [8, 96])}, "BF16"),
+        ({"bits": 3}, {"qweight": ("I32", [6, 96]), "scales": ("F16", [1, 96])}, "F16"),
+        (
+            {"bits": 4, "dynamic": {"x": {}}},
+            {"qweight": ("I32", [16, 96]), "qzeros": ("I32", [1, 24]), "scales": ("F16", [1, 96])},
+            "F16",
+        ),
+        ({"config_groups": {"g": {"weights": {"num_bits": 8}}}}, {"w": ("I8", [96, 64])}, "BF16"),
+        ({}, {"weight": ("F8_E4M3", [96, 64]), "weight_scale": ("BF16", [1])}, "BF16"),
+        ({}, {"weight": ("U8", [96, 32]), "weight_scale": ("F8_E4M3", [96, 4])}, "BF16"),
+    ],
+)
+def test_matrices_of_quantised_checkpoints_have_all_their_numbers(
+    config: dict[str, Any], tensors: dict[str, tuple[str, list[int]]], said: str
+) -> None:
+    """Of 96 x 64, in words of 32 bits, bytes and halves of bytes."""
+    given = [(f"model.layers.0.up.{name}", *one) for name, one in tensors.items()]
+    given.append(("model.norm.weight", "BF16", [64]))
+    made = list(_unpacked(given, {"quantization_config": {"quant_method": "x"} | config}))
+    assert made == [("model.layers.0.up.weight", said, [1, 96 * 64]), given[-1]]
+    assert list(_unpacked(given, {})) == given
 
 
 def test_linear_layers_have_no_entries_but_a_state() -> None:

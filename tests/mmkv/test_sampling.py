@@ -685,6 +685,9 @@ def test_no_placeholder_is_chosen(
     """With a head that prefers them to all else; the second choice is taken."""
     media = sorted(engine.media_token_ids)
     assert len(media) == 2
+    with monkeypatch.context() as patch:  # nor does one end a reply
+        patch.setattr(engine.family, "eos_token_ids", {7, media[0]})
+        assert 7 in engine.eos_token_ids and engine.eos_token_ids.isdisjoint(media)
     engine.backends.cpu.switch_off()
     head = engine.decoder.weights.head
     rest = [i for i in range(head.shape[0]) if i not in media]
@@ -739,3 +742,12 @@ def test_a_vision_tower_that_is_no_number_is_refused(
         assert list(session.send("text alone goes", sampling=GREEDY))
         with pytest.raises(ModelError, match=f"NaN or infinity .in .*{name.rpartition('.')[2]}"):
             list(session.send("hello", images=[picture()], sampling=GREEDY))
+
+
+def test_a_draw_has_each_setting_in_its_place() -> None:
+    names = ("temperature", "top_k", "top_p", "min_p", "seed")
+    given = {name: at / 8 if name[-1] == "p" or at == 1 else at for at, name in enumerate(names, 1)}
+    penalties = {"repetition": 1.5, "presence": 0.25, "frequency": 0.75}
+    asked = {f"{name}_penalty": value for name, value in penalties.items()}
+    draw = Sampler(Sampling(**given, **asked).settled())._first_draw
+    assert {name: getattr(draw, name) for name in (*names, *penalties)} == given | penalties

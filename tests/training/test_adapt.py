@@ -20,6 +20,7 @@ from mmkv.engine.errors import InputError
 from mmkv.engine.runtime import Runtime
 from mmkv.resources import bundled_model
 from mmkv.training import adapt as command_line
+from mmkv.training import compressed
 from mmkv.training.adapt_run import (
     REWARDS,
     AdaptSettings,
@@ -40,7 +41,7 @@ from mmkv.training.data.examples import examples
 from mmkv.training.folder import history
 from mmkv.training.measure.teacher_forced import spans
 from tests.support.dialogues import engine_of, folder_of, oracle_of, prefill_both, prompt
-from tests.support.factories import join_turns
+from tests.support.factories import checkpoint, join_turns
 from tests.support.policies import EVICTING_KINDS, GATED
 from tests.support.sessions import text_ids
 from tests.support.tiers import long_but
@@ -321,6 +322,8 @@ def test_a_model_that_was_trained_whole_is_a_folder_of_its_own(tmp_path: Path) -
                 found.append(session.prefill(ids))
     torch.testing.assert_close(found[0], found[1], atol=1e-4, rtol=0)
     torch.testing.assert_close(found[2], found[3], atol=1e-4, rtol=0)
+    taught = compressed.teacher_logits(ids, torch.tensor([19])).float()
+    torch.testing.assert_close(taught.view(-1), found[3], atol=1e-4, rtol=0)
     assert float((found[1] - found[3]).abs().max()) > 1e-3
     assert run(["chat", str(tmp_path), "-p", "hello", "--max-new-tokens", "2", "-q"]) == 0
 
@@ -440,3 +443,11 @@ def test_a_question_ends_where_its_document_says() -> None:
     for none in ([-100] * 7, [-100] * 6 + [9]):  # an end alone is no reply
         with pytest.raises(InputError, match="no reply with an end"):
             question_of({"input_ids": ids, "labels": torch.tensor([none])}, 0, (9,))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_model_is_trained_in_the_numbers_asked_for(dtype: torch.dtype) -> None:
+    name = str(dtype).removeprefix("torch.")
+    model, _ = compressed._load(str(checkpoint("qwen3")), name, torch.device("cpu"))
+    assert {one.dtype for one in model.parameters()} == {dtype}
+    assert not any(one.requires_grad for one in model.parameters())

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import hashlib
 import json
-import re
 import shutil
 import signal
 import subprocess
 import sys
-from dataclasses import asdict, fields
+from dataclasses import asdict, fields, replace
 from inspect import signature
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -41,6 +41,7 @@ from mmkv.training.run import (
     History,
     _arguments,
     _idle,
+    _means,
     distill,
     load_backbone,
     own_device,
@@ -49,8 +50,7 @@ from mmkv.training.run import (
 )
 from mmkv.training.settings import TrainingSettings
 from tests.support.chat_models import save_qwen3_vl
-from tests.training.data.test_conversations import image, lines
-from tests.training.data.test_sources import shard, talk
+from tests.training.data.test_conversations import lines
 
 MODEL = str(bundled_model())
 
@@ -152,6 +152,13 @@ def test_figures_of_held_out_data_come_every_so_often_and_at_the_end(tmp_path: P
     assert HeldOut(none, 0, tmp_path, stopping).latest() == {"held_out_kl": 5.0}
 
 
+def test_means_are_of_tokens_but_for_answers_that_are_exact() -> None:
+    first = SimpleNamespace(tokens=3, kl=1.5, nll=3.0, agree=2, right=True)
+    second = SimpleNamespace(tokens=1, kl=0.5, nll=2.0, agree=0, right=False)
+    wanted = {"kl": 0.5, "nll": 1.25, "agreement": 0.5, "exact": 0.5, "answers": 2}
+    assert _means([first, second]) == wanted  # type: ignore[list-item]
+
+
 def test_runs_do_not_mix(tmp_path: Path) -> None:
     def opened(**changes: Any) -> str | None:
         return open_run(short_run(tmp_path, **{"steps": 2, "batch": 1, **changes}), ["d"], {})
@@ -193,7 +200,7 @@ def test_several_gpus_do_not_split_documents(
 
 
 @pytest.mark.long(reason="two processes train for twenty seconds")
-@pytest.mark.slow(reason="six processes, launchers with them, load torch and transformers")
+@pytest.mark.slow(reason="three processes, a launcher with them, load torch and transformers")
 def test_two_processes_give_the_loss_curve_of_one(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -210,15 +217,8 @@ def test_two_processes_give_the_loss_curve_of_one(
         *"-m torch.distributed.run --nproc-per-node 2 --standalone --no-python".split(),
         *distill,
     ]
-    # --multi_gpu is what makes it start several processes; they find no GPU, and talk by gloo.
-    accelerate = [
-        sys.executable,
-        *"-m accelerate.commands.launch --multi_gpu --num_processes 2 --num_machines 1".split(),
-        *"--mixed_precision no --dynamo_backend no --main_process_port 0 --no_python".split(),
-        *distill,
-    ]
     curves = []
-    for name, command in (("alone", None), ("torchrun", torchrun), ("accelerate", accelerate)):
+    for name, command in (("alone", None), ("torchrun", torchrun)):
         folder = tmp_path / name
         options = [*common, "--output", str(folder)]
         if command is None:
@@ -238,28 +238,12 @@ def test_two_processes_give_the_loss_curve_of_one(
         assert said.count("saved gates in") == 1
         report = json.loads((folder / "run.json").read_text())
         assert report["processes"] == (1 if name == "alone" else 2)
-    (one, gates), *pairs = curves
-    for two, others in pairs:
-        assert len(one) == len(two) == 3
-        for left, right in zip(one, two, strict=True):
-            assert left == pytest.approx(right, rel=1e-3, abs=2e-5)
-        for name in gates:
-            torch.testing.assert_close(gates[name], others[name], rtol=1e-3, atol=1e-5)
-
-
-@pytest.mark.long(reason="another recipe of the same program")
-def test_trim_kvs_recipe_trains_gates_that_the_engine_reads(tmp_path: Path) -> None:
-    given = asdict(short_run(tmp_path))
-    chosen = {name: given[name] for name in ("model", "output", "device", "dtype", "log_every")}
-    made = TrainingSettings.of("trimkv", **chosen, d_gate=16, budget=24.0, steps=2, accumulate=1)
-    engine, described = train(made, held=1)
-    assert described["settings"]["recipe"] == "trimkv"
-    assert described["settings"]["normaliser"] == "tt" and described["results"]
-    gates = load_gates(tmp_path, engine.spec)
-    assert gates.kind == "rg" and gates.info["settings"]["recipe"] == "trimkv"
-    assert "| recipe | trimkv |" in (tmp_path / "README.md").read_text()
-    rates = [line["learning_rate"] for line in history(tmp_path) if "learning_rate" in line]
-    assert rates == pytest.approx([2e-4, 1e-4])  # linear, no warm-up
+    (one, gates), (two, others) = curves
+    assert len(one) == len(two) == 3
+    for left, right in zip(one, two, strict=True):
+        assert left == pytest.approx(right, rel=1e-3, abs=2e-5)
+    for name in gates:
+        torch.testing.assert_close(gates[name], others[name], rtol=1e-3, atol=1e-5)
 
 
 def test_gates_of_a_hybrid_model_hang_at_the_layers_with_entries(tmp_path: Path) -> None:
@@ -279,34 +263,6 @@ def test_gates_of_a_hybrid_model_hang_at_the_layers_with_entries(tmp_path: Path)
     with loaded.session() as session:
         session.prefill({"input_ids": torch.arange(3, 40)})
         assert session.entries == 9 * loaded.spec.rows
-
-
-@pytest.mark.long(reason="a run; test_conversations.py mixes them")
-def test_a_run_on_a_mixture_of_published_sets(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
-    """Two steps of packed documents; a skipped row is counted and its reason said once."""
-    model = save_qwen3_vl(tmp_path / "model")
-    raw = (tmp_path / image(tmp_path / "a.png")).read_bytes()
-    gone = {"image": {"bytes": b"no picture", "path": None}}
-    asked = {"conversations": talk("<image>\nwhat?", "red")}
-    rows = [asked | {"image": {"bytes": raw, "path": None}}, asked | gone, asked | gone]
-    shard(tmp_path / "next" / "data" / "train-0.parquet", rows)
-    lines(tmp_path / "long.json", {"instruction": "A book. Who?", "output": "He.", "file": "b"})
-    (tmp_path / "mix.toml").write_text(
-        '[[source]]\ndata = "llava-next:next"\n[[source]]\ndata = "longalpaca:long.json"\n'
-        '[[source]]\ndata = "niah:300-400"\nweight = 0.5\n'
-    )
-    out = tmp_path / "gates"
-    sizes = "--d-gate 8 --steps 2 --bias 4 --budget 8 --log-every 1 --device cpu --max-length 600"
-    given = ["--model", str(model), "--data", str(tmp_path / "mix.toml"), "--output", str(out)]
-    assert main([*given, *sizes.split(), "--pack"]) == 0
-    assert load_file(out / "gates.safetensors")
-    history = [json.loads(line) for line in (out / "history.jsonl").read_text().splitlines()]
-    assert [line["step"] for line in history if "loss" in line] == [1, 2]
-    said = " ".join(capfd.readouterr().err.split())
-    assert said.count("is a text, not a picture") == 1
-    assert re.search(r"of \d+ rows .*\d broken", said)
 
 
 def recipe_numbers(name: str) -> dict[str, Any]:
@@ -367,6 +323,7 @@ def test_epochs_are_steps_as_the_trainer_counts_them(
     """DBTrimKV's table 1: 3 x 779,289 rows, 16 a step. Two processes share the steps of a run."""
     made = TrainingSettings.of("dbtrimkv", model="m", output="o")
     assert made.for_rows(779_289, processes=4).steps == 146_118
+    assert replace(made, epochs=1.5).for_rows(9 * 16 - 1, processes=4).steps == 14
     seen: list[tuple[int, int]] = []
 
     def stop(chosen: TrainingSettings, engine: object, train: Any, *_: object) -> None:
@@ -455,53 +412,38 @@ def test_the_card_says_what_decides_the_gates(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "code", "words"),
+    ("arguments", "words"),
     [
-        (["--model", MODEL, "--data", "scenes:round"], 1, "dense, sparse, clip, stream"),
-        (["--model", "/nowhere", "--data", "scenes:dense"], 1, "/nowhere"),
-        (["--model", MODEL, "--data", "scenes:dense", "--tying", "loose"], 1, "--tying"),
-        (["--model", MODEL, "--data", "scenes:dense", "--budget", "-3"], 1, "--budget"),
-        (
-            ["--model", MODEL, "--data", "scenes:dense", "--recipe", "paper"],
-            1,
-            "choose one of mmkv, dbtrimkv, trimkv",
-        ),
-        (["--model", MODEL, "--data", "scenes:dense", "--gate", "rg"], 1, "--tying none"),
-        (["--model", MODEL, "--data", "scenes:dense", "--schedule", "step"], 1, "cosine, linear"),
-        (["--model", MODEL, "--data", "scenes:dense", "--resume"], 1, "no checkpoint"),
-        (["--model", MODEL, "--data", "scenes:dense", "--capacity-rates", "2"], 1, "4 or more"),
-        (["--model", MODEL, "--data", "scenes:dense", "--log-every", "0"], 1, "--log-every"),
-        (["--model", MODEL, "--data", "scenes:dense", "--threads", "-1"], 1, "--threads"),
-        (["--model", MODEL, "--data", "scenes:dense", "--threads", "10000000"], 1, "or fewer"),
-        (["--model", MODEL, "--data", "scenes:dense", "--warmup", "7"], 1, "--warmup"),
-        (["--model", MODEL, "--data", "scenes:dense", "--lambda-cap", "nan"], 1, "--lambda-cap"),
-        (
-            [
-                "--model",
-                MODEL,
-                "--data",
-                "scenes:dense",
-                "--scope",
-                "head",
-                "--capacity-rates",
-                "8",
-            ],
-            1,
-            "--scope head",
-        ),
-        (["--model", MODEL, "--data", "0*scenes:dense"], 1, "weight"),
-        (["--model", MODEL, "--data", "/nowhere/chats.jsonl"], 1, "/nowhere/chats.jsonl"),
-        (["--model", MODEL], 2, "--data"),
+        ("--data scenes:round", "dense, sparse, clip, stream"),
+        ("--model /nowhere", "/nowhere"),
+        ("--tying loose", "--tying"),
+        ("--budget -3", "--budget"),
+        ("--recipe paper", "choose one of mmkv, dbtrimkv, trimkv"),
+        ("--gate rg", "--tying none"),
+        ("--schedule step", "cosine, linear"),
+        ("--resume", "no checkpoint"),
+        ("--capacity-rates 2", "4 or more"),
+        ("--log-every 0", "--log-every"),
+        ("--threads -1", "--threads"),
+        ("--threads 10000000", "or fewer"),
+        ("--warmup 7", "--warmup"),
+        ("--lambda-cap nan", "--lambda-cap"),
+        ("--scope head --capacity-rates 8", "--scope head"),
+        ("--data 0*scenes:dense", "weight"),
+        ("--data /nowhere/chats.jsonl", "/nowhere/chats.jsonl"),
     ],
 )
 def test_mistakes_get_one_line(
-    arguments: list[str], code: int, words: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+    arguments: str, words: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    assert main([*arguments, "--output", str(tmp_path), "--device", "cpu"]) == code
-    lines = [
-        x for x in capfd.readouterr().err.splitlines() if x.startswith("mmkv.training.distill:")
-    ]
-    assert len(lines) == 1 and words in lines[0]
+    given = ["--model", MODEL, "--output", str(tmp_path), "--device", "cpu"]
+    data = [] if "--data" in arguments else ["--data", "scenes:dense"]
+    for code, more, said in ((2, [], "--data"), (1, [*data, *arguments.split()], words)):
+        capfd.readouterr()
+        assert main([*given, *more]) == code
+        lines = capfd.readouterr().err.splitlines()
+        (line,) = [one for one in lines if one.startswith("mmkv.training.distill:")]
+        assert said in line
 
 
 # A run that teaches its gates nothing says so, once.
@@ -524,16 +466,6 @@ def test_gradients_next_to_nothing_are_said_once(
     err = capsys.readouterr().err
     assert err.count("learn next to nothing") == said
     assert ("--bias 10 --lr 3e-3 --lambda-cap 16 --d-gate 96" in err) == bool(said)
-
-
-@pytest.mark.long(reason="a run; a longer one says it in another test")
-def test_a_run_shorter_than_its_log_lines_says_so_too(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """A bias of 20 is a gate of 1 - 2e-9: whatever the data, next to nothing moves it."""
-    run: dict[str, Any] = {"bias": 20.0, "lambda_cap": 0.0, "loss": "ntp", "log_every": 10}
-    train(short_run(tmp_path, steps=1, **run))
-    assert "mmkv: these gates learn next to nothing: up to step 1" in capsys.readouterr().err
 
 
 # Runs that cannot end well are refused before they start, and stopped ones can go on.

@@ -12,7 +12,6 @@ import pytest
 import torch
 import transformers
 from PIL import Image
-from safetensors.torch import load_file
 from tokenizers import Tokenizer, models
 
 from mmkv import Engine, Sampling
@@ -21,7 +20,7 @@ from mmkv.engine.model.fingerprint import fingerprint
 from mmkv.engine.model.gates import foreign_note, load_gates, make_random_gates, save_gates
 from mmkv.engine.runtime import Runtime
 from mmkv.resources import BUNDLED_ADAPTER, asset
-from mmkv.training.data.scenes import EMPTY, Question
+from mmkv.training.data.scenes import EMPTY
 from mmkv.training.llava.__main__ import (
     Eyes,
     Language,
@@ -29,7 +28,6 @@ from mmkv.training.llava.__main__ import (
     arguments,
     caption,
     encode,
-    entries,
     install,
     main,
     opening,
@@ -67,25 +65,6 @@ def test_training_changes_the_adapter_and_not_the_language_model(
     assert sum(row["of"] for row in counted.values()) == 4 * 6
     phases = [json.loads((adapter / name / "log.json").read_text()) for name in ("words", "eyes")]
     assert [lines[-1]["step"] for lines in phases] == [3, 2]
-
-
-@pytest.mark.long(reason="a second run")
-def test_a_finished_run_resumes_to_the_same_adapter(
-    trained: tuple[Path, dict[str, Any]],
-    language: Path,
-    easy: Path,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    adapter, _ = trained
-    first = load_file(adapter / "adapter.safetensors")
-    given = options(language, easy, adapter)
-    assert main(["train", *given]) == 1
-    assert "--resume" in capsys.readouterr().err
-    assert main(["train", *given, "--resume", "--seed=1"]) == 1
-    assert "seed" in capsys.readouterr().err
-    assert main(["train", *given, "--resume"]) == 0
-    again = load_file(adapter / "adapter.safetensors")
-    assert all(torch.equal(first[name], again[name]) for name in first)
 
 
 def test_a_language_model_is_read_as_its_own_template_says(language: Path, easy: Path) -> None:
@@ -377,22 +356,3 @@ def test_a_projector_gives_the_vector_of_the_entry_that_is_seen(language: Path, 
         torch.testing.assert_close(
             made, table.vectors[lines[0, 8]].expand_as(made), atol=2e-3, rtol=2e-3
         )
-
-
-def test_the_bundled_eyes_read_held_out_pictures() -> None:
-    text = transformers.LlamaConfig(hidden_size=576, num_attention_heads=9)
-    adapter = load(asset(BUNDLED_ADAPTER), text)
-    # The projector's second matrix holds the vectors, in the table's order.
-    vectors = adapter.multi_modal_projector.linear_2.weight[:, : len(entries())].T
-    names = list(entries())
-    none = EasyVQA((Shown((EMPTY,)),), ((Question("easy-VQA", "?", "?"),),))
-    turns = [talk(number, "heldout", none, turns=1)[0] for number in range(80)]
-    shown = [turn.shown for turn in turns if turn.shown]
-    with torch.no_grad():
-        nearest = torch.cdist(adapter(shown).flatten(0, 1), vectors).argmin(-1).view(len(turns), -1)
-    read: Counter[str] = Counter()
-    asked = Counter(turn.question.kind for turn in turns)
-    for turn, one, lines in zip(turns, shown, nearest.tolist(), strict=True):
-        read[turn.question.kind] += [names[at] for at in lines] == caption(one)
-    for kind in ("one thing", "grid"):
-        assert asked[kind] > 10 and read[kind] >= 0.8 * asked[kind], (kind, read, asked)

@@ -154,6 +154,9 @@ def test_gates_alone_learn_of_pictures_states_and_texts(name: str) -> None:
     assert float(found["rank"]) > 0 and torch.equal(found["loss"].detach(), found["rank"])
     assert all(p.grad is not None and p.grad.abs().max() > 0 for p in gates.parameters())
     assert all(p.grad is None for p in engine.family.hf.parameters())
+    with pytest.MonkeyPatch.context() as patch, torch.no_grad():  # a mean over cuts and documents
+        patch.setattr("mmkv.training.rank.rank_loss", lambda *_: torch.tensor(0.25))
+        assert RankModel(engine, gates, cuts=3)([make_turn(name, shape, 1)])["loss"] == 0.25
 
     said, turn = [], make_turn(name, shape, 1)
     watched_states(

@@ -6,7 +6,6 @@ import json
 import subprocess
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -14,7 +13,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from benchmarks.bench import llama_gguf, openvino_files, peer_environments, peers_cpu
+from benchmarks.bench import llama_gguf, peers_cpu
 from benchmarks.bench.cpu_methods import METHODS, CachedModel, CpuPeerJob
 from benchmarks.bench.llama_gguf import interleaved, renamed, tensors
 from benchmarks.bench.peers_cpu import (
@@ -83,59 +82,6 @@ class GGUFWriter:
     def write_tensors_to_file(self): open(self.path, "w").write("\\n".join(self.names))
     def __getattr__(self, name): return lambda *values: None
 """
-
-# An OpenVINO GenAI whose likeliest token is the last one plus 1; a picture is worth 100.
-GENAI = """
-import types
-class Tokenizer:
-    def encode(self, text, add_special_tokens):
-        return types.SimpleNamespace(input_ids=types.SimpleNamespace(shape=(1, len(text))))
-class Handle:
-    def __init__(self, last): self.last, self.new, self.stopped = last, [], False
-    def can_read(self): return bool(self.new)
-    def read(self): return {0: types.SimpleNamespace(generated_ids=[self.new.pop()])}
-    def stop(self): self.stopped = True
-class ContinuousBatchingPipeline:
-    def __init__(self, folder, scheduling, device, properties):
-        assert device == "CPU" and properties == {"INFERENCE_NUM_THREADS": 1}
-        self.folder, self.scheduling, self.requests = folder, scheduling, []
-    def get_tokenizer(self): return Tokenizer()
-    def add_request(self, number, content, *rest, videos_metadata=()):
-        *media, settings = rest
-        frames = [list(range(len(video.data))) for video in (media or [0, []])[1]]
-        assert [one.frames_indices for one in videos_metadata] == frames
-        assert settings.ignore_eos and not settings.apply_chat_template
-        last = len(content) if isinstance(content, str) else int(content.data[0, -1])
-        self.requests.append(Handle(last + 100 * sum(t.data.shape[0] for m in media for t in m)))
-        return self.requests[-1]
-    def has_non_finished_requests(self): return bool(self.requests)
-    def step(self):
-        self.requests = [one for one in self.requests if not one.stopped]
-        for one in self.requests:
-            assert not one.new, "every token is read"
-            one.last += 1
-            one.new.append(one.last)
-class SchedulerConfig: use_cache_eviction = False
-class GenerationConfig: pass
-class VideoMetadata: pass
-class AggregationMode: NORM_SUM = "norm_sum"
-class CacheEvictionConfig:
-    def __init__(self, *sizes): self.sizes = sizes
-"""
-OPENVINO = """
-class Tensor:
-    def __init__(self, data): self.data = data
-"""
-
-
-@pytest.fixture
-def genai(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "openvino.py").write_text(OPENVINO)
-    (tmp_path / "openvino_genai.py").write_text(GENAI)
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    monkeypatch.syspath_prepend(str(tmp_path))
-    for name in ("openvino", "openvino_genai"):
-        monkeypatch.delitem(sys.modules, name, raising=False)
 
 
 @pytest.fixture(scope="module")
@@ -236,34 +182,6 @@ def fake_llama(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("fake_llama")
-@pytest.mark.long(reason="every method once, beside a peer")
-def test_the_program_with_a_fake_llama_cpp(
-    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    names = ["llama.cpp Q8_0", "mmkv bf16", "kvpress bf16, budget"]
-    where = ["--rounds", "1", "--output", str(tmp_path)]
-    code = peers_cpu.main([str(model), "--methods", *names, *FEW, *where])
-    page = json.loads((tmp_path / "peers-cpu.json").read_text())
-    found, said = page["results"], capsys.readouterr().out
-    assert code == 0 and page["machine"]["cpu"] and page["command"]
-    assert list(found["methods"]) == names[:2], found["not_run"]
-    assert "kvpress bf16, budget was not run: ModuleNotFoundError" in said
-    assert list(found["cases"]) == ROWS and not found["unavailable"]
-    for case in ROWS:
-        for name in names[:2]:
-            assert len(found["cases"][case]["methods"][name]["cpu_ms"]["rounds"]) == 1
-    start, load = (found["cases"][row]["methods"]["mmkv bf16"] for row in ROWS[:2])
-    assert start["cpu_ms"]["median"] > load["cpu_ms"]["median"] > 0
-    assert start["wall_ms"]["median"] > load["wall_ms"]["median"] and start["peak_rss"] > 2**20
-    fake = found["cases"]["context 16"]["methods"]["llama.cpp Q8_0"]["tokens"]
-    assert fake == [fake[0], fake[0] + 1, fake[0] + 2]
-    assert found["methods"]["llama.cpp Q8_0"]["versions"]["build"] == "fake"
-    assert found["methods"]["mmkv bf16"]["memory"]["context"] == 16
-    assert found["methods"]["mmkv bf16"]["logits_apart"]["relative"] > 0.5, "they are two models"
-    assert len(found["commands"]) == 1
-
-
-@pytest.mark.usefixtures("fake_llama")
 def test_an_interrupted_run_goes_on_where_it_was(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
 ) -> None:
@@ -315,26 +233,6 @@ def test_a_row_that_fails_costs_no_other_row(
     assert "picture 448: not available: no pictures" in capsys.readouterr().out
 
 
-@pytest.mark.usefixtures("genai")
-@pytest.mark.parametrize("name", ["openvino", "openvino budget"])
-def test_openvino_reads_steps_and_sees(name: str, model: Path, seeing: Path) -> None:
-    made: Any = method(name, model, budget=256)
-    made.obey({"hold": [[7, 9], [3, 20]]})
-    assert made.obey({"decode": 2})["tokens"] == [10, 11, 12]
-    assert made.obey({"decode": 1})["tokens"] == [12, 13], "steps go on where they were"
-    made.obey({"read": [5, 30]})
-    assert made.last == [[31]] and len(made.pipeline.requests) == 1, "of the first none is left"
-    made = method(name, seeing, budget=256)
-    made.obey({"read": [5] * 9})
-    assert made.last == [[10]], "a text of nine tokens"
-    for frames, worth in ((0, 100), (3, 300)):
-        assert made.obey({"see": 1, "side": 32, "frames": frames})["cpu"] > 0
-        assert made.last == [[len("what is this?") + worth + 1]]
-    if name.endswith("budget"):
-        assert made.pipeline.scheduling.cache_eviction_config.sizes == (32, 128, 256, "norm_sum")
-    assert made.pipeline.scheduling.use_cache_eviction == name.endswith("budget")
-
-
 def test_both_engines_see_the_same_picture_and_video(seeing: Path) -> None:
     """Of a checkpoint of random weights; another picture gives other logits."""
     found = {name: method(name, seeing, gates=None) for name in ("mmkv full", "transformers")}
@@ -382,83 +280,6 @@ def test_what_cannot_run_says_why(model: Path, tmp_path: Path, capsys: Any) -> N
         few = ["--methods", "llama.cpp f16", "--python", f"llama.cpp={interpreter}"]
         assert peers_cpu.main([str(model), *few, *where]) == 1
         assert reason in capsys.readouterr().out
-
-
-def test_openvino_gets_4_bits_for_the_decoder_and_8_for_its_tower(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """With stand-ins for the exporter and the rounding; a folder appears when it is whole."""
-    parts = ("openvino_language_model", "openvino_vision_embeddings_model", "openvino_tokenizer")
-
-    def exported(model: str, output: str, task: str, **_: Any) -> None:
-        Path(output).mkdir()
-        for name in parts:
-            (Path(output) / f"{name}.xml").write_text(f"{name} of {task}")
-            (Path(output) / f"{name}.bin").write_text("numbers")
-
-    def rounded(part: str, mode: str, **how: Any) -> str:
-        return f"{part}: {mode} {how.get('group_size')}"
-
-    core = SimpleNamespace(read_model=lambda path: path.stem)
-    stand_ins: dict[str, Any] = {
-        "torchvision": {},
-        "optimum.exporters.openvino": {"main_export": exported},
-        "optimum.intel": {"OVConfig": lambda dtype: dtype},
-        "openvino": {
-            "Core": lambda: core,
-            "save_model": lambda part, path, **_: path.write_text(part),
-        },
-        "nncf": {
-            "CompressWeightsMode": SimpleNamespace(INT8_ASYM="8", INT4_SYM="4"),
-            "compress_weights": rounded,
-        },
-    }
-    for name, members in stand_ins.items():
-        monkeypatch.setitem(sys.modules, name, SimpleNamespace(**members))
-    model = save_llama(tmp_path / "model")
-    (model / "preprocessor_config.json").write_text("{}")
-    assert (
-        openvino_files.main([str(model), *(f"{tmp_path / f}={f}" for f in ("fp16", "int4"))]) == 0
-    )
-    plain, four = tmp_path / "fp16", tmp_path / "int4"
-    assert (plain / f"{parts[0]}.xml").read_text() == f"{parts[0]} of text-generation-with-past"
-    assert (four / f"{parts[0]}.xml").read_text() == f"{parts[0]}: 4 32"
-    assert (four / f"{parts[1]}.xml").read_text() == f"{parts[1]}: 8 None"
-    assert (four / f"{parts[2]}.bin").read_text() == "numbers"  # as it was
-    assert {path.name for path in four.glob("*.bin")} == {f"{parts[2]}.bin"}
-    assert all((folder / "preprocessor_config.json").is_file() for folder in (plain, four))
-    assert openvino_files.main([str(model), f"{tmp_path / 'int2'}=int2"]) == 1
-    assert "'int2' is none of fp16, int8, int4" in capsys.readouterr().err
-    assert not list(tmp_path.glob("*.part")) and not (tmp_path / "int2").exists()
-
-
-def test_environments_of_peers_are_made_apart(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """One that fails does not keep the others from being made; a complete one is left alone."""
-    ran: list[list[str]] = []
-
-    def run(command: list[Any], **_: Any) -> SimpleNamespace:
-        ran.append([str(word) for word in command])
-        if "venv" in ran[-1]:
-            python = peer_environments.interpreter(Path(ran[-1][-1]).parent, Path(ran[-1][-1]).name)
-            python.parent.mkdir(parents=True)
-            python.touch()
-        return SimpleNamespace(returncode=int("nncf" in ran[-1]))
-
-    monkeypatch.setattr(peer_environments.subprocess, "run", run)
-    assert peer_environments.main([str(tmp_path), "--torch", "torch==9"]) == 1
-    said = capsys.readouterr()
-    assert said.out.splitlines() == ["llama.cpp is ready", "kvpress is ready"]
-    assert "openvino: " in said.err and "failed; its reason is above" in said.err
-    installed = [command[5:] for command in ran if "install" in command]
-    assert installed[1] == ["--no-binary", "llama-cpp-python", "llama-cpp-python"]
-    assert ["torch==9", "kvpress==0.5.5", "transformers<5.3"] in installed
-    ran.clear()
-    assert peer_environments.main([str(tmp_path), "kvpress"]) == 0
-    assert len(ran) == 1 and "kvpress is complete" in capsys.readouterr().out
-    with pytest.raises(SystemExit):
-        peer_environments.main([str(tmp_path), "vllm"])
 
 
 def measured(**times: list[float]) -> dict[str, Any]:

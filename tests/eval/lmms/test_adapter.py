@@ -535,18 +535,24 @@ def test_likelihoods_are_those_of_transformers(simple: Any) -> None:
     model = Qwen3VLForConditionalGeneration.from_pretrained(MODEL, dtype=torch.float32).eval()
     tokenizer = simple.engine.processor.tokenizer
     question = "how many objects are there?"
-    prompt = simple.engine.inputs([{"role": "user", "content": question}])["input_ids"]
     simple.task_dict = {TASK: {SPLIT: [{}]}}
     own = simple.engine.generate([{"role": "user", "content": question}])[0].text
-    for choice in (" nothing", " red circle, cake", f" {own}"):
-        request = instance("loglikelihood", question, choice, lambda doc: None, 0, TASK, SPLIT)
-        (result,) = simple.loglikelihood([request])
+    asked = [(one, []) for one in (" nothing", " red circle, cake", f" {own}")]
+    for choice, shown in [*asked, (" three", [picture(1)])]:
+        given = (question, choice, lambda doc, shown=shown: shown or None, 0, TASK, SPLIT)
+        (result,) = simple.loglikelihood([instance("loglikelihood", *given)])
+        inputs = simple.engine.inputs([user(*shown, question)])
         # 0.7.3 makes text of a bare pair; this one reaches the task as it is.
         (loss, greedy), _ = unwrap_generation_output(result)
         tokens = tokenizer(choice.strip(), return_tensors="pt", add_special_tokens=False)
-        ids = torch.cat([prompt, tokens["input_ids"]], dim=1)
+        length = inputs["input_ids"].shape[1]
+        for name, column in inputs.items():
+            if column.shape[:2] == (1, length):  # of text, of which the choice is more
+                more = {"input_ids": tokens["input_ids"]}.get(name, tokens["attention_mask"])
+                more = more * 0 if "type_ids" in name else more
+                inputs[name] = torch.cat([column, more], 1)
         with torch.inference_mode():
-            logits = model(input_ids=ids).logits[0, prompt.shape[1] - 1 : -1]
+            logits = model(**inputs).logits[0, length - 1 : -1]
         wanted = torch.nn.functional.cross_entropy(logits, tokens["input_ids"][0])
         assert loss == pytest.approx(float(wanted), abs=1e-4)
         assert greedy == (choice.strip() == own)

@@ -235,6 +235,10 @@ def test_a_benchmark_that_lmms_eval_would_misread_is_refused(shipped: Path, tmp_
     (data / "mmdu" / "benchmark.json").write_text(json.dumps({"d": dialogue()}))
     with pytest.raises(InputError, match="holds no list"):
         tasks.write(["mmdu"], tmp_path / "out", data)
+    rows = [dialogue(id=one, image=[]) for one in "de"]
+    (data / "mmdu" / "benchmark.json").write_text(json.dumps(rows))
+    with pytest.raises(InputError, match=r"dialogue d: .* \(1 more have problems\)"):
+        tasks.write(["mmdu"], tmp_path / "out", data)
 
 
 def test_samples_become_answers_for_the_judge(
@@ -641,3 +645,8 @@ def test_the_child_does_not_see_ctrl_c() -> None:
         text=True,
     )
     assert ran.returncode == 0 and ran.stdout == "went on\n" and not ran.stderr
+
+
+def test_samples_are_counted_by_their_lines(tmp_path: Path) -> None:
+    (tmp_path / "samples").write_text('{"a": "b c"}\n{"a": "d"}\n')
+    assert [eval_command._lines(tmp_path / name) for name in ("samples", "none")] == [2, 0]

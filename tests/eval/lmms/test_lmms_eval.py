@@ -17,7 +17,7 @@ from mmkv.eval.lmms.tasks import merged, shipped_folder, write
 from mmkv.eval.long_text.benchmarks import tasks as long_tasks
 from mmkv.eval.mmdu.data import AnswerFolder, read_benchmark
 from mmkv.prompt.video import load_video
-from tests.support.lmms_runs import MODEL, Written, needs_lmms_eval, run, run_python, written
+from tests.support.lmms_runs import MODEL, Written, needs_lmms_eval, run, written
 
 pytestmark = [
     needs_lmms_eval,
@@ -273,50 +273,6 @@ def test_mmdu_is_answered_and_scored_as_by_its_own_command(
     assert ours.results["mmdu_local"]["answered,none"] == 1
 
 
-@pytest.mark.long(reason="two programs, each of which imports lmms-eval")
-def test_two_processes_write_what_one_does(
-    ours: Written, data: Path, home: Path, tmp_path: Path
-) -> None:
-    done = run(
-        [
-            *"accelerate.commands.launch --multi_gpu --num_processes 2 --num_machines 1".split(),
-            *"--main_process_port 0 --mixed_precision no --dynamo_backend no".split(),
-            *"-m mmkv eval --tasks mmstar,mmdu".split(),
-            "--model",
-            str(MODEL),
-            "--data",
-            str(data),
-            "--output",
-            str(tmp_path),
-            *"--policy full --dtype float32".split(),
-        ],
-        home,
-    )
-    assert done.returncode == 0, done.stdout[-2000:] + done.stderr
-    assert "on rank 1" in done.stdout + done.stderr
-    theirs = written(tmp_path)
-    for task in ("mmstar_local", "mmdu_local"):
-        assert theirs.texts(task) == ours.texts(task)
-        # Standard errors are summed in another order.
-        assert theirs.results[task] == pytest.approx(ours.results[task])
-
-
-@pytest.mark.long(reason="two processes load lmms-eval")
-def test_a_process_leaves_the_group_before_it_exits(home: Path) -> None:
-    """Two processes that left inside it aborted about once in fifty runs."""
-    program = (
-        "import atexit\n"
-        "from torch import distributed\n"
-        "atexit.register(lambda: print('inside', distributed.is_initialized()))\n"
-        "store = distributed.HashStore()\n"
-        "distributed.init_process_group('gloo', store=store, rank=0, world_size=1)\n"
-        "from mmkv.eval.lmms.adapter import MmkvChat\n"
-        f"MmkvChat(pretrained={str(MODEL)!r}, device='cpu')\n"
-    )
-    done = run_python(["-c", program], home)
-    assert done.stdout.splitlines()[-1:] == ["inside False"], done.stdout + done.stderr
-
-
 @pytest.mark.long(
     reason="loads transformers' model, too; test_replies_are_the_engines_own has ours"
 )
@@ -346,24 +302,3 @@ def test_replies_are_those_of_lmms_evals_own_adapter(
         ]
         assert theirs.texts(name) == ours.texts(name)
         assert theirs.results[name] == ours.results[name]
-
-
-@pytest.mark.long(reason="a program of its own, which imports lmms-eval")
-def test_a_failed_evaluation_fails_the_command(data: Path, home: Path, tmp_path: Path) -> None:
-    """lmms-eval itself ends with exit code 0 here."""
-    done = run(
-        [
-            *"mmkv eval --tasks mmstar --model".split(),
-            str(MODEL),
-            "--data",
-            str(data),
-            "--output",
-            str(tmp_path),
-            "--gates",
-            str(tmp_path / "missing"),
-        ],
-        home,
-    )
-    assert done.returncode == 1
-    last = done.stderr.strip().splitlines()[-1]
-    assert last.startswith(f"mmkv: error: no gates at {tmp_path}/missing"), last

@@ -314,6 +314,11 @@ def test_helmet_reads_stories_and_lawsuits(data: Path, monkeypatch: pytest.Monke
     assert drawn([sued, {**sued, "summary/short": None}], {"samples": 9, "reader": "lawsuit"}) == [
         0
     ]
+    file, asked = data / "books.jsonl", ["q", "Why?", ""]
+    rows = [{"id": at, "context": "c", "input": q, "answer": ["a "]} for at, q in enumerate(asked)]
+    file.write_text("\n".join(map(json.dumps, rows)))
+    demos = READERS["book"](rows[0], {"shots": 2}, {"file": str(file)})["demos"].split("\n\n")
+    assert {"[story text]\nQuestion: Why?\nAnswer: a ", "[story text]\nSummary: a"} < {*demos}
     # Their measures need nltk's stemmer, which is said before lmms-eval starts.
     for name in ("nltk", "nltk.stem", "nltk.stem.porter"):
         monkeypatch.setitem(sys.modules, name, None)

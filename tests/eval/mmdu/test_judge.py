@@ -229,6 +229,24 @@ def test_tokens_of_a_picture() -> None:
     assert picture_tokens(32, 32) == 255
 
 
+@pytest.mark.parametrize(
+    ("message", "reason", "text", "refusal"),
+    [
+        ({"content": "7", "refusal": "no"}, "stop", "7", ""),
+        ({"content": "7"}, "content_filter", "7", ""),
+        ({"content": ["x", {"text": "7"}, {"text": "8"}]}, "stop", "78", ""),
+        ({"content": None}, "content_filter", "", "content filter"),
+        ({"refusal": "no"}, "stop", "", "no"),
+        ({"content": ""}, "stop", "", ""),
+    ],
+)
+def test_a_text_counts_before_a_refusal(
+    message: dict[str, Any], reason: str, text: str, refusal: str
+) -> None:
+    body = {"choices": [{"message": message, "finish_reason": reason}], "usage": []}
+    assert client._read_reply(body) == client.JudgeReply(text, refusal, reason, {})
+
+
 def client_of(fake: FakeJudge, clock: Clock, **settings: Any) -> JudgeClient:
     return JudgeClient(Endpoint(fake.url, "m", **settings), now=clock.now, wait=clock.wait)
 
@@ -297,6 +315,10 @@ def test_a_rate_limit_delays_every_thread() -> None:
         # With jitter of up to a second, so that those who waited do not come back together.
         assert 400 < again <= 401 and "HTTP 429" in notes[0] and "trying again in 40" in notes[0]
         assert len(clock.waits) == 2 and len(notes) == 1
+    for seconds in (30.0, 2.0):  # what another thread is told a little later takes none of it back
+        asking._back_off(JudgeAnswer(429, retry_after=seconds), 0)
+        clock.time -= clock.waits[-1]
+    assert asking._quiet_until == pytest.approx(clock.time + 30)
 
 
 def test_stopping_ends_all_waiting() -> None:

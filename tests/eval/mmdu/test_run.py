@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import signal
 import subprocess
 import sys
 import zipfile
@@ -97,6 +95,10 @@ def test_a_file_is_a_list_or_an_object_of_rows(tmp_path: Path) -> None:
         dialogues, problems = read_benchmark(tmp_path / "data.json")
         assert [dialogue.id for dialogue in dialogues] == ["7", "b"] and not problems
     assert len(read_benchmark(tmp_path / "data.json", limit=1)[0]) == 1
+    rows = [a_row(image=["1", "2", "3"]), a_row(id="b", image=["1"])]
+    (tmp_path / "data.json").write_text(json.dumps(rows))
+    (whole,), (problem,) = read_benchmark(tmp_path / "data.json", unused_images=True)
+    assert whole.images == ("1", "2", "3") and problem.dialogue == "b"
 
 
 @pytest.mark.parametrize(
@@ -229,44 +231,6 @@ def test_a_run_writes_official_files_with_numbers_beside(
     assert exact["all"]["of"] == 106 and exact["all"]["right"] >= 80
     ran = mmkv("mmdu", "score", "--answers", str(reference))
     assert ran.code == 0 and f"| all | {exact['all']['right']} | 106 |" in ran.out
-
-
-# The command, which kills itself in the middle of writing the third dialogue's answers.
-KILLED = """
-import os, signal, sys
-from mmkv.engine import paths
-from mmkv.cli.app import run
-
-replace, written = os.replace, []
-
-def counted(source, target):
-    written.append(target)
-    if len(written) == 4:  # the description of the run is the first
-        os.kill(os.getpid(), signal.SIGKILL)
-    replace(source, target)
-
-paths.os.replace = counted
-run(sys.argv[1:])
-"""
-
-
-@pytest.mark.long(reason="as of test_quality.py: the same run twice, once cut short")
-def test_killed_and_resumed_gives_the_same_files(
-    reference: Path, tmp_path: Path, mmkv: Callable[..., Ran]
-) -> None:
-    output = tmp_path / "answers"
-    command = ["mmdu", "--output", str(output), *BUDGET]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
-    killed = subprocess.run([sys.executable, "-c", KILLED, *command], env=environment, check=False)
-    assert killed.returncode == -signal.SIGKILL
-    done = content(output)
-    assert len(done) == 3 and "mmkv-summary.json" not in done
-    assert len(list(output.glob("*.part"))) == 1
-    times = {name: (output / name).stat().st_mtime_ns for name in done}
-    ran = mmkv(*command[:-1])
-    assert ran.code == 0 and f"{len(done) - 1} dialogues were already answered" in ran.err
-    assert content(output) == content(reference)
-    assert {name: (output / name).stat().st_mtime_ns for name in done} == times
 
 
 def test_runs_with_other_settings_do_not_mix(reference: Path, mmkv: Callable[..., Ran]) -> None:

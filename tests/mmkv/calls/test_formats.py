@@ -171,6 +171,7 @@ def test_a_template_tells_the_format(source: str | None, name: str) -> None:
         ("llama3", '{"type": "circle", "radius": 3, "te'),
         ("llama3", '{"name": "Ann", "age": 3, "te'),
         ("llama3", '{"type": 3'),
+        ("llama3", '{"name": 3, "x'),
         ("hermes", '<tool_call>\n{"name": "other", "arguments": {"x": '),
         ("mistral", "[TOOL_CALLS][{x"),
     ],

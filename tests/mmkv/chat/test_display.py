@@ -25,7 +25,7 @@ from rich.console import Console
 import mmkv.chat.markdown as module
 from mmkv import Engine, Sampling, resources
 from mmkv.chat import saved, trouble
-from mmkv.chat.display import Display, _Plain, answer, memory_line
+from mmkv.chat.display import Display, _Plain, answer, calls_shown, memory_line
 from mmkv.chat.markdown import MarkdownStream
 from mmkv.chat.options import ChatOptions
 from mmkv.chat.repl import COMMANDS
@@ -430,7 +430,8 @@ def test_names_of_files_in_a_listing() -> None:
     screen = io.StringIO()
     listing = Listing([model], [ListedGates(CODES, CODES, "folder", CODES, CODES, "")])
     Console(file=screen, width=200).print(table(listing))
-    assert not has_codes(screen.getvalue())
+    Console(file=screen).print(calls_shown([(f"look{CODES}", f"at{CODES}")]))
+    assert not has_codes(screen.getvalue()) and "look" in screen.getvalue()
     assert not has_codes(json.dumps(listing.as_json()))
 
 

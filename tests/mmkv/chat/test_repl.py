@@ -271,18 +271,6 @@ def test_ctrl_c_ends_a_single_answer_with_code_130(patient_model: str) -> None:
     assert process.returncode == 130 and "Traceback" not in err
 
 
-@pytest.mark.slow(reason="a process that loads torch and a model")
-@pytest.mark.long(reason="a process that loads torch and a model")
-def test_a_closed_pipe_gives_no_traceback(patient_model: str) -> None:
-    process = start("chat", patient_model, "-p", "hello", "--max-new-tokens", str(ENDLESS))
-    assert process.stdout is not None and process.stderr is not None
-    process.stdout.read(1)
-    process.stdout.close()
-    assert process.wait(timeout=HANGS) != 0
-    assert "Traceback" not in process.stderr.read()
-    process.stderr.close()
-
-
 # Turns of the chat that are taken back, tried again, and listed: /undo, /retry, /history.
 
 
@@ -622,7 +610,10 @@ def test_pictures_that_come_into_a_watched_folder_are_read(
             return text
 
         def typed(self) -> Iterator[str]:
+            yield "/watch-folder"
+            assert repl.folder is None
             yield f"/watch-folder {folder}"
+            yield "/watch-folder"
             (folder / "half.png").write_bytes(whole[:40])
             (folder / "note.txt").write_text("no picture")
             red.save(folder / "one.jpg")
@@ -655,6 +646,7 @@ def test_pictures_that_come_into_a_watched_folder_are_read(
     assert repl.run() == 0
     said = capfd.readouterr().err
     assert "the 1 in it are left out" in said and said.count("broken.png") == 1
+    assert said.count("needs a folder") == said.count(f"come into {folder} are read\n") == 1
     assert said.count("(stopped; nothing was sent)") == 1
     assert said.count("read one.jpg") == said.count("read half.png") == 1
     assert "late.png" not in said and "camera cannot be read (No such file" in said

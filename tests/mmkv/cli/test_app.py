@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import io
 import json
 import os
@@ -14,6 +15,7 @@ from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -24,13 +26,16 @@ from mmkv.chat.display import Display
 from mmkv.chat.options import ChatOptions
 from mmkv.chat.repl import Repl
 from mmkv.cli.app import run
+from mmkv.cli.arguments import parameter
 from mmkv.engine.backends.cpu import binding
 from mmkv.engine.budget import RISK, Budget, parse_bytes
-from mmkv.engine.errors import BudgetError, MmkvError
+from mmkv.engine.errors import BudgetError, InputError, MmkvError
 from mmkv.engine.model.gates import make_random_gates, save_gates
 from mmkv.engine.model.source import locate
+from mmkv.engine.options import declared
 from mmkv.resources import PULLED, asset
 from mmkv.training.data.conversations import DataSource
+from mmkv.training.settings import TrainingSettings
 from tests.conftest import make_spec
 from tests.support.chat_models import save_llama, save_qwen3_vl
 from tests.support.media import png_bomb
@@ -618,6 +623,13 @@ def test_a_reader_that_has_gone_ends_the_command(
     assert "Traceback" not in capfd.readouterr().err
 
 
+def test_how_a_command_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    ends: list[tuple[Any, int]] = [(None, 0), (3, 3), (SystemExit(5), 5), (SystemExit("x"), 1)]
+    for end, code in [*ends, (KeyboardInterrupt(), 130), (InputError("no"), 1)]:
+        monkeypatch.setattr("mmkv.cli.app.app", mock.Mock(side_effect=[end]))
+        assert run(["env"]) == code
+
+
 @pytest.mark.parametrize("option", ["--batch", "--rounds", "--steps"])
 def test_a_bench_without_end_is_refused(mmkv: Callable[..., Ran], model: str, option: str) -> None:
     ran = mmkv("bench", model, option, "9" * 20)
@@ -638,3 +650,10 @@ def test_a_base_model_is_offered_raw(mmkv: Callable[..., Ran], tmp_path: Path) -
 def test_raw_leaves_a_template_out(mmkv: Callable[..., Ran], model: str) -> None:
     ran = mmkv("chat", model, "-p", "abc", "--raw", "--max-new-tokens", "1", "--json")
     assert ran.code == 0 and '"prompt": 3' in ran.out
+
+
+def test_what_has_no_default_has_to_be_given() -> None:
+    known = declared(TrainingSettings)
+    found = {name: parameter(name, known[name]).default for name in ("model", "lr", "gate")}
+    plain = TrainingSettings(model="m", output="o")
+    assert found == {"model": inspect.Parameter.empty, "lr": plain.lr, "gate": plain.gate}

@@ -172,7 +172,7 @@ def test_the_headline_counts_heads(token: int, left: str, share: str) -> None:
     assert snapshot.detail().endswith(share)
 
 
-def test_a_page_of_the_latest_tokens_in_the_fullest_row() -> None:
+def test_a_page_of_the_latest_tokens_in_the_fullest_row(monkeypatch: pytest.MonkeyPatch) -> None:
     paid = np.full((ROWS, 10), 0.0, np.float32)
     paid[:, 6], paid[0, 2] = (0.2, 0.4), 0.1
     snapshot = replace(made(group=np.array([0, 0])), attention=paid)
@@ -188,6 +188,10 @@ def test_a_page_of_the_latest_tokens_in_the_fullest_row() -> None:
     sampled = replace(snapshot, record=replace(snapshot.record, samples=(sample,)))
     ((step, values),) = page._samples(sampled, np.array([1]), 6, 6, np.array([0, 4, 5]))
     assert step == 1 and values[0, 2] == 3 and np.isnan(values).sum() == 5
+    many = replace(snapshot, record=replace(snapshot.record, samples=(sample,) * 7))
+    for cells, count in ((4, 2), (6, 3), (40, 7), (1, 0)):  # of 6 tokens of a row each
+        monkeypatch.setattr(page, "_FEW_CELLS", cells)
+        assert len(page._samples(many, np.array([1]), 6, 6, np.array([4]))) == count
 
 
 def test_numbers_of_a_page_are_rounded_by_at_most_half_a_level() -> None:
@@ -210,7 +214,46 @@ def test_figures_show_what_stayed_what_went_and_why() -> None:
     gone = [t for t in range(TOKENS) if not count[t]]
     assert [bar.get_width() for bar in left.patches] == sorted(count[count > 0], reverse=True)
     assert [bar.get_width() for bar in right.patches] == sorted(last[gone], reverse=True)
-    assert figures._moments(snapshot) == [1, 2, 4, 5]
+    moments = [1, 2, 4, 5]
+    assert figures._moments(snapshot) == moments
+    said = [f"picture 1 ({y}, {x})" for y in (1, 2) for x in (1, 2)]
+    assert [figures._word(snapshot, at) for at in range(2, 7)] == [*said[:2], "t4 ", *said[2:]]
+    snapshot.texts[0], snapshot.texts[1] = "$é" + "x" * 40, ""
+    words = ["\\$\\xe9" + "x" * 18, "text"]
+    assert [figures._word(snapshot, at) for at in range(2)] == words
+
+    def drawn(view: Any, at: int = 0) -> tuple[Any, np.ndarray]:
+        view(made := Figure(), snapshot)
+        axes = made.axes[at]
+        return axes, np.array(axes.images[-1].get_array()) if axes.images else np.zeros(0)
+
+    _, kept = drawn(figures._kept)
+    for (row, token), died in DIED.items():
+        assert kept[row, token] == died - born(token)
+    assert np.isnan(kept).sum() == 1  # what was gone before
+    every = [[r for r, _ in holds(step)] for step in range(LAST)]
+    counts = [[one.count(row) for one in every] for row in range(ROWS)]
+    assert drawn(figures._rows)[1].tolist() == counts
+    axes, _ = drawn(figures._curves)
+    *kinds, budget = (line.get_ydata().tolist() for line in axes.lines)
+    assert kinds == [line.tolist() for line in snapshot.counts() if line.any()]
+    assert budget == [12] * LAST
+    axes, shares = drawn(figures._text)
+    assert [one.get_text() for one in axes.get_yticklabels()] == [f"step {at}" for at in moments]
+    wanted = [
+        [sum((r, t) in holds(at) for r in range(ROWS)) / ROWS for t in range(TOKENS)]
+        for at in moments
+    ]
+    assert shares.tolist() == wanted
+    file = encoded(Image.new("RGB", (6, 4)), 8)
+    snapshot = replace(snapshot, frames=[replace(FRAME, jpeg=file)])
+    for at, step in enumerate(moments):
+        axes, over = drawn(figures._pictures, at)
+        assert axes.get_title() == f"picture 1, step {step}"
+        for place, token in enumerate((2, 3, 5, 6)):
+            dark = [0, 0, 0, 0.85 * (1 - wanted[at][token] ** 0.5)]
+            pixel = over[divmod(place, 2)].tolist()
+            assert pixel == pytest.approx([1, 1, 1, 0.9] if token >= SEEN[step] else dark)
     figures._why(why := Figure(), snapshot)
     longest = max(WENT, key=lambda at: WENT[at][0] - born(at[1]))
     assert f"KV head {longest[0]} lost" in why.axes[0].get_title()

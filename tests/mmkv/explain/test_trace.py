@@ -7,6 +7,7 @@ import random
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -543,6 +544,8 @@ def test_texts_join_to_the_whole_text(engine_of_pictures: Engine) -> None:
     ids = tokenizer(text)["input_ids"]
     assert "".join(texts_of(tokenizer, ids)).startswith("what is at row 2, column 3? </script> na")
     assert texts_of(None, [3, -1]) == ["3 ", "-1 "]
+    words = SimpleNamespace(decode=lambda ids, **_: " ".join(f"w{one}" for one in ids))
+    assert texts_of(words, [7, 7, 8, -1, 7]) == ["w7", " w7", " w8", "", "w7"]
 
 
 def test_what_is_forgotten_is_the_risk_of_the_session() -> None:

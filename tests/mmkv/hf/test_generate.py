@@ -230,6 +230,7 @@ def test_models_that_cannot_be_retained() -> None:
     model = make_model(CHECKPOINTS["llama"])
     model.model.norm.to("meta")
     refused(ModelError, "lies on cpu, meta", model)
+    refused(ModelError, "lies on meta; load it whole", model.to("meta"))
     model.config.quantization_config = {}
     refused(ModelError, "quantised", model)
     tiny = transformers.BloomConfig(vocab_size=8, hidden_size=8, n_layer=1, n_head=1)

@@ -17,6 +17,7 @@ from PIL import Image
 
 from mmkv import Engine, Sampling
 from mmkv.engine.errors import InputError, ModelError
+from mmkv.prompt import loading
 from mmkv.prompt.loading import load_processor
 from mmkv.prompt.template import NO_TEMPLATE, REWRITES, ChatTemplate
 from mmkv.resources import bundled_model
@@ -88,9 +89,9 @@ def test_pixel_bounds(qwen: Path) -> None:
     text, image = "<|image_pad|>", [picture("red", (64, 64))]
     cells = [
         load_processor(qwen, *bounds).encode(text, image)["input_ids"].shape[1]
-        for bounds in ((None, None), (None, 32 * 32), (128 * 128, 128 * 128))
+        for bounds in ((None, None), (None, 32 * 32), (128 * 128, 128 * 128), (64 * 64, None))
     ]
-    assert cells == [16, 4, 64]
+    assert cells == [16, 4, 64, 16]
     with pytest.raises(InputError, match="min <= max"):
         load_processor(qwen, 5000, 100)
 
@@ -292,6 +293,24 @@ def test_settings_of_smolvlm_are_checked(tmp_path: Path, path: tuple[str, ...], 
     _changed(model, "preprocessor_config.json", *path, to=value)
     with pytest.raises(ModelError, match=rf"preprocessor_config\.json: {path[-1]} is "):
         load_processor(model)
+
+
+def test_what_stands_for_pictures_is_one_token() -> None:
+    tokenizer = byte_tokenizer()
+    assert loading._known_token(tokenizer, "<|im_end|>") == "<|im_end|>"
+    with pytest.raises(ModelError, match="does not know '<none>'"):
+        loading._known_token(tokenizer, "<none>")
+
+
+def test_a_part_of_a_prompt_reads_pictures_as_the_whole_does(tmp_path: Path) -> None:
+    """LLaVA-OneVision cuts one alone into tiles, and none of several."""
+    processor = load_processor(save_llava_onevision(tmp_path))
+    image = Image.new("RGB", (64, 32))
+    sizes = [
+        processor.encode("<image>", [image], pictures=count)["input_ids"].shape[1]
+        for count in (None, 1, 2)
+    ]
+    assert sizes[0] == sizes[1] > sizes[2]
 
 
 PICTURES, VIDEOS = "preprocessor_config.json", "video_preprocessor_config.json"

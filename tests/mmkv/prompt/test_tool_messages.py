@@ -5,13 +5,14 @@ from __future__ import annotations
 import json
 from pathlib import Path
 from random import Random
+from types import MappingProxyType
 from typing import Any
 
 import pytest
 
 from mmkv.engine.errors import InputError
 from mmkv.prompt.loading import load_processor
-from mmkv.prompt.messages import take_media
+from mmkv.prompt.messages import plain_tools, take_media
 from mmkv.prompt.special import CUT, tokenize
 from mmkv.prompt.template import ChatTemplate
 from mmkv.server.prompts import outline
@@ -408,6 +409,11 @@ def test_messages_keep_what_they_say_beside_their_content() -> None:
         {"role": "tool", "content": [{"type": "image"}], "tool_call_id": "1", "name": "a"},
         {"role": "assistant", "content": [], "reasoning_content": "r", "sampled": True},
     ]
+
+
+def test_what_is_like_a_dict_is_read_as_one() -> None:
+    like = [{"type": "function", "function": MappingProxyType(TOOLS[0]["function"])}]
+    assert plain_tools(like) == TOOLS[:1] and type(plain_tools(like)[0]["function"]) is dict
 
 
 GOOD = {"name": "a", "arguments": {}}

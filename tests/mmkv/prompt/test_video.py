@@ -31,6 +31,7 @@ from mmkv.prompt.loading import load_processor
 from mmkv.prompt.media import load_image
 from mmkv.prompt.messages import take_media
 from mmkv.prompt.part_settings import MediaSettings, Sourced, evenly
+from mmkv.prompt.processing import IdeficsProcessor
 from mmkv.prompt.qwen_vision import RUN, VideoRules, frame_rule
 from mmkv.prompt.video import Clip, FrameRule, load_video
 from mmkv.server.media import worker
@@ -496,6 +497,14 @@ def test_frames_of_smolvlm_stand_behind_their_times(
         torch.testing.assert_close(found[: len(wanted)], wanted, rtol=1e-5, atol=1e-5)
 
 
+def test_frames_of_smolvlm_have_a_longest_edge(tmp_path: Path) -> None:
+    made = load_processor(save_smolvlm(tmp_path))
+    given = made.tokenizer, made.template, made.image_processor, made.tile, 4
+    for said, edge in ((None, 4 * made.tile), (40, 40), (8000, 4096)):
+        other = IdeficsProcessor(*given, {"size": {"longest_edge": said}, "fps": 2})
+        assert other._frame_edge == edge and other.frame_rule.fps == 2
+
+
 @pytest.mark.parametrize("seed", range(3))
 def test_frames_of_smolvlm_are_chosen_as_by_transformers(seed: int) -> None:
     """Also without the first and last second of a long video."""
@@ -768,6 +777,7 @@ def test_a_video_of_frames(tmp_path: Path) -> None:
         array.astype(np.float64),
         array.transpose(0, 3, 1, 2),
         torch.from_numpy(array),
+        (torch.from_numpy(array) / 255).requires_grad_(),
     ]
     for form in forms:
         clip = load_video(form)
@@ -880,3 +890,11 @@ def test_qwen_vl_utils_is_asked_where_it_is_installed(monkeypatch: pytest.Monkey
     assert asked == [{"fps": 1.0, "min_frames": 4, "max_frames": 24}]
     monkeypatch.delitem(sys.modules, "torch")  # as in a process that decodes
     assert MediaSettings(fps=1.0).frame_count(24, 8.0, 2.0, 4, 768) == 4
+
+
+@pytest.mark.parametrize(("rate", "wanted"), [(12.5, 12.5), (None, 24.0)])
+def test_torchcodec_tells_the_rate_of_frames(rate: float | None, wanted: float) -> None:
+    told = SimpleNamespace(metadata=SimpleNamespace(num_frames=5, average_fps=rate))
+    module = SimpleNamespace(decoders=SimpleNamespace(VideoDecoder=lambda path, **_: told))
+    reader = video._TorchCodec(module, "x.mp4")
+    assert (reader.count, reader.fps, reader.times) == (5, wanted, None)

@@ -140,7 +140,7 @@ CALL = {
     "function": {"name": "look", "arguments": '{"where": "up"}'},
 }
 RETURNS: dict[str, Any] = {"role": "tool", "tool_call_id": "call_1", "content": "blue"}
-# Replies that call, and results, of agents; test_clients has whole bodies.
+# Replies that call, and results, of agents; test_clients has whole bodies of two others.
 STEPS: dict[str, list[dict[str, Any]]] = {
     "open-webui": [replies(None, tool_calls=[CALL]), RETURNS],
     "Continue": [replies(" ", tool_calls=[CALL]), RETURNS],

@@ -5,7 +5,7 @@ have packages (with a colon between two), ``MMKV_NODE`` a folder with ``node_mod
 
     pip install openai-agents litellm llm-comply langchain langchain-openai langchain-anthropic
     npm install ai @ai-sdk/openai @ai-sdk/openai-compatible @ai-sdk/anthropic zod openai \\
-        @anthropic-ai/sdk opencode-ai @anthropic-ai/claude-code compatcanary
+        @anthropic-ai/sdk compatcanary
 
 A **talk**: a client asks what is at a place of ``assets/scene.png`` and then, with the whole
 conversation, about another place. Both answers have to be right. A **loop**: two of its replies
@@ -15,15 +15,13 @@ each of whose steps a result holds a picture. The **checks** are programs that l
 of this form has to do. Some need a model that ends a text by itself, and are run on
 ``MMKV_TEXT_MODEL``, too: what passes on one passes.
 
-``transformers chat`` sends a picture as one of its examples (``!example NAME``). The bundled model
-calls no tools by itself, and terminal agents have no setting that makes it: a relay between them
-and the server sets the tool choice, and allows one value for the file's name.
+``transformers chat`` sends a picture as one of its examples (``!example NAME``). What terminal
+agents send is recorded in test_clients.py, which runs everywhere.
 """
 
 from __future__ import annotations
 
 import base64
-import http.server
 import itertools
 import json
 import os
@@ -31,14 +29,10 @@ import shutil
 import subprocess
 import sys
 import tempfile
-import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import httpx
 import pytest
 
 from mmkv import Engine
@@ -231,13 +225,10 @@ def run(
     command: list[str],
     given: str | None = None,
     codes: tuple[int, ...] = (0,),
-    folder: Path | None = None,
     **environment: str,
 ) -> str:
-    """Run a program and return what it prints; with ``folder``, that is its home, too."""
+    """Run a program and return what it prints."""
     own = {"HF_HUB_OFFLINE": "1", "NO_COLOR": "1", "COLUMNS": "200"}
-    if folder is not None:
-        own |= {"HOME": str(folder), "PWD": str(folder)}
     ran = subprocess.run(
         command,
         input=given,
@@ -245,216 +236,7 @@ def run(
         capture_output=True,
         text=True,
         timeout=180,
-        cwd=folder,
         env=os.environ | own | environment,
     )
     assert ran.returncode in codes, (ran.stderr.strip() or ran.stdout.strip())[-600:]
     return ran.stdout
-
-
-# Terminal agents, behind a relay that forces calls.
-
-
-class Relay(http.server.ThreadingHTTPServer):
-    """Passes requests on to a server; makes the first two that have tools call ``tool``.
-
-    The tool is left with one parameter, of one value, and later requests may not call at all.
-
-    Attributes:
-        forced: how many requests were made to call.
-        results: of calls that did not fail, in the latest request.
-    """
-
-    daemon_threads = True
-
-    def __init__(self, url: str, tool: str, parameter: str, value: str) -> None:
-        super().__init__(("127.0.0.1", 0), _Relayed)
-        self.to, self.forced, self.results = url, 0, 0
-        self._tool, self._schema = (
-            tool,
-            {
-                "type": "object",
-                "properties": {parameter: {"type": "string", "enum": [value]}},
-                "required": [parameter],
-                "additionalProperties": False,
-            },
-        )
-
-    @property
-    def url(self) -> str:
-        """Return where it answers."""
-        return f"http://127.0.0.1:{self.server_port}"
-
-    def changed(self, path: str, body: Found) -> Found:
-        """Return the body that is sent on in place of one."""
-        if not body.get("tools"):
-            return body
-        form = _FORMS[next(end for end in _FORMS if path.partition("?")[0].endswith(end))]
-        for tool in body["tools"]:
-            function = tool.get("function", tool)
-            if function["name"] == self._tool:
-                function[form.schema] = self._schema
-        self.results = sum(map(form.is_result, _parts(body)))
-        force = self.forced < 2
-        self.forced += force
-        return body | {"tool_choice": form.named(self._tool) if force else form.none}
-
-
-def _parts(body: Found) -> Iterator[Found]:
-    """Yield the messages or items of a conversation, and the parts of those."""
-    items = body.get("messages") or body.get("input") or ()
-    for item in items if isinstance(items, list) else ():
-        yield item
-        content = item.get("content")
-        yield from content if isinstance(content, list) else ()
-
-
-@dataclass(frozen=True)
-class _Form:
-    """How an API names a function's schema, a forced call, none, and a result."""
-
-    schema: str
-    named: Callable[[str], Found]
-    none: Any
-    is_result: Callable[[Found], bool]
-
-
-_FORMS = {
-    "/chat/completions": _Form(
-        "parameters",
-        lambda name: {"type": "function", "function": {"name": name}},
-        "none",
-        lambda part: part.get("role") == "tool",
-    ),
-    "/responses": _Form(
-        "parameters",
-        lambda name: {"type": "function", "name": name},
-        "none",
-        lambda part: part.get("type") == "function_call_output",
-    ),
-    "/messages": _Form(
-        "input_schema",
-        lambda name: {"type": "tool", "name": name},
-        {"type": "none"},
-        lambda part: part.get("type") == "tool_result" and not part.get("is_error"),
-    ),
-}
-
-
-class _Relayed(http.server.BaseHTTPRequestHandler):
-    server: Relay
-
-    def _pass_on(self) -> None:
-        length = int(self.headers.get("Content-Length") or 0)
-        content = self.rfile.read(length)
-        if content and "count_tokens" not in self.path:
-            content = json.dumps(self.server.changed(self.path, json.loads(content))).encode()
-        left_out = ("host", "content-length", "connection", "accept-encoding")
-        headers = {k: v for k, v in self.headers.items() if k.lower() not in left_out}
-        url = self.server.to + self.path
-        with httpx.stream(
-            self.command, url, content=content, headers=headers, timeout=120, trust_env=False
-        ) as answer:
-            self.send_response(answer.status_code)
-            self.send_header("Content-Type", answer.headers.get("Content-Type", "text/plain"))
-            self.end_headers()
-            for piece in answer.iter_raw():
-                self.wfile.write(piece)
-                self.wfile.flush()
-
-    do_GET = do_POST = do_HEAD = _pass_on
-
-    def log_message(self, format: str, *args: Any) -> None:
-        """Say nothing."""
-
-
-@contextmanager
-def relay(url: str, tool: str, parameter: str, value: str) -> Iterator[Relay]:
-    """Run a relay to ``url`` as long as this context."""
-    with Relay(url, tool, parameter, value) as made:
-        threading.Thread(target=made.serve_forever, daemon=True).start()
-        yield made
-        made.shutdown()
-
-
-def test_opencode(url: str, tmp_path: Path) -> None:
-    """It speaks chat completions; its tool shows it a picture."""
-    command = node("opencode-ai", "opencode")
-    folder, file = tmp_path, Path(shutil.copy(asset("scene.png"), tmp_path / "scene.png"))
-    with relay(url.removesuffix("/v1"), "read", "filePath", str(file)) as between:
-        model = {
-            "name": MODEL,
-            "attachment": True,
-            "tool_call": True,
-            "modalities": {"input": ["text", "image"], "output": ["text"]},
-            "limit": {"context": 8192, "output": 200},
-        }
-        provider = {
-            "npm": "@ai-sdk/openai-compatible",
-            "options": {"baseURL": f"{between.url}/v1", "apiKey": "none"},
-            "models": {MODEL: model},
-        }
-        named = f"mmkv/{MODEL}"
-        agent = {"mode": "primary", "prompt": "look", "tools": {"*": False, "read": True}}
-        config = {
-            "autoupdate": False,
-            "share": "disabled",
-            "model": named,
-            "small_model": named,
-            "provider": {"mmkv": provider},
-            "agent": {"tiny": agent},
-        }
-        (folder / "opencode.json").write_text(json.dumps(config))
-        asked = ["run", "--agent", "tiny", "-f", str(file), "--format", "json", "--", ASKED[0]]
-        run([command, *asked], folder=folder, OPENCODE_DISABLE_MODELS_FETCH="1")
-    assert (between.forced, between.results) == (2, 2)
-
-
-def test_claude_code(url: str, tmp_path: Path) -> None:
-    """It speaks Anthropic's messages; its tool shows it a picture."""
-    command = node("@anthropic-ai/claude-code", "claude")
-    folder, file = tmp_path, Path(shutil.copy(asset("scene.png"), tmp_path / "scene.png"))
-    with relay(url.removesuffix("/v1"), "Read", "file_path", str(file)) as between:
-        settings = {
-            "ANTHROPIC_BASE_URL": between.url,
-            "ANTHROPIC_API_KEY": "none",
-            "ANTHROPIC_MODEL": MODEL,
-            "ANTHROPIC_SMALL_FAST_MODEL": MODEL,
-            "CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC": "1",
-            "CLAUDE_CODE_MAX_OUTPUT_TOKENS": "200",
-        }
-        asked = ["-p", ASKED[0], "--system-prompt", "look", "--tools", "Read", "--verbose"]
-        form = ["--output-format", "stream-json"]
-        said = run([command, *asked, *form], "", folder=folder, **settings)
-    events = [json.loads(line) for line in said.splitlines() if line.startswith("{")]
-    assert not events[-1].get("is_error"), said[-300:]
-    assert (between.forced, between.results) == (2, 2)
-
-
-def test_codex(url: str, tmp_path: Path) -> None:
-    """It speaks responses; its tool shows it a picture."""
-    command = node("@openai/codex", "codex")
-    folder, file = tmp_path, Path(shutil.copy(asset("scene.png"), tmp_path / "scene.png"))
-    with relay(url.removesuffix("/v1"), "view_image", "path", str(file)) as between:
-        (folder / "look.md").write_text("look")
-        lines = [
-            f'model = "{MODEL}"',
-            'model_provider = "mmkv"',
-            f'model_instructions_file = "{folder / "look.md"}"',
-            "model_context_window = 1000000",  # it would sum up the conversation soon
-            'web_search = "disabled"',
-            "[model_providers.mmkv]",
-            'name = "mmkv"',
-            f'base_url = "{between.url}/v1"',
-            'wire_api = "responses"',
-            "[features]",
-            "multi_agent = false",
-            "goals = false",
-        ]
-        (folder / "config.toml").write_text("\n".join(lines))
-        asked = ["exec", "--skip-git-repo-check", "--json", ASKED[0], "-i", str(file)]
-        home = {"CODEX_HOME": str(folder)}
-        said = run([command, *asked], folder=folder, **home)
-    events = [json.loads(line) for line in said.splitlines() if line.startswith("{")]
-    assert events[-1]["type"] == "turn.completed", said[-300:]
-    assert (between.forced, between.results) == (2, 2)

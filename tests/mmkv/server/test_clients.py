@@ -10,7 +10,6 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from openai.types.chat import ChatCompletion, ChatCompletionChunk
 from openai.types.responses import Response, ResponseStreamEvent
 from pydantic import TypeAdapter
 
@@ -33,94 +32,6 @@ PARAMETERS = {
     "additionalProperties": False,
 }
 FUNCTION = {"name": "read", "description": "Read a file.", "parameters": PARAMETERS}
-TOOLS = [{"type": "function", "function": FUNCTION}]
-
-
-def _called(**more: Any) -> dict[str, Any]:
-    call = {"id": "call_a1", "type": "function"} | more
-    return call | {"function": {"name": "read", "arguments": '{"path":"/a.png"}'}}
-
-
-def _result(content: Any, **more: Any) -> dict[str, Any]:
-    return {"role": "tool", "tool_call_id": "call_a1", "content": content} | more
-
-
-ASKED = {"role": "user", "content": [{"type": "text", "text": "what is it?"}, SCREEN]}
-CHATS: dict[str, dict[str, Any]] = {
-    "open-webui": {
-        "stream": True,
-        "messages": [
-            {"role": "system", "content": "User Context: none"},
-            ASKED,
-            {"role": "assistant", "content": "", "tool_calls": [_called(index=0)]},
-            _result("a frog"),
-        ],
-        "tools": TOOLS,
-        "stream_options": {"include_usage": True},
-        "temperature": 0.8,
-        "min_p": 0.05,
-        "repeat_penalty": 1.1,
-        "num_ctx": 4096,
-        "keep_alive": "5m",
-        "reasoning_effort": "medium",
-        "logit_bias": {},
-        "files": None,
-    },
-    "open-webui, a title": {
-        "messages": [{"role": "user", "content": "### Task:\nGenerate a title"}],
-        "stream": False,
-        "max_completion_tokens": 20,
-        "metadata": {"task": "title_generation", "chat_id": "1"},
-    },
-    "cline": {
-        "stream": True,
-        "stream_options": {"include_usage": True},
-        "temperature": 0,
-        "messages": [
-            {"role": "system", "content": "You are an engineer."},
-            ASKED,
-            {"role": "assistant", "content": "I look.", "tool_calls": [_called()]},
-            _result([{"type": "text", "text": "here"}, SCREEN]),
-            {"role": "user", "content": [{"type": "text", "text": "[environment_details]"}]},
-        ],
-        "tools": TOOLS,
-        "tool_choice": "auto",
-        "parallel_tool_calls": False,
-    },
-    "opencode": {
-        "max_tokens": 200,
-        "messages": [
-            {"role": "system", "content": "look\nYou are powered by the model named small."},
-            {
-                "role": "user",
-                "content": [
-                    {"type": "text", "text": 'Called the Read tool with {"filePath":"/a.png"}'},
-                    {"type": "text", "text": "Image read successfully"},
-                    SCREEN,
-                ],
-            },
-            {"role": "assistant", "content": None, "tool_calls": [_called()]},
-            _result("Image read successfully"),
-            {"role": "user", "content": [{"type": "text", "text": "Attached image:"}, SCREEN]},
-        ],
-        "tools": TOOLS,
-        "tool_choice": "auto",
-        "stream": True,
-        "stream_options": {"include_usage": True},
-    },
-    "LangChain": {
-        "messages": [
-            ASKED,
-            {"content": None, "role": "assistant", "tool_calls": [_called()]},
-            _result("a frog", name="read"),
-        ],
-        "tools": [{"type": "function", "function": FUNCTION | {"strict": False}}],
-        "tool_choice": "required",
-        "stream": False,
-        "temperature": 0.0,
-        "max_completion_tokens": 120,
-    },
-}
 _SEEN = [{"type": "input_text", "text": "<image>"}, {"type": "input_image", "image_url": URL}]
 CODEX: dict[str, Any] = {
     "model": MODEL,
@@ -223,31 +134,6 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 def _events(text: str) -> list[Any]:
     lines = [line[6:] for line in text.splitlines() if line.startswith("data: {")]
     return [json.loads(line) for line in lines]
-
-
-@pytest.mark.parametrize("forced", [False, True])
-@pytest.mark.parametrize("name", CHATS)
-def test_chats_of_clients(server: Server, name: str, forced: bool) -> None:
-    body = {"model": MODEL, "max_tokens": 120} | CHATS[name]
-    if forced and "tools" in body:
-        body |= {"tool_choice": {"type": "function", "function": {"name": "read"}}}
-    answer = server.client.post("/v1/chat/completions", json=body)
-    assert answer.status_code == 200, answer.text
-    calls: list[Any] = []
-    if body.get("stream"):
-        chunks = [ChatCompletionChunk.model_validate(one) for one in _events(answer.text)]
-        assert chunks[-1].usage is not None and not chunks[-1].choices
-        deltas = [one.delta for chunk in chunks for one in chunk.choices]
-        pieces = [piece for delta in deltas for piece in delta.tool_calls or ()]
-        calls = (
-            ["".join(p.function.arguments or "" for p in pieces if p.function)] if pieces else []
-        )
-    else:
-        message = ChatCompletion.model_validate(answer.json()).choices[0].message
-        calls = [call.function.arguments for call in message.tool_calls or ()]  # type: ignore[union-attr]
-    if forced and "tools" in body:
-        assert calls and json.loads(calls[0])["path"] in PATH["enum"]
-    assert server.held == 0
 
 
 @pytest.mark.parametrize("forced", [False, True])

@@ -15,6 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 from urllib.parse import urlsplit
 
 import pytest
@@ -831,3 +832,31 @@ def test_the_log_of_requests(form: str, capsys: pytest.CaptureFixture[str]) -> N
             if "a" in agent:
                 assert found["agent"] == r"a\x22b\x5Cc\x09\xE5\x9B"
         assert int(found["status"]) == status and size in (None, int(found["bytes"])), asked
+
+
+def test_a_server_is_set_up_as_its_settings_say(server: Running) -> None:
+    settings, made = server.web._state.settings, server.web.config
+    assert made.timeout_graceful_shutdown > settings.drain  # errors are told within that
+    assert made.ws_max_size == settings.body and not made.ws_per_message_deflate
+    assert not made.proxy_headers and not made.server_header
+    limits = server.web.guard.limits
+    assert (limits.message_bytes, limits.message_seconds) == (settings.body, settings.body_seconds)
+    assert (limits.head_seconds, limits.stall_seconds) == (60, 60)
+
+
+def test_connections_that_cannot_be_accepted_are_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(connections, "log", log := mock.Mock())
+    loop, error = mock.Mock(), OSError(24, "Too many open files")
+    for at, message in enumerate(("socket.accept() out of system resource", "Task exception")):
+        connections._on_loop_error(loop, {"message": message, "exception": error})
+        assert (log.warning.call_count, loop.default_exception_handler.call_count) == (1, at)
+    assert log.warning.call_args[0][1] is error
+
+
+def test_times_are_counted_up_to_the_longest_that_is_usual() -> None:
+    bounds: dict[str, float] = {}
+    for one in Metrics().registry.collect():
+        edges = [float(sample.labels["le"]) for sample in one.samples if "le" in sample.labels]
+        bounds |= {one.name.removeprefix("mmkv_"): edges[-2]} if edges else {}
+    assert bounds.pop("inter_token_latency_seconds") == 10
+    assert len(bounds) == 5 and {*bounds.values()} == {300}

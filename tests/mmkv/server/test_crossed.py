@@ -101,6 +101,10 @@ def allowed(row: Row) -> bool:
 
 
 ROWS = pairwise_rows(FACTORS, allowed)
+# Of each way a stream that one client reads alone: what stands when it ends is looked at there.
+USUAL = {name: values[0] for name, values in FACTORS.items()} | {"stream": True}
+ALONE = [USUAL | {"way": way} for way in FACTORS["way"][1:]]
+ROWS += [row for row in ALONE if row not in ROWS]
 
 
 @dataclass

@@ -10,7 +10,8 @@ from typing import Any
 import httpx
 import pytest
 
-from mmkv import Engine
+from mmkv import Budget, Engine
+from mmkv.server.engine_thread import _facts
 from tests.support.chat_models import byte_tokenizer, picture, save_qwen3_vl
 from tests.support.servers import MODEL, Server, asked, picture_part, serving
 
@@ -138,3 +139,12 @@ def test_bounds_that_are_left(servers: tuple[Server, Server]) -> None:
     said(two.client.post(path, json=asked("g")))  # its own texts count once
     assert two.client.delete(f"/v1/sessions/{name}").status_code == 200
     said(two.chat("f" * (few // 2)))
+
+
+def test_only_what_evicts_goes_on(short: Path) -> None:
+    full = {"policy": "full", "budget": None, "gates": None}
+    for options, goes_on in (({}, True), (full, False), ({"endless": False}, False)):
+        facts = _facts(load(short, **options), 1.0, 10**6)
+        assert facts.unbound is (options is full)
+        most = [facts.most_tokens(one) for one in (Budget.of(12), Budget.fraction(0.5))]
+        assert most == [10**6 if goes_on else CONTEXT, CONTEXT]  # a share ends at the context

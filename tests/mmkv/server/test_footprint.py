@@ -11,8 +11,10 @@ from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
+import torch
 import yaml
 from PIL import Image
 
@@ -275,6 +277,16 @@ def test_a_model_of_texts_reads_no_pictures(tmp_path: Path) -> None:
     )
     found = footprint.footprint(engine, ServerSettings(name="m"), 0)
     assert found.parts["media"] == 0 < found.parts["reading"] < 2**26
+
+
+def test_what_lies_on_a_gpu_is_none_of_the_process(tmp_path: Path) -> None:
+    engine = Engine.from_pretrained(save_qwen3_vl(tmp_path), kv_limit=MEMORY)
+    settings = ServerSettings(name="m")
+    for kind, there in (("cpu", True), ("cuda", False)):
+        with mock.patch.object(engine, "device", torch.device(kind)):
+            parts = footprint.footprint(engine, settings, 2**40).parts
+        assert bool(parts["cache"]) is bool(parts["features"]) is there
+        assert parts["media"] and parts["weights and libraries"] > 2**40
 
 
 # What docker/ says of the server is true of it.

@@ -23,7 +23,7 @@ from mmkv.prompt.video import Clip, load_video
 from mmkv.server.chat import RequestMedia
 from mmkv.server.errors import api_error
 from mmkv.server.media import resolver as resolver_module
-from mmkv.server.media.fetch import _open_below, is_public
+from mmkv.server.media.fetch import Fetcher, SystemResolver, _open_below, is_public
 from mmkv.server.media.limits import FORMATS, MediaError, MediaLimits
 from mmkv.server.media.resolver import MediaResolver, Medium, Source
 from mmkv.server.media.worker import MOST_PIXELS
@@ -776,3 +776,10 @@ def test_bad_answers(
     with pytest.raises(MediaError, match=says) as caught:
         fetched(runner, resolver, answer, bytes=1000)
     assert caught.value.status == status
+
+
+def test_a_hop_has_bounds_and_takes_nothing_from_the_environment() -> None:
+    limits = MediaLimits(video_s=77)
+    made = Fetcher(limits, SystemResolver())._client()
+    assert (made.timeout.connect, made.timeout.read, made.timeout.write) == (5, 77, 77)
+    assert not made.follow_redirects and not made.trust_env and "image" in made.headers["Accept"]

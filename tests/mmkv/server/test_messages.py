@@ -13,7 +13,9 @@ import httpx
 import pytest
 
 from mmkv import Engine
+from mmkv.calls.parser import CallEnd, CallPiece, CallStart, TextPiece, ThoughtPiece
 from mmkv.resources import bundled_model
+from mmkv.server.messages import MessageBuilder, MessagesCall, MessagesRequest
 from tests.support.chat_models import picture, script
 from tests.support.servers import MODEL, Server, picture_part, serving, stopped, until
 from tests.support.tool_templates import TOOLS as SOME_TOOLS
@@ -242,16 +244,37 @@ def test_a_call_that_is_cut_off_has_no_input(server: Server) -> None:
     assert "".join(pieces).startswith('{"wh')
 
 
-def test_a_call_with_a_number_that_json_cannot_hold_has_no_input(
-    server: Server, monkeypatch: pytest.MonkeyPatch
+START, PIECE, END = CallStart(0, "c", "press"), CallPiece(0, '{"key": 1}'), CallEnd(0)
+BROKEN = [START, CallPiece(0, '{"key": 1e999}'), END]  # which JSON cannot hold
+
+
+@pytest.mark.parametrize(
+    ("events", "ended", "blocks", "reason"),
+    [
+        ([START, PIECE, END], ("calls", None), [{"key": 1}], "tool_use"),
+        ([START, PIECE], ("length", None), [{}], "max_tokens"),  # without its end
+        ([START, PIECE, END, START, PIECE], ("stop", "x"), [{"key": 1}, {}], "stop_sequence"),
+        (BROKEN, ("calls", None), [{}], "end_turn"),
+        ([*BROKEN, START, PIECE, END], ("calls", "x"), [{}, {"key": 1}], "stop_sequence"),
+        ([TextPiece("a"), TextPiece("b"), START, PIECE, END], ("eos", "x"), ["ab", {"key": 1}], ""),
+        ([ThoughtPiece("hm"), TextPiece("a")], ("context", None), ["hm", "a"], ""),
+    ],
+)
+def test_blocks_are_whole_or_empty(
+    events: list[Any], ended: tuple[str, str | None], blocks: list[Any], reason: str
 ) -> None:
-    said = '<tool_call>\n{"name": "press", "arguments": {"key": 1e999}}\n</tool_call>'
-    tools = [{"name": "press", "input_schema": {"type": "object", "properties": {"key": {}}}}]
-    for others, inputs in (("", [{}]), (said.replace("1e999", "1"), [{}, {"key": 1}])):
-        script(monkeypatch, server.inside(lambda core: core.engine), [said + others])
-        made = message(server, "press it", tools=tools, max_tokens=400)
-        assert [block["input"] for block in made["content"]] == inputs
-        assert made["stop_reason"] == "end_turn"  # not to be run, whatever comes behind it
+    """A call that cannot be run has no input, and the reply then ends for another reason."""
+    for shows in (True, False):
+        made = MessageBuilder(shows)
+        told = [*made.take(events), *made.close()]
+        begun = [one["index"] for one in told if one["type"] == "content_block_start"]
+        assert begun == list(range(len(blocks)))
+        given = [one.get("input", one.get("text", one.get("thinking"))) for one in made.content]
+        assert given == [one if shows or one != "hm" else "" for one in blocks]
+        end = made.stop(*ended)
+        wanted = {"eos": "end_turn", "context": "model_context_window_exceeded"}
+        assert end["stop_reason"] == (reason or wanted[ended[0]])
+        assert end["stop_sequence"] == (ended[1] if reason == "stop_sequence" else None)
 
 
 def test_results_of_calls_are_messages_of_tools(server: Server) -> None:
@@ -322,6 +345,23 @@ def test_a_loop_of_calls_and_pictures_reads_only_what_is_new() -> None:
         fresh = message(server, *said[:-2], **fields, mmkv=never)["usage"]
         wanted = counted(server, *said[:-2], tools=TOOL_PARAMS, tool_choice=FORCED, mmkv=never)
         assert (fresh["cache_read_input_tokens"], fresh["input_tokens"]) == (0, wanted)
+
+
+def test_a_body_is_let_go_once_it_is_read(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    bodies: list[Any] = []
+    begin, whole = MessagesCall.__init__, MessagesCall.whole
+
+    def noted(call: MessagesCall, *given: Any) -> None:
+        begin(call, *given)
+        bodies.extend(one for one in given if isinstance(one, MessagesRequest))
+
+    async def looked(call: MessagesCall) -> Any:
+        assert [one.messages for one in bodies] == [[]]  # it would stay as long as the reply takes
+        return await whole(call)
+
+    monkeypatch.setattr(MessagesCall, "__init__", noted)
+    monkeypatch.setattr(MessagesCall, "whole", looked)
+    assert message(server, SCENE)["content"]
 
 
 def test_a_prompt_that_is_counted_is_not_read(server: Server) -> None:

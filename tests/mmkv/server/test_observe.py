@@ -189,6 +189,7 @@ def test_a_websocket_observes_and_asks_as_the_routes_do(
             error = client.receive()["error"]
             assert error["code"] == code or code == "url_not_allowed", error
             assert "\n" not in error["message"]
+            assert (error["param"] == "type") is (fields["type"] == "look")
         client.write(wsproto.events.TextMessage("[" * 20_000))
         assert client.receive()["error"]["code"] == "invalid_request"
         client.write(wsproto.events.BytesMessage(b"{}"))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import json
 import re
 from dataclasses import replace
@@ -12,9 +14,11 @@ import httpx
 import pytest
 
 from mmkv.prompt.template import ChatTemplate
+from mmkv.server import schema
 from mmkv.server.chat import CompletionRequest
 from mmkv.server.errors import ApiError
 from mmkv.server.messages import MessagesRequest, PromptRequest
+from mmkv.server.prompts import Part
 from mmkv.server.responses_schema import ResponseRequest
 from mmkv.server.schema import (
     ChatMessage,
@@ -382,6 +386,9 @@ def test_the_repetition_penalty_has_two_names(server: Server) -> None:
 
 def test_a_limit_of_minus_one_is_none(server: Server) -> None:
     """As llama.cpp and LM Studio have it; others are as they were."""
+    for most in (-1, 5):  # the newer name counts
+        answer = server.chat("hello", max_tokens=most, max_completion_tokens=3)
+        assert answer.json()["usage"]["completion_tokens"] <= 3
     for fields in ({"max_tokens": -1, "max_completion_tokens": 3}, {"max_tokens": -1}):
         long = "max_completion_tokens" not in fields
         answer = server.chat("hello", logit_bias={"70": 100}, **fields)
@@ -416,7 +423,9 @@ def test_a_reply_ends_at_a_token_that_is_named(server: Server, stream: bool) -> 
     answer = server.chat("hello", stop_token_ids=[5, 70], stream=stream, **fields)
     assert '"finish_reason":"stop"' in answer.text.replace(" ", "")
     assert not re.search(r'"content": ?"[^"]', answer.text)
-    error = error_of(server.chat("hello", stop_token_ids=[10**6]))
+    most = server.state.facts.vocabulary
+    assert server.chat("hello", stop_token_ids=[most - 1]).status_code == 200
+    error = error_of(server.chat("hello", stop_token_ids=[most]))
     assert error["param"] == "stop_token_ids"
 
 
@@ -458,3 +467,27 @@ def test_options_of_a_stream_need_a_stream(
         error = error_of(ask(stream=stream, stream_options=options))
         assert error["param"] == "stream_options" and "stream: true" in error["message"]
         assert ask(stream=True, stream_options=options).status_code == 200
+
+
+@pytest.mark.parametrize("role", ["system", "user", "assistant", "tool"])
+def test_what_a_model_takes_of_pictures_and_videos(role: str) -> None:
+    """By what it sees, by who shows it, and not without an address."""
+    for kind, sees, watches in itertools.product(("image", "video"), (True, False), (True, False)):
+        taken = role in ("user", "tool") and (sees if kind == "image" else watches)
+        with contextlib.nullcontext() if taken else pytest.raises(ApiError):
+            schema._require_taken(Part(kind, url="x"), role, sees, watches, "messages[0]")
+        with pytest.raises(ApiError, match="empty url"):
+            schema._require_taken(Part(kind), role, sees, watches, "messages[0]")
+
+
+def test_what_has_no_effect_on_a_picture_makes_no_other_prompt() -> None:
+    given = {"detail": "low", "format": "image/png", "max_pixels": 64}
+    image = {"type": "image_url", "image_url": {"url": "u"} | given}
+    video = {"type": "video_url", "video_url": {"url": "v", "fps": 2}}
+    asks = {"role": "user", "content": [image, video]}
+    made = ChatRequest.model_validate({"model": "m", "messages": [asks]}).messages[0]
+    parts = [schema._part(one, "content") for one in made.content]  # type: ignore[union-attr]
+    assert [(one.kind, one.url, one.options) for one in parts] == [
+        ("image", "u", (("max_pixels", 64),)),
+        ("video", "v", (("fps", 2),)),
+    ]

@@ -18,6 +18,7 @@ from pydantic import TypeAdapter
 
 from mmkv import Engine
 from mmkv.server.conversations import ConversationState
+from mmkv.server.errors import ApiError
 from mmkv.server.responses import ResponseTable, StoredResponse
 from mmkv.server.state import Caller, ServerState
 from tests.support.chat_models import picture
@@ -420,6 +421,11 @@ def test_what_a_response_took_is_what_its_end_gives_back() -> None:
         kept.bytes = 100  # others have taken the rest
         assert responses.find(f"resp_{at}", Caller("me", "me")) is stored
         responses.delete(f"resp_{at}")
+    responses.keep("resp_1", stored)
+    kept.lost = True
+    with pytest.raises(ApiError, match="made way"):
+        responses.find("resp_1", Caller("me", "me"))
+    assert not responses._stored and responses._bytes == 0
 
 
 def test_instructions_that_say_nothing_are_none(server: Server) -> None:

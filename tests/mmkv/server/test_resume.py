@@ -7,6 +7,7 @@ import itertools
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,16 +21,15 @@ from mmkv.prompt.template import ChatTemplate
 from mmkv.reply import Sampler
 from mmkv.server import prompts
 from mmkv.server.engine_thread import EngineCore
-from mmkv.server.job import ChatJob
+from mmkv.server.job import ChatJob, ConversationLookup
 from mmkv.server.media import resolver
-from mmkv.server.prompts import Rendered, outline
-from tests.mmkv.prompt.test_held import THOUGHTS, fresh_inputs
+from mmkv.server.prompts import Message, Part, Rendered, outline
+from tests.mmkv.prompt.test_held import THOUGHTS
 from tests.support.chat_models import (
     CHATML,
     byte_tokenizer,
     picture,
     save_llama,
-    save_llava_onevision,
 )
 from tests.support.media import write_clip
 from tests.support.policies import EVICTING
@@ -496,6 +496,15 @@ def test_a_template_that_forgets_replies_is_not_resumed_after_them() -> None:
     assert [one.text for one in found(1)] == [f"[{said}]", ">"]
 
 
+def test_how_pictures_are_cut_is_part_of_a_conversation() -> None:
+    processor: Any = SimpleNamespace(rule=lambda count: f"rule of {count}")
+    shown = Message("user", (Part("image", url="x", digest="d"), Part("text", "what?")))
+    work: Any = SimpleNamespace(base_key="k", messages=[shown])
+    lookup = ConversationLookup(SimpleNamespace(processor=processor), work, None, None)  # type: ignore[arg-type]
+    assert lookup._keys == prompts.chain("k", [shown], "rule of 1")
+    assert lookup._keys != prompts.chain("k", [shown], None)
+
+
 def test_who_said_a_message_is_part_of_it(server: Server) -> None:
     """The same texts as [user, user] and as [system, user] are two conversations."""
     texts = (f"one of two roles. {LONG}", QUESTION)
@@ -637,38 +646,3 @@ def test_under_eviction_usage_and_memory_say_what_was_lost(
         assert used["mmkv"]["differs"] is None
         wanted = len(rendered("another question of some length", REPLY, "b?"))
         assert used["prompt_tokens"] == wanted
-
-
-@pytest.mark.long(reason="another family")
-def test_onevision_reads_pictures_by_how_many_there_are(tmp_path: Path, says: list[str]) -> None:
-    says += ["red", "blue", "green", "red", "blue"]
-    folder = save_llava_onevision(tmp_path)
-
-    def load() -> Engine:
-        return Engine.from_pretrained(
-            folder, policy="streamingllm", budget=600, dtype="float32", kv_limit=8 * 2**20
-        )
-
-    images = [picture("red", (50, 70)), picture("blue", (90, 40)), picture("green", (30, 30))]
-    with serving(load) as server:
-        messages: list[Any] = []
-        talk: list[Any] = []
-        for image in images:
-            text = {"type": "text", "text": "what?"}
-            messages.append({"role": "user", "content": [picture_part(image), text]})
-            talk.append({"role": "user", "content": [{"type": "image", "image": image}, text]})
-            made = server.chat(*messages, max_tokens=9).json()
-            used = made["usage"]
-            assert used["prompt_tokens"] == fresh_inputs(folder, talk)["input_ids"].shape[1]
-            assert used["mmkv"]["differs"] is None
-            reply = made["choices"][0]["message"]["content"]
-            messages.append({"role": "assistant", "content": reply})
-            talk.append({"role": "assistant", "content": [{"type": "text", "text": reply}]})
-        assert used["mmkv"]["resumed"] > 0  # from the second picture on by one rule
-        name = server.client.post("/v1/sessions", json={}).json()["id"]
-        for message in messages[0:3:2]:
-            made = server.client.post(
-                f"/v1/sessions/{name}/chat/completions",
-                json={"model": "small", "messages": [message], "max_tokens": 9},
-            ).json()
-        assert "an earlier picture stays as it was read" in made["usage"]["mmkv"]["differs"]

@@ -18,7 +18,7 @@ from mmkv import Engine, Sampling
 from mmkv.engine.paths import DRAFT
 from mmkv.server.engine_thread import EngineCore
 from mmkv.server.work import ChatWork
-from tests.support.chat_models import picture, save_qwen3_vl
+from tests.support.chat_models import picture
 from tests.support.servers import (
     Server,
     asked,
@@ -157,7 +157,10 @@ def test_a_saved_session_goes_on_from_its_file(server: Server, saved: Path) -> N
     assert len(session.history) == 4
     session.save(saved / "public" / "chat.mmkv")
     session.close()
-    assert said(server, created(server, file="chat"), "and now?")
+    opened = created(server, file="chat")
+    told = shown(server, opened, "/memory")
+    assert sum(told["seen_by_modality"].values()) == told["tokens_seen"]  # which it does not say
+    assert said(server, opened, "and now?")
 
 
 def test_saved_sessions_are_listed_and_removed(folder: Path, tmp_path: Path) -> None:
@@ -305,7 +308,9 @@ def test_a_turn_that_is_cut_off_is_taken_back(server: Server) -> None:
     with paused_in_a_reply(server) as reached, server.client.stream("POST", path, json=body):
         assert reached.wait(60) and shown(server, name)["busy"]
         assert post(server, name, "me too").status_code == 409
-        assert server.client.delete(f"/v1/sessions/{name}").status_code == 409
+        path, named = f"/v1/sessions/{name}", {"metadata": {"title": "x"}}
+        assert server.client.delete(path).status_code == 409
+        assert server.client.post(path, json=named).status_code == 409
     server.wait_for(lambda core: core.scheduler.running == 0)
     server.wait_for(lambda _: not shown(server, name)["busy"])
     assert server.held == held and shown(server, name)["turns"] == 1
@@ -315,13 +320,18 @@ def test_a_turn_that_is_cut_off_is_taken_back(server: Server) -> None:
 
 
 def conversations(server: Server, count: int) -> list[str]:
-    """Hold some conversations side by side; what was replied, and each session's file."""
-    names = [created(server) for _ in range(count)]
-    texts = [
-        said(server, name, f"{at} {asks}")
-        for asks in ("who?", "where?", "when?")
-        for at, name in enumerate(names)
-    ]
+    """Hold some conversations side by side; what was replied, and each session's file.
+
+    Two go on from one memory: one of them ends, the other hibernates where room is short.
+    """
+    names, texts, ends = [created(server) for _ in range(count)], list[str](), ""
+    for asks in ("who?", "where?", "when?"):
+        texts += [said(server, name, f"{at} {asks}") for at, name in enumerate(names)]
+        if asks == "who?":
+            ends = server.client.post(f"/v1/sessions/{names[0]}/fork").json()["id"]
+        if asks == "where?":
+            texts.append(said(server, ends, "elsewhere?"))
+            assert server.client.delete(f"/v1/sessions/{ends}").json()["deleted"]
     for at, name in enumerate(names):
         save = server.client.post(f"/v1/sessions/{name}/save", json={"name": f"hibernated{at}"})
         assert save.status_code == 200, save.text
@@ -352,32 +362,6 @@ def test_idle_sessions_hibernate_and_come_back_bit_for_bit(
             digest(place / "public" / f"hibernated{at}.mmkv") for place in (saved, tmp_path)
         )
         assert one == two
-
-
-@pytest.mark.long(reason="another family")
-def test_a_hybrid_model_hibernates_with_its_states(tmp_path: Path) -> None:
-    """As above: what linear layers keep counts to the limit, and comes back from the file."""
-    folder = save_qwen3_vl(tmp_path / "model", kind="qwen3_5")
-
-    def told(memory: int, place: Path) -> tuple[list[str], list[str], list[str], int]:
-        with serving(lambda: load(folder, memory), session_folder=place) as server:
-            texts = conversations(server, 2)
-            states = [one["state"] for one in server.client.get("/v1/sessions").json()["data"]]
-            need = server.inside(bytes_of_a_request)
-            server.inside(lambda core: core.engine.cache.check())
-        digests = [digest(file) for file in sorted((place / "public").glob("hibernated*.mmkv"))]
-        return texts, digests, states, need
-
-    texts, digests, states, need = told(2**23, tmp_path / "all")
-    assert "file" not in states and len(digests) == 2
-    assert told(need, tmp_path / "one")[:3] == (texts, digests, ["file", "memory"])
-
-
-def bytes_of_a_request(core: EngineCore) -> int:
-    cache = core.engine.cache
-    assert cache.state_pages > 0
-    pages = core.job(ChatWork([], "", Sampling()), lambda: None).reservation().total
-    return (pages + 1) * cache.pool.page_bytes
 
 
 def test_a_key_has_its_share_of_the_sessions(folder: Path) -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import re
+import signal
 import socket
 import tempfile
 from pathlib import Path
@@ -16,7 +18,7 @@ from mmkv import Engine
 from mmkv.cli.app import run
 from mmkv.engine.errors import BudgetError, ModelError
 from mmkv.server.engine_thread import EngineCore
-from mmkv.server.run import first_lines, opened
+from mmkv.server.run import first_lines, opened, serve
 from mmkv.server.settings import ServerSettings
 from tests.support.servers import MODEL, asked, serving
 
@@ -273,3 +275,27 @@ def test_the_server_imports_nothing_of_the_chat() -> None:
     for file in files:
         found = re.search(r"^\s*(?:from|import) mmkv\.chat\b", file.read_text(), re.MULTILINE)
         assert not found, file
+
+
+def test_sigterm_is_left_to_the_server(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which passes it on when it is done; the program then ends by itself."""
+    found: list[Any] = []
+
+    class Web:
+        def __init__(self, state: Any, app: Any, host: str, port: int, *_: Any, **__: Any) -> None:
+            found.append((host, port))
+
+        def run(self) -> None:
+            found.append(signal.getsignal(signal.SIGTERM))
+
+    before = signal.getsignal(signal.SIGTERM)
+    monkeypatch.setattr("mmkv.server.connections.WebServer", Web)
+    monkeypatch.setattr("mmkv.server.app.make_app", lambda *_: None)
+    monkeypatch.setattr("mmkv.server.run.opened", lambda *_: contextlib.nullcontext())
+    settings = ServerSettings(name="m", port=8123)
+    try:
+        serve(lambda: pytest.fail("loaded"), settings, 1.0, print)
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    (place, handler) = found
+    assert place == (settings.host, 8123) and handler(signal.SIGTERM, None) is None

@@ -297,6 +297,9 @@ def test_an_owner_has_bytes_and_files_of_its_own(tmp_path: Path) -> None:
     with pytest.raises(QuotaError):  # one for which all of them would go in vain
         put(store, "ann", ANN, b"c" * 1000)
     assert store.get(ANN, second)
+    (file,) = media.rglob(f"*{second}")
+    os.utime(file, (0, 0))
+    assert put(store, "ann", ANN, b"b" * 200) == second and file.stat().st_mtime > 0  # used again
     assert not fits(1) and fits(1, "bob", BOB)
     assert not fits(0) and fits(0, files=0) and fits(-5, files=0)  # what does not grow
     os.truncate(saved / "x.mmkv", 0)

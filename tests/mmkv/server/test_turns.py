@@ -236,8 +236,8 @@ def test_pictures_can_be_asked_for_again_until_their_session_goes(server: Server
 def test_pictures_of_turns_that_fail_or_are_stopped_go_with_them(server: Server) -> None:
     """Those of other sessions stay, and a failed turn's until the next one."""
 
-    def question(part: dict[str, Any]) -> dict[str, Any]:
-        return {"role": "user", "content": [part, {"type": "text", "text": "what?"}]}
+    def question(*parts: dict[str, Any]) -> dict[str, Any]:
+        return {"role": "user", "content": [*parts, {"type": "text", "text": "what?"}]}
 
     def send(path: str, body: dict[str, Any]) -> None:
         answers[path] = server.client.post(f"{path}/chat/completions", json=body)
@@ -249,7 +249,8 @@ def test_pictures_of_turns_that_fail_or_are_stopped_go_with_them(server: Server)
     folder = server.inside(lambda core: core.folder.path / ".media")
     with stopped(server):
         for path in (mine, other):
-            body = turn(question(red), max_tokens=2)
+            alone = [picture_part(picture("blue", (48, 40)))] if path == mine else []
+            body = turn(question(red, *alone), max_tokens=2)
             threading.Thread(target=send, args=(path, body)).start()
             until(lambda path=path: server.client.get(path).json()["busy"])
             until(lambda path=path: server.client.get(f"{path}/media/{digest}").status_code == 200)
@@ -258,6 +259,7 @@ def test_pictures_of_turns_that_fail_or_are_stopped_go_with_them(server: Server)
     assert [answers[path].status_code for path in (mine, other)] == [409, 200]
     assert server.client.get(f"{mine}/media/{digest}").status_code == 404
     assert server.client.get(f"{other}/media/{digest}").status_code == 200
+    assert [path.name[-64:] for path in folder.iterdir()] == [digest]
     server.client.delete(other)
     assert list(folder.iterdir()) == []
     broken = {"type": "image_url", "image_url": {"url": "data:image/png;base64,aGVsbG8="}}

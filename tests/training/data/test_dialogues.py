@@ -89,6 +89,10 @@ def test_dense_dialogues_ask_about_everything_shown(split) -> None:
         assert len(turns) == 12
         assert not any(turn.pictures for turn in turns[9:]), "the last turns bring no picture"
         kinds |= check(turns)
+        for at, turn in enumerate(turns):
+            if turn.question.about == "earlier":
+                numbers = map(int, re.findall(r"picture (\d+)", turn.question.text))
+                assert min(numbers) < sum(len(one.pictures) for one in turns[: at + 1])
     assert {("earlier", k) for k in ("cell", "same", "locate", "colour", "count")} <= kinds
     assert {("latest", k) for k in ("cell", "locate", "exists", "beside")} <= kinds
 

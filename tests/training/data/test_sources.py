@@ -8,6 +8,7 @@ import json
 import re
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -17,7 +18,7 @@ import pytest
 import torch
 
 from mmkv.training.data.conversations import DataError, RowFile, UnusableRow
-from mmkv.training.data.examples import Examples, Mixture, examples
+from mmkv.training.data.examples import Examples, Mixture, _chosen, examples
 from mmkv.training.data.sources import PUBLISHED
 from tests.support.chat_models import save_qwen3_vl
 from tests.training.data.test_conversations import content, image, lines, turns
@@ -293,3 +294,12 @@ def test_documents_fill_a_pass(model: Path, tmp_path: Path) -> None:
     assert 300 < min(sizes) <= max(sizes) <= 600 and min(map(len, packs)) > 2
     assert torch.equal(made.packed(3)[-1]["input_ids"], packs[3][-1]["input_ids"])
     assert torch.equal(packs[2][0]["input_ids"], made[2]["input_ids"])
+
+
+def test_a_share_of_a_source_is_rounded() -> None:
+    for share, counts in ((0.5, [1, 1, 2, 2, 2]), (0.3, [1, 1, 1, 1, 2])):
+        asked: Any = SimpleNamespace(share=share, tokens=None)
+        none: Any = None
+        found = [_chosen(range(n), asked, none, none, 0, 0) for n in range(1, 6)]
+        assert [len(one) for one in found if one is not None] == counts
+        assert all((np.diff(one) > 0).all() for one in found if one is not None)
