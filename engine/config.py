@@ -134,7 +134,8 @@ class EngineConfig:
     )
     page_size: int = option("Entries per cache page.", 16, least=1, most=_MOST_PAGE)
     gates: str | Path | None = option(
-        "Gates: path, hub id, short name, or 'random' for speed runs.", kind=str | None
+        "Gates: path, hub id, short name; fit: made now, kept; random: for speed runs.",
+        kind=str | None,
     )
     device: str = option("auto, cpu, cuda, cuda:1, ...", "auto")
     dtype: str | torch.dtype = option("auto, float32, bfloat16 or float16.", "auto", kind=str)

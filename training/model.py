@@ -203,6 +203,7 @@ class DistillModel(nn.Module):
 
     Args:
         checkpointing: recompute layers in the backward pass.
+        scale: of the rank term, as :func:`mmkv.training.rank.head_scales` returns it; None: ones.
 
     Attributes:
         parts: of the loss, and which of :data:`UNITS` each is a mean over.
@@ -214,9 +215,10 @@ class DistillModel(nn.Module):
         gates: TrainableGates,
         objective: Objective,
         checkpointing: bool = False,
+        scale: Tensor | None = None,
     ) -> None:
         super().__init__()
-        self.gates = gates
+        self.gates, self.scale = gates, scale
         self.engine, self.objective, self.checkpointing = engine, objective, checkpointing
         self.parts = PARTS
         if objective.normaliser == "tt":
@@ -257,7 +259,7 @@ class DistillModel(nn.Module):
             gates = with_trunks_in_bf16(gates)
         if goal.rank:
             cuts = [drawn_cuts(n, 1, 1 / 4) for n in documents.lengths]
-            teacher, worth = watched_states(engine, documents, cuts, goal.rank_window)
+            teacher, worth = watched_states(engine, documents, cuts, goal.rank_window, self.scale)
         else:
             teacher, worth = full_attention_states(engine, documents), []
         budget: float | Tensor = goal.budget

@@ -1,27 +1,30 @@
 """Train retention gates on the order of future attention: the model reads, only gates learn.
 
 A document is cut at some of its tokens. At a cut c, what entry i <= c of a KV head is still *worth*
-is how far the output of any of the head's queries after c would move without it. A query that gives
-it the weight w of a softmax, and has the output o, would have ``(o - w v) / (1 - w)``, which lies
-``w / (1 - w) |o - v|`` apart. So first tokens, whose values are small and whose weights are large,
-count as what they are. The layers' outputs are not brought to one scale: on SmolLM2 the early ones,
-whose numbers are small, keep too little. Under a budget the entries of all layers and heads compete
-by ``(c + 1 - i) * log_beta_i``, so the loss is one of ranks over all of them (:func:`rank_loss`): a
-pair on both sides of a budget costs when the gates order it otherwise than the teacher. KVpop
-(arXiv 2607.05061) and KVzap learn the attention to come head by head.
+is how far the model's predictions would move if a query of the head after c did without it. A query
+that gives it the weight w of a softmax, and has the output o, would have ``(o - w v) / (1 - w)``,
+which lies ``w / (1 - w) |o - v|`` apart. So first tokens, whose values are small and whose weights
+are large, count as what they are. How much predictions depend on a head's output differs by layer;
+:func:`head_scales` measures it, and the product is the worth. Under a budget the entries of all
+layers and heads compete by ``(c + 1 - i) * log_beta_i``, so the loss is one of ranks over all of
+them (:func:`rank_loss`): a pair on both sides of a budget costs when the gates order it otherwise
+than the teacher. KVpop (arXiv 2607.05061) and KVzap learn the attention to come head by head.
 
-One pass of the frozen model notes the worth, blocks of queries at a time; no gradient goes through
-the model. ``--method rank`` has this loss alone, ``--lambda-rank`` adds it to distillation's.
+Scales come from a few documents. Then one pass of the frozen model over each document notes the
+worth, blocks of queries at a time; no gradient goes through the model. ``--method rank`` has this
+loss alone, ``--lambda-rank`` adds it to distillation's.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from mmkv.engine.model.decoder import Decoder
 from mmkv.engine.model.gates import Gates
@@ -31,6 +34,8 @@ from mmkv.training.student import TrainableGates, with_trunks_in_bf16
 
 _BLOCK = 96  # queries whose weights stand at once
 _PAIRS = 4096  # of a cut
+_LOGITS = 512  # tokens whose logits stand at once
+SCALED_BY = 2  # documents that :func:`head_scales` is given
 _LEAST_REST = 1e-3  # of a softmax without one entry, lest rounding be divided by 0
 
 
@@ -44,7 +49,7 @@ def future_worth(
     window: int = 0,
     block: int = _BLOCK,
 ) -> list[Tensor]:
-    """Return what each entry up to each cut is worth to the queries after it: see above.
+    """Return how far the outputs of the queries after each cut move without each entry: see above.
 
     Args:
         query: ``[Hq, T, D]``; key, value: ``[H, T, D]``, one document, H a divisor of Hq.
@@ -79,15 +84,96 @@ def future_worth(
     return found[::-1]
 
 
+class _FeltAttention(FullAttention):
+    """Full attention that adds up the squared gradients of its outputs.
+
+    Attributes:
+        squares: ``[L, H]``, of layers with entries; a backward pass fills it.
+    """
+
+    def __init__(self, engine: Runtime, documents: Documents) -> None:
+        super().__init__(engine, documents)
+        self.squares = torch.zeros(
+            engine.spec.entry_layers, engine.spec.num_kv_heads, device=engine.device
+        )
+
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        out = super().attend(layer, query, key, value)
+        text = self.documents.modality == 0
+
+        def add(gradient: Tensor) -> None:
+            heads = gradient[text].float().unflatten(1, (len(self.squares[layer]), -1))
+            self.squares[layer] += heads.square().sum((0, 2))
+
+        if out.requires_grad:
+            out.register_hook(add)
+        return out
+
+
+def head_scales(
+    engine: Runtime, examples: Sequence[Mapping[str, Any]], checkpointing: bool = False
+) -> Tensor:
+    """Measure how much predictions depend on the outputs of each KV head's queries.
+
+    Each token of text predicts a next one, of which one is drawn by a fixed seed. The gradient g of
+    these tokens' log probabilities by an output has the outputs' Fisher matrix as E[g g.T]: a small
+    change x costs ``x.T E[g g.T] x / 2`` of KL. A head's scale is the root of the sum of g's
+    squares at tokens of text.
+
+    Args:
+        examples: documents, one at a time; checkpointing: recompute each layer in the backward
+            pass.
+
+    Returns:
+        float32 ``[L * H]``; ones without text.
+    """
+    decoder = Decoder(engine.spec, engine.decoder.weights, None)
+    generator = torch.Generator(engine.device).manual_seed(0)
+    squares = torch.zeros(engine.spec.rows, device=engine.device)
+    for example in examples:
+        documents = lay_out(engine, [example])
+        step = _FeltAttention(engine, documents)
+        rope = engine.rope.at(documents.positions)
+
+        run = partial(_layer, decoder, documents, step, rope)
+        hidden = documents.hidden.detach().requires_grad_()
+        for index in range(engine.spec.num_layers):
+            if checkpointing:
+                hidden = checkpoint(run, index, hidden, use_reentrant=False)
+            else:
+                hidden = run(index, hidden)
+        end = hidden.detach().requires_grad_()
+        for rows in (documents.modality == 0).nonzero()[:, 0].split(_LOGITS):
+            said = torch.log_softmax(decoder.logits(end[rows]), -1)
+            drawn = torch.multinomial(said.detach().exp(), 1, generator=generator)
+            said.gather(1, drawn).sum().backward()
+        if end.grad is not None:
+            hidden.backward(end.grad)
+        squares += step.squares.flatten()
+    return squares.sqrt() if squares.any() else torch.ones_like(squares)
+
+
+def _layer(
+    decoder: Decoder,
+    documents: Documents,
+    step: FullAttention,
+    rope: tuple[Tensor, Tensor],
+    index: int,
+    hidden: Tensor,
+) -> Tensor:
+    x = decoder.gate_input(index, hidden)
+    return decoder.layer(index, hidden, x, rope, step, documents.deepstack)
+
+
 class WatchedAttention(FullAttention):
-    """Full attention that notes what each document's entries are still worth.
+    """Full attention that notes how far outputs move without each document's entries.
 
     Args:
         cuts: of each document, ascending; window: queries after a cut that count; 0: all. Queries
             of pictures never do.
 
     Attributes:
-        worth: per document, per layer that has run, what :func:`future_worth` returns.
+        moved: per document, per layer that has run, what :func:`future_worth` returns.
     """
 
     def __init__(
@@ -95,12 +181,12 @@ class WatchedAttention(FullAttention):
     ) -> None:
         super().__init__(engine, documents)
         self.cuts, self.window = cuts, window
-        self.worth: list[list[list[Tensor]]] = [[] for _ in cuts]
+        self.moved: list[list[list[Tensor]]] = [[] for _ in cuts]
         self._asking = (documents.modality == 0).split(documents.lengths)
 
     def attend_document(self, index: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         tensors = query[0], key[0], value[0], self._asking[index]
-        self.worth[index].append(future_worth(*tensors, self.cuts[index], self.scale, self.window))
+        self.moved[index].append(future_worth(*tensors, self.cuts[index], self.scale, self.window))
         return super().attend_document(index, query, key, value)
 
 
@@ -109,12 +195,14 @@ def watched_states(
     documents: Documents,
     cuts: Sequence[Sequence[int]],
     window: int,
+    scale: Tensor | None = None,
     read: Callable[[int, Tensor], None] = lambda entry, x: None,
 ) -> tuple[Tensor, list[list[Tensor]]]:
     """Run the frozen model once, and note what entries are worth.
 
     Args:
-        cuts, window: as :class:`WatchedAttention` has them.
+        cuts, window: as :class:`WatchedAttention` has them; scale: ``[L * H]``, as
+            :func:`head_scales` returns it; None: ones.
         read: called for each layer with entries, with its index among those and what its gates
             read, ``[T, d]``; it alone may keep a graph.
 
@@ -131,7 +219,8 @@ def watched_states(
             hidden = decoder.layer(index, hidden, x, rope, step, documents.deepstack)
         if entry is not None:
             read(entry, x)
-    return hidden, [[torch.cat(layers) for layers in zip(*own, strict=True)] for own in step.worth]
+    by = 1.0 if scale is None else scale[:, None]
+    return hidden, [[torch.cat(at) * by for at in zip(*own, strict=True)] for own in step.moved]
 
 
 def scores_at(log_beta: Tensor) -> Tensor:
@@ -189,6 +278,7 @@ class RankModel(nn.Module):
     """A module whose parameters are the gates; the frozen backbone stands outside.
 
     Args:
+        scale: ``[L * H]``, as :func:`head_scales` returns it.
         cuts: of each document, drawn behind its first eighth; window: queries after a cut that
             count; 0: all.
     """
@@ -196,11 +286,16 @@ class RankModel(nn.Module):
     parts = dict.fromkeys(("rank", "overlap"), "documents")
 
     def __init__(
-        self, engine: Runtime, gates: TrainableGates, cuts: int = 6, window: int = 0
+        self,
+        engine: Runtime,
+        gates: TrainableGates,
+        scale: Tensor,
+        cuts: int = 6,
+        window: int = 0,
     ) -> None:
         super().__init__()
         self.gates = gates
-        self.engine, self.cuts, self.window = engine, cuts, window
+        self.engine, self.scale, self.cuts, self.window = engine, scale, cuts, window
 
     def forward(
         self, examples: Sequence[Mapping[str, Any]], shares: Mapping[str, Tensor] | None = None
@@ -227,6 +322,7 @@ class RankModel(nn.Module):
             documents,
             cuts,
             self.window,
+            self.scale,
             lambda entry, x: said.append(gates.log_beta(entry, x)),
         )
         rows = torch.stack(said, 1).flatten(1).T.split(documents.lengths, 1)

@@ -49,7 +49,7 @@ from mmkv.training.measure.teacher_forced import (
     read,
 )
 from mmkv.training.model import UNITS, DistillModel, WriteGateModel, backbone_digest
-from mmkv.training.rank import RankModel
+from mmkv.training.rank import SCALED_BY, RankModel, head_scales
 from mmkv.training.settings import TrainingSettings
 from mmkv.training.student import (
     TrainableGates,
@@ -595,7 +595,7 @@ def distill(
     last = open_run(settings, data, options or {})
     before = backbone_digest(engine)
     make = _write_gates if settings.method == "wgkv" else _retention_gates
-    model, evaluate = make(settings, engine, HeldOutData(engine, held_out))
+    model, evaluate = make(settings, engine, train, HeldOutData(engine, held_out))
     stopping = Stopping()
     measure = HeldOut(evaluate, settings.eval_every, folder, stopping)
     trainer = DistillTrainer(
@@ -644,7 +644,7 @@ _Evaluate = Callable[[], dict[str, float]]
 
 
 def _retention_gates(
-    settings: TrainingSettings, engine: Runtime, watched: HeldOutData
+    settings: TrainingSettings, engine: Runtime, train: Dataset[Any], watched: HeldOutData
 ) -> tuple[DistillModel | RankModel, _Evaluate]:
     """Return what trains retention gates, and the figures of a run with real eviction."""
     gates = TrainableGates(
@@ -665,13 +665,20 @@ def _retention_gates(
         made = gates.built(as_stored(gates.file_tensors(), getattr(torch, settings.store)))
         return summary(watched.read(made, settings.policy, budget))
 
-    if settings.method == "rank":
-        return RankModel(engine, gates, settings.cuts, settings.rank_window), evaluate
-    return DistillModel(engine, gates, settings.objective(), settings.checkpointing), evaluate
+    ranks, scale = settings.method == "rank", None
+    if ranks or settings.lambda_rank:
+        # The same documents in every process, and when a run is resumed.
+        first = [train[index] for index in range(min(SCALED_BY, settings.steps))]
+        scale = head_scales(engine, first, settings.checkpointing)
+    if ranks:
+        assert scale is not None
+        return RankModel(engine, gates, scale, settings.cuts, settings.rank_window), evaluate
+    goal = settings.objective()
+    return DistillModel(engine, gates, goal, settings.checkpointing, scale), evaluate
 
 
 def _write_gates(
-    settings: TrainingSettings, engine: Runtime, watched: HeldOutData
+    settings: TrainingSettings, engine: Runtime, train: Dataset[Any], watched: HeldOutData
 ) -> tuple[WriteGateModel, _Evaluate]:
     """Return what trains write gates, and the figures of a run with real admission."""
     gates = TrainableWriteGates(engine.spec, settings.d_gate, settings.seed)

@@ -9,7 +9,7 @@ import inspect
 import os
 import tomllib
 from collections.abc import Callable
-from dataclasses import MISSING
+from dataclasses import MISSING, replace
 from functools import partial, wraps
 from pathlib import Path
 from types import NoneType
@@ -25,7 +25,13 @@ from mmkv.engine.errors import BudgetError, InputError, MmkvError, SessionError,
 from mmkv.engine.options import Option, declared
 from mmkv.engine.paths import open_regular, user_path
 from mmkv.loading import UsageError
-from mmkv.resources import BUNDLED_MODEL, bundled_model, config_file, gates_source
+from mmkv.resources import (
+    BUNDLED_MODEL,
+    bundled_model,
+    config_file,
+    fitted_gates,
+    gates_source,
+)
 from mmkv.server.settings import ServerSettings
 
 CACHE, SERVER = "Model and cache", "Server"
@@ -273,7 +279,10 @@ def _config(given: dict[str, Any], others: dict[str, Any]) -> EngineConfig:
         given["gates"] = gates_source(given["gates"])
     if given.get("model") == BUNDLED_MODEL and not os.path.exists(BUNDLED_MODEL):
         given["model"] = str(bundled_model())
-    return EngineConfig(**given, budget=budget)
+    made = EngineConfig(**given, budget=budget)
+    if made.gates == "fit" and not os.path.exists("fit"):
+        made = replace(made, gates=fitted_gates(made.checkpoint()))
+    return made
 
 
 def held(holder: type[Any], given: dict[str, Any], _: dict[str, Any]) -> Any:

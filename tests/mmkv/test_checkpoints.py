@@ -7,12 +7,14 @@ import importlib.util
 import json
 import re
 import shutil
+import subprocess
 import threading
 import zipfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 from urllib.parse import unquote, urlsplit
 
@@ -22,11 +24,13 @@ import torch
 from gguf import GGMLQuantizationType
 from safetensors.torch import load_file
 from transformers import AutoModelForImageTextToText
+from typer.main import get_command
 
 from benchmarks.quality.methods import ComparedMethod
-from mmkv import Budget, BudgetError, Engine, GateError
+from mmkv import Budget, BudgetError, Engine, GateError, resources
 from mmkv import pull as pulling
 from mmkv.checkpoints import FAMILIES, PUBLISHED
+from mmkv.cli import arguments
 from mmkv.engine.errors import InputError, ModelError
 from mmkv.engine.model import families
 from mmkv.engine.model.fingerprint import fingerprint
@@ -43,10 +47,12 @@ from mmkv.resources import (
     bundled_gates,
     bundled_model,
     bundled_model_name,
+    fitted_gates,
     gates_made_for,
     gates_source,
 )
 from mmkv.sampling import Sampling
+from mmkv.training import distill
 from tests.engine.model.test_gates import published
 from tests.support.chat_models import save_llama, save_llava, save_qwen2_5_vl, save_qwen3_vl
 from tests.support.factories import checkpoint
@@ -736,11 +742,48 @@ def test_gates_are_found_by_short_name(
     assert gates_source("tiny-vlm") == "tiny-vlm"
 
 
+def test_gates_are_fitted_once_and_found_by_their_weights(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The fit itself is stood in for: its command is read by the program that would run it."""
+    monkeypatch.setattr(resources, "cache_folder", lambda: tmp_path)
+    model, ran, code = checkpoint("llama"), list[Any](), 1
+
+    def fit(words: list[str]) -> SimpleNamespace:
+        assert words[2:5] == ["-m", "mmkv", "distill"]
+        context = get_command(distill.app).make_context("distill", words[5:])
+        ran.append(context.params)
+        folder = Path(context.params["output"])
+        (folder / "checkpoint-20").mkdir(parents=True, exist_ok=True)
+        (folder / "checkpoint-20" / "trainer_state.json").touch()
+        if code == 0:
+            about = {"base_fingerprint": fingerprint(str(model))}
+            (folder / "gates.json").write_text(json.dumps(about))
+        return SimpleNamespace(returncode=code)
+
+    monkeypatch.setattr(subprocess, "run", fit)
+    with pytest.raises(GateError, match="could not be fitted"):
+        fitted_gates(str(model))
+    code = 0
+    folder = fitted_gates(str(model))
+    assert folder is not None and [one["resume"] for one in ran] == [False, True]
+    assert ran[0]["method"] == "rank" and ran[0]["model"] == str(model)
+    assert list(gates_made_for(str(model))) == [Path(folder)]
+    assert fitted_gates(str(model)) is None  # they are at hand
+    assert fitted_gates(str(bundled_model())) is None and len(ran) == 2
+    assert gates_source("fit") == "fit"
+    with pytest.raises(GateError, match="no weights here"):
+        fitted_gates(str(tmp_path))
+    asked = dict.fromkeys(arguments._BUDGETS) | {"model": str(model), "gates": "fit"}
+    assert arguments._config(asked, {}).gates is None
+
+
 def test_without_assets_there_are_no_short_names(monkeypatch: pytest.MonkeyPatch) -> None:
     def missing(name: str) -> Path:
         raise ModelError(name)
 
     monkeypatch.setattr("mmkv.resources.asset", missing)
+    monkeypatch.setattr(resources, "cache_folder", lambda: Path("none"))
     assert bundled_gates() == {}
     with pytest.raises(GateError, match="at hand: none"):
         gates_source("tiny-vlm")

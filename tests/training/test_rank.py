@@ -24,6 +24,7 @@ from mmkv.training.rank import (
     RankModel,
     drawn_cuts,
     future_worth,
+    head_scales,
     overlap,
     rank_loss,
     watched_states,
@@ -45,7 +46,8 @@ def test_worth_is_how_far_outputs_move_without_the_entry(window: int) -> None:
     engine = load("qwen3")
     rows, cuts = [make_turn("qwen3", [11], 1), make_turn("qwen3", [17], 2)], [[4], [2, 9, 14]]
     documents = lay_out(engine, rows)
-    states, worth = watched_states(engine, documents, cuts, window)
+    scale = torch.rand(engine.spec.rows) + 1
+    states, worth = watched_states(engine, documents, cuts, window, scale)
     torch.testing.assert_close(states, full_attention_states(engine, documents))
     model = transformers.AutoModelForCausalLM.from_pretrained(
         checkpoint("qwen3"), dtype=torch.float64, attn_implementation="eager"
@@ -66,8 +68,41 @@ def test_worth_is_how_far_outputs_move_without_the_entry(window: int) -> None:
         moved = moved.unflatten(0, (-1, group)).amax(1)
         for cut, at in zip(own, found, strict=True):
             end = cut + 1 + window if window else row["input_ids"].numel()
-            wanted = moved[:, cut + 1 : end, : cut + 1].amax(1)
+            wanted = moved[:, cut + 1 : end, : cut + 1].amax(1) * scale[:, None]
             torch.testing.assert_close(at.double(), wanted, rtol=1e-3, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["qwen3", "qwen3_vl"])
+def test_scales_are_the_gradients_of_drawn_predictions(name: str) -> None:
+    """Transformers' gradients in float64, of the same draws; pictures' queries do not count."""
+    engine = load(name)
+    shapes = ([11], [17]) if name == "qwen3" else (PICTURE, [13])
+    rows = [make_turn(name, shape, seed) for seed, shape in enumerate(shapes)]
+    found = head_scales(engine, rows)
+    torch.testing.assert_close(head_scales(engine, rows, checkpointing=True), found)
+    kind = "CausalLM" if name == "qwen3" else "ImageTextToText"
+    model = getattr(transformers, f"AutoModelFor{kind}").from_pretrained(
+        checkpoint(name), dtype=torch.float64, attn_implementation="eager"
+    )
+    given: list[torch.Tensor] = []
+    for layer in model.get_decoder().layers:
+        layer.self_attn.o_proj.register_forward_pre_hook(
+            lambda _, args: (args[0].retain_grad(), given.append(args[0]))[0]
+        )
+    generator, total = torch.Generator().manual_seed(0), torch.zeros(0)
+    for row in rows:
+        given.clear()
+        logits = model(**row).logits[0]
+        text = lay_out(engine, [row]).modality == 0
+        chances = logits[text].float().softmax(-1).detach()
+        drawn = torch.multinomial(chances, 1, generator=generator)
+        logits[text].log_softmax(-1).gather(1, drawn).sum().backward()
+        grads = torch.stack([x.grad[0, text] for x in given if x.grad is not None])
+        squares = grads.unflatten(2, (engine.spec.num_kv_heads, -1)).square().sum((1, 3))
+        total = total + squares if total.numel() else squares
+    torch.testing.assert_close(found.double(), total.sqrt().flatten(), rtol=1e-4, atol=0)
+    assert float(found.max() / found.min()) > 1.05  # rows differ
+    assert torch.equal(head_scales(engine, []), torch.ones_like(found))
 
 
 def test_worth_comes_from_the_queries_that_count_in_any_blocks() -> None:
@@ -149,7 +184,9 @@ def test_gates_alone_learn_of_pictures_states_and_texts(name: str) -> None:
     gates = TrainableGates(engine.spec, d_gate=24, bias=1.0)
     shape = PICTURE if engine.family.has_vision else [40]
     torch.manual_seed(0)
-    found = RankModel(engine, gates, cuts=3)([make_turn(name, shape, seed) for seed in (1, 2)])
+    found = RankModel(engine, gates, torch.rand(engine.spec.rows) + 1, cuts=3)(
+        [make_turn(name, shape, seed) for seed in (1, 2)]
+    )
     found["loss"].backward()
     assert float(found["rank"]) > 0 and torch.equal(found["loss"].detach(), found["rank"])
     assert all(p.grad is not None and p.grad.abs().max() > 0 for p in gates.parameters())
@@ -164,7 +201,7 @@ def test_gates_alone_learn_of_pictures_states_and_texts(name: str) -> None:
         lay_out(engine, [turn]),
         [[5]],
         0,
-        lambda entry, x: said.append(gates.gates().log_beta(entry, x)),
+        read=lambda entry, x: said.append(gates.gates().log_beta(entry, x)),
     )
     own = Runtime.from_pretrained(
         checkpoint(name), policy="dbtrimkv", gates="random", budget=1e6, dtype="float32"
