@@ -174,7 +174,7 @@ def edit(key: str, change: Callable[[Tensor], Any]) -> Change:
         (edit("image_grid_thw", lambda x: x[:, :2]), "not [n, 3] counts"),
         (edit("image_grid_thw", lambda x: x + torch.tensor([0, 1, 0])), "that 2 does not divide"),
         (edit("pixel_values", lambda x: x[:, :9]), "patches of 9 numbers and the model reads"),
-        (edit("pixel_values", lambda x: x * math.inf), "not finite"),
+        (edit("pixel_values", lambda x: x.index_fill(0, torch.tensor([3]), -math.inf)), "not fin"),
         (edit("input_ids", lambda x: x.masked_fill(x == IMAGE_ID, 5)), "without image tokens"),
         (edit("input_ids", lambda x: x[:, :-8]), "features"),
         (put("pixel_values_videos", torch.ones(4, 96)), "without video tokens"),
@@ -277,6 +277,16 @@ def test_a_picture_of_one_token_is_read() -> None:
     torch.testing.assert_close(found, torch.cat(wanted), rtol=1e-4, atol=1e-5)
     alone = reader.turn(make_turn("mistral3", [1, ("image", 8, 8)], seed=2), 0, CPU).visual
     assert alone is not None and alone.shape == (1, reader.config.text_config.hidden_size)
+
+
+def test_what_the_tower_raises_is_no_fault_of_the_config(monkeypatch: pytest.MonkeyPatch) -> None:
+    def raising(*_: Any, **__: Any) -> None:
+        raise RuntimeError("out of memory")
+
+    reader = family("llava_next")
+    monkeypatch.setattr(reader.hf.model, "get_image_features", raising)
+    with pytest.raises(RuntimeError, match=r"^out of memory"):
+        reader.turn(make_turn("llava_next", [1, ("image", 16, 16)]), 0, CPU)
 
 
 def test_tiles_that_fill_a_batch_up_are_no_part_of_a_picture() -> None:

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 
+from mmkv.engine import system
 from mmkv.engine.backends.cuda import GraphRunner, kernels
 from mmkv.engine.backends.cuda.kernels.available import in_triton
 from mmkv.engine.model.product import INTEGERS
@@ -254,3 +255,13 @@ def test_every_step_computes_whole_products(monkeypatch: pytest.MonkeyPatch) -> 
 def test_a_cpu_needs_no_gpu() -> None:
     with on_device(torch.device("cpu")):
         pass
+
+
+@pytest.mark.skipif(system._trim() is None, reason="no glibc")
+def test_the_heap_keeps_64_mib(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By mallopt's own numbers; glibc refuses 64 MiB for what is mapped apart."""
+    said: dict[int, int] = {}
+    heap = SimpleNamespace(mallopt=said.__setitem__)
+    monkeypatch.setattr(system.ctypes, "CDLL", lambda _: heap)
+    system.keep_freed()
+    assert said == {-1: 64 << 20, -3: 32 << 20}
