@@ -19,7 +19,7 @@ from mmkv.engine import system
 from mmkv.engine.backends.cuda import GraphRunner, kernels
 from mmkv.engine.backends.cuda.kernels.available import in_triton
 from mmkv.engine.model.product import INTEGERS
-from mmkv.engine.system import exact_products, on_device
+from mmkv.engine.system import exact_products
 from tests.support.bursts import Bursts
 from tests.support.native import engine_for
 from tests.support.sessions import text_ids
@@ -250,11 +250,6 @@ def test_every_step_computes_whole_products(monkeypatch: pytest.MonkeyPatch) -> 
     session.set_budget(4)
     assert seen == {name: {"ieee"} for name in ("embed", "forward", "score")}
     assert PRODUCTS["cpu"].fp32_precision == "bf16"
-
-
-def test_a_cpu_needs_no_gpu() -> None:
-    with on_device(torch.device("cpu")):
-        pass
 
 
 @pytest.mark.skipif(system._trim() is None, reason="no glibc")

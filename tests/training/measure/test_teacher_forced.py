@@ -43,10 +43,10 @@ def test_a_right_answer_is_what_greedy_decoding_generates(
 ) -> None:
     """Every answer of a dialogue, decoded freely from the same teacher-forced history.
 
-    The history before the first answer is longer than a chunk.
+    The history before the first answer is several chunks, and more than the budget.
     """
-    chunk = {"prefill_chunk": 48, "dtype": "float32"}
-    engine = Runtime.from_pretrained(MODEL, policy="streamingllm", budget=40, **chunk)
+    chunk = {"prefill_chunk": 8, "dtype": "float32"}
+    engine = Runtime.from_pretrained(MODEL, policy="streamingllm", budget=20, **chunk)
     outcomes = set()
     for example in dialogues:
         inputs = {name: value for name, value in example.items() if name != "labels"}
@@ -54,6 +54,7 @@ def test_a_right_answer_is_what_greedy_decoding_generates(
         found = read(engine, inputs, labels)
         turn = engine.family.turn(inputs, 0)
         session, done = engine.session(), 0
+        assert spans(labels.tolist())[0][0] > 20
         for answer, (start, stop) in zip(found.answers, spans(labels.tolist()), strict=True):
             logits = session.extend(turn.part(done, start))
             with session.fork() as free:
