@@ -133,11 +133,8 @@ def test_ids_alone(qwen: Family, llama: Family, ids: Any) -> None:
         assert made.positions.tolist() == [[4, 5, 6]] * axes
         assert made.modality.dtype == torch.uint8 and not made.modality.any()
         assert made.visual is None and made.deepstack == () and made.next_position == 7
-
-
-def test_no_tokens(qwen: Family) -> None:
-    made = qwen.turn({"input_ids": torch.zeros(1, 0, dtype=torch.int64)}, 4, CPU)
-    assert made.token_ids.numel() == 0 and made.next_position == 4
+        made = reader.turn({"input_ids": torch.zeros(1, 0, dtype=torch.int64)}, 4, CPU)
+        assert made.token_ids.numel() == 0 and made.next_position == 4
 
 
 Change = Callable[[dict[str, Any]], None]
@@ -174,7 +171,7 @@ def edit(key: str, change: Callable[[Tensor], Any]) -> Change:
         (edit("image_grid_thw", lambda x: x[:, :2]), "not [n, 3] counts"),
         (edit("image_grid_thw", lambda x: x + torch.tensor([0, 1, 0])), "that 2 does not divide"),
         (edit("pixel_values", lambda x: x[:, :9]), "patches of 9 numbers and the model reads"),
-        (edit("pixel_values", lambda x: x * math.inf), "not finite"),
+        (edit("pixel_values", lambda x: x.index_fill(0, torch.tensor([3]), -math.inf)), "not fin"),
         (edit("input_ids", lambda x: x.masked_fill(x == IMAGE_ID, 5)), "without image tokens"),
         (edit("input_ids", lambda x: x[:, :-8]), "features"),
         (put("pixel_values_videos", torch.ones(4, 96)), "without video tokens"),
@@ -223,13 +220,9 @@ def test_bad_llava_inputs(onevision: Family, change: Change, message: str) -> No
 def test_pictures_for_a_text_model(llama: Family) -> None:
     with pytest.raises(InputError, match="takes no pixel_values; send text only"):
         llama.turn({"input_ids": [[5]], "pixel_values": torch.ones(1, 3, 16, 16)}, 0, CPU)
-
-
-def test_video_for_llava() -> None:
+    shown = {"pixel_values_videos": torch.ones(1, 2, 3, 16, 16)}
     with pytest.raises(InputError, match="takes no pixel_values_videos"):
-        family("llava").turn(
-            {"input_ids": [[5]], "pixel_values_videos": torch.ones(1, 2, 3, 16, 16)}, 0, CPU
-        )
+        family("llava").turn({"input_ids": [[5]]} | shown, 0, CPU)
 
 
 def ids_of(turn: dict[str, Tensor]) -> Tensor:
@@ -277,6 +270,16 @@ def test_a_picture_of_one_token_is_read() -> None:
     torch.testing.assert_close(found, torch.cat(wanted), rtol=1e-4, atol=1e-5)
     alone = reader.turn(make_turn("mistral3", [1, ("image", 8, 8)], seed=2), 0, CPU).visual
     assert alone is not None and alone.shape == (1, reader.config.text_config.hidden_size)
+
+
+def test_what_the_tower_raises_is_no_fault_of_the_config(monkeypatch: pytest.MonkeyPatch) -> None:
+    def raising(*_: Any, **__: Any) -> None:
+        raise RuntimeError("out of memory")
+
+    reader = family("llava_next")
+    monkeypatch.setattr(reader.hf.model, "get_image_features", raising)
+    with pytest.raises(RuntimeError, match=r"^out of memory"):
+        reader.turn(make_turn("llava_next", [1, ("image", 16, 16)]), 0, CPU)
 
 
 def test_tiles_that_fill_a_batch_up_are_no_part_of_a_picture() -> None:

@@ -16,7 +16,7 @@ from mmkv.engine.model.weights import DecoderWeights, LayerWeights
 from tests.support.factories import CHECKPOINTS, make_model
 
 # Operations that wait for a GPU.
-READS_BACK = ("_local_scalar_dense", "nonzero", "bincount", "unique", "repeat_interleave.Tensor")
+READS_BACK = "_local_scalar_dense nonzero bincount unique repeat_interleave.Tensor grouped".split()
 
 
 def block(name: str) -> tuple[Any, LayerWeights, Routing]:

@@ -217,6 +217,23 @@ def test_text_in_fp8_beside_a_plain_tower(tmp_path: Path) -> None:
     assert all(torch.equal(part, other[name]) for name, part in tower.items())
 
 
+@pytest.mark.parametrize(
+    ("scale", "said"),
+    [
+        ("weight_scale_inv", {"weight_block_size": [24, 40]}),
+        ("weight_scale", {"config_groups": {"0": {"weights": {"block_structure": [24, 40]}}}}),
+    ],
+)
+def test_blocks_need_not_be_square(scale: str, said: dict[str, Any], tmp_path: Path) -> None:
+    values, steps = torch.randn(50, 90).to(torch.float8_e4m3fn), torch.rand(3, 3)
+    save_file({"a.weight": values, f"a.{scale}": steps}, tmp_path / SINGLE)
+    method = "fp8" if scale.endswith("inv") else "compressed-tensors"
+    stored = StoredTensors([tmp_path / SINGLE])
+    read = QuantisedTensors(stored, said | {"quant_method": method}, torch.float32)
+    spread = steps.repeat_interleave(24, 0)[:50].repeat_interleave(40, 1)[:, :90]
+    assert torch.equal(read.tensor("a.weight"), values.float() * spread)
+
+
 def configure(folder: Path, **values: Any) -> None:
     file = folder / "config.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | values))

@@ -8,8 +8,9 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,6 +21,7 @@ from mmkv.cli.app import run
 from mmkv.engine.interrupts import CtrlC, OpenToCtrlC, quiet_imports, whole
 from mmkv.engine.model.families import loading, vision
 from mmkv.sampling import Sampling
+from mmkv.session import ReplyStream
 from tests.support.chat_models import picture, save_qwen3_vl
 
 
@@ -257,3 +259,25 @@ def test_afterwards_ctrl_c_is_an_exception_again() -> None:
         assert signal.getsignal(signal.SIGINT) is not signal.default_int_handler
     with pytest.raises(KeyboardInterrupt):
         signal.raise_signal(signal.SIGINT)
+
+
+def test_a_reply_ends_where_it_comes_behind_a_piece() -> None:
+    """Nobody has seen the piece; what made it is over, and so is the stream."""
+    closed = []
+
+    def pieces() -> Iterator[str]:
+        try:
+            yield from "ab"
+        finally:
+            closed.append(True)
+
+    @contextmanager
+    def streaming() -> Iterator[None]:
+        yield
+        raise KeyboardInterrupt
+
+    session: Any = SimpleNamespace(streaming=streaming, stopping=nullcontext)
+    stream = ReplyStream(session, pieces)  # type: ignore[arg-type]
+    with pytest.raises(KeyboardInterrupt):
+        next(stream)
+    assert closed and list(stream) == []

@@ -233,8 +233,9 @@ class Written:
         sizes = {
             "block_count": layers,
             "embedding_length": width,
-            "feed_forward_length": vision.get("intermediate_size")
-            or int(width * vision["mlp_ratio"]),
+            "feed_forward_length": int(width * vision["mlp_ratio"])
+            if "mlp_ratio" in vision  # qwen2_vl reads no other
+            else vision["intermediate_size"],
             "attention.head_count": vision.get("num_heads", vision.get("num_attention_heads")),
             "patch_size": vision["patch_size"],
             "image_size": vision.get("image_size", 560),

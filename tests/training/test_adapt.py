@@ -338,6 +338,7 @@ def test_a_model_that_was_trained_whole_is_a_folder_of_its_own(tmp_path: Path) -
         (["--method", "sft"], "--method is 'sft'; choose one of distill, grpo"),
         (["--group", "1"], "--group is 1; give 2 or more"),
         (["--target", "q"], "--target 'q': this model's matrices are down_proj, gate_proj"),
+        (["--method", "grpo", "--epsilon", "1"], "--epsilon is 1.0; give a number between 0 and 1"),
         (["--lr", "nan"], "--lr is nan; give a finite number above 0"),
         (["--reward", "number"], "--reward is not read by this run (--method distill"),
         (

@@ -12,6 +12,7 @@ import pytest
 import torch
 import transformers
 from PIL import Image
+from safetensors.torch import load_file
 from tokenizers import Tokenizer, models
 
 from mmkv import Engine, Sampling
@@ -194,6 +195,10 @@ def test_text_alone_is_the_language_models(joined: Path, language: Path) -> None
     ]
     ending = "<|im_start|>user\nhello<|im_end|>\n<|im_start|>assistant\n"
     assert rendered == [SYSTEM + ending, "<|im_start|>system\nbe brief<|im_end|>\n" + ending]
+    index = json.loads((joined / "model.safetensors.index.json").read_text())
+    files = [load_file(file) for file in joined.glob("*.safetensors")]
+    sizes = [tensor.nbytes for file in files for tensor in file.values()]
+    assert len(files) > 1 and index["metadata"]["total_size"] == sum(sizes)
     ids = torch.arange(20)[None]
     alone = transformers.AutoModelForCausalLM.from_pretrained(language, dtype=torch.float32)
     whole = transformers.AutoModelForImageTextToText.from_pretrained(joined, dtype=torch.float32)

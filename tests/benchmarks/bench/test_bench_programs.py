@@ -247,7 +247,7 @@ def test_mmkv_bench(mmkv: Callable[..., Ran], model: str, monkeypatch: pytest.Mo
     ran = mmkv("bench", model, *options, *where, "--json")
     report = json.loads(ran.out)
     assert ran.code == 0 and report["policy"] == "dbtrimkv" and report["batch"] == 2
-    assert report["kv"] == "auto"
+    assert report["kv"] == "auto" and len(report["step"]["rounds"]) == 2
     rows, entry = 4, 2 * 8 * 4  # 2 layers x 2 KV heads of 8 float32
     assert report["logical_bytes"] == 2 * 8 * rows * entry
     assert report["read_kv_bytes"] == 2 * 9 * rows * entry

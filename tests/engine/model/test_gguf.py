@@ -253,8 +253,8 @@ def test_a_file_of_another_kind_says_what_it_is(
     part = changed(written.text, tmp_path / "m-00001-of-00003.gguf", bytes)
     assert "has 1 parts by what it says and 3 by its name" in refused(part)
     assert "a vision tower (mmproj); name the language model's" in refused(written.mmproj)
-    assert "is no vision tower (mmproj), but qwen3vl" in refused(written.text, written.text)
     other = Written(checkpoint("qwen2"), tmp_path / "other", Kind.F32)
+    assert "is no vision tower (mmproj), but qwen2" in refused(written.text, other.text)
     assert "does not read beside a qwen2" in refused(other.text, written.mmproj)
     wide = Written(checkpoint("qwen3_vl_dim128"), tmp_path / "wide", Kind.F32)
     assert "of 192 numbers" in refused(wide.text, written.mmproj)
@@ -372,6 +372,8 @@ def test_an_array_longer_than_a_vocabulary_is_not_read(tmp_path: Path) -> None:
             opened.write(head + struct.pack("<IIQ", 9, kind, 2**25))
             opened.truncate(2**30)
         assert "its header makes no sense" in refused(file)
+    file.write_bytes(head + struct.pack("<IIQIQI", 9, 9, 1, 4, 1, 7))  # one in another
+    assert "its header makes no sense" in refused(file)
 
 
 def test_a_folder_names_no_files_elsewhere(tmp_path: Path) -> None:

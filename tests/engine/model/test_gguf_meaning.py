@@ -206,11 +206,11 @@ def draw_rope(draw: Draw, name: str, said: Said, width: int) -> None:
     said.near = (near or 10000.0) ** (-2.0 * index / rotated)
 
 
-def draw_window(draw: Draw, said: Said, layers: int) -> None:
-    """Draw which layers of gemma3 have a window."""
-    window = draw(st.sampled_from([None, 0, 7, 100]))
-    lists = [[True, False, True], [False, True], [1, 1, 0]]
-    pattern = draw(st.sampled_from([None, 0, 1, 2, 3, *lists]))
+WINDOWS = [None, 0, 1, 2, 3, [True, False, True], [False, True], [1, 1, 0]]
+
+
+def say_windows(said: Said, layers: int, window: int | None, pattern: Any) -> None:
+    """Say which layers of gemma3 have a window."""
     said.metadata |= {
         ".attention.sliding_window": window,
         ".attention.sliding_window_pattern": pattern,
@@ -296,7 +296,8 @@ def drawn(draw: Draw, name: str) -> Said:
     draw_sizes(draw, spec, name, said)
     draw_rope(draw, name, said, spec.head_dim)
     if name == "gemma3":
-        draw_window(draw, said, spec.layers)
+        window = draw(st.sampled_from([None, 0, 7, 100]))
+        say_windows(said, spec.layers, window, draw(st.sampled_from(WINDOWS)))
     free = [(key, value) for key, value, but in UNREAD if name not in but]
     for key, value in draw(st.lists(st.sampled_from(free), max_size=5)):
         said.metadata.setdefault(key, value)
@@ -441,6 +442,15 @@ def test_metadata_mean_what_llama_cpp_makes_of_them() -> None:
 def test_a_factor_without_a_type_is_linear(key: str) -> None:
     freqs = 10000.0 ** (-2.0 * np.arange(16) / 32) / 4
     check("llama", Said({".rope.scaling.type": None, key: 4.0}, freqs=freqs))
+
+
+@pytest.mark.parametrize("pattern", WINDOWS[3:], ids=str)
+def test_a_list_of_windows_or_their_period(pattern: Any) -> None:
+    freqs = 10000.0 ** (-2.0 * np.arange(16) / 32)
+    plain = {".rope.freq_base": 10000.0, ".rope.scaling.attn_factor": None}
+    said = Said(plain, freqs=freqs, near=freqs)
+    say_windows(said, MODELS["gemma3"].layers, 7, pattern)
+    check("gemma3", said)
 
 
 @pytest.mark.parametrize("name", ["glm4", "qwen35"])

@@ -247,6 +247,22 @@ def test_a_text_counts_before_a_refusal(
     assert client._read_reply(body) == client.JudgeReply(text, refusal, reason, {})
 
 
+@pytest.mark.parametrize(
+    ("answer", "message"),
+    [
+        (JudgeAnswer(400, {"error": {"message": "no\n such  model"}}), "HTTP 400: no such model"),
+        (JudgeAnswer(401, {"error": "no key"}), "HTTP 401: no key"),
+        (JudgeAnswer(404, {"message": "gone"}), "HTTP 404: gone"),
+        (JudgeAnswer(422, {"detail": "odd"}), "HTTP 422: {'detail': 'odd'}"),
+        (JudgeAnswer(500, "x" * 400), f"HTTP 500: {'x' * 300}"),
+        (JudgeAnswer(502, ""), "HTTP 502: no further word"),
+        (JudgeAnswer(0, problem="refused"), "refused"),
+    ],
+)
+def test_a_servers_own_words(answer: JudgeAnswer, message: str) -> None:
+    assert answer.message() == message
+
+
 def client_of(fake: FakeJudge, clock: Clock, **settings: Any) -> JudgeClient:
     return JudgeClient(Endpoint(fake.url, "m", **settings), now=clock.now, wait=clock.wait)
 

@@ -378,6 +378,7 @@ def test_codes_become_escapes_and_words_stay() -> None:
     assert shown.endswith("\n\tb") and "\\u202e" in shown
     assert without_codes(text) == "é\u200d\U0001f469 [2J31m]0;owned\n\tb"
     assert not has_codes(one_line(text)) and not has_codes(first_line(ValueError(CODES)))
+    assert len(first_line(ValueError("\x07" * 150))) == 200
 
 
 @pytest.mark.parametrize(

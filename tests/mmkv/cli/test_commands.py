@@ -74,6 +74,7 @@ def test_ours_are_those_of_pyproject_and_load() -> None:
     [
         ("import no_such_module_of_anybody", "No module named 'no_such_module_of_anybody'"),
         ("raise RuntimeError('first [b]\\nsecond')", "(RuntimeError: first [b])"),
+        ("raise OSError", "(OSError: )"),
         ("app = 3", "AttributeError"),
     ],
 )

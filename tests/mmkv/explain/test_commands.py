@@ -53,7 +53,8 @@ def test_a_page_of_one_answer(
 def test_what_cannot_be_shown_is_refused_before_a_model_is_loaded(
     mmkv: Callable[..., Ran], tmp_path: Path
 ) -> None:
-    (tmp_path / "other.html").write_text("<!doctype html><title>mine</title>")
+    mine = b"<!doctype html><title>\xff of nobody's code</title>"
+    (tmp_path / "other.html").write_bytes(mine)
     for arguments, words, code in (
         (("-p", "x", "-o", str(tmp_path / "other.html")), "is not a page of mmkv explain", 1),
         (("-p", "x", "-o", str(tmp_path / "none" / "a.html")), "there is no folder", 1),
@@ -73,7 +74,7 @@ def test_what_cannot_be_shown_is_refused_before_a_model_is_loaded(
     ):
         ran = mmkv("explain", "no-such-model", *arguments)
         assert ran.code == code and words in ran.error_line()
-    assert (tmp_path / "other.html").read_text() == "<!doctype html><title>mine</title>"
+    assert (tmp_path / "other.html").read_bytes() == mine
     assert [path.name for path in tmp_path.iterdir()] == ["other.html"]
 
 

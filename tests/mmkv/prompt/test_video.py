@@ -782,6 +782,7 @@ def test_a_video_of_frames(tmp_path: Path) -> None:
     for form in forms:
         clip = load_video(form)
         assert np.array_equal(clip.frames, array) and clip.timestamps == [0, 0.5, 1, 1.5, 2]
+    assert np.array_equal(load_video(array[:, :3]).frames, array[:, :3])  # rows, no colours
     clip = load_video(array, settings=MediaSettings(fps=4.0))
     assert (clip.fps, clip.sampled_fps) == (4.0, 4.0)
     clip = load_video(array, settings=MediaSettings(sample_fps=2.0, raw_fps=10.0))

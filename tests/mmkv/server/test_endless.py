@@ -137,6 +137,8 @@ def test_bounds_that_are_left(servers: tuple[Server, Server]) -> None:
     assert answer.status_code == 503 and answer.json()["error"]["unit"] == "tokens"
     assert "close a session" in answer.json()["error"]["message"]
     said(two.client.post(path, json=asked("g")))  # its own texts count once
+    answer = two.client.post(path, json=asked("h" * (few // 2)))  # and with those that come
+    assert answer.status_code == 400, answer.text
     assert two.client.delete(f"/v1/sessions/{name}").status_code == 200
     said(two.chat("f" * (few // 2)))
 

@@ -120,7 +120,7 @@ def test_process_memory_bounds_what_requests_may_hold(server: Server, folder: Pa
     """The parts add up to nearly as much as it says, and each bound is one that acts."""
     whole, resident = sum(parts(server).values()), parts(server)["weights and libraries"]
     for process in (resident + 2**28, 2 * whole):
-        with started(folder, process_memory=process) as made:
+        with started(folder, process_memory=process, bounds=RequestBounds(contexts=9)) as made:
             total, settings = sum(parts(made).values()), made.state.settings
             assert total <= process and (total > 0.98 * process or process > whole)
             bounds, limits = settings.bounds, made.state.media.limits
@@ -129,7 +129,7 @@ def test_process_memory_bounds_what_requests_may_hold(server: Server, folder: Pa
             assert made.web.guard.limits.most == settings.connections
             assert made.state.bodies._bytes == bounds.bodies * settings.body
             longest = made.inside(lambda core: core.conversations.longest)
-            assert bounds.contexts is None or longest == bounds.contexts * made.state.facts.context
+            assert longest == bounds.contexts * made.state.facts.context and bounds.contexts <= 9
             assert made.chat("hello").status_code == 200
             if process < whole:
                 assert settings.body < 2**25 and bounds.scored < 2**17

@@ -132,6 +132,17 @@ def test_items_and_deletion(server: Server) -> None:
     items = server.client.get(f"{path}/input_items", params={"order": "asc"}).json()
     ResponseItemList.model_validate(items)
     assert [one["role"] for one in items["data"]] == ["developer", "user", "assistant", "user"]
+    names = [one["id"] for one in items["data"]]
+    for limit, after, found, more in (
+        (3, None, names[:3], True),
+        (4, None, names, False),
+        (1, 1, names[2:3], True),
+        (2, 1, names[2:], False),
+        (2, 3, [], False),
+    ):
+        said = {"order": "asc", "limit": limit} | ({} if after is None else {"after": names[after]})
+        page = server.client.get(f"{path}/input_items", params=said).json()
+        assert ([one["id"] for one in page["data"]], page["has_more"]) == (found, more)
     assert server.client.delete(path).json()["deleted"]
     for answer in (
         server.client.get(path),

@@ -6,6 +6,7 @@ import hashlib
 import json
 import os
 import shutil
+import threading
 import time
 from collections.abc import Callable
 from contextlib import ExitStack, suppress
@@ -14,12 +15,14 @@ from typing import Any
 
 import httpx
 import pytest
+from filelock import FileLock
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mmkv import Engine
 from mmkv.engine.errors import SessionError
 from mmkv.engine.paths import DRAFT
+from mmkv.server import store as store_module
 from mmkv.server.guard import network_of
 from mmkv.server.quota import DiskQuota, MediaStore, QuotaError
 from mmkv.server.store import SavedSessions, SessionRecord, SessionStore
@@ -204,6 +207,23 @@ def test_any_record_is_survived(examples: int, tmp_path_factory: pytest.TempPath
         shutil.rmtree(root)
 
     check()
+
+
+def test_a_start_waits_for_no_other_server_for_ever(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(store_module, "_SWEEP", 0)
+    store, folder, _ = planted(tmp_path)
+    lost = [folder.parent / name / f"gone.1.{HEX}.mmkv" for name in (ANN, BOB)]
+    for path in lost:
+        path.write_text("of a server that was killed")
+        os.utime(path, (0, 0))
+    with FileLock(folder / ".lock"):
+        sweeping = threading.Thread(target=store.sweep)
+        sweeping.start()
+        sweeping.join(30)
+        over = not sweeping.is_alive()
+    assert over and [path.exists() for path in lost] == [False, True]
 
 
 def test_a_record_is_checked_as_it_is_written() -> None:

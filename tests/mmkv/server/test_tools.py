@@ -99,10 +99,11 @@ def joined_pieces(chunks: list[dict[str, Any]]) -> dict[str, Any]:
     """Return the message that a stream's pieces make, as clients put it together."""
     made: dict[str, Any] = {"content": "", "reasoning_content": "", "calls": [], "reason": None}
     for choice in (one["choices"][0] for one in chunks if one["choices"]):
+        assert made["reason"] is None  # nothing follows a reply's end
         delta = choice["delta"]
         made["content"] += delta.get("content") or ""
         made["reasoning_content"] += delta.get("reasoning_content") or ""
-        made["reason"] = choice["finish_reason"] or made["reason"]
+        made["reason"] = choice["finish_reason"]
         for call in delta.get("tool_calls", ()):
             if call["index"] == len(made["calls"]):
                 assert call["id"] and call["type"] == "function"

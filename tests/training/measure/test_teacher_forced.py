@@ -41,8 +41,12 @@ def test_spans_are_runs_of_labels() -> None:
 def test_a_right_answer_is_what_greedy_decoding_generates(
     dialogues: list[dict[str, torch.Tensor]],
 ) -> None:
-    """Every answer of a dialogue, decoded freely from the same teacher-forced history."""
-    engine = Runtime.from_pretrained(MODEL, policy="streamingllm", budget=40, dtype="float32")
+    """Every answer of a dialogue, decoded freely from the same teacher-forced history.
+
+    The history before the first answer is several chunks, and more than the budget.
+    """
+    chunk = {"prefill_chunk": 8, "dtype": "float32"}
+    engine = Runtime.from_pretrained(MODEL, policy="streamingllm", budget=20, **chunk)
     outcomes = set()
     for example in dialogues:
         inputs = {name: value for name, value in example.items() if name != "labels"}
@@ -50,6 +54,7 @@ def test_a_right_answer_is_what_greedy_decoding_generates(
         found = read(engine, inputs, labels)
         turn = engine.family.turn(inputs, 0)
         session, done = engine.session(), 0
+        assert spans(labels.tolist())[0][0] > 20
         for answer, (start, stop) in zip(found.answers, spans(labels.tolist()), strict=True):
             logits = session.extend(turn.part(done, start))
             with session.fork() as free:
@@ -59,8 +64,11 @@ def test_a_right_answer_is_what_greedy_decoding_generates(
                     step = free.decode(generated[-1])
             assert answer.right == (generated == labels[start:stop].tolist())
             outcomes.add(answer.right)
+            nll = 0.0
             for token in labels[start:stop].tolist():
-                session.decode(token)
+                nll -= float(logits.log_softmax(-1)[token])
+                logits = session.decode(token)
+            assert answer.nll == pytest.approx(nll, rel=1e-4, abs=1e-5)
             done = stop
         assert found.evicted == session.evicted > 0
         assert found.entries == session.memory().entries == sum(map(sum, found.per_row))
