@@ -193,7 +193,8 @@ def test_gates_alone_learn_of_pictures_states_and_texts(name: str) -> None:
     assert all(p.grad is None for p in engine.family.hf.parameters())
     with pytest.MonkeyPatch.context() as patch, torch.no_grad():  # a mean over cuts and documents
         patch.setattr("mmkv.training.rank.rank_loss", lambda *_: torch.tensor(0.25))
-        assert RankModel(engine, gates, cuts=3)([make_turn(name, shape, 1)])["loss"] == 0.25
+        one = RankModel(engine, gates, torch.ones(engine.spec.rows), cuts=3)
+        assert one([make_turn(name, shape, 1)])["loss"] == 0.25
 
     said, turn = [], make_turn(name, shape, 1)
     watched_states(
