@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.experiment import Table, add_options, finish, held_out, running
+from mmkv.engine.errors import InputError
 from mmkv.engine.model.decoder import Decoder
 from mmkv.engine.runtime import Runtime
 from mmkv.training.measure.teacher_forced import Documents, FullAttention, lay_out
@@ -53,9 +54,11 @@ def weights(query: Tensor, key: Tensor, rows: Tensor, scale: float) -> Tensor:
 def last_selected(query: Tensor, key: Tensor, top: int, scale: float) -> Tensor:
     """Return the last query that selects each token, int64 ``[Hq, T]``.
 
-    A query selects the ``top`` tokens that it gives most weight, itself among all up to it; those
-    with fewer select all. Every token selects itself at least where ``top`` covers all before it;
-    a token that none selects has its own index.
+    A query selects the ``top`` tokens up to its own that it gives most weight, or all of them if
+    they are fewer. A token that no query selects has its own index.
+
+    Args:
+        query: ``[Hq, T, D]``; key: ``[H, T, D]``.
     """
     tokens = torch.arange(query.shape[1], device=query.device)
     last = tokens.repeat(query.shape[0], 1)
@@ -82,7 +85,11 @@ def alive(last: Tensor, of: Tensor, horizons: tuple[int, ...] = HORIZONS) -> Ten
 
 
 def sparsity(query: Tensor, key: Tensor, scale: float) -> Tensor:
-    """Return the share of the newest tokens with less than p of the largest weight, ``[p]``."""
+    """Return the share of the newest tokens with less than p of the largest weight, one per p.
+
+    Args:
+        query: ``[Hq, T, D]``; key: ``[H, T, D]``.
+    """
     rows = torch.arange(query.shape[1], device=query.device)[-_LAST:]
     given = weights(query, key, rows, scale)
     newest, most = given[..., -_NEWEST:], given.amax(-1, keepdim=True)
@@ -95,7 +102,8 @@ def sparsity(query: Tensor, key: Tensor, scale: float) -> Tensor:
 class _Watched(FullAttention):
     def __init__(self, engine: Runtime, documents: Documents, top: int) -> None:
         super().__init__(engine, documents)
-        self.top, self.text, self.pictures, self.sparse = top, list[Any](), list[Any](), list[Any]()
+        self.top = top
+        self.text, self.pictures, self.sparse = list[Tensor](), list[Tensor](), list[Tensor]()
 
     def attend_document(self, index: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         last = last_selected(query[0], key[0], self.top, self.scale)
@@ -122,13 +130,15 @@ def read(engine: Runtime, inputs: Any, top: int) -> dict[str, Tensor]:
 def main() -> None:
     """Run the program."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.attention", description=__doc__)
-    add_options(parser, "attention")
+    add_options(parser, "attention", journal=False)
     parser.add_argument("--data", default="scenes:dense", help="as --data of mmkv distill")
     parser.add_argument("--limit", type=int, default=8, help="documents")
     parser.add_argument("--most", type=int, default=16384, help="tokens of a document")
     parser.add_argument("--top", type=int, default=128, help="K, tokens that a query selects")
     args = parser.parse_args()
     with running(args, "benchmarks.attention") as (path, _):
+        if args.limit < 1:
+            raise InputError(f"--limit {args.limit} reads nothing; give at least 1")
         engine = Runtime.from_pretrained(
             args.model, policy="full", dtype=args.dtype, device=args.device
         )

@@ -55,16 +55,23 @@ Table = list[list[str]]
 # --- options, result files and errors ---
 
 
-def add_options(parser: argparse.ArgumentParser, name: str) -> None:
-    """Add the options of every comparison; ``name``: of the result files."""
+def add_options(parser: argparse.ArgumentParser, name: str, journal: bool = True) -> None:
+    """Add the options of every comparison.
+
+    Args:
+        name: of the result files; journal: whether runs go through :class:`ComparisonRuns`.
+    """
     parser.add_argument("model", nargs="?", default=bundled_model_name())
     parser.add_argument("--dtype", default="float32")
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="cpu")
     parser.add_argument("--threads", type=int, default=1, help="torch threads of each worker")
-    parser.add_argument("--workers", type=int, default=1, help="processes that run dialogues")
-    parser.add_argument(
-        "--fresh", action="store_true", help="drop the runs in the journal and start anew"
-    )
+    if journal:
+        parser.add_argument("--workers", type=int, default=1, help="processes that run dialogues")
+        parser.add_argument(
+            "--fresh", action="store_true", help="drop the runs in the journal and start anew"
+        )
+    else:
+        parser.set_defaults(workers=1, fresh=False)
     parser.add_argument("--name", default=name, help="name of the files NAME.json, .md and .png")
     parser.add_argument("--output", type=Path, default=RESULTS, help="folder of the result files")
 

@@ -134,6 +134,14 @@ def _fitted_folder() -> Path:
     return cache_folder() / "gates"
 
 
+# As SmolLM2's were whose quality was measured (quality-ranked-recall.json), but for their 1,024
+# tokens: other tokenizers take more for the same texts.
+_FIT = (
+    "--method rank --data tasks:recall --data tasks:needles --data tasks:memory --d-gate 96 "
+    "--max-length 4096 --steps 110 --cuts 10 --save-every 20"
+)
+
+
 def fitted_gates(model: str) -> str | None:
     """Return gates fitted to a checkpoint by the order of future attention, made now if need be.
 
@@ -141,12 +149,14 @@ def fitted_gates(model: str) -> str | None:
     fingerprint of the weights, and a fit that was interrupted goes on.
 
     Returns:
-        Their folder; None where the checkpoint has gates of its own, or some are at hand.
+        Their folder; None where the checkpoint has gates of its own, or retention gates for it are
+        at hand.
 
     Raises:
         GateError: no weights to tell it by, or the fit failed.
     """
-    if (Path(model) / "gates" / "gates.json").is_file() or gates_made_for(model):
+    at_hand = [info for info in gates_made_for(model).values() if info.get("kind") != "write"]
+    if at_hand or (Path(model) / "gates" / "gates.json").is_file():
         return None
     mark = fingerprint(model)
     if mark is None:
@@ -167,14 +177,6 @@ def fitted_gates(model: str) -> str | None:
             "the gates could not be fitted, see above; leave --gates fit out, or give --gates"
         )
     return str(folder)
-
-
-# As SmolLM2's were whose quality was measured (quality-ranked-recall.json), but for their 1,024
-# tokens: other tokenizers take more for the same texts.
-_FIT = (
-    "--method rank --data tasks:recall --data tasks:needles --data tasks:memory --d-gate 96 "
-    "--max-length 4096 --steps 110 --cuts 10 --save-every 20"
-)
 
 
 def gates_source(name: str) -> str:

@@ -269,10 +269,18 @@ def _table(rehearsal: Rehearsal, name: str) -> str:
 
 # What a program's options become; it runs on the bundled model or a tiny shape.
 _SMALL = {
-    **{"--shape": ["tiny"], "--cases": ["2:64:16"], "--peers": [], "--limit": ["1"]},
-    **{"--lengths": ["1024"], "--length": ["256"], "--budgets": ["32"], "--most": ["256"]},
-    **{"--top": ["16"], "--device": ["cpu"], "--dtype": ["float32"]},
+    "--shape": ["tiny"],
+    "--cases": ["2:64:16"],
+    "--peers": [],
+    "--limit": ["1"],
+    "--lengths": ["1024"],
+    "--length": ["256"],
+    "--budgets": ["32"],
+    "--most": ["256"],
+    "--top": ["16"],
+    "--device": ["cpu"],
 }
+_SCENES = {"deepscaler": "scenes:dense"}  # the bundled model knows no mathematics
 
 
 def _program(rehearsal: Rehearsal, name: str) -> str:
@@ -290,7 +298,7 @@ def _program(rehearsal: Rehearsal, name: str) -> str:
         made = words[: at[0]]
         for start, stop in zip(at, [*at[1:], len(words)], strict=True):
             values = _SMALL.get(words[start], words[start + 1 : stop])
-            made += [words[start], *(v.replace("deepscaler", "scenes:dense") for v in values)]
+            made += [words[start], *(_SCENES.get(value, value) for value in values)]
         if "benchmarks.bench.decode" in made:
             made += ["--device", "cpu", "--dtype", "float32", "--rounds", "1", "--steps", "2"]
         rehearsal.run(made)

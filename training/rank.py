@@ -10,9 +10,9 @@ layers and heads compete by ``(c + 1 - i) * log_beta_i``, so the loss is one of 
 them (:func:`rank_loss`): a pair on both sides of a budget costs when the gates order it otherwise
 than the teacher. KVpop (arXiv 2607.05061) and KVzap learn the attention to come head by head.
 
-Scales come from a few documents. Then one pass of the frozen model over each document notes the
-worth, blocks of queries at a time; no gradient goes through the model. ``--method rank`` has this
-loss alone, ``--lambda-rank`` adds it to distillation's.
+Scales come from the first two documents. Then one pass of the frozen model over each document notes
+the worth, blocks of queries at a time; no gradient goes through the model. ``--method rank`` has
+this loss alone, ``--lambda-rank`` adds it to distillation's.
 """
 
 from __future__ import annotations

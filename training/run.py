@@ -12,6 +12,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence, Sized
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -594,8 +595,8 @@ def distill(
     folder = Path(settings.output)
     last = open_run(settings, data, options or {})
     before = backbone_digest(engine)
-    make = _write_gates if settings.method == "wgkv" else _retention_gates
-    model, evaluate = make(settings, engine, train, HeldOutData(engine, held_out))
+    make = _write_gates if settings.method == "wgkv" else partial(_retention_gates, train=train)
+    model, evaluate = make(settings, engine, HeldOutData(engine, held_out))
     stopping = Stopping()
     measure = HeldOut(evaluate, settings.eval_every, folder, stopping)
     trainer = DistillTrainer(
@@ -644,7 +645,7 @@ _Evaluate = Callable[[], dict[str, float]]
 
 
 def _retention_gates(
-    settings: TrainingSettings, engine: Runtime, train: Dataset[Any], watched: HeldOutData
+    settings: TrainingSettings, engine: Runtime, watched: HeldOutData, train: Dataset[Any]
 ) -> tuple[DistillModel | RankModel, _Evaluate]:
     """Return what trains retention gates, and the figures of a run with real eviction."""
     gates = TrainableGates(
@@ -678,7 +679,7 @@ def _retention_gates(
 
 
 def _write_gates(
-    settings: TrainingSettings, engine: Runtime, train: Dataset[Any], watched: HeldOutData
+    settings: TrainingSettings, engine: Runtime, watched: HeldOutData
 ) -> tuple[WriteGateModel, _Evaluate]:
     """Return what trains write gates, and the figures of a run with real admission."""
     gates = TrainableWriteGates(engine.spec, settings.d_gate, settings.seed)
