@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 
 import numpy as np
 import torch
@@ -20,6 +21,9 @@ SPARE_SHARE = 4  # pages beyond those needed take one part of so many of the fre
 
 class PagePool(Columns):
     """Pages of ``page_size`` slots; a slot is one entry of one (sequence, layer, KV head) row.
+
+    Args:
+        columns: tensors in another's memory with ``num_pages`` pages, which is the ``limit`` then.
 
     Attributes:
         limit: most pages that may be held, or None: the pool grows no further.
@@ -44,6 +48,7 @@ class PagePool(Columns):
         limit: int | None = None,
         state_size: int = 0,
         form: KVForm = AUTO,
+        columns: Mapping[str, Tensor] | None = None,
     ) -> None:
         self.page_size, self.head_dim, self.limit = page_size, head_dim, limit
         self.beside = 0
@@ -59,7 +64,12 @@ class PagePool(Columns):
         self.device = torch.device(device)
         for name, column in COLUMNS.items():
             shape = (num_pages, *self.layout.shape(column))
-            setattr(self, name, zeros(shape, self.layout.dtype_of(column), self.device))
+            made = (
+                zeros(shape, self.layout.dtype_of(column), self.device)
+                if columns is None
+                else columns[name]
+            )
+            setattr(self, name, made)
         # Growing copies the pool. On a GPU it moves what a captured graph reads, too.
         self.doubles = self.device.type == "cuda"
         # A stack of free page ids: the first `free_pages` of it, lowest id on top.
