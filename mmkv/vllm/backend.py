@@ -30,7 +30,7 @@ from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_b
 from vllm.v1.kv_cache_interface import AttentionSpec, KVCacheLayout
 
 from mmkv.vllm.ranks import Ranks
-from mmkv.vllm.rows import Arrival, Pass, Rows
+from mmkv.vllm.rows import Arrival, Pass, WorkerRows
 from mmkv.vllm.settings import Settings, asked, settings_of
 from mmkv.vllm.spec import BudgetSpec, bounded
 
@@ -141,7 +141,7 @@ class PassBuilder(AttentionMetadataBuilder[PassMetadata]):
         self._layers = {name: index for index, name in enumerate(names)}
 
     @functools.cached_property
-    def rows(self) -> Rows:
+    def rows(self) -> WorkerRows:
         """The rows in the memory that vLLM has by now given to the layers."""
         settings = settings_of(self.vllm_config)
         layers = self.vllm_config.compilation_config.static_forward_context
@@ -155,7 +155,7 @@ class PassBuilder(AttentionMetadataBuilder[PassMetadata]):
                 settings.ranks,
                 functools.partial(_gather, group.device_group, settings.ranks),
             )
-        return Rows(raw, blocks, settings, ranks)
+        return WorkerRows(raw, blocks, settings, ranks)
 
     def build(
         self,

@@ -30,7 +30,7 @@ from mmkv.vllm.settings import Settings, entry_size
 
 
 @dataclass(eq=False)
-class Held:
+class HeldRequest:
     """A request as the worker knows it: its slot in the cache, tokens so far, blocks."""
 
     seq: int
@@ -53,7 +53,7 @@ class Arrival:
     prompt: bool
 
 
-class Rows:
+class WorkerRows:
     """All requests of one worker.
 
     Args:
@@ -84,10 +84,10 @@ class Rows:
         self.cache = RaggedCache(pool, spec.entry_layers, spec.num_kv_heads, memory)
         gates = settings.gates
         self.gates = None if gates is None else gates.to(raw.device, layout.dtype)
-        self._owner: dict[int, Held] = {}
+        self._owner: dict[int, HeldRequest] = {}
 
     @property
-    def requests(self) -> list[Held]:
+    def requests(self) -> list[HeldRequest]:
         """Requests whose entries are still there, the oldest first."""
         return list(dict.fromkeys(self._owner.values()))
 
@@ -103,7 +103,7 @@ class Rows:
         first = self.ranks.rank * self.spec.num_kv_heads
         return self.gates.log_beta(layer, hidden)[:, first : first + self.spec.num_kv_heads]
 
-    def cut(self, held: Held, slack: int) -> None:
+    def cut(self, held: HeldRequest, slack: int) -> None:
         """Evict from a request what stands above its budget, and more than ``slack`` above it."""
         settings, cache, policy = self.settings, self.cache, self.settings.policy
         lengths = self.ranks.heads(cache.length[held.seq])  # [L, H] of all ranks
@@ -126,7 +126,7 @@ class Rows:
         victims = policy.lowest(scores, every, allowed)
         return own[victims][own[victims] >= 0]
 
-    def _find(self, arrival: Arrival) -> Held:
+    def _find(self, arrival: Arrival) -> HeldRequest:
         first = self._owner.get(arrival.blocks[0])
         if arrival.seen and first is not None and not first.closed:
             held = first
@@ -138,7 +138,7 @@ class Rows:
         elif arrival.seen:
             raise RuntimeError("mmkv: vLLM goes on with a request that never began; report this")
         else:
-            held = Held(-1)
+            held = HeldRequest(-1)
         for block in arrival.blocks:
             if block not in held.blocks:
                 self._reclaim(block)
@@ -166,7 +166,9 @@ class Pass:
     Replies decode a token each, together; each prompt reads a chunk.
     """
 
-    def __init__(self, rows: Rows, held: Sequence[Held], arrivals: Sequence[Arrival]) -> None:
+    def __init__(
+        self, rows: WorkerRows, held: Sequence[HeldRequest], arrivals: Sequence[Arrival]
+    ) -> None:
         self.rows, cache, spec = rows, rows.cache, rows.spec
         device = cache.length.device
         needs = rows.settings.policy.scoring.needs

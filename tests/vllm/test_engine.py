@@ -23,9 +23,10 @@ import mmkv
 from mmkv.engine.cache import Entries
 from mmkv.engine.runtime import Runtime
 from mmkv.resources import asset, bundled_model
-from mmkv.vllm.rows import Held, Rows
+from mmkv.vllm.rows import HeldRequest, WorkerRows
 from tests.support.model_configs import TEXT_IDS, Checkpoint
 from tests.support.sessions import save_checkpoint
+from tests.vllm import reads_pictures
 
 os.environ.update(
     VLLM_CPU_KVCACHE_SPACE="1",
@@ -69,9 +70,9 @@ def stop(llm: Any) -> None:
     gc.collect()
 
 
-def rows_of_vllm() -> Rows:
+def rows_of_vllm() -> WorkerRows:
     """Return the rows of the one engine that runs."""
-    found = [x for x in gc.get_objects() if type(x) is Rows]
+    found = [x for x in gc.get_objects() if type(x) is WorkerRows]
     assert len(found) == 1
     return found[0]
 
@@ -104,7 +105,7 @@ def answers(llm: Any, prompts: Sequence[list[int]], steps: int) -> list[tuple[li
     return made
 
 
-def kept(rows: Rows, held: Held) -> list[list[int]]:
+def kept(rows: WorkerRows, held: HeldRequest) -> list[list[int]]:
     """Return the token indices in each row, sorted."""
     entries: Entries = rows.cache.entries(held.seq)
     position = rows.cache.pool.position.flatten()[entries.slot]
@@ -267,10 +268,9 @@ def test_two_ranks_keep_what_one_keeps(
     assert [row for layer in by_layer for (row,) in layer] == kept_by_engine(session)
 
 
+@reads_pictures
 def test_pictures_are_read_under_a_budget() -> None:
     """The bundled model, whose own gates are found; M-RoPE and deepstack are vLLM's."""
-    why = "vLLM reads pictures with torchvision"
-    pytest.importorskip("torchvision", reason=why, exc_type=ImportError)
     folder, budget, chunk = bundled_model(), 12, 16
     llm = start(
         folder,

@@ -16,7 +16,7 @@ from mmkv.engine.cache.forms import KVForm
 from mmkv.engine.cache.layout import Layout
 from mmkv.engine.runtime import Runtime
 from mmkv.vllm.ranks import Ranks
-from mmkv.vllm.rows import Arrival, Held, Pass, Rows
+from mmkv.vllm.rows import Arrival, HeldRequest, Pass, WorkerRows
 from mmkv.vllm.settings import Settings, blocks_of, entry_size
 from tests.support.model_configs import Checkpoint
 from tests.support.sessions import save_checkpoint
@@ -63,7 +63,7 @@ class Request:
     seen: int = 0
     blocks: list[int] = field(default_factory=list)
     logits: list[Tensor] = field(default_factory=list)
-    held: Held | None = None
+    held: HeldRequest | None = None
 
     @property
     def tokens(self) -> list[int]:
@@ -78,7 +78,7 @@ class Worker:
         blocks += self.settings.reserve
         size = blocks * self.settings.local.rows * PAGE * entry_size(self.settings.layout)
         self.raw = torch.zeros(size, dtype=torch.int8)
-        self.rows = Rows(self.raw, blocks, self.settings, Ranks())
+        self.rows = WorkerRows(self.raw, blocks, self.settings, Ranks())
         self.free = list(range(blocks - 1, self.settings.reserve, -1))
 
     def admit(self, request: Request, new: int) -> None:
@@ -138,7 +138,7 @@ class Step:
         return self.now.attend(layer, query, key, value, self.hidden)
 
 
-def kept(rows: Rows, held: Held | None) -> list[list[int]]:
+def kept(rows: WorkerRows, held: HeldRequest | None) -> list[list[int]]:
     assert held is not None
     entries = rows.cache.entries(held.seq)
     position = rows.cache.pool.position.flatten()[entries.slot]
@@ -271,9 +271,11 @@ def test_two_ranks_keep_what_one_keeps(policy: str, folder: Path) -> None:
     ranks = [Ranks(rank, 2, both.of(rank)) for rank in range(2)]
     settings = settings_of(worker.engine, 2)
     raw = [torch.zeros_like(worker.raw) for _ in ranks]
-    made = [Rows(memory, 2 * 60, settings, rank) for memory, rank in zip(raw, ranks, strict=True)]
+    made = [
+        WorkerRows(memory, 2 * 60, settings, rank) for memory, rank in zip(raw, ranks, strict=True)
+    ]
 
-    def run(rows: Rows) -> None:
+    def run(rows: WorkerRows) -> None:
         try:
             with torch.inference_mode():
                 at = 0

@@ -16,11 +16,10 @@ from collections.abc import Iterator
 import pytest
 
 from mmkv.resources import asset, bundled_model
+from tests.vllm import reads_pictures
 
 pytest.importorskip("vllm", reason="vLLM has an environment of its own: make test-vllm")
-pytest.importorskip(
-    "torchvision", reason="vLLM reads pictures with torchvision", exc_type=ImportError
-)
+pytestmark = reads_pictures
 ENVIRONMENT = {
     **os.environ,
     "HF_HUB_OFFLINE": "1",
