@@ -133,7 +133,8 @@ def test_what_is_read_out_of_a_reply() -> None:
     both = [("f", f"{code} + 1"), ("g", "def g():\n    return 2")]
     assert scores.function_found(f"```\n{code} + 1\n```", "f", both) == 1
     assert scores.function_found(f"```\n{code} + 1\n```", "g", both) == 0
-    # Too short for a BLEU of 0.8: exp(1 - 10 / 8); its words alone would do.
-    assert scores.function_found("a b c d e f g h", "f", [("f", "a b c d e f g h i j")]) == 0
+    # Too short for a BLEU of 0.8: exp(1 - 200 / 162); the other way round it is 0.809.
+    long = [str(word) for word in range(200)]
+    assert scores.function_found(" ".join(long[:162]), "f", [("f", " ".join(long))]) == 0
     with pytest.raises(InputError, match="names no paragraph"):
         scores.paragraph_share("3", "third")
