@@ -162,9 +162,11 @@ def test_the_most_forgotten_are_said_and_listed(monkeypatch: pytest.MonkeyPatch)
 )
 def test_the_headline_counts_heads(token: int, left: str, share: str) -> None:
     snapshot = made()
-    if token == 9:  # no patches: words count
-        snapshot.record.modality[:] = 0
     paid = np.full((ROWS, TOKENS), 0.01, np.float32)
+    if token == 9:  # no patches: words count, but for the first, marks and roles
+        snapshot.record.modality[:] = 0
+        snapshot.texts[4:6] = ["<|im_start|>", "user"]
+        paid[:, [0, 4, 5]] = 0.9
     paid[:, token] = 0.8, 0.2
     snapshot = replace(snapshot, attention=paid, reply="r")
     assert snapshot.needed() == token and f": {left}. " in snapshot.headline()
