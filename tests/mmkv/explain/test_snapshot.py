@@ -119,6 +119,8 @@ def test_scores_are_those_of_the_formula(shift: int, lookahead: float) -> None:
     # Ties by position, then by row: both log betas of 0 among them.
     assert [(row, token) for row, token, _ in found] == [(row, token) for _, token, row in wanted]
     assert [one for *_, one in found] == pytest.approx([one for one, *_ in wanted], rel=1e-5)
+    if shift:  # the newest has age 0, and is whole whatever its log beta is
+        assert snapshot.scores(step, np.array([10]), np.array([-np.inf], np.float32)) == [-0.5]
     alone = replace(snapshot, rule=replace(snapshot.rule, group=np.arange(ROWS)))
     assert {row for row, *_ in alone.just_above(step, 1)} == {1}
 
