@@ -234,6 +234,10 @@ def test_undo_removes_turn_by_turn(engine: Engine, session: Session) -> None:
     assert not session.undo()  # only two were kept
     for state in states:
         state.close()
+    late = session.fork()  # of a turn that another thread's close() has overtaken
+    session.close()
+    session._remember(late)
+    assert late.closed
 
 
 def test_a_saved_conversation_continues_identically(

@@ -31,6 +31,7 @@ from transformers.generation import (
 
 import mmkv
 from mmkv import Engine, Session
+from mmkv.calls.tools import Tool
 from mmkv.detokenizer import Detokenizer, StopStrings, token_bytes
 from mmkv.engine.backends.cuda import GraphRunner
 from mmkv.engine.backends.cuda.kernels.sample import (
@@ -579,7 +580,7 @@ def standing(session: Session) -> tuple[Any, ...]:
 
 
 def whole(session: Session) -> tuple[Any, ...]:
-    last, unfed, history = session.last, session.unfed, [*session.history]
+    last, unfed, history = session.last, session.unfed, [*session.history, session.tools]
     cache = session.engine.cache.export(session.seq)
     content = {name: tensor.tolist() for name, tensor in cache.items()}
     return (*standing(session), last, unfed, history, content)
@@ -594,7 +595,10 @@ def test_a_reply_ends_with_an_error_and_the_session_is_as_before(
         with engine.session() as session, monkeypatch.context() as patch:
             session.undo_depth = undo
             list(session.send("hello", images=[picture()], sampling=GREEDY))
-            before = whole(session)
+            before, start = whole(session), session.turn_start()
+            if not undo:  # as a turn with a function does, before it fails
+                session.tools = (Tool("f"),)
+                assert session.take_back(start) and whole(session) == before
             poison(patch, engine, path, after, value)
             with pytest.raises(NotFiniteError, match=r"not finite .* load it with dtype"):
                 list(session.send("and?", sampling=sampling))

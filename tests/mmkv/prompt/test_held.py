@@ -14,7 +14,7 @@ import torch
 from PIL import Image
 from transformers import AutoTokenizer
 
-from mmkv import Engine, Session
+from mmkv import Engine, Sampling, Session
 from mmkv.engine.errors import ContextError, InputError
 from mmkv.engine.read_ids import with_ids
 from mmkv.prompt.held import Held, Place, Read
@@ -401,12 +401,14 @@ def test_what_a_cancelled_turn_lost_by_going_back_is_said(
     script(monkeypatch, engine, ["<think>well</think>y", "z"])
     stored = CachedConversation(engine)
     session = stored.wake()
-    list(session.send("a" * 30))
+    list(session.send("a" * 30, sampling=Sampling(max_new_tokens=20)))
+    assert session.unfed  # the reply was cut at its length
     job = ReplyJob(engine, message("b" * 3000), session=stored, chunk=8)
     with pytest.raises(ContextError):
         job.begin()
     job.roll_back()
     assert session._cuts == 1 and "entries" in (session.memory().differs or "")
+    assert not session.unfed
     list(session.send("c"))
     assert "entries" in (session.memory().differs or "")
     stored.close()
