@@ -17,7 +17,7 @@ from transformers import AutoTokenizer
 from mmkv import Engine, Sampling, Session
 from mmkv.engine.errors import ContextError, InputError
 from mmkv.engine.read_ids import with_ids
-from mmkv.prompt.held import Held, Place, Read
+from mmkv.prompt.held import Held, Piece, Place, Read
 from mmkv.prompt.template import REWRITES, ChatTemplate
 from mmkv.scheduler.conversation import CachedConversation
 from mmkv.scheduler.replies import ReplyJob, message
@@ -335,6 +335,16 @@ def test_a_picture_that_moves_is_read_again(
             torch.testing.assert_close(logits, exact, atol=1e-5, rtol=1e-5)
             talk.append({"role": "assistant", "content": [{"type": "text", "text": colour}]})
             assert session.held.has_media and session.note is None
+
+
+def test_pictures_of_text_that_stays_are_let_go(monkeypatch: pytest.MonkeyPatch) -> None:
+    shown = (picture("red", (40, 24)),), ()
+    held = Held(tuple(Piece(text, None, Place(), 1, media=shown) for text in ("ab", "cd", "ef")))
+    held.let_go(3)
+    assert [one.media for one in held.pieces or ()] == [None, shown, shown]
+    monkeypatch.setattr("mmkv.prompt.held.MOST_MEDIA", 2 * 40 * 24 * 3 - 1)
+    held.let_go(3)
+    assert not held.has_media
 
 
 def test_a_picture_that_is_gone_is_said_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
