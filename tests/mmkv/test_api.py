@@ -394,18 +394,9 @@ THREADS = 8
 
 
 def opened(folder: Path, backend: str = "native", **settings: Any) -> Engine:
-    made = Engine.from_pretrained(
-        folder,
-        **{
-            "policy": "dbtrimkv",
-            "gates": "random",
-            "budget": 24,
-            "dtype": "float32",
-            "prefill_chunk": 16,
-            "page_size": 8,
-            **settings,
-        },
-    )
+    usual: dict[str, Any] = {"policy": "dbtrimkv", "gates": "random", "budget": 24}
+    usual |= {"dtype": "float32", "prefill_chunk": 16, "page_size": 8}
+    made = Engine.from_pretrained(folder, **(usual | settings))
     if backend == "torch":
         made.backends.cpu.switch_off()
     elif made.decode_path != "native":
