@@ -273,7 +273,7 @@ def test_finished_rows_are_kept_and_figures_stand_beside_the_papers(
         content = {"results": {"aime24_local": scores}}
         older = {"aime24_local": {"pass_at_1,samples": 0.9}, "other_local": {}}
         (folder / "0_results.json").write_text(json.dumps({"results": older}))
-        (folder / "1_results.json").write_text(json.dumps(content))
+        (folder.parent / "1_results.json").write_text(json.dumps(content))
         return SimpleNamespace(returncode=0)
 
     monkeypatch.setattr(subprocess, "run", fake)

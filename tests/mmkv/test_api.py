@@ -234,6 +234,10 @@ def test_undo_removes_turn_by_turn(engine: Engine, session: Session) -> None:
     assert not session.undo()  # only two were kept
     for state in states:
         state.close()
+    late = session.fork()  # of a turn that another thread's close() has overtaken
+    session.close()
+    session._remember(late)
+    assert late.closed
 
 
 def test_a_saved_conversation_continues_identically(
@@ -390,18 +394,9 @@ THREADS = 8
 
 
 def opened(folder: Path, backend: str = "native", **settings: Any) -> Engine:
-    made = Engine.from_pretrained(
-        folder,
-        **{
-            "policy": "dbtrimkv",
-            "gates": "random",
-            "budget": 24,
-            "dtype": "float32",
-            "prefill_chunk": 16,
-            "page_size": 8,
-            **settings,
-        },
-    )
+    usual: dict[str, Any] = {"policy": "dbtrimkv", "gates": "random", "budget": 24}
+    usual |= {"dtype": "float32", "prefill_chunk": 16, "page_size": 8}
+    made = Engine.from_pretrained(folder, **(usual | settings))
     if backend == "torch":
         made.backends.cpu.switch_off()
     elif made.decode_path != "native":

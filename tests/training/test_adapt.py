@@ -7,6 +7,7 @@ import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -33,6 +34,7 @@ from mmkv.training.compressed import (
     CompressedModel,
     Visible,
     budget_of,
+    moved,
     read_as_decoded,
     replies,
     with_replies,
@@ -65,17 +67,9 @@ def compressed_of(folder: Path, policy: str) -> CompressedModel:
     """Return a model with an adapter that does nothing yet, under a policy with random gates."""
     gates = "random" if policy.partition("+")[0] in GATED else None
     settings = AdaptSettings(
-        str(folder),
-        "",
-        policy=policy,
-        gates=gates,
-        prefill_chunk=CHUNK,
-        interval=EVERY.get(policy),
-        rank=2,
-        alpha=4,
-        dtype="float32",
-        device="cpu",
-    )
+        str(folder), "", policy=policy, gates=gates, prefill_chunk=CHUNK, rank=2, alpha=4,
+        interval=EVERY.get(policy), dtype="float32", device="cpu",
+    )  # fmt: skip
     return load_compressed(settings)
 
 
@@ -163,20 +157,9 @@ def test_the_loss_of_two_tokens_by_hand() -> None:
 def short_run(folder: Path, **changes: Any) -> AdaptSettings:
     """Return a run of two steps of one document, on the bundled model."""
     usual: dict[str, Any] = dict(
-        model=MODEL,
-        output=str(folder),
-        budget="1/8",
-        documents=1,
-        group=3,
-        max_reply=8,
-        temperature=1.5,
-        lr=3e-2,
-        warmup=0.0,
-        steps=2,
-        save_every=1,
-        dtype="float32",
-        device="cpu",
-    )
+        model=MODEL, output=str(folder), budget="1/8", documents=1, group=3, max_reply=8,
+        temperature=1.5, lr=3e-2, warmup=0.0, steps=2, save_every=1, dtype="float32", device="cpu",
+    )  # fmt: skip
     return AdaptSettings(**(usual | changes))
 
 
@@ -213,12 +196,13 @@ def test_groups_are_normalised_and_cut_off_replies_teach_nothing(
     def said(some: Sequence[int]) -> str:
         return " ".join(map(str, some))
 
-    right = said(question.answer), said(ids[-1])
+    right, draws = (said(question.answer), said(ids[-1])), list[Draw]()
     with monkeypatch.context() as patch:
-        patch.setattr(grpo, "replies", lambda *_: ids)
+        patch.setattr(grpo, "replies", lambda *given: (draws.extend(given[-1]), ids)[1])
         patch.setitem(REWARDS, "exact", lambda reply, answer: reply in right and answer == right[0])
         drawn = grpo.draw_replies(compressed, question, range(4), chosen, said)
     assert [one.visible.until.shape[2] - question.start for one in drawn] == [*map(len, ids)]
+    assert [(one.seed, one.temperature) for one in draws] == [(seed, 1.5) for seed in range(4)]
     assert [(one.reward, one.complete) for one in drawn] == [(1, 1), (0, 1), (0, 1), (0, 0)]
     made = [replace(one, visible=visible) for one in drawn]
     seeds: list[int] = []
@@ -401,6 +385,9 @@ def test_replies_of_the_teacher_follow_each_other_and_later_pictures_stay(tmp_pa
             wanted.append(token if label < 0 else int(step.argmax()))
             step = session.prefill({"input_ids": torch.tensor([wanted[-1:]])})
     assert found["input_ids"].tolist() == [wanted] and wanted != ids[0].tolist()
+    part = compressed.turn({"input_ids": ids}).part(8, 12)  # behind a reply that is shorter
+    made = moved(part, SimpleNamespace(next_position=6))
+    assert (made.positions[0].tolist(), made.next_position) == ([6, 7, 8, 9], 10)
     example = examples(MODEL, ["scenes:dense"], 1, 0)[0]
     own = spans(example["labels"][0].tolist())
     tokens = example["input_ids"].shape[1]

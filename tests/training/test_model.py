@@ -144,11 +144,13 @@ def test_student_is_transformers_with_a_bias(name: str) -> None:
 @pytest.mark.parametrize("name", [*PICTURE, "llama"])
 def test_teacher_is_the_engine_without_eviction(name: str) -> None:
     engine = load(name)
-    inputs = make_turn(name, PICTURE.get(name, [17]), 2)
-    states = full_attention_states(engine, lay_out(engine, [inputs]))
-    with engine.session() as session:
-        expected = session.prefill(inputs)
-    torch.testing.assert_close(engine.decoder.logits(states[-1:])[0], expected)
+    rows = [make_turn(name, PICTURE.get(name, [17]), seed) for seed in (2, 3)]
+    documents = lay_out(engine, rows)
+    states = full_attention_states(engine, documents).split(documents.lengths)
+    for row, own in zip(rows, states, strict=True):
+        with engine.session() as session:
+            expected = session.prefill(row)
+        torch.testing.assert_close(engine.decoder.logits(own[-1:])[0], expected)
 
 
 def test_a_linear_gate_is_one_in_the_layout_of_its_file() -> None:

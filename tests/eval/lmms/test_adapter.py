@@ -17,6 +17,7 @@ from PIL import Image
 import mmkv
 from mmkv.engine.errors import InputError, MmkvError
 from mmkv.eval.lmms import contexts
+from mmkv.eval.lmms.contexts import context_part
 from mmkv.eval.lmms.messages import Frames, conversation, keys, visual_part
 from mmkv.eval.lmms.settings import (
     SYSTEM_PROMPT,
@@ -149,9 +150,10 @@ def test_visuals_of_every_kind(tmp_path: Path) -> None:
         {"bytes": None, "path": tmp_path / "a.png"},
         f"file://{tmp_path}/a.png",
     ):
-        part = visual_part(visual)
-        assert part["type"] == "image"
-        assert np.array_equal(np.asarray(load_image(part["url"])), pixels)
+        asked = {"role": "user", "content": [{"type": "image", "url": visual}]}
+        for part in (visual_part(visual), *conversation([asked], "")[0]["content"]):
+            assert part["type"] == "image"
+            assert np.array_equal(np.asarray(load_image(part["url"])), pixels)
     assert visual_part("film.MP4") == {"type": "video", "url": "film.MP4"}
     film = {"url": "film.mp4", "type": "video"}
     assert visual_part(film) == film
@@ -251,7 +253,7 @@ def test_what_is_left_of_a_long_text(
     )
     monkeypatch.setattr(contexts, "tokenize", lambda _, text: [*map(ord, text)])
     asked_for = {"type": "text", "text": "Why? "}
-    given = [{"role": "user", "content": [asked_for, contexts.context_part(LONG, **asked)]}]
+    given = [{"role": "user", "content": [asked_for, context_part(LONG, **asked)]}]
     found = contexts.context_of(given, 0)
     engine: Any = SimpleNamespace(processor=processor)
     if left is None:
@@ -312,15 +314,20 @@ def requests_of(model: Any, docs: list[Any], give: Any, **gen_kwargs: Any) -> li
     ]
 
 
+def give(doc: Any) -> Any:
+    return doc
+
+
 @needs_lmms_eval
 def test_a_batch_answers_as_one_by_one(chat: Any) -> None:
+    film = {"type": "video", "url": [picture(4), picture(5)]}
     docs = [
         [user(picture(1), "what is at row 1, column 1?")],
         [user("picture 1:", picture(2), "picture 2:", picture(3), "name every cell.")],
         [user("what is at row 2, column 2?")],
-        [user(picture(4), "how many objects are there?")],
+        [{"role": "user", "content": [film, {"type": "text", "text": "how many objects?"}]}],
     ]
-    asked = requests_of(chat, docs, lambda doc: doc, max_new_tokens=12)
+    asked = requests_of(chat, docs, give, max_new_tokens=12)
     together = chat.generate_until(asked)
     alone = [chat.generate_until([request])[0] for request in asked]
     assert [r.text for r in together] == [r.text for r in alone]
@@ -348,18 +355,28 @@ def test_a_budget_of_all_text_tokens_and_some_visual_ones(
         [user("picture 1:", picture(2), "picture 2:", picture(3), "name every cell.")],
     ]
     monkeypatch.setattr(chat, "settings", replace(chat.settings, visual_tokens=5))
-    got = chat.generate_until(requests_of(chat, docs, lambda doc: doc, max_new_tokens=12))
+    got = chat.generate_until(requests_of(chat, docs, give, max_new_tokens=12))
+    pictures, rows = 0, chat.engine.spec.rows
     for doc, result in zip(docs, got, strict=True):
         messages = conversation(doc, SYSTEM_PROMPT)
         inputs = chat.engine.inputs(messages)
         visual = int(inputs["image_grid_thw"].prod(1).sum()) // 4
-        budget = inputs["input_ids"].numel() - visual + 5
+        budget, pictures = inputs["input_ids"].numel() - visual + 5, pictures + visual
         sampling = mmkv.Sampling(max_new_tokens=12)
         (reply,) = chat.engine.generate(messages, sampling, budget)
         counts = result.token_counts.to_dict()
         assert result.text == reply.text and counts["cache"]["evicted"] > 0
-        assert counts["cache"]["entries"] == budget * chat.engine.spec.rows
+        assert counts["cache"]["entries"] == budget * rows
         assert counts["cache"]["budget"] == "its text tokens and 5 entries per row"
+
+    def rounds(doc: Any, round_idx: int = 0, previous_output: Any = (), **_: Any) -> Any:
+        made = [*docs[0], assistant(previous_output[0]), *docs[1]] if round_idx else docs[0]
+        return (made, round_idx == 2, list(previous_output), None) if round_idx else made
+
+    (result,) = chat.generate_until_multi_round(requests_of(chat, [{}], rounds, max_new_tokens=4))
+    counts = result.token_counts.to_dict()  # the text of all rounds counts
+    assert counts["cache"]["entries"] == (counts["input_tokens"] - pictures + 5) * rows
+    assert len(counts["cache"]["finish_reason"]) == 2
 
 
 @needs_lmms_eval
@@ -429,7 +446,7 @@ def test_samples_do_not_depend_on_the_batch(chat: Any) -> None:
     """Repeats differ; a document's are the same whatever stands before it in this process."""
     docs = [[user(picture(n), "name every cell.")] for n in range(2)]
     gen_kwargs = {"max_new_tokens": 12, "temperature": 3.0}
-    first, second = requests_of(chat, docs, lambda doc: doc, **gen_kwargs)
+    first, second = requests_of(chat, docs, give, **gen_kwargs)
     for request in (first, second):
         request.repeats = 2
     together = [r.text for r in chat.generate_until([first, first, second, second])]
@@ -462,7 +479,7 @@ def test_an_error_names_its_document_and_frees_the_others(chat: Any) -> None:
     missing = {"role": "user", "content": [{"type": "image", "url": "missing.png"}]}
     docs = [[user(picture(1), "name every cell.")], [missing]]
     with pytest.raises(MmkvError, match=rf"task {TASK}, document 1: file not found: missing.png"):
-        chat.generate_until(requests_of(chat, docs, lambda doc: doc))
+        chat.generate_until(requests_of(chat, docs, give))
     assert chat.engine.cache.pool.free_pages == chat.engine.cache.pool.num_pages
 
 
@@ -502,9 +519,7 @@ def test_a_model_that_thinks_is_not_cut_inside_its_thought(
         script(monkeypatch, model.engine, ["I look at each cell\n</think>\n\nB"])
         said: list[str] = []
         sink = logger.add(said.append, level="WARNING")
-        (result,) = model.generate_until(
-            requests_of(model, [doc], lambda doc: doc, max_new_tokens=16)
-        )
+        (result,) = model.generate_until(requests_of(model, [doc], give, max_new_tokens=16))
         logger.remove(sink)
         return result.text, "".join(map(str, said))
 
@@ -514,7 +529,7 @@ def test_a_model_that_thinks_is_not_cut_inside_its_thought(
     assert "replies may have 32768 new tokens, not 16; thinking_floor=0 keeps" in said
     assert said.count("thinking_floor") == 1
     assert ask(bound=8)[0] == "B"  # a bound of the messages is a limit as well
-    text, said = ask(thinking_floor=0)
+    text, said = ask(bound=99, thinking_floor=0)  # above the task's
     assert text == ""  # not the thought, in which an answer could be found by chance
     assert "1 of 1 replies were cut inside their thought and have no answer; raise" in said
 
@@ -665,14 +680,12 @@ def token_count(model: Any, text: str) -> int:
 def test_a_shared_context_is_read_once(simple: Any) -> None:
     """With an unlimited budget, replies are those of prompts that are read whole."""
     from mmkv.eval.lmms.adapter import MmkvChat
-    from mmkv.eval.lmms.contexts import context_part
 
     model = object.__new__(MmkvChat)  # the simple form's engine, in the chat form
     model.__dict__.update(simple.__dict__)
     texts = [" what is at row 1?", " name every cell.", " what is at row 2?"]
     shared = [about(context_part(CONTEXT, shared=True), text) for text in texts]
     plain = [about({"type": "text", "text": CONTEXT}, text) for text in texts]
-    give: Any = lambda doc: doc  # noqa: E731
     whole = model.generate_until(requests_of(model, plain, give, max_new_tokens=8))
     model.settings = replace(model.settings, batch_size=2)
     apart = model.generate_until(requests_of(model, shared, give, max_new_tokens=8))
@@ -704,13 +717,29 @@ def test_a_shared_context_is_read_once(simple: Any) -> None:
 
 
 @needs_lmms_eval
+def test_shared_contexts_grow_and_the_oldest_goes(chat: Any) -> None:
+    shared = contexts.SharedContexts(chat.engine, 2)
+
+    def read(text: str) -> int:
+        given = about(context_part(text, shared=True), " what is at row 1?")
+        session, tokens = shared.copy(conversation(given, ""), contexts.context_of(given, 0))
+        session.close()
+        return tokens
+
+    short, more, other = "row 1: a red circle.", " row 2: a blue square.", "row 1: a cake."
+    whole, rest = read(short), token_count(chat, more)
+    last = whole + token_count(chat, other) - token_count(chat, short)
+    asked = [short + more, short, short + more, short + more, other, short + more, short]
+    assert [read(text) for text in asked] == [rest, whole, 0, 0, last, 0, whole]
+    shared.close()
+    assert chat.engine.cache.pool.free_pages == chat.engine.cache.pool.num_pages
+
+
+@needs_lmms_eval
 def test_a_copy_of_a_shared_context_is_as_good_as_the_context_read_again(chat: Any) -> None:
     """Under a budget, where the context is evicted from before the question comes."""
-    from mmkv.eval.lmms.contexts import context_part
-
     context = context_part(CONTEXT, shared=True)
     docs = [about(context, text) for text in (" what is at row 1?", " name every cell.")]
-    give: Any = lambda doc: doc  # noqa: E731
     requests = requests_of(chat, docs, give, max_new_tokens=8)
     together = chat.generate_until(requests)
     alone = [chat.generate_until([request])[0] for request in requests]
@@ -725,8 +754,6 @@ def test_a_copy_of_a_shared_context_is_as_good_as_the_context_read_again(chat: A
 
 @needs_lmms_eval
 def test_a_context_that_is_too_long_is_cut_or_refused(chat: Any) -> None:
-    from mmkv.eval.lmms.contexts import context_part
-
     settings = chat.settings
     chat.settings = replace(settings, max_prompt_tokens=80)
     text = " what is at row 1?"
@@ -736,7 +763,6 @@ def test_a_context_that_is_too_long_is_cut_or_refused(chat: Any) -> None:
         context_part(CONTEXT, cut="end", most=20, omitted=" ... cut"),
         context_part("row 1: cake.", cut="middle"),
     ]
-    give: Any = lambda doc: doc  # noqa: E731
     try:
         docs = [about(part, text, max_new_tokens=2) for part in parts]
         made = chat.generate_until(requests_of(chat, docs, give, max_new_tokens=9))
@@ -764,16 +790,15 @@ def test_a_context_that_is_too_long_is_cut_or_refused(chat: Any) -> None:
 
 @needs_lmms_eval
 def test_a_raw_prompt_has_no_template(chat: Any) -> None:
-    from mmkv.eval.lmms.contexts import context_part
-
     asks = {"raw": True, "begin": " answer:", "stop": [" "]}
     doc = about(context_part("row 1: cake."), " what is at row 1?", **asks)
-    give: Any = lambda doc: doc  # noqa: E731
     requests = requests_of(chat, [doc], give, max_new_tokens=6)
     (made,) = chat.generate_until(requests)
     text = "read this. row 1: cake. what is at row 1? answer:"
     assert made.token_counts.to_dict()["input_tokens"] == token_count(chat, text)
     assert " " not in made.text
+    whole = chat._ask(requests[0], doc, mmkv.Sampling.greedy(stop=("!",)))
+    assert whole.sampling.stop == ("!", " ")
     settings = chat.settings
     chat.settings = replace(settings, template="always")
     try:

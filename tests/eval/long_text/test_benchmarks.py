@@ -180,7 +180,7 @@ def test_longmemeval(data: Path) -> None:
     assert found[0] == {"answer_match": [1], "multi-session": [1], "answered": [1]}
     assert found[1]["single-session-user"] == [0]
     assert found[2:] == [{"answered": [1]}, {"answered": [0]}]
-    assert mean([one["answer_match"] for one in found[:2]]) == 0.5
+    assert mean([[1, 0, 0], *(one["answer_match"] for one in found[:2])]) == 2 / 5
 
 
 def test_scbench_asks_each_question_behind_the_context_alone(data: Path) -> None:
@@ -271,6 +271,10 @@ def test_helmet_ranks_and_labels(data: Path) -> None:
     # Examples are of other questions than those that are asked.
     assert not any(f"Query: q {name}\nRanking" in text_of(asked) for name in "abc")
     assert text_of(asked).count("Ranking: 11 > 10 > 12") == 2
+    # Of a file with few others, those are examples, too, but for the question itself.
+    few = READERS["rerank"](task.row(docs[0]), {"shots": 99}, docs[0] | {"rows": 99})["demos"]
+    names = {row["qid"] for row in read_rows(docs[0]["demos"])} - {task.row(docs[0])["qid"]}
+    assert {*re.findall(r"Query: q (\w+)\n", few)} == names > {*docs[0]["asked"]} & names
     assert task.score(docs[0], [" 11 > 10 > 12"]) == {"ndcg_at_10": [1]}
 
     pytest.importorskip("pyarrow")

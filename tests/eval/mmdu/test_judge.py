@@ -155,7 +155,7 @@ class _Handler(BaseHTTPRequestHandler):
             "fraction": str({**scores, "Overall Score": 7.5}),
             "missing": str({"Creativity": 5}),
             "code": "{'Creativity': __import__('os').getpid()}",
-            "yes": "Yes.",
+            "yes": "I say: Yes.",
             "no": "no",
         }
         if action in texts:
@@ -410,18 +410,8 @@ def prompts() -> list[tuple[str, int, str]]:
 
 
 def judge_arguments(answers: Path, url: str, *more: str) -> list[str]:
-    return [
-        "mmdu",
-        "judge",
-        "--answers",
-        str(answers),
-        "--base-url",
-        url,
-        "--judge-model",
-        "fake/judge-1",
-        *FIVE,
-        *more,
-    ]
+    usual = "mmdu judge --judge-model fake/judge-1 --answers".split()
+    return [*usual, str(answers), "--base-url", url, *FIVE, *more]
 
 
 def scores(answers: Path) -> dict[str, Any]:
@@ -476,16 +466,7 @@ def test_both_aggregations_and_the_failures_between_them(
     judge: Callable[..., Ran], answers: Path
 ) -> None:
     """A judge that fails one in two questions for good, in every way that is a verdict."""
-    ways = (
-        "garbage",
-        "plain refusal",
-        "filter",
-        "filter 400",
-        "too high",
-        "fraction",
-        "missing",
-        "code",
-    )
+    ways = "garbage,plain refusal,filter,filter 400,too high,fraction,missing,code".split(",")
     place = {text: index for index, (_, _, text) in enumerate(prompts())}
     with FakeJudge(lambda p, _: ways[place[p] // 2 % 8] if place[p] % 2 else "ok") as fake:
         ran = judge(fake.url, "--asks", "2")
@@ -549,7 +530,7 @@ def test_a_judge_that_goes_down_leaves_its_verdicts(
         file.write('{"dialogue": "dense-4-0", "turn": 3, "pro')  # as a kill cuts it short
     with FakeJudge() as fake:
         ran = judge(fake.url)
-    assert len(fake.bodies) == QUESTIONS - 15
+    assert len(fake.bodies) == QUESTIONS - 15 and "already" not in ran.err
     written = (answers / "judge-fake-judge-1" / "scores.json").read_bytes()
     assert (ran.out, written) == uninterrupted
 

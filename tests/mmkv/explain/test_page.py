@@ -49,12 +49,16 @@ def asked(engine: Engine) -> tuple[Snapshot, list[list[Any]], dict[str, Any]]:
     parts = [{"type": "image", "image": scene}, {"type": "text", "text": question}]
     inputs = engine.inputs([{"role": "user", "content": parts}])
     with engine.session() as session, session.trace() as trace:
+        session.undo_depth = 2
         assert "".join(session.send(question, images=[scene])) == "frog"
         assert trace.measure_attention(inputs)
         found = trace.snapshot(), session.retained(), inputs
         list(session.send("what is at row 1, column 2?", sampling=Sampling(max_new_tokens=2)))
         assert not trace.measure_attention(inputs)  # those of another reply
         assert trace.snapshot().reply == "frog" and trace.snapshot().needed() == found[0].needed()
+        assert session.undo() and session.undo()
+        list(session.send("hello", sampling=Sampling(max_new_tokens=1)))
+        assert trace.snapshot().attention is None  # of what was taken back
         return found
 
 

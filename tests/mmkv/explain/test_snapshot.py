@@ -119,6 +119,8 @@ def test_scores_are_those_of_the_formula(shift: int, lookahead: float) -> None:
     # Ties by position, then by row: both log betas of 0 among them.
     assert [(row, token) for row, token, _ in found] == [(row, token) for _, token, row in wanted]
     assert [one for *_, one in found] == pytest.approx([one for one, *_ in wanted], rel=1e-5)
+    if shift:  # the newest has age 0, and is whole whatever its log beta is
+        assert snapshot.scores(step, np.array([10]), np.array([-np.inf], np.float32)) == [-0.5]
     alone = replace(snapshot, rule=replace(snapshot.rule, group=np.arange(ROWS)))
     assert {row for row, *_ in alone.just_above(step, 1)} == {1}
 
@@ -162,9 +164,11 @@ def test_the_most_forgotten_are_said_and_listed(monkeypatch: pytest.MonkeyPatch)
 )
 def test_the_headline_counts_heads(token: int, left: str, share: str) -> None:
     snapshot = made()
-    if token == 9:  # no patches: words count
-        snapshot.record.modality[:] = 0
     paid = np.full((ROWS, TOKENS), 0.01, np.float32)
+    if token == 9:  # no patches: words count, but for the first, marks and roles
+        snapshot.record.modality[:] = 0
+        snapshot.texts[4:6] = ["<|im_start|>", "user"]
+        paid[:, [0, 4, 5]] = 0.9
     paid[:, token] = 0.8, 0.2
     snapshot = replace(snapshot, attention=paid, reply="r")
     assert snapshot.needed() == token and f": {left}. " in snapshot.headline()

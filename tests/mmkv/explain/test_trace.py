@@ -6,6 +6,7 @@ import json
 import random
 import threading
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -451,6 +452,9 @@ def test_scores_under_a_shared_budget_are_those_that_were_computed(
     assert snapshot.rule.kernel == "retention"
     engine.shared.by_risk = True  # then scores alone do not decide
     assert Trace(one).snapshot().rule.kernel == "other"
+    kept = load(folders["vl"], policy=replace(policy, keeps_prompt=True), budget=8).session()
+    kept.prefill(LATER)
+    assert Trace(kept).snapshot().rule.recent == 4  # half of the budget, whatever the prompt has
 
 
 def test_bursts_on_a_gpu_are_recorded(

@@ -314,6 +314,8 @@ def test_ids_are_the_whole_conversation_wherever_they_differ(name: str, policy: 
         for i, row in enumerate(rows):
             assert made[i, width:].tolist() == wanted[i, width:].tolist(), i
             assert held.rows[i].ids == row["input_ids"][0].tolist() + made[i, width:-1].tolist()
+            begins = row["input_ids"][0, :13].tolist() == said[:13].tolist()
+            assert held.rows[i].prompt == 12 or not begins or policy != "full"
         pages = sum(memory.pages for memory in held.memory())
         assert handle.engine.cache.pool.num_pages - handle.engine.cache.pool.free_pages == pages
     with pytest.warns(UserWarning, match="at token 4, in its first prompt"), retain(model):

@@ -14,10 +14,10 @@ import torch
 from PIL import Image
 from transformers import AutoTokenizer
 
-from mmkv import Engine, Session
+from mmkv import Engine, Sampling, Session
 from mmkv.engine.errors import ContextError, InputError
 from mmkv.engine.read_ids import with_ids
-from mmkv.prompt.held import Held, Place, Read
+from mmkv.prompt.held import Held, Piece, Place, Read
 from mmkv.prompt.template import REWRITES, ChatTemplate
 from mmkv.scheduler.conversation import CachedConversation
 from mmkv.scheduler.replies import ReplyJob, message
@@ -337,6 +337,16 @@ def test_a_picture_that_moves_is_read_again(
             assert session.held.has_media and session.note is None
 
 
+def test_pictures_of_text_that_stays_are_let_go(monkeypatch: pytest.MonkeyPatch) -> None:
+    shown = (picture("red", (40, 24)),), ()
+    held = Held(tuple(Piece(text, None, Place(), 1, media=shown) for text in ("ab", "cd", "ef")))
+    held.let_go(3)
+    assert [one.media for one in held.pieces or ()] == [None, shown, shown]
+    monkeypatch.setattr("mmkv.prompt.held.MOST_MEDIA", 2 * 40 * 24 * 3 - 1)
+    held.let_go(3)
+    assert not held.has_media
+
+
 def test_a_picture_that_is_gone_is_said_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = save_llava_onevision(tmp_path / "m")
     engine = Engine.from_pretrained(folder, policy="full", dtype="float32")
@@ -401,12 +411,14 @@ def test_what_a_cancelled_turn_lost_by_going_back_is_said(
     script(monkeypatch, engine, ["<think>well</think>y", "z"])
     stored = CachedConversation(engine)
     session = stored.wake()
-    list(session.send("a" * 30))
+    list(session.send("a" * 30, sampling=Sampling(max_new_tokens=20)))
+    assert session.unfed  # the reply was cut at its length
     job = ReplyJob(engine, message("b" * 3000), session=stored, chunk=8)
     with pytest.raises(ContextError):
         job.begin()
     job.roll_back()
     assert session._cuts == 1 and "entries" in (session.memory().differs or "")
+    assert not session.unfed
     list(session.send("c"))
     assert "entries" in (session.memory().differs or "")
     stored.close()

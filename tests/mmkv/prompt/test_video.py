@@ -262,10 +262,12 @@ def test_seconds_between_patches_are_those_of_transformers(clip_file: Path, coun
     clip = load_video(clip_file, num_frames=count)
     indices = list(clip.indices)
     theirs = VideoMetadata(total_num_frames=24, fps=float(RATE), frames_indices=indices)
-    wanted = pytest.approx([RUN.temporal_patch_size / theirs.sampled_fps])
-    assert RUN.times([clip])["second_per_grid_ts"] == wanted
+    seconds = RUN.temporal_patch_size / theirs.sampled_fps
+    clips = [replace(clip, fps=2 * clip.fps), clip]  # one of a source twice as fast
     if count > 1:  # the last frame is among them
-        assert RUN.times([replace(clip, total=None)])["second_per_grid_ts"] == wanted
+        clips += [replace(clip, total=None)]
+    wanted = pytest.approx([seconds / 2, seconds, seconds][: len(clips)])
+    assert RUN.times(clips)["second_per_grid_ts"] == wanted
 
 
 def test_tiles_of_internvl_are_scaled_as_the_checkpoint_says(tmp_path: Path) -> None:

@@ -242,6 +242,9 @@ def test_sessions_that_share_a_budget_stay_within_its_bound(
             assert shared.held <= shared.entries + rows + 7 * rows
         assert [one.state for one in tickets if one is not tickets[turn]] == ["done"] * 6
     assert moved and max(held) <= pool.limit
+    asleep = next(one for one in stored if not one.resident and one.pages)
+    short = ReplyJob(engine, message("?"), session=asleep, prompt_tokens=1)
+    assert short.reservation().snapshot == asleep.pages  # until all are cut
     scheduler.close()
     assert pool.free_pages == pool.num_pages and shared.held == 0
 
@@ -392,12 +395,16 @@ def test_a_session_that_is_closed_takes_its_file_with_it(
         assert ticket.error is None
 
     ask("first")
-    held, seen = stored.pages, stored.extent
+    held, seen, live = stored.pages, stored.extent, stored.live
+    assert live is not None
+    beside = {"last": live.last, "undo_depth": 3, "rewrites": "keep", "forget_thoughts": True}
+    beside |= {"note": "n", "cache_salt": "s"}  # what no session file holds
+    live.__dict__.update(beside)
     stored.hibernate()
     assert len(list(tmp_path.iterdir())) == 1 and not stored.resident
     assert (stored.pages, stored.extent) == (held, seen) and held > 0
     assert engine.cache.pool.free_pages == engine.cache.pool.num_pages
-    stored.wake()
+    assert vars(stored.wake()).items() >= beside.items()
     assert not list(tmp_path.iterdir()) and stored.pages == held
     stored.hibernate()
     stored.close()
@@ -405,13 +412,6 @@ def test_a_session_that_is_closed_takes_its_file_with_it(
     ask("begins anew")
     assert stored.live is not None and len(stored.live.history) == 2
     stored.close()
-    with pytest.raises(SessionError, match="no folder"):
-        alone = CachedConversation(engine)
-        alone.wake()
-        try:
-            alone.hibernate()
-        finally:
-            alone.close()
 
 
 # A conversation in memory and in its file: the session itself, copies, and what is lost.

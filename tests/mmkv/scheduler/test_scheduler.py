@@ -10,6 +10,7 @@ import pytest
 
 from mmkv.engine.errors import BudgetError, CapacityError, SessionError
 from mmkv.scheduler import Limits, Scheduler, Ticket
+from mmkv.scheduler.capacity import Ledger, Reservation
 from mmkv.scheduler.loop import DeficitRoundRobin
 from tests.mmkv.scheduler.fake import CHUNK, FakeExecutor, FakeJob, FakePool, FakeSession
 from tests.mmkv.scheduler.machine import Machine
@@ -22,6 +23,17 @@ def scheduler_of(pool: FakePool, to_files: bool = True, **limits: int) -> Schedu
 
 def prompt(count: int) -> list[int]:
     return list(range(count))
+
+
+def test_of_chunks_only_the_largest_is_committed() -> None:
+    ledger = Ledger()
+    ledger.commit("a", Reservation(4, chunk=3))
+    ledger.commit("b", Reservation(5, chunk=2, snapshot=1))
+    assert ledger.committed == 4 + 6 + 3
+    assert ledger.committed_with("c", Reservation(1, chunk=1)) == 4 + 6 + 1 + 3
+    assert ledger.committed_with("a", Reservation(1)) == 1 + 6 + 2
+    ledger.release("a")
+    assert ledger.committed == 6 + 2
 
 
 @pytest.mark.parametrize("seed", long_but(range(3), range(6), "2,000 operations each"))
@@ -285,12 +297,7 @@ def test_users_are_admitted_in_turn() -> None:
 @pytest.mark.parametrize("beside", [0, 3])
 @pytest.mark.parametrize("comes_and_goes", [False, True])
 def test_deficits_make_up_for_unequal_chunks(beside: int, comes_and_goes: bool) -> None:
-    """Also for what is read beside others, and while a third user comes and goes.
-
-    Both are visited equally often, but for one visit. What a user was granted and has not got is at
-    most a quantum and its chunk; what it has got and was not granted is at most what was read
-    beside one chunk of the other.
-    """
+    """By a visit's quantum, a quantum and a chunk not got yet, and what was read beside a chunk."""
     robin, served = DeficitRoundRobin(quantum=10), {"long": 0, "short": 0, "third": 0}
     costs = {"long": 10, "short": 3 if not beside else 10}
     for at in range(1000):
@@ -303,6 +310,23 @@ def test_deficits_make_up_for_unequal_chunks(beside: int, comes_and_goes: bool) 
             served["short"] += beside
         assert abs(served["long"] - served["short"]) <= 10 + (10 + 10) + beside
     assert robin.next({"short": 3}) == "short" and robin.next({"new": 9}) == "new"
+
+
+def test_a_user_is_served_while_what_it_was_granted_lasts() -> None:
+    robin, costs, order = DeficitRoundRobin(quantum=10), {"a": 6, "b": 4}, ""
+    for _ in range(10):
+        order += robin.next(costs)
+        robin.charge(order[-1], costs[order[-1]])
+    assert order == "abbaabbbaa"  # a has 10, 4; 14, 8, 2; 12, 6, 0, b 10, 6, 2; 12, 8, 4, 0
+    pool = FakePool(limit=None)
+    scheduler = scheduler_of(pool)
+    for user in "aaab":  # a prompt that cannot begin is paid for, too
+        job = FakeJob(pool, prompt(4), 1)
+        job.fails_at = 0 if user == "a" else None
+        last = scheduler.submit(job, user)
+    for _ in range(2):
+        scheduler.turn()
+    assert last.over
 
 
 @pytest.mark.parametrize("end", ["cancelled", "admitted"])

@@ -296,14 +296,14 @@ def test_metrics_count_pictures_that_came_again(server: Server) -> None:
 
 def test_metrics_count_what_was_done(server: Server) -> None:
     before = numbers(server)
-    usage = replied(server, "count this", max_tokens=4)["usage"]
+    usage = replied(server, "count this", max_tokens=4, n=2)["usage"]
     after = numbers(server)
     for name, value in (
         ("mmkv_prompt_tokens_total", usage["prompt_tokens"]),
-        ("mmkv_generation_tokens_total", 4),
-        ('mmkv_request_success_total{finished_reason="length"}', 1),
+        ("mmkv_generation_tokens_total", 2 * 4),
+        ('mmkv_request_success_total{finished_reason="length"}', 2),
         ("mmkv_time_to_first_token_seconds_count", 1),
-        ("mmkv_inter_token_latency_seconds_count", 2),  # the first turn brings two of the four
+        ("mmkv_inter_token_latency_seconds_count", 2),  # of one: the first turn brings two of four
         ("mmkv_e2e_request_latency_seconds_count", 1),
     ):
         assert after[name] - before.get(name, 0) == value, name

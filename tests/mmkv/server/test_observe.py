@@ -124,7 +124,10 @@ def test_near_duplicates_are_counted_and_a_refused_one_changes_nothing(server: S
     for one in (fork, loaded):
         server.client.delete(f"/v1/sessions/{one}")
     text = {"type": "text", "text": "still red"}
-    assert observe(server, name, picture_part(RED), text, at=2, skip_similar=2)["tokens"] > 0
+    behind = observe(server, name, picture_part(RED), text, at=2, skip_similar=2)
+    assert behind["tokens"] == observe(server, name, text)["tokens"] > 0  # the frame has the time
+    seen = observe(server, name, picture_part(RED), at=2, skip_similar=2)
+    assert (seen["frames_skipped"], seen["skipped"]) == (5, 1)
     before = server.client.get(f"/v1/sessions/{name}/memory").json()
     film = {"type": "video_url", "video_url": {"url": "data:video/mp4;base64,AAAA"}}
     broken = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}

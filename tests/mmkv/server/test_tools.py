@@ -252,6 +252,17 @@ def test_a_stop_leaves_no_half_of_a_call_or_mark(
         assert found == [wanted] * (n or 1)
 
 
+def test_of_two_replies_only_the_one_that_calls_says_so(
+    server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said = [CALLS["hermes"], "no " * 50]  # which ends when the call is over
+    ids = [[*_TOKEN(x, add_special_tokens=False)["input_ids"], _TOKEN.eos_token_id] for x in said]
+    spelled = iter([one[at] for at in range(max(map(len, ids))) for one in ids if at < len(one)])
+    monkeypatch.setattr(Sampler, "draw", lambda *_: next(spelled))
+    made = _replied(server, "go", n=2, mmkv={"resume": "never"})
+    assert [one["finish_reason"] for one in made["choices"]] == ["tool_calls", "stop"]
+
+
 @pytest.mark.parametrize("stream", [False, True])
 def test_what_of_a_schema_is_not_followed_is_said(server: Server, stream: bool) -> None:
     email = {"type": "string", "pattern": "^(?!x)a", "maxLength": 3}

@@ -294,6 +294,9 @@ def test_documents_fill_a_pass(model: Path, tmp_path: Path) -> None:
     assert 300 < min(sizes) <= max(sizes) <= 600 and min(map(len, packs)) > 2
     assert torch.equal(made.packed(3)[-1]["input_ids"], packs[3][-1]["input_ids"])
     assert torch.equal(packs[2][0]["input_ids"], made[2]["input_ids"])
+    one = [str(lines(tmp_path / "b.jsonl", {"prompt": "a", "completion": "yes"}))]
+    most = 2 * examples(str(model), one, 1, 0)[0]["labels"].shape[1]
+    assert len(examples(str(model), one, 1, 0, max_length=most, pack=True).packed(0)) == 2
 
 
 def test_a_share_of_a_source_is_rounded() -> None:
