@@ -183,7 +183,7 @@ def test_what_is_kept_and_said_is_an_oracles(
     assert session.memory().compactions == oracle.moves >= 4
     session.save(tmp_path / "session")
     loaded, _ = engine.load_session(tmp_path / "session")
-    fork, tokens = session.fork(), text_ids(limit, 7).tolist()
+    fork, tokens = session.fork(), text_ids(limit // 2, 7).tolist()
     for token in tokens:
         ours = session.decode(token)
         assert torch.equal(ours, loaded.decode(token)) and torch.equal(ours, fork.decode(token))

@@ -29,10 +29,10 @@ from tests.support.factories import (
     pad_left,
 )
 from tests.support.hf_models import with_positions_of_the_paper
-from tests.support.tiers import long_but, slow_but
+from tests.support.tiers import long_but
 
-STEPS = 64
-FEW = 16  # where a prompt is read in another way: what follows is that of one turn
+STEPS = 32
+FEW = 8  # where a prompt is read in another way: what follows is that of one turn
 TOLERANCE = 1e-4  # of the largest logit, acceptance 2
 TEXT_TYPES = ("llama", "mistral", "ministral3", "qwen2", "qwen3", "qwen3_moe", "phi3")
 TEXT_TYPES += ("ministral", "qwen3_5_text", "gemma3_text", "glm4")
@@ -116,8 +116,12 @@ def prompt(name: str, seed: int = 0) -> dict[str, Tensor]:
     return make_turn(name, PICTURES if name in VISION else [40], seed)
 
 
-# The first checkpoint of each family; the others are its variants.
-@pytest.mark.parametrize("name", slow_but(FAMILIES, CHECKPOINTS, "a variant of a family"))
+# The first checkpoint of each family, and variants with a part that no family has.
+OWN = ["qwen3_vl_group8", "llava_mistral", "mistral3_ministral", "qwen3_yarn", "qwen2_sliding"]
+OWN += ["llama_biased", "phi3_long", "phi3_sliding", "qwen3_moe_mixed"]
+
+
+@pytest.mark.parametrize("name", long_but([*FAMILIES, *OWN], CHECKPOINTS, "sizes of a family"))
 def test_one_turn(name: str) -> None:
     """Several pictures of different sizes where the family sees."""
     check_turns(name, [prompt(name)], steps=STEPS if name in FAMILIES else STEPS // 2)
@@ -174,7 +178,7 @@ def test_text_in_turns(name: str) -> None:
 
 @pytest.mark.parametrize(
     "name",
-    slow_but(FAMILIES, WATCHING, "a variant of a family"),
+    long_but(FAMILIES, WATCHING, "a variant of a family"),
 )
 def test_video(name: str) -> None:
     """A video between pictures; for Qwen3-VL its frames stand behind timestamps."""
