@@ -397,6 +397,7 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> World:
 ALIKE = {"Engine.decode_many", "Engine.inputs", "Engine.trim", "Prefill.roll_back"}
 ALIKE |= {"Scheduler.close", "Session.begin_prefill", "Session.close", "Session.decode"}
 ALIKE |= {"Session.fork_apart", "Session.memory", "Session.prefill", "Session.set_budget"}
+ALIKE |= {"Session.send in chunks", "Session.load", "hf generate", "hf.retain", "Engine.session"}
 
 
 @pytest.mark.parametrize("name", long_but(CALLS.keys() - ALIKE, sorted(CALLS), "1.7 s each"))
