@@ -31,7 +31,7 @@ from tests.support.factories import (
 from tests.support.hf_models import with_positions_of_the_paper
 from tests.support.tiers import long_but
 
-STEPS = 32
+STEPS = 24
 FEW = 8  # where a prompt is read in another way: what follows is that of one turn
 TOLERANCE = 1e-4  # of the largest logit, acceptance 2
 TEXT_TYPES = ("llama", "mistral", "ministral3", "qwen2", "qwen3", "qwen3_moe", "phi3")

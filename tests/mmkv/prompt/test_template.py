@@ -73,7 +73,7 @@ def put(folder: Path, source: str, template: Any) -> None:
         change(folder / f"{source}.json", chat_template=template)
 
 
-@pytest.mark.parametrize("count", range(1, 5))
+@pytest.mark.parametrize("count", [1, 2, 4])
 def test_the_template_is_that_of_transformers(
     bare: dict[str, Path], tmp_path: Path, count: int
 ) -> None:

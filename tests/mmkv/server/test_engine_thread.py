@@ -492,7 +492,7 @@ def somebody_reads(server: Server) -> Iterator[None]:
 @pytest.mark.parametrize(
     ("expression", "text", "words"),
     [
-        (QWEN, " " * 10_000_000 + "a", "10,000,000 blanks in a row at character 1,"),
+        (QWEN, " " * 2_000_000 + "a", "2,000,000 blanks in a row at character 1,"),
         (NESTED, "a" * 31 + "b", "gives up on this text"),
     ],
     ids=["spaces", "nested"],
@@ -509,6 +509,9 @@ def test_a_tokenizer_that_panics_stops_nobody(
         assert server.client.get("/health").status_code == 200
 
 
+RUNS = {" ": 0, "\n": 499_999, "x": 700_000, "7": 0, "!": 499_999, "_": 700_000}
+
+
 def test_without_the_check_a_long_run_is_a_refusal_too(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -522,10 +525,12 @@ def test_without_the_check_a_long_run_is_a_refusal_too(
     assert ids(" " * 3 + "a") != ids(" " * 1) + ids(" " * 2 + "a")
 
 
-@pytest.mark.parametrize("length", [999_999, 1_000_000])
 @pytest.mark.parametrize(
-    ("one", "before"),
-    [(" ", 0), ("\n", 499_999), ("x", 700_000), ("7", 0), ("!", 499_999), ("_", 700_000)],
+    ("one", "before", "length"),
+    [
+        *((one, before, 1_000_000) for one, before in RUNS.items()),
+        *((one, RUNS[one], 999_999) for one in " x"),
+    ],
 )
 def test_runs_are_measured_wherever_they_stand(length: int, one: str, before: int) -> None:
     other = "7" if one == "x" else "x"
