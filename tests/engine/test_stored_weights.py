@@ -94,7 +94,12 @@ def assert_loads_alike(folder: Path, dtype: torch.dtype, direct: bool = True) ->
     return family
 
 
-@pytest.mark.parametrize("name", long_but(FAMILIES, CHECKPOINTS, "a variant of a family"))
+# Read as others here are; test_parity.py loads them, too.
+ALIKE = ("qwen2_vl", "idefics3", "llava_next_video", "qwen3_5_moe", "gemma3", "glm46v")
+QUICK = [name for name in FAMILIES if name not in ALIKE]
+
+
+@pytest.mark.parametrize("name", long_but(QUICK, CHECKPOINTS, "a variant of another"))
 def test_every_family(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A tower reads its own tensors, each once, when it is asked for."""
     read: list[str] = []
@@ -330,14 +335,6 @@ def test_a_model_of_transformers_is_narrowed_too() -> None:
 
 
 SEEING = [name for name in FAMILIES if hasattr(config_of(CHECKPOINTS[name]), "vision_config")]
-ALIKE = (
-    "qwen2_vl",
-    "idefics3",
-    "llava_next_video",
-    "qwen3_5_moe",
-    "gemma3",
-    "glm46v",
-)  # read as others here are
 
 
 def peak_growth(make: Callable[[], Any]) -> int:
