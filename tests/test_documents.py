@@ -332,17 +332,19 @@ def test_the_python_of_a_page_runs(
 
 
 # What a command of the documents needs and a test has not: other models, a network, hours.
-ELSEWHERE = re.compile(r"^(make|pip|docker|curl)\b|MODEL\b|\bQwen/|distill\b|serve\b|gates gates")
+ELSEWHERE = re.compile(
+    r"^(make|pip|docker|curl)\b|MODEL\b|\bQwen/|distill\b|serve\b|gates gates|mmkv pull"
+)
 
 
 @pytest.mark.parametrize(
     "command",
-    [
+    dict.fromkeys(
         command
         for code in _blocks("sh").values()
         for command in "".join(code).replace("\\\n", " ").splitlines()
         if "mmkv " in command and not ELSEWHERE.search(command)
-    ],
+    ),
 )
 def test_a_command_of_a_page_runs(command: str, mmkv: Any, monkeypatch: Any) -> None:
     """In a checkout, where assets/scene.png is."""

@@ -39,7 +39,7 @@ def test_the_full_cache_runs_once_for_all_methods(monkeypatch: Any) -> None:
     assert index == 0 and len(found) == 7 and len(passes) == 1
 
 
-@pytest.mark.slow(reason="runs whole dialogues with the bundled model")
+@pytest.mark.long(reason="runs whole dialogues with the bundled model, twice")
 def test_dialogues_read_together_give_the_same_records(tmp_path: Path) -> None:
     options = [MODEL, *"--data scenes:dense --method snapkv --fractions 1/8".split()]
     found = []

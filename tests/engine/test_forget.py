@@ -93,7 +93,7 @@ def converse(
     assert session.forget(start, start + 7) == before - held > 0
     agree(session, oracle)
     assert session.memory().pages <= pages and session.next_position == taken
-    decode_both(session, oracle, 5, 2, notes)
+    decode_both(session, oracle, 3, 2, notes)
     session.save(tmp_path / "session")
     fork = session.fork()
     session.close()
@@ -108,7 +108,7 @@ def converse(
     session.forget(start, start + 8)
     agree(session, oracle)
     close(*prefill_both(session, oracle, prompt(model, 20, seed=5), notes))
-    decode_both(session, oracle, 6, 6, notes)
+    decode_both(session, oracle, 3, 6, notes)
     oracle.close()
     session.close()
     assert engine.cache.pool.free_pages == engine.cache.pool.num_pages

@@ -29,10 +29,10 @@ from tests.support.factories import (
     pad_left,
 )
 from tests.support.hf_models import with_positions_of_the_paper
-from tests.support.tiers import long_but, slow_but
+from tests.support.tiers import long_but
 
-STEPS = 64
-FEW = 16  # where a prompt is read in another way: what follows is that of one turn
+STEPS = 24
+FEW = 8  # where a prompt is read in another way: what follows is that of one turn
 TOLERANCE = 1e-4  # of the largest logit, acceptance 2
 TEXT_TYPES = ("llama", "mistral", "ministral3", "qwen2", "qwen3", "qwen3_moe", "phi3")
 TEXT_TYPES += ("ministral", "qwen3_5_text", "gemma3_text", "glm4")
@@ -116,11 +116,18 @@ def prompt(name: str, seed: int = 0) -> dict[str, Tensor]:
     return make_turn(name, PICTURES if name in VISION else [40], seed)
 
 
-# The first checkpoint of each family; the others are its variants.
-@pytest.mark.parametrize("name", slow_but(FAMILIES, CHECKPOINTS, "a variant of a family"))
+# The first checkpoint of each family of texts (those that see have a test below), and variants
+# with a part that no family has.
+SEEING = [name for name in FAMILIES if name in VISION]
+OWN = [name for name in FAMILIES if name not in SEEING]
+OWN += ["qwen3_vl_group8", "llava_mistral", "mistral3_ministral", "qwen3_yarn", "qwen2_sliding"]
+OWN += ["llama_biased", "phi3_long", "phi3_sliding", "qwen3_moe_mixed"]
+
+
+@pytest.mark.parametrize("name", long_but(OWN, CHECKPOINTS, "sizes of a family"))
 def test_one_turn(name: str) -> None:
     """Several pictures of different sizes where the family sees."""
-    check_turns(name, [prompt(name)], steps=STEPS if name in FAMILIES else STEPS // 2)
+    check_turns(name, [prompt(name)], steps=STEPS)
 
 
 @pytest.mark.slow(reason="more of the parity matrix; test_one_turn has each family")
@@ -133,8 +140,7 @@ def test_prompt_in_chunks(name: str) -> None:
     check_turns(name, [prompt(name)], CHUNKS)
 
 
-@pytest.mark.slow(reason="more of the parity matrix; test_one_turn has each family")
-@pytest.mark.parametrize("name", [name for name in VISION if name in FAMILIES])
+@pytest.mark.parametrize("name", SEEING)
 def test_picture_in_a_later_turn(name: str) -> None:
     """Pictures of the second and third turn get the positions of the whole conversation."""
     turns = [
@@ -142,7 +148,7 @@ def test_picture_in_a_later_turn(name: str) -> None:
         make_turn(name, [11], seed=2),
         make_turn(name, [3, ("image", 32, 16), 2, ("image", 32, 32), 5], seed=3),
     ]
-    check_turns(name, turns)
+    check_turns(name, turns, steps=STEPS)
 
 
 @pytest.mark.parametrize("length", [15, 16, 17, 18])
@@ -174,7 +180,7 @@ def test_text_in_turns(name: str) -> None:
 
 @pytest.mark.parametrize(
     "name",
-    slow_but(FAMILIES, WATCHING, "a variant of a family"),
+    long_but(FAMILIES, WATCHING, "a variant of a family"),
 )
 def test_video(name: str) -> None:
     """A video between pictures; for Qwen3-VL its frames stand behind timestamps."""

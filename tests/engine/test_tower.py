@@ -6,7 +6,7 @@ import copy
 import dataclasses
 import functools
 from collections.abc import Callable
-from itertools import pairwise
+from itertools import cycle, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -57,6 +57,14 @@ def stored(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     return folder
 
 
+@pytest.fixture(scope="module")
+def theirs(stored: Path) -> list[Tensor]:
+    """What transformers makes of the turn for ``stored``, in float32."""
+    kind = family_for(transformers.AutoConfig.from_pretrained(stored))
+    model = transformers.AutoModelForImageTextToText.from_pretrained(stored, dtype=torch.float32)
+    return read(kind(model.eval()), turn_for(stored))
+
+
 def turn_for(folder: Path) -> dict[str, Tensor]:
     name = (folder / "name").read_text()
     return make_turn(name, [*PIECES, *([("video", 4, 16, 32), 3] if name in ON_VIDEO else [])])
@@ -71,12 +79,6 @@ def read(family: Family, inputs: dict[str, Tensor]) -> list[Tensor]:
             if key in inputs:
                 made.append(readers[kind](inputs, torch.device("cpu")))
     return [tensor for each in made for tensor in (each.rows, *each.deepstack)]
-
-
-def transformers_features(folder: Path, inputs: dict[str, Tensor]) -> list[Tensor]:
-    kind = family_for(transformers.AutoConfig.from_pretrained(folder))
-    model = transformers.AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32)
-    return read(kind(model.eval()), inputs)
 
 
 def furthest(ours: list[Tensor], theirs: list[Tensor]) -> float:
@@ -106,13 +108,28 @@ def layers_left(family: Family) -> list[str]:
 
 
 @needs_native
-def test_in_panels_features_are_those_of_transformers(stored: Path) -> None:
-    inputs, family = turn_for(stored), held_in(stored, "auto")
-    theirs = transformers_features(stored, inputs)
+def test_in_panels_features_are_those_of_transformers(stored: Path, theirs: list[Tensor]) -> None:
+    """C attends once a layer, windows or not: the text model keeps transformers' attention."""
+    calls: list[tuple[int, ...]] = []
+
+    def counted(*arguments: Any) -> Tensor:
+        calls.append(tuple(arguments[-1]))
+        return attend_patches(*arguments)
+
+    kernels = dataclasses.replace(kernels_for("auto"), attention=counted)
+    inputs, family = turn_for(stored), held_in(stored, "auto", kernels)
     # Both round in float32; what they round differs, as the order of sums does.
     assert furthest(read(family, inputs), theirs) < 1e-4
     assert not layers_left(family)
     assert all(isinstance(matrix, Panels) for _, matrix in held_matrices(family.hf))
+    vision = family.hf.config.vision_config
+    depth = getattr(vision, "depth", None) or vision.num_hidden_layers
+    videos = "pixel_values_videos" in inputs and "pixel_values_videos" in family.pixel_keys.values()
+    alone = len(inputs["image_sizes"]) if family.config.model_type == "mistral3" else 1
+    assert len(calls) == depth * (alone + videos)
+    if family.config.model_type == "qwen2_5_vl":  # windows of 4 x 4 patches in one of the layers
+        assert calls[0] == (0, 16, 32, 48, 64, 80, 96, 112) and calls[1] == (0, 64, 112)
+    assert family.hf.config.get_text_config()._attn_implementation == "sdpa"
 
 
 # Root mean square of the error of features over that of the features: 0.021 is the most here of 8
@@ -123,9 +140,10 @@ LOOSE = {"mistral3": 2.5}
 
 
 @needs_native
-def test_in_8_bits_c_and_torch_agree_and_the_error_is_small(stored: Path) -> None:
+def test_in_8_bits_c_and_torch_agree_and_the_error_is_small(
+    stored: Path, theirs: list[Tensor]
+) -> None:
     inputs, worst = turn_for(stored), WORST_INT8 * loose(stored)
-    theirs = transformers_features(stored, inputs)
     native, torch_alone = held_in(stored, "int8"), held_in(stored, "int8", Kernels())
     pairs = [dict(held_matrices(family.hf)) for family in (native, torch_alone)]
     assert pairs[0].keys() == pairs[1].keys() and len(pairs[0]) > 6
@@ -158,13 +176,18 @@ def test_what_bfloat16_does_not_hold_stays() -> None:
     assert not list(held_matrices(family.hf)) and layers_left(family)
 
 
-@pytest.mark.parametrize("kernels", [None, Kernels()], ids=["native", "torch"])
-def test_in_bfloat16_the_error_is_smaller(kernels: Kernels | None, stored: Path) -> None:
+@pytest.mark.parametrize(
+    ("stored", "kernels"),
+    [*((name, None) for name in NAMES), *((name, Kernels()) for name in NAMES[::3])],
+    indirect=["stored"],
+    ids=str,
+)
+def test_in_bfloat16_the_error_is_smaller(
+    kernels: Kernels | None, stored: Path, theirs: list[Tensor]
+) -> None:
     inputs, family = turn_for(stored), held_in(stored, "bf16", kernels)
     worst = WORST_BF16 * loose(stored)
-    for made, wanted in zip(
-        read(family, inputs), transformers_features(stored, inputs), strict=True
-    ):
+    for made, wanted in zip(read(family, inputs), theirs, strict=True):
         assert (made - wanted).square().mean() < worst**2 * wanted.square().mean()
     assert not layers_left(family)
 
@@ -287,7 +310,7 @@ def exact(query: Tensor, key: Tensor, value: Tensor, scale: float, starts: list[
 
 # Sizes of heads in towers (CLIP, SigLIP, Qwen2.5-VL) and some that no vector divides; one block of
 # keys and more, one of queries and more, and what is left over of both.
-DIMS, TOKENS = [64, 72, 80, 5, 1], [1, 2, 7, 64, 255, 257, 530]
+DIMS, TOKENS = [64, 72, 80, 5, 1], [1, 2, 7, 64, 255, 257, 257, 530]
 
 
 @needs_native
@@ -297,14 +320,13 @@ def test_attention_is_that_in_float64(
     dim: int, level: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("MMKV_NATIVE", level)
-    for tokens in TOKENS:
-        for sharp in (1.0, 30.0):  # scores of hundreds, of which only one counts
-            asked = three(tokens, 2, dim, count=2, sharp=sharp)
-            made = attend_patches(*asked, dim**-0.5, [0, tokens])
-            wanted = exact(*asked, dim**-0.5, [0, tokens])
-            assert made.shape == wanted.shape and made.dtype == torch.float32
-            # A score of s is off by s times 2^-24 and a few more of them, and its share likewise.
-            assert (made - wanted).abs().max() < 2e-5 * sharp
+    for tokens, sharp in zip(TOKENS, cycle((1.0, 30.0))):  # scores of hundreds: only one counts
+        asked = three(tokens, 2, dim, count=2, sharp=sharp)
+        made = attend_patches(*asked, dim**-0.5, [0, tokens])
+        wanted = exact(*asked, dim**-0.5, [0, tokens])
+        assert made.shape == wanted.shape and made.dtype == torch.float32
+        # A score of s is off by s times 2^-24 and a few more of them, and its share likewise.
+        assert (made - wanted).abs().max() < 2e-5 * sharp
 
 
 @pytest.mark.parametrize("level", ["torch", *levels()])
@@ -393,28 +415,6 @@ def test_what_c_does_not_do_is_torchs(why: str, monkeypatch: pytest.MonkeyPatch)
     torch.manual_seed(0)
     made, weights = attend(Doubled(2, 2), query, key, value, **options)
     assert weights is None and torch.equal(made, wanted)
-
-
-@needs_native
-def test_each_tower_attends_in_c(stored: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Once a layer, windows or not: the text model keeps transformers' attention."""
-    calls: list[tuple[int, ...]] = []
-
-    def counted(*arguments: Any) -> Tensor:
-        calls.append(tuple(arguments[-1]))
-        return attend_patches(*arguments)
-
-    kernels = dataclasses.replace(kernels_for("auto"), attention=counted)
-    inputs, family = turn_for(stored), held_in(stored, "auto", kernels)
-    vision = family.hf.config.vision_config
-    depth = getattr(vision, "depth", None) or vision.num_hidden_layers
-    read(family, inputs)
-    videos = "pixel_values_videos" in inputs and "pixel_values_videos" in family.pixel_keys.values()
-    alone = len(inputs["image_sizes"]) if family.config.model_type == "mistral3" else 1
-    assert len(calls) == depth * (alone + videos)
-    if family.config.model_type == "qwen2_5_vl":  # windows of 4 x 4 patches in one of the layers
-        assert calls[0] == (0, 16, 32, 48, 64, 80, 96, 112) and calls[1] == (0, 64, 112)
-    assert family.hf.config.get_text_config()._attn_implementation == "sdpa"
 
 
 @needs_native

@@ -84,6 +84,7 @@ def test_the_demo(capsys: pytest.CaptureFixture[str]) -> None:
     assert full > 2.5 * kept and abs(kept - window) < 0.1 * kept
 
 
+@pytest.mark.long(reason="three minutes of a camera")
 def test_an_endless_stream(capsys: pytest.CaptureFixture[str]) -> None:
     run("endless.py", "--minutes", "3", "--speed", "0")
     printed = capsys.readouterr().out

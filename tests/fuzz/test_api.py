@@ -136,7 +136,7 @@ def engine(model: Path) -> mmkv.Engine:
     return mmkv.Engine.from_pretrained(model, budget=24, page_size=4)
 
 
-@examples(200)
+@examples(80)
 @given(call=_calls(light=True))
 def test_odd_settings_and_messages(call: tuple[str, dict[str, Any]]) -> None:
     name, arguments = call

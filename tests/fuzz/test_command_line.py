@@ -138,7 +138,7 @@ def quick() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("loaded_once", "quick")
-@examples(25)
+@examples(12)
 @given(
     argv=_arguments(),
     lines=_lines,

@@ -125,7 +125,7 @@ def _short(body: Any) -> Any:
     return body
 
 
-@examples(12)
+@examples(6)
 @given(data=st.data(), known=st.booleans())
 def test_requests_of_the_description(
     server: Service, described: st.SearchStrategy[_Operation], data: st.DataObject, known: bool
@@ -153,7 +153,7 @@ def _bodies(draw: st.DrawFn) -> tuple[str, bytes]:
     return path, draw(json_files(whole(path).flatmap(edited)))
 
 
-@examples(40)
+@examples(20)
 @given(given=_bodies(), kind=st.sampled_from(_TYPES))
 def test_changed_bodies(server: Service, given: tuple[str, bytes], kind: str) -> None:
     path, body = given

@@ -480,7 +480,7 @@ def test_a_batch_ends_each_thought_by_itself(
         assert reply.reasoning == "ooo"
 
 
-@pytest.mark.parametrize("kv", ["auto", "int8"])
+@pytest.mark.parametrize("kv", ["int8"])
 def test_bursts_of_a_gpu_come_to_the_same(
     llama: Path, monkeypatch: pytest.MonkeyPatch, kv: str
 ) -> None:

@@ -21,7 +21,7 @@ WORD = "\nAnswer the question using a single word or phrase."  # GQA's and TextV
 
 
 def write_all(folder: Path, count: int, reply: Callable[[pil.Image, str], str]) -> None:
-    """Local data of nine shipped tasks, ``count`` documents each (four videos), and our MMDU set.
+    """Local data of nine shipped tasks, ``count`` documents each (two videos), and our MMDU set.
 
     The bundled model cannot answer in the form that these prompts want, and scores of nothing but
     0 compare badly. So every second document of GQA and TextVQA wants what ``reply`` says to the
@@ -159,8 +159,8 @@ def _mathvision(folder: Path, count: int) -> None:
 
 
 def _films(folder: Path, by_subject: bool) -> None:
-    """Four videos: v0.mp4 ..., or as Video-MMMU names them, with the subject."""
-    for index in range(4):
+    """Two videos: v0.mp4, v1.mp4, or as Video-MMMU names them, with the subject."""
+    for index in range(2):
         turn = clip(index, "heldout")[0]
         frames = [render(frame) for frame in turn.pictures[0].frames]  # type: ignore[union-attr]
         name = f"Art/validation_Art_{index}" if by_subject else f"v{index}"
@@ -169,7 +169,7 @@ def _films(folder: Path, by_subject: bool) -> None:
 
 def _videomme(folder: Path) -> None:
     rows = []
-    for index in range(4):
+    for index in range(2):
         question = clip(index, "heldout")[0].question
         options, letter = _choices(question.answer, index)
         rows.append(
@@ -206,7 +206,7 @@ def _video_mmmu(folder: Path) -> None:
 
 def _videomathqa(folder: Path) -> None:
     rows = []
-    for index in range(4):
+    for index in range(2):
         question = clip(index, "heldout")[0].question
         options, letter = _choices(question.answer, index)
         rows.append(

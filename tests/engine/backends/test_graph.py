@@ -72,7 +72,7 @@ SCORED = [name for name in STATIC if name != "balanced"]
 KERNEL_CASES = [("odd", "adakv"), ("odd", "gkv")]
 KERNEL_CASES += [(model, "dbtrimkv") for model in OTHERS[:2]]
 # Every policy with one of the models, and every model.
-MATRIX = [("odd", *policy) for policy in [*POLICIES, ("dbtrimkv", 5)]]
+MATRIX = [("odd", *policy) for policy in POLICIES]
 MATRIX += [(m, "dbtrimkv", 2) for m in ("qwen3_vl", "llama_biased", "qwen3_moe", "glm4v")]
 
 
@@ -81,8 +81,8 @@ def test_the_static_step_is_the_eager_step(model: str, policy: str, lookahead: f
     ours, reference = (engine_for(model, policy, lookahead) for _ in range(2))
     runner = Bursts(ours)
     one, two = opened(ours, 3), opened(reference, 3)
-    generated = runner.decode(one, [3, 4, 5], 14)
-    assert generated == eager(reference, two, [3, 4, 5], 14)
+    generated = runner.decode(one, [3, 4, 5], 9)
+    assert generated == eager(reference, two, [3, 4, 5], 9)
     same(one, two)
     assert all(s.evicted > 0 for s in one) == ours.policy.evicts
     # On from there: larger tables, fewer batch slots, another order; then eager steps on the
@@ -91,7 +91,7 @@ def test_the_static_step_is_the_eager_step(model: str, policy: str, lookahead: f
         sessions[0].prefill({"input_ids": text_ids(60, 9)[None]})
     held = one, two  # the middle ones stay open: nobody frees them in between
     one, two = [one[2], one[0]], [two[2], two[0]]
-    assert runner.decode(one, [6, 7], 9) == eager(reference, two, [6, 7], 9)
+    assert runner.decode(one, [6, 7], 6) == eager(reference, two, [6, 7], 6)
     same(one, two)
     assert eager(ours, one, [8, 9], 3) == eager(reference, two, [8, 9], 3)
     same(one, two)
@@ -114,11 +114,11 @@ def test_states_and_windows_over_many_steps(
         assert runner.decode(mine, tokens, steps) == eager(reference, theirs, tokens, steps)
         same(one, two)
 
-    go_on([0, 1, 2], 22)
+    go_on([0, 1, 2], 14)
     for held in (one, two):
         held.append(held[0].fork())
-    go_on([3, 1], 14)
-    go_on([0, 3], 9)
+    go_on([3, 1], 9)
+    go_on([0, 3], 6)
     for held in (one, two):
         engine = held[0].engine
         held[1].save(tmp_path / "asleep")
@@ -127,7 +127,7 @@ def test_states_and_windows_over_many_steps(
         held.append(engine.session())  # where the other one was
         held[-1].prefill({"input_ids": text_ids(9, 8)[None]})
         held.append(engine.load_session(tmp_path / "asleep")[0])
-    go_on([4, 1, 3, 0], 12)
+    go_on([4, 1, 3, 0], 9)
     stop = eager(reference, two[:1], [3], 2)[0]
     assert stop[0] != stop[1]
     generated = runner.decode(one[:2], [3, 4], 5, stop=stop[1:])
@@ -249,7 +249,6 @@ def reply(runner: Bursts, sessions: list[CachedSequence], tokens: int) -> None:
 @pytest.mark.parametrize(
     ("policy", "budget", "count", "tokens"),
     [
-        ("full", 8, 1, 1008),
         ("full", 8, 4, 496),
         ("dbtrimkv", 400, 2, 480),
         ("dbtrimkv", Budget.fraction(0.5), 1, 480),
@@ -488,7 +487,7 @@ def talk(engine: Engine, sampling: Sampling) -> tuple[Session, list[Any]]:
     return session, [replies, session.history, session.seen]
 
 
-@pytest.mark.parametrize(("limit", "stop"), [(1, ()), (64, ()), (64, ("e",))])
+@pytest.mark.parametrize(("limit", "stop"), [(1, ()), (40, ()), (40, ("e",))])
 def test_bursts_generate_and_retain_the_same_as_single_tokens(
     limit: int, stop: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:

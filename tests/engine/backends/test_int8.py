@@ -125,9 +125,9 @@ def by_numpy(weight: Tensor, bits: int) -> tuple[np.ndarray, np.ndarray]:
     return codes.astype(np.int64), steps
 
 
-def oracle(x: Tensor, matrix: IntegerMatrix, bias: Tensor | None) -> np.ndarray:
+def oracle(x: Tensor, held: tuple[np.ndarray, np.ndarray], bias: Tensor | None) -> np.ndarray:
     """States rounded by numpy, whole numbers summed exactly, then everything in float64."""
-    codes, step = unpacked(matrix)
+    codes, step = held
     states = in_blocks(x)
     most = np.abs(states).max(-1, keepdims=True)
     inverse = np.float32(127) / np.where(most == 0, np.inf, most)
@@ -144,12 +144,13 @@ def test_a_product_is_what_numpy_makes_of_the_codes(
     weight, bias = random(*shape), random(shape[0]) if biased else None
     weight[1, 3:40] = 0.0
     matrix = INTEGERS[bits].of(weight)
+    held = unpacked(matrix)
     for tokens in (0, 1, 2, 5, 8, 9, 21):
         x = random(tokens, shape[1])
         x[:1, :40] = 0.0
         made = multiply(x, matrix, bias)
         assert made.dtype == torch.float32 and made.shape == (tokens, shape[0])
-        np.testing.assert_allclose(made.numpy(), oracle(x, matrix, bias), rtol=0, atol=2e-5)
+        np.testing.assert_allclose(made.numpy(), oracle(x, held, bias), rtol=0, atol=2e-5)
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
@@ -178,7 +179,7 @@ def test_states_at_half_steps_get_the_same_codes_everywhere(
     x *= torch.rand(2000, 1, generator=generator) * 3 + 0.1
     one = INTEGERS[bits].of(torch.eye(32))
     made = multiply(x, one)  # a code too many or too few is off by 0.1 at least
-    np.testing.assert_allclose(made.numpy(), oracle(x, one, None), rtol=0, atol=1e-3)
+    np.testing.assert_allclose(made.numpy(), oracle(x, unpacked(one), None), rtol=0, atol=1e-3)
 
 
 @needs_native
@@ -198,7 +199,7 @@ def test_a_form_runs_where_the_cpu_has_its_instructions(monkeypatch: pytest.Monk
         loaded.take_bf16()
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(
     numbers=st.lists(st.floats(-(2.0**99), 2.0**99, width=32), min_size=1, max_size=70),
     power=st.integers(-30, 0),
@@ -215,7 +216,7 @@ def test_no_weight_in_8_bits_is_off_by_more_than_half_a_step(
     assert bool((error <= 0.504 * step[:, : weight.shape[1]] + 1e-37).all())
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(
     numbers=st.lists(st.floats(-(2.0**99), 2.0**99, width=32), min_size=1, max_size=70),
     power=st.integers(-30, 0),
@@ -279,18 +280,16 @@ def test_a_row_does_not_depend_on_its_company_or_on_threads(
         assert same(multiply(x[-tokens:], matrix), together[-tokens:])
 
 
-@pytest.mark.parametrize("wrong", [torch.nan, torch.inf, -torch.inf])
-def test_what_is_not_finite_stays_no_number(
-    multiply: native.Product, wrong: float, bits: int
-) -> None:
+def test_what_is_not_finite_stays_no_number(multiply: native.Product, bits: int) -> None:
     """In the row of that state alone; a weight that is not finite shows in its step."""
-    x = random(10, 64)
-    x[4, 40] = wrong
-    made = multiply(x, INTEGERS[bits].of(random(20, 64)))
-    assert not made[4].isfinite().any() and made[[0, 3, 5, 9]].isfinite().all()
-    weight = random(20, 64)
-    weight[2, 3] = wrong
-    assert int(INTEGERS[bits].of(weight).scales.isnan().sum()) == 1
+    for wrong in (torch.nan, torch.inf, -torch.inf):
+        x = random(10, 64)
+        x[4, 40] = wrong
+        made = multiply(x, INTEGERS[bits].of(random(20, 64)))
+        assert not made[4].isfinite().any() and made[[0, 3, 5, 9]].isfinite().all()
+        weight = random(20, 64)
+        weight[2, 3] = wrong
+        assert int(INTEGERS[bits].of(weight).scales.isnan().sum()) == 1
 
 
 def test_gradients_reach_the_states(multiply: native.Product, bits: int) -> None:

@@ -143,7 +143,7 @@ def evictor_at(level: str, policy: Policy) -> NativeEvictor:
 
 
 @needs_native
-@pytest.mark.parametrize(("level", "examples"), drawn(20, 40, 500))
+@pytest.mark.parametrize(("level", "examples"), drawn(10, 25, 500))
 def test_victims_and_pages_are_those_of_torch(level: str, examples: int) -> None:
     policies, budgets = st.sampled_from(POLICIES[1:]), st.integers(0, 130)
     drawn_from = given(st.just(level), LENGTHS, LEVELS, policies, AGES, ENDS, budgets)
@@ -179,7 +179,7 @@ def assert_evicts_as_torch(
 
 
 @needs_native
-@pytest.mark.parametrize(("level", "examples"), drawn(8, 15, 200))
+@pytest.mark.parametrize(("level", "examples"), drawn(5, 10, 200))
 def test_scores_that_differ_by_one_rounding(level: str, examples: int) -> None:
     """Steps of a decode loop, whose search is in single precision where nothing hangs on it."""
     drawn_from = given(
@@ -354,12 +354,12 @@ def test_c_and_torch_keep_the_same(name: str, evict_every: int, folders: dict[st
         for turn in (PICTURES, LATER):
             for session in sessions:
                 found.append(session.prefill(turn))
-            for token in text_ids(12, 5).tolist():
+            for token in text_ids(8, 5).tolist():
                 found.append(engine.decode(sessions, [token, 5, token]))
         fork = sessions[2].fork()
         sessions[2].set_budget(9)
         sessions.append(fork)
-        for token in text_ids(9, 6).tolist():
+        for token in text_ids(6, 6).tolist():
             found.append(engine.decode(sessions, [token, token, 6, 7]))
         engine.cache.check()
         kept = [row for session in sessions for layer in session.retained() for row in layer]

@@ -30,7 +30,7 @@ FINITE = st.floats(-65504, 65504, width=32)
 VECTORS = st.lists(FINITE, min_size=2, max_size=48).map(lambda x: x[len(x) % 2 :])  # even
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(
     vector=VECTORS,
     power=st.integers(-8, 0),
@@ -47,7 +47,7 @@ def test_no_feature_is_off_by_more_than_half_a_step(
     assert codes.nbytes == len(vector) * bits // 8
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(vector=VECTORS, power=st.integers(-3, 0), bits=st.sampled_from([8, 4]))
 def test_what_was_rounded_is_rounded_to_the_same_codes(
     vector: list[float], power: int, bits: int
@@ -221,7 +221,7 @@ def test_pages_never_pass_a_budget_in_bytes(
             engine.backends.cpu.switch_off()
         session, pool = engine.session(), engine.cache.pool
         peak = 0
-        calls = [PICTURES, *text_ids(20, 1).tolist(), LATER, *text_ids(20, 2).tolist()]
+        calls = [PICTURES, *text_ids(10, 1).tolist(), LATER, *text_ids(10, 2).tolist()]
         for call in calls:
             session.decode(call) if isinstance(call, int) else session.prefill(call)
             held = engine.cache._pages(session.seq)

@@ -485,7 +485,7 @@ def test_a_trimmed_pool_changes_no_bit(path: str, policy: str, folders: dict[str
         both.append(sessions)
     runner, other = Bursts(engine), Bursts(plain)
     pool = engine.cache.pool
-    for number in range(3):
+    for number in range(2):
         unused, before = pool.free_pages, pool.num_pages
         outgrown = weakref.ref(pool.keys)
         assert engine.trim() == unused * pool.page_bytes

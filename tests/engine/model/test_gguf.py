@@ -32,6 +32,7 @@ from mmkv.engine.backends import kernels_for
 from mmkv.engine.config import EngineConfig
 from mmkv.engine.errors import ModelError
 from mmkv.engine.model import panel_files
+from mmkv.engine.model.families import Family
 from mmkv.engine.model.families.loading import load
 from mmkv.engine.model.fingerprint import fingerprint, identity, language_fingerprint
 from mmkv.engine.model.gguf import tensors
@@ -106,9 +107,9 @@ SEEING = [
 ]
 
 
-def assert_alike(file: str | Path, truth: Path) -> None:
-    _, spec, weights = load(file, torch.float32, "cpu")
-    _, wanted, theirs = load(truth, torch.float32, "cpu")
+def assert_alike(file: str | Path, truth: Path) -> tuple[Family, Family]:
+    family, spec, weights = load(file, torch.float32, "cpu")
+    true, wanted, theirs = load(truth, torch.float32, "cpu")
     assert_same(named(weights), named(theirs))
     assert (weights.head.data_ptr() == weights.embed.data_ptr()) == (
         theirs.head.data_ptr() == theirs.embed.data_ptr()
@@ -126,6 +127,7 @@ def assert_alike(file: str | Path, truth: Path) -> None:
     ]
     assert sizes[0] == sizes[1]
     assert spec.rms_eps == pytest.approx(wanted.rms_eps, rel=1e-6)
+    return family, true
 
 
 @pytest.mark.parametrize(("name", "kind"), TEXTS)
@@ -136,8 +138,8 @@ def test_text(name: str, kind: Kind, tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert_alike(written.text, written.truth)
 
 
-def seen(model: str | Path, name: str) -> list[Tensor]:
-    turn = load(model, torch.float32, "cpu")[0].turn(make_turn(name, SHOWN), 5)
+def seen(family: Family, name: str) -> list[Tensor]:
+    turn = family.turn(make_turn(name, SHOWN), 5)
     assert turn.visual is not None
     return [turn.visual, *turn.deepstack, turn.positions, turn.modality]
 
@@ -157,15 +159,14 @@ def test_pictures(name: str, kind: Kind, tmp_path: Path) -> None:
         marks = {150: "<image_soft_token>", 152: "<start_of_image>", 153: "<end_of_image>"}
     more = {"marks": marks} if marks else {}
     written = Written(source_of(name, tmp_path), tmp_path / "files", kind, **more)
-    folder = gguf_folder(written.text, written.mmproj)
-    assert_alike(folder, written.truth)
+    families = assert_alike(gguf_folder(written.text, written.mmproj), written.truth)
     shown = {
         "gemma3_seeing": "gemma3",
         "qwen35_seeing": "qwen3_5",
         "qwen35moe_seeing": "qwen3_5_moe",
     }
-    asked = shown.get(name, name)
-    assert all(map(torch.equal, seen(folder, asked), seen(written.truth, asked)))
+    ours, theirs = (seen(family, shown.get(name, name)) for family in families)
+    assert all(map(torch.equal, ours, theirs))
 
 
 @pytest.mark.parametrize(
@@ -465,12 +466,12 @@ def test_a_llava_without_a_token_for_pictures_gets_one(tmp_path: Path) -> None:
     folder = gguf_folder(written.text, written.mmproj)
     family, spec, weights = load(folder, "float32", "cpu")
     assert family.placeholder == {1: VOCAB} and spec.vocab_size == VOCAB + 1
-    _, _, theirs = load(written.truth, "float32", "cpu")
+    true, _, theirs = load(written.truth, "float32", "cpu")
     for ours, whole in ((weights.embed, theirs.embed), (weights.head, theirs.head)):
         assert torch.equal(ours[:-1], whole) and not ours[-1].any()
     turn = make_turn("llava", SHOWN)
     turn["input_ids"] = turn["input_ids"].masked_fill(turn["input_ids"] == IMAGE_ID, VOCAB)
-    assert torch.equal(family.turn(turn, 5).visual, seen(written.truth, "llava")[0])
+    assert torch.equal(family.turn(turn, 5).visual, seen(true, "llava")[0])
     processor = load_processor(folder)
     asked = [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "t7?"}]}]
     text = processor.template.render(asked, opening=True)

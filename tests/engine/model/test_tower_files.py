@@ -81,7 +81,7 @@ def packed(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 @pytest.mark.parametrize(
     ("name", "form"),
     long_but(
-        (("qwen3_vl", "auto"), ("llava", "auto"), ("internvl", "auto"), ("qwen3_vl", "int8")),
+        (("llava", "auto"), ("qwen3_vl", "int8")),
         [*((name, "auto") for name in NAMES), ("qwen3_vl", "int8"), ("llava", "int8")],
         "their towers are held as these are",
     ),

@@ -145,7 +145,7 @@ def test_head_allocation(
     assert stated.group.tolist() == list(range(view.rows))
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=50, deadline=None)
 @given(LENGTHS, st.lists(st.integers(0, 20), min_size=3), LEVELS, st.integers(0, 10**6))
 def test_the_lowest_of_groups_of_rows(
     lengths: list[list[int]], wanted: list[int], levels: list[float], seed: int

@@ -218,17 +218,17 @@ def converse(name: str, setting: Setting, batch: int) -> list[Oracle]:
         pair.prefill(
             prompt(setting.model, 5 + 4 * number, ("image", 16, 16), 3, seed=seed + number)
         )
-    decode(engine, pairs, 5, seed)
+    decode(engine, pairs, 4, seed)
     with tempfile.TemporaryDirectory(prefix="mmkv-presets-") as home:
         for pair in pairs:
             pair.go_on(setting.kept_by, Path(home))
-    decode(engine, pairs, 4, seed + 1)
+    decode(engine, pairs, 3, seed + 1)
     for pair in pairs:
         pair.session.set_budget(setting.later)
         pair.oracle.set_budget(setting.later)
         pair.oracle.follow(pair.session.retained())
     pairs[0].prefill(prompt(setting.model, 4, ("image", 24, 16), 3, seed=seed + 9))
-    decode(engine, pairs, 6, seed + 2)
+    decode(engine, pairs, 4, seed + 2)
     for pair in pairs:
         pair.session.close()
         pair.oracle.close()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 from typing import Any
@@ -61,6 +62,8 @@ def data(engine: mmkv.Engine, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
     folder = tmp_path_factory.mktemp("data")
     write_all(folder, COUNT, reply)
+    dialogues = folder / "mmdu" / "benchmark.json"
+    dialogues.write_text(json.dumps(json.loads(dialogues.read_text())[:4]))
     return long_text_rows.write_all(folder)
 
 
@@ -246,7 +249,8 @@ def test_mmdu_is_answered_and_scored_as_by_its_own_command(
         "--max-pixels",
         str(high),
     ]
-    assert command(["mmdu", "--output", str(answers), *options]) == 0
+    given = ["--data", str(data / "mmdu" / "benchmark.json")]
+    assert command(["mmdu", *given, "--output", str(answers), *options]) == 0
     dialogues, _ = read_benchmark(data / "mmdu" / "benchmark.json")
     samples, folder = ours.samples("mmdu_local"), AnswerFolder(answers)
     for dialogue, sample in zip(dialogues, samples, strict=True):
@@ -263,7 +267,7 @@ def test_mmdu_is_answered_and_scored_as_by_its_own_command(
     capsys.readouterr()
     tables = []
     for path in (answers, converted):
-        assert command(["mmdu", "score", "--answers", str(path)]) == 0
+        assert command(["mmdu", "score", *given, "--answers", str(path)]) == 0
         tables.append(capsys.readouterr().out.replace(str(path), ""))
     assert tables[0] == tables[1]
     right, of = re.search(r"\| all \| (\d+) \| (\d+) \|", tables[0]).groups()  # type: ignore[union-attr]

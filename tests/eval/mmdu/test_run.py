@@ -12,8 +12,6 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from PIL import Image
 
 import mmkv
@@ -37,13 +35,14 @@ pytest_plugins = ("tests.support.cli_fixtures",)
 FOLDER = bundled_dialogues()
 BENCHMARK = FOLDER / "benchmark.json"
 BUDGET = ("--budget", "48", "--quiet")
+FIRST = 5  # the last of them is large
 
 
 @pytest.fixture(scope="module")
 def reference(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return the answers of an uninterrupted run over the whole bundled set."""
+    """Return the answers of an uninterrupted run over the first dialogues of the bundled set."""
     folder = tmp_path_factory.mktemp("mmdu") / "answers"
-    assert run(["mmdu", "--output", str(folder), *BUDGET]) == 0
+    assert run(["mmdu", "--output", str(folder), "--limit", f"{FIRST}", *BUDGET]) == 0
     return folder
 
 
@@ -209,7 +208,7 @@ def test_answers_are_those_of_the_whole_history_asked_anew(full: Engine) -> None
 def test_a_run_writes_official_files_with_numbers_beside(
     reference: Path, mmkv: Callable[..., Ran]
 ) -> None:
-    rows = json.loads(BENCHMARK.read_text())
+    rows = json.loads(BENCHMARK.read_text())[:FIRST]
     names = {f"{row['id']}.json" for row in rows} | {"mmkv-run.json", "mmkv-summary.json"}
     assert set(content(reference)) == names
     spec_rows = 6 * 3  # layers x KV heads of the bundled model
@@ -228,14 +227,15 @@ def test_a_run_writes_official_files_with_numbers_beside(
     summary = json.loads((reference / "mmkv-summary.json").read_text())
     assert summary["dialogues"] == len(rows) and summary["failed"] == 0
     exact = {share["kind"]: share for share in summary["exact"]}
-    assert exact["all"]["of"] == 106 and exact["all"]["right"] >= 80
-    ran = mmkv("mmdu", "score", "--answers", str(reference))
-    assert ran.code == 0 and f"| all | {exact['all']['right']} | 106 |" in ran.out
+    assert exact["all"]["of"] == 44 and exact["all"]["right"] >= 33
+    ran = mmkv("mmdu", "score", "--answers", str(reference), "--limit", f"{FIRST}")
+    assert ran.code == 0 and f"| all | {exact['all']['right']} | 44 |" in ran.out
 
 
 def test_runs_with_other_settings_do_not_mix(reference: Path, mmkv: Callable[..., Ran]) -> None:
     before = content(reference)
-    ran = mmkv("mmdu", "--output", str(reference), "--budget", "32", "--quiet")
+    few = ("--limit", f"{FIRST}", "--budget", "32", "--quiet")
+    ran = mmkv("mmdu", "--output", str(reference), *few)
     assert "budget" in ran.error_line() and "name another --output" in ran.err and ran.code == 1
     assert content(reference) == before
 
@@ -324,9 +324,6 @@ def test_torch_is_not_needed_to_judge() -> None:
 # MMDU runs on data with broken rows, folders that cannot be written, and full disks.
 
 
-SURROGATES = st.characters(categories=["Cs"])
-
-
 def damage_a_row(name: str = "one") -> dict[str, Any]:
     turns = [("user", "what?"), ("assistant", "red"), ("user", "and?"), ("assistant", "")]
     conversations = [{"from": who, "value": text} for who, text in turns]
@@ -364,13 +361,11 @@ PLACES = {
 }
 
 
-@settings(max_examples=40, deadline=None)
-@given(st.sampled_from(sorted(PLACES)), st.text(max_size=5), SURROGATES, st.text(max_size=5))
-def test_a_row_with_half_a_character_is_refused(
-    place: str, before: str, odd: str, after: str
-) -> None:
+@pytest.mark.parametrize("odd", ["\ud800", "a\udfff", "é \udbff\udbff b", "\udc00\ud800"])
+@pytest.mark.parametrize("place", PLACES)
+def test_a_row_with_half_a_character_is_refused(place: str, odd: str) -> None:
     row = json.loads(json.dumps(damage_a_row()))
-    PLACES[place](row, before + odd + after)
+    PLACES[place](row, odd)
     with pytest.raises(InputError, match="half of a character") as error:
         read_row(row)
     str(error.value).encode()

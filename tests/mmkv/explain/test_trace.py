@@ -354,8 +354,9 @@ def test_a_record_is_of_one_moment(
     session.close()
 
 
-@pytest.mark.parametrize("path", ["native", "torch"])
-@pytest.mark.parametrize("policy", ["dbtrimkv", "streamingllm", "snapkv"])
+@pytest.mark.parametrize(
+    ("path", "policy"), [("native", "dbtrimkv"), ("torch", "streamingllm"), ("torch", "snapkv")]
+)
 def test_sessions_of_a_batch_are_recorded_each_as_if_alone(
     path: str, policy: str, folders: dict[str, Path]
 ) -> None:

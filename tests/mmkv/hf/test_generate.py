@@ -60,9 +60,7 @@ def test_with_room_for_all_the_tokens_are_those_of_transformers(name: str) -> No
     assert len(found.scores) == len(ended.scores)
 
 
-@pytest.mark.parametrize(
-    "name", ["qwen3_vl", "qwen2_5_vl", "qwen3_5", "llava_next", "qwen3_moe", "phi3"]
-)
+@pytest.mark.parametrize("name", ["qwen3_vl", "qwen3_5", "llava_next", "phi3"])
 def test_under_a_budget_each_row_is_a_session_of_an_engine(name: str) -> None:
     options: dict[str, Any] = {"gates": "random", "budget": 5, "prefill_chunk": 16, "page_size": 8}
     engine = mmkv.Engine.from_pretrained(checkpoint(name), dtype="float32", device="cpu", **options)

@@ -40,6 +40,7 @@ from tests.support.chat_models import (
 )
 from tests.support.hf_models import with_positions_of_the_paper
 from tests.support.theirs import processor_of
+from tests.support.tiers import long_but
 
 av = pytest.importorskip("av")
 SAVES = {
@@ -431,7 +432,14 @@ def check_refusals(
             engine.inputs([*before, {**last, "content": [part, *last["content"]]}])
 
 
-@pytest.mark.parametrize("family", SAVES)
+@pytest.mark.parametrize(
+    "family",
+    long_but(
+        ("qwen3_vl", "qwen2_5_vl", "internvl", "llava_onevision"),
+        SAVES,
+        "test_processing.py and test_held.py have every family",
+    ),
+)
 @settings(max_examples=2, deadline=None, suppress_health_check=list(HealthCheck))
 @given(st.data())
 def test_drawn_conversations(family: str, data: st.DataObject) -> None:

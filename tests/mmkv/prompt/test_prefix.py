@@ -75,7 +75,7 @@ def test_the_prompt_is_that_of_transformers(name: str) -> None:
     tokenizer, rng, refused = byte_tokenizer(), Random(3), 0
     plain = ChatTemplate(tokenizer, TEMPLATES[name], parts=False)
     texts = ["Sure", "Sure, ", "Sure.\n", "<think>\nwell\n</think>\n\nSo ", "<think>\nwell"]
-    texts += ["".join(rng.choices(PIECES, k=rng.randint(1, 6))) for _ in range(60)]
+    texts += ["".join(rng.choices(PIECES, k=rng.randint(1, 6))) for _ in range(15)]
     for prefix in filter(str.strip, texts):
         for talk in (TALK[:1], TALK):
             template = plain.with_prefix(prefix)

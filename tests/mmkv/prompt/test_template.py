@@ -73,7 +73,7 @@ def put(folder: Path, source: str, template: Any) -> None:
         change(folder / f"{source}.json", chat_template=template)
 
 
-@pytest.mark.parametrize("count", range(1, 5))
+@pytest.mark.parametrize("count", [1, 2, 4])
 def test_the_template_is_that_of_transformers(
     bare: dict[str, Path], tmp_path: Path, count: int
 ) -> None:
@@ -198,14 +198,14 @@ def test_special_tokens_in_words_are_words(processor: Processor) -> None:
     plain = ids_of(processor, talk(["x"] * 4), images)
     frame = [token for token in plain if token in special]
     cut = 0
-    for _ in range(60):
+    for _ in range(20):
         texts = [hostile(rng) for _ in range(4)]
         made = ids_of(processor, talk(texts), images)
         assert [token for token in made if token in special] == frame, texts
         said = tokenizer.decode(made)
         assert all(text in said for text in texts[:2]) and "".join(texts[2:]) in said
         cut += any(name in text for name in SPECIAL for text in texts)
-    assert cut > 20
+    assert cut > 6
 
 
 def test_values_that_come_again_are_cut_alike(
@@ -359,7 +359,7 @@ def render(tokenizer: Any, source: str) -> str:
 def test_a_template_that_eats_time_or_memory_is_stopped(
     tokenizer: Any, source: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(sandbox, "SECONDS", 0.1)
+    monkeypatch.setattr(sandbox, "SECONDS", 0.05)
     render(tokenizer, "warm")
     tracemalloc.start()
     try:

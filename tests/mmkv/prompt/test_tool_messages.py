@@ -171,7 +171,7 @@ def test_special_tokens_in_tools_and_calls_are_words(form: str) -> None:
 
     frame = [one for one in ids(["x"] * 6) if one in special]
     cuts = 0
-    for _ in range(60):
+    for _ in range(20):
         texts = [hostile(rng, own) for _ in range(6)]
         made = ids(texts)
         assert [one for one in made if one in special] == frame, texts
@@ -179,7 +179,7 @@ def test_special_tokens_in_tools_and_calls_are_words(form: str) -> None:
         assert json.dumps(texts[2], ensure_ascii=False)[1:-1] in words or texts[2] in words
         assert CUT not in words
         cuts += any(name in text for name in own for text in texts)
-    assert cuts > 20
+    assert cuts > 6
 
 
 def test_a_sampled_reply_keeps_its_markers_alone() -> None:

@@ -540,7 +540,7 @@ RATES = st.sampled_from([8.0, 10.0, 23.976, 25.0, 30000 / 1001, 60.0])
 
 
 @pytest.mark.parametrize("family", RULES)
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=50, deadline=None)
 @given(
     st.integers(1, 5000),
     RATES,

@@ -23,7 +23,7 @@ from tests.support.replies import CHUNK, LONG, REPLY, ask, load, watch
 from tests.support.sessions import assert_same_rows
 
 
-@pytest.mark.parametrize("policy", ["dbtrimkv", "gkv", "kv-key"])
+@pytest.mark.parametrize("policy", ["dbtrimkv", "kv-key"])
 def test_sessions_that_share_an_engine_and_a_disk_reply_as_alone(
     policy: str, qwen: Path, tmp_path: Path
 ) -> None:

@@ -58,7 +58,6 @@ def read_by(
 @pytest.mark.parametrize(
     "model, policy, weights",
     [
-        ("qwen", "dbtrimkv", "bf16"),
         ("qwen", "dbtrimkv", "int8"),
         ("qwen", "snapkv:window=4", "bf16"),
         ("hybrid", "h2o", "bf16"),

@@ -396,7 +396,7 @@ def test_the_packages_tool_runner_goes_on_in_one_thread(
     server: Server, monkeypatch: pytest.MonkeyPatch, stream: bool
 ) -> None:
     """With a picture in each step, which sends what is new; nothing is read twice."""
-    steps = 5
+    steps = 3
     engine = server.inside(lambda core: core.engine)
     script(monkeypatch, engine, [CALL] * (steps - 1) + ["done"])
     client = anthropic.Anthropic(base_url=server.url, api_key="none", max_retries=0)

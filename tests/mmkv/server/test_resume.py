@@ -113,7 +113,7 @@ def test_a_resumed_memory_is_that_of_a_fresh_run(
 
 
 def test_a_dialogue_reads_each_turn_once(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Twelve turns with pictures: each reads its own tokens, and replies as one session does.
+    """Six turns with pictures: each reads its own tokens, and replies as one session does.
 
     However many came before it, it is rendered once, and its own picture alone is decoded: to know
     it, and to read it.
@@ -129,7 +129,7 @@ def test_a_dialogue_reads_each_turn_once(server: Server, monkeypatch: pytest.Mon
         monkeypatch.setattr(module, function.__name__, counted)
     messages: list[Any] = []
     before = 0
-    for turn in range(12):
+    for turn in range(6):
         look = picture_part(picture("blue", (24 + 8 * turn, 24)))
         messages.append({"role": "user", "content": [look, {"type": "text", "text": f"{turn}?"}]})
         work.clear()
