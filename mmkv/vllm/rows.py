@@ -36,7 +36,6 @@ class HeldRequest:
     seq: int
     seen: int = 0
     blocks: set[int] = field(default_factory=set)
-    closed: bool = False
 
 
 @dataclass
@@ -127,18 +126,12 @@ class WorkerRows:
         return own[victims][own[victims] >= 0]
 
     def _find(self, arrival: Arrival) -> HeldRequest:
-        first = self._owner.get(arrival.blocks[0])
-        if arrival.seen and first is not None and not first.closed:
-            held = first
-            if held.seen != arrival.seen:
-                raise RuntimeError(
-                    f"mmkv: vLLM says a request has {arrival.seen} tokens, its rows have "
-                    f"{held.seen}; report this with vLLM's version"
-                )
-        elif arrival.seen:
-            raise RuntimeError("mmkv: vLLM goes on with a request that never began; report this")
-        else:
-            held = HeldRequest(-1)
+        held = self._owner.get(arrival.blocks[0]) if arrival.seen else HeldRequest(-1)
+        if held is None or held.seen != arrival.seen:
+            raise RuntimeError(
+                f"mmkv: vLLM goes on with a request of {arrival.seen} tokens, of which mmkv has "
+                f"{0 if held is None else held.seen}; report this with vLLM's version"
+            )
         for block in arrival.blocks:
             if block not in held.blocks:
                 self._reclaim(block)
@@ -154,7 +147,6 @@ class WorkerRows:
         if gone is None:
             return
         self.cache.close(gone.seq)
-        gone.closed = True
         for each in gone.blocks:
             if self._owner.get(each) is gone:
                 del self._owner[each]

@@ -15,6 +15,20 @@ from mmkv.engine.errors import InputError, PolicyError
 from mmkv.engine.model.gates import Gates
 from mmkv.engine.model.spec import DecoderSpec, RopeSpec
 from mmkv.engine.policies import Policy
+from mmkv.engine.policies.attention import (
+    AttentionAndRedundancy,
+    AttentionMass,
+    FusedAttention,
+    GlobalAttention,
+)
+from mmkv.engine.policies.scoring import (
+    KeyDifference,
+    KeyNorm,
+    NextChunk,
+    Recency,
+    Retention,
+    WindowAttention,
+)
 from mmkv.engine.policy_choice import choose
 from mmkv.engine.scorer_state import has_on_step
 
@@ -34,6 +48,19 @@ _VLLM_HAS = {
     "kv_limit": "--gpu-memory-utilization or --kv-cache-memory-bytes",
     "threads": "VLLM_CPU_OMP_THREADS_BIND",
 }
+# Scorers that read no row but an entry's own, so that ranks may score apart.
+_ROW_BY_ROW = (
+    AttentionAndRedundancy,
+    AttentionMass,
+    FusedAttention,
+    GlobalAttention,
+    KeyDifference,
+    KeyNorm,
+    NextChunk,
+    Recency,
+    Retention,
+    WindowAttention,
+)
 _ALIGNED = 16  # bytes that the size of an entry is a multiple of
 
 
@@ -220,6 +247,11 @@ def _require_vllm(config: VllmConfig, spec: DecoderSpec, policy: Policy) -> None
         raise InputError(
             f"mmkv: {spec.num_kv_heads} KV heads cannot be split among {ranks} ranks; choose a "
             "tensor-parallel size that divides them"
+        )
+    if ranks > 1 and type(policy.scoring) not in _ROW_BY_ROW:
+        raise PolicyError(
+            f"mmkv: policy {policy.name!r} scores an entry by other heads, too, which another rank "
+            "has; leave out --tensor-parallel-size, or choose another policy"
         )
     if policy.scoring.needs.gates and not config.model_config.enforce_eager:
         raise InputError(

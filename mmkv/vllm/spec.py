@@ -99,6 +99,8 @@ class BudgetManager(FullAttentionManager):
                 "give the cache more memory"
             )
         self.block_pool.get_new_blocks(reserve)
+        if self.enable_caching:
+            logger.info("mmkv: prefix caching is off: what stays of a prefix depends on the rest")
         logger.info(
             "mmkv: a request of any length takes at most %d blocks of %d tokens; %d requests fit "
             "beside the %d blocks of a pass (without mmkv %d tokens of all requests together)",

@@ -308,14 +308,6 @@ def test_pictures_are_read_under_a_budget() -> None:
     ("settings", "options", "message"),
     [
         ({"policy": "dbtrimkv"}, {}, "needs retention gates"),
-        ({"policy": "nosuch"}, {}, "unknown policy 'nosuch'"),
-        ({"policy": "full"}, {}, "evicts nothing"),
-        ({"policy": "expected-attention"}, {}, "reads rope positions of queries"),
-        ({"budget": "25%", "policy": "knorm"}, {}, "a share of the tokens bounds no request"),
-        ({"budget": 0.5, "policy": "knorm"}, {}, "at least 1 entry per row"),
-        ({"page_size": 16}, {}, "'page_size' is no setting inside vLLM; --block-size says that"),
-        ({"bugdet": 16}, {}, "'bugdet' is no setting inside vLLM; give policy, gates, budget"),
-        ({"policy": "knorm"}, {"kv_cache_dtype": "fp8"}, "kv_cache_dtype 'fp8' does not go"),
         (
             {"policy": "dbtrimkv", "gates": "random"},
             {"enforce_eager": False},
