@@ -124,8 +124,12 @@ def decode(
     bits: tuple[int, int] = (0, 0),
     dtype: torch.dtype = torch.bfloat16,
     window: int = 0,
+    gap: int = 0,
 ) -> CompiledCase:
-    """One query for each of ``group`` heads a KV head, which sees ``window`` tokens, or all."""
+    """One query for each of ``group`` heads a KV head, which sees ``window`` tokens, or all.
+
+    ``gap``: numbers between one key and the next.
+    """
     from mmkv.engine.backends.cuda.kernels import decode_attention_triton as ours
 
     types = dict.fromkeys(("query", "out"), _KINDS[dtype]) | _stored(dtype, bits)
@@ -137,7 +141,7 @@ def decode(
     constants: dict[str, Any] = {"HEADS": 8, "G": group, "GROUP": 1 << (group - 1).bit_length()}
     constants |= {"PADDED": padded, "D": head_dim, "BLOCK_D": head_dim, "P": 16, "TILE": tile}
     constants |= {"KEY_BITS": bits[0], "VALUE_BITS": bits[1], "WRITE_LSE": True}
-    constants["WINDOW"] = window
+    constants |= {"WINDOW": window, "STRIDE": head_dim + gap}
     seen = f", {window} tokens" if window else ""
     name = f"decode, {group} heads of {head_dim}{_form(bits)}{seen}, {_short(dtype)}"
     return CompiledCase(
@@ -146,9 +150,12 @@ def decode(
 
 
 def prefill(
-    queries: int, bits: tuple[int, int] = (0, 0), dtype: torch.dtype = torch.bfloat16
+    queries: int,
+    bits: tuple[int, int] = (0, 0),
+    dtype: torch.dtype = torch.bfloat16,
+    gap: int = 0,
 ) -> CompiledCase:
-    """A chunk's ``queries`` of a KV head (tokens x heads), head_dim 128."""
+    """A chunk's ``queries`` of a KV head (tokens x heads), head_dim 128; see :func:`decode`."""
     from mmkv.engine.backends.cuda.kernels import prefill_attention_triton as ours
 
     block, tile, warps = ours.blocks(dtype, 128, queries)
@@ -158,7 +165,7 @@ def prefill(
     strides = ("query_head", "query_token", "out_head", "out_token", "length_head", "table_head")
     types |= dict.fromkeys(strides, "i32")
     constants = {"G": 4, "D": 128, "BLOCK_D": 128, "P": 16, "BLOCK": block, "TILE": tile}
-    constants |= {"KEY_BITS": bits[0], "VALUE_BITS": bits[1]}
+    constants |= {"KEY_BITS": bits[0], "VALUE_BITS": bits[1], "STRIDE": 128 + gap}
     name = f"prefill, {queries} queries{_form(bits)}, {_short(dtype)}"
     stages = ours.stages(dtype)
     return CompiledCase(name, ours.__name__, "prefill_kernel", types, constants, warps, stages)

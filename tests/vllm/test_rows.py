@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import importlib
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -234,19 +236,25 @@ def test_a_request_that_lost_its_blocks_begins_again(folder: Path) -> None:
     beside_the_engine(worker, first)
 
 
+@pytest.mark.parametrize("kv", ["auto", "int8"])
 @torch.inference_mode()
-def test_no_kernel_reads_pages_that_have_gaps(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
+def test_kernels_read_entries_with_gaps_unless_they_are_codes(
+    kv: str, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    worker = Worker(engine_of(folder), 20)
+    worker = Worker(engine_of(folder, kv=kv), 30)
     assert not worker.rows.cache.pool.keys.is_contiguous()
-    step = "mmkv.engine.backends.torch.step"
+    step, called = "mmkv.engine.backends.torch.step", set()
     monkeypatch.setattr(f"{step}.on_triton", lambda tensor: True)
-    monkeypatch.setattr(f"{step}.prefill_attention", None)
-    (request,) = requests_of([75], 1)
-    while request.seen < len(request.tokens):
-        worker.run([request])
-    beside_the_engine(worker, request)
+    for name in ("prefill_attention", "decode_attention"):  # their references, on a CPU
+        kernel = getattr(importlib.import_module(step), name)
+        noted = functools.partial(lambda name, kernel, *a, **k: called.add(name) or kernel(*a, **k))
+        monkeypatch.setattr(f"{step}.{name}", functools.partial(noted, name, kernel))
+    requests = requests_of([75, 40], 6)
+    while any(one.seen < len(one.tokens) for one in requests):
+        worker.run([one for one in requests if one.seen < len(one.tokens)])
+    assert called == ({"prefill_attention", "decode_attention"} if kv == "auto" else set())
+    for one in requests:
+        beside_the_engine(worker, one)
 
 
 def test_memory_holds_the_entries_side_by_side(folder: Path) -> None:

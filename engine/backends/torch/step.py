@@ -9,7 +9,15 @@ import torch
 from torch import Tensor
 
 from mmkv.engine.backends.cuda.kernels.available import on_triton
+from mmkv.engine.backends.cuda.kernels.buffers import NewestTokens
+from mmkv.engine.backends.cuda.kernels.decode_attention import decode_attention, empty_partials
 from mmkv.engine.backends.cuda.kernels.prefill_attention import prefill_attention
+from mmkv.engine.backends.cuda.kernels.worklist import build_worklist as list_tiles
+from mmkv.engine.backends.cuda.kernels.worklist import (
+    default_runs,
+    empty_worklist,
+    tile_entries,
+)
 from mmkv.engine.backends.torch.attention import (
     LayerWork,
     build_worklist,
@@ -19,7 +27,7 @@ from mmkv.engine.backends.torch.attention import (
     windowed_attention,
 )
 from mmkv.engine.backends.torch.write_step import WriteGatePass
-from mmkv.engine.cache import RaggedCache
+from mmkv.engine.cache import PagePool, RaggedCache
 from mmkv.engine.model.spec import DecoderSpec
 from mmkv.engine.model.state_layer import State, StateLayer
 from mmkv.engine.model.weights import state_name
@@ -76,8 +84,7 @@ class PrefillChunk:
         count = position.numel()
         self.past: list[LayerWork] | None = None
         self.length = cache.length[seq].clone()  # of what was retained before this chunk
-        # The kernel reads pages without gaps; in another's memory they have some.
-        self.paged = on_triton(cache.pool.keys) and cache.pool.keys.is_contiguous()
+        self.paged = _kernels_read(cache.pool)
         if self.retained and not self.paged and self._native is None:
             self.past = build_worklist(
                 cache.length[ids], cache.table[ids], page_size, cache.pool.dtype
@@ -382,9 +389,11 @@ class DecodeStep:
         pool = cache.pool
         pool.position.view(-1)[self.slots] = position.int()[:, None, None].expand_as(self.slots)
         pool.modality.view(-1)[self.slots.flatten()] = 0
-        self.work = build_worklist(
-            cache.length[seqs], cache.table[seqs], pool.page_size, pool.dtype
-        )
+        self._by_kernel = _DecodeByKernel(self) if _kernels_read(pool) else None
+        if self._by_kernel is None:
+            self.work = build_worklist(
+                cache.length[seqs], cache.table[seqs], pool.page_size, pool.dtype
+            )
         self._layer_slots = self.slots.transpose(0, 1).flatten(1).unbind(0)
         self._queries: list[Tensor] = []
         self._mass: list[tuple[Tensor, Tensor]] = []
@@ -413,7 +422,9 @@ class DecodeStep:
             self._add_mass(layer, query)
         grouped = query.reshape(-1, spec.group, spec.head_dim)
         scale, limit = spec.head_dim**-0.5, spec.sliding_window[layer]
-        if limit and limit < self.seen:
+        if self._by_kernel is not None:
+            out = self._by_kernel.attend(layer, query)
+        elif limit and limit < self.seen:
             where = self.position.repeat_interleave(spec.num_kv_heads)[:, None]
             out = windowed_attention(
                 grouped,
@@ -461,3 +472,40 @@ class DecodeStep:
             spec.sliding_window[layer] or 0,
         )
         self._mass.append((rows.slot[rows.live], mass[rows.live]))
+
+
+def _kernels_read(pool: PagePool) -> bool:
+    """Whether the Triton kernels of attention run on a pool: codes have no gaps between them."""
+    return on_triton(pool.keys) and (pool.form.plain or pool.keys.is_contiguous())
+
+
+class _DecodeByKernel:
+    """The attention of a decode step as one launch a layer, without reading lengths on the host."""
+
+    def __init__(self, step: DecodeStep) -> None:
+        self._step, spec, cache = step, step.spec, step.cache
+        device = cache.length.device
+        tile = tile_entries(spec.head_dim, cache.pool.dtype)
+        sizes = step.seqs.numel(), spec.entry_layers, spec.num_kv_heads
+        self._work = empty_worklist(*sizes, tile, default_runs(device), device)
+        list_tiles(self._work, step.seqs, cache.length)
+        self._partials = empty_partials(self._work, spec.group, spec.head_dim)
+
+    def attend(self, layer: int, query: Tensor) -> Tensor:
+        """Return ``[B, Hq, D]`` for queries of that shape."""
+        step, pool = self._step, self._step.cache.pool
+        window = step.spec.sliding_window[layer]
+        out = torch.empty_like(query, memory_format=torch.contiguous_format)
+        decode_attention(
+            query,
+            pool.stored_keys,
+            pool.stored_values,
+            step.cache.table,
+            self._work,
+            layer,
+            self._partials,
+            step.spec.head_dim**-0.5,
+            out,
+            window=NewestTokens(window, pool.position, step.position) if window else None,
+        )
+        return out

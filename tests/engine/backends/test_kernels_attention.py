@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import mmap
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -129,6 +130,22 @@ def test_shapes(form, dim, group, page, tile) -> None:
     cache = paged(length, page, dim, torch.float32, DEVICE)
     query = queries(2, 2 * group, dim, torch.float32)
     work, partials = plan(cache, [0, 1], tile, 6, group)
+    compare(query, cache, [0, 1], 0, run(form, query, cache, work, partials))
+
+
+def with_gaps(cache: Paged) -> Paged:
+    """Return the same rows where a key, its value and 5 numbers lie side by side."""
+    dim = cache.keys.shape[2]
+    wide = torch.full((*cache.keys.shape[:2], 2 * dim + 5), torch.nan, device=DEVICE)
+    wide[..., :dim], wide[..., dim : 2 * dim] = cache.keys[:], cache.values[:]
+    return replace(cache, keys=wide[..., :dim], values=wide[..., dim : 2 * dim])
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_entries_with_gaps(form) -> None:
+    cache = with_gaps(paged(torch.tensor([[[150, 9]], [[64, 0]]]), 16, 32, torch.float32, DEVICE))
+    query = queries(2, 8, 32, torch.float32)
+    work, partials = plan(cache, [0, 1], 16, 5, 4)
     compare(query, cache, [0, 1], 0, run(form, query, cache, work, partials))
 
 
@@ -297,14 +314,17 @@ def test_decode_kernel_with_a_window_fits_a_hopper_sm(tmp_path: Path) -> None:
 
 
 @needs_compiler
-@pytest.mark.parametrize(("group", "tile", "dim"), [(4, 32, 128), (8, 32, 128), (1, 64, 64)])
-def test_decode_kernel_fits_a_hopper_sm(group, tile, dim, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("group", "tile", "dim", "gap"),  # inside vLLM value and 16 bytes lie behind a key
+    [(4, 32, 128, 0), (8, 32, 128, 0), (1, 64, 64, 0), (4, 32, 128, 136)],
+)
+def test_decode_kernel_fits_a_hopper_sm(group, tile, dim, gap, tmp_path: Path) -> None:
     """Four programs of 4 warps per multiprocessor: 128 registers, 56 KiB of shared memory.
 
     Also that two tiles are on their way while one is in use: the loop waits for all but the
     youngest groups of copies.
     """
-    code = compile_case(decode(group, tile, dim), tmp_path)
+    code = compile_case(decode(group, tile, dim, gap=gap), tmp_path)
     assert code.spills <= ONE_SPILL and code.registers <= 128 and code.shared <= 56 * 1024
     assert "cp.async.cg.shared.global" in code.ptx
     assert "cp.async.wait_group \t3" in code.ptx
@@ -348,6 +368,12 @@ def check(
 def test_prefill_equals_dense_attention(form, count, lengths) -> None:
     cache = paged(torch.tensor([[lengths]]), 16, 32, torch.float32, DEVICE)
     check(form, cache, prefill_queries(8, count, 32))
+
+
+@pytest.mark.parametrize("form", PREFILL_FORMS)
+def test_prefill_reads_entries_with_gaps(form) -> None:
+    cache = with_gaps(paged(torch.tensor([[[77, 12]]]), 16, 32, torch.float32, DEVICE))
+    check(form, cache, prefill_queries(8, 11, 32))
 
 
 @pytest.mark.parametrize("form", PREFILL_FORMS)
@@ -444,10 +470,10 @@ def test_kernel_of_fewer_bits_fits_a_hopper_sm(queries, bits, dtype, tmp_path: P
 
 
 @needs_compiler
-@pytest.mark.parametrize("queries", [64, 2048])
-def test_kernel_fits_a_hopper_sm(queries, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("queries", "gap"), [(64, 0), (2048, 0), (2048, 136)])
+def test_kernel_fits_a_hopper_sm(queries, gap, tmp_path: Path) -> None:
     """Two programs per SM for short chunks, one of 8 warps else; Hopper's own matrix products."""
-    case = prefill(queries)
+    case = prefill(queries, gap=gap)
     code = compile_case(case, tmp_path)
     assert code.spills == 0 and code.registers <= (256 if case.num_warps == 4 else 192)
     assert code.shared <= (113 if case.num_warps == 4 else 227) * 1024

@@ -44,7 +44,8 @@ def decode_attention_reference(
 
     Args:
         query: ``[B, Hq, D]`` float16, bfloat16 or float32, contiguous along D.
-        keys, values: ``[pages, P, D]``, the pool as attention reads it; P a power of two.
+        keys, values: ``[pages, P, D]``, the pool as attention reads it; P a power of two. Plain
+            ones may have the same gap behind every entry of both.
         table: ``[S, L, H, W]`` int64 page ids.
         work: what ``build_worklist`` made of this step's lengths.
         layer: its index in ``work`` and ``table``.

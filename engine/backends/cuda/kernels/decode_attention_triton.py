@@ -79,6 +79,7 @@ def decode_attention(
         D=head_dim,
         BLOCK_D=triton.next_power_of_2(head_dim),
         P=key_codes.shape[1],
+        STRIDE=key_codes.stride(1),
         KEY_BITS=key_bits,
         VALUE_BITS=value_bits,
         TILE=work.tile,
@@ -188,6 +189,7 @@ def decode_kernel(
     D: tl.constexpr,
     BLOCK_D: tl.constexpr,
     P: tl.constexpr,
+    STRIDE: tl.constexpr,
     KEY_BITS: tl.constexpr,
     VALUE_BITS: tl.constexpr,
     TILE: tl.constexpr,
@@ -220,7 +222,7 @@ def decode_kernel(
     for step in range(0, tiles):
         there = at + batch_slot < entries
         mask = there[:, None] & in_head
-        slot = pages.to(tl.int64) * (P * D) + (at + batch_slot) % P * D
+        slot = pages.to(tl.int64) * (P * STRIDE) + (at + batch_slot) % P * STRIDE
         # The query is read with every tile (an eighth of its bytes at most, from L2), so
         # that a new row does not stop the loop.
         q = tl.load(

@@ -25,7 +25,8 @@ def prefill_attention_reference(
     Args:
         query: ``[Hq, C, D]`` float16, bfloat16 or float32, contiguous along D (a transposed
             ``[C, Hq, D]`` will do).
-        keys, values: ``[pages, P, D]``, the pool as attention reads it; P a power of two.
+        keys, values: ``[pages, P, D]``, the pool as attention reads it; P a power of two. Plain
+            ones may have the same gap behind every entry of both.
         length: ``[H]`` int64 entries per KV head of one sequence and layer, from before the
             chunk was appended; table: ``[H, W]`` int64 page ids, contiguous along W.
         scale: factor on the logits, above 0.

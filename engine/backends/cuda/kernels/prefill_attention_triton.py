@@ -77,6 +77,7 @@ def prefill_attention(
         D=head_dim,
         BLOCK_D=triton.next_power_of_2(head_dim),
         P=key_codes.shape[1],
+        STRIDE=key_codes.stride(1),
         KEY_BITS=key_bits,
         VALUE_BITS=value_bits,
         BLOCK=block,
@@ -111,6 +112,7 @@ def prefill_kernel(
     D: tl.constexpr,
     BLOCK_D: tl.constexpr,
     P: tl.constexpr,
+    STRIDE: tl.constexpr,
     KEY_BITS: tl.constexpr,
     VALUE_BITS: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -140,7 +142,7 @@ def prefill_kernel(
     for at in range(0, entries, TILE):
         there = at + batch_slot < entries
         mask = there[:, None] & in_head
-        slot = pages.to(tl.int64) * (P * D) + (at + batch_slot) % P * D
+        slot = pages.to(tl.int64) * (P * STRIDE) + (at + batch_slot) % P * STRIDE
         entry = pages.to(tl.int64) * P + (at + batch_slot) % P
         if KEY_BITS == 0:
             key = tl.load(keys + slot[:, None] + d[None, :], mask=mask, other=0.0)
