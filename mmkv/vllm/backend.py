@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.nn.modules.module import register_module_module_registration_hook
 from vllm.config import get_current_vllm_config, get_current_vllm_config_or_none
 from vllm.distributed.parallel_state import get_tp_group
+from vllm.model_executor.layers.attention import Attention
 from vllm.model_executor.models.utils import extract_layer_index
 from vllm.v1.attention.backend import (
     AttentionBackend,
@@ -29,6 +30,7 @@ from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
 from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 from vllm.v1.kv_cache_interface import AttentionSpec, KVCacheLayout
 
+from mmkv.engine.errors import InputError
 from mmkv.vllm.ranks import Ranks
 from mmkv.vllm.rows import Arrival, Pass, WorkerRows
 from mmkv.vllm.settings import Settings, asked, settings_of
@@ -272,11 +274,23 @@ class BoundedAttention(AttentionImpl):
         return output
 
 
-def _note_hidden(parent: torch.nn.Module, name: str, child: torch.nn.Module | None) -> None:
-    """Have the module that holds a layer's attention tell it what it reads."""
+def _note_attention(parent: torch.nn.Module, name: str, child: torch.nn.Module | None) -> None:
+    """Have the module that holds a layer's attention tell it what it reads.
+
+    Raises:
+        InputError: vLLM has chosen another backend, which would ignore mmkv's settings.
+    """
     attention = getattr(child, "impl", None)
-    if isinstance(attention, BoundedAttention) and attention.reads_hidden:
-        parent.register_forward_pre_hook(functools.partial(_keep, attention), with_kwargs=True)
+    if isinstance(attention, BoundedAttention):
+        if attention.reads_hidden:
+            parent.register_forward_pre_hook(functools.partial(_keep, attention), with_kwargs=True)
+    elif isinstance(child, Attention) and child.attn_type == AttentionType.DECODER:
+        config = get_current_vllm_config_or_none()
+        if config is not None and asked(config):
+            raise InputError(
+                f"mmkv: vLLM has chosen {child.attn_backend.get_name()}, which ignores mmkv's "
+                "settings; give --attention-backend CUSTOM"
+            )
 
 
 def _keep(
@@ -292,4 +306,4 @@ def register_backends() -> None:
     """Let vLLM find the backends."""
     register_backend(AttentionBackendEnum.CUSTOM, f"{__name__}.BoundedBackend")
     register_backend(AttentionBackendEnum.CPU_ATTN, f"{__name__}.CPUBackend")
-    register_module_module_registration_hook(_note_hidden)
+    register_module_module_registration_hook(_note_attention)

@@ -324,6 +324,18 @@ def test_a_setting_that_cannot_be_ends_at_start_in_one_line(
     assert "\n" not in str(error.value)
 
 
+def test_a_backend_that_ignores_the_settings_is_refused(
+    models: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
+
+    from mmkv.vllm.backend import BoundedBackend
+
+    monkeypatch.setattr(BoundedBackend, "get_impl_cls", CPUAttentionBackend.get_impl_cls)
+    with pytest.raises(Exception, match=r"vLLM has chosen CPU_ATTN, .* --attention-backend CUSTOM"):
+        start(models["qwen3"], {"policy": "knorm"})
+
+
 def test_the_seams_are_where_they_were() -> None:
     """Name what of vLLM has moved, before anything else fails."""
     from vllm.v1.attention.backend import AttentionBackend, CommonAttentionMetadata
