@@ -81,6 +81,8 @@ class WorkerRows:
         pool.take(spec.rows)  # block 0 is vLLM's null block
         memory = sequence_memory(settings.policy, spec, layout.dtype)
         self.cache = RaggedCache(pool, spec.entry_layers, spec.num_kv_heads, memory)
+        heads = settings.spec.num_kv_heads
+        self._shares = settings.policy.shares(settings.allowed, spec.entry_layers, heads)
         gates = settings.gates
         self.gates = None if gates is None else gates.to(raw.device, layout.dtype)
         self._owner: dict[int, HeldRequest] = {}
@@ -95,10 +97,15 @@ class WorkerRows:
         held = [self._find(arrival) for arrival in arrivals]
         return Pass(self, held, arrivals)
 
-    def log_beta(self, layer: int, hidden: Tensor) -> Tensor | None:
+    def log_beta(self, layer: int, hidden: Tensor | None) -> Tensor | None:
         """Return float32 ``[T, kv_heads]`` of this rank's heads; None without gates."""
         if self.gates is None:
             return None
+        if hidden is None:
+            raise PolicyError(
+                "mmkv: this model's attention layers do not show vLLM's plugins what they read, "
+                "which gates need; choose a policy without gates"
+            )
         first = self.ranks.rank * self.spec.num_kv_heads
         return self.gates.log_beta(layer, hidden)[:, first : first + self.spec.num_kv_heads]
 
@@ -106,9 +113,7 @@ class WorkerRows:
         """Evict from a request what stands above its budget, and more than ``slack`` above it."""
         settings, cache, policy = self.settings, self.cache, self.settings.policy
         lengths = self.ranks.heads(cache.length[held.seq])  # [L, H] of all ranks
-        rows = lengths.numel()
-        shares = policy.shares(settings.allowed, *lengths.shape)
-        if not shares.exceeded(lengths.flatten(), slack // rows):
+        if not self._shares.exceeded(lengths.flatten(), slack // settings.spec.rows):
             return
         entries = cache.entries(held.seq)
         needs = policy.scoring.needs
@@ -197,7 +202,7 @@ class Pass:
         """Store keys and values ``[T, H, D]`` and attend with queries ``[T, Hq, D]``.
 
         Args:
-            hidden: what the layer's attention reads, ``[T, d]``, where gates want it.
+            hidden: what the layer's attention reads, ``[T, d]``; None: gates do not ask.
 
         Returns:
             ``[T, Hq D]``.
@@ -208,7 +213,7 @@ class Pass:
         if self._step is not None:
             at = self._where
             out[at] = self._step.attend(layer, query[at], key[at], value[at])
-        if hidden is not None and (log_beta := self.rows.log_beta(layer, hidden)) is not None:
+        if (log_beta := self.rows.log_beta(layer, hidden)) is not None:
             self._log_beta.append(log_beta)
         if layer == self.rows.spec.entry_layers - 1:
             self._finish()

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from mmkv.engine.cache.forms import KVForm
 from mmkv.engine.cache.layout import Layout
+from mmkv.engine.errors import PolicyError
 from mmkv.engine.runtime import Runtime
 from mmkv.vllm.ranks import Ranks
 from mmkv.vllm.rows import Arrival, HeldRequest, Pass, WorkerRows
@@ -255,6 +256,12 @@ def test_kernels_read_entries_with_gaps_unless_they_are_codes(
     assert called == ({"prefill_attention", "decode_attention"} if kv == "auto" else set())
     for one in requests:
         beside_the_engine(worker, one)
+
+
+def test_gates_that_are_shown_nothing_are_no_reason_to_keep_all(folder: Path) -> None:
+    rows = Worker(engine_of(folder), 20).rows
+    with pytest.raises(PolicyError, match="choose a policy without gates"):
+        rows.log_beta(0, None)
 
 
 def test_memory_holds_the_entries_side_by_side(folder: Path) -> None:
