@@ -42,7 +42,7 @@ def solved(text: str) -> str:
 
 
 CASES = [
-    ("path_traversal", row(ROUTE), f"so\n<Route>\n{ROUTE}\n</Route>", (1, 1)),
+    ("path_traversal", row(ROUTE), f"so\n<Route>\n{ROUTE}\n</Route>\n</Route>", (1, 1)),
     ("path_traversal", row(ROUTE), f"<Route>{ROUTE.replace('bus', 'ferry')}</Route>", (0, 1)),
     ("path_traversal", row(ROUTE), f"<Route>{ROUTE}", (0, 0)),
     ("tom_tracking", row(TRACE), TRACE, (1, 1)),
@@ -113,7 +113,7 @@ TABLE = "name\tyear\tprice\nThe Duck\t1989\t$5.00\nA Goose\t1990\t6\nSwan\t1991\
         (f"```tsv\n{TABLE}", 1, 1),  # cut off before the fence
         ("```tsv\nNAME\tyear\tprice\ngoose\t1990\t6\nduck\t1989\t500\n```", 1, 1 / 2),  # any order
         ("n\ty\tp\nSwan\t1991\t7\nSwan\t1991\t9\nCoot\t1992\t8\nHeron", 2 / 3, 1 / 2),
-        ("n\ty\tp\nSwan\t1991\t7\nSwan\t1991\t7", 1, 1 / 4),  # twice
+        ("n\ty\tp\nSwan\t1991\t7\nSwan\t1991\t7\nThat\tis\tall\t.", 1, 1 / 4),  # twice, words
         ("n\ty\tp\nSwan\t1991\nCoot\t1992\t8", 1 / 2, 1 / 4),  # a broken row in between
         ("n\ty\nSwan\t1991\nCoot\t1992", 0, 0),  # a column is missing
         ("no table", 0, 0),

@@ -133,8 +133,8 @@ def test_two_rows_may_not_share_an_id(tmp_path: Path) -> None:
 def test_pictures_are_found_by_the_end_of_their_path_and_only_inside(tmp_path: Path) -> None:
     inside = tmp_path / "inside"
     (inside / "pics").mkdir(parents=True)
-    for path in (inside / "pics" / "one.png", inside / "two.png", tmp_path / "secret.png"):
-        path.touch()
+    for path in ("inside/pics/one.png", "inside/one.png", "inside/two.png", "secret.png"):
+        (tmp_path / path).touch()
     row = a_row(image=["/home/someone/pics/one.png", "somewhere\\two.png"])
     found = find_pictures(read_row(row), inside)
     assert found == [inside / "pics" / "one.png", inside / "two.png"]
@@ -234,9 +234,10 @@ def test_a_run_writes_official_files_with_numbers_beside(
 
 def test_runs_with_other_settings_do_not_mix(reference: Path, mmkv: Callable[..., Ran]) -> None:
     before = content(reference)
-    few = ("--limit", f"{FIRST}", "--budget", "32", "--quiet")
+    few = ("--limit", f"{FIRST}", "--budget", "32", "--system", "Be brief.", "--quiet")
     ran = mmkv("mmdu", "--output", str(reference), *few)
-    assert "budget" in ran.error_line() and "name another --output" in ran.err and ran.code == 1
+    assert "(budget " in ran.error_line() and "; name another --output" in ran.err and ran.code == 1
+    assert ", system None, now 'Be brief.')" in ran.err
     assert content(reference) == before
 
 
@@ -278,6 +279,8 @@ def test_failing_dialogues_are_named_and_the_others_kept(
     assert {path.stem for path in output.glob("dense-*.json")} == {good["id"]}
     answers = AnswerFolder(output).answers(read_row(good))
     assert answers is not None and len(answers) == len(good["exact"])
+    ran = mmkv("mmdu", "score", "--data", str(tmp_path / "data.json"), "--answers", str(output))
+    assert "5 dialogues have no answers" in ran.error_line()
 
 
 @pytest.mark.parametrize(
