@@ -263,3 +263,5 @@ def test_a_reply_is_taken_token_by_token() -> None:
             rows.append([row.token for row in writer.take_scored()])
         assert writer.take() == writer.held_text() == wanted
         assert rows == [*([token] for token in ids), []] and writer.stop_text is None
+        speed = writer.reply(0, None).tokens_per_second  # the end takes a step, too
+        assert speed * writer._decoding == pytest.approx(len(ids))
