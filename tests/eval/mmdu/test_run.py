@@ -146,12 +146,8 @@ def test_pictures_are_found_by_the_end_of_their_path_and_only_inside(tmp_path: P
 def test_pictures_stand_where_the_question_has_them() -> None:
     waiting = iter([Path("1"), Path("2"), Path("3")])
     parts = interleave("<ImageHere>a <ImageHere> b", waiting)
-    assert [part.get("text", part.get("image")) for part in parts] == [
-        Path("1"),
-        "a ",
-        Path("2"),
-        " b",
-    ]
+    shown = [part.get("text", part.get("image")) for part in parts]
+    assert shown == [Path("1"), "a ", Path("2"), " b"]
     assert interleave("no picture", waiting) == [{"type": "text", "text": "no picture"}]
     assert next(waiting) == Path("3")
 
@@ -255,15 +251,8 @@ def test_failing_dialogues_are_named_and_the_others_kept(
     malformed["conversations"][3] = {"from": "user", "value": "again"}
     (tmp_path / "data.json").write_text(json.dumps(rows))
     output = tmp_path / "answers"
-    ran = mmkv(
-        "mmdu",
-        "--data",
-        str(tmp_path / "data.json"),
-        "--output",
-        str(output),
-        *BUDGET,
-        "--no-endless",
-    )
+    data = ("--data", str(tmp_path / "data.json"))
+    ran = mmkv("mmdu", *data, "--output", str(output), *BUDGET, "--no-endless")
     assert ran.code == 1 and "Traceback" not in ran.err
     lines = ran.err.splitlines()
     for row, says in (
@@ -279,8 +268,8 @@ def test_failing_dialogues_are_named_and_the_others_kept(
     assert {path.stem for path in output.glob("dense-*.json")} == {good["id"]}
     answers = AnswerFolder(output).answers(read_row(good))
     assert answers is not None and len(answers) == len(good["exact"])
-    ran = mmkv("mmdu", "score", "--data", str(tmp_path / "data.json"), "--answers", str(output))
-    assert "5 dialogues have no answers" in ran.error_line()
+    ran = mmkv("mmdu", "score", *data, "--answers", str(output))
+    assert ran.code == 1 and ": 5 dialogues have no answers" in ran.err
 
 
 @pytest.mark.parametrize(
