@@ -165,7 +165,7 @@ def pairs() -> list[Row]:
 
 def banking() -> tuple[list[Row], list[Row]]:
     """HELMET's examples and questions with labels."""
-    train = [{"text": f"example {at}", "label": at % 3} for at in range(9)]
+    train = [{"text": f"example {at}", "label": at % 7} for at in range(21)]
     return train, [{"text": "my card is lost", "label": 2}]
 
 

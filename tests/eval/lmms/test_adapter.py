@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from copy import copy
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -98,6 +99,7 @@ def test_generation_kwargs_follow_the_built_in_adapter() -> None:
     made, _ = sampling_of({"temperature": 0.7, "top_p": 0.9, "max_new_tokens": 5}, 7, own, True)
     assert (made.top_p, made.top_k, made.max_new_tokens, made.seed) == (0.9, 20, 5, 7)
     assert sampling_of({"until": ["stop"]}, 7, own, False)[0].stop == ()
+    assert sampling_of({"temperature": 0.7, "top_p": 0}, 7, own, False)[0].top_p == 0.8
 
 
 def test_what_a_task_does_not_say_is_the_checkpoints_as_in_transformers() -> None:
@@ -451,7 +453,9 @@ def test_samples_do_not_depend_on_the_batch(chat: Any) -> None:
         request.repeats = 2
     together = [r.text for r in chat.generate_until([first, first, second, second])]
     assert len(set(together)) == 4
-    assert [r.text for r in chat.generate_until([second, second])] == together[2:]
+    twin = copy(second)  # of another task, whose repeats are its own
+    twin.task_name = "other"
+    assert [r.text for r in chat.generate_until([twin, second, second])][1:] == together[2:]
 
 
 @needs_lmms_eval

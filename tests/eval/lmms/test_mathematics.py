@@ -105,7 +105,7 @@ def test_answers_that_differ(given: str, wanted: str) -> None:
     ("reply", "wanted"),
     [
         (r"so \boxed{1}, no, \boxed{\frac{1}{2}}.", r"\frac{1}{2}"),
-        (r"\boxed{\left\{ 1, \{2\} \right\}}", r"\left\{ 1, \{2\} \right\}"),
+        (r"\boxed{\left\{ 1, \{2\} \right)}", r"\left\{ 1, \{2\} \right)"),
         (r"first \boxed{3}, then \boxed{4 and the reply ends", "3"),
         (r"\boxed 7.", "7"),
         (r"\boxed{}: the answer is 4", None),

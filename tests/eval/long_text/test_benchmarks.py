@@ -287,9 +287,9 @@ def test_helmet_ranks_and_labels(data: Path) -> None:
     names = list(range(77))
     drawn_by = int(hashlib.sha256(b"my card is lost").hexdigest(), 16)
     random.Random((drawn_by + 42) % 2**31).shuffle(names)
-    numbers = {int(text.split()[1]) % 3: number for text, number in shown}
-    assert {(int(text.split()[1]) % 3, number) for text, number in shown} == set(numbers.items())
-    assert [numbers[label] for label in range(3)] == [str(name) for name in names[:3]]
+    numbers = {int(text.split()[1]) % 7: number for text, number in shown}
+    assert {(int(text.split()[1]) % 7, number) for text, number in shown} == set(numbers.items())
+    assert [numbers[label] for label in range(7)] == [str(name) for name in names[:7]]
     assert task.score(docs[0], [f" {numbers[2]}\n"]) == {"same_label": [1]}
     assert task.score(docs[0], [f" x\nlabel: {numbers[2]}"]) == {"same_label": [0]}
 

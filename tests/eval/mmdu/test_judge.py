@@ -184,7 +184,7 @@ class _Handler(BaseHTTPRequestHandler):
         elif action == "no completion":
             self._send(200, {"hello": "I am a proxy"})
         else:
-            status = {"fault": 500, "denied": 401, "quota": 429, "lost": 404, "rejected": 400}
+            status = {"fault": 501, "denied": 401, "quota": 429, "lost": 404, "rejected": 400}
             code = "insufficient_quota" if action == "quota" else "trouble"
             key = self.headers.get("Authorization", "").removeprefix("Bearer ")
             self._send(status[action], _error(f"{action}, key {key}", code))
@@ -493,6 +493,9 @@ def test_both_aggregations_and_the_failures_between_them(
     ]
     official = {name: sum(cell[name] for cell in cells) / len(cells) for name in SCORES}
     assert official == pytest.approx({n: result["without_failures"][n] / 10 for n in SCORES})
+    lines = (answers / "judge-fake-judge-1" / "journal.jsonl").read_text().splitlines()[1:]
+    for row in map(json.loads, lines):
+        assert row["usage"].get("prompt_tokens") in (7 * row["asked"], None)
     # An unreadable reply is asked for again, a filtered one is not.
     counts = [fake.asked[text] for text in place]
     assert counts[0::2] == [1] * (QUESTIONS - 22)
@@ -535,20 +538,19 @@ def test_a_judge_that_goes_down_leaves_its_verdicts(
     assert (ran.out, written) == uninterrupted
 
 
-def test_a_question_the_judge_refuses_counts_as_a_failure(
+def test_questions_the_judge_refuses_count_as_failures(
     judge: Callable[..., Ran], answers: Path
 ) -> None:
-    """It is named, the others are judged, and the next run asks it again."""
-    poison = prompts()[9][2]  # the second question of the second dialogue
-    with FakeJudge(lambda p, _: "rejected" if p == poison else "ok") as fake:
+    """They are named, the others are judged, and the next run asks them again."""
+    poison = {prompts()[at][2] for at in (9, 20, 31)}  # 9: the second of the second dialogue
+    with FakeJudge(lambda p, _: "rejected" if p in poison else "ok") as fake:
         ran = judge(fake.url)
-        assert ran.code == 1 and scores(answers)["judged"] == QUESTIONS - 1
-        assert (
-            f"failed: dialogue {DIALOGUES[1].id}, question 2: " in ran.err and "HTTP 400" in ran.err
-        )
+        assert ran.code == 1 and scores(answers)["judged"] == QUESTIONS - 3
+        assert f"failed: dialogue {DIALOGUES[1].id}, question 2: " in ran.err
+        assert ran.err.count("HTTP 400") == 3
         assert "| failures as 0 |" in ran.out and "have no verdict" in ran.err.splitlines()[-1]
         fake.behaviour = lambda *_: "ok"
-        assert judge(fake.url).code == 0 and fake.asked[poison] == 2
+        assert judge(fake.url).code == 0 and {fake.asked[one] for one in poison} == {2}
         # Another answer is another question.
         AnswerFolder(answers).save(DIALOGUES[0], ["new"] * len(DIALOGUES[0].questions), [])
         fake.bodies.clear()

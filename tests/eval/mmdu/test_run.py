@@ -133,8 +133,8 @@ def test_two_rows_may_not_share_an_id(tmp_path: Path) -> None:
 def test_pictures_are_found_by_the_end_of_their_path_and_only_inside(tmp_path: Path) -> None:
     inside = tmp_path / "inside"
     (inside / "pics").mkdir(parents=True)
-    for path in (inside / "pics" / "one.png", inside / "two.png", tmp_path / "secret.png"):
-        path.touch()
+    for path in ("inside/pics/one.png", "inside/one.png", "inside/two.png", "secret.png"):
+        (tmp_path / path).touch()
     row = a_row(image=["/home/someone/pics/one.png", "somewhere\\two.png"])
     found = find_pictures(read_row(row), inside)
     assert found == [inside / "pics" / "one.png", inside / "two.png"]
@@ -146,12 +146,8 @@ def test_pictures_are_found_by_the_end_of_their_path_and_only_inside(tmp_path: P
 def test_pictures_stand_where_the_question_has_them() -> None:
     waiting = iter([Path("1"), Path("2"), Path("3")])
     parts = interleave("<ImageHere>a <ImageHere> b", waiting)
-    assert [part.get("text", part.get("image")) for part in parts] == [
-        Path("1"),
-        "a ",
-        Path("2"),
-        " b",
-    ]
+    shown = [part.get("text", part.get("image")) for part in parts]
+    assert shown == [Path("1"), "a ", Path("2"), " b"]
     assert interleave("no picture", waiting) == [{"type": "text", "text": "no picture"}]
     assert next(waiting) == Path("3")
 
@@ -234,9 +230,10 @@ def test_a_run_writes_official_files_with_numbers_beside(
 
 def test_runs_with_other_settings_do_not_mix(reference: Path, mmkv: Callable[..., Ran]) -> None:
     before = content(reference)
-    few = ("--limit", f"{FIRST}", "--budget", "32", "--quiet")
+    few = ("--limit", f"{FIRST}", "--budget", "32", "--system", "Be brief.", "--quiet")
     ran = mmkv("mmdu", "--output", str(reference), *few)
-    assert "budget" in ran.error_line() and "name another --output" in ran.err and ran.code == 1
+    assert "(budget " in ran.error_line() and "; name another --output" in ran.err and ran.code == 1
+    assert ", system None, now 'Be brief.')" in ran.err
     assert content(reference) == before
 
 
@@ -254,15 +251,8 @@ def test_failing_dialogues_are_named_and_the_others_kept(
     malformed["conversations"][3] = {"from": "user", "value": "again"}
     (tmp_path / "data.json").write_text(json.dumps(rows))
     output = tmp_path / "answers"
-    ran = mmkv(
-        "mmdu",
-        "--data",
-        str(tmp_path / "data.json"),
-        "--output",
-        str(output),
-        *BUDGET,
-        "--no-endless",
-    )
+    data = ("--data", str(tmp_path / "data.json"))
+    ran = mmkv("mmdu", *data, "--output", str(output), *BUDGET, "--no-endless")
     assert ran.code == 1 and "Traceback" not in ran.err
     lines = ran.err.splitlines()
     for row, says in (
@@ -278,6 +268,8 @@ def test_failing_dialogues_are_named_and_the_others_kept(
     assert {path.stem for path in output.glob("dense-*.json")} == {good["id"]}
     answers = AnswerFolder(output).answers(read_row(good))
     assert answers is not None and len(answers) == len(good["exact"])
+    ran = mmkv("mmdu", "score", *data, "--answers", str(output))
+    assert ran.code == 1 and ": 5 dialogues have no answers" in ran.err
 
 
 @pytest.mark.parametrize(

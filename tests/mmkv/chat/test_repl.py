@@ -368,8 +368,9 @@ def test_what_a_template_shows_otherwise_is_read_again_or_kept_and_told(
     repl.handle("/memory")
     told = capfd.readouterr().err
     assert "kept " in told and "as wanted (rewrites: keep)" in told
-    repl.handle("/clear")
-    assert repl.session.rewrites == "keep"
+    for command in ("/budget 48", "/clear"):
+        repl.handle(command)
+    assert repl.session.rewrites == "keep" and repl.session.budget.value == 48
     repl.handle("/memory")
     assert "as wanted" not in capfd.readouterr().err
 

@@ -144,7 +144,7 @@ def test_the_file_sets_defaults_and_the_command_line_counts_more(
         ("top_k = true", "top_k is True; give a whole number"),
         ("quiet = 1", "quiet is 1; give true or false"),
         ('stop = "x"', 'give a list of texts, such as ["###"]'),
-        ("budget = [1]", "budget is [1]; give a number"),
+        ("budget = true", "budget is True; give a number"),
         ("budget = 1979-05-27", "give a number"),
         ("seed = 1.5", "give a whole number"),
         ("system = 3", "give a text in quotes"),

@@ -18,7 +18,7 @@ from mmkv.engine.errors import InputError
 from mmkv.prompt.messages import as_parts
 from mmkv.prompt.special import CUT, tokenize
 from mmkv.prompt.template import ChatTemplate
-from mmkv.reply import ReplyWriter
+from mmkv.reply import LogitSettings, ReplyWriter
 from mmkv.sampling import checked
 from mmkv.scheduler import Scheduler
 from mmkv.scheduler.conversation import CachedConversation
@@ -238,8 +238,10 @@ def test_a_prefix_is_words(engine: Engine) -> None:
         assert session.history == [] and session.seen == 0
 
 
-def test_a_space_behind_the_prefix_is_the_replys() -> None:
-    """SentencePiece drops the space that a text begins with; behind words it is kept."""
+def test_a_reply_is_taken_token_by_token() -> None:
+    """SentencePiece drops the space that a text begins with; behind words it is kept. The end that
+    a request names has no row, and as an end of the model's own it is no stop text.
+    """
     vocabulary = {piece: n for n, piece in enumerate(["<unk>", "</s>", "\u2581", *"abc"])}
     inner = Tokenizer(models.BPE(vocabulary, [], unk_token="<unk>"))
     inner.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first", split=False)
@@ -253,8 +255,13 @@ def test_a_space_behind_the_prefix_is_the_replys() -> None:
         eos_token_ids=frozenset({1}),
         media_token_ids=frozenset(),
     )
+    asked = LogitSettings(top_logprobs=1, stop_tokens=frozenset({1}))
     for prefix, wanted in (("", "b c"), ("a", " b c")):
-        writer = ReplyWriter(engine, checked(Sampling(9)), prefix=prefix)
-        for token in ids:
-            writer.put(token)
+        writer, rows = ReplyWriter(engine, checked(Sampling(9)), asked, prefix=prefix), []
+        for token in (*ids, 1):
+            writer.put(writer.choose(torch.eye(6)[token]))
+            rows.append([row.token for row in writer.take_scored()])
         assert writer.take() == writer.held_text() == wanted
+        assert rows == [*([token] for token in ids), []] and writer.stop_text is None
+        speed = writer.reply(0, None).tokens_per_second  # the end takes a step, too
+        assert speed * writer._decoding == pytest.approx(len(ids))

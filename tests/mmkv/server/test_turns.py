@@ -376,12 +376,15 @@ def test_pictures_outlast_the_server_with_their_sessions(
         with made.client.stream("POST", f"{path}/chat/completions", json=turn(question)) as answer:
             events(answer)
         kept = made.client.get(f"{path}/memory").json()["kept_by_message"]
+        fork = f"/v1/sessions/{made.client.post(f'{path}/fork').json()['id']}"
     with serving(lambda: load(folder), **settings) as made:
         digest = messages(made, path)[0]["content"][0]["digest"]
         found = made.client.get(f"{path}/media/{digest}")
         assert hashlib.sha256(found.content).hexdigest() == digest
         assert made.client.get(f"{path}/memory").json()["kept_by_message"] == kept
-        made.client.delete(path)
+        made.client.delete(path)  # its fork, which is not open, has the picture, too
+        assert made.client.get(f"{fork}/media/{digest}").status_code == 200
+        made.client.delete(fork)
         # A stop that comes while the turn is written takes nothing back.
         writes, go_on, commit = threading.Event(), threading.Event(), SessionStore.commit
 
