@@ -332,7 +332,10 @@ def histories(draw: Any) -> tuple[np.ndarray, tuple[Run, ...], int, int]:
             each = torch.arange(count)
             grid = torch.stack([torch.zeros_like(each), each // rows, each % rows])
             at = position + grid
-            runs = with_tokens(runs, seen, torch.ones(count), at)
+            whole, cut = with_tokens(runs, seen, torch.ones(count), at), draw(st.integers(1, count))
+            for first, part in ((0, at[:, :cut]), (cut, at[:, cut:])):
+                runs = with_tokens(runs, seen + first, torch.ones(part.shape[1]), part)
+            assert runs == whole, "a chunk may end inside it"
             position = int(at.max()) + 1
         else:
             runs = with_text(runs, seen, position)
