@@ -332,10 +332,7 @@ def histories(draw: Any) -> tuple[np.ndarray, tuple[Run, ...], int, int]:
             each = torch.arange(count)
             grid = torch.stack([torch.zeros_like(each), each // rows, each % rows])
             at = position + grid
-            whole, cut = with_tokens(runs, seen, torch.ones(count), at), draw(st.integers(1, count))
-            for first, part in ((0, at[:, :cut]), (cut, at[:, cut:])):
-                runs = with_tokens(runs, seen + first, torch.ones(part.shape[1]), part)
-            assert runs == whole, "a chunk may end inside it"
+            runs = with_tokens(runs, seen, torch.ones(count), at)
             position = int(at.max()) + 1
         else:
             runs = with_text(runs, seen, position)
@@ -343,6 +340,12 @@ def histories(draw: Any) -> tuple[np.ndarray, tuple[Run, ...], int, int]:
         seen += count
     live = draw(st.sets(st.integers(0, seen - 1), min_size=1))
     return np.array(sorted(live)), runs, seen, position
+
+
+def test_a_picture_takes_the_room_of_its_widest_part_when_chunks_cut_it() -> None:
+    at = 7 + torch.tensor([[0] * 5, [0, 0, 0, 0, 1], [0, 1, 2, 3, 0]])  # t, h, w
+    first = with_tokens((), 3, torch.ones(4), at[:, :4])
+    assert with_tokens(first, 7, torch.ones(1), at[:, 4:]) == (Run(3, 7, 4),)
 
 
 def place(runs: tuple[Run, ...], token: int) -> tuple[int, int]:
