@@ -342,6 +342,12 @@ def histories(draw: Any) -> tuple[np.ndarray, tuple[Run, ...], int, int]:
     return np.array(sorted(live)), runs, seen, position
 
 
+def test_a_picture_takes_the_room_of_its_widest_part_when_chunks_cut_it() -> None:
+    at = 7 + torch.tensor([[0] * 5, [0, 0, 0, 0, 1], [0, 1, 2, 3, 0]])  # t, h, w
+    first = with_tokens((), 3, torch.ones(4), at[:, :4])
+    assert with_tokens(first, 7, torch.ones(1), at[:, 4:]) == (Run(3, 7, 4),)
+
+
 def place(runs: tuple[Run, ...], token: int) -> tuple[int, int]:
     """The positions that a token's segment takes."""
     run = [run for run in runs if run.token <= token][-1]

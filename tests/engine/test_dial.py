@@ -230,10 +230,10 @@ def test_what_cannot_be_is_refused_in_a_line(
 
 
 def test_a_config_folds_the_dial_into_its_budget() -> None:
-    config = EngineConfig(risk=0.02, budget_max="64MiB")
+    config = EngineConfig(budget=64, risk=0.02, budget_max="64MiB")
     assert replace(config, device="cpu").budget == config.budget
     assert isinstance(config.budget, Budget)
-    assert config.budget.describe() == "8,388,608 bytes to 67,108,864 bytes at risk 0.02"
+    assert config.budget.describe() == "64 entries per row to 67,108,864 bytes at risk 0.02"
     assert Budget.of_list(*config.budget.as_list()) == config.budget
 
 

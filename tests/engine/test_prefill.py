@@ -99,13 +99,14 @@ def test_a_pool_of_the_bound_is_enough(
     pool = engine.cache.pool
     lasting = engine.budgets.lasting_pages(budget)
     with engine.session() as session:
-        for at, (prompt, steps) in enumerate(((PICTURES, 9), (LONG, 30), (turn(2), 1))):
+        asked = ((PICTURES, 9, None), (LONG, 30, 20), (turn(2), 1, None))
+        for at, (prompt, steps, chunk) in enumerate(asked):
             tokens = prompt["input_ids"].numel()
-            bound = page_bound(engine, budget, tokens, steps, session.extent)
+            bound = page_bound(engine, budget, tokens, steps, session.extent, chunk)
             if lasting is not None:
                 assert bound.steady <= lasting
             pool.limit = bound.steady + bound.chunk
-            prefill = session.begin_prefill(prompt, undoable=False)
+            prefill = session.begin_prefill(prompt, chunk, undoable=False)
             while not prefill.advance():
                 assert engine.cache.held_pages(session.seq) <= bound.steady
             pool.limit = bound.steady

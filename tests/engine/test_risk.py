@@ -128,6 +128,8 @@ def test_as_few_entries_stay_as_the_risk_allows(name: str, decays: bool) -> None
             for share in (0.25, 0.125)
         ]
         assert [*entries_needed(known, dial, view, policy)] == wanted
+        below = replace(dial, most=wanted[0] - 1)
+        assert min(entries_needed(known, below, view, policy)) > below.most, "a dial says so"
     above = entries_needed(Risk(0.5, {}, every, every), dial, view, policy)
     assert above == ((45, 45) if name == "trimkv" else (25, 25))  # all, and one more
 

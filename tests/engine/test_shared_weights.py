@@ -103,4 +103,4 @@ def test_a_layer_that_cannot_run_leaves_the_model_as_it_was() -> None:
     del model.model.layers[1].extra
     assert_equal_states(model.state_dict(), before)
     owners = storages(list(model.parameters()))
-    assert sum(owners.values()) == sum(p.nbytes for p in model.parameters())
+    assert len(owners) == len(list(model.parameters())), "none is a view of what was fused"

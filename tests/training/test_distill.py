@@ -245,7 +245,9 @@ def test_gates_of_a_hybrid_model_hang_at_the_layers_with_entries(tmp_path: Path)
     words = "what is two and two and three, and what follows from it"
     talk = [{"role": "user", "content": words}, {"role": "assistant", "content": words[::-1]}]
     (tmp_path / "talk.jsonl").write_text(json.dumps({"messages": talk}))
-    chosen = short_run(tmp_path / "gates", model=str(model), d_gate=8, budget=2.0, lr=0.1, steps=3)
+    chosen = short_run(
+        tmp_path / "gates", model=str(model), d_gate=8, budget=2.0, lr=0.1, steps=3, gate_input="kv"
+    )
     engine, source = load_backbone(chosen), f"chat:{tmp_path / 'talk.jsonl'}"
     distill(chosen, engine, examples(str(model), [source], 2, 0), [], [source])
     gates = load_gates(tmp_path / "gates", engine.spec)

@@ -501,7 +501,7 @@ def test_what_held_out_runs_count() -> None:
     for seed in (1, 2):
         row = make_turn("qwen3_vl", WRITE_PICTURE, seed)
         labels = row["input_ids"][0].clone()
-        labels[:9], labels[12] = -100, -100  # two answers
+        labels[1:9], labels[12] = -100, -100  # two answers; nothing predicts the first token
         rows.append({**row, "labels": labels})
     with torch.no_grad():
         for row in rows:
@@ -529,6 +529,7 @@ def test_what_held_out_runs_count() -> None:
             total += g[t].numel()
     assert 0 < admitted < kept < total and visual > 0
     assert got["answers"] == 4 and got["exact"] == 0.0
+    assert all(row["labels"][0] != -100 for row in rows), "the caller's stay"
     assert got["agreement"] == pytest.approx(sum(agree) / len(agree))
     assert got["kl"] == pytest.approx(sum(kl) / len(kl), rel=1e-3) and got["kl"] > 1e-3
     assert got["nll"] == pytest.approx(sum(nll) / len(nll), rel=1e-4)

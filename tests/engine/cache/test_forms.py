@@ -15,7 +15,7 @@ from safetensors.torch import save_file
 
 from mmkv.engine.budget import Budget
 from mmkv.engine.cache import KVForm
-from mmkv.engine.cache.choice import choose_form
+from mmkv.engine.cache.choice import best_at, choose_form
 from mmkv.engine.cache.forms import FORMS, Codec, _matrix, hadamard
 from mmkv.engine.cache.layout import Layout
 from mmkv.engine.errors import PolicyError, SessionError
@@ -163,6 +163,7 @@ def test_only_a_budget_in_bytes_chooses_a_form() -> None:
     for kv in FORMS:
         assert chosen(kv, stay[33]) == kv, "what the user names counts"
     assert chosen(None, stay[33], head_dim=5) == "int8"
+    assert [best_at(n) for n in (12.9, 13, 31.9, 32)] == ["int4", "k8v4", "k8v4", "int8"]
 
 
 def test_bytes_that_hold_the_whole_context_lose_no_bits() -> None:

@@ -37,10 +37,10 @@ from mmkv.engine.model.gates import (
 )
 from mmkv.engine.model.rope import rotate
 from mmkv.engine.model.spec import DecoderSpec
-from mmkv.engine.policies import Policy
+from mmkv.engine.policies import Policy, make_policy
 from mmkv.engine.policies.attention import AttentionMass
 from mmkv.engine.policies.base import Admission, admitted
-from mmkv.engine.policies.write_gate import visible
+from mmkv.engine.policies.write_gate import visible, with_window
 from mmkv.engine.policy_choice import named_gates
 from mmkv.engine.runtime import Runtime
 from mmkv.resources import bundled_model
@@ -404,6 +404,8 @@ def test_a_budget_beside_write_gates_has_both_sets_of_gates(tmp_path: Path) -> N
     one = engine("wgkv+snapkv", gates=write)
     assert one.model.needs.queries == 32 == one.policy.protect_recent
     assert one.evict_path.startswith("native, write gates and scores in torch")
+    kept = [with_window(make_policy(f"wgkv+snapkv:observed={n}"), 32) for n in (8, 48)]
+    assert [policy.protect_recent for policy in kept] == [32, 48]
     with two.session() as session:
         session.prefill({"input_ids": text_ids(90, 1)[None]})
         assert session.memory().entries == 40 * two.spec.rows

@@ -81,7 +81,7 @@ def test_chats_with_their_broken_rows(tmp_path: Path) -> None:
         talk,
         {"messages": [{"role": "user", "content": [part, part]}, talk[1]], "images": ["a.png"]},
         {"messages": [{"role": "user", "content": [part]}, talk[1]], "images": ["a.png", "b.png"]},
-        {"messages": [{"role": "user", "content": [part]}, talk[1]], "images": ["b.png"]},
+        {"messages": [{"role": "user", "content": [part]}, talk[1]], "images": [None, "b.png"]},
         {"messages": turns("q", "  ")},
         {"messages": [talk[1], talk[0]]},
         {"messages": [talk[0], {"role": "assistant", "content": [{**part, "path": "a.png"}]}]},

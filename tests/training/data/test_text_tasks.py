@@ -12,7 +12,7 @@ from mmkv.resources import bundled_model
 from mmkv.training.data.conversations import DataError
 from mmkv.training.data.examples import examples
 from mmkv.training.data.labels import IGNORED
-from mmkv.training.data.text_tasks import KINDS, TaskPiece, text_task
+from mmkv.training.data.text_tasks import KINDS, TaskPiece, needle_chat, text_task
 from mmkv.training.data.texts import write
 
 FACT = re.compile(r"The special magic number for (\w+) is: (\d{4})\.")
@@ -82,6 +82,14 @@ def test_far_needles_have_several_values_and_lie_at_all_depths() -> None:
     assert counts == {1, 2, 3, 4} and min(sentences) < 200 and max(sentences) > 480
     for low in (0.0, 0.25, 0.5, 0.75):
         assert 0.2 < sum(low <= depth < low + 0.25 for depth in depths) / len(depths) < 0.3
+
+
+def test_one_to_eight_keys_are_asked_for_and_never_more_than_there_are() -> None:
+    def words(texts: list[str]) -> list[int]:
+        return [len(text.split()) for text in texts]
+
+    replies = [needle_chat(seed, "train", (3000, 3000), words)[1] for seed in range(40)]
+    assert {reply.count("\n") + 1 for reply in replies} == set(range(1, 9))
 
 
 def test_the_labels_of_a_task_are_its_answers() -> None:
