@@ -178,9 +178,11 @@ def test_what_bfloat16_does_not_hold_stays() -> None:
 
 @pytest.mark.parametrize(
     ("stored", "kernels"),
-    [*((name, None) for name in NAMES), *((name, Kernels()) for name in NAMES[::3])],
+    [
+        *(pytest.param(name, None, id=name) for name in NAMES),
+        *(pytest.param(name, Kernels(), id=f"{name}-torch") for name in NAMES[::3]),
+    ],
     indirect=["stored"],
-    ids=str,
 )
 def test_in_bfloat16_the_error_is_smaller(
     kernels: Kernels | None, stored: Path, theirs: list[Tensor]
