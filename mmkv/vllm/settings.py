@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -14,21 +13,7 @@ from mmkv.engine.config import DEFAULT_BUDGET, EngineConfig
 from mmkv.engine.errors import InputError, PolicyError
 from mmkv.engine.model.gates import Gates
 from mmkv.engine.model.spec import DecoderSpec, RopeSpec
-from mmkv.engine.policies import Policy
-from mmkv.engine.policies.attention import (
-    AttentionAndRedundancy,
-    AttentionMass,
-    FusedAttention,
-    GlobalAttention,
-)
-from mmkv.engine.policies.scoring import (
-    KeyDifference,
-    KeyNorm,
-    NextChunk,
-    Recency,
-    Retention,
-    WindowAttention,
-)
+from mmkv.engine.policies import Policy, attention, scoring
 from mmkv.engine.policy_choice import choose
 from mmkv.engine.scorer_state import has_on_step
 
@@ -50,16 +35,16 @@ _VLLM_HAS = {
 }
 # Scorers that read no row but an entry's own, so that ranks may score apart.
 _ROW_BY_ROW = (
-    AttentionAndRedundancy,
-    AttentionMass,
-    FusedAttention,
-    GlobalAttention,
-    KeyDifference,
-    KeyNorm,
-    NextChunk,
-    Recency,
-    Retention,
-    WindowAttention,
+    attention.AttentionAndRedundancy,
+    attention.AttentionMass,
+    attention.FusedAttention,
+    attention.GlobalAttention,
+    scoring.KeyDifference,
+    scoring.KeyNorm,
+    scoring.NextChunk,
+    scoring.Recency,
+    scoring.Retention,
+    scoring.WindowAttention,
 )
 _ALIGNED = 16  # bytes that the size of an entry is a multiple of
 
@@ -119,25 +104,16 @@ def settings_of(config: VllmConfig) -> Settings:
     Raises:
         InputError, PolicyError, GateError, BudgetError, ModelError: for what cannot be.
     """
-    return _read(_Same(config))
+    if not (_LAST and _LAST[0][0] is config):
+        _LAST[:] = [(config, _read(config))]
+    return _LAST[0][1]
 
 
-class _Same:
-    """A config that is itself alone: vLLM's compare by value and have no hash."""
-
-    def __init__(self, config: VllmConfig) -> None:
-        self.config = config
-
-    def __hash__(self) -> int:
-        return id(self.config)
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Same) and other.config is self.config
+# Each layer asks again. vLLM's configs have no hash.
+_LAST: list[tuple[VllmConfig, Settings]] = []
 
 
-@functools.lru_cache(maxsize=2)
-def _read(same: _Same) -> Settings:
-    config = same.config
+def _read(config: VllmConfig) -> Settings:
     given = config.additional_config["mmkv"]
     engine = _engine_config(given, config.model_config.model)
     text = config.model_config.hf_text_config

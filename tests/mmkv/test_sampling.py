@@ -137,10 +137,16 @@ def test_no_tensor_is_taken_apart_to_draw_a_token(temperature: float) -> None:
 @pytest.mark.parametrize(
     "wrong",
     [
-        {"max_new_tokens": 0}, {"temperature": -0.1}, {"temperature": float("nan")}, {"top_p": 0.0},
-        {"top_p": 1.1}, {"top_k": -1}, {"seed": -1}, {"stop": ("",)},
+        {"max_new_tokens": 0},
+        {"temperature": -0.1},
+        {"temperature": float("nan")},
+        {"top_p": 0.0},
+        {"top_p": 1.1},
+        {"top_k": -1},
+        {"seed": -1},
+        {"stop": ("",)},
     ],
-)  # fmt: skip
+)
 def test_settings_out_of_range(wrong: dict[str, Any]) -> None:
     with pytest.raises(InputError):
         Sampling(**wrong)
@@ -206,17 +212,17 @@ def test_replies_without_settings_are_those_of_transformers(
 ) -> None:
     engine = engine_of(folder, config)
     ends = config.get("eos_token_id", engine.family.eos_token_ids)
-    for words in ("what is the colour of the third shape?",):
-        talk = [{"role": "user", "content": words}]
-        ids = engine.inputs(talk)["input_ids"]
-        more = {} if "eos_token_id" in config else {"eos_token_id": list(ends)}
-        wanted = transformers_says(folder, ids, **more)
-        wanted = wanted[: next((i for i, one in enumerate(wanted) if one in ends), len(wanted))]
-        (reply,) = engine.generate(talk, Sampling(max_new_tokens=24))
-        assert reply.token_ids == wanted
-        session = engine.session()
-        list(session.send(words, sampling=Sampling(max_new_tokens=24)))
-        assert session.last is not None and session.last.token_ids == wanted
+    words = "what is the colour of the third shape?"
+    talk = [{"role": "user", "content": words}]
+    ids = engine.inputs(talk)["input_ids"]
+    more = {} if "eos_token_id" in config else {"eos_token_id": list(ends)}
+    wanted = transformers_says(folder, ids, **more)
+    wanted = wanted[: next((i for i, one in enumerate(wanted) if one in ends), len(wanted))]
+    (reply,) = engine.generate(talk, Sampling(max_new_tokens=24))
+    assert reply.token_ids == wanted
+    session = engine.session()
+    list(session.send(words, sampling=Sampling(max_new_tokens=24)))
+    assert session.last is not None and session.last.token_ids == wanted
 
 
 def test_penalties_count_the_whole_conversation(

@@ -480,15 +480,12 @@ def test_a_batch_ends_each_thought_by_itself(
         assert reply.reasoning == "ooo"
 
 
-@pytest.mark.parametrize("kv", ["int8"])
-def test_bursts_of_a_gpu_come_to_the_same(
-    llama: Path, monkeypatch: pytest.MonkeyPatch, kv: str
-) -> None:
+def test_bursts_of_a_gpu_come_to_the_same(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """On a CPU the graph's step runs in torch, with the same bookkeeping."""
     made = []
     for burst in (False, True):
         engine = Engine.from_pretrained(
-            llama, policy="dbtrimkv", gates="random", budget=20, dtype="float32", kv=kv
+            llama, policy="dbtrimkv", gates="random", budget=20, dtype="float32", kv="int8"
         )
         with_template(engine, OPENED)
         if burst:

@@ -67,9 +67,17 @@ def compressed_of(folder: Path, policy: str) -> CompressedModel:
     """Return a model with an adapter that does nothing yet, under a policy with random gates."""
     gates = "random" if policy.partition("+")[0] in GATED else None
     settings = AdaptSettings(
-        str(folder), "", policy=policy, gates=gates, prefill_chunk=CHUNK, rank=2, alpha=4,
-        interval=EVERY.get(policy), dtype="float32", device="cpu",
-    )  # fmt: skip
+        str(folder),
+        "",
+        policy=policy,
+        gates=gates,
+        prefill_chunk=CHUNK,
+        rank=2,
+        alpha=4,
+        interval=EVERY.get(policy),
+        dtype="float32",
+        device="cpu",
+    )
     return load_compressed(settings)
 
 
@@ -157,9 +165,20 @@ def test_the_loss_of_two_tokens_by_hand() -> None:
 def short_run(folder: Path, **changes: Any) -> AdaptSettings:
     """Return a run of two steps of one document, on the bundled model."""
     usual: dict[str, Any] = dict(
-        model=MODEL, output=str(folder), budget="1/8", documents=1, group=3, max_reply=8,
-        temperature=1.5, lr=3e-2, warmup=0.0, steps=2, save_every=1, dtype="float32", device="cpu",
-    )  # fmt: skip
+        model=MODEL,
+        output=str(folder),
+        budget="1/8",
+        documents=1,
+        group=3,
+        max_reply=8,
+        temperature=1.5,
+        lr=3e-2,
+        warmup=0.0,
+        steps=2,
+        save_every=1,
+        dtype="float32",
+        device="cpu",
+    )
     return AdaptSettings(**(usual | changes))
 
 

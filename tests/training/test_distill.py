@@ -58,9 +58,20 @@ MODEL = str(bundled_model())
 def short_run(folder: Path, **changes: Any) -> TrainingSettings:
     """Return a short run on the CPU in float32."""
     usual = dict(
-        model=MODEL, output=str(folder), budget=24.0, d_gate=48, bias=8.0, lr=4e-3, steps=4,
-        batch=2, device="cpu", dtype="float32", log_every=1, save_every=100, eval_every=0,
-    )  # fmt: skip
+        model=MODEL,
+        output=str(folder),
+        budget=24.0,
+        d_gate=48,
+        bias=8.0,
+        lr=4e-3,
+        steps=4,
+        batch=2,
+        device="cpu",
+        dtype="float32",
+        log_every=1,
+        save_every=100,
+        eval_every=0,
+    )
     return TrainingSettings(**(usual | changes))
 
 

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-import functools
-import importlib
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
 from torch import Tensor
 
+from mmkv.engine.backends.torch import step as torch_step
 from mmkv.engine.cache.forms import KVForm
 from mmkv.engine.cache.layout import Layout
 from mmkv.engine.errors import PolicyError
@@ -244,16 +244,15 @@ def test_kernels_read_entries_with_gaps_unless_they_are_codes(
 ) -> None:
     worker = Worker(engine_of(folder, kv=kv), 30)
     assert not worker.rows.cache.pool.keys.is_contiguous()
-    step, called = "mmkv.engine.backends.torch.step", set()
-    monkeypatch.setattr(f"{step}.on_triton", lambda tensor: True)
-    for name in ("prefill_attention", "decode_attention"):  # their references, on a CPU
-        kernel = getattr(importlib.import_module(step), name)
-        noted = functools.partial(lambda name, kernel, *a, **k: called.add(name) or kernel(*a, **k))
-        monkeypatch.setattr(f"{step}.{name}", functools.partial(noted, name, kernel))
+    monkeypatch.setattr(torch_step, "on_triton", lambda tensor: True)
+    kernels = []  # their references, on a CPU
+    for name in ("prefill_attention", "decode_attention"):
+        kernels.append(Mock(wraps=getattr(torch_step, name)))
+        monkeypatch.setattr(torch_step, name, kernels[-1])
     requests = requests_of([75, 40], 6)
     while any(one.seen < len(one.tokens) for one in requests):
         worker.run([one for one in requests if one.seen < len(one.tokens)])
-    assert called == ({"prefill_attention", "decode_attention"} if kv == "auto" else set())
+    assert [kernel.called for kernel in kernels] == [kv == "auto"] * 2
     for one in requests:
         beside_the_engine(worker, one)
 
@@ -346,7 +345,7 @@ class Gather:
     def __init__(self, size: int) -> None:
         self.barrier, self.parts = threading.Barrier(size), [torch.empty(0)] * size
 
-    def of(self, rank: int):  # type: ignore[no-untyped-def]
+    def of(self, rank: int) -> Callable[[Tensor], Tensor]:
         def gather(values: Tensor) -> Tensor:
             self.parts[rank] = values
             self.barrier.wait(60)
