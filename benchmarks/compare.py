@@ -99,7 +99,7 @@ class Speeds:
         return {
             "tokens_per_second": STEPS / statistics.median(seconds),
             "eviction_share": share,
-            "path": engine.reply_path,
+            "path": engine.decode_path,
         }
 
 

@@ -196,13 +196,7 @@ def _drop_unadmitted(session: CachedSequence) -> None:
 
 
 class Budgets:
-    """Bounds open sequences: each by a budget of its own; :class:`SharedBudget`: all by one.
-
-    Attributes:
-        graph_obstacle: why a CUDA graph cannot cut to it, or "".
-    """
-
-    graph_obstacle = ""
+    """Bounds open sequences: each by a budget of its own; :class:`SharedBudget`: all by one."""
 
     def __init__(self, engine: Runtime) -> None:
         self._engine = engine
@@ -351,8 +345,6 @@ class SharedBudget(Budgets):
         PolicyError: the policy's scores cannot be compared between sequences.
         SessionError: sequences are open that this budget would not count.
     """
-
-    graph_obstacle = "sessions share a budget"
 
     def __init__(
         self, engine: Runtime, budget: Budget, floor: float, by_risk: bool = False

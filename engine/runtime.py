@@ -326,6 +326,7 @@ class Runtime:
         with self.lock:
             made = Budget.of(budget)
             self.budgets, self.budget = SharedBudget(self, made, floor, by_risk), made
+            self.model.shared = True
             self.form_note = None  # it speaks of a budget that is gone
 
     @property
@@ -439,29 +440,21 @@ class Runtime:
     @property
     def many_path(self) -> str:
         """Backend of :meth:`decode_many`: ``graph``, or ``step by step: `` and why."""
-        why = self.backends.for_bursts().burst_reason() or self.budgets.graph_obstacle
+        why = self.backends.for_bursts().burst_reason()
         return f"step by step: {why}" if why else "graph"
 
     @property
     def decode_path(self) -> str:
-        """Backend of :meth:`decode`: ``native``, or ``torch: `` and why.
+        """Backend of :meth:`decode`: ``native``, on a GPU ``CUDA graph``, or ``torch: `` and why.
 
-        ``CUDA graph`` is of the bursts that replies ask for (:meth:`decode_many`); a single
-        :meth:`decode` on a GPU is a torch step. A batch runs on torch when one of its sessions
-        must (:attr:`mmkv.engine.sequence.CachedSequence.decode_path`).
+        A batch runs on torch when one of its sessions must
+        (:attr:`mmkv.engine.sequence.CachedSequence.decode_path`).
         """
         return self.path_of(())
 
     @property
-    def reply_path(self) -> str:
-        """Backend of replies: as :attr:`decode_path`; on a GPU ``CUDA graph``, or ``torch: `` and
-        why there is none.
-        """
-        return self.reply_path_of(())
-
-    @property
     def evict_path(self) -> str:
-        """Backend of scores and evictions in a reply: as :attr:`reply_path`, or ``never``.
+        """Backend of scores and evictions in a step: as :attr:`decode_path`, or ``never``.
 
         A step may run in C or on Triton kernels with its scores in torch: the kernels know some
         scorers, others are computed by their own torch code.
@@ -469,7 +462,7 @@ class Runtime:
         if not self.policy.evicts and self.policy.admission is None:
             return "never"
         if self.device.type == "cuda":
-            return self.reply_path
+            return self.decode_path
         backend, why = self.backends.first(lambda each: each.no_eviction_reason())
         if why:
             return f"{backend.path}: {why}"
@@ -484,13 +477,6 @@ class Runtime:
         batch = batch_of(sessions) if sessions else None
         backend, why = self.backends.first(lambda each: each.unsupported_reason(batch))
         return f"{backend.path}: {why}" if why else backend.path
-
-    def reply_path_of(self, sessions: Sequence[CachedSequence]) -> str:
-        """Name what replies of these sessions are decoded on, as :attr:`reply_path` does."""
-        if self.device.type != "cuda":
-            return self.path_of(sessions)
-        why = self.backends.for_bursts().burst_reason()
-        return f"torch: {why}" if why else "CUDA graph"
 
     def _open(self, budget: Budget) -> CachedSequence:
         return CachedSequence(self, budget)

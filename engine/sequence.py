@@ -272,11 +272,6 @@ class CachedSequence:
         return self.engine.path_of([self])
 
     @property
-    def reply_path(self) -> str:
-        """Backend of replies; as :attr:`mmkv.engine.runtime.Runtime.reply_path`."""
-        return self.engine.reply_path_of([self])
-
-    @property
     def has_room(self) -> bool:
         """Whether there is a position for one more token."""
         try:

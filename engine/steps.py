@@ -64,7 +64,7 @@ def decode_step(
             raise
         for session, token in zip(sessions, token_ids, strict=True):
             session.read_ids |= 1 << token
-        if engine.model.has_on_step:
+        if engine.model.has_on_step and not counts.revised:
             for session in sessions:
                 entries = engine.cache.entries(session.seq)
                 view = session.view(entries)
@@ -177,11 +177,23 @@ def _step_by_step(
     return generated
 
 
+def next_ids(
+    engine: Runtime, sessions: Sequence[CachedSequence], logits: Tensor, draws: Sequence[Draw]
+) -> list[int]:
+    """Choose the ids that a burst would say after a step with these ``logits [B, vocab]``.
+
+    BROKEN where they are no numbers.
+    """
+    plain = all(draw.plain for draw in draws)
+    made = None if plain else Draws(draws, logits.shape[-1], engine.device)
+    return _next_ids(engine, sessions, logits, made)
+
+
 def _next_ids(
     engine: Runtime, sessions: Sequence[CachedSequence], logits: torch.Tensor, drawn: Draws | None
 ) -> list[int]:
     """Return the id that follows in each, or BROKEN where its logits are no numbers."""
-    broken = guard(logits, engine.never_chosen)
+    logits, broken = guard(logits, engine.never_chosen)
     if drawn is None:
         chosen = logits.argmax(-1)
     else:

@@ -166,7 +166,7 @@ def measure(
         rounding=engine.decoder.weights.rounding(),
         policy=engine.policy.name,
         kv=engine.cache.pool.form.name,
-        path=engine.reply_path,
+        path=engine.decode_path,
         batch=batch,
         context=context,
         copy_bandwidth=bandwidth,

@@ -20,7 +20,7 @@ from mmkv.calls.parser import CallFilter, ReplyParser, parse
 from mmkv.calls.tools import Tool, ToolCall
 from mmkv.detokenizer import Detokenizer, StopStrings, token_bytes
 from mmkv.engine.errors import BROKEN, STOPS, InputError, NotFiniteError, as_exception, shown
-from mmkv.engine.steps import BURST
+from mmkv.engine.steps import BURST, next_ids
 from mmkv.grammar import ReplyRules
 from mmkv.sampling import Sampler, Sampling, likeliest_of
 from mmkv.thoughts import PROMPT_END, Thought, closing, marks_if_first
@@ -114,7 +114,8 @@ class ReplyWriter:
 
     ``unfed`` is the token that was sampled but that the session does not hold yet: part of the
     reply, so it must be appended before the next turn. ``failure``: why the reply ended where no
-    token could be chosen or written; ``finish_reason`` is ``interrupted`` then. ``scored``: where
+    token could be chosen or written; ``finish_reason`` is ``interrupted`` then.
+    ``looks_at_logits``: whether a token depends on more than :attr:`draw`. ``scored``: where
     log probabilities were asked for, a row per token that was not taken yet: those of the model,
     before bias, penalties, grammar, temperature, top-p and top-k.
 
@@ -176,9 +177,8 @@ class ReplyWriter:
         self._stops, self._limit = StopStrings(drawn.stop), drawn.max_new_tokens
         # At every token: for stop strings, and for what the GPU's sampler cannot do.
         bound = self._constraint is not None or settings.top_logprobs is not None
-        self._looks = bound or any(
-            (drawn.stop, drawn.bad_words, settings.bias, settings.stop_tokens)
-        )
+        self.looks_at_logits = bound or bool(drawn.bad_words or settings.bias)
+        self._looks = self.looks_at_logits or bool(drawn.stop or settings.stop_tokens)
         self._prompt = tuple(prompt[-PROMPT_END:])
         # Followed token by token only where the thought has a budget.
         self._budget = None if self._marks is None else drawn.thinking_budget
@@ -236,17 +236,24 @@ class ReplyWriter:
         chosen = self._sampler.sampling
         return chosen.temperature == 0 and not chosen.penalises
 
-    def choose(self, logits: torch.Tensor, likeliest: tuple[float, float] | None = None) -> int:
+    def choose(
+        self,
+        logits: torch.Tensor,
+        likeliest: tuple[float, float] | None = None,
+        drawn: int | None = None,
+    ) -> int:
         """Sample a token from ``logits`` [vocab]; BROKEN where they are not finite, or none can be.
 
-        ``likeliest``: as :meth:`mmkv.sampling.Sampler.draw` takes it. Where a thought's budget is
-        spent, the next token of its end comes instead.
+        ``likeliest``: as :meth:`mmkv.sampling.Sampler.draw` takes it; ``drawn``: what the GPU has
+        drawn. Where a thought's budget is spent, the next token of its end comes instead.
         """
         bound = self._constraint
         if bound is not None and bound.masks:
             self._forced.clear()  # the answer begins as it has to
         if self._forced:
             token = self._forced.popleft()
+        elif drawn is not None:
+            token = drawn
         else:
             try:
                 token = self._sampler.draw(logits, self._changed(logits), likeliest)
@@ -529,13 +536,7 @@ def step(
         following: list[int | None] = []
         with engine.lock:  # the logits are read back before another thread's step
             logits = engine.decode(sessions, tokens)
-            read: Sequence[tuple[float, float] | None] = [None] * len(writers)
-            if sum(writer.greedy for writer in writers) > 1:
-                read = likeliest_of(logits)
-            chosen = [
-                writer.attempt(writer.choose, *row)
-                for writer, *row in zip(writers, logits, read, strict=True)
-            ]
+            chosen = _chosen(engine, sessions, writers, logits)
         for writer, token in zip(writers, chosen, strict=True):
             writer.unfed = None  # the session holds it now
             following.append(None if token is None else writer.attempt(writer.put, token))
@@ -554,6 +555,36 @@ def step(
     return [
         writer.attempt(writer.take_burst, row)
         for writer, row in zip(writers, generated, strict=True)
+    ]
+
+
+def _chosen(
+    engine: Engine,
+    sessions: Sequence[CachedSequence],
+    writers: Sequence[ReplyWriter],
+    logits: torch.Tensor,
+) -> list[int | None]:
+    """Choose what follows in each reply; None where that failed.
+
+    On a GPU, replies that would be decoded in bursts without the others get the tokens of those
+    bursts, all in one read.
+    """
+    alone: Sequence[int] = range(len(writers))
+    drawn = dict[int, int]()
+    if engine.many_path == "graph":
+        alone = [index for index, writer in enumerate(writers) if writer.looks_at_logits]
+        others = [index for index in range(len(writers)) if index not in alone]
+        if others:
+            rows = logits if len(others) == len(writers) else logits[others]
+            draws = [writers[index].draw for index in others]
+            chosen = next_ids(engine, [sessions[index] for index in others], rows, draws)
+            drawn = dict(zip(others, chosen, strict=True))
+    read: Sequence[tuple[float, float] | None] = [None] * len(writers)
+    if sum(writers[index].greedy for index in alone) > 1:
+        read = likeliest_of(logits)
+    return [
+        writer.attempt(writer.choose, logits[index], read[index], drawn.get(index))
+        for index, writer in enumerate(writers)
     ]
 
 

@@ -177,8 +177,7 @@ def replies(
     Returns:
         ids per session. The last of each is not appended to its session.
     """
-    logits = logits.clone()
-    guard(logits, engine.never_chosen)
+    logits, _ = guard(logits, engine.never_chosen)
     columns, seed = columns_of(draws, engine.device)
     seen = torch.tensor([session.seen for session in sessions], device=engine.device)
     first = sample(logits, columns, uniform(seed, seen)).tolist()

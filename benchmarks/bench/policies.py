@@ -212,7 +212,7 @@ class Measured:
         engine, reason = self.engine, graph_reason(self.engine)
         entries = sum(session.entries for session in self.sessions)
         return {
-            "path": engine.reply_path,
+            "path": engine.decode_path,
             "evicts_on": engine.evict_path,
             "interval": self.interval,
             "entries_per_row": entries / len(self.sessions) / engine.spec.rows,

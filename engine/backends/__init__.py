@@ -55,14 +55,20 @@ class Backends:
     """The backends of one engine; each is an attribute by its name, too (``backends.cpu``)."""
 
     def __init__(self, model: LoadedModel, cache: RaggedCache) -> None:
+        self._model = model
         self.each = [kind(model, cache) for kind in BACKENDS]
-        self.stepping = [backend for backend in self.each if backend.steps]
         self._by_name = {backend.name: backend for backend in self.each}
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_") or name not in self._by_name:
             raise AttributeError(f"there is no backend {name!r}")
         return self._by_name[name]
+
+    @property
+    def stepping(self) -> list[Backend]:
+        """Those that decode steps where the model is."""
+        here = self._model.device.type
+        return [each for each in self.each if each.steps and here in each.devices]
 
     def for_step(self, batch: Batch) -> Backend:
         """Return the first that can decode a step of this batch."""

@@ -48,6 +48,7 @@ class LoadedModel:
         write_gates: of a policy with an admission, else None.
         interval: when sequences are cut while they decode.
         never_chosen: int64 ids of tokens that no reply may hold.
+        shared: whether all sessions share one budget, which is cut to outside of steps.
         has_on_append, has_on_step: whether the scorer gives new entries their state, and changes
             that of all entries after a step.
     """
@@ -63,6 +64,7 @@ class LoadedModel:
     never_chosen: Tensor
     has_on_append: bool = False
     has_on_step: bool = False
+    shared: bool = False
 
     def write_step(self, rope: tuple[Tensor, Tensor]) -> WriteGatePass | None:
         """Return the write gates of a pass whose tokens have these rope angles; None without."""
@@ -193,6 +195,7 @@ class Counts:
         dropped: entries that each lost; nan: those of them with a score that is NaN. Empty: none.
         uncut: indices of sequences that have not been cut to what is allowed.
         tried: whether the backend has tried to cut those, so that only others are asked.
+        revised: whether the scorer has changed the state of all entries after the step.
         scored: of recorded sequences (:attr:`Batch.recorded`), where scores were made in torch.
         log_beta: float32 ``[S, B, layers, heads]`` of the entries appended in some steps, this one
             the last of them, or None without gates; step: which of the S it is. Set before
@@ -204,6 +207,7 @@ class Counts:
     nan: Sequence[int] = ()
     uncut: Sequence[int] = ()
     tried: bool = False
+    revised: bool = False
     scored: dict[int, Scored] | None = None
     log_beta: Tensor | None = None
     step: int = 0
@@ -248,11 +252,13 @@ class Backend:
 
     Attributes:
         name: its folder; path: what ``decode_path`` says of what it runs.
+        devices: where it runs.
         steps, bursts: what it does at all.
     """
 
     name: ClassVar[str]
     path: ClassVar[str]
+    devices: ClassVar[tuple[str, ...]] = ("cpu", "cuda")
     steps: ClassVar[bool] = False
     bursts: ClassVar[bool] = False
 

@@ -149,7 +149,7 @@ def statistics(session: Session) -> RenderableType:
         *([("linear layers", format_bytes(memory.state_bytes))] if memory.state_bytes else []),
         ("features of pictures", format_bytes(memory.vision_bytes)),
         ("held for /undo", format_bytes(session.snapshot_bytes)),
-        ("decode step", session.reply_path),
+        ("decode step", session.decode_path),
         ("eviction", engine.evict_path),
         ("policy, budget", f"{engine.policy.name}, {session.budget.describe()}{in_form(engine)}"),
     ]
@@ -184,7 +184,7 @@ def record(session: Session, model: str) -> dict[str, Any]:
         "model": model,
         "device": str(engine.device),
         "dtype": str(engine.dtype).removeprefix("torch."),
-        "decode_path": session.reply_path,
+        "decode_path": session.decode_path,
         "policy": engine.policy.name,
         "policy_note": engine.policy_note,
         "kv": pool.form.name,

@@ -38,7 +38,7 @@ class CpuBackend(Backend):
         evictor: None where nothing is evicted.
     """
 
-    name, path = "cpu", "native"
+    name, path, devices = "cpu", "native", ("cpu",)
     steps = True
 
     def __init__(self, model: LoadedModel, cache: RaggedCache) -> None:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from torch import Tensor
 
-from mmkv.engine.backends.base import HOSTED, Backend, Batch, Burst, LoadedModel
+from mmkv.engine.backends.base import HOSTED, Backend, Batch, Burst, Counts, LoadedModel
 from mmkv.engine.backends.cuda.kernels.available import on_triton, triton_installed
 from mmkv.engine.backends.cuda.kernels.sample import Draw
 from mmkv.engine.backends.cuda.kernels.window_scores import window_scores
@@ -24,28 +25,44 @@ from mmkv.engine.scorer_state import (
 
 
 class CudaBackend(Backend):
-    """Decodes bursts of steps as replays of a CUDA graph, with nothing read back in between.
+    """Decodes steps, and bursts of them, as replays of a CUDA graph that evicts as it goes.
 
-    A single step whose logits are wanted is the torch step, which takes Triton's kernels by
-    itself where it can; so is an eviction outside of a burst.
+    An eviction outside of a step is torch's.
 
     Attributes:
-        runner: the graphs, made when the first burst needs one.
+        runner: the graphs, made when the first step needs one.
     """
 
-    name, path = "cuda", "graph"
-    bursts = True
+    name, path, devices = "cuda", "CUDA graph", ("cuda",)
+    steps = bursts = True
 
     def __init__(self, model: LoadedModel, cache: RaggedCache) -> None:
         super().__init__(model, cache)
         self.runner: GraphRunner | None = None
 
+    def unsupported_reason(self, batch: Batch | None = None) -> str:
+        """See :class:`mmkv.engine.backends.base.Backend`."""
+        if batch is not None and batch.recorded:
+            return "the session is recorded"
+        return self.burst_reason()
+
+    def no_eviction_reason(self) -> str:
+        """See :class:`mmkv.engine.backends.base.Backend`."""
+        return "evictions are part of its steps"
+
+    def evict(self, batch: Batch, counts: Counts) -> None:
+        """See :class:`mmkv.engine.backends.base.Backend`: of none."""
+        counts.uncut = range(len(batch.seqs))
+
     def burst_reason(self) -> str:
+        """See :class:`mmkv.engine.backends.base.Backend`."""
         model, policy = self.model, self.model.policy
         if model.device.type != "cuda":
             return "no GPU"
         if not triton_installed():
             return "Triton is not installed"
+        if model.shared:
+            return "sessions share a budget"
         states = [layer.state_layer for layer in model.decoder.weights.layers]
         if any(each is not None and not isinstance(each, DeltaLayer) for each in states):
             return "linear layers of its own"
@@ -64,6 +81,24 @@ class CudaBackend(Backend):
     def policy_reason(policy: Policy) -> str:
         """Say why bursts cannot evict for a policy; empty where they can, or never have to."""
         return f"policy {policy.name!r} has code of its own" if own_code(policy) else ""
+
+    def decode(self, batch: Batch, counts: Counts) -> Tensor:
+        """See :class:`mmkv.engine.backends.base.Backend`: one replay, evictions included."""
+        single = replace(batch, share=[0.0] * len(batch.seqs))  # what is allowed is of this step
+        burst = Burst.of(single)
+        try:
+            self.decode_many(single, burst, 1)
+        finally:
+            if all(burst.appended):
+                assert self.runner is not None
+                made = self.runner.log_beta
+                if made is not None:
+                    counts.log_beta = made.unflatten(1, self.cache.length.shape[1:])[None]
+                counts.appended, counts.revised, counts.nan = 1, True, burst.nan
+                grown = [entries + self.model.spec.rows for entries in batch.entries]
+                left = zip(grown, burst.entries, strict=True)
+                counts.dropped = [before - now for before, now in left]
+        return self.runner.logits.clone()
 
     def decode_many(
         self,

@@ -57,6 +57,7 @@ from mmkv.engine.system import exact_products, on_device
 # Of one step: with what cuts to a budget, and without it where not each step evicts.
 Graphs = dict[bool, torch.cuda.CUDAGraph]
 MOST_STEPS = 256  # per replay: pages for all of them are set aside beforehand
+_LEAST_STOPS = 8  # ids that a step looks for at least
 _LEAST_ROOM = 256  # entries per row that tables and pages have room for at least
 _WARM_UP = 2  # steps on idle batch slots, so that libraries allocate before the capture
 
@@ -67,12 +68,13 @@ class StaticStep:
     Attributes:
         most_entries: of one batch slot, so many at most may stand when it is evicted from.
         policy_step: what the policy does in torch, or None.
-        seqs: ``[B]`` int64 sequence slots, -1 idle. A batch slot becomes idle when it says a stop
-            token.
+        seqs: ``[B]`` int64 sequence slots, -1 idle. A batch slot becomes idle when it says a
+            token of ``stop``.
         token: ``[B]`` int64, what is appended next.
         seen: ``[B]`` int64 tokens seen; rope_position: ``[B]`` int64 of the next token.
         allowed: ``[B]`` int64 entries that may stay; share: ``[B]`` float64, above 0 for budgets
             that are a fraction of the tokens seen.
+        logits: float32 ``[B, vocab]`` of the latest step, as the model gave them.
         generated: ``[B, steps]`` int64, the tokens chosen, -1 where a batch slot was idle, and
             BROKEN where its logits were not finite, after which it is idle; index: ``[1]``.
         broken: ``[B]`` bool, of the latest step.
@@ -89,7 +91,7 @@ class StaticStep:
         cache: RaggedCache,
         batch: int,
         most_steps: int,
-        stop: Sequence[int],
+        most_stops: int,
         drawn: bool,
         most_entries: int,
         penalised: bool = False,
@@ -125,13 +127,19 @@ class StaticStep:
         def integers(*shape: int) -> Tensor:
             return torch.zeros(shape, dtype=torch.int64, device=device)
 
-        self.seqs, self.token, self.seen = integers(batch) - 1, integers(batch), integers(batch)
-        self.rope_position, self.allowed = integers(batch), integers(batch)
-        self.share = torch.zeros(batch, dtype=torch.float64, device=device)
+        # One tensor, which the host fills in one copy. Whole 16 bytes a row: kernels are compiled
+        # anew for pointers that are not.
+        self.given = integers(7, batch + batch % 2)
+        self.given[0] = -1
+        columns = self.given[:, :batch].unbind()
+        self.seqs, self.token, self.seen, self.rope_position, self.allowed, bits, self.seed = (
+            columns
+        )
+        self.share = bits.view(torch.float64)
         self.least_dropped = integers(batch)
         self.generated, self.index = integers(batch, most_steps), integers(1)
-        self.stop = torch.tensor(list(stop) or [-1], device=device)
-        self.seed = integers(batch)
+        self.stop = integers(most_stops) - 1
+        self.logits = torch.zeros(batch, model.decoder.weights.head.shape[0], device=device)
         self.broken = torch.zeros(batch, dtype=torch.bool, device=device)
         self.log_beta: Tensor | None = None
         if model.decoder.gates is not None:
@@ -207,7 +215,7 @@ class StaticStep:
         if self.log_beta is not None:
             made = self.cache.pool.log_beta.view(-1)[slots.clamp(min=0)]
             self.log_beta.index_copy_(1, self.index, made.view(self.batch, 1, -1))
-        self._choose(product(normed, weights.head).float(), live)
+        self._choose(self.logits.copy_(product(normed, weights.head)), live)
         self._evict(cut)
 
     def _angles(self, rope: tuple[Tensor, Tensor]) -> dict[bool, tuple[Tensor, Tensor]]:
@@ -301,7 +309,8 @@ class StaticStep:
     def _choose(self, logits: Tensor, live: Tensor) -> None:
         self.seen += live
         self.rope_position += live
-        torch.logical_and(guard(logits, self.model.never_chosen), live, out=self.broken)
+        logits, broken = guard(logits, self.model.never_chosen)
+        torch.logical_and(broken, live, out=self.broken)
         if self.columns is None:
             token = logits.argmax(-1)
         else:
@@ -355,7 +364,12 @@ class GraphRunner:
 
     Attributes:
         captures: steps made so far; graph_bytes: device memory that the graphs hold.
+        logits: float32 ``[B, vocab]`` of the latest step, which the next one overwrites.
+        log_beta: float32 ``[B, rows]`` of the entries that it appended, too, or None.
     """
+
+    logits: Tensor
+    log_beta: Tensor | None
 
     def __init__(self, model: LoadedModel, cache: RaggedCache) -> None:
         self.model, self.cache = model, cache
@@ -400,17 +414,18 @@ class GraphRunner:
         draws: Sequence[Draw] | None,
     ) -> list[list[int]]:
         """Append up to ``steps`` tokens to the sequences that are ``going``; those they say."""
-        cache = self.cache
-        most, row = self._make_room(batch, burst, going, steps)
+        # All that the host has to know of the cache, in one read.
+        length = self.cache.length[[batch.seqs[index] for index in going]].flatten(1).cpu()
+        most, row = self._make_room(batch, burst, going, steps, length)
         count = _power_of_two(len(going))
         own = None if draws is None else [draws[index] for index in going]
         penalised = own is not None and any(draw.penalises for draw in own)
-        step, graphs = self._step(count, stop, own is not None, most, penalised, row)
-        self._fill(step, batch, burst, going, token, own)
+        step, graphs = self._step(count, len(stop), own is not None, most, penalised, row)
+        self._fill(step, batch, burst, going, token, stop, own)
         if step.policy_step is not None:
             allowed = [self._allowed(batch, burst, index, steps) for index in going]
             step.policy_step.plan(allowed, [batch.prompt_tokens[index] for index in going])
-        due = self._due(batch, burst, going, steps)
+        due = self._due(batch, burst, going, steps, length)
         try:
             for cut in due:
                 if graphs is None:
@@ -418,48 +433,67 @@ class GraphRunner:
                 else:
                     graphs[cut].replay()
         finally:
-            # The first read from the device since the replay began.
-            cache.pool.free_pages = int(step.top)
-            self._count(step, batch, burst, going)
-        if int(step.room.error):
+            error, least, rows = self._count(step, batch, burst, going, steps)
+        if error:
             raise BudgetError("the page pool was too small for a step; this is a bug in mmkv")
-        if int(step.least_dropped.min()) < 0:
+        if least < 0:
             raise BudgetError(
                 "a session has more entries than the eviction on the GPU was made for and stands "
                 "above its budget; this is a bug in mmkv, decode it step by step"
             )
-        rows = step.generated[: len(going), :steps].tolist()
+        self.logits = step.logits[: len(going)]
+        self.log_beta = None if step.log_beta is None else step.log_beta[: len(going), steps - 1]
         return [[token for token in row if token != -1] for row in rows]
 
-    def _count(self, step: StaticStep, batch: Batch, burst: Burst, going: Sequence[int]) -> None:
-        """Note in ``burst`` what has been appended and evicted."""
-        seen, entries = step.seen.tolist(), self.cache.length.flatten(1).sum(1).tolist()
-        nan = step.evicted_nan.tolist()
+    def _count(
+        self, step: StaticStep, batch: Batch, burst: Burst, going: Sequence[int], steps: int
+    ) -> tuple[int, int, list[list[int]]]:
+        """Read what has become of a burst, all at once, and note what was appended and evicted.
+
+        Returns:
+            whether the pool was too small, the least result of an eviction, and per sequence the
+            ``steps`` tokens chosen, -1 where it was idle.
+        """
+        count = len(going)
+        seqs = step.generated.new_tensor([batch.seqs[index] for index in going])
+        entries = self.cache.length.index_select(0, seqs).flatten(1).sum(1)
+        found = [step.top, step.room.error, step.least_dropped.min()[None]]
+        found += [step.seen[:count], entries, step.evicted_nan[:count]]
+        found += [step.generated[:count, :steps].flatten()]
+        top, error, least, *rest = torch.cat([each.long() for each in found]).tolist()
+        self.cache.pool.free_pages = top
+        seen, held, nan = rest[:count], rest[count : 2 * count], rest[2 * count : 3 * count]
         for batch_slot, index in enumerate(going):
             before = burst.appended[index]
             burst.appended[index] = seen[batch_slot] - batch.seen[index]
             if step.log_beta is not None:
                 made = step.log_beta[batch_slot, : burst.appended[index] - before]
                 burst.log_beta[index].append(made.clone())
-            burst.entries[index] = entries[batch.seqs[index]]
+            burst.entries[index] = held[batch_slot]
             burst.nan[index] += nan[batch_slot]
+        chosen = rest[3 * count :]
+        return error, least, [chosen[at : at + steps] for at in range(0, count * steps, steps)]
 
     def _make_room(
-        self, batch: Batch, burst: Burst, going: Sequence[int], steps: int
+        self, batch: Batch, burst: Burst, going: Sequence[int], steps: int, length: Tensor
     ) -> tuple[int, int]:
         """Pages and table columns for all steps, so that nothing has to grow in between.
+
+        Args:
+            length: ``[going, rows]`` entries now, on the CPU.
 
         Returns:
             the most entries that eviction will meet in one sequence, 1 where nothing is evicted;
             the most of one row in any of the steps.
         """
         cache, pool = self.cache, self.cache.pool
-        longest = int(cache.length[[batch.seqs[index] for index in going]].max())
+        longest = int(length.max())
+        held = cache.needed_pages(length) + len(going) * cache.state_pages
         room = max(_power_of_two(longest + steps), _LEAST_ROOM)
         # No row becomes longer than the context, which a caller has seen to for these steps.
         ahead = max(min(room, self.model.spec.max_position) - longest, steps)
         (pages, _), (wanted, largest) = (
-            self._bound(batch, burst, going, count) for count in (steps, ahead)
+            self._bound(batch, burst, going, count, held) for count in (steps, ahead)
         )
         columns = -(-(longest + steps) // pool.page_size)
         # Together, and before the first capture: each of them alone would cost another one.
@@ -471,7 +505,9 @@ class GraphRunner:
         row = min(longest + steps, max(largest, longest))
         return largest if self.model.policy.evicts else 1, row
 
-    def _due(self, batch: Batch, burst: Burst, going: Sequence[int], steps: int) -> list[bool]:
+    def _due(
+        self, batch: Batch, burst: Burst, going: Sequence[int], steps: int, length: Tensor
+    ) -> list[bool]:
         """Say for each step whether a sequence may have to be cut to its budget.
 
         Rows grow by one entry a step and are cut to their shares, so the host knows it beforehand;
@@ -482,7 +518,6 @@ class GraphRunner:
             return [True] * steps
         layers, heads = self.cache.length.shape[1:]
         rows, due = layers * heads, [False] * steps
-        length = self.cache.length[[batch.seqs[index] for index in going]].flatten(1).cpu()
         for index, held in zip(going, length, strict=True):
             allowed = self._allowed(batch, burst, index, steps)
             for n in range(steps):
@@ -507,9 +542,9 @@ class GraphRunner:
         return [budget.entries(rows, seen + n + 1, 0, 0) + kept for n in range(steps)]
 
     def _bound(
-        self, batch: Batch, burst: Burst, going: Sequence[int], steps: int
+        self, batch: Batch, burst: Burst, going: Sequence[int], steps: int, held: int
     ) -> tuple[int, int]:
-        """Bound what so many steps take: pages beside those held, entries of one sequence."""
+        """Bound what so many steps take: pages beside those ``held``, entries of one sequence."""
         cache, rows = self.cache, self.model.spec.rows
         size = cache.pool.page_size
         pages, largest = 0, 0
@@ -521,19 +556,20 @@ class GraphRunner:
                 slack = self.model.interval.slack(allowed, rows)
                 most = min(most, max(allowed + slack, entries) + rows)
             largest = max(largest, most)
-            pages += (most + rows * (size - 1)) // size - cache.held_pages(batch.seqs[index])
-        return max(pages, 0), largest
+            pages += (most + rows * (size - 1)) // size
+        return max(pages - held, 0), largest
 
     def _step(
         self,
         batch: int,
-        stop: tuple[int, ...],
+        stops: int,
         drawn: bool,
         entries: int,
         penalised: bool = False,
         row: int = 1,
     ) -> tuple[StaticStep, Graphs | None]:
-        key = (batch, stop, drawn, penalised)
+        stops = _power_of_two(max(stops, _LEAST_STOPS))
+        key = (batch, stops, drawn, penalised)
         known = self._steps.get(key)
         if known is None or not known[0].fits(entries, row):
             # Graphs of the old pool go first: they hold its memory.
@@ -543,7 +579,7 @@ class GraphRunner:
             most, part = _power_of_two(entries), max(_power_of_two(row) // 8, _LEAST_ROOM // 8)
             cells = -(-row // part) * part
             step = StaticStep(
-                self.model, self.cache, batch, MOST_STEPS, stop, drawn, most, penalised, cells
+                self.model, self.cache, batch, MOST_STEPS, stops, drawn, most, penalised, cells
             )
             known = self._steps[key] = (step, self._captured(step))
             self.captures += 1
@@ -567,7 +603,10 @@ class GraphRunner:
         graphs = {}
         for cut in (True, False) if self.model.interval.steps > 1 else (True,):
             graphs[cut] = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graphs[cut], pool=self._memory):
+            # Other threads go on: what they allocate or read is no part of it.
+            with torch.cuda.graph(
+                graphs[cut], pool=self._memory, capture_error_mode="thread_local"
+            ):
                 step.run(cut)
         self.graph_bytes += max(torch.cuda.memory_reserved(step.seqs.device) - before, 0)
         return graphs
@@ -579,20 +618,23 @@ class GraphRunner:
         burst: Burst,
         going: Sequence[int],
         token: Sequence[int],
+        stop: Sequence[int],
         draws: Sequence[Draw] | None,
     ) -> None:
-        idle = [0] * (step.batch - len(going))
-        columns = {
-            "seqs": [batch.seqs[i] for i in going] + [-1] * len(idle),
-            "token": [token[i] for i in going] + idle,
-            "seen": [batch.seen[i] + burst.appended[i] for i in going] + idle,
-            "rope_position": [batch.next_position[i] + burst.appended[i] for i in going] + idle,
-            "allowed": [batch.allowed[i] for i in going] + idle,
-            "share": [batch.share[i] for i in going] + idle,
-        }
-        for name, values in columns.items():
-            column = getattr(step, name)
-            column.copy_(torch.tensor(values, dtype=column.dtype))
+        at, idle = torch.tensor, [0] * (step.given.shape[1] - len(going))
+        share = at([batch.share[i] for i in going], dtype=torch.float64)  # its bits as int64
+        seeds = [0] * len(going) if draws is None else [draw.seed for draw in draws]
+        columns = [
+            [batch.seqs[i] for i in going] + [-1] * len(idle),
+            [token[i] for i in going] + idle,
+            [batch.seen[i] + burst.appended[i] for i in going] + idle,
+            [batch.next_position[i] + burst.appended[i] for i in going] + idle,
+            [batch.allowed[i] for i in going] + idle,
+            share.view(torch.int64).tolist() + idle,
+            seeds + idle,
+        ]
+        step.given.copy_(at(columns))
+        step.stop.copy_(at([*stop, *[-1] * (len(step.stop) - len(stop))]))
         step.top.fill_(self.cache.pool.free_pages)
         step.index.zero_()
         step.evicted_nan.zero_()
@@ -600,10 +642,9 @@ class GraphRunner:
         step.room.error.zero_()
         step.least_dropped.zero_()
         if draws is not None and step.columns is not None:
-            settings, seed = columns_of(draws, step.seqs.device)
+            settings, _ = columns_of(draws, step.seqs.device)
             for name, column in vars(settings).items():
                 getattr(step.columns, name)[: len(draws)] = column
-            step.seed[: len(draws)] = seed
             if step.said is not None:
                 step.said.fill(draws)
 

@@ -388,13 +388,13 @@ def test_what_cannot_run_without_the_host_says_why(monkeypatch: pytest.MonkeyPat
         ours = on_cuda(engine_for(model, policy), monkeypatch)
         assert ours.backends.cuda.burst_reason() == why
         assert ours.many_path == (f"step by step: {why}" if why else "graph")
-        assert ours.reply_path == (f"torch: {why}" if why else "CUDA graph")
+        assert ours.decode_path == (f"torch: {why}" if why else "CUDA graph")
 
 
 def test_a_gpu_without_triton_has_no_graph(monkeypatch: pytest.MonkeyPatch) -> None:
     ours = on_cuda(engine_for("odd"), monkeypatch, triton=False)
     assert ours.many_path == "step by step: Triton is not installed"
-    assert ours.reply_path == "torch: Triton is not installed"
+    assert ours.decode_path == "torch: Triton is not installed"
 
 
 @pytest.mark.triton

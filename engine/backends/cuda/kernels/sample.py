@@ -193,20 +193,20 @@ class Draws:
             self._said = PenaltyState(self._said.read[at], self._said.count[at])
 
 
-def guard(logits: Tensor, never: Tensor) -> Tensor:
-    """Make logits fit to choose a token from, in place.
+def guard(logits: Tensor, never: Tensor) -> tuple[Tensor, Tensor]:
+    """Make logits fit to choose a token from.
 
     Args:
         logits: ``[B, vocab]`` float32; rows with NaN or infinity become 0.
         never: int64 ids of tokens that are not to be chosen.
 
     Returns:
-        bool ``[B]``: which rows were not finite. A sum is finite only if all its terms are.
+        the logits, and bool ``[B]``: which rows were not finite. A sum is finite only if all its
+        terms are.
     """
     broken = ~logits.sum(-1).isfinite()
-    logits.masked_fill_(broken[:, None], 0.0)
-    logits.index_fill_(-1, never, -torch.inf)
-    return broken
+    fit = logits.masked_fill(broken[:, None], 0.0)
+    return fit.index_fill_(-1, never, -torch.inf), broken
 
 
 def uniform(seed: Tensor, counter: Tensor) -> Tensor:
