@@ -616,13 +616,13 @@ def fake_cuda(capability: tuple[int, int] = (9, 0)) -> Iterator[Device]:
         patch.setattr(
             "mmkv.engine.backends.cuda.backend.triton_installed", available.triton_installed
         )
-        run = threading.Thread.run
+        begin = threading.Thread._bootstrap_inner  # type: ignore[attr-defined]
 
-        def under_mode(thread: threading.Thread) -> None:
+        def under_functions(thread: threading.Thread) -> None:
             with _Functions():
-                run(thread)
+                begin(thread)
 
-        patch.setattr(threading.Thread, "run", under_mode)
+        patch.setattr(threading.Thread, "_bootstrap_inner", under_functions)
         torch._C._ensureCUDADeviceGuardSet()
         overwrite = torch.__future__.get_overwrite_module_params_on_conversion()
         torch.__future__.set_overwrite_module_params_on_conversion(True)

@@ -89,8 +89,7 @@ class CudaBackend(Backend):
         try:
             self.decode_many(single, burst, 1)
         finally:
-            if all(burst.appended):
-                assert self.runner is not None
+            if all(burst.appended) and self.runner is not None:
                 made = self.runner.log_beta
                 if made is not None:
                     counts.log_beta = made.unflatten(1, self.cache.length.shape[1:])[None]
@@ -98,6 +97,7 @@ class CudaBackend(Backend):
                 grown = [entries + self.model.spec.rows for entries in batch.entries]
                 left = zip(grown, burst.entries, strict=True)
                 counts.dropped = [before - now for before, now in left]
+        assert self.runner is not None
         return self.runner.logits.clone()
 
     def decode_many(

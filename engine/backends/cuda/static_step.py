@@ -10,6 +10,7 @@ references run it, for tests.
 
 from __future__ import annotations
 
+import threading
 import weakref
 from collections.abc import Sequence
 from dataclasses import replace
@@ -59,6 +60,7 @@ Graphs = dict[bool, torch.cuda.CUDAGraph]
 MOST_STEPS = 256  # per replay: pages for all of them are set aside beforehand
 _LEAST_STOPS = 8  # ids that a step looks for at least
 _LEAST_ROOM = 256  # entries per row that tables and pages have room for at least
+_capture = threading.Lock()  # of this process: one thread at a time
 _WARM_UP = 2  # steps on idle batch slots, so that libraries allocate before the capture
 
 
@@ -131,11 +133,9 @@ class StaticStep:
         # anew for pointers that are not.
         self.given = integers(7, batch + batch % 2)
         self.given[0] = -1
-        columns = self.given[:, :batch].unbind()
-        self.seqs, self.token, self.seen, self.rope_position, self.allowed, bits, self.seed = (
-            columns
-        )
-        self.share = bits.view(torch.float64)
+        given = self.given[:, :batch]
+        self.seqs, self.token, self.seen, self.rope_position, self.allowed = given[:5]
+        self.share, self.seed = given[5].view(torch.float64), given[6]
         self.least_dropped = integers(batch)
         self.generated, self.index = integers(batch, most_steps), integers(1)
         self.stop = integers(most_stops) - 1
@@ -488,7 +488,7 @@ class GraphRunner:
         """
         cache, pool = self.cache, self.cache.pool
         longest = int(length.max())
-        held = cache.needed_pages(length) + len(going) * cache.state_pages
+        held = cache.needed_pages(length)
         room = max(_power_of_two(longest + steps), _LEAST_ROOM)
         # No row becomes longer than the context, which a caller has seen to for these steps.
         ahead = max(min(room, self.model.spec.max_position) - longest, steps)
@@ -591,23 +591,24 @@ class GraphRunner:
             return None
         if not self._steps:  # a memory that no graph uses any more cannot be taken up again
             self._memory, self.graph_bytes = torch.cuda.graph_pool_handle(), 0
-        side = torch.cuda.Stream()
-        side.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(side):
-            for _ in range(_WARM_UP):
-                step.run()
-                step.index.zero_()
-        torch.cuda.current_stream().wait_stream(side)
-        torch.cuda.empty_cache()  # as a capture does, so that only what it takes is counted
-        before = torch.cuda.memory_reserved(step.seqs.device)
-        graphs = {}
-        for cut in (True, False) if self.model.interval.steps > 1 else (True,):
-            graphs[cut] = torch.cuda.CUDAGraph()
-            # Other threads go on: what they allocate or read is no part of it.
-            with torch.cuda.graph(
-                graphs[cut], pool=self._memory, capture_error_mode="thread_local"
-            ):
-                step.run(cut)
+        with _capture:
+            side = torch.cuda.Stream()
+            side.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(side):
+                for _ in range(_WARM_UP):
+                    step.run()
+                    step.index.zero_()
+            torch.cuda.current_stream().wait_stream(side)
+            torch.cuda.empty_cache()  # as a capture does, so that only what it takes is counted
+            before = torch.cuda.memory_reserved(step.seqs.device)
+            graphs = {}
+            for cut in (True, False) if self.model.interval.steps > 1 else (True,):
+                graphs[cut] = torch.cuda.CUDAGraph()
+                # Other threads go on: what they allocate or read is no part of it.
+                with torch.cuda.graph(
+                    graphs[cut], pool=self._memory, capture_error_mode="thread_local"
+                ):
+                    step.run(cut)
         self.graph_bytes += max(torch.cuda.memory_reserved(step.seqs.device) - before, 0)
         return graphs
 

@@ -234,8 +234,8 @@ class Family:
         """Build the turn that follows ``offset`` rope positions.
 
         Args:
-            inputs: what the processor returns for this turn alone: ``input_ids`` of one row,
-                optionally ``attention_mask`` (its zeros are dropped) and pixels.
+            inputs: what the processor returns for this turn alone, on any device: ``input_ids``
+                of one row, optionally ``attention_mask`` (its zeros are dropped) and pixels.
             offset: rope position of the first token.
             device: where the tensors of the turn are put.
             cache: has the features of pictures that were read before under the same ``salt``.
@@ -273,9 +273,15 @@ class Family:
         Raises:
             InputError: malformed inputs, or placeholders and features that do not match.
         """
+        # The host counts tokens and patches.
+        pixels = self.pixel_keys.values()
+        inputs = {
+            name: value.cpu() if isinstance(value, Tensor) and name not in pixels else value
+            for name, value in inputs.items()
+        }
         rows = [self._checked_ids(row) for row in rows]
         new = [self._modality(row) for row in rows]
-        held = [self._modality(row) for row in seen]
+        held = [self._modality(row.cpu()) for row in seen]
         older = torch.cat(held) if held else None
 
         def read(kind: int, encode: Callable[..., Features]) -> Features:
@@ -424,8 +430,8 @@ class Family:
         return token_ids
 
     def _checked_ids(self, token_ids: Tensor) -> Tensor:
-        """Return the ids as int64 on the CPU's terms. Raises InputError for one out of range."""
-        token_ids = token_ids.long()
+        """Return the ids as int64 on the CPU. Raises InputError for one out of range."""
+        token_ids = token_ids.cpu().long()
         if token_ids.numel() and not 0 <= int(token_ids.min()) <= int(token_ids.max()) < (
             self.vocab_size
         ):

@@ -1,0 +1,193 @@
+"""The roads to the engine on a GPU: replies together, the server, transformers, training.
+
+As test_engine.py, on a fake card where there is none.
+"""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torch.nn.attention.flex_attention import flex_attention
+
+from mmkv import Engine, Sampling
+from mmkv.engine.backends.torch.backend import TorchBackend
+from mmkv.engine.config import EngineConfig
+from mmkv.engine.runtime import Runtime
+from mmkv.hf import retain
+from mmkv.reply import LogitSettings, ReplyWriter, step
+from mmkv.resources import bundled_model
+from mmkv.training import gated_attention
+from mmkv.training.folder import history
+from tests.support.factories import checkpoint, make_model, make_turn
+from tests.support.fake_cuda import Device
+from tests.support.servers import serving
+from tests.support.sessions import SMALL_CONTEXT, save_checkpoint, text_ids
+from tests.training.test_distill import short_run, train
+
+SCENE = str(bundled_model().parent / "scene.png")
+
+
+def engine_on(device: str, **options: Any) -> Engine:
+    usual = {"dtype": "float32", "budget": 32, "kv": "auto"}
+    return Engine.from_pretrained(bundled_model(), device=device, **(usual | options))
+
+
+GREEDY = Sampling(max_new_tokens=18, temperature=0)
+DRAWN = Sampling(max_new_tokens=18, temperature=0.8, top_k=12, seed=7)
+PENALISED = Sampling(max_new_tokens=18, temperature=0.8, repetition_penalty=1.2, seed=8)
+# What looks at each token, or at the logits.
+LOOKING = {
+    "a stop string": Sampling(max_new_tokens=18, temperature=0, stop=("zebra",)),
+    "bad words": Sampling(max_new_tokens=18, temperature=0, bad_words=((5, 6),)),
+}
+
+
+def written(engine: Engine, samplings: list[Sampling]) -> list[list[int]]:
+    """Write replies to one question, decoded together."""
+    going, ended = [], []
+    for sampling in samplings:
+        inputs = engine.inputs([{"role": "user", "content": "How many shapes are there?"}])
+        cached = Runtime.session(engine)
+        logits = cached.prefill(inputs)
+        ids = inputs["input_ids"][0].tolist()
+        writer = ReplyWriter(engine, sampling.settled(), LogitSettings(), prompt=ids)
+        token = writer.begin(logits, cached.read_ids)
+        ended.append(writer)
+        if token is not None:
+            going.append((cached, writer, token))
+    while going:
+        following = step(engine, going)
+        going = [
+            (session, writer, token)
+            for (session, writer, _), token in zip(going, following, strict=True)
+            if token is not None
+        ]
+    return [writer.token_ids for writer in ended]
+
+
+@pytest.mark.parametrize("looking", LOOKING)
+def test_a_batch_stays_on_the_graph_when_one_of_its_replies_looks(
+    looking: str, card: Device | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And the others say what they would say in bursts, without it."""
+    steps: list[int] = []
+    monkeypatch.setattr(TorchBackend, "decode", lambda *_: steps.append(1))
+    engine = engine_on("cuda")
+    others = [GREEDY, DRAWN, PENALISED]
+    alone = written(engine, others)
+    before = 0 if card is None else card.replays
+    *together, looked = written(engine, [*others, LOOKING[looking]])
+    assert together == alone and looked == alone[0] and not steps
+    if card is not None:
+        assert card.replays - before == max(map(len, together))  # one a token, for all
+
+
+def test_a_step_reads_the_device_twice(card: Device | None) -> None:
+    """What rows hold, before it; what has become of them, behind it; however many they are."""
+    if card is None:
+        pytest.skip("a real card counts no reads")
+    engine = engine_on("cuda")
+    sessions = [Runtime.session(engine) for _ in range(4)]
+    for session in sessions:
+        session.prefill({"input_ids": text_ids(9, 1)[None]})
+    engine.decode(sessions, [5] * 4)
+    card.reads.clear()
+    engine.decode(sessions, [6] * 4)
+    assert card.reads.total() == 2, card.reads
+    card.reads.clear()
+    engine.decode_many(sessions, [7] * 4, 16)
+    assert card.reads.total() == 2, card.reads
+
+
+def test_a_server_answers_from_a_gpu(card: Device | None) -> None:
+    def answers(device: str) -> list[str]:
+        with serving(lambda: engine_on(device)) as server:
+            first = server.chat("What color is the sky?", max_tokens=12)
+            then = server.chat("Count.", max_tokens=12, stop=["zebra"], logprobs=True)
+            return [each.json()["choices"][0]["message"]["content"] for each in (first, then)]
+
+    assert answers("cuda") == answers("cpu")
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3_vl"])
+def test_generate_runs_on_a_bounded_cache(family: str, card: Device | None) -> None:
+    def tokens(device: str) -> list[list[int]]:
+        model = make_model_of(family).to(device)
+        pieces = [9, ("image", 16, 24), 6] if family == "qwen3_vl" else [21]
+        inputs = {name: each.to(device) for name, each in make_turn(family, pieces, 1).items()}
+        with retain(model, gates="random", budget=12, page_size=8) as handle:
+            made = handle.model.generate(**inputs, max_new_tokens=14, do_sample=False)
+        return [row.tolist() for row in made.cpu()]
+
+    assert tokens("cuda") == tokens("cpu")
+
+
+def make_model_of(family: str) -> Any:
+    from tests.support.factories import CHECKPOINTS
+
+    return make_model(CHECKPOINTS[family])
+
+
+def test_sessions_share_a_budget(card: Device | None) -> None:
+    def shared(device: str) -> list[Any]:
+        config = EngineConfig(model=checkpoint("qwen3"), gates="random", device=device, kv="auto",
+                              dtype="float32", policy="dbtrimkv", budget=8, page_size=8)
+        engine = Runtime.from_config(config)
+        engine.share(20)
+        sessions = [engine.session() for _ in range(3)]
+        for index, session in enumerate(sessions):
+            session.prefill({"input_ids": text_ids(20 + index, index)[None]})
+        said = engine.decode_many(sessions, [4, 5, 6], 8)
+        return [said, [session.entries for session in sessions]]
+
+    assert shared("cuda") == shared("cpu")
+
+
+def test_a_session_goes_on_behind_the_context(card: Device | None, tmp_path: Path) -> None:
+    folder = save_checkpoint(SMALL_CONTEXT, tmp_path)
+
+    def said(device: str) -> list[Any]:
+        config = EngineConfig(model=folder, gates="random", device=device, dtype="float32",
+                              policy="dbtrimkv", budget=8, page_size=8, kv="auto")
+        session = Runtime.from_config(config).session()
+        session.prefill({"input_ids": text_ids(40, 1)[None]})
+        made = []
+        for _ in range(6):
+            made += session.engine.decode_many([session], [4], 9)
+        session.prefill({"input_ids": text_ids(30, 2)[None]})
+        return [made, session.seen, session.engine.decode_many([session], [5], 5)]
+
+    ours = said("cuda")
+    assert ours == said("cpu") and ours[1] > 64
+
+
+def test_two_engines_in_two_threads(card: Device | None) -> None:
+    """Each captures while the other one works."""
+    wanted = written(engine_on("cpu"), [GREEDY, GREEDY])
+    found: list[Any] = [None, None]
+
+    def run(at: int) -> None:
+        found[at] = written(engine_on("cuda"), [GREEDY, GREEDY])
+
+    threads = [threading.Thread(target=run, args=(at,)) for at in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert found == [wanted, wanted]
+
+
+def test_gates_are_trained_on_a_gpu(
+    card: Device | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if card is not None:  # nothing compiles for it
+        monkeypatch.setattr(gated_attention, "_compiled_flex", lambda: flex_attention)
+    losses = []
+    for device in ("cuda", "cpu"):
+        folder = tmp_path / device
+        train(short_run(folder, steps=2, device=device))
+        losses.append([entry["loss"] for entry in history(folder)])
+    assert losses[0] == pytest.approx(losses[1], rel=1e-4) and len(losses[0]) == 2
