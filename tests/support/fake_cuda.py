@@ -47,7 +47,7 @@ LAUNCHES = {
         "worklist",
         "write_gated_attention",
     )
-} | {"mmkv.training.capacity_triton": "mmkv.training.capacity"}
+}
 # What has no data of its own.
 VIEWS = set(
     "view _unsafe_view expand permute transpose t select slice unsqueeze squeeze as_strided detach "
@@ -603,6 +603,7 @@ def fake_cuda(capability: tuple[int, int] = (9, 0)) -> Iterator[Device]:
             patch.setattr(torch.cuda, name, lambda *_, _value=value, **__: _value)
         patch.setattr(torch.cuda, "is_current_stream_capturing", lambda: card.capturing)
         patch.setattr(torch.cuda, "synchronize", lambda *_: card.read("synchronize"))
+        patch.setattr(torch.cuda.random, "get_rng_state", torch.get_rng_state)
         patch.setattr(torch.cuda, "Stream", _Stream)
         for name in ("current_stream", "default_stream", "stream"):
             patch.setattr(torch.cuda, name, lambda *_, **__: _Stream())
@@ -616,6 +617,13 @@ def fake_cuda(capability: tuple[int, int] = (9, 0)) -> Iterator[Device]:
         patch.setattr(
             "mmkv.engine.backends.cuda.backend.triton_installed", available.triton_installed
         )
+        run_backward = torch.autograd._engine_run_backward  # type: ignore[attr-defined]
+
+        def backward(*args: Any, **kwargs: Any) -> Any:
+            with _Functions():  # torch has switched them off
+                return run_backward(*args, **kwargs)
+
+        patch.setattr(torch.autograd, "_engine_run_backward", backward)
         begin = threading.Thread._bootstrap_inner  # type: ignore[attr-defined]
 
         def under_functions(thread: threading.Thread) -> None:
