@@ -116,7 +116,10 @@ def life(folder: Path, device: str, row: dict[str, Any]) -> Log:
 
 
 def assert_alike(ours: Log, theirs: Log, exact: bool, bound: float) -> None:
-    """Exactly: tokens and what is kept; always: logits before anything was evicted by rounding."""
+    """Exactly: tokens and what is kept; always: logits before anything was evicted by rounding.
+
+    A real card sums in another order, so nothing is exact there.
+    """
     assert [name for name, _ in ours.steps] == [name for name, _ in theirs.steps]
     for (name, mine), (_, wanted) in zip(ours.steps, theirs.steps, strict=True):
         if isinstance(mine, Tensor):
@@ -172,7 +175,7 @@ def test_a_gpu_says_and_keeps_what_a_cpu_does(
     made: dict[str, Any], card: Device | None, tmp_path: Path
 ) -> None:
     ours, theirs = (life(tmp_path, device, made) for device in ("cuda", "cpu"))
-    assert_alike(ours, theirs, True, 1e-3)
+    assert_alike(ours, theirs, card is not None, 1e-3)
     if card is not None:
         assert card.replays > 20
 
@@ -190,6 +193,6 @@ def test_numbers_in_fewer_bits_are_as_close_as_they_can_be(
 def test_any_settings_run_together(
     made: dict[str, Any], card: Device | None, tmp_path: Path
 ) -> None:
-    exact = (made["dtype"], made["kv"]) == ("float32", "auto")
+    exact = card is not None and (made["dtype"], made["kv"]) == ("float32", "auto")
     ours, theirs = (life(tmp_path, device, made) for device in ("cuda", "cpu"))
     assert_alike(ours, theirs, exact, 1e-3 if exact else 0.2)

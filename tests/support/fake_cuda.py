@@ -31,22 +31,12 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_flatten, tree_map
 
 KERNELS = "mmkv.engine.backends.cuda.kernels"
+ROOT = Path(__file__).resolve().parents[2]
 # Modules of launches, and where their references are.
 LAUNCHES = {
-    f"{KERNELS}.{name}_triton": f"{KERNELS}.{name}"
-    for name in (
-        "append",
-        "decode_attention",
-        "delta",
-        "evict",
-        "pointwise",
-        "prefill_attention",
-        "product",
-        "store",
-        "window_scores",
-        "worklist",
-        "write_gated_attention",
-    )
+    f"{KERNELS}.{path.stem}": f"{KERNELS}.{path.stem.removesuffix('_triton')}"
+    for path in (ROOT / "engine" / "backends" / "cuda" / "kernels").glob("*_triton.py")
+    if path.with_stem(path.stem.removesuffix("_triton")).exists()
 }
 # What has no data of its own.
 VIEWS = set(
@@ -67,7 +57,6 @@ STRICT = set(
     "index_select gather scatter scatter_ mm addmm bmm embedding index_add index_add_ cat stack "
     "scatter_add_ index_copy_ searchsorted masked_scatter".split()
 )
-ROOT = Path(__file__).resolve().parents[2]
 
 
 class DeviceError(RuntimeError):

@@ -448,17 +448,6 @@ def test_a_step_with_triton_products_is_the_eager_step(monkeypatch: pytest.Monke
     same(one, two)
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA: captures a graph")
-@pytest.mark.parametrize("weights", ["auto", "bf16", "int8", "int4"])
-def test_a_captured_graph_says_what_eager_steps_say(weights: str) -> None:
-    options: dict[str, Any] = {"gates": "random", "dtype": "float32", "device": "cuda"}
-    options["weights"] = weights
-    one, two = (Runtime.from_pretrained(bundled_model(), budget=24, **options) for _ in range(2))
-    left, right = opened(one, 3), opened(two, 3)
-    assert Bursts(one).decode(left, [3, 4, 5], 300) == eager(two, right, [3, 4, 5], 300)
-    same(left, right)
-
-
 # Replies in bursts of tokens, as a GPU decodes them, against one token at a time.
 #
 # On a CPU the graph's step runs in torch, so that the same bookkeeping is used.
