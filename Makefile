@@ -176,11 +176,39 @@ BENCH = HF_HUB_OFFLINE=1 PYTHONUNBUFFERED=1 $(GPU_PYTHON) -m
 BENCH_PARTS = bench-gpu-kernels bench-gpu-4b bench-gpu-8b bench-gpu-llava bench-gpu-grid bench-gpu-largest bench-gpu-batching bench-gpu-prefill bench-gpu-kv bench-gpu-weights
 DECODE_PEERS = transformers "transformers static+compile" kvpress trimkv
 
-.PHONY: test-gpu bench-gpu $(BENCH_PARTS)
+# Parts of a few minutes each, most of which Triton compiles the first time.
+TEST_PARTS = test-gpu-pointwise test-gpu-attention test-gpu-eviction test-gpu-products test-gpu-engine test-gpu-training
+GPU_PYTEST = HF_HUB_OFFLINE=1 $(GPU_PYTHON) -m pytest -m "not long"
+KERNELS = tests/engine/backends/test_kernels_
+
+.PHONY: first-hour test-gpu $(TEST_PARTS) bench-gpu $(BENCH_PARTS)
+
+# What somebody with a card runs first: a verdict and a figure a step, and one report to send in. FIRST_HOUR=--fake tries
+# the program without a card.
+first-hour:
+	$(GPU_PYTHON) -m tools.first_hour $(FIRST_HOUR)
 
 test-gpu:
-	HF_HUB_OFFLINE=1 $(GPU_PYTHON) -c 'import sys, torch; sys.exit(None if torch.cuda.is_available() else "no GPU here; make test runs the same tests on the CPU")'
-	HF_HUB_OFFLINE=1 $(GPU_PYTHON) -m pytest tests/engine/backends/test_kernels_*.py tests/engine/backends/test_graph.py tests/benchmarks/bench tests/training/test_capacity.py tests/training/test_gated_attention.py tests/benchmarks/test_quality.py
+	$(GPU_PYTHON) -c 'import sys, torch; sys.exit(None if torch.cuda.is_available() else "no GPU here; make test runs the same tests on the CPU")'
+	$(MAKE) --keep-going $(TEST_PARTS)
+
+test-gpu-pointwise:
+	$(GPU_PYTEST) $(KERNELS)pointwise.py $(KERNELS)store.py $(KERNELS)window.py
+
+test-gpu-attention:
+	$(GPU_PYTEST) $(KERNELS)attention.py $(KERNELS)write_gated.py
+
+test-gpu-eviction:
+	$(GPU_PYTEST) $(KERNELS)evict.py tests/engine/backends/test_graph.py
+
+test-gpu-products:
+	$(GPU_PYTEST) $(KERNELS)product.py $(KERNELS)delta.py
+
+test-gpu-engine:
+	$(GPU_PYTEST) tests/gpu
+
+test-gpu-training:
+	$(GPU_PYTEST) tests/training/test_capacity.py tests/training/test_gated_attention.py tests/benchmarks/bench tests/benchmarks/test_quality.py
 
 bench-gpu:
 	$(MAKE) --keep-going $(BENCH_PARTS)

@@ -506,6 +506,13 @@ class _Capture:
         device().graph = None
 
 
+class _Generator(torch.Generator):
+    """One of the CPU's, wherever it is asked for."""
+
+    def __new__(cls, device: Any = None) -> _Generator:
+        return super().__new__(cls)
+
+
 class _Stream:
     cuda_stream = 0
 
@@ -593,6 +600,7 @@ def fake_cuda(capability: tuple[int, int] = (9, 0)) -> Iterator[Device]:
         patch.setattr(torch.cuda, "is_current_stream_capturing", lambda: card.capturing)
         patch.setattr(torch.cuda, "synchronize", lambda *_: card.read("synchronize"))
         patch.setattr(torch.cuda.random, "get_rng_state", torch.get_rng_state)
+        patch.setattr(torch, "Generator", _Generator)
         patch.setattr(torch.cuda, "Stream", _Stream)
         for name in ("current_stream", "default_stream", "stream"):
             patch.setattr(torch.cuda, name, lambda *_, **__: _Stream())
