@@ -317,11 +317,7 @@ def _check(name: str, args: Any, kwargs: Any, ours: list[Any], theirs: list[Any]
         if isinstance(args[0], OnGPU) != isinstance(args[1], OnGPU):
             device().read("copy_", upload=isinstance(args[0], OnGPU))
         return
-    if name == "_to_copy":
-        target = kwargs.get("device")
-        here = isinstance(args[0], OnGPU)
-        if target is not None and (torch.device(target).type == "cuda") != here:
-            device().read("to", upload=not here)
+    if name == "_to_copy":  # of C++, for which a wrapper is on the CPU
         return
     sized = [x for x in theirs if x.dim()]
     if ours and sized and name in INDEXED and isinstance(args[0], OnGPU):
