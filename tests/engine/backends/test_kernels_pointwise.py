@@ -223,6 +223,51 @@ def test_batch_slots_have_their_own_settings() -> None:
             )
 
 
+@pytest.mark.parametrize("form", forms("sample", "sample"))
+@pytest.mark.parametrize(
+    "values",
+    [
+        normal(5, 4500, std=3),
+        (normal(5, 4500, std=3) * 2).round() * -0.5,  # few values, some of them -0
+        normal(5, 4500, std=3).where(normal(5, 4500, seed=1) > 1, -torch.inf),
+        normal(5, 1),
+    ],
+    ids=["spread", "tied", "forbidden", "one"],
+)
+def test_a_draw_is_a_place_in_the_sorted_row(form: Callable[..., Tensor], values: Tensor) -> None:
+    """In whole numbers, without torch: equal logits in the order of their ids."""
+    draws = [
+        Draw(0.7, 20, 0.8),
+        Draw(1.0),
+        Draw(50.0, 700, 0.999, 0.9),
+        Draw(1e-30, 3),
+        Draw(0.9, 2499, 1.0, 0.05),
+    ]
+    settings, vocab = columns_of(draws, DEVICE)[0], values.shape[1]
+    for noise in (0.0, 0.6, 1 - 2.0**-53):
+        got = form(values, settings, torch.full((5,), noise, device=DEVICE).double()).tolist()
+        for row, draw, token in zip(values.cpu(), draws, got, strict=True):
+            heat = torch.tensor(draw.temperature)
+            one = 1 << (62 - (vocab - 1).bit_length())
+            weight = (((row - row.max()) / heat).exp() * float(one)).long().tolist()
+            logit = row.tolist()
+            order = sorted(range(vocab), key=lambda at, of=logit: (-of[at], at))
+            if 0 < draw.top_k < vocab:
+                least = logit[order[draw.top_k - 1]]
+                order = [at for at in order if logit[at] >= least]
+            mass, before, kept = sum(weight[at] for at in order), 0, []
+            top_p, min_p = torch.tensor([draw.top_p, draw.min_p]).tolist()
+            for at in order:
+                if (top_p == 1 or before < mass * top_p) and weight[at] >= min_p * one:
+                    kept.append(at)
+                before += weight[at]
+            total = sum(weight[at] for at in kept)
+            place = min(int(noise * total), total - 1)
+            while weight[kept[0]] <= place:
+                place -= weight[kept.pop(0)]
+            assert token == kept[0]
+
+
 def test_a_vocabulary_of_true_size() -> None:
     """Fixed point holds 151,936 weights: flat, peaked and partly forbidden rows."""
     vocab = 151_936
@@ -318,3 +363,26 @@ def test_swiglu_fits_a_hopper_sm(tmp_path: Path) -> None:
     )
     assert report.spills == 0 and report.registers <= 32 and report.shared == 0
     assert "ld.global.v4.b32" in report.ptx and "st.global.v4.b32" in report.ptx
+
+
+@needs_compiler
+def test_the_draw_fits_a_hopper_sm(tmp_path: Path) -> None:
+    """Qwen3's vocabulary: nothing spilled, two programs of 8 warps on an SM."""
+    from mmkv.engine.backends.cuda.kernels import sample_triton
+    from mmkv.engine.backends.cuda.kernels.sample import greatest_weight
+
+    types = {"logits": "*fp32", "weight": "*i64", "top_k": "*i64", "top_p": "*fp32"}
+    types |= {"min_p": "*fp32", "noise": "*fp64", "sums": "*i64", "state": "*i64"}
+    types |= {"token": "*i64", "rows": "i32", "stage": "i32"}
+    vocab = 151_936
+    constants = {"VOCAB": vocab, "GREATEST": greatest_weight(vocab), "BITS": sample_triton.BITS}
+    constants |= {"BLOCK": sample_triton.BLOCK, "FIELDS": sample_triton._FIELDS}
+    code = compile_for_hopper(
+        sample_triton.__name__,
+        "sample_kernel",
+        types,
+        constants,
+        sample_triton.WARPS,
+        tmp_path,
+    )
+    assert code.spills == 0 and code.registers <= 128 and code.shared <= 16384
