@@ -14,6 +14,7 @@ from mmkv.engine.backends.cpu.backend import CpuBackend
 from mmkv.engine.backends.cpu.kernels import native_kernels, rounded
 from mmkv.engine.backends.cuda.backend import CudaBackend
 from mmkv.engine.backends.cuda.kernels import delta as cuda_delta
+from mmkv.engine.backends.cuda.kernels.experts import experts
 from mmkv.engine.backends.cuda.kernels.product import product_for
 from mmkv.engine.backends.torch.backend import TorchBackend
 from mmkv.engine.model.delta import DeltaFunctions
@@ -41,6 +42,7 @@ def kernels_for(form: str, device: torch.device | None = None) -> Kernels:
         product=product_for(form),
         rounded=lambda weight, bits: rounded(weight.cpu(), bits).to(weight.device),
         packed=None,
+        experts=experts,
         attention=None,
     )
 
