@@ -148,6 +148,58 @@ def test_dispatch_on_a_cpu_is_the_reference() -> None:
     assert torch.equal(gated(x), F.silu(x[:, :4]) * x[:, 4:])
 
 
+@pytest.mark.parametrize("form", forms("pointwise", "turned"))
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("gains", ["", "own", "float32"])
+@pytest.mark.parametrize(("shape", "rot"), [((3, 5, 16), 16), ((2, 40, 24), 16), ((1, 9, 64), 64)])
+def test_heads_are_normed_and_turned(
+    form: Callable[..., Tensor], dtype: torch.dtype, gains: str, shape: tuple[int, ...], rot: int
+) -> None:
+    """In float64, rounded where torch rounds; heads lie beside values in a wider product."""
+    tokens, rows, dim = shape
+    heads = normal(tokens, rows + 3, dim, dtype=dtype)[:, 1:-2]
+    gain = normal(rows, dim, seed=1, dtype=torch.float32 if gains == "float32" else dtype)
+    angle = normal(tokens, rot // 2, seed=2, std=3).repeat(1, 2)
+    sign = torch.ones(rot, device=DEVICE)
+    sign[: rot // 2] = -1
+    cos, sin = angle.cos().to(dtype), (angle.sin() * sign).to(dtype)
+    made = form(heads, gain if gains else None, 1e-5, (cos, sin))
+    x = heads.double()
+    if gains:
+        x = x / (x.square().mean(-1, keepdim=True) + 1e-5).sqrt()
+        x = x if gains == "float32" else x.to(dtype).double()
+        x = (x * gain.double()).to(dtype).double()
+    first, last = x[..., : rot // 2], x[..., rot // 2 : rot]
+    c, s = cos.double()[:, None], sin.double()[:, None]
+    wanted = torch.cat([x[..., :rot] * c + torch.cat([last, first], -1) * s, x[..., rot:]], -1)
+    assert made.dtype == dtype and made.shape == shape
+    # A rounding of each factor, and of each product, moves the sum by that of the larger parts.
+    most = x.abs().amax(-1, keepdim=True)
+    error = (made.double() - wanted).abs() / (most * torch.finfo(dtype).eps)
+    assert float(error.max()) <= allowance(form, dtype, 4)
+
+
+@pytest.mark.parametrize("form", forms("pointwise", "merged"))
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_two_parts_are_merged(form: Callable[..., Tensor], dtype: torch.dtype) -> None:
+    """Each side alone, too; outputs and sums lie as the kernels of either side leave them."""
+    heads, count, dim = 3, 5, 12
+    scores, values = normal(heads, count, 30, std=4).double(), normal(heads, 30, dim).double()
+    scores[0, :2, :11], scores[1, 3, 11:] = -torch.inf, -torch.inf
+
+    def attend(part: slice) -> tuple[Tensor, Tensor]:
+        own = scores[..., part]
+        out = (own.softmax(-1).nan_to_num() @ values[:, part]).to(dtype)
+        return out.transpose(0, 1).contiguous().transpose(0, 1), own.logsumexp(-1).float()
+
+    wider = torch.stack([attend(slice(11, 30))[1]] * 2, -1)[..., 0]
+    made = form(*attend(slice(0, 11)), attend(slice(11, 30))[0], wider)
+    wanted = scores.softmax(-1) @ values
+    assert made.shape == wanted.shape and made.dtype == dtype
+    error = float((made.double() - wanted).abs().max())
+    assert error <= allowance(form, dtype, 2) * torch.finfo(dtype).eps * float(values.abs().max())
+
+
 # --- the next token ------------------------------------------------------------------------
 
 
