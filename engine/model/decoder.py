@@ -101,10 +101,11 @@ class Decoder:
         """Return the input states ``[T, d]`` of a turn and its deepstack as :meth:`forward` takes
         it.
         """
-        hidden = self.embed(turn.token_ids)
+        device = self.weights.embed.device
+        hidden = self.embed(turn.token_ids.to(device))
         if turn.visual is None or not turn.visual.numel():
             return hidden, ()
-        where = (turn.modality > 0).nonzero().flatten()
+        where = (turn.modality > 0).nonzero().flatten().to(device)
         hidden = hidden.index_copy(0, where, turn.visual.to(hidden.dtype))
         return hidden, tuple((where, level.to(hidden.dtype)) for level in turn.deepstack)
 
