@@ -76,10 +76,10 @@ class Prefill:
             if session.compactions:  # it was made before positions moved
                 self._move_back(int(turn.positions[:, 0].min()) - session.next_position)
                 turn = self._turn
-            # Read from the device once for all chunks: where an interrupted prefill continues from,
-            # and the ids that penalties count.
+            # Once for all chunks: where an interrupted prefill continues from, and the ids that
+            # penalties count.
             self._highest = turn.positions.amax(0).cummax(0).values.tolist()
-            self._ids = turn.token_ids.cpu().numpy()
+            self._ids = turn.token_ids.numpy()
             self._require_context()
             if session.meter is not None:
                 session.meter.remember()
@@ -219,7 +219,7 @@ class Prefill:
             session.runs = with_tokens(session.runs, session.seen, *given)
         session.count_appended(tokens, self._end(self.done))
         if session.meter is not None and log_beta is not None:
-            session.meter.add(log_beta, turn.modality)
+            session.meter.add(log_beta, turn.modality.to(log_beta.device))
         session.count_evicted(pruned, 0)
         if session.recorder is not None and pruned:
             session.recorder.missing(session.view(), tokens, PRUNED)
@@ -424,7 +424,7 @@ class ChunkPass:
             *(engine.decoder.embed_turn(turn) for turn in self._turns), strict=True
         )
         ropes = [
-            engine.rope.at(turn.positions, prefill.long_rope)
+            engine.rope.at(turn.positions.to(engine.device), prefill.long_rope)
             for prefill, turn in zip(self._prefills, self._turns, strict=True)
         ]
         cos, sin = (torch.cat(part) for part in zip(*ropes, strict=True))
@@ -462,7 +462,8 @@ class ChunkPass:
         if engine.model.needs.positions:  # last: of a pass that fails before, none is left
             for chunk, turn in zip(chunks, self._turns, strict=True):
                 seqs = torch.tensor([chunk.seq], device=engine.device)
-                store_positions(engine.cache, seqs, chunk.position[None], turn.positions[:, None])
+                positions = turn.positions[:, None].to(engine.device)
+                store_positions(engine.cache, seqs, chunk.position[None], positions)
         return pruned
 
     def _finish(self, ends: Tensor) -> None:
@@ -584,7 +585,7 @@ def _chunk(session: CachedSequence, turn: Turn, rope: tuple[Tensor, Tensor]) -> 
         engine.spec,
         session.seq,
         torch.arange(session.seen, seen, device=engine.device),
-        turn.modality,
+        turn.modality.to(engine.device),
         engine.model.needs,
         seen,
         session.entries > 0,

@@ -255,7 +255,8 @@ class Runtime:
         for layer in weights.layers:
             if isinstance(layer.state_layer, DeltaLayer):
                 layer.state_layer.functions = delta_functions(layer.state_layer.conv.device)
-        return Decoder(self.spec, weights, gates, taps, kernels_for(weights.form).elementwise)
+        kernels = kernels_for(weights.form, self.device)
+        return Decoder(self.spec, weights, gates, taps, kernels.elementwise, kernels.experts)
 
     def _make_rope(self) -> Rope:
         spec = self.spec

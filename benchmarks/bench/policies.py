@@ -56,7 +56,8 @@ READS = {
 }
 # What has a form in Triton beside the reference that runs on a CPU.
 KERNELS = {
-    static_step: "make_room build_worklist rms_norm store_layer decode_attention gated evict",
+    static_step: "make_room build_worklist rms_norm store_layer decode_attention gated evict "
+    "experts",
     policy_step: "drop evict_to_shares window_scores",
     delta: "conv_step delta_step",
 }

@@ -14,6 +14,8 @@ from mmkv.engine.backends.cpu.backend import CpuBackend
 from mmkv.engine.backends.cpu.kernels import native_kernels, rounded
 from mmkv.engine.backends.cuda.backend import CudaBackend
 from mmkv.engine.backends.cuda.kernels import delta as cuda_delta
+from mmkv.engine.backends.cuda.kernels.experts import experts
+from mmkv.engine.backends.cuda.kernels.pointwise import TritonElementwise
 from mmkv.engine.backends.cuda.kernels.product import product_for
 from mmkv.engine.backends.torch.backend import TorchBackend
 from mmkv.engine.model.delta import DeltaFunctions
@@ -31,7 +33,7 @@ BACKENDS: tuple[type[Backend], ...] = (CpuBackend, CudaBackend, TorchBackend)
 def kernels_for(form: str, device: torch.device | None = None) -> Kernels:
     """Return the functions that prompts are computed with, for weights in a form.
 
-    Those in C; on a GPU products of its own, while weights are still rounded in C.
+    Those in C; on a GPU its own, while weights are still rounded in C.
     """
     native = native_kernels(form)
     if device is None or device.type == "cpu":
@@ -41,6 +43,8 @@ def kernels_for(form: str, device: torch.device | None = None) -> Kernels:
         product=product_for(form),
         rounded=lambda weight, bits: rounded(weight.cpu(), bits).to(weight.device),
         packed=None,
+        elementwise=TritonElementwise(),
+        experts=experts,
         attention=None,
     )
 

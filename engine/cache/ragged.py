@@ -214,16 +214,17 @@ class RaggedCache:
         size, rows = self.pool.page_size, self.rows
         row = (seqs[:, None] * rows + torch.arange(rows, device=seqs.device)).flatten()
         before = self.length.view(-1)[row]
-        held, needed = _ceil(before, size), _ceil(before + count, size)
+        known = before.cpu()  # the only read from the device
+        held, needed = _ceil(known, size), _ceil(known + count, size)
         self._widen(int(needed.max()))
         fresh = needed - held
         # Pages first: if the pool refuses, no row has changed.
         pages = self.pool.take(int(fresh.sum()))
         which = torch.repeat_interleave(fresh)
-        first = fresh.cumsum(0) - fresh
-        column = held[which] + torch.arange(pages.numel(), device=row.device) - first[which]
+        column = held[which] + torch.arange(len(which)) - (fresh.cumsum(0) - fresh)[which]
         width = self.table.shape[-1]
         table = self.table.view(-1)
+        which, column = torch.stack([which, column]).to(row.device)
         table[row[which] * width + column] = pages
         self.length.view(-1)[row] = before + count
         index = before[:, None] + torch.arange(count, device=row.device)

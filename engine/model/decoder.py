@@ -12,7 +12,7 @@ from torch import Tensor
 from mmkv.engine.model.elementwise import Elementwise, TorchElementwise, normed_heads
 from mmkv.engine.model.families.base import Turn
 from mmkv.engine.model.gates import Gates
-from mmkv.engine.model.mixture import mixture
+from mmkv.engine.model.mixture import Experts, grouped, mixture
 from mmkv.engine.model.product import embedded, plain
 from mmkv.engine.model.rope import rotate
 from mmkv.engine.model.spec import DecoderSpec
@@ -70,7 +70,7 @@ class Decoder:
         on_gate_input: called with (layer, ``[T, d]`` output of input_layernorm) when set, of each
             layer with entries: the tensor that retention gates read. For tools and tests.
         taps: layers after which :meth:`forward` gives out the residual stream.
-        elementwise: computes what is between the products.
+        elementwise: computes what is between the products; experts: those of a mixture.
         hosted: whether a transformers model runs the layers: the weights then have none.
     """
 
@@ -83,9 +83,10 @@ class Decoder:
         gates: Gates | None,
         taps: tuple[int, ...] = (),
         elementwise: Elementwise | None = None,
+        experts: Experts = grouped,
     ) -> None:
         self.spec, self.weights, self.gates, self.taps = spec, weights, gates, taps
-        self.elementwise = elementwise or TorchElementwise()
+        self.elementwise, self.experts = elementwise or TorchElementwise(), experts
         # As a tensor of the dtype rounds it.
         self._embed_scale = torch.tensor(spec.embed_scale, dtype=weights.dtype).item()
         self.on_gate_input: Callable[[int, Tensor], None] | None = None
@@ -100,10 +101,11 @@ class Decoder:
         """Return the input states ``[T, d]`` of a turn and its deepstack as :meth:`forward` takes
         it.
         """
-        hidden = self.embed(turn.token_ids)
+        device = self.weights.embed.device
+        hidden = self.embed(turn.token_ids.to(device))
         if turn.visual is None or not turn.visual.numel():
             return hidden, ()
-        where = (turn.modality > 0).nonzero().flatten()
+        where = (turn.modality > 0).nonzero().flatten().to(device)
         hidden = hidden.index_copy(0, where, turn.visual.to(hidden.dtype))
         return hidden, tuple((where, level.to(hidden.dtype)) for level in turn.deepstack)
 
@@ -318,8 +320,8 @@ class Decoder:
 
     def _mlp(self, x: Tensor, layer: LayerWeights) -> Tensor:
         if layer.router is not None and self.spec.routing is not None:
-            experts = plain(layer.gate_up), plain(layer.down)
-            mixed = mixture(x, layer.router, *experts, self.spec.routing)
+            matrices = plain(layer.gate_up), plain(layer.down)
+            mixed = mixture(x, layer.router, *matrices, self.spec.routing, self.experts)
             return mixed if layer.shared_gate is None else mixed + self.shared_expert(x, layer)
         if x.device.type == "cpu" and len(x) > _MLP_TOKENS:
             return self._in_blocks(lambda part: (self._mlp(part, layer),), x)[0]

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from mmkv.engine.errors import ModelError
 from mmkv.engine.model.elementwise import Elementwise, TorchElementwise
+from mmkv.engine.model.mixture import Experts, grouped
 from mmkv.engine.model.panels import Bf16Matrix, Panels
 from mmkv.engine.model.rounded import Int4Matrix, Int8Matrix, IntegerMatrix
 
@@ -163,7 +164,7 @@ class Kernels:
             does, so that ``auto`` leaves matrices in the dtype.
         rounded: rounds a matrix to so many bits, 8 or 4.
         packed: lays out a bfloat16 matrix as ``product`` reads it fastest; None: it stays.
-        elementwise: computes what is between the products.
+        elementwise: computes what is between the products; experts: those of a mixture.
         attention: computes the attention of vision towers; None: torch does.
     """
 
@@ -171,6 +172,7 @@ class Kernels:
     rounded: Callable[[Tensor, int], IntegerMatrix] = lambda weight, bits: INTEGERS[bits].of(weight)
     packed: Callable[[Tensor], Matrix] | None = None
     elementwise: Elementwise = field(default_factory=TorchElementwise)
+    experts: Experts = grouped
     attention: PatchAttention | None = None
 
 

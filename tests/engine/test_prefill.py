@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
+from benchmarks.bench.shapes import SHAPES, build_engine
 from mmkv.engine.budget import Budget
 from mmkv.engine.budgets import page_bound
 from mmkv.engine.errors import BudgetError, InputError, PolicyError, SessionError
 from mmkv.engine.model.decoder import Decoder
 from mmkv.engine.runtime import Runtime
 from tests.support.factories import checkpoint, make_turn
+from tests.support.host_reads import HostReads
 from tests.support.policies import KINDS
-from tests.support.sessions import PICTURES, assert_same_rows, load, run, text_ids, turn
+from tests.support.sessions import PICTURES, TEXT_IDS, assert_same_rows, load, run, text_ids, turn
 from tests.support.tiers import slow_but
 
 POLICIES = slow_but(("dbtrimkv", "snapkv", "full"), KINDS, "the other kinds of policies")
@@ -59,6 +62,19 @@ def test_no_chunk_ends_in_a_picture_that_is_seen_whole() -> None:
     assert session.state() == before
     with pytest.raises(PolicyError, match="write gates"):
         load(checkpoint("gemma3"), policy="wgkv", gates="random")
+
+
+def test_no_layer_of_a_chunk_waits_for_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As many reads with five layers as with two; counted on a CPU, in torch."""
+    monkeypatch.setenv("MMKV_NATIVE", "0")
+    found = []
+    for layers in (2, 5):
+        shape = replace(SHAPES["tiny"], layers=layers, vocab=TEXT_IDS)
+        engine = build_engine(shape, "dbtrimkv", 400, dtype=torch.float32, prefill_chunk=30)
+        with HostReads() as reads:
+            engine.session().prefill({"input_ids": text_ids(30, seed=0)[None]})
+        found.append(reads.found)
+    assert found[0] == found[1] and found[0]
 
 
 def test_what_cannot_be_taken_back_says_so(engine: Runtime) -> None:

@@ -8,13 +8,15 @@ import functools
 from collections.abc import Callable
 from itertools import cycle, pairwise
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
 import transformers
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from mmkv.engine.backends import kernels_for
@@ -33,7 +35,13 @@ from mmkv.engine.model.families import (
     vision,
 )
 from mmkv.engine.model.families.loading import load
-from mmkv.engine.model.families.vision import HeldLinear, HeldPatches, held_matrices, hold_tower
+from mmkv.engine.model.families.vision import (
+    HeldLinear,
+    HeldPatches,
+    attend_at_once,
+    held_matrices,
+    hold_tower,
+)
 from mmkv.engine.model.panels import Panels
 from mmkv.engine.model.product import Kernels, WeightForm, attend_rounded, multiply
 from mmkv.engine.model.rounded import Int8Matrix
@@ -388,6 +396,68 @@ def test_parts_see_themselves_alone(level: str, monkeypatch: pytest.MonkeyPatch)
         for rounds, whole in enumerate(together):
             alone = attend_patches(*own, 0.2, [0, after - first], bool(rounds))
             assert torch.equal(alone, whole[:, first:after])
+
+
+class FlashOnCPU(TorchDispatchMode):
+    """Computes torch's kernel for parts, which is for GPUs, part by part in float64."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.parts: list[int] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is not torch.ops.aten._flash_attention_forward.default:
+            return func(*args, **(kwargs or {}))
+        query, key, value, starts, others, longest, *_ = args
+        assert starts.dtype == torch.int32 and torch.equal(starts, others)
+        parts = starts.diff().tolist()
+        assert longest == max(parts)
+        self.parts.append(len(parts))
+        made = []
+        for q, k, v in zip(*(x.double().split(parts) for x in (query, key, value)), strict=True):
+            scores = torch.einsum("qhd,khd->hqk", q, k) * kwargs["scale"]
+            made.append(torch.einsum("hqk,khd->qhd", scores.softmax(-1), v))
+        return (torch.cat(made).to(query.dtype), *[None] * 4)
+
+
+def test_on_a_gpu_all_parts_are_one_launch(stored: Path, theirs: list[Tensor]) -> None:
+    """Where a tower has parts; in float32 here, so that a wrong part would show."""
+    kind = family_for(transformers.AutoConfig.from_pretrained(stored))
+    model = transformers.AutoModelForImageTextToText.from_pretrained(stored, dtype=torch.float32)
+    attend_at_once(model.eval())
+    with FlashOnCPU() as flash:
+        ours = read(kind(model), turn_for(stored))
+    assert furthest(ours, theirs) < 1e-4
+    parted = (stored / "name").read_text() in ("qwen3_vl", "qwen2_5_vl", "qwen2_vl")
+    passes = 2  # pictures, and the video
+    depth = model.config.vision_config.depth if parted else 0
+    assert len(flash.parts) == passes * depth and (not parted or max(flash.parts) > 1)
+
+
+@pytest.mark.parametrize("why", ["mask", "causal", "dropout", "width", "whole"])
+def test_what_flash_attention_does_not_do_is_torch_s(why: str) -> None:
+    query, key, value = three(40, 2, 12 if why == "width" else 16)
+    module, starts = SimpleNamespace(is_causal=False, training=False), torch.tensor([0, 30, 40])
+    mask = torch.rand(40, 40) if why == "mask" else None
+    given: dict[str, Any] = {"cu_seq_lens_q": starts, "max_length_q": 30, "scaling": 0.3}
+    if why in ("mask", "whole"):
+        given |= {"cu_seq_lens_q": None, "max_length_q": None}
+    given |= {"is_causal": True} if why == "causal" else {}
+    given |= {"dropout": 1e-9} if why == "dropout" else {}
+    with FlashOnCPU() as flash:
+        made, _ = vision._attend_at_once(cast(Any, module), query, key, value, mask, **given)
+    ends = [0, 40] if given["cu_seq_lens_q"] is None else [0, 30, 40]
+    wanted = [
+        torch.nn.functional.scaled_dot_product_attention(
+            *(x[:, :, first:after] for x in (query, key, value)),
+            attn_mask=mask,
+            is_causal=why == "causal",
+            scale=0.3,
+        ).transpose(1, 2)
+        for first, after in pairwise(ends)
+    ]
+    torch.testing.assert_close(made, torch.cat(wanted, 1), rtol=1e-5, atol=1e-6)
+    assert not flash.parts
 
 
 @needs_native

@@ -83,9 +83,9 @@ def lay_out_turns(engine: Runtime, turns: Sequence[Turn]) -> Documents:
         length = turn.token_ids.numel()
         # A clone made outside inference mode may take part in a graph.
         hidden.append(states.clone())
-        positions.append(turn.positions.clone())
+        positions.append(turn.positions.to(engine.device, copy=True))
         start.append(torch.full((length,), first, device=engine.device))
-        modality.append(turn.modality.clone())
+        modality.append(turn.modality.to(engine.device, copy=True))
         lengths.append(length)
         first += length
     deepstack = tuple(

@@ -133,7 +133,7 @@ def native_kernels(form: str = "auto") -> Kernels:
         rounded,
         packed,
         native_elementwise(),
-        None if isinstance(library(), str) else attention,
+        attention=None if isinstance(library(), str) else attention,
     )
 
 

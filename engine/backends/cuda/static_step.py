@@ -26,6 +26,7 @@ from mmkv.engine.backends.cuda.kernels.append import empty_room, make_room
 from mmkv.engine.backends.cuda.kernels.buffers import GateHead, NewestTokens, PageTables
 from mmkv.engine.backends.cuda.kernels.decode_attention import decode_attention, empty_partials
 from mmkv.engine.backends.cuda.kernels.evict import empty_eviction, evict, unsupported_reason
+from mmkv.engine.backends.cuda.kernels.experts import experts
 from mmkv.engine.backends.cuda.kernels.pointwise import gated, rms_norm
 from mmkv.engine.backends.cuda.kernels.sample import (
     Draw,
@@ -288,8 +289,8 @@ class StaticStep:
     def _mlp(self, normed: Tensor, layer: LayerWeights) -> Tensor:
         decoder, spec = self.model.decoder, self.model.spec
         if layer.router is not None and spec.routing is not None:
-            experts = plain(layer.gate_up), plain(layer.down)
-            made = mixture(normed, layer.router, *experts, spec.routing, captured=True)
+            matrices = plain(layer.gate_up), plain(layer.down)
+            made = mixture(normed, layer.router, *matrices, spec.routing, experts)
             return (
                 made if layer.shared_gate is None else made + decoder.shared_expert(normed, layer)
             )

@@ -195,16 +195,6 @@ def _attend(
     return torch.cat(outs, 1), torch.cat(sums, 1)
 
 
-def merge(left: tuple[Tensor, Tensor], right: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-    """Combine attention over two disjoint sets of keys: outputs ``[..., D]``, lse ``[...]``.
-
-    At least one side must be non-empty (lse above -inf) for every query.
-    """
-    lse = torch.logaddexp(left[1], right[1])
-    a, b = (left[1] - lse).exp()[..., None], (right[1] - lse).exp()[..., None]
-    return (left[0].float() * a).add_(right[0].float() * b).to(left[0].dtype), lse
-
-
 def amax_by_row(values: Tensor, row: Tensor, rows: int) -> Tensor:
     """Return the largest of ``values [W, Q]`` per row, ``[rows, Q]``.
 

@@ -11,6 +11,7 @@ from torch import Tensor
 from mmkv.engine.backends.cuda.kernels.available import on_triton
 from mmkv.engine.backends.cuda.kernels.buffers import NewestTokens
 from mmkv.engine.backends.cuda.kernels.decode_attention import decode_attention, empty_partials
+from mmkv.engine.backends.cuda.kernels.pointwise import merged
 from mmkv.engine.backends.cuda.kernels.prefill_attention import prefill_attention
 from mmkv.engine.backends.cuda.kernels.worklist import build_worklist as list_tiles
 from mmkv.engine.backends.cuda.kernels.worklist import (
@@ -22,7 +23,6 @@ from mmkv.engine.backends.torch.attention import (
     LayerWork,
     build_worklist,
     chunk_attention,
-    merge,
     ragged_attention,
     windowed_attention,
 )
@@ -129,14 +129,13 @@ class PrefillChunk:
         self._note(layer, query, reads)
         query = query[:, -1:] if last else query
         count = query.shape[1]
-        grouped = query.reshape(spec.num_kv_heads, spec.group * count, spec.head_dim)
         limit = spec.sliding_window[layer]
         if self._writes is not None:
             out = self._writes.attend(
                 pool,
                 layer,
                 slot,
-                grouped.unflatten(1, (spec.group, -1)),
+                query.contiguous().unflatten(0, (spec.num_kv_heads, -1)),
                 self.position[-count:],
                 self.cache.length[self.seq, layer],
                 self.table[layer],
@@ -145,7 +144,7 @@ class PrefillChunk:
             assert self.now is not None
             times = spec.num_kv_heads, spec.group
             out = windowed_attention(
-                grouped,
+                query.reshape(spec.num_kv_heads, -1, spec.head_dim),
                 self.position[-count:].repeat(times),
                 pool.stored_keys,
                 pool.stored_values,
@@ -161,9 +160,9 @@ class PrefillChunk:
             return out.view(count, -1)
         else:
             out, lse = chunk_attention(query, key, value, scale, self._visible(count))
-            past = self._attend_to_past(layer, query, grouped, scale)
+            past = self._attend_to_past(layer, query, scale)
             if past is not None:
-                out, _ = merge(past, (out, lse))
+                out = merged(*past, out, lse)
         out = pool.form.rotate(out.reshape(spec.num_heads, count, -1))
         return out.transpose(0, 1).reshape(count, -1)
 
@@ -202,7 +201,7 @@ class PrefillChunk:
         self.cache.put_states(self.seq, self._states)
 
     def _attend_to_past(
-        self, layer: int, query: Tensor, grouped: Tensor, scale: float
+        self, layer: int, query: Tensor, scale: float
     ) -> tuple[Tensor, Tensor] | None:
         """Compute output ``[Hq, C, D]`` and log-sum-exp ``[Hq, C]``.
 
@@ -217,13 +216,16 @@ class PrefillChunk:
                 query, keys, values, self.length[layer], self.table[layer], scale
             )
         assert self.past is not None
+        grouped = query.reshape(self.spec.num_kv_heads, -1, query.shape[-1])
         out, lse = ragged_attention(grouped, keys, values, self.past[layer], scale)
         return out.view(query.shape), lse.view(query.shape[:2])
 
     def prune(self, layer: int, hidden: Tensor) -> Tensor | None:
         """Ask the policy's pruner which tokens go on into ``layer``; see ``Decoder.forward``."""
-        visual = self._visual.nonzero().flatten()
-        if self._pruner is None or layer != self._pruner.layer or not visual.numel():
+        if self._pruner is None or layer != self._pruner.layer:
+            return None
+        visual = self._visual.nonzero().flatten()  # waits for the device
+        if not visual.numel():
             return None
         received = None if self._received is None else self._received[visual]
         made = self._pruner.keep(ChunkStates(hidden, visual, received, self._keys, self._merged))

@@ -36,6 +36,8 @@ _NOUNS = {IMAGE: "image", VIDEO: "video"}
 class Turn:
     """One turn, ready for the decoder. T tokens, of which V stand for visual features.
 
+    What says what the tokens are lies on the CPU, where most of it is read; features do not.
+
     Attributes:
         token_ids: int64 ``[T]``; a visual token keeps its placeholder id.
         modality: uint8 ``[T]``: 0 text, 1 image, 2 video.
@@ -237,7 +239,7 @@ class Family:
             inputs: what the processor returns for this turn alone, on any device: ``input_ids``
                 of one row, optionally ``attention_mask`` (its zeros are dropped) and pixels.
             offset: rope position of the first token.
-            device: where the tensors of the turn are put.
+            device: where the features of pictures are put.
             cache: has the features of pictures that were read before under the same ``salt``.
 
         Raises:
@@ -264,7 +266,7 @@ class Family:
             rows: int64 ``[T]``, the tokens of each turn, without padding.
             inputs: the pixels of all turns, in the order of their tokens.
             offsets: rope position of the first token of each turn.
-            device: where the tensors of the turns are put.
+            device: where the features of pictures are put.
             seen: the tokens before each turn. The pixels may cover their pictures, too: all of a
                 sequence's, its older ones first. Only those of the turns are used.
             cache, salt: as of :meth:`turn`.
@@ -309,9 +311,9 @@ class Family:
             following = int(positions.max()) + 1 if row.numel() else 0
             made.append(
                 Turn(
-                    token_ids=row.to(device),
-                    modality=modality.to(device),
-                    positions=(positions + offset).to(device),
+                    token_ids=row,
+                    modality=modality,
+                    positions=positions + offset,
                     visual=None if made_of is None else made_of.rows,
                     deepstack=() if made_of is None else made_of.deepstack,
                     next_position=offset + following,

@@ -35,16 +35,19 @@ _MANY_BYTES = 2**26  # that are freed before the heap gives them back
 # Towers without masks: patches see all of a picture, or of the parts that flash attention gets.
 _UNMASKED = {
     "clip_vision_model",
-    "glm4v_vision",
     "idefics3_vision",
     "internvl_vision",
     "pixtral",
+    "siglip_vision_model",
+    "smolvlm_vision",
+}
+# Of these, those whose patches of all pictures, or windows, lie in one row.
+_IN_PARTS = {
+    "glm4v_vision",
     "qwen2_5_vl_vision",
     "qwen2_vl_vision",
     "qwen3_vl_moe_vision",
     "qwen3_vl_vision",
-    "siglip_vision_model",
-    "smolvlm_vision",
 }
 
 
@@ -101,6 +104,9 @@ def build_vision(
         _widen(model, weights, dtype)
     if device != _CPU:
         move(model, device)
+        half = dtype in (torch.bfloat16, torch.float16)
+        if half and device.type == "cuda" and torch.cuda.get_device_capability(device)[0] >= 8:
+            attend_at_once(model)
         return model, note
     give_back()
     return model, note
@@ -468,21 +474,67 @@ def layers_to_hold(model: Any, family: type[Family]) -> Iterator[tuple[nn.Module
 def _set_attention(model: Any, form: WeightForm) -> None:
     """Have a tower's layers attend by the form's kernels, if they have one for such a tower."""
     kernel = form.attention
-    vision: Any = getattr(getattr(model, "config", None), "vision_config", None)
-    if kernel is None or getattr(vision, "model_type", None) not in _UNMASKED:
+    if kernel is None:
         return
-    # With "flash" in the name, Qwen's towers call it once, and not once for each window.
-    # All models of the process read that registry: another one's kernel stays as it is.
     name = f"mmkv_flash_{form.name}_{'torch' if form.kernels.attention is None else 'c'}"
-    transformers.AttentionInterface.register(name, functools.partial(_attend, kernel))
+    _attend_by(model, name, functools.partial(_attend, kernel), _UNMASKED | _IN_PARTS)
+
+
+def attend_at_once(model: Any) -> None:
+    """Have a tower's layers attend in one launch, however many pictures and windows there are.
+
+    For half precision on a GPU of capability 8 or later; other towers stay as they are.
+    """
+    _attend_by(model, "mmkv_flash_parts", _attend_at_once, _IN_PARTS)
+
+
+def _attend_by(model: Any, name: str, attend: Callable[..., Any], kinds: set[str]) -> None:
+    """Have a tower of one of the ``kinds`` attend by a function of transformers' interface.
+
+    With "flash" in the name, Qwen's towers call it once, and not once for each window.
+    """
+    vision: Any = getattr(getattr(model, "config", None), "vision_config", None)
+    if getattr(vision, "model_type", None) not in kinds:
+        return
+    # All models of the process read that registry: another one's kernel stays as it is.
+    transformers.AttentionInterface.register(name, attend)
     for module in model.modules():
         config: Any = getattr(module, "config", None)
         if type(config) is type(vision):
             config._attn_implementation = name
 
 
+def _attend_at_once(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    cu_seq_lens_q: Tensor | None = None,
+    max_length_q: int | None = None,
+    **options: Any,
+) -> tuple[Tensor, None]:
+    """Do as :func:`_attend`, by flash attention where a row has several parts; nothing is read.
+
+    Args:
+        max_length_q: of the longest part.
+    """
+    plain = not (dropout or options.get("is_causal")) and attention_mask is None
+    if cu_seq_lens_q is None or max_length_q is None or not plain or query.shape[-1] % 8:
+        three = (query, key, value)
+        asked = (scaling, dropout, cu_seq_lens_q)
+        return _attend(None, module, *three, attention_mask, *asked, **options)
+    rows, starts = (x[0].transpose(0, 1) for x in (query, key, value)), cu_seq_lens_q.int()
+    longest = int(max_length_q)
+    kernel = torch.ops.aten._flash_attention_forward
+    made, *_ = kernel(*rows, starts, starts, longest, longest, 0.0, False, False, scale=scaling)
+    return made[None], None
+
+
 def _attend(
-    kernel: PatchAttention,
+    kernel: PatchAttention | None,
     module: nn.Module,
     query: Tensor,
     key: Tensor,
@@ -508,7 +560,7 @@ def _attend(
     causal = options.get("is_causal")
     masked = attention_mask is not None or (module.is_causal if causal is None else causal)
     three = (query, key, value)
-    if _plain(three) and not (masked or dropout):
+    if kernel is not None and _plain(three) and not (masked or dropout):
         return kernel(query, key, value, scale, starts), None
     torchs = transformers.AttentionInterface()["sdpa"]
     made = [

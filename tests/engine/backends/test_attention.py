@@ -14,7 +14,6 @@ from mmkv.engine.backends.torch.attention import (
     build_worklist,
     chunk_attention,
     chunk_attention_reference,
-    merge,
     ragged_attention,
     ragged_attention_reference,
     windowed_attention,
@@ -130,23 +129,6 @@ def test_the_last_token_of_a_chunk_alone(form) -> None:
     whole, alone = form(query, key, value, 0.3), form(query[:, -1:], key, value, 0.3)
     for every, last in zip(whole, alone, strict=True):
         torch.testing.assert_close(last, every[:, -1:], rtol=1e-4, atol=1e-5)
-
-
-def test_merging_two_sets_of_keys_equals_one() -> None:
-    generator = torch.Generator().manual_seed(3)
-    query = torch.randn(2, 5, 16, generator=generator)
-    key, value = (torch.randn(2, 30, 16, generator=generator) for _ in range(2))
-
-    def attend(part: slice) -> tuple[Tensor, Tensor]:
-        scores = query @ key[:, part].transpose(1, 2)
-        return scores.softmax(-1) @ value[:, part], scores.logsumexp(-1)
-
-    out, lse = merge(attend(slice(0, 11)), attend(slice(11, 30)))
-    whole, total = attend(slice(0, 30))
-    torch.testing.assert_close(out, whole)
-    torch.testing.assert_close(lse, total)
-    empty = (torch.zeros_like(whole), torch.full_like(total, -torch.inf))
-    torch.testing.assert_close(merge(empty, (whole, total))[0], whole)
 
 
 @pytest.mark.parametrize("lengths", [EVEN, SKEWED], ids=["even", "skewed"])

@@ -16,12 +16,13 @@ from torch import Tensor
 from benchmarks.bench.kernel_code import SHARED_LIMITS, decode, prefill, window
 from mmkv.engine.backends.cuda.kernels.buffers import NewestTokens, Partials, WorkList
 from mmkv.engine.backends.cuda.kernels.decode_attention import empty_partials
+from mmkv.engine.backends.cuda.kernels.pointwise import merged
 from mmkv.engine.backends.cuda.kernels.worklist import (
     build_worklist_reference,
     empty_worklist,
     tile_entries,
 )
-from mmkv.engine.backends.torch.attention import chunk_attention, merge
+from mmkv.engine.backends.torch.attention import chunk_attention
 from tests.support.kernels import (
     DEVICE,
     ONE_SPILL,
@@ -433,7 +434,7 @@ def test_merges_with_the_chunk_itself(form) -> None:
     generator = torch.Generator().manual_seed(2)
     key, value = (torch.randn(2, 13, 32, generator=generator).to(DEVICE) for _ in range(2))
     past = form(query, cache.keys, cache.values, cache.length[0, 0], cache.table[0, 0], SCALE)
-    out, _ = merge(past, chunk_attention(query, key, value, SCALE))
+    out = merged(*past, *chunk_attention(query, key, value, SCALE))
     for head in range(4):
         old_key, old_value = cache.row(0, 0, head // 2)
         for at in (0, 7, 12):

@@ -148,6 +148,58 @@ def test_dispatch_on_a_cpu_is_the_reference() -> None:
     assert torch.equal(gated(x), F.silu(x[:, :4]) * x[:, 4:])
 
 
+@pytest.mark.parametrize("form", forms("pointwise", "turned"))
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("gains", ["", "own", "float32"])
+@pytest.mark.parametrize(("shape", "rot"), [((3, 5, 16), 16), ((2, 40, 24), 16), ((1, 9, 64), 64)])
+def test_heads_are_normed_and_turned(
+    form: Callable[..., Tensor], dtype: torch.dtype, gains: str, shape: tuple[int, ...], rot: int
+) -> None:
+    """In float64, rounded where torch rounds; heads lie beside values in a wider product."""
+    tokens, rows, dim = shape
+    heads = normal(tokens, rows + 3, dim, dtype=dtype)[:, 1:-2]
+    gain = normal(rows, dim, seed=1, dtype=torch.float32 if gains == "float32" else dtype)
+    angle = normal(tokens, rot // 2, seed=2, std=3).repeat(1, 2)
+    sign = torch.ones(rot, device=DEVICE)
+    sign[: rot // 2] = -1
+    cos, sin = angle.cos().to(dtype), (angle.sin() * sign).to(dtype)
+    made = form(heads, gain if gains else None, 1e-5, (cos, sin))
+    x = heads.double()
+    if gains:
+        x = x / (x.square().mean(-1, keepdim=True) + 1e-5).sqrt()
+        x = x if gains == "float32" else x.to(dtype).double()
+        x = (x * gain.double()).to(dtype).double()
+    first, last = x[..., : rot // 2], x[..., rot // 2 : rot]
+    c, s = cos.double()[:, None], sin.double()[:, None]
+    wanted = torch.cat([x[..., :rot] * c + torch.cat([last, first], -1) * s, x[..., rot:]], -1)
+    assert made.dtype == dtype and made.shape == shape
+    # A rounding of each factor, and of each product, moves the sum by that of the larger parts.
+    most = x.abs().amax(-1, keepdim=True)
+    error = (made.double() - wanted).abs() / (most * torch.finfo(dtype).eps)
+    assert float(error.max()) <= allowance(form, dtype, 4)
+
+
+@pytest.mark.parametrize("form", forms("pointwise", "merged"))
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_two_parts_are_merged(form: Callable[..., Tensor], dtype: torch.dtype) -> None:
+    """Each side alone, too; outputs and sums lie as the kernels of either side leave them."""
+    heads, count, dim = 3, 5, 12
+    scores, values = normal(heads, count, 30, std=4).double(), normal(heads, 30, dim).double()
+    scores[0, :2, :11], scores[1, 3, 11:] = -torch.inf, -torch.inf
+
+    def attend(part: slice) -> tuple[Tensor, Tensor]:
+        own = scores[..., part]
+        out = (own.softmax(-1).nan_to_num() @ values[:, part]).to(dtype)
+        return out.transpose(0, 1).contiguous().transpose(0, 1), own.logsumexp(-1).float()
+
+    wider = torch.stack([attend(slice(11, 30))[1]] * 2, -1)[..., 0]
+    made = form(*attend(slice(0, 11)), attend(slice(11, 30))[0], wider)
+    wanted = scores.softmax(-1) @ values
+    assert made.shape == wanted.shape and made.dtype == dtype
+    error = float((made.double() - wanted).abs().max())
+    assert error <= allowance(form, dtype, 2) * torch.finfo(dtype).eps * float(values.abs().max())
+
+
 # --- the next token ------------------------------------------------------------------------
 
 
@@ -221,6 +273,51 @@ def test_batch_slots_have_their_own_settings() -> None:
                 )[0]
                 == drawn[batch_slot]
             )
+
+
+@pytest.mark.parametrize("form", forms("sample", "sample"))
+@pytest.mark.parametrize(
+    "values",
+    [
+        normal(5, 4500, std=3),
+        (normal(5, 4500, std=3) * 2).round() * -0.5,  # few values, some of them -0
+        normal(5, 4500, std=3).where(normal(5, 4500, seed=1) > 1, -torch.inf),
+        normal(5, 1),
+    ],
+    ids=["spread", "tied", "forbidden", "one"],
+)
+def test_a_draw_is_a_place_in_the_sorted_row(form: Callable[..., Tensor], values: Tensor) -> None:
+    """In whole numbers, without torch: equal logits in the order of their ids."""
+    draws = [
+        Draw(0.7, 20, 0.8),
+        Draw(1.0),
+        Draw(50.0, 700, 0.999, 0.9),
+        Draw(1e-30, 3),
+        Draw(0.9, 2499, 1.0, 0.05),
+    ]
+    settings, vocab = columns_of(draws, DEVICE)[0], values.shape[1]
+    for noise in (0.0, 0.6, 1 - 2.0**-53):
+        got = form(values, settings, torch.full((5,), noise, device=DEVICE).double()).tolist()
+        for row, draw, token in zip(values.cpu(), draws, got, strict=True):
+            heat = torch.tensor(draw.temperature)
+            one = 1 << (62 - (vocab - 1).bit_length())
+            weight = (((row - row.max()) / heat).exp() * float(one)).long().tolist()
+            logit = row.tolist()
+            order = sorted(range(vocab), key=lambda at, of=logit: (-of[at], at))
+            if 0 < draw.top_k < vocab:
+                least = logit[order[draw.top_k - 1]]
+                order = [at for at in order if logit[at] >= least]
+            mass, before, kept = sum(weight[at] for at in order), 0, []
+            top_p, min_p = torch.tensor([draw.top_p, draw.min_p]).tolist()
+            for at in order:
+                if (top_p == 1 or before < mass * top_p) and weight[at] >= min_p * one:
+                    kept.append(at)
+                before += weight[at]
+            total = sum(weight[at] for at in kept)
+            place = min(int(noise * total), total - 1)
+            while weight[kept[0]] <= place:
+                place -= weight[kept.pop(0)]
+            assert token == kept[0]
 
 
 def test_a_vocabulary_of_true_size() -> None:
@@ -318,3 +415,26 @@ def test_swiglu_fits_a_hopper_sm(tmp_path: Path) -> None:
     )
     assert report.spills == 0 and report.registers <= 32 and report.shared == 0
     assert "ld.global.v4.b32" in report.ptx and "st.global.v4.b32" in report.ptx
+
+
+@needs_compiler
+def test_the_draw_fits_a_hopper_sm(tmp_path: Path) -> None:
+    """Qwen3's vocabulary: nothing spilled, two programs of 8 warps on an SM."""
+    from mmkv.engine.backends.cuda.kernels import sample_triton
+    from mmkv.engine.backends.cuda.kernels.sample import greatest_weight
+
+    types = {"logits": "*fp32", "weight": "*i64", "top_k": "*i64", "top_p": "*fp32"}
+    types |= {"min_p": "*fp32", "noise": "*fp64", "sums": "*i64", "state": "*i64"}
+    types |= {"token": "*i64", "rows": "i32", "stage": "i32"}
+    vocab = 151_936
+    constants = {"VOCAB": vocab, "GREATEST": greatest_weight(vocab), "BITS": sample_triton.BITS}
+    constants |= {"BLOCK": sample_triton.BLOCK, "FIELDS": sample_triton._FIELDS}
+    code = compile_for_hopper(
+        sample_triton.__name__,
+        "sample_kernel",
+        types,
+        constants,
+        sample_triton.WARPS,
+        tmp_path,
+    )
+    assert code.spills == 0 and code.registers <= 128 and code.shared <= 16384

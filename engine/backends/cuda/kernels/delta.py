@@ -37,7 +37,7 @@ def delta_step_reference(
 def delta_chunk_reference(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Compute :func:`mmkv.engine.model.delta.delta_chunk`, in Triton token after token."""
+    """Compute :func:`mmkv.engine.model.delta.delta_chunk`."""
     return delta.delta_chunk(q, k, v, g, beta, state)
 
 

@@ -1,8 +1,8 @@
 """``kernels.delta`` in Triton. Import only where Triton is.
 
-A column of a value head's state does not know the others. A program holds some of them in
-registers while it takes its sequence's tokens, one after the other: no more than a warp, so that
-nothing waits for another one.
+A column of a value head's state does not know the others: a program holds some of them in
+registers. In a step it is no more than a warp, so that nothing waits for another one. Products of a
+chunk's blocks are on tensor cores, of three parts each (``tf32x3``): as exact as float32's.
 """
 
 # mypy: disable-error-code="import-not-found, import-untyped, no-untyped-def"
@@ -16,17 +16,20 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from mmkv.engine.model.delta import EPS
+from mmkv.engine.model.delta import BLOCK, EPS
 
-COLUMNS = 8  # of a state, that a program holds
-DELTA_WARPS = 1
+COLUMNS = 8  # of a state, that a program of a step holds
+STEP_WARPS = 1
+CHUNK_COLUMNS = 16
+CHUNK_WARPS = 4
+PART = 16  # of a row, between two products
 CHANNELS = 256
 TOKENS = 16  # that a program convolves
 WARPS = 4
 
 
 def sizes(dk: int, dv: int) -> dict[str, Any]:
-    """Return the constants of a head's size."""
+    """Return a step's constants of a head's size."""
     return {
         "DK": dk,
         "DV": dv,
@@ -162,34 +165,11 @@ def delta_step(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, states: Tensor, slot: Tensor
 ) -> Tensor:
     """See :func:`mmkv.engine.backends.cuda.kernels.delta.delta_step`."""
-    return _take(q, k, v, g, beta, states, slot, 1)
-
-
-def delta_chunk(
-    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor
-) -> tuple[Tensor, Tensor]:
-    """See :func:`mmkv.engine.backends.cuda.kernels.delta.delta_chunk`; one launch."""
-    after = state.clone(memory_format=torch.contiguous_format)
-    slot = torch.zeros(1, dtype=torch.int64, device=v.device)
-    return _take(q, k, v, g, beta, after[None], slot, len(v)), after
-
-
-def _take(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    g: Tensor,
-    beta: Tensor,
-    states: Tensor,
-    slot: Tensor,
-    tokens: int,
-) -> Tensor:
-    """Take so many tokens of each of B sequences, which follow each other in ``v``."""
-    _, heads, dv = v.shape
+    batch, heads, dv = v.shape
     dk = k.shape[2]
     q, k, v = (_heads_together(x) for x in (q, k, v))
     out = torch.empty(v.shape, dtype=v.dtype, device=v.device)
-    delta_kernel[(len(slot) * heads, triton.cdiv(dv, COLUMNS))](
+    step_kernel[(batch * heads, triton.cdiv(dv, COLUMNS))](
         q,
         k,
         v,
@@ -198,20 +178,19 @@ def _take(
         states,
         slot,
         out,
-        tokens,
         q.stride(0),
         k.stride(0),
         v.stride(0),
         HEADS=heads,
         GROUP=heads // k.shape[1],
         **sizes(dk, dv),
-        num_warps=DELTA_WARPS,
+        num_warps=STEP_WARPS,
     )
     return out
 
 
-@triton.jit(do_not_specialize=["tokens"])  # each chunk length would be compiled anew
-def delta_kernel(
+@triton.jit
+def step_kernel(
     q,
     k,
     v,
@@ -220,7 +199,6 @@ def delta_kernel(
     states,
     slot,
     out,
-    tokens,
     q_row,
     k_row,
     v_row,
@@ -232,36 +210,209 @@ def delta_kernel(
     COLUMNS: tl.constexpr,
     EPS: tl.constexpr,
 ):
-    """Take the tokens of a batch slot and value head; grid (B Hv, blocks of columns)."""
+    """Take the token of a batch slot and value head; grid (B Hv, blocks of columns)."""
     row = tl.program_id(0).to(tl.int64)
-    batch_slot, head = row // HEADS, row % HEADS
-    mine = tl.load(slot + batch_slot)
+    token, head = row // HEADS, row % HEADS
+    mine = tl.load(slot + token)
     if mine < 0:
         return
     i, column = tl.arange(0, BLOCK_K), tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     deep, there = i < DK, column < DV
     place = states + (mine * HEADS + head) * (DK * DV) + i[:, None] * DV + column[None, :]
     inside = deep[:, None] & there[None, :]
-    state = tl.load(place, mask=inside, other=0.0)
     of_key = head // GROUP * DK + i
-    scale = 1.0 / tl.sqrt(DK * 1.0)
-    for at in range(0, tokens):
-        token = batch_slot * tokens + at
-        query = tl.load(q + token * q_row + of_key, mask=deep, other=0.0).to(tl.float32)
-        key = tl.load(k + token * k_row + of_key, mask=deep, other=0.0).to(tl.float32)
-        value = tl.load(v + token * v_row + head * DV + column, mask=there, other=0.0)
-        decay = tl.exp(tl.load(g + token * HEADS + head))
-        rate = tl.load(beta + token * HEADS + head)
-        query *= tl.rsqrt(tl.sum(query * query, 0) + EPS) * scale
-        key *= tl.rsqrt(tl.sum(key * key, 0) + EPS)
-        state *= decay
-        delta = (value.to(tl.float32) - tl.sum(state * key[:, None], 0)) * rate
-        state += key[:, None] * delta[None, :]
-        made = tl.sum(state * query[:, None], 0)
-        tl.store(
-            out + (token * HEADS + head) * DV + column, made.to(out.dtype.element_ty), mask=there
-        )
+    query = tl.load(q + token * q_row + of_key, mask=deep, other=0.0).to(tl.float32)
+    key = tl.load(k + token * k_row + of_key, mask=deep, other=0.0).to(tl.float32)
+    value = tl.load(v + token * v_row + head * DV + column, mask=there, other=0.0)
+    query *= tl.rsqrt(tl.sum(query * query, 0) + EPS) / tl.sqrt(DK * 1.0)
+    key *= tl.rsqrt(tl.sum(key * key, 0) + EPS)
+    state = tl.load(place, mask=inside, other=0.0) * tl.exp(tl.load(g + row))
+    delta = (value.to(tl.float32) - tl.sum(state * key[:, None], 0)) * tl.load(beta + row)
+    state += key[:, None] * delta[None, :]
+    made = tl.sum(state * query[:, None], 0)
+    tl.store(out + row * DV + column, made.to(out.dtype.element_ty), mask=there)
     tl.store(place, state, mask=inside)
+
+
+def delta_chunk(
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor
+) -> tuple[Tensor, Tensor]:
+    """See :func:`mmkv.engine.backends.cuda.kernels.delta.delta_chunk`; two launches and a copy."""
+    (tokens, heads, dv), dk = v.shape, k.shape[2]
+    q, k, v = (_heads_together(x) for x in (q, k, v))
+    out, after = v.new_empty(v.shape), state.clone(memory_format=torch.contiguous_format)
+    if not tokens:
+        return out, after
+    blocks = triton.cdiv(tokens, BLOCK)
+    of_keys, of_queries, newest = state.new_empty(3, blocks, heads, BLOCK, dk)
+    of_values = state.new_empty(blocks, heads, BLOCK, dv)
+    within, decay = state.new_empty(blocks, heads, BLOCK, BLOCK), state.new_empty(blocks, heads)
+    parts = of_keys, of_values, of_queries, newest, within, decay
+    size = {"HEADS": heads, "DK": dk, "DV": dv, "BLOCK": BLOCK, "PART": PART, "num_stages": 1}
+    block_kernel[(blocks * heads,)](
+        q,
+        k,
+        v,
+        g.contiguous(),
+        beta.contiguous(),
+        *parts,
+        tokens,
+        q.stride(0),
+        k.stride(0),
+        v.stride(0),
+        GROUP=heads // k.shape[1],
+        EPS=EPS,
+        **size,
+        num_warps=CHUNK_WARPS,
+    )
+    chunk_kernel[(heads, triton.cdiv(dv, CHUNK_COLUMNS))](
+        *parts, after, out, tokens, COLUMNS=CHUNK_COLUMNS, **size, num_warps=CHUNK_WARPS
+    )
+    return out, after
+
+
+@triton.jit(do_not_specialize=["tokens"])  # each chunk length would be compiled anew
+def block_kernel(
+    q,
+    k,
+    v,
+    g,
+    beta,
+    of_keys,
+    of_values,
+    of_queries,
+    newest,
+    within,
+    decay,
+    tokens,
+    q_row,
+    k_row,
+    v_row,
+    HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    DK: tl.constexpr,
+    DV: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PART: tl.constexpr,
+    EPS: tl.constexpr,
+):
+    """Compute what a block's tokens need of each other, whatever the state; grid (blocks Hv).
+
+    With the triangular system of :func:`mmkv.engine.model.delta.delta_chunk` solved, the deltas
+    are ``of_values - of_keys S``: both sides of it are made here (the WY form).
+    """
+    row = tl.program_id(0).to(tl.int64)
+    head = row % HEADS
+    at, part = tl.arange(0, BLOCK), tl.arange(0, PART)
+    token = row // HEADS * BLOCK + at
+    live, here = token < tokens, (row * BLOCK + at)[:, None]
+    of_query = q + token[:, None] * q_row + (head // GROUP * DK + part)[None, :]
+    of_key = k + token[:, None] * k_row + (head // GROUP * DK + part)[None, :]
+    alike, mixing = tl.zeros([BLOCK, BLOCK], tl.float32), tl.zeros([BLOCK, BLOCK], tl.float32)
+    long_query, long_key = tl.zeros([BLOCK], tl.float32), tl.zeros([BLOCK], tl.float32)
+    for first in range(0, DK, PART):
+        inside = live[:, None] & (part < DK - first)[None, :]
+        query = tl.load(of_query + first, mask=inside, other=0.0).to(tl.float32)
+        key = tl.load(of_key + first, mask=inside, other=0.0).to(tl.float32)
+        long_query += tl.sum(query * query, 1)
+        long_key += tl.sum(key * key, 1)
+        alike = tl.dot(key, tl.trans(key), alike, input_precision="tf32x3")
+        mixing = tl.dot(query, tl.trans(key), mixing, input_precision="tf32x3")
+    unit_query = tl.rsqrt(long_query + EPS) / tl.sqrt(DK * 1.0)
+    unit_key = tl.rsqrt(long_key + EPS)
+    rate = tl.load(beta + token * HEADS + head, mask=live, other=0.0)
+    # Sums of a head that forgets at once are in the thousands: float32 would keep 3 digits.
+    total = tl.cumsum(tl.load(g + token * HEADS + head, mask=live, other=0.0).to(tl.float64), 0)
+    end = tl.sum(tl.where(at == BLOCK - 1, total, 0.0), 0)
+    since_start, left = tl.exp(total.to(tl.float32)), tl.exp((end - total).to(tl.float32))
+    tl.store(decay + row, tl.exp(end.to(tl.float32)))
+    seen = at[:, None] >= at[None, :]
+    between = tl.where(seen, (total[:, None] - total[None, :]).to(tl.float32), 0.0)
+    between = tl.where(seen, tl.exp(between), 0.0) * unit_key[None, :]
+    tl.store(within + here * BLOCK + at[None, :], unit_query[:, None] * between * mixing)
+    system = (rate * unit_key)[:, None] * between * alike
+    system = tl.where(at[:, None] > at[None, :], system, 0.0)
+    inverse = (at[:, None] == at[None, :]).to(tl.float32)
+    for line in range(1, BLOCK):  # forward substitution
+        own = (at == line)[:, None]
+        factor = tl.sum(tl.where(own, system, 0.0), 0)
+        inverse -= tl.where(own, tl.sum(factor[:, None] * inverse, 0)[None, :], 0.0)
+    for first in range(0, DV, PART):
+        there = (part < DV - first)[None, :]
+        of_value = v + token[:, None] * v_row + (head * DV + first + part)[None, :]
+        value = tl.load(of_value, mask=live[:, None] & there, other=0.0).to(tl.float32)
+        solved = tl.dot(inverse, rate[:, None] * value, input_precision="tf32x3")
+        tl.store(of_values + here * DV + (first + part)[None, :], solved, mask=there)
+    for first in range(0, DK, PART):
+        there = (part < DK - first)[None, :]
+        inside = live[:, None] & there
+        query = tl.load(of_query + first, mask=inside, other=0.0).to(tl.float32)
+        key = tl.load(of_key + first, mask=inside, other=0.0).to(tl.float32)
+        key *= unit_key[:, None]
+        solved = tl.dot(inverse, (rate * since_start)[:, None] * key, input_precision="tf32x3")
+        place = here * DK + (first + part)[None, :]
+        tl.store(of_keys + place, solved, mask=there)
+        tl.store(of_queries + place, (since_start * unit_query)[:, None] * query, mask=there)
+        tl.store(newest + place, left[:, None] * key, mask=there)
+
+
+@triton.jit(do_not_specialize=["tokens"])
+def chunk_kernel(
+    of_keys,
+    of_values,
+    of_queries,
+    newest,
+    within,
+    decay,
+    state,
+    out,
+    tokens,
+    HEADS: tl.constexpr,
+    DK: tl.constexpr,
+    DV: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PART: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    """Take some columns of a head's state through the blocks; grid (Hv, blocks of columns).
+
+    They lie in memory and come PART rows at a time: whole products would not fit in registers.
+    """
+    head = tl.program_id(0).to(tl.int64)
+    at, part = tl.arange(0, BLOCK), tl.arange(0, PART)
+    column = (tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS))[None, :]
+    there = column < DV
+    for block in range(0, (tokens + BLOCK - 1) // BLOCK):
+        row = block * HEADS + head
+        here = (row * BLOCK + at)[:, None]
+        known = tl.zeros([BLOCK, COLUMNS], tl.float32)
+        made = tl.zeros([BLOCK, COLUMNS], tl.float32)
+        for first in range(0, DK, PART):
+            i = (first + part)[:, None]
+            place = state + (head * DK + i) * DV + column
+            held = tl.load(place, mask=(i < DK) & there, other=0.0)
+            wide, deep = here * DK + (first + part)[None, :], (part < DK - first)[None, :]
+            keys = tl.load(of_keys + wide, mask=deep, other=0.0)
+            known = tl.dot(keys, held, known, input_precision="tf32x3")
+            queries = tl.load(of_queries + wide, mask=deep, other=0.0)
+            made = tl.dot(queries, held, made, input_precision="tf32x3")
+        delta = tl.load(of_values + here * DV + column, mask=there, other=0.0) - known
+        mixing = tl.load(within + here * BLOCK + at[None, :])
+        made = tl.dot(mixing, delta, made, input_precision="tf32x3")
+        token = (block * BLOCK + at)[:, None]
+        to = out + (token * HEADS + head) * DV + column
+        tl.store(to, made.to(out.dtype.element_ty), mask=(token < tokens) & there)
+        tl.debug_barrier()  # until all threads have read the state
+        for first in range(0, DK, PART):
+            i = (first + part)[:, None]
+            inside = (i < DK) & there
+            place = state + (head * DK + i) * DV + column
+            held = tl.load(place, mask=inside, other=0.0) * tl.load(decay + row)
+            turned = newest + (row * BLOCK + at)[None, :] * DK + i
+            key = tl.load(turned, mask=i < DK, other=0.0)
+            held = tl.dot(key, delta, held, input_precision="tf32x3")
+            tl.store(place, held, mask=inside)
+        tl.debug_barrier()  # until all have written it
 
 
 def _heads_together(x: Tensor) -> Tensor:

@@ -1,11 +1,14 @@
-"""RMSNorm with the residual sum before it, and the gated activation of the MLP."""
+"""What lies between products and attention: norms, RoPE, the MLP's activation, parts merged."""
 
 from __future__ import annotations
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from mmkv.engine.backends.cuda.kernels.available import in_triton
+from mmkv.engine.model.elementwise import TorchElementwise, normed_heads
+from mmkv.engine.model.rope import rotate
 
 
 def rms_norm_reference(
@@ -31,7 +34,7 @@ def rms_norm_reference(
     return F.rms_norm(total, gain.shape, gain, eps), total
 
 
-rms_norm = in_triton(rms_norm_reference, "x")
+rms_norm = in_triton(rms_norm_reference, "x", learns=True)
 
 
 def gated_reference(gate_up: Tensor, activation: str = "silu") -> Tensor:
@@ -49,4 +52,57 @@ def gated_reference(gate_up: Tensor, activation: str = "silu") -> Tensor:
     return active * up
 
 
-gated = in_triton(gated_reference, "gate_up")
+gated = in_triton(gated_reference, "gate_up", learns=True)
+
+
+def turned_reference(
+    heads: Tensor, gain: Tensor | None, eps: float, rope: tuple[Tensor, Tensor]
+) -> Tensor:
+    """Compute :meth:`mmkv.engine.model.elementwise.Elementwise.turned`, rounded where torch does.
+
+    Args:
+        heads: ``[T, R, D]`` in the model's dtype, a token's heads side by side.
+        gain: ``[R, D]`` in the same dtype or float32, or None; rope: in the same dtype.
+
+    Returns:
+        ``[T, R, D]``, contiguous in Triton.
+    """
+    return rotate(normed_heads(heads, gain, eps), *rope)
+
+
+turned = in_triton(turned_reference, "heads", learns=True)
+
+
+def merged_reference(left: Tensor, left_lse: Tensor, right: Tensor, right_lse: Tensor) -> Tensor:
+    """Combine attention over two disjoint sets of keys.
+
+    At least one side must be non-empty (lse above -inf) for every query.
+
+    Args:
+        left, right: outputs ``[Hq, C, D]`` of one dtype, a head's features side by side.
+        left_lse, right_lse: log-sum-exp ``[Hq, C]`` float32.
+
+    Returns:
+        outputs ``[Hq, C, D]``; in Triton the heads of a query lie together.
+    """
+    lse = torch.logaddexp(left_lse, right_lse)
+    a, b = (left_lse - lse).exp()[..., None], (right_lse - lse).exp()[..., None]
+    return (left.float() * a).add_(right.float() * b).to(left.dtype)
+
+
+merged = in_triton(merged_reference, "left")
+
+
+class TritonElementwise(TorchElementwise):
+    """Computes in Triton on a GPU, where no gradient is asked for."""
+
+    def norm(self, x: Tensor, gain: Tensor, eps: float) -> Tensor:
+        return rms_norm(x, None, gain, eps)[0]
+
+    def turned(
+        self, heads: Tensor, gain: Tensor | None, eps: float, rope: tuple[Tensor, Tensor]
+    ) -> Tensor:
+        return turned(heads, gain, eps, rope)
+
+    def gated(self, gate_up: Tensor, activation: str = "silu") -> Tensor:
+        return gated(gate_up, activation)

@@ -110,3 +110,174 @@ def gated_kernel(
         inner = 1.5957691216057308 * (gate + 0.044715 * gate * gate * gate)
     active = (gate / (1.0 + tl.exp(-inner))).to(dtype).to(tl.float32)
     tl.store(out + row * WIDTH + column, (active * up).to(dtype), mask=inside)
+
+
+def turned(heads: Tensor, gain: Tensor | None, eps: float, rope: tuple[Tensor, Tensor]) -> Tensor:
+    """See :func:`mmkv.engine.backends.cuda.kernels.pointwise.turned`."""
+    tokens, rows, dim = heads.shape
+    if heads.stride()[1:] != (dim, 1):
+        heads = heads.contiguous()
+    cos, sin = (x.contiguous() for x in rope)
+    out = torch.empty(heads.shape, dtype=heads.dtype, device=heads.device)
+    features = triton.next_power_of_2(dim)
+    together = max(min(triton.next_power_of_2(rows), BLOCK // features), 1)
+    turned_kernel[(tokens, triton.cdiv(rows, together))](
+        heads,
+        cos if gain is None else gain.contiguous(),
+        cos,
+        sin,
+        out,
+        heads.stride(0),
+        eps,
+        HEADS=rows,
+        DIM=dim,
+        ROT=cos.shape[1],
+        NORM=gain is not None,
+        APART=gain is not None and gain.dtype != heads.dtype,
+        ROWS=together,
+        DIM_BLOCK=features,
+        num_warps=WARPS,
+    )
+    return out
+
+
+@triton.jit
+def turned_kernel(
+    heads,
+    gain,
+    cos,
+    sin,
+    out,
+    token_stride,
+    eps,
+    HEADS: tl.constexpr,
+    DIM: tl.constexpr,
+    ROT: tl.constexpr,
+    NORM: tl.constexpr,
+    APART: tl.constexpr,
+    ROWS: tl.constexpr,
+    DIM_BLOCK: tl.constexpr,
+):
+    """Norm and rotate ROWS heads of one token; grid (T, R / ROWS)."""
+    token = tl.program_id(0).to(tl.int64)
+    row = (tl.program_id(1) * ROWS + tl.arange(0, ROWS))[:, None]
+    feature = tl.arange(0, DIM_BLOCK)[None, :]
+    inside = (row < HEADS) & (feature < DIM)
+    made = turn(
+        heads + token * token_stride + row * DIM,
+        gain + row * DIM,
+        cos + token * ROT,
+        sin + token * ROT,
+        feature,
+        inside,
+        inside,
+        eps,
+        out.dtype.element_ty,
+        DIM,
+        ROT,
+        NORM,
+        APART,
+    )
+    tl.store(out + (token * HEADS + row) * DIM + feature, made[0], mask=inside)
+
+
+@triton.jit
+def turn(
+    source,
+    gain,
+    cos,
+    sin,
+    feature,
+    inside,
+    turns,
+    eps,
+    dtype: tl.constexpr,
+    DIM: tl.constexpr,
+    ROT: tl.constexpr,
+    NORM: tl.constexpr,
+    APART: tl.constexpr,
+):
+    """Norm and rotate heads ``[rows, DIM]``, rounded where the eager decoder rounds.
+
+    The rotation's partner features come from a second load (of lines already in L1), which costs
+    less than a shuffle between threads.
+
+    Args:
+        source, gain: pointers to each row, ``[rows, 1]``; feature: ``[1, block]``.
+        inside: of the tile, what there is; turns: what of it is normed and rotated.
+        APART: the gain is float32 and the model is not.
+
+    Returns:
+        the tile in ``dtype``, and what was read, float32.
+    """
+    half: tl.constexpr = ROT // 2
+    partner = tl.where(feature < half, feature + half, feature - half)
+    partner = tl.where(feature < ROT, partner, feature)
+    plain = tl.load(source + feature, mask=inside, other=0.0).to(tl.float32)
+    x, y = plain, tl.load(source + partner, mask=inside, other=0.0).to(tl.float32)
+    if NORM:
+        x_gain = tl.load(gain + feature, mask=turns, other=0.0).to(tl.float32)
+        y_gain = tl.load(gain + partner, mask=turns, other=0.0).to(tl.float32)
+        scale = tl.rsqrt(tl.sum(x * x, 1) / DIM + eps)[:, None]
+        x, y = x * scale, y * scale
+        if not APART:  # gains of the model's dtype multiply what is rounded to it
+            x, y = x.to(dtype).to(tl.float32), y.to(dtype).to(tl.float32)
+        x, y = (x * x_gain).to(dtype).to(tl.float32), (y * y_gain).to(dtype).to(tl.float32)
+    # One angle for all rows, but read by each: a broadcast would go through shared memory.
+    angle = tl.broadcast_to(feature, inside.shape)
+    rotates = turns & (feature < ROT)
+    c = tl.load(cos + angle, mask=rotates, other=1.0).to(tl.float32)
+    s = tl.load(sin + angle, mask=rotates, other=0.0).to(tl.float32)
+    # Fused by name, as torch's addcmul is: what compilers fuse by themselves differs.
+    return tl.fma(y, s, (x * c).to(dtype).to(tl.float32)).to(dtype), plain
+
+
+def merged(left: Tensor, left_lse: Tensor, right: Tensor, right_lse: Tensor) -> Tensor:
+    """See :func:`mmkv.engine.backends.cuda.kernels.pointwise.merged`."""
+    heads, count, dim = left.shape
+    out = torch.empty(count, heads, dim, dtype=left.dtype, device=left.device)
+    parts = left, left_lse, right, right_lse
+    merged_kernel[(count, heads)](
+        *parts,
+        out,
+        *(stride for part in parts for stride in part.stride()[:2]),
+        HEADS=heads,
+        DIM=dim,
+        BLOCK=triton.next_power_of_2(dim),
+        num_warps=1,
+    )
+    return out.transpose(0, 1)
+
+
+@triton.jit
+def merged_kernel(
+    left,
+    left_lse,
+    right,
+    right_lse,
+    out,
+    left_head,
+    left_row,
+    left_lse_head,
+    left_lse_row,
+    right_head,
+    right_row,
+    right_lse_head,
+    right_lse_row,
+    HEADS: tl.constexpr,
+    DIM: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Merge one head of one query; grid (C, Hq)."""
+    row, head = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
+    one = tl.load(left_lse + head * left_lse_head + row * left_lse_row)
+    two = tl.load(right_lse + head * right_lse_head + row * right_lse_row)
+    highest = tl.maximum(one, two)
+    one, two = tl.exp(one - highest), tl.exp(two - highest)
+    feature = tl.arange(0, BLOCK)
+    inside = feature < DIM
+    x = tl.load(left + head * left_head + row * left_row + feature, mask=inside, other=0.0)
+    y = tl.load(right + head * right_head + row * right_row + feature, mask=inside, other=0.0)
+    made = (x.to(tl.float32) * one + y.to(tl.float32) * two) / (one + two)
+    to = out + (row * HEADS + head) * DIM + feature
+    tl.store(to, made.to(out.dtype.element_ty), mask=inside)

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, fields, replace
 import torch
 from torch import Tensor
 
+from mmkv.engine.backends.cuda.kernels.available import in_triton
 from mmkv.engine.read_ids import mask_of, with_ids
 
 
@@ -220,7 +221,7 @@ def uniform(seed: Tensor, counter: Tensor) -> Tensor:
     return _shift(mixed, 11).double() * 2.0**-53
 
 
-def sample(logits: Tensor, columns: SamplingColumns, noise: Tensor) -> Tensor:
+def sample_reference(logits: Tensor, columns: SamplingColumns, noise: Tensor) -> Tensor:
     """Draw a token per batch slot, from the distribution of :func:`mmkv.sampling.distribution`.
 
     Temperature, then top-k, then top-p over what top-k left (the smallest set of likeliest
@@ -236,29 +237,35 @@ def sample(logits: Tensor, columns: SamplingColumns, noise: Tensor) -> Tensor:
     """
     vocab = logits.shape[-1]
     values, token = logits.sort(stable=True, dim=-1, descending=True)
-    heat = columns.temperature[:, None]
-    # Dividing the difference keeps the smallest temperatures finite. At 0 nothing is drawn.
-    heat = torch.where(heat > 0, heat, 1.0)
-    # A sum of `vocab` weights, none above 2**62 / vocab, stays in range.
-    one = 2.0 ** (62 - (vocab - 1).bit_length())
-    weight = (((values - values[:, :1]) / heat).exp() * one).long()
+    weight = weights_of(values, values[:, :1], columns.temperature)
     by_k = (columns.top_k > 0) & (columns.top_k < vocab)
     last = torch.where(by_k, columns.top_k, vocab) - 1
     weight = weight * ((values >= values.gather(1, last[:, None])) | ~by_k[:, None])
     before, mass = weight.cumsum(-1) - weight, weight.sum(-1, keepdim=True)
     top_p = columns.top_p[:, None].double()
-    kept = (before < mass * top_p) | (top_p >= 1)
+    kept = (before < (mass * top_p).ceil().long()) | (top_p >= 1)
     kept &= weight >= columns.min_p[:, None].double() * weight[:, :1]
-    drawn = token.gather(1, _place(weight * kept, noise))[:, 0]
+    running = (weight * kept).cumsum(-1)
+    total = running[:, -1]
+    place = (noise * total).long().clamp(max=total - 1)
+    drawn = token.gather(1, torch.searchsorted(running, place[:, None], right=True))[:, 0]
     return torch.where(columns.temperature > 0, drawn, logits.argmax(-1))
 
 
-def _place(weight: Tensor, noise: Tensor) -> Tensor:
-    """Return the column ``[B, 1]`` where the running sum of ``weight [B, n]`` passes the noise."""
-    running = weight.cumsum(-1)
-    total = running[:, -1:]
-    target = (noise[:, None] * total).long().clamp(max=total - 1)
-    return torch.searchsorted(running, target, right=True)
+sample = in_triton(sample_reference, "logits")
+
+
+def weights_of(logits: Tensor, highest: Tensor, temperature: Tensor) -> Tensor:
+    """Return the weights of logits ``[B, vocab]``, int64; ``highest [B, 1]``: the greatest."""
+    heat = temperature[:, None]
+    # Dividing the difference keeps the smallest temperatures finite. At 0 nothing is drawn.
+    heat = torch.where(heat > 0, heat, 1.0)
+    return (((logits - highest) / heat).exp() * float(greatest_weight(logits.shape[-1]))).long()
+
+
+def greatest_weight(vocab: int) -> int:
+    """Return the weight of the likeliest token: a sum of ``vocab`` of them stays in range."""
+    return 1 << (62 - (vocab - 1).bit_length())
 
 
 _GOLDEN = -7046029254386353131  # 2**64 / golden ratio, as a signed integer

@@ -1,9 +1,7 @@
 """``engine.backends.cuda.kernels.store`` in Triton: one program owns one KV head of one batch slot.
 
 Its tile holds the head's queries, key and value, one per row. All loads are independent and come
-before the first store, so that the latency of memory is paid once. The rotation's partner
-features come from a second load (of lines already in L1), which costs less than a shuffle
-between threads.
+before the first store, so that the latency of memory is paid once.
 """
 
 # mypy: disable-error-code="import-not-found, import-untyped, no-untyped-def"
@@ -19,6 +17,7 @@ from torch import Tensor
 
 from mmkv.engine.backends.cuda.kernels.buffers import GateHead
 from mmkv.engine.backends.cuda.kernels.forms_triton import encode
+from mmkv.engine.backends.cuda.kernels.pointwise_triton import turn
 from mmkv.engine.cache import Columns
 
 # log2(e) with 12 significant bits, and what is missing: see `_exp_of_minus`.
@@ -135,9 +134,7 @@ def store_kernel(
     DIM_BLOCK: tl.constexpr,
     TRUNK_BLOCK: tl.constexpr,
 ):
-    """Store one KV head of one batch slot; grid (B, H). TRUNK of 0: no gate; APART: the gain is
-    float32 and the model is not.
-    """
+    """Store one KV head of one batch slot; grid (B, H). TRUNK of 0: no gate."""
     batch_slot = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)
     slot = tl.load(slots + batch_slot * slots_row + head)
@@ -151,29 +148,21 @@ def store_kernel(
     source = tl.where(row < GROUP, head * GROUP + row, part + head)[:, None]
     inside = (row < GROUP + 2)[:, None] & (feature < DIM)[None, :]
     turns = (row <= GROUP)[:, None] & (feature < DIM)[None, :]
-    half: tl.constexpr = ROT // 2
-    partner = tl.where(feature < half, feature + half, feature - half)
-    partner = tl.where(feature < ROT, partner, feature)
-    start = qkv + batch_slot * qkv_row + source * DIM
-    x = tl.load(start + feature[None, :], mask=inside, other=0.0).to(tl.float32)
-    y = tl.load(start + partner[None, :], mask=inside, other=0.0).to(tl.float32)
-    plain = x
-    if NORM:
-        factor = gain + source * DIM
-        x_gain = tl.load(factor + feature[None, :], mask=turns, other=0.0).to(tl.float32)
-        y_gain = tl.load(factor + partner[None, :], mask=turns, other=0.0).to(tl.float32)
-        scale = tl.rsqrt(tl.sum(x * x, 1) / DIM + eps)[:, None]
-        x, y = x * scale, y * scale
-        if not APART:  # gains of the model's dtype multiply what is rounded to it
-            x, y = x.to(dtype).to(tl.float32), y.to(dtype).to(tl.float32)
-        x, y = (x * x_gain).to(dtype).to(tl.float32), (y * y_gain).to(dtype).to(tl.float32)
-    # One angle for all rows, but read by each: a broadcast would go through shared memory.
-    angle = tl.broadcast_to(batch_slot * ROT + feature[None, :], (ROWS, DIM_BLOCK))
-    rotates = turns & (feature < ROT)[None, :]
-    c = tl.load(cos + angle, mask=rotates, other=1.0).to(tl.float32)
-    s = tl.load(sin + angle, mask=rotates, other=0.0).to(tl.float32)
-    # Fused by name, as torch's addcmul is: what compilers fuse by themselves differs.
-    turned = tl.fma(y, s, (x * c).to(dtype).to(tl.float32)).to(dtype)
+    turned, plain = turn(
+        qkv + batch_slot * qkv_row + source * DIM,
+        gain + source * DIM,
+        cos + batch_slot * ROT,
+        sin + batch_slot * ROT,
+        feature[None, :],
+        inside,
+        turns,
+        eps,
+        dtype,
+        DIM,
+        ROT,
+        NORM,
+        APART,
+    )
 
     if TRUNK > 0:
         total = tl.zeros([TRUNK_BLOCK], tl.float32)
