@@ -339,6 +339,13 @@ def _check(name: str, args: Any, kwargs: Any, ours: list[Any], theirs: list[Any]
         device().read(name)
 
 
+def _check_flash(q: Tensor) -> None:
+    if q.dtype not in (torch.float16, torch.bfloat16):
+        raise DeviceError("flash attention takes half precision only")
+    if q.shape[-1] % 8 or q.shape[-1] > 256:
+        raise DeviceError(f"flash attention takes no head_dim of {q.shape[-1]}")
+
+
 def _flash(
     q: Tensor,
     k: Tensor,
@@ -349,12 +356,33 @@ def _flash(
     *,
     scale: float,
 ) -> Any:
-    if q.dtype not in (torch.float16, torch.bfloat16):
-        raise DeviceError("flash attention takes half precision only")
-    if q.shape[-1] % 8 or q.shape[-1] > 256:
-        raise DeviceError(f"flash attention takes no head_dim of {q.shape[-1]}")
+    _check_flash(q)
     out, lse = _attention(q, k, v, None, causal, scale)
     return out, lse, None, None, q.shape[2], k.shape[2], None, None, None
+
+
+def _flash_parts(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    starts: Tensor,
+    starts_k: Tensor,
+    longest: int,
+    longest_k: int,
+    dropout: float,
+    causal: bool,
+    debug: bool,
+    *,
+    scale: float,
+) -> Any:
+    """Attend inside parts ``[T, H, D]`` from one of ``starts`` to the next."""
+    _check_flash(q)
+    lengths = starts.diff().tolist()
+    if max(lengths) > longest or starts.dtype != torch.int32:
+        raise DeviceError(f"flash attention was told of parts of {longest}, not of {lengths}")
+    parts = zip(*(x.transpose(0, 1).split(lengths, 1) for x in (q, k, v)), strict=True)
+    made = [_attention(*(x[None] for x in part), None, causal, scale)[0][0] for part in parts]
+    return torch.cat(made, 1).transpose(0, 1).contiguous(), *[None] * 4
 
 
 def _efficient(
@@ -388,6 +416,7 @@ def _attention(
 
 
 _FUSED = {
+    "_flash_attention_forward": _flash_parts,
     "_scaled_dot_product_flash_attention": _flash,
     "_scaled_dot_product_efficient_attention": _efficient,
 }

@@ -5,10 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
+import torch
 from torch import Tensor
 
 from mmkv.engine.backends.base import HOSTED, Backend, Batch, Burst, Counts, LoadedModel
 from mmkv.engine.backends.cuda.kernels.available import on_triton, triton_installed
+from mmkv.engine.backends.cuda.kernels.buffers import PageTables
+from mmkv.engine.backends.cuda.kernels.evict import empty_eviction, evict, unsupported_reason
 from mmkv.engine.backends.cuda.kernels.sample import Draw
 from mmkv.engine.backends.cuda.kernels.window_scores import window_scores
 from mmkv.engine.backends.cuda.policy_step import ON_PAGES, own_code
@@ -27,7 +30,7 @@ from mmkv.engine.scorer_state import (
 class CudaBackend(Backend):
     """Decodes steps, and bursts of them, as replays of a CUDA graph that evicts as it goes.
 
-    An eviction outside of a step is torch's.
+    Outside of a step it evicts where kernels compute the scores.
 
     Attributes:
         runner: the graphs, made when the first step needs one.
@@ -48,11 +51,25 @@ class CudaBackend(Backend):
 
     def no_eviction_reason(self) -> str:
         """See :class:`mmkv.engine.backends.base.Backend`."""
-        return "evictions are part of its steps"
+        if not on_triton(self.cache.length):
+            return "Triton is not installed"
+        return unsupported_reason(self.model.policy)
 
     def evict(self, batch: Batch, counts: Counts) -> None:
-        """See :class:`mmkv.engine.backends.base.Backend`: of none."""
-        counts.uncut = range(len(batch.seqs))
+        """See :class:`mmkv.engine.backends.base.Backend`; the device is read once."""
+        if self.no_eviction_reason() or batch.recorded:
+            counts.uncut = range(len(batch.seqs))
+            return
+        cache, pool = self.cache, self.cache.pool
+        seqs, seen, allowed = cache.length.new_tensor([batch.seqs, batch.seen, batch.allowed])
+        top = cache.length.new_full((1,), pool.free_pages)
+        rows = PageTables(cache.length, cache.table, pool._stack, top, pool.page_size)
+        work = empty_eviction(len(batch.seqs), rows, max(batch.entries))
+        evict(work, self.model.policy, rows, pool, seqs, seen, allowed)
+        pool.free_pages, *found = torch.cat([top, work.dropped, work.nan]).tolist()
+        dropped, counts.nan = found[: len(batch.seqs)], found[len(batch.seqs) :]
+        counts.uncut = [index for index, entries in enumerate(dropped) if entries < 0]
+        counts.dropped = [max(entries, 0) for entries in dropped]
 
     def burst_reason(self) -> str:
         """See :class:`mmkv.engine.backends.base.Backend`."""

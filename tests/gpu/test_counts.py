@@ -1,0 +1,77 @@
+"""Launches, waits and captures of an 8B model's structure on the fake card: 36 layers of 8 rows.
+
+What a launch computes does not matter to its number, so the model is narrow.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from benchmarks.bench.shapes import Shape, build_engine
+from mmkv.engine.sequence import CachedSequence
+from tests.support.fake_cuda import fake_cuda
+
+SHAPE = Shape("qwen3", 36, 64, 16, 8, 16, 128, 128, False, 5e6, 1e-6, gate=64)
+
+
+def opened(policy: str, count: int = 1, layers: int = 36) -> list[CachedSequence]:
+    engine = build_engine(
+        replace(SHAPE, layers=layers),
+        policy,
+        8,
+        device="cuda",
+        dtype=torch.bfloat16,
+        prefill_chunk=32,
+        page_size=8,
+    )
+    sessions = [engine.session() for _ in range(count)]
+    for session in sessions:
+        session.prefill({"input_ids": torch.arange(3, 35)[None]})
+    return sessions
+
+
+def in_a_graph(session: CachedSequence) -> int:
+    """Launches of a captured step."""
+    ((_, graphs),) = session.engine.backends.cuda.runner._steps.values()
+    return len(graphs[True].steps)
+
+
+@pytest.mark.parametrize(("policy", "most"), [("dbtrimkv", 490), ("snapkv", 610), ("h2o", 1340)])
+def test_a_step_is_so_many_launches_and_waits_twice(policy: str, most: int) -> None:
+    with fake_cuda() as card:
+        sessions = opened(policy, 2)
+        sessions[0].engine.decode(sessions, [5, 6])
+        card.reads.clear()
+        sessions[0].engine.decode(sessions, [5, 6])
+        assert in_a_graph(sessions[0]) <= most
+        assert card.reads.total() == 2, card.reads
+
+
+@pytest.mark.parametrize("policy", ["dbtrimkv", "streamingllm"])
+def test_a_chunk_is_1200_launches_at_most_and_waits_four_times(policy: str) -> None:
+    with fake_cuda() as card:
+        (session,) = opened(policy)
+        card.reads.clear()
+        card.launches.clear()
+        session.prefill({"input_ids": torch.arange(35, 67)[None]})
+        assert card.launches.total() <= 1200, card.launches
+        assert card.reads.total() <= 4, card.reads
+        assert session.evicted > 0
+
+
+def test_growth_alone_captures_anew() -> None:
+    """Not other lengths, stop ids or neighbours; buckets of batches do, and kinds of draw."""
+    with fake_cuda() as card:
+        sessions = opened("dbtrimkv", 4, layers=2)
+        engine = sessions[0].engine
+        engine.decode_many(sessions, [5] * 4, 4)
+        engine.decode_many(sessions[:2], [5] * 2, 4)
+        before = card.captured
+        for steps, stop in ((1, []), (9, [7]), (16, [7, 8, 9]), (40, [])):
+            engine.decode_many(sessions, [6] * 4, steps, stop)
+            engine.decode_many(sessions[1:4], [6] * 3, steps, stop)
+            engine.decode(sessions[2:], [6] * 2)
+        assert card.captured == before
