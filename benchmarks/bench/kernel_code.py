@@ -188,17 +188,17 @@ def write_gated(group: int, head_dim: int, dtype: torch.dtype) -> CompiledCase:
 
 
 def store(group: int) -> CompiledCase:
-    """A new entry of heads of 128 with q/k norm and a gate of 512."""
+    """A new entry of heads of 128 with q/k norm."""
     from mmkv.engine.backends.cuda.kernels import store_triton as ours
 
-    half = ("qkv", "cos", "sin", "gain", "pool_keys", "pool_values", "query", "trunk")
+    half = ("qkv", "cos", "sin", "gain", "pool_keys", "pool_values", "query")
     types = dict.fromkeys(half, "*bf16")
     types |= dict.fromkeys(("slots", "position"), "*i64")
-    types |= dict.fromkeys(("pool_log_beta", "pool_state", "weight", "bias"), "*fp32")
+    types |= dict.fromkeys(("pool_log_beta", "pool_state"), "*fp32")
     types |= dict.fromkeys(("pool_key_scale", "pool_value_scale"), "*fp16")
     types |= {"pool_position": "*i32", "pool_modality": "*u8", "eps": "fp32"}
-    types |= dict.fromkeys(("qkv_row", "slots_row", "trunk_row"), "i32")
-    constants: dict[str, Any] = ours.sizes(group, 128, 512)
+    types |= dict.fromkeys(("qkv_row", "slots_row"), "i32")
+    constants: dict[str, Any] = ours.sizes(group, 128)
     warps = constants.pop("num_warps")
     constants |= {
         "HEADS": 32 // group,
@@ -208,7 +208,7 @@ def store(group: int) -> CompiledCase:
         "NORM": True,
         "APART": False,
     }
-    constants |= {"TRUNK": 512, "STATE": 0, "BESIDE": False}
+    constants |= {"STATE": 0, "BESIDE": False}
     return CompiledCase(
         f"store, {group} heads", ours.__name__, "store_kernel", types, constants, warps
     )

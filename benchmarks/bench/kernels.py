@@ -41,14 +41,13 @@ from mmkv.engine.backends.cuda.kernels.append import empty_room, make_room
 from mmkv.engine.backends.cuda.kernels.buffers import (
     AppendBuffers,
     EvictionBuffers,
-    GateHead,
     PageTables,
 )
 from mmkv.engine.backends.cuda.kernels.decode_attention import decode_attention, empty_partials
 from mmkv.engine.backends.cuda.kernels.evict import empty_eviction, evict
 from mmkv.engine.backends.cuda.kernels.prefill_attention import prefill_attention
 from mmkv.engine.backends.cuda.kernels.product import multiply
-from mmkv.engine.backends.cuda.kernels.store import store_layer
+from mmkv.engine.backends.cuda.kernels.store import store_layer, store_log_beta
 from mmkv.engine.backends.cuda.kernels.window_scores import window_scores
 from mmkv.engine.backends.cuda.kernels.worklist import (
     build_worklist,
@@ -264,19 +263,20 @@ class KernelStep:
 
 
 def append(state: KernelState) -> Work:
-    """Make room in every row; per layer: q/k norm, rope, gate readout, store."""
+    """Make room in every row; per layer: q/k norm, rope, store; the gates' readout."""
     shape, heads = state.shape, state.shape.kv_heads
     batch, dim = state.case.batch, state.shape.head_dim
     step = KernelStep(state, None)
     wide = state.normal(state.layers, batch, (shape.heads + 2 * heads) * dim)
     norm = state.normal(shape.heads + heads, dim) if shape.kind == "qwen3" else None
     rope = state.normal(batch, dim), state.normal(batch, dim)
-    trunk = state.normal(batch, shape.gate)
-    weight = state.normal(heads, shape.gate).float()
-    readout = GateHead(trunk, weight, torch.zeros(heads, device=state.device))
+    trunk = state.normal(state.layers, batch, shape.gate)
+    weight = state.normal(state.layers, heads, shape.gate).float()
+    bias = torch.zeros(state.layers, heads, device=state.device)
 
     def call() -> None:
-        slots = make_room(step.room, state.rows, state.seqs).transpose(0, 1).contiguous()
+        made = make_room(step.room, state.rows, state.seqs)
+        slots = made.transpose(0, 1).contiguous()
         for layer in range(state.layers):
             store_layer(
                 wide[layer],
@@ -286,8 +286,8 @@ def append(state: KernelState) -> Work:
                 state.cache.pool,
                 slots[layer],
                 state.seen,
-                readout,
             )
+        store_log_beta(trunk, weight, bias, state.cache.pool.log_beta, made)
         for tensor, saved in zip(step.now[:2], step.saved, strict=False):
             tensor.copy_(saved)  # lengths and free pages
 

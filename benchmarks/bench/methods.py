@@ -360,8 +360,8 @@ def _no_eviction(work: Any, *_: Any) -> Tensor:
     return work.dropped
 
 
-def _no_gate(step: StaticStep, index: int, normed: Tensor) -> None:
-    return None
+def _no_gate(step: StaticStep, hidden: list[Tensor], slots: Tensor) -> None:
+    pass
 
 
 def _no_room(room: Any, rows: Any, seqs: Tensor) -> Tensor:
@@ -393,7 +393,7 @@ def without(engine: Runtime, part: str, undo: Undo) -> Iterator[None]:
         for name, value in _replaced(engine, part, undo).items():
             stack.enter_context(mock.patch.object(static_step, name, value))
         if part == "gates":
-            stack.enter_context(mock.patch.object(StaticStep, "_readout", _no_gate))
+            stack.enter_context(mock.patch.object(StaticStep, "_store_log_beta", _no_gate))
         yield
 
 
@@ -401,9 +401,8 @@ def split(method: Own, bandwidth: float, rounds: int, steps: int) -> dict[str, A
     """Time each part of a step in turns, in milliseconds.
 
     Returns:
-        ``ms``: weights floor, KV floor, matrices (all matrix products alone), attention, gates
-        (the trunks; their readout is part of the append kernel), append, eviction, rest, and the
-        whole ``step``; ``variants``: what was measured.
+        ``ms``: weights floor, KV floor, matrices (all matrix products alone), attention, gates,
+        append, eviction, rest, and the whole ``step``; ``variants``: what was measured.
     """
     engine = method.engine
     evicts, gated = engine.policy.evicts, engine.decoder.gates is not None

@@ -57,7 +57,7 @@ READS = {
 # What has a form in Triton beside the reference that runs on a CPU.
 KERNELS = {
     static_step: "make_room build_worklist rms_norm store_layer decode_attention gated evict "
-    "experts",
+    "experts store_log_beta",
     policy_step: "drop evict_to_shares window_scores",
     delta: "conv_step delta_step",
 }

@@ -88,6 +88,8 @@ class CudaBackend(Backend):
         gates = model.decoder.gates
         if gates is not None and any(not gate.trunk for gate in gates.layers):
             return "gates without a trunk"
+        if gates is not None and len({gate.readout.shape for gate in gates.layers}) > 1:
+            return "gates of different widths"
         if model.decoder.on_gate_input is not None:
             return "on_gate_input is set"
         if model.spec.rope.switch_at is not None:

@@ -17,13 +17,12 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from mmkv.engine.backends.base import Batch, Burst, LoadedModel
 from mmkv.engine.backends.cuda.kernels import delta
 from mmkv.engine.backends.cuda.kernels.append import empty_room, make_room
-from mmkv.engine.backends.cuda.kernels.buffers import GateHead, NewestTokens, PageTables
+from mmkv.engine.backends.cuda.kernels.buffers import NewestTokens, PageTables
 from mmkv.engine.backends.cuda.kernels.decode_attention import decode_attention, empty_partials
 from mmkv.engine.backends.cuda.kernels.evict import empty_eviction, evict, unsupported_reason
 from mmkv.engine.backends.cuda.kernels.experts import experts
@@ -38,7 +37,7 @@ from mmkv.engine.backends.cuda.kernels.sample import (
     sample,
     uniform,
 )
-from mmkv.engine.backends.cuda.kernels.store import store_layer
+from mmkv.engine.backends.cuda.kernels.store import store_layer, store_log_beta
 from mmkv.engine.backends.cuda.kernels.worklist import (
     build_worklist,
     default_runs,
@@ -143,7 +142,11 @@ class StaticStep:
         self.logits = torch.zeros(batch, model.decoder.weights.head.shape[0], device=device)
         self.broken = torch.zeros(batch, dtype=torch.bool, device=device)
         self.log_beta: Tensor | None = None
-        if model.decoder.gates is not None:
+        self._gates = model.decoder.gates
+        if self._gates is not None:
+            layers = self._gates.layers
+            self._readout = torch.stack([gate.readout for gate in layers])
+            self._readout_bias = torch.stack([gate.bias for gate in layers])
             shape = (batch, most_steps, spec.rows)
             self.log_beta = torch.zeros(shape, device=device)
         self.columns: SamplingColumns | None = None
@@ -193,6 +196,7 @@ class StaticStep:
         angles = self._angles(rope)
         # Their states stay as they are where a step stores nothing.
         stateful = self.seqs.where(live, -1) if spec.has_entries else self.seqs
+        read_by_gates: list[Tensor] = []
         x, residual = model.decoder.embed(self.token), None
         for index, layer in enumerate(weights.layers):
             normed, residual = rms_norm(x, residual, layer.input_norm, eps)
@@ -200,6 +204,7 @@ class StaticStep:
             if entry is None:
                 x = self._mix(index, layer, normed, stateful)
             else:
+                read_by_gates.append(normed)
                 x = self._attend(index, entry, normed, angles, by_layer[entry])
             if layer.attention_out_norm is not None:
                 x, _ = rms_norm(x, None, layer.attention_out_norm, eps)
@@ -211,6 +216,7 @@ class StaticStep:
                 for _ in range(model.decoder.taps.count(index)):
                     policy.tap(residual + x)
         normed, _ = rms_norm(x, residual, weights.norm, eps)
+        self._store_log_beta(read_by_gates, slots)
         if policy is not None:
             policy.appended(rope)
         if self.log_beta is not None:
@@ -249,7 +255,6 @@ class StaticStep:
             pool,
             slots,
             self.seen,
-            self._readout(entry, normed),
         )
         window = spec.sliding_window[entry]
         decode_attention(
@@ -298,14 +303,12 @@ class StaticStep:
         wide = product(normed, layer.gate_up, layer.gate_up_bias)
         return product(gated(wide, spec.activation), layer.down, layer.down_bias)
 
-    def _readout(self, entry: int, normed: Tensor) -> GateHead | None:
-        if self.model.decoder.gates is None:
-            return None
-        gate = self.model.decoder.gates.layers[entry]
-        *first, (weight, bias) = gate.trunk
-        for stage in first:
-            normed = F.silu(gate.product(normed, *stage))
-        return GateHead(gate.product(normed, weight, bias), gate.readout, gate.bias)
+    def _store_log_beta(self, hidden: list[Tensor], slots: Tensor) -> None:
+        """Store what the gates of all layers say of the new entries: nothing reads it before."""
+        if self._gates is not None:
+            trunk = self._gates.before_readout(hidden)
+            parts = trunk, self._readout, self._readout_bias
+            store_log_beta(*parts, self.cache.pool.log_beta, slots)
 
     def _choose(self, logits: Tensor, live: Tensor) -> None:
         self.seen += live

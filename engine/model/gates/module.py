@@ -53,6 +53,8 @@ class Gates:
         tensors: the parameters as stored in a gate file, name -> float tensor.
         info: what ``gates.json`` says beside the sizes (base model, settings, results).
         exact: the same before :meth:`in_bf16`; None: these are.
+        stages: weights ``[L, out, in]`` and biases ``[L, 1, out]`` of the trunks of all layers,
+            which are parts of these: on a GPU, where one product for all is the faster.
     """
 
     kind: str
@@ -60,6 +62,7 @@ class Gates:
     tensors: dict[str, Tensor]
     info: dict[str, object] = field(default_factory=dict)
     exact: Gates | None = None
+    stages: Sequence[tuple[Tensor, Tensor]] = ()
 
     def logits(self, layer: int, hidden: Tensor) -> Tensor:
         """z of one layer: ``hidden [T, d]`` -> float32 ``[T, H]``."""
@@ -68,6 +71,24 @@ class Gates:
     def log_beta(self, layer: int, hidden: Tensor) -> Tensor:
         """``logsigmoid(z)``, float32 ``[T, H]``. ``hidden`` is the output of input_layernorm."""
         return F.logsigmoid(self.logits(layer, hidden))
+
+    def before_readout(self, hidden: Sequence[Tensor]) -> Tensor:
+        """Compute the last product of each layer's trunk, ``[L, T, d_last]``, before its SiLU.
+
+        Args:
+            hidden: ``[T, d]`` of each layer.
+        """
+        if self.stages and self.stages[0][0].dtype == hidden[0].dtype:
+            x = torch.stack(list(hidden))
+            for index, (weight, bias) in enumerate(self.stages):
+                x = torch.baddbmm(bias, F.silu(x) if index else x, weight.mT)
+            return x
+        made = []
+        for gate, x in zip(self.layers, hidden, strict=True):
+            for index, stage in enumerate(gate.trunk):
+                x = gate.product(F.silu(x) if index else x, *stage)
+            made.append(x)
+        return torch.stack(made)
 
     def fingerprint(self) -> str:
         """Hash every weight and bias as stored, in a few hex digits."""
@@ -96,7 +117,8 @@ class Gates:
             )
             for gate in self.layers
         ]
-        return Gates(self.kind, layers, self.tensors, self.info)
+        stages = _together(layers) if device.type == "cuda" else ()
+        return Gates(self.kind, layers, self.tensors, self.info, stages=stages)
 
     def in_bf16(self, kernels: Kernels) -> Gates:
         """Return a copy with trunks rounded to bfloat16, and read as ``kernels`` do it.
@@ -109,7 +131,21 @@ class Gates:
         for gate in self.layers:
             trunk = [(holding.hold(plain(weight)), bias) for weight, bias in gate.trunk]
             layers.append(replace(gate, trunk=trunk, product=kernels.product or multiply))
-        return Gates(self.kind, layers, self.tensors, self.info, self)
+        stages = self.stages if all(w.dtype == torch.bfloat16 for w, _ in self.stages) else ()
+        return Gates(self.kind, layers, self.tensors, self.info, self, stages)
+
+
+def _together(layers: Sequence[LayerGate]) -> list[tuple[Tensor, Tensor]]:
+    """Have the trunks lie together; return :attr:`Gates.stages`, none where shapes differ."""
+    if len({tuple(weight.shape for weight, _ in gate.trunk) for gate in layers}) > 1:
+        return []
+    stages = []
+    for each in zip(*(gate.trunk for gate in layers), strict=True):
+        weights, biases = zip(*each, strict=True)
+        stages.append((torch.stack([plain(one) for one in weights]), torch.stack(biases)[:, None]))
+    for index, gate in enumerate(layers):
+        gate.trunk = [(weight[index], bias[index, 0]) for weight, bias in stages]
+    return stages
 
 
 def tied_gates(

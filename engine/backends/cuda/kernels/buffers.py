@@ -111,21 +111,6 @@ class Partials:
 
 
 @dataclass(frozen=True)
-class GateHead:
-    """The last part of one layer's gate: ``log_beta = logsigmoid(weight . silu(trunk) + bias)``.
-
-    Attributes:
-        trunk: ``[B, d_last]`` in the model's dtype: the trunk's last matrix product with its
-            bias, *before* SiLU. Rows contiguous; a slice of a wider product will do.
-        weight: ``[H, d_last]`` float32; bias: ``[H]`` float32, both contiguous.
-    """
-
-    trunk: Tensor
-    weight: Tensor
-    bias: Tensor
-
-
-@dataclass(frozen=True)
 class EvictionBuffers:
     """Static buffers of one batch bucket; R = layers x KV heads.
 

@@ -249,7 +249,8 @@ def merged(left: Tensor, left_lse: Tensor, right: Tensor, right_lse: Tensor) -> 
     return out.transpose(0, 1)
 
 
-@triton.jit
+# A chunk's length is a stride of sums: it would be compiled anew.
+@triton.jit(do_not_specialize=["left_lse_head", "right_lse_head"])
 def merged_kernel(
     left,
     left_lse,

@@ -1,16 +1,16 @@
 """Everything between a layer's qkv projection and its attention, for one decode step.
 
-q/k norm, rotation, the store of the new keys and values, and the gate's readout: one kernel
-instead of some fifteen.
+q/k norm, rotation and the store of the new keys and values: one kernel instead of some dozen. And
+what gates say of the new entries, of all layers at once.
 """
 
 from __future__ import annotations
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from mmkv.engine.backends.cuda.kernels.available import in_triton
-from mmkv.engine.backends.cuda.kernels.buffers import GateHead
 from mmkv.engine.cache import Columns
 from mmkv.engine.model.elementwise import normed_heads
 from mmkv.engine.model.rope import rotate
@@ -24,13 +24,12 @@ def store_layer_reference(
     pool: Columns,
     slots: Tensor,
     position: Tensor,
-    readout: GateHead | None = None,
 ) -> Tensor:
     """Normalise, rotate and store one layer's new entries; one token of each of B sequences.
 
     Batch slots whose slots are -1 do nothing: nothing of theirs is stored, and their rows of the
     result mean nothing. Every intermediate is rounded where the eager decoder rounds it, so
-    that both agree to the last bit but for the order of two sums (the mean square, the readout).
+    that both agree to the last bit but for the order of the sum of squares.
 
     Args:
         qkv: ``[B, (Hq + 2 H) D]`` in the model's dtype, heads ordered q, k, v. Rows contiguous;
@@ -43,7 +42,6 @@ def store_layer_reference(
         slots: ``[B, H]`` int64 flat slots ``page * P + offset``, all different; or -1. May be
             ``[:, layer]`` of those of all layers.
         position: ``[B]`` int64 token indices.
-        readout: the layer's gate, or None: ``log_beta`` is left alone then.
 
     Returns:
         queries ``[B, Hq, D]``, normalised and rotated; and turned where the pool's form is.
@@ -61,10 +59,27 @@ def store_layer_reference(
     pool.position.view(-1)[where] = position.int()[:, None].expand_as(slots)[live]
     pool.modality.view(-1)[where] = 0
     pool.state.flatten(0, 1)[where] = 0
-    if readout is not None:
-        z = F.linear(F.silu(readout.trunk).float(), readout.weight, readout.bias)
-        pool.log_beta.view(-1)[where] = F.logsigmoid(z)[live]
     return pool.form.rotate(query)
 
 
 store_layer = in_triton(store_layer_reference, "qkv")
+
+
+def store_log_beta_reference(
+    trunk: Tensor, weight: Tensor, bias: Tensor, log_beta: Tensor, slots: Tensor
+) -> None:
+    """Store ``logsigmoid(weight . silu(trunk) + bias)`` of one token of each of B sequences.
+
+    Args:
+        trunk: ``[L, B, w]`` in the model's dtype, the last product of each layer's gate, *before*
+            SiLU, which is rounded to the dtype.
+        weight: ``[L, H, w]`` float32; bias: ``[L, H]`` float32.
+        log_beta: the pool's, written at ``slots [B, L, H]`` int64; where these are -1 nothing is.
+    """
+    layers = zip(trunk, weight, bias, strict=True)
+    z = torch.stack([F.linear(F.silu(x).float(), *own) for x, *own in layers], 1)
+    live = slots >= 0
+    log_beta.view(-1)[slots[live]] = F.logsigmoid(z)[live]
+
+
+store_log_beta = in_triton(store_log_beta_reference, "trunk")

@@ -15,7 +15,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from mmkv.engine.backends.cuda.kernels.buffers import GateHead
 from mmkv.engine.backends.cuda.kernels.forms_triton import encode
 from mmkv.engine.backends.cuda.kernels.pointwise_triton import turn
 from mmkv.engine.cache import Columns
@@ -34,7 +33,6 @@ def store_layer(
     pool: Columns,
     slots: Tensor,
     position: Tensor,
-    readout: GateHead | None = None,
 ) -> Tensor:
     """See :func:`mmkv.engine.backends.cuda.kernels.store.store_layer`."""
     batch_slots, heads = slots.shape
@@ -46,11 +44,7 @@ def store_layer(
     group = qkv.shape[1] // (head_dim * heads) - 2
     query = torch.empty(batch_slots, heads * group, head_dim, dtype=qkv.dtype, device=qkv.device)
     cos, sin = (x.contiguous() for x in rope)
-    # Stand-ins for what is absent are never read or written.
-    trunk, weight, bias = (
-        (readout.trunk, readout.weight, readout.bias) if readout else (qkv, cos, cos)
-    )
-    shape = sizes(group, head_dim, trunk.shape[1] if readout else 0)
+    shape = sizes(group, head_dim)
     store_kernel[(batch_slots, heads)](
         qkv,
         cos,
@@ -60,12 +54,8 @@ def store_layer(
         position,
         *pool.columns(),
         query,
-        trunk,
-        weight,
-        bias,
         qkv.stride(0),
         slots.stride(0),
-        trunk.stride(0),
         eps,
         HEADS=heads,
         GROUP=group,
@@ -73,7 +63,6 @@ def store_layer(
         ROT=cos.shape[1],
         NORM=qk_norm is not None,
         APART=qk_norm is not None and qk_norm.dtype != qkv.dtype,
-        TRUNK=trunk.shape[1] if readout else 0,
         STATE=pool.state.shape[-1],
         BESIDE=pool is not rounded,
         **shape,
@@ -86,13 +75,12 @@ def store_layer(
     return pool.form.rotate(query)
 
 
-def sizes(group: int, head_dim: int, trunk: int) -> dict[str, int]:
+def sizes(group: int, head_dim: int) -> dict[str, int]:
     """Return tile sizes of a program, and its warps: 8 elements per thread."""
     rows, features = triton.next_power_of_2(group + 2), triton.next_power_of_2(head_dim)
     return {
         "ROWS": rows,
         "DIM_BLOCK": features,
-        "TRUNK_BLOCK": min(triton.next_power_of_2(max(trunk, 1)), 1024),
         "num_warps": min(max(rows * features // 256, 1), 8),
     }
 
@@ -114,12 +102,8 @@ def store_kernel(
     pool_modality,
     pool_state,
     query,
-    trunk,
-    weight,
-    bias,
     qkv_row,
     slots_row,
-    trunk_row,
     eps,
     HEADS: tl.constexpr,
     GROUP: tl.constexpr,
@@ -127,14 +111,12 @@ def store_kernel(
     ROT: tl.constexpr,
     NORM: tl.constexpr,
     APART: tl.constexpr,
-    TRUNK: tl.constexpr,
     STATE: tl.constexpr,
     BESIDE: tl.constexpr,
     ROWS: tl.constexpr,
     DIM_BLOCK: tl.constexpr,
-    TRUNK_BLOCK: tl.constexpr,
 ):
-    """Store one KV head of one batch slot; grid (B, H). TRUNK of 0: no gate."""
+    """Store one KV head of one batch slot; grid (B, H)."""
     batch_slot = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)
     slot = tl.load(slots + batch_slot * slots_row + head)
@@ -164,18 +146,6 @@ def store_kernel(
         APART,
     )
 
-    if TRUNK > 0:
-        total = tl.zeros([TRUNK_BLOCK], tl.float32)
-        for begin in tl.static_range(0, TRUNK, TRUNK_BLOCK):
-            column = begin + tl.arange(0, TRUNK_BLOCK)
-            known = column < TRUNK
-            t = tl.load(trunk + batch_slot * trunk_row + column, mask=known, other=0.0).to(
-                tl.float32
-            )
-            active = (t / (1.0 + tl.exp(-t))).to(dtype).to(tl.float32)
-            total += active * tl.load(weight + head * TRUNK + column, mask=known, other=0.0)
-        z = tl.sum(total, 0) + tl.load(bias + head)
-
     # Only now, so that no load had to wait for the slot; an idle batch slot's inputs are readable.
     if slot < 0:
         return
@@ -193,8 +163,57 @@ def store_kernel(
     tl.store(pool_modality + slot, 0)
     for number in tl.static_range(STATE):
         tl.store(pool_state + slot * STATE + number, 0.0)
-    if TRUNK > 0:
-        tl.store(pool_log_beta + slot, _logsigmoid(z))
+
+
+def store_log_beta(
+    trunk: Tensor, weight: Tensor, bias: Tensor, log_beta: Tensor, slots: Tensor
+) -> None:
+    """See :func:`mmkv.engine.backends.cuda.kernels.store.store_log_beta`."""
+    layers, batch_slots, width = trunk.shape
+    heads = bias.shape[1]
+    gate_kernel[(batch_slots, layers * heads)](
+        trunk.contiguous(),
+        weight,
+        bias,
+        log_beta,
+        slots.contiguous(),
+        HEADS=heads,
+        TRUNK=width,
+        **gate_sizes(width),
+    )
+
+
+def gate_sizes(width: int) -> dict[str, int]:
+    """Return the block of a program of gates, and its warps: up to 8 elements per thread."""
+    block = min(triton.next_power_of_2(width), 1024)
+    return {"TRUNK_BLOCK": block, "num_warps": max(block // 256, 1)}
+
+
+@triton.jit
+def gate_kernel(
+    trunk,
+    weight,
+    bias,
+    log_beta,
+    slots,
+    HEADS: tl.constexpr,
+    TRUNK: tl.constexpr,
+    TRUNK_BLOCK: tl.constexpr,
+):
+    """Read out the gate of a row for one batch slot; grid (B, L H)."""
+    batch_slot, row = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
+    slot = tl.load(slots + batch_slot * tl.num_programs(1) + row)
+    if slot < 0:
+        return
+    source = trunk + (row // HEADS * tl.num_programs(0) + batch_slot) * TRUNK
+    total = tl.zeros([TRUNK_BLOCK], tl.float32)
+    for begin in tl.static_range(0, TRUNK, TRUNK_BLOCK):
+        column = begin + tl.arange(0, TRUNK_BLOCK)
+        known = column < TRUNK
+        t = tl.load(source + column, mask=known, other=0.0).to(tl.float32)
+        active = (t / (1.0 + tl.exp(-t))).to(trunk.dtype.element_ty).to(tl.float32)
+        total += active * tl.load(weight + row * TRUNK + column, mask=known, other=0.0)
+    tl.store(log_beta + slot, _logsigmoid(tl.sum(total, 0) + tl.load(bias + row)))
 
 
 @triton.jit
