@@ -21,6 +21,7 @@ from mmkv.engine.sequence import CachedSequence
 from tests.support.factories import Piece, checkpoint, make_turn
 from tests.support.fake_cuda import Device
 from tests.support.policies import ALL, KINDS
+from tests.support.tiers import long_but
 
 DRAWS = {
     "greedy": None,
@@ -140,10 +141,10 @@ def row(**own: Any) -> dict[str, Any]:
 
 # Every policy, each with the next family and draw; then what last bits may round otherwise, such as
 # the norms of keys, which are alike wherever the same token stands.
+QUICK = [*(name for name in KINDS if name != "knorm"), "wgkv"]
 ROWS = [
     row(policy=policy, family=FAMILIES[at % len(FAMILIES)], draw=list(DRAWS)[at % 3])
-    for at, policy in enumerate((*ALL, "wgkv"))
-    if policy != "knorm"
+    for at, policy in enumerate([*QUICK, *(name for name in ALL if name not in (*QUICK, "knorm"))])
 ] + [row(policy="fastv")]
 ROUNDED = [row(dtype=d, policy=p) for d in ("bfloat16", "float16") for p in ("dbtrimkv", "h2o")]
 ROUNDED += [row(policy="knorm")] + [row(weights=form) for form in ("int8", "int4")]
@@ -170,7 +171,9 @@ def name_of(made: dict[str, Any]) -> str:
     return "-".join(made.values())
 
 
-@pytest.mark.parametrize("made", ROWS, ids=name_of)
+@pytest.mark.parametrize(
+    "made", long_but(ROWS[: len(QUICK)] + ROWS[-1:], ROWS, "every kind is enough"), ids=name_of
+)
 def test_a_gpu_says_and_keeps_what_a_cpu_does(
     made: dict[str, Any], card: Device | None, tmp_path: Path
 ) -> None:
