@@ -226,7 +226,12 @@ class Own:
             for _ in range(EAGER_STEPS):
                 token = self.engine.decode(self.sessions, token).argmax(-1).tolist()
 
-        return self.timed(decode)
+        graphs = self.engine.backends.cuda
+        graphs.off = True
+        try:
+            return self.timed(decode)
+        finally:
+            graphs.off = False
 
     def step_bytes(self) -> StepBytes:
         """Count the bytes that a step in the middle of a run reads."""

@@ -113,6 +113,15 @@ def test_a_step_reads_the_device_twice(card: Device | None) -> None:
     assert card.reads.total() == 2, card.reads
 
 
+def test_steps_without_the_graph_say_the_same(card: Device | None) -> None:
+    """Policies of one's own, shared budgets and recordings go by torch, with Triton's kernels."""
+    engines = engine_on("cuda"), engine_on("cuda")
+    engines[1].backends.cuda.off = True
+    assert engines[1].decode_path == "torch: switched off"
+    said = [written(engine, [GREEDY, DRAWN]) for engine in engines]
+    assert said[0] == said[1]
+
+
 def test_a_server_answers_from_a_gpu(card: Device | None) -> None:
     def answers(device: str) -> list[str]:
         with serving(lambda: engine_on(device)) as server:

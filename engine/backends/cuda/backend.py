@@ -34,6 +34,7 @@ class CudaBackend(Backend):
 
     Attributes:
         runner: the graphs, made when the first step needs one.
+        off: whether tools have it leave all steps to torch.
     """
 
     name, path, devices = "cuda", "CUDA graph", ("cuda",)
@@ -41,6 +42,7 @@ class CudaBackend(Backend):
 
     def __init__(self, model: LoadedModel, cache: RaggedCache) -> None:
         super().__init__(model, cache)
+        self.off = False
         self.runner: GraphRunner | None = None
 
     def unsupported_reason(self, batch: Batch | None = None) -> str:
@@ -76,6 +78,8 @@ class CudaBackend(Backend):
         model, policy = self.model, self.model.policy
         if model.device.type != "cuda":
             return "no GPU"
+        if self.off:
+            return "switched off"
         if not triton_installed():
             return "Triton is not installed"
         if model.shared:
