@@ -153,7 +153,8 @@ def test_the_estimate_of_memory_is_an_upper_bound() -> None:
         # What is held and what the steps may take; a pool takes more where memory is free.
         batch = batch_of(method.sessions, method.tokens)
         batch.share = [0] * len(batch.seqs)
-        more, _ = runner._bound(batch, Burst.of(batch), range(8), 8)
+        held = engine.cache.needed_pages(engine.cache.length[list(batch.seqs)])
+        more, _ = runner._bound(batch, Burst.of(batch), range(8), 8, held)
         pages = pool.num_pages - pool.free_pages + more
         assert pages <= pool.num_pages
         used = pages * pool.page_bytes + engine.cache.table.nbytes
