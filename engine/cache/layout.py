@@ -111,9 +111,11 @@ class Columns:
             both as attention reads them from now on: rounded, and rotated where the form is.
         """
         if self.form.plain:
-            where = slots.flatten()
-            self.keys.flatten(0, 1).index_copy_(0, where, key.flatten(0, -2))
-            self.values.flatten(0, 1).index_copy_(0, where, value.flatten(0, -2))
+            for column, made in ((self.keys, key), (self.values, value)):
+                if made.device.type == "cpu":
+                    column.flatten(0, 1).index_copy_(0, slots.flatten(), made.flatten(0, -2))
+                else:  # whose rows need not lie together for this
+                    column.flatten(0, 1)[slots] = made
             return key, value
         form = self.form
         return (

@@ -221,7 +221,8 @@ class RaggedCache:
         # Pages first: if the pool refuses, no row has changed.
         pages = self.pool.take(int(fresh.sum()))
         which = torch.repeat_interleave(fresh)
-        column = held[which] + torch.arange(len(which)) - (fresh.cumsum(0) - fresh)[which]
+        first = fresh.cumsum(0) - fresh
+        column = held[which] + torch.arange(len(which), device="cpu") - first[which]
         width = self.table.shape[-1]
         table = self.table.view(-1)
         which, column = torch.stack([which, column]).to(row.device)

@@ -248,6 +248,7 @@ class PolicyStep:
         numbers = count * self.cells * (model.spec.head_dim if needs.keys or needs.values else 1)
         self._together = 1 if needs.positions else max(1, _MOST_NUMBERS // numbers)
         self._taps: list[Tensor] = []
+        self._queries: list[Tensor] = []
         self.too_long = torch.zeros(batch, dtype=torch.bool, device=device)
 
     def plan(self, allowed: Sequence[Sequence[int]], prompt: Sequence[int]) -> None:
@@ -300,7 +301,7 @@ class PolicyStep:
             old = ring[self._seq, :, slot].T
             where = torch.where(self._write, rope_position[who], old)
             store_positions(self.cache, self._seq, self._position[:, None], where[..., None])
-        self._taps = []
+        self._taps, self._queries = [], []
         self.too_long.zero_()
         if self.model.needs.mass:
             self._read(seqs)
@@ -309,9 +310,7 @@ class PolicyStep:
         """Keep what the policy reads of a layer's queries ``[B, Hq, D]``, after its attention."""
         needs, spec, pool = self.model.needs, self.model.spec, self.cache.pool
         if needs.queries:
-            ring = self.cache.memory[QUERIES][:, layer]
-            where = self._seq, slice(None), self._position % needs.queries
-            ring[where] = torch.where(self._write, query[self._who], ring[where])
+            self._queries.append(query)
         if needs.mass:
             slot, live = (
                 cells.unflatten(1, self.rows.length.shape[1:])[:, layer].flatten(0, 1)
@@ -337,6 +336,11 @@ class PolicyStep:
     def appended(self, rope: tuple[Tensor, Tensor]) -> None:
         """Give the new entries their state, once all layers are through."""
         model, pool = self.model, self.cache.pool
+        if self._queries:  # of all layers at once
+            ring, every = self.cache.memory[QUERIES], slice(None)
+            newest = self._seq, every, every, self._position % model.needs.queries
+            made = torch.stack(self._queries, 1)[self._who]
+            ring[newest] = torch.where(self._write, made, ring[newest])
         if model.has_on_append:
             write_state(
                 self.cache,

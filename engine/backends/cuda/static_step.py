@@ -187,7 +187,6 @@ class StaticStep:
         product = weights.product
         slots = make_room(self.room, self.rows, self.seqs)
         live = slots[:, 0, 0] >= 0  # not those that are idle, none when the pool was too small
-        by_layer = slots.transpose(0, 1).contiguous()
         build_worklist(self._work, self.seqs, self.rows.length)
         policy = self.policy_step
         if policy is not None:
@@ -205,7 +204,7 @@ class StaticStep:
                 x = self._mix(index, layer, normed, stateful)
             else:
                 read_by_gates.append(normed)
-                x = self._attend(index, entry, normed, angles, by_layer[entry])
+                x = self._attend(index, entry, normed, angles, slots[:, entry])
             if layer.attention_out_norm is not None:
                 x, _ = rms_norm(x, None, layer.attention_out_norm, eps)
             normed, residual = rms_norm(x, residual, layer.post_norm, eps)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import importlib
 import itertools
 import pkgutil
@@ -16,8 +17,11 @@ import mmkv
 import mmkv.engine.backends.cuda.kernels
 import mmkv.reply
 from mmkv import Engine, Sampling
+from mmkv.engine import runtime
+from mmkv.engine.backends import kernels_for
 from mmkv.engine.backends.cuda.kernels import product
 from mmkv.engine.backends.cuda.kernels.append import make_room
+from mmkv.engine.backends.cuda.kernels.pointwise import TritonElementwise
 from mmkv.engine.backends.cuda.kernels.sample import Draw
 from mmkv.engine.backends.cuda.static_step import StaticStep
 from mmkv.engine.cache import COLUMNS
@@ -423,7 +427,10 @@ def test_the_kernels_together_are_the_eager_step(
             monkeypatch.setattr(module, "on_triton", lambda tensor: True)
     for module in ("torch.step", "cuda.policy_step"):
         monkeypatch.setattr(f"mmkv.engine.backends.{module}.on_triton", lambda tensor: True)
+    on_gpu = functools.partial(kernels_for, device=torch.device("cuda"))
+    monkeypatch.setattr(runtime, "kernels_for", lambda form, device: on_gpu(form))
     ours = engine_for(model, policy)
+    assert isinstance(ours.decoder.elementwise, TritonElementwise)
     one = opened(ours, 2)
     generated = Bursts(ours).decode(one, [3, 4], 3)
     assert generated == eager(reference, two, [3, 4], 3)

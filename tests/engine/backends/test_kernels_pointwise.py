@@ -344,6 +344,26 @@ def test_greedy_takes_the_first_of_equal_logits() -> None:
     assert sample(rows, columns(2, temperature=0.0), noise).tolist() == [1, 0]
 
 
+@pytest.mark.parametrize("form", forms("sample", "uniform"))
+def test_noise_is_that_of_whole_numbers(form: Callable[..., Tensor]) -> None:
+    """In Python's integers, for seeds and counters of all sizes."""
+    golden, most = 0x9E3779B97F4A7C15, 2**64
+
+    def mix(x: int) -> int:
+        x = (x + golden) % most
+        x = (x ^ x >> 30) * 0xBF58476D1CE4E5B9 % most
+        x = (x ^ x >> 27) * 0x94D049BB133111EB % most
+        return x ^ x >> 31
+
+    seeds, counters = [0, 1, 2**63 - 1, -5, 1234567], [0, 70_000, 2**40, 3, 2**31]
+    given = (torch.tensor(x, device=DEVICE) for x in (seeds, counters))
+    wanted = [
+        (mix((mix(seed % most) + counter * golden) % most) >> 11) * 2.0**-53
+        for seed, counter in zip(seeds, counters, strict=True)
+    ]
+    assert form(*given).tolist() == wanted
+
+
 def test_noise_is_splitmix64() -> None:
     """The published first outputs for seed 1234567, and even spread over slots and counters."""
     from mmkv.engine.backends.cuda.kernels import sample as module

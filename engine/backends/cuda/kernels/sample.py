@@ -210,7 +210,7 @@ def guard(logits: Tensor, never: Tensor) -> tuple[Tensor, Tensor]:
     return fit.index_fill_(-1, never, -torch.inf), broken
 
 
-def uniform(seed: Tensor, counter: Tensor) -> Tensor:
+def uniform_reference(seed: Tensor, counter: Tensor) -> Tensor:
     """Draw the noise for :func:`sample`: a float64 in [0, 1) for each (seed, counter), both ``[B]``
     int64.
 
@@ -219,6 +219,9 @@ def uniform(seed: Tensor, counter: Tensor) -> Tensor:
     """
     mixed = _mix(_mix(seed) + counter * _GOLDEN)
     return _shift(mixed, 11).double() * 2.0**-53
+
+
+uniform = in_triton(uniform_reference, "seed")
 
 
 def sample_reference(logits: Tensor, columns: SamplingColumns, noise: Tensor) -> Tensor:

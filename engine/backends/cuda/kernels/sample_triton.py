@@ -21,6 +21,9 @@ BITS = 11  # of a digit: three hold a logit's 32 bits, two a token's id
 BLOCK = 4096
 WARPS = 8
 _STAGES = 10
+# Of SplitMix64.
+GOLDEN = tl.constexpr(0x9E3779B97F4A7C15)
+FIRST, SECOND = tl.constexpr(0xBF58476D1CE4E5B9), tl.constexpr(0x94D049BB133111EB)
 _FIELDS = 6  # of a row, that a stage leaves to the next
 
 
@@ -53,6 +56,32 @@ def sample(logits: Tensor, columns: SamplingColumns, noise: Tensor) -> Tensor:
             num_warps=WARPS,
         )
     return token.where(columns.temperature > 0, likeliest)
+
+
+def uniform(seed: Tensor, counter: Tensor) -> Tensor:
+    """See :func:`mmkv.engine.backends.cuda.kernels.sample.uniform`."""
+    out = torch.empty(len(seed), dtype=torch.float64, device=seed.device)
+    uniform_kernel[(len(seed),)](seed, counter, out, num_warps=1)
+    return out
+
+
+@triton.jit
+def uniform_kernel(seed, counter, out):
+    """Draw the noise of one batch slot; grid (B,)."""
+    row = tl.program_id(0)
+    first = mix(tl.load(seed + row).to(tl.uint64, bitcast=True))
+    counted = tl.load(counter + row).to(tl.uint64, bitcast=True) * GOLDEN
+    mixed = mix(first + counted)
+    tl.store(out + row, (mixed >> 11).to(tl.float64) * (1.0 / (1 << 53)))
+
+
+@triton.jit
+def mix(x):
+    """Apply SplitMix64's finaliser."""
+    x += GOLDEN
+    x = (x ^ (x >> 30)) * FIRST
+    x = (x ^ (x >> 27)) * SECOND
+    return x ^ (x >> 31)
 
 
 @triton.jit(do_not_specialize=["rows", "stage"])

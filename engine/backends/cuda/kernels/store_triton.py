@@ -85,7 +85,7 @@ def sizes(group: int, head_dim: int) -> dict[str, int]:
     }
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["slots"])  # a layer's lie anywhere
 def store_kernel(
     qkv,
     cos,
