@@ -39,7 +39,7 @@ def in_a_graph(session: CachedSequence) -> int:
     return len(graphs[True].steps)
 
 
-@pytest.mark.parametrize(("policy", "most"), [("dbtrimkv", 490), ("snapkv", 610), ("h2o", 1340)])
+@pytest.mark.parametrize(("policy", "most"), [("dbtrimkv", 390), ("snapkv", 440), ("h2o", 1340)])
 def test_a_step_is_so_many_launches_and_waits_twice(policy: str, most: int) -> None:
     with fake_cuda() as card:
         sessions = opened(policy, 2)
@@ -51,13 +51,13 @@ def test_a_step_is_so_many_launches_and_waits_twice(policy: str, most: int) -> N
 
 
 @pytest.mark.parametrize("policy", ["dbtrimkv", "streamingllm"])
-def test_a_chunk_is_1200_launches_at_most_and_waits_four_times(policy: str) -> None:
+def test_a_chunk_is_1000_launches_at_most_and_waits_four_times(policy: str) -> None:
     with fake_cuda() as card:
         (session,) = opened(policy)
         card.reads.clear()
         card.launches.clear()
         session.prefill({"input_ids": torch.arange(35, 67)[None]})
-        assert card.launches.total() <= 1200, card.launches
+        assert card.launches.total() <= 1000, card.launches
         assert card.reads.total() <= 4, card.reads
         assert session.evicted > 0
 
