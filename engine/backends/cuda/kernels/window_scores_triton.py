@@ -67,14 +67,15 @@ def sizes(queries: int, head_dim: int, dtype: torch.dtype) -> dict[str, int]:
 
     float32 products are made of three of the tensor cores' (tf32x3, exact to about 2**-21); in
     plain float32 arithmetic this tile does not fit the registers by far. Twice the tile would not
-    fit the shared memory of small cards.
+    fit the shared memory of small cards, nor would this one with heads of more than 128.
     """
-    most = 64 if dtype == torch.float32 else 128
+    whole, wide = dtype == torch.float32, head_dim > 128
+    most = (16 if wide else 64) if whole else (64 if wide else 128)
     tile = min(max(triton.next_power_of_2(queries), 16), most)
     return {
         "TILE": tile,
         "DIM_BLOCK": max(triton.next_power_of_2(head_dim), 16),
-        "BLOCK": 32 if dtype == torch.float32 else 64,
+        "BLOCK": 32 if whole else 64,
         "num_warps": 8 if tile == most else 4,
     }
 
