@@ -521,7 +521,9 @@ class GraphRunner:
                 slack = self.model.interval.slack(allowed, rows)
                 most = min(most, max(allowed + slack, entries) + rows)
             largest = max(largest, most)
-            pages += (most + rows * (size - 1)) // size - cache.held_pages(batch.seqs[index])
+            # States of linear layers count as pages, but none of the pool's holds them.
+            held = cache.held_pages(batch.seqs[index]) - cache.state_pages
+            pages += (most + rows * (size - 1)) // size - held
         return max(pages, 0), largest
 
     def _step(

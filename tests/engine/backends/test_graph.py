@@ -51,6 +51,16 @@ def test_the_static_step_is_the_eager_step_in_fewer_bits(model: str, kv: str) ->
     same(one, two)
 
 
+def test_a_burst_of_a_hybrid_has_all_its_pages() -> None:
+    """States of linear layers are no pages that the new entries could take."""
+    engine = engine_for("qwen3_5", budget=500)
+    bursts, session = Bursts(engine), engine.session()
+    for count in (5, 400):
+        session.prefill({"input_ids": text_ids(count, 1)[None]})
+        assert len(bursts.decode([session], [5], 40)[0]) == 40
+    assert session.entries == engine.spec.rows * 485
+
+
 def rounded_engine(model: str, form: str) -> Runtime:
     """An engine with weights in fewer bits that are multiplied as on a GPU, not in C."""
     disk = load(checkpoint(model), weights=form)
