@@ -101,7 +101,9 @@ def asked(**request: Any) -> Any:
 
 def compiled(launch: str, arch: int = 90, **settings: Any) -> list[Code]:
     """Compile all that one of ``benchmarks.bench.kernel_code.LAUNCHES`` launches."""
-    codes = [Code(**code) for code in asked(launch=launch, arch=arch, settings=settings)]
+    codes = [
+        Code(**code) for code in asked(kind="codes", launch=launch, arch=arch, settings=settings)
+    ]
     for code in codes:
         print(
             f"{code.kernel}: {code.warps} warps, {code.registers} registers, "

@@ -533,6 +533,19 @@ def test_more_rows_than_a_warp_and_an_odd_number_of_batch_slots(form: Any) -> No
     assert_same(cache, rows, columns)
 
 
+@pytest.mark.parametrize("form", APPEND_FORMS)
+def test_more_batch_slots_than_are_looked_at_together(form: Any) -> None:
+    """70 of them, of which the kernel counts 64 at once: the last ones take pages behind those."""
+    lengths = torch.arange(70)[:, None, None] % 3 * 4
+    cache = eager_cache(lengths, 8, pages=300, width=4)
+    rows, columns = to_device(cache)
+    seqs = [*range(69, -1, -1)]
+    assert torch.equal(
+        form(empty_room(70, rows), rows, batch_slots(seqs)).cpu(), eager_slots(cache, seqs)
+    )
+    assert_same(cache, rows, columns)
+
+
 @needs_compiler
 def test_kernels_fit_a_hopper_sm() -> None:
     """36 layers of 8 heads, 64 batch slots."""

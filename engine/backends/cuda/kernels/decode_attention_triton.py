@@ -21,6 +21,7 @@ from torch import Tensor
 
 from mmkv.engine.backends.cuda.kernels.buffers import NewestTokens, Partials, WorkList
 from mmkv.engine.backends.cuda.kernels.forms_triton import load_codes, load_scale, load_zero, parts
+from mmkv.engine.backends.cuda.kernels.jit_triton import jit
 from mmkv.engine.backends.cuda.kernels.worklist import TILE_BYTES
 from mmkv.engine.cache import EncodedKV
 
@@ -163,7 +164,7 @@ def _write(
         tl.store(lse + to, peak * scale + tl.log2(total) * LN_2, mask=g < G)
 
 
-@triton.jit
+@jit
 def decode_kernel(
     query,
     keys,

@@ -16,6 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from mmkv.engine.backends.cuda.kernels.jit_triton import jit
 from mmkv.engine.model.delta import EPS
 
 COLUMNS = 8  # of a state, that a program holds
@@ -60,7 +61,7 @@ def causal_conv(x: Tensor, weight: Tensor, state: Tensor) -> tuple[Tensor, Tenso
     return out, torch.cat([state, newest], 1)[:, newest.shape[1] :].contiguous()
 
 
-@triton.jit(do_not_specialize=["tokens"])  # each chunk length would be compiled anew
+@jit
 def conv_kernel(
     x,
     weight,
@@ -122,7 +123,7 @@ def conv_step(x: Tensor, weight: Tensor, states: Tensor, slot: Tensor) -> Tensor
     return out
 
 
-@triton.jit
+@jit
 def conv_step_kernel(
     x,
     weight,
@@ -210,7 +211,7 @@ def _take(
     return out
 
 
-@triton.jit(do_not_specialize=["tokens"])  # each chunk length would be compiled anew
+@jit
 def delta_kernel(
     q,
     k,

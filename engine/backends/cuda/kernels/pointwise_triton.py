@@ -9,6 +9,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from mmkv.engine.backends.cuda.kernels.jit_triton import jit
+
 
 def rms_norm(x: Tensor, residual: Tensor | None, gain: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """See :func:`mmkv.engine.backends.cuda.kernels.pointwise.rms_norm`."""
@@ -41,7 +43,7 @@ def warps(block: int) -> int:
     return min(max(block // 256, 1), 16)
 
 
-@triton.jit
+@jit
 def rms_norm_kernel(
     x,
     residual,
@@ -93,7 +95,7 @@ def gated(gate_up: Tensor, activation: str = "silu") -> Tensor:
     return out
 
 
-@triton.jit
+@jit
 def gated_kernel(
     gate_up, out, row_stride, WIDTH: tl.constexpr, GELU: tl.constexpr, BLOCK: tl.constexpr
 ):

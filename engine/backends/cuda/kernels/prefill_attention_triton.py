@@ -14,6 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from mmkv.engine.backends.cuda.kernels.forms_triton import load_codes, load_scale, load_zero, parts
+from mmkv.engine.backends.cuda.kernels.jit_triton import jit
 from mmkv.engine.cache import EncodedKV
 
 LOG2_E = tl.constexpr(1.4426950408889634)
@@ -95,7 +96,7 @@ def prefill_attention(
     return out, lse
 
 
-@triton.jit(do_not_specialize=["count"])  # each chunk length would be compiled anew
+@jit
 def prefill_kernel(
     query,
     keys,

@@ -15,6 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from mmkv.engine.backends.cuda.kernels.jit_triton import jit
 from mmkv.engine.model.rounded import BLOCK, IntegerMatrix
 
 LARGEST = tl.constexpr(127.0)
@@ -119,7 +120,7 @@ def code_states(x: Tensor, bits: int) -> tuple[Tensor, Tensor]:
     return codes, steps
 
 
-@triton.jit
+@jit
 def code_kernel(
     x,
     codes,
@@ -162,7 +163,7 @@ def code_kernel(
     tl.store(steps + block * tokens + token, step, mask=there)
 
 
-@triton.jit
+@jit
 def integer_kernel(
     codes,
     steps,
@@ -218,7 +219,7 @@ def integer_kernel(
     tl.store(to, made.to(out.dtype.element_ty), mask=known[:, None] & inside[None, :])
 
 
-@triton.jit
+@jit
 def bf16_kernel(
     x,
     weight,

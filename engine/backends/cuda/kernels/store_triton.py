@@ -19,6 +19,7 @@ from torch import Tensor
 
 from mmkv.engine.backends.cuda.kernels.buffers import GateHead
 from mmkv.engine.backends.cuda.kernels.forms_triton import encode
+from mmkv.engine.backends.cuda.kernels.jit_triton import jit
 from mmkv.engine.cache import Columns
 
 # log2(e) with 12 significant bits, and what is missing: see `_exp_of_minus`.
@@ -98,7 +99,7 @@ def sizes(group: int, head_dim: int, trunk: int) -> dict[str, int]:
     }
 
 
-@triton.jit
+@jit
 def store_kernel(
     qkv,
     cos,

@@ -15,6 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from mmkv.engine.backends.cuda.kernels.jit_triton import jit
 from mmkv.engine.backends.cuda.kernels.write_gated_attention import GatedRows, Ranges
 
 LOG2_E = tl.constexpr(1.4426950408889634)
@@ -82,7 +83,7 @@ def write_gated_attention(
     return out, computed, ranges.tiles(tile)[1]
 
 
-@triton.jit(do_not_specialize=["count", "entries"])  # each length would be compiled anew
+@jit
 def write_gated_kernel(
     query,
     position,
