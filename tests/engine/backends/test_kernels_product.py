@@ -133,7 +133,7 @@ def test_products_are_captured_in_a_graph(bits: int, tokens: int) -> None:
 
 @needs_compiler
 @pytest.mark.parametrize(
-    ("bits", "tokens", "registers", "shared"), [(8, 1, 64, 20_000), (4, 64, 96, 32_000)]
+    ("bits", "tokens", "registers", "shared"), [(8, 1, 80, 20_000), (4, 64, 96, 32_000)]
 )
 def test_products_fit_a_hopper_sm(bits: int, tokens: int, registers: int, shared: int) -> None:
     """Tensor cores, nothing spilled or fused, and nothing in the loop that waits for memory."""

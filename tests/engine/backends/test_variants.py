@@ -24,7 +24,18 @@ CASES = [
     ("qwen3", "dbtrimkv", {"kv": "k8v4"}),
     ("gemma3_text", "dbtrimkv", {}),
     ("qwen3_5", "dbtrimkv", {}),
+    ("qwen3", "dbtrimkv", {"prefill_chunk": 128}),
 ]
+
+
+@needs_compiler
+def test_products_are_compiled_for_sizes_of_a_batch_and_not_for_those_of_matrices() -> None:
+    """Four tiles, of up to 16, 32 and 64 tokens and of more, for all matrices of a model."""
+    request = {"model": "qwen3_vl", "policy": "dbtrimkv", "settings": {}, "weights": "int8"}
+    warm, later = asked(kind="warm_and_later", **request)
+    assert not later
+    products = {name: n for name, n in Counter(warm).items() if name.startswith("product.")}
+    assert products == {"product.code_kernel": 1, "product.integer_kernel": 4}
 
 
 @needs_compiler

@@ -17,7 +17,7 @@ import triton
 
 NUMBERS = (
     # Of the batch and the model.
-    *("batch_slots", "rows", "groups", "per_group", "layers", "runs", "chunks", "turn"),
+    *("batch_slots", "rows", "groups", "per_group", "layers", "runs", "chunks", "turn", "blocks"),
     # Of a policy and its budget.
     *("slack", "free", "most_entries", "most_row", "most_seen", "protect_first", "protect_recent"),
     # Of lengths, pool and tables.
