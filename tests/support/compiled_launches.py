@@ -26,6 +26,7 @@ from mmkv.engine.backends.cuda import kernels
 from mmkv.engine.backends.cuda.kernels import available
 from mmkv.engine.backends.cuda.kernels.sample import Draw
 from mmkv.engine.runtime import Runtime
+from mmkv.server.engine_thread import compile_kernels
 from tests.support.bursts import Bursts
 from tests.support.native import engine_for, rounded_engine
 from tests.support.sessions import text_ids
@@ -66,10 +67,9 @@ def _both(form: Callable[..., Any], reference: Callable[..., Any]) -> Callable[.
 def warm_and_later(
     model: str, policy: str, settings: dict[str, Any], weights: str = ""
 ) -> tuple[list[str], list[str]]:
-    """Return the kernels' variants of a first reply, and those that all later ones add.
+    """Return the kernels' variants that a server's warm-up takes, and those that later ones add.
 
-    The first: a prompt of two chunks, shorter turns, a burst of one session. Later: other lengths,
-    batches, draws, budgets, and growths of pool and tables.
+    Later: other lengths, batches, draws, budgets, and growths of pool and tables.
     """
     engine = (
         rounded_engine(model, weights, 128) if weights else engine_for(model, policy, **settings)
@@ -77,10 +77,9 @@ def warm_and_later(
     engine.backends.cpu.switch_off()
     with on_a_card() as seen:
         bursts = Bursts(engine)
-        session = engine.session()
-        for count in (engine.prefill_chunk + 70, 3, 20, 40):
-            session.prefill({"input_ids": text_ids(count, count)[None]})
-        bursts.decode([session], [5], 20)  # longer than an interval: one of them evicts
+        with pytest.MonkeyPatch.context() as patched:
+            patched.setattr(engine, "decode_many", bursts.decode)
+            compile_kernels(engine)
         warm = list(seen)
         _later(engine, bursts, policy != "full")
         later = [variant for variant in seen if variant not in warm]
