@@ -26,25 +26,24 @@ def sizes(
 ) -> dict[str, int]:
     """Return the queries of a program, entries of a tile, warps, and tiles on their way.
 
-    They fit the shared memory of every card, and the registers of nearly all: codes of 4 bits take
-    more of these, float32 most, which runs on the plain arithmetic units. Half precision takes 64
-    queries per warpgroup where it can, what Hopper's matrix unit multiplies at once.
+    They fit the shared memory of every card. Half precision takes 64 queries per warpgroup where
+    it can, what Hopper's matrix unit multiplies at once; float32 runs on the plain arithmetic
+    units, where small tiles keep the registers. Codes take more of these: half as many queries.
 
     Args:
         bits: of a key's codes and of a value's; 0: as they are.
     """
     if dtype == torch.float32:
-        block, tile, warps, stages = 64 if head_dim <= 64 else 32, 32, 8, 2
-        if any(bits):
-            block //= 2
-        if head_dim > 128:
-            tile = 16
+        block, tile, stages = 64 if head_dim <= 64 else 32, 16 if head_dim > 128 else 32, 2
     elif head_dim > 128:
-        block, tile, warps, stages = 32 if 4 in bits else 64, 32, 8, 2
-    elif 4 in bits:
-        block, tile, warps, stages = 64, 64, 8, 3
+        block, tile, stages = 64, 32, 2
     else:
-        block, tile, warps, stages = (64, 64, 4, 3) if queries <= 64 else (128, 64, 8, 3)
+        block, tile, stages = 128, 64, 3
+    warps = 8
+    if any(bits):
+        block //= 2
+    elif block == 128 and queries <= 64:
+        block, warps = 64, 4
     return {"BLOCK": block, "TILE": tile, "num_warps": warps, "num_stages": stages}
 
 
