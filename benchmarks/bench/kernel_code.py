@@ -10,7 +10,6 @@ wheel, and an hour of a core. ``--only decode --arch 90`` prints a part of it.
 from __future__ import annotations
 
 import argparse
-import json
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import product as every
@@ -36,7 +35,7 @@ from mmkv.engine.cache import PagePool
 from mmkv.engine.cache.forms import FORMS
 from mmkv.engine.model.product import INTEGERS
 from mmkv.engine.policies import make_policy
-from mmkv.training.measure.record import RESULTS
+from mmkv.training.measure.record import RESULTS, write_results
 
 # Bytes of shared memory that a program may take: CUDA C++ Programming Guide, technical
 # specifications per compute capability, less the 1 KiB that the system keeps.
@@ -389,17 +388,22 @@ def measured(wanted: Iterable[Case], architectures: Sequence[int]) -> Iterator[F
                     yield Found(case.name, arch, replace(compiled(variant, arch), ptx=""))
 
 
-def most(found: Sequence[Found]) -> list[list[Any]]:
-    """Return for each kernel and card: launches, and the most registers, bytes spilled and shared.
-
-    Columns: kernel, card, launches, registers, spilled, shared.
-    """
-    rows = []
+def most(found: Sequence[Found]) -> list[list[str]]:
+    """Return for each kernel and card what a launch takes at most, the heading first."""
+    rows = [["kernel", "card", "launches", *NUMBERS]]
     for kernel, arch in sorted({(one.code.kernel, one.arch) for one in found}):
         codes = [one.code for one in found if (one.code.kernel, one.arch) == (kernel, arch)]
         numbers = (max(getattr(code, name) for code in codes) for name in NUMBERS)
-        rows.append([kernel, f"sm_{arch}", len(codes), *numbers])
+        rows.append([kernel, f"sm_{arch}", *(f"{number:,}" for number in (len(codes), *numbers))])
     return rows
+
+
+def spilled(found: Sequence[Found]) -> list[list[Any]]:
+    """Return the launches that spill: case, kernel, and bytes for each of ``SHARED_LIMITS``."""
+    launches: dict[tuple[str, str], list[int]] = {}
+    for one in found:
+        launches.setdefault((one.case, one.code.kernel), []).append(one.code.spills)
+    return [[*launch, *spills] for launch, spills in launches.items() if any(spills)]
 
 
 def main() -> None:
@@ -416,17 +420,16 @@ def main() -> None:
         found.append(one)
         numbers = ", ".join(f"{getattr(one.code, name):,} {name}" for name in NUMBERS)
         print(*one.place, numbers, "" if one.fits else "TOO MUCH", flush=True)
-    result = {
-        "command": "python -m benchmarks.bench.kernel_code",
-        "triton": triton.__version__,
-        "shared_limits": {f"sm_{arch}": limit for arch, limit in SHARED_LIMITS.items()},
-        "columns": ["kernel", "card", "launches", *NUMBERS],
-        "most": most(found),
-        "spill": [[*one.place, one.code.spills] for one in found if one.code.spills],
-        "too_large": [[*one.place, one.code.shared] for one in found if not one.fits],
-    }
     if args.only is None and args.arch == list(SHARED_LIMITS):
-        (RESULTS / "kernel-code.json").write_text(json.dumps(result, indent=1) + "\n")
+        write_results(
+            RESULTS / "kernel-code.json",
+            {"triton": triton.__version__, "shared_limits": SHARED_LIMITS},
+            {
+                "spilled": spilled(found),
+                "too_large": [[*one.place, one.code.shared] for one in found if not one.fits],
+            },
+            {"kernel-code": most(found)},
+        )
 
 
 if __name__ == "__main__":
